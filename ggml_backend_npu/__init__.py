@@ -1,0 +1,44 @@
+"""A ggml backend written in Python: llama.cpp's scheduler runs its graph nodes in the kernels registered here.
+
+    import ggml_backend_npu
+    ggml_backend_npu.register()      # the ggml inside llama-cpp-python now has a device called NPU
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import TYPE_CHECKING
+
+from ggml_backend_npu import ops  # noqa: F401  (registers the kernels)
+from ggml_backend_npu.ir import Graph, Memory, Node, Tensor
+from ggml_backend_npu.plan import Plan, plan
+from ggml_backend_npu.registry import OPS, KernelError, Op, op
+
+if TYPE_CHECKING:
+    from ggml_backend_npu.abi.plugin import Plugin
+
+__all__ = [
+    "OPS",
+    "Graph",
+    "KernelError",
+    "Memory",
+    "Node",
+    "Op",
+    "Plan",
+    "Tensor",
+    "op",
+    "plan",
+    "register",
+]
+
+
+@cache
+def register() -> Plugin:
+    """Makes the device NPU known to the ggml inside llama-cpp-python. A second call changes nothing.
+
+    Returns the registered backend, whose `statistics` count what it computes. Raises
+    `ggml_backend_npu.abi.lib.UnknownGgml` where that ggml is not one whose layouts are known here.
+    """
+    from ggml_backend_npu.abi import lib, plugin
+
+    return plugin.make(lib.ggml())

@@ -1,0 +1,1 @@
+"""The backend's C side: the only ctypes of this package."""

@@ -1,0 +1,114 @@
+"""Small graphs built and computed through ggml's own API, on any of its devices: one op at a time, for tests and tools."""
+
+from __future__ import annotations
+
+import ctypes
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ggml_backend_npu.abi import convert, structs
+from ggml_backend_npu.abi.lib import Ggml
+from ggml_backend_npu.ir import Node, Tensor
+
+_CONTEXT_BYTES = 1 << 22
+
+
+class Builder:
+    """A ggml context with tensors on one device, computed there.
+
+        with Builder(ggml, "NPU") as build:
+            table = build.tensor("q8_0", (64, 10))
+            ids = build.tensor("i32", (3,))
+            rows = build.op("get_rows", table, ids)
+            build.set(table, blocks)
+            build.set(ids, np.array([1, 5, 5], np.int32))
+            status = build.compute(rows)
+            result = build.get(rows)
+
+    Tensors are addresses. Memory comes at the first `set` or `compute`: make all tensors and ops before that. Every
+    root tensor has its own bytes, so that a write outside a view is seen in `get` of the root.
+    """
+
+    def __init__(self, ggml: Ggml, device: str) -> None:
+        self.ggml = ggml
+        handle = ggml.ggml_backend_dev_by_name(device.encode())
+        if handle is None:
+            raise ValueError(f"unknown device {device!r}")
+        self._device = handle
+        self._backend = ggml.ggml_backend_dev_init(handle, None)
+        self._context = ggml.ggml_init(structs.InitParams(_CONTEXT_BYTES, None, True))
+        self._buffer: int | None = None
+
+    def __enter__(self) -> Builder:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._buffer is not None:
+            self.ggml.ggml_backend_buffer_free(self._buffer)
+        self.ggml.ggml_free(self._context)
+        self.ggml.ggml_backend_free(self._backend)
+
+    def tensor(self, type: str, ne: tuple[int, ...]) -> int:
+        """A new contiguous tensor, of up to 4 dimensions, fastest first."""
+        dims = (ctypes.c_int64 * 4)(*ne, *[1] * (4 - len(ne)))
+        return int(self.ggml.ggml_new_tensor(self._context, self.ggml.type_numbers[type], 4, dims))
+
+    def view(self, source: int, ne: tuple[int, int, int, int], nb: tuple[int, int, int], offset: int = 0) -> int:
+        """ggml_view_4d: nb1..nb3 and offset in bytes; nb0 is the type's size."""
+        return int(self.ggml.ggml_view_4d(self._context, source, *ne, *nb, offset))
+
+    def permute(self, source: int, axes: tuple[int, int, int, int]) -> int:
+        """ggml_permute: dimension i of the source becomes dimension axes[i]."""
+        return int(self.ggml.ggml_permute(self._context, source, *axes))
+
+    def op(self, function: str, *arguments: Any) -> int:
+        """ggml_<function>(context, *arguments): a node."""
+        return int(getattr(self.ggml, f"ggml_{function}")(self._context, *arguments))
+
+    def supported(self, node: int) -> bool:
+        """Whether the device's supports_op takes the node."""
+        return bool(self.ggml.ggml_backend_dev_supports_op(self._device, node))
+
+    def _allocate(self) -> None:
+        if self._buffer is None:
+            self._buffer = self.ggml.ggml_backend_alloc_ctx_tensors(self._context, self._backend)
+
+    def nbytes(self, tensor: int) -> int:
+        return int(self.ggml.ggml_nbytes(tensor))
+
+    def set(self, tensor: int, data: NDArray[Any]) -> None:
+        """All bytes of a tensor from an array of as many bytes."""
+        self._allocate()
+        data = np.ascontiguousarray(data)
+        if data.nbytes != self.nbytes(tensor):
+            raise ValueError(f"data of {data.nbytes} bytes: the tensor has {self.nbytes(tensor)}")
+        if data.nbytes:
+            self.ggml.ggml_backend_tensor_set(tensor, data.ctypes.data, 0, data.nbytes)
+
+    def get(self, tensor: int) -> NDArray[np.uint8]:
+        """All bytes of a tensor, gaps of a view included."""
+        data = np.empty(self.nbytes(tensor), np.uint8)
+        if data.nbytes:
+            self.ggml.ggml_backend_tensor_get(tensor, data.ctypes.data, 0, data.nbytes)
+        return data
+
+    def compute(self, *nodes: int) -> int:
+        """Computes the nodes and what they need; returns ggml's status (0 = success, -1 = failed)."""
+        self._allocate()
+        graph = self.ggml.ggml_new_graph(self._context)
+        for node in nodes:
+            self.ggml.ggml_build_forward_expand(graph, node)
+        return int(self.ggml.ggml_backend_graph_compute(self._backend, graph))
+
+    def as_tensor(self, tensor: int) -> Tensor:
+        """The tensor as the IR sees it."""
+        return convert.tensor(self.ggml, tensor, writable=True)
+
+    def as_node(self, node: int) -> Node:
+        """The node as the IR sees it."""
+        return convert.node(self.ggml, node)

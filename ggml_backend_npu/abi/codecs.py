@@ -1,0 +1,82 @@
+"""Codecs that are the bound ggml's own functions, and which of ours that ggml's CPU backend agrees with.
+
+Types this project has no kernel for (the K and IQ quants, mxfp4, ...) go through the type traits of the very ggml that
+runs the graph: exact by construction, on every processor and for types newer than any package. libgguf, which stands in
+without a ggml, rounds iq4_nl otherwise and lacks q2_0.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+
+import numpy as np
+
+import quant
+from ggml_backend_npu.abi import structs
+from ggml_backend_npu.abi.lib import Ggml, TypeInfo
+from ggml_backend_npu.numerics import NUMERICS
+from quant.codec import ROUNDINGS, Bytes, Codec, Floats, Rounding
+
+_OURS = ("q8_0", "q4_0")
+
+
+class Bound(Codec):
+    """to_float of ggml_get_type_traits, from_float of ggml_get_type_traits_cpu."""
+
+    provider = "ggml"
+
+    def __init__(self, ggml: Ggml, info: TypeInfo) -> None:
+        self.name, self.block_size, self.block_bytes = info.name, info.block_size, info.block_bytes
+        to_float = ggml.ggml_get_type_traits(info.number).contents.to_float
+        from_float = ggml.ggml_get_type_traits_cpu(info.number).contents.from_float
+        self._to_float = structs.RowFunction(to_float) if to_float else None
+        self._from_float = structs.RowFunction(from_float) if from_float else None
+
+    def encode(self, x: Floats, rounding: Rounding) -> Bytes:
+        if self._from_float is None:
+            return super().encode(x, rounding)
+        x = np.ascontiguousarray(x)
+        blocks = np.zeros((len(x), self.block_bytes), np.uint8)
+        self._from_float(_pointer(x), _pointer(blocks), x.size)
+        return blocks
+
+    def decode(self, blocks: Bytes) -> Floats:
+        if self._to_float is None:
+            return super().decode(blocks)
+        blocks = np.ascontiguousarray(blocks)
+        x = np.empty((len(blocks), self.block_size), np.float32)
+        self._to_float(_pointer(blocks), _pointer(x), x.size)
+        return x
+
+
+def _pointer(array: Bytes | Floats) -> ctypes.c_void_p:
+    return array.ctypes.data_as(ctypes.c_void_p)
+
+
+def _probe() -> Floats:
+    """Blocks on which the roundings differ: exact ties, and values of every scale."""
+    ties = np.arange(-127, 129, dtype=np.float32).reshape(-1, 32) / 2
+    ties[:, 0] = 127
+    values = np.random.default_rng(0).standard_normal((512, 32)).astype(np.float32)
+    return np.concatenate([ties, values * np.logspace(-30, 30, 512, dtype=np.float32)[:, None]])
+
+
+def bind(ggml: Ggml) -> None:
+    """Sets NUMERICS to what this ggml's CPU backend computes."""
+    ggml.ggml_cpu_init()
+    codecs = {info.name: Bound(ggml, info) for info in ggml.types.values()}
+    NUMERICS.bound = {
+        name: codec
+        for name, codec in codecs.items()
+        if name not in _OURS and name in quant.type_names() and quant.codec(name).is_quantized
+    }
+    probe = _probe()
+    for name in _OURS:
+        cpu = codecs[name].encode(probe, "reference")
+        agreeing = [r for r in ROUNDINGS if np.array_equal(cpu, quant.codec(name).encode(probe, r))]
+        if not agreeing:
+            print(f"ggml-npu: this CPU's ggml rounds {name} in a way of its own; its function is used", file=sys.stderr)
+            NUMERICS.bound[name] = codecs[name]
+        elif name == "q8_0":
+            NUMERICS.rounding = agreeing[0]

@@ -1,0 +1,106 @@
+"""ggml_tensor and ggml_cgraph, by address, -> the IR, without copying what tensors hold."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+from typing import Any
+
+from ggml_backend_npu.abi import structs
+from ggml_backend_npu.abi.lib import Ggml
+from ggml_backend_npu.ir import Graph, Memory, Node, Tensor
+
+_NOTHING_TO_COMPUTE = frozenset({"NONE", "RESHAPE", "VIEW", "PERMUTE", "TRANSPOSE"})
+
+# where a struct's fields stand in what `_read` returns
+_TYPE, _NE, _NB, _OP, _PARAMS, _FLAGS = 0, slice(2, 6), slice(6, 10), 10, 11, 12
+_SRC, _VIEW_SRC, _VIEW_OFFS, _DATA, _NAME = slice(13, 23), 23, 24, 25, 26
+
+
+def _read(address: int) -> tuple[Any, ...]:
+    return structs.TENSOR.unpack(ctypes.string_at(address, structs.TENSOR.size))
+
+
+def _first_param(params: bytes) -> int:
+    return int.from_bytes(params[:4], "little", signed=True)
+
+
+def _tensor(ggml: Ggml, fields: tuple[Any, ...], writable: bool) -> Tensor:
+    root, offset = fields, 0
+    if fields[_VIEW_SRC]:
+        root, offset = _read(fields[_VIEW_SRC]), fields[_VIEW_OFFS]
+    if not fields[_DATA]:
+        memory = Memory(0, 0, writable)
+    elif root[_DATA] and root[_DATA] + offset == fields[_DATA]:
+        memory = Memory(root[_DATA], _span(ggml, root), writable)
+    else:
+        memory, offset = Memory(fields[_DATA], _span(ggml, fields), writable), 0
+    name = fields[_NAME].split(b"\0", 1)[0].decode(errors="replace")
+    return Tensor(name, ggml.types[fields[_TYPE]].name, fields[_NE], fields[_NB], memory, offset)
+
+
+def _span(ggml: Ggml, fields: tuple[Any, ...]) -> int:
+    """ggml_nbytes of a tensor that has been read."""
+    kind, ne, nb = ggml.types[fields[_TYPE]], fields[_NE], fields[_NB]
+    if min(ne) <= 0:
+        return 0
+    steps = (ne[0] // kind.block_size, *ne[1:])
+    return int(kind.block_bytes + sum((n - 1) * stride for n, stride in zip(steps, nb, strict=True)))
+
+
+def tensor(ggml: Ggml, address: int, *, writable: bool = False) -> Tensor:
+    """The tensor at an address."""
+    return _tensor(ggml, _read(address), writable)
+
+
+def op_name(ggml: Ggml, address: int) -> str:
+    """ggml_op_desc of the node at an address."""
+    head = ctypes.string_at(address + structs.OP_AT, 8)
+    return ggml.op_name(int.from_bytes(head[:4], "little"), _first_param(head[4:]))
+
+
+def computes(op: str) -> bool:
+    """Whether an op computes anything: views do not."""
+    return op not in _NOTHING_TO_COMPUTE
+
+
+def node(ggml: Ggml, address: int) -> Node:
+    """The node at an address, with its sources."""
+    fields = _read(address)
+    sources = list(fields[_SRC])
+    while sources and not sources[-1]:
+        sources.pop()
+    return Node(
+        ggml.op_name(fields[_OP], _first_param(fields[_PARAMS])),
+        _tensor(ggml, fields, writable=True),
+        tuple(tensor(ggml, source) if source else None for source in sources),
+        fields[_PARAMS],
+    )
+
+
+def _computing(ggml: Ggml, graph: int) -> Iterator[tuple[int, bytes]]:
+    """Address and leading bytes of each node that is to be computed."""
+    header = structs.Graph.from_address(graph)
+    for address in header.nodes[: header.n_nodes]:
+        head = ctypes.string_at(address, structs.TENSOR_KEY_BYTES)
+        op = int.from_bytes(head[structs.OP_AT : structs.OP_AT + 4], "little")
+        flags = int.from_bytes(head[structs.FLAGS_AT : structs.FLAGS_AT + 4], "little")
+        if flags & structs.FLAG_COMPUTE and ggml.ops[op] not in _NOTHING_TO_COMPUTE:
+            yield address, head
+
+
+def key(ggml: Ggml, graph: int) -> bytes:
+    """What a plan of the graph depends on: its nodes and their sources, names left out."""
+    parts = []
+    for _, head in _computing(ggml, graph):
+        parts.append(head)
+        for at in range(structs.SRC_AT, structs.SRC_AT + 8 * structs.N_SRC, 8):
+            source = int.from_bytes(head[at : at + 8], "little")
+            if source:
+                parts.append(ctypes.string_at(source, structs.TENSOR_KEY_BYTES))
+    return b"".join(parts)
+
+
+def graph(ggml: Ggml, address: int) -> Graph:
+    """The nodes of the graph at an address that are to be computed."""
+    return Graph(tuple(node(ggml, at) for at, _ in _computing(ggml, address)))

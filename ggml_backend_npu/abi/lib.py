@@ -1,0 +1,246 @@
+"""Finds the ggml of this process, types its functions, and refuses one whose private layouts are not those known here."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+from ctypes import POINTER, c_bool, c_char_p, c_int, c_int64, c_size_t, c_void_p
+from dataclasses import dataclass
+from functools import cache, cached_property
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from ggml_backend_npu.abi import structs
+
+API_VERSION = 2
+
+
+class Counts(NamedTuple):
+    """How many types, ops and functions of UNARY and GLU a ggml has: its tables of names do not end by themselves."""
+
+    types: int
+    ops: int
+    unary: int
+    glu: int
+
+
+KNOWN_VERSIONS = {"0.25": Counts(types=43, ops=101, unary=22, glu=7)}
+
+_FUNCTIONS = {
+    "ggml_version": (c_char_p, []),
+    "ggml_type_name": (c_char_p, [c_int]),
+    "ggml_blck_size": (c_int64, [c_int]),
+    "ggml_type_size": (c_size_t, [c_int]),
+    "ggml_op_name": (c_char_p, [c_int]),
+    "ggml_unary_op_name": (c_char_p, [c_int]),
+    "ggml_glu_op_name": (c_char_p, [c_int]),
+    "ggml_get_type_traits": (POINTER(structs.TypeTraits), [c_int]),
+    "ggml_get_type_traits_cpu": (POINTER(structs.TypeTraitsCpu), [c_int]),
+    "ggml_cpu_init": (None, []),
+    "ggml_init": (c_void_p, [structs.InitParams]),
+    "ggml_free": (None, [c_void_p]),
+    "ggml_new_tensor": (c_void_p, [c_void_p, c_int, c_int, POINTER(c_int64)]),
+    "ggml_set_name": (c_void_p, [c_void_p, c_char_p]),
+    "ggml_nbytes": (c_size_t, [c_void_p]),
+    "ggml_view_4d": (c_void_p, [c_void_p, c_void_p, *[c_int64] * 4, *[c_size_t] * 4]),
+    "ggml_permute": (c_void_p, [c_void_p, c_void_p, *[c_int] * 4]),
+    "ggml_transpose": (c_void_p, [c_void_p, c_void_p]),
+    "ggml_get_rows": (c_void_p, [c_void_p] * 3),
+    "ggml_set_rows": (c_void_p, [c_void_p] * 4),
+    "ggml_cpy": (c_void_p, [c_void_p] * 3),
+    "ggml_cast": (c_void_p, [c_void_p, c_void_p, c_int]),
+    "ggml_dup": (c_void_p, [c_void_p] * 2),
+    "ggml_cont": (c_void_p, [c_void_p] * 2),
+    "ggml_sqr": (c_void_p, [c_void_p] * 2),
+    "ggml_tensor_overhead": (c_size_t, []),
+    "ggml_graph_overhead": (c_size_t, []),
+    "ggml_new_graph": (c_void_p, [c_void_p]),
+    "ggml_build_forward_expand": (None, [c_void_p, c_void_p]),
+    "ggml_graph_n_nodes": (c_int, [c_void_p]),
+    "ggml_graph_nodes": (c_void_p, [c_void_p]),
+    "ggml_backend_register": (None, [c_void_p]),
+    "ggml_backend_reg_count": (c_size_t, []),
+    "ggml_backend_reg_get": (c_void_p, [c_size_t]),
+    "ggml_backend_reg_name": (c_char_p, [c_void_p]),
+    "ggml_backend_reg_by_name": (c_void_p, [c_char_p]),
+    "ggml_backend_reg_get_proc_address": (c_void_p, [c_void_p, c_char_p]),
+    "ggml_backend_reg_dev_count": (c_size_t, [c_void_p]),
+    "ggml_backend_reg_dev_get": (c_void_p, [c_void_p, c_size_t]),
+    "ggml_backend_dev_count": (c_size_t, []),
+    "ggml_backend_dev_get": (c_void_p, [c_size_t]),
+    "ggml_backend_dev_by_name": (c_void_p, [c_char_p]),
+    "ggml_backend_dev_name": (c_char_p, [c_void_p]),
+    "ggml_backend_dev_description": (c_char_p, [c_void_p]),
+    "ggml_backend_dev_type": (c_int, [c_void_p]),
+    "ggml_backend_dev_memory": (None, [c_void_p, POINTER(c_size_t), POINTER(c_size_t)]),
+    "ggml_backend_dev_backend_reg": (c_void_p, [c_void_p]),
+    "ggml_backend_dev_init": (c_void_p, [c_void_p, c_char_p]),
+    "ggml_backend_dev_supports_op": (c_bool, [c_void_p, c_void_p]),
+    "ggml_backend_guid": (c_void_p, [c_void_p]),
+    "ggml_backend_free": (None, [c_void_p]),
+    "ggml_backend_graph_compute": (c_int, [c_void_p, c_void_p]),
+    "ggml_backend_alloc_ctx_tensors": (c_void_p, [c_void_p, c_void_p]),
+    "ggml_backend_buffer_free": (None, [c_void_p]),
+    "ggml_backend_buft_is_host": (c_bool, [c_void_p]),
+    "ggml_backend_cpu_buffer_type": (c_void_p, []),
+    "ggml_backend_cpu_buffer_from_ptr": (c_void_p, [c_void_p, c_size_t]),
+    "ggml_backend_tensor_set": (None, [c_void_p, c_void_p, c_size_t, c_size_t]),
+    "ggml_backend_tensor_get": (None, [c_void_p, c_void_p, c_size_t, c_size_t]),
+    "ggml_log_set": (None, [c_void_p, c_void_p]),
+}
+
+
+class UnknownGgml(Exception):
+    """A ggml that this backend does not know: the message says what was found."""
+
+
+@dataclass(frozen=True)
+class TypeInfo:
+    """A ggml type by number, as ggml itself names and measures it."""
+
+    number: int
+    name: str
+    block_size: int
+    block_bytes: int
+
+
+class Ggml:
+    """ggml's functions, typed, by their C names: `ggml.ggml_nbytes(tensor)`."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        for name, (result, arguments) in _FUNCTIONS.items():
+            try:
+                function = library[name]
+            except AttributeError:
+                raise UnknownGgml(f"ggml: no function {name} in {library._name}") from None
+            function.restype, function.argtypes = result, arguments
+            setattr(self, name, function)
+
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any: ...
+
+    @cached_property
+    def version(self) -> str:
+        version: bytes = self.ggml_version()
+        return version.decode()
+
+    @cached_property
+    def counts(self) -> Counts:
+        """How long ggml's tables of names are. Raises UnknownGgml for a version that is not known here."""
+        counts = KNOWN_VERSIONS.get(".".join(self.version.split(".")[:2]))
+        if counts is None:
+            known = ", ".join(f"{version}.x" for version in KNOWN_VERSIONS)
+            raise UnknownGgml(f"ggml {self.version} is not known to this backend; known: {known}")
+        return counts
+
+    @cached_property
+    def types(self) -> dict[int, TypeInfo]:
+        """Every type of this ggml, by number."""
+        sizes = {number: self.ggml_type_size(number) for number in range(self.counts.types)}
+        return {
+            number: TypeInfo(number, self.ggml_type_name(number).decode(), self.ggml_blck_size(number), size)
+            for number, size in sizes.items()
+            if size
+        }
+
+    @cached_property
+    def type_numbers(self) -> dict[str, int]:
+        return {info.name: info.number for info in self.types.values()}
+
+    @cached_property
+    def ops(self) -> dict[int, str]:
+        """Names of the ops, by number."""
+        return {number: self.ggml_op_name(number).decode() for number in range(self.counts.ops)}
+
+    @cached_property
+    def functions(self) -> dict[str, dict[int, str]]:
+        """Names of the functions that the ops UNARY and GLU stand for, by number."""
+        return {
+            "UNARY": {n: self.ggml_unary_op_name(n).decode() for n in range(self.counts.unary)},
+            "GLU": {n: self.ggml_glu_op_name(n).decode() for n in range(self.counts.glu)},
+        }
+
+    def op_name(self, op: int, first_param: int) -> str:
+        """ggml_op_desc: the op's name; for UNARY and GLU the name of their function."""
+        name = self.ops[op]
+        return self.functions[name][first_param] if name in self.functions else name
+
+
+@cache
+def ggml() -> Ggml:
+    """The ggml inside llama-cpp-python, checked. Raises UnknownGgml where it is not one that is known here."""
+    try:
+        from llama_cpp import llama_cpp
+    except Exception as error:
+        raise UnknownGgml(f"llama-cpp-python cannot be imported: {error}") from None
+    # libllama's own handle: it finds the ggml that libllama uses, of which the wheel holds several copies
+    found = Ggml(llama_cpp._lib)
+    check(found)
+    return found
+
+
+def check(found: Ggml) -> None:
+    """Compares the layouts of `structs` with the live CPU backend, a tensor and a graph. Raises UnknownGgml."""
+    for what, holds in _layout_facts(found):
+        if not holds:
+            raise UnknownGgml(f"ggml {found.version}: {what} is not laid out as in the versions known to this backend")
+
+
+def _layout_facts(found: Ggml) -> Iterator[tuple[str, bool]]:
+    _ = found.counts
+    cpu = found.ggml_backend_reg_by_name(b"CPU")
+    yield "its CPU backend", cpu is not None
+    registry = structs.Registry.from_address(cpu)
+    yield f"api_version {registry.api_version}", registry.api_version == API_VERSION
+    yield "ggml_backend_reg", c_char_p(registry.iface.get_name(cpu)).value == b"CPU"
+    yield "ggml_backend_reg_i", registry.iface.get_proc_address(
+        cpu, b"ggml_backend_set_n_threads"
+    ) == found.ggml_backend_reg_get_proc_address(cpu, b"ggml_backend_set_n_threads")
+
+    handle = found.ggml_backend_reg_dev_get(cpu, 0)
+    device = structs.Device.from_address(handle)
+    yield "ggml_backend_device", device.reg == cpu
+    yield (
+        "ggml_backend_device_i",
+        c_char_p(device.iface.get_description(handle)).value == found.ggml_backend_dev_description(handle)
+        and device.iface.get_type(handle) == found.ggml_backend_dev_type(handle) == structs.DEVICE_TYPE_CPU
+        and device.iface.supports_buft(handle, found.ggml_backend_cpu_buffer_type())
+        and device.iface.event_synchronize is None,
+    )
+
+    backend = found.ggml_backend_dev_init(handle, None)
+    live = structs.Backend.from_address(backend)
+    yield (
+        "ggml_backend_i",
+        live.device == handle
+        and ctypes.cast(live.guid, c_void_p).value == found.ggml_backend_guid(backend)
+        and bool(live.iface.graph_compute)
+        and bool(live.iface.graph_plan_compute)
+        and live.iface.event_record is None,
+    )
+    found.ggml_backend_free(backend)
+
+    context = found.ggml_init(structs.InitParams(1 << 20, None, True))
+    ne = (c_int64 * 4)(32, 3, 2, 1)
+    table = found.ggml_new_tensor(context, found.type_numbers["q8_0"], 4, ne)
+    found.ggml_set_name(table, b"a name")
+    view = found.ggml_view_4d(context, table, 32, 2, 1, 1, 34, 68, 68, 34)
+    node = found.ggml_cont(context, view)
+    fields = [structs.TENSOR.unpack(ctypes.string_at(t, structs.TENSOR.size)) for t in (table, view, node)]
+    yield (
+        "ggml_tensor",
+        fields[0][2:10] == (32, 3, 2, 1, 34, 34, 102, 204)
+        and fields[0][26].rstrip(b"\0") == b"a name"
+        and fields[1][23:25] == (table, 34)
+        and found.ops[fields[2][10]] == "CONT"
+        and fields[2][13] == view,
+    )
+    graph = found.ggml_new_graph(context)
+    found.ggml_build_forward_expand(graph, node)
+    laid_out = structs.Graph.from_address(graph)
+    yield (
+        "ggml_cgraph",
+        laid_out.n_nodes == found.ggml_graph_n_nodes(graph)
+        and ctypes.cast(laid_out.nodes, c_void_p).value == found.ggml_graph_nodes(graph),
+    )
+    found.ggml_free(context)

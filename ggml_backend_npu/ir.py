@@ -1,0 +1,194 @@
+"""A ggml graph as plain Python: tensors with ne and nb over memory, nodes, graphs. Nothing of ctypes or llama.cpp."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from math import prod
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from numpy.typing import NDArray
+
+from quant import Codec, codec
+
+Dims = tuple[int, int, int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """A span of host memory. `owner` is kept alive as long as the span is."""
+
+    address: int
+    size: int
+    writable: bool = True
+    owner: object = field(default=None, compare=False, repr=False)
+
+    @staticmethod
+    def of(array: NDArray[Any]) -> Memory:
+        """The memory of a contiguous array."""
+        if not array.flags.c_contiguous:
+            raise ValueError(f"array of shape {array.shape}, strides {array.strides}: must be contiguous")
+        address, _ = array.__array_interface__["data"]
+        return Memory(address, array.nbytes, array.flags.writeable, array)
+
+    def bytes(self) -> NDArray[np.uint8]:
+        """The span as an array of bytes, not a copy."""
+        return _strided(self, 0, (self.size,), (1,), np.dtype(np.uint8))
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """ggml_tensor: ne elements and nb bytes per dimension, fastest first, at an offset into memory."""
+
+    name: str
+    type: str
+    ne: Dims
+    nb: Dims
+    memory: Memory = field(repr=False)
+    offset: int = 0
+
+    @cached_property
+    def codec(self) -> Codec:
+        return codec(self.type)
+
+    @property
+    def address(self) -> int:
+        return self.memory.address + self.offset
+
+    @property
+    def n_elements(self) -> int:
+        """ggml_nelements"""
+        return prod(self.ne)
+
+    @property
+    def n_blocks(self) -> int:
+        """Blocks in a row."""
+        return self.ne[0] // self.codec.block_size
+
+    @property
+    def nbytes(self) -> int:
+        """ggml_nbytes: from the first byte to behind the last one, gaps included."""
+        if self.n_elements <= 0:
+            return 0
+        steps = (self.n_blocks, *self.ne[1:])
+        return self.codec.block_bytes + sum((n - 1) * stride for n, stride in zip(steps, self.nb, strict=True))
+
+    def is_contiguous(self) -> bool:
+        """ggml_is_contiguous: strides of dimensions of one element do not matter."""
+        stride = self.codec.block_bytes
+        for n, actual in zip((self.n_blocks, *self.ne[1:]), self.nb, strict=True):
+            if n != 1 and actual != stride:
+                return False
+            stride *= n
+        return True
+
+    def view(self) -> NDArray[Any]:
+        """The tensor's values as an ndarray over its memory, axes reversed: (ne3, ne2, ne1, ne0).
+
+        A quantised type gives its blocks, uint8 (ne3, ne2, ne1, blocks in a row, block bytes); bf16 gives
+        ml_dtypes.bfloat16. A tensor that a node only reads is read-only.
+        """
+        shape, strides = self.ne[::-1], self.nb[::-1]
+        kind = self.codec
+        if kind.dtype is None:
+            shape, strides = (*shape[:3], self.n_blocks, kind.block_bytes), (*strides, 1)
+            return _strided(self.memory, self.offset, shape, strides, np.dtype(np.uint8))
+        dtype = np.dtype(ml_dtypes.bfloat16) if self.type == "bf16" else kind.dtype
+        return _strided(self.memory, self.offset, shape, strides, dtype)
+
+    @staticmethod
+    def of(array: NDArray[Any], type: str | None = None, name: str = "") -> Tensor:
+        """A tensor over an array, not a copy: up to 4 axes, any strides, reversed.
+
+        type  name of a ggml type; the array's own where it is None. For a quantised type the array holds bytes,
+              uint8 (..., row bytes), rows contiguous.
+        """
+        kind = codec(type or _TYPE_OF_DTYPE.get(array.dtype.name, array.dtype.name))
+        if array.ndim > 4:
+            raise ValueError(f"array of {array.ndim} axes: a tensor has at most 4")
+        shape, strides = array.shape, array.strides
+        if kind.dtype is None:
+            if array.dtype != np.uint8 or (array.size and strides[-1] != 1) or shape[-1] % kind.block_bytes:
+                raise ValueError(f"array of shape {shape}, {array.dtype}: {kind.name} needs uint8 rows of whole blocks")
+            shape = (*shape[:-1], shape[-1] // kind.block_bytes * kind.block_size)
+            strides = (*strides[:-1], kind.block_bytes)
+        elif array.dtype.itemsize != kind.block_bytes:
+            raise ValueError(f"array of {array.dtype}: {kind.name} has {kind.block_bytes} bytes an element")
+        if any(stride < 0 for stride in strides):
+            raise ValueError(f"array of strides {strides}: a tensor has none below zero")
+        ne, nb = [*shape[::-1]], [*strides[::-1]]
+        while len(ne) < 4:
+            nb.append(nb[-1] * (ne[-1] // kind.block_size if len(ne) == 1 else ne[-1]) if nb else kind.block_bytes)
+            ne.append(1)
+        address, readonly = array.__array_interface__["data"]
+        empty = Tensor(name, kind.name, _dims(ne), _dims(nb), Memory(address, 0, not readonly, array))
+        return replace(empty, memory=replace(empty.memory, size=empty.nbytes))
+
+
+@dataclass(frozen=True)
+class Node:
+    """One operation of a graph: computes dst from its sources. A source that the op leaves out is None.
+
+    op      ggml_op_desc: the op's name; for UNARY and GLU the name of the function
+    params  op_params, as bytes
+    """
+
+    op: str
+    dst: Tensor
+    src: tuple[Tensor | None, ...]
+    params: bytes = b""
+
+    @property
+    def name(self) -> str:
+        return self.dst.name
+
+    def __str__(self) -> str:
+        return f"{self.op} node {self.name!r}"
+
+
+@dataclass(frozen=True)
+class Graph:
+    """Nodes in the order in which they are computed."""
+
+    nodes: tuple[Node, ...]
+
+
+def _dims(values: Sequence[int]) -> Dims:
+    a, b, c, d = (int(value) for value in values)
+    return a, b, c, d
+
+
+def _strided(
+    memory: Memory, offset: int, shape: tuple[int, ...], strides: tuple[int, ...], dtype: np.dtype[Any]
+) -> NDArray[Any]:
+    interface = {
+        "version": 3,
+        "data": (memory.address + offset, not memory.writable),
+        "shape": shape,
+        "strides": strides,
+        "typestr": dtype.str,
+    }
+    return np.asarray(_Span(interface, memory)).view(dtype)
+
+
+class _Span:
+    """What `np.asarray` asks for foreign memory."""
+
+    def __init__(self, interface: dict[str, Any], memory: Memory) -> None:
+        self.__array_interface__ = interface
+        self.memory = memory
+
+
+_TYPE_OF_DTYPE = {
+    "float32": "f32",
+    "float16": "f16",
+    "bfloat16": "bf16",
+    "float64": "f64",
+    "int8": "i8",
+    "int16": "i16",
+    "int32": "i32",
+    "int64": "i64",
+}

@@ -1,0 +1,25 @@
+"""Which arithmetic the device promises: the codec of each type as the bound ggml's CPU backend computes it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import quant
+from quant import Codec, Rounding
+
+
+@dataclass
+class Numerics:
+    """rounding  the q8_0 rounding of the bound ggml's CPU; "simd" as on x86 until a ggml is bound
+    bound     codecs that are the bound ggml's own functions, by type: those this project has no kernel for
+    """
+
+    rounding: Rounding = "simd"
+    bound: dict[str, Codec] = field(default_factory=dict)
+
+    def codec(self, type: str) -> Codec:
+        """The codec that a node's tensor of `type` goes through."""
+        return self.bound.get(type) or quant.codec(type)
+
+
+NUMERICS = Numerics()

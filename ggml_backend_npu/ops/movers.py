@@ -1,0 +1,222 @@
+"""Data movement: GET_ROWS, SET_ROWS, CPY, DUP, CONT. Byte for byte what ggml's CPU backend writes.
+
+Each is defined in NumPy on views of its tensors; the compiled mover of `strided` stands beside it for the types that
+this project has compiled runs for. Which types ggml's CPU takes: ggml_compute_forward_{get_rows,set_rows,dup} in
+ggml-cpu/ops.cpp, followed here case by case; what ggml aborts on or leaves undefined is refused.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ggml_backend_npu.ir import Tensor
+from ggml_backend_npu.numerics import NUMERICS
+from ggml_backend_npu.ops import strided
+from ggml_backend_npu.registry import Call, op
+from quant import codec, type_names
+
+_CHUNK = 1 << 18  # elements converted at a time by the definitions, so that no temporary grows with the tensor
+
+_FLOATS = ("f32", "f16", "bf16")
+_SCALARS = tuple(name for name in type_names() if codec(name).dtype is not None)
+_QUANTIZED = tuple(name for name in type_names() if codec(name).dtype is None)
+_DECODED = tuple(name for name in _QUANTIZED if name not in ("q8_1", "q8_K"))
+_ENCODED = tuple(
+    name for name in _QUANTIZED if not name.startswith(("iq1", "iq2", "iq3"))
+)  # ggml's CPU has no from_float for those: they need an importance matrix
+
+
+def convert(values: NDArray[Any], src: str, dst: str) -> NDArray[Any]:
+    """Values as `Tensor.view` gives them, from type src to type dst: (..., n) elements or (..., blocks, bytes)."""
+    if src == dst:
+        return values
+    source, target = NUMERICS.codec(src), NUMERICS.codec(dst)
+    lead = values.shape[:-2] if source.is_quantized else values.shape[:-1]
+    n = values.shape[-2] * source.block_size if source.is_quantized else values.shape[-1]
+    decoded = source.decode(np.ascontiguousarray(values).view(np.uint8).reshape(-1, source.block_bytes))
+    encoded = target.encode(decoded.reshape(-1, target.block_size), NUMERICS.rounding)
+    if target.dtype is None:
+        return encoded.reshape(*lead, n // target.block_size, target.block_bytes)
+    return encoded.view(target.dtype).reshape(*lead, n)
+
+
+def raw(tensor: Tensor) -> NDArray[Any]:
+    """The tensor's view with bf16 as its bits."""
+    view = tensor.view()
+    return view.view(np.uint16) if tensor.type == "bf16" else view
+
+
+def _rows_per_chunk(tensor: Tensor) -> int:
+    return max(1, _CHUNK // max(1, tensor.ne[0]))
+
+
+def _checked_ids(ids: Tensor, n_rows: int) -> NDArray[np.int64]:
+    rows = ids.view()[0].astype(np.int64)
+    bad = (rows < 0) | (rows >= n_rows)
+    if bad.any():
+        raise strided.bad_id(ids, int(bad.argmax()), n_rows)
+    return rows
+
+
+def _refuse_get_rows(dst: Tensor, src: Tensor, ids: Tensor) -> str | None:
+    if (src.ne[2], src.ne[3], 1) != ids.ne[1:]:
+        return f"ids of ne {ids.ne} do not fit src of ne {src.ne}"
+    if dst.ne != (src.ne[0], *ids.ne[:3]):
+        return f"dst of ne {dst.ne} does not fit src of ne {src.ne} and ids of ne {ids.ne}"
+    return _gap_in_rows(src=src, dst=dst)
+
+
+def _gap_in_rows(**tensors: Tensor) -> str | None:
+    for role, tensor in tensors.items():
+        if tensor.ne[0] > tensor.codec.block_size and tensor.nb[0] != tensor.codec.block_bytes:
+            return f"{role} rows have gaps: nb0 is {tensor.nb[0]}, a {tensor.type} has {tensor.codec.block_bytes} bytes"
+    return None
+
+
+@op(
+    "GET_ROWS",
+    types=[("f32", src, "i32") for src in (*_FLOATS, *_DECODED)] + [("i32", "i32", "i32")],
+    refuse=_refuse_get_rows,
+)
+def get_rows(dst: Tensor, src: Tensor, ids: Tensor) -> None:
+    """dst[i3, i2, i1, :] = src[i3, i2, ids[i3, i2, i1], :] as float32; i32 stays i32.
+
+    Equals ggml_compute_forward_get_rows. Raises KernelError, before anything is written, for an id outside src's rows.
+    """
+    rows = _checked_ids(ids, src.ne[1])
+    step = _rows_per_chunk(src)
+    for i3, i2 in np.ndindex(rows.shape[:2]):
+        for i1 in range(0, rows.shape[2], step):
+            chunk = raw(src)[i3, i2, rows[i3, i2, i1 : i1 + step]]
+            dst.view()[i3, i2, i1 : i1 + step] = convert(chunk, src.type, dst.type)
+
+
+@get_rows.compiled
+def _get_rows(dst: Tensor, src: Tensor, ids: Tensor) -> Call | None:
+    return strided.mover(dst, src, src_ids=ids)
+
+
+def _refuse_set_rows(dst: Tensor, src: Tensor, ids: Tensor) -> str | None:
+    if (dst.ne[0], *dst.ne[2:]) != (src.ne[0], *src.ne[2:]) or ids.ne[0] != src.ne[1] or ids.ne[3] != 1:
+        return f"src of ne {src.ne}, ids of ne {ids.ne} do not fit dst of ne {dst.ne}"
+    if 0 in ids.ne or src.ne[2] % ids.ne[1] or src.ne[3] % ids.ne[2]:
+        return f"ids of ne {ids.ne} do not divide src of ne {src.ne}" if src.n_elements else None
+    return _gap_in_rows(src=src, dst=dst)
+
+
+@op(
+    "SET_ROWS",
+    types=[
+        (dst, src, ids)
+        for src in ("f32", "f16")
+        for dst in (*_FLOATS, "i32", *_ENCODED)
+        for ids in ("i64", "i32")
+    ],
+    refuse=_refuse_set_rows,
+)
+def set_rows(dst: Tensor, src: Tensor, ids: Tensor) -> None:
+    """dst[i3, i2, ids[i3 % n, i2 % m, i1], :] = src[i3, i2, i1, :], quantised where dst is; other rows stay.
+
+    Equals ggml_compute_forward_set_rows; where an id comes twice, the last row stays. Raises KernelError, before
+    anything is written, for an id outside dst's rows.
+    """
+    if src.n_elements == 0:
+        return
+    rows = _checked_ids(ids, dst.ne[1])
+    step = _rows_per_chunk(src)
+    for i3, i2 in np.ndindex(src.ne[3], src.ne[2]):
+        ids_row = rows[i3 % ids.ne[2], i2 % ids.ne[1]]
+        for i1 in range(0, src.ne[1], step):
+            chunk = convert(raw(src)[i3, i2, i1 : i1 + step], src.type, dst.type)
+            raw(dst)[i3, i2, ids_row[i1 : i1 + step]] = chunk
+
+
+@set_rows.compiled
+def _set_rows(dst: Tensor, src: Tensor, ids: Tensor) -> Call | None:
+    return strided.mover(dst, src, dst_ids=ids)
+
+
+def _refuse_copy(dst: Tensor, src: Tensor) -> str | None:
+    if dst.n_elements != src.n_elements:
+        return f"src of ne {src.ne} has {src.n_elements} elements, dst of ne {dst.ne} has {dst.n_elements}"
+    if src.type == dst.type:
+        return None
+    source, target = src.codec, dst.codec
+    if target.is_quantized or (dst.type == "i32" and src.type != "f32"):
+        if src.ne[0] % target.block_size:
+            return f"src rows of {src.ne[0]} elements are no whole {dst.type} blocks of {target.block_size}"
+        if not dst.is_contiguous():
+            return f"{src.type} -> {dst.type} into a dst that is not contiguous: nb {dst.nb}"
+        return _gap_in_rows(src=src)
+    if source.is_quantized:
+        if dst.ne[0] % source.block_size and not dst.is_contiguous():
+            return f"{src.type} -> f32 into rows of {dst.ne[0]} elements with gaps: nb {dst.nb}"
+        return _gap_in_rows(src=src, dst=dst)
+    return None
+
+
+_SAME = [(name, name) for name in (*_SCALARS, *_QUANTIZED)]
+_COPIES = [
+    *_SAME,
+    *((dst, src) for src in _FLOATS for dst in (*_FLOATS, "i32", *_ENCODED) if src != dst),
+    ("f32", "i32"),
+    *(("f32", src) for src in _DECODED),
+]
+
+
+@op("CPY", types=_COPIES, refuse=_refuse_copy)
+def cpy(dst: Tensor, src: Tensor) -> None:
+    """dst = src, converted, element by element in logical order; shapes may differ where the element counts agree.
+
+    Equals ggml_compute_forward_dup. f32 -> i32 truncates; float -> quantised needs a contiguous dst and rows without
+    gaps in src; quantised -> f32 needs dst rows without gaps; nothing else is converted.
+    """
+    if src.n_elements == 0:
+        return
+    source, target = raw(src), raw(dst)
+    if src.codec.is_quantized or dst.codec.is_quantized:
+        unit = max(src.codec.block_size, dst.codec.block_size)
+        source, target = _in_units(source, src, unit), _in_units(target, dst, unit)
+        n_units, step = src.n_elements // unit, max(1, _CHUNK // unit)
+    else:
+        source, target = source[..., None], target[..., None]
+        n_units, step = src.n_elements, _CHUNK
+    for begin in range(0, n_units, step):
+        take = np.unravel_index(np.arange(begin, min(begin + step, n_units)), source.shape[:4])
+        put = np.unravel_index(np.arange(begin, min(begin + step, n_units)), target.shape[:4])
+        target[put] = convert(source[take], src.type, dst.type).reshape(target[put].shape)
+
+
+def _in_units(view: NDArray[Any], tensor: Tensor, unit: int) -> NDArray[Any]:
+    """A view as (i3, i2, i1, unit, parts of a unit): a block stays whole, elements of a block come together."""
+    if tensor.codec.is_quantized:
+        return view
+    if tensor.ne[0] % unit:
+        return view.reshape(1, 1, 1, -1, unit)
+    return np.lib.stride_tricks.as_strided(
+        view,
+        (*view.shape[:3], tensor.ne[0] // unit, unit),
+        (*view.strides[:3], view.strides[3] * unit, view.strides[3]),
+    )
+
+
+@op("DUP", types=_SAME, refuse=_refuse_copy)
+def dup(dst: Tensor, src: Tensor) -> None:
+    """dst = src, of the same type. Equals ggml_compute_forward_dup."""
+    cpy.define(dst, src)
+
+
+@op("CONT", types=_SAME, refuse=_refuse_copy)
+def cont(dst: Tensor, src: Tensor) -> None:
+    """dst = src made contiguous, of the same type. Equals ggml_compute_forward_cont."""
+    cpy.define(dst, src)
+
+
+@cpy.compiled
+@dup.compiled
+@cont.compiled
+def _copy(dst: Tensor, src: Tensor) -> Call | None:
+    return strided.mover(dst, src)

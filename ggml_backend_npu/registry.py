@@ -1,0 +1,141 @@
+"""The ops of the backend. One decorated function is one op; what is supported and what is run read the same entry."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ggml_backend_npu.ir import Node, Tensor
+from quant.jit import engine
+
+Call = Callable[[], None]
+Types = tuple[str, ...]
+
+
+class KernelError(Exception):
+    """A node that a kernel cannot compute: the message names the op, the node and the value."""
+
+
+@dataclass
+class Op:
+    """One op of the backend.
+
+    name     ggml's name of it, as in `Node.op`
+    define   the kernel: fills dst from its sources; takes dst, as many sources as it names, and `params` where it
+             names that keyword
+    types    the type combinations it takes, (dst, src0, src1, ...), or None for any
+    refuse   a reason why a node of these types is not taken, or None
+    prepare  where a compiled kernel exists: a node's tensors -> the bound call, or None where this one is not compiled
+    """
+
+    name: str
+    define: Callable[..., None]
+    types: frozenset[Types] | None = None
+    refuse: Callable[..., str | None] | None = None
+    prepare: Callable[..., Call | None] | None = None
+    n_src: int = field(init=False)
+    wants_params: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        parameters = inspect.signature(self.define).parameters.values()
+        positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+        self.n_src = len(positional) - 1
+        if self.types is not None and len({len(types) for types in self.types}) != 1:
+            raise TypeError(f"op {self.name}: type combinations of one length are needed, got {sorted(self.types)}")
+        self.wants_params = any(p.name == "params" for p in parameters)
+        if self.n_src < 0:
+            raise TypeError(f"kernel {self.define.__name__} of op {self.name}: takes no dst")
+
+    def compiled(self, prepare: Callable[..., Call | None]) -> Callable[..., Call | None]:
+        """Decorator: the compiled kernel that stands beside the definition and equals it byte for byte."""
+        self.prepare = prepare
+        return prepare
+
+    def _arguments(self, node: Node) -> tuple[tuple[Tensor | None, ...], dict[str, Any]]:
+        sources = (*node.src, *(None,) * self.n_src)[: self.n_src]
+        return (node.dst, *sources), {"params": node.params} if self.wants_params else {}
+
+    def refusal(self, node: Node) -> str | None:
+        """Why the op does not take the node, in a few words; None where it does."""
+        if self.types is not None:
+            length = len(next(iter(self.types)))
+            dst, *sources = present = tuple(t.type for t in (node.dst, *node.src) if t is not None)[:length]
+            if present not in self.types:
+                return f"types {' '.join(sources)} -> {dst}"
+        if self.refuse is None:
+            return None
+        arguments, keywords = self._arguments(node)
+        return self.refuse(*arguments, **keywords)
+
+    def bind(self, node: Node) -> Call:
+        """The call that computes the node, as often as wanted."""
+        arguments, keywords = self._arguments(node)
+        if self.prepare is not None and engine() == "compiled":
+            call = self.prepare(*arguments, **keywords)
+            if call is not None:
+                return call
+        return lambda: self.define(*arguments, **keywords)
+
+
+class Registry(Mapping[str, Op]):
+    """Ops by name. Registering a name again replaces the op: how a user's kernel takes the place of one of ours."""
+
+    def __init__(self) -> None:
+        self._ops: dict[str, Op] = {}
+
+    def __getitem__(self, name: str) -> Op:
+        return self._ops[name]
+
+    def __iter__(self) -> Any:
+        return iter(self._ops)
+
+    def __len__(self) -> int:
+        return len(self._ops)
+
+    def add(self, op: Op) -> None:
+        self._ops[op.name] = op
+
+    def refusal(self, node: Node) -> str | None:
+        """Why the backend does not take the node; None where it does."""
+        op = self._ops.get(node.op)
+        return "no kernel" if op is None else op.refusal(node)
+
+    def bind(self, node: Node) -> Call:
+        """The call that computes the node. Raises KernelError where the backend does not take it."""
+        reason = self.refusal(node)
+        if reason is not None:
+            raise KernelError(f"{node}: {reason}")
+        return self._ops[node.op].bind(node)
+
+
+OPS = Registry()
+
+
+def op(
+    name: str,
+    *,
+    types: Iterable[Types] | None = None,
+    refuse: Callable[..., str | None] | None = None,
+) -> Callable[[Callable[..., None]], Op]:
+    """Decorator: makes a function the backend's kernel of the ggml op `name`.
+
+        @op("SQR", types=[("f32", "f32")])
+        def sqr(dst, x):
+            dst.view()[...] = x.view() ** 2
+
+    name    ggml_op_desc of the nodes it computes ("GET_ROWS", "SOFT_MAX", "SILU", ...)
+    types   type combinations (dst, src0, src1, ...) that it takes; any, where left out
+    refuse  called like the kernel: returns a reason why such a node is not taken, or None
+
+    The kernel gets `Tensor`s, reads its sources with `.view()` and writes into `dst.view()`; a source that a node leaves
+    out is None; a keyword `params` gets the node's op_params as bytes. An exception in it fails the node, not the process.
+    """
+
+    def register(define: Callable[..., None]) -> Op:
+        entry = Op(name, define, None if types is None else frozenset(types), refuse)
+        OPS.add(entry)
+        return entry
+
+    return register

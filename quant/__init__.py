@@ -1,0 +1,18 @@
+"""Block codecs and layouts of ggml's types: q8_0 and q4_0 byte for byte and fast, every other type beside them."""
+
+from quant import blocks, longtail, scalars  # noqa: F401  (their classes register themselves)
+from quant.codec import ROUNDINGS, Codec, Rounding, codec, dequantize, quantize, type_names
+from quant.layout import DeviceLayout, to_blocks, to_device
+
+__all__ = [
+    "ROUNDINGS",
+    "Codec",
+    "DeviceLayout",
+    "Rounding",
+    "codec",
+    "dequantize",
+    "quantize",
+    "to_blocks",
+    "to_device",
+    "type_names",
+]

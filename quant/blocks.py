@@ -1,0 +1,128 @@
+"""Block codecs of this project: the NumPy definitions, and the compiled runs that equal them byte for byte.
+
+`GGML_NPU_ENGINE=reference` computes with the definitions instead of the compiled runs.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quant import runs
+from quant.codec import Bytes, Codec, Floats, Rounding
+from quant.jit import engine
+
+
+def split(blocks: Bytes, *sizes: int) -> list[Bytes]:
+    """The parts of blocks, of the given sizes in bytes, each contiguous."""
+    return [np.ascontiguousarray(part) for part in np.split(blocks, np.cumsum(sizes)[:-1], axis=1)]
+
+
+def halves(x: Floats) -> Bytes:
+    """float32 (n, 1) -> the bytes of its float16, (n, 2)."""
+    with np.errstate(over="ignore"):
+        return x.astype(np.float16).view(np.uint8)
+
+
+def reciprocal(d: Floats) -> Floats:
+    """1 / d, and 0 where d is 0."""
+    with np.errstate(divide="ignore", over="ignore"):
+        return np.where(d == 0, np.float32(0), np.float32(1) / d)
+
+
+def round_half_away(x: Floats) -> Floats:
+    """C's roundf."""
+    whole = np.trunc(x)
+    return whole + np.copysign((np.abs(x - whole) >= 0.5).astype(np.float32), x)
+
+
+def low_byte(x: Floats) -> NDArray[np.int8]:
+    """C's (int8_t) x for a float x, as compiled for x86: by way of int32, of which the low byte is kept."""
+    with np.errstate(invalid="ignore"):
+        return x.astype(np.int32).astype(np.int8)
+
+
+class Compiled(Codec):
+    """A block codec with a compiled run beside its definition."""
+
+    def encode(self, x: Floats, rounding: Rounding) -> Bytes:
+        if engine() == "reference":
+            return self.define_encode(x, rounding)
+        code = runs.CODES.get(f"{self.name} {rounding}", runs.CODES[self.name])
+        x = np.ascontiguousarray(x)
+        blocks = np.empty((len(x), self.block_bytes), np.uint8)
+        step = self.block_size * 4
+        runs.convert(runs.F32, address(x), step, code, address(blocks), self.block_bytes, len(x))
+        return blocks
+
+    def decode(self, blocks: Bytes) -> Floats:
+        if engine() == "reference":
+            return self.define_decode(blocks)
+        blocks = np.ascontiguousarray(blocks)
+        x = np.empty((len(blocks), self.block_size), np.float32)
+        step, code = self.block_size * 4, runs.CODES[self.name]
+        runs.convert(code, address(blocks), self.block_bytes, runs.F32, address(x), step, len(blocks))
+        return x
+
+    def define_encode(self, x: Floats, rounding: Rounding) -> Bytes:
+        """The definition of encode, in NumPy."""
+        raise NotImplementedError
+
+    def define_decode(self, blocks: Bytes) -> Floats:
+        """The definition of decode, in NumPy."""
+        raise NotImplementedError
+
+
+def address(array: NDArray[np.generic]) -> int:
+    """Where the array's first element lies in memory."""
+    pointer: int = array.__array_interface__["data"][0]
+    return pointer
+
+
+class Q8_0(Compiled):
+    """32 int8 quants behind a float16 scale d.
+
+    encode  "reference": quantize_row_q8_0_ref, "simd": quantize_row_q8_0 of ggml-cpu/arch/x86/quants.c
+    decode  dequantize_row_q8_0
+    """
+
+    name, block_size, block_bytes = "q8_0", 32, 34
+
+    def define_encode(self, x: Floats, rounding: Rounding) -> Bytes:
+        largest = np.fmax.reduce(np.abs(x), axis=1, keepdims=True, initial=0)
+        d = largest / np.float32(127)
+        with np.errstate(all="ignore"):
+            if rounding == "reference":
+                quants = low_byte(round_half_away(x * reciprocal(d)))
+            else:
+                inverse = np.where(largest == 0, np.float32(0), np.float32(127) / largest)
+                quants = np.rint(x * inverse).astype(np.int32).clip(-128, 127).astype(np.int8)
+        return np.hstack([halves(d), quants.view(np.uint8)])
+
+    def define_decode(self, blocks: Bytes) -> Floats:
+        d, quants = split(blocks, 2, 32)
+        with np.errstate(invalid="ignore"):
+            return quants.view(np.int8).astype(np.float32) * d.view(np.float16).astype(np.float32)
+
+
+class Q4_0(Compiled):
+    """16 bytes behind a float16 scale d: byte j holds elements j (low nibble) and j + 16 (high nibble), offset by 8.
+
+    encode  quantize_row_q4_0_ref, which ggml's x86 CPU runs too
+    decode  dequantize_row_q4_0
+    """
+
+    name, block_size, block_bytes = "q4_0", 32, 18
+
+    def define_encode(self, x: Floats, rounding: Rounding) -> Bytes:
+        first_largest = np.where(np.isnan(x), 0, np.abs(x)).argmax(axis=1)
+        d = np.nan_to_num(x[np.arange(len(x)), first_largest, None], posinf=np.inf, neginf=-np.inf) / np.float32(-8)
+        with np.errstate(all="ignore"):
+            quants = np.minimum(low_byte(x * reciprocal(d) + np.float32(8.5)), 15).view(np.uint8)
+        return np.hstack([halves(d), quants[:, :16] | (quants[:, 16:] << 4)])
+
+    def define_decode(self, blocks: Bytes) -> Floats:
+        d, nibbles = split(blocks, 2, 16)
+        quants = np.hstack([nibbles & 15, nibbles >> 4]).astype(np.int8) - np.int8(8)
+        with np.errstate(invalid="ignore"):
+            return quants.astype(np.float32) * d.view(np.float16).astype(np.float32)

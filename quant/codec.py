@@ -1,0 +1,115 @@
+"""What a ggml type is: a block size, a block's bytes, and how values become blocks and back."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, get_args
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float32]
+Bytes = NDArray[np.uint8]
+Rounding = Literal["reference", "simd"]
+ROUNDINGS: tuple[Rounding, ...] = get_args(Rounding)
+
+
+class Codec:
+    """One ggml type. A subclass registers itself by its class statement; `codec(name)` gives its instance.
+
+    name         ggml_type_name() of the type
+    block_size   elements in a block (ggml_blck_size)
+    block_bytes  bytes of a block (ggml_type_size)
+    dtype        the NumPy type of one element, for types whose block is one element
+    provider     who computes it: "ours", "libgguf" or "ggml"
+    """
+
+    name: str
+    block_size: int = 1
+    block_bytes: int
+    dtype: np.dtype[Any] | None = None
+    provider: str = "ours"
+
+    def __init_subclass__(cls, **keywords: Any) -> None:
+        super().__init_subclass__(**keywords)
+        if "name" in cls.__dict__:
+            _CODECS[cls.name] = cls()
+
+    @property
+    def is_quantized(self) -> bool:
+        return self.dtype is None
+
+    def encode(self, x: Floats, rounding: Rounding) -> Bytes:
+        """float32 (n_blocks, block_size) -> uint8 (n_blocks, block_bytes)."""
+        raise NotImplementedError(f"type {self.name}: no encoder")
+
+    def decode(self, blocks: Bytes) -> Floats:
+        """uint8 (n_blocks, block_bytes) -> float32 (n_blocks, block_size)."""
+        raise NotImplementedError(f"type {self.name}: no decoder")
+
+
+_CODECS: dict[str, Codec] = {}
+
+
+def codec(name: str) -> Codec:
+    """The codec of the ggml type `name` ("q8_0", "f16", "q4_K", ...; case does not matter).
+
+    Raises ValueError, naming the known types, for any other name.
+    """
+    found = _CODECS.get(name) or next((c for n, c in _CODECS.items() if n.lower() == name.lower()), None)
+    if found is None:
+        raise ValueError(f"unknown type {name!r}; known: {' '.join(type_names())}")
+    return found
+
+
+def type_names() -> list[str]:
+    """Names of all types, in the order of their registration."""
+    return list(_CODECS)
+
+
+def quantize(x: NDArray[Any], type: str, rounding: Rounding = "reference") -> Bytes:
+    """Values -> blocks of a ggml type.
+
+    x         (..., n) of any float or integer type, taken as float32; n a multiple of the type's block size
+    type      name of a ggml type
+    rounding  only q8_0 has two: "reference" (quantize_row_q8_0_ref; model files are made with it) and "simd"
+              (quantize_row_q8_0 of ggml's x86 CPU backend, which runs inside a graph)
+
+    Returns uint8 (..., n / block_size * block_bytes). Raises ValueError for an unknown type or rounding and for
+    an n that does not divide.
+    """
+    kind = codec(type)
+    if rounding not in ROUNDINGS:
+        raise ValueError(f"unknown rounding {rounding!r}; known: {' '.join(ROUNDINGS)}")
+    x = np.asarray(x)
+    if x.ndim == 0 or x.shape[-1] % kind.block_size:
+        raise ValueError(
+            f"x of shape {x.shape}: last axis must be a multiple of {kind.name}'s block size {kind.block_size}"
+        )
+    if x.dtype == kind.dtype:
+        blocks = np.ascontiguousarray(x).view(np.uint8)
+    else:
+        values = np.ascontiguousarray(x, dtype=np.float32)
+        blocks = kind.encode(values.reshape(-1, kind.block_size), rounding)
+    return blocks.reshape(*x.shape[:-1], x.shape[-1] // kind.block_size * kind.block_bytes)
+
+
+def dequantize(blocks: NDArray[Any], type: str) -> Floats:
+    """Blocks of a ggml type -> values.
+
+    blocks  (..., m) bytes, m a multiple of the type's block bytes (an array of another dtype is taken as its bytes)
+    type    name of a ggml type
+
+    Returns float32 (..., m / block_bytes * block_size), equal to ggml's to_float. Raises ValueError for an unknown
+    type and for an m that does not divide.
+    """
+    kind = codec(type)
+    blocks = np.ascontiguousarray(blocks)
+    if blocks.ndim == 0:
+        raise ValueError("blocks must have at least one axis")
+    data = blocks.view(np.uint8)
+    if data.shape[-1] % kind.block_bytes:
+        raise ValueError(
+            f"blocks of {data.shape[-1]} bytes a row: must be a multiple of {kind.name}'s {kind.block_bytes}"
+        )
+    values = kind.decode(data.reshape(-1, kind.block_bytes))
+    return values.reshape(*data.shape[:-1], data.shape[-1] // kind.block_bytes * kind.block_size)

@@ -1,0 +1,160 @@
+"""numba as this project uses it: two decorators, one cache, pointers and half floats.
+
+A kernel works on addresses (integers) and strides (bytes), as ggml's own do; `array_at` turns an address
+into something that numba can index and LLVM can vectorise.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numba
+import platformdirs
+from llvmlite import ir
+from numba import types
+from numba.core import event
+from numba.extending import intrinsic, register_jitable
+
+Kernel = Callable[..., Any]
+
+
+@functools.cache
+def cache_directory() -> Path:
+    """Where compiled kernels are kept: one folder per content of the packages that hold kernels.
+
+    numba notices a change in the file of the cached function only, not in those it calls; a folder named by
+    all sources cannot go stale. `NUMBA_CACHE_DIR`, where set, takes the place of the user's cache directory.
+    """
+    root = os.environ.get("NUMBA_CACHE_DIR") or platformdirs.user_cache_dir("ggml-npu")
+    here = Path(__file__).resolve().parent
+    sources = sorted([*here.rglob("*.py"), *(here.parent / "ggml_backend_npu").rglob("*.py")])
+    digest = hashlib.sha256()
+    for source in sources:
+        digest.update(source.read_bytes())
+    return Path(root) / f"kernels-{digest.hexdigest()[:16]}"
+
+
+def engine() -> str:
+    """"compiled", or "reference" where `GGML_NPU_ENGINE=reference` asks for the NumPy definitions."""
+    return os.environ.get("GGML_NPU_ENGINE", "compiled")
+
+
+def compiled(function: Kernel) -> Kernel:
+    """A kernel that Python calls: compiled at its first call, kept on disk, runs without the GIL."""
+    before = numba.config.CACHE_DIR
+    numba.config.CACHE_DIR = str(cache_directory())
+    try:
+        kernel: Kernel = numba.njit(function, cache=True, nogil=True, error_model="numpy")
+    finally:
+        numba.config.CACHE_DIR = before
+    _ours.add(function.__qualname__)
+    return kernel
+
+
+def inlined(function: Kernel) -> Kernel:
+    """A part of kernels: compiled into each `compiled` function that calls it, or is given it as an argument.
+
+    An overload, not a dispatcher: a kernel that passes dispatchers around cannot be kept on disk.
+    """
+    part: Kernel = register_jitable(error_model="numpy")(function)
+    return part
+
+
+class _Announcement(event.Listener):
+    """Says once per process, on stderr, that kernels are being compiled."""
+
+    said = False
+
+    def on_start(self, compilation: Any) -> None:
+        dispatcher = compilation.data["dispatcher"]
+        if not self.said and dispatcher.py_func.__qualname__ in _ours:
+            self.said = True
+            print(f"ggml-npu: compiling kernels, once; kept in {cache_directory()}", file=sys.stderr)
+
+    def on_end(self, compilation: Any) -> None:
+        pass
+
+
+_ours: set[str] = set()
+event.register("numba:compile", _Announcement())
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def _pointer(typing_context: Any, address: Any, dtype: Any) -> Any:
+    def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.inttoptr(arguments[0], context.get_value_type(signature.return_type))
+
+    return types.CPointer(dtype.dtype)(address, dtype), emit
+
+
+@inlined
+def array_at(address: int, dtype: Any, count: int) -> Any:
+    """`count` elements of `dtype` that begin at `address`, without a copy."""
+    return numba.carray(_pointer(address, dtype), count)
+
+
+def _bit_cast(source: Any, target: Any, target_ir: ir.Type) -> Any:
+    @intrinsic  # type: ignore[untyped-decorator]
+    def cast(typing_context: Any, value: Any) -> Any:
+        def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            return builder.bitcast(arguments[0], target_ir)
+
+        return target(source), emit
+
+    return cast
+
+
+float_bits = _bit_cast(types.float32, types.uint32, ir.IntType(32))
+bits_float = _bit_cast(types.uint32, types.float32, ir.FloatType())
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def f16_to_f32(typing_context: Any, half: Any) -> Any:
+    """Bits of a half float -> float32: exact; a signalling NaN becomes quiet."""
+
+    def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.fpext(builder.bitcast(arguments[0], ir.HalfType()), ir.FloatType())
+
+    return types.float32(types.uint16), emit
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def f32_to_f16(typing_context: Any, value: Any) -> Any:
+    """float32 -> bits of a half float: nearest, ties to even, overflow to inf, subnormals kept."""
+
+    def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.bitcast(builder.fptrunc(arguments[0], ir.HalfType()), ir.IntType(16))
+
+    return types.uint16(types.float32), emit
+
+
+def _rounding(llvm_name: str) -> Any:
+    @intrinsic  # type: ignore[untyped-decorator]
+    def round_float(typing_context: Any, value: Any) -> Any:
+        def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            function = builder.module.declare_intrinsic(llvm_name, [ir.FloatType()])
+            return builder.call(function, arguments)
+
+        return types.float32(types.float32), emit
+
+    return round_float
+
+
+round_half_even = _rounding("llvm.rint")
+round_half_away = _rounding("llvm.round")
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def truncate_to_int32(typing_context: Any, value: Any) -> Any:
+    """C's (int32_t) x; out of range and NaN give what the processor's conversion gives."""
+
+    def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.fptosi(arguments[0], ir.IntType(32))
+
+    return types.int32(types.float32), emit

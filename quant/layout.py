@@ -1,0 +1,90 @@
+"""Block layout <-> device layout of q8_0 and q4_0: all quants first, then all scales, as an NPU wants them.
+
+ggml keeps a scale inside each block of 32. A device keeps the quants of a row together and one float16 scale for each
+group of G elements: the `scale` and `antiquantGroupSize` of aclnn calls. Both directions are lossless or refused.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quant.blocks import split
+from quant.codec import Bytes, Codec, codec
+
+_BLOCK = 32
+
+
+class DeviceLayout(NamedTuple):
+    """quants  q8_0: int8 (..., n); q4_0: uint8 (..., n / 2), two's complement int4, low nibble = even element
+    scales  float16 (..., n / group size)
+    """
+
+    quants: NDArray[np.int8] | Bytes
+    scales: NDArray[np.float16]
+
+
+def to_device(blocks: Bytes, type: str, group_size: int = _BLOCK) -> DeviceLayout:
+    """Blocks (..., n / 32 * block bytes) of q8_0 or q4_0 -> device layout.
+
+    group_size  elements that share a scale; divides n; 0 = one scale for a whole row
+
+    Raises ValueError where a group would span blocks of different scales, for other types, and for a group size that
+    does not divide n.
+    """
+    kind = _checked(type)
+    blocks = np.ascontiguousarray(blocks)
+    if blocks.dtype != np.uint8 or blocks.ndim == 0 or blocks.shape[-1] % kind.block_bytes:
+        raise ValueError(f"blocks of shape {blocks.shape}: rows must be whole {type} blocks of {kind.block_bytes} bytes")
+    lead, n = blocks.shape[:-1], blocks.shape[-1] // kind.block_bytes * _BLOCK
+    halves, quants = split(blocks.reshape(-1, kind.block_bytes), 2, kind.block_bytes - 2)
+    scales = _regroup(halves.view(np.uint16).reshape(*lead, n // _BLOCK), n, _BLOCK, group_size)
+    if type == "q4_0":
+        codes = np.hstack([quants & 15, quants >> 4]) ^ 8
+        packed = (codes[:, 0::2] | (codes[:, 1::2] << 4)).reshape(*lead, n // 2)
+        return DeviceLayout(packed, scales.view(np.float16))
+    return DeviceLayout(quants.view(np.int8).reshape(*lead, n), scales.view(np.float16))
+
+
+def to_blocks(device: DeviceLayout, type: str, group_size: int = _BLOCK) -> Bytes:
+    """Device layout -> blocks: the inverse of `to_device`, with the same group size and the same refusals."""
+    _checked(type)
+    quants, scales = np.ascontiguousarray(device.quants), np.ascontiguousarray(device.scales, dtype=np.float16)
+    lead, n = quants.shape[:-1], quants.shape[-1] * (2 if type == "q4_0" else 1)
+    if n % _BLOCK:
+        raise ValueError(f"quants of {n} elements a row: must be a multiple of {_BLOCK}")
+    halves = _regroup(scales.view(np.uint16), n, group_size, _BLOCK).reshape(-1, 1)
+    if type == "q4_0":
+        pairs = quants.view(np.uint8).reshape(-1, _BLOCK // 2)
+        codes = np.stack([pairs & 15, pairs >> 4], axis=2).reshape(-1, _BLOCK) ^ 8
+        payload = codes[:, :16] | (codes[:, 16:] << 4)
+    else:
+        payload = quants.view(np.uint8).reshape(-1, _BLOCK)
+    return np.hstack([halves.view(np.uint8), payload]).reshape(*lead, -1)
+
+
+def _checked(type: str) -> Codec:
+    if type not in ("q8_0", "q4_0"):
+        raise ValueError(f"type {type!r} has no device layout; q8_0 and q4_0 have")
+    return codec(type)
+
+
+def _regroup(scales: NDArray[np.uint16], n: int, old: int, new: int) -> NDArray[np.uint16]:
+    """Scales of groups of `old` elements -> scales of groups of `new` elements; 0 means the whole row."""
+    old, new = old or n, new or n
+    for size in (old, new):
+        if size < 0 or (n and n % size):
+            raise ValueError(f"group size {size} does not divide the row's {n} elements")
+    if scales.shape[-1] * old != n:
+        raise ValueError(f"scales of {scales.shape[-1]} groups a row: {n} elements in groups of {old} have {n // old}")
+    if old == new or n == 0:
+        return scales
+    step = int(np.gcd(old, new))
+    fine = np.repeat(scales, old // step, axis=-1)
+    groups = fine.reshape(*fine.shape[:-1], n // new, new // step)
+    if (groups != groups[..., :1]).any():
+        row, group = (int(i[0]) for i in np.nonzero((groups != groups[..., :1]).any(-1).reshape(-1, n // new)))
+        raise ValueError(f"group size {new}: group {group} of row {row} has more than one scale")
+    return np.ascontiguousarray(groups[..., 0])

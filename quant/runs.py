@@ -1,0 +1,228 @@
+"""Compiled conversion of a run of units between two types, at any strides: `convert`.
+
+A unit is one element, or one block where either type has blocks. Inside a unit the elements are adjacent; from one
+unit to the next it is any number of bytes. The functions here see addresses and are compiled into kernels; the NumPy
+definitions they equal byte for byte stand in `quant.scalars` and `quant.blocks`.
+"""
+
+from __future__ import annotations
+
+from numba import types
+
+from quant.jit import (
+    array_at,
+    bits_float,
+    compiled,
+    f16_to_f32,
+    f32_to_f16,
+    float_bits,
+    inlined,
+    round_half_away,
+    round_half_even,
+    truncate_to_int32,
+)
+
+# what `convert` knows, by number; q8_0 as a destination exists once per rounding
+F32, F16, BF16, I32, Q8_0_REFERENCE, Q8_0_SIMD, Q4_0 = range(7)
+CODES = {
+    "f32": F32,
+    "f16": F16,
+    "bf16": BF16,
+    "i32": I32,
+    "q4_0": Q4_0,
+    "q8_0": Q8_0_REFERENCE,
+    "q8_0 reference": Q8_0_REFERENCE,
+    "q8_0 simd": Q8_0_SIMD,
+}
+
+_BLOCK = 32
+
+
+@inlined
+def _same(x):  # type: ignore[no-untyped-def]
+    return x
+
+
+@inlined
+def _bf16_to_f32(bits):  # type: ignore[no-untyped-def]
+    return bits_float(types.uint32(bits) << types.uint32(16))
+
+
+@inlined
+def _f32_to_bf16(x):  # type: ignore[no-untyped-def]
+    bits = float_bits(x)
+    if (bits & types.uint32(0x7FFFFFFF)) > types.uint32(0x7F800000):
+        return types.uint16((bits >> types.uint32(16)) | types.uint32(64))
+    odd = (bits >> types.uint32(16)) & types.uint32(1)
+    return types.uint16((bits + types.uint32(0x7FFF) + odd) >> types.uint32(16))
+
+
+@inlined
+def _i32_to_f32(x):  # type: ignore[no-untyped-def]
+    return types.float32(x)
+
+
+@inlined
+def copy_run(unit_bytes, src, src_step, dst, dst_step, count):  # type: ignore[no-untyped-def]
+    """`count` units of one type, byte for byte."""
+    if src_step == unit_bytes and dst_step == unit_bytes:
+        x = array_at(src, types.uint8, count * unit_bytes)
+        y = array_at(dst, types.uint8, count * unit_bytes)
+        for i in range(count * unit_bytes):
+            y[i] = x[i]
+    elif unit_bytes == 4:
+        for i in range(count):
+            array_at(dst + i * dst_step, types.uint32, 1)[0] = array_at(src + i * src_step, types.uint32, 1)[0]
+    elif unit_bytes == 2:
+        for i in range(count):
+            array_at(dst + i * dst_step, types.uint16, 1)[0] = array_at(src + i * src_step, types.uint16, 1)[0]
+    else:
+        for i in range(count):
+            x = array_at(src + i * src_step, types.uint8, unit_bytes)
+            y = array_at(dst + i * dst_step, types.uint8, unit_bytes)
+            for j in range(unit_bytes):
+                y[j] = x[j]
+
+
+@inlined
+def _decode_q8_0(src, src_step, dst, dst_step, count):  # type: ignore[no-untyped-def]
+    for block in range(count):
+        address = src + block * src_step
+        d = f16_to_f32(array_at(address, types.uint16, 1)[0])
+        q = array_at(address + 2, types.int8, _BLOCK)
+        y = array_at(dst + block * dst_step, types.float32, _BLOCK)
+        for j in range(_BLOCK):
+            y[j] = types.float32(q[j]) * d
+
+
+@inlined
+def _decode_q4_0(src, src_step, dst, dst_step, count):  # type: ignore[no-untyped-def]
+    for block in range(count):
+        address = src + block * src_step
+        d = f16_to_f32(array_at(address, types.uint16, 1)[0])
+        q = array_at(address + 2, types.uint8, _BLOCK // 2)
+        y = array_at(dst + block * dst_step, types.float32, _BLOCK)
+        for j in range(_BLOCK // 2):
+            y[j] = types.float32(types.int32(q[j] & types.uint8(15)) - types.int32(8)) * d
+        for j in range(_BLOCK // 2):
+            y[j + _BLOCK // 2] = types.float32(types.int32(q[j] >> types.uint8(4)) - types.int32(8)) * d
+
+
+@inlined
+def _largest_magnitude(widen, x):  # type: ignore[no-untyped-def]
+    """Bits of max |x|; NaN is passed over, as by C's `amax < fabsf(v)`."""
+    largest = types.uint32(0)
+    for j in range(_BLOCK):
+        bits = float_bits(widen(x[j])) & types.uint32(0x7FFFFFFF)
+        largest = max(largest, bits if bits <= types.uint32(0x7F800000) else types.uint32(0))
+    return largest
+
+
+@inlined
+def _encode_q8_0_reference(widen, source, src, src_step, dst, dst_step, count):  # type: ignore[no-untyped-def]
+    for block in range(count):
+        x = array_at(src + block * src_step, source, _BLOCK)
+        d = bits_float(_largest_magnitude(widen, x)) / types.float32(127)
+        inverse = types.float32(1) / d if d != types.float32(0) else types.float32(0)
+        address = dst + block * dst_step
+        array_at(address, types.uint16, 1)[0] = f32_to_f16(d)
+        q = array_at(address + 2, types.int8, _BLOCK)
+        for j in range(_BLOCK):
+            q[j] = types.int8(truncate_to_int32(round_half_away(widen(x[j]) * inverse)))
+
+
+@inlined
+def _encode_q8_0_simd(widen, source, src, src_step, dst, dst_step, count):  # type: ignore[no-untyped-def]
+    for block in range(count):
+        x = array_at(src + block * src_step, source, _BLOCK)
+        largest = bits_float(_largest_magnitude(widen, x))
+        inverse = types.float32(127) / largest if largest != types.float32(0) else types.float32(0)
+        address = dst + block * dst_step
+        array_at(address, types.uint16, 1)[0] = f32_to_f16(largest / types.float32(127))
+        q = array_at(address + 2, types.int8, _BLOCK)
+        for j in range(_BLOCK):
+            code = truncate_to_int32(round_half_even(widen(x[j]) * inverse))
+            q[j] = types.int8(min(max(code, types.int32(-128)), types.int32(127)))
+
+
+@inlined
+def _q4_0_code(x, inverse):  # type: ignore[no-untyped-def]
+    code = types.int8(truncate_to_int32(x * inverse + types.float32(8.5)))
+    return types.uint8(min(code, types.int8(15)))
+
+
+@inlined
+def _encode_q4_0(widen, source, src, src_step, dst, dst_step, count):  # type: ignore[no-untyped-def]
+    for block in range(count):
+        x = array_at(src + block * src_step, source, _BLOCK)
+        largest = _largest_magnitude(widen, x)
+        extreme = types.float32(0)
+        for j in range(_BLOCK):
+            value = widen(x[j])
+            if float_bits(value) & types.uint32(0x7FFFFFFF) == largest:
+                extreme = value
+                break
+        d = extreme / types.float32(-8)
+        inverse = types.float32(1) / d if d != types.float32(0) else types.float32(0)
+        address = dst + block * dst_step
+        array_at(address, types.uint16, 1)[0] = f32_to_f16(d)
+        q = array_at(address + 2, types.uint8, _BLOCK // 2)
+        for j in range(_BLOCK // 2):
+            low = _q4_0_code(widen(x[j]), inverse)
+            high = _q4_0_code(widen(x[j + _BLOCK // 2]), inverse)
+            q[j] = low | types.uint8(high << types.uint8(4))
+
+
+@inlined
+def _elements(widen, source, source_bytes, src, src_step, narrow, target, target_bytes, dst, dst_step, count):  # type: ignore[no-untyped-def]
+    if src_step == source_bytes and dst_step == target_bytes:
+        x = array_at(src, source, count)
+        y = array_at(dst, target, count)
+        for i in range(count):
+            y[i] = narrow(widen(x[i]))
+    else:
+        for i in range(count):
+            value = widen(array_at(src + i * src_step, source, 1)[0])
+            array_at(dst + i * dst_step, target, 1)[0] = narrow(value)
+
+
+@inlined
+def _from_float(widen, source, source_bytes, src, src_step, dst_code, dst, dst_step, count):  # type: ignore[no-untyped-def]
+    """From a float type, `widen` of which gives float32, to the type of `dst_code`."""
+    if dst_code == F32:
+        _elements(widen, source, source_bytes, src, src_step, _same, types.float32, 4, dst, dst_step, count)
+    elif dst_code == F16:
+        _elements(widen, source, source_bytes, src, src_step, f32_to_f16, types.uint16, 2, dst, dst_step, count)
+    elif dst_code == BF16:
+        _elements(widen, source, source_bytes, src, src_step, _f32_to_bf16, types.uint16, 2, dst, dst_step, count)
+    elif dst_code == I32:
+        _elements(widen, source, source_bytes, src, src_step, truncate_to_int32, types.int32, 4, dst, dst_step, count)
+    elif dst_code == Q8_0_REFERENCE:
+        _encode_q8_0_reference(widen, source, src, src_step, dst, dst_step, count)
+    elif dst_code == Q8_0_SIMD:
+        _encode_q8_0_simd(widen, source, src, src_step, dst, dst_step, count)
+    elif dst_code == Q4_0:
+        _encode_q4_0(widen, source, src, src_step, dst, dst_step, count)
+
+
+@inlined
+def convert_run(src_code, src, src_step, dst_code, dst, dst_step, count):  # type: ignore[no-untyped-def]
+    """`count` units from one type to another; codes are values of `CODES`. To f32 from any, from a float to any."""
+    if src_code == F32:
+        _from_float(_same, types.float32, 4, src, src_step, dst_code, dst, dst_step, count)
+    elif src_code == F16:
+        _from_float(f16_to_f32, types.uint16, 2, src, src_step, dst_code, dst, dst_step, count)
+    elif src_code == BF16:
+        _from_float(_bf16_to_f32, types.uint16, 2, src, src_step, dst_code, dst, dst_step, count)
+    elif src_code == I32:
+        _elements(_i32_to_f32, types.int32, 4, src, src_step, _same, types.float32, 4, dst, dst_step, count)
+    elif src_code == Q4_0:
+        _decode_q4_0(src, src_step, dst, dst_step, count)
+    else:
+        _decode_q8_0(src, src_step, dst, dst_step, count)
+
+
+@compiled
+def convert(src_code, src, src_step, dst_code, dst, dst_step, count):  # type: ignore[no-untyped-def]
+    """`convert_run` for a caller in Python."""
+    convert_run(src_code, src, src_step, dst_code, dst, dst_step, count)

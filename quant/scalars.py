@@ -1,0 +1,82 @@
+"""Types whose block is one element: floats and integers. Conversions as in ggml's CPU (type_conversion_table)."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quant.codec import Bytes, Codec, Floats, Rounding
+
+
+def quieted(x: Floats) -> Floats:
+    """x with signalling NaNs made quiet, in place: what the processor's conversions do."""
+    bits = x.view(np.uint32)
+    bits[np.isnan(x)] |= np.uint32(0x0040_0000)
+    return x
+
+
+class Scalar(Codec):
+    """A type that NumPy has: encode and decode are C casts."""
+
+    def encode(self, x: Floats, rounding: Rounding) -> Bytes:
+        assert self.dtype is not None
+        with np.errstate(over="ignore", invalid="ignore"):
+            return x.astype(self.dtype).view(np.uint8)
+
+    def decode(self, blocks: Bytes) -> Floats:
+        assert self.dtype is not None
+        return blocks.view(self.dtype).astype(np.float32)
+
+
+class F32(Scalar):
+    name, block_bytes, dtype = "f32", 4, np.dtype(np.float32)
+
+
+class F16(Scalar):
+    """_cvtss_sh / _cvtsh_ss: nearest, ties to even, overflow to inf, subnormals kept, NaN payload kept but quiet."""
+
+    name, block_bytes, dtype = "f16", 2, np.dtype(np.float16)
+
+    def encode(self, x: Floats, rounding: Rounding) -> Bytes:
+        with np.errstate(over="ignore"):
+            halves = quieted(x.copy()).astype(np.float16)
+        return halves.view(np.uint8)
+
+    def decode(self, blocks: Bytes) -> Floats:
+        return quieted(blocks.view(np.float16).astype(np.float32))
+
+
+class BF16(Scalar):
+    """ggml_compute_fp32_to_bf16 / ggml_compute_bf16_to_fp32: the upper half of a float32, nearest, ties to even."""
+
+    name, block_bytes, dtype = "bf16", 2, np.dtype(np.uint16)
+
+    def encode(self, x: Floats, rounding: Rounding) -> Bytes:
+        bits = np.ascontiguousarray(x).view(np.uint32)
+        nearest = (bits + (0x7FFF + ((bits >> 16) & 1))) >> 16
+        quiet = (bits >> 16) | 64
+        return np.where(np.isnan(x), quiet, nearest).astype(np.uint16).view(np.uint8)
+
+    def decode(self, blocks: Bytes) -> Floats:
+        upper: NDArray[np.uint32] = blocks.view(np.uint16).astype(np.uint32)
+        return (upper << 16).view(np.float32)
+
+
+class F64(Scalar):
+    name, block_bytes, dtype = "f64", 8, np.dtype(np.float64)
+
+
+class I8(Scalar):
+    name, block_bytes, dtype = "i8", 1, np.dtype(np.int8)
+
+
+class I16(Scalar):
+    name, block_bytes, dtype = "i16", 2, np.dtype(np.int16)
+
+
+class I32(Scalar):
+    name, block_bytes, dtype = "i32", 4, np.dtype(np.int32)
+
+
+class I64(Scalar):
+    name, block_bytes, dtype = "i64", 8, np.dtype(np.int64)

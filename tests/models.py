@@ -1,0 +1,125 @@
+"""Small random models whose graphs move data in ways a llama's does not; sizes are in ggml's order `ne`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from gguf import TokenType
+
+from graph_runner.tiny import TinyModel, Vocabulary, spm_vocabulary
+
+
+def rwkv_vocabulary() -> Vocabulary:
+    """257 tokens of the RWKV tokenizer: <s> and 256 bytes, escaped (lower-case digits are all it reads)."""
+    tokens = ["<s>", *(f"\\x{byte:02x}" for byte in range(256))]
+    types = [TokenType.CONTROL, *[TokenType.NORMAL] * 256]
+    return Vocabulary("rwkv", tokens, types, slice(1 + 0x20, 1 + 0x7F))
+
+
+def add_experts(model: TinyModel, block: str, n_expert: int, *, bias: bool = False) -> None:
+    """The routed feed-forward network of a layer: router {n_embd, n_expert}, then the stacked experts."""
+    model.linear(f"{block}.ffn_gate_inp", model.n_embd, n_expert, bias=bias)
+    model.linear(f"{block}.ffn_gate_exps", model.n_embd, model.n_ff, n_expert, bias=bias)
+    model.linear(f"{block}.ffn_up_exps", model.n_embd, model.n_ff, n_expert, bias=bias)
+    model.linear(f"{block}.ffn_down_exps", model.n_ff, model.n_embd, n_expert, bias=bias)
+
+
+def write_tiny_moe(path: Path, *, n_expert: int = 8, n_expert_used: int = 2) -> Path:
+    """A llama of 2 layers whose tokens are routed to `n_expert_used` of `n_expert` networks.
+
+    Exercises SOFT_MAX -> ARGSORT -> VIEW -> GET_ROWS(probs {1, E, T}, ids {K, T}), ids strided while K < E.
+    """
+    model = TinyModel(path, "llama", spm_vocabulary())
+    model.attention_heads()
+    model.writer.add_expert_count(n_expert)
+    model.writer.add_expert_used_count(n_expert_used)
+    model.embeddings()
+    for block in model.blocks():
+        model.attention(block)
+        model.norm(f"{block}.ffn_norm")
+        add_experts(model, block, n_expert)
+    return model.save()
+
+
+def write_tiny_gpt_oss(path: Path) -> Path:
+    """A gpt-oss of 2 layers: a window of 8 tokens in the first, all in the second; sinks {4}; 2 of 8 experts.
+
+    Exercises two KV caches and masks, sinks in SOFT_MAX and FLASH_ATTN_EXT, SOFT_MAX over selected experts.
+    """
+    n_expert = 8
+    model = TinyModel(path, "gpt-oss", spm_vocabulary())
+    model.attention_heads()
+    model.writer.add_sliding_window(8)
+    model.writer.add_expert_count(n_expert)
+    model.writer.add_expert_used_count(2)
+    model.writer.add_expert_feed_forward_length(model.n_ff)
+    model.embeddings()
+    for block in model.blocks():
+        model.attention(block, bias=True)
+        model.weight(f"{block}.attn_sinks.weight", model.random(model.n_head, std=1.0))
+        model.norm(f"{block}.post_attention_norm")
+        add_experts(model, block, n_expert, bias=True)
+    return model.save()
+
+
+def write_tiny_rwkv7(path: Path) -> Path:
+    """An RWKV-7 of 2 layers: n_embd 128, 2 heads (ggml's kernel takes multiples of 64), n_ff 512, ranks 32.
+
+    Exercises GET_ROWS and CPY of the recurrent states, token shift by CONCAT, and empty tensors at one token.
+    """
+    rank = 32
+    model = TinyModel(path, "rwkv7", rwkv_vocabulary(), n_embd=128, n_ff=512)
+    n_embd, n_ff = model.n_embd, model.n_ff
+    model.writer.add_head_count(0)
+    model.writer.add_wkv_head_size(64)
+    model.writer.add_layer_norm_eps(1e-5)
+    model.writer.add_decay_lora_rank(rank)
+    model.writer.add_iclr_lora_rank(rank)
+    model.writer.add_value_residual_mix_lora_rank(rank)
+    model.writer.add_gate_lora_rank(rank)
+    model.embeddings(bias=True)
+    model.norm("token_embd_norm", bias=True)
+    for block in model.blocks():
+        model.norm(f"{block}.attn_norm", bias=True)
+        model.norm(f"{block}.attn_norm_2", bias=True)
+        for lora in "wavg":
+            model.linear(f"{block}.time_mix_{lora}1", n_embd, rank)
+            model.linear(f"{block}.time_mix_{lora}2", rank, n_embd)
+        for vector in ("w0", "a0", "v0", "k_k", "k_a", "r_k"):
+            model.weight(f"{block}.time_mix_{vector}.weight", model.random(n_embd, std=0.5))
+        for matrix in ("key", "value", "receptance", "output"):
+            model.linear(f"{block}.time_mix_{matrix}", n_embd, n_embd)
+        model.norm(f"{block}.time_mix_ln", bias=True)
+        model.weight(f"{block}.time_mix_lerp_fused.weight", model.random(n_embd, 1, 1, 6, mean=0.5))
+        model.weight(f"{block}.channel_mix_lerp_k.weight", model.random(n_embd, 1, 1, mean=0.5))
+        model.linear(f"{block}.channel_mix_key", n_embd, n_ff)
+        model.linear(f"{block}.channel_mix_value", n_ff, n_embd)
+    return model.save()
+
+
+def write_tiny_mamba(path: Path) -> Path:
+    """A mamba of 2 layers: n_embd 64, inner size 128, state 16, convolution over 4 tokens.
+
+    Exercises GET_ROWS of the recurrent states, CPY of strided views into them (convolution), CONT of slices.
+    """
+    d_conv, d_state, dt_rank = 4, 16, 8
+    model = TinyModel(path, "mamba", spm_vocabulary(), n_ff=0)
+    d_inner = 2 * model.n_embd
+    model.writer.add_head_count(0)
+    model.writer.add_layer_norm_rms_eps(1e-5)
+    model.writer.add_ssm_conv_kernel(d_conv)
+    model.writer.add_ssm_inner_size(d_inner)
+    model.writer.add_ssm_state_size(d_state)
+    model.writer.add_ssm_time_step_rank(dt_rank)
+    model.embeddings()
+    for block in model.blocks():
+        model.norm(f"{block}.attn_norm")
+        model.linear(f"{block}.ssm_in", model.n_embd, 2 * d_inner)
+        model.weight(f"{block}.ssm_conv1d.weight", model.random(d_conv, d_inner, std=d_conv**-0.5))
+        model.weight(f"{block}.ssm_conv1d.bias", model.random(d_inner))
+        model.linear(f"{block}.ssm_x", d_inner, dt_rank + 2 * d_state)
+        model.linear(f"{block}.ssm_dt", dt_rank, d_inner, bias=True)
+        model.weight(f"{block}.ssm_a", model.random(d_state, d_inner, mean=-1.0))
+        model.weight(f"{block}.ssm_d", model.random(d_inner))
+        model.linear(f"{block}.ssm_out", d_inner, model.n_embd)
+    return model.save()
