@@ -1,7 +1,7 @@
 """A ggml backend written in Python: llama.cpp's scheduler runs its graph nodes in the kernels registered here.
 
-    import ggml_backend_npu
-    ggml_backend_npu.register()      # the ggml inside llama-cpp-python now has a device called NPU
+import ggml_backend_npu
+ggml_backend_npu.register()      # the ggml inside llama-cpp-python now has a device called NPU
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def register() -> Plugin:
     """Makes the device NPU known to the ggml inside llama-cpp-python. A second call changes nothing.
 
     Returns the registered backend, whose `statistics` count what it computes. Raises
-    `ggml_backend_npu.abi.lib.UnknownGgml` where that ggml is not one whose layouts are known here.
+    `ggml_backend_npu.abi.lib.UnknownGgmlError` where that ggml is not one whose layouts are known here.
     """
     from ggml_backend_npu.abi import lib, plugin
 

@@ -91,11 +91,10 @@ class Tensor:
         A quantised type gives its blocks, uint8 (ne3, ne2, ne1, blocks in a row, block bytes); bf16 gives
         ml_dtypes.bfloat16. A tensor that a node only reads is read-only.
         """
-        shape, strides = self.ne[::-1], self.nb[::-1]
-        kind = self.codec
+        kind, shape, strides = self.codec, self.ne[::-1], self.nb[::-1]
         if kind.dtype is None:
-            shape, strides = (*shape[:3], self.n_blocks, kind.block_bytes), (*strides, 1)
-            return _strided(self.memory, self.offset, shape, strides, np.dtype(np.uint8))
+            blocks = (*shape[:3], self.n_blocks, kind.block_bytes)
+            return _strided(self.memory, self.offset, blocks, (*strides, 1), np.dtype(np.uint8))
         dtype = np.dtype(ml_dtypes.bfloat16) if self.type == "bf16" else kind.dtype
         return _strided(self.memory, self.offset, shape, strides, dtype)
 

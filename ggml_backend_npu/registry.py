@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -52,6 +53,22 @@ class Op:
         """Decorator: the compiled kernel that stands beside the definition and equals it byte for byte."""
         self.prepare = prepare
         return prepare
+
+    def signatures(self) -> list[tuple[str, str]]:
+        """What it takes, for a person: (sources, outputs), with "same" for an output of the first source's type."""
+        if self.types is None:
+            return [("any", "any")]
+        outputs: dict[Types, set[str]] = defaultdict(set)
+        for dst, *rest in self.types:
+            outputs[tuple(rest)].add("same" if [dst] == rest else dst)
+        groups: dict[tuple[str, ...], dict[Types, list[str]]] = defaultdict(lambda: defaultdict(list))
+        for sources, found in sorted(outputs.items()):
+            groups[tuple(sorted(found))][sources[1:]].append(sources[0])
+        return [
+            (" + ".join([" ".join(first), *others]), " ".join(found))
+            for found, by_others in groups.items()
+            for others, first in by_others.items()
+        ]
 
     def _arguments(self, node: Node) -> tuple[tuple[Tensor | None, ...], dict[str, Any]]:
         sources = (*node.src, *(None,) * self.n_src)[: self.n_src]
@@ -129,8 +146,9 @@ def op(
     types   type combinations (dst, src0, src1, ...) that it takes; any, where left out
     refuse  called like the kernel: returns a reason why such a node is not taken, or None
 
-    The kernel gets `Tensor`s, reads its sources with `.view()` and writes into `dst.view()`; a source that a node leaves
-    out is None; a keyword `params` gets the node's op_params as bytes. An exception in it fails the node, not the process.
+    The kernel gets `Tensor`s, reads its sources with `.view()` and writes into `dst.view()`; a source that a node
+    leaves out is None; a keyword `params` gets the node's op_params as bytes. An exception in it fails the node, not
+    the process.
     """
 
     def register(define: Callable[..., None]) -> Op:

@@ -30,6 +30,12 @@ def reciprocal(d: Floats) -> Floats:
         return np.where(d == 0, np.float32(0), np.float32(1) / d)
 
 
+def largest_magnitude(x: Floats) -> Floats:
+    """max |x| of each block, (n, 1); NaN is passed over."""
+    largest: Floats = np.fmax.reduce(np.abs(x), axis=1, keepdims=True, initial=0)
+    return largest
+
+
 def round_half_away(x: Floats) -> Floats:
     """C's roundf."""
     whole = np.trunc(x)
@@ -89,7 +95,7 @@ class Q8_0(Compiled):
     name, block_size, block_bytes = "q8_0", 32, 34
 
     def define_encode(self, x: Floats, rounding: Rounding) -> Bytes:
-        largest = np.fmax.reduce(np.abs(x), axis=1, keepdims=True, initial=0)
+        largest = largest_magnitude(x)
         d = largest / np.float32(127)
         with np.errstate(all="ignore"):
             if rounding == "reference":

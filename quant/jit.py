@@ -10,7 +10,8 @@ import functools
 import hashlib
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -41,18 +42,24 @@ def cache_directory() -> Path:
 
 
 def engine() -> str:
-    """"compiled", or "reference" where `GGML_NPU_ENGINE=reference` asks for the NumPy definitions."""
+    """ "compiled", or "reference" where `GGML_NPU_ENGINE=reference` asks for the NumPy definitions."""
     return os.environ.get("GGML_NPU_ENGINE", "compiled")
+
+
+@contextmanager
+def _own_cache() -> Iterator[None]:
+    before = numba.config.CACHE_DIR
+    numba.config.CACHE_DIR = str(cache_directory())
+    try:
+        yield
+    finally:
+        numba.config.CACHE_DIR = before
 
 
 def compiled(function: Kernel) -> Kernel:
     """A kernel that Python calls: compiled at its first call, kept on disk, runs without the GIL."""
-    before = numba.config.CACHE_DIR
-    numba.config.CACHE_DIR = str(cache_directory())
-    try:
+    with _own_cache():
         kernel: Kernel = numba.njit(function, cache=True, nogil=True, error_model="numpy")
-    finally:
-        numba.config.CACHE_DIR = before
     _ours.add(function.__qualname__)
     return kernel
 
@@ -85,7 +92,7 @@ _ours: set[str] = set()
 event.register("numba:compile", _Announcement())
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def _pointer(typing_context: Any, address: Any, dtype: Any) -> Any:
     def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         return builder.inttoptr(arguments[0], context.get_value_type(signature.return_type))
@@ -100,7 +107,7 @@ def array_at(address: int, dtype: Any, count: int) -> Any:
 
 
 def _bit_cast(source: Any, target: Any, target_ir: ir.Type) -> Any:
-    @intrinsic  # type: ignore[untyped-decorator]
+    @intrinsic
     def cast(typing_context: Any, value: Any) -> Any:
         def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
             return builder.bitcast(arguments[0], target_ir)
@@ -114,7 +121,7 @@ float_bits = _bit_cast(types.float32, types.uint32, ir.IntType(32))
 bits_float = _bit_cast(types.uint32, types.float32, ir.FloatType())
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def f16_to_f32(typing_context: Any, half: Any) -> Any:
     """Bits of a half float -> float32: exact; a signalling NaN becomes quiet."""
 
@@ -124,7 +131,7 @@ def f16_to_f32(typing_context: Any, half: Any) -> Any:
     return types.float32(types.uint16), emit
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def f32_to_f16(typing_context: Any, value: Any) -> Any:
     """float32 -> bits of a half float: nearest, ties to even, overflow to inf, subnormals kept."""
 
@@ -135,7 +142,7 @@ def f32_to_f16(typing_context: Any, value: Any) -> Any:
 
 
 def _rounding(llvm_name: str) -> Any:
-    @intrinsic  # type: ignore[untyped-decorator]
+    @intrinsic
     def round_float(typing_context: Any, value: Any) -> Any:
         def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
             function = builder.module.declare_intrinsic(llvm_name, [ir.FloatType()])
@@ -150,7 +157,7 @@ round_half_even = _rounding("llvm.rint")
 round_half_away = _rounding("llvm.round")
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def truncate_to_int32(typing_context: Any, value: Any) -> Any:
     """C's (int32_t) x; out of range and NaN give what the processor's conversion gives."""
 
@@ -158,3 +165,13 @@ def truncate_to_int32(typing_context: Any, value: Any) -> Any:
         return builder.fptosi(arguments[0], ir.IntType(32))
 
     return types.int32(types.float32), emit
+
+
+def callback(signature: Any) -> Callable[[Kernel], Any]:
+    """Decorator: a C function of the given numba signature; `.address` is its pointer."""
+
+    def make(function: Kernel) -> Any:
+        with _own_cache():
+            return numba.cfunc(signature, cache=True, nopython=True)(function)
+
+    return make

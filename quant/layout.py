@@ -6,7 +6,7 @@ group of G elements: the `scale` and `antiquantGroupSize` of aclnn calls. Both d
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,7 +37,9 @@ def to_device(blocks: Bytes, type: str, group_size: int = _BLOCK) -> DeviceLayou
     kind = _checked(type)
     blocks = np.ascontiguousarray(blocks)
     if blocks.dtype != np.uint8 or blocks.ndim == 0 or blocks.shape[-1] % kind.block_bytes:
-        raise ValueError(f"blocks of shape {blocks.shape}: rows must be whole {type} blocks of {kind.block_bytes} bytes")
+        raise ValueError(
+            f"blocks of shape {blocks.shape}: rows must be whole {type} blocks of {kind.block_bytes} bytes"
+        )
     lead, n = blocks.shape[:-1], blocks.shape[-1] // kind.block_bytes * _BLOCK
     halves, quants = split(blocks.reshape(-1, kind.block_bytes), 2, kind.block_bytes - 2)
     scales = _regroup(halves.view(np.uint16).reshape(*lead, n // _BLOCK), n, _BLOCK, group_size)
@@ -51,7 +53,8 @@ def to_device(blocks: Bytes, type: str, group_size: int = _BLOCK) -> DeviceLayou
 def to_blocks(device: DeviceLayout, type: str, group_size: int = _BLOCK) -> Bytes:
     """Device layout -> blocks: the inverse of `to_device`, with the same group size and the same refusals."""
     _checked(type)
-    quants, scales = np.ascontiguousarray(device.quants), np.ascontiguousarray(device.scales, dtype=np.float16)
+    quants: NDArray[Any] = np.ascontiguousarray(device.quants)
+    scales = np.ascontiguousarray(device.scales, dtype=np.float16)
     lead, n = quants.shape[:-1], quants.shape[-1] * (2 if type == "q4_0" else 1)
     if n % _BLOCK:
         raise ValueError(f"quants of {n} elements a row: must be a multiple of {_BLOCK}")
@@ -61,7 +64,7 @@ def to_blocks(device: DeviceLayout, type: str, group_size: int = _BLOCK) -> Byte
         codes = np.stack([pairs & 15, pairs >> 4], axis=2).reshape(-1, _BLOCK) ^ 8
         payload = codes[:, :16] | (codes[:, 16:] << 4)
     else:
-        payload = quants.view(np.uint8).reshape(-1, _BLOCK)
+        payload = quants.reshape(-1, _BLOCK).view(np.uint8)
     return np.hstack([halves.view(np.uint8), payload]).reshape(*lead, -1)
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import libgguf
 import numpy as np
 
-from quant.blocks import halves, low_byte, reciprocal, round_half_away, split
+from quant.blocks import halves, largest_magnitude, low_byte, reciprocal, round_half_away, split
 from quant.codec import Bytes, Codec, Floats, Rounding
 
 
@@ -56,7 +56,7 @@ class Q2_0(Codec):
     name, block_size, block_bytes = "q2_0", 64, 18
 
     def encode(self, x: Floats, rounding: Rounding) -> Bytes:
-        d = np.fmax.reduce(np.abs(x), axis=1, keepdims=True, initial=0)
+        d = largest_magnitude(x)
         with np.errstate(all="ignore"):
             quants = (round_half_away(x * reciprocal(d)).astype(np.int32) + 1).clip(0, 3).astype(np.uint8)
         quads = quants.reshape(-1, 16, 4) << np.array([0, 2, 4, 6], np.uint8)
@@ -75,7 +75,7 @@ class Q8_1(Codec):
     name, block_size, block_bytes = "q8_1", 32, 36
 
     def encode(self, x: Floats, rounding: Rounding) -> Bytes:
-        d = np.fmax.reduce(np.abs(x), axis=1, keepdims=True, initial=0) / np.float32(127)
+        d: Floats = largest_magnitude(x) / np.float32(127)
         with np.errstate(all="ignore"):
             quants = low_byte(round_half_away(x * reciprocal(d)))
             total = quants.sum(axis=1, keepdims=True, dtype=np.int32).astype(np.float32) * d

@@ -39,17 +39,17 @@ _BLOCK = 32
 
 
 @inlined
-def _same(x):  # type: ignore[no-untyped-def]
+def _same(x):
     return x
 
 
 @inlined
-def _bf16_to_f32(bits):  # type: ignore[no-untyped-def]
+def _bf16_to_f32(bits):
     return bits_float(types.uint32(bits) << types.uint32(16))
 
 
 @inlined
-def _f32_to_bf16(x):  # type: ignore[no-untyped-def]
+def _f32_to_bf16(x):
     bits = float_bits(x)
     if (bits & types.uint32(0x7FFFFFFF)) > types.uint32(0x7F800000):
         return types.uint16((bits >> types.uint32(16)) | types.uint32(64))
@@ -58,12 +58,12 @@ def _f32_to_bf16(x):  # type: ignore[no-untyped-def]
 
 
 @inlined
-def _i32_to_f32(x):  # type: ignore[no-untyped-def]
+def _i32_to_f32(x):
     return types.float32(x)
 
 
 @inlined
-def copy_run(unit_bytes, src, src_step, dst, dst_step, count):  # type: ignore[no-untyped-def]
+def copy_run(unit_bytes, src, src_step, dst, dst_step, count):
     """`count` units of one type, byte for byte."""
     if src_step == unit_bytes and dst_step == unit_bytes:
         x = array_at(src, types.uint8, count * unit_bytes)
@@ -85,7 +85,7 @@ def copy_run(unit_bytes, src, src_step, dst, dst_step, count):  # type: ignore[n
 
 
 @inlined
-def _decode_q8_0(src, src_step, dst, dst_step, count):  # type: ignore[no-untyped-def]
+def _decode_q8_0(src, src_step, dst, dst_step, count):
     for block in range(count):
         address = src + block * src_step
         d = f16_to_f32(array_at(address, types.uint16, 1)[0])
@@ -96,7 +96,7 @@ def _decode_q8_0(src, src_step, dst, dst_step, count):  # type: ignore[no-untype
 
 
 @inlined
-def _decode_q4_0(src, src_step, dst, dst_step, count):  # type: ignore[no-untyped-def]
+def _decode_q4_0(src, src_step, dst, dst_step, count):
     for block in range(count):
         address = src + block * src_step
         d = f16_to_f32(array_at(address, types.uint16, 1)[0])
@@ -109,7 +109,7 @@ def _decode_q4_0(src, src_step, dst, dst_step, count):  # type: ignore[no-untype
 
 
 @inlined
-def _largest_magnitude(widen, x):  # type: ignore[no-untyped-def]
+def _largest_magnitude(widen, x):
     """Bits of max |x|; NaN is passed over, as by C's `amax < fabsf(v)`."""
     largest = types.uint32(0)
     for j in range(_BLOCK):
@@ -119,7 +119,7 @@ def _largest_magnitude(widen, x):  # type: ignore[no-untyped-def]
 
 
 @inlined
-def _encode_q8_0_reference(widen, source, src, src_step, dst, dst_step, count):  # type: ignore[no-untyped-def]
+def _encode_q8_0_reference(widen, source, src, src_step, dst, dst_step, count):
     for block in range(count):
         x = array_at(src + block * src_step, source, _BLOCK)
         d = bits_float(_largest_magnitude(widen, x)) / types.float32(127)
@@ -132,7 +132,7 @@ def _encode_q8_0_reference(widen, source, src, src_step, dst, dst_step, count): 
 
 
 @inlined
-def _encode_q8_0_simd(widen, source, src, src_step, dst, dst_step, count):  # type: ignore[no-untyped-def]
+def _encode_q8_0_simd(widen, source, src, src_step, dst, dst_step, count):
     for block in range(count):
         x = array_at(src + block * src_step, source, _BLOCK)
         largest = bits_float(_largest_magnitude(widen, x))
@@ -146,13 +146,13 @@ def _encode_q8_0_simd(widen, source, src, src_step, dst, dst_step, count):  # ty
 
 
 @inlined
-def _q4_0_code(x, inverse):  # type: ignore[no-untyped-def]
+def _q4_0_code(x, inverse):
     code = types.int8(truncate_to_int32(x * inverse + types.float32(8.5)))
     return types.uint8(min(code, types.int8(15)))
 
 
 @inlined
-def _encode_q4_0(widen, source, src, src_step, dst, dst_step, count):  # type: ignore[no-untyped-def]
+def _encode_q4_0(widen, source, src, src_step, dst, dst_step, count):
     for block in range(count):
         x = array_at(src + block * src_step, source, _BLOCK)
         largest = _largest_magnitude(widen, x)
@@ -174,7 +174,7 @@ def _encode_q4_0(widen, source, src, src_step, dst, dst_step, count):  # type: i
 
 
 @inlined
-def _elements(widen, source, source_bytes, src, src_step, narrow, target, target_bytes, dst, dst_step, count):  # type: ignore[no-untyped-def]
+def _elements(widen, source, source_bytes, src, src_step, narrow, target, target_bytes, dst, dst_step, count):
     if src_step == source_bytes and dst_step == target_bytes:
         x = array_at(src, source, count)
         y = array_at(dst, target, count)
@@ -187,7 +187,7 @@ def _elements(widen, source, source_bytes, src, src_step, narrow, target, target
 
 
 @inlined
-def _from_float(widen, source, source_bytes, src, src_step, dst_code, dst, dst_step, count):  # type: ignore[no-untyped-def]
+def _from_float(widen, source, source_bytes, src, src_step, dst_code, dst, dst_step, count):
     """From a float type, `widen` of which gives float32, to the type of `dst_code`."""
     if dst_code == F32:
         _elements(widen, source, source_bytes, src, src_step, _same, types.float32, 4, dst, dst_step, count)
@@ -206,7 +206,7 @@ def _from_float(widen, source, source_bytes, src, src_step, dst_code, dst, dst_s
 
 
 @inlined
-def convert_run(src_code, src, src_step, dst_code, dst, dst_step, count):  # type: ignore[no-untyped-def]
+def convert_run(src_code, src, src_step, dst_code, dst, dst_step, count):
     """`count` units from one type to another; codes are values of `CODES`. To f32 from any, from a float to any."""
     if src_code == F32:
         _from_float(_same, types.float32, 4, src, src_step, dst_code, dst, dst_step, count)
@@ -223,6 +223,6 @@ def convert_run(src_code, src, src_step, dst_code, dst, dst_step, count):  # typ
 
 
 @compiled
-def convert(src_code, src, src_step, dst_code, dst, dst_step, count):  # type: ignore[no-untyped-def]
+def convert(src_code, src, src_step, dst_code, dst, dst_step, count):
     """`convert_run` for a caller in Python."""
     convert_run(src_code, src, src_step, dst_code, dst, dst_step, count)

@@ -1,4 +1,4 @@
-"""Small graphs built and computed through ggml's own API, on any of its devices: one op at a time, for tests and tools."""
+"""Small graphs built and computed through ggml's own API, on any of its devices: one op at a time, for tests."""
 
 from __future__ import annotations
 

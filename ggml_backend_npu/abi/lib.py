@@ -1,4 +1,4 @@
-"""Finds the ggml of this process, types its functions, and refuses one whose private layouts are not those known here."""
+"""Finds the ggml of this process, types its functions, and refuses one whose private layouts are not known here."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Counts(NamedTuple):
 
 KNOWN_VERSIONS = {"0.25": Counts(types=43, ops=101, unary=22, glu=7)}
 
-_FUNCTIONS = {
+_FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "ggml_version": (c_char_p, []),
     "ggml_type_name": (c_char_p, [c_int]),
     "ggml_blck_size": (c_int64, [c_int]),
@@ -89,7 +89,7 @@ _FUNCTIONS = {
 }
 
 
-class UnknownGgml(Exception):
+class UnknownGgmlError(Exception):
     """A ggml that this backend does not know: the message says what was found."""
 
 
@@ -111,7 +111,7 @@ class Ggml:
             try:
                 function = library[name]
             except AttributeError:
-                raise UnknownGgml(f"ggml: no function {name} in {library._name}") from None
+                raise UnknownGgmlError(f"ggml: no function {name} in {library._name}") from None
             function.restype, function.argtypes = result, arguments
             setattr(self, name, function)
 
@@ -126,11 +126,11 @@ class Ggml:
 
     @cached_property
     def counts(self) -> Counts:
-        """How long ggml's tables of names are. Raises UnknownGgml for a version that is not known here."""
+        """How long ggml's tables of names are. Raises UnknownGgmlError for a version that is not known here."""
         counts = KNOWN_VERSIONS.get(".".join(self.version.split(".")[:2]))
         if counts is None:
             known = ", ".join(f"{version}.x" for version in KNOWN_VERSIONS)
-            raise UnknownGgml(f"ggml {self.version} is not known to this backend; known: {known}")
+            raise UnknownGgmlError(f"ggml {self.version} is not known to this backend; known: {known}")
         return counts
 
     @cached_property
@@ -166,13 +166,39 @@ class Ggml:
         return self.functions[name][first_param] if name in self.functions else name
 
 
+class DeviceInfo(NamedTuple):
+    """A device that ggml knows, as it describes itself."""
+
+    name: str
+    type: str
+    backend: str
+    description: str
+
+
+_DEVICE_TYPES = {0: "CPU", 1: "GPU", 2: "IGPU", 3: "ACCEL", 4: "META"}
+
+
+def list_devices(found: Ggml) -> list[DeviceInfo]:
+    """Every device of this process, in the order of registration."""
+    handles = [found.ggml_backend_dev_get(index) for index in range(found.ggml_backend_dev_count())]
+    return [
+        DeviceInfo(
+            found.ggml_backend_dev_name(handle).decode(),
+            _DEVICE_TYPES[found.ggml_backend_dev_type(handle)],
+            found.ggml_backend_reg_name(found.ggml_backend_dev_backend_reg(handle)).decode(),
+            found.ggml_backend_dev_description(handle).decode(),
+        )
+        for handle in handles
+    ]
+
+
 @cache
 def ggml() -> Ggml:
-    """The ggml inside llama-cpp-python, checked. Raises UnknownGgml where it is not one that is known here."""
+    """The ggml inside llama-cpp-python, checked. Raises UnknownGgmlError where it is not one that is known here."""
     try:
         from llama_cpp import llama_cpp
     except Exception as error:
-        raise UnknownGgml(f"llama-cpp-python cannot be imported: {error}") from None
+        raise UnknownGgmlError(f"llama-cpp-python cannot be imported: {error}") from None
     # libllama's own handle: it finds the ggml that libllama uses, of which the wheel holds several copies
     found = Ggml(llama_cpp._lib)
     check(found)
@@ -180,10 +206,12 @@ def ggml() -> Ggml:
 
 
 def check(found: Ggml) -> None:
-    """Compares the layouts of `structs` with the live CPU backend, a tensor and a graph. Raises UnknownGgml."""
+    """Compares the layouts of `structs` with the live CPU backend, a tensor and a graph. Raises UnknownGgmlError."""
     for what, holds in _layout_facts(found):
         if not holds:
-            raise UnknownGgml(f"ggml {found.version}: {what} is not laid out as in the versions known to this backend")
+            raise UnknownGgmlError(
+                f"ggml {found.version}: {what} is not laid out as in the versions known to this backend"
+            )
 
 
 def _layout_facts(found: Ggml) -> Iterator[tuple[str, bool]]:
@@ -193,9 +221,11 @@ def _layout_facts(found: Ggml) -> Iterator[tuple[str, bool]]:
     registry = structs.Registry.from_address(cpu)
     yield f"api_version {registry.api_version}", registry.api_version == API_VERSION
     yield "ggml_backend_reg", c_char_p(registry.iface.get_name(cpu)).value == b"CPU"
-    yield "ggml_backend_reg_i", registry.iface.get_proc_address(
-        cpu, b"ggml_backend_set_n_threads"
-    ) == found.ggml_backend_reg_get_proc_address(cpu, b"ggml_backend_set_n_threads")
+    yield (
+        "ggml_backend_reg_i",
+        registry.iface.get_proc_address(cpu, b"ggml_backend_set_n_threads")
+        == found.ggml_backend_reg_get_proc_address(cpu, b"ggml_backend_set_n_threads"),
+    )
 
     handle = found.ggml_backend_reg_dev_get(cpu, 0)
     device = structs.Device.from_address(handle)

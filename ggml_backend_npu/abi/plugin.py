@@ -16,6 +16,7 @@ from typing import Any
 
 from ggml_backend_npu.abi import codecs, convert, structs
 from ggml_backend_npu.abi.lib import API_VERSION, Ggml
+from ggml_backend_npu.ops import strided
 from ggml_backend_npu.plan import Plan, plan
 from ggml_backend_npu.registry import OPS
 from ggml_backend_npu.threads import Threads
@@ -64,11 +65,15 @@ def _guarded(failure: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 class Plugin:
-    """The registered backend. Lives as long as the process: ggml keeps its addresses."""
+    """The registered backend. Lives as long as the process: ggml keeps its addresses.
+
+    active  whether the device takes nodes; while it is not, a scheduler leaves every node to the CPU
+    """
 
     def __init__(self, ggml: Ggml) -> None:
         self.ggml = ggml
         self.statistics = Statistics()
+        self.active = True
         self._plans: dict[bytes, Plan] = {}
         self._backends: dict[int, structs.Backend] = {}
         self._strings = {text: ctypes.create_string_buffer(text.encode()) for text in (NAME, DESCRIPTION)}
@@ -175,7 +180,7 @@ class Plugin:
         op = convert.op_name(self.ggml, node)
         if not convert.computes(op):
             return True
-        return op in OPS and OPS.refusal(convert.node(self.ggml, node)) is None
+        return self.active and op in OPS and OPS.refusal(convert.node(self.ggml, node)) is None
 
     # backend
 
@@ -214,6 +219,7 @@ def _fill(table: type[ctypes.Structure], **callbacks: Callable[..., Any]) -> cty
 def make(ggml: Ggml) -> Plugin:
     """Binds the numerics to this ggml, and registers the backend with it."""
     codecs.bind(ggml)
+    strided.make_ready()
     plugin = Plugin(ggml)
     ggml.ggml_backend_register(ctypes.addressof(plugin.registry))
     return plugin

@@ -54,7 +54,7 @@ def _rows_per_chunk(tensor: Tensor) -> int:
 
 
 def _checked_ids(ids: Tensor, n_rows: int) -> NDArray[np.int64]:
-    rows = ids.view()[0].astype(np.int64)
+    rows: NDArray[np.int64] = ids.view()[0].astype(np.int64)
     bad = (rows < 0) | (rows >= n_rows)
     if bad.any():
         raise strided.bad_id(ids, int(bad.argmax()), n_rows)
@@ -109,12 +109,7 @@ def _refuse_set_rows(dst: Tensor, src: Tensor, ids: Tensor) -> str | None:
 
 @op(
     "SET_ROWS",
-    types=[
-        (dst, src, ids)
-        for src in ("f32", "f16")
-        for dst in (*_FLOATS, "i32", *_ENCODED)
-        for ids in ("i64", "i32")
-    ],
+    types=[(dst, src, ids) for src in ("f32", "f16") for dst in (*_FLOATS, "i32", *_ENCODED) for ids in ("i64", "i32")],
     refuse=_refuse_set_rows,
 )
 def set_rows(dst: Tensor, src: Tensor, ids: Tensor) -> None:

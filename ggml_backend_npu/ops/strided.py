@@ -33,7 +33,7 @@ Parameters = NDArray[np.int64]
 
 
 @inlined
-def _row_id(side, i1, i2, i3):  # type: ignore[no-untyped-def]
+def _row_id(side, i1, i2, i3):
     address = side[_IDS] + i1 * side[_IDS_NB]
     address += (i2 % side[_IDS_NE1]) * side[_IDS_NB + 1] + (i3 % side[_IDS_NE2]) * side[_IDS_NB + 2]
     if side[_ID_BYTES] == 8:
@@ -42,14 +42,14 @@ def _row_id(side, i1, i2, i3):  # type: ignore[no-untyped-def]
 
 
 @inlined
-def _row(side, i1, i2, i3):  # type: ignore[no-untyped-def]
+def _row(side, i1, i2, i3):
     if side[_IDS]:
         i1 = _row_id(side, i1, i2, i3)
     return side[_ADDRESS] + i1 * side[_NB + 1] + i2 * side[_NB + 2] + i3 * side[_NB + 3]
 
 
 @inlined
-def _locate(side, unit):  # type: ignore[no-untyped-def]
+def _locate(side, unit):
     i0 = unit % side[_NE]
     row = unit // side[_NE]
     i1 = row % side[_NE + 1]
@@ -58,7 +58,7 @@ def _locate(side, unit):  # type: ignore[no-untyped-def]
 
 
 @inlined
-def _next_row(side, i1, i2, i3):  # type: ignore[no-untyped-def]
+def _next_row(side, i1, i2, i3):
     i1 += 1
     if i1 == side[_NE + 1]:
         i1 = 0
@@ -70,7 +70,7 @@ def _next_row(side, i1, i2, i3):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def walk(src, src_code, dst, dst_code, unit_bytes, begin, end):  # type: ignore[no-untyped-def]
+def walk(src, src_code, dst, dst_code, unit_bytes, begin, end):
     """Units [begin, end) of the logical order, from side src to side dst."""
     s0, s1, s2, s3 = _locate(src, begin)
     d0, d1, d2, d3 = _locate(dst, begin)
@@ -100,7 +100,7 @@ def walk(src, src_code, dst, dst_code, unit_bytes, begin, end):  # type: ignore[
 
 
 @compiled
-def first_bad_id(side):  # type: ignore[no-untyped-def]
+def first_bad_id(side):
     """Where among a side's ids, in logical order, the first one lies that names no row; -1 where all do."""
     where = 0
     for i3 in range(side[_IDS_NE2]):
@@ -158,7 +158,7 @@ def mover(
     src_code, dst_code = code(src.type), code(dst.type)
     if src.type == dst.type:
         src_code = dst_code = _SAME
-    if src_code is None or dst_code is None or NUMERICS.bound.keys() & {src.type, dst.type} and src_code != _SAME:
+    if src_code is None or dst_code is None or (NUMERICS.bound.keys() & {src.type, dst.type} and src_code != _SAME):
         return None
     n_elements = src.n_elements if src_ids is None else dst.n_elements
     if n_elements == 0:
@@ -187,6 +187,14 @@ def _flat_if(tensor: Tensor, unit: int) -> tuple[int, ...]:
 
 def _element_bytes(tensor: Tensor) -> float:
     return tensor.codec.block_bytes / tensor.codec.block_size
+
+
+def make_ready() -> None:
+    """Compiles the kernels of this module, or loads them: once, and not in the middle of a graph."""
+    side = np.ones(_SIDE, np.int64)
+    side[_IDS] = side[_IDS_NE1] = 0
+    walk(side, _SAME, side, _SAME, 1, 0, 0)
+    first_bad_id(side)
 
 
 def _nothing() -> None:

@@ -1,0 +1,296 @@
+"""The command ggml-npu."""
+
+from __future__ import annotations
+
+import codecs
+import json
+import os
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskProgressColumn, TextColumn
+from rich.table import Table
+
+if TYPE_CHECKING:
+    from graph_runner.session import Session
+
+PROMPT = "The capital of France is"
+
+app = typer.Typer(
+    name="ggml-npu",
+    help="A ggml backend in Python: run GGUF models with its kernels, and compare them byte for byte with ggml's CPU.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+)
+
+
+class Device(StrEnum):
+    NPU = "npu"
+    CPU = "cpu"
+
+
+class FlashAttention(StrEnum):
+    AUTO = "auto"
+    ON = "on"
+    OFF = "off"
+
+
+MODEL_HELP = (
+    "A GGUF file, or [bold]demo[/] (SmolLM2-135M-Instruct, from the extra 'demo'), or [bold]tiny[/] "
+    "(a small random llama made on the spot)."
+)
+Model = Annotated[str, typer.Argument(metavar="MODEL", help=MODEL_HELP, show_default=False)]
+Prompt = Annotated[str, typer.Option("-p", "--prompt", help="Text that the model goes on from.")]
+CacheTypeK = Annotated[str, typer.Option(metavar="TYPE", help="ggml type of the K cache: f16, f32, q8_0, q4_0, ...")]
+CacheTypeV = Annotated[
+    str, typer.Option(metavar="TYPE", help="ggml type of the V cache; a quantised one needs --flash-attn on.")
+]
+Kernels = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE.py", help="Your own kernels: a file that registers or replaces ops with @op(...)."),
+]
+Threads = Annotated[int, typer.Option(min=0, help="Threads of llama.cpp's CPU and of the kernels; 0 = all cores.")]
+
+
+def _stderr() -> Console:
+    return Console(stderr=True)
+
+
+@contextmanager
+def _loading(console: Console) -> Iterator[Callable[[float], None]]:
+    """A progress bar for a model that loads, on a terminal only."""
+    with Progress(
+        TextColumn("loading"), BarColumn(), TaskProgressColumn(), console=console, transient=True,
+        disable=not console.is_terminal,
+    ) as progress:  # fmt: skip
+        task = progress.add_task("loading", total=1.0)
+
+        def update(done: float) -> None:
+            progress.update(task, completed=done)
+            if done >= 1.0:
+                progress.stop()
+
+        yield update
+
+
+def _use_kernels(path: Path | None) -> None:
+    if path is None:
+        return
+    from graph_runner.kernels import load_kernels
+
+    print(f"kernels of {path}: {', '.join(load_kernels(path))}", file=sys.stderr)
+
+
+@app.command()
+def run(
+    model: Model,
+    prompt: Prompt = PROMPT,
+    n: Annotated[int, typer.Option("-n", "--n-predict", min=1, help="Tokens to generate.")] = 64,
+    device: Annotated[Device, typer.Option(help="Who computes the nodes that the NPU supports.")] = Device.NPU,
+    flash_attn: Annotated[FlashAttention, typer.Option(help="Flash attention.")] = FlashAttention.AUTO,
+    cache_type_k: CacheTypeK = "f16",
+    cache_type_v: CacheTypeV = "f16",
+    temperature: Annotated[float, typer.Option(min=0.0, help="0 = always the most likely token.")] = 0.0,
+    top_p: Annotated[float, typer.Option(min=0.0, max=1.0, help="Mass to sample from, above temperature 0.")] = 0.95,
+    seed: Annotated[int, typer.Option(min=0, help="Of the sampling.")] = 0,
+    kernels: Kernels = None,
+    threads: Threads = 0,
+) -> None:
+    """Generate text; the text goes to stdout, what ran where to stderr."""
+    from graph_runner.models import model_file
+    from graph_runner.session import Sampler, Session, Settings, context_for, generate
+
+    _use_kernels(kernels)
+    settings = Settings(
+        device=device.value,
+        n_ctx=context_for(prompt, n),
+        cache_type_k=cache_type_k,
+        cache_type_v=cache_type_v,
+        flash_attention=flash_attn.value,
+        threads=threads,
+    )
+    console = _stderr()
+    with (
+        model_file(model) as file,
+        _loading(console) as progress,
+        Session(file, settings, progress=progress) as session,
+    ):
+        tokens = session.tokenize(prompt)
+        text = codecs.getincrementaldecoder("utf-8")("replace")
+        times = [time.perf_counter()]
+        for token in generate(session, tokens, n, Sampler(temperature, top_p, seed)):
+            times.append(time.perf_counter())
+            sys.stdout.write(text.decode(session.piece(token)))
+            sys.stdout.flush()
+        sys.stdout.write(text.decode(b"", True) + "\n")
+        sys.stdout.flush()
+        _print_run(console, session, len(tokens), times)
+
+
+def _print_run(console: Console, session: Session, n_prompt: int, times: list[float]) -> None:
+    total, on_npu = session.nodes, session.npu_nodes
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("nodes computed")
+    table.add_column("NPU", justify="right")
+    table.add_column("CPU", justify="right")
+    for op, count in sorted(total.items(), key=lambda item: (-on_npu[item[0]], -item[1])):
+        table.add_row(op, f"{on_npu[op]:,}", f"{count - on_npu[op]:,}")
+    table.add_row("all", f"{on_npu.total():,}", f"{(total - on_npu).total():,}", style="bold")
+    console.print(table)
+    console.print(f"{session.description}; graph splits {session.splits}", highlight=False)
+    generated = len(times) - 1
+    if generated:
+        line = f"prompt {n_prompt} tokens, {n_prompt / (times[1] - times[0]):.1f} tokens/s"
+        if generated > 1:
+            line += f"; generated {generated} tokens, {(generated - 1) / (times[-1] - times[1]):.1f} tokens/s"
+        console.print(line, highlight=False)
+
+
+@app.command()
+def diff(
+    model: Model,
+    prompt: Prompt = PROMPT,
+    steps: Annotated[int, typer.Option("-n", "--steps", min=0, help="Tokens to decode behind the prompt.")] = 4,
+    ops: Annotated[
+        str | None, typer.Option(metavar="OP,OP,...", help="Compare these ops only, e.g. GET_ROWS,CPY.")
+    ] = None,
+    cache_type_k: CacheTypeK = "f16",
+    cache_type_v: CacheTypeV = "f16",
+    flash_attn: Annotated[
+        FlashAttention,
+        typer.Option(help="Flash attention; off, a graph has CONT nodes and more kinds of SET_ROWS."),
+    ] = FlashAttention.OFF,
+    json_file: Annotated[
+        str | None, typer.Option("--json", metavar="FILE|-", help="Write every node as JSON; - is stdout.")
+    ] = None,
+    kernels: Kernels = None,
+    threads: Threads = 0,
+) -> None:
+    """Compare each node with ggml's CPU, byte for byte.
+
+    Runs the prompt and a few decoding steps on llama.cpp's CPU, computes each supported node again on the NPU from that
+    node's own inputs, and compares. Exit code 0: every byte equal; 1: a node differs; 2: bad input.
+    """
+    from graph_runner.diff import NodeResult, diff
+    from graph_runner.models import model_file
+    from graph_runner.report import diff_json, print_diff
+    from graph_runner.session import Settings
+
+    _use_kernels(kernels)
+    chosen = _chosen_ops(ops)
+    if json_file not in (None, "-") and not Path(json_file).parent.is_dir():
+        raise BadInputError(f"--json {json_file!r}: no such directory")
+    settings = Settings(
+        cache_type_k=cache_type_k, cache_type_v=cache_type_v, flash_attention=flash_attn.value, threads=threads
+    )
+    console = _stderr()
+    with Progress(
+        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[nodes]}"),
+        console=console, transient=True, disable=not console.is_terminal,
+    ) as progress:  # fmt: skip
+        task = progress.add_task("loading", total=None, nodes="")
+        compared = Counter[str]()
+
+        def seen(node: NodeResult) -> None:
+            compared["nodes"] += 1
+            progress.update(
+                task, description="steps", total=steps + 1, completed=node.step, nodes=f"{compared['nodes']:,} nodes"
+            )
+
+        with model_file(model) as file:
+            result = diff(file, prompt, steps=steps, settings=settings, ops=chosen, seen=seen)
+    if json_file is not None:
+        _write(json_file, json.dumps(diff_json(result), indent=1, allow_nan=False) + "\n")
+    print_diff(result, console if json_file == "-" else Console())
+    raise typer.Exit(0 if result else 1)
+
+
+def _chosen_ops(ops: str | None) -> set[str] | None:
+    if ops is None:
+        return None
+    from ggml_backend_npu import OPS
+
+    chosen = {name.strip().upper() for name in ops.split(",") if name.strip()}
+    unknown = sorted(chosen - set(OPS)) or ([ops] if not chosen else [])
+    if unknown:
+        raise BadInputError(f"unknown op {unknown[0]!r} in --ops; the backend has: {' '.join(sorted(OPS))}")
+    return chosen
+
+
+def _write(file: str, text: str) -> None:
+    if file == "-":
+        sys.stdout.write(text)
+        return
+    path = Path(file)
+    partial = path.with_name(path.name + ".part")
+    try:
+        partial.write_text(text)
+        partial.replace(path)
+    except OSError as error:
+        raise BadInputError(f"--json {file!r}: {error.strerror}") from None
+
+
+@app.command()
+def devices() -> None:
+    """List the devices that ggml knows, the NPU among them."""
+    import ggml_backend_npu
+    from ggml_backend_npu.abi.lib import list_devices
+
+    ggml = ggml_backend_npu.register().ggml
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for column in ("device", "type", "backend", "description"):
+        table.add_column(column)
+    for device in list_devices(ggml):
+        table.add_row(device.name, device.type, device.backend, device.description)
+    console = Console()
+    console.print(table)
+    console.print(f"ggml {ggml.version}", highlight=False)
+
+
+@app.command()
+def ops() -> None:
+    """List the ops that the backend supports, by type."""
+    from ggml_backend_npu import OPS
+
+    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
+    for column in ("op", "sources", "output"):
+        table.add_column(column)
+    for name in sorted(OPS):
+        for sources, outputs in OPS[name].signatures():
+            table.add_row(name, sources, outputs)
+            name = ""
+    Console().print(table)
+
+
+class BadInputError(Exception):
+    """What the user gave cannot be used: one line."""
+
+
+def main() -> None:
+    """Runs the command; a user's mistake is one line on stderr and exit code 2."""
+    from ggml_backend_npu.abi.lib import UnknownGgmlError
+    from ggml_backend_npu.registry import KernelError
+    from graph_runner.kernels import KernelFileError
+    from graph_runner.session import SessionError
+
+    os.environ.setdefault("GGML_NO_BACKTRACE", "1")
+    try:
+        app()
+    except (BadInputError, KernelError, KernelFileError, SessionError, UnknownGgmlError) as error:
+        print(f"ggml-npu: {error}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(141)

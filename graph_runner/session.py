@@ -1,0 +1,338 @@
+"""A model, a context and tokens: the one module that drives llama.cpp."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, Protocol
+
+import numpy as np
+from llama_cpp import llama_cpp
+from numba import types
+from numpy.typing import NDArray
+
+import ggml_backend_npu
+from ggml_backend_npu.abi import convert, lib, structs
+from quant.jit import array_at, callback
+
+DeviceName = Literal["npu", "cpu"]
+FlashAttention = Literal["auto", "on", "off"]
+_FLASH_ATTENTION = {"auto": -1, "off": 0, "on": 1}
+_FUNCTIONS_PER_OP = 64
+
+
+# what llama.cpp's own programs let a cache be; of other types its kernels crash
+CACHE_TYPES = ("f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "iq4_nl", "q5_0", "q5_1")
+
+
+class SessionError(Exception):
+    """A model that cannot be loaded or run: one line that names what and why."""
+
+
+class Observer(Protocol):
+    """Sees every node of a run, by the address of its ggml_tensor, alone and in order."""
+
+    def before(self, node: int) -> None:
+        """The node is about to run: its sources are complete, its dst is not written yet."""
+
+    def after(self, node: int) -> None:
+        """The node has run."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How a context is made.
+
+    device        "npu": the NPU takes the nodes it supports; "cpu": llama.cpp's CPU takes all
+    n_ctx         cells of the context
+    cache_type_k  ggml type of the K cache; cache_type_v of the V cache (a quantised one needs flash attention)
+    threads       of the CPU backend; 0 = all cores
+    """
+
+    device: DeviceName = "cpu"
+    n_ctx: int = 512
+    cache_type_k: str = "f16"
+    cache_type_v: str = "f16"
+    flash_attention: FlashAttention = "auto"
+    threads: int = 0
+
+
+def context_for(prompt: str, n: int) -> int:
+    """Cells that surely hold a prompt and n more tokens: a token is at least a byte."""
+    return -(-(len(prompt.encode()) + 8 + n) // 256) * 256
+
+
+class _Log:
+    """llama.cpp's log, kept instead of printed: the last error says why a call failed."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+        self.callback = llama_cpp.llama_log_callback(self._add)
+        llama_cpp.llama_log_set(self.callback, None)
+
+    def _add(self, level: int, text: bytes, _: Any) -> None:
+        if level in (2, 3, 4):
+            self.lines.append(f"{'E' if level == 4 else ' '}{text.decode(errors='replace').strip()}")
+
+    def reason(self) -> str:
+        """The first error since `clear`, without the C function's name."""
+        errors = [line[1:] for line in self.lines if line[0] == "E"]
+        return errors[0].split(": ", 1)[-1] if errors else "llama.cpp gave no reason"
+
+    def find(self, word: str) -> str | None:
+        """The last line since `clear` that holds a word."""
+        return next((line[1:] for line in reversed(self.lines) if word in line), None)
+
+    def clear(self) -> None:
+        self.lines.clear()
+
+
+_log = _Log()
+
+
+@callback(types.boolean(types.intp, types.boolean, types.intp))
+def _count_node(node: int, ask: bool, counts: int) -> bool:
+    """cb_eval that wants no node and counts those that compute something: counts[op, function]."""
+    if ask and array_at(node + structs.FLAGS_AT, types.int32, 1)[0] & structs.FLAG_COMPUTE:
+        ne = array_at(node + 16, types.int64, 4)
+        if ne[0] * ne[1] * ne[2] * ne[3] > 0:
+            op = array_at(node + structs.OP_AT, types.int32, 2)
+            function = op[1] if 0 <= op[1] < _FUNCTIONS_PER_OP else 0
+            array_at(counts, types.int64, (op[0] + 1) * _FUNCTIONS_PER_OP)[op[0] * _FUNCTIONS_PER_OP + function] += 1
+    return False
+
+
+def check_file(path: Path) -> None:
+    """Raises SessionError for what is no file or, by its first bytes, no GGUF."""
+    if not path.is_file():
+        raise SessionError(f"model {str(path)!r}: {'is a directory' if path.is_dir() else 'no such file'}")
+    try:
+        with path.open("rb") as file:
+            magic = file.read(4)
+    except OSError as error:
+        raise SessionError(f"model {str(path)!r}: {error.strerror}") from None
+    if magic != b"GGUF":
+        raise SessionError(f"model {str(path)!r}: not a GGUF file (begins with {magic!r})")
+
+
+class Session:
+    """A loaded model with one sequence of tokens. A context manager: frees both at its end.
+
+    observer  sees every node; without one, nodes are counted in `nodes`
+    progress  called with 0..1 while the model loads
+    """
+
+    def __init__(
+        self,
+        model: Path,
+        settings: Settings,
+        *,
+        observer: Observer | None = None,
+        progress: Callable[[float], None] | None = None,
+    ) -> None:
+        check_file(model)
+        self.ggml = lib.ggml()
+        self.settings = settings
+        self._observer = observer
+        self._error: BaseException | None = None
+        self._counts = np.zeros((len(self.ggml.ops) + 1, _FUNCTIONS_PER_OP), np.int64)
+        types_kv = [self._type_number(name) for name in (settings.cache_type_k, settings.cache_type_v)]
+        self.npu = ggml_backend_npu.register() if settings.device == "npu" else None
+        self._npu_before = Counter(self.npu.statistics.computed) if self.npu is not None else Counter()
+        llama_cpp.llama_backend_init()
+        self._load(model, progress)
+        self._vocabulary = llama_cpp.llama_model_get_vocab(self._model)
+        try:
+            self._refuse_encoder(model)
+            self._open(model, types_kv)
+        except SessionError:
+            llama_cpp.llama_model_free(self._model)
+            raise
+
+    def _type_number(self, name: str) -> int:
+        if name not in CACHE_TYPES:
+            raise SessionError(f"unknown cache type {name!r}; known: {' '.join(CACHE_TYPES)}")
+        return self.ggml.type_numbers[name]
+
+    def _load(self, model: Path, progress: Callable[[float], None] | None) -> None:
+        params = llama_cpp.llama_model_default_params()
+        params.use_extra_bufts = False  # repacked weights are invisible to any backend but the CPU's own
+        params.n_gpu_layers = 0
+        if progress is not None:
+            self._progress = llama_cpp.llama_progress_callback(lambda done, _: (progress(done), True)[1])
+            params.progress_callback = self._progress
+        _log.clear()
+        self._model = llama_cpp.llama_model_load_from_file(str(model).encode(), params)
+        if not self._model:
+            raise SessionError(f"model {str(model)!r}: {_log.reason()}")
+
+    def _refuse_encoder(self, model: Path) -> None:
+        if llama_cpp.llama_model_has_encoder(self._model) or not llama_cpp.llama_model_has_decoder(self._model):
+            raise SessionError(f"model {str(model)!r}: has an encoder; models that only decode are run here")
+
+    def _open(self, model: Path, types_kv: list[int]) -> None:
+        settings = self.settings
+        threads = settings.threads or os.cpu_count() or 1
+        params = llama_cpp.llama_context_default_params()
+        params.n_ctx = settings.n_ctx
+        params.n_batch = params.n_ubatch = min(settings.n_ctx, 512)
+        params.n_threads = params.n_threads_batch = threads
+        params.flash_attn_type = _FLASH_ATTENTION[settings.flash_attention]
+        params.type_k, params.type_v = types_kv
+        if self._observer is not None:
+            self._callback = structs.EvalCallback(self._observe)
+            params.cb_eval = ctypes.cast(self._callback, type(params.cb_eval))
+        else:
+            params.cb_eval = ctypes.cast(_count_node.address, type(params.cb_eval))
+            params.cb_eval_user_data = self._counts.ctypes.data
+        _log.clear()
+        with self._device():
+            self._context = llama_cpp.llama_init_from_model(self._model, params)
+        if not self._context:
+            raise SessionError(f"model {str(model)!r}: {_log.reason()}")
+        self.n_batch = int(params.n_batch)
+        self.graph_line = _log.find("splits =")
+
+    @contextmanager
+    def _device(self) -> Iterator[None]:
+        """While llama.cpp builds and runs graphs: the NPU takes nodes or, in a session on the CPU, none."""
+        if ggml_backend_npu.register.cache_info().currsize == 0:
+            yield
+            return
+        npu = ggml_backend_npu.register()
+        before, npu.active = npu.active, self.npu is not None
+        try:
+            yield
+        finally:
+            npu.active = before
+
+    def _observe(self, node: int, ask: bool, _: Any) -> bool:
+        assert self._observer is not None
+        try:
+            if ask:
+                self._observer.before(node)
+            else:
+                self._observer.after(node)
+        except BaseException as error:
+            self._error = error
+            return False
+        return True
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        llama_cpp.llama_free(self._context)
+        llama_cpp.llama_model_free(self._model)
+
+    @property
+    def description(self) -> str:
+        """llama.cpp's words for the model: architecture, size, type."""
+        text = ctypes.create_string_buffer(256)
+        llama_cpp.llama_model_desc(self._model, text, len(text))
+        return text.value.decode(errors="replace")
+
+    @property
+    def splits(self) -> str | None:
+        """How many pieces the scheduler cut the graph into, in llama.cpp's words: for the prompt, for one token."""
+        if self.graph_line is None:
+            return None
+        return self.graph_line.split("splits = ", 1)[1].split(", input", 1)[0]
+
+    @property
+    def nodes(self) -> Counter[str]:
+        """How many nodes of which op computed something since the session began, on any device."""
+        found: Counter[str] = Counter()
+        for op, function in zip(*np.nonzero(self._counts), strict=True):
+            name = self.ggml.op_name(int(op), int(function))
+            if convert.computes(name):
+                found[name] += int(self._counts[op, function])
+        return found
+
+    @property
+    def npu_nodes(self) -> Counter[str]:
+        """How many of `nodes` the NPU computed."""
+        return self.npu.statistics.computed - self._npu_before if self.npu is not None else Counter()
+
+    def tokenize(self, text: str) -> list[int]:
+        """Tokens of a text, with those that the model wants at its begin. Raises SessionError without a tokenizer."""
+        if llama_cpp.llama_vocab_type(self._vocabulary) == 0:
+            raise SessionError("the model has no tokenizer")
+        data = text.encode()
+        tokens = (llama_cpp.llama_token * (len(data) + 8))()
+        count = llama_cpp.llama_tokenize(self._vocabulary, data, len(data), tokens, len(tokens), True, True)
+        if count < 1:
+            raise SessionError(f"prompt {text!r}: has no tokens")
+        return list(tokens[:count])
+
+    def piece(self, token: int) -> bytes:
+        """What a token adds to the text."""
+        text = ctypes.create_string_buffer(256)
+        count = llama_cpp.llama_token_to_piece(self._vocabulary, token, text, len(text), 0, False)
+        return text.raw[: max(0, count)]
+
+    def ends(self, token: int) -> bool:
+        """Whether a token ends the text."""
+        return bool(llama_cpp.llama_vocab_is_eog(self._vocabulary, token))
+
+    def decode(self, tokens: list[int]) -> None:
+        """Runs tokens through the model, behind those before. Raises SessionError where llama.cpp or a node fails."""
+        for begin in range(0, len(tokens), self.n_batch):
+            part = tokens[begin : begin + self.n_batch]
+            array = (llama_cpp.llama_token * len(part))(*part)
+            batch = llama_cpp.llama_batch_get_one(array, len(part))
+            _log.clear()
+            with self._device():
+                status = llama_cpp.llama_decode(self._context, batch)
+            if self._error is not None:
+                error, self._error = self._error, None
+                raise error
+            if status == 1:
+                raise SessionError(f"context of {self.settings.n_ctx} cells is full")
+            if status != 0:
+                reason = self.npu.statistics.error if self.npu is not None else None
+                raise SessionError(f"llama.cpp failed to decode: {reason or _log.reason()}")
+
+    def logits(self) -> NDArray[np.float32]:
+        """The logits behind the last token, a copy."""
+        n_vocabulary = llama_cpp.llama_vocab_n_tokens(self._vocabulary)
+        pointer = llama_cpp.llama_get_logits_ith(self._context, -1)
+        return np.ctypeslib.as_array(pointer, (n_vocabulary,)).copy()
+
+
+class Sampler:
+    """Picks the next token: the most likely one, or at a temperature from the most likely `top_p` of the mass."""
+
+    def __init__(self, temperature: float = 0.0, top_p: float = 0.95, seed: int = 0) -> None:
+        self._temperature, self._top_p = temperature, top_p
+        self._random = np.random.default_rng(seed)
+
+    def __call__(self, logits: NDArray[np.float32]) -> int:
+        if self._temperature <= 0:
+            return int(logits.argmax())
+        scaled = (logits - logits.max()) / self._temperature
+        p = np.exp(scaled, dtype=np.float64)
+        p /= p.sum()
+        order = np.argsort(-p, kind="stable")
+        kept = order[: int(np.searchsorted(np.cumsum(p[order]), self._top_p)) + 1]
+        return int(self._random.choice(kept, p=p[kept] / p[kept].sum()))
+
+
+def generate(session: Session, tokens: list[int], n: int, sampler: Sampler) -> Iterator[int]:
+    """Runs a prompt and then yields up to n tokens, each as soon as it is known; ends with the text."""
+    session.decode(tokens)
+    for left in range(n, 0, -1):
+        token = sampler(session.logits())
+        if session.ends(token):
+            return
+        yield token
+        if left > 1:
+            session.decode([token])
