@@ -40,12 +40,11 @@ class Op:
     wants_params: bool = field(init=False)
 
     def __post_init__(self) -> None:
-        parameters = inspect.signature(self.define).parameters.values()
-        positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-        self.n_src = len(positional) - 1
+        parameters = inspect.signature(self.define).parameters
+        self.n_src = len(parameters) - 1 - ("params" in parameters)
         if self.types is not None and len({len(types) for types in self.types}) != 1:
             raise TypeError(f"op {self.name}: type combinations of one length are needed, got {sorted(self.types)}")
-        self.wants_params = any(p.name == "params" for p in parameters)
+        self.wants_params = "params" in parameters
         if self.n_src < 0:
             raise TypeError(f"kernel {self.define.__name__} of op {self.name}: takes no dst")
 

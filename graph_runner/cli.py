@@ -5,6 +5,7 @@ from __future__ import annotations
 import codecs
 import json
 import os
+import statistics
 import sys
 import time
 from collections import Counter
@@ -270,6 +271,48 @@ def ops() -> None:
             table.add_row(name, sources, outputs)
             name = ""
     Console().print(table)
+
+
+class Benchmark(StrEnum):
+    START = "start"
+    DECODE = "decode"
+    ALL = "all"
+
+
+@app.command()
+def bench(
+    what: Annotated[Benchmark, typer.Argument(help="What to measure.")] = Benchmark.ALL,
+    model: Annotated[str, typer.Option(metavar="MODEL", help=MODEL_HELP)] = "demo",
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds, behind one that warms up.")] = 5,
+    threads: Threads = 0,
+) -> None:
+    """Measure: start (fresh processes: import and register; a whole diff), decode (NPU against the CPU alone)."""
+    from graph_runner.bench import bench_decode, bench_start, machine
+    from graph_runner.models import model_file
+
+    measurements = []
+    with model_file(model) as file:
+        if what in (Benchmark.START, Benchmark.ALL):
+            measurements += bench_start(file, rounds=rounds)
+        if what in (Benchmark.DECODE, Benchmark.ALL):
+            measurements += bench_decode(file, rounds=rounds, threads=threads)
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("benchmark")
+    for column in ("median", "worst", "best", "reference", "ratio"):
+        table.add_column(column, justify="right")
+    for found in measurements:
+        ordered = sorted(found.values, reverse=found.unit == "s")
+        table.add_row(
+            found.what,
+            f"{found.median:,.2f} {found.unit}",
+            f"{ordered[0]:,.2f}",
+            f"{ordered[-1]:,.2f}",
+            f"{statistics.median(found.reference):,.2f}" if found.reference else "",
+            f"{found.ratio:.2f}x" if found.ratio is not None else "",
+        )
+    console = Console()
+    console.print(f"{machine()}; {rounds} rounds", highlight=False)
+    console.print(table)
 
 
 class BadInputError(Exception):

@@ -155,7 +155,7 @@ def diff(
 ) -> DiffResult:
     """Runs a prompt and `steps` greedy tokens on llama.cpp's CPU, and compares every supported node with the NPU.
 
-    settings  of the context; its device is the CPU whatever it says, n_ctx is made to fit
+    settings  of the context, flash attention off where left out; device and n_ctx are set here
     ops       names of the ops to compare; all of the backend's, where left out
     progress  called with 0..1 while the model loads
     seen      called with each node's result
@@ -172,7 +172,7 @@ def diff(
         seen(node)
 
     observer = _Recompute(ggml, set(OPS) if ops is None else ops, add)
-    settings = replace(settings or Settings(), device="cpu", n_ctx=context_for(prompt, steps))
+    settings = replace(settings or Settings(flash_attention="off"), device="cpu", n_ctx=context_for(prompt, steps))
     with Session(model, settings, observer=observer, progress=progress) as session:
         tokens = session.tokenize(prompt)
         session.decode(tokens)

@@ -1,0 +1,22 @@
+"""Compare a model's nodes with ggml's CPU from Python, with quantised caches.
+
+python examples/diff_model.py [MODEL]        MODEL: a path, demo (the default) or tiny
+"""
+
+import sys
+from collections import Counter
+
+from graph_runner.diff import diff
+from graph_runner.models import model_file
+from graph_runner.session import Settings
+
+settings = Settings(flash_attention="on", cache_type_k="q8_0", cache_type_v="q4_0")
+with model_file(sys.argv[1] if len(sys.argv) > 1 else "demo") as file:
+    result = diff(file, "The three primary colours are", steps=8, settings=settings)
+
+for (op, types), count in Counter((node.op, node.types) for node in result.nodes).items():
+    print(f"{op} {types}: {count} nodes")
+for node in result.different:
+    print(f"differs: {node}")
+print("every byte equal" if result else f"{len(result.different)} nodes differ")
+sys.exit(not result)
