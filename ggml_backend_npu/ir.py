@@ -12,6 +12,7 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
+from ggml_backend_npu.packed import Packed
 from quant import Codec, codec
 
 Dims = tuple[int, int, int, int]
@@ -41,7 +42,10 @@ class Memory:
 
 @dataclass(frozen=True)
 class Tensor:
-    """ggml_tensor: ne elements and nb bytes per dimension, fastest first, at an offset into memory."""
+    """ggml_tensor: ne elements and nb bytes per dimension, fastest first, at an offset into memory.
+
+    packed  the tensor in the device layout that this one is, or is a view of; None where blocks lie as ggml has them
+    """
 
     name: str
     type: str
@@ -49,6 +53,7 @@ class Tensor:
     nb: Dims
     memory: Memory = field(repr=False)
     offset: int = 0
+    packed: Packed | None = field(default=None, repr=False)
 
     @cached_property
     def codec(self) -> Codec:
@@ -89,14 +94,28 @@ class Tensor:
         """The tensor's values as an ndarray over its memory, axes reversed: (ne3, ne2, ne1, ne0).
 
         A quantised type gives its blocks, uint8 (ne3, ne2, ne1, blocks in a row, block bytes); bf16 gives
-        ml_dtypes.bfloat16. A tensor that a node only reads is read-only.
+        ml_dtypes.bfloat16. A tensor that a node only reads is read-only. A packed tensor has no view: see `unpacked`.
         """
+        if self.packed is not None:
+            raise ValueError(f"tensor {self.name!r} is packed: its blocks lie apart")
         kind, shape, strides = self.codec, self.ne[::-1], self.nb[::-1]
         if kind.dtype is None:
             blocks = (*shape[:3], self.n_blocks, kind.block_bytes)
             return _strided(self.memory, self.offset, blocks, (*strides, 1), np.dtype(np.uint8))
         dtype = np.dtype(ml_dtypes.bfloat16) if self.type == "bf16" else kind.dtype
         return _strided(self.memory, self.offset, shape, strides, dtype)
+
+    def unpacked(self) -> Tensor:
+        """The tensor over a copy of its bytes as ggml has them, where it is packed; itself where it is not."""
+        if self.packed is None:
+            return self
+        blocks = self.packed.read(self.address - self.packed.address, self.nbytes)
+        return replace(self, memory=Memory.of(np.ascontiguousarray(blocks)), offset=0, packed=None)
+
+    def take(self, unpacked: Tensor) -> None:
+        """Packs what `unpacked` gave, after it was written."""
+        if self.packed is not None:
+            self.packed.write(self.address - self.packed.address, unpacked.memory.bytes())
 
     @staticmethod
     def of(array: NDArray[Any], type: str | None = None, name: str = "") -> Tensor:

@@ -92,7 +92,15 @@ class Op:
             call = self.prepare(*arguments, **keywords)
             if call is not None:
                 return call
+        if any(tensor is not None and tensor.packed is not None for tensor in arguments):
+            return lambda: self._define_unpacked(arguments, keywords)
         return lambda: self.define(*arguments, **keywords)
+
+    def _define_unpacked(self, tensors: tuple[Tensor | None, ...], keywords: dict[str, Any]) -> None:
+        unpacked = [tensor.unpacked() if tensor is not None else None for tensor in tensors]
+        self.define(*unpacked, **keywords)
+        if tensors[0] is not None and unpacked[0] is not None:
+            tensors[0].take(unpacked[0])
 
 
 class Registry(Mapping[str, Op]):

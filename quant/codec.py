@@ -85,7 +85,7 @@ def quantize(x: NDArray[Any], type: str, rounding: Rounding = "reference") -> By
         raise ValueError(
             f"x of shape {x.shape}: last axis must be a multiple of {kind.name}'s block size {kind.block_size}"
         )
-    if x.dtype == kind.dtype:
+    if kind.dtype is not None and x.dtype == kind.dtype:
         blocks = np.ascontiguousarray(x).view(np.uint8)
     else:
         values = np.ascontiguousarray(x, dtype=np.float32)

@@ -63,6 +63,40 @@ def _i32_to_f32(x):
 
 
 @inlined
+def _at(address, packed, n_packed, payload):
+    """Addresses of the scale and the quants of the block that ggml has at `address`.
+
+    In a tensor of n_packed blocks packed in the device layout at `packed`, they lie apart; n_packed is 0 elsewhere.
+    """
+    if n_packed == 0:
+        return address, address + 2
+    index = (address - packed) // (payload + 2)
+    return packed + n_packed * payload + 2 * index, packed + index * payload
+
+
+@inlined
+def copy_blocks(payload, src, src_step, src_packed, src_n, dst, dst_step, dst_packed, dst_n, count):
+    """`count` blocks of q8_0 (payload 32) or q4_0 (payload 16), of which either side may be packed."""
+    for block in range(count):
+        d, q = _at(src + block * src_step, src_packed, src_n, payload)
+        target_d, target_q = _at(dst + block * dst_step, dst_packed, dst_n, payload)
+        array_at(target_d, types.uint16, 1)[0] = array_at(d, types.uint16, 1)[0]
+        x = array_at(q, types.uint8, payload)
+        y = array_at(target_q, types.uint8, payload)
+        if payload == 32 or (src_n == 0) == (dst_n == 0):
+            for j in range(payload):
+                y[j] = x[j]
+        elif src_n == 0:
+            for j in range(8):
+                y[j] = ((x[2 * j] & 15) | (x[2 * j + 1] << 4)) ^ 0x88
+                y[j + 8] = ((x[2 * j] >> 4) | (x[2 * j + 1] & 0xF0)) ^ 0x88
+        else:
+            for j in range(8):
+                y[2 * j] = ((x[j] & 15) | (x[j + 8] << 4)) ^ 0x88
+                y[2 * j + 1] = ((x[j] >> 4) | (x[j + 8] & 0xF0)) ^ 0x88
+
+
+@inlined
 def copy_run(unit_bytes, src, src_step, dst, dst_step, count):
     """`count` units of one type, byte for byte."""
     if src_step == unit_bytes and dst_step == unit_bytes:
@@ -85,23 +119,29 @@ def copy_run(unit_bytes, src, src_step, dst, dst_step, count):
 
 
 @inlined
-def _decode_q8_0(src, src_step, dst, dst_step, count):
+def _decode_q8_0(src, src_step, packed, n_packed, dst, dst_step, count):
     for block in range(count):
-        address = src + block * src_step
-        d = f16_to_f32(array_at(address, types.uint16, 1)[0])
-        q = array_at(address + 2, types.int8, _BLOCK)
+        scale, quants = _at(src + block * src_step, packed, n_packed, 32)
+        d = f16_to_f32(array_at(scale, types.uint16, 1)[0])
+        q = array_at(quants, types.int8, _BLOCK)
         y = array_at(dst + block * dst_step, types.float32, _BLOCK)
         for j in range(_BLOCK):
             y[j] = types.float32(q[j]) * d
 
 
 @inlined
-def _decode_q4_0(src, src_step, dst, dst_step, count):
+def _decode_q4_0(src, src_step, packed, n_packed, dst, dst_step, count):
     for block in range(count):
-        address = src + block * src_step
-        d = f16_to_f32(array_at(address, types.uint16, 1)[0])
-        q = array_at(address + 2, types.uint8, _BLOCK // 2)
+        scale, quants = _at(src + block * src_step, packed, n_packed, 16)
+        d = f16_to_f32(array_at(scale, types.uint16, 1)[0])
+        q = array_at(quants, types.uint8, _BLOCK // 2)
         y = array_at(dst + block * dst_step, types.float32, _BLOCK)
+        if n_packed:
+            for j in range(_BLOCK // 2):
+                pair = q[j] ^ types.uint8(0x88)
+                y[2 * j] = types.float32(types.int32(pair & types.uint8(15)) - types.int32(8)) * d
+                y[2 * j + 1] = types.float32(types.int32(pair >> types.uint8(4)) - types.int32(8)) * d
+            continue
         for j in range(_BLOCK // 2):
             y[j] = types.float32(types.int32(q[j] & types.uint8(15)) - types.int32(8)) * d
         for j in range(_BLOCK // 2):
@@ -119,27 +159,27 @@ def _largest_magnitude(widen, x):
 
 
 @inlined
-def _encode_q8_0_reference(widen, source, src, src_step, dst, dst_step, count):
+def _encode_q8_0_reference(widen, source, src, src_step, dst, dst_step, packed, n_packed, count):
     for block in range(count):
         x = array_at(src + block * src_step, source, _BLOCK)
         d = bits_float(_largest_magnitude(widen, x)) / types.float32(127)
         inverse = types.float32(1) / d if d != types.float32(0) else types.float32(0)
-        address = dst + block * dst_step
-        array_at(address, types.uint16, 1)[0] = f32_to_f16(d)
-        q = array_at(address + 2, types.int8, _BLOCK)
+        scale, quants = _at(dst + block * dst_step, packed, n_packed, 32)
+        array_at(scale, types.uint16, 1)[0] = f32_to_f16(d)
+        q = array_at(quants, types.int8, _BLOCK)
         for j in range(_BLOCK):
             q[j] = types.int8(truncate_to_int32(round_half_away(widen(x[j]) * inverse)))
 
 
 @inlined
-def _encode_q8_0_simd(widen, source, src, src_step, dst, dst_step, count):
+def _encode_q8_0_simd(widen, source, src, src_step, dst, dst_step, packed, n_packed, count):
     for block in range(count):
         x = array_at(src + block * src_step, source, _BLOCK)
         largest = bits_float(_largest_magnitude(widen, x))
         inverse = types.float32(127) / largest if largest != types.float32(0) else types.float32(0)
-        address = dst + block * dst_step
-        array_at(address, types.uint16, 1)[0] = f32_to_f16(largest / types.float32(127))
-        q = array_at(address + 2, types.int8, _BLOCK)
+        scale, quants = _at(dst + block * dst_step, packed, n_packed, 32)
+        array_at(scale, types.uint16, 1)[0] = f32_to_f16(largest / types.float32(127))
+        q = array_at(quants, types.int8, _BLOCK)
         for j in range(_BLOCK):
             code = truncate_to_int32(round_half_even(widen(x[j]) * inverse))
             q[j] = types.int8(min(max(code, types.int32(-128)), types.int32(127)))
@@ -152,7 +192,7 @@ def _q4_0_code(x, inverse):
 
 
 @inlined
-def _encode_q4_0(widen, source, src, src_step, dst, dst_step, count):
+def _encode_q4_0(widen, source, src, src_step, dst, dst_step, packed, n_packed, count):
     for block in range(count):
         x = array_at(src + block * src_step, source, _BLOCK)
         largest = _largest_magnitude(widen, x)
@@ -164,9 +204,15 @@ def _encode_q4_0(widen, source, src, src_step, dst, dst_step, count):
                 break
         d = extreme / types.float32(-8)
         inverse = types.float32(1) / d if d != types.float32(0) else types.float32(0)
-        address = dst + block * dst_step
-        array_at(address, types.uint16, 1)[0] = f32_to_f16(d)
-        q = array_at(address + 2, types.uint8, _BLOCK // 2)
+        scale, quants = _at(dst + block * dst_step, packed, n_packed, 16)
+        array_at(scale, types.uint16, 1)[0] = f32_to_f16(d)
+        q = array_at(quants, types.uint8, _BLOCK // 2)
+        if n_packed:
+            for j in range(_BLOCK // 2):
+                low = _q4_0_code(widen(x[2 * j]), inverse)
+                high = _q4_0_code(widen(x[2 * j + 1]), inverse)
+                q[j] = (low | types.uint8(high << types.uint8(4))) ^ types.uint8(0x88)
+            continue
         for j in range(_BLOCK // 2):
             low = _q4_0_code(widen(x[j]), inverse)
             high = _q4_0_code(widen(x[j + _BLOCK // 2]), inverse)
@@ -187,7 +233,7 @@ def _elements(widen, source, source_bytes, src, src_step, narrow, target, target
 
 
 @inlined
-def _from_float(widen, source, source_bytes, src, src_step, dst_code, dst, dst_step, count):
+def _from_float(widen, source, source_bytes, src, src_step, dst_code, dst, dst_step, packed, n_packed, count):
     """From a float type, `widen` of which gives float32, to the type of `dst_code`."""
     if dst_code == F32:
         _elements(widen, source, source_bytes, src, src_step, _same, types.float32, 4, dst, dst_step, count)
@@ -198,31 +244,35 @@ def _from_float(widen, source, source_bytes, src, src_step, dst_code, dst, dst_s
     elif dst_code == I32:
         _elements(widen, source, source_bytes, src, src_step, truncate_to_int32, types.int32, 4, dst, dst_step, count)
     elif dst_code == Q8_0_REFERENCE:
-        _encode_q8_0_reference(widen, source, src, src_step, dst, dst_step, count)
+        _encode_q8_0_reference(widen, source, src, src_step, dst, dst_step, packed, n_packed, count)
     elif dst_code == Q8_0_SIMD:
-        _encode_q8_0_simd(widen, source, src, src_step, dst, dst_step, count)
+        _encode_q8_0_simd(widen, source, src, src_step, dst, dst_step, packed, n_packed, count)
     elif dst_code == Q4_0:
-        _encode_q4_0(widen, source, src, src_step, dst, dst_step, count)
+        _encode_q4_0(widen, source, src, src_step, dst, dst_step, packed, n_packed, count)
 
 
 @inlined
-def convert_run(src_code, src, src_step, dst_code, dst, dst_step, count):
-    """`count` units from one type to another; codes are values of `CODES`. To f32 from any, from a float to any."""
+def convert_run(src_code, src, src_step, src_packed, src_n, dst_code, dst, dst_step, dst_packed, dst_n, count):
+    """`count` units from one type to another; codes are values of `CODES`. To f32 from any, from a float to any.
+
+    Where a side is in a tensor packed in the device layout, packed and n are its address and its blocks; n is 0
+    elsewhere.
+    """
     if src_code == F32:
-        _from_float(_same, types.float32, 4, src, src_step, dst_code, dst, dst_step, count)
+        _from_float(_same, types.float32, 4, src, src_step, dst_code, dst, dst_step, dst_packed, dst_n, count)
     elif src_code == F16:
-        _from_float(f16_to_f32, types.uint16, 2, src, src_step, dst_code, dst, dst_step, count)
+        _from_float(f16_to_f32, types.uint16, 2, src, src_step, dst_code, dst, dst_step, dst_packed, dst_n, count)
     elif src_code == BF16:
-        _from_float(_bf16_to_f32, types.uint16, 2, src, src_step, dst_code, dst, dst_step, count)
+        _from_float(_bf16_to_f32, types.uint16, 2, src, src_step, dst_code, dst, dst_step, dst_packed, dst_n, count)
     elif src_code == I32:
         _elements(_i32_to_f32, types.int32, 4, src, src_step, _same, types.float32, 4, dst, dst_step, count)
     elif src_code == Q4_0:
-        _decode_q4_0(src, src_step, dst, dst_step, count)
+        _decode_q4_0(src, src_step, src_packed, src_n, dst, dst_step, count)
     else:
-        _decode_q8_0(src, src_step, dst, dst_step, count)
+        _decode_q8_0(src, src_step, src_packed, src_n, dst, dst_step, count)
 
 
 @compiled
 def convert(src_code, src, src_step, dst_code, dst, dst_step, count):
-    """`convert_run` for a caller in Python."""
-    convert_run(src_code, src, src_step, dst_code, dst, dst_step, count)
+    """`convert_run` for a caller in Python, nothing packed."""
+    convert_run(src_code, src, src_step, 0, 0, dst_code, dst, dst_step, 0, 0, count)

@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from ggml_backend_npu.abi import structs
 from ggml_backend_npu.abi.lib import Ggml
 from ggml_backend_npu.ir import Graph, Memory, Node, Tensor
+from ggml_backend_npu.packed import PACKED_TYPES, Packed
 
 _NOTHING_TO_COMPUTE = frozenset({"NONE", "RESHAPE", "VIEW", "PERMUTE", "TRANSPOSE"})
 
 # where a struct's fields stand in what `_read` returns
 _TYPE, _NE, _NB, _OP, _PARAMS, _FLAGS = 0, slice(2, 6), slice(6, 10), 10, 11, 12
 _SRC, _VIEW_SRC, _VIEW_OFFS, _DATA, _NAME = slice(13, 23), 23, 24, 25, 26
+
+
+PackedAt = Callable[[int], Packed | None]
+
+
+def nowhere(_: int) -> None:
+    """Host memory: nothing is packed."""
 
 
 def _read(address: int) -> tuple[Any, ...]:
@@ -25,7 +33,7 @@ def _first_param(params: bytes) -> int:
     return int.from_bytes(params[:4], "little", signed=True)
 
 
-def _tensor(ggml: Ggml, fields: tuple[Any, ...], writable: bool) -> Tensor:
+def _tensor(ggml: Ggml, fields: tuple[Any, ...], writable: bool, packed: PackedAt) -> Tensor:
     root, offset = fields, 0
     if fields[_VIEW_SRC]:
         root, offset = _read(fields[_VIEW_SRC]), fields[_VIEW_OFFS]
@@ -36,7 +44,9 @@ def _tensor(ggml: Ggml, fields: tuple[Any, ...], writable: bool) -> Tensor:
     else:
         memory, offset = Memory(fields[_DATA], _span(ggml, fields), writable), 0
     name = fields[_NAME].split(b"\0", 1)[0].decode(errors="replace")
-    return Tensor(name, ggml.types[fields[_TYPE]].name, fields[_NE], fields[_NB], memory, offset)
+    type = ggml.types[fields[_TYPE]].name
+    found = packed(fields[_DATA]) if fields[_DATA] and type in PACKED_TYPES else None
+    return Tensor(name, type, fields[_NE], fields[_NB], memory, offset, found)
 
 
 def _span(ggml: Ggml, fields: tuple[Any, ...]) -> int:
@@ -48,9 +58,30 @@ def _span(ggml: Ggml, fields: tuple[Any, ...]) -> int:
     return int(kind.block_bytes + sum((n - 1) * stride for n, stride in zip(steps, nb, strict=True)))
 
 
-def tensor(ggml: Ggml, address: int, *, writable: bool = False) -> Tensor:
-    """The tensor at an address."""
-    return _tensor(ggml, _read(address), writable)
+def tensor(ggml: Ggml, address: int, *, writable: bool = False, packed: PackedAt = nowhere) -> Tensor:
+    """The tensor at an address. `packed` finds the packed tensor that data lies in."""
+    return _tensor(ggml, _read(address), writable, packed)
+
+
+def root(ggml: Ggml, address: int) -> Tensor | None:
+    """The tensor at an address where it is no view."""
+    fields = _read(address)
+    return None if fields[_VIEW_SRC] else _tensor(ggml, fields, True, nowhere)
+
+
+def data_of(address: int) -> int:
+    """Where a tensor's data lies."""
+    return int.from_bytes(ctypes.string_at(address + structs.DATA_AT, 8), "little")
+
+
+def buffer_of(address: int) -> int:
+    """The buffer that a tensor's data lies in."""
+    return int.from_bytes(ctypes.string_at(address + structs.BUFFER_AT, 8), "little")
+
+
+def is_leaf(address: int) -> bool:
+    """Whether no op computes the tensor: a weight, a cache, an input."""
+    return ctypes.string_at(address + structs.OP_AT, 4) == bytes(4)
 
 
 def op_name(ggml: Ggml, address: int) -> str:
@@ -64,7 +95,7 @@ def computes(op: str) -> bool:
     return op not in _NOTHING_TO_COMPUTE
 
 
-def node(ggml: Ggml, address: int) -> Node:
+def node(ggml: Ggml, address: int, packed: PackedAt = nowhere) -> Node:
     """The node at an address, with its sources."""
     fields = _read(address)
     sources = list(fields[_SRC])
@@ -72,8 +103,8 @@ def node(ggml: Ggml, address: int) -> Node:
         sources.pop()
     return Node(
         ggml.op_name(fields[_OP], _first_param(fields[_PARAMS])),
-        _tensor(ggml, fields, writable=True),
-        tuple(tensor(ggml, source) if source else None for source in sources),
+        _tensor(ggml, fields, True, packed),
+        tuple(tensor(ggml, source, packed=packed) if source else None for source in sources),
         fields[_PARAMS],
     )
 
@@ -101,6 +132,6 @@ def key(ggml: Ggml, graph: int) -> bytes:
     return b"".join(parts)
 
 
-def graph(ggml: Ggml, address: int) -> Graph:
+def graph(ggml: Ggml, address: int, packed: PackedAt = nowhere) -> Graph:
     """The nodes of the graph at an address that are to be computed."""
-    return Graph(tuple(node(ggml, at) for at, _ in _computing(ggml, address)))
+    return Graph(tuple(node(ggml, at, packed) for at, _ in _computing(ggml, address)))

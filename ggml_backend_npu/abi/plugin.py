@@ -1,27 +1,25 @@
-"""The backend as ggml sees it: registry, device and backend, tables of callbacks in the order of ggml-backend-impl.h.
-
-An exception never crosses into C: `_guarded` turns it into the callback's failure value and one line on stderr.
-"""
+"""The backend as ggml sees it: registry, device and backend, as tables of callbacks (ggml-backend-impl.h)."""
 
 from __future__ import annotations
 
-import _thread
 import ctypes
-import functools
-import sys
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 from ggml_backend_npu.abi import codecs, convert, structs
+from ggml_backend_npu.abi.buffers import Buffers
+from ggml_backend_npu.abi.guard import Failures, guarded
 from ggml_backend_npu.abi.lib import API_VERSION, Ggml
+from ggml_backend_npu.device import DEVICE
+from ggml_backend_npu.memory import DeviceMemory
 from ggml_backend_npu.ops import strided
 from ggml_backend_npu.plan import Plan, plan
 from ggml_backend_npu.registry import OPS
 from ggml_backend_npu.threads import Threads
 
 NAME = "NPU"
+_DEVICE_TYPES = {"accel": structs.DEVICE_TYPE_ACCEL, "gpu": structs.DEVICE_TYPE_GPU}
 DESCRIPTION = "Python kernels (ggml-backend-npu)"
 MAX_PLANS = 1024
 
@@ -32,36 +30,19 @@ class Statistics:
 
     computed  nodes computed, by op
     graphs    calls of graph_compute, each a split of a scheduler's graph
-    error     message of the last node that failed, or None
     """
 
     computed: Counter[str] = field(default_factory=Counter)
     graphs: int = 0
-    error: str | None = None
+
+    @property
+    def error(self) -> str | None:
+        """Message of the last node or callback that failed."""
+        return Failures.message
 
     def reset(self) -> None:
         self.computed.clear()
-        self.graphs, self.error = 0, None
-
-
-def _guarded(failure: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Decorator of callbacks: an exception becomes `failure`."""
-
-    def guard(callback: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(callback)
-        def call(self: Plugin, *arguments: Any) -> Any:
-            try:
-                return callback(self, *arguments)
-            except KeyboardInterrupt:
-                _thread.interrupt_main()
-            except BaseException as error:
-                self.statistics.error = str(error) or type(error).__name__
-                print(f"ggml-npu: {self.statistics.error}", file=sys.stderr)
-            return failure
-
-        return call
-
-    return guard
+        self.graphs, Failures.message = 0, None
 
 
 class Plugin:
@@ -78,12 +59,13 @@ class Plugin:
         self._backends: dict[int, structs.Backend] = {}
         self._strings = {text: ctypes.create_string_buffer(text.encode()) for text in (NAME, DESCRIPTION)}
         self._guid = (ctypes.c_uint8 * 16)(*b"ggml-backend-npu")
+        self.device_type = _DEVICE_TYPES[DEVICE.device_type]
         self._set_n_threads = structs.SetThreads(self.set_n_threads)
-        self._backend_table = _fill(
+        self._backend_table = structs.fill(
             structs.BackendTable, get_name=self.get_name, free=self.free, graph_compute=self.graph_compute
         )
         self.device = structs.Device(
-            iface=_fill(
+            iface=structs.fill(
                 structs.DeviceTable,
                 get_name=self.get_name,
                 get_description=self.get_description,
@@ -99,7 +81,7 @@ class Plugin:
         )
         self.registry = structs.Registry(
             api_version=API_VERSION,
-            iface=_fill(
+            iface=structs.fill(
                 structs.RegistryTable,
                 get_name=self.get_name,
                 get_device_count=self.get_device_count,
@@ -108,74 +90,89 @@ class Plugin:
             ),
         )
         self.device.reg = ctypes.addressof(self.registry)
+        self.memory: DeviceMemory | None = None
+        if DEVICE.memory == "device":
+            self.memory = DeviceMemory(DEVICE.memory_limit, self.forget_plans)
+            self._buffers = Buffers(ggml, self.memory, self.get_name(0), ctypes.addressof(self.device))
 
     # registry and device
 
-    @_guarded(None)
+    @guarded(None)
     def get_name(self, _: int) -> int:
         return ctypes.addressof(self._strings[NAME])
 
-    @_guarded(None)
+    @guarded(None)
     def get_description(self, _: int) -> int:
         return ctypes.addressof(self._strings[DESCRIPTION])
 
-    @_guarded(0)
+    @guarded(0)
     def get_device_count(self, _: int) -> int:
         return 1
 
-    @_guarded(None)
+    @guarded(None)
     def get_device(self, _: int, index: int) -> int | None:
         return ctypes.addressof(self.device) if index == 0 else None
 
-    @_guarded(None)
+    @guarded(None)
     def get_proc_address(self, _: int, name: bytes) -> int | None:
         if name == b"ggml_backend_set_n_threads":
             return ctypes.cast(self._set_n_threads, ctypes.c_void_p).value
         return None
 
-    @_guarded(None)
+    @guarded(None)
     def set_n_threads(self, _: int, count: int) -> None:
         Threads.count = max(1, count)
 
-    @_guarded(None)
+    @guarded(None)
     def get_memory(self, _: int, free: Any, total: Any) -> None:
-        free[0] = total[0] = 0
+        if self.memory is not None:
+            free[0], total[0] = self.memory.free, self.memory.limit
+        else:
+            free[0] = total[0] = 0
 
-    @_guarded(structs.DEVICE_TYPE_ACCEL)
+    @guarded(structs.DEVICE_TYPE_ACCEL)
     def get_type(self, _: int) -> int:
-        return structs.DEVICE_TYPE_ACCEL
+        return self.device_type
 
-    @_guarded(None)
+    @guarded(None)
     def get_props(self, _: int, props: Any) -> None:
+        free, total = ctypes.c_size_t(), ctypes.c_size_t()
+        self.get_memory(0, ctypes.pointer(free), ctypes.pointer(total))
         props[0] = structs.DeviceProps(
+            memory_free=free.value,
+            memory_total=total.value,
             name=ctypes.addressof(self._strings[NAME]),
             description=ctypes.addressof(self._strings[DESCRIPTION]),
-            type=structs.DEVICE_TYPE_ACCEL,
-            caps=structs.Caps(buffer_from_host_ptr=True, mmap_support=True),
+            type=self.device_type,
+            caps=structs.Caps(buffer_from_host_ptr=self.memory is None, mmap_support=self.memory is None),
         )
 
-    @_guarded(None)
+    @guarded(None)
     def init_backend(self, device: int, _: bytes) -> int:
         backend = structs.Backend(guid=self._guid, iface=self._backend_table, device=device)
         address = ctypes.addressof(backend)
         self._backends[address] = backend
         return address
 
-    @_guarded(None)
+    @guarded(None)
     def get_buffer_type(self, _: int) -> int | None:
+        if self.memory is not None:
+            return self._buffers.type_address
         address: int | None = self.ggml.ggml_backend_cpu_buffer_type()
         return address
 
-    @_guarded(None)
+    @guarded(None)
     def buffer_from_host_ptr(self, _: int, address: int, size: int, max_tensor_size: int) -> int | None:
         buffer: int | None = self.ggml.ggml_backend_cpu_buffer_from_ptr(address, size)
         return buffer
 
-    @_guarded(False)
+    @guarded(False)
     def supports_buft(self, _: int, buffer_type: int) -> bool:
+        if self.memory is not None:
+            return buffer_type == self._buffers.type_address
         return bool(self.ggml.ggml_backend_buft_is_host(buffer_type))
 
-    @_guarded(False)
+    @guarded(False)
     def supports_op(self, _: int, node: int) -> bool:
         op = convert.op_name(self.ggml, node)
         if not convert.computes(op):
@@ -184,11 +181,11 @@ class Plugin:
 
     # backend
 
-    @_guarded(None)
+    @guarded(None)
     def free(self, backend: int) -> None:
         self._backends.pop(backend, None)
 
-    @_guarded(structs.STATUS_FAILED)
+    @guarded(structs.STATUS_FAILED)
     def graph_compute(self, _: int, graph: int) -> int:
         key = convert.key(self.ggml, graph)
         bound = self._plans.get(key)
@@ -202,18 +199,13 @@ class Plugin:
     def _plan(self, key: bytes, graph: int) -> Plan:
         if len(self._plans) >= MAX_PLANS:
             self._plans.clear()
-        self._plans[key] = plan(convert.graph(self.ggml, graph), OPS)
+        packed = self.memory.packed if self.memory is not None else convert.nowhere
+        self._plans[key] = plan(convert.graph(self.ggml, graph, packed), OPS)
         return self._plans[key]
 
     def forget_plans(self) -> None:
         """After an op was replaced: plans hold the kernels they were made with."""
         self._plans.clear()
-
-
-def _fill(table: type[ctypes.Structure], **callbacks: Callable[..., Any]) -> ctypes.Structure:
-    """A table with the given slots set, each by its prototype, the others NULL."""
-    prototypes: dict[str, Any] = {name: kind for name, kind, *_ in table._fields_}
-    return table(**{name: prototypes[name](callback) for name, callback in callbacks.items()})
 
 
 def make(ggml: Ggml) -> Plugin:

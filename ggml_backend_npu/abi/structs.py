@@ -7,6 +7,7 @@ live CPU backend before anything here is used.
 from __future__ import annotations
 
 import struct
+from collections.abc import Callable
 from ctypes import (
     CFUNCTYPE,
     POINTER,
@@ -27,7 +28,7 @@ from typing import Any
 #   type, buffer, ne[4], nb[4], op, op_params[64 bytes], flags, src[10], view_src, view_offs, data, name[64], extra
 TENSOR = struct.Struct("=i4xQ4q4Qi64si10QQQQ64sQ8x")
 TENSOR_KEY_BYTES = 256  # everything in front of the name: what a plan depends on
-OP_AT, FLAGS_AT, SRC_AT = 80, 148, 152
+BUFFER_AT, OP_AT, FLAGS_AT, SRC_AT, DATA_AT = 8, 80, 148, 152, 248
 N_SRC = 10
 FLAG_COMPUTE = 16
 
@@ -118,6 +119,12 @@ def _table(name: str, **slots: Any) -> type[Structure]:
     return type(name, (Structure,), {"_fields_": fields})
 
 
+def fill(table: type[Structure], **callbacks: Callable[..., Any]) -> Structure:
+    """A table with the given slots set, each by its prototype, the others NULL."""
+    prototypes: dict[str, Any] = {name: kind for name, kind, *_ in table._fields_}
+    return table(**{name: prototypes[name](callback) for name, callback in callbacks.items()})
+
+
 _name = CFUNCTYPE(c_void_p, c_void_p)
 
 BackendTable = _table(
@@ -166,6 +173,38 @@ RegistryTable = _table(
     get_device=CFUNCTYPE(c_void_p, c_void_p, c_size_t),
     get_proc_address=CFUNCTYPE(c_void_p, c_void_p, c_char_p),
 )
+
+
+BufferTypeTable = _table(
+    "ggml_backend_buffer_type_i",
+    get_name=_name,
+    alloc_buffer=CFUNCTYPE(c_void_p, c_void_p, c_size_t),
+    get_alignment=CFUNCTYPE(c_size_t, c_void_p),
+    get_max_size=None,
+    get_alloc_size=None,
+    is_host=None,
+)
+
+BufferTable = _table(
+    "ggml_backend_buffer_i",
+    free_buffer=CFUNCTYPE(None, c_void_p),
+    get_base=CFUNCTYPE(c_void_p, c_void_p),
+    init_tensor=CFUNCTYPE(c_int, c_void_p, c_void_p),
+    memset_tensor=CFUNCTYPE(None, c_void_p, c_void_p, c_uint8, c_size_t, c_size_t),
+    set_tensor=CFUNCTYPE(None, c_void_p, c_void_p, c_void_p, c_size_t, c_size_t),
+    get_tensor=CFUNCTYPE(None, c_void_p, c_void_p, c_void_p, c_size_t, c_size_t),
+    set_tensor_2d=None,
+    get_tensor_2d=None,
+    cpy_tensor=CFUNCTYPE(c_bool, c_void_p, c_void_p, c_void_p),
+    clear=CFUNCTYPE(None, c_void_p, c_uint8),
+    reset=None,
+)
+
+
+class BufferType(Structure):
+    """struct ggml_backend_buffer_type"""
+
+    _fields_ = [("iface", BufferTypeTable), ("device", c_void_p), ("context", c_void_p)]
 
 
 class Backend(Structure):

@@ -19,15 +19,16 @@ from ggml_backend_npu.numerics import NUMERICS
 from ggml_backend_npu.registry import KernelError
 from quant import codec
 from quant.jit import array_at, compiled, inlined
-from quant.runs import CODES, convert_run, copy_run
+from quant.runs import CODES, convert_run, copy_blocks, copy_run
 
 _SAME = -1  # source code of a copy: both sides have one type
 
 # the parameters of a walk: two sides, each
-#   address, ne[4] in units, nb[4], then for a side by ids: address, bytes of an id, nb[3], ne[1], ne[2] and rows
+#   address, ne[4] in units, nb[4]; for a side by ids: address, bytes of an id, nb[3], ne[1], ne[2] and rows;
+#   for a packed side: address and blocks of the packed tensor
 _ADDRESS, _NE, _NB, _IDS, _ID_BYTES, _IDS_NB, _IDS_NE1, _IDS_NE2 = 0, 1, 5, 9, 10, 11, 14, 15
-_N_ROWS = 16
-_SIDE = 17
+_N_ROWS, _PACKED, _N_PACKED = 16, 17, 18
+_SIDE = 19
 
 Parameters = NDArray[np.int64]
 
@@ -81,10 +82,18 @@ def walk(src, src_code, dst, dst_code, unit_bytes, begin, end):
         count = min(end - unit, src[_NE] - s0, dst[_NE] - d0)
         x = src_row + s0 * src[_NB]
         y = dst_row + d0 * dst[_NB]
-        if src_code == _SAME:
-            copy_run(unit_bytes, x, src[_NB], y, dst[_NB], count)
+        if src_code != _SAME:
+            convert_run(
+                src_code, x, src[_NB], src[_PACKED], src[_N_PACKED],
+                dst_code, y, dst[_NB], dst[_PACKED], dst[_N_PACKED], count,
+            )  # fmt: skip
+        elif src[_N_PACKED] or dst[_N_PACKED]:
+            copy_blocks(
+                unit_bytes - 2, x, src[_NB], src[_PACKED], src[_N_PACKED],
+                y, dst[_NB], dst[_PACKED], dst[_N_PACKED], count,
+            )  # fmt: skip
         else:
-            convert_run(src_code, x, src[_NB], dst_code, y, dst[_NB], count)
+            copy_run(unit_bytes, x, src[_NB], y, dst[_NB], count)
         unit += count
         s0 += count
         d0 += count
@@ -123,6 +132,8 @@ def _side(tensor: Tensor, ne: tuple[int, ...], unit: int, ids: Tensor | None) ->
     side[_ADDRESS] = tensor.address
     side[_NE : _NE + 4] = units
     side[_NB : _NB + 4] = strides
+    if tensor.packed is not None:
+        side[_PACKED], side[_N_PACKED] = tensor.packed.address, tensor.packed.n_blocks
     if ids is not None:
         side[_IDS], side[_ID_BYTES] = ids.address, ids.codec.block_bytes
         side[_IDS_NB : _IDS_NB + 3] = ids.nb[:3]
@@ -192,7 +203,7 @@ def _element_bytes(tensor: Tensor) -> float:
 def make_ready() -> None:
     """Compiles the kernels of this module, or loads them: once, and not in the middle of a graph."""
     side = np.ones(_SIDE, np.int64)
-    side[_IDS] = side[_IDS_NE1] = 0
+    side[_IDS] = side[_IDS_NE1] = side[_N_PACKED] = 0
     walk(side, _SAME, side, _SAME, 1, 0, 0)
     first_bad_id(side)
 
