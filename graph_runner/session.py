@@ -53,6 +53,7 @@ class Settings:
     n_ctx         cells of the context
     cache_type_k  ggml type of the K cache; cache_type_v of the V cache (a quantised one needs flash attention)
     threads       of the CPU backend; 0 = all cores
+    gpu_layers    layers whose weights and caches go to a device of type "gpu"
     """
 
     device: DeviceName = "cpu"
@@ -61,6 +62,7 @@ class Settings:
     cache_type_v: str = "f16"
     flash_attention: FlashAttention = "auto"
     threads: int = 0
+    gpu_layers: int = 0
 
 
 def context_for(prompt: str, n: int) -> int:
@@ -163,7 +165,7 @@ class Session:
     def _load(self, model: Path, progress: Callable[[float], None] | None) -> None:
         params = llama_cpp.llama_model_default_params()
         params.use_extra_bufts = False  # repacked weights are invisible to any backend but the CPU's own
-        params.n_gpu_layers = 0
+        params.n_gpu_layers = self.settings.gpu_layers if self.npu is not None else 0
         if progress is not None:
             self._progress = llama_cpp.llama_progress_callback(lambda done, _: (progress(done), True)[1])
             params.progress_callback = self._progress
