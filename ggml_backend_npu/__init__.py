@@ -10,6 +10,7 @@ from functools import cache
 from typing import TYPE_CHECKING
 
 from ggml_backend_npu import ops  # noqa: F401  (registers the kernels)
+from ggml_backend_npu.device import DEVICE, DeviceError
 from ggml_backend_npu.ir import Graph, Memory, Node, Tensor
 from ggml_backend_npu.plan import Plan, plan
 from ggml_backend_npu.registry import OPS, KernelError, Op, op
@@ -18,7 +19,9 @@ if TYPE_CHECKING:
     from ggml_backend_npu.abi.plugin import Plugin
 
 __all__ = [
+    "DEVICE",
     "OPS",
+    "DeviceError",
     "Graph",
     "KernelError",
     "Memory",
@@ -36,9 +39,11 @@ __all__ = [
 def register() -> Plugin:
     """Makes the device NPU known to the ggml inside llama-cpp-python. A second call changes nothing.
 
-    Returns the registered backend, whose `statistics` count what it computes. Raises
-    `ggml_backend_npu.abi.lib.UnknownGgmlError` where that ggml is not one whose layouts are known here.
+    The device is what DEVICE says, or the environment where that has not been read before. Returns the registered
+    backend, whose `statistics` count what it computes. Raises `ggml_backend_npu.abi.lib.UnknownGgmlError` where that
+    ggml is not one whose layouts are known here, DeviceError for an option that cannot be.
     """
     from ggml_backend_npu.abi import lib, plugin
 
+    DEVICE.update_from_environment()
     return plugin.make(lib.ggml())

@@ -1,13 +1,16 @@
-"""What the device is: its memory, its type, its limits. Set by the environment, or by command line options of the same
-meaning before the backend is registered."""
+"""What the device is: its generation, its memory, its type, its limits. Set by the environment, or by command line
+options of the same meaning before the backend is registered."""
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
+from functools import partial
 from typing import Any
+
+from ggml_backend_npu.profiles import FULL, Profile, ProfileError, load
 
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
@@ -29,34 +32,59 @@ def _bytes(name: str, value: str) -> int:
     return int(found[1]) * _UNITS[found[2].upper()]
 
 
+def _profile(name: str, value: str) -> Profile:
+    try:
+        return load(value)
+    except ProfileError as error:
+        raise DeviceError(f"{name}={value!r}: {error}") from None
+
+
+_CHECKS: dict[str, Callable[[str, str], Any]] = {
+    "profile": _profile,
+    "memory": partial(_choice, allowed=("host", "device")),
+    "memory_limit": _bytes,
+    "device_type": partial(_choice, allowed=("accel", "gpu")),
+}
+
+
+def _variable(name: str) -> str:
+    return f"GGML_NPU_{name.upper()}"
+
+
 @dataclass
 class DeviceOptions:
-    """memory        "host": tensors stay in ggml's own buffers; "device": the device has memory of its own
+    """profile       the device's generation
+    memory        "host": tensors stay in ggml's own buffers; "device": the device has memory of its own
     memory_limit  bytes of its memory
     device_type   "accel": every context uses it at once; "gpu": when n_gpu_layers or a model's device list says so
     """
 
+    profile: Profile = FULL
     memory: str = "host"
     memory_limit: int = 8 << 30
     device_type: str = "accel"
+    _environment_is_read: bool = field(default=False, init=False, repr=False)
 
     def update(self, options: Mapping[str, str | None]) -> None:
-        """Takes options by field name, as text; None leaves a field. Raises DeviceError, and then changes nothing."""
-        checked = {name: self._checked(name, value) for name, value in options.items() if value is not None}
+        """Takes options by field name, as text; None leaves a field. Raises DeviceError, and then changes nothing.
+
+        The environment is read before, so that what is set here stays.
+        """
+        self.update_from_environment()
+        self._take(options, str)
+
+    def _take(self, options: Mapping[str, str | None], called: Callable[[str], str]) -> None:
+        checked = {name: _CHECKS[name](called(name), value) for name, value in options.items() if value is not None}
         for name, value in checked.items():
             setattr(self, name, value)
 
-    def _checked(self, name: str, value: str) -> Any:
-        variable = f"GGML_NPU_{name.upper()}"
-        if name == "memory":
-            return _choice(variable, value, ("host", "device"))
-        if name == "device_type":
-            return _choice(variable, value, ("accel", "gpu"))
-        return _bytes(variable, value)
-
     def update_from_environment(self) -> None:
-        """Takes GGML_NPU_MEMORY, GGML_NPU_MEMORY_LIMIT and GGML_NPU_DEVICE_TYPE where they are set."""
-        self.update({field.name: os.environ.get(f"GGML_NPU_{field.name.upper()}") for field in fields(self)})
+        """Takes GGML_NPU_PROFILE, GGML_NPU_MEMORY, GGML_NPU_MEMORY_LIMIT and GGML_NPU_DEVICE_TYPE where they are set,
+        once: later calls change nothing."""
+        if not self._environment_is_read:
+            names = [field.name for field in fields(self) if field.init]
+            self._take({name: os.environ.get(_variable(name)) for name in names}, _variable)
+            self._environment_is_read = True
 
 
 DEVICE = DeviceOptions()

@@ -90,6 +90,10 @@ class Tensor:
             stride *= n
         return True
 
+    def has_contiguous_rows(self) -> bool:
+        """ggml_is_contiguous_rows: no gaps between the elements or blocks of a row."""
+        return self.n_blocks == 1 or self.nb[0] == self.codec.block_bytes
+
     def view(self) -> NDArray[Any]:
         """The tensor's values as an ndarray over its memory, axes reversed: (ne3, ne2, ne1, ne0).
 

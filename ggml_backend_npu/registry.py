@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import inspect
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from ggml_backend_npu.device import DEVICE
 from ggml_backend_npu.ir import Node, Tensor
 from quant.jit import engine
 
@@ -121,8 +123,23 @@ class Registry(Mapping[str, Op]):
     def add(self, op: Op) -> None:
         self._ops[op.name] = op
 
+    @contextmanager
+    def having(self, *ops: Op) -> Iterator[None]:
+        """Has these ops too, or in place of its own, until the context ends."""
+        before = dict(self._ops)
+        for op in ops:
+            self.add(op)
+        try:
+            yield
+        finally:
+            self._ops = before
+
     def refusal(self, node: Node) -> str | None:
-        """Why the backend does not take the node; None where it does."""
+        """Why the backend does not take the node: no kernel does, or not the profile. None where it does."""
+        return self.kernel_refusal(node) or DEVICE.profile.refusal(node)
+
+    def kernel_refusal(self, node: Node) -> str | None:
+        """Why no kernel takes the node; None where one does."""
         op = self._ops.get(node.op)
         return "no kernel" if op is None else op.refusal(node)
 

@@ -62,6 +62,31 @@ Kernels = Annotated[
 ]
 Threads = Annotated[int, typer.Option(min=0, help="Threads of llama.cpp's CPU and of the kernels; 0 = all cores.")]
 
+ProfileName = Annotated[
+    str | None,
+    typer.Option(
+        "--profile",
+        metavar="NAME|FILE.toml",
+        help="Device generation, a name or your own (GGML_NPU_PROFILE).",
+        show_default=False,
+    ),
+]
+JsonFile = Annotated[
+    str | None, typer.Option("--json", metavar="FILE|-", help="Write the result as JSON too; - is stdout.")
+]
+DeviceMemory = Annotated[
+    str | None,
+    typer.Option("--memory", metavar="host|device", help="Where tensors lie (GGML_NPU_MEMORY).", show_default=False),
+]
+MemoryLimit = Annotated[
+    str | None,
+    typer.Option(metavar="SIZE", help="Of the device's own memory: 512M, 2G (GGML_NPU_MEMORY_LIMIT)."),
+]
+DeviceType = Annotated[
+    str | None,
+    typer.Option(metavar="accel|gpu", help="What ggml takes the device for (GGML_NPU_DEVICE_TYPE)."),
+]
+
 
 def _stderr() -> Console:
     return Console(stderr=True)
@@ -84,12 +109,26 @@ def _loading(console: Console) -> Iterator[Callable[[float], None]]:
         yield update
 
 
+def _use_device(**options: str | None) -> None:
+    from ggml_backend_npu import DEVICE
+
+    DEVICE.update(options)
+
+
+def _gpu_layers() -> int:
+    """A device of type gpu is to have all layers."""
+    from ggml_backend_npu import DEVICE
+
+    return 999 if DEVICE.device_type == "gpu" else 0
+
+
 def _use_kernels(path: Path | None) -> None:
     if path is None:
         return
-    from graph_runner.kernels import load_kernels
+    from ggml_backend_npu.kernels import load_kernels
 
-    print(f"kernels of {path}: {', '.join(load_kernels(path))}", file=sys.stderr)
+    ops = ", ".join(f"{name} ({how})" for name, how in load_kernels(path).items())
+    print(f"kernels of {path}: {ops}", file=sys.stderr)
 
 
 @app.command()
@@ -105,12 +144,17 @@ def run(
     top_p: Annotated[float, typer.Option(min=0.0, max=1.0, help="Mass to sample from, above temperature 0.")] = 0.95,
     seed: Annotated[int, typer.Option(min=0, help="Of the sampling.")] = 0,
     kernels: Kernels = None,
+    profile: ProfileName = None,
+    memory: DeviceMemory = None,
+    memory_limit: MemoryLimit = None,
+    device_type: DeviceType = None,
     threads: Threads = 0,
 ) -> None:
     """Generate text; the text goes to stdout, what ran where to stderr."""
     from graph_runner.models import model_file
     from graph_runner.session import Sampler, Session, Settings, context_for, generate
 
+    _use_device(profile=profile, memory=memory, memory_limit=memory_limit, device_type=device_type)
     _use_kernels(kernels)
     settings = Settings(
         device=device.value,
@@ -119,6 +163,7 @@ def run(
         cache_type_v=cache_type_v,
         flash_attention=flash_attn.value,
         threads=threads,
+        gpu_layers=_gpu_layers(),
     )
     console = _stderr()
     with (
@@ -171,10 +216,9 @@ def diff(
         FlashAttention,
         typer.Option(help="Flash attention; off, a graph has CONT nodes and more kinds of SET_ROWS."),
     ] = FlashAttention.OFF,
-    json_file: Annotated[
-        str | None, typer.Option("--json", metavar="FILE|-", help="Write every node as JSON; - is stdout.")
-    ] = None,
+    json_file: JsonFile = None,
     kernels: Kernels = None,
+    profile: ProfileName = None,
     threads: Threads = 0,
 ) -> None:
     """Compare each node with ggml's CPU, byte for byte.
@@ -187,10 +231,10 @@ def diff(
     from graph_runner.report import diff_json, print_diff
     from graph_runner.session import Settings
 
+    _use_device(profile=profile)
     _use_kernels(kernels)
     chosen = _chosen_ops(ops)
-    if json_file not in (None, "-") and not Path(json_file).parent.is_dir():
-        raise BadInputError(f"--json {json_file!r}: no such directory")
+    _check_json(json_file)
     settings = Settings(
         cache_type_k=cache_type_k, cache_type_v=cache_type_v, flash_attention=flash_attn.value, threads=threads
     )
@@ -228,6 +272,11 @@ def _chosen_ops(ops: str | None) -> set[str] | None:
     return chosen
 
 
+def _check_json(file: str | None) -> None:
+    if file not in (None, "-") and not Path(file).parent.is_dir():
+        raise BadInputError(f"--json {file!r}: no such directory")
+
+
 def _write(file: str, text: str) -> None:
     if file == "-":
         sys.stdout.write(text)
@@ -242,11 +291,60 @@ def _write(file: str, text: str) -> None:
 
 
 @app.command()
-def devices() -> None:
-    """List the devices that ggml knows, the NPU among them."""
+def coverage(
+    model: Model,
+    prompt: Prompt = PROMPT,
+    flash_attn: Annotated[FlashAttention, typer.Option(help="Flash attention.")] = FlashAttention.AUTO,
+    cache_type_k: CacheTypeK = "f16",
+    cache_type_v: CacheTypeV = "f16",
+    json_file: JsonFile = None,
+    kernels: Kernels = None,
+    profile: ProfileName = None,
+    memory: DeviceMemory = None,
+    memory_limit: MemoryLimit = None,
+    device_type: DeviceType = None,
+    threads: Threads = 0,
+) -> None:
+    """Show which nodes of a model the NPU computes, why not the others, and which kernels to write next.
+
+    Runs the prompt and one token with the NPU; counts graph splits and copied bytes, and works out which ops would
+    remove the most splits.
+    """
+    from graph_runner.coverage import cover
+    from graph_runner.models import model_file
+    from graph_runner.report import coverage_json, print_coverage
+    from graph_runner.session import Settings
+
+    _use_device(profile=profile, memory=memory, memory_limit=memory_limit, device_type=device_type)
+    _use_kernels(kernels)
+    _check_json(json_file)
+    settings = Settings(
+        cache_type_k=cache_type_k,
+        cache_type_v=cache_type_v,
+        flash_attention=flash_attn.value,
+        threads=threads,
+        gpu_layers=_gpu_layers(),
+    )
+    console = _stderr()
+    with model_file(model) as file, console.status("running the model"):
+        found = cover(file, prompt, settings=settings)
+    if json_file is not None:
+        _write(json_file, json.dumps(coverage_json(found), indent=1) + "\n")
+    print_coverage(found, console if json_file == "-" else Console())
+
+
+@app.command()
+def devices(
+    profile: ProfileName = None,
+    memory: DeviceMemory = None,
+    memory_limit: MemoryLimit = None,
+    device_type: DeviceType = None,
+) -> None:
+    """List the devices that ggml knows, the NPU among them, and the NPU's profile."""
     import ggml_backend_npu
     from ggml_backend_npu.abi.lib import list_devices
 
+    _use_device(profile=profile, memory=memory, memory_limit=memory_limit, device_type=device_type)
     ggml = ggml_backend_npu.register().ggml
     table = Table(box=None, pad_edge=False, header_style="bold")
     for column in ("device", "type", "backend", "description"):
@@ -255,7 +353,8 @@ def devices() -> None:
         table.add_row(device.name, device.type, device.backend, device.description)
     console = Console()
     console.print(table)
-    console.print(f"ggml {ggml.version}", highlight=False)
+    chosen = ggml_backend_npu.DEVICE.profile
+    console.print(f"ggml {ggml.version}; profile {chosen.name}: {chosen.description}", highlight=False)
 
 
 @app.command()
@@ -321,15 +420,16 @@ class BadInputError(Exception):
 
 def main() -> None:
     """Runs the command; a user's mistake is one line on stderr and exit code 2."""
+    from ggml_backend_npu import DeviceError
     from ggml_backend_npu.abi.lib import UnknownGgmlError
+    from ggml_backend_npu.kernels import KernelFileError
     from ggml_backend_npu.registry import KernelError
-    from graph_runner.kernels import KernelFileError
     from graph_runner.session import SessionError
 
     os.environ.setdefault("GGML_NO_BACKTRACE", "1")
     try:
         app()
-    except (BadInputError, KernelError, KernelFileError, SessionError, UnknownGgmlError) as error:
+    except (BadInputError, DeviceError, KernelError, KernelFileError, SessionError, UnknownGgmlError) as error:
         print(f"ggml-npu: {error}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:

@@ -11,6 +11,7 @@ import numpy as np
 
 from ggml_backend_npu import OPS, KernelError, Memory, Node, Tensor
 from ggml_backend_npu.abi import codecs, convert, lib
+from ggml_backend_npu.device import DEVICE
 from ggml_backend_npu.numerics import NUMERICS
 from ggml_backend_npu.ops import strided
 from graph_runner.compare import Comparison, compare
@@ -114,7 +115,6 @@ class _Recompute:
             return
         sources = tuple(self._copies.get(s, s) if s is not None else None for s in node.src)
         again = replace(node, dst=self._scratch, src=sources)
-        types = " ".join(s.type for s in node.src[: OPS[node.op].n_src] if s is not None) + f" -> {node.dst.type}"
         comparison, failure = None, None
         try:
             OPS.bind(again)()
@@ -123,7 +123,15 @@ class _Recompute:
             failure = str(error)
         except Exception as error:
             failure = f"{type(error).__name__}: {error}"
-        self._seen(NodeResult(self.step, self._index, node.op, node.name, types, node.dst.ne, comparison, failure))
+        self._seen(
+            NodeResult(self.step, self._index, node.op, node.name, types_of(node), node.dst.ne, comparison, failure)
+        )
+
+
+def types_of(node: Node) -> str:
+    """The types of the sources that the NPU's kernel reads, or of all where there is none, and of the output."""
+    sources = node.src[: OPS[node.op].n_src] if node.op in OPS else node.src
+    return " ".join(source.type for source in sources if source is not None) + f" -> {node.dst.type}"
 
 
 def _overlap(a: Tensor, b: Tensor) -> bool:
@@ -163,6 +171,7 @@ def diff(
     Raises SessionError for a model or settings that llama.cpp refuses.
     """
     ggml = lib.ggml()
+    DEVICE.update_from_environment()
     codecs.bind(ggml)
     strided.make_ready()
     nodes: list[NodeResult] = []

@@ -8,9 +8,11 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from graph_runner.coverage import Coverage, Gain, RanGraph
 from graph_runner.diff import DiffResult, NodeResult
 
 SCHEMA = "ggml-npu diff 1"
+COVERAGE_SCHEMA = "ggml-npu coverage 1"
 
 
 def _verdict(result: DiffResult) -> str:
@@ -131,3 +133,100 @@ def _node_json(node: NodeResult) -> dict[str, Any]:
         finite = found.max_abs if found.max_abs != float("inf") else None
         data |= {"outside": found.outside, "nmse": found.nmse, "max_abs": finite, "where": found.where}
     return data
+
+
+def print_coverage(found: Coverage, console: Console, *, first: int = 5) -> None:
+    """The coverage as a table of nodes, then splits, copies, and the kernels that would remove splits."""
+    settings = found.settings
+    console.print(
+        f"[bold]{found.description}[/]  ggml {found.ggml}  profile {found.profile}  memory {found.memory}  "
+        f"cache {settings.cache_type_k}/{settings.cache_type_v}  flash attention {settings.flash_attention}",
+        highlight=False,
+    )
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("op")
+    table.add_column("types")
+    table.add_column("on")
+    table.add_column(f"prompt of {found.n_prompt}", justify="right")
+    table.add_column("token", justify="right")
+    table.add_column("why not on the NPU")
+    for node, (prompt, token) in found.groups().items():
+        on = "[green]NPU[/]" if node.on_npu else "CPU"
+        table.add_row(node.op, node.types, on, f"{prompt:,}", f"{token:,}", node.why or "")
+    console.print(table)
+    for name, graph in (("prompt", found.prompt), ("token", found.token)):
+        console.print(f"{name}: {_cost(graph)}", highlight=False)
+    _print_gains("with one more op", found.single[:first], console)
+    _print_gains("with more ops together", [gain for gain in found.joint if len(gain.ops) > 1], console)
+    console.print(_advice(found), style="bold", highlight=False)
+
+
+def _cost(graph: RanGraph) -> str:
+    copied = ", ".join(f"{n:,} bytes {direction}" for direction, n in graph.copied.items() if n) or "nothing"
+    return f"{graph.n_on_npu:,} of {graph.n_nodes:,} nodes on the NPU, {graph.splits:,} graph splits, copied {copied}"
+
+
+def _print_gains(title: str, gains: list[Gain], console: Console) -> None:
+    if not gains:
+        return
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column(title)
+    table.add_column("splits of a prompt", justify="right")
+    table.add_column("of a token", justify="right")
+    for gain in gains:
+        changes = [f"{-less:+,}" if less else "same" for less in gain.removes]
+        table.add_row(" ".join(gain.ops), *(f"{n:,} ({change})" for n, change in zip(gain.splits, changes, strict=True)))
+    console.print(table)
+
+
+def _advice(found: Coverage) -> str:
+    gain = found.write_next
+    if gain is None:
+        return "no kernel would remove a graph split"
+    together = "" if len(gain.ops) == 1 else " together"
+    return f"write next: {' '.join(gain.ops)}:{together} {gain.removes[1]:,} splits a token fewer"
+
+
+def coverage_json(found: Coverage) -> dict[str, Any]:
+    """The coverage as data: schema, settings, both graphs, nodes that are alike, and what kernels would bring."""
+    return {
+        "schema": COVERAGE_SCHEMA,
+        "model": found.model,
+        "description": found.description,
+        "ggml": found.ggml,
+        "profile": found.profile,
+        "memory": found.memory,
+        "device_type": found.device_type,
+        "text": found.text,
+        "n_prompt": found.n_prompt,
+        "cache_type_k": found.settings.cache_type_k,
+        "cache_type_v": found.settings.cache_type_v,
+        "flash_attention": found.settings.flash_attention,
+        "graphs": {"prompt": _graph_json(found.prompt), "token": _graph_json(found.token)},
+        "nodes": [
+            {"op": n.op, "types": n.types, "on": "NPU" if n.on_npu else "CPU", "prompt": p, "token": t, "why": n.why}
+            for n, (p, t) in found.groups().items()
+        ],
+        "missing": found.missing,
+        "single": [_gain_json(gain) for gain in found.single],
+        "joint": [_gain_json(gain) for gain in found.joint],
+        "write_next": _gain_json(found.write_next) if found.write_next is not None else None,
+    }
+
+
+def _graph_json(graph: RanGraph) -> dict[str, Any]:
+    return {
+        "nodes": graph.n_nodes,
+        "on_npu": graph.n_on_npu,
+        "splits": graph.splits,
+        "copied": graph.copied,
+    }
+
+
+def _gain_json(gain: Gain) -> dict[str, Any]:
+    both = ("prompt", "token")
+    return {
+        "ops": list(gain.ops),
+        "splits": dict(zip(both, gain.splits, strict=True)),
+        "removes": dict(zip(both, gain.removes, strict=True)),
+    }

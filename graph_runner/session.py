@@ -54,6 +54,7 @@ class Settings:
     cache_type_k  ggml type of the K cache; cache_type_v of the V cache (a quantised one needs flash attention)
     threads       of the CPU backend; 0 = all cores
     gpu_layers    layers whose weights and caches go to a device of type "gpu"
+    weights       whether the model's weights are loaded; without them there are splits to see, but nothing to decode
     """
 
     device: DeviceName = "cpu"
@@ -63,6 +64,7 @@ class Settings:
     flash_attention: FlashAttention = "auto"
     threads: int = 0
     gpu_layers: int = 0
+    weights: bool = True
 
 
 def context_for(prompt: str, n: int) -> int:
@@ -165,6 +167,9 @@ class Session:
     def _load(self, model: Path, progress: Callable[[float], None] | None) -> None:
         params = llama_cpp.llama_model_default_params()
         params.use_extra_bufts = False  # repacked weights are invisible to any backend but the CPU's own
+        params.no_alloc = not self.settings.weights
+        if params.no_alloc:
+            params.load_mode = llama_cpp.LLAMA_LOAD_MODE_NONE
         params.n_gpu_layers = self.settings.gpu_layers if self.npu is not None else 0
         if progress is not None:
             self._progress = llama_cpp.llama_progress_callback(lambda done, _: (progress(done), True)[1])

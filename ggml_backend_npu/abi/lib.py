@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import ctypes
+import os
 from collections.abc import Iterator
 from ctypes import POINTER, c_bool, c_char_p, c_int, c_int64, c_size_t, c_void_p
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ggml_backend_npu.abi import structs
@@ -25,8 +26,9 @@ class Counts(NamedTuple):
 
 KNOWN_VERSIONS = {"0.25": Counts(types=43, ops=101, unary=22, glu=7)}
 
-_FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
-    "ggml_version": (c_char_p, []),
+_Functions = dict[str, tuple[Any, list[Any]]]
+
+_FUNCTIONS: _Functions = {
     "ggml_type_name": (c_char_p, [c_int]),
     "ggml_blck_size": (c_int64, [c_int]),
     "ggml_type_size": (c_size_t, [c_int]),
@@ -34,8 +36,6 @@ _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "ggml_unary_op_name": (c_char_p, [c_int]),
     "ggml_glu_op_name": (c_char_p, [c_int]),
     "ggml_get_type_traits": (POINTER(structs.TypeTraits), [c_int]),
-    "ggml_get_type_traits_cpu": (POINTER(structs.TypeTraitsCpu), [c_int]),
-    "ggml_cpu_init": (None, []),
     "ggml_init": (c_void_p, [structs.InitParams]),
     "ggml_free": (None, [c_void_p]),
     "ggml_new_tensor": (c_void_p, [c_void_p, c_int, c_int, POINTER(c_int64)]),
@@ -89,6 +89,11 @@ _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "ggml_log_set": (None, [c_void_p, c_void_p]),
 }
 
+_CPU_FUNCTIONS: _Functions = {
+    "ggml_get_type_traits_cpu": (POINTER(structs.TypeTraitsCpu), [c_int]),
+    "ggml_cpu_init": (None, []),
+}
+
 
 class UnknownGgmlError(Exception):
     """A ggml that this backend does not know: the message says what was found."""
@@ -105,14 +110,26 @@ class TypeInfo:
 
 
 class Ggml:
-    """ggml's functions, typed, by their C names: `ggml.ggml_nbytes(tensor)`."""
+    """ggml's functions, typed, by their C names: `ggml.ggml_nbytes(tensor)`. Raises UnknownGgmlError."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
-        for name, (result, arguments) in _FUNCTIONS.items():
+        self._take(library, {"ggml_version": (c_char_p, [])})
+        _ = self.counts  # a version that is not known is refused by its number, not by a function that it lacks
+        self._take(library, _FUNCTIONS)
+        cpu = self.ggml_backend_reg_by_name(b"CPU")
+        if cpu is None:
+            raise UnknownGgmlError(f"ggml {self.version}: no CPU backend is loaded")
+        # where ggml's backends are libraries of their own (GGML_BACKEND_DL), no other one links the CPU's
+        self._take(
+            _library_at(ctypes.cast(structs.Registry.from_address(cpu).iface.get_name, c_void_p)), _CPU_FUNCTIONS
+        )
+
+    def _take(self, library: ctypes.CDLL, functions: _Functions) -> None:
+        for name, (result, arguments) in functions.items():
             try:
                 function = library[name]
             except AttributeError:
-                raise UnknownGgmlError(f"ggml: no function {name} in {library._name}") from None
+                raise UnknownGgmlError(f"ggml: no function {name} in {library._name or 'this program'}") from None
             function.restype, function.argtypes = result, arguments
             setattr(self, name, function)
 
@@ -161,6 +178,12 @@ class Ggml:
             "GLU": {n: self.ggml_glu_op_name(n).decode() for n in range(self.counts.glu)},
         }
 
+    @cached_property
+    def op_names(self) -> frozenset[str]:
+        """Every name that `op_name` may give."""
+        names = {*self.ops.values(), *(name for names in self.functions.values() for name in names.values())}
+        return frozenset(names - self.functions.keys())
+
     def op_name(self, op: int, first_param: int) -> str:
         """ggml_op_desc: the op's name; for UNARY and GLU the name of their function."""
         name = self.ops[op]
@@ -193,17 +216,44 @@ def list_devices(found: Ggml) -> list[DeviceInfo]:
     ]
 
 
-@cache
-def ggml() -> Ggml:
-    """The ggml inside llama-cpp-python, checked. Raises UnknownGgmlError where it is not one that is known here."""
+_found: Ggml | None = None
+
+
+def ggml(caller: int | None = None) -> Ggml:
+    """The ggml of this process, checked; the first call chooses it.
+
+    caller  an address inside the ggml that has loaded this backend as its plugin; without one it is the ggml of
+            llama-cpp-python
+
+    Raises UnknownGgmlError where that ggml is not one that is known here.
+    """
+    global _found
+    if _found is None:
+        found = Ggml(_llama_cpp() if caller is None else _library_at(c_void_p(caller)))
+        check(found)
+        _found = found
+    return _found
+
+
+def _llama_cpp() -> ctypes.CDLL:
     try:
         from llama_cpp import llama_cpp
     except Exception as error:
         raise UnknownGgmlError(f"llama-cpp-python cannot be imported: {error}") from None
     # libllama's own handle: it finds the ggml that libllama uses, of which the wheel holds several copies
-    found = Ggml(llama_cpp._lib)
-    check(found)
-    return found
+    library: ctypes.CDLL = llama_cpp._lib
+    return library
+
+
+def _library_at(address: c_void_p) -> ctypes.CDLL:
+    """The loaded library that an address lies in, or the program itself."""
+    program = ctypes.CDLL(None)
+    place = structs.Place()
+    program.dladdr(address, ctypes.byref(place))
+    try:
+        return ctypes.CDLL(os.fsdecode(place.file or b""), mode=os.RTLD_NOLOAD)
+    except OSError:
+        return program
 
 
 def check(found: Ggml) -> None:
@@ -216,7 +266,6 @@ def check(found: Ggml) -> None:
 
 
 def _layout_facts(found: Ggml) -> Iterator[tuple[str, bool]]:
-    _ = found.counts
     cpu = found.ggml_backend_reg_by_name(b"CPU")
     yield "its CPU backend", cpu is not None
     registry = structs.Registry.from_address(cpu)

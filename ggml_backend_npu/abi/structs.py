@@ -225,5 +225,11 @@ class Registry(Structure):
     _fields_ = [("api_version", c_int), ("iface", RegistryTable), ("context", c_void_p)]
 
 
+class Place(Structure):
+    """Dl_info of dladdr"""
+
+    _fields_ = [("file", c_char_p), ("base", c_void_p), ("symbol", c_char_p), ("symbol_at", c_void_p)]
+
+
 SetThreads = CFUNCTYPE(None, c_void_p, c_int32)  # ggml_backend_set_n_threads_t
 EvalCallback = CFUNCTYPE(c_bool, c_void_p, c_bool, c_void_p)  # ggml_backend_sched_eval_callback

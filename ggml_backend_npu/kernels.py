@@ -6,16 +6,16 @@ import importlib.util
 import traceback
 from pathlib import Path
 
-from ggml_backend_npu import OPS
 from ggml_backend_npu.abi import lib
+from ggml_backend_npu.registry import OPS
 
 
 class KernelFileError(Exception):
     """A file of kernels that cannot be used: one line that names the file, the line and why."""
 
 
-def load_kernels(path: Path) -> list[str]:
-    """Runs a file of kernels. Returns, per op it registered, what it did: "SQR (new)", "GET_ROWS (replaced)".
+def load_kernels(path: Path) -> dict[str, str]:
+    """Runs a file of kernels. Returns what became of each op that it registered: {"SQR": "new", "CONT": "replaced"}.
 
     Raises KernelFileError for a file that is missing, fails, registers nothing or an op that ggml has not.
     """
@@ -32,13 +32,12 @@ def load_kernels(path: Path) -> list[str]:
         raise KernelFileError(f"kernels {str(path)!r}{_line(path, error)}: {type(error).__name__}: {error}") from None
     changed = [name for name in OPS if OPS[name] is not before.get(name)]
     ggml = lib.ggml()
-    known = {*ggml.ops.values(), *(name for names in ggml.functions.values() for name in names.values())}
     if not changed:
         raise KernelFileError(f"kernels {str(path)!r}: registers no op")
     for name in changed:
-        if name not in known:
+        if name not in ggml.op_names:
             raise KernelFileError(f"kernels {str(path)!r}: ggml {ggml.version} has no op {name!r}")
-    return [f"{name} ({'replaced' if name in before else 'new'})" for name in changed]
+    return {name: "replaced" if name in before else "new" for name in changed}
 
 
 def _line(path: Path, error: Exception) -> str:

@@ -1,0 +1,140 @@
+"""A profile of the user's own, as TOML; an error names the key and its line."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from ggml_backend_npu.abi import lib
+from ggml_backend_npu.profiles import ANY, PROFILES, ROLES, Profile, ProfileError, Rule, one_of
+
+Keys = tuple[str | int, ...]
+
+_TEXTS = ("name", "description", "source", "base")
+_KEYS = (*_TEXTS, "ops", "op")
+_LAYOUTS = ("contiguous", "rows", "where")
+
+
+def read(path: Path) -> Profile:
+    """The profile in a file.
+
+    name, description, source  texts
+    base       a profile whose ops it has as well, where it does not name them itself
+    ops        ops that it takes in any form
+    [op.NAME]  a rule for an op, or several as [[op.NAME]]: the types of dst, src0, ..., and Rule's other fields
+
+    Raises ProfileError for a file that is none.
+    """
+    try:
+        text = path.read_text()
+        return _profile(tomllib.loads(text), path)
+    except OSError as error:
+        raise ProfileError(error.strerror or str(error)) from None
+    except UnicodeDecodeError:
+        raise ProfileError("is not text") from None
+    except tomllib.TOMLDecodeError as error:
+        raise ProfileError(_syntax_error(text, str(error))) from None
+    except _KeyError as error:
+        raise ProfileError(f"line {_line(text, error.keys, error.word)}: {error}", error.word) from None
+
+
+class _KeyError(ProfileError):
+    """What is wrong at a key, by the keys that lead to it."""
+
+    def __init__(self, keys: Keys, message: str, word: str = "") -> None:
+        super().__init__(message, word or str(keys[-1]))
+        self.keys = keys
+
+
+def _profile(data: dict[str, Any], path: Path) -> Profile:
+    for key, value in data.items():
+        _known((key,), "key", key, _KEYS)
+        if key in _TEXTS and not isinstance(value, str):
+            raise _KeyError((key,), f"{key}: must be a text")
+    base = data.get("base")
+    if base is not None:
+        _known(("base",), "base", base, [name for name, profile in PROFILES.items() if profile.ops is not None])
+    taken = _words(("ops",), data.get("ops", []))
+    tables = data.get("op", {})
+    if not isinstance(tables, dict):
+        raise _KeyError(("op",), "op: must be tables [op.NAME]")
+    known = sorted(lib.ggml().op_names)
+    for name in taken:
+        _known(("ops",), "op", name, known)
+    for name in tables:
+        _known(("op", name), "op", name, known)
+    ops = dict(PROFILES[base].ops or {}) if base else {}
+    ops |= dict.fromkeys(taken, ANY)
+    ops |= {name: _rules(("op", name), rules) for name, rules in tables.items()}
+    return Profile(data.get("name", path.stem), data.get("description", ""), data.get("source", str(path)), ops)
+
+
+def _rules(keys: Keys, rules: Any) -> tuple[Rule, ...]:
+    if isinstance(rules, dict):
+        return (_rule(keys, rules),)
+    if isinstance(rules, list) and all(isinstance(rule, dict) for rule in rules):
+        return tuple(_rule((*keys, i), rule) for i, rule in enumerate(rules))
+    raise _KeyError(keys, f"{keys[-1]}: must be a table [op.{keys[-1]}]")
+
+
+def _rule(keys: Keys, table: dict[str, Any]) -> Rule:
+    rule = Rule()
+    for key, value in table.items():
+        at = (*keys, key)
+        _known(at, "key", key, (*ROLES, *_LAYOUTS))
+        words = _words(at, value)
+        try:
+            rule = replace(rule, **({key: words} if key in _LAYOUTS else {"types": {**rule.types, key: words}}))
+        except ProfileError as error:
+            raise _KeyError(at, f"{key}: {error}", error.word) from None
+    return rule
+
+
+def _words(keys: Keys, value: Any) -> tuple[str, ...]:
+    if not isinstance(value, list) or not all(isinstance(word, str) for word in value):
+        raise _KeyError(keys, f'{keys[-1]}: must be a list of texts, such as ["..."]')
+    return tuple(value)
+
+
+def _known(keys: Keys, what: str, word: str, known: Sequence[str]) -> None:
+    try:
+        one_of(what, word, known)
+    except ProfileError as error:
+        raise _KeyError(keys, str(error), word) from None
+
+
+def _syntax_error(text: str, message: str) -> str:
+    lines = text.splitlines() or [""]
+    found = re.search(r" \(at line (\d+), column \d+\)", message)
+    line = int(found[1]) if found else len(lines)
+    what = message[: found.start()] if found else message
+    return f"line {line}: {what}: {lines[line - 1].strip()}"
+
+
+def _line(text: str, keys: Keys, word: str) -> int:
+    """The line of the word in the statement that sets a key: TOML libraries do not tell, but what the first lines of a
+    file parse to does."""
+    lines = text.splitlines()
+    begin = end = 0
+    for end in range(1, len(lines) + 1):
+        try:
+            data = tomllib.loads("\n".join(lines[:end]))
+        except tomllib.TOMLDecodeError:
+            continue
+        if _has(data, keys):
+            break
+        begin = end
+    whole = re.compile(rf"(?<!\w){re.escape(word)}(?!\w)")
+    return next((n + 1 for n in range(begin, end) if whole.search(lines[n])), begin + 1)
+
+
+def _has(data: Any, keys: Keys) -> bool:
+    for key in keys:
+        if not (key in data if isinstance(data, dict) else isinstance(key, int) and key < len(data)):
+            return False
+        data = data[key]
+    return True

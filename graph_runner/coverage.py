@@ -1,0 +1,232 @@
+"""Runs a model with the NPU and tells which of its nodes the NPU computes, why the CPU computes the others, what that
+costs in graph splits and copies, and which ops to write next."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from pathlib import Path
+
+import ggml_backend_npu
+from ggml_backend_npu import OPS, Op
+from ggml_backend_npu.abi import convert
+from ggml_backend_npu.abi.plugin import Plugin
+from ggml_backend_npu.device import DEVICE
+from graph_runner.diff import types_of
+from graph_runner.session import Sampler, Session, Settings, context_for
+
+Splits = tuple[int, int]
+
+_VIEWS = frozenset({"VIEW", "RESHAPE", "PERMUTE", "TRANSPOSE"})
+
+
+@dataclass(frozen=True)
+class RanNode:
+    """A node of a graph, as it ran.
+
+    types     of its sources and of its output: "q8_0 i32 -> f32"
+    on_npu    whether the NPU computed it
+    why       why the CPU did
+    wants     whether a kernel would bring it to the NPU: none takes it, and the profile does
+    computes  whether there was anything to compute; an empty node takes part in splits only
+    """
+
+    op: str
+    types: str
+    on_npu: bool
+    why: str | None
+    wants: bool
+    computes: bool
+
+
+@dataclass
+class RanGraph:
+    """A graph, as it ran.
+
+    nodes   every node but views, in order
+    splits  the pieces that llama.cpp's scheduler says it cuts such a graph into
+    copied  bytes copied while it ran, by direction; empty with host memory
+    """
+
+    nodes: list[RanNode] = field(default_factory=list)
+    splits: int = 0
+    copied: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def n_nodes(self) -> int:
+        return sum(node.computes for node in self.nodes)
+
+    @property
+    def n_on_npu(self) -> int:
+        return sum(node.computes and node.on_npu for node in self.nodes)
+
+    def splits_with(self, ops: Collection[str] = ()) -> int:
+        """The scheduler's rule: neighbours on one device are one piece. `ops`: what the NPU could compute as well."""
+        on_npu = [node.on_npu or (node.wants and node.op in ops) for node in self.nodes]
+        return 1 + sum(a != b for a, b in pairwise(on_npu))
+
+
+@dataclass(frozen=True)
+class Gain:
+    """What kernels for some ops would bring: splits of a prompt and of a single token, and how many fewer that is."""
+
+    ops: tuple[str, ...]
+    splits: Splits
+    removes: Splits
+
+    @property
+    def rank(self) -> Splits:
+        return self.removes[::-1]
+
+
+@dataclass
+class Coverage:
+    """What the NPU computes of one model.
+
+    prompt   the graph of the prompt's first batch; token the graph of one token behind it
+    missing  ops that a kernel could bring to the NPU, each with the types that it would have to take
+    single   what each missing op would bring by itself, the best first; below zero it only cuts the graph up
+    joint    sets of missing ops, each the smallest found that removes so many splits
+    """
+
+    model: str
+    description: str
+    ggml: str
+    profile: str
+    memory: str
+    device_type: str
+    settings: Settings
+    text: str
+    n_prompt: int
+    prompt: RanGraph
+    token: RanGraph
+    missing: dict[str, list[str]]
+    single: list[Gain]
+    joint: list[Gain]
+
+    def groups(self) -> dict[RanNode, tuple[int, int]]:
+        """Nodes that are alike, those on the NPU first, with how many of them the prompt and the token have."""
+        prompt, token = (Counter(node for node in graph.nodes if node.computes) for graph in (self.prompt, self.token))
+        order = sorted(prompt | token, key=lambda node: (not node.on_npu, -prompt[node], -token[node], node.op))
+        return {node: (prompt[node], token[node]) for node in order}
+
+    @property
+    def write_next(self) -> Gain | None:
+        """The set that removes the most splits of a token per op; None where no set removes any."""
+        return max(self.joint, key=lambda gain: gain.removes[1] / len(gain.ops), default=None)
+
+
+class _Recorder:
+    """The observer of a coverage: takes down every node and who computed it."""
+
+    def __init__(self, npu: Plugin) -> None:
+        self._npu = npu
+        self._n_graphs = 0
+        self.nodes: list[RanNode] = []
+
+    def before(self, address: int) -> None:
+        self._n_graphs = self._npu.statistics.graphs
+
+    def after(self, address: int) -> None:
+        op = convert.op_name(self._npu.ggml, address)
+        if op in _VIEWS:
+            return
+        node = convert.node(self._npu.ggml, address)
+        on_npu = self._npu.statistics.graphs != self._n_graphs
+        kernel, profile = OPS.kernel_refusal(node), DEVICE.profile.refusal(node)
+        why = "; ".join(filter(None, (kernel, profile))) or "supported, but the scheduler left it where its data lies"
+        computes = convert.computes(op) and convert.is_needed(address) and node.dst.n_elements > 0
+        wants = kernel is not None and profile is None
+        self.nodes.append(RanNode(op, types_of(node), on_npu, None if on_npu else why, wants and not on_npu, computes))
+
+
+def cover(model: Path, prompt: str, *, settings: Settings | None = None) -> Coverage:
+    """Runs a prompt and one token with the NPU, as DEVICE says it is.
+
+    settings  of the context; device and n_ctx are set here
+
+    Raises SessionError for a model or settings that llama.cpp refuses.
+    """
+    npu = ggml_backend_npu.register()
+    recorder = _Recorder(npu)
+    settings = replace(settings or Settings(), device="npu", n_ctx=context_for(prompt, 1))
+    graphs = []
+    with Session(model, settings, observer=recorder) as session:
+        tokens = session.tokenize(prompt)[: session.n_batch]
+        for part, splits in zip((tokens, None), _splits(session), strict=True):
+            recorder.nodes, before = [], _copied(npu)
+            session.decode(part or [Sampler()(session.logits())])
+            copied = {direction: n - before[direction] for direction, n in _copied(npu).items()}
+            graphs.append(RanGraph(recorder.nodes, splits, copied))
+        description = session.description
+    missing: dict[str, set[str]] = defaultdict(set)
+    for node in (*graphs[0].nodes, *graphs[1].nodes):
+        if node.wants:
+            missing[node.op].add(node.types)
+
+    def gain(*ops: str) -> Gain:
+        """With host memory by the scheduler's rule. With the device's own, the scheduler also weighs where weights and
+        caches lie, and llama.cpp has to be asked."""
+        if npu.memory is None:
+            after = graphs[0].splits_with(ops), graphs[1].splits_with(ops)
+        else:
+            with (
+                OPS.having(*(Op(name, lambda dst: None) for name in ops)),
+                Session(model, replace(settings, weights=False)) as session,
+            ):
+                after = _splits(session)
+        return Gain(tuple(sorted(ops)), after, (graphs[0].splits - after[0], graphs[1].splits - after[1]))
+
+    single, joint = _gains(tuple(sorted(missing)), gain)
+    return Coverage(
+        model=str(model),
+        description=description,
+        ggml=npu.ggml.version,
+        profile=DEVICE.profile.name,
+        memory=DEVICE.memory,
+        device_type=DEVICE.device_type,
+        settings=settings,
+        text=prompt,
+        n_prompt=len(tokens),
+        prompt=graphs[0],
+        token=graphs[1],
+        missing={op: sorted(types) for op, types in sorted(missing.items())},
+        single=single,
+        joint=joint,
+    )
+
+
+def _gains(ops: tuple[str, ...], gain: Callable[..., Gain]) -> tuple[list[Gain], list[Gain]]:
+    """Each op by itself; and the best op, the best with it, and what is left of all ops when the one that matters least
+    is taken away, again and again."""
+    single = sorted((gain(op) for op in ops), key=_rank, reverse=True)
+    found = single[:1]
+    if len(ops) > 1:
+        best = single[0].ops
+        found.append(max((gain(*best, op) for op in ops if op not in best), key=_rank))
+    larger = []
+    while len(ops) > 2:
+        larger.append(gain(*ops))
+        ops = max((gain(*(op for op in ops if op != without)) for without in ops), key=_rank).ops
+    joint, most = [], (0, 0)
+    for each in [*found, *reversed(larger)]:
+        if each.rank > most:
+            most = each.rank
+            joint.append(each)
+    return single, joint
+
+
+def _rank(gain: Gain) -> Splits:
+    return gain.rank
+
+
+def _splits(session: Session) -> Splits:
+    """Of the prompt's graph and of a token's; llama.cpp says one number where they are alike."""
+    first, *others = (int(n) for n in (session.splits or "0").split(" / "))
+    return first, others[0] if others else first
+
+
+def _copied(npu: Plugin) -> dict[str, int]:
+    return dict(npu.memory.transfers.bytes) if npu.memory is not None else {}

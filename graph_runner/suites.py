@@ -1,0 +1,234 @@
+"""ggml's own programs, built from the sources of the installed llama-cpp-python, and what they say about the device.
+
+test-backend-ops computes every case of an op on the device and on ggml's CPU and compares; test-llama-archs does so for
+a model of every architecture. They know nothing of this project: they load its plugin as any program does.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import importlib
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Literal
+
+import platformdirs
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from ggml_backend_npu.abi.embedding import plugin
+
+PROGRAMS = ("test-backend-ops", "test-llama-archs", "ggml-rpc-server")
+
+_OPTIONS = {
+    "CMAKE_BUILD_TYPE": "Release",
+    "CMAKE_BUILD_RPATH_USE_ORIGIN": "ON",
+    "GGML_CCACHE": "OFF",
+    "GGML_NATIVE": "OFF",
+    "GGML_RPC": "ON",
+    "LLAMA_BUILD_APP": "OFF",
+    "LLAMA_BUILD_EXAMPLES": "OFF",
+    "LLAMA_BUILD_SERVER": "OFF",
+    "LLAMA_OPENSSL": "OFF",
+}
+
+# of the programs, test-llama-archs alone never looks for plugins
+_LOAD_PLUGINS = "\nstatic const bool plugins_are_loaded = (ggml_backend_load_all(), true);\n"
+
+_COLOURS = re.compile(r"\x1b\[[0-9;]*m")
+_LOADED = re.compile(r"Backend \d+/\d+: NPU")
+_CASE = re.compile(r".*?  (\w+)\((.*)\): (OK|FAIL|not supported \[(.*)\])")
+_FAILING_CASE = re.compile(r"  (\w+)\((.*)\)")
+_FAILED_NODE = re.compile(r"ggml-npu: \w+ node ")
+_ERROR = re.compile(r"error|assert", re.IGNORECASE)
+_MODEL = re.compile(r"\| *(\S+)\|.*\| *(\S+)\| *(OK|FAIL|SKIP)[^|]*\| *(OK|FAIL|SKIP)\|")
+
+Verdict = Literal["passed", "failed", "not supported"]
+
+
+class SuiteError(Exception):
+    """ggml's programs cannot be built, or did not run to their end: one line that says why."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """What a suite says about one case.
+
+    group       the op, or the model's architecture
+    name        its parameters
+    refused_by  devices that do not support it
+    log         what was printed about it
+    """
+
+    group: str
+    name: str
+    verdict: Verdict
+    refused_by: tuple[str, ...] = ()
+    log: str = ""
+
+
+def backend_ops(
+    ops: Iterable[str],
+    options: Mapping[str, str] | None = None,
+    seen: Callable[[Case], object] = lambda case: None,
+) -> list[Case]:
+    """Every case that test-backend-ops has of some ops, on the NPU.
+
+    options  environment variables of the plugin: GGML_NPU_MEMORY, GGML_NPU_KERNELS, ...
+    seen     called with each case as it comes
+
+    Raises SuiteError where the plugin was not loaded or the program crashed.
+    """
+    cases: list[Case] = []
+    log: list[str] = []
+    failing: list[tuple[str, str]] = []
+    loaded = False
+    for line in _with_plugin("test-backend-ops", ["test", "-b", "NPU", "-o", ",".join(ops)], options):
+        loaded = loaded or _LOADED.fullmatch(line) is not None
+        log = [*log, line] if line else []
+        if found := _CASE.match(line):
+            cases.append(_case(found, log))
+            seen(cases[-1])
+            log = []
+        elif found := _FAILING_CASE.fullmatch(line):
+            failing.append((found[1], found[2]))
+    if not loaded:
+        raise SuiteError("test-backend-ops has no device NPU")
+    # a case that ends before it is computed, for want of memory, has no line of its own
+    told = {(case.group, case.name) for case in cases if case.verdict == "failed"}
+    return cases + [Case(*case, "failed", log=f"{case[0]}({case[1]}): FAIL") for case in failing if case not in told]
+
+
+def _case(found: re.Match[str], log: list[str]) -> Case:
+    op, parameters, result, devices = found.groups()
+    if devices:
+        return Case(op, parameters, "not supported", tuple(devices.split(", ")))
+    # ggml compares bytes alone: a node that failed may have left the right ones
+    failed = result == "FAIL" or any(_FAILED_NODE.match(line) for line in log)
+    return Case(op, parameters, "failed" if failed else "passed", log="\n".join(line.strip() for line in log))
+
+
+def architectures(options: Mapping[str, str] | None = None) -> list[Case]:
+    """Every model that test-llama-archs makes, on the NPU as a GPU: results against the CPU's, and saved and loaded.
+
+    Raises SuiteError where the plugin was not loaded or the program crashed.
+    """
+    verdicts: dict[str, Verdict] = {"OK": "passed", "FAIL": "failed", "SKIP": "not supported"}
+    arguments = ["-b", "NPU", "-s", "1"]
+    lines = _with_plugin("test-llama-archs", arguments, {"GGML_NPU_DEVICE_TYPE": "gpu", **(options or {})})
+    cases = []
+    for line in lines:
+        if found := _MODEL.match(line):
+            result = "FAIL" if "FAIL" in found.groups() else found[3]
+            cases.append(Case(found[1], found[2], verdicts[result], log=line))
+    if not cases:
+        raise SuiteError("test-llama-archs has no device NPU")
+    return cases
+
+
+def _with_plugin(program: str, arguments: Sequence[str], options: Mapping[str, str] | None) -> Iterator[str]:
+    """The lines that a program prints with the plugin. Raises SuiteError where it crashed or has not the device."""
+    environment = {"GGML_BACKEND_PATH": str(plugin()), "GGML_NO_BACKTRACE": "1", **(options or {})}
+    for line in _lines([build() / program, *arguments], environment, ends=(0, 1)):
+        if line.startswith("ggml-npu: no device NPU"):
+            raise SuiteError(line.removeprefix("ggml-npu: "))
+        yield line
+
+
+# building
+
+
+def folder() -> Path:
+    """Where the programs that fit the installed llama-cpp-python are, once `build` has made them."""
+    return platformdirs.user_cache_path("ggml-npu") / f"llama-cpp-python-{version('llama-cpp-python')}" / "bin"
+
+
+def build(console: Console | None = None) -> Path:
+    """The folder of ggml's programs, built at the first call and kept in the user's cache directory.
+
+    A second process that wants them meanwhile waits. Raises SuiteError where a step fails.
+    """
+    programs = folder()
+    if not programs.is_dir():
+        programs.parent.mkdir(parents=True, exist_ok=True)
+        with open(programs.parent / "lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not programs.is_dir():
+                _build(programs, console or Console(stderr=True))
+    return programs
+
+
+def _build(programs: Path, console: Console) -> None:
+    cmake, ninja = _tool("cmake", "CMAKE_BIN_DIR"), _tool("ninja", "BIN_DIR")
+    console.print(
+        f"building ggml's own programs, once, some 4 minutes; kept in {programs}", highlight=False, soft_wrap=True
+    )
+    source, built = programs.with_name("source"), programs.with_name("build")
+    if not source.is_dir():
+        _fetch(source)
+    options = [f"-D{name}={value}" for name, value in _OPTIONS.items()]
+    for _ in _lines([cmake, "-S", source, "-B", built, "-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={ninja}", *options]):
+        pass
+    with Progress(
+        TextColumn("building"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
+        console=console, transient=True, disable=not console.is_terminal,
+    ) as progress:  # fmt: skip
+        task = progress.add_task("building", total=None)
+        for line in _lines([ninja, "-C", built, *PROGRAMS]):
+            if step := re.match(r"\[(\d+)/(\d+)\]", line):
+                progress.update(task, completed=int(step[1]), total=int(step[2]))
+    (built / "bin").replace(programs)
+    shutil.rmtree(source)
+    shutil.rmtree(built)
+
+
+def _fetch(source: Path) -> None:
+    """llama.cpp as the sdist of the installed llama-cpp-python has it."""
+    wanted = f"llama-cpp-python=={version('llama-cpp-python')}"
+    with tempfile.TemporaryDirectory(dir=source.parent) as name:
+        here = Path(name)
+        download = [sys.executable, "-m", "pip", "download", "--no-deps", "--no-binary", ":all:", "--dest", name, wanted]
+        for _ in _lines(download):
+            pass
+        (archive,) = here.glob("*.tar.gz")
+        with tarfile.open(archive) as sdist:
+            sdist.extractall(here, filter="data")
+        (found,) = here.glob("*/vendor/llama.cpp")
+        with open(found / "tests" / "test-llama-archs.cpp", "a") as program:
+            program.write(_LOAD_PLUGINS)
+        found.replace(source)
+
+
+def _tool(package: str, folder: str) -> Path:
+    """The program that a package on PyPI brings."""
+    try:
+        return Path(getattr(importlib.import_module(package), folder), package)
+    except ImportError:
+        raise SuiteError(f"ggml's programs are built with {package}: pip install {package}") from None
+
+
+def _lines(
+    command: Sequence[str | Path], environment: Mapping[str, str] | None = None, ends: tuple[int, ...] = (0,)
+) -> Iterator[str]:
+    """What a command prints, on both streams, without colours. Raises SuiteError where its exit code is not in `ends`."""
+    told = "it printed nothing"
+    with subprocess.Popen(
+        command, env={**os.environ, **(environment or {})}, text=True, errors="replace",
+        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    ) as process:  # fmt: skip
+        for raw in process.stdout or ():
+            line = _COLOURS.sub("", raw).rstrip()
+            if _ERROR.search(line) or (line and not _ERROR.search(told)):
+                told = line
+            yield line
+    if process.returncode not in ends:
+        raise SuiteError(f"{Path(command[0]).name} ended with {process.returncode}: {told.strip()}")

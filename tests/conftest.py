@@ -1,0 +1,39 @@
+"""What every test needs: a ggml that aborts without a debugger, the registered backend, reproducible examples."""
+
+from __future__ import annotations
+
+import os
+
+os.environ["GGML_NO_BACKTRACE"] = "1"  # read by ggml when it is loaded
+
+from typing import TYPE_CHECKING
+
+import pytest
+from hypothesis import HealthCheck, Phase, settings
+
+if TYPE_CHECKING:
+    from ggml_backend_npu.abi.plugin import Plugin
+
+settings.register_profile(
+    "tests",
+    deadline=None,
+    derandomize=True,
+    max_examples=15,
+    phases=(Phase.explicit, Phase.generate, Phase.shrink),
+    database=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
+)
+settings.load_profile("tests")
+
+
+@pytest.fixture(scope="session")
+def backend() -> Plugin:
+    """The backend, registered with the ggml inside llama-cpp-python."""
+    import ggml_backend_npu
+
+    return ggml_backend_npu.register()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """An exception that would leave a callback, and reach C, fails the test."""
+    config.addinivalue_line("filterwarnings", "error::pytest.PytestUnraisableExceptionWarning")

@@ -1,0 +1,280 @@
+"""One op at a time on ggml's CPU and on the device NPU, from the same bytes; and the bytes to try it with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from math import prod
+from typing import Any, Literal
+
+import numpy as np
+import pytest
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+import quant
+from ggml_backend_npu.abi.build import Builder
+from ggml_backend_npu.abi.lib import Ggml
+from ggml_backend_npu.abi.plugin import Plugin
+from quant import codec
+
+Bytes = NDArray[np.uint8]
+Dims = tuple[int, int, int, int]
+Kind = Literal["any", "number", "plain", "dense"]  # floats: any bits; not NaN; quantisable; no block of zeros
+ENGINES = ("compiled", "reference")
+IN_ORDER: Dims = (0, 1, 2, 3)
+_GUARD = 1 << 14
+
+# running
+
+
+class Scene(Builder):
+    """A Builder that knows which bytes each root tensor begins with."""
+
+    def __init__(self, ggml: Ggml, device: str) -> None:
+        super().__init__(ggml, device)
+        self.roots: list[tuple[int, NDArray[Any]]] = []
+
+    def root(self, type: str, ne: tuple[int, ...], data: NDArray[Any]) -> int:
+        """A tensor that begins with the bytes of data."""
+        tensor = self.tensor(type, ne)
+        self.roots.append((tensor, data))
+        return tensor
+
+    def guard(self) -> None:
+        """A tensor that nothing may write to, larger than most rows."""
+        self.root("i8", (_GUARD,), np.full(_GUARD, 0x5A, np.uint8))
+
+    def fill(self, node: int) -> None:
+        """Sets all bytes: the node's to a pattern, then those of the roots, of which the node may be a view."""
+        self.set(node, np.full(self.nbytes(node), 0xA5, np.uint8))
+        for tensor, data in self.roots:
+            self.set(tensor, data)
+
+    def memory(self, node: int) -> list[Bytes]:
+        """The bytes of the node, then of every root."""
+        return [self.get(node), *(self.get(tensor) for tensor, _ in self.roots)]
+
+
+Recipe = Callable[[Scene], int]  # makes roots and returns the node to compute
+
+
+@dataclass
+class Outcome:
+    """status  of graph_compute
+    before, after  bytes of the output and of every root
+    """
+
+    status: int
+    before: list[Bytes]
+    after: list[Bytes]
+
+
+def supported(backend: Plugin, recipe: Recipe) -> bool:
+    """Whether the NPU takes the recipe's node."""
+    with Scene(backend.ggml, "NPU") as scene:
+        return scene.supported(recipe(scene))
+
+
+def outcome(backend: Plugin, device: str, recipe: Recipe) -> Outcome:
+    """The recipe's node computed on a device, between two guards. The NPU must take it."""
+    with Scene(backend.ggml, device) as scene:
+        scene.guard()
+        node = recipe(scene)
+        assert device == "CPU" or scene.supported(node), "the NPU does not take the node"
+        scene.guard()
+        scene.fill(node)
+        before = scene.memory(node)
+        return Outcome(scene.compute(node), before, scene.memory(node))
+
+
+@contextmanager
+def engine(backend: Plugin, name: str) -> Iterator[None]:
+    """The backend with kernels of one engine: "compiled" or "reference"."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("GGML_NPU_ENGINE", name)
+        backend.forget_plans()
+        yield
+    backend.forget_plans()
+
+
+def assert_equals_cpu(backend: Plugin, recipe: Recipe) -> None:
+    """The NPU takes the node and leaves every byte, of the output and of all roots, as ggml's CPU does."""
+    results = {}
+    for name in ENGINES:
+        with engine(backend, name):
+            results[name] = outcome(backend, "NPU", recipe)
+        assert results[name].status == 0, f"{name}: {backend.statistics.error}"
+    cpu = outcome(backend, "CPU", recipe)  # after the NPU: on a node that it does not take ggml may abort
+    assert cpu.status == 0
+    for name, npu in results.items():
+        for i, (actual, expected) in enumerate(zip(npu.after, cpu.after, strict=True)):
+            assert_same_bytes(actual, expected, f"{name}: {f'root {i - 1}' if i else 'output'}")
+
+
+def assert_same_bytes(actual: NDArray[Any], expected: NDArray[Any], what: str = "") -> None:
+    """Equal byte for byte; the message says where not."""
+    a, b = (np.ascontiguousarray(array).reshape(-1).view(np.uint8) for array in (actual, expected))
+    assert a.size == b.size, f"{what}: {a.size} bytes, not {b.size}"
+    differs = np.flatnonzero(a != b)
+    if differs.size:
+        at = int(differs[0])
+        got, wanted = a[at : at + 16].tobytes().hex(" "), b[at : at + 16].tobytes().hex(" ")
+        pytest.fail(f"{what}: {differs.size} of {a.size} bytes differ, the first at {at}: {got}, not {wanted}")
+
+
+# bytes to try
+
+
+_POOL = 1 << 16
+
+
+def plain_floats() -> NDArray[np.float32]:
+    """Finite values: normal, exact ties of a quantiser, zeros of both signs, whole blocks of zeros, tiny ones."""
+    rng = np.random.default_rng(5)
+    x = rng.standard_normal(_POOL).astype(np.float32)
+    x *= rng.choice(np.float32([0.01, 1, 100]), _POOL // 256).repeat(256)
+    kind = rng.integers(0, 10, _POOL)
+    x = np.where(kind == 0, rng.integers(-254, 255, _POOL).astype(np.float32) / 2, x)
+    x = np.where(kind == 1, rng.choice(np.float32([0.0, -0.0, 127.0, -127.0, 1e-7, -1e-7]), _POOL), x)
+    x[(rng.integers(0, 8, _POOL // 32) == 0).repeat(32)] = 0
+    return x
+
+
+_SPECIAL = np.array(
+    [
+        *(0x7FC00000, 0xFFC00000, 0x7F800001, 0xFF812345, 0x7FFFFFFF, 0x7F800000, 0xFF800000),  # NaNs, infinities
+        *(0x00000000, 0x80000000, 0x00000001, 0x807FFFFF, 0x00800000, 0x7F7FFFFF, 0xFF7FFFFF),  # zeros ... largest
+        *(0x477FEFFF, 0x477FF000, 0x477FF001, 0x33000000, 0x33000001, 0x387FE000, 0xB3800000),  # ends of float16
+        *(0x3F808000, 0x3F818000, 0x3F801000, 0x3F803000, 0x7F7F8000, 0x00008000),  # ties of bfloat16 and float16
+    ],
+    np.uint32,
+)
+
+
+def special_floats() -> NDArray[np.float32]:
+    """Any bit patterns: the ones that conversions treat in a way of their own, random ones, and plain values."""
+    rng = np.random.default_rng(6)
+    bits = np.where(rng.random(_POOL) < 0.3, rng.choice(_SPECIAL, _POOL), plain_floats().view(np.uint32))
+    random = rng.integers(0, 1 << 32, _POOL, dtype=np.uint32)
+    return np.where(rng.random(_POOL) < 0.3, random, bits).view(np.float32)
+
+
+@cache
+def pool(type: str, kind: Kind) -> Bytes:
+    """Elements or blocks of a type to take from, as rows of bytes."""
+    of = codec(type)
+    if of.dtype is None:
+        blocks = np.random.default_rng(7).integers(0, 256, (4096, of.block_bytes), dtype=np.uint8)
+        with np.errstate(all="ignore"):
+            finite = np.isfinite(quant.dequantize(blocks, type)).all(axis=1)
+        return blocks[finite]
+    if type in ("f32", "f16", "bf16") and (kind != "any" or type == "f32"):
+        x = special_floats() if kind in ("any", "number") else plain_floats()
+        if kind == "dense":
+            x[::32] = 1
+        x = x if kind == "any" else np.where(np.isnan(x), np.float32(-0.0), x)
+        return quant.quantize(x, type).reshape(_POOL, -1)
+    return np.random.default_rng(8).integers(0, 256, (_POOL, of.block_bytes), dtype=np.uint8)
+
+
+def values(type: str, n: int, rng: np.random.Generator, kind: Kind = "any") -> Bytes:
+    """Bytes of n elements of a type; `kind` says which floats. Finite blocks of any bits for a quantised type."""
+    units = pool(type, kind)
+    begin = int(rng.integers(0, len(units) // 2)) // 32 * 32
+    return np.resize(units[begin:], (n // codec(type).block_size, units.shape[1]))
+
+
+def kind_for(src: str, dst: str) -> Kind:
+    """Which values of type src ggml converts to type dst in a defined way."""
+    if src == dst:
+        return "any"
+    if dst == "f16":
+        return "number"  # NaNs have tests of their own
+    if dst == "iq4_nl":
+        return "dense"  # ggml leaves the quants of a block of zeros as they are on its stack
+    return "any" if dst in ("f32", "bf16") else "plain"
+
+
+# shapes and strides
+
+
+@dataclass(frozen=True)
+class Placement:
+    """How a tensor lies in its root.
+
+    axes    dimension i of the memory is dimension axes[i] of the tensor (ggml_permute)
+    steps   every how many-th row, matrix, ... of the root it has
+    before  how much of the root lies in front of it, by dimension of the memory: blocks, rows, matrices, ...
+    after   how much lies behind it
+    """
+
+    axes: Dims = IN_ORDER
+    steps: Dims = (1, 1, 1, 1)
+    before: Dims = (0, 0, 0, 0)
+    after: Dims = (0, 0, 0, 0)
+
+    def put(self, scene: Scene, type: str, ne: Dims, fill: Callable[[int], NDArray[Any]]) -> int:
+        """The tensor of size ne, a view of a root that begins with fill(its elements)."""
+        root_ne, own, nb, offset = self._in_root(type, ne)
+        tensor = scene.root(type, root_ne, fill(prod(root_ne)))
+        if self == Placement():
+            return tensor
+        view = scene.view(tensor, own, nb[1:], offset)
+        return view if self.axes == IN_ORDER else scene.permute(view, self.axes)
+
+    def hold(self, scene: Scene, type: str, array: NDArray[Any], rest: int) -> int:
+        """The tensor of these values, axes reversed; what lies around them in the root is `rest`."""
+        tensor = self.put(scene, type, array.shape[::-1], lambda n: np.full(n, rest, array.dtype))
+        _, data = scene.roots[-1]
+        _, _, nb, offset = self._in_root(type, array.shape[::-1])
+        strides = [nb[self.axes.index(axis)] for axis in (3, 2, 1, 0)]
+        np.lib.stride_tricks.as_strided(data[offset // data.itemsize :], array.shape, strides)[...] = array
+        return tensor
+
+    def _in_root(self, type: str, ne: tuple[int, ...]) -> tuple[Dims, Dims, Dims, int]:
+        """The root's ne; ne, nb and offset of the view, in the order of the memory."""
+        kind = codec(type)
+        own = tuple(ne[axis] for axis in self.axes)
+        units = (own[0] // kind.block_size, *own[1:])
+        sizes = [b + n * s + a for b, n, s, a in zip(self.before, units, self.steps, self.after, strict=True)]
+        nb = [kind.block_bytes * prod(sizes[:i]) for i in range(4)]
+        offset = sum(b * stride for b, stride in zip(self.before, nb, strict=True))
+        stepped = tuple(s * stride for s, stride in zip(self.steps, nb, strict=True))
+        return (sizes[0] * kind.block_size, *sizes[1:]), own, stepped, offset
+
+
+PLAIN = Placement()
+TRANSPOSED = Placement(axes=(1, 0, 2, 3))
+ROWS_APART = Placement(steps=(1, 2, 1, 1), before=(1, 1, 0, 0), after=(0, 1, 1, 0))
+
+
+@st.composite
+def placements(draw: st.DrawFn, rows: bool = False) -> Placement:
+    """Any placement; rows: one that keeps the elements of a row together."""
+    few = st.integers(0, 1)
+    axes = (0, *draw(st.permutations((1, 2, 3)))) if rows else tuple(draw(st.permutations(IN_ORDER)))
+    steps = (1, *(draw(st.integers(1, 2)) for _ in range(3)))
+    before, after = (tuple(draw(few) for _ in range(4)) for _ in range(2))
+    return Placement(axes, steps, before, after)
+
+
+@st.composite
+def sizes(draw: st.DrawFn, block: int = 1) -> Dims:
+    """ne of a small tensor, its rows whole blocks."""
+    row = block * draw(st.integers(1, 3 if block > 1 else 40))
+    return (row, *(draw(st.integers(1, 3)) for _ in range(3)))
+
+
+@st.composite
+def reshapes(draw: st.DrawFn, ne: Dims, block: int = 1) -> Dims:
+    """A size of as many elements as ne, its rows whole blocks."""
+    factors = draw(st.permutations([ne[0] // block, *ne[1:]]))
+    merged = draw(st.integers(0, 3))
+    factors = [prod(factors[: merged + 1]), *factors[merged + 1 :], *[1] * merged]
+    return (factors[0] * block, *factors[1:])
+
+
+seeds = st.integers(0, 1 << 32)

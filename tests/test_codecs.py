@@ -1,0 +1,411 @@
+"""quant: every ggml type, byte for byte what the live ggml's own functions give."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+from numpy.typing import NDArray
+from support import ENGINES, assert_same_bytes, pool
+
+import quant
+from ggml_backend_npu.abi import structs
+from ggml_backend_npu.abi.codecs import Bound
+from ggml_backend_npu.abi.lib import Ggml
+from ggml_backend_npu.abi.plugin import Plugin
+from ggml_backend_npu.numerics import NUMERICS
+from quant import Rounding, codec
+
+Blocks = NDArray[np.uint8]
+Floats = NDArray[np.float32]
+
+TYPES = quant.type_names()
+OURS = [("q8_0", "reference"), ("q8_0", "simd"), ("q4_0", "reference")]
+ON_X86 = platform.machine().lower() in ("x86_64", "amd64")
+BUILT_SLOWLY = ("iq1_s", "iq2_s", "iq2_xs", "iq2_xxs")  # seconds for tables, once
+WITHOUT_REFERENCE = ("iq1", "iq2", "iq3", "iq4_nl")  # ggml's function needs tables, or is another one than the CPU's
+
+
+def bound(ggml: Ggml, name: str) -> Bound:
+    """The type's functions in the live ggml: to_float, and from_float of its CPU backend."""
+    return Bound(ggml, ggml.types[ggml.type_numbers[name]])
+
+
+def from_float_ref(ggml: Ggml, name: str) -> Callable[[Floats], Blocks]:
+    """The type's reference encoder in the live ggml, for (n_blocks, block_size) values."""
+    address = ggml.ggml_get_type_traits(ggml.type_numbers[name]).contents.from_float_ref
+    function = structs.RowFunction(address)
+
+    def encode(x: Floats) -> Blocks:
+        x = np.ascontiguousarray(x)
+        blocks = np.zeros((len(x), codec(name).block_bytes), np.uint8)
+        function(x.ctypes.data, blocks.ctypes.data, x.size)
+        return blocks
+
+    return encode
+
+
+def expected(ggml: Ggml, name: str, rounding: str, x: Floats) -> Blocks:
+    """What ggml makes of x: its reference encoder, or for "simd" that of its CPU backend."""
+    return from_float_ref(ggml, name)(x) if rounding == "reference" else bound(ggml, name).encode(x, "simd")
+
+
+def normal(n_blocks: int, block: int, seed: int = 0) -> Floats:
+    return np.random.default_rng(seed).standard_normal((n_blocks, block)).astype(np.float32)
+
+
+def hard_blocks() -> Floats:
+    """Blocks of 32 that quantisers treat in a way of their own."""
+    rng = np.random.default_rng(1)
+    ties = np.arange(-127, 129, dtype=np.float32).reshape(-1, 32) / 2
+    ties[:, 0] = 127
+    halves = np.where(np.arange(32) % 2, np.float32(0.5), np.float32(-0.5)) * np.arange(1, 33, dtype=np.float32)
+    zeros = np.array([[0.0] * 32, [0.0, -0.0] * 16], np.float32)
+    tiny = (rng.integers(0, 1 << 23, (64, 32), dtype=np.uint32) | np.uint32(1)).view(np.float32)  # subnormal
+    tiny[::2] *= np.float32(-1)
+    scales = np.float32(10) ** rng.integers(-44, 39, (2048, 1)).astype(np.float32)
+    with np.errstate(over="ignore"):
+        spread = (normal(2048, 32) * scales).clip(-3.4028235e38, 3.4028235e38).astype(np.float32)
+    equal = np.where(rng.random((64, 32)) < 0.5, np.float32(3.25), np.float32(-3.25))  # which is the first largest?
+    largest = np.full((1, 32), np.finfo(np.float32).max, np.float32)
+    return np.concatenate([ties, halves[None], zeros, tiny, spread, equal, largest])
+
+
+def with_plain_zeros(x: Floats) -> Floats:
+    """Blocks of nothing but zeros with the sign of the first one taken away: -0 there has a test of its own."""
+    x[(x == 0).all(axis=1), 0] = 0
+    return x
+
+
+finite_blocks = hnp.arrays(
+    np.float32, (3, 32), elements=st.floats(width=32, allow_nan=False, allow_infinity=False, allow_subnormal=True)
+).map(with_plain_zeros)
+
+# shapes and input
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name in BUILT_SLOWLY else ()) for name in TYPES]
+)
+def test_values_become_blocks_and_come_back_in_shape(name: str) -> None:
+    kind = codec(name)
+    x = normal(6, 2 * kind.block_size).reshape(2, 3, -1) * 8
+    blocks = quant.quantize(x, name)
+    assert blocks.dtype == np.uint8
+    assert blocks.shape == (2, 3, 2 * kind.block_bytes)
+    back = quant.dequantize(blocks, name)
+    assert back.dtype == np.float32
+    assert back.shape == x.shape
+    assert (back * x).sum() > 0
+    assert quant.quantize(x[:, :0], name).shape == (2, 0, 2 * kind.block_bytes)
+    assert quant.dequantize(blocks[:0], name).shape == (0, 3, 2 * kind.block_size)
+
+
+def test_types_measure_as_in_the_live_ggml(backend: Plugin) -> None:
+    ggml = {info.name: (info.block_size, info.block_bytes) for info in backend.ggml.types.values()}
+    assert {name: (codec(name).block_size, codec(name).block_bytes) for name in TYPES} == ggml
+
+
+@pytest.mark.parametrize("name", ["q8_0", "q4_0", "f16", "q6_K"])
+def test_any_array_is_taken_by_value(name: str) -> None:
+    x = (np.arange(-256, 256) // 4).reshape(2, 256)
+    want = quant.quantize(x.astype(np.float32), name)
+    for same in (
+        x,
+        x.astype(np.int8),
+        x.astype(np.float16),
+        np.repeat(x, 2, 1)[:, ::2],
+        np.asfortranarray(x),
+        x.tolist(),
+    ):
+        assert_same_bytes(quant.quantize(same, name), want)
+    assert_same_bytes(quant.dequantize(np.asfortranarray(want), name), quant.dequantize(want, name))
+
+
+@pytest.mark.parametrize("name", ["f16", "f32", "q8_0", "q6_K"])
+def test_float64_is_taken_by_value(name: str) -> None:
+    x = normal(2, 256)
+    assert_same_bytes(quant.quantize(x.astype(np.float64), name), quant.quantize(x, name))
+
+
+def test_blocks_of_another_dtype_are_taken_as_bytes() -> None:
+    x = normal(4, 32)
+    assert_same_bytes(quant.dequantize(x.astype(np.float16), "f16"), x.astype(np.float16).astype(np.float32))
+    assert_same_bytes(quant.dequantize(x, "f32"), x)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: quant.quantize(np.zeros(32), "q9_0"), "unknown type 'q9_0'.*known: .*q8_0.*q4_K"),
+        (lambda: quant.dequantize(np.zeros(34, np.uint8), ""), "unknown type ''"),
+        (lambda: quant.quantize(np.zeros(32), "q8_0", "up"), "unknown rounding 'up'.*reference simd"),  # type: ignore[arg-type]
+        (lambda: quant.quantize(np.zeros((2, 33)), "q8_0"), r"x of shape \(2, 33\).*q8_0's block size 32"),
+        (lambda: quant.quantize(np.zeros(128), "q4_K"), r"x of shape \(128,\).*q4_K's block size 256"),
+        (lambda: quant.quantize(np.float32(1), "f32"), r"x of shape \(\)"),
+        (lambda: quant.dequantize(np.zeros((2, 35), np.uint8), "q8_0"), "blocks of 35 bytes a row.*q8_0's 34"),
+        (lambda: quant.dequantize(np.zeros(3, np.uint8), "f16"), "blocks of 3 bytes a row.*f16's 2"),
+        pytest.param(
+            lambda: quant.dequantize(np.uint8(1), "i8"),
+            "blocks must have at least one axis",
+            marks=pytest.mark.xfail(strict=True, reason="np.ascontiguousarray gives it an axis first"),
+        ),
+    ],
+)
+def test_bad_input_is_refused_by_name_and_value(call: Callable[[], Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+def test_type_names_do_not_depend_on_case() -> None:
+    assert quant.codec("Q4_k") is quant.codec("q4_K")
+    assert quant.codec("F16") is quant.codec("f16")
+
+
+# decoding
+
+
+@pytest.mark.parametrize("name", [name for name in TYPES if codec(name).is_quantized and name not in ("q8_1", "q8_K")])
+def test_decoding_equals_ggmls_to_float(backend: Plugin, name: str) -> None:
+    random = np.random.default_rng(2).integers(0, 256, (2000, codec(name).block_bytes), dtype=np.uint8)
+    for blocks in (pool(name, "any"), random):  # finite ones; and any, with scales of NaN and inf
+        assert_same_bytes(quant.dequantize(blocks, name), bound(backend.ggml, name).decode(blocks))
+
+
+def test_activations_decode_to_quants_times_scale() -> None:
+    """q8_1 and q8_K, for which ggml has no to_float."""
+    quants = np.arange(-128, 128, dtype=np.int8)
+    sums = np.zeros(32, np.uint8)
+    q8_k = np.concatenate([np.array([0.25], np.float32).view(np.uint8), quants.view(np.uint8), sums])
+    assert_same_bytes(quant.dequantize(q8_k, "q8_K"), quants.astype(np.float32) / 4)
+    q8_1 = np.concatenate([np.array([0.5, 99], np.float16).view(np.uint8), quants[::8].view(np.uint8)])
+    assert_same_bytes(quant.dequantize(q8_1, "q8_1"), quants[::8].astype(np.float32) / 2)
+
+
+# encoding
+
+
+@pytest.mark.parametrize("name", [name for name in TYPES if not name.startswith(WITHOUT_REFERENCE)])
+def test_encoding_equals_ggmls(backend: Plugin, name: str) -> None:
+    traits = backend.ggml.ggml_get_type_traits(backend.ggml.type_numbers[name]).contents
+    x = normal(300, codec(name).block_size)
+    x[::7] = 0
+    if traits.from_float_ref:
+        assert_same_bytes(quant.quantize(x, name), from_float_ref(backend.ggml, name)(x))
+    elif backend.ggml.ggml_get_type_traits_cpu(backend.ggml.type_numbers[name]).contents.from_float:
+        assert_same_bytes(quant.quantize(x, name), bound(backend.ggml, name).encode(x, "simd"))
+    else:
+        assert name in ("f64", "i8", "i16", "i64")  # ggml makes them of nothing
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize(("name", "rounding"), OURS)
+def test_hard_blocks_encode_as_in_ggml(
+    backend: Plugin, name: str, rounding: Rounding, engine: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if rounding == "simd" and not ON_X86:
+        pytest.skip("this ggml's CPU backend is not the x86 one")
+    monkeypatch.setenv("GGML_NPU_ENGINE", engine)
+    x = hard_blocks()
+    assert_same_bytes(quant.quantize(x, name, rounding), expected(backend.ggml, name, rounding, x))
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize(("name", "rounding"), OURS)
+@given(x=finite_blocks)
+@settings(max_examples=60)
+def test_any_finite_block_encodes_as_in_ggml(
+    backend: Plugin, name: str, rounding: Rounding, engine: str, x: Floats
+) -> None:
+    if rounding == "simd" and not ON_X86:
+        pytest.skip("this ggml's CPU backend is not the x86 one")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("GGML_NPU_ENGINE", engine)
+        assert_same_bytes(quant.quantize(x, name, rounding), expected(backend.ggml, name, rounding, x))
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize(
+    ("name", "rounding"),
+    [
+        *OURS[:2],
+        pytest.param(
+            *OURS[2], marks=pytest.mark.xfail(strict=True, reason="ggml's scale is 0 / -8 = -0, ours -0 / -8 = 0")
+        ),
+    ],
+)
+def test_zeros_that_begin_with_a_negative_one_encode_as_in_ggml(
+    backend: Plugin, name: str, rounding: Rounding, engine: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GGML_NPU_ENGINE", engine)
+    x = np.array([[-0.0] * 32, [-0.0, 0.0] * 16], np.float32)
+    assert_same_bytes(quant.quantize(x, name, rounding), expected(backend.ggml, name, rounding, x))
+
+
+def test_ggmls_cpu_computes_with_the_rounding_and_the_q4_0_that_were_detected(backend: Plugin) -> None:
+    x = hard_blocks()
+    for name in ("q8_0", "q4_0"):
+        detected = NUMERICS.codec(name).encode(x, NUMERICS.rounding)
+        assert_same_bytes(detected, bound(backend.ggml, name).encode(x, "simd"))
+    assert NUMERICS.rounding == "simd" or not ON_X86
+
+
+def test_the_two_roundings_of_q8_0_differ_on_ties_only_there() -> None:
+    x = np.zeros(32, np.float32)
+    x[:6] = 127, 0.5, 2.5, -2.5, 1.5, 0.4
+    away, even = (quant.quantize(x, "q8_0", rounding)[2:8].view(np.int8).tolist() for rounding in quant.ROUNDINGS)
+    assert away == [127, 1, 3, -3, 2, 0]
+    assert even == [127, 0, 2, -2, 2, 0]
+
+
+def test_the_two_roundings_of_q8_0_differ_in_the_inverse_scale_too() -> None:
+    """1 / (amax / 127) is not 127 / amax: on random data a few quants in a million."""
+    x = normal(40000, 32)
+    reference, simd = (quant.quantize(x, "q8_0", rounding) for rounding in quant.ROUNDINGS)
+    assert 0 < (reference != simd).sum() < 100
+
+
+def test_other_types_have_one_rounding() -> None:
+    x = hard_blocks()
+    for name in ("q4_0", "q4_1", "f16", "bf16"):
+        assert_same_bytes(quant.quantize(x, name, "simd"), quant.quantize(x, name, "reference"))
+
+
+@pytest.mark.parametrize(("name", "rounding"), OURS)
+def test_compiled_runs_equal_their_definitions(name: str, rounding: Rounding, monkeypatch: pytest.MonkeyPatch) -> None:
+    x = np.concatenate([hard_blocks(), normal(5000, 32)])
+    blocks = np.random.default_rng(3).integers(0, 256, (5000, codec(name).block_bytes), dtype=np.uint8)
+    results = []
+    for engine in ENGINES:
+        monkeypatch.setenv("GGML_NPU_ENGINE", engine)
+        results.append((quant.quantize(x, name, rounding), quant.dequantize(blocks, name)))
+    for compiled, definition in zip(*results, strict=True):
+        assert_same_bytes(compiled, definition)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("name", [name for name in TYPES if codec(name).is_quantized and name[:2] != "iq"])
+def test_nan_and_infinity_crash_no_encoder(name: str, engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What they become is undefined in ggml."""
+    monkeypatch.setenv("GGML_NPU_ENGINE", engine)
+    x = normal(8, codec(name).block_size)
+    x[0], x[1], x[2, 3], x[3, 0], x[4, 5], x[5, ::2] = np.nan, np.inf, -np.inf, np.nan, np.inf, -np.nan
+    for rounding in quant.ROUNDINGS:
+        blocks = quant.quantize(x, name, rounding)
+        assert_same_bytes(blocks[6:], quant.quantize(x[6:], name, rounding), "blocks without them")
+
+
+# worked examples
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_the_worked_example_of_q4_0(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GGML_NPU_ENGINE", engine)
+    blocks = quant.quantize((np.arange(32, dtype=np.float32) - 8) / 2, "q4_0")
+    assert blocks.tobytes().hex() == "c0bd" + "5b5a5a4a493939382828271717160606"
+    values = quant.dequantize(blocks, "q4_0")
+    assert (values[0], values[31]) == (-4.3125, 11.5)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_the_worked_example_of_q8_0(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A scale of 0.1 is kept as the float16 0.0999755859375."""
+    monkeypatch.setenv("GGML_NPU_ENGINE", engine)
+    block = np.concatenate([np.array([0.1], np.float16).view(np.uint8), np.full(32, 15, np.uint8)])
+    assert quant.dequantize(block, "q8_0").tolist() == [1.4996337890625] * 32
+
+
+@pytest.mark.parametrize(("name", "block"), [("q8_0", "0000" + "00" * 32), ("q4_0", "0080" + "88" * 16)])
+@pytest.mark.parametrize("rounding", quant.ROUNDINGS)
+def test_a_block_of_zeros(name: str, block: str, rounding: Rounding) -> None:
+    """The scale of q4_0 is then 0 / -8."""
+    blocks = quant.quantize(np.zeros(32, np.float32), name, rounding)
+    assert blocks.tobytes().hex() == block
+    assert not quant.dequantize(blocks, name).any()
+
+
+@pytest.mark.parametrize(("values", "first"), [([3, -3], 3), ([-3, 3], -3)])
+def test_q4_0_takes_the_sign_of_the_first_largest(values: list[int], first: int) -> None:
+    x = np.zeros(32, np.float32)
+    x[[4, 20]] = values
+    assert quant.quantize(x, "q4_0")[:2].view(np.float16)[0] == first / -8
+
+
+# scalars
+
+
+@pytest.mark.parametrize("name", ["f16", "bf16"])
+def test_all_65536_half_floats_decode_as_in_ggml(backend: Plugin, name: str) -> None:
+    patterns = np.arange(65536, dtype=np.uint16).reshape(-1, 1).view(np.uint8)
+    assert_same_bytes(quant.dequantize(patterns, name), bound(backend.ggml, name).decode(patterns))
+
+
+@pytest.mark.parametrize("name", ["f16", "bf16"])
+def test_half_floats_come_back_as_they_were(name: str) -> None:
+    """But for signalling NaNs, which become quiet."""
+    patterns = np.arange(65536, dtype=np.uint16)
+    back = quant.quantize(quant.dequantize(patterns, name), name).view(np.uint16)
+    quiet = {"f16": 0x0200, "bf16": 0x0040}[name]
+    nan = np.isnan(quant.dequantize(patterns, name))
+    assert_same_bytes(back, np.where(nan, patterns | quiet, patterns).astype(np.uint16))
+
+
+def around_every_half_float(name: str) -> Floats:
+    """The float32 of every pattern, the ties between neighbours, and what lies one step beside these."""
+    if name == "bf16":
+        ends = np.array([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF], np.uint32)
+        return ((np.arange(65536, dtype=np.uint32) << 16)[:, None] | ends).view(np.float32)
+    exact = np.arange(65536, dtype=np.uint16).view(np.float16).astype(np.float32)
+    with np.errstate(all="ignore"):
+        ties = np.append((exact[:-1] + exact[1:]) / 2, np.float32(65520))
+    around = np.concatenate([x.view(np.uint32) + np.array([[-1], [0], [1]]) for x in (exact, ties)])
+    return np.ascontiguousarray(around.astype(np.uint32)).view(np.float32)
+
+
+@pytest.mark.parametrize("name", ["f16", "bf16"])
+def test_f32_becomes_the_half_float_that_ggml_makes_of_it(backend: Plugin, name: str) -> None:
+    random = np.random.default_rng(4).integers(0, 1 << 32, 1 << 20, dtype=np.uint32).view(np.float32)
+    for x in (around_every_half_float(name).reshape(-1, 1), random.reshape(-1, 1)):
+        assert_same_bytes(quant.quantize(x, name), bound(backend.ggml, name).encode(x, "simd"))
+
+
+@pytest.mark.parametrize(
+    ("value", "half"),
+    [
+        (65504, 0x7BFF),  # the largest
+        (65519.996, 0x7BFF),
+        (65520, 0x7C00),  # overflow
+        (-3e38, 0xFC00),
+        (2**-24, 0x0001),  # the smallest
+        (2**-25, 0x0000),  # a tie, to even
+        (2**-25 * 1.0001, 0x0001),
+        (2**-14 - 2**-25, 0x0400),  # a tie, to the smallest normal
+        (1 + 2**-11, 0x3C00),
+        (1 + 3 * 2**-11, 0x3C02),
+        (-0.0, 0x8000),
+    ],
+)
+def test_f16_rounds_to_nearest_even_overflows_to_infinity_and_keeps_subnormals(value: float, half: int) -> None:
+    assert quant.quantize(np.array([value]), "f16").view(np.uint16).tolist() == [half]
+
+
+@pytest.mark.parametrize("name", ["f32", "f64", "i8", "i16", "i32", "i64"])
+def test_other_scalars_are_c_casts(name: str) -> None:
+    dtype = codec(name).dtype
+    x = np.array([-128.0, -1.9, -0.5, 0.0, 0.99, 1.5, 127.0], np.float32)
+    assert_same_bytes(quant.quantize(x, name), x.astype(dtype))
+    assert_same_bytes(quant.dequantize(x.astype(dtype), name), x.astype(dtype).astype(np.float32))
+
+
+def test_an_array_of_the_type_itself_is_kept_to_the_bit() -> None:
+    integers = np.array([2**31 - 1, 16777217, -(2**31)], np.int32)
+    assert_same_bytes(quant.quantize(integers, "i32"), integers)
+    signalling = np.array([0x7F800001, 0xFFBFFFFF], np.uint32).view(np.float32)
+    assert_same_bytes(quant.quantize(signalling, "f32"), signalling)
+    assert_same_bytes(quant.dequantize(signalling, "f32"), signalling)
