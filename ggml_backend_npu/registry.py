@@ -30,6 +30,7 @@ class Op:
              names that keyword
     types    the type combinations it takes, (dst, src0, src1, ...), or None for any
     refuse   a reason why a node of these types is not taken, or None
+    resident taken only where its output is part of a tensor in the device's memory, from which no scheduler moves it
     prepare  where a compiled kernel exists: a node's tensors -> the bound call, or None where this one is not compiled
     """
 
@@ -37,6 +38,7 @@ class Op:
     define: Callable[..., None]
     types: frozenset[Types] | None = None
     refuse: Callable[..., str | None] | None = None
+    resident: bool = False
     prepare: Callable[..., Call | None] | None = None
     n_src: int = field(init=False)
     wants_params: bool = field(init=False)
@@ -159,6 +161,7 @@ def op(
     *,
     types: Iterable[Types] | None = None,
     refuse: Callable[..., str | None] | None = None,
+    resident: bool = False,
 ) -> Callable[[Callable[..., None]], Op]:
     """Decorator: makes a function the backend's kernel of the ggml op `name`.
 
@@ -169,6 +172,7 @@ def op(
     name    ggml_op_desc of the nodes it computes ("GET_ROWS", "SOFT_MAX", "SILU", ...)
     types   type combinations (dst, src0, src1, ...) that it takes; any, where left out
     refuse  called like the kernel: returns a reason why such a node is not taken, or None
+    resident  taken only where the output is part of a tensor in the device's memory
 
     The kernel gets `Tensor`s, reads its sources with `.view()` and writes into `dst.view()`; a source that a node
     leaves out is None; a keyword `params` gets the node's op_params as bytes. An exception in it fails the node, not
@@ -176,7 +180,7 @@ def op(
     """
 
     def register(define: Callable[..., None]) -> Op:
-        entry = Op(name, define, None if types is None else frozenset(types), refuse)
+        entry = Op(name, define, None if types is None else frozenset(types), refuse, resident)
         OPS.add(entry)
         return entry
 

@@ -308,6 +308,27 @@ class Session:
                 reason = self.npu.statistics.error if self.npu is not None else None
                 raise SessionError(f"llama.cpp failed to decode: {reason or _log.reason()}")
 
+    def save(self) -> bytes:
+        """The state of the context: tokens' keys and values, recurrent states."""
+        data = (ctypes.c_uint8 * llama_cpp.llama_state_get_size(self._context))()
+        return bytes(data[: llama_cpp.llama_state_get_data(self._context, data, len(data))])
+
+    def restore(self, state: bytes) -> None:
+        """Takes back what `save` gave."""
+        data = (ctypes.c_uint8 * len(state)).from_buffer_copy(state)
+        with self._device():
+            if llama_cpp.llama_state_set_data(self._context, data, len(data)) != len(state):
+                raise SessionError(f"state of {len(state)} bytes does not fit this context")
+
+    def forget(self, begin: int, end: int) -> None:
+        """Context shift: tokens at positions [begin, end) are dropped, those behind them move up."""
+        memory = llama_cpp.llama_get_memory(self._context)
+        if not llama_cpp.llama_memory_can_shift(memory):
+            raise SessionError("the context of this model cannot be shifted")
+        if not llama_cpp.llama_memory_seq_rm(memory, 0, begin, end):
+            raise SessionError(f"tokens {begin} to {end} cannot be dropped alone")
+        llama_cpp.llama_memory_seq_add(memory, 0, end, -1, begin - end)
+
     def logits(self) -> NDArray[np.float32]:
         """The logits behind the last token, a copy."""
         n_vocabulary = llama_cpp.llama_vocab_n_tokens(self._vocabulary)

@@ -45,6 +45,10 @@ class Buffers:
     def type_address(self) -> int:
         return ctypes.addressof(self.type)
 
+    def holds(self, tensor: int) -> bool:
+        """Whether a tensor's data lies in the device's memory."""
+        return convert.buffer_of(tensor) in self._buffers
+
     @guarded(None)
     def get_name(self, _: int) -> int:
         return self._name
@@ -94,7 +98,7 @@ class Buffers:
 
     @guarded(False)
     def cpy_tensor(self, _: int, src: int, dst: int) -> bool:
-        if convert.buffer_of(src) not in self._buffers:
+        if not self.holds(src):
             return False
         size = convert.tensor(self.ggml, src).nbytes
         self.memory.write(convert.data_of(dst), np.array(self.memory.read(convert.data_of(src), size)))

@@ -71,12 +71,21 @@ def root(ggml: Ggml, address: int) -> Tensor | None:
 
 def data_of(address: int) -> int:
     """Where a tensor's data lies."""
-    return int.from_bytes(ctypes.string_at(address + structs.DATA_AT, 8), "little")
+    return _pointer(address + structs.DATA_AT)
 
 
 def buffer_of(address: int) -> int:
     """The buffer that a tensor's data lies in."""
-    return int.from_bytes(ctypes.string_at(address + structs.BUFFER_AT, 8), "little")
+    return _pointer(address + structs.BUFFER_AT)
+
+
+def view_source_of(address: int) -> int:
+    """The tensor that a tensor is a view of, 0 where it is none."""
+    return _pointer(address + structs.VIEW_SRC_AT)
+
+
+def _pointer(address: int) -> int:
+    return int.from_bytes(ctypes.string_at(address, 8), "little")
 
 
 def is_leaf(address: int) -> bool:

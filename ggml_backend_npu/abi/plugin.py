@@ -177,7 +177,14 @@ class Plugin:
         op = convert.op_name(self.ggml, node)
         if not convert.computes(op):
             return True
-        return self.active and op in OPS and OPS.refusal(convert.node(self.ggml, node)) is None
+        if not self.active or op not in OPS or (OPS[op].resident and not self._holds(node)):
+            return False
+        return OPS.refusal(convert.node(self.ggml, node)) is None
+
+    def _holds(self, node: int) -> bool:
+        """Whether a node's output is a view of a tensor in the device's memory."""
+        root = convert.view_source_of(node)
+        return self.memory is not None and root != 0 and self._buffers.holds(root)
 
     # backend
 
