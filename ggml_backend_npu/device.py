@@ -32,6 +32,12 @@ def _bytes(name: str, value: str) -> int:
     return int(found[1]) * _UNITS[found[2].upper()]
 
 
+def _count(name: str, value: str) -> int:
+    if not value.isdecimal() or not int(value):
+        raise DeviceError(f"{name}={value!r}: must be a number of threads, 1 or more")
+    return int(value)
+
+
 def _profile(name: str, value: str) -> Profile:
     try:
         return load(value)
@@ -44,6 +50,7 @@ _CHECKS: dict[str, Callable[[str, str], Any]] = {
     "memory": partial(_choice, allowed=("host", "device")),
     "memory_limit": _bytes,
     "device_type": partial(_choice, allowed=("accel", "gpu")),
+    "threads": _count,
 }
 
 
@@ -57,12 +64,14 @@ class DeviceOptions:
     memory        "host": tensors stay in ggml's own buffers; "device": the device has memory of its own
     memory_limit  bytes of its memory
     device_type   "accel": every context uses it at once; "gpu": when n_gpu_layers or a model's device list says so
+    threads       that a kernel may use; llama.cpp sets it for its contexts
     """
 
     profile: Profile = FULL
     memory: str = "host"
     memory_limit: int = 8 << 30
     device_type: str = "accel"
+    threads: int = field(default_factory=lambda: os.cpu_count() or 1)
     _environment_is_read: bool = field(default=False, init=False, repr=False)
 
     def update(self, options: Mapping[str, str | None]) -> None:
@@ -79,8 +88,8 @@ class DeviceOptions:
             setattr(self, name, value)
 
     def update_from_environment(self) -> None:
-        """Takes GGML_NPU_PROFILE, GGML_NPU_MEMORY, GGML_NPU_MEMORY_LIMIT and GGML_NPU_DEVICE_TYPE where they are set,
-        once: later calls change nothing."""
+        """Takes GGML_NPU_PROFILE, _MEMORY, _MEMORY_LIMIT, _DEVICE_TYPE and _THREADS where they are set, once: later
+        calls change nothing."""
         if not self._environment_is_read:
             names = [field.name for field in fields(self) if field.init]
             self._take({name: os.environ.get(_variable(name)) for name in names}, _variable)

@@ -28,8 +28,9 @@ def load_kernels(path: Path) -> dict[str, str]:
     module = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
-        raise KernelFileError(f"kernels {str(path)!r}{_line(path, error)}: {type(error).__name__}: {error}") from None
+    except (Exception, SystemExit) as error:
+        text = error.msg if isinstance(error, SyntaxError) else error
+        raise KernelFileError(f"kernels {str(path)!r}{_line(path, error)}: {type(error).__name__}: {text}") from None
     changed = [name for name in OPS if OPS[name] is not before.get(name)]
     ggml = lib.ggml()
     if not changed:
@@ -40,8 +41,8 @@ def load_kernels(path: Path) -> dict[str, str]:
     return {name: "replaced" if name in before else "new" for name in changed}
 
 
-def _line(path: Path, error: Exception) -> str:
-    if isinstance(error, SyntaxError):
+def _line(path: Path, error: BaseException) -> str:
+    if isinstance(error, SyntaxError) and error.lineno:
         return f" line {error.lineno}"
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
     return f" line {lines[-1]}" if lines else ""

@@ -246,7 +246,7 @@ ASCEND_310P = Profile(
 
 _BLOCKS = ("q8_0", "q4_0")
 _REQUIRED_COPIES = (
-    Rule({"src0": (*_HALF, *_BLOCKS, "i32")}, where=("dst.type == src0.type",)),
+    *(Rule({"src0": (name,), "dst": (name,)}) for name in (*_BLOCKS, "i32")),
     Rule({"src0": _HALF, "dst": _HALF}),
     Rule({"src0": _HALF, "dst": _BLOCKS}, contiguous=("dst",)),
     Rule({"src0": _BLOCKS, "dst": ("f32",)}),

@@ -11,6 +11,7 @@ from typing import Any
 
 from ggml_backend_npu.device import DEVICE
 from ggml_backend_npu.ir import Node, Tensor
+from quant import type_names
 from quant.jit import engine
 
 Call = Callable[[], None]
@@ -46,8 +47,12 @@ class Op:
     def __post_init__(self) -> None:
         parameters = inspect.signature(self.define).parameters
         self.n_src = len(parameters) - 1 - ("params" in parameters)
-        if self.types is not None and len({len(types) for types in self.types}) != 1:
-            raise TypeError(f"op {self.name}: type combinations of one length are needed, got {sorted(self.types)}")
+        if self.types is not None:
+            if len({len(types) for types in self.types}) != 1:
+                raise TypeError(f"op {self.name}: types must be combinations of one length, got {sorted(self.types)}")
+            unknown = sorted({name for types in self.types for name in types} - set(type_names()))
+            if unknown:
+                raise TypeError(f"op {self.name}: unknown type {unknown[0]!r}; known: {' '.join(type_names())}")
         self.wants_params = "params" in parameters
         if self.n_src < 0:
             raise TypeError(f"kernel {self.define.__name__} of op {self.name}: takes no dst")
@@ -108,10 +113,14 @@ class Op:
 
 
 class Registry(Mapping[str, Op]):
-    """Ops by name. Registering a name again replaces the op: how a user's kernel takes the place of one of ours."""
+    """Ops by name. Registering a name again replaces the op: how a user's kernel takes the place of one of ours.
+
+    version  another number whenever ops change: plans made before hold other kernels
+    """
 
     def __init__(self) -> None:
         self._ops: dict[str, Op] = {}
+        self.version = 0
 
     def __getitem__(self, name: str) -> Op:
         return self._ops[name]
@@ -124,6 +133,7 @@ class Registry(Mapping[str, Op]):
 
     def add(self, op: Op) -> None:
         self._ops[op.name] = op
+        self.version += 1
 
     @contextmanager
     def having(self, *ops: Op) -> Iterator[None]:
@@ -135,6 +145,7 @@ class Registry(Mapping[str, Op]):
             yield
         finally:
             self._ops = before
+            self.version += 1
 
     def refusal(self, node: Node) -> str | None:
         """Why the backend does not take the node: no kernel does, or not the profile. None where it does."""

@@ -7,13 +7,9 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 
+from ggml_backend_npu.device import DEVICE
+
 GRAIN = 256 * 1024  # bytes below which a second thread costs more than it brings
-
-
-class Threads:
-    """count  threads a kernel may use; llama.cpp sets it through ggml_backend_set_n_threads"""
-
-    count: int = int(os.environ.get("GGML_NPU_THREADS", "0")) or os.cpu_count() or 1
 
 
 @cache
@@ -23,7 +19,7 @@ def _pool() -> ThreadPoolExecutor:
 
 def split(kernel: Callable[[int, int], None], n_units: int, n_bytes: int) -> None:
     """kernel(begin, end) over [0, n_units), in as many parts as threads are allowed and n_bytes are worth."""
-    parts = max(1, min(Threads.count, n_units, n_bytes // GRAIN))
+    parts = max(1, min(DEVICE.threads, n_units, n_bytes // GRAIN))
     if parts == 1:
         kernel(0, n_units)
         return

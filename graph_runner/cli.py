@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import io
 import json
 import os
 import statistics
@@ -51,7 +52,17 @@ MODEL_HELP = (
     "(a small random llama made on the spot)."
 )
 Model = Annotated[str, typer.Argument(metavar="MODEL", help=MODEL_HELP, show_default=False)]
-Prompt = Annotated[str, typer.Option("-p", "--prompt", help="Text that the model goes on from.")]
+
+
+def _utf8(prompt: str) -> str:
+    try:
+        prompt.encode()
+    except UnicodeEncodeError:
+        raise BadInputError(f"--prompt {prompt!a}: is no UTF-8") from None
+    return prompt
+
+
+Prompt = Annotated[str, typer.Option("-p", "--prompt", callback=_utf8, help="Text that the model goes on from.")]
 CacheTypeK = Annotated[str, typer.Option(metavar="TYPE", help="ggml type of the K cache: f16, f32, q8_0, q4_0, ...")]
 CacheTypeV = Annotated[
     str, typer.Option(metavar="TYPE", help="ggml type of the V cache; a quantised one needs --flash-attn on.")
@@ -273,7 +284,11 @@ def _chosen_ops(ops: str | None) -> set[str] | None:
 
 
 def _check_json(file: str | None) -> None:
-    if file not in (None, "-") and not Path(file).parent.is_dir():
+    if file is None or file == "-":
+        return
+    if Path(file).is_dir():
+        raise BadInputError(f"--json {file!r}: is a directory")
+    if not Path(file).parent.is_dir():
         raise BadInputError(f"--json {file!r}: no such directory")
 
 
@@ -282,10 +297,13 @@ def _write(file: str, text: str) -> None:
         sys.stdout.write(text)
         return
     path = Path(file)
-    partial = path.with_name(path.name + ".part")
     try:
-        partial.write_text(text)
-        partial.replace(path)
+        if path.exists() and not path.is_file():  # a pipe or a device is written to, not replaced
+            path.write_text(text)
+        else:
+            partial = path.with_name(path.name + ".part")
+            partial.write_text(text)
+            partial.replace(path)
     except OSError as error:
         raise BadInputError(f"--json {file!r}: {error.strerror}") from None
 
@@ -425,15 +443,18 @@ def main() -> None:
     from ggml_backend_npu.kernels import KernelFileError
     from ggml_backend_npu.registry import KernelError
     from graph_runner.session import SessionError
+    from quant.jit import EngineError
 
     os.environ.setdefault("GGML_NO_BACKTRACE", "1")
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
     try:
         app()
-    except (BadInputError, DeviceError, KernelError, KernelFileError, SessionError, UnknownGgmlError) as error:
-        print(f"ggml-npu: {error}", file=sys.stderr)
+    except (
+        BadInputError, DeviceError, EngineError, KernelError, KernelFileError, SessionError, UnknownGgmlError
+    ) as error:  # fmt: skip
+        print("ggml-npu:", " ".join(str(error).split()), file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(141)

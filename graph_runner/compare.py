@@ -19,7 +19,7 @@ class Comparison:
     n_bytes      bytes of the tensor's span, gaps included
     n_different  how many of them differ
     outside      whether bytes around the span were written
-    nmse         sum of squared differences / sum of squares of the reference, over finite values
+    nmse         sum of squared differences / sum of squares of the reference, over finite values; nan without one
     max_abs      largest absolute difference
     where        the first differing element or block, as indices (i3, i2, i1, i0); None where only gaps differ
     """
@@ -47,7 +47,7 @@ def compare(reference: Tensor, result: Tensor, outside: bool) -> Comparison:
         error = np.where(finite, a - b, 0.0)
         power = float(np.square(np.where(finite, a, 0.0)).sum())
         squares = float(np.square(error).sum())
-        nmse = squares / power if power else squares
+        nmse = (squares / power if power else squares) if finite.any() else float("nan")
         max_abs = float(np.abs(error).max(initial=0.0)) if finite.all() else float("inf")
     return Comparison(expected.size, different, outside, nmse, max_abs, _first(reference, result))
 

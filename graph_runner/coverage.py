@@ -136,6 +136,8 @@ class _Recorder:
         node = convert.node(self._npu.ggml, address)
         on_npu = self._npu.statistics.graphs != self._n_graphs
         kernel, profile = OPS.kernel_refusal(node), DEVICE.profile.refusal(node)
+        if kernel is None and OPS[op].resident:
+            kernel = "a kernel for parts of the device's own tensors only"
         why = "; ".join(filter(None, (kernel, profile))) or "supported, but the scheduler left it where its data lies"
         computes = convert.computes(op) and convert.is_needed(address) and node.dst.n_elements > 0
         wants = kernel is not None and profile is None
@@ -185,7 +187,7 @@ def cover(model: Path, prompt: str, *, settings: Settings | None = None) -> Cove
         description=description,
         ggml=npu.ggml.version,
         profile=DEVICE.profile.name,
-        memory=DEVICE.memory,
+        memory="host" if npu.memory is None else "device",
         device_type=DEVICE.device_type,
         settings=settings,
         text=prompt,

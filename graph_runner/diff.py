@@ -164,7 +164,7 @@ def diff(
     """Runs a prompt and `steps` greedy tokens on llama.cpp's CPU, and compares every supported node with the NPU.
 
     settings  of the context, flash attention off where left out; device and n_ctx are set here
-    ops       names of the ops to compare; all of the backend's, where left out
+    ops       names of the ops to compare; all that the backend takes from a model's graph, where left out
     progress  called with 0..1 while the model loads
     seen      called with each node's result
 
@@ -180,7 +180,9 @@ def diff(
         nodes.append(node)
         seen(node)
 
-    observer = _Recompute(ggml, set(OPS) if ops is None else ops, add)
+    if ops is None:
+        ops = {name for name in OPS if not OPS[name].resident}
+    observer = _Recompute(ggml, ops, add)
     settings = replace(settings or Settings(flash_attention="off"), device="cpu", n_ctx=context_for(prompt, steps))
     with Session(model, settings, observer=observer, progress=progress) as session:
         tokens = session.tokenize(prompt)

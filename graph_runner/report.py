@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from math import isfinite
 from typing import Any
 
 from rich.console import Console
@@ -67,7 +68,7 @@ def print_diff(result: DiffResult, console: Console, *, first: int = 5) -> None:
     for (op, reason), count in sorted(result.refused.items()):
         console.print(f"{op}: {count:,} nodes left to the CPU: {reason}", highlight=False, markup=False)
     for node in result.different[:first]:
-        console.print(_describe(node), style="red", highlight=False, markup=False)
+        console.print(_describe(node), style="red", highlight=False, markup=False, soft_wrap=True)
     if len(result.different) > first:
         console.print(f"... and {len(result.different) - first:,} more", highlight=False)
     console.print(_verdict(result), style="bold green" if result else "bold red", highlight=False)
@@ -129,9 +130,8 @@ def _node_json(node: NodeResult) -> dict[str, Any]:
         return data | {"failure": node.failure}
     data |= {"n_bytes": found.n_bytes, "n_different": found.n_different}
     if not found:
-        # JSON has no inf
-        finite = found.max_abs if found.max_abs != float("inf") else None
-        data |= {"outside": found.outside, "nmse": found.nmse, "max_abs": finite, "where": found.where}
+        nmse, max_abs = (x if isfinite(x) else None for x in (found.nmse, found.max_abs))  # JSON has no inf
+        data |= {"outside": found.outside, "nmse": nmse, "max_abs": max_abs, "where": found.where}
     return data
 
 
@@ -175,7 +175,9 @@ def _print_gains(title: str, gains: list[Gain], console: Console) -> None:
     table.add_column("of a token", justify="right")
     for gain in gains:
         changes = [f"{-less:+,}" if less else "same" for less in gain.removes]
-        table.add_row(" ".join(gain.ops), *(f"{n:,} ({change})" for n, change in zip(gain.splits, changes, strict=True)))
+        table.add_row(
+            " ".join(gain.ops), *(f"{n:,} ({change})" for n, change in zip(gain.splits, changes, strict=True))
+        )
     console.print(table)
 
 

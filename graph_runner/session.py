@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import os
+import signal
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,6 +21,8 @@ from numpy.typing import NDArray
 
 import ggml_backend_npu
 from ggml_backend_npu.abi import convert, lib, structs
+from ggml_backend_npu.abi.guard import Failures
+from ggml_backend_npu.abi.plugin import Statistics
 from quant.jit import array_at, callback
 
 DeviceName = Literal["npu", "cpu"]
@@ -70,6 +74,22 @@ class Settings:
 def context_for(prompt: str, n: int) -> int:
     """Cells that surely hold a prompt and n more tokens: a token is at least a byte."""
     return -(-(len(prompt.encode()) + 8 + n) // 256) * 256
+
+
+@contextmanager
+def _interrupt_waits() -> Iterator[None]:
+    """Ctrl-C is raised when the context ends: raised in a callback, C would not notice."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    caught: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, _: caught.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if caught:
+        raise KeyboardInterrupt
 
 
 class _Log:
@@ -148,7 +168,7 @@ class Session:
         self._counts = np.zeros((len(self.ggml.ops) + 1, _FUNCTIONS_PER_OP), np.int64)
         types_kv = [self._type_number(name) for name in (settings.cache_type_k, settings.cache_type_v)]
         self.npu = ggml_backend_npu.register() if settings.device == "npu" else None
-        self._npu_before = Counter(self.npu.statistics.computed) if self.npu is not None else Counter()
+        self._npu_statistics = Statistics()
         llama_cpp.llama_backend_init()
         self._load(model, progress)
         self._vocabulary = llama_cpp.llama_model_get_vocab(self._model)
@@ -199,25 +219,35 @@ class Session:
             params.cb_eval = ctypes.cast(_count_node.address, type(params.cb_eval))
             params.cb_eval_user_data = self._counts.ctypes.data
         _log.clear()
-        with self._device():
+        with self._inside():
+            contexts = self.npu.contexts if self.npu is not None else {}
+            others = set(contexts)
             self._context = llama_cpp.llama_init_from_model(self._model, params)
+            for address in contexts.keys() - others:
+                self._npu_statistics = contexts[address]
         if not self._context:
             raise SessionError(f"model {str(model)!r}: {_log.reason()}")
         self.n_batch = int(params.n_batch)
         self.graph_line = _log.find("splits =")
 
     @contextmanager
-    def _device(self) -> Iterator[None]:
-        """While llama.cpp builds and runs graphs: the NPU takes nodes or, in a session on the CPU, none."""
-        if ggml_backend_npu.register.cache_info().currsize == 0:
-            yield
-            return
-        npu = ggml_backend_npu.register()
-        before, npu.active = npu.active, self.npu is not None
-        try:
-            yield
-        finally:
-            npu.active = before
+    def _inside(self) -> Iterator[None]:
+        """While llama.cpp runs: the NPU takes nodes or, in a session on the CPU, none, and an interrupt waits.
+
+        What a callback turned into a failure is not printed there: it is raised here.
+        """
+        npu = ggml_backend_npu.register() if ggml_backend_npu.register.cache_info().currsize else None
+        active, printed = npu is not None and npu.active, Failures.printed
+        Failures.message, Failures.printed = None, False
+        with _interrupt_waits():
+            try:
+                if npu is not None:
+                    npu.active = self.npu is not None
+                yield
+            finally:
+                Failures.printed = printed
+                if npu is not None:
+                    npu.active = active
 
     def _observe(self, node: int, ask: bool, _: Any) -> bool:
         assert self._observer is not None
@@ -267,7 +297,7 @@ class Session:
     @property
     def npu_nodes(self) -> Counter[str]:
         """How many of `nodes` the NPU computed."""
-        return self.npu.statistics.computed - self._npu_before if self.npu is not None else Counter()
+        return Counter(self._npu_statistics.computed)
 
     def tokenize(self, text: str) -> list[int]:
         """Tokens of a text, with those that the model wants at its begin. Raises SessionError without a tokenizer."""
@@ -297,7 +327,7 @@ class Session:
             array = (llama_cpp.llama_token * len(part))(*part)
             batch = llama_cpp.llama_batch_get_one(array, len(part))
             _log.clear()
-            with self._device():
+            with self._inside():
                 status = llama_cpp.llama_decode(self._context, batch)
             if self._error is not None:
                 error, self._error = self._error, None
@@ -305,8 +335,7 @@ class Session:
             if status == 1:
                 raise SessionError(f"context of {self.settings.n_ctx} cells is full")
             if status != 0:
-                reason = self.npu.statistics.error if self.npu is not None else None
-                raise SessionError(f"llama.cpp failed to decode: {reason or _log.reason()}")
+                raise SessionError(Failures.message or f"llama.cpp failed to decode: {_log.reason()}")
 
     def save(self) -> bytes:
         """The state of the context: tokens' keys and values, recurrent states."""
@@ -316,7 +345,7 @@ class Session:
     def restore(self, state: bytes) -> None:
         """Takes back what `save` gave."""
         data = (ctypes.c_uint8 * len(state)).from_buffer_copy(state)
-        with self._device():
+        with self._inside():
             if llama_cpp.llama_state_set_data(self._context, data, len(data)) != len(state):
                 raise SessionError(f"state of {len(state)} bytes does not fit this context")
 

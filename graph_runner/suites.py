@@ -196,7 +196,18 @@ def _fetch(source: Path) -> None:
     wanted = f"llama-cpp-python=={version('llama-cpp-python')}"
     with tempfile.TemporaryDirectory(dir=source.parent) as name:
         here = Path(name)
-        download = [sys.executable, "-m", "pip", "download", "--no-deps", "--no-binary", ":all:", "--dest", name, wanted]
+        download = [
+            sys.executable,
+            "-m",
+            "pip",
+            "download",
+            "--no-deps",
+            "--no-binary",
+            ":all:",
+            "--dest",
+            name,
+            wanted,
+        ]
         for _ in _lines(download):
             pass
         (archive,) = here.glob("*.tar.gz")

@@ -27,23 +27,31 @@ Kernel = Callable[..., Any]
 
 @functools.cache
 def cache_directory() -> Path:
-    """Where compiled kernels are kept: one folder per content of the packages that hold kernels.
+    """Where compiled kernels are kept: one folder per content of the modules that hold kernels.
 
     numba notices a change in the file of the cached function only, not in those it calls; a folder named by
-    all sources cannot go stale. `NUMBA_CACHE_DIR`, where set, takes the place of the user's cache directory.
+    all their sources cannot go stale. `NUMBA_CACHE_DIR`, where set, takes the place of the user's cache directory.
     """
     root = os.environ.get("NUMBA_CACHE_DIR") or platformdirs.user_cache_dir("ggml-npu")
     here = Path(__file__).resolve().parent
     sources = sorted([*here.rglob("*.py"), *(here.parent / "ggml_backend_npu").rglob("*.py")])
     digest = hashlib.sha256()
-    for source in sources:
-        digest.update(source.read_bytes())
+    for text in (source.read_bytes() for source in sources):
+        if b"quant.jit" in text or b"@intrinsic" in text:
+            digest.update(text)
     return Path(root) / f"kernels-{digest.hexdigest()[:16]}"
 
 
+class EngineError(ValueError):
+    """GGML_NPU_ENGINE names no engine."""
+
+
 def engine() -> str:
-    """ "compiled", or "reference" where `GGML_NPU_ENGINE=reference` asks for the NumPy definitions."""
-    return os.environ.get("GGML_NPU_ENGINE", "compiled")
+    """Which kernels run: compiled, or the NumPy definitions where `GGML_NPU_ENGINE=reference` asks for them."""
+    name = os.environ.get("GGML_NPU_ENGINE", "compiled")
+    if name not in ("compiled", "reference"):
+        raise EngineError(f"GGML_NPU_ENGINE={name!r}: must be one of compiled, reference")
+    return name
 
 
 @contextmanager

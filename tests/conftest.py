@@ -18,7 +18,7 @@ settings.register_profile(
     "tests",
     deadline=None,
     derandomize=True,
-    max_examples=15,
+    max_examples=20,
     phases=(Phase.explicit, Phase.generate, Phase.shrink),
     database=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],

@@ -146,7 +146,7 @@ def test_get_rows_gives_the_requirements_examples(
     src=placements(rows=True),
     ids=placements(),
 )
-@settings(max_examples=10)
+@settings(max_examples=16)
 def test_set_rows(
     backend: Plugin,
     dst_type: str,
@@ -208,7 +208,7 @@ def test_set_rows_keeps_the_last_row_where_an_id_comes_twice(backend: Plugin, ds
 
 @pytest.mark.parametrize("types", [pair for pair in COPIES if pair not in CRASHING], ids="->".join)
 @given(data=st.data())
-@settings(max_examples=12)
+@settings(max_examples=20)
 def test_cpy(backend: Plugin, types: tuple[str, str], data: st.DataObject) -> None:
     assert_equals_cpu(backend, data.draw(copies(*types)))
 

@@ -10,9 +10,12 @@ from typing import Any
 
 
 class Failures:
-    """message  of the last exception that a callback turned into a failure, or None"""
+    """message  of the last exception that a callback turned into a failure, or None
+    printed  whether such a message goes to stderr at once: not while a caller is going to raise it
+    """
 
     message: str | None = None
+    printed: bool = True
 
 
 def guarded(failure: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -26,8 +29,9 @@ def guarded(failure: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
             except KeyboardInterrupt:
                 _thread.interrupt_main()
             except BaseException as error:
-                Failures.message = str(error) or type(error).__name__
-                print(f"ggml-npu: {Failures.message}", file=sys.stderr)
+                Failures.message = " ".join(str(error).split()) or type(error).__name__
+                if Failures.printed:
+                    print(f"ggml-npu: {Failures.message}", file=sys.stderr)
             return failure
 
         return call

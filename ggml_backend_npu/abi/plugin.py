@@ -16,7 +16,6 @@ from ggml_backend_npu.memory import DeviceMemory
 from ggml_backend_npu.ops import strided
 from ggml_backend_npu.plan import Plan, plan
 from ggml_backend_npu.registry import OPS
-from ggml_backend_npu.threads import Threads
 
 NAME = "NPU"
 _DEVICE_TYPES = {"accel": structs.DEVICE_TYPE_ACCEL, "gpu": structs.DEVICE_TYPE_GPU}
@@ -48,14 +47,16 @@ class Statistics:
 class Plugin:
     """The registered backend. Lives as long as the process: ggml keeps its addresses.
 
+    contexts  what it has done for each ggml_backend that is alive, by address
     active  whether the device takes nodes; while it is not, a scheduler leaves every node to the CPU
     """
 
     def __init__(self, ggml: Ggml) -> None:
         self.ggml = ggml
         self.statistics = Statistics()
+        self.contexts: dict[int, Statistics] = {}
         self.active = True
-        self._plans: dict[bytes, Plan] = {}
+        self._plans: dict[tuple[int, bytes], Plan] = {}
         self._backends: dict[int, structs.Backend] = {}
         self._strings = {text: ctypes.create_string_buffer(text.encode()) for text in (NAME, DESCRIPTION)}
         self._guid = (ctypes.c_uint8 * 16)(*b"ggml-backend-npu")
@@ -121,7 +122,7 @@ class Plugin:
 
     @guarded(None)
     def set_n_threads(self, _: int, count: int) -> None:
-        Threads.count = max(1, count)
+        DEVICE.threads = max(1, count)
 
     @guarded(None)
     def get_memory(self, _: int, free: Any, total: Any) -> None:
@@ -152,6 +153,7 @@ class Plugin:
         backend = structs.Backend(guid=self._guid, iface=self._backend_table, device=device)
         address = ctypes.addressof(backend)
         self._backends[address] = backend
+        self.contexts[address] = Statistics()
         return address
 
     @guarded(None)
@@ -191,19 +193,21 @@ class Plugin:
     @guarded(None)
     def free(self, backend: int) -> None:
         self._backends.pop(backend, None)
+        self.contexts.pop(backend, None)
 
     @guarded(structs.STATUS_FAILED)
-    def graph_compute(self, _: int, graph: int) -> int:
-        key = convert.key(self.ggml, graph)
+    def graph_compute(self, backend: int, graph: int) -> int:
+        key = OPS.version, convert.key(self.ggml, graph)
         bound = self._plans.get(key)
         if bound is None:
             bound = self._plan(key, graph)
         bound.run()
-        self.statistics.computed.update(bound.counts)
-        self.statistics.graphs += 1
+        for statistics in (self.statistics, self.contexts[backend]):
+            statistics.computed.update(bound.counts)
+            statistics.graphs += 1
         return structs.STATUS_SUCCESS
 
-    def _plan(self, key: bytes, graph: int) -> Plan:
+    def _plan(self, key: tuple[int, bytes], graph: int) -> Plan:
         if len(self._plans) >= MAX_PLANS:
             self._plans.clear()
         packed = self.memory.packed if self.memory is not None else convert.nowhere
@@ -211,7 +215,7 @@ class Plugin:
         return self._plans[key]
 
     def forget_plans(self) -> None:
-        """After an op was replaced: plans hold the kernels they were made with."""
+        """After tensors moved or the engine changed: plans hold what they were made with."""
         self._plans.clear()
 
 
