@@ -51,6 +51,7 @@ _CHECKS: dict[str, Callable[[str, str], Any]] = {
     "memory_limit": _bytes,
     "device_type": partial(_choice, allowed=("accel", "gpu")),
     "threads": _count,
+    "fallback": partial(_choice, allowed=("none", "cpu")),
 }
 
 
@@ -65,6 +66,8 @@ class DeviceOptions:
     memory_limit  bytes of its memory
     device_type   "accel": every context uses it at once; "gpu": when n_gpu_layers or a model's device list says so
     threads       that a kernel may use; llama.cpp sets it for its contexts
+    fallback      "cpu": a node that the device does not take, and is handed all the same, is computed by ggml's CPU
+                  backend: behind RPC, where clients do not ask. "none": such a node fails
     """
 
     profile: Profile = FULL
@@ -72,6 +75,7 @@ class DeviceOptions:
     memory_limit: int = 8 << 30
     device_type: str = "accel"
     threads: int = field(default_factory=lambda: os.cpu_count() or 1)
+    fallback: str = "none"
     _environment_is_read: bool = field(default=False, init=False, repr=False)
 
     def update(self, options: Mapping[str, str | None]) -> None:
@@ -88,8 +92,8 @@ class DeviceOptions:
             setattr(self, name, value)
 
     def update_from_environment(self) -> None:
-        """Takes GGML_NPU_PROFILE, _MEMORY, _MEMORY_LIMIT, _DEVICE_TYPE and _THREADS where they are set, once: later
-        calls change nothing."""
+        """Takes GGML_NPU_PROFILE, GGML_NPU_MEMORY and so on for each option that is set, once: later calls change
+        nothing."""
         if not self._environment_is_read:
             names = [field.name for field in fields(self) if field.init]
             self._take({name: os.environ.get(_variable(name)) for name in names}, _variable)

@@ -31,6 +31,7 @@ from support import (
 import quant
 from ggml_backend_npu import threads
 from ggml_backend_npu.abi.plugin import Plugin
+from ggml_backend_npu.device import DEVICE
 from quant import codec
 
 CRASHING = [("f16", "i32"), ("bf16", "i32")]  # ggml's CPU plans no work buffer for them and writes to NULL
@@ -318,7 +319,7 @@ def test_large_tensors_in_several_threads(
 
     with Pool() as pool:
         monkeypatch.setattr(threads, "_pool", lambda: pool)
-        monkeypatch.setattr(threads.Threads, "count", n_threads)
+        monkeypatch.setattr(DEVICE, "threads", n_threads)
         assert_equals_cpu(backend, LARGE[name])
     in_threads = n_threads - 1 if not name.startswith("set_rows") and "q6_K" not in name else 0
     assert len(submitted) == in_threads

@@ -78,11 +78,8 @@ TAKEN: list[tuple[tuple[str, ...], Node]] = [
     *((("ascend-required",), node("GET_ROWS", "f32", src, "i32")) for src in ("f32", "f16", "q8_0", "q4_0", "i32")),
     (("ascend-required",), node("GET_ROWS", "i32", "i32", "i32")),
     *((("ascend-required",), node(op, t, t)) for t in ("f32", "f16", "q8_0", "q4_0", "i32") for op in ("CPY", "DUP")),
-    (("ascend-required",), node("DUP", STRIDED_F32, "f16")),
-    (("ascend-required",), node("CPY", "f16", STRIDED_F32)),
-    (("ascend-required",), node("CPY", "q8_0", "f32")),
-    (("ascend-required",), node("DUP", "q4_0", "f16")),
-    (("ascend-required",), node("CPY", STRIDED_F32, "q4_0")),
+    *((("ascend-required",), node(op, dst, STRIDED_F32)) for dst in ("f16", "q8_0", "q4_0") for op in ("CPY", "DUP")),
+    *((("ascend-required",), node(op, STRIDED_F32, src)) for src in ("f16", "q8_0", "q4_0") for op in ("CPY", "DUP")),
     (("full",), node("CPY", "q4_0", "q8_1")),
 ]
 
@@ -151,10 +148,16 @@ REFUSED: list[tuple[tuple[str, ...], Node, str]] = [
     (("ascend-required",), node("GET_ROWS", "f32", "bf16", "i32"), "types bf16 i32 -> f32"),
     (("ascend-required",), node("GET_ROWS", "f16", "f16", "i32"), "types f16 i32 -> f16"),
     (("ascend-required",), node("GET_ROWS", "i32", "i32", "i64"), "types i32 i64 -> i32"),
-    (("ascend-required",), node("CPY", "i32", "f32"), "types f32 -> i32"),
-    (("ascend-required",), node("CPY", STRIDED_Q8, "f32"), "dst is not contiguous: nb (34, 136, 544, 544)"),
-    (("ascend-required",), node("DUP", "f16", "q8_0"), "types q8_0 -> f16"),
-    (("ascend-required",), node("CPY", "q4_0", "q8_0"), "types q8_0 -> q4_0"),
+    *(
+        (("ascend-required",), node(op, dst, src), f"types {src} -> {dst}")
+        for dst, src in (("i32", "f32"), ("f32", "i32"), ("f16", "q8_0"), ("q4_0", "q8_0"), ("bf16", "bf16"))
+        for op in ("CPY", "DUP")
+    ),
+    *(
+        (("ascend-required",), node(op, STRIDED_Q8, src), "dst is not contiguous: nb (34, 136, 544, 544)")
+        for src in ("f32", "f16")
+        for op in ("CPY", "DUP")
+    ),
     (("ascend-required",), node("CONT", "f32", "f32"), "no CONT"),
     (("ascend-required",), node("SET_ROWS", "f16", "f32", "i64"), "no SET_ROWS"),
 ]
@@ -407,7 +410,7 @@ def test_the_least_that_a_file_says_is_nothing(tmp_path: Path) -> None:
         ("ops", "op_s", 4, "unknown key 'op_s'; known: name description source base ops op"),
         ("op.GET_ROWS", "op.GET_ROW", 6, "unknown op 'GET_ROW'; did you mean GET_ROWS"),
         ('"SSM_SCAN"', '"SSMSCAN"', 4, "unknown op 'SSMSCAN'; did you mean SSM_SCAN"),
-        ("CONT =", "KONT =", 25, "unknown op 'KONT'; did you mean CONT"),
+        ("CONT =", "KONT =", 26, "unknown op 'KONT'; did you mean CONT"),
         ('"q4_0"', '"q4_O"', 7, "src0: unknown type 'q4_O'; known: q8_0 q4_0 "),
         ('"f16",', '"f61",', 21, "dst: unknown type 'f61'; known: q8_0 "),
         ('    "src0"', '    "scr0"', 9, "contiguous: unknown tensor 'scr0'; known: dst src0 "),
@@ -416,9 +419,9 @@ def test_the_least_that_a_file_says_is_nothing(tmp_path: Path) -> None:
         ("ascend-310p", "full", 3, "unknown base 'full'; known: ascend-910b "),
         ('["q8_0"]', '"q8_0"', 18, 'src0: must be a list of texts, such as ["..."]'),
         ('"mine"', "3", 1, "name: must be a text"),
-        ("CONT = []", "CONT = 1", 25, "CONT: must be a table [op.CONT]"),
+        ("CONT = []", "CONT = 1", 26, "CONT: must be a table [op.CONT]"),
         ('["f32", "q4_0"]', '["f32", "q4_0"', 8, "Unclosed array: contiguous = ["),
-        ("dst = [", "dst [", 19, "Expected '=' after a key in a key/value pair: dst ["),
+        ("dst = [\n", "dst [\n", 19, "Expected '=' after a key in a key/value pair: dst ["),
         ("rows = ", "src0 = ", 23, 'Cannot overwrite a value: src0 = ["dst"]'),
     ],
 )

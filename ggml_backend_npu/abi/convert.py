@@ -134,6 +134,12 @@ def _computing(ggml: Ggml, graph: int) -> Iterator[tuple[int, bytes]]:
             yield address, head
 
 
+def is_to_be_computed(ggml: Ggml, address: int) -> bool:
+    """Whether a graph's node is to be computed: it has the COMPUTE flag and is no view."""
+    flags = int.from_bytes(ctypes.string_at(address + structs.FLAGS_AT, 4), "little")
+    return bool(flags & structs.FLAG_COMPUTE) and computes(op_name(ggml, address))
+
+
 def key(ggml: Ggml, graph: int) -> bytes:
     """What a plan of the graph depends on: its nodes and their sources, names left out."""
     parts = []

@@ -11,7 +11,8 @@ from ggml_backend_npu.abi import codecs, convert, structs
 from ggml_backend_npu.abi.buffers import Buffers
 from ggml_backend_npu.abi.guard import Failures, guarded
 from ggml_backend_npu.abi.lib import API_VERSION, Ggml
-from ggml_backend_npu.device import DEVICE
+from ggml_backend_npu.device import DEVICE, DeviceError
+from ggml_backend_npu.ir import Graph
 from ggml_backend_npu.memory import DeviceMemory
 from ggml_backend_npu.ops import strided
 from ggml_backend_npu.plan import Plan, plan
@@ -57,6 +58,7 @@ class Plugin:
         self.contexts: dict[int, Statistics] = {}
         self.active = True
         self._plans: dict[tuple[int, bytes], Plan] = {}
+        self._cpu: int | None = None
         self._backends: dict[int, structs.Backend] = {}
         self._strings = {text: ctypes.create_string_buffer(text.encode()) for text in (NAME, DESCRIPTION)}
         self._guid = (ctypes.c_uint8 * 16)(*b"ggml-backend-npu")
@@ -91,6 +93,8 @@ class Plugin:
             ),
         )
         self.device.reg = ctypes.addressof(self.registry)
+        if DEVICE.fallback == "cpu" and DEVICE.memory == "device":
+            raise DeviceError("GGML_NPU_FALLBACK=cpu needs GGML_NPU_MEMORY=host: the CPU cannot reach device memory")
         self.memory: DeviceMemory | None = None
         if DEVICE.memory == "device":
             self.memory = DeviceMemory(DEVICE.memory_limit, self.forget_plans)
@@ -197,15 +201,51 @@ class Plugin:
 
     @guarded(structs.STATUS_FAILED)
     def graph_compute(self, backend: int, graph: int) -> int:
+        if DEVICE.fallback == "cpu":
+            return self._compute_with_fallback(backend, graph)
         key = OPS.version, convert.key(self.ggml, graph)
         bound = self._plans.get(key)
         if bound is None:
             bound = self._plan(key, graph)
         bound.run()
-        for statistics in (self.statistics, self.contexts[backend]):
-            statistics.computed.update(bound.counts)
-            statistics.graphs += 1
+        self._count(backend, bound.counts)
         return structs.STATUS_SUCCESS
+
+    def _count(self, backend: int, computed: Counter[str]) -> None:
+        for statistics in (self.statistics, self.contexts[backend]):
+            statistics.computed.update(computed)
+            statistics.graphs += 1
+
+    def _compute_with_fallback(self, backend: int, graph: int) -> int:
+        """Computes the nodes that the device takes here and all between them on ggml's CPU backend."""
+        header = structs.Graph.from_address(graph)
+        begin, computed = 0, Counter[str]()
+        for index in range(header.n_nodes):
+            if not convert.is_to_be_computed(self.ggml, header.nodes[index]):
+                continue
+            node = convert.node(self.ggml, header.nodes[index])
+            if OPS.refusal(node) is None:
+                if self._compute_on_cpu(header, begin, index) != structs.STATUS_SUCCESS:
+                    return structs.STATUS_FAILED
+                bound = plan(Graph((node,)), OPS)
+                bound.run()
+                computed.update(bound.counts)
+                begin = index + 1
+        self._count(backend, computed)
+        return self._compute_on_cpu(header, begin, header.n_nodes)
+
+    def _compute_on_cpu(self, header: structs.Graph, begin: int, end: int) -> int:
+        """Nodes [begin, end) of a graph, as ggml_graph_view gives them, on ggml's CPU backend."""
+        if begin == end:
+            return structs.STATUS_SUCCESS
+        if self._cpu is None:
+            device = self.ggml.ggml_backend_dev_by_name(b"CPU")
+            self._cpu = self.ggml.ggml_backend_dev_init(device, None)
+        view = structs.Graph.from_buffer_copy(header)
+        view.n_nodes, view.n_leafs, view.uid = end - begin, 0, 0
+        first = ctypes.addressof(header.nodes.contents) + begin * ctypes.sizeof(ctypes.c_void_p)
+        view.nodes = ctypes.cast(first, type(view.nodes))
+        return int(self.ggml.ggml_backend_graph_compute(self._cpu, ctypes.addressof(view)))
 
     def _plan(self, key: tuple[int, bytes], graph: int) -> Plan:
         if len(self._plans) >= MAX_PLANS:
