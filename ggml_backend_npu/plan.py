@@ -25,7 +25,9 @@ class Plan:
                 call()
             except KernelError as error:
                 raise KernelError(f"{node}: {error}") from None
-            except Exception as error:
+            except KeyboardInterrupt:
+                raise
+            except BaseException as error:
                 raise KernelError(f"{node}: {type(error).__name__}: {error}") from error
 
 

@@ -376,6 +376,52 @@ def devices(
 
 
 @app.command()
+def plugin() -> None:
+    """Print the path of the plugin that gives any ggml program the device NPU.
+
+    GGML_BACKEND_PATH="$(ggml-npu plugin)" llama-bench -m model.gguf
+    """
+    from ggml_backend_npu.abi.embedding import plugin
+
+    print(plugin())
+
+
+@app.command("test")
+def judge(
+    kernels: Annotated[
+        Path, typer.Argument(metavar="FILE.py", help="Your own kernels, as for --kernels.", show_default=False)
+    ],
+    profile: ProfileName = None,
+    memory: DeviceMemory = None,
+    memory_limit: MemoryLimit = None,
+    device_type: DeviceType = None,
+) -> None:
+    """Judge your kernels: run ggml's own test cases (test-backend-ops) of the ops that a file registers.
+
+    ggml's tests are built the first time, from the sources of llama-cpp-python. Exit code 0: every case that is
+    supported passes; 1: one fails, or none is supported; 2: bad input.
+    """
+    from ggml_backend_npu.kernels import load_kernels
+    from graph_runner.report import print_cases
+    from graph_runner.suites import backend_ops, build
+
+    chosen = {"profile": profile, "memory": memory, "memory_limit": memory_limit, "device_type": device_type}
+    _use_device(**chosen)
+    ops = list(load_kernels(kernels))
+    options = {f"GGML_NPU_{name.upper()}": value for name, value in chosen.items() if value is not None}
+    build(_stderr())
+    with _stderr().status("test-backend-ops") as status:
+        cases = backend_ops(
+            ops,
+            {**options, "GGML_NPU_KERNELS": str(kernels)},
+            seen=lambda case: status.update(f"{case.group}({case.name})"),
+        )
+    print_cases(ops, cases, Console())
+    verdicts = {case.verdict for case in cases}
+    raise typer.Exit(0 if "passed" in verdicts and "failed" not in verdicts else 1)
+
+
+@app.command()
 def ops() -> None:
     """List the ops that the backend supports, by type."""
     from ggml_backend_npu import OPS
@@ -439,10 +485,12 @@ class BadInputError(Exception):
 def main() -> None:
     """Runs the command; a user's mistake is one line on stderr and exit code 2."""
     from ggml_backend_npu import DeviceError
+    from ggml_backend_npu.abi.embedding import PluginError
     from ggml_backend_npu.abi.lib import UnknownGgmlError
     from ggml_backend_npu.kernels import KernelFileError
     from ggml_backend_npu.registry import KernelError
     from graph_runner.session import SessionError
+    from graph_runner.suites import SuiteError
     from quant.jit import EngineError
 
     os.environ.setdefault("GGML_NO_BACKTRACE", "1")
@@ -452,7 +500,8 @@ def main() -> None:
     try:
         app()
     except (
-        BadInputError, DeviceError, EngineError, KernelError, KernelFileError, SessionError, UnknownGgmlError
+        BadInputError, DeviceError, EngineError, KernelError, KernelFileError, PluginError, SessionError, SuiteError,
+        UnknownGgmlError,
     ) as error:  # fmt: skip
         print("ggml-npu:", " ".join(str(error).split()), file=sys.stderr)
         sys.exit(2)

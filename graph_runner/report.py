@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterable
 from math import isfinite
 from typing import Any
 
@@ -11,6 +12,7 @@ from rich.table import Table
 
 from graph_runner.coverage import Coverage, Gain, RanGraph
 from graph_runner.diff import DiffResult, NodeResult
+from graph_runner.suites import Case
 
 SCHEMA = "ggml-npu diff 1"
 COVERAGE_SCHEMA = "ggml-npu coverage 1"
@@ -232,3 +234,26 @@ def _gain_json(gain: Gain) -> dict[str, Any]:
         "splits": dict(zip(both, gain.splits, strict=True)),
         "removes": dict(zip(both, gain.removes, strict=True)),
     }
+
+
+def print_cases(ops: Iterable[str], cases: list[Case], console: Console) -> None:
+    """What ggml's tests say about some ops: counts, then the first case of each op that fails."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("op")
+    for column in ("passed", "failed", "not supported"):
+        table.add_column(column, justify="right")
+    failures = []
+    for op in ops:
+        own = [case for case in cases if case.group == op]
+        failed = [case for case in own if case.verdict == "failed"]
+        failures += failed[:1]
+        table.add_row(
+            op,
+            f"{sum(case.verdict == 'passed' for case in own):,}",
+            f"[red]{len(failed):,}[/]" if failed else "0",
+            f"{sum(case.verdict == 'not supported' for case in own):,}",
+        )
+    console.print(table)
+    for case in failures:
+        console.print(f"first failing case of {case.group}:", style="bold red", highlight=False)
+        console.print(case.log, highlight=False, markup=False, soft_wrap=True)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import signal
-import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,7 +19,7 @@ from numpy.typing import NDArray
 
 import ggml_backend_npu
 from ggml_backend_npu.abi import convert, lib, structs
-from ggml_backend_npu.abi.guard import Failures
+from ggml_backend_npu.abi.guard import Failures, interrupts_wait
 from ggml_backend_npu.abi.plugin import Statistics
 from quant.jit import array_at, callback
 
@@ -74,22 +72,6 @@ class Settings:
 def context_for(prompt: str, n: int) -> int:
     """Cells that surely hold a prompt and n more tokens: a token is at least a byte."""
     return -(-(len(prompt.encode()) + 8 + n) // 256) * 256
-
-
-@contextmanager
-def _interrupt_waits() -> Iterator[None]:
-    """Ctrl-C is raised when the context ends: raised in a callback, C would not notice."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    caught: list[int] = []
-    before = signal.signal(signal.SIGINT, lambda number, _: caught.append(number))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-    if caught:
-        raise KeyboardInterrupt
 
 
 class _Log:
@@ -239,7 +221,7 @@ class Session:
         npu = ggml_backend_npu.register() if ggml_backend_npu.register.cache_info().currsize else None
         active, printed = npu is not None and npu.active, Failures.printed
         Failures.message, Failures.printed = None, False
-        with _interrupt_waits():
+        with interrupts_wait():
             try:
                 if npu is not None:
                     npu.active = self.npu is not None

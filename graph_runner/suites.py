@@ -176,8 +176,7 @@ def _build(programs: Path, console: Console) -> None:
     if not source.is_dir():
         _fetch(source)
     options = [f"-D{name}={value}" for name, value in _OPTIONS.items()]
-    for _ in _lines([cmake, "-S", source, "-B", built, "-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={ninja}", *options]):
-        pass
+    _run([cmake, "-S", source, "-B", built, "-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={ninja}", *options])
     with Progress(
         TextColumn("building"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
         console=console, transient=True, disable=not console.is_terminal,
@@ -193,23 +192,11 @@ def _build(programs: Path, console: Console) -> None:
 
 def _fetch(source: Path) -> None:
     """llama.cpp as the sdist of the installed llama-cpp-python has it."""
-    wanted = f"llama-cpp-python=={version('llama-cpp-python')}"
+    package = "llama-cpp-python"
     with tempfile.TemporaryDirectory(dir=source.parent) as name:
         here = Path(name)
-        download = [
-            sys.executable,
-            "-m",
-            "pip",
-            "download",
-            "--no-deps",
-            "--no-binary",
-            ":all:",
-            "--dest",
-            name,
-            wanted,
-        ]
-        for _ in _lines(download):
-            pass
+        options = ["--no-deps", "--no-binary", package, "--dest", name]  # not :all:, which builds cmake as well
+        _run([sys.executable, "-m", "pip", "download", *options, f"{package}=={version(package)}"])
         (archive,) = here.glob("*.tar.gz")
         with tarfile.open(archive) as sdist:
             sdist.extractall(here, filter="data")
@@ -227,10 +214,15 @@ def _tool(package: str, folder: str) -> Path:
         raise SuiteError(f"ggml's programs are built with {package}: pip install {package}") from None
 
 
+def _run(command: Sequence[str | Path]) -> None:
+    for _ in _lines(command):
+        pass
+
+
 def _lines(
     command: Sequence[str | Path], environment: Mapping[str, str] | None = None, ends: tuple[int, ...] = (0,)
 ) -> Iterator[str]:
-    """What a command prints, on both streams, without colours. Raises SuiteError where its exit code is not in `ends`."""
+    """What a command prints, on both streams, without colours. Raises SuiteError for an exit code not in `ends`."""
     told = "it printed nothing"
     with subprocess.Popen(
         command, env={**os.environ, **(environment or {})}, text=True, errors="replace",

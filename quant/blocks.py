@@ -122,7 +122,9 @@ class Q4_0(Compiled):
 
     def define_encode(self, x: Floats, rounding: Rounding) -> Bytes:
         first_largest = np.where(np.isnan(x), 0, np.abs(x)).argmax(axis=1)
-        d = np.nan_to_num(x[np.arange(len(x)), first_largest, None], posinf=np.inf, neginf=-np.inf) / np.float32(-8)
+        extreme = x[np.arange(len(x)), first_largest, None]
+        extreme = np.where(np.isnan(extreme) | (extreme == 0), np.float32(0), extreme)
+        d: Floats = extreme / np.float32(-8)
         with np.errstate(all="ignore"):
             quants = np.minimum(low_byte(x * reciprocal(d) + np.float32(8.5)), 15).view(np.uint8)
         return np.hstack([halves(d), quants[:, :16] | (quants[:, 16:] << 4)])

@@ -103,10 +103,9 @@ def dequantize(blocks: NDArray[Any], type: str) -> Floats:
     type and for an m that does not divide.
     """
     kind = codec(type)
-    blocks = np.ascontiguousarray(blocks)
-    if blocks.ndim == 0:
-        raise ValueError("blocks must have at least one axis")
-    data = blocks.view(np.uint8)
+    if np.ndim(blocks) == 0:
+        raise ValueError(f"blocks of shape {np.shape(blocks)}: must have at least one axis")
+    data = np.ascontiguousarray(blocks).view(np.uint8)
     if data.shape[-1] % kind.block_bytes:
         raise ValueError(
             f"blocks of {data.shape[-1]} bytes a row: must be a multiple of {kind.name}'s {kind.block_bytes}"

@@ -140,8 +140,9 @@ def f16_to_f32(typing_context: Any, half: Any) -> Any:
 
 
 @intrinsic
-def f32_to_f16(typing_context: Any, value: Any) -> Any:
-    """float32 -> bits of a half float: nearest, ties to even, overflow to inf, subnormals kept."""
+def f32_to_f16_payload(typing_context: Any, value: Any) -> Any:
+    """float32 -> bits of a half float: nearest, ties to even, overflow to inf, subnormals kept; a NaN keeps what
+    fits of its payload, as in the processor's vector conversion."""
 
     def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         return builder.bitcast(builder.fptrunc(arguments[0], ir.HalfType()), ir.IntType(16))

@@ -52,7 +52,7 @@ def to_device(blocks: Bytes, type: str, group_size: int = _BLOCK) -> DeviceLayou
 
 def to_blocks(device: DeviceLayout, type: str, group_size: int = _BLOCK) -> Bytes:
     """Device layout -> blocks: the inverse of `to_device`, with the same group size and the same refusals."""
-    _checked(type)
+    kind = _checked(type)
     quants: NDArray[Any] = np.ascontiguousarray(device.quants)
     scales = np.ascontiguousarray(device.scales, dtype=np.float16)
     lead, n = quants.shape[:-1], quants.shape[-1] * (2 if type == "q4_0" else 1)
@@ -65,7 +65,7 @@ def to_blocks(device: DeviceLayout, type: str, group_size: int = _BLOCK) -> Byte
         payload = codes[:, :16] | (codes[:, 16:] << 4)
     else:
         payload = quants.reshape(-1, _BLOCK).view(np.uint8)
-    return np.hstack([halves.view(np.uint8), payload]).reshape(*lead, -1)
+    return np.hstack([halves.view(np.uint8), payload]).reshape(*lead, n // _BLOCK * kind.block_bytes)
 
 
 def _checked(type: str) -> Codec:

@@ -14,7 +14,7 @@ from quant.jit import (
     bits_float,
     compiled,
     f16_to_f32,
-    f32_to_f16,
+    f32_to_f16_payload,
     float_bits,
     inlined,
     round_half_away,
@@ -22,11 +22,13 @@ from quant.jit import (
     truncate_to_int32,
 )
 
-# what `convert` knows, by number; q8_0 as a destination exists once per rounding
-F32, F16, BF16, I32, Q8_0_REFERENCE, Q8_0_SIMD, Q4_0 = range(7)
+# what `convert` knows, by number; q8_0 as a destination exists once per rounding, f16 once for elements and once for
+# rows, of which ggml_cpu_fp32_to_fp16 converts fours by the processor's vectors, which keep a NaN's payload
+F32, F16, F16_ROW, BF16, I32, Q8_0_REFERENCE, Q8_0_SIMD, Q4_0 = range(8)
 CODES = {
     "f32": F32,
     "f16": F16,
+    "f16 row": F16_ROW,
     "bf16": BF16,
     "i32": I32,
     "q4_0": Q4_0,
@@ -36,6 +38,15 @@ CODES = {
 }
 
 _BLOCK = 32
+
+
+@inlined
+def f32_to_f16(x):
+    """GGML_FP32_TO_FP16: as f32_to_f16_payload, but every NaN becomes 7e00 or fe00."""
+    half = f32_to_f16_payload(x)
+    if x != x:
+        return types.uint16((half & types.uint16(0x8000)) | types.uint16(0x7E00))
+    return half
 
 
 @inlined
@@ -197,11 +208,12 @@ def _encode_q4_0(widen, source, src, src_step, dst, dst_step, packed, n_packed, 
         x = array_at(src + block * src_step, source, _BLOCK)
         largest = _largest_magnitude(widen, x)
         extreme = types.float32(0)
-        for j in range(_BLOCK):
-            value = widen(x[j])
-            if float_bits(value) & types.uint32(0x7FFFFFFF) == largest:
-                extreme = value
-                break
+        if largest:
+            for j in range(_BLOCK):
+                value = widen(x[j])
+                if float_bits(value) & types.uint32(0x7FFFFFFF) == largest:
+                    extreme = value
+                    break
         d = extreme / types.float32(-8)
         inverse = types.float32(1) / d if d != types.float32(0) else types.float32(0)
         scale, quants = _at(dst + block * dst_step, packed, n_packed, 16)
@@ -239,6 +251,15 @@ def _from_float(widen, source, source_bytes, src, src_step, dst_code, dst, dst_s
         _elements(widen, source, source_bytes, src, src_step, _same, types.float32, 4, dst, dst_step, count)
     elif dst_code == F16:
         _elements(widen, source, source_bytes, src, src_step, f32_to_f16, types.uint16, 2, dst, dst_step, count)
+    elif dst_code == F16_ROW:
+        vectors = count - count % 4
+        _elements(
+            widen, source, source_bytes, src, src_step, f32_to_f16_payload, types.uint16, 2, dst, dst_step, vectors
+        )
+        src, dst = src + vectors * src_step, dst + vectors * dst_step
+        _elements(
+            widen, source, source_bytes, src, src_step, f32_to_f16, types.uint16, 2, dst, dst_step, count - vectors
+        )
     elif dst_code == BF16:
         _elements(widen, source, source_bytes, src, src_step, _f32_to_bf16, types.uint16, 2, dst, dst_step, count)
     elif dst_code == I32:

@@ -15,6 +15,11 @@ def quieted(x: Floats) -> Floats:
     return x
 
 
+def without_payload(x: Floats) -> Floats:
+    """x with every NaN made 7fc00000 or ffc00000: what is left of them where ggml converts element by element."""
+    return np.where(np.isnan(x), np.copysign(np.float32(np.nan), x), x)
+
+
 class Scalar(Codec):
     """A type that NumPy has: encode and decode are C casts."""
 
@@ -33,7 +38,7 @@ class F32(Scalar):
 
 
 class F16(Scalar):
-    """_cvtss_sh / _cvtsh_ss: nearest, ties to even, overflow to inf, subnormals kept, NaN payload kept but quiet."""
+    """from_float and to_float of ggml's f16: nearest, ties to even, overflow to inf, subnormals kept, NaN made quiet."""
 
     name, block_bytes, dtype = "f16", 2, np.dtype(np.float16)
 

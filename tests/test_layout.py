@@ -64,7 +64,6 @@ def test_blocks_that_share_scales_come_back_from_larger_groups(
 
 
 @pytest.mark.parametrize("type", TYPES)
-@pytest.mark.xfail(strict=True, reason="to_blocks reshapes no rows to (0, -1)")
 def test_no_rows_come_back_as_no_rows(type: str) -> None:
     blocks = random_blocks(type, (0,), 2, seed=0)
     device = to_device(blocks, type)

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import re
 import struct
+import subprocess
+import sys
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -334,6 +338,28 @@ def test_a_name_that_is_unknown_is_answered_with_the_known_ones(monkeypatch: pyt
     with pytest.raises(DeviceError) as error:
         DeviceOptions().update_from_environment()
     assert str(error.value) == f"GGML_NPU_PROFILE='910b': {known}"
+
+
+def npu(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """The command in a process of its own."""
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("GGML_NPU_")}
+    return subprocess.run(
+        [Path(sys.executable).with_name("ggml-npu"), *arguments],
+        capture_output=True, text=True, env=inherited | {"COLUMNS": "200"} | environment, timeout=300,
+    )  # fmt: skip
+
+
+def test_the_command_takes_the_environment_and_options_before_it() -> None:
+    run = npu("run", "tiny", "-n", "1", "-p", "a", GGML_NPU_PROFILE="ascend-required")
+    assert run.returncode == 0
+    assert re.search(r"^SET_ROWS +0 +4 *$", run.stderr, re.MULTILINE)
+    assert re.search(r"^GET_ROWS +3 +0 *$", run.stderr, re.MULTILINE)
+    devices = npu("devices", "--profile", "ascend-910b", "--device-type", "gpu", GGML_NPU_PROFILE="ascend-required")
+    assert re.search(r"^NPU +GPU +NPU ", devices.stdout, re.MULTILINE)
+    assert "profile ascend-910b: Ascend 910B as ggml-cann drives it" in devices.stdout
+    diff = npu("diff", "tiny", "-n", "0", "--profile", "ascend-required")
+    assert diff.returncode == 0
+    assert "SET_ROWS: 4 nodes left to the CPU: profile ascend-required: no SET_ROWS" in diff.stdout
 
 
 # a user's own

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ggml_backend_npu.abi import convert, structs
+from ggml_backend_npu.abi.guard import interrupts_wait
 from ggml_backend_npu.abi.lib import Ggml
 from ggml_backend_npu.ir import Node, Tensor
 
@@ -103,7 +104,8 @@ class Builder:
         graph = self.ggml.ggml_new_graph(self._context)
         for node in nodes:
             self.ggml.ggml_build_forward_expand(graph, node)
-        return int(self.ggml.ggml_backend_graph_compute(self._backend, graph))
+        with interrupts_wait():
+            return int(self.ggml.ggml_backend_graph_compute(self._backend, graph))
 
     def as_tensor(self, tensor: int) -> Tensor:
         """The tensor as the IR sees it."""

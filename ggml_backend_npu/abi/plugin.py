@@ -183,7 +183,9 @@ class Plugin:
         op = convert.op_name(self.ggml, node)
         if not convert.computes(op):
             return True
-        if not self.active or op not in OPS or (OPS[op].resident and not self._holds(node)):
+        if self._holds(node):
+            return True  # ggml aborts where no device takes it; here it fails in graph_compute, which says why
+        if not self.active or op not in OPS or OPS[op].resident:
             return False
         return OPS.refusal(convert.node(self.ggml, node)) is None
 

@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ggml_backend_npu.ir import Tensor
+from ggml_backend_npu.ops.movers import convert, raw
 from ggml_backend_npu.registry import op
 
 
@@ -33,9 +34,15 @@ def _refuse_scale(dst: Tensor, x: Tensor, params: bytes) -> str | None:
     return f"src of ne {x.ne}, dst of ne {dst.ne}" if x.ne != dst.ne else None
 
 
-@op("SCALE", types=[("f32", "f32")], refuse=_refuse_scale)
+@op("SCALE", types=[("f32", "f32"), ("bf16", "bf16")], refuse=_refuse_scale)
 def scale(dst: Tensor, x: Tensor, params: bytes) -> None:
-    """dst = x * scale + bias, which params begin with; dst may be x. Equals ggml_compute_forward_scale."""
+    """dst = x * scale + bias, which params begin with; dst may be x. Equals ggml_compute_forward_scale.
+
+    There, a float32 without a bias is a product alone; a bfloat16 always has its bias added, be it 0.
+    """
     factor, bias = (np.float32(value) for value in struct.unpack_from("2f", params))
+    values = convert(raw(x), x.type, "f32")
     with np.errstate(all="ignore"):
-        dst.view()[...] = x.view() * factor if bias == 0 else _fused_multiply_add(x.view(), factor, bias)
+        product_alone = x.type == "f32" and bias == 0
+        scaled = values * factor if product_alone else _fused_multiply_add(values, factor, bias)
+    raw(dst)[...] = convert(scaled, "f32", dst.type)

@@ -17,6 +17,7 @@ from ggml_backend_npu.numerics import NUMERICS
 from ggml_backend_npu.ops import strided
 from ggml_backend_npu.registry import Call, op
 from quant import codec, type_names
+from quant.scalars import without_payload
 
 _CHUNK = 1 << 18  # elements converted at a time by the definitions, so that no temporary grows with the tensor
 
@@ -29,14 +30,21 @@ _ENCODED = tuple(
 )  # ggml's CPU has no from_float for those: they need an importance matrix
 
 
-def convert(values: NDArray[Any], src: str, dst: str) -> NDArray[Any]:
-    """Values as `Tensor.view` gives them, from type src to type dst: (..., n) elements or (..., blocks, bytes)."""
+def convert(values: NDArray[Any], src: str, dst: str, *, rows: bool = False) -> NDArray[Any]:
+    """Values as `Tensor.view` gives them, from type src to type dst: (..., n) elements or (..., blocks, bytes).
+
+    rows  f16 as ggml_cpu_fp32_to_fp16 makes it of a row: in whole fours a NaN keeps its payload. Elsewhere no NaN does.
+    """
     if src == dst:
         return values
     source, target = NUMERICS.codec(src), NUMERICS.codec(dst)
     lead = values.shape[:-2] if source.is_quantized else values.shape[:-1]
     n = values.shape[-2] * source.block_size if source.is_quantized else values.shape[-1]
     decoded = source.decode(np.ascontiguousarray(values).view(np.uint8).reshape(-1, source.block_bytes))
+    if dst == "f16":
+        kept = n // 4 * 4 if rows else 0
+        elements = decoded.reshape(*lead, n)
+        decoded = np.concatenate([elements[..., :kept], without_payload(elements[..., kept:])], axis=-1)
     encoded = target.encode(decoded.reshape(-1, target.block_size), NUMERICS.rounding)
     if target.dtype is None:
         return encoded.reshape(*lead, n // target.block_size, target.block_bytes)
@@ -73,6 +81,13 @@ def _gap_in_rows(**tensors: Tensor) -> str | None:
     for role, tensor in tensors.items():
         if tensor.ne[0] > tensor.codec.block_size and tensor.nb[0] != tensor.codec.block_bytes:
             return f"{role} rows have gaps: nb0 is {tensor.nb[0]}, a {tensor.type} has {tensor.codec.block_bytes} bytes"
+    return _no_whole_blocks(**tensors)
+
+
+def _no_whole_blocks(**tensors: Tensor) -> str | None:
+    for role, tensor in tensors.items():
+        if tensor.ne[0] % tensor.codec.block_size:
+            return f"{role} rows of {tensor.ne[0]} elements are no whole {tensor.type} blocks"
     return None
 
 
@@ -125,8 +140,8 @@ def set_rows(dst: Tensor, src: Tensor, ids: Tensor) -> None:
     for i3, i2 in np.ndindex(src.ne[3], src.ne[2]):
         ids_row = rows[i3 % ids.ne[2], i2 % ids.ne[1]]
         for i1 in range(0, src.ne[1], step):
-            chunk = convert(raw(src)[i3, i2, i1 : i1 + step], src.type, dst.type)
-            raw(dst)[i3, i2, ids_row[i1 : i1 + step]] = chunk
+            chunk = raw(src)[i3, i2, i1 : i1 + step]
+            raw(dst)[i3, i2, ids_row[i1 : i1 + step]] = convert(chunk, src.type, dst.type, rows=True)
 
 
 @set_rows.compiled
@@ -138,9 +153,9 @@ def _refuse_copy(dst: Tensor, src: Tensor) -> str | None:
     if dst.n_elements != src.n_elements:
         return f"src of ne {src.ne} has {src.n_elements} elements, dst of ne {dst.ne} has {dst.n_elements}"
     if src.type == dst.type:
-        return None
+        return _no_whole_blocks(src=src, dst=dst)
     source, target = src.codec, dst.codec
-    if target.is_quantized or (dst.type == "i32" and src.type != "f32"):
+    if target.is_quantized:
         if src.ne[0] % target.block_size:
             return f"src rows of {src.ne[0]} elements are no whole {dst.type} blocks of {target.block_size}"
         if not dst.is_contiguous():
@@ -156,7 +171,8 @@ def _refuse_copy(dst: Tensor, src: Tensor) -> str | None:
 _SAME = [(name, name) for name in (*_SCALARS, *_QUANTIZED)]
 _COPIES = [
     *_SAME,
-    *((dst, src) for src in _FLOATS for dst in (*_FLOATS, "i32", *_ENCODED) if src != dst),
+    *((dst, src) for src in _FLOATS for dst in (*_FLOATS, *_ENCODED) if src != dst),
+    ("i32", "f32"),
     ("f32", "i32"),
     *(("f32", src) for src in _DECODED),
 ]

@@ -166,7 +166,7 @@ def mover(
     dst: Tensor, src: Tensor, src_ids: Tensor | None = None, dst_ids: Tensor | None = None
 ) -> Callable[[], None] | None:
     """The call that moves src to dst, reading or writing rows by ids; None where a type has no compiled run."""
-    src_code, dst_code = code(src.type), code(dst.type)
+    src_code, dst_code = code(src.type), code("f16 row" if dst_ids is not None and dst.type == "f16" else dst.type)
     if src.type == dst.type:
         src_code = dst_code = _SAME
     if src_code is None or dst_code is None or (NUMERICS.bound.keys() & {src.type, dst.type} and src_code != _SAME):
