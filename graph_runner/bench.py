@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import shutil
 import statistics
@@ -12,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ggml_backend_npu.abi import lib
+from ggml_backend_npu.abi.embedding import plugin
+from graph_runner import suites
 from graph_runner.session import DeviceName, Sampler, Session, Settings, context_for, generate
 
 
@@ -79,7 +82,10 @@ def _decode_once(model: Path, device: DeviceName, prompt: str, n: int, threads: 
 
 
 def bench_start(model: Path, *, rounds: int = 5) -> list[Measurement]:
-    """Fresh processes, kernels already compiled: import and register, and a whole diff of the model."""
+    """Fresh processes, kernels already compiled: import and register, and a whole diff of the model.
+
+    Where ggml's own programs have been built, also the plugin in one of them: test-backend-ops that lists its devices.
+    """
     register = [sys.executable, "-c", "import ggml_backend_npu; ggml_backend_npu.register()"]
     command = shutil.which("ggml-npu", path=str(Path(sys.executable).parent)) or "ggml-npu"
     jobs = {
@@ -87,11 +93,14 @@ def bench_start(model: Path, *, rounds: int = 5) -> list[Measurement]:
         "diff": [command, "diff", str(model)],
         "Python itself": [sys.executable, "-c", "pass"],
     }
+    if suites.folder().is_dir():
+        jobs["plugin in a ggml program"] = [str(suites.folder() / "test-backend-ops"), "-b", "none"]
     times: dict[str, list[float]] = {what: [] for what in jobs}
+    environment = {**os.environ, "GGML_BACKEND_PATH": str(plugin())}
     for round_ in range(rounds + 1):
         for what, job in jobs.items():
             begin = time.perf_counter()
-            subprocess.run(job, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+            subprocess.run(job, env=environment, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
             if round_:
                 times[what].append(time.perf_counter() - begin)
     return [Measurement(what, values, [], "s") for what, values in times.items()]

@@ -140,7 +140,7 @@ class _Recorder:
             kernel = "a kernel for parts of the device's own tensors only"
         why = "; ".join(filter(None, (kernel, profile))) or "supported, but the scheduler left it where its data lies"
         computes = convert.computes(op) and convert.is_needed(address) and node.dst.n_elements > 0
-        wants = kernel is not None and profile is None
+        wants = kernel is not None
         self.nodes.append(RanNode(op, types_of(node), on_npu, None if on_npu else why, wants and not on_npu, computes))
 
 

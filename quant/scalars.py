@@ -38,7 +38,7 @@ class F32(Scalar):
 
 
 class F16(Scalar):
-    """from_float and to_float of ggml's f16: nearest, ties to even, overflow to inf, subnormals kept, NaN made quiet."""
+    """from_float, to_float of ggml's f16: nearest, ties to even, overflow to inf, subnormals kept, NaN made quiet."""
 
     name, block_bytes, dtype = "f16", 2, np.dtype(np.float16)
 

@@ -52,29 +52,15 @@ def driver(source: Path, folder: Path, defined: str) -> Ask:
         'extern "C" bool ask(const ggml_tensor * op) { return ggml_backend_cann_supports_op(nullptr, op); }\n'
     )
     libraries, built = Path(llama_cpp.__file__).parent / "lib", folder / f"{defined}.so"
-    subprocess.run(
-        [
-            *(
-                os.environ.get("CXX", "c++"),
-                "-w",
-                "-shared",
-                "-fPIC",
-                f"-D{defined}",
-                folder / "driver.cpp",
-                "-o",
-                built,
-            ),
-            *(f"-I{source}/ggml/include", f"-I{source}/ggml/src"),
-            *(f"-L{libraries}", "-lggml-base", f"-Wl,-rpath,{libraries}"),
-        ],
-        check=True,
-    )
+    paths = [f"-I{source}/ggml/include", f"-I{source}/ggml/src", f"-L{libraries}", f"-Wl,-rpath,{libraries}"]
+    command = [os.environ.get("CXX", "c++"), "-w", "-shared", "-fPIC", f"-D{defined}", *paths]
+    subprocess.run([*command, folder / "driver.cpp", "-lggml-base", "-o", built], check=True)
     ask = ctypes.CDLL(str(built)).ask
     ask.restype, ask.argtypes = ctypes.c_bool, [ctypes.c_void_p]
-    return lambda node: ask(*in_c(node))
+    return lambda node: bool(ask(in_c(node)))
 
 
-def in_c(node: Node) -> tuple[ctypes.Array[ctypes.c_char]]:
+def in_c(node: Node) -> ctypes.Array[ctypes.c_char]:
     """The node as a ggml_tensor, which keeps its sources."""
     ggml = lib.ggml()
     numbers = {name: number for number, name in ggml.ops.items()}
@@ -84,16 +70,15 @@ def in_c(node: Node) -> tuple[ctypes.Array[ctypes.c_char]]:
             if name == node.op:
                 op, params = numbers[family], struct.pack("i", number) + params[4:]
 
-    def struct_of(t: Tensor, op: int = 0, params: bytes = b"", sources: tuple[int, ...] = ()) -> ctypes.Array:
+    def ggml_tensor(t: Tensor, op: int, params: bytes, sources: list[int]) -> ctypes.Array[ctypes.c_char]:
         own = [*sources, *[0] * (structs.N_SRC - len(sources))]
-        return ctypes.create_string_buffer(
-            structs.TENSOR.pack(ggml.type_numbers[t.type], 0, *t.ne, *t.nb, op, params, 16, *own, 0, 0, 0, b"", 0)
-        )
+        packed = structs.TENSOR.pack(ggml.type_numbers[t.type], 0, *t.ne, *t.nb, op, params, 16, *own, 0, 0, 0, b"", 0)
+        return ctypes.create_string_buffer(packed)
 
-    sources = [None if t is None else struct_of(t) for t in node.src]
-    result = struct_of(node.dst, op or 0, params, tuple(ctypes.addressof(s) if s else 0 for s in sources))
+    sources = [ggml_tensor(t, 0, b"", []) if t is not None else None for t in node.src]
+    result = ggml_tensor(node.dst, op or 0, params, [ctypes.addressof(s) if s is not None else 0 for s in sources])
     result.sources = sources
-    return (result,)
+    return result
 
 
 def random_node(random: Random, ops: list[str]) -> Node:

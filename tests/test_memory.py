@@ -1,0 +1,161 @@
+"""The device's own memory: any bytes set and got as blocks whatever the layout, its limit, and models that live in it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import quant
+from ggml_backend_npu.ir import Memory
+from ggml_backend_npu.memory import DeviceMemory
+
+CONFIGURATIONS = {
+    "host, accel": ("host", "accel"),
+    "device, accel": ("device", "accel"),
+    "device, gpu": ("device", "gpu"),
+}
+
+
+def device_memory(limit: int = 1 << 20) -> DeviceMemory:
+    return DeviceMemory(limit, lambda: None)
+
+
+@pytest.mark.parametrize("type", ["q8_0", "q4_0"])
+@given(seed=st.integers(0, 1 << 16), n_blocks=st.integers(1, 40), cuts=st.lists(st.integers(0, 1400), max_size=6))
+def test_any_bytes_of_a_packed_tensor_are_set_and_got_as_its_blocks(
+    type: str, seed: int, n_blocks: int, cuts: list[int]
+) -> None:
+    memory = device_memory()
+    buffer = memory.allocate(4096)
+    assert buffer is not None
+    size = n_blocks * quant.codec(type).block_bytes
+    data = np.random.default_rng(seed).integers(0, 256, size, dtype=np.uint8)
+    memory.place(type, buffer.address, size, pack=True)
+    bounds = sorted({0, size, *(cut for cut in cuts if cut < size)})
+    for begin, end in list(zip(bounds, bounds[1:], strict=False))[::-1]:
+        memory.write(buffer.address + begin, data[begin:end])
+    for begin, end in zip(bounds, bounds[1:], strict=False):
+        assert np.array_equal(memory.read(buffer.address + begin, end - begin), data[begin:end])
+    stored = buffer.bytes()[:size]
+    quants, scales = quant.to_device(data.reshape(n_blocks, -1), type)
+    assert stored.tobytes() == quants.tobytes() + scales.tobytes(), "all quants, then all scales"
+
+
+def test_a_fill_is_seen_as_bytes_of_the_blocks() -> None:
+    memory = device_memory()
+    buffer = memory.allocate(1024)
+    assert buffer is not None
+    memory.place("q4_0", buffer.address + 64, 36, pack=True)
+    memory.fill(buffer, 0)
+    assert not memory.read(buffer.address, 64).any()
+    assert not memory.read(buffer.address + 64, 36).any()
+
+
+def test_what_a_tensor_held_stays_when_it_is_packed() -> None:
+    memory = device_memory()
+    buffer = memory.allocate(1024)
+    assert buffer is not None
+    buffer.bytes()[:340] = np.arange(340) % 251
+    memory.place("q8_0", buffer.address, 340, pack=True)
+    assert np.array_equal(memory.read(buffer.address, 340), np.arange(340) % 251)
+
+
+def test_a_tensor_that_comes_to_lie_on_a_packed_one_ends_it() -> None:
+    moved: list[int] = []
+    memory = DeviceMemory(1 << 20, lambda: moved.append(1))
+    buffer = memory.allocate(1024)
+    assert buffer is not None
+    memory.place("q8_0", buffer.address, 340, pack=True)
+    memory.place("q8_0", buffer.address, 340, pack=True)
+    assert len(moved) == 1, "the same tensor again is no news"
+    memory.place("f32", buffer.address + 320, 64, pack=True)
+    assert memory.packed(buffer.address) is None
+    assert len(moved) == 2
+
+
+def test_the_limit_holds_and_what_is_released_is_free_again() -> None:
+    memory = device_memory(1000)
+    first = memory.allocate(600)
+    assert first is not None
+    assert first.address % 64 == 0
+    assert memory.free == 400
+    assert memory.allocate(401) is None
+    memory.release(first)
+    assert isinstance(memory.allocate(1000), Memory)
+
+
+# models
+
+
+def ggml_npu(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = Path(sys.executable).with_name("ggml-npu")
+    return subprocess.run([command, *arguments], capture_output=True, text=True, check=False)
+
+
+def test_a_model_writes_the_same_text_wherever_its_tensors_lie() -> None:
+    texts = {}
+    for name, (memory, device_type) in CONFIGURATIONS.items():
+        options = ["--memory", memory, "--device-type", device_type, "--flash-attn", "on"]
+        result = ggml_npu("run", "demo", "-n", "32", *options)
+        assert result.returncode == 0, result.stderr
+        texts[name] = result.stdout
+    assert len(set(texts.values())) == 1, texts
+
+
+def test_a_model_that_does_not_fit_is_refused_in_one_line() -> None:
+    options = ["--memory", "device", "--device-type", "gpu", "--memory-limit", "100K", "--flash-attn", "on"]
+    result = ggml_npu("run", "tiny", *options)
+    assert result.returncode == 2
+    assert "failed to allocate NPU buffer" in result.stderr
+    assert len(result.stderr.strip().splitlines()) == 1
+    assert not result.stdout
+
+
+STATE = """
+import json, sys
+from graph_runner.models import model_file
+from graph_runner.session import Session, Settings
+device, flash_attention, cache_type = sys.argv[1:]
+settings = Settings(
+    device=device, flash_attention=flash_attention, cache_type_k=cache_type, cache_type_v=cache_type, gpu_layers=99
+)
+with model_file("demo") as file, Session(file, settings) as session:
+    session.decode(session.tokenize("A context that is saved, restored and shifted"))
+    saved = session.save()
+    session.decode(session.tokenize(" is"))
+    before = session.logits()
+    session.restore(saved)
+    session.decode(session.tokenize(" is"))
+    restored = bool((session.logits() == before).all())
+    session.forget(3, 5)
+    session.decode(session.tokenize(" a"))
+    print(json.dumps({"restored": restored, "logits": session.logits().tolist(), "npu": session.npu_nodes}))
+"""
+
+
+def state_after_shift(device: str, flash_attention: str, cache_type: str, memory: str, device_type: str) -> dict:
+    environment = {**os.environ, "GGML_NPU_MEMORY": memory, "GGML_NPU_DEVICE_TYPE": device_type}
+    command = [sys.executable, "-c", STATE, device, flash_attention, cache_type]
+    result = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert result.returncode == 0, result.stderr
+    return json.loads(result.stdout)
+
+
+@pytest.mark.parametrize(("flash_attention", "cache_type"), [("off", "f16"), ("on", "f16"), ("on", "q8_0")])
+def test_state_is_saved_restored_and_shifted_on_the_device(flash_attention: str, cache_type: str) -> None:
+    cpu = state_after_shift("cpu", flash_attention, cache_type, "host", "accel")
+    for memory, device_type in CONFIGURATIONS.values():
+        npu = state_after_shift("npu", flash_attention, cache_type, memory, device_type)
+        assert npu["restored"]
+        # the rotation of a shifted K cache is rounded to f16 behind cos and sin, whose last bit is not contractual
+        assert np.allclose(npu["logits"], cpu["logits"], rtol=0, atol=1e-3)
+    assert npu["npu"]["SET_ROWS"], "the caches of a device of type gpu lie on it"
+    assert "ROPE" in npu["npu"] or cache_type != "f16"
