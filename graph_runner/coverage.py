@@ -139,8 +139,8 @@ class _Recorder:
         if kernel is None and OPS[op].resident:
             kernel = "a kernel for parts of the device's own tensors only"
         why = "; ".join(filter(None, (kernel, profile))) or "supported, but the scheduler left it where its data lies"
-        computes = convert.computes(op) and convert.is_needed(address) and node.dst.n_elements > 0
-        wants = kernel is not None
+        computes = convert.is_to_be_computed(self._npu.ggml, address) and node.dst.n_elements > 0
+        wants = kernel is not None and profile is None
         self.nodes.append(RanNode(op, types_of(node), on_npu, None if on_npu else why, wants and not on_npu, computes))
 
 

@@ -254,6 +254,16 @@ def test_conditions_compare_types_sizes_strides_and_parameters(condition: str, h
     assert (Rule(where=(condition,)).refusal(node("CPY", "f16", "f32", i3=-7)) is None) == holds
 
 
+def test_one_of_several_forms_is_enough() -> None:
+    either = Profile("either", "", "", {"CPY": (Rule(contiguous=("src0",)), Rule(where=("src0.ne0 == 64",)))})
+    narrow = tensor("f32", (32, 4, 1, 1), gap=2)
+    assert either.refusal(node("CPY", "f32", "f32")) is None
+    assert either.refusal(node("CPY", "f32", STRIDED_F32)) is None
+    assert either.refusal(node("CPY", narrow, narrow)) == (
+        "profile either: src0 is not contiguous: nb (4, 256, 1024, 1024)"
+    )
+
+
 # who reads them
 
 
@@ -308,6 +318,13 @@ def test_a_diff_lists_nodes_outside_the_profile_as_refused(options: pytest.Monke
         ("SET_ROWS", "profile ascend-required: no SET_ROWS"): 4,
         ("CONT", "profile ascend-required: no CONT"): 2,
     }
+
+
+def test_what_a_profile_refuses_in_the_devices_memory_fails_and_does_not_abort() -> None:
+    caches = ("--flash-attn", "on", "--cache-type-k", "q8_0", "--cache-type-v", "q8_0")
+    done = npu("run", "tiny", "--memory", "device", "--device-type", "gpu", "--profile", "ascend-310p", *caches)
+    reason = "SET_ROWS node 'cache_k_l0 (view)': profile ascend-310p: types f32 i64 q8_0 -> q8_0"
+    assert (done.returncode, done.stderr) == (2, f"ggml-npu: {reason}\n")
 
 
 # how one is chosen

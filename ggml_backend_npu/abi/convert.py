@@ -104,11 +104,6 @@ def computes(op: str) -> bool:
     return op not in _NOTHING_TO_COMPUTE
 
 
-def is_needed(address: int) -> bool:
-    """Whether the graph's results depend on the node."""
-    return bool(int.from_bytes(ctypes.string_at(address + structs.FLAGS_AT, 4), "little") & structs.FLAG_COMPUTE)
-
-
 def node(ggml: Ggml, address: int, packed: PackedAt = nowhere) -> Node:
     """The node at an address, with its sources."""
     fields = _read(address)

@@ -1,4 +1,4 @@
-"""ROPE: rotary position embedding, as ggml_compute_forward_rope computes it, to the rounding of cos and sin."""
+"""ROPE: rotary position embedding, as ggml_compute_forward_rope computes it on a processor with fused multiply-add."""
 
 from __future__ import annotations
 
@@ -71,6 +71,11 @@ def _angles(p: _Params, positions: NDArray[np.int32], factors: Floats | None) ->
     return np.cos(exact).astype(np.float32) * scale, np.sin(exact).astype(np.float32) * scale
 
 
+def _rounded(x: NDArray[np.float64]) -> NDArray[np.float64]:
+    """To float32, as a fused multiply-add leaves it: one product is rounded, then the sum with the other one."""
+    return x.astype(np.float32).astype(np.float64)
+
+
 def _refuse(dst: Tensor, x: Tensor, positions: Tensor, factors: Tensor | None, params: bytes) -> str | None:
     p = _params(params)
     if p.mode not in (_NORMAL, _NEOX):
@@ -96,6 +101,7 @@ def rope(dst: Tensor, x: Tensor, positions: Tensor, factors: Tensor | None, para
         half = p.n_dims // 2
         first, second = (slice(p.n_offs + i * half, p.n_offs + (i + 1) * half) for i in (0, 1))
     x0, x1 = rows[..., first].copy(), rows[..., second].copy()
-    rows[..., first] = x0 * cos - x1 * sin
-    rows[..., second] = x0 * sin + x1 * cos
+    rows[..., first] = x0 * cos - _rounded(x1 * sin)
+    rows[..., second] = x0 * sin + _rounded(x1 * cos)
+    rows = _rounded(rows)
     dst.view()[...] = rows
