@@ -1,4 +1,4 @@
-"""The device's own memory: any bytes set and got as blocks whatever the layout, its limit, and models that live in it."""
+"""The device's own memory: any bytes set and got as blocks whatever the layout, its limit, models that live in it."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -40,9 +41,9 @@ def test_any_bytes_of_a_packed_tensor_are_set_and_got_as_its_blocks(
     data = np.random.default_rng(seed).integers(0, 256, size, dtype=np.uint8)
     memory.place(type, buffer.address, size, pack=True)
     bounds = sorted({0, size, *(cut for cut in cuts if cut < size)})
-    for begin, end in list(zip(bounds, bounds[1:], strict=False))[::-1]:
+    for begin, end in list(pairwise(bounds))[::-1]:
         memory.write(buffer.address + begin, data[begin:end])
-    for begin, end in zip(bounds, bounds[1:], strict=False):
+    for begin, end in pairwise(bounds):
         assert np.array_equal(memory.read(buffer.address + begin, end - begin), data[begin:end])
     stored = buffer.bytes()[:size]
     quants, scales = quant.to_device(data.reshape(n_blocks, -1), type)
