@@ -157,10 +157,10 @@ def print_coverage(found: Coverage, console: Console, *, first: int = 5) -> None
         table.add_row(node.op, node.types, on, f"{prompt:,}", f"{token:,}", node.why or "")
     console.print(table)
     for name, graph in (("prompt", found.prompt), ("token", found.token)):
-        console.print(f"{name}: {_cost(graph)}", highlight=False)
+        console.print(f"{name}: {_cost(graph)}", highlight=False, soft_wrap=True)
     _print_gains("with one more op", found.single[:first], console)
     _print_gains("with more ops together", [gain for gain in found.joint if len(gain.ops) > 1], console)
-    console.print(_advice(found), style="bold", highlight=False)
+    console.print(_advice(found), style="bold", highlight=False, soft_wrap=True)
 
 
 def _cost(graph: RanGraph) -> str:

@@ -7,6 +7,7 @@ a model of every architecture. They know nothing of this project: they load its 
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import importlib
 import os
 import re
@@ -27,7 +28,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from ggml_backend_npu.abi.embedding import plugin
 
-PROGRAMS = ("test-backend-ops", "test-llama-archs", "ggml-rpc-server")
+PROGRAMS = ("test-backend-ops", "test-llama-archs", "ggml-rpc-server", "llama-completion")
 
 _OPTIONS = {
     "CMAKE_BUILD_TYPE": "Release",
@@ -149,7 +150,8 @@ def _with_plugin(program: str, arguments: Sequence[str], options: Mapping[str, s
 
 def folder() -> Path:
     """Where the programs that fit the installed llama-cpp-python are, once `build` has made them."""
-    return platformdirs.user_cache_path("ggml-npu") / f"llama-cpp-python-{version('llama-cpp-python')}" / "bin"
+    made_of = hashlib.sha256(repr((PROGRAMS, _OPTIONS, _LOAD_PLUGINS)).encode()).hexdigest()[:8]
+    return platformdirs.user_cache_path("ggml-npu") / f"programs-{version('llama-cpp-python')}-{made_of}" / "bin"
 
 
 def build(console: Console | None = None) -> Path:

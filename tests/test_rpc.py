@@ -1,0 +1,79 @@
+"""More than one machine: ggml's own RPC engine serves the device, on loopback. Part of pytest -m conformance."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from ggml_backend_npu.abi.embedding import plugin
+from graph_runner.models import demo_file
+from graph_runner.suites import build
+
+pytestmark = pytest.mark.conformance
+
+TELLING = """
+import sys
+from ggml_backend_npu import OPS, op
+
+ours = OPS["GET_ROWS"]
+
+@op("GET_ROWS", types=ours.types, refuse=ours.refuse)
+def telling(dst, src, ids):
+    print("GET_ROWS on the NPU", file=sys.stderr, flush=True)
+    ours.define(dst, src, ids)
+"""
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[tuple[str, Path]]:
+    """A server with the NPU: its address, and what it prints."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    kernels, log = tmp_path / "telling.py", tmp_path / "log"
+    kernels.write_text(TELLING)
+    environment = {
+        **os.environ,
+        "GGML_BACKEND_PATH": str(plugin()),
+        "GGML_NPU_FALLBACK": "cpu",
+        "GGML_NPU_KERNELS": str(kernels),
+    }
+    command = [build() / "ggml-rpc-server", "-d", "NPU", "-H", "127.0.0.1", "-p", str(port)]
+    with log.open("w") as output, subprocess.Popen(command, env=environment, stdout=output, stderr=output) as process:
+        try:
+            _wait_for(port, process)
+            yield f"127.0.0.1:{port}", log
+            assert process.poll() is None, "the server lives"
+        finally:
+            process.terminate()
+
+
+def _wait_for(port: int, process: subprocess.Popen[bytes]) -> None:
+    for _ in range(300):
+        assert process.poll() is None, "the server ended"
+        with socket.socket() as client:
+            if client.connect_ex(("127.0.0.1", port)) == 0:
+                return
+        time.sleep(0.1)
+    pytest.fail("the server does not answer")
+
+
+def text(*devices: str) -> str:
+    """What llama-completion writes."""
+    options = "-nr -fa on -no-cnv --no-display-prompt -n 24 --temp 0 -ngl 99".split()
+    command = [build() / "llama-completion", "-m", demo_file(), "-p", "The capital of France is", *options, *devices]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+def test_a_client_writes_the_same_text_over_rpc_as_alone(server: tuple[str, Path]) -> None:
+    address, log = server
+    assert text("--rpc", address, "-dev", "RPC0") == text("-dev", "none")
+    assert "GET_ROWS on the NPU" in log.read_text()
