@@ -150,6 +150,7 @@ def state_after_shift(device: str, flash_attention: str, cache_type: str, memory
     return json.loads(result.stdout)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("flash_attention", "cache_type"), [("off", "f16"), ("on", "f16"), ("on", "q8_0")])
 def test_state_is_saved_restored_and_shifted_on_the_device(flash_attention: str, cache_type: str) -> None:
     cpu = state_after_shift("cpu", flash_attention, cache_type, "host", "accel")

@@ -66,7 +66,7 @@ def _wait_for(port: int, process: subprocess.Popen[bytes]) -> None:
 
 def text(*devices: str) -> str:
     """What llama-completion writes."""
-    options = "-nr -fa on -no-cnv --no-display-prompt -n 24 --temp 0 -ngl 99".split()
+    options = ["-nr", "-fa", "on", "-no-cnv", "--no-display-prompt", "-n", "24", "--temp", "0", "-ngl", "99"]
     command = [build() / "llama-completion", "-m", demo_file(), "-p", "The capital of France is", *options, *devices]
     result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert result.returncode == 0, result.stderr
