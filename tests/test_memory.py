@@ -8,6 +8,7 @@ import subprocess
 import sys
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -142,9 +143,41 @@ with model_file("demo") as file, Session(file, settings) as session:
 """
 
 
-def state_after_shift(device: str, flash_attention: str, cache_type: str, memory: str, device_type: str) -> dict:
+SEQUENCES = """
+import json, sys
+from llama_cpp import llama_cpp
+import ggml_backend_npu
+from graph_runner.models import demo_file
+npu = ggml_backend_npu.register()
+npu.active = sys.argv[1] == "npu"
+quiet = llama_cpp.llama_log_callback(lambda *_: None)
+llama_cpp.llama_log_set(quiet, None)
+params = llama_cpp.llama_model_default_params()
+params.use_extra_bufts, params.n_gpu_layers = False, 99 if npu.active else 0
+model = llama_cpp.llama_model_load_from_file(str(demo_file()).encode(), params)
+params = llama_cpp.llama_context_default_params()
+params.n_ctx, params.n_seq_max, params.kv_unified, params.flash_attn_type = 512, 2, sys.argv[2] == "unified", 1
+context = llama_cpp.llama_init_from_model(model, params)
+
+def decode(tokens, first, sequence):
+    batch = llama_cpp.llama_batch_init(len(tokens), 0, 1)
+    for i, token in enumerate(tokens):
+        batch.token[i], batch.pos[i], batch.n_seq_id[i] = token, first + i, 1
+        batch.seq_id[i][0], batch.logits[i] = sequence, i == len(tokens) - 1
+    batch.n_tokens = len(tokens)
+    assert llama_cpp.llama_decode(context, batch) == 0
+    return llama_cpp.llama_get_logits_ith(context, -1)[:49152]
+
+decode([504, 3575, 282, 4649, 314], 0, 0)
+llama_cpp.llama_memory_seq_cp(llama_cpp.llama_get_memory(context), 0, 1, -1, -1)
+print(json.dumps(decode([253], 5, 1)))
+"""
+
+
+def told(script: str, *arguments: str, memory: str, device_type: str) -> Any:
+    """What a script prints as JSON, in a process of its own."""
     environment = {**os.environ, "GGML_NPU_MEMORY": memory, "GGML_NPU_DEVICE_TYPE": device_type}
-    command = [sys.executable, "-c", STATE, device, flash_attention, cache_type]
+    command = [sys.executable, "-c", script, *arguments]
     result = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     assert result.returncode == 0, result.stderr
     return json.loads(result.stdout)
@@ -153,10 +186,18 @@ def state_after_shift(device: str, flash_attention: str, cache_type: str, memory
 @pytest.mark.slow
 @pytest.mark.parametrize(("flash_attention", "cache_type"), [("off", "f16"), ("on", "f16"), ("on", "q8_0")])
 def test_state_is_saved_restored_and_shifted_on_the_device(flash_attention: str, cache_type: str) -> None:
-    cpu = state_after_shift("cpu", flash_attention, cache_type, "host", "accel")
+    cpu = told(STATE, "cpu", flash_attention, cache_type, memory="host", device_type="accel")
     for memory, device_type in CONFIGURATIONS.values():
-        npu = state_after_shift("npu", flash_attention, cache_type, memory, device_type)
+        npu = told(STATE, "npu", flash_attention, cache_type, memory=memory, device_type=device_type)
         assert npu["restored"]
         assert npu["logits"] == cpu["logits"]
     assert npu["npu"]["SET_ROWS"], "the caches of a device of type gpu lie on it"
     assert "ROPE" in npu["npu"] or cache_type != "f16"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cache", ["unified", "a stream each"])
+def test_a_sequence_is_copied_on_the_device(cache: str) -> None:
+    cpu = told(SEQUENCES, "cpu", cache, memory="host", device_type="accel")
+    for memory, device_type in CONFIGURATIONS.values():
+        assert told(SEQUENCES, "npu", cache, memory=memory, device_type=device_type) == cpu
