@@ -47,6 +47,9 @@ _LOAD_PLUGINS = "\nstatic const bool plugins_are_loaded = (ggml_backend_load_all
 
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 _LOADED = re.compile(r"Backend \d+/\d+: NPU")
+_HEADER = re.compile(
+    r"$|Testing \d+ devices|Backend \d+/\d+: |  Skipping|  Device \w+: |load_backend: |ggml-npu: compiling "
+)
 _CASE = re.compile(r".*?  (\w+)\((.*)\): (OK|FAIL|not supported \[(.*)\])")
 _FAILING_CASE = re.compile(r"  (\w+)\((.*)\)")
 _FAILED_NODE = re.compile(r"ggml-npu: \w+ node ")
@@ -95,7 +98,7 @@ def backend_ops(
     loaded = False
     for line in _with_plugin("test-backend-ops", ["test", "-b", "NPU", "-o", ",".join(ops)], options):
         loaded = loaded or _LOADED.fullmatch(line) is not None
-        log = [*log, line] if line else []
+        log += [] if _HEADER.match(line) else [line]
         if found := _CASE.match(line):
             cases.append(_case(found, log))
             seen(cases[-1])

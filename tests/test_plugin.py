@@ -143,7 +143,7 @@ def test_an_option_that_cannot_be_is_one_line(host: Path, variables: dict[str, s
     ("options", "reason"),
     [
         (["-rdynamic"], "ggml 9.8.7 is not known to this backend; known: 0.25.x"),
-        ([], "ggml: no function ggml_version in this program"),
+        ([], "ggml: no function ggml_version in what this program exports"),
     ],
 )
 def test_a_strange_ggml_is_refused(tmp_path: Path, options: list[str], reason: str) -> None:

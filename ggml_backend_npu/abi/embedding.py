@@ -65,6 +65,7 @@ static int npu_start_python(void) {
     before.utf8_mode = 1;
     PyConfig_InitIsolatedConfig(&config);
     config.user_site_directory = 1;
+    config.buffered_stdio = 0;  /* nothing flushes Python's buffers when the program ends */
     status = Py_PreInitialize(&before);
     if (!PyStatus_Exception(status)) status = PyConfig_SetBytesString(&config, &config.executable, NPU_EXECUTABLE);
     if (!PyStatus_Exception(status)) status = Py_InitializeFromConfig(&config);

@@ -129,7 +129,8 @@ class Ggml:
             try:
                 function = library[name]
             except AttributeError:
-                raise UnknownGgmlError(f"ggml: no function {name} in {library._name or 'this program'}") from None
+                where = library._name or "what this program exports"
+                raise UnknownGgmlError(f"ggml: no function {name} in {where}") from None
             function.restype, function.argtypes = result, arguments
             setattr(self, name, function)
 
@@ -220,7 +221,7 @@ _found: Ggml | None = None
 
 
 def ggml(caller: int | None = None) -> Ggml:
-    """The ggml of this process, checked; the first call chooses it.
+    """The ggml of this process, checked; the first call chooses it, a later caller's is checked too.
 
     caller  an address inside the ggml that has loaded this backend as its plugin; without one it is the ggml of
             llama-cpp-python
@@ -228,10 +229,10 @@ def ggml(caller: int | None = None) -> Ggml:
     Raises UnknownGgmlError where that ggml is not one that is known here.
     """
     global _found
-    if _found is None:
+    if _found is None or caller is not None:
         found = Ggml(_llama_cpp() if caller is None else _library_at(c_void_p(caller)))
         check(found)
-        _found = found
+        _found = _found or found
     return _found
 
 
