@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 
 os.environ["GGML_NO_BACKTRACE"] = "1"  # read by ggml when it is loaded
+os.environ["PYTHONSAFEPATH"] = "1"  # processes of the tests import what is installed, not what lies in their folder
 
 from typing import TYPE_CHECKING
 
