@@ -498,7 +498,7 @@ def main() -> None:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
     try:
-        app()
+        app(prog_name="ggml-npu")
     except (
         BadInputError, DeviceError, EngineError, KernelError, KernelFileError, PluginError, SessionError, SuiteError,
         UnknownGgmlError,

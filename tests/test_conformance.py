@@ -6,7 +6,10 @@ The programs are built from the sources of the installed llama-cpp-python, once,
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from itertools import product
+from pathlib import Path
 
 import pytest
 
@@ -51,3 +54,38 @@ def test_a_plugin_that_is_not_loaded_is_no_success() -> None:
         backend_ops(["DUP"], {"GGML_BACKEND_PATH": os.devnull})
     with pytest.raises(SuiteError, match="test-llama-archs has no device NPU"):
         architectures({"GGML_BACKEND_PATH": os.devnull})
+
+
+KERNEL = """
+from ggml_backend_npu import op
+
+@op("SQR", types=[{types}])
+def sqr(dst, x):
+    dst.view()[...] = {value}
+"""
+F32, F16 = '("f32", "f32")', '("f16", "f16")'
+
+
+@pytest.mark.parametrize(
+    ("types", "value", "row", "log", "code"),
+    [
+        (f"{F32}, {F16}", "x.view() ** 2", ["SQR", "6", "0", "0"], "", 0),
+        (F32, "x.view() ** 2", ["SQR", "3", "0", "3"], "", 0),
+        (F32, "x.view() * 2", ["SQR", "0", "3", "3"], "SQR(type=f32,ne=[10,5,4,3]): FAIL", 1),
+        (F32, "x.ne.no", ["SQR", "0", "3", "3"], "ggml-npu: SQR node 'out': AttributeError", 1),
+        ('("i8", "i8")', "x.view() ** 2", ["SQR", "0", "0", "6"], "", 1),
+    ],
+)
+def test_the_command_judges_a_file_of_kernels(
+    tmp_path: Path, types: str, value: str, row: list[str], log: str, code: int
+) -> None:
+    kernels = tmp_path / "own kernels.py"
+    kernels.write_text(KERNEL.format(types=types, value=value))
+    command = [sys.executable, "-c", "from graph_runner.cli import main; main()", "test", kernels]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert (done.returncode, done.stderr) == (code, "")
+    heading, counts, *rest = done.stdout.splitlines()
+    assert heading.split() == ["op", "passed", "failed", "not", "supported"]
+    assert counts.split() == row
+    assert log in "\n".join(rest)
+    assert bool(log) == bool(rest)
