@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 from collections.abc import Iterator
-from ctypes import POINTER, c_bool, c_char_p, c_int, c_int64, c_size_t, c_void_p
+from ctypes import POINTER, c_bool, c_char_p, c_float, c_int, c_int64, c_size_t, c_void_p
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -51,6 +51,7 @@ _FUNCTIONS: _Functions = {
     "ggml_dup": (c_void_p, [c_void_p] * 2),
     "ggml_cont": (c_void_p, [c_void_p] * 2),
     "ggml_sqr": (c_void_p, [c_void_p] * 2),
+    "ggml_rope_ext": (c_void_p, [c_void_p] * 4 + [c_int] * 3 + [c_float] * 6),
     "ggml_tensor_overhead": (c_size_t, []),
     "ggml_graph_overhead": (c_size_t, []),
     "ggml_new_graph": (c_void_p, [c_void_p]),
