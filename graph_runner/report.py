@@ -12,6 +12,7 @@ from rich.table import Table
 
 from graph_runner.coverage import Coverage, Gain, RanGraph
 from graph_runner.diff import DiffResult, NodeResult
+from graph_runner.session import Settings
 from graph_runner.suites import Case
 
 SCHEMA = "ggml-npu diff 1"
@@ -38,14 +39,15 @@ def _number(x: float) -> str:
     return "0" if x == 0 else f"{x:.2e}"
 
 
+def _print_header(console: Console, model: str, device: str, settings: Settings) -> None:
+    caches = f"cache {settings.cache_type_k}/{settings.cache_type_v}"
+    line = f"[bold]{model}[/]  {device}  {caches}  flash attention {settings.flash_attention}"
+    console.print(line, highlight=False)
+
+
 def print_diff(result: DiffResult, console: Console, *, first: int = 5) -> None:
     """The diff as a table by op and type, the first nodes that differ, and a verdict."""
-    settings = result.settings
-    console.print(
-        f"[bold]{result.description}[/]  ggml {result.ggml}  "
-        f"cache {settings.cache_type_k}/{settings.cache_type_v}  flash attention {settings.flash_attention}",
-        highlight=False,
-    )
+    _print_header(console, result.description, f"ggml {result.ggml}", result.settings)
     console.print(f"prompt of {result.n_prompt} tokens and {result.steps} steps: ", end="", highlight=False)
     console.print(f"{result.prompt!r} -> {result.text!r}", highlight=False, markup=False)
     table = Table(box=None, pad_edge=False, header_style="bold")
@@ -139,12 +141,8 @@ def _node_json(node: NodeResult) -> dict[str, Any]:
 
 def print_coverage(found: Coverage, console: Console, *, first: int = 5) -> None:
     """The coverage as a table of nodes, then splits, copies, and the kernels that would remove splits."""
-    settings = found.settings
-    console.print(
-        f"[bold]{found.description}[/]  ggml {found.ggml}  profile {found.profile}  memory {found.memory}  "
-        f"cache {settings.cache_type_k}/{settings.cache_type_v}  flash attention {settings.flash_attention}",
-        highlight=False,
-    )
+    device = f"ggml {found.ggml}  profile {found.profile}  memory {found.memory}"
+    _print_header(console, found.description, device, found.settings)
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("op")
     table.add_column("types")

@@ -1,9 +1,8 @@
 """Every other ggml type: through libgguf, ggml's own quantisation code as a package, where it has the type.
 
 libgguf equals ggml bit for bit in every decoder and in every encoder but iq4_nl, where it is the one of model files
-(ggml_quantize_chunk searches a better scale than quantize_row_iq4_nl of the CPU backend). gguf.quants decodes as
-exactly but encodes eleven types fewer and is ten times slower; it was left out. Three types exist in neither and are
-defined here.
+(ggml_quantize_chunk searches a better scale than quantize_row_iq4_nl of the CPU backend). gguf.quants decodes
+as exactly but has few encoders; it was left out. Three types exist in neither and are defined here.
 """
 
 from __future__ import annotations

@@ -7,12 +7,15 @@ import os
 os.environ["GGML_NO_BACKTRACE"] = "1"  # read by ggml when it is loaded
 os.environ["PYTHONSAFEPATH"] = "1"  # processes of the tests import what is installed, not what lies in their folder
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import HealthCheck, Phase, settings
 
 if TYPE_CHECKING:
+    from models import Models
+
     from ggml_backend_npu.abi.plugin import Plugin
 
 settings.register_profile(
@@ -33,6 +36,22 @@ def backend() -> Plugin:
     import ggml_backend_npu
 
     return ggml_backend_npu.register()
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Models:
+    """Finds the file of a model by name; a tiny one is written when first asked for."""
+    from models import WRITERS
+
+    from graph_runner.models import demo_file
+
+    folder = tmp_path_factory.mktemp("models")
+
+    def find(name: str) -> Path:
+        path = demo_file() if name == "demo" else folder / f"{name}.gguf"
+        return path if path.exists() else WRITERS[name](path)
+
+    return find
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 from gguf import TokenType
 
-from graph_runner.tiny import TinyModel, Vocabulary, spm_vocabulary
+from graph_runner.tiny import TinyModel, Vocabulary, spm_vocabulary, write_tiny_llama
 
 
 def rwkv_vocabulary() -> Vocabulary:
@@ -123,3 +124,14 @@ def write_tiny_mamba(path: Path) -> Path:
         model.weight(f"{block}.ssm_d", model.random(d_inner))
         model.linear(f"{block}.ssm_out", d_inner, model.n_embd)
     return model.save()
+
+
+Models = Callable[[str], Path]  # the file of a model by name: `demo` or one of WRITERS
+
+WRITERS: dict[str, Callable[[Path], Path]] = {
+    "llama": write_tiny_llama,
+    "moe": write_tiny_moe,
+    "gpt-oss": write_tiny_gpt_oss,
+    "rwkv7": write_tiny_rwkv7,
+    "mamba": write_tiny_mamba,
+}

@@ -8,47 +8,25 @@ import re
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import models
 import pytest
+from models import WRITERS, Models
 
 from ggml_backend_npu import DEVICE, OPS, Op, Tensor
 from ggml_backend_npu.profiles import PROFILES, Profile, Rule, load
 from graph_runner.cli import main
 from graph_runner.coverage import Coverage, Gain, RanGraph, RanNode, Splits, cover
-from graph_runner.models import demo_file
 from graph_runner.report import COVERAGE_SCHEMA
 from graph_runner.session import Sampler, Session, Settings
-from graph_runner.tiny import write_tiny_llama
 
 PROMPT = "once upon"
 COMMAND = Path(sys.executable).with_name("ggml-npu")
-WRITERS: dict[str, Callable[[Path], Path]] = {
-    "llama": write_tiny_llama,
-    "moe": models.write_tiny_moe,
-    "gpt-oss": models.write_tiny_gpt_oss,
-    "rwkv7": models.write_tiny_rwkv7,
-    "mamba": models.write_tiny_mamba,
-}
 FLASH_OFF, FLASH_ON = Settings(flash_attention="off"), Settings(flash_attention="on")
 
-Models = Callable[[str], Path]
 pytestmark = pytest.mark.usefixtures("backend")
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Models:
-    folder = tmp_path_factory.mktemp("models")
-
-    def find(name: str) -> Path:
-        path = demo_file() if name == "demo" else folder / f"{name}.gguf"
-        return path if path.exists() else WRITERS[name](path)
-
-    return find
 
 
 def nothing(dst: Tensor) -> None:

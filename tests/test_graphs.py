@@ -9,29 +9,20 @@ from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
 
-import models
 import numpy as np
 import pytest
+from models import WRITERS, Models
 from support import engine
 
 from ggml_backend_npu import OPS, KernelError, Node, Tensor, op
 from ggml_backend_npu.abi import convert, lib
 from ggml_backend_npu.abi.plugin import Plugin
 from graph_runner.diff import DiffResult, NodeResult, diff
-from graph_runner.models import demo_file
 from graph_runner.session import DeviceName, Sampler, Session, SessionError, Settings, context_for, generate
-from graph_runner.tiny import write_tiny_llama
 
 PROMPT = "The capital of France is"
 STEPS = 4
 MOVERS = ("GET_ROWS", "SET_ROWS", "CPY", "DUP", "CONT")
-WRITERS: dict[str, Callable[[Path], Path]] = {
-    "llama": write_tiny_llama,
-    "moe": models.write_tiny_moe,
-    "gpt-oss": models.write_tiny_gpt_oss,
-    "rwkv7": models.write_tiny_rwkv7,
-    "mamba": models.write_tiny_mamba,
-}
 
 FLASH_OFF = Settings(flash_attention="off")
 FLASH_ON = Settings(flash_attention="on")
@@ -56,20 +47,6 @@ CASES = [
     pytest.param("rwkv7", FLASH_OFF, {*READ, CPY}, id="rwkv7"),
     pytest.param("mamba", FLASH_OFF, {*READ, CPY, CONT}, id="mamba"),
 ]
-
-Models = Callable[[str], Path]
-
-
-@pytest.fixture(scope="session")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Models:
-    """The file of a model by name: `demo` or one of WRITERS, written when first asked for."""
-    folder = tmp_path_factory.mktemp("models")
-
-    def find(name: str) -> Path:
-        path = demo_file() if name == "demo" else folder / f"{name}.gguf"
-        return path if path.exists() else WRITERS[name](path)
-
-    return find
 
 
 @pytest.fixture
