@@ -52,6 +52,8 @@ _CHECKS: dict[str, Callable[[str, str], Any]] = {
     "device_type": partial(_choice, allowed=("accel", "gpu")),
     "threads": _count,
     "fallback": partial(_choice, allowed=("none", "cpu")),
+    "ops": partial(_choice, allowed=("default", "all")),
+    "fusion": partial(_choice, allowed=("on", "off")),
 }
 
 
@@ -68,6 +70,8 @@ class DeviceOptions:
     threads       that a kernel may use; llama.cpp sets it for its contexts
     fallback      "cpu": a node that the device does not take, and is handed all the same, is computed by ggml's CPU
                   backend: behind RPC, where clients do not ask. "none": such a node fails
+    ops           "default": the ops that move data, which cost a scheduler little; "all": every op there is
+    fusion        "on": patterns of nodes run as one operator
     """
 
     profile: Profile = FULL
@@ -76,6 +80,8 @@ class DeviceOptions:
     device_type: str = "accel"
     threads: int = field(default_factory=lambda: os.cpu_count() or 1)
     fallback: str = "none"
+    ops: str = "default"
+    fusion: str = "on"
     _environment_is_read: bool = field(default=False, init=False, repr=False)
 
     def update(self, options: Mapping[str, str | None]) -> None:

@@ -31,7 +31,9 @@ class Op:
              names that keyword
     types    the type combinations it takes, (dst, src0, src1, ...), or None for any
     refuse   a reason why a node of these types is not taken, or None
-    resident taken only where its output is part of a tensor in the device's memory, from which no scheduler moves it
+    optional taken only where the device is to take all ops, or where its output is part of a tensor in the device's
+             memory, from which no scheduler moves it
+    nmse     normalised mean squared error against ggml's CPU that rounding explains; 0: every byte is the same
     prepare  where a compiled kernel exists: a node's tensors -> the bound call, or None where this one is not compiled
     """
 
@@ -39,7 +41,8 @@ class Op:
     define: Callable[..., None]
     types: frozenset[Types] | None = None
     refuse: Callable[..., str | None] | None = None
-    resident: bool = False
+    optional: bool = False
+    nmse: float = 0.0
     prepare: Callable[..., Call | None] | None = None
     n_src: int = field(init=False)
     wants_params: bool = field(init=False)
@@ -172,7 +175,8 @@ def op(
     *,
     types: Iterable[Types] | None = None,
     refuse: Callable[..., str | None] | None = None,
-    resident: bool = False,
+    optional: bool = False,
+    nmse: float = 0.0,
 ) -> Callable[[Callable[..., None]], Op]:
     """Decorator: makes a function the backend's kernel of the ggml op `name`.
 
@@ -183,7 +187,9 @@ def op(
     name    ggml_op_desc of the nodes it computes ("GET_ROWS", "SOFT_MAX", "SILU", ...)
     types   type combinations (dst, src0, src1, ...) that it takes; any, where left out
     refuse  called like the kernel: returns a reason why such a node is not taken, or None
-    resident  taken only where the output is part of a tensor in the device's memory
+    optional  taken only where the device is to take all ops (GGML_NPU_OPS=all), or where the output is part of a tensor
+              in its memory
+    nmse    normalised mean squared error against ggml's CPU that rounding explains; 0: every byte is the same
 
     The kernel gets `Tensor`s, reads its sources with `.view()` and writes into `dst.view()`; a source that a node
     leaves out is None; a keyword `params` gets the node's op_params as bytes. An exception in it fails the node, not
@@ -191,7 +197,7 @@ def op(
     """
 
     def register(define: Callable[..., None]) -> Op:
-        entry = Op(name, define, None if types is None else frozenset(types), refuse, resident)
+        entry = Op(name, define, None if types is None else frozenset(types), refuse, optional, nmse)
         OPS.add(entry)
         return entry
 

@@ -136,8 +136,8 @@ class _Recorder:
         node = convert.node(self._npu.ggml, address)
         on_npu = self._npu.statistics.graphs != self._n_graphs
         kernel, profile = OPS.kernel_refusal(node), DEVICE.profile.refusal(node)
-        if kernel is None and OPS[op].resident:
-            kernel = "a kernel for parts of the device's own tensors only"
+        if kernel is None and OPS[op].optional and DEVICE.ops != "all":
+            kernel = "a kernel that GGML_NPU_OPS=all takes"
         why = "; ".join(filter(None, (kernel, profile))) or "supported, but the scheduler left it where its data lies"
         computes = convert.is_to_be_computed(self._npu.ggml, address) and node.dst.n_elements > 0
         wants = kernel is not None and profile is None

@@ -181,7 +181,7 @@ def diff(
         seen(node)
 
     if ops is None:
-        ops = {name for name in OPS if not OPS[name].resident}
+        ops = set(OPS)
     observer = _Recompute(ggml, ops, add)
     settings = replace(settings or Settings(flash_attention="off"), device="cpu", n_ctx=context_for(prompt, steps))
     with Session(model, settings, observer=observer, progress=progress) as session:

@@ -81,6 +81,12 @@ def inlined(function: Kernel) -> Kernel:
     return part
 
 
+def reduced(function: Kernel) -> Kernel:
+    """As `inlined`, for a sum or maximum over a row: LLVM may take its terms in the order that vectors like."""
+    part: Kernel = register_jitable(error_model="numpy", fastmath={"reassoc", "nsz"})(function)
+    return part
+
+
 class _Announcement(event.Listener):
     """Says once per process, on stderr, that kernels are being compiled."""
 
@@ -164,6 +170,16 @@ def _rounding(llvm_name: str) -> Any:
 
 round_half_even = _rounding("llvm.rint")
 round_half_away = _rounding("llvm.round")
+
+
+@intrinsic
+def fused_multiply_add(typing_context: Any, a: Any, b: Any, c: Any) -> Any:
+    """a * b + c, rounded once."""
+
+    def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.fma(*arguments)
+
+    return types.float32(types.float32, types.float32, types.float32), emit
 
 
 @intrinsic

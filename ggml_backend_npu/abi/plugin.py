@@ -185,7 +185,7 @@ class Plugin:
             return True
         if self._holds(node):
             return True  # ggml aborts where no device takes it; here it fails in graph_compute, which says why
-        if not self.active or op not in OPS or OPS[op].resident:
+        if not self.active or op not in OPS or (OPS[op].optional and DEVICE.ops != "all"):
             return False
         return OPS.refusal(convert.node(self.ggml, node)) is None
 

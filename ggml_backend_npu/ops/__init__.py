@@ -1,3 +1,3 @@
 """The kernels, a file per family. Importing this package registers them."""
 
-from ggml_backend_npu.ops import elementwise, movers, rope  # noqa: F401
+from ggml_backend_npu.ops import elementwise, movers, rope, routing, softmax  # noqa: F401

@@ -1,4 +1,7 @@
-"""Element by element: SCALE. Byte for byte what ggml's CPU backend writes on a processor with fused multiply-add."""
+"""Element by element: ADD, SUB, MUL, DIV, SCALE, CLAMP. Byte for byte what ggml's CPU backend writes.
+
+SCALE with a bias, on a processor with fused multiply-add.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ggml_backend_npu.ir import Tensor
-from ggml_backend_npu.ops.movers import convert, raw
+from ggml_backend_npu.ops.movers import convert, raw, tiled
 from ggml_backend_npu.registry import op
 
 
@@ -46,3 +49,74 @@ def scale(dst: Tensor, x: Tensor, params: bytes) -> None:
         product_alone = x.type == "f32" and bias == 0
         scaled = values * factor if product_alone else _fused_multiply_add(values, factor, bias)
     raw(dst)[...] = convert(scaled, "f32", dst.type)
+
+
+_BINARY = [
+    *((name, name, name) for name in ("f32", "f16", "bf16")),
+    *((dst, src, "f32") for src in ("f16", "bf16") for dst in (src, "f32")),
+]
+
+
+def _refuse_binary(dst: Tensor, a: Tensor, b: Tensor) -> str | None:
+    if dst.ne != a.ne or any(n % m for n, m in zip(a.ne, b.ne, strict=True)):
+        return f"src1 of ne {b.ne} does not repeat to src0 of ne {a.ne}, dst of ne {dst.ne}"
+    for role, tensor in (("src0", a), ("dst", dst)):
+        if not tensor.has_contiguous_rows():
+            return f"{role} rows have gaps: nb0 is {tensor.nb[0]}"
+    return None
+
+
+def _compute(function: np.ufunc, dst: Tensor, a: Tensor, b: Tensor) -> None:
+    """dst = function(a, b), b repeated to the size of a; rounded to float32, and then to dst's type."""
+    y, x0, x1 = tiled(raw(dst), b.ne), tiled(raw(a), b.ne), tiled(raw(b), b.ne)
+    with np.errstate(all="ignore"):
+        if dst.type == a.type == b.type == "f32":
+            function(x0, x1, out=y)
+        else:
+            values = function(convert(x0, a.type, "f32"), convert(x1, b.type, "f32"))
+            y[...] = convert(values, "f32", dst.type)
+
+
+@op("ADD", types=_BINARY, refuse=_refuse_binary, optional=True)
+def add(dst: Tensor, a: Tensor, b: Tensor) -> None:
+    """dst = a + b, b repeated to the size of a. Equals ggml_compute_forward_add_non_quantized."""
+    _compute(np.add, dst, a, b)
+
+
+@op("SUB", types=_BINARY, refuse=_refuse_binary, optional=True)
+def sub(dst: Tensor, a: Tensor, b: Tensor) -> None:
+    """dst = a - b, b repeated to the size of a. Equals ggml_compute_forward_sub."""
+    _compute(np.subtract, dst, a, b)
+
+
+@op("MUL", types=_BINARY, refuse=_refuse_binary, optional=True)
+def mul(dst: Tensor, a: Tensor, b: Tensor) -> None:
+    """dst = a * b, b repeated to the size of a. Equals ggml_compute_forward_mul."""
+    _compute(np.multiply, dst, a, b)
+
+
+@op("DIV", types=_BINARY, refuse=_refuse_binary, optional=True)
+def div(dst: Tensor, a: Tensor, b: Tensor) -> None:
+    """dst = a / b, b repeated to the size of a. Equals ggml_compute_forward_div."""
+    _compute(np.divide, dst, a, b)
+
+
+def _refuse_clamp(dst: Tensor, x: Tensor, params: bytes) -> str | None:
+    if dst.ne != x.ne:
+        return f"x of ne {x.ne}, dst of ne {dst.ne}"
+    for role, tensor in (("x", x), ("dst", dst)):
+        if not tensor.is_contiguous():
+            return f"{role} is not contiguous: nb {tensor.nb}"
+    return None
+
+
+@op("CLAMP", types=[("f32", "f32"), ("f16", "f16")], refuse=_refuse_clamp, optional=True)
+def clamp(dst: Tensor, x: Tensor, params: bytes) -> None:
+    """dst = x, no less than the first and no more than the second number of params; NaN becomes the second one.
+
+    Equals ggml_compute_forward_clamp; there, with gaps between rows, it reads past them.
+    """
+    low, high = (np.float32(value) for value in struct.unpack_from("2f", params))
+    values = convert(raw(x), x.type, "f32")
+    below = np.where(values < high, values, high)
+    raw(dst)[...] = convert(np.where(below > low, below, low), "f32", dst.type)

@@ -1,12 +1,13 @@
-"""Data movement: GET_ROWS, SET_ROWS, CPY, DUP, CONT. Byte for byte what ggml's CPU backend writes.
+"""Data movement: GET_ROWS, SET_ROWS, CPY, DUP, CONT, REPEAT, CONCAT. Byte for byte what ggml's CPU backend writes.
 
-Each is defined in NumPy on views of its tensors; the compiled mover of `strided` stands beside it for the types that
-this project has compiled runs for. Which types ggml's CPU takes: ggml_compute_forward_{get_rows,set_rows,dup} in
-ggml-cpu/ops.cpp, followed here case by case; what ggml aborts on or leaves undefined is refused.
+Each is defined in NumPy on views of its tensors; the compiled mover of `strided` stands beside the first five for the
+types that this project has compiled runs for. Which types ggml's CPU takes: ggml_compute_forward_{get_rows,set_rows,
+dup} in ggml-cpu/ops.cpp, followed here case by case; what ggml aborts on or leaves undefined is refused.
 """
 
 from __future__ import annotations
 
+import struct
 from typing import Any
 
 import numpy as np
@@ -55,6 +56,13 @@ def raw(tensor: Tensor) -> NDArray[Any]:
     """The tensor's view with bf16 as its bits."""
     view = tensor.view()
     return view.view(np.uint16) if tensor.type == "bf16" else view
+
+
+def tiled(view: NDArray[Any], ne: tuple[int, ...]) -> NDArray[Any]:
+    """A view of a tensor that one of size ne repeats to, as (repeats in dimension 3, ne3, repeats in 2, ne2, ...)."""
+    shape = [part for n, m in zip(view.shape, ne[::-1], strict=True) for part in (n // m, m)]
+    strides = [part for stride, m in zip(view.strides, ne[::-1], strict=True) for part in (m * stride, stride)]
+    return np.lib.stride_tricks.as_strided(view, shape, strides)
 
 
 def _rows_per_chunk(tensor: Tensor) -> int:
@@ -231,3 +239,40 @@ def cont(dst: Tensor, src: Tensor) -> None:
 @cont.compiled
 def _copy(dst: Tensor, src: Tensor) -> Call | None:
     return strided.mover(dst, src)
+
+
+def _refuse_repeat(dst: Tensor, src: Tensor) -> str | None:
+    if src.n_elements == 0 or any(n % m for n, m in zip(dst.ne, src.ne, strict=True)):
+        return f"src of ne {src.ne} does not repeat to dst of ne {dst.ne}"
+    return _gap_in_rows(src=src, dst=dst)
+
+
+@op(
+    "REPEAT",
+    types=[(name, name) for name in ("f32", "i32", "f16", "bf16", "i16")],
+    refuse=_refuse_repeat,
+    optional=True,
+)
+def repeat(dst: Tensor, src: Tensor) -> None:
+    """dst = src, again and again in each dimension. Equals ggml_compute_forward_repeat."""
+    tiled(raw(dst), src.ne)[...] = tiled(raw(src), src.ne)
+
+
+def _refuse_concat(dst: Tensor, a: Tensor, b: Tensor, params: bytes) -> str | None:
+    (dim,) = struct.unpack_from("i", params)
+    if not 0 <= dim < 4:
+        return f"dimension {dim}"
+    ne = [a.ne[i] + b.ne[i] if i == dim else a.ne[i] for i in range(4)]
+    if list(dst.ne) != ne or any(b.ne[i] != n for i, n in enumerate(ne) if i != dim):
+        return f"src0 of ne {a.ne}, src1 of ne {b.ne} along dimension {dim} do not fit dst of ne {dst.ne}"
+    return _no_whole_blocks(src0=a, src1=b)
+
+
+@op("CONCAT", types=[(name, name, name) for name, _ in _SAME], refuse=_refuse_concat, optional=True)
+def concat(dst: Tensor, a: Tensor, b: Tensor, params: bytes) -> None:
+    """dst = a, then b along the dimension that params begin with. Equals ggml_compute_forward_concat."""
+    (dim,) = struct.unpack_from("i", params)
+    first = a.n_blocks if dim == 0 else a.ne[dim]
+    whole = np.moveaxis(raw(dst), 3 - dim, 0)
+    for part, tensor in ((whole[:first], a), (whole[first:], b)):
+        part[...] = np.moveaxis(raw(tensor), 3 - dim, 0)

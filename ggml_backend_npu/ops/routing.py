@@ -1,0 +1,140 @@
+"""ARGSORT, SUM_ROWS, and the top-k of a softmax: the routing of a mixture of experts, node by node or in one."""
+
+from __future__ import annotations
+
+import struct
+from functools import partial
+
+import numpy as np
+from numba import types
+from numpy.typing import NDArray
+
+from ggml_backend_npu import threads
+from ggml_backend_npu.ir import Tensor
+from ggml_backend_npu.ops.softmax import exps, largest, scaled
+from ggml_backend_npu.registry import Call, op
+from quant.jit import array_at, compiled, inlined
+from quant.runs import CODES, widen_run
+
+_TILE = 256  # scores of a row in work at a time
+_SOFTMAX, _SOFTMAX_OF_SELECTED = range(2)
+
+
+def _refuse_argsort(dst: Tensor, x: Tensor, params: bytes) -> str | None:
+    return f"x of ne {x.ne}, dst of ne {dst.ne}" if dst.ne != x.ne else None
+
+
+@op("ARGSORT", types=[("i32", "f32")], refuse=_refuse_argsort, optional=True)
+def argsort(dst: Tensor, x: Tensor, params: bytes) -> None:
+    """The places of each row's elements in ascending or, where params begin with 1, descending order.
+
+    Of equal ones the first comes first, NaN counts as -inf. Equals ggml_compute_forward_argsort where no elements are
+    equal: there, the order of equal ones is left to std::sort.
+    """
+    (descending,) = struct.unpack_from("i", params)
+    for i3, i2 in np.ndindex(x.ne[3], x.ne[2]):
+        for i1 in range(x.ne[1]):
+            row = _ordered(x.view()[i3, i2, i1])
+            dst.view()[i3, i2, i1] = np.argsort(-row if descending else row, kind="stable")
+
+
+def _ordered(scores: NDArray[np.float32]) -> NDArray[np.float32]:
+    return np.where(np.isnan(scores), np.float32(-np.inf), scores)
+
+
+def _refuse_sum_rows(dst: Tensor, x: Tensor) -> str | None:
+    return f"x of ne {x.ne}, dst of ne {dst.ne}" if dst.ne != (1, *x.ne[1:]) else None
+
+
+@op("SUM_ROWS", types=[("f32", "f32")], refuse=_refuse_sum_rows, optional=True)
+def sum_rows(dst: Tensor, x: Tensor) -> None:
+    """The sum of each row, one after the other in float64. Equals ggml_compute_forward_sum_rows."""
+    with np.errstate(all="ignore"):
+        dst.view()[...] = np.add.accumulate(x.view(), axis=-1, dtype=np.float64)[..., -1:] if x.ne[0] else 0
+
+
+@inlined
+def _select(y, begin, count, values, ids, k, n_found):
+    """Of `count` scores at y, columns from `begin` on: those that belong to the k largest so far, in their place.
+
+    Returns how many are found. Of equal ones the first comes first; NaN counts as -inf.
+    """
+    scores = array_at(y, types.float32, count)
+    best = array_at(values, types.float32, k)
+    places = array_at(ids, types.int32, k)
+    for i in range(count):
+        score = scores[i] if scores[i] == scores[i] else types.float32(-np.inf)
+        if n_found == k and score <= best[k - 1]:
+            continue
+        n_found = min(n_found + 1, k)
+        at = n_found - 1
+        while at > 0 and best[at - 1] < score:
+            best[at] = best[at - 1]
+            places[at] = places[at - 1]
+            at -= 1
+        best[at] = score
+        places[at] = begin + i
+    return n_found
+
+
+@compiled
+def top_k(kind, norm, least, src, src_nb0, src_nb1, src_code, width, values, values_nb1, ids, ids_nb1, k, begin, end):
+    """Rows [begin, end): the k largest of a row's softmax, or of its scores, and their places.
+
+    norm   the values are divided by their sum, which is no less than `least`
+    """
+    work = np.empty(_TILE, np.float32)
+    y = types.int64(work.ctypes.data)
+    for row in range(begin, end):
+        x, to, at = src + row * src_nb1, values + row * values_nb1, ids + row * ids_nb1
+        maximum, total = types.float32(-np.inf), types.float64(0)
+        if kind == _SOFTMAX:
+            for column in range(0, width, _TILE):
+                count = min(_TILE, width - column)
+                widen_run(src_code, x + column * src_nb0, src_nb0, y, count)
+                maximum = max(maximum, largest(y, count))
+            for column in range(0, width, _TILE):
+                count = min(_TILE, width - column)
+                widen_run(src_code, x + column * src_nb0, src_nb0, y, count)
+                total += exps(y, count, maximum)
+        factor = types.float32(types.float64(1) / total)
+        n_found = 0
+        for column in range(0, width, _TILE):
+            count = min(_TILE, width - column)
+            widen_run(src_code, x + column * src_nb0, src_nb0, y, count)
+            if kind == _SOFTMAX:
+                exps(y, count, maximum)
+                scaled(y, count, factor)
+            n_found = _select(y, column, count, to, at, k, n_found)
+        weights = array_at(to, types.float32, k)
+        if kind == _SOFTMAX and total != total:
+            weights[:] = types.float32(np.nan)
+        if kind == _SOFTMAX_OF_SELECTED:
+            for i in range(k):
+                place = array_at(at, types.int32, k)[i]
+                widen_run(src_code, x + place * src_nb0, src_nb0, to + 4 * i, 1)
+            scaled(to, k, types.float32(types.float64(1) / exps(to, k, largest(to, k))))
+        if norm:
+            total = types.float64(0)
+            for i in range(k):
+                total += types.float64(weights[i])
+            divisor = max(types.float32(total), least)
+            for i in range(k):
+                weights[i] = weights[i] / divisor
+
+
+def routed(
+    values: Tensor, ids: Tensor, x: Tensor, *, selected_only: bool = False, norm: bool = False, least: float = 0.0
+) -> Call:
+    """The call that fills values, float32 (k, n), and ids, int32 (k, n), from the rows of x, (width, n).
+
+    The k largest of each row's softmax; with selected_only the k largest scores, and the softmax of those. norm divides
+    by their sum, which is taken to be no less than `least`. Where the softmax of a row is NaN, so are the values, and
+    the ids are 0 to k - 1.
+    """
+    kind = _SOFTMAX_OF_SELECTED if selected_only else _SOFTMAX
+    kernel = partial(
+        top_k, kind, norm, np.float32(least), x.address, x.nb[0], x.nb[1], CODES[x.type], x.ne[0],
+        values.address, values.nb[1], ids.address, ids.nb[1], values.ne[0],
+    )  # fmt: skip
+    return partial(threads.split, kernel, x.ne[1], 4 * x.ne[0] * x.ne[1])

@@ -1,0 +1,374 @@
+"""SOFT_MAX, and the one softmax over rows that it and the operators of `operators.rbln` run.
+
+`softmax` goes through rows of a strided tensor: each is scaled, masked, and becomes e ** (x - max), divided by its sum
+or, for a tile of flash attention, left beside it. A masked element is excluded: it takes part in neither, whatever it
+holds, and gives 0; a row of which all is masked gives zeros.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+from numba import types
+from numpy.typing import NDArray
+
+from ggml_backend_npu import threads
+from ggml_backend_npu.ir import Tensor
+from ggml_backend_npu.registry import Call, op
+from quant.jit import (
+    array_at,
+    bits_float,
+    compiled,
+    f16_to_f32,
+    fused_multiply_add,
+    inlined,
+    reduced,
+    round_half_even,
+    truncate_to_int32,
+)
+from quant.runs import CODES, F32, narrow_run, widen_run
+
+_TILE = 256  # elements of a row in work where dst cannot hold float32
+_FLUSHED = -104.0  # e ** x is below half the smallest float32
+
+# kinds of mask: numbers to add, of which -inf excludes; or marks, of which 0 excludes
+_NONE, _ADD_F32, _ADD_F16, _MARK_F32, _MARK_F16, _MARK_BYTE = range(6)
+_MASKS = {"f32": _ADD_F32, "f16": _ADD_F16}
+_MARKS = {"float32": _MARK_F32, "float16": _MARK_F16, "bool": _MARK_BYTE}
+
+# the parameters of a walk, in places of an int64 array
+_N0, _N1, _N2 = 0, 1, 2
+_SRC, _SRC_NB, _SRC_CODE = 3, 4, 8
+_DST, _DST_NB, _DST_CODE = 9, 10, 14
+_MASK, _MASK_NB, _MASK_NE, _MASK_KIND = 15, 16, 20, 23
+_SINK, _SINK_NB, _SLOPES = 24, 25, 28
+_OFFSETS, _WINDOW = 29, 30
+_MAX_BEFORE, _MAX, _SUM = 31, 32, 33
+_PARAMETERS = 34
+
+Floats = NDArray[np.float32]
+
+
+@inlined
+def exp(x):
+    """e ** x for x <= 0, within 1 ulp; NaN stays NaN."""
+    bounded = x if x > types.float32(_FLUSHED) else types.float32(_FLUSHED)
+    n = round_half_even(bounded * types.float32(1.44269504))
+    r = fused_multiply_add(n, types.float32(-0.693359375), bounded)
+    r = fused_multiply_add(n, types.float32(2.12194440e-4), r)
+    p = fused_multiply_add(types.float32(1.9875691500e-4), r, types.float32(1.3981999507e-3))
+    p = fused_multiply_add(p, r, types.float32(8.3334519073e-3))
+    p = fused_multiply_add(p, r, types.float32(4.1665795894e-2))
+    p = fused_multiply_add(p, r, types.float32(1.6666665459e-1))
+    p = fused_multiply_add(p, r, types.float32(5.0000001201e-1))
+    p = fused_multiply_add(p, r * r, r) + types.float32(1)
+    power = truncate_to_int32(n)
+    half = power >> types.int32(1)  # 2 ** power in two steps: by itself it may be no normal number
+    y = p * bits_float(types.uint32(half + types.int32(127)) << types.uint32(23))
+    y *= bits_float(types.uint32(power - half + types.int32(127)) << types.uint32(23))
+    y = types.float32(0) if x < types.float32(_FLUSHED) else y
+    return y if x == x else x
+
+
+@reduced
+def largest(x, n):
+    """max of n float32 at an address; NaN is passed over."""
+    row = array_at(x, types.float32, n)
+    found = types.float32(-np.inf)
+    for i in range(n):
+        found = row[i] if row[i] > found else found
+    return found
+
+
+@reduced
+def _sum(x, n):
+    row = array_at(x, types.float32, n)
+    total = types.float64(0)
+    for i in range(n):
+        total += types.float64(row[i])
+    return total
+
+
+@inlined
+def exps(x, n, maximum):
+    """x = e ** (x - maximum) for n float32 at an address; returns their sum."""
+    row = array_at(x, types.float32, n)
+    for i in range(n):
+        row[i] = exp(row[i] - maximum)
+    return _sum(x, n)
+
+
+@inlined
+def scaled(x, n, factor):
+    """x *= factor for n float32 at an address."""
+    row = array_at(x, types.float32, n)
+    for i in range(n):
+        row[i] *= factor
+
+
+@inlined
+def _exclude(p, mask, slope, y, begin, count):
+    """Of the `count` scores at y, columns from `begin` on: adds the mask, and -inf where it excludes."""
+    row = array_at(y, types.float32, count)
+    nb0 = p[_MASK_NB]
+    at = mask + begin * nb0
+    kind = p[_MASK_KIND]
+    excluded = types.float32(-np.inf)
+    if kind == _ADD_F32:
+        for i in range(count):
+            value = array_at(at + i * nb0, types.float32, 1)[0]
+            row[i] = excluded if value == excluded else row[i] + slope * value
+    elif kind == _ADD_F16:
+        for i in range(count):
+            value = f16_to_f32(array_at(at + i * nb0, types.uint16, 1)[0])
+            row[i] = excluded if value == excluded else row[i] + slope * value
+    elif kind == _MARK_F32:
+        for i in range(count):
+            row[i] = row[i] if array_at(at + i * nb0, types.float32, 1)[0] != types.float32(0) else excluded
+    elif kind == _MARK_F16:
+        for i in range(count):
+            marked = array_at(at + i * nb0, types.uint16, 1)[0] & types.uint16(0x7FFF)
+            row[i] = row[i] if marked != 0 else excluded
+    elif kind == _MARK_BYTE:
+        for i in range(count):
+            row[i] = row[i] if array_at(at + i * nb0, types.uint8, 1)[0] != 0 else excluded
+
+
+@inlined
+def _scores(p, scale, src, mask, slope, first, last, y, begin, count):
+    """float32 scores of columns [begin, begin + count) of a row into y, -inf where excluded."""
+    widen_run(p[_SRC_CODE], src + begin * p[_SRC_NB], p[_SRC_NB], y, count)
+    if scale != types.float32(1):
+        scaled(y, count, scale)
+    if mask:
+        _exclude(p, mask, slope, y, begin, count)
+    row = array_at(y, types.float32, count)
+    for i in range(min(max(first - begin, 0), count)):
+        row[i] = types.float32(-np.inf)
+    for i in range(min(max(last - begin, 0), count), count):
+        row[i] = types.float32(-np.inf)
+
+
+@inlined
+def _any_is_left(p, mask, first, last):
+    """Whether a row's mask leaves an element of it."""
+    begin, end = max(first, 0), min(last, p[_N0])
+    if mask == 0:
+        return begin < end
+    work = np.zeros(1, np.float32)
+    for column in range(begin, end):
+        work[0] = 0
+        _exclude(p, mask, types.float32(1), types.int64(work.ctypes.data), column, 1)
+        if work[0] != types.float32(-np.inf):
+            return True
+    return False
+
+
+@compiled
+def softmax(p, scale, begin, end):
+    """Rows [begin, end)."""
+    n = p[_N0]
+    in_place = p[_DST_CODE] == F32
+    tile = n if in_place else _TILE
+    work = np.empty(_TILE, np.float32)
+    for index in range(begin, end):
+        i1, i2, i3 = index % p[_N1], index // p[_N1] % p[_N2], index // p[_N1] // p[_N2]
+        src = p[_SRC] + i1 * p[_SRC_NB + 1] + i2 * p[_SRC_NB + 2] + i3 * p[_SRC_NB + 3]
+        dst = p[_DST] + i1 * p[_DST_NB + 1] + i2 * p[_DST_NB + 2] + i3 * p[_DST_NB + 3]
+        mask, slope, first, last = types.int64(0), types.float32(1), types.int64(0), n
+        if p[_MASK]:
+            mask = p[_MASK] + (i1 % p[_MASK_NE]) * p[_MASK_NB + 1]
+            mask += (i2 % p[_MASK_NE + 1]) * p[_MASK_NB + 2] + (i3 % p[_MASK_NE + 2]) * p[_MASK_NB + 3]
+        if p[_SLOPES]:
+            slope = array_at(p[_SLOPES] + 4 * i2, types.float32, 1)[0]
+        if p[_OFFSETS]:
+            position = array_at(p[_OFFSETS] + 8 * i3, types.int64, 1)[0] + i1
+            last = min(position + 1, n)
+            if p[_WINDOW]:
+                first = position + 1 - p[_WINDOW]
+
+        maximum = types.float32(-np.inf)
+        y = dst if in_place else types.int64(work.ctypes.data)
+        for column in range(0, n, tile):
+            count = min(tile, n - column)
+            _scores(p, scale, src, mask, slope, first, last, y, column, count)
+            maximum = max(maximum, largest(y, count))
+        empty = maximum == types.float32(-np.inf) and not _any_is_left(p, mask, first, last)
+        sink = types.float32(-np.inf)
+        if p[_SINK]:
+            at = p[_SINK] + i1 * p[_SINK_NB] + i2 * p[_SINK_NB + 1] + i3 * p[_SINK_NB + 2]
+            sink = array_at(at, types.float32, 1)[0]
+            maximum = max(maximum, sink)
+        if p[_MAX_BEFORE]:
+            maximum = max(maximum, array_at(p[_MAX_BEFORE] + 4 * index, types.float32, 1)[0])
+
+        total = types.float64(0)
+        if not empty:
+            for column in range(0, n, tile):
+                count = min(tile, n - column)
+                if not in_place:
+                    _scores(p, scale, src, mask, slope, first, last, y, column, count)
+                total += exps(y, count, maximum)
+        if sink > types.float32(-np.inf) or sink != sink:
+            total += types.float64(exp(sink - maximum))
+        factor = types.float32(1)
+        if p[_SUM]:
+            array_at(p[_SUM] + 4 * index, types.float32, 1)[0] = types.float32(total)
+            lowest = types.float32(-3.4028234663852886e38)  # instead of -inf: an empty tile's maximum is a number
+            array_at(p[_MAX] + 4 * index, types.float32, 1)[0] = max(maximum, lowest)
+        elif not empty:
+            factor = types.float32(types.float64(1) / total)
+        for column in range(0, n, tile):
+            count = min(tile, n - column)
+            if empty:
+                array_at(y, types.float32, count)[:] = 0
+            elif not in_place:
+                _scores(p, scale, src, mask, slope, first, last, y, column, count)
+                exps(y, count, maximum)
+            if factor != types.float32(1):
+                scaled(y, count, factor)
+            if not in_place:
+                narrow_run(y, p[_DST_CODE], dst + column * p[_DST_NB], p[_DST_NB], count)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """A softmax over the rows of x into dst, of the same ne; dst's rows have no gaps.
+
+    scale    of x
+    mask     numbers to add to x * scale; see `marks`. Broadcast over dimensions 1 to 3 as ggml does it
+    slopes   what the mask is multiplied by, per index of dimension 2
+    marks    instead of a mask: float32, float16 or bool, 0 where x is excluded, broadcast by strides of 0
+    sinks    float32 (n3, n2, n1), broadcast by strides of 0: one more score of a row, in its sum only
+    offsets  a row i1 of batch i3 is at position offsets[i3] + i1 and has the columns up to that
+    window   and no more than so many of them; 0 for all
+    statistics  of a flash attention's tile: the maximum of the rows before, or None, and where to put each row's
+                maximum and sum; all float32, contiguous, one a row. dst is not divided by the sum then
+    """
+
+    dst: Tensor
+    x: Tensor
+    scale: float = 1.0
+    mask: Tensor | None = None
+    slopes: Floats | None = None
+    marks: NDArray[np.generic] | None = None
+    sinks: Floats | None = None
+    offsets: NDArray[np.int64] | None = None
+    window: int = 0
+    statistics: tuple[Floats | None, Floats, Floats] | None = None
+
+    def bind(self) -> Call:
+        """The call that computes it."""
+        p = np.zeros(_PARAMETERS, np.int64)
+        x, dst = self.x, self.dst
+        p[_N0 : _N2 + 1] = x.ne[:3]
+        p[_SRC], p[_SRC_CODE], p[_SRC_NB : _SRC_NB + 4] = x.address, CODES[x.type], x.nb
+        p[_DST], p[_DST_CODE], p[_DST_NB : _DST_NB + 4] = dst.address, CODES[dst.type], dst.nb
+        if self.mask is not None:
+            p[_MASK], p[_MASK_KIND] = self.mask.address, _MASKS[self.mask.type]
+            p[_MASK_NB : _MASK_NB + 4], p[_MASK_NE : _MASK_NE + 3] = self.mask.nb, self.mask.ne[1:]
+        elif self.marks is not None:
+            p[_MASK], p[_MASK_KIND] = _address(self.marks), _MARKS[self.marks.dtype.name]
+            p[_MASK_NB : _MASK_NB + 4], p[_MASK_NE : _MASK_NE + 3] = self.marks.strides[::-1], x.ne[1:]
+        if self.slopes is not None:
+            p[_SLOPES] = _address(self.slopes)
+        if self.sinks is not None:
+            p[_SINK], p[_SINK_NB : _SINK_NB + 3] = _address(self.sinks), self.sinks.strides[::-1]
+        if self.offsets is not None:
+            p[_OFFSETS], p[_WINDOW] = _address(self.offsets), self.window
+        if self.statistics is not None:
+            before, maxima, sums = self.statistics
+            p[_MAX_BEFORE] = 0 if before is None else _address(before)
+            p[_MAX], p[_SUM] = _address(maxima), _address(sums)
+        n_rows = x.ne[1] * x.ne[2] * x.ne[3]
+        return partial(self._run, partial(softmax, p, np.float32(self.scale)), n_rows, 4 * n_rows * x.ne[0])
+
+    def _run(self, kernel: partial[None], n_rows: int, n_bytes: int) -> None:
+        threads.split(kernel, n_rows, n_bytes)
+
+
+def _address(array: NDArray[np.generic]) -> int:
+    address, _ = array.__array_interface__["data"]
+    return int(address)
+
+
+def slopes(n_head: int, max_bias: float) -> Floats | None:
+    """ALiBi's slope of each head; None for a bias of 0, where all are 1."""
+    if max_bias <= 0:
+        return None
+    power = 1 << (n_head.bit_length() - 1)
+    m0, m1 = np.float32(2.0 ** (-max_bias / power)), np.float32(2.0 ** (-max_bias / 2.0 / power))
+    heads = np.arange(n_head)
+    return np.where(heads < power, m0 ** (heads + 1), m1 ** (2 * (heads - power) + 1)).astype(np.float32)
+
+
+def masked(scores: Floats, kept: NDArray[np.bool_], sink: Floats | None) -> Floats:
+    """softmax over the last axis of what is kept, float32; the definition that `softmax` equals but for rounding.
+
+    sink  one more score, broadcast to (..., 1); None without one
+    """
+    with np.errstate(invalid="ignore", over="ignore"):
+        maximum = np.where(kept, scores, -np.inf).max(-1, keepdims=True, initial=-np.inf)
+        if sink is not None:
+            maximum = np.maximum(maximum, sink)
+        e = np.where(kept, np.exp(scores - maximum), np.float32(0))
+        total = e.sum(-1, keepdims=True, dtype=np.float64)
+        if sink is not None:
+            total = total + np.where(np.isneginf(sink), 0, np.exp(sink - maximum))
+        y: Floats = np.divide(e, total, out=np.zeros_like(e), where=total != 0, casting="unsafe")
+    return y
+
+
+def _params(params: bytes) -> tuple[float, float]:
+    scale, max_bias = struct.unpack_from("2f", params)
+    return scale, max_bias
+
+
+def _refuse(dst: Tensor, x: Tensor, mask: Tensor | None, sinks: Tensor | None, params: bytes) -> str | None:
+    if dst.ne != x.ne:
+        return f"x of ne {x.ne}, dst of ne {dst.ne}"
+    for role, tensor in (("x", x), ("dst", dst)):
+        if not tensor.has_contiguous_rows():
+            return f"{role} rows have gaps: nb0 is {tensor.nb[0]}"
+    if mask is not None:
+        fits = mask.ne[0] == x.ne[0] and mask.ne[1] >= x.ne[1] and not x.ne[2] % mask.ne[2] and not x.ne[3] % mask.ne[3]
+        if mask.type not in _MASKS or not fits:
+            return f"mask of type {mask.type}, ne {mask.ne} does not fit x of ne {x.ne}"
+    if sinks is not None and (sinks.type != "f32" or sinks.ne != (x.ne[2], 1, 1, 1) or not sinks.is_contiguous()):
+        return f"sinks of type {sinks.type}, ne {sinks.ne} do not fit x of ne {x.ne}"
+    return None
+
+
+@op("SOFT_MAX", types=[("f32", "f32")], refuse=_refuse, optional=True, nmse=1e-11)
+def soft_max(dst: Tensor, x: Tensor, mask: Tensor | None, sinks: Tensor | None, params: bytes) -> None:
+    """dst = softmax of x * scale + slope * mask over each row, with a head's sink in its sum.
+
+    Equals ggml_compute_forward_soft_max but for rounding, and for a row of which the mask excludes all: zeros here,
+    NaN there. dst may be x.
+    """
+    scale, max_bias = _params(params)
+    scores = x.view() * np.float32(scale)
+    kept = np.ones((1, 1, 1, 1), np.bool_)
+    if mask is not None:
+        _, n2, n1, _ = scores.shape
+        added = mask.view()[:, :, :n1].astype(np.float32)
+        added = np.tile(added, (scores.shape[0] // added.shape[0], n2 // added.shape[1], 1, 1))
+        kept = ~np.isneginf(added)
+        slope = slopes(n2, max_bias)
+        with np.errstate(invalid="ignore"):
+            scores += added if slope is None else added * slope[:, None, None]
+    sink = None if sinks is None else sinks.view().reshape(1, -1, 1, 1)
+    dst.view()[...] = masked(scores, np.broadcast_to(kept, scores.shape), sink)
+
+
+@soft_max.compiled
+def _soft_max(dst: Tensor, x: Tensor, mask: Tensor | None, sinks: Tensor | None, params: bytes) -> Call | None:
+    scale, max_bias = _params(params)
+    by_head = None
+    if sinks is not None:
+        by_head = np.broadcast_to(sinks.view().reshape(1, -1, 1), x.ne[:0:-1])
+    alibi = slopes(x.ne[2], max_bias) if mask is not None else None
+    return Rows(dst, x, scale, mask, alibi, sinks=by_head).bind()
