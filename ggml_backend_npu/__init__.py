@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 from ggml_backend_npu import ops  # noqa: F401  (registers the kernels)
 from ggml_backend_npu.device import DEVICE, DeviceError
 from ggml_backend_npu.ir import Graph, Memory, Node, Tensor
+from ggml_backend_npu.operators.infiniop import TensorDescriptor, TopKSoftmax
+from ggml_backend_npu.operators.rwkv import token_shift
 from ggml_backend_npu.plan import Plan, plan
 from ggml_backend_npu.registry import OPS, KernelError, Op, op
 
@@ -29,9 +31,12 @@ __all__ = [
     "Op",
     "Plan",
     "Tensor",
+    "TensorDescriptor",
+    "TopKSoftmax",
     "op",
     "plan",
     "register",
+    "token_shift",
 ]
 
 

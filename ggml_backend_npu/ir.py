@@ -81,6 +81,15 @@ class Tensor:
         steps = (self.n_blocks, *self.ne[1:])
         return self.codec.block_bytes + sum((n - 1) * stride for n, stride in zip(steps, self.nb, strict=True))
 
+    @property
+    def end(self) -> int:
+        """The address behind its last byte."""
+        return self.address + self.nbytes
+
+    def overlaps(self, other: Tensor) -> bool:
+        """Whether the spans of the two share a byte."""
+        return self.address < other.end and other.address < self.end
+
     def is_contiguous(self) -> bool:
         """ggml_is_contiguous: strides of dimensions of one element do not matter."""
         stride = self.codec.block_bytes
@@ -173,9 +182,16 @@ class Node:
 
 @dataclass(frozen=True)
 class Graph:
-    """Nodes in the order in which they are computed."""
+    """Nodes in the order in which they are computed.
+
+    producers  for each source of each node, which node of the graph computes what it is a view of; None for none of
+               them. Empty where nobody asked
+    beyond     for each node, what else is read of its result, behind the graph's end: the result itself or views of it
+    """
 
     nodes: tuple[Node, ...]
+    producers: tuple[tuple[int | None, ...], ...] = ()
+    beyond: tuple[tuple[Tensor, ...], ...] = ()
 
 
 def _dims(values: Sequence[int]) -> Dims:

@@ -159,11 +159,15 @@ class Registry(Mapping[str, Op]):
         op = self._ops.get(node.op)
         return "no kernel" if op is None else op.refusal(node)
 
-    def bind(self, node: Node) -> Call:
-        """The call that computes the node. Raises KernelError where the backend does not take it."""
+    def check(self, node: Node) -> None:
+        """Raises KernelError where the backend does not take the node."""
         reason = self.refusal(node)
         if reason is not None:
             raise KernelError(f"{node}: {reason}")
+
+    def bind(self, node: Node) -> Call:
+        """The call that computes the node. Raises KernelError where the backend does not take it."""
+        self.check(node)
         return self._ops[node.op].bind(node)
 
 

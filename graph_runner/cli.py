@@ -14,15 +14,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskProgressColumn, TextColumn
 from rich.table import Table
-
-if TYPE_CHECKING:
-    from graph_runner.session import Session
 
 PROMPT = "The capital of France is"
 
@@ -99,6 +96,16 @@ DeviceType = Annotated[
 ]
 
 
+AllOps = Annotated[
+    bool, typer.Option("--all", help="The NPU takes every op it has, not only those that move data (GGML_NPU_OPS=all).")
+]
+Fuse = Annotated[bool, typer.Option(help="Run patterns of nodes as one operator (GGML_NPU_FUSION).")]
+
+
+def _chosen(all_ops: bool = False, fusion: bool = True) -> dict[str, str | None]:
+    return {"ops": "all" if all_ops else None, "fusion": None if fusion else "off"}
+
+
 def _stderr() -> Console:
     return Console(stderr=True)
 
@@ -159,13 +166,22 @@ def run(
     memory: DeviceMemory = None,
     memory_limit: MemoryLimit = None,
     device_type: DeviceType = None,
+    all_ops: AllOps = False,
+    fusion: Fuse = True,
     threads: Threads = 0,
 ) -> None:
     """Generate text; the text goes to stdout, what ran where to stderr."""
     from graph_runner.models import model_file
+    from graph_runner.report import print_run
     from graph_runner.session import Sampler, Session, Settings, context_for, generate
 
-    _use_device(profile=profile, memory=memory, memory_limit=memory_limit, device_type=device_type)
+    _use_device(
+        profile=profile,
+        memory=memory,
+        memory_limit=memory_limit,
+        device_type=device_type,
+        **_chosen(all_ops, fusion),
+    )
     _use_kernels(kernels)
     settings = Settings(
         device=device.value,
@@ -191,26 +207,7 @@ def run(
             sys.stdout.flush()
         sys.stdout.write(text.decode(b"", True) + "\n")
         sys.stdout.flush()
-        _print_run(console, session, len(tokens), times)
-
-
-def _print_run(console: Console, session: Session, n_prompt: int, times: list[float]) -> None:
-    total, on_npu = session.nodes, session.npu_nodes
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column("nodes computed")
-    table.add_column("NPU", justify="right")
-    table.add_column("CPU", justify="right")
-    for op, count in sorted(total.items(), key=lambda item: (-on_npu[item[0]], -item[1])):
-        table.add_row(op, f"{on_npu[op]:,}", f"{count - on_npu[op]:,}")
-    table.add_row("all", f"{on_npu.total():,}", f"{(total - on_npu).total():,}", style="bold")
-    console.print(table)
-    console.print(f"{session.description}; graph splits {session.splits}", highlight=False)
-    generated = len(times) - 1
-    if generated:
-        line = f"prompt {n_prompt} tokens, {n_prompt / (times[1] - times[0]):.1f} tokens/s"
-        if generated > 1:
-            line += f"; generated {generated} tokens, {(generated - 1) / (times[-1] - times[1]):.1f} tokens/s"
-        console.print(line, highlight=False)
+        print_run(session, len(tokens), times, console)
 
 
 @app.command()
@@ -230,19 +227,21 @@ def diff(
     json_file: JsonFile = None,
     kernels: Kernels = None,
     profile: ProfileName = None,
+    fusion: Fuse = True,
     threads: Threads = 0,
 ) -> None:
     """Compare each node with ggml's CPU, byte for byte.
 
     Runs the prompt and a few decoding steps on llama.cpp's CPU, computes each supported node again on the NPU from that
-    node's own inputs, and compares. Exit code 0: every byte equal; 1: a node differs; 2: bad input.
+    node's own inputs, and each pattern of nodes that the NPU runs as one operator from the pattern's, and compares.
+    Exit code 0: every byte equal, or apart by rounding in an op that says so; 1: a node differs; 2: bad input.
     """
     from graph_runner.diff import NodeResult, diff
     from graph_runner.models import model_file
     from graph_runner.report import diff_json, print_diff
     from graph_runner.session import Settings
 
-    _use_device(profile=profile)
+    _use_device(profile=profile, **_chosen(fusion=fusion))
     _use_kernels(kernels)
     chosen = _chosen_ops(ops)
     _check_json(json_file)
@@ -275,12 +274,14 @@ def _chosen_ops(ops: str | None) -> set[str] | None:
     if ops is None:
         return None
     from ggml_backend_npu import OPS
+    from ggml_backend_npu.fusion import FUSIONS
 
+    known = {name.upper(): name for name in (*OPS, *(fusion.name for fusion in FUSIONS))}
     chosen = {name.strip().upper() for name in ops.split(",") if name.strip()}
-    unknown = sorted(chosen - set(OPS)) or ([ops] if not chosen else [])
+    unknown = sorted(chosen - set(known)) or ([ops] if not chosen else [])
     if unknown:
-        raise BadInputError(f"unknown op {unknown[0]!r} in --ops; the backend has: {' '.join(sorted(OPS))}")
-    return chosen
+        raise BadInputError(f"unknown op {unknown[0]!r} in --ops; the backend has: {' '.join(sorted(known.values()))}")
+    return {known[name] for name in chosen}
 
 
 def _check_json(file: str | None) -> None:
@@ -321,6 +322,7 @@ def coverage(
     memory: DeviceMemory = None,
     memory_limit: MemoryLimit = None,
     device_type: DeviceType = None,
+    all_ops: AllOps = False,
     threads: Threads = 0,
 ) -> None:
     """Show which nodes of a model the NPU computes, why not the others, and which kernels to write next.
@@ -333,7 +335,13 @@ def coverage(
     from graph_runner.report import coverage_json, print_coverage
     from graph_runner.session import Settings
 
-    _use_device(profile=profile, memory=memory, memory_limit=memory_limit, device_type=device_type)
+    _use_device(
+        profile=profile,
+        memory=memory,
+        memory_limit=memory_limit,
+        device_type=device_type,
+        **_chosen(all_ops),
+    )
     _use_kernels(kernels)
     _check_json(json_file)
     settings = Settings(

@@ -12,19 +12,44 @@ from rich.table import Table
 
 from graph_runner.coverage import Coverage, Gain, RanGraph
 from graph_runner.diff import DiffResult, NodeResult
-from graph_runner.session import Settings
+from graph_runner.session import Session, Settings
 from graph_runner.suites import Case
 
 SCHEMA = "ggml-npu diff 1"
 COVERAGE_SCHEMA = "ggml-npu coverage 1"
 
 
+def print_run(session: Session, n_prompt: int, times: list[float], console: Console) -> None:
+    """What a session ran where, and how fast: `times` are of the prompt's begin and of each token."""
+    total, on_npu = session.nodes, session.npu_nodes
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("nodes computed")
+    table.add_column("NPU", justify="right")
+    table.add_column("CPU", justify="right")
+    for op, count in sorted(total.items(), key=lambda item: (-on_npu[item[0]], -item[1])):
+        table.add_row(op, f"{on_npu[op]:,}", f"{count - on_npu[op]:,}")
+    table.add_row("all", f"{on_npu.total():,}", f"{(total - on_npu).total():,}", style="bold")
+    console.print(table)
+    spans = ", ".join(f"{name} {count:,}" for name, count in session.npu_spans.most_common())
+    if spans:
+        console.print(f"run as one operator: {spans}", highlight=False)
+    console.print(f"{session.description}; graph splits {session.splits}", highlight=False)
+    generated = len(times) - 1
+    if generated:
+        line = f"prompt {n_prompt} tokens, {n_prompt / (times[1] - times[0]):.1f} tokens/s"
+        if generated > 1:
+            line += f"; generated {generated} tokens, {(generated - 1) / (times[-1] - times[1]):.1f} tokens/s"
+        console.print(line, highlight=False)
+
+
 def _verdict(result: DiffResult) -> str:
-    different = len(result.different)
+    different, rounded = len(result.different), sum(not node.equal for node in result.nodes)
     if not result.nodes:
         return "no node was compared"
     if different:
         return f"{different:,} of {len(result.nodes):,} nodes differ from ggml's CPU"
+    if rounded:
+        return f"{len(result.nodes):,} nodes compared, every byte equals ggml's CPU but for rounding in {rounded:,}"
     return f"{len(result.nodes):,} nodes compared, every byte equals ggml's CPU"
 
 
@@ -53,16 +78,17 @@ def print_diff(result: DiffResult, console: Console, *, first: int = 5) -> None:
     table = Table(box=None, pad_edge=False, header_style="bold")
     for column in ("op", "types"):
         table.add_column(column)
-    for column in ("nodes", "equal", "differ", "bytes", "NMSE", "max abs"):
+    for column in ("nodes", "equal", "rounding", "differ", "bytes", "NMSE", "max abs"):
         table.add_column(column, justify="right")
     for (op, types), nodes in _groups(result).items():
-        differing = sum(not node.equal for node in nodes)
+        equal, differing = sum(node.equal for node in nodes), sum(not node for node in nodes)
         compared = [node.comparison for node in nodes if node.comparison is not None]
         table.add_row(
             op,
             types,
             f"{len(nodes):,}",
-            f"{len(nodes) - differing:,}",
+            f"{equal:,}",
+            f"{len(nodes) - equal - differing:,}",
             f"[red]{differing:,}[/]" if differing else "0",
             f"{sum(c.n_bytes for c in compared):,}",
             _number(max((c.nmse for c in compared), default=0.0)),
@@ -129,6 +155,7 @@ def _node_json(node: NodeResult) -> dict[str, Any]:
         "types": node.types,
         "ne": list(node.ne),
         "equal": node.equal,
+        "tolerated": bool(node),
     }
     if found is None:
         return data | {"failure": node.failure}

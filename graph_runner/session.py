@@ -281,6 +281,11 @@ class Session:
         """How many of `nodes` the NPU computed."""
         return Counter(self._npu_statistics.computed)
 
+    @property
+    def npu_spans(self) -> Counter[str]:
+        """Spans of them that the NPU computed as one operator, by its name."""
+        return Counter(self._npu_statistics.fused)
+
     def tokenize(self, text: str) -> list[int]:
         """Tokens of a text, with those that the model wants at its begin. Raises SessionError without a tokenizer."""
         if llama_cpp.llama_vocab_type(self._vocabulary) == 0:

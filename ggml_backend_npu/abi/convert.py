@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -135,18 +136,60 @@ def is_to_be_computed(ggml: Ggml, address: int) -> bool:
     return bool(flags & structs.FLAG_COMPUTE) and computes(op_name(ggml, address))
 
 
-def key(ggml: Ggml, graph: int) -> bytes:
-    """What a plan of the graph depends on: its nodes and their sources, names left out."""
-    parts = []
+def key(ggml: Ggml, graph: int, fusible: frozenset[str]) -> bytes:
+    """What a plan of the graph depends on: its nodes and their sources, names left out; where it has ops that may be
+    fused, also its views and how often each node is used."""
+    parts, fuses = [], False
     for _, head in _computing(ggml, graph):
         parts.append(head)
+        fuses = fuses or ggml.ops[int.from_bytes(head[structs.OP_AT : structs.OP_AT + 4], "little")] in fusible
         for at in range(structs.SRC_AT, structs.SRC_AT + 8 * structs.N_SRC, 8):
             source = int.from_bytes(head[at : at + 8], "little")
             if source:
                 parts.append(ctypes.string_at(source, structs.TENSOR_KEY_BYTES))
+    if fuses:
+        header = structs.Graph.from_address(graph)
+        for address in header.nodes[: header.n_nodes]:
+            parts.append(address.to_bytes(8, "little") + header.uses(address).to_bytes(4, "little", signed=True))
     return b"".join(parts)
 
 
+def _sources(address: int) -> list[int]:
+    """The sources of the tensor at an address, with 0 for one that it leaves out, the last ones not."""
+    found = list(_read(address)[_SRC])
+    while found and not found[-1]:
+        found.pop()
+    return found
+
+
+def computed(ggml: Ggml, address: int) -> int:
+    """The tensor that a view is a view of, through views of views; itself where it is none."""
+    while True:
+        op = op_name(ggml, address)
+        if op == "NONE" or computes(op):
+            return address
+        address = _sources(address)[0]
+
+
+def roots(ggml: Ggml, address: int) -> list[int]:
+    """For each source of a node what it is a view of, or 0 for one that the node leaves out."""
+    return [computed(ggml, source) if source else 0 for source in _sources(address)]
+
+
 def graph(ggml: Ggml, address: int, packed: PackedAt = nowhere) -> Graph:
-    """The nodes of the graph at an address that are to be computed."""
-    return Graph(tuple(node(ggml, at, packed) for at, _ in _computing(ggml, address)))
+    """The nodes of the graph at an address that are to be computed, and who reads their results."""
+    header = structs.Graph.from_address(address)
+    addresses = [at for at, _ in _computing(ggml, address)]
+    index = {at: i for i, at in enumerate(addresses)}
+    nodes = tuple(node(ggml, at, packed) for at in addresses)
+    producers = tuple(tuple(index.get(root) for root in roots(ggml, at)) for at in addresses)
+    used_here = Counter(source for at in header.nodes[: header.n_nodes] for source in _sources(at) if source)
+    beyond: list[list[Tensor]] = [[] for _ in nodes]
+    for at in header.nodes[: header.n_nodes]:
+        made_by = index.get(computed(ggml, at))
+        fields = _read(at)
+        in_place = computes(op_name(ggml, at)) and fields[_VIEW_SRC] != 0
+        read = used_here[at] and used_here[at] == header.uses(at) and not fields[_FLAGS] & structs.FLAG_OUTPUT
+        if made_by is not None and (in_place or not read):
+            beyond[made_by].append(_tensor(ggml, fields, False, packed))
+    return Graph(nodes, producers, tuple(tuple(tensors) for tensors in beyond))

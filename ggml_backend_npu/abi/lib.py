@@ -323,6 +323,7 @@ def _layout_facts(found: Ggml) -> Iterator[tuple[str, bool]]:
     yield (
         "ggml_cgraph",
         laid_out.n_nodes == found.ggml_graph_n_nodes(graph)
-        and ctypes.cast(laid_out.nodes, c_void_p).value == found.ggml_graph_nodes(graph),
+        and ctypes.cast(laid_out.nodes, c_void_p).value == found.ggml_graph_nodes(graph)
+        and [laid_out.uses(tensor) for tensor in (view, node, 16)] == [1, 0, -1],
     )
     found.ggml_free(context)

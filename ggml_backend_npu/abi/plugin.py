@@ -12,6 +12,7 @@ from ggml_backend_npu.abi.buffers import Buffers
 from ggml_backend_npu.abi.guard import Failures, guarded
 from ggml_backend_npu.abi.lib import API_VERSION, Ggml
 from ggml_backend_npu.device import DEVICE, DeviceError
+from ggml_backend_npu.fusion import fusible
 from ggml_backend_npu.ir import Graph
 from ggml_backend_npu.memory import DeviceMemory
 from ggml_backend_npu.ops import strided
@@ -29,10 +30,12 @@ class Statistics:
     """What the device has done since the process began, or since `reset`.
 
     computed  nodes computed, by op
+    fused     spans of nodes computed as one operator, by its name
     graphs    calls of graph_compute, each a split of a scheduler's graph
     """
 
     computed: Counter[str] = field(default_factory=Counter)
+    fused: Counter[str] = field(default_factory=Counter)
     graphs: int = 0
 
     @property
@@ -42,6 +45,7 @@ class Statistics:
 
     def reset(self) -> None:
         self.computed.clear()
+        self.fused.clear()
         self.graphs, Failures.message = 0, None
 
 
@@ -58,6 +62,7 @@ class Plugin:
         self.contexts: dict[int, Statistics] = {}
         self.active = True
         self._plans: dict[tuple[int, bytes], Plan] = {}
+        self._fusible = fusible()
         self._cpu: int | None = None
         self._backends: dict[int, structs.Backend] = {}
         self._strings = {text: ctypes.create_string_buffer(text.encode()) for text in (NAME, DESCRIPTION)}
@@ -205,17 +210,18 @@ class Plugin:
     def graph_compute(self, backend: int, graph: int) -> int:
         if DEVICE.fallback == "cpu":
             return self._compute_with_fallback(backend, graph)
-        key = OPS.version, convert.key(self.ggml, graph)
+        key = OPS.version, convert.key(self.ggml, graph, self._fusible if DEVICE.fusion == "on" else frozenset())
         bound = self._plans.get(key)
         if bound is None:
             bound = self._plan(key, graph)
         bound.run()
-        self._count(backend, bound.counts)
+        self._count(backend, bound.counts, bound.fused)
         return structs.STATUS_SUCCESS
 
-    def _count(self, backend: int, computed: Counter[str]) -> None:
+    def _count(self, backend: int, computed: Counter[str], fused: Counter[str]) -> None:
         for statistics in (self.statistics, self.contexts[backend]):
             statistics.computed.update(computed)
+            statistics.fused.update(fused)
             statistics.graphs += 1
 
     def _compute_with_fallback(self, backend: int, graph: int) -> int:
@@ -233,7 +239,7 @@ class Plugin:
                 bound.run()
                 computed.update(bound.counts)
                 begin = index + 1
-        self._count(backend, computed)
+        self._count(backend, computed, Counter())
         return self._compute_on_cpu(header, begin, header.n_nodes)
 
     def _compute_on_cpu(self, header: structs.Graph, begin: int, end: int) -> int:

@@ -19,6 +19,7 @@ from ctypes import (
     c_int64,
     c_size_t,
     c_uint8,
+    c_uint32,
     c_uint64,
     c_void_p,
 )
@@ -30,14 +31,29 @@ TENSOR = struct.Struct("=i4xQ4q4Qi64si10QQQQ64sQ8x")
 TENSOR_KEY_BYTES = 256  # everything in front of the name: what a plan depends on
 BUFFER_AT, OP_AT, FLAGS_AT, SRC_AT, VIEW_SRC_AT, DATA_AT = 8, 80, 148, 152, 232, 248
 N_SRC = 10
-FLAG_COMPUTE = 16
+FLAG_OUTPUT, FLAG_COMPUTE = 2, 16
 
 STATUS_FAILED, STATUS_SUCCESS = -1, 0
 DEVICE_TYPE_CPU, DEVICE_TYPE_GPU, DEVICE_TYPE_IGPU, DEVICE_TYPE_ACCEL = 0, 1, 2, 3
 
 
 class HashSet(Structure):
-    _fields_ = [("size", c_size_t), ("used", c_void_p), ("keys", c_void_p)]
+    """struct ggml_hash_set"""
+
+    _fields_ = [("size", c_size_t), ("used", POINTER(c_uint32)), ("keys", POINTER(c_void_p))]
+
+    def find(self, address: int) -> int | None:
+        """ggml_hash_find: the slot of a tensor; None where it is not in the set."""
+        if not self.size:
+            return None
+        first = slot = (address >> 4) % self.size
+        while self.used[slot // 32] >> slot % 32 & 1:
+            if self.keys[slot] == address:
+                return int(slot)
+            slot = (slot + 1) % self.size
+            if slot == first:
+                break
+        return None
 
 
 class Graph(Structure):
@@ -51,11 +67,16 @@ class Graph(Structure):
         ("grads", c_void_p),
         ("grad_accs", c_void_p),
         ("leafs", c_void_p),
-        ("use_counts", c_void_p),
+        ("use_counts", POINTER(c_int32)),
         ("visited", HashSet),
         ("order", c_int),
         ("uid", c_uint64),
     ]
+
+    def uses(self, tensor: int) -> int:
+        """How often a tensor is a source in the whole graph that this one is a part of; -1 where that is not known."""
+        slot = self.visited.find(tensor) if self.use_counts else None
+        return -1 if slot is None else int(self.use_counts[slot])
 
 
 class InitParams(Structure):

@@ -54,14 +54,12 @@ def sum_rows(dst: Tensor, x: Tensor) -> None:
 
 
 @inlined
-def _select(y, begin, count, values, ids, k, n_found):
+def _select(y, begin, count, best, places, k, n_found):
     """Of `count` scores at y, columns from `begin` on: those that belong to the k largest so far, in their place.
 
     Returns how many are found. Of equal ones the first comes first; NaN counts as -inf.
     """
     scores = array_at(y, types.float32, count)
-    best = array_at(values, types.float32, k)
-    places = array_at(ids, types.int32, k)
     for i in range(count):
         score = scores[i] if scores[i] == scores[i] else types.float32(-np.inf)
         if n_found == k and score <= best[k - 1]:
@@ -81,10 +79,11 @@ def _select(y, begin, count, values, ids, k, n_found):
 def top_k(kind, norm, least, src, src_nb0, src_nb1, src_code, width, values, values_nb1, ids, ids_nb1, k, begin, end):
     """Rows [begin, end): the k largest of a row's softmax, or of its scores, and their places.
 
-    norm   the values are divided by their sum, which is no less than `least`
+    Nothing of a row is written before all of it is read. norm: the values are divided by their sum, which is no less
+    than `least`.
     """
-    work = np.empty(_TILE, np.float32)
-    y = types.int64(work.ctypes.data)
+    work, weights, places = np.empty(_TILE, np.float32), np.empty(k, np.float32), np.empty(k, np.int32)
+    y, w = types.int64(work.ctypes.data), types.int64(weights.ctypes.data)
     for row in range(begin, end):
         x, to, at = src + row * src_nb1, values + row * values_nb1, ids + row * ids_nb1
         maximum, total = types.float32(-np.inf), types.float64(0)
@@ -105,15 +104,13 @@ def top_k(kind, norm, least, src, src_nb0, src_nb1, src_code, width, values, val
             if kind == _SOFTMAX:
                 exps(y, count, maximum)
                 scaled(y, count, factor)
-            n_found = _select(y, column, count, to, at, k, n_found)
-        weights = array_at(to, types.float32, k)
+            n_found = _select(y, column, count, weights, places, k, n_found)
         if kind == _SOFTMAX and total != total:
             weights[:] = types.float32(np.nan)
         if kind == _SOFTMAX_OF_SELECTED:
             for i in range(k):
-                place = array_at(at, types.int32, k)[i]
-                widen_run(src_code, x + place * src_nb0, src_nb0, to + 4 * i, 1)
-            scaled(to, k, types.float32(types.float64(1) / exps(to, k, largest(to, k))))
+                widen_run(src_code, x + places[i] * src_nb0, src_nb0, w + 4 * i, 1)
+            scaled(w, k, types.float32(types.float64(1) / exps(w, k, largest(w, k))))
         if norm:
             total = types.float64(0)
             for i in range(k):
@@ -121,6 +118,8 @@ def top_k(kind, norm, least, src, src_nb0, src_nb1, src_code, width, values, val
             divisor = max(types.float32(total), least)
             for i in range(k):
                 weights[i] = weights[i] / divisor
+        array_at(to, types.float32, k)[:] = weights
+        array_at(at, types.int32, k)[:] = places
 
 
 def routed(
@@ -130,11 +129,13 @@ def routed(
 
     The k largest of each row's softmax; with selected_only the k largest scores, and the softmax of those. norm divides
     by their sum, which is taken to be no less than `least`. Where the softmax of a row is NaN, so are the values, and
-    the ids are 0 to k - 1.
+    the ids are 0 to k - 1. values may begin where x does.
     """
     kind = _SOFTMAX_OF_SELECTED if selected_only else _SOFTMAX
     kernel = partial(
         top_k, kind, norm, np.float32(least), x.address, x.nb[0], x.nb[1], CODES[x.type], x.ne[0],
         values.address, values.nb[1], ids.address, ids.nb[1], values.ne[0],
     )  # fmt: skip
+    if values.overlaps(x):  # a row's values lie on rows that are read before, in this order only
+        return partial(kernel, 0, x.ne[1])
     return partial(threads.split, kernel, x.ne[1], 4 * x.ne[0] * x.ne[1])

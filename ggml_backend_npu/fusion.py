@@ -1,0 +1,267 @@
+"""Patterns of nodes that llama.cpp builds, each run as the one operator that it is.
+
+A fusion names the ops of its pattern, in the order in which they are computed, and how to run nodes of such ops where
+they belong together. It is taken where nobody reads what it leaves out. Its definition is the nodes one by one, which
+GGML_NPU_FUSION=off and GGML_NPU_ENGINE=reference run.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from ggml_backend_npu.ir import Graph, Node, Tensor
+from ggml_backend_npu.ops.routing import routed
+from ggml_backend_npu.ops.softmax import soft_max
+from ggml_backend_npu.ops.token_shift import Operand, shifted
+from ggml_backend_npu.registry import OPS, Call, Op
+
+_SOFTMAX_ALONE = struct.pack("2f", 1.0, 0.0)
+_DESCENDING = 1
+
+
+@dataclass(frozen=True)
+class Fused:
+    """A span of nodes as one call.
+
+    written   by place in the span, what the call writes of a node's result: all of it, or a view
+    in_place  of these, what may lie on a source
+    """
+
+    call: Call
+    written: Mapping[int, Tensor]
+    in_place: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True)
+class Span:
+    """Nodes [begin, end) of a graph."""
+
+    graph: Graph
+    begin: int
+    end: int
+
+    @property
+    def nodes(self) -> tuple[Node, ...]:
+        return self.graph.nodes[self.begin : self.end]
+
+    def __str__(self) -> str:
+        return f"{' '.join(node.op for node in self.nodes)} up to {self.nodes[-1].name!r}"
+
+    def reads(self, reader: int, source: int, made_by: int) -> bool:
+        """Whether a node of the span has the whole result of another one, be it reshaped, as a source."""
+        tensor, dst = self._source(reader, source), self.nodes[made_by].dst
+        produced = self.graph.producers[self.begin + reader][source]
+        return produced == self.begin + made_by and _same_span(tensor, dst)
+
+    def _source(self, reader: int, source: int) -> Tensor:
+        tensor = self.nodes[reader].src[source]
+        assert tensor is not None
+        return tensor
+
+    def leaves_out_only_what_nobody_reads(self, fused: Fused) -> bool:
+        for place in range(self.end - self.begin):
+            read = list(self.graph.beyond[self.begin + place])
+            for reader, producers in enumerate(self.graph.producers):
+                if not self.begin <= reader < self.end:
+                    pairs = zip(self.graph.nodes[reader].src, producers, strict=True)
+                    read += [source for source, made_by in pairs if source and made_by == self.begin + place]
+            result = fused.written.get(place)
+            if result is None and read:
+                return False
+            if result is not None and result != self.nodes[place].dst and not all(_same(t, result) for t in read):
+                return False
+        return True
+
+    def writes_no_source(self, fused: Fused) -> bool:
+        """The nodes run one after the other, so an output may lie where a source was that all have read before."""
+        written = [tensor for place, tensor in fused.written.items() if place not in fused.in_place]
+        for node, producers in zip(self.nodes, self.graph.producers[self.begin : self.end], strict=True):
+            for source, made_by in zip(node.src, producers, strict=True):
+                outside = made_by is None or made_by < self.begin
+                if source is not None and outside and any(source.overlaps(tensor) for tensor in written):
+                    return False
+        return True
+
+
+@dataclass(frozen=True)
+class Fusion:
+    """name  of the operator that the pattern is
+    ops   of its nodes: the kernels that it takes the place of, and of no others
+    match   a span of such nodes -> how to run it, or None where they do not belong together
+    nmse  normalised mean squared error against ggml's CPU that rounding explains; 0: every byte is the same
+    """
+
+    name: str
+    ops: tuple[Op, ...]
+    match: Callable[[Span], Fused | None]
+    nmse: float
+
+    @property
+    def op_names(self) -> tuple[str, ...]:
+        return tuple(op.name for op in self.ops)
+
+    def of(self, graph: Graph, begin: int) -> Fused | None:
+        """The nodes from `begin` on as one call; None where they are not this pattern."""
+        span = Span(graph, begin, begin + len(self.ops))
+        if tuple(node.op for node in span.nodes) != self.op_names:
+            return None
+        if any(OPS.get(op.name) is not op for op in self.ops):
+            return None
+        found = self.match(span)
+        if found is None or not span.leaves_out_only_what_nobody_reads(found):
+            return None
+        return found if span.writes_no_source(found) else None
+
+
+FUSIONS: list[Fusion] = []
+
+
+def fusible() -> frozenset[str]:
+    """The ops that a fusion may begin with."""
+    return frozenset(fusion.ops[0].name for fusion in FUSIONS)
+
+
+def longest(graph: Graph, begin: int) -> tuple[Fusion, Fused] | None:
+    """The longest fusion of nodes from `begin` on."""
+    for fusion in sorted(FUSIONS, key=lambda fusion: -len(fusion.ops)):
+        found = fusion.of(graph, begin)
+        if found is not None:
+            return fusion, found
+    return None
+
+
+def fusion(name: str, ops: str, *, nmse: float = 0.0) -> Callable[[Callable[[Span], Fused | None]], Fusion]:
+    """Decorator: makes a function the matcher of a fusion."""
+
+    def register(match: Callable[[Span], Fused | None]) -> Fusion:
+        entry = Fusion(name, tuple(OPS[op] for op in ops.split()), match, nmse)
+        FUSIONS.append(entry)
+        return entry
+
+    return register
+
+
+def _same_span(a: Tensor, b: Tensor) -> bool:
+    return a.address == b.address and a.n_elements == b.n_elements and a.is_contiguous() and b.is_contiguous()
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    return (a.type, a.address, a.ne, a.nb) == (b.type, b.address, b.ne, b.nb)
+
+
+def _f32(*tensors: Tensor | None) -> bool:
+    return all(tensor is not None and tensor.type == "f32" and tensor.has_contiguous_rows() for tensor in tensors)
+
+
+# RWKV-7
+
+
+@fusion("token_shift", "SUB REPEAT MUL ADD")
+def _token_shift(span: Span) -> Fused | None:
+    """x + (previous - x) * mu for several mu at once: build_rwkv7_time_mix."""
+    sub, repeat, mul, add = span.nodes
+    previous, x = sub.src[:2]
+    mu, dst = mul.src[1], add.dst
+    if not (span.reads(1, 0, 0) and span.reads(2, 0, 1) and span.reads(3, 0, 2)):
+        return None
+    if previous is None or x is None or mu is None or add.src[1] != x or not _f32(previous, x, mu, dst):
+        return None
+    width, n_rows, n_sequences, n = dst.ne
+    if mu.ne != (width, 1, 1, n) or x.ne != (width, n_rows, n_sequences, 1) or previous.ne != x.ne:
+        return None
+    if repeat.dst.ne != dst.ne or previous.nb != x.nb:
+        return None
+    call = shifted(
+        Operand("f32", x.address, x.nb[1], x.nb[2]),
+        previous.address,
+        Operand("f32", mu.address, mu.nb[3], 0),
+        [dst.address + i * dst.nb[3] for i in range(n)],
+        Operand("f32", 0, dst.nb[1], dst.nb[2]),
+        ne=(width, n_rows, n_sequences),
+    )
+    return Fused(call, {3: dst})
+
+
+# mixtures of experts
+
+
+def _selected(span: Span, argsort: int, get_rows: int, scores: Tensor | None) -> Tensor | None:
+    """The ids with which GET_ROWS takes the first columns of ARGSORT's result out of the scores, as (k, n)."""
+    (order,) = struct.unpack_from("i", span.nodes[argsort].params)
+    table, ids = span.nodes[get_rows].src[:2]
+    whole = span.nodes[argsort].dst
+    if scores is None or table is None or ids is None or order != _DESCENDING or not _f32(scores):
+        return None
+    if not _same_span(table, scores) or table.ne != (1, *scores.ne[:2], 1) or scores.ne[2:] != (1, 1):
+        return None
+    if ids.address != whole.address or ids.nb[:2] != whole.nb[:2] or ids.ne != (ids.ne[0], scores.ne[1], 1, 1):
+        return None
+    return ids
+
+
+def _routed(span: Span, weights: Tensor, *, norm: bool = False, least: float = 0.0) -> Fused | None:
+    """SOFT_MAX, ARGSORT, GET_ROWS [, SUM_ROWS, CLAMP, DIV] into weights."""
+    softmax = span.nodes[0]
+    logits = softmax.src[0]
+    if softmax.params[:8] != _SOFTMAX_ALONE or len(softmax.src) != 1 or logits is None or not _f32(logits, weights):
+        return None
+    ids = _selected(span, 1, 2, softmax.dst)
+    if ids is None or not span.reads(1, 0, 0) or not span.reads(2, 0, 0) or not weights.is_contiguous():
+        return None
+    call = routed(_flat(weights, ids), ids, logits, norm=norm, least=least)
+    return _weighing(call, logits, ids, 1, weights, len(span.nodes) - 1)
+
+
+def _weighing(call: Call, scores: Tensor, ids: Tensor, ids_at: int, weights: Tensor, weights_at: int) -> Fused:
+    in_place = {weights_at} if weights.address == scores.address else ()
+    return Fused(call, {ids_at: ids, weights_at: weights}, frozenset(in_place))
+
+
+def _flat(weights: Tensor, ids: Tensor) -> Tensor:
+    """Weights, contiguous, in the shape of the ids."""
+    k, n = ids.ne[:2]
+    return Tensor(weights.name, "f32", ids.ne, (4, 4 * k, 4 * k * n, 4 * k * n), weights.memory, weights.offset)
+
+
+@fusion("TopKSoftmax", "SOFT_MAX ARGSORT GET_ROWS", nmse=1e-11)
+def _top_k_softmax(span: Span) -> Fused | None:
+    """The k largest of a softmax: build_moe_ffn without norm_w."""
+    return _routed(span, span.nodes[-1].dst)
+
+
+@fusion("TopKSoftmax", "SOFT_MAX ARGSORT GET_ROWS SUM_ROWS CLAMP DIV", nmse=1e-11)
+def _top_k_softmax_normalised(span: Span) -> Fused | None:
+    """The k largest of a softmax, divided by their sum: build_moe_ffn with norm_w."""
+    least, most = struct.unpack_from("2f", span.nodes[4].params)
+    linked = span.reads(3, 0, 2) and span.reads(4, 0, 3) and span.reads(5, 0, 2) and span.reads(5, 1, 4)
+    if not linked or most != float("inf") or span.nodes[3].dst.ne[1] != span.nodes[0].dst.ne[1]:
+        return None
+    return _routed(span, span.nodes[-1].dst, norm=True, least=least)
+
+
+@fusion("TopKSoftmax", "ARGSORT GET_ROWS SOFT_MAX", nmse=1e-11)
+def _softmax_of_top_k(span: Span) -> Fused | None:
+    """The softmax of the k largest scores: build_moe_ffn with SOFTMAX_WEIGHT, gpt-oss."""
+    argsort, _, softmax = span.nodes
+    scores, weights = argsort.src[0], softmax.dst
+    ids = _selected(span, 0, 1, scores)
+    if ids is None or scores is None or not span.reads(2, 0, 1) or not weights.is_contiguous():
+        return None
+    if softmax.params[:8] != _SOFTMAX_ALONE or len(softmax.src) != 1 or weights.ne != ids.ne:
+        return None
+    return _weighing(routed(_flat(weights, ids), ids, scores, selected_only=True), scores, ids, 0, weights, 2)
+
+
+# attention
+
+
+@fusion("masked_softmax", "SOFT_MAX", nmse=soft_max.nmse)
+def _masked_softmax(span: Span) -> Fused | None:
+    """SOFT_MAX with a mask, and sinks or not: build_attn_mha without flash attention."""
+    (node,) = span.nodes
+    _, max_bias = struct.unpack_from("2f", node.params)
+    if len(node.src) < 2 or node.src[1] is None or max_bias:
+        return None
+    return Fused(soft_max.bind(node), {0: node.dst}, frozenset({0}))

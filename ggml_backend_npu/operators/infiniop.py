@@ -1,0 +1,153 @@
+"""TopKSoftmax of InfiniOP: the softmax of each row's scores, of it the k largest, and which they are.
+
+Decided against the document or its source: the row stride of the descriptor counts (the source reads rows as if there
+were no gaps); of equal values the first comes first; a topk of 0, above the width or, as in the C API, above 32 is
+refused at the call. The document's sample output, {0.705, 0.259} for {1, 3, 2, 4} and top 2, is wrong: normalised it is
+{0.7310586, 0.2689414}, and not normalised {0.6439143, 0.2368828}; the indices {3, 1} are right.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import DTypeLike, NDArray
+
+from ggml_backend_npu.ir import Tensor
+from ggml_backend_npu.operators.status import Status
+from ggml_backend_npu.ops.routing import routed
+
+INFINI_STATUS_SUCCESS = Status(0, "INFINI_STATUS_SUCCESS")
+_CODES = {
+    "INFINI_STATUS_BAD_PARAM": 3,
+    "INFINI_STATUS_NULL_POINTER": 4,
+    "INFINI_STATUS_BAD_TENSOR_DTYPE": 10,
+    "INFINI_STATUS_BAD_TENSOR_SHAPE": 11,
+    "INFINI_STATUS_BAD_TENSOR_STRIDES": 12,
+}
+_MOST = 32  # what infiniopTopksoftmax allows topk to be
+_DTYPES = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
+
+
+def _error(name: str, message: str) -> Status:
+    return Status(_CODES[f"INFINI_STATUS_{name}"], f"INFINI_STATUS_{name}", message)
+
+
+@dataclass(frozen=True)
+class TensorDescriptor:
+    """infiniopTensorDescriptor_t: shape and strides in elements."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: np.dtype[Any]
+
+    @staticmethod
+    def of(array: NDArray[Any]) -> TensorDescriptor:
+        return TensorDescriptor(array.shape, tuple(s // array.itemsize for s in array.strides), array.dtype)
+
+    @staticmethod
+    def contiguous(shape: tuple[int, ...], dtype: DTypeLike) -> TensorDescriptor:
+        return TensorDescriptor.of(np.empty(shape, dtype))
+
+
+@dataclass(frozen=True)
+class TopKSoftmax:
+    """The descriptor: made once by `create`, for any number of calls of `calculate`.
+
+    N, width        rows, and scores of a row
+    workspace_size  bytes, 0
+    """
+
+    x_desc: TensorDescriptor
+    workspace_size: int = 0
+
+    @property
+    def N(self) -> int:
+        return self.x_desc.shape[0]
+
+    @property
+    def width(self) -> int:
+        return self.x_desc.shape[1]
+
+    @staticmethod
+    def create(handle: object, x_desc: TensorDescriptor | None) -> tuple[Status, TopKSoftmax | None]:
+        """Status and descriptor, None where the status is no success.
+
+        handle  of the library; not None
+        x_desc  of x: (N, width), float32, float16 or bfloat16, elements of a row adjacent
+
+        Status 4 for a None, 10 for another dtype, 11 for another rank, 12 for gaps in rows.
+        """
+        if handle is None or x_desc is None:
+            return _error("NULL_POINTER", f"{'handle' if handle is None else 'x_desc'} is None"), None
+        if x_desc.dtype.name not in _DTYPES:
+            return _error("BAD_TENSOR_DTYPE", f"x of dtype {x_desc.dtype}: must be one of {', '.join(_DTYPES)}"), None
+        if len(x_desc.shape) != 2 or len(x_desc.strides) != 2:
+            return _error("BAD_TENSOR_SHAPE", f"x of shape {x_desc.shape}: must be (N, width)"), None
+        if x_desc.strides[1] != 1 or x_desc.strides[0] < 0:
+            return _error("BAD_TENSOR_STRIDES", f"x of strides {x_desc.strides}: must be (0 or more, 1)"), None
+        return INFINI_STATUS_SUCCESS, TopKSoftmax(x_desc)
+
+    def calculate(
+        self,
+        workspace: object,
+        workspace_size: int,
+        values: NDArray[np.float32] | None,
+        indices: NDArray[np.int32] | None,
+        x: NDArray[Any] | None,
+        topk: int,
+        norm: bool,
+        stream: object = None,
+    ) -> Status:
+        """Fills values and indices with the topk largest of each row's softmax, the largest first, and where they are.
+
+        workspace, workspace_size, stream  not used: None, 0 and None will do
+        values   (N, topk) float32, indices (N, topk) int32, both contiguous
+        x        what the descriptor describes
+        topk     1 to 32, and no more than width
+        norm     whether the values of a row are divided by their sum
+
+        Computed in float32. -inf has probability 0; where a row holds NaN or +inf, or -inf alone, its values are NaN
+        and its indices 0 to topk - 1, so that what they index is there. Status 3 for topk, or a width of 0, 4 for a
+        None, and 10, 11, 12 for arrays that are not as said; nothing is written then.
+        """
+        refused = self._refusal(values, indices, x, topk)
+        if refused is not None:
+            return refused
+        assert values is not None
+        assert indices is not None
+        assert x is not None
+        if self.N:
+            routed(Tensor.of(values), Tensor.of(indices), Tensor.of(x), norm=bool(norm))()
+        return INFINI_STATUS_SUCCESS
+
+    def _refusal(self, values: Any, indices: Any, x: Any, topk: int) -> Status | None:
+        for name, array in (("values", values), ("indices", indices), ("x", x)):
+            if array is None:
+                return _error("NULL_POINTER", f"{name} is None")
+        if self.width == 0:
+            return _error("BAD_PARAM", "x of width 0: must be 1 or more")
+        if not 1 <= topk <= min(self.width, _MOST):
+            return _error(
+                "BAD_PARAM", f"topk={topk}: must be 1 to {min(self.width, _MOST)}, for a width of {self.width}"
+            )
+        for name, array, dtype in (("values", values, np.float32), ("indices", indices, np.int32)):
+            if array.dtype != dtype:
+                return _error("BAD_TENSOR_DTYPE", f"{name} of dtype {array.dtype}: must be {np.dtype(dtype)}")
+            if array.shape != (self.N, topk):
+                return _error("BAD_TENSOR_SHAPE", f"{name} of shape {array.shape}: must be {(self.N, topk)}")
+            if not array.flags.c_contiguous or not array.flags.writeable:
+                return _error(
+                    "BAD_TENSOR_STRIDES", f"{name} of strides {array.strides}: must be contiguous and writable"
+                )
+        if x.dtype != self.x_desc.dtype:
+            return _error("BAD_TENSOR_DTYPE", f"x of dtype {x.dtype}: the descriptor says {self.x_desc.dtype}")
+        if x.shape != self.x_desc.shape:
+            return _error("BAD_TENSOR_SHAPE", f"x of shape {x.shape}: the descriptor says {self.x_desc.shape}")
+        strides = TensorDescriptor.of(x).strides
+        if self.N > 1 and strides != self.x_desc.strides:
+            return _error("BAD_TENSOR_STRIDES", f"x of strides {strides}: the descriptor says {self.x_desc.strides}")
+        if any(np.may_share_memory(a, b) for a, b in ((values, x), (indices, x), (values, indices))):
+            return _error("BAD_PARAM", "values, indices and x share memory: each must have its own")
+        return None

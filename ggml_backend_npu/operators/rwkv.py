@@ -1,0 +1,150 @@
+"""token_shift of the RWKV and Ascend document: RWKV-7's time-mixing shift, the lerp of six projections at once.
+
+Where the document contradicts itself: rwkvag has 6 rows (its docstring says 5), ht is always [B, 1, C], h0 must be too.
+Its int8 has no meaning without scales, which it does not name: here they are arguments.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from ggml_backend_npu.ops.token_shift import Operand, shifted
+
+Array = NDArray[Any]
+
+_TYPES = {"float32": "f32", "float16": "f16", "int8": "i8"}
+_NAMES = ("xr", "xw", "xk", "xv", "xa", "xg", "ht")
+
+
+def token_shift(
+    x: Array,
+    rwkvag: Array,
+    h0: Array,
+    *,
+    x_scale: float | None = None,
+    mu_scale: float | None = None,
+    out_scale: ArrayLike | None = None,
+    out: Sequence[Array] | None = None,
+) -> tuple[Array, ...]:
+    """(xr, xw, xk, xv, xa, xg, ht): each token's interpolation with the one before it, x + (previous - x) * rwkvag[i].
+
+    x       [B, T, C] float32, float16 or int8; any strides from row to row
+    rwkvag  [6, 1, 1, C] or [6, C], of x's dtype or float32, in the order r, w, k, v, a, g
+    h0      [B, 1, C] float32 or float16: what comes before the first token of each sequence
+    x_scale, mu_scale, out_scale  what one step of an int8 x, rwkvag and output is worth; out_scale one for all or six.
+            Outputs are rounded to nearest, ties to even, and saturate
+    out     seven arrays to write into, of the shapes and dtypes below; ht may be h0 itself
+
+    The outputs are [B, T, C] of x's dtype; ht is [B, 1, C] of h0's: the last token, real-valued where x is int8, to go
+    on with as h0. A sequence in chunks gives the bits of one call. Computed in float32, in the order of ggml's SUB, MUL
+    and ADD, and rounded once. NaN and infinity go through; NaN as int8 is 0. Without sequences or columns nothing is
+    done. Raises ValueError, before anything is written, for any other shape, dtype or scale.
+    """
+    batch, n_tokens, width = _checked(x, rwkvag, h0)
+    quantized = x.dtype == np.int8
+    scales = _checked_scales(x_scale, mu_scale, out_scale, quantized=quantized, mu_quantized=rwkvag.dtype == np.int8)
+    if out is None:
+        mixed = np.empty((6, batch, n_tokens, width), x.dtype)
+        out = (*mixed, np.empty((batch, 1, width), h0.dtype))
+    outputs = _checked_outputs(out, x, h0, rwkvag)
+    if x.size:
+        rows, mu, before = (_rows(array) for array in (x, rwkvag.reshape(6, 1, width), h0))
+        first = outputs[0]
+        shifted(
+            _operand(rows, scales[0]),
+            _address(rows) - rows.strides[1],
+            Operand(_TYPES[mu.dtype.name], _address(mu), mu.strides[0], 0, scales[1]),
+            [_address(output) for output in outputs[:6]],
+            _operand(first),
+            ne=(width, n_tokens, batch),
+            first=_operand(before),
+            scales=scales[2:],
+        )()
+        last = x[:, -1:]
+        with np.errstate(over="ignore"):
+            outputs[6][...] = last * np.float32(scales[0]) if quantized else last
+    return tuple(outputs)
+
+
+def _checked(x: Array, rwkvag: Array, h0: Array) -> tuple[int, int, int]:
+    for name, array in (("x", x), ("rwkvag", rwkvag), ("h0", h0)):
+        if not isinstance(array, np.ndarray):
+            raise ValueError(f"{name} is {type(array).__name__}: must be an array")
+    if x.ndim != 3 or x.shape[1] == 0:
+        raise ValueError(f"x of shape {x.shape}: must be [B, T, C] with T of 1 or more")
+    batch, n_tokens, width = x.shape
+    if rwkvag.shape not in ((6, 1, 1, width), (6, width)):
+        raise ValueError(f"rwkvag of shape {rwkvag.shape}: must be [6, 1, 1, {width}] or [6, {width}]")
+    if h0.shape != (batch, 1, width):
+        raise ValueError(f"h0 of shape {h0.shape}: must be [{batch}, 1, {width}]")
+    if x.dtype.name not in _TYPES:
+        raise ValueError(f"x of dtype {x.dtype}: must be float32, float16 or int8")
+    if rwkvag.dtype not in (x.dtype, np.float32):
+        raise ValueError(f"rwkvag of dtype {rwkvag.dtype}: must be {x.dtype}, as x, or float32")
+    if h0.dtype not in (np.float32, np.float16):
+        raise ValueError(f"h0 of dtype {h0.dtype}: must be float32 or float16")
+    return batch, n_tokens, width
+
+
+def _checked_scales(
+    x_scale: float | None, mu_scale: float | None, out_scale: ArrayLike | None, *, quantized: bool, mu_quantized: bool
+) -> list[float]:
+    """Scales of x, of rwkvag and of the six outputs; 1 where they are not int8."""
+    needed = {
+        "x_scale": (x_scale, quantized),
+        "mu_scale": (mu_scale, mu_quantized),
+        "out_scale": (out_scale, quantized),
+    }
+    found: list[float] = []
+    for name, (value, used) in needed.items():
+        if used and value is None:
+            raise ValueError(f"{name} is missing: int8 has no meaning without a scale")
+        if not used and value is not None:
+            raise ValueError(f"{name}={value!r}: only int8 has a scale")
+        n = 6 if name == "out_scale" else 1
+        scales = np.atleast_1d(np.asarray(1.0 if value is None else value, np.float32))
+        if scales.shape not in ((1,), (n,)) or not all(math.isfinite(scale) and scale > 0 for scale in scales):
+            raise ValueError(f"{name}={value!r}: must be {'one or six numbers' if n == 6 else 'a number'} above 0")
+        found += np.broadcast_to(scales, (n,)).tolist()
+    return found
+
+
+def _checked_outputs(out: Sequence[Array], x: Array, h0: Array, rwkvag: Array) -> Sequence[Array]:
+    if len(out) != 7:
+        raise ValueError(f"out of {len(out)} arrays: must be {', '.join(_NAMES)}")
+    strides = out[0].strides
+    for i, (name, array) in enumerate(zip(_NAMES, out, strict=True)):
+        wanted = h0 if name == "ht" else x
+        if array.shape != wanted.shape or array.dtype != wanted.dtype:
+            raise ValueError(f"{name} of shape {array.shape}, {array.dtype}: must be {wanted.shape}, {wanted.dtype}")
+        if not array.flags.writeable:
+            raise ValueError(f"{name} is read-only: must be writable")
+        if name != "ht" and array.size and (array.strides != strides or array.strides[2] != array.itemsize):
+            raise ValueError(f"{name} of strides {array.strides}: must be those of xr, {strides}, without gaps in rows")
+        others = {"x": x, "rwkvag": rwkvag, "h0": h0, **dict(zip(_NAMES[:i], out[:i], strict=True))}
+        if name == "ht" and array.size and _address(array) == _address(h0) and array.strides == h0.strides:
+            del others["h0"]
+        for other, memory in others.items():
+            if np.may_share_memory(array, memory):
+                raise ValueError(f"{name} lies on {other}: must have memory of its own")
+    return out
+
+
+def _rows(array: Array) -> Array:
+    """The array with no gaps in its rows: itself, or a copy where it has gaps or steps backwards."""
+    whole = array.strides[-1] == array.itemsize or array.shape[-1] == 1
+    return array if whole and min(array.strides) >= 0 else np.ascontiguousarray(array)
+
+
+def _operand(array: Array, scale: float = 1.0) -> Operand:
+    return Operand(_TYPES[array.dtype.name], _address(array), array.strides[1], array.strides[0], scale)
+
+
+def _address(array: Array) -> int:
+    address, _ = array.__array_interface__["data"]
+    return int(address)
