@@ -210,13 +210,9 @@ def _routed(span: Span, weights: Tensor, *, norm: bool = False, least: float = 0
     ids = _selected(span, 1, 2, softmax.dst)
     if ids is None or not span.reads(1, 0, 0) or not span.reads(2, 0, 0) or not weights.is_contiguous():
         return None
+    last = len(span.nodes) - 1
     call = routed(_flat(weights, ids), ids, logits, norm=norm, least=least)
-    return _weighing(call, logits, ids, 1, weights, len(span.nodes) - 1)
-
-
-def _weighing(call: Call, scores: Tensor, ids: Tensor, ids_at: int, weights: Tensor, weights_at: int) -> Fused:
-    in_place = {weights_at} if weights.address == scores.address else ()
-    return Fused(call, {ids_at: ids, weights_at: weights}, frozenset(in_place))
+    return Fused(call, {1: ids, last: weights}, in_place=frozenset({last}))
 
 
 def _flat(weights: Tensor, ids: Tensor) -> Tensor:
@@ -251,7 +247,8 @@ def _softmax_of_top_k(span: Span) -> Fused | None:
         return None
     if softmax.params[:8] != _SOFTMAX_ALONE or len(softmax.src) != 1 or weights.ne != ids.ne:
         return None
-    return _weighing(routed(_flat(weights, ids), ids, scores, selected_only=True), scores, ids, 0, weights, 2)
+    call = routed(_flat(weights, ids), ids, scores, selected_only=True)
+    return Fused(call, {0: ids, 2: weights}, in_place=frozenset({2}))
 
 
 # attention

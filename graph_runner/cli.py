@@ -447,6 +447,7 @@ def ops() -> None:
 class Benchmark(StrEnum):
     START = "start"
     DECODE = "decode"
+    OPERATORS = "operators"
     ALL = "all"
 
 
@@ -457,8 +458,9 @@ def bench(
     rounds: Annotated[int, typer.Option(min=1, help="Rounds, behind one that warms up.")] = 5,
     threads: Threads = 0,
 ) -> None:
-    """Measure: start (fresh processes: import and register; a whole diff), decode (NPU against the CPU alone)."""
-    from graph_runner.bench import bench_decode, bench_start, machine
+    """Measure: start (fresh processes: import and register; a whole diff), decode (NPU against the CPU alone),
+    operators (patterns of nodes that the NPU runs as one, against the same nodes on ggml's CPU)."""
+    from graph_runner.bench import bench_decode, bench_operators, bench_start, machine
     from graph_runner.models import model_file
 
     measurements = []
@@ -467,12 +469,14 @@ def bench(
             measurements += bench_start(file, rounds=rounds)
         if what in (Benchmark.DECODE, Benchmark.ALL):
             measurements += bench_decode(file, rounds=rounds, threads=threads)
+    if what in (Benchmark.OPERATORS, Benchmark.ALL):
+        measurements += bench_operators(rounds=rounds, threads=threads)
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("benchmark")
     for column in ("median", "worst", "best", "reference", "ratio"):
         table.add_column(column, justify="right")
     for found in measurements:
-        ordered = sorted(found.values, reverse=found.unit == "s")
+        ordered = sorted(found.values, reverse=found.less_is_better)
         table.add_row(
             found.what,
             f"{found.median:,.2f} {found.unit}",

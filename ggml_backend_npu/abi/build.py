@@ -29,8 +29,9 @@ class Builder:
             status = build.compute(rows)
             result = build.get(rows)
 
-    Tensors are addresses. Memory comes at the first `set` or `compute`: make all tensors and ops before that. Every
-    root tensor has its own bytes, so that a write outside a view is seen in `get` of the root.
+    Tensors are addresses; `inputs` are those that `tensor` made. Memory comes at the first `set` or `compute`: make all
+    tensors and ops before that. Every root tensor has its own bytes, so that a write outside a view is seen in `get` of
+    the root; see `graph` for results that share memory.
     """
 
     def __init__(self, ggml: Ggml, device: str) -> None:
@@ -41,7 +42,9 @@ class Builder:
         self._device = handle
         self._backend = ggml.ggml_backend_dev_init(handle, None)
         self._context = ggml.ggml_init(structs.InitParams(_CONTEXT_BYTES, None, True))
+        self.inputs: list[int] = []
         self._buffer: int | None = None
+        self._allocator: int | None = None
 
     def __enter__(self) -> Builder:
         return self
@@ -51,13 +54,16 @@ class Builder:
     ) -> None:
         if self._buffer is not None:
             self.ggml.ggml_backend_buffer_free(self._buffer)
+        if self._allocator is not None:
+            self.ggml.ggml_gallocr_free(self._allocator)
         self.ggml.ggml_free(self._context)
         self.ggml.ggml_backend_free(self._backend)
 
     def tensor(self, type: str, ne: tuple[int, ...]) -> int:
         """A new contiguous tensor, of up to 4 dimensions, fastest first."""
         dims = (ctypes.c_int64 * 4)(*ne, *[1] * (4 - len(ne)))
-        return int(self.ggml.ggml_new_tensor(self._context, self.ggml.type_numbers[type], 4, dims))
+        self.inputs.append(int(self.ggml.ggml_new_tensor(self._context, self.ggml.type_numbers[type], 4, dims)))
+        return self.inputs[-1]
 
     def view(self, source: int, ne: tuple[int, int, int, int], nb: tuple[int, int, int], offset: int = 0) -> int:
         """ggml_view_4d: nb1..nb3 and offset in bytes; nb0 is the type's size."""
@@ -76,8 +82,12 @@ class Builder:
         return bool(self.ggml.ggml_backend_dev_supports_op(self._device, node))
 
     def _allocate(self) -> None:
-        if self._buffer is None:
+        if self._buffer is None and self._allocator is None:
             self._buffer = self.ggml.ggml_backend_alloc_ctx_tensors(self._context, self._backend)
+
+    def is_allocated(self, tensor: int) -> bool:
+        """Whether a tensor has memory: in a `graph`, what it does not use has none."""
+        return convert.data_of(tensor) != 0
 
     def nbytes(self, tensor: int) -> int:
         return int(self.ggml.ggml_nbytes(tensor))
@@ -101,11 +111,35 @@ class Builder:
     def compute(self, *nodes: int) -> int:
         """Computes the nodes and what they need; returns ggml's status (0 = success, -1 = failed)."""
         self._allocate()
-        graph = self.ggml.ggml_new_graph(self._context)
+        return self.run(self._expanded(nodes))
+
+    def graph(self, *outputs: int) -> int:
+        """The graph that computes the outputs, its memory shared as llama.cpp's are: a result may lie where one was
+        that nobody reads any more. In place of `compute`, before any `set`; `run` computes it, as often as wanted."""
+        for tensor in (*self.inputs, *outputs):  # an input that is no output too may be overwritten by its last reader
+            self.ggml.ggml_set_output(tensor)
+        graph = self._expanded(outputs)
+        self._allocator = self.ggml.ggml_gallocr_new(self.ggml.ggml_backend_get_default_buffer_type(self._backend))
+        if not self.ggml.ggml_gallocr_alloc_graph(self._allocator, graph):
+            raise MemoryError(f"no memory for a graph of {self.ggml.ggml_graph_n_nodes(graph)} nodes")
+        return graph
+
+    def _expanded(self, nodes: tuple[int, ...]) -> int:
+        graph = int(self.ggml.ggml_new_graph(self._context))
         for node in nodes:
             self.ggml.ggml_build_forward_expand(graph, node)
+        return graph
+
+    def run(self, graph: int) -> int:
+        """Computes a graph; returns ggml's status."""
         with interrupts_wait():
             return int(self.ggml.ggml_backend_graph_compute(self._backend, graph))
+
+    def use_threads(self, count: int) -> None:
+        """How many threads the device may use."""
+        registry = self.ggml.ggml_backend_dev_backend_reg(self._device)
+        function = self.ggml.ggml_backend_reg_get_proc_address(registry, b"ggml_backend_set_n_threads")
+        structs.SetThreads(function)(self._backend, count)
 
     def as_tensor(self, tensor: int) -> Tensor:
         """The tensor as the IR sees it."""

@@ -76,11 +76,10 @@ def _select(y, begin, count, best, places, k, n_found):
 
 
 @compiled
-def top_k(kind, norm, least, src, src_nb0, src_nb1, src_code, width, values, values_nb1, ids, ids_nb1, k, begin, end):
+def top_k(kind, norm, least, src, src_nb0, src_nb1, src_code, width, k, ids, ids_nb1, values, values_nb1, begin, end):
     """Rows [begin, end): the k largest of a row's softmax, or of its scores, and their places.
 
-    Nothing of a row is written before all of it is read. norm: the values are divided by their sum, which is no less
-    than `least`.
+    norm   the values are divided by their sum, which is no less than `least`
     """
     work, weights, places = np.empty(_TILE, np.float32), np.empty(k, np.float32), np.empty(k, np.int32)
     y, w = types.int64(work.ctypes.data), types.int64(weights.ctypes.data)
@@ -129,13 +128,22 @@ def routed(
 
     The k largest of each row's softmax; with selected_only the k largest scores, and the softmax of those. norm divides
     by their sum, which is taken to be no less than `least`. Where the softmax of a row is NaN, so are the values, and
-    the ids are 0 to k - 1. values may begin where x does.
+    the ids are 0 to k - 1. values may lie on x.
     """
     kind = _SOFTMAX_OF_SELECTED if selected_only else _SOFTMAX
+    k, n_rows = values.ne[:2]
     kernel = partial(
         top_k, kind, norm, np.float32(least), x.address, x.nb[0], x.nb[1], CODES[x.type], x.ne[0],
-        values.address, values.nb[1], ids.address, ids.nb[1], values.ne[0],
+        k, ids.address, ids.nb[1],
     )  # fmt: skip
-    if values.overlaps(x):  # a row's values lie on rows that are read before, in this order only
-        return partial(kernel, 0, x.ne[1])
-    return partial(threads.split, kernel, x.ne[1], 4 * x.ne[0] * x.ne[1])
+    n_bytes = 4 * x.ne[0] * n_rows
+
+    def in_place() -> None:
+        threads.split(partial(kernel, values.address, values.nb[1]), n_rows, n_bytes)
+
+    def aside() -> None:
+        work = np.empty((n_rows, k), np.float32)
+        threads.split(partial(kernel, work.ctypes.data, work.strides[0]), n_rows, n_bytes)
+        values.view()[0, 0] = work
+
+    return aside if values.overlaps(x) else in_place
