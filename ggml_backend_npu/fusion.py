@@ -8,7 +8,7 @@ GGML_NPU_FUSION=off and GGML_NPU_ENGINE=reference run.
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from ggml_backend_npu.ir import Graph, Node, Tensor
@@ -123,9 +123,9 @@ def fusible() -> frozenset[str]:
     return frozenset(fusion.ops[0].name for fusion in FUSIONS)
 
 
-def longest(graph: Graph, begin: int) -> tuple[Fusion, Fused] | None:
+def longest(graph: Graph, begin: int, among: Iterable[Fusion] = FUSIONS) -> tuple[Fusion, Fused] | None:
     """The longest fusion of nodes from `begin` on."""
-    for fusion in sorted(FUSIONS, key=lambda fusion: -len(fusion.ops)):
+    for fusion in sorted(among, key=lambda fusion: -len(fusion.ops)):
         found = fusion.of(graph, begin)
         if found is not None:
             return fusion, found

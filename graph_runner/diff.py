@@ -167,7 +167,7 @@ class _Spans:
 
     def __init__(self, ggml: lib.Ggml, fusions: Collection[Fusion], seen: Callable[[NodeResult], None]) -> None:
         self._ggml, self._seen = ggml, seen
-        self._patterns = [fusion.op_names for fusion in fusions]
+        self._fusions = fusions
         self._nodes: list[_Seen] = []
         self._copies: dict[int, tuple[Tensor, Tensor]] = {}  # of what comes from outside, by what it is a view of
         self._step = 0
@@ -196,7 +196,7 @@ class _Spans:
         return self._copies[root][1]
 
     def _continues(self, ops: tuple[str, ...]) -> bool:
-        return any(pattern[: len(ops)] == ops for pattern in self._patterns)
+        return any(fusion.op_names[: len(ops)] == ops for fusion in self._fusions)
 
     def after(self, address: int) -> None:
         if self._nodes and self._nodes[-1].address == address:
@@ -209,7 +209,7 @@ class _Spans:
         if not nodes:
             return
         graph = _replica(nodes)
-        found = longest(graph, 0)
+        found = longest(graph, 0, self._fusions)
         if found is None:
             return
         fusion, fused = found
