@@ -189,7 +189,7 @@ def _int4(name: str, value: AclTensor) -> _Operand:
         f"{name} has shape {value.shape}: its bytes of shape {packed.shape} are int4 of shape {shape}, two to a byte",
     )
     _require(
-        packed.shape[3] <= 1 or packed.strides[3] == 1,
+        packed.size == 0 or packed.shape[3] == 1 or packed.strides[3] == 1,
         f"{name} has strides {packed.strides}: the bytes of an int4 row must be adjacent",
     )
     return _Operand(name, "int4", shape, _memory(name, packed, "i8"))
