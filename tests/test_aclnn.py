@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 from support import ENGINES, Scene, assert_same_bytes, outcome, reshapes, seeds, values
@@ -605,7 +605,7 @@ def q4_0(shape: tuple[int, ...]) -> Tensor:
 
 
 def int4(shape: tuple[int, ...], logical: Any = None) -> AclTensor:
-    return AclTensor(np.full((*shape[:-1], shape[-1] // 2), 3, np.uint8), logical or shape)
+    return AclTensor(np.full((*shape[:-1], shape[-1] // 2), 3, np.uint8), shape if logical is None else logical)
 
 
 def packed_tensor() -> Tensor:
@@ -885,6 +885,36 @@ def test_cpy_refuses(changes: dict[str, Any], code: int, message: str) -> None:
 )
 def test_dup_refuses(arguments: tuple[Any, ...], code: int, message: str) -> None:
     assert_refused("aclnnDup", dict(enumerate(arguments)), code, message)  # type: ignore[arg-type]
+
+
+ANYTHING: list[Any] = [
+    *(None, 0, 1, -1, 32, 2**70, 1.5, "x", [], object(), np.float32(3)),
+    *(np.array(3, np.float32), full((4,)), full((2, 2)), full((1, 1, 1, 1, 2)), np.zeros((0, 0, 0, 0), np.float32)),
+    *(full((1, 1, 2, 32), type) for type in (*FLOATS, "int8")),
+    *(full((1, 1, 2, 1), type, 0) for type in ("f32", "i32")),
+    *(np.zeros((1, 1, 2, 32), dtype) for dtype in ("O", "M8[s]", "U3", "?", "c8", "u2", ">i4", [("x", "f4")])),
+    np.zeros((1, 1, 2, 32), [("gap", "u1"), ("x", "f4")])["x"],
+    *(backwards(full((1, 1, 2, 32))), np.broadcast_to(full((1, 1, 1, 1)), (1, 1, 2, 32))),
+    *(q8_0((1, 1, 2, 32)), q4_0((1, 1, 2, 32)), packed_tensor(), Tensor.of(full((2,)))),
+    *(int4((1, 1, 2, 32)), int4((1, 1, 2, 32), "x"), int4((1, 1, 2, 32), np.zeros(4)), AclTensor(None, None)),  # type: ignore[arg-type]
+]
+
+
+@pytest.mark.parametrize("call", ["aclnnGetRows", "aclnnCpy", "aclnnDup"])
+@given(data=st.data())
+@settings(max_examples=200)
+def test_no_argument_raises_anything(call: str, data: st.DataObject) -> None:
+    """Arguments of a call that is taken, some of them, or all, made anything."""
+    arguments = [*(rows_taken() if call == "aclnnGetRows" else copy_taken()).values()]
+    for position in data.draw(st.sets(st.integers(0, len(arguments) - 1))):
+        arguments[position] = data.draw(st.sampled_from(ANYTHING))
+    status, _, executor = first(call, *arguments)
+    assert status in NAMES
+    assert (status == 0) == (executor is not None)
+    assert "\n" not in status.message
+    workspace, size = (data.draw(st.sampled_from(ANYTHING)) for _ in range(2))
+    given_executor = data.draw(st.sampled_from([executor, *ANYTHING]))
+    assert getattr(aclnn, call)(workspace, size, given_executor, stream=workspace) in NAMES
 
 
 def test_interleaved_views_of_one_array_do_not_overlap() -> None:

@@ -64,7 +64,7 @@ _COPIES: dict[str, tuple[str, ...]] = {
     **{name: (name, "f32") for name in _QUANTISED},
 }
 
-_WORK = 1_000_000  # steps that a search for shared bytes may take
+_WORK = 1_000_000  # steps that a search for shared bytes may take; where it takes more, some are taken to be shared
 
 Shape = tuple[int, int, int, int]
 Call = Callable[[], None]
@@ -184,6 +184,7 @@ def _int4(name: str, value: AclTensor) -> _Operand:
     found = isinstance(packed, np.ndarray) and packed.dtype == np.uint8 and packed.ndim == 4
     _require(found, f"{name}.packed is {_brief(packed)}: must be uint8 of 4 axes")
     shape = (*packed.shape[:3], 2 * packed.shape[3])
+    _require(isinstance(value.shape, tuple), f"{name}.shape is {_brief(value.shape)}: must be a tuple")
     _require(
         value.shape == shape,
         f"{name} has shape {value.shape}: its bytes of shape {packed.shape} are int4 of shape {shape}, two to a byte",
@@ -237,8 +238,10 @@ def _require_apart(written: _Operand, *others: _Operand) -> None:
 
 
 def _overlap(one: _Operand, other: _Operand) -> bool:
+    """Whether two tensors share bytes: exactly, not by their ends."""
+    one_view, other_view = one.tensor.view(), other.tensor.view()
     try:
-        return np.shares_memory(one.tensor.view(), other.tensor.view(), max_work=_WORK)  # type: ignore[arg-type]
+        return np.shares_memory(one_view, other_view, max_work=_WORK)  # type: ignore[arg-type]  # stub: -1 or 0
     except np.exceptions.TooHardError:
         return True
 
@@ -393,14 +396,15 @@ def aclnnCpyGetWorkspaceSize(
 ) -> FirstPhase:
     """self = src, converted, element by element in logical order; shapes may differ where the element counts agree.
 
-    self, src  (a, b, c, d) each, of float32, float16, int32, int8, int4, q8_0 or q4_0; src has any strides, 0 among
-               them, self any under which no two elements meet:
+    self, src  (a, b, c, d) each, of float32, float16, int32, int8, int4, q8_0 or q4_0. src has any strides, 0 among
+               them; self any under which no two elements meet, and as follows
 
-               same type                             bit for bit; quants only, whatever their scales are
-               float32 <-> float16, float32 <-> int32  to float16: nearest, ties to even, overflow to inf; to int32:
-                                                     truncated; to float32: nearest
-               float32, float16 -> quantised         self must be contiguous
-               quantised -> float32                  the elements of a row of self must be adjacent
+               the same type                 bit for bit; of int8 and int4 the quants only
+               float32 -> float16            nearest, ties to even; overflow to inf
+               float32 -> int32              truncated
+               float16, int32 -> float32     nearest, ties to even
+               float32, float16 -> int8, int4, q8_0, q4_0  self is contiguous
+               int8, int4, q8_0, q4_0 -> float32           the elements of a row of self are adjacent
 
     scale      float32 (a, b, c, d / group size), by rows of the int8 or int4 side. float -> int8, int4: an output, d of
                each group rounded to float16; int8, int4 -> float: an input. None where a side is q8_0 or q4_0; not
