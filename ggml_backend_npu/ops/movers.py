@@ -17,7 +17,7 @@ from ggml_backend_npu.ir import Tensor
 from ggml_backend_npu.numerics import NUMERICS
 from ggml_backend_npu.ops import strided
 from ggml_backend_npu.registry import Call, op
-from quant import codec, type_names
+from quant import Rounding, codec, type_names
 from quant.scalars import without_payload
 
 _CHUNK = 1 << 18  # elements converted at a time by the definitions, so that no temporary grows with the tensor
@@ -31,10 +31,14 @@ _ENCODED = tuple(
 )  # ggml's CPU has no from_float for those: they need an importance matrix
 
 
-def convert(values: NDArray[Any], src: str, dst: str, *, rows: bool = False) -> NDArray[Any]:
+def convert(
+    values: NDArray[Any], src: str, dst: str, *, rows: bool = False, rounding: Rounding | None = None
+) -> NDArray[Any]:
     """Values as `Tensor.view` gives them, from type src to type dst: (..., n) elements or (..., blocks, bytes).
 
-    rows  f16 as ggml_cpu_fp32_to_fp16 makes it of a row: in whole fours a NaN keeps its payload. Elsewhere no NaN does.
+    rows      f16 as ggml_cpu_fp32_to_fp16 makes it of a row: in whole fours a NaN keeps its payload. Elsewhere no
+              NaN does.
+    rounding  of q8_0; the device's where it is None
     """
     if src == dst:
         return values
@@ -46,7 +50,7 @@ def convert(values: NDArray[Any], src: str, dst: str, *, rows: bool = False) -> 
         kept = n // 4 * 4 if rows else 0
         elements = decoded.reshape(*lead, n)
         decoded = np.concatenate([elements[..., :kept], without_payload(elements[..., kept:])], axis=-1)
-    encoded = target.encode(decoded.reshape(-1, target.block_size), NUMERICS.rounding)
+    encoded = target.encode(decoded.reshape(-1, target.block_size), rounding or NUMERICS.rounding)
     if target.dtype is None:
         return encoded.reshape(*lead, n // target.block_size, target.block_bytes)
     return encoded.view(target.dtype).reshape(*lead, n)
@@ -193,6 +197,11 @@ def cpy(dst: Tensor, src: Tensor) -> None:
     Equals ggml_compute_forward_dup. f32 -> i32 truncates; float -> quantised needs a contiguous dst and rows without
     gaps in src; quantised -> f32 needs dst rows without gaps; nothing else is converted.
     """
+    copy(dst, src)
+
+
+def copy(dst: Tensor, src: Tensor, rounding: Rounding | None = None) -> None:
+    """What CPY does, in NumPy; of rows with gaps too. rounding: of q8_0; the device's where it is None."""
     if src.n_elements == 0:
         return
     source, target = raw(src), raw(dst)
@@ -206,7 +215,7 @@ def cpy(dst: Tensor, src: Tensor) -> None:
     for begin in range(0, n_units, step):
         take = np.unravel_index(np.arange(begin, min(begin + step, n_units)), source.shape[:4])
         put = np.unravel_index(np.arange(begin, min(begin + step, n_units)), target.shape[:4])
-        target[put] = convert(source[take], src.type, dst.type).reshape(target[put].shape)
+        target[put] = convert(source[take], src.type, dst.type, rounding=rounding).reshape(target[put].shape)
 
 
 def _in_units(view: NDArray[Any], tensor: Tensor, unit: int) -> NDArray[Any]:
@@ -225,13 +234,13 @@ def _in_units(view: NDArray[Any], tensor: Tensor, unit: int) -> NDArray[Any]:
 @op("DUP", types=_SAME, refuse=_refuse_copy)
 def dup(dst: Tensor, src: Tensor) -> None:
     """dst = src, of the same type. Equals ggml_compute_forward_dup."""
-    cpy.define(dst, src)
+    copy(dst, src)
 
 
 @op("CONT", types=_SAME, refuse=_refuse_copy)
 def cont(dst: Tensor, src: Tensor) -> None:
     """dst = src made contiguous, of the same type. Equals ggml_compute_forward_cont."""
-    cpy.define(dst, src)
+    copy(dst, src)
 
 
 @cpy.compiled

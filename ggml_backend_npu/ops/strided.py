@@ -17,7 +17,7 @@ from ggml_backend_npu import threads
 from ggml_backend_npu.ir import Tensor
 from ggml_backend_npu.numerics import NUMERICS
 from ggml_backend_npu.registry import KernelError
-from quant import codec
+from quant import Rounding, codec
 from quant.jit import array_at, compiled, inlined
 from quant.runs import CODES, convert_run, copy_blocks, copy_run
 
@@ -26,7 +26,7 @@ _SAME = -1  # source code of a copy: both sides have one type
 # the parameters of a walk: two sides, each
 #   address, ne[4] in units, nb[4]; for a side by ids: address, bytes of an id, nb[3], ne[1], ne[2] and rows;
 #   for a packed side: address and blocks of the packed tensor
-_ADDRESS, _NE, _NB, _IDS, _ID_BYTES, _IDS_NB, _IDS_NE1, _IDS_NE2 = 0, 1, 5, 9, 10, 11, 14, 15
+_ADDRESS, NE, NB, _IDS, _ID_BYTES, _IDS_NB, _IDS_NE1, _IDS_NE2 = 0, 1, 5, 9, 10, 11, 14, 15
 _N_ROWS, _PACKED, _N_PACKED = 16, 17, 18
 _SIDE = 19
 
@@ -43,28 +43,31 @@ def _row_id(side, i1, i2, i3):
 
 
 @inlined
-def _row(side, i1, i2, i3):
+def row_address(side, i1, i2, i3):
+    """Where row (i1, i2, i3) of a side begins; i1 goes through the side's ids, where it has any."""
     if side[_IDS]:
         i1 = _row_id(side, i1, i2, i3)
-    return side[_ADDRESS] + i1 * side[_NB + 1] + i2 * side[_NB + 2] + i3 * side[_NB + 3]
+    return side[_ADDRESS] + i1 * side[NB + 1] + i2 * side[NB + 2] + i3 * side[NB + 3]
 
 
 @inlined
-def _locate(side, unit):
-    i0 = unit % side[_NE]
-    row = unit // side[_NE]
-    i1 = row % side[_NE + 1]
-    row //= side[_NE + 1]
-    return i0, i1, row % side[_NE + 2], row // side[_NE + 2]
+def locate(side, unit):
+    """The indices of a unit in the logical order, fastest first."""
+    i0 = unit % side[NE]
+    row = unit // side[NE]
+    i1 = row % side[NE + 1]
+    row //= side[NE + 1]
+    return i0, i1, row % side[NE + 2], row // side[NE + 2]
 
 
 @inlined
-def _next_row(side, i1, i2, i3):
+def next_row(side, i1, i2, i3):
+    """The indices of the row behind row (i1, i2, i3)."""
     i1 += 1
-    if i1 == side[_NE + 1]:
+    if i1 == side[NE + 1]:
         i1 = 0
         i2 += 1
-        if i2 == side[_NE + 2]:
+        if i2 == side[NE + 2]:
             i2 = 0
             i3 += 1
     return i1, i2, i3
@@ -73,39 +76,39 @@ def _next_row(side, i1, i2, i3):
 @compiled
 def walk(src, src_code, dst, dst_code, unit_bytes, begin, end):
     """Units [begin, end) of the logical order, from side src to side dst."""
-    s0, s1, s2, s3 = _locate(src, begin)
-    d0, d1, d2, d3 = _locate(dst, begin)
-    src_row = _row(src, s1, s2, s3)
-    dst_row = _row(dst, d1, d2, d3)
+    s0, s1, s2, s3 = locate(src, begin)
+    d0, d1, d2, d3 = locate(dst, begin)
+    src_row = row_address(src, s1, s2, s3)
+    dst_row = row_address(dst, d1, d2, d3)
     unit = begin
     while unit < end:
-        count = min(end - unit, src[_NE] - s0, dst[_NE] - d0)
-        x = src_row + s0 * src[_NB]
-        y = dst_row + d0 * dst[_NB]
+        count = min(end - unit, src[NE] - s0, dst[NE] - d0)
+        x = src_row + s0 * src[NB]
+        y = dst_row + d0 * dst[NB]
         if src_code != _SAME:
             convert_run(
-                src_code, x, src[_NB], src[_PACKED], src[_N_PACKED],
-                dst_code, y, dst[_NB], dst[_PACKED], dst[_N_PACKED], count,
+                src_code, x, src[NB], src[_PACKED], src[_N_PACKED],
+                dst_code, y, dst[NB], dst[_PACKED], dst[_N_PACKED], count,
             )  # fmt: skip
         elif src[_N_PACKED] or dst[_N_PACKED]:
             copy_blocks(
-                unit_bytes - 2, x, src[_NB], src[_PACKED], src[_N_PACKED],
-                y, dst[_NB], dst[_PACKED], dst[_N_PACKED], count,
+                unit_bytes - 2, x, src[NB], src[_PACKED], src[_N_PACKED],
+                y, dst[NB], dst[_PACKED], dst[_N_PACKED], count,
             )  # fmt: skip
         else:
-            copy_run(unit_bytes, x, src[_NB], y, dst[_NB], count)
+            copy_run(unit_bytes, x, src[NB], y, dst[NB], count)
         unit += count
         s0 += count
         d0 += count
         if unit < end:
-            if s0 == src[_NE]:
+            if s0 == src[NE]:
                 s0 = 0
-                s1, s2, s3 = _next_row(src, s1, s2, s3)
-                src_row = _row(src, s1, s2, s3)
-            if d0 == dst[_NE]:
+                s1, s2, s3 = next_row(src, s1, s2, s3)
+                src_row = row_address(src, s1, s2, s3)
+            if d0 == dst[NE]:
                 d0 = 0
-                d1, d2, d3 = _next_row(dst, d1, d2, d3)
-                dst_row = _row(dst, d1, d2, d3)
+                d1, d2, d3 = next_row(dst, d1, d2, d3)
+                dst_row = row_address(dst, d1, d2, d3)
 
 
 @compiled
@@ -114,7 +117,7 @@ def first_bad_id(side):
     where = 0
     for i3 in range(side[_IDS_NE2]):
         for i2 in range(side[_IDS_NE1]):
-            for i1 in range(side[_NE + 1]):
+            for i1 in range(side[NE + 1]):
                 row = _row_id(side, i1, i2, i3)
                 if row < 0 or row >= side[_N_ROWS]:
                     return where
@@ -122,24 +125,30 @@ def first_bad_id(side):
     return -1
 
 
-def _side(tensor: Tensor, ne: tuple[int, ...], unit: int, ids: Tensor | None) -> Parameters:
-    """A side of the walk over logical dimensions ne, in units of `unit` elements."""
-    side = np.zeros(_SIDE, np.int64)
-    step = tensor.nb[0] * (unit // tensor.codec.block_size)
-    units, strides = [ne[0] // unit, *ne[1:]], [step, *tensor.nb[1:]]
+def side_at(address: int, ne: list[int], nb: list[int], ids: Tensor | None = None) -> Parameters:
+    """A side of a walk: ne units and nb bytes per dimension, fastest first; where ids are given they name its rows."""
+    parameters = np.zeros(_SIDE, np.int64)
     if ids is None:
-        units, strides = _merged(units, strides)
-    side[_ADDRESS] = tensor.address
-    side[_NE : _NE + 4] = units
-    side[_NB : _NB + 4] = strides
+        ne, nb = _merged(ne, nb)
+    else:
+        parameters[_IDS], parameters[_ID_BYTES] = ids.address, ids.codec.block_bytes
+        parameters[_IDS_NB : _IDS_NB + 3] = ids.nb[:3]
+        parameters[_IDS_NE1], parameters[_IDS_NE2] = ids.ne[1], ids.ne[2]
+    parameters[_ADDRESS] = address
+    parameters[NE : NE + 4] = ne
+    parameters[NB : NB + 4] = nb
+    return parameters
+
+
+def _side(tensor: Tensor, ne: tuple[int, ...], unit: int, ids: Tensor | None) -> Parameters:
+    """A tensor as a side of the walk over logical dimensions ne, in units of `unit` elements."""
+    step = tensor.nb[0] * (unit // tensor.codec.block_size)
+    parameters = side_at(tensor.address, [ne[0] // unit, *ne[1:]], [step, *tensor.nb[1:]], ids)
     if tensor.packed is not None:
-        side[_PACKED], side[_N_PACKED] = tensor.packed.address, tensor.packed.n_blocks
+        parameters[_PACKED], parameters[_N_PACKED] = tensor.packed.address, tensor.packed.n_blocks
     if ids is not None:
-        side[_IDS], side[_ID_BYTES] = ids.address, ids.codec.block_bytes
-        side[_IDS_NB : _IDS_NB + 3] = ids.nb[:3]
-        side[_IDS_NE1], side[_IDS_NE2] = ids.ne[1], ids.ne[2]
-        side[_N_ROWS] = tensor.ne[1]
-    return side
+        parameters[_N_ROWS] = tensor.ne[1]
+    return parameters
 
 
 def _merged(ne: list[int], nb: list[int]) -> tuple[list[int], list[int]]:
@@ -157,16 +166,24 @@ def _merged(ne: list[int], nb: list[int]) -> tuple[list[int], list[int]]:
     return sizes + [1] * missing, strides + [0] * missing
 
 
-def code(type: str) -> int | None:
-    """What the compiled walk calls a type, under the rounding that is in force; None where it has none."""
-    return CODES.get(f"{type} {NUMERICS.rounding}", CODES.get(type))
+def code(type: str, rounding: Rounding | None = None) -> int | None:
+    """What the compiled walk calls a type, under a q8_0 rounding or the one in force; None where it has none."""
+    return CODES.get(f"{type} {rounding or NUMERICS.rounding}", CODES.get(type))
 
 
 def mover(
-    dst: Tensor, src: Tensor, src_ids: Tensor | None = None, dst_ids: Tensor | None = None
+    dst: Tensor,
+    src: Tensor,
+    src_ids: Tensor | None = None,
+    dst_ids: Tensor | None = None,
+    rounding: Rounding | None = None,
 ) -> Callable[[], None] | None:
-    """The call that moves src to dst, reading or writing rows by ids; None where a type has no compiled run."""
-    src_code, dst_code = code(src.type), code("f16 row" if dst_ids is not None and dst.type == "f16" else dst.type)
+    """The call that moves src to dst, reading or writing rows by ids; None where a type has no compiled run.
+
+    rounding  of q8_0; the device's where it is None
+    """
+    dst_type = "f16 row" if dst_ids is not None and dst.type == "f16" else dst.type
+    src_code, dst_code = code(src.type), code(dst_type, rounding)
     if src.type == dst.type:
         src_code = dst_code = _SAME
     if src_code is None or dst_code is None or (NUMERICS.bound.keys() & {src.type, dst.type} and src_code != _SAME):
@@ -202,10 +219,10 @@ def _element_bytes(tensor: Tensor) -> float:
 
 def make_ready() -> None:
     """Compiles the kernels of this module, or loads them: once, and not in the middle of a graph."""
-    side = np.ones(_SIDE, np.int64)
-    side[_IDS] = side[_IDS_NE1] = side[_N_PACKED] = 0
-    walk(side, _SAME, side, _SAME, 1, 0, 0)
-    first_bad_id(side)
+    nothing = np.ones(_SIDE, np.int64)
+    nothing[_IDS] = nothing[_IDS_NE1] = nothing[_N_PACKED] = 0
+    walk(nothing, _SAME, nothing, _SAME, 1, 0, 0)
+    first_bad_id(nothing)
 
 
 def _nothing() -> None:

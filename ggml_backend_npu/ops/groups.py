@@ -1,0 +1,377 @@
+"""Integers in groups that share a float32 scale: int8, or int4 two to a byte, with the scales in a tensor of their own.
+
+The device layout of q8_0 and q4_0 (`quant.layout`) with groups of any size, as the `scale` and `antiquantGroupSize` of
+aclnn calls describe it. `dequantizer` and `quantizer` bind a call to tensors: the definition in NumPy, or the compiled
+kernel that equals it byte for byte. Quants are rounded as ggml's reference functions round them
+(quantize_row_q8_0_ref, quantize_row_q4_0_ref), whatever the device's rounding is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from math import prod
+from typing import Any
+
+import numpy as np
+from numba import types
+from numpy.typing import NDArray
+
+from ggml_backend_npu import threads
+from ggml_backend_npu.ir import Tensor
+from ggml_backend_npu.ops.strided import NB, NE, Parameters, locate, next_row, row_address, side_at
+from quant import blocks
+from quant.jit import (
+    array_at,
+    bits_float,
+    compiled,
+    engine,
+    f16_to_f32,
+    float_bits,
+    inlined,
+    round_half_away,
+    truncate_to_int32,
+)
+from quant.runs import f32_to_f16
+
+_CHUNK = 1 << 18  # elements converted at a time by the definitions, so that no temporary grows with the tensor
+
+Call = Callable[[], None]
+Indices = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Groups:
+    """A tensor of integers, and its scales.
+
+    bits    of an integer: 8, or 4 in two's complement, the low nibble of a byte before the high one
+    size    elements of a group, adjacent in a row; divides the row
+    quants  i8, ne (d, c, b, a) of int8 or (d / 2, c, b, a) of pairs of int4, which are adjacent in a row
+    scales  f32, ne (d / size, c, b, a)
+    """
+
+    bits: int
+    size: int
+    quants: Tensor
+    scales: Tensor
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Groups per dimension, slowest first: (a, b, c, d / size)."""
+        return self.scales.ne[::-1]
+
+    def read(self, row: tuple[Indices, ...], columns: Indices) -> NDArray[np.int8]:
+        """The integers at indices (i, j, k) and columns l."""
+        view = self.quants.view()
+        if self.bits == 8:
+            quants: NDArray[np.int8] = view[(*row, columns)]
+            return quants
+        pairs = view.view(np.uint8)[(*row, columns // 2)]
+        nibbles: NDArray[np.uint8] = np.where(columns % 2, pairs >> 4, pairs & 15)
+        return np.subtract((nibbles ^ 8).view(np.int8), 8, dtype=np.int8)
+
+    def write(self, row: tuple[Indices, ...], columns: Indices, quants: NDArray[np.int8]) -> None:
+        """Sets the integers at indices (i, j, k) and columns l."""
+        view = self.quants.view()
+        if self.bits == 8:
+            view[(*row, columns)] = quants
+            return
+        pairs, nibbles = view.view(np.uint8), quants.view(np.uint8) & 15
+        for parity, kept, shift in ((0, 0xF0, 0), (1, 0x0F, 4)):
+            half = columns % 2 == parity
+            at = tuple(index[half] for index in np.broadcast_arrays(*row, columns // 2))
+            pairs[at] = (pairs[at] & kept) | (nibbles[half] << shift)
+
+
+def dequantizer(dst: Tensor, src: Groups, ids: Tensor | None = None) -> Call:
+    """The call that fills dst: f32, of any strides; its rows are whole groups, and no bytes of src's.
+
+    ids  i32, ne (x, b, a, 1), checked before: dst, ne (d, x, b, a), gets these rows of src. Without ids dst gets all
+         elements in logical order; shapes may differ where the element counts agree.
+    """
+    if engine() == "reference":
+        return partial(define_dequantize, dst, src, ids)
+    rows = dst.ne[1:] if ids is not None else None
+    kernel = partial(
+        _dequantize,
+        src.bits,
+        _quants_side(src, ids, rows),
+        src.quants.nb[0],
+        _scales_side(src, ids, rows),
+        _floats_side(dst, src.size),
+        dst.nb[0],
+        src.size,
+    )
+    return partial(_split, kernel, src, dst.n_elements)
+
+
+def quantizer(dst: Groups, src: Tensor) -> Call:
+    """The call that fills quants and scales of dst, of which the quants are contiguous, from src: f32 or f16.
+
+    src has any strides; its rows are whole groups. Shapes may differ where the element counts agree.
+    """
+    if engine() == "reference":
+        return partial(define_quantize, dst, src)
+    kernel = partial(
+        _quantize,
+        src.type == "f16",
+        _floats_side(src, dst.size),
+        src.nb[0],
+        dst.bits,
+        _quants_side(dst),
+        _scales_side(dst),
+        dst.size,
+    )
+    return partial(_split, kernel, dst, src.n_elements)
+
+
+# definitions
+
+
+def define_dequantize(dst: Tensor, src: Groups, ids: Tensor | None = None) -> None:
+    """dst[i, j, k, l] = float32(quants[i, j, r, l]) * scales[i, j, r, l // size], r = ids[i, j, k].
+
+    Without ids element by element in logical order.
+    """
+    shape = (*dst.ne[:0:-1], dst.ne[0] // src.size)
+    for numbers in _chunks(prod(shape), src.size):
+        *row, group = _unravel(numbers, shape)
+        if ids is None:
+            *src_row, src_group = _unravel(numbers, src.shape)
+        else:
+            i, j, k = row
+            src_row, src_group = [i, j, ids.view()[0, i, j, k].astype(np.int64)], group
+        quants = src.read((*src_row,), _columns(src_group, src.size))
+        with np.errstate(invalid="ignore", over="ignore"):
+            values = quants.astype(np.float32) * src.scales.view()[(*src_row, src_group)]
+        dst.view()[(*row, _columns(group, src.size))] = values
+
+
+def define_quantize(dst: Groups, src: Tensor) -> None:
+    """Per group x of src, in logical order, with float32 arithmetic:
+
+    int8  d = max |x| / 127,                     quant = round(x / d), halves away from zero
+    int4  d = m / -8, m the first largest by |x|, quant = min(15, trunc(x / d + 8.5)) - 8
+
+    where x / d is x * (1 / d), and 0 where d is 0. The scale is d rounded to float16.
+    """
+    shape = (*src.ne[:0:-1], src.ne[0] // dst.size)
+    for numbers in _chunks(prod(shape), dst.size):
+        *src_row, src_group = _unravel(numbers, shape)
+        *row, group = _unravel(numbers, dst.shape)
+        x = src.view()[(*src_row, _columns(src_group, dst.size))].astype(np.float32)
+        with np.errstate(all="ignore"):
+            if dst.bits == 8:
+                d = blocks.largest_magnitude(x) / np.float32(127)
+                quants = blocks.low_byte(blocks.round_half_away(x * blocks.reciprocal(d)))
+            else:
+                d = _first_largest(x) / np.float32(-8)
+                codes = blocks.low_byte(x * blocks.reciprocal(d) + np.float32(8.5))
+                quants = np.minimum(codes, np.int8(15)) - np.int8(8)
+            scales = d.astype(np.float16).astype(np.float32)
+        dst.write((*row,), _columns(group, dst.size), quants)
+        dst.scales.view()[(*row, group)] = scales
+
+
+def _first_largest(x: NDArray[np.float32]) -> NDArray[np.float32]:
+    """Of each row the first of the elements that are largest by magnitude, (n, 1); NaN is passed over, -0 is 0."""
+    numbers = np.where(np.isnan(x), np.float32(0), x)
+    return np.take_along_axis(numbers, np.abs(numbers).argmax(axis=1)[:, None], axis=1) + np.float32(0)
+
+
+def _chunks(n_groups: int, size: int) -> Iterator[Indices]:
+    """The numbers of all groups, some at a time."""
+    step = max(1, _CHUNK // max(1, size))
+    for begin in range(0, n_groups, step):
+        yield np.arange(begin, min(begin + step, n_groups))
+
+
+def _unravel(numbers: Indices, shape: tuple[int, ...]) -> tuple[Indices, ...]:
+    """Indices of groups by their number in logical order, each (n, 1)."""
+    return tuple(index[:, None] for index in np.unravel_index(numbers, shape))
+
+
+def _columns(group: Indices, size: int) -> Indices:
+    """Where in its row each element of a group lies: (n, 1) -> (n, size)."""
+    return group * size + np.arange(size)
+
+
+# kernels: they walk up to three sides in units of groups; addresses and strides of int4 count nibbles, not bytes
+
+
+def _quants_side(of: Groups, ids: Tensor | None = None, rows: tuple[int, ...] | None = None) -> Parameters:
+    tensor, nibbles = of.quants, 8 // of.bits
+    step = of.size * (tensor.nb[0] if of.bits == 8 else 1)
+    units = [of.scales.ne[0], *(rows or tensor.ne[1:])]
+    return side_at(tensor.address * nibbles, units, [step, *(nb * nibbles for nb in tensor.nb[1:])], ids)
+
+
+def _scales_side(of: Groups, ids: Tensor | None = None, rows: tuple[int, ...] | None = None) -> Parameters:
+    tensor = of.scales
+    return side_at(tensor.address, [tensor.ne[0], *(rows or tensor.ne[1:])], [*tensor.nb], ids)
+
+
+def _floats_side(tensor: Tensor, size: int) -> Parameters:
+    return side_at(tensor.address, [tensor.ne[0] // size, *tensor.ne[1:]], [tensor.nb[0] * size, *tensor.nb[1:]])
+
+
+def _split(kernel: Callable[..., Any], of: Groups, n_elements: int) -> None:
+    """The kernel over all groups, in threads; groups that share a byte stay together."""
+    together = 2 if of.bits == 4 and of.size % 2 else 1
+    n_units = n_elements // of.size // together
+    if n_units:
+        threads.split(lambda begin, end: kernel(begin * together, end * together), n_units, n_elements * 4)
+
+
+@inlined
+def _adjacent(dtype, address, step, i):
+    return array_at(address, dtype, 1)[i]
+
+
+@inlined
+def _apart(dtype, address, step, i):
+    return array_at(address + i * step, dtype, 1)[0]
+
+
+@inlined
+def _same(x):
+    return x
+
+
+@inlined
+def _start(side, unit):
+    i0, i1, i2, i3 = locate(side, unit)
+    return i0, i1, i2, i3, row_address(side, i1, i2, i3)
+
+
+@inlined
+def _here(side, at):
+    return at[4] + at[0] * side[NB]
+
+
+@inlined
+def _next(side, at):
+    """The next position. Behind the last one it is no position, but what it reads of ids is still in them."""
+    if at[0] + 1 < side[NE]:
+        return at[0] + 1, at[1], at[2], at[3], at[4]
+    i1, i2, i3 = next_row(side, at[1], at[2], at[3])
+    return 0, i1, i2, i3, row_address(side, i1, i2, i3)
+
+
+@inlined
+def _int4(nibble):
+    return types.float32(types.int32(nibble ^ types.uint8(8)) - types.int32(8))
+
+
+@inlined
+def _dequantize_int8(quants, step, scale, floats, floats_step, size):
+    if step == 1 and floats_step == 4:
+        q = array_at(quants, types.int8, size)
+        y = array_at(floats, types.float32, size)
+        for i in range(size):
+            y[i] = types.float32(q[i]) * scale
+        return
+    for i in range(size):
+        q = _apart(types.int8, quants, step, i)
+        array_at(floats + i * floats_step, types.float32, 1)[0] = types.float32(q) * scale
+
+
+@inlined
+def _dequantize_int4(nibbles, scale, floats, floats_step, size):
+    if nibbles % 2 == 0 and size % 2 == 0 and floats_step == 4:
+        q = array_at(nibbles // 2, types.uint8, size // 2)
+        y = array_at(floats, types.float32, size)
+        for i in range(size // 2):
+            y[2 * i] = _int4(q[i] & types.uint8(15)) * scale
+            y[2 * i + 1] = _int4(q[i] >> types.uint8(4)) * scale
+        return
+    for i in range(size):
+        pair = array_at((nibbles + i) // 2, types.uint8, 1)[0]
+        nibble = pair >> types.uint8(4) if (nibbles + i) % 2 else pair & types.uint8(15)
+        array_at(floats + i * floats_step, types.float32, 1)[0] = _int4(nibble) * scale
+
+
+@compiled
+def _dequantize(bits, quants, step, scales, floats, floats_step, size, begin, end):
+    """`define_dequantize` of groups [begin, end)."""
+    q, s, y = _start(quants, begin), _start(scales, begin), _start(floats, begin)
+    for _ in range(begin, end):
+        scale = array_at(_here(scales, s), types.float32, 1)[0]
+        if bits == 8:
+            _dequantize_int8(_here(quants, q), step, scale, _here(floats, y), floats_step, size)
+        else:
+            _dequantize_int4(_here(quants, q), scale, _here(floats, y), floats_step, size)
+        q, s, y = _next(quants, q), _next(scales, s), _next(floats, y)
+
+
+@inlined
+def _magnitude(x):
+    """Bits of |x|, which order as |x| does; 0 for NaN."""
+    bits = float_bits(x) & types.uint32(0x7FFFFFFF)
+    return bits if bits <= types.uint32(0x7F800000) else types.uint32(0)
+
+
+@inlined
+def _quantize_group(load, widen, dtype, x, step, bits, quants, size):
+    """Returns the group's scale."""
+    largest = types.uint32(0)
+    for i in range(size):
+        largest = max(largest, _magnitude(widen(load(dtype, x, step, i))))
+    if bits == 8:
+        d = bits_float(largest) / types.float32(127)
+    else:
+        extreme = types.float32(0)
+        for i in range(size):
+            value = widen(load(dtype, x, step, i))
+            if largest and _magnitude(value) == largest:
+                extreme = value
+                break
+        d = extreme / types.float32(-8)
+    inverse = types.float32(1) / d if d != types.float32(0) else types.float32(0)
+    if bits == 8:
+        q = array_at(quants, types.int8, size)
+        for i in range(size):
+            q[i] = types.int8(truncate_to_int32(round_half_away(widen(load(dtype, x, step, i)) * inverse)))
+    elif size % 2 == 0:
+        pairs = array_at(quants // 2, types.uint8, size // 2)
+        for i in range(size // 2):
+            low = _q4(widen(load(dtype, x, step, 2 * i)), inverse)
+            high = _q4(widen(load(dtype, x, step, 2 * i + 1)), inverse)
+            pairs[i] = low | types.uint8(high << types.uint8(4))
+    else:
+        for i in range(size):
+            code = _q4(widen(load(dtype, x, step, i)), inverse)
+            pair = array_at((quants + i) // 2, types.uint8, 1)
+            if (quants + i) % 2:
+                pair[0] = (pair[0] & types.uint8(0x0F)) | types.uint8(code << types.uint8(4))
+            else:
+                pair[0] = (pair[0] & types.uint8(0xF0)) | code
+    return f16_to_f32(f32_to_f16(d))
+
+
+@inlined
+def _q4(x, inverse):
+    """The nibble of x: its code of 0 to 15 made two's complement."""
+    code = types.int8(truncate_to_int32(x * inverse + types.float32(8.5)))
+    return (types.uint8(min(code, types.int8(15))) ^ types.uint8(8)) & types.uint8(15)
+
+
+@inlined
+def _quantize_from(widen, dtype, itemsize, x, step, bits, quants, size):
+    if step == itemsize:
+        return _quantize_group(_adjacent, widen, dtype, x, step, bits, quants, size)
+    return _quantize_group(_apart, widen, dtype, x, step, bits, quants, size)
+
+
+@compiled
+def _quantize(half, floats, step, bits, quants, scales, size, begin, end):
+    """`define_quantize` of groups [begin, end)."""
+    x, q, s = _start(floats, begin), _start(quants, begin), _start(scales, begin)
+    for _ in range(begin, end):
+        if half:
+            scale = _quantize_from(f16_to_f32, types.uint16, 2, _here(floats, x), step, bits, _here(quants, q), size)
+        else:
+            scale = _quantize_from(_same, types.float32, 4, _here(floats, x), step, bits, _here(quants, q), size)
+        array_at(_here(scales, s), types.float32, 1)[0] = scale
+        x, q, s = _next(floats, x), _next(quants, q), _next(scales, s)
