@@ -19,6 +19,8 @@ from graph_runner.session import Sampler, Session, Settings, context_for
 
 Splits = tuple[int, int]
 
+TAKEN_WITH_ALL = "taken with --all"
+
 _VIEWS = frozenset({"VIEW", "RESHAPE", "PERMUTE", "TRANSPOSE"})
 
 
@@ -87,6 +89,7 @@ class Coverage:
 
     prompt   the graph of the prompt's first batch; token the graph of one token behind it
     missing  ops that a kernel could bring to the NPU, each with the types that it would have to take
+    with_all  those of them that it has a kernel for, which --all takes
     single   what each missing op would bring by itself, the best first; below zero it only cuts the graph up
     joint    sets of missing ops, each the smallest found that removes so many splits
     """
@@ -103,6 +106,7 @@ class Coverage:
     prompt: RanGraph
     token: RanGraph
     missing: dict[str, list[str]]
+    with_all: list[str]
     single: list[Gain]
     joint: list[Gain]
 
@@ -137,7 +141,7 @@ class _Recorder:
         on_npu = self._npu.statistics.graphs != self._n_graphs
         kernel, profile = OPS.kernel_refusal(node), DEVICE.profile.refusal(node)
         if kernel is None and OPS[op].optional and DEVICE.ops != "all":
-            kernel = "a kernel that GGML_NPU_OPS=all takes"
+            kernel = TAKEN_WITH_ALL
         why = "; ".join(filter(None, (kernel, profile))) or "supported, but the scheduler left it where its data lies"
         computes = convert.is_to_be_computed(self._npu.ggml, address) and node.dst.n_elements > 0
         wants = kernel is not None and profile is None
@@ -164,9 +168,12 @@ def cover(model: Path, prompt: str, *, settings: Settings | None = None) -> Cove
             graphs.append(RanGraph(recorder.nodes, splits, copied))
         description = session.description
     missing: dict[str, set[str]] = defaultdict(set)
+    with_all = set()
     for node in (*graphs[0].nodes, *graphs[1].nodes):
         if node.wants:
             missing[node.op].add(node.types)
+        if node.why == TAKEN_WITH_ALL:
+            with_all.add(node.op)
 
     def gain(*ops: str) -> Gain:
         """With host memory by the scheduler's rule. With the device's own, the scheduler also weighs where weights and
@@ -195,6 +202,7 @@ def cover(model: Path, prompt: str, *, settings: Settings | None = None) -> Cove
         prompt=graphs[0],
         token=graphs[1],
         missing={op: sorted(types) for op, types in sorted(missing.items())},
+        with_all=sorted(with_all),
         single=single,
         joint=joint,
     )

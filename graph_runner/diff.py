@@ -179,6 +179,9 @@ class _Spans:
         if not self._continues((*(each.node.op for each in self._nodes), op)):
             return
         node, roots = convert.node(self._ggml, address), convert.roots(self._ggml, address)
+        if OPS.refusal(node) is not None:
+            self.finish()
+            return
         made_by = {each.address: place for place, each in enumerate(self._nodes)}
         copies = tuple(
             self._taken_down(source, root) if source is not None and root not in made_by else None

@@ -15,7 +15,7 @@ from graph_runner.diff import DiffResult, NodeResult
 from graph_runner.session import Session, Settings
 from graph_runner.suites import Case
 
-SCHEMA = "ggml-npu diff 1"
+SCHEMA = "ggml-npu diff 2"
 COVERAGE_SCHEMA = "ggml-npu coverage 1"
 
 
@@ -78,7 +78,7 @@ def print_diff(result: DiffResult, console: Console, *, first: int = 5) -> None:
     table = Table(box=None, pad_edge=False, header_style="bold")
     for column in ("op", "types"):
         table.add_column(column)
-    for column in ("nodes", "equal", "rounding", "differ", "bytes", "NMSE", "max abs"):
+    for column in ("equal", "rounded", "differ", "NMSE", "max abs"):
         table.add_column(column, justify="right")
     for (op, types), nodes in _groups(result).items():
         equal, differing = sum(node.equal for node in nodes), sum(not node for node in nodes)
@@ -86,11 +86,9 @@ def print_diff(result: DiffResult, console: Console, *, first: int = 5) -> None:
         table.add_row(
             op,
             types,
-            f"{len(nodes):,}",
             f"{equal:,}",
             f"{len(nodes) - equal - differing:,}",
             f"[red]{differing:,}[/]" if differing else "0",
-            f"{sum(c.n_bytes for c in compared):,}",
             _number(max((c.nmse for c in compared), default=0.0)),
             _number(max((c.max_abs for c in compared), default=0.0)),
         )
@@ -132,10 +130,17 @@ def diff_json(result: DiffResult) -> dict[str, Any]:
         "cache_type_k": result.settings.cache_type_k,
         "cache_type_v": result.settings.cache_type_v,
         "flash_attention": result.settings.flash_attention,
-        "equal": bool(result),
+        "equal": all(node.equal for node in result.nodes),
+        "passed": bool(result),
         "verdict": _verdict(result),
         "summary": [
-            {"op": op, "types": types, "nodes": len(nodes), "differ": sum(not node.equal for node in nodes)}
+            {
+                "op": op,
+                "types": types,
+                "nodes": len(nodes),
+                "equal": sum(node.equal for node in nodes),
+                "differ": sum(not node for node in nodes),
+            }
             for (op, types), nodes in _groups(result).items()
         ],
         "refused": [
@@ -155,7 +160,7 @@ def _node_json(node: NodeResult) -> dict[str, Any]:
         "types": node.types,
         "ne": list(node.ne),
         "equal": node.equal,
-        "tolerated": bool(node),
+        "passed": bool(node),
     }
     if found is None:
         return data | {"failure": node.failure}
@@ -213,7 +218,11 @@ def _advice(found: Coverage) -> str:
     if gain is None:
         return "no kernel would remove a graph split"
     together = "" if len(gain.ops) == 1 else " together"
-    return f"write next: {' '.join(gain.ops)}:{together} {gain.removes[1]:,} splits a token fewer"
+    to_write = " ".join(op for op in gain.ops if op not in found.with_all)
+    what = f"write next: {to_write}" if to_write else f"run with --all, for {' '.join(gain.ops)}"
+    if to_write and set(gain.ops) & set(found.with_all):
+        what += f", and run with --all for {' '.join(op for op in gain.ops if op in found.with_all)}"
+    return f"{what}:{together} {gain.removes[1]:,} splits a token fewer"
 
 
 def coverage_json(found: Coverage) -> dict[str, Any]:
@@ -237,6 +246,7 @@ def coverage_json(found: Coverage) -> dict[str, Any]:
             for n, (p, t) in found.groups().items()
         ],
         "missing": found.missing,
+        "with_all": found.with_all,
         "single": [_gain_json(gain) for gain in found.single],
         "joint": [_gain_json(gain) for gain in found.joint],
         "write_next": _gain_json(found.write_next) if found.write_next is not None else None,

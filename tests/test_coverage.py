@@ -100,9 +100,11 @@ def test_each_reason_is_told(model: Models, monkeypatch: pytest.MonkeyPatch) -> 
     assert why(found, "GET_ROWS") == why(found, "CONT") == {None}
     assert why(found, "RMS_NORM") == {"types f32 -> f32"}
     assert why(found, "MUL") == {"src0 has nb1 256"}
-    assert why(found, "ADD") == {"no kernel"}
+    assert why(found, "ADD") == {"taken with --all"}
     assert why(found, "SET_ROWS") == {"profile mine: no SET_ROWS"}
-    assert why(found, "SOFT_MAX") == {"no kernel; profile mine: no SOFT_MAX"}
+    assert why(found, "SOFT_MAX") == {"taken with --all; profile mine: no SOFT_MAX"}
+    assert why(found, "MUL_MAT") == {"no kernel; profile mine: no MUL_MAT"}
+    assert found.with_all == ["ADD"]
     assert found.missing == {"ADD": ["f32 f32 -> f32"], "MUL": ["f32 f32 -> f32"], "RMS_NORM": ["f32 -> f32"]}
 
 
