@@ -12,6 +12,17 @@ from typing import TYPE_CHECKING
 from ggml_backend_npu import ops  # noqa: F401  (registers the kernels)
 from ggml_backend_npu.device import DEVICE, DeviceError
 from ggml_backend_npu.ir import Graph, Memory, Node, Tensor
+from ggml_backend_npu.operators.aclnn import (
+    AclTensor,
+    aclDestroyAclOpExecutor,
+    aclnnCpy,
+    aclnnCpyGetWorkspaceSize,
+    aclnnDup,
+    aclnnDupGetWorkspaceSize,
+    aclnnGetRows,
+    aclnnGetRowsGetWorkspaceSize,
+    aclSetAclOpExecutorRepeatable,
+)
 from ggml_backend_npu.operators.infiniop import TensorDescriptor, TopKSoftmax
 from ggml_backend_npu.operators.rwkv import token_shift
 from ggml_backend_npu.plan import Plan, plan
@@ -23,6 +34,7 @@ if TYPE_CHECKING:
 __all__ = [
     "DEVICE",
     "OPS",
+    "AclTensor",
     "DeviceError",
     "Graph",
     "KernelError",
@@ -33,6 +45,14 @@ __all__ = [
     "Tensor",
     "TensorDescriptor",
     "TopKSoftmax",
+    "aclDestroyAclOpExecutor",
+    "aclSetAclOpExecutorRepeatable",
+    "aclnnCpy",
+    "aclnnCpyGetWorkspaceSize",
+    "aclnnDup",
+    "aclnnDupGetWorkspaceSize",
+    "aclnnGetRows",
+    "aclnnGetRowsGetWorkspaceSize",
     "op",
     "plan",
     "register",
