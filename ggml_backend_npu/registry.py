@@ -138,6 +138,10 @@ class Registry(Mapping[str, Op]):
         self._ops[op.name] = op
         self.version += 1
 
+    def use(self, ops: Mapping[str, Op], version: int) -> None:
+        """Has these ops and no others; `version` is to tell them from other ones."""
+        self._ops, self.version = dict(ops), version
+
     @contextmanager
     def having(self, *ops: Op) -> Iterator[None]:
         """Has these ops too, or in place of its own, until the context ends."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
-from math import inf
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,6 +12,16 @@ from numpy.typing import NDArray
 from ggml_backend_npu import Memory, Tensor
 from ggml_backend_npu.numerics import NUMERICS
 from ggml_backend_npu.ops.movers import raw
+
+Floats = NDArray[np.float64]
+
+ULP_BINS = ("0", "1", "2", "3-4", "5-8", "9-16", "17-32", "33-64", "65-128", "129-256", "more")
+_HEAT = 32  # patches of a heat map in each direction, at most
+_SIGN: dict[str, tuple[np.dtype[Any], int]] = {
+    "f32": (np.dtype(np.int32), 31),
+    "f16": (np.dtype(np.int16), 15),
+    "bf16": (np.dtype(np.int16), 15),
+}
 
 
 @dataclass(frozen=True)
@@ -22,6 +33,11 @@ class Comparison:
     outside      whether bytes around the span were written
     nmse         sum of squared differences / sum of squares of the reference, over finite values; nan without one
     max_abs      largest absolute difference; inf where one is no finite number and the other not the same
+    max_rel      largest |difference| / |reference|, over finite values
+    cosine       of the angle between the two as vectors, over finite values
+    ulp          elements by how many floats of the output's type lie between the two, as ULP_BINS says; empty for other
+                 types
+    nan, inf     how many NaN and infinities the reference and the result have
     where        the first differing element or block, as indices (i3, i2, i1, i0); None where only gaps differ
     """
 
@@ -30,43 +46,88 @@ class Comparison:
     outside: bool
     nmse: float = 0.0
     max_abs: float = 0.0
+    max_rel: float = 0.0
+    cosine: float = 1.0
+    ulp: tuple[int, ...] = ()
+    nan: tuple[int, int] = (0, 0)
+    inf: tuple[int, int] = (0, 0)
     where: tuple[int, ...] | None = None
 
     def __bool__(self) -> bool:
         return self.n_different == 0 and not self.outside
 
+    @property
+    def error(self) -> float:
+        """The normalised mean squared error; inf where the two differ in what is no finite number."""
+        return math.inf if self.max_abs == math.inf or math.isnan(self.nmse) else self.nmse
+
     def within(self, nmse: float) -> bool:
         """Whether the two are apart by rounding alone: finite values, up to that normalised mean squared error."""
-        return bool(self) or (not self.outside and self.where is not None and self.max_abs < inf and self.nmse <= nmse)
+        return bool(self) or (not self.outside and self.where is not None and self.error <= nmse)
 
 
-def compare(reference: Tensor, result: Tensor, outside: bool) -> Comparison:
+def compare(reference: Tensor, result: Tensor, outside: bool = False) -> Comparison:
     """Compares two tensors of one type, ne and nb, byte for byte over their spans."""
     expected, actual = (_span(tensor) for tensor in (reference, result))
-    different = int(np.count_nonzero(expected != actual))
-    if not different:
+    if np.array_equal(expected, actual):
         return Comparison(expected.size, 0, outside)
-    a, b = (_values(tensor) for tensor in (reference, result))
+    a, b = (values(tensor) for tensor in (reference, result))
     with np.errstate(all="ignore"):
         finite = np.isfinite(a) & np.isfinite(b)
-        error = np.where(finite, a - b, 0.0)
-        power = float(np.square(np.where(finite, a, 0.0)).sum())
-        squares = float(np.square(error).sum())
-        nmse = (squares / power if power else squares) if finite.any() else float("nan")
+        x, y = np.where(finite, a, 0.0), np.where(finite, b, 0.0)
+        error = x - y
+        power, squares = float(np.square(x).sum()), float(np.square(error).sum())
         same = finite | (a == b) | (np.isnan(a) & np.isnan(b))
-        max_abs = float(np.abs(error).max(initial=0.0)) if same.all() else float("inf")
-    return Comparison(expected.size, different, outside, nmse, max_abs, _first(reference, result))
+        return Comparison(
+            n_bytes=expected.size,
+            n_different=int(np.count_nonzero(expected != actual)),
+            outside=outside,
+            nmse=(squares / power if power else squares) if finite.any() else math.nan,
+            max_abs=float(np.abs(error).max(initial=0.0)) if same.all() else math.inf,
+            max_rel=float(np.where(x != 0, np.abs(error / x), 0.0).max(initial=0.0)),
+            cosine=_cosine(x, y, power),
+            ulp=_ulp_histogram(reference, result),
+            nan=(int(np.isnan(a).sum()), int(np.isnan(b).sum())),
+            inf=(int(np.isinf(a).sum()), int(np.isinf(b).sum())),
+            where=_first(reference, result),
+        )
+
+
+def _cosine(x: Floats, y: Floats, power: float) -> float:
+    other = float(np.square(y).sum())
+    if not power or not other:
+        return 1.0 if power == other else 0.0
+    return float((x * y).sum() / math.sqrt(power) / math.sqrt(other))
 
 
 def _span(tensor: Tensor) -> NDArray[np.uint8]:
     return Memory(tensor.address, tensor.nbytes, owner=tensor.memory).bytes()
 
 
-def _values(tensor: Tensor) -> NDArray[np.float64]:
+def values(tensor: Tensor) -> Floats:
     """A tensor's elements as float64, (ne3, ne2, ne1, ne0)."""
     kind = NUMERICS.codec(tensor.type)
     data = np.ascontiguousarray(raw(tensor)).view(np.uint8).reshape(-1, kind.block_bytes)
     return kind.decode(data).astype(np.float64).reshape(tensor.ne[::-1])
+
+
+def _ulp_histogram(reference: Tensor, result: Tensor) -> tuple[int, ...]:
+    """Of elements that are NaN on neither side."""
+    if reference.type not in _SIGN:
+        return ()
+    a, b = (_ordered(tensor) for tensor in (reference, result))
+    nan = np.isnan(reference.view().astype(np.float32)) | np.isnan(result.view().astype(np.float32))
+    apart = np.abs(a - b)[~nan]
+    powers = np.ceil(np.log2(np.maximum(apart, 1))).astype(np.int64) + (apart > 0)
+    counts = np.bincount(np.minimum(powers, len(ULP_BINS) - 1), minlength=len(ULP_BINS))
+    return tuple(int(count) for count in counts)
+
+
+def _ordered(tensor: Tensor) -> NDArray[np.int64]:
+    """Floats as integers of the same order, neighbours one apart; both zeros are 0."""
+    dtype, sign = _SIGN[tensor.type]
+    bits: NDArray[np.int64] = np.ascontiguousarray(raw(tensor)).view(dtype).astype(np.int64)
+    return np.where(bits < 0, -(bits + (1 << sign)), bits)
 
 
 def _first(reference: Tensor, result: Tensor) -> tuple[int, ...] | None:
@@ -79,3 +140,31 @@ def _first(reference: Tensor, result: Tensor) -> tuple[int, ...] | None:
         return None
     shape = (*reference.ne[:0:-1], reference.n_blocks)
     return tuple(int(i) for i in np.unravel_index(rows[0], shape))
+
+
+@dataclass(frozen=True)
+class Heat:
+    """Where in a tensor the errors are: the largest |difference| in each patch of its rows and columns.
+
+    rows, cols  patches; values: row by row, inf where one side is no finite number and the other not the same
+    ne0, n_rows  elements of a row, and rows, that the patches cover evenly
+    """
+
+    rows: int
+    cols: int
+    values: tuple[float, ...]
+    ne0: int
+    n_rows: int
+
+
+def heat(reference: Tensor, result: Tensor) -> Heat:
+    """The heat map of two tensors of one type and ne."""
+    a, b = (values(tensor).reshape(-1, tensor.ne[0]) for tensor in (reference, result))
+    with np.errstate(all="ignore"):
+        same = (a == b) | (np.isnan(a) & np.isnan(b))
+        error = np.where(same, 0.0, np.where(np.isfinite(a) & np.isfinite(b), np.abs(a - b), math.inf))
+    n_rows, ne0 = error.shape
+    rows, cols = min(n_rows, _HEAT), min(ne0, _HEAT)
+    by_rows = np.maximum.reduceat(error, [n_rows * i // rows for i in range(rows)], axis=0)
+    patches = np.maximum.reduceat(by_rows, [ne0 * i // cols for i in range(cols)], axis=1)
+    return Heat(rows, cols, tuple(float(value) for value in patches.reshape(-1)), ne0, n_rows)

@@ -130,8 +130,9 @@ class _Recorder:
         self._n_graphs = 0
         self.nodes: list[RanNode] = []
 
-    def before(self, address: int) -> None:
+    def before(self, address: int) -> bool:
         self._n_graphs = self._npu.statistics.graphs
+        return True
 
     def after(self, address: int) -> None:
         op = convert.op_name(self._npu.ggml, address)

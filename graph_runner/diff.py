@@ -1,38 +1,70 @@
-"""Runs a model on llama.cpp's CPU and computes each supported node again on the NPU, from that node's own inputs."""
+"""Runs a model on two devices in step, and tells of each node what it is off by, and where that comes from.
+
+Each node is compared twice. Isolated: computed again by the device from the reference's own inputs. Cumulative: as it
+comes out of the device's own run, with whatever the nodes before it did. Of the two follows the verdict.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
+from enum import StrEnum
 from pathlib import Path
 
 import numpy as np
 
+import ggml_backend_npu
 from ggml_backend_npu import OPS, Graph, KernelError, Memory, Node, Tensor
 from ggml_backend_npu.abi import codecs, convert, lib
+from ggml_backend_npu.abi.plugin import Plugin
 from ggml_backend_npu.device import DEVICE
 from ggml_backend_npu.fusion import FUSIONS, Fusion, longest
 from ggml_backend_npu.numerics import NUMERICS
 from ggml_backend_npu.ops import strided
-from graph_runner.compare import Comparison, compare
-from graph_runner.session import Sampler, Session, Settings, context_for
+from graph_runner.compare import Comparison, Heat, compare, heat
+from graph_runner.lockstep import Lockstep, Side
+from graph_runner.session import DeviceName, Observer, Sampler, Session, SessionError, Settings, context_for
+from graph_runner.tolerances import Tolerances
 
 _GUARD = 4096  # bytes on each side of a node's output that its kernel must leave alone
 _CANARY = 0xA5
+_AMPLIFIES = 10.0  # times the error of its inputs
+_HEATS = 200  # nodes that differ of which a heat map is kept
+
+
+class Verdict(StrEnum):
+    """What a node has to do with the error of its result.
+
+    exact       every byte is the reference's
+    rounding    apart by no more than the op's tolerance
+    introduced  the node computes something else from the same inputs
+    inherited   right, from inputs that are off
+    amplified   right, but its result is more than ten times as far off as its inputs
+    failed      the device could not compute it
+    """
+
+    EXACT = "exact"
+    ROUNDING = "rounding"
+    INTRODUCED = "introduced"
+    INHERITED = "inherited"
+    AMPLIFIED = "amplified"
+    FAILED = "failed"
 
 
 @dataclass(frozen=True)
 class NodeResult:
-    """One node of the run, or one output of a span of nodes that the NPU runs as one operator. Falsy where it differs.
+    """One node of the run, or one output of a span of nodes that the NPU runs as one operator. Falsy where it is wrong.
 
     step        0 is the prompt, then one per decoded token
     index       place among the step's nodes; of a span, that of its last node
     op          of the node, or the operator's name
     types       of its sources and of its output: "q8_0 i32 -> f32"; of a span its ops: "SUB REPEAT MUL ADD -> f32"
-    comparison  of the NPU's bytes with the CPU's; None where the NPU could not compute it
-    failure     why the NPU could not compute it
-    nmse        normalised mean squared error that rounding explains
+    on          who computed it in the device's own run; "" where that did not take place
+    isolated    the device's result from the reference's inputs; None where the device does not take the node
+    cumulative  the result of the device's own run; None where there is none
+    failure     why the device could not compute it
+    heat        where the errors are
     """
 
     step: int
@@ -41,27 +73,34 @@ class NodeResult:
     name: str
     types: str
     ne: tuple[int, int, int, int]
-    comparison: Comparison | None
+    verdict: Verdict
+    on: str = ""
+    isolated: Comparison | None = None
+    cumulative: Comparison | None = None
     failure: str | None = None
-    nmse: float = 0.0
+    heat: Heat | None = None
 
     @property
-    def equal(self) -> bool:
-        return bool(self.comparison)
+    def compared(self) -> bool:
+        """Whether the device computed it by itself."""
+        return self.isolated is not None or self.failure is not None
 
     def __bool__(self) -> bool:
-        return self.comparison is not None and self.comparison.within(self.nmse)
+        return self.verdict not in (Verdict.INTRODUCED, Verdict.FAILED)
 
 
 @dataclass
 class DiffResult:
-    """A diff of one model. Falsy where a node differs, or where none was compared.
+    """A diff of one model. Falsy where a node introduces an error or fails, or where none was compared.
 
-    refused  nodes of the chosen ops that the NPU does not take, by op and reason
+    nodes    all of the run, in order; the spans among them
+    refused  nodes of the chosen ops that the device does not take, by op and reason
     """
 
     model: str
     description: str
+    reference: str
+    device: str
     prompt: str
     text: str
     n_prompt: int
@@ -73,61 +112,128 @@ class DiffResult:
     refused: Counter[tuple[str, str]] = field(default_factory=Counter)
 
     @property
-    def different(self) -> list[NodeResult]:
+    def compared(self) -> list[NodeResult]:
+        """Those that the device computed by itself, from the reference's inputs."""
+        return [node for node in self.nodes if node.compared]
+
+    @property
+    def wrong(self) -> list[NodeResult]:
+        """Those that introduce an error, and those that failed."""
         return [node for node in self.nodes if not node]
 
     def __bool__(self) -> bool:
-        return bool(self.nodes) and not self.different
+        return bool(self.compared) and not self.wrong
 
 
-class _Recompute:
-    """The observer of a diff: takes down a node's inputs before it runs, computes it again afterwards."""
+@dataclass(frozen=True)
+class _Isolated:
+    """What the device made of a node from the reference's inputs."""
 
-    def __init__(self, ggml: lib.Ggml, ops: Collection[str], seen: Callable[[NodeResult], None]) -> None:
-        self._ggml, self._ops, self._seen = ggml, ops, seen
+    node: Node
+    result: Tensor
+    comparison: Comparison | None
+    failure: str | None
+
+
+class _Judge:
+    """Judges each node of two runs in step.
+
+    seen  called with each result
+    """
+
+    def __init__(
+        self,
+        ggml: lib.Ggml,
+        npu: Plugin | None,
+        ops: Collection[str],
+        tolerances: Tolerances,
+        seen: Callable[[NodeResult], None],
+    ) -> None:
+        self._ggml, self._npu, self._ops, self._tolerances, self._seen = ggml, npu, ops, tolerances, seen
         self.refused: Counter[tuple[str, str]] = Counter()
         self.step = 0
-        self._index = -1
+        self._errors: dict[int, float] = {}  # of results in the device's own run, by the reference's tensor
         self._node: Node | None = None
         self._copies: dict[Tensor, Tensor] = {}
-        self._spans = _Spans(ggml, [fusion for fusion in FUSIONS if fusion.name in ops], seen)
+        self._heats = 0
+        self._n_graphs = 0
+        self._spans = _Spans(ggml, [fusion for fusion in FUSIONS if fusion.name in ops], tolerances, seen)
 
     def next_step(self) -> None:
         self.finish()
         self.step += 1
-        self._index = -1
 
     def finish(self) -> None:
         """After the last node of a step."""
         self._spans.finish()
 
-    def before(self, address: int) -> None:
+    def alone(self, address: int) -> bool:
+        """Asked of every node of the device's own run."""
+        if self._npu is not None:
+            self._n_graphs = self._npu.statistics.graphs
+        return True
+
+    def before(self, address: int, place: int) -> None:
+        """The reference is about to compute a node: takes down of its inputs what it may overwrite."""
         self._node = None
         op = convert.op_name(self._ggml, address)
-        if not convert.computes(op):
-            return
-        self._index += 1
-        self._spans.before(address, op, self.step, self._index)
-        if op not in self._ops:
-            return
+        self._spans.before(address, op, self.step, place)
         node = convert.node(self._ggml, address)
-        if node.dst.n_elements == 0:
+        if node.dst.n_elements == 0 or op not in self._ops:
             return
         reason = OPS.refusal(node)
         if reason is not None:
-            self.refused[node.op, reason] += 1
+            self.refused[op, reason] += 1
             return
-        # what the node may overwrite is taken down; all else is still there when it has run
         sources = [source for source in node.src[: OPS[op].n_src] if source is not None]
         self._copies = {source: _copy(source) for source in sources if source.overlaps(node.dst)}
         self._scratch = _copy(node.dst)
         self._node = node
 
-    def after(self, address: int) -> None:
+    def after(self, address: int, place: int, own: int | None) -> None:
+        """Both have computed it; `own` is the device's tensor."""
         self._spans.after(address)
+        on = ""
+        if own is not None:
+            moved = self._npu is not None and self._npu.statistics.graphs != self._n_graphs
+            on = "NPU" if moved else "CPU"
+        isolated = self._recompute()
+        node = isolated.node if isolated is not None else convert.node(self._ggml, address)
+        if node.dst.n_elements == 0:
+            return
+        cumulative = None
+        if own is not None:
+            result = self._own(own)
+            if (result.type, result.ne) != (node.dst.type, node.dst.ne):
+                raise SessionError(f"the two runs differ in their graphs: {node} is {result.type} {result.ne} in one")
+            cumulative = compare(node.dst, _as_laid_out(result, node.dst))
+        verdict = self._verdict(address, node, isolated, cumulative)
+        picture = None
+        if verdict is not Verdict.EXACT and self._heats < _HEATS:
+            self._heats += 1
+            picture = self._heat(node, isolated, own)
+        self._seen(
+            NodeResult(
+                self.step, place, node.op, node.name, types_of(node), node.dst.ne, verdict, on,
+                None if isolated is None else isolated.comparison, cumulative,
+                None if isolated is None else isolated.failure, picture,
+            )
+        )  # fmt: skip
+
+    def _own(self, address: int) -> Tensor:
+        """A tensor of the device's own run."""
+        memory = self._npu.memory if self._npu is not None else None
+        return convert.tensor(self._ggml, address, packed=memory.packed if memory is not None else convert.nowhere)
+
+    def _heat(self, node: Node, isolated: _Isolated | None, own: int | None) -> Heat | None:
+        if isolated is not None and isolated.comparison is not None and not isolated.comparison:
+            return heat(node.dst, isolated.result)
+        return heat(node.dst, _as_laid_out(self._own(own), node.dst)) if own is not None else None
+
+    def _recompute(self) -> _Isolated | None:
         node = self._node
         if node is None:
-            return
+            return None
         sources = tuple(self._copies.get(s, s) if s is not None else None for s in node.src)
         again = replace(node, dst=self._scratch, src=sources)
         comparison, failure = None, None
@@ -138,12 +244,40 @@ class _Recompute:
             failure = str(error)
         except Exception as error:
             failure = f"{type(error).__name__}: {error}"
-        self._seen(
-            NodeResult(
-                self.step, self._index, node.op, node.name, types_of(node), node.dst.ne, comparison, failure,
-                OPS[node.op].nmse,
-            )
-        )  # fmt: skip
+        return _Isolated(node, self._scratch, comparison, failure)
+
+    def _verdict(self, address: int, node: Node, isolated: _Isolated | None, cumulative: Comparison | None) -> Verdict:
+        inputs = max((self._errors.get(root, 0.0) for root in convert.roots(self._ggml, address)), default=0.0)
+        error = cumulative.error if cumulative is not None else 0.0
+        self._errors[address] = error
+        root = convert.view_source_of(address)
+        if root:
+            self._errors[root] = error
+        bound = self._tolerances.nmse(node.op, _type(node))
+        if isolated is not None and isolated.failure is not None:
+            return Verdict.FAILED
+        if isolated is not None and isolated.comparison is not None and not isolated.comparison.within(bound):
+            return Verdict.INTRODUCED
+        if cumulative is None or cumulative:
+            return Verdict.EXACT if isolated is None or isolated.comparison else Verdict.ROUNDING
+        if inputs == 0:
+            return Verdict.ROUNDING if cumulative.within(bound) else Verdict.INTRODUCED
+        if error > max(_AMPLIFIES * inputs, bound):
+            return Verdict.AMPLIFIED
+        return Verdict.INHERITED
+
+
+def _type(node: Node) -> str:
+    return next((source.type for source in node.src if source is not None), node.dst.type)
+
+
+def _as_laid_out(tensor: Tensor, like: Tensor) -> Tensor:
+    """The tensor, or a copy of it where its strides are not those of another one."""
+    if tensor.nb == like.nb and tensor.packed is None:
+        return tensor
+    laid_out = _copy(like)
+    OPS["CPY"].define(laid_out, tensor.unpacked())
+    return laid_out
 
 
 @dataclass
@@ -165,8 +299,14 @@ class _Seen:
 class _Spans:
     """Collects nodes whose ops are those of a fusion, and runs them as the one operator that they are."""
 
-    def __init__(self, ggml: lib.Ggml, fusions: Collection[Fusion], seen: Callable[[NodeResult], None]) -> None:
-        self._ggml, self._seen = ggml, seen
+    def __init__(
+        self,
+        ggml: lib.Ggml,
+        fusions: Collection[Fusion],
+        tolerances: Tolerances,
+        seen: Callable[[NodeResult], None],
+    ) -> None:
+        self._ggml, self._tolerances, self._seen = ggml, tolerances, seen
         self._fusions = fusions
         self._nodes: list[_Seen] = []
         self._copies: dict[int, tuple[Tensor, Tensor]] = {}  # of what comes from outside, by what it is a view of
@@ -228,10 +368,15 @@ class _Spans:
             reference = replace(written, memory=result.memory, offset=result.offset + offset)
             comparison = compare(reference, written, _outside(graph.nodes[place].dst)) if failure is None else None
             types = f"{' '.join(fusion.op_names)} -> {written.type}"
+            verdict = Verdict.FAILED if failure is not None else Verdict.EXACT
+            if comparison is not None and not comparison:
+                within = comparison.within(self._tolerances.nmse(fusion.name, "f32"))
+                verdict = Verdict.ROUNDING if within else Verdict.INTRODUCED
             self._seen(
                 NodeResult(
-                    self._step, last.index, fusion.name, nodes[place].node.name, types, written.ne, comparison, failure,
-                    fusion.nmse,
+                    self._step, last.index, fusion.name, nodes[place].node.name, types, written.ne, verdict,
+                    isolated=comparison, failure=failure,
+                    heat=None if comparison is None or comparison else heat(reference, written),
                 )
             )  # fmt: skip
 
@@ -280,15 +425,20 @@ def diff(
     steps: int = 4,
     settings: Settings | None = None,
     ops: Collection[str] | None = None,
+    reference: str = "CPU",
+    device: str = "NPU",
+    tolerances: Tolerances | None = None,
     progress: Callable[[float], None] | None = None,
     seen: Callable[[NodeResult], None] = lambda node: None,
 ) -> DiffResult:
-    """Runs a prompt and `steps` greedy tokens on llama.cpp's CPU, and compares every supported node with the NPU.
+    """Runs a prompt and `steps` greedy tokens on two devices in step, and compares every node.
 
-    settings  of the context, flash attention off where left out; device and n_ctx are set here
-    ops       names of the ops and fusions to compare; all that there are, where left out
-    progress  called with 0..1 while the model loads
-    seen      called with each node's result
+    settings   of the contexts, flash attention off where left out; device and n_ctx are set here
+    ops        names of the ops and fusions to compute again from the reference's inputs; all, where left out
+    reference  "CPU", or "NPU": its own kernels, node by node
+    device     "NPU" as DEVICE and OPS have it, or "CPU"
+    progress   called with 0..1 while the model loads
+    seen       called with each node's result
 
     Raises SessionError for a model or settings that llama.cpp refuses.
     """
@@ -304,21 +454,35 @@ def diff(
 
     if ops is None:
         ops = {*OPS, *(fusion.name for fusion in FUSIONS)} if DEVICE.fusion == "on" else set(OPS)
-    observer = _Recompute(ggml, ops, add)
-    settings = replace(settings or Settings(flash_attention="off"), device="cpu", n_ctx=context_for(prompt, steps))
-    with Session(model, settings, observer=observer, progress=progress) as session:
-        tokens = session.tokenize(prompt)
-        session.decode(tokens)
+    npu = ggml_backend_npu.register() if "NPU" in (reference, device) else None
+    judge = _Judge(ggml, npu, ops, tolerances or Tolerances(), add)
+    own_kernels = (dict(OPS), OPS.version)
+    sides = Side(reference, own_kernels, "off"), Side(device, own_kernels, DEVICE.fusion)
+    steps_of = Lockstep(*sides, before=judge.before, after=judge.after, alone=judge.alone)
+    settings = replace(settings or Settings(flash_attention="off"), n_ctx=context_for(prompt, steps))
+
+    def session(name: str, observer: Observer) -> Session:
+        return Session(model, replace(settings, device=_DEVICES[name]), observer=observer, progress=progress)
+
+    with (
+        steps_of,
+        session(reference, steps_of.reference) as first,
+        session(device, steps_of.device) as second,
+    ):
+        tokens = first.tokenize(prompt)
         text = []
+        steps_of.decode(first, second, tokens)
         for _ in range(steps):
-            token = Sampler()(session.logits())
-            text.append(session.piece(token))
-            observer.next_step()
-            session.decode([token])
-        observer.finish()
+            token = Sampler()(first.logits())
+            text.append(first.piece(token))
+            judge.next_step()
+            steps_of.decode(first, second, [token])
+        judge.finish()
         return DiffResult(
             model=str(model),
-            description=session.description,
+            description=first.description,
+            reference=reference,
+            device=device,
             prompt=prompt,
             text=b"".join(text).decode(errors="replace"),
             n_prompt=len(tokens),
@@ -327,5 +491,8 @@ def diff(
             ggml=ggml.version,
             rounding=NUMERICS.rounding,
             nodes=nodes,
-            refused=observer.refused,
+            refused=judge.refused,
         )
+
+
+_DEVICES: dict[str, DeviceName] = {"CPU": "cpu", "NPU": "npu"}

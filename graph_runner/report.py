@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable
+from dataclasses import asdict
 from math import isfinite
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
+from graph_runner.compare import Comparison
 from graph_runner.coverage import Coverage, Gain, RanGraph
-from graph_runner.diff import DiffResult, NodeResult
+from graph_runner.diff import DiffResult, NodeResult, Verdict
 from graph_runner.session import Session, Settings
 from graph_runner.suites import Case
 
-SCHEMA = "ggml-npu diff 2"
+SCHEMA = "ggml-npu diff 3"
 COVERAGE_SCHEMA = "ggml-npu coverage 1"
 
 
@@ -43,19 +45,23 @@ def print_run(session: Session, n_prompt: int, times: list[float], console: Cons
 
 
 def _verdict(result: DiffResult) -> str:
-    different, rounded = len(result.different), sum(not node.equal for node in result.nodes)
-    if not result.nodes:
+    compared, wrong, rounded = result.compared, result.wrong, sum(not node.isolated for node in result.compared)
+    if not compared:
         return "no node was compared"
-    if different:
-        return f"{different:,} of {len(result.nodes):,} nodes differ from ggml's CPU"
+    if wrong:
+        return f"{len(wrong):,} of {len(compared):,} nodes differ from {_whose(result)}"
     if rounded:
-        return f"{len(result.nodes):,} nodes compared, every byte equals ggml's CPU but for rounding in {rounded:,}"
-    return f"{len(result.nodes):,} nodes compared, every byte equals ggml's CPU"
+        return f"{len(compared):,} nodes compared, every byte equals {_whose(result)} but for rounding in {rounded:,}"
+    return f"{len(compared):,} nodes compared, every byte equals {_whose(result)}"
+
+
+def _whose(result: DiffResult) -> str:
+    return "ggml's CPU" if result.reference == "CPU" else f"the {result.reference}"
 
 
 def _groups(result: DiffResult) -> dict[tuple[str, str], list[NodeResult]]:
     groups: dict[tuple[str, str], list[NodeResult]] = defaultdict(list)
-    for node in result.nodes:
+    for node in result.compared:
         groups[node.op, node.types].append(node)
     return dict(sorted(groups.items()))
 
@@ -71,57 +77,81 @@ def _print_header(console: Console, model: str, device: str, settings: Settings)
 
 
 def print_diff(result: DiffResult, console: Console, *, first: int = 5) -> None:
-    """The diff as a table by op and type, the first nodes that differ, and a verdict."""
+    """The first node that introduced an error, a table by op and type, the device's own run, and a verdict."""
+    if result.wrong:
+        console.print("the first wrong node:", style="bold red", highlight=False)
+        console.print(_describe(result.wrong[0]), style="red", highlight=False, markup=False, soft_wrap=True)
     _print_header(console, result.description, f"ggml {result.ggml}", result.settings)
     console.print(f"prompt of {result.n_prompt} tokens and {result.steps} steps: ", end="", highlight=False)
     console.print(f"{result.prompt!r} -> {result.text!r}", highlight=False, markup=False)
     table = Table(box=None, pad_edge=False, header_style="bold")
     for column in ("op", "types"):
         table.add_column(column)
-    for column in ("equal", "rounded", "differ", "NMSE", "max abs"):
+    for column in ("equal", "rounded", "wrong", "NMSE", "max abs"):
         table.add_column(column, justify="right")
     for (op, types), nodes in _groups(result).items():
-        equal, differing = sum(node.equal for node in nodes), sum(not node for node in nodes)
-        compared = [node.comparison for node in nodes if node.comparison is not None]
+        equal, wrong = sum(bool(node.isolated) for node in nodes), sum(not node for node in nodes)
+        compared = [node.isolated for node in nodes if node.isolated is not None]
         table.add_row(
             op,
             types,
             f"{equal:,}",
-            f"{len(nodes) - equal - differing:,}",
-            f"[red]{differing:,}[/]" if differing else "0",
+            f"{sum(bool(node) and not node.isolated for node in nodes):,}",
+            f"[red]{wrong:,}[/]" if wrong else "0",
             _number(max((c.nmse for c in compared), default=0.0)),
             _number(max((c.max_abs for c in compared), default=0.0)),
         )
     console.print(table)
     for (op, reason), count in sorted(result.refused.items()):
         console.print(f"{op}: {count:,} nodes left to the CPU: {reason}", highlight=False, markup=False)
-    for node in result.different[:first]:
+    for node in result.wrong[1:first]:
         console.print(_describe(node), style="red", highlight=False, markup=False, soft_wrap=True)
-    if len(result.different) > first:
-        console.print(f"... and {len(result.different) - first:,} more", highlight=False)
+    if len(result.wrong) > first:
+        console.print(f"... and {len(result.wrong) - first:,} more", highlight=False)
+    console.print(_own_run(result), highlight=False, soft_wrap=True)
     console.print(_verdict(result), style="bold green" if result else "bold red", highlight=False)
+
+
+def _own_run(result: DiffResult) -> str:
+    """The device's own run in a line."""
+    nodes = [node for node in result.nodes if node.cumulative is not None]
+    on = ", ".join(f"{count:,} on the {name}" for name, count in Counter(node.on for node in nodes).most_common())
+    counts = Counter(node.verdict for node in nodes)
+    verdicts = ", ".join(f"{counts[verdict]:,} {verdict}" for verdict in Verdict if counts[verdict])
+    worst = max(nodes, key=lambda node: node.cumulative.error if node.cumulative else 0.0, default=None)
+    line = f"own run of the {result.device}: {len(nodes):,} nodes ({on}): {verdicts}"
+    if worst is None or worst.cumulative is None or not worst.cumulative.error:
+        return line
+    where = f"step {worst.step} node {worst.index}, {worst.op} {worst.name!r}"
+    return f"{line}; farthest off, with NMSE {_number(worst.cumulative.error)}, is {where}"
 
 
 def _describe(node: NodeResult) -> str:
     where = f"step {node.step} node {node.index}: {node.op} {node.name!r} {node.types} ne {list(node.ne)}"
-    if node.comparison is None:
+    if node.failure is not None:
         return f"{where}: failed: {node.failure}"
-    found = node.comparison
+    alone = node.isolated is not None and not node.isolated
+    found = node.isolated if alone else node.cumulative
+    assert found is not None
     first = f", first at [{', '.join(map(str, found.where))}]" if found.where else ""
     outside = ", wrote outside its output" if found.outside else ""
+    run = "" if alone else " in the device's own run, though right from the same inputs"
     return (
-        f"{where}: {found.n_different:,} of {found.n_bytes:,} bytes differ{first}{outside}, "
+        f"{where}: {found.n_different:,} of {found.n_bytes:,} bytes differ{run}{first}{outside}, "
         f"NMSE {_number(found.nmse)}, max abs {_number(found.max_abs)}"
     )
 
 
 def diff_json(result: DiffResult) -> dict[str, Any]:
     """The diff as data: schema, settings, verdict, a summary by op and type, and every node."""
+    wrong = result.wrong
     return {
         "schema": SCHEMA,
         "model": result.model,
         "description": result.description,
         "ggml": result.ggml,
+        "reference": result.reference,
+        "device": result.device,
         "q8_0_rounding": result.rounding,
         "prompt": result.prompt,
         "text": result.text,
@@ -130,19 +160,10 @@ def diff_json(result: DiffResult) -> dict[str, Any]:
         "cache_type_k": result.settings.cache_type_k,
         "cache_type_v": result.settings.cache_type_v,
         "flash_attention": result.settings.flash_attention,
-        "equal": all(node.equal for node in result.nodes),
         "passed": bool(result),
         "verdict": _verdict(result),
-        "summary": [
-            {
-                "op": op,
-                "types": types,
-                "nodes": len(nodes),
-                "equal": sum(node.equal for node in nodes),
-                "differ": sum(not node for node in nodes),
-            }
-            for (op, types), nodes in _groups(result).items()
-        ],
+        "first_introduced": result.nodes.index(wrong[0]) if wrong else None,
+        "summary": [_summary_json(op, types, nodes) for (op, types), nodes in _groups(result).items()],
         "refused": [
             {"op": op, "reason": reason, "nodes": count} for (op, reason), count in sorted(result.refused.items())
         ],
@@ -150,25 +171,49 @@ def diff_json(result: DiffResult) -> dict[str, Any]:
     }
 
 
+def _summary_json(op: str, types: str, nodes: list[NodeResult]) -> dict[str, Any]:
+    counts = Counter(node.verdict for node in nodes)
+    compared = [node.isolated for node in nodes if node.isolated is not None]
+    return {
+        "op": op,
+        "types": types,
+        "nodes": len(nodes),
+        **{str(verdict): counts[verdict] for verdict in Verdict},
+        "nmse": _finite(max((c.nmse for c in compared), default=0.0)),
+        "max_abs": _finite(max((c.max_abs for c in compared), default=0.0)),
+    }
+
+
+def _finite(x: float) -> float | None:
+    """JSON has no inf and no NaN."""
+    return x if isfinite(x) else None
+
+
 def _node_json(node: NodeResult) -> dict[str, Any]:
-    found = node.comparison
-    data = {
+    return {
         "step": node.step,
         "index": node.index,
         "op": node.op,
         "name": node.name,
         "types": node.types,
         "ne": list(node.ne),
-        "equal": node.equal,
-        "passed": bool(node),
+        "device": node.on,
+        "verdict": str(node.verdict),
+        "failure": node.failure,
+        "isolated": _comparison_json(node.isolated),
+        "cumulative": _comparison_json(node.cumulative),
+        "heat": None if node.heat is None else asdict(node.heat) | {"values": [_finite(x) for x in node.heat.values]},
     }
+
+
+def _comparison_json(found: Comparison | None) -> dict[str, Any] | None:
     if found is None:
-        return data | {"failure": node.failure}
-    data |= {"n_bytes": found.n_bytes, "n_different": found.n_different}
-    if not found:
-        nmse, max_abs = (x if isfinite(x) else None for x in (found.nmse, found.max_abs))  # JSON has no inf
-        data |= {"outside": found.outside, "nmse": nmse, "max_abs": max_abs, "where": found.where}
-    return data
+        return None
+    data: dict[str, Any] = {"n_bytes": found.n_bytes, "n_different": found.n_different, "outside": found.outside}
+    if found:
+        return data
+    numbers = {name: _finite(getattr(found, name)) for name in ("nmse", "max_abs", "max_rel", "cosine")}
+    return data | numbers | {"ulp": found.ulp, "nan": found.nan, "inf": found.inf, "where": found.where}
 
 
 def print_coverage(found: Coverage, console: Console, *, first: int = 5) -> None:

@@ -38,10 +38,11 @@ class SessionError(Exception):
 
 
 class Observer(Protocol):
-    """Sees every node of a run, by the address of its ggml_tensor, alone and in order."""
+    """Sees every node of a run, by the address of its ggml_tensor, in order."""
 
-    def before(self, node: int) -> None:
-        """The node is about to run: its sources are complete, its dst is not written yet."""
+    def before(self, node: int) -> bool:
+        """The node is about to run: its sources are complete, its dst is not written yet. Returns whether it is to run
+        alone, to be seen `after`; else it runs together with those that follow, up to one that is."""
 
     def after(self, node: int) -> None:
         """The node has run."""
@@ -235,9 +236,8 @@ class Session:
         assert self._observer is not None
         try:
             if ask:
-                self._observer.before(node)
-            else:
-                self._observer.after(node)
+                return self._observer.before(node)
+            self._observer.after(node)
         except BaseException as error:
             self._error = error
             return False

@@ -1,0 +1,162 @@
+"""Two runs of one model, node by node in step: while one computes a node, the other waits behind the same one.
+
+The reference runs in the caller's thread, the device in one of its own; they take turns, so that both results of a node
+are there at the same time and nothing has to be kept of a whole graph.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+import ggml_backend_npu
+from ggml_backend_npu import OPS
+from ggml_backend_npu.abi import convert, lib
+from ggml_backend_npu.device import DEVICE
+from ggml_backend_npu.registry import Op
+from graph_runner.session import Session, SessionError
+
+_ENDED = 1 << 62
+
+
+@dataclass(frozen=True)
+class Side:
+    """Who computes a run.
+
+    name    of a ggml device: "CPU", "NPU", ...
+    ops     kernels of the NPU, and a number that tells them from others
+    fusion  "on" or "off", of the NPU
+    """
+
+    name: str
+    ops: tuple[dict[str, Op], int]
+    fusion: str = "on"
+
+    @property
+    def is_npu(self) -> bool:
+        return self.name == "NPU"
+
+    def begin_turn(self) -> None:
+        """Makes the process's one NPU this side's."""
+        if ggml_backend_npu.register.cache_info().currsize:
+            ggml_backend_npu.register().active = self.is_npu
+        OPS.use(*self.ops)
+        DEVICE.fusion = self.fusion
+
+
+class Lockstep:
+    """The observers of both runs, and what makes them wait for each other.
+
+    before  called with a node's address and place when the reference is about to compute it
+    after   called when both have: the reference's address, its place, and the device's address, or None where the
+            device has computed it together with nodes behind it
+    alone   asks the device whether the op at an address is to be computed alone
+    """
+
+    def __init__(
+        self,
+        reference: Side,
+        device: Side,
+        *,
+        before: Callable[[int, int], None],
+        after: Callable[[int, int, int | None], None],
+        alone: Callable[[int], bool],
+    ) -> None:
+        self.reference = _Runner(self, reference)
+        self.device = _Runner(self, device)
+        self._before, self._after, self._alone = before, after, alone
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="device")
+        self._turns = {self.reference: threading.Semaphore(0), self.device: threading.Semaphore(0)}
+        self._failed = False
+
+    def decode(self, reference: Session, device: Session, tokens: list[int]) -> None:
+        """Runs tokens through both. Raises what either raises."""
+        self.reference.place = self.device.place = -1
+        self._failed = False
+        other: Future[None] = self._pool.submit(self._decode_device, device, tokens)
+        try:
+            self.reference.side.begin_turn()
+            reference.decode(tokens)
+        except BaseException:
+            self._failed = True
+            raise
+        finally:
+            while self.device.place != _ENDED:
+                self._hand_over(self.reference, self.device)
+            self.reference.side.begin_turn()
+            if self._failed:
+                other.exception()
+        other.result()
+
+    def __enter__(self) -> Lockstep:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._pool.shutdown()
+        self.device.side.begin_turn()
+
+    def _decode_device(self, device: Session, tokens: list[int]) -> None:
+        self._turns[self.device].acquire()
+        self.device.side.begin_turn()
+        try:
+            if not self._failed:
+                device.decode(tokens)
+        finally:
+            self.device.place = _ENDED
+            self._turns[self.reference].release()
+
+    def _hand_over(self, one: _Runner, other: _Runner) -> None:
+        self._turns[other].release()
+        self._turns[one].acquire()
+        one.side.begin_turn()
+
+    def wants(self, runner: _Runner, address: int) -> bool:
+        """A runner is about to compute a node."""
+        if self._failed:
+            raise SessionError("the other run has failed")
+        if not convert.computes(convert.op_name(lib.ggml(), address)):
+            return False
+        runner.place += 1
+        if runner is self.device:
+            return self._alone(address)
+        self._before(address, runner.place)
+        return True
+
+    def done(self, runner: _Runner, address: int) -> None:
+        """A runner has computed a node."""
+        runner.address = address
+        if runner is self.device:
+            self._hand_over(self.device, self.reference)
+            return
+        while self.device.place < runner.place:
+            self._hand_over(self.reference, self.device)
+        same = self.device.place == runner.place
+        self._after(address, runner.place, self.device.address if same else None)
+
+
+class _Runner:
+    """The observer of one run: its place among the nodes that compute something, and the node that it is behind."""
+
+    def __init__(self, lockstep: Lockstep, side: Side) -> None:
+        self._lockstep = lockstep
+        self.side = side
+        self.place = -1
+        self.address = 0
+
+    def before(self, node: int) -> bool:
+        return self._lockstep.wants(self, node)
+
+    def after(self, node: int) -> None:
+        self._lockstep.done(self, node)
+
+    def __hash__(self) -> int:
+        return id(self)
+
+    def __eq__(self, other: Any) -> bool:
+        return self is other
