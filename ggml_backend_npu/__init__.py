@@ -12,6 +12,22 @@ from typing import TYPE_CHECKING
 from ggml_backend_npu import ops  # noqa: F401  (registers the kernels)
 from ggml_backend_npu.device import DEVICE, DeviceError
 from ggml_backend_npu.ir import Graph, Memory, Node, Tensor
+from ggml_backend_npu.operators.rbln import (
+    dynamic_flash_attn_tile,
+    dynamic_load,
+    dynamic_masked_softmax,
+    dynamic_store,
+    flash_attn_recompute,
+    flash_attn_tile,
+    insert,
+    masked_softmax,
+    nn_pad,
+    softmax,
+    to_dynamic_index,
+    window_insert,
+    window_slice,
+    window_softmax,
+)
 from ggml_backend_npu.plan import Plan, plan
 from ggml_backend_npu.registry import OPS, KernelError, Op, op
 
@@ -29,9 +45,23 @@ __all__ = [
     "Op",
     "Plan",
     "Tensor",
+    "dynamic_flash_attn_tile",
+    "dynamic_load",
+    "dynamic_masked_softmax",
+    "dynamic_store",
+    "flash_attn_recompute",
+    "flash_attn_tile",
+    "insert",
+    "masked_softmax",
+    "nn_pad",
     "op",
     "plan",
     "register",
+    "softmax",
+    "to_dynamic_index",
+    "window_insert",
+    "window_slice",
+    "window_softmax",
 ]
 
 
