@@ -536,6 +536,7 @@ def window_softmax(
     The document's own mask would hide the new tokens, as it is 1 below index only.
     """
     x = _scores(input, axis)
+    logits = _sink(sink, x)
     if window_size is None:
         raise ValueError("window_size None: is required")
     window = _int("window_size", window_size, 1)
@@ -545,7 +546,7 @@ def window_softmax(
         raise ValueError(f"pad_c {pad_c!r}: not supported, must be -1")
     if x.shape[-1] < window + x.shape[-2]:
         raise ValueError(f"input of shape {x.shape}: a window of {window} and {x.shape[-2]} rows need more columns")
-    return _softmax(x, None, _sink(sink, x), _offsets(index, x, window), window)
+    return _softmax(x, None, logits, _offsets(index, x, window), window)
 
 
 def flash_attn_tile(input: ArrayLike, mask: ArrayLike, row_max_i: ArrayLike | None = None) -> Statistics:
