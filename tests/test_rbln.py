@@ -16,7 +16,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 from support import ENGINES, seeds
@@ -335,6 +335,7 @@ def test_window_slice(index: int, expected: list[int]) -> None:
 
 
 @given(seed=seeds, layout=any_layout, axis=st.integers(-5, 4), dtype=st.sampled_from([*FLOATS, np.dtype(np.int8)]))
+@settings(max_examples=60)
 def test_what_moves_along_an_axis(seed: int, layout: str, axis: int, dtype: Any) -> None:
     """By list operations on the elements of the axis."""
     rng = np.random.default_rng(seed)
@@ -456,6 +457,35 @@ def test_nan_counts_where_it_is_not_masked() -> None:
 
 
 @either_engine
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_a_nan_makes_its_whole_row_nan_and_no_other(dtype: Any) -> None:
+    x = np.zeros((1, 2, 3, 9), dtype)
+    x[0, 1, 1, 4] = np.nan
+    poisoned = np.zeros(x.shape, np.bool_)
+    poisoned[0, 1, 1] = True
+    for p in (
+        softmax(x),
+        masked_softmax(x, np.arange(9)[None, None, None].repeat(3, 2) % 4 == np.float16(0)),
+        dynamic_masked_softmax(x, 3),
+        dynamic_masked_softmax(x, np.int32([3]), sink=np.zeros((1, 2, 1, 1), np.float32)),
+        window_softmax(x, 3, window_size=4),
+    ):
+        np.testing.assert_array_equal(np.isnan(p), poisoned)
+
+
+@either_engine
+def test_the_causal_rule_is_the_documents_mask_with_new_tokens_in_it() -> None:
+    """Every index and size: ones up to the index, then a triangle set into the columns of the new tokens."""
+    for n_rows, columns in product(range(1, 5), range(1, 7)):
+        for index in range(columns + 1):
+            expected = np.tile(np.arange(columns) < index, (n_rows, 1))
+            new = expected[:, index : index + n_rows]
+            new[:] = np.tri(n_rows)[:, : new.shape[1]]
+            p = dynamic_masked_softmax(np.zeros((1, 1, n_rows, columns), np.float32), index)
+            np.testing.assert_array_equal(p[0, 0] > 0, expected)
+
+
+@either_engine
 def test_dynamic_masked_softmax() -> None:
     x = f32([[[1, 2, 3, 4, 5], [1, 1, 1, 1, 1]]])
     expected = [[[[0.0900306, 0.2447285, 0.6652409, 0, 0], [0.25, 0.25, 0.25, 0.25, 0]]]]
@@ -526,6 +556,18 @@ def test_recompute_of_equal_maxima_changes_no_sum() -> None:
     np.testing.assert_array_equal(np.concatenate(out, -1), row(3, 3, 4))
 
 
+@either_engine
+@pytest.mark.parametrize("shape", [(0, 2, 3, 5), (2, 0, 3, 5), (2, 2, 0, 5), (0, 2, 2, 3, 5), (2, 2, 0, 3, 5)])
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_scores_of_no_rows(shape: tuple[int, ...], dtype: Any) -> None:
+    x, mask = np.zeros(shape, dtype), np.ones((shape[0], *[1] * (len(shape) - 3), *shape[-2:]), np.bool_)
+    at = np.ones(shape[0], np.int32)
+    outputs = [softmax(x), softmax(x[None, None]), masked_softmax(x, mask), dynamic_masked_softmax(x, 5)]
+    outputs += [*flash_attn_tile(x, mask), *dynamic_flash_attn_tile(x, at), window_softmax(x, 0, None, 1)]
+    outputs += flash_attn_recompute(*[np.zeros((*shape[:-1], 1), np.float32)] * 4, x, x)
+    assert not any(output.size for output in outputs)
+
+
 # softmax: properties
 
 
@@ -542,6 +584,7 @@ def test_softmax_along_any_axis(seed: int, dtype: Any, n_axes: int, axis: int, l
 
 @either_engine
 @given(seed=seeds, shape=shapes(), dtype=any_float, layout=any_layout, of=any_mask, sink=any_sink, single=st.booleans())
+@settings(max_examples=60)
 def test_masked_softmax_and_tile(
     seed: int, shape: tuple[int, ...], dtype: Any, layout: str, of: Any, sink: str, single: bool
 ) -> None:
@@ -563,6 +606,7 @@ def test_masked_softmax_and_tile(
 
 @either_engine
 @given(seed=seeds, shape=shapes(), dtype=any_float, layout=any_layout, of=any_mask, sink=any_sink, at=any_index)
+@settings(max_examples=60)
 def test_dynamic_masked_softmax_and_tile(
     seed: int, shape: tuple[int, ...], dtype: Any, layout: str, of: Any, sink: str, at: str
 ) -> None:
@@ -587,6 +631,7 @@ def test_dynamic_masked_softmax_and_tile(
 
 @either_engine
 @given(seed=seeds, shape=shapes(), dtype=any_float, layout=any_layout, sink=any_sink, at=any_index)
+@settings(max_examples=60)
 def test_window_softmax_is_the_band_of_the_whole_sequence(
     seed: int, shape: tuple[int, ...], dtype: Any, layout: str, sink: str, at: str
 ) -> None:

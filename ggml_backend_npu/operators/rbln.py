@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterator
+from math import prod
 from typing import Any
 
 import ml_dtypes
@@ -86,7 +87,7 @@ def _floats(name: str, value: Any) -> Array:
     return array
 
 
-def _index(index: Any, n: int, most: int | None = None, least: int = 0) -> Index:
+def _index(index: Any, n: int, most: int | None = None) -> Index:
     """A checked index: an int, or one for each of n entries."""
     entries = np.asarray(index)
     if entries.dtype.kind not in "iu":
@@ -94,8 +95,8 @@ def _index(index: Any, n: int, most: int | None = None, least: int = 0) -> Index
     if entries.size != 1 and entries.shape != (n,):
         raise ValueError(f"index of shape {entries.shape}: must be one integer, or {n}, one for each entry of axis 0")
     for value in entries.reshape(-1).tolist():
-        if value < least or (most is not None and value > most):
-            bounds = f"at least {least}" if most is None else f"from {least} to {most}"
+        if value < 0 or (most is not None and value > most):
+            bounds = "at least 0" if most is None else f"from 0 to {most}"
             raise ValueError(f"index {value}: must be {bounds}")
     return int(entries.reshape(-1)[0]) if entries.size == 1 else entries
 
@@ -338,12 +339,15 @@ def _compiled(
     statistics: tuple[Floats | None, Floats, Floats] | None,
 ) -> None:
     if any(stride < 0 for stride in x.strides):
-        x = np.ascontiguousarray(x)
+        x = x.copy()
     if x.ndim == 5:
         merged = _merged(x)
         if merged is None:
             for n in range(len(x)):
-                one = None if statistics is None else tuple(None if each is None else each[n] for each in statistics)
+                part = None
+                if statistics is not None:
+                    before, maxima, sums = statistics
+                    part = (None if before is None else before[n], maxima[n], sums[n])
                 _compiled(
                     dst[n],
                     x[n],
@@ -351,7 +355,7 @@ def _compiled(
                     None if sink is None else sink[0],
                     None if offsets is None else np.full(x.shape[1], offsets[n]),
                     window,
-                    one,  # type: ignore[arg-type]
+                    part,
                 )
             return
         x, dst = merged, dst.reshape(merged.shape)
@@ -477,7 +481,7 @@ def softmax(input: ArrayLike, axis: int = -1) -> Array:
     if rows.ndim < 4:
         rows = rows.reshape(*[1] * (4 - rows.ndim), *shape)
     elif rows.ndim > 5:
-        rows = rows.reshape(-1, *shape[-4:])
+        rows = rows.reshape(prod(shape[:-4]), *shape[-4:])
     return np.moveaxis(_softmax(rows).reshape(shape), -1, along)
 
 
