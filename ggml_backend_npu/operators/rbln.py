@@ -12,7 +12,8 @@ entry of axis 0.
 
 What is masked is excluded: its probability is 0, whatever it holds, and a row of which all is masked is 0. The
 document's MASK_VALUE is nowhere defined; as the maximum of such a row it is the lowest float32. An axis may be -1, its
-default, which the document's `0 <= axis` rules out; a mask, an index or a sink goes with the last axis only.
+default, which the document's `0 <= axis` rules out; a mask, an index or a sink goes with the last axis only. Where it
+has no default, in insert, window_insert and window_slice, it is 0 or more.
 
 Every operator raises ValueError, with a line that names the argument and its value, before it writes anything.
 """
@@ -59,24 +60,30 @@ _FLOATS = (np.dtype(np.float32), np.dtype(np.float16), _BF16)
 # arguments
 
 
+def _shown(value: Any) -> str:
+    """A value in a line."""
+    text = " ".join(repr(value).split())
+    return text if len(text) < 80 else f"{text[:76]}..."
+
+
 def _int(name: str, value: Any, least: int) -> int:
     try:
         number = operator.index(value)
     except TypeError:
-        raise ValueError(f"{name} {value!r}: must be an integer") from None
+        raise ValueError(f"{name} {_shown(value)}: must be an integer") from None
     if number < least:
         raise ValueError(f"{name} {number}: must be at least {least}")
     return number
 
 
-def _axis(axis: Any, array: Array) -> int:
-    """Which axis it is, counted from the first."""
+def _axis(axis: Any, array: Array, from_end: bool = True) -> int:
+    """Which axis it is, counted from the first; from_end: it may be negative."""
     try:
         number = operator.index(axis)
     except TypeError:
-        raise ValueError(f"axis {axis!r}: must be an integer") from None
-    if not -array.ndim <= number < array.ndim:
-        raise ValueError(f"axis {number}: an array of shape {array.shape} has {array.ndim} axes")
+        raise ValueError(f"axis {_shown(axis)}: must be an integer") from None
+    if not (-array.ndim if from_end else 0) <= number < array.ndim:
+        raise ValueError(f"axis {number}: must be from {-array.ndim if from_end else 0} to {array.ndim - 1}")
     return number % array.ndim
 
 
@@ -91,7 +98,7 @@ def _index(index: Any, n: int, most: int | None = None) -> Index:
     """A checked index: an int, or one for each of n entries."""
     entries = np.asarray(index)
     if entries.dtype.kind not in "iu":
-        raise ValueError(f"index {index!r}: must be an integer, or integers for {n} entries of axis 0")
+        raise ValueError(f"index {_shown(index)}: must be an integer, or integers for {n} entries of axis 0")
     if entries.size != 1 and entries.shape != (n,):
         raise ValueError(f"index of shape {entries.shape}: must be one integer, or {n}, one for each entry of axis 0")
     for value in entries.reshape(-1).tolist():
@@ -207,7 +214,7 @@ def insert(data: ArrayLike, updates: ArrayLike, axis: int, index: ArrayLike, *, 
              them fit at the index of a full partition, which is no error in either case
     """
     array, new = np.asarray(data), np.asarray(updates)
-    along = _axis(axis, array)
+    along = _axis(axis, array, from_end=False)
     _same_but(along, "updates", new, array)
     size, n_new = array.shape[along], new.shape[along]
     if n_new > size:
@@ -232,7 +239,7 @@ def window_insert(data: ArrayLike, updates: ArrayLike, axis: int, index: ArrayLi
     The document does not say what follows the updates; window_softmax excludes it.
     """
     array, new = np.asarray(data), np.asarray(updates)
-    along = _axis(axis, array)
+    along = _axis(axis, array, from_end=False)
     _same_but(along, "updates", new, array)
     at = _index(index, len(array))
     size, n_new = array.shape[along], new.shape[along]
@@ -253,7 +260,7 @@ def window_slice(data: ArrayLike, index: ArrayLike, axis: int, window_size: int)
     The document gives fewer elements where index < window_size; the result goes into a block of a window's length.
     """
     array = np.asarray(data)
-    along, window = _axis(axis, array), _int("window_size", window_size, 1)
+    along, window = _axis(axis, array, from_end=False), _int("window_size", window_size, 1)
     at = _index(index, len(array))
     size = array.shape[along]
     if size < window:
@@ -272,7 +279,7 @@ _MODES = {"constant": "constant", "reflect": "reflect", "edge": "edge", "replica
 def _pads(pad_size: Any) -> tuple[int, int]:
     sides = [pad_size, pad_size] if np.ndim(pad_size) == 0 else [*pad_size]
     if len(sides) != 2:
-        raise ValueError(f"pad_size {pad_size!r}: must be one number for both sides, or one for each")
+        raise ValueError(f"pad_size {_shown(pad_size)}: must be one number for both sides, or one for each")
     before, after = (_int("pad_size", side, 0) for side in sides)
     return before, after
 
@@ -291,7 +298,7 @@ def _constant(value: Any, dtype: np.dtype[Any]) -> Array:
     except (TypeError, ValueError, OverflowError):
         holds = False
     if not holds:
-        raise ValueError(f"value {value!r}: must be a number that {dtype} has")
+        raise ValueError(f"value {_shown(value)}: must be a number that {dtype} has")
     return constant
 
 
@@ -306,8 +313,8 @@ def nn_pad(input: ArrayLike, value: Any, axis: int, pad_size: Any, mode: str = "
     array = np.asarray(input)
     along = _axis(axis, array)
     before, after = _pads(pad_size)
-    if mode not in _MODES:
-        raise ValueError(f"mode {mode!r}: must be one of {', '.join(_MODES)}")
+    if not isinstance(mode, str) or mode not in _MODES:
+        raise ValueError(f"mode {_shown(mode)}: must be one of {', '.join(_MODES)}")
     size = array.shape[along]
     if _MODES[mode] != "constant" and size == 0:
         raise ValueError(f"mode {mode}: input of shape {array.shape} has nothing along axis {along}")
@@ -546,8 +553,8 @@ def window_softmax(
     window = _int("window_size", window_size, 1)
     if strict and (window < 128 or window % 64):
         raise ValueError(f"window_size {window}: must be at least 128 and a multiple of 64")
-    if pad_c != -1:
-        raise ValueError(f"pad_c {pad_c!r}: not supported, must be -1")
+    if _int("pad_c", pad_c, -1) != -1:
+        raise ValueError(f"pad_c {pad_c}: not supported, must be -1")
     if x.shape[-1] < window + x.shape[-2]:
         raise ValueError(f"input of shape {x.shape}: a window of {window} and {x.shape[-2]} rows need more columns")
     return _softmax(x, None, logits, _offsets(index, x, window), window)
