@@ -24,6 +24,22 @@ from ggml_backend_npu.operators.aclnn import (
     aclSetAclOpExecutorRepeatable,
 )
 from ggml_backend_npu.operators.infiniop import TensorDescriptor, TopKSoftmax
+from ggml_backend_npu.operators.rbln import (
+    dynamic_flash_attn_tile,
+    dynamic_load,
+    dynamic_masked_softmax,
+    dynamic_store,
+    flash_attn_recompute,
+    flash_attn_tile,
+    insert,
+    masked_softmax,
+    nn_pad,
+    softmax,
+    to_dynamic_index,
+    window_insert,
+    window_slice,
+    window_softmax,
+)
 from ggml_backend_npu.operators.rwkv import token_shift
 from ggml_backend_npu.plan import Plan, plan
 from ggml_backend_npu.registry import OPS, KernelError, Op, op
@@ -53,10 +69,24 @@ __all__ = [
     "aclnnDupGetWorkspaceSize",
     "aclnnGetRows",
     "aclnnGetRowsGetWorkspaceSize",
+    "dynamic_flash_attn_tile",
+    "dynamic_load",
+    "dynamic_masked_softmax",
+    "dynamic_store",
+    "flash_attn_recompute",
+    "flash_attn_tile",
+    "insert",
+    "masked_softmax",
+    "nn_pad",
     "op",
     "plan",
     "register",
+    "softmax",
+    "to_dynamic_index",
     "token_shift",
+    "window_insert",
+    "window_slice",
+    "window_softmax",
 ]
 
 

@@ -59,6 +59,8 @@ _FUNCTIONS: _Functions = {
     "ggml_reshape_4d": (c_void_p, [c_void_p, c_void_p, *[c_int64] * 4]),
     "ggml_soft_max_ext": (c_void_p, [c_void_p] * 3 + [c_float] * 2),
     "ggml_soft_max_add_sinks": (None, [c_void_p] * 2),
+    "ggml_flash_attn_ext": (c_void_p, [c_void_p] * 5 + [c_float] * 3),
+    "ggml_flash_attn_ext_add_sinks": (None, [c_void_p] * 2),
     "ggml_rope_ext": (c_void_p, [c_void_p] * 4 + [c_int] * 3 + [c_float] * 6),
     "ggml_tensor_overhead": (c_size_t, []),
     "ggml_graph_overhead": (c_size_t, []),

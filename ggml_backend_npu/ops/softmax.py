@@ -2,7 +2,7 @@
 
 `softmax` goes through rows of a strided tensor: each is scaled, masked, and becomes e ** (x - max), divided by its sum
 or, for a tile of flash attention, left beside it. A masked element is excluded: it takes part in neither, whatever it
-holds, and gives 0; a row of which all is masked gives zeros.
+holds, and gives 0; a row of which all is masked gives zeros. A NaN that is not masked makes its row NaN.
 """
 
 from __future__ import annotations
@@ -29,10 +29,11 @@ from quant.jit import (
     round_half_even,
     truncate_to_int32,
 )
-from quant.runs import CODES, F32, narrow_run, widen_run
+from quant.runs import CODES, F16, F32, narrow_run, widen_run
 
 _TILE = 256  # elements of a row in work where dst cannot hold float32
 _FLUSHED = -104.0  # e ** x is below half the smallest float32
+LOWEST = -3.4028234663852886e38  # float32's; a tile's maximum is no less: -inf would make NaN of what it is taken from
 
 # kinds of mask: numbers to add, of which -inf excludes; or marks, of which 0 excludes
 _NONE, _ADD_F32, _ADD_F16, _MARK_F32, _MARK_F16, _MARK_BYTE = range(6)
@@ -138,28 +139,22 @@ def _exclude(p, mask, slope, y, begin, count):
 
 
 @inlined
-def _scores(p, scale, src, mask, slope, first, last, y, begin, count):
+def _scores(p, scale, src, mask, slope, y, begin, count):
     """float32 scores of columns [begin, begin + count) of a row into y, -inf where excluded."""
     widen_run(p[_SRC_CODE], src + begin * p[_SRC_NB], p[_SRC_NB], y, count)
     if scale != types.float32(1):
         scaled(y, count, scale)
     if mask:
         _exclude(p, mask, slope, y, begin, count)
-    row = array_at(y, types.float32, count)
-    for i in range(min(max(first - begin, 0), count)):
-        row[i] = types.float32(-np.inf)
-    for i in range(min(max(last - begin, 0), count), count):
-        row[i] = types.float32(-np.inf)
 
 
 @inlined
 def _any_is_left(p, mask, first, last):
-    """Whether a row's mask leaves an element of it."""
-    begin, end = max(first, 0), min(last, p[_N0])
+    """Whether a row's mask leaves one of the elements [first, last)."""
     if mask == 0:
-        return begin < end
+        return first < last
     work = np.zeros(1, np.float32)
-    for column in range(begin, end):
+    for column in range(first, last):
         work[0] = 0
         _exclude(p, mask, types.float32(1), types.int64(work.ctypes.data), column, 1)
         if work[0] != types.float32(-np.inf):
@@ -167,12 +162,28 @@ def _any_is_left(p, mask, first, last):
     return False
 
 
+@inlined
+def _greater(a, b):
+    """The greater of two; a where b is NaN."""
+    return b if b > a else a
+
+
+@inlined
+def _fill(code, dst, count, zero):
+    """`count` elements without gaps: 0 or NaN, as `zero` is."""
+    if code == F32:
+        array_at(dst, types.float32, count)[:] = zero
+    else:
+        nan = types.uint16(0x7E00) if code == F16 else types.uint16(0x7FC0)
+        array_at(dst, types.uint16, count)[:] = types.uint16(0) if zero == zero else nan
+
+
 @compiled
 def softmax(p, scale, begin, end):
     """Rows [begin, end)."""
     n = p[_N0]
     in_place = p[_DST_CODE] == F32
-    tile = n if in_place else _TILE
+    tile = max(n, 1) if in_place else _TILE
     work = np.empty(_TILE, np.float32)
     for index in range(begin, end):
         i1, i2, i3 = index % p[_N1], index // p[_N1] % p[_N2], index // p[_N1] // p[_N2]
@@ -188,50 +199,53 @@ def softmax(p, scale, begin, end):
             position = array_at(p[_OFFSETS] + 8 * i3, types.int64, 1)[0] + i1
             last = min(position + 1, n)
             if p[_WINDOW]:
-                first = position + 1 - p[_WINDOW]
+                first = min(max(position + 1 - p[_WINDOW], 0), last)
 
         maximum = types.float32(-np.inf)
-        y = dst if in_place else types.int64(work.ctypes.data)
-        for column in range(0, n, tile):
-            count = min(tile, n - column)
-            _scores(p, scale, src, mask, slope, first, last, y, column, count)
-            maximum = max(maximum, largest(y, count))
-        empty = maximum == types.float32(-np.inf) and not _any_is_left(p, mask, first, last)
+        y = types.int64(work.ctypes.data)
+        for column in range(first, last, tile):
+            count = min(tile, last - column)
+            y = dst + 4 * column if in_place else y
+            _scores(p, scale, src, mask, slope, y, column, count)
+            maximum = _greater(maximum, largest(y, count))
+        if maximum == types.float32(-np.inf) and not _any_is_left(p, mask, first, last):
+            last = first
         sink = types.float32(-np.inf)
         if p[_SINK]:
             at = p[_SINK] + i1 * p[_SINK_NB] + i2 * p[_SINK_NB + 1] + i3 * p[_SINK_NB + 2]
             sink = array_at(at, types.float32, 1)[0]
-            maximum = max(maximum, sink)
+            maximum = _greater(maximum, sink)
         if p[_MAX_BEFORE]:
-            maximum = max(maximum, array_at(p[_MAX_BEFORE] + 4 * index, types.float32, 1)[0])
+            maximum = _greater(maximum, array_at(p[_MAX_BEFORE] + 4 * index, types.float32, 1)[0])
+        if p[_SUM]:
+            maximum = _greater(maximum, types.float32(LOWEST))
 
         total = types.float64(0)
-        if not empty:
-            for column in range(0, n, tile):
-                count = min(tile, n - column)
-                if not in_place:
-                    _scores(p, scale, src, mask, slope, first, last, y, column, count)
-                total += exps(y, count, maximum)
+        for column in range(first, last, tile):
+            count = min(tile, last - column)
+            if not in_place:
+                _scores(p, scale, src, mask, slope, y, column, count)
+            total += exps(y, count, maximum)
         if sink > types.float32(-np.inf) or sink != sink:
             total += types.float64(exp(sink - maximum))
         factor = types.float32(1)
         if p[_SUM]:
             array_at(p[_SUM] + 4 * index, types.float32, 1)[0] = types.float32(total)
-            lowest = types.float32(-3.4028234663852886e38)  # instead of -inf: an empty tile's maximum is a number
-            array_at(p[_MAX] + 4 * index, types.float32, 1)[0] = max(maximum, lowest)
-        elif not empty:
+            array_at(p[_MAX] + 4 * index, types.float32, 1)[0] = maximum
+        elif total != 0:
             factor = types.float32(types.float64(1) / total)
-        for column in range(0, n, tile):
-            count = min(tile, n - column)
-            if empty:
-                array_at(y, types.float32, count)[:] = 0
-            elif not in_place:
-                _scores(p, scale, src, mask, slope, first, last, y, column, count)
+        for column in range(first, last, tile):
+            count = min(tile, last - column)
+            if not in_place:
+                _scores(p, scale, src, mask, slope, y, column, count)
                 exps(y, count, maximum)
             if factor != types.float32(1):
                 scaled(y, count, factor)
             if not in_place:
                 narrow_run(y, p[_DST_CODE], dst + column * p[_DST_NB], p[_DST_NB], count)
+        zero = factor * types.float32(0)
+        _fill(p[_DST_CODE], dst, first, zero)
+        _fill(p[_DST_CODE], dst + last * p[_DST_NB], n - last, zero)
 
 
 @dataclass(frozen=True)
@@ -305,21 +319,45 @@ def slopes(n_head: int, max_bias: float) -> Floats | None:
     return np.where(heads < power, m0 ** (heads + 1), m1 ** (2 * (heads - power) + 1)).astype(np.float32)
 
 
+def _maximum(scores: Floats, kept: NDArray[np.bool_], sink: Floats | None) -> Floats:
+    maximum: Floats = np.fmax.reduce(np.where(kept, scores, np.float32(-np.inf)), -1, keepdims=True, initial=-np.inf)
+    return maximum if sink is None else np.fmax(maximum, sink)
+
+
+def _exps(
+    scores: Floats, kept: NDArray[np.bool_], sink: Floats | None, maximum: Floats
+) -> tuple[Floats, NDArray[np.float64]]:
+    e = np.where(kept, np.exp(scores - maximum), np.float32(0))
+    total = e.sum(-1, keepdims=True, dtype=np.float64)
+    if sink is not None:
+        total = total + np.where(np.isneginf(sink), 0, np.exp(sink - maximum))
+    return e, total
+
+
 def masked(scores: Floats, kept: NDArray[np.bool_], sink: Floats | None) -> Floats:
     """softmax over the last axis of what is kept, float32; the definition that `softmax` equals but for rounding.
 
     sink  one more score, broadcast to (..., 1); None without one
     """
-    with np.errstate(invalid="ignore", over="ignore"):
-        maximum = np.where(kept, scores, -np.inf).max(-1, keepdims=True, initial=-np.inf)
-        if sink is not None:
-            maximum = np.maximum(maximum, sink)
-        e = np.where(kept, np.exp(scores - maximum), np.float32(0))
-        total = e.sum(-1, keepdims=True, dtype=np.float64)
-        if sink is not None:
-            total = total + np.where(np.isneginf(sink), 0, np.exp(sink - maximum))
+    with np.errstate(all="ignore"):
+        e, total = _exps(scores, kept, sink, _maximum(scores, kept, sink))
         y: Floats = np.divide(e, total, out=np.zeros_like(e), where=total != 0, casting="unsafe")
     return y
+
+
+def masked_tile(
+    scores: Floats, kept: NDArray[np.bool_], sink: Floats | None, before: Floats | None
+) -> tuple[Floats, Floats, Floats]:
+    """As `masked`, of a flash attention's tile: the rows' maxima, what is left of e ** (x - maximum), and its sums.
+
+    before  maxima of the rows so far; None for the first tile
+    """
+    with np.errstate(all="ignore"):
+        maximum = np.fmax(_maximum(scores, kept, sink), np.float32(LOWEST))
+        if before is not None:
+            maximum = np.fmax(before, maximum)
+        e, total = _exps(scores, kept, sink, maximum)
+        return maximum, e, total.astype(np.float32)
 
 
 def _params(params: bytes) -> tuple[float, float]:
