@@ -38,6 +38,11 @@ class Device(StrEnum):
     CPU = "cpu"
 
 
+class DiffDevice(StrEnum):
+    CPU = "CPU"
+    NPU = "NPU"
+
+
 class FlashAttention(StrEnum):
     AUTO = "auto"
     ON = "on"
@@ -227,21 +232,29 @@ def diff(
     json_file: JsonFile = None,
     kernels: Kernels = None,
     profile: ProfileName = None,
+    all_ops: AllOps = False,
     fusion: Fuse = True,
+    reference: Annotated[DiffDevice, typer.Option(help="Who is right; NPU: this project's kernels.")] = DiffDevice.CPU,
+    device: Annotated[DiffDevice, typer.Option(help="Who is compared with it.")] = DiffDevice.NPU,
+    tolerances: Annotated[
+        Path | None, typer.Option(metavar="FILE.toml", help="Bounds of rounding, by op and type, over the own ones.")
+    ] = None,
     threads: Threads = 0,
 ) -> None:
-    """Compare each node with ggml's CPU, byte for byte.
+    """Compare each node of a model on two devices, byte for byte.
 
-    Runs the prompt and a few decoding steps on llama.cpp's CPU, computes each supported node again on the NPU from that
-    node's own inputs, and each pattern of nodes that the NPU runs as one operator from the pattern's, and compares.
-    Exit code 0: every byte equal, or apart by rounding in an op that says so; 1: a node differs; 2: bad input.
+    Runs the prompt and a few decoding steps on both in step. Computes each supported node again on the device from the
+    reference's own inputs, and each pattern of nodes that the NPU runs as one operator from the pattern's; and compares
+    what comes out of the device's own run.
+    Exit code 0: every byte equal, or apart by rounding in an op that has it; 1: a node is wrong; 2: bad input.
     """
     from graph_runner.diff import NodeResult, diff
     from graph_runner.models import model_file
     from graph_runner.report import diff_json, print_diff
     from graph_runner.session import Settings
+    from graph_runner.tolerances import Tolerances
 
-    _use_device(profile=profile, **_chosen(fusion=fusion))
+    _use_device(profile=profile, **_chosen(all_ops, fusion))
     _use_kernels(kernels)
     chosen = _chosen_ops(ops)
     _check_json(json_file)
@@ -263,7 +276,17 @@ def diff(
             )
 
         with model_file(model) as file:
-            result = diff(file, prompt, steps=steps, settings=settings, ops=chosen, seen=seen)
+            result = diff(
+                file,
+                prompt,
+                steps=steps,
+                settings=settings,
+                ops=chosen,
+                reference=reference.value,
+                device=device.value,
+                tolerances=Tolerances(tolerances),
+                seen=seen,
+            )
     if json_file is not None:
         _write(json_file, json.dumps(diff_json(result), indent=1, allow_nan=False) + "\n")
     print_diff(result, console if json_file == "-" else Console())
@@ -503,6 +526,7 @@ def main() -> None:
     from ggml_backend_npu.registry import KernelError
     from graph_runner.session import SessionError
     from graph_runner.suites import SuiteError
+    from graph_runner.tolerances import ToleranceError
     from quant.jit import EngineError
 
     os.environ.setdefault("GGML_NO_BACKTRACE", "1")
@@ -513,7 +537,7 @@ def main() -> None:
         app(prog_name="ggml-npu")
     except (
         BadInputError, DeviceError, EngineError, KernelError, KernelFileError, PluginError, SessionError, SuiteError,
-        UnknownGgmlError,
+        ToleranceError, UnknownGgmlError,
     ) as error:  # fmt: skip
         print("ggml-npu:", " ".join(str(error).split()), file=sys.stderr)
         sys.exit(2)

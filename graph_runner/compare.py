@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ggml_backend_npu import Memory, Tensor
+from ggml_backend_npu.abi.convert import same_bytes
 from ggml_backend_npu.numerics import NUMERICS
 from ggml_backend_npu.ops.movers import raw
 
@@ -68,9 +69,10 @@ class Comparison:
 
 def compare(reference: Tensor, result: Tensor, outside: bool = False) -> Comparison:
     """Compares two tensors of one type, ne and nb, byte for byte over their spans."""
+    size = reference.nbytes
+    if same_bytes(reference.address, result.address, size):
+        return Comparison(size, 0, outside)
     expected, actual = (_span(tensor) for tensor in (reference, result))
-    if np.array_equal(expected, actual):
-        return Comparison(expected.size, 0, outside)
     a, b = (values(tensor) for tensor in (reference, result))
     with np.errstate(all="ignore"):
         finite = np.isfinite(a) & np.isfinite(b)
@@ -79,7 +81,7 @@ def compare(reference: Tensor, result: Tensor, outside: bool = False) -> Compari
         power, squares = float(np.square(x).sum()), float(np.square(error).sum())
         same = finite | (a == b) | (np.isnan(a) & np.isnan(b))
         return Comparison(
-            n_bytes=expected.size,
+            n_bytes=size,
             n_different=int(np.count_nonzero(expected != actual)),
             outside=outside,
             nmse=(squares / power if power else squares) if finite.any() else math.nan,

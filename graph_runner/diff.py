@@ -25,6 +25,7 @@ from ggml_backend_npu.ops import strided
 from graph_runner.compare import Comparison, Heat, compare, heat
 from graph_runner.lockstep import Lockstep, Side
 from graph_runner.session import DeviceName, Observer, Sampler, Session, SessionError, Settings, context_for
+from graph_runner.state import StateResult, States
 from graph_runner.tolerances import Tolerances
 
 _GUARD = 4096  # bytes on each side of a node's output that its kernel must leave alone
@@ -94,6 +95,7 @@ class DiffResult:
     """A diff of one model. Falsy where a node introduces an error or fails, or where none was compared.
 
     nodes    all of the run, in order; the spans among them
+    states   cells of caches and recurrent states that are not the reference's, when they came to be
     refused  nodes of the chosen ops that the device does not take, by op and reason
     """
 
@@ -109,7 +111,13 @@ class DiffResult:
     ggml: str
     rounding: str
     nodes: list[NodeResult] = field(default_factory=list)
+    states: list[StateResult] = field(default_factory=list)
     refused: Counter[tuple[str, str]] = field(default_factory=Counter)
+
+    @property
+    def stray(self) -> list[StateResult]:
+        """Cells that no node wrote which writes there."""
+        return [state for state in self.states if state.node is None]
 
     @property
     def compared(self) -> list[NodeResult]:
@@ -122,7 +130,7 @@ class DiffResult:
         return [node for node in self.nodes if not node]
 
     def __bool__(self) -> bool:
-        return bool(self.compared) and not self.wrong
+        return bool(self.compared) and not self.wrong and not self.stray
 
 
 @dataclass(frozen=True)
@@ -138,7 +146,8 @@ class _Isolated:
 class _Judge:
     """Judges each node of two runs in step.
 
-    seen  called with each result
+    seen   called with each result
+    fuses  whether the device runs patterns of nodes as one
     """
 
     def __init__(
@@ -148,16 +157,23 @@ class _Judge:
         ops: Collection[str],
         tolerances: Tolerances,
         seen: Callable[[NodeResult], None],
+        *,
+        fuses: bool,
     ) -> None:
         self._ggml, self._npu, self._ops, self._tolerances, self._seen = ggml, npu, ops, tolerances, seen
         self.refused: Counter[tuple[str, str]] = Counter()
         self.step = 0
+        self._reader, self._own_reader = convert.Reader(ggml), convert.Reader(ggml)
         self._errors: dict[int, float] = {}  # of results in the device's own run, by the reference's tensor
         self._node: Node | None = None
         self._copies: dict[Tensor, Tensor] = {}
         self._heats = 0
         self._n_graphs = 0
-        self._spans = _Spans(ggml, [fusion for fusion in FUSIONS if fusion.name in ops], tolerances, seen)
+        self._fuses = fuses
+        self._own_chain = _Chain(FUSIONS)
+        self.states: list[StateResult] = []
+        self._states = States(self.states.append)
+        self._spans = _Spans([fusion for fusion in FUSIONS if fusion.name in ops], tolerances, seen)
 
     def next_step(self) -> None:
         self.finish()
@@ -166,26 +182,30 @@ class _Judge:
     def finish(self) -> None:
         """After the last node of a step."""
         self._spans.finish()
+        self._states.finish(self.step)
 
     def alone(self, address: int) -> bool:
-        """Asked of every node of the device's own run."""
+        """Asked of every node of the device's own run: those that it may fuse run together."""
         if self._npu is not None:
             self._n_graphs = self._npu.statistics.graphs
-        return True
+        return not self._fuses or self._own_chain.is_at_end(convert.op_name(self._ggml, address), self._reads(address))
+
+    def _reads(self, address: int) -> Callable[[], Node]:
+        return lambda: convert.node(self._ggml, address)
 
     def before(self, address: int, place: int) -> None:
         """The reference is about to compute a node: takes down of its inputs what it may overwrite."""
         self._node = None
-        op = convert.op_name(self._ggml, address)
-        self._spans.before(address, op, self.step, place)
-        node = convert.node(self._ggml, address)
-        if node.dst.n_elements == 0 or op not in self._ops:
+        self._read = read = self._reader(address)
+        node = read.node
+        self._spans.before(address, read, self.step, place)
+        if node.dst.n_elements == 0 or node.op not in self._ops:
             return
         reason = OPS.refusal(node)
         if reason is not None:
-            self.refused[op, reason] += 1
+            self.refused[node.op, reason] += 1
             return
-        sources = [source for source in node.src[: OPS[op].n_src] if source is not None]
+        sources = [source for source in node.src[: OPS[node.op].n_src] if source is not None]
         self._copies = {source: _copy(source) for source in sources if source.overlaps(node.dst)}
         self._scratch = _copy(node.dst)
         self._node = node
@@ -197,8 +217,7 @@ class _Judge:
         if own is not None:
             moved = self._npu is not None and self._npu.statistics.graphs != self._n_graphs
             on = "NPU" if moved else "CPU"
-        isolated = self._recompute()
-        node = isolated.node if isolated is not None else convert.node(self._ggml, address)
+        isolated, node = self._recompute(), self._read.node
         if node.dst.n_elements == 0:
             return
         cumulative = None
@@ -207,7 +226,8 @@ class _Judge:
             if (result.type, result.ne) != (node.dst.type, node.dst.ne):
                 raise SessionError(f"the two runs differ in their graphs: {node} is {result.type} {result.ne} in one")
             cumulative = compare(node.dst, _as_laid_out(result, node.dst))
-        verdict = self._verdict(address, node, isolated, cumulative)
+            self._look_at_state(own)
+        verdict = self._verdict(address, isolated, cumulative)
         picture = None
         if verdict is not Verdict.EXACT and self._heats < _HEATS:
             self._heats += 1
@@ -219,6 +239,16 @@ class _Judge:
                 None if isolated is None else isolated.failure, picture,
             )
         )  # fmt: skip
+
+    def _look_at_state(self, own: int) -> None:
+        """Where the node has written to a tensor that no node computes."""
+        read, root = self._read, self._read.view_source
+        if root and convert.is_leaf(root):
+            tensor = convert.tensor(self._ggml, root)
+            by_element = read.node.op == "SET_ROWS" and read.node.dst.ne[0] == 1 != tensor.ne[0]
+            self._states.written(
+                root, tensor, self._own(convert.view_source_of(own)), self.step, str(read.node), by_element=by_element
+            )
 
     def _own(self, address: int) -> Tensor:
         """A tensor of the device's own run."""
@@ -246,13 +276,11 @@ class _Judge:
             failure = f"{type(error).__name__}: {error}"
         return _Isolated(node, self._scratch, comparison, failure)
 
-    def _verdict(self, address: int, node: Node, isolated: _Isolated | None, cumulative: Comparison | None) -> Verdict:
-        inputs = max((self._errors.get(root, 0.0) for root in convert.roots(self._ggml, address)), default=0.0)
+    def _verdict(self, address: int, isolated: _Isolated | None, cumulative: Comparison | None) -> Verdict:
+        node, errors = self._read.node, self._errors
+        inputs = max((errors.get(root, 0.0) for root in self._read.roots if root), default=0.0)
         error = cumulative.error if cumulative is not None else 0.0
-        self._errors[address] = error
-        root = convert.view_source_of(address)
-        if root:
-            self._errors[root] = error
+        errors[address] = errors[self._read.view_source] = error
         bound = self._tolerances.nmse(node.op, _type(node))
         if isolated is not None and isolated.failure is not None:
             return Verdict.FAILED
@@ -280,6 +308,42 @@ def _as_laid_out(tensor: Tensor, like: Tensor) -> Tensor:
     return laid_out
 
 
+class _Chain:
+    """The ops of the last nodes, as far as they are the beginning of a fusion."""
+
+    def __init__(self, fusions: Collection[Fusion]) -> None:
+        names = [fusion.op_names for fusion in fusions]
+        self._fusions = fusions
+        self._beginnings = {ops[:n] for ops in names for n in range(1, len(ops) + 1)}
+        self._unfinished = {ops[:n] for ops in names for n in range(1, len(ops))}
+        self._ops: tuple[str, ...] = ()
+
+    def continues(self, op: str) -> bool:
+        """Whether a fusion may go on with the op."""
+        return (*self._ops, op) in self._beginnings
+
+    def add(self, op: str) -> None:
+        self._ops = (*self._ops, op)
+
+    def clear(self) -> None:
+        self._ops = ()
+
+    def is_at_end(self, op: str, node: Callable[[], Node]) -> bool:
+        """Takes the next op; whether a fusion ends with it, or there is none that it may be a part of."""
+        if not self.continues(op):
+            self.clear()
+        if not self.continues(op):
+            return True
+        self.add(op)
+        ended = self._ops not in self._unfinished or (len(self._ops) == 1 and self._is_fused_alone(node()))
+        if ended:
+            self.clear()
+        return ended
+
+    def _is_fused_alone(self, node: Node) -> bool:
+        return longest(Graph((node,), ((None,) * len(node.src),), ((),)), 0, self._fusions) is not None
+
+
 @dataclass
 class _Seen:
     """A node of what may become a span.
@@ -301,24 +365,24 @@ class _Spans:
 
     def __init__(
         self,
-        ggml: lib.Ggml,
         fusions: Collection[Fusion],
         tolerances: Tolerances,
         seen: Callable[[NodeResult], None],
     ) -> None:
-        self._ggml, self._tolerances, self._seen = ggml, tolerances, seen
+        self._tolerances, self._seen = tolerances, seen
         self._fusions = fusions
+        self._chain = _Chain(fusions)
         self._nodes: list[_Seen] = []
         self._copies: dict[int, tuple[Tensor, Tensor]] = {}  # of what comes from outside, by what it is a view of
         self._step = 0
 
-    def before(self, address: int, op: str, step: int, index: int) -> None:
+    def before(self, address: int, read: convert.Read, step: int, index: int) -> None:
         self._step = step
-        if not self._continues((*(each.node.op for each in self._nodes), op)):
+        node, roots = read.node, read.roots
+        if self._nodes and not self._chain.continues(node.op):
             self.finish()
-        if not self._continues((*(each.node.op for each in self._nodes), op)):
+        if not self._chain.continues(node.op):
             return
-        node, roots = convert.node(self._ggml, address), convert.roots(self._ggml, address)
         if OPS.refusal(node) is not None:
             self.finish()
             return
@@ -327,6 +391,7 @@ class _Spans:
             self._taken_down(source, root) if source is not None and root not in made_by else None
             for source, root in zip(node.src, roots, strict=True)
         )
+        self._chain.add(node.op)
         self._nodes.append(_Seen(address, index, node, tuple(made_by.get(root) for root in roots), copies))
 
     def _taken_down(self, source: Tensor, root: int) -> Tensor:
@@ -338,9 +403,6 @@ class _Spans:
         self._copies[root] = source, _copy(source)
         return self._copies[root][1]
 
-    def _continues(self, ops: tuple[str, ...]) -> bool:
-        return any(fusion.op_names[: len(ops)] == ops for fusion in self._fusions)
-
     def after(self, address: int) -> None:
         if self._nodes and self._nodes[-1].address == address:
             self._nodes[-1].result = _copy(self._nodes[-1].node.dst)
@@ -348,6 +410,7 @@ class _Spans:
     def finish(self) -> None:
         """Runs the longest fusion of the nodes collected, and forgets them."""
         nodes, self._nodes = self._nodes, []
+        self._chain.clear()
         self._copies.clear()
         if not nodes:
             return
@@ -455,7 +518,8 @@ def diff(
     if ops is None:
         ops = {*OPS, *(fusion.name for fusion in FUSIONS)} if DEVICE.fusion == "on" else set(OPS)
     npu = ggml_backend_npu.register() if "NPU" in (reference, device) else None
-    judge = _Judge(ggml, npu, ops, tolerances or Tolerances(), add)
+    fuses = device == "NPU" and DEVICE.fusion == "on"
+    judge = _Judge(ggml, npu, ops, tolerances or Tolerances(), add, fuses=fuses)
     own_kernels = (dict(OPS), OPS.version)
     sides = Side(reference, own_kernels, "off"), Side(device, own_kernels, DEVICE.fusion)
     steps_of = Lockstep(*sides, before=judge.before, after=judge.after, alone=judge.alone)
@@ -491,6 +555,7 @@ def diff(
             ggml=ggml.version,
             rounding=NUMERICS.rounding,
             nodes=nodes,
+            states=judge.states,
             refused=judge.refused,
         )
 

@@ -15,6 +15,7 @@ from graph_runner.compare import Comparison
 from graph_runner.coverage import Coverage, Gain, RanGraph
 from graph_runner.diff import DiffResult, NodeResult, Verdict
 from graph_runner.session import Session, Settings
+from graph_runner.state import StateResult
 from graph_runner.suites import Case
 
 SCHEMA = "ggml-npu diff 3"
@@ -48,6 +49,8 @@ def _verdict(result: DiffResult) -> str:
     compared, wrong, rounded = result.compared, result.wrong, sum(not node.isolated for node in result.compared)
     if not compared:
         return "no node was compared"
+    if result.stray and not wrong:
+        return f"cells of {result.stray[0].tensor} are wrong that no node wrote"
     if wrong:
         return f"{len(wrong):,} of {len(compared):,} nodes differ from {_whose(result)}"
     if rounded:
@@ -109,6 +112,8 @@ def print_diff(result: DiffResult, console: Console, *, first: int = 5) -> None:
     if len(result.wrong) > first:
         console.print(f"... and {len(result.wrong) - first:,} more", highlight=False)
     console.print(_own_run(result), highlight=False, soft_wrap=True)
+    if result.states:
+        console.print(_states(result.states), highlight=False, markup=False, soft_wrap=True)
     console.print(_verdict(result), style="bold green" if result else "bold red", highlight=False)
 
 
@@ -124,6 +129,17 @@ def _own_run(result: DiffResult) -> str:
         return line
     where = f"step {worst.step} node {worst.index}, {worst.op} {worst.name!r}"
     return f"{line}; farthest off, with NMSE {_number(worst.cumulative.error)}, is {where}"
+
+
+def _states(states: list[StateResult]) -> str:
+    first = states[0]
+    cells = ", ".join(map(str, first.cells[:8])) + (", ..." if len(first.cells) > 8 else "")
+    tensors = len({state.tensor for state in states})
+    wrote = f"written by {first.node}" if first.node is not None else "written by no node that writes there"
+    return (
+        f"caches and states: cells differ in {tensors:,} tensors, first at step {first.step} of {first.tensor!r}: "
+        f"cells {cells} of {first.n_cells:,}, {wrote}"
+    )
 
 
 def _describe(node: NodeResult) -> str:
@@ -167,6 +183,7 @@ def diff_json(result: DiffResult) -> dict[str, Any]:
         "refused": [
             {"op": op, "reason": reason, "nodes": count} for (op, reason), count in sorted(result.refused.items())
         ],
+        "states": [asdict(state) for state in result.states],
         "nodes": [_node_json(node) for node in result.nodes],
     }
 

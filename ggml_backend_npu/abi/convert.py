@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from ggml_backend_npu.abi import structs
@@ -18,6 +19,10 @@ _NOTHING_TO_COMPUTE = frozenset({"NONE", "RESHAPE", "VIEW", "PERMUTE", "TRANSPOS
 _TYPE, _NE, _NB, _OP, _PARAMS, _FLAGS = 0, slice(2, 6), slice(6, 10), 10, 11, 12
 _SRC, _VIEW_SRC, _VIEW_OFFS, _DATA, _NAME = slice(13, 23), 23, 24, 25, 26
 
+
+_MOST_KNOWN = 8192
+_memcmp = ctypes.CDLL(None).memcmp
+_memcmp.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
 
 PackedAt = Callable[[int], Packed | None]
 
@@ -117,6 +122,44 @@ def node(ggml: Ggml, address: int, packed: PackedAt = nowhere) -> Node:
         tuple(tensor(ggml, source, packed=packed) if source else None for source in sources),
         fields[_PARAMS],
     )
+
+
+@dataclass(frozen=True)
+class Read:
+    """A node as it was read: what `node` and `roots` give, and the tensor that its result is a view of, or 0."""
+
+    node: Node
+    roots: tuple[int, ...]
+    view_source: int
+
+
+class Reader:
+    """Reads nodes that come again and again, step by step: one that has not changed is not read twice."""
+
+    def __init__(self, ggml: Ggml) -> None:
+        self._ggml = ggml
+        self._known: dict[bytes, Read] = {}
+
+    def __call__(self, address: int) -> Read:
+        """The node at an address."""
+        head = ctypes.string_at(address, structs.TENSOR.size)
+        parts = [address.to_bytes(8, "little"), head]
+        for at in range(structs.SRC_AT, structs.SRC_AT + 8 * structs.N_SRC, 8):
+            source = int.from_bytes(head[at : at + 8], "little")
+            if source:
+                parts.append(ctypes.string_at(source, structs.TENSOR.size))
+        key = b"".join(parts)
+        if key not in self._known:
+            if len(self._known) >= _MOST_KNOWN:
+                self._known.clear()
+            found = node(self._ggml, address)
+            self._known[key] = Read(found, tuple(roots(self._ggml, address)), view_source_of(address))
+        return self._known[key]
+
+
+def same_bytes(a: int, b: int, size: int) -> bool:
+    """Whether two spans of memory hold the same."""
+    return bool(_memcmp(a, b, size) == 0)
 
 
 def _computing(ggml: Ggml, graph: int) -> Iterator[tuple[int, bytes]]:
