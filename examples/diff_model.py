@@ -14,9 +14,9 @@ settings = Settings(flash_attention="on", cache_type_k="q8_0", cache_type_v="q4_
 with model_file(sys.argv[1] if len(sys.argv) > 1 else "demo") as file:
     result = diff(file, "The three primary colours are", steps=8, settings=settings)
 
-for (op, types), count in Counter((node.op, node.types) for node in result.nodes).items():
+for (op, types), count in Counter((node.op, node.types) for node in result.compared).items():
     print(f"{op} {types}: {count} nodes")
-for node in result.different:
+for node in result.wrong:
     print(f"differs: {node}")
-print("every byte equal" if result else f"{len(result.different)} nodes differ")
+print("every byte equal" if result else f"{len(result.wrong)} nodes differ")
 sys.exit(not result)

@@ -89,14 +89,12 @@ class Span:
 class Fusion:
     """name  of the operator that the pattern is
     ops   of its nodes: the kernels that it takes the place of, and of no others
-    match   a span of such nodes -> how to run it, or None where they do not belong together
-    nmse  normalised mean squared error against ggml's CPU that rounding explains; 0: every byte is the same
+    match  a span of such nodes -> how to run it, or None where they do not belong together
     """
 
     name: str
     ops: tuple[Op, ...]
     match: Callable[[Span], Fused | None]
-    nmse: float
 
     @property
     def op_names(self) -> tuple[str, ...]:
@@ -132,11 +130,11 @@ def longest(graph: Graph, begin: int, among: Iterable[Fusion] = FUSIONS) -> tupl
     return None
 
 
-def fusion(name: str, ops: str, *, nmse: float = 0.0) -> Callable[[Callable[[Span], Fused | None]], Fusion]:
+def fusion(name: str, ops: str) -> Callable[[Callable[[Span], Fused | None]], Fusion]:
     """Decorator: makes a function the matcher of a fusion."""
 
     def register(match: Callable[[Span], Fused | None]) -> Fusion:
-        entry = Fusion(name, tuple(OPS[op] for op in ops.split()), match, nmse)
+        entry = Fusion(name, tuple(OPS[op] for op in ops.split()), match)
         FUSIONS.append(entry)
         return entry
 
@@ -221,13 +219,13 @@ def _flat(weights: Tensor, ids: Tensor) -> Tensor:
     return Tensor(weights.name, "f32", ids.ne, (4, 4 * k, 4 * k * n, 4 * k * n), weights.memory, weights.offset)
 
 
-@fusion("TopKSoftmax", "SOFT_MAX ARGSORT GET_ROWS", nmse=1e-11)
+@fusion("TopKSoftmax", "SOFT_MAX ARGSORT GET_ROWS")
 def _top_k_softmax(span: Span) -> Fused | None:
     """The k largest of a softmax: build_moe_ffn without norm_w."""
     return _routed(span, span.nodes[-1].dst)
 
 
-@fusion("TopKSoftmax", "SOFT_MAX ARGSORT GET_ROWS SUM_ROWS CLAMP DIV", nmse=1e-11)
+@fusion("TopKSoftmax", "SOFT_MAX ARGSORT GET_ROWS SUM_ROWS CLAMP DIV")
 def _top_k_softmax_normalised(span: Span) -> Fused | None:
     """The k largest of a softmax, divided by their sum: build_moe_ffn with norm_w."""
     least, most = struct.unpack_from("2f", span.nodes[4].params)
@@ -237,7 +235,7 @@ def _top_k_softmax_normalised(span: Span) -> Fused | None:
     return _routed(span, span.nodes[-1].dst, norm=True, least=least)
 
 
-@fusion("TopKSoftmax", "ARGSORT GET_ROWS SOFT_MAX", nmse=1e-11)
+@fusion("TopKSoftmax", "ARGSORT GET_ROWS SOFT_MAX")
 def _softmax_of_top_k(span: Span) -> Fused | None:
     """The softmax of the k largest scores: build_moe_ffn with SOFTMAX_WEIGHT, gpt-oss."""
     argsort, _, softmax = span.nodes
@@ -254,7 +252,7 @@ def _softmax_of_top_k(span: Span) -> Fused | None:
 # attention
 
 
-@fusion("masked_softmax", "SOFT_MAX", nmse=soft_max.nmse)
+@fusion("masked_softmax", "SOFT_MAX")
 def _masked_softmax(span: Span) -> Fused | None:
     """SOFT_MAX with a mask, and sinks or not: build_attn_mha without flash attention."""
     (node,) = span.nodes

@@ -33,7 +33,6 @@ class Op:
     refuse   a reason why a node of these types is not taken, or None
     optional taken only where the device is to take all ops, or where its output is part of a tensor in the device's
              memory, from which no scheduler moves it
-    nmse     normalised mean squared error against ggml's CPU that rounding explains; 0: every byte is the same
     prepare  where a compiled kernel exists: a node's tensors -> the bound call, or None where this one is not compiled
     """
 
@@ -42,7 +41,6 @@ class Op:
     types: frozenset[Types] | None = None
     refuse: Callable[..., str | None] | None = None
     optional: bool = False
-    nmse: float = 0.0
     prepare: Callable[..., Call | None] | None = None
     n_src: int = field(init=False)
     wants_params: bool = field(init=False)
@@ -184,7 +182,6 @@ def op(
     types: Iterable[Types] | None = None,
     refuse: Callable[..., str | None] | None = None,
     optional: bool = False,
-    nmse: float = 0.0,
 ) -> Callable[[Callable[..., None]], Op]:
     """Decorator: makes a function the backend's kernel of the ggml op `name`.
 
@@ -197,7 +194,6 @@ def op(
     refuse  called like the kernel: returns a reason why such a node is not taken, or None
     optional  taken only where the device is to take all ops (GGML_NPU_OPS=all), or where the output is part of a tensor
               in its memory
-    nmse    normalised mean squared error against ggml's CPU that rounding explains; 0: every byte is the same
 
     The kernel gets `Tensor`s, reads its sources with `.view()` and writes into `dst.view()`; a source that a node
     leaves out is None; a keyword `params` gets the node's op_params as bytes. An exception in it fails the node, not
@@ -205,7 +201,7 @@ def op(
     """
 
     def register(define: Callable[..., None]) -> Op:
-        entry = Op(name, define, None if types is None else frozenset(types), refuse, optional, nmse)
+        entry = Op(name, define, None if types is None else frozenset(types), refuse, optional)
         OPS.add(entry)
         return entry
 

@@ -96,6 +96,7 @@ class DiffResult:
 
     nodes    all of the run, in order; the spans among them
     states   cells of caches and recurrent states that are not the reference's, when they came to be
+    stopped  why the device's own run ended before the reference's, or None
     refused  nodes of the chosen ops that the device does not take, by op and reason
     """
 
@@ -112,6 +113,7 @@ class DiffResult:
     rounding: str
     nodes: list[NodeResult] = field(default_factory=list)
     states: list[StateResult] = field(default_factory=list)
+    stopped: str | None = None
     refused: Counter[tuple[str, str]] = field(default_factory=Counter)
 
     @property
@@ -130,7 +132,7 @@ class DiffResult:
         return [node for node in self.nodes if not node]
 
     def __bool__(self) -> bool:
-        return bool(self.compared) and not self.wrong and not self.stray
+        return bool(self.compared) and not self.wrong and not self.stray and self.stopped is None
 
 
 @dataclass(frozen=True)
@@ -166,10 +168,13 @@ class _Judge:
         self._reader, self._own_reader = convert.Reader(ggml), convert.Reader(ggml)
         self._errors: dict[int, float] = {}  # of results in the device's own run, by the reference's tensor
         self._node: Node | None = None
+        self._isolated: _Isolated | None = None
         self._copies: dict[Tensor, Tensor] = {}
         self._heats = 0
         self._n_graphs = 0
         self._fuses = fuses
+        # what is taken to be the error of a result inside of a span, which the device does not make
+        self._within_span = max(self._tolerances.nmse(fusion.name, "f32") for fusion in FUSIONS) if fuses else 0.0
         self._own_chain = _Chain(FUSIONS)
         self.states: list[StateResult] = []
         self._states = States(self.states.append)
@@ -210,6 +215,17 @@ class _Judge:
         self._scratch = _copy(node.dst)
         self._node = node
 
+    def between(self) -> str | None:
+        """The reference has computed it. The device computes it from the same inputs, between guards; where that does
+        damage, it had better not in its own run."""
+        self._isolated = found = self._recompute()
+        if found is None:
+            return None
+        if found.failure is not None:
+            return f"{found.node}: {found.failure}"
+        outside = found.comparison is not None and found.comparison.outside
+        return f"{found.node}: writes outside its output" if outside else None
+
     def after(self, address: int, place: int, own: int | None) -> None:
         """Both have computed it; `own` is the device's tensor."""
         self._spans.after(address)
@@ -217,7 +233,7 @@ class _Judge:
         if own is not None:
             moved = self._npu is not None and self._npu.statistics.graphs != self._n_graphs
             on = "NPU" if moved else "CPU"
-        isolated, node = self._recompute(), self._read.node
+        isolated, node = self._isolated, self._read.node
         if node.dst.n_elements == 0:
             return
         cumulative = None
@@ -278,10 +294,10 @@ class _Judge:
 
     def _verdict(self, address: int, isolated: _Isolated | None, cumulative: Comparison | None) -> Verdict:
         node, errors = self._read.node, self._errors
-        inputs = max((errors.get(root, 0.0) for root in self._read.roots if root), default=0.0)
-        error = cumulative.error if cumulative is not None else 0.0
-        errors[address] = errors[self._read.view_source] = error
         bound = self._tolerances.nmse(node.op, _type(node))
+        inputs = max((errors.get(root, 0.0) for root in self._read.roots if root), default=0.0)
+        error = cumulative.error if cumulative is not None else self._within_span
+        errors[address] = errors[self._read.view_source] = error
         if isolated is not None and isolated.failure is not None:
             return Verdict.FAILED
         if isolated is not None and isolated.comparison is not None and not isolated.comparison.within(bound):
@@ -522,7 +538,7 @@ def diff(
     judge = _Judge(ggml, npu, ops, tolerances or Tolerances(), add, fuses=fuses)
     own_kernels = (dict(OPS), OPS.version)
     sides = Side(reference, own_kernels, "off"), Side(device, own_kernels, DEVICE.fusion)
-    steps_of = Lockstep(*sides, before=judge.before, after=judge.after, alone=judge.alone)
+    steps_of = Lockstep(*sides, before=judge.before, between=judge.between, after=judge.after, alone=judge.alone)
     settings = replace(settings or Settings(flash_attention="off"), n_ctx=context_for(prompt, steps))
 
     def session(name: str, observer: Observer) -> Session:
@@ -556,6 +572,7 @@ def diff(
             rounding=NUMERICS.rounding,
             nodes=nodes,
             states=judge.states,
+            stopped=steps_of.stopped,
             refused=judge.refused,
         )
 

@@ -47,14 +47,21 @@ class Side:
         OPS.use(*self.ops)
         DEVICE.fusion = self.fusion
 
+    def halt(self, reason: str | None) -> None:
+        """The NPU fails with this reason, if any, instead of computing anything more."""
+        if self.is_npu:
+            ggml_backend_npu.register().halted = reason
+
 
 class Lockstep:
     """The observers of both runs, and what makes them wait for each other.
 
     before  called with a node's address and place when the reference is about to compute it
-    after   called when both have: the reference's address, its place, and the device's address, or None where the
-            device has computed it together with nodes behind it
     alone   asks the device whether the op at an address is to be computed alone
+    between  called when the reference has computed it, and the device has not: returns why the device must not, or None
+    after   called when both have: the reference's address, its place, and the device's address, or None where the
+            device has computed it together with nodes behind it, or has stopped
+    stopped  why the device's run came to an end before the reference's, or None
     """
 
     def __init__(
@@ -63,18 +70,20 @@ class Lockstep:
         device: Side,
         *,
         before: Callable[[int, int], None],
+        between: Callable[[], str | None],
         after: Callable[[int, int, int | None], None],
         alone: Callable[[int], bool],
     ) -> None:
         self.reference = _Runner(self, reference)
         self.device = _Runner(self, device)
-        self._before, self._after, self._alone = before, after, alone
+        self._before, self._between, self._after, self._alone = before, between, after, alone
+        self.stopped: str | None = None
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="device")
         self._turns = {self.reference: threading.Semaphore(0), self.device: threading.Semaphore(0)}
         self._failed = False
 
     def decode(self, reference: Session, device: Session, tokens: list[int]) -> None:
-        """Runs tokens through both. Raises what either raises."""
+        """Runs tokens through both, or through the reference alone where the device has stopped."""
         self.reference.place = self.device.place = -1
         self._failed = False
         other: Future[None] = self._pool.submit(self._decode_device, device, tokens)
@@ -99,14 +108,17 @@ class Lockstep:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._pool.shutdown()
+        self.device.side.halt(None)
         self.device.side.begin_turn()
 
     def _decode_device(self, device: Session, tokens: list[int]) -> None:
         self._turns[self.device].acquire()
         self.device.side.begin_turn()
         try:
-            if not self._failed:
+            if not self._failed and self.stopped is None:
                 device.decode(tokens)
+        except SessionError as error:
+            self.stopped = str(error)
         finally:
             self.device.place = _ENDED
             self._turns[self.reference].release()
@@ -134,7 +146,9 @@ class Lockstep:
         if runner is self.device:
             self._hand_over(self.device, self.reference)
             return
+        reason = self._between()
         while self.device.place < runner.place:
+            self.device.side.halt(reason)
             self._hand_over(self.reference, self.device)
         same = self.device.place == runner.place
         self._after(address, runner.place, self.device.address if same else None)

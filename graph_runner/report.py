@@ -51,6 +51,8 @@ def _verdict(result: DiffResult) -> str:
         return "no node was compared"
     if result.stray and not wrong:
         return f"cells of {result.stray[0].tensor} are wrong that no node wrote"
+    if result.stopped and not wrong:
+        return f"the {result.device} stopped: {result.stopped}"
     if wrong:
         return f"{len(wrong):,} of {len(compared):,} nodes differ from {_whose(result)}"
     if rounded:
@@ -111,7 +113,7 @@ def print_diff(result: DiffResult, console: Console, *, first: int = 5) -> None:
         console.print(_describe(node), style="red", highlight=False, markup=False, soft_wrap=True)
     if len(result.wrong) > first:
         console.print(f"... and {len(result.wrong) - first:,} more", highlight=False)
-    console.print(_own_run(result), highlight=False, soft_wrap=True)
+    console.print(_own_run(result), highlight=False, markup=False, soft_wrap=True)
     if result.states:
         console.print(_states(result.states), highlight=False, markup=False, soft_wrap=True)
     console.print(_verdict(result), style="bold green" if result else "bold red", highlight=False)
@@ -120,6 +122,8 @@ def print_diff(result: DiffResult, console: Console, *, first: int = 5) -> None:
 def _own_run(result: DiffResult) -> str:
     """The device's own run in a line."""
     nodes = [node for node in result.nodes if node.cumulative is not None]
+    if result.stopped is not None:
+        return f"own run of the {result.device}: stopped behind {len(nodes):,} nodes: {result.stopped}"
     on = ", ".join(f"{count:,} on the {name}" for name, count in Counter(node.on for node in nodes).most_common())
     counts = Counter(node.verdict for node in nodes)
     verdicts = ", ".join(f"{counts[verdict]:,} {verdict}" for verdict in Verdict if counts[verdict])
@@ -178,6 +182,7 @@ def diff_json(result: DiffResult) -> dict[str, Any]:
         "flash_attention": result.settings.flash_attention,
         "passed": bool(result),
         "verdict": _verdict(result),
+        "stopped": result.stopped,
         "first_introduced": result.nodes.index(wrong[0]) if wrong else None,
         "summary": [_summary_json(op, types, nodes) for (op, types), nodes in _groups(result).items()],
         "refused": [
@@ -216,6 +221,7 @@ def _node_json(node: NodeResult) -> dict[str, Any]:
         "ne": list(node.ne),
         "device": node.on,
         "verdict": str(node.verdict),
+        "passed": bool(node),
         "failure": node.failure,
         "isolated": _comparison_json(node.isolated),
         "cumulative": _comparison_json(node.cumulative),

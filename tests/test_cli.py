@@ -230,26 +230,30 @@ def test_diff_writes_json_to_a_file(cli: Cli, tmp_path: Path) -> None:
     assert "every byte equals" in outcome.out
     data = strict_json(file.read_text())
     assert [*data] == [
-        *("schema", "model", "description", "ggml", "q8_0_rounding", "prompt", "text", "n_prompt", "steps"),
         *(
-            "cache_type_k",
-            "cache_type_v",
-            "flash_attention",
-            "equal",
-            "passed",
-            "verdict",
-            "summary",
-            "refused",
-            "nodes",
+            "schema",
+            "model",
+            "description",
+            "ggml",
+            "reference",
+            "device",
+            "q8_0_rounding",
+            "prompt",
+            "text",
+            "n_prompt",
         ),
+        *("steps", "cache_type_k", "cache_type_v", "flash_attention", "passed", "verdict", "stopped"),
+        *("first_introduced", "summary", "refused", "states", "nodes"),
     ]
     assert (data["schema"], data["passed"], data["prompt"], data["n_prompt"]) == (SCHEMA, True, PROMPT, 26)
     assert (data["cache_type_k"], data["cache_type_v"], data["flash_attention"]) == ("q8_0", "f16", "on")
-    assert sum(group["nodes"] for group in data["summary"]) == len(data["nodes"])
+    compared = [node for node in data["nodes"] if node["isolated"] is not None]
+    assert sum(group["nodes"] for group in data["summary"]) == len(compared)
     assert {node["step"] for node in data["nodes"]} == {0, 1}
     first = data["nodes"][0]
     assert first | {"index": 0, "op": "GET_ROWS", "types": "q8_0 i32 -> f32", "ne": [64, 26, 1, 1]} == first
-    assert (first["equal"], first["n_bytes"], first["n_different"]) == (True, 64 * 26 * 4, 0)
+    equal = {"n_bytes": 64 * 26 * 4, "n_different": 0, "outside": False}
+    assert (first["verdict"], first["isolated"], first["cumulative"]) == ("exact", equal, equal)
     assert [*tmp_path.iterdir()] == [file]
 
 
@@ -289,15 +293,17 @@ def test_diff_names_the_first_wrong_node_and_exits_with_1(cli: Cli, tmp_path: Pa
     assert outcome.code == 1
     assert outcome.err == f"kernels of {kernels}: CONT (replaced)\n"
     assert outcome.out.endswith("4 of 10 nodes differ from ggml's CPU\n")
-    first = re.search(r"^step 0 node (\d+): CONT 'kqv_out-0' f32 -> f32 .* first at \[0, 0, 0, 0\]", outcome.out, re.M)
+    beginning, described, *_ = outcome.out.splitlines()
+    assert beginning == "the first wrong node:"
+    first = re.match(r"step 0 node (\d+): CONT 'kqv_out-0' f32 -> f32 .* first at \[0, 0, 0, 0\]", described)
     assert first is not None
 
     data = strict_json(cli(*command, "--json", "-").out)
     different = [node for node in data["nodes"] if not node["passed"]]
     assert (data["passed"], len(different)) == (False, 4)
     assert (different[0]["index"], different[0]["name"]) == (int(first[1]), "kqv_out-0")
-    assert different[0]["where"] == [0, 0, 0, 0]
-    assert different[0]["n_different"] > 0
+    assert different[0]["isolated"]["where"] == [0, 0, 0, 0]
+    assert different[0]["isolated"]["n_different"] > 0
 
 
 def test_diff_says_why_a_kernel_failed(cli: Cli, tmp_path: Path) -> None:
@@ -306,7 +312,9 @@ def test_diff_says_why_a_kernel_failed(cli: Cli, tmp_path: Path) -> None:
     assert outcome.code == 1
     reason = "AttributeError: 'numpy.ndarray' object has no attribute 'shapes'"
     assert f"failed: {reason}" in outcome.err
-    assert {node.get("failure") for node in strict_json(outcome.out)["nodes"]} == {None, reason}
+    data = strict_json(outcome.out)
+    assert {node["failure"] for node in data["nodes"]} == {None, reason}
+    assert data["stopped"].endswith(reason)
 
 
 # kernels of one's own

@@ -64,9 +64,10 @@ class Record:
     def __init__(self) -> None:
         self.nodes: list[Node] = []
 
-    def before(self, node: int) -> None:
+    def before(self, node: int) -> bool:
         if convert.computes(convert.op_name(lib.ggml(), node)):
             self.nodes.append(convert.node(lib.ggml(), node))
+        return True
 
     def after(self, node: int) -> None:
         pass
@@ -107,12 +108,12 @@ def test_every_mover_of_a_model_equals_the_cpu(
     model: Models, name: str, settings: Settings, expected: set[tuple[str, str]]
 ) -> None:
     result = diff(model(name), PROMPT, steps=STEPS, settings=settings, ops=MOVERS)
-    assert result, result.different[:1]
+    assert result, result.wrong[:1]
     assert not result.refused
-    assert {(node.op, node.types) for node in result.nodes} == expected
-    assert Counter(node.op for node in result.nodes) == count(model(name), settings)
-    assert {node.step for node in result.nodes} == set(range(STEPS + 1))
-    assert all(node.comparison is not None and node.comparison.n_bytes > 0 for node in result.nodes)
+    assert {(node.op, node.types) for node in result.compared} == expected
+    assert Counter(node.op for node in result.compared) == count(model(name), settings)
+    assert {node.step for node in result.compared} == set(range(STEPS + 1))
+    assert all(node.isolated is not None and node.isolated.n_bytes > 0 for node in result.compared)
 
 
 @pytest.mark.parametrize("name", WRITERS)
@@ -120,15 +121,15 @@ def test_the_definitions_equal_the_cpu_too(backend: Plugin, model: Models, name:
     settings = FLASH_OFF if name in ("rwkv7", "mamba") else QUANTISED
     with engine(backend, "reference"):
         result = diff(model(name), PROMPT, steps=1, settings=settings)
-    assert result, result.different[:1]
+    assert result, result.wrong[:1]
 
 
 def test_the_diff_covers_a_prompt_of_several_batches(model: Models) -> None:
     prompt = "one two three " * 40
     result = diff(model("llama"), prompt, steps=0)
-    assert result, result.different[:1]
+    assert result, result.wrong[:1]
     assert result.n_prompt > 512
-    assert sum(node.name == "embd" for node in result.nodes) == 2
+    assert sum(node.name == "embd" for node in result.compared) == 2
 
 
 def test_ids_of_experts_are_strided(model: Models) -> None:
@@ -157,8 +158,8 @@ def test_the_diff_takes_copies_of_sources_that_a_node_overwrites(model: Models) 
     in_place = [node for node in nodes if any(source and overlap(source, node.dst) for source in node.src)]
     assert in_place
     result = diff(model("llama"), PROMPT, steps=STEPS, settings=FLASH_OFF, ops={"ADD"})
-    assert result, result.different[:1]
-    assert len(result.nodes) == len(nodes)
+    assert result, result.wrong[:1]
+    assert len(result.compared) == len(nodes)
 
 
 @pytest.mark.usefixtures("own_ops")
@@ -169,7 +170,7 @@ def test_nodes_that_the_npu_refuses_are_counted_with_the_reason(model: Models) -
 
     result = diff(model("llama"), PROMPT, steps=0, ops={"MUL"})
     assert not result
-    assert result.nodes == []
+    assert result.compared == []
     assert list(result.refused) == [("MUL", "types f32 f32 -> f32")]
 
 
@@ -235,9 +236,9 @@ def first_different(file: Path, register: Callable[[], None], op_name: str, step
     register()
     result = diff(file, PROMPT, steps=STEPS, settings=settings)
     assert not result
-    first = result.different[0]
+    first = result.wrong[0]
     assert (first.step, first.index, first.op, first.name) == (step, expected[0], op_name, expected[1].name)
-    assert {node.op for node in result.different} == {op_name}
+    assert {node.op for node in result.wrong} == {op_name}
     return first, result
 
 
@@ -256,21 +257,21 @@ def test_wrong_bytes_are_found_at_the_first_wrong_node(
     model: Models, register: Callable[[], None], op_name: str, step: int
 ) -> None:
     first, _ = first_different(model("llama"), register, op_name, step)
-    assert first.comparison is not None
-    assert first.comparison.n_different > 0
-    assert first.comparison.where is not None
-    assert first.comparison.max_abs > 0
-    assert not first.comparison.outside
+    assert first.isolated is not None
+    assert first.isolated.n_different > 0
+    assert first.isolated.where is not None
+    assert first.isolated.max_abs > 0
+    assert not first.isolated.outside
 
 
 @pytest.mark.usefixtures("own_ops")
 @pytest.mark.parametrize("offset", [0, 4000, -1])
 def test_a_byte_outside_the_output_is_found(model: Models, offset: int) -> None:
     first, result = first_different(model("llama"), _writes_at(offset), "GET_ROWS", 0)
-    assert first.comparison is not None
-    assert first.comparison.n_different == 0
-    assert first.comparison.outside
-    assert len(result.different) == sum(node.op == "GET_ROWS" for node in result.nodes)
+    assert first.isolated is not None
+    assert first.isolated.n_different == 0
+    assert first.isolated.outside
+    assert len(result.wrong) == sum(node.op == "GET_ROWS" for node in result.compared)
 
 
 @pytest.mark.usefixtures("own_ops")
@@ -283,7 +284,7 @@ def test_a_kernel_that_raises_is_a_different_node_with_the_reason(
     model: Models, error: Exception, message: str
 ) -> None:
     first, _ = first_different(model("llama"), _raises(error), "SET_ROWS", 0)
-    assert first.comparison is None
+    assert first.isolated is None
     assert first.failure == message
 
 
@@ -297,9 +298,9 @@ def test_where_names_the_first_different_element(model: Models) -> None:
         dst.view()[0, 0, -1, 5] += 1
 
     first, _ = first_different(model("llama"), lambda: None, "GET_ROWS", 0)
-    assert first.comparison is not None
-    assert first.comparison.where == (0, 0, 25, 5)
-    assert first.comparison.max_abs == 1
+    assert first.isolated is not None
+    assert first.isolated.where == (0, 0, 25, 5)
+    assert first.isolated.max_abs == 1
 
 
 # text

@@ -313,7 +313,7 @@ def test_a_diff_lists_nodes_outside_the_profile_as_refused(options: pytest.Monke
     options.setattr(DEVICE, "profile", load("ascend-required"))
     result = diff(write_tiny_llama(tmp_path / "tiny.gguf"), "once", steps=0)
     assert result
-    assert {node.op for node in result.nodes} == {"GET_ROWS"}
+    assert {node.op for node in result.compared} == {"GET_ROWS"}
     counts = {"SET_ROWS": 4, "CONT": 2, "ADD": 4, "MUL": 5, "ROPE": 4, "SOFT_MAX": 2}
     assert result.refused == {(op, f"profile ascend-required: no {op}"): n for op, n in counts.items()}
 

@@ -17,7 +17,7 @@ from ggml_backend_npu.ir import Graph
 from ggml_backend_npu.memory import DeviceMemory
 from ggml_backend_npu.ops import strided
 from ggml_backend_npu.plan import Plan, plan
-from ggml_backend_npu.registry import OPS
+from ggml_backend_npu.registry import OPS, KernelError
 
 NAME = "NPU"
 _DEVICE_TYPES = {"accel": structs.DEVICE_TYPE_ACCEL, "gpu": structs.DEVICE_TYPE_GPU}
@@ -54,6 +54,7 @@ class Plugin:
 
     contexts  what it has done for each ggml_backend that is alive, by address
     active  whether the device takes nodes; while it is not, a scheduler leaves every node to the CPU
+    halted  why the device is to fail instead of computing, or None
     """
 
     def __init__(self, ggml: Ggml) -> None:
@@ -61,6 +62,7 @@ class Plugin:
         self.statistics = Statistics()
         self.contexts: dict[int, Statistics] = {}
         self.active = True
+        self.halted: str | None = None
         self._plans: dict[tuple[int, bytes], Plan] = {}
         self._fusible = fusible()
         self._cpu: int | None = None
@@ -208,6 +210,8 @@ class Plugin:
 
     @guarded(structs.STATUS_FAILED)
     def graph_compute(self, backend: int, graph: int) -> int:
+        if self.halted is not None:
+            raise KernelError(self.halted)
         if DEVICE.fallback == "cpu":
             return self._compute_with_fallback(backend, graph)
         key = OPS.version, convert.key(self.ggml, graph, self._fusible if DEVICE.fusion == "on" else frozenset())

@@ -85,7 +85,7 @@ def _refuse(dst: Tensor, x: Tensor, positions: Tensor, factors: Tensor | None, p
     return None
 
 
-@op("ROPE", types=[("f32", "f32", "i32"), ("f16", "f16", "i32")], refuse=_refuse, optional=True, nmse=1e-7)
+@op("ROPE", types=[("f32", "f32", "i32"), ("f16", "f16", "i32")], refuse=_refuse, optional=True)
 def rope(dst: Tensor, x: Tensor, positions: Tensor, factors: Tensor | None, params: bytes) -> None:
     """Rotates pairs of a row's n_dims elements by angles of the row's position; the others stay.
 

@@ -380,7 +380,7 @@ def _refuse(dst: Tensor, x: Tensor, mask: Tensor | None, sinks: Tensor | None, p
     return None
 
 
-@op("SOFT_MAX", types=[("f32", "f32")], refuse=_refuse, optional=True, nmse=1e-11)
+@op("SOFT_MAX", types=[("f32", "f32")], refuse=_refuse, optional=True)
 def soft_max(dst: Tensor, x: Tensor, mask: Tensor | None, sinks: Tensor | None, params: bytes) -> None:
     """dst = softmax of x * scale + slope * mask over each row, with a head's sink in its sum.
 
