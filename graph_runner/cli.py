@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -81,6 +81,14 @@ ProfileName = Annotated[
 ]
 JsonFile = Annotated[
     str | None, typer.Option("--json", metavar="FILE|-", help="Write the result as JSON too; - is stdout.")
+]
+HtmlFile = Annotated[
+    str | None,
+    typer.Option("--html", metavar="FILE|-", help="Write the result as a page for a browser too: one file."),
+]
+ExplorerFile = Annotated[
+    str | None,
+    typer.Option("--model-explorer", metavar="FILE|-", help="Write errors as node data for Model Explorer too."),
 ]
 DeviceMemory = Annotated[
     str | None,
@@ -225,6 +233,8 @@ def diff(
         typer.Option(help="Flash attention; off, a graph has CONT nodes and more kinds of SET_ROWS."),
     ] = FlashAttention.OFF,
     json_file: JsonFile = None,
+    html_file: HtmlFile = None,
+    explorer_file: ExplorerFile = None,
     kernels: Kernels = None,
     profile: ProfileName = None,
     fusion: Fuse = True,
@@ -237,6 +247,8 @@ def diff(
     Exit code 0: every byte equal, or apart by rounding in an op that says so; 1: a node differs; 2: bad input.
     """
     from graph_runner.diff import NodeResult, diff
+    from graph_runner.explorer import explorer_json
+    from graph_runner.html import diff_html
     from graph_runner.models import model_file
     from graph_runner.report import diff_json, print_diff
     from graph_runner.session import Settings
@@ -244,7 +256,8 @@ def diff(
     _use_device(profile=profile, **_chosen(fusion=fusion))
     _use_kernels(kernels)
     chosen = _chosen_ops(ops)
-    _check_json(json_file)
+    outputs = {"--json": json_file, "--html": html_file, "--model-explorer": explorer_file}
+    _check_outputs(outputs)
     settings = Settings(
         cache_type_k=cache_type_k, cache_type_v=cache_type_v, flash_attention=flash_attn.value, threads=threads
     )
@@ -264,9 +277,14 @@ def diff(
 
         with model_file(model) as file:
             result = diff(file, prompt, steps=steps, settings=settings, ops=chosen, seen=seen)
+    data = diff_json(result)
     if json_file is not None:
-        _write(json_file, json.dumps(diff_json(result), indent=1, allow_nan=False) + "\n")
-    print_diff(result, console if json_file == "-" else Console())
+        _write("--json", json_file, _json_text(data))
+    if html_file is not None:
+        _write("--html", html_file, diff_html(_schema_3(data)))
+    if explorer_file is not None:
+        _write("--model-explorer", explorer_file, _json_text(explorer_json(_schema_3(data))))
+    print_diff(result, console if "-" in outputs.values() else Console())
     raise typer.Exit(0 if result else 1)
 
 
@@ -284,29 +302,62 @@ def _chosen_ops(ops: str | None) -> set[str] | None:
     return {known[name] for name in chosen}
 
 
-def _check_json(file: str | None) -> None:
-    if file is None or file == "-":
-        return
-    if Path(file).is_dir():
-        raise BadInputError(f"--json {file!r}: is a directory")
-    if not Path(file).parent.is_dir():
-        raise BadInputError(f"--json {file!r}: no such directory")
+def _schema_3(data: dict[str, Any]) -> dict[str, Any]:
+    """The JSON of today's diff as the schema that its page and its export read."""
+    keys = ("n_bytes", "n_different", "outside", "nmse", "max_abs", "where")
+    nodes = []
+    for node in data["nodes"]:
+        verdict = "exact" if node["equal"] else "rounding" if node["passed"] else "introduced"
+        found = {"outside": False} | {key: node[key] for key in keys if key in node} if "n_bytes" in node else None
+        nodes.append(
+            {key: node[key] for key in ("step", "index", "op", "name", "types", "ne")}
+            | {"verdict": verdict if found else "failed", "failure": node.get("failure"), "isolated": found}
+        )
+    summary = [
+        {"op": group["op"], "types": group["types"], "nodes": group["nodes"]}
+        | Counter(n["verdict"] for n in nodes if (n["op"], n["types"]) == (group["op"], group["types"]))
+        for group in data["summary"]
+    ]
+    first = next((i for i, node in enumerate(nodes) if node["verdict"] in ("introduced", "failed")), None)
+    return data | {"nodes": nodes, "summary": summary, "first_introduced": first}
 
 
-def _write(file: str, text: str) -> None:
+def _check_outputs(files: dict[str, str | None]) -> None:
+    """Files to write, by option: each in a folder that exists, no two the same."""
+    seen: dict[Path, str] = {}
+    for option, file in files.items():
+        if file is None:
+            continue
+        path = Path(file).resolve()
+        if path in seen:
+            raise BadInputError(f"{option} {file!r}: {seen[path]} writes there")
+        seen[path] = option
+        if file == "-":
+            continue
+        if path.is_dir():
+            raise BadInputError(f"{option} {file!r}: is a directory")
+        if not path.parent.is_dir():
+            raise BadInputError(f"{option} {file!r}: no such directory")
+
+
+def _json_text(data: dict[str, Any]) -> str:
+    return json.dumps(data, indent=1, allow_nan=False) + "\n"
+
+
+def _write(option: str, file: str, text: str) -> None:
     if file == "-":
         sys.stdout.write(text)
         return
     path = Path(file)
     try:
         if path.exists() and not path.is_file():  # a pipe or a device is written to, not replaced
-            path.write_text(text)
+            path.write_text(text, encoding="utf-8")
         else:
             partial = path.with_name(path.name + ".part")
-            partial.write_text(text)
+            partial.write_text(text, encoding="utf-8")
             partial.replace(path)
     except OSError as error:
-        raise BadInputError(f"--json {file!r}: {error.strerror}") from None
+        raise BadInputError(f"{option} {file!r}: {error.strerror}") from None
 
 
 @app.command()
@@ -343,7 +394,7 @@ def coverage(
         **_chosen(all_ops),
     )
     _use_kernels(kernels)
-    _check_json(json_file)
+    _check_outputs({"--json": json_file})
     settings = Settings(
         cache_type_k=cache_type_k,
         cache_type_v=cache_type_v,
@@ -355,7 +406,7 @@ def coverage(
     with model_file(model) as file, console.status("running the model"):
         found = cover(file, prompt, settings=settings)
     if json_file is not None:
-        _write(json_file, json.dumps(coverage_json(found), indent=1) + "\n")
+        _write("--json", json_file, _json_text(coverage_json(found)))
     print_coverage(found, console if json_file == "-" else Console())
 
 

@@ -6,6 +6,7 @@ import json
 from base64 import b64encode
 from hashlib import sha256
 from typing import Any
+from urllib.parse import quote
 
 from jinja2 import ChainableUndefined, Environment, PackageLoader
 from markupsafe import Markup
@@ -24,7 +25,7 @@ def diff_html(data: dict[str, Any]) -> str:
     """
     loader = PackageLoader("graph_runner")
     templates = Environment(loader=loader, autoescape=True, undefined=ChainableUndefined, trim_blocks=True)
-    templates.filters["number"] = _number
+    templates.filters |= {"number": _number, "quoted": _quoted, "fragment": _fragment}
     script, style = (loader.get_source(templates, name)[0] for name in ("diff.js", "diff.css"))
     place = data.get("first_introduced")
     page = templates.get_template("diff.html.j2").render(
@@ -53,3 +54,11 @@ def _number(x: float | None) -> str:
     if x is None:
         return "not finite"
     return "0" if x == 0 else f"{x:.2e}"
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _fragment(text: str) -> str:
+    return quote(text, safe="", errors="replace")

@@ -1,4 +1,3 @@
-
 "use strict";
 (() => {
 const data = JSON.parse(document.getElementById("data").textContent);
@@ -28,8 +27,8 @@ const count = (n) => n.toLocaleString("en");
 const label = (node) => `step ${node.step}, node ${node.index}: ${node.op} ${node.name}`;
 
 function number(x) {
-  if (x === undefined || x === null) return x === null ? "not finite" : "–";
-  if (!Number.isFinite(x)) return "not finite";
+  if (x === undefined) return "–";
+  if (x === null || x === Infinity) return "not finite";
   return x === 0 ? "0" : Math.abs(x) >= 0.01 && Math.abs(x) < 1000 ? String(+x.toPrecision(4)) : x.toExponential(2);
 }
 
@@ -53,7 +52,9 @@ const words = nodes.map((n) =>
 function readAddress() {
   const given = new URLSearchParams(location.hash.slice(1));
   for (const key of Object.keys(DEFAULTS)) state[key] = given.get(key) ?? DEFAULTS[key];
-  if (![...byId("metric").options].some((option) => option.value === state.metric)) state.metric = DEFAULTS.metric;
+  for (const key of ["metric", "op", "step"]) {
+    if (![...byId(key).options].some((option) => option.value === state[key])) state[key] = DEFAULTS[key];
+  }
   if (!["order", ...SERIES].includes(state.sort)) state.sort = DEFAULTS.sort;
   if (!/^\d+$/.test(state.node) || Number(state.node) >= nodes.length) state.node = "";
 }
@@ -62,6 +63,9 @@ function writeAddress() {
   const changed = Object.entries(state).filter(([key, value]) => value !== DEFAULTS[key]);
   history.replaceState(null, "", `#${new URLSearchParams(changed)}`);
 }
+
+/* The error of a node in words; one that failed has none, though it sorts and is plotted as the largest. */
+const said = (series, i) => (nodes[i].verdict === "failed" ? "–" : number(errors[series][i]));
 
 function chosen() {
   return state.node === "" ? data.first_introduced ?? null : Number(state.node);
@@ -160,10 +164,7 @@ const table = (() => {
 
   function row(i, place) {
     const n = nodes[i];
-    const error = (series) => {
-      const value = errors[series][i];
-      return make("td", { className: value === 0 ? "zero" : "" }, number(value));
-    };
+    const error = (series) => make("td", { className: errors[series][i] === 0 ? "zero" : "" }, said(series, i));
     const made = make("tr", { className: "row", id: `row-${i}`, title: n.diagnosis ?? n.failure ?? "" },
       make("td", {}, `${n.step} / ${n.index}`), make("td", {}, n.op), make("td", { title: n.name }, n.name),
       make("td", { title: n.types }, n.types), make("td", { className: n.verdict }, n.verdict),
@@ -256,7 +257,7 @@ const plot = (() => {
     const band = (y, name) => parts.push(
       draw("rect", { class: "band", x: LEFT, y: y - BAND / 2, width: s.width - LEFT - RIGHT, height: BAND, rx: 3 }),
       draw("text", { x: LEFT - 8, y: y + 4, "text-anchor": "end" }, name));
-    band(s.top, "not finite");
+    band(s.top, "no number");
     band(s.zero, "0");
     const apart = Math.ceil((s.high - s.low) / 6);
     for (let power = s.low; power <= s.high; power += apart) {
@@ -276,21 +277,18 @@ const plot = (() => {
     return parts;
   }
 
-  /* One path for all points of a verdict: each a line of no length with round ends. */
+  /* One path for all points of a verdict: discs are lines of no length with round ends, rings two arcs each. */
+  const SHAPES = { isolated: "h0", cumulative: "m-3 0a3 3 0 1 0 6 0a3 3 0 1 0 -6 0" };
+
   function dots(series, verdict) {
     const points = [];
     for (let i = scale.from; i <= scale.to; i++) {
       const error = errors[series][i];
       if (isShown[i] && error !== undefined && nodes[i].verdict === verdict) {
-        points.push(`M${scale.x(i).toFixed(1)} ${scale.y(error).toFixed(1)}h0`);
+        points.push(`M${scale.x(i).toFixed(1)} ${scale.y(error).toFixed(1)}${SHAPES[series]}`);
       }
     }
-    if (!points.length) return [];
-    const path = (extra) => draw("path", { class: `dots ${series} ${verdict}${extra}`, d: points.join("") });
-    if (series === "isolated") return [path("")];
-    const hole = path(" hole");
-    hole.classList.remove(verdict);
-    return [path(""), hole];
+    return points.length ? [draw("path", { class: `dots ${series} ${verdict}`, d: points.join("") })] : [];
   }
 
   function mark(i, name) {
@@ -310,7 +308,7 @@ const plot = (() => {
     if (i === null) return;
     const n = nodes[i];
     tip.replaceChildren(make("p", {}, label(n)), make("p", {}, make("b", { className: n.verdict }, n.verdict),
-      ` · isolated ${number(errors.isolated[i])} · cumulative ${number(errors.cumulative[i])}`));
+      ` · isolated ${said("isolated", i)} · cumulative ${said("cumulative", i)}`));
     const x = scale.x(i), y = scale.y(errors.isolated[i] ?? errors.cumulative[i] ?? 0);
     const left = x + tip.offsetWidth + 20 < scale.width ? x + 12 : x - tip.offsetWidth - 12;
     tip.style.left = `${Math.max(4, left)}px`;
@@ -380,7 +378,6 @@ function showDetail() {
   }
   parts.push(...metrics(n), ...histogram(n), ...heatMap(n.heat), ...blocks(n));
   box.replaceChildren(...parts);
-  box.scrollTop = 0;
 }
 
 function rowsOf(head, rows) {
@@ -398,7 +395,7 @@ function metrics(n) {
   const pair = (values) => (values ? `${count(values[0])} / ${count(values[1])}` : "–");
   const rows = [
     ["bytes that differ", ...each((c) => (c.n_different
-      ? `${count(c.n_different)} of ${count(c.n_bytes)} (${number(100 * c.n_different / c.n_bytes)} %)` : `none of ${count(c.n_bytes)}`))],
+      ? `${count(c.n_different)} (${(100 * c.n_different / c.n_bytes).toPrecision(3)} %)` : "none"))],
     ["written outside", ...each((c) => (c.outside ? "yes" : "no"))],
   ];
   if (both.some((c) => c?.n_different)) {
@@ -412,6 +409,8 @@ function metrics(n) {
       ["first at [i3, i2, i1, i0]", ...differs((c) => (c.where ? `[${c.where.join(", ")}]` : "–"))]);
   }
   const shape = [["types", n.types], ["shape ne", n.ne.join(" × ")]];
+  const compared = both.find(Boolean);
+  if (compared) shape.push(["bytes", count(compared.n_bytes)]);
   if (n.nb) shape.push(["strides nb", n.nb.join(", ")]);
   if (typeof n.noise === "number") shape.push(["times the noise floor", number(n.noise)]);
   return [make("h3", {}, "Tensor"), rowsOf([], shape), rowsOf(["", "isolated", "cumulative"].slice(0, both.length + 1), rows)];
