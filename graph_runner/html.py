@@ -24,7 +24,9 @@ def diff_html(data: dict[str, Any]) -> str:
     Its state (search, filters, chosen node) is the address's fragment: "#q=blk.0&verdict=introduced,failed&node=12".
     """
     loader = PackageLoader("graph_runner")
-    templates = Environment(loader=loader, autoescape=True, undefined=ChainableUndefined, trim_blocks=True)
+    templates = Environment(
+        loader=loader, autoescape=True, undefined=ChainableUndefined, trim_blocks=True, keep_trailing_newline=True
+    )
     templates.filters |= {"number": _number, "quoted": _quoted, "fragment": _fragment}
     script, style = (loader.get_source(templates, name)[0] for name in ("diff.js", "diff.css"))
     place = data.get("first_introduced")

@@ -69,7 +69,7 @@ class Browser:
         self._call("Emulation.setEmulatedMedia", features=features)
 
     def open(self, file: Path, fragment: str = "") -> None:
-        """Opens a file and waits until it is loaded; of an open page with another fragment, only goes there."""
+        """Opens a file, anew where it is open, and waits until it is loaded."""
         self.complaints.clear()
         self._events.clear()
         self._call("Page.navigate", url="about:blank")
