@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -86,6 +86,14 @@ ProfileName = Annotated[
 ]
 JsonFile = Annotated[
     str | None, typer.Option("--json", metavar="FILE|-", help="Write the result as JSON too; - is stdout.")
+]
+HtmlFile = Annotated[
+    str | None,
+    typer.Option("--html", metavar="FILE|-", help="Write the result as a page for a browser too: one file."),
+]
+ExplorerFile = Annotated[
+    str | None,
+    typer.Option("--model-explorer", metavar="FILE|-", help="Write errors as node data for Model Explorer too."),
 ]
 DeviceMemory = Annotated[
     str | None,
@@ -230,6 +238,8 @@ def diff(
         typer.Option(help="Flash attention; off, a graph has CONT nodes and more kinds of SET_ROWS."),
     ] = FlashAttention.OFF,
     json_file: JsonFile = None,
+    html_file: HtmlFile = None,
+    explorer_file: ExplorerFile = None,
     kernels: Kernels = None,
     profile: ProfileName = None,
     all_ops: AllOps = False,
@@ -249,6 +259,8 @@ def diff(
     Exit code 0: every byte equal, or apart by rounding in an op that has it; 1: a node is wrong; 2: bad input.
     """
     from graph_runner.diff import NodeResult, diff
+    from graph_runner.explorer import explorer_json
+    from graph_runner.html import diff_html
     from graph_runner.models import model_file
     from graph_runner.report import diff_json, print_diff
     from graph_runner.session import Settings
@@ -257,7 +269,8 @@ def diff(
     _use_device(profile=profile, **_chosen(all_ops, fusion))
     _use_kernels(kernels)
     chosen = _chosen_ops(ops)
-    _check_json(json_file)
+    outputs = {"--json": json_file, "--html": html_file, "--model-explorer": explorer_file}
+    _check_outputs(outputs)
     settings = Settings(
         cache_type_k=cache_type_k, cache_type_v=cache_type_v, flash_attention=flash_attn.value, threads=threads
     )
@@ -287,9 +300,14 @@ def diff(
                 tolerances=Tolerances(tolerances),
                 seen=seen,
             )
+    data = diff_json(result)
     if json_file is not None:
-        _write(json_file, json.dumps(diff_json(result), indent=1, allow_nan=False) + "\n")
-    print_diff(result, console if json_file == "-" else Console())
+        _write("--json", json_file, _json_text(data))
+    if html_file is not None:
+        _write("--html", html_file, diff_html(data))
+    if explorer_file is not None:
+        _write("--model-explorer", explorer_file, _json_text(explorer_json(data)))
+    print_diff(result, console if "-" in outputs.values() else Console())
     raise typer.Exit(0 if result else 1)
 
 
@@ -307,29 +325,42 @@ def _chosen_ops(ops: str | None) -> set[str] | None:
     return {known[name] for name in chosen}
 
 
-def _check_json(file: str | None) -> None:
-    if file is None or file == "-":
-        return
-    if Path(file).is_dir():
-        raise BadInputError(f"--json {file!r}: is a directory")
-    if not Path(file).parent.is_dir():
-        raise BadInputError(f"--json {file!r}: no such directory")
+def _check_outputs(files: dict[str, str | None]) -> None:
+    """Files to write, by option: each in a folder that exists, no two the same."""
+    seen: dict[Path, str] = {}
+    for option, file in files.items():
+        if file is None:
+            continue
+        path = Path(file).resolve()
+        if path in seen:
+            raise BadInputError(f"{option} {file!r}: {seen[path]} writes there")
+        seen[path] = option
+        if file == "-":
+            continue
+        if path.is_dir():
+            raise BadInputError(f"{option} {file!r}: is a directory")
+        if not path.parent.is_dir():
+            raise BadInputError(f"{option} {file!r}: no such directory")
 
 
-def _write(file: str, text: str) -> None:
+def _json_text(data: dict[str, Any]) -> str:
+    return json.dumps(data, indent=1, allow_nan=False) + "\n"
+
+
+def _write(option: str, file: str, text: str) -> None:
     if file == "-":
         sys.stdout.write(text)
         return
     path = Path(file)
     try:
         if path.exists() and not path.is_file():  # a pipe or a device is written to, not replaced
-            path.write_text(text)
+            path.write_text(text, encoding="utf-8")
         else:
             partial = path.with_name(path.name + ".part")
-            partial.write_text(text)
+            partial.write_text(text, encoding="utf-8")
             partial.replace(path)
     except OSError as error:
-        raise BadInputError(f"--json {file!r}: {error.strerror}") from None
+        raise BadInputError(f"{option} {file!r}: {error.strerror}") from None
 
 
 @app.command()
@@ -366,7 +397,7 @@ def coverage(
         **_chosen(all_ops),
     )
     _use_kernels(kernels)
-    _check_json(json_file)
+    _check_outputs({"--json": json_file})
     settings = Settings(
         cache_type_k=cache_type_k,
         cache_type_v=cache_type_v,
@@ -378,7 +409,7 @@ def coverage(
     with model_file(model) as file, console.status("running the model"):
         found = cover(file, prompt, settings=settings)
     if json_file is not None:
-        _write(json_file, json.dumps(coverage_json(found), indent=1) + "\n")
+        _write("--json", json_file, _json_text(coverage_json(found)))
     print_coverage(found, console if json_file == "-" else Console())
 
 

@@ -306,6 +306,37 @@ def test_diff_names_the_first_wrong_node_and_exits_with_1(cli: Cli, tmp_path: Pa
     assert different[0]["isolated"]["n_different"] > 0
 
 
+def page_data(html: str) -> dict[str, Any]:
+    """The data that a page holds."""
+    found = re.search(r'<script type="application/json" id="data">(.*?)</script>', html, re.DOTALL)
+    assert found is not None
+    return strict_json(found[1])
+
+
+def test_diff_writes_a_page_and_node_data(cli: Cli, tmp_path: Path) -> None:
+    kernels = kernel_file(tmp_path, WRONG_CONT.format(value="x * 2"))
+    page, explorer = tmp_path / "diff.html", tmp_path / "explorer.json"
+    command = ("diff", "tiny", "-n", "1", "--ops", "CONT,GET_ROWS", "--kernels", kernels)
+    outcome = cli(*command, "--html", page, "--model-explorer", explorer)
+    assert outcome.code == 1
+    assert {*tmp_path.iterdir()} == {kernels, page, explorer}
+    data = page_data(page.read_text())
+    first = data["nodes"][data["first_introduced"]]
+    assert (first["op"], first["name"], first["verdict"]) == ("CONT", "kqv_out-0", "introduced")
+    assert "4 of 10 nodes differ from ggml's CPU" in page.read_text().split("<main>")[0].replace("&#39;", "'")
+    results = strict_json(explorer.read_text())["results"]
+    assert results[f"0/{first['index']} kqv_out-0"]["value"] == pytest.approx(1.0)
+    assert results["0/0 embd"]["value"] == 0
+
+
+def test_diff_writes_a_page_alone_to_stdout(cli: Cli) -> None:
+    outcome = cli("diff", "tiny", "-n", "0", "--ops", "CONT", "--html", "-")
+    assert outcome.code == 0
+    assert outcome.out.startswith("<!doctype html>")
+    assert outcome.out.endswith("</html>\n")
+    assert "every byte equals" in outcome.err
+
+
 def test_diff_says_why_a_kernel_failed(cli: Cli, tmp_path: Path) -> None:
     kernels = kernel_file(tmp_path, WRONG_CONT.format(value="x.shapes"))
     outcome = cli("diff", "tiny", "-n", "0", "--kernels", kernels, "--json", "-")
@@ -534,15 +565,25 @@ def test_arguments_that_cannot_be_used(cli: Cli, arguments: list[str], words: li
     assert_refused(cli(*arguments), *words)
 
 
+@pytest.mark.parametrize("option", ["--json", "--html", "--model-explorer"])
 @pytest.mark.parametrize(
     ("file", "reason"),
     [("none/diff.json", "no such directory"), ("folder", "s a directory")],
     ids=["missing", "folder"],
 )
-def test_json_that_cannot_be_written_leaves_no_file(cli: Cli, tmp_path: Path, file: str, reason: str) -> None:
+def test_output_that_cannot_be_written_leaves_no_file(
+    cli: Cli, tmp_path: Path, option: str, file: str, reason: str
+) -> None:
     (tmp_path / "folder").mkdir()
-    assert_refused(cli("diff", "tiny", "-n", "0", "--json", tmp_path / file), "--json", file, reason)
+    assert_refused(cli("diff", "tiny", "-n", "0", option, tmp_path / file), option, file, reason)
     assert [*tmp_path.rglob("*")] == [tmp_path / "folder"]
+
+
+def test_two_outputs_into_one_file_are_refused(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert_refused(cli("diff", "tiny", "--json", "out", "--html", tmp_path / "out"), "--html", "--json writes there")
+    assert_refused(cli("diff", "tiny", "--json", "-", "--model-explorer", "-"), "--model-explorer", "--json")
+    assert [*tmp_path.iterdir()] == []
 
 
 UNKNOWN_GGML = """
