@@ -435,3 +435,9 @@ def zeros(*shape: int, dtype: Any = np.float32) -> NDArray[Any]:
 def test_a_refusal_says_why(op: str, arrays: tuple[NDArray[Any], ...], params: bytes, reason: str) -> None:
     dst, *src = (Tensor.of(array) for array in arrays)
     assert reason in str(OPS[op].refusal(Node(op, dst, tuple(src), params)))
+
+
+@pytest.mark.parametrize("type", ["f32", "i32", None])
+def test_an_array_of_another_byte_order_is_no_tensor(type: str | None) -> None:
+    with pytest.raises(ValueError, match=r"array of >f4: "):
+        Tensor.of(np.zeros(3, ">f4"), type)
