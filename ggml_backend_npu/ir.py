@@ -140,6 +140,8 @@ class Tensor:
         kind = codec(type or _TYPE_OF_DTYPE.get(array.dtype.name, array.dtype.name))
         if array.ndim > 4:
             raise ValueError(f"array of {array.ndim} axes: a tensor has at most 4")
+        if not array.dtype.isnative:
+            raise ValueError(f"array of {array.dtype.str}: a tensor has the byte order of the machine")
         shape, strides = array.shape, array.strides
         if kind.dtype is None:
             if array.dtype != np.uint8 or (array.size and strides[-1] != 1) or shape[-1] % kind.block_bytes:

@@ -9,12 +9,14 @@ from functools import cache
 from math import prod
 from typing import Any, Literal
 
+import ml_dtypes
 import numpy as np
 import pytest
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 import quant
+from ggml_backend_npu import OPS, Node, Tensor
 from ggml_backend_npu.abi.build import Builder
 from ggml_backend_npu.abi.lib import Ggml
 from ggml_backend_npu.abi.plugin import Plugin
@@ -100,8 +102,11 @@ def engine(backend: Plugin, name: str) -> Iterator[None]:
     backend.forget_plans()
 
 
-def assert_equals_cpu(backend: Plugin, recipe: Recipe) -> None:
-    """The NPU takes the node and leaves every byte, of the output and of all roots, as ggml's CPU does."""
+def assert_equals_cpu(backend: Plugin, recipe: Recipe, floats: str | None = None) -> None:
+    """The NPU takes the node and leaves every byte, of the output and of all roots, as ggml's CPU does.
+
+    floats  type of an output whose NaNs are equal whatever their bits: which one arithmetic gives, nobody promises
+    """
     results = {}
     for name in ENGINES:
         with engine(backend, name):
@@ -111,7 +116,22 @@ def assert_equals_cpu(backend: Plugin, recipe: Recipe) -> None:
     assert cpu.status == 0
     for name, npu in results.items():
         for i, (actual, expected) in enumerate(zip(npu.after, cpu.after, strict=True)):
+            if floats and not i:
+                actual, expected = one_nan(actual, floats), one_nan(expected, floats)
             assert_same_bytes(actual, expected, f"{name}: {f'root {i - 1}' if i else 'output'}")
+
+
+def one_nan(data: NDArray[Any], type: str) -> NDArray[Any]:
+    """Floats of a type, as bytes, with one bit pattern for every NaN."""
+    values = data.view(ml_dtypes.bfloat16 if type == "bf16" else codec(type).dtype).copy()
+    values[np.isnan(values)] = np.nan
+    return values
+
+
+def computed(op: str, dst: NDArray[Any], *src: NDArray[Any], params: bytes = b"") -> NDArray[Any]:
+    """dst, after the kernel of an op, of the engine in force, has filled it from arrays: without ggml."""
+    OPS.bind(Node(op, Tensor.of(dst), tuple(Tensor.of(array) for array in src), params))()
+    return dst
 
 
 def assert_same_bytes(actual: NDArray[Any], expected: NDArray[Any], what: str = "") -> None:

@@ -8,7 +8,9 @@ refused at the call. The document's sample output, {0.705, 0.259} for {1, 3, 2, 
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -44,11 +46,14 @@ class TensorDescriptor:
 
     @staticmethod
     def of(array: NDArray[Any]) -> TensorDescriptor:
+        if not array.size:  # numpy's strides are 0 then
+            return TensorDescriptor.contiguous(array.shape, array.dtype)
         return TensorDescriptor(array.shape, tuple(s // array.itemsize for s in array.strides), array.dtype)
 
     @staticmethod
     def contiguous(shape: tuple[int, ...], dtype: DTypeLike) -> TensorDescriptor:
-        return TensorDescriptor.of(np.empty(shape, dtype))
+        strides = tuple(prod(shape[i + 1 :]) for i in range(len(shape)))
+        return TensorDescriptor(shape, strides, np.dtype(dtype))
 
 
 @dataclass(frozen=True)
@@ -77,17 +82,21 @@ class TopKSoftmax:
         handle  of the library; not None
         x_desc  of x: (N, width), float32, float16 or bfloat16, elements of a row adjacent
 
-        Status 4 for a None, 10 for another dtype, 11 for another rank, 12 for gaps in rows.
+        Status 3 for no descriptor, 4 for a None, 10 for another dtype, 11 for another rank, 12 for gaps in rows.
         """
         if handle is None or x_desc is None:
             return _error("NULL_POINTER", f"{'handle' if handle is None else 'x_desc'} is None"), None
-        if x_desc.dtype.name not in _DTYPES:
+        if not isinstance(x_desc, TensorDescriptor):
+            return _error("BAD_PARAM", f"x_desc is {type(x_desc).__name__}: must be a TensorDescriptor"), None
+        dtype = _dtype(x_desc.dtype)
+        if dtype is None or dtype.name not in _DTYPES or not dtype.isnative:
             return _error("BAD_TENSOR_DTYPE", f"x of dtype {x_desc.dtype}: must be one of {', '.join(_DTYPES)}"), None
-        if len(x_desc.shape) != 2 or len(x_desc.strides) != 2:
+        shape, strides = _integers(x_desc.shape), _integers(x_desc.strides)
+        if len(shape) != 2 or min(shape) < 0:
             return _error("BAD_TENSOR_SHAPE", f"x of shape {x_desc.shape}: must be (N, width)"), None
-        if x_desc.strides[1] != 1 or x_desc.strides[0] < 0:
+        if len(strides) != 2 or strides[1] != 1 or strides[0] < 0:
             return _error("BAD_TENSOR_STRIDES", f"x of strides {x_desc.strides}: must be (0 or more, 1)"), None
-        return INFINI_STATUS_SUCCESS, TopKSoftmax(x_desc)
+        return INFINI_STATUS_SUCCESS, TopKSoftmax(TensorDescriptor(shape, strides, dtype))
 
     def calculate(
         self,
@@ -109,29 +118,35 @@ class TopKSoftmax:
         norm     whether the values of a row are divided by their sum
 
         Computed in float32. -inf has probability 0; where a row holds NaN or +inf, or -inf alone, its values are NaN
-        and its indices 0 to topk - 1, so that what they index is there. Status 3 for topk, or a width of 0, 4 for a
-        None, and 10, 11, 12 for arrays that are not as said; nothing is written then.
+        and its indices 0 to topk - 1, so that what they index is there. Status 3 for topk, a width of 0, a norm that is
+        no integer or what is no array, 4 for a None, and 10, 11, 12 for arrays that are not as said; nothing is written
+        then.
         """
-        refused = self._refusal(values, indices, x, topk)
+        refused = self._refusal(values, indices, x, topk, norm)
         if refused is not None:
             return refused
         assert values is not None
         assert indices is not None
         assert x is not None
         if self.N:
-            routed(Tensor.of(values), Tensor.of(indices), Tensor.of(x), norm=bool(norm))()
+            routed(*(Tensor.of(_plain(array)) for array in (values, indices, x)), norm=bool(norm))()
         return INFINI_STATUS_SUCCESS
 
-    def _refusal(self, values: Any, indices: Any, x: Any, topk: int) -> Status | None:
-        for name, array in (("values", values), ("indices", indices), ("x", x)):
+    def _refusal(self, values: Any, indices: Any, x: Any, topk: Any, norm: Any) -> Status | None:
+        arrays = {"values": values, "indices": indices, "x": x}
+        for name, array in arrays.items():
             if array is None:
                 return _error("NULL_POINTER", f"{name} is None")
         if self.width == 0:
             return _error("BAD_PARAM", "x of width 0: must be 1 or more")
-        if not 1 <= topk <= min(self.width, _MOST):
-            return _error(
-                "BAD_PARAM", f"topk={topk}: must be 1 to {min(self.width, _MOST)}, for a width of {self.width}"
-            )
+        most = min(self.width, _MOST)
+        if not _integers([topk]) or not 1 <= topk <= most:
+            return _error("BAD_PARAM", f"topk={topk!r}: must be 1 to {most}, for a width of {self.width}")
+        if not isinstance(norm, int | np.integer | np.bool_):
+            return _error("BAD_PARAM", f"norm={norm!r}: must be a bool, or an int of which 0 is no")
+        for name, array in arrays.items():
+            if not isinstance(array, np.ndarray):
+                return _error("BAD_PARAM", f"{name} is {type(array).__name__}: must be an array")
         for name, array, dtype in (("values", values, np.float32), ("indices", indices, np.int32)):
             if array.dtype != dtype:
                 return _error("BAD_TENSOR_DTYPE", f"{name} of dtype {array.dtype}: must be {np.dtype(dtype)}")
@@ -146,8 +161,30 @@ class TopKSoftmax:
         if x.shape != self.x_desc.shape:
             return _error("BAD_TENSOR_SHAPE", f"x of shape {x.shape}: the descriptor says {self.x_desc.shape}")
         strides = TensorDescriptor.of(x).strides
-        if self.N > 1 and strides != self.x_desc.strides:
+        between, within = (at != said for at, said in zip(strides, self.x_desc.strides, strict=True))
+        if (between and self.N > 1) or (within and self.width > 1):
             return _error("BAD_TENSOR_STRIDES", f"x of strides {strides}: the descriptor says {self.x_desc.strides}")
         if any(np.may_share_memory(a, b) for a, b in ((values, x), (indices, x), (values, indices))):
             return _error("BAD_PARAM", "values, indices and x share memory: each must have its own")
         return None
+
+
+def _dtype(value: Any) -> np.dtype[Any] | None:
+    try:
+        dtype: np.dtype[Any] = np.dtype(value)
+    except TypeError:
+        return None
+    return dtype
+
+
+def _integers(values: Any) -> tuple[int, ...]:
+    """The values as integers; none where one of them is no integer, or they are no sequence."""
+    try:
+        return tuple(operator.index(value) for value in values)
+    except TypeError:
+        return ()
+
+
+def _plain(array: NDArray[Any]) -> NDArray[Any]:
+    """The array; where it is contiguous with the strides that say so: of one row, or column, they may say anything."""
+    return array.reshape(-1).reshape(array.shape) if array.flags.c_contiguous else array

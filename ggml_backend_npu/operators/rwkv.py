@@ -7,7 +7,7 @@ Its int8 has no meaning without scales, which it does not name: here they are ar
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -68,7 +68,7 @@ def token_shift(
         last = x[:, -1:]
         with np.errstate(over="ignore"):
             outputs[6][...] = last * np.float32(scales[0]) if quantized else last
-    return tuple(outputs)
+    return outputs
 
 
 def _checked(x: Array, rwkvag: Array, h0: Array) -> tuple[int, int, int]:
@@ -82,7 +82,7 @@ def _checked(x: Array, rwkvag: Array, h0: Array) -> tuple[int, int, int]:
         raise ValueError(f"rwkvag of shape {rwkvag.shape}: must be [6, 1, 1, {width}] or [6, {width}]")
     if h0.shape != (batch, 1, width):
         raise ValueError(f"h0 of shape {h0.shape}: must be [{batch}, 1, {width}]")
-    if x.dtype.name not in _TYPES:
+    if x.dtype.name not in _TYPES or not x.dtype.isnative:
         raise ValueError(f"x of dtype {x.dtype}: must be float32, float16 or int8")
     if rwkvag.dtype not in (x.dtype, np.float32):
         raise ValueError(f"rwkvag of dtype {rwkvag.dtype}: must be {x.dtype}, as x, or float32")
@@ -107,18 +107,33 @@ def _checked_scales(
         if not used and value is not None:
             raise ValueError(f"{name}={value!r}: only int8 has a scale")
         n = 6 if name == "out_scale" else 1
-        scales = np.atleast_1d(np.asarray(1.0 if value is None else value, np.float32))
+        scales = _numbers(1.0 if value is None else value)
         if scales.shape not in ((1,), (n,)) or not all(math.isfinite(scale) and scale > 0 for scale in scales):
             raise ValueError(f"{name}={value!r}: must be {'one or six numbers' if n == 6 else 'a number'} above 0")
         found += np.broadcast_to(scales, (n,)).tolist()
     return found
 
 
-def _checked_outputs(out: Sequence[Array], x: Array, h0: Array, rwkvag: Array) -> Sequence[Array]:
+def _numbers(value: ArrayLike) -> NDArray[np.float32]:
+    """A number or a list of some as float32; an empty array for what is none."""
+    try:
+        numbers = np.atleast_1d(np.asarray(value))
+    except ValueError:  # lists of unequal lengths
+        return np.empty(0, np.float32)
+    with np.errstate(over="ignore"):
+        return numbers.astype(np.float32) if numbers.dtype.kind in "iuf" else np.empty(0, np.float32)
+
+
+def _checked_outputs(out: Iterable[Array], x: Array, h0: Array, rwkvag: Array) -> tuple[Array, ...]:
+    if not isinstance(out, Iterable):
+        raise ValueError(f"out is {type(out).__name__}: must be {', '.join(_NAMES)}")
+    out = tuple(out)
     if len(out) != 7:
         raise ValueError(f"out of {len(out)} arrays: must be {', '.join(_NAMES)}")
-    strides = out[0].strides
     for i, (name, array) in enumerate(zip(_NAMES, out, strict=True)):
+        if not isinstance(array, np.ndarray):
+            raise ValueError(f"{name} is {type(array).__name__}: must be an array")
+        strides = out[0].strides
         wanted = h0 if name == "ht" else x
         if array.shape != wanted.shape or array.dtype != wanted.dtype:
             raise ValueError(f"{name} of shape {array.shape}, {array.dtype}: must be {wanted.shape}, {wanted.dtype}")
@@ -130,7 +145,7 @@ def _checked_outputs(out: Sequence[Array], x: Array, h0: Array, rwkvag: Array) -
         if name == "ht" and array.size and _address(array) == _address(h0) and array.strides == h0.strides:
             del others["h0"]
         for other, memory in others.items():
-            if np.may_share_memory(array, memory):
+            if np.may_share_memory(array, memory, max_work=-1):  # exactly: arrays that alternate share none
                 raise ValueError(f"{name} lies on {other}: must have memory of its own")
     return out
 

@@ -58,7 +58,7 @@ _BINARY = [
 
 
 def _refuse_binary(dst: Tensor, a: Tensor, b: Tensor) -> str | None:
-    if dst.ne != a.ne or any(n % m for n, m in zip(a.ne, b.ne, strict=True)):
+    if dst.ne != a.ne or any(n % m if m else n for n, m in zip(a.ne, b.ne, strict=True)):
         return f"src1 of ne {b.ne} does not repeat to src0 of ne {a.ne}, dst of ne {dst.ne}"
     for role, tensor in (("src0", a), ("dst", dst)):
         if not tensor.has_contiguous_rows():

@@ -64,7 +64,7 @@ def raw(tensor: Tensor) -> NDArray[Any]:
 
 def tiled(view: NDArray[Any], ne: tuple[int, ...]) -> NDArray[Any]:
     """A view of a tensor that one of size ne repeats to, as (repeats in dimension 3, ne3, repeats in 2, ne2, ...)."""
-    shape = [part for n, m in zip(view.shape, ne[::-1], strict=True) for part in (n // m, m)]
+    shape = [part for n, m in zip(view.shape, ne[::-1], strict=True) for part in (n // max(1, m), m)]
     strides = [part for stride, m in zip(view.strides, ne[::-1], strict=True) for part in (m * stride, stride)]
     return np.lib.stride_tricks.as_strided(view, shape, strides)
 

@@ -48,9 +48,9 @@ def _refuse_sum_rows(dst: Tensor, x: Tensor) -> str | None:
 
 @op("SUM_ROWS", types=[("f32", "f32")], refuse=_refuse_sum_rows, optional=True)
 def sum_rows(dst: Tensor, x: Tensor) -> None:
-    """The sum of each row, one after the other in float64. Equals ggml_compute_forward_sum_rows."""
+    """The sum of each row, one after the other in float64, from +0 on. Equals ggml_compute_forward_sum_rows."""
     with np.errstate(all="ignore"):
-        dst.view()[...] = np.add.accumulate(x.view(), axis=-1, dtype=np.float64)[..., -1:] if x.ne[0] else 0
+        dst.view()[...] = np.add.accumulate(x.view(), axis=-1, dtype=np.float64)[..., -1:] + 0.0 if x.ne[0] else 0
 
 
 @inlined

@@ -372,8 +372,9 @@ def _refuse(dst: Tensor, x: Tensor, mask: Tensor | None, sinks: Tensor | None, p
         if not tensor.has_contiguous_rows():
             return f"{role} rows have gaps: nb0 is {tensor.nb[0]}"
     if mask is not None:
-        fits = mask.ne[0] == x.ne[0] and mask.ne[1] >= x.ne[1] and not x.ne[2] % mask.ne[2] and not x.ne[3] % mask.ne[3]
-        if mask.type not in _MASKS or not fits:
+        fits = mask.ne[0] == x.ne[0] and mask.ne[1] >= x.ne[1]
+        repeats = all(m and n % m == 0 for n, m in zip(x.ne[2:], mask.ne[2:], strict=True))
+        if mask.type not in _MASKS or not (fits and repeats):
             return f"mask of type {mask.type}, ne {mask.ne} does not fit x of ne {x.ne}"
     if sinks is not None and (sinks.type != "f32" or sinks.ne != (x.ne[2], 1, 1, 1) or not sinks.is_contiguous()):
         return f"sinks of type {sinks.type}, ne {sinks.ne} do not fit x of ne {x.ne}"
@@ -388,7 +389,8 @@ def soft_max(dst: Tensor, x: Tensor, mask: Tensor | None, sinks: Tensor | None, 
     NaN there. dst may be x.
     """
     scale, max_bias = _params(params)
-    scores = x.view() * np.float32(scale)
+    with np.errstate(invalid="ignore", over="ignore"):
+        scores = x.view() * np.float32(scale)
     kept = np.ones((1, 1, 1, 1), np.bool_)
     if mask is not None:
         _, n2, n1, _ = scores.shape
@@ -396,7 +398,7 @@ def soft_max(dst: Tensor, x: Tensor, mask: Tensor | None, sinks: Tensor | None, 
         added = np.tile(added, (scores.shape[0] // added.shape[0], n2 // added.shape[1], 1, 1))
         kept = ~np.isneginf(added)
         slope = slopes(n2, max_bias)
-        with np.errstate(invalid="ignore"):
+        with np.errstate(invalid="ignore", over="ignore"):
             scores += added if slope is None else added * slope[:, None, None]
     sink = None if sinks is None else sinks.view().reshape(1, -1, 1, 1)
     dst.view()[...] = masked(scores, np.broadcast_to(kept, scores.shape), sink)
