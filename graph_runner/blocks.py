@@ -9,7 +9,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ggml_backend_npu import Tensor
-from ggml_backend_npu.numerics import NUMERICS
 from ggml_backend_npu.ops.movers import raw
 from quant import ROUNDINGS, Rounding, codec
 
@@ -148,7 +147,7 @@ def _rounding(actual: Blocks, source: NDArray[np.float32]) -> Rounding | None:
 def _largest(type: str, expected: Blocks, actual: Blocks) -> tuple[float | None, bool]:
     """The largest difference of two values, and whether it is in steps: in scales of the expected blocks."""
     try:
-        decoder = NUMERICS.codec(type)
+        decoder = codec(type)
         x, y = (decoder.decode(np.ascontiguousarray(blocks)).astype(np.float64) for blocks in (expected, actual))
     except NotImplementedError:
         return None, False

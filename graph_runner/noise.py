@@ -78,7 +78,8 @@ def _decoded(tensor: Tensor, view: NDArray[np.generic]) -> Exact:
     """Values of a part of `raw(tensor)`."""
     kind = NUMERICS.codec(tensor.type)
     if kind.dtype is not None and tensor.type != "bf16":
-        return view.astype(np.float64)
+        with np.errstate(invalid="ignore"):  # signalling NaNs
+            return view.astype(np.float64)
     lead = view.shape[:-2] if kind.is_quantized else view.shape[:-1]
     blocks = np.ascontiguousarray(view).view(np.uint8).reshape(-1, kind.block_bytes)
     n = view.shape[-2] * kind.block_size if kind.is_quantized else view.shape[-1]

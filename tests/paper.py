@@ -1,4 +1,4 @@
-"""Nodes without ggml: what recipes build in a Scene, as the IR has it, over arrays; and results of right and wrong kernels."""
+"""Nodes without ggml: what recipes build in a Scene, over arrays; and what right and wrong kernels make of them."""
 
 from __future__ import annotations
 
