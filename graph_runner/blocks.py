@@ -146,12 +146,12 @@ def _rounding(actual: Blocks, source: NDArray[np.float32]) -> Rounding | None:
 
 def _largest(type: str, expected: Blocks, actual: Blocks) -> tuple[float | None, bool]:
     """The largest difference of two values, and whether it is in steps: in scales of the expected blocks."""
-    try:
-        decoder = codec(type)
-        x, y = (decoder.decode(np.ascontiguousarray(blocks)).astype(np.float64) for blocks in (expected, actual))
-    except NotImplementedError:
-        return None, False
+    decoder = codec(type)
     with np.errstate(all="ignore"):
+        try:
+            x, y = (decoder.decode(np.ascontiguousarray(blocks)).astype(np.float64) for blocks in (expected, actual))
+        except NotImplementedError:
+            return None, False
         difference = np.abs(x - y)
         if type in _SCALES:
             scale = np.ascontiguousarray(expected[:, : _SCALES[type].itemsize]).view(_SCALES[type]).astype(np.float64)

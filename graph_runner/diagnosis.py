@@ -22,7 +22,7 @@ from ggml_backend_npu.ops import OWN
 from ggml_backend_npu.ops.movers import convert, raw
 from graph_runner import noise
 from graph_runner.blocks import compare_blocks
-from graph_runner.mistakes import Mistake, mistakes
+from graph_runner.mistakes import Mistake, inside, mistakes
 from quant import quantize
 
 Bytes = NDArray[np.uint8]
@@ -62,24 +62,20 @@ def quantised_values(node: Node) -> NDArray[np.float32] | None:
     """The float32 that a node quantises, of dst's shape, axes reversed, with NaN where it writes nothing; None where
     it does not quantise or round floats."""
     dst, src = node.dst, node.src[0] if node.src else None
-    if src is None or src.type not in ("f32", "f16", "bf16") or src.type == dst.type or not _inside(src):
+    if src is None or src.type not in ("f32", "f16", "bf16") or src.type == dst.type or not inside(src):
         return None
     if node.op in ("CPY", "DUP", "CONT") and src.n_elements == dst.n_elements:
         return convert(raw(src), src.type, "f32").astype(np.float32).reshape(dst.ne[::-1])
-    if node.op != "SET_ROWS" or node.src[1] is None:
+    rows = node.src[1] if len(node.src) > 1 else None
+    if node.op != "SET_ROWS" or rows is None or not inside(rows):
         return None
     values = np.full(dst.ne[::-1], np.nan, np.float32)
-    ids = node.src[1].view()[0].astype(np.int64)
-    if ((ids < 0) | (ids >= dst.ne[1])).any():
+    ids = rows.view()[0].astype(np.int64)
+    if ((ids < 0) | (ids >= dst.ne[1])).any() or ids.shape[2] != src.ne[1]:
         return None
     for i3, i2 in np.ndindex(src.ne[3], src.ne[2]):
         values[i3, i2, ids[i3 % ids.shape[0], i2 % ids.shape[1]]] = convert(raw(src)[i3, i2], src.type, "f32")
     return values
-
-
-def _inside(tensor: Tensor) -> bool:
-    """Whether all of a tensor lies in its memory."""
-    return min(tensor.nb) >= 0 <= tensor.offset and tensor.offset + tensor.nbytes <= tensor.memory.size
 
 
 def _span(tensor: Tensor) -> Bytes:
@@ -152,7 +148,7 @@ class _Case:
     def run(self, mistake: Mistake) -> Tensor | None:
         """What the altered node writes over `before`; None where it cannot be computed within its memory."""
         node, dst = mistake.node, self.before
-        if not all(source is None or _inside(source) for source in node.src):
+        if not all(source is None or inside(source) for source in node.src):
             return None
         shift = node.dst.offset - self.node.dst.offset
         begin, end = min(0, shift), max(dst.nbytes, shift + node.dst.nbytes)
@@ -345,7 +341,7 @@ def _elsewhere(case: _Case) -> str | None:
         if at < 0:
             break
         moved = replace(case.actual, offset=at)
-        if at != case.actual.offset and _inside(moved) and np.array_equal(_units(moved), case.e):
+        if at != case.actual.offset and inside(moved) and np.array_equal(_units(moved), case.e):
             shift = at - case.actual.offset
             if at == 0 or shift == -case.node.dst.offset:
                 return f"ignores the offset of dst: the right result lies at byte 0 of the memory, {-shift} too early"
@@ -606,10 +602,10 @@ def _factor(case: _Case) -> str | None:
     if power:
         factor = float(e @ a) / power
         if _error(factor * e, a) <= tolerance * total and _error(factor * e, a) <= 1e-2 * _error(e, a):
-            return f"gives {factor:.6g} times the right values everywhere"
+            return f"gives {factor:.9g} times the right values everywhere"
     constant = float((a - e).mean())
     if np.ptp(e) and _error(e + constant, a) <= 1e-2 * min(tolerance * total, _error(e, a)):
-        return f"gives the right values and {constant:.6g} everywhere"
+        return f"gives the right values and {constant:.6g} more everywhere"
     return None
 
 

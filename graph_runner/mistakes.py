@@ -54,8 +54,15 @@ class Mistake:
     unknown: NDArray[np.bool_] | None = None
 
 
+def inside(tensor: Tensor) -> bool:
+    """Whether all of a tensor lies in its memory."""
+    return min(tensor.nb) >= 0 <= tensor.offset and tensor.offset + tensor.nbytes <= tensor.memory.size
+
+
 def mistakes(node: Node) -> Iterator[Mistake]:
-    """The mistakes that may be made with a node, the more particular ones first."""
+    """The mistakes that may be made with a node, the more particular ones first; none where a source is cut short."""
+    if not all(source is None or inside(source) for source in node.src):
+        return
     for family in _FAMILIES:
         try:
             yield from family(node)
