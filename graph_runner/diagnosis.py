@@ -569,7 +569,8 @@ def _shifted(case: _Case) -> str | None:
             e, a = (units.reshape(-1, case.e.shape[3], size) for units in (case.e, case.a))
         for n in _candidates(e[0], a[0]):
             x, y = (e[:, :-n], a[:, n:]) if n > 0 else (e[:, -n:], a[:, :n])
-            if 2 * x.shape[1] < e.shape[1] or not np.array_equal(x, y) or (x == x[:1, :1]).all():
+            in_place = e[:, n:] if n > 0 else e[:, :n]
+            if 2 * x.shape[1] < e.shape[1] or not np.array_equal(x, y) or np.array_equal(y, in_place):
                 continue
             text = f"writes {what} {abs(n)} {unit} too {'late' if n > 0 else 'early'}"
             return f"{text}, in a circle" if np.array_equal(np.roll(e, n, axis=1), a) else text

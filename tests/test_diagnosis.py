@@ -688,6 +688,18 @@ def test_nan_in_one_row(any_node: Node, value: float, name: str) -> None:
     assert wrong(any_node, all_wrong) == text
 
 
+def test_one_wrong_element_is_no_shift() -> None:
+    """Not even where rows are the same."""
+    paper = Paper()
+    node = paper.op("get_rows", floats(paper, (32, 5)), ints(paper, [2, 2]))
+
+    def kernel(node: Node) -> None:
+        define(node)
+        node.dst.view()[0, 0, 0, 3] += 1
+
+    assert found(node, kernel) is None
+
+
 # outside
 
 
