@@ -22,8 +22,11 @@ from ggml_backend_npu.device import DEVICE
 from ggml_backend_npu.fusion import FUSIONS, Fusion, longest
 from ggml_backend_npu.numerics import NUMERICS
 from ggml_backend_npu.ops import strided
+from graph_runner.blocks import BlockComparison, compare_blocks
 from graph_runner.compare import Comparison, Heat, compare, heat
+from graph_runner.diagnosis import diagnose, quantised_values
 from graph_runner.lockstep import Lockstep, Side
+from graph_runner.noise import noise_multiple
 from graph_runner.session import DeviceName, Observer, Sampler, Session, SessionError, Settings, context_for
 from graph_runner.state import StateResult, States
 from graph_runner.tolerances import Tolerances
@@ -32,6 +35,7 @@ _GUARD = 4096  # bytes on each side of a node's output that its kernel must leav
 _CANARY = 0xA5
 _AMPLIFIES = 10.0  # times the error of its inputs
 _HEATS = 200  # nodes that differ of which a heat map is kept
+_EXPLANATIONS = 3  # nodes of an op, its types and a verdict that are explained
 
 
 class Verdict(StrEnum):
@@ -66,6 +70,9 @@ class NodeResult:
     cumulative  the result of the device's own run; None where there is none
     failure     why the device could not compute it
     heat        where the errors are
+    blocks      of a quantised output that differs, block by block
+    diagnosis   which usual mistake gives these bytes, where one does; of the first wrong nodes of each op and type
+    noise       how many times as far from a float64 evaluation as the reference it is; of the same nodes
     """
 
     step: int
@@ -80,6 +87,9 @@ class NodeResult:
     cumulative: Comparison | None = None
     failure: str | None = None
     heat: Heat | None = None
+    blocks: BlockComparison | None = None
+    diagnosis: str | None = None
+    noise: float | None = None
 
     @property
     def compared(self) -> bool:
@@ -140,6 +150,7 @@ class _Isolated:
     """What the device made of a node from the reference's inputs."""
 
     node: Node
+    before: Tensor
     result: Tensor
     comparison: Comparison | None
     failure: str | None
@@ -171,6 +182,7 @@ class _Judge:
         self._isolated: _Isolated | None = None
         self._copies: dict[Tensor, Tensor] = {}
         self._heats = 0
+        self._explanations: Counter[tuple[str, str, Verdict]] = Counter()
         self._n_graphs = 0
         self._fuses = fuses
         # what is taken to be the error of a result inside of a span, which the device does not make
@@ -211,8 +223,8 @@ class _Judge:
             self.refused[node.op, reason] += 1
             return
         sources = [source for source in node.src[: OPS[node.op].n_src] if source is not None]
-        self._copies = {source: _copy(source) for source in sources if source.overlaps(node.dst)}
-        self._scratch = _copy(node.dst)
+        self._copies = {source: _copy_of_root(source) for source in sources if source.overlaps(node.dst)}
+        self._scratch, self._before = _copy(node.dst), _copy(node.dst)
         self._node = node
 
     def between(self) -> str | None:
@@ -244,17 +256,33 @@ class _Judge:
             cumulative = compare(node.dst, _as_laid_out(result, node.dst))
             self._look_at_state(own)
         verdict = self._verdict(address, isolated, cumulative)
-        picture = None
+        found = NodeResult(
+            self.step, place, node.op, node.name, types_of(node), node.dst.ne, verdict, on,
+            None if isolated is None else isolated.comparison, cumulative,
+            None if isolated is None else isolated.failure,
+        )  # fmt: skip
         if verdict is not Verdict.EXACT and self._heats < _HEATS:
             self._heats += 1
-            picture = self._heat(node, isolated, own)
-        self._seen(
-            NodeResult(
-                self.step, place, node.op, node.name, types_of(node), node.dst.ne, verdict, on,
-                None if isolated is None else isolated.comparison, cumulative,
-                None if isolated is None else isolated.failure, picture,
-            )
-        )  # fmt: skip
+            found = replace(found, heat=self._heat(node, isolated, own))
+        if isolated is not None and isolated.comparison is not None and not isolated.comparison:
+            found = self._explained(found, isolated)
+        self._seen(found)
+
+    def _explained(self, found: NodeResult, isolated: _Isolated) -> NodeResult:
+        """The result with what takes its time to find out: of the first nodes of each op, type and verdict."""
+        kind = (found.op, found.types, found.verdict)
+        self._explanations[kind] += 1
+        if self._explanations[kind] > _EXPLANATIONS:
+            return found
+        node, result = isolated.node, isolated.result
+        blocks, diagnosis = None, None
+        assert isolated.comparison is not None
+        if node.dst.codec.is_quantized:
+            blocks = compare_blocks(node.dst, result, quantised_values(node))
+        if found.verdict is Verdict.INTRODUCED:
+            diagnosis = diagnose(node, node.dst, result, isolated.before, isolated.comparison.outside)
+        noise = noise_multiple(node, node.dst, result)
+        return replace(found, blocks=blocks, diagnosis=diagnosis, noise=noise)
 
     def _look_at_state(self, own: int) -> None:
         """Where the node has written to a tensor that no node computes."""
@@ -290,7 +318,7 @@ class _Judge:
             failure = str(error)
         except Exception as error:
             failure = f"{type(error).__name__}: {error}"
-        return _Isolated(node, self._scratch, comparison, failure)
+        return _Isolated(replace(node, src=sources), self._before, self._scratch, comparison, failure)
 
     def _verdict(self, address: int, isolated: _Isolated | None, cumulative: Comparison | None) -> Verdict:
         node, errors = self._read.node, self._errors
@@ -489,6 +517,11 @@ def _copy(tensor: Tensor) -> Tensor:
     buffer = np.full(tensor.nbytes + 2 * _GUARD, _CANARY, np.uint8)
     buffer[_GUARD : _GUARD + tensor.nbytes] = Memory(tensor.address, tensor.nbytes).bytes()
     return replace(tensor, memory=Memory.of(buffer), offset=_GUARD)
+
+
+def _copy_of_root(tensor: Tensor) -> Tensor:
+    """The tensor over a copy of all the memory that it is a view of."""
+    return replace(tensor, memory=Memory.of(tensor.memory.bytes().copy()))
 
 
 def _outside(tensor: Tensor) -> bool:

@@ -11,6 +11,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from graph_runner.blocks import BlockComparison
 from graph_runner.compare import Comparison
 from graph_runner.coverage import Coverage, Gain, RanGraph
 from graph_runner.diff import DiffResult, NodeResult, Verdict
@@ -86,6 +87,8 @@ def print_diff(result: DiffResult, console: Console, *, first: int = 5) -> None:
     if result.wrong:
         console.print("the first wrong node:", style="bold red", highlight=False)
         console.print(_describe(result.wrong[0]), style="red", highlight=False, markup=False, soft_wrap=True)
+        for sentence in _explanation(result.wrong[0]):
+            console.print(sentence, style="bold red", highlight=False, markup=False, soft_wrap=True)
     _print_header(console, result.description, f"ggml {result.ggml}", result.settings)
     console.print(f"prompt of {result.n_prompt} tokens and {result.steps} steps: ", end="", highlight=False)
     console.print(f"{result.prompt!r} -> {result.text!r}", highlight=False, markup=False)
@@ -156,10 +159,17 @@ def _describe(node: NodeResult) -> str:
     first = f", first at [{', '.join(map(str, found.where))}]" if found.where else ""
     outside = ", wrote outside its output" if found.outside else ""
     run = "" if alone else " in the device's own run, though right from the same inputs"
+    noise = f", {node.noise:.1f} times the noise of the reference" if node.noise is not None else ""
     return (
         f"{where}: {found.n_different:,} of {found.n_bytes:,} bytes differ{run}{first}{outside}, "
-        f"NMSE {_number(found.nmse)}, max abs {_number(found.max_abs)}"
+        f"NMSE {_number(found.nmse)}, max abs {_number(found.max_abs)}{noise}"
     )
+
+
+def _explanation(node: NodeResult) -> list[str]:
+    """What is known of why a node is wrong, a sentence each."""
+    blocks = node.blocks.sentence() if node.blocks is not None and node.diagnosis is None else None
+    return [sentence for sentence in (node.diagnosis, blocks) if sentence]
 
 
 def diff_json(result: DiffResult) -> dict[str, Any]:
@@ -223,19 +233,23 @@ def _node_json(node: NodeResult) -> dict[str, Any]:
         "verdict": str(node.verdict),
         "passed": bool(node),
         "failure": node.failure,
-        "isolated": _comparison_json(node.isolated),
+        "diagnosis": node.diagnosis,
+        "noise": None if node.noise is None else _finite(node.noise),
+        "isolated": _comparison_json(node.isolated, node.blocks),
         "cumulative": _comparison_json(node.cumulative),
         "heat": None if node.heat is None else asdict(node.heat) | {"values": [_finite(x) for x in node.heat.values]},
     }
 
 
-def _comparison_json(found: Comparison | None) -> dict[str, Any] | None:
+def _comparison_json(found: Comparison | None, blocks: BlockComparison | None = None) -> dict[str, Any] | None:
     if found is None:
         return None
     data: dict[str, Any] = {"n_bytes": found.n_bytes, "n_different": found.n_different, "outside": found.outside}
     if found:
         return data
     numbers = {name: _finite(getattr(found, name)) for name in ("nmse", "max_abs", "max_rel", "cosine")}
+    if blocks is not None:
+        data["blocks"] = asdict(blocks)
     return data | numbers | {"ulp": found.ulp, "nan": found.nan, "inf": found.inf, "where": found.where}
 
 

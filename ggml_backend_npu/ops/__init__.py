@@ -1,3 +1,14 @@
-"""The kernels, a file per family. Importing this package registers them."""
+"""The kernels, a file per family. Importing this package registers them.
+
+OWN  the ops as this project defines them: in `registry.OPS` a user's kernel may stand in the place of one
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
 
 from ggml_backend_npu.ops import elementwise, movers, rope, routing, softmax  # noqa: F401
+from ggml_backend_npu.registry import OPS, Op
+
+OWN: Mapping[str, Op] = MappingProxyType(dict(OPS))
