@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from math import isfinite
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
 
-from graph_runner.coverage import Coverage, Gain, RanGraph
-from graph_runner.diff import DiffResult, NodeResult
-from graph_runner.session import Session, Settings
-from graph_runner.suites import Case
+if TYPE_CHECKING:  # a replay on the NPU reports without llama.cpp
+    from graph_runner.coverage import Coverage, Gain, RanGraph
+    from graph_runner.diff import DiffResult, NodeResult
+    from graph_runner.session import Session, Settings
+    from graph_runner.suites import Case
+    from graph_runner.trace import Captured, Replayed, ReplayResult
+
+    _AnyNode = NodeResult | Replayed
 
 SCHEMA = "ggml-npu diff 2"
 COVERAGE_SCHEMA = "ggml-npu coverage 1"
+REPLAY_SCHEMA = "ggml-npu replay 1"
 
 
 def print_run(session: Session, n_prompt: int, times: list[float], console: Console) -> None:
@@ -53,9 +58,9 @@ def _verdict(result: DiffResult) -> str:
     return f"{len(result.nodes):,} nodes compared, every byte equals ggml's CPU"
 
 
-def _groups(result: DiffResult) -> dict[tuple[str, str], list[NodeResult]]:
-    groups: dict[tuple[str, str], list[NodeResult]] = defaultdict(list)
-    for node in result.nodes:
+def _groups(nodes: Iterable[_AnyNode]) -> dict[tuple[str, str], list[_AnyNode]]:
+    groups: dict[tuple[str, str], list[_AnyNode]] = defaultdict(list)
+    for node in nodes:
         groups[node.op, node.types].append(node)
     return dict(sorted(groups.items()))
 
@@ -75,12 +80,21 @@ def print_diff(result: DiffResult, console: Console, *, first: int = 5) -> None:
     _print_header(console, result.description, f"ggml {result.ggml}", result.settings)
     console.print(f"prompt of {result.n_prompt} tokens and {result.steps} steps: ", end="", highlight=False)
     console.print(f"{result.prompt!r} -> {result.text!r}", highlight=False, markup=False)
+    _print_nodes(result.nodes, console)
+    for (op, reason), count in sorted(result.refused.items()):
+        console.print(f"{op}: {count:,} nodes left to the CPU: {reason}", highlight=False, markup=False)
+    _print_different(result.different, console, first)
+    console.print(_verdict(result), style="bold green" if result else "bold red", highlight=False)
+
+
+def _print_nodes(results: Iterable[_AnyNode], console: Console) -> None:
+    """Nodes that were compared, as a table by op and type."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     for column in ("op", "types"):
         table.add_column(column)
     for column in ("equal", "rounded", "differ", "NMSE", "max abs"):
         table.add_column(column, justify="right")
-    for (op, types), nodes in _groups(result).items():
+    for (op, types), nodes in _groups(results).items():
         equal, differing = sum(node.equal for node in nodes), sum(not node for node in nodes)
         compared = [node.comparison for node in nodes if node.comparison is not None]
         table.add_row(
@@ -93,16 +107,17 @@ def print_diff(result: DiffResult, console: Console, *, first: int = 5) -> None:
             _number(max((c.max_abs for c in compared), default=0.0)),
         )
     console.print(table)
-    for (op, reason), count in sorted(result.refused.items()):
-        console.print(f"{op}: {count:,} nodes left to the CPU: {reason}", highlight=False, markup=False)
-    for node in result.different[:first]:
+
+
+def _print_different(different: Sequence[_AnyNode], console: Console, first: int) -> None:
+    """The first of the nodes that differ, a line each."""
+    for node in different[:first]:
         console.print(_describe(node), style="red", highlight=False, markup=False, soft_wrap=True)
-    if len(result.different) > first:
-        console.print(f"... and {len(result.different) - first:,} more", highlight=False)
-    console.print(_verdict(result), style="bold green" if result else "bold red", highlight=False)
+    if len(different) > first:
+        console.print(f"... and {len(different) - first:,} more", highlight=False)
 
 
-def _describe(node: NodeResult) -> str:
+def _describe(node: _AnyNode) -> str:
     where = f"step {node.step} node {node.index}: {node.op} {node.name!r} {node.types} ne {list(node.ne)}"
     if node.comparison is None:
         return f"{where}: failed: {node.failure}"
@@ -133,6 +148,12 @@ def diff_json(result: DiffResult) -> dict[str, Any]:
         "equal": all(node.equal for node in result.nodes),
         "passed": bool(result),
         "verdict": _verdict(result),
+        **_nodes_json(result),
+    }
+
+
+def _nodes_json(result: DiffResult | ReplayResult) -> dict[str, Any]:
+    return {
         "summary": [
             {
                 "op": op,
@@ -141,7 +162,7 @@ def diff_json(result: DiffResult) -> dict[str, Any]:
                 "equal": sum(node.equal for node in nodes),
                 "differ": sum(not node for node in nodes),
             }
-            for (op, types), nodes in _groups(result).items()
+            for (op, types), nodes in _groups(result.nodes).items()
         ],
         "refused": [
             {"op": op, "reason": reason, "nodes": count} for (op, reason), count in sorted(result.refused.items())
@@ -150,7 +171,7 @@ def diff_json(result: DiffResult) -> dict[str, Any]:
     }
 
 
-def _node_json(node: NodeResult) -> dict[str, Any]:
+def _node_json(node: _AnyNode) -> dict[str, Any]:
     found = node.comparison
     data = {
         "step": node.step,
@@ -169,6 +190,51 @@ def _node_json(node: NodeResult) -> dict[str, Any]:
         nmse, max_abs = (x if isfinite(x) else None for x in (found.nmse, found.max_abs))  # JSON has no inf
         data |= {"outside": found.outside, "nmse": nmse, "max_abs": max_abs, "where": found.where}
     return data
+
+
+def print_captured(captured: Captured, file: str, console: Console) -> None:
+    """What a capture wrote, in one line."""
+    ops = ", ".join(f"{op} {count:,}" for op, count in captured.ops.most_common())
+    line = f"{file}: {captured.ops.total():,} nodes, {captured.n_bytes / 1e6:,.1f} MB: {ops}"
+    console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+def _replay_verdict(result: ReplayResult) -> str:
+    different, rounded = len(result.different), sum(not node.equal for node in result.nodes)
+    total = f"{len(result.nodes):,} nodes replayed"
+    if not result.nodes:
+        return "no node was replayed"
+    if different:
+        return f"{different:,} of {total} differ from the trace"
+    if rounded:
+        return f"{total}, every byte as in the trace but for rounding in {rounded:,}"
+    return f"{total}, every byte as in the trace"
+
+
+def print_replay(result: ReplayResult, console: Console, *, first: int = 5) -> None:
+    """The replay as a table by op and type, the first nodes that differ, and a verdict."""
+    origin = result.origin
+    line = f"{result.path}  on {result.device}; {origin.model}, computed on {origin.device} by ggml {origin.ggml}"
+    console.print(line, highlight=False, markup=False, soft_wrap=True)
+    _print_nodes(result.nodes, console)
+    for (op, reason), count in sorted(result.refused.items()):
+        console.print(f"{op}: {count:,} nodes not taken: {reason}", highlight=False, markup=False)
+    _print_different(result.different, console, first)
+    console.print(_replay_verdict(result), style="bold green" if result else "bold red", highlight=False)
+
+
+def replay_json(result: ReplayResult) -> dict[str, Any]:
+    """The replay as data: schema, where the trace comes from, verdict, a summary by op and type, and every node."""
+    return {
+        "schema": REPLAY_SCHEMA,
+        "trace": result.path,
+        "device": result.device,
+        "origin": vars(result.origin),
+        "equal": all(node.equal for node in result.nodes),
+        "passed": bool(result),
+        "verdict": _replay_verdict(result),
+        **_nodes_json(result),
+    }
 
 
 def print_coverage(found: Coverage, console: Console, *, first: int = 5) -> None:

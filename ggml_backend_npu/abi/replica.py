@@ -18,7 +18,7 @@ from types import TracebackType
 from ggml_backend_npu.abi import convert, structs
 from ggml_backend_npu.abi.guard import Failures, interrupts_wait
 from ggml_backend_npu.abi.lib import Ggml
-from ggml_backend_npu.ir import Node, Tensor
+from ggml_backend_npu.ir import Node, Tensor, overlapping
 from ggml_backend_npu.registry import KernelError
 
 _ALIGNMENT = 64  # at least what ggml's CPU wants of a buffer
@@ -31,16 +31,14 @@ _CALLBACKS = frozenset({"CUSTOM", "MAP_CUSTOM1", "MAP_CUSTOM2", "MAP_CUSTOM3"})
 # ops that ggml's CPU computes without asking whether their sources are there: how many it reads; one, of any other op
 _N_SOURCES = {
     "ARANGE": 0,
-    **dict.fromkeys(
-        "ACC ADD ADD1 CONCAT CONV_2D CONV_2D_DW CONV_3D CONV_TRANSPOSE_1D CONV_TRANSPOSE_2D COUNT_EQUAL DIV GET_ROWS "
-        "GET_ROWS_BACK IM2COL MUL MUL_MAT OUT_PROD ROPE ROPE_BACK SET SET_ROWS SOFT_MAX_BACK SOLVE_TRI SSM_CONV "
-        "SUB".split(),
-        2,
-    ),
-    **dict.fromkeys(["ADD_ID", "FLASH_ATTN_EXT", "MUL_MAT_ID"], 3),
-    **dict.fromkeys(["GATED_LINEAR_ATTN"], 5),
-    **dict.fromkeys(["GATED_DELTA_NET", "RWKV_WKV6"], 6),
-    **dict.fromkeys(["RWKV_WKV7", "SSM_SCAN"], 7),
+    **dict.fromkeys(("ACC", "ADD", "ADD1", "SUB", "MUL", "DIV", "SET", "CONCAT", "COUNT_EQUAL"), 2),
+    **dict.fromkeys(("GET_ROWS", "GET_ROWS_BACK", "SET_ROWS", "MUL_MAT", "OUT_PROD", "SOLVE_TRI"), 2),
+    **dict.fromkeys(("ROPE", "ROPE_BACK", "SOFT_MAX_BACK", "SSM_CONV", "IM2COL"), 2),
+    **dict.fromkeys(("CONV_2D", "CONV_2D_DW", "CONV_3D", "CONV_TRANSPOSE_1D", "CONV_TRANSPOSE_2D"), 2),
+    **dict.fromkeys(("ADD_ID", "FLASH_ATTN_EXT", "MUL_MAT_ID"), 3),
+    "GATED_LINEAR_ATTN": 5,
+    **dict.fromkeys(("GATED_DELTA_NET", "RWKV_WKV6"), 6),
+    **dict.fromkeys(("RWKV_WKV7", "SSM_SCAN"), 7),
 }
 
 
@@ -112,7 +110,7 @@ class Replica:
                 status = self._ggml.ggml_backend_graph_compute(self._backend, graph)
                 failure = Failures.message
             if status != structs.STATUS_SUCCESS:
-                raise KernelError(f"{node}: device {self.device} failed: {failure or f'status {status}'}")
+                raise KernelError(failure or f"{node}: device {self.device} failed: status {status}")
             bring_back()
 
     @contextmanager
@@ -180,8 +178,8 @@ class _Made:
         self._sources: dict[Tensor, int] = {}
         self._dst = node.dst
         sources = list(dict.fromkeys(source for source in node.src if source is not None))
-        for overlapping in _overlapping([*(tensor for tensor in sources if tensor.nbytes), node.dst]):
-            self.groups.append(self._group(overlapping))
+        for group in overlapping([*(source for source in sources if source.nbytes), node.dst]):
+            self.groups.append(self._group(group))
         self.group_of_node = next(g for g in self.groups if g.address <= node.dst.address < g.end)
         for tensor in sources:
             if tensor.nbytes == 0:  # nothing of it is read; it lies where the output does
@@ -222,19 +220,6 @@ class _Made:
         else:
             self._sources[tensor] = address
         return address
-
-
-def _overlapping(tensors: list[Tensor]) -> list[list[Tensor]]:
-    """Tensors by their first byte, those together that overlap, directly or through others."""
-    groups: list[list[Tensor]] = []
-    end = 0
-    for tensor in sorted(tensors, key=lambda tensor: tensor.address):
-        if groups and tensor.address < end:
-            groups[-1].append(tensor)
-        else:
-            groups.append([tensor])
-        end = max(end, tensor.end)
-    return groups
 
 
 def _set_pointer(at: int, value: int) -> None:
