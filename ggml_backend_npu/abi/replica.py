@@ -11,10 +11,11 @@ import ctypes
 import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from types import TracebackType
 
+import ggml_backend_npu
 from ggml_backend_npu.abi import convert, structs
 from ggml_backend_npu.abi.guard import Failures, interrupts_wait
 from ggml_backend_npu.abi.lib import Ggml
@@ -88,7 +89,7 @@ class Replica:
             return self._refusal(made)
 
     def _refusal(self, made: _Made) -> str | None:
-        with _quiet():
+        with _asked():
             taken = self._ggml.ggml_backend_dev_supports_op(self._device, made.node)
             return None if taken else Failures.message or "not supported"
 
@@ -106,7 +107,7 @@ class Replica:
             bring_back = (self._in_place if self._in_host_memory else self._on_device)(made, stack)
             graph = self._ggml.ggml_new_graph_custom(made.context, _GRAPH_SIZE, False)
             self._ggml.ggml_build_forward_expand(graph, made.node)
-            with _quiet(), interrupts_wait():
+            with _asked(), interrupts_wait():
                 status = self._ggml.ggml_backend_graph_compute(self._backend, graph)
                 failure = Failures.message
             if status != structs.STATUS_SUCCESS:
@@ -139,7 +140,7 @@ class Replica:
     def _on_device(self, made: _Made, stack: ExitStack) -> Callable[[], None]:
         """Copies the groups to memory of the device's. Returns what brings the output's back."""
         ggml = self._ggml
-        with _quiet():
+        with _asked():
             buffer = ggml.ggml_backend_alloc_ctx_tensors(made.context, self._backend)
         if not buffer:
             size = sum(group.end - group.address for group in made.groups)
@@ -176,11 +177,11 @@ class _Made:
         self.groups: list[_Group] = []
         self.node = 0
         self._sources: dict[Tensor, int] = {}
-        self._dst = node.dst
+        self._dst = dst = replace(node.dst)  # one of its own: a source may be the very same tensor
         sources = list(dict.fromkeys(source for source in node.src if source is not None))
-        for group in overlapping([*(source for source in sources if source.nbytes), node.dst]):
+        for group in overlapping([*(source for source in sources if source.nbytes), dst]):
             self.groups.append(self._group(group))
-        self.group_of_node = next(g for g in self.groups if g.address <= node.dst.address < g.end)
+        self.group_of_node = next(g for g in self.groups if g.address <= dst.address < g.end)
         for tensor in sources:
             if tensor.nbytes == 0:  # nothing of it is read; it lies where the output does
                 self.group_of_node.members.append((self._new(tensor, self.group_of_node.root), 0))
@@ -227,14 +228,20 @@ def _set_pointer(at: int, value: int) -> None:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
-    """What a callback of ours turns into a failure is not printed: it is raised here."""
-    printed = Failures.printed
+def _asked() -> Iterator[None]:
+    """While a device is asked: ours takes nodes, in a session on the CPU too, and what its callbacks turn into failures
+    is not printed, but raised here."""
+    npu = ggml_backend_npu.register() if ggml_backend_npu.register.cache_info().currsize else None
+    active, printed = npu is not None and npu.active, Failures.printed
     Failures.message, Failures.printed = None, False
     try:
+        if npu is not None:
+            npu.active = True
         yield
     finally:
         Failures.printed = printed
+        if npu is not None:
+            npu.active = active
 
 
 def _devices(ggml: Ggml) -> list[str]:
