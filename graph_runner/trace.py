@@ -160,7 +160,10 @@ class TraceWriter:
         node, place = recorded.node, dict[int, tuple[int, int]]()
         groups: list[dict[str, int]] = []
         tensors = {id(tensor): tensor for tensor in (node.dst, *node.src) if tensor is not None and tensor.nbytes}
-        for group in overlapping(tensors.values()):
+        order = {role: number for number, role in enumerate(tensors)}
+        for group in sorted(
+            overlapping(tensors.values()), key=lambda group: min(order[id(tensor)] for tensor in group)
+        ):
             begin, end = group[0].address, max(tensor.end for tensor in group)
             for tensor in group:
                 place[id(tensor)] = len(groups), tensor.address - begin
@@ -193,7 +196,7 @@ class TraceWriter:
             try:
                 self._writer.add_tensor(f"bytes.{self._places[digest]}", data.view(np.int8))
             except OSError as error:
-                raise TraceError(f"trace {str(self._path)!r}: {error.strerror}") from None
+                raise TraceError(f"trace {str(self._path)!r}: {error.strerror or error}") from None
             self.n_bytes += data.size
         return self._places[digest]
 
@@ -209,7 +212,7 @@ class TraceWriter:
                     raise TraceError(f"trace {str(self._path)!r}: no node to write")
                 self._finish()
         except OSError as failure:
-            raise TraceError(f"trace {str(self._path)!r}: {failure.strerror}") from None
+            raise TraceError(f"trace {str(self._path)!r}: {failure.strerror or failure}") from None
         finally:
             self._writer.close()
             if self._writer.temp_file is not None:
@@ -339,7 +342,7 @@ def read_trace(path: Path) -> Trace:
     except TraceError:
         raise
     except OSError as error:
-        raise TraceError(f"{where}: {error.strerror}") from None
+        raise TraceError(f"{where}: {error.strerror or error}") from None
     except Exception as error:
         raise TraceError(f"{where}: cannot be read: {type(error).__name__}: {error}") from None
 
