@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
@@ -194,6 +194,19 @@ class Graph:
     nodes: tuple[Node, ...]
     producers: tuple[tuple[int | None, ...], ...] = ()
     beyond: tuple[tuple[Tensor, ...], ...] = ()
+
+
+def overlapping(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
+    """Tensors in the order of their memory, those together that overlap, directly or through others."""
+    groups: list[list[Tensor]] = []
+    end = 0
+    for tensor in sorted(tensors, key=lambda tensor: tensor.address):
+        if groups and tensor.address < end:
+            groups[-1].append(tensor)
+        else:
+            groups.append([tensor])
+        end = max(end, tensor.end)
+    return groups
 
 
 def _dims(values: Sequence[int]) -> Dims:

@@ -244,6 +244,9 @@ def diff(
     profile: ProfileName = None,
     all_ops: AllOps = False,
     fusion: Fuse = True,
+    reproducers: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="Save the first wrong nodes as traces, for ggml-npu replay.")
+    ] = None,
     reference: Annotated[DiffDevice, typer.Option(help="Who is right; NPU: this project's kernels.")] = DiffDevice.CPU,
     device: Annotated[DiffDevice, typer.Option(help="Who is compared with it.")] = DiffDevice.NPU,
     tolerances: Annotated[
@@ -258,17 +261,20 @@ def diff(
     what comes out of the device's own run.
     Exit code 0: every byte equal, or apart by rounding in an op that has it; 1: a node is wrong; 2: bad input.
     """
-    from graph_runner.diff import NodeResult, diff
+    from graph_runner.diff import diff
     from graph_runner.explorer import explorer_json
     from graph_runner.html import diff_html
     from graph_runner.models import model_file
     from graph_runner.report import diff_json, print_diff
+    from graph_runner.results import NodeResult
     from graph_runner.session import Settings
     from graph_runner.tolerances import Tolerances
 
     _use_device(profile=profile, **_chosen(all_ops, fusion))
     _use_kernels(kernels)
     chosen = _chosen_ops(ops)
+    if reproducers is not None and not reproducers.is_dir():
+        raise BadInputError(f"--reproducers {str(reproducers)!r}: no such directory")
     outputs = {"--json": json_file, "--html": html_file, "--model-explorer": explorer_file}
     _check_outputs(outputs)
     settings = Settings(
@@ -298,6 +304,7 @@ def diff(
                 reference=reference.value,
                 device=device.value,
                 tolerances=Tolerances(tolerances),
+                reproducers=reproducers,
                 seen=seen,
             )
     data = diff_json(result)
@@ -361,6 +368,83 @@ def _write(option: str, file: str, text: str) -> None:
             partial.replace(path)
     except OSError as error:
         raise BadInputError(f"{option} {file!r}: {error.strerror}") from None
+
+
+Output = Annotated[
+    Path, typer.Option("-o", "--output", metavar="FILE.gguf", help="The trace to write.", show_default=False)
+]
+NODES_HELP = (
+    "Which nodes, with commas between them: an op (GET_ROWS), a node's name (ffn_out-*; * and ? stand for any text and "
+    "character), places in a step (17, 17-40), each in one step alone with its number in front (2:GET_ROWS). Left out: "
+    "what the NPU takes."
+)
+
+
+@app.command()
+def capture(
+    model: Model,
+    output: Output,
+    prompt: Prompt = PROMPT,
+    steps: Annotated[int, typer.Option("-n", "--steps", min=0, help="Tokens to decode behind the prompt.")] = 1,
+    nodes: Annotated[str | None, typer.Option(metavar="ITEM,ITEM,...", help=NODES_HELP)] = None,
+    cache_type_k: CacheTypeK = "f16",
+    cache_type_v: CacheTypeV = "f16",
+    flash_attn: Annotated[FlashAttention, typer.Option(help="Flash attention.")] = FlashAttention.OFF,
+    profile: ProfileName = None,
+    threads: Threads = 0,
+) -> None:
+    """Keep nodes of a run in a file: what each reads, and what ggml's CPU makes of it.
+
+    The file (a GGUF) is computed again with `ggml-npu replay`, without the model.
+    """
+    from graph_runner.models import model_file
+    from graph_runner.report import print_captured
+    from graph_runner.session import Settings
+    from graph_runner.trace import Selection, capture, check_output, taken_by_the_npu
+
+    _use_device(profile=profile)
+    check_output(output)
+    select = taken_by_the_npu if nodes is None else Selection(nodes)
+    settings = Settings(
+        cache_type_k=cache_type_k, cache_type_v=cache_type_v, flash_attention=flash_attn.value, threads=threads
+    )
+    console = _stderr()
+    with model_file(model) as file, console.status("running the model"):
+        captured = capture(file, prompt, output, steps=steps, settings=settings, select=select)
+    print_captured(captured, str(output), console)
+
+
+@app.command()
+def replay(
+    trace: Annotated[Path, typer.Argument(metavar="TRACE.gguf", help="What `capture` wrote.", show_default=False)],
+    device: Annotated[str, typer.Option(metavar="NAME", help="NPU, CPU, or any other that ggml has.")] = "NPU",
+    json_file: JsonFile = None,
+    kernels: Kernels = None,
+    profile: ProfileName = None,
+) -> None:
+    """Compute the nodes of a trace again and compare, byte for byte.
+
+    On the NPU this takes neither the model nor llama.cpp. Exit code 0: every byte as in the trace, or apart by rounding
+    in an op that says so; 1: a node differs, or none was taken; 2: bad input.
+    """
+    from graph_runner.kernels import NPU
+    from graph_runner.report import print_replay, replay_json
+    from graph_runner.trace import replay
+
+    _use_device(profile=profile)
+    _use_kernels(kernels)
+    _check_outputs({"--json": json_file})
+    if device.upper() != NPU:
+        import ggml_backend_npu
+
+        ggml_backend_npu.register()
+    console = _stderr()
+    with console.status("computing"):
+        result = replay(trace, device)
+    if json_file is not None:
+        _write("--json", json_file, _json_text(replay_json(result)))
+    print_replay(result, console if json_file == "-" else Console())
+    raise typer.Exit(0 if result else 1)
 
 
 @app.command()
@@ -555,7 +639,7 @@ def main() -> None:
     from ggml_backend_npu.abi.lib import UnknownGgmlError
     from ggml_backend_npu.kernels import KernelFileError
     from ggml_backend_npu.registry import KernelError
-    from graph_runner.session import SessionError
+    from graph_runner.errors import SessionError, TraceError
     from graph_runner.suites import SuiteError
     from graph_runner.tolerances import ToleranceError
     from quant.jit import EngineError
@@ -568,7 +652,7 @@ def main() -> None:
         app(prog_name="ggml-npu")
     except (
         BadInputError, DeviceError, EngineError, KernelError, KernelFileError, PluginError, SessionError, SuiteError,
-        ToleranceError, UnknownGgmlError,
+        ToleranceError, TraceError, UnknownGgmlError,
     ) as error:  # fmt: skip
         print("ggml-npu:", " ".join(str(error).split()), file=sys.stderr)
         sys.exit(2)

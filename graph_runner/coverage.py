@@ -14,7 +14,7 @@ from ggml_backend_npu import OPS, Op
 from ggml_backend_npu.abi import convert
 from ggml_backend_npu.abi.plugin import Plugin
 from ggml_backend_npu.device import DEVICE
-from graph_runner.diff import types_of
+from graph_runner.results import types_of
 from graph_runner.session import Sampler, Session, Settings, context_for
 
 Splits = tuple[int, int]

@@ -23,6 +23,8 @@ from ggml_backend_npu.ops.movers import convert, raw
 from graph_runner import noise
 from graph_runner.blocks import compare_blocks
 from graph_runner.mistakes import Mistake, inside, mistakes
+from graph_runner.results import dominant_type
+from graph_runner.tolerances import Tolerances
 from quant import quantize
 
 Bytes = NDArray[np.uint8]
@@ -112,10 +114,10 @@ class _Case:
             return False
         if np.array_equal(_span(self.expected), _span(self.actual)):
             return True
-        own = OWN.get(self.node.op)
-        if own is None or not own.nmse or not self.gaps_are_right:
+        bound = Tolerances().nmse(self.node.op, dominant_type(self.node))
+        if not bound or not self.gaps_are_right:
             return False
-        return _error(self.values_e, self.values_a) <= own.nmse * _power(self.values_e)
+        return bool(_error(self.values_e, self.values_a) <= bound * _power(self.values_e))
 
     @cached_property
     def gaps_are_right(self) -> bool:

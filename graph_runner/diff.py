@@ -6,10 +6,11 @@ comes out of the device's own run, with whatever the nodes before it did. Of the
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Callable, Collection
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from enum import StrEnum
 from pathlib import Path
 
 import numpy as np
@@ -18,86 +19,30 @@ import ggml_backend_npu
 from ggml_backend_npu import OPS, Graph, KernelError, Memory, Node, Tensor
 from ggml_backend_npu.abi import codecs, convert, lib
 from ggml_backend_npu.abi.plugin import Plugin
+from ggml_backend_npu.abi.replica import Replica
 from ggml_backend_npu.device import DEVICE
 from ggml_backend_npu.fusion import FUSIONS, Fusion, longest
 from ggml_backend_npu.numerics import NUMERICS
-from ggml_backend_npu.ops import strided
-from graph_runner.blocks import BlockComparison, compare_blocks
+from ggml_backend_npu.ops import OWN, strided
+from graph_runner.blocks import compare_blocks
 from graph_runner.compare import Comparison, Heat, compare, heat
 from graph_runner.diagnosis import diagnose, quantised_values
+from graph_runner.kernels import Kernels
 from graph_runner.lockstep import Lockstep, Side
 from graph_runner.noise import noise_multiple
+from graph_runner.reproduce import backend_ops_line
+from graph_runner.results import NodeResult, Verdict, dominant_type, types_of
 from graph_runner.session import DeviceName, Observer, Sampler, Session, SessionError, Settings, context_for
 from graph_runner.state import StateResult, States
 from graph_runner.tolerances import Tolerances
+from graph_runner.trace import Origin, own, save_reproducer
 
 _GUARD = 4096  # bytes on each side of a node's output that its kernel must leave alone
 _CANARY = 0xA5
 _AMPLIFIES = 10.0  # times the error of its inputs
 _HEATS = 200  # nodes that differ of which a heat map is kept
+_OWN_KERNELS = -1  # version of the kernels that this project has, whatever stands in OPS
 _EXPLANATIONS = 3  # nodes of an op, its types and a verdict that are explained
-
-
-class Verdict(StrEnum):
-    """What a node has to do with the error of its result.
-
-    exact       every byte is the reference's
-    rounding    apart by no more than the op's tolerance
-    introduced  the node computes something else from the same inputs
-    inherited   right, from inputs that are off
-    amplified   right, but its result is more than ten times as far off as its inputs
-    failed      the device could not compute it
-    """
-
-    EXACT = "exact"
-    ROUNDING = "rounding"
-    INTRODUCED = "introduced"
-    INHERITED = "inherited"
-    AMPLIFIED = "amplified"
-    FAILED = "failed"
-
-
-@dataclass(frozen=True)
-class NodeResult:
-    """One node of the run, or one output of a span of nodes that the NPU runs as one operator. Falsy where it is wrong.
-
-    step        0 is the prompt, then one per decoded token
-    index       place among the step's nodes; of a span, that of its last node
-    op          of the node, or the operator's name
-    types       of its sources and of its output: "q8_0 i32 -> f32"; of a span its ops: "SUB REPEAT MUL ADD -> f32"
-    on          who computed it in the device's own run; "" where that did not take place
-    isolated    the device's result from the reference's inputs; None where the device does not take the node
-    cumulative  the result of the device's own run; None where there is none
-    failure     why the device could not compute it
-    heat        where the errors are
-    blocks      of a quantised output that differs, block by block
-    diagnosis   which usual mistake gives these bytes, where one does; of the first wrong nodes of each op and type
-    noise       how many times as far from a float64 evaluation as the reference it is; of the same nodes
-    """
-
-    step: int
-    index: int
-    op: str
-    name: str
-    types: str
-    ne: tuple[int, int, int, int]
-    verdict: Verdict
-    on: str = ""
-    isolated: Comparison | None = None
-    cumulative: Comparison | None = None
-    failure: str | None = None
-    heat: Heat | None = None
-    blocks: BlockComparison | None = None
-    diagnosis: str | None = None
-    noise: float | None = None
-
-    @property
-    def compared(self) -> bool:
-        """Whether the device computed it by itself."""
-        return self.isolated is not None or self.failure is not None
-
-    def __bool__(self) -> bool:
-        return self.verdict not in (Verdict.INTRODUCED, Verdict.FAILED)
 
 
 @dataclass
@@ -159,7 +104,10 @@ class _Isolated:
 class _Judge:
     """Judges each node of two runs in step.
 
+    computer  who computes a node again
+    ops    that are computed again; all, where None
     seen   called with each result
+    save   called with a wrong node as it was before it ran, its step and place
     fuses  whether the device runs patterns of nodes as one
     """
 
@@ -167,13 +115,16 @@ class _Judge:
         self,
         ggml: lib.Ggml,
         npu: Plugin | None,
-        ops: Collection[str],
+        computer: Kernels | Replica,
+        ops: Collection[str] | None,
         tolerances: Tolerances,
         seen: Callable[[NodeResult], None],
         *,
         fuses: bool,
+        save: Callable[[Node, int, int], None],
     ) -> None:
-        self._ggml, self._npu, self._ops, self._tolerances, self._seen = ggml, npu, ops, tolerances, seen
+        self._ggml, self._npu, self._computer, self._ops = ggml, npu, computer, ops
+        self._tolerances, self._seen, self._save = tolerances, seen, save
         self.refused: Counter[tuple[str, str]] = Counter()
         self.step = 0
         self._reader, self._own_reader = convert.Reader(ggml), convert.Reader(ggml)
@@ -190,7 +141,9 @@ class _Judge:
         self._own_chain = _Chain(FUSIONS)
         self.states: list[StateResult] = []
         self._states = States(self.states.append)
-        self._spans = _Spans([fusion for fusion in FUSIONS if fusion.name in ops], tolerances, seen)
+        self._spans = _Spans(
+            [fusion for fusion in FUSIONS if fuses and (ops is None or fusion.name in ops)], tolerances, seen
+        )
 
     def next_step(self) -> None:
         self.finish()
@@ -216,13 +169,13 @@ class _Judge:
         self._read = read = self._reader(address)
         node = read.node
         self._spans.before(address, read, self.step, place)
-        if node.dst.n_elements == 0 or node.op not in self._ops:
+        if node.dst.n_elements == 0 or (self._ops is not None and node.op not in self._ops):
             return
-        reason = OPS.refusal(node)
+        reason = self._computer.refusal(node)
         if reason is not None:
             self.refused[node.op, reason] += 1
             return
-        sources = [source for source in node.src[: OPS[node.op].n_src] if source is not None]
+        sources = [source for source in node.src if source is not None]
         self._copies = {source: _copy_of_root(source) for source in sources if source.overlaps(node.dst)}
         self._scratch, self._before = _copy(node.dst), _copy(node.dst)
         self._node = node
@@ -275,14 +228,17 @@ class _Judge:
         if self._explanations[kind] > _EXPLANATIONS:
             return found
         node, result = isolated.node, isolated.result
-        blocks, diagnosis = None, None
+        blocks, diagnosis, line = None, None, None
         assert isolated.comparison is not None
         if node.dst.codec.is_quantized:
             blocks = compare_blocks(node.dst, result, quantised_values(node))
         if found.verdict is Verdict.INTRODUCED:
+            self.before_it = isolated.before
+            self._save(node, found.step, found.index)
             diagnosis = diagnose(node, node.dst, result, isolated.before, isolated.comparison.outside)
+            line = backend_ops_line(node)
         noise = noise_multiple(node, node.dst, result)
-        return replace(found, blocks=blocks, diagnosis=diagnosis, noise=noise)
+        return replace(found, blocks=blocks, diagnosis=diagnosis, noise=noise, test=line)
 
     def _look_at_state(self, own: int) -> None:
         """Where the node has written to a tensor that no node computes."""
@@ -312,7 +268,7 @@ class _Judge:
         again = replace(node, dst=self._scratch, src=sources)
         comparison, failure = None, None
         try:
-            OPS.bind(again)()
+            self._computer.compute(again)
             comparison = compare(node.dst, self._scratch, _outside(self._scratch))
         except KernelError as error:
             failure = str(error)
@@ -322,7 +278,7 @@ class _Judge:
 
     def _verdict(self, address: int, isolated: _Isolated | None, cumulative: Comparison | None) -> Verdict:
         node, errors = self._read.node, self._errors
-        bound = self._tolerances.nmse(node.op, _type(node))
+        bound = self._tolerances.nmse(node.op, dominant_type(node))
         inputs = max((errors.get(root, 0.0) for root in self._read.roots if root), default=0.0)
         error = cumulative.error if cumulative is not None else self._within_span
         errors[address] = errors[self._read.view_source] = error
@@ -337,10 +293,6 @@ class _Judge:
         if error > max(_AMPLIFIES * inputs, bound):
             return Verdict.AMPLIFIED
         return Verdict.INHERITED
-
-
-def _type(node: Node) -> str:
-    return next((source.type for source in node.src if source is not None), node.dst.type)
 
 
 def _as_laid_out(tensor: Tensor, like: Tensor) -> Tensor:
@@ -506,12 +458,6 @@ def _within(view: Tensor, whole: Tensor, copy: Tensor) -> Tensor:
     return replace(view, memory=copy.memory, offset=copy.offset + view.address - whole.address)
 
 
-def types_of(node: Node) -> str:
-    """The types of the sources that the NPU's kernel reads, or of all where there is none, and of the output."""
-    sources = node.src[: OPS[node.op].n_src] if node.op in OPS else node.src
-    return " ".join(source.type for source in sources if source is not None) + f" -> {node.dst.type}"
-
-
 def _copy(tensor: Tensor) -> Tensor:
     """The tensor over a copy of its span, between guards."""
     buffer = np.full(tensor.nbytes + 2 * _GUARD, _CANARY, np.uint8)
@@ -540,6 +486,7 @@ def diff(
     reference: str = "CPU",
     device: str = "NPU",
     tolerances: Tolerances | None = None,
+    reproducers: Path | None = None,
     progress: Callable[[float], None] | None = None,
     seen: Callable[[NodeResult], None] = lambda node: None,
 ) -> DiffResult:
@@ -549,6 +496,7 @@ def diff(
     ops        names of the ops and fusions to compute again from the reference's inputs; all, where left out
     reference  "CPU", or "NPU": its own kernels, node by node
     device     "NPU" as DEVICE and OPS have it, or "CPU"
+    reproducers  a folder in which the first wrong nodes of each op and type are saved, as traces
     progress   called with 0..1 while the model loads
     seen       called with each node's result
 
@@ -564,24 +512,38 @@ def diff(
         nodes.append(node)
         seen(node)
 
-    if ops is None:
-        ops = {*OPS, *(fusion.name for fusion in FUSIONS)} if DEVICE.fusion == "on" else set(OPS)
     npu = ggml_backend_npu.register() if "NPU" in (reference, device) else None
     fuses = device == "NPU" and DEVICE.fusion == "on"
-    judge = _Judge(ggml, npu, ops, tolerances or Tolerances(), add, fuses=fuses)
-    own_kernels = (dict(OPS), OPS.version)
-    sides = Side(reference, own_kernels, "off"), Side(device, own_kernels, DEVICE.fusion)
-    steps_of = Lockstep(*sides, before=judge.before, between=judge.between, after=judge.after, alone=judge.alone)
+    if ops is None and device == "NPU":
+        ops = {*OPS, *(fusion.name for fusion in FUSIONS)}
     settings = replace(settings or Settings(flash_attention="off"), n_ctx=context_for(prompt, steps))
+    origin = Origin("", prompt, reference, ggml.version, NUMERICS.rounding, settings.threads or os.cpu_count() or 1)
+
+    def save(node: Node, step: int, index: int) -> None:
+        if reproducers is not None:
+            path = reproducers / f"{step}-{index}-{node.op}.gguf"
+            where = replace(origin, model=first.description)
+            save_reproducer(path, own(replace(node, dst=judge.before_it)), node.dst, where, step=step, index=index)
 
     def session(name: str, observer: Observer) -> Session:
         return Session(model, replace(settings, device=_DEVICES[name]), observer=observer, progress=progress)
 
-    with (
-        steps_of,
-        session(reference, steps_of.reference) as first,
-        session(device, steps_of.device) as second,
-    ):
+    with ExitStack() as stack:
+        computer = Kernels() if device == "NPU" else stack.enter_context(Replica(ggml, device))
+        judge = _Judge(ggml, npu, computer, ops, tolerances or Tolerances(), add, fuses=fuses, save=save)
+        own_kernels = Side(reference, (dict(OWN), _OWN_KERNELS), "off")
+        steps_of = stack.enter_context(
+            Lockstep(
+                own_kernels,
+                Side(device, (dict(OPS), OPS.version), DEVICE.fusion),
+                before=judge.before,
+                between=judge.between,
+                after=judge.after,
+                alone=judge.alone,
+            )
+        )
+        first = stack.enter_context(session(reference, steps_of.reference))
+        second = stack.enter_context(session(device, steps_of.device))
         tokens = first.tokenize(prompt)
         text = []
         steps_of.decode(first, second, tokens)

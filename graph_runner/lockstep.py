@@ -7,8 +7,9 @@ are there at the same time and nothing has to be kept of a whole graph.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -137,7 +138,8 @@ class Lockstep:
         runner.place += 1
         if runner is self.device:
             return self._alone(address)
-        self._before(address, runner.place)
+        with self._as_device():
+            self._before(address, runner.place)
         return True
 
     def done(self, runner: _Runner, address: int) -> None:
@@ -146,12 +148,21 @@ class Lockstep:
         if runner is self.device:
             self._hand_over(self.device, self.reference)
             return
-        reason = self._between()
+        with self._as_device():
+            reason = self._between()
         while self.device.place < runner.place:
             self.device.side.halt(reason)
             self._hand_over(self.reference, self.device)
         same = self.device.place == runner.place
-        self._after(address, runner.place, self.device.address if same else None)
+        with self._as_device():
+            self._after(address, runner.place, self.device.address if same else None)
+
+    @contextmanager
+    def _as_device(self) -> Iterator[None]:
+        """Nodes are computed again by the device, in the reference's turn."""
+        self.device.side.begin_turn()
+        yield
+        self.reference.side.begin_turn()
 
 
 class _Runner:

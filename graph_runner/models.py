@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from graph_runner.session import SessionError, check_file
+from graph_runner.errors import SessionError
+from graph_runner.session import check_file
 from graph_runner.tiny import write_tiny_llama
 
 

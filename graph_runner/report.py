@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from math import isfinite
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
 
 from graph_runner.blocks import BlockComparison
 from graph_runner.compare import Comparison
-from graph_runner.coverage import Coverage, Gain, RanGraph
-from graph_runner.diff import DiffResult, NodeResult, Verdict
-from graph_runner.session import Session, Settings
+from graph_runner.results import NodeResult, Verdict
 from graph_runner.state import StateResult
-from graph_runner.suites import Case
+
+if TYPE_CHECKING:  # a replay on the NPU reports without llama.cpp
+    from graph_runner.coverage import Coverage, Gain, RanGraph
+    from graph_runner.diff import DiffResult
+    from graph_runner.session import Session, Settings
+    from graph_runner.suites import Case
+    from graph_runner.trace import Captured, ReplayResult
 
 SCHEMA = "ggml-npu diff 3"
 COVERAGE_SCHEMA = "ggml-npu coverage 1"
+REPLAY_SCHEMA = "ggml-npu replay 1"
 
 
 def print_run(session: Session, n_prompt: int, times: list[float], console: Console) -> None:
@@ -65,9 +70,9 @@ def _whose(result: DiffResult) -> str:
     return "ggml's CPU" if result.reference == "CPU" else f"the {result.reference}"
 
 
-def _groups(result: DiffResult) -> dict[tuple[str, str], list[NodeResult]]:
+def _groups(nodes: Iterable[NodeResult]) -> dict[tuple[str, str], list[NodeResult]]:
     groups: dict[tuple[str, str], list[NodeResult]] = defaultdict(list)
-    for node in result.compared:
+    for node in nodes:
         groups[node.op, node.types].append(node)
     return dict(sorted(groups.items()))
 
@@ -92,12 +97,24 @@ def print_diff(result: DiffResult, console: Console, *, first: int = 5) -> None:
     _print_header(console, result.description, f"ggml {result.ggml}", result.settings)
     console.print(f"prompt of {result.n_prompt} tokens and {result.steps} steps: ", end="", highlight=False)
     console.print(f"{result.prompt!r} -> {result.text!r}", highlight=False, markup=False)
+    _print_nodes(result.compared, console)
+    for (op, reason), count in sorted(result.refused.items()):
+        console.print(f"{op}: {count:,} nodes left to the CPU: {reason}", highlight=False, markup=False)
+    _print_wrong(result.wrong[1:], console, first - 1)
+    console.print(_own_run(result), highlight=False, markup=False, soft_wrap=True)
+    if result.states:
+        console.print(_states(result.states), highlight=False, markup=False, soft_wrap=True)
+    console.print(_verdict(result), style="bold green" if result else "bold red", highlight=False)
+
+
+def _print_nodes(results: Iterable[NodeResult], console: Console) -> None:
+    """Nodes that were computed again, as a table by op and type."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     for column in ("op", "types"):
         table.add_column(column)
     for column in ("equal", "rounded", "wrong", "NMSE", "max abs"):
         table.add_column(column, justify="right")
-    for (op, types), nodes in _groups(result).items():
+    for (op, types), nodes in _groups(results).items():
         equal, wrong = sum(bool(node.isolated) for node in nodes), sum(not node for node in nodes)
         compared = [node.isolated for node in nodes if node.isolated is not None]
         table.add_row(
@@ -110,16 +127,14 @@ def print_diff(result: DiffResult, console: Console, *, first: int = 5) -> None:
             _number(max((c.max_abs for c in compared), default=0.0)),
         )
     console.print(table)
-    for (op, reason), count in sorted(result.refused.items()):
-        console.print(f"{op}: {count:,} nodes left to the CPU: {reason}", highlight=False, markup=False)
-    for node in result.wrong[1:first]:
+
+
+def _print_wrong(wrong: Sequence[NodeResult], console: Console, first: int) -> None:
+    """The first of the nodes that are wrong, a line each."""
+    for node in wrong[:first]:
         console.print(_describe(node), style="red", highlight=False, markup=False, soft_wrap=True)
-    if len(result.wrong) > first:
-        console.print(f"... and {len(result.wrong) - first:,} more", highlight=False)
-    console.print(_own_run(result), highlight=False, markup=False, soft_wrap=True)
-    if result.states:
-        console.print(_states(result.states), highlight=False, markup=False, soft_wrap=True)
-    console.print(_verdict(result), style="bold green" if result else "bold red", highlight=False)
+    if len(wrong) > first:
+        console.print(f"... and {len(wrong) - first:,} more", highlight=False)
 
 
 def _own_run(result: DiffResult) -> str:
@@ -169,7 +184,8 @@ def _describe(node: NodeResult) -> str:
 def _explanation(node: NodeResult) -> list[str]:
     """What is known of why a node is wrong, a sentence each."""
     blocks = node.blocks.sentence() if node.blocks is not None and node.diagnosis is None else None
-    return [sentence for sentence in (node.diagnosis, blocks) if sentence]
+    test = f"ggml's own cases nearest to it: {node.test}" if node.test else None
+    return [sentence for sentence in (node.diagnosis, blocks, test) if sentence]
 
 
 def diff_json(result: DiffResult) -> dict[str, Any]:
@@ -194,12 +210,17 @@ def diff_json(result: DiffResult) -> dict[str, Any]:
         "verdict": _verdict(result),
         "stopped": result.stopped,
         "first_introduced": result.nodes.index(wrong[0]) if wrong else None,
-        "summary": [_summary_json(op, types, nodes) for (op, types), nodes in _groups(result).items()],
-        "refused": [
-            {"op": op, "reason": reason, "nodes": count} for (op, reason), count in sorted(result.refused.items())
-        ],
         "states": [asdict(state) for state in result.states],
-        "nodes": [_node_json(node) for node in result.nodes],
+        **_nodes_json(result.nodes, result.refused),
+    }
+
+
+def _nodes_json(nodes: list[NodeResult], refused: Counter[tuple[str, str]]) -> dict[str, Any]:
+    groups = _groups(node for node in nodes if node.compared)
+    return {
+        "summary": [_summary_json(op, types, alike) for (op, types), alike in groups.items()],
+        "refused": [{"op": op, "reason": reason, "nodes": count} for (op, reason), count in sorted(refused.items())],
+        "nodes": [_node_json(node) for node in nodes],
     }
 
 
@@ -234,6 +255,7 @@ def _node_json(node: NodeResult) -> dict[str, Any]:
         "passed": bool(node),
         "failure": node.failure,
         "diagnosis": node.diagnosis,
+        "test": node.test,
         "noise": None if node.noise is None else _finite(node.noise),
         "isolated": _comparison_json(node.isolated, node.blocks),
         "cumulative": _comparison_json(node.cumulative),
@@ -251,6 +273,50 @@ def _comparison_json(found: Comparison | None, blocks: BlockComparison | None = 
     if blocks is not None:
         data["blocks"] = asdict(blocks)
     return data | numbers | {"ulp": found.ulp, "nan": found.nan, "inf": found.inf, "where": found.where}
+
+
+def print_captured(captured: Captured, file: str, console: Console) -> None:
+    """What a capture wrote, in one line."""
+    ops = ", ".join(f"{op} {count:,}" for op, count in captured.ops.most_common())
+    line = f"{file}: {captured.ops.total():,} nodes, {captured.n_bytes / 1e6:,.1f} MB: {ops}"
+    console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+def _replay_verdict(result: ReplayResult) -> str:
+    wrong, rounded = len(result.wrong), sum(not node.isolated for node in result.nodes)
+    total = f"{len(result.nodes):,} nodes replayed"
+    if not result.nodes:
+        return "no node was replayed"
+    if wrong:
+        return f"{wrong:,} of {total} differ from the trace"
+    if rounded:
+        return f"{total}, every byte as in the trace but for rounding in {rounded:,}"
+    return f"{total}, every byte as in the trace"
+
+
+def print_replay(result: ReplayResult, console: Console, *, first: int = 5) -> None:
+    """The replay as a table by op and type, the first nodes that differ, and a verdict."""
+    origin = result.origin
+    line = f"{result.path}  on {result.device}; {origin.model}, computed on {origin.device} by ggml {origin.ggml}"
+    console.print(line, highlight=False, markup=False, soft_wrap=True)
+    _print_nodes(result.nodes, console)
+    for (op, reason), count in sorted(result.refused.items()):
+        console.print(f"{op}: {count:,} nodes not taken: {reason}", highlight=False, markup=False)
+    _print_wrong(result.wrong, console, first)
+    console.print(_replay_verdict(result), style="bold green" if result else "bold red", highlight=False)
+
+
+def replay_json(result: ReplayResult) -> dict[str, Any]:
+    """The replay as data: schema, where the trace comes from, verdict, a summary by op and type, and every node."""
+    return {
+        "schema": REPLAY_SCHEMA,
+        "trace": result.path,
+        "device": result.device,
+        "origin": vars(result.origin),
+        "passed": bool(result),
+        "verdict": _replay_verdict(result),
+        **_nodes_json(result.nodes, result.refused),
+    }
 
 
 def print_coverage(found: Coverage, console: Console, *, first: int = 5) -> None:

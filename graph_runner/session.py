@@ -21,6 +21,7 @@ import ggml_backend_npu
 from ggml_backend_npu.abi import convert, lib, structs
 from ggml_backend_npu.abi.guard import Failures, interrupts_wait
 from ggml_backend_npu.abi.plugin import Statistics
+from graph_runner.errors import SessionError as SessionError
 from quant.jit import array_at, callback
 
 DeviceName = Literal["npu", "cpu"]
@@ -31,10 +32,6 @@ _FUNCTIONS_PER_OP = 64
 
 # what llama.cpp's own programs let a cache be; of other types its kernels crash
 CACHE_TYPES = ("f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "iq4_nl", "q5_0", "q5_1")
-
-
-class SessionError(Exception):
-    """A model that cannot be loaded or run: one line that names what and why."""
 
 
 class Observer(Protocol):

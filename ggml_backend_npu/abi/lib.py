@@ -67,7 +67,9 @@ _FUNCTIONS: _Functions = {
     "ggml_rope_ext": (c_void_p, [c_void_p] * 4 + [c_int] * 3 + [c_float] * 6),
     "ggml_tensor_overhead": (c_size_t, []),
     "ggml_graph_overhead": (c_size_t, []),
+    "ggml_graph_overhead_custom": (c_size_t, [c_size_t, c_bool]),
     "ggml_new_graph": (c_void_p, [c_void_p]),
+    "ggml_new_graph_custom": (c_void_p, [c_void_p, c_size_t, c_bool]),
     "ggml_build_forward_expand": (None, [c_void_p, c_void_p]),
     "ggml_graph_n_nodes": (c_int, [c_void_p]),
     "ggml_graph_nodes": (c_void_p, [c_void_p]),
@@ -89,6 +91,7 @@ _FUNCTIONS: _Functions = {
     "ggml_backend_dev_backend_reg": (c_void_p, [c_void_p]),
     "ggml_backend_dev_init": (c_void_p, [c_void_p, c_char_p]),
     "ggml_backend_dev_supports_op": (c_bool, [c_void_p, c_void_p]),
+    "ggml_backend_dev_supports_buft": (c_bool, [c_void_p, c_void_p]),
     "ggml_backend_guid": (c_void_p, [c_void_p]),
     "ggml_backend_free": (None, [c_void_p]),
     "ggml_backend_graph_compute": (c_int, [c_void_p, c_void_p]),
@@ -197,6 +200,15 @@ class Ggml:
             "UNARY": {n: self.ggml_unary_op_name(n).decode() for n in range(self.counts.unary)},
             "GLU": {n: self.ggml_glu_op_name(n).decode() for n in range(self.counts.glu)},
         }
+
+    @cached_property
+    def op_numbers(self) -> dict[str, tuple[int, int | None]]:
+        """What `op_name` gives -> the op's number and, for UNARY and GLU, the function's."""
+        numbers: dict[str, tuple[int, int | None]] = {name: (number, None) for number, name in self.ops.items()}
+        for op, names in self.functions.items():
+            number, _ = numbers.pop(op)
+            numbers.update({name: (number, function) for function, name in names.items()})
+        return numbers
 
     @cached_property
     def op_names(self) -> frozenset[str]:

@@ -1,0 +1,11 @@
+"""What goes wrong with what a user gave, where it is told apart from the modules that need llama.cpp."""
+
+from __future__ import annotations
+
+
+class SessionError(Exception):
+    """A model that cannot be loaded or run: one line that names what and why."""
+
+
+class TraceError(Exception):
+    """A trace that cannot be written, read or used: one line that names the file and why."""
