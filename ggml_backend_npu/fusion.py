@@ -10,6 +10,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from itertools import combinations
 
 from ggml_backend_npu.ir import Dims, Graph, Node, Tensor
 from ggml_backend_npu.ops.routing import routed
@@ -79,8 +80,11 @@ class Span:
                 return False
         return True
 
-    def writes_no_source(self, fused: Fused) -> bool:
-        """The nodes run one after the other, so an output may lie where a source was that all have read before."""
+    def writes_nothing_twice_nor_a_source(self, fused: Fused) -> bool:
+        """The nodes run one after the other, so an output may lie where a source or another output was that all have
+        read before."""
+        if any(a.overlaps(b) for a, b in combinations(fused.written.values(), 2)):
+            return False
         written = [tensor for place, tensor in fused.written.items() if place not in fused.in_place]
         for node, producers in zip(self.nodes, self.graph.producers[self.begin : self.end], strict=True):
             for source, made_by in zip(node.src, producers, strict=True):
@@ -117,7 +121,7 @@ class Fusion:
         found = self.match(span)
         if found is None or not span.leaves_out_only_what_nobody_reads(found):
             return None
-        return found if span.writes_no_source(found) else None
+        return found if span.writes_nothing_twice_nor_a_source(found) else None
 
 
 FUSIONS: list[Fusion] = []

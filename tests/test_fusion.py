@@ -37,6 +37,7 @@ from graph_runner.session import DeviceName, Sampler, Session, Settings, context
 PROMPT = "The capital of France is"
 N = 64
 INF = float("inf")
+NE_AT = 16  # of a ggml_tensor
 SPANS = {
     "rwkv7": {"token_shift": 2},
     "moe": {"TopKSoftmax": 2, "masked_softmax": 2},
@@ -543,6 +544,13 @@ def route(
     return Route(logits, probs, order, ids, rows, total, clamped, weights)
 
 
+def routed_outputs(scene: Scene, nodes: Route) -> list[int]:
+    """The weights, and what a later node reads with the ids: themselves."""
+    n_expert, n_tokens = scene.as_tensor(nodes.order).ne[:2]
+    numbers = np.tile(np.arange(n_expert, dtype=np.float32), (n_tokens, 1))
+    return [nodes.weights, scene.op("get_rows", scene.root("f32", (1, n_expert, n_tokens), numbers), nodes.ids)]
+
+
 def routed_right(backend: Plugin, build: Callable[[Scene], Sequence[int]], *spans: str) -> None:
     assert_fuses(backend, build, *spans, ulp=2, cpu_nmse=1e-11)
 
@@ -554,7 +562,7 @@ def test_a_routing_selects_what_its_nodes_select(backend: Plugin, kind: str, n_e
 
         def build(scene: Scene, k: int = k) -> list[int]:
             nodes = route(scene, kind, n_expert, n_tokens, k)
-            return [nodes.ids, nodes.weights]
+            return routed_outputs(scene, nodes)
 
         routed_right(backend, build, "TopKSoftmax")
 
@@ -565,7 +573,7 @@ def test_a_routing_of_many_rows_by_several_threads(backend: Plugin, kind: str, m
 
     def build(scene: Scene) -> list[int]:
         nodes = route(scene, kind, 64, 5000, 6)
-        return [nodes.ids, nodes.weights]
+        return routed_outputs(scene, nodes)
 
     routed_right(backend, build, "TopKSoftmax")
 
@@ -597,13 +605,13 @@ def test_logits_without_a_softmax_are_nan_and_ids_stay_in_range(backend: Plugin,
 
     def build(scene: Scene) -> list[int]:
         nodes = route(scene, kind, 8, 6, 3, logits=scene.root("f32", (8, 6), logits))
-        return [nodes.ids, nodes.weights]
+        return routed_outputs(scene, nodes)
 
     fused, alone = ran(backend, build), ran(backend, build, fusion="off")
     assert fused.fused == {"TopKSoftmax": 1}
     for one, other in zip(fused.outputs, alone.outputs, strict=True):
         assert_close(one, other, 2)
-    ids = fused.outputs[0][0, 0]
+    ids = fused.outputs[1][0, :, :, 0]
     assert all(len({*row}) == 3 and min(row) >= 0 and max(row) < 8 for row in ids.tolist())
 
 
@@ -613,12 +621,12 @@ def test_of_equal_logits_the_first_are_selected(backend: Plugin, kind: str) -> N
 
     def build(scene: Scene) -> list[int]:
         nodes = route(scene, kind, 8, 2, 5, logits=scene.root("f32", (8, 2), logits))
-        return [nodes.ids, nodes.weights]
+        return routed_outputs(scene, nodes)
 
     fused, alone = ran(backend, build), ran(backend, build, fusion="off")
     for one, other in zip(fused.outputs, alone.outputs, strict=True):
         assert_close(one, other, 2)
-    assert fused.outputs[0][0, 0].tolist() == [[1, 2, 4, 6, 0], [0, 1, 2, 3, 4]]
+    assert fused.outputs[1][0, :, :, 0].tolist() == [[1, 2, 4, 6, 0], [0, 1, 2, 3, 4]]
 
 
 @pytest.mark.parametrize("least", [0.0, 0.25, 2.0, -INF])
@@ -705,7 +713,7 @@ def test_what_only_looks_like_a_routing_is_computed_node_by_node(
 ) -> None:
     def outputs(scene: Scene) -> list[int]:
         nodes = build(scene, kind)
-        return [nodes.ids, nodes.weights]
+        return routed_outputs(scene, nodes)
 
     routed_right(backend, outputs)
 
@@ -713,7 +721,7 @@ def test_what_only_looks_like_a_routing_is_computed_node_by_node(
 def test_a_mask_in_the_softmax_of_a_routing(backend: Plugin) -> None:
     def build(scene: Scene) -> list[int]:
         nodes = route(scene, softmax=(floats(scene, 8, 5, seed=7), 1.0, 0.0))
-        return [nodes.ids, nodes.weights]
+        return routed_outputs(scene, nodes)
 
     routed_right(backend, build, "masked_softmax")
 
@@ -723,7 +731,7 @@ def test_sinks_in_the_softmax_of_a_routing(backend: Plugin) -> None:
         sink = floats(scene, 1, seed=8)
         nodes = route(scene)
         backend.ggml.ggml_soft_max_add_sinks(nodes.probs, sink)
-        return [nodes.ids, nodes.weights]
+        return routed_outputs(scene, nodes)
 
     routed_right(backend, build)
 
@@ -770,7 +778,7 @@ def divided_by_columns(scene: Scene) -> Route:
 def test_weights_divided_by_something_else_are_not_normalised(backend: Plugin, build: Callable[[Scene], Route]) -> None:
     def outputs(scene: Scene) -> list[int]:
         nodes = build(scene)
-        return [nodes.ids, nodes.weights]
+        return routed_outputs(scene, nodes)
 
     routed_right(backend, outputs, "TopKSoftmax")
 
@@ -782,7 +790,7 @@ def test_an_argsort_of_a_part_of_each_row(backend: Plugin) -> None:
         probs = scene.op("soft_max_ext", scene.root("f32", (8,), np.arange(8, dtype=np.float32)), None, 1.0, 0.0)
         order = scene.op("argsort", reshaped(scene, probs, 4, 2), 1)
         ids = scene.view(order, (2, 1, 1, 1), (16, 16, 16))
-        return [ids, scene.op("get_rows", reshaped(scene, probs, 1, 8), ids)]
+        return [scene.op("get_rows", reshaped(scene, probs, 1, 8), ids)]
 
     routed_right(backend, build)
 
@@ -875,7 +883,7 @@ LAST = {"softmax": 2, "normalised": 5, "softmax of selected": 2}
 def ids_and_weights(kind: str, k: int = 3) -> Build:
     def build(scene: Scene) -> list[int]:
         nodes = route(scene, kind, k=k)
-        return [nodes.ids, nodes.weights]
+        return routed_outputs(scene, nodes)
 
     return build
 
@@ -1020,23 +1028,22 @@ def test_a_part_of_a_graph_has_a_plan_of_its_own(backend: Plugin) -> None:
         np.testing.assert_array_equal(sub, before - x)
 
 
-def test_a_view_that_becomes_an_output_is_another_plan(backend: Plugin) -> None:
-    """It is no source of a node that computes: of the view that is one, it is."""
+def test_another_view_of_the_same_node_is_another_plan(backend: Plugin) -> None:
+    """It is read elsewhere, so no node that computes something has it as a source."""
     with Scene(backend.ggml, "NPU") as scene:
-        probs = scene.op("soft_max_ext", floats(scene, 8, 5), None, 1.0, 0.0)
-        order = scene.op("argsort", probs, 1)
-        whole = scene.view(order, (8, 5, 1, 1), (32, 160, 160))
-        ids = scene.view(whole, (2, 5, 1, 1), (32, 160, 160))
-        graph = scene._expanded((scene.op("get_rows", reshaped(scene, probs, 1, 8, 5), ids),))
+        nodes = route(scene, "softmax", k=3)
+        elsewhere = scene.view(nodes.order, (3, 5, 1, 1), (32, 160, 160))
+        graph = scene._expanded((nodes.weights, elsewhere))
         scene._allocate()
         for tensor, data in scene.roots:
             scene.set(tensor, data)
-        for count in (1, 0):
+        for columns, count in ((3, 1), (8, 0), (3, 1)):
+            ctypes.c_int64.from_address(elsewhere + NE_AT).value = columns
             backend.statistics.reset()
             assert scene.run(graph) == 0
             assert backend.statistics.fused["TopKSoftmax"] == count
-            backend.ggml.ggml_set_output(whole)
-        assert np.sort(scene.as_tensor(whole).view()).tolist() == [[[[*range(8)]] * 5]]
+            ids = np.sort(scene.as_tensor(elsewhere).view())
+            assert columns == 3 or ids.tolist() == [[[[*range(8)]] * 5]]
 
 
 # diff
@@ -1224,7 +1231,7 @@ def test_a_wrong_fused_kernel_is_found_while_single_nodes_are_right(
     else:
         assert first.comparison is not None
         assert first.comparison.outside == (wrong in (writes_in_front, writes_behind))
-        assert (first.comparison.n_different > 0) != first.comparison.outside
+        assert first.comparison.n_different > 0 or first.comparison.outside
 
 
 class Softmax:
