@@ -545,9 +545,9 @@ def route(
 
 
 def routed_outputs(scene: Scene, nodes: Route) -> list[int]:
-    """The weights, and what a later node reads with the ids: themselves."""
+    """The weights, and what a later node reads with the ids: themselves, from 1 on."""
     n_expert, n_tokens = scene.as_tensor(nodes.order).ne[:2]
-    numbers = np.tile(np.arange(n_expert, dtype=np.float32), (n_tokens, 1))
+    numbers = np.tile(np.arange(1, n_expert + 1, dtype=np.float32), (n_tokens, 1))
     return [nodes.weights, scene.op("get_rows", scene.root("f32", (1, n_expert, n_tokens), numbers), nodes.ids)]
 
 
@@ -612,7 +612,7 @@ def test_logits_without_a_softmax_are_nan_and_ids_stay_in_range(backend: Plugin,
     for one, other in zip(fused.outputs, alone.outputs, strict=True):
         assert_close(one, other, 2)
     ids = fused.outputs[1][0, :, :, 0]
-    assert all(len({*row}) == 3 and min(row) >= 0 and max(row) < 8 for row in ids.tolist())
+    assert all(len({*row}) == 3 and min(row) >= 1 and max(row) <= 8 for row in ids.tolist())
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -626,7 +626,7 @@ def test_of_equal_logits_the_first_are_selected(backend: Plugin, kind: str) -> N
     fused, alone = ran(backend, build), ran(backend, build, fusion="off")
     for one, other in zip(fused.outputs, alone.outputs, strict=True):
         assert_close(one, other, 2)
-    assert fused.outputs[1][0, :, :, 0].tolist() == [[1, 2, 4, 6, 0], [0, 1, 2, 3, 4]]
+    assert fused.outputs[1][0, :, :, 0].tolist() == [[2, 3, 5, 7, 1], [1, 2, 3, 4, 5]]
 
 
 @pytest.mark.parametrize("least", [0.0, 0.25, 2.0, -INF])
