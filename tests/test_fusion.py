@@ -41,6 +41,7 @@ NE_AT = 16  # of a ggml_tensor
 SPANS = {
     "rwkv7": {"token_shift": 2},
     "moe": {"TopKSoftmax": 2, "masked_softmax": 2},
+    "olmoe": {"TopKSoftmax": 2, "masked_softmax": 2},
     "gpt-oss": {"TopKSoftmax": 2, "masked_softmax": 2},
 }  # per step; each model has 2 layers
 
@@ -192,7 +193,7 @@ def test_models_are_fused_wherever_their_tensors_lie(
         assert run["same text"]
         assert run["nmse"] < 1e-10
         assert run["same logits"] or name != "rwkv7"
-        assert run["spans"] == {span: count * N for span, count in (SPANS | {"moe": moe})[name].items()}
+        assert run["spans"] == {span: count * N for span, count in (SPANS | {"moe": moe, "olmoe": moe})[name].items()}
         assert run["none"] == run["off"] == {}
 
 
@@ -662,6 +663,17 @@ def test_what_is_an_output_of_a_routing_is_computed(backend: Plugin, kind: str, 
     routed_right(backend, build, *shorter(kind, name))
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_ids_that_are_an_output_keep_all_columns(backend: Plugin, kind: str) -> None:
+    """ggml marks the ARGSORT that they are a view of as an output as well."""
+
+    def build(scene: Scene) -> list[int]:
+        nodes = route(scene, kind)
+        return [nodes.ids, nodes.order, nodes.weights]
+
+    routed_right(backend, build)
+
+
 @pytest.mark.parametrize(("kind", "name"), READ_TOO)
 def test_what_another_node_reads_of_a_routing_is_computed(backend: Plugin, kind: str, name: str) -> None:
     def direct(scene: Scene) -> list[int]:
@@ -1060,6 +1072,7 @@ def rows(result: DiffResult) -> Counter[tuple[str, str]]:
 EXPECTED = {
     "rwkv7": {("token_shift", "f32"): 2},
     "moe": {("TopKSoftmax", "i32"): 2, ("TopKSoftmax", "f32"): 2, ("masked_softmax", "f32"): 2},
+    "olmoe": {("TopKSoftmax", "i32"): 2, ("TopKSoftmax", "f32"): 2, ("masked_softmax", "f32"): 2},
     "gpt-oss": {("TopKSoftmax", "i32"): 2, ("TopKSoftmax", "f32"): 2, ("masked_softmax", "f32"): 2},
 }
 
@@ -1188,6 +1201,7 @@ def first_span(file: Path, ops: str, step: int) -> int:
 
 SHIFT = "SUB REPEAT MUL ADD"
 NORMALISED = "SOFT_MAX ARGSORT GET_ROWS SUM_ROWS CLAMP DIV"
+AS_IT_IS = "SOFT_MAX ARGSORT GET_ROWS"
 OF_SELECTED = "ARGSORT GET_ROWS SOFT_MAX"
 
 
@@ -1201,6 +1215,8 @@ OF_SELECTED = "ARGSORT GET_ROWS SOFT_MAX"
         ("moe", "routed", not_normalised, NORMALISED, 0, {"f32"}),
         ("moe", "routed", last_row_of_many, NORMALISED, 1, {"f32"}),
         ("moe", "routed", writes_behind, NORMALISED, 0, {"f32"}),
+        ("olmoe", "routed", ids_off_by_one, AS_IT_IS, 0, {"i32"}),
+        ("olmoe", "routed", writes_behind, AS_IT_IS, 0, {"f32"}),
         ("gpt-oss", "routed", ids_off_by_one, OF_SELECTED, 0, {"i32"}),
         ("gpt-oss", "routed", writes_behind, OF_SELECTED, 0, {"f32"}),
         ("gpt-oss", "routed", raises, OF_SELECTED, 0, {"f32", "i32"}),
