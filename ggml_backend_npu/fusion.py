@@ -10,8 +10,9 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from itertools import combinations
 
-from ggml_backend_npu.ir import Graph, Node, Tensor
+from ggml_backend_npu.ir import Dims, Graph, Node, Tensor
 from ggml_backend_npu.ops.routing import routed
 from ggml_backend_npu.ops.softmax import soft_max
 from ggml_backend_npu.ops.token_shift import Operand, shifted
@@ -55,6 +56,11 @@ class Span:
         produced = self.graph.producers[self.begin + reader][source]
         return produced == self.begin + made_by and _same_span(tensor, dst)
 
+    def reads_from_outside(self, reader: int, source: int) -> bool:
+        """Whether no node of the span computes a source of one."""
+        made_by = self.graph.producers[self.begin + reader][source]
+        return made_by is None or made_by < self.begin
+
     def _source(self, reader: int, source: int) -> Tensor:
         tensor = self.nodes[reader].src[source]
         assert tensor is not None
@@ -74,8 +80,11 @@ class Span:
                 return False
         return True
 
-    def writes_no_source(self, fused: Fused) -> bool:
-        """The nodes run one after the other, so an output may lie where a source was that all have read before."""
+    def writes_nothing_twice_nor_a_source(self, fused: Fused) -> bool:
+        """The nodes run one after the other, so an output may lie where a source or another output was that all have
+        read before."""
+        if any(a.overlaps(b) for a, b in combinations(fused.written.values(), 2)):
+            return False
         written = [tensor for place, tensor in fused.written.items() if place not in fused.in_place]
         for node, producers in zip(self.nodes, self.graph.producers[self.begin : self.end], strict=True):
             for source, made_by in zip(node.src, producers, strict=True):
@@ -110,7 +119,7 @@ class Fusion:
         found = self.match(span)
         if found is None or not span.leaves_out_only_what_nobody_reads(found):
             return None
-        return found if span.writes_no_source(found) else None
+        return found if span.writes_nothing_twice_nor_a_source(found) else None
 
 
 FUSIONS: list[Fusion] = []
@@ -145,6 +154,11 @@ def _same_span(a: Tensor, b: Tensor) -> bool:
     return a.address == b.address and a.n_elements == b.n_elements and a.is_contiguous() and b.is_contiguous()
 
 
+def _source_ne(node: Node, source: int = 0) -> Dims | None:
+    tensor = node.src[source]
+    return None if tensor is None else tensor.ne
+
+
 def _same(a: Tensor, b: Tensor) -> bool:
     return (a.type, a.address, a.ne, a.nb) == (b.type, b.address, b.ne, b.nb)
 
@@ -169,7 +183,9 @@ def _token_shift(span: Span) -> Fused | None:
     width, n_rows, n_sequences, n = dst.ne
     if mu.ne != (width, 1, 1, n) or x.ne != (width, n_rows, n_sequences, 1) or previous.ne != x.ne:
         return None
-    if repeat.dst.ne != dst.ne or previous.nb != x.nb:
+    if sub.dst.ne != _source_ne(repeat) or repeat.dst.ne != dst.ne or mul.dst.ne != dst.ne or previous.nb != x.nb:
+        return None
+    if not span.reads_from_outside(2, 1) or not span.reads_from_outside(3, 1):
         return None
     call = shifted(
         Operand("f32", x.address, x.nb[1], x.nb[2]),
@@ -194,7 +210,12 @@ def _selected(span: Span, argsort: int, get_rows: int, scores: Tensor | None) ->
         return None
     if not _same_span(table, scores) or table.ne != (1, *scores.ne[:2], 1) or scores.ne[2:] != (1, 1):
         return None
-    if ids.address != whole.address or ids.nb[:2] != whole.nb[:2] or ids.ne != (ids.ne[0], scores.ne[1], 1, 1):
+    if (
+        whole.ne != scores.ne
+        or ids.address != whole.address
+        or ids.nb[:2] != whole.nb[:2]
+        or ids.ne != (ids.ne[0], scores.ne[1], 1, 1)
+    ):
         return None
     return ids
 
@@ -230,9 +251,13 @@ def _top_k_softmax_normalised(span: Span) -> Fused | None:
     """The k largest of a softmax, divided by their sum: build_moe_ffn with norm_w."""
     least, most = struct.unpack_from("2f", span.nodes[4].params)
     linked = span.reads(3, 0, 2) and span.reads(4, 0, 3) and span.reads(5, 0, 2) and span.reads(5, 1, 4)
-    if not linked or most != float("inf") or span.nodes[3].dst.ne[1] != span.nodes[0].dst.ne[1]:
+    if not linked or most != float("inf"):
         return None
-    return _routed(span, span.nodes[-1].dst, norm=True, least=least)
+    _, k, n, _ = span.nodes[2].dst.ne
+    _, _, _, sum_rows, _, div = span.nodes
+    if _source_ne(sum_rows) != (k, n, 1, 1) or div.dst.ne != (k, n, 1, 1) or _source_ne(div, 1) != (1, n, 1, 1):
+        return None
+    return _routed(span, div.dst, norm=True, least=least)
 
 
 @fusion("TopKSoftmax", "ARGSORT GET_ROWS SOFT_MAX")

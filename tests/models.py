@@ -42,6 +42,25 @@ def write_tiny_moe(path: Path, *, n_expert: int = 8, n_expert_used: int = 2) -> 
     return model.save()
 
 
+def write_tiny_olmoe(path: Path) -> Path:
+    """An OLMoE of 2 layers, 2 of 8 experts, whose weights stay as the softmax has them.
+
+    Exercises SOFT_MAX -> ARGSORT -> VIEW -> GET_ROWS with nothing behind it.
+    """
+    model = TinyModel(path, "olmoe", spm_vocabulary())
+    model.attention_heads(n_head=2, n_head_kv=2)
+    model.writer.add_expert_count(8)
+    model.writer.add_expert_used_count(2)
+    model.embeddings()
+    for block in model.blocks():
+        model.attention(block)
+        model.norm(f"{block}.attn_q_norm")
+        model.norm(f"{block}.attn_k_norm")
+        model.norm(f"{block}.ffn_norm")
+        add_experts(model, block, 8)
+    return model.save()
+
+
 def write_tiny_gpt_oss(path: Path) -> Path:
     """A gpt-oss of 2 layers: a window of 8 tokens in the first, all in the second; sinks {4}; 2 of 8 experts.
 
@@ -131,6 +150,7 @@ Models = Callable[[str], Path]  # the file of a model by name: `demo` or one of 
 WRITERS: dict[str, Callable[[Path], Path]] = {
     "llama": write_tiny_llama,
     "moe": write_tiny_moe,
+    "olmoe": write_tiny_olmoe,
     "gpt-oss": write_tiny_gpt_oss,
     "rwkv7": write_tiny_rwkv7,
     "mamba": write_tiny_mamba,

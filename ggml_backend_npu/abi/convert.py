@@ -194,6 +194,7 @@ def key(ggml: Ggml, graph: int, fusible: frozenset[str]) -> bytes:
         header = structs.Graph.from_address(graph)
         for address in header.nodes[: header.n_nodes]:
             parts.append(address.to_bytes(8, "little") + header.uses(address).to_bytes(4, "little", signed=True))
+            parts.append(ctypes.string_at(address, structs.TENSOR_KEY_BYTES))
     return b"".join(parts)
 
 
