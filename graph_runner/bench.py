@@ -25,6 +25,8 @@ from ggml_backend_npu.abi.embedding import plugin
 from graph_runner import suites
 from graph_runner.session import DeviceName, Sampler, Session, Settings, context_for, generate
 
+_QUIET = 0.02  # seconds in front of a measurement: for so long the CPU's threads spin when they have nothing to do
+
 
 @dataclass(frozen=True)
 class Measurement:
@@ -180,6 +182,7 @@ def bench_operators(*, rounds: int = 5, threads: int = 0) -> list[Measurement]:
             before = npu.statistics.fused[pattern.fusion]
             for round_ in range(4 * rounds + 1):
                 for device, run in runs.items():
+                    time.sleep(_QUIET)
                     begin = time.perf_counter()
                     status = run()
                     if round_:

@@ -172,6 +172,45 @@ round_half_even = _rounding("llvm.rint")
 round_half_away = _rounding("llvm.round")
 
 
+_LANES = 8  # float32 of a vector that is stored past the caches
+STREAM_ALIGNMENT = 4 * _LANES
+
+
+@intrinsic
+def _stream_vector(typing_context: Any, source: Any, target: Any) -> Any:
+    """Moves 8 float32 from an address to one that is a multiple of 32, past the caches."""
+
+    def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        pointer = ir.VectorType(ir.FloatType(), _LANES).as_pointer()
+        vector = builder.load(builder.inttoptr(arguments[0], pointer), align=4)
+        store = builder.store(vector, builder.inttoptr(arguments[1], pointer), align=STREAM_ALIGNMENT)
+        store.set_metadata("nontemporal", builder.module.add_metadata([ir.Constant(ir.IntType(32), 1)]))
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), emit
+
+
+@intrinsic
+def stream_ends(typing_context: Any) -> Any:
+    """What was streamed before is seen by other threads."""
+
+    def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        builder.fence("seq_cst")
+        return context.get_dummy_value()
+
+    return types.void(), emit
+
+
+@inlined
+def stream(source: int, target: int, count: int) -> None:
+    """Moves `count` float32, a multiple of 8, past the caches: for results so large that they do not stay there.
+
+    Both addresses as for `array_at`; the target's is a multiple of STREAM_ALIGNMENT.
+    """
+    for i in range(0, 4 * count, STREAM_ALIGNMENT):
+        _stream_vector(types.int64(source + i), types.int64(target + i))
+
+
 @intrinsic
 def fused_multiply_add(typing_context: Any, a: Any, b: Any, c: Any) -> Any:
     """a * b + c, rounded once."""

@@ -11,10 +11,20 @@ from numba import types
 
 from ggml_backend_npu import threads
 from ggml_backend_npu.registry import Call
-from quant.jit import array_at, compiled, inlined, round_half_even, truncate_to_int32
+from quant.jit import (
+    STREAM_ALIGNMENT,
+    array_at,
+    compiled,
+    inlined,
+    round_half_even,
+    stream,
+    stream_ends,
+    truncate_to_int32,
+)
 from quant.runs import CODES, F32, narrow_run, widen_run
 
 _TILE = 512  # columns in work at a time
+_CACHED = 4 << 20  # bytes of results that may stay in a cache until they are read
 _I8 = -1  # code of int8, which has a scale
 _BYTES = {"f32": 4, "f16": 2, "i8": 1}
 
@@ -55,6 +65,7 @@ def shift(
     mu_code, mu_scale, mu, mu_nb, dst, dst_nb1, dst_nb2, dst_scales, n, width, n_rows, begin, end,
 ):  # fmt: skip
     """Rows [begin, end) of all sequences: dst[i] = x + (the row before x - x) * mu[i] for each of n."""
+    streamed = code == F32 and 4 * n * width * n_rows > _CACHED
     work = np.empty(3 * _TILE, np.float32)
     w0 = types.int64(work.ctypes.data)
     w1, w2 = w0 + 4 * _TILE, w0 + 8 * _TILE
@@ -75,13 +86,18 @@ def shift(
                 at = mu + i * mu_nb + column * mu_element
                 weight = array_at(_floats(mu_code, mu_scale, at, count, w2), types.float32, count)
                 to = array_at(dst, types.int64, n)[i] + row * dst_nb1 + sequence * dst_nb2 + column * element
-                y = array_at(to if code == F32 else w2, types.float32, count)
+                streams = streamed and count % 8 == 0 and to % STREAM_ALIGNMENT == 0
+                y = array_at(w2 if code != F32 or streams else to, types.float32, count)
                 for j in range(count):
                     y[j] = (then[j] - now[j]) * weight[j] + now[j]
-                if code == _I8:
+                if streams:
+                    stream(w2, to, count)
+                elif code == _I8:
                     _quantize(w2, array_at(dst_scales, types.float32, n)[i], to, count)
                 elif code != F32:
                     narrow_run(w2, code, to, element, count)
+    if streamed:
+        stream_ends()
 
 
 @dataclass(frozen=True)
