@@ -39,7 +39,8 @@ class Observer(Protocol):
 
     def before(self, node: int) -> bool:
         """The node is about to run: its sources are complete, its dst is not written yet. Returns whether it is to run
-        alone, to be seen `after`; else it runs together with those that follow, up to one that is."""
+        alone, to be seen `after`; else it runs together with those that follow, up to one that is, and those see their
+        sources incomplete."""
 
     def after(self, node: int) -> None:
         """The node has run."""

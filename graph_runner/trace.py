@@ -480,7 +480,7 @@ class _Capture:
         node = convert.node(self._ggml, address)
         if node.dst.n_elements and self._select(self.step, self._index, node):
             self._result, self._node = node.dst, own(node)
-        return self._node is not None
+        return True  # one that runs together with nodes behind it would not be there when they are asked for
 
     def after(self, _: int) -> None:
         if self._node is not None:

@@ -183,6 +183,7 @@ def test_a_closed_pipe_is_no_traceback(backend: Plugin) -> None:
 
 @pytest.mark.usefixtures("backend")
 def test_diff_in_a_fresh_process_prints_a_table_and_a_verdict() -> None:
+    fresh("diff", "tiny")  # compiles what no test before has
     outcome = fresh("diff", "tiny")
     assert outcome.code == 0
     assert outcome.err == ""
@@ -243,7 +244,7 @@ def test_diff_writes_json_to_a_file(cli: Cli, tmp_path: Path) -> None:
             "n_prompt",
         ),
         *("steps", "cache_type_k", "cache_type_v", "flash_attention", "passed", "verdict", "stopped"),
-        *("first_introduced", "summary", "refused", "states", "nodes"),
+        *("first_introduced", "states", "summary", "refused", "nodes"),
     ]
     assert (data["schema"], data["passed"], data["prompt"], data["n_prompt"]) == (SCHEMA, True, PROMPT, 26)
     assert (data["cache_type_k"], data["cache_type_v"], data["flash_attention"]) == ("q8_0", "f16", "on")

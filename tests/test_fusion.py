@@ -31,7 +31,7 @@ from ggml_backend_npu.profiles import ANY, Profile
 from ggml_backend_npu.registry import Call, Op
 from graph_runner import tiny
 from graph_runner.compare import Comparison
-from graph_runner.diff import DiffResult, NodeResult, diff
+from graph_runner.diff import DiffResult, diff
 from graph_runner.session import DeviceName, Sampler, Session, Settings, context_for, generate
 
 PROMPT = "The capital of France is"
@@ -1066,7 +1066,7 @@ def test_another_view_of_the_same_node_is_another_plan(backend: Plugin) -> None:
 
 def rows(result: DiffResult) -> Counter[tuple[str, str]]:
     """Rows of a diff that are spans, by name and type of the output."""
-    return Counter((node.op, node.types.split()[-1]) for node in result.nodes if not node.op.isupper())
+    return Counter((node.op, node.types.split()[-1]) for node in result.compared if not node.op.isupper())
 
 
 EXPECTED = {
@@ -1080,13 +1080,13 @@ EXPECTED = {
 @pytest.mark.parametrize("name", SPANS)
 def test_a_diff_compares_the_outputs_of_every_span(model: Models, name: str) -> None:
     result = diff(model(name), PROMPT, steps=2)
-    assert result, result.different[:1]
+    assert result, result.wrong[:1]
     assert rows(result) == {row: count * 3 for row, count in EXPECTED[name].items()}
-    for node in result.nodes:
+    for node in result.compared:
         if node.op == "TopKSoftmax":
             assert node.ne[0] == 2 or node.ne[:2] == (1, 2)
         if node.op == "token_shift":
-            assert node.equal
+            assert node.isolated
             assert node.ne[3] == 6
 
 
@@ -1101,16 +1101,16 @@ def test_a_diff_without_fusion_has_no_spans(model: Models, name: str, monkeypatc
 def test_a_diff_of_one_fusion_compares_nothing_else(model: Models) -> None:
     result = diff(model("moe"), PROMPT, steps=1, ops={"TopKSoftmax"})
     assert result
-    assert len(result.nodes) == 8
-    assert {node.op for node in result.nodes} == {"TopKSoftmax"}
-    assert not diff(model("moe"), PROMPT, steps=0, ops={"token_shift"}).nodes
+    assert len(result.compared) == 8
+    assert {node.op for node in result.compared} == {"TopKSoftmax"}
+    assert not diff(model("moe"), PROMPT, steps=0, ops={"token_shift"}).compared
 
 
 @pytest.mark.parametrize("name", SPANS)
 def test_a_diff_of_several_batches_compares_the_spans_of_each(model: Models, name: str) -> None:
     prompt = "one two three " * 40
     result = diff(model(name), prompt, steps=0)
-    assert result, result.different[:1]
+    assert result, result.wrong[:1]
     assert result.n_prompt > 512
     assert rows(result) == {row: count * 2 for row, count in EXPECTED[name].items()}
 
@@ -1232,25 +1232,26 @@ def test_a_wrong_fused_kernel_is_found_while_single_nodes_are_right(
     step: int,
     types: set[str],
 ) -> None:
+    monkeypatch.setattr(DEVICE, "ops", "default")  # in its own run, the device does not compute them
     right = getattr(fusion, kernel)
     monkeypatch.setattr(fusion, kernel, lambda *args, **keywords: wrong(*args, right=right, **keywords))
     result = diff(model(name), PROMPT, steps=2)
     assert not result
-    assert {node.op for node in result.different} == {next(iter(EXPECTED[name]))[0]}
-    first = result.different[0]
+    assert {node.op for node in result.wrong} == {next(iter(EXPECTED[name]))[0]}
+    first = result.wrong[0]
     # of a prompt, the last layer computes the last token alone
     layer_of_one_row = wrong is last_row_of_many
     assert (first.step, first.index) == (0 if layer_of_one_row else step, first.index)
     if not layer_of_one_row:
         assert first.index == first_span(model(name), ops, step)
-    assert {node.types for node in result.different} == {f"{ops} -> {type}" for type in types}
+    assert {node.types for node in result.wrong} == {f"{ops} -> {type}" for type in types}
     if wrong is raises:
-        assert first.comparison is None
+        assert first.isolated is None
         assert first.failure == "ValueError: no rows today"
     else:
-        assert first.comparison is not None
-        assert first.comparison.outside == (wrong in (writes_in_front, writes_behind))
-        assert first.comparison.n_different > 0 or first.comparison.outside
+        assert first.isolated is not None
+        assert first.isolated.outside == (wrong in (writes_in_front, writes_behind))
+        assert first.isolated.n_different > 0 or first.isolated.outside
 
 
 class Softmax:
@@ -1288,13 +1289,14 @@ def test_an_error_is_rounding_up_to_the_ops_nmse(
     model: Models, monkeypatch: pytest.MonkeyPatch, change: Callable[[NDArray[Any]], None], passes: bool
 ) -> None:
     """Its square root is 3.2e-6."""
+    monkeypatch.setattr(DEVICE, "ops", "default")
     monkeypatch.setattr(fusion, "soft_max", Softmax(change))
     result = diff(model("moe"), PROMPT, steps=0, ops={"masked_softmax", "SOFT_MAX"})
     assert bool(result) == passes
-    assert all(node for node in result.nodes if node.op == "SOFT_MAX")
-    spans = [node for node in result.nodes if node.op == "masked_softmax"]
+    assert all(node for node in result.compared if node.op == "SOFT_MAX")
+    spans = [node for node in result.compared if node.op == "masked_softmax"]
     assert len(spans) == 2
-    assert all(bool(node) == passes and not node.equal for node in spans)
+    assert all(bool(node) == passes and not node.isolated for node in spans)
 
 
 def test_rounding_is_never_a_nan_a_gap_or_a_byte_outside() -> None:
@@ -1310,7 +1312,6 @@ def test_rounding_is_never_a_nan_a_gap_or_a_byte_outside() -> None:
         replace(rounded, where=None),
     ):
         assert not changed.within(1e-11)
-        assert not NodeResult(0, 0, "SOFT_MAX", "", "", (1, 1, 1, 1), changed, nmse=1e-11)
 
 
 # the command

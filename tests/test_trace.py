@@ -47,6 +47,7 @@ QUANTISED = Settings(flash_attention="on", cache_type_k="q8_0", cache_type_v="q4
 SETTINGS = {
     "llama": FLASH_OFF,
     "moe": QUANTISED,
+    "olmoe": FLASH_OFF,
     "gpt-oss": Settings(flash_attention="auto", threads=1),
     "rwkv7": FLASH_OFF,
     "mamba": FLASH_OFF,
