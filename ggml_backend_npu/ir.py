@@ -73,7 +73,7 @@ class Tensor:
         """Blocks in a row."""
         return self.ne[0] // self.codec.block_size
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
         """ggml_nbytes: from the first byte to behind the last one, gaps included."""
         if self.n_elements <= 0:

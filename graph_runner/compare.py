@@ -134,10 +134,9 @@ def _ordered(tensor: Tensor) -> NDArray[np.int64]:
 
 def _first(reference: Tensor, result: Tensor) -> tuple[int, ...] | None:
     size = reference.codec.block_bytes
-    expected, actual = (
-        np.ascontiguousarray(raw(tensor)).view(np.uint8).reshape(-1, size) for tensor in (reference, result)
-    )
-    rows = np.flatnonzero((expected != actual).any(axis=1))
+    unit = np.dtype(f"u{size}") if size in (1, 2, 4, 8) else np.dtype((np.void, size))
+    expected, actual = (np.ascontiguousarray(raw(tensor)).view(unit).reshape(-1) for tensor in (reference, result))
+    rows = np.flatnonzero(expected != actual)
     if not rows.size:
         return None
     shape = (*reference.ne[:0:-1], reference.n_blocks)

@@ -18,6 +18,7 @@ import numpy as np
 import ggml_backend_npu
 from ggml_backend_npu import OPS, Graph, KernelError, Memory, Node, Tensor
 from ggml_backend_npu.abi import codecs, convert, lib
+from ggml_backend_npu.abi.convert import same_bytes
 from ggml_backend_npu.abi.plugin import Plugin
 from ggml_backend_npu.abi.replica import Replica
 from ggml_backend_npu.device import DEVICE
@@ -39,6 +40,7 @@ from graph_runner.trace import Origin, own, save_reproducer
 
 _GUARD = 4096  # bytes on each side of a node's output that its kernel must leave alone
 _CANARY = 0xA5
+_UNTOUCHED = Memory.of(np.full(_GUARD, _CANARY, np.uint8))
 _AMPLIFIES = 10.0  # times the error of its inputs
 _HEATS = 200  # nodes that differ of which a heat map is kept
 _OWN_KERNELS = -1  # version of the kernels that this project has, whatever stands in OPS
@@ -128,6 +130,7 @@ class _Judge:
         self.refused: Counter[tuple[str, str]] = Counter()
         self.step = 0
         self._reader, self._own_reader = convert.Reader(ggml), convert.Reader(ggml)
+        self._refusals: dict[convert.Read, str | None] = {}
         self._errors: dict[int, float] = {}  # of results in the device's own run, by the reference's tensor
         self._node: Node | None = None
         self._isolated: _Isolated | None = None
@@ -171,7 +174,9 @@ class _Judge:
         self._spans.before(address, read, self.step, place)
         if node.dst.n_elements == 0 or (self._ops is not None and node.op not in self._ops):
             return
-        reason = self._computer.refusal(node)
+        if read not in self._refusals:
+            self._refusals[read] = self._computer.refusal(node)
+        reason = self._refusals[read]
         if reason is not None:
             self.refused[node.op, reason] += 1
             return
@@ -214,7 +219,7 @@ class _Judge:
             None if isolated is None else isolated.comparison, cumulative,
             None if isolated is None else isolated.failure,
         )  # fmt: skip
-        if verdict is not Verdict.EXACT and self._heats < _HEATS:
+        if verdict not in (Verdict.EXACT, Verdict.ROUNDING) and self._heats < _HEATS:
             self._heats += 1
             found = replace(found, heat=self._heat(node, isolated, own))
         if isolated is not None and isolated.comparison is not None and not isolated.comparison:
@@ -460,7 +465,8 @@ def _within(view: Tensor, whole: Tensor, copy: Tensor) -> Tensor:
 
 def _copy(tensor: Tensor) -> Tensor:
     """The tensor over a copy of its span, between guards."""
-    buffer = np.full(tensor.nbytes + 2 * _GUARD, _CANARY, np.uint8)
+    buffer = np.empty(tensor.nbytes + 2 * _GUARD, np.uint8)
+    buffer[:_GUARD] = buffer[_GUARD + tensor.nbytes :] = _CANARY
     buffer[_GUARD : _GUARD + tensor.nbytes] = Memory(tensor.address, tensor.nbytes).bytes()
     return replace(tensor, memory=Memory.of(buffer), offset=_GUARD)
 
@@ -472,8 +478,8 @@ def _copy_of_root(tensor: Tensor) -> Tensor:
 
 def _outside(tensor: Tensor) -> bool:
     """Whether the guards around a copy were written."""
-    around = tensor.memory.bytes()
-    return bool((around[:_GUARD] != _CANARY).any() or (around[_GUARD + tensor.nbytes :] != _CANARY).any())
+    begin = tensor.memory.address
+    return not (same_bytes(begin, _UNTOUCHED.address, _GUARD) and same_bytes(tensor.end, _UNTOUCHED.address, _GUARD))
 
 
 def diff(
@@ -492,7 +498,8 @@ def diff(
 ) -> DiffResult:
     """Runs a prompt and `steps` greedy tokens on two devices in step, and compares every node.
 
-    settings   of the contexts, flash attention off where left out; device and n_ctx are set here
+    settings   of the contexts, flash attention off where left out; device and n_ctx are set here. Threads: of each of
+               the two runs, half of the cores where left out
     ops        names of the ops and fusions to compute again from the reference's inputs; all, where left out
     reference  "CPU", or "NPU": its own kernels, node by node
     device     "NPU" as DEVICE and OPS have it, or "CPU"
@@ -517,7 +524,9 @@ def diff(
     if ops is None and device == "NPU":
         ops = {*OPS, *(fusion.name for fusion in FUSIONS)}
     settings = replace(settings or Settings(flash_attention="off"), n_ctx=context_for(prompt, steps))
-    origin = Origin("", prompt, reference, ggml.version, NUMERICS.rounding, settings.threads or os.cpu_count() or 1)
+    threads = settings.threads or max(1, (os.cpu_count() or 1) // 2)  # those of the run that waits spin
+    settings = replace(settings, threads=threads)
+    origin = Origin("", prompt, reference, ggml.version, NUMERICS.rounding, threads)
 
     def save(node: Node, step: int, index: int) -> None:
         if reproducers is not None:
@@ -531,11 +540,12 @@ def diff(
     with ExitStack() as stack:
         computer = Kernels() if device == "NPU" else stack.enter_context(Replica(ggml, device))
         judge = _Judge(ggml, npu, computer, ops, tolerances or Tolerances(), add, fuses=fuses, save=save)
-        own_kernels = Side(reference, (dict(OWN), _OWN_KERNELS), "off")
+        chosen = Side(device, (dict(OPS), OPS.version), DEVICE.fusion)
+        own_kernels = Side("NPU", (dict(OWN), _OWN_KERNELS), "off")
         steps_of = stack.enter_context(
             Lockstep(
-                own_kernels,
-                Side(device, (dict(OPS), OPS.version), DEVICE.fusion),
+                own_kernels if reference == "NPU" else replace(chosen, name=reference),
+                chosen,
                 before=judge.before,
                 between=judge.between,
                 after=judge.after,

@@ -124,9 +124,12 @@ def node(ggml: Ggml, address: int, packed: PackedAt = nowhere) -> Node:
     )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Read:
-    """A node as it was read: what `node` and `roots` give, and the tensor that its result is a view of, or 0."""
+    """A node as it was read: what `node` and `roots` give, and the tensor that its result is a view of, or 0.
+
+    Read again unchanged, it is the same object.
+    """
 
     node: Node
     roots: tuple[int, ...]
