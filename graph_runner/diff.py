@@ -217,7 +217,7 @@ class _Judge:
         if verdict is not Verdict.EXACT and self._heats < _HEATS:
             self._heats += 1
             found = replace(found, heat=self._heat(node, isolated, own))
-        if isolated is not None and isolated.comparison is not None and not isolated.comparison:
+        if isolated is not None and not isolated.comparison:
             found = self._explained(found, isolated)
         self._seen(found)
 
@@ -229,14 +229,16 @@ class _Judge:
             return found
         node, result = isolated.node, isolated.result
         blocks, diagnosis, line = None, None, None
-        assert isolated.comparison is not None
+        if not found:
+            self.before_it = isolated.before
+            self._save(node, found.step, found.index)
+            line = backend_ops_line(node)
+        if isolated.comparison is None:
+            return replace(found, test=line)
         if node.dst.codec.is_quantized:
             blocks = compare_blocks(node.dst, result, quantised_values(node))
         if found.verdict is Verdict.INTRODUCED:
-            self.before_it = isolated.before
-            self._save(node, found.step, found.index)
             diagnosis = diagnose(node, node.dst, result, isolated.before, isolated.comparison.outside)
-            line = backend_ops_line(node)
         noise = noise_multiple(node, node.dst, result)
         return replace(found, blocks=blocks, diagnosis=diagnosis, noise=noise, test=line)
 
