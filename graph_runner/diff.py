@@ -207,8 +207,9 @@ class _Judge:
             if (result.type, result.ne) != (node.dst.type, node.dst.ne):
                 raise SessionError(f"the two runs differ in their graphs: {node} is {result.type} {result.ne} in one")
             cumulative = compare(node.dst, _as_laid_out(result, node.dst))
-            self._look_at_state(own)
         verdict = self._verdict(address, isolated, cumulative)
+        if own is not None:
+            self._look_at_state(own)
         found = NodeResult(
             self.step, place, node.op, node.name, types_of(node), node.dst.ne, verdict, on,
             None if isolated is None else isolated.comparison, cumulative,
@@ -290,11 +291,19 @@ class _Judge:
             return Verdict.INTRODUCED
         if cumulative is None or cumulative:
             return Verdict.EXACT if isolated is None or isolated.comparison else Verdict.ROUNDING
+        if inputs == 0 and cumulative.within(bound):
+            return Verdict.ROUNDING
         if inputs == 0:
-            return Verdict.ROUNDING if cumulative.within(bound) else Verdict.INTRODUCED
+            return Verdict.INHERITED if self._has_stray_input() else Verdict.INTRODUCED
         if error > max(_AMPLIFIES * inputs, bound):
             return Verdict.AMPLIFIED
         return Verdict.INHERITED
+
+    def _has_stray_input(self) -> bool:
+        """Whether the node reads a cache or state into which something was written that no node has a part in."""
+        states, written = self._states, self._read.view_source
+        roots = {root for root in self._read.roots if root}
+        return states.is_off(written) or any(states.is_read(root, self.step) for root in roots - {written})
 
 
 def _as_laid_out(tensor: Tensor, like: Tensor) -> Tensor:
