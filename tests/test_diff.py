@@ -26,6 +26,7 @@ from ggml_backend_npu.abi.plugin import Plugin
 from ggml_backend_npu.device import DEVICE
 from ggml_backend_npu.ops import OWN
 from ggml_backend_npu.registry import Op
+from graph_runner.cli import main
 from graph_runner.compare import ULP_BINS, compare, heat
 from graph_runner.diff import DiffResult, diff
 from graph_runner.results import NodeResult, Verdict
@@ -122,6 +123,23 @@ def test_any_two_devices(model: Models, reference: str, device: str, monkeypatch
         assert OPS["CONT"].define is twice
     assert bool(result) == (device == "CPU")
     assert {node.op for node in result.wrong} == ({"CONT"} if device == "NPU" else set())
+
+
+@pytest.mark.parametrize(
+    ("name", "span"), [("rwkv7", "token_shift"), ("moe", "TopKSoftmax"), ("llama", "masked_softmax")]
+)
+def test_the_npu_with_fusion_against_the_npu_without(
+    model: Models, name: str, span: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(DEVICE, "ops", "all")
+    for fusion in ("on", "off"):
+        monkeypatch.setattr(DEVICE, "fusion", fusion)
+        result = run(model(name), steps=1, reference="NPU")
+        assert result, result.wrong[:1]
+        assert result.stopped is None
+        assert (span in {node.op for node in result.nodes}) == (fusion == "on")
+        assert {node.verdict for node in result.nodes} == {Verdict.EXACT}
+        assert "NPU" in {node.on for node in result.nodes}
 
 
 def test_a_device_that_computes_all_ops_is_compared_in_all(model: Models) -> None:
@@ -397,6 +415,20 @@ def test_a_file_of_tolerances_that_is_none(tmp_path: Path, text: str | bytes, me
 def test_no_file_of_tolerances(tmp_path: Path, name: str, message: str) -> None:
     with pytest.raises(ToleranceError, match=message):
         Tolerances(tmp_path / name)
+
+
+def test_the_command_refuses_a_file_of_tolerances_in_one_line(
+    model: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "bad.toml"
+    path.write_text("[CONT]\nf32 = -1\n")
+    monkeypatch.setattr(sys, "argv", ["ggml-npu", "diff", str(model("llama")), "--tolerances", str(path)])
+    with pytest.raises(SystemExit) as end:
+        main()
+    assert end.value.code == 2
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert shown.err == f"ggml-npu: tolerances {str(path)!r}: CONT.f32 = -1: must be a number of 0 or more\n"
 
 
 def test_a_diff_goes_by_the_tolerances_that_it_is_given(model: Models, tmp_path: Path) -> None:
