@@ -90,6 +90,7 @@ class Fault:
     at      whether a node is the first one that it gets wrong
     says    what the diagnosis begins with
     behind  whether the device's own run goes on behind it: not where damage is done to what lies around the output
+    prompts  of which the first is taken that has such a node
     """
 
     kernel: Kernel
@@ -99,7 +100,7 @@ class Fault:
     at: Callable[[Node], bool]
     says: str
     behind: bool = True
-    prompt: str = PROMPT
+    prompts: tuple[str, ...] = (PROMPT,)
 
     @property
     def planted(self) -> Op:
@@ -130,15 +131,17 @@ class First:
         self.step, self._index = self.step + 1, -1
 
 
-def first_wrong(file: Path, fault: Fault) -> tuple[int, int, Node]:
-    """Step and place of the first node that a fault gets wrong, in a prompt and a token."""
-    seen = First(fault)
-    with Session(file, replace(fault.settings, n_ctx=context_for(fault.prompt, 1)), observer=seen) as session:
-        session.decode(session.tokenize(fault.prompt))
-        seen.next_step()
-        session.decode([Sampler()(session.logits())])
-    assert seen.found is not None
-    return seen.found
+def first_wrong(file: Path, fault: Fault) -> tuple[str, int, int, Node]:
+    """A prompt, and step and place of the first node that a fault gets wrong in it and a token behind it."""
+    for prompt in fault.prompts:
+        seen = First(fault)
+        with Session(file, replace(fault.settings, n_ctx=context_for(prompt, 1)), observer=seen) as session:
+            session.decode(session.tokenize(prompt))
+            seen.next_step()
+            session.decode([Sampler()(session.logits())])
+        if seen.found is not None:
+            return prompt, *seen.found
+    raise AssertionError("no prompt has such a node")
 
 
 def any_of_op(node: Node) -> bool:
@@ -180,7 +183,7 @@ FAULTS = {
     ),
     "Q8_0 with the other rounding": Fault(
         rounds_otherwise, "SET_ROWS", "llama", QUANTISED, rounds_apart,
-        "SET_ROWS rounds as ggml's ", prompt="one two three " * 40,
+        "SET_ROWS rounds as ggml's ", prompts=("one two three " * 40, "four five six " * 80, "Once upon a time " * 120),
     ),
     "SOFT_MAX without its mask": Fault(
         leaves_out_the_mask, "SOFT_MAX", "llama", FLASH_OFF, any_of_op,
@@ -225,9 +228,9 @@ def test_a_fault_is_found_and_named(
     model: Models, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     fault, file = FAULTS[name], model(FAULTS[name].model)
-    step, index, node = first_wrong(file, fault)
+    prompt, step, index, node = first_wrong(file, fault)
     with OPS.having(fault.planted):
-        result = diff(file, fault.prompt, steps=1, settings=fault.settings, reproducers=tmp_path)
+        result = diff(file, prompt, steps=1, settings=fault.settings, reproducers=tmp_path)
     assert not result
     first = result.wrong[0]
     assert (first.step, first.index, first.op, first.name) == (step, index, node.op, node.name)
@@ -278,9 +281,9 @@ def only(fault: Fault, name: str) -> Op:
 def test_behind_a_fault_nothing_is_blamed_for_it(model: Models, name: str) -> None:
     """One node is wrong, in each step at most; nodes of the same op that get its errors are not."""
     fault, file = FAULTS[name], model(FAULTS[name].model)
-    step, index, node = first_wrong(file, fault)
+    prompt, step, index, node = first_wrong(file, fault)
     with OPS.having(only(fault, node.name)):
-        result = diff(file, fault.prompt, steps=1, settings=fault.settings)
+        result = diff(file, prompt, steps=1, settings=fault.settings)
     assert (result.wrong[0].step, result.wrong[0].index) == (step, index)
     assert {(each.op, each.name) for each in result.wrong} == {(node.op, node.name)}
     assert all(each.verdict in BEHIND for each in result.nodes if each.name != node.name)
@@ -313,9 +316,9 @@ def test_a_kernel_that_fails_is_named_and_saved(
     model: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     fault = Fault(fails, "CONT", "llama", FLASH_OFF, any_of_op, "")
-    step, index, node = first_wrong(model("llama"), fault)
+    prompt, step, index, node = first_wrong(model("llama"), fault)
     with OPS.having(fault.planted):
-        result = diff(model("llama"), PROMPT, steps=0, settings=FLASH_OFF, reproducers=tmp_path)
+        result = diff(model("llama"), prompt, steps=0, settings=FLASH_OFF, reproducers=tmp_path)
     first = result.wrong[0]
     assert (first.step, first.index, first.name, first.verdict) == (step, index, node.name, Verdict.FAILED)
     assert printed(result)[1].endswith(": failed: ValueError: no rows today")
@@ -334,8 +337,8 @@ def test_the_command_names_a_fault_and_saves_it(
     kernels, saved = tmp_path / "own.py", tmp_path / "saved"
     kernels.write_text(WRONG_CONT)
     saved.mkdir()
-    command = ("diff", model("llama"), "--prompt", PROMPT, "-n", "0", "--reproducers", saved)
-    step, index, node = first_wrong(model("llama"), FAULTS["NaN in one row"])
+    prompt, step, index, node = first_wrong(model("llama"), FAULTS["NaN in one row"])
+    command = ("diff", model("llama"), "--prompt", prompt, "-n", "0", "--reproducers", saved)
     with OPS.having():  # the kernels of a file stay
         assert exit_code(monkeypatch, *command, "--kernels", kernels) == 1
         lines = capsys.readouterr().out.splitlines()
