@@ -110,7 +110,8 @@ def values(tensor: Tensor) -> Floats:
     """A tensor's elements as float64, (ne3, ne2, ne1, ne0)."""
     kind = NUMERICS.codec(tensor.type)
     data = np.ascontiguousarray(raw(tensor)).view(np.uint8).reshape(-1, kind.block_bytes)
-    return kind.decode(data).astype(np.float64).reshape(tensor.ne[::-1])
+    with np.errstate(invalid="ignore"):  # signalling NaN
+        return kind.decode(data).astype(np.float64).reshape(tensor.ne[::-1])
 
 
 def _ulp_histogram(reference: Tensor, result: Tensor) -> tuple[int, ...]:
@@ -118,7 +119,7 @@ def _ulp_histogram(reference: Tensor, result: Tensor) -> tuple[int, ...]:
     if reference.type not in _SIGN:
         return ()
     a, b = (_ordered(tensor) for tensor in (reference, result))
-    nan = np.isnan(reference.view().astype(np.float32)) | np.isnan(result.view().astype(np.float32))
+    nan = np.isnan(values(reference)) | np.isnan(values(result))
     apart = np.abs(a - b)[~nan]
     powers = np.ceil(np.log2(np.maximum(apart, 1))).astype(np.int64) + (apart > 0)
     counts = np.bincount(np.minimum(powers, len(ULP_BINS) - 1), minlength=len(ULP_BINS))

@@ -212,8 +212,9 @@ class _Judge:
             if (result.type, result.ne) != (node.dst.type, node.dst.ne):
                 raise SessionError(f"the two runs differ in their graphs: {node} is {result.type} {result.ne} in one")
             cumulative = compare(node.dst, _as_laid_out(result, node.dst))
-            self._look_at_state(own)
         verdict = self._verdict(address, isolated, cumulative)
+        if own is not None:
+            self._look_at_state(own)
         found = NodeResult(
             self.step, place, node.op, node.name, types_of(node), node.dst.ne, verdict, on,
             None if isolated is None else isolated.comparison, cumulative,
@@ -222,7 +223,7 @@ class _Judge:
         if verdict not in (Verdict.EXACT, Verdict.ROUNDING) and self._heats < _HEATS:
             self._heats += 1
             found = replace(found, heat=self._heat(node, isolated, own))
-        if isolated is not None and isolated.comparison is not None and not isolated.comparison:
+        if isolated is not None and not isolated.comparison:
             found = self._explained(found, isolated)
         self._seen(found)
 
@@ -234,14 +235,16 @@ class _Judge:
             return found
         node, result = isolated.node, isolated.result
         blocks, diagnosis, line = None, None, None
-        assert isolated.comparison is not None
+        if not found:
+            self.before_it = isolated.before
+            self._save(node, found.step, found.index)
+            line = backend_ops_line(node)
+        if isolated.comparison is None:
+            return replace(found, test=line)
         if node.dst.codec.is_quantized:
             blocks = compare_blocks(node.dst, result, quantised_values(node))
         if found.verdict is Verdict.INTRODUCED:
-            self.before_it = isolated.before
-            self._save(node, found.step, found.index)
             diagnosis = diagnose(node, node.dst, result, isolated.before, isolated.comparison.outside)
-            line = backend_ops_line(node)
         noise = noise_multiple(node, node.dst, result)
         return replace(found, blocks=blocks, diagnosis=diagnosis, noise=noise, test=line)
 
@@ -293,11 +296,19 @@ class _Judge:
             return Verdict.INTRODUCED
         if cumulative is None or cumulative:
             return Verdict.EXACT if isolated is None or isolated.comparison else Verdict.ROUNDING
+        if inputs == 0 and cumulative.within(bound):
+            return Verdict.ROUNDING
         if inputs == 0:
-            return Verdict.ROUNDING if cumulative.within(bound) else Verdict.INTRODUCED
+            return Verdict.INHERITED if self._has_stray_input() else Verdict.INTRODUCED
         if error > max(_AMPLIFIES * inputs, bound):
             return Verdict.AMPLIFIED
         return Verdict.INHERITED
+
+    def _has_stray_input(self) -> bool:
+        """Whether the node reads a cache or state into which something was written that no node has a part in."""
+        states, written = self._states, self._read.view_source
+        roots = {root for root in self._read.roots if root}
+        return states.is_off(written) or any(states.is_read(root, self.step) for root in roots - {written})
 
 
 def _as_laid_out(tensor: Tensor, like: Tensor) -> Tensor:

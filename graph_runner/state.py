@@ -63,6 +63,17 @@ class States:
         state = self._states.setdefault(root, _State(reference, device, by_element, np.zeros(n_cells, np.bool_)))
         self._look(state, step, node)
 
+    def is_off(self, root: int) -> bool:
+        """Whether a tensor is known to differ."""
+        return root in self._states and bool(self._states[root].wrong.any())
+
+    def is_read(self, root: int, step: int) -> bool:
+        """A node reads a tensor: whether it differs. What does so first now was written by one that does not write
+        there."""
+        if root in self._states:
+            self._look(self._states[root], step, None)
+        return self.is_off(root)
+
     def finish(self, step: int) -> None:
         """After a step: what differs now was written by a node that does not write there."""
         for state in self._states.values():
