@@ -509,8 +509,7 @@ def diff(
 ) -> DiffResult:
     """Runs a prompt and `steps` greedy tokens on two devices in step, and compares every node.
 
-    settings   of the contexts, flash attention off where left out; device and n_ctx are set here. Threads: of each of
-               the two runs, half of the cores where left out
+    settings   of the contexts, flash attention off where left out; device and n_ctx are set here
     ops        names of the ops and fusions to compute again from the reference's inputs; all, where left out
     reference  "CPU", or "NPU": its own kernels, node by node
     device     "NPU" as DEVICE and OPS have it, or "CPU"
@@ -535,7 +534,7 @@ def diff(
     if ops is None and device == "NPU":
         ops = {*OPS, *(fusion.name for fusion in FUSIONS)}
     settings = replace(settings or Settings(flash_attention="off"), n_ctx=context_for(prompt, steps))
-    threads = settings.threads or max(1, (os.cpu_count() or 1) // 2)  # those of the run that waits spin
+    threads = settings.threads or os.cpu_count() or 1
     settings = replace(settings, threads=threads)
     origin = Origin("", prompt, reference, ggml.version, NUMERICS.rounding, threads)
 

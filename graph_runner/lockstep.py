@@ -1,18 +1,22 @@
 """Two runs of one model, node by node in step: while one computes a node, the other waits behind the same one.
 
-The reference runs in the caller's thread, the device in one of its own; they take turns, so that both results of a node
-are there at the same time and nothing has to be kept of a whole graph.
+They are two greenlets of one thread, that switch to each other within llama.cpp's callbacks: both results of a node are
+there at the same time, and nothing has to be kept of a whole graph. (Two threads would do, and take half as long again:
+they wake each other at every node, and each has workers of its own that spin.)
 """
 
 from __future__ import annotations
 
+import signal
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from types import TracebackType
 from typing import Any
+
+from greenlet import getcurrent, greenlet
 
 import ggml_backend_npu
 from ggml_backend_npu import OPS
@@ -60,6 +64,19 @@ class Side:
             ggml_backend_npu.register().halted = reason
 
 
+@contextmanager
+def _handler_of_interrupts_stays() -> Iterator[None]:
+    """Both runs put a handler of Ctrl-C in place, and take it back in the order in which they end."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    handler = signal.getsignal(signal.SIGINT)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+
+
 class Lockstep:
     """The observers of both runs, and what makes them wait for each other.
 
@@ -85,30 +102,23 @@ class Lockstep:
         self.device = _Runner(self, device)
         self._before, self._between, self._after, self._alone = before, between, after, alone
         self.stopped: str | None = None
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="device")
-        self._turns = {self.reference: threading.Lock(), self.device: threading.Lock()}
-        for turn in self._turns.values():
-            turn.acquire()
         self._failed = False
 
     def decode(self, reference: Session, device: Session, tokens: list[int]) -> None:
         """Runs tokens through both, or through the reference alone where the device has stopped."""
         self.reference.place = self.device.place = -1
         self._failed = False
-        other: Future[None] = self._pool.submit(self._decode_device, device, tokens)
-        try:
-            self.reference.side.begin_turn()
-            reference.decode(tokens)
-        except BaseException:
-            self._failed = True
-            raise
-        finally:
-            while self.device.place != _ENDED:
-                self._hand_over(self.reference, self.device)
-            self.reference.side.begin_turn()
-            if self._failed:
-                other.exception()
-        other.result()
+        self._main, self._other = getcurrent(), greenlet(partial(self._decode_device, device, tokens))
+        with _handler_of_interrupts_stays():
+            try:
+                self.reference.side.begin_turn()
+                reference.decode(tokens)
+            except BaseException:
+                self._failed = True
+                raise
+            finally:
+                while self.device.place != _ENDED:
+                    self._let_device_go_on()
 
     def __enter__(self) -> Lockstep:
         return self
@@ -116,12 +126,10 @@ class Lockstep:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._pool.shutdown()
         self.device.side.halt(None)
         self.device.side.begin_turn()
 
     def _decode_device(self, device: Session, tokens: list[int]) -> None:
-        self._turns[self.device].acquire()
         self.device.side.begin_turn()
         try:
             if not self._failed and self.stopped is None:
@@ -130,12 +138,11 @@ class Lockstep:
             self.stopped = str(error)
         finally:
             self.device.place = _ENDED
-            self._turns[self.reference].release()
 
-    def _hand_over(self, one: _Runner, other: _Runner) -> None:
-        self._turns[other].release()
-        self._turns[one].acquire()
-        one.side.begin_turn()
+    def _let_device_go_on(self) -> None:
+        """Until it has computed a node that it computes alone, or the last one."""
+        self._other.switch()
+        self.reference.side.begin_turn()
 
     def wants(self, runner: _Runner, address: int) -> bool:
         """A runner is about to compute a node."""
@@ -154,13 +161,14 @@ class Lockstep:
         """A runner has computed a node."""
         runner.address = address
         if runner is self.device:
-            self._hand_over(self.device, self.reference)
+            self._main.switch()
+            self.device.side.begin_turn()
             return
         with self._as_device():
             reason = self._between()
         while self.device.place < runner.place:
             self.device.side.halt(reason)
-            self._hand_over(self.reference, self.device)
+            self._let_device_go_on()
         same = self.device.place == runner.place
         with self._as_device():
             self._after(address, runner.place, self.device.address if same else None)
