@@ -22,6 +22,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskProgressC
 from rich.table import Table
 
 PROMPT = "The capital of France is"
+_NODES_PER_UPDATE = 64
 
 app = typer.Typer(
     name="ggml-npu",
@@ -290,9 +291,14 @@ def diff(
 
         def seen(node: NodeResult) -> None:
             compared["nodes"] += 1
-            progress.update(
-                task, description="steps", total=steps + 1, completed=node.step, nodes=f"{compared['nodes']:,} nodes"
-            )
+            if compared["nodes"] % _NODES_PER_UPDATE == 0:
+                progress.update(
+                    task,
+                    description="steps",
+                    total=steps + 1,
+                    completed=node.step,
+                    nodes=f"{compared['nodes']:,} nodes",
+                )
 
         with model_file(model) as file:
             result = diff(
