@@ -313,7 +313,7 @@ def diff(
                 reproducers=reproducers,
                 seen=seen,
             )
-    data = diff_json(result)
+    data = diff_json(result) if any(outputs.values()) else {}
     if json_file is not None:
         _write("--json", json_file, _json_text(data))
     if html_file is not None:
