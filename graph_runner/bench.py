@@ -96,6 +96,24 @@ def _decode_once(model: Path, device: DeviceName, prompt: str, n: int, threads: 
     return len(tokens) / (times[1] - times[0]), (len(times) - 2) / (times[-1] - times[1])
 
 
+def bench_diff(model: Path, *, rounds: int = 5) -> list[Measurement]:
+    """Whole commands: a diff of a prompt of some 128 tokens and 16 steps, and a run of the same."""
+    command = shutil.which("ggml-npu", path=str(Path(sys.executable).parent)) or "ggml-npu"
+    prompt = "The history of computing begins with " + "counting boards, gears, relays and valves; " * 14
+    jobs = {
+        "diff": [command, "diff", str(model), "-p", prompt, "-n", "16"],
+        "run": [command, "run", str(model), "-p", prompt, "-n", "17"],
+    }
+    times: dict[str, list[float]] = {what: [] for what in jobs}
+    for round_ in range(rounds + 1):
+        for what, job in jobs.items():
+            begin = time.perf_counter()
+            subprocess.run(job, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+            if round_:
+                times[what].append(time.perf_counter() - begin)
+    return [Measurement("a diff, against a run", times["diff"], times["run"], "s")]
+
+
 def bench_start(model: Path, *, rounds: int = 5) -> list[Measurement]:
     """Fresh processes, kernels already compiled: import and register, and a whole diff of the model.
 

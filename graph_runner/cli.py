@@ -592,6 +592,7 @@ class Benchmark(StrEnum):
     START = "start"
     DECODE = "decode"
     OPERATORS = "operators"
+    DIFF = "diff"
     ALL = "all"
 
 
@@ -603,8 +604,9 @@ def bench(
     threads: Threads = 0,
 ) -> None:
     """Measure: start (fresh processes: import and register; a whole diff), decode (NPU against the CPU alone),
-    operators (patterns of nodes that the NPU runs as one, against the same nodes on ggml's CPU)."""
-    from graph_runner.bench import bench_decode, bench_operators, bench_start, machine
+    operators (patterns of nodes that the NPU runs as one, against the same nodes on ggml's CPU), diff (of a model,
+    against a run of it)."""
+    from graph_runner.bench import bench_decode, bench_diff, bench_operators, bench_start, machine
     from graph_runner.models import model_file
 
     measurements = []
@@ -613,6 +615,8 @@ def bench(
             measurements += bench_start(file, rounds=rounds)
         if what in (Benchmark.DECODE, Benchmark.ALL):
             measurements += bench_decode(file, rounds=rounds, threads=threads)
+        if what in (Benchmark.DIFF, Benchmark.ALL):
+            measurements += bench_diff(file, rounds=rounds)
     if what in (Benchmark.OPERATORS, Benchmark.ALL):
         measurements += bench_operators(rounds=rounds, threads=threads)
     table = Table(box=None, pad_edge=False, header_style="bold")
