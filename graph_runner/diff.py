@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Collection
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -109,7 +110,7 @@ class _Judge:
     computer  who computes a node again
     ops    that are computed again; all, where None
     seen   called with each result
-    save   called with a wrong node as it was before it ran, its step and place
+    save   called with a wrong node as it was before it ran, what it is to give, and its result
     fuses  whether the device runs patterns of nodes as one
     """
 
@@ -123,7 +124,7 @@ class _Judge:
         seen: Callable[[NodeResult], None],
         *,
         fuses: bool,
-        save: Callable[[Node, int, int], None],
+        save: Callable[[Node, Tensor, NodeResult], None],
     ) -> None:
         self._ggml, self._npu, self._computer, self._ops = ggml, npu, computer, ops
         self._tolerances, self._seen, self._save = tolerances, seen, save
@@ -161,10 +162,8 @@ class _Judge:
         """Asked of every node of the device's own run: those that it may fuse run together."""
         if self._npu is not None:
             self._n_graphs = self._npu.statistics.graphs
-        return not self._fuses or self._own_chain.is_at_end(convert.op_name(self._ggml, address), self._reads(address))
-
-    def _reads(self, address: int) -> Callable[[], Node]:
-        return lambda: convert.node(self._ggml, address)
+        op = convert.op_name(self._ggml, address)
+        return not self._fuses or self._own_chain.is_at_end(op, partial(convert.node, self._ggml, address))
 
     def before(self, address: int, place: int) -> None:
         """The reference is about to compute a node: takes down of its inputs what it may overwrite."""
@@ -236,8 +235,7 @@ class _Judge:
         node, result = isolated.node, isolated.result
         blocks, diagnosis, line = None, None, None
         if not found:
-            self.before_it = isolated.before
-            self._save(node, found.step, found.index)
+            self._save(replace(node, dst=isolated.before), node.dst, found)
             line = backend_ops_line(node)
         if isolated.comparison is None:
             return replace(found, test=line)
@@ -445,7 +443,7 @@ class _Spans:
             types = f"{' '.join(fusion.op_names)} -> {written.type}"
             verdict = Verdict.FAILED if failure is not None else Verdict.EXACT
             if comparison is not None and not comparison:
-                within = comparison.within(self._tolerances.nmse(fusion.name, "f32"))
+                within = comparison.within(self._tolerances.nmse(fusion.name, written.type))
                 verdict = Verdict.ROUNDING if within else Verdict.INTRODUCED
             self._seen(
                 NodeResult(
@@ -538,11 +536,11 @@ def diff(
     settings = replace(settings, threads=threads)
     origin = Origin("", prompt, reference, ggml.version, NUMERICS.rounding, threads)
 
-    def save(node: Node, step: int, index: int) -> None:
+    def save(node: Node, expected: Tensor, found: NodeResult) -> None:
         if reproducers is not None:
-            path = reproducers / f"{step}-{index}-{node.op}.gguf"
+            path = reproducers / f"{found.step}-{found.index}-{node.op}.gguf"
             where = replace(origin, model=first.description)
-            save_reproducer(path, own(replace(node, dst=judge.before_it)), node.dst, where, step=step, index=index)
+            save_reproducer(path, own(node), expected, where, step=found.step, index=found.index)
 
     def session(name: str, observer: Observer) -> Session:
         return Session(model, replace(settings, device=_DEVICES[name]), observer=observer, progress=progress)

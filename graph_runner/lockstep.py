@@ -1,8 +1,8 @@
 """Two runs of one model, node by node in step: while one computes a node, the other waits behind the same one.
 
 They are two greenlets of one thread, that switch to each other within llama.cpp's callbacks: both results of a node are
-there at the same time, and nothing has to be kept of a whole graph. (Two threads would do, and take half as long again:
-they wake each other at every node, and each has workers of its own that spin.)
+there at the same time, and nothing has to be kept of a whole graph. (Two threads would do, but take longer: they wake
+each other at every node, and each has workers of its own that spin.)
 """
 
 from __future__ import annotations
