@@ -6,11 +6,12 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 from ggml_backend_npu.profiles import FULL, Profile, ProfileError, load
+from quant import threads
 
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
@@ -67,7 +68,6 @@ class DeviceOptions:
     memory        "host": tensors stay in ggml's own buffers; "device": the device has memory of its own
     memory_limit  bytes of its memory
     device_type   "accel": every context uses it at once; "gpu": when n_gpu_layers or a model's device list says so
-    threads       that a kernel may use; llama.cpp sets it for its contexts
     fallback      "cpu": a node that the device does not take, and is handed all the same, is computed by ggml's CPU
                   backend: behind RPC, where clients do not ask. "none": such a node fails
     ops           "default": the ops that move data, which cost a scheduler little; "all": every op there is
@@ -78,11 +78,19 @@ class DeviceOptions:
     memory: str = "host"
     memory_limit: int = 8 << 30
     device_type: str = "accel"
-    threads: int = field(default_factory=lambda: os.cpu_count() or 1)
     fallback: str = "none"
     ops: str = "default"
     fusion: str = "on"
     _environment_is_read: bool = field(default=False, init=False, repr=False)
+
+    @property
+    def threads(self) -> int:
+        """That a kernel may use, where llama.cpp does not say how many its contexts have."""
+        return threads.allowed()
+
+    @threads.setter
+    def threads(self, count: int) -> None:
+        threads.allow(count)
 
     def update(self, options: Mapping[str, str | None]) -> None:
         """Takes options by field name, as text; None leaves a field. Raises DeviceError, and then changes nothing.
@@ -101,8 +109,7 @@ class DeviceOptions:
         """Takes GGML_NPU_PROFILE, GGML_NPU_MEMORY and so on for each option that is set, once: later calls change
         nothing."""
         if not self._environment_is_read:
-            names = [field.name for field in fields(self) if field.init]
-            self._take({name: os.environ.get(_variable(name)) for name in names}, _variable)
+            self._take({name: os.environ.get(_variable(name)) for name in _CHECKS}, _variable)
             self._environment_is_read = True
 
 

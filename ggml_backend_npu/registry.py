@@ -9,6 +9,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from ggml_backend_npu.device import DEVICE
 from ggml_backend_npu.ir import Node, Tensor
 from quant import type_names
@@ -121,7 +123,20 @@ class Registry(Mapping[str, Op]):
 
     def __init__(self) -> None:
         self._ops: dict[str, Op] = {}
-        self.version = 0
+        self._version = np.zeros(1, np.int64)
+
+    @property
+    def version(self) -> int:
+        return int(self._version[0])
+
+    @version.setter
+    def version(self, version: int) -> None:
+        self._version[0] = version
+
+    @property
+    def version_at(self) -> int:
+        """Where compiled code reads the version, int64."""
+        return int(self._version.ctypes.data)
 
     def __getitem__(self, name: str) -> Op:
         return self._ops[name]

@@ -149,7 +149,7 @@ class Session:
         self._counts = np.zeros((len(self.ggml.ops) + 1, _FUNCTIONS_PER_OP), np.int64)
         types_kv = [self._type_number(name) for name in (settings.cache_type_k, settings.cache_type_v)]
         self.npu = ggml_backend_npu.register() if settings.device == "npu" else None
-        self._npu_statistics = Statistics()
+        self._npu_statistics: Statistics | None = None
         llama_cpp.llama_backend_init()
         self._load(model, progress)
         self._vocabulary = llama_cpp.llama_model_get_vocab(self._model)
@@ -205,7 +205,7 @@ class Session:
             others = set(contexts)
             self._context = llama_cpp.llama_init_from_model(self._model, params)
             for address in contexts.keys() - others:
-                self._npu_statistics = contexts[address]
+                self._npu_statistics = contexts[address].statistics
         if not self._context:
             raise SessionError(f"model {str(model)!r}: {_log.reason()}")
         self.n_batch = int(params.n_batch)
@@ -277,12 +277,12 @@ class Session:
     @property
     def npu_nodes(self) -> Counter[str]:
         """How many of `nodes` the NPU computed."""
-        return Counter(self._npu_statistics.computed)
+        return Counter(self._npu_statistics.computed if self._npu_statistics else ())
 
     @property
     def npu_spans(self) -> Counter[str]:
         """Spans of them that the NPU computed as one operator, by its name."""
-        return Counter(self._npu_statistics.fused)
+        return Counter(self._npu_statistics.fused if self._npu_statistics else ())
 
     def tokenize(self, text: str) -> list[int]:
         """Tokens of a text, with those that the model wants at its begin. Raises SessionError without a tokenizer."""

@@ -5,12 +5,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from numpy.typing import NDArray
 
 from quant import runs
 from quant.codec import Bytes, Codec, Floats, Rounding
-from quant.jit import engine
+from quant.jit import engine, parameters
+from quant.threads import Work
 
 
 def split(blocks: Bytes, *sizes: int) -> list[Bytes]:
@@ -57,8 +60,7 @@ class Compiled(Codec):
         code = runs.CODES.get(f"{self.name} {rounding}", runs.CODES[self.name])
         x = np.ascontiguousarray(x)
         blocks = np.empty((len(x), self.block_bytes), np.uint8)
-        step = self.block_size * 4
-        runs.convert(runs.F32, address(x), step, code, address(blocks), self.block_bytes, len(x))
+        _convert(runs.F32, x, code, blocks)
         return blocks
 
     def decode(self, blocks: Bytes) -> Floats:
@@ -66,8 +68,7 @@ class Compiled(Codec):
             return self.define_decode(blocks)
         blocks = np.ascontiguousarray(blocks)
         x = np.empty((len(blocks), self.block_size), np.float32)
-        step, code = self.block_size * 4, runs.CODES[self.name]
-        runs.convert(code, address(blocks), self.block_bytes, runs.F32, address(x), step, len(blocks))
+        _convert(runs.CODES[self.name], blocks, runs.F32, x)
         return x
 
     def define_encode(self, x: Floats, rounding: Rounding) -> Bytes:
@@ -77,6 +78,13 @@ class Compiled(Codec):
     def define_decode(self, blocks: Bytes) -> Floats:
         """The definition of decode, in NumPy."""
         raise NotImplementedError
+
+
+def _convert(src_code: int, src: NDArray[Any], dst_code: int, dst: NDArray[Any]) -> None:
+    """Rows of src, a block each, to rows of dst."""
+    streams = dst.nbytes > runs.CACHED
+    p = parameters(src_code, address(src), src.strides[0], dst_code, address(dst), dst.strides[0], streams)
+    Work(runs.convert, p, len(src), max(src.nbytes, dst.nbytes)).run()
 
 
 def address(array: NDArray[np.generic]) -> int:

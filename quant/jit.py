@@ -1,4 +1,4 @@
-"""numba as this project uses it: two decorators, one cache, pointers and half floats.
+"""numba as this project uses it: C functions and their parts, one cache, pointers and half floats.
 
 A kernel works on addresses (integers) and strides (bytes), as ggml's own do; `array_at` turns an address
 into something that numba can index and LLVM can vectorise.
@@ -16,13 +16,15 @@ from pathlib import Path
 from typing import Any
 
 import numba
+import numpy as np
 import platformdirs
 from llvmlite import ir
 from numba import types
 from numba.core import event
 from numba.extending import intrinsic, register_jitable
+from numpy.typing import NDArray
 
-Kernel = Callable[..., Any]
+Part = Callable[..., Any]
 
 
 @functools.cache
@@ -64,26 +66,122 @@ def _own_cache() -> Iterator[None]:
         numba.config.CACHE_DIR = before
 
 
-def compiled(function: Kernel) -> Kernel:
-    """A kernel that Python calls: compiled at its first call, kept on disk, runs without the GIL."""
-    with _own_cache():
-        kernel: Kernel = numba.njit(function, cache=True, nogil=True, error_model="numpy")
-    _ours.add(function.__qualname__)
-    return kernel
+class CFunction:
+    """A C function, compiled when it is needed first and kept on disk. It runs without the GIL, in any thread."""
+
+    def __init__(self, function: Callable[..., Any], signature: Any) -> None:
+        self._function, self._signature = function, signature
+        _ours.add(function.__qualname__)
+
+    @functools.cached_property
+    def _compiled(self) -> Any:
+        with _own_cache():
+            return numba.cfunc(self._signature, cache=True, nopython=True, error_model="numpy")(self._function)
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether it has been needed."""
+        return "_compiled" in self.__dict__
+
+    @property
+    def address(self) -> int:
+        address: int = self._compiled.address
+        return address
+
+    @functools.cached_property
+    def _from_python(self) -> Callable[..., Any]:
+        function: Callable[..., Any] = self._compiled.ctypes
+        return function
+
+    def __call__(self, *arguments: int) -> Any:
+        return self._from_python(*arguments)
 
 
-def inlined(function: Kernel) -> Kernel:
+def callback(signature: Any) -> Callable[[Callable[..., Any]], CFunction]:
+    """Decorator: a C function of the given numba signature."""
+    return functools.partial(CFunction, signature=signature)
+
+
+compiled = callback(types.int64(types.int64, types.int64, types.int64))
+"""Decorator of a kernel, `kernel(p, begin, end)`: computes units [begin, end); p is the address of its parameters,
+int64, which `values` or `array_at` read. Returns 0, or where it cannot do it what its work makes an error of."""
+
+
+def parameters(*values: float | np.float32 | NDArray[np.int64]) -> NDArray[np.int64]:
+    """What a kernel gets: integers, arrays of integers one after another, and np.float32 as their bits."""
+    found: list[int] = []
+    for value in values:
+        if isinstance(value, np.float32):
+            found.append(int(value.view(np.uint32)))
+        else:
+            found.extend(np.ravel(value).tolist())
+    return np.array(found, np.int64)
+
+
+@intrinsic
+def values(typing_context: Any, parameters: Any, count: Any) -> Any:
+    """The first `count` parameters of a kernel, a constant, as a tuple."""
+    if not isinstance(count, types.IntegerLiteral):
+        return None
+    found = types.UniTuple(types.int64, count.literal_value)
+
+    def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        first = builder.inttoptr(arguments[0], ir.IntType(64).as_pointer())
+        places = (builder.gep(first, [ir.Constant(ir.IntType(32), i)]) for i in range(found.count))
+        return context.make_tuple(builder, found, [builder.load(place) for place in places])
+
+    return found(types.int64, count), emit
+
+
+@intrinsic
+def call_kernel(typing_context: Any, kernel: Any, parameters: Any, begin: Any, end: Any) -> Any:
+    """Calls the kernel at an address."""
+
+    def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        i64 = ir.IntType(64)
+        function = builder.inttoptr(arguments[0], ir.FunctionType(i64, [i64] * 3).as_pointer())
+        return builder.call(function, arguments[1:])
+
+    return types.int64(types.int64, types.int64, types.int64, types.int64), emit
+
+
+@intrinsic
+def call_openmp(typing_context: Any, parallel: Any, function: Any, data: Any, n_threads: Any) -> Any:
+    """GOMP_parallel, at an address: has n_threads threads call function(data), this one among them."""
+
+    def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        i64, i32 = ir.IntType(64), ir.IntType(32)
+        kind = ir.FunctionType(ir.VoidType(), [i64, i64, i32, i32])
+        count = builder.trunc(arguments[3], i32)
+        builder.call(builder.inttoptr(arguments[0], kind.as_pointer()), [*arguments[1:3], count, ir.Constant(i32, 0)])
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.int64, types.int64), emit
+
+
+@intrinsic
+def atomic_add(typing_context: Any, address: Any, value: Any) -> Any:
+    """Adds to the int64 at an address; returns what was there before."""
+
+    def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        pointer = builder.inttoptr(arguments[0], ir.IntType(64).as_pointer())
+        return builder.atomic_rmw("add", pointer, arguments[1], "seq_cst")
+
+    return types.int64(types.int64, types.int64), emit
+
+
+def inlined(function: Part) -> Part:
     """A part of kernels: compiled into each `compiled` function that calls it, or is given it as an argument.
 
     An overload, not a dispatcher: a kernel that passes dispatchers around cannot be kept on disk.
     """
-    part: Kernel = register_jitable(error_model="numpy")(function)
+    part: Part = register_jitable(error_model="numpy")(function)
     return part
 
 
-def reduced(function: Kernel) -> Kernel:
+def reduced(function: Part) -> Part:
     """As `inlined`, for a sum or maximum over a row: LLVM may take its terms in the order that vectors like."""
-    part: Kernel = register_jitable(error_model="numpy", fastmath={"reassoc", "nsz"})(function)
+    part: Part = register_jitable(error_model="numpy", fastmath={"reassoc", "nsz"})(function)
     return part
 
 
@@ -172,18 +270,32 @@ round_half_even = _rounding("llvm.rint")
 round_half_away = _rounding("llvm.round")
 
 
-_LANES = 8  # float32 of a vector that is stored past the caches
-STREAM_ALIGNMENT = 4 * _LANES
+@intrinsic
+def copy(typing_context: Any, source: Any, target: Any, n_bytes: Any) -> Any:
+    """C's memmove between two addresses."""
+
+    def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        pointer = ir.IntType(8).as_pointer()
+        kinds = [pointer, pointer, ir.IntType(64)]
+        move = builder.module.declare_intrinsic("llvm.memmove", kinds)
+        source, target = (builder.inttoptr(address, pointer) for address in arguments[:2])
+        builder.call(move, [target, source, arguments[2], ir.Constant(ir.IntType(1), 0)])
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.int64), emit
+
+
+_STREAMED = 32  # bytes of a vector that is stored past the caches
 
 
 @intrinsic
 def _stream_vector(typing_context: Any, source: Any, target: Any) -> Any:
-    """Moves 8 float32 from an address to one that is a multiple of 32, past the caches."""
+    """Moves a vector from an address to one that is a multiple of its size, past the caches."""
 
     def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        pointer = ir.VectorType(ir.FloatType(), _LANES).as_pointer()
-        vector = builder.load(builder.inttoptr(arguments[0], pointer), align=4)
-        store = builder.store(vector, builder.inttoptr(arguments[1], pointer), align=STREAM_ALIGNMENT)
+        pointer = ir.VectorType(ir.FloatType(), _STREAMED // 4).as_pointer()
+        vector = builder.load(builder.inttoptr(arguments[0], pointer), align=1)
+        store = builder.store(vector, builder.inttoptr(arguments[1], pointer), align=_STREAMED)
         store.set_metadata("nontemporal", builder.module.add_metadata([ir.Constant(ir.IntType(32), 1)]))
         return context.get_dummy_value()
 
@@ -202,13 +314,16 @@ def stream_ends(typing_context: Any) -> Any:
 
 
 @inlined
-def stream(source: int, target: int, count: int) -> None:
-    """Moves `count` float32, a multiple of 8, past the caches: for results so large that they do not stay there.
-
-    Both addresses as for `array_at`; the target's is a multiple of STREAM_ALIGNMENT.
-    """
-    for i in range(0, 4 * count, STREAM_ALIGNMENT):
+def stream(source: int, target: int, n_bytes: int) -> None:
+    """As `copy`, past the caches: for results so large that they do not stay there. `stream_ends` comes behind all."""
+    head = min(-target % _STREAMED, n_bytes)
+    body = (n_bytes - head) // _STREAMED * _STREAMED
+    if head:
+        copy(source, target, head)
+    for i in range(head, head + body, _STREAMED):
         _stream_vector(types.int64(source + i), types.int64(target + i))
+    if head + body < n_bytes:
+        copy(source + head + body, target + head + body, n_bytes - head - body)
 
 
 @intrinsic
@@ -229,13 +344,3 @@ def truncate_to_int32(typing_context: Any, value: Any) -> Any:
         return builder.fptosi(arguments[0], ir.IntType(32))
 
     return types.int32(types.float32), emit
-
-
-def callback(signature: Any) -> Callable[[Kernel], Any]:
-    """Decorator: a C function of the given numba signature; `.address` is its pointer."""
-
-    def make(function: Kernel) -> Any:
-        with _own_cache():
-            return numba.cfunc(signature, cache=True, nopython=True)(function)
-
-    return make

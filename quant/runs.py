@@ -7,20 +7,24 @@ definitions they equal byte for byte stand in `quant.scalars` and `quant.blocks`
 
 from __future__ import annotations
 
+import numpy as np
 from numba import types
 
 from quant.jit import (
     array_at,
     bits_float,
     compiled,
+    copy,
     f16_to_f32,
     f32_to_f16_payload,
     float_bits,
     inlined,
-    round_half_away,
-    round_half_even,
+    stream,
+    stream_ends,
     truncate_to_int32,
+    values,
 )
+from quant.vectors import FLOAT, HALF, INT8, INT16, INT32, part
 
 # what `convert` knows, by number; q8_0 as a destination exists once per rounding, f16 once for elements and once for
 # rows, of which ggml_cpu_fp32_to_fp16 converts fours by the processor's vectors, which keep a NaN's payload
@@ -38,6 +42,8 @@ CODES = {
 }
 
 _BLOCK = 32
+STAGE = 8192  # bytes that are put together in the first cache to be stored past the others
+CACHED = 8 << 20  # bytes of a result that may well stay in the caches
 
 
 @inlined
@@ -111,10 +117,7 @@ def copy_blocks(payload, src, src_step, src_packed, src_n, dst, dst_step, dst_pa
 def copy_run(unit_bytes, src, src_step, dst, dst_step, count):
     """`count` units of one type, byte for byte."""
     if src_step == unit_bytes and dst_step == unit_bytes:
-        x = array_at(src, types.uint8, count * unit_bytes)
-        y = array_at(dst, types.uint8, count * unit_bytes)
-        for i in range(count * unit_bytes):
-            y[i] = x[i]
+        copy(src, dst, count * unit_bytes)
     elif unit_bytes == 4:
         for i in range(count):
             array_at(dst + i * dst_step, types.uint32, 1)[0] = array_at(src + i * src_step, types.uint32, 1)[0]
@@ -123,112 +126,145 @@ def copy_run(unit_bytes, src, src_step, dst, dst_step, count):
             array_at(dst + i * dst_step, types.uint16, 1)[0] = array_at(src + i * src_step, types.uint16, 1)[0]
     else:
         for i in range(count):
-            x = array_at(src + i * src_step, types.uint8, unit_bytes)
-            y = array_at(dst + i * dst_step, types.uint8, unit_bytes)
-            for j in range(unit_bytes):
-                y[j] = x[j]
+            copy(src + i * src_step, dst + i * dst_step, unit_bytes)
+
+
+def _floats(source, kind):
+    """32 elements of f32, f16 or bf16 as float32."""
+    if kind == F32:
+        return source.load(FLOAT, _BLOCK)
+    if kind == F16:
+        return source.load(HALF, _BLOCK).widened()
+    return (source.load(INT16, _BLOCK).to(INT32) << 16).as_float()
+
+
+def _store_half(target, d):
+    """GGML_FP32_TO_FP16 of a scale: a NaN has no payload."""
+    half = d.narrowed().bits()
+    target.store(half.where(d.equals(d), (half & 0x8000) | 0x7E00))
+
+
+def _magnitudes(x):
+    """Bits of |x|; 0 for NaN, which is passed over, as by C's `amax < fabsf(v)`."""
+    bits = x.bits() & 0x7FFFFFFF
+    return bits.where(bits.at_most(0x7F800000), 0)
+
+
+def _reciprocal(d):
+    """1 / d, and 0 where d is 0."""
+    return (1.0 / d).where(d.differs(0.0), 0.0)
+
+
+@part
+def _decode_q8_0(scale, quants, target):
+    d = scale.load(HALF).widened()
+    target.store(quants.load(INT8, _BLOCK).to_float() * d)
+
+
+def _q4_0_values(codes, d):
+    return (codes.to(INT32) - 8).to_float() * d
+
+
+@part
+def _decode_q4_0(scale, quants, target):
+    d, pairs = scale.load(HALF).widened(), quants.load(INT8, _BLOCK // 2)
+    target.store(_q4_0_values((pairs & 15).followed_by(pairs >> 4), d))
+
+
+@part
+def _decode_q4_0_packed(scale, quants, target):
+    d, pairs = scale.load(HALF).widened(), quants.load(INT8, _BLOCK // 2) ^ 0x88
+    target.store(_q4_0_values((pairs & 15).interleaved(pairs >> 4), d))
+
+
+def _encode_q8_0_reference_block(kind):
+    @part
+    def encode(source, scale, quants):
+        x = _floats(source, kind)
+        d = _magnitudes(x).largest().as_float() / 127.0
+        _store_half(scale, d)
+        quants.store((x * _reciprocal(d)).rounded("round").to_int32().to(INT8))
+
+    return encode
+
+
+def _encode_q8_0_simd_block(kind):
+    @part
+    def encode(source, scale, quants):
+        x = _floats(source, kind)
+        largest = _magnitudes(x).largest().as_float()
+        _store_half(scale, largest / 127.0)
+        inverse = (127.0 / largest).where(largest.differs(0.0), 0.0)
+        quants.store((x * inverse).rounded("rint").to_int32().limited(-128, 127).to(INT8))
+
+    return encode
+
+
+def _q4_0_codes(x):
+    """The scale and the codes of a block, 0 to 15."""
+    magnitudes = _magnitudes(x)
+    largest = magnitudes.largest()
+    extreme = x.lane(magnitudes.equals(largest).bits().first_set()).where(largest.differs(0), 0.0)
+    d = extreme / -8.0
+    return d, (x * _reciprocal(d) + 8.5).to_int32().to(INT8).limited(-128, 15)
+
+
+def _encode_q4_0_block(kind):
+    @part
+    def encode(source, scale, quants):
+        d, codes = _q4_0_codes(_floats(source, kind))
+        _store_half(scale, d)
+        quants.store(codes.lanes_from(0, 1, 16) | (codes.lanes_from(16, 1, 16) << 4))
+
+    return encode
+
+
+def _encode_q4_0_packed_block(kind):
+    @part
+    def encode(source, scale, quants):
+        d, codes = _q4_0_codes(_floats(source, kind))
+        _store_half(scale, d)
+        quants.store((codes.lanes_from(0, 2, 16) | (codes.lanes_from(1, 2, 16) << 4)) ^ 0x88)
+
+    return encode
+
+
+def _encoders(kind):
+    return (
+        _encode_q8_0_reference_block(kind),
+        _encode_q8_0_simd_block(kind),
+        _encode_q4_0_block(kind),
+        _encode_q4_0_packed_block(kind),
+    )
+
+
+F32_TO_Q8_0_REFERENCE, F32_TO_Q8_0_SIMD, F32_TO_Q4_0, F32_TO_Q4_0_PACKED = _encoders(F32)
+F16_TO_Q8_0_REFERENCE, F16_TO_Q8_0_SIMD, F16_TO_Q4_0, F16_TO_Q4_0_PACKED = _encoders(F16)
+BF16_TO_Q8_0_REFERENCE, BF16_TO_Q8_0_SIMD, BF16_TO_Q4_0, BF16_TO_Q4_0_PACKED = _encoders(BF16)
 
 
 @inlined
-def _decode_q8_0(src, src_step, packed, n_packed, dst, dst_step, count):
-    for block in range(count):
-        scale, quants = _at(src + block * src_step, packed, n_packed, 32)
-        d = f16_to_f32(array_at(scale, types.uint16, 1)[0])
-        q = array_at(quants, types.int8, _BLOCK)
-        y = array_at(dst + block * dst_step, types.float32, _BLOCK)
-        for j in range(_BLOCK):
-            y[j] = types.float32(q[j]) * d
+def _decode_blocks(decode, decode_packed, payload, src, src_step, packed, n_packed, dst, dst_step, count):
+    if n_packed:
+        for block in range(count):
+            scale, quants = _at(src + block * src_step, packed, n_packed, payload)
+            decode_packed(scale, quants, dst + block * dst_step)
+    else:
+        for block in range(count):
+            scale = src + block * src_step
+            decode(scale, scale + 2, dst + block * dst_step)
 
 
 @inlined
-def _decode_q4_0(src, src_step, packed, n_packed, dst, dst_step, count):
-    for block in range(count):
-        scale, quants = _at(src + block * src_step, packed, n_packed, 16)
-        d = f16_to_f32(array_at(scale, types.uint16, 1)[0])
-        q = array_at(quants, types.uint8, _BLOCK // 2)
-        y = array_at(dst + block * dst_step, types.float32, _BLOCK)
-        if n_packed:
-            for j in range(_BLOCK // 2):
-                pair = q[j] ^ types.uint8(0x88)
-                y[2 * j] = types.float32(types.int32(pair & types.uint8(15)) - types.int32(8)) * d
-                y[2 * j + 1] = types.float32(types.int32(pair >> types.uint8(4)) - types.int32(8)) * d
-            continue
-        for j in range(_BLOCK // 2):
-            y[j] = types.float32(types.int32(q[j] & types.uint8(15)) - types.int32(8)) * d
-        for j in range(_BLOCK // 2):
-            y[j + _BLOCK // 2] = types.float32(types.int32(q[j] >> types.uint8(4)) - types.int32(8)) * d
-
-
-@inlined
-def _largest_magnitude(widen, x):
-    """Bits of max |x|; NaN is passed over, as by C's `amax < fabsf(v)`."""
-    largest = types.uint32(0)
-    for j in range(_BLOCK):
-        bits = float_bits(widen(x[j])) & types.uint32(0x7FFFFFFF)
-        largest = max(largest, bits if bits <= types.uint32(0x7F800000) else types.uint32(0))
-    return largest
-
-
-@inlined
-def _encode_q8_0_reference(widen, source, src, src_step, dst, dst_step, packed, n_packed, count):
-    for block in range(count):
-        x = array_at(src + block * src_step, source, _BLOCK)
-        d = bits_float(_largest_magnitude(widen, x)) / types.float32(127)
-        inverse = types.float32(1) / d if d != types.float32(0) else types.float32(0)
-        scale, quants = _at(dst + block * dst_step, packed, n_packed, 32)
-        array_at(scale, types.uint16, 1)[0] = f32_to_f16(d)
-        q = array_at(quants, types.int8, _BLOCK)
-        for j in range(_BLOCK):
-            q[j] = types.int8(truncate_to_int32(round_half_away(widen(x[j]) * inverse)))
-
-
-@inlined
-def _encode_q8_0_simd(widen, source, src, src_step, dst, dst_step, packed, n_packed, count):
-    for block in range(count):
-        x = array_at(src + block * src_step, source, _BLOCK)
-        largest = bits_float(_largest_magnitude(widen, x))
-        inverse = types.float32(127) / largest if largest != types.float32(0) else types.float32(0)
-        scale, quants = _at(dst + block * dst_step, packed, n_packed, 32)
-        array_at(scale, types.uint16, 1)[0] = f32_to_f16(largest / types.float32(127))
-        q = array_at(quants, types.int8, _BLOCK)
-        for j in range(_BLOCK):
-            code = truncate_to_int32(round_half_even(widen(x[j]) * inverse))
-            q[j] = types.int8(min(max(code, types.int32(-128)), types.int32(127)))
-
-
-@inlined
-def _q4_0_code(x, inverse):
-    code = types.int8(truncate_to_int32(x * inverse + types.float32(8.5)))
-    return types.uint8(min(code, types.int8(15)))
-
-
-@inlined
-def _encode_q4_0(widen, source, src, src_step, dst, dst_step, packed, n_packed, count):
-    for block in range(count):
-        x = array_at(src + block * src_step, source, _BLOCK)
-        largest = _largest_magnitude(widen, x)
-        extreme = types.float32(0)
-        if largest:
-            for j in range(_BLOCK):
-                value = widen(x[j])
-                if float_bits(value) & types.uint32(0x7FFFFFFF) == largest:
-                    extreme = value
-                    break
-        d = extreme / types.float32(-8)
-        inverse = types.float32(1) / d if d != types.float32(0) else types.float32(0)
-        scale, quants = _at(dst + block * dst_step, packed, n_packed, 16)
-        array_at(scale, types.uint16, 1)[0] = f32_to_f16(d)
-        q = array_at(quants, types.uint8, _BLOCK // 2)
-        if n_packed:
-            for j in range(_BLOCK // 2):
-                low = _q4_0_code(widen(x[2 * j]), inverse)
-                high = _q4_0_code(widen(x[2 * j + 1]), inverse)
-                q[j] = (low | types.uint8(high << types.uint8(4))) ^ types.uint8(0x88)
-            continue
-        for j in range(_BLOCK // 2):
-            low = _q4_0_code(widen(x[j]), inverse)
-            high = _q4_0_code(widen(x[j + _BLOCK // 2]), inverse)
-            q[j] = low | types.uint8(high << types.uint8(4))
+def _encode_blocks(encode, encode_packed, payload, src, src_step, dst, dst_step, packed, n_packed, count):
+    if n_packed:
+        for block in range(count):
+            scale, quants = _at(dst + block * dst_step, packed, n_packed, payload)
+            encode_packed(src + block * src_step, scale, quants)
+    else:
+        for block in range(count):
+            scale = dst + block * dst_step
+            encode(src + block * src_step, scale, scale + 2)
 
 
 @inlined
@@ -245,8 +281,11 @@ def _elements(widen, source, source_bytes, src, src_step, narrow, target, target
 
 
 @inlined
-def _from_float(widen, source, source_bytes, src, src_step, dst_code, dst, dst_step, packed, n_packed, count):
-    """From a float type, `widen` of which gives float32, to the type of `dst_code`."""
+def _from_float(
+    widen, source, source_bytes, q8_0_reference, q8_0_simd, q4_0, q4_0_packed,
+    src, src_step, dst_code, dst, dst_step, packed, n_packed, count,
+):  # fmt: skip
+    """From a float type, `widen` of which gives float32, to the type of `dst_code`; behind it are its encoders."""
     if dst_code == F32:
         _elements(widen, source, source_bytes, src, src_step, _same, types.float32, 4, dst, dst_step, count)
     elif dst_code == F16:
@@ -265,11 +304,11 @@ def _from_float(widen, source, source_bytes, src, src_step, dst_code, dst, dst_s
     elif dst_code == I32:
         _elements(widen, source, source_bytes, src, src_step, truncate_to_int32, types.int32, 4, dst, dst_step, count)
     elif dst_code == Q8_0_REFERENCE:
-        _encode_q8_0_reference(widen, source, src, src_step, dst, dst_step, packed, n_packed, count)
+        _encode_blocks(q8_0_reference, q8_0_reference, 32, src, src_step, dst, dst_step, packed, n_packed, count)
     elif dst_code == Q8_0_SIMD:
-        _encode_q8_0_simd(widen, source, src, src_step, dst, dst_step, packed, n_packed, count)
+        _encode_blocks(q8_0_simd, q8_0_simd, 32, src, src_step, dst, dst_step, packed, n_packed, count)
     elif dst_code == Q4_0:
-        _encode_q4_0(widen, source, src, src_step, dst, dst_step, packed, n_packed, count)
+        _encode_blocks(q4_0, q4_0_packed, 16, src, src_step, dst, dst_step, packed, n_packed, count)
 
 
 @inlined
@@ -280,17 +319,26 @@ def convert_run(src_code, src, src_step, src_packed, src_n, dst_code, dst, dst_s
     elsewhere.
     """
     if src_code == F32:
-        _from_float(_same, types.float32, 4, src, src_step, dst_code, dst, dst_step, dst_packed, dst_n, count)
+        _from_float(
+            _same, types.float32, 4, F32_TO_Q8_0_REFERENCE, F32_TO_Q8_0_SIMD, F32_TO_Q4_0, F32_TO_Q4_0_PACKED,
+            src, src_step, dst_code, dst, dst_step, dst_packed, dst_n, count,
+        )  # fmt: skip
     elif src_code == F16:
-        _from_float(f16_to_f32, types.uint16, 2, src, src_step, dst_code, dst, dst_step, dst_packed, dst_n, count)
+        _from_float(
+            f16_to_f32, types.uint16, 2, F16_TO_Q8_0_REFERENCE, F16_TO_Q8_0_SIMD, F16_TO_Q4_0, F16_TO_Q4_0_PACKED,
+            src, src_step, dst_code, dst, dst_step, dst_packed, dst_n, count,
+        )  # fmt: skip
     elif src_code == BF16:
-        _from_float(_bf16_to_f32, types.uint16, 2, src, src_step, dst_code, dst, dst_step, dst_packed, dst_n, count)
+        _from_float(
+            _bf16_to_f32, types.uint16, 2, BF16_TO_Q8_0_REFERENCE, BF16_TO_Q8_0_SIMD, BF16_TO_Q4_0, BF16_TO_Q4_0_PACKED,
+            src, src_step, dst_code, dst, dst_step, dst_packed, dst_n, count,
+        )  # fmt: skip
     elif src_code == I32:
         _elements(_i32_to_f32, types.int32, 4, src, src_step, _same, types.float32, 4, dst, dst_step, count)
     elif src_code == Q4_0:
-        _decode_q4_0(src, src_step, src_packed, src_n, dst, dst_step, count)
+        _decode_blocks(_decode_q4_0, _decode_q4_0_packed, 16, src, src_step, src_packed, src_n, dst, dst_step, count)
     else:
-        _decode_q8_0(src, src_step, src_packed, src_n, dst, dst_step, count)
+        _decode_blocks(_decode_q8_0, _decode_q8_0, 32, src, src_step, src_packed, src_n, dst, dst_step, count)
 
 
 @inlined
@@ -314,6 +362,20 @@ def narrow_run(src, code, dst, dst_step, count):
 
 
 @compiled
-def convert(src_code, src, src_step, dst_code, dst, dst_step, count):
-    """`convert_run` for a caller in Python, nothing packed."""
-    convert_run(src_code, src, src_step, 0, 0, dst_code, dst, dst_step, 0, 0, count)
+def convert(p, begin, end):
+    """Units [begin, end) of two arrays without gaps, by `convert_run`; step sizes in bytes."""
+    src_code, src, src_step, dst_code, dst, dst_step, streams = values(p, 7)
+    memory = np.empty(STAGE if streams else 0, np.uint8)
+    stage = types.int64(memory.ctypes.data)
+    chunk = STAGE // dst_step if streams else end - begin
+    while begin < end:
+        count = min(chunk, end - begin)
+        y = dst + begin * dst_step
+        to = stage if streams else y
+        convert_run(src_code, src + begin * src_step, src_step, 0, 0, dst_code, to, dst_step, 0, 0, count)
+        if streams:
+            stream(stage, y, count * dst_step)
+        begin += count
+    if streams:
+        stream_ends()
+    return 0

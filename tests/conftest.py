@@ -54,6 +54,17 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Models:
     return find
 
 
+@pytest.fixture(params=["openmp", "pool"])
+def team(request: pytest.FixtureRequest, backend: Plugin, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Threads of ggml's OpenMP runtime, or of the pool that stands in where there is none."""
+    from quant import threads
+
+    kind: str = request.param
+    monkeypatch.setattr(threads._Team, "openmp", backend.ggml.openmp if kind == "openmp" else 0)
+    assert kind == "pool" or backend.ggml.openmp
+    return kind
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """An exception that would leave a callback, and reach C, fails the test."""
     config.addinivalue_line("filterwarnings", "error::pytest.PytestUnraisableExceptionWarning")

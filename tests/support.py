@@ -20,7 +20,7 @@ from ggml_backend_npu import OPS, Node, Tensor
 from ggml_backend_npu.abi.build import Builder
 from ggml_backend_npu.abi.lib import Ggml
 from ggml_backend_npu.abi.plugin import Plugin
-from quant import codec
+from quant import codec, threads
 
 Bytes = NDArray[np.uint8]
 Dims = tuple[int, int, int, int]
@@ -30,6 +30,21 @@ IN_ORDER: Dims = (0, 1, 2, 3)
 _GUARD = 1 << 14
 
 # running
+
+
+@contextmanager
+def recorded_works() -> Iterator[list[threads.Work]]:
+    """The works that Python runs meanwhile, each as often as it runs."""
+    works: list[threads.Work] = []
+    run = threads.Work.run
+
+    def record(work: threads.Work) -> None:
+        run(work)
+        works.append(work)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(threads.Work, "run", record)
+        yield works
 
 
 class Scene(Builder):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -23,13 +22,13 @@ from support import (
     engine,
     outcome,
     placements,
+    recorded_works,
     seeds,
     sizes,
     values,
 )
 
 import quant
-from ggml_backend_npu import threads
 from ggml_backend_npu.abi.plugin import Plugin
 from ggml_backend_npu.device import DEVICE
 from quant import codec
@@ -304,18 +303,10 @@ LARGE: dict[str, Recipe] = {
 @pytest.mark.parametrize("n_threads", [1, 3])
 @pytest.mark.parametrize("name", LARGE)
 def test_large_tensors_in_several_threads(
-    backend: Plugin, name: str, n_threads: int, monkeypatch: pytest.MonkeyPatch
+    backend: Plugin, name: str, n_threads: int, team: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    submitted: list[tuple[int, int]] = []
-
-    class Pool(ThreadPoolExecutor):
-        def submit(self, kernel: Any, /, begin: int, end: int) -> Future[Any]:  # type: ignore[override]
-            submitted.append((begin, end))
-            return super().submit(kernel, begin, end)
-
-    with Pool() as pool:
-        monkeypatch.setattr(threads, "_pool", lambda: pool)
-        monkeypatch.setattr(DEVICE, "threads", n_threads)
+    monkeypatch.setattr(DEVICE, "threads", n_threads)
+    with recorded_works() as works:
         assert_equals_cpu(backend, LARGE[name])
-    in_threads = n_threads - 1 if not name.startswith("set_rows") and "q6_K" not in name else 0
-    assert len(submitted) == in_threads
+    assert ("q6_K" in name) == (not works)
+    assert not works or works[-1].parts > 1

@@ -23,11 +23,12 @@ from support import (
     assert_same_bytes,
     engine,
     outcome,
+    recorded_works,
     seeds,
     supported,
 )
 
-from ggml_backend_npu import OPS, Node, Tensor, threads
+from ggml_backend_npu import OPS, Node, Tensor
 from ggml_backend_npu.abi.plugin import Plugin
 from ggml_backend_npu.device import DEVICE
 from ggml_backend_npu.ops.softmax import Rows, slopes, soft_max
@@ -151,17 +152,11 @@ def test_soft_max_of(backend: Plugin, name: str) -> None:
 
 
 @pytest.mark.parametrize("n_threads", [1, 3])
-def test_threads_part_the_rows(backend: Plugin, n_threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    parts: list[tuple[int, int]] = []
-
-    def split(kernel: Any, n_units: int, n_bytes: int) -> None:
-        real(lambda begin, end: (parts.append((begin, end)), kernel(begin, end)), n_units, n_bytes)
-
-    real = threads.split
-    monkeypatch.setattr(threads, "split", split)
+def test_threads_part_the_rows(backend: Plugin, n_threads: int, team: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(DEVICE, "threads", n_threads)
-    assert_close_to_cpu(backend, SoftMax((1000, 50, 4, 2), "f16", (0, 4, 2), sinks=True))
-    assert sorted(parts) == [(400 * i // n_threads, 400 * (i + 1) // n_threads) for i in range(n_threads)]
+    with recorded_works() as works:
+        assert_close_to_cpu(backend, SoftMax((1000, 50, 4, 2), "f16", (0, 4, 2), sinks=True))
+    assert [work.parts for work in works] == [6]
 
 
 # without ggml: arrays in, arrays out

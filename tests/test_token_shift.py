@@ -15,10 +15,11 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from support import assert_same_bytes, seeds
 
-from ggml_backend_npu import threads, token_shift
+from ggml_backend_npu import token_shift
 from ggml_backend_npu.abi.build import Builder
 from ggml_backend_npu.abi.plugin import Plugin
 from ggml_backend_npu.device import DEVICE
+from quant import threads
 
 Array = NDArray[Any]
 NAMES = ("xr", "xw", "xk", "xv", "xa", "xg", "ht")
@@ -362,7 +363,9 @@ def test_nan_stays_in_its_column_and_the_token_behind_it() -> None:
 
 @pytest.mark.parametrize("types", [(F32, F32, F32), (F16, F16, F32), (I8, F32, F16)], ids=named)
 @pytest.mark.parametrize("n_threads", [1, 5])
-def test_threads_part_the_rows(types: tuple[Any, Any, Any], n_threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_part_the_rows(
+    types: tuple[Any, Any, Any], n_threads: int, team: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(DEVICE, "threads", n_threads)
     monkeypatch.setattr(threads, "GRAIN", 1000)
     case = Case((3, 37, 513), types, ("apart", "plain", "plain"))

@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from support import assert_same_bytes, seeds
 
-from ggml_backend_npu import TensorDescriptor, TopKSoftmax, threads
+from ggml_backend_npu import TensorDescriptor, TopKSoftmax
 from ggml_backend_npu.device import DEVICE
+from quant import threads
 
 Array = NDArray[Any]
 F32, F16, BF16 = np.float32, np.float16, ml_dtypes.bfloat16
@@ -220,7 +221,7 @@ def test_a_row_without_a_softmax_is_nan_with_indices_that_exist(kind: str, width
 
 
 @pytest.mark.parametrize("n_threads", [1, 7])
-def test_threads_part_the_rows(n_threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_part_the_rows(n_threads: int, team: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(DEVICE, "threads", n_threads)
     monkeypatch.setattr(threads, "GRAIN", 100)
     x = np.random.default_rng(1).integers(-40, 40, (101, 60)).astype(F32) / 8

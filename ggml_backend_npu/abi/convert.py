@@ -201,6 +201,15 @@ def key(ggml: Ggml, graph: int, fusible: frozenset[str]) -> bytes:
     return b"".join(parts)
 
 
+def spans(ggml: Ggml, graph: int) -> tuple[list[int], list[tuple[int, int]]]:
+    """The addresses of a graph's nodes, and what their computation depends on: (address, bytes) of them and of the
+    sources of those that are to be computed."""
+    header = structs.Graph.from_address(graph)
+    nodes = [int(address) for address in header.nodes[: header.n_nodes]]
+    sources = [source for address, _ in _computing(ggml, graph) for source in _sources(address) if source]
+    return nodes, [(address, structs.TENSOR_KEY_BYTES) for address in dict.fromkeys([*nodes, *sources])]
+
+
 def _sources(address: int) -> list[int]:
     """The sources of the tensor at an address, with 0 for one that it leaves out, the last ones not."""
     found = list(_read(address)[_SRC])

@@ -142,9 +142,8 @@ class Ggml:
         if cpu is None:
             raise UnknownGgmlError(f"ggml {self.version}: no CPU backend is loaded")
         # where ggml's backends are libraries of their own (GGML_BACKEND_DL), no other one links the CPU's
-        self._take(
-            _library_at(ctypes.cast(structs.Registry.from_address(cpu).iface.get_name, c_void_p)), _CPU_FUNCTIONS
-        )
+        self._cpu = _library_at(ctypes.cast(structs.Registry.from_address(cpu).iface.get_name, c_void_p))
+        self._take(self._cpu, _CPU_FUNCTIONS)
 
     def _take(self, library: ctypes.CDLL, functions: _Functions) -> None:
         for name, (result, arguments) in functions.items():
@@ -159,6 +158,15 @@ class Ggml:
     if TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any: ...
+
+    @cached_property
+    def openmp(self) -> int:
+        """The address of GOMP_parallel of the OpenMP runtime that ggml's CPU backend has its threads from; 0 where it
+        is built without one."""
+        try:
+            return ctypes.cast(self._cpu.GOMP_parallel, c_void_p).value or 0
+        except AttributeError:
+            return 0
 
     @cached_property
     def version(self) -> str:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import ctypes
 from collections import Counter
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
-from ggml_backend_npu.abi import codecs, convert, structs
+from ggml_backend_npu.abi import codecs, convert, repeats, structs
 from ggml_backend_npu.abi.buffers import Buffers
 from ggml_backend_npu.abi.guard import Failures, guarded
 from ggml_backend_npu.abi.lib import API_VERSION, Ggml
+from ggml_backend_npu.abi.repeats import Repeats
 from ggml_backend_npu.device import DEVICE, DeviceError
 from ggml_backend_npu.fusion import fusible
 from ggml_backend_npu.ir import Graph
@@ -18,6 +20,7 @@ from ggml_backend_npu.memory import DeviceMemory
 from ggml_backend_npu.ops import strided
 from ggml_backend_npu.plan import Plan, plan
 from ggml_backend_npu.registry import OPS, KernelError
+from quant import threads
 
 NAME = "NPU"
 _DEVICE_TYPES = {"accel": structs.DEVICE_TYPE_ACCEL, "gpu": structs.DEVICE_TYPE_GPU}
@@ -25,18 +28,45 @@ DESCRIPTION = "Python kernels (ggml-backend-npu)"
 MAX_PLANS = 1024
 
 
-@dataclass
 class Statistics:
-    """What the device has done since the process began, or since `reset`.
+    """What the device, or one ggml_backend of it, has done since the process began, or since `reset`.
 
-    computed  nodes computed, by op
-    fused     spans of nodes computed as one operator, by its name
-    graphs    calls of graph_compute, each a split of a scheduler's graph
+    settle  called before anything is read: adds what ran without Python
     """
 
-    computed: Counter[str] = field(default_factory=Counter)
-    fused: Counter[str] = field(default_factory=Counter)
-    graphs: int = 0
+    def __init__(self, settle: Callable[[], None]) -> None:
+        self._settle = settle
+        self._computed, self._fused, self._graphs = Counter[str](), Counter[str](), 0
+
+    def add(self, plan: Plan, runs: int = 1) -> None:
+        """Counts runs of a plan."""
+        self.add_nodes(plan.counts, runs)
+        for name, count in plan.fused.items():
+            self._fused[name] += runs * count
+
+    def add_nodes(self, counts: Counter[str], runs: int = 1) -> None:
+        """Counts runs of a graph of so many nodes."""
+        for name, count in counts.items():
+            self._computed[name] += runs * count
+        self._graphs += runs
+
+    @property
+    def computed(self) -> Counter[str]:
+        """Nodes computed, by op."""
+        self._settle()
+        return self._computed
+
+    @property
+    def fused(self) -> Counter[str]:
+        """Spans of nodes computed as one operator, by its name."""
+        self._settle()
+        return self._fused
+
+    @property
+    def graphs(self) -> int:
+        """Calls of graph_compute, each a split of a scheduler's graph."""
+        self._settle()
+        return self._graphs
 
     @property
     def error(self) -> str | None:
@@ -44,35 +74,44 @@ class Statistics:
         return Failures.message
 
     def reset(self) -> None:
-        self.computed.clear()
-        self.fused.clear()
-        self.graphs, Failures.message = 0, None
+        self._settle()
+        self._computed.clear()
+        self._fused.clear()
+        self._graphs, Failures.message = 0, None
+
+
+@dataclass(frozen=True)
+class Context:
+    """A ggml_backend that is alive: its struct, what it has done, and the graphs that it knows."""
+
+    backend: structs.Backend
+    statistics: Statistics
+    repeats: Repeats
 
 
 class Plugin:
     """The registered backend. Lives as long as the process: ggml keeps its addresses.
 
-    contexts  what it has done for each ggml_backend that is alive, by address
+    contexts  each ggml_backend that is alive, by address
     active  whether the device takes nodes; while it is not, a scheduler leaves every node to the CPU
-    halted  why the device is to fail instead of computing, or None
     """
 
     def __init__(self, ggml: Ggml) -> None:
         self.ggml = ggml
-        self.statistics = Statistics()
-        self.contexts: dict[int, Statistics] = {}
+        self.statistics = Statistics(self._settle)
+        self.contexts: dict[int, Context] = {}
         self.active = True
-        self.halted: str | None = None
+        self._halted: str | None = None
         self._plans: dict[tuple[int, bytes], Plan] = {}
         self._fusible = fusible()
         self._cpu: int | None = None
-        self._backends: dict[int, structs.Backend] = {}
         self._strings = {text: ctypes.create_string_buffer(text.encode()) for text in (NAME, DESCRIPTION)}
         self._guid = (ctypes.c_uint8 * 16)(*b"ggml-backend-npu")
         self.device_type = _DEVICE_TYPES[DEVICE.device_type]
         self._set_n_threads = structs.SetThreads(self.set_n_threads)
+        self._graph_compute = structs.GraphCompute(self.graph_compute)
         self._backend_table = structs.fill(
-            structs.BackendTable, get_name=self.get_name, free=self.free, graph_compute=self.graph_compute
+            structs.BackendTable, get_name=self.get_name, free=self.free, graph_compute=repeats.graph_compute.address
         )
         self.device = structs.Device(
             iface=structs.fill(
@@ -132,8 +171,8 @@ class Plugin:
         return None
 
     @guarded(None)
-    def set_n_threads(self, _: int, count: int) -> None:
-        DEVICE.threads = max(1, count)
+    def set_n_threads(self, backend: int, count: int) -> None:
+        self.contexts[backend].repeats.n_threads = max(1, count)
 
     @guarded(None)
     def get_memory(self, _: int, free: Any, total: Any) -> None:
@@ -161,10 +200,10 @@ class Plugin:
 
     @guarded(None)
     def init_backend(self, device: int, _: bytes) -> int:
-        backend = structs.Backend(guid=self._guid, iface=self._backend_table, device=device)
+        known = Repeats(ctypes.cast(self._graph_compute, ctypes.c_void_p).value or 0, DEVICE.threads)
+        backend = structs.Backend(guid=self._guid, iface=self._backend_table, device=device, context=known.address)
         address = ctypes.addressof(backend)
-        self._backends[address] = backend
-        self.contexts[address] = Statistics()
+        self.contexts[address] = Context(backend, Statistics(self._settle), known)
         return address
 
     @guarded(None)
@@ -205,30 +244,50 @@ class Plugin:
 
     @guarded(None)
     def free(self, backend: int) -> None:
-        self._backends.pop(backend, None)
+        self._settle()
         self.contexts.pop(backend, None)
 
     @guarded(structs.STATUS_FAILED)
     def graph_compute(self, backend: int, graph: int) -> int:
-        if self.halted is not None:
-            raise KernelError(self.halted)
-        if DEVICE.fallback == "cpu":
-            return self._compute_with_fallback(backend, graph)
-        key = OPS.version, convert.key(self.ggml, graph, self._fusible if DEVICE.fusion == "on" else frozenset())
-        bound = self._plans.get(key)
-        if bound is None:
-            bound = self._plan(key, graph)
-        bound.run()
-        self._count(backend, bound.counts, bound.fused)
+        """Computes a graph that `repeats.graph_compute` does not know."""
+        if self._halted is not None:
+            raise KernelError(self._halted)
+        context = self.contexts[backend]
+        with threads.allowing(context.repeats.n_threads):
+            if DEVICE.fallback == "cpu":
+                return self._compute_with_fallback(context, graph)
+            key = OPS.version, convert.key(self.ggml, graph, self._fusible if DEVICE.fusion == "on" else frozenset())
+            bound = self._plans.get(key)
+            if bound is None:
+                bound = self._plan(key, graph)
+            bound.run()
+        self._settle()
+        for statistics in (self.statistics, context.statistics):
+            statistics.add(bound)
+        nodes, spans = convert.spans(self.ggml, graph)
+        if nodes:
+            context.repeats.learn(bound, nodes, spans)
         return structs.STATUS_SUCCESS
 
-    def _count(self, backend: int, computed: Counter[str], fused: Counter[str]) -> None:
-        for statistics in (self.statistics, self.contexts[backend]):
-            statistics.computed.update(computed)
-            statistics.fused.update(fused)
-            statistics.graphs += 1
+    def _settle(self) -> None:
+        """Counts what ran without Python."""
+        for context in list(self.contexts.values()):
+            for bound, runs in context.repeats.counted():
+                for statistics in (self.statistics, context.statistics):
+                    statistics.add(bound, runs)
 
-    def _compute_with_fallback(self, backend: int, graph: int) -> int:
+    @property
+    def halted(self) -> str | None:
+        """Why the device is to fail instead of computing, or None."""
+        return self._halted
+
+    @halted.setter
+    def halted(self, reason: str | None) -> None:
+        self._halted = reason
+        for context in self.contexts.values():
+            context.repeats.forget()
+
+    def _compute_with_fallback(self, context: Context, graph: int) -> int:
         """Computes the nodes that the device takes here and all between them on ggml's CPU backend."""
         header = structs.Graph.from_address(graph)
         begin, computed = 0, Counter[str]()
@@ -243,7 +302,8 @@ class Plugin:
                 bound.run()
                 computed.update(bound.counts)
                 begin = index + 1
-        self._count(backend, computed, Counter())
+        for statistics in (self.statistics, context.statistics):
+            statistics.add_nodes(computed)
         return self._compute_on_cpu(header, begin, header.n_nodes)
 
     def _compute_on_cpu(self, header: structs.Graph, begin: int, end: int) -> int:
@@ -269,12 +329,15 @@ class Plugin:
     def forget_plans(self) -> None:
         """After tensors moved or the engine changed: plans hold what they were made with."""
         self._plans.clear()
+        for context in list(self.contexts.values()):
+            context.repeats.forget()
 
 
 def make(ggml: Ggml) -> Plugin:
     """Binds the numerics to this ggml, and registers the backend with it."""
     codecs.bind(ggml)
     strided.make_ready()
+    threads.use_openmp(ggml.openmp)
     plugin = Plugin(ggml)
     ggml.ggml_backend_register(ctypes.addressof(plugin.registry))
     return plugin

@@ -141,13 +141,15 @@ def _table(name: str, **slots: Any) -> type[Structure]:
     return type(name, (Structure,), {"_fields_": fields})
 
 
-def fill(table: type[Structure], **callbacks: Callable[..., Any]) -> Structure:
-    """A table with the given slots set, each by its prototype, the others NULL."""
+def fill(table: type[Structure], **callbacks: Callable[..., Any] | int) -> Structure:
+    """A table with the given slots set, each by its prototype to a callback or the address of a C function; the others
+    NULL."""
     prototypes: dict[str, Any] = {name: kind for name, kind, *_ in table._fields_}
     return table(**{name: prototypes[name](callback) for name, callback in callbacks.items()})
 
 
 _name = CFUNCTYPE(c_void_p, c_void_p)
+GraphCompute = CFUNCTYPE(c_int, c_void_p, c_void_p)
 
 BackendTable = _table(
     "ggml_backend_i",
@@ -163,7 +165,7 @@ BackendTable = _table(
     graph_plan_free=None,
     graph_plan_update=None,
     graph_plan_compute=None,
-    graph_compute=CFUNCTYPE(c_int, c_void_p, c_void_p),
+    graph_compute=GraphCompute,
     event_record=None,
     event_wait=None,
     graph_optimize=None,

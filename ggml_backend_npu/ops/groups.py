@@ -12,17 +12,16 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from math import prod
-from typing import Any
 
 import numpy as np
 from numba import types
 from numpy.typing import NDArray
 
-from ggml_backend_npu import threads
 from ggml_backend_npu.ir import Tensor
-from ggml_backend_npu.ops.strided import NB, NE, Parameters, locate, next_row, row_address, side_at
+from ggml_backend_npu.ops.strided import NB, NE, SIDE, Parameters, locate, next_row, row_address, side_at
 from quant import blocks
 from quant.jit import (
+    CFunction,
     array_at,
     bits_float,
     compiled,
@@ -30,10 +29,13 @@ from quant.jit import (
     f16_to_f32,
     float_bits,
     inlined,
+    parameters,
     round_half_away,
     truncate_to_int32,
+    values,
 )
 from quant.runs import f32_to_f16
+from quant.threads import Job, Work
 
 _CHUNK = 1 << 18  # elements converted at a time by the definitions, so that no temporary grows with the tensor
 
@@ -93,17 +95,8 @@ def dequantizer(dst: Tensor, src: Groups, ids: Tensor | None = None) -> Call:
     if engine() == "reference":
         return partial(define_dequantize, dst, src, ids)
     rows = dst.ne[1:] if ids is not None else None
-    kernel = partial(
-        _dequantize,
-        src.bits,
-        _quants_side(src, ids, rows),
-        src.quants.nb[0],
-        _scales_side(src, ids, rows),
-        _floats_side(dst, src.size),
-        dst.nb[0],
-        src.size,
-    )
-    return partial(_split, kernel, src, dst.n_elements)
+    sides = _quants_side(src, ids, rows), _scales_side(src, ids, rows), _floats_side(dst, src.size)
+    return _job(_dequantize, sides, src, (src.quants.nb[0], dst.nb[0]), dst.n_elements)
 
 
 def quantizer(dst: Groups, src: Tensor) -> Call:
@@ -113,17 +106,8 @@ def quantizer(dst: Groups, src: Tensor) -> Call:
     """
     if engine() == "reference":
         return partial(define_quantize, dst, src)
-    kernel = partial(
-        _quantize,
-        src.type == "f16",
-        _floats_side(src, dst.size),
-        src.nb[0],
-        dst.bits,
-        _quants_side(dst),
-        _scales_side(dst),
-        dst.size,
-    )
-    return partial(_split, kernel, dst, src.n_elements)
+    sides = _floats_side(src, dst.size), _quants_side(dst), _scales_side(dst)
+    return _job(_quantize, sides, dst, (src.nb[0], src.type == "f16"), src.n_elements)
 
 
 # definitions
@@ -197,7 +181,8 @@ def _columns(group: Indices, size: int) -> Indices:
     return group * size + np.arange(size)
 
 
-# kernels: they walk up to three sides in units of groups; addresses and strides of int4 count nibbles, not bytes
+# kernels: they walk three sides in units of groups; addresses and strides of int4 count nibbles, not bytes
+_FURTHER = 5  # parameters in front of the sides
 
 
 def _quants_side(of: Groups, ids: Tensor | None = None, rows: tuple[int, ...] | None = None) -> Parameters:
@@ -216,12 +201,13 @@ def _floats_side(tensor: Tensor, size: int) -> Parameters:
     return side_at(tensor.address, [tensor.ne[0] // size, *tensor.ne[1:]], [tensor.nb[0] * size, *tensor.nb[1:]])
 
 
-def _split(kernel: Callable[..., Any], of: Groups, n_elements: int) -> None:
-    """The kernel over all groups, in threads; groups that share a byte stay together."""
+def _job(
+    kernel: CFunction, sides: tuple[Parameters, ...], of: Groups, further: tuple[int, int], n_elements: int
+) -> Job:
+    """The kernel over all groups; groups that share a byte are one unit."""
     together = 2 if of.bits == 4 and of.size % 2 else 1
-    n_units = n_elements // of.size // together
-    if n_units:
-        threads.split(lambda begin, end: kernel(begin * together, end * together), n_units, n_elements * 4)
+    p = parameters(of.bits, of.size, together, *further, *sides)
+    return Job(Work(kernel, p, n_elements // of.size // together, 4 * n_elements))
 
 
 @inlined
@@ -292,9 +278,19 @@ def _dequantize_int4(nibbles, scale, floats, floats_step, size):
         array_at(floats + i * floats_step, types.float32, 1)[0] = _int4(nibble) * scale
 
 
+@inlined
+def _three_sides(p):
+    first = p + 8 * _FURTHER
+    one, two, three = first, first + 8 * SIDE, first + 16 * SIDE
+    return array_at(one, types.int64, SIDE), array_at(two, types.int64, SIDE), array_at(three, types.int64, SIDE)
+
+
 @compiled
-def _dequantize(bits, quants, step, scales, floats, floats_step, size, begin, end):
-    """`define_dequantize` of groups [begin, end)."""
+def _dequantize(p, begin, end):
+    """`define_dequantize` of units [begin, end)."""
+    bits, size, together, step, floats_step = values(p, _FURTHER)
+    quants, scales, floats = _three_sides(p)
+    begin, end = begin * together, end * together
     q, s, y = _start(quants, begin), _start(scales, begin), _start(floats, begin)
     for _ in range(begin, end):
         scale = array_at(_here(scales, s), types.float32, 1)[0]
@@ -303,6 +299,7 @@ def _dequantize(bits, quants, step, scales, floats, floats_step, size, begin, en
         else:
             _dequantize_int4(_here(quants, q), scale, _here(floats, y), floats_step, size)
         q, s, y = _next(quants, q), _next(scales, s), _next(floats, y)
+    return 0
 
 
 @inlined
@@ -365,8 +362,11 @@ def _quantize_from(widen, dtype, itemsize, x, step, bits, quants, size):
 
 
 @compiled
-def _quantize(half, floats, step, bits, quants, scales, size, begin, end):
-    """`define_quantize` of groups [begin, end)."""
+def _quantize(p, begin, end):
+    """`define_quantize` of units [begin, end)."""
+    bits, size, together, step, half = values(p, _FURTHER)
+    floats, quants, scales = _three_sides(p)
+    begin, end = begin * together, end * together
     x, q, s = _start(floats, begin), _start(quants, begin), _start(scales, begin)
     for _ in range(begin, end):
         if half:
@@ -375,3 +375,4 @@ def _quantize(half, floats, step, bits, quants, scales, size, begin, end):
             scale = _quantize_from(_same, types.float32, 4, _here(floats, x), step, bits, _here(quants, q), size)
         array_at(_here(scales, s), types.float32, 1)[0] = scale
         x, q, s = _next(floats, x), _next(quants, q), _next(scales, s)
+    return 0

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import struct
-from functools import partial
 
 import numpy as np
 from numba import types
 from numpy.typing import NDArray
 
-from ggml_backend_npu import threads
 from ggml_backend_npu.ir import Tensor
 from ggml_backend_npu.ops.softmax import exps, largest, scaled
 from ggml_backend_npu.registry import Call, op
-from quant.jit import array_at, compiled, inlined
+from quant.jit import array_at, bits_float, compiled, inlined, parameters, values
 from quant.runs import CODES, widen_run
+from quant.threads import Job, Work
 
 _TILE = 256  # scores of a row in work at a time
 _SOFTMAX, _SOFTMAX_OF_SELECTED = range(2)
@@ -76,15 +75,19 @@ def _select(y, begin, count, best, places, k, n_found):
 
 
 @compiled
-def top_k(kind, norm, least, src, src_nb0, src_nb1, src_code, width, k, ids, ids_nb1, values, values_nb1, begin, end):
+def top_k(p, begin, end):
     """Rows [begin, end): the k largest of a row's softmax, or of its scores, and their places.
 
     norm   the values are divided by their sum, which is no less than `least`
     """
+    (
+        kind, norm, least_bits, src, src_nb0, src_nb1, src_code, width, k, ids, ids_nb1, found, found_nb1,
+    ) = values(p, 13)  # fmt: skip
+    least = bits_float(types.uint32(least_bits))
     work, weights, places = np.empty(_TILE, np.float32), np.empty(k, np.float32), np.empty(k, np.int32)
     y, w = types.int64(work.ctypes.data), types.int64(weights.ctypes.data)
     for row in range(begin, end):
-        x, to, at = src + row * src_nb1, values + row * values_nb1, ids + row * ids_nb1
+        x, to, at = src + row * src_nb1, found + row * found_nb1, ids + row * ids_nb1
         maximum, total = types.float32(-np.inf), types.float64(0)
         if kind == _SOFTMAX:
             for column in range(0, width, _TILE):
@@ -119,6 +122,7 @@ def top_k(kind, norm, least, src, src_nb0, src_nb1, src_code, width, k, ids, ids
                 weights[i] = weights[i] / divisor
         array_at(to, types.float32, k)[:] = weights
         array_at(at, types.int32, k)[:] = places
+    return 0
 
 
 def routed(
@@ -132,18 +136,18 @@ def routed(
     """
     kind = _SOFTMAX_OF_SELECTED if selected_only else _SOFTMAX
     k, n_rows = values.ne[:2]
-    kernel = partial(
-        top_k, kind, norm, np.float32(least), x.address, x.nb[0], x.nb[1], CODES[x.type], x.ne[0],
-        k, ids.address, ids.nb[1],
-    )  # fmt: skip
     n_bytes = 4 * x.ne[0] * n_rows
 
-    def in_place() -> None:
-        threads.split(partial(kernel, values.address, values.nb[1]), n_rows, n_bytes)
+    def into(address: int, nb1: int) -> Job:
+        p = parameters(
+            kind, norm, np.float32(least), x.address, x.nb[0], x.nb[1], CODES[x.type], x.ne[0],
+            k, ids.address, ids.nb[1], address, nb1,
+        )  # fmt: skip
+        return Job(Work(top_k, p, n_rows, n_bytes))
 
     def aside() -> None:
         work = np.empty((n_rows, k), np.float32)
-        threads.split(partial(kernel, work.ctypes.data, work.strides[0]), n_rows, n_bytes)
+        into(work.ctypes.data, work.strides[0])()
         values.view()[0, 0] = work
 
-    return aside if values.overlaps(x) else in_place
+    return aside if values.overlaps(x) else into(values.address, values.nb[1])

@@ -9,13 +9,11 @@ from __future__ import annotations
 
 import struct
 from dataclasses import dataclass
-from functools import partial
 
 import numpy as np
 from numba import types
 from numpy.typing import NDArray
 
-from ggml_backend_npu import threads
 from ggml_backend_npu.ir import Tensor
 from ggml_backend_npu.registry import Call, op
 from quant.jit import (
@@ -30,6 +28,7 @@ from quant.jit import (
     truncate_to_int32,
 )
 from quant.runs import CODES, F16, F32, narrow_run, widen_run
+from quant.threads import Job, Work
 
 _TILE = 256  # elements of a row in work where dst cannot hold float32
 _FLUSHED = -104.0  # e ** x is below half the smallest float32
@@ -48,7 +47,8 @@ _MASK, _MASK_NB, _MASK_NE, _MASK_KIND = 15, 16, 20, 23
 _SINK, _SINK_NB, _SLOPES = 24, 25, 28
 _OFFSETS, _WINDOW = 29, 30
 _MAX_BEFORE, _MAX, _SUM = 31, 32, 33
-_PARAMETERS = 34
+_SCALE = 34
+_PARAMETERS = 35
 
 Floats = NDArray[np.float32]
 
@@ -179,8 +179,10 @@ def _fill(code, dst, count, zero):
 
 
 @compiled
-def softmax(p, scale, begin, end):
+def softmax(parameters, begin, end):
     """Rows [begin, end)."""
+    p = array_at(parameters, types.int64, _PARAMETERS)
+    scale = bits_float(types.uint32(p[_SCALE]))
     n = p[_N0]
     in_place = p[_DST_CODE] == F32
     tile = max(n, 1) if in_place else _TILE
@@ -246,6 +248,7 @@ def softmax(p, scale, begin, end):
         zero = factor * types.float32(0)
         _fill(p[_DST_CODE], dst, first, zero)
         _fill(p[_DST_CODE], dst + last * p[_DST_NB], n - last, zero)
+    return 0
 
 
 @dataclass(frozen=True)
@@ -279,6 +282,7 @@ class Rows:
         p = np.zeros(_PARAMETERS, np.int64)
         x, dst = self.x, self.dst
         p[_N0 : _N2 + 1] = x.ne[:3]
+        p[_SCALE] = np.float32(self.scale).view(np.uint32)
         p[_SRC], p[_SRC_CODE], p[_SRC_NB : _SRC_NB + 4] = x.address, CODES[x.type], x.nb
         p[_DST], p[_DST_CODE], p[_DST_NB : _DST_NB + 4] = dst.address, CODES[dst.type], dst.nb
         if self.mask is not None:
@@ -298,10 +302,7 @@ class Rows:
             p[_MAX_BEFORE] = 0 if before is None else _address(before)
             p[_MAX], p[_SUM] = _address(maxima), _address(sums)
         n_rows = x.ne[1] * x.ne[2] * x.ne[3]
-        return partial(self._run, partial(softmax, p, np.float32(self.scale)), n_rows, 4 * n_rows * x.ne[0])
-
-    def _run(self, kernel: partial[None], n_rows: int, n_bytes: int) -> None:
-        threads.split(kernel, n_rows, n_bytes)
+        return Job(Work(softmax, p, n_rows, 4 * n_rows * x.ne[0], keep=self))
 
 
 def _address(array: NDArray[np.generic]) -> int:

@@ -6,29 +6,29 @@ them by ids, the others go in order. `mover` makes the bound call for all of the
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
-
 import numpy as np
 from numba import types
 from numpy.typing import NDArray
 
-from ggml_backend_npu import threads
 from ggml_backend_npu.ir import Tensor
 from ggml_backend_npu.numerics import NUMERICS
-from ggml_backend_npu.registry import KernelError
-from quant import Rounding, codec
-from quant.jit import array_at, compiled, inlined
-from quant.runs import CODES, convert_run, copy_blocks, copy_run
+from ggml_backend_npu.registry import Call, KernelError
+from quant import Rounding
+from quant.jit import array_at, compiled, copy, inlined, parameters, stream, stream_ends, values
+from quant.runs import CACHED, CODES, STAGE, convert_run, copy_blocks, copy_run
+from quant.threads import PARTS, Job, Work
+from quant.vectors import INT8, INT16, INT32, INT64, part, transposed
 
 _SAME = -1  # source code of a copy: both sides have one type
+_MOST_ROWS_MARKED = 1 << 20  # of which one byte each is remembered
+_LINE, _PAGE, _TILE_BYTES = 64, 4096, 16384  # of tiles of a transposition
 
 # the parameters of a walk: two sides, each
 #   address, ne[4] in units, nb[4]; for a side by ids: address, bytes of an id, nb[3], ne[1], ne[2] and rows;
 #   for a packed side: address and blocks of the packed tensor
 _ADDRESS, NE, NB, _IDS, _ID_BYTES, _IDS_NB, _IDS_NE1, _IDS_NE2 = 0, 1, 5, 9, 10, 11, 14, 15
 _N_ROWS, _PACKED, _N_PACKED = 16, 17, 18
-_SIDE = 19
+SIDE = 19
 
 Parameters = NDArray[np.int64]
 
@@ -73,9 +73,37 @@ def next_row(side, i1, i2, i3):
     return i1, i2, i3
 
 
+@inlined
+def _move_run(
+    src_code, src_unit, src, src_step, src_packed, src_n, dst_code, dst, dst_step, dst_packed, dst_n, count
+):  # fmt: skip
+    if src_code != _SAME:
+        convert_run(src_code, src, src_step, src_packed, src_n, dst_code, dst, dst_step, dst_packed, dst_n, count)
+    elif src_n or dst_n:
+        copy_blocks(src_unit - 2, src, src_step, src_packed, src_n, dst, dst_step, dst_packed, dst_n, count)
+    else:
+        copy_run(src_unit, src, src_step, dst, dst_step, count)
+
+
+@inlined
+def _sides(p):
+    """The two sides that come first among a kernel's parameters."""
+    return array_at(p, types.int64, SIDE), array_at(p + 8 * SIDE, types.int64, SIDE)
+
+
 @compiled
-def walk(src, src_code, dst, dst_code, unit_bytes, begin, end):
-    """Units [begin, end) of the logical order, from side src to side dst."""
+def walk(p, begin, end):
+    """Units [begin, end) of the logical order, from side src to side dst; unit sizes in bytes.
+
+    streams  the rows of dst, long and without gaps, are stored past the caches: put together in a stage, where they
+             are not copied as they are
+    """
+    src, dst = _sides(p)
+    src_code, src_unit, dst_code, dst_unit, streams = values(p + 16 * SIDE, 5)
+    memory = np.empty(STAGE if streams else 0, np.uint8)
+    stage = types.int64(memory.ctypes.data)
+    whole = streams and src_code == _SAME and src[NB] == src_unit and src[NE] * src_unit >= STAGE
+    staged = 0
     s0, s1, s2, s3 = locate(src, begin)
     d0, d1, d2, d3 = locate(dst, begin)
     src_row = row_address(src, s1, s2, s3)
@@ -85,21 +113,23 @@ def walk(src, src_code, dst, dst_code, unit_bytes, begin, end):
         count = min(end - unit, src[NE] - s0, dst[NE] - d0)
         x = src_row + s0 * src[NB]
         y = dst_row + d0 * dst[NB]
-        if src_code != _SAME:
-            convert_run(
-                src_code, x, src[NB], src[_PACKED], src[_N_PACKED],
+        if whole:
+            stream(x, y, count * dst_unit)
+        else:
+            if streams:
+                count = min(count, STAGE // dst_unit - staged)
+                y = stage + staged * dst_unit
+                staged += count
+            _move_run(
+                src_code, src_unit, x, src[NB], src[_PACKED], src[_N_PACKED],
                 dst_code, y, dst[NB], dst[_PACKED], dst[_N_PACKED], count,
             )  # fmt: skip
-        elif src[_N_PACKED] or dst[_N_PACKED]:
-            copy_blocks(
-                unit_bytes - 2, x, src[NB], src[_PACKED], src[_N_PACKED],
-                y, dst[NB], dst[_PACKED], dst[_N_PACKED], count,
-            )  # fmt: skip
-        else:
-            copy_run(unit_bytes, x, src[NB], y, dst[NB], count)
         unit += count
         s0 += count
         d0 += count
+        if staged and (staged == STAGE // dst_unit or d0 == dst[NE] or unit == end):
+            stream(stage, dst_row + (d0 - staged) * dst_unit, staged * dst_unit)
+            staged = 0
         if unit < end:
             if s0 == src[NE]:
                 s0 = 0
@@ -109,11 +139,101 @@ def walk(src, src_code, dst, dst_code, unit_bytes, begin, end):
                 d0 = 0
                 d1, d2, d3 = next_row(dst, d1, d2, d3)
                 dst_row = row_address(dst, d1, d2, d3)
+    if streams:
+        stream_ends()
+    return 0
+
+
+def _square(kind, n):
+    @part
+    def turn(source, source_step, target, target_step):
+        """A square of n * n elements: the rows of source, which lie source_step apart, are the columns of target."""
+        rows = []
+        for _ in range(n):
+            rows.append(source.load(kind, n))
+            source = source + source_step
+        for row in transposed(rows):
+            target.store(row)
+            target = target + target_step
+
+    return turn
+
+
+_turn_8_bit, _turn_16_bit, _turn_32_bit, _turn_64_bit = (
+    _square(kind, n) for kind, n in ((INT8, 16), (INT16, 16), (INT32, 8), (INT64, 8))
+)
+
+
+@inlined
+def _gather(turn, n, element, unit, src, nb0, n0, n1, to, step):
+    """n1 adjacent elements at each of n0 places become n1 rows, `step` bytes apart."""
+    whole0, whole1 = n0 - n0 % n, n1 - n1 % n
+    for i in range(0, whole0, n):
+        for j in range(0, whole1, n):
+            turn(src + i * nb0 + j * unit, nb0, to + j * step + i * unit, step)
+    for i in range(n0):
+        x = array_at(src + i * nb0, element, n1)
+        for j in range(whole1 if i < whole0 else 0, n1):
+            array_at(to + j * step, element, n0)[i] = x[j]
 
 
 @compiled
-def first_bad_id(side):
-    """Where among a side's ids, in logical order, the first one lies that names no row; -1 where all do."""
+def transpose(p, begin, end):
+    """Tiles [begin, end) of two sides of the same ne: src has dimension 1 without gaps, dst dimension 0.
+
+    A unit of either side is per_unit adjacent elements. A tile has tile1 units of src, side by side, at each of tile0
+    places in dimension 0; it is gathered in the first cache, so that each side is touched a whole cache line at a time.
+    """
+    src, dst = _sides(p)
+    src_code, src_unit, dst_code, dst_unit, streams, per_unit, tile0, tile1 = values(p + 16 * SIDE, 8)
+    step = tile0 * src_unit
+    memory = np.empty(tile1 * step + tile0 * dst_unit, np.uint8)
+    rows = types.int64(memory.ctypes.data)
+    stage = rows + tile1 * step
+    n0, n1 = -(-src[NE] // tile0), -(-src[NE + 1] // tile1)
+    for tile in range(begin, end):
+        i1 = tile % n1 * tile1
+        i0 = tile // n1 % n0 * tile0
+        i2, i3 = tile // n1 // n0 % src[NE + 2], tile // n1 // n0 // src[NE + 2]
+        count0, count1 = min(tile0, src[NE] - i0), min(tile1, src[NE + 1] - i1)
+        x = row_address(src, i1, i2, i3) + i0 * src[NB]
+        if streams and src_code == _SAME and src_unit >= 128:
+            for i in range(count0):
+                for j in range(count1):
+                    y = row_address(dst, i1 + j, i2, i3) + (i0 + i) * dst_unit
+                    stream(x + i * src[NB] + j * src_unit, y, src_unit)
+            continue
+        if src_unit == 4:
+            _gather(_turn_32_bit, 8, types.uint32, 4, x, src[NB], count0, count1, rows, step)
+        elif src_unit == 2:
+            _gather(_turn_16_bit, 16, types.uint16, 2, x, src[NB], count0, count1, rows, step)
+        elif src_unit == 8:
+            _gather(_turn_64_bit, 8, types.uint64, 8, x, src[NB], count0, count1, rows, step)
+        elif src_unit == 1:
+            _gather(_turn_8_bit, 16, types.uint8, 1, x, src[NB], count0, count1, rows, step)
+        else:
+            for i in range(count0):
+                for j in range(count1):
+                    copy(x + i * src[NB] + j * src_unit, rows + j * step + i * src_unit, src_unit)
+        for j in range(count1):
+            x = rows + j * step
+            y = row_address(dst, i1 + j, i2, i3) + i0 * dst_unit
+            if src_code != _SAME:
+                z = stage if streams else y
+                n = count0 * per_unit
+                convert_run(src_code, x, src_unit // per_unit, 0, 0, dst_code, z, dst_unit // per_unit, 0, 0, n)
+                x = stage
+            if streams:
+                stream(x, y, count0 * dst_unit)
+            elif src_code == _SAME:
+                copy(x, y, count0 * dst_unit)
+    if streams:
+        stream_ends()
+    return 0
+
+
+@inlined
+def _first_bad_id(side):
     where = 0
     for i3 in range(side[_IDS_NE2]):
         for i2 in range(side[_IDS_NE1]):
@@ -125,30 +245,71 @@ def first_bad_id(side):
     return -1
 
 
+@inlined
+def _all_differ(side):
+    """Whether no id comes twice in a matrix; False too where that would take long to find out."""
+    n_rows = side[_N_ROWS]
+    seen = np.zeros(0, np.uint8)
+    for i3 in range(side[_IDS_NE2]):
+        for i2 in range(side[_IDS_NE1]):
+            last, i1 = types.int64(-1), 0
+            while i1 < side[NE + 1] and _row_id(side, i1, i2, i3) > last:
+                last = _row_id(side, i1, i2, i3)
+                i1 += 1
+            if i1 == side[NE + 1]:
+                continue
+            if n_rows > _MOST_ROWS_MARKED:
+                return False
+            seen = np.zeros(n_rows, np.uint8)
+            for i1 in range(side[NE + 1]):
+                row = _row_id(side, i1, i2, i3)
+                if seen[row]:
+                    return False
+                seen[row] = 1
+    return True
+
+
+@compiled
+def check_ids(p, begin, end):
+    """Returns 1 + where among a side's ids, in logical order, the first one lies that names no row; 0 where all do.
+
+    Where another work is to write rows by these ids, its address and the parts that it could be cut into are given: it
+    is only where no row is written twice, so that of two the last one stays.
+    """
+    side = array_at(p, types.int64, SIDE)
+    work, parts = values(p + 8 * SIDE, 2)
+    bad = _first_bad_id(side)
+    if bad >= 0:
+        return bad + 1
+    if work:
+        array_at(work, types.int64, PARTS + 1)[PARTS] = parts if parts == 1 or _all_differ(side) else 1
+    return 0
+
+
 def side_at(address: int, ne: list[int], nb: list[int], ids: Tensor | None = None) -> Parameters:
     """A side of a walk: ne units and nb bytes per dimension, fastest first; where ids are given they name its rows."""
-    parameters = np.zeros(_SIDE, np.int64)
+    side = np.zeros(SIDE, np.int64)
     if ids is None:
         ne, nb = _merged(ne, nb)
     else:
-        parameters[_IDS], parameters[_ID_BYTES] = ids.address, ids.codec.block_bytes
-        parameters[_IDS_NB : _IDS_NB + 3] = ids.nb[:3]
-        parameters[_IDS_NE1], parameters[_IDS_NE2] = ids.ne[1], ids.ne[2]
-    parameters[_ADDRESS] = address
-    parameters[NE : NE + 4] = ne
-    parameters[NB : NB + 4] = nb
-    return parameters
+        side[_IDS], side[_ID_BYTES] = ids.address, ids.codec.block_bytes
+        side[_IDS_NB : _IDS_NB + 3] = ids.nb[:3]
+        side[_IDS_NE1], side[_IDS_NE2] = ids.ne[1], ids.ne[2]
+    side[_ADDRESS] = address
+    side[NE : NE + 4] = ne
+    side[NB : NB + 4] = nb
+    return side
 
 
 def _side(tensor: Tensor, ne: tuple[int, ...], unit: int, ids: Tensor | None) -> Parameters:
     """A tensor as a side of the walk over logical dimensions ne, in units of `unit` elements."""
     step = tensor.nb[0] * (unit // tensor.codec.block_size)
-    parameters = side_at(tensor.address, [ne[0] // unit, *ne[1:]], [step, *tensor.nb[1:]], ids)
+    side = side_at(tensor.address, [ne[0] // unit, *ne[1:]], [step, *tensor.nb[1:]], ids)
     if tensor.packed is not None:
-        parameters[_PACKED], parameters[_N_PACKED] = tensor.packed.address, tensor.packed.n_blocks
+        side[_PACKED], side[_N_PACKED] = tensor.packed.address, tensor.packed.n_blocks
     if ids is not None:
-        parameters[_N_ROWS] = tensor.ne[1]
-    return parameters
+        side[_N_ROWS] = tensor.ne[1]
+    return side
 
 
 def _merged(ne: list[int], nb: list[int]) -> tuple[list[int], list[int]]:
@@ -177,7 +338,7 @@ def mover(
     src_ids: Tensor | None = None,
     dst_ids: Tensor | None = None,
     rounding: Rounding | None = None,
-) -> Callable[[], None] | None:
+) -> Call | None:
     """The call that moves src to dst, reading or writing rows by ids; None where a type has no compiled run.
 
     rounding  of q8_0; the device's where it is None
@@ -198,14 +359,74 @@ def mover(
         ne = dst.ne if dst_ids is None else src.ne
         source, target = _side(src, ne, unit, src_ids), _side(dst, ne, unit, dst_ids)
     n_units = n_elements // unit
-    kernel = partial(walk, source, src_code, target, dst_code, codec(src.type).block_bytes)
-    n_bytes = n_units * max(unit * _element_bytes(src), unit * _element_bytes(dst))
+    src_unit, dst_unit = (int(unit * _element_bytes(tensor)) for tensor in (src, dst))
+    n_bytes = n_units * max(src_unit, dst_unit)
+    large = n_units * dst_unit > CACHED
+    streams = bool(large and target[NE] * dst_unit >= STAGE and target[NB] == dst_unit and not target[_N_PACKED])
+    sizes = src_code, src_unit, dst_code, dst_unit
+    if src_ids is None and dst_ids is None:
+        turned = _turned(dst, src) if unit == 1 else None
+        if turned is not None:
+            sides, per_unit = turned
+            tile0, tile1 = _tile(src_unit * per_unit)
+            p = parameters(
+                *sides, src_code, src_unit * per_unit, dst_code, dst_unit * per_unit, large, per_unit, tile0, tile1
+            )
+            n0, n1, n2, n3 = (int(n) for n in sides[0][NE : NE + 4])
+            return Job(Work(transpose, p, -(-n0 // tile0) * -(-n1 // tile1) * n2 * n3, n_bytes))
+    move = Work(walk, parameters(source, target, *sizes, streams), n_units, n_bytes)
     if src_ids is not None:
-        return partial(_checked, source, src_ids, partial(threads.split, kernel, n_units, int(n_bytes)))
+        return Job(_check(source, src_ids), move)
     if dst_ids is not None:
-        # in one thread: where an id comes twice, the last row in order stays
-        return partial(_checked, target, dst_ids, partial(kernel, 0, n_units))
-    return partial(threads.split, kernel, n_units, int(n_bytes))
+        return Job(_check(target, dst_ids, move), move)
+    return Job(move)
+
+
+def _check(side: Parameters, ids: Tensor, move: Work | None = None) -> Work:
+    """The check of the ids of a side, which `move` writes by."""
+    writes = (0, 1) if move is None else (move.address, move.parts)
+    return Work(
+        check_ids,
+        parameters(side, *writes),
+        1,
+        keep=move,
+        failed=lambda status: bad_id(ids, status - 1, int(side[_N_ROWS])),
+    )
+
+
+def _tile(unit_bytes: int) -> tuple[int, int]:
+    """Units of a tile in dimensions 0 and 1: of single elements a cache line side by side, of longer runs a page."""
+    beside = _LINE if unit_bytes <= 8 else _PAGE
+    tile1 = max(1, beside // unit_bytes)
+    return max(1, _TILE_BYTES // (tile1 * unit_bytes)), tile1
+
+
+def _turned(dst: Tensor, src: Tensor) -> tuple[tuple[Parameters, Parameters], int] | None:
+    """Both as the sides of `transpose`, their dimensions in its order, and how many elements make a unit; None where it
+    is no transposition."""
+    if src.ne != dst.ne:
+        return None
+    axes, per_unit = [i for i in range(4) if src.ne[i] > 1], 1
+    dense = [_dense_axis(tensor, axes, 1) for tensor in (dst, src)]
+    if dense[0] is not None and dense[0] == dense[1]:
+        per_unit = src.ne[dense[0]]
+        axes.remove(dense[0])
+        dense = [_dense_axis(tensor, axes, per_unit) for tensor in (dst, src)]
+    if None in dense or dense[0] == dense[1] or per_unit * src.codec.block_bytes > _PAGE // 2:
+        return None
+    order = [axis for axis in dense if axis is not None]
+    order += [axis for axis in axes if axis not in order]
+    sides = tuple(np.zeros(SIDE, np.int64) for _ in range(2))
+    for side, tensor in zip(sides, (src, dst), strict=True):
+        side[_ADDRESS] = tensor.address
+        side[NE : NE + 4] = [tensor.ne[i] for i in order] + [1] * (4 - len(order))
+        side[NB : NB + 4] = [tensor.nb[i] for i in order] + [0] * (4 - len(order))
+    return (sides[0], sides[1]), per_unit
+
+
+def _dense_axis(tensor: Tensor, axes: list[int], per_unit: int) -> int | None:
+    """The one of some dimensions in which units of so many elements are adjacent."""
+    return next((i for i in axes if tensor.nb[i] == per_unit * tensor.codec.block_bytes), None)
 
 
 def _flat_if(tensor: Tensor, unit: int) -> tuple[int, ...]:
@@ -219,21 +440,12 @@ def _element_bytes(tensor: Tensor) -> float:
 
 def make_ready() -> None:
     """Compiles the kernels of this module, or loads them: once, and not in the middle of a graph."""
-    nothing = np.ones(_SIDE, np.int64)
-    nothing[_IDS] = nothing[_IDS_NE1] = nothing[_N_PACKED] = 0
-    walk(nothing, _SAME, nothing, _SAME, 1, 0, 0)
-    first_bad_id(nothing)
+    for kernel in (walk, transpose, check_ids):
+        _ = kernel.address
 
 
 def _nothing() -> None:
     pass
-
-
-def _checked(side: Parameters, ids: Tensor, move: Callable[[], None]) -> None:
-    where = first_bad_id(side)
-    if where >= 0:
-        raise bad_id(ids, where, int(side[_N_ROWS]))
-    move()
 
 
 def bad_id(ids: Tensor, where: int, n_rows: int) -> KernelError:

@@ -4,27 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import numpy as np
 from numba import types
 
-from ggml_backend_npu import threads
 from ggml_backend_npu.registry import Call
 from quant.jit import (
-    STREAM_ALIGNMENT,
     array_at,
+    bits_float,
     compiled,
     inlined,
+    parameters,
     round_half_even,
     stream,
     stream_ends,
     truncate_to_int32,
+    values,
 )
-from quant.runs import CODES, F32, narrow_run, widen_run
+from quant.runs import CACHED, CODES, F32, narrow_run, widen_run
+from quant.threads import Job, Work
 
 _TILE = 512  # columns in work at a time
-_CACHED = 4 << 20  # bytes of results that may stay in a cache until they are read
 _I8 = -1  # code of int8, which has a scale
 _BYTES = {"f32": 4, "f16": 2, "i8": 1}
 
@@ -60,12 +60,14 @@ def _quantize(x, scale, dst, count):
 
 
 @compiled
-def shift(
-    code, element, scale, x, x_nb1, x_nb2, first_code, first, first_nb, before,
-    mu_code, mu_scale, mu, mu_nb, dst, dst_nb1, dst_nb2, dst_scales, n, width, n_rows, begin, end,
-):  # fmt: skip
+def shift(p, begin, end):
     """Rows [begin, end) of all sequences: dst[i] = x + (the row before x - x) * mu[i] for each of n."""
-    streamed = code == F32 and 4 * n * width * n_rows > _CACHED
+    (
+        code, element, scale_bits, x, x_nb1, x_nb2, first_code, first, first_nb, before,
+        mu_code, mu_scale_bits, mu, mu_nb, dst, dst_nb1, dst_nb2, dst_scales, n, width, n_rows,
+    ) = values(p, 21)  # fmt: skip
+    scale, mu_scale = bits_float(types.uint32(scale_bits)), bits_float(types.uint32(mu_scale_bits))
+    streamed = code == F32 and 4 * n * width * n_rows > CACHED
     work = np.empty(3 * _TILE, np.float32)
     w0 = types.int64(work.ctypes.data)
     w1, w2 = w0 + 4 * _TILE, w0 + 8 * _TILE
@@ -86,18 +88,18 @@ def shift(
                 at = mu + i * mu_nb + column * mu_element
                 weight = array_at(_floats(mu_code, mu_scale, at, count, w2), types.float32, count)
                 to = array_at(dst, types.int64, n)[i] + row * dst_nb1 + sequence * dst_nb2 + column * element
-                streams = streamed and count % 8 == 0 and to % STREAM_ALIGNMENT == 0
-                y = array_at(w2 if code != F32 or streams else to, types.float32, count)
+                y = array_at(w2 if code != F32 or streamed else to, types.float32, count)
                 for j in range(count):
                     y[j] = (then[j] - now[j]) * weight[j] + now[j]
-                if streams:
-                    stream(w2, to, count)
+                if streamed:
+                    stream(w2, to, 4 * count)
                 elif code == _I8:
                     _quantize(w2, array_at(dst_scales, types.float32, n)[i], to, count)
                 elif code != F32:
                     narrow_run(w2, code, to, element, count)
     if streamed:
         stream_ends()
+    return 0
 
 
 @dataclass(frozen=True)
@@ -134,16 +136,12 @@ def shifted(
     width, n_rows, n_sequences = ne
     to = np.array(outputs, np.int64)
     out_scales = np.array(scales if scales is not None else [1.0] * len(to), np.float32)
-    kernel = partial(
-        shift, _code(x.type), _BYTES[x.type], np.float32(x.scale), x.address, x.nb1, x.nb2,
+    p = parameters(
+        _code(x.type), _BYTES[x.type], np.float32(x.scale), x.address, x.nb1, x.nb2,
         F32 if first is None else _code(first.type), 0 if first is None else first.address,
         0 if first is None else first.nb2, before,
         _code(mu.type), np.float32(mu.scale), mu.address, mu.nb1,
         to.ctypes.data, out.nb1, out.nb2, out_scales.ctypes.data, len(to), width, n_rows,
     )  # fmt: skip
     n_bytes = width * n_rows * n_sequences * len(to) * _BYTES[x.type]
-
-    def call(kept: object = (to, out_scales)) -> None:
-        threads.split(kernel, n_rows * n_sequences, n_bytes)
-
-    return call
+    return Job(Work(shift, p, n_rows * n_sequences, n_bytes, keep=(to, out_scales)))

@@ -1,0 +1,189 @@
+"""Graphs that come again run without Python: `graph_compute` as a C function that knows them by their bytes.
+
+In decoding llama.cpp hands over the same small graphs token after token. The first time Python plans one; where its
+plan is made of kernels alone it is learnt here, as a program: what its nodes and their sources were, byte for byte, and
+the works to run. A graph that is no longer the same, or whose kernel fails, goes to Python.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+from ggml_backend_npu.abi import structs
+from ggml_backend_npu.plan import Plan
+from ggml_backend_npu.registry import OPS
+from quant.jit import array_at, callback, inlined
+from quant.threads import Job, openmp, run_work
+
+_N_SLOTS = 1024  # graphs that are known at once
+
+# a table, one for each ggml_backend: what it calls for graphs that it does not know, graphs that it ran, threads,
+# GOMP_parallel, where the version of the ops is; behind them a slot for the address of each program
+_PYTHON, _RUNS, _THREADS, _OPENMP, _VERSION_AT, _SLOTS = range(6)
+# a program: what the version of the ops was, its nodes' addresses, spans (address, bytes, copy), works, and how often
+# it ran
+_VERSION, _N_NODES, _NODES, _N_SPANS, _SPANS, _N_WORKS, _WORKS, _PROGRAM_RUNS = range(8)
+_PROGRAM = 8
+
+_GRAPH_N_NODES, _GRAPH_NODES = structs.Graph.n_nodes.offset, structs.Graph.nodes.offset
+_CONTEXT = structs.Backend.context.offset
+
+
+@intrinsic
+def _call_python(typing_context: Any, function: Any, backend: Any, graph: Any) -> Any:
+    def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        i64 = ir.IntType(64)
+        kind = ir.FunctionType(ir.IntType(32), [i64, i64])
+        return builder.call(builder.inttoptr(arguments[0], kind.as_pointer()), arguments[1:])
+
+    return types.int32(types.int64, types.int64, types.int64), emit
+
+
+@inlined
+def _int64s(address: int, count: int) -> Any:
+    return array_at(address, types.int64, count)
+
+
+@inlined
+def _slot(nodes: Any, n_nodes: int) -> Any:
+    return _SLOTS + (nodes[0] // 16 + n_nodes) % _N_SLOTS
+
+
+@inlined
+def _is(program: Any, nodes: Any, n_nodes: int) -> bool:
+    """Whether a graph has the same nodes as a program, and they still hold the same."""
+    if program[_N_NODES] != n_nodes:
+        return False
+    known = _int64s(program[_NODES], n_nodes)
+    for i in range(n_nodes):
+        if nodes[i] != known[i]:
+            return False
+    spans = _int64s(program[_SPANS], 3 * program[_N_SPANS])
+    for i in range(program[_N_SPANS]):
+        n_words = spans[3 * i + 1] // 8
+        now, then = _int64s(spans[3 * i], n_words), _int64s(spans[3 * i + 2], n_words)
+        for j in range(n_words):
+            if now[j] != then[j]:
+                return False
+    return True
+
+
+@callback(types.int32(types.int64, types.int64))
+def graph_compute(backend: int, graph: int) -> Any:
+    """ggml_backend_i.graph_compute"""
+    table = _int64s(_int64s(backend + _CONTEXT, 1)[0], _SLOTS + _N_SLOTS)
+    n_nodes = types.int64(array_at(graph + _GRAPH_N_NODES, types.int32, 1)[0])
+    if n_nodes > 0:
+        nodes = _int64s(_int64s(graph + _GRAPH_NODES, 1)[0], n_nodes)
+        address = table[_slot(nodes, n_nodes)]
+        if address != 0:
+            program = _int64s(address, _PROGRAM)
+            if program[_VERSION] == _int64s(table[_VERSION_AT], 1)[0] and _is(program, nodes, n_nodes):
+                status, i = 0, 0
+                works = _int64s(program[_WORKS], program[_N_WORKS])
+                while status == 0 and i < program[_N_WORKS]:
+                    status = run_work(works[i], table[_THREADS], table[_OPENMP])
+                    i += 1
+                if status == 0:
+                    table[_RUNS] += 1
+                    program[_PROGRAM_RUNS] += 1
+                    return types.int32(0)
+    return _call_python(table[_PYTHON], backend, graph)
+
+
+class Program:
+    """A plan that `graph_compute` can run.
+
+    nodes  addresses of all nodes of the graph
+    spans  (address, bytes) of what the plan depends on, whole 8 bytes
+    """
+
+    def __init__(self, plan: Plan, nodes: list[int], spans: list[tuple[int, int]]) -> None:
+        self.plan = plan
+        copies = [np.frombuffer(ctypes.string_at(*span), np.int64) for span in spans]
+        jobs = [call for _, call in plan.steps if isinstance(call, Job)]
+        lists = (
+            np.array(nodes, np.int64),
+            np.array([(*span, copy.ctypes.data) for span, copy in zip(spans, copies, strict=True)], np.int64),
+            np.array([work.address for job in jobs for work in job.works], np.int64),
+        )
+        self._kept = copies, lists
+        self._fields = np.zeros(_PROGRAM, np.int64)
+        self._fields[_VERSION] = OPS.version
+        self._fields[_N_NODES], self._fields[_N_SPANS], self._fields[_N_WORKS] = map(len, lists)
+        self._fields[_NODES], self._fields[_SPANS], self._fields[_WORKS] = (part.ctypes.data for part in lists)
+        self._seen = 0
+
+    @property
+    def address(self) -> int:
+        return int(self._fields.ctypes.data)
+
+    def new_runs(self) -> int:
+        """How often it ran since this was asked last."""
+        runs = int(self._fields[_PROGRAM_RUNS])
+        new, self._seen = runs - self._seen, runs
+        return new
+
+
+class Repeats:
+    """The programs of one ggml_backend.
+
+    python  the address of the callback for graphs that are not known
+    """
+
+    def __init__(self, python: int, n_threads: int) -> None:
+        self._table = np.zeros(_SLOTS + _N_SLOTS, np.int64)
+        self._table[_PYTHON], self._table[_OPENMP], self._table[_VERSION_AT] = python, openmp(), OPS.version_at
+        self.n_threads = n_threads
+        self._programs: dict[int, Program] = {}
+        self._replaced: list[Program] = []
+        self._seen = 0
+
+    @property
+    def address(self) -> int:
+        """What ggml_backend.context has to be for `graph_compute`."""
+        return int(self._table.ctypes.data)
+
+    @property
+    def n_threads(self) -> int:
+        return int(self._table[_THREADS])
+
+    @n_threads.setter
+    def n_threads(self, count: int) -> None:
+        self._table[_THREADS] = count
+
+    def learn(self, plan: Plan, nodes: list[int], spans: list[tuple[int, int]]) -> None:
+        """Remembers a graph, where kernels alone compute it. In place of one that has the same slot.
+
+        Called by the thread that computes, when all that ran has been `counted`.
+        """
+        self._replaced.clear()
+        if not all(isinstance(call, Job) for _, call in plan.steps):
+            return
+        program = Program(plan, nodes, spans)
+        slot = _SLOTS + (nodes[0] // 16 + len(nodes)) % _N_SLOTS
+        if slot in self._programs:
+            self._replaced.append(self._programs[slot])
+        self._programs[slot] = program
+        self._table[slot] = program.address
+
+    def forget(self) -> None:
+        """Knows no graph any more. What another thread may just be running stays in memory until it learns again."""
+        self._table[_SLOTS:] = 0
+        self._replaced.extend(self._programs.values())
+        self._programs.clear()
+
+    def counted(self) -> list[tuple[Plan, int]]:
+        """How often which plan ran without Python since this was asked last."""
+        runs = int(self._table[_RUNS])
+        if runs == self._seen:
+            return []
+        self._seen = runs
+        found = [(program.plan, program.new_runs()) for program in (*self._programs.values(), *self._replaced)]
+        return [(plan, count) for plan, count in found if count]

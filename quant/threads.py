@@ -1,0 +1,196 @@
+"""Work in threads: every kernel runs over a range of units, of which threads take one chunk after another.
+
+A `Work` binds a kernel to its parameters; a `Job` is works in order, and what an op's call is made of. Chunks are
+taken, not dealt out: a thread that wakes late, or has lost its processor, holds nobody up.
+
+Inside llama.cpp the threads are those of ggml's own OpenMP team, which `use_openmp` names: the same ones that its CPU
+backend computes with, and that spin between two of its graphs. Without it they are a pool of this module's.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import cache
+
+import numpy as np
+from numba import types
+from numpy.typing import NDArray
+
+from quant.jit import CFunction, EngineError, array_at, atomic_add, call_kernel, call_openmp, callback, inlined
+
+GRAIN = 256 * 1024  # bytes below which a second thread costs more than it brings
+_CHUNKS = 4  # that a thread takes, where there is enough to do
+
+# a work as kernels see it: addresses of its kernel, its parameters and of what takes its chunks; its units, and in how
+# many parts they are worth cutting; while it runs: units of a chunk, the first one that is left, what a kernel returned
+_KERNEL, _PARAMETERS, _TAKE, _UNITS, PARTS, _CHUNK, _NEXT, STATUS = range(8)
+_BLOCK = 8
+
+
+@inlined
+def begin_work(work: int, n_threads: int) -> None:
+    """Cuts a work, by its address, into chunks for so many threads."""
+    block = array_at(work, types.int64, _BLOCK)
+    n_chunks = 1 if n_threads == 1 else max(1, min(block[PARTS], n_threads * _CHUNKS))
+    block[_CHUNK] = -(-block[_UNITS] // n_chunks)
+    block[_NEXT] = 0
+    block[STATUS] = 0
+
+
+@callback(types.void(types.int64))
+def _take_chunks(work: int) -> None:
+    block = array_at(work, types.int64, _BLOCK)
+    end, chunk = block[_UNITS], block[_CHUNK]
+    begin = atomic_add(types.int64(work + 8 * _NEXT), chunk)
+    while begin < end:
+        status = call_kernel(block[_KERNEL], block[_PARAMETERS], begin, min(begin + chunk, end))
+        if status != 0:
+            block[STATUS] = status
+        begin = atomic_add(types.int64(work + 8 * _NEXT), chunk)
+
+
+@inlined
+def run_work(work: int, n_threads: int, openmp: int) -> int:
+    """Runs a work, by its address, in up to n_threads threads of the team that openmp is the address of; 0: in this
+    one. Returns what its kernel did."""
+    block = array_at(work, types.int64, _BLOCK)
+    begin_work(work, n_threads)
+    if n_threads == 1 or block[PARTS] == 1 or openmp == 0:
+        block[STATUS] = call_kernel(block[_KERNEL], block[_PARAMETERS], types.int64(0), block[_UNITS])
+    else:
+        call_openmp(openmp, block[_TAKE], work, n_threads)
+    status: int = block[STATUS]
+    return status
+
+
+@callback(types.int64(types.int64, types.int64, types.int64))
+def _run(work: int, n_threads: int, openmp: int) -> int:
+    status: int = run_work(work, n_threads, openmp)
+    return status
+
+
+@callback(types.void(types.int64, types.int64))
+def _begin(work: int, n_threads: int) -> None:
+    begin_work(work, n_threads)
+
+
+class Work:
+    """A kernel with its parameters, to run over `n_units` units.
+
+    n_bytes  that it moves: what says whether a second thread is worth it; 0 = it is one thread's
+    keep     what has to live as long
+    failed   makes the error of what the kernel returned, where that is not 0
+    """
+
+    def __init__(
+        self,
+        kernel: CFunction,
+        parameters: NDArray[np.int64],
+        n_units: int,
+        n_bytes: int = 0,
+        *,
+        keep: object = None,
+        failed: Callable[[int], Exception] | None = None,
+    ) -> None:
+        self.block = np.zeros(_BLOCK, np.int64)
+        self.block[_KERNEL], self.block[_PARAMETERS] = kernel.address, parameters.ctypes.data
+        self.block[_TAKE] = _take_chunks.address
+        self.block[_UNITS], self.block[PARTS] = n_units, max(1, min(n_units, n_bytes // GRAIN))
+        self.address = int(self.block.ctypes.data)
+        self._kept = parameters, keep
+        self._failed = failed
+
+    @property
+    def parts(self) -> int:
+        """In how many parts it is worth cutting."""
+        return int(self.block[PARTS])
+
+    def run(self) -> None:
+        """Computes it. Raises what `failed` makes of what the kernel returned."""
+        count = allowed()
+        if count == 1 or _Team.openmp or self.block[PARTS] == 1:
+            _run(self.address, count, _Team.openmp)
+        else:
+            _begin(self.address, count)
+            others = [_pool().submit(_take_chunks, self.address) for _ in range(count - 1)]
+            _take_chunks(self.address)
+            for other in others:
+                other.result()
+        status = int(self.block[STATUS])
+        if status and self._failed is not None:
+            raise self._failed(status)
+
+
+class Job:
+    """Works in order. Calling it runs them."""
+
+    def __init__(self, *works: Work) -> None:
+        self.works = works
+
+    def __call__(self) -> None:
+        for work in self.works:
+            work.run()
+
+
+class _Team:
+    """openmp  the address of GOMP_parallel, or 0
+    size  how many threads a work may use; None before anybody said
+    """
+
+    openmp = 0
+    size: int | None = None
+
+
+def use_openmp(parallel: int) -> None:
+    """From now on threads are those of the OpenMP runtime whose GOMP_parallel is at this address; 0: the pool's."""
+    _Team.openmp = parallel
+
+
+def openmp() -> int:
+    """The address of GOMP_parallel, 0 where there is none."""
+    return _Team.openmp
+
+
+@cache
+def _pool() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="npu")
+
+
+class _Allowed(threading.local):
+    """How many threads a work of this thread may use, where it has a number of its own."""
+
+    here: int | None = None
+
+
+_here = _Allowed()
+
+
+def allowed() -> int:
+    """How many threads a work may use. Raises EngineError for a GGML_NPU_THREADS that is no number."""
+    if _here.here is not None:
+        return _here.here
+    if _Team.size is None:
+        text = os.environ.get("GGML_NPU_THREADS", str(os.cpu_count() or 1))
+        if not text.isdecimal() or not int(text):
+            raise EngineError(f"GGML_NPU_THREADS={text!r}: must be a number of threads, 1 or more")
+        _Team.size = int(text)
+    return _Team.size
+
+
+def allow(count: int) -> None:
+    """Has works use up to `count` threads."""
+    _Team.size = count
+
+
+@contextmanager
+def allowing(count: int) -> Iterator[None]:
+    """Has works of this thread use up to `count` threads until the context ends."""
+    before, _here.here = _here.here, count
+    try:
+        yield
+    finally:
+        _here.here = before

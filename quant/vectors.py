@@ -1,0 +1,247 @@
+"""LLVM vectors for blocks: a function on them reads like its formula, and is inlined into the kernels that call it.
+
+LLVM's own vectoriser gives up on loops over the 32 elements of a block, most of all where they end in bytes; here
+the 32 lanes are written down, and LLVM cuts them into what the processor has. `part` makes what kernels call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+HALF, FLOAT = ir.HalfType(), ir.FloatType()
+INT8, INT16, INT32, INT64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
+
+
+class Value:
+    """A scalar or vector of a kernel that is being compiled. Integers are unsigned but where a method says signed."""
+
+    def __init__(self, builder: ir.IRBuilder, value: Any) -> None:
+        self._builder, self._value = builder, value
+
+    @property
+    def lanes(self) -> int:
+        """How many elements; 0 for a scalar."""
+        return self._value.type.count if isinstance(self._value.type, ir.VectorType) else 0
+
+    @property
+    def _element(self) -> ir.Type:
+        return self._value.type.element if self.lanes else self._value.type
+
+    @property
+    def _is_float(self) -> bool:
+        return not isinstance(self._element, ir.IntType)
+
+    def _of(self, value: Any) -> Value:
+        return Value(self._builder, value)
+
+    def _shaped(self, element: ir.Type) -> ir.Type:
+        return ir.VectorType(element, self.lanes) if self.lanes else element
+
+    def _pair(self, other: Value | float) -> tuple[Any, Any]:
+        """Both operands, of one type: numbers become constants, scalars fill vectors."""
+        if not isinstance(other, Value):
+            constant = ir.Constant(self._element, other)
+            other = self._of(constant)
+        a, b = (side.filled(self.lanes or other.lanes) for side in (self, other))
+        return a._value, b._value
+
+    def filled(self, lanes: int) -> Value:
+        """A scalar in every lane; a vector is itself."""
+        if self.lanes or not lanes:
+            return self
+        kind = ir.VectorType(self._element, lanes)
+        first = self._builder.insert_element(ir.Constant(kind, ir.Undefined), self._value, ir.Constant(INT32, 0))
+        everywhere = ir.Constant(ir.VectorType(INT32, lanes), [0] * lanes)
+        return self._of(self._builder.shuffle_vector(first, ir.Constant(kind, ir.Undefined), everywhere))
+
+    def __add__(self, other: Value | float) -> Value:
+        return self._of((self._builder.fadd if self._is_float else self._builder.add)(*self._pair(other)))
+
+    def __sub__(self, other: Value | float) -> Value:
+        return self._of((self._builder.fsub if self._is_float else self._builder.sub)(*self._pair(other)))
+
+    def __mul__(self, other: Value | float) -> Value:
+        return self._of((self._builder.fmul if self._is_float else self._builder.mul)(*self._pair(other)))
+
+    def __truediv__(self, other: Value | float) -> Value:
+        return self._of(self._builder.fdiv(*self._pair(other)))
+
+    def __rtruediv__(self, other: float) -> Value:
+        numerator, denominator = self._of(ir.Constant(self._element, other)), self
+        return numerator / denominator
+
+    def __and__(self, other: Value | int) -> Value:
+        return self._of(self._builder.and_(*self._pair(other)))
+
+    def __or__(self, other: Value | int) -> Value:
+        return self._of(self._builder.or_(*self._pair(other)))
+
+    def __xor__(self, other: Value | int) -> Value:
+        return self._of(self._builder.xor(*self._pair(other)))
+
+    def __lshift__(self, other: int) -> Value:
+        return self._of(self._builder.shl(*self._pair(other)))
+
+    def __rshift__(self, other: int) -> Value:
+        return self._of(self._builder.lshr(*self._pair(other)))
+
+    def equals(self, other: Value | float) -> Value:
+        compare = self._builder.fcmp_ordered if self._is_float else self._builder.icmp_unsigned
+        return self._of(compare("==", *self._pair(other)))
+
+    def differs(self, other: Value | float) -> Value:
+        compare = self._builder.fcmp_unordered if self._is_float else self._builder.icmp_unsigned
+        return self._of(compare("!=", *self._pair(other)))
+
+    def at_most(self, other: int) -> Value:
+        """Unsigned."""
+        return self._of(self._builder.icmp_unsigned("<=", *self._pair(other)))
+
+    def limited(self, low: int, high: int) -> Value:
+        """Signed: min(max(self, low), high)."""
+        value = self
+        for sign, bound in ((">", low), ("<", high)):
+            a, b = value._pair(bound)
+            value = self._of(self._builder.select(self._builder.icmp_signed(sign, a, b), a, b))
+        return value
+
+    def where(self, condition: Value, other: Value | float) -> Value:
+        """Self where a condition holds, else the other."""
+        return self._of(self._builder.select(condition._value, *self._pair(other)))
+
+    def bits(self) -> Value:
+        """A float's bits; of a vector of conditions one integer, the first lane lowest."""
+        if self._element == ir.IntType(1):
+            return self._of(self._builder.bitcast(self._value, ir.IntType(self.lanes)))
+        return self._of(self._builder.bitcast(self._value, self._shaped({FLOAT: INT32, HALF: INT16}[self._element])))
+
+    def as_float(self) -> Value:
+        """The float of these bits."""
+        return self._of(self._builder.bitcast(self._value, self._shaped({32: FLOAT, 16: HALF}[self._element.width])))
+
+    def widened(self) -> Value:
+        """half -> float"""
+        return self._of(self._builder.fpext(self._value, self._shaped(FLOAT)))
+
+    def narrowed(self) -> Value:
+        """float -> half: nearest, ties to even."""
+        return self._of(self._builder.fptrunc(self._value, self._shaped(HALF)))
+
+    def to_float(self) -> Value:
+        """Of a signed integer."""
+        return self._of(self._builder.sitofp(self._value, self._shaped(FLOAT)))
+
+    def to_int32(self) -> Value:
+        """C's (int32_t) of floats; out of range and NaN give what the processor's conversion gives."""
+        return self._of(self._builder.fptosi(self._value, self._shaped(INT32)))
+
+    def to(self, kind: ir.IntType) -> Value:
+        """Integers of another width: the low bits, or zeros above."""
+        resize = self._builder.trunc if kind.width < self._element.width else self._builder.zext
+        return self._of(resize(self._value, self._shaped(kind)))
+
+    def rounded(self, how: str) -> Value:
+        """how  "rint": half to even; "round": half away from zero"""
+        return self._call(f"llvm.{how}", self._value.type)
+
+    def largest(self) -> Value:
+        """Of the lanes, unsigned."""
+        return self._call("llvm.vector.reduce.umax", self._element)
+
+    def first_set(self) -> Value:
+        """The place of the lowest bit that is set."""
+        function = self._declare("llvm.cttz", self._value.type, [self._value.type, ir.IntType(1)])
+        return self._of(self._builder.call(function, [self._value, ir.Constant(ir.IntType(1), 0)]))
+
+    def _declare(self, name: str, result: ir.Type, arguments: Sequence[ir.Type]) -> Any:
+        kind = self._value.type
+        overload = f"v{kind.count}{_letter(kind.element)}" if self.lanes else _letter(kind)
+        module = self._builder.module
+        return module.declare_intrinsic(f"{name}.{overload}", (), ir.FunctionType(result, arguments))
+
+    def _call(self, name: str, result: ir.Type) -> Value:
+        return self._of(self._builder.call(self._declare(name, result, [self._value.type]), [self._value]))
+
+    def lane(self, index: Value) -> Value:
+        return self._of(self._builder.extract_element(self._value, index._value))
+
+    def lanes_from(self, first: int, step: int, count: int) -> Value:
+        """Lanes first, first + step, ...: count of them."""
+        return self.picked(self, [first + step * i for i in range(count)])
+
+    def followed_by(self, other: Value) -> Value:
+        return self.picked(other, list(range(2 * self.lanes)))
+
+    def interleaved(self, other: Value) -> Value:
+        """Lane 0 of self, lane 0 of the other, lane 1 of self, ..."""
+        return self.picked(other, [i // 2 + i % 2 * self.lanes for i in range(2 * self.lanes)])
+
+    def picked(self, other: Value, order: list[int]) -> Value:
+        """A vector of lanes by number: those of self, and behind them those of the other."""
+        picks = ir.Constant(ir.VectorType(INT32, len(order)), order)
+        return self._of(self._builder.shuffle_vector(self._value, other._value, picks))
+
+
+def _letter(kind: ir.Type) -> str:
+    return {FLOAT: "f32", HALF: "f16"}.get(kind) or f"i{kind.width}"
+
+
+class Address:
+    """Where a part reads or writes; no alignment is asked for."""
+
+    def __init__(self, builder: ir.IRBuilder, value: Any) -> None:
+        self._builder, self._value = builder, value
+
+    def __add__(self, n_bytes: Address | int) -> Address:
+        """The address n_bytes further on; of an Address its number is taken."""
+        step = n_bytes._value if isinstance(n_bytes, Address) else ir.Constant(self._value.type, n_bytes)
+        return Address(self._builder, self._builder.add(self._value, step))
+
+    def load(self, kind: ir.Type, lanes: int = 0) -> Value:
+        whole = ir.VectorType(kind, lanes) if lanes else kind
+        return Value(
+            self._builder, self._builder.load(self._builder.inttoptr(self._value, whole.as_pointer()), align=1)
+        )
+
+    def store(self, value: Value) -> None:
+        pointer = self._builder.inttoptr(self._value, value._value.type.as_pointer())
+        self._builder.store(value._value, pointer, align=1)
+
+
+def part(function: Callable[..., None]) -> Any:
+    """Decorator: a function of three or four Addresses becomes what a kernel calls with so many int64."""
+
+    def typed(n_addresses: int) -> tuple[Any, Any]:
+        def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            function(*(Address(builder, argument) for argument in arguments))
+            return context.get_dummy_value()
+
+        return types.void(*[types.int64] * n_addresses), emit
+
+    def of_three(typing_context: Any, a: Any, b: Any, c: Any) -> Any:
+        return typed(3)
+
+    def of_four(typing_context: Any, a: Any, b: Any, c: Any, d: Any) -> Any:
+        return typed(4)
+
+    return intrinsic({3: of_three, 4: of_four}[function.__code__.co_argcount])
+
+
+def transposed(rows: list[Value]) -> list[Value]:
+    """A square matrix of as many vectors as lanes, a power of 2: lane j of vector i becomes lane i of vector j."""
+    n = half = len(rows)
+    while half > 1:
+        half //= 2
+        swapped = list(rows)
+        for i in range(n):
+            if not i & half:
+                low, high = rows[i], rows[i + half]
+                swapped[i] = low.picked(high, [j if not j & half else j - half + n for j in range(n)])
+                swapped[i + half] = low.picked(high, [j + half if not j & half else j + n for j in range(n)])
+        rows = swapped
+    return rows
