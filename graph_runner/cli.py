@@ -6,7 +6,6 @@ import codecs
 import io
 import json
 import os
-import statistics
 import sys
 import time
 from collections import Counter
@@ -363,14 +362,18 @@ def _json_text(data: dict[str, Any]) -> str:
 def _write(option: str, file: str, text: str) -> None:
     if file == "-":
         sys.stdout.write(text)
-        return
+    else:
+        _save(option, file, text.encode())
+
+
+def _save(option: str, file: str, data: bytes) -> None:
     path = Path(file)
     try:
         if path.exists() and not path.is_file():  # a pipe or a device is written to, not replaced
-            path.write_text(text, encoding="utf-8")
+            path.write_bytes(data)
         else:
             partial = path.with_name(path.name + ".part")
-            partial.write_text(text, encoding="utf-8")
+            partial.write_bytes(data)
             partial.replace(path)
     except OSError as error:
         raise BadInputError(f"{option} {file!r}: {error.strerror}") from None
@@ -589,53 +592,63 @@ def ops() -> None:
 
 
 class Benchmark(StrEnum):
-    START = "start"
+    MOVERS = "movers"
+    CODECS = "codecs"
+    CALLS = "calls"
     DECODE = "decode"
     OPERATORS = "operators"
     DIFF = "diff"
+    START = "start"
     ALL = "all"
 
 
 @app.command()
 def bench(
     what: Annotated[Benchmark, typer.Argument(help="What to measure.")] = Benchmark.ALL,
+    json_file: JsonFile = None,
+    plot_file: Annotated[
+        str | None, typer.Option("--plot", metavar="FILE.png", help="Draw movers and codecs as bars too.")
+    ] = None,
     model: Annotated[str, typer.Option(metavar="MODEL", help=MODEL_HELP)] = "demo",
     rounds: Annotated[int, typer.Option(min=1, help="Rounds, behind one that warms up.")] = 5,
     threads: Threads = 0,
 ) -> None:
-    """Measure: start (fresh processes: import and register; a whole diff), decode (NPU against the CPU alone),
-    operators (patterns of nodes that the NPU runs as one, against the same nodes on ggml's CPU), diff (of a model,
-    against a run of it)."""
-    from graph_runner.bench import bench_decode, bench_diff, bench_operators, bench_start, machine
-    from graph_runner.models import model_file
+    """Measure how fast this is, beside others in the same run.
 
-    measurements = []
-    with model_file(model) as file:
-        if what in (Benchmark.START, Benchmark.ALL):
-            measurements += bench_start(file, rounds=rounds)
-        if what in (Benchmark.DECODE, Benchmark.ALL):
-            measurements += bench_decode(file, rounds=rounds, threads=threads)
-        if what in (Benchmark.DIFF, Benchmark.ALL):
-            measurements += bench_diff(file, rounds=rounds)
-    if what in (Benchmark.OPERATORS, Benchmark.ALL):
-        measurements += bench_operators(rounds=rounds, threads=threads)
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column("benchmark")
-    for column in ("median", "worst", "best", "reference", "ratio"):
-        table.add_column(column, justify="right")
-    for found in measurements:
-        ordered = sorted(found.values, reverse=found.less_is_better)
-        table.add_row(
-            found.what,
-            f"{found.median:,.2f} {found.unit}",
-            f"{ordered[0]:,.2f}",
-            f"{ordered[-1]:,.2f}",
-            f"{statistics.median(found.reference):,.2f}" if found.reference else "",
-            f"{found.ratio:.2f}x" if found.ratio is not None else "",
-        )
-    console = Console()
-    console.print(f"{machine()}; {rounds} rounds", highlight=False)
-    console.print(table)
+    movers: ops that move 64 MiB, against ggml's CPU and memcpy.
+    codecs: q8_0 and q4_0 of 64 MiB, against libgguf, gguf-py and memcpy.
+    calls: graphs of one small node, against ggml's CPU.
+    decode: a model with the NPU, against the CPU alone.
+    operators: nodes that run as one operator, against the same on ggml's CPU.
+    diff: of a model, against a run of it.
+    start: fresh processes that import and register, and a whole diff.
+    """
+    from graph_runner.bench import WITH_BANDWIDTH, Measurement, bench, bench_json, check_plot, draw, print_bench
+
+    names = [name.value for name in Benchmark if what in (name, Benchmark.ALL) and name != Benchmark.ALL]
+    _check_outputs({"--json": json_file, "--plot": plot_file})
+    if plot_file is not None:
+        if not set(names) & set(WITH_BANDWIDTH):
+            raise BadInputError(
+                f"--plot {plot_file!r}: {what} has no bandwidth to draw; {' and '.join(WITH_BANDWIDTH)} do"
+            )
+        check_plot(plot_file)
+    console = _stderr()
+    with Progress(
+        TextColumn("{task.description}"), console=console, transient=True, auto_refresh=False,  # no thread beside
+        disable=not console.is_terminal,
+    ) as progress:  # fmt: skip
+        task = progress.add_task("measuring")
+
+        def seen(name: str, found: Measurement) -> None:
+            progress.update(task, description=f"{name}: {found.what}", refresh=True)
+
+        result = bench(names, model=model, rounds=rounds, threads=threads, seen=seen)
+    if json_file is not None:
+        _write("--json", json_file, _json_text(bench_json(result)))
+    if plot_file is not None:
+        _save("--plot", plot_file, draw(result, plot_file))
+    print_bench(result, console if json_file == "-" else Console())
 
 
 class BadInputError(Exception):
@@ -649,7 +662,7 @@ def main() -> None:
     from ggml_backend_npu.abi.lib import UnknownGgmlError
     from ggml_backend_npu.kernels import KernelFileError
     from ggml_backend_npu.registry import KernelError
-    from graph_runner.errors import SessionError, TraceError
+    from graph_runner.errors import BenchError, SessionError, TraceError
     from graph_runner.suites import SuiteError
     from graph_runner.tolerances import ToleranceError
     from quant.jit import EngineError
@@ -661,8 +674,8 @@ def main() -> None:
     try:
         app(prog_name="ggml-npu")
     except (
-        BadInputError, DeviceError, EngineError, KernelError, KernelFileError, PluginError, SessionError, SuiteError,
-        ToleranceError, TraceError, UnknownGgmlError,
+        BadInputError, BenchError, DeviceError, EngineError, KernelError, KernelFileError, PluginError, SessionError,
+        SuiteError, ToleranceError, TraceError, UnknownGgmlError,
     ) as error:  # fmt: skip
         print("ggml-npu:", " ".join(str(error).split()), file=sys.stderr)
         sys.exit(2)

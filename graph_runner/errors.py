@@ -9,3 +9,7 @@ class SessionError(Exception):
 
 class TraceError(Exception):
     """A trace that cannot be written, read or used: one line that names the file and why."""
+
+
+class BenchError(Exception):
+    """A plot of a benchmark that cannot be made: one line that names the file and why."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
+from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -110,8 +112,12 @@ class Builder:
 
     def compute(self, *nodes: int) -> int:
         """Computes the nodes and what they need; returns ggml's status (0 = success, -1 = failed)."""
+        return self.run(self.graph_of(*nodes))
+
+    def graph_of(self, *nodes: int) -> int:
+        """The graph that computes the nodes, each in memory of its own; `run` computes it, as often as wanted."""
         self._allocate()
-        return self.run(self._expanded(nodes))
+        return self._expanded(nodes)
 
     def graph(self, *outputs: int) -> int:
         """The graph that computes the outputs, its memory shared as llama.cpp's are: a result may lie where one was
@@ -134,6 +140,11 @@ class Builder:
         """Computes a graph; returns ggml's status."""
         with interrupts_wait():
             return int(self.ggml.ggml_backend_graph_compute(self._backend, graph))
+
+    def job(self, graph: int) -> Callable[[], int]:
+        """`run` of the graph without its care for Ctrl-C, which costs more than a small graph: for measurements, which
+        have `interrupts_wait` around them."""
+        return partial(self.ggml.ggml_backend_graph_compute, self._backend, graph)
 
     def use_threads(self, count: int) -> None:
         """How many threads the device may use."""

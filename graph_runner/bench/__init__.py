@@ -1,0 +1,35 @@
+"""Benchmarks: this project beside ggml's CPU, libgguf, gguf-py and memcpy, on one machine in one run.
+
+measure    a measurement, turns, means, and the header of what was measured on
+nodes      nodes to measure, on the NPU and on ggml's CPU
+movers     GET_ROWS, SET_ROWS, CPY, CONT and DUP of 64 MiB
+codecs     quantize and dequantize of 64 MiB
+memcpy     what bounds these two
+calls      graphs of one node of a few rows
+operators  patterns of nodes that run as one
+models     decode, diff and start of a model
+run        benchmarks by name
+report     tables and JSON
+plot       movers and codecs as bars, memcpy as their roof
+"""
+
+from graph_runner.bench.measure import Header, Measurement, geometric_mean, in_turns, worst
+from graph_runner.bench.plot import check_plot, draw
+from graph_runner.bench.report import BENCH_SCHEMA, bench_json, print_bench
+from graph_runner.bench.run import WITH_BANDWIDTH, BenchResult, bench
+
+__all__ = [
+    "BENCH_SCHEMA",
+    "WITH_BANDWIDTH",
+    "BenchResult",
+    "Header",
+    "Measurement",
+    "bench",
+    "bench_json",
+    "check_plot",
+    "draw",
+    "geometric_mean",
+    "in_turns",
+    "print_bench",
+    "worst",
+]

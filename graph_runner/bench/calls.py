@@ -1,0 +1,34 @@
+"""What small graphs cost, as a token's are: one node of a few rows, computed again and again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+
+from ggml_backend_npu.abi.build import Builder
+from graph_runner.bench import nodes
+from graph_runner.bench.measure import Measurement, against, in_turns
+
+_NODES: dict[str, tuple[str, Callable[[Builder, int, int], int]]] = {
+    "GET_ROWS": ("q8_0 -> f32", partial(nodes.get_rows, "q8_0")),
+    "SET_ROWS": ("f32 -> f16", partial(nodes.set_rows, "f16")),
+    "CPY": ("f32 -> f16", partial(nodes.cpy, "f32", "f16")),
+    "CONT": ("f32 heads <-> tokens", partial(nodes.cont_heads, "f32")),
+}
+_SHAPES = [(1, 576), (1, 4096), (8, 576), (8, 4096)]  # rows, elements of each
+
+
+def bench_calls(*, rounds: int, threads: int, calls: int = 400) -> Iterator[Measurement]:
+    """Microseconds of a graph, from Python's call to its return, on both devices.
+
+    calls  of each graph in a round, whose median is the round's value
+
+    Raises RuntimeError where a node fails or the bytes differ.
+    """
+    for op, (types, build) in _NODES.items():
+        for rows, width in _SHAPES:
+            what = f"{op} {types}, {rows} x {width}"
+            with nodes.on_both_devices(what, build, width, rows, threads=threads) as runs:
+                nodes.check_equal(what, runs)
+                times = in_turns(runs, rounds, unit="us", calls=calls)
+            yield against(times, what, "us", group=op)

@@ -1,0 +1,57 @@
+"""The codecs of q8_0 and q4_0 against libgguf and gguf-py: arrays in, new arrays out, on the same values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import gguf
+import libgguf
+import numpy as np
+from numpy.typing import NDArray
+
+import quant
+from graph_runner.bench.measure import ELEMENTS, Measurement, against, in_turns
+
+_WIDTH = 4096  # elements of a row
+
+Job = Callable[[], NDArray[Any]]
+
+
+def bench_codecs(*, rounds: int, elements: int = ELEMENTS) -> Iterator[Measurement]:
+    """quant.quantize and quant.dequantize of so many float32.
+
+    Raises RuntimeError where another's bytes differ.
+    """
+    x = np.random.default_rng(0).standard_normal((elements // _WIDTH, _WIDTH), dtype=np.float32)
+    for number in (gguf.GGMLQuantizationType.Q8_0, gguf.GGMLQuantizationType.Q4_0):
+        name = number.name.lower()
+        blocks = quant.quantize(x, name)
+        encoders: dict[str, Job] = {
+            "quant": partial(quant.quantize, x, name),
+            "libgguf": partial(libgguf.quantize_rows, x, number),
+            "gguf-py": partial(gguf.quants.quantize, x, number),
+        }
+        decoders: dict[str, Job] = {
+            "quant": partial(quant.dequantize, blocks, name),
+            "libgguf": partial(_dequantize_by_libgguf, blocks, number),
+            "gguf-py": partial(gguf.quants.dequantize, blocks, number),
+        }
+        for group, jobs in (("quantize", encoders), ("dequantize", decoders)):
+            what = f"{group} {name}"
+            check_equal(what, jobs)
+            yield against(in_turns(jobs, rounds), what, "ms", nbytes=x.nbytes, group=group)
+
+
+def _dequantize_by_libgguf(blocks: NDArray[np.uint8], number: int) -> NDArray[np.float32]:
+    return np.frombuffer(libgguf.dequantize_rows_raw(number, blocks, len(blocks), _WIDTH), np.float32)
+
+
+def check_equal(what: str, jobs: Mapping[str, Job]) -> None:
+    """Raises RuntimeError where a job's bytes are not the first one's."""
+    (ours, job), *others = jobs.items()
+    expected = job().view(np.uint8).ravel()
+    for name, other in others:
+        if not np.array_equal(other().view(np.uint8).ravel(), expected):
+            raise RuntimeError(f"{what}: the bytes of {name} are not those of {ours}")

@@ -1,0 +1,166 @@
+"""How things are measured here: both sides in one run, through the same door, in turns; medians of paired rounds."""
+
+from __future__ import annotations
+
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+
+from ggml_backend_npu.abi import lib
+
+ELEMENTS = 1 << 24  # of a benchmark of bandwidth: 64 MiB of float32
+OURS, GGML_CPU = "ggml-npu", "ggml CPU"
+
+_QUIET = 0.02  # seconds in front of a measurement: for so long the CPU's threads spin when they have nothing to do
+_SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6}
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """One line of a benchmark.
+
+    what    is measured
+    unit    of the values: "s", "ms" or "us" (less is better), "tokens/s" (more is better)
+    values  of ours, one per round
+    others  what it is compared with, by name, round by round
+    nbytes  of the work's wider side, the float side where there is one, for a bandwidth; 0 where that says nothing
+    group   the heading that it is shown under
+    """
+
+    what: str
+    unit: str
+    values: list[float]
+    others: Mapping[str, list[float]] = field(default_factory=dict)
+    nbytes: int = 0
+    group: str = ""
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.values)
+
+    @property
+    def less_is_better(self) -> bool:
+        return self.unit in _SECONDS
+
+    def ratio(self, other: str) -> float:
+        """Median over the rounds of how many times as fast as another one it is."""
+        pairs = zip(self.values, self.others[other], strict=True)
+        return statistics.median(b / a if self.less_is_better else a / b for a, b in pairs)
+
+    def bandwidth(self, other: str | None = None) -> float:
+        """Bytes per second, in the median; `other` names one of the others."""
+        values = self.values if other is None else self.others[other]
+        return self.nbytes / (statistics.median(values) * _SECONDS[self.unit])
+
+
+def in_turns(
+    jobs: Mapping[str, Callable[[], object]], rounds: int, *, unit: str = "ms", calls: int = 1, quiet: float = _QUIET
+) -> dict[str, list[float]]:
+    """How long each job takes, one value per round, behind a round that warms up; their order turns each round.
+
+    unit   "s", "ms" or "us"
+    calls  of a job in each of its turns, of which the value is the median
+    quiet  seconds in front of each turn
+    """
+    times: dict[str, list[float]] = {name: [] for name in jobs}
+    for round_ in range(rounds + 1):
+        for name in list(jobs)[:: -1 if round_ % 2 else 1]:
+            time.sleep(quiet)
+            value = _median_time(jobs[name], calls) / _SECONDS[unit]
+            if round_:
+                times[name].append(value)
+    return times
+
+
+def _median_time(job: Callable[[], object], calls: int) -> float:
+    times = []
+    for _ in range(calls):
+        begin = time.perf_counter()
+        job()
+        times.append(time.perf_counter() - begin)
+    return statistics.median(times)
+
+
+def against(times: dict[str, list[float]], what: str, unit: str, *, nbytes: int = 0, group: str = "") -> Measurement:
+    """What `in_turns` measured in a unit: the first job is ours, the others are what it is compared with."""
+    (_, values), *others = times.items()
+    return Measurement(what, unit, values, dict(others), nbytes, group)
+
+
+def groups(measurements: Iterable[Measurement]) -> dict[str, list[Measurement]]:
+    """Measurements by their headings, both in the order in which they come."""
+    found: dict[str, list[Measurement]] = {}
+    for measurement in measurements:
+        found.setdefault(measurement.group, []).append(measurement)
+    return found
+
+
+def geometric_mean(measurements: Sequence[Measurement], other: str) -> float:
+    """Of the ratios to another one."""
+    return statistics.geometric_mean(found.ratio(other) for found in measurements)
+
+
+def worst(measurements: Sequence[Measurement], other: str) -> Measurement:
+    """The one of the least ratio to another one."""
+    return min(measurements, key=lambda found: found.ratio(other))
+
+
+def cores() -> int:
+    """How many threads are "all of them"."""
+    return os.cpu_count() or 1
+
+
+@dataclass(frozen=True)
+class Header:
+    """What numbers were measured on and with."""
+
+    machine: str
+    cores: int
+    python: str
+    numpy: str
+    numba: str
+    ggml: str
+    llama_cpp_python: str
+    libgguf: str
+    gguf: str
+    threads: int
+    rounds: int
+
+    def __str__(self) -> str:
+        return (
+            f"{self.machine}, {count(self.cores, 'core')}; "
+            f"Python {self.python}, numpy {self.numpy}, numba {self.numba}, ggml {self.ggml} "
+            f"(llama-cpp-python {self.llama_cpp_python}), libgguf {self.libgguf}, gguf {self.gguf}; "
+            f"{count(self.threads, 'thread')}, {count(self.rounds, 'round')}"
+        )
+
+
+def count(n: int, what: str) -> str:
+    """1 round, 2 rounds."""
+    return f"{n} {what}" if n == 1 else f"{n} {what}s"
+
+
+def header(*, rounds: int, threads: int) -> Header:
+    """The header of measurements on this machine."""
+    packages = ("numpy", "numba", "llama_cpp_python", "libgguf", "gguf")
+    return Header(
+        machine=_processor(),
+        cores=cores(),
+        python=platform.python_version(),
+        ggml=lib.ggml().version,
+        threads=threads,
+        rounds=rounds,
+        **{package: version(package) for package in packages},
+    )
+
+
+def _processor() -> str:
+    path = Path("/proc/cpuinfo")
+    lines = path.read_text().splitlines() if path.exists() else []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()

@@ -1,0 +1,76 @@
+"""The data movers on the NPU and on ggml's CPU: the same node, the same bytes, through ggml_backend_graph_compute."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+
+import quant
+from ggml_backend_npu.abi.build import Builder
+from graph_runner.bench import nodes
+from graph_runner.bench.measure import ELEMENTS, Measurement, against, in_turns
+
+
+@dataclass(frozen=True)
+class Case:
+    """One node.
+
+    what   op, types, layout
+    op     its heading
+    types  of what it reads and what it writes
+    build  makes the node from a builder, a row's elements and the number of rows
+    width  a row's elements
+    """
+
+    what: str
+    op: str
+    types: tuple[str, str]
+    build: Callable[[Builder, int, int], int]
+    width: int = 4096
+
+    def nbytes(self, elements: int) -> int:
+        """Of the wider side."""
+        kinds = map(quant.codec, self.types)
+        return max(elements // kind.block_size * kind.block_bytes for kind in kinds)
+
+
+def _cases() -> Iterator[Case]:
+    for type in ("f32", "f16", "bf16", "q8_0", "q4_0"):
+        yield Case(f"GET_ROWS {type} -> f32", "GET_ROWS", (type, "f32"), partial(nodes.get_rows, type))
+    for type in ("f32", "f16", "q8_0", "q4_0"):
+        yield Case(f"SET_ROWS f32 -> {type}", "SET_ROWS", ("f32", type), partial(nodes.set_rows, type))
+    copies = [("f32", "f16"), ("f16", "f32"), ("f32", "bf16"), ("f32", "q8_0"), ("f32", "q4_0"), ("f16", "q8_0")]
+    copies += [("q8_0", "f32"), ("q4_0", "f32"), ("f32", "f32"), ("f16", "f16"), ("q8_0", "q8_0")]
+    for src, dst in copies:
+        yield Case(f"CPY {src} -> {dst}", "CPY", (src, dst), partial(nodes.cpy, src, dst))
+    layouts: list[tuple[str, Callable[[str, Builder, int, int], int], int]] = [
+        ("transposed", nodes.cont_transposed, 4096),
+        ("heads <-> tokens", nodes.cont_heads, 32 * nodes.HEAD),
+        ("strided rows", nodes.cont_strided, 4096),
+    ]
+    for layout, build, width in layouts:
+        for type in ("f32", "f16"):
+            yield Case(f"CONT {type} {layout}", "CONT", (type, type), partial(build, type), width)
+    for type in ("f32", "f16"):
+        yield Case(f"DUP {type}", "DUP", (type, type), partial(nodes.dup, type))
+
+
+CASES = list(_cases())
+
+
+def bench_movers(*, rounds: int, threads: int, elements: int = ELEMENTS, only: str = "") -> Iterator[Measurement]:
+    """Each case, of so many elements, on both devices.
+
+    only  what the names of the cases have to hold
+
+    Raises RuntimeError where a node fails or the bytes differ.
+    """
+    for case in CASES:
+        if only not in case.what:
+            continue
+        shape = case.width, elements // case.width
+        with nodes.on_both_devices(case.what, case.build, *shape, threads=threads) as runs:
+            nodes.check_equal(case.what, runs)
+            times = in_turns(runs, rounds)
+        yield against(times, case.what, "ms", nbytes=case.nbytes(elements), group=case.op)
