@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from quant import runs
 from quant.codec import Bytes, Codec, Floats, Rounding
 from quant.jit import engine, parameters
+from quant.memory import empty
 from quant.threads import Work
 
 
@@ -59,7 +60,7 @@ class Compiled(Codec):
             return self.define_encode(x, rounding)
         code = runs.CODES.get(f"{self.name} {rounding}", runs.CODES[self.name])
         x = np.ascontiguousarray(x)
-        blocks = np.empty((len(x), self.block_bytes), np.uint8)
+        blocks = empty((len(x), self.block_bytes), np.uint8)
         _convert(runs.F32, x, code, blocks)
         return blocks
 
@@ -67,7 +68,7 @@ class Compiled(Codec):
         if engine() == "reference":
             return self.define_decode(blocks)
         blocks = np.ascontiguousarray(blocks)
-        x = np.empty((len(blocks), self.block_size), np.float32)
+        x = empty((len(blocks), self.block_size), np.float32)
         _convert(runs.CODES[self.name], blocks, runs.F32, x)
         return x
 

@@ -285,6 +285,7 @@ def copy(typing_context: Any, source: Any, target: Any, n_bytes: Any) -> Any:
     return types.void(types.int64, types.int64, types.int64), emit
 
 
+LINE = 64  # bytes of a cache line
 _STREAMED = 32  # bytes of a vector that is stored past the caches
 
 
@@ -316,12 +317,13 @@ def stream_ends(typing_context: Any) -> Any:
 @inlined
 def stream(source: int, target: int, n_bytes: int) -> None:
     """As `copy`, past the caches: for results so large that they do not stay there. `stream_ends` comes behind all."""
-    head = min(-target % _STREAMED, n_bytes)
-    body = (n_bytes - head) // _STREAMED * _STREAMED
+    head = min(-target % LINE, n_bytes)
+    body = (n_bytes - head) // LINE * LINE
     if head:
         copy(source, target, head)
-    for i in range(head, head + body, _STREAMED):
-        _stream_vector(types.int64(source + i), types.int64(target + i))
+    for i in range(head, head + body, LINE):
+        for j in range(i, i + LINE, _STREAMED):
+            _stream_vector(types.int64(source + j), types.int64(target + j))
     if head + body < n_bytes:
         copy(source + head + body, target + head + body, n_bytes - head - body)
 

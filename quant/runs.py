@@ -11,6 +11,7 @@ import numpy as np
 from numba import types
 
 from quant.jit import (
+    LINE,
     array_at,
     bits_float,
     compiled,
@@ -42,7 +43,7 @@ CODES = {
 }
 
 _BLOCK = 32
-STAGE = 8192  # bytes that are put together in the first cache to be stored past the others
+STAGE = 2048  # bytes, and a cache line, that are put together in the first cache to be stored past the others
 CACHED = 8 << 20  # bytes of a result that may well stay in the caches
 
 
@@ -361,21 +362,35 @@ def narrow_run(src, code, dst, dst_step, count):
         _elements(_same, types.float32, 4, src, 4, _f32_to_bf16, types.uint16, 2, dst, dst_step, count)
 
 
+@inlined
+def flush(stage, filled, target, everything):
+    """Stores what is in a stage to target, past the caches: whole cache lines of the target, or everything.
+
+    What is left moves to the begin of the stage. Returns how many bytes that are, and where they belong.
+    """
+    n = filled if everything else filled - (target + filled) % LINE
+    stream(stage, target, n)
+    if n < filled:
+        copy(stage + n, stage, filled - n)
+    return filled - n, target + n
+
+
 @compiled
 def convert(p, begin, end):
     """Units [begin, end) of two arrays without gaps, by `convert_run`; step sizes in bytes."""
     src_code, src, src_step, dst_code, dst, dst_step, streams = values(p, 7)
-    memory = np.empty(STAGE if streams else 0, np.uint8)
+    if not streams:
+        x, y = src + begin * src_step, dst + begin * dst_step
+        convert_run(src_code, x, src_step, 0, 0, dst_code, y, dst_step, 0, 0, end - begin)
+        return 0
+    memory = np.empty(STAGE + LINE, np.uint8)
     stage = types.int64(memory.ctypes.data)
-    chunk = STAGE // dst_step if streams else end - begin
+    filled, target = 0, dst + begin * dst_step
     while begin < end:
-        count = min(chunk, end - begin)
-        y = dst + begin * dst_step
-        to = stage if streams else y
+        count = min((STAGE + LINE - filled) // dst_step, end - begin)
+        to = stage + filled
         convert_run(src_code, src + begin * src_step, src_step, 0, 0, dst_code, to, dst_step, 0, 0, count)
-        if streams:
-            stream(stage, y, count * dst_step)
         begin += count
-    if streams:
-        stream_ends()
+        filled, target = flush(stage, filled + count * dst_step, target, begin == end)
+    stream_ends()
     return 0

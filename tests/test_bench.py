@@ -131,7 +131,7 @@ def test_the_bytes_of_a_mover_are_those_of_its_wider_side() -> None:
 
 
 def test_codecs_stand_beside_libgguf_and_gguf_py() -> None:
-    found = [*codecs.bench_codecs(rounds=1, elements=ELEMENTS)]
+    found = [*codecs.bench_codecs(rounds=1, threads=2, elements=ELEMENTS)]
     whats = ["quantize q8_0", "dequantize q8_0", "quantize q4_0", "dequantize q4_0"]
     assert [measurement.what for measurement in found] == whats
     assert {measurement.nbytes for measurement in found} == {4 * ELEMENTS}

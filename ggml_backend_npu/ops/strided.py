@@ -14,14 +14,14 @@ from ggml_backend_npu.ir import Tensor
 from ggml_backend_npu.numerics import NUMERICS
 from ggml_backend_npu.registry import Call, KernelError
 from quant import Rounding
-from quant.jit import array_at, compiled, copy, inlined, parameters, stream, stream_ends, values
-from quant.runs import CACHED, CODES, STAGE, convert_run, copy_blocks, copy_run
+from quant.jit import LINE, array_at, compiled, copy, inlined, parameters, stream, stream_ends, values
+from quant.runs import CACHED, CODES, STAGE, convert_run, copy_blocks, copy_run, flush
 from quant.threads import PARTS, Job, Work
 from quant.vectors import INT8, INT16, INT32, INT64, part, transposed
 
 _SAME = -1  # source code of a copy: both sides have one type
 _MOST_ROWS_MARKED = 1 << 20  # of which one byte each is remembered
-_LINE, _PAGE, _TILE_BYTES = 64, 4096, 16384  # of tiles of a transposition
+_PAGE, _TILE_BYTES = 4096, 16384  # of tiles of a transposition
 
 # the parameters of a walk: two sides, each
 #   address, ne[4] in units, nb[4]; for a side by ids: address, bytes of an id, nb[3], ne[1], ne[2] and rows;
@@ -100,14 +100,14 @@ def walk(p, begin, end):
     """
     src, dst = _sides(p)
     src_code, src_unit, dst_code, dst_unit, streams = values(p + 16 * SIDE, 5)
-    memory = np.empty(STAGE if streams else 0, np.uint8)
+    memory = np.empty(STAGE + LINE if streams else 0, np.uint8)
     stage = types.int64(memory.ctypes.data)
     whole = streams and src_code == _SAME and src[NB] == src_unit and src[NE] * src_unit >= STAGE
-    staged = 0
     s0, s1, s2, s3 = locate(src, begin)
     d0, d1, d2, d3 = locate(dst, begin)
     src_row = row_address(src, s1, s2, s3)
     dst_row = row_address(dst, d1, d2, d3)
+    filled, target = types.int64(0), dst_row + d0 * dst[NB]
     unit = begin
     while unit < end:
         count = min(end - unit, src[NE] - s0, dst[NE] - d0)
@@ -117,9 +117,9 @@ def walk(p, begin, end):
             stream(x, y, count * dst_unit)
         else:
             if streams:
-                count = min(count, STAGE // dst_unit - staged)
-                y = stage + staged * dst_unit
-                staged += count
+                count = min(count, (STAGE + LINE - filled) // dst_unit)
+                y = stage + filled
+                filled += count * dst_unit
             _move_run(
                 src_code, src_unit, x, src[NB], src[_PACKED], src[_N_PACKED],
                 dst_code, y, dst[NB], dst[_PACKED], dst[_N_PACKED], count,
@@ -127,9 +127,9 @@ def walk(p, begin, end):
         unit += count
         s0 += count
         d0 += count
-        if staged and (staged == STAGE // dst_unit or d0 == dst[NE] or unit == end):
-            stream(stage, dst_row + (d0 - staged) * dst_unit, staged * dst_unit)
-            staged = 0
+        row_ends = d0 == dst[NE] or unit == end
+        if filled and (row_ends or filled + dst_unit > STAGE + LINE):
+            filled, target = flush(stage, filled, target, row_ends)
         if unit < end:
             if s0 == src[NE]:
                 s0 = 0
@@ -139,6 +139,7 @@ def walk(p, begin, end):
                 d0 = 0
                 d1, d2, d3 = next_row(dst, d1, d2, d3)
                 dst_row = row_address(dst, d1, d2, d3)
+                target = dst_row
     if streams:
         stream_ends()
     return 0
@@ -396,7 +397,7 @@ def _check(side: Parameters, ids: Tensor, move: Work | None = None) -> Work:
 
 def _tile(unit_bytes: int) -> tuple[int, int]:
     """Units of a tile in dimensions 0 and 1: of single elements a cache line side by side, of longer runs a page."""
-    beside = _LINE if unit_bytes <= 8 else _PAGE
+    beside = LINE if unit_bytes <= 8 else _PAGE
     tile1 = max(1, beside // unit_bytes)
     return max(1, _TILE_BYTES // (tile1 * unit_bytes)), tile1
 

@@ -13,14 +13,15 @@ from numpy.typing import NDArray
 
 import quant
 from graph_runner.bench.measure import ELEMENTS, Measurement, against, in_turns
+from quant.threads import allowing
 
 _WIDTH = 4096  # elements of a row
 
 Job = Callable[[], NDArray[Any]]
 
 
-def bench_codecs(*, rounds: int, elements: int = ELEMENTS) -> Iterator[Measurement]:
-    """quant.quantize and quant.dequantize of so many float32.
+def bench_codecs(*, rounds: int, threads: int, elements: int = ELEMENTS) -> Iterator[Measurement]:
+    """quant.quantize and quant.dequantize of so many float32, in so many threads; the others have one.
 
     Raises RuntimeError where another's bytes differ.
     """
@@ -29,12 +30,12 @@ def bench_codecs(*, rounds: int, elements: int = ELEMENTS) -> Iterator[Measureme
         name = number.name.lower()
         blocks = quant.quantize(x, name)
         encoders: dict[str, Job] = {
-            "quant": partial(quant.quantize, x, name),
+            "quant": partial(_in_threads, threads, partial(quant.quantize, x, name)),
             "libgguf": partial(libgguf.quantize_rows, x, number),
             "gguf-py": partial(gguf.quants.quantize, x, number),
         }
         decoders: dict[str, Job] = {
-            "quant": partial(quant.dequantize, blocks, name),
+            "quant": partial(_in_threads, threads, partial(quant.dequantize, blocks, name)),
             "libgguf": partial(_dequantize_by_libgguf, blocks, number),
             "gguf-py": partial(gguf.quants.dequantize, blocks, number),
         }
@@ -42,6 +43,11 @@ def bench_codecs(*, rounds: int, elements: int = ELEMENTS) -> Iterator[Measureme
             what = f"{group} {name}"
             check_equal(what, jobs)
             yield against(in_turns(jobs, rounds), what, "ms", nbytes=x.nbytes, group=group)
+
+
+def _in_threads(count: int, job: Job) -> NDArray[Any]:
+    with allowing(count):
+        return job()
 
 
 def _dequantize_by_libgguf(blocks: NDArray[np.uint8], number: int) -> NDArray[np.float32]:

@@ -19,5 +19,5 @@ def bench_memcpy(*, rounds: int, threads: int, elements: int = ELEMENTS) -> Iter
         jobs: dict[str, Callable[[], object]] = {"1 thread": partial(np.copyto, target, source)}
         if threads > 1:
             jobs[f"{threads} threads"] = lambda: [*pool.map(np.copyto, *parts)]
-        for what, values in in_turns(jobs, rounds).items():
+        for what, values in in_turns(jobs, rounds, quiet=0).items():
             yield Measurement(what, "ms", values, nbytes=target.nbytes)

@@ -72,5 +72,5 @@ def bench_movers(*, rounds: int, threads: int, elements: int = ELEMENTS, only: s
         shape = case.width, elements // case.width
         with nodes.on_both_devices(case.what, case.build, *shape, threads=threads) as runs:
             nodes.check_equal(case.what, runs)
-            times = in_turns(runs, rounds)
+            times = in_turns(runs, rounds, quiet=0)  # both devices compute with the same threads
         yield against(times, case.what, "ms", nbytes=case.nbytes(elements), group=case.op)

@@ -52,7 +52,7 @@ def bench(
     benchmarks: dict[str, Callable[[], Iterator[Measurement]]] = {
         "memcpy": partial(bench_memcpy, rounds=rounds, threads=threads),
         "movers": partial(bench_movers, rounds=rounds, threads=threads),
-        "codecs": partial(bench_codecs, rounds=rounds),
+        "codecs": partial(bench_codecs, rounds=rounds, threads=threads),
         "calls": partial(bench_calls, rounds=rounds, threads=threads),
         "operators": partial(bench_operators, rounds=rounds, threads=threads),
     }

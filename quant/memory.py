@@ -1,0 +1,44 @@
+"""Memory for large results: what was let go is used again.
+
+The first touch of new memory costs the system more than converting 64 MiB into it does: pages are found, and zeroed.
+"""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any
+
+import numpy as np
+from numpy.typing import DTypeLike, NDArray
+
+KEPT = 64 << 20  # bytes, at most, of results that nobody holds any more
+_SMALL = 1 << 20  # bytes that C's allocator reuses by itself
+
+_free: dict[int, NDArray[np.uint8]] = {}  # by address, the longest free first
+
+
+class _Lease:
+    """Holds the memory of one result; gives it back when the last array over it is gone."""
+
+    def __init__(self, memory: NDArray[np.uint8], shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
+        self._memory = memory
+        self.__array_interface__ = {**memory.__array_interface__, "shape": shape, "typestr": dtype.str, "strides": None}
+
+    def __del__(self) -> None:
+        _free[self._memory.ctypes.data] = self._memory
+        for address in list(_free):
+            if sum(memory.nbytes for memory in list(_free.values())) <= KEPT:
+                break
+            _free.pop(address, None)
+
+
+def empty(shape: tuple[int, ...], dtype: DTypeLike) -> NDArray[Any]:
+    """As np.empty: an array of any content."""
+    kind = np.dtype(dtype)
+    n_bytes = prod(shape) * kind.itemsize
+    if n_bytes < _SMALL:
+        return np.empty(shape, kind)
+    for address, memory in list(_free.items()):
+        if n_bytes <= memory.nbytes <= 2 * n_bytes and _free.pop(address, None) is not None:
+            return np.asarray(_Lease(memory, shape, kind))
+    return np.asarray(_Lease(np.empty(n_bytes, np.uint8), shape, kind))
