@@ -33,12 +33,6 @@ def _bytes(name: str, value: str) -> int:
     return int(found[1]) * _UNITS[found[2].upper()]
 
 
-def _count(name: str, value: str) -> int:
-    if not value.isdecimal() or not int(value):
-        raise DeviceError(f"{name}={value!r}: must be a number of threads, 1 or more")
-    return int(value)
-
-
 def _profile(name: str, value: str) -> Profile:
     try:
         return load(value)
@@ -51,7 +45,6 @@ _CHECKS: dict[str, Callable[[str, str], Any]] = {
     "memory": partial(_choice, allowed=("host", "device")),
     "memory_limit": _bytes,
     "device_type": partial(_choice, allowed=("accel", "gpu")),
-    "threads": _count,
     "fallback": partial(_choice, allowed=("none", "cpu")),
     "ops": partial(_choice, allowed=("default", "all")),
     "fusion": partial(_choice, allowed=("on", "off")),

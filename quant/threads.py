@@ -170,15 +170,17 @@ _here = _Allowed()
 
 
 def allowed() -> int:
-    """How many threads a work may use. Raises EngineError for a GGML_NPU_THREADS that is no number."""
-    if _here.here is not None:
-        return _here.here
-    if _Team.size is None:
-        text = os.environ.get("GGML_NPU_THREADS", str(os.cpu_count() or 1))
-        if not text.isdecimal() or not int(text):
-            raise EngineError(f"GGML_NPU_THREADS={text!r}: must be a number of threads, 1 or more")
-        _Team.size = int(text)
-    return _Team.size
+    """How many threads a work may use: as many as this thread or `allow` said, or one per processor; never more than
+    GGML_NPU_THREADS. Raises EngineError where that is no number."""
+    return limited(_here.here or _Team.size or os.cpu_count() or 1)
+
+
+def limited(count: int) -> int:
+    """A number of threads, or GGML_NPU_THREADS where that is less. Raises EngineError where that is no number."""
+    text = os.environ.get("GGML_NPU_THREADS", str(count))
+    if not text.isdecimal() or not int(text):
+        raise EngineError(f"GGML_NPU_THREADS={text!r}: must be a number of threads, 1 or more")
+    return min(count, int(text))
 
 
 def allow(count: int) -> None:

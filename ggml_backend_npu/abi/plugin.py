@@ -172,7 +172,7 @@ class Plugin:
 
     @guarded(None)
     def set_n_threads(self, backend: int, count: int) -> None:
-        self.contexts[backend].repeats.n_threads = max(1, count)
+        self.contexts[backend].repeats.n_threads = threads.limited(max(1, count))
 
     @guarded(None)
     def get_memory(self, _: int, free: Any, total: Any) -> None:
@@ -335,6 +335,7 @@ class Plugin:
 
 def make(ggml: Ggml) -> Plugin:
     """Binds the numerics to this ggml, and registers the backend with it."""
+    threads.limited(1)  # says so where GGML_NPU_THREADS is none
     codecs.bind(ggml)
     strided.make_ready()
     threads.use_openmp(ggml.openmp)
