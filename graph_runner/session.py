@@ -334,6 +334,10 @@ class Session:
             if llama_cpp.llama_state_set_data(self._context, data, len(data)) != len(state):
                 raise SessionError(f"state of {len(state)} bytes does not fit this context")
 
+    def clear(self) -> None:
+        """Drops all tokens."""
+        llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(self._context), True)
+
     def forget(self, begin: int, end: int) -> None:
         """Context shift: tokens at positions [begin, end) are dropped, those behind them move up."""
         memory = llama_cpp.llama_get_memory(self._context)

@@ -7,40 +7,56 @@ import shutil
 import subprocess
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 from ggml_backend_npu.abi.embedding import plugin
 from graph_runner import suites
 from graph_runner.bench.measure import GGML_CPU, Measurement, against, in_turns
-from graph_runner.session import DeviceName, Sampler, Session, Settings, context_for, generate
+from graph_runner.session import Session, Settings, context_for
 
 _PROMPT = "The history of computing begins with " + "counting boards, gears, relays and valves; " * 12
 _LONGER = _PROMPT + "counting boards, gears, relays and valves; " * 2
 
 
 def bench_decode(model: Path, *, rounds: int, threads: int, n: int = 64) -> Iterator[Measurement]:
-    """Prompt and n generated tokens with the movers on the NPU against the CPU alone, in turns."""
-    speeds: dict[tuple[DeviceName, str], list[float]] = {}
-    for round_ in range(rounds + 1):
-        for device in ("npu", "cpu"):
-            prompt, generation = _decode_once(model, device, n, threads)
+    """A prompt, and n tokens behind it one by one, with the movers on the NPU against the CPU alone.
+
+    Both are open at once and take turns, within a round after every 8 tokens.
+    """
+    settings = Settings(n_ctx=context_for(_PROMPT, n), threads=threads)
+    speeds: dict[str, dict[str, list[float]]] = {"prompt": {}, "generation": {}}
+    with (
+        Session(model, replace(settings, device="npu")) as npu,
+        Session(model, replace(settings, device="cpu")) as cpu,
+    ):
+        tokens = npu.tokenize(_PROMPT)
+        steps = [[token] for token in (tokens * n)[:n]]
+        turns = [("prompt", [tokens]), *(("generation", steps[i : i + 8]) for i in range(0, n, 8))]
+        for round_ in range(rounds + 1):
+            seconds: defaultdict[tuple[str, str], float] = defaultdict(float)
+            for session in (npu, cpu):
+                session.clear()
+            for turn, (what, batches) in enumerate(turns):
+                for name, session in [("NPU", npu), (GGML_CPU, cpu)][:: -1 if (turn + round_) % 2 else 1]:
+                    seconds[what, name] += _decode(session, batches)
             if round_:  # the first round warms up
-                speeds.setdefault((device, "prompt"), []).append(prompt)
-                speeds.setdefault((device, "generation"), []).append(generation)
-    for what in ("prompt", "generation"):
-        yield Measurement(what, "tokens/s", speeds["npu", what], {GGML_CPU: speeds["cpu", what]})
+                for (what, name), time_ in seconds.items():
+                    count = len(tokens) if what == "prompt" else n
+                    speeds[what].setdefault(name, []).append(count / time_)
+    for what, found in speeds.items():
+        yield Measurement(what, "tokens/s", found["NPU"], {GGML_CPU: found[GGML_CPU]})
 
 
-def _decode_once(model: Path, device: DeviceName, n: int, threads: int) -> tuple[float, float]:
-    settings = Settings(device=device, n_ctx=context_for(_PROMPT, n), threads=threads)
-    with Session(model, settings) as session:
-        tokens = session.tokenize(_PROMPT)
-        times = [time.perf_counter()]
-        for _ in generate(session, tokens, n, Sampler()):
-            times.append(time.perf_counter())
-    return len(tokens) / (times[1] - times[0]), (len(times) - 2) / (times[-1] - times[1])
+def _decode(session: Session, batches: list[list[int]]) -> float:
+    """Seconds that a session takes for batches of tokens."""
+    begin = time.perf_counter()
+    for batch in batches:
+        session.decode(batch)
+    return time.perf_counter() - begin
 
 
 def bench_diff(model: Path, *, rounds: int, threads: int, n: int = 16) -> Iterator[Measurement]:
