@@ -5,6 +5,7 @@ The first touch of new memory costs the system more than converting 64 MiB into 
 
 from __future__ import annotations
 
+import weakref
 from math import prod
 from typing import Any
 
@@ -18,18 +19,19 @@ _free: dict[int, NDArray[np.uint8]] = {}  # by address, the longest free first
 
 
 class _Lease:
-    """Holds the memory of one result; gives it back when the last array over it is gone."""
+    """Holds the memory of one result. Gives it back when the last array over it is gone."""
 
     def __init__(self, memory: NDArray[np.uint8], shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
-        self._memory = memory
         self.__array_interface__ = {**memory.__array_interface__, "shape": shape, "typestr": dtype.str, "strides": None}
+        weakref.finalize(self, _give_back, memory).atexit = False
 
-    def __del__(self) -> None:
-        _free[self._memory.ctypes.data] = self._memory
-        for address in list(_free):
-            if sum(memory.nbytes for memory in list(_free.values())) <= KEPT:
-                break
-            _free.pop(address, None)
+
+def _give_back(memory: NDArray[np.uint8]) -> None:
+    _free[memory.ctypes.data] = memory
+    for address in list(_free):
+        if sum(kept.nbytes for kept in list(_free.values())) <= KEPT:
+            break
+        _free.pop(address, None)
 
 
 def empty(shape: tuple[int, ...], dtype: DTypeLike) -> NDArray[Any]:
