@@ -76,6 +76,14 @@ def test_every_unit_is_computed_once(team: str, n_units: int, n_bytes: int, coun
     assert (visited.visits == 2).all(), "a work runs again, in another number of threads"
 
 
+def test_no_chunk_is_taken_twice(team: str) -> None:
+    visited = Visited(64)
+    with threads.allowing(2):
+        for _ in range(300):
+            visited.work.run()
+    assert (visited.visits == 300).all()
+
+
 def test_what_is_worth_a_second_thread_is_cut(team: str) -> None:
     assert Visited(1000, 2 * GRAIN - 1).runs(4) == 1
     assert Visited(1000, 2 * GRAIN).runs(4) == 2
