@@ -76,12 +76,13 @@ def test_every_unit_is_computed_once(team: str, n_units: int, n_bytes: int, coun
     assert (visited.visits == 2).all(), "a work runs again, in another number of threads"
 
 
-def test_no_chunk_is_taken_twice(team: str) -> None:
+def test_no_chunk_is_taken_twice() -> None:
     visited = Visited(1 << 19)
-    with threads.allowing(64 if team == "pool" else 8):
-        for _ in range(40):
-            visited.work.run()
-    assert (visited.visits == 40).all()
+    visited.work.block[threads._CHUNK] = 1
+    with ThreadPoolExecutor(2) as pool:
+        for taken in [pool.submit(threads._take_chunks, visited.work.address) for _ in range(2)]:
+            taken.result()
+    assert (visited.visits == 1).all()
 
 
 def test_what_is_worth_a_second_thread_is_cut(team: str) -> None:
