@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
 import numba
@@ -56,6 +57,17 @@ def engine() -> str:
     return name
 
 
+@functools.cache
+def _is_kept() -> bool:
+    """Whether `cache_directory` can be written to. Where it cannot, numba would take a folder of its own choice."""
+    try:
+        cache_directory().mkdir(parents=True, exist_ok=True)
+        TemporaryFile(dir=cache_directory()).close()
+    except OSError:
+        return False
+    return True
+
+
 @contextmanager
 def _own_cache() -> Iterator[None]:
     before = numba.config.CACHE_DIR
@@ -67,7 +79,8 @@ def _own_cache() -> Iterator[None]:
 
 
 class CFunction:
-    """A C function, compiled when it is needed first and kept on disk. It runs without the GIL, in any thread."""
+    """A C function, compiled when it is needed first and kept on disk, where that is possible. It runs without the GIL,
+    in any thread."""
 
     def __init__(self, function: Callable[..., Any], signature: Any) -> None:
         self._function, self._signature = function, signature
@@ -76,7 +89,7 @@ class CFunction:
     @functools.cached_property
     def _compiled(self) -> Any:
         with _own_cache():
-            return numba.cfunc(self._signature, cache=True, nopython=True, error_model="numpy")(self._function)
+            return numba.cfunc(self._signature, cache=_is_kept(), nopython=True, error_model="numpy")(self._function)
 
     @property
     def is_compiled(self) -> bool:
@@ -191,17 +204,19 @@ class _Announcement(event.Listener):
     said = False
 
     def on_start(self, compilation: Any) -> None:
-        dispatcher = compilation.data["dispatcher"]
-        if not self.said and dispatcher.py_func.__qualname__ in _ours:
+        if not self.said and compilation.data["qualname"] in _ours:
             self.said = True
-            print(f"ggml-npu: compiling kernels, once; kept in {cache_directory()}", file=sys.stderr)
+            kept = (
+                f"once; kept in {cache_directory()}" if _is_kept() else f"not kept: {cache_directory()} is not writable"
+            )
+            print(f"ggml-npu: compiling kernels, {kept}", file=sys.stderr)
 
     def on_end(self, compilation: Any) -> None:
         pass
 
 
 _ours: set[str] = set()
-event.register("numba:compile", _Announcement())
+event.register("numba:run_pass", _Announcement())
 
 
 @intrinsic

@@ -28,12 +28,12 @@ from quant.jit import (
 from quant.vectors import FLOAT, HALF, INT8, INT16, INT32, part
 
 # what `convert` knows, by number; q8_0 as a destination exists once per rounding, f16 once for elements and once for
-# rows, of which ggml_cpu_fp32_to_fp16 converts fours by the processor's vectors, which keep a NaN's payload
-F32, F16, F16_ROW, BF16, I32, Q8_0_REFERENCE, Q8_0_SIMD, Q4_0 = range(8)
+# the whole fours of a row, which ggml_cpu_fp32_to_fp16 converts by the processor's vectors: they keep a NaN's payload
+F32, F16, F16_FOURS, BF16, I32, Q8_0_REFERENCE, Q8_0_SIMD, Q4_0 = range(8)
 CODES = {
     "f32": F32,
     "f16": F16,
-    "f16 row": F16_ROW,
+    "f16 fours": F16_FOURS,
     "bf16": BF16,
     "i32": I32,
     "q4_0": Q4_0,
@@ -291,15 +291,8 @@ def _from_float(
         _elements(widen, source, source_bytes, src, src_step, _same, types.float32, 4, dst, dst_step, count)
     elif dst_code == F16:
         _elements(widen, source, source_bytes, src, src_step, f32_to_f16, types.uint16, 2, dst, dst_step, count)
-    elif dst_code == F16_ROW:
-        vectors = count - count % 4
-        _elements(
-            widen, source, source_bytes, src, src_step, f32_to_f16_payload, types.uint16, 2, dst, dst_step, vectors
-        )
-        src, dst = src + vectors * src_step, dst + vectors * dst_step
-        _elements(
-            widen, source, source_bytes, src, src_step, f32_to_f16, types.uint16, 2, dst, dst_step, count - vectors
-        )
+    elif dst_code == F16_FOURS:
+        _elements(widen, source, source_bytes, src, src_step, f32_to_f16_payload, types.uint16, 2, dst, dst_step, count)
     elif dst_code == BF16:
         _elements(widen, source, source_bytes, src, src_step, _f32_to_bf16, types.uint16, 2, dst, dst_step, count)
     elif dst_code == I32:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
+from itertools import pairwise
 from math import prod
 from typing import Any, Literal
 
@@ -45,6 +47,26 @@ def recorded_works() -> Iterator[list[threads.Work]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(threads.Work, "run", record)
         yield works
+
+
+@contextmanager
+def in_pieces(rng: np.random.Generator, n: int = 4) -> Iterator[None]:
+    """Every work that may be cut runs as pieces of any sizes, however small it is, in any order."""
+
+    def run(work: threads.Work) -> None:
+        n_units = int(work.block[threads._UNITS])
+        cuts = sorted({0, n_units, *rng.integers(0, n_units + 1, n - 1).tolist()}) if work.parts > 1 else [0, n_units]
+        kernel = ctypes.CFUNCTYPE(ctypes.c_int64, *[ctypes.c_int64] * 3)(int(work.block[threads._KERNEL]))
+        pieces = [*pairwise(cuts)]
+        for i in rng.permutation(len(pieces)):
+            status = kernel(int(work.block[threads._PARAMETERS]), *pieces[i])
+            if status and work._failed is not None:
+                raise work._failed(status)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(threads, "GRAIN", 1)
+        patch.setattr(threads.Work, "run", run)
+        yield
 
 
 class Scene(Builder):

@@ -6,15 +6,17 @@ import platform
 from collections.abc import Callable
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from numpy.typing import NDArray
-from support import ENGINES, assert_same_bytes, pool
+from support import ENGINES, assert_same_bytes, pool, special_floats
 
 import quant
+from ggml_backend_npu import OPS, Node, Tensor
 from ggml_backend_npu.abi import structs
 from ggml_backend_npu.abi.codecs import Bound
 from ggml_backend_npu.abi.lib import Ggml
@@ -265,16 +267,68 @@ def test_other_types_have_one_rounding() -> None:
         assert_same_bytes(quant.quantize(x, name, "simd"), quant.quantize(x, name, "reference"))
 
 
+CLASSES = {
+    "quiet NaN": [0x7FC00000, 0xFFC12345],
+    "signalling NaN": [0x7F800001, 0xFF812345],
+    "infinity": [0x7F800000, 0xFF800000],
+    "zero": [0x00000000, 0x80000000],
+    "subnormal": [0x00000001, 0x807FFFFF],
+    "a scale below all halves": [0x33000000, 0xB0123456],
+    "a scale beyond all halves": [0x4B123456, 0xFF7FFFFF],
+    "ordinary": [0x3F800000, 0xC0490FDB, 0x42FE0000, 0xBF000000],
+}
+
+
+def blocks_of_any_floats() -> Floats:
+    """Blocks of each class of floats alone, and with one or with many of another class in them; any bits; scales that
+    lie between two halves."""
+    rng = np.random.default_rng(9)
+    found = []
+    for one in CLASSES.values():
+        for other in CLASSES.values():
+            for share in (1 / 32, 1 / 2):
+                bits = np.where(rng.random((8, 32)) < share, rng.choice(other, (8, 32)), rng.choice(one, (8, 32)))
+                found.append(bits.astype(np.uint32).view(np.float32))
+    ties = normal(256, 32).clip(-1, 1)
+    between = 1 + (2 * np.arange(128, dtype=np.float32)[:, None] + 1) / 2048
+    scales = np.concatenate([127 * between, 8 * between]) * np.float32(2) ** rng.integers(-24, 8, (256, 1))
+    ties = (ties * scales).astype(np.float32)
+    ties[:, :1] = scales * rng.choice([-1, 1], (256, 1))
+    return np.concatenate([*found, ties, special_floats().reshape(-1, 32)])
+
+
 @pytest.mark.parametrize(("name", "rounding"), OURS)
 def test_compiled_runs_equal_their_definitions(name: str, rounding: Rounding, monkeypatch: pytest.MonkeyPatch) -> None:
-    x = np.concatenate([hard_blocks(), normal(5000, 32)])
-    blocks = np.random.default_rng(3).integers(0, 256, (5000, codec(name).block_bytes), dtype=np.uint8)
+    """Of floats of every class; and of blocks of any bits, every half float among their scales."""
+    x = np.concatenate([hard_blocks(), normal(5000, 32), blocks_of_any_floats()])
+    blocks = np.random.default_rng(3).integers(0, 256, (1 << 16, codec(name).block_bytes), dtype=np.uint8)
+    blocks[:, :2] = np.arange(1 << 16, dtype=np.uint16)[:, None].view(np.uint8)
     results = []
     for engine in ENGINES:
         monkeypatch.setenv("GGML_NPU_ENGINE", engine)
         results.append((quant.quantize(x, name, rounding), quant.dequantize(blocks, name)))
     for compiled, definition in zip(*results, strict=True):
         assert_same_bytes(compiled, definition)
+
+
+@pytest.mark.parametrize("source", [np.float16, ml_dtypes.bfloat16])
+@pytest.mark.parametrize(("name", "rounding"), OURS)
+def test_compiled_runs_of_half_floats_equal_their_definitions(
+    name: str, rounding: Rounding, source: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with np.errstate(over="ignore", invalid="ignore"):
+        x = np.concatenate([hard_blocks(), normal(2000, 32), blocks_of_any_floats()]).astype(source)
+    order = np.random.default_rng(4).permuted(np.tile(np.arange(1 << 16, dtype=np.uint16), 2))
+    x = np.concatenate(
+        [x, np.arange(1 << 16, dtype=np.uint16).view(source).reshape(-1, 32), order.view(source).reshape(-1, 32)]
+    )
+    monkeypatch.setattr(NUMERICS, "rounding", rounding)
+    results = []
+    for engine in ENGINES:
+        monkeypatch.setenv("GGML_NPU_ENGINE", engine)
+        results.append(np.zeros((len(x), codec(name).block_bytes), np.uint8))
+        OPS.bind(Node("CPY", Tensor.of(results[-1], name), (Tensor.of(x),)))()
+    assert_same_bytes(*results)
 
 
 @pytest.mark.parametrize("engine", ENGINES)

@@ -266,7 +266,9 @@ class Plugin:
             statistics.add(bound)
         nodes, spans = convert.spans(self.ggml, graph)
         if nodes:
-            context.repeats.learn(bound, nodes, spans)
+            header = structs.Graph.from_address(graph)
+            matter = DEVICE.fusion == "on" and not self._fusible.isdisjoint(bound.counts)
+            context.repeats.learn(bound, nodes, spans, [header.uses(node) for node in nodes] if matter else [])
         return structs.STATUS_SUCCESS
 
     def _settle(self) -> None:

@@ -26,12 +26,13 @@ _N_SLOTS = 1024  # graphs that are known at once
 # a table, one for each ggml_backend: what it calls for graphs that it does not know, graphs that it ran, threads,
 # GOMP_parallel, where the version of the ops is; behind them a slot for the address of each program
 _PYTHON, _RUNS, _THREADS, _OPENMP, _VERSION_AT, _SLOTS = range(6)
-# a program: what the version of the ops was, its nodes' addresses, spans (address, bytes, copy), works, and how often
-# it ran
-_VERSION, _N_NODES, _NODES, _N_SPANS, _SPANS, _N_WORKS, _WORKS, _PROGRAM_RUNS = range(8)
-_PROGRAM = 8
+# a program: what the version of the ops was, its nodes' addresses, spans (address, bytes, copy), works, how often it
+# ran, and how often each node is used, or 0 where that does not matter
+_VERSION, _N_NODES, _NODES, _N_SPANS, _SPANS, _N_WORKS, _WORKS, _PROGRAM_RUNS, _USES = range(9)
+_PROGRAM = 9
 
 _GRAPH_N_NODES, _GRAPH_NODES = structs.Graph.n_nodes.offset, structs.Graph.nodes.offset
+_GRAPH_USES, _GRAPH_VISITED = structs.Graph.use_counts.offset, structs.Graph.visited.offset
 _CONTEXT = structs.Backend.context.offset
 
 
@@ -56,14 +57,37 @@ def _slot(nodes: Any, n_nodes: int) -> Any:
 
 
 @inlined
-def _is(program: Any, nodes: Any, n_nodes: int) -> bool:
-    """Whether a graph has the same nodes as a program, and they still hold the same."""
+def _uses(graph: int, node: int) -> Any:
+    """`structs.Graph.uses`"""
+    counts, visited = _int64s(graph + _GRAPH_USES, 1)[0], _int64s(graph + _GRAPH_VISITED, 3)
+    size = visited[0]
+    if counts == 0 or size == 0:
+        return types.int64(-1)
+    used, keys = array_at(visited[1], types.uint32, size // 32 + 1), _int64s(visited[2], size)
+    slot = (node >> 4) % size
+    for _ in range(size):
+        if (types.int64(used[slot // 32]) >> (slot % 32)) & 1 == 0:
+            break
+        if keys[slot] == node:
+            return types.int64(array_at(counts, types.int32, size)[slot])
+        slot = (slot + 1) % size
+    return types.int64(-1)
+
+
+@inlined
+def _is(program: Any, graph: int, nodes: Any, n_nodes: int) -> bool:
+    """Whether a graph has the same nodes as a program, and they still hold the same and are used as often."""
     if program[_N_NODES] != n_nodes:
         return False
     known = _int64s(program[_NODES], n_nodes)
     for i in range(n_nodes):
         if nodes[i] != known[i]:
             return False
+    if program[_USES] != 0:
+        uses = _int64s(program[_USES], n_nodes)
+        for i in range(n_nodes):
+            if _uses(graph, nodes[i]) != uses[i]:
+                return False
     spans = _int64s(program[_SPANS], 3 * program[_N_SPANS])
     for i in range(program[_N_SPANS]):
         n_words = spans[3 * i + 1] // 8
@@ -84,7 +108,7 @@ def graph_compute(backend: int, graph: int) -> Any:
         address = table[_slot(nodes, n_nodes)]
         if address != 0:
             program = _int64s(address, _PROGRAM)
-            if program[_VERSION] == _int64s(table[_VERSION_AT], 1)[0] and _is(program, nodes, n_nodes):
+            if program[_VERSION] == _int64s(table[_VERSION_AT], 1)[0] and _is(program, graph, nodes, n_nodes):
                 status, i = 0, 0
                 works = _int64s(program[_WORKS], program[_N_WORKS])
                 while status == 0 and i < program[_N_WORKS]:
@@ -102,9 +126,10 @@ class Program:
 
     nodes  addresses of all nodes of the graph
     spans  (address, bytes) of what the plan depends on, whole 8 bytes
+    uses   how often each node is used in the whole graph, where nodes may be fused; else empty
     """
 
-    def __init__(self, plan: Plan, nodes: list[int], spans: list[tuple[int, int]]) -> None:
+    def __init__(self, plan: Plan, nodes: list[int], spans: list[tuple[int, int]], uses: list[int]) -> None:
         self.plan = plan
         copies = [np.frombuffer(ctypes.string_at(*span), np.int64) for span in spans]
         jobs = [call for _, call in plan.steps if isinstance(call, Job)]
@@ -113,11 +138,13 @@ class Program:
             np.array([(*span, copy.ctypes.data) for span, copy in zip(spans, copies, strict=True)], np.int64),
             np.array([work.address for job in jobs for work in job.works], np.int64),
         )
-        self._kept = copies, lists
+        counts = np.array(uses, np.int64)
+        self._kept = copies, lists, counts
         self._fields = np.zeros(_PROGRAM, np.int64)
         self._fields[_VERSION] = OPS.version
         self._fields[_N_NODES], self._fields[_N_SPANS], self._fields[_N_WORKS] = map(len, lists)
         self._fields[_NODES], self._fields[_SPANS], self._fields[_WORKS] = (part.ctypes.data for part in lists)
+        self._fields[_USES] = counts.ctypes.data if uses else 0
         self._seen = 0
 
     @property
@@ -158,7 +185,7 @@ class Repeats:
     def n_threads(self, count: int) -> None:
         self._table[_THREADS] = count
 
-    def learn(self, plan: Plan, nodes: list[int], spans: list[tuple[int, int]]) -> None:
+    def learn(self, plan: Plan, nodes: list[int], spans: list[tuple[int, int]], uses: list[int]) -> None:
         """Remembers a graph, where kernels alone compute it. In place of one that has the same slot.
 
         Called by the thread that computes, when all that ran has been `counted`.
@@ -166,7 +193,7 @@ class Repeats:
         self._replaced.clear()
         if not all(isinstance(call, Job) for _, call in plan.steps):
             return
-        program = Program(plan, nodes, spans)
+        program = Program(plan, nodes, spans, uses)
         slot = _SLOTS + (nodes[0] // 16 + len(nodes)) % _N_SLOTS
         if slot in self._programs:
             self._replaced.append(self._programs[slot])

@@ -15,7 +15,7 @@ from ggml_backend_npu.numerics import NUMERICS
 from ggml_backend_npu.registry import Call, KernelError
 from quant import Rounding
 from quant.jit import LINE, array_at, compiled, copy, inlined, parameters, stream, stream_ends, values
-from quant.runs import CACHED, CODES, STAGE, convert_run, copy_blocks, copy_run, flush
+from quant.runs import CACHED, CODES, F16, F16_FOURS, STAGE, convert_run, copy_blocks, copy_run, flush
 from quant.threads import PARTS, Job, Work
 from quant.vectors import INT8, INT16, INT32, INT64, part, transposed
 
@@ -111,6 +111,13 @@ def walk(p, begin, end):
     unit = begin
     while unit < end:
         count = min(end - unit, src[NE] - s0, dst[NE] - d0)
+        to = dst_code
+        if dst_code == F16_FOURS:
+            fours = dst[NE] - dst[NE] % 4
+            if d0 < fours:
+                count = min(count, fours - d0)
+            else:
+                to = F16
         x = src_row + s0 * src[NB]
         y = dst_row + d0 * dst[NB]
         if whole:
@@ -122,7 +129,7 @@ def walk(p, begin, end):
                 filled += count * dst_unit
             _move_run(
                 src_code, src_unit, x, src[NB], src[_PACKED], src[_N_PACKED],
-                dst_code, y, dst[NB], dst[_PACKED], dst[_N_PACKED], count,
+                to, y, dst[NB], dst[_PACKED], dst[_N_PACKED], count,
             )  # fmt: skip
         unit += count
         s0 += count
@@ -344,7 +351,7 @@ def mover(
 
     rounding  of q8_0; the device's where it is None
     """
-    dst_type = "f16 row" if dst_ids is not None and dst.type == "f16" else dst.type
+    dst_type = "f16 fours" if dst_ids is not None and dst.type == "f16" else dst.type
     src_code, dst_code = code(src.type), code(dst_type, rounding)
     if src.type == dst.type:
         src_code = dst_code = _SAME

@@ -1,0 +1,169 @@
+"""Every compiled kernel beside its definition: one that nobody compares fails here."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from support import assert_same_bytes, in_pieces, recorded_works, special_floats
+
+import ggml_backend_npu
+import quant
+from ggml_backend_npu import OPS, Node, Tensor, TensorDescriptor, TopKSoftmax, token_shift
+from ggml_backend_npu.ops import groups, routing, softmax, strided
+from ggml_backend_npu.ops import token_shift as shifts
+from quant import runs, threads
+from quant.jit import CFunction, compiled
+
+Array = NDArray[Any]
+
+
+@dataclass(frozen=True)
+class Case:
+    """run  gives outputs, by whatever engine is in force
+    kernels  that it has run
+    define   gives the same without a kernel; None: `run` does, by the reference engine
+    ulp      of a float32 output
+    """
+
+    run: Callable[[], list[Array]]
+    kernels: tuple[CFunction, ...]
+    define: Callable[[], list[Array]] | None = None
+    ulp: int = 0
+
+
+def floats(*shape: int, seed: int = 0) -> Array:
+    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+
+
+def node(op: str, dst: Array, *src: Array, params: bytes = b"", types: tuple[str | None, ...] = ()) -> list[Array]:
+    """What the kernel of an op leaves in dst."""
+    types = (*types, *(None,) * 4)
+    sources = tuple(Tensor.of(array, type) for array, type in zip(src, types[1:], strict=False))
+    OPS.bind(Node(op, Tensor.of(dst, types[0]), sources, params))()
+    return [dst]
+
+
+OF_OPS = {
+    "GET_ROWS": Case(
+        lambda: node(
+            "GET_ROWS", np.zeros((5, 64), np.float32), floats(8, 64).astype(np.float16), np.int32([7, 0, 3, 3, 1])
+        ),
+        (strided.check_ids, strided.walk),
+    ),
+    "SET_ROWS": Case(
+        lambda: node("SET_ROWS", np.zeros((9, 65), np.float16), floats(4, 65), np.array([7, 0, 3, 8])),
+        (strided.check_ids, strided.walk),
+    ),
+    "CPY": Case(lambda: node("CPY", np.zeros((8, 68), np.uint8), floats(8, 64), types=("q8_0", None)), (strided.walk,)),
+    "DUP": Case(
+        lambda: node("DUP", np.zeros((3, 37), np.int16), np.arange(111, dtype=np.int16).reshape(3, 37)), (strided.walk,)
+    ),
+    "CONT": Case(lambda: node("CONT", np.zeros((70, 33), np.float32), floats(33, 70).T), (strided.transpose,)),
+    "SOFT_MAX": Case(
+        lambda: node("SOFT_MAX", np.zeros((6, 300), np.float32), floats(6, 300), params=struct.pack("2f", 0.5, 0.0)),
+        (softmax.softmax,),
+        ulp=4,
+    ),
+}
+
+
+def codec(type: str) -> list[Array]:
+    x = special_floats().reshape(-1, 64)
+    encoded = [quant.quantize(x, type, rounding) for rounding in quant.ROUNDINGS]
+    return [*encoded, quant.dequantize(encoded[0], type)]
+
+
+def grouped(bits: int) -> list[Array]:
+    """Quantised in groups of 32, and back."""
+    x, back = floats(5, 128), np.zeros((5, 128), np.float32)
+    quants, scales = np.zeros((5, 128 * bits // 8), np.int8), np.zeros((5, 4), np.float32)
+    held = groups.Groups(bits, 32, Tensor.of(quants), Tensor.of(scales))
+    groups.quantizer(held, Tensor.of(x))()
+    groups.dequantizer(Tensor.of(back), held)()
+    return [quants, scales, back]
+
+
+X, MU, H0 = floats(2, 9, 70), floats(6, 70, seed=1), floats(2, 1, 70, seed=2)
+
+
+def shifted_by_hand() -> list[Array]:
+    before = np.concatenate([H0, X[:, :-1]], axis=1)
+    return [*(X + (before - X) * mu for mu in MU), X[:, -1:]]
+
+
+def top(x: Array) -> list[Array]:
+    values, indices = np.zeros((len(x), 7), np.float32), np.zeros((len(x), 7), np.int32)
+    _, descriptor = TopKSoftmax.create("handle", TensorDescriptor.of(x))
+    assert descriptor is not None
+    assert descriptor.calculate(None, 0, values, indices, x, 7, True) == 0
+    return [values, indices]
+
+
+def top_by_hand(x: Array) -> list[Array]:
+    p = np.exp(x.astype(np.float64) - x.max(axis=1, keepdims=True))
+    indices = np.argsort(-p, axis=1, kind="stable")[:, :7]
+    values = np.take_along_axis(p / p.sum(axis=1, keepdims=True), indices, axis=1)
+    return [(values / values.sum(axis=1, keepdims=True)).astype(np.float32), indices.astype(np.int32)]
+
+
+RUNS_OTHERS = threads._run
+CASES = {
+    **OF_OPS,
+    "transposed f16": Case(lambda: node("CPY", np.zeros((70, 33), np.float16), floats(33, 70).T), (strided.transpose,)),
+    **{f"codec {type}": Case(lambda type=type: codec(type), (runs.convert,)) for type in ("q8_0", "q4_0")},
+    **{
+        f"groups of int{bits}": Case(lambda bits=bits: grouped(bits), (groups._quantize, groups._dequantize))
+        for bits in (8, 4)
+    },
+    "token_shift": Case(lambda: [*token_shift(X, MU, H0)], (shifts.shift,), shifted_by_hand),
+    "top_k": Case(lambda: top(floats(9, 300)), (routing.top_k,), lambda: top_by_hand(floats(9, 300)), ulp=4),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("pieces", [False, True])
+def test_a_kernel_equals_its_definition(name: str, pieces: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = CASES[name]
+    if pieces:
+        with in_pieces(np.random.default_rng(0)):
+            found = case.run()
+    else:
+        with recorded_works() as works:
+            found = case.run()
+        assert {kernel.address for kernel in case.kernels} == {work.block[threads._KERNEL] for work in works}
+    monkeypatch.setenv("GGML_NPU_ENGINE", "reference")
+    with recorded_works() as works:
+        expected = case.define() if case.define is not None else case.run()
+    assert not works, "the definition needs no kernel"
+    for actual, right in zip(found, expected, strict=True):
+        if actual.dtype == np.float32 and case.ulp:
+            np.testing.assert_array_max_ulp(actual, right, case.ulp)
+        else:
+            assert_same_bytes(actual, right)
+
+
+def kernels() -> dict[int, str]:
+    """The kernels of all modules, by identity."""
+    found = {}
+    for package in (quant, ggml_backend_npu):
+        for info in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
+            module = importlib.import_module(info.name)
+            for name, value in vars(module).items():
+                if isinstance(value, CFunction) and value._signature == compiled.keywords["signature"]:
+                    found[id(value)] = name
+    return found
+
+
+def test_every_kernel_is_compared_with_its_definition() -> None:
+    compared = {id(RUNS_OTHERS), *(id(kernel) for case in CASES.values() for kernel in case.kernels)}
+    assert [name for key, name in kernels().items() if key not in compared] == []
+    assert [op for op in OPS if OPS[op].prepare is not None and op not in OF_OPS] == []
+    assert [op for op in OF_OPS if OPS[op].prepare is None] == []
