@@ -10,8 +10,9 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -471,10 +472,16 @@ class Decoded:
     spans: Counter[str]
 
 
-def decoded(model: Any, n: int = 12, prompt: str = "The capital of France is", **settings: Any) -> Decoded:
-    with Session(model, Settings("npu", threads=1, **settings)) as session:
-        tokens = list(generate(session, session.tokenize(prompt), n, Sampler()))
+def written_by(session: Session, n: int, prompt: str) -> Decoded:
+    tokens = list(generate(session, session.tokenize(prompt), n, Sampler()))
     return Decoded(tokens, session.npu_nodes, session.npu_spans)
+
+
+def decoded(model: Path, n: int = 12, prompt: str = "The capital of France is") -> Decoded:
+    with Session(model, Settings("npu", threads=1)) as session:
+        found = written_by(session, n, prompt)
+    assert (session.npu_nodes, session.npu_spans) == (found.nodes, found.spans), "what was counted stays"
+    return found
 
 
 @pytest.fixture(params=["default", "all"])
@@ -504,10 +511,13 @@ def test_two_contexts_decode_at_once(backend: Plugin, model: Models) -> None:
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-5)
     try:
-        with ThreadPoolExecutor(2) as pool:
-            for _ in range(2):
-                running = [pool.submit(decoded, model(name), 24, prompt) for name, prompt in cases]
-                assert [future.result().tokens for future in running] == [each.tokens for each in alone]
+        for _ in range(2):
+            with ExitStack() as stack, ThreadPoolExecutor(2) as pool:
+                sessions = [stack.enter_context(Session(model(name), Settings("npu", threads=1))) for name, _ in cases]
+                backend.statistics.reset()
+                prompts = [prompt for _, prompt in cases]
+                assert list(pool.map(written_by, sessions, [24, 24], prompts)) == alone
+                assert backend.statistics.computed == alone[0].nodes + alone[1].nodes
     finally:
         sys.setswitchinterval(interval)
 
