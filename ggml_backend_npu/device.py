@@ -10,6 +10,9 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from ggml_backend_npu.profiles import FULL, Profile, ProfileError, load
 from quant import threads
 
@@ -64,7 +67,6 @@ class DeviceOptions:
     fallback      "cpu": a node that the device does not take, and is handed all the same, is computed by ggml's CPU
                   backend: behind RPC, where clients do not ask. "none": such a node fails
     ops           "default": the ops that move data, which cost a scheduler little; "all": every op there is
-    fusion        "on": patterns of nodes run as one operator
     """
 
     profile: Profile = FULL
@@ -73,8 +75,22 @@ class DeviceOptions:
     device_type: str = "accel"
     fallback: str = "none"
     ops: str = "default"
-    fusion: str = "on"
+    _fuses: NDArray[np.int64] = field(default_factory=lambda: np.ones(1, np.int64), init=False, repr=False)
     _environment_is_read: bool = field(default=False, init=False, repr=False)
+
+    @property
+    def fusion(self) -> str:
+        """ "on": patterns of nodes run as one operator"""
+        return "on" if self._fuses[0] else "off"
+
+    @fusion.setter
+    def fusion(self, value: str) -> None:
+        self._fuses[0] = value == "on"
+
+    @property
+    def fuses_at(self) -> int:
+        """Where compiled code reads whether they do, int64."""
+        return int(self._fuses.ctypes.data)
 
     @property
     def threads(self) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -99,6 +100,7 @@ class _Log:
 
 
 _log = _Log()
+_opening = threading.Lock()  # a new context is told by being new
 
 
 @callback(types.boolean(types.intp, types.boolean, types.intp))
@@ -200,7 +202,7 @@ class Session:
             params.cb_eval = ctypes.cast(_count_node.address, type(params.cb_eval))
             params.cb_eval_user_data = self._counts.ctypes.data
         _log.clear()
-        with self._inside():
+        with _opening, self._inside():
             contexts = self.npu.contexts if self.npu is not None else {}
             others = set(contexts)
             self._context = llama_cpp.llama_init_from_model(self._model, params)

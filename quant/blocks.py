@@ -55,6 +55,10 @@ def low_byte(x: Floats) -> NDArray[np.int8]:
 class Compiled(Codec):
     """A block codec with a compiled run beside its definition."""
 
+    @property
+    def is_compiled(self) -> bool:  # type: ignore[override]
+        return engine() == "compiled"
+
     def encode(self, x: Floats, rounding: Rounding) -> Bytes:
         if engine() == "reference":
             return self.define_encode(x, rounding)

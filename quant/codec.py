@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
+from quant.memory import empty
+
 Floats = NDArray[np.float32]
 Bytes = NDArray[np.uint8]
 Rounding = Literal["reference", "simd"]
 ROUNDINGS: tuple[Rounding, ...] = get_args(Rounding)
+_CHUNK = 1 << 15  # elements converted at a time, where a codec needs temporaries
 
 
 class Codec:
@@ -21,6 +25,7 @@ class Codec:
     block_bytes  bytes of a block (ggml_type_size)
     dtype        the NumPy type of one element, for types whose block is one element
     provider     who computes it: "ours", "libgguf" or "ggml"
+    is_compiled  whether it takes any number of blocks at once, without temporaries
     """
 
     name: str
@@ -28,6 +33,7 @@ class Codec:
     block_bytes: int
     dtype: np.dtype[Any] | None = None
     provider: str = "ours"
+    is_compiled: bool = False
 
     def __init_subclass__(cls, **keywords: Any) -> None:
         super().__init_subclass__(**keywords)
@@ -85,12 +91,25 @@ def quantize(x: NDArray[Any], type: str, rounding: Rounding = "reference") -> By
         raise ValueError(
             f"x of shape {x.shape}: last axis must be a multiple of {kind.name}'s block size {kind.block_size}"
         )
+    shape = (*x.shape[:-1], x.shape[-1] // kind.block_size * kind.block_bytes)
     if kind.dtype is not None and x.dtype == kind.dtype:
-        blocks = np.ascontiguousarray(x).view(np.uint8)
-    else:
-        values = np.ascontiguousarray(x, dtype=np.float32)
-        blocks = kind.encode(values.reshape(-1, kind.block_size), rounding)
-    return blocks.reshape(*x.shape[:-1], x.shape[-1] // kind.block_size * kind.block_bytes)
+        return np.ascontiguousarray(x).view(np.uint8).reshape(shape)
+    n_blocks = x.size // kind.block_size
+    if kind.is_compiled and x.dtype == np.float32 and x.flags.c_contiguous:
+        return kind.encode(x.reshape(n_blocks, kind.block_size), rounding).reshape(shape)
+    blocks = empty((n_blocks, kind.block_bytes), np.uint8)
+    elements = x.reshape(-1) if x.flags.c_contiguous else x.flat
+    for begin, end in _chunks(kind, n_blocks):
+        part = np.ascontiguousarray(elements[begin * kind.block_size : end * kind.block_size], dtype=np.float32)
+        blocks[begin:end] = kind.encode(part.reshape(-1, kind.block_size), rounding).reshape(-1, kind.block_bytes)
+    return blocks.reshape(shape)
+
+
+def _chunks(kind: Codec, n_blocks: int) -> Iterator[tuple[int, int]]:
+    """Blocks a few at a time, so that no temporary grows with the array."""
+    step = max(1, _CHUNK // kind.block_size)
+    for begin in range(0, n_blocks, step):
+        yield begin, min(begin + step, n_blocks)
 
 
 def dequantize(blocks: NDArray[Any], type: str) -> Floats:
@@ -110,5 +129,11 @@ def dequantize(blocks: NDArray[Any], type: str) -> Floats:
         raise ValueError(
             f"blocks of {data.shape[-1]} bytes a row: must be a multiple of {kind.name}'s {kind.block_bytes}"
         )
-    values = kind.decode(data.reshape(-1, kind.block_bytes))
-    return values.reshape(*data.shape[:-1], data.shape[-1] // kind.block_bytes * kind.block_size)
+    rows = data.reshape(-1, kind.block_bytes)
+    shape = (*data.shape[:-1], data.shape[-1] // kind.block_bytes * kind.block_size)
+    if kind.is_compiled:
+        return kind.decode(rows).reshape(shape)
+    values = empty((len(rows), kind.block_size), np.float32)
+    for begin, end in _chunks(kind, len(rows)):
+        values[begin:end] = kind.decode(rows[begin:end]).reshape(-1, kind.block_size)
+    return values.reshape(shape)

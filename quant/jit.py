@@ -46,7 +46,7 @@ def cache_directory() -> Path:
 
 
 class EngineError(ValueError):
-    """GGML_NPU_ENGINE names no engine."""
+    """GGML_NPU_ENGINE names no engine, or GGML_NPU_THREADS no number of threads."""
 
 
 def engine() -> str:

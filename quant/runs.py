@@ -139,12 +139,6 @@ def _floats(source, kind):
     return (source.load(INT16, _BLOCK).to(INT32) << 16).as_float()
 
 
-def _store_half(target, d):
-    """GGML_FP32_TO_FP16 of a scale: a NaN has no payload."""
-    half = d.narrowed().bits()
-    target.store(half.where(d.equals(d), (half & 0x8000) | 0x7E00))
-
-
 def _magnitudes(x):
     """Bits of |x|; 0 for NaN, which is passed over, as by C's `amax < fabsf(v)`."""
     bits = x.bits() & 0x7FFFFFFF
@@ -183,7 +177,7 @@ def _encode_q8_0_reference_block(kind):
     def encode(source, scale, quants):
         x = _floats(source, kind)
         d = _magnitudes(x).largest().as_float() / 127.0
-        _store_half(scale, d)
+        scale.store(d.narrowed())
         quants.store((x * _reciprocal(d)).rounded("round").to_int32().to(INT8))
 
     return encode
@@ -194,7 +188,7 @@ def _encode_q8_0_simd_block(kind):
     def encode(source, scale, quants):
         x = _floats(source, kind)
         largest = _magnitudes(x).largest().as_float()
-        _store_half(scale, largest / 127.0)
+        scale.store((largest / 127.0).narrowed())
         inverse = (127.0 / largest).where(largest.differs(0.0), 0.0)
         quants.store((x * inverse).rounded("rint").to_int32().limited(-128, 127).to(INT8))
 
@@ -214,7 +208,7 @@ def _encode_q4_0_block(kind):
     @part
     def encode(source, scale, quants):
         d, codes = _q4_0_codes(_floats(source, kind))
-        _store_half(scale, d)
+        scale.store(d.narrowed())
         quants.store(codes.lanes_from(0, 1, 16) | (codes.lanes_from(16, 1, 16) << 4))
 
     return encode
@@ -224,7 +218,7 @@ def _encode_q4_0_packed_block(kind):
     @part
     def encode(source, scale, quants):
         d, codes = _q4_0_codes(_floats(source, kind))
-        _store_half(scale, d)
+        scale.store(d.narrowed())
         quants.store((codes.lanes_from(0, 2, 16) | (codes.lanes_from(1, 2, 16) << 4)) ^ 0x88)
 
     return encode

@@ -84,6 +84,8 @@ class Work:
     n_bytes  that it moves: what says whether a second thread is worth it; 0 = it is one thread's
     keep     what has to live as long
     failed   makes the error of what the kernel returned, where that is not 0
+
+    most_parts  in how many it is worth cutting at most; another work may say that it must not
     """
 
     def __init__(
@@ -99,14 +101,15 @@ class Work:
         self.block = np.zeros(_BLOCK, np.int64)
         self.block[_KERNEL], self.block[_PARAMETERS] = kernel.address, parameters.ctypes.data
         self.block[_TAKE] = _take_chunks.address
-        self.block[_UNITS], self.block[PARTS] = n_units, max(1, min(n_units, n_bytes // GRAIN))
+        self.most_parts = max(1, min(n_units, n_bytes // GRAIN))
+        self.block[_UNITS], self.block[PARTS] = n_units, self.most_parts
         self.address = int(self.block.ctypes.data)
         self._kept = parameters, keep
         self._failed = failed
 
     @property
     def parts(self) -> int:
-        """In how many parts it is worth cutting."""
+        """In how many parts it is cut, where there are threads enough."""
         return int(self.block[PARTS])
 
     def run(self) -> None:
@@ -134,6 +137,11 @@ class Job:
     def __call__(self) -> None:
         for work in self.works:
             work.run()
+
+    @property
+    def is_for_threads(self) -> bool:
+        """Whether more than one would be of use."""
+        return any(work.most_parts > 1 for work in self.works)
 
 
 class _Team:

@@ -534,7 +534,6 @@ def routing(scene: Scene, k: int = 3) -> tuple[int, int, int]:
     return probabilities, ids, scene.op("get_rows", scene.op("reshape_4d", probabilities, 1, 8, 5, 1), ids)
 
 
-@pytest.mark.xfail(strict=True, reason="a known graph does not ask for DEVICE.fusion")
 def test_fusion_is_switched_while_graphs_are_known(
     backend: Plugin, in_python: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:

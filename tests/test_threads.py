@@ -169,12 +169,13 @@ def test_a_number_of_threads_that_is_none_is_named(text: str, monkeypatch: pytes
 
 FOLLOWED = """
 from quant import threads
+from quant.jit import EngineError
 print(threads.allowed())
 import ggml_backend_npu
 from ggml_backend_npu.abi.build import Builder
 try:
     npu = ggml_backend_npu.register()
-except ggml_backend_npu.DeviceError as error:
+except EngineError as error:
     print(error)
 else:
     with Builder(npu.ggml, "NPU"):

@@ -16,6 +16,7 @@ from numba import types
 from numba.extending import intrinsic
 
 from ggml_backend_npu.abi import structs
+from ggml_backend_npu.device import DEVICE
 from ggml_backend_npu.plan import Plan
 from ggml_backend_npu.registry import OPS
 from quant.jit import array_at, callback, inlined
@@ -24,12 +25,12 @@ from quant.threads import Job, openmp, run_work
 _N_SLOTS = 1024  # graphs that are known at once
 
 # a table, one for each ggml_backend: what it calls for graphs that it does not know, graphs that it ran, threads,
-# GOMP_parallel, where the version of the ops is; behind them a slot for the address of each program
-_PYTHON, _RUNS, _THREADS, _OPENMP, _VERSION_AT, _SLOTS = range(6)
-# a program: what the version of the ops was, its nodes' addresses, spans (address, bytes, copy), works, how often it
-# ran, and how often each node is used, or 0 where that does not matter
-_VERSION, _N_NODES, _NODES, _N_SPANS, _SPANS, _N_WORKS, _WORKS, _PROGRAM_RUNS, _USES = range(9)
-_PROGRAM = 9
+# GOMP_parallel, where the version of the ops is and whether they fuse; behind them a slot for each program's address
+_PYTHON, _RUNS, _THREADS, _OPENMP, _VERSION_AT, _FUSES_AT, _SLOTS = range(7)
+# a program: what the version of the ops was, and whether they fused; its nodes' addresses, spans (address, bytes,
+# copy), works, how often it ran, and how often each node is used, or 0 where that does not matter
+_VERSION, _FUSES, _N_NODES, _NODES, _N_SPANS, _SPANS, _N_WORKS, _WORKS, _PROGRAM_RUNS, _USES = range(10)
+_PROGRAM = 10
 
 _GRAPH_N_NODES, _GRAPH_NODES = structs.Graph.n_nodes.offset, structs.Graph.nodes.offset
 _GRAPH_USES, _GRAPH_VISITED = structs.Graph.use_counts.offset, structs.Graph.visited.offset
@@ -108,7 +109,9 @@ def graph_compute(backend: int, graph: int) -> Any:
         address = table[_slot(nodes, n_nodes)]
         if address != 0:
             program = _int64s(address, _PROGRAM)
-            if program[_VERSION] == _int64s(table[_VERSION_AT], 1)[0] and _is(program, graph, nodes, n_nodes):
+            same_ops = program[_VERSION] == _int64s(table[_VERSION_AT], 1)[0]
+            same_ops = same_ops and program[_FUSES] == _int64s(table[_FUSES_AT], 1)[0]
+            if same_ops and _is(program, graph, nodes, n_nodes):
                 status, i = 0, 0
                 works = _int64s(program[_WORKS], program[_N_WORKS])
                 while status == 0 and i < program[_N_WORKS]:
@@ -141,7 +144,7 @@ class Program:
         counts = np.array(uses, np.int64)
         self._kept = copies, lists, counts
         self._fields = np.zeros(_PROGRAM, np.int64)
-        self._fields[_VERSION] = OPS.version
+        self._fields[_VERSION], self._fields[_FUSES] = OPS.version, DEVICE.fusion == "on"
         self._fields[_N_NODES], self._fields[_N_SPANS], self._fields[_N_WORKS] = map(len, lists)
         self._fields[_NODES], self._fields[_SPANS], self._fields[_WORKS] = (part.ctypes.data for part in lists)
         self._fields[_USES] = counts.ctypes.data if uses else 0
@@ -166,7 +169,8 @@ class Repeats:
 
     def __init__(self, python: int, n_threads: int) -> None:
         self._table = np.zeros(_SLOTS + _N_SLOTS, np.int64)
-        self._table[_PYTHON], self._table[_OPENMP], self._table[_VERSION_AT] = python, openmp(), OPS.version_at
+        self._table[_PYTHON], self._table[_OPENMP] = python, openmp()
+        self._table[_VERSION_AT], self._table[_FUSES_AT] = OPS.version_at, DEVICE.fuses_at
         self.n_threads = n_threads
         self._programs: dict[int, Program] = {}
         self._replaced: list[Program] = []
@@ -191,8 +195,9 @@ class Repeats:
         Called by the thread that computes, when all that ran has been `counted`.
         """
         self._replaced.clear()
-        if not all(isinstance(call, Job) for _, call in plan.steps):
-            return
+        jobs = [call for _, call in plan.steps if isinstance(call, Job)]
+        if len(jobs) < len(plan.steps) or (not openmp() and any(job.is_for_threads for job in jobs)):
+            return  # without OpenMP Python gives work to threads
         program = Program(plan, nodes, spans, uses)
         slot = _SLOTS + (nodes[0] // 16 + len(nodes)) % _N_SLOTS
         if slot in self._programs:

@@ -37,7 +37,7 @@ from quant.jit import (
 from quant.runs import f32_to_f16
 from quant.threads import Job, Work
 
-_CHUNK = 1 << 18  # elements converted at a time by the definitions, so that no temporary grows with the tensor
+_CHUNK = 1 << 15  # elements converted at a time by the definitions, so that no temporary grows with the tensor
 
 Call = Callable[[], None]
 Indices = NDArray[np.int64]

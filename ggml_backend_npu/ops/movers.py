@@ -20,7 +20,7 @@ from ggml_backend_npu.registry import Call, op
 from quant import Rounding, codec, type_names
 from quant.scalars import without_payload
 
-_CHUNK = 1 << 18  # elements converted at a time by the definitions, so that no temporary grows with the tensor
+_CHUNK = 1 << 15  # elements converted at a time by the definitions, so that no temporary grows with the tensor
 
 _FLOATS = ("f32", "f16", "bf16")
 _SCALARS = tuple(name for name in type_names() if codec(name).dtype is not None)

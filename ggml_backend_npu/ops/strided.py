@@ -392,7 +392,7 @@ def mover(
 
 def _check(side: Parameters, ids: Tensor, move: Work | None = None) -> Work:
     """The check of the ids of a side, which `move` writes by."""
-    writes = (0, 1) if move is None else (move.address, move.parts)
+    writes = (0, 1) if move is None else (move.address, move.most_parts)
     return Work(
         check_ids,
         parameters(side, *writes),
