@@ -131,7 +131,7 @@ def check_file(path: Path) -> None:
 class Session:
     """A loaded model with one sequence of tokens. A context manager: frees both at its end.
 
-    observer  sees every node; without one, nodes are counted in `nodes`
+    observer  sees every node; without one, nodes are counted in `nodes`, where they are to be
     progress  called with 0..1 while the model loads
     """
 
@@ -141,12 +141,13 @@ class Session:
         settings: Settings,
         *,
         observer: Observer | None = None,
+        counts_nodes: bool = True,
         progress: Callable[[float], None] | None = None,
     ) -> None:
         check_file(model)
         self.ggml = lib.ggml()
         self.settings = settings
-        self._observer = observer
+        self._observer, self._counts_nodes = observer, counts_nodes
         self._error: BaseException | None = None
         self._counts = np.zeros((len(self.ggml.ops) + 1, _FUNCTIONS_PER_OP), np.int64)
         types_kv = [self._type_number(name) for name in (settings.cache_type_k, settings.cache_type_v)]
@@ -198,7 +199,7 @@ class Session:
         if self._observer is not None:
             self._callback = structs.EvalCallback(self._observe)
             params.cb_eval = ctypes.cast(self._callback, type(params.cb_eval))
-        else:
+        elif self._counts_nodes:
             params.cb_eval = ctypes.cast(_count_node.address, type(params.cb_eval))
             params.cb_eval_user_data = self._counts.ctypes.data
         _log.clear()

@@ -28,12 +28,13 @@ _N_SLOTS = 1024  # graphs that are known at once
 # GOMP_parallel, where the version of the ops is and whether they fuse; behind them a slot for each program's address
 _PYTHON, _RUNS, _THREADS, _OPENMP, _VERSION_AT, _FUSES_AT, _SLOTS = range(7)
 # a program: what the version of the ops was, and whether they fused; its nodes' addresses, spans (address, bytes,
-# copy), works, how often it ran, and how often each node is used, or 0 where that does not matter
-_VERSION, _FUSES, _N_NODES, _NODES, _N_SPANS, _SPANS, _N_WORKS, _WORKS, _PROGRAM_RUNS, _USES = range(10)
-_PROGRAM = 10
+# copy), works, how often it ran, how often each node is used, or 0 where that does not matter, and the graph's last uid
+_VERSION, _FUSES, _N_NODES, _NODES, _N_SPANS, _SPANS, _N_WORKS, _WORKS, _PROGRAM_RUNS, _USES, _UID = range(11)
+_PROGRAM = 11
 
 _GRAPH_N_NODES, _GRAPH_NODES = structs.Graph.n_nodes.offset, structs.Graph.nodes.offset
 _GRAPH_USES, _GRAPH_VISITED = structs.Graph.use_counts.offset, structs.Graph.visited.offset
+_GRAPH_UID = structs.Graph.uid.offset
 _CONTEXT = structs.Backend.context.offset
 
 
@@ -77,7 +78,13 @@ def _uses(graph: int, node: int) -> Any:
 
 @inlined
 def _is(program: Any, graph: int, nodes: Any, n_nodes: int) -> bool:
-    """Whether a graph has the same nodes as a program, and they still hold the same and are used as often."""
+    """Whether a graph has the same nodes as a program, and they still hold the same and are used as often.
+
+    A scheduler gives a graph another uid whenever it makes it anew: under the same one nothing has changed.
+    """
+    uid = _int64s(graph + _GRAPH_UID, 1)[0]
+    if uid != 0 and uid == program[_UID]:
+        return True
     if program[_N_NODES] != n_nodes:
         return False
     known = _int64s(program[_NODES], n_nodes)
@@ -118,6 +125,7 @@ def graph_compute(backend: int, graph: int) -> Any:
                     status = run_work(works[i], table[_THREADS], table[_OPENMP])
                     i += 1
                 if status == 0:
+                    program[_UID] = _int64s(graph + _GRAPH_UID, 1)[0]
                     table[_RUNS] += 1
                     program[_PROGRAM_RUNS] += 1
                     return types.int32(0)
