@@ -619,3 +619,43 @@ def test_tensors_that_move_in_the_devices_memory() -> None:
     )
     assert result.returncode == 0, result.stderr
     assert result.stdout.split() == ["3", "3"], "packed, not packed, packed again"
+
+
+def test_a_graph_of_another_uid_is_looked_at_again(backend: Plugin, in_python: list[int]) -> None:
+    """Under the same uid a scheduler has changed nothing: only then may the nodes go unread."""
+    x = np.arange(64, dtype=np.float32)
+    with Scene(backend.ggml, "NPU") as scene:
+        source, other = scene.tensor("f32", (64,)), scene.tensor("f32", (64,))
+        node = scene.op("cont", source)
+        graph = scene.graph_of(node)
+        scene.set(source, x)
+        scene.set(other, -x)
+        header = structs.Graph.from_address(graph)
+        for uid, read, asked in ((7, source, 1), (7, source, 1), (8, other, 2), (9, other, 2), (0, source, 3)):
+            header.uid = uid
+            ctypes.c_void_p.from_address(node + structs.SRC_AT).value = read
+            assert scene.run(graph) == 0
+            assert_same_bytes(scene.get(node), x if read == source else -x)
+            assert len(in_python) == asked
+
+
+@pytest.mark.parametrize("flash_attention", ["on", "off"])
+def test_a_scheduler_that_counts_no_nodes_gives_the_same_logits(
+    backend: Plugin, model: Models, in_python: list[int], flash_attention: Any
+) -> None:
+    """Its graphs have uids; at 256 tokens it makes them anew, with a longer cache."""
+    settings = Settings("npu", n_ctx=512, threads=1, flash_attention=flash_attention)
+    with ExitStack() as stack:
+        npu, cpu = (
+            stack.enter_context(Session(model("llama"), each, counts_nodes=False))
+            for each in (settings, Settings("cpu", n_ctx=512, threads=1, flash_attention=flash_attention))
+        )
+        for session in (npu, cpu):
+            session.decode([token % 50 for token in range(245)])
+        for step in range(20):
+            for session in (npu, cpu):
+                session.decode([step])
+            assert_same_bytes(npu.logits(), cpu.logits())
+        before = len(in_python)
+        npu.decode([3])
+        assert len(in_python) == before
