@@ -342,8 +342,10 @@ def widen_run(code, src, src_step, dst, count):
 
 @inlined
 def narrow_run(src, code, dst, dst_step, count):
-    """`count` float32 without gaps to f16 or bf16."""
-    if code == F16:
+    """`count` float32 without gaps to f32, f16 or bf16."""
+    if code == F32:
+        _elements(_same, types.float32, 4, src, 4, _same, types.float32, 4, dst, dst_step, count)
+    elif code == F16:
         _elements(_same, types.float32, 4, src, 4, f32_to_f16, types.uint16, 2, dst, dst_step, count)
     else:
         _elements(_same, types.float32, 4, src, 4, _f32_to_bf16, types.uint16, 2, dst, dst_step, count)
