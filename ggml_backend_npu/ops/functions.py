@@ -90,13 +90,13 @@ def step(x: Floats) -> Floats:
 
 def sign(x: Floats) -> Floats:
     """1, 0 or -1; 0 of NaN"""
-    signs: Floats = step(x) - step(-x)
-    return signs
+    return step(x) - step(-x)
 
 
 def hardsigmoid(x: Floats) -> Floats:
     """(x + 3) / 6, between 0 and 1"""
-    return np.fmin(_1, np.fmax(np.float32(0), (x + np.float32(3)) / np.float32(6)))
+    y: Floats = np.fmin(_1, np.fmax(np.float32(0), (x + np.float32(3)) / np.float32(6)))
+    return y
 
 
 def round_half_away(x: Floats) -> Floats:

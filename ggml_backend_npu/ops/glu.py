@@ -49,8 +49,13 @@ def _register(name: str, function: Callable[[Floats, Floats, str], Floats]) -> N
         return computed(name, dst, *_gate_and_up(a, b, params))
 
 
+def _geglu(gate: Floats, up: Floats, type: str) -> Floats:
+    closed = (gate <= -10) & (type == "f32")  # whatever up is
+    return np.where(closed, np.float32(0), functions.gelu(gate, type) * up)
+
+
 _register("REGLU", lambda gate, up, type: np.where(gate > 0, gate * up, np.float32(0)))
-_register("GEGLU", lambda gate, up, type: functions.gelu(gate, type) * up)
+_register("GEGLU", _geglu)
 _register("GEGLU_QUICK", lambda gate, up, type: functions.gelu_quick(gate, type) * up)
 _register("GEGLU_ERF", lambda gate, up, type: functions.gelu_erf(gate) * up)
 _register("SWIGLU", lambda gate, up, type: functions.silu(gate) * up)

@@ -151,7 +151,7 @@ def _normalised(kind: int, dst: Tensor, x: Tensor, params: bytes) -> Call | None
     if gaps_in_rows(x=x, dst=dst) or (dst.overlaps(x) and (dst.address, dst.nb) != (x.address, x.nb)):
         return None
     p = parameters(kind, _eps(params), *x.ne[:3], x.address, *x.nb[1:], dst.address, *dst.nb[1:])
-    return Job(Work(normalise, p, x.ne[1] * x.ne[2] * x.ne[3], 8 * x.n_elements))
+    return Job(Work(normalise, p, x.ne[1] * x.ne[2] * x.ne[3], 8 * x.n_elements, keep=(dst, x)))
 
 
 norm.compiled(partial(_normalised, _NORM))

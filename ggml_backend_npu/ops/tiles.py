@@ -36,8 +36,8 @@ from quant.threads import Job, Work
 _TILE = 1024  # elements
 _COST = 4  # how much longer than to move an element it takes to compute a function like e ** x of it
 
-_Function = IntEnum(
-    "_Function",
+Compiled = IntEnum(
+    "Compiled",
     "ADD SUB MUL DIV SCALE SCALE_BIAS CLAMP NEG RELU SQR SQRT EXP TANH SIGMOID SILU SOFTPLUS GELU GELU_QUICK GELU_ERF "
     "REGLU GEGLU GEGLU_QUICK GEGLU_ERF SWIGLU SWIGLU_OAI SWIGLU_CLAMP",
 )
@@ -49,7 +49,7 @@ _FUNCTION, _A, _B, _TABLE, _N0, _N1, _N2, _TILES = range(8)
 _CODE, _ADDRESS, _NB, _NE, _OPERAND = 0, 1, 2, 6, 10
 _DST, _X, _Y, _PARAMETERS = 8, 18, 28, 38
 
-_0, _1, _HALF = np.float32(0), np.float32(1), np.float32(0.5)
+_0, _1, _2, _HALF = (np.float32(value) for value in (0, 1, 2, 0.5))
 _SQRT_HALF = np.float32(math.sqrt(0.5))
 
 
@@ -116,7 +116,14 @@ def _exp(x, y, a, b):
 
 @inlined
 def _tanh(x, y, a, b):
-    return math.tanh(x)
+    """Within 2 ulp: a polynomial near 0, where 1 - 2 / (e ** 2x + 1) would leave nothing."""
+    z = x * x
+    p = fused_multiply_add(types.float32(-5.70498872745e-3), z, types.float32(2.06390887954e-2))
+    p = fused_multiply_add(p, z, types.float32(-5.37397155531e-2))
+    p = fused_multiply_add(p, z, types.float32(1.33314422036e-1))
+    p = fused_multiply_add(p, z, types.float32(-3.33332819422e-1))
+    far = _1 - _2 / (exp(_2 * abs(x)) + _1)
+    return fused_multiply_add(p * z, x, x) if abs(x) < types.float32(0.625) else (-far if x < _0 else far)
 
 
 @inlined
@@ -181,66 +188,67 @@ def _each(function, x, y, a, b, n):
 
 
 @inlined
-def _look_up(table, limit, x, n):
-    """x = table[x], by the bits of a half float; from limit on x itself, up to -limit 0."""
+def _look_up(table, limit, gated, x, y, n):
+    """x = table[x], by the bits of a half float, times y where it is gated; from limit on x itself, up to -limit 0."""
     found = array_at(table, types.uint16, 1 << 16)
-    row = array_at(x, types.float32, n)
+    to = array_at(x, types.float32, n)
+    other = array_at(y, types.float32, n)
     for i in range(n):
-        value = f16_to_f32(found[f32_to_f16(row[i])])
-        value = row[i] if row[i] >= limit else value
-        row[i] = _0 if row[i] <= -limit else value
+        value = f16_to_f32(found[f32_to_f16(to[i])])
+        value = to[i] if to[i] >= limit else value
+        value = value * other[i] if gated else value
+        to[i] = _0 if to[i] <= -limit else value
 
 
 @inlined
 def _apply(function, table, x, y, a, b, n):
-    if function == _Function.ADD:
+    if function == Compiled.ADD:
         _each(_add, x, y, a, b, n)
-    elif function == _Function.SUB:
+    elif function == Compiled.SUB:
         _each(_sub, x, y, a, b, n)
-    elif function == _Function.MUL:
+    elif function == Compiled.MUL:
         _each(_mul, x, y, a, b, n)
-    elif function == _Function.DIV:
+    elif function == Compiled.DIV:
         _each(_div, x, y, a, b, n)
-    elif function == _Function.SCALE:
+    elif function == Compiled.SCALE:
         _each(_scale, x, y, a, b, n)
-    elif function == _Function.SCALE_BIAS:
+    elif function == Compiled.SCALE_BIAS:
         _each(_scale_bias, x, y, a, b, n)
-    elif function == _Function.CLAMP:
+    elif function == Compiled.CLAMP:
         _each(_clamp, x, y, a, b, n)
-    elif function == _Function.NEG:
+    elif function == Compiled.NEG:
         _each(_neg, x, y, a, b, n)
-    elif function == _Function.RELU:
+    elif function == Compiled.RELU:
         _each(_relu, x, y, a, b, n)
-    elif function == _Function.SQR:
+    elif function == Compiled.SQR:
         _each(_sqr, x, y, a, b, n)
-    elif function == _Function.SQRT:
+    elif function == Compiled.SQRT:
         _each(_sqrt, x, y, a, b, n)
-    elif function == _Function.EXP:
+    elif function == Compiled.EXP:
         _each(_exp, x, y, a, b, n)
-    elif function == _Function.TANH:
+    elif function == Compiled.TANH:
         _each(_tanh, x, y, a, b, n)
-    elif function == _Function.SIGMOID:
+    elif function == Compiled.SIGMOID:
         _each(_sigmoid, x, y, a, b, n)
-    elif function == _Function.SILU:
+    elif function == Compiled.SILU:
         _each(_silu, x, y, a, b, n)
-    elif function == _Function.SOFTPLUS:
+    elif function == Compiled.SOFTPLUS:
         _each(_softplus, x, y, a, b, n)
-    elif function in (_Function.GELU, _Function.GELU_QUICK):
-        _look_up(table, a, x, n)
-    elif function == _Function.GELU_ERF:
+    elif function in (Compiled.GELU, Compiled.GELU_QUICK):
+        _look_up(table, a, False, x, y, n)
+    elif function == Compiled.GELU_ERF:
         _each(_gelu_erf, x, y, a, b, n)
-    elif function == _Function.REGLU:
+    elif function == Compiled.REGLU:
         _each(_reglu, x, y, a, b, n)
-    elif function in (_Function.GEGLU, _Function.GEGLU_QUICK):
-        _look_up(table, a, x, n)
-        _each(_mul, x, y, a, b, n)
-    elif function == _Function.GEGLU_ERF:
+    elif function in (Compiled.GEGLU, Compiled.GEGLU_QUICK):
+        _look_up(table, a, True, x, y, n)
+    elif function == Compiled.GEGLU_ERF:
         _each(_geglu_erf, x, y, a, b, n)
-    elif function == _Function.SWIGLU:
+    elif function == Compiled.SWIGLU:
         _each(_swiglu, x, y, a, b, n)
-    elif function == _Function.SWIGLU_OAI:
+    elif function == Compiled.SWIGLU_OAI:
         _each(_swiglu_oai, x, y, a, b, n)
-    elif function == _Function.SWIGLU_CLAMP:
+    elif function == Compiled.SWIGLU_CLAMP:
         _each(_swiglu_clamp, x, y, a, b, n)
 
 
@@ -294,12 +302,12 @@ def _table(function: Callable[[Floats, str], Floats]) -> NDArray[np.float16]:
 
 
 def computed(name: str, dst: Tensor, x: Tensor, y: Tensor | None = None, *, a: float = 0, b: float = 0) -> Call | None:
-    """The call of a compiled function; None where there is none, or where dst lies on a source but not exactly so.
+    """The call of one of `Compiled`; None where there is none of the type, or dst lies on a source but not exactly so.
 
     a, b  its parameters
     """
     sources = [x] if y is None else [x, y]
-    if name not in _Function.__members__ or (name in _LOOKED_UP and x.type == "bf16"):
+    if name in _LOOKED_UP and x.type == "bf16":
         return None
     if any(dst.overlaps(source) and not _same_place(dst, source) for source in sources):
         return None
@@ -307,13 +315,13 @@ def computed(name: str, dst: Tensor, x: Tensor, y: Tensor | None = None, *, a: f
     if name in _LOOKED_UP:
         table = _table(_LOOKED_UP[name]).ctypes.data
         a = 10 if x.type == "f32" and _LOOKED_UP[name] is functions.gelu else math.nan
-    cost = 1 if _Function[name] < _Function.SQRT else _COST
+    cost = 1 if Compiled[name] < Compiled.SQRT else _COST
     n_bytes = cost * sum(tensor.n_elements * tensor.codec.block_bytes for tensor in (dst, *sources))
     flat = all(tensor.ne == dst.ne and tensor.is_contiguous() for tensor in (dst, *sources))
     n0, n1, n2, n3 = (dst.n_elements, 1, 1, 1) if flat else dst.ne
     tiles = -(-n0 // _TILE)
     p = np.zeros(_PARAMETERS, np.int64)
-    p[:_DST] = parameters(_Function[name], np.float32(a), np.float32(b), table, n0, n1, n2, tiles)
+    p[:_DST] = parameters(Compiled[name], np.float32(a), np.float32(b), table, n0, n1, n2, tiles)
     for place, tensor in zip((_DST, _X, _Y), (dst, *sources), strict=False):
         p[place : place + _OPERAND] = CODES[tensor.type], tensor.address, *tensor.nb, *tensor.ne
         if flat:
@@ -321,7 +329,7 @@ def computed(name: str, dst: Tensor, x: Tensor, y: Tensor | None = None, *, a: f
             p[place + _NB] = tensor.codec.block_bytes
         elif tensor.ne[0] == 1:
             p[place + _NE], p[place + _NB] = n0, 0
-    return Job(Work(compute, p, tiles * n1 * n2 * n3, n_bytes))
+    return Job(Work(compute, p, tiles * n1 * n2 * n3, n_bytes, keep=(dst, *sources)))
 
 
 def _same_place(a: Tensor, b: Tensor) -> bool:

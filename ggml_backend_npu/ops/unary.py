@@ -11,7 +11,7 @@ from ggml_backend_npu.ir import Tensor
 from ggml_backend_npu.ops import functions
 from ggml_backend_npu.ops.functions import Floats, Function, mapped
 from ggml_backend_npu.ops.shapes import gaps_in_matrices, gaps_in_rows, other_ne
-from ggml_backend_npu.ops.tiles import computed
+from ggml_backend_npu.ops.tiles import Compiled, computed
 from ggml_backend_npu.registry import op
 
 _FLOATS = ("f32", "f16", "bf16")
@@ -58,7 +58,8 @@ def _register(name: str, function: Function) -> None:
     def unary(dst: Tensor, x: Tensor) -> None:
         mapped(function, dst, x)
 
-    unary.compiled(partial(computed, name))
+    if name in Compiled.__members__:
+        unary.compiled(partial(computed, name))
 
 
 for _name, _function in FUNCTIONS.items():
