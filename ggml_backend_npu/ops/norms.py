@@ -68,7 +68,7 @@ def l2_norm(dst: Tensor, x: Tensor, params: bytes) -> None:
     """dst = x / max(sqrt(sum(x * x)), eps) of each row; params begin with eps. Equals ggml_compute_forward_l2_norm."""
     with np.errstate(all="ignore"):
         rows = x.view()
-        length = np.sqrt(_sum(rows * rows)).astype(np.float32)
+        length = np.sqrt(_sum(rows * rows).astype(np.float32))
         dst.view()[...] = rows * (_1 / np.fmax(length, _eps(params)))
 
 
@@ -139,7 +139,7 @@ def normalise(p, begin, end):
             _centre(y, n, types.float32(_row_sum(y, n)) / types.float32(n))
         total = _square_sum(y, n)
         if kind == _L2_NORM:
-            length = types.float32(np.sqrt(total))
+            length = np.sqrt(types.float32(total))
             divisor = length if length > eps else eps
         else:
             divisor = np.sqrt(types.float32(total / n) + eps)
