@@ -183,6 +183,16 @@ def atomic_add(typing_context: Any, address: Any, value: Any) -> Any:
     return types.int64(types.int64, types.int64), emit
 
 
+@intrinsic
+def keep(typing_context: Any, array: Any) -> Any:
+    """Nothing. An array of which a kernel took the address lives until here; without it, until it was taken."""
+
+    def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return context.get_dummy_value()
+
+    return types.void(array), emit
+
+
 def inlined(function: Part) -> Part:
     """A part of kernels: compiled into each `compiled` function that calls it, or is given it as an argument.
 

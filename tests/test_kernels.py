@@ -17,7 +17,7 @@ from support import assert_same_bytes, in_pieces, recorded_works, special_floats
 import ggml_backend_npu
 import quant
 from ggml_backend_npu import OPS, Node, Tensor, TensorDescriptor, TopKSoftmax, token_shift
-from ggml_backend_npu.ops import groups, routing, softmax, strided
+from ggml_backend_npu.ops import groups, matmul, routing, softmax, strided
 from ggml_backend_npu.ops import token_shift as shifts
 from quant import runs, threads
 from quant.jit import CFunction, compiled
@@ -51,6 +51,8 @@ def node(op: str, dst: Array, *src: Array, params: bytes = b"", types: tuple[str
     return [dst]
 
 
+WEIGHTS = quant.quantize(np.abs(floats(3, 70, 64)), "q8_0")
+
 OF_OPS = {
     "GET_ROWS": Case(
         lambda: node(
@@ -72,7 +74,22 @@ OF_OPS = {
         (softmax.softmax,),
         ulp=4,
     ),
-}
+    "MUL_MAT": Case(
+        lambda: node(
+            "MUL_MAT", np.zeros((3, 70), np.float32), WEIGHTS[0], np.abs(floats(3, 64)), types=("f32", "q8_0", None)
+        ),
+        (matmul.products,),
+        ulp=8,
+    ),
+    "MUL_MAT_ID": Case(
+        lambda: node(
+            "MUL_MAT_ID", np.zeros((5, 2, 70), np.float32), WEIGHTS, np.abs(floats(5, 1, 64)),
+            np.int32([[0, 1], [1, 2], [2, 0], [2, 1], [0, 2]]), types=("f32", "q8_0", None, None),
+        ),
+        (strided.check_ids, matmul.products),
+        ulp=8,
+    ),
+}  # fmt: skip
 
 
 def codec(type: str) -> list[Array]:

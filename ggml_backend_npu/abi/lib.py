@@ -53,6 +53,7 @@ _FUNCTIONS: _Functions = {
     "ggml_sqr": (c_void_p, [c_void_p] * 2),
     **{f"ggml_{name}": (c_void_p, [c_void_p] * 3) for name in ("add", "sub", "mul", "div", "repeat")},
     **{f"ggml_{name}": (c_void_p, [c_void_p] * 3) for name in ("mul_mat", "swiglu_split")},
+    "ggml_mul_mat_id": (c_void_p, [c_void_p] * 4),
     **{f"ggml_{name}": (c_void_p, [c_void_p] * 2) for name in ("silu", "gelu", "sigmoid")},
     **{f"ggml_{name}": (c_void_p, [c_void_p, c_void_p, c_float]) for name in ("norm", "rms_norm")},
     "ggml_clamp": (c_void_p, [c_void_p, c_void_p, c_float, c_float]),

@@ -73,7 +73,8 @@ def _rows_per_chunk(tensor: Tensor) -> int:
     return max(1, _CHUNK // max(1, tensor.ne[0]))
 
 
-def _checked_ids(ids: Tensor, n_rows: int) -> NDArray[np.int64]:
+def checked_ids(ids: Tensor, n_rows: int) -> NDArray[np.int64]:
+    """Row ids, (ne2, ne1, ne0). Raises KernelError for the first one that names none of n_rows rows."""
     rows: NDArray[np.int64] = ids.view()[0].astype(np.int64)
     bad = (rows < 0) | (rows >= n_rows)
     if bad.any():
@@ -113,7 +114,7 @@ def get_rows(dst: Tensor, src: Tensor, ids: Tensor) -> None:
 
     Equals ggml_compute_forward_get_rows. Raises KernelError, before anything is written, for an id outside src's rows.
     """
-    rows = _checked_ids(ids, src.ne[1])
+    rows = checked_ids(ids, src.ne[1])
     step = _rows_per_chunk(src)
     for i3, i2 in np.ndindex(rows.shape[:2]):
         for i1 in range(0, rows.shape[2], step):
@@ -147,7 +148,7 @@ def set_rows(dst: Tensor, src: Tensor, ids: Tensor) -> None:
     """
     if src.n_elements == 0:
         return
-    rows = _checked_ids(ids, dst.ne[1])
+    rows = checked_ids(ids, dst.ne[1])
     step = _rows_per_chunk(src)
     for i3, i2 in np.ndindex(src.ne[3], src.ne[2]):
         ids_row = rows[i3 % ids.ne[2], i2 % ids.ne[1]]

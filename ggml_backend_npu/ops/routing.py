@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from ggml_backend_npu.ir import Tensor
 from ggml_backend_npu.ops.softmax import exps, largest, scaled
 from ggml_backend_npu.registry import Call, op
-from quant.jit import array_at, bits_float, compiled, inlined, parameters, values
+from quant.jit import array_at, bits_float, compiled, inlined, keep, parameters, values
 from quant.runs import CODES, widen_run
 from quant.threads import Job, Work
 
@@ -122,6 +122,7 @@ def top_k(p, begin, end):
                 weights[i] = weights[i] / divisor
         array_at(to, types.float32, k)[:] = weights
         array_at(at, types.int32, k)[:] = places
+    keep(work)
     return 0
 
 
