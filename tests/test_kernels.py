@@ -17,7 +17,7 @@ from support import assert_same_bytes, in_pieces, recorded_works, special_floats
 import ggml_backend_npu
 import quant
 from ggml_backend_npu import OPS, Node, Tensor, TensorDescriptor, TopKSoftmax, token_shift
-from ggml_backend_npu.ops import groups, routing, softmax, strided
+from ggml_backend_npu.ops import groups, recurrent, routing, softmax, strided
 from ggml_backend_npu.ops import token_shift as shifts
 from quant import runs, threads
 from quant.jit import CFunction, compiled
@@ -43,12 +43,40 @@ def floats(*shape: int, seed: int = 0) -> Array:
     return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
 
 
+def positive(*shape: int, seed: int = 0) -> Array:
+    """Below 1, so that sums of products cancel nothing: every order of them is within some ulp."""
+    return np.random.default_rng(seed).random(shape, np.float32)
+
+
 def node(op: str, dst: Array, *src: Array, params: bytes = b"", types: tuple[str | None, ...] = ()) -> list[Array]:
     """What the kernel of an op leaves in dst."""
-    types = (*types, *(None,) * 4)
+    types = (*types, *(None,) * 8)
     sources = tuple(Tensor.of(array, type) for array, type in zip(src, types[1:], strict=False))
     OPS.bind(Node(op, Tensor.of(dst, types[0]), sources, params))()
     return [dst]
+
+
+def scanned(n_decays: int) -> list[Array]:
+    """SSM_SCAN of 2 sequences of 5 tokens, 4 heads of 3 rows of 33 elements, and 2 states of each."""
+    s, x, dt = positive(3, 4, 3, 33), positive(2, 5, 4, 3, seed=1), positive(2, 5, 4, seed=2)
+    b, c = (positive(2, 5, 2, 33, seed=seed) for seed in (3, 4))
+    decays, ids = -positive(4, n_decays, seed=5), np.int32([2, 0])
+    n_states = 1 if n_decays > 1 else 2
+    dst = np.zeros(120 + n_states * 792, np.float32)
+    return node("SSM_SCAN", dst, s, x, dt, decays, b, c, ids, params=struct.pack("i", n_states))
+
+
+HEADS = [positive(6, 3, 40, seed=seed) for seed in range(6)]  # of 2 sequences of 3 tokens
+HEADS_STATE, HEADS_DST = positive(2, 4800, seed=6), np.zeros((86, 120), np.float32)
+
+
+def delta_net() -> list[Array]:
+    """Of 2 sequences of 5 tokens, 4 heads of 40, and 3 states of each."""
+    q, k = (positive(2, 5, 2, 40, seed=seed) for seed in range(2))
+    v, g, beta = (positive(2, 5, 4, n, seed=n) for n in (40, 40, 1))
+    dst = np.zeros((10 + 240, 160), np.float32)
+    sources = q, k / 1000, v + 1, -g, beta, positive(2, 4, 40, 40, seed=3)
+    return node("GATED_DELTA_NET", dst, *sources, params=struct.pack("i", 3))
 
 
 OF_OPS = {
@@ -72,6 +100,24 @@ OF_OPS = {
         (softmax.softmax,),
         ulp=4,
     ),
+    "SSM_CONV": Case(
+        lambda: node("SSM_CONV", np.zeros((2, 7, 37), np.float32), positive(2, 37, 10), positive(37, 4, seed=1)),
+        (recurrent.convolve,),
+        ulp=4,
+    ),
+    "SSM_SCAN": Case(lambda: scanned(33), (recurrent.scan,), ulp=16),
+    "RWKV_WKV6": Case(
+        lambda: node("RWKV_WKV6", HEADS_DST.copy(), *HEADS[:3], positive(3, 40), HEADS[3], HEADS_STATE),
+        (recurrent.gated_attention,),
+        ulp=16,
+    ),
+    "RWKV_WKV7": Case(lambda: node("RWKV_WKV7", HEADS_DST.copy(), *HEADS, HEADS_STATE), (recurrent.wkv7,), ulp=16),
+    "GATED_LINEAR_ATTN": Case(
+        lambda: node("GATED_LINEAR_ATTN", HEADS_DST.copy(), *HEADS[:4], HEADS_STATE, params=struct.pack("f", 0.3)),
+        (recurrent.gated_attention,),
+        ulp=16,
+    ),
+    "GATED_DELTA_NET": Case(delta_net, (recurrent.delta_net,), ulp=16),
 }
 
 
@@ -123,6 +169,7 @@ CASES = {
         f"groups of int{bits}": Case(lambda bits=bits: grouped(bits), (groups._quantize, groups._dequantize))
         for bits in (8, 4)
     },
+    "a scan with one decay for a head": Case(lambda: scanned(1), (recurrent.scan,), ulp=16),
     "token_shift": Case(lambda: [*token_shift(X, MU, H0)], (shifts.shift,), shifted_by_hand),
     "top_k": Case(lambda: top(floats(9, 300)), (routing.top_k,), lambda: top_by_hand(floats(9, 300)), ulp=4),
 }
