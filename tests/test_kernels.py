@@ -95,6 +95,29 @@ OF_OPS = {
         lambda: node("DUP", np.zeros((3, 37), np.int16), np.arange(111, dtype=np.int16).reshape(3, 37)), (strided.walk,)
     ),
     "CONT": Case(lambda: node("CONT", np.zeros((70, 33), np.float32), floats(33, 70).T), (strided.transpose,)),
+    "REPEAT": Case(
+        lambda: node("REPEAT", np.zeros((4, 6, 2, 70), np.float32), floats(2, 3, 2, 35)[:, :, :1]), (strided.repeat,)
+    ),
+    "CONCAT": Case(
+        lambda: node(
+            "CONCAT",
+            np.zeros((33, 70, 5), np.float32),
+            floats(33, 70, 3),
+            floats(33, 2, 70).swapaxes(1, 2),
+            params=bytes(4),
+        ),
+        (strided.walk, strided.transpose),
+    ),
+    "SUM_ROWS": Case(
+        lambda: node("SUM_ROWS", np.zeros((3, 5, 1), np.float32), floats(37, 5, 6).T[::2]), (routing.sum_of_rows,)
+    ),
+    "ARGSORT": Case(
+        lambda: [
+            *node("ARGSORT", np.zeros((5, 300), np.int32), floats(5, 300).round(1), params=struct.pack("i", 1)),
+            *node("ARGSORT", np.zeros((3, 5), np.int32), special_floats()[:15].reshape(5, 3).T, params=bytes(4)),
+        ],
+        (routing.sort,),
+    ),
     "SOFT_MAX": Case(
         lambda: node("SOFT_MAX", np.zeros((6, 300), np.float32), floats(6, 300), params=struct.pack("2f", 0.5, 0.0)),
         (softmax.softmax,),
