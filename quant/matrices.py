@@ -29,9 +29,9 @@ def _block(n_vectors: int) -> Any:
             with cgutils.for_range(builder, arguments[7]) as loop:
                 k = Address(builder, loop.index)
                 factors = [(b + b_row * k + 4 * LANES * j).load(FLOAT, LANES) for j in range(n_vectors)]
-                for i, row in enumerate(sums):
+                for i, totals in enumerate(sums):
                     left = (a + a_row * i + a_column * k).load(FLOAT).filled(LANES)
-                    for total, factor in zip(row, factors, strict=True):
+                    for total, factor in zip(totals, factors, strict=True):
                         total.value = left.fused_multiply_add(factor, total.value)
             for row, totals in zip(places, sums, strict=True):
                 for place, total in zip(row, totals, strict=True):

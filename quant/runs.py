@@ -354,7 +354,7 @@ def decode_run(code, src, dst, n):
     """n elements without gaps, of f32, f16, bf16 or whole blocks of q8_0 or q4_0, to float32."""
     if code == F32:
         copy(src, dst, 4 * n)
-    elif code == F16 or code == BF16:
+    elif code in (F16, BF16):
         widen_run(code, src, 2, dst, n)
     elif code == Q4_0:
         for block in range(n // _BLOCK):
@@ -369,7 +369,7 @@ def decode_run(code, src, dst, n):
 @inlined
 def round_run(code, x, work, n):
     """n float32 without gaps, in place, to f32, f16, bf16 or q8_0 and back; work holds 2 * n bytes, and 34."""
-    if code == F16 or code == BF16:
+    if code in (F16, BF16):
         narrow_run(x, code, work, 2, n)
         widen_run(code, work, 2, x, n)
     elif code != F32:

@@ -88,9 +88,9 @@ def _refuse(
         return f"dst is not contiguous: nb {dst.nb}"
     if dst.ne != (v.ne[0], q.ne[2], q.ne[1], q.ne[3]) or k.ne[:2] != (q.ne[0], v.ne[1]):
         return f"q of ne {q.ne}, k of ne {k.ne}, v of ne {v.ne} do not fit dst of ne {dst.ne}"
-    for role, tensor in (("k", k), ("v", v), ("mask", mask)):
-        if tensor is not None and any(n % m if m else n for n, m in zip(q.ne[2:], tensor.ne[2:], strict=True)):
-            return f"{role} of ne {tensor.ne} does not repeat to q of ne {q.ne}"
+    for role, ne in (("k", k.ne), ("v", v.ne), ("mask", mask.ne if mask is not None else q.ne)):
+        if any(n % m if m else n for n, m in zip(q.ne[2:], ne[2:], strict=True)):
+            return f"{role} of ne {ne} does not repeat to q of ne {q.ne}"
     if mask is not None:
         fits = mask.ne[0] >= k.ne[1] and mask.ne[1] >= q.ne[1] and mask.has_contiguous_rows()
         if mask.type != "f16" or not fits:
@@ -107,7 +107,7 @@ def _rounded(x: Floats, type: str) -> Floats:
 
 def _repeated(x: Tensor, q: Tensor) -> Floats:
     """k or v as float32, for every head and sequence of q."""
-    values = convert(raw(x), x.type, "f32")
+    values: Floats = convert(raw(x), x.type, "f32")
     return values.repeat(q.ne[2] // x.ne[2], axis=1).repeat(q.ne[3] // x.ne[3], axis=0)
 
 
@@ -150,7 +150,8 @@ def _sum_of_parts(scores: Floats, kept: NDArray[np.bool_], v: Floats, n_sums: in
     if sink is not None:
         whole = whole + np.exp(sink - maximum)
     y = sum(halves * factor for (_, _, halves), factor in zip(parts, factors, strict=True))
-    return np.divide(y, whole, out=np.zeros_like(y), where=whole != 0)
+    result: Floats = np.divide(y, whole, out=np.zeros_like(y), where=whole != 0)
+    return result
 
 
 @op(
