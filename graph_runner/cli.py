@@ -105,7 +105,10 @@ MemoryLimit = Annotated[
 ]
 DeviceType = Annotated[
     str | None,
-    typer.Option(metavar="accel|gpu", help="What ggml takes the device for (GGML_NPU_DEVICE_TYPE)."),
+    typer.Option(
+        metavar="accel|gpu",
+        help="What ggml takes the device for (GGML_NPU_DEVICE_TYPE). With --all and --memory device: gpu.",
+    ),
 ]
 
 
@@ -117,6 +120,11 @@ Fuse = Annotated[bool, typer.Option(help="Run patterns of nodes as one operator 
 
 def _chosen(all_ops: bool = False, fusion: bool = True) -> dict[str, str | None]:
     return {"ops": "all" if all_ops else None, "fusion": None if fusion else "off"}
+
+
+def _type_for_all(device_type: str | None, memory: str | None, all_ops: bool) -> str | None:
+    """llama.cpp lets a whole model be in a device's own memory where it takes it for a GPU."""
+    return device_type or ("gpu" if memory == "device" and all_ops else None)
 
 
 def _stderr() -> Console:
@@ -192,7 +200,7 @@ def run(
         profile=profile,
         memory=memory,
         memory_limit=memory_limit,
-        device_type=device_type,
+        device_type=_type_for_all(device_type, memory, all_ops),
         **_chosen(all_ops, fusion),
     )
     _use_kernels(kernels)
@@ -486,7 +494,7 @@ def coverage(
         profile=profile,
         memory=memory,
         memory_limit=memory_limit,
-        device_type=device_type,
+        device_type=_type_for_all(device_type, memory, all_ops),
         **_chosen(all_ops),
     )
     _use_kernels(kernels)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
+from ggml_backend_npu.device import DEVICE
 from graph_runner.blocks import BlockComparison
 from graph_runner.compare import Comparison
 from graph_runner.results import NodeResult, Verdict
@@ -43,12 +44,23 @@ def print_run(session: Session, n_prompt: int, times: list[float], console: Cons
     if spans:
         console.print(f"run as one operator: {spans}", highlight=False)
     console.print(f"{session.description}; graph splits {session.splits}", highlight=False)
+    if DEVICE.ops == "all" and session.npu is not None:
+        console.print(_coverage_line(session), highlight=False, markup=False, soft_wrap=True)
     generated = len(times) - 1
     if generated:
         line = f"prompt {n_prompt} tokens, {n_prompt / (times[1] - times[0]):.1f} tokens/s"
         if generated > 1:
             line += f"; generated {generated} tokens, {(generated - 1) / (times[-1] - times[1]):.1f} tokens/s"
         console.print(line, highlight=False)
+
+
+def _coverage_line(session: Session) -> str:
+    """That the NPU computed every node, or which ones the CPU did, and why."""
+    left = [f"{op} {count:,} ({why})" for op, (count, why) in session.left_to_the_cpu.items()]
+    if left:
+        return f"left to the CPU: {', '.join(left)}"
+    splits = session.token_splits
+    return f"every node on the NPU, {splits} {'split' if splits == 1 else 'splits'} a token"
 
 
 def _verdict(result: DiffResult) -> str:
