@@ -188,6 +188,10 @@ def run(
     memory_limit: MemoryLimit = None,
     device_type: DeviceType = None,
     all_ops: AllOps = False,
+    llama_graph: Annotated[
+        bool,
+        typer.Option(help="Each token's graph comes from llama.cpp, or one that it made once is run (implies --all)."),
+    ] = True,
     fusion: Fuse = True,
     threads: Threads = 0,
 ) -> None:
@@ -195,7 +199,9 @@ def run(
     from graph_runner.models import model_file
     from graph_runner.report import print_run
     from graph_runner.session import Sampler, Session, Settings, context_for, generate
+    from graph_runner.token_graph import GraphRunner
 
+    all_ops = all_ops or not llama_graph
     _use_device(
         profile=profile,
         memory=memory,
@@ -220,15 +226,16 @@ def run(
         Session(file, settings, progress=progress) as session,
     ):
         tokens = session.tokenize(prompt)
+        runner = None if llama_graph else GraphRunner(session)
         text = codecs.getincrementaldecoder("utf-8")("replace")
         times = [time.perf_counter()]
-        for token in generate(session, tokens, n, Sampler(temperature, top_p, seed)):
+        for token in generate(runner or session, tokens, n, Sampler(temperature, top_p, seed)):
             times.append(time.perf_counter())
             sys.stdout.write(text.decode(session.piece(token)))
             sys.stdout.flush()
         sys.stdout.write(text.decode(b"", True) + "\n")
         sys.stdout.flush()
-        print_run(session, len(tokens), times, console)
+        print_run(session, runner, len(tokens), times, console)
 
 
 @app.command()

@@ -323,9 +323,17 @@ class Session:
     @property
     def left_to_the_cpu(self) -> dict[str, tuple[int, str]]:
         """Of `nodes` those that the NPU did not compute: how many, by op, and why."""
-        reasons = self.npu.refusals if self.npu is not None else {}
         left = self.nodes - self.npu_nodes
-        return {op: (count, reasons.get(op, LEFT_BY_THE_SCHEDULER)) for op, count in left.most_common()}
+        return {op: (count, self.why_left(op)) for op, count in left.most_common()}
+
+    def why_left(self, op: str) -> str:
+        """Why the NPU did not compute nodes of an op."""
+        return (self.npu.refusals if self.npu is not None else {}).get(op, LEFT_BY_THE_SCHEDULER)
+
+    @property
+    def window(self) -> int:
+        """How many tokens a token sees in layers with a sliding window; 0 where there are none."""
+        return int(llama_cpp.llama_model_n_swa(self._model))
 
     @property
     def npu_spans(self) -> Counter[str]:
@@ -420,7 +428,20 @@ class Sampler:
         return int(self._random.choice(kept, p=p[kept] / p[kept].sum()))
 
 
-def generate(session: Session, tokens: list[int], n: int, sampler: Sampler) -> Iterator[int]:
+class Decoder(Protocol):
+    """What decodes tokens one after another: a session, or what runs its graph."""
+
+    def decode(self, tokens: list[int]) -> None:
+        """Runs tokens through the model, behind those before."""
+
+    def logits(self) -> NDArray[np.float32]:
+        """The logits behind the last token."""
+
+    def ends(self, token: int) -> bool:
+        """Whether a token ends the text."""
+
+
+def generate(session: Decoder, tokens: list[int], n: int, sampler: Sampler) -> Iterator[int]:
     """Runs a prompt and then yields up to n tokens, each as soon as it is known; ends with the text."""
     session.decode(tokens)
     for left in range(n, 0, -1):
