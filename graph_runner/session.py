@@ -31,6 +31,7 @@ DeviceName = Literal["npu", "cpu"]
 FlashAttention = Literal["auto", "on", "off"]
 _FLASH_ATTENTION = {"auto": -1, "off": 0, "on": 1}
 _FUNCTIONS_PER_OP = 64
+N_BATCH = 512  # tokens that a graph has at most
 
 
 LEFT_BY_THE_SCHEDULER = "supported, but the scheduler left it where its data lies"
@@ -223,7 +224,7 @@ class Session:
         threads = settings.threads or os.cpu_count() or 1
         params = llama_cpp.llama_context_default_params()
         params.n_ctx = settings.n_ctx
-        params.n_batch = params.n_ubatch = min(settings.n_ctx, 512)
+        params.n_batch = params.n_ubatch = min(settings.n_ctx, N_BATCH)
         params.n_threads = params.n_threads_batch = threads
         params.flash_attn_type = self._flash_attention()
         params.type_k, params.type_v = types_kv
