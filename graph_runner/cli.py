@@ -633,7 +633,7 @@ def bench(
     movers: ops that move 64 MiB, against ggml's CPU and memcpy.
     codecs: q8_0 and q4_0 of 64 MiB, against libgguf, gguf-py and memcpy.
     calls: graphs of one small node, against ggml's CPU.
-    decode: a model with the NPU, against the CPU alone.
+    decode: a model with the movers on the NPU, and with every node, against the CPU alone; memory.
     operators: nodes that run as one operator, against the same on ggml's CPU.
     diff: of a model, against a run of it.
     start: fresh processes that import and register, and a whole diff.
