@@ -180,12 +180,6 @@ class Value:
         pairs = products.lanes_from(0, 2, 16) + products.lanes_from(1, 2, 16)
         return self + pairs.lanes_from(0, 2, 8) + pairs.lanes_from(1, 2, 8)
 
-    def plus_product(self, a: Value, b: Value) -> Value:
-        """Floats: self + a * b, rounded once; a scalar b is in every lane."""
-        factors = [each.filled(self.lanes)._value for each in (a, b)]
-        function = self._declare("llvm.fma", self._value.type, [self._value.type] * 3)
-        return self._of(self._builder.call(function, [*factors, self._value]))
-
     def total(self) -> Value:
         """The sum of the float lanes, pairwise."""
         value = self
@@ -215,6 +209,12 @@ class Value:
 
     def _call(self, name: str, result: ir.Type) -> Value:
         return self._of(self._builder.call(self._declare(name, result, [self._value.type]), [self._value]))
+
+    def fused_multiply_add(self, factor: Value, addend: Value) -> Value:
+        """self * factor + addend, rounded once; a scalar factor is in every lane."""
+        kind = self._value.type
+        function = self._declare("llvm.fma", kind, [kind] * 3)
+        return self._of(self._builder.call(function, [self._value, factor.filled(self.lanes)._value, addend._value]))
 
     def lane(self, index: Value) -> Value:
         return self._of(self._builder.extract_element(self._value, index._value))
@@ -273,17 +273,32 @@ class Address:
 
     def count(self, body: Callable[[Address, Sequence[Value]], Sequence[Value]], *start: Value) -> Sequence[Value]:
         """A loop over i = 0, 1, ... below this number: values begin as `start`; body(i, values) gives the next ones."""
-        builder = self._builder
-        places = [cgutils.alloca_once_value(builder, value._value) for value in start]
-        with cgutils.for_range(builder, self._value) as loop:
-            now = [Value(builder, builder.load(place)) for place in places]
-            for place, value in zip(places, body(Address(builder, loop.index), now), strict=True):
-                builder.store(value._value, place)
-        return [Value(builder, builder.load(place)) for place in places]
+        variables = [Variable(value) for value in start]
+        with cgutils.for_range(self._builder, self._value) as loop:
+            values = body(Address(self._builder, loop.index), [variable.value for variable in variables])
+            for variable, value in zip(variables, values, strict=True):
+                variable.value = value
+        return [variable.value for variable in variables]
 
     def zeros(self, kind: ir.Type, lanes: int = 0) -> Value:
         """0 in every lane."""
         return Value(self._builder, ir.Constant(ir.VectorType(kind, lanes) if lanes else kind, None))
+
+
+class Variable:
+    """A value that changes from one round of a loop to the next; LLVM keeps it in a register."""
+
+    def __init__(self, first: Value) -> None:
+        self._builder = first._builder
+        self._place = cgutils.alloca_once_value(self._builder, first._value)
+
+    @property
+    def value(self) -> Value:
+        return Value(self._builder, self._builder.load(self._place))
+
+    @value.setter
+    def value(self, value: Value) -> None:
+        self._builder.store(value._value, self._place)
 
 
 def part(function: Callable[..., None]) -> Any:
