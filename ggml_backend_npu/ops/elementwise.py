@@ -6,6 +6,7 @@ SCALE with a bias, on a processor with fused multiply-add.
 from __future__ import annotations
 
 import struct
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,7 +17,7 @@ from ggml_backend_npu.registry import op
 
 
 def fused_multiply_add(
-    x: NDArray[np.float32], scale: NDArray[np.float32] | np.float32, bias: NDArray[np.float32] | np.float32
+    x: NDArray[np.float32], scale: NDArray[Any] | np.float32, bias: NDArray[Any] | np.float32
 ) -> NDArray[np.float32]:
     """x * scale + bias, rounded once.
 
