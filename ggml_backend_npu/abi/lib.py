@@ -53,8 +53,22 @@ _FUNCTIONS: _Functions = {
     "ggml_sqr": (c_void_p, [c_void_p] * 2),
     **{f"ggml_{name}": (c_void_p, [c_void_p] * 3) for name in ("add", "sub", "mul", "div", "repeat")},
     **{f"ggml_{name}": (c_void_p, [c_void_p] * 3) for name in ("mul_mat", "swiglu_split")},
+    "ggml_mul_mat_id": (c_void_p, [c_void_p] * 4),
     **{f"ggml_{name}": (c_void_p, [c_void_p] * 2) for name in ("silu", "gelu", "sigmoid")},
     **{f"ggml_{name}": (c_void_p, [c_void_p, c_void_p, c_float]) for name in ("norm", "rms_norm")},
+    **{f"ggml_{name}": (c_void_p, [c_void_p, c_void_p, c_float]) for name in ("l2_norm", "scale", "fill")},
+    **{f"ggml_{name}": (c_void_p, [c_void_p] * 2) for name in ("sqrt", "log", "sin", "cos")},
+    **{f"ggml_{name}": (c_void_p, [c_void_p, c_void_p, c_int]) for name in ("unary", "unary_inplace", "top_k")},
+    **{f"ggml_{name}": (c_void_p, [c_void_p] * 3 + [c_int]) for name in ("glu_split", "add_cast")},
+    "ggml_glu": (c_void_p, [c_void_p, c_void_p, c_int, c_bool]),
+    "ggml_swiglu_oai": (c_void_p, [c_void_p] * 3 + [c_float] * 2),
+    "ggml_swiglu_clamp": (c_void_p, [c_void_p] * 3 + [c_float]),
+    "ggml_xielu": (c_void_p, [c_void_p, c_void_p, *[c_float] * 4]),
+    "ggml_group_norm": (c_void_p, [c_void_p, c_void_p, c_int, c_float]),
+    "ggml_add_id": (c_void_p, [c_void_p] * 4),
+    "ggml_arange": (c_void_p, [c_void_p, *[c_float] * 3]),
+    "ggml_scale_bias": (c_void_p, [c_void_p, c_void_p, c_float, c_float]),
+    "ggml_pool_2d": (c_void_p, [c_void_p, c_void_p, *[c_int] * 5, *[c_float] * 2]),
     "ggml_clamp": (c_void_p, [c_void_p, c_void_p, c_float, c_float]),
     "ggml_sum_rows": (c_void_p, [c_void_p] * 2),
     "ggml_concat": (c_void_p, [c_void_p] * 3 + [c_int]),
@@ -71,6 +85,20 @@ _FUNCTIONS: _Functions = {
     "ggml_rwkv_wkv7": (c_void_p, [c_void_p] * 8),
     "ggml_gated_linear_attn": (c_void_p, [c_void_p] * 6 + [c_float]),
     "ggml_gated_delta_net": (c_void_p, [c_void_p] * 7 + [c_int64]),
+    **{
+        f"ggml_rope_{name}": (c_void_p, [c_void_p] * 4 + [c_int] * 3 + [c_float] * 6)
+        for name in ("ext", "ext_inplace", "ext_back")
+    },
+    **{
+        f"ggml_rope_{name}": (c_void_p, [c_void_p] * 4 + [c_int, POINTER(c_int), c_int, c_int] + [c_float] * 6)
+        for name in ("multi", "multi_inplace", "multi_back")
+    },
+    "ggml_lightning_indexer": (c_void_p, [c_void_p] * 5),
+    "ggml_dsv4_hc_comb": (c_void_p, [c_void_p] * 4 + [c_float, c_int]),
+    "ggml_dsv4_hc_pre": (c_void_p, [c_void_p] * 3),
+    "ggml_dsv4_hc_pre_gated": (c_void_p, [c_void_p] * 3 + [c_float]),
+    "ggml_dsv4_hc_post": (c_void_p, [c_void_p] * 5),
+    "ggml_rope_set_offset": (None, [c_void_p, c_int]),
     "ggml_tensor_overhead": (c_size_t, []),
     "ggml_graph_overhead": (c_size_t, []),
     "ggml_graph_overhead_custom": (c_size_t, [c_size_t, c_bool]),

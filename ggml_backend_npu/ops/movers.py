@@ -27,8 +27,8 @@ _CHUNK = 1 << 15  # elements converted at a time by the definitions, so that no 
 _FLOATS = ("f32", "f16", "bf16")
 _SCALARS = tuple(name for name in type_names() if codec(name).dtype is not None)
 _QUANTIZED = tuple(name for name in type_names() if codec(name).dtype is None)
-_DECODED = tuple(name for name in _QUANTIZED if name not in ("q8_1", "q8_K"))
-_ENCODED = tuple(
+DECODED = tuple(name for name in _QUANTIZED if name not in ("q8_1", "q8_K"))
+ENCODED = tuple(
     name for name in _QUANTIZED if not name.startswith(("iq1", "iq2", "iq3"))
 )  # ggml's CPU has no from_float for those: they need an importance matrix
 
@@ -75,7 +75,8 @@ def _rows_per_chunk(tensor: Tensor) -> int:
     return max(1, _CHUNK // max(1, tensor.ne[0]))
 
 
-def _checked_ids(ids: Tensor, n_rows: int) -> NDArray[np.int64]:
+def checked_ids(ids: Tensor, n_rows: int) -> NDArray[np.int64]:
+    """Row ids, (ne2, ne1, ne0). Raises KernelError for the first one that names none of n_rows rows."""
     rows: NDArray[np.int64] = ids.view()[0].astype(np.int64)
     bad = (rows < 0) | (rows >= n_rows)
     if bad.any():
@@ -107,7 +108,7 @@ def _no_whole_blocks(**tensors: Tensor) -> str | None:
 
 @op(
     "GET_ROWS",
-    types=[("f32", src, "i32") for src in (*_FLOATS, *_DECODED)] + [("i32", "i32", "i32")],
+    types=[("f32", src, "i32") for src in (*_FLOATS, *DECODED)] + [("i32", "i32", "i32")],
     refuse=_refuse_get_rows,
 )
 def get_rows(dst: Tensor, src: Tensor, ids: Tensor) -> None:
@@ -115,7 +116,7 @@ def get_rows(dst: Tensor, src: Tensor, ids: Tensor) -> None:
 
     Equals ggml_compute_forward_get_rows. Raises KernelError, before anything is written, for an id outside src's rows.
     """
-    rows = _checked_ids(ids, src.ne[1])
+    rows = checked_ids(ids, src.ne[1])
     step = _rows_per_chunk(src)
     for i3, i2 in np.ndindex(rows.shape[:2]):
         for i1 in range(0, rows.shape[2], step):
@@ -138,7 +139,7 @@ def _refuse_set_rows(dst: Tensor, src: Tensor, ids: Tensor) -> str | None:
 
 @op(
     "SET_ROWS",
-    types=[(dst, src, ids) for src in ("f32", "f16") for dst in (*_FLOATS, "i32", *_ENCODED) for ids in ("i64", "i32")],
+    types=[(dst, src, ids) for src in ("f32", "f16") for dst in (*_FLOATS, "i32", *ENCODED) for ids in ("i64", "i32")],
     refuse=_refuse_set_rows,
 )
 def set_rows(dst: Tensor, src: Tensor, ids: Tensor) -> None:
@@ -149,7 +150,7 @@ def set_rows(dst: Tensor, src: Tensor, ids: Tensor) -> None:
     """
     if src.n_elements == 0:
         return
-    rows = _checked_ids(ids, dst.ne[1])
+    rows = checked_ids(ids, dst.ne[1])
     step = _rows_per_chunk(src)
     for i3, i2 in np.ndindex(src.ne[3], src.ne[2]):
         ids_row = rows[i3 % ids.ne[2], i2 % ids.ne[1]]
@@ -185,10 +186,10 @@ def _refuse_copy(dst: Tensor, src: Tensor) -> str | None:
 _SAME = [(name, name) for name in (*_SCALARS, *_QUANTIZED)]
 _COPIES = [
     *_SAME,
-    *((dst, src) for src in _FLOATS for dst in (*_FLOATS, *_ENCODED) if src != dst),
+    *((dst, src) for src in _FLOATS for dst in (*_FLOATS, *ENCODED) if src != dst),
     ("i32", "f32"),
     ("f32", "i32"),
-    *(("f32", src) for src in _DECODED),
+    *(("f32", src) for src in DECODED),
 ]
 
 

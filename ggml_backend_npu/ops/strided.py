@@ -15,7 +15,7 @@ from ggml_backend_npu.ir import Tensor
 from ggml_backend_npu.numerics import NUMERICS
 from ggml_backend_npu.registry import Call, KernelError
 from quant import Rounding
-from quant.jit import LINE, array_at, compiled, copy, inlined, parameters, stream, stream_ends, values
+from quant.jit import LINE, array_at, compiled, copy, inlined, keep, parameters, stream, stream_ends, values
 from quant.runs import CACHED, CODES, F16, F16_FOURS, STAGE, convert_run, copy_blocks, copy_run, flush
 from quant.threads import PARTS, Job, Work
 from quant.vectors import INT8, INT16, INT32, INT64, part, transposed
@@ -150,6 +150,7 @@ def walk(p, begin, end):
                 target = dst_row
     if streams:
         stream_ends()
+    keep(memory)
     return 0
 
 
@@ -238,6 +239,7 @@ def transpose(p, begin, end):
                 copy(x, y, count0 * dst_unit)
     if streams:
         stream_ends()
+    keep(memory)
     return 0
 
 
@@ -431,6 +433,13 @@ def _check(side: Parameters, ids: Tensor, move: Work | None = None) -> Work:
         keep=move,
         failed=lambda status: bad_id(ids, status - 1, int(side[_N_ROWS])),
     )
+
+
+def ids_check(ids: Tensor, n_rows: int) -> Work:
+    """The check that a matrix of ids, or several, names none but n_rows rows. Raises KernelError for the first one."""
+    side = side_at(0, [1, ids.ne[0], 1, 1], [0] * 4, ids)
+    side[_N_ROWS] = n_rows
+    return _check(side, ids)
 
 
 def _tile(unit_bytes: int) -> tuple[int, int]:
