@@ -20,6 +20,7 @@ from quant.jit import (
     f32_to_f16_payload,
     float_bits,
     inlined,
+    keep,
     stream,
     stream_ends,
     truncate_to_int32,
@@ -341,6 +342,17 @@ def widen_run(code, src, src_step, dst, count):
 
 
 @inlined
+def decode_run(code, src, packed, n_packed, dst, count):
+    """A row of `count` elements of f32, f16, bf16, q8_0 or q4_0 to float32, both without gaps."""
+    if code == Q8_0_REFERENCE:
+        _decode_blocks(_decode_q8_0, _decode_q8_0, 32, src, 34, packed, n_packed, dst, 128, count // 32)
+    elif code == Q4_0:
+        _decode_blocks(_decode_q4_0, _decode_q4_0_packed, 16, src, 18, packed, n_packed, dst, 128, count // 32)
+    else:
+        widen_run(code, src, types.int64(4 if code == F32 else 2), dst, count)
+
+
+@inlined
 def narrow_run(src, code, dst, dst_step, count):
     """`count` float32 without gaps to f32, f16 or bf16."""
     if code == F32:
@@ -349,6 +361,22 @@ def narrow_run(src, code, dst, dst_step, count):
         _elements(_same, types.float32, 4, src, 4, f32_to_f16, types.uint16, 2, dst, dst_step, count)
     else:
         _elements(_same, types.float32, 4, src, 4, _f32_to_bf16, types.uint16, 2, dst, dst_step, count)
+
+
+@inlined
+def round_run(code, x, work, n):
+    """n float32 without gaps, in place, to f32, f16, bf16 or q8_0 and back; work holds 2 * n bytes, and 34."""
+    if code in (F16, BF16):
+        narrow_run(x, code, work, 2, n)
+        widen_run(code, work, 2, x, n)
+    elif code != F32:
+        for block in range(n // _BLOCK):
+            at = x + block * 128
+            if code == Q8_0_SIMD:
+                F32_TO_Q8_0_SIMD(at, work, work + 2)
+            else:
+                F32_TO_Q8_0_REFERENCE(at, work, work + 2)
+            _decode_q8_0(work, work + 2, at)
 
 
 @inlined
@@ -382,4 +410,5 @@ def convert(p, begin, end):
         begin += count
         filled, target = flush(stage, filled + count * dst_step, target, begin == end)
     stream_ends()
+    keep(memory)
     return 0

@@ -53,6 +53,7 @@ _FUNCTIONS: _Functions = {
     "ggml_sqr": (c_void_p, [c_void_p] * 2),
     **{f"ggml_{name}": (c_void_p, [c_void_p] * 3) for name in ("add", "sub", "mul", "div", "repeat")},
     **{f"ggml_{name}": (c_void_p, [c_void_p] * 3) for name in ("mul_mat", "swiglu_split")},
+    "ggml_mul_mat_id": (c_void_p, [c_void_p] * 4),
     **{f"ggml_{name}": (c_void_p, [c_void_p] * 2) for name in ("silu", "gelu", "sigmoid")},
     **{f"ggml_{name}": (c_void_p, [c_void_p, c_void_p, c_float]) for name in ("norm", "rms_norm")},
     **{f"ggml_{name}": (c_void_p, [c_void_p, c_void_p, c_float]) for name in ("l2_norm", "scale", "fill")},
@@ -78,6 +79,26 @@ _FUNCTIONS: _Functions = {
     "ggml_flash_attn_ext": (c_void_p, [c_void_p] * 5 + [c_float] * 3),
     "ggml_flash_attn_ext_add_sinks": (None, [c_void_p] * 2),
     "ggml_rope_ext": (c_void_p, [c_void_p] * 4 + [c_int] * 3 + [c_float] * 6),
+    "ggml_ssm_conv": (c_void_p, [c_void_p] * 3),
+    "ggml_ssm_scan": (c_void_p, [c_void_p] * 8 + [c_int64]),
+    "ggml_rwkv_wkv6": (c_void_p, [c_void_p] * 7),
+    "ggml_rwkv_wkv7": (c_void_p, [c_void_p] * 8),
+    "ggml_gated_linear_attn": (c_void_p, [c_void_p] * 6 + [c_float]),
+    "ggml_gated_delta_net": (c_void_p, [c_void_p] * 7 + [c_int64]),
+    **{
+        f"ggml_rope_{name}": (c_void_p, [c_void_p] * 4 + [c_int] * 3 + [c_float] * 6)
+        for name in ("ext", "ext_inplace", "ext_back")
+    },
+    **{
+        f"ggml_rope_{name}": (c_void_p, [c_void_p] * 4 + [c_int, POINTER(c_int), c_int, c_int] + [c_float] * 6)
+        for name in ("multi", "multi_inplace", "multi_back")
+    },
+    "ggml_lightning_indexer": (c_void_p, [c_void_p] * 5),
+    "ggml_dsv4_hc_comb": (c_void_p, [c_void_p] * 4 + [c_float, c_int]),
+    "ggml_dsv4_hc_pre": (c_void_p, [c_void_p] * 3),
+    "ggml_dsv4_hc_pre_gated": (c_void_p, [c_void_p] * 3 + [c_float]),
+    "ggml_dsv4_hc_post": (c_void_p, [c_void_p] * 5),
+    "ggml_rope_set_offset": (None, [c_void_p, c_int]),
     "ggml_tensor_overhead": (c_size_t, []),
     "ggml_graph_overhead": (c_size_t, []),
     "ggml_graph_overhead_custom": (c_size_t, [c_size_t, c_bool]),
