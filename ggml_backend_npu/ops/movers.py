@@ -271,8 +271,8 @@ def repeat(dst: Tensor, src: Tensor) -> None:
 
 
 @repeat.compiled
-def _repeat(dst: Tensor, src: Tensor) -> Call:
-    return strided.repeater(dst, src)
+def _repeat(dst: Tensor, src: Tensor) -> Call | None:
+    return None if _gap_in_rows(src=src, dst=dst) else strided.repeater(dst, src)
 
 
 def _refuse_concat(dst: Tensor, a: Tensor, b: Tensor, params: bytes) -> str | None:
