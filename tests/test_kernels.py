@@ -109,6 +109,12 @@ def each(name: str) -> Case:
 
 OF_OPS = {
     **{name: each(name) for name in (*tiles.Compiled.__members__, "NORM", "RMS_NORM", "L2_NORM") if name in OPS},
+    "ADD_ID": Case(
+        lambda: node(
+            "ADD_ID", np.zeros((3, 5, 70), np.float32), floats(3, 5, 70), floats(4, 70), np.int32([[0, 3, 1, 2, 2]] * 3)
+        ),
+        (strided.check_ids, tiles.compute),
+    ),
     "GET_ROWS": Case(
         lambda: node(
             "GET_ROWS", np.zeros((5, 64), np.float32), floats(8, 64).astype(np.float16), np.int32([7, 0, 3, 3, 1])

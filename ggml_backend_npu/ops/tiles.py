@@ -19,7 +19,6 @@ from ggml_backend_npu.ir import Tensor
 from ggml_backend_npu.ops import functions
 from ggml_backend_npu.ops.functions import Floats
 from ggml_backend_npu.ops.softmax import exp
-from ggml_backend_npu.registry import Call
 from quant.jit import (
     array_at,
     bits_float,
@@ -45,10 +44,10 @@ Compiled = IntEnum(
 _LOOKED_UP = {"GELU": functions.gelu, "GELU_QUICK": functions.gelu_quick}
 _LOOKED_UP |= {"GEGLU": functions.gelu, "GEGLU_QUICK": functions.gelu_quick}
 
-# the parameters, in places of an int64 array; an operand is its type, address, nb and ne
+# the parameters, in places of an int64 array; an operand is its type, address, nb and ne; ids are an address and two nb
 _FUNCTION, _A, _B, _TABLE, _N0, _N1, _N2, _TILES = range(8)
 _CODE, _ADDRESS, _NB, _NE, _OPERAND = 0, 1, 2, 6, 10
-_DST, _X, _Y, _PARAMETERS = 8, 18, 28, 38
+_DST, _X, _Y, _IDS, _PARAMETERS = 8, 18, 28, 38, 41
 
 _0, _1, _2, _HALF = (np.float32(value) for value in (0, 1, 2, 0.5))
 _SQRT_HALF = np.float32(math.sqrt(0.5))
@@ -287,6 +286,9 @@ def compute(parameters, begin, end):
         _load(p, _X, _row(p, _X, i1, i2, i3), i0, x, n)
         if p[_Y + _ADDRESS]:
             j1, j2, j3 = i1 % p[_Y + _NE + 1], i2 % p[_Y + _NE + 2], i3 % p[_Y + _NE + 3]
+            if p[_IDS]:
+                at = p[_IDS] + i1 * p[_IDS + 1] + i2 * p[_IDS + 2]
+                j1, j2, j3 = types.int64(array_at(at, types.int32, 1)[0]), types.int64(0), types.int64(0)
             _load(p, _Y, _row(p, _Y, j1, j2, j3), i0, y, n)
         _apply(p[_FUNCTION], p[_TABLE], x, y, a, b, n)
         nb0 = p[_DST + _NB]
@@ -303,10 +305,20 @@ def _table(function: Callable[[Floats, str], Floats]) -> NDArray[np.float16]:
         return function(x.astype(np.float32), "f16").astype(np.float16)
 
 
-def computed(name: str, dst: Tensor, x: Tensor, y: Tensor | None = None, *, a: float = 0, b: float = 0) -> Call | None:
+def computed(
+    name: str,
+    dst: Tensor,
+    x: Tensor,
+    y: Tensor | None = None,
+    *,
+    a: float = 0,
+    b: float = 0,
+    ids: Tensor | None = None,
+) -> Job | None:
     """The call of one of `Compiled`; None where there is none of the type, or dst lies on a source but not exactly so.
 
     a, b  its parameters
+    ids   which row of y belongs to a row of x, int32 by dimensions 1 and 2 of x; y is a matrix then
     """
     sources = [x] if y is None else [x, y]
     if name in _LOOKED_UP and x.type == "bf16":
@@ -319,7 +331,7 @@ def computed(name: str, dst: Tensor, x: Tensor, y: Tensor | None = None, *, a: f
         a = 10 if x.type == "f32" and _LOOKED_UP[name] is functions.gelu else math.nan
     cost = 1 if Compiled[name] < Compiled.SQRT else _COST
     n_bytes = cost * sum(tensor.n_elements * tensor.codec.block_bytes for tensor in (dst, *sources))
-    flat = all(tensor.ne == dst.ne and tensor.is_contiguous() for tensor in (dst, *sources))
+    flat = ids is None and all(tensor.ne == dst.ne and tensor.is_contiguous() for tensor in (dst, *sources))
     n0, n1, n2, n3 = (dst.n_elements, 1, 1, 1) if flat else dst.ne
     tiles = -(-n0 // _TILE)
     p = np.zeros(_PARAMETERS, np.int64)
@@ -331,7 +343,9 @@ def computed(name: str, dst: Tensor, x: Tensor, y: Tensor | None = None, *, a: f
             p[place + _NB] = tensor.codec.block_bytes
         elif tensor.ne[0] == 1:
             p[place + _NE], p[place + _NB] = n0, 0
-    return Job(Work(compute, p, tiles * n1 * n2 * n3, n_bytes, keep=(dst, *sources)))
+    if ids is not None:
+        p[_IDS:] = ids.address, *ids.nb[:2]
+    return Job(Work(compute, p, tiles * n1 * n2 * n3, n_bytes, keep=(dst, *sources, ids)))
 
 
 def _same_place(a: Tensor, b: Tensor) -> bool:
