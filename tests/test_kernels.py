@@ -17,7 +17,7 @@ from support import assert_same_bytes, in_pieces, recorded_works, special_floats
 import ggml_backend_npu
 import quant
 from ggml_backend_npu import OPS, Node, Tensor, TensorDescriptor, TopKSoftmax, token_shift
-from ggml_backend_npu.ops import groups, matmul, norms, recurrent, routing, softmax, strided, tiles
+from ggml_backend_npu.ops import elementwise, groups, matmul, norms, recurrent, routing, softmax, strided, tiles
 from ggml_backend_npu.ops import token_shift as shifts
 from quant import runs, threads
 from quant.jit import CFunction, compiled
@@ -151,6 +151,16 @@ OF_OPS = {
         lambda: node("SOFT_MAX", np.zeros((6, 300), np.float32), floats(6, 300), params=struct.pack("2f", 0.5, 0.0)),
         (softmax.softmax,),
         ulp=4,
+    ),
+    "ADD_ID": Case(
+        lambda: node(
+            "ADD_ID",
+            np.zeros((3, 2, 37), np.float32),
+            floats(3, 2, 37),
+            floats(5, 37, seed=1),
+            np.int32([[4, 0], [1, 1], [2, 4]]),
+        ),
+        (strided.check_ids, elementwise.add_rows),
     ),
     "MUL_MAT": Case(
         lambda: node(
