@@ -6,7 +6,6 @@ SCALE with a bias, on a processor with fused multiply-add.
 from __future__ import annotations
 
 import struct
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,15 +15,13 @@ from ggml_backend_npu.ops.movers import convert, raw, tiled
 from ggml_backend_npu.registry import op
 
 
-def fused_multiply_add(
-    x: NDArray[np.float32], scale: NDArray[Any] | np.float32, bias: NDArray[Any] | np.float32
-) -> NDArray[np.float32]:
+def _fused_multiply_add(x: NDArray[np.float32], scale: np.float32, bias: np.float32) -> NDArray[np.float32]:
     """x * scale + bias, rounded once.
 
     float64 holds the product exactly. Its sum with bias is rounded to odd, which a second rounding to float32 does not
     show (Boldo and Melquiond, "When double rounding is odd").
     """
-    product, addend = np.multiply(x, scale, dtype=np.float64), np.asarray(bias, np.float64)
+    product, addend = x * np.float64(scale), np.float64(bias)
     total = product + addend
     back = total - product
     error = (product - (total - back)) + (addend - back)
@@ -50,7 +47,7 @@ def scale(dst: Tensor, x: Tensor, params: bytes) -> None:
     values = convert(raw(x), x.type, "f32")
     with np.errstate(all="ignore"):
         product_alone = x.type == "f32" and bias == 0
-        scaled = values * factor if product_alone else fused_multiply_add(values, factor, bias)
+        scaled = values * factor if product_alone else _fused_multiply_add(values, factor, bias)
     raw(dst)[...] = convert(scaled, "f32", dst.type)
 
 
