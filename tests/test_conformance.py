@@ -6,7 +6,6 @@ The programs are built from the sources of the installed llama-cpp-python, once,
 from __future__ import annotations
 
 import os
-import re
 import subprocess
 import sys
 from itertools import product
@@ -24,12 +23,12 @@ DEVICE_TYPES = ("accel", "gpu")
 # per op, how many cases of test-backend-ops the CPU of ggml 0.25.3 supports
 CASES = {"GET_ROWS": 240, "SET_ROWS": 559, "CPY": 493, "CONT": 78, "DUP": 10, "SCALE": 7}
 
-# of the other ops, how many pass where the device is to take all; ROPE has but 2 of its modes
+# of the other ops, how many pass where the device is to take all
 ALL_CASES = {
     "ADD": 154, "SUB": 142, "MUL": 142, "DIV": 142, "CLAMP": 6, "REPEAT": 18, "CONCAT": 192, "ARGSORT": 98,
-    "SUM_ROWS": 10, "SOFT_MAX": 214, "ROPE": 284,
+    "SUM_ROWS": 10, "SOFT_MAX": 214, "ROPE": 470, "ROPE_BACK": 404, "DSV4_HC_PRE": 18, "DSV4_HC_COMB": 11,
+    "LIGHTNING_INDEXER": 156,
 }  # fmt: skip
-ROPE_REFUSED, ROPE_MODES = 186, {0, 2}
 
 MODELS = 133  # that test-llama-archs runs, in ggml 0.25.3
 
@@ -60,14 +59,7 @@ def test_every_case_of_every_op_passes_where_the_device_takes_all(all_cases: lis
     own = [case for case in all_cases if case.group == op]
     assert not [case.log for case in own if case.verdict == "failed"]
     assert sum(case.verdict == "passed" for case in own) == ALL_CASES[op]
-    refused = [case.name for case in own if case.refused_by == ("NPU",)]
-    if op != "ROPE":
-        assert not refused, "the CPU alone supports these"
-        return
-    assert len(refused) == ROPE_REFUSED
-    modes = {int(found[1]) if (found := re.search(r"\bmode=(\d+)", name)) else None for name in refused}
-    assert None not in modes
-    assert not modes & ROPE_MODES
+    assert not [case.name for case in own if case.refused_by == ("NPU",)], "the CPU alone supports these"
 
 
 def test_every_model_computes_what_it_does_on_the_cpu_where_the_device_takes_all() -> None:
