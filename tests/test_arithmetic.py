@@ -194,6 +194,14 @@ def test_clamp_in_place(dtype: Any) -> None:
     assert computed("CLAMP", x, x, params=struct.pack("2f", -1, 2)).tolist() == [[2, -1, -1, 0], [0, 0.5, 2, 2]]
 
 
+@pytest.mark.parametrize("shift", [-1, 1])
+def test_clamp_onto_a_part_of_its_source(shift: int) -> None:
+    memory = np.arange(-50, 50, dtype=np.float32)
+    x, dst = (memory[1 + begin : 99 + begin] for begin in (0, shift))
+    expected = np.clip(x, -7, 9)
+    assert_same_bytes(computed("CLAMP", dst, x, params=struct.pack("2f", -7, 9)), expected)
+
+
 # REPEAT
 
 

@@ -8,11 +8,14 @@ from __future__ import annotations
 import struct
 
 import numpy as np
+from numba import types
 from numpy.typing import NDArray
 
 from ggml_backend_npu.ir import Tensor
 from ggml_backend_npu.ops.movers import convert, raw, tiled
-from ggml_backend_npu.registry import op
+from ggml_backend_npu.registry import Call, op
+from quant.jit import array_at, bits_float, compiled, parameters, values
+from quant.threads import Job, Work
 
 
 def _fused_multiply_add(x: NDArray[np.float32], scale: np.float32, bias: np.float32) -> NDArray[np.float32]:
@@ -117,6 +120,27 @@ def clamp(dst: Tensor, x: Tensor, params: bytes) -> None:
     Equals ggml_compute_forward_clamp; there, with gaps between rows, it reads past them.
     """
     low, high = (np.float32(value) for value in struct.unpack_from("2f", params))
-    values = convert(raw(x), x.type, "f32")
-    below = np.where(values < high, values, high)
+    numbers = convert(raw(x), x.type, "f32")
+    below = np.where(numbers < high, numbers, high)
     raw(dst)[...] = convert(np.where(below > low, below, low), "f32", dst.type)
+
+
+@compiled
+def limit(p, begin, end):
+    """Elements [begin, end)."""
+    src, dst, low_bits, high_bits = values(p, 4)
+    low, high = bits_float(types.uint32(low_bits)), bits_float(types.uint32(high_bits))
+    x = array_at(src + 4 * begin, types.float32, end - begin)
+    y = array_at(dst + 4 * begin, types.float32, end - begin)
+    for i in range(end - begin):
+        below = x[i] if x[i] < high else high
+        y[i] = below if below > low else low
+    return 0
+
+
+@clamp.compiled
+def _clamp(dst: Tensor, x: Tensor, params: bytes) -> Call | None:
+    if x.type != "f32" or (x.address != dst.address and x.overlaps(dst)):
+        return None
+    low, high = (np.float32(value) for value in struct.unpack_from("2f", params))
+    return Job(Work(limit, parameters(x.address, dst.address, low, high), x.n_elements, 4 * x.n_elements))

@@ -1,13 +1,14 @@
 """Data movement: GET_ROWS, SET_ROWS, CPY, DUP, CONT, REPEAT, CONCAT. Byte for byte what ggml's CPU backend writes.
 
-Each is defined in NumPy on views of its tensors; the compiled mover of `strided` stands beside the first five for the
-types that this project has compiled runs for. Which types ggml's CPU takes: ggml_compute_forward_{get_rows,set_rows,
+Each is defined in NumPy on views of its tensors; the compiled mover of `strided` stands beside them for the types that
+this project has compiled runs for. Which types ggml's CPU takes: ggml_compute_forward_{get_rows,set_rows,
 dup} in ggml-cpu/ops.cpp, followed here case by case; what ggml aborts on or leaves undefined is refused.
 """
 
 from __future__ import annotations
 
 import struct
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from ggml_backend_npu.ops import strided
 from ggml_backend_npu.registry import Call, op
 from quant import Rounding, codec, type_names
 from quant.scalars import without_payload
+from quant.threads import Job
 
 _CHUNK = 1 << 15  # elements converted at a time by the definitions, so that no temporary grows with the tensor
 
@@ -268,6 +270,11 @@ def repeat(dst: Tensor, src: Tensor) -> None:
     tiled(raw(dst), src.ne)[...] = tiled(raw(src), src.ne)
 
 
+@repeat.compiled
+def _repeat(dst: Tensor, src: Tensor) -> Call:
+    return strided.repeater(dst, src)
+
+
 def _refuse_concat(dst: Tensor, a: Tensor, b: Tensor, params: bytes) -> str | None:
     (dim,) = struct.unpack_from("i", params)
     if not 0 <= dim < 4:
@@ -282,7 +289,23 @@ def _refuse_concat(dst: Tensor, a: Tensor, b: Tensor, params: bytes) -> str | No
 def concat(dst: Tensor, a: Tensor, b: Tensor, params: bytes) -> None:
     """dst = a, then b along the dimension that params begin with. Equals ggml_compute_forward_concat."""
     (dim,) = struct.unpack_from("i", params)
-    first = a.n_blocks if dim == 0 else a.ne[dim]
+    first = _units(a, dim)
     whole = np.moveaxis(raw(dst), 3 - dim, 0)
     for part, tensor in ((whole[:first], a), (whole[first:], b)):
         part[...] = np.moveaxis(raw(tensor), 3 - dim, 0)
+
+
+def _units(tensor: Tensor, dim: int) -> int:
+    """How many steps of nb a tensor has in a dimension: elements or blocks, rows, ..."""
+    return tensor.n_blocks if dim == 0 else tensor.ne[dim]
+
+
+@concat.compiled
+def _concat(dst: Tensor, a: Tensor, b: Tensor, params: bytes) -> Call | None:
+    if any(tensor.packed is not None for tensor in (dst, a, b)):
+        return None
+    (dim,) = struct.unpack_from("i", params)
+    behind = dst.offset + _units(a, dim) * dst.nb[dim]
+    parts = (replace(dst, ne=a.ne), a), (replace(dst, ne=b.ne, offset=behind), b)
+    moves = [strided.mover(part, tensor) for part, tensor in parts]
+    return Job(*(work for move in moves if move is not None for work in move.works))

@@ -1,7 +1,8 @@
 """The compiled mover: walks two tensors in logical order, a run at a time, at any strides, one side by row ids.
 
-GET_ROWS, SET_ROWS, CPY, DUP and CONT differ only in how a row is found: GET_ROWS reads rows by ids, SET_ROWS writes
-them by ids, the others go in order. `mover` makes the bound call for all of them.
+GET_ROWS, SET_ROWS, CPY, DUP, CONT and the parts of CONCAT differ only in how a row is found: GET_ROWS reads rows by
+ids, SET_ROWS writes them by ids, the others go in order. `mover` makes the bound call for all of them, and `repeater`
+that of REPEAT.
 """
 
 from __future__ import annotations
@@ -242,6 +243,26 @@ def transpose(p, begin, end):
     return 0
 
 
+@compiled
+def repeat(p, begin, end):
+    """Rows [begin, end) of dst, each a row of src again and again; sizes of rows in bytes."""
+    (
+        src, src_row, src_ne1, src_ne2, src_ne3, src_nb1, src_nb2, src_nb3,
+        dst, dst_row, dst_ne1, dst_ne2, dst_nb1, dst_nb2, dst_nb3,
+    ) = values(p, 15)  # fmt: skip
+    for index in range(begin, end):
+        i1, i2, i3 = index % dst_ne1, index // dst_ne1 % dst_ne2, index // dst_ne1 // dst_ne2
+        x = src + i1 % src_ne1 * src_nb1 + i2 % src_ne2 * src_nb2 + i3 % src_ne3 * src_nb3
+        y = dst + i1 * dst_nb1 + i2 * dst_nb2 + i3 * dst_nb3
+        copy(x, y, src_row)
+        filled = src_row
+        while filled < dst_row:
+            count = min(filled, dst_row - filled)
+            copy(y, y + filled, count)
+            filled += count
+    return 0
+
+
 @inlined
 def _first_bad_id(side):
     where = 0
@@ -348,7 +369,7 @@ def mover(
     src_ids: Tensor | None = None,
     dst_ids: Tensor | None = None,
     rounding: Rounding | None = None,
-) -> Call | None:
+) -> Job | None:
     """The call that moves src to dst, reading or writing rows by ids; None where a type has no compiled run.
 
     rounding  of q8_0; the device's where it is None
@@ -361,7 +382,7 @@ def mover(
         return None
     n_elements = src.n_elements if src_ids is None else dst.n_elements
     if n_elements == 0:
-        return _nothing
+        return Job()
     unit = max(src.codec.block_size, dst.codec.block_size)
     if src_ids is None and dst_ids is None:
         source, target = _side(src, _flat_if(src, unit), unit, None), _side(dst, _flat_if(dst, unit), unit, None)
@@ -390,6 +411,16 @@ def mover(
     if dst_ids is not None:
         return Job(_check(target, dst_ids, move), move)
     return Job(move)
+
+
+def repeater(dst: Tensor, src: Tensor) -> Call:
+    """The call that fills dst with src, again and again in each dimension; the rows of both have no gaps."""
+    src_row, dst_row = (tensor.ne[0] * tensor.codec.block_bytes for tensor in (src, dst))
+    p = parameters(
+        src.address, src_row, *src.ne[1:], *src.nb[1:], dst.address, dst_row, *dst.ne[1:3], *dst.nb[1:]
+    )  # fmt: skip
+    n_rows = dst.ne[1] * dst.ne[2] * dst.ne[3]
+    return Job(Work(repeat, p, n_rows, n_rows * dst_row))
 
 
 def _check(side: Parameters, ids: Tensor, move: Work | None = None) -> Work:
@@ -459,10 +490,6 @@ def make_ready() -> None:
     """Compiles the kernels of this module, or loads them: once, and not in the middle of a graph."""
     for kernel in (walk, transpose, check_ids):
         _ = kernel.address
-
-
-def _nothing() -> None:
-    pass
 
 
 def bad_id(ids: Tensor, where: int, n_rows: int) -> KernelError:
