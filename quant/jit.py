@@ -203,8 +203,9 @@ def inlined(function: Part) -> Part:
 
 
 def reduced(function: Part) -> Part:
-    """As `inlined`, for a sum or maximum over a row: LLVM may take its terms in the order that vectors like."""
-    part: Part = register_jitable(error_model="numpy", fastmath={"reassoc", "nsz"})(function)
+    """As `inlined`, for a sum or maximum over a row: LLVM may take its terms in the order that vectors like, and fuse
+    products with their addition."""
+    part: Part = register_jitable(error_model="numpy", fastmath={"reassoc", "nsz", "contract"})(function)
     return part
 
 

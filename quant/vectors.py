@@ -216,6 +216,12 @@ class Value:
     def _call(self, name: str, result: ir.Type) -> Value:
         return self._of(self._builder.call(self._declare(name, result, [self._value.type]), [self._value]))
 
+    def fused_multiply_add(self, factor: Value, addend: Value) -> Value:
+        """self * factor + addend, rounded once."""
+        kind = self._value.type
+        function = self._declare("llvm.fma", kind, [kind] * 3)
+        return self._of(self._builder.call(function, [self._value, factor._value, addend._value]))
+
     def lane(self, index: Value) -> Value:
         return self._of(self._builder.extract_element(self._value, index._value))
 
@@ -260,6 +266,11 @@ class Address:
     def number_at(self, index: int) -> Address:
         """Number `index` of the int64 here."""
         return Address(self._builder, (self + 8 * index).load(INT64)._value)
+        """The address as a number, times another one: of steps that are not known before."""
+        return Address(self._builder, self._builder.mul(self._value, self._number(factor)))
+
+    def _number(self, of: Address | int) -> Any:
+        return of._value if isinstance(of, Address) else ir.Constant(self._value.type, of)
 
     def load(self, kind: ir.Type, lanes: int = 0) -> Value:
         whole = ir.VectorType(kind, lanes) if lanes else kind
@@ -284,6 +295,22 @@ class Address:
     def zeros(self, kind: ir.Type, lanes: int = 0) -> Value:
         """0 in every lane."""
         return Value(self._builder, ir.Constant(ir.VectorType(kind, lanes) if lanes else kind, None))
+
+
+class Variable:
+    """A value that changes from one round of a loop to the next; LLVM keeps it in a register."""
+
+    def __init__(self, first: Value) -> None:
+        self._builder = first._builder
+        self._place = cgutils.alloca_once_value(self._builder, first._value)
+
+    @property
+    def value(self) -> Value:
+        return Value(self._builder, self._builder.load(self._place))
+
+    @value.setter
+    def value(self, value: Value) -> None:
+        self._builder.store(value._value, self._place)
 
 
 def part(function: Callable[..., None]) -> Any:

@@ -72,6 +72,20 @@ _FUNCTIONS: _Functions = {
     "ggml_rwkv_wkv7": (c_void_p, [c_void_p] * 8),
     "ggml_gated_linear_attn": (c_void_p, [c_void_p] * 6 + [c_float]),
     "ggml_gated_delta_net": (c_void_p, [c_void_p] * 7 + [c_int64]),
+    **{
+        f"ggml_rope_{name}": (c_void_p, [c_void_p] * 4 + [c_int] * 3 + [c_float] * 6)
+        for name in ("ext", "ext_inplace", "ext_back")
+    },
+    **{
+        f"ggml_rope_{name}": (c_void_p, [c_void_p] * 4 + [c_int, POINTER(c_int), c_int, c_int] + [c_float] * 6)
+        for name in ("multi", "multi_inplace", "multi_back")
+    },
+    "ggml_lightning_indexer": (c_void_p, [c_void_p] * 5),
+    "ggml_dsv4_hc_comb": (c_void_p, [c_void_p] * 4 + [c_float, c_int]),
+    "ggml_dsv4_hc_pre": (c_void_p, [c_void_p] * 3),
+    "ggml_dsv4_hc_pre_gated": (c_void_p, [c_void_p] * 3 + [c_float]),
+    "ggml_dsv4_hc_post": (c_void_p, [c_void_p] * 5),
+    "ggml_rope_set_offset": (None, [c_void_p, c_int]),
     "ggml_tensor_overhead": (c_size_t, []),
     "ggml_graph_overhead": (c_size_t, []),
     "ggml_graph_overhead_custom": (c_size_t, [c_size_t, c_bool]),

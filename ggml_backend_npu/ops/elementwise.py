@@ -18,13 +18,15 @@ from quant.jit import array_at, bits_float, compiled, parameters, values
 from quant.threads import Job, Work
 
 
-def _fused_multiply_add(x: NDArray[np.float32], scale: np.float32, bias: np.float32) -> NDArray[np.float32]:
+def fused_multiply_add(
+    x: NDArray[np.float32], scale: NDArray[np.float32] | np.float32, bias: NDArray[np.float32] | np.float32
+) -> NDArray[np.float32]:
     """x * scale + bias, rounded once.
 
     float64 holds the product exactly. Its sum with bias is rounded to odd, which a second rounding to float32 does not
     show (Boldo and Melquiond, "When double rounding is odd").
     """
-    product, addend = x * np.float64(scale), np.float64(bias)
+    product, addend = np.multiply(x, scale, dtype=np.float64), np.asarray(bias, np.float64)
     total = product + addend
     back = total - product
     error = (product - (total - back)) + (addend - back)
@@ -50,7 +52,7 @@ def scale(dst: Tensor, x: Tensor, params: bytes) -> None:
     values = convert(raw(x), x.type, "f32")
     with np.errstate(all="ignore"):
         product_alone = x.type == "f32" and bias == 0
-        scaled = values * factor if product_alone else _fused_multiply_add(values, factor, bias)
+        scaled = values * factor if product_alone else fused_multiply_add(values, factor, bias)
     raw(dst)[...] = convert(scaled, "f32", dst.type)
 
 

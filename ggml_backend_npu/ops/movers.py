@@ -27,7 +27,7 @@ _CHUNK = 1 << 15  # elements converted at a time by the definitions, so that no 
 _FLOATS = ("f32", "f16", "bf16")
 _SCALARS = tuple(name for name in type_names() if codec(name).dtype is not None)
 _QUANTIZED = tuple(name for name in type_names() if codec(name).dtype is None)
-_DECODED = tuple(name for name in _QUANTIZED if name not in ("q8_1", "q8_K"))
+DECODED = tuple(name for name in _QUANTIZED if name not in ("q8_1", "q8_K"))
 _ENCODED = tuple(
     name for name in _QUANTIZED if not name.startswith(("iq1", "iq2", "iq3"))
 )  # ggml's CPU has no from_float for those: they need an importance matrix
@@ -108,7 +108,7 @@ def _no_whole_blocks(**tensors: Tensor) -> str | None:
 
 @op(
     "GET_ROWS",
-    types=[("f32", src, "i32") for src in (*_FLOATS, *_DECODED)] + [("i32", "i32", "i32")],
+    types=[("f32", src, "i32") for src in (*_FLOATS, *DECODED)] + [("i32", "i32", "i32")],
     refuse=_refuse_get_rows,
 )
 def get_rows(dst: Tensor, src: Tensor, ids: Tensor) -> None:
@@ -189,7 +189,7 @@ _COPIES = [
     *((dst, src) for src in _FLOATS for dst in (*_FLOATS, *_ENCODED) if src != dst),
     ("i32", "f32"),
     ("f32", "i32"),
-    *(("f32", src) for src in _DECODED),
+    *(("f32", src) for src in DECODED),
 ]
 
 
