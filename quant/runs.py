@@ -334,7 +334,7 @@ def convert_run(src_code, src, src_step, src_packed, src_n, dst_code, dst, dst_s
 def widen_run(code, src, src_step, dst, count):
     """`count` elements of f32, f16 or bf16 to float32 without gaps. Small, for kernels that compute in float32."""
     if code == F32:
-        _elements(_same, types.float32, 4, src, src_step, _same, types.float32, 4, dst, 4, count)
+        copy_run(4, src, src_step, dst, 4, count)
     elif code == F16:
         _elements(f16_to_f32, types.uint16, 2, src, src_step, _same, types.float32, 4, dst, 4, count)
     else:
@@ -354,8 +354,10 @@ def decode_run(code, src, packed, n_packed, dst, count):
 
 @inlined
 def narrow_run(src, code, dst, dst_step, count):
-    """`count` float32 without gaps to f16 or bf16."""
-    if code == F16:
+    """`count` float32 without gaps to f32, f16 or bf16."""
+    if code == F32:
+        copy_run(4, src, 4, dst, dst_step, count)
+    elif code == F16:
         _elements(_same, types.float32, 4, src, 4, f32_to_f16, types.uint16, 2, dst, dst_step, count)
     else:
         _elements(_same, types.float32, 4, src, 4, _f32_to_bf16, types.uint16, 2, dst, dst_step, count)

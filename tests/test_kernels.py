@@ -17,7 +17,7 @@ from support import assert_same_bytes, in_pieces, recorded_works, special_floats
 import ggml_backend_npu
 import quant
 from ggml_backend_npu import OPS, Node, Tensor, TensorDescriptor, TopKSoftmax, token_shift
-from ggml_backend_npu.ops import elementwise, groups, matmul, recurrent, routing, softmax, strided
+from ggml_backend_npu.ops import elementwise, groups, matmul, norms, recurrent, routing, softmax, strided, tiles
 from ggml_backend_npu.ops import token_shift as shifts
 from quant import runs, threads
 from quant.jit import CFunction, compiled
@@ -82,7 +82,33 @@ def delta_net() -> list[Array]:
     return node("GATED_DELTA_NET", dst, *sources, params=struct.pack("i", 3))
 
 
+NUMBERS = {  # op_params, where they are not zeros
+    "SCALE": struct.pack("2f", 0.5, 0.0),
+    "CLAMP": struct.pack("2f", -0.5, 0.5),
+    "SWIGLU_OAI": struct.pack("2i2f", 0, 0, 1.702, 1.0),
+    "SWIGLU_CLAMP": struct.pack("2i2f", 0, 0, 0.0, 1.0),
+    **{name: struct.pack("f", 1e-5) for name in ("NORM", "RMS_NORM", "L2_NORM")},
+}
+ROUNDED = {  # in units in the last place; others are equal
+    "EXP": 1, "TANH": 1, "SIGMOID": 2, "SILU": 2, "SOFTPLUS": 4, "GELU_ERF": 2, "GEGLU_ERF": 3, "SWIGLU": 3,
+    "SWIGLU_OAI": 4, "SWIGLU_CLAMP": 3,
+}  # fmt: skip
+
+
+def each(name: str) -> Case:
+    """An op whose output is as large as its source: of numbers above 0, below which some leave little."""
+    n_src = min(OPS[name].n_src, 2)
+
+    def run() -> list[Array]:
+        sources = [np.abs(floats(9, 1500)), floats(9, 1500, seed=1)][:n_src]
+        return node(name, np.zeros((9, 1500), np.float32), *sources, params=NUMBERS.get(name, bytes(16)))
+
+    kernel = norms.normalise if name.endswith("NORM") else tiles.compute
+    return Case(run, (kernel,), ulp=ROUNDED.get(name, 0))
+
+
 OF_OPS = {
+    **{name: each(name) for name in (*tiles.Compiled.__members__, "NORM", "RMS_NORM", "L2_NORM") if name in OPS},
     "GET_ROWS": Case(
         lambda: node(
             "GET_ROWS", np.zeros((5, 64), np.float32), floats(8, 64).astype(np.float16), np.int32([7, 0, 3, 3, 1])
@@ -217,6 +243,10 @@ def top_by_hand(x: Array) -> list[Array]:
 RUNS_OTHERS = threads._run
 CASES = {
     **OF_OPS,
+    "SCALE with a bias": Case(
+        lambda: node("SCALE", np.zeros((9, 1500), np.float32), floats(9, 1500), params=struct.pack("2f", 0.3, 0.7)),
+        (tiles.compute,),
+    ),
     "transposed f16": Case(lambda: node("CPY", np.zeros((70, 33), np.float16), floats(33, 70).T), (strided.transpose,)),
     **{f"codec {type}": Case(lambda type=type: codec(type), (runs.convert,)) for type in ("q8_0", "q4_0")},
     **{

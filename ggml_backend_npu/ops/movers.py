@@ -29,6 +29,7 @@ _SCALARS = tuple(name for name in type_names() if codec(name).dtype is not None)
 _QUANTIZED = tuple(name for name in type_names() if codec(name).dtype is None)
 DECODED = tuple(name for name in _QUANTIZED if name not in ("q8_1", "q8_K"))
 _ENCODED = tuple(
+ENCODED = tuple(
     name for name in _QUANTIZED if not name.startswith(("iq1", "iq2", "iq3"))
 )  # ggml's CPU has no from_float for those: they need an importance matrix
 
@@ -77,6 +78,7 @@ def _rows_per_chunk(tensor: Tensor) -> int:
 
 def checked_ids(ids: Tensor, n_rows: int) -> NDArray[np.int64]:
     """Row ids, (ne2, ne1, ne0). Raises KernelError for the first one that names none of n_rows rows."""
+    """The ids, (n2, n1, n0). Raises KernelError for one that is not below n_rows."""
     rows: NDArray[np.int64] = ids.view()[0].astype(np.int64)
     bad = (rows < 0) | (rows >= n_rows)
     if bad.any():
@@ -139,7 +141,7 @@ def _refuse_set_rows(dst: Tensor, src: Tensor, ids: Tensor) -> str | None:
 
 @op(
     "SET_ROWS",
-    types=[(dst, src, ids) for src in ("f32", "f16") for dst in (*_FLOATS, "i32", *_ENCODED) for ids in ("i64", "i32")],
+    types=[(dst, src, ids) for src in ("f32", "f16") for dst in (*_FLOATS, "i32", *ENCODED) for ids in ("i64", "i32")],
     refuse=_refuse_set_rows,
 )
 def set_rows(dst: Tensor, src: Tensor, ids: Tensor) -> None:
@@ -186,7 +188,7 @@ def _refuse_copy(dst: Tensor, src: Tensor) -> str | None:
 _SAME = [(name, name) for name in (*_SCALARS, *_QUANTIZED)]
 _COPIES = [
     *_SAME,
-    *((dst, src) for src in _FLOATS for dst in (*_FLOATS, *_ENCODED) if src != dst),
+    *((dst, src) for src in _FLOATS for dst in (*_FLOATS, *ENCODED) if src != dst),
     ("i32", "f32"),
     ("f32", "i32"),
     *(("f32", src) for src in DECODED),

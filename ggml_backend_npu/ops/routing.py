@@ -79,6 +79,24 @@ def _ordered(scores: NDArray[np.float32]) -> NDArray[np.float32]:
     return np.where(np.isnan(scores), np.float32(-np.inf), scores)
 
 
+def _refuse_top_k(dst: Tensor, x: Tensor) -> str | None:
+    if dst.ne[1:] != x.ne[1:] or dst.ne[0] > x.ne[0]:
+        return f"x of ne {x.ne}, dst of ne {dst.ne}"
+    return None
+
+
+@op("TOP_K", types=[("i32", "f32")], refuse=_refuse_top_k, optional=True)
+def largest_k(dst: Tensor, x: Tensor) -> None:
+    """The places of the largest elements of each row, as many as dst has, the second largest first.
+
+    Equals ggml_compute_forward_top_k, which swaps the first two to show that their order means nothing, where no
+    elements are equal; NaN counts as -inf.
+    """
+    k = dst.ne[0]
+    places = np.argsort(-_ordered(x.view()), axis=-1, kind="stable")[..., :k]
+    dst.view()[...] = places[..., [1, 0, *range(2, k)]] if k > 1 else places
+
+
 def _refuse_sum_rows(dst: Tensor, x: Tensor) -> str | None:
     return f"x of ne {x.ne}, dst of ne {dst.ne}" if dst.ne != (1, *x.ne[1:]) else None
 
