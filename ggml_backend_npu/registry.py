@@ -19,6 +19,8 @@ from quant.jit import engine
 Call = Callable[[], None]
 Types = tuple[str, ...]
 
+NO_KERNEL = "no kernel"
+
 
 class KernelError(Exception):
     """A node that a kernel cannot compute: the message names the op, the node and the value."""
@@ -174,7 +176,7 @@ class Registry(Mapping[str, Op]):
     def kernel_refusal(self, node: Node) -> str | None:
         """Why no kernel takes the node; None where one does."""
         op = self._ops.get(node.op)
-        return "no kernel" if op is None else op.refusal(node)
+        return NO_KERNEL if op is None else op.refusal(node)
 
     def check(self, node: Node) -> None:
         """Raises KernelError where the backend does not take the node."""

@@ -105,7 +105,10 @@ MemoryLimit = Annotated[
 ]
 DeviceType = Annotated[
     str | None,
-    typer.Option(metavar="accel|gpu", help="What ggml takes the device for (GGML_NPU_DEVICE_TYPE)."),
+    typer.Option(
+        metavar="accel|gpu",
+        help="What ggml takes the device for (GGML_NPU_DEVICE_TYPE). With --all and --memory device: gpu.",
+    ),
 ]
 
 
@@ -117,6 +120,11 @@ Fuse = Annotated[bool, typer.Option(help="Run patterns of nodes as one operator 
 
 def _chosen(all_ops: bool = False, fusion: bool = True) -> dict[str, str | None]:
     return {"ops": "all" if all_ops else None, "fusion": None if fusion else "off"}
+
+
+def _type_for_all(device_type: str | None, memory: str | None, all_ops: bool) -> str | None:
+    """llama.cpp lets a whole model be in a device's own memory where it takes it for a GPU."""
+    return device_type or ("gpu" if memory == "device" and all_ops else None)
 
 
 def _stderr() -> Console:
@@ -180,6 +188,10 @@ def run(
     memory_limit: MemoryLimit = None,
     device_type: DeviceType = None,
     all_ops: AllOps = False,
+    llama_graph: Annotated[
+        bool,
+        typer.Option(help="Each token's graph comes from llama.cpp, or one that it made once is run (implies --all)."),
+    ] = True,
     fusion: Fuse = True,
     threads: Threads = 0,
 ) -> None:
@@ -187,12 +199,14 @@ def run(
     from graph_runner.models import model_file
     from graph_runner.report import print_run
     from graph_runner.session import Sampler, Session, Settings, context_for, generate
+    from graph_runner.token_graph import GraphRunner
 
+    all_ops = all_ops or not llama_graph
     _use_device(
         profile=profile,
         memory=memory,
         memory_limit=memory_limit,
-        device_type=device_type,
+        device_type=_type_for_all(device_type, memory, all_ops),
         **_chosen(all_ops, fusion),
     )
     _use_kernels(kernels)
@@ -212,15 +226,16 @@ def run(
         Session(file, settings, progress=progress) as session,
     ):
         tokens = session.tokenize(prompt)
+        runner = None if llama_graph else GraphRunner(session)
         text = codecs.getincrementaldecoder("utf-8")("replace")
         times = [time.perf_counter()]
-        for token in generate(session, tokens, n, Sampler(temperature, top_p, seed)):
+        for token in generate(runner or session, tokens, n, Sampler(temperature, top_p, seed)):
             times.append(time.perf_counter())
             sys.stdout.write(text.decode(session.piece(token)))
             sys.stdout.flush()
         sys.stdout.write(text.decode(b"", True) + "\n")
         sys.stdout.flush()
-        print_run(session, len(tokens), times, console)
+        print_run(session, runner, len(tokens), times, console)
 
 
 @app.command()
@@ -486,7 +501,7 @@ def coverage(
         profile=profile,
         memory=memory,
         memory_limit=memory_limit,
-        device_type=device_type,
+        device_type=_type_for_all(device_type, memory, all_ops),
         **_chosen(all_ops),
     )
     _use_kernels(kernels)
@@ -618,7 +633,7 @@ def bench(
     movers: ops that move 64 MiB, against ggml's CPU and memcpy.
     codecs: q8_0 and q4_0 of 64 MiB, against libgguf, gguf-py and memcpy.
     calls: graphs of one small node, against ggml's CPU.
-    decode: a model with the NPU, against the CPU alone.
+    decode: a model with the movers on the NPU, and with every node, against the CPU alone; memory.
     operators: nodes that run as one operator, against the same on ggml's CPU.
     diff: of a model, against a run of it.
     start: fresh processes that import and register, and a whole diff.

@@ -15,7 +15,7 @@ from ggml_backend_npu.abi import convert
 from ggml_backend_npu.abi.plugin import Plugin
 from ggml_backend_npu.device import DEVICE
 from graph_runner.results import types_of
-from graph_runner.session import Sampler, Session, Settings, context_for
+from graph_runner.session import LEFT_BY_THE_SCHEDULER, Sampler, Session, Settings, context_for
 
 Splits = tuple[int, int]
 
@@ -143,7 +143,7 @@ class _Recorder:
         kernel, profile = OPS.kernel_refusal(node), DEVICE.profile.refusal(node)
         if kernel is None and OPS[op].optional and DEVICE.ops != "all":
             kernel = TAKEN_WITH_ALL
-        why = "; ".join(filter(None, (kernel, profile))) or "supported, but the scheduler left it where its data lies"
+        why = "; ".join(filter(None, (kernel, profile))) or LEFT_BY_THE_SCHEDULER
         computes = convert.is_to_be_computed(self._npu.ggml, address) and node.dst.n_elements > 0
         wants = kernel is not None and profile is None
         self.nodes.append(RanNode(op, types_of(node), on_npu, None if on_npu else why, wants and not on_npu, computes))

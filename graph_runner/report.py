@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
+from ggml_backend_npu.device import DEVICE
 from graph_runner.blocks import BlockComparison
 from graph_runner.compare import Comparison
 from graph_runner.results import NodeResult, Verdict
@@ -21,6 +22,7 @@ if TYPE_CHECKING:  # a replay on the NPU reports without llama.cpp
     from graph_runner.diff import DiffResult
     from graph_runner.session import Session, Settings
     from graph_runner.suites import Case
+    from graph_runner.token_graph import GraphRunner
     from graph_runner.trace import Captured, ReplayResult
 
 SCHEMA = "ggml-npu diff 3"
@@ -28,9 +30,14 @@ COVERAGE_SCHEMA = "ggml-npu coverage 1"
 REPLAY_SCHEMA = "ggml-npu replay 1"
 
 
-def print_run(session: Session, n_prompt: int, times: list[float], console: Console) -> None:
-    """What a session ran where, and how fast: `times` are of the prompt's begin and of each token."""
-    total, on_npu = session.nodes, session.npu_nodes
+def print_run(
+    session: Session, runner: GraphRunner | None, n_prompt: int, times: list[float], console: Console
+) -> None:
+    """What a session ran where, or a runner of its graph, and how fast: `times` are of the prompt's begin and of each
+    token."""
+    total, on_npu, by_name = session.nodes, session.npu_nodes, session.npu_spans
+    if runner is not None:
+        total, on_npu, by_name = runner.nodes, runner.nodes, runner.spans
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("nodes computed")
     table.add_column("NPU", justify="right")
@@ -39,16 +46,30 @@ def print_run(session: Session, n_prompt: int, times: list[float], console: Cons
         table.add_row(op, f"{on_npu[op]:,}", f"{count - on_npu[op]:,}")
     table.add_row("all", f"{on_npu.total():,}", f"{(total - on_npu).total():,}", style="bold")
     console.print(table)
-    spans = ", ".join(f"{name} {count:,}" for name, count in session.npu_spans.most_common())
+    spans = ", ".join(f"{name} {count:,}" for name, count in by_name.most_common())
     if spans:
         console.print(f"run as one operator: {spans}", highlight=False)
     console.print(f"{session.description}; graph splits {session.splits}", highlight=False)
+    if runner is not None:
+        line = f"tokens: {runner.n_run:,} without llama.cpp's graph, {runner.n_asked:,} to get it"
+        console.print(line, highlight=False)
+    elif DEVICE.ops == "all" and session.npu is not None:
+        console.print(_coverage_line(session), highlight=False, markup=False, soft_wrap=True)
     generated = len(times) - 1
     if generated:
         line = f"prompt {n_prompt} tokens, {n_prompt / (times[1] - times[0]):.1f} tokens/s"
         if generated > 1:
             line += f"; generated {generated} tokens, {(generated - 1) / (times[-1] - times[1]):.1f} tokens/s"
         console.print(line, highlight=False)
+
+
+def _coverage_line(session: Session) -> str:
+    """That the NPU computed every node, or which ones the CPU did, and why."""
+    left = [f"{op} {count:,} ({why})" for op, (count, why) in session.left_to_the_cpu.items()]
+    if left:
+        return f"left to the CPU: {', '.join(left)}"
+    splits = session.token_splits
+    return f"every node on the NPU, {splits} {'split' if splits == 1 else 'splits'} a token"
 
 
 def _verdict(result: DiffResult) -> str:

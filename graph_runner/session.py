@@ -19,9 +19,11 @@ from numba import types
 from numpy.typing import NDArray
 
 import ggml_backend_npu
+from ggml_backend_npu import OPS
 from ggml_backend_npu.abi import convert, lib, structs
 from ggml_backend_npu.abi.guard import Failures, interrupts_wait
-from ggml_backend_npu.abi.plugin import Statistics
+from ggml_backend_npu.abi.plugin import Context
+from ggml_backend_npu.device import DEVICE
 from graph_runner.errors import SessionError as SessionError
 from quant.jit import array_at, callback
 
@@ -29,7 +31,10 @@ DeviceName = Literal["npu", "cpu"]
 FlashAttention = Literal["auto", "on", "off"]
 _FLASH_ATTENTION = {"auto": -1, "off": 0, "on": 1}
 _FUNCTIONS_PER_OP = 64
+N_BATCH = 512  # tokens that a graph has at most
 
+
+LEFT_BY_THE_SCHEDULER = "supported, but the scheduler left it where its data lies"
 
 # what llama.cpp's own programs let a cache be; of other types its kernels crash
 CACHE_TYPES = ("f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "iq4_nl", "q5_0", "q5_1")
@@ -72,6 +77,15 @@ class Settings:
 def context_for(prompt: str, n: int) -> int:
     """Cells that surely hold a prompt and n more tokens: a token is at least a byte."""
     return -(-(len(prompt.encode()) + 8 + n) // 256) * 256
+
+
+class _Override(ctypes.Structure):
+    """struct llama_model_tensor_buft_override: where tensors go whose name a pattern is found in."""
+
+    _fields_ = [("pattern", ctypes.c_char_p), ("buffer_type", ctypes.c_void_p)]
+
+
+_EMBEDDINGS = rb"^(token_embd|position_embd|token_types|per_layer_token_embd)\."
 
 
 class _Log:
@@ -152,7 +166,7 @@ class Session:
         self._counts = np.zeros((len(self.ggml.ops) + 1, _FUNCTIONS_PER_OP), np.int64)
         types_kv = [self._type_number(name) for name in (settings.cache_type_k, settings.cache_type_v)]
         self.npu = ggml_backend_npu.register() if settings.device == "npu" else None
-        self._npu_statistics: Statistics | None = None
+        self.npu_context: Context | None = None
         llama_cpp.llama_backend_init()
         self._load(model, progress)
         self._vocabulary = llama_cpp.llama_model_get_vocab(self._model)
@@ -175,6 +189,8 @@ class Session:
         if params.no_alloc:
             params.load_mode = llama_cpp.LLAMA_LOAD_MODE_NONE
         params.n_gpu_layers = self.settings.gpu_layers if self.npu is not None else 0
+        places = self._places_of_weights()
+        params.tensor_buft_overrides = ctypes.addressof(places)
         if progress is not None:
             self._progress = llama_cpp.llama_progress_callback(lambda done, _: (progress(done), True)[1])
             params.progress_callback = self._progress
@@ -182,6 +198,22 @@ class Session:
         self._model = llama_cpp.llama_model_load_from_file(str(model).encode(), params)
         if not self._model:
             raise SessionError(f"model {str(model)!r}: {_log.reason()}")
+
+    def _places_of_weights(self) -> ctypes.Array[_Override]:
+        """llama.cpp leaves embeddings to the CPU, where the output's weights may be the same ones: where all layers are
+        on the device, they are to be there, once."""
+        device = self.npu.buffer_type if self.npu is not None and self._takes("MUL_MAT") else None
+        own = [_Override(_EMBEDDINGS, device)] if device is not None and self.settings.gpu_layers else []
+        return (_Override * (len(own) + 1))(*own, _Override())
+
+    def _takes(self, op: str) -> bool:
+        """Whether the NPU has the op and is to take it."""
+        return self.npu is not None and op in OPS and (DEVICE.ops == "all" or not OPS[op].optional)
+
+    def _flash_attention(self) -> int:
+        """llama.cpp's "auto" is off where the op is not on the device of the layers, which an ACCEL device is not."""
+        chosen = self.settings.flash_attention
+        return _FLASH_ATTENTION["on" if chosen == "auto" and self._takes("FLASH_ATTN_EXT") else chosen]
 
     def _refuse_encoder(self, model: Path) -> None:
         if llama_cpp.llama_model_has_encoder(self._model) or not llama_cpp.llama_model_has_decoder(self._model):
@@ -192,9 +224,9 @@ class Session:
         threads = settings.threads or os.cpu_count() or 1
         params = llama_cpp.llama_context_default_params()
         params.n_ctx = settings.n_ctx
-        params.n_batch = params.n_ubatch = min(settings.n_ctx, 512)
+        params.n_batch = params.n_ubatch = min(settings.n_ctx, N_BATCH)
         params.n_threads = params.n_threads_batch = threads
-        params.flash_attn_type = _FLASH_ATTENTION[settings.flash_attention]
+        params.flash_attn_type = self._flash_attention()
         params.type_k, params.type_v = types_kv
         if self._observer is not None:
             self._callback = structs.EvalCallback(self._observe)
@@ -204,15 +236,17 @@ class Session:
             params.cb_eval_user_data = self._counts.ctypes.data
         _log.clear()
         with _opening, self._inside():
+            if self.npu is not None:
+                self.npu.refusals.clear()
             contexts = self.npu.contexts if self.npu is not None else {}
             others = set(contexts)
             self._context = llama_cpp.llama_init_from_model(self._model, params)
             for address in contexts.keys() - others:
-                self._npu_statistics = contexts[address].statistics
+                self.npu_context = contexts[address]
         if not self._context:
             raise SessionError(f"model {str(model)!r}: {_log.reason()}")
         self.n_batch = int(params.n_batch)
-        self.graph_line = _log.find("splits =")
+        self._graph_line = _log.find("splits =")
 
     @contextmanager
     def _inside(self) -> Iterator[None]:
@@ -263,9 +297,14 @@ class Session:
     @property
     def splits(self) -> str | None:
         """How many pieces the scheduler cut the graph into, in llama.cpp's words: for the prompt, for one token."""
-        if self.graph_line is None:
+        if self._graph_line is None:
             return None
-        return self.graph_line.split("splits = ", 1)[1].split(", input", 1)[0]
+        return self._graph_line.split("splits = ", 1)[1].split(", input", 1)[0]
+
+    @property
+    def token_splits(self) -> int:
+        """How many pieces that are of the graph of one token."""
+        return int((self.splits or "0").split(" / ")[-1])
 
     @property
     def nodes(self) -> Counter[str]:
@@ -280,12 +319,27 @@ class Session:
     @property
     def npu_nodes(self) -> Counter[str]:
         """How many of `nodes` the NPU computed."""
-        return Counter(self._npu_statistics.computed if self._npu_statistics else ())
+        return Counter(self.npu_context.statistics.computed if self.npu_context else ())
+
+    @property
+    def left_to_the_cpu(self) -> dict[str, tuple[int, str]]:
+        """Of `nodes` those that the NPU did not compute: how many, by op, and why."""
+        left = self.nodes - self.npu_nodes
+        return {op: (count, self.why_left(op)) for op, count in left.most_common()}
+
+    def why_left(self, op: str) -> str:
+        """Why the NPU did not compute nodes of an op."""
+        return (self.npu.refusals if self.npu is not None else {}).get(op, LEFT_BY_THE_SCHEDULER)
+
+    @property
+    def window(self) -> int:
+        """How many tokens a token sees in layers with a sliding window; 0 where there are none."""
+        return int(llama_cpp.llama_model_n_swa(self._model))
 
     @property
     def npu_spans(self) -> Counter[str]:
         """Spans of them that the NPU computed as one operator, by its name."""
-        return Counter(self._npu_statistics.fused if self._npu_statistics else ())
+        return Counter(self.npu_context.statistics.fused if self.npu_context else ())
 
     def tokenize(self, text: str) -> list[int]:
         """Tokens of a text, with those that the model wants at its begin. Raises SessionError without a tokenizer."""
@@ -375,7 +429,20 @@ class Sampler:
         return int(self._random.choice(kept, p=p[kept] / p[kept].sum()))
 
 
-def generate(session: Session, tokens: list[int], n: int, sampler: Sampler) -> Iterator[int]:
+class Decoder(Protocol):
+    """What decodes tokens one after another: a session, or what runs its graph."""
+
+    def decode(self, tokens: list[int]) -> None:
+        """Runs tokens through the model, behind those before."""
+
+    def logits(self) -> NDArray[np.float32]:
+        """The logits behind the last token."""
+
+    def ends(self, token: int) -> bool:
+        """Whether a token ends the text."""
+
+
+def generate(session: Decoder, tokens: list[int], n: int, sampler: Sampler) -> Iterator[int]:
     """Runs a prompt and then yields up to n tokens, each as soon as it is known; ends with the text."""
     session.decode(tokens)
     for left in range(n, 0, -1):

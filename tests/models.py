@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
 from pathlib import Path
 
 from gguf import TokenType
+from llama_cpp import llama_cpp
 
 from graph_runner.tiny import TinyModel, Vocabulary, spm_vocabulary, write_tiny_llama
 
@@ -214,6 +216,18 @@ def write_tiny_rwkv6(path: Path) -> Path:
 
 
 Models = Callable[[str], Path]  # the file of a model by name: `demo`, or one of WRITERS or OTHERS
+
+
+def requantized(model: Path, type: str, path: Path) -> Path:
+    """A model with its matrices as q8_0 or q4_0, written by llama.cpp."""
+    params = llama_cpp.llama_model_quantize_default_params()
+    params.ftype = {"q8_0": llama_cpp.LLAMA_FTYPE_MOSTLY_Q8_0, "q4_0": llama_cpp.LLAMA_FTYPE_MOSTLY_Q4_0}[type]
+    params.allow_requantize = True
+    assert llama_cpp.llama_model_quantize(str(model).encode(), str(path).encode(), ctypes.byref(params)) == 0
+    return path
+
+
+Models = Callable[[str], Path]  # the file of a model by name: `demo` or one of WRITERS
 
 WRITERS: dict[str, Callable[[Path], Path]] = {
     "llama": write_tiny_llama,

@@ -166,9 +166,13 @@ def test_operators_run_as_one() -> None:
 @pytest.mark.usefixtures("backend")
 def test_decoding_is_measured_in_tokens_a_second(tmp_path: Path) -> None:
     tiny = write_tiny_llama(tmp_path / "tiny.gguf")
-    found = [*models.bench_decode(tiny, rounds=1, threads=1, n=3)]
-    assert [measurement.what for measurement in found] == ["prompt", "generation"]
-    assert_sane(found, [GGML_CPU], "tokens/s", rounds=1)
+    *speeds, memory = models.bench_decode(tiny, rounds=1, threads=1, n=3, long=40)
+    whats = ["prompt of 40", "prompt", "generation"]
+    names = [models.MOVERS, models.EVERY_NODE]
+    assert [measurement.what for measurement in speeds] == [f"{what}, {name}" for name in names for what in whats]
+    assert_sane(speeds, [GGML_CPU], "tokens/s", rounds=1)
+    assert_sane([memory], [GGML_CPU], "MB", rounds=1)
+    assert memory.ratio(GGML_CPU) == memory.others[GGML_CPU][0] / memory.median
 
 
 # what cannot be compared

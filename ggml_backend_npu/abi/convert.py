@@ -232,6 +232,13 @@ def roots(ggml: Ggml, address: int) -> list[int]:
     return [computed(ggml, source) if source else 0 for source in _sources(address)]
 
 
+def inputs(ggml: Ggml, address: int) -> list[Tensor]:
+    """What is set from outside before the graph at an address is computed, of that what its nodes read."""
+    read = dict.fromkeys(root for at, _ in _computing(ggml, address) for root in roots(ggml, at) if root)
+    fields = {at: _read(at) for at in read if is_leaf(at)}
+    return [_tensor(ggml, found, True, nowhere) for found in fields.values() if found[_FLAGS] & structs.FLAG_INPUT]
+
+
 def graph(ggml: Ggml, address: int, packed: PackedAt = nowhere) -> Graph:
     """The nodes of the graph at an address that are to be computed, and who reads their results."""
     header = structs.Graph.from_address(address)

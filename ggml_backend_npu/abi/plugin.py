@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import ctypes
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +21,7 @@ from ggml_backend_npu.memory import DeviceMemory
 from ggml_backend_npu.numerics import NUMERICS
 from ggml_backend_npu.ops import strided
 from ggml_backend_npu.plan import Plan, plan
-from ggml_backend_npu.registry import OPS, KernelError
+from ggml_backend_npu.registry import NO_KERNEL, OPS, KernelError
 from quant import threads
 
 NAME = "NPU"
@@ -81,13 +82,27 @@ class Statistics:
         self._graphs, Failures.message = 0, None
 
 
-@dataclass(frozen=True)
+@dataclass
 class Context:
-    """A ggml_backend that is alive: its struct, what it has done, and the graphs that it knows."""
+    """A ggml_backend that is alive: its struct, what it has done, and the graphs that it knows.
+
+    instead  what computes its graphs, given by address, in place of the device; None: the device does
+    """
 
     backend: structs.Backend
     statistics: Statistics
     repeats: Repeats
+    instead: Callable[[int], None] | None = None
+
+    @contextmanager
+    def computing(self, instead: Callable[[int], None]) -> Iterator[None]:
+        """Its graphs are given to a function until the context ends."""
+        self.repeats.forget()
+        self.instead = instead
+        try:
+            yield
+        finally:
+            self.instead = None
 
 
 class Plugin:
@@ -95,6 +110,7 @@ class Plugin:
 
     contexts  each ggml_backend that is alive, by address
     active  whether the device takes nodes; while it is not, a scheduler leaves every node to the CPU
+    refusals  by op, why nodes of it were not taken when a scheduler asked
     """
 
     def __init__(self, ggml: Ggml) -> None:
@@ -102,6 +118,7 @@ class Plugin:
         self.statistics = Statistics(self._settle)
         self.contexts: dict[int, Context] = {}
         self.active = True
+        self.refusals: dict[str, str] = {}
         self._halted: str | None = None
         self._plans: dict[tuple[int, bytes], Plan] = {}
         self._fusible = fusible()
@@ -207,10 +224,15 @@ class Plugin:
         self.contexts[address] = Context(backend, Statistics(self._settle), known)
         return address
 
+    @property
+    def buffer_type(self) -> int | None:
+        """Address of the type of buffers in the device's own memory, where it has some."""
+        return self._buffers.type_address if self.memory is not None else None
+
     @guarded(None)
     def get_buffer_type(self, _: int) -> int | None:
         if self.memory is not None:
-            return self._buffers.type_address
+            return self.buffer_type
         address: int | None = self.ggml.ggml_backend_cpu_buffer_type()
         return address
 
@@ -232,9 +254,12 @@ class Plugin:
             return True
         if self._holds(node):
             return True  # ggml aborts where no device takes it; here it fails in graph_compute, which says why
-        if not self.active or op not in OPS or (OPS[op].optional and DEVICE.ops != "all"):
+        if not self.active or (op in OPS and OPS[op].optional and DEVICE.ops != "all"):
             return False
-        return OPS.refusal(convert.node(self.ggml, node)) is None
+        reason = OPS.refusal(convert.node(self.ggml, node)) if op in OPS else NO_KERNEL
+        if reason is not None:
+            self.refusals[op] = reason
+        return reason is None
 
     def _holds(self, node: int) -> bool:
         """Whether a node's output is a view of a tensor in the device's memory."""
@@ -255,6 +280,9 @@ class Plugin:
             raise KernelError(self._halted)
         context = self.contexts[backend]
         with threads.allowing(context.repeats.n_threads):
+            if context.instead is not None:
+                context.instead(graph)
+                return structs.STATUS_SUCCESS
             if DEVICE.fallback == "cpu":
                 return self._compute_with_fallback(context, graph)
             key = OPS.version, convert.key(self.ggml, graph, self._fusible if DEVICE.fusion == "on" else frozenset())

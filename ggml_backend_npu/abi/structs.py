@@ -32,7 +32,7 @@ TENSOR_KEY_BYTES = 256  # everything in front of the name: what a plan depends o
 BUFFER_AT, OP_AT, FLAGS_AT, SRC_AT, VIEW_SRC_AT, DATA_AT = 8, 80, 148, 152, 232, 248
 N_SRC, PARAMS_BYTES, NAME_BYTES = 10, 64, 64
 OPERATION = struct.Struct("=i64si10Q")  # of it, what stands from OP_AT: op, op_params, flags, src
-FLAG_OUTPUT, FLAG_COMPUTE = 2, 16
+FLAG_INPUT, FLAG_OUTPUT, FLAG_COMPUTE = 1, 2, 16
 
 STATUS_FAILED, STATUS_SUCCESS = -1, 0
 DEVICE_TYPE_CPU, DEVICE_TYPE_GPU, DEVICE_TYPE_IGPU, DEVICE_TYPE_ACCEL = 0, 1, 2, 3

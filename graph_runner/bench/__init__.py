@@ -8,6 +8,7 @@ memcpy     what bounds these two
 calls      graphs of one node of a few rows
 operators  patterns of nodes that run as one
 models     decode, diff and start of a model
+memory     of a process that decodes
 run        benchmarks by name
 report     tables and JSON
 plot       movers and codecs as bars, memcpy as their roof

@@ -25,7 +25,7 @@ class Measurement:
     """One line of a benchmark.
 
     what    is measured
-    unit    of the values: "s", "ms" or "us" (less is better), "tokens/s" (more is better)
+    unit    of the values: "s", "ms", "us" or "MB" (less is better), "tokens/s" (more is better)
     values  of ours, one per round
     others  what it is compared with, by name, round by round
     nbytes  of the work's wider side, the float side where there is one, for a bandwidth; 0 where that says nothing
@@ -45,10 +45,10 @@ class Measurement:
 
     @property
     def less_is_better(self) -> bool:
-        return self.unit in _SECONDS
+        return self.unit != "tokens/s"
 
     def ratio(self, other: str) -> float:
-        """Median over the rounds of how many times as fast as another one it is."""
+        """Median over the rounds of how many times as fast as another one it is, or as small."""
         pairs = zip(self.values, self.others[other], strict=True)
         return statistics.median(b / a if self.less_is_better else a / b for a, b in pairs)
 

@@ -9,46 +9,75 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+from ggml_backend_npu import DEVICE
 from ggml_backend_npu.abi.embedding import plugin
 from graph_runner import suites
 from graph_runner.bench.measure import GGML_CPU, Measurement, against, in_turns
-from graph_runner.session import Session, Settings, context_for
+from graph_runner.bench.memory import bench_memory
+from graph_runner.session import DeviceName, Session, Settings, context_for
 
+MOVERS, EVERY_NODE = "movers on the NPU", "every node on the NPU"
 _PROMPT = "The history of computing begins with " + "counting boards, gears, relays and valves; " * 12
 _LONGER = _PROMPT + "counting boards, gears, relays and valves; " * 2
 
 
-def bench_decode(model: Path, *, rounds: int, threads: int, n: int = 64) -> Iterator[Measurement]:
-    """A prompt, four times, and n tokens behind it one by one, with the movers on the NPU against the CPU alone.
+def bench_decode(model: Path, *, rounds: int, threads: int, n: int = 64, long: int = 512) -> Iterator[Measurement]:
+    """A prompt four times, a long one, and n tokens behind the prompt one by one: with the movers on the NPU, and with
+    every node, against the CPU alone; and the memory of a process with every node on the NPU.
 
-    Both are open at once and take turns, within a round after every 8 tokens.
+    All are open at once and take turns, within a round after every 8 tokens.
     """
-    settings = Settings(n_ctx=context_for(_PROMPT, n), threads=threads)
-    speeds: dict[str, dict[str, list[float]]] = {"prompt": {}, "generation": {}}
-    with (
-        Session(model, replace(settings, device="npu"), counts_nodes=False) as npu,
-        Session(model, replace(settings, device="cpu"), counts_nodes=False) as cpu,
-    ):
-        tokens = npu.tokenize(_PROMPT)
+    settings = Settings(n_ctx=max(context_for(_PROMPT, n), long), threads=threads)
+    ways: dict[str, tuple[DeviceName, str]] = {
+        MOVERS: ("npu", "default"),
+        EVERY_NODE: ("npu", "all"),
+        GGML_CPU: ("cpu", "default"),
+    }
+    speeds: defaultdict[tuple[str, str], list[float]] = defaultdict(list)
+    with ExitStack() as stack:
+        sessions = []
+        for name, (device, ops) in ways.items():
+            with _taking(ops):
+                session = Session(model, replace(settings, device=device), counts_nodes=False)
+                sessions.append((name, ops, stack.enter_context(session)))
+        tokens = session.tokenize(_PROMPT)
+        many = (tokens * long)[:long]
         steps = [[token] for token in (tokens * n)[:n]]
-        turns = [*[("prompt", [tokens])] * 4, *(("generation", steps[i : i + 8]) for i in range(0, n, 8))]
+        turns = [(f"prompt of {long}", [many]), *[("prompt", [tokens])] * 4]
+        turns += [("generation", steps[i : i + 8]) for i in range(0, n, 8)]
         for round_ in range(rounds + 1):
             seconds: defaultdict[tuple[str, str], float] = defaultdict(float)
             for turn, (what, batches) in enumerate(turns):
-                for name, session in [("NPU", npu), (GGML_CPU, cpu)][:: -1 if (turn + round_) % 2 else 1]:
-                    if what == "prompt":
+                for name, ops, session in sessions[:: -1 if (turn + round_) % 2 else 1]:
+                    if what != "generation":
                         session.clear()
-                    seconds[what, name] += _decode(session, batches)
+                    with _taking(ops):
+                        seconds[what, name] += _decode(session, batches)
             if round_:  # the first round warms up
+                counts = {"prompt": 4 * len(tokens), "generation": n}
                 for (what, name), time_ in seconds.items():
-                    count = 4 * len(tokens) if what == "prompt" else n
-                    speeds[what].setdefault(name, []).append(count / time_)
-    for what, found in speeds.items():
-        yield Measurement(what, "tokens/s", found["NPU"], {GGML_CPU: found[GGML_CPU]})
+                    speeds[what, name].append(counts.get(what, long) / time_)
+    for name in (MOVERS, EVERY_NODE):
+        for what in dict.fromkeys(what for what, _ in turns):
+            others = {GGML_CPU: speeds[what, GGML_CPU]}
+            yield Measurement(f"{what}, {name}", "tokens/s", speeds[what, name], others, group=name)
+    yield bench_memory(model, many, threads=threads)
+
+
+@contextmanager
+def _taking(ops: str) -> Iterator[None]:
+    """Which ops the device takes."""
+    before = DEVICE.ops
+    DEVICE.update({"ops": ops})
+    try:
+        yield
+    finally:
+        DEVICE.ops = before
 
 
 def _decode(session: Session, batches: list[list[int]]) -> float:

@@ -42,9 +42,13 @@ def _table(name: str, measurements: Sequence[Measurement]) -> Table:
                 *(f"{found.bandwidth() / 1e9:,.2f}" for _ in bandwidth),
             )
         _add_summary(table, "  ", alike)
-    if len(by_group) > 1:
+    if len(by_group) > 1 and _have_one_unit(measurements):
         _add_summary(table, "all: ", measurements)
     return table
+
+
+def _have_one_unit(measurements: Sequence[Measurement]) -> bool:
+    return len({found.unit for found in measurements}) == 1
 
 
 def _ratio(ratio: float) -> str:
@@ -81,7 +85,7 @@ def bench_json(result: BenchResult) -> dict[str, Any]:
             for name, measurements in result.measurements.items()
             for group, alike in [(None, measurements), *groups(measurements).items()]
             for other in measurements[0].others
-            if group != ""
+            if group != "" and _have_one_unit(alike)
         ],
     }
 
