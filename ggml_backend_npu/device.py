@@ -51,6 +51,7 @@ _CHECKS: dict[str, Callable[[str, str], Any]] = {
     "fallback": partial(_choice, allowed=("none", "cpu")),
     "ops": partial(_choice, allowed=("default", "all")),
     "fusion": partial(_choice, allowed=("on", "off")),
+    "matmul": partial(_choice, allowed=("exact", "fast")),
 }
 
 
@@ -67,6 +68,8 @@ class DeviceOptions:
     fallback      "cpu": a node that the device does not take, and is handed all the same, is computed by ggml's CPU
                   backend: behind RPC, where clients do not ask. "none": such a node fails
     ops           "default": the ops that move data, which cost a scheduler little; "all": every op there is
+    matmul        how weights are multiplied, see `ops.matmul`: "exact" as ggml's CPU does, "fast" by BLAS where columns
+                  are many
     """
 
     profile: Profile = FULL
@@ -75,6 +78,7 @@ class DeviceOptions:
     device_type: str = "accel"
     fallback: str = "none"
     ops: str = "default"
+    matmul: str = "fast"
     _fuses: NDArray[np.int64] = field(default_factory=lambda: np.ones(1, np.int64), init=False, repr=False)
     _environment_is_read: bool = field(default=False, init=False, repr=False)
 

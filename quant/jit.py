@@ -183,6 +183,16 @@ def atomic_add(typing_context: Any, address: Any, value: Any) -> Any:
     return types.int64(types.int64, types.int64), emit
 
 
+@intrinsic
+def keep(typing_context: Any, array: Any) -> Any:
+    """Nothing. An array of which a kernel took the address lives until here; without it, until it was taken."""
+
+    def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return context.get_dummy_value()
+
+    return types.void(array), emit
+
+
 def inlined(function: Part) -> Part:
     """A part of kernels: compiled into each `compiled` function that calls it, or is given it as an argument.
 
@@ -193,8 +203,9 @@ def inlined(function: Part) -> Part:
 
 
 def reduced(function: Part) -> Part:
-    """As `inlined`, for a sum or maximum over a row: LLVM may take its terms in the order that vectors like."""
-    part: Part = register_jitable(error_model="numpy", fastmath={"reassoc", "nsz"})(function)
+    """As `inlined`, for a sum or maximum over a row: LLVM may take its terms in the order that vectors like, and fuse
+    products with their addition."""
+    part: Part = register_jitable(error_model="numpy", fastmath={"reassoc", "nsz", "contract"})(function)
     return part
 
 

@@ -20,6 +20,7 @@ from quant.jit import (
     f32_to_f16_payload,
     float_bits,
     inlined,
+    keep,
     stream,
     stream_ends,
     truncate_to_int32,
@@ -333,7 +334,7 @@ def convert_run(src_code, src, src_step, src_packed, src_n, dst_code, dst, dst_s
 def widen_run(code, src, src_step, dst, count):
     """`count` elements of f32, f16 or bf16 to float32 without gaps. Small, for kernels that compute in float32."""
     if code == F32:
-        _elements(_same, types.float32, 4, src, src_step, _same, types.float32, 4, dst, 4, count)
+        copy_run(4, src, src_step, dst, 4, count)
     elif code == F16:
         _elements(f16_to_f32, types.uint16, 2, src, src_step, _same, types.float32, 4, dst, 4, count)
     else:
@@ -341,12 +342,58 @@ def widen_run(code, src, src_step, dst, count):
 
 
 @inlined
+def decode_run(code, src, packed, n_packed, dst, count):
+    """A row of `count` elements of f32, f16, bf16, q8_0 or q4_0 to float32, both without gaps."""
+    if code == Q8_0_REFERENCE:
+        _decode_blocks(_decode_q8_0, _decode_q8_0, 32, src, 34, packed, n_packed, dst, 128, count // 32)
+    elif code == Q4_0:
+        _decode_blocks(_decode_q4_0, _decode_q4_0_packed, 16, src, 18, packed, n_packed, dst, 128, count // 32)
+    else:
+        widen_run(code, src, types.int64(4 if code == F32 else 2), dst, count)
+
+
+@inlined
 def narrow_run(src, code, dst, dst_step, count):
-    """`count` float32 without gaps to f16 or bf16."""
-    if code == F16:
+    """`count` float32 without gaps to f32, f16 or bf16."""
+    if code == F32:
+        copy_run(4, src, 4, dst, dst_step, count)
+    elif code == F16:
         _elements(_same, types.float32, 4, src, 4, f32_to_f16, types.uint16, 2, dst, dst_step, count)
     else:
         _elements(_same, types.float32, 4, src, 4, _f32_to_bf16, types.uint16, 2, dst, dst_step, count)
+
+
+@inlined
+def decode_run(code, src, dst, n):
+    """n elements without gaps, of f32, f16, bf16 or whole blocks of q8_0 or q4_0, to float32."""
+    if code == F32:
+        copy(src, dst, 4 * n)
+    elif code in (F16, BF16):
+        widen_run(code, src, 2, dst, n)
+    elif code == Q4_0:
+        for block in range(n // _BLOCK):
+            scale = src + block * 18
+            _decode_q4_0(scale, scale + 2, dst + block * 128)
+    else:
+        for block in range(n // _BLOCK):
+            scale = src + block * 34
+            _decode_q8_0(scale, scale + 2, dst + block * 128)
+
+
+@inlined
+def round_run(code, x, work, n):
+    """n float32 without gaps, in place, to f32, f16, bf16 or q8_0 and back; work holds 2 * n bytes, and 34."""
+    if code in (F16, BF16):
+        narrow_run(x, code, work, 2, n)
+        widen_run(code, work, 2, x, n)
+    elif code != F32:
+        for block in range(n // _BLOCK):
+            at = x + block * 128
+            if code == Q8_0_SIMD:
+                F32_TO_Q8_0_SIMD(at, work, work + 2)
+            else:
+                F32_TO_Q8_0_REFERENCE(at, work, work + 2)
+            _decode_q8_0(work, work + 2, at)
 
 
 @inlined
@@ -380,4 +427,5 @@ def convert(p, begin, end):
         begin += count
         filled, target = flush(stage, filled + count * dst_step, target, begin == end)
     stream_ends()
+    keep(memory)
     return 0

@@ -7,14 +7,22 @@ the 32 lanes are written down, and LLVM cuts them into what the processor has. `
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
-from llvmlite import ir
+from llvmlite import binding, ir
 from numba import types
+from numba.core import cgutils
 from numba.extending import intrinsic
 
 HALF, FLOAT = ir.HalfType(), ir.FloatType()
-INT8, INT16, INT32, INT64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
+BIT, INT8, INT16, INT32, INT64 = (ir.IntType(bits) for bits in (1, 8, 16, 32, 64))
+
+
+@cache
+def _dots_bytes() -> bool:
+    """Whether the processor has AVX-512's or AVX's products of unsigned and signed bytes, summed in fours."""
+    return bool(binding.get_host_cpu_features().get("avx512vnni") and binding.get_host_cpu_features().get("avx512vl"))
 
 
 class Value:
@@ -124,6 +132,10 @@ class Value:
         """The float of these bits."""
         return self._of(self._builder.bitcast(self._value, self._shaped({32: FLOAT, 16: HALF}[self._element.width])))
 
+    def as_bytes(self) -> Value:
+        """The bytes of an int32, the lowest first."""
+        return self._of(self._builder.bitcast(self._value, ir.VectorType(INT8, 4)))
+
     def widened(self) -> Value:
         """half -> float"""
         return self._of(self._builder.fpext(self._value, self._shaped(FLOAT)))
@@ -144,6 +156,43 @@ class Value:
         """Integers of another width: the low bits, or zeros above."""
         resize = self._builder.trunc if kind.width < self._element.width else self._builder.zext
         return self._of(resize(self._value, self._shaped(kind)))
+
+    def signed(self, kind: ir.IntType) -> Value:
+        """Signed integers of a greater width."""
+        return self._of(self._builder.sext(self._value, self._shaped(kind)))
+
+    def sums_of_fours(self) -> Value:
+        """Of neighbours: a quarter of the lanes."""
+        first, *others = (self.lanes_from(i, 4, self.lanes // 4) for i in range(4))
+        for other in others:
+            first = first + other
+        return first
+
+    def plus_fours(self, unsigned: Value, signed: Value) -> Value:
+        """int32 + the sums of fours of the products of unsigned and signed bytes, 32 of each."""
+        if _dots_bytes():
+            kind = self._value.type
+            name, shape = "llvm.x86.avx512.vpdpbusd.256", ir.FunctionType(kind, [kind] * 3)
+            function = self._builder.module.declare_intrinsic(name, (), shape)
+            bytes_ = (self._builder.bitcast(each._value, kind) for each in (unsigned, signed))
+            return self._of(self._builder.call(function, [self._value, *bytes_]))
+        products = unsigned.to(INT16).to(INT32) * signed.signed(INT16).signed(INT32)
+        pairs = products.lanes_from(0, 2, 16) + products.lanes_from(1, 2, 16)
+        return self + pairs.lanes_from(0, 2, 8) + pairs.lanes_from(1, 2, 8)
+
+    def plus_product(self, a: Value, b: Value) -> Value:
+        """Floats: self + a * b, rounded once; a scalar b is in every lane."""
+        factors = [each.filled(self.lanes)._value for each in (a, b)]
+        function = self._declare("llvm.fma", self._value.type, [self._value.type] * 3)
+        return self._of(self._builder.call(function, [*factors, self._value]))
+
+    def total(self) -> Value:
+        """The sum of the float lanes, pairwise."""
+        value = self
+        while value.lanes > 1:
+            half = value.lanes // 2
+            value = value.lanes_from(0, 1, half) + value.lanes_from(half, 1, half)
+        return value.lane(self._of(ir.Constant(INT32, 0)))
 
     def rounded(self, how: str) -> Value:
         """how  "rint": half to even; "round": half away from zero"""
@@ -166,6 +215,12 @@ class Value:
 
     def _call(self, name: str, result: ir.Type) -> Value:
         return self._of(self._builder.call(self._declare(name, result, [self._value.type]), [self._value]))
+
+    def fused_multiply_add(self, factor: Value, addend: Value) -> Value:
+        """self * factor + addend, rounded once."""
+        kind = self._value.type
+        function = self._declare("llvm.fma", kind, [kind] * 3)
+        return self._of(self._builder.call(function, [self._value, factor._value, addend._value]))
 
     def lane(self, index: Value) -> Value:
         return self._of(self._builder.extract_element(self._value, index._value))
@@ -197,10 +252,25 @@ class Address:
     def __init__(self, builder: ir.IRBuilder, value: Any) -> None:
         self._builder, self._value = builder, value
 
+    def _number(self, other: Address | int) -> Any:
+        return other._value if isinstance(other, Address) else ir.Constant(self._value.type, other)
+
     def __add__(self, n_bytes: Address | int) -> Address:
         """The address n_bytes further on; of an Address its number is taken."""
-        step = n_bytes._value if isinstance(n_bytes, Address) else ir.Constant(self._value.type, n_bytes)
-        return Address(self._builder, self._builder.add(self._value, step))
+        return Address(self._builder, self._builder.add(self._value, self._number(n_bytes)))
+
+    def __mul__(self, factor: Address | int) -> Address:
+        """The number, times another."""
+        return Address(self._builder, self._builder.mul(self._value, self._number(factor)))
+
+    def number_at(self, index: int) -> Address:
+        """Number `index` of the int64 here."""
+        return Address(self._builder, (self + 8 * index).load(INT64)._value)
+        """The address as a number, times another one: of steps that are not known before."""
+        return Address(self._builder, self._builder.mul(self._value, self._number(factor)))
+
+    def _number(self, of: Address | int) -> Any:
+        return of._value if isinstance(of, Address) else ir.Constant(self._value.type, of)
 
     def load(self, kind: ir.Type, lanes: int = 0) -> Value:
         whole = ir.VectorType(kind, lanes) if lanes else kind
@@ -212,9 +282,39 @@ class Address:
         pointer = self._builder.inttoptr(self._value, value._value.type.as_pointer())
         self._builder.store(value._value, pointer, align=1)
 
+    def count(self, body: Callable[[Address, Sequence[Value]], Sequence[Value]], *start: Value) -> Sequence[Value]:
+        """A loop over i = 0, 1, ... below this number: values begin as `start`; body(i, values) gives the next ones."""
+        builder = self._builder
+        places = [cgutils.alloca_once_value(builder, value._value) for value in start]
+        with cgutils.for_range(builder, self._value) as loop:
+            now = [Value(builder, builder.load(place)) for place in places]
+            for place, value in zip(places, body(Address(builder, loop.index), now), strict=True):
+                builder.store(value._value, place)
+        return [Value(builder, builder.load(place)) for place in places]
+
+    def zeros(self, kind: ir.Type, lanes: int = 0) -> Value:
+        """0 in every lane."""
+        return Value(self._builder, ir.Constant(ir.VectorType(kind, lanes) if lanes else kind, None))
+
+
+class Variable:
+    """A value that changes from one round of a loop to the next; LLVM keeps it in a register."""
+
+    def __init__(self, first: Value) -> None:
+        self._builder = first._builder
+        self._place = cgutils.alloca_once_value(self._builder, first._value)
+
+    @property
+    def value(self) -> Value:
+        return Value(self._builder, self._builder.load(self._place))
+
+    @value.setter
+    def value(self, value: Value) -> None:
+        self._builder.store(value._value, self._place)
+
 
 def part(function: Callable[..., None]) -> Any:
-    """Decorator: a function of three or four Addresses becomes what a kernel calls with so many int64."""
+    """Decorator: a function of two to five Addresses becomes what a kernel calls with so many int64."""
 
     def typed(n_addresses: int) -> tuple[Any, Any]:
         def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
@@ -223,13 +323,19 @@ def part(function: Callable[..., None]) -> Any:
 
         return types.void(*[types.int64] * n_addresses), emit
 
+    def of_two(typing_context: Any, a: Any, b: Any) -> Any:
+        return typed(2)
+
     def of_three(typing_context: Any, a: Any, b: Any, c: Any) -> Any:
         return typed(3)
 
     def of_four(typing_context: Any, a: Any, b: Any, c: Any, d: Any) -> Any:
         return typed(4)
 
-    return intrinsic({3: of_three, 4: of_four}[function.__code__.co_argcount])
+    def of_five(typing_context: Any, a: Any, b: Any, c: Any, d: Any, e: Any) -> Any:
+        return typed(5)
+
+    return intrinsic({2: of_two, 3: of_three, 4: of_four, 5: of_five}[function.__code__.co_argcount])
 
 
 def transposed(rows: list[Value]) -> list[Value]:

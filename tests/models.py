@@ -147,6 +147,77 @@ def write_tiny_mamba(path: Path) -> Path:
     return model.save()
 
 
+def write_tiny_mamba2(path: Path) -> Path:
+    """A mamba2 of 2 layers: n_embd 64, 8 heads of 16 in 2 groups, state 32, convolution over 4 tokens.
+
+    Exercises SSM_SCAN with a decay for a whole head, x, B and C parts of the same rows, and a grouped RMS_NORM.
+    """
+    d_conv, d_state, n_head, n_group = 4, 32, 8, 2
+    model = TinyModel(path, "mamba2", spm_vocabulary(), n_ff=0)
+    d_inner = 2 * model.n_embd
+    d_xbc = d_inner + 2 * n_group * d_state
+    model.writer.add_head_count(0)
+    model.writer.add_layer_norm_rms_eps(1e-5)
+    model.writer.add_ssm_conv_kernel(d_conv)
+    model.writer.add_ssm_inner_size(d_inner)
+    model.writer.add_ssm_state_size(d_state)
+    model.writer.add_ssm_time_step_rank(n_head)
+    model.writer.add_ssm_group_count(n_group)
+    model.embeddings()
+    for block in model.blocks():
+        model.norm(f"{block}.attn_norm")
+        model.linear(f"{block}.ssm_in", model.n_embd, d_inner + d_xbc + n_head)
+        model.weight(f"{block}.ssm_conv1d.weight", model.random(d_conv, d_xbc, std=d_conv**-0.5))
+        model.weight(f"{block}.ssm_conv1d.bias", model.random(d_xbc))
+        model.weight(f"{block}.ssm_dt.bias", model.random(n_head))
+        model.weight(f"{block}.ssm_a", model.random(1, n_head, mean=-1.0))
+        model.weight(f"{block}.ssm_d", model.random(1, n_head))
+        model.weight(f"{block}.ssm_norm.weight", model.random(d_inner // n_group, n_group, mean=1.0))
+        model.linear(f"{block}.ssm_out", d_inner, model.n_embd)
+    return model.save()
+
+
+def write_tiny_rwkv6(path: Path) -> Path:
+    """An RWKV-6 of 2 layers: n_embd 128, 2 heads of 64, n_ff 256, ranks 32.
+
+    Exercises RWKV_WKV6 and token shift by CONCAT with a mix that the tokens themselves decide.
+    """
+    rank = 32
+    model = TinyModel(path, "rwkv6", rwkv_vocabulary(), n_embd=128, n_ff=256)
+    n_embd, n_ff = model.n_embd, model.n_ff
+    model.writer.add_head_count(0)
+    model.writer.add_wkv_head_size(64)
+    model.writer.add_layer_norm_eps(1e-5)
+    model.writer.add_rescale_every_n_layers(6)
+    model.writer.add_time_mix_extra_dim(rank)
+    model.writer.add_time_decay_extra_dim(rank)
+    model.embeddings(bias=True)
+    model.norm("token_embd_norm", bias=True)
+    for block in model.blocks():
+        model.norm(f"{block}.attn_norm", bias=True)
+        model.norm(f"{block}.attn_norm_2", bias=True)
+        model.linear(f"{block}.time_mix_w1", n_embd, 5 * rank)
+        model.linear(f"{block}.time_mix_w2", rank, n_embd, 5)
+        model.weight(f"{block}.time_mix_lerp_x.weight", model.random(n_embd, 1, 1, mean=0.5))
+        model.weight(f"{block}.time_mix_lerp_fused.weight", model.random(n_embd, 1, 1, 5, mean=0.5))
+        model.weight(f"{block}.time_mix_first.weight", model.random(64, n_embd // 64, std=0.5))
+        model.weight(f"{block}.time_mix_decay.weight", model.random(n_embd, std=0.5))
+        model.linear(f"{block}.time_mix_decay_w1", n_embd, rank)
+        model.linear(f"{block}.time_mix_decay_w2", rank, n_embd)
+        for matrix in ("key", "value", "receptance", "gate", "output"):
+            model.linear(f"{block}.time_mix_{matrix}", n_embd, n_embd)
+        model.norm(f"{block}.time_mix_ln", bias=True)
+        model.weight(f"{block}.channel_mix_lerp_k.weight", model.random(n_embd, 1, 1, mean=0.5))
+        model.weight(f"{block}.channel_mix_lerp_r.weight", model.random(n_embd, 1, 1, mean=0.5))
+        model.linear(f"{block}.channel_mix_key", n_embd, n_ff)
+        model.linear(f"{block}.channel_mix_value", n_ff, n_embd)
+        model.linear(f"{block}.channel_mix_receptance", n_embd, n_embd)
+    return model.save()
+
+
+Models = Callable[[str], Path]  # the file of a model by name: `demo`, or one of WRITERS or OTHERS
+
+
 def requantized(model: Path, type: str, path: Path) -> Path:
     """A model with its matrices as q8_0 or q4_0, written by llama.cpp."""
     params = llama_cpp.llama_model_quantize_default_params()
@@ -166,3 +237,6 @@ WRITERS: dict[str, Callable[[Path], Path]] = {
     "rwkv7": write_tiny_rwkv7,
     "mamba": write_tiny_mamba,
 }
+
+# more of them, for tests of their own ops; those of WRITERS go through everything
+OTHERS: dict[str, Callable[[Path], Path]] = {"mamba2": write_tiny_mamba2, "rwkv6": write_tiny_rwkv6}

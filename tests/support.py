@@ -139,11 +139,8 @@ def engine(backend: Plugin, name: str) -> Iterator[None]:
     backend.forget_plans()
 
 
-def assert_equals_cpu(backend: Plugin, recipe: Recipe, floats: str | None = None) -> None:
-    """The NPU takes the node and leaves every byte, of the output and of all roots, as ggml's CPU does.
-
-    floats  type of an output whose NaNs are equal whatever their bits: which one arithmetic gives, nobody promises
-    """
+def _outcomes(backend: Plugin, recipe: Recipe) -> tuple[dict[str, Outcome], Outcome]:
+    """The recipe's node as the NPU computes it, by either engine, and as ggml's CPU does."""
     results = {}
     for name in ENGINES:
         with engine(backend, name):
@@ -151,11 +148,44 @@ def assert_equals_cpu(backend: Plugin, recipe: Recipe, floats: str | None = None
         assert results[name].status == 0, f"{name}: {backend.statistics.error}"
     cpu = outcome(backend, "CPU", recipe)  # after the NPU: on a node that it does not take ggml may abort
     assert cpu.status == 0
+    return results, cpu
+
+
+def assert_equals_cpu(backend: Plugin, recipe: Recipe, floats: str | None = None) -> None:
+    """The NPU takes the node and leaves every byte, of the output and of all roots, as ggml's CPU does.
+
+    floats  type of an output whose NaNs are equal whatever their bits: which one arithmetic gives, nobody promises
+    """
+    results, cpu = _outcomes(backend, recipe)
     for name, npu in results.items():
         for i, (actual, expected) in enumerate(zip(npu.after, cpu.after, strict=True)):
             if floats and not i:
                 actual, expected = one_nan(actual, floats), one_nan(expected, floats)
             assert_same_bytes(actual, expected, f"{name}: {f'root {i - 1}' if i else 'output'}")
+
+
+def assert_near_cpu(backend: Plugin, recipe: Recipe, type: str, ulp: int, least: float = 0.0) -> None:
+    """As `assert_equals_cpu`, but for floats of the output, which may be so many units in the last place away from
+    the CPU's, or by up to `least`."""
+    results, cpu = _outcomes(backend, recipe)
+    for name, npu in results.items():
+        assert_near(one_nan(npu.after[0], type), one_nan(cpu.after[0], type), ulp, least, name)
+        for i, (actual, expected) in enumerate(zip(npu.after[1:], cpu.after[1:], strict=True)):
+            assert_same_bytes(actual, expected, f"{name}: root {i}")
+
+
+def assert_near(actual: NDArray[Any], expected: NDArray[Any], ulp: int, least: float = 0.0, what: str = "") -> None:
+    """Floats of one type no further apart than so many units in the last place, or than `least`."""
+    places = [array.view(f"i{array.itemsize}").astype(np.int64) for array in (actual, expected)]
+    lowest = -(1 << 8 * actual.itemsize - 1)
+    ordered = [np.where(place < 0, lowest - place, place) for place in places]
+    with np.errstate(all="ignore"):
+        close = np.abs(actual.astype(np.float64) - expected.astype(np.float64)) <= least
+    far = np.flatnonzero((np.abs(ordered[0] - ordered[1]) > ulp) & ~close)
+    if far.size:
+        at = int(far[0])
+        got, wanted = actual.reshape(-1)[at], expected.reshape(-1)[at]
+        pytest.fail(f"{what}: {far.size} of {actual.size} floats are off, the first at {at}: {got}, not {wanted}")
 
 
 def one_nan(data: NDArray[Any], type: str) -> NDArray[Any]:

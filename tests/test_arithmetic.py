@@ -1,4 +1,5 @@
-"""ADD, SUB, MUL, DIV, CLAMP, REPEAT, CONCAT, SUM_ROWS, ARGSORT: every byte as ggml's CPU leaves it, by either engine.
+"""ADD, SUB, MUL, DIV, ADD_ID, SCALE, CLAMP, FILL, ARANGE, REPEAT, CONCAT, SUM_ROWS, ARGSORT, TOP_K, POOL_2D: every byte
+as ggml's CPU leaves it, by either engine.
 
 NaNs that arithmetic makes are equal whatever their payload: which one that is depends on the order of operands that a
 compiler picks.
@@ -40,7 +41,7 @@ from support import (
     values,
 )
 
-from ggml_backend_npu import OPS, Node, Tensor
+from ggml_backend_npu import OPS, KernelError, Node, Tensor
 from ggml_backend_npu.abi.plugin import Plugin
 from ggml_backend_npu.device import DEVICE
 from quant import codec
@@ -102,10 +103,128 @@ def test_arithmetic(
 
 def test_arithmetic_takes_every_type_triple_of_ggmls_cpu() -> None:
     for op in ARITHMETIC:
-        assert OPS[op].types == {
+        floats = {types for types in OPS[op].types or () if types[1] in DTYPES}
+        assert floats == {
             *((name, name, name) for name in DTYPES),
             *((dst, src, "f32") for src in ("f16", "bf16") for dst in (src, "f32")),
         }
+
+
+@pytest.mark.parametrize("op", ARITHMETIC)
+@given(width=st.integers(900, 3000), rows=st.integers(1, 3), repeats=st.integers(1, 3), alone=st.booleans(), seed=seeds)
+@settings(max_examples=8)
+def test_arithmetic_of_long_rows(
+    backend: Plugin, op: str, width: int, rows: int, repeats: int, alone: bool, seed: int
+) -> None:
+    """Of more than a tile, src1 ending in the middle of one."""
+    recipe = Binary(op, ("f32", "f32"), (width * repeats, rows, 1, 1), (repeats, rows if alone else 1, 1, 1), seed)
+    assert_equals_cpu(backend, recipe, "f32")
+
+
+@pytest.mark.parametrize("how", ENGINES)
+@pytest.mark.parametrize("op", ARITHMETIC)
+def test_arithmetic_half_on_a_source_reads_it_before(backend: Plugin, op: str, how: str) -> None:
+    memory, other = np.arange(1, 5001, dtype=np.float32), np.full(4000, 3, np.float32)
+    expected = ARITHMETIC[op](memory[:4000], other)
+    with engine(backend, how):
+        computed(op, memory[7:4007], memory[:4000], other)
+    assert_same_bytes(memory[7:4007], expected)
+
+
+# ADD of quantised numbers
+
+QUANTIZED = sorted({src for _, src, _ in OPS["ADD"].types or () if codec(src).is_quantized})
+SUMS = sorted({dst for dst, src, _ in OPS["ADD"].types or () if src == "q8_0"})
+
+
+def quantised_sum(src: str, dst: str, ne: Dims, seed: int, places: tuple[Placement, Placement]) -> Recipe:
+    def recipe(scene: Scene) -> int:
+        rng = np.random.default_rng(seed)
+        a = places[0].put(scene, src, ne, lambda n: values(src, n, rng, "plain"))
+        b = places[1].put(scene, "f32", ne, lambda n: values("f32", n, rng, "dense"))
+        return scene.op("add_cast", a, b, scene.ggml.type_numbers[dst])
+
+    return recipe
+
+
+@pytest.mark.parametrize("type", QUANTIZED)
+@given(data=st.data(), seed=seeds)
+@settings(max_examples=4)
+def test_sum_of_quantised_numbers(backend: Plugin, type: str, data: st.DataObject, seed: int) -> None:
+    ne = data.draw(sizes(codec(type).block_size))
+    places = data.draw(placements(rows=True)), data.draw(placements(rows=True))
+    assert_equals_cpu(backend, quantised_sum(type, "f32", ne, seed, places), "f32")
+
+
+@pytest.mark.parametrize("type", SUMS)
+def test_quantised_sum(backend: Plugin, type: str) -> None:
+    for src in ("q8_0", "q4_0", "q6_K"):
+        assert_equals_cpu(backend, quantised_sum(src, type, (512, 3, 2, 1), 1, (PLAIN, PLAIN)))
+
+
+def test_quantised_sum_in_place() -> None:
+    x, b = values("q8_0", 128, np.random.default_rng(0)).reshape(2, 68).copy(), np.ones((2, 64), np.float32)
+    expected = np.zeros_like(x)
+    for dst in (expected, x):
+        OPS.bind(Node("ADD", Tensor.of(dst, "q8_0"), (Tensor.of(x, "q8_0"), Tensor.of(b))))()
+    assert_same_bytes(x, expected)
+
+
+# ADD_ID
+
+
+@pytest.mark.parametrize("experts", [1, 5])
+@given(ne=sizes(), seed=seeds, src=placements(rows=True), bias=placements(rows=True), apart=st.booleans())
+@settings(max_examples=20)
+def test_add_id(
+    backend: Plugin, experts: int, ne: Dims, seed: int, src: Placement, bias: Placement, apart: bool
+) -> None:
+    def recipe(scene: Scene) -> int:
+        rng = np.random.default_rng(seed)
+        a = src.put(scene, "f32", ne, lambda n: values("f32", n, rng))
+        b = bias.put(scene, "f32", (ne[0], experts, 1, 1), lambda n: values("f32", n, rng))
+        place = Placement(after=(2, 0, 0, 0)) if apart else PLAIN
+        ids = place.put(scene, "i32", (ne[1], ne[2], 1, 1), lambda n: rng.integers(0, experts, n, np.int32))
+        return scene.op("add_id", a, b, ids)
+
+    assert_equals_cpu(backend, recipe, "f32")
+
+
+@pytest.mark.parametrize("bad", [-1, 4])
+def test_add_id_of_no_expert_changes_nothing(bad: int) -> None:
+    a, b, ids = np.ones((1, 3, 5), np.float32), np.ones((4, 5), np.float32), np.int32([[0, 3, bad]])
+    with pytest.raises(KernelError, match=str(bad)):
+        computed("ADD_ID", a, a, b, ids)
+    assert (a == 1).all()
+
+
+# SCALE, FILL, ARANGE
+
+
+@pytest.mark.parametrize("type", ["f32", "bf16"])
+@given(ne=sizes(), seed=seeds, numbers=st.sampled_from([(0.5, 0.0), (-3.0, 0.7), (0.1, -0.0), (1e-30, 1e-38)]))
+@settings(max_examples=10)
+def test_scale(backend: Plugin, type: str, ne: Dims, seed: int, numbers: tuple[float, float]) -> None:
+    def recipe(scene: Scene) -> int:
+        x = scene.root(type, ne, values(type, prod(ne), np.random.default_rng(seed)))
+        return scene.op("scale_bias", x, *numbers)
+
+    assert_equals_cpu(backend, recipe, type)
+
+
+@pytest.mark.parametrize("number", [0.0, -0.0, 1.5, 65520.0, -float("inf"), float("nan")])
+@pytest.mark.parametrize("type", ["f32", "f16"])
+def test_fill(backend: Plugin, type: str, number: float) -> None:
+    def recipe(scene: Scene) -> int:
+        return scene.op("fill", scene.root(type, (33, 5), values(type, 165, np.random.default_rng(0))), number)
+
+    assert_equals_cpu(backend, recipe, type)
+
+
+@given(start=st.floats(-100, 100, width=32), length=st.floats(0.125, 100, width=32), step=st.floats(0.125, 7, width=32))
+@settings(max_examples=40)
+def test_arange(backend: Plugin, start: float, length: float, step: float) -> None:
+    assert_equals_cpu(backend, lambda scene: scene.op("arange", start, start + length, step))
 
 
 @pytest.mark.parametrize("type", ["f16", "bf16"])
@@ -192,6 +311,14 @@ def test_clamp(backend: Plugin, type: str, bounds: tuple[float, float], ne: Dims
 def test_clamp_in_place(dtype: Any) -> None:
     x = np.array([[np.nan, -np.inf, -5, -0.0], [0, 0.5, 7, np.inf]], dtype)
     assert computed("CLAMP", x, x, params=struct.pack("2f", -1, 2)).tolist() == [[2, -1, -1, 0], [0, 0.5, 2, 2]]
+
+
+@pytest.mark.parametrize("shift", [-1, 1])
+def test_clamp_onto_a_part_of_its_source(shift: int) -> None:
+    memory = np.arange(-50, 50, dtype=np.float32)
+    x, dst = (memory[1 + begin : 99 + begin] for begin in (0, shift))
+    expected = np.clip(x, -7, 9)
+    assert_same_bytes(computed("CLAMP", dst, x, params=struct.pack("2f", -7, 9)), expected)
 
 
 # REPEAT
@@ -328,6 +455,40 @@ def test_rows_may_lie_in_any_order(axes: tuple[int, int, int]) -> None:
     assert (computed("SUM_ROWS", np.empty((*x.shape[:2], 1), np.float32), x)[..., 0] == x.sum(-1)).all()
 
 
+# TOP_K
+
+
+@given(data=st.data(), width=st.integers(1, 200), rows=st.tuples(*[st.integers(1, 3)] * 3), seed=seeds)
+@settings(max_examples=40)
+def test_top_k_of_distinct_values(
+    backend: Plugin, data: st.DataObject, width: int, rows: tuple[int, int, int], seed: int
+) -> None:
+    k = data.draw(st.integers(1, width))
+    x = np.random.default_rng(seed).permuted(np.tile(np.arange(width, dtype=np.float32), (prod(rows), 1)), axis=1)
+    assert_equals_cpu(backend, lambda scene: scene.op("top_k", scene.root("f32", (width, *rows), x), k))
+
+
+# POOL_2D
+
+
+@pytest.mark.parametrize("type", ["f32", "f16"])
+@pytest.mark.parametrize("kind", [0, 1])
+@given(ne=sizes(), height=st.integers(1, 9), k=st.tuples(*[st.integers(1, 4)] * 2), seed=seeds, data=st.data())
+@settings(max_examples=15)
+def test_pool_2d(
+    backend: Plugin, type: str, kind: int, ne: Dims, height: int, k: tuple[int, int], seed: int, data: st.DataObject
+) -> None:
+    """Windows may lie beside the image: a maximum of nothing is the lowest float32."""
+    size = (ne[0] + 3, height + 3, *ne[2:])
+    steps, edges = (data.draw(st.tuples(*[st.integers(low, 4)] * 2)) for low in (1, 0))
+
+    def recipe(scene: Scene) -> int:
+        x = scene.root(type, size, values(type, prod(size), np.random.default_rng(seed)))
+        return scene.op("pool_2d", x, kind, *k, *steps, *edges)
+
+    assert_equals_cpu(backend, recipe, "f32")
+
+
 # sizes and refusals
 
 
@@ -384,7 +545,11 @@ REFUSED: dict[str, Recipe] = {
         f"{op} of {a} and {b}": binary_of(op, PLAIN, types=(a, b))
         for op in ARITHMETIC
         for a, b in (("f32", "f16"), ("f16", "bf16"), ("q8_0", "f32"), ("i32", "i32"), ("f64", "f64"))
+        if (op, a) != ("ADD", "q8_0")
     },
+    "ADD of q8_0 and one row of f32": Binary("ADD", ("q8_0", "f32"), (32, 4, 2, 1), (1, 4, 1, 1)),
+    "ADD of q8_0 and transposed": binary_of("ADD", PLAIN, Placement(axes=(1, 0, 2, 3)), ("q8_0", "f32")),
+    "ADD of q8_0 into iq2_xxs": quantised_sum("q8_0", "iq2_xxs", (256, 1, 1, 1), 0, (PLAIN, PLAIN)),
     "clamp of bf16": of("clamp", "bf16", PLAIN, 0.0, 1.0),
     "clamp of i32": of("clamp", "i32", PLAIN, 0.0, 1.0),
     "clamp of rows apart": of("clamp", "f32", ROWS_APART, 0.0, 1.0),
@@ -413,6 +578,10 @@ def zeros(*shape: int, dtype: Any = np.float32) -> NDArray[Any]:
     return np.zeros(shape, dtype)
 
 
+def ids(*shape: int) -> NDArray[Any]:
+    return zeros(*shape, dtype=np.int32)
+
+
 @pytest.mark.parametrize(
     ("op", "arrays", "params", "reason"),
     [
@@ -420,6 +589,16 @@ def zeros(*shape: int, dtype: Any = np.float32) -> NDArray[Any]:
         ("MUL", (zeros(3, 4), zeros(1, 4), zeros(1, 4)), b"", "dst of ne (4, 3, 1, 1)"),
         ("SUB", (zeros(3, 8)[:, ::2], zeros(3, 4), zeros(3, 4)), b"", "dst rows have gaps: nb0 is 8"),
         ("DIV", (zeros(3, 4), zeros(3, 8)[:, ::2], zeros(3, 4)), b"", "src0 rows have gaps: nb0 is 8"),
+        ("ADD_ID", (zeros(3, 4), zeros(3, 4), zeros(2, 4), ids(1, 4)), b"", "ids of ne (4, 1, 1, 1) do not fit src0"),
+        ("ADD_ID", (zeros(3, 4), zeros(3, 4), zeros(2, 3), ids(1, 3)), b"", "src1 of ne (3, 2, 1, 1)"),
+        ("FILL", (zeros(3, 4), zeros(4, 3)), bytes(4), "dst of ne (4, 3, 1, 1)"),
+        ("FILL", (zeros(3, 8)[:, ::2], zeros(3, 4)), bytes(4), "dst rows have gaps: nb0 is 8"),
+        ("ARANGE", (zeros(3),), struct.pack("3f", 0, 1, 0.25), "from 0.0 to 1.0 by 0.25 into dst of ne (3, 1, 1, 1)"),
+        ("TOP_K", (ids(3, 5), zeros(3, 4)), b"", "dst of ne (5, 3, 1, 1)"),
+        ("TOP_K", (ids(4, 2), zeros(3, 4)), b"", "dst of ne (2, 4, 1, 1)"),
+        ("POOL_2D", (zeros(3, 4), zeros(3, 4)), struct.pack("7i", 2, 1, 1, 1, 1, 0, 0), "kind 2"),
+        ("POOL_2D", (zeros(2, 3, 4), zeros(3, 4)), struct.pack("7i", 0, 1, 1, 1, 1, 0, 0), "dst of ne (4, 3, 2, 1)"),
+        ("POOL_2D", (zeros(3, 4), zeros(3, 5)[:, :4]), struct.pack("7i", 0, 1, 1, 1, 1, 0, 0), "x is not contiguous"),
         ("CLAMP", (zeros(3, 4), zeros(4, 3)), bytes(8), "x of ne (3, 4, 1, 1), dst of ne (4, 3, 1, 1)"),
         ("CLAMP", (zeros(3, 5)[:, :4], zeros(3, 4)), bytes(8), "dst is not contiguous"),
         ("REPEAT", (zeros(3, 4), zeros(2, 4)), b"", "src of ne (4, 2, 1, 1) does not repeat to dst"),

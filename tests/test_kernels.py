@@ -17,7 +17,7 @@ from support import assert_same_bytes, in_pieces, recorded_works, special_floats
 import ggml_backend_npu
 import quant
 from ggml_backend_npu import OPS, Node, Tensor, TensorDescriptor, TopKSoftmax, token_shift
-from ggml_backend_npu.ops import groups, routing, softmax, strided
+from ggml_backend_npu.ops import elementwise, groups, matmul, norms, recurrent, routing, softmax, strided, tiles
 from ggml_backend_npu.ops import token_shift as shifts
 from quant import runs, threads
 from quant.jit import CFunction, compiled
@@ -43,15 +43,72 @@ def floats(*shape: int, seed: int = 0) -> Array:
     return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
 
 
+def positive(*shape: int, seed: int = 0) -> Array:
+    """Below 1, so that sums of products cancel nothing: every order of them is within some ulp."""
+    return np.random.default_rng(seed).random(shape, np.float32)
+
+
 def node(op: str, dst: Array, *src: Array, params: bytes = b"", types: tuple[str | None, ...] = ()) -> list[Array]:
     """What the kernel of an op leaves in dst."""
-    types = (*types, *(None,) * 4)
+    types = (*types, *(None,) * 8)
     sources = tuple(Tensor.of(array, type) for array, type in zip(src, types[1:], strict=False))
     OPS.bind(Node(op, Tensor.of(dst, types[0]), sources, params))()
     return [dst]
 
 
+WEIGHTS = quant.quantize(np.abs(floats(3, 70, 64)), "q8_0")
+
+
+def scanned(n_decays: int) -> list[Array]:
+    """SSM_SCAN of 2 sequences of 5 tokens, 4 heads of 3 rows of 33 elements, and 2 states of each."""
+    s, x, dt = positive(3, 4, 3, 33), positive(2, 5, 4, 3, seed=1), positive(2, 5, 4, seed=2)
+    b, c = (positive(2, 5, 2, 33, seed=seed) for seed in (3, 4))
+    decays, ids = -positive(4, n_decays, seed=5), np.int32([2, 0])
+    n_states = 1 if n_decays > 1 else 2
+    dst = np.zeros(120 + n_states * 792, np.float32)
+    return node("SSM_SCAN", dst, s, x, dt, decays, b, c, ids, params=struct.pack("i", n_states))
+
+
+HEADS = [positive(6, 3, 40, seed=seed) for seed in range(6)]  # of 2 sequences of 3 tokens
+HEADS_STATE, HEADS_DST = positive(2, 4800, seed=6), np.zeros((86, 120), np.float32)
+
+
+def delta_net() -> list[Array]:
+    """Of 2 sequences of 5 tokens, 4 heads of 40, and 3 states of each."""
+    q, k = (positive(2, 5, 2, 40, seed=seed) for seed in range(2))
+    v, g, beta = (positive(2, 5, 4, n, seed=n) for n in (40, 40, 1))
+    dst = np.zeros((10 + 240, 160), np.float32)
+    sources = q, k / 1000, v + 1, -g, beta, positive(2, 4, 40, 40, seed=3)
+    return node("GATED_DELTA_NET", dst, *sources, params=struct.pack("i", 3))
+
+
+NUMBERS = {  # op_params, where they are not zeros
+    "SCALE": struct.pack("2f", 0.5, 0.0),
+    "CLAMP": struct.pack("2f", -0.5, 0.5),
+    "SWIGLU_OAI": struct.pack("2i2f", 0, 0, 1.702, 1.0),
+    "SWIGLU_CLAMP": struct.pack("2i2f", 0, 0, 0.0, 1.0),
+    **{name: struct.pack("f", 1e-5) for name in ("NORM", "RMS_NORM", "L2_NORM")},
+}
+ROUNDED = {  # in units in the last place; others are equal
+    "EXP": 1, "TANH": 1, "SIGMOID": 2, "SILU": 2, "SOFTPLUS": 4, "GELU_ERF": 2, "GEGLU_ERF": 3, "SWIGLU": 3,
+    "SWIGLU_OAI": 4, "SWIGLU_CLAMP": 3,
+}  # fmt: skip
+
+
+def each(name: str) -> Case:
+    """An op whose output is as large as its source: of numbers above 0, below which some leave little."""
+    n_src = min(OPS[name].n_src, 2)
+
+    def run() -> list[Array]:
+        sources = [np.abs(floats(9, 1500)), floats(9, 1500, seed=1)][:n_src]
+        return node(name, np.zeros((9, 1500), np.float32), *sources, params=NUMBERS.get(name, bytes(16)))
+
+    kernel = norms.normalise if name.endswith("NORM") else tiles.compute
+    return Case(run, (kernel,), ulp=ROUNDED.get(name, 0))
+
+
 OF_OPS = {
+    **{name: each(name) for name in (*tiles.Compiled.__members__, "NORM", "RMS_NORM", "L2_NORM") if name in OPS},
     "GET_ROWS": Case(
         lambda: node(
             "GET_ROWS", np.zeros((5, 64), np.float32), floats(8, 64).astype(np.float16), np.int32([7, 0, 3, 3, 1])
@@ -67,11 +124,80 @@ OF_OPS = {
         lambda: node("DUP", np.zeros((3, 37), np.int16), np.arange(111, dtype=np.int16).reshape(3, 37)), (strided.walk,)
     ),
     "CONT": Case(lambda: node("CONT", np.zeros((70, 33), np.float32), floats(33, 70).T), (strided.transpose,)),
+    "REPEAT": Case(
+        lambda: node("REPEAT", np.zeros((4, 6, 2, 70), np.float32), floats(2, 3, 2, 35)[:, :, :1]), (strided.repeat,)
+    ),
+    "CONCAT": Case(
+        lambda: node(
+            "CONCAT",
+            np.zeros((33, 70, 5), np.float32),
+            floats(33, 70, 3),
+            floats(33, 2, 70).swapaxes(1, 2),
+            params=bytes(4),
+        ),
+        (strided.walk, strided.transpose),
+    ),
+    "SUM_ROWS": Case(
+        lambda: node("SUM_ROWS", np.zeros((3, 5, 1), np.float32), floats(37, 5, 6).T[::2]), (routing.sum_of_rows,)
+    ),
+    "ARGSORT": Case(
+        lambda: [
+            *node("ARGSORT", np.zeros((5, 300), np.int32), floats(5, 300).round(1), params=struct.pack("i", 1)),
+            *node("ARGSORT", np.zeros((3, 5), np.int32), special_floats()[:15].reshape(5, 3).T, params=bytes(4)),
+        ],
+        (routing.sort,),
+    ),
+    "CLAMP": Case(
+        lambda: node(
+            "CLAMP",
+            np.zeros((3, 999), np.float32),
+            special_floats()[:2997].reshape(3, 999),
+            params=struct.pack("2f", -1, 2),
+        ),
+        (elementwise.limit,),
+    ),
     "SOFT_MAX": Case(
         lambda: node("SOFT_MAX", np.zeros((6, 300), np.float32), floats(6, 300), params=struct.pack("2f", 0.5, 0.0)),
         (softmax.softmax,),
         ulp=4,
     ),
+    "MUL_MAT": Case(
+        lambda: node(
+            "MUL_MAT", np.zeros((3, 70), np.float32), WEIGHTS[0], np.abs(floats(3, 64)), types=("f32", "q8_0", None)
+        ),
+        (matmul.products,),
+        ulp=8,
+    ),
+    "MUL_MAT_ID": Case(
+        lambda: node(
+            "MUL_MAT_ID",
+            np.zeros((5, 2, 70), np.float32),
+            WEIGHTS,
+            np.abs(floats(5, 1, 64)),
+            np.int32([[0, 1], [1, 2], [2, 0], [2, 1], [0, 2]]),
+            types=("f32", "q8_0", None, None),
+        ),
+        (strided.check_ids, matmul.products),
+        ulp=8,
+    ),
+    "SSM_CONV": Case(
+        lambda: node("SSM_CONV", np.zeros((2, 7, 37), np.float32), positive(2, 37, 10), positive(37, 4, seed=1)),
+        (recurrent.convolve,),
+        ulp=4,
+    ),
+    "SSM_SCAN": Case(lambda: scanned(33), (recurrent.scan,), ulp=16),
+    "RWKV_WKV6": Case(
+        lambda: node("RWKV_WKV6", HEADS_DST.copy(), *HEADS[:3], positive(3, 40), HEADS[3], HEADS_STATE),
+        (recurrent.gated_attention,),
+        ulp=16,
+    ),
+    "RWKV_WKV7": Case(lambda: node("RWKV_WKV7", HEADS_DST.copy(), *HEADS, HEADS_STATE), (recurrent.wkv7,), ulp=16),
+    "GATED_LINEAR_ATTN": Case(
+        lambda: node("GATED_LINEAR_ATTN", HEADS_DST.copy(), *HEADS[:4], HEADS_STATE, params=struct.pack("f", 0.3)),
+        (recurrent.gated_attention,),
+        ulp=16,
+    ),
+    "GATED_DELTA_NET": Case(delta_net, (recurrent.delta_net,), ulp=16),
 }
 
 
@@ -117,12 +243,17 @@ def top_by_hand(x: Array) -> list[Array]:
 RUNS_OTHERS = threads._run
 CASES = {
     **OF_OPS,
+    "SCALE with a bias": Case(
+        lambda: node("SCALE", np.zeros((9, 1500), np.float32), floats(9, 1500), params=struct.pack("2f", 0.3, 0.7)),
+        (tiles.compute,),
+    ),
     "transposed f16": Case(lambda: node("CPY", np.zeros((70, 33), np.float16), floats(33, 70).T), (strided.transpose,)),
     **{f"codec {type}": Case(lambda type=type: codec(type), (runs.convert,)) for type in ("q8_0", "q4_0")},
     **{
         f"groups of int{bits}": Case(lambda bits=bits: grouped(bits), (groups._quantize, groups._dequantize))
         for bits in (8, 4)
     },
+    "a scan with one decay for a head": Case(lambda: scanned(1), (recurrent.scan,), ulp=16),
     "token_shift": Case(lambda: [*token_shift(X, MU, H0)], (shifts.shift,), shifted_by_hand),
     "top_k": Case(lambda: top(floats(9, 300)), (routing.top_k,), lambda: top_by_hand(floats(9, 300)), ulp=4),
 }

@@ -29,6 +29,7 @@ class Bound(Codec):
     def __init__(self, ggml: Ggml, info: TypeInfo) -> None:
         self.name, self.block_size, self.block_bytes = info.name, info.block_size, info.block_bytes
         to_float = ggml.ggml_get_type_traits(info.number).contents.to_float
+        self.to_float_at: int = to_float or 0
         from_float = ggml.ggml_get_type_traits_cpu(info.number).contents.from_float
         self._to_float = structs.RowFunction(to_float) if to_float else None
         self._from_float = structs.RowFunction(from_float) if from_float else None
@@ -71,6 +72,7 @@ def bind(ggml: Ggml) -> None:
         for name, codec in codecs.items()
         if name not in _OURS and name in quant.type_names() and quant.codec(name).is_quantized
     }
+    NUMERICS.to_float = {name: codecs[name].to_float_at for name in NUMERICS.bound}
     probe = _probe()
     for name in _OURS:
         cpu = codecs[name].encode(probe, "reference")

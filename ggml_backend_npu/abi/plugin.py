@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from ggml_backend_npu.abi import codecs, convert, repeats, structs
+from ggml_backend_npu.abi import blas, codecs, convert, repeats, structs
 from ggml_backend_npu.abi.buffers import Buffers
 from ggml_backend_npu.abi.guard import Failures, guarded
 from ggml_backend_npu.abi.lib import API_VERSION, Ggml
@@ -18,6 +18,7 @@ from ggml_backend_npu.device import DEVICE, DeviceError
 from ggml_backend_npu.fusion import fusible
 from ggml_backend_npu.ir import Graph
 from ggml_backend_npu.memory import DeviceMemory
+from ggml_backend_npu.numerics import NUMERICS
 from ggml_backend_npu.ops import strided
 from ggml_backend_npu.plan import Plan, plan
 from ggml_backend_npu.registry import NO_KERNEL, OPS, KernelError
@@ -367,6 +368,7 @@ def make(ggml: Ggml) -> Plugin:
     """Binds the numerics to this ggml, and registers the backend with it."""
     threads.limited(1)  # says so where GGML_NPU_THREADS is none
     codecs.bind(ggml)
+    NUMERICS.sgemm = blas.sgemm()
     strided.make_ready()
     threads.use_openmp(ggml.openmp)
     plugin = Plugin(ggml)

@@ -101,9 +101,9 @@ class TypeTraits(Structure):
 
 
 class TypeTraitsCpu(Structure):
-    """struct ggml_type_traits_cpu, its first field"""
+    """struct ggml_type_traits_cpu, its first fields"""
 
-    _fields_ = [("from_float", c_void_p)]
+    _fields_ = [("from_float", c_void_p), ("vec_dot", c_void_p), ("vec_dot_type", c_int)]
 
 
 RowFunction = CFUNCTYPE(None, c_void_p, c_void_p, c_int64)  # ggml_to_float_t and ggml_from_float_t

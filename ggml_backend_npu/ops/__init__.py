@@ -8,7 +8,21 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from ggml_backend_npu.ops import elementwise, movers, rope, routing, softmax  # noqa: F401
+from ggml_backend_npu.ops import (  # noqa: F401
+    attention,
+    deepseek,
+    elementwise,
+    glu,
+    matmul,
+    movers,
+    norms,
+    pooling,
+    recurrent,
+    rope,
+    routing,
+    softmax,
+    unary,
+)
 from ggml_backend_npu.registry import OPS, Op
 
 OWN: Mapping[str, Op] = MappingProxyType(dict(OPS))

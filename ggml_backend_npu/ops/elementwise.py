@@ -1,27 +1,33 @@
-"""Element by element: ADD, SUB, MUL, DIV, SCALE, CLAMP. Byte for byte what ggml's CPU backend writes.
+"""Element by element: ADD, SUB, MUL, DIV, ADD_ID, SCALE, CLAMP, FILL, ARANGE. Byte for byte what ggml's CPU writes.
 
-SCALE with a bias, on a processor with fused multiply-add.
+SCALE with a bias, and ARANGE, on a processor with fused multiply-add.
 """
 
 from __future__ import annotations
 
+import math
 import struct
 
 import numpy as np
+from numba import types
 from numpy.typing import NDArray
 
 from ggml_backend_npu.ir import Tensor
 from ggml_backend_npu.ops.movers import convert, raw, tiled
-from ggml_backend_npu.registry import op
+from ggml_backend_npu.registry import Call, op
+from quant.jit import array_at, bits_float, compiled, parameters, values
+from quant.threads import Job, Work
 
 
-def _fused_multiply_add(x: NDArray[np.float32], scale: np.float32, bias: np.float32) -> NDArray[np.float32]:
+def fused_multiply_add(
+    x: NDArray[np.float32], scale: NDArray[np.float32] | np.float32, bias: NDArray[np.float32] | np.float32
+) -> NDArray[np.float32]:
     """x * scale + bias, rounded once.
 
     float64 holds the product exactly. Its sum with bias is rounded to odd, which a second rounding to float32 does not
     show (Boldo and Melquiond, "When double rounding is odd").
     """
-    product, addend = x * np.float64(scale), np.float64(bias)
+    product, addend = np.multiply(x, scale, dtype=np.float64), np.asarray(bias, np.float64)
     total = product + addend
     back = total - product
     error = (product - (total - back)) + (addend - back)
@@ -30,40 +36,63 @@ def _fused_multiply_add(x: NDArray[np.float32], scale: np.float32, bias: np.floa
     return np.nextafter(total, towards).astype(np.float32)
 
 
+from ggml_backend_npu.ops.functions import fused_multiply_add
+from ggml_backend_npu.ops.movers import DECODED, ENCODED, checked_ids
+from ggml_backend_npu.ops.shapes import gaps, gaps_in_rows, other_ne
+from ggml_backend_npu.ops.tiles import computed
+
+
+def _two(params: bytes) -> tuple[float, float]:
+    first, second = struct.unpack_from("2f", params)
+    return first, second
+
+
 def _refuse_scale(dst: Tensor, x: Tensor, params: bytes) -> str | None:
-    for role, tensor in (("src", x), ("dst", dst)):
-        if not tensor.is_contiguous():
-            return f"{role} is not contiguous: nb {tensor.nb}"
-    return f"src of ne {x.ne}, dst of ne {dst.ne}" if x.ne != dst.ne else None
+    return gaps(src=x, dst=dst) or other_ne(src=x, dst=dst)
+
+
+def _is_product_alone(x: Tensor, bias: float) -> bool:
+    """A float32 without a bias is; to a bfloat16 it is always added, be it 0."""
+    return x.type == "f32" and bias == 0
 
 
 @op("SCALE", types=[("f32", "f32"), ("bf16", "bf16")], refuse=_refuse_scale)
 def scale(dst: Tensor, x: Tensor, params: bytes) -> None:
-    """dst = x * scale + bias, which params begin with; dst may be x. Equals ggml_compute_forward_scale.
-
-    There, a float32 without a bias is a product alone; a bfloat16 always has its bias added, be it 0.
-    """
-    factor, bias = (np.float32(value) for value in struct.unpack_from("2f", params))
+    """dst = x * scale + bias, which params begin with; dst may be x. Equals ggml_compute_forward_scale."""
+    factor, bias = (np.float32(value) for value in _two(params))
     values = convert(raw(x), x.type, "f32")
     with np.errstate(all="ignore"):
         product_alone = x.type == "f32" and bias == 0
-        scaled = values * factor if product_alone else _fused_multiply_add(values, factor, bias)
+        scaled = values * factor if product_alone else fused_multiply_add(values, factor, bias)
+        scaled = values * factor if _is_product_alone(x, float(bias)) else fused_multiply_add(values, factor, bias)
     raw(dst)[...] = convert(scaled, "f32", dst.type)
+
+
+@scale.compiled
+def _scale(dst: Tensor, x: Tensor, params: bytes) -> Call | None:
+    factor, bias = _two(params)
+    return computed("SCALE" if _is_product_alone(x, bias) else "SCALE_BIAS", dst, x, a=factor, b=bias)
 
 
 _BINARY = [
     *((name, name, name) for name in ("f32", "f16", "bf16")),
     *((dst, src, "f32") for src in ("f16", "bf16") for dst in (src, "f32")),
 ]
+_QUANTIZED_SUMS = [(dst, src, "f32") for src in DECODED for dst in ("f32", "f16", "bf16", *ENCODED)]
 
 
 def _refuse_binary(dst: Tensor, a: Tensor, b: Tensor) -> str | None:
     if dst.ne != a.ne or any(n % m if m else n for n, m in zip(a.ne, b.ne, strict=True)):
         return f"src1 of ne {b.ne} does not repeat to src0 of ne {a.ne}, dst of ne {dst.ne}"
-    for role, tensor in (("src0", a), ("dst", dst)):
-        if not tensor.has_contiguous_rows():
-            return f"{role} rows have gaps: nb0 is {tensor.nb[0]}"
-    return None
+    return gaps_in_rows(src0=a, dst=dst)
+
+
+def _refuse_add(dst: Tensor, a: Tensor, b: Tensor) -> str | None:
+    if not a.codec.is_quantized:
+        return _refuse_binary(dst, a, b)
+    if not dst.nb[0] <= dst.nb[1] <= dst.nb[2] <= dst.nb[3]:
+        return f"dst is permuted: nb {dst.nb}"
+    return other_ne(src0=a, src1=b, dst=dst) or gaps_in_rows(src0=a, src1=b, dst=dst)
 
 
 def _compute(function: np.ufunc, dst: Tensor, a: Tensor, b: Tensor) -> None:
@@ -77,10 +106,17 @@ def _compute(function: np.ufunc, dst: Tensor, a: Tensor, b: Tensor) -> None:
             y[...] = convert(values, "f32", dst.type)
 
 
-@op("ADD", types=_BINARY, refuse=_refuse_binary, optional=True)
+@op("ADD", types=[*_BINARY, *_QUANTIZED_SUMS], refuse=_refuse_add, optional=True)
 def add(dst: Tensor, a: Tensor, b: Tensor) -> None:
-    """dst = a + b, b repeated to the size of a. Equals ggml_compute_forward_add_non_quantized."""
-    _compute(np.add, dst, a, b)
+    """dst = a + b, b repeated to the size of a; a may be quantised where it is as large as b.
+
+    Equals ggml_compute_forward_add_non_quantized and ggml_compute_forward_add_q_f32.
+    """
+    if a.codec.is_quantized:
+        with np.errstate(all="ignore"):
+            raw(dst)[...] = convert(convert(raw(a), a.type, "f32") + b.view(), "f32", dst.type, rows=True)
+    else:
+        _compute(np.add, dst, a, b)
 
 
 @op("SUB", types=_BINARY, refuse=_refuse_binary, optional=True)
@@ -101,13 +137,45 @@ def div(dst: Tensor, a: Tensor, b: Tensor) -> None:
     _compute(np.divide, dst, a, b)
 
 
+@add.compiled
+def _add(dst: Tensor, a: Tensor, b: Tensor) -> Call | None:
+    return None if a.codec.is_quantized else computed("ADD", dst, a, b)
+
+
+@sub.compiled
+def _sub(dst: Tensor, a: Tensor, b: Tensor) -> Call | None:
+    return computed("SUB", dst, a, b)
+
+
+@mul.compiled
+def _mul(dst: Tensor, a: Tensor, b: Tensor) -> Call | None:
+    return computed("MUL", dst, a, b)
+
+
+@div.compiled
+def _div(dst: Tensor, a: Tensor, b: Tensor) -> Call | None:
+    return computed("DIV", dst, a, b)
+
+
+def _refuse_add_id(dst: Tensor, a: Tensor, b: Tensor, ids: Tensor) -> str | None:
+    if b.ne[0] != a.ne[0] or ids.ne[:2] != a.ne[1:3]:
+        return f"src1 of ne {b.ne}, ids of ne {ids.ne} do not fit src0 of ne {a.ne}"
+    return other_ne(src0=a, dst=dst) or gaps_in_rows(src0=a, src1=b, dst=dst)
+
+
+@op("ADD_ID", types=[("f32", "f32", "f32", "i32")], refuse=_refuse_add_id, optional=True)
+def add_id(dst: Tensor, a: Tensor, b: Tensor, ids: Tensor) -> None:
+    """dst[:, i2, i1, :] = a[:, i2, i1, :] + b[0, 0, ids[i2, i1], :]: the bias of the expert that made the row.
+
+    Equals ggml_compute_forward_add_id. Raises KernelError, before anything is written, for an id outside b's rows.
+    """
+    rows = checked_ids(ids, b.ne[1])[0]
+    with np.errstate(all="ignore"):
+        np.add(a.view(), b.view()[0, 0, rows], out=dst.view())
+
+
 def _refuse_clamp(dst: Tensor, x: Tensor, params: bytes) -> str | None:
-    if dst.ne != x.ne:
-        return f"x of ne {x.ne}, dst of ne {dst.ne}"
-    for role, tensor in (("x", x), ("dst", dst)):
-        if not tensor.is_contiguous():
-            return f"{role} is not contiguous: nb {tensor.nb}"
-    return None
+    return other_ne(x=x, dst=dst) or gaps(x=x, dst=dst)
 
 
 @op("CLAMP", types=[("f32", "f32"), ("f16", "f16")], refuse=_refuse_clamp, optional=True)
@@ -117,6 +185,69 @@ def clamp(dst: Tensor, x: Tensor, params: bytes) -> None:
     Equals ggml_compute_forward_clamp; there, with gaps between rows, it reads past them.
     """
     low, high = (np.float32(value) for value in struct.unpack_from("2f", params))
+    numbers = convert(raw(x), x.type, "f32")
+    below = np.where(numbers < high, numbers, high)
+    raw(dst)[...] = convert(np.where(below > low, below, low), "f32", dst.type)
+
+
+@compiled
+def limit(p, begin, end):
+    """Elements [begin, end)."""
+    src, dst, low_bits, high_bits = values(p, 4)
+    low, high = bits_float(types.uint32(low_bits)), bits_float(types.uint32(high_bits))
+    x = array_at(src + 4 * begin, types.float32, end - begin)
+    y = array_at(dst + 4 * begin, types.float32, end - begin)
+    for i in range(end - begin):
+        below = x[i] if x[i] < high else high
+        y[i] = below if below > low else low
+    return 0
+
+
+@clamp.compiled
+def _clamp(dst: Tensor, x: Tensor, params: bytes) -> Call | None:
+    if x.type != "f32" or (x.address != dst.address and x.overlaps(dst)):
+        return None
+    low, high = (np.float32(value) for value in struct.unpack_from("2f", params))
+    return Job(Work(limit, parameters(x.address, dst.address, low, high), x.n_elements, 4 * x.n_elements))
+    low, high = (np.float32(value) for value in _two(params))
     values = convert(raw(x), x.type, "f32")
     below = np.where(values < high, values, high)
     raw(dst)[...] = convert(np.where(below > low, below, low), "f32", dst.type)
+
+
+@clamp.compiled
+def _clamp(dst: Tensor, x: Tensor, params: bytes) -> Call | None:
+    low, high = _two(params)
+    return computed("CLAMP", dst, x, a=low, b=high)
+
+
+def _refuse_fill(dst: Tensor, x: Tensor, params: bytes) -> str | None:
+    return other_ne(x=x, dst=dst) or gaps_in_rows(dst=dst)
+
+
+@op("FILL", types=[("f32", "f32"), ("f16", "f16")], refuse=_refuse_fill, optional=True)
+def fill(dst: Tensor, x: Tensor, params: bytes) -> None:
+    """dst = the number that params begin with; of x no more than the size is of use.
+
+    Equals ggml_compute_forward_fill.
+    """
+    number, _ = _two(params)
+    raw(dst)[...] = convert(np.full(1, number, np.float32), "f32", dst.type)
+
+
+def _refuse_arange(dst: Tensor, params: bytes) -> str | None:
+    start, stop, step = (np.float32(value) for value in struct.unpack_from("3f", params))
+    if dst.n_elements != math.ceil((stop - start) / step):
+        return f"from {start} to {stop} by {step} into dst of ne {dst.ne}"
+    return gaps(dst=dst)
+
+
+@op("ARANGE", types=[("f32",)], refuse=_refuse_arange, optional=True)
+def arange(dst: Tensor, params: bytes) -> None:
+    """dst = start, start + step, start + 2 * step, ...; start, stop and step stand in params.
+
+    Equals ggml_compute_forward_arange.
+    """
+    start, _, step = (np.float32(value) for value in struct.unpack_from("3f", params))
+    places = np.arange(dst.n_elements).astype(np.float32)
+    dst.view()[...] = fused_multiply_add(places, step, start).reshape(dst.view().shape)

@@ -1,13 +1,14 @@
 """Data movement: GET_ROWS, SET_ROWS, CPY, DUP, CONT, REPEAT, CONCAT. Byte for byte what ggml's CPU backend writes.
 
-Each is defined in NumPy on views of its tensors; the compiled mover of `strided` stands beside the first five for the
-types that this project has compiled runs for. Which types ggml's CPU takes: ggml_compute_forward_{get_rows,set_rows,
+Each is defined in NumPy on views of its tensors; the compiled mover of `strided` stands beside them for the types that
+this project has compiled runs for. Which types ggml's CPU takes: ggml_compute_forward_{get_rows,set_rows,
 dup} in ggml-cpu/ops.cpp, followed here case by case; what ggml aborts on or leaves undefined is refused.
 """
 
 from __future__ import annotations
 
 import struct
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -19,14 +20,16 @@ from ggml_backend_npu.ops import strided
 from ggml_backend_npu.registry import Call, op
 from quant import Rounding, codec, type_names
 from quant.scalars import without_payload
+from quant.threads import Job
 
 _CHUNK = 1 << 15  # elements converted at a time by the definitions, so that no temporary grows with the tensor
 
 _FLOATS = ("f32", "f16", "bf16")
 _SCALARS = tuple(name for name in type_names() if codec(name).dtype is not None)
 _QUANTIZED = tuple(name for name in type_names() if codec(name).dtype is None)
-_DECODED = tuple(name for name in _QUANTIZED if name not in ("q8_1", "q8_K"))
+DECODED = tuple(name for name in _QUANTIZED if name not in ("q8_1", "q8_K"))
 _ENCODED = tuple(
+ENCODED = tuple(
     name for name in _QUANTIZED if not name.startswith(("iq1", "iq2", "iq3"))
 )  # ggml's CPU has no from_float for those: they need an importance matrix
 
@@ -73,7 +76,9 @@ def _rows_per_chunk(tensor: Tensor) -> int:
     return max(1, _CHUNK // max(1, tensor.ne[0]))
 
 
-def _checked_ids(ids: Tensor, n_rows: int) -> NDArray[np.int64]:
+def checked_ids(ids: Tensor, n_rows: int) -> NDArray[np.int64]:
+    """Row ids, (ne2, ne1, ne0). Raises KernelError for the first one that names none of n_rows rows."""
+    """The ids, (n2, n1, n0). Raises KernelError for one that is not below n_rows."""
     rows: NDArray[np.int64] = ids.view()[0].astype(np.int64)
     bad = (rows < 0) | (rows >= n_rows)
     if bad.any():
@@ -105,7 +110,7 @@ def _no_whole_blocks(**tensors: Tensor) -> str | None:
 
 @op(
     "GET_ROWS",
-    types=[("f32", src, "i32") for src in (*_FLOATS, *_DECODED)] + [("i32", "i32", "i32")],
+    types=[("f32", src, "i32") for src in (*_FLOATS, *DECODED)] + [("i32", "i32", "i32")],
     refuse=_refuse_get_rows,
 )
 def get_rows(dst: Tensor, src: Tensor, ids: Tensor) -> None:
@@ -113,7 +118,7 @@ def get_rows(dst: Tensor, src: Tensor, ids: Tensor) -> None:
 
     Equals ggml_compute_forward_get_rows. Raises KernelError, before anything is written, for an id outside src's rows.
     """
-    rows = _checked_ids(ids, src.ne[1])
+    rows = checked_ids(ids, src.ne[1])
     step = _rows_per_chunk(src)
     for i3, i2 in np.ndindex(rows.shape[:2]):
         for i1 in range(0, rows.shape[2], step):
@@ -136,7 +141,7 @@ def _refuse_set_rows(dst: Tensor, src: Tensor, ids: Tensor) -> str | None:
 
 @op(
     "SET_ROWS",
-    types=[(dst, src, ids) for src in ("f32", "f16") for dst in (*_FLOATS, "i32", *_ENCODED) for ids in ("i64", "i32")],
+    types=[(dst, src, ids) for src in ("f32", "f16") for dst in (*_FLOATS, "i32", *ENCODED) for ids in ("i64", "i32")],
     refuse=_refuse_set_rows,
 )
 def set_rows(dst: Tensor, src: Tensor, ids: Tensor) -> None:
@@ -147,7 +152,7 @@ def set_rows(dst: Tensor, src: Tensor, ids: Tensor) -> None:
     """
     if src.n_elements == 0:
         return
-    rows = _checked_ids(ids, dst.ne[1])
+    rows = checked_ids(ids, dst.ne[1])
     step = _rows_per_chunk(src)
     for i3, i2 in np.ndindex(src.ne[3], src.ne[2]):
         ids_row = rows[i3 % ids.ne[2], i2 % ids.ne[1]]
@@ -183,10 +188,10 @@ def _refuse_copy(dst: Tensor, src: Tensor) -> str | None:
 _SAME = [(name, name) for name in (*_SCALARS, *_QUANTIZED)]
 _COPIES = [
     *_SAME,
-    *((dst, src) for src in _FLOATS for dst in (*_FLOATS, *_ENCODED) if src != dst),
+    *((dst, src) for src in _FLOATS for dst in (*_FLOATS, *ENCODED) if src != dst),
     ("i32", "f32"),
     ("f32", "i32"),
-    *(("f32", src) for src in _DECODED),
+    *(("f32", src) for src in DECODED),
 ]
 
 
@@ -267,6 +272,11 @@ def repeat(dst: Tensor, src: Tensor) -> None:
     tiled(raw(dst), src.ne)[...] = tiled(raw(src), src.ne)
 
 
+@repeat.compiled
+def _repeat(dst: Tensor, src: Tensor) -> Call:
+    return strided.repeater(dst, src)
+
+
 def _refuse_concat(dst: Tensor, a: Tensor, b: Tensor, params: bytes) -> str | None:
     (dim,) = struct.unpack_from("i", params)
     if not 0 <= dim < 4:
@@ -281,7 +291,23 @@ def _refuse_concat(dst: Tensor, a: Tensor, b: Tensor, params: bytes) -> str | No
 def concat(dst: Tensor, a: Tensor, b: Tensor, params: bytes) -> None:
     """dst = a, then b along the dimension that params begin with. Equals ggml_compute_forward_concat."""
     (dim,) = struct.unpack_from("i", params)
-    first = a.n_blocks if dim == 0 else a.ne[dim]
+    first = _units(a, dim)
     whole = np.moveaxis(raw(dst), 3 - dim, 0)
     for part, tensor in ((whole[:first], a), (whole[first:], b)):
         part[...] = np.moveaxis(raw(tensor), 3 - dim, 0)
+
+
+def _units(tensor: Tensor, dim: int) -> int:
+    """How many steps of nb a tensor has in a dimension: elements or blocks, rows, ..."""
+    return tensor.n_blocks if dim == 0 else tensor.ne[dim]
+
+
+@concat.compiled
+def _concat(dst: Tensor, a: Tensor, b: Tensor, params: bytes) -> Call | None:
+    if any(tensor.packed is not None for tensor in (dst, a, b)):
+        return None
+    (dim,) = struct.unpack_from("i", params)
+    behind = dst.offset + _units(a, dim) * dst.nb[dim]
+    parts = (replace(dst, ne=a.ne), a), (replace(dst, ne=b.ne, offset=behind), b)
+    moves = [strided.mover(part, tensor) for part, tensor in parts]
+    return Job(*(work for move in moves if move is not None for work in move.works))

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from ggml_backend_npu.ir import Tensor
 from ggml_backend_npu.ops.softmax import exps, largest, scaled
 from ggml_backend_npu.registry import Call, op
-from quant.jit import array_at, bits_float, compiled, inlined, parameters, values
+from quant.jit import array_at, bits_float, compiled, float_bits, inlined, keep, parameters, values
 from quant.runs import CODES, widen_run
 from quant.threads import Job, Work
 
@@ -37,8 +37,64 @@ def argsort(dst: Tensor, x: Tensor, params: bytes) -> None:
             dst.view()[i3, i2, i1] = np.argsort(-row if descending else row, kind="stable")
 
 
+@inlined
+def _key(score, place, descending):
+    """What sorts as the score does, NaN as -inf and -0 as 0, and equal ones by their place."""
+    bits = float_bits((score if score == score else types.float32(-np.inf)) + types.float32(0))
+    negative = bits >> types.uint32(31) != 0
+    rank = ~bits if negative else bits | types.uint32(0x80000000)
+    if descending:
+        rank = ~rank
+    return types.uint64(rank) << types.uint64(32) | types.uint64(place)
+
+
+@compiled
+def sort(p, begin, end):
+    """Rows [begin, end): the places of their elements, in order."""
+    (
+        descending, width, n1, n2, src, src_nb0, src_nb1, src_nb2, src_nb3, dst, dst_nb0, dst_nb1, dst_nb2, dst_nb3,
+    ) = values(p, 14)  # fmt: skip
+    keys = np.empty(width, np.uint64)
+    for row in range(begin, end):
+        i1, i2, i3 = row % n1, row // n1 % n2, row // n1 // n2
+        x = src + i1 * src_nb1 + i2 * src_nb2 + i3 * src_nb3
+        y = dst + i1 * dst_nb1 + i2 * dst_nb2 + i3 * dst_nb3
+        for i in range(width):
+            keys[i] = _key(array_at(x + i * src_nb0, types.float32, 1)[0], i, descending)
+        keys.sort()
+        for i in range(width):
+            array_at(y + i * dst_nb0, types.int32, 1)[0] = types.int32(keys[i] & types.uint64(0xFFFFFFFF))
+    return 0
+
+
+@argsort.compiled
+def _argsort(dst: Tensor, x: Tensor, params: bytes) -> Call:
+    (order,) = struct.unpack_from("i", params)
+    width, n1, n2, n3 = x.ne
+    p = parameters(order, width, n1, n2, x.address, *x.nb, dst.address, *dst.nb)
+    return Job(Work(sort, p, n1 * n2 * n3, 16 * x.n_elements * width.bit_length()))
+
+
 def _ordered(scores: NDArray[np.float32]) -> NDArray[np.float32]:
     return np.where(np.isnan(scores), np.float32(-np.inf), scores)
+
+
+def _refuse_top_k(dst: Tensor, x: Tensor) -> str | None:
+    if dst.ne[1:] != x.ne[1:] or dst.ne[0] > x.ne[0]:
+        return f"x of ne {x.ne}, dst of ne {dst.ne}"
+    return None
+
+
+@op("TOP_K", types=[("i32", "f32")], refuse=_refuse_top_k, optional=True)
+def largest_k(dst: Tensor, x: Tensor) -> None:
+    """The places of the largest elements of each row, as many as dst has, the second largest first.
+
+    Equals ggml_compute_forward_top_k, which swaps the first two to show that their order means nothing, where no
+    elements are equal; NaN counts as -inf.
+    """
+    k = dst.ne[0]
+    places = np.argsort(-_ordered(x.view()), axis=-1, kind="stable")[..., :k]
+    dst.view()[...] = places[..., [1, 0, *range(2, k)]] if k > 1 else places
 
 
 def _refuse_sum_rows(dst: Tensor, x: Tensor) -> str | None:
@@ -50,6 +106,28 @@ def sum_rows(dst: Tensor, x: Tensor) -> None:
     """The sum of each row, one after the other in float64, from +0 on. Equals ggml_compute_forward_sum_rows."""
     with np.errstate(all="ignore"):
         dst.view()[...] = np.add.accumulate(x.view(), axis=-1, dtype=np.float64)[..., -1:] + 0.0 if x.ne[0] else 0
+
+
+@compiled
+def sum_of_rows(p, begin, end):
+    """Rows [begin, end)."""
+    width, n1, n2, src, src_nb0, src_nb1, src_nb2, src_nb3, dst, dst_nb1, dst_nb2, dst_nb3 = values(p, 12)
+    for row in range(begin, end):
+        i1, i2, i3 = row % n1, row // n1 % n2, row // n1 // n2
+        x = src + i1 * src_nb1 + i2 * src_nb2 + i3 * src_nb3
+        total = types.float64(0)
+        for i in range(width):
+            total += types.float64(array_at(x + i * src_nb0, types.float32, 1)[0])
+        y = dst + i1 * dst_nb1 + i2 * dst_nb2 + i3 * dst_nb3
+        array_at(y, types.float32, 1)[0] = types.float32(total)
+    return 0
+
+
+@sum_rows.compiled
+def _sum_rows(dst: Tensor, x: Tensor) -> Call:
+    width, n1, n2, n3 = x.ne
+    p = parameters(width, n1, n2, x.address, *x.nb, dst.address, *dst.nb[1:])
+    return Job(Work(sum_of_rows, p, n1 * n2 * n3, 4 * x.n_elements))
 
 
 @inlined
@@ -122,6 +200,7 @@ def top_k(p, begin, end):
                 weights[i] = weights[i] / divisor
         array_at(to, types.float32, k)[:] = weights
         array_at(at, types.int32, k)[:] = places
+    keep(work)
     return 0
 
 

@@ -31,7 +31,7 @@ from quant.runs import CODES, F16, F32, narrow_run, widen_run
 from quant.threads import Job, Work
 
 _TILE = 256  # elements of a row in work where dst cannot hold float32
-_FLUSHED = -104.0  # e ** x is below half the smallest float32
+_BEYOND = 104.0  # e ** x is infinite, and e ** -x below half the smallest float32
 LOWEST = -3.4028234663852886e38  # float32's; a tile's maximum is no less: -inf would make NaN of what it is taken from
 
 # kinds of mask: numbers to add, of which -inf excludes; or marks, of which 0 excludes
@@ -55,8 +55,9 @@ Floats = NDArray[np.float32]
 
 @inlined
 def exp(x):
-    """e ** x for x <= 0, within 1 ulp; NaN stays NaN."""
-    bounded = x if x > types.float32(_FLUSHED) else types.float32(_FLUSHED)
+    """e ** x, within 1 ulp; NaN stays NaN."""
+    bounded = x if x > types.float32(-_BEYOND) else types.float32(-_BEYOND)
+    bounded = bounded if bounded < types.float32(_BEYOND) else types.float32(_BEYOND)
     n = round_half_even(bounded * types.float32(1.44269504))
     r = fused_multiply_add(n, types.float32(-0.693359375), bounded)
     r = fused_multiply_add(n, types.float32(2.12194440e-4), r)
@@ -70,7 +71,7 @@ def exp(x):
     half = power >> types.int32(1)  # 2 ** power in two steps: by itself it may be no normal number
     y = p * bits_float(types.uint32(half + types.int32(127)) << types.uint32(23))
     y *= bits_float(types.uint32(power - half + types.int32(127)) << types.uint32(23))
-    y = types.float32(0) if x < types.float32(_FLUSHED) else y
+    y = types.float32(0) if x < types.float32(-_BEYOND) else y
     return y if x == x else x
 
 

@@ -1,7 +1,8 @@
 """The compiled mover: walks two tensors in logical order, a run at a time, at any strides, one side by row ids.
 
-GET_ROWS, SET_ROWS, CPY, DUP and CONT differ only in how a row is found: GET_ROWS reads rows by ids, SET_ROWS writes
-them by ids, the others go in order. `mover` makes the bound call for all of them.
+GET_ROWS, SET_ROWS, CPY, DUP, CONT and the parts of CONCAT differ only in how a row is found: GET_ROWS reads rows by
+ids, SET_ROWS writes them by ids, the others go in order. `mover` makes the bound call for all of them, and `repeater`
+that of REPEAT.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from ggml_backend_npu.ir import Tensor
 from ggml_backend_npu.numerics import NUMERICS
 from ggml_backend_npu.registry import Call, KernelError
 from quant import Rounding
-from quant.jit import LINE, array_at, compiled, copy, inlined, parameters, stream, stream_ends, values
+from quant.jit import LINE, array_at, compiled, copy, inlined, keep, parameters, stream, stream_ends, values
 from quant.runs import CACHED, CODES, F16, F16_FOURS, STAGE, convert_run, copy_blocks, copy_run, flush
 from quant.threads import PARTS, Job, Work
 from quant.vectors import INT8, INT16, INT32, INT64, part, transposed
@@ -149,6 +150,7 @@ def walk(p, begin, end):
                 target = dst_row
     if streams:
         stream_ends()
+    keep(memory)
     return 0
 
 
@@ -237,6 +239,27 @@ def transpose(p, begin, end):
                 copy(x, y, count0 * dst_unit)
     if streams:
         stream_ends()
+    keep(memory)
+    return 0
+
+
+@compiled
+def repeat(p, begin, end):
+    """Rows [begin, end) of dst, each a row of src again and again; sizes of rows in bytes."""
+    (
+        src, src_row, src_ne1, src_ne2, src_ne3, src_nb1, src_nb2, src_nb3,
+        dst, dst_row, dst_ne1, dst_ne2, dst_nb1, dst_nb2, dst_nb3,
+    ) = values(p, 15)  # fmt: skip
+    for index in range(begin, end):
+        i1, i2, i3 = index % dst_ne1, index // dst_ne1 % dst_ne2, index // dst_ne1 // dst_ne2
+        x = src + i1 % src_ne1 * src_nb1 + i2 % src_ne2 * src_nb2 + i3 % src_ne3 * src_nb3
+        y = dst + i1 * dst_nb1 + i2 * dst_nb2 + i3 * dst_nb3
+        copy(x, y, src_row)
+        filled = src_row
+        while filled < dst_row:
+            count = min(filled, dst_row - filled)
+            copy(y, y + filled, count)
+            filled += count
     return 0
 
 
@@ -346,7 +369,7 @@ def mover(
     src_ids: Tensor | None = None,
     dst_ids: Tensor | None = None,
     rounding: Rounding | None = None,
-) -> Call | None:
+) -> Job | None:
     """The call that moves src to dst, reading or writing rows by ids; None where a type has no compiled run.
 
     rounding  of q8_0; the device's where it is None
@@ -359,7 +382,7 @@ def mover(
         return None
     n_elements = src.n_elements if src_ids is None else dst.n_elements
     if n_elements == 0:
-        return _nothing
+        return Job()
     unit = max(src.codec.block_size, dst.codec.block_size)
     if src_ids is None and dst_ids is None:
         source, target = _side(src, _flat_if(src, unit), unit, None), _side(dst, _flat_if(dst, unit), unit, None)
@@ -390,6 +413,16 @@ def mover(
     return Job(move)
 
 
+def repeater(dst: Tensor, src: Tensor) -> Call:
+    """The call that fills dst with src, again and again in each dimension; the rows of both have no gaps."""
+    src_row, dst_row = (tensor.ne[0] * tensor.codec.block_bytes for tensor in (src, dst))
+    p = parameters(
+        src.address, src_row, *src.ne[1:], *src.nb[1:], dst.address, dst_row, *dst.ne[1:3], *dst.nb[1:]
+    )  # fmt: skip
+    n_rows = dst.ne[1] * dst.ne[2] * dst.ne[3]
+    return Job(Work(repeat, p, n_rows, n_rows * dst_row))
+
+
 def _check(side: Parameters, ids: Tensor, move: Work | None = None) -> Work:
     """The check of the ids of a side, which `move` writes by."""
     writes = (0, 1) if move is None else (move.address, move.most_parts)
@@ -400,6 +433,13 @@ def _check(side: Parameters, ids: Tensor, move: Work | None = None) -> Work:
         keep=move,
         failed=lambda status: bad_id(ids, status - 1, int(side[_N_ROWS])),
     )
+
+
+def ids_check(ids: Tensor, n_rows: int) -> Work:
+    """The check that a matrix of ids, or several, names none but n_rows rows. Raises KernelError for the first one."""
+    side = side_at(0, [1, ids.ne[0], 1, 1], [0] * 4, ids)
+    side[_N_ROWS] = n_rows
+    return _check(side, ids)
 
 
 def _tile(unit_bytes: int) -> tuple[int, int]:
@@ -450,10 +490,6 @@ def make_ready() -> None:
     """Compiles the kernels of this module, or loads them: once, and not in the middle of a graph."""
     for kernel in (walk, transpose, check_ids):
         _ = kernel.address
-
-
-def _nothing() -> None:
-    pass
 
 
 def bad_id(ids: Tensor, where: int, n_rows: int) -> KernelError:

@@ -14,6 +14,7 @@ from quant.jit import (
     bits_float,
     compiled,
     inlined,
+    keep,
     parameters,
     round_half_even,
     stream,
@@ -99,6 +100,7 @@ def shift(p, begin, end):
                     narrow_run(w2, code, to, element, count)
     if streamed:
         stream_ends()
+    keep(work)
     return 0
 
 

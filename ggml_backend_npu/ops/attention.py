@@ -1,0 +1,518 @@
+"""FLASH_ATTN_EXT: softmax(q k^T) v, the scores of a query never all in memory.
+
+ggml's CPU rounds in three ways, which the definition and the kernels beside it follow:
+
+- q is rounded to the type that k's dot product takes: to float16 for a float16 k, to q8_0 for a q8_0 or q4_0 one ...
+- where v is float16, a query's sum of v is float16 too: it is rounded behind every cell, and once more where a larger
+  score makes it smaller. A single query over 512 cells or more has one such sum per thread.
+- neither, where k and v are both float32 or both float16 and there are 64 queries or more.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+
+import numpy as np
+from numba import types
+from numpy.typing import NDArray
+
+from ggml_backend_npu.ir import Tensor
+from ggml_backend_npu.numerics import NUMERICS
+from ggml_backend_npu.ops.movers import DECODED, convert, raw
+from ggml_backend_npu.ops.softmax import LOWEST, exp, masked, slopes
+from ggml_backend_npu.registry import Call, op
+from quant import dequantize
+from quant.jit import (
+    array_at,
+    bits_float,
+    compiled,
+    copy,
+    f16_to_f32,
+    f32_to_f16_payload,
+    fused_multiply_add,
+    inlined,
+    reduced,
+)
+from quant.matrices import LANES, ROWS, multiply
+from quant.runs import CODES, F16, decode_run, round_run
+from quant.threads import Job, Work, allowed
+
+_PRECISIONS = (0, 10)  # GGML_PREC_DEFAULT, GGML_PREC_F32
+_MANY = 64  # queries that ggml's CPU multiplies as matrices
+_LONG = 512  # cells that its threads share where there is one query
+
+_KEYS = {
+    "f32": "f32",
+    "f16": "f16",
+    "bf16": "bf16",
+    **dict.fromkeys(("q1_0", "q2_0", "q4_0", "q5_0", "q8_0", "mxfp4", "nvfp4", "iq4_nl"), "q8_0"),
+    **dict.fromkeys(("q4_1", "q5_1"), "q8_1"),
+    **dict.fromkeys(("q2_K", "q3_K", "q4_K", "q5_K", "q6_K", "tq1_0", "tq2_0"), "q8_K"),
+    **dict.fromkeys(("iq1_s", "iq1_m", "iq2_xxs", "iq2_xs", "iq2_s", "iq3_xxs", "iq3_s", "iq4_xs"), "q8_K"),
+}  # types of k, and what q becomes for each: ggml's vec_dot_type
+_VALUES = ("f32", "f16", "bf16", *DECODED)
+
+Floats = NDArray[np.float32]
+
+
+def _params(params: bytes) -> tuple[float, float, float, int]:
+    scale, max_bias, softcap, precision = struct.unpack_from("3fi", params)
+    return scale, max_bias, softcap, precision
+
+
+def _is_product(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    return k.type == v.type and k.type in ("f32", "f16") and q.ne[1] >= _MANY
+
+
+def _in_halves(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    return v.type == "f16" and not _is_product(q, k, v)
+
+
+def _n_sums(q: Tensor, k: Tensor, v: Tensor) -> int:
+    """In how many parts the cells of a query are added up."""
+    alone = q.ne[1] == q.ne[3] == 1
+    return allowed() if alone and k.type == v.type and k.ne[1] >= _LONG else 1
+
+
+def _refuse(
+    dst: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tensor | None, params: bytes
+) -> str | None:
+    *_, precision = _params(params)
+    if precision not in _PRECISIONS:
+        return f"precision {precision}"
+    for role, tensor in (("q", q), ("k", k), ("v", v)):
+        if tensor.ne[0] % tensor.codec.block_size or not tensor.has_contiguous_rows():
+            return f"{role} rows of {tensor.ne[0]} elements, nb0 {tensor.nb[0]}"
+    if not dst.is_contiguous():
+        return f"dst is not contiguous: nb {dst.nb}"
+    if dst.ne != (v.ne[0], q.ne[2], q.ne[1], q.ne[3]) or k.ne[:2] != (q.ne[0], v.ne[1]):
+        return f"q of ne {q.ne}, k of ne {k.ne}, v of ne {v.ne} do not fit dst of ne {dst.ne}"
+    for role, ne in (("k", k.ne), ("v", v.ne), ("mask", mask.ne if mask is not None else q.ne)):
+        if any(n % m if m else n for n, m in zip(q.ne[2:], ne[2:], strict=True)):
+            return f"{role} of ne {ne} does not repeat to q of ne {q.ne}"
+    if mask is not None:
+        fits = mask.ne[0] >= k.ne[1] and mask.ne[1] >= q.ne[1] and mask.has_contiguous_rows()
+        if mask.type != "f16" or not fits:
+            return f"mask of type {mask.type}, ne {mask.ne}, nb0 {mask.nb[0]} for {k.ne[1]} cells, {q.ne[1]} queries"
+    if sinks is not None and (sinks.type != "f32" or sinks.ne != (q.ne[2], 1, 1, 1) or not sinks.is_contiguous()):
+        return f"sinks of type {sinks.type}, ne {sinks.ne} do not fit q of ne {q.ne}"
+    return None
+
+
+def _rounded(x: Floats, type: str) -> Floats:
+    """To a type and back."""
+    return dequantize(convert(x, "f32", type), type).reshape(x.shape)
+
+
+def _repeated(x: Tensor, q: Tensor) -> Floats:
+    """k or v as float32, for every head and sequence of q."""
+    values: Floats = convert(raw(x), x.type, "f32")
+    return values.repeat(q.ne[2] // x.ne[2], axis=1).repeat(q.ne[3] // x.ne[3], axis=0)
+
+
+def _added(mask: Tensor, q: Tensor, k: Tensor) -> Floats:
+    n3, n2 = q.ne[3] // mask.ne[3], q.ne[2] // mask.ne[2]
+    return np.tile(mask.view()[:, :, : q.ne[1], : k.ne[1]].astype(np.float32), (n3, n2, 1, 1))
+
+
+def _sum_in_halves(scores: Floats, kept: NDArray[np.bool_], v: Floats) -> tuple[Floats, Floats, NDArray[np.float16]]:
+    """Of all queries: the maximum of the scores, the sum of e ** (score - maximum), and that of those times v."""
+    one = np.float32(1)
+    maximum = np.full((*scores.shape[:-1], 1), -np.inf, np.float32)
+    total = np.zeros_like(maximum)
+    halves = np.zeros((*scores.shape[:-1], v.shape[-1]), np.float16)
+    for cell in range(scores.shape[-1]):
+        score, is_kept = scores[..., cell : cell + 1], kept[..., cell : cell + 1]
+        above = is_kept & (score > maximum)
+        shrunk = np.where(above, np.exp(maximum - score), one)
+        maximum = np.where(above, score, maximum)
+        weight = np.where(is_kept, np.exp(score - maximum), 0 * one)
+        total = total * shrunk + weight
+        halves = (halves * shrunk).astype(np.float16)
+        product = np.where(is_kept, v[..., cell : cell + 1, :].astype(np.float64) * weight, 0)
+        halves = (halves + product).astype(np.float32).astype(np.float16)
+    return maximum, total, halves
+
+
+def _sum_of_parts(scores: Floats, kept: NDArray[np.bool_], v: Floats, n_sums: int, sink: Floats | None) -> Floats:
+    """softmax(scores) v, of n_sums parts of the cells."""
+    size = -(-scores.shape[-1] // n_sums)
+    parts = []
+    for begin in range(0, scores.shape[-1], size):
+        cells = slice(begin, begin + size)
+        parts.append(_sum_in_halves(scores[..., cells], kept[..., cells], v[..., cells, :]))
+    maximum = np.maximum.reduce([part[0] for part in parts])
+    if sink is not None:
+        maximum = np.maximum(maximum, sink)
+    factors = [np.where(total > 0, np.exp(m - maximum), np.float32(0)) for m, total, _ in parts]
+    whole = sum(total * factor for (_, total, _), factor in zip(parts, factors, strict=True))
+    if sink is not None:
+        whole = whole + np.exp(sink - maximum)
+    y = sum(halves * factor for (_, _, halves), factor in zip(parts, factors, strict=True))
+    result: Floats = np.divide(y, whole, out=np.zeros_like(y), where=whole != 0)
+    return result
+
+
+@op(
+    "FLASH_ATTN_EXT",
+    types=[("f32", "f32", k, v) for k in _KEYS for v in _VALUES],
+    refuse=_refuse,
+    optional=True,
+)
+def flash_attn_ext(
+    dst: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tensor | None, params: bytes
+) -> None:
+    """dst = softmax(cap * tanh(scale * q k^T / cap) + slope * mask) v for each head, with the head's sink in the sum.
+
+    q (size of a head, queries, heads, sequences), k (the same, cells, ...), v (its own size, cells, ...), whose heads
+    repeat; mask (cells, queries, ...), -inf where a cell is left out; dst (size of v's head, heads, queries,
+    sequences). Without a cap, 0, there is no tanh. Equals ggml_compute_forward_flash_attn_ext but for rounding.
+    """
+    scale, max_bias, softcap, _ = _params(params)
+    queries = _rounded(q.view(), "f32" if _is_product(q, k, v) else _KEYS[k.type])
+    values = _repeated(v, q)
+    with np.errstate(all="ignore"):
+        scores = queries @ _repeated(k, q).swapaxes(2, 3)
+        if softcap:
+            scores = np.float32(softcap) * np.tanh(scores * np.float32(np.float32(scale) / np.float32(softcap)))
+        else:
+            scores = scores * np.float32(scale)
+        kept = np.ones((1, 1, 1, 1), np.bool_)
+        if mask is not None:
+            added = _added(mask, q, k)
+            kept = ~np.isneginf(added)
+            slope = slopes(q.ne[2], max_bias)
+            scores = scores + (added if slope is None else added * slope[:, None, None])
+        kept = np.broadcast_to(kept, scores.shape)
+        sink = None if sinks is None else sinks.view().reshape(1, -1, 1, 1)
+        if _in_halves(q, k, v):
+            y = _sum_of_parts(scores, kept, values, _n_sums(q, k, v), sink)
+        else:
+            y = masked(scores, kept, sink) @ values
+    dst.view()[...] = y.swapaxes(1, 2)
+
+
+_CELLS = 64  # whose scores are computed together
+_ROWS = 64  # of queries that they are computed for, at most
+_COMPILED = ("f32", "f16", "bf16", "q8_0", "q4_0")
+_EXCLUDED = 0xFC00  # -inf as a float16
+
+# the parameters of both kernels, in places of an int64 array; q, k and v are sides: an address, nb1 to nb3, how many of
+# q's heads and sequences share one of theirs, a type's code
+_DK, _DV, _N_CELLS, _N_QUERIES, _N_HEADS, _N_GROUPS, _N_ROWS = range(7)
+_Q, _K, _V = 7, 14, 21
+_ADDRESS, _NB, _SHARED, _CODE = 0, 0, 4, 6  # _NB: of nb0, whose place the address has
+_MASK, _MASK_NE, _SINKS, _SLOPES = 28, 32, 34, 35
+_SCALE, _SOFTCAP = 36, 37
+_DST, _PARTS, _N_PARTS = 38, 39, 40
+_PARAMETERS = 41
+
+
+@reduced
+def _dot(x, y, n):
+    a, b = array_at(x, types.float32, n), array_at(y, types.float32, n)
+    total = types.float32(0)
+    for i in range(n):
+        total += a[i] * b[i]
+    return total
+
+
+@reduced
+def _dot_f16(x, y, n):
+    a, b = array_at(x, types.uint16, n), array_at(y, types.float32, n)
+    total = types.float32(0)
+    for i in range(n):
+        total += f16_to_f32(a[i]) * b[i]
+    return total
+
+
+@inlined
+def _float_at(address):
+    return array_at(address, types.float32, 1)[0]
+
+
+@inlined
+def _row(p, side, i1, head, i3):
+    """Where a row of q, k or v begins."""
+    i2, i3 = head // p[side + _SHARED], i3 // p[side + _SHARED + 1]
+    return p[side + _ADDRESS] + i1 * p[side + _NB + 1] + i2 * p[side + _NB + 2] + i3 * p[side + _NB + 3]
+
+
+@inlined
+def _mask_row(p, i1, head, i3):
+    """Where a query's row of the mask begins; 0 without one."""
+    if p[_MASK] == 0:
+        return types.int64(0)
+    i2, i3 = head % p[_MASK_NE], i3 % p[_MASK_NE + 1]
+    return p[_MASK] + i1 * p[_MASK + 1] + i2 * p[_MASK + 2] + i3 * p[_MASK + 3]
+
+
+@inlined
+def _slope(p, head):
+    return _float_at(p[_SLOPES] + 4 * head) if p[_SLOPES] else types.float32(1)
+
+
+@inlined
+def _capped(p, y, n):
+    """n scores, divided by the cap already: y = cap * tanh(y), where there is a cap."""
+    cap = bits_float(types.uint32(p[_SOFTCAP]))
+    if cap != 0:
+        scores = array_at(y, types.float32, n)
+        for i in range(n):
+            scores[i] = cap * types.float32(math.tanh(scores[i]))
+
+
+@inlined
+def _shrink_halves(y, n, factor):
+    halves = array_at(y, types.uint16, n)
+    for i in range(n):
+        halves[i] = f32_to_f16_payload(f16_to_f32(halves[i]) * factor)
+
+
+@inlined
+def _add_to_halves(y, v, n, weight):
+    halves, row = array_at(y, types.uint16, n), array_at(v, types.uint16, n)
+    for i in range(n):
+        halves[i] = f32_to_f16_payload(fused_multiply_add(f16_to_f32(row[i]), weight, f16_to_f32(halves[i])))
+
+
+@inlined
+def _finish(p, row):
+    """dst of a row (query, head, sequence): its parts, each of which is a maximum, a sum and float32 times v."""
+    dv, n_parts = p[_DV], p[_N_PARTS]
+    i1, head, i3 = row % p[_N_QUERIES], row // p[_N_QUERIES] % p[_N_HEADS], row // p[_N_QUERIES] // p[_N_HEADS]
+    size = 4 * (2 + dv)
+    first = p[_PARTS] + row * n_parts * size
+    maximum, total = types.float32(LOWEST), types.float32(0)
+    if p[_SINKS]:
+        maximum, total = max(maximum, _float_at(p[_SINKS] + 4 * head)), types.float32(1)
+        total = exp(_float_at(p[_SINKS] + 4 * head) - maximum)
+    at = p[_DST] + 4 * dv * (head + p[_N_HEADS] * (i1 + p[_N_QUERIES] * i3))
+    dst = array_at(at, types.float32, dv)
+    dst[:] = types.float32(0)
+    highest = maximum
+    for i in range(n_parts):
+        if _float_at(first + i * size) > highest:
+            highest = _float_at(first + i * size)
+    total *= exp(maximum - highest)
+    for i in range(n_parts):
+        part = array_at(first + i * size, types.float32, 2 + dv)
+        if part[1] != 0:
+            factor = exp(part[0] - highest)
+            total += part[1] * factor
+            for d in range(dv):
+                dst[d] += part[2 + d] * factor
+    inverse = types.float32(1) / total if total != 0 else types.float32(0)
+    for d in range(dv):
+        dst[d] *= inverse
+
+
+@compiled
+def attend_in_halves(parameters, begin, end):
+    """Units [begin, end), each a part of the cells of a row (query, head, sequence): v and its sums are float16."""
+    p = array_at(parameters, types.int64, _PARAMETERS)
+    dk, dv, n_parts = p[_DK], p[_DV], p[_N_PARTS]
+    scale = bits_float(types.uint32(p[_SCALE]))
+    size = -(-p[_N_CELLS] // n_parts)
+    floats, halves = np.empty(2 * dk + 2 * _CELLS, np.float32), np.empty(dk + 17, np.uint16)
+    sums = np.empty(dv, np.uint16)
+    query = types.int64(floats.ctypes.data)
+    key, y, work, to = query + 4 * dk, query + 8 * dk, types.int64(halves.ctypes.data), types.int64(sums.ctypes.data)
+    scores, weights = array_at(y, types.float32, _CELLS), array_at(y + 4 * _CELLS, types.float32, _CELLS)
+    for unit in range(begin, end):
+        part, row = unit % n_parts, unit // n_parts
+        i1, head, i3 = row % p[_N_QUERIES], row // p[_N_QUERIES] % p[_N_HEADS], row // p[_N_QUERIES] // p[_N_HEADS]
+        copy(_row(p, _Q, i1, head, i3), query, 4 * dk)
+        round_run(p[_Q + _CODE], query, work, dk)
+        mask, slope = _mask_row(p, i1, head, i3), _slope(p, head)
+        maximum, total = types.float32(-np.inf), types.float32(0)
+        sums[:] = 0
+        last = min((part + 1) * size, p[_N_CELLS])
+        for first in range(part * size, last, _CELLS):
+            count = min(_CELLS, last - first)
+            for i in range(count):
+                if mask and array_at(mask + 2 * (first + i), types.uint16, 1)[0] == _EXCLUDED:
+                    continue
+                at = _row(p, _K, first + i, head, i3)
+                if p[_K + _CODE] == F16:
+                    scores[i] = scale * _dot_f16(at, query, dk)
+                else:
+                    decode_run(p[_K + _CODE], at, key, dk)
+                    scores[i] = scale * _dot(key, query, dk)
+            _capped(p, y, count)
+            if mask:
+                added = array_at(mask + 2 * first, types.uint16, count)
+                for i in range(count):
+                    value = f16_to_f32(added[i])
+                    scores[i] = value if added[i] == _EXCLUDED else scores[i] + slope * value
+            highest = maximum
+            for i in range(count):
+                highest = max(highest, scores[i])
+                weights[i] = scores[i] - highest
+            for i in range(count):
+                weights[i] = exp(weights[i])
+            for i in range(count):
+                if scores[i] == types.float32(-np.inf):
+                    continue
+                if scores[i] > maximum:
+                    shrunk = exp(maximum - scores[i])
+                    maximum = scores[i]
+                    total *= shrunk
+                    _shrink_halves(to, dv, shrunk)
+                total += weights[i]
+                _add_to_halves(to, _row(p, _V, first + i, head, i3), dv, weights[i])
+        found = array_at(p[_PARTS] + 4 * unit * (2 + dv), types.float32, 2 + dv)
+        found[0], found[1] = maximum, total
+        decode_run(F16, to, p[_PARTS] + 4 * unit * (2 + dv) + 8, dv)
+        if n_parts == 1:
+            _finish(p, row)
+    return 0
+
+
+@compiled
+def join_parts(parameters, begin, end):
+    """Rows [begin, end)."""
+    p = array_at(parameters, types.int64, _PARAMETERS)
+    for row in range(begin, end):
+        _finish(p, row)
+    return 0
+
+
+@inlined
+def _mark(masks, n_rows, first, count):
+    """What the masks of n_rows rows have in `count` cells: bits of numbers other than 0, and whether all is -inf."""
+    some, kept = types.uint16(0), types.uint16(0)
+    for r in range(n_rows):
+        mask = array_at(masks[r] + 2 * first, types.uint16, count)
+        for i in range(count):
+            some |= mask[i] & types.uint16(0x7FFF)
+            kept |= mask[i] ^ types.uint16(_EXCLUDED)
+    return some, kept
+
+
+@compiled
+def attend(parameters, begin, end):
+    """Units [begin, end), each some of the rows (query, head) that share a head of k and v.
+
+    Scores lie cell by cell, so that rows are what a vector holds: the product with q, transposed once, gives them so.
+    """
+    p = array_at(parameters, types.int64, _PARAMETERS)
+    dk, dv, n_rows, shared = p[_DK], p[_DV], p[_N_ROWS], p[_K + _SHARED]
+    wide = -(-dv // LANES) * LANES
+    scale = bits_float(types.uint32(p[_SCALE]))
+    work = np.empty(dk + 17, np.uint16)
+    line = np.empty(dk, np.float32)
+    queries, keys = np.empty((dk, n_rows), np.float32), np.empty((_CELLS, dk), np.float32)
+    values, sums = np.zeros((_CELLS, wide), np.float32), np.empty((n_rows, wide), np.float32)
+    scores = np.empty((_CELLS, n_rows), np.float32)
+    maxima, totals, shrunk = np.empty(n_rows, np.float32), np.empty(n_rows, np.float32), np.empty(n_rows, np.float32)
+    masks = np.empty(n_rows, np.int64)
+    q, k, v = types.int64(queries.ctypes.data), types.int64(keys.ctypes.data), types.int64(values.ctypes.data)
+    s, y = types.int64(scores.ctypes.data), types.int64(sums.ctypes.data)
+    n_tiles = -(-shared * p[_N_QUERIES] // n_rows)
+    for unit in range(begin, end):
+        tile, group, i3 = unit % n_tiles, unit // n_tiles % p[_N_GROUPS], unit // n_tiles // p[_N_GROUPS]
+        first_row = tile * n_rows
+        used = min(n_rows, shared * p[_N_QUERIES] - first_row)
+        queries[:] = 0
+        for r in range(used):
+            head, i1 = group * shared + (first_row + r) // p[_N_QUERIES], (first_row + r) % p[_N_QUERIES]
+            copy(_row(p, _Q, i1, head, i3), types.int64(line.ctypes.data), 4 * dk)
+            round_run(p[_Q + _CODE], types.int64(line.ctypes.data), types.int64(work.ctypes.data), dk)
+            for d in range(dk):
+                queries[d, r] = scale * line[d]
+            masks[r] = _mask_row(p, i1, head, i3)
+        maxima[:] = types.float32(LOWEST)
+        totals[:] = 0
+        sums[:] = 0
+        for first in range(0, p[_N_CELLS], _CELLS):
+            count = min(_CELLS, p[_N_CELLS] - first)
+            some = types.uint16(0)
+            if p[_MASK]:
+                some, kept = _mark(masks, used, first, count)
+                if kept == 0:
+                    continue
+            for i in range(count):
+                decode_run(p[_K + _CODE], _row(p, _K, first + i, group * shared, i3), k + 4 * i * dk, dk)
+                decode_run(p[_V + _CODE], _row(p, _V, first + i, group * shared, i3), v + 4 * i * wide, dv)
+            scores[:] = 0
+            multiply(k, 4 * dk, 4, q, 4 * n_rows, s, 4 * n_rows, -(-count // ROWS) * ROWS, dk, n_rows)
+            _capped(p, s, count * n_rows)
+            if some != 0:
+                for r in range(used):
+                    slope = _slope(p, group * shared + (first_row + r) // p[_N_QUERIES])
+                    mask = array_at(masks[r] + 2 * first, types.uint16, count)
+                    for i in range(count):
+                        value = f16_to_f32(mask[i])
+                        scores[i, r] = value if mask[i] == _EXCLUDED else scores[i, r] + slope * value
+            shrunk[:] = maxima
+            for i in range(count):
+                for r in range(n_rows):
+                    maxima[r] = scores[i, r] if scores[i, r] > maxima[r] else maxima[r]
+            for r in range(n_rows):
+                shrunk[r] = exp(shrunk[r] - maxima[r])
+                totals[r] *= shrunk[r]
+            for i in range(count):
+                for r in range(n_rows):
+                    scores[i, r] = exp(scores[i, r] - maxima[r])
+                    totals[r] += scores[i, r]
+            for r in range(n_rows):
+                if shrunk[r] != 1:
+                    for d in range(wide):
+                        sums[r, d] *= shrunk[r]
+            multiply(s, 4, 4 * n_rows, v, 4 * wide, y, 4 * wide, n_rows, count, wide)
+        for r in range(used):
+            head, i1 = group * shared + (first_row + r) // p[_N_QUERIES], (first_row + r) % p[_N_QUERIES]
+            factor = types.float32(1)
+            if p[_SINKS]:
+                sink = _float_at(p[_SINKS] + 4 * head)
+                highest = max(maxima[r], sink)
+                factor = exp(maxima[r] - highest)
+                totals[r] = totals[r] * factor + exp(sink - highest)
+            factor = factor / totals[r] if totals[r] != 0 else types.float32(0)
+            at = p[_DST] + 4 * dv * (head + p[_N_HEADS] * (i1 + p[_N_QUERIES] * i3))
+            dst = array_at(at, types.float32, dv)
+            for d in range(dv):
+                dst[d] = sums[r, d] * factor
+    return 0
+
+
+@flash_attn_ext.compiled
+def _flash_attn_ext(
+    dst: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tensor | None, params: bytes
+) -> Call | None:
+    scale, max_bias, softcap, _ = _params(params)
+    by_head = slopes(q.ne[2], max_bias) if mask is not None else None
+    code = "f32" if _is_product(q, k, v) else _KEYS[k.type]
+    if code == "q8_0":
+        code = f"q8_0 {NUMERICS.rounding}"
+    if {k.type, v.type} - {*_COMPILED} or k.packed or v.packed:
+        return None
+    p = np.zeros(_PARAMETERS, np.int64)
+    p[_DK], p[_DV], p[_N_CELLS], p[_N_QUERIES], p[_N_HEADS] = q.ne[0], v.ne[0], k.ne[1], q.ne[1], q.ne[2]
+    for side, tensor, kind in ((_Q, q, code), (_K, k, k.type), (_V, v, v.type)):
+        p[side + _NB + 1 : side + _NB + 4], p[side + _ADDRESS] = tensor.nb[1:], tensor.address
+        p[side + _SHARED : side + _SHARED + 2] = q.ne[2] // tensor.ne[2], q.ne[3] // tensor.ne[3]
+        p[side + _CODE] = CODES[kind]
+    if mask is not None:
+        p[_MASK], p[_MASK + 1 : _MASK + 4], p[_MASK_NE : _MASK_NE + 2] = mask.address, mask.nb[1:], mask.ne[2:]
+    p[_SINKS] = sinks.address if sinks is not None else 0
+    p[_SLOPES] = by_head.ctypes.data if by_head is not None else 0
+    factor = np.float32(scale) / np.float32(softcap) if softcap else np.float32(scale)
+    p[_SCALE], p[_SOFTCAP] = (np.float32(x).view(np.uint32) for x in (factor, softcap))
+    p[_DST] = dst.address
+    n_rows = q.ne[1] * q.ne[2] * q.ne[3]
+    cost = n_rows * k.ne[1] * (q.ne[0] + v.ne[0])
+    if _in_halves(q, k, v):
+        p[_N_PARTS] = n_parts = _n_sums(q, k, v)
+        parts = np.empty((n_rows, n_parts, 2 + v.ne[0]), np.float32)
+        p[_PARTS] = parts.ctypes.data
+        work = Work(attend_in_halves, p, n_rows * n_parts, cost, keep=(by_head, parts))
+        return Job(work) if n_parts == 1 else Job(work, Work(join_parts, p, n_rows))
+    if p[_K + _SHARED] != p[_V + _SHARED]:
+        return None
+    in_group, p[_N_GROUPS] = q.ne[1] * p[_K + _SHARED], k.ne[2]
+    p[_N_ROWS] = min(_ROWS, -(-in_group // LANES) * LANES)
+    n_units = -(-in_group // p[_N_ROWS]) * p[_N_GROUPS] * q.ne[3]
+    return Job(Work(attend, p, int(n_units), cost // 2, keep=by_head))

@@ -1,0 +1,146 @@
+"""What ops do to single numbers, in NumPy: float32 to float32, in the steps in which ggml's CPU backend rounds.
+
+Functions that ggml has from C's library are exact here but for the last rounding to float32.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import wraps
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ggml_backend_npu.ir import Tensor
+from ggml_backend_npu.ops.movers import convert, raw
+
+Floats = NDArray[np.float32]
+Function = Callable[[Floats], Floats]
+
+_1 = np.float32(1)
+
+
+def mapped(function: Callable[..., Floats], dst: Tensor, *src: Tensor) -> None:
+    """dst = function(*src), element by element, of any float types; dst may lie on a source."""
+    with np.errstate(all="ignore"):
+        values = function(*(convert(raw(x), x.type, "f32") for x in src))
+        raw(dst)[...] = convert(values, "f32", dst.type)
+
+
+def _exact(function: Callable[[NDArray[np.float64]], NDArray[np.float64]]) -> Function:
+    """A function computed in float64 and rounded once."""
+
+    @wraps(function)
+    def rounded(x: Floats) -> Floats:
+        return function(x.astype(np.float64)).astype(np.float32)
+
+    return rounded
+
+
+exp, log, sin, cos, tanh = (_exact(function) for function in (np.exp, np.log, np.sin, np.cos, np.tanh))
+expm1 = _exact(np.expm1)
+erf = _exact(np.vectorize(math.erf, otypes=[np.float64]))
+
+
+def fused_multiply_add(x: Floats, y: Floats | np.float32, z: Floats | np.float32) -> Floats:
+    """x * y + z, rounded once.
+
+    float64 holds the product exactly. Its sum with z is rounded to odd, which a second rounding to float32 does not
+    show (Boldo and Melquiond, "When double rounding is odd").
+    """
+    product, addend = x * np.float64(y), np.float64(z)
+    total = product + addend
+    back = total - product
+    error = (product - (total - back)) + (addend - back)
+    even = total.view(np.int64) % 2 == 0
+    towards = np.where(np.isfinite(error) & (error != 0) & even, np.copysign(np.inf, error), total)
+    return np.nextafter(total, towards).astype(np.float32)
+
+
+def sigmoid(x: Floats) -> Floats:
+    """1 / (1 + e ** -x)"""
+    return _1 / (_1 + exp(-x))
+
+
+def silu(x: Floats) -> Floats:
+    """x / (1 + e ** -x)"""
+    return x / (_1 + exp(-x))
+
+
+def relu(x: Floats) -> Floats:
+    """x where it is above 0, else 0"""
+    return np.where(x > 0, x, np.float32(0))
+
+
+def elu(x: Floats) -> Floats:
+    """x where it is above 0, else e ** x - 1"""
+    return np.where(x > 0, x, expm1(x))
+
+
+def softplus(x: Floats) -> Floats:
+    """log(1 + e ** x), which above 20 is x"""
+    return np.where(x > 20, x, log(_1 + exp(x)))
+
+
+def step(x: Floats) -> Floats:
+    """1 where x is above 0, else 0"""
+    return (x > 0).astype(np.float32)
+
+
+def sign(x: Floats) -> Floats:
+    """1, 0 or -1; 0 of NaN"""
+    return step(x) - step(-x)
+
+
+def hardsigmoid(x: Floats) -> Floats:
+    """(x + 3) / 6, between 0 and 1"""
+    y: Floats = np.fmin(_1, np.fmax(np.float32(0), (x + np.float32(3)) / np.float32(6)))
+    return y
+
+
+def round_half_away(x: Floats) -> Floats:
+    """The nearest integer; of two, the one further from 0"""
+    whole = np.trunc(x)
+    return whole + np.copysign((np.abs(x - whole) >= 0.5).astype(np.float32), x)
+
+
+def gelu_erf(x: Floats) -> Floats:
+    """x / 2 * (1 + erf(x / sqrt(2)))"""
+    return np.float32(0.5) * x * (_1 + erf(x * np.float32(math.sqrt(0.5))))
+
+
+def _gelu(x: Floats) -> Floats:
+    """x / 2 * (1 + tanh(sqrt(2 / pi) * x * (1 + 0.044715 * x * x)))"""
+    inner = fused_multiply_add(np.float32(0.044715) * x, x, _1)
+    return np.float32(0.5) * x * (_1 + tanh(np.float32(math.sqrt(2 / math.pi)) * x * inner))
+
+
+def _gelu_quick(x: Floats) -> Floats:
+    """x / (1 + e ** (-1.702 * x))"""
+    return x * (_1 / (_1 + exp(np.float32(-1.702) * x)))
+
+
+def _half(x: Floats) -> Floats:
+    return x.astype(np.float16).astype(np.float32)
+
+
+def gelu(x: Floats, type: str) -> Floats:
+    """x / 2 * (1 + tanh(sqrt(2 / pi) * x * (1 + 0.044715 * x * x))) of a tensor of the type.
+
+    Of f32 and f16 ggml's CPU backend has it in a table of half floats, which f32 uses between -10 and 10.
+    """
+    if type == "bf16":
+        return _gelu(x)
+    y = _half(_gelu(_half(x)))
+    return np.where(x <= -10, np.float32(0), np.where(x >= 10, x, y)) if type == "f32" else y
+
+
+def gelu_quick(x: Floats, type: str) -> Floats:
+    """x / (1 + e ** (-1.702 * x)) of a tensor of the type: of f32 and f16 in half floats, as `gelu`."""
+    return _gelu_quick(x) if type == "bf16" else _half(_gelu_quick(_half(x)))
+
+
+def clamped(x: Floats, low: np.float32, high: np.float32) -> Floats:
+    """x, no less than low and no more than high; NaN stays NaN (C++'s std::clamp)."""
+    return np.where(x < low, low, np.where(high < x, high, x))

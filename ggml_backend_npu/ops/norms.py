@@ -1,0 +1,159 @@
+"""NORM, RMS_NORM, L2_NORM and GROUP_NORM: rows, or groups of channels, brought to one size."""
+
+from __future__ import annotations
+
+import struct
+from functools import partial
+
+import numpy as np
+from numba import types
+from numpy.typing import NDArray
+
+from ggml_backend_npu.ir import Tensor
+from ggml_backend_npu.ops.functions import Floats
+from ggml_backend_npu.ops.shapes import gaps_in_rows, other_ne
+from ggml_backend_npu.ops.softmax import scaled
+from ggml_backend_npu.registry import Call, op
+from quant.jit import array_at, bits_float, compiled, copy, inlined, parameters, reduced, values
+from quant.threads import Job, Work
+
+_NORM, _RMS_NORM, _L2_NORM = range(3)
+
+_1 = np.float32(1)
+
+
+def _sum(x: Floats) -> NDArray[np.float64]:
+    """The sum of each row, in float64, one after the other."""
+    return np.add.accumulate(x, axis=-1, dtype=np.float64)[..., -1:]
+
+
+def _eps(params: bytes, place: int = 0) -> np.float32:
+    (eps,) = struct.unpack_from("f", params, place)
+    return np.float32(eps)
+
+
+def _refuse(dst: Tensor, x: Tensor, params: bytes) -> str | None:
+    eps = _eps(params)
+    return other_ne(x=x, dst=dst) or (None if eps >= 0 else f"eps {eps}")
+
+
+def _refuse_rms_norm(dst: Tensor, x: Tensor, params: bytes) -> str | None:
+    return _refuse(dst, x, params) or gaps_in_rows(x=x, dst=dst)
+
+
+@op("NORM", types=[("f32", "f32")], refuse=_refuse, optional=True)
+def norm(dst: Tensor, x: Tensor, params: bytes) -> None:
+    """dst = (x - mean) / sqrt(variance + eps) of each row; params begin with eps.
+
+    Equals ggml_compute_forward_norm but for the order of its sums.
+    """
+    with np.errstate(all="ignore"):
+        rows, n = x.view(), np.float32(x.ne[0])
+        centred = rows - _sum(rows).astype(np.float32) / n
+        variance = (_sum(centred * centred) / x.ne[0]).astype(np.float32)
+        dst.view()[...] = centred * (_1 / np.sqrt(variance + _eps(params)))
+
+
+@op("RMS_NORM", types=[("f32", "f32")], refuse=_refuse_rms_norm, optional=True)
+def rms_norm(dst: Tensor, x: Tensor, params: bytes) -> None:
+    """dst = x / sqrt(mean(x * x) + eps) of each row; params begin with eps. Equals ggml_compute_forward_rms_norm."""
+    with np.errstate(all="ignore"):
+        rows = x.view()
+        mean = (_sum(rows * rows) / x.ne[0]).astype(np.float32)
+        dst.view()[...] = rows * (_1 / np.sqrt(mean + _eps(params)))
+
+
+@op("L2_NORM", types=[("f32", "f32")], refuse=_refuse, optional=True)
+def l2_norm(dst: Tensor, x: Tensor, params: bytes) -> None:
+    """dst = x / max(sqrt(sum(x * x)), eps) of each row; params begin with eps. Equals ggml_compute_forward_l2_norm."""
+    with np.errstate(all="ignore"):
+        rows = x.view()
+        length = np.sqrt(_sum(rows * rows).astype(np.float32))
+        dst.view()[...] = rows * (_1 / np.fmax(length, _eps(params)))
+
+
+def _n_groups(params: bytes) -> int:
+    (n_groups,) = struct.unpack_from("i", params)
+    return int(n_groups)
+
+
+def _refuse_group_norm(dst: Tensor, x: Tensor, params: bytes) -> str | None:
+    n_groups = _n_groups(params)
+    if n_groups < 1:
+        return f"{n_groups} groups"
+    return other_ne(x=x, dst=dst) or gaps_in_rows(x=x, dst=dst)
+
+
+@op("GROUP_NORM", types=[("f32", "f32")], refuse=_refuse_group_norm, optional=True)
+def group_norm(dst: Tensor, x: Tensor, params: bytes) -> None:
+    """dst = (x - mean) / sqrt(variance + eps) of each group of channels, which are x's dimension 2.
+
+    params are how many groups there are, then eps. Equals ggml_compute_forward_group_norm but for the order of sums.
+    """
+    size = -(-x.ne[2] // _n_groups(params))
+    with np.errstate(all="ignore"):
+        for begin in range(0, x.ne[2], size):
+            group = x.view()[:, begin : begin + size]
+            rows = group.reshape(len(group), 1, 1, -1)
+            centred = rows - (_sum(rows) / rows.shape[-1]).astype(np.float32)
+            variance = (_sum(centred * centred) / rows.shape[-1]).astype(np.float32)
+            y = centred * (_1 / np.sqrt(variance + _eps(params, 4)))
+            dst.view()[:, begin : begin + size] = y.reshape(group.shape)
+
+
+@reduced
+def _row_sum(x, n):
+    row = array_at(x, types.float32, n)
+    total = types.float64(0)
+    for i in range(n):
+        total += types.float64(row[i])
+    return total
+
+
+@reduced
+def _square_sum(x, n):
+    row = array_at(x, types.float32, n)
+    total = types.float64(0)
+    for i in range(n):
+        total += types.float64(row[i] * row[i])
+    return total
+
+
+@inlined
+def _centre(x, n, mean):
+    row = array_at(x, types.float32, n)
+    for i in range(n):
+        row[i] -= mean
+
+
+@compiled
+def normalise(p, begin, end):
+    """Rows [begin, end): copied to dst, and scaled there."""
+    kind, eps_bits, n, n1, n2, src, src_nb1, src_nb2, src_nb3, dst, dst_nb1, dst_nb2, dst_nb3 = values(p, 13)
+    eps = bits_float(types.uint32(eps_bits))
+    for row in range(begin, end):
+        i1, i2, i3 = row % n1, row // n1 % n2, row // n1 // n2
+        y = dst + i1 * dst_nb1 + i2 * dst_nb2 + i3 * dst_nb3
+        copy(src + i1 * src_nb1 + i2 * src_nb2 + i3 * src_nb3, y, 4 * n)
+        if kind == _NORM:
+            _centre(y, n, types.float32(_row_sum(y, n)) / types.float32(n))
+        total = _square_sum(y, n)
+        if kind == _L2_NORM:
+            length = np.sqrt(types.float32(total))
+            divisor = length if length > eps else eps
+        else:
+            divisor = np.sqrt(types.float32(total / n) + eps)
+        scaled(y, n, types.float32(1) / divisor)
+    return 0
+
+
+def _normalised(kind: int, dst: Tensor, x: Tensor, params: bytes) -> Call | None:
+    if gaps_in_rows(x=x, dst=dst) or (dst.overlaps(x) and (dst.address, dst.nb) != (x.address, x.nb)):
+        return None
+    p = parameters(kind, _eps(params), *x.ne[:3], x.address, *x.nb[1:], dst.address, *dst.nb[1:])
+    return Job(Work(normalise, p, x.ne[1] * x.ne[2] * x.ne[3], 8 * x.n_elements, keep=(dst, x)))
+
+
+norm.compiled(partial(_normalised, _NORM))
+rms_norm.compiled(partial(_normalised, _RMS_NORM))
+l2_norm.compiled(partial(_normalised, _L2_NORM))

@@ -1,0 +1,336 @@
+"""dst = f(x, y), element by element, compiled: a tile of a row at a time, of any float types and strides.
+
+y is repeated to the size of x, or left out. What the functions are is said in NumPy, by the ops that they stand beside;
+`functions.gelu` and `gelu_quick` of f32 and f16 are looked up in tables of half floats, as in ggml's CPU backend.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from enum import IntEnum
+from functools import cache
+
+import numpy as np
+from numba import types
+from numpy.typing import NDArray
+
+from ggml_backend_npu.ir import Tensor
+from ggml_backend_npu.ops import functions
+from ggml_backend_npu.ops.functions import Floats
+from ggml_backend_npu.ops.softmax import exp
+from ggml_backend_npu.registry import Call
+from quant.jit import (
+    array_at,
+    bits_float,
+    compiled,
+    f16_to_f32,
+    float_bits,
+    fused_multiply_add,
+    inlined,
+    parameters,
+)
+from quant.runs import CODES, f32_to_f16, narrow_run, widen_run
+from quant.threads import Job, Work
+
+_TILE = 1024  # elements
+_COST = 4  # how much longer than to move an element it takes to compute a function like e ** x of it
+
+Compiled = IntEnum(
+    "Compiled",
+    "ADD SUB MUL DIV SCALE SCALE_BIAS CLAMP NEG RELU SQR SQRT EXP TANH SIGMOID SILU SOFTPLUS GELU GELU_QUICK GELU_ERF "
+    "REGLU GEGLU GEGLU_QUICK GEGLU_ERF SWIGLU SWIGLU_OAI SWIGLU_CLAMP",
+)
+_LOOKED_UP = {"GELU": functions.gelu, "GELU_QUICK": functions.gelu_quick}
+_LOOKED_UP |= {"GEGLU": functions.gelu, "GEGLU_QUICK": functions.gelu_quick}
+
+# the parameters, in places of an int64 array; an operand is its type, address, nb and ne
+_FUNCTION, _A, _B, _TABLE, _N0, _N1, _N2, _TILES = range(8)
+_CODE, _ADDRESS, _NB, _NE, _OPERAND = 0, 1, 2, 6, 10
+_DST, _X, _Y, _PARAMETERS = 8, 18, 28, 38
+
+_0, _1, _2, _HALF = (np.float32(value) for value in (0, 1, 2, 0.5))
+_SQRT_HALF = np.float32(math.sqrt(0.5))
+
+
+@inlined
+def _add(x, y, a, b):
+    return x + y
+
+
+@inlined
+def _sub(x, y, a, b):
+    return x - y
+
+
+@inlined
+def _mul(x, y, a, b):
+    return x * y
+
+
+@inlined
+def _div(x, y, a, b):
+    return x / y
+
+
+@inlined
+def _scale(x, y, a, b):
+    return x * a
+
+
+@inlined
+def _scale_bias(x, y, a, b):
+    return fused_multiply_add(x, a, b)
+
+
+@inlined
+def _clamp(x, y, a, b):
+    below = x if x < b else b
+    return below if below > a else a
+
+
+@inlined
+def _neg(x, y, a, b):
+    return bits_float(float_bits(x) ^ types.uint32(0x80000000))
+
+
+@inlined
+def _relu(x, y, a, b):
+    return x if x > _0 else _0
+
+
+@inlined
+def _sqr(x, y, a, b):
+    return x * x
+
+
+@inlined
+def _sqrt(x, y, a, b):
+    return math.sqrt(x)
+
+
+@inlined
+def _exp(x, y, a, b):
+    return exp(x)
+
+
+@inlined
+def _tanh(x, y, a, b):
+    """Within 2 ulp: a polynomial near 0, where 1 - 2 / (e ** 2x + 1) would leave nothing."""
+    z = x * x
+    p = fused_multiply_add(types.float32(-5.70498872745e-3), z, types.float32(2.06390887954e-2))
+    p = fused_multiply_add(p, z, types.float32(-5.37397155531e-2))
+    p = fused_multiply_add(p, z, types.float32(1.33314422036e-1))
+    p = fused_multiply_add(p, z, types.float32(-3.33332819422e-1))
+    far = _1 - _2 / (exp(_2 * abs(x)) + _1)
+    return fused_multiply_add(p * z, x, x) if abs(x) < types.float32(0.625) else (-far if x < _0 else far)
+
+
+@inlined
+def _sigmoid(x, y, a, b):
+    return _1 / (_1 + exp(-x))
+
+
+@inlined
+def _silu(x, y, a, b):
+    return x / (_1 + exp(-x))
+
+
+@inlined
+def _softplus(x, y, a, b):
+    return x if x > types.float32(20) else math.log(_1 + exp(x))
+
+
+@inlined
+def _gelu_erf(x, y, a, b):
+    return _HALF * x * (_1 + math.erf(x * _SQRT_HALF))
+
+
+@inlined
+def _reglu(x, y, a, b):
+    return x * y if x > _0 else _0
+
+
+@inlined
+def _geglu_erf(x, y, a, b):
+    return _gelu_erf(x, y, a, b) * y
+
+
+@inlined
+def _swiglu(x, y, a, b):
+    return _silu(x, y, a, b) * y
+
+
+@inlined
+def _limited(x, low, high):
+    return low if x < low else (high if high < x else x)
+
+
+@inlined
+def _swiglu_oai(x, y, a, b):
+    gate = b if b < x else x
+    return gate / (_1 + exp(a * -gate)) * (_limited(y, -b, b) + _1)
+
+
+@inlined
+def _swiglu_clamp(x, y, a, b):
+    gate = b if b < x else x
+    return _silu(gate, y, a, b) * _limited(y, -b, b)
+
+
+@inlined
+def _each(function, x, y, a, b, n):
+    """x = function(x, y) for n float32 at addresses."""
+    to = array_at(x, types.float32, n)
+    other = array_at(y, types.float32, n)
+    for i in range(n):
+        to[i] = function(to[i], other[i], a, b)
+
+
+@inlined
+def _look_up(table, limit, gated, x, y, n):
+    """x = table[x], by the bits of a half float, times y where it is gated; from limit on x itself, up to -limit 0."""
+    found = array_at(table, types.uint16, 1 << 16)
+    to = array_at(x, types.float32, n)
+    other = array_at(y, types.float32, n)
+    for i in range(n):
+        value = f16_to_f32(found[f32_to_f16(to[i])])
+        value = to[i] if to[i] >= limit else value
+        value = value * other[i] if gated else value
+        to[i] = _0 if to[i] <= -limit else value
+
+
+@inlined
+def _apply(function, table, x, y, a, b, n):
+    if function == Compiled.ADD:
+        _each(_add, x, y, a, b, n)
+    elif function == Compiled.SUB:
+        _each(_sub, x, y, a, b, n)
+    elif function == Compiled.MUL:
+        _each(_mul, x, y, a, b, n)
+    elif function == Compiled.DIV:
+        _each(_div, x, y, a, b, n)
+    elif function == Compiled.SCALE:
+        _each(_scale, x, y, a, b, n)
+    elif function == Compiled.SCALE_BIAS:
+        _each(_scale_bias, x, y, a, b, n)
+    elif function == Compiled.CLAMP:
+        _each(_clamp, x, y, a, b, n)
+    elif function == Compiled.NEG:
+        _each(_neg, x, y, a, b, n)
+    elif function == Compiled.RELU:
+        _each(_relu, x, y, a, b, n)
+    elif function == Compiled.SQR:
+        _each(_sqr, x, y, a, b, n)
+    elif function == Compiled.SQRT:
+        _each(_sqrt, x, y, a, b, n)
+    elif function == Compiled.EXP:
+        _each(_exp, x, y, a, b, n)
+    elif function == Compiled.TANH:
+        _each(_tanh, x, y, a, b, n)
+    elif function == Compiled.SIGMOID:
+        _each(_sigmoid, x, y, a, b, n)
+    elif function == Compiled.SILU:
+        _each(_silu, x, y, a, b, n)
+    elif function == Compiled.SOFTPLUS:
+        _each(_softplus, x, y, a, b, n)
+    elif function in (Compiled.GELU, Compiled.GELU_QUICK):
+        _look_up(table, a, False, x, y, n)
+    elif function == Compiled.GELU_ERF:
+        _each(_gelu_erf, x, y, a, b, n)
+    elif function == Compiled.REGLU:
+        _each(_reglu, x, y, a, b, n)
+    elif function in (Compiled.GEGLU, Compiled.GEGLU_QUICK):
+        _look_up(table, a, True, x, y, n)
+    elif function == Compiled.GEGLU_ERF:
+        _each(_geglu_erf, x, y, a, b, n)
+    elif function == Compiled.SWIGLU:
+        _each(_swiglu, x, y, a, b, n)
+    elif function == Compiled.SWIGLU_OAI:
+        _each(_swiglu_oai, x, y, a, b, n)
+    elif function == Compiled.SWIGLU_CLAMP:
+        _each(_swiglu_clamp, x, y, a, b, n)
+
+
+@inlined
+def _row(p, operand, i1, i2, i3):
+    """Where a row of an operand begins."""
+    at = p[operand + _ADDRESS] + i1 * p[operand + _NB + 1]
+    return at + i2 * p[operand + _NB + 2] + i3 * p[operand + _NB + 3]
+
+
+@inlined
+def _load(p, operand, row, i0, to, n):
+    """Elements [i0, i0 + n) of a row, which repeats itself, as float32."""
+    width, nb0 = p[operand + _NE], p[operand + _NB]
+    done = types.int64(0)
+    while done < n:
+        first = (i0 + done) % width
+        count = min(width - first, n - done)
+        widen_run(p[operand + _CODE], row + first * nb0, nb0, to + 4 * done, count)
+        done += count
+
+
+@compiled
+def compute(parameters, begin, end):
+    """Tiles [begin, end)."""
+    p = array_at(parameters, types.int64, _PARAMETERS)
+    a, b = bits_float(types.uint32(p[_A])), bits_float(types.uint32(p[_B]))
+    work = np.empty(2 * _TILE, np.float32)
+    x = types.int64(work.ctypes.data)
+    y = x + 4 * _TILE
+    for tile in range(begin, end):
+        row, i0 = tile // p[_TILES], tile % p[_TILES] * _TILE
+        i1, i2, i3 = row % p[_N1], row // p[_N1] % p[_N2], row // p[_N1] // p[_N2]
+        n = min(_TILE, p[_N0] - i0)
+        _load(p, _X, _row(p, _X, i1, i2, i3), i0, x, n)
+        if p[_Y + _ADDRESS]:
+            j1, j2, j3 = i1 % p[_Y + _NE + 1], i2 % p[_Y + _NE + 2], i3 % p[_Y + _NE + 3]
+            _load(p, _Y, _row(p, _Y, j1, j2, j3), i0, y, n)
+        _apply(p[_FUNCTION], p[_TABLE], x, y, a, b, n)
+        nb0 = p[_DST + _NB]
+        narrow_run(x, p[_DST + _CODE], _row(p, _DST, i1, i2, i3) + i0 * nb0, nb0, n)
+    return 0
+
+
+@cache
+def _table(function: Callable[[Floats, str], Floats]) -> NDArray[np.float16]:
+    """A function of every half float."""
+    x = np.arange(1 << 16, dtype=np.uint16).view(np.float16)
+    with np.errstate(all="ignore"):
+        return function(x.astype(np.float32), "f16").astype(np.float16)
+
+
+def computed(name: str, dst: Tensor, x: Tensor, y: Tensor | None = None, *, a: float = 0, b: float = 0) -> Call | None:
+    """The call of one of `Compiled`; None where there is none of the type, or dst lies on a source but not exactly so.
+
+    a, b  its parameters
+    """
+    sources = [x] if y is None else [x, y]
+    if name in _LOOKED_UP and x.type == "bf16":
+        return None
+    if any(dst.overlaps(source) and not _same_place(dst, source) for source in sources):
+        return None
+    table = 0
+    if name in _LOOKED_UP:
+        table = _table(_LOOKED_UP[name]).ctypes.data
+        a = 10 if x.type == "f32" and _LOOKED_UP[name] is functions.gelu else math.nan
+    cost = 1 if Compiled[name] < Compiled.SQRT else _COST
+    n_bytes = cost * sum(tensor.n_elements * tensor.codec.block_bytes for tensor in (dst, *sources))
+    flat = all(tensor.ne == dst.ne and tensor.is_contiguous() for tensor in (dst, *sources))
+    n0, n1, n2, n3 = (dst.n_elements, 1, 1, 1) if flat else dst.ne
+    tiles = -(-n0 // _TILE)
+    p = np.zeros(_PARAMETERS, np.int64)
+    p[:_DST] = parameters(Compiled[name], np.float32(a), np.float32(b), table, n0, n1, n2, tiles)
+    for place, tensor in zip((_DST, _X, _Y), (dst, *sources), strict=False):
+        p[place : place + _OPERAND] = CODES[tensor.type], tensor.address, *tensor.nb, *tensor.ne
+        if flat:
+            p[place + _NE] = n0
+            p[place + _NB] = tensor.codec.block_bytes
+        elif tensor.ne[0] == 1:
+            p[place + _NE], p[place + _NB] = n0, 0
+    return Job(Work(compute, p, tiles * n1 * n2 * n3, n_bytes, keep=(dst, *sources)))
+
+
+def _same_place(a: Tensor, b: Tensor) -> bool:
+    return (a.address, a.type, a.ne, a.nb) == (b.address, b.type, b.ne, b.nb)

@@ -1,0 +1,294 @@
+"""Products of quantised rows with a quantised vector: integer dots, block by block, as ggml's CPU computes them.
+
+The vector is made ready once (`ready_q8`, `ready_q8_k`), by the rounding of the type that ggml's CPU gives it
+(vec_dot_type: q8_0, q8_1, q8_K), in blocks of a layout of its own: quants, their sums, the scale. Then `dots` gives
+its products with rows of weights, four at a time, each a sum of integers per block that is scaled as float32
+(ggml_vec_dot_q8_0_q8_0 and its sisters).
+"""
+
+from __future__ import annotations
+
+from numba import types
+
+from quant.jit import array_at, inlined
+from quant.runs import _magnitudes
+from quant.vectors import BIT, FLOAT, HALF, INT8, INT32, part
+
+# the types of rows, by number; 0 has no integer dots
+NO_DOTS, Q8_0, Q4_0, Q4_0_PACKED, Q4_1, Q5_0, Q5_1, Q4_K, Q6_K = range(9)
+DOTS = {"q8_0": Q8_0, "q4_0": Q4_0, "q4_1": Q4_1, "q5_0": Q5_0, "q5_1": Q5_1, "q4_K": Q4_K, "q6_K": Q6_K}
+
+# a block of 32 of a vector: int8 quants, int32 sums of fours of them, float32 scale and scale * sum of all
+_SUMS, _SCALE, _SCALED_SUM, READY_Q8 = 32, 64, 68, 72
+# a block of 256: int8 quants, int32 sums of sixteens, float32 scale
+_SUMS_K, _SCALE_K, READY_Q8_K = 256, 320, 324
+
+
+def _ready(rounding):
+    @part
+    def ready(source, target):
+        """Quantises 32 float32."""
+        x = source.load(FLOAT, 32)
+        largest = _magnitudes(x).largest().as_float()
+        d = largest / 127.0
+        if rounding == "simd":
+            quants = (x * (127.0 / largest).where(largest.differs(0.0), 0.0)).rounded("rint").to_int32()
+        else:
+            quants = (x * (1.0 / d).where(d.differs(0.0), 0.0)).rounded("round").to_int32()
+        quants = quants.limited(-128, 127)
+        fours = quants.sums_of_fours()
+        total = fours.lanes_from(0, 1, 4) + fours.lanes_from(4, 1, 4)
+        target.store(quants.to(INT8))
+        (target + _SUMS).store(fours)
+        (target + _SCALE).store(d.narrowed().widened())
+        (target + _SCALED_SUM).store((total.to_float().total() * d).narrowed().widened())
+
+    return ready
+
+
+_ready_simd, _ready_reference = _ready("simd"), _ready("reference")
+
+
+@part
+def _ready_k(source, inverse, target):
+    """Quantises 16 float32 by a float32 factor; leaves their int32 sum behind the quants of the block at target."""
+    quants = (source.load(FLOAT, 16) * inverse.load(FLOAT)).rounded("rint").to_int32().limited(-128, 127)
+    target.store(quants.to(INT8))
+
+
+@part
+def _sums_of_16(quants, target):
+    sixteen = quants.load(INT8, 256).signed(INT32).sums_of_fours().sums_of_fours()
+    target.store(sixteen)
+
+
+@inlined
+def ready_q8(x, target, n_blocks, simd):
+    """n_blocks of 32 float32 at an address, as q8_0 and q8_1 round them, by either rounding of q8_0."""
+    for i in range(n_blocks):
+        if simd:
+            _ready_simd(x + 128 * i, target + READY_Q8 * i)
+        else:
+            _ready_reference(x + 128 * i, target + READY_Q8 * i)
+
+
+@inlined
+def ready_q8_k(x, target, n_blocks):
+    """n_blocks of 256 float32 at an address, as q8_K rounds them."""
+    for i in range(n_blocks):
+        row = array_at(x + 1024 * i, types.float32, 256)
+        to = target + READY_Q8_K * i
+        scale = array_at(to + _SCALE_K, types.float32, 1)
+        largest, extreme = types.float32(0), types.float32(0)
+        for j in range(256):
+            if abs(row[j]) > largest:
+                largest, extreme = abs(row[j]), row[j]
+        scale[0] = types.float32(-127) / extreme if largest > types.float32(0) else types.float32(0)
+        for j in range(0, 256, 16):
+            _ready_k(x + 1024 * i + 4 * j, to + _SCALE_K, to + j)
+        _sums_of_16(to, to + _SUMS_K)
+        scale[0] = types.float32(1) / scale[0] if largest > types.float32(0) else types.float32(0)
+
+
+@part
+def _unready(source, step, target):
+    """The values of `step` quants, 32 of them, at `source`: float32 at target."""
+    scale = (source + step).load(FLOAT)
+    target.store(source.load(INT8, 32).to_float() * scale)
+
+
+@inlined
+def rounded_q8(source, target, n_blocks):
+    """What n_blocks of `ready_q8` stand for, float32."""
+    for i in range(n_blocks):
+        _unready(source + READY_Q8 * i, types.int64(_SCALE), target + 128 * i)
+
+
+@inlined
+def rounded_q8_k(source, target, n_blocks):
+    """What n_blocks of `ready_q8_k` stand for, float32."""
+    for i in range(n_blocks):
+        at = source + READY_Q8_K * i
+        for j in range(0, 256, 32):
+            _unready(at + j, types.int64(_SCALE_K - j), target + 1024 * i + 4 * j)
+
+
+# steps of rows as the parts below see them: from a block's scale to the next one's, the same of its quants, and from a
+# row to the next; blocks in a row
+_SCALE_STEP, _QUANT_STEP, _SCALE_ROW, _QUANT_ROW, _BLOCKS = range(5)
+STEPS = 5
+
+
+def _quants_q8_0(q):
+    return q.load(INT8, 32) ^ 0x80
+
+
+def _quants_q4(q):
+    pairs = q.load(INT8, 16)
+    return (pairs & 15).followed_by(pairs >> 4)
+
+
+def _quants_q4_packed(q):
+    pairs = q.load(INT8, 16) ^ 0x88
+    return (pairs & 15).interleaved(pairs >> 4)
+
+
+def _quants_q5(q):
+    """The fifth bits of all stand before the other four."""
+    return _quants_q4(q) | ((q + -4).load(BIT, 32).to(INT8) << 4)
+
+
+def _dots_32(n_rows, quants, centre, *, has_minimum=False):
+    """Of rows in blocks of 32: quants(address) gives unsigned bytes, of which `centre` stands for 0."""
+
+    @part
+    def dots(scale, first, steps, y, target):
+        d_step, q_step, d_row, q_row, n = (steps.number_at(i) for i in range(STEPS))
+
+        def add(i, sums):
+            block = y + i * READY_Q8
+            vector = block.load(INT8, 32)
+            offset = (block + _SUMS).load(INT32, 8) * -centre if centre else y.zeros(INT32, 8)
+            y_scale = (block + _SCALE).load(FLOAT)
+            added = []
+            for row in range(n_rows):
+                d = scale + i * d_step + d_row * row
+                x = quants(first + i * q_step + q_row * row)
+                product = offset.plus_fours(x, vector).to_float()
+                added.append(sums[row].plus_product(product, d.load(HALF).widened() * y_scale))
+            if has_minimum:
+                y_sum = (block + _SCALED_SUM).load(FLOAT)
+                for row in range(n_rows):
+                    minimum = (scale + i * d_step + d_row * row + 2).load(HALF).widened()
+                    added.append(sums[n_rows + row] + minimum * y_sum)
+            return added
+
+        start = [y.zeros(FLOAT, 8)] * n_rows + ([y.zeros(FLOAT)] * n_rows if has_minimum else [])
+        sums = n.count(add, *start)
+        for row in range(n_rows):
+            total = sums[row].total()
+            (target + 4 * row).store(total + sums[n_rows + row] if has_minimum else total)
+
+    return dots
+
+
+def _bytes_of(word, index):
+    """Byte `index` of an int32, in the 8 lanes."""
+    return ((word >> (8 * index)) & 0xFF).filled(8)
+
+
+def _dots_q4_k(n_rows):
+    @part
+    def dots(first, _, steps, y, target):
+        step, _, row_step, _, n = (steps.number_at(i) for i in range(STEPS))
+
+        def add(i, sums):
+            block = y + i * READY_Q8_K
+            sixteens = (block + _SUMS_K).load(INT32, 16)
+            y_sums = sixteens.lanes_from(0, 2, 8) + sixteens.lanes_from(1, 2, 8)
+            y_scale = (block + _SCALE_K).load(FLOAT)
+            added = []
+            for row in range(n_rows):
+                x = first + i * step + row_step * row
+                a, b, c = ((x + at).load(INT32) for at in (4, 8, 12))
+                scales = a & 0x3F3F3F3F, (c & 0x0F0F0F0F) | (((a >> 6) & 0x03030303) << 4)
+                minima = b & 0x3F3F3F3F, ((c >> 4) & 0x0F0F0F0F) | (((b >> 6) & 0x03030303) << 4)
+                total = y.zeros(INT32, 8)
+                for j in range(4):
+                    pairs = (x + 16 + 32 * j).load(INT8, 32)
+                    for k, codes in ((2 * j, pairs & 15), (2 * j + 1, pairs >> 4)):
+                        fours = y.zeros(INT32, 8).plus_fours(codes, (block + 32 * k).load(INT8, 32))
+                        total = total + fours * _bytes_of(scales[k // 4], k % 4)
+                low, high = (word.as_bytes() for word in minima)
+                below = low.followed_by(high).to(INT32) * y_sums
+                scaled = sums[row].plus_product(total.to_float(), x.load(HALF).widened() * y_scale)
+                added.append(scaled.plus_product(below.to_float(), (x + 2).load(HALF).widened() * y_scale * -1.0))
+            return added
+
+        sums = n.count(add, *[y.zeros(FLOAT, 8)] * n_rows)
+        for row in range(n_rows):
+            (target + 4 * row).store(sums[row].total())
+
+    return dots
+
+
+def _dots_q6_k(n_rows):
+    @part
+    def dots(first, _, steps, y, target):
+        step, _, row_step, _, n = (steps.number_at(i) for i in range(STEPS))
+
+        def add(i, sums):
+            block = y + i * READY_Q8_K
+            y_sums = (block + _SUMS_K).load(INT32, 16)
+            y_scale = (block + _SCALE_K).load(FLOAT)
+            added = []
+            for row in range(n_rows):
+                x = first + i * step + row_step * row
+                scales = (x + 192).load(INT8, 16).signed(INT32)
+                centre = scales * y_sums * -32
+                total = centre.lanes_from(0, 1, 8) + centre.lanes_from(8, 1, 8)
+                for half in range(2):
+                    high = (x + 128 + 32 * half).load(INT8, 32)
+                    low = [(x + 64 * half + 32 * j).load(INT8, 32) for j in range(2)]
+                    for j, codes in enumerate((low[0] & 15, low[1] & 15, low[0] >> 4, low[1] >> 4)):
+                        quants = codes | (((high >> (2 * j)) & 3) << 4)
+                        place = 8 * half + 2 * j
+                        fours = y.zeros(INT32, 8).plus_fours(quants, (block + 16 * place).load(INT8, 32))
+                        total = total + fours * scales.picked(scales, [place] * 4 + [place + 1] * 4)
+                added.append(sums[row].plus_product(total.to_float(), (x + 208).load(HALF).widened() * y_scale))
+            return added
+
+        sums = n.count(add, *[y.zeros(FLOAT, 8)] * n_rows)
+        for row in range(n_rows):
+            (target + 4 * row).store(sums[row].total())
+
+    return dots
+
+
+_ROWS = 4  # at a time
+_four_q8_0, _one_q8_0 = (_dots_32(n, _quants_q8_0, 128) for n in (_ROWS, 1))
+_four_q4_0, _one_q4_0 = (_dots_32(n, _quants_q4, 8) for n in (_ROWS, 1))
+_four_q4_0_packed, _one_q4_0_packed = (_dots_32(n, _quants_q4_packed, 8) for n in (_ROWS, 1))
+_four_q4_1, _one_q4_1 = (_dots_32(n, _quants_q4, 0, has_minimum=True) for n in (_ROWS, 1))
+_four_q5_0, _one_q5_0 = (_dots_32(n, _quants_q5, 16) for n in (_ROWS, 1))
+_four_q5_1, _one_q5_1 = (_dots_32(n, _quants_q5, 0, has_minimum=True) for n in (_ROWS, 1))
+_four_q4_k, _one_q4_k = (_dots_q4_k(n) for n in (2, 1))
+_four_q6_k, _one_q6_k = (_dots_q6_k(n) for n in (2, 1))
+
+
+@inlined
+def _all_rows(several, at_once, one, scale, quants, steps, y, target, n_rows):
+    s = array_at(steps, types.int64, STEPS)
+    row = 0
+    while row + at_once <= n_rows:
+        several(scale + row * s[2], quants + row * s[3], steps, y, target + 4 * row)
+        row += at_once
+    while row < n_rows:
+        one(scale + row * s[2], quants + row * s[3], steps, y, target + 4 * row)
+        row += 1
+
+
+@inlined
+def dots(code, scale, quants, steps, y, target, n_rows):
+    """Products of n_rows rows with a vector that is ready: float32 at target.
+
+    scale, quants  addresses of those of the first row's first block; the block's, for q4_K and q6_K
+    steps  address of int64: from one block's scale to the next one's, from its quants to the next one's, the same from
+           row to row, and how many blocks are in a row
+    """
+    if code == Q8_0:
+        _all_rows(_four_q8_0, 4, _one_q8_0, scale, quants, steps, y, target, n_rows)
+    elif code == Q4_0:
+        _all_rows(_four_q4_0, 4, _one_q4_0, scale, quants, steps, y, target, n_rows)
+    elif code == Q4_0_PACKED:
+        _all_rows(_four_q4_0_packed, 4, _one_q4_0_packed, scale, quants, steps, y, target, n_rows)
+    elif code == Q4_1:
+        _all_rows(_four_q4_1, 4, _one_q4_1, scale, quants, steps, y, target, n_rows)
+    elif code == Q5_0:
+        _all_rows(_four_q5_0, 4, _one_q5_0, scale, quants, steps, y, target, n_rows)
+    elif code == Q5_1:
+        _all_rows(_four_q5_1, 4, _one_q5_1, scale, quants, steps, y, target, n_rows)
+    elif code == Q4_K:
+        _all_rows(_four_q4_k, 2, _one_q4_k, scale, quants, steps, y, target, n_rows)
+    else:
+        _all_rows(_four_q6_k, 2, _one_q6_k, scale, quants, steps, y, target, n_rows)

@@ -1,0 +1,62 @@
+"""Products of small float32 matrices inside kernels: a block of the result is kept in registers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llvmlite import binding
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from quant.jit import inlined
+from quant.vectors import FLOAT, Address, Variable
+
+LANES = 16 if binding.get_host_cpu_features().get("avx512f") else 8  # floats of a vector
+ROWS = 4  # of a block; it is as wide as _WIDE vectors, or one
+_WIDE = 4 if LANES == 16 else 2
+
+
+def _block(n_vectors: int) -> Any:
+    @intrinsic
+    def multiply_block(
+        typing_context: Any, a: Any, a_row: Any, a_column: Any, b: Any, b_row: Any, c: Any, c_row: Any, depth: Any
+    ) -> Any:
+        def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            a, a_row, a_column, b, b_row, c, c_row = (Address(builder, argument) for argument in arguments[:7])
+            places = [[c + c_row * i + 4 * LANES * j for j in range(n_vectors)] for i in range(ROWS)]
+            sums = [[Variable(place.load(FLOAT, LANES)) for place in row] for row in places]
+            with cgutils.for_range(builder, arguments[7]) as loop:
+                k = Address(builder, loop.index)
+                factors = [(b + b_row * k + 4 * LANES * j).load(FLOAT, LANES) for j in range(n_vectors)]
+                for i, totals in enumerate(sums):
+                    left = (a + a_row * i + a_column * k).load(FLOAT).filled(LANES)
+                    for total, factor in zip(totals, factors, strict=True):
+                        total.value = left.fused_multiply_add(factor, total.value)
+            for row, totals in zip(places, sums, strict=True):
+                for place, total in zip(row, totals, strict=True):
+                    place.store(total.value)
+            return context.get_dummy_value()
+
+        return types.void(*[types.int64] * 8), emit
+
+    return multiply_block
+
+
+_multiply_wide, _multiply_narrow = _block(_WIDE), _block(1)
+
+
+@inlined
+def multiply(a, a_row, a_column, b, b_row, c, c_row, m, depth, n):
+    """c += a @ b, float32, of m rows (a multiple of ROWS) and n columns (a multiple of LANES).
+
+    Steps from row to row, and of a from column to column, in bytes; the columns of b and c have no gaps. The products
+    of an element are added one after the other, each fused with its addition.
+    """
+    wide = n // (_WIDE * LANES) * _WIDE * LANES
+    for i in range(0, m, ROWS):
+        x, y = a + i * a_row, c + i * c_row
+        for j in range(0, wide, _WIDE * LANES):
+            _multiply_wide(x, a_row, a_column, b + 4 * j, b_row, y + 4 * j, c_row, depth)
+        for j in range(wide, n, LANES):
+            _multiply_narrow(x, a_row, a_column, b + 4 * j, b_row, y + 4 * j, c_row, depth)

@@ -1,0 +1,144 @@
+"""NORM, RMS_NORM, L2_NORM and GROUP_NORM beside ggml's CPU, by either engine.
+
+RMS_NORM and L2_NORM add in float64, whose last bits do not show; the others add float32 in an order of the processor's.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+from support import (
+    ENGINES,
+    PLAIN,
+    TRANSPOSED,
+    Dims,
+    Placement,
+    Recipe,
+    Scene,
+    assert_near_cpu,
+    assert_same_bytes,
+    computed,
+    engine,
+    placements,
+    seeds,
+    sizes,
+    supported,
+    values,
+)
+
+from ggml_backend_npu import OPS, Node, Tensor
+from ggml_backend_npu.abi.plugin import Plugin
+from ggml_backend_npu.device import DEVICE
+
+NORMS = ["NORM", "RMS_NORM", "L2_NORM"]
+EPS = st.sampled_from([0.0, 1e-12, 1e-6, 1e-5, 0.1])
+ROW_EPS = struct.pack("f", 1e-5)
+
+
+@pytest.fixture(autouse=True)
+def every_op(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(DEVICE, "ops", "all")
+    with np.errstate(all="raise", under="ignore"):  # what a kernel does to numbers warns nobody
+        yield
+
+
+def normed(name: str, ne: Dims, seed: int, src: Placement = PLAIN, eps: float = 1e-5, kind: Any = "number") -> Recipe:
+    def recipe(scene: Scene) -> int:
+        x = src.put(scene, "f32", ne, lambda n: values("f32", n, np.random.default_rng(seed), kind))
+        return scene.op(name.lower(), x, eps)
+
+    return recipe
+
+
+@pytest.mark.parametrize("name", ["RMS_NORM", "L2_NORM"])
+@given(ne=sizes(), width=st.integers(1, 600), seed=seeds, src=placements(rows=True), eps=EPS)
+@settings(max_examples=40)
+def test_scaled_rows(backend: Plugin, name: str, ne: Dims, width: int, seed: int, src: Placement, eps: float) -> None:
+    """Of any numbers, infinities among them."""
+    assert_near_cpu(backend, normed(name, (width, *ne[1:]), seed, src, eps), "f32", 0)
+
+
+@given(ne=sizes(), width=st.integers(1, 600), seed=seeds, src=placements(rows=True), eps=EPS)
+@settings(max_examples=40)
+def test_norm(backend: Plugin, ne: Dims, width: int, seed: int, src: Placement, eps: float) -> None:
+    recipe = normed("NORM", (width, *ne[1:]), seed, src, eps, "dense")
+    assert_near_cpu(backend, recipe, "f32", 4)
+
+
+@pytest.mark.parametrize("name", ["NORM", "L2_NORM"])
+@given(ne=sizes(), seed=seeds, src=placements())
+@settings(max_examples=15)
+def test_rows_with_gaps(backend: Plugin, name: str, ne: Dims, seed: int, src: Placement) -> None:
+    """ggml's CPU then sums the rows of NORM in float32, from which a mean near 0 is as far away as from a large one."""
+    ulp, least = (64, 1e-5) if name == "NORM" else (0, 0)
+    assert_near_cpu(backend, normed(name, ne, seed, src, 0.1, "dense"), "f32", ulp, least)
+
+
+@given(ne=sizes(), channels=st.integers(1, 9), n=st.integers(1, 9), seed=seeds, src=placements(rows=True))
+@settings(max_examples=25)
+def test_group_norm(backend: Plugin, ne: Dims, channels: int, n: int, seed: int, src: Placement) -> None:
+    def recipe(scene: Scene) -> int:
+        size = (ne[0], ne[1], channels, ne[3])
+        x = src.put(scene, "f32", size, lambda n: values("f32", n, np.random.default_rng(seed), "dense"))
+        return scene.op("group_norm", x, n, 1e-6)
+
+    assert_near_cpu(backend, recipe, "f32", 2)
+
+
+@pytest.mark.parametrize("how", ENGINES)
+@pytest.mark.parametrize("name", NORMS)
+def test_in_place_and_half_on_the_source(backend: Plugin, name: str, how: str) -> None:
+    memory = np.random.default_rng(0).standard_normal(700).astype(np.float32)
+    with engine(backend, how):
+        x = memory[:600].reshape(3, 4, 50)
+        expected = computed(name, np.empty_like(x), x.copy(), params=ROW_EPS)
+        later = memory.copy()
+        computed(name, later[100:].reshape(3, 4, 50), later[:600].reshape(3, 4, 50), params=ROW_EPS)
+        np.testing.assert_array_max_ulp(later[100:].reshape(3, 4, 50), expected, 2)
+        assert_same_bytes(computed(name, x, x, params=ROW_EPS), expected)
+
+
+@pytest.mark.parametrize("how", ENGINES)
+def test_rms_norm_adds_in_float64(backend: Plugin, how: str) -> None:
+    """A row of which float32 would lose all but the first."""
+    x = np.full((1, 1 << 16), 2.0**-13, np.float32)
+    x[0, 0] = 1
+    with engine(backend, how):
+        found = computed("RMS_NORM", np.empty_like(x), x, params=struct.pack("f", 0))
+    exact = x / np.sqrt(np.square(x.astype(np.float64)).mean())
+    np.testing.assert_array_max_ulp(found, exact.astype(np.float32), 2)
+
+
+# refusals
+
+
+def zeros(*shape: int, dtype: Any = np.float32) -> NDArray[Any]:
+    return np.zeros(shape, dtype)
+
+
+def test_rms_norm_of_transposed_is_not_taken(backend: Plugin) -> None:
+    assert not supported(backend, normed("RMS_NORM", (4, 3, 1, 1), 0, TRANSPOSED))
+
+
+@pytest.mark.parametrize(
+    ("op", "arrays", "params", "reason"),
+    [
+        *((op, (zeros(3, 4), zeros(4, 3)), ROW_EPS, "x of ne (3, 4, 1, 1), dst of ne (4, 3, 1, 1)") for op in NORMS),
+        *((op, (zeros(3, 4), zeros(3, 4)), struct.pack("f", -0.5), "eps -0.5") for op in NORMS),
+        *((op, (zeros(3, 4), zeros(3, 4)), struct.pack("f", np.nan), "eps nan") for op in NORMS),
+        ("NORM", (zeros(3, 4, dtype=np.float16), zeros(3, 4, dtype=np.float16)), ROW_EPS, "types f16 -> f16"),
+        ("RMS_NORM", (zeros(3, 4), zeros(3, 8)[:, ::2]), ROW_EPS, "x rows have gaps: nb0 is 8"),
+        ("GROUP_NORM", (zeros(3, 4), zeros(3, 4)), struct.pack("if", 0, 0.1), "0 groups"),
+        ("GROUP_NORM", (zeros(3, 4), zeros(3, 8)[:, ::2]), struct.pack("if", 1, 0.1), "x rows have gaps: nb0 is 8"),
+    ],
+)  # fmt: skip
+def test_a_refusal_says_why(op: str, arrays: tuple[NDArray[Any], ...], params: bytes, reason: str) -> None:
+    dst, *src = (Tensor.of(array) for array in arrays)
+    assert reason in str(OPS[op].refusal(Node(op, dst, tuple(src), params)))

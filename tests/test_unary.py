@@ -1,0 +1,321 @@
+"""The functions of UNARY and GLU, and SQR, SQRT, LOG, SIN, COS, beside ggml's CPU, by either engine.
+
+Where ggml's CPU adds, multiplies or looks up every byte is equal. Where it calls C's library or computes e ** x in
+vectors, results are a few units in the last place away; where a difference of such is left over, of that of 1.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+from support import (
+    ENGINES,
+    PLAIN,
+    ROWS_APART,
+    TRANSPOSED,
+    Dims,
+    Kind,
+    Placement,
+    Recipe,
+    Scene,
+    assert_equals_cpu,
+    assert_near,
+    assert_near_cpu,
+    assert_same_bytes,
+    computed,
+    engine,
+    placements,
+    seeds,
+    sizes,
+    supported,
+    values,
+)
+
+from ggml_backend_npu import OPS, Node, Tensor
+from ggml_backend_npu.abi.plugin import Plugin
+from ggml_backend_npu.device import DEVICE
+from ggml_backend_npu.ops.unary import FUNCTIONS
+
+DTYPES = {"f32": np.dtype(np.float32), "f16": np.dtype(np.float16), "bf16": np.dtype(ml_dtypes.bfloat16)}
+OPS_OF_THEIR_OWN = ("SQR", "SQRT", "LOG", "SIN", "COS")
+UNARY = sorted({*FUNCTIONS, "GELU", "GELU_QUICK"})
+
+
+@pytest.fixture(autouse=True)
+def every_op(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(DEVICE, "ops", "all")
+    with np.errstate(all="raise", under="ignore"):  # what a kernel does to numbers warns nobody
+        yield
+
+
+@dataclass(frozen=True)
+class Near:
+    """How far from ggml's CPU: units in the last place of an f32, or an amount; 0 both where bytes are equal.
+
+    f16 and bf16 are one unit away at most, of results that are.
+    """
+
+    ulp: int = 0
+    least: float = 0.0
+
+
+ONE = 2.0**-22  # four units in the last place of what is just below 1
+NEAR = {
+    "EXP": Near(2),
+    "TANH": Near(4),
+    "SIGMOID": Near(4, 1e-37),
+    "SILU": Near(6, 1e-35),
+    "ELU": Near(2),
+    "EXPM1": Near(2, ONE),
+    "SOFTPLUS": Near(2, ONE),
+    "LOG": Near(2),
+    "SIN": Near(2),
+    "COS": Near(2),
+    "GELU_ERF": Near(2, 4 * ONE),
+    "REGLU": Near(),
+    "GEGLU": Near(),
+    "GEGLU_QUICK": Near(),
+    "GEGLU_ERF": Near(3, 8 * ONE),
+    "SWIGLU": Near(7, 1e-35),
+    "SWIGLU_OAI": Near(9, 1e-35),
+    "SWIGLU_CLAMP": Near(7, 1e-35),
+}
+COMPUTED_IN_BF16 = {"GELU": Near(1, 2 * ONE), "GELU_QUICK": Near(1), "GEGLU": Near(1, 4 * ONE), "GEGLU_QUICK": Near(1)}
+
+
+def assert_fits(backend: Plugin, name: str, type: str, recipe: Recipe) -> None:
+    near = COMPUTED_IN_BF16.get(name) if type == "bf16" else None
+    near = near or NEAR.get(name, Near())
+    if near == Near():
+        assert_equals_cpu(backend, recipe, type)
+    else:
+        assert_near_cpu(backend, recipe, type, near.ulp if type == "f32" else 1, near.least)
+
+
+def unary(name: str, type: str, ne: Dims, seed: int = 0, src: Placement = PLAIN, kind: Kind = "any") -> Recipe:
+    def recipe(scene: Scene) -> int:
+        x = src.put(scene, type, ne, lambda n: values(type, n, np.random.default_rng(seed), kind))
+        if name in OPS_OF_THEIR_OWN:
+            return scene.op(name.lower(), x)
+        _, function = scene.ggml.op_numbers[name]
+        return scene.op("unary", x, function)
+
+    return recipe
+
+
+@pytest.mark.parametrize("type", DTYPES)
+@pytest.mark.parametrize("name", UNARY)
+@given(ne=sizes(), seed=seeds, src=placements(rows=True))
+@settings(max_examples=6)
+def test_unary(backend: Plugin, name: str, type: str, ne: Dims, seed: int, src: Placement) -> None:
+    assert_fits(backend, name, type, unary(name, type, ne, seed, src))
+
+
+@pytest.mark.parametrize("name", ["GELU", "GELU_QUICK"])
+def test_every_half_float_is_looked_up_right(backend: Plugin, name: str) -> None:
+    def recipe(scene: Scene) -> int:
+        x = scene.root("f16", (256, 256), np.arange(1 << 16, dtype=np.uint16))
+        return scene.op("unary", x, scene.ggml.op_numbers[name][1])
+
+    assert_equals_cpu(backend, recipe, "f16")
+
+
+EDGES = np.float32([0, -0.0, 0.625, -0.62499, 1, -1, 10, -10, 9.999, -9.999, 20, 20.00001, 80, -80, 1e-30, -1e-30])
+
+
+@pytest.mark.parametrize("name", UNARY)
+def test_unary_at_its_edges(backend: Plugin, name: str) -> None:
+    """Where functions change over, and all of what a model has."""
+
+    def recipe(scene: Scene) -> int:
+        x = np.concatenate([EDGES, np.linspace(-90, 90, 2000, dtype=np.float32), np.linspace(-1, 1, 1000, dtype="f4")])
+        node = scene.root("f32", (x.size,), x)
+        if name in OPS_OF_THEIR_OWN:
+            return scene.op(name.lower(), node)
+        return scene.op("unary", node, scene.ggml.op_numbers[name][1])
+
+    assert_fits(backend, name, "f32", recipe)
+
+
+@pytest.mark.parametrize("type", DTYPES)
+@given(ne=sizes(), seed=seeds, before=st.integers(0, 1), n=st.floats(-2, 2, width=32), p=st.floats(0, 2, width=32))
+@settings(max_examples=10)
+def test_xielu(backend: Plugin, type: str, ne: Dims, seed: int, before: int, n: float, p: float) -> None:
+    def recipe(scene: Scene) -> int:
+        src = Placement(before=(before, 0, 0, 0))
+        x = src.put(scene, type, ne, lambda n: values(type, n, np.random.default_rng(seed), "plain"))
+        return scene.op("xielu", x, n, p, 0.5, -1e-6)
+
+    assert_near_cpu(backend, recipe, type, 4 if type == "f32" else 1, 16 * ONE)
+
+
+@pytest.mark.parametrize("type", ["f16", "bf16"])
+@pytest.mark.parametrize("name", ["TANH", "SQR", "XIELU"])
+def test_half_floats_into_f32(name: str, type: str) -> None:
+    """No function of ggml makes such a node; it equals that of the same numbers as float32."""
+    x = values(type, 200, np.random.default_rng(3), "plain").view(DTYPES[type]).reshape(4, 50)
+    params = struct.pack("i4f", 0, 0.8, 0.9, 0.5, -1e-6)
+    found, expected = (
+        computed(name, np.empty(x.shape, np.float32), array, params=params) for array in (x, x.astype("f4"))
+    )
+    assert_same_bytes(found, expected)
+
+
+@pytest.mark.parametrize("how", ENGINES)
+@pytest.mark.parametrize("type", DTYPES)
+@pytest.mark.parametrize("name", UNARY)
+def test_in_place(backend: Plugin, name: str, type: str, how: str) -> None:
+    x = np.abs(values(type, 120, np.random.default_rng(1), "plain").view(DTYPES[type]).reshape(2, 3, 4, 5))
+    with engine(backend, how):
+        expected = computed(name, np.empty_like(x), x)
+        assert_same_bytes(computed(name, x, x), expected)
+
+
+@pytest.mark.parametrize("how", ENGINES)
+def test_what_lies_half_on_its_source_is_read_before_it_is_written(backend: Plugin, how: str) -> None:
+    memory = np.arange(3000, dtype=np.float32)
+    with engine(backend, how):
+        computed("SQR", memory[1:2001], memory[:2000])
+    assert_same_bytes(memory[1:2001], np.square(np.arange(2000, dtype=np.float32)))
+
+
+# GLU
+
+LIMITED = ("SWIGLU_OAI", "SWIGLU_CLAMP")
+GLU = ["REGLU", "GEGLU", "GEGLU_QUICK", "GEGLU_ERF", "SWIGLU", *LIMITED]
+GAPS = Placement(before=(1, 0, 0, 1), after=(2, 0, 0, 0))  # between rows, all of them alike
+
+
+def gates(name: str, type: str, n: int, rng: np.random.Generator) -> NDArray[Any]:
+    """Any numbers where bytes are compared; else small ones, so that what is left over of a difference stays so."""
+    if NEAR[name] == Near() and type != "bf16":
+        return values(type, n, rng)
+    return rng.choice([rng.uniform(-2, 2, n), rng.uniform(-100, 2, n)]).astype(DTYPES[type]).view(np.uint8)
+
+
+@pytest.mark.parametrize("type", DTYPES)
+@pytest.mark.parametrize("name", [name for name in GLU if name not in LIMITED])
+@given(ne=sizes(), seed=seeds, apart=st.booleans(), shape=st.sampled_from(["split", "halves", "swapped"]))
+@settings(max_examples=15)
+def test_glu(backend: Plugin, name: str, type: str, ne: Dims, seed: int, apart: bool, shape: str) -> None:
+    def recipe(scene: Scene) -> int:
+        rng = np.random.default_rng(seed)
+        src = GAPS if apart else PLAIN
+        _, function = scene.ggml.op_numbers[name]
+
+        def fill(n: int) -> NDArray[Any]:
+            return gates(name, type, n, rng)
+
+        if shape == "split":
+            return scene.op("glu_split", src.put(scene, type, ne, fill), src.put(scene, type, ne, fill), function)
+        return scene.op("glu", src.put(scene, type, (2 * ne[0], *ne[1:]), fill), function, shape == "swapped")
+
+    assert_fits(backend, name, type, recipe)
+
+
+@pytest.mark.parametrize("name", LIMITED)
+@given(
+    ne=sizes(), seed=seeds, apart=st.booleans(), halves=st.booleans(),
+    alpha=st.sampled_from([1.0, 1.702, -0.5]), limit=st.sampled_from([0.0, 0.5, 7.0, float("inf")]),
+)  # fmt: skip
+@settings(max_examples=25)
+def test_limited_glu(
+    backend: Plugin, name: str, ne: Dims, seed: int, apart: bool, halves: bool, alpha: float, limit: float
+) -> None:
+    def recipe(scene: Scene) -> int:
+        rng = np.random.default_rng(seed)
+        src = GAPS if apart else PLAIN
+        numbers = (alpha, limit) if name == "SWIGLU_OAI" else (limit,)
+        size = (2 * ne[0] if halves else ne[0], *ne[1:])
+        a, b = (src.put(scene, "f32", size, lambda n: values("f32", n, rng, "plain")) for _ in range(2))
+        return scene.op(name.lower(), a, None if halves else b, *numbers)
+
+    assert_fits(backend, name, "f32", recipe)
+
+
+def test_swiglu_clamp_of_half_floats(backend: Plugin) -> None:
+    def recipe(scene: Scene) -> int:
+        rng = np.random.default_rng(0)
+        a, b = (scene.root("f16", (77, 5), values("f16", 385, rng, "plain")) for _ in range(2))
+        return scene.op("swiglu_clamp", a, b, 3.0)
+
+    assert_fits(backend, "SWIGLU_CLAMP", "f16", recipe)
+
+
+# refusals
+
+
+REFUSED: dict[str, Recipe] = {
+    **{
+        f"{name} of transposed": lambda scene, name=name: scene.op(
+            name.lower(), TRANSPOSED.put(scene, "f32", (3, 2, 1, 1), lambda n: np.zeros(n, np.float32))
+        )
+        for name in OPS_OF_THEIR_OWN
+    },
+    **{f"{name} of {type}": unary(name, type, (32, 4, 2, 1)) for name in ("SILU", "SQR") for type in ("i32", "q8_0")},
+    "xielu of rows apart": lambda scene: scene.op(
+        "xielu", ROWS_APART.put(scene, "f32", (8, 3, 2, 1), lambda n: np.zeros(n, np.float32)), 1.0, 1.0, 0.5, 0.0
+    ),
+    "swiglu_oai of f16": lambda scene: scene.op(
+        "swiglu_oai", *(scene.root("f16", (8, 3), np.zeros(24, np.float16)) for _ in range(2)), 1.0, 1.0
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_not_taken(backend: Plugin, name: str) -> None:
+    assert not supported(backend, REFUSED[name])
+
+
+def zeros(*shape: int, dtype: Any = np.float32) -> NDArray[Any]:
+    return np.zeros(shape, dtype)
+
+
+@pytest.mark.parametrize(
+    ("op", "arrays", "params", "reason"),
+    [
+        ("SILU", (zeros(3, 4), zeros(4, 3)), b"", "x of ne (3, 4, 1, 1), dst of ne (4, 3, 1, 1)"),
+        ("SILU", (zeros(3, 4), zeros(3, 4, dtype=np.float16)), b"", "types f16 -> f32"),
+        ("ABS", (zeros(3, 8)[:, ::2], zeros(3, 4)), b"", "dst rows have gaps: nb0 is 8"),
+        ("SWIGLU", (zeros(3, 4), zeros(3, 4)), bytes(16), "up of ne (2, 3, 1, 1), dst of ne (4, 3, 1, 1)"),
+        ("SWIGLU", (zeros(3, 4), zeros(3, 4), zeros(4, 3)), bytes(16), "up of ne (3, 4, 1, 1)"),
+        ("SWIGLU", (zeros(3, 4), zeros(3, 4), zeros(3, 4, dtype=np.float16)), bytes(16), "src1 of type f16"),
+        ("SWIGLU", (zeros(2, 3, 2), zeros(2, 5, 4)[:, :3]), bytes(16), "src0 rows are not evenly apart: nb (4, 16, 80"),
+        ("SWIGLU_OAI", (zeros(3, 4), zeros(3, 4), zeros(3, 4)), struct.pack("2i2f", 0, 0, 1, -1), "limit -1.0"),
+    ],
+)  # fmt: skip
+def test_a_refusal_says_why(op: str, arrays: tuple[NDArray[Any], ...], params: bytes, reason: str) -> None:
+    dst, *src = (Tensor.of(array) for array in arrays)
+    assert reason in str(OPS[op].refusal(Node(op, dst, tuple(src), params)))
+
+
+# the compiled functions alone
+
+
+EXACT: dict[str, Callable[[NDArray[np.float64]], NDArray[np.float64]]] = {
+    "EXP": np.exp,
+    "TANH": np.tanh,
+    "SIGMOID": lambda x: 1 / (1 + np.exp(-x)),
+    "SILU": lambda x: x / (1 + np.exp(-x)),
+}
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_compiled_functions_are_exact_to_a_few_ulp(name: str) -> None:
+    x = np.linspace(-87, 87, 1 << 18, dtype=np.float32)
+    x = np.concatenate([x, x / 64, x / 4096, np.float32([np.inf, -np.inf, 1e-45, -1e-45])])
+    with np.errstate(all="ignore"):
+        exact = EXACT[name](x.astype(np.float64)).astype(np.float32)
+    found = computed(name, np.empty_like(x), x)
+    known = ~np.isnan(exact)
+    assert_near(found[known], exact[known], {"EXP": 1, "TANH": 2}.get(name, 3))
+    assert np.isnan(found[~known]).all()
