@@ -155,7 +155,7 @@ def _dots_32(n_rows, quants, centre, *, has_minimum=False):
                 d = scale + i * d_step + d_row * row
                 x = quants(first + i * q_step + q_row * row)
                 product = offset.plus_fours(x, vector).to_float()
-                added.append(sums[row].plus_product(product, d.load(HALF).widened() * y_scale))
+                added.append(product.fused_multiply_add(d.load(HALF).widened() * y_scale, sums[row]))
             if has_minimum:
                 y_sum = (block + _SCALED_SUM).load(FLOAT)
                 for row in range(n_rows):
@@ -201,8 +201,9 @@ def _dots_q4_k(n_rows):
                         total = total + fours * _bytes_of(scales[k // 4], k % 4)
                 low, high = (word.as_bytes() for word in minima)
                 below = low.followed_by(high).to(INT32) * y_sums
-                scaled = sums[row].plus_product(total.to_float(), x.load(HALF).widened() * y_scale)
-                added.append(scaled.plus_product(below.to_float(), (x + 2).load(HALF).widened() * y_scale * -1.0))
+                scaled = total.to_float().fused_multiply_add(x.load(HALF).widened() * y_scale, sums[row])
+                minimum = (x + 2).load(HALF).widened() * y_scale * -1.0
+                added.append(below.to_float().fused_multiply_add(minimum, scaled))
             return added
 
         sums = n.count(add, *[y.zeros(FLOAT, 8)] * n_rows)
@@ -235,7 +236,7 @@ def _dots_q6_k(n_rows):
                         place = 8 * half + 2 * j
                         fours = y.zeros(INT32, 8).plus_fours(quants, (block + 16 * place).load(INT8, 32))
                         total = total + fours * scales.picked(scales, [place] * 4 + [place + 1] * 4)
-                added.append(sums[row].plus_product(total.to_float(), (x + 208).load(HALF).widened() * y_scale))
+                added.append(total.to_float().fused_multiply_add((x + 208).load(HALF).widened() * y_scale, sums[row]))
             return added
 
         sums = n.count(add, *[y.zeros(FLOAT, 8)] * n_rows)

@@ -364,23 +364,6 @@ def narrow_run(src, code, dst, dst_step, count):
 
 
 @inlined
-def decode_run(code, src, dst, n):
-    """n elements without gaps, of f32, f16, bf16 or whole blocks of q8_0 or q4_0, to float32."""
-    if code == F32:
-        copy(src, dst, 4 * n)
-    elif code in (F16, BF16):
-        widen_run(code, src, 2, dst, n)
-    elif code == Q4_0:
-        for block in range(n // _BLOCK):
-            scale = src + block * 18
-            _decode_q4_0(scale, scale + 2, dst + block * 128)
-    else:
-        for block in range(n // _BLOCK):
-            scale = src + block * 34
-            _decode_q8_0(scale, scale + 2, dst + block * 128)
-
-
-@inlined
 def round_run(code, x, work, n):
     """n float32 without gaps, in place, to f32, f16, bf16 or q8_0 and back; work holds 2 * n bytes, and 34."""
     if code in (F16, BF16):

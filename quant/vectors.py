@@ -180,12 +180,6 @@ class Value:
         pairs = products.lanes_from(0, 2, 16) + products.lanes_from(1, 2, 16)
         return self + pairs.lanes_from(0, 2, 8) + pairs.lanes_from(1, 2, 8)
 
-    def plus_product(self, a: Value, b: Value) -> Value:
-        """Floats: self + a * b, rounded once; a scalar b is in every lane."""
-        factors = [each.filled(self.lanes)._value for each in (a, b)]
-        function = self._declare("llvm.fma", self._value.type, [self._value.type] * 3)
-        return self._of(self._builder.call(function, [*factors, self._value]))
-
     def total(self) -> Value:
         """The sum of the float lanes, pairwise."""
         value = self
@@ -217,10 +211,10 @@ class Value:
         return self._of(self._builder.call(self._declare(name, result, [self._value.type]), [self._value]))
 
     def fused_multiply_add(self, factor: Value, addend: Value) -> Value:
-        """self * factor + addend, rounded once."""
+        """self * factor + addend, rounded once; a scalar factor is in every lane."""
         kind = self._value.type
         function = self._declare("llvm.fma", kind, [kind] * 3)
-        return self._of(self._builder.call(function, [self._value, factor._value, addend._value]))
+        return self._of(self._builder.call(function, [self._value, factor.filled(self.lanes)._value, addend._value]))
 
     def lane(self, index: Value) -> Value:
         return self._of(self._builder.extract_element(self._value, index._value))
@@ -266,11 +260,6 @@ class Address:
     def number_at(self, index: int) -> Address:
         """Number `index` of the int64 here."""
         return Address(self._builder, (self + 8 * index).load(INT64)._value)
-        """The address as a number, times another one: of steps that are not known before."""
-        return Address(self._builder, self._builder.mul(self._value, self._number(factor)))
-
-    def _number(self, of: Address | int) -> Any:
-        return of._value if isinstance(of, Address) else ir.Constant(self._value.type, of)
 
     def load(self, kind: ir.Type, lanes: int = 0) -> Value:
         whole = ir.VectorType(kind, lanes) if lanes else kind
@@ -284,13 +273,12 @@ class Address:
 
     def count(self, body: Callable[[Address, Sequence[Value]], Sequence[Value]], *start: Value) -> Sequence[Value]:
         """A loop over i = 0, 1, ... below this number: values begin as `start`; body(i, values) gives the next ones."""
-        builder = self._builder
-        places = [cgutils.alloca_once_value(builder, value._value) for value in start]
-        with cgutils.for_range(builder, self._value) as loop:
-            now = [Value(builder, builder.load(place)) for place in places]
-            for place, value in zip(places, body(Address(builder, loop.index), now), strict=True):
-                builder.store(value._value, place)
-        return [Value(builder, builder.load(place)) for place in places]
+        variables = [Variable(value) for value in start]
+        with cgutils.for_range(self._builder, self._value) as loop:
+            values = body(Address(self._builder, loop.index), [variable.value for variable in variables])
+            for variable, value in zip(variables, values, strict=True):
+                variable.value = value
+        return [variable.value for variable in variables]
 
     def zeros(self, kind: ir.Type, lanes: int = 0) -> Value:
         """0 in every lane."""

@@ -17,7 +17,7 @@ from support import assert_same_bytes, in_pieces, recorded_works, special_floats
 import ggml_backend_npu
 import quant
 from ggml_backend_npu import OPS, Node, Tensor, TensorDescriptor, TopKSoftmax, token_shift
-from ggml_backend_npu.ops import elementwise, groups, matmul, norms, recurrent, routing, softmax, strided, tiles
+from ggml_backend_npu.ops import groups, matmul, norms, recurrent, routing, softmax, strided, tiles
 from ggml_backend_npu.ops import token_shift as shifts
 from quant import runs, threads
 from quant.jit import CFunction, compiled
@@ -146,15 +146,6 @@ OF_OPS = {
             *node("ARGSORT", np.zeros((3, 5), np.int32), special_floats()[:15].reshape(5, 3).T, params=bytes(4)),
         ],
         (routing.sort,),
-    ),
-    "CLAMP": Case(
-        lambda: node(
-            "CLAMP",
-            np.zeros((3, 999), np.float32),
-            special_floats()[:2997].reshape(3, 999),
-            params=struct.pack("2f", -1, 2),
-        ),
-        (elementwise.limit,),
     ),
     "SOFT_MAX": Case(
         lambda: node("SOFT_MAX", np.zeros((6, 300), np.float32), floats(6, 300), params=struct.pack("2f", 0.5, 0.0)),

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from models import Models
 from numpy.typing import NDArray
 from support import (
     ENGINES,
@@ -31,6 +32,7 @@ from support import (
 from ggml_backend_npu import OPS, KernelError, Node, Tensor
 from ggml_backend_npu.abi.plugin import Plugin
 from ggml_backend_npu.device import DEVICE
+from graph_runner.session import Session, Settings
 
 Floats = NDArray[np.float32]
 
@@ -438,3 +440,43 @@ def test_a_refusal_says_why(op: str, arrays: tuple[NDArray[Any], ...], params: b
 def test_what_the_refusals_vary_is_taken(op: str, arrays: tuple[NDArray[Any], ...], params: bytes) -> None:
     dst, *src = (Tensor.of(array) for array in arrays)
     assert OPS[op].refusal(Node(op, dst, tuple(src), params)) is None
+
+
+# models
+
+
+@pytest.fixture
+def forgotten(backend: Plugin) -> Iterator[None]:
+    """Plans of other ops are gone, before and after."""
+    backend.forget_plans()
+    yield
+    backend.forget_plans()
+
+
+@pytest.mark.usefixtures("forgotten")
+@pytest.mark.parametrize(
+    ("name", "ops"),
+    [
+        ("mamba", ("SSM_CONV", "SSM_SCAN", "CONCAT")),
+        ("mamba2", ("SSM_CONV", "SSM_SCAN", "CONCAT")),
+        ("rwkv6", ("RWKV_WKV6", "CONCAT")),
+        ("rwkv7", ("RWKV_WKV7", "CONCAT", "SUM_ROWS")),
+    ],
+)
+def test_a_model_says_what_it_says_on_the_cpu(model: Models, name: str, ops: tuple[str, ...]) -> None:
+    """A prompt in two parts, then tokens one by one, the same for both: logits, on states carried along.
+
+    The last bit of a result may decide how a product with f16 weights rounds it to f16.
+    """
+    said: dict[str, list[Floats]] = {}
+    for device in ("cpu", "npu"):
+        with Session(model(name), Settings(device, threads=1)) as session:
+            tokens = session.tokenize("once upon a time")
+            said[device] = []
+            for part in (tokens[:9], tokens[9:], *([token] for token in tokens[:5])):
+                session.decode(part)
+                said[device].append(session.logits().copy())
+            if device == "npu":
+                assert not [op for op in ops if session.npu_nodes[op] != session.nodes[op]]
+    for npu, cpu in zip(said["npu"], said["cpu"], strict=True):
+        assert error(npu, cpu) <= 1e-7

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ggml_backend_npu.ir import Tensor
-from ggml_backend_npu.ops.elementwise import fused_multiply_add
+from ggml_backend_npu.ops.functions import fused_multiply_add
 from ggml_backend_npu.ops.movers import DECODED, convert, raw
 from ggml_backend_npu.registry import op
 
@@ -77,7 +77,7 @@ def _refuse_comb(dst: Tensor, mixes: Tensor, scale: Tensor, base: Tensor, params
 def _normalised(x: Floats, axis: int, eps: np.float32) -> Floats:
     """x divided by its sum along an axis, eps and the elements one after the other."""
     first = np.broadcast_to(eps, np.take(x, [0], axis).shape)
-    total = np.add.accumulate(np.concatenate([first, x], axis), axis).take([-1], axis)
+    total: Floats = np.add.accumulate(np.concatenate([first, x], axis), axis).take([-1], axis)
     result: Floats = x * (np.float32(1) / total)
     return result
 
@@ -97,8 +97,8 @@ def dsv4_hc_comb(dst: Tensor, mixes: Tensor, scale: Tensor, base: Tensor, params
             mixes.view()[0, 0, :, 2 * _STREAMS :], scale.view()[0, 0, 0, 2], base.view()[0, 0, 0, 2 * _STREAMS :]
         )
         x = x.reshape(-1, _STREAMS, _STREAMS)
-        e = np.exp(x - np.fmax.reduce(x, -1, keepdims=True))
-        total = np.add.accumulate(e, -1)[..., -1:]
+        e: Floats = np.exp(x - np.fmax.reduce(x, -1, keepdims=True))
+        total: Floats = np.add.accumulate(e, -1)[..., -1:]
         comb = _normalised(fused_multiply_add(e, np.float32(1) / total, small), 1, small)
         for _ in range(1, n_iter):
             comb = _normalised(_normalised(comb, 2, small), 1, small)
@@ -132,8 +132,10 @@ def dsv4_hc_pre(dst: Tensor, x: Tensor, weights: Tensor, params: bytes) -> None:
 def _refuse_post(dst: Tensor, x: Tensor, residual: Tensor, post: Tensor, comb: Tensor | None) -> str | None:
     n_embd, n_tokens = x.ne[:2]
     n_streams = residual.ne[1]
+    if comb is not None and comb.type != "f32":
+        return f"comb of type {comb.type}"
     if comb is not None and (reason := _misfit(comb=(comb, (n_streams, n_streams, n_tokens)))):
-        return reason if comb.type == "f32" else f"comb of type {comb.type}"
+        return reason
     return _misfit(
         x=(x, (n_embd, n_tokens)),
         residual=(residual, (n_embd, n_streams, n_tokens)),

@@ -9,37 +9,13 @@ import math
 import struct
 
 import numpy as np
-from numba import types
-from numpy.typing import NDArray
 
 from ggml_backend_npu.ir import Tensor
-from ggml_backend_npu.ops.movers import convert, raw, tiled
-from ggml_backend_npu.registry import Call, op
-from quant.jit import array_at, bits_float, compiled, parameters, values
-from quant.threads import Job, Work
-
-
-def fused_multiply_add(
-    x: NDArray[np.float32], scale: NDArray[np.float32] | np.float32, bias: NDArray[np.float32] | np.float32
-) -> NDArray[np.float32]:
-    """x * scale + bias, rounded once.
-
-    float64 holds the product exactly. Its sum with bias is rounded to odd, which a second rounding to float32 does not
-    show (Boldo and Melquiond, "When double rounding is odd").
-    """
-    product, addend = np.multiply(x, scale, dtype=np.float64), np.asarray(bias, np.float64)
-    total = product + addend
-    back = total - product
-    error = (product - (total - back)) + (addend - back)
-    even = total.view(np.int64) % 2 == 0
-    towards = np.where(np.isfinite(error) & (error != 0) & even, np.copysign(np.inf, error), total)
-    return np.nextafter(total, towards).astype(np.float32)
-
-
 from ggml_backend_npu.ops.functions import fused_multiply_add
-from ggml_backend_npu.ops.movers import DECODED, ENCODED, checked_ids
+from ggml_backend_npu.ops.movers import DECODED, ENCODED, checked_ids, convert, raw, tiled
 from ggml_backend_npu.ops.shapes import gaps, gaps_in_rows, other_ne
 from ggml_backend_npu.ops.tiles import computed
+from ggml_backend_npu.registry import Call, op
 
 
 def _two(params: bytes) -> tuple[float, float]:
@@ -62,8 +38,6 @@ def scale(dst: Tensor, x: Tensor, params: bytes) -> None:
     factor, bias = (np.float32(value) for value in _two(params))
     values = convert(raw(x), x.type, "f32")
     with np.errstate(all="ignore"):
-        product_alone = x.type == "f32" and bias == 0
-        scaled = values * factor if product_alone else fused_multiply_add(values, factor, bias)
         scaled = values * factor if _is_product_alone(x, float(bias)) else fused_multiply_add(values, factor, bias)
     raw(dst)[...] = convert(scaled, "f32", dst.type)
 
@@ -184,31 +158,6 @@ def clamp(dst: Tensor, x: Tensor, params: bytes) -> None:
 
     Equals ggml_compute_forward_clamp; there, with gaps between rows, it reads past them.
     """
-    low, high = (np.float32(value) for value in struct.unpack_from("2f", params))
-    numbers = convert(raw(x), x.type, "f32")
-    below = np.where(numbers < high, numbers, high)
-    raw(dst)[...] = convert(np.where(below > low, below, low), "f32", dst.type)
-
-
-@compiled
-def limit(p, begin, end):
-    """Elements [begin, end)."""
-    src, dst, low_bits, high_bits = values(p, 4)
-    low, high = bits_float(types.uint32(low_bits)), bits_float(types.uint32(high_bits))
-    x = array_at(src + 4 * begin, types.float32, end - begin)
-    y = array_at(dst + 4 * begin, types.float32, end - begin)
-    for i in range(end - begin):
-        below = x[i] if x[i] < high else high
-        y[i] = below if below > low else low
-    return 0
-
-
-@clamp.compiled
-def _clamp(dst: Tensor, x: Tensor, params: bytes) -> Call | None:
-    if x.type != "f32" or (x.address != dst.address and x.overlaps(dst)):
-        return None
-    low, high = (np.float32(value) for value in struct.unpack_from("2f", params))
-    return Job(Work(limit, parameters(x.address, dst.address, low, high), x.n_elements, 4 * x.n_elements))
     low, high = (np.float32(value) for value in _two(params))
     values = convert(raw(x), x.type, "f32")
     below = np.where(values < high, values, high)

@@ -28,7 +28,6 @@ _FLOATS = ("f32", "f16", "bf16")
 _SCALARS = tuple(name for name in type_names() if codec(name).dtype is not None)
 _QUANTIZED = tuple(name for name in type_names() if codec(name).dtype is None)
 DECODED = tuple(name for name in _QUANTIZED if name not in ("q8_1", "q8_K"))
-_ENCODED = tuple(
 ENCODED = tuple(
     name for name in _QUANTIZED if not name.startswith(("iq1", "iq2", "iq3"))
 )  # ggml's CPU has no from_float for those: they need an importance matrix
@@ -78,7 +77,6 @@ def _rows_per_chunk(tensor: Tensor) -> int:
 
 def checked_ids(ids: Tensor, n_rows: int) -> NDArray[np.int64]:
     """Row ids, (ne2, ne1, ne0). Raises KernelError for the first one that names none of n_rows rows."""
-    """The ids, (n2, n1, n0). Raises KernelError for one that is not below n_rows."""
     rows: NDArray[np.int64] = ids.view()[0].astype(np.int64)
     bad = (rows < 0) | (rows >= n_rows)
     if bad.any():

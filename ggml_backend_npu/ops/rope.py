@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from ggml_backend_npu.ir import Tensor
 from ggml_backend_npu.registry import Call, op
-from quant.jit import array_at, bits_float, compiled, copy, fused_multiply_add, parameters, values
+from quant.jit import array_at, bits_float, compiled, copy, fused_multiply_add, keep, parameters, values
 from quant.runs import CODES, F32, narrow_run, widen_run
 from quant.threads import Job, Work
 
@@ -240,6 +240,7 @@ def rotate(p, begin, end):
                 copy(y, to + 4 * n_offs, 8 * n_pairs)
             else:
                 narrow_run(y, code, to + 2 * n_offs, 2, 2 * n_pairs)
+    keep(work)
     return 0
 
 

@@ -28,6 +28,7 @@ from quant.jit import (
     float_bits,
     fused_multiply_add,
     inlined,
+    keep,
     parameters,
 )
 from quant.runs import CODES, f32_to_f16, narrow_run, widen_run
@@ -290,6 +291,7 @@ def compute(parameters, begin, end):
         _apply(p[_FUNCTION], p[_TABLE], x, y, a, b, n)
         nb0 = p[_DST + _NB]
         narrow_run(x, p[_DST + _CODE], _row(p, _DST, i1, i2, i3) + i0 * nb0, nb0, n)
+    keep(work)
     return 0
 
 
