@@ -11,10 +11,10 @@ import struct
 import numpy as np
 
 from ggml_backend_npu.ir import Tensor
-from ggml_backend_npu.ops import strided
 from ggml_backend_npu.ops.functions import fused_multiply_add
 from ggml_backend_npu.ops.movers import DECODED, ENCODED, checked_ids, convert, raw, tiled
 from ggml_backend_npu.ops.shapes import gaps, gaps_in_rows, other_ne
+from ggml_backend_npu.ops.strided import ids_check
 from ggml_backend_npu.ops.tiles import computed
 from ggml_backend_npu.registry import Call, op
 from quant.threads import Job
@@ -153,7 +153,7 @@ def add_id(dst: Tensor, a: Tensor, b: Tensor, ids: Tensor) -> None:
 @add_id.compiled
 def _add_id(dst: Tensor, a: Tensor, b: Tensor, ids: Tensor) -> Call | None:
     added = computed("ADD", dst, a, b, ids=ids)
-    return None if added is None else Job(strided.ids_check(ids, b.ne[1]), *added.works)
+    return None if added is None else Job(ids_check(ids, b.ne[1]), *added.works)
 
 
 def _refuse_clamp(dst: Tensor, x: Tensor, params: bytes) -> str | None:
