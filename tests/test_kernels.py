@@ -19,7 +19,6 @@ import quant
 from ggml_backend_npu import OPS, Node, Tensor, TensorDescriptor, TopKSoftmax, token_shift
 from ggml_backend_npu.ops import (
     attention,
-    elementwise,
     groups,
     matmul,
     norms,
