@@ -16,11 +16,14 @@ from ggml_backend_npu.ops import (  # noqa: F401
     matmul,
     movers,
     norms,
+    patches,
     pooling,
     recurrent,
     rope,
     routing,
     softmax,
+    sums,
+    triangles,
     unary,
 )
 from ggml_backend_npu.registry import OPS, Op
