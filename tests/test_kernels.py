@@ -17,7 +17,7 @@ from support import assert_same_bytes, in_pieces, recorded_works, special_floats
 import ggml_backend_npu
 import quant
 from ggml_backend_npu import OPS, Node, Tensor, TensorDescriptor, TopKSoftmax, token_shift
-from ggml_backend_npu.ops import groups, matmul, norms, recurrent, routing, softmax, strided, tiles
+from ggml_backend_npu.ops import groups, matmul, norms, recurrent, routing, softmax, strided, sums, tiles, triangles
 from ggml_backend_npu.ops import token_shift as shifts
 from quant import runs, threads
 from quant.jit import CFunction, compiled
@@ -187,6 +187,30 @@ OF_OPS = {
         lambda: node("GATED_LINEAR_ATTN", HEADS_DST.copy(), *HEADS[:4], HEADS_STATE, params=struct.pack("f", 0.3)),
         (recurrent.gated_attention,),
         ulp=16,
+    ),
+    "SOLVE_TRI": Case(
+        lambda: node(
+            "SOLVE_TRI",
+            np.zeros((3, 20, 9), np.float32),
+            positive(3, 20, 20) - 1 + 20 * np.eye(20, dtype=np.float32),
+            positive(3, 20, 9, seed=1),
+        ),
+        (triangles.solve,),
+        ulp=16,
+    ),
+    "SET": Case(
+        lambda: node(
+            "SET",
+            np.zeros((9, 40), np.float32),
+            floats(9, 40),
+            floats(4, 30, seed=1),
+            params=struct.pack("5i", 320, 320, 320, 168, 0),
+        ),
+        (strided.walk,),
+    ),
+    "ARGMAX": Case(
+        lambda: node("ARGMAX", np.zeros(50, np.int32), special_floats()[:5000].reshape(50, 100)),
+        (sums.place_of_largest,),
     ),
     "GATED_DELTA_NET": Case(delta_net, (recurrent.delta_net,), ulp=16),
 }
