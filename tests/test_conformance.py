@@ -9,27 +9,26 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 
 import pytest
 
+from ggml_backend_npu.ops import OWN as OPS
 from graph_runner.suites import Case, SuiteError, architectures, backend_ops
 
 pytestmark = pytest.mark.conformance
 
 MEMORY = ("host", "device")
+LONG = ("MUL_MAT_ID",)  # minutes
 DEVICE_TYPES = ("accel", "gpu")
 
 # per op, how many cases of test-backend-ops the CPU of ggml 0.25.3 supports
 CASES = {"GET_ROWS": 240, "SET_ROWS": 559, "CPY": 493, "CONT": 78, "DUP": 10, "SCALE": 7}
 
-# of the other ops, how many pass where the device is to take all; ROPE has but 2 of its modes
-ALL_CASES = {
-    "ADD": 154, "SUB": 142, "MUL": 142, "DIV": 142, "CLAMP": 6, "REPEAT": 18, "CONCAT": 192, "ARGSORT": 98,
-    "SUM_ROWS": 10, "SOFT_MAX": 214, "ROPE": 284,
-}  # fmt: skip
-ROPE_REFUSED, ROPE_MODES = 186, {0, 2}
+DOCUMENT = Path(__file__).resolve().parent.parent / "docs" / "conformance.md"
+ROW = re.compile(r"\| ([A-Z0-9_]+) \| ([\d,]+) \| ([\d,]+) \| ([\d,]+) \| ([\d,]+) \|")
 
 MODELS = 133  # that test-llama-archs runs, in ggml 0.25.3
 
@@ -48,26 +47,42 @@ def test_every_case_that_the_cpu_supports_passes(cases: list[Case], op: str) -> 
     assert sum(case.verdict == "passed" for case in own) == CASES[op]
 
 
-@pytest.fixture(scope="module", params=[("host", "accel"), ("device", "gpu")], ids="-".join)
-def all_cases(request: pytest.FixtureRequest) -> list[Case]:
-    memory, device_type = request.param
-    options = {"GGML_NPU_MEMORY": memory, "GGML_NPU_DEVICE_TYPE": device_type, "GGML_NPU_OPS": "all"}
-    return backend_ops(ALL_CASES, options)
+@dataclass(frozen=True)
+class Counts:
+    """Cases of an op: all, those that ggml's CPU supports, those that the NPU supports, and those of both that pass."""
+
+    cases: int
+    cpu: int
+    npu: int
+    passing: int
+
+    @staticmethod
+    def of(cases: list[Case]) -> Counts:
+        by_cpu, by_npu = (sum(name not in case.refused_by for case in cases) for name in ("CPU", "NPU"))
+        return Counts(len(cases), by_cpu, by_npu, sum(case.verdict == "passed" for case in cases))
 
 
-@pytest.mark.parametrize("op", ALL_CASES)
-def test_every_case_of_every_op_passes_where_the_device_takes_all(all_cases: list[Case], op: str) -> None:
-    own = [case for case in all_cases if case.group == op]
-    assert not [case.log for case in own if case.verdict == "failed"]
-    assert sum(case.verdict == "passed" for case in own) == ALL_CASES[op]
-    refused = [case.name for case in own if case.refused_by == ("NPU",)]
-    if op != "ROPE":
-        assert not refused, "the CPU alone supports these"
-        return
-    assert len(refused) == ROPE_REFUSED
-    modes = {int(found[1]) if (found := re.search(r"\bmode=(\d+)", name)) else None for name in refused}
-    assert None not in modes
-    assert not modes & ROPE_MODES
+def documented() -> dict[str, Counts]:
+    """The table of docs/conformance.md."""
+    rows = ROW.findall(DOCUMENT.read_text())
+    return {op: Counts(*(int(number.replace(",", "")) for number in numbers)) for op, *numbers in rows}
+
+
+@pytest.mark.parametrize("memory", MEMORY)
+def test_every_case_of_every_op_is_as_documented(memory: str, capsys: pytest.CaptureFixture[str]) -> None:
+    device_type = {"host": "accel", "device": "gpu"}[memory]
+    ops = [op for op in OPS if memory == "host" or op not in LONG]
+    cases = backend_ops(ops, {"GGML_NPU_MEMORY": memory, "GGML_NPU_DEVICE_TYPE": device_type, "GGML_NPU_OPS": "all"})
+    found = {op: Counts.of([case for case in cases if case.group == op]) for op in sorted(ops)}
+    with capsys.disabled():
+        print(f"\n\n{memory} memory\n| op | cases | CPU | NPU | passing |\n|---|--:|--:|--:|--:|")
+        for op, counts in found.items():
+            print(f"| {op} | {' | '.join(f'{number:,}' for number in vars(counts).values())} |")
+    assert not [case.log for case in cases if case.verdict == "failed"]
+    assert not [(case.group, case.name) for case in cases if case.refused_by == ("NPU",)], (
+        "the CPU alone supports these"
+    )
+    assert found == {op: counts for op, counts in documented().items() if op in found}
 
 
 def test_every_model_computes_what_it_does_on_the_cpu_where_the_device_takes_all() -> None:

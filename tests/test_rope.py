@@ -1,46 +1,179 @@
-"""ROPE, which only the device's own tensors need: what context shift asks of it, against ggml's CPU."""
+"""ROPE and ROPE_BACK in every mode, against ggml's CPU, by the kernel and by the definition."""
 
 from __future__ import annotations
 
+import ctypes
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import pytest
-from numpy.typing import NDArray
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support import ENGINES, PLAIN, Dims, Placement, Scene, assert_same_bytes, engine, outcome, placements, seeds
 
 import quant
-from ggml_backend_npu.abi.build import Builder
+from ggml_backend_npu import OPS, Node, Tensor
 from ggml_backend_npu.abi.plugin import Plugin
+from ggml_backend_npu.device import DEVICE
 
-NORMAL, NEOX = 0, 2
-NE = (64, 3, 5, 2)
-
-
-def rotated(
-    backend: Plugin, device: str, type: str, mode: int, n_dims: int, yarn: float, factors: bool
-) -> NDArray[np.float64]:
-    random = np.random.default_rng(0)
-    x = random.standard_normal(NE[::-1]).astype(np.float32)
-    with Builder(backend.ggml, device) as build:
-        source, positions = build.tensor(type, NE), build.tensor("i32", (NE[2],))
-        ff = build.tensor("f32", (n_dims // 2,)) if factors else None
-        scale = 0.25 if yarn else 1.0
-        numbers: tuple[Any, ...] = (n_dims, mode, 512, 10000.0, scale, yarn, 1.0, 32.0, 1.0)
-        node = build.op("rope_ext", source, positions, ff, *numbers)
-        build.set(source, quant.quantize(x, type))
-        build.set(positions, np.array([0, 1, 7, -40, 3000], np.int32))
-        if ff is not None:
-            build.set(ff, random.uniform(1, 8, n_dims // 2).astype(np.float32))
-        assert build.compute(node) == 0
-        return quant.dequantize(build.get(node), type).astype(np.float64)
+NORMAL, NEOX, MROPE, VISION, IMROPE = 0, 2, 8, 24, 40
+NMSE = {"f32": 1e-12, "f16": 1e-9}  # the last bit of cos and sin is the C library's
+NMSE_YARN = 1e-7  # its angles are sums, of which a compiler may fuse one product with the addition
 
 
-@pytest.mark.parametrize("type", ["f32", "f16"])
-@pytest.mark.parametrize("mode", [NORMAL, NEOX])
-@pytest.mark.parametrize(("n_dims", "yarn", "factors"), [(64, 0.0, False), (32, 0.0, True), (64, 1.0, False)])
-def test_rope_rotates_as_the_cpu_does(
-    backend: Plugin, type: str, mode: int, n_dims: int, yarn: float, factors: bool
-) -> None:
-    """The last bit of cos and sin is the C library's: 1e-7 is the bound that test-backend-ops has for ROPE."""
-    cpu, npu = (rotated(backend, device, type, mode, n_dims, yarn, factors) for device in ("CPU", "NPU"))
-    assert np.square(cpu - npu).sum() <= 1e-7 * np.square(cpu).sum()
+@pytest.fixture(autouse=True)
+def every_op(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(DEVICE, "ops", "all")
+
+
+@dataclass(frozen=True)
+class Rope:
+    """Of ne; n_dims elements from n_offs on. how: "", "_inplace" or "_back"."""
+
+    ne: Dims = (64, 3, 5, 2)
+    n_dims: int = 64
+    n_offs: int = 0
+    mode: int = NORMAL
+    type: str = "f32"
+    how: str = ""
+    yarn: float = 0.0
+    factors: bool = False
+    sections: tuple[int, int, int, int] = (0, 0, 0, 0)
+    place: Placement = PLAIN
+    seed: int = 0
+
+    def __call__(self, scene: Scene) -> int:
+        rng = np.random.default_rng(self.seed)
+        x = self.place.put(scene, self.type, self.ne, lambda n: quant.quantize(rng.standard_normal(n), self.type))
+        several = self.mode >= MROPE
+        at = rng.choice([0, 1, 7, -40, 3000], (4 if several else 1) * self.ne[2]).astype(np.int32)
+        positions = scene.root("i32", at.shape, at)
+        factors = None
+        if self.factors:
+            factors = scene.root("f32", (self.n_dims,), rng.uniform(1, 8, self.n_dims).astype(np.float32))
+        kind = ((ctypes.c_int * 4)(*self.sections), self.mode) if several else (self.mode,)
+        numbers: tuple[Any, ...] = (512, 10000.0, 0.25 if self.yarn else 1.0, self.yarn, 1.0, 32.0, 1.0)
+        name = f"rope_{'multi' if several else 'ext'}{self.how}"
+        node = scene.op(name, x, positions, factors, self.n_dims, *kind, *numbers)
+        if self.n_offs:
+            scene.ggml.ggml_rope_set_offset(node, self.n_offs)
+        return node
+
+
+def assert_close_to_cpu(backend: Plugin, recipe: Rope) -> None:
+    cpu = outcome(backend, "CPU", recipe)
+    expected = quant.dequantize(cpu.after[0], recipe.type).astype(np.float64)
+    for name in ENGINES:
+        with engine(backend, name):
+            npu = outcome(backend, "NPU", recipe)
+        assert npu.status == 0, f"{name}: {backend.statistics.error}"
+        if recipe.how != "_inplace":
+            for actual, before in zip(npu.after[1:], npu.before[1:], strict=True):
+                assert_same_bytes(actual, before, f"{name}: a source")
+        found = quant.dequantize(npu.after[0], recipe.type).astype(np.float64)
+        bound = NMSE_YARN if recipe.yarn else NMSE[recipe.type]
+        assert np.square(found - expected).sum() <= bound * np.square(expected).sum(), name
+
+
+@st.composite
+def ropes(draw: st.DrawFn) -> Rope:
+    mode = draw(st.sampled_from([NORMAL, NEOX, MROPE, VISION, IMROPE]))
+    n_dims = 2 * draw(st.integers(1, 33))
+    n_offs, behind = (2 * draw(st.integers(0, 2)) for _ in range(2))
+    if mode == VISION:
+        n_offs, behind = 0, n_dims
+    sections = (0, 0, 0, 0)
+    if mode >= MROPE:
+        most = (n_dims + n_offs + behind) // 4
+        sections = (draw(st.integers(1, max(1, most))), *(draw(st.integers(0, most)) for _ in range(3)))
+        if sum(sections) > n_dims:
+            sections = (1, 0, 0, 0)
+    ne = (n_offs + n_dims + behind, *(draw(st.integers(1, 3)) for _ in range(3)))
+    return Rope(
+        ne,
+        n_dims,
+        n_offs,
+        mode,
+        type=draw(st.sampled_from(["f32", "f16"])),
+        how=draw(st.sampled_from(["", "", "_inplace", "_back"])),
+        yarn=draw(st.sampled_from([0.0, 0.0, 1.0, 0.5])),
+        factors=draw(st.booleans()),
+        sections=sections,
+        place=draw(placements(rows=True)),
+        seed=draw(seeds),
+    )
+
+
+@given(recipe=ropes())
+@settings(max_examples=80)
+def test_rope(backend: Plugin, recipe: Rope) -> None:
+    assert_close_to_cpu(backend, recipe)
+
+
+CASES = {
+    "a prompt": Rope((64, 9, 100, 1)),
+    "dimensions that are no power of 2": Rope((80, 2, 9, 1), 80, mode=NEOX),
+    "sections of a model": Rope((128, 2, 9, 1), 128, mode=MROPE, sections=(16, 24, 24, 0)),
+    "interleaved": Rope((128, 2, 9, 1), 128, mode=IMROPE, sections=(24, 20, 20, 0)),
+    "vision": Rope((80, 2, 9, 1), 40, mode=VISION, sections=(20, 20, 0, 0)),
+    "vision, four sections": Rope((64, 2, 9, 1), 32, mode=VISION, sections=(8, 4, 4, 8)),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_rope_of(backend: Plugin, name: str) -> None:
+    assert_close_to_cpu(backend, CASES[name])
+
+
+def test_elements_that_stay_keep_their_bits() -> None:
+    """NaNs too."""
+    x = np.full((1, 2, 8), 0x7C01, np.uint16).view(np.float16)
+    x[..., 2:6] = 1
+    dst = np.zeros_like(x)
+    params = struct.pack("5i6f5i", 0, 4, NEOX, 0, 512, 10000.0, 1.0, 0.0, 1.0, 32.0, 1.0, 0, 0, 0, 0, 2)
+    for call in (OPS.bind, lambda node: lambda: OPS["ROPE"].define(node.dst, *node.src, None, params=params)):
+        dst[:] = 0
+        call(Node("ROPE", Tensor.of(dst), (Tensor.of(x), Tensor.of(np.int32([3]))), params))()
+        assert (np.delete(dst.view(np.uint16), slice(2, 6), -1) == 0x7C01).all()
+        assert np.isfinite(dst[..., 2:6]).all()
+
+
+def node(
+    *, mode: int = NORMAL, n_dims: int = 8, n_offs: int = 0, sections: tuple[int, ...] = (1, 1, 1, 0), **changed: Any
+) -> Node:
+    arrays = {"dst": np.zeros((5, 3, 16), np.float32), "x": np.zeros((5, 3, 16), np.float32)}
+    arrays["positions"] = np.zeros(20 if mode >= MROPE else 5, np.int32)
+    dst, *sources = (Tensor.of(array) for array in {**arrays, **changed}.values())
+    params = struct.pack("5i6f5i", 0, n_dims, mode, 0, 512, 10000.0, 1.0, 0.0, 1.0, 32.0, 1.0, *sections, n_offs)
+    return Node("ROPE", dst, tuple(sources), params)
+
+
+@pytest.mark.parametrize("mode", [NORMAL, NEOX, MROPE, VISION, IMROPE])
+def test_what_fits_is_taken(mode: int) -> None:
+    assert OPS.refusal(node(mode=mode)) is None
+
+
+@pytest.mark.parametrize(
+    ("changed", "reason"),
+    [
+        ({"mode": 1}, "mode 1"),
+        ({"mode": MROPE, "positions": np.zeros(5, np.int32)}, r"positions of ne \(5, 1, 1, 1\)"),
+        ({"dst": np.zeros((5, 3, 18), np.float32)}, "do not fit dst"),
+        ({"x": np.zeros((5, 3, 32), np.float32)[..., ::2]}, "x rows have gaps"),
+        ({"n_dims": 0}, "0 dimensions from 0 on, of 16"),
+        ({"n_dims": 7}, "7 dimensions from 0 on, of 16"),
+        ({"n_offs": 10}, "8 dimensions from 10 on, of 16"),
+        ({"n_offs": 1}, "8 dimensions from 1 on, of 16"),
+        ({"mode": VISION, "n_dims": 4}, "for vision"),
+        ({"mode": MROPE, "sections": (0, 0, 0, 2)}, r"sections \(0, 0, 0, 2\)"),
+        ({"mode": IMROPE, "sections": (9, 9, 0, 0)}, r"sections \(9, 9, 0, 0\)"),
+        ({"factors": np.zeros(3, np.float32)}, "factors of type f32"),
+        ({"factors": np.zeros(4, np.float16)}, "factors of type f16"),
+    ],
+)
+def test_what_does_not_fit_is_refused(changed: dict[str, Any], reason: str) -> None:
+    with pytest.raises(Exception, match=reason):
+        OPS.check(node(**changed))

@@ -66,6 +66,10 @@ def _is_product(q: Tensor, k: Tensor, v: Tensor) -> bool:
     return k.type == v.type and k.type in ("f32", "f16") and q.ne[1] >= _MANY
 
 
+def _query_type(q: Tensor, k: Tensor, v: Tensor) -> str:
+    return "f32" if _is_product(q, k, v) else _KEYS[k.type]
+
+
 def _in_halves(q: Tensor, k: Tensor, v: Tensor) -> bool:
     return v.type == "f16" and not _is_product(q, k, v)
 
@@ -106,10 +110,23 @@ def _rounded(x: Floats, type: str) -> Floats:
     return dequantize(convert(x, "f32", type), type).reshape(x.shape)
 
 
-def _repeated(x: Tensor, q: Tensor) -> Floats:
-    """k or v as float32, for every head and sequence of q."""
-    values: Floats = convert(raw(x), x.type, "f32")
+def _for_heads(values: Floats, q: Tensor, x: Tensor) -> Floats:
+    """What k or v has, for every head and sequence of q."""
     return values.repeat(q.ne[2] // x.ne[2], axis=1).repeat(q.ne[3] // x.ne[3], axis=0)
+
+
+def _repeated(x: Tensor, q: Tensor) -> Floats:
+    return _for_heads(convert(raw(x), x.type, "f32"), q, x)
+
+
+def _error_of_sums(q: Tensor, k: Tensor, queries: Floats) -> Floats:
+    """What the product of q8_1 and blocks with a minimum adds: there, a block's sum of q is rounded to float16."""
+    n_blocks = k.n_blocks
+    sums = convert(q.view(), "f32", "q8_1")[..., 2:4].copy().view(np.float16)[..., 0]
+    minima = raw(k)[..., 2:4].copy().view(np.float16)[..., 0].astype(np.float32)
+    errors = sums - queries.reshape(*q.ne[:0:-1], n_blocks, -1).sum(-1)
+    found: Floats = errors @ _for_heads(minima, q, k).swapaxes(2, 3)
+    return found
 
 
 def _added(mask: Tensor, q: Tensor, k: Tensor) -> Floats:
@@ -171,10 +188,12 @@ def flash_attn_ext(
     sequences). Without a cap, 0, there is no tanh. Equals ggml_compute_forward_flash_attn_ext but for rounding.
     """
     scale, max_bias, softcap, _ = _params(params)
-    queries = _rounded(q.view(), "f32" if _is_product(q, k, v) else _KEYS[k.type])
+    queries = _rounded(q.view(), _query_type(q, k, v))
     values = _repeated(v, q)
     with np.errstate(all="ignore"):
         scores = queries @ _repeated(k, q).swapaxes(2, 3)
+        if _KEYS[k.type] == "q8_1":
+            scores = scores + _error_of_sums(q, k, queries)
         if softcap:
             scores = np.float32(softcap) * np.tanh(scores * np.float32(np.float32(scale) / np.float32(softcap)))
         else:
@@ -489,7 +508,7 @@ def _flash_attn_ext(
 ) -> Call | None:
     scale, max_bias, softcap, _ = _params(params)
     by_head = slopes(q.ne[2], max_bias) if mask is not None else None
-    code = "f32" if _is_product(q, k, v) else _KEYS[k.type]
+    code = _query_type(q, k, v)
     if code == "q8_0":
         code = f"q8_0 {NUMERICS.rounding}"
     if {k.type, v.type} - {*_COMPILED} or k.packed or v.packed:

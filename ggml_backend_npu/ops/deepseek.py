@@ -132,8 +132,10 @@ def dsv4_hc_pre(dst: Tensor, x: Tensor, weights: Tensor, params: bytes) -> None:
 def _refuse_post(dst: Tensor, x: Tensor, residual: Tensor, post: Tensor, comb: Tensor | None) -> str | None:
     n_embd, n_tokens = x.ne[:2]
     n_streams = residual.ne[1]
+    if comb is not None and comb.type != "f32":
+        return f"comb of type {comb.type}"
     if comb is not None and (reason := _misfit(comb=(comb, (n_streams, n_streams, n_tokens)))):
-        return reason if comb.type == "f32" else f"comb of type {comb.type}"
+        return reason
     return _misfit(
         x=(x, (n_embd, n_tokens)),
         residual=(residual, (n_embd, n_streams, n_tokens)),

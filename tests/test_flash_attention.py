@@ -1,0 +1,223 @@
+"""FLASH_ATTN_EXT: against ggml's CPU within what rounding explains, by the kernels and by the definition."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+from support import (
+    ENGINES,
+    PLAIN,
+    Placement,
+    Recipe,
+    Scene,
+    assert_same_bytes,
+    engine,
+    outcome,
+    recorded_works,
+    seeds,
+)
+
+import quant
+from ggml_backend_npu import OPS, Node, Tensor
+from ggml_backend_npu.abi.plugin import Plugin
+from ggml_backend_npu.device import DEVICE
+from quant import codec
+
+NMSE = 1e-12
+NMSE_HALVES = 1e-7  # of a float16 sum: an ulp of a score may round it up instead of down
+CACHE = Placement(axes=(0, 2, 1, 3), after=(0, 0, 3, 0))  # k and v as llama.cpp keeps them: cell by cell, all heads
+TYPES = ("f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "q5_0", "q5_1", "iq4_nl", "mxfp4")
+
+
+@pytest.fixture(autouse=True)
+def every_op(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(DEVICE, "ops", "all")
+    with np.errstate(all="raise", under="ignore"):
+        yield
+
+
+@dataclass(frozen=True)
+class Attention:
+    """`shared` heads of q have one of k and v.
+
+    masks     sizes of the mask's dimensions 2 and 3; None without a mask. Some of it is -inf: the last cells, all of
+              some rows, and single ones
+    """
+
+    n_k: int = 32
+    n_v: int = 32
+    queries: int = 3
+    cells: int = 40
+    heads: int = 2
+    shared: int = 2
+    sequences: int = 1
+    k: str = "f16"
+    v: str = "f16"
+    masks: tuple[int, int] | None = (1, 1)
+    sinks: bool = False
+    max_bias: float = 0.0
+    softcap: float = 0.0
+    place: Placement = CACHE
+    threads: int = 2
+    seed: int = 0
+
+    def __call__(self, scene: Scene) -> int:
+        rng = np.random.default_rng(self.seed)
+        scene.use_threads(self.threads)
+        heads = self.heads * self.shared
+        shape = (self.sequences, heads, self.queries, self.n_k)
+        q = CACHE.hold(scene, "f32", rng.standard_normal(shape).astype(np.float32), rest=1)
+        rows = []
+        for type, n in ((self.k, self.n_k), (self.v, self.n_v)):
+            ne = (n, self.cells, self.heads, self.sequences)
+            rows.append(self.place.put(scene, type, ne, lambda count, type=type: encoded(rng, count, type)))
+        mask = None
+        if self.masks is not None:
+            mask = scene.root("f16", (self.cells, self.queries, *self.masks), self.added(rng))
+        node = scene.op("flash_attn_ext", q, *rows, mask, self.n_k**-0.5, self.max_bias, self.softcap)
+        if self.sinks:
+            sinks = (2 * rng.standard_normal(heads)).astype(np.float32)
+            scene.ggml.ggml_flash_attn_ext_add_sinks(node, scene.root("f32", (heads,), sinks))
+        return node
+
+    def added(self, rng: np.random.Generator) -> NDArray[np.float16]:
+        assert self.masks is not None
+        added = rng.standard_normal((*self.masks[::-1], self.queries, self.cells)).astype(np.float16)
+        added[..., : self.cells // 3] = 0
+        added[rng.random(added.shape) < 0.2] = -np.inf
+        added[rng.random(added.shape[:-1]) < 0.1] = -np.inf
+        added[..., rng.integers(1, self.cells + 1) :] = -np.inf
+        return added
+
+    @property
+    def bound(self) -> float:
+        products = self.k == self.v and self.k in ("f32", "f16") and self.queries >= 64
+        return NMSE_HALVES if self.v == "f16" and not products else NMSE
+
+
+def encoded(rng: np.random.Generator, count: int, type: str) -> NDArray[np.uint8]:
+    return quant.quantize(rng.standard_normal(count).astype(np.float32), type)
+
+
+def assert_close_to_cpu(backend: Plugin, recipe: Attention) -> None:
+    cpu = outcome(backend, "CPU", recipe)
+    expected = cpu.after[0].view(np.float32).astype(np.float64)
+    for name in ENGINES:
+        with engine(backend, name):
+            npu = outcome(backend, "NPU", recipe)
+        assert npu.status == 0, f"{name}: {backend.statistics.error}"
+        for actual, before in zip(npu.after[1:], npu.before[1:], strict=True):
+            assert_same_bytes(actual, before, f"{name}: a source")
+        found = npu.after[0].view(np.float32).astype(np.float64)
+        assert np.square(found - expected).sum() <= recipe.bound * np.square(expected).sum(), name
+
+
+@st.composite
+def attentions(draw: st.DrawFn) -> Attention:
+    k, v = (draw(st.sampled_from(TYPES)) for _ in range(2))
+    v = draw(st.sampled_from([k, v]))
+    heads, shared, sequences = (draw(st.integers(1, 3)) for _ in range(3))
+    masks = (draw(st.sampled_from([1, heads * shared])), draw(st.sampled_from([1, sequences])))
+    masked = draw(st.booleans())
+    sizes = [draw(st.integers(1, 3 if codec(t).is_quantized else 70)) * codec(t).block_size for t in (k, v)]
+    return Attention(
+        *sizes,
+        queries=draw(st.integers(1, 6) | st.sampled_from([1, 63, 64, 65, 70])),
+        cells=draw(st.integers(1, 70)),
+        heads=heads,
+        shared=shared,
+        sequences=sequences,
+        k=k,
+        v=v,
+        masks=masks if masked else None,
+        sinks=draw(st.booleans()),
+        max_bias=draw(st.sampled_from([0.0, 8.0])) if masked else 0.0,
+        softcap=draw(st.sampled_from([0.0, 0.0, 5.0])),
+        place=draw(st.sampled_from([PLAIN, CACHE])),
+        seed=draw(seeds),
+    )
+
+
+@given(recipe=attentions())
+@settings(max_examples=60)
+def test_flash_attention(backend: Plugin, recipe: Attention) -> None:
+    assert_close_to_cpu(backend, recipe)
+
+
+CASES = {
+    "a prompt": Attention(64, 64, queries=130, cells=130, shared=3),
+    "a prompt, f32": Attention(40, 24, queries=70, cells=70, k="f32", v="f32", sinks=True),
+    "a prompt, q8_0": Attention(64, 64, queries=70, cells=70, k="q8_0", v="q8_0"),
+    "one query, many cells, 1 thread": Attention(queries=1, cells=600, threads=1),
+    "one query, many cells, 2 threads": Attention(queries=1, cells=601, sinks=True),
+    "one query, many cells, 3 threads": Attention(queries=1, cells=512, threads=3, masks=None),
+    "one query, many cells of f32": Attention(queries=1, cells=600, k="f32", v="f32"),
+    "one query of two sequences": Attention(queries=1, cells=520, sequences=2, masks=(1, 2)),
+    "k of f32, v of f16": Attention(k="f32"),
+    "k of f16, v of f32, many queries": Attention(queries=70, v="f32"),
+    "heads larger than a tile": Attention(192, 130, queries=5, cells=70),
+    "ALiBi, a mask for each head": Attention(heads=3, shared=1, masks=(3, 1), max_bias=8.0, sinks=True),
+    "a large cap": Attention(queries=70, softcap=50.0),
+    **{type: Attention(256, 256, queries=2, cells=9, k=type, v=type) for type in ("q6_K", "tq2_0", "iq4_xs", "nvfp4")},
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_flash_attention_of(backend: Plugin, name: str) -> None:
+    assert_close_to_cpu(backend, CASES[name])
+
+
+@pytest.mark.parametrize(
+    ("recipe", "n_works"), [(CASES["a prompt"], 1), (CASES["one query, many cells, 2 threads"], 2)]
+)
+def test_a_model_s_attention_runs_compiled(backend: Plugin, recipe: Recipe, n_works: int) -> None:
+    with recorded_works() as works:
+        assert outcome(backend, "NPU", recipe).status == 0
+    assert len(works) == n_works
+
+
+def node(params: bytes = b"", **changed: Any) -> Node:
+    """One of 4 queries, 5 cells, 6 heads that share 3, 2 sequences."""
+    arrays = {
+        "dst": np.zeros((2, 4, 6, 8), np.float32),
+        "q": np.zeros((2, 6, 4, 8), np.float32),
+        "k": np.zeros((2, 2, 5, 8), np.float16),
+        "v": np.zeros((2, 2, 5, 8), np.float16),
+        "mask": np.zeros((1, 1, 4, 5), np.float16),
+        "sinks": np.zeros(6, np.float32),
+        **changed,
+    }
+    dst, *sources = (Tensor.of(array) for array in arrays.values())
+    return Node("FLASH_ATTN_EXT", dst, tuple(sources), params or struct.pack("3fi", 1.0, 0.0, 0.0, 0))
+
+
+def test_what_fits_is_taken() -> None:
+    assert OPS.refusal(node()) is None
+
+
+@pytest.mark.parametrize(
+    ("changed", "reason"),
+    [
+        ({"params": struct.pack("3fi", 1.0, 0.0, 0.0, 20)}, "precision 20"),
+        ({"q": np.zeros((2, 6, 4, 8), np.float16)}, "types f16 f16 f16"),
+        ({"k": np.zeros((2, 2, 5, 16), np.float16)[..., ::2]}, "k rows of 8 elements, nb0 4"),
+        ({"k": np.zeros((2, 2, 6, 8), np.float16)}, "do not fit dst"),
+        ({"v": np.zeros((2, 4, 5, 8), np.float16)}, r"v of ne \(8, 5, 4, 2\) does not repeat"),
+        ({"dst": np.zeros((2, 4, 6, 16), np.float32)[..., :8]}, "dst is not contiguous"),
+        ({"mask": np.zeros((1, 1, 4, 5), np.float32)}, "mask of type f32"),
+        ({"mask": np.zeros((1, 1, 3, 5), np.float16)}, "for 5 cells, 4 queries"),
+        ({"mask": np.zeros((1, 4, 4, 5), np.float16)}, r"mask of ne \(5, 4, 4, 1\) does not repeat"),
+        ({"sinks": np.zeros(5, np.float32)}, r"sinks of type f32, ne \(5, 1, 1, 1\)"),
+    ],
+)
+def test_what_does_not_fit_is_refused(changed: dict[str, Any], reason: str) -> None:
+    with pytest.raises(Exception, match=reason):
+        OPS.check(node(**changed))
