@@ -461,6 +461,7 @@ def forgotten(backend: Plugin) -> Iterator[None]:
         ("mamba2", ("SSM_CONV", "SSM_SCAN", "CONCAT")),
         ("rwkv6", ("RWKV_WKV6", "CONCAT")),
         ("rwkv7", ("RWKV_WKV7", "CONCAT", "SUM_ROWS")),
+        ("qwen35", ("SSM_CONV", "GATED_DELTA_NET", "CONCAT")),
     ],
 )
 def test_a_model_says_what_it_says_on_the_cpu(model: Models, name: str, ops: tuple[str, ...]) -> None:
