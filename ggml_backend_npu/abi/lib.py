@@ -80,6 +80,7 @@ _FUNCTIONS: _Functions = {
     "ggml_flash_attn_ext_add_sinks": (None, [c_void_p] * 2),
     "ggml_rope_ext": (c_void_p, [c_void_p] * 4 + [c_int] * 3 + [c_float] * 6),
     **{f"ggml_{name}": (c_void_p, [c_void_p] * 2) for name in ("sum", "mean", "cumsum", "argmax")},
+    "ggml_im2col": (c_void_p, [c_void_p] * 3 + [c_int] * 6 + [c_bool, c_int]),
     "ggml_tri": (c_void_p, [c_void_p] * 2 + [c_int]),
     "ggml_solve_tri": (c_void_p, [c_void_p] * 3 + [c_bool] * 3),
     **{f"ggml_{name}": (c_void_p, [c_void_p] * 3 + [c_size_t] * 4) for name in ("set", "set_inplace")},

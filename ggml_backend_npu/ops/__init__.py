@@ -10,6 +10,7 @@ from types import MappingProxyType
 
 from ggml_backend_npu.ops import (  # noqa: F401
     attention,
+    convolution,
     deepseek,
     elementwise,
     glu,
