@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -23,7 +24,7 @@ from graph_runner.session import DeviceName, Sampler, Session, SessionError, Set
 from graph_runner.token_graph import GraphRunner
 
 PROMPT = "The capital of France is"
-SETTINGS = Settings(n_ctx=512, threads=2)
+SETTINGS = Settings(n_ctx=512, threads=1)
 TINY = ["llama", "moe", "gpt-oss", "rwkv7", "mamba"]
 OF_DEMO = ["demo", "demo-q8_0", "demo-q4_0"]
 NAMES = [*TINY, *(pytest.param(name, marks=pytest.mark.slow) for name in OF_DEMO)]
@@ -162,14 +163,15 @@ def test_nodes_that_are_left_to_the_cpu_are_named_with_the_reason(cli: Cli) -> N
 
 @pytest.mark.parametrize("memory", ["host", "device"])
 def test_run_says_that_every_node_was_on_the_npu(memory: str, tiny_text: str) -> None:  # noqa: F811
-    outcome = fresh("run", "tiny", "--all", "--memory", memory)
+    exact = os.environ | {"GGML_NPU_MATMUL": "exact"}
+    outcome = fresh("run", "tiny", "--all", "--memory", memory, "--threads", 1, env=exact)
     assert outcome.code == 0, outcome.err
     assert outcome.out == tiny_text + "\n"
     assert "every node on the NPU, 1 split a token\n" in outcome.err
 
 
 def test_run_without_llama_cpps_graph(cli: Cli, tiny_text: str) -> None:  # noqa: F811
-    outcome = cli("run", "tiny", "--no-llama-graph")
+    outcome = cli("run", "tiny", "--no-llama-graph", "--threads", 1)
     assert outcome.code == 0, outcome.err
     assert outcome.out == tiny_text + "\n"
     assert "tokens: 87 without llama.cpp's graph, 2 to get it\n" in outcome.err
