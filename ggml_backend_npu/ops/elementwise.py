@@ -169,7 +169,7 @@ def add_rows(p, begin, end):
 
 @add_id.compiled
 def _add_id(dst: Tensor, a: Tensor, b: Tensor, ids: Tensor) -> Call | None:
-    if dst.overlaps(a) and (dst.address, dst.nb) != (a.address, a.nb):
+    if a.ne[3] != 1 or (dst.overlaps(a) and (dst.address, dst.nb) != (a.address, a.nb)):
         return None
     places = dst.address, *dst.nb[1:3], a.address, *a.nb[1:3], b.address, b.nb[1], ids.address, *ids.nb[:2]
     p = parameters(*a.ne[:2], *places)
