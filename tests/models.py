@@ -215,6 +215,50 @@ def write_tiny_rwkv6(path: Path) -> Path:
     return model.save()
 
 
+def write_tiny_qwen35(path: Path) -> Path:
+    """A qwen35 of 2 layers: a gated delta net of 2 key and 4 value heads of 32, then attention with a gate.
+
+    Exercises GATED_DELTA_NET, and ROPE in sections.
+    """
+    d_conv, d_state, n_key_head, n_value_head = 4, 32, 2, 4
+    model = TinyModel(path, "qwen35", spm_vocabulary())
+    model.attention_heads(n_head=4, n_head_kv=2)
+    n_q, n_kv = model.n_head * model.head_size, model.n_head_kv * model.head_size
+    d_inner = n_value_head * d_state
+    d_qkv = 2 * n_key_head * d_state + d_inner
+    model.writer.add_rope_dimension_sections([8, 4, 4, 0])
+    model.writer.add_full_attention_interval(2)
+    model.writer.add_ssm_conv_kernel(d_conv)
+    model.writer.add_ssm_inner_size(d_inner)
+    model.writer.add_ssm_state_size(d_state)
+    model.writer.add_ssm_time_step_rank(n_value_head)
+    model.writer.add_ssm_group_count(n_key_head)
+    model.embeddings()
+    net, attention = model.blocks()
+    for block in (net, attention):
+        model.norm(f"{block}.attn_norm")
+        model.norm(f"{block}.post_attention_norm")
+        model.linear(f"{block}.ffn_gate", model.n_embd, model.n_ff)
+        model.linear(f"{block}.ffn_up", model.n_embd, model.n_ff)
+        model.linear(f"{block}.ffn_down", model.n_ff, model.n_embd)
+    model.linear(f"{net}.attn_qkv", model.n_embd, d_qkv)
+    model.linear(f"{net}.attn_gate", model.n_embd, d_inner)
+    model.weight(f"{net}.ssm_conv1d.weight", model.random(d_conv, d_qkv, std=d_conv**-0.5))
+    model.weight(f"{net}.ssm_dt.bias", model.random(n_value_head))
+    model.weight(f"{net}.ssm_a", model.random(n_value_head, mean=-1.0))
+    model.linear(f"{net}.ssm_beta", model.n_embd, n_value_head)
+    model.linear(f"{net}.ssm_alpha", model.n_embd, n_value_head)
+    model.weight(f"{net}.ssm_norm.weight", model.random(d_state, mean=1.0))
+    model.linear(f"{net}.ssm_out", d_inner, model.n_embd)
+    model.linear(f"{attention}.attn_q", model.n_embd, 2 * n_q)
+    model.linear(f"{attention}.attn_k", model.n_embd, n_kv)
+    model.linear(f"{attention}.attn_v", model.n_embd, n_kv)
+    model.linear(f"{attention}.attn_output", n_q, model.n_embd)
+    for norm in ("attn_q_norm", "attn_k_norm"):
+        model.weight(f"{attention}.{norm}.weight", model.random(model.head_size, mean=1.0))
+    return model.save()
+
+
 Models = Callable[[str], Path]  # the file of a model by name: `demo`, or one of WRITERS or OTHERS
 
 
@@ -239,4 +283,8 @@ WRITERS: dict[str, Callable[[Path], Path]] = {
 }
 
 # more of them, for tests of their own ops; those of WRITERS go through everything
-OTHERS: dict[str, Callable[[Path], Path]] = {"mamba2": write_tiny_mamba2, "rwkv6": write_tiny_rwkv6}
+OTHERS: dict[str, Callable[[Path], Path]] = {
+    "mamba2": write_tiny_mamba2,
+    "rwkv6": write_tiny_rwkv6,
+    "qwen35": write_tiny_qwen35,
+}

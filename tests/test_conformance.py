@@ -27,6 +27,9 @@ DEVICE_TYPES = ("accel", "gpu")
 # per op, how many cases of test-backend-ops the CPU of ggml 0.25.3 supports
 CASES = {"GET_ROWS": 240, "SET_ROWS": 559, "CPY": 493, "CONT": 78, "DUP": 10, "SCALE": 7}
 
+# that the NPU alone refuses: a permuted tensor, of which ggml's CPU, its asserts compiled out, sums other elements
+REFUSED = {("SUM", "type=f32,ne=[33,256,1,1],permute=[1,0,2,3]")}
+
 DOCUMENT = Path(__file__).resolve().parent.parent / "docs" / "conformance.md"
 ROW = re.compile(r"\| ([A-Z0-9_]+) \| ([\d,]+) \| ([\d,]+) \| ([\d,]+) \| ([\d,]+) \|")
 
@@ -79,9 +82,8 @@ def test_every_case_of_every_op_is_as_documented(memory: str, capsys: pytest.Cap
         for op, counts in found.items():
             print(f"| {op} | {' | '.join(f'{number:,}' for number in vars(counts).values())} |")
     assert not [case.log for case in cases if case.verdict == "failed"]
-    assert not [(case.group, case.name) for case in cases if case.refused_by == ("NPU",)], (
-        "the CPU alone supports these"
-    )
+    refused = {(case.group, case.name) for case in cases if case.refused_by == ("NPU",)}
+    assert not refused - REFUSED, "the CPU alone supports these"
     assert found == {op: counts for op, counts in documented().items() if op in found}
 
 

@@ -27,7 +27,9 @@ from ggml_backend_npu.ops import (
     routing,
     softmax,
     strided,
+    sums,
     tiles,
+    triangles,
 )
 from ggml_backend_npu.ops import token_shift as shifts
 from quant import runs, threads
@@ -232,6 +234,30 @@ OF_OPS = {
         lambda: node("GATED_LINEAR_ATTN", HEADS_DST.copy(), *HEADS[:4], HEADS_STATE, params=struct.pack("f", 0.3)),
         (recurrent.gated_attention,),
         ulp=16,
+    ),
+    "SOLVE_TRI": Case(
+        lambda: node(
+            "SOLVE_TRI",
+            np.zeros((3, 20, 9), np.float32),
+            positive(3, 20, 20) - 1 + 20 * np.eye(20, dtype=np.float32),
+            positive(3, 20, 9, seed=1),
+        ),
+        (triangles.solve,),
+        ulp=16,
+    ),
+    "SET": Case(
+        lambda: node(
+            "SET",
+            np.zeros((9, 40), np.float32),
+            floats(9, 40),
+            floats(4, 30, seed=1),
+            params=struct.pack("5i", 320, 320, 320, 168, 0),
+        ),
+        (strided.walk,),
+    ),
+    "ARGMAX": Case(
+        lambda: node("ARGMAX", np.zeros(50, np.int32), special_floats()[:5000].reshape(50, 100)),
+        (sums.place_of_largest,),
     ),
     "GATED_DELTA_NET": Case(delta_net, (recurrent.delta_net,), ulp=16),
     "FLASH_ATTN_EXT": Case(attended, (attention.attend, attention.attend_in_halves, attention.join_parts), ulp=16),

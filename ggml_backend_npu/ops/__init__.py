@@ -10,17 +10,21 @@ from types import MappingProxyType
 
 from ggml_backend_npu.ops import (  # noqa: F401
     attention,
+    convolution,
     deepseek,
     elementwise,
     glu,
     matmul,
     movers,
     norms,
+    patches,
     pooling,
     recurrent,
     rope,
     routing,
     softmax,
+    sums,
+    triangles,
     unary,
 )
 from ggml_backend_npu.registry import OPS, Op

@@ -17,7 +17,18 @@ from numpy.typing import NDArray
 from ggml_backend_npu.ir import Tensor
 from ggml_backend_npu.ops.softmax import exp as exp_of_negative
 from ggml_backend_npu.registry import Call, KernelError, op
-from quant.jit import array_at, bits_float, compiled, copy, fused_multiply_add, inlined, parameters, reduced, values
+from quant.jit import (
+    array_at,
+    bits_float,
+    compiled,
+    copy,
+    fused_multiply_add,
+    inlined,
+    keep,
+    parameters,
+    reduced,
+    values,
+)
 from quant.threads import Job, Work
 
 _CHANNELS = 16  # of a convolution whose results fill a cache line
@@ -115,7 +126,7 @@ def _ssm_conv(dst: Tensor, x: Tensor, weights: Tensor) -> Call:
     p = parameters(
         x.address, *x.nb[:3], weights.address, *weights.nb[:2], n_conv, dst.address, *dst.nb[:3], n_tokens, n_sequences
     )
-    return Job(Work(convolve, p, n_channels, 4 * n_conv * dst.n_elements))
+    return Job(Work(convolve, p, n_channels, 4 * n_conv * dst.n_elements, keep=(dst, x, weights)))
 
 
 # SSM_SCAN
@@ -270,8 +281,12 @@ def _ssm_scan(
         n_tokens, n_sequences,
     )  # fmt: skip
     n_bytes = 4 * n_state * x.n_elements * (4 if by_element else 1)
-    work = Work(scan, p, n_head * n_sequences, n_bytes, failed=lambda status: _bad_sequence(ids, status - 1, s.ne[3]))
-    return Job(work)
+    kept = dst, s, x, dt, a, b, c
+
+    def failed(status: int) -> Exception:
+        return _bad_sequence(ids, status - 1, s.ne[3])
+
+    return Job(Work(scan, p, n_head * n_sequences, n_bytes, keep=kept, failed=failed))
 
 
 # RWKV_WKV6, RWKV_WKV7, GATED_LINEAR_ATTN
@@ -406,7 +421,8 @@ def _gated(
         k.address, v.address, q.address, 0 if first is None else first.address, g.address, scale, state.address,
         dst.address, dst.address + 4 * k.n_elements, size, n_head, n_tokens // n_sequences,
     )  # fmt: skip
-    return Job(Work(gated_attention, p, n_head * n_sequences, 4 * size * k.n_elements))
+    kept = dst, k, v, q, first, g, state
+    return Job(Work(gated_attention, p, n_head * n_sequences, 4 * size * k.n_elements, keep=kept))
 
 
 @rwkv_wkv6.compiled
@@ -498,7 +514,7 @@ def _rwkv_wkv7(
         *(tensor.address for tensor in sources), dst.address, dst.address + 4 * r.n_elements, size, n_head,
         n_tokens // n_sequences,
     )  # fmt: skip
-    return Job(Work(wkv7, p, n_head * n_sequences, 4 * size * r.n_elements))
+    return Job(Work(wkv7, p, n_head * n_sequences, 4 * size * r.n_elements, keep=(dst, sources)))
 
 
 # GATED_DELTA_NET
@@ -606,6 +622,7 @@ def delta_net(p, begin, end):
             before_last = n_tokens - 1 - t
             if before_last > 0 and before_last < count:
                 copy(s, s + before_last * n_sequences * n_head * head_bytes, head_bytes)
+    keep(work)
     return 0
 
 
@@ -622,4 +639,5 @@ def _gated_delta_net(
         dst.address, dst.address + 4 * v.n_elements, _snapshots(params), 1 / np.sqrt(np.float32(size)),
         size, n_head, n_tokens, n_sequences,
     )  # fmt: skip
-    return Job(Work(delta_net, p, n_head * n_sequences, 4 * size * v.n_elements))
+    kept = dst, q, k, v, g, beta, state
+    return Job(Work(delta_net, p, n_head * n_sequences, 4 * size * v.n_elements, keep=kept))

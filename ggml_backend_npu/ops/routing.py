@@ -73,7 +73,7 @@ def _argsort(dst: Tensor, x: Tensor, params: bytes) -> Call:
     (order,) = struct.unpack_from("i", params)
     width, n1, n2, n3 = x.ne
     p = parameters(order, width, n1, n2, x.address, *x.nb, dst.address, *dst.nb)
-    return Job(Work(sort, p, n1 * n2 * n3, 16 * x.n_elements * width.bit_length()))
+    return Job(Work(sort, p, n1 * n2 * n3, 16 * x.n_elements * width.bit_length(), keep=(dst, x)))
 
 
 def _ordered(scores: NDArray[np.float32]) -> NDArray[np.float32]:
@@ -128,7 +128,7 @@ def sum_of_rows(p, begin, end):
 def _sum_rows(dst: Tensor, x: Tensor) -> Call:
     width, n1, n2, n3 = x.ne
     p = parameters(width, n1, n2, x.address, *x.nb, dst.address, *dst.nb[1:])
-    return Job(Work(sum_of_rows, p, n1 * n2 * n3, 4 * x.n_elements))
+    return Job(Work(sum_of_rows, p, n1 * n2 * n3, 4 * x.n_elements, keep=(dst, x)))
 
 
 @inlined

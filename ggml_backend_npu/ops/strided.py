@@ -420,7 +420,7 @@ def repeater(dst: Tensor, src: Tensor) -> Call:
         src.address, src_row, *src.ne[1:], *src.nb[1:], dst.address, dst_row, *dst.ne[1:3], *dst.nb[1:]
     )  # fmt: skip
     n_rows = dst.ne[1] * dst.ne[2] * dst.ne[3]
-    return Job(Work(repeat, p, n_rows, n_rows * dst_row))
+    return Job(Work(repeat, p, n_rows, n_rows * dst_row, keep=(dst, src)))
 
 
 def _check(side: Parameters, ids: Tensor, move: Work | None = None) -> Work:

@@ -1,0 +1,89 @@
+"""TRI and SOLVE_TRI: square matrices of which one side of the diagonal counts."""
+
+from __future__ import annotations
+
+import struct
+
+import numpy as np
+from numba import types
+
+from ggml_backend_npu.ir import Tensor
+from ggml_backend_npu.ops.shapes import gaps, other_ne
+from ggml_backend_npu.registry import Call, op
+from quant.jit import array_at, compiled, fused_multiply_add, parameters, values
+from quant.threads import Job, Work
+
+# which elements TRI leaves, by ggml_tri_type
+_LEFT = (np.less_equal, np.less, np.greater_equal, np.greater)  # of (row, column)
+
+
+def _kind(params: bytes) -> int:
+    (kind,) = struct.unpack_from("i", params)
+    return int(kind)
+
+
+def _refuse_tri(dst: Tensor, x: Tensor, params: bytes) -> str | None:
+    if not 0 <= _kind(params) < len(_LEFT):
+        return f"type {_kind(params)}"
+    if x.ne[0] != x.ne[1]:
+        return f"x of ne {x.ne} is not square"
+    return other_ne(x=x, dst=dst) or gaps(x=x)
+
+
+@op("TRI", types=[("f32", "f32")], refuse=_refuse_tri, optional=True)
+def tri(dst: Tensor, x: Tensor, params: bytes) -> None:
+    """dst = x above or below the diagonal, with or without it, and 0 elsewhere; params begin with a ggml_tri_type.
+
+    Equals ggml_compute_forward_tri.
+    """
+    rows, columns = np.indices(x.ne[:2], sparse=True)
+    dst.view()[...] = np.where(_LEFT[_kind(params)](rows, columns), x.view(), np.float32(0))
+
+
+def _refuse_solve(dst: Tensor, a: Tensor, b: Tensor) -> str | None:
+    if a.ne != (b.ne[1], *b.ne[1:]):
+        return f"A of ne {a.ne}, B of ne {b.ne}"
+    return other_ne(B=b, dst=dst) or gaps(A=a, B=b, dst=dst)
+
+
+@op("SOLVE_TRI", types=[("f32", "f32", "f32")], refuse=_refuse_solve, optional=True)
+@np.errstate(all="ignore")
+def solve_tri(dst: Tensor, a: Tensor, b: Tensor) -> None:
+    """dst so that A dst = B, for each lower triangular matrix A, row by row from the top.
+
+    A (n, n, ...), B (columns, n, ...). Equals ggml_compute_forward_solve_tri but for rounding.
+    """
+    x, matrices = dst.view(), a.view()
+    x[...] = b.view()
+    for i in range(a.ne[0]):
+        row = matrices[:, :, i, None]
+        x[:, :, i] = (x[:, :, i] - (row[..., :i] @ x[:, :, :i])[:, :, 0]) / row[..., i]
+
+
+@compiled
+def solve(p, begin, end):
+    """Matrices [begin, end): of every element products are added one after the other."""
+    a, b, dst, n, n_columns = values(p, 5)
+    for index in range(begin, end):
+        matrix = a + 4 * index * n * n
+        rows = 4 * index * n * n_columns
+        for i in range(n):
+            factors = array_at(matrix + 4 * i * n, types.float32, n)
+            at = rows + 4 * i * n_columns
+            x = array_at(dst + at, types.float32, n_columns)
+            right = array_at(b + at, types.float32, n_columns)
+            x[:] = types.float32(0)
+            for j in range(i):
+                above = array_at(dst + rows + 4 * j * n_columns, types.float32, n_columns)
+                for column in range(n_columns):
+                    x[column] = fused_multiply_add(factors[j], above[column], x[column])
+            for column in range(n_columns):
+                x[column] = (right[column] - x[column]) / factors[i]
+    return 0
+
+
+@solve_tri.compiled
+def _solve_tri(dst: Tensor, a: Tensor, b: Tensor) -> Call:
+    n, n_matrices = a.ne[0], a.ne[2] * a.ne[3]
+    p = parameters(a.address, b.address, dst.address, n, b.ne[0])
+    return Job(Work(solve, p, n_matrices, 2 * n * b.n_elements, keep=(dst, a, b)))

@@ -1,0 +1,267 @@
+"""SET, PAD, TRI, SOLVE_TRI, SUM, MEAN, CUMSUM, ARGMAX: every byte as ggml's CPU leaves it, by either engine.
+
+But for SOLVE_TRI, of whose sums ggml's compiler rounds some products and fuses others.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+from support import (
+    ENGINES,
+    Dims,
+    Placement,
+    Recipe,
+    Scene,
+    assert_equals_cpu,
+    computed,
+    engine,
+    outcome,
+    placements,
+    seeds,
+    sizes,
+    supported,
+    values,
+)
+
+from ggml_backend_npu import OPS, Node, Tensor
+from ggml_backend_npu.abi.plugin import Plugin
+from ggml_backend_npu.device import DEVICE
+
+UPPER_DIAG, UPPER, LOWER_DIAG, LOWER = range(4)
+
+
+@pytest.fixture(autouse=True)
+def every_op(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(DEVICE, "ops", "all")
+    with np.errstate(all="raise", under="ignore"):  # what a kernel does to numbers warns nobody
+        yield
+
+
+def placed(type: str, ne: Dims, seed: int, place: Placement) -> Any:
+    rng = np.random.default_rng(seed)
+    return lambda scene: place.put(scene, type, ne, lambda n: values(type, n, rng))
+
+
+# SET
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("type", ["f32", "i32"])
+@given(data=st.data(), ne=sizes(), seed=seeds, place=placements(rows=True))
+def test_set(
+    backend: Plugin, type: str, in_place: bool, data: st.DataObject, ne: Dims, seed: int, place: Placement
+) -> None:
+    begin = [data.draw(st.integers(0, n - 1)) for n in ne]
+    part = tuple(data.draw(st.integers(1, n - i)) for n, i in zip(ne, begin, strict=True))
+    nb = [4 * int(np.prod(ne[:i])) for i in range(4)]
+    offset = sum(i * stride for i, stride in zip(begin, nb, strict=True))
+
+    def recipe(scene: Scene) -> int:
+        whole = scene.root(type, ne, values(type, int(np.prod(ne)), np.random.default_rng(seed)))
+        b = placed(type, part, seed + 1, place)(scene)
+        return scene.op("set_inplace" if in_place else "set", whole, b, *nb[1:], offset)
+
+    assert_equals_cpu(backend, recipe)
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_set_of_a_part_of_itself(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GGML_NPU_ENGINE", name)
+    memory = np.arange(12, dtype=np.float32)
+    computed("SET", memory, memory, memory[:6], params=struct.pack("5i", 24, 24, 24, 8, 1))
+    assert memory.tolist() == [0, 1, 0, 1, 2, 3, 4, 5, 8, 9, 10, 11]
+
+
+# PAD
+
+
+@pytest.mark.parametrize("circular", [False, True])
+@given(ne=sizes(), data=st.data(), seed=seeds, place=placements())
+@settings(max_examples=40)
+def test_pad(backend: Plugin, circular: bool, ne: Dims, data: st.DataObject, seed: int, place: Placement) -> None:
+    """Below 0 too, where x is cut; what comes around does so once at most, as ggml's CPU wraps it."""
+    least = 0 if circular else -1
+    pads = [data.draw(st.integers(max(least, 1 - n) if i == 0 else 0, min(n, 3))) for n in ne for i in range(2)]
+
+    def recipe(scene: Scene) -> int:
+        return scene.op("pad_ext_circular" if circular else "pad_ext", placed("f32", ne, seed, place)(scene), *pads)
+
+    assert_equals_cpu(backend, recipe)
+
+
+def test_what_comes_around_does_so_again_and_again() -> None:
+    params = struct.pack("9i", 5, 4, *[0] * 6, 1)
+    dst = computed("PAD", np.zeros(11, np.float32), np.float32([1, 2]), params=params)
+    assert dst.tolist() == [2, 1, 2, 1, 2, 1, 2, 1, 2, 1, 2]
+
+
+# TRI, SOLVE_TRI
+
+
+@pytest.mark.parametrize("kind", range(4))
+@given(n=st.integers(1, 20), depth=st.tuples(st.integers(1, 3), st.integers(1, 3)), seed=seeds)
+@settings(max_examples=8)
+def test_tri(backend: Plugin, kind: int, n: int, depth: tuple[int, int], seed: int) -> None:
+    def recipe(scene: Scene) -> int:
+        return scene.op("tri", placed("f32", (n, n, *depth), seed, Placement())(scene), kind)
+
+    assert_equals_cpu(backend, recipe)
+
+
+def test_what_tri_leaves() -> None:
+    left = {}
+    for kind in range(4):
+        dst = computed("TRI", np.zeros((2, 2), np.float32), np.float32([[1, 2], [3, 4]]), params=struct.pack("i", kind))
+        left[kind] = dst.tolist()
+    assert left == {
+        UPPER_DIAG: [[1, 2], [0, 4]],
+        UPPER: [[0, 2], [0, 0]],
+        LOWER_DIAG: [[1, 0], [3, 4]],
+        LOWER: [[0, 0], [3, 0]],
+    }
+
+
+def triangular(n: int, n_columns: int, depth: tuple[int, int], seed: int) -> tuple[NDArray[Any], NDArray[Any]]:
+    """Matrices, junk above their diagonals, and right sides."""
+    rng = np.random.default_rng(seed)
+    a = rng.uniform(-1, 1, (*depth[::-1], n, n)) / n + np.eye(n) * rng.uniform(1, 2, n)
+    return a.astype(np.float32), rng.uniform(-1, 1, (*depth[::-1], n, n_columns)).astype(np.float32)
+
+
+@given(
+    n=st.integers(1, 20), n_columns=st.integers(1, 20), depth=st.tuples(st.integers(1, 3), st.integers(1, 3)),
+    seed=seeds,
+)  # fmt: skip
+def test_solve_tri(backend: Plugin, n: int, n_columns: int, depth: tuple[int, int], seed: int) -> None:
+    a, b = triangular(n, n_columns, depth, seed)
+
+    def recipe(scene: Scene) -> int:
+        roots = [scene.root("f32", x.shape[::-1], x) for x in (a, b)]
+        return scene.op("solve_tri", *roots, True, True, False)
+
+    cpu = outcome(backend, "CPU", recipe).after[0].view(np.float32).astype(np.float64)
+    for name in ENGINES:
+        with engine(backend, name):
+            npu = outcome(backend, "NPU", recipe).after[0].view(np.float32)
+        assert np.square(npu - cpu).sum() <= 1e-12 * np.square(cpu).sum(), name
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_a_diagonal_of_zeros(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GGML_NPU_ENGINE", name)
+    a, b = np.float32([[2, 0], [1, 0]]), np.float32([[2, 4], [3, 2]])
+    assert computed("SOLVE_TRI", np.zeros((2, 2), np.float32), a, b)[0].tolist() == [1, 2]
+    assert np.isposinf(computed("SOLVE_TRI", np.zeros((2, 2), np.float32), a, b)[1, 0])
+    assert np.isnan(computed("SOLVE_TRI", np.zeros((2, 2), np.float32), a, b)[1, 1])
+
+
+# SUM, MEAN, CUMSUM, ARGMAX
+
+
+@pytest.mark.parametrize(
+    ("op", "type"), [*(("sum", type) for type in ("f32", "f16", "bf16")), ("mean", "f32"), ("cumsum", "f32")]
+)
+@given(ne=sizes(), seed=seeds, place=placements(rows=True))
+@settings(max_examples=25)
+def test_sums(backend: Plugin, op: str, type: str, ne: Dims, seed: int, place: Placement) -> None:
+    def recipe(scene: Scene) -> int:
+        return scene.op(op, placed(type, ne, seed, place)(scene))
+
+    assert_equals_cpu(backend, recipe, type)
+
+
+@pytest.mark.parametrize("op", ["sum", "mean", "cumsum"])
+def test_sums_of_many(backend: Plugin, op: str) -> None:
+    def recipe(scene: Scene) -> int:
+        x = values("f32", 5 * 4099, np.random.default_rng(2), "plain").view(np.float32).copy()
+        x[::3] *= np.float32(1e20)
+        return scene.op(op, scene.root("f32", (4099, 5), x))
+
+    assert_equals_cpu(backend, recipe, "f32")
+
+
+@pytest.mark.parametrize("op", ["sum", "mean"])
+def test_sums_of_nothing(backend: Plugin, op: str) -> None:
+    assert_equals_cpu(backend, lambda scene: scene.op(op, scene.root("f32", (0, 3), np.zeros(0))), "f32")
+
+
+@given(width=st.integers(1, 40), n_rows=st.integers(1, 4), apart=st.booleans(), seed=seeds)
+@settings(max_examples=60)
+def test_argmax(backend: Plugin, width: int, n_rows: int, apart: bool, seed: int) -> None:
+    """Of equal ones, infinities, and NaN, behind which it starts anew."""
+    rng = np.random.default_rng(seed)
+    few = np.float32([np.nan, -np.inf, -1, -0.0, 0, 2, np.inf])
+    rows = rng.choice(few[rng.permutation(7)[: rng.integers(1, 8)]], (n_rows, width))
+
+    def recipe(scene: Scene) -> int:
+        place = Placement(steps=(1, 2, 1, 1)) if apart else Placement()
+        return scene.op("argmax", place.hold(scene, "f32", rows[None, None], rest=9))
+
+    assert_equals_cpu(backend, recipe)
+
+
+# refusals
+
+
+def of(function: str, type: str, axes: Dims, *numbers: Any) -> Recipe:
+    place = Placement(axes=axes)
+    return lambda scene: scene.op(function, placed(type, (4, 4, 1, 1), 0, place)(scene), *numbers)
+
+
+TURNED: Dims = (1, 0, 2, 3)
+REFUSED: dict[str, Recipe] = {
+    **{f"{op} of transposed": of(op, "f32", TURNED) for op in ("sum", "mean", "cumsum", "argmax")},
+    **{f"{op} of f16": of(op, "f16", (0, 1, 2, 3)) for op in ("mean", "argmax")},
+    "sum of i32": of("sum", "i32", (0, 1, 2, 3)),
+    "pad of f16": of("pad_ext", "f16", (0, 1, 2, 3), *[1] * 8),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_not_taken(backend: Plugin, name: str) -> None:
+    assert not supported(backend, REFUSED[name])
+
+
+def zeros(*shape: int, dtype: Any = np.float32) -> NDArray[Any]:
+    return np.zeros(shape, dtype)
+
+
+def numbers(*values: int) -> bytes:
+    return struct.pack(f"{len(values)}i", *values)
+
+
+@pytest.mark.parametrize(
+    ("op", "arrays", "params", "reason"),
+    [
+        ("SET", (zeros(12), zeros(12), zeros(3)), numbers(12, 12, 12, 40, 0), "src1 of ne (3, 1, 1, 1) at 40"),
+        ("SET", (zeros(12), zeros(12), zeros(3)), numbers(12, 12, 12, -4, 0), "is not inside dst of 48 bytes"),
+        ("SET", (zeros(12), zeros(12), zeros(2, 3)), numbers(-12, 12, 12, 12, 0), "nb (4, -12, 12, 12)"),
+        ("SET", (zeros(12), zeros(11), zeros(3)), numbers(12, 12, 12, 0, 0), "src0 of ne (11, 1, 1, 1)"),
+        ("SET", (zeros(12), zeros(24)[::2], zeros(3)), numbers(12, 12, 12, 0, 0), "src0 is not contiguous"),
+        ("SET", (zeros(12), zeros(12), zeros(6)[::2]), numbers(12, 12, 12, 0, 0), "src1 rows have gaps"),
+        ("PAD", (zeros(4), zeros(2)), numbers(1, 2, *[0] * 7), "x of ne (2, 1, 1, 1), (1, 0, 0, 0) before"),
+        ("PAD", (zeros(8)[::2], zeros(2)), numbers(1, 1, *[0] * 7), "dst is not contiguous"),
+        ("PAD", (zeros(2), zeros(0)), numbers(1, 1, *[0] * 6, 1), "x of ne (0, 1, 1, 1) comes around"),
+        ("TRI", (zeros(2, 2), zeros(2, 2)), numbers(4), "type 4"),
+        ("TRI", (zeros(2, 3), zeros(2, 3)), numbers(0), "x of ne (3, 2, 1, 1) is not square"),
+        ("TRI", (zeros(2, 2), zeros(2, 2).T), numbers(0), "x is not contiguous"),
+        ("SOLVE_TRI", (zeros(2, 3), zeros(3, 3), zeros(2, 3)), b"", "A of ne (3, 3, 1, 1), B of ne (3, 2, 1, 1)"),
+        ("SOLVE_TRI", (zeros(2, 4), zeros(2, 2), zeros(2, 3)), b"", "dst of ne (4, 2, 1, 1)"),
+        ("SOLVE_TRI", (zeros(2, 2), zeros(2, 2).T, zeros(2, 2)), b"", "A is not contiguous"),
+        ("SUM", (zeros(2), zeros(3)), b"", "dst of ne (2, 1, 1, 1)"),
+        ("MEAN", (zeros(3, 2), zeros(3, 4)), b"", "dst of ne (2, 3, 1, 1)"),
+        ("CUMSUM", (zeros(3, 2), zeros(3, 4)), b"", "dst of ne (2, 3, 1, 1)"),
+        ("ARGMAX", (zeros(3, dtype=np.int32), zeros(3, 3, 4)), b"", "x of ne (4, 3, 3, 1)"),
+    ],
+)  # fmt: skip
+def test_a_refusal_says_why(op: str, arrays: tuple[NDArray[Any], ...], params: bytes, reason: str) -> None:
+    dst, *src = (Tensor.of(array) for array in arrays)
+    assert reason in str(OPS[op].refusal(Node(op, dst, tuple(src), params)))
