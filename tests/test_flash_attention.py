@@ -165,6 +165,8 @@ CASES = {
     "k of f16, v of f32, many queries": Attention(queries=70, v="f32"),
     "heads larger than a tile": Attention(192, 130, queries=5, cells=70),
     "ALiBi, a mask for each head": Attention(heads=3, shared=1, masks=(3, 1), max_bias=8.0, sinks=True),
+    "no cells": Attention(cells=0, masks=None),
+    "no cells of f32": Attention(cells=0, masks=None, k="f32", v="f32"),
     "a large cap": Attention(queries=70, softcap=50.0),
     **{type: Attention(256, 256, queries=2, cells=9, k=type, v=type) for type in ("q6_K", "tq2_0", "iq4_xs", "nvfp4")},
 }

@@ -63,14 +63,17 @@ def _params(params: bytes) -> tuple[float, float, float, int]:
 
 
 def _is_product(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether ggml's CPU multiplies matrices of float32."""
     return k.type == v.type and k.type in ("f32", "f16") and q.ne[1] >= _MANY
 
 
 def _query_type(q: Tensor, k: Tensor, v: Tensor) -> str:
+    """What q is rounded to."""
     return "f32" if _is_product(q, k, v) else _KEYS[k.type]
 
 
 def _in_halves(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether the sums of v are float16."""
     return v.type == "f16" and not _is_product(q, k, v)
 
 
@@ -121,10 +124,9 @@ def _repeated(x: Tensor, q: Tensor) -> Floats:
 
 def _error_of_sums(q: Tensor, k: Tensor, queries: Floats) -> Floats:
     """What the product of q8_1 and blocks with a minimum adds: there, a block's sum of q is rounded to float16."""
-    n_blocks = k.n_blocks
     sums = convert(q.view(), "f32", "q8_1")[..., 2:4].copy().view(np.float16)[..., 0]
     minima = raw(k)[..., 2:4].copy().view(np.float16)[..., 0].astype(np.float32)
-    errors = sums - queries.reshape(*q.ne[:0:-1], n_blocks, -1).sum(-1)
+    errors = sums - queries.reshape(*q.ne[:0:-1], k.n_blocks, -1).sum(-1)
     found: Floats = errors @ _for_heads(minima, q, k).swapaxes(2, 3)
     return found
 
@@ -155,9 +157,9 @@ def _sum_in_halves(scores: Floats, kept: NDArray[np.bool_], v: Floats) -> tuple[
 
 def _sum_of_parts(scores: Floats, kept: NDArray[np.bool_], v: Floats, n_sums: int, sink: Floats | None) -> Floats:
     """softmax(scores) v, of n_sums parts of the cells."""
-    size = -(-scores.shape[-1] // n_sums)
+    size = max(1, -(-scores.shape[-1] // n_sums))
     parts = []
-    for begin in range(0, scores.shape[-1], size):
+    for begin in range(0, max(1, scores.shape[-1]), size):
         cells = slice(begin, begin + size)
         parts.append(_sum_in_halves(scores[..., cells], kept[..., cells], v[..., cells, :]))
     maximum = np.maximum.reduce([part[0] for part in parts])
