@@ -285,7 +285,7 @@ def diff(
     from graph_runner.session import Settings
     from graph_runner.tolerances import Tolerances
 
-    _use_device(profile=profile, matmul="exact", **_chosen(all_ops, fusion))
+    _use_device(profile=profile, **_chosen(all_ops, fusion))
     _use_kernels(kernels)
     chosen = _chosen_ops(ops)
     if reproducers is not None and not reproducers.is_dir():
