@@ -208,7 +208,7 @@ def test_the_command_prints_a_table_and_json(model: Models) -> None:
     nodes = {(n["op"], n["on"]): n for n in data["nodes"]}
     row = {"types": "f32 i64 -> f16", "prompt": 4, "token": 4, "why": None}
     assert nodes["SET_ROWS", "NPU"] == {"op": "SET_ROWS", "on": "NPU", **row}
-    assert nodes["FLASH_ATTN_EXT", "CPU"]["why"] == "no kernel; profile ascend-310p: no FLASH_ATTN_EXT"
+    assert nodes["FLASH_ATTN_EXT", "CPU"]["why"] == "taken with --all; profile ascend-310p: no FLASH_ATTN_EXT"
     assert data["missing"]["MUL_MAT"] == ["f16 f32 -> f32"]
     swiglu = {"ops": ["SWIGLU"], "splits": {"prompt": 12, "token": 12}, "removes": {"prompt": -4, "token": -4}}
     assert swiglu in data["single"]

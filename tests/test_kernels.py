@@ -17,7 +17,19 @@ from support import assert_same_bytes, in_pieces, recorded_works, special_floats
 import ggml_backend_npu
 import quant
 from ggml_backend_npu import OPS, Node, Tensor, TensorDescriptor, TopKSoftmax, token_shift
-from ggml_backend_npu.ops import groups, matmul, norms, recurrent, routing, softmax, strided, tiles
+from ggml_backend_npu.ops import (
+    attention,
+    elementwise,
+    groups,
+    matmul,
+    norms,
+    recurrent,
+    rope,
+    routing,
+    softmax,
+    strided,
+    tiles,
+)
 from ggml_backend_npu.ops import token_shift as shifts
 from quant import runs, threads
 from quant.jit import CFunction, compiled
@@ -107,6 +119,30 @@ def each(name: str) -> Case:
     return Case(run, (kernel,), ulp=ROUNDED.get(name, 0))
 
 
+def rotated(op: str) -> list[Array]:
+    """By each mode's kind of pairs; of float16 too."""
+    found = []
+    for mode, n_positions, type in ((0, 1, np.float32), (2, 1, np.float16), (24, 4, np.float32)):
+        x, positions = floats(2, 7, 3, 64).astype(type), np.arange(7 * n_positions, dtype=np.int32)
+        numbers = (0, 32, mode, 0, 512, 10000.0, 1.0, 0.0, 1.0, 32.0, 1.0, 8, 8, 8, 8, 0)
+        found += node(op, np.zeros_like(x), x, positions, params=struct.pack("5i6f5i", *numbers))
+    return found
+
+
+def attended() -> list[Array]:
+    """Sums of float32 that lose nothing to cancellation, and of float16 whose weights are all 1 or next to nothing."""
+    params = struct.pack("3fi", 0.125, 0.0, 0.0, 0)
+    q, k, v = floats(6, 70, 64), floats(2, 90, 64, seed=1), np.abs(floats(2, 90, 24, seed=2))
+    found = node("FLASH_ATTN_EXT", np.zeros((70, 6, 24), np.float32), q, k, v, params=params)
+    q, k = np.ones((6, 1, 64), np.float32), np.zeros((2, 600, 64), np.float16)
+    k[..., 0] = np.random.default_rng(3).integers(-3, 4, (2, 600)) * 400
+    v = np.random.default_rng(4).integers(-3, 4, (2, 600, 24)).astype(np.float16)
+    for n_cells in (600, 90):
+        cells = k[:, :n_cells], v[:, :n_cells]
+        found += node("FLASH_ATTN_EXT", np.zeros((1, 6, 24), np.float32), q, *cells, params=params)
+    return found
+
+
 OF_OPS = {
     **{name: each(name) for name in (*tiles.Compiled.__members__, "NORM", "RMS_NORM", "L2_NORM") if name in OPS},
     "GET_ROWS": Case(
@@ -152,6 +188,16 @@ OF_OPS = {
         (softmax.softmax,),
         ulp=4,
     ),
+    "ADD_ID": Case(
+        lambda: node(
+            "ADD_ID",
+            np.zeros((3, 2, 37), np.float32),
+            floats(3, 2, 37),
+            floats(5, 37, seed=1),
+            np.int32([[4, 0], [1, 1], [2, 4]]),
+        ),
+        (strided.check_ids, elementwise.add_rows),
+    ),
     "MUL_MAT": Case(
         lambda: node(
             "MUL_MAT", np.zeros((3, 70), np.float32), WEIGHTS[0], np.abs(floats(3, 64)), types=("f32", "q8_0", None)
@@ -189,6 +235,8 @@ OF_OPS = {
         ulp=16,
     ),
     "GATED_DELTA_NET": Case(delta_net, (recurrent.delta_net,), ulp=16),
+    "FLASH_ATTN_EXT": Case(attended, (attention.attend, attention.attend_in_halves, attention.join_parts), ulp=16),
+    **{op: Case(lambda op=op: rotated(op), (rope.rotate,), ulp=4) for op in ("ROPE", "ROPE_BACK")},
 }
 
 

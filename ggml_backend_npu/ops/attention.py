@@ -304,18 +304,15 @@ def _finish(p, row):
     i1, head, i3 = row % p[_N_QUERIES], row // p[_N_QUERIES] % p[_N_HEADS], row // p[_N_QUERIES] // p[_N_HEADS]
     size = 4 * (2 + dv)
     first = p[_PARTS] + row * n_parts * size
-    maximum, total = types.float32(LOWEST), types.float32(0)
-    if p[_SINKS]:
-        maximum, total = max(maximum, _float_at(p[_SINKS] + 4 * head)), types.float32(1)
-        total = exp(_float_at(p[_SINKS] + 4 * head) - maximum)
-    at = p[_DST] + 4 * dv * (head + p[_N_HEADS] * (i1 + p[_N_QUERIES] * i3))
-    dst = array_at(at, types.float32, dv)
-    dst[:] = types.float32(0)
-    highest = maximum
+    highest, total = types.float32(LOWEST), types.float32(0)
     for i in range(n_parts):
-        if _float_at(first + i * size) > highest:
-            highest = _float_at(first + i * size)
-    total *= exp(maximum - highest)
+        highest = max(highest, _float_at(first + i * size))
+    if p[_SINKS]:
+        sink = _float_at(p[_SINKS] + 4 * head)
+        highest = max(highest, sink)
+        total = exp(sink - highest)
+    dst = array_at(p[_DST] + 4 * dv * (head + p[_N_HEADS] * (i1 + p[_N_QUERIES] * i3)), types.float32, dv)
+    dst[:] = types.float32(0)
     for i in range(n_parts):
         part = array_at(first + i * size, types.float32, 2 + dv)
         if part[1] != 0:

@@ -8,7 +8,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ggml_backend_npu.ir import Tensor
-from ggml_backend_npu.ops.functions import fused_multiply_add
 from ggml_backend_npu.ops.movers import DECODED, convert, raw
 from ggml_backend_npu.registry import op
 
@@ -93,13 +92,12 @@ def dsv4_hc_comb(dst: Tensor, mixes: Tensor, scale: Tensor, base: Tensor, params
     eps, n_iter = struct.unpack_from("fi", params)
     small = np.float32(eps)
     with np.errstate(all="ignore"):
-        x = fused_multiply_add(
-            mixes.view()[0, 0, :, 2 * _STREAMS :], scale.view()[0, 0, 0, 2], base.view()[0, 0, 0, 2 * _STREAMS :]
-        )
+        mix, bias = mixes.view()[0, 0, :, 2 * _STREAMS :], base.view()[0, 0, 0, 2 * _STREAMS :]
+        x = mix * scale.view()[0, 0, 0, 2] + bias
         x = x.reshape(-1, _STREAMS, _STREAMS)
         e: Floats = np.exp(x - np.fmax.reduce(x, -1, keepdims=True))
         total: Floats = np.add.accumulate(e, -1)[..., -1:]
-        comb = _normalised(fused_multiply_add(e, np.float32(1) / total, small), 1, small)
+        comb = _normalised(e * (np.float32(1) / total) + small, 1, small)
         for _ in range(1, n_iter):
             comb = _normalised(_normalised(comb, 2, small), 1, small)
     dst.view()[0] = comb
@@ -125,7 +123,7 @@ def dsv4_hc_pre(dst: Tensor, x: Tensor, weights: Tensor, params: bytes) -> None:
         by_stream = np.float32(1) / (np.float32(1) + np.exp(-gates)) if gated else gates[0, :, :, None]
         total = np.zeros((x.ne[2], x.ne[0]), np.float32)
         for stream in range(x.ne[1]):
-            total = fused_multiply_add(x.view()[0, :, stream], by_stream[:, stream], total)
+            total += x.view()[0, :, stream] * by_stream[:, stream]
         dst.view()[0, 0] = np.float32(scale) * total
 
 
@@ -154,9 +152,9 @@ def dsv4_hc_post(dst: Tensor, x: Tensor, residual: Tensor, post: Tensor, comb: T
     streams, to = residual.view()[0], x.view()[0, 0, :, None]
     with np.errstate(all="ignore"):
         if comb is None:
-            total = fused_multiply_add(to, post.view()[0, 0, :, :, None], streams)
+            total = to * post.view()[0, 0, :, :, None] + streams
         else:
             total = to * post.view()[0, 0, :, :, None]
             for stream in range(residual.ne[1]):
-                total = fused_multiply_add(streams[:, stream, None], comb.view()[0, :, stream, :, None], total)
+                total += streams[:, stream, None] * comb.view()[0, :, stream, :, None]
         dst.view()[0] = total

@@ -9,13 +9,17 @@ import math
 import struct
 
 import numpy as np
+from numba import types
 
 from ggml_backend_npu.ir import Tensor
 from ggml_backend_npu.ops.functions import fused_multiply_add
 from ggml_backend_npu.ops.movers import DECODED, ENCODED, checked_ids, convert, raw, tiled
 from ggml_backend_npu.ops.shapes import gaps, gaps_in_rows, other_ne
+from ggml_backend_npu.ops.strided import ids_check
 from ggml_backend_npu.ops.tiles import computed
 from ggml_backend_npu.registry import Call, op
+from quant.jit import array_at, compiled, parameters, values
+from quant.threads import Job, Work
 
 
 def _two(params: bytes) -> tuple[float, float]:
@@ -146,6 +150,30 @@ def add_id(dst: Tensor, a: Tensor, b: Tensor, ids: Tensor) -> None:
     rows = checked_ids(ids, b.ne[1])[0]
     with np.errstate(all="ignore"):
         np.add(a.view(), b.view()[0, 0, rows], out=dst.view())
+
+
+@compiled
+def add_rows(p, begin, end):
+    """Rows [begin, end) of all matrices: dst = a + the row of b that an id names."""
+    n, n1, dst, dst_nb1, dst_nb2, a, a_nb1, a_nb2, b, b_nb1, ids, ids_nb0, ids_nb1 = values(p, 13)
+    for row in range(begin, end):
+        i1, i2 = row % n1, row // n1
+        chosen = array_at(ids + i1 * ids_nb0 + i2 * ids_nb1, types.int32, 1)[0]
+        x = array_at(a + i1 * a_nb1 + i2 * a_nb2, types.float32, n)
+        y = array_at(b + chosen * b_nb1, types.float32, n)
+        to = array_at(dst + i1 * dst_nb1 + i2 * dst_nb2, types.float32, n)
+        for i in range(n):
+            to[i] = x[i] + y[i]
+    return 0
+
+
+@add_id.compiled
+def _add_id(dst: Tensor, a: Tensor, b: Tensor, ids: Tensor) -> Call | None:
+    if dst.overlaps(a) and (dst.address, dst.nb) != (a.address, a.nb):
+        return None
+    places = dst.address, *dst.nb[1:3], a.address, *a.nb[1:3], b.address, b.nb[1], ids.address, *ids.nb[:2]
+    p = parameters(*a.ne[:2], *places)
+    return Job(ids_check(ids, b.ne[1]), Work(add_rows, p, a.ne[1] * a.ne[2], 12 * a.n_elements))
 
 
 def _refuse_clamp(dst: Tensor, x: Tensor, params: bytes) -> str | None:

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from ggml_backend_npu.ir import Tensor
 from ggml_backend_npu.ops.softmax import exps, largest, scaled
+from ggml_backend_npu.ops.strided import mover
 from ggml_backend_npu.registry import Call, op
 from quant.jit import array_at, bits_float, compiled, float_bits, inlined, keep, parameters, values
 from quant.runs import CODES, widen_run
@@ -217,16 +218,14 @@ def routed(
     k, n_rows = values.ne[:2]
     n_bytes = 4 * x.ne[0] * n_rows
 
-    def into(address: int, nb1: int) -> Job:
-        p = parameters(
-            kind, norm, np.float32(least), x.address, x.nb[0], x.nb[1], CODES[x.type], x.ne[0],
-            k, ids.address, ids.nb[1], address, nb1,
-        )  # fmt: skip
-        return Job(Work(top_k, p, n_rows, n_bytes))
-
-    def aside() -> None:
-        work = np.empty((n_rows, k), np.float32)
-        into(work.ctypes.data, work.strides[0])()
-        values.view()[0, 0] = work
-
-    return aside if values.overlaps(x) else into(values.address, values.nb[1])
+    into = Tensor.of(np.empty((n_rows, k), np.float32)) if values.overlaps(x) else values
+    p = parameters(
+        kind, norm, np.float32(least), x.address, x.nb[0], x.nb[1], CODES[x.type], x.ne[0],
+        k, ids.address, ids.nb[1], into.address, into.nb[1],
+    )  # fmt: skip
+    select = Work(top_k, p, n_rows, n_bytes, keep=into)
+    if into is values:
+        return Job(select)
+    move = mover(values, into)
+    assert move is not None
+    return Job(select, *move.works)
