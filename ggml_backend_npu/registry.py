@@ -76,7 +76,7 @@ class Op:
             outputs[tuple(rest)].add("same" if [dst] == rest else dst)
         groups: dict[tuple[str, ...], dict[Types, list[str]]] = defaultdict(lambda: defaultdict(list))
         for sources, found in sorted(outputs.items()):
-            groups[tuple(sorted(found))][sources[1:]].append(sources[0])
+            groups[tuple(sorted(found))][sources[1:]].append(sources[0] if sources else "none")
         return [
             (" + ".join([" ".join(first), *others]), " ".join(found))
             for found, by_others in groups.items()

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable, Collection
-from contextlib import ExitStack
+from collections.abc import Callable, Collection, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -546,6 +546,8 @@ def diff(
         return Session(model, replace(settings, device=_DEVICES[name]), observer=observer, progress=progress)
 
     with ExitStack() as stack:
+        if npu is not None:
+            stack.enter_context(_multiplying_as_the_cpu(npu))
         computer = Kernels() if device == "NPU" else stack.enter_context(Replica(ggml, device))
         judge = _Judge(ggml, npu, computer, ops, tolerances or Tolerances(), add, fuses=fuses, save=save)
         chosen = Side(device, (dict(OPS), OPS.version), DEVICE.fusion)
@@ -588,6 +590,19 @@ def diff(
             stopped=steps_of.stopped,
             refused=judge.refused,
         )
+
+
+@contextmanager
+def _multiplying_as_the_cpu(npu: Plugin) -> Iterator[None]:
+    """Matrix products round nothing that the CPU's do not."""
+    before = DEVICE.matmul
+    DEVICE.matmul = "exact"
+    npu.forget_plans()
+    try:
+        yield
+    finally:
+        DEVICE.matmul = before
+        npu.forget_plans()
 
 
 _DEVICES: dict[str, DeviceName] = {"CPU": "cpu", "NPU": "npu"}

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -20,15 +21,15 @@ import graph_runner
 from ggml_backend_npu import OPS, Op
 from ggml_backend_npu.device import DEVICE
 from graph_runner import token_graph
-from graph_runner.session import DeviceName, Sampler, Session, SessionError, Settings
+from graph_runner.bench.memory import bench_memory
+from graph_runner.session import Decoder, DeviceName, Sampler, Session, SessionError, Settings
 from graph_runner.token_graph import GraphRunner
 
 PROMPT = "The capital of France is"
 SETTINGS = Settings(n_ctx=512, threads=1)
 TINY = ["llama", "moe", "gpt-oss", "rwkv7", "mamba"]
-OF_DEMO = ["demo", "demo-q8_0", "demo-q4_0"]
+OF_DEMO = ["demo", "demo-q8_0", "demo-q4_0"]  # of quantised weights
 NAMES = [*TINY, *(pytest.param(name, marks=pytest.mark.slow) for name in OF_DEMO)]
-FLOATS, QUANTISED = 1e-6, 1e-5  # normalised mean squared error of logits, by what the matrices are
 
 Logits = NDArray[np.float32]
 
@@ -48,17 +49,31 @@ def file(model: Models, tmp_path_factory: pytest.TempPathFactory) -> Callable[[s
     return find
 
 
-@pytest.fixture(scope="module")
-def on_the_cpu(file: Callable[[str], Path]) -> Callable[[str], tuple[list[int], list[Logits]]]:
-    """64 tokens as llama.cpp's CPU picks them, the first behind the prompt, each with the logits that it is from."""
-    known: dict[str, tuple[list[int], list[Logits]]] = {}
+@dataclass(frozen=True)
+class OnTheCpu:
+    """What llama.cpp's CPU makes of a model: 64 tokens, the logits that each is picked from, and the logits at the same
+    places with flash attention off, where they are quantised: how far two right ways are apart."""
 
-    def decoded(name: str) -> tuple[list[int], list[Logits]]:
-        if name not in known:
-            with Session(file(name), SETTINGS) as session:
-                logits = [*following(session, session.tokenize(PROMPT), 64)]
-            known[name] = [Sampler()(each) for each in logits], logits
-        return known[name]
+    tokens: list[int]
+    logits: list[Logits]
+    other_way: list[Logits]
+
+
+@pytest.fixture(scope="module")
+def on_the_cpu(file: Callable[[str], Path]) -> Callable[[str], OnTheCpu]:
+    @cache
+    def decoded(name: str) -> OnTheCpu:
+        with Session(file(name), SETTINGS) as session:
+            session.decode(session.tokenize(PROMPT))
+            logits = [session.logits()]
+            while len(logits) < 64:
+                session.decode([picked(logits[-1])])
+                logits.append(session.logits())
+        tokens, other_way = [picked(each) for each in logits], []
+        if name in OF_DEMO:
+            with Session(file(name), replace(SETTINGS, flash_attention="off")) as session:
+                other_way = along(session, session.tokenize(PROMPT), tokens)
+        return OnTheCpu(tokens, logits, other_way)
 
     return decoded
 
@@ -69,13 +84,17 @@ def takes_all(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(DEVICE, "matmul", "exact")
 
 
-def following(session: Any, prompt: list[int], n: int) -> Iterator[Logits]:
-    """Logits behind a prompt, and behind each token that is picked from them."""
-    session.decode(prompt)
-    yield session.logits()
-    for _ in range(n - 1):
-        session.decode([Sampler()(session.logits())])
-        yield session.logits()
+def along(session: Decoder, prompt: list[int], tokens: list[int]) -> list[Logits]:
+    """Logits behind a prompt, and behind each token but the last."""
+    found = []
+    for part in [prompt, *([token] for token in tokens[:-1])]:
+        session.decode(part)
+        found.append(session.logits())
+    return found
+
+
+def picked(logits: Logits) -> int:
+    return Sampler()(logits)
 
 
 def nmse(actual: Logits, expected: Logits) -> float:
@@ -83,23 +102,33 @@ def nmse(actual: Logits, expected: Logits) -> float:
     return float((error**2).sum() / (expected.astype(np.float64) ** 2).sum())
 
 
-def assert_as_on_the_cpu(found: list[Logits], expected: tuple[list[int], list[Logits]], bound: float) -> None:
-    """The same tokens, from logits that differ by no more."""
-    tokens, logits = expected
-    errors = [nmse(ours, theirs) for ours, theirs in zip(found, logits, strict=True)]
-    assert [Sampler()(each) for each in found] == tokens, errors
-    assert max(errors) < bound
+def assert_as_on_the_cpu(found: list[Logits], cpu: OnTheCpu) -> None:
+    """The same tokens, from logits that differ by less than 1e-6.
+
+    Of quantised weights: the CPU quantises activations too, and where one comes to lie on the other side of a step, by
+    the last bit of a cosine, the next layers see another. Logits are as far apart as the CPU's are from its own with
+    flash attention off, and another token is picked only where that could have done it.
+    """
+    errors = [nmse(ours, theirs) for ours, theirs in zip(found, cpu.logits, strict=True)]
+    if not cpu.other_way:
+        assert [*map(picked, found)] == cpu.tokens, errors
+        assert max(errors) < 1e-6
+        return
+    own = [nmse(other, theirs) for other, theirs in zip(cpu.other_way, cpu.logits, strict=True)]
+    assert np.median(errors) < 1.5 * np.median(own)
+    for ours, theirs, other in zip(found, cpu.logits, cpu.other_way, strict=True):
+        assert theirs.max() - theirs[picked(ours)] <= 2 * abs(other - theirs).max()
 
 
 @pytest.mark.usefixtures("backend")
 @pytest.mark.parametrize("name", NAMES)
 def test_every_node_is_on_the_npu_and_the_text_is_the_cpus(name: str, file: Any, on_the_cpu: Any) -> None:
     with Session(file(name), replace(SETTINGS, device="npu")) as session:
-        found = [*following(session, session.tokenize(PROMPT), 64)]
+        found = along(session, session.tokenize(PROMPT), on_the_cpu(name).tokens)
         assert session.left_to_the_cpu == {}
         assert session.npu_nodes == session.nodes
         assert session.splits == "1"
-    assert_as_on_the_cpu(found, on_the_cpu(name), QUANTISED if name in OF_DEMO else FLOATS)
+    assert_as_on_the_cpu(found, on_the_cpu(name))
 
 
 @pytest.mark.usefixtures("backend")
@@ -108,11 +137,11 @@ def test_the_graph_of_a_token_runs_without_llama_cpp(name: str, file: Any, on_th
     with Session(file(name), replace(SETTINGS, device="npu")) as session:
         runner = GraphRunner(session)
         prompt = session.tokenize(PROMPT)
-        found = [*following(runner, prompt, 64)]
+        found = along(runner, prompt, on_the_cpu(name).tokens)
         first, others = 1, 1 if session.window == 0 else 2  # which mask has a window shows behind its first tokens
         assert (runner.n_asked, runner.n_run) == (first + others, len(prompt) + 63 - first - others)
         assert sum(session.nodes.values()) < sum(runner.nodes.values()) / 8
-    assert_as_on_the_cpu(found, on_the_cpu(name), QUANTISED if name in OF_DEMO else FLOATS)
+    assert_as_on_the_cpu(found, on_the_cpu(name))
 
 
 @pytest.mark.usefixtures("backend")
@@ -199,6 +228,13 @@ with Session(demo_file(), Settings(device="npu", gpu_layers=99)) as session:
     assert int(used) < int(size) + (160 << 20)  # caches of 512 cells, and what is computed of 512 tokens
 
 
+@pytest.mark.slow
+def test_memory_is_not_much_more_than_llama_cpps(model: Models) -> None:
+    found = bench_memory(model("demo"), [504, 3575, 282, 4649] * 128, threads=1)
+    ((theirs,),) = found.others.values()
+    assert found.median < 1.3 * theirs + 300, theirs
+
+
 PAGE = """Bread is flour, water, salt and time. The flour holds starch, which yeast cannot eat, and enzymes that cut the
 starch into sugar, which it can. Mix water into the flour and wait half an hour before you do anything else: the
 enzymes begin their work, and two proteins join into gluten, the net that will later hold the gas. A dough that has
@@ -225,6 +261,7 @@ makes the best toast of all."""
 @pytest.mark.slow
 @pytest.mark.usefixtures("backend")
 def test_the_perplexity_of_a_page_is_the_cpus(model: Models) -> None:
+    """With flash attention off. The CPU's own with and without it are 0.6% apart, the NPU's 0.3%."""
     cpu, npu = (perplexity(model("demo"), device) for device in ("cpu", "npu"))
     assert abs(npu / cpu - 1) < 1e-3
 
@@ -232,7 +269,7 @@ def test_the_perplexity_of_a_page_is_the_cpus(model: Models) -> None:
 def perplexity(file: Path, device: DeviceName) -> float:
     """e to the mean surprise at a page's tokens, each behind those before."""
     surprise = []
-    with Session(file, replace(SETTINGS, device=device, n_ctx=1024)) as session:
+    with Session(file, replace(SETTINGS, device=device, flash_attention="off")) as session:
         tokens = session.tokenize(PAGE)
         for token, following in pairwise(tokens):
             session.decode([token])
