@@ -19,7 +19,7 @@ from typing import Any
 import numba
 import numpy as np
 import platformdirs
-from llvmlite import ir
+from llvmlite import binding, ir
 from numba import types
 from numba.core import event
 from numba.extending import intrinsic, register_jitable
@@ -43,6 +43,13 @@ def cache_directory() -> Path:
         if b"quant.jit" in text or b"@intrinsic" in text:
             digest.update(text)
     return Path(root) / f"kernels-{digest.hexdigest()[:16]}"
+
+
+@functools.cache
+def processor_has(*features: str) -> bool:
+    """Whether the processor has these features, by LLVM's names: "avx512f", "avx512vnni", ..."""
+    found = binding.get_host_cpu_features()
+    return all(found.get(feature, False) for feature in features)
 
 
 class EngineError(ValueError):

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from llvmlite import binding
 from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from quant.jit import inlined
+from quant.jit import inlined, processor_has
 from quant.vectors import FLOAT, Address, Variable
 
-LANES = 16 if binding.get_host_cpu_features().get("avx512f") else 8  # floats of a vector
+LANES = 16 if processor_has("avx512f") else 8  # floats of a vector
 ROWS = 4  # of a block; it is as wide as _WIDE vectors, or one
 _WIDE = 4 if LANES == 16 else 2
 

@@ -7,22 +7,22 @@ the 32 lanes are written down, and LLVM cuts them into what the processor has. `
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cache
 from typing import Any
 
-from llvmlite import binding, ir
+from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
+
+from quant.jit import processor_has
 
 HALF, FLOAT = ir.HalfType(), ir.FloatType()
 BIT, INT8, INT16, INT32, INT64 = (ir.IntType(bits) for bits in (1, 8, 16, 32, 64))
 
 
-@cache
 def _dots_bytes() -> bool:
-    """Whether the processor has AVX-512's or AVX's products of unsigned and signed bytes, summed in fours."""
-    return bool(binding.get_host_cpu_features().get("avx512vnni") and binding.get_host_cpu_features().get("avx512vl"))
+    """Whether the processor has products of unsigned and signed bytes, summed in fours."""
+    return processor_has("avx512vnni", "avx512vl")
 
 
 class Value:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import platform
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -76,6 +77,17 @@ def assert_close_to_cpu(backend: Plugin, recipe: Rope) -> None:
         found = quant.dequantize(npu.after[0], recipe.type).astype(np.float64)
         bound = NMSE_YARN if recipe.yarn else NMSE[recipe.type]
         assert np.square(found - expected).sum() <= bound * np.square(expected).sum(), name
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="which products are fused is the compiler's choice")
+@pytest.mark.parametrize("mode", [NORMAL, NEOX])
+@pytest.mark.parametrize("type", ["f32", "f16"])
+@pytest.mark.parametrize("n_dims", [32, 64, 128])
+def test_the_kernel_rotates_byte_for_byte_as_the_cpu(backend: Plugin, mode: int, type: str, n_dims: int) -> None:
+    """Where n_dims is whole vectors: behind them a compiler fuses other products."""
+    recipe = Rope((n_dims, 5, 70, 2), n_dims, mode=mode, type=type)
+    npu, cpu = (outcome(backend, device, recipe).after[0] for device in ("NPU", "CPU"))
+    assert_same_bytes(npu, cpu)
 
 
 @st.composite

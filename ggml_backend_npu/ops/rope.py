@@ -217,8 +217,8 @@ def rotate(p, begin, end):
             if factors:
                 angle /= array_at(factors + 4 * pair, types.float32, 1)[0]
             angle = freq_scale * angle * (types.float32(1) - ramp[pair]) + angle * ramp[pair]
-            cos[pair] = types.float32(math.cos(types.float64(angle))) * scale
-            sin[pair] = types.float32(math.sin(types.float64(angle))) * scale * types.float32(sign)
+            cos[pair] = math.cos(angle) * scale
+            sin[pair] = math.sin(angle) * scale * types.float32(sign)
         for row in range(n1 * n3):
             i1, i3 = row % n1, row // n1
             x = src + i1 * src_nb1 + i2 * src_nb2 + i3 * src_nb3

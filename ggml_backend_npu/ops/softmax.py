@@ -23,6 +23,7 @@ from quant.jit import (
     f16_to_f32,
     fused_multiply_add,
     inlined,
+    processor_has,
     reduced,
     round_half_even,
     truncate_to_int32,
@@ -32,6 +33,15 @@ from quant.threads import Job, Work
 
 _TILE = 256  # elements of a row in work where dst cannot hold float32
 _BEYOND = 104.0  # e ** x is infinite, and e ** -x below half the smallest float32
+_SHIFT = np.float32(float.fromhex("0x1.8p23"))  # added and taken away again, it rounds to an integer
+_LOG2_E, _LN_2_HIGH, _LN_2_LOW = (
+    np.float32(float.fromhex(text)) for text in ("0x1.715476p+0", "0x1.62e4p-1", "0x1.7f7d1cp-20")
+)
+_E1, _E2, _E3, _E4, _E5 = (  # a polynomial's
+    np.float32(float.fromhex(text))
+    for text in ("0x1.ffffecp-1", "0x1.fffdb6p-2", "0x1.555e66p-3", "0x1.573e2ep-5", "0x1.0e4020p-7")
+)
+_SCALES_LAST = processor_has("avx512f", "avx512dq")  # where ggml's is written for these
 LOWEST = -3.4028234663852886e38  # float32's; a tile's maximum is no less: -inf would make NaN of what it is taken from
 
 # kinds of mask: numbers to add, of which -inf excludes; or marks, of which 0 excludes
@@ -72,6 +82,26 @@ def exp(x):
     y = p * bits_float(types.uint32(half + types.int32(127)) << types.uint32(23))
     y *= bits_float(types.uint32(power - half + types.int32(127)) << types.uint32(23))
     y = types.float32(0) if x < types.float32(-_BEYOND) else y
+    return y if x == x else x
+
+
+@inlined
+def v_exp(x):
+    """e ** x, within 2 ulp, in the steps of ggml_v_expf, and so equal to it; NaN stays NaN."""
+    bounded = x if x > types.float32(-_BEYOND) else types.float32(-_BEYOND)
+    bounded = bounded if bounded < types.float32(_BEYOND) else types.float32(_BEYOND)
+    n = fused_multiply_add(bounded, _LOG2_E, _SHIFT) - _SHIFT
+    b = fused_multiply_add(-n, _LN_2_LOW, fused_multiply_add(-n, _LN_2_HIGH, bounded))
+    u = b * b
+    p = fused_multiply_add(fused_multiply_add(_E5, b, _E4), u, fused_multiply_add(_E3, b, _E2))
+    power = truncate_to_int32(n)
+    second = types.int32(0) if abs(power) <= 126 else types.int32(-125 if power <= 0 else 127)
+    scale = bits_float(types.uint32(power - second + types.int32(127)) << types.uint32(23))
+    if _SCALES_LAST:
+        y = fused_multiply_add(p, u, fused_multiply_add(_E1, b, types.float32(1))) * scale
+    else:
+        y = fused_multiply_add(fused_multiply_add(p, u, _E1 * b), scale, scale)
+    y *= bits_float(types.uint32(second + types.int32(127)) << types.uint32(23))
     return y if x == x else x
 
 

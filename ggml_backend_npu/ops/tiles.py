@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from ggml_backend_npu.ir import Tensor
 from ggml_backend_npu.ops import functions
 from ggml_backend_npu.ops.functions import Floats
-from ggml_backend_npu.ops.softmax import exp
+from ggml_backend_npu.ops.softmax import exp, v_exp
 from quant.jit import (
     array_at,
     bits_float,
@@ -133,7 +133,7 @@ def _sigmoid(x, y, a, b):
 
 @inlined
 def _silu(x, y, a, b):
-    return x / (_1 + exp(-x))
+    return x / (_1 + v_exp(_0 - x))
 
 
 @inlined
