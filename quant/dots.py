@@ -187,7 +187,7 @@ def _dots_q4_k(n_rows):
             sixteens = (block + _SUMS_K).load(INT32, 16)
             y_sums = sixteens.lanes_from(0, 2, 8) + sixteens.lanes_from(1, 2, 8)
             y_scale = (block + _SCALE_K).load(FLOAT)
-            added = []
+            added, lowered = [], []
             for row in range(n_rows):
                 x = first + i * step + row_step * row
                 a, b, c = ((x + at).load(INT32) for at in (4, 8, 12))
@@ -201,14 +201,15 @@ def _dots_q4_k(n_rows):
                         total = total + fours * _bytes_of(scales[k // 4], k % 4)
                 low, high = (word.as_bytes() for word in minima)
                 below = low.followed_by(high).to(INT32) * y_sums
-                scaled = total.to_float().fused_multiply_add(x.load(HALF).widened() * y_scale, sums[row])
-                minimum = (x + 2).load(HALF).widened() * y_scale * -1.0
-                added.append(below.to_float().fused_multiply_add(minimum, scaled))
-            return added
+                below = below.lanes_from(0, 2, 4) + below.lanes_from(1, 2, 4)
+                added.append(total.to_float().fused_multiply_add(x.load(HALF).widened() * y_scale, sums[row]))
+                minimum = (x + 2).load(HALF).widened() * (y_scale * -1.0)
+                lowered.append(below.to_float().fused_multiply_add(minimum, sums[n_rows + row]))
+            return added + lowered
 
-        sums = n.count(add, *[y.zeros(FLOAT, 8)] * n_rows)
+        sums = n.count(add, *[y.zeros(FLOAT, 8)] * n_rows, *[y.zeros(FLOAT, 4)] * n_rows)
         for row in range(n_rows):
-            (target + 4 * row).store(sums[row].total())
+            (target + 4 * row).store(sums[row].total() + sums[n_rows + row].total())
 
     return dots
 
@@ -227,7 +228,7 @@ def _dots_q6_k(n_rows):
                 x = first + i * step + row_step * row
                 scales = (x + 192).load(INT8, 16).signed(INT32)
                 centre = scales * y_sums * -32
-                total = centre.lanes_from(0, 1, 8) + centre.lanes_from(8, 1, 8)
+                total = centre.lanes_from(0, 2, 8) + centre.lanes_from(1, 2, 8)
                 for half in range(2):
                     high = (x + 128 + 32 * half).load(INT8, 32)
                     low = [(x + 64 * half + 32 * j).load(INT8, 32) for j in range(2)]

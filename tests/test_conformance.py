@@ -21,7 +21,7 @@ from graph_runner.suites import Case, SuiteError, architectures, backend_ops
 pytestmark = pytest.mark.conformance
 
 MEMORY = ("host", "device")
-LONG = ("MUL_MAT_ID",)  # minutes
+LONG = ("MUL_MAT_ID", "FLASH_ATTN_EXT", "LIGHTNING_INDEXER")  # minutes each, mostly ggml's own
 DEVICE_TYPES = ("accel", "gpu")
 
 # per op, how many cases of test-backend-ops the CPU of ggml 0.25.3 supports
@@ -87,8 +87,9 @@ def test_every_case_of_every_op_is_as_documented(memory: str, capsys: pytest.Cap
     assert found == {op: counts for op, counts in documented().items() if op in found}
 
 
-def test_every_model_computes_what_it_does_on_the_cpu_where_the_device_takes_all() -> None:
-    models = architectures({"GGML_NPU_OPS": "all"})
+@pytest.mark.parametrize("memory", MEMORY)
+def test_every_model_computes_what_it_does_on_the_cpu_where_the_device_takes_all(memory: str) -> None:
+    models = architectures({"GGML_NPU_OPS": "all", "GGML_NPU_MEMORY": memory})
     assert not [model.log for model in models if model.verdict == "failed"]
     assert sum(model.verdict == "passed" for model in models) == MODELS
 

@@ -6,6 +6,7 @@ norms of row and column, which no sum of theirs exceeds.
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from math import prod
@@ -16,7 +17,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
-from support import ENGINES, PLAIN, Dims, Placement, Scene, engine, outcome, placements, seeds, supported
+from support import (
+    ENGINES,
+    PLAIN,
+    Dims,
+    Placement,
+    Scene,
+    assert_same_bytes,
+    engine,
+    outcome,
+    placements,
+    seeds,
+    supported,
+)
 
 import quant
 from ggml_backend_npu import OPS, Node, Tensor
@@ -137,6 +150,15 @@ def test_exact_products(
     k = blocks * max(block_of(type), 24)
     recipe = Product((type, "f32"), k, n_rows, n_columns, batch, repeats, seed)
     assert_equal_but_for_rounding(backend, recipe, norms(recipe, backend))
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="on other processors ggml has other steps")
+@pytest.mark.parametrize("type", dots.DOTS)
+@pytest.mark.parametrize("n_columns", [1, 3])
+def test_integer_dots_are_the_cpus_byte_for_byte(backend: Plugin, type: str, n_columns: int) -> None:
+    for recipe in (Product((type, "f32"), 1024, 77, n_columns), Routed(type, 512, 35, 4, 2, n_columns, True)):
+        npu, cpu = (outcome(backend, device, recipe).after[0] for device in ("NPU", "CPU"))
+        assert_same_bytes(npu, cpu, str(recipe))
 
 
 @pytest.mark.parametrize("types", [("f16", "f16"), ("bf16", "bf16"), ("f32", "bf16"), ("q4_0", "q8_0")])

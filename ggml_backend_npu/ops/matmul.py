@@ -1,7 +1,8 @@
 """MUL_MAT and MUL_MAT_ID: rows of src0 times columns of src1, of any type of weights.
 
 GGML_NPU_MATMUL says how quantised weights are multiplied. exact: the columns are rounded to the type that ggml's CPU
-rounds them to (`VEC_DOT`), so that the result is the CPU's but for the rounding of the sum. fast: the same for few
+rounds them to (`VEC_DOT`), so that the result is the CPU's but for the rounding of the sum, and where rows are
+multiplied as integers its very bytes. fast: the same for few
 columns; many are left as they are, and are multiplied with tiles of dequantised weights, which is closer to the true
 product than the CPU, and not equal to it.
 
