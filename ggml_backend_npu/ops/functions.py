@@ -5,7 +5,9 @@ Functions that ggml has from C's library are exact here but for the last roundin
 
 from __future__ import annotations
 
+import ctypes
 import math
+import os
 from collections.abc import Callable
 from functools import wraps
 
@@ -40,6 +42,16 @@ def _exact(function: Callable[[NDArray[np.float64]], NDArray[np.float64]]) -> Fu
 
 exp, log, sin, cos, tanh = (_exact(function) for function in (np.exp, np.log, np.sin, np.cos, np.tanh))
 expm1 = _exact(np.expm1)
+
+
+def _from_c(name: str) -> Function:
+    """A function of the C library that ggml and the kernels call, rounded as it rounds."""
+    function = getattr(ctypes.CDLL("ucrtbase" if os.name == "nt" else None), name)
+    function.argtypes, function.restype = [ctypes.c_float], ctypes.c_float
+    return np.vectorize(function, otypes=[np.float32])
+
+
+expf, tanhf = _from_c("expf"), _from_c("tanhf")
 erf = _exact(np.vectorize(math.erf, otypes=[np.float64]))
 
 
