@@ -6,6 +6,11 @@ ggml's CPU rounds in three ways, which the definition and the kernels beside it 
 - where v is float16, a query's sum of v is float16 too: it is rounded behind every cell, and once more where a larger
   score makes it smaller. A single query over 512 cells or more has one such sum per thread.
 - neither, where k and v are both float32 or both float16 and there are 64 queries or more.
+
+Of a float16 k and v and fewer queries every step is the CPU's: the order of ggml_vec_dot_f16, C's expf and tanhf, and
+what GCC fuses. There the result is byte-equal where ggml was built for this processor and that is an x86 with AVX-512
+and without AVX512-FP16, whose v is added up in float16 itself. With AVX2 alone the order is that of its eight lanes,
+after ggml's source; nobody has compared it.
 """
 
 from __future__ import annotations
@@ -19,6 +24,8 @@ from numpy.typing import NDArray
 
 from ggml_backend_npu.ir import Tensor
 from ggml_backend_npu.numerics import NUMERICS
+from ggml_backend_npu.ops.functions import expf, tanhf
+from ggml_backend_npu.ops.functions import fused_multiply_add as fma
 from ggml_backend_npu.ops.movers import DECODED, convert, raw
 from ggml_backend_npu.ops.softmax import LOWEST, exp, masked, slopes
 from ggml_backend_npu.registry import Call, op
@@ -38,10 +45,12 @@ from quant.jit import (
 from quant.matrices import LANES, ROWS, multiply
 from quant.runs import CODES, F16, decode_run, round_run
 from quant.threads import Job, Work, allowed
+from quant.vectors import FLOAT, HALF, part
 
 _PRECISIONS = (0, 10)  # GGML_PREC_DEFAULT, GGML_PREC_F32
 _MANY = 64  # queries that ggml's CPU multiplies as matrices
 _LONG = 512  # cells that its threads share where there is one query
+_STEP = 4 * LANES  # elements that a round of its dot product of float16 takes
 
 _KEYS = {
     "f32": "f32",
@@ -78,9 +87,9 @@ def _in_halves(q: Tensor, k: Tensor, v: Tensor) -> bool:
 
 
 def _n_sums(q: Tensor, k: Tensor, v: Tensor) -> int:
-    """In how many parts the cells of a query are added up."""
+    """In how many parts, put together at the end, the cells of a query are added up; 0 where they are not parted."""
     alone = q.ne[1] == q.ne[3] == 1
-    return allowed() if alone and k.type == v.type and k.ne[1] >= _LONG else 1
+    return allowed() if alone and k.type == v.type and k.ne[1] >= _LONG else 0
 
 
 def _refuse(
@@ -136,7 +145,25 @@ def _added(mask: Tensor, q: Tensor, k: Tensor) -> Floats:
     return np.tile(mask.view()[:, :, : q.ne[1], : k.ne[1]].astype(np.float32), (n3, n2, 1, 1))
 
 
-def _sum_in_halves(scores: Floats, kept: NDArray[np.bool_], v: Floats) -> tuple[Floats, Floats, NDArray[np.float16]]:
+def _products(q: Floats, k: Floats) -> Floats:
+    """q k^T of numbers that are float16, as ggml_vec_dot_f16 adds: their products are float32 without rounding."""
+    n = q.shape[-1] // _STEP * _STEP
+    found = np.empty((*q.shape[:-1], k.shape[-2]), np.float32)
+    for cell in range(k.shape[-2]):
+        products = q * k[..., cell : cell + 1, :]
+        lanes = np.zeros((*q.shape[:-1], 4, LANES), np.float32)
+        for i in range(0, n, _STEP):
+            lanes += products[..., i : i + _STEP].reshape(lanes.shape)
+        sums = (lanes[..., 0, :] + lanes[..., 2, :]) + (lanes[..., 1, :] + lanes[..., 3, :])
+        while (half := sums.shape[-1] // 2) > 0:
+            neighbours = LANES == 8 and half < 4
+            sums = sums[..., ::2] + sums[..., 1::2] if neighbours else sums[..., :half] + sums[..., half:]
+        rest = np.concatenate([sums, products[..., n:]], axis=-1, dtype=np.float64)
+        found[..., cell] = np.add.accumulate(rest, axis=-1)[..., -1]
+    return found
+
+
+def _sum_in_halves(scores: Floats, kept: NDArray[np.bool_], v: Floats) -> list[Floats]:
     """Of all queries: the maximum of the scores, the sum of e ** (score - maximum), and that of those times v."""
     one = np.float32(1)
     maximum = np.full((*scores.shape[:-1], 1), -np.inf, np.float32)
@@ -145,33 +172,44 @@ def _sum_in_halves(scores: Floats, kept: NDArray[np.bool_], v: Floats) -> tuple[
     for cell in range(scores.shape[-1]):
         score, is_kept = scores[..., cell : cell + 1], kept[..., cell : cell + 1]
         above = is_kept & (score > maximum)
-        shrunk = np.where(above, np.exp(maximum - score), one)
+        shrunk = np.where(above, expf(maximum - score), one)
         maximum = np.where(above, score, maximum)
-        weight = np.where(is_kept, np.exp(score - maximum), 0 * one)
-        total = total * shrunk + weight
+        weight = np.where(is_kept, expf(score - maximum), 0 * one)
+        total = fma(total, shrunk, weight)
         halves = (halves * shrunk).astype(np.float16)
-        product = np.where(is_kept, v[..., cell : cell + 1, :].astype(np.float64) * weight, 0)
-        halves = (halves + product).astype(np.float32).astype(np.float16)
-    return maximum, total, halves
+        added = fma(v[..., cell : cell + 1, :], weight, halves.astype(np.float32)).astype(np.float16)
+        halves = np.where(is_kept, added, halves)
+    return [maximum, total, halves.astype(np.float32)]
+
+
+def _with_sink(found: list[Floats], sink: Floats) -> list[Floats]:
+    """A maximum, a sum and that of v, as they are when the sink takes part in them."""
+    one, (maximum, total, y) = np.float32(1), found
+    above = sink > maximum
+    shrunk = np.where(above, expf(maximum - sink), one)
+    weight = np.where(above, one, expf(sink - maximum))
+    return [np.where(above, sink, maximum), total * shrunk + weight, y * shrunk]
 
 
 def _sum_of_parts(scores: Floats, kept: NDArray[np.bool_], v: Floats, n_sums: int, sink: Floats | None) -> Floats:
-    """softmax(scores) v, of n_sums parts of the cells."""
-    size = max(1, -(-scores.shape[-1] // n_sums))
-    parts = []
+    """softmax(scores) v, of n_sums parts of the cells; n_sums is 0 where they are not parted."""
+    size = max(1, -(-scores.shape[-1] // max(n_sums, 1)))
+    whole: list[Floats] = []
     for begin in range(0, max(1, scores.shape[-1]), size):
         cells = slice(begin, begin + size)
-        parts.append(_sum_in_halves(scores[..., cells], kept[..., cells], v[..., cells, :]))
-    maximum = np.maximum.reduce([part[0] for part in parts])
-    if sink is not None:
-        maximum = np.maximum(maximum, sink)
-    factors = [np.where(total > 0, np.exp(m - maximum), np.float32(0)) for m, total, _ in parts]
-    whole = sum(total * factor for (_, total, _), factor in zip(parts, factors, strict=True))
-    if sink is not None:
-        whole = whole + np.exp(sink - maximum)
-    y = sum(halves * factor for (_, _, halves), factor in zip(parts, factors, strict=True))
-    result: Floats = np.divide(y, whole, out=np.zeros_like(y), where=whole != 0)
-    return result
+        found = _sum_in_halves(scores[..., cells], kept[..., cells], v[..., cells, :])
+        if sink is not None and begin == 0:
+            found = _with_sink(found, sink)
+        if not whole:
+            whole = found if not n_sums else [np.full_like(found[0], -np.inf), *(0 * np.abs(x) for x in found[1:])]
+        if n_sums:
+            some, maximum = found[1] != 0, np.fmax(whole[0], found[0])
+            before, now = expf(whole[0] - maximum), expf(found[0] - maximum)
+            joined = [maximum, *(fma(x, before, y * now) for x, y in zip(whole[1:], found[1:], strict=True))]
+            whole = [np.where(some, x, y) for x, y in zip(joined, whole, strict=True)]
+    _, total, y = whole
+    inverse = np.divide(np.float32(1), total, out=np.zeros_like(total), where=total != 0)
+    return y * inverse
 
 
 @op(
@@ -193,11 +231,14 @@ def flash_attn_ext(
     queries = _rounded(q.view(), _query_type(q, k, v))
     values = _repeated(v, q)
     with np.errstate(all="ignore"):
-        scores = queries @ _repeated(k, q).swapaxes(2, 3)
+        if k.type == "f16" and _in_halves(q, k, v):
+            scores = _products(queries, _repeated(k, q))
+        else:
+            scores = queries @ _repeated(k, q).swapaxes(2, 3)
         if _KEYS[k.type] == "q8_1":
             scores = scores + _error_of_sums(q, k, queries)
         if softcap:
-            scores = np.float32(softcap) * np.tanh(scores * np.float32(np.float32(scale) / np.float32(softcap)))
+            scores = np.float32(softcap) * tanhf(scores * np.float32(np.float32(scale) / np.float32(softcap)))
         else:
             scores = scores * np.float32(scale)
         kept = np.ones((1, 1, 1, 1), np.bool_)
@@ -240,13 +281,36 @@ def _dot(x, y, n):
     return total
 
 
-@reduced
-def _dot_f16(x, y, n):
-    a, b = array_at(x, types.uint16, n), array_at(y, types.float32, n)
-    total = types.float32(0)
-    for i in range(n):
-        total += f16_to_f32(a[i]) * b[i]
-    return total
+@part
+def _dot_steps(x, y, n_steps, to):
+    """The dot product of float16 and float32, n_steps times _STEP of them, added as ggml_vec_dot_f16 adds."""
+
+    def step(i, sums):
+        places = [(x + i * (2 * _STEP) + 2 * LANES * j, y + i * (4 * _STEP) + 4 * LANES * j) for j in range(4)]
+        pairs = [(a.load(HALF, LANES).widened(), b.load(FLOAT, LANES)) for a, b in places]
+        return [a.fused_multiply_add(b, total) for (a, b), total in zip(pairs, sums, strict=True)]
+
+    first, second, third, fourth = n_steps.count(step, *[x.zeros(FLOAT, LANES)] * 4)
+    sums = (first + third) + (second + fourth)
+    while sums.lanes > 1:
+        half = sums.lanes // 2
+        neighbours = LANES == 8 and half < 4  # AVX's horizontal additions
+        low, high, step_ = (0, 1, 2) if neighbours else (0, half, 1)
+        sums = sums.lanes_from(low, step_, half) + sums.lanes_from(high, step_, half)
+    to.store(sums)
+
+
+@inlined
+def _dot_f16(x, y, n, to):
+    """ggml_vec_dot_f16 of n float16 and n float32 that are float16, to an address."""
+    n_steps = n // _STEP
+    _dot_steps(x, y, n_steps, to)
+    if n % _STEP:
+        a, b, found = array_at(x, types.uint16, n), array_at(y, types.float32, n), array_at(to, types.float32, 1)
+        total = types.float64(found[0])
+        for i in range(n_steps * _STEP, n):
+            total += types.float64(f16_to_f32(a[i]) * b[i])
+        found[0] = types.float32(total)
 
 
 @inlined
@@ -300,38 +364,37 @@ def _add_to_halves(y, v, n, weight):
 
 
 @inlined
-def _finish(p, row):
-    """dst of a row (query, head, sequence): its parts, each of which is a maximum, a sum and float32 times v."""
-    dv, n_parts = p[_DV], p[_N_PARTS]
+def _add_sink(found, dv, sink):
+    """The sink to a maximum, a sum and float32 times v."""
+    if sink > found[0]:
+        shrunk = types.float32(math.exp(found[0] - sink))
+        found[0] = sink
+        found[1] = found[1] * shrunk + types.float32(1)
+        for d in range(dv):
+            found[2 + d] *= shrunk
+    else:
+        found[1] += types.float32(math.exp(sink - found[0]))
+
+
+@inlined
+def _finish(p, row, found):
+    """dst of a row (query, head, sequence): float32 times v, divided by the sum."""
+    dv = p[_DV]
     i1, head, i3 = row % p[_N_QUERIES], row // p[_N_QUERIES] % p[_N_HEADS], row // p[_N_QUERIES] // p[_N_HEADS]
-    size = 4 * (2 + dv)
-    first = p[_PARTS] + row * n_parts * size
-    highest, total = types.float32(LOWEST), types.float32(0)
-    for i in range(n_parts):
-        highest = max(highest, _float_at(first + i * size))
-    if p[_SINKS]:
-        sink = _float_at(p[_SINKS] + 4 * head)
-        highest = max(highest, sink)
-        total = exp(sink - highest)
     dst = array_at(p[_DST] + 4 * dv * (head + p[_N_HEADS] * (i1 + p[_N_QUERIES] * i3)), types.float32, dv)
-    dst[:] = types.float32(0)
-    for i in range(n_parts):
-        part = array_at(first + i * size, types.float32, 2 + dv)
-        if part[1] != 0:
-            factor = exp(part[0] - highest)
-            total += part[1] * factor
-            for d in range(dv):
-                dst[d] += part[2 + d] * factor
-    inverse = types.float32(1) / total if total != 0 else types.float32(0)
+    inverse = types.float32(1) / found[1] if found[1] != 0 else types.float32(0)
     for d in range(dv):
-        dst[d] *= inverse
+        dst[d] = found[2 + d] * inverse
 
 
 @compiled
 def attend_in_halves(parameters, begin, end):
-    """Units [begin, end), each a part of the cells of a row (query, head, sequence): v and its sums are float16."""
+    """Units [begin, end), each a part of the cells of a row (query, head, sequence): v and its sums are float16.
+
+    The parts are put together by `join_parts`, unless there is one for all threads, as where n_parts is 0.
+    """
     p = array_at(parameters, types.int64, _PARAMETERS)
-    dk, dv, n_parts = p[_DK], p[_DV], p[_N_PARTS]
+    dk, dv, n_parts = p[_DK], p[_DV], max(p[_N_PARTS], 1)
     scale = bits_float(types.uint32(p[_SCALE]))
     size = -(-p[_N_CELLS] // n_parts)
     floats, halves = np.empty(2 * dk + 2 * _CELLS, np.float32), np.empty(dk + 17, np.uint16)
@@ -340,22 +403,23 @@ def attend_in_halves(parameters, begin, end):
     key, y, work, to = query + 4 * dk, query + 8 * dk, types.int64(halves.ctypes.data), types.int64(sums.ctypes.data)
     scores, weights = array_at(y, types.float32, _CELLS), array_at(y + 4 * _CELLS, types.float32, _CELLS)
     for unit in range(begin, end):
-        part, row = unit % n_parts, unit // n_parts
+        turn, row = unit % n_parts, unit // n_parts
         i1, head, i3 = row % p[_N_QUERIES], row // p[_N_QUERIES] % p[_N_HEADS], row // p[_N_QUERIES] // p[_N_HEADS]
         copy(_row(p, _Q, i1, head, i3), query, 4 * dk)
         round_run(p[_Q + _CODE], query, work, dk)
         mask, slope = _mask_row(p, i1, head, i3), _slope(p, head)
         maximum, total = types.float32(-np.inf), types.float32(0)
         sums[:] = 0
-        last = min((part + 1) * size, p[_N_CELLS])
-        for first in range(part * size, last, _CELLS):
+        last = min((turn + 1) * size, p[_N_CELLS])
+        for first in range(turn * size, last, _CELLS):
             count = min(_CELLS, last - first)
             for i in range(count):
                 if mask and array_at(mask + 2 * (first + i), types.uint16, 1)[0] == _EXCLUDED:
                     continue
                 at = _row(p, _K, first + i, head, i3)
                 if p[_K + _CODE] == F16:
-                    scores[i] = scale * _dot_f16(at, query, dk)
+                    _dot_f16(at, query, dk, y + 4 * i)
+                    scores[i] *= scale
                 else:
                     decode_run(p[_K + _CODE], at, 0, 0, key, dk)
                     scores[i] = scale * _dot(key, query, dk)
@@ -370,22 +434,25 @@ def attend_in_halves(parameters, begin, end):
                 highest = max(highest, scores[i])
                 weights[i] = scores[i] - highest
             for i in range(count):
-                weights[i] = exp(weights[i])
+                weights[i] = types.float32(math.exp(weights[i]))
             for i in range(count):
                 if scores[i] == types.float32(-np.inf):
                     continue
                 if scores[i] > maximum:
-                    shrunk = exp(maximum - scores[i])
+                    shrunk = types.float32(math.exp(maximum - scores[i]))
                     maximum = scores[i]
-                    total *= shrunk
+                    total = fused_multiply_add(total, shrunk, types.float32(1))
                     _shrink_halves(to, dv, shrunk)
-                total += weights[i]
+                else:
+                    total += weights[i]
                 _add_to_halves(to, _row(p, _V, first + i, head, i3), dv, weights[i])
         found = array_at(p[_PARTS] + 4 * unit * (2 + dv), types.float32, 2 + dv)
         found[0], found[1] = maximum, total
         decode_run(F16, to, 0, 0, p[_PARTS] + 4 * unit * (2 + dv) + 8, dv)
-        if n_parts == 1:
-            _finish(p, row)
+        if p[_SINKS] and turn == 0:
+            _add_sink(found, dv, _float_at(p[_SINKS] + 4 * head))
+        if p[_N_PARTS] == 0:
+            _finish(p, row, found)
     keep(floats)
     keep(halves)
     return 0
@@ -393,10 +460,25 @@ def attend_in_halves(parameters, begin, end):
 
 @compiled
 def join_parts(parameters, begin, end):
-    """Rows [begin, end)."""
+    """Rows [begin, end), whose parts `attend_in_halves` has left behind: a maximum, a sum and float32 times v."""
     p = array_at(parameters, types.int64, _PARAMETERS)
+    dv, n_parts = p[_DV], p[_N_PARTS]
+    memory = np.empty(2 + dv, np.float32)
+    whole = array_at(types.int64(memory.ctypes.data), types.float32, 2 + dv)
     for row in range(begin, end):
-        _finish(p, row)
+        whole[:] = types.float32(0)
+        whole[0] = types.float32(-np.inf)
+        for i in range(n_parts):
+            found = array_at(p[_PARTS] + 4 * (row * n_parts + i) * (2 + dv), types.float32, 2 + dv)
+            if found[1] == 0:
+                continue
+            highest = max(whole[0], found[0])
+            before, now = types.float32(math.exp(whole[0] - highest)), types.float32(math.exp(found[0] - highest))
+            whole[0] = highest
+            for d in range(1, 2 + dv):
+                whole[d] = fused_multiply_add(whole[d], before, found[d] * now)
+        _finish(p, row, whole)
+    keep(memory)
     return 0
 
 
@@ -529,10 +611,10 @@ def _flash_attn_ext(
     cost = n_rows * k.ne[1] * (q.ne[0] + v.ne[0])
     if _in_halves(q, k, v):
         p[_N_PARTS] = n_parts = _n_sums(q, k, v)
-        parts = np.empty((n_rows, n_parts, 2 + v.ne[0]), np.float32)
+        parts = np.empty((n_rows, max(n_parts, 1), 2 + v.ne[0]), np.float32)
         p[_PARTS] = parts.ctypes.data
-        work = Work(attend_in_halves, p, n_rows * n_parts, cost, keep=(by_head, parts))
-        return Job(work) if n_parts == 1 else Job(work, Work(join_parts, p, n_rows))
+        work = Work(attend_in_halves, p, n_rows * max(n_parts, 1), cost, keep=(by_head, parts))
+        return Job(work, Work(join_parts, p, n_rows)) if n_parts else Job(work)
     if p[_K + _SHARED] != p[_V + _SHARED]:
         return None
     in_group, p[_N_GROUPS] = q.ne[1] * p[_K + _SHARED], k.ne[2]

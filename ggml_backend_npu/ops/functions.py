@@ -1,6 +1,7 @@
 """What ops do to single numbers, in NumPy: float32 to float32, in the steps in which ggml's CPU backend rounds.
 
-Functions that ggml has from C's library are exact here but for the last rounding to float32.
+Functions that ggml has from C's library are exact here but for the last rounding to float32; expf and tanhf are the
+library's own, one number after the other, for definitions that are byte-equal.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from functools import wraps
 import numpy as np
 from numpy.typing import NDArray
 
+from ggml_backend_npu.abi import libm
 from ggml_backend_npu.ir import Tensor
 from ggml_backend_npu.ops.movers import convert, raw
 
@@ -41,6 +43,7 @@ def _exact(function: Callable[[NDArray[np.float64]], NDArray[np.float64]]) -> Fu
 exp, log, sin, cos, tanh = (_exact(function) for function in (np.exp, np.log, np.sin, np.cos, np.tanh))
 expm1 = _exact(np.expm1)
 erf = _exact(np.vectorize(math.erf, otypes=[np.float64]))
+expf, tanhf = (np.vectorize(libm.function(name), otypes=[np.float32]) for name in ("expf", "tanhf"))
 
 
 def fused_multiply_add(x: Floats, y: Floats | np.float32, z: Floats | np.float32) -> Floats:

@@ -1,0 +1,15 @@
+"""float32 functions of the C library that ggml calls, rounded as it rounds: for definitions, one number at a time."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Callable
+
+
+def function(name: str) -> Callable[[float], float]:
+    """A function of one float, by name."""
+    found = getattr(ctypes.CDLL("ucrtbase" if os.name == "nt" else None), name)
+    found.argtypes, found.restype = [ctypes.c_float], ctypes.c_float
+    called: Callable[[float], float] = found
+    return called
