@@ -26,10 +26,12 @@ from graph_runner.session import Decoder, DeviceName, Sampler, Session, SessionE
 from graph_runner.token_graph import GraphRunner
 
 PROMPT = "The capital of France is"
-SETTINGS = Settings(n_ctx=512, threads=1)
+SETTINGS = Settings(n_ctx=512, threads=2)
 TINY = ["llama", "moe", "gpt-oss", "rwkv7", "mamba"]
 OF_DEMO = ["demo", "demo-q8_0", "demo-q4_0"]  # of quantised weights
 NAMES = [*TINY, *(pytest.param(name, marks=pytest.mark.slow) for name in OF_DEMO)]
+
+FLOATS, QUANTISED = 1e-6, 1e-5  # normalised mean squared error of logits, by what the matrices are
 
 Logits = NDArray[np.float32]
 
@@ -51,12 +53,11 @@ def file(model: Models, tmp_path_factory: pytest.TempPathFactory) -> Callable[[s
 
 @dataclass(frozen=True)
 class OnTheCpu:
-    """What llama.cpp's CPU makes of a model: 64 tokens, the logits that each is picked from, and the logits at the same
-    places with flash attention off, where they are quantised: how far two right ways are apart."""
+    """What llama.cpp's CPU makes of a model: 64 tokens, and the logits that each is picked from."""
 
     tokens: list[int]
     logits: list[Logits]
-    other_way: list[Logits]
+    bound: float
 
 
 @pytest.fixture(scope="module")
@@ -69,11 +70,7 @@ def on_the_cpu(file: Callable[[str], Path]) -> Callable[[str], OnTheCpu]:
             while len(logits) < 64:
                 session.decode([picked(logits[-1])])
                 logits.append(session.logits())
-        tokens, other_way = [picked(each) for each in logits], []
-        if name in OF_DEMO:
-            with Session(file(name), replace(SETTINGS, flash_attention="off")) as session:
-                other_way = along(session, session.tokenize(PROMPT), tokens)
-        return OnTheCpu(tokens, logits, other_way)
+        return OnTheCpu([*map(picked, logits)], logits, QUANTISED if name in OF_DEMO else FLOATS)
 
     return decoded
 
@@ -103,21 +100,14 @@ def nmse(actual: Logits, expected: Logits) -> float:
 
 
 def assert_as_on_the_cpu(found: list[Logits], cpu: OnTheCpu) -> None:
-    """The same tokens, from logits that differ by less than 1e-6.
+    """The same tokens, from logits as near as they have to be.
 
-    Of quantised weights: the CPU quantises activations too, and where one comes to lie on the other side of a step, by
-    the last bit of a cosine, the next layers see another. Logits are as far apart as the CPU's are from its own with
-    flash attention off, and another token is picked only where that could have done it.
+    Of quantised weights that takes every byte: the CPU quantises activations too, and where one comes to lie on the
+    other side of a step, by the last bit of a cosine, all layers behind it see another.
     """
     errors = [nmse(ours, theirs) for ours, theirs in zip(found, cpu.logits, strict=True)]
-    if not cpu.other_way:
-        assert [*map(picked, found)] == cpu.tokens, errors
-        assert max(errors) < 1e-6
-        return
-    own = [nmse(other, theirs) for other, theirs in zip(cpu.other_way, cpu.logits, strict=True)]
-    assert np.median(errors) < 1.5 * np.median(own)
-    for ours, theirs, other in zip(found, cpu.logits, cpu.other_way, strict=True):
-        assert theirs.max() - theirs[picked(ours)] <= 2 * abs(other - theirs).max()
+    assert [*map(picked, found)] == cpu.tokens, errors
+    assert max(errors) < cpu.bound
 
 
 @pytest.mark.usefixtures("backend")
@@ -261,7 +251,6 @@ makes the best toast of all."""
 @pytest.mark.slow
 @pytest.mark.usefixtures("backend")
 def test_the_perplexity_of_a_page_is_the_cpus(model: Models) -> None:
-    """With flash attention off. The CPU's own with and without it are 0.6% apart, the NPU's 0.3%."""
     cpu, npu = (perplexity(model("demo"), device) for device in ("cpu", "npu"))
     assert abs(npu / cpu - 1) < 1e-3
 
@@ -269,7 +258,7 @@ def test_the_perplexity_of_a_page_is_the_cpus(model: Models) -> None:
 def perplexity(file: Path, device: DeviceName) -> float:
     """e to the mean surprise at a page's tokens, each behind those before."""
     surprise = []
-    with Session(file, replace(SETTINGS, device=device, flash_attention="off")) as session:
+    with Session(file, replace(SETTINGS, device=device)) as session:
         tokens = session.tokenize(PAGE)
         for token, following in pairwise(tokens):
             session.decode([token])
