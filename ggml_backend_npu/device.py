@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -104,6 +105,15 @@ class DeviceOptions:
     @threads.setter
     def threads(self, count: int) -> None:
         threads.allow(count)
+
+    @contextmanager
+    def multiplying(self, how: str) -> Iterator[None]:
+        """Matrices are multiplied in one way until the context ends; plans made before have theirs."""
+        before, self.matmul = self.matmul, how
+        try:
+            yield
+        finally:
+            self.matmul = before
 
     def update(self, options: Mapping[str, str | None]) -> None:
         """Takes options by field name, as text; None leaves a field. Raises DeviceError, and then changes nothing.

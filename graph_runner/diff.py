@@ -595,14 +595,10 @@ def diff(
 @contextmanager
 def _multiplying_as_the_cpu(npu: Plugin) -> Iterator[None]:
     """Matrix products round nothing that the CPU's do not."""
-    before = DEVICE.matmul
-    DEVICE.matmul = "exact"
     npu.forget_plans()
-    try:
+    with DEVICE.multiplying("exact"):
         yield
-    finally:
-        DEVICE.matmul = before
-        npu.forget_plans()
+    npu.forget_plans()
 
 
 _DEVICES: dict[str, DeviceName] = {"CPU": "cpu", "NPU": "npu"}

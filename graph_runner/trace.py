@@ -596,7 +596,8 @@ def _computer(device: str, trace: Trace) -> Iterator[Kernels | Replica]:
         codecs.bind(lib.ggml())  # the one type for which only ggml itself rounds as ggml does
     before, NUMERICS.rounding = NUMERICS.rounding, trace.origin.rounding
     try:
-        yield Kernels()
+        with DEVICE.multiplying("exact"):
+            yield Kernels()
     finally:
         NUMERICS.rounding = before
 

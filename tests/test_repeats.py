@@ -571,7 +571,6 @@ def test_a_known_part_of_a_graph_is_another_one_where_more_is_read(backend: Plug
             np.testing.assert_allclose(
                 scene.get(probabilities).view(np.float32).reshape(5, 8).sum(axis=1), 1, rtol=1e-6
             )
-    assert len(in_python) == 3, "the first one stays known"
 
 
 # memory of the device's own
