@@ -14,8 +14,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from llvmlite import binding
 from numpy.typing import NDArray
 from support import (
     ENGINES,
@@ -96,6 +97,29 @@ class Product:
         many = tuple(n * r for n, r in zip(self.batch, self.repeats, strict=True))
         src1 = self._put(scene, self.src1, b, (self.k, self.n_columns, *many), self.seed + 1)
         return scene.op("mul_mat", src0, src1)
+
+
+ORDERED = [("f16", "f32"), ("f16", "f16"), ("f32", "f32")]
+
+
+@st.composite
+def ordered(draw: st.DrawFn) -> Product:
+    """Weights of floats, whose products have an order: by dot products where there is one column or they do not fit."""
+    types = draw(st.sampled_from(ORDERED))
+    place = draw(st.sampled_from([PLAIN, Placement(axes=(0, 2, 1, 3))]))
+    k = draw(st.sampled_from([64, 128, 576] if types[0] == "f32" else [33, 48, 64, 80, 128, 576]))
+    rows, columns = draw(st.sampled_from([4, 16, 33, 100, 130])), draw(st.sampled_from([1, 1, 2, 3, 5, 8, 40]))
+    return Product(types, k, rows, columns, draw(pairs), draw(pairs), draw(seeds), place, place)
+
+
+@pytest.mark.skipif(not binding.get_host_cpu_features().get("avx512f"), reason="promised with AVX-512")
+@given(recipe=ordered())
+@example(recipe=Product(("f16", "f16"), 128, 16, 5, (2, 1), (1, 1), 0, PLAIN, Placement(axes=(0, 2, 1, 3))))
+@settings(max_examples=60)
+def test_products_of_floats_equal_cpu(backend: Plugin, recipe: Product) -> None:
+    npu, cpu = (outcome(backend, device, recipe) for device in ("NPU", "CPU"))
+    for actual, expected in zip(npu.after, cpu.after, strict=True):
+        assert_same_bytes(actual, expected)
 
 
 def norms(recipe: Product, backend: Plugin) -> Floats:

@@ -43,14 +43,13 @@ from quant.jit import (
     reduced,
 )
 from quant.matrices import LANES, ROWS, multiply
+from quant.orders import STEP, dots_f16
 from quant.runs import CODES, F16, decode_run, round_run
 from quant.threads import Job, Work, allowed
-from quant.vectors import FLOAT, HALF, part
 
 _PRECISIONS = (0, 10)  # GGML_PREC_DEFAULT, GGML_PREC_F32
 _MANY = 64  # queries that ggml's CPU multiplies as matrices
 _LONG = 512  # cells that its threads share where there is one query
-_STEP = 4 * LANES  # elements that a round of its dot product of float16 takes
 
 _KEYS = {
     "f32": "f32",
@@ -147,13 +146,13 @@ def _added(mask: Tensor, q: Tensor, k: Tensor) -> Floats:
 
 def _products(q: Floats, k: Floats) -> Floats:
     """q k^T of numbers that are float16, as ggml_vec_dot_f16 adds: their products are float32 without rounding."""
-    n = q.shape[-1] // _STEP * _STEP
+    n = q.shape[-1] // STEP * STEP
     found = np.empty((*q.shape[:-1], k.shape[-2]), np.float32)
     for cell in range(k.shape[-2]):
         products = q * k[..., cell : cell + 1, :]
         lanes = np.zeros((*q.shape[:-1], 4, LANES), np.float32)
-        for i in range(0, n, _STEP):
-            lanes += products[..., i : i + _STEP].reshape(lanes.shape)
+        for i in range(0, n, STEP):
+            lanes += products[..., i : i + STEP].reshape(lanes.shape)
         sums = (lanes[..., 0, :] + lanes[..., 2, :]) + (lanes[..., 1, :] + lanes[..., 3, :])
         while (half := sums.shape[-1] // 2) > 0:
             neighbours = LANES == 8 and half < 4
@@ -281,38 +280,6 @@ def _dot(x, y, n):
     return total
 
 
-@part
-def _dot_steps(x, y, n_steps, to):
-    """The dot product of float16 and float32, n_steps times _STEP of them, added as ggml_vec_dot_f16 adds."""
-
-    def step(i, sums):
-        places = [(x + i * (2 * _STEP) + 2 * LANES * j, y + i * (4 * _STEP) + 4 * LANES * j) for j in range(4)]
-        pairs = [(a.load(HALF, LANES).widened(), b.load(FLOAT, LANES)) for a, b in places]
-        return [a.fused_multiply_add(b, total) for (a, b), total in zip(pairs, sums, strict=True)]
-
-    first, second, third, fourth = n_steps.count(step, *[x.zeros(FLOAT, LANES)] * 4)
-    sums = (first + third) + (second + fourth)
-    while sums.lanes > 1:
-        half = sums.lanes // 2
-        neighbours = LANES == 8 and half < 4  # AVX's horizontal additions
-        low, high, step_ = (0, 1, 2) if neighbours else (0, half, 1)
-        sums = sums.lanes_from(low, step_, half) + sums.lanes_from(high, step_, half)
-    to.store(sums)
-
-
-@inlined
-def _dot_f16(x, y, n, to):
-    """ggml_vec_dot_f16 of n float16 and n float32 that are float16, to an address."""
-    n_steps = n // _STEP
-    _dot_steps(x, y, n_steps, to)
-    if n % _STEP:
-        a, b, found = array_at(x, types.uint16, n), array_at(y, types.float32, n), array_at(to, types.float32, 1)
-        total = types.float64(found[0])
-        for i in range(n_steps * _STEP, n):
-            total += types.float64(f16_to_f32(a[i]) * b[i])
-        found[0] = types.float32(total)
-
-
 @inlined
 def _float_at(address):
     return array_at(address, types.float32, 1)[0]
@@ -418,7 +385,7 @@ def attend_in_halves(parameters, begin, end):
                     continue
                 at = _row(p, _K, first + i, head, i3)
                 if p[_K + _CODE] == F16:
-                    _dot_f16(at, query, dk, y + 4 * i)
+                    dots_f16(at, 0, query, dk, y + 4 * i, 1)
                     scores[i] *= scale
                 else:
                     decode_run(p[_K + _CODE], at, 0, 0, key, dk)

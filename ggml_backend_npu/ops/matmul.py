@@ -1,10 +1,10 @@
 """MUL_MAT and MUL_MAT_ID: rows of src0 times columns of src1, of any type of weights.
 
 GGML_NPU_MATMUL says how quantised weights are multiplied. exact: the columns are rounded to the type that ggml's CPU
-rounds them to (`VEC_DOT`), so that the result is the CPU's but for the rounding of the sum, and where rows are
-multiplied as integers its very bytes. fast: the same for few
-columns; many are left as they are, and are multiplied with tiles of dequantised weights, which is closer to the true
-product than the CPU, and not equal to it.
+rounds them to (`VEC_DOT`), so that the result is the CPU's but for the rounding of the sum; its very bytes where rows
+are multiplied as integers, and of f16 and f32 weights on x86 with AVX-512 (`quant.orders`; of f32 in rows of whole 64s).
+fast: the same for few columns of quantised weights; many are left as they are, and are multiplied with tiles of
+dequantised weights, which is closer to the true product than the CPU, and not equal to it.
 
 One kernel does both ops and both ways. A matrix of src0 meets the columns that it is for: those of its part of the
 batch, or those whose ids name it. Rows of q8_0, q4_0, q4_1, q5_0, q5_1, q4_K and q6_K are multiplied as integers
@@ -43,7 +43,6 @@ from quant.jit import (
     array_at,
     compiled,
     copy,
-    f16_to_f32,
     f32_to_f16_payload,
     inlined,
     keep,
@@ -51,6 +50,8 @@ from quant.jit import (
     reduced,
     values,
 )
+from quant.matrices import LANES
+from quant.orders import GROUP, dots_f16, dots_f32, multiply_f16, multiply_f32
 from quant.runs import BF16, CODES, F16, F32, decode_run, narrow_run, widen_run
 from quant.threads import Job, Work
 
@@ -67,6 +68,7 @@ VEC_DOT = {weights: rounded for rounded, names in _ROUNDED.items() for weights i
 
 _MANY = 8  # columns from which on BLAS is the faster way
 _TILE_BYTES = 1 << 20  # of dequantised weights
+_NEAR_BYTES = 1 << 18  # of columns that stay in a processor's own caches
 _WEIGHT = 4  # a byte of weights is as much work as so many that are moved
 _QUANTS_AT = {"q8_0": 2, "q4_0": 2, "q4_1": 4, "q5_0": 6, "q5_1": 8}  # bytes from a block's begin
 _CBLAS = 101, 111, 112  # row-major, as it is, transposed
@@ -114,15 +116,6 @@ def _dot(x, y, n):
     return total
 
 
-@reduced
-def _dot_f16(x, y, n):
-    a, b = array_at(x, types.uint16, n), array_at(y, types.float32, n)
-    total = types.float32(0)
-    for i in range(n):
-        total += f16_to_f32(a[i]) * b[i]
-    return total
-
-
 @inlined
 def _step(addresses, count):
     """How far equally spaced addresses lie apart; 0 where they are not, or where there is but one."""
@@ -162,8 +155,8 @@ def products(p, begin, end):
     dots_code, scales, quants, quant_row, quant_2, quant_3, scale_row, scale_2, scale_3 = values(p + 8 * 14, 9)
     src1, nb11, nb12, nb13, ne11, ne12, ne13, src1_code = values(p + 8 * 23, 8)
     dst, nb1, nb2, nb3, ids, ids_nb0, ids_nb1, ids_ne0, ids_ne1 = values(p + 8 * 31, 9)
-    rounding, rounds, simd, sgemm, least = values(p + 8 * 40, 5)
-    steps = p + 8 * 45
+    rounding, rounds, simd, sgemm, least, as_blocks = values(p + 8 * 40, 6)
+    steps = p + 8 * 46
 
     x, y = np.empty(n_columns, np.int64), np.empty(n_columns, np.int64)
     ready_bytes = k // 256 * READY_Q8_K if rounding == _TO_Q8_K else k // 32 * READY_Q8
@@ -176,6 +169,7 @@ def products(p, begin, end):
     tile = types.int64(tile_memory.ctypes.data)
     out_memory = np.empty(max(n_columns, 1) * tile_rows, np.float32)
     out = types.int64(out_memory.ctypes.data)
+    where = np.empty(3, np.int64)
     known, count, by_blas, as_integers, y_step, x_step = types.int64(-1), 0, False, False, 0, 0
 
     for unit in range(begin, end):
@@ -229,17 +223,32 @@ def products(p, begin, end):
             quant = quants + i02 * quant_2 + i03 * quant_3 + first * quant_row
             for c in range(count):
                 dots(dots_code, scale, quant, steps, x[c], y[c] + 4 * first, rows)
+        elif as_blocks:
+            where[0], where[1] = nb01, k // LANES
+            together = max(12, _NEAR_BYTES // (48 * k) * 12)
+            for c in range(0, count, together):
+                x_at, y_at = types.int64(x.ctypes.data) + 8 * c, types.int64(y.ctypes.data) + 8 * c
+                for r in range(0, rows, GROUP):
+                    row, where[2] = at + r * nb01, 4 * (first + r)
+                    if code == F16:
+                        multiply_f16(row, types.int64(where.ctypes.data), x_at, y_at, min(together, count - c))
+                    else:
+                        multiply_f32(row, types.int64(where.ctypes.data), x_at, y_at, min(together, count - c))
+        elif not by_blas and code in (F16, F32):
+            for r in range(0, rows, GROUP):
+                row, some = at + r * nb01, min(GROUP, rows - r)
+                for c in range(count):
+                    if code == F16:
+                        dots_f16(row, nb01, x[c], k, y[c] + 4 * (first + r), some)
+                    else:
+                        dots_f32(row, nb01, x[c], k, y[c] + 4 * (first + r), some)
         elif not by_blas:
             for r in range(rows):
                 row = at + r * nb01
-                if code == F16:
-                    for c in range(count):
-                        array_at(y[c] + 4 * (first + r), types.float32, 1)[0] = _dot_f16(row, x[c], k)
-                    continue
                 if to_float:
                     _call_to_float(to_float, row, tile, k)
                     row = tile
-                elif code != F32:
+                else:
                     decode_run(code, row, packed, n_packed, tile, k)
                     row = tile
                 for c in range(count):
@@ -260,6 +269,9 @@ def products(p, begin, end):
                 for c in range(count):
                     copy(out + 4 * rows * c, y[c] + 4 * first, 4 * rows)
     keep(columns_memory)
+    keep(where)
+    keep(x)
+    keep(y)
     keep(work_memory)
     keep(tile_memory)
     keep(out_memory)
@@ -359,6 +371,13 @@ def mul_mat_id(dst: Tensor, a: Tensor, b: Tensor, ids: Tensor) -> None:
         dst.view()[0, token, slot] = y
 
 
+def _as_blocks(a: Tensor, b: Tensor) -> bool:
+    """Whether ggml's CPU multiplies blocks of rows and columns (llamafile_sgemm), and does so exactly."""
+    fits = b.ne[1] > 1 and a.ne[0] % LANES == 0 and a.ne[1] % GROUP == 0
+    together = b.is_contiguous() or b.type != a.type
+    return DEVICE.matmul == "exact" and a.type in ("f16", "f32") and fits and together
+
+
 def _bind(dst: Tensor, a: Tensor, b: Tensor, ids: Tensor | None) -> Work | None:
     k, n_rows, n_matrices = a.ne[0], a.ne[1], a.ne[2] * a.ne[3]
     n_columns = b.ne[1] * b.ne[2] * b.ne[3] // n_matrices if ids is None else ids.n_elements
@@ -368,8 +387,10 @@ def _bind(dst: Tensor, a: Tensor, b: Tensor, ids: Tensor | None) -> Work | None:
     dots_code = DOTS.get(a.type, NO_DOTS) if plain else NO_DOTS
     if b.type not in CODES or not (decodes or dots_code):
         return None
-    sgemm = NUMERICS.sgemm if decodes and n_columns >= _MANY and not (DEVICE.matmul == "exact" and dots_code) else 0
-    if sgemm:
+    blas = decodes and n_columns >= _MANY and not (DEVICE.matmul == "exact" and (dots_code or a.type in ("f16", "f32")))
+    sgemm = NUMERICS.sgemm if blas else 0
+    as_blocks = ids is None and _as_blocks(a, b)
+    if sgemm or as_blocks:
         tile_rows = min(256, max(64, _TILE_BYTES // (4 * k)), -(-n_rows // 64) * 16)
     else:
         tile_rows = max(16, -(-n_rows // 128) * 16 if n_matrices > 1 else 16)
@@ -393,7 +414,7 @@ def _bind(dst: Tensor, a: Tensor, b: Tensor, ids: Tensor | None) -> Work | None:
         b.address, *b.nb[1:], *b.ne[1:], CODES[b.type],
         dst.address, *dst.nb[1:], *((ids.address, *ids.nb[:2], *ids.ne[:2]) if ids is not None else (0,) * 5),
         _ROUNDINGS[VEC_DOT[a.type]], plain and DEVICE.matmul == "exact", NUMERICS.rounding == "simd", sgemm, _MANY,
-        *steps,
+        as_blocks, *steps,
     )  # fmt: skip
     n_units = -(-n_rows // tile_rows) * n_matrices
     n_bytes = _WEIGHT * n_matrices * n_rows * (a.nb[1] + k * n_columns // 4)

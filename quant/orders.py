@@ -1,0 +1,162 @@
+"""Sums of products in the order in which ggml's CPU adds them, so that they are equal bit for bit.
+
+ggml has two: that of its dot products, four vectors that are added at the end, and that of its matrices (tinyBLAS), one
+vector. Both are as in a ggml built for a processor with this one's vectors: compared with AVX-512, after ggml's source
+with AVX2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from numba import types
+
+from quant.jit import array_at, f16_to_f32, inlined
+from quant.matrices import LANES
+from quant.vectors import FLOAT, HALF, Address, Value, part
+
+STEP = 4 * LANES  # elements that a round of a dot product takes
+GROUP = 4  # rows that are multiplied together
+_SHORT = 8 * STEP  # elements of rows whose dot products are; longer ones had better be read one by one
+_WIDTHS = (6, 2, 1) if LANES == 16 else (3, 1)  # columns of one of them
+
+
+def _load(address: Address, kind: Any) -> Value:
+    value = address.load(kind, LANES)
+    return value.widened() if kind is HALF else value
+
+
+def _sums(four: Sequence[Value], neighbours: bool = False) -> Value:
+    """The sum of each of four vectors: of the upper half and the lower one, until one lane is left.
+
+    neighbours  the last four lanes are added to those beside them, as AVX's horizontal additions do it
+    """
+    half = LANES // 2
+    first, second = [*range(half), *range(LANES, LANES + half)], [*range(half, LANES), *range(LANES + half, 2 * LANES)]
+    ab, cd = (x.picked(y, first) + x.picked(y, second) for x, y in (four[:2], four[2:]))
+    if LANES == 16:
+        fours = [[at + i for at in range(begin, 32, 8) for i in range(4)] for begin in (0, 4)]
+        lanes = ab.picked(cd, fours[0]) + ab.picked(cd, fours[1])
+    else:
+        lanes = ab.followed_by(cd)
+    if neighbours:
+        lanes = lanes.lanes_from(0, 2, 8) + lanes.lanes_from(1, 2, 8)
+    else:
+        low = [4 * i + j for i in range(4) for j in range(2)]
+        lanes = lanes.picked(lanes, low) + lanes.picked(lanes, [i + 2 for i in low])
+    return lanes.lanes_from(0, 2, 4) + lanes.lanes_from(1, 2, 4)
+
+
+def _dot_steps(kind: Any, n_bytes: int, n_rows: int) -> Any:
+    @part
+    def dot_steps(x: Address, row_step: Address, y: Address, n_steps: Address, to: Address) -> None:
+        def step(i: Address, sums: Any) -> list[Value]:
+            right = [(y + i * (4 * STEP) + 4 * LANES * j).load(FLOAT, LANES) for j in range(4)]
+            rows = [x + row_step * r + i * (n_bytes * STEP) for r in range(n_rows)]
+            pairs = [(_load(row + n_bytes * LANES * j, kind), right[j]) for row in rows for j in range(4)]
+            return [a.fused_multiply_add(b, total) for (a, b), total in zip(pairs, sums, strict=True)]
+
+        sums = n_steps.count(step, *[x.zeros(FLOAT, LANES)] * (4 * n_rows))
+        rows = [sums[4 * r : 4 * r + 4] for r in range(n_rows)]
+        totals = [(first + third) + (second + fourth) for first, second, third, fourth in rows]
+        found = _sums((totals * GROUP)[:GROUP], neighbours=LANES == 8)
+        to.store(found.lanes_from(0, 1, n_rows))
+
+    return dot_steps
+
+
+_F16_ROW, _F16_ROWS = _dot_steps(HALF, 2, 1), _dot_steps(HALF, 2, GROUP)
+_F32_ROW, _F32_ROWS = _dot_steps(FLOAT, 4, 1), _dot_steps(FLOAT, 4, GROUP)
+
+
+@inlined
+def _dots(row: Any, rows: Any, x: int, row_step: int, y: int, n: int, to: int, count: int) -> None:
+    r = 0
+    while r + GROUP <= count and n <= _SHORT:
+        rows(x + r * row_step, row_step, y, n // STEP, to + 4 * r)
+        r += GROUP
+    while r < count:
+        row(x + r * row_step, row_step, y, n // STEP, to + 4 * r)
+        r += 1
+
+
+@inlined
+def dots_f16(x: int, row_step: int, y: int, n: int, to: int, count: int) -> None:
+    """ggml_vec_dot_f16 of `count` rows of n float16 and of n float32 that are float16, to an address."""
+    _dots(_F16_ROW, _F16_ROWS, x, row_step, y, n, to, count)
+    if n % STEP:
+        right, found = array_at(y, types.float32, n), array_at(to, types.float32, count)
+        for r in range(count):
+            left = array_at(x + r * row_step, types.uint16, n)
+            total = types.float64(found[r])
+            for i in range(n // STEP * STEP, n):
+                total += types.float64(f16_to_f32(left[i]) * right[i])
+            found[r] = types.float32(total)
+
+
+@inlined
+def dots_f32(x: int, row_step: int, y: int, n: int, to: int, count: int) -> None:
+    """ggml_vec_dot_f32 likewise; of a rest of n / STEP, how GCC adds is not followed."""
+    _dots(_F32_ROW, _F32_ROWS, x, row_step, y, n, to, count)
+    if n % STEP:
+        right, found = array_at(y, types.float32, n), array_at(to, types.float32, count)
+        for r in range(count):
+            left = array_at(x + r * row_step, types.float32, n)
+            for i in range(n // STEP * STEP, n):
+                found[r] += left[i] * right[i]
+
+
+def _columns(kind: Any, n_bytes: int, width: int) -> Any:
+    @part
+    def multiply_columns(rows: Address, where: Address, x: Address, y: Address) -> None:
+        row_step, n_steps, offset = (where.number_at(i) for i in range(3))
+        at = [rows + row_step * i for i in range(GROUP)]
+        columns = [x.number_at(j) for j in range(width)]
+
+        def step(i: Address, sums: Any) -> list[Value]:
+            left = [_load(row + i * (n_bytes * LANES), kind) for row in at]
+            right = [_load(column + i * (4 * LANES), FLOAT) for column in columns]
+            pairs = [(a, b) for b in right for a in left]
+            return [a.fused_multiply_add(b, total) for (a, b), total in zip(pairs, sums, strict=True)]
+
+        sums = n_steps.count(step, *[rows.zeros(FLOAT, LANES)] * (GROUP * width))
+        for j in range(width):
+            (y.number_at(j) + offset).store(_sums(sums[GROUP * j : GROUP * (j + 1)]))
+
+    return multiply_columns
+
+
+_F16_WIDE, _F16_FEW, _F16_ONE = (_columns(HALF, 2, width) for width in (_WIDTHS[0], _WIDTHS[-2], 1))
+_F32_WIDE, _F32_FEW, _F32_ONE = (_columns(FLOAT, 4, width) for width in (_WIDTHS[0], _WIDTHS[-2], 1))
+_WIDE, _FEW = _WIDTHS[0], _WIDTHS[-2]
+
+
+@inlined
+def _multiply(wide: Any, few: Any, one: Any, rows: int, where: int, x: int, y: int, count: int) -> None:
+    c = 0
+    while c + _WIDE <= count:
+        wide(rows, where, x + 8 * c, y + 8 * c)
+        c += _WIDE
+    while c + _FEW <= count:
+        few(rows, where, x + 8 * c, y + 8 * c)
+        c += _FEW
+    while c < count:
+        one(rows, where, x + 8 * c, y + 8 * c)
+        c += 1
+
+
+@inlined
+def multiply_f16(rows: int, where: int, x: int, y: int, count: int) -> None:
+    """GROUP rows of float16 times `count` columns of float32, as tinyBLAS adds.
+
+    where  int64: bytes from row to row, how many times LANES elements a row has, what is added to addresses of y
+    x, y   addresses of the addresses of columns, and of those of their results
+    """
+    _multiply(_F16_WIDE, _F16_FEW, _F16_ONE, rows, where, x, y, count)
+
+
+@inlined
+def multiply_f32(rows: int, where: int, x: int, y: int, count: int) -> None:
+    """As `multiply_f16`, of rows of float32."""
+    _multiply(_F32_WIDE, _F32_FEW, _F32_ONE, rows, where, x, y, count)
