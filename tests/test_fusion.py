@@ -176,14 +176,13 @@ print(json.dumps(told))
     ("memory", "device_type", "moe"),
     [
         pytest.param("host", "gpu", SPANS["moe"], marks=pytest.mark.slow),
-        pytest.param("device", "accel", {}, marks=pytest.mark.slow),
+        pytest.param("device", "accel", SPANS["moe"], marks=pytest.mark.slow),
         ("device", "gpu", SPANS["moe"]),
     ],
 )
 def test_models_are_fused_wherever_their_tensors_lie(
     f32_model: Models, memory: str, device_type: str, moe: dict[str, int]
 ) -> None:
-    """An accelerator with memory of its own is given less of a llama's experts: the caches are the CPU's."""
     options = {"GGML_NPU_MEMORY": memory, "GGML_NPU_DEVICE_TYPE": device_type, "GGML_NPU_OPS": "all"}
     command = [sys.executable, "-c", ELSEWHERE, *(str(f32_model(name)) for name in SPANS)]
     done = subprocess.run(command, capture_output=True, text=True, env=os.environ | options, check=False)
