@@ -1,4 +1,4 @@
-"""Sums of products and of exponentials in the order in which ggml's CPU adds them: equal bit for bit.
+"""Sums of products in the order in which ggml's CPU adds them, so that they are equal bit for bit.
 
 ggml has two: that of its dot products, four vectors that are added at the end, and that of its matrices (tinyBLAS), one
 vector. Both are as in a ggml built for a processor with this one's vectors: compared with AVX-512, after ggml's source
@@ -7,12 +7,10 @@ with AVX2.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
 from numba import types
-from numba.extending import intrinsic
 
 from quant.jit import array_at, f16_to_f32, inlined
 from quant.matrices import LANES
@@ -162,48 +160,3 @@ def multiply_f16(rows: int, where: int, x: int, y: int, count: int) -> None:
 def multiply_f32(rows: int, where: int, x: int, y: int, count: int) -> None:
     """As `multiply_f16`, of rows of float32."""
     _multiply(_F32_WIDE, _F32_FEW, _F32_ONE, rows, where, x, y, count)
-
-
-def _exponential(x: Value, zeros: Value) -> Value:
-    """ggml_v_expf: e ** x by a polynomial."""
-    shift = 12582912.0  # 1.5 * 2 ** 23: what is added to it is rounded to an integer
-    z = x.fused_multiply_add(zeros + float.fromhex("0x1.715476p+0"), zeros + shift)
-    n = z - shift
-    rest = n.fused_multiply_add(zeros - float.fromhex("0x1.62e4p-1"), x)
-    b = n.fused_multiply_add(zeros - float.fromhex("0x1.7f7d1cp-20"), rest)
-    c = [zeros + float.fromhex(f"0x1.{digits}") for digits in ("0e4020p-7", "573e2ep-5", "555e66p-3", "fffdb6p-2")]
-    square, ends = b * b, b.fused_multiply_add(zeros + float.fromhex("0x1.ffffecp-1"), zeros + 1.0)
-    inner = b.fused_multiply_add(c[0], c[1]).fused_multiply_add(square, b.fused_multiply_add(c[2], c[3]))
-    y = inner.fused_multiply_add(square, ends)
-    inside = (n.bits() & 0x7FFFFFFF).at_most(0x43400000)  # |n| <= 192
-    power = n.where(inside, 0.0).to_int32() + 254
-    half = power >> 1  # 2 ** n in two steps: by itself it may be no normal number
-    y = y * (half << 23).as_float() * ((power - half) << 23).as_float()
-    beyond = zeros.where((n.bits() >> 31).equals(1), float("inf"))
-    return y.where(inside, beyond).where(x.equals(x), x)
-
-
-@intrinsic
-def _exponentials(typing_context: Any, address: Any, maximum: Any) -> Any:
-    """LANES of float32 become e ** (x - maximum); returns their sum."""
-
-    def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        place = Address(builder, arguments[0])
-        y = _exponential(place.load(FLOAT, LANES) - Value(builder, arguments[1]), place.zeros(FLOAT, LANES))
-        place.store(y)
-        return y.total()._value
-
-    return types.float32(types.int64, types.float32), emit
-
-
-@inlined
-def exponentials(x: Any, n: int, maximum: Any) -> Any:
-    """ggml_vec_soft_max_f32 in place: n float32 at an address become e ** (x - maximum); returns their sum."""
-    total = types.float64(0)
-    for i in range(0, n // LANES * LANES, LANES):
-        total += types.float64(_exponentials(types.int64(x + 4 * i), maximum))
-    row = array_at(x, types.float32, n)
-    for i in range(n // LANES * LANES, n):
-        row[i] = types.float32(math.exp(row[i] - maximum))
-        total += types.float64(row[i])
-    return total

@@ -2,13 +2,11 @@
 
 `softmax` goes through rows of a strided tensor: each is scaled, masked, and becomes e ** (x - max), divided by its sum
 or, for a tile of flash attention, left beside it. A masked element is excluded: it takes part in neither, whatever it
-holds, and gives 0; a row of which all is masked gives zeros. A NaN that is not masked makes its row NaN. The steps are
-those of ggml's CPU: SOFT_MAX of float32 is byte-equal to it on x86 with AVX-512.
+holds, and gives 0; a row of which all is masked gives zeros. A NaN that is not masked makes its row NaN.
 """
 
 from __future__ import annotations
 
-import math
 import struct
 from dataclasses import dataclass
 
@@ -29,7 +27,6 @@ from quant.jit import (
     round_half_even,
     truncate_to_int32,
 )
-from quant.orders import exponentials
 from quant.runs import CODES, F16, F32, narrow_run, widen_run
 from quant.threads import Job, Work
 
@@ -99,7 +96,7 @@ def _sum(x, n):
 
 @inlined
 def exps(x, n, maximum):
-    """x = e ** (x - maximum) for n float32 at an address, equal ones of equal ones; returns their sum."""
+    """x = e ** (x - maximum) for n float32 at an address; returns their sum."""
     row = array_at(x, types.float32, n)
     for i in range(n):
         row[i] = exp(row[i] - maximum)
@@ -125,11 +122,11 @@ def _exclude(p, mask, slope, y, begin, count):
     if kind == _ADD_F32:
         for i in range(count):
             value = array_at(at + i * nb0, types.float32, 1)[0]
-            row[i] = excluded if value == excluded else fused_multiply_add(slope, value, row[i])
+            row[i] = excluded if value == excluded else row[i] + slope * value
     elif kind == _ADD_F16:
         for i in range(count):
             value = f16_to_f32(array_at(at + i * nb0, types.uint16, 1)[0])
-            row[i] = excluded if value == excluded else fused_multiply_add(slope, value, row[i])
+            row[i] = excluded if value == excluded else row[i] + slope * value
     elif kind == _MARK_F32:
         for i in range(count):
             row[i] = row[i] if array_at(at + i * nb0, types.float32, 1)[0] != types.float32(0) else excluded
@@ -231,9 +228,9 @@ def softmax(parameters, begin, end):
             count = min(tile, last - column)
             if not in_place:
                 _scores(p, scale, src, mask, slope, y, column, count)
-            total += exponentials(y, count, maximum)
+            total += exps(y, count, maximum)
         if sink > types.float32(-np.inf) or sink != sink:
-            total += types.float64(types.float32(math.exp(sink - maximum)))
+            total += types.float64(exp(sink - maximum))
         factor = types.float32(1)
         if p[_SUM]:
             array_at(p[_SUM] + 4 * index, types.float32, 1)[0] = types.float32(total)
@@ -244,7 +241,7 @@ def softmax(parameters, begin, end):
             count = min(tile, last - column)
             if not in_place:
                 _scores(p, scale, src, mask, slope, y, column, count)
-                exponentials(y, count, maximum)
+                exps(y, count, maximum)
             if factor != types.float32(1):
                 scaled(y, count, factor)
             if not in_place:
