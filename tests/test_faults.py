@@ -290,7 +290,7 @@ def test_behind_a_fault_nothing_is_blamed_for_it(model: Models, name: str) -> No
     assert result.stopped is None
     last = result.nodes[-1]
     assert last.verdict in (Verdict.INHERITED, Verdict.AMPLIFIED)
-    assert last.isolated is None
+    assert last.isolated
     assert last.cumulative is not None
     assert last.cumulative.n_different > 0
 

@@ -173,7 +173,8 @@ def test_exact_products(
 ) -> None:
     k = blocks * max(block_of(type), 24)
     recipe = Product((type, "f32"), k, n_rows, n_columns, batch, repeats, seed)
-    assert_equal_but_for_rounding(backend, recipe, norms(recipe, backend))
+    sums = 2 if matmul.VEC_DOT[type] == "q8_1" else 1  # of quants and of minima, which may cancel
+    assert_equal_but_for_rounding(backend, recipe, sums * norms(recipe, backend))
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="on other processors ggml has other steps")
