@@ -1,4 +1,4 @@
-"""Your own kernels for llama.cpp, in NumPy: RMS_NORM, which the backend does not have, and GET_ROWS instead of its own.
+"""Your own kernels for llama.cpp, in NumPy: RMS_NORM and GET_ROWS, in place of those of the backend.
 
 ggml-npu run  demo --kernels examples/my_kernels.py
 ggml-npu diff demo --kernels examples/my_kernels.py --ops GET_ROWS
