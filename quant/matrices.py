@@ -8,7 +8,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from quant.jit import inlined, processor_has
+from quant.jit import array_at, inlined, processor_has, reduced
 from quant.vectors import FLOAT, Address, Variable
 
 LANES = 16 if processor_has("avx512f") else 8  # floats of a vector
@@ -59,3 +59,13 @@ def multiply(a, a_row, a_column, b, b_row, c, c_row, m, depth, n):
             _multiply_wide(x, a_row, a_column, b + 4 * j, b_row, y + 4 * j, c_row, depth)
         for j in range(wide, n, LANES):
             _multiply_narrow(x, a_row, a_column, b + 4 * j, b_row, y + 4 * j, c_row, depth)
+
+
+@reduced
+def dot(x, y, n):
+    """The sum of products of n float32 at two addresses, in the order that vectors like."""
+    a, b = array_at(x, types.float32, n), array_at(y, types.float32, n)
+    total = types.float32(0)
+    for i in range(n):
+        total += a[i] * b[i]
+    return total

@@ -6,10 +6,15 @@ norms of row and column, which no sum of theirs exceeds.
 
 from __future__ import annotations
 
+import json
+import os
 import platform
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from math import prod
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -40,7 +45,7 @@ from ggml_backend_npu.numerics import NUMERICS
 from ggml_backend_npu.ops import matmul
 from ggml_backend_npu.packed import Packed
 from ggml_backend_npu.registry import KernelError
-from quant import codec, dots, vectors
+from quant import codec, dots
 from quant.jit import compiled, parameters, values
 
 ULP = 2.0**-23
@@ -303,40 +308,47 @@ def _dots_of(p: int, begin: int, end: int) -> int:
     return 0
 
 
-@compiled
-def _portable_dots_of(p: int, begin: int, end: int) -> int:
-    """The same; to be compiled without the processor's own instruction."""
-    code, scales, quants, steps, y, target, n, x, n_blocks, by_256 = values(p, 10)
-    if by_256:
-        dots.ready_q8_k(x, y, n_blocks)
-    else:
-        dots.ready_q8(x, y, n_blocks, 1)
-    dots.dots(code, scales, quants, steps, y, target, n)
-    return 0
-
-
-def test_the_processors_dot_products_equal_the_portable_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    k, n_rows = 512, 7
+def dots_of_each_type() -> dict[str, str]:
+    """What `quant.dots` gives, as hexadecimal digits: 7 rows of each type times a vector of 512."""
+    k, n_rows, found = 512, 7, {}
     x = numbers("f32", (k,), 1).view(np.float32)
-    found = {}
-    for kernel, own in ((_dots_of, vectors._dots_bytes()), (_portable_dots_of, False)):
-        monkeypatch.setattr(vectors, "_dots_bytes", lambda own=own: own)
-        for type, code in dots.DOTS.items():
-            weights = numbers(type, (k * n_rows,), 2)
-            unit, size = codec(type).block_bytes, codec(type).block_size
-            row = k // size * unit
-            steps = np.array([unit, unit, row, row, k // size])
-            ready, y = np.zeros(4 * k, np.uint8), np.zeros(n_rows, np.float32)
-            at = weights.ctypes.data
-            quants = at + matmul._QUANTS_AT.get(type, 0)
-            arrays = steps.ctypes.data, ready.ctypes.data, y.ctypes.data
-            p = parameters(code, at, quants, *arrays, n_rows, x.ctypes.data, k // size, size == 256)
-            kernel(p.ctypes.data, 0, 0)
-            assert found.setdefault(type, y.tobytes()) == y.tobytes()
-            rounded = quant.dequantize(quant.quantize(x, matmul.VEC_DOT[type], "simd"), matmul.VEC_DOT[type])
-            w = decoded(type, weights, (n_rows, k))
-            bound = 1e-3 if matmul.VEC_DOT[type] == "q8_1" else 1e-6  # the sum beside q8_1's quants is rounded to f16
-            assert np.abs(y - w @ rounded.astype(np.float64)).max() <= bound * np.linalg.norm(w) * np.linalg.norm(x)
+    for type, code in dots.DOTS.items():
+        weights = numbers(type, (k * n_rows,), 2)
+        unit, size = codec(type).block_bytes, codec(type).block_size
+        row = k // size * unit
+        steps = np.array([unit, unit, row, row, k // size])
+        ready, y = np.zeros(4 * k, np.uint8), np.zeros(n_rows, np.float32)
+        at = weights.ctypes.data
+        arrays = steps.ctypes.data, ready.ctypes.data, y.ctypes.data
+        quants = at + matmul._QUANTS_AT.get(type, 0)
+        p = parameters(code, at, quants, *arrays, n_rows, x.ctypes.data, k // size, size == 256)
+        _dots_of(p.ctypes.data, 0, 0)
+        rounded = quant.dequantize(quant.quantize(x, matmul.VEC_DOT[type], "simd"), matmul.VEC_DOT[type])
+        w = decoded(type, weights, (n_rows, k))
+        bound = 1e-3 if matmul.VEC_DOT[type] == "q8_1" else 1e-6  # the sum beside q8_1's quants is rounded to f16
+        assert np.abs(y - w @ rounded.astype(np.float64)).max() <= bound * np.linalg.norm(w) * np.linalg.norm(x)
+        found[type] = y.tobytes().hex()
+    return found
+
+
+PORTABLE = """
+import json
+from quant import vectors
+
+vectors._dots_bytes = lambda: False
+import test_matmul
+
+print(json.dumps(test_matmul.dots_of_each_type()))
+"""
+
+
+def test_the_processors_dot_products_equal_the_portable_ones(tmp_path: Path) -> None:
+    """The portable ones in a process and a cache of their own: parts of kernels are compiled once in each."""
+    environment = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(Path(__file__).parent)}
+    command = [sys.executable, "-c", PORTABLE]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == dots_of_each_type()
 
 
 def test_columns_are_rounded_to_the_types_that_ggml_rounds_them_to(backend: Plugin) -> None:

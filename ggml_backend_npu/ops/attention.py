@@ -40,9 +40,8 @@ from quant.jit import (
     fused_multiply_add,
     inlined,
     keep,
-    reduced,
 )
-from quant.matrices import LANES, ROWS, multiply
+from quant.matrices import LANES, ROWS, dot, multiply
 from quant.orders import STEP, dots_f16
 from quant.runs import CODES, F16, decode_run, round_run
 from quant.threads import Job, Work, allowed
@@ -271,15 +270,6 @@ _DST, _PARTS, _N_PARTS = 38, 39, 40
 _PARAMETERS = 41
 
 
-@reduced
-def _dot(x, y, n):
-    a, b = array_at(x, types.float32, n), array_at(y, types.float32, n)
-    total = types.float32(0)
-    for i in range(n):
-        total += a[i] * b[i]
-    return total
-
-
 @inlined
 def _float_at(address):
     return array_at(address, types.float32, 1)[0]
@@ -389,7 +379,7 @@ def attend_in_halves(parameters, begin, end):
                     scores[i] *= scale
                 else:
                     decode_run(p[_K + _CODE], at, 0, 0, key, dk)
-                    scores[i] = scale * _dot(key, query, dk)
+                    scores[i] = scale * dot(key, query, dk)
             _capped(p, y, count)
             if mask:
                 added = array_at(mask + 2 * first, types.uint16, count)

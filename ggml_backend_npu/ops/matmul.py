@@ -47,10 +47,9 @@ from quant.jit import (
     inlined,
     keep,
     parameters,
-    reduced,
     values,
 )
-from quant.matrices import LANES
+from quant.matrices import LANES, dot
 from quant.orders import GROUP, dots_f16, dots_f32, multiply_f16, multiply_f32
 from quant.runs import BF16, CODES, F16, F32, decode_run, narrow_run, widen_run
 from quant.threads import Job, Work
@@ -105,15 +104,6 @@ def _call_to_float(typing_context, function, source, target, count):
         return context.get_dummy_value()
 
     return types.void(*[types.int64] * 4), emit
-
-
-@reduced
-def _dot(x, y, n):
-    a, b = array_at(x, types.float32, n), array_at(y, types.float32, n)
-    total = types.float32(0)
-    for i in range(n):
-        total += a[i] * b[i]
-    return total
 
 
 @inlined
@@ -252,7 +242,7 @@ def products(p, begin, end):
                     decode_run(code, row, packed, n_packed, tile, k)
                     row = tile
                 for c in range(count):
-                    array_at(y[c] + 4 * (first + r), types.float32, 1)[0] = _dot(row, x[c], k)
+                    array_at(y[c] + 4 * (first + r), types.float32, 1)[0] = dot(row, x[c], k)
         else:
             weights, step = at, nb01 // 4
             if code != F32 or nb01 % 4 or to_float:

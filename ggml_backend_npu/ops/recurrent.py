@@ -29,6 +29,7 @@ from quant.jit import (
     reduced,
     values,
 )
+from quant.matrices import dot
 from quant.threads import Job, Work
 
 _CHANNELS = 16  # of a convolution whose results fill a cache line
@@ -463,15 +464,6 @@ def rwkv_wkv7(dst: Tensor, r: Tensor, w: Tensor, k: Tensor, v: Tensor, a: Tensor
 
 
 @reduced
-def _dot(x, y, n):
-    a, b = array_at(x, types.float32, n), array_at(y, types.float32, n)
-    total = types.float32(0)
-    for i in range(n):
-        total += a[i] * b[i]
-    return total
-
-
-@reduced
 def _wkv7_row(s, w, k, b, r, v, removed, n):
     """One row of a head's state. Returns what it gives."""
     row, decay, key = array_at(s, types.float32, n), array_at(w, types.float32, n), array_at(k, types.float32, n)
@@ -496,7 +488,7 @@ def wkv7(p, begin, end):
             at = ((sequence * n_tokens + t) * n_head + head) * row
             y, gains = array_at(dst + at, types.float32, size), array_at(v + at, types.float32, size)
             for i in range(size):
-                removed = _dot(a + at, s + i * row, size)
+                removed = dot(a + at, s + i * row, size)
                 y[i] = _wkv7_row(s + i * row, w + at, k + at, b + at, r + at, gains[i], removed, size)
     return 0
 
@@ -617,8 +609,8 @@ def delta_net(p, begin, end):
             for j in range(size):
                 at = s + j * row
                 _scaled_by(at, decays, size)
-                _add_scaled(at, key, (value[j] - _dot(at, key, size)) * strength, size)
-                y[j] = _dot(at, query, size) * scale
+                _add_scaled(at, key, (value[j] - dot(at, key, size)) * strength, size)
+                y[j] = dot(at, query, size) * scale
             before_last = n_tokens - 1 - t
             if before_last > 0 and before_last < count:
                 copy(s, s + before_last * n_sequences * n_head * head_bytes, head_bytes)
