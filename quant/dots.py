@@ -11,7 +11,7 @@ from __future__ import annotations
 from numba import types
 
 from quant.jit import array_at, inlined
-from quant.runs import _magnitudes
+from quant.runs import magnitudes
 from quant.vectors import BIT, FLOAT, HALF, INT8, INT32, part
 
 # the types of rows, by number; 0 has no integer dots
@@ -29,7 +29,7 @@ def _ready(rounding):
     def ready(source, target):
         """Quantises 32 float32."""
         x = source.load(FLOAT, 32)
-        largest = _magnitudes(x).largest().as_float()
+        largest = magnitudes(x).largest().as_float()
         d = largest / 127.0
         if rounding == "simd":
             quants = (x * (127.0 / largest).where(largest.differs(0.0), 0.0)).rounded("rint").to_int32()
@@ -113,10 +113,9 @@ def rounded_q8_k(source, target, n_blocks):
             _unready(at + j, types.int64(_SCALE_K - j), target + 1024 * i + 4 * j)
 
 
-# steps of rows as the parts below see them: from a block's scale to the next one's, the same of its quants, and from a
-# row to the next; blocks in a row
-_SCALE_STEP, _QUANT_STEP, _SCALE_ROW, _QUANT_ROW, _BLOCKS = range(5)
-STEPS = 5
+# the steps that `dots` is given: from a block's scale to the next one's, the same of its quants, and from a row to the
+# next; blocks in a row
+_SCALE_ROW, _QUANT_ROW, STEPS = 2, 3, 5
 
 
 def _quants_q8_0(q):
@@ -247,26 +246,26 @@ def _dots_q6_k(n_rows):
     return dots
 
 
-_ROWS = 4  # at a time
+_ROWS, _ROWS_K = 4, 2  # at a time
 _four_q8_0, _one_q8_0 = (_dots_32(n, _quants_q8_0, 128) for n in (_ROWS, 1))
 _four_q4_0, _one_q4_0 = (_dots_32(n, _quants_q4, 8) for n in (_ROWS, 1))
 _four_q4_0_packed, _one_q4_0_packed = (_dots_32(n, _quants_q4_packed, 8) for n in (_ROWS, 1))
 _four_q4_1, _one_q4_1 = (_dots_32(n, _quants_q4, 0, has_minimum=True) for n in (_ROWS, 1))
 _four_q5_0, _one_q5_0 = (_dots_32(n, _quants_q5, 16) for n in (_ROWS, 1))
 _four_q5_1, _one_q5_1 = (_dots_32(n, _quants_q5, 0, has_minimum=True) for n in (_ROWS, 1))
-_four_q4_k, _one_q4_k = (_dots_q4_k(n) for n in (2, 1))
-_four_q6_k, _one_q6_k = (_dots_q6_k(n) for n in (2, 1))
+_two_q4_k, _one_q4_k = (_dots_q4_k(n) for n in (_ROWS_K, 1))
+_two_q6_k, _one_q6_k = (_dots_q6_k(n) for n in (_ROWS_K, 1))
 
 
 @inlined
 def _all_rows(several, at_once, one, scale, quants, steps, y, target, n_rows):
-    s = array_at(steps, types.int64, STEPS)
+    step = array_at(steps, types.int64, STEPS)
     row = 0
     while row + at_once <= n_rows:
-        several(scale + row * s[2], quants + row * s[3], steps, y, target + 4 * row)
+        several(scale + row * step[_SCALE_ROW], quants + row * step[_QUANT_ROW], steps, y, target + 4 * row)
         row += at_once
     while row < n_rows:
-        one(scale + row * s[2], quants + row * s[3], steps, y, target + 4 * row)
+        one(scale + row * step[_SCALE_ROW], quants + row * step[_QUANT_ROW], steps, y, target + 4 * row)
         row += 1
 
 
@@ -279,18 +278,18 @@ def dots(code, scale, quants, steps, y, target, n_rows):
            row to row, and how many blocks are in a row
     """
     if code == Q8_0:
-        _all_rows(_four_q8_0, 4, _one_q8_0, scale, quants, steps, y, target, n_rows)
+        _all_rows(_four_q8_0, _ROWS, _one_q8_0, scale, quants, steps, y, target, n_rows)
     elif code == Q4_0:
-        _all_rows(_four_q4_0, 4, _one_q4_0, scale, quants, steps, y, target, n_rows)
+        _all_rows(_four_q4_0, _ROWS, _one_q4_0, scale, quants, steps, y, target, n_rows)
     elif code == Q4_0_PACKED:
-        _all_rows(_four_q4_0_packed, 4, _one_q4_0_packed, scale, quants, steps, y, target, n_rows)
+        _all_rows(_four_q4_0_packed, _ROWS, _one_q4_0_packed, scale, quants, steps, y, target, n_rows)
     elif code == Q4_1:
-        _all_rows(_four_q4_1, 4, _one_q4_1, scale, quants, steps, y, target, n_rows)
+        _all_rows(_four_q4_1, _ROWS, _one_q4_1, scale, quants, steps, y, target, n_rows)
     elif code == Q5_0:
-        _all_rows(_four_q5_0, 4, _one_q5_0, scale, quants, steps, y, target, n_rows)
+        _all_rows(_four_q5_0, _ROWS, _one_q5_0, scale, quants, steps, y, target, n_rows)
     elif code == Q5_1:
-        _all_rows(_four_q5_1, 4, _one_q5_1, scale, quants, steps, y, target, n_rows)
+        _all_rows(_four_q5_1, _ROWS, _one_q5_1, scale, quants, steps, y, target, n_rows)
     elif code == Q4_K:
-        _all_rows(_four_q4_k, 2, _one_q4_k, scale, quants, steps, y, target, n_rows)
+        _all_rows(_two_q4_k, _ROWS_K, _one_q4_k, scale, quants, steps, y, target, n_rows)
     else:
-        _all_rows(_four_q6_k, 2, _one_q6_k, scale, quants, steps, y, target, n_rows)
+        _all_rows(_two_q6_k, _ROWS_K, _one_q6_k, scale, quants, steps, y, target, n_rows)

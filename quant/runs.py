@@ -140,7 +140,7 @@ def _floats(source, kind):
     return (source.load(INT16, _BLOCK).to(INT32) << 16).as_float()
 
 
-def _magnitudes(x):
+def magnitudes(x):
     """Bits of |x|; 0 for NaN, which is passed over, as by C's `amax < fabsf(v)`."""
     bits = x.bits() & 0x7FFFFFFF
     return bits.where(bits.at_most(0x7F800000), 0)
@@ -177,7 +177,7 @@ def _encode_q8_0_reference_block(kind):
     @part
     def encode(source, scale, quants):
         x = _floats(source, kind)
-        d = _magnitudes(x).largest().as_float() / 127.0
+        d = magnitudes(x).largest().as_float() / 127.0
         scale.store(d.narrowed())
         quants.store((x * _reciprocal(d)).rounded("round").to_int32().to(INT8))
 
@@ -188,7 +188,7 @@ def _encode_q8_0_simd_block(kind):
     @part
     def encode(source, scale, quants):
         x = _floats(source, kind)
-        largest = _magnitudes(x).largest().as_float()
+        largest = magnitudes(x).largest().as_float()
         scale.store((largest / 127.0).narrowed())
         inverse = (127.0 / largest).where(largest.differs(0.0), 0.0)
         quants.store((x * inverse).rounded("rint").to_int32().limited(-128, 127).to(INT8))
@@ -198,9 +198,9 @@ def _encode_q8_0_simd_block(kind):
 
 def _q4_0_codes(x):
     """The scale and the codes of a block, 0 to 15."""
-    magnitudes = _magnitudes(x)
-    largest = magnitudes.largest()
-    extreme = x.lane(magnitudes.equals(largest).bits().first_set()).where(largest.differs(0), 0.0)
+    sizes = magnitudes(x)
+    largest = sizes.largest()
+    extreme = x.lane(sizes.equals(largest).bits().first_set()).where(largest.differs(0), 0.0)
     d = extreme / -8.0
     return d, (x * _reciprocal(d) + 8.5).to_int32().to(INT8).limited(-128, 15)
 

@@ -78,7 +78,6 @@ _FUNCTIONS: _Functions = {
     "ggml_soft_max_add_sinks": (None, [c_void_p] * 2),
     "ggml_flash_attn_ext": (c_void_p, [c_void_p] * 5 + [c_float] * 3),
     "ggml_flash_attn_ext_add_sinks": (None, [c_void_p] * 2),
-    "ggml_rope_ext": (c_void_p, [c_void_p] * 4 + [c_int] * 3 + [c_float] * 6),
     **{f"ggml_{name}": (c_void_p, [c_void_p] * 2) for name in ("sum", "mean", "cumsum", "argmax")},
     "ggml_im2col": (c_void_p, [c_void_p] * 3 + [c_int] * 6 + [c_bool, c_int]),
     "ggml_tri": (c_void_p, [c_void_p] * 2 + [c_int]),
