@@ -14,6 +14,7 @@ from support import ENGINES, ROWS_APART, TRANSPOSED, Placement, Recipe, Scene, a
 
 from ggml_backend_npu import OPS, op
 from ggml_backend_npu.abi.plugin import Plugin
+from ggml_backend_npu.device import DEVICE
 from quant import codec
 
 
@@ -242,3 +243,29 @@ def test_a_kernel_that_raised_can_be_replaced(backend: Plugin) -> None:
 
     backend.forget_plans()
     assert outcome(backend, "NPU", sqr).after[0].view(np.float32).tolist() == [1.0] * 4
+
+
+# the fallback
+
+
+@pytest.mark.parametrize(("ops", "taken"), [("default", ["GET_ROWS"]), ("all", ["GET_ROWS", "SUM_ROWS"])])
+def test_the_cpu_computes_what_the_device_is_not_to_take(
+    backend: Plugin, monkeypatch: pytest.MonkeyPatch, ops: str, taken: list[str]
+) -> None:
+    monkeypatch.setattr(DEVICE, "ops", ops)
+    monkeypatch.setattr(DEVICE, "fallback", "cpu")
+
+    def squares_of_sums_of_rows(scene: Scene) -> int:
+        rows = GetRows("f32", (5, 3, 1, 1), 2)(scene)
+        return scene.op("sqr", scene.op("sum_rows", rows))
+
+    backend.statistics.reset()
+    results = {}
+    for device in ("NPU", "CPU"):
+        with Scene(backend.ggml, device) as scene:
+            node = squares_of_sums_of_rows(scene)
+            scene.fill(node)
+            assert scene.compute(node) == 0, backend.statistics.error
+            results[device] = scene.get(node)
+    assert sorted(backend.statistics.computed) == taken
+    assert_same_bytes(results["NPU"], results["CPU"])

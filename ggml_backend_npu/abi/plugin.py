@@ -254,7 +254,7 @@ class Plugin:
             return True
         if self._holds(node):
             return True  # ggml aborts where no device takes it; here it fails in graph_compute, which says why
-        if not self.active or (op in OPS and OPS[op].optional and DEVICE.ops != "all"):
+        if not self.active or not _offers(op):
             return False
         reason = OPS.refusal(convert.node(self.ggml, node)) if op in OPS else NO_KERNEL
         if reason is not None:
@@ -326,7 +326,7 @@ class Plugin:
             if not convert.is_to_be_computed(self.ggml, header.nodes[index]):
                 continue
             node = convert.node(self.ggml, header.nodes[index])
-            if OPS.refusal(node) is None:
+            if _offers(node.op) and OPS.refusal(node) is None:
                 if self._compute_on_cpu(header, begin, index) != structs.STATUS_SUCCESS:
                     return structs.STATUS_FAILED
                 bound = plan(Graph((node,)), OPS)
@@ -362,6 +362,11 @@ class Plugin:
         self._plans.clear()
         for context in list(self.contexts.values()):
             context.repeats.forget()
+
+
+def _offers(op: str) -> bool:
+    """Whether the device is to take nodes of an op where its kernel can."""
+    return op not in OPS or not OPS[op].optional or DEVICE.ops == "all"
 
 
 def make(ggml: Ggml) -> Plugin:
