@@ -230,7 +230,7 @@ def _routed(span: Span, weights: Tensor, *, norm: bool = False, least: float = 0
     if ids is None or not span.reads(1, 0, 0) or not span.reads(2, 0, 0) or not weights.is_contiguous():
         return None
     last = len(span.nodes) - 1
-    call = routed(_flat(weights, ids), ids, logits, norm=norm, least=least)
+    call = routed(_flat(weights, ids), ids, logits, norm=norm, least=least, of_nodes=True)
     return Fused(call, {1: ids, last: weights}, in_place=frozenset({last}))
 
 
@@ -270,7 +270,7 @@ def _softmax_of_top_k(span: Span) -> Fused | None:
         return None
     if softmax.params[:8] != _SOFTMAX_ALONE or len(softmax.src) != 1 or weights.ne != ids.ne:
         return None
-    call = routed(_flat(weights, ids), ids, scores, selected_only=True)
+    call = routed(_flat(weights, ids), ids, scores, selected_only=True, of_nodes=True)
     return Fused(call, {0: ids, 2: weights}, in_place=frozenset({2}))
 
 

@@ -1,8 +1,8 @@
-"""Sums of products in the order in which ggml's CPU adds them, so that they are equal bit for bit.
+"""Sums in the order in which ggml's CPU adds them, so that they are equal bit for bit.
 
-ggml has two: that of its dot products, four vectors that are added at the end, and that of its matrices (tinyBLAS), one
-vector. Both are as in a ggml built for a processor with this one's vectors: compared with AVX-512, after ggml's source
-with AVX2.
+Of products ggml has two: that of its dot products, four vectors that are added at the end, and that of its matrices
+(tinyBLAS), one vector. Exponentials are added vector by vector. All are as in a ggml built for a processor with this
+one's vectors: compared with AVX-512, after ggml's source with AVX2.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from numba import types
+from numba.extending import intrinsic
 
 from quant.jit import array_at, f16_to_f32, inlined
 from quant.matrices import LANES
@@ -160,3 +161,23 @@ def multiply_f16(rows: int, where: int, x: int, y: int, count: int) -> None:
 def multiply_f32(rows: int, where: int, x: int, y: int, count: int) -> None:
     """As `multiply_f16`, of rows of float32."""
     _multiply(_F32_WIDE, _F32_FEW, _F32_ONE, rows, where, x, y, count)
+
+
+@intrinsic
+def _vector_total(typing_context: Any, address: Any) -> Any:
+    def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return Address(builder, arguments[0]).load(FLOAT, LANES).total()._value
+
+    return types.float32(types.int64), emit
+
+
+@inlined
+def row_total(x: int, n: int) -> Any:
+    """The sum of n float32 at an address as ggml_vec_soft_max_f32 takes it: of each vector in float32, then in float64."""
+    found = types.float64(0)
+    for i in range(0, n // LANES * LANES, LANES):
+        found += types.float64(_vector_total(x + 4 * i))
+    row = array_at(x, types.float32, n)
+    for i in range(n // LANES * LANES, n):
+        found += types.float64(row[i])
+    return found

@@ -15,6 +15,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from hypothesis import strategies as st
+from llvmlite import binding
 from numpy.typing import NDArray
 
 import quant
@@ -29,6 +30,8 @@ Dims = tuple[int, int, int, int]
 Kind = Literal["any", "number", "plain", "dense"]  # floats: any bits; not NaN; quantisable; no block of zeros
 ENGINES = ("compiled", "reference")
 IN_ORDER: Dims = (0, 1, 2, 3)
+with_avx512 = pytest.mark.skipif(not binding.get_host_cpu_features().get("avx512f"), reason="promised with AVX-512")
+
 _GUARD = 1 << 14
 
 # running

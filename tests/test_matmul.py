@@ -21,7 +21,6 @@ import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from llvmlite import binding
 from numpy.typing import NDArray
 from support import (
     ENGINES,
@@ -35,6 +34,7 @@ from support import (
     placements,
     seeds,
     supported,
+    with_avx512,
 )
 
 import quant
@@ -117,7 +117,7 @@ def ordered(draw: st.DrawFn) -> Product:
     return Product(types, k, rows, columns, draw(pairs), draw(pairs), draw(seeds), place, place)
 
 
-@pytest.mark.skipif(not binding.get_host_cpu_features().get("avx512f"), reason="promised with AVX-512")
+@with_avx512
 @given(recipe=ordered())
 @example(recipe=Product(("f16", "f16"), 128, 16, 5, (2, 1), (1, 1), 0, PLAIN, Placement(axes=(0, 2, 1, 3))))
 @settings(max_examples=60)

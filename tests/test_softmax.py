@@ -26,6 +26,7 @@ from support import (
     recorded_works,
     seeds,
     supported,
+    with_avx512,
 )
 
 from ggml_backend_npu import OPS, Node, Tensor
@@ -131,6 +132,14 @@ def test_soft_max(backend: Plugin, recipe: SoftMax) -> None:
     assert_close_to_cpu(backend, recipe)
 
 
+@with_avx512
+@given(recipe=soft_maxes())
+@settings(max_examples=300)
+def test_soft_max_equals_cpu(backend: Plugin, recipe: SoftMax) -> None:
+    npu, cpu = (outcome(backend, device, recipe) for device in ("NPU", "CPU"))
+    assert_same_bytes(npu.after[0], cpu.after[0])
+
+
 CASES = {
     "rows of 1": SoftMax((1, 5, 3, 2), "f16", sinks=True),
     "no head": SoftMax((7, 5, 0, 2), "f32", max_bias=8.0),
@@ -212,7 +221,7 @@ def test_compiled_equals_the_definition_but_for_rounding(
     defined = np.full_like(x, 9)
     tensors = [None if array is None else Tensor.of(array) for array in (mask, sinks)]
     soft_max.define(Tensor.of(defined), Tensor.of(x), *tensors, params=struct.pack("2f", scale, max_bias))
-    assert_within_ulp(compiled, defined, 4)
+    assert_within_ulp(compiled, defined, 6)  # ggml's exponential is within 2.5, as is the sum's greatest term
 
 
 @pytest.mark.usefixtures("either")
@@ -331,8 +340,8 @@ def exponentials(x: Floats) -> Floats:
     return dst
 
 
-def test_exp_is_within_one_unit_in_the_last_place() -> None:
-    """From 0 to where nothing is left of it, subnormal results included: half a million values."""
+def test_exp_is_within_two_and_a_half_units_in_the_last_place() -> None:
+    """From 0 to where nothing is left of it, subnormal results included: half a million values. It is ggml's own."""
     dense = np.linspace(-110, 0, 1 << 19, dtype=np.float32)
     ties = (np.log(2) * (np.arange(-300, 0) / 2)).astype(np.float32)
     ends = np.float32(
@@ -343,7 +352,7 @@ def test_exp_is_within_one_unit_in_the_last_place() -> None:
     exact = np.exp(x.astype(np.float64))
     with np.errstate(under="ignore"):
         unit = np.spacing(exact.astype(np.float32)).astype(np.float64)
-    assert (np.abs(exponentials(x) - exact) <= unit).all()
+    assert (np.abs(exponentials(x) - exact) <= 2.5 * unit).all()
 
 
 def test_exp_of_what_is_no_number() -> None:

@@ -186,6 +186,16 @@ def test_of_equal_scores_the_first_come_first(width: int) -> None:
     assert values == pytest.approx(np.full((2, topk), 1 / width), rel=1e-6)
 
 
+@pytest.mark.parametrize("scores", np.linspace(-40, -1, 20))
+def test_where_in_a_row_a_score_stands_does_not_matter(scores: float) -> None:
+    """Not the vectors of a row either, whose last elements have another exponential in a graph's SOFT_MAX."""
+    x = np.full((1, 39), scores, np.float32)
+    x[0, 20] = 0
+    values, indices = top(x, 32)
+    assert indices.tolist() == [[20, *range(20), *range(21, 32)]]
+    assert len(set(values[0, 1:].tolist())) == 1
+
+
 def test_scores_whose_probabilities_are_equal_are_equal() -> None:
     """It selects by probability: where that is 0, or differs by less than float32 shows, the first comes first."""
     assert top([[-300, 0, -200, -INF]], 4)[1].tolist() == [[1, 0, 2, 3]]

@@ -13,6 +13,7 @@ from ggml_backend_npu.ops.softmax import exps, largest, scaled
 from ggml_backend_npu.ops.strided import mover
 from ggml_backend_npu.registry import Call, op
 from quant.jit import array_at, bits_float, compiled, float_bits, inlined, keep, parameters, values
+from quant.matrices import LANES
 from quant.runs import CODES, widen_run
 from quant.threads import Job, Work
 
@@ -153,15 +154,24 @@ def _select(y, begin, count, best, places, k, n_found):
     return n_found
 
 
+@inlined
+def _filled(work, count, lanes):
+    """How many scores of work there are with -inf behind `count` of them, to a multiple of lanes."""
+    filled = -(-count // lanes) * lanes
+    work[count:filled] = types.float32(-np.inf)
+    return filled
+
+
 @compiled
 def top_k(p, begin, end):
     """Rows [begin, end): the k largest of a row's softmax, or of its scores, and their places.
 
     norm   the values are divided by their sum, which is no less than `least`
+    lanes  what a row's end is filled up to with -inf, for exponentials
     """
     (
-        kind, norm, least_bits, src, src_nb0, src_nb1, src_code, width, k, ids, ids_nb1, found, found_nb1,
-    ) = values(p, 13)  # fmt: skip
+        kind, norm, least_bits, lanes, src, src_nb0, src_nb1, src_code, width, k, ids, ids_nb1, found, found_nb1,
+    ) = values(p, 14)  # fmt: skip
     least = bits_float(types.uint32(least_bits))
     work, weights, places = np.empty(_TILE, np.float32), np.empty(k, np.float32), np.empty(k, np.int32)
     y, w = types.int64(work.ctypes.data), types.int64(weights.ctypes.data)
@@ -176,14 +186,14 @@ def top_k(p, begin, end):
             for column in range(0, width, _TILE):
                 count = min(_TILE, width - column)
                 widen_run(src_code, x + column * src_nb0, src_nb0, y, count)
-                total += exps(y, count, maximum)
+                total += exps(y, _filled(work, count, lanes), maximum)
         factor = types.float32(types.float64(1) / total)
         n_found = 0
         for column in range(0, width, _TILE):
             count = min(_TILE, width - column)
             widen_run(src_code, x + column * src_nb0, src_nb0, y, count)
             if kind == _SOFTMAX:
-                exps(y, count, maximum)
+                exps(y, _filled(work, count, lanes), maximum)
                 scaled(y, count, factor)
             n_found = _select(y, column, count, weights, places, k, n_found)
         if kind == _SOFTMAX and total != total:
@@ -206,13 +216,21 @@ def top_k(p, begin, end):
 
 
 def routed(
-    values: Tensor, ids: Tensor, x: Tensor, *, selected_only: bool = False, norm: bool = False, least: float = 0.0
+    values: Tensor,
+    ids: Tensor,
+    x: Tensor,
+    *,
+    selected_only: bool = False,
+    norm: bool = False,
+    least: float = 0.0,
+    of_nodes: bool = False,
 ) -> Call:
     """The call that fills values, float32 (k, n), and ids, int32 (k, n), from the rows of x, (width, n).
 
     The k largest of each row's softmax; with selected_only the k largest scores, and the softmax of those. norm divides
     by their sum, which is taken to be no less than `least`. Where the softmax of a row is NaN, so are the values, and
-    the ids are 0 to k - 1. values may lie on x.
+    the ids are 0 to k - 1. values may lie on x. of_nodes gives what SOFT_MAX and its like give node by node: equal
+    scores may differ in the last bit there, where one of them is at the end of its row.
     """
     kind = _SOFTMAX_OF_SELECTED if selected_only else _SOFTMAX
     k, n_rows = values.ne[:2]
@@ -220,7 +238,7 @@ def routed(
 
     into = Tensor.of(np.empty((n_rows, k), np.float32)) if values.overlaps(x) else values
     p = parameters(
-        kind, norm, np.float32(least), x.address, x.nb[0], x.nb[1], CODES[x.type], x.ne[0],
+        kind, norm, np.float32(least), 1 if of_nodes else LANES, x.address, x.nb[0], x.nb[1], CODES[x.type], x.ne[0],
         k, ids.address, ids.nb[1], into.address, into.nb[1],
     )  # fmt: skip
     select = Work(top_k, p, n_rows, n_bytes, keep=into)

@@ -2,11 +2,13 @@
 
 `softmax` goes through rows of a strided tensor: each is scaled, masked, and becomes e ** (x - max), divided by its sum
 or, for a tile of flash attention, left beside it. A masked element is excluded: it takes part in neither, whatever it
-holds, and gives 0; a row of which all is masked gives zeros. A NaN that is not masked makes its row NaN.
+holds, and gives 0; a row of which all is masked gives zeros. A NaN that is not masked makes its row NaN. Its steps are
+those of ggml's CPU: SOFT_MAX is byte-equal to it on x86 with AVX-512.
 """
 
 from __future__ import annotations
 
+import math
 import struct
 from dataclasses import dataclass
 
@@ -28,6 +30,8 @@ from quant.jit import (
     round_half_even,
     truncate_to_int32,
 )
+from quant.matrices import LANES
+from quant.orders import row_total
 from quant.runs import CODES, F16, F32, narrow_run, widen_run
 from quant.threads import Job, Work
 
@@ -87,7 +91,7 @@ def exp(x):
 
 @inlined
 def v_exp(x):
-    """e ** x, within 2 ulp, in the steps of ggml_v_expf, and so equal to it; NaN stays NaN."""
+    """e ** x, within 2.5 ulp, in the steps of ggml_v_expf, and so equal to it; NaN stays NaN."""
     bounded = x if x > types.float32(-_BEYOND) else types.float32(-_BEYOND)
     bounded = bounded if bounded < types.float32(_BEYOND) else types.float32(_BEYOND)
     n = fused_multiply_add(bounded, _LOG2_E, _SHIFT) - _SHIFT
@@ -115,22 +119,24 @@ def largest(x, n):
     return found
 
 
-@reduced
-def _sum(x, n):
-    row = array_at(x, types.float32, n)
-    total = types.float64(0)
-    for i in range(n):
-        total += types.float64(row[i])
-    return total
+@inlined
+def expf(x):
+    """e ** x by C's library."""
+    return types.float32(math.exp(x))
 
 
 @inlined
 def exps(x, n, maximum):
-    """x = e ** (x - maximum) for n float32 at an address; returns their sum."""
+    """ggml_vec_soft_max_f32: x = e ** (x - maximum) for n float32 at an address; returns their sum.
+
+    What is no whole vector, the last n % LANES, has another exponential.
+    """
     row = array_at(x, types.float32, n)
-    for i in range(n):
-        row[i] = exp(row[i] - maximum)
-    return _sum(x, n)
+    for i in range(n // LANES * LANES):
+        row[i] = v_exp(row[i] - maximum)
+    for i in range(n // LANES * LANES, n):
+        row[i] = expf(row[i] - maximum)
+    return row_total(x, n)
 
 
 @inlined
@@ -152,11 +158,11 @@ def _exclude(p, mask, slope, y, begin, count):
     if kind == _ADD_F32:
         for i in range(count):
             value = array_at(at + i * nb0, types.float32, 1)[0]
-            row[i] = excluded if value == excluded else row[i] + slope * value
+            row[i] = excluded if value == excluded else fused_multiply_add(slope, value, row[i])
     elif kind == _ADD_F16:
         for i in range(count):
             value = f16_to_f32(array_at(at + i * nb0, types.uint16, 1)[0])
-            row[i] = excluded if value == excluded else row[i] + slope * value
+            row[i] = excluded if value == excluded else fused_multiply_add(slope, value, row[i])
     elif kind == _MARK_F32:
         for i in range(count):
             row[i] = row[i] if array_at(at + i * nb0, types.float32, 1)[0] != types.float32(0) else excluded
@@ -260,7 +266,7 @@ def softmax(parameters, begin, end):
                 _scores(p, scale, src, mask, slope, y, column, count)
             total += exps(y, count, maximum)
         if sink > types.float32(-np.inf) or sink != sink:
-            total += types.float64(exp(sink - maximum))
+            total += types.float64(expf(sink - maximum))
         factor = types.float32(1)
         if p[_SUM]:
             array_at(p[_SUM] + 4 * index, types.float32, 1)[0] = types.float32(total)
@@ -346,7 +352,7 @@ def slopes(n_head: int, max_bias: float) -> Floats | None:
     if max_bias <= 0:
         return None
     power = 1 << (n_head.bit_length() - 1)
-    m0, m1 = np.float32(2.0 ** (-max_bias / power)), np.float32(2.0 ** (-max_bias / 2.0 / power))
+    m0, m1 = (np.float64(np.float32(2.0 ** (-bias / power))) for bias in (max_bias, max_bias / 2.0))
     heads = np.arange(n_head)
     return np.where(heads < power, m0 ** (heads + 1), m1 ** (2 * (heads - power) + 1)).astype(np.float32)
 
@@ -417,8 +423,8 @@ def _refuse(dst: Tensor, x: Tensor, mask: Tensor | None, sinks: Tensor | None, p
 def soft_max(dst: Tensor, x: Tensor, mask: Tensor | None, sinks: Tensor | None, params: bytes) -> None:
     """dst = softmax of x * scale + slope * mask over each row, with a head's sink in its sum.
 
-    Equals ggml_compute_forward_soft_max but for rounding, and for a row of which the mask excludes all: zeros here,
-    NaN there. dst may be x.
+    Equals ggml_compute_forward_soft_max (the definition but for rounding), save for a row of which the mask excludes
+    all: zeros here, NaN there. dst may be x.
     """
     scale, max_bias = _params(params)
     with np.errstate(invalid="ignore", over="ignore"):
