@@ -173,7 +173,7 @@ def _vector_total(typing_context: Any, address: Any) -> Any:
 
 @inlined
 def row_total(x: int, n: int) -> Any:
-    """The sum of n float32 at an address as ggml_vec_soft_max_f32 takes it: of each vector in float32, then in float64."""
+    """The sum of n float32 at an address as ggml_vec_soft_max_f32 has it: float32 in a vector, else float64."""
     found = types.float64(0)
     for i in range(0, n // LANES * LANES, LANES):
         found += types.float64(_vector_total(x + 4 * i))
