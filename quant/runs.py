@@ -8,7 +8,9 @@ definitions they equal byte for byte stand in `quant.scalars` and `quant.blocks`
 from __future__ import annotations
 
 import numpy as np
+from llvmlite import ir
 from numba import types
+from numba.extending import intrinsic
 
 from quant.jit import (
     LINE,
@@ -350,6 +352,27 @@ def decode_run(code, src, packed, n_packed, dst, count):
         _decode_blocks(_decode_q4_0, _decode_q4_0_packed, 16, src, 18, packed, n_packed, dst, 128, count // 32)
     else:
         widen_run(code, src, types.int64(4 if code == F32 else 2), dst, count)
+
+
+@intrinsic
+def _call_to_float(typing_context, function, source, target, count):
+    """ggml's to_float of a type, at an address: `count` elements as float32."""
+
+    def emit(context, builder, signature, arguments):
+        kind = ir.FunctionType(ir.VoidType(), [ir.IntType(64)] * 3)
+        builder.call(builder.inttoptr(arguments[0], kind.as_pointer()), arguments[1:])
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 4), emit
+
+
+@inlined
+def decode_row(code, to_float, src, packed, n_packed, dst, count):
+    """As `decode_run`, or for any other type by ggml's to_float of it, at an address; 0 for those above."""
+    if to_float:
+        _call_to_float(to_float, src, dst, count)
+    else:
+        decode_run(code, src, packed, n_packed, dst, count)
 
 
 @inlined

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -32,6 +32,7 @@ import quant
 from ggml_backend_npu import OPS, Node, Tensor
 from ggml_backend_npu.abi.plugin import Plugin
 from ggml_backend_npu.device import DEVICE
+from ggml_backend_npu.packed import Packed
 from quant import codec
 
 FEATURES = binding.get_host_cpu_features()
@@ -215,12 +216,42 @@ def test_flash_attention_of(backend: Plugin, name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("recipe", "n_works"), [(CASES["a prompt"], 1), (CASES["one query, many cells, 2 threads"], 2)]
+    ("recipe", "n_works"),
+    [
+        (CASES["a prompt"], 1),
+        (CASES["one query, many cells, 2 threads"], 2),
+        (Attention(k="iq4_nl", v="q5_1"), 1),
+        (Attention(k="q5_0", v="f16"), 1),
+    ],
 )
 def test_a_model_s_attention_runs_compiled(backend: Plugin, recipe: Recipe, n_works: int) -> None:
     with recorded_works() as works:
         assert outcome(backend, "NPU", recipe).status == 0
     assert len(works) == n_works
+
+
+@pytest.mark.parametrize("type", ["q8_0", "q4_0"])
+@pytest.mark.parametrize("v_type", ["q8_0", "f16"])
+def test_a_cache_in_the_device_layout(backend: Plugin, type: str, v_type: str) -> None:
+    """Cells from the third on, of 3 heads, of one that is packed."""
+    rng = np.random.default_rng(2)
+    q, found = rng.standard_normal((1, 6, 2, 64)).astype(np.float32), np.zeros((2, 1, 2, 6, 64), np.float32)
+    plain, packed = [], []
+    for kind in (type, v_type):
+        cells = encoded(rng, 3 * 9 * 64, kind).reshape(1, 3, 9, -1)
+        storage = cells.copy()
+        held = Tensor.of((storage if codec(kind).is_quantized else storage.view(np.float16))[:, :, 2:], kind)
+        if codec(kind).is_quantized:
+            held = replace(held, packed=Packed.of(kind, held.address - 2 * held.nb[1], storage.reshape(-1)))
+        plain.append(Tensor.of((cells if codec(kind).is_quantized else cells.view(np.float16))[:, :, 2:], kind))
+        packed.append(held)
+    params = struct.pack("3fi", 0.125, 0.0, 0.0, 0)
+    with recorded_works() as works:
+        for dst, cache in zip(found, (plain, packed), strict=True):
+            OPS.bind(Node("FLASH_ATTN_EXT", Tensor.of(dst), (Tensor.of(q), *cache, None, None), params))()
+    assert len(works) == 2
+    assert_same_bytes(*found)
+    assert found.any()
 
 
 def node(params: bytes = b"", **changed: Any) -> Node:

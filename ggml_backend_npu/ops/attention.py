@@ -26,6 +26,7 @@ from ggml_backend_npu.ir import Tensor
 from ggml_backend_npu.numerics import NUMERICS
 from ggml_backend_npu.ops.functions import expf, tanhf
 from ggml_backend_npu.ops.functions import fused_multiply_add as fma
+from ggml_backend_npu.ops.matmul import VEC_DOT
 from ggml_backend_npu.ops.movers import DECODED, convert, raw
 from ggml_backend_npu.ops.softmax import LOWEST, exp, masked, slopes
 from ggml_backend_npu.registry import Call, op
@@ -43,22 +44,13 @@ from quant.jit import (
 )
 from quant.matrices import LANES, ROWS, dot, multiply
 from quant.orders import STEP, dots_f16
-from quant.runs import CODES, F16, decode_run, round_run
+from quant.runs import CODES, F16, decode_row, decode_run, round_run
 from quant.threads import Job, Work, allowed
 
 _PRECISIONS = (0, 10)  # GGML_PREC_DEFAULT, GGML_PREC_F32
 _MANY = 64  # queries that ggml's CPU multiplies as matrices
 _LONG = 512  # cells that its threads share where there is one query
 
-_KEYS = {
-    "f32": "f32",
-    "f16": "f16",
-    "bf16": "bf16",
-    **dict.fromkeys(("q1_0", "q2_0", "q4_0", "q5_0", "q8_0", "mxfp4", "nvfp4", "iq4_nl"), "q8_0"),
-    **dict.fromkeys(("q4_1", "q5_1"), "q8_1"),
-    **dict.fromkeys(("q2_K", "q3_K", "q4_K", "q5_K", "q6_K", "tq1_0", "tq2_0"), "q8_K"),
-    **dict.fromkeys(("iq1_s", "iq1_m", "iq2_xxs", "iq2_xs", "iq2_s", "iq3_xxs", "iq3_s", "iq4_xs"), "q8_K"),
-}  # types of k, and what q becomes for each: ggml's vec_dot_type
 _VALUES = ("f32", "f16", "bf16", *DECODED)
 
 Floats = NDArray[np.float32]
@@ -76,7 +68,7 @@ def _is_product(q: Tensor, k: Tensor, v: Tensor) -> bool:
 
 def _query_type(q: Tensor, k: Tensor, v: Tensor) -> str:
     """What q is rounded to."""
-    return "f32" if _is_product(q, k, v) else _KEYS[k.type]
+    return "f32" if _is_product(q, k, v) else VEC_DOT[k.type]
 
 
 def _in_halves(q: Tensor, k: Tensor, v: Tensor) -> bool:
@@ -212,7 +204,7 @@ def _sum_of_parts(scores: Floats, kept: NDArray[np.bool_], v: Floats, n_sums: in
 
 @op(
     "FLASH_ATTN_EXT",
-    types=[("f32", "f32", k, v) for k in _KEYS for v in _VALUES],
+    types=[("f32", "f32", k, v) for k in VEC_DOT for v in _VALUES],
     refuse=_refuse,
     optional=True,
 )
@@ -233,7 +225,7 @@ def flash_attn_ext(
             scores = _products(queries, _repeated(k, q))
         else:
             scores = queries @ _repeated(k, q).swapaxes(2, 3)
-        if _KEYS[k.type] == "q8_1":
+        if VEC_DOT[k.type] == "q8_1":
             scores = scores + _error_of_sums(q, k, queries)
         if softcap:
             scores = np.float32(softcap) * tanhf(scores * np.float32(np.float32(scale) / np.float32(softcap)))
@@ -256,18 +248,17 @@ def flash_attn_ext(
 
 _CELLS = 64  # whose scores are computed together
 _ROWS = 64  # of queries that they are computed for, at most
-_COMPILED = ("f32", "f16", "bf16", "q8_0", "q4_0")
 _EXCLUDED = 0xFC00  # -inf as a float16
 
 # the parameters of both kernels, in places of an int64 array; q, k and v are sides: an address, nb1 to nb3, how many of
-# q's heads and sequences share one of theirs, a type's code
+# q's heads and sequences share one of theirs, and for `decode_row` a type's code, ggml's to_float, what is packed
 _DK, _DV, _N_CELLS, _N_QUERIES, _N_HEADS, _N_GROUPS, _N_ROWS = range(7)
-_Q, _K, _V = 7, 14, 21
-_ADDRESS, _NB, _SHARED, _CODE = 0, 0, 4, 6  # _NB: of nb0, whose place the address has
-_MASK, _MASK_NE, _SINKS, _SLOPES = 28, 32, 34, 35
-_SCALE, _SOFTCAP = 36, 37
-_DST, _PARTS, _N_PARTS = 38, 39, 40
-_PARAMETERS = 41
+_Q, _K, _V = 7, 17, 27
+_ADDRESS, _NB, _SHARED, _CODE, _TO_FLOAT, _PACKED = 0, 0, 4, 6, 7, 8  # _NB: of nb0, whose place the address has
+_MASK, _MASK_NE, _SINKS, _SLOPES = 37, 41, 43, 44
+_SCALE, _SOFTCAP = 45, 46
+_DST, _PARTS, _N_PARTS = 47, 48, 49
+_PARAMETERS = 50
 
 
 @inlined
@@ -280,6 +271,12 @@ def _row(p, side, i1, head, i3):
     """Where a row of q, k or v begins."""
     i2, i3 = head // p[side + _SHARED], i3 // p[side + _SHARED + 1]
     return p[side + _ADDRESS] + i1 * p[side + _NB + 1] + i2 * p[side + _NB + 2] + i3 * p[side + _NB + 3]
+
+
+@inlined
+def _decode(p, side, row, y, n):
+    """A row of k or v as float32."""
+    decode_row(p[side + _CODE], p[side + _TO_FLOAT], row, p[side + _PACKED], p[side + _PACKED + 1], y, n)
 
 
 @inlined
@@ -378,7 +375,7 @@ def attend_in_halves(parameters, begin, end):
                     dots_f16(at, 0, query, dk, y + 4 * i, 1)
                     scores[i] *= scale
                 else:
-                    decode_run(p[_K + _CODE], at, 0, 0, key, dk)
+                    _decode(p, _K, at, key, dk)
                     scores[i] = scale * dot(key, query, dk)
             _capped(p, y, count)
             if mask:
@@ -494,8 +491,8 @@ def attend(parameters, begin, end):
                 if kept == 0:
                     continue
             for i in range(count):
-                decode_run(p[_K + _CODE], _row(p, _K, first + i, group * shared, i3), 0, 0, k + 4 * i * dk, dk)
-                decode_run(p[_V + _CODE], _row(p, _V, first + i, group * shared, i3), 0, 0, v + 4 * i * wide, dv)
+                _decode(p, _K, _row(p, _K, first + i, group * shared, i3), k + 4 * i * dk, dk)
+                _decode(p, _V, _row(p, _V, first + i, group * shared, i3), v + 4 * i * wide, dv)
             scores[:] = 0
             multiply(k, 4 * dk, 4, q, 4 * n_rows, s, 4 * n_rows, -(-count // ROWS) * ROWS, dk, n_rows)
             _capped(p, s, count * n_rows)
@@ -549,14 +546,17 @@ def _flash_attn_ext(
     code = _query_type(q, k, v)
     if code == "q8_0":
         code = f"q8_0 {NUMERICS.rounding}"
-    if {k.type, v.type} - {*_COMPILED} or k.packed or v.packed:
+    to_float = {type: NUMERICS.to_float.get(type, 0) for type in {k.type, v.type} - {*CODES}}
+    if code not in CODES or 0 in to_float.values():
         return None
     p = np.zeros(_PARAMETERS, np.int64)
     p[_DK], p[_DV], p[_N_CELLS], p[_N_QUERIES], p[_N_HEADS] = q.ne[0], v.ne[0], k.ne[1], q.ne[1], q.ne[2]
     for side, tensor, kind in ((_Q, q, code), (_K, k, k.type), (_V, v, v.type)):
         p[side + _NB + 1 : side + _NB + 4], p[side + _ADDRESS] = tensor.nb[1:], tensor.address
         p[side + _SHARED : side + _SHARED + 2] = q.ne[2] // tensor.ne[2], q.ne[3] // tensor.ne[3]
-        p[side + _CODE] = CODES[kind]
+        p[side + _CODE], p[side + _TO_FLOAT] = CODES.get(kind, -1), to_float.get(tensor.type, 0)
+        if tensor.packed is not None:
+            p[side + _PACKED : side + _PACKED + 2] = tensor.packed.address, tensor.packed.n_blocks
     if mask is not None:
         p[_MASK], p[_MASK + 1 : _MASK + 4], p[_MASK_NE : _MASK_NE + 2] = mask.address, mask.nb[1:], mask.ne[2:]
     p[_SINKS] = sinks.address if sinks is not None else 0

@@ -51,7 +51,7 @@ from quant.jit import (
 )
 from quant.matrices import LANES, dot
 from quant.orders import GROUP, dots_f16, dots_f32, multiply_f16, multiply_f32
-from quant.runs import BF16, CODES, F16, F32, decode_run, narrow_run, widen_run
+from quant.runs import BF16, CODES, F16, F32, decode_row, decode_run, narrow_run, widen_run
 from quant.threads import Job, Work
 
 # the type that ggml's CPU rounds columns to, for each type of weights (type_traits_cpu.vec_dot_type)
@@ -92,18 +92,6 @@ def _sgemm(typing_context, function, m, n, k, a, lda, b, ldb, c, ldc):
         return context.get_dummy_value()
 
     return types.void(*[types.int64] * 10), emit
-
-
-@intrinsic
-def _call_to_float(typing_context, function, source, target, count):
-    """ggml's to_float of a type, at an address: `count` elements as float32."""
-
-    def emit(context, builder, signature, arguments):
-        kind = ir.FunctionType(ir.VoidType(), [ir.IntType(64)] * 3)
-        builder.call(builder.inttoptr(arguments[0], kind.as_pointer()), arguments[1:])
-        return context.get_dummy_value()
-
-    return types.void(*[types.int64] * 4), emit
 
 
 @inlined
@@ -235,12 +223,8 @@ def products(p, begin, end):
         elif not by_blas:
             for r in range(rows):
                 row = at + r * nb01
-                if to_float:
-                    _call_to_float(to_float, row, tile, k)
-                    row = tile
-                else:
-                    decode_run(code, row, packed, n_packed, tile, k)
-                    row = tile
+                decode_row(code, to_float, row, packed, n_packed, tile, k)
+                row = tile
                 for c in range(count):
                     array_at(y[c] + 4 * (first + r), types.float32, 1)[0] = dot(row, x[c], k)
         else:
@@ -248,10 +232,7 @@ def products(p, begin, end):
             if code != F32 or nb01 % 4 or to_float:
                 weights, step = tile, k
                 for r in range(rows):
-                    if to_float:
-                        _call_to_float(to_float, at + r * nb01, tile + 4 * k * r, k)
-                    else:
-                        decode_run(code, at + r * nb01, packed, n_packed, tile + 4 * k * r, k)
+                    decode_row(code, to_float, at + r * nb01, packed, n_packed, tile + 4 * k * r, k)
             if y_step >= 4 * rows and y_step % 4 == 0:
                 _sgemm(sgemm, count, rows, k, x[0], x_step // 4, weights, step, y[0] + 4 * first, y_step // 4)
             else:
