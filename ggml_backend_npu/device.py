@@ -68,7 +68,7 @@ class DeviceOptions:
     device_type   "accel": every context uses it at once; "gpu": when n_gpu_layers or a model's device list says so
     fallback      "cpu": a node that the device does not take, and is handed all the same, is computed by ggml's CPU
                   backend: behind RPC, where clients do not ask. "none": such a node fails
-    ops           "default": the ops that move data, which cost a scheduler little; "all": every op there is
+    ops           "default": SCALE and the ops that move data, which cost a scheduler little; "all": every op there is
     matmul        how weights are multiplied, see `ops.matmul`: "exact" as ggml's CPU does, "fast" by BLAS where columns
                   are many
     """

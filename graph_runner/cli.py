@@ -113,7 +113,10 @@ DeviceType = Annotated[
 
 
 AllOps = Annotated[
-    bool, typer.Option("--all", help="The NPU takes every op it has, not only those that move data (GGML_NPU_OPS=all).")
+    bool,
+    typer.Option(
+        "--all", help="The NPU takes every op it has, not only SCALE and those that move data (GGML_NPU_OPS=all)."
+    ),
 ]
 Fuse = Annotated[bool, typer.Option(help="Run patterns of nodes as one operator (GGML_NPU_FUSION).")]
 

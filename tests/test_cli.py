@@ -196,8 +196,10 @@ def test_diff_in_a_fresh_process_prints_a_table_and_a_verdict() -> None:
     ]
     rounded = sum(int(rounded) for _, _, _, rounded, _ in rows)
     compared = rounded + sum(int(equal) for _, _, equal, _, _ in rows)
-    verdict = f"{compared} nodes compared, every byte equals ggml's CPU but for rounding in {rounded}\n"
-    assert outcome.out.endswith(verdict)
+    verdict = f"{compared} nodes compared, every byte equals ggml's CPU"
+    if rounded:  # where the processor has no AVX-512
+        verdict += f" but for rounding in {rounded}"
+    assert outcome.out.endswith(f"{verdict}\n")
 
 
 @pytest.mark.parametrize("ops", ["GET_ROWS,CONT", " get_rows , cont,"])

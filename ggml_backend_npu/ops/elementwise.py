@@ -9,15 +9,17 @@ import math
 import struct
 
 import numpy as np
+from numba import types
 
 from ggml_backend_npu.ir import Tensor
-from ggml_backend_npu.ops.functions import fused_multiply_add
+from ggml_backend_npu.ops.functions import fused_multiply_add as fma
 from ggml_backend_npu.ops.movers import DECODED, ENCODED, checked_ids, convert, raw, tiled
 from ggml_backend_npu.ops.shapes import gaps, gaps_in_rows, other_ne
 from ggml_backend_npu.ops.strided import ids_check
 from ggml_backend_npu.ops.tiles import computed
 from ggml_backend_npu.registry import Call, op
-from quant.threads import Job
+from quant.jit import array_at, bits_float, compiled, fused_multiply_add, parameters, values
+from quant.threads import Job, Work
 
 
 def _two(params: bytes) -> tuple[float, float]:
@@ -40,7 +42,7 @@ def scale(dst: Tensor, x: Tensor, params: bytes) -> None:
     factor, bias = (np.float32(value) for value in _two(params))
     values = convert(raw(x), x.type, "f32")
     with np.errstate(all="ignore"):
-        scaled = values * factor if _is_product_alone(x, float(bias)) else fused_multiply_add(values, factor, bias)
+        scaled = values * factor if _is_product_alone(x, float(bias)) else fma(values, factor, bias)
     raw(dst)[...] = convert(scaled, "f32", dst.type)
 
 
@@ -192,6 +194,12 @@ def fill(dst: Tensor, x: Tensor, params: bytes) -> None:
     raw(dst)[...] = convert(np.full(1, number, np.float32), "f32", dst.type)
 
 
+@fill.compiled
+def _fill(dst: Tensor, x: Tensor, params: bytes) -> Call | None:
+    number, _ = _two(params)
+    return computed("CLAMP", dst, x, a=number, b=number)
+
+
 def _refuse_arange(dst: Tensor, params: bytes) -> str | None:
     start, stop, step = (np.float32(value) for value in struct.unpack_from("3f", params))
     if dst.n_elements != math.ceil((stop - start) / step):
@@ -207,4 +215,21 @@ def arange(dst: Tensor, params: bytes) -> None:
     """
     start, _, step = (np.float32(value) for value in struct.unpack_from("3f", params))
     places = np.arange(dst.n_elements).astype(np.float32)
-    dst.view()[...] = fused_multiply_add(places, step, start).reshape(dst.view().shape)
+    dst.view()[...] = fma(places, step, start).reshape(dst.view().shape)
+
+
+@compiled
+def progression(p, begin, end):
+    """Elements [begin, end) of start + i * step."""
+    dst, start_bits, step_bits = values(p, 3)
+    start, step = bits_float(types.uint32(start_bits)), bits_float(types.uint32(step_bits))
+    y = array_at(dst, types.float32, end)
+    for i in range(begin, end):
+        y[i] = fused_multiply_add(types.float32(i), step, start)
+    return 0
+
+
+@arange.compiled
+def _arange(dst: Tensor, params: bytes) -> Call:
+    start, _, step = (np.float32(value) for value in struct.unpack_from("3f", params))
+    return Job(Work(progression, parameters(dst.address, start, step), dst.n_elements, dst.nbytes, keep=dst))

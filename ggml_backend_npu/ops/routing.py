@@ -52,10 +52,11 @@ def _key(score, place, descending):
 
 @compiled
 def sort(p, begin, end):
-    """Rows [begin, end): the places of their elements, in order."""
+    """Rows [begin, end): the places of their first k elements, in order; or, where `swaps`, the second one first."""
     (
-        descending, width, n1, n2, src, src_nb0, src_nb1, src_nb2, src_nb3, dst, dst_nb0, dst_nb1, dst_nb2, dst_nb3,
-    ) = values(p, 14)  # fmt: skip
+        descending, k, swaps, width, n1, n2, src, src_nb0, src_nb1, src_nb2, src_nb3, dst, dst_nb0, dst_nb1, dst_nb2,
+        dst_nb3,
+    ) = values(p, 16)  # fmt: skip
     keys = np.empty(width, np.uint64)
     for row in range(begin, end):
         i1, i2, i3 = row % n1, row // n1 % n2, row // n1 // n2
@@ -64,17 +65,23 @@ def sort(p, begin, end):
         for i in range(width):
             keys[i] = _key(array_at(x + i * src_nb0, types.float32, 1)[0], i, descending)
         keys.sort()
-        for i in range(width):
+        if swaps and k > 1:
+            keys[0], keys[1] = keys[1], keys[0]
+        for i in range(k):
             array_at(y + i * dst_nb0, types.int32, 1)[0] = types.int32(keys[i] & types.uint64(0xFFFFFFFF))
     return 0
+
+
+def _sorted(dst: Tensor, x: Tensor, *, descending: bool, swaps: bool = False) -> Call:
+    width, n1, n2, n3 = x.ne
+    p = parameters(descending, dst.ne[0], swaps, width, n1, n2, x.address, *x.nb, dst.address, *dst.nb)
+    return Job(Work(sort, p, n1 * n2 * n3, 16 * x.n_elements * width.bit_length(), keep=(dst, x)))
 
 
 @argsort.compiled
 def _argsort(dst: Tensor, x: Tensor, params: bytes) -> Call:
     (order,) = struct.unpack_from("i", params)
-    width, n1, n2, n3 = x.ne
-    p = parameters(order, width, n1, n2, x.address, *x.nb, dst.address, *dst.nb)
-    return Job(Work(sort, p, n1 * n2 * n3, 16 * x.n_elements * width.bit_length(), keep=(dst, x)))
+    return _sorted(dst, x, descending=order != 0)
 
 
 def _ordered(scores: NDArray[np.float32]) -> NDArray[np.float32]:
@@ -97,6 +104,11 @@ def largest_k(dst: Tensor, x: Tensor) -> None:
     k = dst.ne[0]
     places = np.argsort(-_ordered(x.view()), axis=-1, kind="stable")[..., :k]
     dst.view()[...] = places[..., [1, 0, *range(2, k)]] if k > 1 else places
+
+
+@largest_k.compiled
+def _largest_k(dst: Tensor, x: Tensor) -> Call:
+    return _sorted(dst, x, descending=True, swaps=True)
 
 
 def _refuse_sum_rows(dst: Tensor, x: Tensor) -> str | None:
