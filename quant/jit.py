@@ -21,7 +21,7 @@ import numpy as np
 import platformdirs
 from llvmlite import binding, ir
 from numba import types
-from numba.core import event
+from numba.core import config, event
 from numba.extending import intrinsic, register_jitable
 from numpy.typing import NDArray
 
@@ -47,9 +47,13 @@ def cache_directory() -> Path:
 
 @functools.cache
 def processor_has(*features: str) -> bool:
-    """Whether the processor has these features, by LLVM's names: "avx512f", "avx512vnni", ..."""
-    found = binding.get_host_cpu_features()
-    return all(found.get(feature, False) for feature in features)
+    """Whether the processor that kernels are compiled for has these features, by LLVM's names: "avx512f", ...
+
+    It is this one, unless numba is told of another by NUMBA_CPU_NAME and NUMBA_CPU_FEATURES.
+    """
+    told = config.CPU_FEATURES
+    found = binding.get_host_cpu_features().flatten() if told is None else told
+    return {f"+{feature}" for feature in features} <= {*found.split(",")}
 
 
 class EngineError(ValueError):

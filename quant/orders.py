@@ -1,8 +1,8 @@
 """Sums in the order in which ggml's CPU adds them, so that they are equal bit for bit.
 
 Of products ggml has two: that of its dot products, four vectors that are added at the end, and that of its matrices
-(tinyBLAS), one vector. Exponentials are added vector by vector. All are as in a ggml built for a processor with this
-one's vectors: compared with AVX-512, after ggml's source with AVX2.
+(tinyBLAS), one vector. Exponentials are added vector by vector. All are as in a ggml built for a processor with the
+vectors that kernels are compiled for, AVX-512 or AVX2.
 """
 
 from __future__ import annotations

@@ -8,9 +8,8 @@ ggml's CPU rounds in three ways, which the definition and the kernels beside it 
 - neither, where k and v are both float32 or both float16 and there are 64 queries or more.
 
 Of a float16 k and v and fewer queries every step is the CPU's: the order of ggml_vec_dot_f16, C's expf and tanhf, and
-what GCC fuses. There the result is byte-equal where ggml was built for this processor and that is an x86 with AVX-512
-and without AVX512-FP16, whose v is added up in float16 itself. With AVX2 alone the order is that of its eight lanes,
-after ggml's source; nobody has compared it.
+what GCC fuses. There the result is byte-equal where ggml was built for this processor and that is an x86 with AVX2 or
+AVX-512, and without AVX512-FP16, whose v is added up in float16 itself.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 `softmax` goes through rows of a strided tensor: each is scaled, masked, and becomes e ** (x - max), divided by its sum
 or, for a tile of flash attention, left beside it. A masked element is excluded: it takes part in neither, whatever it
 holds, and gives 0; a row of which all is masked gives zeros. A NaN that is not masked makes its row NaN. Its steps are
-those of ggml's CPU: SOFT_MAX is byte-equal to it on x86 with AVX-512.
+those of ggml's CPU: SOFT_MAX is byte-equal to it on x86 with AVX2 or AVX-512.
 """
 
 from __future__ import annotations
