@@ -34,7 +34,7 @@ from support import (
     placements,
     seeds,
     supported,
-    with_avx512,
+    with_avx2,
 )
 
 import quant
@@ -117,7 +117,7 @@ def ordered(draw: st.DrawFn) -> Product:
     return Product(types, k, rows, columns, draw(pairs), draw(pairs), draw(seeds), place, place)
 
 
-@with_avx512
+@with_avx2
 @given(recipe=ordered())
 @example(recipe=Product(("f16", "f16"), 128, 16, 5, (2, 1), (1, 1), 0, PLAIN, Placement(axes=(0, 2, 1, 3))))
 @settings(max_examples=60)

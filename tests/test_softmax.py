@@ -26,7 +26,7 @@ from support import (
     recorded_works,
     seeds,
     supported,
-    with_avx512,
+    with_avx2,
 )
 
 from ggml_backend_npu import OPS, Node, Tensor
@@ -132,7 +132,7 @@ def test_soft_max(backend: Plugin, recipe: SoftMax) -> None:
     assert_close_to_cpu(backend, recipe)
 
 
-@with_avx512
+@with_avx2
 @given(recipe=soft_maxes())
 @settings(max_examples=300)
 def test_soft_max_equals_cpu(backend: Plugin, recipe: SoftMax) -> None:
