@@ -118,7 +118,7 @@ def _gelu_quick(x: Floats) -> Floats:
 
 
 def _half(x: Floats) -> Floats:
-    return x.astype(np.float16).astype(np.float32)
+    return convert(convert(x, "f32", "f16"), "f16", "f32")
 
 
 def gelu(x: Floats, type: str) -> Floats:
