@@ -1,14 +1,13 @@
 """What ops do to single numbers, in NumPy: float32 to float32, in the steps in which ggml's CPU backend rounds.
 
-Functions that ggml has from C's library are exact here but for the last rounding to float32; expf and tanhf are the
-library's own, one number after the other, for definitions that are byte-equal.
+Functions that ggml has from C's library, expf and its like, are the library's own here too, so that every byte is
+equal; but not of SILU of f32, of which ggml computes whole vectors in steps of its own.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import wraps
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,20 +29,14 @@ def mapped(function: Callable[..., Floats], dst: Tensor, *src: Tensor) -> None:
         raw(dst)[...] = convert(values, "f32", dst.type)
 
 
-def _exact(function: Callable[[NDArray[np.float64]], NDArray[np.float64]]) -> Function:
-    """A function computed in float64 and rounded once."""
-
-    @wraps(function)
-    def rounded(x: Floats) -> Floats:
-        return function(x.astype(np.float64)).astype(np.float32)
-
-    return rounded
+def _of_library(name: str) -> Function:
+    """A function of C's library, one number after the other."""
+    function: Function = np.vectorize(libm.function(name), otypes=[np.float32])
+    return function
 
 
-exp, log, sin, cos, tanh = (_exact(function) for function in (np.exp, np.log, np.sin, np.cos, np.tanh))
-expm1 = _exact(np.expm1)
-erf = _exact(np.vectorize(math.erf, otypes=[np.float64]))
-expf, tanhf = (np.vectorize(libm.function(name), otypes=[np.float32]) for name in ("expf", "tanhf"))
+expf, expm1f, logf = (_of_library(name) for name in ("expf", "expm1f", "logf"))
+sinf, cosf, tanhf, erff = (_of_library(name) for name in ("sinf", "cosf", "tanhf", "erff"))
 
 
 def fused_multiply_add(x: Floats, y: Floats | np.float32, z: Floats | np.float32) -> Floats:
@@ -63,12 +56,12 @@ def fused_multiply_add(x: Floats, y: Floats | np.float32, z: Floats | np.float32
 
 def sigmoid(x: Floats) -> Floats:
     """1 / (1 + e ** -x)"""
-    return _1 / (_1 + exp(-x))
+    return _1 / (_1 + expf(-x))
 
 
 def silu(x: Floats) -> Floats:
     """x / (1 + e ** -x)"""
-    return x / (_1 + exp(-x))
+    return x / (_1 + expf(-x))
 
 
 def relu(x: Floats) -> Floats:
@@ -78,12 +71,12 @@ def relu(x: Floats) -> Floats:
 
 def elu(x: Floats) -> Floats:
     """x where it is above 0, else e ** x - 1"""
-    return np.where(x > 0, x, expm1(x))
+    return np.where(x > 0, x, expm1f(x))
 
 
 def softplus(x: Floats) -> Floats:
     """log(1 + e ** x), which above 20 is x"""
-    return np.where(x > 20, x, log(_1 + exp(x)))
+    return np.where(x > 20, x, logf(_1 + expf(x)))
 
 
 def step(x: Floats) -> Floats:
@@ -110,22 +103,22 @@ def round_half_away(x: Floats) -> Floats:
 
 def gelu_erf(x: Floats) -> Floats:
     """x / 2 * (1 + erf(x / sqrt(2)))"""
-    return np.float32(0.5) * x * (_1 + erf(x * np.float32(math.sqrt(0.5))))
+    return np.float32(0.5) * x * (_1 + erff(x * np.float32(math.sqrt(0.5))))
 
 
 def _gelu(x: Floats) -> Floats:
     """x / 2 * (1 + tanh(sqrt(2 / pi) * x * (1 + 0.044715 * x * x)))"""
     inner = fused_multiply_add(np.float32(0.044715) * x, x, _1)
-    return np.float32(0.5) * x * (_1 + tanh(np.float32(math.sqrt(2 / math.pi)) * x * inner))
+    return np.float32(0.5) * x * (_1 + tanhf(np.float32(math.sqrt(2 / math.pi)) * x * inner))
 
 
 def _gelu_quick(x: Floats) -> Floats:
     """x / (1 + e ** (-1.702 * x))"""
-    return x * (_1 / (_1 + exp(np.float32(-1.702) * x)))
+    return x * (_1 / (_1 + expf(np.float32(-1.702) * x)))
 
 
 def _half(x: Floats) -> Floats:
-    return x.astype(np.float16).astype(np.float32)
+    return convert(convert(x, "f32", "f16"), "f16", "f32")
 
 
 def gelu(x: Floats, type: str) -> Floats:

@@ -38,7 +38,10 @@ def _refuse(dst: Tensor, a: Tensor, b: Tensor | None, params: bytes) -> str | No
 
 
 def _register(name: str, function: Callable[[Floats, Floats, str], Floats]) -> None:
-    """dst = function(gate, up, type). Equals ggml_compute_forward_<name>, but for the last bits of e ** x and erf."""
+    """dst = function(gate, up, type). Equals ggml_compute_forward_<name>.
+
+    Of SWIGLU of f32 that is the compiled kernel, on x86; this is so but for the last bits of e ** x.
+    """
 
     @op(name, types=[(type, type) for type in ("f32", "f16", "bf16")], refuse=_refuse, optional=True)
     def glu(dst: Tensor, a: Tensor, b: Tensor | None, params: bytes) -> None:
@@ -76,13 +79,13 @@ def _refuse_limited(dst: Tensor, a: Tensor, b: Tensor | None, params: bytes) -> 
 def swiglu_oai(dst: Tensor, a: Tensor, b: Tensor | None, params: bytes) -> None:
     """dst = gate / (1 + e ** (-alpha * gate)) * (up + 1), of a gate up to limit and of up between -limit and limit.
 
-    alpha and limit stand in params. Equals ggml_compute_forward_swiglu_oai but for the last bits of e ** x.
+    alpha and limit stand in params. Equals ggml_compute_forward_swiglu_oai.
     """
     alpha, limit = (np.float32(value) for value in _limits(params))
 
     def function(gate: Floats, up: Floats) -> Floats:
         gate = np.where(limit < gate, limit, gate)
-        y: Floats = gate / (_1 + functions.exp(alpha * -gate)) * (functions.clamped(up, -limit, limit) + _1)
+        y: Floats = gate / (_1 + functions.expf(alpha * -gate)) * (functions.clamped(up, -limit, limit) + _1)
         return y
 
     mapped(function, dst, *_gate_and_up(a, b, params))
@@ -92,7 +95,7 @@ def swiglu_oai(dst: Tensor, a: Tensor, b: Tensor | None, params: bytes) -> None:
 def swiglu_clamp(dst: Tensor, a: Tensor, b: Tensor | None, params: bytes) -> None:
     """dst = silu(gate) * up, of a gate up to limit and of up between -limit and limit; limit stands in params.
 
-    Equals ggml_compute_forward_swiglu_clamp but for the last bits of e ** x.
+    Equals ggml_compute_forward_swiglu_clamp.
     """
     limit = np.float32(_limits(params)[1])
 

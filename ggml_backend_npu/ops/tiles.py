@@ -1,7 +1,8 @@
 """dst = f(x, y), element by element, compiled: a tile of a row at a time, of any float types and strides.
 
-y is repeated to the size of x, or left out. What the functions are is said in NumPy, by the ops that they stand beside;
-`functions.gelu` and `gelu_quick` of f32 and f16 are looked up in tables of half floats, as in ggml's CPU backend.
+y is repeated to the size of x, or left out. What the functions are is said in NumPy, by the ops that they stand beside.
+As in ggml's CPU backend, `functions.gelu` and `gelu_quick` of f32 and f16 are looked up in tables of half floats, and
+silu of f32 is computed in vectors, except behind a row's last whole one; else e ** x and the like are C's library's.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from numpy.typing import NDArray
 from ggml_backend_npu.ir import Tensor
 from ggml_backend_npu.ops import functions
 from ggml_backend_npu.ops.functions import Floats
-from ggml_backend_npu.ops.softmax import exp, v_exp
+from ggml_backend_npu.ops.softmax import expf, v_exp
 from quant.jit import (
     array_at,
     bits_float,
@@ -30,27 +31,30 @@ from quant.jit import (
     keep,
     parameters,
 )
+from quant.matrices import LANES
 from quant.runs import CODES, f32_to_f16, narrow_run, widen_run
 from quant.threads import Job, Work
 
 _TILE = 1024  # elements
-_COST = 4  # how much longer than to move an element it takes to compute a function like e ** x of it
+_COST = 4  # how much longer than to move an element it takes, at least, to compute a function like e ** x of it
 
 Compiled = IntEnum(
     "Compiled",
-    "ADD SUB MUL DIV SCALE SCALE_BIAS CLAMP NEG RELU SQR SQRT EXP TANH SIGMOID SILU SOFTPLUS GELU GELU_QUICK GELU_ERF "
-    "REGLU GEGLU GEGLU_QUICK GEGLU_ERF SWIGLU SWIGLU_OAI SWIGLU_CLAMP",
+    "ADD SUB MUL DIV SCALE SCALE_BIAS CLAMP NEG RELU REGLU SQR SQRT LOOK_UP LOOK_UP_GATED V_SILU V_SWIGLU "
+    "EXP EXPM1 LOG SIN COS TANH ELU SIGMOID SILU SOFTPLUS XIELU GELU GELU_QUICK GELU_ERF "
+    "GEGLU GEGLU_QUICK GEGLU_ERF SWIGLU SWIGLU_OAI SWIGLU_CLAMP",
 )
 _LOOKED_UP = {"GELU": functions.gelu, "GELU_QUICK": functions.gelu_quick}
 _LOOKED_UP |= {"GEGLU": functions.gelu, "GEGLU_QUICK": functions.gelu_quick}
+_IN_VECTORS = {"SILU": Compiled.V_SILU, "SWIGLU": Compiled.V_SWIGLU}
 
 # the parameters, in places of an int64 array; an operand is its type, address, nb and ne; ids are an address and two nb
 _FUNCTION, _A, _B, _TABLE, _N0, _N1, _N2, _TILES = range(8)
 _CODE, _ADDRESS, _NB, _NE, _OPERAND = 0, 1, 2, 6, 10
 _DST, _X, _Y, _IDS, _PARAMETERS = 8, 18, 28, 38, 41
 
-_0, _1, _2, _HALF = (np.float32(value) for value in (0, 1, 2, 0.5))
-_SQRT_HALF = np.float32(math.sqrt(0.5))
+_0, _1, _HALF = (np.float32(value) for value in (0, 1, 0.5))
+_SQRT_HALF, _SQRT_2_OVER_PI = (np.float32(math.sqrt(value)) for value in (0.5, 2 / math.pi))
 
 
 @inlined
@@ -111,34 +115,68 @@ def _sqrt(x, y, a, b):
 
 @inlined
 def _exp(x, y, a, b):
-    return exp(x)
+    return expf(x)
+
+
+@inlined
+def _expm1(x, y, a, b):
+    return expf(x) - _1
+
+
+@inlined
+def _log(x, y, a, b):
+    return math.log(x)
+
+
+@inlined
+def _sin(x, y, a, b):
+    return math.sin(x)
+
+
+@inlined
+def _cos(x, y, a, b):
+    return math.cos(x)
 
 
 @inlined
 def _tanh(x, y, a, b):
-    """Within 2 ulp: a polynomial near 0, where 1 - 2 / (e ** 2x + 1) would leave nothing."""
-    z = x * x
-    p = fused_multiply_add(types.float32(-5.70498872745e-3), z, types.float32(2.06390887954e-2))
-    p = fused_multiply_add(p, z, types.float32(-5.37397155531e-2))
-    p = fused_multiply_add(p, z, types.float32(1.33314422036e-1))
-    p = fused_multiply_add(p, z, types.float32(-3.33332819422e-1))
-    far = _1 - _2 / (exp(_2 * abs(x)) + _1)
-    return fused_multiply_add(p * z, x, x) if abs(x) < types.float32(0.625) else (-far if x < _0 else far)
+    return math.tanh(x)
+
+
+@inlined
+def _elu(x, y, a, b):
+    return x if x > _0 else math.expm1(x)
 
 
 @inlined
 def _sigmoid(x, y, a, b):
-    return _1 / (_1 + exp(-x))
+    return _1 / (_1 + expf(-x))
 
 
 @inlined
 def _silu(x, y, a, b):
+    return x / (_1 + expf(-x))
+
+
+@inlined
+def _v_silu(x, y, a, b):
     return x / (_1 + v_exp(_0 - x))
 
 
 @inlined
 def _softplus(x, y, a, b):
-    return x if x > types.float32(20) else math.log(_1 + exp(x))
+    return x if x > types.float32(20) else math.log(_1 + expf(x))
+
+
+@inlined
+def _gelu(x, y, a, b):
+    inner = fused_multiply_add(types.float32(0.044715) * x, x, _1)
+    return _HALF * x * (_1 + math.tanh(_SQRT_2_OVER_PI * x * inner))
+
+
+@inlined
+def _gelu_quick(x, y, a, b):
+    return x * (_1 / (_1 + expf(types.float32(-1.702) * x)))
 
 
 @inlined
@@ -152,6 +190,16 @@ def _reglu(x, y, a, b):
 
 
 @inlined
+def _geglu(x, y, a, b):
+    return _gelu(x, y, a, b) * y
+
+
+@inlined
+def _geglu_quick(x, y, a, b):
+    return _gelu_quick(x, y, a, b) * y
+
+
+@inlined
 def _geglu_erf(x, y, a, b):
     return _gelu_erf(x, y, a, b) * y
 
@@ -162,6 +210,11 @@ def _swiglu(x, y, a, b):
 
 
 @inlined
+def _v_swiglu(x, y, a, b):
+    return _v_silu(x, y, a, b) * y
+
+
+@inlined
 def _limited(x, low, high):
     return low if x < low else (high if high < x else x)
 
@@ -169,7 +222,7 @@ def _limited(x, low, high):
 @inlined
 def _swiglu_oai(x, y, a, b):
     gate = b if b < x else x
-    return gate / (_1 + exp(a * -gate)) * (_limited(y, -b, b) + _1)
+    return gate / (_1 + expf(a * -gate)) * (_limited(y, -b, b) + _1)
 
 
 @inlined
@@ -185,6 +238,28 @@ def _each(function, x, y, a, b, n):
     other = array_at(y, types.float32, n)
     for i in range(n):
         to[i] = function(to[i], other[i], a, b)
+
+
+@inlined
+def _each_vector(function, behind, x, y, a, b, n):
+    """As `_each`, with another function for what is no whole vector, the last n % LANES."""
+    whole = n // LANES * LANES
+    _each(function, x, y, a, b, whole)
+    _each(behind, x + 4 * whole, y + 4 * whole, a, b, n - whole)
+
+
+@inlined
+def _xielu(constants, x, n):
+    """x = xielu(x) for n float32 at an address."""
+    k = array_at(constants, types.float32, 4)
+    negative, positive, beta, eps = k[0], k[1], k[2], k[3]
+    to = array_at(x, types.float32, n)
+    for i in range(n):
+        v = to[i]
+        if v > _0:
+            to[i] = fused_multiply_add(positive * v, v, beta * v)
+        else:
+            to[i] = fused_multiply_add(math.expm1(v if v < eps else eps) - v, negative, beta * v)
 
 
 @inlined
@@ -220,28 +295,52 @@ def _apply(function, table, x, y, a, b, n):
         _each(_neg, x, y, a, b, n)
     elif function == Compiled.RELU:
         _each(_relu, x, y, a, b, n)
+    elif function == Compiled.REGLU:
+        _each(_reglu, x, y, a, b, n)
     elif function == Compiled.SQR:
         _each(_sqr, x, y, a, b, n)
     elif function == Compiled.SQRT:
         _each(_sqrt, x, y, a, b, n)
+    elif function == Compiled.LOOK_UP:
+        _look_up(table, a, False, x, y, n)
+    elif function == Compiled.LOOK_UP_GATED:
+        _look_up(table, a, True, x, y, n)
+    elif function == Compiled.V_SILU:
+        _each_vector(_v_silu, _silu, x, y, a, b, n)
+    elif function == Compiled.V_SWIGLU:
+        _each_vector(_v_swiglu, _swiglu, x, y, a, b, n)
     elif function == Compiled.EXP:
         _each(_exp, x, y, a, b, n)
+    elif function == Compiled.EXPM1:
+        _each(_expm1, x, y, a, b, n)
+    elif function == Compiled.LOG:
+        _each(_log, x, y, a, b, n)
+    elif function == Compiled.SIN:
+        _each(_sin, x, y, a, b, n)
+    elif function == Compiled.COS:
+        _each(_cos, x, y, a, b, n)
     elif function == Compiled.TANH:
         _each(_tanh, x, y, a, b, n)
+    elif function == Compiled.ELU:
+        _each(_elu, x, y, a, b, n)
     elif function == Compiled.SIGMOID:
         _each(_sigmoid, x, y, a, b, n)
     elif function == Compiled.SILU:
         _each(_silu, x, y, a, b, n)
     elif function == Compiled.SOFTPLUS:
         _each(_softplus, x, y, a, b, n)
-    elif function in (Compiled.GELU, Compiled.GELU_QUICK):
-        _look_up(table, a, False, x, y, n)
+    elif function == Compiled.XIELU:
+        _xielu(table, x, n)
+    elif function == Compiled.GELU:
+        _each(_gelu, x, y, a, b, n)
+    elif function == Compiled.GELU_QUICK:
+        _each(_gelu_quick, x, y, a, b, n)
     elif function == Compiled.GELU_ERF:
         _each(_gelu_erf, x, y, a, b, n)
-    elif function == Compiled.REGLU:
-        _each(_reglu, x, y, a, b, n)
-    elif function in (Compiled.GEGLU, Compiled.GEGLU_QUICK):
-        _look_up(table, a, True, x, y, n)
+    elif function == Compiled.GEGLU:
+        _each(_geglu, x, y, a, b, n)
+    elif function == Compiled.GEGLU_QUICK:
+        _each(_geglu_quick, x, y, a, b, n)
     elif function == Compiled.GEGLU_ERF:
         _each(_geglu_erf, x, y, a, b, n)
     elif function == Compiled.SWIGLU:
@@ -313,29 +412,33 @@ def computed(
     *,
     a: float = 0,
     b: float = 0,
+    table: NDArray[np.generic] | None = None,
     ids: Tensor | None = None,
 ) -> Job | None:
-    """The call of one of `Compiled`; None where there is none of the type, or dst lies on a source but not exactly so.
+    """The call of one of `Compiled`; None where dst lies on a source but not exactly so.
 
-    a, b  its parameters
-    ids   which row of y belongs to a row of x, int32 by dimensions 1 and 2 of x; y is a matrix then
+    a, b   its parameters
+    table  more of them
+    ids    which row of y belongs to a row of x, int32 by dimensions 1 and 2 of x; y is a matrix then
     """
     sources = [x] if y is None else [x, y]
-    if name in _LOOKED_UP and x.type == "bf16":
-        return None
     if any(dst.overlaps(source) and not _same_place(dst, source) for source in sources):
         return None
-    table = 0
-    if name in _LOOKED_UP:
-        table = _table(_LOOKED_UP[name]).ctypes.data
+    in_vectors = x.type == "f32" and name in _IN_VECTORS
+    function = _IN_VECTORS[name] if in_vectors else Compiled[name]
+    if name in _LOOKED_UP and x.type != "bf16":
+        function = Compiled.LOOK_UP if y is None else Compiled.LOOK_UP_GATED
+        table = _table(_LOOKED_UP[name])
         a = 10 if x.type == "f32" and _LOOKED_UP[name] is functions.gelu else math.nan
-    cost = 1 if Compiled[name] < Compiled.SQRT else _COST
+    cost = 1 if function < Compiled.SQRT else _COST
     n_bytes = cost * sum(tensor.n_elements * tensor.codec.block_bytes for tensor in (dst, *sources))
-    flat = ids is None and all(tensor.ne == dst.ne and tensor.is_contiguous() for tensor in (dst, *sources))
+    flat = ids is None and not (in_vectors and dst.ne[0] % LANES)
+    flat = flat and all(tensor.ne == dst.ne and tensor.is_contiguous() for tensor in (dst, *sources))
     n0, n1, n2, n3 = (dst.n_elements, 1, 1, 1) if flat else dst.ne
     tiles = -(-n0 // _TILE)
     p = np.zeros(_PARAMETERS, np.int64)
-    p[:_DST] = parameters(Compiled[name], np.float32(a), np.float32(b), table, n0, n1, n2, tiles)
+    at = 0 if table is None else table.ctypes.data
+    p[:_DST] = parameters(function, np.float32(a), np.float32(b), at, n0, n1, n2, tiles)
     for place, tensor in zip((_DST, _X, _Y), (dst, *sources), strict=False):
         p[place : place + _OPERAND] = CODES[tensor.type], tensor.address, *tensor.nb, *tensor.ne
         if flat:
@@ -345,7 +448,7 @@ def computed(
             p[place + _NE], p[place + _NB] = n0, 0
     if ids is not None:
         p[_IDS:] = ids.address, *ids.nb[:2]
-    return Job(Work(compute, p, tiles * n1 * n2 * n3, n_bytes, keep=(dst, *sources, ids)))
+    return Job(Work(compute, p, tiles * n1 * n2 * n3, n_bytes, keep=(dst, *sources, table, ids)))
 
 
 def _same_place(a: Tensor, b: Tensor) -> bool:
