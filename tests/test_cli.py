@@ -197,7 +197,7 @@ def test_diff_in_a_fresh_process_prints_a_table_and_a_verdict() -> None:
     rounded = sum(int(rounded) for _, _, _, rounded, _ in rows)
     compared = rounded + sum(int(equal) for _, _, equal, _, _ in rows)
     verdict = f"{compared} nodes compared, every byte equals ggml's CPU"
-    if rounded:  # where the processor has no AVX-512
+    if rounded:  # where the processor has no AVX2
         verdict += f" but for rounding in {rounded}"
     assert outcome.out.endswith(f"{verdict}\n")
 

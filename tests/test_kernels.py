@@ -19,6 +19,7 @@ import quant
 from ggml_backend_npu import OPS, Node, Tensor, TensorDescriptor, TopKSoftmax, token_shift
 from ggml_backend_npu.ops import (
     attention,
+    elementwise,
     groups,
     matmul,
     norms,
@@ -182,10 +183,27 @@ OF_OPS = {
         ],
         (routing.sort,),
     ),
+    "TOP_K": Case(
+        lambda: [
+            *node("TOP_K", np.zeros((5, 7), np.int32), floats(5, 300).round(1)),
+            *node("TOP_K", np.zeros((3, 1), np.int32), special_floats()[:15].reshape(5, 3).T),
+        ],
+        (routing.sort,),
+    ),
+    "FILL": Case(
+        lambda: node(
+            "FILL", np.zeros((3, 37), np.float16), floats(3, 37).astype(np.float16), params=struct.pack("2f", 0.1, 0)
+        ),
+        (tiles.compute,),
+    ),
+    "ARANGE": Case(
+        lambda: node("ARANGE", np.zeros(70, np.float32), params=struct.pack("3f", -3.7, 3.3, 0.1)),
+        (elementwise.progression,),
+    ),
     "SOFT_MAX": Case(
         lambda: node("SOFT_MAX", np.zeros((6, 300), np.float32), floats(6, 300), params=struct.pack("2f", 0.5, 0.0)),
         (softmax.softmax,),
-        ulp=4,
+        ulp=6,
     ),
     "ADD_ID": Case(
         lambda: node(
