@@ -26,7 +26,8 @@ _1 = np.float32(1)
 
 def _sum(x: NDArray[Any], dtype: type[np.floating[Any]] = np.float64) -> NDArray[Any]:
     """The sum of each row, one after the other from 0 on, which is why there is no -0."""
-    return np.add.accumulate(x, axis=-1, dtype=dtype)[..., -1:] + dtype(0)
+    total: NDArray[Any] = np.add.accumulate(x, axis=-1, dtype=dtype)[..., -1:] + dtype(0)
+    return total
 
 
 def _eps(params: bytes, place: int = 0) -> np.float32:
@@ -90,8 +91,8 @@ def _refuse_group_norm(dst: Tensor, x: Tensor, params: bytes) -> str | None:
 
 def _group_mean(x: Floats) -> Floats:
     """The mean over all but the first dimension: of the sums of rows."""
-    mean = _sum(_sum(x).reshape(len(x), 1, 1, -1)) / x[0].size
-    return mean.astype(np.float32)
+    mean: Floats = (_sum(_sum(x).reshape(len(x), 1, 1, -1)) / x[0].size).astype(np.float32)
+    return mean
 
 
 @op("GROUP_NORM", types=[("f32", "f32")], refuse=_refuse_group_norm, optional=True)
