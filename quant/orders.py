@@ -7,13 +7,13 @@ vectors that kernels are compiled for, AVX-512 or AVX2.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from numba import types
 from numba.extending import intrinsic
 
-from quant.jit import array_at, f16_to_f32, inlined
+from quant.jit import array_at, f16_to_f32, fused_multiply_add, inlined
 from quant.matrices import LANES
 from quant.vectors import FLOAT, HALF, Address, Value, part
 
@@ -98,14 +98,18 @@ def dots_f16(x: int, row_step: int, y: int, n: int, to: int, count: int) -> None
 
 @inlined
 def dots_f32(x: int, row_step: int, y: int, n: int, to: int, count: int) -> None:
-    """ggml_vec_dot_f32 likewise; of a rest of n / STEP, how GCC adds is not followed."""
+    """ggml_vec_dot_f32 likewise; of a rest of n / STEP, GCC rounds the products in whole eights before it adds them."""
     _dots(_F32_ROW, _F32_ROWS, x, row_step, y, n, to, count)
     if n % STEP:
         right, found = array_at(y, types.float32, n), array_at(to, types.float32, count)
         for r in range(count):
             left = array_at(x + r * row_step, types.float32, n)
-            for i in range(n // STEP * STEP, n):
-                found[r] += left[i] * right[i]
+            total = found[r]
+            for i in range(n // STEP * STEP, n // 8 * 8):
+                total += left[i] * right[i]
+            for i in range(n // 8 * 8, n):
+                total = fused_multiply_add(left[i], right[i], total)
+            found[r] = total
 
 
 def _columns(kind: Any, n_bytes: int, width: int) -> Any:
@@ -163,12 +167,18 @@ def multiply_f32(rows: int, where: int, x: int, y: int, count: int) -> None:
     _multiply(_F32_WIDE, _F32_FEW, _F32_ONE, rows, where, x, y, count)
 
 
-@intrinsic
-def _vector_total(typing_context: Any, address: Any) -> Any:
-    def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return Address(builder, arguments[0]).load(FLOAT, LANES).total()._value
+def _vector_total(term: Callable[[Value], Value]) -> Any:
+    @intrinsic
+    def vector_total(typing_context: Any, address: Any) -> Any:
+        def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            return term(Address(builder, arguments[0]).load(FLOAT, LANES)).total()._value
 
-    return types.float32(types.int64), emit
+        return types.float32(types.int64), emit
+
+    return vector_total
+
+
+_lanes_total, _squares_total = _vector_total(lambda x: x), _vector_total(lambda x: x * x)
 
 
 @inlined
@@ -176,8 +186,20 @@ def row_total(x: int, n: int) -> Any:
     """The sum of n float32 at an address as ggml_vec_soft_max_f32 has it: float32 in a vector, else float64."""
     found = types.float64(0)
     for i in range(0, n // LANES * LANES, LANES):
-        found += types.float64(_vector_total(x + 4 * i))
+        found += types.float64(_lanes_total(x + 4 * i))
     row = array_at(x, types.float32, n)
     for i in range(n // LANES * LANES, n):
         found += types.float64(row[i])
+    return found
+
+
+@inlined
+def squares_total(x: int, n: int) -> Any:
+    """The sum of squares as ggml_vec_cvar_f32 has it: as `row_total`."""
+    found = types.float64(0)
+    for i in range(0, n // LANES * LANES, LANES):
+        found += types.float64(_squares_total(x + 4 * i))
+    row = array_at(x, types.float32, n)
+    for i in range(n // LANES * LANES, n):
+        found += types.float64(row[i] * row[i])
     return found

@@ -30,6 +30,7 @@ Dims = tuple[int, int, int, int]
 Kind = Literal["any", "number", "plain", "dense"]  # floats: any bits; not NaN; quantisable; no block of zeros
 ENGINES = ("compiled", "reference")
 IN_ORDER: Dims = (0, 1, 2, 3)
+with_avx512 = pytest.mark.skipif(not processor_has("avx512f"), reason="what GCC makes of C's loops, with AVX-512")
 with_avx2 = pytest.mark.skipif(not processor_has("avx2", "fma", "f16c"), reason="promised with AVX2")
 
 _GUARD = 1 << 14

@@ -35,6 +35,7 @@ from support import (
     seeds,
     supported,
     with_avx2,
+    with_avx512,
 )
 
 import quant
@@ -108,11 +109,14 @@ ORDERED = [("f16", "f32"), ("f16", "f16"), ("f32", "f32")]
 
 
 @st.composite
-def ordered(draw: st.DrawFn) -> Product:
-    """Weights of floats, whose products have an order: by dot products where there is one column or they do not fit."""
+def ordered(draw: st.DrawFn, rests: bool = False) -> Product:
+    """Weights of floats, whose products have an order: by dot products where there is one column or they do not fit.
+
+    rests  rows of f32 need not be whole 64s
+    """
     types = draw(st.sampled_from(ORDERED))
     place = draw(st.sampled_from([PLAIN, Placement(axes=(0, 2, 1, 3))]))
-    k = draw(st.sampled_from([64, 128, 576] if types[0] == "f32" else [33, 48, 64, 80, 128, 576]))
+    k = draw(st.sampled_from([64, 128, 576] if types[0] == "f32" and not rests else [7, 33, 48, 63, 64, 80, 121, 576]))
     rows, columns = draw(st.sampled_from([4, 16, 33, 100, 130])), draw(st.sampled_from([1, 1, 2, 3, 5, 8, 40]))
     return Product(types, k, rows, columns, draw(pairs), draw(pairs), draw(seeds), place, place)
 
@@ -125,6 +129,14 @@ def test_products_of_floats_equal_cpu(backend: Plugin, recipe: Product) -> None:
     npu, cpu = (outcome(backend, device, recipe) for device in ("NPU", "CPU"))
     for actual, expected in zip(npu.after, cpu.after, strict=True):
         assert_same_bytes(actual, expected)
+
+
+@with_avx512
+@given(recipe=ordered(rests=True))
+@settings(max_examples=40)
+def test_products_of_rows_with_a_rest_equal_cpu(backend: Plugin, recipe: Product) -> None:
+    npu, cpu = (outcome(backend, device, recipe) for device in ("NPU", "CPU"))
+    assert_same_bytes(npu.after[0], cpu.after[0])
 
 
 def norms(recipe: Product, backend: Plugin) -> Floats:

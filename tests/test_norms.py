@@ -1,6 +1,7 @@
 """NORM, RMS_NORM, L2_NORM and GROUP_NORM beside ggml's CPU, by either engine.
 
-RMS_NORM and L2_NORM add in float64, whose last bits do not show; the others add float32 in an order of the processor's.
+RMS_NORM and L2_NORM add in float64, whose last bits do not show; the others in an order that NORM's compiled kernel and
+GROUP_NORM's definition follow.
 """
 
 from __future__ import annotations
@@ -22,15 +23,20 @@ from support import (
     Placement,
     Recipe,
     Scene,
+    assert_equals_cpu,
     assert_near_cpu,
     assert_same_bytes,
     computed,
     engine,
+    one_nan,
+    outcome,
     placements,
     seeds,
     sizes,
     supported,
     values,
+    with_avx2,
+    with_avx512,
 )
 
 from ggml_backend_npu import OPS, Node, Tensor
@@ -72,13 +78,44 @@ def test_norm(backend: Plugin, ne: Dims, width: int, seed: int, src: Placement, 
     assert_near_cpu(backend, recipe, "f32", 4)
 
 
-@pytest.mark.parametrize("name", ["NORM", "L2_NORM"])
+@with_avx2
+@given(ne=sizes(), width=st.integers(1, 600), seed=seeds, src=placements(rows=True), eps=EPS)
+@settings(max_examples=100)
+def test_norm_equals_cpu(backend: Plugin, ne: Dims, width: int, seed: int, src: Placement, eps: float) -> None:
+    """Byte for byte, by the compiled kernel."""
+    recipe = normed("NORM", (width, *ne[1:]), seed, src, eps, "plain")
+    npu, cpu = (outcome(backend, device, recipe).after[0] for device in ("NPU", "CPU"))
+    assert_same_bytes(one_nan(npu, "f32"), one_nan(cpu, "f32"))
+
+
+@with_avx2
+@pytest.mark.parametrize(("name", "params"), [("norm", (0.0,)), ("group_norm", (5, 0.0))])
+def test_a_mean_of_what_cancels_equals_cpu(backend: Plugin, name: str, params: tuple[float, ...]) -> None:
+    """Of such sums, rounded to float32, every order of adding has another one."""
+    rng = np.random.default_rng(0)
+    half = rng.standard_normal((5, 100)) * 10.0 ** rng.integers(-9, 9, (5, 100))
+    x = np.concatenate([half, -half[:, ::-1]], axis=1).astype(np.float32)
+    ne = (200, 5) if name == "norm" else (20, 10, 5)
+
+    def recipe(scene: Scene) -> int:
+        return scene.op(name, scene.root("f32", ne, x), *params)
+
+    npu, cpu = (outcome(backend, device, recipe).after[0] for device in ("NPU", "CPU"))
+    assert_same_bytes(npu, cpu)
+
+
+@with_avx512
+@given(ne=sizes(), seed=seeds, src=placements().filter(lambda src: src.axes[0] != 0))
+@settings(max_examples=50)
+def test_norm_of_rows_with_gaps(backend: Plugin, ne: Dims, seed: int, src: Placement) -> None:
+    """ggml's CPU sums these in float32."""
+    assert_equals_cpu(backend, normed("NORM", ne, seed, src, 0.1, "dense"))
+
+
 @given(ne=sizes(), seed=seeds, src=placements())
 @settings(max_examples=15)
-def test_rows_with_gaps(backend: Plugin, name: str, ne: Dims, seed: int, src: Placement) -> None:
-    """ggml's CPU then sums the rows of NORM in float32, from which a mean near 0 is as far away as from a large one."""
-    ulp, least = (64, 1e-5) if name == "NORM" else (0, 0)
-    assert_near_cpu(backend, normed(name, ne, seed, src, 0.1, "dense"), "f32", ulp, least)
+def test_l2_norm_of_rows_with_gaps(backend: Plugin, ne: Dims, seed: int, src: Placement) -> None:
+    assert_near_cpu(backend, normed("L2_NORM", ne, seed, src, 0.1, "dense"), "f32", 0)
 
 
 @given(ne=sizes(), channels=st.integers(1, 9), n=st.integers(1, 9), seed=seeds, src=placements(rows=True))
@@ -89,7 +126,7 @@ def test_group_norm(backend: Plugin, ne: Dims, channels: int, n: int, seed: int,
         x = src.put(scene, "f32", size, lambda n: values("f32", n, np.random.default_rng(seed), "dense"))
         return scene.op("group_norm", x, n, 1e-6)
 
-    assert_near_cpu(backend, recipe, "f32", 2)
+    assert_equals_cpu(backend, recipe)
 
 
 @pytest.mark.parametrize("how", ENGINES)

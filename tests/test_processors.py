@@ -26,7 +26,7 @@ pytestmark = [
 
 
 @pytest.mark.parametrize("flash_attn", ["on", "off"])
-@pytest.mark.parametrize("name", ["demo", "llama", "moe", "gpt-oss"])
+@pytest.mark.parametrize("name", ["demo", "llama", "moe", "gpt-oss", "rwkv7"])
 def test_every_byte_is_the_cpu_s(model: Models, name: str, flash_attn: str) -> None:
     command = [COMMAND, "diff", model(name), "--all", "--flash-attn", flash_attn]
     environment = {**os.environ, **HASWELL, "LLAMA_CPP_LIB_PATH": str(build())}

@@ -1,7 +1,8 @@
 """SSM_CONV, SSM_SCAN, RWKV_WKV6, RWKV_WKV7, GATED_LINEAR_ATTN, GATED_DELTA_NET beside ggml's CPU, by either engine.
 
-Sums have an order of their own on each side: what tokens gave and the states that are left are compared apart, by their
-normalised mean squared error, whose bound is far below the 1e-7 of test-backend-ops.
+The compiled kernels add in the CPU's order, as GCC has it with AVX-512: their bytes are the CPU's there. The definitions
+have an order of their own: what tokens gave and the states that are left are compared apart, by their normalised mean
+squared error, whose bound is far below the 1e-7 of test-backend-ops.
 """
 
 from __future__ import annotations
@@ -33,9 +34,11 @@ from ggml_backend_npu import OPS, KernelError, Node, Tensor
 from ggml_backend_npu.abi.plugin import Plugin
 from ggml_backend_npu.device import DEVICE
 from graph_runner.session import Session, Settings
+from quant.jit import processor_has
 
 Floats = NDArray[np.float32]
 
+EQUAL = processor_has("avx512f")
 BOUND = 1e-12  # of the normalised mean squared error
 HEADS_SWAPPED = Placement(axes=(0, 2, 1, 3))
 ROWS_BETWEEN = Placement(steps=(1, 1, 2, 1), before=(0, 0, 1, 0), after=(0, 0, 1, 1))
@@ -57,13 +60,16 @@ def error(actual: Floats, expected: Floats) -> float:
 
 
 def assert_near_cpu(backend: Plugin, recipe: Recipe, n_given: int) -> None:
-    """The NPU takes the node; the first n_given results and the others are near those of ggml's CPU."""
+    """The NPU takes the node; the first n_given results and the others are near those of ggml's CPU, and of the
+    compiled kernel, on a processor for which that is promised, the CPU's bytes."""
     cpu = outcome(backend, "CPU", recipe)
     expected = cpu.after[0].view(np.float32)
     for name in ENGINES:
         with engine(backend, name):
             npu = outcome(backend, "NPU", recipe)
         assert npu.status == 0, f"{name}: {backend.statistics.error}"
+        if EQUAL and name == "compiled":
+            assert_same_bytes(npu.after[0], cpu.after[0], name)
         actual = npu.after[0].view(np.float32)
         assert error(actual[:n_given], expected[:n_given]) <= BOUND, name
         if n_given < expected.size:
@@ -78,11 +84,12 @@ few = st.integers(1, 3)
 # SSM_CONV
 
 
-@given(n_conv=st.integers(1, 5), n_channels=st.integers(1, 70), n_tokens=st.integers(1, 9), n_sequences=few, seed=seeds)
-def test_a_convolution_has_the_cpus_bytes(
+@given(
+    n_conv=st.integers(1, 40), n_channels=st.integers(1, 70), n_tokens=st.integers(1, 9), n_sequences=few, seed=seeds
+)
+def test_a_convolution(
     backend: Plugin, n_conv: int, n_channels: int, n_tokens: int, n_sequences: int, seed: int
 ) -> None:
-    """By the compiled kernel, which adds products in the CPU's order; the definition's own order is near."""
     x = between(-1, 1, n_sequences, n_channels, n_conv - 1 + n_tokens, seed=seed)
     weights = between(-1, 1, n_channels, n_conv, seed=seed)
 
@@ -91,8 +98,6 @@ def test_a_convolution_has_the_cpus_bytes(
         return scene.op("ssm_conv", source, scene.root("f32", weights.shape[::-1], weights))
 
     assert_near_cpu(backend, recipe, n_sequences * n_tokens * n_channels)
-    cpu, npu = (outcome(backend, device, recipe).after[0] for device in ("CPU", "NPU"))
-    assert_same_bytes(npu, cpu)
 
 
 def test_a_convolution_at_any_strides(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,7 +150,7 @@ def scan(
 
 
 @given(
-    n_state=st.integers(2, 70), n_group=few, heads=few, n_tokens=st.integers(1, 5), n_sequences=few, seed=seeds
+    n_state=st.integers(2, 150), n_group=few, heads=few, n_tokens=st.integers(1, 5), n_sequences=few, seed=seeds
 )  # fmt: skip
 @settings(max_examples=12)
 def test_mamba_1(
@@ -157,7 +162,7 @@ def test_mamba_1(
 
 
 @given(
-    n_state=st.integers(1, 70), dim=st.integers(2, 5), n_group=few, heads=few, n_tokens=st.integers(1, 5),
+    n_state=st.integers(1, 150), dim=st.integers(2, 9), n_group=few, heads=few, n_tokens=st.integers(1, 5),
     n_sequences=few, count=st.integers(1, 4), seed=seeds,
 )  # fmt: skip
 @settings(max_examples=12)
@@ -265,18 +270,6 @@ def test_gated_linear_attention(
     assert_near_cpu(backend, attention("gated_linear_attn", [k, v, q, gate, state], 0.3), k.size)
 
 
-@pytest.mark.parametrize("size", [16, 64])
-def test_gated_heads_have_the_cpus_bytes(backend: Plugin, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of whole vectors, by the compiled kernel: the order of their sums is that of the CPU."""
-    gate, k, v, q, state = heads(4, size, 3, 4, 2, 0)
-    for recipe in (
-        attention("rwkv_wkv6", [k, v, q, between(-1, 1, 3, size, seed=1), gate, state]),
-        attention("gated_linear_attn", [k, v, q, gate, state], 0.3),
-    ):
-        cpu, npu = (outcome(backend, device, recipe).after[0] for device in ("CPU", "NPU"))
-        assert_same_bytes(npu, cpu)
-
-
 def removing(size: int, n_head: int, n_tokens: int, n_sequences: int, seed: int) -> list[Floats]:
     """Operands of WKV7: what a removes, of length 1, b gives back in part."""
     w, r, k, v, a, state = heads(5, size, n_head, n_tokens, n_sequences, seed)
@@ -314,7 +307,7 @@ def test_wkv7_of_heads_of_any_size(size: int, name: str, monkeypatch: pytest.Mon
 
 
 @given(
-    size=st.integers(1, 70), kv_heads=few, repeats=st.integers(1, 2), n_tokens=st.integers(1, 5), n_sequences=few,
+    size=st.integers(1, 150), kv_heads=few, repeats=st.integers(1, 2), n_tokens=st.integers(1, 5), n_sequences=few,
     shared=st.booleans(), gates=st.booleans(), count=st.integers(1, 4), place=st.sampled_from([PLAIN, HEADS_SWAPPED,
     ROWS_BETWEEN]), seed=seeds,
 )  # fmt: skip

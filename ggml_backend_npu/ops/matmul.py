@@ -2,7 +2,7 @@
 
 GGML_NPU_MATMUL says how quantised weights are multiplied. exact: the columns are rounded to the type that ggml's CPU
 rounds them to (`VEC_DOT`), so that the result is the CPU's but for the rounding of the sum; its very bytes where rows
-are multiplied as integers, and, with AVX2 or AVX-512, of f16 weights and of f32 in rows of whole 64s (`quant.orders`).
+are multiplied as integers, and, with AVX2 or AVX-512, of f16 and f32 weights (`quant.orders`; f32 rows in whole 64s).
 fast: the same for few columns of quantised weights; many are left as they are, and are multiplied with tiles of
 dequantised weights, which is closer to the true product than the CPU, and not equal to it.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 from functools import partial
+from typing import Any
 
 import numpy as np
 from numba import types
@@ -15,6 +16,7 @@ from ggml_backend_npu.ops.shapes import gaps_in_rows, other_ne
 from ggml_backend_npu.ops.softmax import scaled
 from ggml_backend_npu.registry import Call, op
 from quant.jit import array_at, bits_float, compiled, copy, inlined, parameters, reduced, values
+from quant.orders import squares_total
 from quant.threads import Job, Work
 
 _NORM, _RMS_NORM, _L2_NORM = range(3)
@@ -22,9 +24,10 @@ _NORM, _RMS_NORM, _L2_NORM = range(3)
 _1 = np.float32(1)
 
 
-def _sum(x: Floats) -> NDArray[np.float64]:
-    """The sum of each row, in float64, one after the other."""
-    return np.add.accumulate(x, axis=-1, dtype=np.float64)[..., -1:]
+def _sum(x: NDArray[Any], dtype: type[np.floating[Any]] = np.float64) -> NDArray[Any]:
+    """The sum of each row, one after the other from 0 on, which is why there is no -0."""
+    total: NDArray[Any] = np.add.accumulate(x, axis=-1, dtype=dtype)[..., -1:] + dtype(0)
+    return total
 
 
 def _eps(params: bytes, place: int = 0) -> np.float32:
@@ -45,12 +48,14 @@ def _refuse_rms_norm(dst: Tensor, x: Tensor, params: bytes) -> str | None:
 def norm(dst: Tensor, x: Tensor, params: bytes) -> None:
     """dst = (x - mean) / sqrt(variance + eps) of each row; params begin with eps.
 
-    Equals ggml_compute_forward_norm but for the order of its sums.
+    Equals ggml_compute_forward_norm, which adds up rows with gaps in float32; of other rows the compiled kernel does on
+    x86 with AVX2 or AVX-512, and the definition but for the order in which squares are added.
     """
+    dtype = np.float32 if gaps_in_rows(x=x, dst=dst) else np.float64
     with np.errstate(all="ignore"):
         rows, n = x.view(), np.float32(x.ne[0])
-        centred = rows - _sum(rows).astype(np.float32) / n
-        variance = (_sum(centred * centred) / x.ne[0]).astype(np.float32)
+        centred = rows - _sum(rows, dtype).astype(np.float32) / n
+        variance = (_sum(centred * centred, dtype) / n).astype(np.float32)
         dst.view()[...] = centred * (_1 / np.sqrt(variance + _eps(params)))
 
 
@@ -84,30 +89,36 @@ def _refuse_group_norm(dst: Tensor, x: Tensor, params: bytes) -> str | None:
     return other_ne(x=x, dst=dst) or gaps_in_rows(x=x, dst=dst)
 
 
+def _group_mean(x: Floats) -> Floats:
+    """The mean over all but the first dimension: of the sums of rows."""
+    mean: Floats = (_sum(_sum(x).reshape(len(x), 1, 1, -1)) / x[0].size).astype(np.float32)
+    return mean
+
+
 @op("GROUP_NORM", types=[("f32", "f32")], refuse=_refuse_group_norm, optional=True)
 def group_norm(dst: Tensor, x: Tensor, params: bytes) -> None:
     """dst = (x - mean) / sqrt(variance + eps) of each group of channels, which are x's dimension 2.
 
-    params are how many groups there are, then eps. Equals ggml_compute_forward_group_norm but for the order of sums.
+    params are how many groups there are, then eps. Equals ggml_compute_forward_group_norm.
     """
     size = -(-x.ne[2] // _n_groups(params))
     with np.errstate(all="ignore"):
         for begin in range(0, x.ne[2], size):
             group = x.view()[:, begin : begin + size]
-            rows = group.reshape(len(group), 1, 1, -1)
-            centred = rows - (_sum(rows) / rows.shape[-1]).astype(np.float32)
-            variance = (_sum(centred * centred) / rows.shape[-1]).astype(np.float32)
-            y = centred * (_1 / np.sqrt(variance + _eps(params, 4)))
-            dst.view()[:, begin : begin + size] = y.reshape(group.shape)
+            centred = group - _group_mean(group)
+            variance = _group_mean(centred * centred)
+            dst.view()[:, begin : begin + size] = centred * (_1 / np.sqrt(variance + _eps(params, 4)))
 
 
-@reduced
-def _row_sum(x, n):
-    row = array_at(x, types.float32, n)
-    total = types.float64(0)
+@inlined
+def _row_sums(a, b, n):
+    """The sums of two rows, each added up one element after the other: where they cancel, even float64 shows in what
+    order."""
+    first, second = array_at(a, types.float32, n), array_at(b, types.float32, n)
+    sums = types.float64(0), types.float64(0)
     for i in range(n):
-        total += types.float64(row[i])
-    return total
+        sums = sums[0] + types.float64(first[i]), sums[1] + types.float64(second[i])
+    return sums
 
 
 @reduced
@@ -126,24 +137,36 @@ def _centre(x, n, mean):
         row[i] -= mean
 
 
+@inlined
+def _row(p, row):
+    """The address of a row; p has that of the first one, and the steps."""
+    n1, n2, first, nb1, nb2, nb3 = p
+    return first + row % n1 * nb1 + row // n1 % n2 * nb2 + row // n1 // n2 * nb3
+
+
 @compiled
 def normalise(p, begin, end):
     """Rows [begin, end): copied to dst, and scaled there."""
     kind, eps_bits, n, n1, n2, src, src_nb1, src_nb2, src_nb3, dst, dst_nb1, dst_nb2, dst_nb3 = values(p, 13)
+    x, y = (n1, n2, src, src_nb1, src_nb2, src_nb3), (n1, n2, dst, dst_nb1, dst_nb2, dst_nb3)
     eps = bits_float(types.uint32(eps_bits))
+    sums = types.float64(0), types.float64(0)
     for row in range(begin, end):
-        i1, i2, i3 = row % n1, row // n1 % n2, row // n1 // n2
-        y = dst + i1 * dst_nb1 + i2 * dst_nb2 + i3 * dst_nb3
-        copy(src + i1 * src_nb1 + i2 * src_nb2 + i3 * src_nb3, y, 4 * n)
+        source, to = _row(x, row), _row(y, row)
+        if kind == _NORM and (row - begin) % 2 == 0:
+            sums = _row_sums(source, _row(x, min(row + 1, end - 1)), n)
+        copy(source, to, 4 * n)
         if kind == _NORM:
-            _centre(y, n, types.float32(_row_sum(y, n)) / types.float32(n))
-        total = _square_sum(y, n)
+            _centre(to, n, types.float32(sums[(row - begin) % 2]) / types.float32(n))
+            total = squares_total(to, n)
+        else:
+            total = _square_sum(to, n)
         if kind == _L2_NORM:
             length = np.sqrt(types.float32(total))
             divisor = length if length > eps else eps
         else:
             divisor = np.sqrt(types.float32(total / n) + eps)
-        scaled(y, n, types.float32(1) / divisor)
+        scaled(to, n, types.float32(1) / divisor)
     return 0
 
 
