@@ -1,8 +1,8 @@
 """SSM_CONV, SSM_SCAN, RWKV_WKV6, RWKV_WKV7, GATED_LINEAR_ATTN, GATED_DELTA_NET beside ggml's CPU, by either engine.
 
-The compiled kernels add in the CPU's order, as GCC has it with AVX-512: their bytes are the CPU's there. The definitions
-have an order of their own: what tokens gave and the states that are left are compared apart, by their normalised mean
-squared error, whose bound is far below the 1e-7 of test-backend-ops.
+The compiled kernels add in the CPU's order, as GCC has it with AVX-512: their bytes are the CPU's there. Those of the
+definitions have an order of their own: what tokens gave and the states that are left are compared apart, by their
+normalised mean squared error, whose bound is far below the 1e-7 of test-backend-ops.
 """
 
 from __future__ import annotations
