@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from numba import types
 
-from quant.jit import array_at, inlined
+from quant.jit import LINE, array_at, inlined
 from quant.runs import magnitudes
 from quant.vectors import BIT, FLOAT, HALF, INT8, INT32, part
 
@@ -118,6 +118,20 @@ def rounded_q8_k(source, target, n_blocks):
 _SCALE_ROW, _QUANT_ROW, STEPS = 2, 3, 5
 
 
+_AHEAD = 1024  # bytes behind the rows that come next
+
+
+def _fetch(rows, i, step, row_step, n_rows, n_bytes):
+    """While blocks i of n_rows rows are multiplied: fetches as many bytes of the rows behind them, one after the other.
+
+    Several rows at a time are nothing that the processor would see coming; and all of them at once are more than it
+    fetches at a time.
+    """
+    if n_rows > 1:
+        for line in range(0, n_rows * n_bytes, LINE):
+            (rows + (row_step + i * step) * n_rows + (_AHEAD + line)).prefetch()
+
+
 def _quants_q8_0(q):
     return q.load(INT8, 32) ^ 0x80
 
@@ -146,6 +160,7 @@ def _dots_32(n_rows, quants, centre, *, has_minimum=False):
 
         def add(i, sums):
             block = y + i * READY_Q8
+            _fetch(first, i, q_step, q_row, n_rows, 34)
             vector = block.load(INT8, 32)
             offset = (block + _SUMS).load(INT32, 8) * -centre if centre else y.zeros(INT32, 8)
             y_scale = (block + _SCALE).load(FLOAT)
@@ -183,6 +198,7 @@ def _dots_q4_k(n_rows):
 
         def add(i, sums):
             block = y + i * READY_Q8_K
+            _fetch(first, i, step, row_step, n_rows, 144)
             sixteens = (block + _SUMS_K).load(INT32, 16)
             y_sums = sixteens.lanes_from(0, 2, 8) + sixteens.lanes_from(1, 2, 8)
             y_scale = (block + _SCALE_K).load(FLOAT)
@@ -220,6 +236,7 @@ def _dots_q6_k(n_rows):
 
         def add(i, sums):
             block = y + i * READY_Q8_K
+            _fetch(first, i, step, row_step, n_rows, 210)
             y_sums = (block + _SUMS_K).load(INT32, 16)
             y_scale = (block + _SCALE_K).load(FLOAT)
             added = []

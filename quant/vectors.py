@@ -271,6 +271,14 @@ class Address:
         pointer = self._builder.inttoptr(self._value, value._value.type.as_pointer())
         self._builder.store(value._value, pointer, align=1)
 
+    def prefetch(self) -> None:
+        """Has the processor fetch a cache line that is read soon; what is no memory is passed over."""
+        i32, pointer = ir.IntType(32), ir.IntType(8).as_pointer()
+        kind = ir.FunctionType(ir.VoidType(), [pointer, i32, i32, i32])
+        function = self._builder.module.declare_intrinsic("llvm.prefetch", [pointer], kind)
+        read, near, data = (ir.Constant(i32, value) for value in (0, 3, 1))
+        self._builder.call(function, [self._builder.inttoptr(self._value, pointer), read, near, data])
+
     def count(self, body: Callable[[Address, Sequence[Value]], Sequence[Value]], *start: Value) -> Sequence[Value]:
         """A loop over i = 0, 1, ... below this number: values begin as `start`; body(i, values) gives the next ones."""
         variables = [Variable(value) for value in start]

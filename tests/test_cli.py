@@ -20,7 +20,7 @@ from gguf import GGUFReader
 from support import Scene, supported
 
 import ggml_backend_npu
-from ggml_backend_npu import OPS
+from ggml_backend_npu import DEVICE, OPS
 from ggml_backend_npu.abi.lib import list_devices
 from ggml_backend_npu.abi.plugin import Plugin
 from graph_runner.cli import PROMPT, app, main
@@ -52,7 +52,8 @@ Cli = Callable[..., Outcome]
 
 @pytest.fixture
 def cli(backend: Plugin, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Iterator[Cli]:
-    """The command with some arguments, in this process; kernels that it loads are gone after the test."""
+    """The command with some arguments, in this process; its kernels and options are gone after the test."""
+    options, fusion = dict(vars(DEVICE)), DEVICE.fusion
     monkeypatch.setattr(OPS, "_ops", dict(OPS._ops))
     monkeypatch.setenv("COLUMNS", "200")
     backend.forget_plans()
@@ -67,6 +68,8 @@ def cli(backend: Plugin, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureF
         return Outcome(code, *capfd.readouterr())
 
     yield call
+    vars(DEVICE).update(options)
+    DEVICE.fusion = fusion
     backend.forget_plans()
 
 

@@ -291,7 +291,7 @@ def test_an_expert_that_is_none_is_named() -> None:
 
 
 @pytest.mark.parametrize("type", ["q8_0", "q4_0"])
-@pytest.mark.parametrize("n_columns", [1, 9])
+@pytest.mark.parametrize("n_columns", [1, 33])
 @pytest.mark.parametrize("way", ["exact", "fast"])
 def test_weights_in_the_device_layout(type: str, n_columns: int, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(DEVICE, "matmul", way)

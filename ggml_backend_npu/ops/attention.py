@@ -247,6 +247,7 @@ def flash_attn_ext(
 
 _CELLS = 64  # whose scores are computed together
 _ROWS = 64  # of queries that they are computed for, at most
+_IN_HALVES = 8  # how much longer than to move a float it takes to multiply and add one in halves
 _EXCLUDED = 0xFC00  # -inf as a float16
 
 # the parameters of both kernels, in places of an int64 array; q, k and v are sides: an address, nb1 to nb3, how many of
@@ -569,7 +570,7 @@ def _flash_attn_ext(
         p[_N_PARTS] = n_parts = _n_sums(q, k, v)
         parts = np.empty((n_rows, max(n_parts, 1), 2 + v.ne[0]), np.float32)
         p[_PARTS] = parts.ctypes.data
-        work = Work(attend_in_halves, p, n_rows * max(n_parts, 1), cost, keep=(by_head, parts))
+        work = Work(attend_in_halves, p, n_rows * max(n_parts, 1), _IN_HALVES * cost, keep=(by_head, parts))
         return Job(work, Work(join_parts, p, n_rows)) if n_parts else Job(work)
     if p[_K + _SHARED] != p[_V + _SHARED]:
         return None

@@ -65,10 +65,10 @@ _ROUNDED = {
 }
 VEC_DOT = {weights: rounded for rounded, names in _ROUNDED.items() for weights in names.split()}
 
-_MANY = 8  # columns from which on BLAS is the faster way
+_MANY, _MANY_OF_INTEGERS = 8, 32  # columns from which on BLAS is the faster way; if it stands beside integer dots
 _TILE_BYTES = 1 << 20  # of dequantised weights
 _NEAR_BYTES = 1 << 18  # of columns that stay in a processor's own caches
-_WEIGHT = 4  # a byte of weights is as much work as so many that are moved
+_WEIGHT = 8  # a byte of weights is as much work as so many that are moved
 _QUANTS_AT = {"q8_0": 2, "q4_0": 2, "q4_1": 4, "q5_0": 6, "q5_1": 8}  # bytes from a block's begin
 _CBLAS = 101, 111, 112  # row-major, as it is, transposed
 
@@ -281,9 +281,14 @@ def _refuse_mul_mat_id(dst: Tensor, a: Tensor, b: Tensor, ids: Tensor) -> str | 
     return _refuse(dst, a, b)
 
 
+def _least(a: Tensor) -> int:
+    """How many columns go to BLAS."""
+    return _MANY_OF_INTEGERS if a.type in DOTS else _MANY
+
+
 def _rounds(a: Tensor, b: Tensor, n_columns: int) -> bool:
     """Whether so many columns are rounded as the CPU rounds them."""
-    return b.type in ("f32", "f16", "bf16") and (DEVICE.matmul == "exact" or (a.type in DOTS and n_columns < _MANY))
+    return b.type in ("f32", "f16", "bf16") and (DEVICE.matmul == "exact" or (a.type in DOTS and n_columns < _least(a)))
 
 
 def _decoded(values: NDArray[np.generic], type: str) -> NDArray[np.float64]:
@@ -358,7 +363,11 @@ def _bind(dst: Tensor, a: Tensor, b: Tensor, ids: Tensor | None) -> Work | None:
     dots_code = DOTS.get(a.type, NO_DOTS) if plain else NO_DOTS
     if b.type not in CODES or not (decodes or dots_code):
         return None
-    blas = decodes and n_columns >= _MANY and not (DEVICE.matmul == "exact" and (dots_code or a.type in ("f16", "f32")))
+    blas = (
+        decodes
+        and n_columns >= _least(a)
+        and not (DEVICE.matmul == "exact" and (dots_code or a.type in ("f16", "f32")))
+    )
     sgemm = NUMERICS.sgemm if blas else 0
     as_blocks = ids is None and _as_blocks(a, b)
     if sgemm or as_blocks:
@@ -384,7 +393,7 @@ def _bind(dst: Tensor, a: Tensor, b: Tensor, ids: Tensor | None) -> Work | None:
         dots_code, scales[0], quants[0], *quants[1:], *scales[1:],
         b.address, *b.nb[1:], *b.ne[1:], CODES[b.type],
         dst.address, *dst.nb[1:], *((ids.address, *ids.nb[:2], *ids.ne[:2]) if ids is not None else (0,) * 5),
-        _ROUNDINGS[VEC_DOT[a.type]], plain and DEVICE.matmul == "exact", NUMERICS.rounding == "simd", sgemm, _MANY,
+        _ROUNDINGS[VEC_DOT[a.type]], plain and DEVICE.matmul == "exact", NUMERICS.rounding == "simd", sgemm, _least(a),
         as_blocks, *steps,
     )  # fmt: skip
     n_units = -(-n_rows // tile_rows) * n_matrices
