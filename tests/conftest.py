@@ -7,6 +7,7 @@ import os
 os.environ["GGML_NO_BACKTRACE"] = "1"  # read by ggml when it is loaded
 os.environ["PYTHONSAFEPATH"] = "1"  # processes of the tests import what is installed, not what lies in their folder
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -52,6 +53,18 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Models:
         return path if path.exists() else (WRITERS | OTHERS)[name](path)
 
     return find
+
+
+@pytest.fixture
+def every_op(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The device takes every op, and what a kernel does to numbers warns nobody."""
+    import numpy as np
+
+    from ggml_backend_npu import DEVICE
+
+    monkeypatch.setattr(DEVICE, "ops", "all")
+    with np.errstate(all="raise", under="ignore"):
+        yield
 
 
 @pytest.fixture(params=["openmp", "pool"])

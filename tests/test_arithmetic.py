@@ -8,7 +8,6 @@ compiler picks.
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -50,12 +49,7 @@ ARITHMETIC = {"ADD": np.add, "SUB": np.subtract, "MUL": np.multiply, "DIV": np.d
 DTYPES = {"f32": np.dtype(np.float32), "f16": np.dtype(np.float16), "bf16": np.dtype(ml_dtypes.bfloat16)}
 ASCENDING, DESCENDING = 0, 1
 
-
-@pytest.fixture(autouse=True)
-def every_op(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(DEVICE, "ops", "all")
-    with np.errstate(all="raise", under="ignore"):  # what a kernel does to numbers warns nobody
-        yield
+pytestmark = pytest.mark.usefixtures("every_op")
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -15,14 +14,8 @@ from support import Scene, assert_equals_cpu, seeds, values
 
 from ggml_backend_npu import OPS, Node, Tensor
 from ggml_backend_npu.abi.plugin import Plugin
-from ggml_backend_npu.device import DEVICE
 
-
-@pytest.fixture(autouse=True)
-def every_op(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(DEVICE, "ops", "all")
-    with np.errstate(all="raise", under="ignore"):  # what a kernel does to numbers warns nobody
-        yield
+pytestmark = pytest.mark.usefixtures("every_op")
 
 
 two = st.tuples(st.integers(1, 3), st.integers(1, 3))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,14 +17,10 @@ from support import Placement, Recipe, Scene, assert_equals_cpu, outcome, placem
 import quant
 from ggml_backend_npu import OPS, Node, Tensor
 from ggml_backend_npu.abi.plugin import Plugin
-from ggml_backend_npu.device import DEVICE
 
 NMSE = 1e-12
 
-
-@pytest.fixture(autouse=True)
-def every_op(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(DEVICE, "ops", "all")
+pytestmark = pytest.mark.usefixtures("every_op")
 
 
 def assert_close_to_cpu(backend: Plugin, recipe: Recipe) -> None:

@@ -4,7 +4,6 @@ queries, otherwise within what rounding explains."""
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -30,7 +29,6 @@ from support import (
 import quant
 from ggml_backend_npu import OPS, Node, Tensor
 from ggml_backend_npu.abi.plugin import Plugin
-from ggml_backend_npu.device import DEVICE
 from ggml_backend_npu.packed import Packed
 from quant import codec
 from quant.jit import processor_has
@@ -42,12 +40,7 @@ NMSE_HALVES = 1e-7  # of a float16 sum: an ulp of a score may round it up instea
 CACHE = Placement(axes=(0, 2, 1, 3), after=(0, 0, 3, 0))  # k and v as llama.cpp keeps them: cell by cell, all heads
 TYPES = ("f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "q5_0", "q5_1", "iq4_nl", "mxfp4")
 
-
-@pytest.fixture(autouse=True)
-def every_op(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(DEVICE, "ops", "all")
-    with np.errstate(all="raise", under="ignore"):
-        yield
+pytestmark = pytest.mark.usefixtures("every_op")
 
 
 @dataclass(frozen=True)

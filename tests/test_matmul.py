@@ -11,7 +11,6 @@ import os
 import platform
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
@@ -55,13 +54,12 @@ RARE = ["q5_K", "q2_K", "iq4_nl", "mxfp4"]
 Floats = NDArray[np.float64]
 pairs = st.tuples(st.integers(1, 2), st.integers(1, 2))
 
+pytestmark = pytest.mark.usefixtures("every_op")
+
 
 @pytest.fixture(autouse=True)
-def every_op(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(DEVICE, "ops", "all")
+def exact(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(DEVICE, "matmul", "exact")
-    with np.errstate(all="raise", under="ignore"):
-        yield
 
 
 def numbers(type: str, shape: tuple[int, ...], seed: int) -> NDArray[Any]:

@@ -7,7 +7,6 @@ GROUP_NORM's definition follow.
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -41,18 +40,12 @@ from support import (
 
 from ggml_backend_npu import OPS, Node, Tensor
 from ggml_backend_npu.abi.plugin import Plugin
-from ggml_backend_npu.device import DEVICE
 
 NORMS = ["NORM", "RMS_NORM", "L2_NORM"]
 EPS = st.sampled_from([0.0, 1e-12, 1e-6, 1e-5, 0.1])
 ROW_EPS = struct.pack("f", 1e-5)
 
-
-@pytest.fixture(autouse=True)
-def every_op(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(DEVICE, "ops", "all")
-    with np.errstate(all="raise", under="ignore"):  # what a kernel does to numbers warns nobody
-        yield
+pytestmark = pytest.mark.usefixtures("every_op")
 
 
 def normed(name: str, ne: Dims, seed: int, src: Placement = PLAIN, eps: float = 1e-5, kind: Any = "number") -> Recipe:

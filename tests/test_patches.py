@@ -6,7 +6,6 @@ But for SOLVE_TRI, of whose sums ggml's compiler rounds some products and fuses 
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -33,16 +32,10 @@ from support import (
 
 from ggml_backend_npu import OPS, Node, Tensor
 from ggml_backend_npu.abi.plugin import Plugin
-from ggml_backend_npu.device import DEVICE
 
 UPPER_DIAG, UPPER, LOWER_DIAG, LOWER = range(4)
 
-
-@pytest.fixture(autouse=True)
-def every_op(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(DEVICE, "ops", "all")
-    with np.errstate(all="raise", under="ignore"):  # what a kernel does to numbers warns nobody
-        yield
+pytestmark = pytest.mark.usefixtures("every_op")
 
 
 def placed(type: str, ne: Dims, seed: int, place: Placement) -> Any:

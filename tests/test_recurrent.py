@@ -32,7 +32,6 @@ from support import (
 
 from ggml_backend_npu import OPS, KernelError, Node, Tensor
 from ggml_backend_npu.abi.plugin import Plugin
-from ggml_backend_npu.device import DEVICE
 from graph_runner.session import Session, Settings
 from quant.jit import processor_has
 
@@ -43,12 +42,7 @@ BOUND = 1e-12  # of the normalised mean squared error
 HEADS_SWAPPED = Placement(axes=(0, 2, 1, 3))
 ROWS_BETWEEN = Placement(steps=(1, 1, 2, 1), before=(0, 0, 1, 0), after=(0, 0, 1, 1))
 
-
-@pytest.fixture(autouse=True)
-def every_op(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(DEVICE, "ops", "all")
-    with np.errstate(all="raise", under="ignore"):  # what a kernel does to numbers warns nobody
-        yield
+pytestmark = pytest.mark.usefixtures("every_op")
 
 
 def between(low: float, high: float, *shape: int, seed: int) -> Floats:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import platform
 import struct
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,16 +17,12 @@ from support import ENGINES, PLAIN, Dims, Placement, Scene, assert_same_bytes, e
 import quant
 from ggml_backend_npu import OPS, Node, Tensor
 from ggml_backend_npu.abi.plugin import Plugin
-from ggml_backend_npu.device import DEVICE
 
 NORMAL, NEOX, MROPE, VISION, IMROPE = 0, 2, 8, 24, 40
 NMSE = {"f32": 1e-12, "f16": 1e-9}  # the last bit of cos and sin is the C library's
 NMSE_YARN = 1e-7  # its angles are sums, of which a compiler may fuse one product with the addition
 
-
-@pytest.fixture(autouse=True)
-def every_op(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(DEVICE, "ops", "all")
+pytestmark = pytest.mark.usefixtures("every_op")
 
 
 @dataclass(frozen=True)

@@ -38,12 +38,7 @@ Floats = NDArray[np.float32]
 NMSE = 1e-11
 INF = float("inf")
 
-
-@pytest.fixture(autouse=True)
-def every_op(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(DEVICE, "ops", "all")
-    with np.errstate(all="raise", under="ignore"):
-        yield
+pytestmark = pytest.mark.usefixtures("every_op")
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import platform
 import struct
-from collections.abc import Iterator
 from typing import Any
 
 import ml_dtypes
@@ -43,19 +42,13 @@ from support import (
 
 from ggml_backend_npu import OPS, Node, Tensor
 from ggml_backend_npu.abi.plugin import Plugin
-from ggml_backend_npu.device import DEVICE
 from ggml_backend_npu.ops.unary import FUNCTIONS
 
 DTYPES = {"f32": np.dtype(np.float32), "f16": np.dtype(np.float16), "bf16": np.dtype(ml_dtypes.bfloat16)}
 OPS_OF_THEIR_OWN = ("SQR", "SQRT", "LOG", "SIN", "COS")
 UNARY = sorted({*FUNCTIONS, "GELU", "GELU_QUICK"})
 
-
-@pytest.fixture(autouse=True)
-def every_op(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(DEVICE, "ops", "all")
-    with np.errstate(all="raise", under="ignore"):  # what a kernel does to numbers warns nobody
-        yield
+pytestmark = pytest.mark.usefixtures("every_op")
 
 
 NEAR = {"SILU": 6, "SWIGLU": 7}  # of f32, in units in the last place
