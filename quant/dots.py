@@ -117,8 +117,8 @@ def rounded_q8_k(source, target, n_blocks):
 # next; blocks in a row
 _SCALE_ROW, _QUANT_ROW, STEPS = 2, 3, 5
 
-
 _AHEAD = 1024  # bytes behind the rows that come next
+_LARGEST = 34  # bytes of a block of 32: of q8_0
 
 
 def _fetch(rows, i, step, row_step, n_rows, n_bytes):
@@ -160,7 +160,7 @@ def _dots_32(n_rows, quants, centre, *, has_minimum=False):
 
         def add(i, sums):
             block = y + i * READY_Q8
-            _fetch(first, i, q_step, q_row, n_rows, 34)
+            _fetch(first, i, q_step, q_row, n_rows, _LARGEST)
             vector = block.load(INT8, 32)
             offset = (block + _SUMS).load(INT32, 8) * -centre if centre else y.zeros(INT32, 8)
             y_scale = (block + _SCALE).load(FLOAT)

@@ -182,24 +182,33 @@ _lanes_total, _squares_total = _vector_total(lambda x: x), _vector_total(lambda 
 
 
 @inlined
-def row_total(x: int, n: int) -> Any:
-    """The sum of n float32 at an address as ggml_vec_soft_max_f32 has it: float32 in a vector, else float64."""
+def _itself(value: Any) -> Any:
+    return value
+
+
+@inlined
+def _square(value: Any) -> Any:
+    return value * value
+
+
+@inlined
+def _total(vector_total: Any, term: Any, x: int, n: int) -> Any:
     found = types.float64(0)
     for i in range(0, n // LANES * LANES, LANES):
-        found += types.float64(_lanes_total(x + 4 * i))
+        found += types.float64(vector_total(x + 4 * i))
     row = array_at(x, types.float32, n)
     for i in range(n // LANES * LANES, n):
-        found += types.float64(row[i])
+        found += types.float64(term(row[i]))
     return found
+
+
+@inlined
+def row_total(x: int, n: int) -> Any:
+    """The sum of n float32 at an address as ggml_vec_soft_max_f32 has it: float32 in a vector, else float64."""
+    return _total(_lanes_total, _itself, x, n)
 
 
 @inlined
 def squares_total(x: int, n: int) -> Any:
     """The sum of squares as ggml_vec_cvar_f32 has it: as `row_total`."""
-    found = types.float64(0)
-    for i in range(0, n // LANES * LANES, LANES):
-        found += types.float64(_squares_total(x + 4 * i))
-    row = array_at(x, types.float32, n)
-    for i in range(n // LANES * LANES, n):
-        found += types.float64(row[i] * row[i])
-    return found
+    return _total(_squares_total, _square, x, n)

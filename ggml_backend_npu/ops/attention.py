@@ -27,7 +27,7 @@ from ggml_backend_npu.ops.functions import expf, tanhf
 from ggml_backend_npu.ops.functions import fused_multiply_add as fma
 from ggml_backend_npu.ops.matmul import VEC_DOT
 from ggml_backend_npu.ops.movers import DECODED, convert, raw
-from ggml_backend_npu.ops.softmax import LOWEST, exp, masked, slopes
+from ggml_backend_npu.ops.softmax import LOWEST, masked, slopes, v_exp
 from ggml_backend_npu.registry import Call, op
 from quant import dequantize
 from quant.jit import (
@@ -508,11 +508,11 @@ def attend(parameters, begin, end):
                 for r in range(n_rows):
                     maxima[r] = scores[i, r] if scores[i, r] > maxima[r] else maxima[r]
             for r in range(n_rows):
-                shrunk[r] = exp(shrunk[r] - maxima[r])
+                shrunk[r] = v_exp(shrunk[r] - maxima[r])
                 totals[r] *= shrunk[r]
             for i in range(count):
                 for r in range(n_rows):
-                    scores[i, r] = exp(scores[i, r] - maxima[r])
+                    scores[i, r] = v_exp(scores[i, r] - maxima[r])
                     totals[r] += scores[i, r]
             for r in range(n_rows):
                 if shrunk[r] != 1:
@@ -525,8 +525,8 @@ def attend(parameters, begin, end):
             if p[_SINKS]:
                 sink = _float_at(p[_SINKS] + 4 * head)
                 highest = max(maxima[r], sink)
-                factor = exp(maxima[r] - highest)
-                totals[r] = totals[r] * factor + exp(sink - highest)
+                factor = v_exp(maxima[r] - highest)
+                totals[r] = totals[r] * factor + v_exp(sink - highest)
             factor = factor / totals[r] if totals[r] != 0 else types.float32(0)
             at = p[_DST] + 4 * dv * (head + p[_N_HEADS] * (i1 + p[_N_QUERIES] * i3))
             dst = array_at(at, types.float32, dv)

@@ -27,7 +27,6 @@ from quant.jit import (
     inlined,
     processor_has,
     reduced,
-    round_half_even,
     truncate_to_int32,
 )
 from quant.matrices import LANES
@@ -65,28 +64,6 @@ _SCALE = 34
 _PARAMETERS = 35
 
 Floats = NDArray[np.float32]
-
-
-@inlined
-def exp(x):
-    """e ** x, within 1 ulp; NaN stays NaN."""
-    bounded = x if x > types.float32(-_BEYOND) else types.float32(-_BEYOND)
-    bounded = bounded if bounded < types.float32(_BEYOND) else types.float32(_BEYOND)
-    n = round_half_even(bounded * types.float32(1.44269504))
-    r = fused_multiply_add(n, types.float32(-0.693359375), bounded)
-    r = fused_multiply_add(n, types.float32(2.12194440e-4), r)
-    p = fused_multiply_add(types.float32(1.9875691500e-4), r, types.float32(1.3981999507e-3))
-    p = fused_multiply_add(p, r, types.float32(8.3334519073e-3))
-    p = fused_multiply_add(p, r, types.float32(4.1665795894e-2))
-    p = fused_multiply_add(p, r, types.float32(1.6666665459e-1))
-    p = fused_multiply_add(p, r, types.float32(5.0000001201e-1))
-    p = fused_multiply_add(p, r * r, r) + types.float32(1)
-    power = truncate_to_int32(n)
-    half = power >> types.int32(1)  # 2 ** power in two steps: by itself it may be no normal number
-    y = p * bits_float(types.uint32(half + types.int32(127)) << types.uint32(23))
-    y *= bits_float(types.uint32(power - half + types.int32(127)) << types.uint32(23))
-    y = types.float32(0) if x < types.float32(-_BEYOND) else y
-    return y if x == x else x
 
 
 @inlined
