@@ -13,3 +13,7 @@ class TraceError(Exception):
 
 class BenchError(Exception):
     """A plot of a benchmark that cannot be made: one line that names the file and why."""
+
+
+class BadInputError(Exception):
+    """What the user gave to a command cannot be used: one line."""

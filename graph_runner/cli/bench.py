@@ -1,0 +1,74 @@
+"""The command bench."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import Progress, TextColumn
+
+from graph_runner.cli.common import stderr
+from graph_runner.cli.options import MODEL_HELP, JsonFile, Threads
+from graph_runner.cli.outputs import check_outputs, json_text, save, write
+from graph_runner.errors import BadInputError
+
+
+class Benchmark(StrEnum):
+    MOVERS = "movers"
+    CODECS = "codecs"
+    CALLS = "calls"
+    DECODE = "decode"
+    OPERATORS = "operators"
+    DIFF = "diff"
+    START = "start"
+    ALL = "all"
+
+
+def bench(
+    what: Annotated[Benchmark, typer.Argument(help="What to measure.")] = Benchmark.ALL,
+    json_file: JsonFile = None,
+    plot_file: Annotated[
+        str | None, typer.Option("--plot", metavar="FILE.png", help="Draw movers and codecs as bars too.")
+    ] = None,
+    model: Annotated[str, typer.Option(metavar="MODEL", help=MODEL_HELP)] = "demo",
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds, behind one that warms up.")] = 5,
+    threads: Threads = 0,
+) -> None:
+    """Measure how fast this is, beside others in the same run.
+
+    movers: ops that move 64 MiB, against ggml's CPU and memcpy.
+    codecs: q8_0 and q4_0 of 64 MiB, against libgguf, gguf-py and memcpy.
+    calls: graphs of one small node, against ggml's CPU.
+    decode: a model with the movers on the NPU, and with every node, against the CPU alone; memory.
+    operators: nodes that run as one operator, against the same on ggml's CPU.
+    diff: of a model, against a run of it.
+    start: fresh processes that import and register, and a whole diff.
+    """
+    from graph_runner.bench import WITH_BANDWIDTH, Measurement, bench, bench_json, check_plot, draw, print_bench
+
+    names = [name.value for name in Benchmark if what in (name, Benchmark.ALL) and name != Benchmark.ALL]
+    check_outputs({"--json": json_file, "--plot": plot_file})
+    if plot_file is not None:
+        if not set(names) & set(WITH_BANDWIDTH):
+            raise BadInputError(
+                f"--plot {plot_file!r}: {what} has no bandwidth to draw; {' and '.join(WITH_BANDWIDTH)} do"
+            )
+        check_plot(plot_file)
+    console = stderr()
+    with Progress(
+        TextColumn("{task.description}"), console=console, transient=True, auto_refresh=False,  # no thread beside
+        disable=not console.is_terminal,
+    ) as progress:  # fmt: skip
+        task = progress.add_task("measuring")
+
+        def seen(name: str, found: Measurement) -> None:
+            progress.update(task, description=f"{name}: {found.what}", refresh=True)
+
+        result = bench(names, model=model, rounds=rounds, threads=threads, seen=seen)
+    if json_file is not None:
+        write("--json", json_file, json_text(bench_json(result)))
+    if plot_file is not None:
+        save("--plot", plot_file, draw(result, plot_file))
+    print_bench(result, console if json_file == "-" else Console())

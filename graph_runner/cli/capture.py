@@ -1,0 +1,53 @@
+"""The command capture."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from graph_runner.cli.common import stderr, use_device
+from graph_runner.cli.options import PROMPT, CacheTypeK, CacheTypeV, FlashAttention, Model, ProfileName, Prompt, Threads
+
+Output = Annotated[
+    Path, typer.Option("-o", "--output", metavar="FILE.gguf", help="The trace to write.", show_default=False)
+]
+NODES_HELP = (
+    "Which nodes, with commas between them: an op (GET_ROWS), a node's name (ffn_out-*; * and ? stand for any text and "
+    "character), places in a step (17, 17-40), each in one step alone with its number in front (2:GET_ROWS). Left out: "
+    "what the NPU takes."
+)
+
+
+def capture(
+    model: Model,
+    output: Output,
+    prompt: Prompt = PROMPT,
+    steps: Annotated[int, typer.Option("-n", "--steps", min=0, help="Tokens to decode behind the prompt.")] = 1,
+    nodes: Annotated[str | None, typer.Option(metavar="ITEM,ITEM,...", help=NODES_HELP)] = None,
+    cache_type_k: CacheTypeK = "f16",
+    cache_type_v: CacheTypeV = "f16",
+    flash_attn: Annotated[FlashAttention, typer.Option(help="Flash attention.")] = FlashAttention.OFF,
+    profile: ProfileName = None,
+    threads: Threads = 0,
+) -> None:
+    """Keep nodes of a run in a file: what each reads, and what ggml's CPU makes of it.
+
+    The file (a GGUF) is computed again with `ggml-npu replay`, without the model.
+    """
+    from graph_runner.models import model_file
+    from graph_runner.report import print_captured
+    from graph_runner.session import Settings
+    from graph_runner.trace import Selection, capture, check_output, taken_by_the_npu
+
+    use_device(profile=profile)
+    check_output(output)
+    select = taken_by_the_npu if nodes is None else Selection(nodes)
+    settings = Settings(
+        cache_type_k=cache_type_k, cache_type_v=cache_type_v, flash_attention=flash_attn.value, threads=threads
+    )
+    console = stderr()
+    with model_file(model) as file, console.status("running the model"):
+        captured = capture(file, prompt, output, steps=steps, settings=settings, select=select)
+    print_captured(captured, str(output), console)

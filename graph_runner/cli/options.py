@@ -1,0 +1,103 @@
+"""Options and arguments that commands share."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from graph_runner.errors import BadInputError
+
+PROMPT = "The capital of France is"
+
+
+class Device(StrEnum):
+    NPU = "npu"
+    CPU = "cpu"
+
+
+class DiffDevice(StrEnum):
+    CPU = "CPU"
+    NPU = "NPU"
+
+
+class FlashAttention(StrEnum):
+    AUTO = "auto"
+    ON = "on"
+    OFF = "off"
+
+
+MODEL_HELP = (
+    "A GGUF file, or [bold]demo[/] (SmolLM2-135M-Instruct, from the extra 'demo'), or [bold]tiny[/] "
+    "(a small random llama made on the spot)."
+)
+Model = Annotated[str, typer.Argument(metavar="MODEL", help=MODEL_HELP, show_default=False)]
+
+
+def utf8(prompt: str) -> str:
+    """The prompt, where it can be given to a tokenizer."""
+    """The prompt, where it can be given to a tokenizer."""
+    try:
+        prompt.encode()
+    except UnicodeEncodeError:
+        raise BadInputError(f"--prompt {prompt!a}: is no UTF-8") from None
+    return prompt
+
+
+Prompt = Annotated[str, typer.Option("-p", "--prompt", callback=utf8, help="Text that the model goes on from.")]
+CacheTypeK = Annotated[str, typer.Option(metavar="TYPE", help="ggml type of the K cache: f16, f32, q8_0, q4_0, ...")]
+CacheTypeV = Annotated[
+    str, typer.Option(metavar="TYPE", help="ggml type of the V cache; a quantised one needs --flash-attn on.")
+]
+Kernels = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE.py", help="Your own kernels: a file that registers or replaces ops with @op(...)."),
+]
+Threads = Annotated[int, typer.Option(min=0, help="Threads of llama.cpp's CPU and of the kernels; 0 = all cores.")]
+
+ProfileName = Annotated[
+    str | None,
+    typer.Option(
+        "--profile",
+        metavar="NAME|FILE.toml",
+        help="Device generation, a name or your own (GGML_NPU_PROFILE).",
+        show_default=False,
+    ),
+]
+JsonFile = Annotated[
+    str | None, typer.Option("--json", metavar="FILE|-", help="Write the result as JSON too; - is stdout.")
+]
+HtmlFile = Annotated[
+    str | None,
+    typer.Option("--html", metavar="FILE|-", help="Write the result as a page for a browser too: one file."),
+]
+ExplorerFile = Annotated[
+    str | None,
+    typer.Option("--model-explorer", metavar="FILE|-", help="Write errors as node data for Model Explorer too."),
+]
+DeviceMemory = Annotated[
+    str | None,
+    typer.Option("--memory", metavar="host|device", help="Where tensors lie (GGML_NPU_MEMORY).", show_default=False),
+]
+MemoryLimit = Annotated[
+    str | None,
+    typer.Option(metavar="SIZE", help="Of the device's own memory: 512M, 2G (GGML_NPU_MEMORY_LIMIT)."),
+]
+DeviceType = Annotated[
+    str | None,
+    typer.Option(
+        metavar="accel|gpu",
+        help="What ggml takes the device for (GGML_NPU_DEVICE_TYPE). With --all and --memory device: gpu.",
+    ),
+]
+
+
+AllOps = Annotated[
+    bool,
+    typer.Option(
+        "--all", help="The NPU takes every op it has, not only SCALE and those that move data (GGML_NPU_OPS=all)."
+    ),
+]
+Fuse = Annotated[bool, typer.Option(help="Run patterns of nodes as one operator (GGML_NPU_FUSION).")]

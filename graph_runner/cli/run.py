@@ -1,0 +1,96 @@
+"""The command run."""
+
+from __future__ import annotations
+
+import codecs
+import sys
+import time
+from typing import Annotated
+
+import typer
+
+from graph_runner.cli.common import gpu_layers, loading, op_options, stderr, type_for_all, use_device, use_kernels
+from graph_runner.cli.options import (
+    PROMPT,
+    AllOps,
+    CacheTypeK,
+    CacheTypeV,
+    Device,
+    DeviceMemory,
+    DeviceType,
+    FlashAttention,
+    Fuse,
+    Kernels,
+    MemoryLimit,
+    Model,
+    ProfileName,
+    Prompt,
+    Threads,
+)
+
+
+def run(
+    model: Model,
+    prompt: Prompt = PROMPT,
+    n: Annotated[int, typer.Option("-n", "--n-predict", min=1, help="Tokens to generate.")] = 64,
+    device: Annotated[Device, typer.Option(help="Who computes the nodes that the NPU supports.")] = Device.NPU,
+    flash_attn: Annotated[FlashAttention, typer.Option(help="Flash attention.")] = FlashAttention.AUTO,
+    cache_type_k: CacheTypeK = "f16",
+    cache_type_v: CacheTypeV = "f16",
+    temperature: Annotated[float, typer.Option(min=0.0, help="0 = always the most likely token.")] = 0.0,
+    top_p: Annotated[float, typer.Option(min=0.0, max=1.0, help="Mass to sample from, above temperature 0.")] = 0.95,
+    seed: Annotated[int, typer.Option(min=0, help="Of the sampling.")] = 0,
+    kernels: Kernels = None,
+    profile: ProfileName = None,
+    memory: DeviceMemory = None,
+    memory_limit: MemoryLimit = None,
+    device_type: DeviceType = None,
+    all_ops: AllOps = False,
+    llama_graph: Annotated[
+        bool,
+        typer.Option(help="Each token's graph comes from llama.cpp, or one that it made once is run (implies --all)."),
+    ] = True,
+    fusion: Fuse = True,
+    threads: Threads = 0,
+) -> None:
+    """Generate text; the text goes to stdout, what ran where to stderr."""
+    from graph_runner.models import model_file
+    from graph_runner.report import print_run
+    from graph_runner.session import Sampler, Session, Settings, context_for, generate
+    from graph_runner.token_graph import GraphRunner
+
+    all_ops = all_ops or not llama_graph
+    use_device(
+        profile=profile,
+        memory=memory,
+        memory_limit=memory_limit,
+        device_type=type_for_all(device_type, memory, all_ops),
+        **op_options(all_ops, fusion),
+    )
+    use_kernels(kernels)
+    settings = Settings(
+        device=device.value,
+        n_ctx=context_for(prompt, n),
+        cache_type_k=cache_type_k,
+        cache_type_v=cache_type_v,
+        flash_attention=flash_attn.value,
+        threads=threads,
+        gpu_layers=gpu_layers(),
+    )
+    console = stderr()
+    with (
+        model_file(model) as file,
+        loading(console) as progress,
+        Session(file, settings, progress=progress) as session,
+    ):
+        tokens = session.tokenize(prompt)
+        runner = None if llama_graph else GraphRunner(session)
+        text = codecs.getincrementaldecoder("utf-8")("replace")
+        times = [time.perf_counter()]
+        for token in generate(runner or session, tokens, n, Sampler(temperature, top_p, seed)):
+            times.append(time.perf_counter())
+            sys.stdout.write(text.decode(session.piece(token)))
+            sys.stdout.flush()
+        sys.stdout.write(text.decode(b"", True) + "\n")
+        sys.stdout.flush()
+        print_run(session, runner, len(tokens), times, console)
