@@ -81,6 +81,7 @@ class DeviceOptions:
     ops: str = "default"
     matmul: str = "fast"
     _fuses: NDArray[np.int64] = field(default_factory=lambda: np.ones(1, np.int64), init=False, repr=False)
+    _given: dict[str, str] = field(default_factory=dict, init=False, repr=False)
     _environment_is_read: bool = field(default=False, init=False, repr=False)
 
     @property
@@ -127,6 +128,16 @@ class DeviceOptions:
         checked = {name: _CHECKS[name](called(name), value) for name, value in options.items() if value is not None}
         for name, value in checked.items():
             setattr(self, name, value)
+            self._given[name] = str(options[name])
+
+    def is_given(self, name: str) -> bool:
+        """Whether an option was set, by the environment or a caller."""
+        return name in self._given
+
+    def chosen(self) -> dict[str, str]:
+        """Every option by field name, as text that `update` takes."""
+        texts = {name: str(getattr(self, name)) for name in _CHECKS}
+        return texts | {"profile": self._given.get("profile", self.profile.name)}
 
     def update_from_environment(self) -> None:
         """Takes GGML_NPU_PROFILE, GGML_NPU_MEMORY and so on for each option that is set, once: later calls change

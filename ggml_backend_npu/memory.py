@@ -32,12 +32,13 @@ class DeviceMemory:
     """Buffers up to a limit in bytes.
 
     moved  called whenever a tensor begins or ceases to be packed: plans that know its layout are void
+    moves  how often that was
     """
 
     def __init__(self, limit: int, moved: Callable[[], None]) -> None:
         self.limit, self.used = limit, 0
         self.transfers = Transfers()
-        self._moved = moved
+        self._moved, self.moves = moved, 0
         self._packed: list[Packed] = []  # by address, none overlapping another
 
     @property
@@ -66,7 +67,7 @@ class DeviceMemory:
         if pack and type in PACKED_TYPES and size:
             packed = Packed.of(type, address, Memory(address, size).bytes())
             self._packed.insert(bisect_right(self._packed, address, key=_address), packed)
-            self._moved()
+            self._tell()
 
     def packed(self, address: int) -> Packed | None:
         """The packed tensor that an address lies in."""
@@ -110,7 +111,11 @@ class DeviceMemory:
     def _forget(self, address: int, size: int) -> None:
         while (index := self._at(address, size)) is not None:
             del self._packed[index]
-            self._moved()
+            self._tell()
+
+    def _tell(self) -> None:
+        self.moves += 1
+        self._moved()
 
 
 def _address(packed: Packed) -> int:

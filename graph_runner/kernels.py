@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
-from ggml_backend_npu import OPS, Node
+import traceback
+from collections.abc import Mapping
+
+from ggml_backend_npu import OPS, Graph, KernelError, Node, plan
+from ggml_backend_npu.registry import Op
 
 NPU = "NPU"
 
 
 class Kernels:
-    """What stands in OPS, with the interface of `abi.replica.Replica`."""
+    """What stands in OPS, with the interface of `abi.replica.Replica`.
+
+    ops  kernels in place of those
+    """
 
     device = NPU
+
+    def __init__(self, ops: Mapping[str, Op] | None = None) -> None:
+        self._ops = ops
 
     def refusal(self, node: Node) -> str | None:
         """Why the device does not take the node; None where it does."""
@@ -18,4 +28,20 @@ class Kernels:
 
     def compute(self, node: Node) -> None:
         """Computes the node into its output's memory. Raises what the kernel raises."""
-        OPS.bind(node)()
+        if self._ops is None:
+            OPS.bind(node)()
+        else:
+            self._ops[node.op].bind(node)()
+
+    def compute_graph(self, graph: Graph) -> None:
+        """Computes nodes in order, those as one operator that are one."""
+        plan(graph, OPS).run()
+
+
+def failure_of(error: BaseException) -> str:
+    """What a kernel raised, in a line, with the file and the line of it where that was no KernelError."""
+    if isinstance(error, KernelError):
+        return str(error)
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "site-packages" not in frame.filename]
+    where = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
+    return f"{type(error).__name__}: {error}{where}"

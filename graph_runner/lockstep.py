@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
-from typing import Any
+from typing import Any, Protocol
 
 from greenlet import getcurrent, greenlet
 
@@ -77,14 +77,30 @@ def _handler_of_interrupts_stays() -> Iterator[None]:
         signal.signal(signal.SIGINT, handler)
 
 
+class Onlooker(Protocol):
+    """What is told of each node of both runs, by address and place among the step's nodes."""
+
+    def before(self, address: int, place: int) -> None:
+        """The reference is about to compute a node."""
+
+    def between(self) -> str | None:
+        """The reference has computed it, and the device has not. Returns why the device must not, or None."""
+
+    def own_before(self, address: int, place: int) -> bool:
+        """The device's run has come to a node. Returns whether it is to run now, with those before it that were not."""
+
+    def own_after(self) -> None:
+        """The device has computed the nodes up to the last one that it has come to."""
+
+    def after(self, address: int, place: int, own: int | None) -> None:
+        """Both have computed a node: the reference's address, and the device's, or None where the device has computed
+        it together with nodes behind it, or has stopped."""
+
+
 class Lockstep:
     """The observers of both runs, and what makes them wait for each other.
 
-    before  called with a node's address and place when the reference is about to compute it
-    alone   asks the device whether the op at an address is to be computed alone
-    between  called when the reference has computed it, and the device has not: returns why the device must not, or None
-    after   called when both have: the reference's address, its place, and the device's address, or None where the
-            device has computed it together with nodes behind it, or has stopped
+    judge    what looks on
     stopped  why the device's run came to an end before the reference's, or None
     """
 
@@ -92,15 +108,11 @@ class Lockstep:
         self,
         reference: Side,
         device: Side,
-        *,
-        before: Callable[[int, int], None],
-        between: Callable[[], str | None],
-        after: Callable[[int, int, int | None], None],
-        alone: Callable[[int], bool],
+        judge: Onlooker,
     ) -> None:
         self.reference = _Runner(self, reference)
         self.device = _Runner(self, device)
-        self._before, self._between, self._after, self._alone = before, between, after, alone
+        self._judge = judge
         self.stopped: str | None = None
         self._failed = False
 
@@ -152,26 +164,27 @@ class Lockstep:
             return False
         runner.place += 1
         if runner is self.device:
-            return self._alone(address)
+            return self._judge.own_before(address, runner.place)
         with self._as_device():
-            self._before(address, runner.place)
+            self._judge.before(address, runner.place)
         return True
 
     def done(self, runner: _Runner, address: int) -> None:
         """A runner has computed a node."""
         runner.address = address
         if runner is self.device:
+            self._judge.own_after()
             self._main.switch()
             self.device.side.begin_turn()
             return
         with self._as_device():
-            reason = self._between()
+            reason = self._judge.between()
         while self.device.place < runner.place:
             self.device.side.halt(reason)
             self._let_device_go_on()
         same = self.device.place == runner.place
         with self._as_device():
-            self._after(address, runner.place, self.device.address if same else None)
+            self._judge.after(address, runner.place, self.device.address if same else None)
 
     @contextmanager
     def _as_device(self) -> Iterator[None]:

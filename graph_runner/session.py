@@ -195,7 +195,8 @@ class Session:
             self._progress = llama_cpp.llama_progress_callback(lambda done, _: (progress(done), True)[1])
             params.progress_callback = self._progress
         _log.clear()
-        self._model = llama_cpp.llama_model_load_from_file(str(model).encode(), params)
+        with self._inside():
+            self._model = llama_cpp.llama_model_load_from_file(str(model).encode(), params)
         if not self._model:
             raise SessionError(f"model {str(model)!r}: {_log.reason()}")
 

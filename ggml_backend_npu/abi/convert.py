@@ -124,24 +124,48 @@ def node(ggml: Ggml, address: int, packed: PackedAt = nowhere) -> Node:
     )
 
 
+@dataclass(frozen=True)
+class Storage:
+    """A tensor that is no view: what tensors that are lie in.
+
+    address  of its struct
+    buffer   of the buffer that it lies in
+    is_set   whether it is set from outside before a graph, or a part of it, is computed: an input, or the copy of a
+             tensor that a scheduler makes for another device
+    """
+
+    address: int
+    tensor: Tensor
+    buffer: int
+    is_set: bool
+
+
 @dataclass(frozen=True, eq=False)
 class Read:
-    """A node as it was read: what `node` and `roots` give, and the tensor that its result is a view of, or 0.
+    """A node as it was read: what `node` and `roots` give, the tensor that its result is a view of, or 0, and what its
+    result and its sources lie in, None for a source that it leaves out.
 
     Read again unchanged, it is the same object.
     """
 
+    address: int
     node: Node
     roots: tuple[int, ...]
     view_source: int
+    dst: Storage
+    src: tuple[Storage | None, ...]
 
 
 class Reader:
     """Reads nodes that come again and again, step by step: one that has not changed is not read twice."""
 
-    def __init__(self, ggml: Ggml) -> None:
-        self._ggml = ggml
+    def __init__(self, ggml: Ggml, packed: PackedAt = nowhere) -> None:
+        self._ggml, self._packed = ggml, packed
         self._known: dict[bytes, Read] = {}
+
+    def forget(self) -> None:
+        """After tensors moved: what is packed and what is not is another."""
+        self._known.clear()
 
     def __call__(self, address: int) -> Read:
         """The node at an address."""
@@ -155,9 +179,22 @@ class Reader:
         if key not in self._known:
             if len(self._known) >= _MOST_KNOWN:
                 self._known.clear()
-            found = node(self._ggml, address)
-            self._known[key] = Read(found, tuple(roots(self._ggml, address)), view_source_of(address))
+            self._known[key] = Read(
+                address,
+                node(self._ggml, address, self._packed),
+                tuple(roots(self._ggml, address)),
+                view_source_of(address),
+                self._storage(address),
+                tuple(self._storage(source) if source else None for source in _sources(address)),
+            )
         return self._known[key]
+
+    def _storage(self, address: int) -> Storage:
+        address = view_source_of(address) or address
+        buffer = buffer_of(address)
+        usage = self._ggml.ggml_backend_buffer_get_usage(buffer) if buffer else 0
+        found = tensor(self._ggml, address, packed=self._packed)
+        return Storage(address, found, buffer, is_leaf(address) and usage == structs.BUFFER_USAGE_COMPUTE)
 
 
 def same_bytes(a: int, b: int, size: int) -> bool:

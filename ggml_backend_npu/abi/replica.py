@@ -19,7 +19,7 @@ import ggml_backend_npu
 from ggml_backend_npu.abi import convert, structs
 from ggml_backend_npu.abi.guard import Failures, interrupts_wait
 from ggml_backend_npu.abi.lib import Ggml
-from ggml_backend_npu.ir import Node, Tensor, overlapping
+from ggml_backend_npu.ir import Graph, Node, Tensor, overlapping
 from ggml_backend_npu.registry import KernelError
 
 _ALIGNMENT = 64  # at least what ggml's CPU wants of a buffer
@@ -113,6 +113,11 @@ class Replica:
             if status != structs.STATUS_SUCCESS:
                 raise KernelError(failure or f"{node}: device {self.device} failed: status {status}")
             bring_back()
+
+    def compute_graph(self, graph: Graph) -> None:
+        """Computes nodes in order, one by one."""
+        for node in graph.nodes:
+            self.compute(node)
 
     @contextmanager
     def _made(self, node: Node) -> Iterator[_Made]:

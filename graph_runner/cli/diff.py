@@ -77,8 +77,8 @@ def diff(
     from graph_runner.models import model_file
     from graph_runner.report import diff_json, print_diff
     from graph_runner.results import NodeResult
+    from graph_runner.rules import Rules
     from graph_runner.session import Settings
-    from graph_runner.tolerances import Tolerances
 
     use_device(profile=profile, **op_options(all_ops, fusion))
     use_kernels(kernels)
@@ -118,7 +118,7 @@ def diff(
                 ops=chosen,
                 reference=reference.value,
                 device=device.value,
-                tolerances=Tolerances(tolerances),
+                rules=Rules(tolerances),
                 reproducers=reproducers,
                 seen=seen,
             )

@@ -1,0 +1,74 @@
+"""Memory between pages that may not be touched, for nodes whose kernels are not trusted."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+from collections import defaultdict
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ggml_backend_npu.ir import Memory
+
+MARGIN = 4096  # bytes on each side that a kernel can write, and is found out to have written
+ALIGNMENT = 64  # an address is as far beyond a multiple of this as it was where the bytes come from
+_FENCE = 16 << 20  # bytes on each side behind the margin: SIGSEGV
+_CANARY = 0xA5
+_KEPT = 64 << 20  # bytes of rooms that are free, at most
+_FAILED = ctypes.c_void_p(-1).value
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+_libc.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+
+_free: dict[int, list[int]] = defaultdict(list)  # addresses of rooms that nobody holds, by size
+
+
+class _Room:
+    """`size` bytes, whole pages, between two fences. Free again when the last one who holds it is gone."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.address = _free[size].pop() if _free[size] else _reserve(size)
+
+    def __del__(self) -> None:
+        if sum(size * len(rooms) for size, rooms in _free.items()) + self.size <= _KEPT:
+            _free[self.size].append(self.address)
+        else:
+            _libc.munmap(self.address - _FENCE, self.size + 2 * _FENCE)
+
+
+def _reserve(size: int) -> int:
+    whole = size + 2 * _FENCE
+    start = _libc.mmap(None, whole, 0, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)
+    if start == _FAILED or _libc.mprotect(start + _FENCE, size, mmap.PROT_READ | mmap.PROT_WRITE):
+        raise MemoryError(f"{size} bytes between fences")
+    return int(start) + _FENCE
+
+
+def fenced(data: NDArray[np.uint8], beyond: int = 0) -> tuple[Memory, int]:
+    """A copy of data in memory of its own, and its offset there.
+
+    Around the copy lie MARGIN bytes or a little more, that `is_damaged` looks at, and after them a fence: who touches
+    that gets SIGSEGV.
+
+    beyond  how far beyond a multiple of ALIGNMENT the copy begins
+    """
+    pages = -(-(data.size + 2 * MARGIN + ALIGNMENT) // mmap.PAGESIZE)
+    room = _Room(pages * mmap.PAGESIZE)
+    memory = Memory(room.address, room.size, owner=room)
+    last = room.size - MARGIN - data.size
+    offset = last - (last - beyond) % ALIGNMENT
+    whole = memory.bytes()
+    whole[:offset] = whole[offset + data.size :] = _CANARY
+    whole[offset : offset + data.size] = data
+    return memory, offset
+
+
+def is_damaged(memory: Memory, offset: int, size: int) -> bool:
+    """Whether the margins around the `size` bytes at an offset were written."""
+    whole = memory.bytes()
+    return bool((whole[:offset] != _CANARY).any() or (whole[offset + size :] != _CANARY).any())

@@ -1,0 +1,136 @@
+"""What the tensors of a run hold between the node that writes them and those that read them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+
+import xxhash
+
+from ggml_backend_npu import Memory
+from ggml_backend_npu.abi.convert import Read, Storage
+from ggml_backend_npu.abi.lib import Ggml
+from graph_runner.copies import continues_dst
+
+
+@dataclass(frozen=True)
+class Changed:
+    """A tensor that holds something else than the last node wrote into it.
+
+    tensor   its name
+    written  the node that wrote it, or None for one that none has written yet
+    """
+
+    tensor: str
+    written: str | None
+
+    def __str__(self) -> str:
+        return repr(self.tensor) + (f", which {self.written} wrote" if self.written else "")
+
+
+@dataclass
+class _Known:
+    storage: Storage
+    digest: int
+    written: str | None
+
+
+class Contents:
+    """Digests of tensors of one run, of each since a node wrote or first read it.
+
+    What is set from outside (inputs, a scheduler's copies) is not kept: nobody says when.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[int, _Known] = {}
+
+    def changed(self, reads: Iterable[Read], besides: Collection[int] = ()) -> list[Changed]:
+        """Of what nodes read, and of what their outputs go on from, what no longer holds what it did.
+
+        besides  addresses of storages that are left out
+        """
+        found = []
+        for storage in _read_by(reads):
+            if storage.is_set or storage.address in besides or not storage.tensor.nbytes:
+                continue
+            digest = _digest_of(storage)
+            known = self._known.setdefault(storage.address, _Known(storage, digest, None))
+            if known.digest != digest:
+                found.append(Changed(storage.tensor.name, known.written))
+                known.digest = digest
+        return found
+
+    def written(self, read: Read) -> None:
+        """A node has written its output."""
+        self._known[read.dst.address] = _Known(read.dst, _digest_of(read.dst), str(read.node))
+
+    def is_constant(self, storage: Storage) -> bool:
+        """Whether no node has written to a tensor so far."""
+        return storage.address not in self._known or self._known[storage.address].written is None
+
+    def differing(self, besides: Collection[int]) -> list[Changed]:
+        """Of all tensors, those that hold something else now. A tensor that is not needed any more may be among them.
+
+        besides  addresses of storages that are left out
+        """
+        known = [each for each in self._known.values() if each.storage.address not in besides]
+        known = [each for each in known if _digest_of(each.storage) != each.digest]
+        return [Changed(each.storage.tensor.name, each.written) for each in known]
+
+    def buffers(self, ggml: Ggml) -> list[tuple[int, int]]:
+        """Of all tensors that were seen, [begin, end) by address."""
+        found = []
+        for buffer in {each.storage.buffer for each in self._known.values() if each.storage.buffer}:
+            begin = int(ggml.ggml_backend_buffer_get_base(buffer) or 0)
+            found.append((begin, begin + int(ggml.ggml_backend_buffer_get_size(buffer))))
+        return found
+
+
+def _read_by(reads: Iterable[Read]) -> list[Storage]:
+    found: dict[int, Storage] = {}
+    for read in reads:
+        found.update({storage.address: storage for storage in read.src if storage is not None})
+        if continues_dst(read.node):
+            found[read.dst.address] = read.dst
+    return list(found.values())
+
+
+def _digest_of(storage: Storage) -> int:
+    """Of the bytes as they lie in memory: of a packed tensor, quants and scales."""
+    tensor = storage.tensor
+    return _digest(tensor.address, tensor.nbytes) if tensor.nbytes else 0
+
+
+class Rest:
+    """What spans of memory hold but for the outputs of some nodes, before these run and after.
+
+    spans  [begin, end) by address
+    """
+
+    def __init__(self, spans: Iterable[tuple[int, int]], reads: Iterable[Read]) -> None:
+        outputs = sorted(_output(read) for read in reads)
+        self._parts: list[tuple[int, int]] = []
+        for begin, end in spans:
+            for first, last in outputs:
+                if begin < last and first < end:
+                    self._parts.append((begin, first))
+                    begin = max(begin, last)
+            self._parts.append((begin, end))
+        self._digests = self._taken()
+
+    def _taken(self) -> list[int]:
+        return [_digest(begin, end - begin) for begin, end in self._parts if begin < end]
+
+    def has_changed(self) -> bool:
+        """Whether they hold something else now."""
+        return self._taken() != self._digests
+
+
+def _output(read: Read) -> tuple[int, int]:
+    """Where a node writes: of a packed tensor anywhere, its scales lie apart."""
+    dst = read.node.dst if read.node.dst.packed is None else read.dst.tensor
+    return dst.address, dst.end
+
+
+def _digest(address: int, size: int) -> int:
+    return int(xxhash.xxh3_64_intdigest(Memory(address, size).bytes().data))

@@ -1,0 +1,168 @@
+"""A node over copies of its tensors' memory: who computes it can damage nothing, and is found out to try."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ggml_backend_npu import Memory, Node, Tensor
+from ggml_backend_npu.abi.convert import same_bytes
+from ggml_backend_npu.abi.fenced import ALIGNMENT, fenced, is_damaged
+from ggml_backend_npu.ir import overlapping
+from ggml_backend_npu.packed import PACKED_TYPES, Packed
+
+Bytes = NDArray[np.uint8]
+Packs = Callable[[Tensor], bool]
+
+_KEEP = frozenset({"SET_ROWS", "SET", "ACC"})  # leave bytes of dst as they were
+_DO_NOT_READ = {"CPY": 1}  # the source that is dst itself, of which nothing is read
+
+
+def span(tensor: Tensor) -> Bytes:
+    """A copy of the bytes of a tensor's span as ggml has them, gaps included."""
+    whole = tensor.unpacked()
+    return Memory(whole.address, whole.nbytes, owner=whole.memory).bytes().copy()
+
+
+def is_read(node: Node, index: int) -> bool:
+    """Whether the node reads its source of that index, not only names it."""
+    return node.src[index] is not None and _DO_NOT_READ.get(node.op) != index
+
+
+def continues_dst(node: Node) -> bool:
+    """Whether what dst held before is something that the node goes on from: it keeps a part of it, or lies in place of
+    a source."""
+    if node.op in _KEEP:
+        return True
+    sources = [source for index, source in enumerate(node.src) if source is not None and is_read(node, index)]
+    return any(source.overlaps(node.dst) for source in sources)
+
+
+def blank(dst: Tensor) -> None:
+    """Sets each element of a tensor to bytes of 0xFF: NaN, -1, blocks whose scale is NaN. Gaps stay."""
+    target = dst.unpacked()
+    view = target.view()
+    (view if target.codec.dtype is None else view.view(f"u{target.codec.block_bytes}"))[...] = _all_ones(target)
+    dst.take(target)
+
+
+def _all_ones(tensor: Tensor) -> int:
+    return 0xFF if tensor.codec.dtype is None else (1 << 8 * tensor.codec.block_bytes) - 1
+
+
+@dataclass(frozen=True)
+class Copied:
+    """A node over copies, each between fences. What overlaps still overlaps.
+
+    node      over the copies
+    original  the node that they are copies of
+    """
+
+    node: Node
+    original: Node
+    _rooms: tuple[tuple[Memory, int, int], ...]
+    _before: Bytes
+
+    @staticmethod
+    def of(node: Node, packs: Packs = lambda tensor: False) -> Copied:
+        """Copies of what the node's tensors hold now.
+
+        packs  which tensors are to lie in the device's layout
+        """
+        moved: dict[int, Tensor] = {}
+        rooms = []
+        tensors = {id(tensor): tensor for tensor in (node.dst, *node.src) if tensor is not None and tensor.nbytes}
+        for group in overlapping(tensors.values()):
+            begin, end = group[0].address, max(tensor.end for tensor in group)
+            data = bytes_of(group, begin, end)
+            memory, offset = fenced(data, begin % ALIGNMENT)
+            packed = _packed(group, packs, memory, offset, data.size)
+            rooms.append((memory, offset, data.size))
+            for tensor in group:
+                place = offset + tensor.address - begin
+                moved[id(tensor)] = replace(tensor, memory=memory, offset=place, packed=packed)
+        src = tuple(moved.get(id(tensor), tensor) if tensor is not None else None for tensor in node.src)
+        again = replace(node, dst=moved.get(id(node.dst), node.dst), src=src)
+        return Copied(
+            again, node, tuple(rooms), again.dst.memory.bytes().copy() if again.dst.nbytes else np.empty(0, np.uint8)
+        )
+
+    def blank_dst(self) -> Copied:
+        """Has dst begin as nothing, where the node does not go on from what it held."""
+        if continues_dst(self.node):
+            return self
+        blank(self.node.dst)
+        return replace(self, _before=self.node.dst.memory.bytes().copy())
+
+    @property
+    def before(self) -> Tensor:
+        """dst as it was before the node is computed, as ggml has it."""
+        held = replace(self.node.dst, memory=Memory.of(self._before), packed=None)
+        if self.node.dst.packed is None:
+            return held
+        at = self.node.dst.packed.address - self.node.dst.memory.address
+        storage = self._before[at : at + self.node.dst.packed.size]
+        return replace(held, packed=Packed(held.type, held.memory.address + at, storage)).unpacked()
+
+    def changed(self) -> list[int]:
+        """Sources, by index, that hold something else than before, and that the node's output does not lie on."""
+        return [
+            index
+            for index, (source, copy) in enumerate(zip(self.original.src, self.node.src, strict=True))
+            if source is not None and copy is not None and source.nbytes and not copy.overlaps(self.node.dst)
+            and not _same(source, copy)
+        ]  # fmt: skip
+
+    def outside(self) -> bool:
+        """Whether bytes around a copy were written, or around dst where a source goes on before or after it."""
+        if any(is_damaged(*room) for room in self._rooms):
+            return True
+        dst = self.node.dst
+        if dst.packed is not None or not dst.nbytes:
+            return False
+        after, end = dst.memory.bytes(), dst.offset + dst.nbytes
+        return not (
+            np.array_equal(after[: dst.offset], self._before[: dst.offset])
+            and np.array_equal(after[end:], self._before[end:])
+        )
+
+
+def bytes_of(group: list[Tensor], begin: int, end: int) -> Bytes:
+    """What a group of overlapping tensors holds, as ggml has it."""
+    packed = group[0].packed
+    if packed is None:
+        return Memory(begin, end - begin, owner=group[0].memory).bytes()
+    return packed.read(begin - packed.address, end - begin)
+
+
+def _packed(group: list[Tensor], packs: Packs, memory: Memory, offset: int, size: int) -> Packed | None:
+    """The copies of a group in the device's layout, where its tensors are to lie in that."""
+    kind = group[0].type
+    if kind not in PACKED_TYPES or any(tensor.type != kind or not packs(tensor) for tensor in group):
+        return None
+    if size % group[0].codec.block_bytes:
+        return None
+    return Packed.of(kind, memory.address + offset, memory.bytes()[offset : offset + size])
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    if a.packed is None and b.packed is None:
+        return same_bytes(a.address, b.address, a.nbytes)
+    return np.array_equal(span(a), span(b))
+
+
+def restored(like: Node, held: Node) -> Node:
+    """A node over copies, of which those overlap and lie in the device's layout that do in `like`, and that hold what
+    the tensors of `held` do."""
+    made = Copied.of(like, lambda tensor: tensor.packed is not None).node
+    for target, source in [(made.dst, held.dst), *zip(made.src, held.src, strict=True)]:
+        if target is None or source is None or not target.nbytes:
+            continue
+        if target.packed is None:
+            target.memory.bytes()[target.offset : target.offset + target.nbytes] = span(source)
+        else:
+            target.packed.write(target.address - target.packed.address, span(source))
+    return made

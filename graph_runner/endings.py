@@ -1,0 +1,72 @@
+"""How far apart two runs of one model end: logits, step by step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+Logits = NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class Ending:
+    """Two runs' logits after each step. Falsy where they are further apart than the reference's rounding explains.
+
+    nmse     sum of squared differences / sum of squares of the reference, the largest of all steps
+    kl       Kullback-Leibler divergence of the device's next token from the reference's, in nats, the largest
+    first_token  the first step after which the most likely token is another one; None where there is none
+    natural  the largest nmse of the reference beside itself, with rounding errors of the size that nodes were seen to
+             have, or with flash attention switched; None where it was not looked for
+    limit    of nmse
+    """
+
+    nmse: float
+    kl: float
+    first_token: int | None
+    natural: float | None = None
+    limit: float | None = None
+
+    def __bool__(self) -> bool:
+        return self.limit is None or self.nmse <= self.limit
+
+
+@dataclass
+class Endings:
+    """Collects the logits of two runs."""
+
+    steps: list[tuple[Logits, Logits]] = field(default_factory=list)
+
+    def add(self, reference: Logits, device: Logits) -> None:
+        """After a step."""
+        self.steps.append((reference, device))
+
+    def ending(self) -> Ending:
+        """What they say."""
+        tokens = [step for step, (a, b) in enumerate(self.steps) if a.argmax() != b.argmax()]
+        return Ending(
+            max((_nmse(a, b) for a, b in self.steps), default=0.0),
+            max((_kl(a, b) for a, b in self.steps), default=0.0),
+            tokens[0] if tokens else None,
+        )
+
+
+def _nmse(a: Logits, b: Logits) -> float:
+    x, y = a.astype(np.float64), b.astype(np.float64)
+    power = float(np.square(x).sum())
+    found = float(np.square(x - y).sum()) / power if power else float(np.square(y).sum())
+    return found if np.isfinite(found) else float("inf")
+
+
+def _kl(a: Logits, b: Logits) -> float:
+    """Of the distributions that two rows of logits stand for."""
+    p, q = (_log_softmax(each) for each in (a, b))
+    found = float((np.exp(p) * (p - q)).sum())
+    return max(0.0, found) if np.isfinite(found) else float("inf")
+
+
+def _log_softmax(logits: Logits) -> NDArray[np.float64]:
+    shifted = logits.astype(np.float64) - float(logits.max())
+    result: NDArray[np.float64] = shifted - np.log(np.exp(shifted).sum())
+    return result

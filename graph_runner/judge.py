@@ -1,0 +1,379 @@
+"""Says of each node of two runs in step whether the device computes it right, and where an error comes from."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from ggml_backend_npu import Graph, Memory, Node, Tensor
+from ggml_backend_npu.abi import convert
+from ggml_backend_npu.abi.lib import Ggml
+from ggml_backend_npu.abi.plugin import Plugin
+from ggml_backend_npu.abi.replica import Replica
+from ggml_backend_npu.fusion import FUSIONS
+from ggml_backend_npu.ops import OWN
+from graph_runner.blocks import compare_blocks
+from graph_runner.compare import Comparison, Heat, compare, heat
+from graph_runner.contents import Changed
+from graph_runner.copies import Copied, restored
+from graph_runner.diagnosis import diagnose, quantised_values
+from graph_runner.kernels import Kernels, failure_of
+from graph_runner.noise import noise_multiple
+from graph_runner.own import Mirrored, OwnRun
+from graph_runner.reproduce import backend_ops_line
+from graph_runner.results import ISOLATED, OWN_RUN, NodeResult, Verdict, types_of
+from graph_runner.rules import Rules
+from graph_runner.session import SessionError
+from graph_runner.spans import Spans, copy
+from graph_runner.state import StateResult, States
+
+_LEAST = 1e-300  # of an error that shows in no number: another zero, another NaN
+_AMPLIFIES = 10.0  # times the error of its inputs
+_HEATS = 200  # nodes that differ of which a heat map is kept
+_EXPLANATIONS = 3  # nodes of an op, its types and a verdict that are explained
+
+
+class Keeper(Protocol):
+    """Keeps what is to be computed again: each returns where, or None where nothing is kept."""
+
+    def node(self, node: Node, expected: Tensor, found: NodeResult) -> str | None:
+        """A node as it was before it ran, and what it is to give."""
+
+    def span(self, graph: Graph, expected: dict[int, Tensor], found: NodeResult) -> str | None:
+        """Nodes that run as one operator, as they were before, and what they are to give, by place."""
+
+
+@dataclass(frozen=True)
+class _Compared:
+    """One way in which a node was looked at: from equal inputs, the device's result beside the reference's.
+
+    where     ISOLATED, or in the device's OWN_RUN
+    like      the node as it is in its run
+    node      the same; its sources hold what they held
+    before    what its output held
+    found     None where there is no result
+    right     whether that is right, be it but for rounding
+    failure   why there is no result, or what the device did beside it
+    graph     the nodes that ran together with it, up to it, where there are such
+    """
+
+    where: str
+    like: Node
+    node: Node
+    before: Tensor
+    expected: Tensor
+    actual: Tensor
+    found: Comparison | None
+    right: bool
+    failure: str | None = None
+    graph: Graph | None = None
+
+    def __bool__(self) -> bool:
+        return self.right and self.failure is None
+
+
+@dataclass(frozen=True)
+class Stray:
+    """Something that was written where no node writes.
+
+    what     was found to hold something else
+    step, seen  when, and by which node that was about to read it
+    """
+
+    what: Changed
+    step: int
+    seen: str
+
+    def __str__(self) -> str:
+        return f"step {self.step}: before {self.seen}, {self.what} holds something else than it did"
+
+
+class Judge:
+    """Judges each node of two runs in step.
+
+    computer   who computes a node again
+    reference  the reference, as one that computes a node
+    ops        that are computed again; all, where None
+    seen       called with each result
+    keep       keeps wrong nodes
+    fuses      whether the device runs patterns of nodes as one
+    packs      whether the device's memory has tensors in a layout of its own
+    about_to   called before the device computes something: in which way, step, place, node
+    """
+
+    def __init__(
+        self,
+        ggml: Ggml,
+        npu: Plugin | None,
+        computer: Kernels | Replica,
+        reference: Kernels | Replica,
+        ops: Collection[str] | None,
+        rules: Rules,
+        seen: Callable[[NodeResult], None],
+        *,
+        fuses: bool,
+        packs: bool,
+        strict: bool,
+        keep: Keeper,
+        about_to: Callable[[str, int, int, Node], None],
+    ) -> None:
+        self._ggml, self._npu, self._computer, self._ops = ggml, npu, computer, ops
+        self._rules, self._seen, self._keep, self._packs = rules, seen, keep, packs
+        self._about_to = about_to
+        self.refused: Counter[tuple[str, str]] = Counter()
+        self.step = 0
+        self._reader = convert.Reader(ggml)
+        self._refusals: dict[convert.Read, str | None] = {}
+        self._errors: dict[int, float] = {}  # of results in the device's own run, by the reference's tensor
+        self._copied: Copied | None = None
+        self._isolated: _Compared | None = None
+        self._saved: Node | None = None
+        self._place = 0
+        self._heats = 0
+        self._explanations: Counter[tuple[str, str, Verdict]] = Counter()
+        self.state_results: list[StateResult] = []
+        self._states = States(self.state_results.append)
+        self.strays: list[Stray] = []
+        self.own = OwnRun(ggml, npu, reference, lambda: (self._before, self._place), fuses=fuses, strict=strict)
+        # what is taken to be the error of a result inside of a span, which the device does not make
+        self._within_span = 1e-14 if fuses else 0.0
+        self._spans = Spans(
+            [fusion for fusion in FUSIONS if fuses and (ops is None or fusion.name in ops)],
+            rules,
+            seen,
+            self._keep.span,
+            about_to,
+        )
+
+    def next_step(self) -> None:
+        self.finish()
+        self.step += 1
+
+    def finish(self) -> None:
+        """After the last node of a step."""
+        self._spans.finish()
+        self._states.finish(self.step)
+
+    def before(self, address: int, place: int) -> None:
+        """The reference is about to compute a node: takes down what it reads."""
+        self._read = read = self._reader(address)
+        self._place = place
+        self._copied = None
+        node = read.node
+        self._spans.before(read, self.step, place)
+        overlapped = {id(source): _over_root(source) for source in node.src if source and source.overlaps(node.dst)}
+        sources = tuple(overlapped.get(id(source), source) if source is not None else None for source in node.src)
+        self._before = replace(node, src=sources, dst=copy(node.dst))
+        if node.dst.n_elements == 0 or (self._ops is not None and node.op not in self._ops):
+            return
+        if read not in self._refusals:
+            self._refusals[read] = self._computer.refusal(node)
+        reason = self._refusals[read]
+        if reason is not None:
+            self.refused[node.op, reason] += 1
+            return
+        kept = self._in_device_layout(read) if self._packs else set()
+        self._copied = Copied.of(node, lambda tensor: id(tensor) in kept).blank_dst()
+
+    def _in_device_layout(self, read: convert.Read) -> set[int]:
+        """Tensors of a node that the device's memory may have in its own layout: what no op computes."""
+        pairs = [(read.node.dst, read.dst), *zip(read.node.src, read.src, strict=True)]
+        return {
+            id(tensor)
+            for tensor, storage in pairs
+            if tensor is not None and storage is not None and convert.is_leaf(storage.address) and not storage.is_set
+        }
+
+    def between(self) -> str | None:
+        """The reference has computed it. The device computes it from the same inputs, between fences; where that does
+        damage, it had better not in its own run."""
+        self._isolated = found = self._recompute()
+        if found is None:
+            return None
+        if found.failure is not None:
+            return f"{found.node}: {found.failure}"
+        outside = found.found is not None and found.found.outside
+        return f"{found.node}: writes outside its output" if outside else None
+
+    def own_before(self, address: int, place: int) -> bool:
+        """The device's own run has come to a node. Returns whether it is to run now."""
+        runs = self.own.before(address, place)
+        if runs:
+            self._about_to("own", self.step, place, self.own.read(address).node)
+        return runs
+
+    def own_after(self) -> None:
+        """The device's own run has computed what it was to run."""
+        self.own.after()
+        self._about_to("", 0, 0, self._before)
+
+    def after(self, address: int, place: int, own: int | None) -> None:
+        """Both have computed it; `own` is the device's tensor."""
+        self._spans.after(address)
+        isolated, node = self._isolated, self._read.node
+        if node.dst.n_elements == 0:
+            return
+        nodes = self.own.last if own is not None else None
+        cumulative, mirrored = None, None
+        if own is not None and nodes is not None:
+            cumulative = self._cumulative(own)
+            self.strays += [Stray(changed, self.step, str(node)) for changed in nodes.found]
+            mirrored = self._mirrored(cumulative)
+            nodes.found.clear()
+        verdict = self._verdict(address, isolated, mirrored, cumulative)
+        if own is not None:
+            self._look_at_state(own)
+        found = NodeResult(
+            self.step, place, node.op, node.name, types_of(node), node.dst.ne, verdict,
+            "" if nodes is None else "NPU" if nodes.on_npu else "CPU",
+            None if isolated is None else isolated.found, cumulative,
+            None if mirrored is None else mirrored.found,
+        )  # fmt: skip
+        looked_at = [each for each in (isolated, mirrored) if each is not None]
+        wrong = next((each for each in looked_at if not each), None)
+        if wrong is not None:
+            found = replace(found, failure=wrong.failure, wrong_in=wrong.where)
+        else:
+            wrong = next((each for each in looked_at if each.found is not None and not each.found), None)
+        if verdict not in (Verdict.EXACT, Verdict.ROUNDING) and self._heats < _HEATS:
+            self._heats += 1
+            found = replace(found, heat=self._heat(node, wrong, own))
+        if wrong is not None:
+            found = self._explained(found, wrong)
+        self._seen(found)
+
+    def _cumulative(self, own: int) -> Comparison:
+        node, result = self._read.node, self.own.read(own).node.dst
+        if (result.type, result.ne) != (node.dst.type, node.dst.ne):
+            raise SessionError(f"the two runs differ in their graphs: {node} is {result.type} {result.ne} in one")
+        return compare(node.dst, _as_laid_out(result, node.dst))
+
+    def _mirrored(self, cumulative: Comparison) -> _Compared | None:
+        """What the own run made of the last nodes beside what the reference makes of what they read."""
+        nodes = self.own.last
+        if not nodes.on_npu:
+            return None
+        spoilt = nodes.spoilt[0] if nodes.spoilt else None
+        failure = f"in the own run writes to {spoilt}, beside its output" if spoilt else None
+        if nodes.is_fed_alike:
+            node = self._before
+            actual = _as_laid_out(nodes.reads[0].node.dst, node.dst)
+            each = Mirrored(self._place, nodes.reads[0].node, node, self._read.node.dst, actual)
+            return self._compared(each, cumulative, failure)
+        looked_at = [self._compared(each, compare(each.expected, each.actual), failure) for each in self.own.mirrored()]
+        return next((each for each in looked_at if not each), looked_at[-1] if looked_at else None)
+
+    def _compared(self, each: Mirrored, found: Comparison, failure: str | None) -> _Compared:
+        right = bool(found) or self._rules.allows(each.node, each.expected, each.actual, found)
+        return _Compared(
+            OWN_RUN, each.like, each.node, each.node.dst, each.expected, each.actual, found, right, failure, each.graph
+        )
+
+    def _explained(self, found: NodeResult, wrong: _Compared) -> NodeResult:
+        """The result with what takes its time to find out: of the first nodes of each op, type and verdict."""
+        kind = (found.op, found.types, found.verdict)
+        self._explanations[kind] += 1
+        if self._explanations[kind] > _EXPLANATIONS:
+            return found
+        node, result = wrong.node, wrong.actual
+        blocks, diagnosis, line, kept = None, None, None, None
+        if not found:
+            kept = self._kept(wrong, found)
+            line = backend_ops_line(node)
+        if wrong.found is None:
+            return replace(found, test=line, reproducer=kept)
+        if wrong.expected.codec.is_quantized:
+            blocks = compare_blocks(wrong.expected, result, quantised_values(node))
+        if found.verdict is Verdict.INTRODUCED:
+            diagnosis = diagnose(node, wrong.expected, result, wrong.before, wrong.found.outside)
+        noise = noise_multiple(node, wrong.expected, result)
+        return replace(found, blocks=blocks, diagnosis=diagnosis, noise=noise, test=line, reproducer=kept)
+
+    def _kept(self, wrong: _Compared, found: NodeResult) -> str | None:
+        if wrong.graph is not None:
+            return self._keep.span(wrong.graph, {len(wrong.graph.nodes) - 1: wrong.expected}, found)
+        held = replace(wrong.node, dst=wrong.before)
+        return self._keep.node(restored(wrong.like, held), wrong.expected, found)
+
+    def _look_at_state(self, own: int) -> None:
+        """Where the node has written to a tensor that no node computes."""
+        read, root = self._read, self._read.view_source
+        if root and convert.is_leaf(root):
+            by_element = read.node.op == "SET_ROWS" and read.node.dst.ne[0] == 1 != read.dst.tensor.ne[0]
+            device = self.own.read(own).dst.tensor
+            self._states.written(root, read.dst.tensor, device, self.step, str(read.node), by_element=by_element)
+
+    def _heat(self, node: Node, wrong: _Compared | None, own: int | None) -> Heat | None:
+        if wrong is not None and wrong.found is not None and not wrong.found:
+            return heat(wrong.expected, wrong.actual)
+        return heat(node.dst, _as_laid_out(self.own.read(own).node.dst, node.dst)) if own is not None else None
+
+    def _recompute(self) -> _Compared | None:
+        copied, node = self._copied, self._read.node
+        if copied is None:
+            return None
+        self._about_to("isolated", self.step, self._place, node)
+        failure, found, right = None, None, False
+        before = copied.before
+        try:
+            self._computer.compute(copied.node)
+        except Exception as error:
+            failure = failure_of(error)
+        self._about_to("", 0, 0, node)
+        result = copied.node.dst.unpacked()
+        changed = copied.changed()
+        if failure is None and changed:
+            roles = " and ".join(f"src{index} {_name(node.src[index])}" for index in changed)
+            failure = f"changes {roles}, which it is only to read"
+        if failure is None:
+            found = compare(node.dst, result, copied.outside())
+            right = bool(found) or (not found.outside and self._rules.allows(self._before, node.dst, result, found))
+        return _Compared(ISOLATED, copied.node, self._before, before, node.dst, result, found, right, failure)
+
+    def _verdict(
+        self, address: int, isolated: _Compared | None, mirrored: _Compared | None, cumulative: Comparison | None
+    ) -> Verdict:
+        errors = self._errors
+        inputs = max((errors.get(root, 0.0) for root in self._read.roots if root), default=0.0)
+        error = self._within_span if cumulative is None else 0.0 if cumulative else max(cumulative.error, _LEAST)
+        errors[address] = errors[self._read.view_source] = error
+        looked_at = [each for each in (isolated, mirrored) if each is not None]
+        if any(each.failure is not None for each in looked_at):
+            return Verdict.FAILED
+        if not all(looked_at):
+            return Verdict.INTRODUCED
+        exact = all(each.found is None or bool(each.found) for each in looked_at)
+        if cumulative is None or cumulative:
+            return Verdict.EXACT if exact else Verdict.ROUNDING
+        if mirrored is not None and self.own.last.is_fed_alike:
+            return Verdict.ROUNDING
+        if mirrored is None and inputs == 0 and not self._reads_what_is_off():
+            return Verdict.INTRODUCED
+        return Verdict.AMPLIFIED if error > _AMPLIFIES * max(inputs, 1e-14) else Verdict.INHERITED
+
+    def _reads_what_is_off(self) -> bool:
+        """Whether the node reads a cache or state that differs, or a result of nodes that ran as one."""
+        states, written = self._states, self._read.view_source
+        roots = {root for root in self._read.roots if root}
+        return states.is_off(written) or any(states.is_read(root, self.step) for root in roots - {written})
+
+
+def _name(tensor: Tensor | None) -> str:
+    return repr(tensor.name) if tensor is not None else "nothing"
+
+
+def _over_root(tensor: Tensor) -> Tensor:
+    """The tensor over a copy of all the memory that it is a view of."""
+    return replace(tensor, memory=Memory.of(tensor.memory.bytes().copy()))
+
+
+def _as_laid_out(tensor: Tensor, like: Tensor) -> Tensor:
+    """The tensor as ggml has it, or a copy where its strides are not those of another one."""
+    plain = tensor.unpacked()
+    if plain.nb == like.nb:
+        return plain
+    laid_out = copy(like)
+    OWN["CPY"].define(laid_out, plain)
+    return laid_out

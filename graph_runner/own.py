@@ -1,0 +1,229 @@
+"""The device's own run: what each node had before it ran, and what the reference makes of just that."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+
+from ggml_backend_npu import Graph, Node, Tensor
+from ggml_backend_npu.abi import convert
+from ggml_backend_npu.abi.convert import Read, Storage, same_bytes
+from ggml_backend_npu.abi.lib import Ggml
+from ggml_backend_npu.abi.plugin import Plugin
+from ggml_backend_npu.abi.replica import Replica
+from ggml_backend_npu.fusion import FUSIONS, longest
+from ggml_backend_npu.packed import Packed
+from graph_runner.contents import Changed, Contents, Rest
+from graph_runner.copies import continues_dst, is_read
+from graph_runner.kernels import Kernels
+from graph_runner.spans import Chain, Collected, copy, first
+
+
+@dataclass
+class OwnNodes:
+    """Nodes of the own run that run together: one, or what may be a span.
+
+    reads     in order
+    places    among the step's nodes
+    before    what the one node, where there is no other, is over copies of what it reads
+    is_fed_alike  whether it reads the very bytes that the reference did
+    found     tensors that no longer held what had been written into them, before they ran
+    spoilt    tensors that they changed beside their outputs
+    on_npu    whether the device ran them
+    """
+
+    reads: list[Read] = field(default_factory=list)
+    places: list[int] = field(default_factory=list)
+    before: Node | None = None
+    is_fed_alike: bool = False
+    found: list[Changed] = field(default_factory=list)
+    spoilt: list[Changed] = field(default_factory=list)
+    on_npu: bool = False
+    collected: Collected = field(default_factory=Collected)
+
+
+@dataclass(frozen=True)
+class Mirrored:
+    """What the reference makes of what a node of the own run read, and what the own run made of it.
+
+    place     among the step's nodes
+    like      the node as it is in the run
+    node      the same over what it read; where it ran with others before it, over what the reference makes of these
+    expected  its output, or what of it a span writes
+    actual    the same of the own run
+    graph     the nodes that ran together up to this one, over what they read
+    """
+
+    place: int
+    like: Node
+    node: Node
+    expected: Tensor
+    actual: Tensor
+    graph: Graph | None = None
+
+
+class OwnRun:
+    """Watches the device's own run, node by node.
+
+    computer   the reference as one that computes a node
+    reference  the node that it has just computed, over what it read, and the node's place
+    strict     looks at every buffer after every node that the device runs, not only at what the node reads
+    """
+
+    def __init__(
+        self,
+        ggml: Ggml,
+        npu: Plugin | None,
+        computer: Kernels | Replica,
+        reference: Callable[[], tuple[Node, int]],
+        *,
+        fuses: bool,
+        strict: bool,
+    ) -> None:
+        self._ggml, self._npu, self._computer, self._reference = ggml, npu, computer, reference
+        self._fuses, self._strict = fuses, strict
+        self._reader = convert.Reader(ggml, self._packed)
+        self._n_moves = 0
+        self._chain = Chain(FUSIONS)
+        self._contents = Contents()
+        self._constants: dict[tuple[int, int], bool] = {}  # whether they are alike, by where they lie in both runs
+        self._rest: Rest | None = None
+        self._n_graphs = 0
+        self._next = OwnNodes()
+        self.last = OwnNodes()
+
+    def _packed(self, address: int) -> Packed | None:
+        memory = self._npu.memory if self._npu is not None else None
+        return memory.packed(address) if memory is not None else None
+
+    def read(self, address: int) -> Read:
+        """The node at an address."""
+        moves = self._npu.memory.moves if self._npu is not None and self._npu.memory is not None else 0
+        if moves != self._n_moves:
+            self._n_moves = moves
+            self._reader.forget()
+        return self._reader(address)
+
+    def before(self, address: int, place: int) -> bool:
+        """The run has come to a node. Returns whether it is to run now, with those before it that were not to."""
+        read, nodes = self.read(address), self._next
+        alone = not self._fuses or self._chain.is_at_end(read.node.op, lambda: read.node)
+        nodes.found += self._contents.changed([read], {each.dst.address for each in nodes.reads})
+        if not alone or nodes.reads:
+            nodes.collected.add(read, place)
+        nodes.reads.append(read)
+        nodes.places.append(place)
+        if alone:
+            self._about_to_run(nodes)
+        return alone
+
+    def _about_to_run(self, nodes: OwnNodes) -> None:
+        if len(nodes.reads) == 1:
+            nodes.is_fed_alike, nodes.before = self._taken_down(nodes.reads[0], nodes.places[0])
+        spans = [(each.tensor.address, each.tensor.end) for each in _overwritten(nodes)]
+        self._rest = Rest(self._contents.buffers(self._ggml) if self._strict else spans, nodes.reads)
+        self._n_graphs = self._npu.statistics.graphs if self._npu is not None else 0
+
+    def after(self) -> None:
+        """The run has computed the nodes up to the last one that it has come to."""
+        nodes, self._next = self._next, OwnNodes()
+        nodes.on_npu = self._npu is not None and self._npu.statistics.graphs != self._n_graphs
+        if nodes.on_npu:
+            nodes.spoilt = self._contents.changed(nodes.reads, {each.address for each in _overwritten(nodes)})
+            if not nodes.spoilt and self._rest is not None and self._rest.has_changed():
+                overwritten = {read.dst.address for read in nodes.reads}
+                nodes.spoilt = self._contents.differing(overwritten) or [Changed(nodes.reads[-1].dst.tensor.name, None)]
+        for read in nodes.reads:
+            self._contents.written(read)
+        self.last = nodes
+
+    def mirrored(self) -> list[Mirrored]:
+        """What the reference makes of what the last nodes read, of those whose results are there. Not for nodes that
+        are fed alike: of these it is what the reference has made."""
+        nodes = self.last
+        if len(nodes.reads) == 1:
+            if nodes.before is None:
+                return []
+            expected = copy(nodes.before.dst)
+            self._computer.compute(replace(nodes.before, dst=expected))
+            own = nodes.reads[0].node
+            return [Mirrored(nodes.places[0], own, nodes.before, expected, own.dst.unpacked())]
+        graph = nodes.collected.graph()
+        for node in graph.nodes:
+            if node.dst.n_elements:
+                self._computer.compute(node)
+        return [
+            Mirrored(nodes.places[at], nodes.reads[at].node, graph.nodes[at], expected, actual, first(graph, at + 1))
+            for at, expected, actual in _results(graph, [read.node.dst for read in nodes.reads])
+        ]
+
+    def _taken_down(self, read: Read, place: int) -> tuple[bool, Node | None]:
+        """Whether a node that is about to run reads what the reference did, and where it does not, the node over what
+        it reads."""
+        node = read.node
+        reference, at = self._reference()
+        same_kind = at == place and (node.op, node.params) == (reference.op, reference.params)
+        alike = [
+            same_kind and self._are_alike(read.src[index], source, reference.src[index])
+            for index, source in enumerate(node.src[: len(reference.src)])
+        ]
+        goes_on_alike = not continues_dst(node) or (same_kind and _hold_the_same(node.dst, reference.dst))
+        read_alike = [same for index, same in enumerate(alike) if is_read(node, index)]
+        if same_kind and len(node.src) == len(reference.src) and all(read_alike) and goes_on_alike:
+            return True, None
+        sources = tuple(
+            reference.src[index] if index < len(alike) and alike[index] else _kept(source, node.dst)
+            for index, source in enumerate(node.src)
+        )
+        return False, replace(node, dst=copy(node.dst), src=sources)
+
+    def _are_alike(self, storage: Storage | None, source: Tensor | None, reference: Tensor | None) -> bool:
+        if source is None or reference is None or storage is None:
+            return source is reference
+        if (source.type, source.ne, source.nb) != (reference.type, reference.ne, reference.nb):
+            return False
+        if storage.is_set or not self._contents.is_constant(storage):
+            return _hold_the_same(source, reference)
+        key = source.address, reference.address
+        if key not in self._constants:
+            self._constants[key] = _hold_the_same(source, reference)
+        return self._constants[key]
+
+
+def _hold_the_same(a: Tensor, b: Tensor) -> bool:
+    a, b = a.unpacked(), b.unpacked()
+    return a.nbytes == b.nbytes and same_bytes(a.address, b.address, a.nbytes)
+
+
+def _kept(source: Tensor | None, dst: Tensor) -> Tensor | None:
+    """A source as it is, or a copy of it where it will not be, or is not as ggml has it."""
+    if source is None or not source.nbytes or (source.packed is None and not source.overlaps(dst)):
+        return source
+    return copy(source)
+
+
+def _overwritten(nodes: OwnNodes) -> list[Storage]:
+    """What outputs of the nodes lie in or on."""
+    storages = {each.address: each for read in nodes.reads for each in (read.dst, *read.src) if each is not None}
+    outputs = [read.dst.address for read in nodes.reads]
+    return [
+        storage
+        for storage in storages.values()
+        if storage.address in outputs or any(storage.tensor.overlaps(read.node.dst) for read in nodes.reads)
+    ]
+
+
+def _results(graph: Graph, outputs: list[Tensor]) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """Of nodes that ran together, by their place: what is expected, and what is there. Of a span that may have run as
+    one operator, what that writes; of others what no node after them wrote over."""
+    found = longest(graph, 0)
+    fused = {} if found is None else found[1].written
+    n_fused = 0 if found is None else len(found[0].ops)
+    for place, (node, output) in enumerate(zip(graph.nodes, outputs, strict=True)):
+        if place < n_fused and place not in fused:
+            continue
+        if not output.nbytes or any(output.overlaps(later) for later in outputs[place + 1 :]):
+            continue
+        expected = fused.get(place, node.dst) if place < n_fused else node.dst
+        offset = output.offset + expected.address - node.dst.address
+        yield place, expected, replace(expected, memory=output.memory, offset=offset)

@@ -1,0 +1,220 @@
+"""Nodes that the device may run as one operator: collected as they come, and computed again over copies."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, replace
+
+from ggml_backend_npu import OPS, Graph, Node, Tensor
+from ggml_backend_npu.abi import convert
+from ggml_backend_npu.abi.fenced import ALIGNMENT, fenced, is_damaged
+from ggml_backend_npu.fusion import Fusion, longest
+from graph_runner.compare import Comparison, compare, heat
+from graph_runner.copies import span
+from graph_runner.results import NodeResult, Verdict
+from graph_runner.rules import Rules
+
+
+class Chain:
+    """The ops of the last nodes, as far as they are the beginning of a fusion."""
+
+    def __init__(self, fusions: Collection[Fusion]) -> None:
+        names = [fusion.op_names for fusion in fusions]
+        self._fusions = fusions
+        self._beginnings = {ops[:n] for ops in names for n in range(1, len(ops) + 1)}
+        self._unfinished = {ops[:n] for ops in names for n in range(1, len(ops))}
+        self._ops: tuple[str, ...] = ()
+
+    def continues(self, op: str) -> bool:
+        """Whether a fusion may go on with the op."""
+        return (*self._ops, op) in self._beginnings
+
+    def add(self, op: str) -> None:
+        self._ops = (*self._ops, op)
+
+    def clear(self) -> None:
+        self._ops = ()
+
+    def is_at_end(self, op: str, node: Callable[[], Node]) -> bool:
+        """Takes the next op; whether a fusion ends with it, or there is none that it may be a part of."""
+        if not self.continues(op):
+            self.clear()
+        if not self.continues(op):
+            return True
+        self.add(op)
+        ended = self._ops not in self._unfinished or (len(self._ops) == 1 and self._is_fused_alone(node()))
+        if ended:
+            self.clear()
+        return ended
+
+    def _is_fused_alone(self, node: Node) -> bool:
+        return longest(Graph((node,), ((None,) * len(node.src),), ((),)), 0, self._fusions) is not None
+
+
+@dataclass
+class Seen:
+    """A node of what may become a span.
+
+    read      the node as it is in the run
+    index     its place among the step's nodes
+    producers  for each source, by place among those seen, who computes what it is a view of
+    copies    of the sources that are not made among those seen, as they were before the node ran
+    result    a copy of what the run made of it
+    """
+
+    read: convert.Read
+    index: int
+    producers: tuple[int | None, ...]
+    copies: tuple[Tensor | None, ...]
+    result: Tensor | None = None
+
+
+class Collected:
+    """Nodes of one run, in order, with what they read from outside."""
+
+    def __init__(self) -> None:
+        self.nodes: list[Seen] = []
+        self._copies: dict[int, tuple[Tensor, Tensor]] = {}  # of what comes from outside, by what it is a view of
+
+    def add(self, read: convert.Read, index: int) -> None:
+        """Takes down a node that has not run."""
+        made_by = {each.read.address: place for place, each in enumerate(self.nodes)}
+        copies = tuple(
+            self._taken_down(source, root) if source is not None and root not in made_by else None
+            for source, root in zip(read.node.src, read.roots, strict=True)
+        )
+        self.nodes.append(Seen(read, index, tuple(made_by.get(root) for root in read.roots), copies))
+
+    def _taken_down(self, source: Tensor, root: int) -> Tensor:
+        """The source over a copy; two views of one tensor, where the second lies in the first, over the same one."""
+        if root in self._copies:
+            original, copied = self._copies[root]
+            if original.address <= source.address and source.end <= original.end:
+                return _within(source, original, copied)
+        self._copies[root] = source, copy(source)
+        return self._copies[root][1]
+
+    def graph(self) -> Graph:
+        """The nodes over memory of their own, results blank; only the last one is read beyond them."""
+        made: list[Node] = []
+        for each in self.nodes:
+            sources = [
+                source
+                if place is None or original is None
+                else _within(original, self.nodes[place].read.node.dst, made[place].dst)
+                for source, place, original in zip(each.copies, each.producers, each.read.node.src, strict=True)
+            ]
+            made.append(replace(each.read.node, dst=copy(each.read.node.dst), src=tuple(sources)))
+        producers = tuple(each.producers for each in self.nodes)
+        return Graph(tuple(made), producers, (*[()] * (len(made) - 1), (made[-1].dst,)))
+
+
+def _within(view: Tensor, whole: Tensor, copied: Tensor) -> Tensor:
+    """A view of a tensor as the same view of its copy."""
+    return replace(view, memory=copied.memory, offset=copied.offset + view.address - whole.address, packed=None)
+
+
+def copy(tensor: Tensor) -> Tensor:
+    """The tensor over a copy of its span, as ggml has it, between fences."""
+    memory, offset = fenced(span(tensor), tensor.address % ALIGNMENT)
+    return replace(tensor, memory=memory, offset=offset, packed=None)
+
+
+class Spans:
+    """Collects nodes of the reference whose ops are those of a fusion, and has the device run them as one operator.
+
+    save  called with the nodes of a span that is wrong, what they are to give, and the result: returns the path of
+          the reproducer, where one is kept
+    """
+
+    def __init__(
+        self,
+        fusions: Collection[Fusion],
+        rules: Rules,
+        seen: Callable[[NodeResult], None],
+        save: Callable[[Graph, dict[int, Tensor], NodeResult], str | None],
+        about_to: Callable[[str, int, int, Node], None],
+    ) -> None:
+        self._rules, self._seen, self._save, self._about_to = rules, seen, save, about_to
+        self._fusions = fusions
+        self._chain = Chain(fusions)
+        self._collected = Collected()
+        self._step = 0
+
+    def before(self, read: convert.Read, step: int, index: int) -> None:
+        """The reference is about to compute a node."""
+        self._step = step
+        node = read.node
+        if self._collected.nodes and not self._chain.continues(node.op):
+            self.finish()
+        if not self._chain.continues(node.op):
+            return
+        if OPS.refusal(node) is not None:
+            self.finish()
+            return
+        self._chain.add(node.op)
+        self._collected.add(read, index)
+
+    def after(self, address: int) -> None:
+        """The reference has computed a node."""
+        nodes = self._collected.nodes
+        if nodes and nodes[-1].read.address == address:
+            nodes[-1].result = copy(nodes[-1].read.node.dst)
+
+    def finish(self) -> None:
+        """Runs the longest fusion of the nodes collected, and forgets them."""
+        collected, self._collected = self._collected, Collected()
+        self._chain.clear()
+        if not collected.nodes:
+            return
+        graph = collected.graph()
+        found = longest(graph, 0, self._fusions)
+        if found is None:
+            return
+        fusion, fused = found
+        failure = None
+        last = collected.nodes[len(fusion.ops) - 1]
+        self._about_to("fused", self._step, last.index, replace(graph.nodes[len(fusion.ops) - 1], op=fusion.name))
+        try:
+            fused.call()
+        except Exception as error:
+            failure = f"{type(error).__name__}: {error}"
+        results, wanted = [], {}
+        for place, written in fused.written.items():
+            result = collected.nodes[place].result
+            assert result is not None
+            dst = graph.nodes[place].dst
+            wanted[place] = reference = _within(written, dst, result)
+            damaged = is_damaged(dst.memory, dst.offset, dst.nbytes)
+            comparison = compare(reference, written, damaged) if failure is None else None
+            results.append(self._result(fusion, collected.nodes, place, written, comparison, failure, reference))
+        for each in results:
+            path = None if each else self._save(first(graph, len(fusion.ops)), wanted, each)
+            self._seen(replace(each, reproducer=path))
+
+    def _result(
+        self,
+        fusion: Fusion,
+        nodes: list[Seen],
+        place: int,
+        written: Tensor,
+        comparison: Comparison | None,
+        failure: str | None,
+        reference: Tensor,
+    ) -> NodeResult:
+        last, node = nodes[len(fusion.ops) - 1], nodes[place].read.node
+        verdict = Verdict.FAILED if failure is not None else Verdict.EXACT
+        if comparison is not None and not comparison:
+            whole = replace(node, op=fusion.name)
+            allowed = self._rules.allows(whole, reference, written, comparison)
+            verdict = Verdict.ROUNDING if allowed else Verdict.INTRODUCED
+        return NodeResult(
+            self._step, last.index, fusion.name, node.name, f"{' '.join(fusion.op_names)} -> {written.type}",
+            written.ne, verdict, isolated=comparison, failure=failure,
+            heat=None if comparison is None or comparison else heat(reference, written),
+        )  # fmt: skip
+
+
+def first(graph: Graph, n: int) -> Graph:
+    """The first n nodes, of which the last one alone is read beyond them."""
+    return Graph(graph.nodes[:n], graph.producers[:n], (*[()] * (n - 1), (graph.nodes[n - 1].dst,)))
