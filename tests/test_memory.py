@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from models import Models
 
 import quant
 from ggml_backend_npu.ir import Memory
@@ -181,6 +182,45 @@ def told(script: str, *arguments: str, memory: str, device_type: str) -> Any:
     result = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     assert result.returncode == 0, result.stderr
     return json.loads(result.stdout)
+
+
+LENGTHS = """
+import json, sys
+from pathlib import Path
+from graph_runner.diff import diff
+from graph_runner.session import Session, Settings
+file, gpu_layers, logits = Path(sys.argv[1]), int(sys.argv[2]), {}
+for cache_type in "q8_0", "q4_0":
+    settings = Settings("npu", 256, cache_type, cache_type, "on", threads=1, gpu_layers=gpu_layers)
+    with Session(file, settings) as session:
+        for n in 1, 3, 8, 20, 26, 40:
+            session.clear()
+            for tokens in [60 + i * 7 % 80 for i in range(n)], [99]:
+                session.decode(tokens)
+                logits[f"{cache_type}, {n} tokens and {len(tokens)}"] = session.logits().tolist()
+    left = list(session.left_to_the_cpu)
+nodes = [node for n in (2, 4, 10) for node in diff(file, "two by two"[:n], steps=2, settings=settings).nodes]
+errors = {f"{i} {node.name}": node.cumulative.error for i, node in enumerate(nodes) if node.cumulative is not None}
+print(json.dumps({"logits": logits, "left": left, "errors": errors}))
+"""
+
+
+def test_quantised_caches_of_the_host_come_to_the_device_whatever_lies_there(
+    model: Models, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To a device of type accel they are copied for each graph, to addresses that other results of it have in turns:
+    whose, depends on how many tokens there are."""
+    monkeypatch.setenv("GGML_NPU_OPS", "all")
+    monkeypatch.setenv("GGML_NPU_MATMUL", "exact")
+    host, accel, gpu = [
+        told(LENGTHS, str(model("llama")), "99" if type == "gpu" else "0", memory=memory, device_type=type)
+        for memory, type in CONFIGURATIONS.values()
+    ]
+    assert "SET_ROWS" in accel["left"], "its caches lie on the host"
+    for found in (accel, gpu):
+        assert found["logits"] == host["logits"]
+        assert found["errors"] == host["errors"], "each node is off the CPU's by as much, most by nothing"
+    assert sum(error == 0 for error in host["errors"].values()) > 300
 
 
 @pytest.mark.slow

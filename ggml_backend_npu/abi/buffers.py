@@ -75,10 +75,12 @@ class Buffers:
         return self._buffers[buffer].address
 
     @guarded(structs.STATUS_FAILED)
-    def init_tensor(self, _: int, tensor: int) -> int:
-        root = convert.root(self.ggml, tensor)
+    def init_tensor(self, buffer: int, tensor: int) -> int:
+        # tensors of a graph are all placed before it runs, those that live one after another at the same addresses;
+        # a layout by address is for tensors that have theirs to themselves, and those are no results
+        in_turns = self.ggml.ggml_backend_buffer_get_usage(buffer) == structs.USAGE_COMPUTE
+        root = None if in_turns else convert.root(self.ggml, tensor)
         if root is not None:
-            # only what no op computes is packed: results live too shortly to be worth it
             self.memory.place(root.type, root.address, root.nbytes, pack=convert.is_leaf(tensor))
         return structs.STATUS_SUCCESS
 

@@ -194,7 +194,7 @@ class Reader:
         buffer = buffer_of(address)
         usage = self._ggml.ggml_backend_buffer_get_usage(buffer) if buffer else 0
         found = tensor(self._ggml, address, packed=self._packed)
-        return Storage(address, found, buffer, is_leaf(address) and usage == structs.BUFFER_USAGE_COMPUTE)
+        return Storage(address, found, buffer, is_leaf(address) and usage == structs.USAGE_COMPUTE)
 
 
 def same_bytes(a: int, b: int, size: int) -> bool:

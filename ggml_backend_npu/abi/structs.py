@@ -35,7 +35,7 @@ OPERATION = struct.Struct("=i64si10Q")  # of it, what stands from OP_AT: op, op_
 FLAG_INPUT, FLAG_OUTPUT, FLAG_COMPUTE = 1, 2, 16
 
 STATUS_FAILED, STATUS_SUCCESS = -1, 0
-BUFFER_USAGE_COMPUTE = 2  # GGML_BACKEND_BUFFER_USAGE_COMPUTE
+USAGE_COMPUTE = 2  # of a buffer: tensors of graphs, which share its addresses in turns
 DEVICE_TYPE_CPU, DEVICE_TYPE_GPU, DEVICE_TYPE_IGPU, DEVICE_TYPE_ACCEL = 0, 1, 2, 3
 
 
