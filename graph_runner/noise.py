@@ -1,9 +1,11 @@
-"""What a node is without rounding: its value in float64, and how much further off than the reference a result is."""
+"""What a node is without rounding: its value in float64, how large the numbers are that a float kernel rounds on the way
+to it, and how much further off than the reference a result is."""
 
 from __future__ import annotations
 
 import struct
 from collections.abc import Callable
+from dataclasses import replace
 from math import erf, inf, isfinite
 
 import numpy as np
@@ -11,13 +13,18 @@ from numpy.typing import NDArray
 
 from ggml_backend_npu import Node, Tensor
 from ggml_backend_npu.numerics import NUMERICS
+from ggml_backend_npu.ops import OWN
 from ggml_backend_npu.ops.movers import raw
 from ggml_backend_npu.ops.softmax import slopes
+from ggml_backend_npu.registry import KernelError
 
 Exact = NDArray[np.float64]
 Sources = tuple[Tensor | None, ...]
+Formula = Callable[[Sources, bytes], Exact | None]
 
 _CHUNK = 1 << 21  # values decoded at a time
+_STEP = 2.0**-20  # by which a source's numbers are moved
+_PROBES = 2
 
 
 def values(tensor: Tensor) -> Exact:
@@ -31,16 +38,65 @@ def exact(node: Node) -> Exact | None:
     The sources are taken as they are, rounded or quantised. The result is not rounded to dst's type. A node that is not
     as ggml makes them gives None too.
     """
-    function = _FUNCTIONS.get(node.op)
-    if function is None or not node.src or node.src[0] is None:
+    if node.op in _DEFINED:
+        return _evaluated(node, lambda src, params: _defined(node, src))
+    return _evaluated(node, _FUNCTIONS.get(node.op))
+
+
+def size(node: Node) -> Exact | None:
+    """How large the numbers are that are rounded on the way to each element, (ne3, ne2, ne1, ne0); None as of `exact`.
+
+    Where the terms of a sum cancel, or a function is steep, a rounding on the way is large beside the element: as large
+    as the element moves where every number of the sources moves by as much as a rounding, this way or that, in parts of
+    that movement. For some ops the terms themselves, which a movement of the sources does not show.
+    """
+    truth = exact(node)
+    if truth is None:
+        return None
+    signs = np.random.default_rng(0)
+    squares = np.zeros_like(truth)
+    with np.errstate(all="ignore"):
+        for _ in range(_PROBES):
+            moved = exact(replace(node, src=tuple(_moved(node, i, signs) for i in range(len(node.src)))))
+            if moved is not None:
+                squares += np.nan_to_num(np.square((moved - truth) / _STEP), nan=0, posinf=0, neginf=0)
+    found: Exact = np.sqrt(squares / _PROBES)
+    terms = _evaluated(node, _TERMS.get(node.op))
+    return found if terms is None else np.fmax(found, terms)
+
+
+def _moved(node: Node, place: int, signs: np.random.Generator) -> Tensor | None:
+    """A source with numbers that are larger or smaller by `_STEP` of themselves, as float64.
+
+    Weights stay as they are, since the other source's movement shows all products; so do integers, but for positions.
+    """
+    source = node.src[place]
+    of_weights = place == 0 and node.op in ("MUL_MAT", "MUL_MAT_ID")
+    of_integers = source is not None and source.type in ("i8", "i16", "i32", "i64") and node.op not in _ROPES
+    if source is None or of_weights or of_integers:
+        return source
+    x = values(source)
+    return Tensor.of(x * (1 + _STEP * signs.choice([-1.0, 1.0], x.shape)), "f64", source.name)
+
+
+def _evaluated(node: Node, formula: Formula | None) -> Exact | None:
+    if formula is None or (node.src and node.src[0] is None):
         return None
     try:
         with np.errstate(all="ignore"):
-            result = function(node.src, node.params)
-    except (ValueError, IndexError, AttributeError, struct.error):
+            result = formula(node.src, node.params)
+    except (ValueError, IndexError, AttributeError, ArithmeticError, struct.error, KernelError):
         return None
-    shape = node.dst.ne[::-1]
-    return None if result is None or result.shape != shape else result
+    return None if result is None or result.shape != node.dst.ne[::-1] else result
+
+
+def _defined(node: Node, src: Sources) -> Exact:
+    """By the backend's definition of the op, which takes float64 as it takes float32."""
+    own = OWN[node.op]
+    dst = Tensor.of(np.empty(node.dst.ne[::-1]), "f64")
+    wide = [x if x is None or x.type == "i32" else Tensor.of(values(x), "f64") for x in src]
+    own.define(dst, *(*wide, *(None,) * own.n_src)[: own.n_src], **({"params": node.params} if own.wants_params else {}))
+    return dst.view()
 
 
 def noise_multiple(node: Node, expected: Tensor, actual: Tensor) -> float | None:
@@ -148,6 +204,27 @@ def _sum(src: Sources, params: bytes) -> Exact | None:
     return total
 
 
+def _cumsum(src: Sources, params: bytes) -> Exact | None:
+    total: Exact = np.cumsum(values(_present(src[0])), axis=-1)
+    return total
+
+
+def _pool_2d(src: Sources, params: bytes) -> Exact | None:
+    kind, k0, k1, s0, s1, p0, p1 = struct.unpack_from("7i", params)
+    x = values(_present(src[0]))
+    padded = np.pad(x, ((0, 0), (0, 0), (p1, k1), (p0, k0)), constant_values=0 if kind else -inf)
+    windows = np.lib.stride_tricks.sliding_window_view(padded, (k1, k0), axis=(2, 3))
+    n1, n0 = ((n + 2 * p - k) // s + 1 for n, p, k, s in ((x.shape[2], p1, k1, s1), (x.shape[3], p0, k0, s0)))
+    windows = windows[:, :, : n1 * s1 : s1, : n0 * s0 : s0]
+    pooled: Exact = windows.mean(axis=(4, 5)) if kind else windows.max(axis=(4, 5))
+    return pooled
+
+
+def _add_id(src: Sources, params: bytes) -> Exact | None:
+    a, b, ids = values(_present(src[0])), values(_present(src[1])), _present(src[2]).view()
+    return a + b[0, 0, ids[0, 0]]
+
+
 def _rms_norm(src: Sources, params: bytes) -> Exact | None:
     (eps,) = _floats(params, 1)
     x = values(_present(src[0]))
@@ -170,6 +247,17 @@ def _l2_norm(src: Sources, params: bytes) -> Exact | None:
     return y
 
 
+def _group_norm(src: Sources, params: bytes) -> Exact | None:
+    n_groups, eps = struct.unpack_from("if", params)
+    x = values(_present(src[0])).copy()
+    step = -(-x.shape[1] // n_groups)
+    for begin in range(0, x.shape[1], step):
+        group = x[:, begin : begin + step]
+        group -= group.mean(axis=(1, 2, 3), keepdims=True)
+        group /= np.sqrt(np.square(group).mean(axis=(1, 2, 3), keepdims=True) + eps)
+    return x
+
+
 def _soft_max(src: Sources, params: bytes) -> Exact | None:
     scale, max_bias = _floats(params, 2)
     scores = values(_present(src[0])) * scale
@@ -189,34 +277,99 @@ def _soft_max(src: Sources, params: bytes) -> Exact | None:
     return y
 
 
-def _rope(src: Sources, params: bytes) -> Exact | None:
-    """Modes normal and neox."""
-    _, n_dims, mode, _, n_ctx_orig, base, scale, ext, attn, fast, slow, *_, offset = struct.unpack("5i6f5i", params)
-    if mode not in (0, 2):
+def _attention(src: Sources, params: bytes) -> Exact | None:
+    """softmax(q k^T) v of a head after the other. A cell that the mask excludes may hold anything."""
+    scale, max_bias, softcap = _floats(params, 3)
+    q, k, v = (values(_present(x)) for x in src[:3])
+    mask, sinks = (*(None if x is None else values(x) for x in src[3:5]), None, None)[:2]
+    n_sequences, n_head, n_queries, _ = q.shape
+    slope = slopes(n_head, max_bias)
+    result = np.empty((n_sequences, n_queries, n_head, v.shape[3]))
+    for i3, i2 in np.ndindex(n_sequences, n_head):
+        keys, gains = (x[i3 * len(x) // n_sequences, i2 * x.shape[1] // n_head] for x in (k, v))
+        scores = q[i3, i2] @ keys.T * scale
+        if softcap:
+            scores = softcap * np.tanh(scores / softcap)
+        if mask is not None:
+            added = mask[i3 % len(mask), i2 % mask.shape[1], :n_queries, : len(keys)]
+            scores += added if slope is None else added * float(slope[i2])
+            scores[np.isneginf(added)] = -inf
+        sink = -inf if sinks is None else sinks.reshape(-1)[i2]
+        maximum = np.maximum(scores.max(axis=-1, keepdims=True, initial=-inf), sink)
+        maximum[np.isneginf(maximum)] = 0
+        weights = np.exp(scores - maximum)
+        total = weights.sum(axis=-1, keepdims=True) + np.exp(sink - maximum)
+        weights /= np.where(total == 0, 1, total)
+        kept = (weights != 0).any(axis=0)
+        result[i3, :, i2] = weights[:, kept] @ gains[kept]
+    return result
+
+
+def _lightning_indexer(src: Sources, params: bytes) -> Exact | None:
+    q, k, weights, mask = (values(_present(x)) for x in src[:4])
+    total = np.tile(mask[:, 0], (len(q) // len(mask), 1, 1))
+    for head in range(q.shape[2]):
+        products = q[:, :, head] @ k[:, :, 0].swapaxes(1, 2)
+        total += np.maximum(products, 0) * weights[:, 0, :, head, None]
+    return total[:, None]
+
+
+def _hc_pre(src: Sources, params: bytes) -> Exact | None:
+    scale, gated = struct.unpack_from("fi", params)
+    x, weights = values(_present(src[0]))[0], values(_present(src[1]))[0]
+    total: Exact = (x * (_sigmoid(weights) if gated else weights[0, :, :, None])).sum(axis=1)
+    return scale * total[None, None]
+
+
+def _turns(n_pairs: int, mode: int, sections: tuple[int, ...]) -> tuple[list[int], list[int]]:
+    """For each pair, which of a token's positions turns it, and how many times slower than the first pair of those."""
+    axes, powers, begin = [0] * n_pairs, [*range(n_pairs)], [0] * 4
+    if mode & 8:
+        of_sector = np.repeat(range(4), sections).tolist()
+        starts = np.cumsum([0, *sections[:3]]).tolist()
+        for pair in range(n_pairs):
+            sector = pair % len(of_sector)
+            axis = of_sector[sector]
+            if mode == 40:
+                axis = sector % 3 if sector < 3 * sections[sector % 3] else 3
+            elif mode == 24 and sector in starts:
+                begin[starts.index(sector)] = pair
+            axes[pair], powers[pair] = axis, pair - begin[axis]
+    return axes, powers
+
+
+def _rope(src: Sources, params: bytes, sign: int = 1) -> Exact | None:
+    fields = struct.unpack("5i6f5i", params)
+    _, n_dims, mode, _, n_ctx_orig, base, scale, ext, attn, fast, slow, *sections, offset = fields
+    if mode not in (0, 2, 8, 24, 40):
         return None
-    x, positions = values(_present(src[0])), values(_present(src[1])).reshape(-1, 1, 1)
-    pair = np.arange(n_dims // 2)
-    theta = positions * float(base) ** (-2.0 * pair / n_dims)
+    x = values(_present(src[0]))
+    n = n_dims if mode == 24 else n_dims // 2
+    axes, powers = _turns(n, mode, tuple(sections))
+    positions = values(_present(src[1])).reshape(4 if mode & 8 else 1, -1)
+    theta = positions[axes].T * float(base) ** (-2.0 * np.array(powers) / n_dims)
     if len(src) > 2 and src[2] is not None:
-        theta = theta / values(src[2]).reshape(-1)[: n_dims // 2]
+        theta = theta / values(src[2]).reshape(-1)[:n]
     angle = theta * scale
     if ext:
         low, high = (n_dims * np.log(n_ctx_orig / (n * 2 * np.pi)) / (2 * np.log(base)) for n in (fast, slow))
         low, high = max(0.0, np.floor(low)), min(n_dims - 1.0, np.ceil(high))
-        ramp = ext * (1 - np.clip((pair - low) / max(0.001, high - low), 0, 1))
+        ramp = ext * (1 - np.clip((np.arange(theta.shape[1]) - low) / max(0.001, high - low), 0, 1))
         angle = angle * (1 - ramp) + theta * ramp
         attn *= 1 + 0.1 * np.log(1 / scale)
-    cos, sin = np.cos(angle) * attn, np.sin(angle) * attn
-    half = n_dims // 2
+    cos, sin = (attn * turn[:, None] for turn in (np.cos(angle), sign * np.sin(angle)))
     first, second = (
-        (slice(offset, offset + n_dims, 2), slice(offset + 1, offset + n_dims, 2))
-        if mode == 0
-        else (slice(offset, offset + half), slice(offset + half, offset + n_dims))
+        (slice(offset + i, offset + 2 * n, 2) if mode == 0 else slice(offset + i * n, offset + (i + 1) * n))
+        for i in (0, 1)
     )
     rotated = x.copy()
     rotated[..., first] = x[..., first] * cos - x[..., second] * sin
     rotated[..., second] = x[..., first] * sin + x[..., second] * cos
     return rotated
+
+
+def _rope_back(src: Sources, params: bytes) -> Exact | None:
+    return _rope(src, params, -1)
 
 
 def _mul_mat(src: Sources, params: bytes) -> Exact | None:
@@ -306,6 +459,71 @@ def _swiglu_oai(src: Sources, params: bytes) -> Exact | None:
     return x * _sigmoid(alpha * x) * (np.clip(gate, -limit, limit) + 1)
 
 
+def _swiglu_clamp(src: Sources, params: bytes) -> Exact | None:
+    x, gate = _halves(src, params)
+    _, limit = _floats(params, 2, 8)
+    return _silu(np.minimum(x, limit)) * np.clip(gate, -limit, limit)
+
+
+def _xielu(src: Sources, params: bytes) -> Exact | None:
+    n, p, beta, eps = _floats(params, 4, 4)
+    x = values(_present(src[0]))
+    return np.where(x > 0, p * x * x, (np.expm1(np.minimum(x, eps)) - x) * n) + beta * x
+
+
+def _arange(src: Sources, params: bytes) -> Exact | None:
+    start, stop, step = _floats(params, 3)
+    return (start + step * np.arange(np.ceil(np.float32(stop - start) / np.float32(step)))).reshape(1, 1, 1, -1)
+
+
+# terms: sums of numbers, and functions that end with a difference
+
+
+def _partial_sums(x: Exact) -> Exact:
+    """Of each row up to each element: the terms and the sums on the way, as root mean squares; whatever the order."""
+    places = np.arange(1, x.shape[-1] + 1)
+    on_the_way: Exact = np.sqrt(np.cumsum(np.square(np.cumsum(x, axis=-1)), axis=-1) / places)
+    return np.maximum(on_the_way, np.sqrt(np.cumsum(np.square(x), axis=-1)))
+
+
+def _cumsum_terms(src: Sources, params: bytes) -> Exact | None:
+    return _partial_sums(values(_present(src[0])))
+
+
+def _row_terms(src: Sources, params: bytes) -> Exact | None:
+    return _partial_sums(values(_present(src[0])))[..., -1:]
+
+
+def _mean_terms(src: Sources, params: bytes) -> Exact | None:
+    x = values(_present(src[0]))
+    return _partial_sums(x)[..., -1:] / x.shape[-1]
+
+
+def _sum_terms(src: Sources, params: bytes) -> Exact | None:
+    return _partial_sums(values(_present(src[0])).reshape(1, 1, 1, -1))[..., -1:]
+
+
+def _arange_terms(src: Sources, params: bytes) -> Exact | None:
+    start, _, step = _floats(params, 3)
+    result = _arange(src, params)
+    return None if result is None else np.abs(result - start) + abs(start)
+
+
+def _xielu_terms(src: Sources, params: bytes) -> Exact | None:
+    n, p, beta, _ = _floats(params, 4, 4)
+    x = np.abs(values(_present(src[0])))
+    return np.maximum(abs(n) * x, abs(beta) * x)
+
+
+def _gated_terms(src: Sources, params: bytes) -> Exact | None:
+    x, gate = _halves(src, params)
+    return _half(x) * np.abs(gate)
+
+
+def _half(x: Exact) -> Exact:
+    return np.abs(x) / 2
+
+
 _ELEMENT: dict[str, Callable[[Exact], Exact]] = {
     "SQR": np.square,
     "SQRT": np.sqrt,
@@ -339,22 +557,57 @@ _GATED: dict[str, Callable[[Exact], Exact]] = {
 }
 _BINARY = {"ADD": np.add, "SUB": np.subtract, "MUL": np.multiply, "DIV": np.divide}
 
-_FUNCTIONS: dict[str, Callable[[Sources, bytes], Exact | None]] = {
+_FUNCTIONS: dict[str, Formula] = {
     **{name: _binary(function) for name, function in _BINARY.items()},
     **{name: _unary(function) for name, function in _ELEMENT.items()},
     **{name: _gated(function) for name, function in _GATED.items()},
     "SWIGLU_OAI": _swiglu_oai,
+    "SWIGLU_CLAMP": _swiglu_clamp,
+    "XIELU": _xielu,
     "SCALE": _scale,
     "CLAMP": _clamp,
     "LEAKY_RELU": _leaky_relu,
+    "ARANGE": _arange,
+    "ADD_ID": _add_id,
     "SUM_ROWS": _sum_rows,
     "SUM": _sum,
     "MEAN": _mean,
+    "CUMSUM": _cumsum,
+    "POOL_2D": _pool_2d,
     "RMS_NORM": _rms_norm,
     "NORM": _norm,
     "L2_NORM": _l2_norm,
+    "GROUP_NORM": _group_norm,
     "SOFT_MAX": _soft_max,
+    "FLASH_ATTN_EXT": _attention,
     "ROPE": _rope,
+    "ROPE_BACK": _rope_back,
     "MUL_MAT": _mul_mat,
     "MUL_MAT_ID": _mul_mat_id,
+    "LIGHTNING_INDEXER": _lightning_indexer,
+    "DSV4_HC_PRE": _hc_pre,
+}
+
+_ROPES = ("ROPE", "ROPE_BACK")
+
+# ops whose definitions compute in the type of their sources
+_DEFINED = (
+    *("SSM_CONV", "SSM_SCAN", "RWKV_WKV6", "RWKV_WKV7", "GATED_LINEAR_ATTN", "GATED_DELTA_NET"),
+    *("SOLVE_TRI", "DSV4_HC_COMB", "DSV4_HC_POST"),
+)
+
+_TERMS: dict[str, Formula] = {
+    "SUM_ROWS": _row_terms,
+    "SUM": _sum_terms,
+    "MEAN": _mean_terms,
+    "CUMSUM": _cumsum_terms,
+    "ARANGE": _arange_terms,
+    "GELU": _unary(_half),
+    "GELU_ERF": _unary(_half),
+    "GEGLU": _gated_terms,
+    "GEGLU_ERF": _gated_terms,
+    "EXPM1": _unary(lambda x: np.ones_like(x)),
+    "ELU": _unary(lambda x: np.where(x > 0, np.abs(x), 1.0)),
+    "SOFTPLUS": _unary(lambda x: np.ones_like(x)),
+    "XIELU": _xielu_terms,
 }
