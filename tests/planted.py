@@ -1,0 +1,266 @@
+"""A corpus of faults: each a file of kernels in tests/faults, with what is known of it without a diff."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import numpy as np
+from models import OTHERS, WRITERS
+
+from ggml_backend_npu import DEVICE, OPS, Memory, Node, Tensor
+from ggml_backend_npu.abi import convert, lib
+from ggml_backend_npu.fusion import FUSIONS
+from ggml_backend_npu.kernels import load_kernels
+from ggml_backend_npu.ops import OWN
+from graph_runner.session import Sampler, Session, Settings, context_for
+from graph_runner.tiny import TinyModel, spm_vocabulary
+
+FOLDER = Path(__file__).parent / "faults"
+ROUNDED = FOLDER / "right_mul_mat_in_doubles.py"  # right, but for rounding
+PROMPT = "The capital of France is"
+
+FLASH_OFF = Settings(flash_attention="off", threads=1)
+FLASH_ON = Settings(flash_attention="on", threads=1)
+QUANTISED = Settings(flash_attention="on", cache_type_k="q8_0", cache_type_v="q4_0", threads=1)
+
+
+def any_node(node: Node) -> bool:
+    return True
+
+
+def named(*names: str) -> Callable[[Node], bool]:
+    return lambda node: node.name in names
+
+
+def src(node: Node, place: int = 0) -> Tensor:
+    found = node.src[place]
+    assert found is not None
+    return found
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A file of kernels with one fault.
+
+    file      its name, in tests/faults
+    op        of the first node that comes out wrong, or the name of the operator that it is fused into
+    at        whether a node of that op can be the first one
+    step      in which it is, at the earliest
+    says      part of the diagnosis; None: any that is true, or none
+    never     what is not true of it
+    repeat    how often a replay has to run the node until it shows
+    scattered  whether it shows at any of these nodes, since that depends on how often the kernel is called
+    """
+
+    file: str
+    op: str
+    at: Callable[[Node], bool] = any_node
+    step: int = 0
+    model: str = "llama"
+    settings: Settings = FLASH_OFF
+    options: dict[str, str] = field(default_factory=dict)
+    steps: int = 1
+    says: str | None = None
+    never: tuple[str, ...] = ()
+    repeat: int = 1
+    scattered: bool = False
+
+    @property
+    def path(self) -> Path:
+        return FOLDER / f"{self.file}.py"
+
+    def __str__(self) -> str:
+        return self.file
+
+
+# each of these shows when the node is computed by itself, from right sources
+ISOLATED = [
+    Fault("get_rows_without_nb2", "GET_ROWS", lambda node: src(node).ne[2] > 1, model="moe",
+          says="takes index 0 of dimension 2 of src0"),
+    Fault("get_rows_next_row", "GET_ROWS", never=("permutes", "writes nothing")),
+    Fault("get_rows_of_ids_in_a_row", "GET_ROWS", lambda node: not src(node, 1).is_contiguous(), model="moe"),
+    Fault("get_rows_of_one_source", "GET_ROWS", never=("writes nothing", "permutes")),
+    Fault("get_rows_unsigned", "GET_ROWS", never=("swaps", "rounds")),
+    Fault("get_rows_writes_nothing", "GET_ROWS", never=("zeros", "permutes")),
+    Fault("get_rows_writes_zeros", "GET_ROWS", never=("writes nothing",)),
+    Fault("set_rows_next_cell", "SET_ROWS", settings=FLASH_ON, says="writes row id + 1 in place of row id"),
+    Fault("set_rows_writes_zeros", "SET_ROWS", settings=FLASH_ON, never=("writes nothing",)),
+    Fault("set_rows_whole_words", "SET_ROWS", settings=FLASH_ON, never=("writes nothing", "permutes")),
+    Fault("set_rows_swaps_nibbles", "SET_ROWS", lambda node: node.dst.type == "q4_0", settings=QUANTISED,
+          says="swaps the two nibbles of each byte"),
+    Fault("cpy_without_offset", "CPY", lambda node: src(node).offset > 0, model="rwkv7",
+          says="ignores the offset of src0"),
+    Fault("cpy_without_strides", "CPY", lambda node: not src(node).is_contiguous(), model="mamba"),
+    Fault("cont_without_strides", "CONT", never=("permutes rows",)),
+    Fault("cont_heads_reversed", "CONT", never=("offset",)),
+    Fault("cont_nan_in_a_row", "CONT", says="gives NaN in row 3"),
+    Fault("add_to_the_first_row", "ADD", lambda node: src(node, 1).ne != node.dst.ne, model="gpt-oss",
+          never=("writes nothing",)),
+    Fault("add_one_element_short", "ADD", never=("writes nothing",)),
+    Fault("add_of_one_source", "ADD", never=("writes nothing",)),
+    Fault("add_writes_nothing", "ADD"),
+    Fault("add_in_bfloats", "ADD", never=("writes nothing", "permutes")),
+    Fault("add_id_next_expert", "ADD_ID", model="gpt-oss", never=("permutes",)),
+    Fault("sub_of_swapped_sources", "SUB", model="rwkv7"),
+    Fault("mul_repeats_by_row", "MUL", never=("permutes",)),
+    Fault("mul_without_the_last_row", "MUL"),
+    Fault("div_in_halves", "DIV", model="moe"),
+    Fault("scale_without_params", "SCALE", lambda node: bool(src(node).view().any()), model="rwkv7",
+          never=("writes nothing",)),
+    Fault("mul_mat_in_halves", "MUL_MAT"),
+    Fault("mul_mat_other_heads", "MUL_MAT", lambda node: 1 < src(node).ne[2] < src(node, 1).ne[2]),
+    Fault("mul_mat_whole_tiles", "MUL_MAT", lambda node: node.dst.ne[0] == 354, never=("writes nothing",)),
+    Fault("mul_mat_accumulates", "MUL_MAT", never=("writes nothing", "leaves out")),
+    Fault("mul_mat_id_next_expert", "MUL_MAT_ID", model="moe", never=("permutes",)),
+    Fault("mul_mat_id_of_ids_in_a_row", "MUL_MAT_ID", model="moe", never=("permutes",)),
+    Fault("mul_mat_id_half_an_expert", "MUL_MAT_ID", model="moe", never=("permutes",)),
+    Fault("swiglu_of_swapped_operands", "SWIGLU"),
+    Fault("swiglu_oai_without_alpha", "SWIGLU_OAI", model="gpt-oss"),
+    Fault("silu_as_gelu_quick", "SILU", model="mamba"),
+    Fault("gelu_by_erf", "GELU", model="gpt2"),
+    Fault("rms_norm_without_eps", "RMS_NORM"),
+    Fault("rms_norm_other_eps", "RMS_NORM"),
+    Fault("rms_norm_eps_off", "RMS_NORM"),
+    Fault("rms_norm_in_halves", "RMS_NORM"),
+    Fault("norm_without_eps", "NORM", model="rwkv7"),
+    Fault("norm_without_the_mean", "NORM", model="gpt2"),
+    Fault("rope_other_base", "ROPE"),
+    Fault("rope_next_position", "ROPE", never=("permutes",)),
+    Fault("rope_other_pairs", "ROPE"),
+    Fault("rope_half_scale", "ROPE"),
+    Fault("soft_max_without_mask", "SOFT_MAX", says="leaves out src1 (the mask)"),
+    Fault("soft_max_without_scale", "SOFT_MAX", never=("mask",)),
+    Fault("soft_max_without_sinks", "SOFT_MAX", model="gpt-oss", never=("mask",)),
+    Fault("soft_max_in_halves", "SOFT_MAX", never=("mask",)),
+    Fault("flash_attn_without_mask", "FLASH_ATTN_EXT", settings=FLASH_ON, never=("takes index 0",)),
+    Fault("flash_attn_without_sinks", "FLASH_ATTN_EXT", model="gpt-oss", settings=FLASH_ON, never=("mask",)),
+    Fault("flash_attn_without_scale", "FLASH_ATTN_EXT", settings=FLASH_ON, never=("mask",)),
+    Fault("flash_attn_other_heads", "FLASH_ATTN_EXT", settings=FLASH_ON, never=("mask", "permutes")),
+    Fault("flash_attn_heads_reversed", "FLASH_ATTN_EXT", settings=FLASH_ON, never=("mask",)),
+    Fault("argsort_ascending", "ARGSORT", model="moe"),
+    Fault("sum_rows_in_halves", "SUM_ROWS", model="moe"),
+    Fault("concat_of_swapped_sources", "CONCAT", model="mamba"),
+    Fault("ssm_conv_reversed", "SSM_CONV", model="mamba"),
+]  # fmt: skip
+
+
+def write_tiny_gpt2(path: Path) -> Path:
+    """A gpt2 of 2 layers: positions are embedded, q, k and v are one matrix, and GELU stands where a llama has SWIGLU."""
+    model = TinyModel(path, "gpt2", spm_vocabulary())
+    model.attention_heads(n_head=2, n_head_kv=2)
+    model.writer.add_layer_norm_eps(1e-5)
+    model.embeddings(bias=True)
+    model.weight("position_embd.weight", model.random(model.n_embd, 512))
+    for block in model.blocks():
+        model.norm(f"{block}.attn_norm", bias=True)
+        model.linear(f"{block}.attn_qkv", model.n_embd, 3 * model.n_embd, bias=True)
+        model.linear(f"{block}.attn_output", model.n_embd, model.n_embd, bias=True)
+        model.norm(f"{block}.ffn_norm", bias=True)
+        model.linear(f"{block}.ffn_up", model.n_embd, model.n_ff, bias=True)
+        model.linear(f"{block}.ffn_down", model.n_ff, model.n_embd, bias=True)
+    return model.save()
+
+
+MODELS = WRITERS | OTHERS | {"gpt2": write_tiny_gpt2}
+
+
+@contextmanager
+def loaded(*files: Path) -> Iterator[None]:
+    """The kernels of files stand in the place of the project's own, and so do the fusions that they change."""
+    fusions = FUSIONS[:]
+    try:
+        with OPS.having():
+            for file in files:
+                load_kernels(file)
+            yield
+    finally:
+        FUSIONS[:] = fusions
+
+
+@dataclass(frozen=True)
+class Place:
+    """A node of a run."""
+
+    step: int
+    index: int
+    op: str
+    name: str
+
+
+class _Walk:
+    """Observer of ggml's CPU that is shown each node before the CPU computes it."""
+
+    def __init__(self, shown: Callable[[Place, Node], None]) -> None:
+        self._shown, self._step, self._index = shown, 0, -1
+
+    def before(self, address: int) -> bool:
+        ggml = lib.ggml()
+        if not convert.computes(convert.op_name(ggml, address)):
+            return False
+        self._index += 1
+        node = convert.node(ggml, address)
+        if node.dst.n_elements:
+            self._shown(Place(self._step, self._index, node.op, node.name), node)
+        return True
+
+    def after(self, address: int) -> None:
+        pass
+
+    def next_step(self) -> None:
+        self._step, self._index = self._step + 1, -1
+
+
+def walk(file: Path, fault: Fault, shown: Callable[[Place, Node], None]) -> None:
+    """Shows each node of a run of ggml's CPU: of the prompt, and of the steps after it."""
+    observer = _Walk(shown)
+    settings = replace(fault.settings, n_ctx=context_for(PROMPT, fault.steps))
+    with Session(file, settings, observer=observer) as session:
+        session.decode(session.tokenize(PROMPT))
+        for _ in range(fault.steps):
+            token = Sampler()(session.logits())
+            observer.next_step()
+            session.decode([token])
+
+
+def known(file: Path, fault: Fault, op: str | None = None) -> list[Place]:
+    """The nodes that can come out wrong, by what is known of the fault: the first of them does."""
+    found: list[Place] = []
+
+    def look(place: Place, node: Node) -> None:
+        if node.op == (op or fault.op) and place.step >= fault.step and fault.at(node):
+            found.append(place)
+
+    walk(file, fault, look)
+    return found
+
+
+def shows(file: Path, fault: Fault, *more: Path) -> list[Place]:
+    """The nodes that the kernels really get wrong: computed where ggml's CPU is about to compute them, from the same
+    sources, and once more by the project's own kernel."""
+    found: list[Place] = []
+
+    def look(place: Place, node: Node) -> None:
+        if OPS.get(node.op) is OWN.get(node.op) or OPS.refusal(node) is not None:
+            return
+        tensors = [tensor for tensor in (node.dst, *node.src) if tensor is not None]
+        memory = [Memory(tensor.address, tensor.nbytes).bytes() for tensor in tensors]
+        before = [span.copy() for span in memory]
+
+        def computed_by(run: Callable[[], None]) -> list[np.ndarray]:
+            run()
+            results = [span.copy() for span in memory]
+            for span, old in zip(memory, before, strict=True):
+                if not np.array_equal(span, old):
+                    span[:] = old
+            return results
+
+        planted, right = computed_by(OPS.bind(node)), computed_by(OWN[node.op].bind(node))
+        if not all(np.array_equal(a, b) for a, b in zip(planted, right, strict=True)):
+            found.append(place)
+
+    with loaded(fault.path, *more), DEVICE.multiplying("exact"):
+        walk(file, fault, look)
+    return found
