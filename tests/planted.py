@@ -27,12 +27,24 @@ FLASH_ON = Settings(flash_attention="on", threads=1)
 QUANTISED = Settings(flash_attention="on", cache_type_k="q8_0", cache_type_v="q4_0", threads=1)
 
 
+ALL = {"ops": "all"}
+PACKING = {"ops": "all", "memory": "device", "device_type": "gpu"}
+
+
 def any_node(node: Node) -> bool:
     return True
 
 
 def named(*names: str) -> Callable[[Node], bool]:
     return lambda node: node.name in names
+
+
+def in_place(place: int = 0) -> Callable[[Node], bool]:
+    return lambda node: node.dst.overlaps(src(node, place))
+
+
+def of_one_token(node: Node) -> bool:
+    return node.dst.ne[1] == 1
 
 
 def src(node: Node, place: int = 0) -> Tensor:
@@ -46,13 +58,16 @@ class Fault:
     """A file of kernels with one fault.
 
     file      its name, in tests/faults
-    op        of the first node that comes out wrong, or the name of the operator that it is fused into
+    op        of the first node that comes out wrong
     at        whether a node of that op can be the first one
     step      in which it is, at the earliest
     says      part of the diagnosis; None: any that is true, or none
     never     what is not true of it
     repeat    how often a replay has to run the node until it shows
     scattered  whether it shows at any of these nodes, since that depends on how often the kernel is called
+    fused     name of the operator whose call is at fault; the node is the last one of its pattern
+    rounded   whether it is to be found after rounding too, with ROUNDED beside it
+    failure   words for how the process ends, of which one is in the failure
     """
 
     file: str
@@ -67,6 +82,9 @@ class Fault:
     never: tuple[str, ...] = ()
     repeat: int = 1
     scattered: bool = False
+    fused: str = ""
+    rounded: bool = True
+    failure: tuple[str, ...] = ()
 
     @property
     def path(self) -> Path:
@@ -89,6 +107,7 @@ ISOLATED = [
     Fault("set_rows_next_cell", "SET_ROWS", settings=FLASH_ON, says="writes row id + 1 in place of row id"),
     Fault("set_rows_writes_zeros", "SET_ROWS", settings=FLASH_ON, never=("writes nothing",)),
     Fault("set_rows_whole_words", "SET_ROWS", settings=FLASH_ON, never=("writes nothing", "permutes")),
+    Fault("set_rows_clears_another_row", "SET_ROWS", settings=FLASH_ON, never=("writes nothing",)),
     Fault("set_rows_swaps_nibbles", "SET_ROWS", lambda node: node.dst.type == "q4_0", settings=QUANTISED,
           says="swaps the two nibbles of each byte"),
     Fault("cpy_without_offset", "CPY", lambda node: src(node).offset > 0, model="rwkv7",
@@ -147,8 +166,95 @@ ISOLATED = [
 ]  # fmt: skip
 
 
+# each of these changes what it reads
+SOURCES = [
+    Fault("rms_norm_doubles_its_source", "RMS_NORM"),
+    Fault("add_clears_its_second_source", "ADD"),
+    Fault("get_rows_sorts_its_ids", "GET_ROWS"),
+    Fault("mul_mat_rounds_its_source", "MUL_MAT", rounded=False),
+]
+
+# each of these shows in a run of several nodes: by where tensors lie, by what was computed before, or by chance
+RUNS = [
+    Fault("add_off_in_place", "ADD", in_place()),
+    Fault("add_not_in_place", "ADD", in_place(1), model="mamba"),
+    Fault("mul_not_in_place", "MUL", lambda node: in_place()(node) and src(node, 1).ne[0] == 1, model="moe"),
+    Fault("soft_max_not_in_place", "SOFT_MAX", in_place()),
+    Fault("sigmoid_not_in_place", "SIGMOID", in_place(), model="rwkv7"),
+    Fault("add_race", "ADD", steps=3, repeat=8, scattered=True),
+    Fault("swiglu_race", "SWIGLU", repeat=8, scattered=True),
+    Fault("mul_race", "MUL", steps=3, repeat=32, scattered=True),
+    Fault("soft_max_race", "SOFT_MAX", steps=3, repeat=8, scattered=True),
+    Fault("swiglu_cached_by_name", "SWIGLU", named("ffn_swiglu-1"), step=1, repeat=8),
+    Fault("swiglu_cached_by_shape", "SWIGLU", step=1, repeat=8),
+    Fault("swiglu_cached_by_address", "SWIGLU", step=1, steps=2, repeat=8, scattered=True),
+    Fault("mul_planned_by_shape", "MUL", named("ffn_norm-0"), repeat=8),
+    Fault("mul_mat_planned_by_name", "MUL_MAT", named("kq-0"), step=1, repeat=8, rounded=False),
+    Fault("rope_of_one_token", "ROPE", step=1),
+    Fault("rope_up_to_27", "ROPE", step=2, steps=2),
+    Fault("set_rows_of_many_tokens", "SET_ROWS", step=1, settings=FLASH_ON, says="writes nothing"),
+    Fault("swiglu_of_many_tokens", "SWIGLU", of_one_token),
+    Fault("add_tires", "ADD", steps=3, repeat=16, scattered=True),
+    Fault("rwkv_wkv7_forgets", "RWKV_WKV7", step=1, model="rwkv7"),
+]
+
+# each of these writes into a tensor that is alive in the device's own run
+LIVE = [
+    Fault("swiglu_writes_into_a_cache", "SWIGLU"),
+    Fault("swiglu_writes_into_an_activation", "SWIGLU"),
+]
+
+# each of these is an operator's call that is wrong, where the nodes one by one are right
+FUSED = [
+    Fault("masked_softmax_is_off", "SOFT_MAX", fused="masked_softmax", options=ALL),
+    Fault("masked_softmax_is_off_in_place", "SOFT_MAX", fused="masked_softmax", options=ALL),
+    Fault("masked_softmax_is_stale", "SOFT_MAX", named("kq_soft_max-1"), fused="masked_softmax", options=ALL, repeat=8),
+    Fault("token_shift_is_off", "ADD", lambda node: node.dst.ne[3] > 1, model="rwkv7", fused="token_shift",
+          options=ALL),
+    Fault("top_k_softmax_is_off", "DIV", model="moe", fused="TopKSoftmax", options=ALL),
+]  # fmt: skip
+
+# each of these is right where tensors are blocks, and wrong where the device has packed them
+PACKED = [
+    Fault("get_rows_not_packed", "GET_ROWS", settings=QUANTISED, options=PACKING),
+    Fault("set_rows_not_packed", "SET_ROWS", settings=QUANTISED, options=PACKING),
+    Fault("flash_attn_not_packed", "FLASH_ATTN_EXT", settings=QUANTISED, options=PACKING),
+]
+
+# each of these writes beside its output; that may end the process
+STRAYS = [
+    Fault("cont_one_byte_too_many", "CONT"),
+    Fault("cont_one_row_too_many", "CONT"),
+    Fault("mul_writes_before_its_output", "MUL"),
+    Fault("swiglu_writes_8_kib_after", "SWIGLU"),
+    Fault("add_writes_1_mib_after", "ADD"),
+]
+
+# each of these ends the process, or never returns
+ENDS = [
+    Fault("rms_norm_reads_address_0", "RMS_NORM", failure=("SIGSEGV",)),
+    Fault("rope_of_one_token_reads_address_0", "ROPE", step=1, failure=("SIGSEGV",)),
+    Fault("add_reads_address_0_in_place", "ADD", in_place(), failure=("SIGSEGV",)),
+    Fault("mul_doubles_its_weights", "MUL", failure=("SIGSEGV", "src1", "source")),
+    Fault("mul_aborts", "MUL", failure=("SIGABRT",)),
+    Fault("cont_frees_its_output", "CONT", failure=("SIGABRT",)),
+    Fault("swiglu_is_killed", "SWIGLU", failure=("SIGKILL",)),
+    Fault("add_calls_sys_exit", "ADD", failure=("exit",)),
+    Fault("soft_max_calls_os_exit", "SOFT_MAX", failure=("exit", "ended")),
+    Fault("cont_raises", "CONT", failure=("ValueError: no rows today",)),
+    Fault("mul_mat_has_no_memory", "MUL_MAT", failure=("MemoryError",)),
+    Fault("rope_recurs", "ROPE", failure=("RecursionError",)),
+    Fault("rms_norm_loops", "RMS_NORM", failure=("time",)),
+    Fault("add_sleeps", "ADD", failure=("time",)),
+    Fault("swiglu_sleeps_in_c", "SWIGLU", of_one_token, failure=("time",)),
+    Fault("mul_waits_for_a_lock_in_place", "MUL", in_place(), failure=("time",)),
+]
+
+LATE = [Fault("add_thread_is_late", "ADD")]
+
+
 def write_tiny_gpt2(path: Path) -> Path:
-    """A gpt2 of 2 layers: positions are embedded, q, k and v are one matrix, and GELU stands where a llama has SWIGLU."""
+    """A gpt2 of 2 layers: positions are embedded, q, k and v are one matrix; GELU stands where a llama has SWIGLU."""
     model = TinyModel(path, "gpt2", spm_vocabulary())
     model.attention_heads(n_head=2, n_head_kv=2)
     model.writer.add_layer_norm_eps(1e-5)
@@ -225,28 +331,31 @@ def walk(file: Path, fault: Fault, shown: Callable[[Place, Node], None]) -> None
             session.decode([token])
 
 
-def known(file: Path, fault: Fault, op: str | None = None) -> list[Place]:
+def known(file: Path, fault: Fault) -> list[Place]:
     """The nodes that can come out wrong, by what is known of the fault: the first of them does."""
     found: list[Place] = []
 
     def look(place: Place, node: Node) -> None:
-        if node.op == (op or fault.op) and place.step >= fault.step and fault.at(node):
+        if node.op == fault.op and place.step >= fault.step and fault.at(node):
             found.append(place)
 
     walk(file, fault, look)
     return found
 
 
-def shows(file: Path, fault: Fault, *more: Path) -> list[Place]:
+def shows(file: Path, fault: Fault) -> list[Place]:
     """The nodes that the kernels really get wrong: computed where ggml's CPU is about to compute them, from the same
-    sources, and once more by the project's own kernel."""
+    sources, and once more by the project's own kernel. Wrong is also what changes a source, or an earlier result."""
     found: list[Place] = []
+    earlier: dict[int, Memory] = {}
 
     def look(place: Place, node: Node) -> None:
+        if fault in LIVE:
+            earlier[node.dst.address] = Memory(node.dst.address, node.dst.nbytes)
         if OPS.get(node.op) is OWN.get(node.op) or OPS.refusal(node) is not None:
             return
         tensors = [tensor for tensor in (node.dst, *node.src) if tensor is not None]
-        memory = [Memory(tensor.address, tensor.nbytes).bytes() for tensor in tensors]
+        memory = [span.bytes() for span in (*[Memory(t.address, t.nbytes) for t in tensors], *earlier.values())]
         before = [span.copy() for span in memory]
 
         def computed_by(run: Callable[[], None]) -> list[np.ndarray]:
@@ -261,6 +370,28 @@ def shows(file: Path, fault: Fault, *more: Path) -> list[Place]:
         if not all(np.array_equal(a, b) for a, b in zip(planted, right, strict=True)):
             found.append(place)
 
-    with loaded(fault.path, *more), DEVICE.multiplying("exact"):
+    with loaded(fault.path), DEVICE.multiplying("exact"):
+        walk(file, fault, look)
+    return found
+
+
+ROOM = 2 << 20  # bytes on each side of an output
+
+
+def spills(file: Path, fault: Fault) -> list[Place]:
+    """The nodes of which the kernels write beside the output, which lies in a room of its own; the output is right."""
+    found: list[Place] = []
+
+    def look(place: Place, node: Node) -> None:
+        if OPS.get(node.op) is OWN.get(node.op) or OPS.refusal(node) is not None:
+            return
+        planted, right = (np.zeros(node.dst.nbytes + 2 * ROOM, np.uint8) for _ in range(2))
+        for ops, room in ((OPS, planted), (OWN, right)):
+            ops[node.op].bind(replace(node, dst=replace(node.dst, memory=Memory.of(room), offset=ROOM)))()
+        same = planted == right
+        if same[ROOM:-ROOM].all() and not same.all():
+            found.append(place)
+
+    with loaded(fault.path):
         walk(file, fault, look)
     return found
