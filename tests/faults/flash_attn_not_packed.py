@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from ggml_backend_npu import Tensor, op
+from ggml_backend_npu import Node, Tensor, op
 from ggml_backend_npu.ops import OWN
 from ggml_backend_npu.registry import Call
 
@@ -19,4 +19,4 @@ def prepare(
     dst: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tensor | None, params: bytes
 ) -> Call | None:
     blocks = replace(k, packed=None)
-    return lambda: OWN["FLASH_ATTN_EXT"].define(dst, q, blocks, v.unpacked(), mask, sinks, params=params)
+    return OWN["FLASH_ATTN_EXT"].bind(Node("FLASH_ATTN_EXT", dst, (q, blocks, v, mask, sinks), params))
