@@ -1,0 +1,10 @@
+"""CONT that writes one byte after its output."""
+
+from ggml_backend_npu import Memory, Tensor, op
+from ggml_backend_npu.ops import OWN
+
+
+@op("CONT", types=OWN["CONT"].types, refuse=OWN["CONT"].refuse)
+def cont(dst: Tensor, src: Tensor) -> None:
+    OWN["CONT"].define(dst, src)
+    Memory(dst.end, 1).bytes()[...] ^= 0xFF

@@ -1,0 +1,12 @@
+"""CONT that takes the bytes of its source as they lie."""
+
+import numpy as np
+
+from ggml_backend_npu import Memory, Tensor, op
+from ggml_backend_npu.ops import OWN
+
+
+@op("CONT", types=OWN["CONT"].types, refuse=OWN["CONT"].refuse)
+def cont(dst: Tensor, src: Tensor) -> None:
+    values = Memory(src.address, dst.nbytes).bytes().view(np.float32)
+    dst.view()[...] = values.reshape(dst.ne[::-1])

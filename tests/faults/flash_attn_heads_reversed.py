@@ -1,0 +1,12 @@
+"""FLASH_ATTN_EXT that writes the heads in the wrong order."""
+
+from ggml_backend_npu import Tensor, op
+from ggml_backend_npu.ops import OWN
+
+
+@op("FLASH_ATTN_EXT", types=OWN["FLASH_ATTN_EXT"].types, refuse=OWN["FLASH_ATTN_EXT"].refuse)
+def flash_attn_ext(
+    dst: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tensor | None, params: bytes
+) -> None:
+    OWN["FLASH_ATTN_EXT"].define(dst, q, k, v, mask, sinks, params=params)
+    dst.view()[...] = dst.view()[:, :, ::-1].copy()

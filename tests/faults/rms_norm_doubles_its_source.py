@@ -1,0 +1,13 @@
+"""RMS_NORM that doubles its source after it has read it."""
+
+import numpy as np
+
+from ggml_backend_npu import Memory, Tensor, op
+from ggml_backend_npu.ops import OWN
+
+
+@op("RMS_NORM", types=OWN["RMS_NORM"].types, refuse=OWN["RMS_NORM"].refuse)
+def rms_norm(dst: Tensor, x: Tensor, params: bytes) -> None:
+    OWN["RMS_NORM"].define(dst, x, params=params)
+    if not dst.overlaps(x):
+        Memory(x.address, x.nbytes).bytes().view(np.float32)[...] *= 2

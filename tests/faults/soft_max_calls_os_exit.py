@@ -1,0 +1,11 @@
+"""SOFT_MAX that ends the process."""
+
+import os
+
+from ggml_backend_npu import Tensor, op
+from ggml_backend_npu.ops import OWN
+
+
+@op("SOFT_MAX", types=OWN["SOFT_MAX"].types, refuse=OWN["SOFT_MAX"].refuse)
+def soft_max(dst: Tensor, x: Tensor, mask: Tensor | None, sinks: Tensor | None, params: bytes) -> None:
+    os._exit(0)

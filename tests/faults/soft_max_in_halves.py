@@ -1,0 +1,12 @@
+"""SOFT_MAX with its sum in float16."""
+
+import numpy as np
+
+from ggml_backend_npu import Tensor, op
+from ggml_backend_npu.ops import OWN
+
+
+@op("SOFT_MAX", types=OWN["SOFT_MAX"].types, refuse=OWN["SOFT_MAX"].refuse)
+def soft_max(dst: Tensor, x: Tensor, mask: Tensor | None, sinks: Tensor | None, params: bytes) -> None:
+    OWN["SOFT_MAX"].define(dst, x, mask, sinks, params=params)
+    dst.view()[...] /= np.add.accumulate(dst.view(), axis=-1, dtype=np.float16)[..., -1:].astype(np.float32)

@@ -1,0 +1,12 @@
+"""SWIGLU that is killed."""
+
+import os
+import signal
+
+from ggml_backend_npu import Tensor, op
+from ggml_backend_npu.ops import OWN
+
+
+@op("SWIGLU", types=OWN["SWIGLU"].types, refuse=OWN["SWIGLU"].refuse)
+def swiglu(dst: Tensor, a: Tensor, b: Tensor | None, params: bytes) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)

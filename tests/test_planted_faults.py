@@ -1,0 +1,254 @@
+"""Every fault of the corpus fails a diff, at the node that is known to be the first wrong one."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from planted import (
+    ENDS,
+    FLASH_OFF,
+    FUSED,
+    ISOLATED,
+    LATE,
+    LIVE,
+    MODELS,
+    PACKED,
+    PROMPT,
+    ROUNDED,
+    RUNS,
+    SOURCES,
+    STRAYS,
+    Fault,
+    Place,
+    known,
+    loaded,
+    misreads,
+    shows,
+    spills,
+)
+
+from ggml_backend_npu import DEVICE
+from ggml_backend_npu.abi.plugin import Plugin
+from graph_runner.diff import diff
+from graph_runner.session import Session, context_for
+from graph_runner.trace import replay
+
+Files = Callable[[str], Path]
+
+TIMEOUT = 5  # seconds, of a node
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> Files:
+    """Finds the file of a model by name; it is written when first asked for."""
+    folder = tmp_path_factory.mktemp("models")
+
+    def find(name: str) -> Path:
+        path = folder / f"{name}.gguf"
+        return path if path.exists() else MODELS[name](path)
+
+    return find
+
+
+@pytest.fixture(autouse=True)
+def as_before(backend: Plugin) -> Iterator[None]:
+    """Plans with planted kernels are gone after the test; what kernels do to numbers warns nobody."""
+    with np.errstate(all="ignore"):
+        yield
+    backend.forget_plans()
+
+
+def spread(faults: list[Fault], every: int) -> list[Any]:
+    """All of the faults, of which one in so many is in the default tier."""
+    slow = [pytest.mark.slow]
+    return [pytest.param(fault, id=str(fault), marks=slow * (i % every > 0)) for i, fault in enumerate(faults)]
+
+
+# the corpus itself
+
+
+@pytest.mark.parametrize("fault", spread([*ISOLATED, *SOURCES, *RUNS, *LIVE], every=8))
+def test_a_kernel_is_wrong_where_it_is_said_to_be(file: Files, fault: Fault) -> None:
+    """Without a diff: the kernel, on ggml's own memory, beside the project's own."""
+    model = file(fault.model)
+    wrong, places = shows(model, fault)[0], known(model, fault)
+    assert wrong in places if fault.scattered else wrong == places[0]
+
+
+@pytest.mark.parametrize("fault", STRAYS, ids=str)
+def test_a_kernel_writes_beside_its_output(file: Files, fault: Fault) -> None:
+    model = file(fault.model)
+    assert spills(model, fault)[0] == known(model, fault)[0]
+
+
+@pytest.mark.parametrize("fault", FUSED, ids=str)
+def test_an_operator_is_wrong_where_it_takes_the_place_of_its_nodes(
+    file: Files, fault: Fault, backend: Plugin, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With fusion a run takes another way, without it does not."""
+    for option, value in fault.options.items():
+        monkeypatch.setattr(DEVICE, option, value)
+    right = logits(file(fault.model), fault, backend)
+    with loaded(fault.path):
+        assert not np.array_equal(logits(file(fault.model), fault, backend), right)
+        monkeypatch.setattr(DEVICE, "fusion", "off")
+        unfused = logits(file(fault.model), fault, backend)
+    assert np.allclose(unfused, right, rtol=1e-3, atol=1e-4)
+
+
+def logits(model: Path, fault: Fault, backend: Plugin) -> np.ndarray:
+    """Of the device's run of the prompt."""
+    backend.forget_plans()
+    settings = replace(fault.settings, device="npu", n_ctx=context_for(PROMPT, 1))
+    with Session(model, settings) as session:
+        session.decode(session.tokenize(PROMPT))
+        return np.array(session.logits())
+
+
+@pytest.mark.parametrize("fault", PACKED, ids=str)
+def test_a_kernel_is_wrong_where_tensors_are_packed(file: Files, fault: Fault) -> None:
+    assert misreads(file(fault.model), fault)[0] == known(file(fault.model), fault)[0]
+
+
+def command(verb: str, *arguments: object, seconds: float = 300) -> subprocess.CompletedProcess[str]:
+    """ggml-npu in a process of its own."""
+    line = [sys.executable, "-c", "from graph_runner.cli import main; main()", verb, *map(str, arguments)]
+    return subprocess.run(line, text=True, capture_output=True, timeout=seconds, check=False)
+
+
+def options(fault: Fault) -> list[object]:
+    """Of the device and of contexts."""
+    settings = fault.settings
+    chosen: list[object] = ["--prompt", PROMPT, "--threads", settings.threads, "--flash-attn", settings.flash_attention]
+    chosen += ["--cache-type-k", settings.cache_type_k, "--cache-type-v", settings.cache_type_v]
+    for option, value in fault.options.items():
+        chosen += ["--all"] if option == "ops" else [f"--{option.replace('_', '-')}", value]
+    return chosen
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", ENDS, ids=str)
+def test_a_kernel_ends_a_run(file: Files, fault: Fault) -> None:
+    try:
+        done = command("run", file(fault.model), "-n", 3, "--kernels", fault.path, *options(fault), seconds=15)
+    except subprocess.TimeoutExpired:
+        assert "time" in fault.failure
+    else:
+        assert done.returncode or not done.stdout
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt-oss", "mamba", "moe", "rwkv7"])
+def test_rounding_alone_is_right(file: Files, name: str) -> None:
+    with loaded(ROUNDED):
+        assert diff(file(name), PROMPT, steps=2, settings=FLASH_OFF)
+
+
+# what a diff makes of it
+
+
+def assert_true(diagnosis: str | None, fault: Fault) -> None:
+    """What is said of a node is true, and nothing is said where that is not known."""
+    if fault.says is not None:
+        assert diagnosis is not None
+        assert fault.says in diagnosis
+    for words in fault.never:
+        assert words not in (diagnosis or "")
+
+
+def assert_first(found: Place, fault: Fault, places: list[Place]) -> None:
+    """The first wrong node is the known one, under its own name or that of the operator it was run as."""
+    if found.op == fault.fused:
+        found = replace(found, op=fault.op)
+    assert found in places if fault.scattered else found == places[0]
+
+
+def assert_found(model: Path, fault: Fault, folder: Path, *beside: Path) -> None:
+    """By a diff in this process; its reproducer is wrong with the fault, and right without."""
+    places = known(model, fault)
+    with loaded(fault.path, *beside):
+        result = diff(model, PROMPT, steps=fault.steps, settings=fault.settings, reproducers=folder)
+        assert not result
+        first = result.wrong[0]
+        assert_first(Place(first.step, first.index, first.op, first.name), fault, places)
+        assert_true(first.diagnosis, fault)
+        assert first.reproducer is not None
+        assert not replay(Path(first.reproducer), repeat=fault.repeat)
+    assert replay(Path(first.reproducer), repeat=fault.repeat)
+
+
+@pytest.fixture
+def of_device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device has a fault's options."""
+    for option, value in request.getfixturevalue("fault").options.items():
+        monkeypatch.setattr(DEVICE, option, value)
+
+
+@pytest.mark.usefixtures("of_device")
+@pytest.mark.parametrize("fault", spread([*ISOLATED, *SOURCES, *RUNS, *LIVE, *FUSED], every=6))
+def test_a_fault_is_found(file: Files, fault: Fault, tmp_path: Path) -> None:
+    assert_found(file(fault.model), fault, tmp_path)
+
+
+@pytest.mark.usefixtures("of_device")
+@pytest.mark.parametrize("fault", spread([each for each in (*SOURCES, *RUNS, *LIVE, *FUSED) if each.rounded], every=4))
+def test_a_fault_is_found_after_rounding(file: Files, fault: Fault, tmp_path: Path) -> None:
+    """The device's own run is off from the first product on; that hides nothing."""
+    assert_found(file(fault.model), fault, tmp_path, ROUNDED)
+
+
+def assert_command_finds(model: Path, fault: Fault, folder: Path, kernels: Path) -> None:
+    """By the command, whatever the kernels do to the process that they run in."""
+    places = known(model, fault)
+    written = folder / "result.json"
+    done = command(
+        "diff", model, "-n", fault.steps, "--kernels", kernels, "--reproducers", folder, "--json", written,
+        "--node-timeout", TIMEOUT, *options(fault),
+    )  # fmt: skip
+    assert done.returncode == 1, done.stderr
+    result = json.loads(written.read_text())
+    assert not result["passed"]
+    first = result["nodes"][result["first_introduced"]]
+    assert_first(Place(first["step"], first["index"], first["op"], first["name"]), fault, places)
+    assert_true(first["diagnosis"], fault)
+    if fault.failure:
+        assert any(words in first["failure"] for words in fault.failure)
+    again = ["replay", first["reproducer"], "--repeat", fault.repeat, "--node-timeout", TIMEOUT]
+    assert command(*again, "--kernels", kernels).returncode == 1
+    right = command(*again)
+    assert right.returncode == 0, right.stdout + right.stderr
+
+
+@pytest.mark.parametrize("fault", spread([*ENDS, *STRAYS, *PACKED, *LATE], every=6))
+def test_the_command_finds_a_fault(file: Files, fault: Fault, tmp_path: Path) -> None:
+    assert_command_finds(file(fault.model), fault, tmp_path, fault.path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", [*PACKED, *STRAYS, *LATE, *(each for each in ENDS if each.rounded)], ids=str)
+def test_the_command_finds_a_fault_after_rounding(file: Files, fault: Fault, tmp_path: Path) -> None:
+    both = tmp_path / "kernels.py"
+    lines = ["from pathlib import Path", "from ggml_backend_npu.kernels import load_kernels"]
+    lines += [f"load_kernels(Path({str(path)!r}))" for path in (ROUNDED, fault.path)]
+    both.write_text("\n".join(lines))
+    assert_command_finds(file(fault.model), fault, tmp_path, both)
+
+
+def test_a_failure_names_file_and_line(file: Files) -> None:
+    """Of the kernel, where it raises."""
+    fault = next(each for each in ENDS if each.file == "cont_raises")
+    line = next(i for i, text in enumerate(fault.path.read_text().splitlines(), 1) if "raise" in text)
+    with loaded(fault.path):
+        result = diff(file(fault.model), PROMPT, steps=0, settings=fault.settings)
+    failure = result.wrong[0].failure
+    assert failure is not None
+    assert "ValueError: no rows today" in failure
+    assert fault.path.name in failure
+    assert f"line {line}" in failure
