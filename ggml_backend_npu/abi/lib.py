@@ -145,7 +145,6 @@ _FUNCTIONS: _Functions = {
     "ggml_backend_buffer_get_size": (c_size_t, [c_void_p]),
     "ggml_backend_buffer_get_usage": (c_int, [c_void_p]),
     "ggml_backend_buffer_init": (c_void_p, [c_void_p, structs.BufferTable, c_void_p, c_size_t]),
-    "ggml_backend_buffer_get_usage": (c_int, [c_void_p]),
     "ggml_backend_buft_is_host": (c_bool, [c_void_p]),
     "ggml_backend_cpu_buffer_type": (c_void_p, []),
     "ggml_backend_cpu_buffer_from_ptr": (c_void_p, [c_void_p, c_size_t]),
