@@ -174,7 +174,12 @@ class Spans:
         fusion, fused = found
         failure = None
         last = collected.nodes[len(fusion.ops) - 1]
-        self._about_to("fused", self._step, last.index, replace(graph.nodes[len(fusion.ops) - 1], op=fusion.name))
+        self._about_to(
+            f"fused {len(fusion.ops)}",
+            self._step,
+            last.index,
+            replace(graph.nodes[len(fusion.ops) - 1], op=fusion.name),
+        )
         try:
             fused.call()
         except Exception as error:
@@ -189,7 +194,7 @@ class Spans:
             comparison = compare(reference, written, damaged) if failure is None else None
             results.append(self._result(fusion, collected.nodes, place, written, comparison, failure, reference))
         for each in results:
-            path = None if each else self._save(first(graph, len(fusion.ops)), wanted, each)
+            path = None if each else self._save(first(graph, n), wanted, each)
             self._seen(replace(each, reproducer=path))
 
     def _result(
