@@ -1,6 +1,6 @@
 """No false alarm: an unmodified device is right, by a diff, in every model that ggml's test-llama-archs writes.
 
-    python tests/architectures.py FOLDER                        each pair of settings for each model, some 1,000 diffs
+    python tests/architectures.py FOLDER                        each pair of settings for each model, some 1,300 diffs
     python tests/architectures.py FOLDER --sample 100 --seed 7  so many of them
     python tests/architectures.py FOLDER --text                 not the nodes: 12 greedy tokens beside the CPU's
 
@@ -23,12 +23,12 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
-from itertools import groupby, takewhile, zip_longest
+from functools import cached_property
+from itertools import combinations, groupby, product, takewhile, zip_longest
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from allpairspy import AllPairs
 from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
@@ -68,6 +68,10 @@ class Case:
     def process(self) -> tuple[str, str]:
         """What stays as it is while a process lives."""
         return self.memory, self.device_type
+
+    @cached_property
+    def pairs(self) -> set[tuple[str, ...]]:
+        return set(combinations((f"{name} {getattr(self, name)}" for name in SETTINGS), 2))
 
     @property
     def prompt(self) -> str:
@@ -143,25 +147,16 @@ def design(names: Iterable[str], runs: Callable[[str, str, str], bool], seed: in
 
     runs  says so of a model's name, flash attention, and the caches' type
     """
-    flash_at, cache_at = list(SETTINGS).index("flash_attention"), list(SETTINGS).index("cache_type")
     cases = []
     for name in names:
-        ways = {
-            (flash, cache): runs(name, flash, cache)
-            for flash in SETTINGS["flash_attention"]
-            for cache in SETTINGS["cache_type"]
-        }
-
-        def possible(row: list[str], ways: dict[tuple[str, str], bool] = ways) -> bool:
-            flash = row[flash_at : flash_at + 1] or SETTINGS["flash_attention"]
-            caches = row[cache_at : cache_at + 1] or SETTINGS["cache_type"]
-            return any(ways[found, cache] for found in flash for cache in caches)
-
-        orders = random.Random(f"{seed} {name}")  # which pairs meet in one case is another for each model
-        values = [orders.sample(values, len(values)) for values in SETTINGS.values()]
-        if any(ways.values()):
-            for row in AllPairs(values, filter_func=possible):
-                cases.append(Case(name, *row[:-1], n_prompt=int(row[-1])))
+        possible = [Case(name, *values, n_prompt=int(n)) for *values, n in product(*SETTINGS.values())]
+        allowed = {way for way in product(SETTINGS["flash_attention"], SETTINGS["cache_type"]) if runs(name, *way)}
+        possible = [case for case in possible if (case.flash_attention, case.cache_type) in allowed]
+        random.Random(f"{seed} {name}").shuffle(possible)  # which pairs meet in a case is another for each model
+        missing = {pair for case in possible for pair in case.pairs}
+        while missing:
+            cases.append(max(possible, key=lambda case: len(case.pairs & missing)))
+            missing -= cases[-1].pairs
     return cases
 
 
