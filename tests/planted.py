@@ -191,6 +191,8 @@ RUNS = [
     Fault("swiglu_cached_by_name", "SWIGLU", named("ffn_swiglu-1"), step=1, repeat=8),
     Fault("swiglu_cached_by_shape", "SWIGLU", step=1, repeat=8),
     Fault("swiglu_cached_by_address", "SWIGLU", step=1, steps=2, repeat=8, scattered=True),
+    Fault("add_cached_in_place", "ADD", in_place(), step=1, steps=2, repeat=8, scattered=True),
+    Fault("mul_race_in_place", "MUL", in_place(), steps=1, repeat=8, scattered=True),
     Fault("mul_planned_by_shape", "MUL", named("ffn_norm-0"), repeat=8),
     Fault("mul_mat_planned_by_name", "MUL_MAT", named("kq-0"), step=1, repeat=8, rounded=False),
     Fault("rope_of_one_token", "ROPE", step=1),
