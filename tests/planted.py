@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
-from models import OTHERS, WRITERS
+from models import OTHERS, WRITERS, requantized
 
 from ggml_backend_npu import DEVICE, OPS, Memory, Node, Tensor
 from ggml_backend_npu.abi import convert, lib
@@ -17,7 +17,7 @@ from ggml_backend_npu.kernels import load_kernels
 from ggml_backend_npu.ops import OWN
 from ggml_backend_npu.packed import PACKED_TYPES, Packed
 from graph_runner.session import Sampler, Session, Settings, context_for
-from graph_runner.tiny import TinyModel, spm_vocabulary
+from graph_runner.tiny import TinyModel, spm_vocabulary, write_tiny_llama
 
 FOLDER = Path(__file__).parent / "faults"
 ROUNDED = FOLDER / "right_mul_mat_in_doubles.py"  # right, but for rounding
@@ -136,6 +136,8 @@ ISOLATED = [
     Fault("mul_mat_other_heads", "MUL_MAT", lambda node: 1 < src(node).ne[2] < src(node, 1).ne[2]),
     Fault("mul_mat_whole_tiles", "MUL_MAT", lambda node: node.dst.ne[0] == 354, never=("writes nothing",)),
     Fault("mul_mat_accumulates", "MUL_MAT", never=("writes nothing", "leaves out")),
+    Fault("mul_mat_swaps_nibbles", "MUL_MAT", model="llama-q4_0"),
+    Fault("mul_mat_one_scale_a_row", "MUL_MAT", model="llama-q8_0", never=("permutes",)),
     Fault("mul_mat_id_next_expert", "MUL_MAT_ID", model="moe", never=("permutes",)),
     Fault("mul_mat_id_of_ids_in_a_row", "MUL_MAT_ID", model="moe", never=("permutes",)),
     Fault("mul_mat_id_half_an_expert", "MUL_MAT_ID", model="moe", never=("permutes",)),
@@ -275,7 +277,12 @@ def write_tiny_gpt2(path: Path) -> Path:
     return model.save()
 
 
-MODELS = WRITERS | OTHERS | {"gpt2": write_tiny_gpt2}
+def write_quantised(path: Path) -> Path:
+    """A tiny llama with its matrices in the type that the file's name ends with."""
+    return requantized(write_tiny_llama(path.with_name(f"float-{path.name}")), path.stem.split("-")[1], path)
+
+
+MODELS = WRITERS | OTHERS | {"gpt2": write_tiny_gpt2, "llama-q4_0": write_quantised, "llama-q8_0": write_quantised}
 
 
 @contextmanager
