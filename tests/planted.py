@@ -68,6 +68,7 @@ class Fault:
     scattered  whether it shows at any of these nodes, since that depends on how often the kernel is called
     fused     name of the operator whose call is at fault; the node is the last one of its pattern
     rounded   whether it is to be found after rounding too, with ROUNDED beside it
+    remembers  whether a call gives what one before it was to give: after rounding, that of the isolated run may be it
     alone     whether a replay of that one node can show it
     failure   words for how the process ends, of which one is in the failure
     """
@@ -86,6 +87,7 @@ class Fault:
     scattered: bool = False
     fused: str = ""
     rounded: bool = True
+    remembers: bool = False
     alone: bool = True
     failure: tuple[str, ...] = ()
 
@@ -189,11 +191,11 @@ RUNS = [
     Fault("add_race", "ADD", steps=3, repeat=8, scattered=True),
     Fault("swiglu_race", "SWIGLU", repeat=8, scattered=True),
     Fault("mul_race", "MUL", steps=3, repeat=32, scattered=True),
-    Fault("soft_max_race", "SOFT_MAX", steps=3, repeat=8, scattered=True),
-    Fault("swiglu_cached_by_name", "SWIGLU", named("ffn_swiglu-1"), step=1, repeat=8),
-    Fault("swiglu_cached_by_shape", "SWIGLU", step=1, repeat=8),
-    Fault("swiglu_cached_by_address", "SWIGLU", step=1, steps=2, repeat=8, scattered=True),
-    Fault("add_cached_in_place", "ADD", in_place(), step=1, steps=2, repeat=8, scattered=True),
+    Fault("soft_max_race", "SOFT_MAX", steps=3, repeat=8, scattered=True, remembers=True),
+    Fault("swiglu_cached_by_name", "SWIGLU", named("ffn_swiglu-1"), step=1, repeat=8, remembers=True),
+    Fault("swiglu_cached_by_shape", "SWIGLU", step=1, repeat=8, remembers=True),
+    Fault("swiglu_cached_by_address", "SWIGLU", step=1, steps=2, repeat=8, scattered=True, remembers=True),
+    Fault("add_cached_in_place", "ADD", in_place(), step=1, steps=2, repeat=8, scattered=True, remembers=True),
     Fault("mul_race_in_place", "MUL", in_place(), steps=1, repeat=8, scattered=True),
     Fault("mul_planned_by_shape", "MUL", named("ffn_norm-0"), repeat=8),
     Fault("mul_mat_planned_by_name", "MUL_MAT", named("kq-0"), step=1, repeat=8, rounded=False),
@@ -215,7 +217,8 @@ LIVE = [
 FUSED = [
     Fault("masked_softmax_is_off", "SOFT_MAX", fused="masked_softmax", options=ALL),
     Fault("masked_softmax_is_off_in_place", "SOFT_MAX", fused="masked_softmax", options=ALL),
-    Fault("masked_softmax_is_stale", "SOFT_MAX", named("kq_soft_max-1"), fused="masked_softmax", options=ALL, repeat=8),
+    Fault("masked_softmax_is_stale", "SOFT_MAX", named("kq_soft_max-1"), fused="masked_softmax", options=ALL, repeat=8,
+          remembers=True),
     Fault("token_shift_is_off", "ADD", lambda node: node.dst.ne[3] > 1, model="rwkv7", fused="token_shift",
           options=ALL),
     Fault("top_k_softmax_is_off", "DIV", model="moe", fused="TopKSoftmax", options=ALL),
@@ -344,7 +347,7 @@ def walk(file: Path, fault: Fault, shown: Callable[[Place, Node], None]) -> None
 
 
 def known(file: Path, fault: Fault) -> list[Place]:
-    """The nodes that can come out wrong, by what is known of the fault: the first of them does."""
+    """The nodes that can come out wrong, by what is known of the fault: the first of them does, or any if scattered."""
     found: list[Place] = []
 
     def look(place: Place, node: Node) -> None:
