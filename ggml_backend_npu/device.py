@@ -56,6 +56,9 @@ _CHECKS: dict[str, Callable[[str, str], Any]] = {
 }
 
 
+OPTIONS = tuple(_CHECKS)
+
+
 def _variable(name: str) -> str:
     return f"GGML_NPU_{name.upper()}"
 

@@ -97,8 +97,7 @@ def _read_by(reads: Iterable[Read]) -> list[Storage]:
 
 def _digest_of(storage: Storage) -> int:
     """Of the bytes as they lie in memory: of a packed tensor, quants and scales."""
-    tensor = storage.tensor
-    return _digest(tensor.address, tensor.nbytes) if tensor.nbytes else 0
+    return digest_of(storage.tensor.address, storage.tensor.nbytes)
 
 
 class Rest:
@@ -119,7 +118,7 @@ class Rest:
         self._digests = self._taken()
 
     def _taken(self) -> list[int]:
-        return [_digest(begin, end - begin) for begin, end in self._parts if begin < end]
+        return [digest_of(begin, end - begin) for begin, end in self._parts]
 
     def has_changed(self) -> bool:
         """Whether they hold something else now."""
@@ -132,5 +131,8 @@ def _output(read: Read) -> tuple[int, int]:
     return dst.address, dst.end
 
 
-def _digest(address: int, size: int) -> int:
+def digest_of(address: int, size: int) -> int:
+    """A digest of a span of memory."""
+    if size <= 0:
+        return 0
     return int(xxhash.xxh3_64_intdigest(Memory(address, size).bytes().data))

@@ -357,7 +357,7 @@ def _elsewhere(case: _Case) -> str | None:
 def _nothing_written(case: _Case) -> str | None:
     if not np.array_equal(case.a, case.b) or not case.gaps_are_right:
         return None
-    return "writes nothing: dst is as it was before"
+    return "leaves dst as it was before: it writes nothing, or just that, or adds to it"
 
 
 def _stale_rows(case: _Case) -> str | None:

@@ -17,3 +17,11 @@ class BenchError(Exception):
 
 class BadInputError(Exception):
     """What the user gave to a command cannot be used: one line."""
+
+
+class InternalError(Exception):
+    """A mistake of this project in a child process: the last line of its traceback. All of it is a note."""
+
+    def __init__(self, trace: str) -> None:
+        super().__init__(trace.strip().splitlines()[-1])
+        self.add_note(trace)

@@ -16,12 +16,12 @@ from ggml_backend_npu.fusion import FUSIONS
 from ggml_backend_npu.ops import OWN
 from graph_runner.blocks import compare_blocks
 from graph_runner.compare import Comparison, Heat, compare, heat
-from graph_runner.contents import Changed
+from graph_runner.contents import Changed, digest_of
 from graph_runner.copies import Copied, restored
 from graph_runner.diagnosis import diagnose, quantised_values
 from graph_runner.kernels import Kernels, failure_of
 from graph_runner.noise import noise_multiple
-from graph_runner.own import Mirrored, OwnRun
+from graph_runner.own import Mirrored, OwnRun, Together
 from graph_runner.reproduce import backend_ops_line
 from graph_runner.results import ISOLATED, OWN_RUN, NodeResult, Verdict, types_of
 from graph_runner.rules import Rules
@@ -56,7 +56,7 @@ class _Compared:
     found     None where there is no result
     right     whether that is right, be it but for rounding
     failure   why there is no result, or what the device did beside it
-    graph     the nodes that ran together with it, up to it, where there are such
+    whole     the nodes that it ran together with, where there are such
     """
 
     where: str
@@ -68,7 +68,7 @@ class _Compared:
     found: Comparison | None
     right: bool
     failure: str | None = None
-    graph: Graph | None = None
+    whole: Together | None = None
 
     def __bool__(self) -> bool:
         return self.right and self.failure is None
@@ -136,6 +136,7 @@ class Judge:
         self.state_results: list[StateResult] = []
         self._states = States(self.state_results.append)
         self.strays: list[Stray] = []
+        self.fingerprints: dict[tuple[int, int], int] = {}  # of what nodes of the own run gave, by step and place
         self.own = OwnRun(ggml, npu, reference, lambda: (self._before, self._place), fuses=fuses, strict=strict)
         # what is taken to be the error of a result inside of a span, which the device does not make
         self._within_span = 1e-14 if fuses else 0.0
@@ -208,6 +209,8 @@ class Judge:
         """The device's own run has computed what it was to run."""
         self.own.after()
         self._about_to("", 0, 0, self._before)
+        dst = self.own.last.reads[-1].node.dst
+        self.fingerprints[self.step, self.own.last.places[-1]] = digest_of(dst.address, dst.nbytes)
 
     def after(self, address: int, place: int, own: int | None) -> None:
         """Both have computed it; `own` is the device's tensor."""
@@ -260,15 +263,15 @@ class Judge:
         if nodes.is_fed_alike:
             node = self._before
             actual = _as_laid_out(nodes.reads[0].node.dst, node.dst)
-            each = Mirrored(self._place, nodes.reads[0].node, node, self._read.node.dst, actual)
-            return self._compared(each, cumulative, failure)
+            alike = Mirrored(self._place, nodes.reads[0].node, node, self._read.node.dst, actual)
+            return self._compared(alike, cumulative, failure)
         looked_at = [self._compared(each, compare(each.expected, each.actual), failure) for each in self.own.mirrored()]
         return next((each for each in looked_at if not each), looked_at[-1] if looked_at else None)
 
     def _compared(self, each: Mirrored, found: Comparison, failure: str | None) -> _Compared:
         right = bool(found) or self._rules.allows(each.node, each.expected, each.actual, found)
         return _Compared(
-            OWN_RUN, each.like, each.node, each.node.dst, each.expected, each.actual, found, right, failure, each.graph
+            OWN_RUN, each.like, each.node, each.node.dst, each.expected, each.actual, found, right, failure, each.whole
         )
 
     def _explained(self, found: NodeResult, wrong: _Compared) -> NodeResult:
@@ -292,8 +295,8 @@ class Judge:
         return replace(found, blocks=blocks, diagnosis=diagnosis, noise=noise, test=line, reproducer=kept)
 
     def _kept(self, wrong: _Compared, found: NodeResult) -> str | None:
-        if wrong.graph is not None:
-            return self._keep.span(wrong.graph, {len(wrong.graph.nodes) - 1: wrong.expected}, found)
+        if wrong.whole is not None:
+            return self._keep.span(wrong.whole.graph, wrong.whole.expected, found)
         held = replace(wrong.node, dst=wrong.before)
         return self._keep.node(restored(wrong.like, held), wrong.expected, found)
 

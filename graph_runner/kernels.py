@@ -43,5 +43,5 @@ def failure_of(error: BaseException) -> str:
     if isinstance(error, KernelError):
         return str(error)
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "site-packages" not in frame.filename]
-    where = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
+    where = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
     return f"{type(error).__name__}: {error}{where}"

@@ -95,7 +95,9 @@ def _defined(node: Node, src: Sources) -> Exact:
     own = OWN[node.op]
     dst = Tensor.of(np.empty(node.dst.ne[::-1]), "f64")
     wide = [x if x is None or x.type == "i32" else Tensor.of(values(x), "f64") for x in src]
-    own.define(dst, *(*wide, *(None,) * own.n_src)[: own.n_src], **({"params": node.params} if own.wants_params else {}))
+    own.define(
+        dst, *(*wide, *(None,) * own.n_src)[: own.n_src], **({"params": node.params} if own.wants_params else {})
+    )
     return dst.view()
 
 

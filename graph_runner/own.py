@@ -16,7 +16,7 @@ from ggml_backend_npu.packed import Packed
 from graph_runner.contents import Changed, Contents, Rest
 from graph_runner.copies import continues_dst, is_read
 from graph_runner.kernels import Kernels
-from graph_runner.spans import Chain, Collected, between_gaps_of, copy, first
+from graph_runner.spans import Chain, Collected, between_gaps_of, copy
 
 
 @dataclass
@@ -43,6 +43,14 @@ class OwnNodes:
 
 
 @dataclass(frozen=True)
+class Together:
+    """Nodes that ran together, over what they read, and what they are to give, by place among them."""
+
+    graph: Graph
+    expected: dict[int, Tensor]
+
+
+@dataclass(frozen=True)
 class Mirrored:
     """What the reference makes of what a node of the own run read, and what the own run made of it.
 
@@ -51,7 +59,7 @@ class Mirrored:
     node      the same over what it read; where it ran with others before it, over what the reference makes of these
     expected  its output, or what of it a span writes
     actual    the same of the own run
-    graph     the nodes that ran together up to this one, over what they read
+    whole     the nodes that it ran together with, where there are such
     """
 
     place: int
@@ -59,7 +67,7 @@ class Mirrored:
     node: Node
     expected: Tensor
     actual: Tensor
-    graph: Graph | None = None
+    whole: Together | None = None
 
 
 class OwnRun:
@@ -152,9 +160,11 @@ class OwnRun:
         for node in graph.nodes:
             if node.dst.n_elements:
                 self._computer.compute(node)
+        results = list(_results(graph, [read.node.dst for read in nodes.reads]))
+        whole = Together(graph, {at: expected for at, expected, _ in results})
         return [
-            Mirrored(nodes.places[at], nodes.reads[at].node, graph.nodes[at], expected, actual, first(graph, at + 1))
-            for at, expected, actual in _results(graph, [read.node.dst for read in nodes.reads])
+            Mirrored(nodes.places[at], nodes.reads[at].node, graph.nodes[at], expected, actual, whole)
+            for at, expected, actual in results
         ]
 
     def _taken_down(self, read: Read, place: int) -> tuple[bool, Node | None]:

@@ -218,7 +218,9 @@ def _bounds(path: Path, op: str, bounds: Any) -> Bounds:
         if isinstance(bound, bool) or not isinstance(bound, int | float) or not math.isfinite(bound) or bound < 0:
             raise ToleranceError(f"tolerances {str(path)!r}: {op}.{type} = {bound!r}: must be a number of 0 or more")
         if type != "*" and type not in type_names():
-            raise ToleranceError(f"tolerances {str(path)!r}: {op}.{type}: no such type; known: {' '.join(type_names())}")
+            raise ToleranceError(
+                f"tolerances {str(path)!r}: {op}.{type}: no such type; known: {' '.join(type_names())}"
+            )
     return {type: float(bound) for type, bound in bounds.items()}
 
 

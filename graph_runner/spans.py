@@ -184,7 +184,12 @@ class Spans:
         fusion, fused = found
         failure = None
         last = collected.nodes[len(fusion.ops) - 1]
-        self._about_to("fused", self._step, last.index, replace(graph.nodes[len(fusion.ops) - 1], op=fusion.name))
+        self._about_to(
+            f"fused {len(fusion.ops)}",
+            self._step,
+            last.index,
+            replace(graph.nodes[len(fusion.ops) - 1], op=fusion.name),
+        )
         try:
             fused.call()
         except Exception as error:

@@ -37,6 +37,7 @@ from graph_runner.errors import TraceError
 from graph_runner.kernels import NPU, Kernels, failure_of
 from graph_runner.results import NodeResult, Verdict, types_of
 from graph_runner.rules import Rules
+from graph_runner.spans import Collected
 from quant import threads
 from quant.codec import ROUNDINGS, Rounding
 
@@ -277,7 +278,7 @@ def save_nodes(
 
     Raises TraceError.
     """
-    *lead, last = graph.nodes
+    *lead, last = graph.nodes[: max(expected) + 1]
     wanted = tuple(
         (_on(graph.nodes[place].dst, tensor), span(tensor)) for place, tensor in expected.items() if place < len(lead)
     )
@@ -538,6 +539,35 @@ class _Capture:
         if self._node is not None:
             self._take(Recorded(self._node, span(self._result), self.step, self._index))
 
+    def finish(self) -> None:
+        """After the last node."""
+
+
+class _CaptureTogether(_Capture):
+    """Takes down the selected nodes as those of one operator."""
+
+    def __init__(self, ggml: lib.Ggml, select: Callable[[int, int, Node], bool], take: Callable[[Recorded], None]):
+        super().__init__(ggml, select, take)
+        self._reader, self._collected, self._last = convert.Reader(ggml), Collected(), 0
+        self._expected: Bytes = np.empty(0, np.uint8)
+        self._place = (0, 0)
+
+    def before(self, address: int) -> bool:
+        index = self._index
+        runs = super().before(address)
+        if self._index != index and self._node is not None:
+            self._collected.add(self._reader(address), self._index)
+            self._last = address
+        return runs
+
+    def after(self, address: int) -> None:
+        if self._node is not None and address == self._last:
+            self._expected, self._place = span(self._result), (self.step, self._index)
+
+    def finish(self) -> None:
+        *lead, last = self._collected.graph().nodes
+        self._take(Recorded(last, self._expected, *self._place, tuple(lead)))
+
 
 def capture(
     model: Path,
@@ -547,6 +577,8 @@ def capture(
     steps: int = 4,
     settings: Settings | None = None,
     select: Callable[[int, int, Node], bool] = taken_by_the_npu,
+    options: Mapping[str, str] | None = None,
+    together: bool = False,
     progress: Callable[[float], None] | None = None,
     seen: Callable[[Recorded], None] = lambda recorded: None,
 ) -> Captured:
@@ -554,6 +586,8 @@ def capture(
 
     settings  of the context, flash attention off where left out; device and n_ctx are set here
     select    called with a node's step, its place in that and the node; nodes of no elements are left out
+    options   of the NPU that a replay is to have; those of DEVICE, where left out
+    together  whether the selected nodes are those of one operator
     progress  called with 0..1 while the model loads
     seen      called with each node that is written
 
@@ -575,15 +609,19 @@ def capture(
         seen(recorded)
 
     observer = _Capture(ggml, select, take)
+    if together:
+        observer = _CaptureTogether(ggml, select, take)
     with Session(model, settings, observer=observer, progress=progress) as session:
         threads = settings.threads or os.cpu_count() or 1
-        origin = Origin(session.description, prompt, "CPU", ggml.version, NUMERICS.rounding, threads)
+        chosen = dict(options or DEVICE.chosen())
+        origin = Origin(session.description, prompt, "CPU", ggml.version, NUMERICS.rounding, threads, chosen)
         with TraceWriter(path, origin) as writer:
             session.decode(session.tokenize(prompt))
             for _ in range(steps):
                 token = Sampler()(session.logits())
                 observer.next_step()
                 session.decode([token])
+            observer.finish()
             missing = select.without_node if isinstance(select, Selection) else []
             if missing:
                 raise TraceError(f"nodes {missing[0]!r}: no node of this run is that")
@@ -677,18 +715,20 @@ def _replayed(recorded: Recorded, computer: Kernels | Replica, rules: Rules, rep
         if tensor is not None and tensor.nbytes
     }
     held = {address: memory.bytes().copy() for address, memory in memories.items()}
-    for run in range(repeat):
-        if run:
+    found: NodeResult | None = None
+    repeated = repeat > 1
+    while repeat > 0 and (found is None or found):
+        repeat -= 1
+        for disturbed in (True, False, False) if repeated else (False,):
             for address, memory in memories.items():
                 memory.bytes()[:] = held[address]
-            _disturb(recorded)
-            with suppress(Exception):
-                computer.compute_graph(recorded.graph)
-            for address, memory in memories.items():
-                memory.bytes()[:] = held[address]
-        found = _compared(recorded, computer, rules, held)
-        if not found:
-            break
+            if disturbed:
+                _disturb(recorded)
+                with suppress(Exception):
+                    computer.compute_graph(recorded.graph)
+            elif found is None or found:
+                found = _compared(recorded, computer, rules, held)
+    assert found is not None
     return found
 
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import Any
+from typing import Any, ClassVar
 
 import numba
 import numpy as np
@@ -224,8 +224,11 @@ class _Announcement(event.Listener):
     """Says once per process, on stderr, that kernels are being compiled."""
 
     said = False
+    told: ClassVar[list[Callable[[], None]]] = []
 
     def on_start(self, compilation: Any) -> None:
+        for tell in self.told:
+            tell()
         if not self.said and compilation.data["qualname"] in _ours:
             self.said = True
             kept = (
@@ -234,11 +237,17 @@ class _Announcement(event.Listener):
             print(f"ggml-npu: compiling kernels, {kept}", file=sys.stderr)
 
     def on_end(self, compilation: Any) -> None:
-        pass
+        for tell in self.told:
+            tell()
 
 
 _ours: set[str] = set()
 event.register("numba:run_pass", _Announcement())
+
+
+def while_compiling(tell: Callable[[], None]) -> None:
+    """Has a function called again and again while a kernel is compiled: at the begin and the end of each pass."""
+    _Announcement.told.append(tell)
 
 
 @intrinsic

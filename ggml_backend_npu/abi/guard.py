@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import signal
 import sys
@@ -9,6 +10,8 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
+
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 class Failures:
@@ -46,6 +49,12 @@ def _tell(error: BaseException) -> None:
     Failures.message = " ".join(str(error).split()) or Failures.message
     if Failures.printed:
         print(f"ggml-npu: {Failures.message}", file=sys.stderr)
+
+
+def end_with_parent() -> None:
+    """Has this process killed when its parent ends, where the system can do that."""
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 @contextmanager

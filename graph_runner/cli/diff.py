@@ -10,23 +10,30 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-from graph_runner.cli.common import op_options, stderr, use_device, use_kernels
+from graph_runner.cli.common import op_options, stderr, type_for_all
 from graph_runner.cli.options import (
     PROMPT,
     AllOps,
     CacheTypeK,
     CacheTypeV,
+    DeviceMemory,
+    DeviceType,
     DiffDevice,
     ExplorerFile,
     FlashAttention,
     Fuse,
     HtmlFile,
+    InProcess,
     JsonFile,
     Kernels,
+    Matmul,
+    MemoryLimit,
     Model,
+    NodeTimeout,
     ProfileName,
     Prompt,
     Threads,
+    ToleranceFile,
 )
 from graph_runner.cli.outputs import check_outputs, json_text, write
 from graph_runner.errors import BadInputError
@@ -37,7 +44,7 @@ _NODES_PER_UPDATE = 64
 def diff(
     model: Model,
     prompt: Prompt = PROMPT,
-    steps: Annotated[int, typer.Option("-n", "--steps", min=0, help="Tokens to decode behind the prompt.")] = 4,
+    steps: Annotated[int, typer.Option("-n", "--steps", min=0, help="Tokens to decode after the prompt.")] = 4,
     ops: Annotated[
         str | None, typer.Option(metavar="OP,OP,...", help="Compare these ops only, e.g. GET_ROWS,CPY.")
     ] = None,
@@ -52,44 +59,63 @@ def diff(
     explorer_file: ExplorerFile = None,
     kernels: Kernels = None,
     profile: ProfileName = None,
+    memory: DeviceMemory = None,
+    memory_limit: MemoryLimit = None,
+    device_type: DeviceType = None,
     all_ops: AllOps = False,
     fusion: Fuse = True,
+    matmul: Matmul = None,
     reproducers: Annotated[
-        Path | None, typer.Option(metavar="FOLDER", help="Save the first wrong nodes as traces, for ggml-npu replay.")
+        Path | None,
+        typer.Option(
+            metavar="FOLDER",
+            help="Where wrong nodes are kept as traces, for ggml-npu replay. Left out: in the user's cache directory.",
+        ),
     ] = None,
     reference: Annotated[DiffDevice, typer.Option(help="Who is right; NPU: this project's kernels.")] = DiffDevice.CPU,
     device: Annotated[DiffDevice, typer.Option(help="Who is compared with it.")] = DiffDevice.NPU,
-    tolerances: Annotated[
-        Path | None, typer.Option(metavar="FILE.toml", help="Bounds of rounding, by op and type, over the own ones.")
-    ] = None,
+    tolerances: ToleranceFile = None,
+    strict: Annotated[
+        bool,
+        typer.Option(
+            "--strict",
+            help="Look at every buffer after every node of the device's own run. Done by itself where that run is "
+            "wrong and no node is.",
+        ),
+    ] = False,
+    repeat: Annotated[
+        int, typer.Option(min=1, help="Runs of the device: a node that is not the same each time is wrong.")
+    ] = 1,
+    node_timeout: NodeTimeout = 60.0,
+    in_process: InProcess = False,
     threads: Threads = 0,
 ) -> None:
-    """Compare each node of a model on two devices, byte for byte.
+    """Compare each node of a model on two devices.
 
-    Runs the prompt and a few decoding steps on both in step. Computes each supported node again on the device from the
-    reference's own inputs, and each pattern of nodes that the NPU runs as one operator from the pattern's; and compares
-    what comes out of the device's own run.
-    Exit code 0: every byte equal, or apart by rounding in an op that has it; 1: a node is wrong; 2: bad input.
+    Runs the prompt and a few decoding steps on both, node by node. Each node is judged twice from equal inputs: the
+    device computes it from what the reference read, and the reference computes it from what the device's own run read.
+    Exit code 0: right; 1: a node or the device's run is wrong; 2: bad input; 3: a mistake of this project.
     """
-    from graph_runner.diff import diff
-    from graph_runner.explorer import explorer_json
-    from graph_runner.html import diff_html
+    from graph_runner.jobs import Device, DiffJob, run_diff
     from graph_runner.models import model_file
-    from graph_runner.report import diff_json, print_diff
     from graph_runner.results import NodeResult
-    from graph_runner.rules import Rules
     from graph_runner.session import Settings
 
-    use_device(profile=profile, **op_options(all_ops, fusion))
-    use_kernels(kernels)
-    chosen = chosen_ops(ops)
     if reproducers is not None and not reproducers.is_dir():
         raise BadInputError(f"--reproducers {str(reproducers)!r}: no such directory")
     outputs = {"--json": json_file, "--html": html_file, "--model-explorer": explorer_file}
     check_outputs(outputs)
+    options = {
+        "profile": profile, "memory": memory, "memory_limit": memory_limit, "matmul": matmul,
+        "device_type": type_for_all(device_type, memory, all_ops), **op_options(all_ops, fusion),
+    }  # fmt: skip
     settings = Settings(
         cache_type_k=cache_type_k, cache_type_v=cache_type_v, flash_attention=flash_attn.value, threads=threads
     )
+    arguments = {
+        "steps": steps, "settings": settings, "reference": reference.value, "device": device.value, "strict": strict,
+        "repeat": repeat, "reproducers": reproducers or _folder(model),
+    }  # fmt: skip
     console = stderr()
     with Progress(
         TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[nodes]}"),
@@ -110,18 +136,13 @@ def diff(
                 )
 
         with model_file(model) as file:
-            result = diff(
-                file,
-                prompt,
-                steps=steps,
-                settings=settings,
-                ops=chosen,
-                reference=reference.value,
-                device=device.value,
-                rules=Rules(tolerances),
-                reproducers=reproducers,
-                seen=seen,
-            )
+            chosen = Device(options, () if kernels is None else (kernels,))
+            job = DiffJob(chosen, file, prompt, ops, tolerances, arguments)
+            result = job(lambda _: None) if in_process else run_diff(job, node_timeout=node_timeout, seen=seen)
+    from graph_runner.diff_report import diff_json, print_diff
+    from graph_runner.explorer import explorer_json
+    from graph_runner.html import diff_html
+
     data = diff_json(result) if any(outputs.values()) else {}
     if json_file is not None:
         write("--json", json_file, json_text(data))
@@ -133,16 +154,10 @@ def diff(
     raise typer.Exit(0 if result else 1)
 
 
-def chosen_ops(ops: str | None) -> set[str] | None:
-    """Names of ops out of an option's text. Raises BadInputError for one that the backend has not."""
-    if ops is None:
-        return None
-    from ggml_backend_npu import OPS
-    from ggml_backend_npu.fusion import FUSIONS
+def _folder(model: str) -> Path:
+    """Where wrong nodes of a model are kept: in the user's cache directory."""
+    import platformdirs
 
-    known = {name.upper(): name for name in (*OPS, *(fusion.name for fusion in FUSIONS))}
-    chosen = {name.strip().upper() for name in ops.split(",") if name.strip()}
-    unknown = sorted(chosen - set(known)) or ([ops] if not chosen else [])
-    if unknown:
-        raise BadInputError(f"unknown op {unknown[0]!r} in --ops; the backend has: {' '.join(sorted(known.values()))}")
-    return {known[name] for name in chosen}
+    folder = Path(platformdirs.user_cache_dir("ggml-npu")) / "reproducers" / Path(model).stem
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder

@@ -101,3 +101,29 @@ AllOps = Annotated[
     ),
 ]
 Fuse = Annotated[bool, typer.Option(help="Run patterns of nodes as one operator (GGML_NPU_FUSION).")]
+Matmul = Annotated[
+    str | None,
+    typer.Option(
+        metavar="exact|fast",
+        help="Matrices multiplied in ggml's own steps, or by BLAS where columns are many (GGML_NPU_MATMUL). Left out: "
+        "exact where nodes are compared, else fast.",
+        show_default=False,
+    ),
+]
+ToleranceFile = Annotated[
+    str | None,
+    typer.Option(
+        "--tolerances",
+        metavar="FILE.toml|gpu",
+        help="Bounds of rounding, by op and type, over the own ones; gpu: for devices that compute in half floats.",
+    ),
+]
+NodeTimeout = Annotated[
+    float, typer.Option(metavar="SECONDS", min=0.1, help="A node that takes longer has failed.", show_default=True)
+]
+InProcess = Annotated[
+    bool,
+    typer.Option(
+        "--in-process", help="Compute in this process, for a debugger: a kernel that ends it then names no node."
+    ),
+]

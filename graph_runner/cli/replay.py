@@ -8,8 +8,20 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from graph_runner.cli.common import stderr, use_device, use_kernels
-from graph_runner.cli.options import JsonFile, Kernels, ProfileName
+from graph_runner.cli.common import op_options, stderr
+from graph_runner.cli.options import (
+    DeviceMemory,
+    DeviceType,
+    Fuse,
+    InProcess,
+    JsonFile,
+    Kernels,
+    Matmul,
+    MemoryLimit,
+    NodeTimeout,
+    ProfileName,
+    ToleranceFile,
+)
 from graph_runner.cli.outputs import check_outputs, json_text, write
 
 
@@ -19,26 +31,42 @@ def replay(
     json_file: JsonFile = None,
     kernels: Kernels = None,
     profile: ProfileName = None,
+    memory: DeviceMemory = None,
+    memory_limit: MemoryLimit = None,
+    device_type: DeviceType = None,
+    fusion: Fuse = True,
+    matmul: Matmul = None,
+    tolerances: ToleranceFile = None,
+    repeat: Annotated[
+        int,
+        typer.Option(
+            min=1,
+            help="How often each node is computed, with other values at the same addresses in between: what a kernel "
+            "keeps of an earlier call shows.",
+        ),
+    ] = 1,
+    node_timeout: NodeTimeout = 60.0,
+    in_process: InProcess = False,
 ) -> None:
-    """Compute the nodes of a trace again and compare, byte for byte.
+    """Compute the nodes of a trace again and compare.
 
-    On the NPU this takes neither the model nor llama.cpp. Exit code 0: every byte as in the trace, or apart by rounding
-    in an op that says so; 1: a node differs, or none was taken; 2: bad input.
+    The device is as it was when the trace was written, where no option says otherwise. On the NPU this takes neither
+    the model nor llama.cpp. Exit code 0: right; 1: a node is wrong, or none was taken; 2: bad input; 3: a mistake of
+    this project.
     """
-    from graph_runner.kernels import NPU
-    from graph_runner.report import print_replay, replay_json
-    from graph_runner.trace import replay
+    from graph_runner.diff_report import print_replay, replay_json
+    from graph_runner.jobs import Device, ReplayJob, run_replay
 
-    use_device(profile=profile)
-    use_kernels(kernels)
     check_outputs({"--json": json_file})
-    if device.upper() != NPU:
-        import ggml_backend_npu
-
-        ggml_backend_npu.register()
+    options = {
+        "profile": profile, "memory": memory, "memory_limit": memory_limit, "device_type": device_type,
+        "matmul": matmul, **op_options(False, fusion),
+    }  # fmt: skip
+    chosen = Device(options, () if kernels is None else (kernels,))
+    job = ReplayJob(chosen, trace, tolerances, {"device": device, "repeat": repeat})
     console = stderr()
     with console.status("computing"):
-        result = replay(trace, device)
+        result = job(lambda _: None) if in_process else run_replay(job, node_timeout=node_timeout)
     if json_file is not None:
         write("--json", json_file, json_text(replay_json(result)))
     print_replay(result, console if json_file == "-" else Console())

@@ -46,13 +46,14 @@ class Endings:
         """What they say."""
         tokens = [step for step, (a, b) in enumerate(self.steps) if a.argmax() != b.argmax()]
         return Ending(
-            max((_nmse(a, b) for a, b in self.steps), default=0.0),
+            max((nmse(a, b) for a, b in self.steps), default=0.0),
             max((_kl(a, b) for a, b in self.steps), default=0.0),
             tokens[0] if tokens else None,
         )
 
 
-def _nmse(a: Logits, b: Logits) -> float:
+def nmse(a: Logits, b: Logits) -> float:
+    """Sum of squared differences / sum of squares of a; inf where one is no finite number."""
     x, y = a.astype(np.float64), b.astype(np.float64)
     power = float(np.square(x).sum())
     found = float(np.square(x - y).sum()) / power if power else float(np.square(y).sum())

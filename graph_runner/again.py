@@ -1,0 +1,210 @@
+"""The tokens of a diff run once more: does the device give the same each time, and when nobody looks on? How far does
+the CPU come from itself by rounding alone?"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+
+import numpy as np
+
+from ggml_backend_npu import Node
+from ggml_backend_npu.abi import convert
+from ggml_backend_npu.abi.lib import Ggml
+from ggml_backend_npu.fusion import FUSIONS
+from graph_runner.contents import digest_of
+from graph_runner.logits import Ending, Logits, nmse
+from graph_runner.results import OWN_RUN, NodeResult, Verdict, types_of
+from graph_runner.session import Observer, Session, SessionError, Settings
+from graph_runner.spans import Chain
+
+Opened = Callable[[Settings, Observer | None], Session]
+Place = tuple[int, int]  # a node's step, and its place in that
+_FAR = 100.0  # times what is natural, which the end of a run may be off by
+_NOTHING = 1e-9  # an nmse that is small whatever is natural
+
+
+class _Walk:
+    """An observer that counts nodes as a diff does.
+
+    step  to be counted up before each step but the first
+    """
+
+    def __init__(self, ggml: Ggml) -> None:
+        self.ggml, self.step, self._place = ggml, 0, -1
+
+    def next_step(self) -> None:
+        self.step, self._place = self.step + 1, -1
+
+    def before(self, address: int) -> bool:
+        """Whether the node is to be seen after it has run."""
+        if not convert.computes(convert.op_name(self.ggml, address)):
+            return False
+        self._place += 1
+        return self.looks_at((self.step, self._place), address)
+
+    def after(self, address: int) -> None:
+        self.saw((self.step, self._place), address)
+
+    def looks_at(self, place: Place, address: int) -> bool:
+        """Whether a node is to be seen after it has run."""
+        return True
+
+    def saw(self, place: Place, address: int) -> None:
+        """A node has run that was to be seen."""
+
+
+class _Same(_Walk):
+    """Compares nodes with what they gave before.
+
+    differs  the first that is not the same: its place, and the node
+    """
+
+    def __init__(self, ggml: Ggml, before: Mapping[Place, int], fuses: bool) -> None:
+        super().__init__(ggml)
+        self._before, self._chain = before, Chain(FUSIONS if fuses else ())
+        self.differs: tuple[Place, Node] | None = None
+
+    def looks_at(self, place: Place, address: int) -> bool:
+        node = convert.node(self.ggml, address)
+        return self._chain.is_at_end(node.op, lambda: node)
+
+    def saw(self, place: Place, address: int) -> None:
+        if self.differs is None and self._before.get(place, -1) not in (-1, _digest(self.ggml, address)):
+            self.differs = place, convert.node(self.ggml, address)
+
+
+class _One(_Walk):
+    """Looks at one node alone; all before it run as they do when nobody looks on."""
+
+    def __init__(self, ggml: Ggml, place: Place) -> None:
+        super().__init__(ggml)
+        self._wanted = place
+        self.digest, self.node = -1, None
+
+    def looks_at(self, place: Place, address: int) -> bool:
+        return place == self._wanted
+
+    def saw(self, place: Place, address: int) -> None:
+        self.digest, self.node = _digest(self.ggml, address), convert.node(self.ggml, address)
+
+    digest: int
+    node: Node | None
+
+
+class _Noise(_Walk):
+    """Adds rounding errors to nodes: to each as large ones, in parts of its size, as are given."""
+
+    def __init__(self, ggml: Ggml, errors: Mapping[Place, float]) -> None:
+        super().__init__(ggml)
+        self._errors, self._random = errors, np.random.default_rng(0)
+
+    def saw(self, place: Place, address: int) -> None:
+        error = self._errors.get(place, 0.0)
+        dst = convert.tensor(self.ggml, address, writable=True)
+        if error > 0 and dst.type in ("f32", "f16") and dst.nbytes:
+            values = dst.view()
+            size = float(np.sqrt(np.square(values, dtype=np.float64).mean()))
+            values[...] += (self._random.standard_normal(values.shape) * error * size).astype(values.dtype)
+
+
+def _digest(ggml: Ggml, address: int) -> int:
+    dst = convert.tensor(ggml, address)
+    return digest_of(dst.address, dst.nbytes)
+
+
+class Again:
+    """A model and the tokens that were run.
+
+    opened  makes a session of its own
+    """
+
+    def __init__(self, ggml: Ggml, opened: Opened, settings: Settings, batches: Sequence[list[int]]) -> None:
+        self._ggml, self._opened, self._settings, self._batches = ggml, opened, settings, batches
+
+    def _run(self, settings: Settings, observer: _Walk | None = None) -> list[Logits]:
+        found = []
+        with self._opened(settings, observer) as session:
+            for step, tokens in enumerate(self._batches):
+                if step and observer is not None:
+                    observer.next_step()
+                session.decode(tokens)
+                found.append(session.logits())
+        return found
+
+    def repeated(self, fingerprints: Mapping[Place, int], times: int, *, fuses: bool) -> NodeResult | None:
+        """The first node that the device does not give again as it did; None where each run is the same.
+
+        fingerprints  what the nodes gave in the first run
+        """
+        for run in range(2, times + 1):
+            same = _Same(self._ggml, fingerprints, fuses)
+            self._run(replace(self._settings, device="npu"), same)
+            if same.differs is not None:
+                place, node = same.differs
+                return _unlike(place, node, f"is not the same each time: run {run} of {times} gives other bytes")
+        return None
+
+    def unwatched(
+        self, device: Sequence[Logits], reference: Sequence[Logits], fingerprints: Mapping[Place, int]
+    ) -> NodeResult | None:
+        """The first node that gives something else where the device's run is not looked at node by node; None where
+        the run ends alike, or ggml's CPU has such a difference too.
+
+        device, reference  the logits of both runs as they were looked at
+        """
+        on_device = replace(self._settings, device="npu")
+        if _alike(self._run(on_device), device) or not _alike(self._run(replace(on_device, device="cpu")), reference):
+            return None
+        low, high = 0, len(places := sorted(fingerprints)) - 1
+        while low < high:
+            middle = (low + high) // 2
+            if self._gives(on_device, places[middle], fingerprints) is None:
+                low = middle + 1
+            else:
+                high = middle
+        found = self._gives(on_device, places[low], fingerprints) if places else None
+        if found is None:
+            return None
+        return _unlike(places[low], found, "gives other bytes when nodes run together, not one by one")
+
+    def _gives(self, settings: Settings, place: Place, fingerprints: Mapping[Place, int]) -> Node | None:
+        """A node, where it gives something else when only it is looked at."""
+        one = _One(self._ggml, place)
+        with suppress(SessionError):
+            self._run(settings, one)
+        return one.node if one.digest != fingerprints[place] else None
+
+    def natural(self, ending: Ending, reference: Sequence[Logits], nodes: Collection[NodeResult]) -> Ending:
+        """The ending with what the reference is from itself by rounding: with errors as large as those of the device's
+        nodes, and with flash attention switched."""
+        errors: dict[Place, float] = {}
+        for node in nodes:
+            found = [each.error for each in (node.isolated, node.mirrored) if each is not None and not each]
+            if found and np.isfinite(max(found)):
+                errors[node.step, node.index] = float(np.sqrt(max(found)))
+        on_cpu = replace(self._settings, device="cpu")
+        switched = replace(on_cpu, flash_attention="off" if on_cpu.flash_attention == "on" else "on")
+        apart = []
+        for settings, observer in ((on_cpu, _Noise(self._ggml, errors)), (switched, None)):
+            with suppress(SessionError):
+                apart.append(_apart(reference, self._run(settings, observer)))
+        natural = max(apart, default=0.0)
+        return replace(ending, natural=natural, limit=max(_FAR * natural, _NOTHING))
+
+
+def _alike(a: Sequence[Logits], b: Sequence[Logits]) -> bool:
+    return len(a) == len(b) and all(x.tobytes() == y.tobytes() for x, y in zip(a, b, strict=True))
+
+
+def _apart(a: Sequence[Logits], b: Sequence[Logits]) -> float:
+    return max((nmse(x, y) for x, y in zip(a, b, strict=True)), default=0.0)
+
+
+def _unlike(place: Place, node: Node, failure: str) -> NodeResult:
+    step, index = place
+    return NodeResult(
+        step, index, node.op, node.name, types_of(node), node.dst.ne, Verdict.FAILED, "NPU",
+        failure=failure, wrong_in=OWN_RUN,
+    )  # fmt: skip

@@ -1,0 +1,218 @@
+"""What commands do with kernels that are not trusted: in a child process, and what is made of it where that ends."""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from graph_runner import child
+from graph_runner.child import EndedError, Footprint, Trail
+from graph_runner.errors import SessionError, TraceError
+
+if TYPE_CHECKING:
+    from graph_runner.diff import DiffResult
+    from graph_runner.results import NodeResult
+    from graph_runner.trace import ReplayResult
+
+_BATCH = 64  # results that are sent together
+
+
+@dataclass(frozen=True)
+class Device:
+    """What the device is: its options by field name, and a user's files of kernels."""
+
+    options: dict[str, str | None]
+    kernels: tuple[Path, ...] = ()
+
+    def use(self) -> None:
+        """Makes it so in this process, and says on stderr what the files registered."""
+        from ggml_backend_npu import DEVICE
+        from ggml_backend_npu.kernels import load_kernels
+
+        DEVICE.update(self.options)
+        for path in self.kernels:
+            ops = ", ".join(f"{name} ({how})" for name, how in load_kernels(path).items())
+            print(f"kernels of {path}: {ops}", file=sys.stderr)
+
+    @property
+    def described(self) -> dict[str, str]:
+        """The files of kernels with their SHA-256, as a trace and a report name them."""
+        texts = [f"{path} sha256:{hashlib.sha256(path.read_bytes()).hexdigest()}" for path in self.kernels]
+        return {"kernels": ", ".join(texts)} if texts else {}
+
+
+@dataclass(frozen=True)
+class DiffJob:
+    """A diff: arguments are those of `graph_runner.diff.diff`; ops as the user wrote them."""
+
+    device: Device
+    model: Path
+    prompt: str
+    ops: str | None
+    rules: str | None
+    arguments: dict[str, Any] = field(default_factory=dict)
+
+    def __call__(self, send: Callable[[object], None], trail: Trail | None = None) -> DiffResult:
+        """Sends the result when it is begun, and nodes as they come. Returns the result, without nodes where there is a
+        trail: they have been sent."""
+        from graph_runner.diff import chosen_ops, diff
+        from graph_runner.rules import Rules
+
+        self.device.use()
+        batch: list[NodeResult] = []
+
+        def flush() -> None:
+            if batch:
+                send(list(batch))
+                batch.clear()
+
+        def seen(node: NodeResult) -> None:
+            batch.append(node)
+            if len(batch) >= _BATCH:
+                flush()
+
+        def about_to(*what: Any) -> None:
+            if trail is not None:
+                trail.about_to(*what)
+
+        result = diff(
+            self.model, self.prompt, ops=chosen_ops(self.ops), rules=Rules(self.rules), begun=send, seen=seen,
+            about_to=about_to, notes=self.device.described, **self.arguments,
+        )  # fmt: skip
+        flush()
+        return result if trail is None else replace(result, nodes=[])
+
+
+def run_diff(job: DiffJob, *, node_timeout: float, seen: Callable[[NodeResult], None]) -> DiffResult:
+    """Does a diff in a child process. Where the child ends or hangs, the node that it was at has failed.
+
+    Raises what `diff` raises, and SessionError where the child ends before any node.
+    """
+    found: list[DiffResult] = []
+    nodes: list[NodeResult] = []
+
+    def receive(value: DiffResult | list[NodeResult]) -> None:
+        if isinstance(value, list):
+            nodes.extend(value)
+            for node in value:
+                seen(node)
+        else:
+            found.append(value)
+            nodes.clear()
+
+    try:
+        result: DiffResult = child.run(job, receive=receive, node_timeout=node_timeout)
+    except EndedError as error:
+        at = error.at or error.last
+        if not found or at is None:
+            raise SessionError(f"model {str(job.model)!r}: llama.cpp {error.reason}") from None
+        result = found[-1]
+        nodes.append(_ended(error, at, _captured(job, result, at)))
+        result.stopped = nodes[-1].failure
+    result.nodes = nodes
+    return result
+
+
+def _ended(error: EndedError, at: Footprint, reproducer: str | None) -> NodeResult:
+    from graph_runner.results import ISOLATED, OWN_RUN, NodeResult, Verdict
+
+    when = " in its own run" if at.how == "own" else ""
+    what = f"{error.reason}{when}" if error.at else f"{error.reason} after it{when}, where no kernel ran"
+    return NodeResult(
+        at.step, at.place, at.op, at.name, at.types, at.ne, Verdict.FAILED, "NPU", failure=what,
+        wrong_in=OWN_RUN if at.how == "own" else ISOLATED, reproducer=reproducer,
+    )  # fmt: skip
+
+
+def _captured(job: DiffJob, result: DiffResult, at: Footprint) -> str | None:
+    """Keeps the node that ended a child, as ggml's CPU has it, where reproducers are kept."""
+    folder = job.arguments.get("reproducers")
+    if folder is None or result.reference != "CPU":
+        return None
+    path: Path = folder / f"{at.step}-{at.place}-{at.op}.gguf"
+    capture = CaptureJob(job.model, job.prompt, path, at, result, job.device.described)
+    try:
+        child.run(capture, receive=lambda _: None, node_timeout=float("inf"))
+    except (EndedError, SessionError, TraceError):
+        return None
+    return str(path)
+
+
+@dataclass(frozen=True)
+class CaptureJob:
+    """Writes one node of a run on ggml's CPU, or the nodes of a span that ends there, to a trace."""
+
+    model: Path
+    prompt: str
+    path: Path
+    at: Footprint
+    result: DiffResult
+    notes: dict[str, str]
+
+    def __call__(self, send: Callable[[object], None], trail: Trail | None = None) -> None:
+        from ggml_backend_npu.fusion import FUSIONS
+        from graph_runner.trace import capture
+
+        length = (
+            next((len(each.ops) for each in FUSIONS if each.name == self.at.op), 1) if self.at.how == "fused" else 1
+        )
+        places = range(self.at.place - length + 1, self.at.place + 1)
+        capture(
+            self.model, self.prompt, self.path, steps=self.at.step, settings=self.result.settings,
+            select=lambda step, index, node: step == self.at.step and index in places,
+            options=self.result.device_options, together=length > 1,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class ReplayJob:
+    """A replay: arguments are those of `graph_runner.trace.replay`."""
+
+    device: Device
+    path: Path
+    rules: str | None
+    arguments: dict[str, Any] = field(default_factory=dict)
+
+    def __call__(self, send: Callable[[object], None], trail: Trail | None = None) -> ReplayResult:
+        from graph_runner.rules import Rules
+        from graph_runner.trace import read_trace, replay
+
+        recorded = read_trace(self.path).origin.options
+        chosen = {name: value for name, value in self.device.options.items() if value is not None}
+        replace(self.device, options={**_known(recorded), **chosen}).use()
+        about_to = trail.about_to if trail is not None else _nothing
+        return replay(self.path, rules=Rules(self.rules), about_to=about_to, seen=send, **self.arguments)
+
+
+def _nothing(*_: object) -> None:
+    pass
+
+
+def _known(options: dict[str, str]) -> dict[str, str]:
+    """Of a trace's options those that the device has; its profile only where that is no file."""
+    from ggml_backend_npu.device import OPTIONS
+
+    return {
+        name: value
+        for name, value in options.items()
+        if name in OPTIONS and not (name == "profile" and value.endswith(".toml"))
+    }
+
+
+def run_replay(job: ReplayJob, *, node_timeout: float) -> ReplayResult:
+    """Does a replay in a child process. Where the child ends or hangs, the node that it was at has failed."""
+    from graph_runner.trace import ReplayResult, read_trace
+
+    nodes: list[NodeResult] = []
+    try:
+        result: ReplayResult = child.run(job, receive=nodes.append, node_timeout=node_timeout)
+    except EndedError as error:
+        at = error.at or error.last
+        if at is None:
+            raise TraceError(f"trace {str(job.path)!r}: replaying it {error.reason}") from None
+        result = ReplayResult(str(job.path), "NPU", read_trace(job.path).origin, [*nodes, _ended(error, at, None)])
+    return result
