@@ -90,7 +90,7 @@ def _read_by(reads: Iterable[Read]) -> list[Storage]:
     found: dict[int, Storage] = {}
     for read in reads:
         found.update({storage.address: storage for storage in read.src if storage is not None})
-        if continues_dst(read.node):
+        if read.view_source and continues_dst(read.node):
             found[read.dst.address] = read.dst
     return list(found.values())
 

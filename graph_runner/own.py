@@ -16,7 +16,7 @@ from ggml_backend_npu.packed import Packed
 from graph_runner.contents import Changed, Contents, Rest
 from graph_runner.copies import continues_dst, is_read
 from graph_runner.kernels import Kernels
-from graph_runner.spans import Chain, Collected, copy
+from graph_runner.spans import Chain, Collected, between_gaps_of, copy
 
 
 @dataclass
@@ -236,4 +236,5 @@ def _results(graph: Graph, outputs: list[Tensor]) -> Iterator[tuple[int, Tensor,
             continue
         expected = fused.get(place, node.dst) if place < n_fused else node.dst
         offset = output.offset + expected.address - node.dst.address
-        yield place, expected, replace(expected, memory=output.memory, offset=offset)
+        actual = replace(expected, memory=output.memory, offset=offset)
+        yield place, expected, between_gaps_of(expected, actual) if expected.ne != output.ne else actual

@@ -10,7 +10,7 @@ from ggml_backend_npu.abi import convert
 from ggml_backend_npu.abi.fenced import ALIGNMENT, fenced, is_damaged
 from ggml_backend_npu.fusion import Fusion, longest
 from graph_runner.compare import Comparison, compare, heat
-from graph_runner.copies import span
+from graph_runner.copies import blank, span
 from graph_runner.results import NodeResult, Verdict
 from graph_runner.rules import Rules
 
@@ -104,7 +104,9 @@ class Collected:
                 else _within(original, self.nodes[place].read.node.dst, made[place].dst)
                 for source, place, original in zip(each.copies, each.producers, each.read.node.src, strict=True)
             ]
-            made.append(replace(each.read.node, dst=copy(each.read.node.dst), src=tuple(sources)))
+            dst = copy(each.read.node.dst)
+            blank(dst)
+            made.append(replace(each.read.node, dst=dst, src=tuple(sources)))
         producers = tuple(each.producers for each in self.nodes)
         return Graph(tuple(made), producers, (*[()] * (len(made) - 1), (made[-1].dst,)))
 
@@ -118,6 +120,14 @@ def copy(tensor: Tensor) -> Tensor:
     """The tensor over a copy of its span, as ggml has it, between fences."""
     memory, offset = fenced(span(tensor), tensor.address % ALIGNMENT)
     return replace(tensor, memory=memory, offset=offset, packed=None)
+
+
+def between_gaps_of(tensor: Tensor, elements: Tensor) -> Tensor:
+    """A copy of a tensor with the elements of another one of its type and ne. Gaps of a view into a result are the
+    result's: what an operator does not compute, which computes the view alone."""
+    made = copy(tensor)
+    made.view()[...] = elements.view()
+    return made
 
 
 class Spans:
@@ -191,10 +201,11 @@ class Spans:
             dst = graph.nodes[place].dst
             wanted[place] = reference = _within(written, dst, result)
             damaged = is_damaged(dst.memory, dst.offset, dst.nbytes)
-            comparison = compare(reference, written, damaged) if failure is None else None
-            results.append(self._result(fusion, collected.nodes, place, written, comparison, failure, reference))
+            actual = between_gaps_of(reference, written) if written.ne != dst.ne else written
+            comparison = compare(reference, actual, damaged) if failure is None else None
+            results.append(self._result(fusion, collected.nodes, place, actual, comparison, failure, reference))
         for each in results:
-            path = None if each else self._save(first(graph, n), wanted, each)
+            path = None if each else self._save(first(graph, len(fusion.ops)), wanted, each)
             self._seen(replace(each, reproducer=path))
 
     def _result(

@@ -30,9 +30,9 @@ from graph_runner.cli import main
 from graph_runner.compare import ULP_BINS, compare, heat
 from graph_runner.diff import DiffResult, diff
 from graph_runner.results import NodeResult, Verdict
+from graph_runner.rules import Rules, ToleranceError
 from graph_runner.session import DeviceName, Sampler, Session, Settings, context_for
 from graph_runner.state import StateResult
-from graph_runner.tolerances import ToleranceError, Tolerances
 
 PROMPT = "The capital of France is"
 CELLS = 26  # tokens of the prompt
@@ -370,21 +370,30 @@ def test_a_kernel_that_is_wrong_in_the_run_alone(model: Models) -> None:
 
 
 def test_tolerances_by_op_and_type() -> None:
+<<<<<<< HEAD
     own = Tolerances()
     assert own.nmse("GET_ROWS", "q8_0") == own.nmse("SET_ROWS", "f32") == own.nmse("NO_SUCH_OP", "f32") == 0
     assert own.nmse("MUL_MAT", "q4_K") == own.nmse("MUL_MAT", "f32") == 1e-10
     assert own.nmse("FLASH_ATTN_EXT", "f32") == 1e-6
     assert own.nmse("ROPE", "f16") == 1e-11
+=======
+    own = Rules()
+    assert own.bound("GET_ROWS", "q8_0") == own.bound("SET_ROWS", "f32") == own.bound("NO_SUCH_OP", "f32") == 0
+    assert own.bound("MUL_MAT", "q4_K") == own.bound("MUL_MAT", "f32") == 1e-10
+    assert own.bound("FLASH_ATTN_EXT", "f32") == 1e-6
+    assert own.bound("ROPE", "f16") == 1e-7
+    assert own.bound("ROPE", "bf16") == 0, "no bound of a type that is not there"
+>>>>>>> issue13f
 
 
 def test_a_file_of_tolerances_lies_over_the_own_ones(tmp_path: Path) -> None:
     path = tmp_path / "own.toml"
     path.write_text('[MUL_MAT]\nf32 = 0.5\n[GET_ROWS]\n"*" = 1\n')
-    found = Tolerances(path)
-    assert found.nmse("MUL_MAT", "f32") == 0.5
-    assert found.nmse("MUL_MAT", "f16") == 1e-10
-    assert found.nmse("GET_ROWS", "q8_0") == 1.0
-    assert Tolerances().nmse("GET_ROWS", "q8_0") == 0
+    found = Rules(path)
+    assert found.bound("MUL_MAT", "f32") == 0.5
+    assert found.bound("MUL_MAT", "f16") == 1e-10
+    assert found.bound("GET_ROWS", "q8_0") == 1.0
+    assert Rules().bound("GET_ROWS", "q8_0") == 0
 
 
 BAD = [
@@ -404,7 +413,7 @@ def test_a_file_of_tolerances_that_is_none(tmp_path: Path, text: str | bytes, me
     path = tmp_path / "bad.toml"
     path.write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(ToleranceError) as refused:
-        Tolerances(path)
+        Rules(path)
     assert str(refused.value).startswith(f"tolerances {str(path)!r}: ")
     assert message in str(refused.value)
     assert "\n" not in str(refused.value)
@@ -413,7 +422,7 @@ def test_a_file_of_tolerances_that_is_none(tmp_path: Path, text: str | bytes, me
 @pytest.mark.parametrize(("name", "message"), [("none.toml", "No such file or directory"), ("", "Is a directory")])
 def test_no_file_of_tolerances(tmp_path: Path, name: str, message: str) -> None:
     with pytest.raises(ToleranceError, match=message):
-        Tolerances(tmp_path / name)
+        Rules(tmp_path / name)
 
 
 def test_the_command_refuses_a_file_of_tolerances_in_one_line(
@@ -439,7 +448,7 @@ def test_a_diff_goes_by_the_tolerances_that_it_is_given(model: Models, tmp_path:
     path.write_text("[CONT]\nf32 = 1e-7\n")
     with OPS.having(planted("CONT", off)):
         assert not run(model("llama"), steps=0)
-        result = run(model("llama"), steps=0, tolerances=Tolerances(path))
+        result = run(model("llama"), steps=0, rules=Rules(path))
     assert result
     first, second = (node for node in result.nodes if node.op == "CONT")
     assert (first.verdict, second.verdict) == (Verdict.ROUNDING, Verdict.INHERITED)

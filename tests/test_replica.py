@@ -20,8 +20,8 @@ from ggml_backend_npu import OPS, KernelError, Memory, Node, Tensor, op
 from ggml_backend_npu.abi import convert, lib, replica
 from ggml_backend_npu.abi.plugin import Plugin
 from ggml_backend_npu.abi.replica import Replica
+from graph_runner.copies import Copied, span
 from graph_runner.session import Session, Settings
-from graph_runner.trace import own, span
 
 FLASH_OFF = Settings(flash_attention="off", threads=1)
 
@@ -53,7 +53,7 @@ class Again:
         self.node = None
         if convert.computes(convert.op_name(ggml, address)):
             self.node = convert.node(ggml, address)
-            self.copies = [own(self.node) for _ in self.devices]
+            self.copies = [Copied.of(self.node).node for _ in self.devices]
         return True
 
     def after(self, _: int) -> None:
