@@ -24,8 +24,8 @@ from ggml_backend_npu import OPS, Graph, Memory, Node, Tensor
 from ggml_backend_npu.abi.plugin import Plugin
 from graph_runner import trace
 from graph_runner.copies import Copied, span
+from graph_runner.diff_report import REPLAY_SCHEMA
 from graph_runner.errors import TraceError
-from graph_runner.report import REPLAY_SCHEMA
 from graph_runner.rules import Rules
 from graph_runner.session import Settings
 from graph_runner.trace import (
@@ -396,7 +396,7 @@ def get_rows(dst, src, ids):
 LINES = {
     "dst.view()[0, 0, 0, 0] += 1": "first at [0, 0, 0, 0]",
     "dst.memory.bytes()[dst.offset - 1] = 1": "wrote outside its output",
-    "raise ValueError('no')": "failed: ValueError: no",
+    "raise ValueError('no')": "failed: ValueError: no (",
 }
 
 
