@@ -41,7 +41,9 @@ class Kernels:
 def failure_of(error: BaseException) -> str:
     """What a kernel raised, in a line, with the file and the line of it where that was no KernelError."""
     if isinstance(error, KernelError):
-        return str(error)
+        if error.__cause__ is None:
+            return str(error)
+        error = error.__cause__
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "site-packages" not in frame.filename]
     where = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
     return f"{type(error).__name__}: {error}{where}"

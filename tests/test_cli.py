@@ -25,7 +25,7 @@ from ggml_backend_npu.abi.lib import list_devices
 from ggml_backend_npu.abi.plugin import Plugin
 from graph_runner.cli import app, main
 from graph_runner.cli.options import PROMPT
-from graph_runner.report import SCHEMA
+from graph_runner.diff_report import SCHEMA
 from graph_runner.session import Sampler, Session, Settings, context_for, generate
 from graph_runner.tiny import write_tiny_llama
 

@@ -25,7 +25,7 @@ from graph_runner.blocks import swapped
 from graph_runner.cli import main
 from graph_runner.diagnosis import diagnose
 from graph_runner.diff import DiffResult, diff
-from graph_runner.report import print_diff
+from graph_runner.diff_report import print_diff
 from graph_runner.results import Verdict
 from graph_runner.session import Sampler, Session, Settings, context_for
 from graph_runner.trace import read_trace

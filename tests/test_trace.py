@@ -20,12 +20,14 @@ from models import WRITERS, Models
 from support import assert_same_bytes
 from test_cli import Cli, assert_refused, cli, fresh, kernel_file, process  # noqa: F401  (cli is a fixture)
 
-from ggml_backend_npu import OPS, Graph, Memory, Node, Tensor
+from ggml_backend_npu import OPS, Graph, Memory, Node, Tensor, op
 from ggml_backend_npu.abi.plugin import Plugin
+from ggml_backend_npu.packed import Packed
 from graph_runner import trace
 from graph_runner.copies import Copied, span
+from graph_runner.diff_report import REPLAY_SCHEMA
 from graph_runner.errors import TraceError
-from graph_runner.report import REPLAY_SCHEMA
+from graph_runner.results import Verdict
 from graph_runner.rules import Rules
 from graph_runner.session import Settings
 from graph_runner.trace import (
@@ -169,6 +171,86 @@ def test_a_reproducer_of_one_node(tmp_path: Path) -> None:
     assert found.types == "q8_0 i32 -> f32"
 
 
+def test_the_origin_has_the_options_of_the_device(tmp_path: Path) -> None:
+    origin = replace(ORIGIN, options={"matmul": "fast", "kernels": "own.py sha256:00"})
+    write_trace(tmp_path / "t.gguf", [get_rows()], origin)
+    assert read_trace(tmp_path / "t.gguf").origin == origin
+
+
+def cache_row(type: str = "q8_0") -> Recorded:
+    """A row that is set in a cache in the device's layout."""
+    x = np.random.default_rng(2).standard_normal((4, 64)).astype(np.float32)
+    blocks = quantize(x, type).reshape(4, -1)
+    plain = Tensor.of(blocks.copy(), type, "cache")
+    cache = replace(plain, packed=Packed.of(type, plain.address, plain.memory.bytes()))
+    rows, ids = Tensor.of(x[:1] * 2, name="rows"), Tensor.of(np.array([2], np.int64), name="ids")
+    blocks[2] = quantize(x[0] * 2, type).reshape(-1)
+    return Recorded(Node("SET_ROWS", cache, (rows, ids, cache)), blocks.reshape(-1))
+
+
+@pytest.mark.parametrize("type", ["q8_0", "q4_0"])
+def test_a_packed_tensor_comes_back_packed(backend: Plugin, tmp_path: Path, type: str) -> None:
+    recorded, path = cache_row(type), tmp_path / "t.gguf"
+    write_trace(path, [recorded], ORIGIN)
+    (found,) = read_trace(path)
+    assert found.node.dst.packed is not None
+    assert found.node.src[2] is not None
+    assert found.node.src[2].packed is found.node.dst.packed
+    assert_same(found, recorded)
+    (node,) = replay(path).nodes
+    assert node.isolated
+    refused = replay(path, "CPU").refused
+    assert list(refused) == [("SET_ROWS", "its output is packed")]
+
+
+def token_shift() -> tuple[Graph, dict[int, Tensor]]:
+    """SUB REPEAT MUL ADD, as of one token and two mixes; what SUB and ADD give."""
+    rng = np.random.default_rng(4)
+    x, before = (Tensor.of(rng.standard_normal((1, 64)).astype(np.float32)) for _ in range(2))
+    mu = Tensor.of(rng.standard_normal((2, 1, 1, 64)).astype(np.float32))
+    sub, wide = (Tensor.of(np.zeros(shape, np.float32)) for shape in ((1, 64), (2, 1, 1, 64)))
+    mul, add = (Tensor.of(np.zeros((2, 1, 1, 64), np.float32)) for _ in range(2))
+    nodes = (
+        Node("SUB", sub, (before, x)), Node("REPEAT", wide, (sub,)), Node("MUL", mul, (wide, mu)),
+        Node("ADD", add, (mul, x)),
+    )  # fmt: skip
+    graph = Graph(nodes, ((None, None), (0,), (1, None), (2, None)), ((), (), (), (add,)))
+    shifted = before.view() - x.view()
+    results = {0: shifted, 3: shifted * mu.view() + x.view()}
+    return graph, {place: Tensor.of(result) for place, result in results.items()}
+
+
+@pytest.mark.parametrize(("device", "places"), [("NPU", {3}), ("CPU", {3}), ("CPU", {0, 3})])
+def test_a_reproducer_of_nodes_that_run_together(
+    backend: Plugin, tmp_path: Path, device: str, places: set[int]
+) -> None:
+    """The NPU runs them as one operator, which leaves out what SUB gives."""
+    path = tmp_path / "t.gguf"
+    graph, expected = token_shift()
+    save_nodes(path, graph, {place: expected[place] for place in places}, ORIGIN, step=1, index=9)
+    trace = read_trace(path)
+    (found,) = trace
+    assert [node.op for node in trace.outlines()] == ["SUB", "REPEAT", "MUL", "ADD"]
+    assert found.graph.producers == graph.producers
+    assert [tensor.nbytes for tensor, _ in found.wanted] == [256] * (len(places) - 1)
+    (node,) = replay(path, device).nodes
+    assert (node.step, node.index, node.op, bool(node.isolated)) == (1, 9, "ADD", True)
+
+
+@pytest.mark.parametrize("place", [0, 3], ids=["of a node before the last", "of the last node"])
+def test_of_nodes_that_run_together_each_result_is_compared(backend: Plugin, tmp_path: Path, place: int) -> None:
+    path = tmp_path / "t.gguf"
+    graph, expected = token_shift()
+    expected[place].view()[0, 0, 0, 7] += 1
+    save_nodes(path, graph, expected, ORIGIN)
+    result = replay(path, "CPU")
+    assert not result
+    (node,) = result.nodes
+    assert node.verdict is Verdict.INTRODUCED
+    assert node.isolated is not None
+    assert (node.isolated.where, node.isolated.max_abs) == ((0, 0, 0, 7), pytest.approx(1))
+
+
 # models
 
 
@@ -272,12 +354,15 @@ def test_files_of_other_kinds_are_refused(model: Models, tmp_path: Path) -> None
     assert "no such file" in refusal(Path("/dev/null"))
 
 
-def crafted(path: Path, change: Callable[[dict[str, Any]], object], **keys: Any) -> Path:
-    """A trace whose digest is right and whose one node was changed, made by other means than `write_trace`."""
+def crafted(path: Path, change: Callable[[dict[str, Any]], object], without: tuple[str, ...] = (), **keys: Any) -> Path:
+    """A trace whose digest is right and whose one node was changed, made by other means than `write_trace`.
+
+    without  keys that are left out
+    """
     whole = GGUFReader(path.with_name("small.gguf"))
     writer = GGUFWriter(path, "ggml-npu-trace")
     for name, found in whole.fields.items():
-        if name.startswith("trace.") and name != "trace.nodes":
+        if name.startswith("trace.") and name != "trace.nodes" and name[6:] not in without:
             writer.add_key_value(name, keys.get(name[6:], found.contents()), found.types[0])
     node = json.loads(whole.fields["trace.nodes"].contents()[0])
     change(node)
@@ -332,6 +417,29 @@ def test_a_file_of_another_format_or_rounding_is_refused(small: Path) -> None:
     assert read_trace(crafted(path, lambda entry: None))
     assert "is of format 3; formats 1 and 2 are read here" in refusal(crafted(path, lambda entry: None, format=3))
     assert "q8_0 rounding 'up'" in refusal(crafted(path, lambda entry: None, rounding="up"))
+
+
+def as_format_1(entry: dict[str, Any]) -> None:
+    """Its one node lies in the entry itself."""
+    (node,) = entry.pop("nodes")
+    assert entry.pop("wanted") == []
+    entry.update(node)
+
+
+def test_a_file_of_format_1_is_read(backend: Plugin, small: Path) -> None:
+    """It has a single node in each entry, and no options."""
+    path = crafted(small.with_name("crafted.gguf"), as_format_1, without=("options",), format=1)
+    fields = GGUFReader(path).fields
+    assert "trace.options" not in fields
+    assert json.loads(fields["trace.nodes"].contents()[0])["op"] == "GET_ROWS"
+    found = read_trace(path)
+    assert found.origin == ORIGIN
+    (recorded,) = found
+    assert_same(recorded, get_rows())
+    assert (recorded.lead, recorded.wanted) == ((), ())
+    for device in ("NPU", "CPU"):
+        (node,) = replay(path, device).nodes
+        assert node.isolated
 
 
 def test_an_op_of_a_crafted_file_that_calls_an_address_is_not_run(backend: Plugin, small: Path) -> None:
@@ -396,7 +504,7 @@ def get_rows(dst, src, ids):
 LINES = {
     "dst.view()[0, 0, 0, 0] += 1": "first at [0, 0, 0, 0]",
     "dst.memory.bytes()[dst.offset - 1] = 1": "wrote outside its output",
-    "raise ValueError('no')": "failed: ValueError: no",
+    "raise ValueError('no')": "failed: ValueError: no (",
 }
 
 
@@ -407,6 +515,67 @@ def test_a_wrong_kernel_is_found(cli: Cli, small: Path, tmp_path: Path, line: st
     assert words in outcome.out
     assert "1 of 1 nodes replayed differ from the trace" in outcome.out
     assert cli("replay", small, "--device", "CPU").code == 0
+
+
+@pytest.mark.usefixtures("own_ops")
+def test_a_replay_goes_by_the_rules_that_it_is_given(small: Path, tmp_path: Path) -> None:
+    right = OPS["GET_ROWS"].define
+
+    @op("GET_ROWS")
+    def get_rows(dst: Tensor, src: Tensor, ids: Tensor) -> None:
+        right(dst, src, ids)
+        dst.view()[...] *= np.float32(1 + 1e-4)
+
+    path = tmp_path / "own.toml"
+    path.write_text("[GET_ROWS]\nq8_0 = 1e-7\n")
+    (node,) = replay(small).nodes
+    assert node.verdict is Verdict.INTRODUCED
+    (node,) = replay(small, rules=Rules(path)).nodes
+    assert node.verdict is Verdict.ROUNDING
+
+
+@pytest.mark.usefixtures("own_ops")
+def test_what_a_kernel_keeps_of_an_earlier_call_shows_in_a_repeated_replay(tmp_path: Path) -> None:
+    x = np.arange(8, dtype=np.float32)
+    node = copied(Node("CONT", Tensor.of(0 * x), (Tensor.of(x),)))
+    write_trace(tmp_path / "t.gguf", [Recorded(node, x.view(np.uint8))], ORIGIN)
+    kept: dict[int, np.ndarray] = {}
+
+    @op("CONT", types=[("f32", "f32")])
+    def cont(dst: Tensor, src: Tensor) -> None:
+        dst.view()[...] = kept.setdefault(src.address, src.view().copy())
+
+    for repeat, right in ((1, True), (3, False)):
+        kept.clear()
+        result = replay(tmp_path / "t.gguf", repeat=repeat)
+        assert bool(result) == right
+        assert len(result.nodes) == 1
+
+
+@pytest.mark.usefixtures("own_ops")
+def test_an_output_that_is_not_written_in_full_is_wrong(small: Path) -> None:
+    """It begins as NaN in a replay, whatever it held in the run."""
+
+    @op("GET_ROWS")
+    def get_rows(dst: Tensor, src: Tensor, ids: Tensor) -> None:
+        pass
+
+    (node,) = replay(small).nodes
+    assert node.isolated is not None
+    assert node.isolated.nan == (0, 3 * 64)
+
+
+@pytest.mark.usefixtures("own_ops")
+def test_a_source_that_is_changed_is_wrong(small: Path) -> None:
+    right = OPS["GET_ROWS"].define
+
+    @op("GET_ROWS")
+    def get_rows(dst: Tensor, src: Tensor, ids: Tensor) -> None:
+        right(dst, src, ids)
+        src.memory.bytes()[src.offset] ^= 1
+
+    (node,) = replay(small).nodes
+    assert not node
 
 
 IN_A_FRESH_PROCESS = """
