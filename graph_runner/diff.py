@@ -93,11 +93,15 @@ class DiffResult:
 
     @property
     def is_unexplained(self) -> bool:
-        """Whether the run is wrong, and no node is."""
-        return not self.wrong and bool(self.stray or self.strays or (self.ending is not None and not self.ending))
+        """Whether the run is wrong, and no node is, or not before something was found to be written by none."""
+        first = min(((node.step, node.index) for node in self.wrong), default=None)
+        off = bool(self.stray) or (self.ending is not None and not self.ending)
+        found = [(stray.step, stray.index) for stray in self.strays]
+        return (first is None and off) or (bool(found) and (first is None or min(found) <= first))
 
     def __bool__(self) -> bool:
-        return bool(self.compared) and not self.wrong and not self.is_unexplained and self.stopped is None
+        off = self.wrong or self.strays or self.stray or (self.ending is not None and not self.ending)
+        return bool(self.compared) and not off and self.stopped is None
 
 
 class _Reproducers:

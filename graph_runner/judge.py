@@ -79,11 +79,13 @@ class Stray:
     """Something that was written where no node writes.
 
     what     was found to hold something else
-    step, seen  when, and by which node that was about to read it
+    step, index  when: before which node
+    seen     that node, which was about to read it
     """
 
     what: Changed
     step: int
+    index: int
     seen: str
 
     def __str__(self) -> str:
@@ -222,7 +224,7 @@ class Judge:
         cumulative, mirrored = None, None
         if own is not None and nodes is not None:
             cumulative = self._cumulative(own)
-            self.strays += [Stray(changed, self.step, str(node)) for changed in nodes.found]
+            self.strays += [Stray(changed, self.step, place, str(node)) for changed in nodes.found]
             mirrored = self._mirrored(cumulative)
             nodes.found.clear()
         verdict = self._verdict(address, isolated, mirrored, cumulative)
