@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -11,7 +11,6 @@ from numpy.typing import NDArray
 from ggml_backend_npu import Memory, Node, Tensor
 from ggml_backend_npu.abi.convert import same_bytes
 from ggml_backend_npu.abi.fenced import ALIGNMENT, fenced, is_damaged
-from ggml_backend_npu.ir import overlapping
 from ggml_backend_npu.packed import PACKED_TYPES, Packed
 
 Bytes = NDArray[np.uint8]
@@ -57,14 +56,15 @@ def _all_ones(tensor: Tensor) -> int:
 class Copied:
     """A node over copies, each between fences. What overlaps still overlaps.
 
-    node      over the copies
+    node      over the copies: a view is one of a copy of all that it is a view of
     original  the node that they are copies of
     """
 
     node: Node
     original: Node
     _rooms: tuple[tuple[Memory, int, int], ...]
-    _before: Bytes
+    _around: Memory  # the room that dst is in
+    _before: Bytes  # what that held
 
     @staticmethod
     def of(node: Node, packs: Packs = lambda tensor: False) -> Copied:
@@ -74,60 +74,96 @@ class Copied:
         """
         moved: dict[int, Tensor] = {}
         rooms = []
+        around = Memory(0, 0)
         tensors = {id(tensor): tensor for tensor in (node.dst, *node.src) if tensor is not None and tensor.nbytes}
-        for group in overlapping(tensors.values()):
-            begin, end = group[0].address, max(tensor.end for tensor in group)
-            data = bytes_of(group, begin, end)
-            memory, offset = fenced(data, begin % ALIGNMENT)
-            packed = _packed(group, packs, memory, offset, data.size)
-            rooms.append((memory, offset, data.size))
+        for group in _sharing(tensors.values()):
+            begin, end = min(_root(t).address for t in group), max(_end(_root(t)) for t in group)
+            room, offset = fenced(bytes_of(group, begin, end), begin % ALIGNMENT)
+            packed = _packed(group, packs, room, offset, end - begin)
+            rooms.append((room, offset, end - begin))
             for tensor in group:
-                place = offset + tensor.address - begin
-                moved[id(tensor)] = replace(tensor, memory=memory, offset=place, packed=packed)
+                root = _root(tensor)
+                memory = replace(root, address=room.address + offset + root.address - begin, owner=room.owner)
+                moved[id(tensor)] = replace(tensor, memory=memory, offset=tensor.address - root.address, packed=packed)
+                around = room if tensor is node.dst else around
         src = tuple(moved.get(id(tensor), tensor) if tensor is not None else None for tensor in node.src)
         again = replace(node, dst=moved.get(id(node.dst), node.dst), src=src)
-        return Copied(
-            again, node, tuple(rooms), again.dst.memory.bytes().copy() if again.dst.nbytes else np.empty(0, np.uint8)
-        )
+        return Copied(again, node, tuple(rooms), around, around.bytes().copy())
 
     def blank_dst(self) -> Copied:
         """Has dst begin as nothing, where the node does not go on from what it held."""
         if continues_dst(self.node):
             return self
         blank(self.node.dst)
-        return replace(self, _before=self.node.dst.memory.bytes().copy())
+        return replace(self, _before=self._around.bytes().copy())
+
+    @property
+    def result(self) -> Tensor:
+        """dst as ggml has it, and around it what was not to be written."""
+        dst = self.node.dst
+        return replace(dst, memory=self._around, offset=dst.address - self._around.address).unpacked()
 
     @property
     def before(self) -> Tensor:
         """dst as it was before the node is computed, as ggml has it."""
-        held = replace(self.node.dst, memory=Memory.of(self._before), packed=None)
-        if self.node.dst.packed is None:
+        dst = self.node.dst
+        held = replace(dst, memory=Memory.of(self._before), offset=dst.address - self._around.address, packed=None)
+        if dst.packed is None:
             return held
-        at = self.node.dst.packed.address - self.node.dst.memory.address
-        storage = self._before[at : at + self.node.dst.packed.size]
+        at = dst.packed.address - self._around.address
+        storage = self._before[at : at + dst.packed.size]
         return replace(held, packed=Packed(held.type, held.memory.address + at, storage)).unpacked()
 
     def changed(self) -> list[int]:
-        """Sources, by index, that hold something else than before, and that the node's output does not lie on."""
+        """Sources, by index, that hold something else than before, or what they are views of, where the node's output
+        does not lie in that."""
         return [
             index
             for index, (source, copy) in enumerate(zip(self.original.src, self.node.src, strict=True))
-            if source is not None and copy is not None and source.nbytes and not copy.overlaps(self.node.dst)
-            and not _same(source, copy)
+            if source is not None and copy is not None and source.nbytes and not self._holds_dst(copy)
+            and not _same(_root(source), copy.memory, copy.packed)
         ]  # fmt: skip
 
+    def _holds_dst(self, tensor: Tensor) -> bool:
+        return self._around.address <= tensor.address < _end(self._around)
+
     def outside(self) -> bool:
-        """Whether bytes around a copy were written, or around dst where a source goes on before or after it."""
+        """Whether bytes around a copy were written, or around dst in what it is a view of."""
         if any(is_damaged(*room) for room in self._rooms):
             return True
         dst = self.node.dst
         if dst.packed is not None or not dst.nbytes:
             return False
-        after, end = dst.memory.bytes(), dst.offset + dst.nbytes
+        after, begin = self._around.bytes(), dst.address - self._around.address
+        end = begin + dst.nbytes
         return not (
-            np.array_equal(after[: dst.offset], self._before[: dst.offset])
-            and np.array_equal(after[end:], self._before[end:])
+            np.array_equal(after[:begin], self._before[:begin]) and np.array_equal(after[end:], self._before[end:])
         )
+
+
+def _root(tensor: Tensor) -> Memory:
+    """The memory that a tensor is a view of; its own span where that does not lie in it."""
+    if tensor.offset >= 0 and tensor.offset + tensor.nbytes <= tensor.memory.size:
+        return tensor.memory
+    return Memory(tensor.address, tensor.nbytes, tensor.memory.writable, tensor.memory)
+
+
+def _end(memory: Memory) -> int:
+    return memory.address + memory.size
+
+
+def _sharing(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
+    """Tensors together that are views of the same memory, or of memory that overlaps."""
+    groups: list[list[Tensor]] = []
+    end = 0
+    for tensor in sorted(tensors, key=lambda tensor: _root(tensor).address):
+        root = _root(tensor)
+        if groups and root.address < end:
+            groups[-1].append(tensor)
+        else:
+            groups.append([tensor])
+        end = max(end, _end(root))
+    return groups
 
 
 def bytes_of(group: list[Tensor], begin: int, end: int) -> Bytes:
@@ -148,10 +184,10 @@ def _packed(group: list[Tensor], packs: Packs, memory: Memory, offset: int, size
     return Packed.of(kind, memory.address + offset, memory.bytes()[offset : offset + size])
 
 
-def _same(a: Tensor, b: Tensor) -> bool:
-    if a.packed is None and b.packed is None:
-        return same_bytes(a.address, b.address, a.nbytes)
-    return np.array_equal(span(a), span(b))
+def _same(a: Memory, b: Memory, packed: Packed | None) -> bool:
+    if packed is None:
+        return same_bytes(a.address, b.address, a.size)
+    return np.array_equal(a.bytes(), packed.read(b.address - packed.address, b.size))
 
 
 def restored(like: Node, held: Node) -> Node:
@@ -162,7 +198,8 @@ def restored(like: Node, held: Node) -> Node:
         if target is None or source is None or not target.nbytes:
             continue
         if target.packed is None:
-            target.memory.bytes()[target.offset : target.offset + target.nbytes] = span(source)
+            memory = replace(target.memory, writable=True)
+            memory.bytes()[target.offset : target.offset + target.nbytes] = span(source)
         else:
             target.packed.write(target.address - target.packed.address, span(source))
     return made

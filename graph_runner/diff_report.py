@@ -108,19 +108,23 @@ def _print_nodes(results: Iterable[NodeResult], console: Console) -> None:
     for column in ("equal", "rounded", "wrong", "NMSE", "max abs"):
         table.add_column(column, justify="right")
     for (op, types), nodes in _groups(results).items():
-        wrong, found = sum(not node for node in nodes), [node.shown for node in nodes]
-        differ = [each for each in (*found, *(node.isolated for node in nodes)) if each is not None]
-        equal = sum(node.verdict is not Verdict.ROUNDING and bool(node) for node in nodes)
+        wrong = sum(not node for node in nodes)
+        differ = [each for node in nodes for each in (node.isolated, node.mirrored) if each is not None]
+        equal = sum(_gives_every_byte(node) for node in nodes)
         table.add_row(
             op,
             types,
             f"{equal:,}",
             f"{len(nodes) - equal - wrong:,}",
             f"[red]{wrong:,}[/]" if wrong else "0",
-            _number(max((each.nmse for each in differ if each is not None), default=0.0)),
-            _number(max((each.max_abs for each in differ if each is not None), default=0.0)),
+            _number(max((each.nmse for each in differ), default=0.0)),
+            _number(max((each.max_abs for each in differ), default=0.0)),
         )
     console.print(table)
+
+
+def _gives_every_byte(node: NodeResult) -> bool:
+    return bool(node) and not any(each is not None and not each for each in (node.isolated, node.mirrored))
 
 
 def _print_wrong(wrong: Sequence[NodeResult], console: Console, first: int) -> None:

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from graph_runner.results import NodeResult
     from graph_runner.trace import ReplayResult
 
-_BATCH = 64  # results that are sent together
-
 
 @dataclass(frozen=True)
 class Device:
@@ -63,27 +61,15 @@ class DiffJob:
         from graph_runner.rules import Rules
 
         self.device.use()
-        batch: list[NodeResult] = []
-
-        def flush() -> None:
-            if batch:
-                send(list(batch))
-                batch.clear()
-
-        def seen(node: NodeResult) -> None:
-            batch.append(node)
-            if len(batch) >= _BATCH:
-                flush()
 
         def about_to(*what: Any) -> None:
             if trail is not None:
                 trail.about_to(*what)
 
         result = diff(
-            self.model, self.prompt, ops=chosen_ops(self.ops), rules=Rules(self.rules), begun=send, seen=seen,
+            self.model, self.prompt, ops=chosen_ops(self.ops), rules=Rules(self.rules), begun=send, seen=send,
             about_to=about_to, notes=self.device.described, **self.arguments,
         )  # fmt: skip
-        flush()
         return result if trail is None else replace(result, nodes=[])
 
 
@@ -92,14 +78,15 @@ def run_diff(job: DiffJob, *, node_timeout: float, seen: Callable[[NodeResult], 
 
     Raises what `diff` raises, and SessionError where the child ends before any node.
     """
+    from graph_runner.results import NodeResult
+
     found: list[DiffResult] = []
     nodes: list[NodeResult] = []
 
-    def receive(value: DiffResult | list[NodeResult]) -> None:
-        if isinstance(value, list):
-            nodes.extend(value)
-            for node in value:
-                seen(node)
+    def receive(value: DiffResult | NodeResult) -> None:
+        if isinstance(value, NodeResult):
+            nodes.append(value)
+            seen(value)
         else:
             found.append(value)
             nodes.clear()

@@ -325,7 +325,7 @@ class Judge:
         except Exception as error:
             failure = failure_of(error)
         self._about_to("", 0, 0, node)
-        result = copied.node.dst.unpacked()
+        result = copied.result
         changed = copied.changed()
         if failure is None and changed:
             roles = " and ".join(f"src{index} {_name(node.src[index])}" for index in changed)

@@ -1,5 +1,5 @@
-"""What a node is without rounding: its value in float64, how large the numbers are that a float kernel rounds on the way
-to it, and how much further off than the reference a result is."""
+"""What a node is without rounding: its value in float64; how large the numbers are that are rounded on the way to
+it; and how much further off than the reference a result is."""
 
 from __future__ import annotations
 
@@ -43,16 +43,13 @@ def exact(node: Node) -> Exact | None:
     return _evaluated(node, _FUNCTIONS.get(node.op))
 
 
-def size(node: Node) -> Exact | None:
-    """How large the numbers are that are rounded on the way to each element, (ne3, ne2, ne1, ne0); None as of `exact`.
+def size(node: Node, truth: Exact) -> Exact:
+    """How large the numbers are that are rounded on the way to each element of truth, which is `exact` of the node.
 
     Where the terms of a sum cancel, or a function is steep, a rounding on the way is large beside the element: as large
     as the element moves where every number of the sources moves by as much as a rounding, this way or that, in parts of
     that movement. For some ops the terms themselves, which a movement of the sources does not show.
     """
-    truth = exact(node)
-    if truth is None:
-        return None
     signs = np.random.default_rng(0)
     squares = np.zeros_like(truth)
     with np.errstate(all="ignore"):
@@ -224,7 +221,8 @@ def _pool_2d(src: Sources, params: bytes) -> Exact | None:
 
 def _add_id(src: Sources, params: bytes) -> Exact | None:
     a, b, ids = values(_present(src[0])), values(_present(src[1])), _present(src[2]).view()
-    return a + b[0, 0, ids[0, 0]]
+    total: Exact = a + b[0, 0, ids[0, 0]]
+    return total
 
 
 def _rms_norm(src: Sources, params: bytes) -> Exact | None:
@@ -319,8 +317,8 @@ def _lightning_indexer(src: Sources, params: bytes) -> Exact | None:
 def _hc_pre(src: Sources, params: bytes) -> Exact | None:
     scale, gated = struct.unpack_from("fi", params)
     x, weights = values(_present(src[0]))[0], values(_present(src[1]))[0]
-    total: Exact = (x * (_sigmoid(weights) if gated else weights[0, :, :, None])).sum(axis=1)
-    return scale * total[None, None]
+    total: Exact = scale * (x * (_sigmoid(weights) if gated else weights[0, :, :, None])).sum(axis=1)
+    return total[None, None]
 
 
 def _turns(n_pairs: int, mode: int, sections: tuple[int, ...]) -> tuple[list[int], list[int]]:
@@ -475,7 +473,8 @@ def _xielu(src: Sources, params: bytes) -> Exact | None:
 
 def _arange(src: Sources, params: bytes) -> Exact | None:
     start, stop, step = _floats(params, 3)
-    return (start + step * np.arange(np.ceil(np.float32(stop - start) / np.float32(step)))).reshape(1, 1, 1, -1)
+    places = np.arange(np.ceil(np.float32(stop - start) / np.float32(step)), dtype=np.float64)
+    return (start + step * places).reshape(1, 1, 1, -1)
 
 
 # terms: sums of numbers, and functions that end with a difference
@@ -485,7 +484,8 @@ def _partial_sums(x: Exact) -> Exact:
     """Of each row up to each element: the terms and the sums on the way, as root mean squares; whatever the order."""
     places = np.arange(1, x.shape[-1] + 1)
     on_the_way: Exact = np.sqrt(np.cumsum(np.square(np.cumsum(x, axis=-1)), axis=-1) / places)
-    return np.maximum(on_the_way, np.sqrt(np.cumsum(np.square(x), axis=-1)))
+    terms: Exact = np.sqrt(np.cumsum(np.square(x), axis=-1))
+    return np.maximum(on_the_way, terms)
 
 
 def _cumsum_terms(src: Sources, params: bytes) -> Exact | None:
@@ -498,7 +498,7 @@ def _row_terms(src: Sources, params: bytes) -> Exact | None:
 
 def _mean_terms(src: Sources, params: bytes) -> Exact | None:
     x = values(_present(src[0]))
-    return _partial_sums(x)[..., -1:] / x.shape[-1]
+    return _partial_sums(x / x.shape[-1])[..., -1:]
 
 
 def _sum_terms(src: Sources, params: bytes) -> Exact | None:
@@ -506,13 +506,13 @@ def _sum_terms(src: Sources, params: bytes) -> Exact | None:
 
 
 def _arange_terms(src: Sources, params: bytes) -> Exact | None:
-    start, _, step = _floats(params, 3)
+    start, *_ = _floats(params, 3)
     result = _arange(src, params)
     return None if result is None else np.abs(result - start) + abs(start)
 
 
 def _xielu_terms(src: Sources, params: bytes) -> Exact | None:
-    n, p, beta, _ = _floats(params, 4, 4)
+    n, _, beta, _ = _floats(params, 4, 4)
     x = np.abs(values(_present(src[0])))
     return np.maximum(abs(n) * x, abs(beta) * x)
 

@@ -78,6 +78,11 @@ class Rules:
         bounds = self._table.get(op, {})
         return bounds.get(type, bounds.get("*", 0.0))
 
+    @property
+    def ops(self) -> frozenset[str]:
+        """What has bounds."""
+        return frozenset(self._table)
+
     def describe(self, op: str, type: str) -> str:
         """The rule of an op's nodes of a type, which is that of `type_of`, in words."""
         if op in _ORDERS:
@@ -110,10 +115,9 @@ def errors(node: Node, expected: Tensor, actual: Tensor) -> Iterator[float]:
         return
     rounding = _half_ulp(a, actual.type)
     yield _error(node, a, truth, np.abs(truth), rounding)
-    size = noise.size(node)
-    if size is not None:
-        yield _error(node, a, e, np.fmax(np.abs(e), size))
-        yield _error(node, a, truth, np.fmax(np.abs(truth), size), rounding)
+    size = noise.size(node, truth)
+    yield _error(node, a, e, np.fmax(np.abs(e), size))
+    yield _error(node, a, truth, np.fmax(np.abs(truth), size), rounding)
 
 
 def _error(node: Node, actual: Exact, right: Exact, size: Exact, rounding: Exact | float = 0.0) -> float:

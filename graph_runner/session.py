@@ -241,13 +241,26 @@ class Session:
                 self.npu.refusals.clear()
             contexts = self.npu.contexts if self.npu is not None else {}
             others = set(contexts)
-            self._context = llama_cpp.llama_init_from_model(self._model, params)
+            with self._saying_where_layers_are():
+                self._context = llama_cpp.llama_init_from_model(self._model, params)
             for address in contexts.keys() - others:
                 self.npu_context = contexts[address]
         if not self._context:
             raise SessionError(f"model {str(model)!r}: {_log.reason()}")
         self.n_batch = int(params.n_batch)
         self._graph_line = _log.find("splits =")
+
+    @contextmanager
+    def _saying_where_layers_are(self) -> Iterator[None]:
+        """While a context is made, the NPU knows whether layers are on it: of that depends which ops the graph has."""
+        if self.npu is None:
+            yield
+            return
+        self.npu.has_layers = self.settings.gpu_layers > 0
+        try:
+            yield
+        finally:
+            self.npu.has_layers = None
 
     @contextmanager
     def _inside(self) -> Iterator[None]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
-from models import OTHERS, WRITERS
+from models import OTHERS, WRITERS, requantized
 
 from ggml_backend_npu import DEVICE, OPS, Memory, Node, Tensor
 from ggml_backend_npu.abi import convert, lib
@@ -17,7 +17,7 @@ from ggml_backend_npu.kernels import load_kernels
 from ggml_backend_npu.ops import OWN
 from ggml_backend_npu.packed import PACKED_TYPES, Packed
 from graph_runner.session import Sampler, Session, Settings, context_for
-from graph_runner.tiny import TinyModel, spm_vocabulary
+from graph_runner.tiny import TinyModel, spm_vocabulary, write_tiny_llama
 
 FOLDER = Path(__file__).parent / "faults"
 ROUNDED = FOLDER / "right_mul_mat_in_doubles.py"  # right, but for rounding
@@ -68,6 +68,8 @@ class Fault:
     scattered  whether it shows at any of these nodes, since that depends on how often the kernel is called
     fused     name of the operator whose call is at fault; the node is the last one of its pattern
     rounded   whether it is to be found after rounding too, with ROUNDED beside it
+    remembers  whether a call gives what one before it was to give: after rounding, that of the isolated run may be it
+    alone     whether a replay of that one node can show it
     failure   words for how the process ends, of which one is in the failure
     """
 
@@ -85,6 +87,8 @@ class Fault:
     scattered: bool = False
     fused: str = ""
     rounded: bool = True
+    remembers: bool = False
+    alone: bool = True
     failure: tuple[str, ...] = ()
 
     @property
@@ -134,6 +138,8 @@ ISOLATED = [
     Fault("mul_mat_other_heads", "MUL_MAT", lambda node: 1 < src(node).ne[2] < src(node, 1).ne[2]),
     Fault("mul_mat_whole_tiles", "MUL_MAT", lambda node: node.dst.ne[0] == 354, never=("writes nothing",)),
     Fault("mul_mat_accumulates", "MUL_MAT", never=("writes nothing", "leaves out")),
+    Fault("mul_mat_swaps_nibbles", "MUL_MAT", model="llama-q4_0"),
+    Fault("mul_mat_one_scale_a_row", "MUL_MAT", model="llama-q8_0", never=("permutes",)),
     Fault("mul_mat_id_next_expert", "MUL_MAT_ID", model="moe", never=("permutes",)),
     Fault("mul_mat_id_of_ids_in_a_row", "MUL_MAT_ID", model="moe", never=("permutes",)),
     Fault("mul_mat_id_half_an_expert", "MUL_MAT_ID", model="moe", never=("permutes",)),
@@ -185,10 +191,12 @@ RUNS = [
     Fault("add_race", "ADD", steps=3, repeat=8, scattered=True),
     Fault("swiglu_race", "SWIGLU", repeat=8, scattered=True),
     Fault("mul_race", "MUL", steps=3, repeat=32, scattered=True),
-    Fault("soft_max_race", "SOFT_MAX", steps=3, repeat=8, scattered=True),
-    Fault("swiglu_cached_by_name", "SWIGLU", named("ffn_swiglu-1"), step=1, repeat=8),
-    Fault("swiglu_cached_by_shape", "SWIGLU", step=1, repeat=8),
-    Fault("swiglu_cached_by_address", "SWIGLU", step=1, steps=2, repeat=8, scattered=True),
+    Fault("soft_max_race", "SOFT_MAX", steps=3, repeat=8, scattered=True, remembers=True),
+    Fault("swiglu_cached_by_name", "SWIGLU", named("ffn_swiglu-1"), step=1, repeat=8, remembers=True),
+    Fault("swiglu_cached_by_shape", "SWIGLU", step=1, repeat=8, remembers=True),
+    Fault("swiglu_cached_by_address", "SWIGLU", step=1, steps=2, repeat=8, scattered=True, remembers=True),
+    Fault("add_cached_in_place", "ADD", in_place(), step=1, steps=2, repeat=8, scattered=True, remembers=True),
+    Fault("mul_race_in_place", "MUL", in_place(), steps=1, repeat=8, scattered=True),
     Fault("mul_planned_by_shape", "MUL", named("ffn_norm-0"), repeat=8),
     Fault("mul_mat_planned_by_name", "MUL_MAT", named("kq-0"), step=1, repeat=8, rounded=False),
     Fault("rope_of_one_token", "ROPE", step=1),
@@ -201,15 +209,16 @@ RUNS = [
 
 # each of these writes into a tensor that is alive in the device's own run
 LIVE = [
-    Fault("swiglu_writes_into_a_cache", "SWIGLU"),
-    Fault("swiglu_writes_into_an_activation", "SWIGLU"),
+    Fault("swiglu_writes_into_a_cache", "SWIGLU", alone=False),
+    Fault("swiglu_writes_into_an_activation", "SWIGLU", alone=False),
 ]
 
 # each of these is an operator's call that is wrong, where the nodes one by one are right
 FUSED = [
     Fault("masked_softmax_is_off", "SOFT_MAX", fused="masked_softmax", options=ALL),
     Fault("masked_softmax_is_off_in_place", "SOFT_MAX", fused="masked_softmax", options=ALL),
-    Fault("masked_softmax_is_stale", "SOFT_MAX", named("kq_soft_max-1"), fused="masked_softmax", options=ALL, repeat=8),
+    Fault("masked_softmax_is_stale", "SOFT_MAX", named("kq_soft_max-1"), fused="masked_softmax", options=ALL, repeat=8,
+          remembers=True),
     Fault("token_shift_is_off", "ADD", lambda node: node.dst.ne[3] > 1, model="rwkv7", fused="token_shift",
           options=ALL),
     Fault("top_k_softmax_is_off", "DIV", model="moe", fused="TopKSoftmax", options=ALL),
@@ -271,7 +280,12 @@ def write_tiny_gpt2(path: Path) -> Path:
     return model.save()
 
 
-MODELS = WRITERS | OTHERS | {"gpt2": write_tiny_gpt2}
+def write_quantised(path: Path) -> Path:
+    """A tiny llama with its matrices in the type that the file's name ends with."""
+    return requantized(write_tiny_llama(path.with_name(f"float-{path.name}")), path.stem.split("-")[1], path)
+
+
+MODELS = WRITERS | OTHERS | {"gpt2": write_tiny_gpt2, "llama-q4_0": write_quantised, "llama-q8_0": write_quantised}
 
 
 @contextmanager
@@ -333,7 +347,7 @@ def walk(file: Path, fault: Fault, shown: Callable[[Place, Node], None]) -> None
 
 
 def known(file: Path, fault: Fault) -> list[Place]:
-    """The nodes that can come out wrong, by what is known of the fault: the first of them does."""
+    """The nodes that can come out wrong, by what is known of the fault: the first of them does, or any if scattered."""
     found: list[Place] = []
 
     def look(place: Place, node: Node) -> None:

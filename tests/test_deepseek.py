@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from support import Placement, Recipe, Scene, assert_equals_cpu, outcome, placements, seeds, supported
 
 import quant
-from ggml_backend_npu import OPS, Node, Tensor
+from ggml_backend_npu import DEVICE, OPS, Node, Tensor
 from ggml_backend_npu.abi.plugin import Plugin
 
 NMSE = 1e-12
@@ -81,6 +81,23 @@ def test_hc_post(
         return scene.op("dsv4_hc_post", x, residual, post, comb)
 
     assert_equals_cpu(backend, recipe)
+
+
+@pytest.mark.parametrize("ops", ["default", "all"])
+@pytest.mark.parametrize("has_layers", [False, True])
+def test_while_a_context_is_made_these_ops_are_where_the_layers_are(
+    backend: Plugin, monkeypatch: pytest.MonkeyPatch, ops: str, has_layers: bool
+) -> None:
+    """llama.cpp computes them by other ops where they are not."""
+
+    def recipe(scene: Scene) -> int:
+        return scene.op("dsv4_hc_pre", *(Inputs(scene, 1).put(Placement(), *ne) for ne in ((8, 4, 2), (4, 2))))
+
+    monkeypatch.setattr(DEVICE, "ops", ops)
+    monkeypatch.setattr(backend, "has_layers", has_layers)
+    assert supported(backend, recipe) == has_layers
+    monkeypatch.setattr(backend, "has_layers", None)
+    assert supported(backend, recipe) == (ops == "all")
 
 
 @given(

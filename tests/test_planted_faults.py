@@ -28,6 +28,7 @@ from planted import (
     STRAYS,
     Fault,
     Place,
+    any_node,
     known,
     loaded,
     misreads,
@@ -192,15 +193,17 @@ def of_device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.usefixtures("of_device")
-@pytest.mark.parametrize("fault", spread([*ISOLATED, *SOURCES, *RUNS, *LIVE, *FUSED], every=6))
+@pytest.mark.parametrize("fault", spread([*ISOLATED, *SOURCES, *RUNS, *FUSED], every=6))
 def test_a_fault_is_found(file: Files, fault: Fault, tmp_path: Path) -> None:
     assert_found(file(fault.model), fault, tmp_path)
 
 
 @pytest.mark.usefixtures("of_device")
-@pytest.mark.parametrize("fault", spread([each for each in (*SOURCES, *RUNS, *LIVE, *FUSED) if each.rounded], every=4))
+@pytest.mark.parametrize("fault", spread([each for each in (*SOURCES, *RUNS, *FUSED) if each.rounded], every=4))
 def test_a_fault_is_found_after_rounding(file: Files, fault: Fault, tmp_path: Path) -> None:
     """The device's own run is off from the first product on; that hides nothing."""
+    if fault.remembers:
+        fault = replace(fault, at=any_node, step=0, scattered=True)
     assert_found(file(fault.model), fault, tmp_path, ROUNDED)
 
 
@@ -221,18 +224,19 @@ def assert_command_finds(model: Path, fault: Fault, folder: Path, kernels: Path)
     if fault.failure:
         assert any(words in first["failure"] for words in fault.failure)
     again = ["replay", first["reproducer"], "--repeat", fault.repeat, "--node-timeout", TIMEOUT]
-    assert command(*again, "--kernels", kernels).returncode == 1
+    if fault.alone:
+        assert command(*again, "--kernels", kernels).returncode == 1
     right = command(*again)
     assert right.returncode == 0, right.stdout + right.stderr
 
 
-@pytest.mark.parametrize("fault", spread([*ENDS, *STRAYS, *PACKED, *LATE], every=6))
+@pytest.mark.parametrize("fault", spread([*ENDS, *STRAYS, *LIVE, *PACKED, *LATE], every=6))
 def test_the_command_finds_a_fault(file: Files, fault: Fault, tmp_path: Path) -> None:
     assert_command_finds(file(fault.model), fault, tmp_path, fault.path)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fault", [*PACKED, *STRAYS, *LATE, *(each for each in ENDS if each.rounded)], ids=str)
+@pytest.mark.parametrize("fault", [*PACKED, *STRAYS, *LIVE, *LATE, *(each for each in ENDS if each.rounded)], ids=str)
 def test_the_command_finds_a_fault_after_rounding(file: Files, fault: Fault, tmp_path: Path) -> None:
     both = tmp_path / "kernels.py"
     lines = ["from pathlib import Path", "from ggml_backend_npu.kernels import load_kernels"]
@@ -244,7 +248,7 @@ def test_the_command_finds_a_fault_after_rounding(file: Files, fault: Fault, tmp
 def test_a_failure_names_file_and_line(file: Files) -> None:
     """Of the kernel, where it raises."""
     fault = next(each for each in ENDS if each.file == "cont_raises")
-    line = next(i for i, text in enumerate(fault.path.read_text().splitlines(), 1) if "raise" in text)
+    line = next(i for i, text in enumerate(fault.path.read_text().splitlines(), 1) if text.strip().startswith("raise "))
     with loaded(fault.path):
         result = diff(file(fault.model), PROMPT, steps=0, settings=fault.settings)
     failure = result.wrong[0].failure

@@ -29,6 +29,10 @@ _DEVICE_TYPES = {"accel": structs.DEVICE_TYPE_ACCEL, "gpu": structs.DEVICE_TYPE_
 DESCRIPTION = "Python kernels (ggml-backend-npu)"
 MAX_PLANS = 1024
 
+# llama.cpp looks on which device these would run, when it makes a context; where that is not their layer's, it computes
+# them by some hundred nodes of other ops, and so another graph than on the CPU
+_PROBED = ("DSV4_HC_PRE", "DSV4_HC_COMB", "DSV4_HC_POST")
+
 
 class Statistics:
     """What the device, or one ggml_backend of it, has done since the process began, or since `reset`.
@@ -110,6 +114,7 @@ class Plugin:
 
     contexts  each ggml_backend that is alive, by address
     active  whether the device takes nodes; while it is not, a scheduler leaves every node to the CPU
+    has_layers  while a context is made, whether it has layers on the device; else None
     refusals  by op, why nodes of it were not taken when a scheduler asked
     """
 
@@ -118,6 +123,7 @@ class Plugin:
         self.statistics = Statistics(self._settle)
         self.contexts: dict[int, Context] = {}
         self.active = True
+        self.has_layers: bool | None = None
         self.refusals: dict[str, str] = {}
         self._halted: str | None = None
         self._plans: dict[tuple[int, bytes], Plan] = {}
@@ -254,6 +260,8 @@ class Plugin:
             return True
         if self._holds(node):
             return True  # ggml aborts where no device takes it; here it fails in graph_compute, which says why
+        if self.active and self.has_layers is not None and op in _PROBED:
+            return self.has_layers
         if not self.active or not _offers(op):
             return False
         reason = OPS.refusal(convert.node(self.ggml, node)) if op in OPS else NO_KERNEL

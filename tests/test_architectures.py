@@ -1,0 +1,54 @@
+"""No false alarm in any model of test-llama-archs, over a sample of settings that is another one each day."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from itertools import combinations, product
+
+import pytest
+from architectures import SETTINGS, Case, chosen, design, outcomes, table
+from rich.console import Console
+
+from graph_runner.suites import folder
+
+SAMPLE = 100
+
+
+def settings(case: Case) -> dict[str, str]:
+    return {name: str(getattr(case, name)) for name in SETTINGS}
+
+
+def possible(flash_attention: str, cache_type: str) -> bool:
+    return flash_attention == "on" or cache_type == "f16"
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_each_pair_of_settings_is_in_a_case_of_each_model(seed: int) -> None:
+    cases = design(["a", "b"], lambda name, *way: possible(*way), seed)
+    for model in ("a", "b"):
+        own = [settings(case) for case in cases if case.model == model]
+        assert len(own) <= 12
+        for first, second in combinations(SETTINGS, 2):
+            found = {(case[first], case[second]) for case in own}
+            pairs = set(product(SETTINGS[first], SETTINGS[second]))
+            impossible = {("off", "q8_0")} if (first, second) == ("flash_attention", "cache_type") else set()
+            assert found == pairs - impossible
+    assert cases == design(["a", "b"], lambda name, *way: possible(*way), seed)
+
+
+def test_what_llama_cpp_refuses_of_a_model_is_in_no_case() -> None:
+    cases = design(["heads of 80", "none"], lambda name, flash, cache: name != "none" and cache == "f16")
+    assert {case.model for case in cases} == {"heads of 80"}
+    assert {case.cache_type for case in cases} == {"f16"}
+
+
+@pytest.mark.conformance
+def test_an_unmodified_device_is_right_in_every_model(capsys: pytest.CaptureFixture[str]) -> None:
+    seed = int(f"{datetime.now(UTC):%Y%m%d}")
+    models = folder().with_name("models")
+    with capsys.disabled():
+        print(f"\n\n{SAMPLE} diffs: python tests/architectures.py {models} --sample {SAMPLE} --seed {seed}")
+        found = list(outcomes(models, chosen(models, SAMPLE, seed)))
+        Console().print(table(found))
+    assert len(found) == SAMPLE
+    assert not [f"{outcome.case}: {outcome.why}" for outcome in found if not outcome]

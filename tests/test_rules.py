@@ -1,0 +1,345 @@
+"""Which differences are right: every bound between what it must let through and what it must catch; sets and orders."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+import rounding
+from hypothesis import given, settings
+from numpy.typing import NDArray
+from paper import copy_of
+from rounding import FAULTS, NODES, Types, in_halves, node, right, tensor, written, wrong
+from support import seeds
+
+from ggml_backend_npu import Node, Tensor
+from ggml_backend_npu.abi.plugin import Plugin
+from ggml_backend_npu.abi.replica import Replica
+from ggml_backend_npu.fusion import FUSIONS
+from ggml_backend_npu.ops import OWN
+from ggml_backend_npu.ops.matmul import VEC_DOT
+from graph_runner import noise
+from graph_runner.compare import compare
+from graph_runner.rules import Rules, ToleranceError, errors, type_of
+
+# of ops that take many types, those of the other sources that are tried by default
+COMMON = {
+    "MUL_MAT": {("f32", "f32"), ("f16", "f32"), ("f16", "f16"), ("bf16", "f32"), ("q4_1", "f32"), ("q4_K", "f32")},
+    "MUL_MAT_ID": {("f16", "f32", "i32"), ("q8_0", "f32", "i32")},
+    "FLASH_ATTN_EXT": {("f32", "f32", "f32"), ("f32", "f16", "f16"), ("f32", "q8_0", "f16"), ("f32", "q8_0", "q8_0")},
+    "LIGHTNING_INDEXER": {("f32", "f16", "f32", "f16"), ("f32", "q8_0", "f32", "f16")},
+}
+
+# what has one rounding or none: float32 arithmetic that any device has, and what moves data
+SAME_BYTES = {
+    *("ADD", "SUB", "MUL", "DIV", "ADD_ID", "SQR", "SQRT", "ABS", "NEG", "SGN", "STEP", "RELU", "REGLU", "CLAMP"),
+    *("FLOOR", "CEIL", "ROUND", "TRUNC", "FILL", "ARGMAX", "TRI", "PAD", "SET", "IM2COL", "CONCAT", "REPEAT"),
+    *("CONT", "CPY", "DUP", "GET_ROWS", "SET_ROWS"),
+}
+SETS = {"TOP_K", "ARGSORT"}
+
+# what a device of half floats must not do
+GROSS = {
+    *("no mask", "no slopes", "swapped", "heads mixed up", "ids off by one", "another column"),
+    *("positions off by one", "k and v swapped", "q and k swapped", "comb transposed", "no post", "no B", "MEAN"),
+    *("the last weight left out", "as RMS_NORM", "one group", "the maximum", "SIGMOID", "SILU", "a stream left out"),
+}
+
+
+@pytest.fixture(scope="module")
+def cpu(backend: Plugin) -> Iterator[Replica]:
+    with Replica(backend.ggml, "CPU") as replica:
+        yield replica
+
+
+def combinations(op: str) -> list[Types]:
+    """What ggml's CPU computes of what the op takes."""
+    return sorted(
+        types for types in OWN[op].types or () if op != "MUL_MAT_ID" or types[2] in ("f32", VEC_DOT[types[1]])
+    )
+
+
+def is_common(op: str, types: Types) -> bool:
+    return op not in COMMON or types[1:] in COMMON[op]
+
+
+EVERY = [
+    pytest.param(op, i, types, id=f"{op}-{i}-{'-'.join(types)}", marks=[] if is_common(op, types) else pytest.mark.slow)
+    for op, makes in NODES.items()
+    for types in combinations(op)
+    for i in range(len(makes) if is_common(op, types) else 1)
+]
+
+
+def made(cpu: Replica, op: str, i: int, types: Types) -> tuple[Node, Tensor]:
+    """A node and what ggml's CPU makes of it."""
+    found = NODES[op][i](np.random.default_rng(1), types)
+    expected = replace(found, dst=copy_of(found.dst))
+    cpu.compute(expected)
+    return found, expected.dst
+
+
+def allows(rules: Rules, of: Node, expected: Tensor, actual: Tensor) -> bool:
+    found = compare(expected, actual)
+    return bool(found) or rules.allows(of, expected, actual, found)
+
+
+@pytest.mark.parametrize(("op", "i", "types"), EVERY)
+def test_what_is_right_is_let_through_and_what_is_wrong_is_caught(cpu: Replica, op: str, i: int, types: Types) -> None:
+    rules = Rules()
+    of, expected = made(cpu, op, i, types)
+    for name, actual in right(of):
+        assert allows(rules, of, expected, actual), f"{name}: {min(errors(of, expected, actual)):.1e}"
+    for name, actual in wrong(of):
+        assert not allows(rules, of, expected, actual), f"{name}: {min(errors(of, expected, actual)):.1e}"
+
+
+@pytest.mark.parametrize("op", NODES)
+def test_devices_of_half_floats(cpu: Replica, op: str) -> None:
+    rules = Rules("gpu")
+    types = next(types for types in reversed(combinations(op)) if set(types) <= {"f32", "f16", "i32"})
+    of, expected = made(cpu, op, 0, types)
+    rough = replace(of, src=tuple(in_bfloat16(x) for x in of.src))
+    result = rounding.exact(rough).astype(ml_dtypes.bfloat16).astype(np.float64)
+    for actual in (in_halves(of), written(of, result), *(actual for _, actual in right(of))):
+        assert allows(rules, of, expected, actual), f"{min(errors(of, expected, actual)):.1e}"
+    for name in GROSS & FAULTS.get(op, {}).keys():
+        fault = FAULTS[op][name](of)
+        actual = written(of, rounding.exact(fault) if isinstance(fault, Node) else fault)
+        assert not allows(rules, of, expected, actual), f"{name}: {min(errors(of, expected, actual)):.1e}"
+    assert not allows(rules, of, expected, written(of, noise.values(expected) * 1.05))
+
+
+def in_bfloat16(x: Tensor | None) -> Tensor | None:
+    return x if x is None or x.type not in ("f32", "f16") else tensor("bf16", noise.values(x))
+
+
+def test_every_op_has_a_rule_and_every_bound_a_right_and_a_wrong_case() -> None:
+    rules = Rules()
+    bounds = {op for op in rules.ops if rules.bound(op, "f32")}
+    assert bounds - {fusion.name for fusion in FUSIONS} == NODES.keys()
+    assert bounds.isdisjoint(SETS | SAME_BYTES)
+    assert OWN.keys() == (bounds & OWN.keys()) | SETS | SAME_BYTES
+    assert {rules.describe(op, "f32") for op in SAME_BYTES} == {"same bytes"}
+    assert rules.ops <= Rules("gpu").ops
+
+
+@pytest.mark.parametrize("op", sorted(SAME_BYTES))
+def test_one_bit_is_too_much_for_the_others(op: str) -> None:
+    x = tensor("f32", np.ones((1, 1, 2, 8)))
+    off = tensor("f32", np.full((1, 1, 2, 8), 1 + 2.0**-23))
+    assert not allows(Rules(), Node(op, x, (x, x, x)), x, off)
+
+
+# what the reference itself rounds
+
+
+def test_a_row_that_is_wrong_among_many_right_ones(cpu: Replica) -> None:
+    rng = np.random.default_rng(0)
+    x = 100 * rng.standard_normal((1, 1, 2000, 64))
+    x[..., 1234, :] *= 1e-5
+    of = node("RMS_NORM", "f32", x.shape, tensor("f32", x), params=struct.pack("f", 1e-6))
+    cpu.compute(of)
+    off = copy_of(of.dst)
+    off.view()[0, 0, 1234] *= np.float32(1 + 1e-4)
+    assert compare(of.dst, off).nmse < 1e-11
+    assert not allows(Rules(), of, of.dst, off)
+
+
+def test_an_element_that_is_wrong_beside_a_much_larger_one(cpu: Replica) -> None:
+    x = np.random.default_rng(0).standard_normal((1, 1, 1, 4096))
+    x[..., 7] = 3e4
+    of = node("SILU", "f32", x.shape, tensor("f32", x))
+    cpu.compute(of)
+    for factor, is_right in ((1 + 1e-7, True), (1 + 1e-4, False)):
+        off = copy_of(of.dst)
+        off.view()[..., 100] *= np.float32(factor)
+        assert allows(Rules(), of, of.dst, off) == is_right
+
+
+@settings(max_examples=20)
+@given(seed=seeds)
+def test_terms_that_cancel(cpu: Replica, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    half = rng.standard_normal((1, 1, 3, 300))
+    x = np.concatenate([half, -half[..., ::-1] * (1 + 1e-6)], axis=-1)
+    for op in ("SUM_ROWS", "MEAN"):
+        of = node(op, "f32", (1, 1, 3, 1), tensor("f32", x))
+        cpu.compute(of)
+        for name, actual in right(of):
+            assert allows(Rules(), of, of.dst, actual), name
+        assert not allows(
+            Rules(), of, of.dst, written(of, noise.values(of.dst) + 1e-2 * (1 if op == "SUM_ROWS" else 1e-2))
+        )
+    weights, columns = tensor("f32", x), tensor("f32", np.ones((1, 1, 5, 600)))
+    of = node("MUL_MAT", "f32", (1, 1, 5, 3), weights, columns)
+    cpu.compute(of)
+    assert allows(Rules(), of, of.dst, rounding.computed(of, rounding.compiled))
+    assert not allows(Rules(), of, of.dst, written(of, noise.values(of.dst) + 1e-2))
+
+
+def test_what_is_no_finite_number(cpu: Replica) -> None:
+    x = np.linspace(-3, 3, 64)
+    x[[1, 2, 3, 4]] = -np.inf, np.inf, np.nan, 100
+    of = node("EXP", "f32", (1, 1, 1, 64), tensor("f32", x.reshape(1, 1, 1, -1)))
+    cpu.compute(of)
+    values = of.dst.view()[0, 0, 0]
+    assert values[1] == 0
+    assert np.isinf(values[[2, 4]]).all()
+    assert np.isnan(values[3])
+    near = written(of, rounding.exact(of))
+    near.view()[..., 10] *= np.float32(1 + 1e-7)
+    assert allows(Rules(), of, of.dst, near)
+    for place, value in ((2, 1e38), (3, 1.0), (10, np.inf), (10, np.nan), (4, -np.inf)):
+        off = copy_of(near)
+        off.view()[..., place] = value
+        assert not allows(Rules(), of, of.dst, off), (place, value)
+
+
+def test_bytes_between_the_elements_are_judged(cpu: Replica) -> None:
+    x = tensor("f32", np.random.default_rng(0).standard_normal((1, 1, 4, 8)))
+    wide = np.zeros((1, 1, 4, 16), np.float32)
+    of = Node("SILU", replace(Tensor.of(wide), ne=(8, 4, 1, 1)), (x,), bytes(64))
+    cpu.compute(of)
+    near = copy_of(of.dst)
+    near.view()[...] *= np.float32(1 + 1e-7)
+    assert not compare(of.dst, near)
+    assert allows(Rules(), of, of.dst, near)
+    assert not Rules().allows(of, of.dst, near, compare(of.dst, near, outside=True))
+    off = copy_of(near)
+    off.memory.bytes()[off.offset + 4 * 9] = 1
+    assert not allows(Rules(), of, of.dst, off)
+    only = copy_of(of.dst)
+    only.memory.bytes()[only.offset + 4 * 9] = 1
+    assert not allows(Rules(), of, of.dst, only)
+
+
+def test_sources_that_lie_where_the_output_does(cpu: Replica) -> None:
+    x = tensor("f32", np.random.default_rng(0).standard_normal((1, 1, 4, 64)))
+    of = Node("SILU", x, (x,), bytes(64))
+    apart = replace(of, dst=copy_of(x))
+    cpu.compute(apart)
+    assert allows(Rules(), of, apart.dst, written(of, rounding.exact(of)))
+    assert not allows(Rules(), of, apart.dst, written(of, rounding.fewer_bits(rounding.exact(of), "f32")))
+
+
+# sets and orders
+
+
+def scored(op: str, scores: NDArray[Any], ids: NDArray[Any], params: bytes = b"") -> tuple[Node, Tensor]:
+    actual = Tensor.of(ids.astype(np.int32).reshape((1,) * (4 - ids.ndim) + ids.shape))
+    x = Tensor.of(scores.astype(np.float32).reshape((1,) * (4 - scores.ndim) + scores.shape))
+    return Node(op, actual, (x,), params), actual
+
+
+SCORES = np.array([[3, 1, 3, 0, -1, 2], [0, 0, 0, 0, 5, 9]])
+
+
+@pytest.mark.parametrize(
+    ("ids", "is_right"),
+    [
+        ([[0, 2, 5], [5, 4, 0]], True),
+        ([[5, 2, 0], [1, 5, 4]], True),  # another order; another one of equals
+        ([[0, 2, 1], [5, 4, 0]], False),  # not the largest
+        ([[0, 0, 2], [5, 4, 0]], False),  # one twice
+        ([[0, 2, 6], [5, 4, 0]], False),  # none of the row
+        ([[0, 2, -1], [5, 4, 0]], False),
+        ([[5, 4, 0], [0, 2, 5]], False),  # of the other row
+    ],
+)
+def test_a_set_has_no_order(ids: list[list[int]], is_right: bool) -> None:
+    of, actual = scored("TOP_K", SCORES, np.array(ids))
+    _, expected = scored("TOP_K", SCORES, np.array([[2, 0, 5], [4, 5, 3]]))
+    assert allows(Rules(), of, expected, actual) == is_right
+    assert Rules().describe("TOP_K", "f32") == "the same set in any order"
+
+
+@pytest.mark.parametrize("descending", [0, 1])
+@pytest.mark.parametrize(
+    ("ids", "is_right"),
+    [
+        ([[4, 3, 1, 5, 0, 2], [0, 1, 2, 3, 4, 5]], True),
+        ([[4, 3, 1, 5, 2, 0], [3, 1, 2, 0, 4, 5]], True),  # among equals
+        ([[4, 3, 5, 1, 2, 0], [3, 1, 2, 0, 4, 5]], False),
+        ([[4, 3, 1, 5, 2, 2], [3, 1, 2, 0, 4, 5]], False),
+    ],
+)
+def test_an_order_is_free_among_equals_alone(ids: list[list[int]], is_right: bool, descending: int) -> None:
+    order = slice(None, None, -1 if descending else 1)
+    params = struct.pack("i", descending)
+    of, actual = scored("ARGSORT", SCORES, np.array(ids)[:, order], params)
+    _, expected = scored("ARGSORT", SCORES, np.array([[4, 3, 1, 5, 0, 2], [0, 1, 3, 2, 4, 5]])[:, order], params)
+    assert allows(Rules(), of, expected, actual) == is_right
+    if descending:
+        wrong_way = replace(of, params=struct.pack("i", 0))
+        assert not allows(Rules(), wrong_way, expected, actual)
+
+
+@settings(max_examples=20)
+@given(seed=seeds)
+def test_sets_and_orders_of_the_kernels(cpu: Replica, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    scores = rng.integers(0, 9, (3, 40)).astype(np.float32)
+    for op, k, params in (
+        ("TOP_K", 7, b""),
+        ("ARGSORT", 40, struct.pack("i", 1)),
+        ("ARGSORT", 40, struct.pack("i", 0)),
+    ):
+        of, _ = scored(op, scores, np.zeros((3, k)), params + bytes(60))
+        expected, actual = (replace(of, dst=copy_of(of.dst)) for _ in range(2))
+        cpu.compute(expected)
+        rounding.compiled(actual)
+        assert allows(Rules(), of, expected.dst, actual.dst)
+
+
+# tables
+
+
+def test_rules_in_words() -> None:
+    rules = Rules()
+    assert rules.describe("CONT", "f32") == "same bytes"
+    assert rules.describe("MUL_MAT", "q4_0") == "within NMSE 1e-10 of the reference or of the exact value"
+    assert rules.describe("FLASH_ATTN_EXT", "f16") == "within NMSE 1e-06 of the reference or of the exact value"
+    assert rules.describe("FLASH_ATTN_EXT", "q8_0") == "within NMSE 1e-11 of the reference or of the exact value"
+    assert rules.describe("ARGSORT", "f32") == "the same order, but of equal elements"
+    x = tensor("f32", np.zeros((1, 1, 1, 32)))
+    half = tensor("f16", np.zeros((1, 1, 1, 32)))
+    assert type_of(Node("FLASH_ATTN_EXT", x, (x, x, half))) == "f16"
+    assert type_of(Node("MUL_MAT", x, (half, x))) == "f16"
+    assert type_of(Node("ARANGE", x, ())) == "f32"
+
+
+def test_a_file_lies_over_the_table(tmp_path: Path) -> None:
+    path = tmp_path / "own.toml"
+    path.write_text('[MUL_MAT]\nf32 = 0.5\n[GET_ROWS]\n"*" = 1\n[CONV_2D]\nf16 = 0\n[TopKSoftmax]\nf32 = 1e-3\n')
+    rules = Rules(path)
+    assert [rules.bound("MUL_MAT", type) for type in ("f32", "f16")] == [0.5, 1e-10]
+    assert rules.bound("GET_ROWS", "q8_0") == 1
+    assert rules.bound("TopKSoftmax", "f32") == 1e-3
+    assert Rules().bound("GET_ROWS", "q8_0") == 0
+    x, y = tensor("f32", np.ones((1, 1, 2, 8))), tensor("f32", np.full((1, 1, 2, 8), 1.5))
+    assert allows(rules, Node("GET_ROWS", x, (x, x)), x, y)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[MULMAT]\nf32 = 1", "MULMAT: no such op"),
+        ("[UNARY]\nf32 = 1", "UNARY: no such op"),
+        ("[MUL_MAT]\nfp32 = 1", "MUL_MAT.fp32: no such type; known: "),
+        ("[TOP_K]\ni32 = 1", "TOP_K has no bound: its rule is 'the same set in any order'"),
+    ],
+)
+def test_a_file_of_what_nobody_has(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "own.toml"
+    path.write_text(text)
+    with pytest.raises(ToleranceError) as refused:
+        Rules(path)
+    assert f"tolerances {str(path)!r}: {message}" in str(refused.value)
+    assert "\n" not in str(refused.value)
