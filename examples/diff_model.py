@@ -18,5 +18,9 @@ for (op, types), count in Counter((node.op, node.types) for node in result.compa
     print(f"{op} {types}: {count} nodes")
 for node in result.wrong:
     print(f"differs: {node}")
-print("every byte equal" if result else f"{len(result.wrong)} nodes differ")
+rounded = sum(node.verdict != "exact" for node in result.nodes)
+if not result:
+    print(f"wrong: {len(result.wrong)} nodes differ")
+else:
+    print(f"right within rounding: {rounded} nodes differ" if rounded else "right: every byte equal")
 sys.exit(not result)

@@ -29,7 +29,7 @@ with model_file(sys.argv[1] if len(sys.argv) > 1 else "demo") as model, tempfile
     print(first.diagnosis)
     print(f"ggml's own cases nearest to it: {first.test}")
     inherited = sum(node.verdict == "inherited" for node in result.nodes)
-    print(f"{inherited} nodes behind it are right, and compute with what it did")
+    print(f"{inherited} nodes after it are right, and compute with what it did")
 
     trace = sorted(Path(folder).glob("*-CONT.gguf"))[0]
     with OPS.having(Op("CONT", cont, frozenset({("f32", "f32")}))):
