@@ -155,17 +155,15 @@ def _kind(dtype: np.dtype[Any]) -> str:
 
 def _as(dtype: np.dtype[Any], value: Array) -> Array:
     """The very numbers in another type: any where it has all of the value's type, or those it has of its own kind."""
-    if value.dtype == dtype:
-        return value
     beyond = value.dtype.kind in "iu" and value.itemsize == 8 and dtype.kind in "fc"  # NumPy calls that safe
-    holds = np.can_cast(value.dtype, dtype, "safe") and not beyond
-    with np.errstate(all="ignore"):
-        converted = value.astype(dtype)
-        if not holds and _kind(dtype) == _kind(value.dtype):
-            holds = bool(((converted == value) | ((converted != converted) & (value != value))).all())
-    if not holds:
-        raise ValueError(f"value of {value.dtype}: ptr is of {dtype}, which does not have all of its numbers")
-    return converted
+    if np.can_cast(value.dtype, dtype, "safe") and not beyond:
+        return value
+    if _kind(dtype) == _kind(value.dtype):
+        with np.errstate(all="ignore"):
+            converted = value.astype(dtype)
+        if ((converted == value) | ((converted != converted) & (value != value))).all():
+            return converted
+    raise ValueError(f"value of {value.dtype}: ptr is of {dtype}, which does not have all of its numbers")
 
 
 # memory
