@@ -212,15 +212,15 @@ def blocks_of(type: str, codes: Array, scales: Array) -> Array:
 
 
 @either_engine
-def test_line_1_the_call_of_a_strided_source() -> None:
-    """Its source is of every second element; its self is as it is there."""
+def test_line_1_a_self_of_every_second_element() -> None:
     codes, scales = lattice(np.random.default_rng(0), 4, 64, 8)
-    src = np.zeros((1, 1, 4, 128), np.float32)[..., ::2]
-    src[...] = (codes * scales).reshape(src.shape)
-    target, scale = np.zeros((1, 1, 4, 64), np.int8), np.zeros((1, 1, 4, 1), np.float32)
+    src, scale = codes.astype(np.int8).reshape(1, 1, 4, 64), scales.astype(np.float32).reshape(1, 1, 4, 1)
+    target = np.zeros((1, 1, 4, 128), np.float32)[..., ::2]
+    status, _, _ = aclnnCpyGetWorkspaceSize(target, src, scale, 64)
+    assert status == 0
     copied(target, src, scale, 64)
-    np.testing.assert_array_equal(target.reshape(4, 64), codes)
-    np.testing.assert_array_equal(scale.reshape(4, 1), scales)
+    np.testing.assert_array_equal(target.reshape(4, 64), codes * scales)
+    assert not target.base[..., 1::2].any()  # type: ignore[index]
 
 
 @either_engine
@@ -247,11 +247,14 @@ def test_line_1_int8_and_int4_lie_anywhere_both_ways(layout: str, source_layout:
 @either_engine
 def test_line_1_a_transposed_self() -> None:
     codes, scales = lattice(np.random.default_rng(1), 4, 64, 8)
-    src = (codes * scales).astype(np.float32).reshape(1, 1, 4, 64)
-    target, scale = np.zeros((1, 1, 64, 4), np.int8).swapaxes(2, 3), np.zeros((1, 1, 4, 1), np.float32)
-    assert aclnnCpyGetWorkspaceSize(target, src, scale, 64)[0] == 0
-    copied(target, src, scale, 64)
-    np.testing.assert_array_equal(target.reshape(4, 64), codes)
+    real, scale = (codes * scales).reshape(1, 1, 4, 64), scales.astype(np.float32).reshape(1, 1, 4, 1)
+    target = np.zeros((1, 1, 64, 4), np.float32).swapaxes(2, 3)
+    copied(target, codes.astype(np.int8).reshape(real.shape), scale, 64)
+    np.testing.assert_array_equal(target, real)
+    quants, found = np.zeros((1, 1, 64, 4), np.int8).swapaxes(2, 3), np.zeros_like(scale)
+    copied(quants, real.astype(np.float32), found, 64)
+    np.testing.assert_array_equal(quants.reshape(codes.shape), codes)
+    np.testing.assert_array_equal(found, scale)
 
 
 def test_line_1_what_runs_backwards_is_read_at_each_run() -> None:
