@@ -18,7 +18,7 @@ from quant.runs import CODES, widen_run
 from quant.threads import Job, Work
 
 _TILE = 256  # scores of a row in work at a time
-_FEW = 32  # of a row are selected; more are sorted
+_FEW = 32  # of a row are selected one by one; of more the row is sorted
 _SOFTMAX, _SOFTMAX_OF_SELECTED = range(2)
 
 
@@ -146,42 +146,24 @@ def _sum_rows(dst: Tensor, x: Tensor) -> Call:
 
 
 @inlined
-def _score(code, x, nb0, place):
-    """A score of a row at x, as float32."""
-    score = np.empty(1, np.float32)
-    widen_run(code, x + place * nb0, nb0, types.int64(score.ctypes.data), 1)
-    return score[0]
-
-
-@inlined
-def _first(worth, place, other, other_place, by_score, code, x, nb0):
-    """Whether what is worth so much comes before another, in front of it in the row."""
-    if worth != other or not by_score:
-        return worth > other
-    return _score(code, x, nb0, place) > _score(code, x, nb0, other_place)
-
-
-@inlined
-def _select(y, begin, count, best, places, k, n_found, by_score, code, x, nb0):
+def _select(y, begin, count, best, places, k, n_found):
     """Of `count` scores at y, columns from `begin` on: those that belong to the k largest so far, in their place.
 
-    Returns how many are found. Of equal ones the first comes first, or by_score the one whose score, in the row at x,
-    is larger; NaN counts as -inf.
+    Returns how many are found. Of equal ones the first comes first; NaN counts as -inf.
     """
     scores = array_at(y, types.float32, count)
     for i in range(count):
         score = scores[i] if scores[i] == scores[i] else types.float32(-np.inf)
-        place = begin + i
-        if n_found == k and not _first(score, place, best[k - 1], places[k - 1], by_score, code, x, nb0):
+        if n_found == k and score <= best[k - 1]:
             continue
         n_found = min(n_found + 1, k)
         at = n_found - 1
-        while at > 0 and _first(score, place, best[at - 1], places[at - 1], by_score, code, x, nb0):
+        while at > 0 and best[at - 1] < score:
             best[at] = best[at - 1]
             places[at] = places[at - 1]
             at -= 1
         best[at] = score
-        places[at] = place
+        places[at] = begin + i
     return n_found
 
 
@@ -194,31 +176,28 @@ def _filled(work, count, lanes):
 
 
 @inlined
-def _sort(code, x, nb0, maximum, factor, lanes, y, keys, sorted):
-    """Fills keys with a row's places, and sorted with their probabilities: the largest first, of equal ones that of the
-    larger score, of equal scores the first."""
-    width = len(keys)
-    work = array_at(y, types.float32, _TILE)
-    for column in range(0, width, _TILE):
-        count = min(_TILE, width - column)
+def _sort(code, x, nb0, y, keys, places):
+    """The places of the first scores of a row at x, in descending order, of equal ones the first; y holds a tile."""
+    scores = array_at(y, types.float32, _TILE)
+    for column in range(0, len(keys), _TILE):
+        count = min(_TILE, len(keys) - column)
         widen_run(code, x + column * nb0, nb0, y, count)
         for i in range(count):
-            keys[column + i] = _key(work[i], column + i, True)
+            keys[column + i] = _key(scores[i], column + i, True)
     keys.sort()
-    for column in range(0, width, _TILE):
-        count = min(_TILE, width - column)
-        for i in range(count):
-            keys[column + i] &= types.uint64(0xFFFFFFFF)
-            widen_run(code, x + types.int64(keys[column + i]) * nb0, nb0, y + 4 * i, 1)
-        exps(y, _filled(work, count, lanes), maximum)
-        scaled(y, count, factor)
-        sorted[column : column + count] = work[:count]
-    for i in range(1, width):  # a larger score may have, by rounding, a smaller probability
-        probability, key, at = sorted[i], keys[i], i
-        while at > 0 and sorted[at - 1] < probability:
-            sorted[at], keys[at] = sorted[at - 1], keys[at - 1]
+    for i in range(len(places)):
+        places[i] = types.int32(keys[i] & types.uint64(0xFFFFFFFF))
+
+
+@inlined
+def _settle(weights, places, k):
+    """Puts the first k weights in descending order, equal ones as they are: they almost are in it."""
+    for i in range(1, k):
+        weight, place, at = weights[i], places[i], i
+        while at > 0 and weights[at - 1] < weight:
+            weights[at], places[at] = weights[at - 1], places[at - 1]
             at -= 1
-        sorted[at], keys[at] = probability, key
+        weights[at], places[at] = weight, place
 
 
 @compiled
@@ -227,17 +206,15 @@ def top_k(p, begin, end):
 
     norm      the values are divided by their sum, which is no less than `least`
     lanes     what a row's end is filled up to with -inf, for exponentials
-    by_score  probabilities that are equal are in the order of their scores
+    by_score  the largest of a softmax are found among the scores
     """
     (
         kind, norm, least_bits, lanes, by_score, src, src_nb0, src_nb1, src_code, width, k, ids, ids_nb1, found,
         found_nb1,
     ) = values(p, 15)  # fmt: skip
-    all_sorted = by_score and k > _FEW
-    keys = np.empty(width if all_sorted else 0, np.uint64)
-    probabilities = np.empty(len(keys), np.float32)
     least = bits_float(types.uint32(least_bits))
-    work, weights, places = np.empty(_TILE, np.float32), np.empty(k, np.float32), np.empty(k, np.int32)
+    work, weights, places = np.empty(_TILE, np.float32), np.empty(k + lanes, np.float32), np.empty(k, np.int32)
+    keys = np.empty(width if by_score and k > _FEW else 0, np.uint64)
     y, w = types.int64(work.ctypes.data), types.int64(weights.ctypes.data)
     for row in range(begin, end):
         x, to, at = src + row * src_nb1, found + row * found_nb1, ids + row * ids_nb1
@@ -253,25 +230,28 @@ def top_k(p, begin, end):
                 total += exps(y, _filled(work, count, lanes), maximum)
         factor = types.float32(types.float64(1) / total)
         n_found = 0
-        if all_sorted:
-            _sort(src_code, x, src_nb0, maximum, factor, lanes, y, keys, probabilities)
-            for i in range(k):
-                weights[i], places[i] = probabilities[i], types.int32(keys[i])
+        if len(keys):
+            _sort(src_code, x, src_nb0, y, keys, places)
         else:
             for column in range(0, width, _TILE):
                 count = min(_TILE, width - column)
                 widen_run(src_code, x + column * src_nb0, src_nb0, y, count)
-                if kind == _SOFTMAX:
+                if kind == _SOFTMAX and not by_score:
                     exps(y, _filled(work, count, lanes), maximum)
                     scaled(y, count, factor)
-                n_found = _select(y, column, count, weights, places, k, n_found, by_score, src_code, x, src_nb0)
+                n_found = _select(y, column, count, weights, places, k, n_found)
+        if by_score or kind == _SOFTMAX_OF_SELECTED:
+            for i in range(k):
+                widen_run(src_code, x + places[i] * src_nb0, src_nb0, w + 4 * i, 1)
+        if by_score:
+            exps(w, _filled(weights, k, lanes), maximum)
+            scaled(w, k, factor)
+            _settle(weights, places, k)
+        if kind == _SOFTMAX_OF_SELECTED:
+            scaled(w, k, types.float32(types.float64(1) / exps(w, k, largest(w, k))))
         if kind == _SOFTMAX and total != total:
             for i in range(k):
                 weights[i], places[i] = types.float32(np.nan), i
-        if kind == _SOFTMAX_OF_SELECTED:
-            for i in range(k):
-                widen_run(src_code, x + places[i] * src_nb0, src_nb0, w + 4 * i, 1)
-            scaled(w, k, types.float32(types.float64(1) / exps(w, k, largest(w, k))))
         if norm:
             total = types.float64(0)
             for i in range(k):
@@ -279,7 +259,7 @@ def top_k(p, begin, end):
             divisor = max(types.float32(total), least)
             for i in range(k):
                 weights[i] = weights[i] / divisor
-        array_at(to, types.float32, k)[:] = weights
+        array_at(to, types.float32, k)[:] = weights[:k]
         array_at(at, types.int32, k)[:] = places
     keep(work)
     return 0
@@ -299,9 +279,9 @@ def routed(
 
     The k largest of each row's softmax; with selected_only the k largest scores, and the softmax of those. norm divides
     by their sum, which is taken to be no less than `least`. Where the softmax of a row is NaN, so are the values, and
-    the ids are 0 to k - 1. Equal probabilities are in the order of their scores, of which the first of equal ones comes
-    first. values may lie on x. of_nodes gives what SOFT_MAX and its like give node by node: equal scores may differ in
-    the last bit there, where one of them is at the end of its row, and equal probabilities are in the order of the row.
+    the ids are 0 to k - 1. Equal values are in the order of their scores, the first of equal scores first. values may
+    lie on x. of_nodes gives what SOFT_MAX and its like give node by node: equal scores may differ in the last bit
+    there, where one of them is at the end of its row, and equal values are in the order of the row.
     """
     kind = _SOFTMAX_OF_SELECTED if selected_only else _SOFTMAX
     k, n_rows = values.ne[:2]
