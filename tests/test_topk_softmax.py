@@ -204,6 +204,17 @@ def test_probabilities_that_float32_cannot_tell_apart_are_in_the_order_of_the_ex
     assert top([[0, 1e-9, -1e-9]], 3)[1].tolist() == [[1, 0, 2]]
 
 
+@pytest.mark.parametrize("topk", [32, 64])
+def test_values_never_rise_where_an_exponential_does(topk: int) -> None:
+    """Of float32 next to each other the smaller one's probability may be larger, by rounding."""
+    bits = np.float32(2**-12).view(np.uint32) + np.arange(64 * 500, dtype=np.uint32)
+    x = -bits.view(np.float32).reshape(500, 64)
+    x[:, 0] = 0
+    values, indices = top(x, topk)
+    assert (np.diff(values) <= 0).all()
+    assert (indices != np.arange(topk)).any()
+
+
 @pytest.mark.parametrize("dtype", [F32, F16, BF16])
 @pytest.mark.parametrize("width", [33, 64, 257, 600])
 def test_any_topk_is_the_beginning_of_all_of_them(width: int, dtype: Any) -> None:
