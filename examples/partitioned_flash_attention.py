@@ -34,8 +34,8 @@ def step(q, k, v, key_cache, value_cache, cached, sink=None):
         if partition and begin >= cached + n_new:  # not to be seen from its index, which is 0
             break
         index = to_dynamic_index(np.int32([min(max(cached - begin, 0), size)]), size)
-        new_keys = insert(dynamic_load(keys, SEQ, index), k, SEQ, index)
-        new_values = insert(dynamic_load(values, SEQ, index), v, SEQ, index)
+        new_keys = insert(dynamic_load(keys, SEQ, index), k, SEQ, index, strict=False)  # into a full one nothing
+        new_values = insert(dynamic_load(values, SEQ, index), v, SEQ, index, strict=False)
         dynamic_store(keys, new_keys, SEQ, index + n_new)
         dynamic_store(values, new_values, SEQ, index + n_new)
 

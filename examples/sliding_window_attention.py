@@ -20,12 +20,13 @@ def step(q, k, v, key_cache, value_cache, seen, sink=None):
     index = to_dynamic_index(np.int32([min(seen, window)]), window)
     keys = window_insert(key_cache, k, SEQ, index)
     values = window_insert(value_cache, v, SEQ, index)
-    caches = [window_slice(x, index=index + n_new, axis=SEQ, window_size=window) for x in (keys, values)]
+    caches = [window_slice(x, index + n_new, SEQ, window, padded=True) for x in (keys, values)]
     if n_new == 1:
         keys = nn_pad(keys, 0.0, SEQ, (0, PAD), "constant")
         values = nn_pad(values, 0.0, SEQ, (0, PAD), "constant")
     scores = scale * (q @ keys.swapaxes(-1, -2))
-    return window_softmax(scores, index, sink=sink, window_size=window) @ values, caches
+    p = window_softmax(scores, index, sink=sink, window_size=window, strict=False)  # windows of fewer than 128 too
+    return p @ values, caches
 
 
 def attention(q, k, v, *, window, chunks, sink=None):

@@ -6,6 +6,7 @@ import re
 import tracemalloc
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -205,8 +206,7 @@ LAYOUTS: dict[str, Callable[[Array], Array]] = {
     **{f.__name__: f for f in (apart, gaps, backwards, upside_down, swapped, one_row, one_element, unaligned)},
 }
 layouts = st.sampled_from(list(LAYOUTS))
-TYPES = [(F32, F32, F32), (F32, F32, F16), (F16, F16, F16), (F16, F16, F32), (F16, F32, F16), (F16, F32, F32)]
-TYPES += [(I8, I8, F32), (I8, I8, F16), (I8, F32, F32), (I8, F32, F16)]
+TYPES = [*product((F32, F16, I8), (F32, F16, I8), (F32, F16))]  # all that the document's table has
 
 
 def named(types: tuple[Any, ...]) -> str:
@@ -223,7 +223,7 @@ widths = st.integers(1, 40) | st.sampled_from([511, 512, 513, 1100])
     special=st.booleans(),
     seed=seeds,
 )
-@settings(max_examples=60)
+@settings(max_examples=35)
 def test_it_equals_the_definition_bit_for_bit(
     types: tuple[Any, Any, Any],
     size: tuple[int, int, int],
@@ -285,7 +285,7 @@ def test_it_equals_ggmls_nodes_bit_for_bit(
 
 @pytest.mark.parametrize("types", TYPES, ids=named)
 @given(cuts=st.sets(st.integers(1, 8)), in_place=st.booleans(), seed=seeds)
-@settings(max_examples=12)
+@settings(max_examples=8)
 def test_a_sequence_in_chunks_gives_the_bits_of_one_call(
     types: tuple[Any, Any, Any], cuts: set[int], in_place: bool, seed: int
 ) -> None:
@@ -446,8 +446,9 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "x of other byte order": ({"x": big_endian("f4", 2, 3, 4)}, "x of dtype >f4"),
     "h0 of other byte order": ({"h0": big_endian("f4", 2, 1, 4)}, "h0 of dtype >f4"),
     "rwkvag of other byte order": ({"rwkvag": big_endian("f4", 6, 4)}, "rwkvag of dtype >f4"),
-    "rwkvag float16 for float32": ({"rwkvag": np.zeros((6, 4), F16)}, "rwkvag of dtype float16"),
-    "rwkvag int8 for float32": ({"rwkvag": np.zeros((6, 4), I8)}, "rwkvag of dtype int8"),
+    "rwkvag int8 without a scale": ({"rwkvag": np.zeros((6, 4), I8)}, "mu_scale is missing"),
+    "rwkvag float64": ({"rwkvag": np.zeros((6, 4))}, "rwkvag of dtype float64"),
+    "rwkvag uint8": ({"rwkvag": np.zeros((6, 4), np.uint8)}, "rwkvag of dtype uint8"),
     "h0 int8": ({"h0": np.zeros((2, 1, 4), I8)}, "h0 of dtype int8"),
     "h0 float64": ({"h0": np.zeros((2, 1, 4))}, "h0 of dtype float64"),
     "a scale of float32": ({"x_scale": 0.5}, "x_scale=0.5"),

@@ -126,7 +126,8 @@ def calls(draw: st.DrawFn) -> tuple[Array, int, bool]:
     x[np.arange(n_rows), rng.integers(0, width, n_rows)] = 1
     if width > 1 and draw(st.integers(0, 9)) == 0:
         x = np.broadcast_to(x[:1], x.shape)
-    return x, draw(st.integers(1, min(32, width))), draw(st.booleans())
+    topk = draw(st.integers(1, min(32, width)) | st.integers(1, width) | st.just(width))
+    return x, topk, draw(st.booleans())
 
 
 @given(call=calls())
@@ -164,7 +165,7 @@ def test_of_any_numbers_the_values_are_those_of_the_indices(
     """Scores as close as they come: which of two is first may be a matter of rounding, what they are worth is not."""
     x = np.random.default_rng(seed).standard_normal((n_rows, width))
     x = (x * min(scale, 1e4 if dtype == F16 else 1e37)).astype(dtype)
-    topk = min(width, 32)
+    topk = min(width, 20 + seed % 40)
     values, indices = top(x, topk)
     probabilities, _ = defined(x, width, False)
     p = softmax(x)
@@ -173,8 +174,9 @@ def test_of_any_numbers_the_values_are_those_of_the_indices(
         assert values[row] == pytest.approx(p[row, indices[row]], rel=1e-6, abs=LEAST)
         assert values[row] == pytest.approx(probabilities[row, :topk], rel=1e-6, abs=LEAST)
         assert (np.diff(values[row]) <= 0).all()
-        ties = np.diff(values[row]) == 0
-        assert (np.diff(indices[row])[ties] > 0).all()
+        ties, scores = np.diff(values[row]) == 0, x[row, indices[row]].astype(np.float64)
+        larger, equal = (np.diff(scores) < 0)[ties], (np.diff(scores) == 0)[ties]
+        assert (larger | (equal & (np.diff(indices[row])[ties] > 0))).all()
 
 
 @pytest.mark.parametrize("width", [1, 17, 40, 600])
@@ -196,10 +198,34 @@ def test_where_in_a_row_a_score_stands_does_not_matter(scores: float) -> None:
     assert len(set(values[0, 1:].tolist())) == 1
 
 
-def test_scores_whose_probabilities_are_equal_are_equal() -> None:
-    """It selects by probability: where that is 0, or differs by less than float32 shows, the first comes first."""
-    assert top([[-300, 0, -200, -INF]], 4)[1].tolist() == [[1, 0, 2, 3]]
-    assert top([[0, 1e-9, -1e-9]], 3)[1].tolist() == [[0, 1, 2]]
+def test_probabilities_that_float32_cannot_tell_apart_are_in_the_order_of_the_exact_ones() -> None:
+    """Of 0, or of equal ones: the larger score first."""
+    assert top([[-300, 0, -200, -INF]], 4)[1].tolist() == [[1, 2, 0, 3]]
+    assert top([[0, 1e-9, -1e-9]], 3)[1].tolist() == [[1, 0, 2]]
+
+
+@pytest.mark.parametrize("topk", [32, 64])
+def test_values_never_rise_where_an_exponential_does(topk: int) -> None:
+    """Of float32 next to each other the smaller one's probability may be larger, by rounding."""
+    bits = np.float32(2**-12).view(np.uint32) + np.arange(64 * 500, dtype=np.uint32)
+    x = -bits.view(np.float32).reshape(500, 64)
+    x[:, 0] = 0
+    values, indices = top(x, topk)
+    assert (np.diff(values) <= 0).all()
+    assert (indices != np.arange(topk)).any()
+
+
+@pytest.mark.parametrize("dtype", [F32, F16, BF16])
+@pytest.mark.parametrize("width", [33, 64, 257, 600])
+def test_any_topk_is_the_beginning_of_all_of_them(width: int, dtype: Any) -> None:
+    """Be few selected or all sorted."""
+    x = (np.random.default_rng(width).standard_normal((7, width)) * 60).astype(dtype)
+    x[3], x[4, 5], x[5, ::2] = x[3, 0], NAN, -INF
+    values, places = top(x, width)
+    for topk in (1, 31, 32, 33, width - 1):
+        some, indices = top(x, topk)
+        assert_same_bytes(some, np.ascontiguousarray(values[:, :topk]))
+        assert_same_bytes(indices, np.ascontiguousarray(places[:, :topk]))
 
 
 def test_scores_of_minus_infinity_are_selected_last_and_worth_0() -> None:
@@ -378,7 +404,7 @@ def read_only(dtype: Any) -> Array:
 FOOLISH = (None, "2", 2.0, 1.5, NAN, 1j, [2], (), {}, object, np.float32(2), np.array([1, 2]), b"2")
 CALCULATE: dict[str, tuple[dict[str, Any], int, str]] = {
     **{f"no {name}": ({name: None}, NULL_POINTER, f"{name} is None") for name in ("values", "indices", "x")},
-    **{f"topk {topk}": ({"topk": topk}, BAD_PARAM, f"topk={topk}") for topk in (0, -1, 33, 41, 1 << 80)},
+    **{f"topk {topk}": ({"topk": topk}, BAD_PARAM, f"topk={topk}") for topk in (0, -1, 41, True, 1 << 80)},
     **{f"topk {topk!r}": ({"topk": topk}, BAD_PARAM, f"topk={topk!r}") for topk in FOOLISH},
     **{f"norm {norm!r}": ({"norm": norm}, BAD_PARAM, f"norm={norm!r}") for norm in FOOLISH},
     **{

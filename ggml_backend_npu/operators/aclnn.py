@@ -3,7 +3,8 @@
     status, size, executor = aclnnGetRowsGetWorkspaceSize(src, indices, scale, 32, out)
     status = aclnnGetRows(None, size, executor)
 
-Tensors are 4-D, row-major; none is copied, and most may have any strides of 0 or more:
+Tensors are 4-D, row-major, of any strides. None is copied, but for one of which an axis runs backwards: that one is
+copied at each run, as the kernels walk forwards.
 
 - an ndarray of float32, float16, int32, or of int8: quants, whose scales are a tensor of their own
 - an `AclTensor`: int4, two to a byte, whose scales are a tensor of their own
@@ -27,7 +28,7 @@ silent, numbers are ggml's: GET_ROWS and CPY of its CPU backend, quantised with 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import prod
@@ -74,7 +75,7 @@ Call = Callable[[], None]
 class AclTensor:
     """A tensor of int4, for which NumPy has no type.
 
-    packed  uint8 (a, b, c, d / 2), the bytes of a row adjacent: two's complement, the low nibble holds the even element
+    packed  uint8 (a, b, c, d / 2), any strides: two's complement, the low nibble of a byte holds the even element
     shape   (a, b, c, d) of the elements
     """
 
@@ -134,12 +135,14 @@ class _Operand:
 
     type    one of _TYPES
     tensor  its memory; of i8 for int8 and for the bytes of int4
+    lent    where an axis runs backwards: the array that `tensor` is memory of, and the caller's
     """
 
     name: str
     type: str
     shape: tuple[int, ...]
     tensor: Tensor
+    lent: tuple[NDArray[Any], NDArray[Any]] | None = None
 
     @property
     def row(self) -> int:
@@ -149,8 +152,19 @@ class _Operand:
     def size(self) -> int:
         return prod(self.shape)
 
-    def is_contiguous(self) -> bool:
-        return self.size == 0 or self.tensor.is_contiguous()
+    def view(self) -> NDArray[Any]:
+        """The caller's elements, or the bytes of blocks."""
+        return self.tensor.view() if self.lent is None else self.lent[1]
+
+    def load(self) -> None:
+        """Takes what the caller's array holds."""
+        if self.lent is not None:
+            self.lent[0][...] = self.lent[1]
+
+    def store(self) -> None:
+        """Gives it to the caller's array."""
+        if self.lent is not None:
+            self.lent[1][...] = self.lent[0]
 
 
 def _operand(name: str, value: Any, types: tuple[str, ...], ranks: tuple[int, ...] = (4,)) -> _Operand:
@@ -189,23 +203,21 @@ def _int4(name: str, value: AclTensor) -> _Operand:
         value.shape == shape,
         f"{name} has shape {value.shape}: its bytes of shape {packed.shape} are int4 of shape {shape}, two to a byte",
     )
-    _require(
-        packed.size == 0 or packed.shape[3] == 1 or packed.strides[3] == 1,
-        f"{name} has strides {packed.strides}: the bytes of an int4 row must be adjacent",
-    )
-    return _Operand(name, "int4", shape, _memory(name, packed, "i8"))
+    return _Operand(name, "int4", shape, *_memory(packed, "i8"))
 
 
 def _array(name: str, array: NDArray[Any]) -> _Operand:
     kind = _TYPE_OF_DTYPE.get(array.dtype, "")
     _require(bool(kind), f"{name} is {_brief(array)}: must be one of {', '.join(map(str, _TYPE_OF_DTYPE))}")
     _require(array.ndim <= 4, f"{name} has shape {array.shape}: must be 4-D")
-    return _Operand(name, kind, array.shape, _memory(name, array))
+    return _Operand(name, kind, array.shape, *_memory(array))
 
 
-def _memory(name: str, array: NDArray[Any], type: str | None = None) -> Tensor:
-    _require(min(array.strides, default=0) >= 0, f"{name} has strides {array.strides}: none may be below 0")
-    return Tensor.of(array, type)
+def _memory(array: NDArray[Any], type: str | None = None) -> tuple[Tensor, tuple[NDArray[Any], NDArray[Any]] | None]:
+    if min(array.strides, default=0) >= 0:
+        return Tensor.of(array, type), None
+    forwards = np.empty(array.shape, array.dtype)
+    return Tensor.of(forwards, type), (forwards, array)
 
 
 def _brief(value: object) -> str:
@@ -215,15 +227,14 @@ def _brief(value: object) -> str:
 
 
 def _require_writable(operand: _Operand) -> None:
-    tensor = operand.tensor
-    _require(tensor.memory.writable, f"{operand.name} is read-only: it is written to")
-    reach = tensor.codec.block_bytes
+    view = operand.view()
+    _require(view.flags.writeable, f"{operand.name} is read-only: it is written to")
+    reach = view.itemsize
     if operand.size:
-        sizes = (tensor.n_blocks, *tensor.ne[1:])
-        for stride, n in sorted((stride, n) for stride, n in zip(tensor.nb, sizes, strict=True) if n > 1):
+        for stride, n in sorted((abs(stride), n) for stride, n in zip(view.strides, view.shape, strict=True) if n > 1):
             _require(
                 stride >= reach,
-                f"{operand.name} has strides {tensor.nb[::-1]} for shape {operand.shape}: "
+                f"{operand.name} has strides {view.strides} for shape {operand.shape}: "
                 "its elements overlap, or lie between each other's rows",
             )
             reach += (n - 1) * stride
@@ -239,19 +250,24 @@ def _require_apart(written: _Operand, *others: _Operand) -> None:
 
 def _overlap(one: _Operand, other: _Operand) -> bool:
     """Whether two tensors share bytes: exactly, not by their ends."""
-    one_view, other_view = one.tensor.view(), other.tensor.view()
     try:
-        return np.shares_memory(one_view, other_view, max_work=_WORK)  # type: ignore[arg-type]  # stub: -1 or 0
+        return np.shares_memory(one.view(), other.view(), max_work=_WORK)  # type: ignore[arg-type]  # stub: -1 or 0
     except np.exceptions.TooHardError:
         return True
 
 
 def _same_view(one: _Operand, other: _Operand) -> bool:
     """Whether two tensors are the same elements in the same places."""
-    if (one.type, one.shape, one.tensor.address) != (other.type, other.shape, other.tensor.address):
+    one_view, other_view = one.view(), other.view()
+    if (one.type, one.shape, _address(one_view)) != (other.type, other.shape, _address(other_view)):
         return False
-    strides = zip(one.tensor.ne, one.tensor.nb, other.tensor.nb, strict=True)
+    strides = zip(one_view.shape, one_view.strides, other_view.strides, strict=True)
     return all(n == 1 or a == b for n, a, b in strides)
+
+
+def _address(array: NDArray[Any]) -> int:
+    address, _ = array.__array_interface__["data"]
+    return int(address)
 
 
 # groups
@@ -259,37 +275,38 @@ def _same_view(one: _Operand, other: _Operand) -> bool:
 
 def _integer(name: str, value: Any) -> int:
     try:
+        if isinstance(value, bool):
+            raise TypeError
         return operator.index(value)
     except TypeError:
         raise _RefusedError(_invalid(f"{name} is {_brief(value)}: must be an int")) from None
 
 
-def _group_size(value: Any, row: _Operand, least: int) -> int:
-    """antiquantGroupSize as a number that divides a row, 0 where `least` allows it."""
+def _group_size(value: Any, *sides: _Operand) -> int:
+    """antiquantGroupSize as a number of elements, which divides the rows of all sides; 0 is a row of the first."""
     size = _integer("antiquantGroupSize", value)
-    _require(size >= least, f"antiquantGroupSize is {size}: must be {least} or more")
-    _require_groups(size, row)
-    return size
-
-
-def _require_groups(size: int, operand: _Operand) -> None:
-    _require(
-        size == 0 or operand.row % size == 0,
-        f"antiquantGroupSize is {size}: does not divide the {operand.row} elements of a row of {operand.name}",
-    )
+    _require(size >= 0, f"antiquantGroupSize is {size}: must be 0 or more")
+    group = size or sides[0].row
+    shown = f"{size}" if size else f"0, a row of {group} elements of {sides[0].name}"
+    for side in sides:
+        _require(
+            group == side.row or (group > 0 and side.row % group == 0),
+            f"antiquantGroupSize is {shown}: does not divide the {side.row} elements of a row of {side.name}",
+        )
+    return group
 
 
 def _groups(quants: _Operand, scale: Any, size: int) -> tuple[Groups, _Operand]:
-    """Quants with their scales: one for each `size` elements of a row, or one a row where it is 0."""
+    """Quants with their scales: one for each `size` elements of a row."""
     _require(scale is not None, f"scale is None: {quants.name} is {quants.type}, which needs one")
     scales = _operand("scale", scale, ("f32",))
     expected = (*quants.shape[:3], quants.row // size if size else 1)
     _require(
         scales.shape == expected,
         f"scale has shape {scales.shape}: must be {expected} for {quants.name} of shape {quants.shape} "
-        f"in groups of {size or quants.row}",
+        f"in groups of {size}",
     )
-    return Groups(_BITS[quants.type], size or quants.row, quants.tensor, scales.tensor), scales
+    return Groups(_BITS[quants.type], size, quants.tensor, scales.tensor), scales
 
 
 def _require_no_scale(blocks: _Operand, scale: Any, size: Any) -> None:
@@ -311,8 +328,8 @@ def aclnnGetRowsGetWorkspaceSize(
 ) -> FirstPhase:
     """out[i, j, k, l] = float32(src[i, j, r, l]) with r = indices[0, i, j, k]; quants times their scale.
 
-    src      (a, b, c, d) of float32, float16, int32, int8, int4, q8_0 or q4_0; any strides, 0 among them
-    indices  int32 (1, a, b, x) or (a, b, x), each from 0 to c - 1; any strides, 0 among them
+    src      (a, b, c, d) of float32, float16, int32, int8, int4, q8_0 or q4_0; any strides
+    indices  int32 (1, a, b, x) or (a, b, x), each from 0 to c - 1; any strides
     scale    float32 (a, b, c, d / group size): scale[i, j, r, l // group size] is src[i, j, r, l]'s. Needed for int8
              and int4, None for q8_0 and q4_0, not looked at for other types
     antiquantGroupSize  elements of a row that share a scale: divides d; 0: one scale a row. 32 or 0 for q8_0 and q4_0,
@@ -357,29 +374,46 @@ def _get_rows(src: Any, indices: Any, scale: Any, size: Any, out: Any) -> Bound:
     )
     inputs = [source, ids]
     if source.type in _BITS:
-        quants, scales = _groups(source, scale, _group_size(size, source, least=0))
+        quants, scales = _groups(source, scale, _group_size(size, source))
         inputs.append(scales)
     elif source.type in _BLOCKS:
         _require_no_scale(source, scale, size)
     _require_writable(target)
     _require_apart(target, *inputs)
-    changed = partial(_bad_index, ids.tensor, n_rows)
+    changed = partial(_bad_index, ids, n_rows)
     bad = changed()
     if bad is not None:
         raise _RefusedError(_invalid(bad))
     if target.size == 0:
         return _nothing, changed
     if source.type in _BITS:
-        return groups.dequantizer(target.tensor, quants, ids.tensor), changed
+        return _run(groups.dequantizer(target.tensor, quants, ids.tensor), inputs, target), changed
     move = None
     if source.type not in _BLOCKS or target.tensor.has_contiguous_rows():
         move = _compiled(target.tensor, source.tensor, src_ids=ids.tensor)
-    return move or partial(movers.get_rows.define, target.tensor, source.tensor, ids.tensor), changed
+    move = move or partial(movers.get_rows.define, target.tensor, source.tensor, ids.tensor)
+    return _run(move, inputs, target), changed
 
 
-def _bad_index(ids: Tensor, n_rows: int) -> str | None:
+def _run(call: Call, inputs: Sequence[_Operand], *outputs: _Operand) -> Call:
+    """The call, with copies of what runs backwards."""
+    if all(operand.lent is None for operand in (*inputs, *outputs)):
+        return call
+
+    def run() -> None:
+        for operand in inputs:
+            operand.load()
+        call()
+        for operand in outputs:
+            operand.store()
+
+    return run
+
+
+def _bad_index(ids: _Operand, n_rows: int) -> str | None:
     """What is wrong with the first index that names no row."""
-    rows = ids.view()[0]
+    rows = ids.view()
+    rows = rows[0] if rows.ndim == 4 else rows
     if rows.size == 0 or (rows.min() >= 0 and rows.max() < n_rows):
         return None
     i, j, k = (int(index) for index in np.unravel_index(((rows < 0) | (rows >= n_rows)).argmax(), rows.shape))
@@ -396,22 +430,22 @@ def aclnnCpyGetWorkspaceSize(
 ) -> FirstPhase:
     """self = src, converted, element by element in logical order; shapes may differ where the element counts agree.
 
-    self, src  (a, b, c, d) each, of float32, float16, int32, int8, int4, q8_0 or q4_0. src has any strides, 0 among
-               them; self any under which no two elements meet, and as follows
+    self, src  (a, b, c, d) each, of float32, float16, int32, int8, int4, q8_0 or q4_0. src has any strides, self any
+               under which no two elements meet
 
                the same type                 bit for bit; of int8 and int4 the quants only
                float32 -> float16            nearest, ties to even; overflow to inf
                float32 -> int32              truncated
                float16, int32 -> float32     nearest, ties to even
-               float32, float16 -> int8, int4, q8_0, q4_0  self is contiguous
-               int8, int4, q8_0, q4_0 -> float32           the elements of a row of self are adjacent
+               float32, float16 -> int8, int4, q8_0, q4_0  by groups, rounded as ggml's reference functions do it
+               int8, int4, q8_0, q4_0 -> float32           times their scale
 
     scale      float32 (a, b, c, d / group size), by rows of the int8 or int4 side. float -> int8, int4: an output, d of
                each group rounded to float16; int8, int4 -> float: an input. None where a side is q8_0 or q4_0; not
                looked at elsewhere
-    antiquantGroupSize  elements of a row that share a scale. int8, int4: 1 or more, divides the rows of both sides;
-               not looked at where they are copied to themselves in the same shape. q8_0, q4_0: 32 or 0, and the rows
-               of both sides are whole blocks. Not looked at for other types
+    antiquantGroupSize  elements of a row that share a scale. int8, int4: divides the rows of both sides; 0: one scale
+               a row of that side; not looked at where they are copied to themselves in the same shape. q8_0, q4_0: 32
+               or 0, and the rows of both sides are whole blocks. Not looked at for other types
 
     Returns (status, 0, executor for `aclnnCpy`); 161001 where self or src is None, 161002 for any other argument that
     is not as above, and where self and src share bytes; the same type in the same view is taken, and nothing is done.
@@ -469,18 +503,6 @@ def _copied(target: _Operand, source: _Operand, scale: Any, size: Any) -> Bound:
     if target.type == source.type:
         return _copied_bits(target, source, scale, size), _unchanged
     _require_apart(target, source)
-    if target.type in _QUANTISED:
-        _require(
-            target.is_contiguous(),
-            f"self has strides {target.tensor.nb[::-1]} for shape {target.shape}: "
-            f"must be contiguous for {source.type} -> {target.type}",
-        )
-    elif source.type in _QUANTISED:
-        _require(
-            target.is_contiguous() or target.tensor.has_contiguous_rows(),
-            f"self has strides {target.tensor.nb[::-1]} for shape {target.shape}: "
-            f"the elements of a row must be adjacent for {source.type} -> {target.type}",
-        )
     if target.type in _BITS:
         return _quantised(target, source, scale, size), _unchanged
     if source.type in _BITS:
@@ -490,37 +512,40 @@ def _copied(target: _Operand, source: _Operand, scale: Any, size: Any) -> Bound:
     if source.size == 0:
         return _nothing, _unchanged
     move = None
-    if target.type not in _BLOCKS or source.tensor.has_contiguous_rows():
+    floats = source if target.type in _BLOCKS else target if source.type in _BLOCKS else None
+    if floats is None or floats.tensor.has_contiguous_rows():
         move = _compiled(target.tensor, source.tensor)
-    return move or partial(movers.copy, target.tensor, source.tensor, "reference"), _unchanged
+    move = move or partial(movers.copy, target.tensor, source.tensor, "reference")
+    return _run(move, [source], target), _unchanged
 
 
 def _copied_bits(target: _Operand, source: _Operand, scale: Any, size: Any) -> Call:
     if source.type in _BLOCKS:
         _require_blocks(target, source, scale, size)
     elif source.type in _BITS and target.shape != source.shape:
-        _require_groups(_group_size(size, source, least=1), target)
+        _group_size(size, source, target)
     if source.size == 0 or _same_view(target, source):
         return _nothing
     _require_apart(target, source)
-    return _compiled(target.tensor, source.tensor) or partial(movers.copy, target.tensor, source.tensor)
+    move = _compiled(target.tensor, source.tensor) or partial(movers.copy, target.tensor, source.tensor)
+    return _run(move, [source], target)
 
 
 def _quantised(target: _Operand, source: _Operand, scale: Any, size: Any) -> Call:
-    group = _group_size(size, target, least=1)
-    _require_groups(group, source)
-    quants, scales = _groups(target, scale, group)
+    quants, scales = _groups(target, scale, _group_size(size, target, source))
     _require_writable(scales)
     _require_apart(scales, target, source)
-    return groups.quantizer(quants, source.tensor) if source.size else _nothing
+    if source.size == 0:
+        return _nothing
+    return _run(groups.quantizer(quants, source.tensor), [source], target, scales)
 
 
 def _dequantised(target: _Operand, source: _Operand, scale: Any, size: Any) -> Call:
-    group = _group_size(size, source, least=1)
-    _require_groups(group, target)
-    quants, scales = _groups(source, scale, group)
+    quants, scales = _groups(source, scale, _group_size(size, source, target))
     _require_apart(target, scales)
-    return groups.dequantizer(target.tensor, quants) if source.size else _nothing
+    if source.size == 0:
+        return _nothing
+    return _run(groups.dequantizer(target.tensor, quants), [source, scales], target)
 
 
 def _require_blocks(target: _Operand, source: _Operand, scale: Any, size: Any) -> None:

@@ -1,8 +1,13 @@
 """TopKSoftmax of InfiniOP: the softmax of each row's scores, of it the k largest, and which they are.
 
 Decided against the document or its source: the row stride of the descriptor counts (the source reads rows as if there
-were no gaps); of equal values the first comes first; a topk of 0, above the width or, as in the C API, above 32 is
-refused at the call. The document's sample output, {0.705, 0.259} for {1, 3, 2, 4} and top 2, is wrong: normalised it is
+were no gaps); a topk of 0 or above the width is refused at the call.
+
+The document sorts probabilities by std::sort, which leaves the order of equal ones open: here those that float32 cannot
+tell apart, as all that underflow to 0, are in the order of their scores, which is that of the exact probabilities; of
+equal scores the first comes first.
+
+The document's sample output, {0.705, 0.259} for {1, 3, 2, 4} and top 2, is wrong: normalised it is
 {0.7310586, 0.2689414}, and not normalised {0.6439143, 0.2368828}; the indices {3, 1} are right.
 """
 
@@ -28,7 +33,6 @@ _CODES = {
     "INFINI_STATUS_BAD_TENSOR_SHAPE": 11,
     "INFINI_STATUS_BAD_TENSOR_STRIDES": 12,
 }
-_MOST = 32  # what infiniopTopksoftmax allows topk to be
 _DTYPES = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
 
 
@@ -46,12 +50,16 @@ class TensorDescriptor:
 
     @staticmethod
     def of(array: NDArray[Any]) -> TensorDescriptor:
+        """That of an array. Raises ValueError for what is none."""
+        if not isinstance(array, np.ndarray):
+            raise ValueError(f"array is {type(array).__name__}: must be an ndarray")
         if not array.size:  # numpy's strides are 0 then
             return TensorDescriptor.contiguous(array.shape, array.dtype)
         return TensorDescriptor(array.shape, tuple(s // array.itemsize for s in array.strides), array.dtype)
 
     @staticmethod
     def contiguous(shape: tuple[int, ...], dtype: DTypeLike) -> TensorDescriptor:
+        """That of an array without gaps."""
         strides = tuple(prod(shape[i + 1 :]) for i in range(len(shape)))
         return TensorDescriptor(shape, strides, np.dtype(dtype))
 
@@ -114,7 +122,7 @@ class TopKSoftmax:
         workspace, workspace_size, stream  not used: None, 0 and None will do
         values   (N, topk) float32, indices (N, topk) int32, both contiguous
         x        what the descriptor describes
-        topk     1 to 32, and no more than width
+        topk     1 to width
         norm     whether the values of a row are divided by their sum
 
         Computed in float32. -inf has probability 0; where a row holds NaN or +inf, or -inf alone, its values are NaN
@@ -139,9 +147,8 @@ class TopKSoftmax:
                 return _error("NULL_POINTER", f"{name} is None")
         if self.width == 0:
             return _error("BAD_PARAM", "x of width 0: must be 1 or more")
-        most = min(self.width, _MOST)
-        if not _integers([topk]) or not 1 <= topk <= most:
-            return _error("BAD_PARAM", f"topk={topk!r}: must be 1 to {most}, for a width of {self.width}")
+        if not _integers([topk]) or not 1 <= topk <= self.width:
+            return _error("BAD_PARAM", f"topk={topk!r}: must be 1 to {self.width}, the width")
         if not isinstance(norm, int | np.integer | np.bool_):
             return _error("BAD_PARAM", f"norm={norm!r}: must be a bool, or an int of which 0 is no")
         for name, array in arrays.items():
@@ -178,9 +185,9 @@ def _dtype(value: Any) -> np.dtype[Any] | None:
 
 
 def _integers(values: Any) -> tuple[int, ...]:
-    """The values as integers; none where one of them is no integer, or they are no sequence."""
+    """The values as integers; none where one of them is no integer, or a bool, or they are no sequence."""
     try:
-        return tuple(operator.index(value) for value in values)
+        return () if any(isinstance(value, bool) for value in values) else tuple(map(operator.index, values))
     except TypeError:
         return ()
 

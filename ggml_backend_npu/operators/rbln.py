@@ -10,10 +10,12 @@ float16 or bfloat16, of any strides. Everything is computed in float32 and given
 statistics of rows, which are float32. An `index` is an integer of 0 or more, or a vector of Nmb of them, one for each
 entry of axis 0.
 
-What is masked is excluded: its probability is 0, whatever it holds, and a row of which all is masked is 0. The
-document's MASK_VALUE is nowhere defined; as the maximum of such a row it is the lowest float32. An axis may be -1, its
-default, which the document's `0 <= axis` rules out; a mask, an index or a sink goes with the last axis only. Where it
-has no default, in insert, window_insert and window_slice, it is 0 or more.
+What is masked is excluded: its probability is 0, whatever it holds, and what of an axis is masked altogether is 0. The
+document's MASK_VALUE is nowhere defined; as the maximum of such a row it is the lowest float32. A mask is of any type
+that can be compared with 0. An axis may be -1, its default, which the document's `0 <= axis` rules out, and so counts
+from the end where it is negative; where it has no default, in insert, window_insert and window_slice, it is 0 or more.
+
+The document's constraints hold unless strict=False says otherwise, where an operator has that argument.
 
 Every operator raises ValueError, with a line that names the argument and its value, before it writes anything.
 """
@@ -56,6 +58,7 @@ Statistics = tuple[Floats, Array, Floats]
 
 _BF16 = np.dtype(ml_dtypes.bfloat16)
 _FLOATS = (np.dtype(np.float32), np.dtype(np.float16), _BF16)
+_MARKED = (np.dtype(np.bool_), np.dtype(np.float32), np.dtype(np.float16))
 
 # arguments
 
@@ -66,29 +69,41 @@ def _shown(value: Any) -> str:
     return text if len(text) < 80 else f"{text[:76]}..."
 
 
-def _int(name: str, value: Any, least: int) -> int:
+def _int(name: str, value: Any, least: int | None = None) -> int:
     try:
+        if isinstance(value, bool):
+            raise TypeError
         number = operator.index(value)
     except TypeError:
         raise ValueError(f"{name} {_shown(value)}: must be an integer") from None
-    if number < least:
+    if least is not None and number < least:
         raise ValueError(f"{name} {number}: must be at least {least}")
     return number
 
 
 def _axis(axis: Any, array: Array, from_end: bool = True) -> int:
     """Which axis it is, counted from the first; from_end: it may be negative."""
-    try:
-        number = operator.index(axis)
-    except TypeError:
-        raise ValueError(f"axis {_shown(axis)}: must be an integer") from None
+    number = _int("axis", axis)
+    if array.ndim == 0:
+        raise ValueError(f"axis {number}: a single number has no axes")
     if not (-array.ndim if from_end else 0) <= number < array.ndim:
         raise ValueError(f"axis {number}: must be from {-array.ndim if from_end else 0} to {array.ndim - 1}")
     return number % array.ndim
 
 
+def _array(name: str, value: Any) -> Array:
+    """Numbers of any type."""
+    try:
+        array = np.asarray(value)
+    except ValueError:  # lists of unequal lengths
+        array = np.empty(0, object)
+    if array.dtype.kind in "OSUMmV" and array.dtype.type.__module__ != ml_dtypes.bfloat16.__module__:
+        raise ValueError(f"{name} {_shown(value)}: must be an array of numbers")
+    return array
+
+
 def _floats(name: str, value: Any) -> Array:
-    array = np.asarray(value)
+    array = _array(name, value)
     if array.dtype not in _FLOATS:
         raise ValueError(f"{name} of {array.dtype}: must be float32, float16 or bfloat16")
     return array
@@ -134,6 +149,23 @@ def _same_but(axis: int, name: str, array: Array, data: Array) -> None:
         raise ValueError(f"{name} of shape {array.shape}: must be {data.shape} but for axis {axis}")
 
 
+def _kind(dtype: np.dtype[Any]) -> str:
+    return "float" if dtype == _BF16 or dtype.kind == "f" else "integer" if dtype.kind in "iu" else dtype.name
+
+
+def _as(dtype: np.dtype[Any], value: Array) -> Array:
+    """The very numbers in another type: any where it has all of the value's type, or those it has of its own kind."""
+    beyond = value.dtype.kind in "iu" and value.itemsize == 8 and dtype.kind in "fc"  # NumPy calls that safe
+    if np.can_cast(value.dtype, dtype, "safe") and not beyond:
+        return value
+    if _kind(dtype) == _kind(value.dtype):
+        with np.errstate(all="ignore"):
+            converted = value.astype(dtype)
+        if ((converted == value) | ((converted != converted) & (value != value))).all():
+            return converted
+    raise ValueError(f"value of {value.dtype}: ptr is of {dtype}, which does not have all of its numbers")
+
+
 # memory
 
 
@@ -166,7 +198,7 @@ def dynamic_load(ptr: ArrayLike, axis: int = -1, index: ArrayLike | None = None)
 
     The document does not say what follows: zeros, as 0 * NaN in a product with probabilities would be NaN.
     """
-    source = np.asarray(ptr)
+    source = _array("ptr", ptr)
     if index is None:
         return np.array(source, order="C")
     along = _axis(axis, source)
@@ -180,48 +212,52 @@ def dynamic_store(ptr: Array, value: ArrayLike, axis: int = -1, index: ArrayLike
     """Writes the first `index` elements of value along an axis to ptr; the rest of ptr stays.
 
     ptr    written to; it may be a view
-    value  of ptr's shape, or longer along the axis, of which the rest is ignored; floats go into any floats
+    value  of ptr's shape, or longer along the axis, of which the rest is ignored. Of ptr's type; or of one whose every
+           number that has, as float32 has float16's and int16's; or of its kind, integers or floats, where it has the
+           very numbers that are stored. Nothing is rounded: that is for the caller to do
     index  how many; more than ptr has is all of ptr. None, which the document also calls length, for all of value,
            whatever axis says
     """
     if not isinstance(ptr, np.ndarray) or not ptr.flags.writeable:
         raise ValueError(f"ptr {type(ptr).__name__}: must be an array that can be written to")
-    values = np.asarray(value)
-    if not np.can_cast(values.dtype, ptr.dtype, "same_kind"):
-        raise ValueError(f"value of {values.dtype}: ptr is of {ptr.dtype}")
+    values = _array("value", value)
     along = ptr.ndim if index is None else _axis(axis, ptr)
     fits = values.ndim == ptr.ndim and all(
         v == p or (v > p and i == along) for i, (v, p) in enumerate(zip(values.shape, ptr.shape, strict=True))
     )
     if not fits:
         raise ValueError(f"value of shape {values.shape}: does not fit ptr of shape {ptr.shape}")
-    if index is None:
-        ptr[...] = values
-        return
-    for length, at, (to, new) in _each(_index(index, len(ptr)), along, ptr, values):
-        n = min(length, to.shape[at])
-        to[_part(at, 0, n)] = new[_part(at, 0, n)]
+    parts = [(ptr, values)]
+    if index is not None:
+        parts = []
+        for length, at, (to, new) in _each(_index(index, len(ptr)), along, ptr, values):
+            part = _part(at, 0, min(length, to.shape[at]))
+            parts.append((to[part], new[part]))
+    stored = [_as(ptr.dtype, new) for _, new in parts]
+    for (to, _), new in zip(parts, stored, strict=True):
+        to[...] = new
 
 
-def insert(data: ArrayLike, updates: ArrayLike, axis: int, index: ArrayLike, *, strict: bool = False) -> Array:
+def insert(data: ArrayLike, updates: ArrayLike, axis: int, index: ArrayLike, *, strict: bool = True) -> Array:
     """A copy of data in which updates stand instead of the elements from `index` on along an axis.
 
     data     any shape, any type
     updates  of data's type and, but for the axis, shape; along it no longer than data
-    index    from 0 to data's length, of which the last leaves data as it is: kernels insert so into full partitions,
-             though the document has index < length
-    strict   updates of which some would fall behind the end are an error; they are dropped where it is False. None of
-             them fit at the index of a full partition, which is no error in either case
+    index    0 or more, and below data's length along the axis
+    strict   False: the index may be data's length, that of a full partition, and updates beyond the end are dropped,
+             as RBLN's own kernels have it; by default both are an error
     """
-    array, new = np.asarray(data), np.asarray(updates)
+    array, new = _array("data", data), _array("updates", updates)
     along = _axis(axis, array, from_end=False)
     _same_but(along, "updates", new, array)
     size, n_new = array.shape[along], new.shape[along]
     if n_new > size:
         raise ValueError(f"updates of shape {new.shape}: longer along axis {along} than data of shape {array.shape}")
-    at = _index(index, len(array), size)
+    at = _index(index, len(array))
     for first in np.ravel(at).tolist():
-        if strict and 0 < size - first < n_new:
+        if first >= size + (not strict):
+            raise ValueError(f"index {first}: must be {'below' if strict else 'at most'} {size}, data's length")
+        if strict and size - first < n_new:
             raise ValueError(f"index {first}: {n_new} updates from there do not fit into {size}")
     updated = np.array(array, order="C")
     for first, part, (to, values) in _each(at, along, updated, new):
@@ -238,7 +274,7 @@ def window_insert(data: ArrayLike, updates: ArrayLike, axis: int, index: ArrayLi
 
     The document does not say what follows the updates; window_softmax excludes it.
     """
-    array, new = np.asarray(data), np.asarray(updates)
+    array, new = _array("data", data), _array("updates", updates)
     along = _axis(axis, array, from_end=False)
     _same_but(along, "updates", new, array)
     at = _index(index, len(array))
@@ -251,21 +287,25 @@ def window_insert(data: ArrayLike, updates: ArrayLike, axis: int, index: ArrayLi
     return updated
 
 
-def window_slice(data: ArrayLike, index: ArrayLike, axis: int, window_size: int) -> Array:
-    """The `window_size` elements along an axis that end in front of `index`; what is there of them, then zeros.
+def window_slice(data: ArrayLike, index: ArrayLike, axis: int, window_size: int, *, padded: bool = False) -> Array:
+    """A copy of the `window_size` elements along an axis that end in front of `index`; of the first `index` before.
 
     data         any shape, any type, no shorter along the axis than the window
-    index        0 or more; above data's length it is that length
-
-    The document gives fewer elements where index < window_size; the result goes into a block of a window's length.
+    index        0 or more; above data's length it is that length. Of one for each entry of axis 0, all have to give as
+                 many elements, unless padded
+    padded       zeros follow where index < window_size, so that the result always fits a block of a window's length
     """
-    array = np.asarray(data)
+    array = _array("data", data)
     along, window = _axis(axis, array, from_end=False), _int("window_size", window_size, 1)
     at = _index(index, len(array))
     size = array.shape[along]
     if size < window:
         raise ValueError(f"window_size {window}: data of shape {array.shape} is shorter along axis {along}")
-    sliced = np.zeros((*array.shape[:along], window, *array.shape[along + 1 :]), array.dtype)
+    lengths = {window} if padded else {min(value, window) for value in np.ravel(at).tolist()}
+    if len(lengths) > 1:
+        raise ValueError(f"index {_shown(index)}: slices of {sorted(lengths)} elements are no one array, unless padded")
+    n = lengths.pop() if lengths else window
+    sliced = np.zeros((*array.shape[:along], n, *array.shape[along + 1 :]), array.dtype)
     for value, part, (to, old) in _each(at, along, sliced, array):
         end = min(value, size)
         begin = max(0, end - window)
@@ -310,7 +350,7 @@ def nn_pad(input: ArrayLike, value: Any, axis: int, pad_size: Any, mode: str = "
     mode      constant; reflect: mirrored at the border, which is not repeated; edge, which the document also calls
               replicate: the border's element
     """
-    array = np.asarray(input)
+    array = _array("input", input)
     along = _axis(axis, array)
     before, after = _pads(pad_size)
     if not isinstance(mode, str) or mode not in _MODES:
@@ -330,7 +370,7 @@ def nn_pad(input: ArrayLike, value: Any, axis: int, pad_size: Any, mode: str = "
 
 
 def _merged(x: Array) -> Array | None:
-    """5 axes as 4, Head x Group one of them; None where that would be a copy."""
+    """5 axes as 4, the second and third one of them; None where that would be a copy."""
     n, head, group, seq, channel = x.shape
     apart = head != 1 and group != 1 and x.strides[1] != group * x.strides[2]
     return None if apart else x.reshape(n, head * group, seq, channel)
@@ -348,8 +388,8 @@ def _compiled(
     if any(stride < 0 for stride in x.strides):
         x = x.copy()
     if x.ndim == 5:
-        merged = _merged(x)
-        if merged is None:
+        merged, merged_marks = _merged(x), None if marks is None else _merged(marks)
+        if merged is None or (marks is not None and merged_marks is None):
             for n in range(len(x)):
                 part = None
                 if statistics is not None:
@@ -358,18 +398,15 @@ def _compiled(
                 _compiled(
                     dst[n],
                     x[n],
-                    None if marks is None else np.broadcast_to(marks, (len(x), *marks.shape[1:]))[n],
+                    None if marks is None else marks[n],
                     None if sink is None else sink[0],
                     None if offsets is None else np.full(x.shape[1], offsets[n]),
                     window,
                     part,
                 )
             return
-        x, dst = merged, dst.reshape(merged.shape)
-        marks = None if marks is None else marks[:, 0]
+        x, dst, marks = merged, dst.reshape(merged.shape), merged_marks
         sink = None if sink is None else sink.reshape(1, -1, 1, 1)
-    if marks is not None:
-        marks = np.broadcast_to(marks.view(np.float16) if marks.dtype == _BF16 else marks, x.shape)
     sinks = None if sink is None else np.broadcast_to(sink[..., 0], x.shape[:3])
     Rows(
         Tensor.of(dst),
@@ -383,7 +420,8 @@ def _compiled(
 
 
 def _kept(x: Array, marks: Array | None, offsets: NDArray[np.int64] | None, window: int) -> NDArray[np.bool_]:
-    kept = np.ones(x.shape, np.bool_) if marks is None else np.broadcast_to(marks != 0, x.shape)
+    """What takes part, of as many axes as x, which it is broadcast to."""
+    kept = np.ones([1] * x.ndim, np.bool_) if marks is None else marks != 0
     if offsets is None:
         return kept
     position = offsets.reshape(-1, *[1] * (x.ndim - 1)) + np.arange(x.shape[-2])[:, None]
@@ -394,16 +432,25 @@ def _kept(x: Array, marks: Array | None, offsets: NDArray[np.int64] | None, wind
 
 def _softmax(
     x: Array,
+    axis: int = -1,
     marks: Array | None = None,
     sink: Floats | None = None,
     offsets: NDArray[np.int64] | None = None,
     window: int = 0,
 ) -> Array:
+    if axis % x.ndim != x.ndim - 1:  # a sink is a column of its own, of which nothing is left in the output
+        kept = np.broadcast_to(_kept(x, marks, offsets, window), x.shape)
+        along_last = _softmax(np.moveaxis(x, axis, -1), marks=np.moveaxis(kept, axis, -1))
+        return np.moveaxis(along_last, -1, axis)
     if engine() == "reference":
         return masked(x.astype(np.float32), _kept(x, marks, offsets, window), sink).astype(x.dtype)
     output = np.empty(x.shape, x.dtype)
-    _compiled(output, x, marks, sink, offsets, window, None)
+    _compiled(output, x, _broadcast(marks, x), sink, offsets, window, None)
     return output
+
+
+def _broadcast(marks: Array | None, x: Array) -> Array | None:
+    return None if marks is None else np.broadcast_to(marks, x.shape)
 
 
 def _tile(
@@ -413,29 +460,29 @@ def _tile(
         maxima, e, sums = masked_tile(x.astype(np.float32), _kept(x, marks, offsets, 0), sink, before)
         return maxima, e.astype(x.dtype), sums
     e, maxima, sums = np.empty(x.shape, x.dtype), *(np.empty((*x.shape[:-1], 1), np.float32) for _ in range(2))
-    _compiled(e, x, marks, sink, offsets, 0, (before, maxima, sums))
+    _compiled(e, x, _broadcast(marks, x), sink, offsets, 0, (before, maxima, sums))
     return maxima, e, sums
 
 
-def _scores(input: Any, axis: Any = -1) -> Array:
+def _scores(input: Any, axis: Any = -1) -> tuple[Array, int]:
+    """Scores of 4 axes or 5, and which axis it is."""
     x = _floats("input", input)
     if x.ndim not in (4, 5):
         raise ValueError(f"input of shape {x.shape}: must have 4 axes or 5")
-    if _axis(axis, x) != x.ndim - 1:
-        raise ValueError(f"axis {axis}: mask, index and sink belong to the last axis of input of shape {x.shape}")
-    if x.shape[-1] == 0:
-        raise ValueError(f"input of shape {x.shape}: there is nothing along its last axis")
-    return x
+    along = _axis(axis, x)
+    if x.shape[along] == 0:
+        raise ValueError(f"input of shape {x.shape}: there is nothing along axis {along}")
+    return x, along
 
 
 def _marks(name: str, mask: Any, shape: tuple[int, ...], x: Array) -> Array:
-    """A mask of this shape; its first axis may be 1."""
-    marks = np.asarray(mask)
-    if marks.dtype not in (np.dtype(np.bool_), *_FLOATS):
-        raise ValueError(f"{name} of {marks.dtype}: must be bool, float32, float16 or bfloat16")
+    """A mask of this shape, of a type that the kernel reads; its first axis may be 1."""
+    marks = _array(name, mask)
     if marks.ndim != len(shape) or marks.shape[0] not in (1, shape[0]) or marks.shape[1:] != shape[1:]:
         raise ValueError(f"{name} of shape {marks.shape}: must be {shape} for input of shape {x.shape}")
-    return marks
+    if marks.dtype == _BF16:
+        return marks.view(np.float16)  # zeros of both signs have the same bits
+    return marks if marks.dtype in _MARKED else marks != 0
 
 
 def _mask(mask: Any, x: Array) -> Array:
@@ -493,15 +540,16 @@ def softmax(input: ArrayLike, axis: int = -1) -> Array:
 
 
 def masked_softmax(input: ArrayLike, mask: ArrayLike, sink: ArrayLike | None = None, axis: int = -1) -> Array:
-    """softmax along the last axis of what the mask leaves.
+    """softmax along an axis of what the mask leaves.
 
     input  (Nmb, Head, Group, Seq, Channel) or (Nmb, Head x Group, Seq, Channel)
-    mask   (Nmb or 1, 1, 1, Seq, Channel) or (Nmb or 1, 1, Seq, Channel), bool or float: 0 where input is excluded
-    sink   (1, Head, Group, 1, 1) or (1, Head x Group, 1, 1), float: one more score of each row, which takes its share
-           of the sum and has no place in the output (the document's `output[...:-1]` is `output[..., :-1]`)
+    mask   (Nmb or 1, 1, 1, Seq, Channel) or (Nmb or 1, 1, Seq, Channel), any type: 0 where input is excluded
+    sink   (1, Head, Group, 1, 1) or (1, Head x Group, 1, 1), float: one more column, which takes its share of each
+           row's sum and has no place in the output (the document's `output[...:-1]` is `output[..., :-1]`). It is added
+           along the last axis whatever axis says, as in the document, and so without effect along another one
     """
-    x = _scores(input, axis)
-    return _softmax(x, _mask(mask, x), _sink(sink, x))
+    x, along = _scores(input, axis)
+    return _softmax(x, along, _mask(mask, x), _sink(sink, x))
 
 
 def dynamic_masked_softmax(
@@ -511,18 +559,18 @@ def dynamic_masked_softmax(
     sink: ArrayLike | None = None,
     axis: int = -1,
 ) -> Array:
-    """softmax along the last axis of what is causal: row i of Seq has columns 0 to index + i, less what is masked.
+    """softmax along an axis of what is causal: row i of Seq has columns 0 to index + i, less what is masked.
 
     input  (Nmb, Head, Group, Seq, Channel) or (Nmb, Head x Group, Seq, Channel)
     index  how many tokens came before row 0: 0 to Channel
-    mask   (Nmb or 1, Channel), bool or float: 0 where a column is excluded
+    mask   (Nmb or 1, Channel), any type: 0 where a column is excluded
     sink   see masked_softmax
 
     The document's own mask would hide the new tokens, as it is 1 below index only; a mask stays in force for them here.
     Its syntax line calls the operator causal_masked_softmax, its algorithm the index length.
     """
-    x = _scores(input, axis)
-    return _softmax(x, _columns(mask, x), _sink(sink, x), _offsets(index, x, x.shape[-1]))
+    x, along = _scores(input, axis)
+    return _softmax(x, along, _columns(mask, x), _sink(sink, x), _offsets(index, x, x.shape[-1]))
 
 
 def window_softmax(
@@ -533,38 +581,37 @@ def window_softmax(
     axis: int = -1,
     pad_c: int = -1,
     *,
-    strict: bool = False,
+    strict: bool = True,
 ) -> Array:
-    """softmax along the last axis of a window: row i of Seq has the window_size columns that end with index + i.
+    """softmax along an axis of a window: row i of Seq has the window_size columns that end with index + i.
 
     input        (Nmb, Head, Group, Seq, Channel) or (Nmb, Head x Group, Seq, Channel), Channel >= window_size + Seq
     index        how many tokens of the window came before row 0: 0 to window_size
     sink         see masked_softmax
-    window_size  1 or more; required, though the document has a default
-    pad_c        -1: the document does not say what others would mean
-    strict       the document's rule for the size of a window holds: at least 128, and a multiple of 64
+    window_size  at least 128, and a multiple of 64; required, though the document has a default
+    pad_c        any integer, without effect: nothing in the document's algorithm reads it
+    strict       False: a window of 1 or more
 
     The document's own mask would hide the new tokens, as it is 1 below index only.
     """
-    x = _scores(input, axis)
+    x, along = _scores(input, axis)
     logits = _sink(sink, x)
     if window_size is None:
         raise ValueError("window_size None: is required")
     window = _int("window_size", window_size, 1)
     if strict and (window < 128 or window % 64):
         raise ValueError(f"window_size {window}: must be at least 128 and a multiple of 64")
-    if _int("pad_c", pad_c, -1) != -1:
-        raise ValueError(f"pad_c {pad_c}: not supported, must be -1")
+    _int("pad_c", pad_c)
     if x.shape[-1] < window + x.shape[-2]:
         raise ValueError(f"input of shape {x.shape}: a window of {window} and {x.shape[-2]} rows need more columns")
-    return _softmax(x, None, logits, _offsets(index, x, window), window)
+    return _softmax(x, along, None, logits, _offsets(index, x, window), window)
 
 
 def flash_attn_tile(input: ArrayLike, mask: ArrayLike, row_max_i: ArrayLike | None = None) -> Statistics:
     """One tile of a flash attention: (row_max_global, row_exp_norm, row_sum_cur).
 
     input      (Nmb, Head, Group, Seq, Channel) or (Nmb, Head x Group, Seq, Channel)
-    mask       (Nmb or 1, 1, 1, Seq, Channel) or (Nmb or 1, 1, Seq, Channel), bool or float: 0 where input is excluded
+    mask       (Nmb or 1, 1, 1, Seq, Channel) or (Nmb or 1, 1, Seq, Channel), any type: 0 where input is excluded
     row_max_i  (..., Seq, 1), float: row_max_global of the tile before; None for the first tile
 
     row_max_global  (..., Seq, 1), float32: the greatest score of the row so far; of none the lowest float32
@@ -572,9 +619,10 @@ def flash_attn_tile(input: ArrayLike, mask: ArrayLike, row_max_i: ArrayLike | No
     row_sum_cur     (..., Seq, 1), float32: its sum over the tile
 
     Reductions keep their axis, which the document's algorithm drops. A score of -inf counts for nothing, so that tiles
-    give what the whole row would.
+    give what the whole row would. A NaN of row_max_i, or of input where it is not masked, makes all three NaN in its
+    row, as it makes the row of a softmax NaN.
     """
-    x = _scores(input)
+    x, _ = _scores(input)
     return _tile(x, _mask(mask, x), None, None, _before(row_max_i, x))
 
 
@@ -588,13 +636,13 @@ def dynamic_flash_attn_tile(
     """flash_attn_tile of what is causal: row i of Seq has columns 0 to index + i, less what is masked.
 
     index  how many of the tokens before row 0 are in this tile: 0 to Channel
-    mask   (Nmb or 1, Channel), bool or float: 0 where a column is excluded
+    mask   (Nmb or 1, Channel), any type: 0 where a column is excluded
     sink   see masked_softmax; it is in the maximum and in the sum, so only one tile of a row may be given it
 
     The caller has to leave out a tile that begins behind the last row's token: its index is 0, as is that of a tile
     which begins with row 0.
     """
-    x = _scores(input)
+    x, _ = _scores(input)
     marks, offsets = _columns(mask, x), _offsets(index, x, x.shape[-1])
     return _tile(x, marks, _sink(sink, x), offsets, _before(row_max_i, x))
 

@@ -2,6 +2,11 @@
 
 Where the document contradicts itself: rwkvag has 6 rows (its docstring says 5), ht is always [B, 1, C], h0 must be too.
 Its int8 has no meaning without scales, which it does not name: here they are arguments.
+
+Its table gives x and rwkvag their types independently: all nine pairs are taken. An operand is made float32 first, with
+no rounding for float32 and float16 and one, of quant times scale, for int8; SUB, MUL and ADD round to float32 each; the
+sum is rounded once more where x is not float32, to x's type, to nearest, ties to even: to infinity where float16 ends,
+to -128 or 127 where int8 does.
 """
 
 from __future__ import annotations
@@ -34,7 +39,7 @@ def token_shift(
     """(xr, xw, xk, xv, xa, xg, ht): each token's interpolation with the one before it, x + (previous - x) * rwkvag[i].
 
     x       [B, T, C] float32, float16 or int8; any strides from row to row
-    rwkvag  [6, 1, 1, C] or [6, C], of x's dtype or float32, in the order r, w, k, v, a, g
+    rwkvag  [6, 1, 1, C] or [6, C], float32, float16 or int8 whatever x is, in the order r, w, k, v, a, g
     h0      [B, 1, C] float32 or float16: what comes before the first token of each sequence
     x_scale, mu_scale, out_scale  what one step of an int8 x, rwkvag and output is worth; out_scale one for all or six.
             Outputs are rounded to nearest, ties to even, and saturate
@@ -84,8 +89,8 @@ def _checked(x: Array, rwkvag: Array, h0: Array) -> tuple[int, int, int]:
         raise ValueError(f"h0 of shape {h0.shape}: must be [{batch}, 1, {width}]")
     if x.dtype.name not in _TYPES or not x.dtype.isnative:
         raise ValueError(f"x of dtype {x.dtype}: must be float32, float16 or int8")
-    if rwkvag.dtype not in (x.dtype, np.float32):
-        raise ValueError(f"rwkvag of dtype {rwkvag.dtype}: must be {x.dtype}, as x, or float32")
+    if rwkvag.dtype.name not in _TYPES or not rwkvag.dtype.isnative:
+        raise ValueError(f"rwkvag of dtype {rwkvag.dtype}: must be float32, float16 or int8")
     if h0.dtype not in (np.float32, np.float16):
         raise ValueError(f"h0 of dtype {h0.dtype}: must be float32 or float16")
     return batch, n_tokens, width

@@ -49,7 +49,7 @@ class Groups:
 
     bits    of an integer: 8, or 4 in two's complement, the low nibble of a byte before the high one
     size    elements of a group, adjacent in a row; divides the row
-    quants  i8, ne (d, c, b, a) of int8 or (d / 2, c, b, a) of pairs of int4, which are adjacent in a row
+    quants  i8, ne (d, c, b, a) of int8 or (d / 2, c, b, a) of pairs of int4; any strides
     scales  f32, ne (d / size, c, b, a)
     """
 
@@ -96,18 +96,18 @@ def dequantizer(dst: Tensor, src: Groups, ids: Tensor | None = None) -> Call:
         return partial(define_dequantize, dst, src, ids)
     rows = dst.ne[1:] if ids is not None else None
     sides = _quants_side(src, ids, rows), _scales_side(src, ids, rows), _floats_side(dst, src.size)
-    return _job(_dequantize, sides, src, (src.quants.nb[0], dst.nb[0]), dst.n_elements)
+    return _job(_dequantize, sides, src, dst)
 
 
 def quantizer(dst: Groups, src: Tensor) -> Call:
-    """The call that fills quants and scales of dst, of which the quants are contiguous, from src: f32 or f16.
+    """The call that fills quants and scales of dst from src: f32 or f16, whose rows are whole groups.
 
-    src has any strides; its rows are whole groups. Shapes may differ where the element counts agree.
+    All have any strides. Shapes may differ where the element counts agree.
     """
     if engine() == "reference":
         return partial(define_quantize, dst, src)
     sides = _floats_side(src, dst.size), _quants_side(dst), _scales_side(dst)
-    return _job(_quantize, sides, dst, (src.nb[0], src.type == "f16"), src.n_elements)
+    return _job(_quantize, sides, dst, src)
 
 
 # definitions
@@ -182,12 +182,12 @@ def _columns(group: Indices, size: int) -> Indices:
 
 
 # kernels: they walk three sides in units of groups; addresses and strides of int4 count nibbles, not bytes
-_FURTHER = 5  # parameters in front of the sides
+_FURTHER = 6  # parameters in front of the sides
 
 
 def _quants_side(of: Groups, ids: Tensor | None = None, rows: tuple[int, ...] | None = None) -> Parameters:
     tensor, nibbles = of.quants, 8 // of.bits
-    step = of.size * (tensor.nb[0] if of.bits == 8 else 1)
+    step = of.size * tensor.nb[0]
     units = [of.scales.ne[0], *(rows or tensor.ne[1:])]
     return side_at(tensor.address * nibbles, units, [step, *(nb * nibbles for nb in tensor.nb[1:])], ids)
 
@@ -201,13 +201,11 @@ def _floats_side(tensor: Tensor, size: int) -> Parameters:
     return side_at(tensor.address, [tensor.ne[0] // size, *tensor.ne[1:]], [tensor.nb[0] * size, *tensor.nb[1:]])
 
 
-def _job(
-    kernel: CFunction, sides: tuple[Parameters, ...], of: Groups, further: tuple[int, int], n_elements: int
-) -> Job:
+def _job(kernel: CFunction, sides: tuple[Parameters, ...], of: Groups, floats: Tensor) -> Job:
     """The kernel over all groups; groups that share a byte are one unit."""
     together = 2 if of.bits == 4 and of.size % 2 else 1
-    p = parameters(of.bits, of.size, together, *further, *sides)
-    return Job(Work(kernel, p, n_elements // of.size // together, 4 * n_elements))
+    p = parameters(of.bits, of.size, together, of.quants.nb[0], floats.nb[0], floats.type == "f16", *sides)
+    return Job(Work(kernel, p, floats.n_elements // of.size // together, 4 * floats.n_elements))
 
 
 @inlined
@@ -218,6 +216,16 @@ def _adjacent(dtype, address, step, i):
 @inlined
 def _apart(dtype, address, step, i):
     return array_at(address + i * step, dtype, 1)[0]
+
+
+@inlined
+def _put_adjacent(dtype, address, step, i, value):
+    array_at(address, dtype, 1)[i] = value
+
+
+@inlined
+def _put_apart(dtype, address, step, i, value):
+    array_at(address + i * step, dtype, 1)[0] = value
 
 
 @inlined
@@ -234,6 +242,13 @@ def _start(side, unit):
 @inlined
 def _here(side, at):
     return at[4] + at[0] * side[NB]
+
+
+@inlined
+def _pairs(side, at, size, step):
+    """Of a group of int4: where the byte of its first element lies, and 1 where that is the high nibble, else 0."""
+    high = at[0] * size % 2
+    return (_here(side, at) - high * step) // 2, high
 
 
 @inlined
@@ -264,17 +279,18 @@ def _dequantize_int8(quants, step, scale, floats, floats_step, size):
 
 
 @inlined
-def _dequantize_int4(nibbles, scale, floats, floats_step, size):
-    if nibbles % 2 == 0 and size % 2 == 0 and floats_step == 4:
-        q = array_at(nibbles // 2, types.uint8, size // 2)
+def _dequantize_int4(pairs, high, step, scale, floats, floats_step, size):
+    if high == 0 and size % 2 == 0 and step == 1 and floats_step == 4:
+        q = array_at(pairs, types.uint8, size // 2)
         y = array_at(floats, types.float32, size)
         for i in range(size // 2):
             y[2 * i] = _int4(q[i] & types.uint8(15)) * scale
             y[2 * i + 1] = _int4(q[i] >> types.uint8(4)) * scale
         return
     for i in range(size):
-        pair = array_at((nibbles + i) // 2, types.uint8, 1)[0]
-        nibble = pair >> types.uint8(4) if (nibbles + i) % 2 else pair & types.uint8(15)
+        at = high + i
+        pair = _apart(types.uint8, pairs, step, at // 2)
+        nibble = pair >> types.uint8(4) if at % 2 else pair & types.uint8(15)
         array_at(floats + i * floats_step, types.float32, 1)[0] = _int4(nibble) * scale
 
 
@@ -288,7 +304,7 @@ def _three_sides(p):
 @compiled
 def _dequantize(p, begin, end):
     """`define_dequantize` of units [begin, end)."""
-    bits, size, together, step, floats_step = values(p, _FURTHER)
+    bits, size, together, step, floats_step, _ = values(p, _FURTHER)
     quants, scales, floats = _three_sides(p)
     begin, end = begin * together, end * together
     q, s, y = _start(quants, begin), _start(scales, begin), _start(floats, begin)
@@ -297,7 +313,8 @@ def _dequantize(p, begin, end):
         if bits == 8:
             _dequantize_int8(_here(quants, q), step, scale, _here(floats, y), floats_step, size)
         else:
-            _dequantize_int4(_here(quants, q), scale, _here(floats, y), floats_step, size)
+            pairs, high = _pairs(quants, q, size, step)
+            _dequantize_int4(pairs, high, step, scale, _here(floats, y), floats_step, size)
         q, s, y = _next(quants, q), _next(scales, s), _next(floats, y)
     return 0
 
@@ -310,7 +327,7 @@ def _magnitude(x):
 
 
 @inlined
-def _quantize_group(load, widen, dtype, x, step, bits, quants, size):
+def _quantize_group(load, put, widen, dtype, x, step, bits, quants, high, quants_step, size):
     """Returns the group's scale."""
     largest = types.uint32(0)
     for i in range(size):
@@ -327,20 +344,20 @@ def _quantize_group(load, widen, dtype, x, step, bits, quants, size):
         d = extreme / types.float32(-8)
     inverse = types.float32(1) / d if d != types.float32(0) else types.float32(0)
     if bits == 8:
-        q = array_at(quants, types.int8, size)
         for i in range(size):
-            q[i] = types.int8(truncate_to_int32(round_half_away(widen(load(dtype, x, step, i)) * inverse)))
-    elif size % 2 == 0:
-        pairs = array_at(quants // 2, types.uint8, size // 2)
+            code = types.int8(truncate_to_int32(round_half_away(widen(load(dtype, x, step, i)) * inverse)))
+            put(types.int8, quants, quants_step, i, code)
+    elif high == 0 and size % 2 == 0:
         for i in range(size // 2):
             low = _q4(widen(load(dtype, x, step, 2 * i)), inverse)
-            high = _q4(widen(load(dtype, x, step, 2 * i + 1)), inverse)
-            pairs[i] = low | types.uint8(high << types.uint8(4))
+            upper = _q4(widen(load(dtype, x, step, 2 * i + 1)), inverse)
+            put(types.uint8, quants, quants_step, i, low | types.uint8(upper << types.uint8(4)))
     else:
         for i in range(size):
             code = _q4(widen(load(dtype, x, step, i)), inverse)
-            pair = array_at((quants + i) // 2, types.uint8, 1)
-            if (quants + i) % 2:
+            at = high + i
+            pair = array_at(quants + at // 2 * quants_step, types.uint8, 1)
+            if at % 2:
                 pair[0] = (pair[0] & types.uint8(0x0F)) | types.uint8(code << types.uint8(4))
             else:
                 pair[0] = (pair[0] & types.uint8(0xF0)) | code
@@ -355,24 +372,29 @@ def _q4(x, inverse):
 
 
 @inlined
-def _quantize_from(widen, dtype, itemsize, x, step, bits, quants, size):
-    if step == itemsize:
-        return _quantize_group(_adjacent, widen, dtype, x, step, bits, quants, size)
-    return _quantize_group(_apart, widen, dtype, x, step, bits, quants, size)
+def _quantize_from(widen, dtype, itemsize, x, step, bits, quants, high, quants_step, size):
+    if step == itemsize and quants_step == 1:
+        return _quantize_group(_adjacent, _put_adjacent, widen, dtype, x, step, bits, quants, high, quants_step, size)
+    return _quantize_group(_apart, _put_apart, widen, dtype, x, step, bits, quants, high, quants_step, size)
 
 
 @compiled
 def _quantize(p, begin, end):
     """`define_quantize` of units [begin, end)."""
-    bits, size, together, step, half = values(p, _FURTHER)
+    bits, size, together, quants_step, step, half = values(p, _FURTHER)
     floats, quants, scales = _three_sides(p)
     begin, end = begin * together, end * together
     x, q, s = _start(floats, begin), _start(quants, begin), _start(scales, begin)
     for _ in range(begin, end):
+        to, high = _here(quants, q), types.int64(0)
+        if bits == 4:
+            to, high = _pairs(quants, q, size, quants_step)
         if half:
-            scale = _quantize_from(f16_to_f32, types.uint16, 2, _here(floats, x), step, bits, _here(quants, q), size)
+            scale = _quantize_from(
+                f16_to_f32, types.uint16, 2, _here(floats, x), step, bits, to, high, quants_step, size
+            )
         else:
-            scale = _quantize_from(_same, types.float32, 4, _here(floats, x), step, bits, _here(quants, q), size)
+            scale = _quantize_from(_same, types.float32, 4, _here(floats, x), step, bits, to, high, quants_step, size)
         array_at(_here(scales, s), types.float32, 1)[0] = scale
         x, q, s = _next(floats, x), _next(quants, q), _next(scales, s)
     return 0

@@ -18,6 +18,7 @@ from quant.runs import CODES, widen_run
 from quant.threads import Job, Work
 
 _TILE = 256  # scores of a row in work at a time
+_FEW = 32  # of a row are selected one by one; of more the row is sorted
 _SOFTMAX, _SOFTMAX_OF_SELECTED = range(2)
 
 
@@ -174,18 +175,46 @@ def _filled(work, count, lanes):
     return filled
 
 
+@inlined
+def _sort(code, x, nb0, y, keys, places):
+    """The places of the first scores of a row at x, in descending order, of equal ones the first; y holds a tile."""
+    scores = array_at(y, types.float32, _TILE)
+    for column in range(0, len(keys), _TILE):
+        count = min(_TILE, len(keys) - column)
+        widen_run(code, x + column * nb0, nb0, y, count)
+        for i in range(count):
+            keys[column + i] = _key(scores[i], column + i, True)
+    keys.sort()
+    for i in range(len(places)):
+        places[i] = types.int32(keys[i] & types.uint64(0xFFFFFFFF))
+
+
+@inlined
+def _settle(weights, places, k):
+    """Puts the first k weights in descending order, equal ones as they are: they almost are in it."""
+    for i in range(1, k):
+        weight, place, at = weights[i], places[i], i
+        while at > 0 and weights[at - 1] < weight:
+            weights[at], places[at] = weights[at - 1], places[at - 1]
+            at -= 1
+        weights[at], places[at] = weight, place
+
+
 @compiled
 def top_k(p, begin, end):
     """Rows [begin, end): the k largest of a row's softmax, or of its scores, and their places.
 
-    norm   the values are divided by their sum, which is no less than `least`
-    lanes  what a row's end is filled up to with -inf, for exponentials
+    norm      the values are divided by their sum, which is no less than `least`
+    lanes     what a row's end is filled up to with -inf, for exponentials
+    by_score  the largest of a softmax are found among the scores
     """
     (
-        kind, norm, least_bits, lanes, src, src_nb0, src_nb1, src_code, width, k, ids, ids_nb1, found, found_nb1,
-    ) = values(p, 14)  # fmt: skip
+        kind, norm, least_bits, lanes, by_score, src, src_nb0, src_nb1, src_code, width, k, ids, ids_nb1, found,
+        found_nb1,
+    ) = values(p, 15)  # fmt: skip
     least = bits_float(types.uint32(least_bits))
-    work, weights, places = np.empty(_TILE, np.float32), np.empty(k, np.float32), np.empty(k, np.int32)
+    work, weights, places = np.empty(_TILE, np.float32), np.empty(k + lanes, np.float32), np.empty(k, np.int32)
+    keys = np.empty(width if by_score and k > _FEW else 0, np.uint64)
     y, w = types.int64(work.ctypes.data), types.int64(weights.ctypes.data)
     for row in range(begin, end):
         x, to, at = src + row * src_nb1, found + row * found_nb1, ids + row * ids_nb1
@@ -201,19 +230,28 @@ def top_k(p, begin, end):
                 total += exps(y, _filled(work, count, lanes), maximum)
         factor = types.float32(types.float64(1) / total)
         n_found = 0
-        for column in range(0, width, _TILE):
-            count = min(_TILE, width - column)
-            widen_run(src_code, x + column * src_nb0, src_nb0, y, count)
-            if kind == _SOFTMAX:
-                exps(y, _filled(work, count, lanes), maximum)
-                scaled(y, count, factor)
-            n_found = _select(y, column, count, weights, places, k, n_found)
-        if kind == _SOFTMAX and total != total:
-            weights[:] = types.float32(np.nan)
-        if kind == _SOFTMAX_OF_SELECTED:
+        if len(keys):
+            _sort(src_code, x, src_nb0, y, keys, places)
+        else:
+            for column in range(0, width, _TILE):
+                count = min(_TILE, width - column)
+                widen_run(src_code, x + column * src_nb0, src_nb0, y, count)
+                if kind == _SOFTMAX and not by_score:
+                    exps(y, _filled(work, count, lanes), maximum)
+                    scaled(y, count, factor)
+                n_found = _select(y, column, count, weights, places, k, n_found)
+        if by_score or kind == _SOFTMAX_OF_SELECTED:
             for i in range(k):
                 widen_run(src_code, x + places[i] * src_nb0, src_nb0, w + 4 * i, 1)
+        if by_score:
+            exps(w, _filled(weights, k, lanes), maximum)
+            scaled(w, k, factor)
+            _settle(weights, places, k)
+        if kind == _SOFTMAX_OF_SELECTED:
             scaled(w, k, types.float32(types.float64(1) / exps(w, k, largest(w, k))))
+        if kind == _SOFTMAX and total != total:
+            for i in range(k):
+                weights[i], places[i] = types.float32(np.nan), i
         if norm:
             total = types.float64(0)
             for i in range(k):
@@ -221,7 +259,7 @@ def top_k(p, begin, end):
             divisor = max(types.float32(total), least)
             for i in range(k):
                 weights[i] = weights[i] / divisor
-        array_at(to, types.float32, k)[:] = weights
+        array_at(to, types.float32, k)[:] = weights[:k]
         array_at(at, types.int32, k)[:] = places
     keep(work)
     return 0
@@ -241,8 +279,9 @@ def routed(
 
     The k largest of each row's softmax; with selected_only the k largest scores, and the softmax of those. norm divides
     by their sum, which is taken to be no less than `least`. Where the softmax of a row is NaN, so are the values, and
-    the ids are 0 to k - 1. values may lie on x. of_nodes gives what SOFT_MAX and its like give node by node: equal
-    scores may differ in the last bit there, where one of them is at the end of its row.
+    the ids are 0 to k - 1. Equal values are in the order of their scores, the first of equal scores first. values may
+    lie on x. of_nodes gives what SOFT_MAX and its like give node by node: equal scores may differ in the last bit
+    there, where one of them is at the end of its row, and equal values are in the order of the row.
     """
     kind = _SOFTMAX_OF_SELECTED if selected_only else _SOFTMAX
     k, n_rows = values.ne[:2]
@@ -250,8 +289,8 @@ def routed(
 
     into = Tensor.of(np.empty((n_rows, k), np.float32)) if values.overlaps(x) else values
     p = parameters(
-        kind, norm, np.float32(least), 1 if of_nodes else LANES, x.address, x.nb[0], x.nb[1], CODES[x.type], x.ne[0],
-        k, ids.address, ids.nb[1], into.address, into.nb[1],
+        kind, norm, np.float32(least), 1 if of_nodes else LANES, not (of_nodes or selected_only),
+        x.address, x.nb[0], x.nb[1], CODES[x.type], x.ne[0], k, ids.address, ids.nb[1], into.address, into.nb[1],
     )  # fmt: skip
     select = Work(top_k, p, n_rows, n_bytes, keep=into)
     if into is values:

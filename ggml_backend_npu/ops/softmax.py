@@ -177,6 +177,19 @@ def _any_is_left(p, mask, first, last):
 
 
 @inlined
+def _any_nan(p, scale, src, mask, slope, work, first, last):
+    """Whether one of the scores [first, last) of a row, after its mask, is NaN; work holds a tile."""
+    for column in range(first, last, _TILE):
+        count = min(_TILE, last - column)
+        _scores(p, scale, src, mask, slope, work, column, count)
+        scores = array_at(work, types.float32, count)
+        for i in range(count):
+            if scores[i] != scores[i]:
+                return True
+    return False
+
+
+@inlined
 def _greater(a, b):
     """The greater of two; a where b is NaN."""
     return b if b > a else a
@@ -218,7 +231,8 @@ def softmax(parameters, begin, end):
                 first = min(max(position + 1 - p[_WINDOW], 0), last)
 
         maximum = types.float32(-np.inf)
-        y = types.int64(work.ctypes.data)
+        stage = types.int64(work.ctypes.data)
+        y = stage
         for column in range(first, last, tile):
             count = min(tile, last - column)
             y = dst + 4 * column if in_place else y
@@ -231,10 +245,11 @@ def softmax(parameters, begin, end):
             at = p[_SINK] + i1 * p[_SINK_NB] + i2 * p[_SINK_NB + 1] + i3 * p[_SINK_NB + 2]
             sink = array_at(at, types.float32, 1)[0]
             maximum = _greater(maximum, sink)
+        before = types.float32(LOWEST)
         if p[_MAX_BEFORE]:
-            maximum = _greater(maximum, array_at(p[_MAX_BEFORE] + 4 * index, types.float32, 1)[0])
+            before = array_at(p[_MAX_BEFORE] + 4 * index, types.float32, 1)[0]
         if p[_SUM]:
-            maximum = _greater(maximum, types.float32(LOWEST))
+            maximum = _greater(_greater(maximum, before), types.float32(LOWEST))
 
         total = types.float64(0)
         for column in range(first, last, tile):
@@ -244,12 +259,17 @@ def softmax(parameters, begin, end):
             total += exps(y, count, maximum)
         if sink > types.float32(-np.inf) or sink != sink:
             total += types.float64(expf(sink - maximum))
-        factor = types.float32(1)
+        factor, zero = types.float32(1), types.float32(0)
         if p[_SUM]:
+            if before != before or (total != total and _any_nan(p, scale, src, mask, slope, stage, first, last)):
+                maximum = types.float32(np.nan)
+            if sink != sink or maximum != maximum:
+                maximum, total, zero, last = types.float32(np.nan), types.float64(np.nan), types.float32(np.nan), first
             array_at(p[_SUM] + 4 * index, types.float32, 1)[0] = types.float32(total)
             array_at(p[_MAX] + 4 * index, types.float32, 1)[0] = maximum
         elif total != 0:
             factor = types.float32(types.float64(1) / total)
+            zero = factor * types.float32(0)
         for column in range(first, last, tile):
             count = min(tile, last - column)
             if not in_place:
@@ -259,7 +279,6 @@ def softmax(parameters, begin, end):
                 scaled(y, count, factor)
             if not in_place:
                 narrow_run(y, p[_DST_CODE], dst + column * p[_DST_NB], p[_DST_NB], count)
-        zero = factor * types.float32(0)
         _fill(p[_DST_CODE], dst, first, zero)
         _fill(p[_DST_CODE], dst + last * p[_DST_NB], n - last, zero)
     return 0
@@ -277,7 +296,8 @@ class Rows:
     offsets  a row i1 of batch i3 is at position offsets[i3] + i1 and has the columns up to that
     window   and no more than so many of them; 0 for all
     statistics  of a flash attention's tile: the maximum of the rows before, or None, and where to put each row's
-                maximum and sum; all float32, contiguous, one a row. dst is not divided by the sum then
+                maximum and sum; all float32, contiguous, one a row. dst is not divided by the sum then. A NaN of the
+                scores, of the sink or of the maximum before makes all of its row NaN
     """
 
     dst: Tensor
@@ -369,10 +389,14 @@ def masked_tile(
     """
     with np.errstate(all="ignore"):
         maximum = np.fmax(_maximum(scores, kept, sink), np.float32(LOWEST))
+        spoiled = (np.isnan(scores) & kept).any(-1, keepdims=True)
+        for more in (sink, before):
+            spoiled = spoiled if more is None else spoiled | np.isnan(more)
         if before is not None:
             maximum = np.fmax(before, maximum)
         e, total = _exps(scores, kept, sink, maximum)
-        return maximum, e, total.astype(np.float32)
+        nan = np.float32(np.nan)
+        return np.where(spoiled, nan, maximum), np.where(spoiled, nan, e), np.where(spoiled, nan, total.astype("f4"))
 
 
 def _params(params: bytes) -> tuple[float, float]:

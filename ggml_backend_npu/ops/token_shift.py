@@ -65,14 +65,13 @@ def shift(p, begin, end):
     """Rows [begin, end) of all sequences: dst[i] = x + (the row before x - x) * mu[i] for each of n."""
     (
         code, element, scale_bits, x, x_nb1, x_nb2, first_code, first, first_nb, before,
-        mu_code, mu_scale_bits, mu, mu_nb, dst, dst_nb1, dst_nb2, dst_scales, n, width, n_rows,
-    ) = values(p, 21)  # fmt: skip
+        mu_code, mu_element, mu_scale_bits, mu, mu_nb, dst, dst_nb1, dst_nb2, dst_scales, n, width, n_rows,
+    ) = values(p, 22)  # fmt: skip
     scale, mu_scale = bits_float(types.uint32(scale_bits)), bits_float(types.uint32(mu_scale_bits))
     streamed = code == F32 and 4 * n * width * n_rows > CACHED
     work = np.empty(3 * _TILE, np.float32)
     w0 = types.int64(work.ctypes.data)
     w1, w2 = w0 + 4 * _TILE, w0 + 8 * _TILE
-    mu_element = 4 if mu_code == F32 else element
     for index in range(begin, end):
         row, sequence = index % n_rows, index // n_rows
         x_row = x + row * x_nb1 + sequence * x_nb2
@@ -142,7 +141,7 @@ def shifted(
         _code(x.type), _BYTES[x.type], np.float32(x.scale), x.address, x.nb1, x.nb2,
         F32 if first is None else _code(first.type), 0 if first is None else first.address,
         0 if first is None else first.nb2, before,
-        _code(mu.type), np.float32(mu.scale), mu.address, mu.nb1,
+        _code(mu.type), _BYTES[mu.type], np.float32(mu.scale), mu.address, mu.nb1,
         to.ctypes.data, out.nb1, out.nb2, out_scales.ctypes.data, len(to), width, n_rows,
     )  # fmt: skip
     n_bytes = width * n_rows * n_sequences * len(to) * _BYTES[x.type]
