@@ -17,3 +17,7 @@ class BenchError(Exception):
 
 class BadInputError(Exception):
     """What the user gave to a command cannot be used: one line."""
+
+
+class SuiteError(Exception):
+    """ggml's programs cannot be built, or did not run to their end: one line that says why."""

@@ -12,7 +12,7 @@ import re
 import struct
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -31,6 +31,7 @@ from ggml_backend_npu.ir import Dims, overlapping
 from ggml_backend_npu.numerics import NUMERICS
 from graph_runner.compare import compare
 from graph_runner.errors import TraceError
+from graph_runner.files import replacing
 from graph_runner.kernels import NPU, Kernels
 from graph_runner.results import NodeResult, Verdict, dominant_type, types_of
 from graph_runner.tolerances import Tolerances
@@ -143,7 +144,8 @@ class TraceWriter:
 
     def __init__(self, path: Path, origin: Origin) -> None:
         check_output(path)
-        self._path, self._partial = path, path.with_name(path.name + ".part")
+        self._path, self._beside = path, ExitStack()
+        self._partial = self._beside.enter_context(replacing(path))
         self._writer = GGUFWriter(self._partial, _ARCHITECTURE, use_temp_file=True)
         self._writer.add_string("trace.sha256", _NO_DIGEST.decode())
         self._writer.add_uint32("trace.format", FORMAT)
@@ -209,17 +211,21 @@ class TraceWriter:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
-            if error is None:
-                if not self._nodes:
-                    raise TraceError(f"trace {str(self._path)!r}: no node to write")
-                self._finish()
+            with self._beside:
+                try:
+                    if error is not None:
+                        raise error
+                    if not self._nodes:
+                        raise TraceError(f"trace {str(self._path)!r}: no node to write")
+                    self._finish()
+                finally:
+                    self._writer.close()
+                    if self._writer.temp_file is not None:
+                        self._writer.temp_file.close()
         except OSError as failure:
+            if failure is error:
+                raise
             raise TraceError(f"trace {str(self._path)!r}: {failure.strerror or failure}") from None
-        finally:
-            self._writer.close()
-            if self._writer.temp_file is not None:
-                self._writer.temp_file.close()
-            self._partial.unlink(missing_ok=True)
 
     def _finish(self) -> None:
         self._writer.add_array("trace.nodes", self._nodes)
@@ -231,7 +237,6 @@ class TraceWriter:
         with self._partial.open("r+b") as file:
             file.seek(_DIGEST_AT)
             file.write(digest)
-        self._partial.replace(self._path)
 
 
 def check_output(path: Path) -> None:

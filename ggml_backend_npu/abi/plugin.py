@@ -11,7 +11,7 @@ from typing import Any
 
 from ggml_backend_npu.abi import blas, codecs, convert, repeats, structs
 from ggml_backend_npu.abi.buffers import Buffers
-from ggml_backend_npu.abi.guard import Failures, guarded
+from ggml_backend_npu.abi.guard import Failures, guarded, stopped_by_interrupts
 from ggml_backend_npu.abi.lib import API_VERSION, Ggml
 from ggml_backend_npu.abi.repeats import Repeats
 from ggml_backend_npu.device import DEVICE, DeviceError
@@ -28,6 +28,7 @@ NAME = "NPU"
 _DEVICE_TYPES = {"accel": structs.DEVICE_TYPE_ACCEL, "gpu": structs.DEVICE_TYPE_GPU}
 DESCRIPTION = "Python kernels (ggml-backend-npu)"
 MAX_PLANS = 1024
+_MEMORY = 8 << 30  # bytes of the device's own, where nobody says
 
 
 class Statistics:
@@ -111,6 +112,7 @@ class Plugin:
     contexts  each ggml_backend that is alive, by address
     active  whether the device takes nodes; while it is not, a scheduler leaves every node to the CPU
     refusals  by op, why nodes of it were not taken when a scheduler asked
+    broken  what the last kernel said that could not answer
     """
 
     def __init__(self, ggml: Ggml) -> None:
@@ -119,6 +121,7 @@ class Plugin:
         self.contexts: dict[int, Context] = {}
         self.active = True
         self.refusals: dict[str, str] = {}
+        self.broken: str | None = None
         self._halted: str | None = None
         self._plans: dict[tuple[int, bytes], Plan] = {}
         self._fusible = fusible()
@@ -159,9 +162,13 @@ class Plugin:
         self.device.reg = ctypes.addressof(self.registry)
         if DEVICE.fallback == "cpu" and DEVICE.memory == "device":
             raise DeviceError("GGML_NPU_FALLBACK=cpu needs GGML_NPU_MEMORY=host: the CPU cannot reach device memory")
+        if DEVICE.memory_limit is not None and DEVICE.memory == "host":
+            raise DeviceError(
+                f"memory limit of {DEVICE.memory_limit} bytes: needs memory 'device', and memory is 'host'"
+            )
         self.memory: DeviceMemory | None = None
         if DEVICE.memory == "device":
-            self.memory = DeviceMemory(DEVICE.memory_limit, self.forget_plans)
+            self.memory = DeviceMemory(DEVICE.memory_limit or _MEMORY, self.forget_plans)
             self._buffers = Buffers(ggml, self.memory, self.get_name(0), ctypes.addressof(self.device))
 
     # registry and device
@@ -256,7 +263,11 @@ class Plugin:
             return True  # ggml aborts where no device takes it; here it fails in graph_compute, which says why
         if not self.active or not _offers(op):
             return False
-        reason = OPS.refusal(convert.node(self.ggml, node)) if op in OPS else NO_KERNEL
+        try:
+            reason = OPS.refusal(convert.node(self.ggml, node)) if op in OPS else NO_KERNEL
+        except KernelError as error:
+            self.broken = str(error)
+            raise
         if reason is not None:
             self.refusals[op] = reason
         return reason is None
@@ -274,6 +285,7 @@ class Plugin:
         self.contexts.pop(backend, None)
 
     @guarded(structs.STATUS_FAILED)
+    @stopped_by_interrupts
     def graph_compute(self, backend: int, graph: int) -> int:
         """Computes a graph that `repeats.graph_compute` does not know."""
         if self._halted is not None:

@@ -7,11 +7,22 @@ from typing import Annotated
 
 import typer
 
-from graph_runner.cli.common import stderr, use_device
-from graph_runner.cli.options import PROMPT, CacheTypeK, CacheTypeV, FlashAttention, Model, ProfileName, Prompt, Threads
+from graph_runner.cli.common import prompt_text, stderr, use_device
+from graph_runner.cli.options import (
+    PROMPT,
+    WRITES,
+    CacheTypeK,
+    CacheTypeV,
+    FlashAttention,
+    Model,
+    ProfileName,
+    Prompt,
+    PromptFile,
+    Threads,
+)
 
 Output = Annotated[
-    Path, typer.Option("-o", "--output", metavar="FILE.gguf", help="The trace to write.", show_default=False)
+    Path, typer.Option("-o", "--output", metavar="FILE.gguf", help="The trace to write.", show_default=False), WRITES
 ]
 NODES_HELP = (
     "Which nodes, with commas between them: an op (GET_ROWS), a node's name (ffn_out-*; * and ? stand for any text and "
@@ -24,6 +35,7 @@ def capture(
     model: Model,
     output: Output,
     prompt: Prompt = PROMPT,
+    prompt_file: PromptFile = None,
     steps: Annotated[int, typer.Option("-n", "--steps", min=0, help="Tokens to decode behind the prompt.")] = 1,
     nodes: Annotated[str | None, typer.Option(metavar="ITEM,ITEM,...", help=NODES_HELP)] = None,
     cache_type_k: CacheTypeK = "f16",
@@ -41,6 +53,7 @@ def capture(
     from graph_runner.session import Settings
     from graph_runner.trace import Selection, capture, check_output, taken_by_the_npu
 
+    prompt = prompt_text(prompt, prompt_file)
     use_device(profile=profile)
     check_output(output)
     select = taken_by_the_npu if nodes is None else Selection(nodes)

@@ -5,9 +5,17 @@ from __future__ import annotations
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
-from graph_runner.cli.common import gpu_layers, op_options, stderr, type_for_all, use_device, use_kernels
+from graph_runner.cli.common import (
+    gpu_layers,
+    op_options,
+    prompt_text,
+    stderr,
+    stdout,
+    type_for_all,
+    use_device,
+    use_kernels,
+)
 from graph_runner.cli.options import (
     PROMPT,
     AllOps,
@@ -22,14 +30,16 @@ from graph_runner.cli.options import (
     Model,
     ProfileName,
     Prompt,
+    PromptFile,
     Threads,
 )
-from graph_runner.cli.outputs import check_outputs, json_text, write
+from graph_runner.cli.outputs import json_text, write
 
 
 def coverage(
     model: Model,
     prompt: Prompt = PROMPT,
+    prompt_file: PromptFile = None,
     flash_attn: Annotated[FlashAttention, typer.Option(help="Flash attention.")] = FlashAttention.AUTO,
     cache_type_k: CacheTypeK = "f16",
     cache_type_v: CacheTypeV = "f16",
@@ -52,6 +62,7 @@ def coverage(
     from graph_runner.report import coverage_json, print_coverage
     from graph_runner.session import Settings
 
+    prompt = prompt_text(prompt, prompt_file)
     use_device(
         profile=profile,
         memory=memory,
@@ -60,7 +71,6 @@ def coverage(
         **op_options(all_ops),
     )
     use_kernels(kernels)
-    check_outputs({"--json": json_file})
     settings = Settings(
         cache_type_k=cache_type_k,
         cache_type_v=cache_type_v,
@@ -73,4 +83,4 @@ def coverage(
         found = cover(file, prompt, settings=settings)
     if json_file is not None:
         write("--json", json_file, json_text(coverage_json(found)))
-    print_coverage(found, console if json_file == "-" else Console())
+    print_coverage(found, stdout(json_file))

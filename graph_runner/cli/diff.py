@@ -7,16 +7,16 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-from graph_runner.cli.common import op_options, stderr, use_device, use_kernels
+from graph_runner.cli.common import op_options, prompt_text, stderr, stdout, use_device, use_kernels
 from graph_runner.cli.options import (
     PROMPT,
+    READS,
     AllOps,
     CacheTypeK,
     CacheTypeV,
-    DiffDevice,
+    Device,
     ExplorerFile,
     FlashAttention,
     Fuse,
@@ -26,9 +26,10 @@ from graph_runner.cli.options import (
     Model,
     ProfileName,
     Prompt,
+    PromptFile,
     Threads,
 )
-from graph_runner.cli.outputs import check_outputs, json_text, write
+from graph_runner.cli.outputs import json_text, write
 from graph_runner.errors import BadInputError
 
 _NODES_PER_UPDATE = 64
@@ -37,6 +38,7 @@ _NODES_PER_UPDATE = 64
 def diff(
     model: Model,
     prompt: Prompt = PROMPT,
+    prompt_file: PromptFile = None,
     steps: Annotated[int, typer.Option("-n", "--steps", min=0, help="Tokens to decode behind the prompt.")] = 4,
     ops: Annotated[
         str | None, typer.Option(metavar="OP,OP,...", help="Compare these ops only, e.g. GET_ROWS,CPY.")
@@ -57,10 +59,14 @@ def diff(
     reproducers: Annotated[
         Path | None, typer.Option(metavar="FOLDER", help="Save the first wrong nodes as traces, for ggml-npu replay.")
     ] = None,
-    reference: Annotated[DiffDevice, typer.Option(help="Who is right; NPU: this project's kernels.")] = DiffDevice.CPU,
-    device: Annotated[DiffDevice, typer.Option(help="Who is compared with it.")] = DiffDevice.NPU,
+    reference: Annotated[
+        Device, typer.Option(case_sensitive=False, help="Who is right; npu: this project's kernels.")
+    ] = Device.CPU,
+    device: Annotated[Device, typer.Option(case_sensitive=False, help="Who is compared with it.")] = Device.NPU,
     tolerances: Annotated[
-        Path | None, typer.Option(metavar="FILE.toml", help="Bounds of rounding, by op and type, over the own ones.")
+        Path | None,
+        typer.Option(metavar="FILE.toml", help="Bounds of rounding, by op and type, over the own ones."),
+        READS,
     ] = None,
     threads: Threads = 0,
 ) -> None:
@@ -80,13 +86,13 @@ def diff(
     from graph_runner.session import Settings
     from graph_runner.tolerances import Tolerances
 
+    prompt = prompt_text(prompt, prompt_file)
     use_device(profile=profile, **op_options(all_ops, fusion))
     use_kernels(kernels)
     chosen = chosen_ops(ops)
     if reproducers is not None and not reproducers.is_dir():
         raise BadInputError(f"--reproducers {str(reproducers)!r}: no such directory")
     outputs = {"--json": json_file, "--html": html_file, "--model-explorer": explorer_file}
-    check_outputs(outputs)
     settings = Settings(
         cache_type_k=cache_type_k, cache_type_v=cache_type_v, flash_attention=flash_attn.value, threads=threads
     )
@@ -116,8 +122,8 @@ def diff(
                 steps=steps,
                 settings=settings,
                 ops=chosen,
-                reference=reference.value,
-                device=device.value,
+                reference=reference.value.upper(),
+                device=device.value.upper(),
                 tolerances=Tolerances(tolerances),
                 reproducers=reproducers,
                 seen=seen,
@@ -129,7 +135,7 @@ def diff(
         write("--html", html_file, diff_html(data))
     if explorer_file is not None:
         write("--model-explorer", explorer_file, json_text(explorer_json(data)))
-    print_diff(result, console if "-" in outputs.values() else Console())
+    print_diff(result, stdout(*outputs.values()))
     raise typer.Exit(0 if result else 1)
 
 

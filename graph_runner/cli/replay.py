@@ -6,16 +6,17 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
-from graph_runner.cli.common import stderr, use_device, use_kernels
-from graph_runner.cli.options import JsonFile, Kernels, ProfileName
-from graph_runner.cli.outputs import check_outputs, json_text, write
+from graph_runner.cli.common import stderr, stdout, use_device, use_kernels
+from graph_runner.cli.options import READS, JsonFile, Kernels, ProfileName
+from graph_runner.cli.outputs import json_text, write
 
 
 def replay(
-    trace: Annotated[Path, typer.Argument(metavar="TRACE.gguf", help="What `capture` wrote.", show_default=False)],
-    device: Annotated[str, typer.Option(metavar="NAME", help="NPU, CPU, or any other that ggml has.")] = "NPU",
+    trace: Annotated[
+        Path, typer.Argument(metavar="TRACE.gguf", help="What `capture` wrote.", show_default=False), READS
+    ],
+    device: Annotated[str, typer.Option(metavar="NAME", help="npu, cpu, or any other that ggml has.")] = "npu",
     json_file: JsonFile = None,
     kernels: Kernels = None,
     profile: ProfileName = None,
@@ -31,7 +32,6 @@ def replay(
 
     use_device(profile=profile)
     use_kernels(kernels)
-    check_outputs({"--json": json_file})
     if device.upper() != NPU:
         import ggml_backend_npu
 
@@ -41,5 +41,5 @@ def replay(
         result = replay(trace, device)
     if json_file is not None:
         write("--json", json_file, json_text(replay_json(result)))
-    print_replay(result, console if json_file == "-" else Console())
+    print_replay(result, stdout(json_file))
     raise typer.Exit(0 if result else 1)
