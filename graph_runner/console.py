@@ -21,6 +21,10 @@ def printable(text: str) -> str:
     return _CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
 
 
+def _printable(value: Any) -> Any:
+    return printable(value) if isinstance(value, str) else value
+
+
 class Console(RichConsole):
     """A console that prints control characters as escapes, that wraps nothing where it is no terminal, and that ends
     the command where nobody reads any more."""
@@ -30,6 +34,9 @@ class Console(RichConsole):
         if not file.isatty():
             keywords.setdefault("width", _NOT_WRAPPED)
         super().__init__(stderr=stderr, **keywords)
+
+    def print(self, *objects: Any, **keywords: Any) -> None:
+        super().print(*map(_printable, objects), **keywords)
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
         for segment in super().render(renderable, options):
@@ -49,6 +56,9 @@ def table(*columns: str, **keywords: Any) -> Table:
 
 class Table(RichTable):
     """A table that breaks what does not fit, in place of cutting it off."""
+
+    def add_row(self, *cells: Any, **keywords: Any) -> None:
+        super().add_row(*map(_printable, cells), **keywords)
 
     def add_column(self, *arguments: Any, **keywords: Any) -> None:
         super().add_column(*arguments, **{"overflow": "fold"} | keywords)

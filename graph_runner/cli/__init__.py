@@ -57,6 +57,8 @@ def _flushed(code: int) -> int:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more at its end
         if isinstance(error, BrokenPipeError):
             return code or CLOSED_PIPE
+        if code:
+            return code
         with suppress(OSError):
             print(f"ggml-npu: stdout: {error.strerror}", file=sys.stderr)
         return 2

@@ -11,6 +11,7 @@ from typing import Annotated, Any, get_type_hints
 
 import typer
 
+from graph_runner.cli import CLOSED_PIPE
 from graph_runner.cli.options import READS, WRITES
 from graph_runner.files import check_outputs
 
@@ -35,7 +36,10 @@ def as_command(function: Callable[..., None]) -> Callable[..., None]:
         if any(outputs.values()):
             inputs = {option: [*_files(bound.arguments[name])] for name, option in reads.items()}
             check_outputs(outputs, inputs | {name: [*_files(os.environ.get(name))] for name in _READ_BY_VARIABLE})
-        function(**arguments)
+        try:
+            function(**arguments)
+        except BrokenPipeError:  # typer would make it exit code 1
+            raise SystemExit(CLOSED_PIPE) from None
 
     del command.__wrapped__
     added = inspect.Parameter("verbose", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=Verbose)

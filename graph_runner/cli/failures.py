@@ -34,7 +34,7 @@ def told(error: BaseException) -> int:
         if isinstance(error, _BAD_INPUT):
             _say(str(error))
         elif isinstance(error, OSError) and error.strerror:
-            _say(f"{error.filename}: {error.strerror}" if error.filename else error.strerror)
+            _say(f"{error.filename or 'stdout or a file'}: {error.strerror}")
         else:
             _say(f"a mistake of this project: {_where(error)}; --verbose shows how it came to it")
             return OURS
