@@ -42,6 +42,16 @@ def check_outputs(outputs: Mapping[str, str | None], inputs: Mapping[str, Iterab
                 raise BadInputError(f"{option} {file!r}: is what {other} reads")
 
 
+def check_folders(folders: Mapping[str, str | None], inputs: Mapping[str, Iterable[str | Path]]) -> None:
+    """Raises BadInputError where a folder that traces of nodes go to, by option, holds a file of such a name that is
+    read."""
+    for option, folder in folders.items():
+        for other, files in inputs.items():
+            for file in map(Path, files):
+                if folder is not None and file.match("[0-9]*-[0-9]*-*.gguf") and _same(file.parent, Path(folder)):
+                    raise BadInputError(f"{option} {folder!r}: a trace could be written over what {other} reads")
+
+
 def _same(a: Path, b: Path) -> bool:
     """Whether two paths are one file, be it by a link, or will be one."""
     try:

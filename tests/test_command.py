@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from importlib.metadata import version
+from io import StringIO
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,9 @@ import ggml_backend_npu
 import graph_runner
 import quant
 from graph_runner.cli.app import COMMANDS
+from graph_runner.console import Console, table
 from graph_runner.limits import MOST_THREADS
+from graph_runner.session import Sampler, Session, SessionError, Settings, generate
 
 LOOPS = """
 from ggml_backend_npu import op
@@ -169,6 +172,11 @@ def test_the_most_threads_work(cli: Cli) -> None:  # noqa: F811
     assert cli("run", "tiny", "-n", "2", "--threads", MOST_THREADS).code == 0
 
 
+def test_a_session_has_the_same_bound(tiny: Path) -> None:  # noqa: F811
+    with pytest.raises(SessionError, match=f"threads 100000: must be 0 to {MOST_THREADS}"):
+        Session(tiny, Settings(threads=100_000))
+
+
 # what was silent
 
 
@@ -241,6 +249,14 @@ def test_a_prompt_beyond_the_training_context_is_told(cli: Cli, tiny: Path, tmp_
     assert "ggml-npu: 26 + 4 tokens are more than the 16 that the model was trained for" in outcome.err
 
 
+def test_a_prompt_tells_how_far_it_is(tiny: Path) -> None:  # noqa: F811
+    seen: list[int] = []
+    with Session(tiny, Settings(n_ctx=1024)) as session:
+        tokens = session.tokenize("a" * 700)
+        assert [*generate(session, tokens, 1, Sampler(), seen.append)]
+    assert seen == [512, len(tokens)]
+
+
 def test_a_wrong_option_is_not_blamed_on_the_model(cli: Cli) -> None:  # noqa: F811
     outcome = cli("run", "tiny", "--flash-attn", "off", "--cache-type-v", "q4_0")
     assert_refused(outcome, "cache type q4_0 of V", "flash attention, which is off")
@@ -260,10 +276,6 @@ def test_what_a_model_names_does_not_reach_the_terminal(cli: Cli, tiny: Path, tm
 
 
 def test_names_of_nodes_are_escaped(tmp_path: Path) -> None:
-    from io import StringIO
-
-    from graph_runner.console import Console, table
-
     written = StringIO()
     shown = table("op")
     shown.add_row("\x1b[2J\x07name\x9b")
@@ -272,6 +284,15 @@ def test_names_of_nodes_are_escaped(tmp_path: Path) -> None:
     console.print("\x1b]0;title\x07", markup=False)
     assert "\x1b" not in written.getvalue()
     assert "\\x1b[2J\\x07name\\x9b" in written.getvalue()
+
+
+def test_a_narrow_terminal_gets_whole_names() -> None:
+    written, name = StringIO(), "a_very_long_name_of_a_node"
+    shown = table("op", "name")
+    shown.add_row("GET_ROWS", name)
+    Console(file=written, force_terminal=True, width=20).print(shown)
+    parts = [line[10:].strip() for line in written.getvalue().splitlines()[1:]]
+    assert "".join(parts) == name
 
 
 def test_a_pipe_gets_whole_lines() -> None:

@@ -89,6 +89,13 @@ def test_no_two_outputs_are_one_file(cli: Cli, tmp_path: Path, command: str, fir
     assert file.read_text() == "older"
 
 
+def test_no_trace_of_a_wrong_node_is_written_over_the_model(cli: Cli, tmp_path: Path) -> None:  # noqa: F811
+    model = tmp_path / "0-9-CONT.gguf"
+    model.write_bytes(b"GGUF and more")
+    assert_refused(cli("diff", model, "--reproducers", tmp_path), "--reproducers", "MODEL reads")
+    assert model.read_bytes() == b"GGUF and more"
+
+
 @pytest.mark.parametrize("variable", ["GGML_NPU_KERNELS", "GGML_NPU_PROFILE"])
 def test_no_output_is_what_a_variable_names(
     cli: Cli,  # noqa: F811

@@ -12,8 +12,8 @@ from typing import Annotated, Any, get_type_hints
 import typer
 
 from graph_runner.cli import CLOSED_PIPE
-from graph_runner.cli.options import READS, WRITES
-from graph_runner.files import check_outputs
+from graph_runner.cli.options import KEEPS_TRACES, READS, WRITES
+from graph_runner.files import check_folders, check_outputs
 
 _READ_BY_VARIABLE = ("GGML_NPU_KERNELS", "GGML_NPU_PROFILE")
 Verbose = Annotated[bool, typer.Option("--verbose", help="Tracebacks and llama.cpp's log too (GGML_NPU_VERBOSE=1).")]
@@ -26,6 +26,7 @@ def as_command(function: Callable[..., None]) -> Callable[..., None]:
     parameters = [each.replace(annotation=hints[name]) for name, each in inspect.signature(function).parameters.items()]
     signature = inspect.Signature(parameters)
     reads, writes = files_of(function, READS), files_of(function, WRITES)
+    folders = files_of(function, KEEPS_TRACES)
 
     @functools.wraps(function)
     def command(*, verbose: bool, **arguments: Any) -> None:
@@ -33,9 +34,12 @@ def as_command(function: Callable[..., None]) -> Callable[..., None]:
             os.environ["GGML_NPU_VERBOSE"] = "1"
         bound = signature.bind(**arguments)
         outputs = {option: _text(bound.arguments[name]) for name, option in writes.items()}
-        if any(outputs.values()):
+        kept = {option: _text(bound.arguments[name]) for name, option in folders.items()}
+        if any({**outputs, **kept}.values()):
             inputs = {option: [*_files(bound.arguments[name])] for name, option in reads.items()}
-            check_outputs(outputs, inputs | {name: [*_files(os.environ.get(name))] for name in _READ_BY_VARIABLE})
+            inputs |= {name: [*_files(os.environ.get(name))] for name in _READ_BY_VARIABLE}
+            check_outputs(outputs, inputs)
+            check_folders(kept, inputs)
         try:
             function(**arguments)
         except BrokenPipeError:  # typer would make it exit code 1

@@ -11,6 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from graph_runner.cli.common import op_options, prompt_text, stderr, stdout, use_device, use_kernels
 from graph_runner.cli.options import (
+    KEEPS_TRACES,
     PROMPT,
     READS,
     AllOps,
@@ -57,7 +58,9 @@ def diff(
     all_ops: AllOps = False,
     fusion: Fuse = True,
     reproducers: Annotated[
-        Path | None, typer.Option(metavar="FOLDER", help="Save the first wrong nodes as traces, for ggml-npu replay.")
+        Path | None,
+        typer.Option(metavar="FOLDER", help="Save the first wrong nodes as traces, for ggml-npu replay."),
+        KEEPS_TRACES,
     ] = None,
     reference: Annotated[
         Device, typer.Option(case_sensitive=False, help="Who is right; npu: this project's kernels.")

@@ -11,7 +11,8 @@ import typer
 from graph_runner.errors import BadInputError
 from graph_runner.limits import MOST_THREADS
 
-READS, WRITES = "reads", "writes"  # beside typer's part of an Annotated: it names a file that is read, written
+# beside typer's part of an Annotated: it names a file that is read, one that is written, a folder that traces go to
+READS, WRITES, KEEPS_TRACES = "reads", "writes", "keeps traces"
 PROMPT = "The capital of France is"
 
 
