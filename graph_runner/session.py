@@ -279,7 +279,8 @@ class Session:
             llama_cpp.llama_free(self._context)
             raise SessionError(self.npu.broken)
         if not self._context:
-            raise SessionError(f"model {str(model)!r}: {_log.reason()}")
+            asked = f"context of {settings.n_ctx} cells, caches {settings.cache_type_k}/{settings.cache_type_v}"
+            raise SessionError(f"{asked}, for model {str(model)!r}: {_log.reason()}")
         self.n_batch = int(params.n_batch)
         self._graph_line = _log.find("splits =")
 

@@ -516,6 +516,8 @@ def capture(
     from graph_runner.session import Sampler, Session, Settings, context_for
 
     check_output(path)
+    if path.exists() and model.exists() and path.samefile(model):
+        raise TraceError(f"trace {str(path)!r}: is the model")
     ggml = lib.ggml()
     DEVICE.update_from_environment()
     codecs.bind(ggml)

@@ -77,13 +77,13 @@ def type_names() -> list[str]:
 def plain_array(name: str, value: object) -> NDArray[Any]:
     """An argument that is to be an array of numbers. Raises TypeError, naming it, for what is none, and ValueError for
     a masked array, whose mask would be lost, and for complex numbers."""
-    if not isinstance(value, np.ndarray):
+    if not isinstance(value, np.ndarray | np.generic):
         raise TypeError(f"{name} of type {type_of(value)}: must be a NumPy array")
     if isinstance(value, np.ma.MaskedArray):
         raise ValueError(f"{name}: a masked array, whose mask would be lost; {name}.filled(...) has none")
     if value.dtype.kind not in "biufV":
         raise ValueError(f"{name} of dtype {value.dtype}: must be real numbers or bytes")
-    return value
+    return np.asarray(value)
 
 
 def type_of(value: object) -> str:

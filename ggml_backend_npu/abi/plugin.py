@@ -6,7 +6,7 @@ import ctypes
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from ggml_backend_npu.abi import blas, codecs, convert, repeats, structs
@@ -27,7 +27,7 @@ from quant import threads
 NAME = "NPU"
 _DEVICE_TYPES = {"accel": structs.DEVICE_TYPE_ACCEL, "gpu": structs.DEVICE_TYPE_GPU}
 DESCRIPTION = "Python kernels (ggml-backend-npu)"
-MAX_PLANS = 1024
+MAX_PLANS = 1024  # of one context
 _MEMORY = 8 << 30  # bytes of the device's own, where nobody says
 
 
@@ -87,12 +87,14 @@ class Statistics:
 class Context:
     """A ggml_backend that is alive: its struct, what it has done, and the graphs that it knows.
 
+    plans    by the bytes of a graph's nodes and their sources
     instead  what computes its graphs, given by address, in place of the device; None: the device does
     """
 
     backend: structs.Backend
     statistics: Statistics
     repeats: Repeats
+    plans: dict[tuple[int, bytes], Plan] = field(default_factory=dict)
     instead: Callable[[int], None] | None = None
 
     @contextmanager
@@ -123,7 +125,6 @@ class Plugin:
         self.refusals: dict[str, str] = {}
         self.broken: str | None = None
         self._halted: str | None = None
-        self._plans: dict[tuple[int, bytes], Plan] = {}
         self._fusible = fusible()
         self._cpu: int | None = None
         self._strings = {text: ctypes.create_string_buffer(text.encode()) for text in (NAME, DESCRIPTION)}
@@ -298,9 +299,9 @@ class Plugin:
             if DEVICE.fallback == "cpu":
                 return self._compute_with_fallback(context, graph)
             key = OPS.version, convert.key(self.ggml, graph, self._fusible if DEVICE.fusion == "on" else frozenset())
-            bound = self._plans.get(key)
+            bound = context.plans.get(key)
             if bound is None:
-                bound = self._plan(key, graph)
+                bound = self._plan(context, key, graph)
             bound.run()
         self._settle()
         for statistics in (self.statistics, context.statistics):
@@ -362,17 +363,17 @@ class Plugin:
         view.nodes = ctypes.cast(first, type(view.nodes))
         return int(self.ggml.ggml_backend_graph_compute(self._cpu, ctypes.addressof(view)))
 
-    def _plan(self, key: tuple[int, bytes], graph: int) -> Plan:
-        if len(self._plans) >= MAX_PLANS:
-            self._plans.clear()
+    def _plan(self, context: Context, key: tuple[int, bytes], graph: int) -> Plan:
+        if len(context.plans) >= MAX_PLANS:
+            context.plans.clear()
         packed = self.memory.packed if self.memory is not None else convert.nowhere
-        self._plans[key] = plan(convert.graph(self.ggml, graph, packed), OPS)
-        return self._plans[key]
+        context.plans[key] = plan(convert.graph(self.ggml, graph, packed), OPS)
+        return context.plans[key]
 
     def forget_plans(self) -> None:
         """After tensors moved or the engine changed: plans hold what they were made with."""
-        self._plans.clear()
         for context in list(self.contexts.values()):
+            context.plans.clear()
             context.repeats.forget()
 
 

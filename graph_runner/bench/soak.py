@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
+
 import ggml_backend_npu
 from ggml_backend_npu import DEVICE
 from graph_runner.models import model_file
@@ -77,9 +79,10 @@ def _settings(device: DeviceName) -> Settings:
 
 def decode(model: Path, steps: int) -> tuple[Held, bool]:
     """Many steps on the NPU: what the process held, and whether the tokens are the CPU's."""
-    held = Held()
+    held, found = Held(), np.zeros(steps, np.int32)  # of its own size from the begin
     with Session(model, _settings("npu")) as session:
-        found = [*tokens(session, steps, held.look)]
+        for step, token in enumerate(tokens(session, steps, held.look)):
+            found[step] = token
     with Session(model, _settings("cpu")) as session:
         return held, all(a == b for a, b in zip(found, tokens(session, steps), strict=True))
 

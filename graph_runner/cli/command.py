@@ -37,7 +37,7 @@ def as_command(function: Callable[..., None]) -> Callable[..., None]:
         kept = {option: _text(bound.arguments[name]) for name, option in folders.items()}
         if any({**outputs, **kept}.values()):
             inputs = {option: [*_files(bound.arguments[name])] for name, option in reads.items()}
-            inputs |= {name: [*_files(os.environ.get(name))] for name in _READ_BY_VARIABLE}
+            inputs |= {name: [*_files(os.environ.get(name, "").split(os.pathsep))] for name in _READ_BY_VARIABLE}
             check_outputs(outputs, inputs)
             check_folders(kept, inputs)
         try:
@@ -75,6 +75,8 @@ def _files(value: str | Path | Iterable[str | Path] | None) -> Iterator[Path]:
     if not isinstance(value, str | Path):
         for each in value:
             yield from _files(each)
+    elif value == "":
+        return
     elif value == "demo":
         from graph_runner.models import demo_file
 

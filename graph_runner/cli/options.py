@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from graph_runner.errors import BadInputError
-from graph_runner.limits import MOST_THREADS
+from graph_runner.limits import MOST_CELLS, MOST_THREADS
 
 # beside typer's part of an Annotated: it names a file that is read, one that is written, a folder that traces go to
 READS, WRITES, KEEPS_TRACES = "reads", "writes", "keeps traces"
@@ -49,7 +49,7 @@ PromptFile = Annotated[
 ]
 Context = Annotated[
     int,
-    typer.Option("-c", "--ctx-size", min=0, help="Cells of the context; 0 = as many as prompt and tokens need."),
+    typer.Option("-c", "--ctx-size", min=0, max=MOST_CELLS, help="Cells of the context; 0 = what it needs."),
 ]
 CacheTypeK = Annotated[str, typer.Option(metavar="TYPE", help="ggml type of the K cache: f16, f32, q8_0, q4_0, ...")]
 CacheTypeV = Annotated[
