@@ -7,6 +7,7 @@ ggml_backend_npu.register()      # the ggml inside llama-cpp-python now has a de
 from __future__ import annotations
 
 from functools import cache
+from importlib.metadata import version
 from typing import TYPE_CHECKING
 
 from ggml_backend_npu import ops  # noqa: F401  (registers the kernels)
@@ -46,6 +47,8 @@ from ggml_backend_npu.registry import OPS, KernelError, Op, op
 
 if TYPE_CHECKING:
     from ggml_backend_npu.abi.plugin import Plugin
+
+__version__ = version("ggml-backend-npu")
 
 __all__ = [
     "DEVICE",

@@ -3,6 +3,7 @@ options of the same meaning before the backend is registered."""
 
 from __future__ import annotations
 
+import difflib
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -59,15 +60,28 @@ _CHECKS: dict[str, Callable[[str, str], Any]] = {
 OPTIONS = tuple(_CHECKS)
 
 
+_READ_ELSEWHERE = ("engine", "kernels", "threads", "verbose")
+_PREFIX = "GGML_NPU_"
+
+
 def _variable(name: str) -> str:
-    return f"GGML_NPU_{name.upper()}"
+    return f"{_PREFIX}{name.upper()}"
+
+
+def _refuse_unknown_variables() -> None:
+    known = [_variable(name) for name in (*_CHECKS, *_READ_ELSEWHERE)]
+    for name in os.environ:
+        if name.startswith(_PREFIX) and name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            meant = f"; {near[0]} is meant?" if near else ""
+            raise DeviceError(f"{name}: no such variable{meant} There are {' '.join(sorted(known))}")
 
 
 @dataclass
 class DeviceOptions:
     """profile       the device's generation
     memory        "host": tensors stay in ggml's own buffers; "device": the device has memory of its own
-    memory_limit  bytes of its memory
+    memory_limit  bytes of its memory; None: 8 GiB, or none where tensors stay in ggml's own buffers
     device_type   "accel": every context uses it at once; "gpu": when n_gpu_layers or a model's device list says so
     fallback      "cpu": a node that the device does not take, and is handed all the same, is computed by ggml's CPU
                   backend: behind RPC, where clients do not ask. "none": such a node fails
@@ -78,7 +92,7 @@ class DeviceOptions:
 
     profile: Profile = FULL
     memory: str = "host"
-    memory_limit: int = 8 << 30
+    memory_limit: int | None = None
     device_type: str = "accel"
     fallback: str = "none"
     ops: str = "default"
@@ -146,6 +160,7 @@ class DeviceOptions:
         """Takes GGML_NPU_PROFILE, GGML_NPU_MEMORY and so on for each option that is set, once: later calls change
         nothing."""
         if not self._environment_is_read:
+            _refuse_unknown_variables()
             self._take({name: os.environ.get(_variable(name)) for name in _CHECKS}, _variable)
             self._environment_is_read = True
 

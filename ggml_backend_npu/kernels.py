@@ -2,22 +2,33 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib.util
+import os
+import sys
 import traceback
 from pathlib import Path
 
 from ggml_backend_npu.abi import lib
-from ggml_backend_npu.registry import OPS
+from ggml_backend_npu.ops import OWN
+from ggml_backend_npu.registry import OPS, Op
 
 
 class KernelFileError(Exception):
     """A file of kernels that cannot be used: one line that names the file, the line and why."""
 
 
+def named_by_the_environment() -> list[Path]:
+    """The files in GGML_NPU_KERNELS, with what os.pathsep is between them."""
+    return [Path(name) for name in os.environ.get("GGML_NPU_KERNELS", "").split(os.pathsep) if name]
+
+
 def load_kernels(path: Path) -> dict[str, str]:
     """Runs a file of kernels. Returns what became of each op that it registered: {"SQR": "new", "CONT": "replaced"}.
 
-    Raises KernelFileError for a file that is missing, fails, registers nothing or an op that ggml has not.
+    The file is a program and is run as one; what lies in its folder it can import. Raises KernelFileError for a file
+    that is missing, fails, registers nothing, an op twice, one that ggml has not or one with too few sources; then its
+    ops are not taken.
     """
     if not path.is_file():
         raise KernelFileError(f"kernels {str(path)!r}: no such file")
@@ -26,19 +37,41 @@ def load_kernels(path: Path) -> dict[str, str]:
     if spec is None or spec.loader is None:
         raise KernelFileError(f"kernels {str(path)!r}: not a Python file")
     module = importlib.util.module_from_spec(spec)
-    try:
-        spec.loader.exec_module(module)
-    except (Exception, SystemExit) as error:
-        text = error.msg if isinstance(error, SyntaxError) else error
-        raise KernelFileError(f"kernels {str(path)!r}{_line(path, error)}: {type(error).__name__}: {text}") from None
-    changed = [name for name in OPS if OPS[name] is not before.get(name)]
+    folder = str(path.resolve().parent)
+    if folder not in sys.path:
+        sys.path.append(folder)
+    with OPS.adding() as added:
+        try:
+            spec.loader.exec_module(module)
+            _check(added)
+        except (Exception, SystemExit) as error:
+            OPS.use(before, OPS.version + 1)
+            text = error.msg if isinstance(error, SyntaxError) else error
+            kind = "" if isinstance(error, KernelFileError) else f"{type(error).__name__}: "
+            raise KernelFileError(f"kernels {str(path)!r}{_line(path, error)}: {kind}{text}") from None
+    return {op.name: "replaced" if op.name in before else "new" for op in added}
+
+
+def _check(added: list[Op]) -> None:
+    """Raises KernelFileError where what a file registered cannot be meant."""
+    if not added:
+        raise KernelFileError("registers no op")
     ggml = lib.ggml()
-    if not changed:
-        raise KernelFileError(f"kernels {str(path)!r}: registers no op")
-    for name in changed:
-        if name not in ggml.op_names:
-            raise KernelFileError(f"kernels {str(path)!r}: ggml {ggml.version} has no op {name!r}")
-    return {name: "replaced" if name in before else "new" for name in changed}
+    lines: dict[str, int] = {}
+    for op in added:
+        line = op.define.__code__.co_firstlineno
+        if op.name not in ggml.op_names:
+            near = difflib.get_close_matches(op.name.upper(), ggml.op_names, n=1)
+            meant = f"; {near[0]!r} is meant?" if near else ""
+            raise KernelFileError(f"ggml {ggml.version} has no op {op.name!r}{meant}")
+        if op.name in lines:
+            raise KernelFileError(f"registers {op.name} twice, at lines {lines[op.name]} and {line}")
+        if op.name in OWN and op.n_src < OWN[op.name].n_src:
+            raise KernelFileError(
+                f"line {line}: kernel {op.define.__name__} takes {op.n_src} of the {OWN[op.name].n_src} sources "
+                f"that {op.name} has; one that a node leaves out is None"
+            )
+        lines[op.name] = line
 
 
 def _line(path: Path, error: BaseException) -> str:

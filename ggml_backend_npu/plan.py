@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from ggml_backend_npu.device import DEVICE
 from ggml_backend_npu.fusion import Span, longest
 from ggml_backend_npu.ir import Graph, Node
-from ggml_backend_npu.registry import Call, KernelError, Registry
+from ggml_backend_npu.registry import Call, KernelError, Registry, said_by
 from quant.jit import engine
 
 
@@ -33,7 +33,7 @@ class Plan:
             except KeyboardInterrupt:
                 raise
             except BaseException as error:
-                raise KernelError(f"{what}: {type(error).__name__}: {error}") from error
+                raise KernelError(f"{what}: {said_by(error)}") from error
 
 
 def plan(graph: Graph, registry: Registry) -> Plan:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import inspect
+import traceback
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,6 +26,18 @@ NO_KERNEL = "no kernel"
 
 class KernelError(Exception):
     """A node that a kernel cannot compute: the message names the op, the node and the value."""
+
+
+_HERE = str(Path(__file__).resolve().parent)
+
+
+def said_by(error: BaseException) -> str:
+    """What an exception says, and where in a user's file it was raised."""
+    frames = traceback.extract_tb(error.__traceback__)
+    user = next((frame.filename for frame in frames if not frame.filename.startswith(_HERE)), None)
+    lines = [frame.lineno for frame in frames if frame.filename == user]
+    where = f" ({Path(user).name} line {lines[-1]})" if user is not None else ""
+    return f"{type(error).__name__}: {error}{where}"
 
 
 @dataclass
@@ -97,7 +111,13 @@ class Op:
         if self.refuse is None:
             return None
         arguments, keywords = self._arguments(node)
-        return self.refuse(*arguments, **keywords)
+        try:
+            reason = self.refuse(*arguments, **keywords)
+        except Exception as error:
+            raise KernelError(f"{node}: refuse: {said_by(error)}") from error
+        if reason is not None and not isinstance(reason, str):
+            raise KernelError(f"{node}: refuse: must give a reason or None, and gave {reason!r}")
+        return reason
 
     def bind(self, node: Node) -> Call:
         """The call that computes the node, as often as wanted."""
@@ -125,6 +145,7 @@ class Registry(Mapping[str, Op]):
 
     def __init__(self) -> None:
         self._ops: dict[str, Op] = {}
+        self._added: list[Op] = []
         self._version = np.zeros(1, np.int64)
 
     @property
@@ -151,7 +172,17 @@ class Registry(Mapping[str, Op]):
 
     def add(self, op: Op) -> None:
         self._ops[op.name] = op
+        self._added.append(op)
         self.version += 1
+
+    @contextmanager
+    def adding(self) -> Iterator[list[Op]]:
+        """The ops that are added until the context ends, one of them under the name of another too."""
+        before, self._added = self._added, []
+        try:
+            yield self._added
+        finally:
+            self._added = before
 
     def use(self, ops: Mapping[str, Op], version: int) -> None:
         """Has these ops and no others; `version` is to tell them from other ones."""
@@ -216,6 +247,9 @@ def op(
     leaves out is None; a keyword `params` gets the node's op_params as bytes. An exception in it fails the node, not
     the process.
     """
+
+    if not isinstance(name, str):
+        raise TypeError(f'@op of {getattr(name, "__name__", name)!r}: needs the op\'s name: @op("SQR")')
 
     def register(define: Callable[..., None]) -> Op:
         entry = Op(name, define, None if types is None else frozenset(types), refuse, optional)

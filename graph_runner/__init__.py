@@ -1,0 +1,44 @@
+"""Runs models through llama.cpp with the backend, compares their nodes with ggml's CPU, and is the command ggml-npu.
+
+The public face, besides the command: `Session` and `generate` run a model, `graph_runner.diff.diff` compares two
+devices node by node, `capture` and `replay` keep nodes in a file and compute them again, `cover` says what the NPU
+takes. Errors of what a user gave are `SessionError`, `TraceError` and their like, each one line.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from importlib.metadata import version as _version
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from graph_runner.coverage import cover as cover
+    from graph_runner.errors import SessionError as SessionError
+    from graph_runner.errors import TraceError as TraceError
+    from graph_runner.session import Sampler as Sampler
+    from graph_runner.session import Session as Session
+    from graph_runner.session import Settings as Settings
+    from graph_runner.session import generate as generate
+    from graph_runner.trace import capture as capture
+    from graph_runner.trace import replay as replay
+
+_PUBLIC = {
+    "SessionError": "errors",
+    "TraceError": "errors",
+    "Sampler": "session",
+    "Session": "session",
+    "Settings": "session",
+    "capture": "trace",
+    "cover": "coverage",
+    "generate": "session",
+    "replay": "trace",
+}
+__all__ = [*_PUBLIC]
+__version__ = _version("ggml-backend-npu")
+
+
+def __getattr__(name: str) -> Any:
+    """A public name, from its module: llama.cpp is loaded by those that need it."""
+    if name not in _PUBLIC:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_PUBLIC[name]}"), name)

@@ -141,7 +141,7 @@ class _Recorder:
         node = convert.node(self._npu.ggml, address)
         on_npu = self._npu.statistics.graphs != self._n_graphs
         kernel, profile = OPS.kernel_refusal(node), DEVICE.profile.refusal(node)
-        if kernel is None and OPS[op].optional and DEVICE.ops != "all":
+        if kernel is None and profile is None and OPS[op].optional and DEVICE.ops != "all":
             kernel = TAKEN_WITH_ALL
         why = "; ".join(filter(None, (kernel, profile))) or LEFT_BY_THE_SCHEDULER
         computes = convert.is_to_be_computed(self._npu.ggml, address) and node.dst.n_elements > 0

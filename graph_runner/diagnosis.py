@@ -22,9 +22,9 @@ from ggml_backend_npu.ops import OWN
 from ggml_backend_npu.ops.movers import convert, raw
 from graph_runner import noise
 from graph_runner.blocks import compare_blocks
+from graph_runner.compare import compare
 from graph_runner.mistakes import Mistake, inside, mistakes
-from graph_runner.results import dominant_type
-from graph_runner.tolerances import Tolerances
+from graph_runner.rules import Rules
 from quant import quantize
 
 Bytes = NDArray[np.uint8]
@@ -115,17 +115,8 @@ class _Case:
             return False
         if np.array_equal(_span(self.expected), _span(self.actual)):
             return True
-        bound = Tolerances().nmse(self.node.op, dominant_type(self.node))
-        if self.node.op not in OWN or not bound or not self.gaps_are_right:
-            return False
-        return bool(_error(self.values_e, self.values_a) <= bound * _power(self.values_e))
-
-    @cached_property
-    def gaps_are_right(self) -> bool:
-        """Whether no byte between the elements of the output differs."""
-        wrong = _span(self.expected) != _span(self.actual)
-        raw_wrong = replace(self.actual, memory=Memory.of(wrong.view(np.uint8)), offset=0)
-        return int(np.count_nonzero(wrong)) == int(np.count_nonzero(_units(raw_wrong)))
+        found = compare(self.expected, self.actual)
+        return Rules().allows(self.node, self.expected, self.actual, found)
 
     @cached_property
     def values_e(self) -> noise.Exact:

@@ -9,11 +9,9 @@ from dataclasses import asdict
 from math import isfinite
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-from rich.table import Table
-
 from graph_runner.blocks import BlockComparison
 from graph_runner.compare import Comparison
+from graph_runner.console import Console, table
 from graph_runner.results import OWN_RUN, NodeResult, Verdict
 from graph_runner.state import StateResult
 
@@ -102,16 +100,14 @@ def _configuration(result: DiffResult) -> str:
 
 def _print_nodes(results: Iterable[NodeResult], console: Console) -> None:
     """Nodes that were computed again, as a table by op and type."""
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for column in ("op", "types"):
-        table.add_column(column)
+    shown = table("op", "types")
     for column in ("equal", "rounded", "wrong", "NMSE", "max abs"):
-        table.add_column(column, justify="right")
+        shown.add_column(column, justify="right")
     for (op, types), nodes in _groups(results).items():
         wrong = sum(not node for node in nodes)
         differ = [each for node in nodes for each in (node.isolated, node.mirrored) if each is not None]
         equal = sum(_gives_every_byte(node) for node in nodes)
-        table.add_row(
+        shown.add_row(
             op,
             types,
             f"{equal:,}",
@@ -120,7 +116,7 @@ def _print_nodes(results: Iterable[NodeResult], console: Console) -> None:
             _number(max((each.nmse for each in differ), default=0.0)),
             _number(max((each.max_abs for each in differ), default=0.0)),
         )
-    console.print(table)
+    console.print(shown)
 
 
 def _gives_every_byte(node: NodeResult) -> bool:

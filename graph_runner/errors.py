@@ -25,3 +25,7 @@ class InternalError(Exception):
     def __init__(self, trace: str) -> None:
         super().__init__(trace.strip().splitlines()[-1])
         self.add_note(trace)
+
+
+class SuiteError(Exception):
+    """ggml's programs cannot be built, or did not run to their end: one line that says why."""

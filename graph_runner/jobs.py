@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from graph_runner import child
 from graph_runner.child import EndedError, Footprint, Trail
+from graph_runner.console import printable
 from graph_runner.errors import SessionError, TraceError
 
 if TYPE_CHECKING:
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Device:
+class NpuOptions:
     """What the device is: its options by field name, and a user's files of kernels."""
 
     options: dict[str, str | None]
@@ -32,14 +33,20 @@ class Device:
         from ggml_backend_npu.kernels import load_kernels
 
         DEVICE.update(self.options)
-        for path in self.kernels:
+        for path in self._files:
             ops = ", ".join(f"{name} ({how})" for name, how in load_kernels(path).items())
-            print(f"kernels of {path}: {ops}", file=sys.stderr)
+            print(printable(f"kernels of {path}: {ops}"), file=sys.stderr)
+
+    @property
+    def _files(self) -> Sequence[Path]:
+        from ggml_backend_npu.kernels import named_by_the_environment
+
+        return self.kernels or named_by_the_environment()
 
     @property
     def described(self) -> dict[str, str]:
         """The files of kernels with their SHA-256, as a trace and a report name them."""
-        texts = [f"{path} sha256:{hashlib.sha256(path.read_bytes()).hexdigest()}" for path in self.kernels]
+        texts = [f"{path} sha256:{hashlib.sha256(path.read_bytes()).hexdigest()}" for path in self._files]
         return {"kernels": ", ".join(texts)} if texts else {}
 
 
@@ -47,7 +54,7 @@ class Device:
 class DiffJob:
     """A diff: arguments are those of `graph_runner.diff.diff`; ops as the user wrote them."""
 
-    device: Device
+    device: NpuOptions
     model: Path
     prompt: str
     ops: str | None
@@ -159,7 +166,7 @@ class CaptureJob:
 class ReplayJob:
     """A replay: arguments are those of `graph_runner.trace.replay`."""
 
-    device: Device
+    device: NpuOptions
     path: Path
     rules: str | None
     arguments: dict[str, Any] = field(default_factory=dict)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from graph_runner.endings import temporary_folder
 from graph_runner.errors import SessionError
 from graph_runner.session import check_file
 from graph_runner.tiny import write_tiny_llama
@@ -19,8 +19,8 @@ def model_file(model: str) -> Iterator[Path]:
     if model == "demo":
         yield demo_file()
     elif model == "tiny":
-        with tempfile.TemporaryDirectory(prefix="ggml-npu-") as folder:
-            yield write_tiny_llama(Path(folder) / "tiny-llama.gguf")
+        with temporary_folder() as folder:
+            yield write_tiny_llama(folder / "tiny-llama.gguf")
     else:
         check_file(Path(model))
         yield Path(model)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-from rich.table import Table
+from rich.markup import escape
 
 from ggml_backend_npu.device import DEVICE
+from graph_runner.console import Console, table
 
 if TYPE_CHECKING:  # a replay on the NPU reports without llama.cpp
     from graph_runner.coverage import Coverage, Gain, RanGraph
@@ -28,18 +28,18 @@ def print_run(
     total, on_npu, by_name = session.nodes, session.npu_nodes, session.npu_spans
     if runner is not None:
         total, on_npu, by_name = runner.nodes, runner.nodes, runner.spans
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column("nodes computed")
-    table.add_column("NPU", justify="right")
-    table.add_column("CPU", justify="right")
+    shown = table()
+    shown.add_column("nodes computed")
+    shown.add_column("NPU", justify="right")
+    shown.add_column("CPU", justify="right")
     for op, count in sorted(total.items(), key=lambda item: (-on_npu[item[0]], -item[1])):
-        table.add_row(op, f"{on_npu[op]:,}", f"{count - on_npu[op]:,}")
-    table.add_row("all", f"{on_npu.total():,}", f"{(total - on_npu).total():,}", style="bold")
-    console.print(table)
+        shown.add_row(op, f"{on_npu[op]:,}", f"{count - on_npu[op]:,}")
+    shown.add_row("all", f"{on_npu.total():,}", f"{(total - on_npu).total():,}", style="bold")
+    console.print(shown)
     spans = ", ".join(f"{name} {count:,}" for name, count in by_name.most_common())
     if spans:
         console.print(f"run as one operator: {spans}", highlight=False)
-    console.print(f"{session.description}; graph splits {session.splits}", highlight=False)
+    console.print(f"{session.description}; graph splits {session.splits}", highlight=False, markup=False)
     if runner is not None:
         line = f"tokens: {runner.n_run:,} without llama.cpp's graph, {runner.n_asked:,} to get it"
         console.print(line, highlight=False)
@@ -64,7 +64,7 @@ def _coverage_line(session: Session) -> str:
 
 def _print_header(console: Console, model: str, device: str, settings: Settings) -> None:
     caches = f"cache {settings.cache_type_k}/{settings.cache_type_v}"
-    line = f"[bold]{model}[/]  {device}  {caches}  flash attention {settings.flash_attention}"
+    line = f"[bold]{escape(model)}[/]  {device}  {caches}  flash attention {settings.flash_attention}"
     console.print(line, highlight=False)
 
 
@@ -79,17 +79,17 @@ def print_coverage(found: Coverage, console: Console, *, first: int = 5) -> None
     """The coverage as a table of nodes, then splits, copies, and the kernels that would remove splits."""
     device = f"ggml {found.ggml}  profile {found.profile}  memory {found.memory}"
     _print_header(console, found.description, device, found.settings)
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column("op")
-    table.add_column("types")
-    table.add_column("on")
-    table.add_column(f"prompt of {found.n_prompt}", justify="right")
-    table.add_column("token", justify="right")
-    table.add_column("why not on the NPU")
+    shown = table()
+    shown.add_column("op")
+    shown.add_column("types")
+    shown.add_column("on")
+    shown.add_column(f"prompt of {found.n_prompt}", justify="right")
+    shown.add_column("token", justify="right")
+    shown.add_column("why not on the NPU")
     for node, (prompt, token) in found.groups().items():
         on = "[green]NPU[/]" if node.on_npu else "CPU"
-        table.add_row(node.op, node.types, on, f"{prompt:,}", f"{token:,}", node.why or "")
-    console.print(table)
+        shown.add_row(node.op, node.types, on, f"{prompt:,}", f"{token:,}", escape(node.why or ""))
+    console.print(shown)
     for name, graph in (("prompt", found.prompt), ("token", found.token)):
         console.print(f"{name}: {_cost(graph)}", highlight=False, soft_wrap=True)
     _print_gains("with one more op", found.single[:first], console)
@@ -105,16 +105,16 @@ def _cost(graph: RanGraph) -> str:
 def _print_gains(title: str, gains: list[Gain], console: Console) -> None:
     if not gains:
         return
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column(title)
-    table.add_column("splits of a prompt", justify="right")
-    table.add_column("of a token", justify="right")
+    shown = table()
+    shown.add_column(title)
+    shown.add_column("splits of a prompt", justify="right")
+    shown.add_column("of a token", justify="right")
     for gain in gains:
         changes = [f"{-less:+,}" if less else "same" for less in gain.removes]
-        table.add_row(
+        shown.add_row(
             " ".join(gain.ops), *(f"{n:,} ({change})" for n, change in zip(gain.splits, changes, strict=True))
         )
-    console.print(table)
+    console.print(shown)
 
 
 def _advice(found: Coverage) -> str:
@@ -177,22 +177,22 @@ def _gain_json(gain: Gain) -> dict[str, Any]:
 
 def print_cases(ops: Iterable[str], cases: list[Case], console: Console) -> None:
     """What ggml's tests say about some ops: counts, then the first case of each op that fails."""
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column("op")
+    shown = table()
+    shown.add_column("op")
     for column in ("passed", "failed", "not supported"):
-        table.add_column(column, justify="right")
+        shown.add_column(column, justify="right")
     failures = []
     for op in ops:
         own = [case for case in cases if case.group == op]
         failed = [case for case in own if case.verdict == "failed"]
         failures += failed[:1]
-        table.add_row(
+        shown.add_row(
             op,
             f"{sum(case.verdict == 'passed' for case in own):,}",
             f"[red]{len(failed):,}[/]" if failed else "0",
             f"{sum(case.verdict == 'not supported' for case in own):,}",
         )
-    console.print(table)
+    console.print(shown)
     for case in failures:
         console.print(f"first failing case of {case.group}:", style="bold red", highlight=False)
         console.print(case.log, highlight=False, markup=False, soft_wrap=True)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import ctypes
 import os
+import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -21,10 +22,14 @@ from numpy.typing import NDArray
 import ggml_backend_npu
 from ggml_backend_npu import OPS
 from ggml_backend_npu.abi import convert, lib, structs
-from ggml_backend_npu.abi.guard import Failures, interrupts_wait
+from ggml_backend_npu.abi.crash import crashes_told
+from ggml_backend_npu.abi.guard import Failures, interrupts_wait, stopped_by_interrupts
 from ggml_backend_npu.abi.plugin import Context
 from ggml_backend_npu.device import DEVICE
+from graph_runner import endings
+from graph_runner.console import printable
 from graph_runner.errors import SessionError as SessionError
+from graph_runner.limits import MOST_THREADS
 from quant.jit import array_at, callback
 
 DeviceName = Literal["npu", "cpu"]
@@ -37,7 +42,8 @@ N_BATCH = 512  # tokens that a graph has at most
 LEFT_BY_THE_SCHEDULER = "supported, but the scheduler left it where its data lies"
 
 # what llama.cpp's own programs let a cache be; of other types its kernels crash
-CACHE_TYPES = ("f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "iq4_nl", "q5_0", "q5_1")
+QUANTISED_CACHE_TYPES = ("q8_0", "q4_0", "q4_1", "iq4_nl", "q5_0", "q5_1")
+CACHE_TYPES = ("f32", "f16", "bf16", *QUANTISED_CACHE_TYPES)
 
 
 class Observer(Protocol):
@@ -97,6 +103,8 @@ class _Log:
         llama_cpp.llama_log_set(self.callback, None)
 
     def _add(self, level: int, text: bytes, _: Any) -> None:
+        if os.environ.get("GGML_NPU_VERBOSE"):
+            sys.stderr.write(printable(text.decode(errors="replace")))
         if level in (2, 3, 4):
             self.lines.append(f"{'E' if level == 4 else ' '}{text.decode(errors='replace').strip()}")
 
@@ -142,6 +150,11 @@ def check_file(path: Path) -> None:
         raise SessionError(f"model {str(path)!r}: not a GGUF file (begins with {magic!r})")
 
 
+def _end(model: Path, what: str) -> None:
+    """Ends a command in which llama.cpp crashed."""
+    endings.end_process(2, printable(f"ggml-npu: model {str(model)!r}: llama.cpp crashed: {' '.join(what.split())}"))
+
+
 class Session:
     """A loaded model with one sequence of tokens. A context manager: frees both at its end.
 
@@ -165,17 +178,35 @@ class Session:
         self._error: BaseException | None = None
         self._counts = np.zeros((len(self.ggml.ops) + 1, _FUNCTIONS_PER_OP), np.int64)
         types_kv = [self._type_number(name) for name in (settings.cache_type_k, settings.cache_type_v)]
+        self._check_settings()
         self.npu = ggml_backend_npu.register() if settings.device == "npu" else None
         self.npu_context: Context | None = None
         llama_cpp.llama_backend_init()
-        self._load(model, progress)
+        self._told = ExitStack()
+        if endings.process_is_ours():
+            self._told.enter_context(crashes_told(self.ggml, lambda what: _end(model, what)))
+        try:
+            self._load(model, progress)
+        except BaseException:
+            self._told.close()
+            raise
         self._vocabulary = llama_cpp.llama_model_get_vocab(self._model)
         try:
             self._refuse_encoder(model)
             self._open(model, types_kv)
-        except SessionError:
+        except BaseException:
             llama_cpp.llama_model_free(self._model)
+            self._told.close()
             raise
+
+    def _check_settings(self) -> None:
+        settings = self.settings
+        if not 0 <= settings.threads <= MOST_THREADS:
+            raise SessionError(f"threads {settings.threads}: must be 0 to {MOST_THREADS}, 4 for each processor")
+        if settings.cache_type_v in QUANTISED_CACHE_TYPES and settings.flash_attention == "off":
+            raise SessionError(
+                f"cache type {settings.cache_type_v} of V: a quantised V cache needs flash attention, which is off"
+            )
 
     def _type_number(self, name: str) -> int:
         if name not in CACHE_TYPES:
@@ -239,14 +270,19 @@ class Session:
         with _opening, self._inside():
             if self.npu is not None:
                 self.npu.refusals.clear()
+                self.npu.broken = None
             contexts = self.npu.contexts if self.npu is not None else {}
             others = set(contexts)
             with self._saying_where_layers_are():
                 self._context = llama_cpp.llama_init_from_model(self._model, params)
             for address in contexts.keys() - others:
                 self.npu_context = contexts[address]
+        if self._context and self.npu is not None and self.npu.broken is not None:
+            llama_cpp.llama_free(self._context)
+            raise SessionError(self.npu.broken)
         if not self._context:
-            raise SessionError(f"model {str(model)!r}: {_log.reason()}")
+            asked = f"context of {settings.n_ctx} cells, caches {settings.cache_type_k}/{settings.cache_type_v}"
+            raise SessionError(f"{asked}, for model {str(model)!r}: {_log.reason()}")
         self.n_batch = int(params.n_batch)
         self._graph_line = _log.find("splits =")
 
@@ -281,6 +317,7 @@ class Session:
                 if npu is not None:
                     npu.active = active
 
+    @stopped_by_interrupts
     def _observe(self, node: int, ask: bool, _: Any) -> bool:
         assert self._observer is not None
         try:
@@ -300,6 +337,7 @@ class Session:
     ) -> None:
         llama_cpp.llama_free(self._context)
         llama_cpp.llama_model_free(self._model)
+        self._told.close()
 
     @property
     def description(self) -> str:
@@ -346,6 +384,11 @@ class Session:
         return (self.npu.refusals if self.npu is not None else {}).get(op, LEFT_BY_THE_SCHEDULER)
 
     @property
+    def trained_for(self) -> int:
+        """How long the texts were, in tokens, that the model was trained with."""
+        return int(llama_cpp.llama_model_n_ctx_train(self._model))
+
+    @property
     def window(self) -> int:
         """How many tokens a token sees in layers with a sliding window; 0 where there are none."""
         return int(llama_cpp.llama_model_n_swa(self._model))
@@ -390,6 +433,8 @@ class Session:
                 raise error
             if status == 1:
                 raise SessionError(f"context of {self.settings.n_ctx} cells is full")
+            if self.npu is not None and self.npu.broken is not None:
+                raise SessionError(self.npu.broken)
             if status != 0:
                 raise SessionError(Failures.message or f"llama.cpp failed to decode: {_log.reason()}")
 
@@ -456,9 +501,16 @@ class Decoder(Protocol):
         """Whether a token ends the text."""
 
 
-def generate(session: Decoder, tokens: list[int], n: int, sampler: Sampler) -> Iterator[int]:
-    """Runs a prompt and then yields up to n tokens, each as soon as it is known; ends with the text."""
-    session.decode(tokens)
+def generate(
+    session: Decoder, tokens: list[int], n: int, sampler: Sampler, seen: Callable[[int], object] = lambda done: None
+) -> Iterator[int]:
+    """Runs a prompt and then yields up to n tokens, each as soon as it is known; ends with the text.
+
+    seen  called with how many tokens of the prompt have run
+    """
+    for begin in range(0, len(tokens), N_BATCH):
+        session.decode(tokens[begin : begin + N_BATCH])
+        seen(min(begin + N_BATCH, len(tokens)))
     for left in range(n, 0, -1):
         token = sampler(session.logits())
         if session.ends(token):

@@ -23,10 +23,13 @@ from pathlib import Path
 from typing import Literal
 
 import platformdirs
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from ggml_backend_npu.abi.embedding import plugin
+from graph_runner.console import Console
+from graph_runner.endings import undone
+from graph_runner.errors import SuiteError as SuiteError
+from quant import kept
 
 PROGRAMS = ("test-backend-ops", "test-llama-archs", "ggml-rpc-server", "llama-completion")
 
@@ -58,10 +61,6 @@ _MODEL = re.compile(r"\| *(\S+)\|.*\| *(\S+)\| *(OK|FAIL|SKIP)[^|]*\| *(OK|FAIL|
 Verdict = Literal["passed", "failed", "not supported"]
 
 
-class SuiteError(Exception):
-    """ggml's programs cannot be built, or did not run to their end: one line that says why."""
-
-
 @dataclass(frozen=True)
 class Case:
     """What a suite says about one case.
@@ -83,11 +82,13 @@ def backend_ops(
     ops: Iterable[str],
     options: Mapping[str, str] | None = None,
     seen: Callable[[Case], object] = lambda case: None,
+    pattern: str | None = None,
 ) -> list[Case]:
     """Every case that test-backend-ops has of some ops, on the NPU.
 
     options  environment variables of the plugin: GGML_NPU_MEMORY, GGML_NPU_KERNELS, ...
     seen     called with each case as it comes
+    pattern  a regular expression of the parameters of cases; all, where left out
 
     Raises SuiteError where the plugin was not loaded or the program crashed.
     """
@@ -95,7 +96,8 @@ def backend_ops(
     log: list[str] = []
     failing: list[tuple[str, str]] = []
     loaded = False
-    for line in _with_plugin("test-backend-ops", ["test", "-b", "NPU", "-o", ",".join(ops)], options):
+    chosen = ["-o", ",".join(ops)] + ([] if pattern is None else ["-p", pattern])
+    for line in _with_plugin("test-backend-ops", ["test", "-b", "NPU", *chosen], options):
         loaded = loaded or _LOADED.fullmatch(line) is not None
         log += [] if _HEADER.match(line) else [line]
         if found := _CASE.match(line):
@@ -113,10 +115,10 @@ def backend_ops(
 
 def _case(found: re.Match[str], log: list[str]) -> Case:
     op, parameters, result, devices = found.groups()
-    if devices:
+    if devices and not any(_FAILED_NODE.match(line) for line in log):
         return Case(op, parameters, "not supported", tuple(devices.split(", ")))
     # ggml compares bytes alone: a node that failed may have left the right ones
-    failed = result == "FAIL" or any(_FAILED_NODE.match(line) for line in log)
+    failed = result != "OK" or any(_FAILED_NODE.match(line) for line in log)
     return Case(op, parameters, "failed" if failed else "passed", log="\n".join(line.strip() for line in log))
 
 
@@ -170,11 +172,14 @@ def build(console: Console | None = None) -> Path:
     A second process that wants them meanwhile waits. Raises SuiteError where a step fails.
     """
     programs = folder()
-    if not programs.is_dir():
+    if kept.damage(programs) is not None:
         programs.parent.mkdir(parents=True, exist_ok=True)
         with open(programs.parent / "lock", "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            if not programs.is_dir():
+            wrong = kept.damage(programs)
+            if wrong is not None:
+                if programs.exists():
+                    kept.say_damaged(f"ggml's programs in {programs}: {wrong}")
                 _build(programs, console or Console(stderr=True))
     return programs
 
@@ -197,6 +202,8 @@ def _build(programs: Path, console: Console) -> None:
         for line in _lines([ninja, "-C", built, *PROGRAMS]):
             if step := re.match(r"\[(\d+)/(\d+)\]", line):
                 progress.update(task, completed=int(step[1]), total=int(step[2]))
+    kept.seal(built / "bin")
+    shutil.rmtree(programs, ignore_errors=True)
     (built / "bin").replace(programs)
     shutil.rmtree(source)
     shutil.rmtree(built)
@@ -239,11 +246,12 @@ def _lines(
     with subprocess.Popen(
         command, env={**os.environ, **(environment or {})}, text=True, errors="replace",
         stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-    ) as process:  # fmt: skip
+    ) as process, undone(process.kill):  # fmt: skip
         for raw in process.stdout or ():
             line = _COLOURS.sub("", raw).rstrip()
             if _ERROR.search(line) or (line and not _ERROR.search(told)):
                 told = line
             yield line
+        process.wait()
     if process.returncode not in ends:
         raise SuiteError(f"{Path(command[0]).name} ended with {process.returncode}: {told.strip()}")

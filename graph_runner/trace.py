@@ -12,7 +12,7 @@ import re
 import struct
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -34,6 +34,7 @@ from ggml_backend_npu.packed import PACKED_TYPES, Packed
 from graph_runner.compare import compare
 from graph_runner.copies import Copied, blank, bytes_of, continues_dst, span
 from graph_runner.errors import TraceError
+from graph_runner.files import replacing
 from graph_runner.kernels import NPU, Kernels, failure_of
 from graph_runner.results import NodeResult, Verdict, types_of
 from graph_runner.rules import Rules
@@ -143,7 +144,8 @@ class TraceWriter:
 
     def __init__(self, path: Path, origin: Origin) -> None:
         check_output(path)
-        self._path, self._partial = path, path.with_name(path.name + ".part")
+        self._path, self._beside = path, ExitStack()
+        self._partial = self._beside.enter_context(replacing(path))
         self._writer = GGUFWriter(self._partial, _ARCHITECTURE, use_temp_file=True)
         self._writer.add_string("trace.sha256", _NO_DIGEST.decode())
         self._writer.add_uint32("trace.format", FORMAT)
@@ -222,17 +224,21 @@ class TraceWriter:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
-            if error is None:
-                if not self._nodes:
-                    raise TraceError(f"trace {str(self._path)!r}: no node to write")
-                self._finish()
+            with self._beside:
+                try:
+                    if error is not None:
+                        raise error
+                    if not self._nodes:
+                        raise TraceError(f"trace {str(self._path)!r}: no node to write")
+                    self._finish()
+                finally:
+                    self._writer.close()
+                    if self._writer.temp_file is not None:
+                        self._writer.temp_file.close()
         except OSError as failure:
+            if failure is error:
+                raise
             raise TraceError(f"trace {str(self._path)!r}: {failure.strerror or failure}") from None
-        finally:
-            self._writer.close()
-            if self._writer.temp_file is not None:
-                self._writer.temp_file.close()
-            self._partial.unlink(missing_ok=True)
 
     def _finish(self) -> None:
         self._writer.add_array("trace.nodes", self._nodes)
@@ -244,7 +250,6 @@ class TraceWriter:
         with self._partial.open("r+b") as file:
             file.seek(_DIGEST_AT)
             file.write(digest)
-        self._partial.replace(self._path)
 
 
 def check_output(path: Path) -> None:
@@ -597,6 +602,8 @@ def capture(
     from graph_runner.session import Sampler, Session, Settings, context_for
 
     check_output(path)
+    if path.exists() and model.exists() and path.samefile(model):
+        raise TraceError(f"trace {str(path)!r}: is the model")
     ggml = lib.ggml()
     DEVICE.update_from_environment()
     codecs.bind(ggml)

@@ -1,8 +1,12 @@
 """Block codecs and layouts of ggml's types: q8_0 and q4_0 byte for byte and fast, every other type beside them."""
 
+from importlib.metadata import version
+
 from quant import blocks, longtail, scalars  # noqa: F401  (their classes register themselves)
 from quant.codec import ROUNDINGS, Codec, Rounding, codec, dequantize, quantize, type_names
 from quant.layout import DeviceLayout, to_blocks, to_device
+
+__version__ = version("ggml-backend-npu")
 
 __all__ = [
     "ROUNDINGS",

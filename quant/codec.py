@@ -59,8 +59,10 @@ _CODECS: dict[str, Codec] = {}
 def codec(name: str) -> Codec:
     """The codec of the ggml type `name` ("q8_0", "f16", "q4_K", ...; case does not matter).
 
-    Raises ValueError, naming the known types, for any other name.
+    Raises ValueError, naming the known types, for any other name, and TypeError for what is no name.
     """
+    if not isinstance(name, str):
+        raise TypeError(f"type {name!r}: must be the name of a ggml type, such as 'q8_0'")
     found = _CODECS.get(name) or next((c for n, c in _CODECS.items() if n.lower() == name.lower()), None)
     if found is None:
         raise ValueError(f"unknown type {name!r}; known: {' '.join(type_names())}")
@@ -72,6 +74,23 @@ def type_names() -> list[str]:
     return list(_CODECS)
 
 
+def plain_array(name: str, value: object) -> NDArray[Any]:
+    """An argument that is to be an array of numbers. Raises TypeError, naming it, for what is none, and ValueError for
+    a masked array, whose mask would be lost, and for complex numbers."""
+    if not isinstance(value, np.ndarray | np.generic):
+        raise TypeError(f"{name} of type {type_of(value)}: must be a NumPy array")
+    if isinstance(value, np.ma.MaskedArray):
+        raise ValueError(f"{name}: a masked array, whose mask would be lost; {name}.filled(...) has none")
+    if value.dtype.kind not in "biufV":
+        raise ValueError(f"{name} of dtype {value.dtype}: must be real numbers or bytes")
+    return np.asarray(value)
+
+
+def type_of(value: object) -> str:
+    """The name of a value's Python type."""
+    return type(value).__name__
+
+
 def quantize(x: NDArray[Any], type: str, rounding: Rounding = "reference") -> Bytes:
     """Values -> blocks of a ggml type.
 
@@ -80,13 +99,13 @@ def quantize(x: NDArray[Any], type: str, rounding: Rounding = "reference") -> By
     rounding  only q8_0 has two: "reference" (quantize_row_q8_0_ref; model files are made with it) and "simd"
               (quantize_row_q8_0 of ggml's x86 CPU backend, which runs inside a graph)
 
-    Returns uint8 (..., n / block_size * block_bytes). Raises ValueError for an unknown type or rounding and for
-    an n that does not divide.
+    Returns uint8 (..., n / block_size * block_bytes). Raises ValueError for an unknown type or rounding, for an n that
+    does not divide, and for masked and complex arrays; TypeError for what is no array of numbers.
     """
     kind = codec(type)
     if rounding not in ROUNDINGS:
         raise ValueError(f"unknown rounding {rounding!r}; known: {' '.join(ROUNDINGS)}")
-    x = np.asarray(x)
+    x = plain_array("x", np.asarray(x) if isinstance(x, list | tuple | np.generic) else x)
     if x.ndim == 0 or x.shape[-1] % kind.block_size:
         raise ValueError(
             f"x of shape {x.shape}: last axis must be a multiple of {kind.name}'s block size {kind.block_size}"
@@ -119,10 +138,12 @@ def dequantize(blocks: NDArray[Any], type: str) -> Floats:
     type    name of a ggml type
 
     Returns float32 (..., m / block_bytes * block_size), equal to ggml's to_float. Raises ValueError for an unknown
-    type and for an m that does not divide.
+    type, for an m that does not divide, and for masked and complex arrays; TypeError for what is no array: a list's
+    numbers have no size in bytes, and np.frombuffer(data, np.uint8) makes an array of bytes.
     """
     kind = codec(type)
-    if np.ndim(blocks) == 0:
+    blocks = plain_array("blocks", blocks)
+    if blocks.ndim == 0:
         raise ValueError(f"blocks of shape {np.shape(blocks)}: must have at least one axis")
     data = np.ascontiguousarray(blocks).view(np.uint8)
     if data.shape[-1] % kind.block_bytes:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import os
+import pickle
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,9 +22,13 @@ import numpy as np
 import platformdirs
 from llvmlite import binding, ir
 from numba import types
-from numba.core import config, event
+from numba.core import config, event, sigutils
+from numba.core.caching import FunctionCache, IndexDataCacheFile
+from numba.core.ccallback import CFunc
 from numba.extending import intrinsic, register_jitable
 from numpy.typing import NDArray
+
+from quant.kept import say_damaged
 
 Part = Callable[..., Any]
 
@@ -89,6 +94,84 @@ def _own_cache() -> Iterator[None]:
         numba.config.CACHE_DIR = before
 
 
+class _DamagedError(Exception):
+    """A file of the cache is not what was written."""
+
+
+class _Files(IndexDataCacheFile):
+    """A function's files in the cache, each behind its own checksum: LLVM aborts over what is damaged."""
+
+    said = False
+
+    def load(self, key: Any) -> Any:
+        try:
+            return super().load(key)
+        except _DamagedError:
+            if not _Files.said:
+                _Files.said = True
+                say_damaged(f"a compiled kernel in {self._cache_path} is damaged")
+            return None
+
+    def _load_index(self) -> Any:
+        try:
+            version, stamp, overloads = self._read(self._index_path)
+        except OSError:
+            return {}
+        return overloads if (version, stamp) == (self._version, self._source_stamp) else {}
+
+    def _save_index(self, overloads: Any) -> None:
+        self._write(self._index_path, (self._version, self._source_stamp, overloads))
+
+    def _load_data(self, name: str) -> Any:
+        return self._read(self._data_path(name))
+
+    def _save_data(self, name: str, data: Any) -> None:
+        self._write(self._data_path(name), data)
+
+    def _write(self, path: str, data: Any) -> None:
+        content = self._dump(data)
+        with self._open_for_write(path) as file:
+            file.write(hashlib.sha256(content).digest() + content)
+
+    def _read(self, path: str) -> Any:
+        content = Path(path).read_bytes()
+        size = hashlib.sha256().digest_size
+        if hashlib.sha256(content[size:]).digest() != content[:size]:
+            raise _DamagedError(path)
+        return pickle.loads(content[size:])
+
+    def save(self, key: Any, data: Any) -> None:
+        try:
+            super().save(key, data)
+        except _DamagedError:
+            self.flush()
+            super().save(key, data)
+
+
+class _Cache(FunctionCache):
+    """numba's cache of one function, with checked files. Where it cannot be written, nothing is kept."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__(function)
+        stamp = self._impl.locator.get_source_stamp()
+        self._cache_file = _Files(self._cache_path, self._impl.filename_base, stamp)
+
+    def save_overload(self, signature: Any, data: Any) -> None:
+        try:
+            super().save_overload(signature, data)
+        except OSError as error:
+            if not _Files.said:
+                _Files.said = True
+                print(f"ggml-npu: kernels are not kept: {cache_directory()}: {error.strerror}", file=sys.stderr)
+
+
+class _CFunc(CFunc):  # type: ignore[misc,unused-ignore]
+    _pyfunc: Callable[..., Any]
+
+    def enable_caching(self) -> None:
+        self._cache = _Cache(self._pyfunc)
+
+
 class CFunction:
     """A C function, compiled when it is needed first and kept on disk, where that is possible. It runs without the GIL,
     in any thread."""
@@ -100,7 +183,12 @@ class CFunction:
     @functools.cached_property
     def _compiled(self) -> Any:
         with _own_cache():
-            return numba.cfunc(self._signature, cache=_is_kept(), nopython=True, error_model="numpy")(self._function)
+            options = {"nopython": True, "error_model": "numpy"}
+            made = _CFunc(self._function, sigutils.normalize_signature(self._signature), locals={}, options=options)
+            if _is_kept():
+                made.enable_caching()
+            made.compile()
+            return made
 
     @property
     def is_compiled(self) -> bool:

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quant.blocks import split
-from quant.codec import Bytes, Codec, codec
+from quant.codec import Bytes, Codec, codec, plain_array, type_of
 
 _BLOCK = 32
 
@@ -35,7 +35,7 @@ def to_device(blocks: Bytes, type: str, group_size: int = _BLOCK) -> DeviceLayou
     does not divide n.
     """
     kind = _checked(type)
-    blocks = np.ascontiguousarray(blocks)
+    blocks = np.ascontiguousarray(plain_array("blocks", blocks))
     if blocks.dtype != np.uint8 or blocks.ndim == 0 or blocks.shape[-1] % kind.block_bytes:
         raise ValueError(
             f"blocks of shape {blocks.shape}: rows must be whole {type} blocks of {kind.block_bytes} bytes"
@@ -53,8 +53,14 @@ def to_device(blocks: Bytes, type: str, group_size: int = _BLOCK) -> DeviceLayou
 def to_blocks(device: DeviceLayout, type: str, group_size: int = _BLOCK) -> Bytes:
     """Device layout -> blocks: the inverse of `to_device`, with the same group size and the same refusals."""
     kind = _checked(type)
-    quants: NDArray[Any] = np.ascontiguousarray(device.quants)
-    scales = np.ascontiguousarray(device.scales, dtype=np.float16)
+    if not isinstance(device, DeviceLayout):
+        raise TypeError(f"device of type {type_of(device)}: must be a DeviceLayout")
+    quants: NDArray[Any] = np.ascontiguousarray(plain_array("quants", device.quants))
+    if quants.dtype.itemsize != 1 or quants.ndim == 0:
+        raise ValueError(f"quants of dtype {quants.dtype} and shape {quants.shape}: must be rows of bytes")
+    scales = np.ascontiguousarray(plain_array("scales", device.scales), dtype=np.float16)
+    if scales.shape[:-1] != quants.shape[:-1] or scales.ndim != quants.ndim:
+        raise ValueError(f"scales of shape {scales.shape}: must have the rows of quants, {quants.shape[:-1]}")
     lead, n = quants.shape[:-1], quants.shape[-1] * (2 if type == "q4_0" else 1)
     if n % _BLOCK:
         raise ValueError(f"quants of {n} elements a row: must be a multiple of {_BLOCK}")
@@ -76,6 +82,9 @@ def _checked(type: str) -> Codec:
 
 def _regroup(scales: NDArray[np.uint16], n: int, old: int, new: int) -> NDArray[np.uint16]:
     """Scales of groups of `old` elements -> scales of groups of `new` elements; 0 means the whole row."""
+    for size in (old, new):
+        if not isinstance(size, int | np.integer):
+            raise TypeError(f"group size {size!r}: must be an integer")
     old, new = old or n, new or n
     for size in (old, new):
         if size < 0 or (n and n % size):

@@ -23,7 +23,8 @@ import ggml_backend_npu
 from ggml_backend_npu import DEVICE, OPS
 from ggml_backend_npu.abi.lib import list_devices
 from ggml_backend_npu.abi.plugin import Plugin
-from graph_runner.cli import app, main
+from graph_runner.cli import main
+from graph_runner.cli.app import app
 from graph_runner.cli.options import PROMPT
 from graph_runner.diff_report import SCHEMA
 from graph_runner.session import Sampler, Session, Settings, context_for, generate

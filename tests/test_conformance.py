@@ -7,16 +7,21 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
 import sys
+import time
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 
 import pytest
 
+from ggml_backend_npu.abi.embedding import plugin
 from ggml_backend_npu.ops import OWN as OPS
+from graph_runner import suites
 from graph_runner.suites import Case, SuiteError, architectures, backend_ops
+from graph_runner.tiny import write_tiny_llama
 
 pytestmark = pytest.mark.conformance
 
@@ -143,3 +148,53 @@ def test_the_command_judges_a_file_of_kernels(
     assert counts.split() == row
     assert log in "\n".join(rest)
     assert bool(log) == bool(rest)
+
+
+COUNTS = """
+import os
+from ggml_backend_npu import op
+from ggml_backend_npu.ops import OWN
+
+@op("SET_ROWS")
+def set_rows(dst, x, ids):
+    os.write(2, b"called\\n")
+    OWN["SET_ROWS"].define(dst, x, ids)
+"""
+
+
+@pytest.mark.parametrize(("options", "is_asked"), [((), False), (("-dev", "NPU"), True)], ids=["alone", "-dev NPU"])
+def test_llama_completion_asks_the_device_that_it_is_told_of(
+    tmp_path: Path, options: tuple[str, ...], is_asked: bool
+) -> None:
+    kernels, model = tmp_path / "counts.py", write_tiny_llama(tmp_path / "tiny.gguf")
+    kernels.write_text(COUNTS)
+    done = subprocess.run(
+        [suites.build() / "llama-completion", "-no-cnv", "-m", model, "-p", "hello", "-n", "4", *options],
+        env=os.environ | {"GGML_BACKEND_PATH": str(plugin()), "GGML_NPU_KERNELS": str(kernels)},
+        stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", timeout=300, check=True,
+    )  # fmt: skip
+    assert ("called" in done.stderr) == is_asked
+
+
+def test_a_kernel_that_loops_is_no_test_that_runs_on(tmp_path: Path) -> None:
+    """Ctrl-C ends `ggml-npu test` and the program that it runs."""
+    kernels = tmp_path / "loops.py"
+    kernels.write_text("from ggml_backend_npu import op\n@op('SQR')\ndef sqr(dst, x):\n    while True:\n        pass\n")
+    suites.build()
+    with subprocess.Popen([sys.executable, "-m", "graph_runner", "test", str(kernels)]) as command:
+        program = running_program(command.pid)
+        command.send_signal(signal.SIGINT)
+        assert command.wait(timeout=3) == 130
+    assert not Path(f"/proc/{program}").exists()
+
+
+def running_program(parent: int) -> int:
+    """The process id of the test-backend-ops that a process has started."""
+    for _ in range(600):
+        for children in Path(f"/proc/{parent}/task").glob("*/children"):
+            for child in children.read_text().split():
+                if b"test-backend-ops" in Path(f"/proc/{child}/cmdline").read_bytes():
+                    time.sleep(3)
+                    return int(child)
+        time.sleep(0.1)
+    pytest.fail("no test-backend-ops was started")

@@ -13,6 +13,7 @@ from rich.console import Console
 
 from graph_runner import suites
 from graph_runner.suites import Case, SuiteError, architectures, backend_ops
+from quant import kept
 
 HEADER = """\
 load_backend: loaded NPU backend from /a/libggml-npu.so
@@ -132,6 +133,7 @@ def test_two_that_want_the_programs_at_once_build_them_once(tmp_path: Path, monk
         builds.append(programs)
         time.sleep(0.2)
         programs.mkdir()
+        kept.seal(programs)
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "a cache"))
     monkeypatch.setattr(suites, "_build", build)

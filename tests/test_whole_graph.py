@@ -204,7 +204,9 @@ def test_run_without_llama_cpps_graph(cli: Cli, tiny: Path) -> None:  # noqa: F8
     assert outcome.code == 0, outcome.err
     assert outcome.out == expected + "\n"
     assert "tokens: 87 without llama.cpp's graph, 2 to get it\n" in outcome.err
-    assert_refused(cli("run", "tiny", "--no-llama-graph", "--device", "cpu"), "on the NPU with host memory alone")
+    assert_refused(cli("run", "tiny", "--no-llama-graph", "--device", "cpu"), "--device is cpu")
+    with Session(tiny, SETTINGS) as session, pytest.raises(SessionError, match="on the NPU with host memory alone"):
+        GraphRunner(session)
     assert_refused(cli("run", "tiny", "--no-llama-graph", "--profile", "ascend-310p"), "left to the CPU")
 
 

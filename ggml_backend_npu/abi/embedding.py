@@ -26,7 +26,8 @@ import platformdirs
 import ggml_backend_npu
 from ggml_backend_npu.abi import lib
 from ggml_backend_npu.device import DEVICE
-from ggml_backend_npu.kernels import load_kernels
+from ggml_backend_npu.kernels import load_kernels, named_by_the_environment
+from quant import kept
 
 _API = "void * npu_registry(void * caller);"
 
@@ -110,8 +111,8 @@ def registry(caller: int) -> int:
     """
     lib.ggml(caller)
     DEVICE.update_from_environment()
-    if kernels := os.environ.get("GGML_NPU_KERNELS"):
-        load_kernels(Path(kernels))
+    for file in named_by_the_environment():
+        load_kernels(file)
     return ctypes.addressof(ggml_backend_npu.register().registry)
 
 
@@ -132,13 +133,17 @@ def plugin() -> Path:
     parts = [sys.version, _API, _C, _PYTHON, *command]
     digest = hashlib.sha256("\0".join(parts).encode(errors="surrogateescape")).hexdigest()[:16]
     library = platformdirs.user_cache_path("ggml-npu") / f"plugin-{digest}" / "libggml-npu.so"
-    if not library.exists():
+    wrong = kept.damage(library.parent)
+    if wrong is not None:
+        if library.exists():
+            kept.say_damaged(f"the plugin in {library.parent}: {wrong}")
         library.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=library.parent) as folder:
+        with tempfile.TemporaryDirectory(prefix="plugin-", dir=library.parent.parent) as folder:
             source, built = Path(folder, "plugin.c"), Path(folder, library.name)
             _write_source(source)
             _compile([*command, str(source), str(libpython), "-o", str(built)])
             built.replace(library)
+        kept.seal(library.parent)
     return library
 
 

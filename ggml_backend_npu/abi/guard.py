@@ -1,4 +1,5 @@
-"""An exception never crosses into C: it becomes a callback's failure value and one line on stderr."""
+"""An exception never crosses into C: it becomes a callback's failure value and one line on stderr. Ctrl-C waits until C
+returns; what runs Python for long within C is stopped for it."""
 
 from __future__ import annotations
 
@@ -9,7 +10,8 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Any
+from types import CodeType, FrameType
+from typing import Any, TypeVar
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
@@ -57,18 +59,50 @@ def end_with_parent() -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
+_stopped: set[CodeType] = set()
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def stopped_by_interrupts(callback: _Function) -> _Function:
+    """Decorator of a callback that may run for long, and that turns an exception into a failure: Ctrl-C is raised in
+    it."""
+    _stopped.add(callback.__code__)
+    return callback
+
+
+def _runs_what_is_stopped(frame: FrameType | None) -> bool:
+    while frame is not None:
+        if frame.f_code in _stopped:
+            return True
+        frame = frame.f_back
+    return False
+
+
 @contextmanager
 def interrupts_wait() -> Iterator[None]:
-    """Ctrl-C is raised when the context ends: raised in a callback, C would not notice."""
+    """Ctrl-C, and SIGTERM where somebody handles it, are handled when the context ends: raised in any callback, C would
+    not notice. A callback that is `stopped_by_interrupts` ends with a KeyboardInterrupt at once."""
     Failures.interrupted = False
     if threading.current_thread() is not threading.main_thread():
         yield
         return
     caught: list[int] = []
-    before = signal.signal(signal.SIGINT, lambda number, _: caught.append(number))
+
+    def wait(number: int, frame: FrameType | None) -> None:
+        caught.append(number)
+        if _runs_what_is_stopped(frame):
+            raise KeyboardInterrupt
+
+    before = {int(number): signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    handled = {number: handler for number, handler in before.items() if callable(handler)}
+    for number in handled:
+        signal.signal(number, wait)
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
-    if caught or Failures.interrupted:
-        raise KeyboardInterrupt
+        for number, handler in handled.items():
+            signal.signal(number, handler)
+        for number in caught:
+            handled[number](number, None)
+        if Failures.interrupted:
+            raise KeyboardInterrupt

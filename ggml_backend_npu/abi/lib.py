@@ -113,6 +113,7 @@ _FUNCTIONS: _Functions = {
     "ggml_graph_n_nodes": (c_int, [c_void_p]),
     "ggml_graph_nodes": (c_void_p, [c_void_p]),
     "ggml_backend_register": (None, [c_void_p]),
+    "ggml_set_abort_callback": (c_void_p, [c_void_p]),
     "ggml_backend_reg_count": (c_size_t, []),
     "ggml_backend_reg_get": (c_void_p, [c_size_t]),
     "ggml_backend_reg_name": (c_char_p, [c_void_p]),

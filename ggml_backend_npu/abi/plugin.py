@@ -6,12 +6,12 @@ import ctypes
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from ggml_backend_npu.abi import blas, codecs, convert, repeats, structs
 from ggml_backend_npu.abi.buffers import Buffers
-from ggml_backend_npu.abi.guard import Failures, guarded
+from ggml_backend_npu.abi.guard import Failures, guarded, stopped_by_interrupts
 from ggml_backend_npu.abi.lib import API_VERSION, Ggml
 from ggml_backend_npu.abi.repeats import Repeats
 from ggml_backend_npu.device import DEVICE, DeviceError
@@ -27,7 +27,8 @@ from quant import threads
 NAME = "NPU"
 _DEVICE_TYPES = {"accel": structs.DEVICE_TYPE_ACCEL, "gpu": structs.DEVICE_TYPE_GPU}
 DESCRIPTION = "Python kernels (ggml-backend-npu)"
-MAX_PLANS = 1024
+MAX_PLANS = 1024  # of one context
+_MEMORY = 8 << 30  # bytes of the device's own, where nobody says
 
 # llama.cpp looks on which device these would run, when it makes a context; where that is not their layer's, it computes
 # them by some hundred nodes of other ops, and so another graph than on the CPU
@@ -90,12 +91,14 @@ class Statistics:
 class Context:
     """A ggml_backend that is alive: its struct, what it has done, and the graphs that it knows.
 
+    plans    by the bytes of a graph's nodes and their sources
     instead  what computes its graphs, given by address, in place of the device; None: the device does
     """
 
     backend: structs.Backend
     statistics: Statistics
     repeats: Repeats
+    plans: dict[tuple[int, bytes], Plan] = field(default_factory=dict)
     instead: Callable[[int], None] | None = None
 
     @contextmanager
@@ -116,6 +119,7 @@ class Plugin:
     active  whether the device takes nodes; while it is not, a scheduler leaves every node to the CPU
     has_layers  while a context is made, whether it has layers on the device; else None
     refusals  by op, why nodes of it were not taken when a scheduler asked
+    broken  what the last kernel said that could not answer
     """
 
     def __init__(self, ggml: Ggml) -> None:
@@ -125,8 +129,8 @@ class Plugin:
         self.active = True
         self.has_layers: bool | None = None
         self.refusals: dict[str, str] = {}
+        self.broken: str | None = None
         self._halted: str | None = None
-        self._plans: dict[tuple[int, bytes], Plan] = {}
         self._fusible = fusible()
         self._cpu: int | None = None
         self._strings = {text: ctypes.create_string_buffer(text.encode()) for text in (NAME, DESCRIPTION)}
@@ -165,9 +169,13 @@ class Plugin:
         self.device.reg = ctypes.addressof(self.registry)
         if DEVICE.fallback == "cpu" and DEVICE.memory == "device":
             raise DeviceError("GGML_NPU_FALLBACK=cpu needs GGML_NPU_MEMORY=host: the CPU cannot reach device memory")
+        if DEVICE.memory_limit is not None and DEVICE.memory == "host":
+            raise DeviceError(
+                f"memory limit of {DEVICE.memory_limit} bytes: needs memory 'device', and memory is 'host'"
+            )
         self.memory: DeviceMemory | None = None
         if DEVICE.memory == "device":
-            self.memory = DeviceMemory(DEVICE.memory_limit, self.forget_plans)
+            self.memory = DeviceMemory(DEVICE.memory_limit or _MEMORY, self.forget_plans)
             self._buffers = Buffers(ggml, self.memory, self.get_name(0), ctypes.addressof(self.device))
 
     # registry and device
@@ -264,7 +272,11 @@ class Plugin:
             return self.has_layers
         if not self.active or not _offers(op):
             return False
-        reason = OPS.refusal(convert.node(self.ggml, node)) if op in OPS else NO_KERNEL
+        try:
+            reason = OPS.refusal(convert.node(self.ggml, node)) if op in OPS else NO_KERNEL
+        except KernelError as error:
+            self.broken = str(error)
+            raise
         if reason is not None:
             self.refusals[op] = reason
         return reason is None
@@ -282,6 +294,7 @@ class Plugin:
         self.contexts.pop(backend, None)
 
     @guarded(structs.STATUS_FAILED)
+    @stopped_by_interrupts
     def graph_compute(self, backend: int, graph: int) -> int:
         """Computes a graph that `repeats.graph_compute` does not know."""
         if self._halted is not None:
@@ -294,9 +307,9 @@ class Plugin:
             if DEVICE.fallback == "cpu":
                 return self._compute_with_fallback(context, graph)
             key = OPS.version, convert.key(self.ggml, graph, self._fusible if DEVICE.fusion == "on" else frozenset())
-            bound = self._plans.get(key)
+            bound = context.plans.get(key)
             if bound is None:
-                bound = self._plan(key, graph)
+                bound = self._plan(context, key, graph)
             bound.run()
         self._settle()
         for statistics in (self.statistics, context.statistics):
@@ -358,17 +371,17 @@ class Plugin:
         view.nodes = ctypes.cast(first, type(view.nodes))
         return int(self.ggml.ggml_backend_graph_compute(self._cpu, ctypes.addressof(view)))
 
-    def _plan(self, key: tuple[int, bytes], graph: int) -> Plan:
-        if len(self._plans) >= MAX_PLANS:
-            self._plans.clear()
+    def _plan(self, context: Context, key: tuple[int, bytes], graph: int) -> Plan:
+        if len(context.plans) >= MAX_PLANS:
+            context.plans.clear()
         packed = self.memory.packed if self.memory is not None else convert.nowhere
-        self._plans[key] = plan(convert.graph(self.ggml, graph, packed), OPS)
-        return self._plans[key]
+        context.plans[key] = plan(convert.graph(self.ggml, graph, packed), OPS)
+        return context.plans[key]
 
     def forget_plans(self) -> None:
         """After tensors moved or the engine changed: plans hold what they were made with."""
-        self._plans.clear()
         for context in list(self.contexts.values()):
+            context.plans.clear()
             context.repeats.forget()
 
 

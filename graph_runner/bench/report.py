@@ -7,11 +7,9 @@ from dataclasses import asdict
 from statistics import median
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
 from graph_runner.bench.measure import OURS, Measurement, geometric_mean, groups, worst
 from graph_runner.bench.run import BenchResult
+from graph_runner.console import Console, Table, table
 
 BENCH_SCHEMA = "ggml-npu bench 1"
 
@@ -26,25 +24,25 @@ def print_bench(result: BenchResult, console: Console) -> None:
 
 def _table(name: str, measurements: Sequence[Measurement]) -> Table:
     others = [*measurements[0].others]
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column(name)
+    shown = table()
+    shown.add_column(name)
     bandwidth = ["GB/s"] if measurements[0].nbytes else []
     for column in (OURS if others else "median", *others, *(f"to {other}" for other in others), *bandwidth):
-        table.add_column(column, justify="right")
+        shown.add_column(column, justify="right")
     by_group = groups(measurements)
     for alike in by_group.values():
         for found in alike:
-            table.add_row(
+            shown.add_row(
                 found.what,
                 f"{found.median:,.2f} {found.unit}",
                 *(f"{median(found.others[other]):,.2f}" for other in others),
                 *(_ratio(found.ratio(other)) for other in others),
                 *(f"{found.bandwidth() / 1e9:,.2f}" for _ in bandwidth),
             )
-        _add_summary(table, "  ", alike)
+        _add_summary(shown, "  ", alike)
     if len(by_group) > 1 and _have_one_unit(measurements):
-        _add_summary(table, "all: ", measurements)
-    return table
+        _add_summary(shown, "all: ", measurements)
+    return shown
 
 
 def _have_one_unit(measurements: Sequence[Measurement]) -> bool:
@@ -57,16 +55,16 @@ def _ratio(ratio: float) -> str:
     return f"[red]{ratio:.2f}x[/]" if ratio >= 0.1 else f"[red]{ratio:.1g}x[/]"
 
 
-def _add_summary(table: Table, title: str, measurements: Sequence[Measurement]) -> None:
+def _add_summary(shown: Table, title: str, measurements: Sequence[Measurement]) -> None:
     """Two rows below measurements: the geometric mean of their ratios, and the worst."""
     others = measurements[0].others
     if len(measurements) == 1 or not others:
         return
     no_times = [""] * (1 + len(others))
     means = (geometric_mean(measurements, other) for other in others)
-    table.add_row(f"{title}geometric mean", *no_times, *map(_ratio, means), style="bold")
+    shown.add_row(f"{title}geometric mean", *no_times, *map(_ratio, means), style="bold")
     worsts = (worst(measurements, other).ratio(other) for other in others)
-    table.add_row(f"{title}worst", *no_times, *map(_ratio, worsts), style="bold")
+    shown.add_row(f"{title}worst", *no_times, *map(_ratio, worsts), style="bold")
 
 
 def bench_json(result: BenchResult) -> dict[str, Any]:

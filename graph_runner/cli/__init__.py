@@ -1,59 +1,65 @@
-"""The command ggml-npu, a module per command: `options` and `common` are what they share, `outputs` what they write."""
+"""The command ggml-npu, a module per command: `app` puts them together, `options` and `common` are what they share."""
 
 from __future__ import annotations
 
 import io
 import os
 import sys
+from contextlib import suppress
 
-import typer
+INTERRUPTED, CLOSED_PIPE = 130, 141
 
-from graph_runner.cli import bench, capture, coverage, devices, diff, ops, plugin, replay, run, test
-from graph_runner.errors import BadInputError
-
-app = typer.Typer(
-    name="ggml-npu",
-    help="A ggml backend in Python: run GGUF models with its kernels, and compare them byte for byte with ggml's CPU.",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    rich_markup_mode="rich",
-)
-app.command()(run.run)
-app.command()(diff.diff)
-app.command()(capture.capture)
-app.command()(replay.replay)
-app.command()(coverage.coverage)
-app.command()(devices.devices)
-app.command()(plugin.plugin)
-app.command("test")(test.judge)
-app.command()(ops.ops)
-app.command()(bench.bench)
+try:
+    from graph_runner.endings import ends_when_told
+except KeyboardInterrupt:
+    sys.exit(INTERRUPTED)
 
 
 def main() -> None:
-    """Runs the command; a user's mistake is one line on stderr and exit code 2."""
-    from ggml_backend_npu import DeviceError
-    from ggml_backend_npu.abi.embedding import PluginError
-    from ggml_backend_npu.abi.lib import UnknownGgmlError
-    from ggml_backend_npu.kernels import KernelFileError
-    from ggml_backend_npu.registry import KernelError
-    from graph_runner.errors import BenchError, SessionError, TraceError
-    from graph_runner.suites import SuiteError
-    from graph_runner.tolerances import ToleranceError
-    from quant.jit import EngineError
+    """Runs the command. Its exit code is 2 with one line on stderr for what a user gave or the machine has not, 3 for a
+    mistake of this project, 130 after Ctrl-C, 141 where nobody reads its output; others are those of the commands."""
+    try:
+        with ends_when_told():
+            code = _flushed(_run())
+    except KeyboardInterrupt:
+        code = INTERRUPTED
+    sys.exit(code)
 
+
+def _run() -> int:
     os.environ.setdefault("GGML_NO_BACKTRACE", "1")
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
     try:
+        from graph_runner.cli.app import app
+
         app(prog_name="ggml-npu")
-    except (
-        BadInputError, BenchError, DeviceError, EngineError, KernelError, KernelFileError, PluginError, SessionError,
-        SuiteError, ToleranceError, TraceError, UnknownGgmlError,
-    ) as error:  # fmt: skip
-        print("ggml-npu:", " ".join(str(error).split()), file=sys.stderr)
-        sys.exit(2)
+    except SystemExit as end:
+        return end.code if isinstance(end.code, int) else int(end.code is not None)
     except KeyboardInterrupt:
-        sys.exit(130)
+        return INTERRUPTED
+    except BrokenPipeError:
+        return CLOSED_PIPE
+    except BaseException as error:
+        from graph_runner.cli.failures import told
+
+        return told(error)
+    return 0
+
+
+def _flushed(code: int) -> int:
+    """The exit code of a command when what it printed has been written."""
+    try:
+        sys.stdout.flush()
+    except OSError as error:
+        with suppress(OSError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more at its end
+        if isinstance(error, BrokenPipeError):
+            return code or CLOSED_PIPE
+        if code:
+            return code
+        with suppress(OSError):
+            print(f"ggml-npu: stdout: {error.strerror}", file=sys.stderr)
+        return 2
+    return code

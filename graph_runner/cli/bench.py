@@ -6,12 +6,11 @@ from enum import StrEnum
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.progress import Progress, TextColumn
 
-from graph_runner.cli.common import stderr
-from graph_runner.cli.options import MODEL_HELP, JsonFile, Threads
-from graph_runner.cli.outputs import check_outputs, json_text, save, write
+from graph_runner.cli.common import stderr, stdout
+from graph_runner.cli.options import MODEL_HELP, READS, WRITES, JsonFile, Threads
+from graph_runner.cli.outputs import json_text, save, write
 from graph_runner.errors import BadInputError
 
 
@@ -30,9 +29,9 @@ def bench(
     what: Annotated[Benchmark, typer.Argument(help="What to measure.")] = Benchmark.ALL,
     json_file: JsonFile = None,
     plot_file: Annotated[
-        str | None, typer.Option("--plot", metavar="FILE.png", help="Draw movers and codecs as bars too.")
+        str | None, typer.Option("--plot", metavar="FILE.png", help="Draw movers and codecs as bars too."), WRITES
     ] = None,
-    model: Annotated[str, typer.Option(metavar="MODEL", help=MODEL_HELP)] = "demo",
+    model: Annotated[str, typer.Option(metavar="MODEL", help=MODEL_HELP), READS] = "demo",
     rounds: Annotated[int, typer.Option(min=1, help="Rounds, behind one that warms up.")] = 5,
     threads: Threads = 0,
 ) -> None:
@@ -49,7 +48,6 @@ def bench(
     from graph_runner.bench import WITH_BANDWIDTH, Measurement, bench, bench_json, check_plot, draw, print_bench
 
     names = [name.value for name in Benchmark if what in (name, Benchmark.ALL) and name != Benchmark.ALL]
-    check_outputs({"--json": json_file, "--plot": plot_file})
     if plot_file is not None:
         if not set(names) & set(WITH_BANDWIDTH):
             raise BadInputError(
@@ -71,4 +69,4 @@ def bench(
         write("--json", json_file, json_text(bench_json(result)))
     if plot_file is not None:
         save("--plot", plot_file, draw(result, plot_file))
-    print_bench(result, console if json_file == "-" else Console())
+    print_bench(result, stdout(json_file))

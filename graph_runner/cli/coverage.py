@@ -5,9 +5,17 @@ from __future__ import annotations
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
-from graph_runner.cli.common import gpu_layers, op_options, stderr, type_for_all, use_device, use_kernels
+from graph_runner.cli.common import (
+    gpu_layers,
+    op_options,
+    prompt_text,
+    stderr,
+    stdout,
+    type_for_all,
+    use_device,
+    use_kernels,
+)
 from graph_runner.cli.options import (
     PROMPT,
     AllOps,
@@ -16,20 +24,24 @@ from graph_runner.cli.options import (
     DeviceMemory,
     DeviceType,
     FlashAttention,
+    Fuse,
     JsonFile,
     Kernels,
+    Matmul,
     MemoryLimit,
     Model,
     ProfileName,
     Prompt,
+    PromptFile,
     Threads,
 )
-from graph_runner.cli.outputs import check_outputs, json_text, write
+from graph_runner.cli.outputs import json_text, write
 
 
 def coverage(
     model: Model,
     prompt: Prompt = PROMPT,
+    prompt_file: PromptFile = None,
     flash_attn: Annotated[FlashAttention, typer.Option(help="Flash attention.")] = FlashAttention.AUTO,
     cache_type_k: CacheTypeK = "f16",
     cache_type_v: CacheTypeV = "f16",
@@ -40,6 +52,8 @@ def coverage(
     memory_limit: MemoryLimit = None,
     device_type: DeviceType = None,
     all_ops: AllOps = False,
+    fusion: Fuse = True,
+    matmul: Matmul = None,
     threads: Threads = 0,
 ) -> None:
     """Show which nodes of a model the NPU computes, why not the others, and which kernels to write next.
@@ -52,15 +66,16 @@ def coverage(
     from graph_runner.report import coverage_json, print_coverage
     from graph_runner.session import Settings
 
+    prompt = prompt_text(prompt, prompt_file)
     use_device(
         profile=profile,
         memory=memory,
         memory_limit=memory_limit,
         device_type=type_for_all(device_type, memory, all_ops),
-        **op_options(all_ops),
+        matmul=matmul,
+        **op_options(all_ops, fusion),
     )
     use_kernels(kernels)
-    check_outputs({"--json": json_file})
     settings = Settings(
         cache_type_k=cache_type_k,
         cache_type_v=cache_type_v,
@@ -73,4 +88,4 @@ def coverage(
         found = cover(file, prompt, settings=settings)
     if json_file is not None:
         write("--json", json_file, json_text(coverage_json(found)))
-    print_coverage(found, console if json_file == "-" else Console())
+    print_coverage(found, stdout(json_file))

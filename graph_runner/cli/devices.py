@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from rich.console import Console
-from rich.table import Table
-
 from graph_runner.cli.common import use_device
 from graph_runner.cli.options import DeviceMemory, DeviceType, MemoryLimit, ProfileName
+from graph_runner.console import Console, table
 
 
 def devices(
@@ -21,12 +19,10 @@ def devices(
 
     use_device(profile=profile, memory=memory, memory_limit=memory_limit, device_type=device_type)
     ggml = ggml_backend_npu.register().ggml
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for column in ("device", "type", "backend", "description"):
-        table.add_column(column)
+    shown = table("device", "type", "backend", "description")
     for device in list_devices(ggml):
-        table.add_row(device.name, device.type, device.backend, device.description)
+        shown.add_row(device.name, device.type, device.backend, device.description)
     console = Console()
-    console.print(table)
+    console.print(shown)
     chosen = ggml_backend_npu.DEVICE.profile
     console.print(f"ggml {ggml.version}; profile {chosen.name}: {chosen.description}", highlight=False)

@@ -7,18 +7,18 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-from graph_runner.cli.common import op_options, stderr, type_for_all
+from graph_runner.cli.common import op_options, prompt_text, stderr, stdout, type_for_all
 from graph_runner.cli.options import (
+    KEEPS_TRACES,
     PROMPT,
     AllOps,
     CacheTypeK,
     CacheTypeV,
+    Device,
     DeviceMemory,
     DeviceType,
-    DiffDevice,
     ExplorerFile,
     FlashAttention,
     Fuse,
@@ -32,10 +32,11 @@ from graph_runner.cli.options import (
     NodeTimeout,
     ProfileName,
     Prompt,
+    PromptFile,
     Threads,
     ToleranceFile,
 )
-from graph_runner.cli.outputs import check_outputs, json_text, write
+from graph_runner.cli.outputs import json_text, write
 from graph_runner.errors import BadInputError
 
 _NODES_PER_UPDATE = 64
@@ -44,6 +45,7 @@ _NODES_PER_UPDATE = 64
 def diff(
     model: Model,
     prompt: Prompt = PROMPT,
+    prompt_file: PromptFile = None,
     steps: Annotated[int, typer.Option("-n", "--steps", min=0, help="Tokens to decode after the prompt.")] = 4,
     ops: Annotated[
         str | None, typer.Option(metavar="OP,OP,...", help="Compare these ops only, e.g. GET_ROWS,CPY.")
@@ -71,9 +73,12 @@ def diff(
             metavar="FOLDER",
             help="Where wrong nodes are kept as traces, for ggml-npu replay. Left out: in the user's cache directory.",
         ),
+        KEEPS_TRACES,
     ] = None,
-    reference: Annotated[DiffDevice, typer.Option(help="Who is right; NPU: this project's kernels.")] = DiffDevice.CPU,
-    device: Annotated[DiffDevice, typer.Option(help="Who is compared with it.")] = DiffDevice.NPU,
+    reference: Annotated[
+        Device, typer.Option(case_sensitive=False, help="Who is right; npu: this project's kernels.")
+    ] = Device.CPU,
+    device: Annotated[Device, typer.Option(case_sensitive=False, help="Who is compared with it.")] = Device.NPU,
     tolerances: ToleranceFile = None,
     strict: Annotated[
         bool,
@@ -96,15 +101,15 @@ def diff(
     device computes it from what the reference read, and the reference computes it from what the device's own run read.
     Exit code 0: right; 1: a node or the device's run is wrong; 2: bad input; 3: a mistake of this project.
     """
-    from graph_runner.jobs import Device, DiffJob, run_diff
+    from graph_runner.jobs import DiffJob, NpuOptions, run_diff
     from graph_runner.models import model_file
     from graph_runner.results import NodeResult
     from graph_runner.session import Settings
 
+    prompt = prompt_text(prompt, prompt_file)
     if reproducers is not None and not reproducers.is_dir():
         raise BadInputError(f"--reproducers {str(reproducers)!r}: no such directory")
     outputs = {"--json": json_file, "--html": html_file, "--model-explorer": explorer_file}
-    check_outputs(outputs)
     options = {
         "profile": profile, "memory": memory, "memory_limit": memory_limit, "matmul": matmul,
         "device_type": type_for_all(device_type, memory, all_ops), **op_options(all_ops, fusion),
@@ -113,8 +118,8 @@ def diff(
         cache_type_k=cache_type_k, cache_type_v=cache_type_v, flash_attention=flash_attn.value, threads=threads
     )
     arguments = {
-        "steps": steps, "settings": settings, "reference": reference.value, "device": device.value, "strict": strict,
-        "repeat": repeat, "reproducers": reproducers or _folder(model),
+        "steps": steps, "settings": settings, "reference": reference.value.upper(), "device": device.value.upper(),
+        "strict": strict, "repeat": repeat, "reproducers": reproducers or _folder(model),
     }  # fmt: skip
     console = stderr()
     with Progress(
@@ -136,7 +141,7 @@ def diff(
                 )
 
         with model_file(model) as file:
-            chosen = Device(options, () if kernels is None else (kernels,))
+            chosen = NpuOptions(options, tuple(kernels or ()))
             job = DiffJob(chosen, file, prompt, ops, tolerances, arguments)
             result = job(lambda _: None) if in_process else run_diff(job, node_timeout=node_timeout, seen=seen)
     from graph_runner.diff_report import diff_json, print_diff
@@ -150,7 +155,7 @@ def diff(
         write("--html", html_file, diff_html(data))
     if explorer_file is not None:
         write("--model-explorer", explorer_file, json_text(explorer_json(data)))
-    print_diff(result, console if "-" in outputs.values() else Console())
+    print_diff(result, stdout(*outputs.values()))
     raise typer.Exit(0 if result else 1)
 
 

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
-from rich.console import Console
-from rich.table import Table
+from graph_runner.cli.common import stdout, use_kernels
+from graph_runner.cli.options import JsonFile, Kernels
+from graph_runner.cli.outputs import json_text, write
+from graph_runner.console import table
 
 
-def ops() -> None:
+def ops(json_file: JsonFile = None, kernels: Kernels = None) -> None:
     """List the ops that the backend supports, by type."""
     from ggml_backend_npu import OPS
 
-    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
-    for column in ("op", "sources", "output"):
-        table.add_column(column)
-    for name in sorted(OPS):
-        for sources, outputs in OPS[name].signatures():
-            table.add_row(name, sources, outputs)
-            name = ""
-    Console().print(table)
+    use_kernels(kernels)
+    signatures = {name: OPS[name].signatures() for name in sorted(OPS)}
+    if json_file is not None:
+        data = {
+            name: [{"sources": sources, "outputs": outputs} for sources, outputs in found]
+            for name, found in signatures.items()
+        }
+        write("--json", json_file, json_text({"schema": "ggml-npu ops 1", "ops": data}))
+    shown = table("op", "sources", "output", padding=(0, 2, 0, 0))
+    for name, found in signatures.items():
+        for place, (sources, outputs) in enumerate(found):
+            shown.add_row("" if place else name, sources, outputs)
+    stdout(json_file).print(shown)

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from graph_runner.cli.common import warn
+
 
 def plugin() -> None:
-    """Print the path of the plugin that gives any ggml program the device NPU.
+    """Print the path of the plugin that gives a ggml program the device NPU.
 
-    GGML_BACKEND_PATH="$(ggml-npu plugin)" llama-bench -m model.gguf
+    GGML_BACKEND_PATH="$(ggml-npu plugin)" llama-cli -m model.gguf -dev NPU
+
+    llama-cli, llama-server and llama-completion look for plugins when they are told of a device: with -dev NPU.
+    llama-bench looks for them always.
     """
     from ggml_backend_npu.abi.embedding import plugin
 
     print(plugin())
+    warn("llama-cli, llama-server and llama-completion load it with the option -dev NPU alone; llama-bench always")

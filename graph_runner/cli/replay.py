@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
-from graph_runner.cli.common import op_options, stderr
+from graph_runner.cli.common import op_options, stderr, stdout
 from graph_runner.cli.options import (
+    READS,
     DeviceMemory,
     DeviceType,
     Fuse,
@@ -22,12 +22,14 @@ from graph_runner.cli.options import (
     ProfileName,
     ToleranceFile,
 )
-from graph_runner.cli.outputs import check_outputs, json_text, write
+from graph_runner.cli.outputs import json_text, write
 
 
 def replay(
-    trace: Annotated[Path, typer.Argument(metavar="TRACE.gguf", help="What `capture` wrote.", show_default=False)],
-    device: Annotated[str, typer.Option(metavar="NAME", help="NPU, CPU, or any other that ggml has.")] = "NPU",
+    trace: Annotated[
+        Path, typer.Argument(metavar="TRACE.gguf", help="What `capture` wrote.", show_default=False), READS
+    ],
+    device: Annotated[str, typer.Option(metavar="NAME", help="npu, cpu, or any other that ggml has.")] = "npu",
     json_file: JsonFile = None,
     kernels: Kernels = None,
     profile: ProfileName = None,
@@ -55,19 +57,18 @@ def replay(
     this project.
     """
     from graph_runner.diff_report import print_replay, replay_json
-    from graph_runner.jobs import Device, ReplayJob, run_replay
+    from graph_runner.jobs import NpuOptions, ReplayJob, run_replay
 
-    check_outputs({"--json": json_file})
     options = {
         "profile": profile, "memory": memory, "memory_limit": memory_limit, "device_type": device_type,
         "matmul": matmul, **op_options(False, fusion),
     }  # fmt: skip
-    chosen = Device(options, () if kernels is None else (kernels,))
+    chosen = NpuOptions(options, tuple(kernels or ()))
     job = ReplayJob(chosen, trace, tolerances, {"device": device, "repeat": repeat})
     console = stderr()
     with console.status("computing"):
         result = job(lambda _: None) if in_process else run_replay(job, node_timeout=node_timeout)
     if json_file is not None:
         write("--json", json_file, json_text(replay_json(result)))
-    print_replay(result, console if json_file == "-" else Console())
+    print_replay(result, stdout(json_file))
     raise typer.Exit(0 if result else 1)

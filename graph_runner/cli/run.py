@@ -9,31 +9,51 @@ from typing import Annotated
 
 import typer
 
-from graph_runner.cli.common import gpu_layers, loading, op_options, stderr, type_for_all, use_device, use_kernels
+from graph_runner.cli.common import (
+    gpu_layers,
+    loading,
+    op_options,
+    prompt_text,
+    reading,
+    refuse_for_the_cpu,
+    stderr,
+    type_for_all,
+    use_device,
+    use_kernels,
+    warn,
+)
 from graph_runner.cli.options import (
     PROMPT,
     AllOps,
     CacheTypeK,
     CacheTypeV,
+    Context,
     Device,
     DeviceMemory,
     DeviceType,
     FlashAttention,
     Fuse,
     Kernels,
+    Matmul,
     MemoryLimit,
     Model,
     ProfileName,
     Prompt,
+    PromptFile,
     Threads,
 )
+from graph_runner.console import printable
 
 
 def run(
     model: Model,
     prompt: Prompt = PROMPT,
+    prompt_file: PromptFile = None,
+    context: Context = 0,
     n: Annotated[int, typer.Option("-n", "--n-predict", min=1, help="Tokens to generate.")] = 64,
-    device: Annotated[Device, typer.Option(help="Who computes the nodes that the NPU supports.")] = Device.NPU,
+    device: Annotated[
+        Device, typer.Option(case_sensitive=False, help="Who computes the nodes that the NPU supports.")
+    ] = Device.NPU,
     flash_attn: Annotated[FlashAttention, typer.Option(help="Flash attention.")] = FlashAttention.AUTO,
     cache_type_k: CacheTypeK = "f16",
     cache_type_v: CacheTypeV = "f16",
@@ -51,6 +71,7 @@ def run(
         typer.Option(help="Each token's graph comes from llama.cpp, or one that it made once is run (implies --all)."),
     ] = True,
     fusion: Fuse = True,
+    matmul: Matmul = None,
     threads: Threads = 0,
 ) -> None:
     """Generate text; the text goes to stdout, what ran where to stderr."""
@@ -59,18 +80,25 @@ def run(
     from graph_runner.session import Sampler, Session, Settings, context_for, generate
     from graph_runner.token_graph import GraphRunner
 
+    if device is Device.CPU:
+        refuse_for_the_cpu(
+            all_ops=all_ops, kernels=kernels, memory=memory, memory_limit=memory_limit, device_type=device_type,
+            profile=profile, matmul=matmul, no_llama_graph=not llama_graph, no_fusion=not fusion,
+        )  # fmt: skip
     all_ops = all_ops or not llama_graph
+    prompt = prompt_text(prompt, prompt_file)
     use_device(
         profile=profile,
         memory=memory,
         memory_limit=memory_limit,
         device_type=type_for_all(device_type, memory, all_ops),
+        matmul=matmul,
         **op_options(all_ops, fusion),
     )
     use_kernels(kernels)
     settings = Settings(
         device=device.value,
-        n_ctx=context_for(prompt, n),
+        n_ctx=context or context_for(prompt, n),
         cache_type_k=cache_type_k,
         cache_type_v=cache_type_v,
         flash_attention=flash_attn.value,
@@ -84,13 +112,17 @@ def run(
         Session(file, settings, progress=progress) as session,
     ):
         tokens = session.tokenize(prompt)
+        if len(tokens) + n > session.trained_for:
+            warn(f"{len(tokens)} + {n} tokens are more than the {session.trained_for} that the model was trained for")
         runner = None if llama_graph else GraphRunner(session)
-        text = codecs.getincrementaldecoder("utf-8")("replace")
+        decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        shown = printable if sys.stdout.isatty() else str
         times = [time.perf_counter()]
-        for token in generate(runner or session, tokens, n, Sampler(temperature, top_p, seed)):
-            times.append(time.perf_counter())
-            sys.stdout.write(text.decode(session.piece(token)))
-            sys.stdout.flush()
-        sys.stdout.write(text.decode(b"", True) + "\n")
+        with reading(console, len(tokens)) as seen:
+            for token in generate(runner or session, tokens, n, Sampler(temperature, top_p, seed), seen):
+                times.append(time.perf_counter())
+                sys.stdout.write(shown(decoder.decode(session.piece(token))))
+                sys.stdout.flush()
+        sys.stdout.write(shown(decoder.decode(b"", True)) + "\n")
         sys.stdout.flush()
         print_run(session, runner, len(tokens), times, console)

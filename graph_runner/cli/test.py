@@ -2,29 +2,40 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from graph_runner.cli.common import stderr, use_device
-from graph_runner.cli.options import DeviceMemory, DeviceType, MemoryLimit, ProfileName
+from graph_runner.cli.options import READS, DeviceMemory, DeviceType, MemoryLimit, ProfileName
+from graph_runner.console import Console
+from graph_runner.errors import BadInputError
 
 
 def judge(
     kernels: Annotated[
-        Path, typer.Argument(metavar="FILE.py", help="Your own kernels, as for --kernels.", show_default=False)
-    ],
+        list[Path] | None, typer.Argument(metavar="FILE.py", help="Your own kernels, as for --kernels."), READS
+    ] = None,
+    ops: Annotated[
+        str | None,
+        typer.Option("-o", "--ops", metavar="OP,OP,...", help="Cases of these ops; left out: those of the files."),
+    ] = None,
+    pattern: Annotated[
+        str | None, typer.Option("-p", metavar="REGEX", help="Cases in whose parameters this is found.")
+    ] = None,
     profile: ProfileName = None,
     memory: DeviceMemory = None,
     memory_limit: MemoryLimit = None,
     device_type: DeviceType = None,
 ) -> None:
-    """Judge your kernels: run ggml's own test cases (test-backend-ops) of the ops that a file registers.
+    """Judge kernels: run ggml's own test cases (test-backend-ops) of the ops that a file registers.
 
-    ggml's tests are built the first time, from the sources of llama-cpp-python. Exit code 0: every case that is
-    supported passes; 1: one fails, or none is supported; 2: bad input.
+    ggml's tests are built the first time, from the sources of llama-cpp-python. The line that `diff` prints for a wrong
+    node, `test-backend-ops test -o OP -p REGEX`, runs here as `ggml-npu test -o OP -p REGEX`, with the file of kernels
+    or, for the backend's own, without one. Exit code 0: every case that is supported passes; 1: one fails, or none is
+    supported; 2: bad input.
     """
     from ggml_backend_npu.kernels import load_kernels
     from graph_runner.report import print_cases
@@ -32,15 +43,21 @@ def judge(
 
     chosen = {"profile": profile, "memory": memory, "memory_limit": memory_limit, "device_type": device_type}
     use_device(**chosen)
-    ops = list(load_kernels(kernels))
+    registered = [name for file in kernels or () for name in load_kernels(file)]
+    names = [name.strip().upper() for name in (ops or "").split(",") if name.strip()] or registered
+    if not names:
+        raise BadInputError("test: needs a file of kernels, or ops with -o")
     options = {f"GGML_NPU_{name.upper()}": value for name, value in chosen.items() if value is not None}
-    build(stderr())
-    with stderr().status("test-backend-ops") as status:
+    if kernels:
+        options["GGML_NPU_KERNELS"] = os.pathsep.join(map(str, kernels))
+    else:
+        options["GGML_NPU_OPS"] = "all"
+    console = stderr()
+    build(console)
+    with console.status("test-backend-ops") as status:
         cases = backend_ops(
-            ops,
-            {**options, "GGML_NPU_KERNELS": str(kernels)},
-            seen=lambda case: status.update(f"{case.group}({case.name})"),
+            names, options, pattern=pattern, seen=lambda case: status.update(f"{case.group}({case.name})")
         )
-    print_cases(ops, cases, Console())
+    print_cases(names, cases, Console())
     verdicts = {case.verdict for case in cases}
     raise typer.Exit(0 if "passed" in verdicts and "failed" not in verdicts else 1)

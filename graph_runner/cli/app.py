@@ -1,0 +1,52 @@
+"""The commands of ggml-npu, as one application."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib.metadata import version
+from typing import Annotated
+
+import typer
+
+from graph_runner.cli import bench, cache, capture, coverage, devices, diff, ops, plugin, replay, run, test
+from graph_runner.cli.command import as_command
+
+app = typer.Typer(
+    name="ggml-npu",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+COMMANDS: dict[str, Callable[..., None]] = {
+    "run": run.run,
+    "diff": diff.diff,
+    "capture": capture.capture,
+    "replay": replay.replay,
+    "coverage": coverage.coverage,
+    "devices": devices.devices,
+    "plugin": plugin.plugin,
+    "test": test.judge,
+    "ops": ops.ops,
+    "cache": cache.cache,
+    "bench": bench.bench,
+}
+for name, command in COMMANDS.items():
+    app.command(name)(as_command(command))
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        names = ("ggml-backend-npu", "llama-cpp-python", "numba", "numpy")
+        print(", ".join(f"{name} {version(name)}" for name in names))
+        raise typer.Exit
+
+
+@app.callback()
+def main(
+    version: Annotated[
+        bool, typer.Option("--version", is_eager=True, callback=_print_version, help="Versions, and nothing else.")
+    ] = False,
+) -> None:
+    """A ggml backend in Python: run GGUF models with its kernels, and compare them byte for byte with ggml's CPU."""

@@ -1,0 +1,38 @@
+"""The command cache."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from graph_runner.console import Console, table
+
+
+def cache(
+    clear: Annotated[bool, typer.Option("--clear", help="Delete all of it; what is needed is made anew.")] = False,
+) -> None:
+    """Show what is kept between runs: compiled kernels, the plugin, ggml's own test programs."""
+    import platformdirs
+
+    from quant.jit import cache_directory
+
+    folders = {platformdirs.user_cache_path("ggml-npu"), cache_directory().parent}
+    kinds = {"kernels-": "compiled kernels", "plugin-": "the plugin", "programs-": "ggml's own test programs"}
+    found = [path for folder in sorted(folders) if folder.is_dir() for path in sorted(folder.iterdir())]
+    kept = {path: kind for path in found for begin, kind in kinds.items() if path.name.startswith(begin)}
+    shown = table("what", "where")
+    shown.add_column("MB", justify="right")
+    for path, kind in kept.items():
+        shown.add_row(kind, str(path), f"{_size(path) / 1e6:,.1f}")
+        if clear:
+            shutil.rmtree(path)
+    console = Console()
+    console.print(shown)
+    console.print(f"{'deleted' if clear else 'kept'}: {len(kept)}", highlight=False)
+
+
+def _size(folder: Path) -> int:
+    return sum(path.lstat().st_size for path in folder.rglob("*") if path.is_file())

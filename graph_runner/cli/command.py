@@ -1,0 +1,85 @@
+"""What every command does: it never writes over what it reads, and has --verbose."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Annotated, Any, get_type_hints
+
+import typer
+
+from graph_runner.cli import CLOSED_PIPE
+from graph_runner.cli.options import KEEPS_TRACES, READS, WRITES
+from graph_runner.files import check_folders, check_outputs
+
+_READ_BY_VARIABLE = ("GGML_NPU_KERNELS", "GGML_NPU_PROFILE")
+Verbose = Annotated[bool, typer.Option("--verbose", help="Tracebacks and llama.cpp's log too (GGML_NPU_VERBOSE=1).")]
+
+
+def as_command(function: Callable[..., None]) -> Callable[..., None]:
+    """The function as typer is to have it: with --verbose, and refusing to write over what it reads before it does
+    anything. Options that name files have READS or WRITES beside typer's part of their annotation."""
+    hints = get_type_hints(function, include_extras=True)
+    parameters = [each.replace(annotation=hints[name]) for name, each in inspect.signature(function).parameters.items()]
+    signature = inspect.Signature(parameters)
+    reads, writes = files_of(function, READS), files_of(function, WRITES)
+    folders = files_of(function, KEEPS_TRACES)
+
+    @functools.wraps(function)
+    def command(*, verbose: bool, **arguments: Any) -> None:
+        if verbose:
+            os.environ["GGML_NPU_VERBOSE"] = "1"
+        bound = signature.bind(**arguments)
+        outputs = {option: _text(bound.arguments[name]) for name, option in writes.items()}
+        kept = {option: _text(bound.arguments[name]) for name, option in folders.items()}
+        if any({**outputs, **kept}.values()):
+            inputs = {option: [*_files(bound.arguments[name])] for name, option in reads.items()}
+            inputs |= {name: [*_files(os.environ.get(name, "").split(os.pathsep))] for name in _READ_BY_VARIABLE}
+            check_outputs(outputs, inputs)
+            check_folders(kept, inputs)
+        try:
+            function(**arguments)
+        except BrokenPipeError:  # typer would make it exit code 1
+            raise SystemExit(CLOSED_PIPE) from None
+
+    del command.__wrapped__
+    added = inspect.Parameter("verbose", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=Verbose)
+    command.__signature__ = signature.replace(parameters=[*parameters, added])  # type: ignore[attr-defined]
+    command.__annotations__ = hints | {"verbose": Verbose}
+    return command
+
+
+def files_of(function: Callable[..., None], what: str) -> dict[str, str]:
+    """Parameters of a command that name a file which it READS or WRITES, with what the user calls them."""
+    found = {}
+    for name, hint in get_type_hints(function, include_extras=True).items():
+        typed, *others = getattr(hint, "__metadata__", (None,))
+        if typed is not None and what in others:
+            called = [each for each in (typed.default, *(typed.param_decls or ())) if str(each).startswith("--")]
+            is_option = isinstance(typed, typer.models.OptionInfo)
+            found[name] = called[0] if called else f"--{name.replace('_', '-')}" if is_option else name.upper()
+    return found
+
+
+def _text(value: str | Path | None) -> str | None:
+    return None if value is None else str(value)
+
+
+def _files(value: str | Path | Iterable[str | Path] | None) -> Iterator[Path]:
+    """The files that an option's value names, if any: it may be the name of something else."""
+    if value is None:
+        return
+    if not isinstance(value, str | Path):
+        for each in value:
+            yield from _files(each)
+    elif value == "":
+        return
+    elif value == "demo":
+        from graph_runner.models import demo_file
+
+        yield demo_file()
+    else:
+        yield Path(value)

@@ -1,0 +1,50 @@
+"""What a command that failed says, and its exit code."""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from contextlib import suppress
+from pathlib import Path
+
+from ggml_backend_npu import DeviceError, KernelError
+from ggml_backend_npu.abi.embedding import PluginError
+from ggml_backend_npu.abi.lib import UnknownGgmlError
+from ggml_backend_npu.kernels import KernelFileError
+from graph_runner.console import printable
+from graph_runner.errors import BadInputError, BenchError, SessionError, SuiteError, TraceError
+from graph_runner.rules import ToleranceError
+from quant.jit import EngineError
+
+BAD_INPUT, OURS = 2, 3
+VERBOSE = "GGML_NPU_VERBOSE"
+
+_BAD_INPUT = (
+    BadInputError, BenchError, DeviceError, EngineError, KernelError, KernelFileError, PluginError, SessionError,
+    SuiteError, ToleranceError, TraceError, UnknownGgmlError,
+)  # fmt: skip
+
+
+def told(error: BaseException) -> int:
+    """Says on stderr, in one line, what went wrong; with GGML_NPU_VERBOSE also where. Returns the exit code."""
+    with suppress(OSError):
+        if os.environ.get(VERBOSE):
+            traceback.print_exception(error)
+        if isinstance(error, _BAD_INPUT):
+            _say(str(error))
+        elif isinstance(error, OSError) and error.strerror:
+            _say(f"{error.filename or 'stdout or a file'}: {error.strerror}")
+        else:
+            _say(f"a mistake of this project: {_where(error)}; --verbose shows how it came to it")
+            return OURS
+    return BAD_INPUT
+
+
+def _say(text: str) -> None:
+    print(printable(f"ggml-npu: {' '.join(text.split())}"), file=sys.stderr)
+
+
+def _where(error: BaseException) -> str:
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{type(error).__name__}: {error} ({Path(frame.filename).name} line {frame.lineno})"

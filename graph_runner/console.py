@@ -1,0 +1,64 @@
+"""What is printed: rich's console and tables, with nothing cut off, and with what a model names shown, not obeyed."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterable
+from typing import Any
+
+from rich.console import Console as RichConsole
+from rich.console import ConsoleOptions, RenderableType
+from rich.segment import Segment
+from rich.table import Table as RichTable
+
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+_NOT_WRAPPED = 100_000  # columns where there is no terminal
+
+
+def printable(text: str) -> str:
+    """The text with control characters, but for tabs and line ends, written as escapes: \\x1b."""
+    return _CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
+
+
+def _printable(value: Any) -> Any:
+    return printable(value) if isinstance(value, str) else value
+
+
+class Console(RichConsole):
+    """A console that prints control characters as escapes, that wraps nothing where it is no terminal, and that ends
+    the command where nobody reads any more."""
+
+    def __init__(self, *, stderr: bool = False, **keywords: Any) -> None:
+        file = keywords.get("file") or (sys.stderr if stderr else sys.stdout)
+        if not file.isatty():
+            keywords.setdefault("width", _NOT_WRAPPED)
+        super().__init__(stderr=stderr, **keywords)
+
+    def print(self, *objects: Any, **keywords: Any) -> None:
+        super().print(*map(_printable, objects), **keywords)
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        for segment in super().render(renderable, options):
+            yield segment if segment.control else Segment(printable(segment.text), segment.style)
+
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError
+
+
+def table(*columns: str, **keywords: Any) -> Table:
+    """A table without lines; `columns` are those on the left."""
+    made = Table(box=None, pad_edge=False, header_style="bold", **keywords)
+    for column in columns:
+        made.add_column(column)
+    return made
+
+
+class Table(RichTable):
+    """A table that breaks what does not fit, in place of cutting it off."""
+
+    def add_row(self, *cells: Any, **keywords: Any) -> None:
+        super().add_row(*map(_printable, cells), **keywords)
+
+    def add_column(self, *arguments: Any, **keywords: Any) -> None:
+        super().add_column(*arguments, **{"overflow": "fold"} | keywords)

@@ -1,0 +1,105 @@
+"""What has to be undone when the process ends, however it ends: files half written, folders of a moment, children."""
+
+from __future__ import annotations
+
+import os
+import select
+import shutil
+import signal
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
+from pathlib import Path
+
+PATIENCE = 1.5  # seconds that an interrupted process has to end by itself
+
+_STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_open: dict[int, Callable[[], object]] = {}
+_commands: list[None] = []  # one for each `ends_when_told` that is open
+
+
+@contextmanager
+def undone(undo: Callable[[], object]) -> Iterator[None]:
+    """Calls `undo` when the context ends, or when `undo_all` ends the process before."""
+    number = id(undo)
+    _open[number] = undo
+    try:
+        yield
+    finally:
+        if _open.pop(number, None) is not None:
+            undo()
+
+
+def undo_all() -> None:
+    """Undoes what is open, the last first: for a process that ends without leaving its contexts."""
+    while _open:
+        _, undo = _open.popitem()
+        with suppress(Exception):
+            undo()
+
+
+@contextmanager
+def temporary_folder() -> Iterator[Path]:
+    """A folder for the time of the context."""
+    name = tempfile.mkdtemp(prefix="ggml-npu-")
+    with undone(partial(shutil.rmtree, name, ignore_errors=True)):
+        yield Path(name)
+
+
+@contextmanager
+def ends_when_told(patience: float = PATIENCE) -> Iterator[None]:
+    """SIGTERM and SIGHUP leave contexts as Ctrl-C does. Where one of the three does not end the process within
+    `patience` seconds, or comes a second time, it ends here: 128 and the signal's number is its exit code.
+
+    For the main thread of a command.
+    """
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    before = {number: handler for number in _STOPS if (handler := signal.getsignal(number)) is not signal.SIG_IGN}
+    told_before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    for number in before:
+        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else _leave)
+    watch = threading.Thread(target=_watch, args=(reader, patience), daemon=True, name="npu-signals")
+    watch.start()
+    _commands.append(None)
+    try:
+        yield
+    finally:
+        _commands.pop()
+        signal.set_wakeup_fd(told_before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        os.write(writer, b"\0")
+        watch.join()
+        os.close(reader)
+        os.close(writer)
+
+
+def process_is_ours() -> bool:
+    """Whether the process is a command of this project, and not a program that uses it."""
+    return bool(_commands)
+
+
+def end_process(code: int, said: str = "") -> None:
+    """Ends the process at once, with what is open undone and a line on stderr."""
+    if said:
+        with suppress(OSError):
+            os.write(2, f"{said}\n".encode(errors="replace"))
+    undo_all()
+    os._exit(code)
+
+
+def _leave(number: int, _: object) -> None:
+    raise SystemExit(128 + number)
+
+
+def _watch(reader: int, patience: float) -> None:
+    """Waits for signals by the bytes that C's handler writes, whatever the main thread is doing."""
+    while (number := os.read(reader, 1)[0]) not in _STOPS:
+        if number == 0:
+            return
+    if select.select([reader], [], [], patience)[0] and os.read(reader, 1)[0] == 0:
+        return
+    end_process(128 + number)
