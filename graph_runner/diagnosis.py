@@ -119,6 +119,13 @@ class _Case:
         return Rules().allows(self.node, self.expected, self.actual, found)
 
     @cached_property
+    def gaps_are_right(self) -> bool:
+        """Whether no byte between the elements of the output differs."""
+        wrong = _span(self.expected) != _span(self.actual)
+        raw_wrong = replace(self.actual, memory=Memory.of(wrong.view(np.uint8)), offset=0)
+        return int(np.count_nonzero(wrong)) == int(np.count_nonzero(_units(raw_wrong)))
+
+    @cached_property
     def values_e(self) -> noise.Exact:
         return noise.values(self.expected)
 

@@ -94,8 +94,3 @@ def types_of(node: Node) -> str:
     """The types of the sources that the NPU's kernel reads, or of all where there is none, and of the output."""
     sources = node.src[: OPS[node.op].n_src] if node.op in OPS else node.src
     return " ".join(source.type for source in sources if source is not None) + f" -> {node.dst.type}"
-
-
-def dominant_type(node: Node) -> str:
-    """The type that a tolerance goes by: of the first source."""
-    return next((source.type for source in node.src if source is not None), node.dst.type)
