@@ -248,6 +248,7 @@ def outcomes(folder: Path, cases: Iterable[Case], *, text: bool = False, at_once
 
 
 def _run_group(folder: Path, cases: list[Case], text: bool, free: Semaphore, put: Callable[[Outcome], None]) -> None:
+    """One case at a time, in processes that Ctrl-C does not reach: they end with their stdin."""
     command = [sys.executable, __file__, str(folder), "--work", *(["--text"] if text else [])]
     with free, ExitStack() as alive:
         process: subprocess.Popen[str] | None = None
