@@ -21,11 +21,14 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from itertools import combinations, groupby, product, takewhile, zip_longest
 from pathlib import Path
+from queue import SimpleQueue
+from subprocess import PIPE
+from threading import Semaphore, Thread, Timer
 from typing import Any
 
 import numpy as np
@@ -49,6 +52,7 @@ SETTINGS: dict[str, tuple[str, ...]] = {
 SEED = "1"  # of the models' weights
 N_STEPS, N_TOKENS = 2, 12
 THREADS = 2
+MOST_SECONDS = 600  # that a case may take
 CHARACTERS = 5  # that a token of these models has
 
 
@@ -232,40 +236,43 @@ def work(folder: Path, run: Callable[[Path, Case], Outcome]) -> None:
 
 
 def outcomes(folder: Path, cases: Iterable[Case], *, text: bool = False, at_once: int = 2) -> Iterator[Outcome]:
-    """Of each case, as processes come to it: one for each device memory and type. One that dies is replaced."""
+    """Of each case, as they come, from processes: one for each device memory and type, another where one dies."""
     ordered = sorted(cases, key=lambda case: case.process)
     groups = [list(group) for _, group in groupby(ordered, key=lambda case: case.process)]
-    with ThreadPoolExecutor(at_once) as pool:
-        for found in pool.map(lambda group: list(_of_process(folder, group, text)), groups):
-            yield from found
+    found = SimpleQueue[Outcome]()
+    free = Semaphore(at_once)
+    for group in groups:
+        Thread(target=_run_group, args=(folder, group, text, free, found.put), daemon=True).start()
+    for _ in ordered:
+        yield found.get()
 
 
-def _of_process(folder: Path, cases: list[Case], text: bool) -> Iterator[Outcome]:
+def _run_group(folder: Path, cases: list[Case], text: bool, free: Semaphore, put: Callable[[Outcome], None]) -> None:
+    """One case at a time, in processes that Ctrl-C does not reach: they end with their stdin."""
     command = [sys.executable, __file__, str(folder), "--work", *(["--text"] if text else [])]
-    while cases:
-        lines = "".join(json.dumps(asdict(case)) + "\n" for case in cases)
-        with subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-            env=os.environ | {"GGML_NO_BACKTRACE": "1"},
-        ) as process:  # fmt: skip
+    with free, ExitStack() as alive:
+        process: subprocess.Popen[str] | None = None
+        for case in cases:
+            if process is None:
+                process = alive.enter_context(
+                    subprocess.Popen(
+                        command, stdin=PIPE, stdout=PIPE, text=True, process_group=0
+                    )  # Ctrl-C ends it by stdin
+                )
             assert process.stdin is not None
             assert process.stdout is not None
-            process.stdin.write(lines)
-            process.stdin.close()
-            done = 0
-            for line in process.stdout:
-                outcome = Outcome.of(json.loads(line))
-                if not outcome:
-                    print(f"{outcome.case}: {outcome.why}", file=sys.stderr)
-                yield outcome
-                done += 1
-        if done < len(cases):
-            code = process.returncode
-            why = signal.Signals(-code).name if code < 0 else f"exit code {code}"
-            print(f"{cases[done]}: the process ended with {why}", file=sys.stderr)
-            yield Outcome(cases[done], f"the process ended with {why}", {})
-            done += 1
-        cases = cases[done:]
+            alarm = Timer(MOST_SECONDS, process.kill)
+            alarm.start()
+            print(json.dumps(asdict(case)), file=process.stdin, flush=True)
+            line = process.stdout.readline()
+            alarm.cancel()
+            if line:
+                put(Outcome.of(json.loads(line)))
+            else:
+                code = process.wait()
+                why = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+                put(Outcome(case, f"the process ended with {why}", {}))
+                process = None
 
 
 def table(found: list[Outcome]) -> Table:
@@ -306,16 +313,24 @@ def main() -> int:
     parser.add_argument("--json", type=Path, metavar="FILE", help="each case and what became of it")
     parser.add_argument("--work", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
+    os.environ["GGML_NO_BACKTRACE"] = "1"  # read by ggml when it aborts, here and in processes of its own
     if options.work:
         work(options.folder, told if options.text else judged)
         return 0
     cases = chosen(options.folder, options.sample, options.seed, only=options.models)
-    found = list(outcomes(options.folder, cases, text=options.text, at_once=options.processes))
+    found: list[Outcome] = []
+    try:
+        for outcome in outcomes(options.folder, cases, text=options.text, at_once=options.processes):
+            found.append(outcome)
+            if not outcome:
+                print(f"{outcome.case}: {outcome.why}", file=sys.stderr)
+    except KeyboardInterrupt:
+        print(f"{len(found)} of {len(cases)} cases", file=sys.stderr)
     console = Console()
     console.print(table(found), width=max(console.width, 120))
     if options.json:
         options.json.write_text(json.dumps([asdict(outcome) for outcome in found], indent=1))
-    return 0 if found and all(found) else 1
+    return 0 if len(found) == len(cases) and all(found) else 1
 
 
 def chosen(folder: Path, sample: int | None = None, seed: int = 0, only: str = "") -> list[Case]:
