@@ -23,6 +23,7 @@ if TYPE_CHECKING:  # a replay on the NPU reports without llama.cpp
 SCHEMA = "ggml-npu diff 4"
 REPLAY_SCHEMA = "ggml-npu replay 2"
 
+_TRIED = "strides, offsets, swapped dimensions, ids, broadcasts, parameters, operands, sources left out, rows moved"
 _REPEATS = 8  # of the replay of a node that is wrong in its own run alone
 
 RIGHT, ROUNDING, WRONG = "right", "right within rounding", "wrong"
@@ -191,8 +192,12 @@ def _describe(node: NodeResult) -> str:
 
 def _explanation(node: NodeResult) -> list[str]:
     """What is known of why a node is wrong, a sentence each."""
-    blocks = node.blocks.sentence() if node.blocks is not None and node.diagnosis is None else None
-    return [sentence for sentence in (node.diagnosis, blocks) if sentence]
+    if node.diagnosis is not None:
+        return [node.diagnosis]
+    if node.verdict is not Verdict.INTRODUCED or node.test is None:
+        return []
+    blocks = [] if node.blocks is None else [node.blocks.sentence()]
+    return [*(text for text in blocks if text), f"none of the usual mistakes gives these bytes; tried were {_TRIED}"]
 
 
 def _next_steps(node: NodeResult, options: dict[str, str]) -> list[str]:

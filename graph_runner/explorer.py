@@ -25,7 +25,7 @@ def node_id(node: dict[str, Any]) -> str:
 
 
 def explorer_json(data: dict[str, Any]) -> dict[str, Any]:
-    """Node data of one graph (what Model Explorer calls GraphNodeData), from the JSON of a diff (schema 3).
+    """Node data of one graph (what Model Explorer calls GraphNodeData), from the JSON of a diff (schema 4).
 
     results  by node_id: value, the normalised mean squared error, and colours, the verdict's
 

@@ -18,7 +18,7 @@ _FOR_SCRIPT = str.maketrans({character: f"\\u{ord(character):04x}" for character
 
 
 def diff_html(data: dict[str, Any]) -> str:
-    """The page of a diff, from its JSON (schema 3). Keys of the schema may be missing, but for `nodes`.
+    """The page of a diff, from its JSON (schema 4). Keys of the schema may be missing, but for `nodes`.
 
     The page runs its own script alone: whatever a tensor's name holds, a browser is told the script's digest.
     Its state (search, filters, chosen node) is the address's fragment: "#q=blk.0&verdict=introduced,failed&node=12".

@@ -250,9 +250,13 @@ class Judge:
         self._seen(found)
 
     def _cumulative(self, own: int) -> Comparison:
-        node, result = self._read.node, self.own.read(own).node.dst
-        if (result.type, result.ne) != (node.dst.type, node.dst.ne):
-            raise SessionError(f"the two runs differ in their graphs: {node} is {result.type} {result.ne} in one")
+        node, other = self._read.node, self.own.read(own).node
+        result = other.dst
+        if (other.op, result.type, result.ne) != (node.op, node.dst.type, node.dst.ne):
+            raise SessionError(
+                f"llama.cpp makes different graphs of the two runs, so that nodes cannot be compared: step {self.step} "
+                f"node {self._place} is {node.op} {node.name!r} in one, {other.op} {other.name!r} in the other"
+            )
         return compare(node.dst, _as_laid_out(result, node.dst))
 
     def _mirrored(self, cumulative: Comparison) -> _Compared | None:

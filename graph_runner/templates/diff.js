@@ -371,10 +371,13 @@ function showDetail() {
   }
   const n = nodes[i];
   const about = make("p", { className: "place" }, make("b", { className: n.verdict }, n.verdict),
-    ` · ${stepName(n.step)}, node ${n.index}${n.device ? ` · computed by ${n.device}` : ""}`);
+    ` · ${stepName(n.step)}, node ${n.index}${n.device ? ` · computed by ${n.device}` : ""}${n.wrong_in ? ` · wrong: ${n.wrong_in}` : ""}`);
   const parts = [make("p", { className: "title" }, `${n.op} `, make("code", {}, n.name)), about];
   if (n.diagnosis || n.failure) {
     parts.push(make("p", { className: `diagnosis ${n.verdict}` }, make("span", {}, n.diagnosis ?? n.failure)));
+  }
+  for (const [what, text] of [["compute it again", n.reproducer && `ggml-npu replay ${n.reproducer}`], ["ggml's own cases", n.test]]) {
+    if (text) parts.push(make("p", { className: "place" }, `${what}: `, make("code", {}, text)));
   }
   parts.push(...metrics(n), ...histogram(n), ...heatMap(n.heat), ...blocks(n));
   box.replaceChildren(...parts);
@@ -389,7 +392,8 @@ function rowsOf(head, rows) {
 }
 
 function metrics(n) {
-  const both = [n.isolated, n.cumulative].filter((found, k) => k === 0 || found);
+  const series = ["isolated", "mirrored", "cumulative"].filter((name, k) => k === 0 || n[name]);
+  const both = series.map((name) => n[name]);
   const each = (say) => both.map((found) => (found ? say(found) : "–"));
   const differs = (say) => each((found) => (found.n_different ? say(found) : "–"));
   const pair = (values) => (values ? `${count(values[0])} / ${count(values[1])}` : "–");
@@ -413,7 +417,7 @@ function metrics(n) {
   if (compared) shape.push(["bytes", count(compared.n_bytes)]);
   if (n.nb) shape.push(["strides nb", n.nb.join(", ")]);
   if (typeof n.noise === "number") shape.push(["times the noise floor", number(n.noise)]);
-  return [make("h3", {}, "Tensor"), rowsOf([], shape), rowsOf(["", "isolated", "cumulative"].slice(0, both.length + 1), rows)];
+  return [make("h3", {}, "Tensor"), rowsOf([], shape), rowsOf(["", ...series], rows)];
 }
 
 function histogram(n) {
