@@ -326,8 +326,7 @@ def main() -> int:
                 print(f"{outcome.case}: {outcome.why}", file=sys.stderr)
     except KeyboardInterrupt:
         print(f"{len(found)} of {len(cases)} cases", file=sys.stderr)
-    console = Console()
-    console.print(table(found), width=max(console.width, 120))
+    Console(width=None if sys.stdout.isatty() else 120).print(table(found))
     if options.json:
         options.json.write_text(json.dumps([asdict(outcome) for outcome in found], indent=1))
     return 0 if len(found) == len(cases) and all(found) else 1

@@ -49,6 +49,6 @@ def test_an_unmodified_device_is_right_in_every_model(capsys: pytest.CaptureFixt
     with capsys.disabled():
         print(f"\n\n{SAMPLE} diffs: python tests/architectures.py {models} --sample {SAMPLE} --seed {seed}")
         found = list(outcomes(models, chosen(models, SAMPLE, seed)))
-        Console().print(table(found))
+        Console(width=120).print(table(found))
     assert len(found) == SAMPLE
     assert not [f"{outcome.case}: {outcome.why}" for outcome in found if not outcome]
