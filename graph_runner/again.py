@@ -106,7 +106,9 @@ class _Noise(_Walk):
         if error > 0 and dst.type in ("f32", "f16") and dst.nbytes:
             values = dst.view()
             size = float(np.sqrt(np.square(values, dtype=np.float64).mean()))
-            values[...] += (self._random.standard_normal(values.shape) * error * size).astype(values.dtype)
+            noise = self._random.standard_normal(values.shape) * error * size
+            with np.errstate(invalid="ignore"):
+                values[...] += noise.astype(values.dtype)
 
 
 def _digest(ggml: Ggml, address: int) -> int:

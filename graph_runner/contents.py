@@ -10,7 +10,7 @@ import xxhash
 from ggml_backend_npu import Memory
 from ggml_backend_npu.abi.convert import Read, Storage
 from ggml_backend_npu.abi.lib import Ggml
-from graph_runner.copies import continues_dst
+from graph_runner.copies import continues_dst, is_read
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,9 @@ class Contents:
 def _read_by(reads: Iterable[Read]) -> list[Storage]:
     found: dict[int, Storage] = {}
     for read in reads:
-        found.update({storage.address: storage for storage in read.src if storage is not None})
+        found.update(
+            {each.address: each for i, each in enumerate(read.src) if each is not None and is_read(read.node, i)}
+        )
         if read.view_source and continues_dst(read.node):
             found[read.dst.address] = read.dst
     return list(found.values())
