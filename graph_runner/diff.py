@@ -131,7 +131,8 @@ def diff(model: Path, prompt: str, *, strict: bool = False, **options: Any) -> D
     result = run_in_step(model, prompt, strict=strict, **options)
     if strict or not result.is_unexplained or result.device != "NPU":
         return result
-    return run_in_step(model, prompt, strict=True, **options)
+    again = run_in_step(model, prompt, strict=True, **options)
+    return result if again else again
 
 
 def run_in_step(
@@ -246,9 +247,9 @@ def run_in_step(
             if step == steps:
                 break
             text.append(Sampler()(first.logits()))
-            judge.next_step()
+            judge.next_step(stopped=steps_of.stopped is not None)
             steps_of.decode(first, second, text[-1:])
-        judge.finish()
+        judge.finish(stopped=steps_of.stopped is not None)
         result.text = b"".join(map(first.piece, text)).decode(errors="replace")
         result.stopped = steps_of.stopped
         stack.close()

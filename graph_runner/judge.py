@@ -150,14 +150,15 @@ class Judge:
             about_to,
         )
 
-    def next_step(self) -> None:
-        self.finish()
+    def next_step(self, *, stopped: bool = False) -> None:
+        self.finish(stopped=stopped)
         self.step += 1
 
-    def finish(self) -> None:
-        """After the last node of a step."""
+    def finish(self, *, stopped: bool = False) -> None:
+        """After the last node of a step; `stopped`: the device's own run has not come to that."""
         self._spans.finish()
-        self._states.finish(self.step)
+        if not stopped:
+            self._states.finish(self.step)
 
     def before(self, address: int, place: int) -> None:
         """The reference is about to compute a node: takes down what it reads."""
@@ -358,7 +359,9 @@ class Judge:
             return Verdict.EXACT if exact else Verdict.ROUNDING
         if mirrored is not None and self.own.last.is_fed_alike:
             return Verdict.ROUNDING
-        if mirrored is None and inputs == 0 and not self._reads_what_is_off():
+        if inputs == 0 and self._reads_what_is_off():
+            return Verdict.INHERITED
+        if mirrored is None and inputs == 0:
             return Verdict.INTRODUCED
         return Verdict.AMPLIFIED if error > _AMPLIFIES * max(inputs, 1e-14) else Verdict.INHERITED
 

@@ -28,7 +28,7 @@ from graph_runner.diff import DiffResult, diff
 from graph_runner.diff_report import print_diff
 from graph_runner.results import Verdict
 from graph_runner.session import Sampler, Session, Settings, context_for
-from graph_runner.trace import read_trace
+from graph_runner.trace import read_trace, replay
 from quant import ROUNDINGS
 
 PROMPT = "The capital of France is"
@@ -252,9 +252,10 @@ def test_a_fault_is_found_and_named(
 
     saved = tmp_path / f"{step}-{index}-{node.op}.gguf"
     assert [each.node.name for each in read_trace(saved)] == [node.name]
+    assert first.reproducer == str(saved)
     with OPS.having(fault.planted):
-        assert exit_code(monkeypatch, "replay", saved) == 1
-    assert "1 of 1 nodes replayed differ from the trace" in capsys.readouterr().out
+        (again,) = replay(saved).wrong
+    assert (again.op, again.name, again.verdict) == (first.op, first.name, Verdict.INTRODUCED)
     assert exit_code(monkeypatch, "replay", saved) == 0
     assert "1 nodes replayed, every byte as in the trace" in capsys.readouterr().out
 
@@ -321,12 +322,13 @@ def test_a_kernel_that_fails_is_named_and_saved(
         result = diff(model("llama"), prompt, steps=0, settings=FLASH_OFF, reproducers=tmp_path)
     first = result.wrong[0]
     assert (first.step, first.index, first.name, first.verdict) == (step, index, node.name, Verdict.FAILED)
-    assert printed(result)[1].endswith(": failed: ValueError: no rows today")
+    where = f"({__file__}, line {fails.__code__.co_firstlineno + 1})"
+    assert printed(result)[1].endswith(f": failed: ValueError: no rows today {where}")
     assert result.stopped is not None
     saved = tmp_path / f"{step}-{index}-CONT.gguf"
     with OPS.having(fault.planted):
-        assert exit_code(monkeypatch, "replay", saved) == 1
-    assert "failed: ValueError: no rows today" in capsys.readouterr().out
+        (again,) = replay(saved).wrong
+    assert (again.verdict, again.failure) == (Verdict.FAILED, f"ValueError: no rows today {where}")
     assert exit_code(monkeypatch, "replay", saved) == 0
 
 
@@ -339,18 +341,15 @@ def test_the_command_names_a_fault_and_saves_it(
     saved.mkdir()
     prompt, step, index, node = first_wrong(model("llama"), FAULTS["NaN in one row"])
     command = ("diff", model("llama"), "--prompt", prompt, "-n", "0", "--reproducers", saved)
-    with OPS.having():  # the kernels of a file stay
-        assert exit_code(monkeypatch, *command, "--kernels", kernels) == 1
-        lines = capsys.readouterr().out.splitlines()
-        trace = saved / f"{step}-{index}-CONT.gguf"
-        assert exit_code(monkeypatch, "replay", trace) == 1
+    assert exit_code(monkeypatch, *command, "--kernels", kernels) == 1
+    lines = capsys.readouterr().out.splitlines()
+    trace = saved / f"{step}-{index}-CONT.gguf"
     assert lines[0] == "the first wrong node:"
     assert lines[1].startswith(f"step {step} node {index}: CONT {node.name!r} f32 -> f32 ne {list(node.dst.ne)}: ")
     assert lines[2] == FAULTS["NaN in one row"].says
-    backend.forget_plans()
+    assert lines[3] == f"compute it again, without the model: ggml-npu replay {trace} --kernels {kernels}"
     assert exit_code(monkeypatch, "replay", trace) == 0
-    with OPS.having():
-        assert exit_code(monkeypatch, "replay", trace, "--kernels", kernels) == 1
+    assert exit_code(monkeypatch, *lines[3].split()[-4:]) == 1
 
 
 def test_get_rows_that_ignores_a_stride_between_matrices_that_lie_apart(backend: Plugin) -> None:

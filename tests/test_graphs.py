@@ -14,7 +14,7 @@ import pytest
 from models import WRITERS, Models
 from support import engine
 
-from ggml_backend_npu import OPS, KernelError, Node, Tensor, op
+from ggml_backend_npu import OPS, KernelError, Memory, Node, Tensor, op
 from ggml_backend_npu.abi import convert, lib
 from ggml_backend_npu.abi.plugin import Plugin
 from graph_runner.diff import DiffResult, NodeResult, diff
@@ -214,7 +214,7 @@ def _writes_at(offset: int) -> Callable[[], None]:
         @op("GET_ROWS")
         def get_rows(dst: Tensor, src: Tensor, ids: Tensor) -> None:
             right(dst, src, ids)
-            dst.memory.bytes()[dst.offset + offset + (dst.nbytes if offset >= 0 else 0)] ^= 0xFF
+            Memory(dst.address + offset + (dst.nbytes if offset >= 0 else 0), 1).bytes()[:] ^= 0xFF
 
     return register
 
@@ -277,7 +277,7 @@ def test_a_byte_outside_the_output_is_found(model: Models, offset: int) -> None:
 @pytest.mark.usefixtures("own_ops")
 @pytest.mark.parametrize(
     ("error", "message"),
-    [(ValueError("no rows today"), "ValueError: no rows today"), (KernelError("row 9 of 4"), "row 9 of 4")],
+    [(ValueError("no rows today"), "ValueError: no rows today (RAISED)"), (KernelError("row 9 of 4"), "row 9 of 4")],
     ids=["any exception", "KernelError"],
 )
 def test_a_kernel_that_raises_is_a_different_node_with_the_reason(
@@ -285,7 +285,8 @@ def test_a_kernel_that_raises_is_a_different_node_with_the_reason(
 ) -> None:
     first, _ = first_different(model("llama"), _raises(error), "SET_ROWS", 0)
     assert first.isolated is None
-    assert first.failure == message
+    line = _raises.__code__.co_firstlineno + 4
+    assert first.failure == message.replace("RAISED", f"{__file__}, line {line}")
 
 
 @pytest.mark.usefixtures("own_ops")
