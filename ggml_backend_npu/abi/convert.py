@@ -175,6 +175,10 @@ class Reader:
             source = int.from_bytes(head[at : at + 8], "little")
             if source:
                 parts.append(ctypes.string_at(source, structs.TENSOR.size))
+        for part in parts[1:]:
+            root = int.from_bytes(part[structs.VIEW_SRC_AT : structs.VIEW_SRC_AT + 8], "little")
+            if root:
+                parts.append(ctypes.string_at(root, structs.TENSOR_KEY_BYTES))
         key = b"".join(parts)
         if key not in self._known:
             if len(self._known) >= _MOST_KNOWN:
