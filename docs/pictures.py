@@ -2,11 +2,10 @@
 
 from pathlib import Path
 
-from rich.console import Console
-
+from graph_runner.console import Console
 from graph_runner.diff import diff
+from graph_runner.diff_report import print_diff
 from graph_runner.models import demo_file
-from graph_runner.report import print_diff
 
 console = Console(record=True, width=96, force_terminal=True, color_system="truecolor")
 print_diff(diff(demo_file(), "The capital of France is"), console)

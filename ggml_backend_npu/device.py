@@ -147,9 +147,10 @@ class DeviceOptions:
             setattr(self, name, value)
             self._given[name] = str(options[name])
 
-    def is_given(self, name: str) -> bool:
-        """Whether an option was set, by the environment or a caller."""
-        return name in self._given
+    @property
+    def matmul_to_compare(self) -> str:
+        """How matrices are multiplied where nodes are compared: exactly, unless an option says how."""
+        return self.matmul if "matmul" in self._given else "exact"
 
     def chosen(self) -> dict[str, str]:
         """Every option by field name, as text that `update` takes."""

@@ -191,7 +191,7 @@ def run_in_step(
         settings or Settings(flash_attention="off"), n_ctx=context_for(prompt, steps), threads=threads,
         gpu_layers=_ALL_LAYERS if DEVICE.device_type == "gpu" else 0,
     )  # fmt: skip
-    matmul = DEVICE.matmul if DEVICE.is_given("matmul") else "exact"
+    matmul = DEVICE.matmul_to_compare
     options = DEVICE.chosen() | {"matmul": matmul} | dict(notes or {})
     keeper = _Reproducers(reproducers, Origin("", prompt, reference, ggml.version, NUMERICS.rounding, threads, options))
 

@@ -172,12 +172,16 @@ class ReplayJob:
     arguments: dict[str, Any] = field(default_factory=dict)
 
     def __call__(self, send: Callable[[object], None], trail: Trail | None = None) -> ReplayResult:
+        import ggml_backend_npu
+        from graph_runner.kernels import NPU
         from graph_runner.rules import Rules
         from graph_runner.trace import read_trace, replay
 
         recorded = read_trace(self.path).origin.options
         chosen = {name: value for name, value in self.device.options.items() if value is not None}
         replace(self.device, options={**_known(recorded), **chosen}).use()
+        if self.arguments.get("device", NPU).upper() != NPU:
+            ggml_backend_npu.register()  # so that it is among the devices that ggml has
         about_to = trail.about_to if trail is not None else _nothing
         return replay(self.path, rules=Rules(self.rules), about_to=about_to, seen=send, **self.arguments)
 

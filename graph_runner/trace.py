@@ -620,7 +620,7 @@ def capture(
         observer = _CaptureTogether(ggml, select, take)
     with Session(model, settings, observer=observer, progress=progress) as session:
         threads = settings.threads or os.cpu_count() or 1
-        chosen = dict(options or DEVICE.chosen())
+        chosen = dict(options or DEVICE.chosen() | {"matmul": DEVICE.matmul_to_compare})
         origin = Origin(session.description, prompt, "CPU", ggml.version, NUMERICS.rounding, threads, chosen)
         with TraceWriter(path, origin) as writer:
             session.decode(session.tokenize(prompt))
@@ -706,7 +706,7 @@ def _computer(device: str, trace: Trace) -> Iterator[Kernels | Replica]:
         codecs.bind(lib.ggml())  # the one type for which only ggml itself rounds as ggml does
     before, NUMERICS.rounding = NUMERICS.rounding, trace.origin.rounding
     try:
-        with threads.allowing(trace.origin.threads):
+        with threads.allowing(trace.origin.threads), DEVICE.multiplying(DEVICE.matmul_to_compare):
             yield Kernels()
     finally:
         NUMERICS.rounding = before

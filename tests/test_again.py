@@ -1,0 +1,135 @@
+"""The tokens of a diff run once more: each time the same, also when nobody looks on; and how a run ends."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from itertools import count
+
+import numpy as np
+import pytest
+from models import Models
+
+from ggml_backend_npu import OPS, Tensor
+from ggml_backend_npu.abi.plugin import Plugin
+from ggml_backend_npu.ops import OWN
+from ggml_backend_npu.registry import Op
+from graph_runner import again
+from graph_runner.diff import DiffResult, diff
+from graph_runner.logits import Ending, Endings, nmse
+from graph_runner.results import OWN_RUN, Verdict
+from graph_runner.session import Settings
+
+PROMPT = "The capital of France is"
+FLASH_OFF = Settings(flash_attention="off", threads=1)
+
+
+@pytest.fixture(autouse=True)
+def as_before(backend: Plugin) -> Iterator[None]:
+    """Plans with planted kernels are gone after a test."""
+    yield
+    backend.forget_plans()
+
+
+def planted(name: str, kernel: Callable[..., None]) -> Op:
+    return Op(name, kernel, OWN[name].types, OWN[name].refuse)
+
+
+def run(model: Models, repeat: int = 1) -> DiffResult:
+    return diff(model("llama"), PROMPT, steps=1, settings=FLASH_OFF, repeat=repeat)
+
+
+def test_a_node_that_is_not_the_same_each_time_is_named(model: Models, backend: Plugin) -> None:
+    """Right in the first run, and in each isolated one."""
+    calls = count()
+    n = 20  # calls of the first run: 4 nodes, each isolated, in the own run and, unseen, in the plan of another graph
+
+    def cont(dst: Tensor, src: Tensor) -> None:
+        OWN["CONT"].define(dst, src)
+        if next(calls) >= n and dst.ne[1] == 1:
+            dst.view()[..., 0] += 1
+
+    with OPS.having(planted("CONT", cont)):
+        assert run(model)
+        calls = count()
+        result = run(model, repeat=8)
+    assert not result
+    assert [(node.op, node.step, node.verdict, node.wrong_in) for node in result.wrong] == [
+        ("CONT", 1, Verdict.FAILED, OWN_RUN)
+    ]
+    assert "is not the same each time: run" in (result.wrong[0].failure or "")
+
+
+def test_a_node_that_is_right_only_when_it_is_looked_at_is_named(model: Models, backend: Plugin) -> None:
+    """Wrong where it runs in one graph with another node, in the second layer."""
+    last = -1  # how many graphs had run when a node of one did
+
+    def is_beside_another() -> bool:
+        nonlocal last
+        if not any(frame.function == "graph_compute" for frame in inspect.stack(0)):
+            return False
+        before, last = last, backend.statistics.graphs
+        return before == last
+
+    def get_rows(dst: Tensor, table: Tensor, ids: Tensor) -> None:
+        OWN["GET_ROWS"].define(dst, table, ids)
+        is_beside_another()
+
+    def set_rows(dst: Tensor, src: Tensor, ids: Tensor) -> None:
+        OWN["SET_ROWS"].define(dst, src, ids)
+        if is_beside_another() and dst.name.startswith("cache_v_l1"):
+            dst.view()[..., 0] += 1
+
+    with OPS.having(planted("GET_ROWS", get_rows), planted("SET_ROWS", set_rows)):
+        result = run(model)
+    assert not result
+    (wrong,) = result.wrong
+    assert (wrong.op, wrong.step) == ("SET_ROWS", 0)
+    assert wrong.name.startswith("cache_v_l1")
+    assert wrong.failure == "gives other bytes when nodes run together, not one by one"
+
+
+def test_a_run_that_rounds_ends_within_what_is_natural(model: Models) -> None:
+    """One last bit more in each norm: the CPU with as large errors is as far from itself."""
+
+    def rms_norm(dst: Tensor, x: Tensor, params: bytes) -> None:
+        OWN["RMS_NORM"].define(dst, x, params=params)
+        dst.view()[...] = np.nextafter(dst.view(), np.float32(np.inf))
+
+    with OPS.having(planted("RMS_NORM", rms_norm)), pytest.MonkeyPatch.context() as patch:
+        patch.setattr("ggml_backend_npu.device.DEVICE.ops", "all")
+        result = run(model)
+        assert result, result.wrong[:1]
+        assert result.ending is not None
+        assert result.ending.natural is not None
+        assert 0 < result.ending.nmse <= result.ending.limit  # type: ignore[operator]
+        patch.setattr(again, "_FAR", 0.0)
+        patch.setattr(again, "_NOTHING", 0.0)
+        assert not run(model), "the end of a run counts"
+
+
+def test_an_equal_run_ends_equal(model: Models) -> None:
+    result = run(model)
+    assert result.ending == Ending(0.0, 0.0, None)
+
+
+def test_logits_are_compared_step_by_step() -> None:
+    a, b = np.array([1, 2, 3], np.float32), np.array([1, 2, 2.5], np.float32)
+    endings = Endings()
+    endings.add(a, a)
+    endings.add(a, b)
+    found = endings.ending()
+    assert found.nmse == nmse(a, b) == pytest.approx(0.25 / 14)
+    p, q = (np.exp(x) / np.exp(x).sum() for x in (a.astype(float), b.astype(float)))
+    assert found.kl == pytest.approx(float((p * np.log(p / q)).sum()))
+    assert found.first_token is None
+    endings.add(a, -a)
+    assert endings.ending().first_token == 2
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_logits_that_are_no_numbers_are_infinitely_far(value: float) -> None:
+    a = np.ones(3, np.float32)
+    b = a.copy()
+    b[1] = value
+    assert nmse(a, b) == np.inf
