@@ -58,7 +58,8 @@ def made_node(random: np.random.Generator, step: int, index: int, verdict: str) 
         "step": step, "index": index, "op": op, "name": f"blk.{index // 8}.{op.lower()}-{index}",
         "types": "f32 i64 -> q8_0" if op == "SET_ROWS" else "f32 f32 -> f32", "ne": [64, 26, 1, 1],
         "device": "CPU" if op == "MUL_MAT" else "NPU", "verdict": verdict, "failure": None, "diagnosis": None,
-        "noise": None, "isolated": exact, "cumulative": exact, "heat": None,
+        "noise": None, "isolated": exact, "mirrored": exact, "cumulative": exact, "heat": None, "wrong_in": "",
+        "reproducer": None, "test": None,
     }  # fmt: skip
     if verdict == "failed":
         node |= {"isolated": None, "cumulative": None, "failure": "KernelError: a kernel that does not come back"}
@@ -70,6 +71,11 @@ def made_node(random: np.random.Generator, step: int, index: int, verdict: str) 
         node["cumulative"] = comparison(random, n_bytes, cumulative, [0, 0, 0, 0])
     if verdict == "introduced":
         node["diagnosis"] = "Reading the second source with nb[2] ignored gives exactly the device's bytes."
+        node |= {
+            "wrong_in": "isolated",
+            "reproducer": f"kept/{step}-{index}.gguf",
+            "test": f"test-backend-ops test -o {op}",
+        }
         node["heat"] = heat(random, 26, 64, 64, 26)
         blocks = {"n_blocks": 52, "n_different": 17, "n_scale": 0, "n_quants": 17, "off_by_one": 30, "off_by_more": 4}
         node["isolated"]["blocks"] = blocks | {"swapped_nibbles": 0, "rounding": "simd"}
@@ -99,10 +105,10 @@ def made_diff(per_step: int = 200, steps: int = 3, *, clean: bool = False) -> di
     for node in nodes:
         groups.setdefault((node["op"], node["types"]), []).append(node)
     return {
-        "schema": "ggml-npu diff 3", "model": "models/llama.gguf", "description": "llama 135M Q8_0", "ggml": "0.9.4",
+        "schema": "ggml-npu diff 4", "model": "models/llama.gguf", "description": "llama 135M Q8_0", "ggml": "0.9.4",
         "reference": "CPU", "device": "NPU", "q8_0_rounding": "simd", "prompt": "The capital of France is",
         "text": " Paris.\n\nThe", "n_prompt": 26, "steps": steps - 1, "cache_type_k": "f16", "cache_type_v": "f16",
-        "flash_attention": "off", "passed": clean,
+        "flash_attention": "off", "passed": clean, "device_options": {"memory": "host", "matmul": "exact"},
         "verdict": f"{len(nodes):,} nodes compared, every byte equals ggml's CPU" if clean
         else f"4 of {len(nodes):,} nodes introduced an error; the first is step 0, node {first}",
         "first_introduced": None if clean else first,
@@ -376,6 +382,8 @@ def test_the_chosen_node_has_metrics_histogram_heat_map_and_blocks(opened: Open)
     data["nodes"][66]["nb"] = [4, 256, 6656, 6656]
     page = opened(data)
     found = data["nodes"][66]["isolated"]
+    commands = page.texts("#detail .place code")
+    assert commands == ["ggml-npu replay kept/0-66.gguf", data["nodes"][66]["test"]]
     shown = dict(zip(page.texts("#detail tbody th"), page.texts("#detail tbody th + td"), strict=True))
     assert shown["bytes that differ"] == f"{found['n_different']:,} (33.3 %)"
     assert float(shown["NMSE"]) == pytest.approx(found["nmse"], rel=1e-3)
