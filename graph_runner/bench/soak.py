@@ -47,9 +47,9 @@ class Held:
 
     @property
     def is_constant(self) -> bool:
-        """Whether files and threads are, after the first tenth, and memory but for one percent."""
+        """Whether files and threads never become more after the first tenth, nor memory by one percent."""
         others = (counts[len(counts) // 10 :] for counts in (self.files, self.threads))
-        return self.growth < 0.01 and all(len(set(counts)) == 1 for counts in others)
+        return self.growth < 0.01 and all(max(counts) == counts[0] for counts in others)
 
     def __str__(self) -> str:
         mib = self.pages[-1] * os.sysconf("SC_PAGESIZE") / (1 << 20)
