@@ -153,8 +153,9 @@ class DeviceOptions:
         return self.matmul if "matmul" in self._given else "exact"
 
     def chosen(self) -> dict[str, str]:
-        """Every option by field name, as text that `update` takes."""
-        texts = {name: str(getattr(self, name)) for name in _CHECKS}
+        """Every option that has a value, by field name, as text that `update` takes."""
+        values = {name: getattr(self, name) for name in _CHECKS}
+        texts = {name: str(value) for name, value in values.items() if value is not None}
         return texts | {"profile": self._given.get("profile", self.profile.name)}
 
     def update_from_environment(self) -> None:

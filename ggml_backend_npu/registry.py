@@ -28,15 +28,19 @@ class KernelError(Exception):
     """A node that a kernel cannot compute: the message names the op, the node and the value."""
 
 
-_HERE = str(Path(__file__).resolve().parent)
+_PACKAGES = Path(__file__).resolve().parent.parent
+_NOT_A_USERS = (*(str(_PACKAGES / name) for name in ("ggml_backend_npu", "graph_runner", "quant")), "<")
 
 
 def said_by(error: BaseException) -> str:
     """What an exception says, and where in a user's file it was raised."""
     frames = traceback.extract_tb(error.__traceback__)
-    user = next((frame.filename for frame in frames if not frame.filename.startswith(_HERE)), None)
-    lines = [frame.lineno for frame in frames if frame.filename == user]
-    where = f" ({Path(user).name} line {lines[-1]})" if user is not None else ""
+    users = [
+        frame
+        for frame in frames
+        if not frame.filename.startswith(_NOT_A_USERS) and "site-packages" not in frame.filename
+    ]
+    where = f" ({Path(users[-1].filename).name} line {users[-1].lineno})" if users else ""
     return f"{type(error).__name__}: {error}{where}"
 
 

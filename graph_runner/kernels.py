@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Mapping
 
 from ggml_backend_npu import OPS, Graph, KernelError, Node, plan
-from ggml_backend_npu.registry import Op
+from ggml_backend_npu.registry import Op, said_by
 
 NPU = "NPU"
 
@@ -40,10 +39,4 @@ class Kernels:
 
 def failure_of(error: BaseException) -> str:
     """What a kernel raised, in a line, with the file and the line of it where that was no KernelError."""
-    if isinstance(error, KernelError):
-        if error.__cause__ is None:
-            return str(error)
-        error = error.__cause__
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "site-packages" not in frame.filename]
-    where = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
-    return f"{type(error).__name__}: {error}{where}"
+    return str(error) if isinstance(error, KernelError) else said_by(error)

@@ -167,7 +167,7 @@ def _gaps_differ(expected: Tensor, actual: Tensor, found: Comparison) -> bool:
 def _chosen(node: Node, actual: Tensor) -> tuple[Exact, Exact] | None:
     """The first source, NaN as the least of all, and which of its numbers the ids of each row name; None where one is
     no id, or comes twice."""
-    source = node.src[0]
+    source = node.src[0] if node.src else None
     if source is None or source.ne[1:] != actual.ne[1:]:
         return None
     scores, ids = values(source), actual.view().astype(np.int64)

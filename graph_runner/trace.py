@@ -120,7 +120,7 @@ class Recorded:
     @property
     def reference(self) -> Tensor:
         """The output as it is to be."""
-        return replace(self.node.dst, memory=Memory.of(self.expected), offset=0)
+        return replace(self.node.dst, memory=Memory.of(self.expected), offset=0, packed=None)
 
 
 def _made_by(source: Tensor | None, nodes: tuple[Node, ...]) -> int | None:

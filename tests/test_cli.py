@@ -201,7 +201,7 @@ def test_diff_in_a_fresh_process_prints_a_table_and_a_verdict() -> None:
     ]
     rounded = sum(int(rounded) for _, _, _, rounded, _ in rows)
     compared = rounded + sum(int(equal) for _, _, equal, _, _ in rows)
-    verdict = f"{compared} nodes compared, every byte equals ggml's CPU"
+    verdict = f"right: {compared} nodes compared, every byte equals ggml's CPU"
     if rounded:  # where the processor has no AVX2
         verdict += f" but for rounding in {rounded}"
     assert outcome.out.endswith(f"{verdict}\n")
@@ -235,7 +235,7 @@ def test_diff_writes_json_to_a_file(cli: Cli, tmp_path: Path) -> None:
     file.write_text("older")
     outcome = cli("diff", "tiny", "-n", "1", "--json", file, "--flash-attn", "on", "--cache-type-k", "q8_0")
     assert outcome.code == 0
-    assert "every byte equals" in outcome.out
+    assert "right within rounding: " in outcome.out
     data = strict_json(file.read_text())
     assert [*data] == [
         *(
@@ -245,13 +245,14 @@ def test_diff_writes_json_to_a_file(cli: Cli, tmp_path: Path) -> None:
             "ggml",
             "reference",
             "device",
+            "device_options",
             "q8_0_rounding",
             "prompt",
             "text",
             "n_prompt",
         ),
-        *("steps", "cache_type_k", "cache_type_v", "flash_attention", "passed", "verdict", "stopped"),
-        *("first_introduced", "states", "summary", "refused", "nodes"),
+        *("steps", "threads", "cache_type_k", "cache_type_v", "flash_attention", "strict", "passed", "verdict"),
+        *("stopped", "first_introduced", "states", "strays", "ending", "summary", "refused", "nodes"),
     ]
     assert (data["schema"], data["passed"], data["prompt"], data["n_prompt"]) == (SCHEMA, True, PROMPT, 26)
     assert (data["cache_type_k"], data["cache_type_v"], data["flash_attention"]) == ("q8_0", "f16", "on")
@@ -300,7 +301,7 @@ def test_diff_names_the_first_wrong_node_and_exits_with_1(cli: Cli, tmp_path: Pa
     outcome = cli(*command)
     assert outcome.code == 1
     assert outcome.err == f"kernels of {kernels}: CONT (replaced)\n"
-    assert outcome.out.endswith("4 of 10 nodes differ from ggml's CPU\n")
+    assert outcome.out.endswith("wrong: 4 of 100 nodes differ from ggml's CPU\n")
     beginning, described, *_ = outcome.out.splitlines()
     assert beginning == "the first wrong node:"
     first = re.match(r"step 0 node (\d+): CONT 'kqv_out-0' f32 -> f32 .* first at \[0, 0, 0, 0\]", described)
@@ -331,7 +332,7 @@ def test_diff_writes_a_page_and_node_data(cli: Cli, tmp_path: Path) -> None:
     data = page_data(page.read_text())
     first = data["nodes"][data["first_introduced"]]
     assert (first["op"], first["name"], first["verdict"]) == ("CONT", "kqv_out-0", "introduced")
-    assert "4 of 10 nodes differ from ggml's CPU" in page.read_text().split("<main>")[0].replace("&#39;", "'")
+    assert "wrong: 4 of 100 nodes differ from ggml's CPU" in page.read_text().split("<main>")[0].replace("&#39;", "'")
     results = strict_json(explorer.read_text())["results"]
     assert results[f"0/{first['index']} kqv_out-0"]["value"] == pytest.approx(1.0)
     assert results["0/0 embd"]["value"] == 0
@@ -349,7 +350,8 @@ def test_diff_says_why_a_kernel_failed(cli: Cli, tmp_path: Path) -> None:
     kernels = kernel_file(tmp_path, WRONG_CONT.format(value="x.shapes"))
     outcome = cli("diff", "tiny", "-n", "0", "--kernels", kernels, "--json", "-")
     assert outcome.code == 1
-    reason = "AttributeError: 'numpy.ndarray' object has no attribute 'shapes'"
+    line = 1 + next(i for i, text in enumerate(kernels.read_text().splitlines()) if "shapes" in text)
+    reason = f"AttributeError: 'numpy.ndarray' object has no attribute 'shapes' ({kernels.name} line {line})"
     assert f"failed: {reason}" in outcome.err
     data = strict_json(outcome.out)
     assert {node["failure"] for node in data["nodes"]} == {None, reason}
@@ -403,7 +405,7 @@ def test_run_computes_a_new_op_with_a_kernel_of_ones_own(
 def test_diff_compares_a_new_op_too(cli: Cli, tmp_path: Path) -> None:
     outcome = cli("diff", "tiny", "-n", "1", "--ops", "MUL", "--kernels", kernel_file(tmp_path, MUL))
     assert outcome.code == 0
-    assert outcome.out.endswith("10 nodes compared, every byte equals ggml's CPU\n")
+    assert outcome.out.endswith("right: 10 nodes compared, every byte equals ggml's CPU\n")
 
 
 @pytest.mark.usefixtures("backend")

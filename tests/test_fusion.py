@@ -1281,12 +1281,12 @@ def one_nan(y: NDArray[Any]) -> None:
 
 @pytest.mark.parametrize(
     ("change", "passes"),
-    [(times(1 + 1e-6), True), (times(1 + 2e-6), True), (times(1 + 4e-6), False), (one_nan, False)],
+    [(times(1 + 1e-6), True), (times(1 + 2e-6), True), (times(1 + 2e-5), False), (one_nan, False)],
 )
 def test_an_error_is_rounding_up_to_the_ops_nmse(
     model: Models, monkeypatch: pytest.MonkeyPatch, change: Callable[[NDArray[Any]], None], passes: bool
 ) -> None:
-    """Its square root is 3.2e-6."""
+    """Its square root is 3.2e-6, of the mean over rows of which most is masked."""
     monkeypatch.setattr(DEVICE, "ops", "default")
     monkeypatch.setattr(fusion, "soft_max", Softmax(change))
     result = diff(model("moe"), PROMPT, steps=0, ops={"masked_softmax", "SOFT_MAX"})
