@@ -25,7 +25,7 @@ class Changed:
     written: str | None
 
     def __str__(self) -> str:
-        return repr(self.tensor) + (f", which {self.written} wrote," if self.written else "")
+        return repr(self.tensor) + (f", which {self.written} wrote" if self.written else "")
 
 
 @dataclass

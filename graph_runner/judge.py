@@ -89,7 +89,8 @@ class Stray:
     seen: str
 
     def __str__(self) -> str:
-        return f"step {self.step}: before {self.seen}, {self.what} holds something else than it did"
+        comma = "," if self.what.written else ""
+        return f"step {self.step}: before {self.seen}, {self.what}{comma} holds something else than it did"
 
 
 class Judge:
@@ -139,7 +140,9 @@ class Judge:
         self._states = States(self.state_results.append)
         self.strays: list[Stray] = []
         self.fingerprints: dict[tuple[int, int], int] = {}  # of what nodes of the own run gave, by step and place
-        self.own = OwnRun(ggml, npu, reference, lambda: (self._before, self._place), fuses=fuses, strict=strict)
+        self.own = OwnRun(
+            ggml, npu, reference, computer, lambda: (self._before, self._place), fuses=fuses, strict=strict
+        )
         # what is taken to be the error of a result inside of a span, which the device does not make
         self._within_span = 1e-14 if fuses else 0.0
         self._spans = Spans(

@@ -14,8 +14,9 @@ from ggml_backend_npu.abi.replica import Replica
 from ggml_backend_npu.fusion import FUSIONS, longest
 from ggml_backend_npu.packed import Packed
 from graph_runner.contents import Changed, Contents, Rest
-from graph_runner.copies import continues_dst, is_read
+from graph_runner.copies import continues_dst, is_read, span
 from graph_runner.kernels import Kernels
+from graph_runner.rules import FREE_ORDERS
 from graph_runner.spans import Chain, Collected, between_gaps_of, copy
 
 
@@ -74,6 +75,7 @@ class OwnRun:
     """Watches the device's own run, node by node.
 
     computer   the reference as one that computes a node
+    device     the device as one that does
     reference  the node that it has just computed, over what it read, and the node's place
     strict     looks at every buffer after every node that the device runs, not only at what the node reads
     """
@@ -83,12 +85,14 @@ class OwnRun:
         ggml: Ggml,
         npu: Plugin | None,
         computer: Kernels | Replica,
+        device: Kernels | Replica,
         reference: Callable[[], tuple[Node, int]],
         *,
         fuses: bool,
         strict: bool,
     ) -> None:
-        self._ggml, self._npu, self._computer, self._reference = ggml, npu, computer, reference
+        self._ggml, self._npu, self._computer, self._device = ggml, npu, computer, device
+        self._reference = reference
         self._fuses, self._strict = fuses, strict
         self._reader = convert.Reader(ggml, self._packed)
         self._n_moves = 0
@@ -157,15 +161,34 @@ class OwnRun:
             own = nodes.reads[0].node
             return [Mirrored(nodes.places[0], own, nodes.before, expected, own.dst.unpacked())]
         graph = nodes.collected.graph()
-        for node in graph.nodes:
-            if node.dst.n_elements:
-                self._computer.compute(node)
-        results = list(_results(graph, [read.node.dst for read in nodes.reads]))
+        results = list(self._results(graph, [read.node.dst for read in nodes.reads]))
         whole = Together(graph, {at: expected for at, expected, _ in results})
         return [
             Mirrored(nodes.places[at], nodes.reads[at].node, graph.nodes[at], expected, actual, whole)
             for at, expected, actual in results
         ]
+
+    def _results(self, graph: Graph, outputs: list[Tensor]) -> Iterator[tuple[int, Tensor, Tensor]]:
+        """Of nodes that ran together, by their place: what is expected, and what is there. Of a span that may have run
+        as one operator, what that writes; of others what no node after them wrote over. A node goes on from what is
+        there: there may be more than one right order."""
+        found = longest(graph, 0)
+        fused = {} if found is None else found[1].written
+        n_fused = 0 if found is None else len(found[0].ops)
+        for place, (node, output) in enumerate(zip(graph.nodes, outputs, strict=True)):
+            if not output.nbytes:
+                continue
+            is_gone = any(output.overlaps(later) for later in outputs[place + 1 :])
+            # in which order a result was that is gone, the device knows: alone it is judged
+            (self._device if is_gone and node.op in FREE_ORDERS else self._computer).compute(node)
+            if is_gone or (place < n_fused and place not in fused):
+                continue
+            part = fused.get(place, node.dst) if place < n_fused else node.dst
+            offset = output.offset + part.address - node.dst.address
+            actual, expected = replace(part, memory=output.memory, offset=offset), copy(part)
+            actual = between_gaps_of(expected, actual) if part.ne != output.ne else actual
+            part.memory.bytes()[part.offset : part.offset + part.nbytes] = span(actual)
+            yield place, expected, actual
 
     def _taken_down(self, read: Read, place: int) -> tuple[bool, Node | None]:
         """Whether a node that is about to run reads what the reference did, and where it does not, the node over what
@@ -221,20 +244,3 @@ def _overwritten(nodes: OwnNodes) -> list[Storage]:
         for storage in storages.values()
         if storage.address in outputs or any(storage.tensor.overlaps(read.node.dst) for read in nodes.reads)
     ]
-
-
-def _results(graph: Graph, outputs: list[Tensor]) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """Of nodes that ran together, by their place: what is expected, and what is there. Of a span that may have run as
-    one operator, what that writes; of others what no node after them wrote over."""
-    found = longest(graph, 0)
-    fused = {} if found is None else found[1].written
-    n_fused = 0 if found is None else len(found[0].ops)
-    for place, (node, output) in enumerate(zip(graph.nodes, outputs, strict=True)):
-        if place < n_fused and place not in fused:
-            continue
-        if not output.nbytes or any(output.overlaps(later) for later in outputs[place + 1 :]):
-            continue
-        expected = fused.get(place, node.dst) if place < n_fused else node.dst
-        offset = output.offset + expected.address - node.dst.address
-        actual = replace(expected, memory=output.memory, offset=offset)
-        yield place, expected, between_gaps_of(expected, actual) if expected.ne != output.ne else actual

@@ -202,6 +202,9 @@ _ORDERS: dict[str, tuple[Callable[[Node, Tensor], bool], str]] = {
 }
 
 
+FREE_ORDERS = frozenset(_ORDERS)  # ops whose right results are more than one
+
+
 # tables
 
 

@@ -239,7 +239,7 @@ def test_a_node_that_fails_alone_stops_the_run(model: Models) -> None:
     with OPS.having(planted("CONT", fails_at(2, ValueError("no rows today")))):
         result = run(model("llama"))
     assert [(node.step, node.name, node.verdict) for node in result.wrong] == [(0, "kqv_out-1", Verdict.FAILED)]
-    where = f"({__file__}, line {fails_at.__code__.co_firstlineno + 7})"
+    where = f"({Path(__file__).name} line {fails_at.__code__.co_firstlineno + 7})"
     assert result.wrong[0].failure == f"ValueError: no rows today {where}"
     assert result.stopped is not None
     assert result.stopped.endswith(f"CONT node 'kqv_out-1': ValueError: no rows today {where}")

@@ -322,13 +322,16 @@ def test_a_kernel_that_fails_is_named_and_saved(
         result = diff(model("llama"), prompt, steps=0, settings=FLASH_OFF, reproducers=tmp_path)
     first = result.wrong[0]
     assert (first.step, first.index, first.name, first.verdict) == (step, index, node.name, Verdict.FAILED)
-    where = f"({__file__}, line {fails.__code__.co_firstlineno + 1})"
+    where = f"({Path(__file__).name} line {fails.__code__.co_firstlineno + 1})"
     assert printed(result)[1].endswith(f": failed: ValueError: no rows today {where}")
     assert result.stopped is not None
     saved = tmp_path / f"{step}-{index}-CONT.gguf"
     with OPS.having(fault.planted):
         (again,) = replay(saved).wrong
-    assert (again.verdict, again.failure) == (Verdict.FAILED, f"ValueError: no rows today {where}")
+    assert (again.verdict, again.failure) == (
+        Verdict.FAILED,
+        f"{again.op} node {again.name!r}: ValueError: no rows today {where}",
+    )
     assert exit_code(monkeypatch, "replay", saved) == 0
 
 
