@@ -355,7 +355,7 @@ def _elsewhere(case: _Case) -> str | None:
 def _nothing_written(case: _Case) -> str | None:
     if not np.array_equal(case.a, case.b) or not case.gaps_are_right:
         return None
-    return "leaves dst as it was before: it writes nothing, or just that, or adds to it"
+    return "leaves dst as it was before the node ran"
 
 
 def _stale_rows(case: _Case) -> str | None:

@@ -35,7 +35,7 @@ _MEANING = {
     ("SET_ROWS", 1): "the row ids",
     ("MUL_MAT_ID", 2): "the expert ids",
 }
-_OPTIONAL = {"SOFT_MAX": (1, 2), "ROPE": (2,)}
+_OPTIONAL = {"SOFT_MAX": (1, 2), "ROPE": (2,), "FLASH_ATTN_EXT": (3, 4)}
 
 
 @dataclass(frozen=True)

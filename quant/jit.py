@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import itertools
 import os
 import pickle
 import sys
@@ -22,7 +23,7 @@ import numpy as np
 import platformdirs
 from llvmlite import binding, ir
 from numba import types
-from numba.core import config, event, sigutils
+from numba.core import bytecode, config, event, sigutils
 from numba.core.caching import FunctionCache, IndexDataCacheFile
 from numba.core.ccallback import CFunc
 from numba.extending import intrinsic, register_jitable
@@ -31,6 +32,10 @@ from numpy.typing import NDArray
 from quant.kept import say_damaged
 
 Part = Callable[..., Any]
+
+# numba tells parts of kernels that have one name apart by a number that each process counts from 1: of kernels that two
+# processes have kept, a third one that loads both would take the one's part for the other's
+bytecode.FunctionIdentity._unique_ids = itertools.count(int.from_bytes(os.urandom(6)))
 
 
 @functools.cache

@@ -607,7 +607,7 @@ main()
 """
 
 
-@pytest.mark.parametrize("arguments", [["devices"], ["run", "tiny"], ["diff", "tiny"]], ids=" ".join)
+@pytest.mark.parametrize("arguments", [["devices"], ["run", "tiny"], ["diff", "tiny", "--in-process"]], ids=" ".join)
 def test_an_unknown_ggml(backend: Plugin, arguments: list[str]) -> None:
     outcome = process(sys.executable, "-c", UNKNOWN_GGML, *arguments)
     assert_refused(outcome, f"ggml {backend.ggml.version} is not known")

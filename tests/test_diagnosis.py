@@ -581,10 +581,7 @@ def _assign(view: NDArray[Any], values: NDArray[Any]) -> None:
 
 
 def test_nothing_written(any_node: Node) -> None:
-    assert (
-        wrong(any_node, _assign)
-        == f"{any_node.op} leaves dst as it was before: it writes nothing, or just that, or adds to it"
-    )
+    assert wrong(any_node, _assign) == f"{any_node.op} leaves dst as it was before the node ran"
 
 
 @pytest.mark.parametrize(

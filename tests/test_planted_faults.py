@@ -207,12 +207,13 @@ def test_a_fault_is_found_after_rounding(file: Files, fault: Fault, tmp_path: Pa
     assert_found(file(fault.model), fault, tmp_path, ROUNDED)
 
 
-def assert_command_finds(model: Path, fault: Fault, folder: Path, kernels: Path) -> None:
+def assert_command_finds(model: Path, fault: Fault, folder: Path, *kernels: Path) -> None:
     """By the command, whatever the kernels do to the process that they run in."""
     places = known(model, fault)
+    planted = [word for path in kernels for word in ("--kernels", path)]
     written = folder / "result.json"
     done = command(
-        "diff", model, "-n", fault.steps, "--kernels", kernels, "--reproducers", folder, "--json", written,
+        "diff", model, "-n", fault.steps, *planted, "--reproducers", folder, "--json", written,
         "--node-timeout", TIMEOUT, *options(fault),
     )  # fmt: skip
     assert done.returncode == 1, done.stderr
@@ -225,7 +226,7 @@ def assert_command_finds(model: Path, fault: Fault, folder: Path, kernels: Path)
         assert any(words in first["failure"] for words in fault.failure)
     again = ["replay", first["reproducer"], "--repeat", fault.repeat, "--node-timeout", TIMEOUT]
     if fault.alone:
-        assert command(*again, "--kernels", kernels).returncode == 1
+        assert command(*again, *planted).returncode == 1
     right = command(*again)
     assert right.returncode == 0, right.stdout + right.stderr
 
@@ -238,11 +239,7 @@ def test_the_command_finds_a_fault(file: Files, fault: Fault, tmp_path: Path) ->
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", [*PACKED, *STRAYS, *LIVE, *LATE, *(each for each in ENDS if each.rounded)], ids=str)
 def test_the_command_finds_a_fault_after_rounding(file: Files, fault: Fault, tmp_path: Path) -> None:
-    both = tmp_path / "kernels.py"
-    lines = ["from pathlib import Path", "from ggml_backend_npu.kernels import load_kernels"]
-    lines += [f"load_kernels(Path({str(path)!r}))" for path in (ROUNDED, fault.path)]
-    both.write_text("\n".join(lines))
-    assert_command_finds(file(fault.model), fault, tmp_path, both)
+    assert_command_finds(file(fault.model), fault, tmp_path, ROUNDED, fault.path)
 
 
 def test_a_failure_names_file_and_line(file: Files) -> None:
