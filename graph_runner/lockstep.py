@@ -21,6 +21,7 @@ from greenlet import getcurrent, greenlet
 import ggml_backend_npu
 from ggml_backend_npu import OPS
 from ggml_backend_npu.abi import convert, lib
+from ggml_backend_npu.abi.guard import INTERRUPTS
 from ggml_backend_npu.device import DEVICE
 from ggml_backend_npu.registry import Op
 from graph_runner.session import Session, SessionError
@@ -65,16 +66,17 @@ class Side:
 
 
 @contextmanager
-def _handler_of_interrupts_stays() -> Iterator[None]:
-    """Both runs put a handler of Ctrl-C in place, and take it back in the order in which they end."""
+def _handlers_of_interrupts_stay() -> Iterator[None]:
+    """Both runs put handlers in place, and take them back in the order in which they end."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    handler = signal.getsignal(signal.SIGINT)
+    handlers = {number: signal.getsignal(number) for number in INTERRUPTS}
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, handler)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
 
 
 class Onlooker(Protocol):
@@ -121,7 +123,7 @@ class Lockstep:
         self.reference.place = self.device.place = -1
         self._failed = False
         self._main, self._other = getcurrent(), greenlet(partial(self._decode_device, device, tokens))
-        with _handler_of_interrupts_stays():
+        with _handlers_of_interrupts_stay():
             try:
                 self.reference.side.begin_turn()
                 reference.decode(tokens)

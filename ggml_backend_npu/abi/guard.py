@@ -59,6 +59,8 @@ def end_with_parent() -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
+INTERRUPTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
 _stopped: set[CodeType] = set()
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -80,7 +82,7 @@ def _runs_what_is_stopped(frame: FrameType | None) -> bool:
 
 @contextmanager
 def interrupts_wait() -> Iterator[None]:
-    """Ctrl-C, and SIGTERM where somebody handles it, are handled when the context ends: raised in any callback, C would
+    """Ctrl-C, and SIGTERM and SIGHUP where somebody handles them, are handled when the context ends: raised in any callback, C would
     not notice. A callback that is `stopped_by_interrupts` ends with a KeyboardInterrupt at once."""
     Failures.interrupted = False
     if threading.current_thread() is not threading.main_thread():
@@ -93,7 +95,7 @@ def interrupts_wait() -> Iterator[None]:
         if _runs_what_is_stopped(frame):
             raise KeyboardInterrupt
 
-    before = {int(number): signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {int(number): signal.getsignal(number) for number in INTERRUPTS}
     handled = {number: handler for number, handler in before.items() if callable(handler)}
     for number in handled:
         signal.signal(number, wait)
