@@ -82,8 +82,8 @@ def _runs_what_is_stopped(frame: FrameType | None) -> bool:
 
 @contextmanager
 def interrupts_wait() -> Iterator[None]:
-    """Ctrl-C, and SIGTERM and SIGHUP where somebody handles them, are handled when the context ends: raised in any callback, C would
-    not notice. A callback that is `stopped_by_interrupts` ends with a KeyboardInterrupt at once."""
+    """Ctrl-C, and SIGTERM and SIGHUP where somebody handles them, are handled when the context ends: raised in any
+    callback, C would not notice. A callback that is `stopped_by_interrupts` ends with a KeyboardInterrupt at once."""
     Failures.interrupted = False
     if threading.current_thread() is not threading.main_thread():
         yield
