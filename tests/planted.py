@@ -198,7 +198,7 @@ RUNS = [
     Fault("mul_mat_planned_by_name", "MUL_MAT", named("kq-0"), step=1, repeat=8, rounded=False),
     Fault("rope_of_one_token", "ROPE", step=1),
     Fault("rope_up_to_27", "ROPE", step=2, steps=2),
-    Fault("set_rows_of_many_tokens", "SET_ROWS", step=1, settings=FLASH_ON, says="writes nothing"),
+    Fault("set_rows_of_many_tokens", "SET_ROWS", step=1, settings=FLASH_ON, says="leaves dst as it was"),
     Fault("swiglu_of_many_tokens", "SWIGLU", of_one_token),
     Fault("add_tires", "ADD", steps=3, repeat=16, scattered=True),
     Fault("rwkv_wkv7_forgets", "RWKV_WKV7", step=1, model="rwkv7"),
