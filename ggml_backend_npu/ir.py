@@ -55,7 +55,7 @@ class Tensor:
     offset: int = 0
     packed: Packed | None = field(default=None, repr=False)
 
-    @cached_property
+    @property
     def codec(self) -> Codec:
         return codec(self.type)
 
@@ -76,10 +76,7 @@ class Tensor:
     @cached_property
     def nbytes(self) -> int:
         """ggml_nbytes: from the first byte to behind the last one, gaps included."""
-        if self.n_elements <= 0:
-            return 0
-        steps = (self.n_blocks, *self.ne[1:])
-        return self.codec.block_bytes + sum((n - 1) * stride for n, stride in zip(steps, self.nb, strict=True))
+        return nbytes(self.codec.block_size, self.codec.block_bytes, self.ne, self.nb)
 
     @property
     def end(self) -> int:
@@ -207,6 +204,15 @@ def overlapping(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
             groups.append([tensor])
         end = max(end, tensor.end)
     return groups
+
+
+def nbytes(block_size: int, block_bytes: int, ne: Dims, nb: Dims) -> int:
+    """ggml_nbytes of a tensor whose type has such blocks."""
+    ne0, ne1, ne2, ne3 = ne
+    if ne0 <= 0 or ne1 <= 0 or ne2 <= 0 or ne3 <= 0:
+        return 0
+    nb0, nb1, nb2, nb3 = nb
+    return block_bytes + (ne0 // block_size - 1) * nb0 + (ne1 - 1) * nb1 + (ne2 - 1) * nb2 + (ne3 - 1) * nb3
 
 
 def _dims(values: Sequence[int]) -> Dims:

@@ -1,11 +1,13 @@
 """Work with kernels that are not trusted, in a process of its own: what it was at when it ended or hung is known.
 
 The child reads a pickled job from its standard input, and sends what it finds through a pipe. Before the device
-computes a node, the child writes down which in a page of memory that both have: the trail.
+computes a node, the child writes down which in memory that both have: the trail. What it has found and not yet sent is
+there too.
 """
 
 from __future__ import annotations
 
+import io
 import mmap
 import os
 import pickle
@@ -16,16 +18,22 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from typing import IO, Any, Protocol
+from types import TracebackType
+from typing import IO, TYPE_CHECKING, Any, Protocol
 
-from ggml_backend_npu.ir import Dims, Node
 from graph_runner.errors import InternalError
 
+if TYPE_CHECKING:
+    from ggml_backend_npu import Node
+
 _TRAIL_BYTES = 1 << 16
+_UNSENT_BYTES = 1 << 18
+_UNSENT = 0.1  # seconds after which what was found is sent
+_SIZE = struct.Struct("<q")
 _HEAD = struct.Struct("<qqq")  # how many were begun, nanoseconds of the monotonic clock, bytes of what follows
 _POLL = 0.2  # seconds
 _CHILD = "from graph_runner.child import main; main()"
@@ -42,7 +50,7 @@ class Footprint:
     op: str
     name: str
     types: str
-    ne: Dims
+    ne: tuple[int, int, int, int]
 
 
 class EndedError(Exception):
@@ -59,11 +67,12 @@ class EndedError(Exception):
 
 
 class Trail:
-    """The page of memory: written by the child, read by the parent."""
+    """Memory that both have: written by the child, read by the parent."""
 
     def __init__(self, file: IO[bytes]) -> None:
-        file.truncate(_TRAIL_BYTES)
+        file.truncate(_TRAIL_BYTES + _UNSENT_BYTES)
         self._page = mmap.mmap(file.fileno(), _TRAIL_BYTES)
+        self.unsent = mmap.mmap(file.fileno(), _UNSENT_BYTES, offset=_TRAIL_BYTES)
         self._begun = 0
 
     def about_to(self, how: str, step: int, place: int, node: Node | None) -> None:
@@ -97,6 +106,52 @@ class Trail:
         return None
 
 
+class _Mail:
+    """What the child sends: many messages at once, since each wakes the parent, and the device is waiting for a
+    processor then. Those that wait lie where the parent finds them if the child ends."""
+
+    def __init__(self, pipe: Connection, trail: Trail) -> None:
+        self._pipe, self._unsent = pipe, trail.unsent
+        self._end, self._sent = _SIZE.size, time.monotonic()
+
+    def add(self, value: object) -> None:
+        """A message."""
+        data = pickle.dumps((_MESSAGE, value), pickle.HIGHEST_PROTOCOL)
+        if self._end + len(data) > _UNSENT_BYTES:
+            self._send()
+        if self._end + len(data) > _UNSENT_BYTES:
+            self._pipe.send_bytes(data)
+            return
+        self._unsent[self._end : self._end + len(data)] = data
+        self._end += len(data)
+        self._unsent[: _SIZE.size] = _SIZE.pack(self._end - _SIZE.size)
+        if time.monotonic() - self._sent > _UNSENT:
+            self._send()
+
+    def last(self, kind: int, value: object) -> None:
+        """All that waits, and the last message."""
+        self._send()
+        self._pipe.send_bytes(pickle.dumps((kind, value), pickle.HIGHEST_PROTOCOL))
+
+    def _send(self) -> None:
+        data = _unsent(self._unsent)
+        self._unsent[: _SIZE.size] = _SIZE.pack(0)
+        self._end, self._sent = _SIZE.size, time.monotonic()
+        if data:
+            self._pipe.send_bytes(data)
+
+
+def _unsent(memory: mmap.mmap) -> bytes:
+    (size,) = _SIZE.unpack(memory[: _SIZE.size])
+    return memory[_SIZE.size : _SIZE.size + size]
+
+
+def _messages(data: bytes) -> Iterator[tuple[int, Any]]:
+    stream = io.BytesIO(data)
+    while stream.tell() < len(data):
+        yield pickle.load(stream)
+
+
 class Job(Protocol):
     """What a child does; it is pickled."""
 
@@ -104,85 +159,111 @@ class Job(Protocol):
         """Does it, sending what the parent's `receive` is to be called with. Returns the result."""
 
 
-def run(job: Job, *, receive: Callable[[Any], None], node_timeout: float) -> Any:
-    """Does a job in a child. Returns its result, and raises what it raises.
+class Child:
+    """A process that does one job. It begins, and loads what jobs need, while the parent prepares the job. A context
+    manager: at its end the process is gone."""
 
-    receive       called with what the job sends
-    node_timeout  seconds that the device may take for one node
-
-    Raises EndedError where the child ends before it is done or a node takes too long; InternalError, with the child's
-    traceback, for an error that is nobody's mistake. An interrupt ends the child.
-    """
-    with tempfile.TemporaryFile() as file:
-        trail = Trail(file)
+    def __init__(self) -> None:
+        self._page = tempfile.TemporaryFile()
+        self._trail = Trail(self._page)
         ours, theirs = os.pipe()
-        line = [sys.executable, "-c", _CHILD, str(theirs), str(file.fileno())]
-        child = subprocess.Popen(
-            line, stdin=subprocess.PIPE, pass_fds=(theirs, file.fileno()), start_new_session=True,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
-        )  # fmt: skip
-        os.close(theirs)
-        assert child.stdin is not None
-        with Connection(ours, writable=False) as pipe:
-            try:
-                with suppress(BrokenPipeError):
-                    pickle.dump(job, child.stdin)
-                    child.stdin.close()
-                return _received(child, pipe, trail, receive, node_timeout)
-            finally:
-                with suppress(ProcessLookupError):
-                    os.killpg(child.pid, signal.SIGKILL)
-                child.wait()
-
-
-def _received(
-    child: subprocess.Popen[bytes], pipe: Connection, trail: Trail, receive: Callable[[Any], None], timeout: float
-) -> Any:
-    while True:
-        if not pipe.poll(_POLL):
-            _, seconds, at = trail.read()
-            if at is not None and seconds > timeout:
-                raise EndedError(f"was not done after {timeout:g} s (--node-timeout)", at, at)
-            continue
+        self._pipe = Connection(ours, writable=False)
+        line = [sys.executable, "-c", _CHILD, str(theirs), str(self._page.fileno())]
         try:
-            kind, value = pickle.loads(pipe.recv_bytes())
-        except EOFError:
-            break
-        if kind == _MESSAGE:
+            self._process = subprocess.Popen(
+                line, stdin=subprocess.PIPE, pass_fds=(theirs, self._page.fileno()), start_new_session=True,
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+            )  # fmt: skip
+        finally:
+            os.close(theirs)
+
+    def __enter__(self) -> Child:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        assert self._process.stdin is not None
+        with suppress(BrokenPipeError):
+            self._process.stdin.close()
+        self._pipe.close()
+        self._page.close()
+
+    def run(self, job: Job, *, receive: Callable[[Any], None], node_timeout: float) -> Any:
+        """Does the job. Returns its result, and raises what it raises.
+
+        receive       called with what the job sends
+        node_timeout  seconds that the device may take for one node
+
+        Raises EndedError where the child ends before it is done or a node takes too long; InternalError, with the
+        child's traceback, for an error that is nobody's mistake.
+        """
+        assert self._process.stdin is not None
+        with suppress(BrokenPipeError):
+            pickle.dump(job, self._process.stdin)
+            self._process.stdin.close()
+        while (data := self._received(node_timeout)) is not None:
+            for kind, value in _messages(data):
+                if kind == _MESSAGE:
+                    receive(value)
+                elif kind == _RESULT:
+                    return value
+                elif kind == _ERROR:
+                    raise value
+                else:
+                    raise InternalError(value)
+        _, _, at = self._trail.read()
+        reason, last = self._reason(), self._trail.last()
+        if reason is None:
+            reason, last = f"was not done after {node_timeout:g} s (--node-timeout)", at
+        for _, value in _messages(_unsent(self._trail.unsent)):
             receive(value)
-        elif kind == _RESULT:
-            return value
-        elif kind == _ERROR:
-            raise value
-        else:
-            raise InternalError(value)
-    code = child.wait()
-    reason = f"ended by {signal.Signals(-code).name}" if code < 0 else f"ended the process with exit code {code}"
-    raise EndedError(reason, trail.read()[2], trail.last())
+        raise EndedError(reason, at, last)
+
+    def _received(self, node_timeout: float) -> bytes | None:
+        """What the child sends next. None where it has ended, or a node takes too long."""
+        while not self._pipe.poll(_POLL):
+            _, seconds, at = self._trail.read()
+            if at is not None and seconds > node_timeout:
+                return None
+        try:
+            return self._pipe.recv_bytes()
+        except EOFError:
+            self._process.wait()
+            return None
+
+    def _reason(self) -> str | None:
+        """Why the child has ended; None where it has not."""
+        code = self._process.poll()
+        if code is None:
+            return None
+        return f"ended by {signal.Signals(-code).name}" if code < 0 else f"ended the process with exit code {code}"
 
 
 def main() -> None:
     """The child."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     from ggml_backend_npu.abi.guard import end_with_parent
-    from quant.jit import while_compiling
 
     end_with_parent()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     to_parent, page = map(int, sys.argv[1:])
     pipe = Connection(to_parent, readable=False)
-
-    def send(kind: int, value: object) -> None:
-        pipe.send_bytes(pickle.dumps((kind, value), pickle.HIGHEST_PROTOCOL))
-
     with os.fdopen(page, "r+b") as file:
         trail = Trail(file)
-        while_compiling(trail.is_moving)
-        job = pickle.load(sys.stdin.buffer)
+        mail = _Mail(pipe, trail)
         try:
-            send(_RESULT, job(lambda value: send(_MESSAGE, value), trail))
+            import graph_runner.diff  # noqa: F401 - while the parent prepares the job
+            from quant.jit import while_compiling
+
+            while_compiling(trail.is_moving)
+            job = pickle.load(sys.stdin.buffer)
+            mail.last(_RESULT, job(mail.add, trail))
         except Exception as error:
             told = type(error).__module__.partition(".")[0] in ("graph_runner", "ggml_backend_npu", "quant")
-            send(_ERROR if told else _INTERNAL, error if told else traceback.format_exc())
+            mail.last(_ERROR if told else _INTERNAL, error if told else traceback.format_exc())
         sys.stdout.flush()
         pipe.close()
         os._exit(0)  # what kernels left running, and what they damaged, is of no interest any more

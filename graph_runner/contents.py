@@ -7,8 +7,7 @@ from dataclasses import dataclass
 
 import xxhash
 
-from ggml_backend_npu import Memory
-from ggml_backend_npu.abi.convert import Read, Storage
+from ggml_backend_npu.abi.convert import Read, Storage, bytes_at
 from ggml_backend_npu.abi.lib import Ggml
 from graph_runner.copies import continues_dst, is_read
 
@@ -137,4 +136,4 @@ def digest_of(address: int, size: int) -> int:
     """A digest of a span of memory."""
     if size <= 0:
         return 0
-    return int(xxhash.xxh3_64_intdigest(Memory(address, size).bytes().data))
+    return int(xxhash.xxh3_64_intdigest(bytes_at(address, size)))

@@ -67,10 +67,11 @@ class Copied:
     _before: Bytes  # what that held
 
     @staticmethod
-    def of(node: Node, packs: Packs = lambda tensor: False) -> Copied:
+    def of(node: Node, packs: Packs = lambda tensor: False, *, blanks: bool = False) -> Copied:
         """Copies of what the node's tensors hold now.
 
-        packs  which tensors are to lie in the device's layout
+        packs   which tensors are to lie in the device's layout
+        blanks  whether dst begins as nothing, where the node does not go on from what it held
         """
         moved: dict[int, Tensor] = {}
         rooms = []
@@ -78,7 +79,7 @@ class Copied:
         tensors = {id(tensor): tensor for tensor in (node.dst, *node.src) if tensor is not None and tensor.nbytes}
         for group in _sharing(tensors.values()):
             begin, end = min(_root(t).address for t in group), max(_end(_root(t)) for t in group)
-            room, offset = fenced(bytes_of(group, begin, end), begin % ALIGNMENT)
+            room, offset = fenced(held_by(group, begin, end), begin % ALIGNMENT)
             packed = _packed(group, packs, room, offset, end - begin)
             rooms.append((room, offset, end - begin))
             for tensor in group:
@@ -88,14 +89,9 @@ class Copied:
                 around = room if tensor is node.dst else around
         src = tuple(moved.get(id(tensor), tensor) if tensor is not None else None for tensor in node.src)
         again = replace(node, dst=moved.get(id(node.dst), node.dst), src=src)
+        if blanks and not continues_dst(again):
+            blank(again.dst)
         return Copied(again, node, tuple(rooms), around, around.bytes().copy())
-
-    def blank_dst(self) -> Copied:
-        """Has dst begin as nothing, where the node does not go on from what it held."""
-        if continues_dst(self.node):
-            return self
-        blank(self.node.dst)
-        return replace(self, _before=self._around.bytes().copy())
 
     @property
     def result(self) -> Tensor:
@@ -134,10 +130,11 @@ class Copied:
         dst = self.node.dst
         if dst.packed is not None or not dst.nbytes:
             return False
-        after, begin = self._around.bytes(), dst.address - self._around.address
-        end = begin + dst.nbytes
+        around, before = self._around, Memory.of(self._before)
+        begin, end = dst.address - around.address, dst.end - around.address
         return not (
-            np.array_equal(after[:begin], self._before[:begin]) and np.array_equal(after[end:], self._before[end:])
+            same_bytes(around.address, before.address, begin)
+            and same_bytes(around.address + end, before.address + end, around.size - end)
         )
 
 
@@ -166,12 +163,12 @@ def _sharing(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
     return groups
 
 
-def bytes_of(group: list[Tensor], begin: int, end: int) -> Bytes:
+def held_by(group: list[Tensor], begin: int, end: int) -> Memory:
     """What a group of overlapping tensors holds, as ggml has it."""
     packed = group[0].packed
     if packed is None:
-        return Memory(begin, end - begin, owner=group[0].memory).bytes()
-    return packed.read(begin - packed.address, end - begin)
+        return Memory(begin, end - begin, owner=group[0].memory)
+    return Memory.of(np.ascontiguousarray(packed.read(begin - packed.address, end - begin)))
 
 
 def _packed(group: list[Tensor], packs: Packs, memory: Memory, offset: int, size: int) -> Packed | None:

@@ -9,8 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from graph_runner import child
-from graph_runner.child import EndedError, Footprint, Trail
+from graph_runner.child import Child, EndedError, Footprint, Trail
 from graph_runner.console import printable
 from graph_runner.errors import SessionError, TraceError
 
@@ -80,8 +79,8 @@ class DiffJob:
         return result if trail is None else replace(result, nodes=[])
 
 
-def run_diff(job: DiffJob, *, node_timeout: float, seen: Callable[[NodeResult], None]) -> DiffResult:
-    """Does a diff in a child process. Where the child ends or hangs, the node that it was at has failed.
+def run_diff(child: Child, job: DiffJob, *, node_timeout: float, seen: Callable[[NodeResult], None]) -> DiffResult:
+    """Does a diff in a process of its own. Where the child ends or hangs, the node that it was at has failed.
 
     Raises what `diff` raises, and SessionError where the child ends before any node.
     """
@@ -130,7 +129,8 @@ def _captured(job: DiffJob, result: DiffResult, at: Footprint) -> str | None:
     path: Path = folder / f"{at.step}-{at.place}-{at.op}.gguf"
     capture = CaptureJob(job.model, job.prompt, path, at, result, job.device.described)
     try:
-        child.run(capture, receive=lambda _: None, node_timeout=float("inf"))
+        with Child() as child:
+            child.run(capture, receive=lambda _: None, node_timeout=float("inf"))
     except (EndedError, SessionError, TraceError):
         return None
     return str(path)
@@ -201,8 +201,8 @@ def _known(options: dict[str, str]) -> dict[str, str]:
     }
 
 
-def run_replay(job: ReplayJob, *, node_timeout: float) -> ReplayResult:
-    """Does a replay in a child process. Where the child ends or hangs, the node that it was at has failed."""
+def run_replay(child: Child, job: ReplayJob, *, node_timeout: float) -> ReplayResult:
+    """Does a replay in a process of its own. Where the child ends or hangs, the node that it was at has failed."""
     from graph_runner.trace import ReplayResult, read_trace
 
     nodes: list[NodeResult] = []

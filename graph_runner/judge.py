@@ -17,7 +17,7 @@ from ggml_backend_npu.ops import OWN
 from graph_runner.blocks import compare_blocks
 from graph_runner.compare import Comparison, Heat, compare, heat
 from graph_runner.contents import Changed, digest_of
-from graph_runner.copies import Copied, restored
+from graph_runner.copies import Copied, restored, span
 from graph_runner.diagnosis import diagnose, quantised_values
 from graph_runner.kernels import Kernels, failure_of
 from graph_runner.noise import noise_multiple
@@ -52,7 +52,7 @@ class _Compared:
     where     ISOLATED, or in the device's OWN_RUN
     like      the node as it is in its run
     node      the same; its sources hold what they held
-    before    what its output held
+    before    gives what its output held
     found     None where there is no result
     right     whether that is right, be it but for rounding
     failure   why there is no result, or what the device did beside it
@@ -62,7 +62,7 @@ class _Compared:
     where: str
     like: Node
     node: Node
-    before: Tensor
+    before: Callable[[], Tensor]
     expected: Tensor
     actual: Tensor
     found: Comparison | None
@@ -172,7 +172,7 @@ class Judge:
         self._spans.before(read, self.step, place)
         overlapped = {id(source): _over_root(source) for source in node.src if source and source.overlaps(node.dst)}
         sources = tuple(overlapped.get(id(source), source) if source is not None else None for source in node.src)
-        self._before = replace(node, src=sources, dst=copy(node.dst))
+        self._before = replace(node, src=sources, dst=_held(node.dst))
         if node.dst.n_elements == 0 or (self._ops is not None and node.op not in self._ops):
             return
         if read not in self._refusals:
@@ -182,7 +182,7 @@ class Judge:
             self.refused[node.op, reason] += 1
             return
         kept = self._in_device_layout(read) if self._packs else set()
-        self._copied = Copied.of(node, lambda tensor: id(tensor) in kept).blank_dst()
+        self._copied = Copied.of(node, lambda tensor: id(tensor) in kept, blanks=True)
 
     def _in_device_layout(self, read: convert.Read) -> set[int]:
         """Tensors of a node that the device's memory may have in its own layout: what no op computes."""
@@ -208,7 +208,7 @@ class Judge:
         """The device's own run has come to a node. Returns whether it is to run now."""
         runs = self.own.before(address, place)
         if runs:
-            self._about_to("own", self.step, place, self.own.read(address).node)
+            self._about_to("own", self.step, place, self.own.next.node)
         return runs
 
     def own_after(self) -> None:
@@ -225,15 +225,16 @@ class Judge:
         if node.dst.n_elements == 0:
             return
         nodes = self.own.last if own is not None else None
-        cumulative, mirrored = None, None
-        if own is not None and nodes is not None:
-            cumulative = self._cumulative(own)
+        ran, cumulative, mirrored = None, None, None
+        if nodes is not None:
+            ran = self.own.ran()
+            cumulative = self._cumulative(ran.node)
             self.strays += [Stray(changed, self.step, place, str(node)) for changed in nodes.found]
             mirrored = self._mirrored(cumulative)
             nodes.found.clear()
         verdict = self._verdict(address, isolated, mirrored, cumulative)
-        if own is not None:
-            self._look_at_state(own)
+        if ran is not None:
+            self._look_at_state(ran)
         found = NodeResult(
             self.step, place, node.op, node.name, types_of(node), node.dst.ne, verdict,
             "" if nodes is None else "NPU" if nodes.on_npu else "CPU",
@@ -248,14 +249,13 @@ class Judge:
             wrong = next((each for each in looked_at if each.found is not None and not each.found), None)
         if verdict not in (Verdict.EXACT, Verdict.ROUNDING) and self._heats < _HEATS:
             self._heats += 1
-            found = replace(found, heat=self._heat(node, wrong, own))
+            found = replace(found, heat=self._heat(node, wrong, None if ran is None else ran.node.dst))
         if wrong is not None:
             found = self._explained(found, wrong)
         self._seen(found)
 
-    def _cumulative(self, own: int) -> Comparison:
-        node, other = self._read.node, self.own.read(own).node
-        result = other.dst
+    def _cumulative(self, other: Node) -> Comparison:
+        node, result = self._read.node, other.dst
         if (other.op, result.type, result.ne) != (node.op, node.dst.type, node.dst.ne):
             raise SessionError(
                 f"llama.cpp makes different graphs of the two runs, so that nodes cannot be compared: step {self.step} "
@@ -281,8 +281,9 @@ class Judge:
     def _compared(self, each: Mirrored, found: Comparison, failure: str | None) -> _Compared:
         right = bool(found) or self._rules.allows(each.node, each.expected, each.actual, found)
         return _Compared(
-            OWN_RUN, each.like, each.node, each.node.dst, each.expected, each.actual, found, right, failure, each.whole
-        )
+            OWN_RUN, each.like, each.node, lambda: each.node.dst, each.expected, each.actual, found, right, failure,
+            each.whole,
+        )  # fmt: skip
 
     def _explained(self, found: NodeResult, wrong: _Compared) -> NodeResult:
         """The result with what takes its time to find out: of the first nodes of each op, type and verdict."""
@@ -300,28 +301,29 @@ class Judge:
         if wrong.expected.codec.is_quantized:
             blocks = compare_blocks(wrong.expected, result, quantised_values(node))
         if found.verdict is Verdict.INTRODUCED:
-            diagnosis = diagnose(node, wrong.expected, result, wrong.before, wrong.found.outside)
+            diagnosis = diagnose(node, wrong.expected, result, wrong.before(), wrong.found.outside)
         noise = noise_multiple(node, wrong.expected, result)
         return replace(found, blocks=blocks, diagnosis=diagnosis, noise=noise, test=line, reproducer=kept)
 
     def _kept(self, wrong: _Compared, found: NodeResult) -> str | None:
         if wrong.whole is not None:
             return self._keep.span(wrong.whole.graph, wrong.whole.expected, found)
-        held = replace(wrong.node, dst=wrong.before)
+        held = replace(wrong.node, dst=wrong.before())
         return self._keep.node(restored(wrong.like, held), wrong.expected, found)
 
-    def _look_at_state(self, own: int) -> None:
+    def _look_at_state(self, own: convert.Read) -> None:
         """Where the node has written to a tensor that no node computes."""
         read, root = self._read, self._read.view_source
         if root and convert.is_leaf(root):
             by_element = read.node.op == "SET_ROWS" and read.node.dst.ne[0] == 1 != read.dst.tensor.ne[0]
-            device = self.own.read(own).dst.tensor
-            self._states.written(root, read.dst.tensor, device, self.step, str(read.node), by_element=by_element)
+            self._states.written(
+                root, read.dst.tensor, own.dst.tensor, self.step, str(read.node), by_element=by_element
+            )
 
-    def _heat(self, node: Node, wrong: _Compared | None, own: int | None) -> Heat | None:
+    def _heat(self, node: Node, wrong: _Compared | None, own: Tensor | None) -> Heat | None:
         if wrong is not None and wrong.found is not None and not wrong.found:
             return heat(wrong.expected, wrong.actual)
-        return heat(node.dst, _as_laid_out(self.own.read(own).node.dst, node.dst)) if own is not None else None
+        return heat(node.dst, _as_laid_out(own, node.dst)) if own is not None else None
 
     def _recompute(self) -> _Compared | None:
         copied, node = self._copied, self._read.node
@@ -329,7 +331,6 @@ class Judge:
             return None
         self._about_to("isolated", self.step, self._place, node)
         failure, found, right = None, None, False
-        before = copied.before
         try:
             self._computer.compute(copied.node)
         except Exception as error:
@@ -343,7 +344,9 @@ class Judge:
         if failure is None:
             found = compare(node.dst, result, copied.outside())
             right = bool(found) or (not found.outside and self._rules.allows(self._before, node.dst, result, found))
-        return _Compared(ISOLATED, copied.node, self._before, before, node.dst, result, found, right, failure)
+        return _Compared(
+            ISOLATED, copied.node, self._before, lambda: copied.before, node.dst, result, found, right, failure
+        )
 
     def _verdict(
         self, address: int, isolated: _Compared | None, mirrored: _Compared | None, cumulative: Comparison | None
@@ -377,6 +380,11 @@ class Judge:
 
 def _name(tensor: Tensor | None) -> str:
     return repr(tensor.name) if tensor is not None else "nothing"
+
+
+def _held(tensor: Tensor) -> Tensor:
+    """The tensor over a copy of its span."""
+    return replace(tensor, memory=Memory.of(span(tensor)), offset=0, packed=None)
 
 
 def _over_root(tensor: Tensor) -> Tensor:

@@ -108,17 +108,28 @@ class OwnRun:
         memory = self._npu.memory if self._npu is not None else None
         return memory.packed(address) if memory is not None else None
 
-    def read(self, address: int) -> Read:
-        """The node at an address."""
+    def _have_moved(self) -> bool:
+        """Whether tensors were packed or unpacked since the last node was read."""
         moves = self._npu.memory.moves if self._npu is not None and self._npu.memory is not None else 0
-        if moves != self._n_moves:
-            self._n_moves = moves
+        moved, self._n_moves = moves != self._n_moves, moves
+        if moved:
             self._reader.forget()
-        return self._reader(address)
+        return moved
+
+    @property
+    def next(self) -> Read:
+        """The last node that the run has come to."""
+        return self._next.reads[-1]
+
+    def ran(self) -> Read:
+        """The last node that has run, as it lies now."""
+        read = self.last.reads[-1]
+        return self._reader(read.address) if self._have_moved() else read
 
     def before(self, address: int, place: int) -> bool:
         """The run has come to a node. Returns whether it is to run now, with those before it that were not to."""
-        read, nodes = self.read(address), self._next
+        self._have_moved()
+        read, nodes = self._reader(address), self._next
         alone = not self._fuses or self._chain.is_at_end(read.node.op, lambda: read.node)
         nodes.found += self._contents.changed([read], {each.dst.address for each in nodes.reads})
         if not alone or nodes.reads:

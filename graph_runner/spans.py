@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 
-from ggml_backend_npu import OPS, Graph, Node, Tensor
+from ggml_backend_npu import OPS, Graph, Memory, Node, Tensor
 from ggml_backend_npu.abi import convert
 from ggml_backend_npu.abi.fenced import ALIGNMENT, fenced, is_damaged
 from ggml_backend_npu.fusion import Fusion, longest
 from graph_runner.compare import Comparison, compare, heat
-from graph_runner.copies import blank, span
+from graph_runner.copies import blank
 from graph_runner.results import NodeResult, Verdict
 from graph_runner.rules import Rules
 
@@ -118,7 +118,8 @@ def _within(view: Tensor, whole: Tensor, copied: Tensor) -> Tensor:
 
 def copy(tensor: Tensor) -> Tensor:
     """The tensor over a copy of its span, as ggml has it, between fences."""
-    memory, offset = fenced(span(tensor), tensor.address % ALIGNMENT)
+    whole = tensor.unpacked()
+    memory, offset = fenced(Memory(whole.address, whole.nbytes, owner=whole.memory), tensor.address % ALIGNMENT)
     return replace(tensor, memory=memory, offset=offset, packed=None)
 
 

@@ -32,7 +32,7 @@ from ggml_backend_npu.ir import Dims, overlapping
 from ggml_backend_npu.numerics import NUMERICS
 from ggml_backend_npu.packed import PACKED_TYPES, Packed
 from graph_runner.compare import compare
-from graph_runner.copies import Copied, blank, bytes_of, continues_dst, span
+from graph_runner.copies import Copied, blank, continues_dst, held_by, span
 from graph_runner.errors import TraceError
 from graph_runner.files import replacing
 from graph_runner.kernels import NPU, Kernels, failure_of
@@ -177,8 +177,8 @@ class TraceWriter:
             begin, end = group[0].address, max(tensor.end for tensor in group)
             for tensor in group:
                 place[id(tensor)] = len(groups), tensor.address - begin
-            whole = bytes_of(group, begin, end)
-            groups.append({"bytes": self._put(np.ascontiguousarray(whole)), "beyond": begin % ALIGNMENT})
+            whole = held_by(group, begin, end).bytes()
+            groups.append({"bytes": self._put(whole), "beyond": begin % ALIGNMENT})
 
         def described(tensor: Tensor | None) -> dict[str, Any] | None:
             if tensor is None:
@@ -350,7 +350,7 @@ class Trace:
 
     def _memory(self, place: int, beyond: int, packed: str | None) -> tuple[Memory, int, Packed | None]:
         data = self._data[place]
-        memory, offset = fenced(data, beyond)
+        memory, offset = fenced(Memory.of(data), beyond)
         if packed is None:
             return memory, offset, None
         storage = memory.bytes()[offset : offset + data.size]

@@ -200,7 +200,7 @@ class CFunction:
         """Whether it has been needed."""
         return "_compiled" in self.__dict__
 
-    @property
+    @functools.cached_property
     def address(self) -> int:
         address: int = self._compiled.address
         return address
@@ -228,7 +228,9 @@ def parameters(*values: float | np.float32 | NDArray[np.int64]) -> NDArray[np.in
     """What a kernel gets: integers, arrays of integers one after another, and np.float32 as their bits."""
     found: list[int] = []
     for value in values:
-        if isinstance(value, np.float32):
+        if isinstance(value, int):
+            found.append(value)
+        elif isinstance(value, np.float32):
             found.append(int(value.view(np.uint32)))
         else:
             found.extend(np.ravel(value).tolist())

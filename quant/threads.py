@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from quant.jit import CFunction, EngineError, array_at, atomic_add, call_kernel, call_openmp, callback, inlined
 
 GRAIN = 256 * 1024  # bytes below which a second thread costs more than it brings
+_PROCESSORS = os.cpu_count() or 1
 _CHUNKS = 4  # that a thread takes, where there is enough to do
 
 # a work as kernels see it: addresses of its kernel, its parameters and of what takes its chunks; its units, and in how
@@ -165,7 +166,7 @@ def openmp() -> int:
 
 @cache
 def _pool() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="npu")
+    return ThreadPoolExecutor(_PROCESSORS, thread_name_prefix="npu")
 
 
 class _Allowed(threading.local):
@@ -180,7 +181,7 @@ _here = _Allowed()
 def allowed() -> int:
     """How many threads a work may use: as many as this thread or `allow` said, or one per processor; never more than
     GGML_NPU_THREADS. Raises EngineError where that is no number."""
-    return limited(_here.here or _Team.size or os.cpu_count() or 1)
+    return limited(_here.here or _Team.size or _PROCESSORS)
 
 
 def limited(count: int) -> int:

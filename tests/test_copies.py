@@ -38,7 +38,7 @@ def any_bytes(seed: int, size: int) -> Bytes:
 @given(seed=seeds, size=st.integers(0, 20000), beyond=st.integers(0, ALIGNMENT - 1))
 def test_fenced_memory_holds_the_bytes_aligned_as_they_were(seed: int, size: int, beyond: int) -> None:
     data = any_bytes(seed, size)
-    memory, offset = fenced(data, beyond)
+    memory, offset = fenced(Memory.of(data), beyond)
     assert (memory.address + offset) % ALIGNMENT == beyond
     assert_same_bytes(memory.bytes()[offset : offset + size], data)
     assert MARGIN <= memory.size - offset - size < MARGIN + ALIGNMENT
@@ -50,7 +50,7 @@ def test_fenced_memory_holds_the_bytes_aligned_as_they_were(seed: int, size: int
 
 @given(seed=seeds, size=st.integers(0, 9000), after=st.booleans(), data=st.data())
 def test_a_byte_beside_fenced_memory_is_found(seed: int, size: int, after: bool, data: st.DataObject) -> None:
-    memory, offset = fenced(any_bytes(seed, size), 48)
+    memory, offset = fenced(Memory.of(any_bytes(seed, size)), 48)
     at = data.draw(st.integers(offset + size, memory.size - 1) if after else st.integers(0, offset - 1))
     memory.bytes()[at] ^= data.draw(st.integers(1, 255))
     assert is_damaged(memory, offset, size)
@@ -63,7 +63,7 @@ from ggml_backend_npu.abi.fenced import fenced
 from ggml_backend_npu.ir import Memory
 
 size, place, writes = (int(argument) for argument in sys.argv[1:])
-memory, offset = fenced(np.zeros(size, np.uint8))
+memory, offset = fenced(Memory.of(np.zeros(size, np.uint8)))
 byte = Memory(memory.address + (memory.size + place if place >= 0 else place), 1).bytes()
 memory.bytes()[0] = memory.bytes()[-1] = 1
 print("within", flush=True)
@@ -83,15 +83,15 @@ def test_who_touches_a_fence_gets_a_signal(place: int, writes: int) -> None:
 
 def test_fenced_memory_is_used_again_when_nobody_has_any_of_it() -> None:
     size = 37 * 4096 + 5
-    memory, offset = fenced(any_bytes(0, size))
+    memory, offset = fenced(Memory.of(any_bytes(0, size)))
     address, view = memory.address, memory.bytes()[offset : offset + 9]
     del memory
     gc.collect()
-    assert fenced(any_bytes(1, size))[0].address != address
+    assert fenced(Memory.of(any_bytes(1, size)))[0].address != address
     assert_same_bytes(view, any_bytes(0, size)[:9])
     del view
     gc.collect()
-    again, offset = fenced(any_bytes(2, size))
+    again, offset = fenced(Memory.of(any_bytes(2, size)))
     assert again.address == address
     assert not is_damaged(again, offset, size)
 
@@ -99,7 +99,7 @@ def test_fenced_memory_is_used_again_when_nobody_has_any_of_it() -> None:
 def test_no_more_fenced_memory_is_kept_than_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fences, "_free", type(fences._free)(list))
     monkeypatch.setattr(fences, "_KEPT", 1 << 20)
-    held = [fenced(any_bytes(0, 300_000)) for _ in range(9)]
+    held = [fenced(Memory.of(any_bytes(0, 300_000))) for _ in range(9)]
     held.clear()
     gc.collect()
     assert 0 < sum(size * len(rooms) for size, rooms in fences._free.items()) <= 1 << 20
@@ -177,7 +177,7 @@ def test_copies_hold_the_same_and_overlap_as_the_tensors_do(make: Callable[[], N
 
 def test_an_output_begins_as_nan_but_for_its_gaps() -> None:
     node = get_rows(3)
-    blank = Copied.of(node).blank_dst()
+    blank = Copied.of(node, blanks=True)
     assert np.isnan(blank.node.dst.view()).all()
     rows = span(blank.node.dst)[: 2 * 76].reshape(2, 76)
     assert (rows[:, :64] == 0xFF).all()
@@ -193,7 +193,7 @@ def test_a_copy_onto_a_tensor_begins_blank_though_that_is_a_source() -> None:
     x, dst = Tensor.of(floats(2, 32)), Tensor.of(np.zeros((2, 32), np.float16))
     node = Node("CPY", dst, (x, dst))
     assert not continues_dst(node)
-    copied = Copied.of(node).blank_dst()
+    copied = Copied.of(node, blanks=True)
     assert np.isnan(copied.node.dst.view()).all()
 
 
@@ -201,7 +201,7 @@ def test_a_copy_onto_a_tensor_begins_blank_though_that_is_a_source() -> None:
 def test_what_a_node_goes_on_from_stays(make: Callable[[], Node]) -> None:
     node = make()
     assert continues_dst(node)
-    copied = Copied.of(node).blank_dst()
+    copied = Copied.of(node, blanks=True)
     assert_same_bytes(span(copied.node.dst), span(node.dst))
     define(copied.node)
     assert_same_bytes(span(copied.before), span(node.dst))
@@ -249,7 +249,7 @@ def test_what_a_source_holds_beyond_the_output_that_lies_in_it_is_outside() -> N
 @pytest.mark.parametrize("type", ["q8_0", "q4_0"])
 def test_copies_in_the_device_s_layout(type: str) -> None:
     node = set_rows(type)
-    copied = Copied.of(node, lambda tensor: tensor.name == "cache").blank_dst()
+    copied = Copied.of(node, lambda tensor: tensor.name == "cache", blanks=True)
     assert copied.node.dst.packed is not None
     assert copied.node.src[0] is not None
     assert copied.node.src[0].packed is None

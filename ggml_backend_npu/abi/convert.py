@@ -10,7 +10,7 @@ from typing import Any
 
 from ggml_backend_npu.abi import structs
 from ggml_backend_npu.abi.lib import Ggml
-from ggml_backend_npu.ir import Graph, Memory, Node, Tensor
+from ggml_backend_npu.ir import Graph, Memory, Node, Tensor, nbytes
 from ggml_backend_npu.packed import PACKED_TYPES, Packed
 
 _NOTHING_TO_COMPUTE = frozenset({"NONE", "RESHAPE", "VIEW", "PERMUTE", "TRANSPOSE"})
@@ -23,6 +23,9 @@ _SRC, _VIEW_SRC, _VIEW_OFFS, _DATA, _NAME = slice(13, 23), 23, 24, 25, 26
 _MOST_KNOWN = 8192
 _memcmp = ctypes.CDLL(None).memcmp
 _memcmp.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
+_view_of = ctypes.pythonapi.PyMemoryView_FromMemory
+_view_of.restype, _view_of.argtypes = ctypes.py_object, [ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int]
+_READ_ONLY = 0x100  # PyBUF_READ
 
 PackedAt = Callable[[int], Packed | None]
 
@@ -57,11 +60,8 @@ def _tensor(ggml: Ggml, fields: tuple[Any, ...], writable: bool, packed: PackedA
 
 def _span(ggml: Ggml, fields: tuple[Any, ...]) -> int:
     """ggml_nbytes of a tensor that has been read."""
-    kind, ne, nb = ggml.types[fields[_TYPE]], fields[_NE], fields[_NB]
-    if min(ne) <= 0:
-        return 0
-    steps = (ne[0] // kind.block_size, *ne[1:])
-    return int(kind.block_bytes + sum((n - 1) * stride for n, stride in zip(steps, nb, strict=True)))
+    kind = ggml.types[fields[_TYPE]]
+    return nbytes(kind.block_size, kind.block_bytes, fields[_NE], fields[_NB])
 
 
 def tensor(ggml: Ggml, address: int, *, writable: bool = False, packed: PackedAt = nowhere) -> Tensor:
@@ -204,6 +204,12 @@ class Reader:
 def same_bytes(a: int, b: int, size: int) -> bool:
     """Whether two spans of memory hold the same."""
     return bool(_memcmp(a, b, size) == 0)
+
+
+def bytes_at(address: int, size: int) -> memoryview:
+    """A span of memory, to be read while nobody frees it."""
+    view: memoryview = _view_of(address, size, _READ_ONLY)
+    return view
 
 
 def _computing(ggml: Ggml, graph: int) -> Iterator[tuple[int, bytes]]:

@@ -6,9 +6,7 @@ import ctypes
 import mmap
 from collections import defaultdict
 
-import numpy as np
-from numpy.typing import NDArray
-
+from ggml_backend_npu.abi.convert import same_bytes
 from ggml_backend_npu.ir import Memory
 
 MARGIN = 4096  # bytes on each side that a kernel can write, and is found out to have written
@@ -17,6 +15,8 @@ _FENCE = 16 << 20  # bytes on each side behind the margin: SIGSEGV
 _CANARY = 0xA5
 _KEPT = 64 << 20  # bytes of rooms that are free, at most
 _FAILED = ctypes.c_void_p(-1).value
+_UNTOUCHED = ctypes.create_string_buffer(bytes([_CANARY]) * (2 * MARGIN + ALIGNMENT + mmap.PAGESIZE))
+_UNTOUCHED_AT = ctypes.addressof(_UNTOUCHED)
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
@@ -49,26 +49,28 @@ def _reserve(size: int) -> int:
     return int(start) + _FENCE
 
 
-def fenced(data: NDArray[np.uint8], beyond: int = 0) -> tuple[Memory, int]:
-    """A copy of data in memory of its own, and its offset there.
+def fenced(data: Memory, beyond: int = 0) -> tuple[Memory, int]:
+    """A copy of some memory in memory of its own, and its offset there.
 
     Around the copy lie MARGIN bytes or a little more, that `is_damaged` looks at, and after them a fence: who touches
     that gets SIGSEGV.
 
     beyond  how far beyond a multiple of ALIGNMENT the copy begins
     """
-    pages = -(-(data.size + 2 * MARGIN + ALIGNMENT) // mmap.PAGESIZE)
-    room = _Room(pages * mmap.PAGESIZE)
-    memory = Memory(room.address, room.size, owner=room)
+    room = _Room(-(-(data.size + 2 * MARGIN + ALIGNMENT) // mmap.PAGESIZE) * mmap.PAGESIZE)
     last = room.size - MARGIN - data.size
     offset = last - (last - beyond) % ALIGNMENT
-    whole = memory.bytes()
-    whole[:offset] = whole[offset + data.size :] = _CANARY
-    whole[offset : offset + data.size] = data
-    return memory, offset
+    ctypes.memset(room.address, _CANARY, offset)
+    ctypes.memmove(room.address + offset, data.address, data.size)
+    ctypes.memset(room.address + offset + data.size, _CANARY, room.size - offset - data.size)
+    return Memory(room.address, room.size, owner=room), offset
 
 
 def is_damaged(memory: Memory, offset: int, size: int) -> bool:
     """Whether the margins around the `size` bytes at an offset were written."""
-    whole = memory.bytes()
-    return bool((whole[:offset] != _CANARY).any() or (whole[offset + size :] != _CANARY).any())
+    end = offset + size
+    return not (_is_untouched(memory.address, offset) and _is_untouched(memory.address + end, memory.size - end))
+
+
+def _is_untouched(address: int, size: int) -> bool:
+    return same_bytes(address, _UNTOUCHED_AT, size)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
+from graph_runner.child import Child
 from graph_runner.cli.common import op_options, prompt_text, stderr, stdout, type_for_all
 from graph_runner.cli.options import (
     KEEPS_TRACES,
@@ -101,49 +103,53 @@ def diff(
     device computes it from what the reference read, and the reference computes it from what the device's own run read.
     Exit code 0: right; 1: a node or the device's run is wrong; 2: bad input; 3: a mistake of this project.
     """
-    from graph_runner.jobs import DiffJob, NpuOptions, run_diff
-    from graph_runner.models import model_file
-    from graph_runner.results import NodeResult
-    from graph_runner.session import Settings
-
     prompt = prompt_text(prompt, prompt_file)
     if reproducers is not None and not reproducers.is_dir():
         raise BadInputError(f"--reproducers {str(reproducers)!r}: no such directory")
+    with nullcontext() if in_process else Child() as child:
+        from graph_runner.jobs import DiffJob, NpuOptions, run_diff
+        from graph_runner.models import model_file
+        from graph_runner.results import NodeResult
+        from graph_runner.session import Settings
+
+        options = {
+            "profile": profile, "memory": memory, "memory_limit": memory_limit, "matmul": matmul,
+            "device_type": type_for_all(device_type, memory, all_ops), **op_options(all_ops, fusion),
+        }  # fmt: skip
+        settings = Settings(
+            cache_type_k=cache_type_k, cache_type_v=cache_type_v, flash_attention=flash_attn.value, threads=threads
+        )
+        arguments = {
+            "steps": steps, "settings": settings, "reference": reference.value.upper(), "device": device.value.upper(),
+            "strict": strict, "repeat": repeat, "reproducers": reproducers or _folder(model),
+        }  # fmt: skip
+        console = stderr()
+        with Progress(
+            TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[nodes]}"),
+            console=console, transient=True, disable=not console.is_terminal,
+        ) as progress:  # fmt: skip
+            task = progress.add_task("loading", total=None, nodes="")
+            compared = Counter[str]()
+
+            def seen(node: NodeResult) -> None:
+                compared["nodes"] += 1
+                if compared["nodes"] % _NODES_PER_UPDATE == 0:
+                    progress.update(
+                        task,
+                        description="steps",
+                        total=steps + 1,
+                        completed=node.step,
+                        nodes=f"{compared['nodes']:,} nodes",
+                    )
+
+            with model_file(model) as file:
+                chosen = NpuOptions(options, tuple(kernels or ()))
+                job = DiffJob(chosen, file, prompt, ops, tolerances, arguments)
+                if child is None:
+                    result = job(lambda _: None)
+                else:
+                    result = run_diff(child, job, node_timeout=node_timeout, seen=seen)
     outputs = {"--json": json_file, "--html": html_file, "--model-explorer": explorer_file}
-    options = {
-        "profile": profile, "memory": memory, "memory_limit": memory_limit, "matmul": matmul,
-        "device_type": type_for_all(device_type, memory, all_ops), **op_options(all_ops, fusion),
-    }  # fmt: skip
-    settings = Settings(
-        cache_type_k=cache_type_k, cache_type_v=cache_type_v, flash_attention=flash_attn.value, threads=threads
-    )
-    arguments = {
-        "steps": steps, "settings": settings, "reference": reference.value.upper(), "device": device.value.upper(),
-        "strict": strict, "repeat": repeat, "reproducers": reproducers or _folder(model),
-    }  # fmt: skip
-    console = stderr()
-    with Progress(
-        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[nodes]}"),
-        console=console, transient=True, disable=not console.is_terminal,
-    ) as progress:  # fmt: skip
-        task = progress.add_task("loading", total=None, nodes="")
-        compared = Counter[str]()
-
-        def seen(node: NodeResult) -> None:
-            compared["nodes"] += 1
-            if compared["nodes"] % _NODES_PER_UPDATE == 0:
-                progress.update(
-                    task,
-                    description="steps",
-                    total=steps + 1,
-                    completed=node.step,
-                    nodes=f"{compared['nodes']:,} nodes",
-                )
-
-        with model_file(model) as file:
-            chosen = NpuOptions(options, tuple(kernels or ()))
-            job = DiffJob(chosen, file, prompt, ops, tolerances, arguments)
-            result = job(lambda _: None) if in_process else run_diff(job, node_timeout=node_timeout, seen=seen)
     from graph_runner.diff_report import diff_json, print_diff
     from graph_runner.explorer import explorer_json
     from graph_runner.html import diff_html

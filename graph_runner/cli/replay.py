@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from graph_runner.child import Child
 from graph_runner.cli.common import op_options, stderr, stdout
 from graph_runner.cli.options import (
     READS,
@@ -56,18 +58,20 @@ def replay(
     the model nor llama.cpp. Exit code 0: right; 1: a node is wrong, or none was taken; 2: bad input; 3: a mistake of
     this project.
     """
-    from graph_runner.diff_report import print_replay, replay_json
-    from graph_runner.jobs import NpuOptions, ReplayJob, run_replay
+    with nullcontext() if in_process else Child() as child:
+        from graph_runner.jobs import NpuOptions, ReplayJob, run_replay
 
-    options = {
-        "profile": profile, "memory": memory, "memory_limit": memory_limit, "device_type": device_type,
-        "matmul": matmul, **op_options(False, fusion),
-    }  # fmt: skip
-    chosen = NpuOptions(options, tuple(kernels or ()))
-    job = ReplayJob(chosen, trace, tolerances, {"device": device, "repeat": repeat})
-    console = stderr()
-    with console.status("computing"):
-        result = job(lambda _: None) if in_process else run_replay(job, node_timeout=node_timeout)
+        options = {
+            "profile": profile, "memory": memory, "memory_limit": memory_limit, "device_type": device_type,
+            "matmul": matmul, **op_options(False, fusion),
+        }  # fmt: skip
+        chosen = NpuOptions(options, tuple(kernels or ()))
+        job = ReplayJob(chosen, trace, tolerances, {"device": device, "repeat": repeat})
+        console = stderr()
+        with console.status("computing"):
+            result = job(lambda _: None) if child is None else run_replay(child, job, node_timeout=node_timeout)
+    from graph_runner.diff_report import print_replay, replay_json
+
     if json_file is not None:
         write("--json", json_file, json_text(replay_json(result)))
     print_replay(result, stdout(json_file))
