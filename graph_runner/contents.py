@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 
 import xxhash
 
@@ -49,7 +50,7 @@ class Contents:
         besides  addresses of storages that are left out
         """
         found = []
-        for storage in _read_by(reads):
+        for storage in _read_by(*reads):
             if storage.is_set or storage.address in besides or not storage.tensor.nbytes:
                 continue
             digest = _digest_of(storage)
@@ -85,7 +86,8 @@ class Contents:
         return found
 
 
-def _read_by(reads: Iterable[Read]) -> list[Storage]:
+@lru_cache(8192)
+def _read_by(*reads: Read) -> list[Storage]:
     found: dict[int, Storage] = {}
     for read in reads:
         found.update(

@@ -53,6 +53,67 @@ def _all_ones(tensor: Tensor) -> int:
 
 
 @dataclass(frozen=True)
+class _Member:
+    """A tensor in a group of overlapping ones: where what it is a view of lies from the group's begin, and its size."""
+
+    tensor: Tensor
+    at: int
+    size: int
+
+    def over(self, room: Memory, begin: int, packed: Packed | None) -> Tensor:
+        """The tensor in a copy of the group."""
+        old = self.tensor
+        offset = old.address - _root(old).address
+        memory = Memory(room.address + begin + self.at, self.size, old.memory.writable, room.owner)
+        return Tensor(old.name, old.type, old.ne, old.nb, memory, offset, packed)
+
+
+class Layout:
+    """How copies of a node's tensors lie: what is the same each time that the node comes.
+
+    packs  which tensors are to lie in the device's layout
+    """
+
+    def __init__(self, node: Node, packs: Packs = lambda tensor: False) -> None:
+        self._node, self._continues = node, continues_dst(node)
+        tensors = {id(tensor): tensor for tensor in (node.dst, *node.src) if tensor is not None and tensor.nbytes}
+        self._groups: list[tuple[Memory, list[_Member], bool]] = []
+        for group in _sharing(tensors.values()):
+            roots = [_root(tensor) for tensor in group]
+            begin, end = min(root.address for root in roots), max(map(_end, roots))
+            members = [
+                _Member(tensor, root.address - begin, root.size) for tensor, root in zip(group, roots, strict=True)
+            ]
+            is_packed = _is_packed(group, packs, end - begin)
+            self._groups.append((Memory(begin, end - begin, owner=group[0].memory), members, is_packed))
+
+    def copied(self, *, blanks: bool) -> Copied:
+        """Copies of what the tensors hold now.
+
+        blanks  whether dst begins as nothing, where the node does not go on from what it held
+        """
+        node = self._node
+        moved: dict[int, Tensor] = {}
+        rooms = []
+        around = Memory(0, 0)
+        for span, members, is_packed in self._groups:
+            first = members[0].tensor
+            room, offset = fenced(_as_ggml_has(first, span), span.address % ALIGNMENT)
+            packed = None
+            if is_packed:
+                packed = Packed.of(first.type, room.address + offset, room.bytes()[offset : offset + span.size])
+            rooms.append((room, offset, span.size))
+            for member in members:
+                moved[id(member.tensor)] = member.over(room, offset, packed)
+                around = room if member.tensor is node.dst else around
+        src = tuple(moved.get(id(tensor), tensor) if tensor is not None else None for tensor in node.src)
+        again = Node(node.op, moved.get(id(node.dst), node.dst), src, node.params)
+        if blanks and not self._continues:
+            blank(again.dst)
+        return Copied(again, node, tuple(rooms), around, around.bytes().copy())
+
+
+@dataclass(frozen=True)
 class Copied:
     """A node over copies, each between fences. What overlaps still overlaps.
 
@@ -68,30 +129,8 @@ class Copied:
 
     @staticmethod
     def of(node: Node, packs: Packs = lambda tensor: False, *, blanks: bool = False) -> Copied:
-        """Copies of what the node's tensors hold now.
-
-        packs   which tensors are to lie in the device's layout
-        blanks  whether dst begins as nothing, where the node does not go on from what it held
-        """
-        moved: dict[int, Tensor] = {}
-        rooms = []
-        around = Memory(0, 0)
-        tensors = {id(tensor): tensor for tensor in (node.dst, *node.src) if tensor is not None and tensor.nbytes}
-        for group in _sharing(tensors.values()):
-            begin, end = min(_root(t).address for t in group), max(_end(_root(t)) for t in group)
-            room, offset = fenced(held_by(group, begin, end), begin % ALIGNMENT)
-            packed = _packed(group, packs, room, offset, end - begin)
-            rooms.append((room, offset, end - begin))
-            for tensor in group:
-                root = _root(tensor)
-                memory = replace(root, address=room.address + offset + root.address - begin, owner=room.owner)
-                moved[id(tensor)] = replace(tensor, memory=memory, offset=tensor.address - root.address, packed=packed)
-                around = room if tensor is node.dst else around
-        src = tuple(moved.get(id(tensor), tensor) if tensor is not None else None for tensor in node.src)
-        again = replace(node, dst=moved.get(id(node.dst), node.dst), src=src)
-        if blanks and not continues_dst(again):
-            blank(again.dst)
-        return Copied(again, node, tuple(rooms), around, around.bytes().copy())
+        """Copies of what the node's tensors hold now: see `Layout`."""
+        return Layout(node, packs).copied(blanks=blanks)
 
     @property
     def result(self) -> Tensor:
@@ -165,20 +204,24 @@ def _sharing(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
 
 def held_by(group: list[Tensor], begin: int, end: int) -> Memory:
     """What a group of overlapping tensors holds, as ggml has it."""
-    packed = group[0].packed
-    if packed is None:
-        return Memory(begin, end - begin, owner=group[0].memory)
-    return Memory.of(np.ascontiguousarray(packed.read(begin - packed.address, end - begin)))
+    return _as_ggml_has(group[0], Memory(begin, end - begin, owner=group[0].memory))
 
 
-def _packed(group: list[Tensor], packs: Packs, memory: Memory, offset: int, size: int) -> Packed | None:
-    """The copies of a group in the device's layout, where its tensors are to lie in that."""
+def _as_ggml_has(tensor: Tensor, span: Memory) -> Memory:
+    """A span that the tensor is a part of, or a copy of it where blocks lie apart."""
+    if tensor.packed is None:
+        return span
+    return Memory.of(np.ascontiguousarray(tensor.packed.read(span.address - tensor.packed.address, span.size)))
+
+
+def _is_packed(group: list[Tensor], packs: Packs, size: int) -> bool:
+    """Whether copies of a group are to lie in the device's layout."""
     kind = group[0].type
-    if kind not in PACKED_TYPES or any(tensor.type != kind or not packs(tensor) for tensor in group):
-        return None
-    if size % group[0].codec.block_bytes:
-        return None
-    return Packed.of(kind, memory.address + offset, memory.bytes()[offset : offset + size])
+    return (
+        kind in PACKED_TYPES
+        and all(tensor.type == kind and packs(tensor) for tensor in group)
+        and not size % group[0].codec.block_bytes
+    )
 
 
 def _same(a: Memory, b: Memory, packed: Packed | None) -> bool:

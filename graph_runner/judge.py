@@ -17,7 +17,7 @@ from ggml_backend_npu.ops import OWN
 from graph_runner.blocks import compare_blocks
 from graph_runner.compare import Comparison, Heat, compare, heat
 from graph_runner.contents import Changed, digest_of
-from graph_runner.copies import Copied, restored, span
+from graph_runner.copies import Copied, Layout, restored, span
 from graph_runner.diagnosis import diagnose, quantised_values
 from graph_runner.kernels import Kernels, failure_of
 from graph_runner.noise import noise_multiple
@@ -93,6 +93,20 @@ class Stray:
         return f"step {self.step}: before {self.seen}, {self.what}{comma} holds something else than it did"
 
 
+@dataclass(frozen=True)
+class _Known:
+    """Of a node of the reference, what is the same each time that it comes.
+
+    overlapped  sources that share a byte with its output
+    refusal     why the device does not take it
+    layout      of copies of it, where the device is to compute it
+    """
+
+    overlapped: tuple[Tensor, ...]
+    refusal: str | None = None
+    layout: Layout | None = None
+
+
 class Judge:
     """Judges each node of two runs in step.
 
@@ -128,7 +142,7 @@ class Judge:
         self.refused: Counter[tuple[str, str]] = Counter()
         self.step = 0
         self._reader = convert.Reader(ggml)
-        self._refusals: dict[convert.Read, str | None] = {}
+        self._known: dict[convert.Read, _Known] = {}
         self._errors: dict[int, float] = {}  # of results in the device's own run, by the reference's tensor
         self._copied: Copied | None = None
         self._isolated: _Compared | None = None
@@ -170,19 +184,28 @@ class Judge:
         self._copied = None
         node = read.node
         self._spans.before(read, self.step, place)
-        overlapped = {id(source): _over_root(source) for source in node.src if source and source.overlaps(node.dst)}
-        sources = tuple(overlapped.get(id(source), source) if source is not None else None for source in node.src)
-        self._before = replace(node, src=sources, dst=_held(node.dst))
+        if read not in self._known:
+            self._known[read] = self._seen_first(read)
+        known = self._known[read]
+        overlapped = {id(source): _over_root(source) for source in known.overlapped}
+        sources = tuple([overlapped.get(id(source), source) for source in node.src]) if overlapped else node.src
+        self._before = Node(node.op, _held(node.dst), sources, node.params)
+        if known.refusal is not None:
+            self.refused[node.op, known.refusal] += 1
+        elif known.layout is not None:
+            self._copied = known.layout.copied(blanks=True)
+
+    def _seen_first(self, read: convert.Read) -> _Known:
+        """What is the same each time that a node comes."""
+        node = read.node
+        overlapped = tuple(source for source in node.src if source is not None and source.overlaps(node.dst))
         if node.dst.n_elements == 0 or (self._ops is not None and node.op not in self._ops):
-            return
-        if read not in self._refusals:
-            self._refusals[read] = self._computer.refusal(node)
-        reason = self._refusals[read]
-        if reason is not None:
-            self.refused[node.op, reason] += 1
-            return
+            return _Known(overlapped)
+        refusal = self._computer.refusal(node)
+        if refusal is not None:
+            return _Known(overlapped, refusal)
         kept = self._in_device_layout(read) if self._packs else set()
-        self._copied = Copied.of(node, lambda tensor: id(tensor) in kept, blanks=True)
+        return _Known(overlapped, layout=Layout(node, lambda tensor: id(tensor) in kept))
 
     def _in_device_layout(self, read: convert.Read) -> set[int]:
         """Tensors of a node that the device's memory may have in its own layout: what no op computes."""

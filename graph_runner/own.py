@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 
 from ggml_backend_npu import Graph, Node, Tensor
 from ggml_backend_npu.abi import convert
@@ -143,7 +144,7 @@ class OwnRun:
     def _about_to_run(self, nodes: OwnNodes) -> None:
         if len(nodes.reads) == 1:
             nodes.is_fed_alike, nodes.before = self._taken_down(nodes.reads[0], nodes.places[0])
-        spans = [(each.tensor.address, each.tensor.end) for each in _overwritten(nodes)]
+        spans = [(each.tensor.address, each.tensor.end) for each in _overwritten(*nodes.reads)]
         self._rest = Rest(self._contents.buffers(self._ggml) if self._strict else spans, nodes.reads)
         self._n_graphs = self._npu.statistics.graphs if self._npu is not None else 0
 
@@ -152,7 +153,7 @@ class OwnRun:
         nodes, self._next = self._next, OwnNodes()
         nodes.on_npu = self._npu is not None and self._npu.statistics.graphs != self._n_graphs
         if nodes.on_npu:
-            nodes.spoilt = self._contents.changed(nodes.reads, {each.address for each in _overwritten(nodes)})
+            nodes.spoilt = self._contents.changed(nodes.reads, {each.address for each in _overwritten(*nodes.reads)})
             if not nodes.spoilt and self._rest is not None and self._rest.has_changed():
                 overwritten = {read.dst.address for read in nodes.reads}
                 nodes.spoilt = self._contents.differing(overwritten) or [Changed(nodes.reads[-1].dst.tensor.name, None)]
@@ -246,12 +247,13 @@ def _kept(source: Tensor | None, dst: Tensor) -> Tensor | None:
     return copy(source)
 
 
-def _overwritten(nodes: OwnNodes) -> list[Storage]:
+@lru_cache(8192)
+def _overwritten(*reads: Read) -> list[Storage]:
     """What outputs of the nodes lie in or on."""
-    storages = {each.address: each for read in nodes.reads for each in (read.dst, *read.src) if each is not None}
-    outputs = [read.dst.address for read in nodes.reads]
+    storages = {each.address: each for read in reads for each in (read.dst, *read.src) if each is not None}
+    outputs = [read.dst.address for read in reads]
     return [
         storage
         for storage in storages.values()
-        if storage.address in outputs or any(storage.tensor.overlaps(read.node.dst) for read in nodes.reads)
+        if storage.address in outputs or any(storage.tensor.overlaps(read.node.dst) for read in reads)
     ]
