@@ -7,6 +7,7 @@ there too.
 
 from __future__ import annotations
 
+import gc
 import io
 import mmap
 import os
@@ -259,6 +260,8 @@ def main() -> None:
             from quant.jit import while_compiling
 
             while_compiling(trail.is_moving)
+            gc.freeze()  # what was loaded stays, and results of nodes make no cycles
+            gc.set_threshold(20_000, 20, 20)
             job = pickle.load(sys.stdin.buffer)
             mail.last(_RESULT, job(mail.add, trail))
         except Exception as error:

@@ -28,15 +28,25 @@ _free: dict[int, list[int]] = defaultdict(list)  # addresses of rooms that nobod
 
 
 class _Room:
-    """`size` bytes, whole pages, between two fences. Free again when the last one who holds it is gone."""
+    """`size` bytes, whole pages, between two fences. Free again when the last one who holds it is gone.
+
+    n_free  bytes of rooms that nobody holds
+    """
+
+    n_free = 0
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self.address = _free[size].pop() if _free[size] else _reserve(size)
+        if _free[size]:
+            self.address = _free[size].pop()
+            _Room.n_free -= size
+        else:
+            self.address = _reserve(size)
 
     def __del__(self) -> None:
-        if sum(size * len(rooms) for size, rooms in _free.items()) + self.size <= _KEPT:
+        if _Room.n_free + self.size <= _KEPT:
             _free[self.size].append(self.address)
+            _Room.n_free += self.size
         else:
             _libc.munmap(self.address - _FENCE, self.size + 2 * _FENCE)
 
