@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from graph_runner.child import Child
+from graph_runner.child import begun
 from graph_runner.cli.common import op_options, stderr, stdout
 from graph_runner.cli.options import (
     READS,
@@ -58,7 +58,7 @@ def replay(
     the model nor llama.cpp. Exit code 0: right; 1: a node is wrong, or none was taken; 2: bad input; 3: a mistake of
     this project.
     """
-    with nullcontext() if in_process else Child() as child:
+    with nullcontext() if in_process else begun() as child:
         from graph_runner.jobs import NpuOptions, ReplayJob, run_replay
 
         options = {
