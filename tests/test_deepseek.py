@@ -16,7 +16,7 @@ from support import Placement, Recipe, Scene, assert_equals_cpu, outcome, placem
 
 import quant
 from ggml_backend_npu import DEVICE, OPS, Node, Tensor
-from ggml_backend_npu.abi.plugin import Plugin
+from ggml_backend_npu.abi.plugin import PROBED, Plugin
 
 NMSE = 1e-12
 
@@ -94,9 +94,9 @@ def test_while_a_context_is_made_these_ops_are_where_the_layers_are(
         return scene.op("dsv4_hc_pre", *(Inputs(scene, 1).put(Placement(), *ne) for ne in ((8, 4, 2), (4, 2))))
 
     monkeypatch.setattr(DEVICE, "ops", ops)
-    monkeypatch.setattr(backend, "has_layers", has_layers)
+    monkeypatch.setattr(backend, "claims", PROBED if has_layers else frozenset())
     assert supported(backend, recipe) == has_layers
-    monkeypatch.setattr(backend, "has_layers", None)
+    monkeypatch.setattr(backend, "claims", None)
     assert supported(backend, recipe) == (ops == "all")
 
 
