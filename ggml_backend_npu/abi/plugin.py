@@ -117,8 +117,8 @@ class Plugin:
 
     contexts  each ggml_backend that is alive, by address
     active  whether the device takes nodes; while it is not, a scheduler leaves every node to the CPU
-    claims  while a context is made, which of the ops that llama.cpp may do without the device says it computes; else None
-    poses   while a context of the CPU alone is made, whether the device is an accelerator on host memory, whatever it is
+    claims  while a context is made, which of the ops that llama.cpp may do without it says that it computes; else None
+    poses   while a context of the CPU alone is made, whether it is an accelerator on host memory, whatever it is else
     refusals  by op, why nodes of it were not taken when a scheduler asked
     broken  what the last kernel said that could not answer
     """
