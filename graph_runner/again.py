@@ -18,10 +18,12 @@ from graph_runner.logits import Ending, Logits, nmse
 from graph_runner.results import OWN_RUN, NodeResult, Verdict, types_of
 from graph_runner.session import Observer, Session, SessionError, Settings
 from graph_runner.spans import Chain
+from quant import codec, type_names
 
 Opened = Callable[[Settings, Observer | None], Session]
 Place = tuple[int, int]  # a node's step, and its place in that
 _FAR = 100.0  # times what is natural, which the end of a run may be off by
+_FEW_ULP = 1e-6  # of float32, in parts of an element
 _NOTHING = 1e-9  # an nmse that is small whatever is natural
 
 
@@ -180,12 +182,14 @@ class Again:
 
     def natural(self, ending: Ending, reference: Sequence[Logits], nodes: Collection[NodeResult]) -> Ending:
         """The ending with what the reference is from itself by rounding: with errors as large as those of the device's
-        nodes, and with flash attention switched."""
+        nodes, and with flash attention switched. Where values are quantised errors are a few units in the last place at
+        least: which of two quants a value at the edge gets is chance."""
         errors: dict[Place, float] = {}
+        least = _FEW_ULP if any(map(_quantises, nodes)) else 0.0
         for node in nodes:
             found = [each.error for each in (node.isolated, node.mirrored) if each is not None and not each]
             if found and np.isfinite(max(found)):
-                errors[node.step, node.index] = float(np.sqrt(max(found)))
+                errors[node.step, node.index] = max(float(np.sqrt(max(found))), least)
         on_cpu = replace(self._settings, device="cpu")
         switched = replace(on_cpu, flash_attention="off" if on_cpu.flash_attention == "on" else "on")
         apart = []
@@ -194,6 +198,11 @@ class Again:
                 apart.append(_apart(reference, self._run(settings, observer)))
         natural = max(apart, default=0.0)
         return replace(ending, natural=natural, limit=max(_FAR * natural, _NOTHING))
+
+
+def _quantises(node: NodeResult) -> bool:
+    """Whether a node computes with blocks, or writes them."""
+    return node.op != "GET_ROWS" and any(codec(type).is_quantized for type in {*node.types.split()} & {*type_names()})
 
 
 def _alike(a: Sequence[Logits], b: Sequence[Logits]) -> bool:

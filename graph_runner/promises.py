@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache, partial
+from pathlib import Path
 
 import numpy as np
 import xxhash
@@ -23,6 +24,7 @@ from ggml_backend_npu.abi import codecs, lib
 from ggml_backend_npu.abi.replica import Replica
 from ggml_backend_npu.ops import OWN, strided
 from ggml_backend_npu.registry import OPS
+from graph_runner import probes
 from graph_runner.compare import compare
 from graph_runner.files import write_file
 from graph_runner.probes import (
@@ -105,6 +107,10 @@ def _of_widths(make: Callable[[int], Make], widths: Iterable[int] = _WIDTHS) -> 
     return tuple(map(make, widths))
 
 
+def _of_streams(make: Callable[[int, int], Make]) -> tuple[Make, ...]:
+    return tuple(make(n, streams) for streams in range(1, 10) for n in (1, 3, 8, 17, 40))
+
+
 _QUANTISED = ("q8_0", "q4_0", "q4_1", "q5_0", "q5_1")
 _EPS = np.float32(1e-6).tobytes()
 _FUNCTIONS = ("SILU", "GELU", "GELU_QUICK", "GELU_ERF", "SIGMOID", "TANH", "EXP", "EXPM1", "ELU", "SOFTPLUS", "SIN")
@@ -172,10 +178,10 @@ _MEASURED: dict[str, list[_Probe]] = {
         )
     ],
     "DSV4_HC_PRE": [
-        _Probe("DSV4_HC_PRE", "with gates", _of_widths(hc_pre)),
-        _Probe("DSV4_HC_PRE", "with weights", _of_widths(partial(hc_pre, gated=False))),
+        _Probe("DSV4_HC_PRE", "with gates", _of_streams(hc_pre)),
+        _Probe("DSV4_HC_PRE", "with weights", _of_streams(partial(hc_pre, gated=False))),
     ],
-    "DSV4_HC_POST": [_Probe("DSV4_HC_POST", "", _of_widths(hc_post))],
+    "DSV4_HC_POST": [_Probe("DSV4_HC_POST", "", _of_streams(hc_post))],
     "SOFT_MAX": [_Probe("SOFT_MAX", "", tuple(NODES["SOFT_MAX"]), fixed=True)],
 }  # fmt: skip
 
@@ -215,8 +221,10 @@ def _measured(names: Collection[str]) -> dict[str, bool]:
 
 
 def _identity(ggml: lib.Ggml) -> str:
-    """Of a ggml, and of what kernels are compiled for."""
-    return xxhash.xxh3_64_hexdigest(b"\0".join((target().encode(), ggml.version.encode(), ggml.cpu_file.read_bytes())))
+    """Of a ggml, of what kernels are compiled for, and of what is measured."""
+    sources = [Path(file).read_bytes() for file in (__file__, probes.__file__)]
+    parts = (target().encode(), ggml.version.encode(), ggml.cpu_file.read_bytes(), *sources)
+    return xxhash.xxh3_64_hexdigest(b"\0".join(parts))
 
 
 def _is_equal(cpu: Replica, of: Node) -> bool:
@@ -230,10 +238,10 @@ def _is_equal(cpu: Replica, of: Node) -> bool:
 def promises(ops: Collection[str] | None = None) -> list[Promise]:
     """Of these ops, or of all that the device has, on this machine."""
     wanted = {*OWN} & {*(OPS if ops is None else ops)}
-    probes = {name: probe for name, probe in _probes().items() if probe.op in wanted}
-    rules, held = Rules(), _measured(probes.keys())
-    found = [Promise(op, "", *_unmeasured(op, rules)) for op in wanted - {probe.op for probe in probes.values()}]
-    found += [Promise(probe.op, probe.of, held[name], _why(probe, held[name], rules)) for name, probe in probes.items()]
+    chosen = {name: probe for name, probe in _probes().items() if probe.op in wanted}
+    rules, held = Rules(), _measured(chosen.keys())
+    found = [Promise(op, "", *_unmeasured(op, rules)) for op in wanted - {probe.op for probe in chosen.values()}]
+    found += [Promise(probe.op, probe.of, held[name], _why(probe, held[name], rules)) for name, probe in chosen.items()]
     return sorted(found, key=lambda each: (each.op, each.of))
 
 
