@@ -157,15 +157,50 @@ def test_a_mistake_of_ours_is_exit_code_3_and_a_line() -> None:
     assert "Traceback" in process(sys.executable, "-c", OURS, "--verbose").err
 
 
+@pytest.mark.parametrize("module", ["typer", "numpy"])
+def test_ctrl_c_while_modules_are_imported_is_quiet(module: str) -> None:
+    outcome = process(sys.executable, "-c", IMPORTING.format(module=module))
+    assert (outcome.code, outcome.out, outcome.err) == (130, "", "")
+
+
+IMPORTING = """
+import sys
+
+class Interrupted:
+    def find_spec(self, name, path=None, target=None):
+        if name == {module!r}:
+            raise KeyboardInterrupt
+
+sys.meta_path.insert(0, Interrupted())
+sys.argv = ["ggml-npu", "run", "tiny", "-n", "1"]
+from graph_runner.cli import main
+main()
+"""
+
+
+@pytest.mark.parametrize("arguments", [["run", "tiny", "-n", "1"], ["capture", "tiny", "-o", "t.gguf"]], ids=" ".join)
+def test_a_full_disk_is_told_in_a_line(tmp_path: Path, arguments: list[str]) -> None:
+    """A file may grow to 4 KiB, which is less than the model has that is written to TMPDIR."""
+    environment = os.environ | {"TMPDIR": str(tmp_path)}
+    words = ["sh", "-c", 'ulimit -f 8; exec "$@"', "sh", COMMAND, *arguments]
+    assert_refused(process(*words, env=environment, cwd=tmp_path), "File too large")
+    assert [*tmp_path.iterdir()] == []
+
+
+def test_a_folder_that_cannot_be_written_is_told_in_a_line(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    environment = os.environ | {"XDG_CACHE_HOME": str(file)}
+    assert_refused(fresh("plugin", env=environment), file, "Not a directory")
+
+
 # threads
 
 
 @pytest.mark.parametrize("count", [MOST_THREADS + 1, 32768, 100_000, 99_999_999_999, -1])
 @pytest.mark.parametrize("command", ["run", "diff", "coverage"])
 def test_threads_have_a_bound(cli: Cli, command: str, count: int) -> None:  # noqa: F811
-    outcome = cli(command, "tiny", "--threads", count)
-    assert outcome.code == 2
-    assert "--threads" in outcome.err
+    assert_refused(cli(command, "tiny", "--threads", count), "'--threads'", f"see ggml-npu {command} -h")
 
 
 def test_the_most_threads_work(cli: Cli) -> None:  # noqa: F811
@@ -376,6 +411,27 @@ def test_ops_as_json(cli: Cli) -> None:  # noqa: F811
     found = json.loads(cli("ops", "--json", "-").out)
     assert found["ops"]["CONT"]
     assert set(found["ops"]) == set(ggml_backend_npu.OPS)
+
+
+def test_what_the_plugin_takes_to_be_asked_is_told() -> None:
+    outcome = fresh("plugin")
+    assert Path(outcome.out.strip()).is_file()
+    (line,) = outcome.err.splitlines()
+    assert "llama-cli, llama-server and llama-completion" in line
+    assert "-dev NPU" in line
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["run", "tiny", "--nope"], "No such option: --nope"),
+        (["run"], "Missing argument 'MODEL'"),
+        (["nope"], "No such command 'nope'"),
+    ],
+    ids=str,
+)
+def test_a_wrong_command_line_is_told_in_a_line(cli: Cli, arguments: list[str], says: str) -> None:  # noqa: F811
+    assert_refused(cli(*arguments), says, " -h")
 
 
 def test_what_test_needs(cli: Cli) -> None:  # noqa: F811

@@ -77,19 +77,20 @@ def test_damaged_traces(tmp_path: Path, kind: str, end: str) -> None:
 
 
 ASSERTED = {
-    "block_count": ("llama.block_count", 1_000_000),
-    "no blocks": ("llama.block_count", 0),
-    "eps": ("llama.attention.layer_norm_rms_epsilon", float("nan")),
+    "block_count": ("llama.block_count", 0, 1_000_000),
+    "no blocks": ("llama.block_count", 0, 0),
+    "eps": ("llama.attention.layer_norm_rms_epsilon", 0, float("nan")),
+    "a token twice": ("tokenizer.ggml.tokens", -1, ord("a")),
 }
 
 
 @pytest.mark.parametrize("case", ASSERTED.values(), ids=ASSERTED)
-def test_a_model_over_which_llama_cpp_aborts_is_told_in_a_line(tmp_path: Path, case: tuple[str, float]) -> None:
-    key, value = case
+def test_a_model_over_which_llama_cpp_aborts_is_told_in_a_line(tmp_path: Path, case: tuple[str, int, float]) -> None:
+    key, place, value = case
     file = write_tiny_llama(tmp_path / "tiny.gguf")
     reader = GGUFReader(file, "r+")
     field = reader.fields[key]
-    field.parts[field.data[0]][0] = value
+    field.parts[field.data[place]][0] = value
     reader.data.flush()
     with Commands(tmp_path) as command:
         ended = command("run", file, "-n", "2", "--threads", "1")

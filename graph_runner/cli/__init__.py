@@ -34,7 +34,7 @@ def _run() -> int:
     try:
         from graph_runner.cli.app import app
 
-        app(prog_name="ggml-npu")
+        return int(app(prog_name="ggml-npu", standalone_mode=False) or 0)  # what it refuses is told as the rest is
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else int(end.code is not None)
     except KeyboardInterrupt:
@@ -45,7 +45,6 @@ def _run() -> int:
         from graph_runner.cli.failures import told
 
         return told(error)
-    return 0
 
 
 def _flushed(code: int) -> int:
