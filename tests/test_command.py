@@ -134,6 +134,16 @@ def test_a_closed_pipe_is_quiet(arguments: list[str]) -> None:
     assert "Broken" not in outcome.err
 
 
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+@pytest.mark.parametrize("arguments", ["run tiny -n 1", "diff tiny -n 0 --ops CONT --json result.json"])
+def test_a_closed_stream_takes_nothing(tmp_path: Path, arguments: str, closed: str) -> None:
+    outcome = process("sh", "-c", f"exec {COMMAND} {arguments} {closed}", cwd=tmp_path)
+    assert outcome.code == 0
+    assert "Traceback" not in outcome.out + outcome.err
+    for file in tmp_path.iterdir():
+        assert json.loads(file.read_text())["passed"]
+
+
 OURS = """
 import sys
 from graph_runner import cli
