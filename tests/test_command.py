@@ -205,6 +205,29 @@ def test_a_folder_that_cannot_be_written_is_told_in_a_line(tmp_path: Path) -> No
     assert_refused(fresh("plugin", env=environment), file, "Not a directory")
 
 
+WRONG = "from ggml_backend_npu import op\n@op('CONT')\ndef cont(dst, x):\n    dst.view()[...] = 0\n"
+
+
+def test_a_diff_needs_no_folder_to_keep_wrong_nodes_in(tmp_path: Path) -> None:
+    kernels, file = kernel_file(tmp_path, WRONG), tmp_path / "file"
+    file.touch()
+    command = ["diff", "tiny", "-n", "0", "--ops", "CONT", "--kernels", kernels]
+    outcome = fresh(*command, env=os.environ | {"XDG_CACHE_HOME": str(file)})
+    assert outcome.code == 1
+    assert outcome.err.startswith(f"ggml-npu: wrong nodes are not kept: '{file}")
+    assert "wrong: " in outcome.out
+
+
+def test_a_diff_goes_on_where_wrong_nodes_cannot_be_kept(cli: Cli, tmp_path: Path) -> None:  # noqa: F811
+    folder = tmp_path / "kept"
+    folder.mkdir()
+    kernels = kernel_file(tmp_path, WRONG + f"    import shutil; shutil.rmtree({str(folder)!r}, ignore_errors=True)\n")
+    outcome = cli("diff", "tiny", "-n", "0", "--ops", "CONT", "--kernels", kernels, "--reproducers", folder)
+    assert outcome.code == 1
+    assert outcome.err.count("ggml-npu: wrong nodes are not kept: trace '") == 1
+    assert "wrong: " in outcome.out
+
+
 # threads
 
 

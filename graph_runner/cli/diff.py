@@ -11,7 +11,7 @@ import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from graph_runner.child import Child
-from graph_runner.cli.common import op_options, prompt_text, stderr, stdout, type_for_all
+from graph_runner.cli.common import op_options, prompt_text, stderr, stdout, type_for_all, warn
 from graph_runner.cli.options import (
     KEEPS_TRACES,
     PROMPT,
@@ -165,10 +165,14 @@ def diff(
     raise typer.Exit(0 if result else 1)
 
 
-def _folder(model: str) -> Path:
-    """Where wrong nodes of a model are kept: in the user's cache directory."""
+def _folder(model: str) -> Path | None:
+    """Where wrong nodes of a model are kept: in the user's cache directory, where that can be written."""
     import platformdirs
 
     folder = Path(platformdirs.user_cache_dir("ggml-npu")) / "reproducers" / Path(model).stem
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        warn(f"wrong nodes are not kept: {str(folder)!r}: {error.strerror}")
+        return None
     return folder
