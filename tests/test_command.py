@@ -298,12 +298,19 @@ def test_kernels_come_from_several_files_that_import_their_neighbours(
     [["--all"], ["--memory", "device"], ["--kernels", "k.py"], ["--device-type", "gpu"], ["--profile", "full"]],
     ids=" ".join,
 )
-def test_options_of_the_npu_are_refused_beside_the_cpu(cli: Cli, options: list[str]) -> None:  # noqa: F811
-    assert_refused(cli("run", "tiny", "--device", "cpu", *options), options[0], "--device is cpu")
+@pytest.mark.parametrize("command", ["run", "diff", "replay"])
+def test_options_of_the_npu_are_refused_beside_the_cpu(cli: Cli, command: str, options: list[str]) -> None:  # noqa: F811
+    if (command, *options) != ("replay", "--all"):
+        assert_refused(cli(command, "tiny", "--device", "cpu", *options), options[0], "--device is cpu")
 
 
-def test_a_limit_of_memory_needs_memory() -> None:
-    assert_refused(fresh("run", "tiny", "--memory-limit", "1G"), "memory limit", "'device'")
+@pytest.mark.parametrize("command", ["run", "diff", "coverage", "replay"])
+def test_a_limit_of_memory_needs_memory(tmp_path: Path, command: str) -> None:
+    trace = tmp_path / "trace.gguf"
+    if command == "replay":
+        assert fresh("capture", "tiny", "-o", trace, "--nodes", "CONT").code == 0
+    outcome = fresh(command, trace if command == "replay" else "tiny", "--memory-limit", "1G")
+    assert_refused(outcome, "memory limit", "'device'")
 
 
 def test_a_prompt_beyond_the_training_context_is_told(cli: Cli, tiny: Path, tmp_path: Path) -> None:  # noqa: F811
