@@ -56,6 +56,7 @@ Cli = Callable[..., Outcome]
 def cli(backend: Plugin, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Iterator[Cli]:
     """The command with some arguments, in this process; its kernels and options are gone after the test."""
     options, fusion = dict(vars(DEVICE)), DEVICE.fusion
+    monkeypatch.setattr(DEVICE, "_given", dict(DEVICE._given))
     monkeypatch.setattr(OPS, "_ops", dict(OPS._ops))
     monkeypatch.setenv("COLUMNS", "200")
     backend.forget_plans()
