@@ -20,10 +20,9 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from types import TracebackType
 from typing import IO, TYPE_CHECKING, Any, Protocol
 
 from graph_runner.errors import InternalError
@@ -161,37 +160,10 @@ class Job(Protocol):
 
 
 class Child:
-    """A process that does one job. It begins, and loads what jobs need, while the parent prepares the job. A context
-    manager: at its end the process is gone."""
+    """A process that does one job."""
 
-    def __init__(self) -> None:
-        self._page = tempfile.TemporaryFile()
-        self._trail = Trail(self._page)
-        ours, theirs = os.pipe()
-        self._pipe = Connection(ours, writable=False)
-        line = [sys.executable, "-c", _CHILD, str(theirs), str(self._page.fileno())]
-        try:
-            self._process = subprocess.Popen(
-                line, stdin=subprocess.PIPE, pass_fds=(theirs, self._page.fileno()), start_new_session=True,
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
-            )  # fmt: skip
-        finally:
-            os.close(theirs)
-
-    def __enter__(self) -> Child:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        with suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
-        assert self._process.stdin is not None
-        with suppress(BrokenPipeError):
-            self._process.stdin.close()
-        self._pipe.close()
-        self._page.close()
+    def __init__(self, process: subprocess.Popen[bytes], pipe: Connection, trail: Trail) -> None:
+        self._process, self._pipe, self._trail = process, pipe, trail
 
     def run(self, job: Job, *, receive: Callable[[Any], None], node_timeout: float) -> Any:
         """Does the job. Returns its result, and raises what it raises.
@@ -242,6 +214,30 @@ class Child:
         if code is None:
             return None
         return f"ended by {signal.Signals(-code).name}" if code < 0 else f"ended the process with exit code {code}"
+
+
+@contextmanager
+def begun() -> Iterator[Child]:
+    """A process that loads what jobs need while the parent prepares one. It ends with the context."""
+    with tempfile.TemporaryFile() as file:
+        trail = Trail(file)
+        ours, theirs = os.pipe()
+        line = [sys.executable, "-c", _CHILD, str(theirs), str(file.fileno())]
+        process = subprocess.Popen(
+            line, stdin=subprocess.PIPE, pass_fds=(theirs, file.fileno()), start_new_session=True,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+        )  # fmt: skip
+        os.close(theirs)
+        with Connection(ours, writable=False) as pipe:
+            try:
+                yield Child(process, pipe, trail)
+            finally:
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+                assert process.stdin is not None
+                with suppress(BrokenPipeError):
+                    process.stdin.close()
 
 
 def main() -> None:

@@ -34,6 +34,7 @@ _WORK = 1 << 26  # elements that the mistakes of one node may take to compute, a
 _LARGEST = 1 << 28  # bytes of an output that is looked into
 _MOST_ROWS = 256  # rows that are compared with each other where they are equal but for rounding
 _MOVES = frozenset(("GET_ROWS", "SET_ROWS", "CPY", "DUP", "CONT", "REPEAT", "CONCAT"))
+_NEAR = 1e-2  # NMSE of numbers with 8 or 11 bits, and of sums of them
 _ROUNDED = {"f32": 1e-9, "f16": 1e-6, "bf16": 1e-4}  # NMSE that rounding explains, by dst's type
 _ELSEWHERE = 1e-3  # the same for ops that are computed with other sums and roundings than here
 _MAY_ROUND_OTHERWISE = ("MUL_MAT", "MUL_MAT_ID", "FLASH_ATTN_EXT")  # a right kernel need not quantise what the CPU does
@@ -611,6 +612,36 @@ def _factor(case: _Case) -> str | None:
     return None
 
 
+def _row_factors(case: _Case) -> str | None:
+    """The right rows, each times a number of its own: a sum over the row is off."""
+    if case.expected.type not in _ROUNDED or case.expected.ne[0] < 8 or not case.gaps_are_right:
+        return None
+    e, a = (values.reshape(-1, case.expected.ne[0]) for values in (case.values_e, case.values_a))
+    power = np.square(e).sum(axis=1)
+    if not (np.isfinite(e) & np.isfinite(a)).all() or not power.all():
+        return None
+    factors = (e * a).sum(axis=1) / power
+    error = _error(factors[:, None] * e, a)
+    if not error <= max(case.tolerance, _ROUNDED[case.expected.type]) * _power(a) or error > 1e-2 * _error(e, a):
+        return None
+    least, most = factors.min(), factors.max()
+    return f"gives each row times a number of its own, {least:.9g} to {most:.9g}: what it makes of a whole row is off"
+
+
+def _in_halves(case: _Case) -> str | None:
+    """Nothing but numbers of a type of 16 bits, near to the right ones."""
+    e, a = case.values_e.astype(np.float32), case.values_a.astype(np.float32)
+    if case.expected.type != "f32" or not np.isfinite(e).all() or len(np.unique(a)) < 8:
+        return None
+    if _error(case.values_e, case.values_a) > _NEAR * _power(case.values_e):
+        return None
+    for kind in ("bf16", "f16"):
+        as_halves = [convert(convert(x, "f32", kind), kind, "f32") == x for x in (e, a)]
+        if as_halves[1].all() and as_halves[0].mean() < 0.5:
+            return f"gives nothing but numbers of {kind}: it computes in that type, or rounds its result to it"
+    return None
+
+
 _FINDERS: tuple[Callable[[_Case], str | None], ...] = (
     _outside,
     _in_gaps,
@@ -623,5 +654,7 @@ _FINDERS: tuple[Callable[[_Case], str | None], ...] = (
     _permuted,
     _shifted,
     _factor,
+    _in_halves,
+    _row_factors,
     _not_finite_at_all,
 )

@@ -194,7 +194,7 @@ def run_in_step(
     if ops is None and device == "NPU":
         ops = {*OPS, *(fusion.name for fusion in FUSIONS)}
     threads = (settings and settings.threads) or os.cpu_count() or 1
-    settings = replace(
+    chosen = replace(
         settings or Settings(flash_attention="off"), n_ctx=context_for(prompt, steps), threads=threads,
         gpu_layers=_ALL_LAYERS if DEVICE.device_type == "gpu" else 0,
     )  # fmt: skip
@@ -206,7 +206,7 @@ def run_in_step(
         return Session(model, settings, observer=observer, counts_nodes=False, progress=progress)
 
     def session(name: str, observer: Observer) -> Session:
-        return opened(replace(settings, device=_DEVICES[name]), observer)
+        return opened(replace(chosen, device=_DEVICES[name]), observer)
 
     with ExitStack() as outer, ExitStack() as stack:
         if npu is not None:
@@ -217,14 +217,16 @@ def run_in_step(
             rules or Rules(), add, fuses=fuses, packs=device == "NPU" and DEVICE.memory == "device", strict=strict,
             keep=keeper, about_to=about_to,
         )  # fmt: skip
-        chosen = Side(device, (dict(OPS), OPS.version), DEVICE.fusion)
+        on_device = Side(device, (dict(OPS), OPS.version), DEVICE.fusion)
         own_kernels = Side("NPU", (dict(OWN), _OWN_KERNELS), "off")
         steps_of = stack.enter_context(
-            Lockstep(own_kernels if reference == "NPU" else replace(chosen, name=reference), chosen, judge)
+            Lockstep(own_kernels if reference == "NPU" else replace(on_device, name=reference), on_device, judge)
         )
+        second = stack.enter_context(session(device, steps_of.device))
+        if reference == "CPU":
+            chosen = replace(chosen, without=second.lacks)
         first = stack.enter_context(session(reference, steps_of.reference))
         keeper.origin = replace(keeper.origin, model=first.description)
-        second = stack.enter_context(session(device, steps_of.device))
         tokens = first.tokenize(prompt)
         result = DiffResult(
             model=str(model),
@@ -235,7 +237,7 @@ def run_in_step(
             text="",
             n_prompt=len(tokens),
             steps=steps,
-            settings=settings,
+            settings=chosen,
             ggml=ggml.version,
             rounding=NUMERICS.rounding,
             device_options=options,
@@ -264,7 +266,7 @@ def run_in_step(
             result.ending = endings.ending()
         if result.stopped is None and device == "NPU" and not result.wrong:
             batches = [tokens, *([token] for token in text)]
-            _look_again(result, Again(ggml, opened, settings, batches), endings, judge.fingerprints, repeat, add)
+            _look_again(result, Again(ggml, opened, chosen, batches), endings, judge.fingerprints, repeat, add)
     return result
 
 

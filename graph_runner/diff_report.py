@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from graph_runner.blocks import BlockComparison
 from graph_runner.compare import Comparison
 from graph_runner.console import Console, table
+from graph_runner.promises import promises
 from graph_runner.results import OWN_RUN, NodeResult, Verdict
 from graph_runner.state import StateResult
 
@@ -20,7 +21,7 @@ if TYPE_CHECKING:  # a replay on the NPU reports without llama.cpp
     from graph_runner.logits import Ending
     from graph_runner.trace import ReplayResult
 
-SCHEMA = "ggml-npu diff 4"
+SCHEMA = "ggml-npu diff 5"
 REPLAY_SCHEMA = "ggml-npu replay 2"
 
 _TRIED = "strides, offsets, swapped dimensions, ids, broadcasts, parameters, operands, sources left out, rows moved"
@@ -227,6 +228,9 @@ def diff_json(result: DiffResult) -> dict[str, Any]:
         "device": result.device,
         "device_options": result.device_options,
         "q8_0_rounding": result.rounding,
+        "promises": [asdict(each) for each in promises({node.op for node in result.compared})]
+        if result.device == "NPU"
+        else [],
         "prompt": result.prompt,
         "text": result.text,
         "n_prompt": result.n_prompt,

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from graph_runner.child import Child, EndedError, Footprint, Trail
+from graph_runner.child import Child, EndedError, Footprint, Trail, begun
 from graph_runner.console import printable
 from graph_runner.errors import SessionError, TraceError
 
@@ -130,7 +130,7 @@ def _captured(job: DiffJob, result: DiffResult, at: Footprint) -> str | None:
     path: Path = folder / f"{at.step}-{at.place}-{at.op}.gguf"
     capture = CaptureJob(job.model, job.prompt, path, at, result, job.device.described)
     try:
-        with Child() as child:
+        with begun() as child:
             child.run(capture, receive=lambda _: None, node_timeout=float("inf"))
     except (EndedError, SessionError, TraceError):
         return None

@@ -24,6 +24,7 @@ from graph_runner.blocks import swapped
 
 _LARGEST = 1 << 22  # elements of a source that is copied in another order
 
+_GLU = ("SWIGLU", "GEGLU", "REGLU", "GEGLU_ERF", "GEGLU_QUICK", "SWIGLU_OAI")
 _BINARY = ("ADD", "SUB", "MUL", "DIV")
 _IDS = {"GET_ROWS": 1, "SET_ROWS": 1, "MUL_MAT_ID": 2}  # which source names rows
 _MEANING = {
@@ -34,6 +35,8 @@ _MEANING = {
     ("GET_ROWS", 1): "the row ids",
     ("SET_ROWS", 1): "the row ids",
     ("MUL_MAT_ID", 2): "the expert ids",
+    ("FLASH_ATTN_EXT", 3): "the mask",
+    ("FLASH_ATTN_EXT", 4): "the sinks",
 }
 _OPTIONAL = {"SOFT_MAX": (1, 2), "ROPE": (2,), "FLASH_ATTN_EXT": (3, 4)}
 
@@ -355,6 +358,22 @@ def _broadcast_weights(node: Node) -> Iterator[Mistake]:
             yield Mistake(text, _with(node, 0, _made(weights, whole)))
 
 
+def _heads(node: Node) -> Iterator[Mistake]:
+    """Of attention: which head of k and v a head of q meets."""
+    q, k, v = (*node.src, None, None, None)[:3]
+    if node.op != "FLASH_ATTN_EXT" or q is None or k is None or v is None:
+        return
+    n_kv, n = k.ne[2], q.ne[2] // max(1, k.ne[2])
+    if n_kv == 1 or q.ne[2] * max(k.n_elements, v.n_elements) > _LARGEST * n_kv:
+        return
+    if n > 1:
+        tiled = (_made(each, np.concatenate([raw(each)] * n, axis=1)) for each in (k, v))
+        text = f"has head h of src0 meet head h % {n_kv} of src1 and src2, not h // {n}"
+        yield Mistake(text, replace(node, src=(q, *tiled, *node.src[3:])))
+    first = (replace(each, nb=_replaced(each.nb, 2, 0)) for each in (k, v))
+    yield Mistake("has each head of src0 meet head 0 of src1 and src2", replace(node, src=(q, *first, *node.src[3:])))
+
+
 # types, operands, parameters
 
 
@@ -389,7 +408,7 @@ def _operands(node: Node) -> Iterator[Mistake]:
     a, b = (*node.src, None, None)[:2]
     if a is None:
         return
-    if node.op in ("SUB", "DIV", "CONCAT") and b is not None and a.type == b.type:
+    if node.op in ("SUB", "DIV", "CONCAT", *_GLU) and b is not None and a.type == b.type:
         text = "swaps src0 and src1"
         if a.ne == b.ne or node.op == "CONCAT":
             yield Mistake(text, replace(node, src=(b, a, *node.src[2:])))
@@ -402,14 +421,19 @@ def _operands(node: Node) -> Iterator[Mistake]:
         yield Mistake(f"gives src0 as it is{others}", node, compute)
 
 
-def _float_at(place: int, name: str, neutral: float) -> Callable[[Node], Iterator[Mistake]]:
-    """The mistake of taking a float32 of params to be its neutral value."""
+def _float_at(place: int, name: str, neutral: float, *others: float) -> Callable[[Node], Iterator[Mistake]]:
+    """The mistake of taking a float32 of params to be its neutral value, or another one that is usual."""
 
     def find(node: Node) -> Iterator[Mistake]:
         (value,) = struct.unpack_from("f", node.params, 4 * place)
-        if value != neutral:
-            text = f"ignores the {name} {value:g}: with {neutral:g} in its place"
-            yield Mistake(text, _with_param(node, place, struct.pack("f", neutral)))
+        for other in (neutral, *others):
+            as_float32 = np.float32(other)
+            if as_float32 != value:
+                ignores = f"ignores the {name} {value:g}: with {other:g} in its place"
+                text = (
+                    ignores if other == neutral else f"takes {other:g} for the {name}: with {other:g}, not {value:g},"
+                )
+                yield Mistake(text, _with_param(node, place, as_float32.tobytes()))
 
     return find
 
@@ -431,8 +455,18 @@ def _with_param(node: Node, place: int, value: bytes) -> Node:
     return replace(node, params=node.params[: 4 * place] + value + node.params[4 * place + 4 :])
 
 
-_EPS = (_float_at(0, "eps", 0.0),)
-_SWAPPED = (_int_at(1, "the order of the halves", 0, 1),)
+_EPS = (_float_at(0, "eps", 0.0, 1e-3, 1e-5, 1e-6, 1e-8, 1e-12),)
+
+
+def _halves(node: Node) -> Iterator[Mistake]:
+    """The halves of a row of the one source of a GLU."""
+    (swapped,) = struct.unpack_from("i", node.params, 4)
+    if len(node.src) < 2 or node.src[1] is None:
+        which = ("second", "first")[swapped != 0]
+        text = f"takes the {which} half of a row of src0 for the one that the function is of"
+        yield Mistake(text, _with_param(node, 1, struct.pack("i", swapped == 0)))
+
+
 _PARAMS: dict[str, tuple[Callable[[Node], Iterator[Mistake]], ...]] = {
     "SCALE": (_float_at(0, "scale", 1.0), _float_at(1, "bias", 0.0)),
     "CLAMP": (_float_at(0, "minimum", -inf), _float_at(1, "maximum", inf)),
@@ -441,14 +475,19 @@ _PARAMS: dict[str, tuple[Callable[[Node], Iterator[Mistake]], ...]] = {
     "CONCAT": (_int_at(0, "dimension", 0, 1, 2, 3),),
     "ROPE": (
         _int_at(2, "mode (0 normal, 2 neox)", 0, 2),
-        _float_at(5, "frequency base", 10000.0),
-        _float_at(6, "frequency scale", 1.0),
+        _float_at(5, "frequency base", 10000.0, 500_000.0, 1_000_000.0),
+        _float_at(6, "frequency scale", 1.0, 0.5, 2.0),
         _float_at(7, "extrapolation factor", 0.0),
         _float_at(8, "attention factor", 1.0),
         _int_at(15, "the first rotated element", 0),
     ),
     **dict.fromkeys(("RMS_NORM", "NORM", "L2_NORM"), _EPS),
-    **dict.fromkeys(("SWIGLU", "GEGLU", "REGLU", "GEGLU_ERF", "GEGLU_QUICK", "SWIGLU_OAI"), _SWAPPED),
+    "FLASH_ATTN_EXT": (
+        _float_at(0, "scale", 1.0),
+        _float_at(1, "ALiBi bias", 0.0),
+        _float_at(2, "soft cap of the logits", 0.0),
+    ),
+    **dict.fromkeys(_GLU, (_halves,)),
 }
 
 
@@ -469,6 +508,7 @@ _FAMILIES: tuple[Callable[[Node], Iterator[Mistake]], ...] = (
     _destination,
     _ids,
     _broadcast,
+    _heads,
     _other_strides,
     _swapped_dims,
     _strides_of_others,

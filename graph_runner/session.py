@@ -24,7 +24,7 @@ from ggml_backend_npu import OPS
 from ggml_backend_npu.abi import convert, lib, structs
 from ggml_backend_npu.abi.crash import crashes_told
 from ggml_backend_npu.abi.guard import Failures, interrupts_wait, stopped_by_interrupts
-from ggml_backend_npu.abi.plugin import Context
+from ggml_backend_npu.abi.plugin import PROBED, Context
 from ggml_backend_npu.device import DEVICE
 from graph_runner import endings
 from graph_runner.console import printable
@@ -68,6 +68,7 @@ class Settings:
     threads       of the CPU backend; 0 = all cores
     gpu_layers    layers whose weights and caches go to a device of type "gpu"
     weights       whether the model's weights are loaded; without them there are splits to see, but nothing to decode
+    without       on the CPU: fused ops that the graph is to have no nodes of, as that of a device has none
     """
 
     device: DeviceName = "cpu"
@@ -78,6 +79,7 @@ class Settings:
     threads: int = 0
     gpu_layers: int = 0
     weights: bool = True
+    without: frozenset[str] = frozenset()
 
 
 def context_for(prompt: str, n: int) -> int:
@@ -91,6 +93,7 @@ class _Override(ctypes.Structure):
     _fields_ = [("pattern", ctypes.c_char_p), ("buffer_type", ctypes.c_void_p)]
 
 
+_FUSED = {f"fused DeepSeek V4 HC {part}": f"DSV4_HC_{part.upper()}" for part in ("pre", "comb", "post")}
 _EMBEDDINGS = rb"^(token_embd|position_embd|token_types|per_layer_token_embd)\."
 
 
@@ -157,6 +160,8 @@ def _end(model: Path, what: str) -> None:
 
 class Session:
     """A loaded model with one sequence of tokens. A context manager: frees both at its end.
+
+    lacks     fused ops that llama.cpp computes by others, since they are not on the device of the layers
 
     observer  sees every node; without one, nodes are counted in `nodes`, where they are to be
     progress  called with 0..1 while the model loads
@@ -273,7 +278,7 @@ class Session:
                 self.npu.broken = None
             contexts = self.npu.contexts if self.npu is not None else {}
             others = set(contexts)
-            with self._saying_where_layers_are():
+            with self._answering_probes():
                 self._context = llama_cpp.llama_init_from_model(self._model, params)
             for address in contexts.keys() - others:
                 self.npu_context = contexts[address]
@@ -285,18 +290,22 @@ class Session:
             raise SessionError(f"{asked}, for model {str(model)!r}: {_log.reason()}")
         self.n_batch = int(params.n_batch)
         self._graph_line = _log.find("splits =")
+        self.lacks = frozenset(op for name, op in _FUSED.items() if _log.find(f"{name} not supported, set to disabled"))
 
     @contextmanager
-    def _saying_where_layers_are(self) -> Iterator[None]:
-        """While a context is made, the NPU knows whether layers are on it: of that depends which ops the graph has."""
-        if self.npu is None:
+    def _answering_probes(self) -> Iterator[None]:
+        """While a context is made llama.cpp asks who computes ops that it may do without: where that is not the device
+        of the layers, its graph has other ops in their place."""
+        without = self.settings.without if self.npu is None else frozenset()
+        npu = ggml_backend_npu.register() if without else self.npu
+        if npu is None:
             yield
             return
-        self.npu.has_layers = self.settings.gpu_layers > 0
+        npu.claims, npu.poses = without or (PROBED if self.settings.gpu_layers else frozenset()), bool(without)
         try:
             yield
         finally:
-            self.npu.has_layers = None
+            npu.claims, npu.poses = None, False
 
     @contextmanager
     def _inside(self) -> Iterator[None]:

@@ -66,6 +66,23 @@ def processor_has(*features: str) -> bool:
     return {f"+{feature}" for feature in features} <= {*found.split(",")}
 
 
+def target() -> str:
+    """The processor that kernels are compiled for, and its features, by LLVM's names."""
+    name = config.CPU_NAME or binding.get_host_cpu_name()
+    features = config.CPU_FEATURES
+    return f"{name} {binding.get_host_cpu_features().flatten() if features is None else features}"
+
+
+def compile_without(prefix: str) -> None:
+    """From here on kernels are compiled for this processor without the features whose names (LLVM's) begin so, unless
+    numba was told of another processor. What has been compiled stays."""
+    if config.CPU_NAME is None and config.CPU_FEATURES is None:
+        features = binding.get_host_cpu_features().flatten().split(",")
+        config.CPU_NAME = binding.get_host_cpu_name()
+        config.CPU_FEATURES = ",".join(f"-{each[1:]}" if each[1:].startswith(prefix) else each for each in features)
+        processor_has.cache_clear()
+
+
 class EngineError(ValueError):
     """GGML_NPU_ENGINE names no engine, or GGML_NPU_THREADS no number of threads."""
 

@@ -52,3 +52,11 @@ def test_an_unmodified_device_is_right_in_every_model(capsys: pytest.CaptureFixt
         Console(width=120).print(table(found))
     assert len(found) == SAMPLE
     assert not [f"{outcome.case}: {outcome.why}" for outcome in found if not outcome]
+
+
+@pytest.mark.conformance
+@pytest.mark.parametrize("model", ["deepseek4-moe", "glm5-next-moe", "qwen4exp-moe"])
+def test_a_graph_without_fused_ops_is_compared_with_one_like_it(model: str) -> None:
+    """llama.cpp computes DSV4_HC_PRE and its like by other ops where the device of the layers does not compute them."""
+    case = Case(model, "default", "off", "device", "gpu", "f16", 59)
+    assert [outcome.why for outcome in outcomes(folder().with_name("models"), [case]) if not outcome] == []

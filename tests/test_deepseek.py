@@ -12,11 +12,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
-from support import Placement, Recipe, Scene, assert_equals_cpu, outcome, placements, seeds, supported
+from support import (
+    Placement,
+    Recipe,
+    Scene,
+    assert_as_promised,
+    outcome,
+    placements,
+    seeds,
+    supported,
+)
 
 import quant
 from ggml_backend_npu import DEVICE, OPS, Node, Tensor
-from ggml_backend_npu.abi.plugin import Plugin
+from ggml_backend_npu.abi.plugin import PROBED, Plugin
 
 NMSE = 1e-12
 
@@ -63,10 +72,7 @@ def test_hc_pre(
             return scene.op("dsv4_hc_pre_gated", x, make.put(at[1], n, streams, tokens), 0.7)
         return scene.op("dsv4_hc_pre", x, make.put(at[1], streams, tokens))
 
-    if gated:
-        assert_close_to_cpu(backend, recipe)
-    else:
-        assert_equals_cpu(backend, recipe)
+    assert_as_promised(backend, recipe, f"DSV4_HC_PRE with {'gates' if gated else 'weights'}")
 
 
 @given(n=st.integers(1, 40), streams=small, tokens=small, mixed=st.booleans(), at=st.tuples(*[places] * 4), seed=seeds)
@@ -80,7 +86,7 @@ def test_hc_post(
         comb = make.put(at[3], streams, streams, tokens) if mixed else None
         return scene.op("dsv4_hc_post", x, residual, post, comb)
 
-    assert_equals_cpu(backend, recipe)
+    assert_as_promised(backend, recipe, "DSV4_HC_POST")
 
 
 @pytest.mark.parametrize("ops", ["default", "all"])
@@ -94,9 +100,9 @@ def test_while_a_context_is_made_these_ops_are_where_the_layers_are(
         return scene.op("dsv4_hc_pre", *(Inputs(scene, 1).put(Placement(), *ne) for ne in ((8, 4, 2), (4, 2))))
 
     monkeypatch.setattr(DEVICE, "ops", ops)
-    monkeypatch.setattr(backend, "has_layers", has_layers)
+    monkeypatch.setattr(backend, "claims", PROBED if has_layers else frozenset())
     assert supported(backend, recipe) == has_layers
-    monkeypatch.setattr(backend, "has_layers", None)
+    monkeypatch.setattr(backend, "claims", None)
     assert supported(backend, recipe) == (ops == "all")
 
 

@@ -105,7 +105,7 @@ def made_diff(per_step: int = 200, steps: int = 3, *, clean: bool = False) -> di
     for node in nodes:
         groups.setdefault((node["op"], node["types"]), []).append(node)
     return {
-        "schema": "ggml-npu diff 4", "model": "models/llama.gguf", "description": "llama 135M Q8_0", "ggml": "0.9.4",
+        "schema": "ggml-npu diff 5", "model": "models/llama.gguf", "description": "llama 135M Q8_0", "ggml": "0.9.4",
         "reference": "CPU", "device": "NPU", "q8_0_rounding": "simd", "prompt": "The capital of France is",
         "text": " Paris.\n\nThe", "n_prompt": 26, "steps": steps - 1, "cache_type_k": "f16", "cache_type_v": "f16",
         "flash_attention": "off", "passed": clean, "device_options": {"memory": "host", "matmul": "exact"},

@@ -13,7 +13,6 @@ import pytest
 from hypothesis import given
 from numpy.typing import NDArray
 from paper import Paper, define
-from rounding import NODES
 from support import seeds
 
 import quant
@@ -23,6 +22,7 @@ from ggml_backend_npu.abi.plugin import Plugin
 from ggml_backend_npu.abi.replica import compute
 from ggml_backend_npu.ops import OWN
 from graph_runner.noise import exact, multiple, noise_multiple, size
+from graph_runner.probes import NODES
 
 NE = (64, 5, 3, 2)
 MATRIX = (64, 6, 3, 2)

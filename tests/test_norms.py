@@ -22,6 +22,7 @@ from support import (
     Placement,
     Recipe,
     Scene,
+    assert_as_promised,
     assert_equals_cpu,
     assert_near_cpu,
     assert_same_bytes,
@@ -35,7 +36,6 @@ from support import (
     supported,
     values,
     with_avx2,
-    with_avx512,
 )
 
 from ggml_backend_npu import OPS, Node, Tensor
@@ -97,12 +97,11 @@ def test_a_mean_of_what_cancels_equals_cpu(backend: Plugin, name: str, params: t
     assert_same_bytes(npu, cpu)
 
 
-@with_avx512
 @given(ne=sizes(), seed=seeds, src=placements().filter(lambda src: src.axes[0] != 0))
 @settings(max_examples=50)
 def test_norm_of_rows_with_gaps(backend: Plugin, ne: Dims, seed: int, src: Placement) -> None:
     """ggml's CPU sums these in float32."""
-    assert_equals_cpu(backend, normed("NORM", ne, seed, src, 0.1, "dense"))
+    assert_as_promised(backend, normed("NORM", ne, seed, src, 0.1, "dense"), "NORM of rows with gaps")
 
 
 @given(ne=sizes(), seed=seeds, src=placements())

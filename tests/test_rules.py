@@ -15,7 +15,7 @@ import rounding
 from hypothesis import given, settings
 from numpy.typing import NDArray
 from paper import copy_of
-from rounding import FAULTS, NODES, Types, in_halves, node, right, tensor, written, wrong
+from rounding import FAULTS, in_halves, right, written, wrong
 from support import seeds
 
 from ggml_backend_npu import Node, Tensor
@@ -26,6 +26,7 @@ from ggml_backend_npu.ops import OWN
 from ggml_backend_npu.ops.matmul import VEC_DOT
 from graph_runner import noise
 from graph_runner.compare import compare
+from graph_runner.probes import NODES, Types, node, tensor
 from graph_runner.rules import Rules, ToleranceError, errors, type_of
 
 # of ops that take many types, those of the other sources that are tried by default

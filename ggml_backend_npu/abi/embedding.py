@@ -34,6 +34,7 @@ _API = "void * npu_registry(void * caller);"
 # Runs when npu_registry is called for the first time.
 _PYTHON = """
 import sys
+import _ggml_npu
 from _ggml_npu import ffi
 
 def say_why(kind, error, trace):
@@ -44,8 +45,9 @@ def say_why(kind, error, trace):
 
 @ffi.def_extern(onerror=say_why)
 def npu_registry(caller):
+    _ggml_npu.caller = int(ffi.cast("uintptr_t", caller))
     from ggml_backend_npu.abi import embedding
-    return ffi.cast("void *", embedding.registry(int(ffi.cast("uintptr_t", caller))))
+    return ffi.cast("void *", embedding.registry(_ggml_npu.caller))
 """
 
 _C = """

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import ctypes
 import os
+import sys
 from collections.abc import Iterator
 from ctypes import POINTER, c_bool, c_char_p, c_float, c_int, c_int64, c_size_t, c_void_p
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import count, takewhile
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ggml_backend_npu.abi import structs
@@ -175,7 +178,10 @@ class TypeInfo:
 
 
 class Ggml:
-    """ggml's functions, typed, by their C names: `ggml.ggml_nbytes(tensor)`. Raises UnknownGgmlError."""
+    """ggml's functions, typed, by their C names: `ggml.ggml_nbytes(tensor)`. Raises UnknownGgmlError.
+
+    cpu_file  what its CPU backend was loaded from: a library, or a program
+    """
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._take(library, {"ggml_version": (c_char_p, [])})
@@ -185,7 +191,8 @@ class Ggml:
         if cpu is None:
             raise UnknownGgmlError(f"ggml {self.version}: no CPU backend is loaded")
         # where ggml's backends are libraries of their own (GGML_BACKEND_DL), no other one links the CPU's
-        self._cpu = _library_at(ctypes.cast(structs.Registry.from_address(cpu).iface.get_name, c_void_p))
+        at = ctypes.cast(structs.Registry.from_address(cpu).iface.get_name, c_void_p)
+        self._cpu, self.cpu_file = _library_at(at), _file_at(at)
         self._take(self._cpu, _CPU_FUNCTIONS)
 
     def _take(self, library: ctypes.CDLL, functions: _Functions) -> None:
@@ -210,6 +217,17 @@ class Ggml:
             return ctypes.cast(self._cpu.GOMP_parallel, c_void_p).value or 0
         except AttributeError:
             return 0
+
+    @cached_property
+    def features(self) -> dict[str, str]:
+        """What its CPU backend says it was compiled with, by ggml's names: "AVX2", "AVX512", "OPENMP", ..."""
+        registry = self.ggml_backend_reg_by_name(b"CPU")
+        address = self.ggml_backend_reg_get_proc_address(registry, b"ggml_backend_get_features")
+        if not address:
+            return {}
+        found = structs.GetFeatures(address)(registry)
+        each = takewhile(lambda feature: feature.name, (found[i] for i in count()))
+        return {feature.name.decode(): feature.value.decode() for feature in each}
 
     @cached_property
     def version(self) -> str:
@@ -302,6 +320,13 @@ def list_devices(found: Ggml) -> list[DeviceInfo]:
 _found: Ggml | None = None
 
 
+def unchecked() -> Ggml:
+    """The ggml of this process, its layouts not looked at: that of the program which has loaded this backend as its
+    plugin, or that of llama-cpp-python."""
+    caller = getattr(sys.modules.get("_ggml_npu"), "caller", None)
+    return Ggml(_llama_cpp() if caller is None else _library_at(c_void_p(caller)))
+
+
 def ggml(caller: int | None = None) -> Ggml:
     """The ggml of this process, checked; the first call chooses it, a later caller's is checked too.
 
@@ -330,13 +355,17 @@ def _llama_cpp() -> ctypes.CDLL:
 
 def _library_at(address: c_void_p) -> ctypes.CDLL:
     """The loaded library that an address lies in, or the program itself."""
-    program = ctypes.CDLL(None)
-    place = structs.Place()
-    program.dladdr(address, ctypes.byref(place))
     try:
-        return ctypes.CDLL(os.fsdecode(place.file or b""), mode=os.RTLD_NOLOAD)
+        return ctypes.CDLL(str(_file_at(address)), mode=os.RTLD_NOLOAD)
     except OSError:
-        return program
+        return ctypes.CDLL(None)
+
+
+def _file_at(address: c_void_p) -> Path:
+    """The file that the code at an address was loaded from."""
+    place = structs.Place()
+    ctypes.CDLL(None).dladdr(address, ctypes.byref(place))
+    return Path(os.fsdecode(place.file or b""))
 
 
 def check(found: Ggml) -> None:

@@ -32,7 +32,7 @@ _MEMORY = 8 << 30  # bytes of the device's own, where nobody says
 
 # llama.cpp looks on which device these would run, when it makes a context; where that is not their layer's, it computes
 # them by some hundred nodes of other ops, and so another graph than on the CPU
-_PROBED = ("DSV4_HC_PRE", "DSV4_HC_COMB", "DSV4_HC_POST")
+PROBED = frozenset(("DSV4_HC_PRE", "DSV4_HC_COMB", "DSV4_HC_POST"))
 
 
 class Statistics:
@@ -117,7 +117,8 @@ class Plugin:
 
     contexts  each ggml_backend that is alive, by address
     active  whether the device takes nodes; while it is not, a scheduler leaves every node to the CPU
-    has_layers  while a context is made, whether it has layers on the device; else None
+    claims  while a context is made, which of the ops that llama.cpp may do without it says that it computes; else None
+    poses   while a context of the CPU alone is made, whether it is an accelerator on host memory, whatever it is else
     refusals  by op, why nodes of it were not taken when a scheduler asked
     broken  what the last kernel said that could not answer
     """
@@ -127,7 +128,8 @@ class Plugin:
         self.statistics = Statistics(self._settle)
         self.contexts: dict[int, Context] = {}
         self.active = True
-        self.has_layers: bool | None = None
+        self.claims: frozenset[str] | None = None
+        self.poses = False
         self.refusals: dict[str, str] = {}
         self.broken: str | None = None
         self._halted: str | None = None
@@ -210,7 +212,7 @@ class Plugin:
 
     @guarded(structs.DEVICE_TYPE_ACCEL)
     def get_type(self, _: int) -> int:
-        return self.device_type
+        return structs.DEVICE_TYPE_ACCEL if self.poses else self.device_type
 
     @guarded(None)
     def get_props(self, _: int, props: Any) -> None:
@@ -221,7 +223,7 @@ class Plugin:
             memory_total=total.value,
             name=ctypes.addressof(self._strings[NAME]),
             description=ctypes.addressof(self._strings[DESCRIPTION]),
-            type=self.device_type,
+            type=self.get_type(0),
             caps=structs.Caps(buffer_from_host_ptr=self.memory is None, mmap_support=self.memory is None),
         )
 
@@ -240,7 +242,7 @@ class Plugin:
 
     @guarded(None)
     def get_buffer_type(self, _: int) -> int | None:
-        if self.memory is not None:
+        if self.memory is not None and not self.poses:
             return self.buffer_type
         address: int | None = self.ggml.ggml_backend_cpu_buffer_type()
         return address
@@ -252,7 +254,7 @@ class Plugin:
 
     @guarded(False)
     def supports_buft(self, _: int, buffer_type: int) -> bool:
-        if self.memory is not None:
+        if self.memory is not None and not self.poses:
             return buffer_type == self._buffers.type_address
         return bool(self.ggml.ggml_backend_buft_is_host(buffer_type))
 
@@ -263,8 +265,8 @@ class Plugin:
             return True
         if self._holds(node):
             return True  # ggml aborts where no device takes it; here it fails in graph_compute, which says why
-        if self.active and self.has_layers is not None and op in _PROBED:
-            return self.has_layers
+        if self.claims is not None and op in PROBED:
+            return op in self.claims
         if not self.active or not _offers(op):
             return False
         try:

@@ -122,6 +122,12 @@ class Caps(Structure):
     ]
 
 
+class Feature(Structure):
+    """struct ggml_backend_feature"""
+
+    _fields_ = [("name", c_char_p), ("value", c_char_p)]
+
+
 class DeviceProps(Structure):
     """struct ggml_backend_dev_props"""
 
@@ -257,4 +263,5 @@ class Place(Structure):
 
 
 SetThreads = CFUNCTYPE(None, c_void_p, c_int32)  # ggml_backend_set_n_threads_t
+GetFeatures = CFUNCTYPE(POINTER(Feature), c_void_p)  # ggml_backend_get_features_t
 EvalCallback = CFUNCTYPE(c_bool, c_void_p, c_bool, c_void_p)  # ggml_backend_sched_eval_callback

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
+from ggml_backend_npu.abi import target  # noqa: F401  (before any kernel is made)
 from ggml_backend_npu.ops import (  # noqa: F401
     attention,
     convolution,

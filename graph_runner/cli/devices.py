@@ -13,9 +13,14 @@ def devices(
     memory_limit: MemoryLimit = None,
     device_type: DeviceType = None,
 ) -> None:
-    """List the devices that ggml knows, the NPU among them, and the NPU's profile."""
+    """List the devices that ggml knows, and of the NPU its profile and what it promises of each op on this machine:
+    the bytes of this ggml's CPU, or a bound.
+
+    Promises are measured, once for a ggml: that takes as long as compiling all kernels does.
+    """
     import ggml_backend_npu
     from ggml_backend_npu.abi.lib import list_devices
+    from graph_runner.promises import promises
 
     use_device(profile=profile, memory=memory, memory_limit=memory_limit, device_type=device_type)
     ggml = ggml_backend_npu.register().ggml
@@ -26,3 +31,8 @@ def devices(
     console.print(shown)
     chosen = ggml_backend_npu.DEVICE.profile
     console.print(f"ggml {ggml.version}; profile {chosen.name}: {chosen.description}", highlight=False)
+    promised = table("op", "nodes", "promise", "why")
+    for each in promises():
+        promised.add_row(each.op, each.of, "bytes" if each.bytes else "bound", each.why)
+    console.print()
+    console.print(promised)

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from graph_runner.child import Child
+from graph_runner.child import begun
 from graph_runner.cli.common import op_options, refuse_without_the_npu, stderr, stdout
 from graph_runner.cli.options import (
     READS,
@@ -64,7 +64,7 @@ def replay(
             device, kernels=kernels, profile=profile, memory=memory, memory_limit=memory_limit,
             device_type=device_type, no_fusion=not fusion, matmul=matmul,
         )  # fmt: skip
-    with nullcontext() if in_process else Child() as child:
+    with nullcontext() if in_process else begun() as child:
         from graph_runner.jobs import NpuOptions, ReplayJob, run_replay
 
         options = {

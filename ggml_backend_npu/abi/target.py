@@ -1,0 +1,24 @@
+"""The instructions that kernels are compiled for: those that the ggml of this process was compiled for. Importing this
+module makes it so.
+
+ggml's source adds up 16 products side by side with AVX-512, and 8 with AVX2: other sums, other last bits. Which of the
+two a ggml has is its builder's choice, not the processor's, and it says so itself.
+"""
+
+from __future__ import annotations
+
+from ggml_backend_npu.abi import lib
+from quant.jit import compile_without, processor_has
+
+
+def _follow() -> None:
+    """Where no ggml is found, kernels are compiled for the processor."""
+    try:
+        features = lib.unchecked().features
+    except lib.UnknownGgmlError:
+        return
+    if processor_has("avx512f") and "AVX512" not in features:
+        compile_without("avx512")
+
+
+_follow()

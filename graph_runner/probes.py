@@ -1,0 +1,299 @@
+"""Small nodes of every op that rounds on its way: what a promise is measured on, and rules are tested with."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from numpy.typing import NDArray
+
+import quant
+from ggml_backend_npu import Node, Tensor
+from ggml_backend_npu.numerics import NUMERICS
+from quant import Codec, codec
+
+Rng = np.random.Generator
+Types = tuple[str, ...]  # of dst and of the sources
+Make = Callable[[Rng, Types], Node]
+
+HEADS, TOKENS = 4, 6
+_LARGE = 100.0
+
+
+def tensor(type: str, x: NDArray[Any]) -> Tensor:
+    """Values as a tensor of a type, rounded; where there is no quantiser, blocks of any bits that are numbers."""
+    x = np.asarray(x)
+    kind = codec(type)
+    if type == "bf16":
+        return Tensor.of(x.astype(ml_dtypes.bfloat16))
+    if kind.dtype is not None:
+        return Tensor.of(x.astype(kind.dtype))
+    try:
+        blocks = quant.quantize(x.astype(np.float32), type)
+    except Exception:
+        blocks = _any_blocks(kind, x.size // kind.block_size)
+    return Tensor.of(
+        np.ascontiguousarray(blocks).reshape(*x.shape[:-1], x.shape[-1] // kind.block_size * kind.block_bytes), type
+    )
+
+
+def _any_blocks(kind: Codec, n: int) -> NDArray[np.uint8]:
+    blocks = np.random.default_rng(n).integers(0, 256, (n, kind.block_bytes), dtype=np.uint8)
+    with np.errstate(all="ignore"):
+        blocks[~(np.abs(NUMERICS.codec(kind.name).decode(blocks)) < _LARGE).all(axis=1)] = 0
+    return blocks
+
+
+def normal(rng: Rng, type: str, *shape: int, size: float = 1.0) -> Tensor:
+    return tensor(type, size * rng.standard_normal(shape))
+
+
+def node(op: str, type: str, shape: tuple[int, ...], *src: Tensor | None, params: bytes = b"") -> Node:
+    return Node(op, tensor(type, np.zeros((1,) * (4 - len(shape)) + shape)), src, params + bytes(64 - len(params)))
+
+
+def of_rows(op: str, width: int = 512, params: bytes = b"", size: float = 0.1, dst: int = 0) -> Make:
+    """A row of dst, or `dst` elements of it, from each of 5 x 3 rows, of which one is small."""
+
+    def make(rng: Rng, types: Types) -> Node:
+        x = size * rng.standard_normal((1, 3, 5, width))
+        x[0, 1, 2] /= 8
+        return node(op, types[0], (1, 3, 5, dst or width), tensor(types[1], x), params=params)
+
+    return make
+
+
+def of_elements(op: str, low: float = -6, high: float = 6, params: bytes = b"", width: int = 64) -> Make:
+    def make(rng: Rng, types: Types) -> Node:
+        shape = 1, 3, 5, width
+        return node(op, types[0], shape, tensor(types[1], rng.uniform(low, high, shape)), params=params)
+
+    return make
+
+
+def gated(op: str, alpha: float = 0.0, limit: float = 0.0, width: int = 64) -> Make:
+    def make(rng: Rng, types: Types) -> Node:
+        a, b = (tensor(types[1], rng.uniform(-6, 6, (1, 3, 5, width))) for _ in range(2))
+        return node(op, types[0], (1, 3, 5, width), a, b, params=struct.pack("2i2f", 0, 0, alpha, limit))
+
+    return make
+
+
+def sum_of_all(rng: Rng, types: Types) -> Node:
+    return node("SUM", types[0], (1, 1, 1, 1), normal(rng, types[1], 1, 3, 5, 64))
+
+
+def arange(rng: Rng, types: Types) -> Node:
+    return node("ARANGE", "f32", (1, 1, 1, 200), params=struct.pack("3f", -3.3, 16.7, 0.1))
+
+
+def group_norm(rng: Rng, types: Types) -> Node:
+    x = 0.1 * rng.standard_normal((2, 8, 5, 16)) + 0.05
+    return node("GROUP_NORM", "f32", (2, 8, 5, 16), tensor("f32", x), params=struct.pack("if", 2, 1e-6))
+
+
+def pool_2d(rng: Rng, types: Types) -> Node:
+    params = struct.pack("7i", 1, 3, 2, 2, 1, 1, 0)
+    return node("POOL_2D", "f32", (2, 3, 9, 20), normal(rng, types[1], 2, 3, 10, 39), params=params)
+
+
+def soft_max(rng: Rng, types: Types) -> Node:
+    x, mask = normal(rng, "f32", 2, HEADS, TOKENS, 96, size=4), normal(rng, "f16", 1, 1, TOKENS, 96)
+    mask.view()[..., ::5] = -np.inf
+    params, sinks = struct.pack("2f", 0.6, 8.0), normal(rng, "f32", 1, 1, 1, HEADS)
+    return node("SOFT_MAX", "f32", (2, HEADS, TOKENS, 96), x, mask, sinks, params=params)
+
+
+def rope(op: str, mode: int, positions: list[int], ext: float = 0.0) -> Make:
+    def make(rng: Rng, types: Types) -> Node:
+        n_dims, width = (32, 64) if mode == 24 else (64, 80)
+        sections = (8, 8, 8, 8) if mode == 24 else (12, 10, 8, 2)
+        params = struct.pack("5i6f5i", 0, n_dims, mode, 0, 512, 1e4, 1 - ext / 2, ext, 1, 32, 1, *sections, 0)
+        at = np.array(positions, np.int32)
+        at = np.concatenate([at, at[::-1], at // 2, at * 0 + 3]) if mode & 8 else at
+        x = normal(rng, types[1], 1, len(positions), HEADS, width)
+        factors = None if mode & 8 else tensor("f32", rng.uniform(1, 4, n_dims // 2))
+        return node(op, types[0], (1, len(positions), HEADS, width), x, Tensor.of(at), factors, params=params)
+
+    return make
+
+
+def mul_mat(k: int = 256, columns: int = 5) -> Make:
+    def make(rng: Rng, types: Types) -> Node:
+        weights, x = normal(rng, types[1], 1, 2, 24, k), normal(rng, types[2], 1, 4, columns, k)
+        return node("MUL_MAT", "f32", (1, 4, columns, 24), weights, x)
+
+    return make
+
+
+def mul_mat_id(rng: Rng, types: Types) -> Node:
+    weights, x = normal(rng, types[1], 1, 6, 24, 256), normal(rng, types[2], 1, 5, 1, 256)
+    ids = np.stack([rng.permutation(6)[:2] for _ in range(5)]).astype(np.int32)
+    return node("MUL_MAT_ID", "f32", (1, 5, 2, 24), weights, x, Tensor.of(ids))
+
+
+def attention(
+    *, cells: int = 50, queries: int = 3, bias: float = 8.0, softcap: float = 5.0, sinks: bool = True,
+    widths: tuple[int, int] | None = None,
+) -> Make:  # fmt: skip
+    """widths: of a row of k and of v"""
+
+    def make(rng: Rng, types: Types) -> Node:
+        least = max(64, codec(types[2]).block_size, codec(types[3]).block_size)
+        n, n_v = widths or (least, least)
+        q = normal(rng, "f32", 1, 2 * HEADS, queries, n)
+        k, v = normal(rng, types[2], 1, HEADS, cells, n), normal(rng, types[3], 1, HEADS, cells, n_v)
+        mask = normal(rng, "f16", 1, 1, queries, cells)
+        mask.view()[..., 3::7] = -np.inf
+        sink = normal(rng, "f32", 2 * HEADS) if sinks else None
+        params = struct.pack("3fi", n**-0.5, bias, softcap, 0)
+        return node("FLASH_ATTN_EXT", "f32", (1, queries, 2 * HEADS, n_v), q, k, v, mask, sink, params=params)
+
+    return make
+
+
+def ssm_conv(width: int = 4) -> Make:
+    def make(rng: Rng, types: Types) -> Node:
+        x, weights = normal(rng, "f32", 1, 2, 70, width + 8), normal(rng, "f32", 1, 1, 70, width)
+        return node("SSM_CONV", "f32", (1, 2, 9, 70), x, weights)
+
+    return make
+
+
+def ssm_scan(n_state: int = 32, dim: int = 16) -> Make:
+    """dim 1: a decay for every element of a state"""
+
+    def make(rng: Rng, types: Types) -> Node:
+        n_head, n_tokens = HEADS, TOKENS
+        b, c = (normal(rng, "f32", 2, n_tokens, 2, n_state) for _ in range(2))
+        x, s = normal(rng, "f32", 2, n_tokens, n_head, dim), normal(rng, "f32", 3, n_head, dim, n_state)
+        decays = rng.uniform(-1, 0, (1, 1, n_head, n_state if dim == 1 else 1))
+        dt, a = normal(rng, "f32", 1, 2, n_tokens, n_head), tensor("f32", decays)
+        params = struct.pack("i", 1)
+        size = n_head * dim * 2 * (n_tokens + n_state)
+        return node("SSM_SCAN", "f32", (size,), s, x, dt, a, b, c, Tensor.of(np.array([2, 0], np.int32)), params=params)
+
+    return make
+
+
+def wkv(op: str, n_sources: int, params: bytes = b"", size: int = 64) -> Make:
+    def make(rng: Rng, types: Types) -> Node:
+        sequences = 2
+        sources = [tensor("f32", rng.uniform(-1, 1, (1, TOKENS, HEADS, size))) for _ in range(n_sources)]
+        if op == "RWKV_WKV6":
+            sources[3] = tensor("f32", rng.uniform(-1, 1, (1, 1, HEADS, size)))
+        if op == "RWKV_WKV7":
+            sources[4] = tensor("f32", 0.2 * sources[4].view())
+        decays = {"RWKV_WKV6": 4, "GATED_LINEAR_ATTN": 3, "RWKV_WKV7": 1}[op]
+        sources[decays] = tensor("f32", rng.uniform(0.5, 1, (1, TOKENS, HEADS, size)))
+        state = normal(rng, "f32", 1, 1, sequences, size * size * HEADS)
+        return node(op, "f32", (1, 1, TOKENS + size * sequences, HEADS * size), *sources, state, params=params)
+
+    return make
+
+
+def delta_net(size: int = 32, gates: bool = False) -> Make:
+    """gates: one for each element of a row"""
+
+    def make(rng: Rng, types: Types) -> Node:
+        sequences = 2
+        q, k = (normal(rng, "f32", sequences, TOKENS, 2, size, size=size**-0.5) for _ in range(2))
+        v, state = normal(rng, "f32", sequences, TOKENS, HEADS, size), normal(rng, "f32", sequences, HEADS, size, size)
+        g = tensor("f32", rng.uniform(-1, 0, (sequences, TOKENS, HEADS, size if gates else 1)))
+        beta = tensor("f32", rng.uniform(0, 1, (sequences, TOKENS, HEADS, 1)))
+        shape = (1, 1, sequences * (TOKENS + size), HEADS * size)
+        return node("GATED_DELTA_NET", "f32", shape, q, k, v, g, beta, state, params=struct.pack("i", 1))
+
+    return make
+
+
+def solve_tri(rng: Rng, types: Types) -> Node:
+    a = np.tril(0.2 * rng.standard_normal((1, 3, 24, 24))) + np.eye(24)
+    return node("SOLVE_TRI", "f32", (1, 3, 24, 7), tensor("f32", a), normal(rng, "f32", 1, 3, 24, 7))
+
+
+def lightning_indexer(rng: Rng, types: Types) -> Node:
+    n = max(64, codec(types[2]).block_size)
+    q, k = normal(rng, "f32", 2, TOKENS, 8, n), normal(rng, types[2], 2, 40, 1, n)
+    weights, mask = normal(rng, "f32", 2, 1, TOKENS, 8), tensor("f16", np.zeros((1, 1, TOKENS, 40)))
+    mask.view()[..., 3::7] = -np.inf
+    return node("LIGHTNING_INDEXER", "f32", (2, 1, TOKENS, 40), q, k, weights, mask)
+
+
+def hc_comb(rng: Rng, types: Types) -> Node:
+    mixes, scale, base = (
+        normal(rng, "f32", 1, 1, 9, 24),
+        normal(rng, "f32", 1, 1, 1, 3),
+        normal(rng, "f32", 1, 1, 1, 24),
+    )
+    return node("DSV4_HC_COMB", "f32", (1, 9, 4, 4), mixes, scale, base, params=struct.pack("fi", 1e-2, 4))
+
+
+def hc_pre(n: int = 40, streams: int = 4, *, gated: bool = True) -> Make:
+    def make(rng: Rng, types: Types) -> Node:
+        x = normal(rng, "f32", 1, 9, streams, n)
+        if gated:
+            params = struct.pack("fi", 0.7, 1)
+            return node("DSV4_HC_PRE", "f32", (1, 1, 9, n), x, normal(rng, "f32", 1, 9, streams, n), params=params)
+        return node("DSV4_HC_PRE", "f32", (1, 1, 9, n), x, normal(rng, "f32", 1, 1, 9, streams))
+
+    return make
+
+
+def hc_post(n: int = 40, streams: int = 4) -> Make:
+    def make(rng: Rng, types: Types) -> Node:
+        x, residual = normal(rng, "f32", 1, 1, 9, n), normal(rng, "f32", 1, 9, streams, n)
+        post, comb = normal(rng, "f32", 1, 1, 9, streams), normal(rng, "f32", 1, 9, streams, streams)
+        return node("DSV4_HC_POST", "f32", (1, 9, streams, n), x, residual, post, comb)
+
+    return make
+
+
+_NEAR, _FAR = [0, 1, 7, 40, 300], [3000, 100000, 517]
+
+NODES: dict[str, list[Make]] = {
+    **{op: [of_elements(op)] for op in ("SILU", "GELU", "GELU_QUICK", "GELU_ERF", "SIGMOID", "TANH", "EXP", "EXPM1")},
+    **{op: [of_elements(op)] for op in ("ELU", "SOFTPLUS", "SIN", "COS", "HARDSIGMOID", "HARDSWISH")},
+    "LOG": [of_elements("LOG", 0.01, 9)],
+    "XIELU": [of_elements("XIELU", params=struct.pack("i4f", 0, 0.8, 0.9, 0.5, -1e-6))],
+    "SCALE": [of_elements("SCALE", params=struct.pack("2f", 1.7, 0.3))],
+    **{op: [gated(op)] for op in ("SWIGLU", "GEGLU", "GEGLU_QUICK", "GEGLU_ERF")},
+    "SWIGLU_OAI": [gated("SWIGLU_OAI", 1.702, 3.0)],
+    "SWIGLU_CLAMP": [gated("SWIGLU_CLAMP", 0.0, 3.0)],
+    "RMS_NORM": [of_rows("RMS_NORM", params=struct.pack("f", 1e-6)), of_rows("RMS_NORM", 4096, struct.pack("f", 1e-6))],
+    "NORM": [of_rows("NORM", params=struct.pack("f", 1e-6))],
+    "L2_NORM": [of_rows("L2_NORM", params=struct.pack("f", 1e-6))],
+    "GROUP_NORM": [group_norm],
+    "SUM": [sum_of_all],
+    "SUM_ROWS": [of_rows("SUM_ROWS", dst=1), of_rows("SUM_ROWS", 4096, dst=1)],
+    "MEAN": [of_rows("MEAN", dst=1)],
+    "CUMSUM": [of_rows("CUMSUM")],
+    "POOL_2D": [pool_2d],
+    "ARANGE": [arange],
+    "SOFT_MAX": [soft_max],
+    **{
+        op: [*(rope(op, mode, _NEAR) for mode in (0, 2, 8, 24, 40)), rope(op, 0, _NEAR, 0.7), rope(op, 2, _FAR)]
+        for op in ("ROPE", "ROPE_BACK")
+    },
+    "MUL_MAT": [mul_mat()],
+    "MUL_MAT_ID": [mul_mat_id],
+    "FLASH_ATTN_EXT": [
+        attention(),
+        attention(cells=600, queries=1, bias=0, softcap=0, sinks=False),
+        attention(cells=50, queries=70, softcap=0),
+    ],
+    "SSM_CONV": [ssm_conv()],
+    "SSM_SCAN": [ssm_scan()],
+    "RWKV_WKV6": [wkv("RWKV_WKV6", 5)],
+    "RWKV_WKV7": [wkv("RWKV_WKV7", 6)],
+    "GATED_LINEAR_ATTN": [wkv("GATED_LINEAR_ATTN", 4, struct.pack("f", 0.3))],
+    "GATED_DELTA_NET": [delta_net()],
+    "SOLVE_TRI": [solve_tri],
+    "LIGHTNING_INDEXER": [lightning_indexer],
+    "DSV4_HC_COMB": [hc_comb],
+    "DSV4_HC_PRE": [hc_pre()],
+    "DSV4_HC_POST": [hc_post()],
+}

@@ -1,0 +1,248 @@
+"""What is promised of the device's results on this machine: the bytes of the bound ggml's CPU, or a bound of the error.
+
+Much of ggml is written so that its source says in which order a sum is taken and where it is rounded: what moves data,
+quantised and float16 dot products, attention, softmax. Other loops are left to a compiler, which vectorises and fuses
+them as it is told to: two builds of one ggml differ there in the last bit. So nobody is asked which processor this is.
+Small nodes of each op are computed on the bound ggml and by the kernels; where all are equal, bytes are promised. What
+was found is kept beside the kernels, for one ggml and one set of instructions.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import cache, partial
+
+import numpy as np
+import xxhash
+
+from ggml_backend_npu import DEVICE, Node
+from ggml_backend_npu.abi import codecs, lib
+from ggml_backend_npu.abi.replica import Replica
+from ggml_backend_npu.ops import OWN, strided
+from ggml_backend_npu.registry import OPS
+from graph_runner.compare import compare
+from graph_runner.files import write_file
+from graph_runner.probes import (
+    NODES,
+    Make,
+    Rng,
+    Types,
+    attention,
+    delta_net,
+    gated,
+    hc_post,
+    hc_pre,
+    mul_mat,
+    node,
+    normal,
+    of_elements,
+    of_rows,
+    ssm_conv,
+    ssm_scan,
+    wkv,
+)
+from graph_runner.rules import Rules, type_of
+from graph_runner.spans import copy
+from quant.jit import cache_directory, target
+
+_SEEDS = 2
+_WIDTHS = (*range(1, 36), 47, 64, 70, 130)
+_F32: Types = ("f32",) * 8
+_FIXED = "ggml's source says what every bit is"
+
+
+@dataclass(frozen=True)
+class Promise:
+    """What is promised of nodes of an op.
+
+    of     which nodes, where not all
+    bytes  whether their results are those of the bound ggml's CPU in every byte
+    why    in words
+    """
+
+    op: str
+    of: str
+    bytes: bool
+    why: str
+
+
+@dataclass(frozen=True)
+class _Probe:
+    """Nodes that a promise is measured on.
+
+    fixed  whether ggml's source says what every bit is, as it is written for x86-64 with AVX2 and with AVX-512
+    """
+
+    op: str
+    of: str
+    makes: tuple[Make, ...]
+    types: Types = _F32
+    fixed: bool = False
+
+    @property
+    def name(self) -> str:
+        return f"{self.op} {self.of}".rstrip()
+
+    def nodes(self) -> Iterator[Node]:
+        for make in self.makes:
+            for seed in range(_SEEDS):
+                yield make(np.random.default_rng(seed), self.types)
+
+
+def _norm_of_columns(rng: Rng, types: Types) -> Node:
+    """NORM of rows whose elements lie apart."""
+    x = normal(rng, "f32", 1, 3, 37, 9)
+    ne0, ne1, ne2, ne3 = x.ne
+    nb0, nb1, nb2, nb3 = x.nb
+    turned = replace(x, ne=(ne1, ne0, ne2, ne3), nb=(nb1, nb0, nb2, nb3))
+    return node("NORM", "f32", (1, 3, 9, 37), turned, params=np.float32(0.1).tobytes())
+
+
+def _of_widths(make: Callable[[int], Make], widths: Iterable[int] = _WIDTHS) -> tuple[Make, ...]:
+    return tuple(map(make, widths))
+
+
+_QUANTISED = ("q8_0", "q4_0", "q4_1", "q5_0", "q5_1")
+_EPS = np.float32(1e-6).tobytes()
+_FUNCTIONS = ("SILU", "GELU", "GELU_QUICK", "GELU_ERF", "SIGMOID", "TANH", "EXP", "EXPM1", "ELU", "SOFTPLUS", "SIN")
+_GLU = ("SWIGLU", "GEGLU", "GEGLU_QUICK", "GEGLU_ERF")
+
+
+def _elements(op: str, width: int) -> Make:
+    return of_elements(op, width=width)
+
+
+def _gated(op: str, width: int) -> Make:
+    return gated(op, width=width)
+
+
+def _rows(op: str, width: int) -> Make:
+    return of_rows(op, width, _EPS)
+
+
+# of other ops the nodes are those of NODES
+_MEASURED: dict[str, list[_Probe]] = {
+    **{op: [_Probe(op, "", _of_widths(partial(_elements, op)))] for op in _FUNCTIONS},
+    **{op: [_Probe(op, "", _of_widths(partial(_gated, op)))] for op in _GLU},
+    "MUL_MAT": [
+        _Probe("MUL_MAT", "of f16", _of_widths(mul_mat), ("f32", "f16", "f32"), fixed=True),
+        _Probe("MUL_MAT", "of f32, rows of whole 64s", _of_widths(mul_mat, (64, 128, 576)), fixed=True),
+        _Probe("MUL_MAT", "of f32, other rows", _of_widths(mul_mat, (7, 33, 48, 63, 80, 121))),
+        *(_Probe("MUL_MAT", f"of {type}", (mul_mat(),), ("f32", type, "f32"), fixed=True) for type in _QUANTISED),
+        *(_Probe("MUL_MAT", f"of {type}", (mul_mat(columns=1),), ("f32", type, "f32")) for type in ("q4_K", "q6_K")),
+    ],
+    "MUL_MAT_ID": [
+        _Probe("MUL_MAT_ID", f"of {type}", tuple(NODES["MUL_MAT_ID"]), ("f32", type, "f32"), fixed=True)
+        for type in ("f16", "q8_0")
+    ],
+    "NORM": [
+        _Probe("NORM", "of rows without gaps", _of_widths(partial(_rows, "NORM")), fixed=True),
+        _Probe("NORM", "of rows with gaps", (_norm_of_columns,)),
+    ],
+    **{op: [_Probe(op, "", _of_widths(partial(_rows, op)))] for op in ("RMS_NORM", "L2_NORM")},
+    "FLASH_ATTN_EXT": [
+        _Probe(
+            "FLASH_ATTN_EXT", "of f16, fewer than 64 queries",
+            (*NODES["FLASH_ATTN_EXT"][:2], *_of_widths(lambda n: attention(widths=(64, n)), (64, 65, 66, 79, 80, 130))),
+            ("f32", "f32", "f16", "f16"), fixed=True,
+        ),
+        _Probe("FLASH_ATTN_EXT", "of f16, 64 queries or more", (attention(queries=70),), ("f32", "f32", "f16", "f16")),
+        _Probe("FLASH_ATTN_EXT", "of q8_0", (attention(),), ("f32", "f32", "q8_0", "q8_0")),
+        _Probe("FLASH_ATTN_EXT", "of f32", (attention(),)),
+    ],
+    "SSM_CONV": [_Probe("SSM_CONV", "", _of_widths(ssm_conv))],
+    "SSM_SCAN": [
+        _Probe("SSM_SCAN", "with a decay for each element", _of_widths(partial(ssm_scan, dim=1), (2, 16, 17, 70))),
+        _Probe("SSM_SCAN", "with a decay for each head", _of_widths(ssm_scan)),
+    ],
+    "RWKV_WKV6": [_Probe("RWKV_WKV6", "", _of_widths(lambda n: wkv("RWKV_WKV6", 5, size=n)))],
+    "RWKV_WKV7": [_Probe("RWKV_WKV7", "", _of_widths(lambda n: wkv("RWKV_WKV7", 6, size=n), (64, 128)), fixed=True)],
+    "GATED_LINEAR_ATTN": [
+        _Probe(
+            "GATED_LINEAR_ATTN", "",
+            _of_widths(lambda n: wkv("GATED_LINEAR_ATTN", 4, np.float32(0.3).tobytes(), size=n)),
+        )
+    ],
+    "GATED_DELTA_NET": [
+        _Probe(
+            "GATED_DELTA_NET", "", (*_of_widths(delta_net), *_of_widths(partial(delta_net, gates=True), (7, 16, 40)))
+        )
+    ],
+    "DSV4_HC_PRE": [
+        _Probe("DSV4_HC_PRE", "with gates", _of_widths(hc_pre)),
+        _Probe("DSV4_HC_PRE", "with weights", _of_widths(partial(hc_pre, gated=False))),
+    ],
+    "DSV4_HC_POST": [_Probe("DSV4_HC_POST", "", _of_widths(hc_post))],
+    "SOFT_MAX": [_Probe("SOFT_MAX", "", tuple(NODES["SOFT_MAX"]), fixed=True)],
+}  # fmt: skip
+
+
+@cache
+def _probes() -> dict[str, _Probe]:
+    """By name."""
+    others = {op: [_Probe(op, "", tuple(makes))] for op, makes in NODES.items() if op not in _MEASURED}
+    return {probe.name: probe for probes in (_MEASURED | others).values() for probe in probes}
+
+
+def holds(name: str) -> bool:
+    """Whether the kernels give the bytes of the bound ggml's CPU, of nodes by the name of an op and which of them."""
+    return _measured({name})[name]
+
+
+_found: dict[str, bool] = {}
+
+
+def _measured(names: Collection[str]) -> dict[str, bool]:
+    """What `holds`, of these and of all that was asked for before."""
+    ggml = lib.ggml()
+    kept = cache_directory() / f"promises-{_identity(ggml)}.json"
+    if not _found:
+        with suppress(OSError, ValueError):
+            _found.update({name: holds is True for name, holds in json.loads(kept.read_text()).items()})
+    missing = sorted(names - _found.keys())
+    if missing:
+        codecs.bind(ggml)
+        strided.make_ready()
+        with Replica(ggml, "CPU") as cpu, DEVICE.multiplying("exact"):
+            for name in missing:
+                _found[name] = all(_is_equal(cpu, each) for each in _probes()[name].nodes())
+        with suppress(OSError):
+            write_file(kept, json.dumps(_found, indent=1).encode())
+    return _found
+
+
+def _identity(ggml: lib.Ggml) -> str:
+    """Of a ggml, and of what kernels are compiled for."""
+    return xxhash.xxh3_64_hexdigest(b"\0".join((target().encode(), ggml.version.encode(), ggml.cpu_file.read_bytes())))
+
+
+def _is_equal(cpu: Replica, of: Node) -> bool:
+    """Whether the CPU and the kernels give the same bytes."""
+    expected, actual = copy(of.dst), copy(of.dst)
+    cpu.compute(replace(of, dst=expected))
+    OWN[of.op].bind(replace(of, dst=actual))()
+    return bool(compare(expected, actual))
+
+
+def promises(ops: Collection[str] | None = None) -> list[Promise]:
+    """Of these ops, or of all that the device has, on this machine."""
+    wanted = {*OWN} & {*(OPS if ops is None else ops)}
+    probes = {name: probe for name, probe in _probes().items() if probe.op in wanted}
+    rules, held = Rules(), _measured(probes.keys())
+    found = [Promise(op, "", *_unmeasured(op, rules)) for op in wanted - {probe.op for probe in probes.values()}]
+    found += [Promise(probe.op, probe.of, held[name], _why(probe, held[name], rules)) for name, probe in probes.items()]
+    return sorted(found, key=lambda each: (each.op, each.of))
+
+
+def _unmeasured(op: str, rules: Rules) -> tuple[bool, str]:
+    words = rules.describe(op, "f32")
+    return (True, _FIXED) if words == "same bytes" else (False, words)
+
+
+def _why(probe: _Probe, holds: bool, rules: Rules) -> str:
+    if holds:
+        return _FIXED if probe.fixed else "measured: this ggml computes the same"
+    return f"{rules.describe(probe.op, type_of(next(probe.nodes())))}: this ggml adds or rounds otherwise"

@@ -1,0 +1,94 @@
+"""What is promised on this machine is measured: on the bound ggml, for each op, and kept."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from ggml_backend_npu import Node
+from ggml_backend_npu.abi import lib
+from ggml_backend_npu.abi.replica import Replica
+from ggml_backend_npu.ops import OWN
+from ggml_backend_npu.registry import Call
+from graph_runner import promises
+from graph_runner.compare import compare
+from graph_runner.rules import Rules
+from graph_runner.spans import copy
+
+PROBES = promises._probes()
+
+
+@pytest.fixture(autouse=True)
+def kept_elsewhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    monkeypatch.setattr(promises, "cache_directory", lambda: tmp_path)
+    monkeypatch.setattr(promises, "_found", {})
+    return tmp_path
+
+
+class WithoutAnEnd:
+    """An op whose kernel does not see what is left of the rows of a source after whole eights."""
+
+    def __init__(self, name: str) -> None:
+        self._op, self._place = OWN[name], 1 if name == "MUL_MAT" else 0
+
+    def bind(self, node: Node) -> Call:
+        x = node.src[self._place]
+        assert x is not None
+        cut = copy(x)
+        cut.view()[..., x.ne[0] // 8 * 8 :] = 0
+        return self._op.bind(replace(node, src=(*node.src[: self._place], cut, *node.src[self._place + 1 :])))
+
+
+TAILED = ["SSM_CONV", "DSV4_HC_PRE with gates", "MUL_MAT of f32, other rows", "MUL_MAT of f16", "SILU", "RMS_NORM"]
+
+
+@pytest.mark.parametrize("name", TAILED)
+def test_a_wrong_end_of_a_row_is_no_promise_and_beyond_the_bound(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    probe = PROBES[name]
+    monkeypatch.setattr(promises, "OWN", {probe.op: WithoutAnEnd(probe.op)})
+    assert not promises.holds(name)
+    cut = [of for of in probe.nodes() if (of.src[0] or of.dst).ne[0] % 8]
+    assert cut
+    assert not any(is_allowed(of) for of in cut)
+
+
+def test_right_kernels_are_within_the_bounds_where_bytes_are_not_promised() -> None:
+    unequal = [probe for name, probe in PROBES.items() if probe.op in OWN and not promises.holds(name)]
+    assert not [str(of) for probe in unequal for of in probe.nodes() if not is_allowed(of)]
+
+
+def is_allowed(of: Node) -> bool:
+    expected, actual = copy(of.dst), copy(of.dst)
+    with Replica(lib.ggml(), "CPU") as cpu, promises.DEVICE.multiplying("exact"):
+        cpu.compute(replace(of, dst=expected))
+        promises.OWN[of.op].bind(replace(of, dst=actual))()
+    found = compare(expected, actual)
+    return bool(found) or Rules().allows(of, expected, actual, found)
+
+
+@pytest.mark.skipif(
+    bool({"AVX2", "FMA", "F16C"} - lib.unchecked().features.keys()), reason="this ggml was built without AVX2"
+)
+def test_where_the_source_says_what_every_bit_is_bytes_are_promised() -> None:
+    assert [name for name, probe in PROBES.items() if probe.fixed and not promises.holds(name)] == []
+
+
+def test_what_was_measured_is_kept(kept_elsewhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = promises.holds("SILU")
+    (file,) = kept_elsewhere.iterdir()
+    assert json.loads(file.read_text()) == {"SILU": before}
+    monkeypatch.setattr(promises, "_found", {})
+    file.write_text(json.dumps({"SILU": not before}))
+    assert promises.holds("SILU") is not before
+    monkeypatch.setattr(promises, "_found", {})
+    file.write_text('{"SILU": tr')
+    assert promises.holds("SILU") is before
+
+
+def test_every_op_has_a_promise() -> None:
+    found = promises.promises()
+    assert {each.op for each in found} == {*OWN}
+    assert all(each.why for each in found)
