@@ -147,6 +147,13 @@ class DeviceOptions:
             setattr(self, name, value)
             self._given[name] = str(options[name])
 
+    def check(self) -> None:
+        """Raises DeviceError for options that cannot be together."""
+        if self.fallback == "cpu" and self.memory == "device":
+            raise DeviceError("GGML_NPU_FALLBACK=cpu needs GGML_NPU_MEMORY=host: the CPU cannot reach device memory")
+        if self.memory_limit is not None and self.memory == "host":
+            raise DeviceError(f"memory limit of {self.memory_limit} bytes: needs memory 'device', and memory is 'host'")
+
     @property
     def matmul_to_compare(self) -> str:
         """How matrices are multiplied where nodes are compared: exactly, unless an option says how."""

@@ -8,6 +8,7 @@ device's run wrote. Of the two, and of how far the runs have come apart, follows
 from __future__ import annotations
 
 import os
+import sys
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -25,7 +26,8 @@ from ggml_backend_npu.fusion import FUSIONS
 from ggml_backend_npu.numerics import NUMERICS
 from ggml_backend_npu.ops import OWN, strided
 from graph_runner.again import Again
-from graph_runner.errors import BadInputError
+from graph_runner.console import printable
+from graph_runner.errors import BadInputError, TraceError
 from graph_runner.judge import Judge, Stray
 from graph_runner.kernels import Kernels
 from graph_runner.lockstep import Lockstep, Side
@@ -105,7 +107,7 @@ class DiffResult:
 
 
 class _Reproducers:
-    """Keeps wrong nodes as traces in a folder; nothing where there is none."""
+    """Keeps wrong nodes as traces in a folder, for as long as it can be written; nothing where there is none."""
 
     def __init__(self, folder: Path | None, origin: Origin) -> None:
         self._folder, self.origin = folder, origin
@@ -122,7 +124,12 @@ class _Reproducers:
         if self._folder is None:
             return None
         path = self._folder / f"{found.step}-{found.index}-{found.op}.gguf"
-        save_nodes(path, graph, expected, self.origin, step=found.step, index=found.index)
+        try:
+            save_nodes(path, graph, expected, self.origin, step=found.step, index=found.index)
+        except TraceError as error:
+            self._folder = None
+            print(printable(f"ggml-npu: wrong nodes are not kept: {error}"), file=sys.stderr)
+            return None
         return str(path)
 
 

@@ -32,6 +32,7 @@ class NpuOptions:
         from ggml_backend_npu.kernels import load_kernels
 
         DEVICE.update(self.options)
+        DEVICE.check()
         for path in self._files:
             ops = ", ".join(f"{name} ({how})" for name, how in load_kernels(path).items())
             print(printable(f"kernels of {path}: {ops}"), file=sys.stderr)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 
 os.environ["GGML_NO_BACKTRACE"] = "1"  # read by ggml when it is loaded
 os.environ["PYTHONSAFEPATH"] = "1"  # processes of the tests import what is installed, not what lies in their folder
@@ -29,6 +30,9 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )
 settings.load_profile("tests")
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it, and so its children
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 @pytest.fixture(scope="session")

@@ -20,6 +20,7 @@ from test_cli import COMMAND, Cli, assert_refused, cli, fresh, kernel_file, proc
 import ggml_backend_npu
 import graph_runner
 import quant
+from graph_runner import suites
 from graph_runner.cli.app import COMMANDS
 from graph_runner.console import Console, table
 from graph_runner.limits import MOST_THREADS
@@ -133,6 +134,16 @@ def test_a_closed_pipe_is_quiet(arguments: list[str]) -> None:
     assert "Broken" not in outcome.err
 
 
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+@pytest.mark.parametrize("arguments", ["run tiny -n 1", "diff tiny -n 0 --ops CONT --json result.json"])
+def test_a_closed_stream_takes_nothing(tmp_path: Path, arguments: str, closed: str) -> None:
+    outcome = process("sh", "-c", f"exec {COMMAND} {arguments} {closed}", cwd=tmp_path)
+    assert outcome.code == 0
+    assert "Traceback" not in outcome.out + outcome.err
+    for file in tmp_path.iterdir():
+        assert json.loads(file.read_text())["passed"]
+
+
 OURS = """
 import sys
 from graph_runner import cli
@@ -157,15 +168,73 @@ def test_a_mistake_of_ours_is_exit_code_3_and_a_line() -> None:
     assert "Traceback" in process(sys.executable, "-c", OURS, "--verbose").err
 
 
+@pytest.mark.parametrize("module", ["typer", "numpy"])
+def test_ctrl_c_while_modules_are_imported_is_quiet(module: str) -> None:
+    outcome = process(sys.executable, "-c", IMPORTING.format(module=module))
+    assert (outcome.code, outcome.out, outcome.err) == (130, "", "")
+
+
+IMPORTING = """
+import sys
+
+class Interrupted:
+    def find_spec(self, name, path=None, target=None):
+        if name == {module!r}:
+            raise KeyboardInterrupt
+
+sys.meta_path.insert(0, Interrupted())
+sys.argv = ["ggml-npu", "run", "tiny", "-n", "1"]
+from graph_runner.cli import main
+main()
+"""
+
+
+@pytest.mark.parametrize("arguments", [["run", "tiny", "-n", "1"], ["capture", "tiny", "-o", "t.gguf"]], ids=" ".join)
+def test_a_full_disk_is_told_in_a_line(tmp_path: Path, arguments: list[str]) -> None:
+    """A file may grow to 4 KiB, which is less than the model has that is written to TMPDIR."""
+    environment = os.environ | {"TMPDIR": str(tmp_path)}
+    words = ["sh", "-c", 'ulimit -f 8; exec "$@"', "sh", COMMAND, *arguments]
+    assert_refused(process(*words, env=environment, cwd=tmp_path), "File too large")
+    assert [*tmp_path.iterdir()] == []
+
+
+def test_a_folder_that_cannot_be_written_is_told_in_a_line(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    environment = os.environ | {"XDG_CACHE_HOME": str(file)}
+    assert_refused(fresh("plugin", env=environment), file, "Not a directory")
+
+
+WRONG = "from ggml_backend_npu import op\n@op('CONT')\ndef cont(dst, x):\n    dst.view()[...] = 0\n"
+
+
+def test_a_diff_needs_no_folder_to_keep_wrong_nodes_in(tmp_path: Path) -> None:
+    kernels, file = kernel_file(tmp_path, WRONG), tmp_path / "file"
+    file.touch()
+    command = ["diff", "tiny", "-n", "0", "--ops", "CONT", "--kernels", kernels]
+    outcome = fresh(*command, env=os.environ | {"XDG_CACHE_HOME": str(file)})
+    assert outcome.code == 1
+    assert outcome.err.startswith(f"ggml-npu: wrong nodes are not kept: '{file}")
+    assert "wrong: " in outcome.out
+
+
+def test_a_diff_goes_on_where_wrong_nodes_cannot_be_kept(cli: Cli, tmp_path: Path) -> None:  # noqa: F811
+    folder = tmp_path / "kept"
+    folder.mkdir()
+    kernels = kernel_file(tmp_path, WRONG + f"    import shutil; shutil.rmtree({str(folder)!r}, ignore_errors=True)\n")
+    outcome = cli("diff", "tiny", "-n", "0", "--ops", "CONT", "--kernels", kernels, "--reproducers", folder)
+    assert outcome.code == 1
+    assert outcome.err.count("ggml-npu: wrong nodes are not kept: trace '") == 1
+    assert "wrong: " in outcome.out
+
+
 # threads
 
 
 @pytest.mark.parametrize("count", [MOST_THREADS + 1, 32768, 100_000, 99_999_999_999, -1])
 @pytest.mark.parametrize("command", ["run", "diff", "coverage"])
 def test_threads_have_a_bound(cli: Cli, command: str, count: int) -> None:  # noqa: F811
-    outcome = cli(command, "tiny", "--threads", count)
-    assert outcome.code == 2
-    assert "--threads" in outcome.err
+    assert_refused(cli(command, "tiny", "--threads", count), "'--threads'", f"see ggml-npu {command} -h")
 
 
 def test_the_most_threads_work(cli: Cli) -> None:  # noqa: F811
@@ -229,12 +298,19 @@ def test_kernels_come_from_several_files_that_import_their_neighbours(
     [["--all"], ["--memory", "device"], ["--kernels", "k.py"], ["--device-type", "gpu"], ["--profile", "full"]],
     ids=" ".join,
 )
-def test_options_of_the_npu_are_refused_beside_the_cpu(cli: Cli, options: list[str]) -> None:  # noqa: F811
-    assert_refused(cli("run", "tiny", "--device", "cpu", *options), options[0], "--device is cpu")
+@pytest.mark.parametrize("command", ["run", "diff", "replay"])
+def test_options_of_the_npu_are_refused_beside_the_cpu(cli: Cli, command: str, options: list[str]) -> None:  # noqa: F811
+    if (command, *options) != ("replay", "--all"):
+        assert_refused(cli(command, "tiny", "--device", "cpu", *options), options[0], "--device is cpu")
 
 
-def test_a_limit_of_memory_needs_memory() -> None:
-    assert_refused(fresh("run", "tiny", "--memory-limit", "1G"), "memory limit", "'device'")
+@pytest.mark.parametrize("command", ["run", "diff", "coverage", "replay"])
+def test_a_limit_of_memory_needs_memory(tmp_path: Path, command: str) -> None:
+    trace = tmp_path / "trace.gguf"
+    if command == "replay":
+        assert fresh("capture", "tiny", "-o", trace, "--nodes", "CONT").code == 0
+    outcome = fresh(command, trace if command == "replay" else "tiny", "--memory-limit", "1G")
+    assert_refused(outcome, "memory limit", "'device'")
 
 
 def test_a_prompt_beyond_the_training_context_is_told(cli: Cli, tiny: Path, tmp_path: Path) -> None:  # noqa: F811
@@ -376,6 +452,28 @@ def test_ops_as_json(cli: Cli) -> None:  # noqa: F811
     found = json.loads(cli("ops", "--json", "-").out)
     assert found["ops"]["CONT"]
     assert set(found["ops"]) == set(ggml_backend_npu.OPS)
+
+
+def test_cases_are_chosen_by_a_pattern(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    """The line of test-backend-ops that a diff prints is one of the command."""
+    called = []
+
+    def lines(program: str, arguments: list[str], options: object) -> list[str]:
+        called.append([program, *arguments])
+        return ["Backend 1/1: NPU", "  SQR(type=f16,ne=[1,1,1,1]): OK"]
+
+    monkeypatch.setattr(suites, "build", lambda console: None)
+    monkeypatch.setattr(suites, "_with_plugin", lambda *given: iter(lines(*given)))
+    assert cli("test", "-o", "SQR", "-p", "type=f16").code == 0
+    assert called == [["test-backend-ops", "test", "-b", "NPU", "-o", "SQR", "-p", "type=f16"]]
+
+
+def test_what_the_plugin_takes_to_be_asked_is_told() -> None:
+    outcome = fresh("plugin")
+    assert Path(outcome.out.strip()).is_file()
+    (line,) = outcome.err.splitlines()
+    assert "llama-cli, llama-server and llama-completion" in line
+    assert "-dev NPU" in line
 
 
 def test_what_test_needs(cli: Cli) -> None:  # noqa: F811

@@ -123,13 +123,17 @@ def test_the_command_shows_and_clears_what_is_kept(tmp_path: Path) -> None:
     environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path), "NUMBA_CACHE_DIR": str(tmp_path / "kernels")}
     mine = tmp_path / "ggml-npu" / "mine"
     mine.mkdir(parents=True)
+    node = tmp_path / "ggml-npu" / "reproducers" / "model" / "0-1-CONT.gguf"
+    node.parent.mkdir(parents=True)
+    node.touch()
     fresh("plugin", env=environment)
     subprocess.run([sys.executable, "-c", FEW], env=environment, check=True, capture_output=True)
     shown = fresh("cache", env=environment)
     assert shown.code == 0
-    for word in ("compiled kernels", "the plugin", str(tmp_path / "kernels"), "kept: 2"):
+    for word in ("compiled kernels", "the plugin", "wrong nodes of diffs", str(tmp_path / "kernels"), "kept: 3"):
         assert word in shown.out
-    assert "deleted: 2" in fresh("cache", "--clear", env=environment).out
+    assert "deleted: 3" in fresh("cache", "--clear", env=environment).out
     assert "kept: 0" in fresh("cache", env=environment).out
     assert mine.is_dir()
+    assert not node.exists()
     assert process(sys.executable, "-c", FEW, env=environment).code == 0

@@ -55,7 +55,7 @@ def test_every_option_that_names_a_file_is_known_as_such() -> None:
     ("command", "read", "write", "link"),
     [(*pair, "itself") for pair in PAIRS]
     + [("diff", "model", "json_file", link) for link in ("symbolic link", "hard link")],
-    ids=" ".join,
+    ids=str,
 )
 def test_no_output_is_what_the_command_reads(
     cli: Cli,  # noqa: F811
@@ -79,7 +79,7 @@ def test_no_output_is_what_the_command_reads(
     assert {path for path in tmp_path.iterdir() if not path.name.startswith("its-")} == {*before}
 
 
-@pytest.mark.parametrize(("command", "first", "second"), TWO_OUTPUTS, ids=" ".join)
+@pytest.mark.parametrize(("command", "first", "second"), TWO_OUTPUTS, ids=str)
 def test_no_two_outputs_are_one_file(cli: Cli, tmp_path: Path, command: str, first: str, second: str) -> None:  # noqa: F811
     file, link = tmp_path / "mine.png", tmp_path / "link.png"
     file.write_text("older")

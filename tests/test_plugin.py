@@ -107,6 +107,19 @@ def test_the_command_prints_the_path() -> None:
     assert result.exit_code == 0
 
 
+def test_a_library_of_another_version_is_refused(host: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would not say whose ggml it is in: that of llama-cpp-python would be loaded beside it."""
+    older = embedding._PYTHON.replace('_ggml_npu.caller = int(ffi.cast("uintptr_t", caller))', "")
+    older = older.replace("_ggml_npu.caller", 'int(ffi.cast("uintptr_t", caller))')
+    with monkeypatch.context() as patch:
+        patch.setattr(embedding, "_PYTHON", older)
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path))
+        library = embedding.plugin()
+    lines, (note,) = run(host, GGML, library)
+    assert lines == ["not loaded", "CPU"]
+    assert note.startswith("ggml-npu: no device NPU: the plugin was built by another version")
+
+
 def test_a_second_load_in_a_process_changes_nothing(host: Path) -> None:
     library = embedding.plugin()
     assert run(host, GGML, library, library) == (["loaded", "loaded", "CPU", "NPU"], [])

@@ -517,6 +517,17 @@ def test_a_wrong_kernel_is_found(cli: Cli, small: Path, tmp_path: Path, line: st
     assert cli("replay", small, "--device", "CPU").code == 0
 
 
+@pytest.mark.parametrize("line", ["dst.view()[...] += 1", "raise ValueError('no')"])
+def test_what_a_trace_names_does_not_reach_the_terminal(cli: Cli, tmp_path: Path, line: str) -> None:  # noqa: F811
+    node, name, path = get_rows().node, "\x1b[2Jname", tmp_path / "trace.gguf"
+    recorded = replace(get_rows(), node=replace(node, dst=replace(node.dst, name=name)))
+    write_trace(path, [recorded], replace(ORIGIN, model=name, prompt=name))
+    outcome = cli("replay", path, "--kernels", kernel_file(tmp_path, WRONG.format(line=line)))
+    assert outcome.code == 1
+    assert "\x1b" not in outcome.out + outcome.err
+    assert outcome.out.count("\\x1b[2Jname") >= 2
+
+
 @pytest.mark.usefixtures("own_ops")
 def test_a_replay_goes_by_the_rules_that_it_is_given(small: Path, tmp_path: Path) -> None:
     right = OPS["GET_ROWS"].define

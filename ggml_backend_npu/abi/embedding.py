@@ -111,6 +111,7 @@ def registry(caller: int) -> int:
     Reads the device's options and GGML_NPU_KERNELS from the environment. Raises whatever is wrong with these, with
     that ggml, or with the installation.
     """
+    lib.unchecked()
     lib.ggml(caller)
     DEVICE.update_from_environment()
     for file in named_by_the_environment():

@@ -322,9 +322,15 @@ _found: Ggml | None = None
 
 def unchecked() -> Ggml:
     """The ggml of this process, its layouts not looked at: that of the program which has loaded this backend as its
-    plugin, or that of llama-cpp-python."""
-    caller = getattr(sys.modules.get("_ggml_npu"), "caller", None)
-    return Ggml(_llama_cpp() if caller is None else _library_at(c_void_p(caller)))
+    plugin, or that of llama-cpp-python. Raises UnknownGgmlError where a plugin does not say which it is."""
+    plugin = sys.modules.get("_ggml_npu")
+    if plugin is None:
+        return Ggml(_llama_cpp())
+    if not hasattr(plugin, "caller"):
+        raise UnknownGgmlError(
+            "the plugin was built by another version of this package; `ggml-npu plugin` builds it anew"
+        )
+    return Ggml(_library_at(c_void_p(plugin.caller)))
 
 
 def ggml(caller: int | None = None) -> Ggml:

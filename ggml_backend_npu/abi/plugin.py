@@ -14,7 +14,7 @@ from ggml_backend_npu.abi.buffers import Buffers
 from ggml_backend_npu.abi.guard import Failures, guarded, stopped_by_interrupts
 from ggml_backend_npu.abi.lib import API_VERSION, Ggml
 from ggml_backend_npu.abi.repeats import Repeats
-from ggml_backend_npu.device import DEVICE, DeviceError
+from ggml_backend_npu.device import DEVICE
 from ggml_backend_npu.fusion import fusible
 from ggml_backend_npu.ir import Graph
 from ggml_backend_npu.memory import DeviceMemory
@@ -169,12 +169,7 @@ class Plugin:
             ),
         )
         self.device.reg = ctypes.addressof(self.registry)
-        if DEVICE.fallback == "cpu" and DEVICE.memory == "device":
-            raise DeviceError("GGML_NPU_FALLBACK=cpu needs GGML_NPU_MEMORY=host: the CPU cannot reach device memory")
-        if DEVICE.memory_limit is not None and DEVICE.memory == "host":
-            raise DeviceError(
-                f"memory limit of {DEVICE.memory_limit} bytes: needs memory 'device', and memory is 'host'"
-            )
+        DEVICE.check()
         self.memory: DeviceMemory | None = None
         if DEVICE.memory == "device":
             self.memory = DeviceMemory(DEVICE.memory_limit or _MEMORY, self.forget_plans)

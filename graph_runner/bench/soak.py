@@ -47,9 +47,9 @@ class Held:
 
     @property
     def is_constant(self) -> bool:
-        """Whether files and threads never become more after the first tenth, nor memory by one percent."""
+        """Whether files and threads stay as many after the first tenth, and memory grows by less than one percent."""
         others = (counts[len(counts) // 10 :] for counts in (self.files, self.threads))
-        return self.growth < 0.01 and all(max(counts) == counts[0] for counts in others)
+        return self.growth < 0.01 and all(len({*counts}) == 1 for counts in others)
 
     def __str__(self) -> str:
         mib = self.pages[-1] * os.sysconf("SC_PAGESIZE") / (1 << 20)
@@ -99,11 +99,14 @@ def contexts(model: Path, count: int) -> tuple[Held, bool]:
 
 def in_threads(model: Path, steps: int) -> tuple[Held, bool]:
     """Two contexts at once: what the process held, and whether both have the CPU's tokens."""
-    held, found = Held(), dict[int, list[int]]()
+    held, found, done = Held(), dict[int, list[int]](), threading.Barrier(2)  # that neither is gone before the other
     with Session(model, _settings("npu")) as one, Session(model, _settings("npu")) as two:
 
         def run(number: int, session: Session) -> None:
-            found[number] = [*tokens(session, steps, held.look if number == 0 else lambda: None)]
+            try:
+                found[number] = [*tokens(session, steps, held.look if number == 0 else lambda: None)]
+            finally:
+                done.wait()
 
         both = [threading.Thread(target=run, args=each) for each in enumerate((one, two))]
         for thread in both:

@@ -18,12 +18,22 @@ except KeyboardInterrupt:
 def main() -> None:
     """Runs the command. Its exit code is 2 with one line on stderr for what a user gave or the machine has not, 3 for a
     mistake of this project, 130 after Ctrl-C, 141 where nobody reads its output; others are those of the commands."""
+    _open_what_is_closed()
     try:
         with ends_when_told():
             code = _flushed(_run())
     except KeyboardInterrupt:
         code = INTERRUPTED
     sys.exit(code)
+
+
+def _open_what_is_closed() -> None:
+    """A standard stream that the caller has closed reads and writes nothing, and no other file gets its number."""
+    for name, mode in ("stdin", "r"), ("stdout", "w"), ("stderr", "w"):
+        if getattr(sys, name) is None:
+            number = os.open(os.devnull, os.O_RDWR)
+            os.set_inheritable(number, True)
+            setattr(sys, name, os.fdopen(number, mode))
 
 
 def _run() -> int:
@@ -34,7 +44,7 @@ def _run() -> int:
     try:
         from graph_runner.cli.app import app
 
-        app(prog_name="ggml-npu")
+        return int(app(prog_name="ggml-npu", standalone_mode=False) or 0)  # what it refuses is told as the rest is
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else int(end.code is not None)
     except KeyboardInterrupt:
@@ -45,7 +55,6 @@ def _run() -> int:
         from graph_runner.cli.failures import told
 
         return told(error)
-    return 0
 
 
 def _flushed(code: int) -> int:

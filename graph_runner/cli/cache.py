@@ -14,13 +14,18 @@ from graph_runner.console import Console, table
 def cache(
     clear: Annotated[bool, typer.Option("--clear", help="Delete all of it; what is needed is made anew.")] = False,
 ) -> None:
-    """Show what is kept between runs: compiled kernels, the plugin, ggml's own test programs."""
+    """Show what is kept between runs: compiled kernels, the plugin, ggml's own test programs, wrong nodes of diffs."""
     import platformdirs
 
     from quant.jit import cache_directory
 
     folders = {platformdirs.user_cache_path("ggml-npu"), cache_directory().parent}
-    kinds = {"kernels-": "compiled kernels", "plugin-": "the plugin", "programs-": "ggml's own test programs"}
+    kinds = {
+        "kernels-": "compiled kernels",
+        "plugin-": "the plugin",
+        "programs-": "ggml's own test programs",
+        "reproducers": "wrong nodes of diffs",
+    }
     found = [path for folder in sorted(folders) if folder.is_dir() for path in sorted(folder.iterdir())]
     kept = {path: kind for path in found for begin, kind in kinds.items() if path.name.startswith(begin)}
     shown = table("what", "where")

@@ -66,12 +66,12 @@ def prompt_text(prompt: str, file: Path | None) -> str:
         raise BadInputError(f"--file {str(file)!r}: {error.strerror}") from None
 
 
-def refuse_for_the_cpu(**given: object) -> None:
-    """Raises BadInputError for the first option that is given, where all is computed by the CPU."""
+def refuse_without_the_npu(device: str, **given: object) -> None:
+    """Raises BadInputError for the first option that is given, where another device computes all."""
     for name, value in given.items():
         if value:
             option = {"all_ops": "--all"}.get(name, f"--{name.replace('_', '-')}")
-            raise BadInputError(f"{option}: is for the NPU, and --device is cpu")
+            raise BadInputError(f"{option}: is for the NPU, and --device is {device}")
 
 
 @contextmanager

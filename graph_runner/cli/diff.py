@@ -11,7 +11,15 @@ import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from graph_runner.child import begun
-from graph_runner.cli.common import op_options, prompt_text, stderr, stdout, type_for_all
+from graph_runner.cli.common import (
+    op_options,
+    prompt_text,
+    refuse_without_the_npu,
+    stderr,
+    stdout,
+    type_for_all,
+    warn,
+)
 from graph_runner.cli.options import (
     KEEPS_TRACES,
     PROMPT,
@@ -103,6 +111,11 @@ def diff(
     device computes it from what the reference read, and the reference computes it from what the device's own run read.
     Exit code 0: right; 1: a node or the device's run is wrong; 2: bad input; 3: a mistake of this project.
     """
+    if device is reference is Device.CPU:
+        refuse_without_the_npu(
+            device, all_ops=all_ops, kernels=kernels, memory=memory, memory_limit=memory_limit,
+            device_type=device_type, profile=profile, matmul=matmul, no_fusion=not fusion,
+        )  # fmt: skip
     prompt = prompt_text(prompt, prompt_file)
     if reproducers is not None and not reproducers.is_dir():
         raise BadInputError(f"--reproducers {str(reproducers)!r}: no such directory")
@@ -165,10 +178,14 @@ def diff(
     raise typer.Exit(0 if result else 1)
 
 
-def _folder(model: str) -> Path:
-    """Where wrong nodes of a model are kept: in the user's cache directory."""
+def _folder(model: str) -> Path | None:
+    """Where wrong nodes of a model are kept: in the user's cache directory, where that can be written."""
     import platformdirs
 
     folder = Path(platformdirs.user_cache_dir("ggml-npu")) / "reproducers" / Path(model).stem
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        warn(f"wrong nodes are not kept: {str(folder)!r}: {error.strerror}")
+        return None
     return folder

@@ -7,6 +7,9 @@ import sys
 import traceback
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
+
+import typer
 
 from ggml_backend_npu import DeviceError, KernelError
 from ggml_backend_npu.abi.embedding import PluginError
@@ -25,6 +28,8 @@ _BAD_INPUT = (
     SuiteError, ToleranceError, TraceError, UnknownGgmlError,
 )  # fmt: skip
 
+_UsageError = typer.BadParameter.__bases__[0]  # click's, of which typer may have a copy
+
 
 def told(error: BaseException) -> int:
     """Says on stderr, in one line, what went wrong; with GGML_NPU_VERBOSE also where. Returns the exit code."""
@@ -33,6 +38,8 @@ def told(error: BaseException) -> int:
             traceback.print_exception(error)
         if isinstance(error, _BAD_INPUT):
             _say(str(error))
+        elif isinstance(error, _UsageError):
+            _say_usage(error)
         elif isinstance(error, OSError) and error.strerror:
             _say(f"{error.filename or 'stdout or a file'}: {error.strerror}")
         else:
@@ -43,6 +50,12 @@ def told(error: BaseException) -> int:
 
 def _say(text: str) -> None:
     print(printable(f"ggml-npu: {' '.join(text.split())}"), file=sys.stderr)
+
+
+def _say_usage(error: Any) -> None:
+    """Without a command, help was printed, and there is no message."""
+    if message := error.format_message():
+        _say(message if error.ctx is None else f"{message.rstrip('.')}; see {error.ctx.command_path} -h")
 
 
 def _where(error: BaseException) -> str:

@@ -9,9 +9,10 @@ from typing import Annotated
 import typer
 
 from graph_runner.child import begun
-from graph_runner.cli.common import op_options, stderr, stdout
+from graph_runner.cli.common import op_options, refuse_without_the_npu, stderr, stdout
 from graph_runner.cli.options import (
     READS,
+    Device,
     DeviceMemory,
     DeviceType,
     Fuse,
@@ -58,6 +59,11 @@ def replay(
     the model nor llama.cpp. Exit code 0: right; 1: a node is wrong, or none was taken; 2: bad input; 3: a mistake of
     this project.
     """
+    if device.lower() != Device.NPU:
+        refuse_without_the_npu(
+            device, kernels=kernels, profile=profile, memory=memory, memory_limit=memory_limit,
+            device_type=device_type, no_fusion=not fusion, matmul=matmul,
+        )  # fmt: skip
     with nullcontext() if in_process else begun() as child:
         from graph_runner.jobs import NpuOptions, ReplayJob, run_replay
 

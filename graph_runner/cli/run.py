@@ -15,7 +15,7 @@ from graph_runner.cli.common import (
     op_options,
     prompt_text,
     reading,
-    refuse_for_the_cpu,
+    refuse_without_the_npu,
     stderr,
     type_for_all,
     use_device,
@@ -81,9 +81,10 @@ def run(
     from graph_runner.token_graph import GraphRunner
 
     if device is Device.CPU:
-        refuse_for_the_cpu(
-            all_ops=all_ops, kernels=kernels, memory=memory, memory_limit=memory_limit, device_type=device_type,
-            profile=profile, matmul=matmul, no_llama_graph=not llama_graph, no_fusion=not fusion,
+        refuse_without_the_npu(
+            device, all_ops=all_ops, kernels=kernels, memory=memory, memory_limit=memory_limit,
+            device_type=device_type, profile=profile, matmul=matmul, no_llama_graph=not llama_graph,
+            no_fusion=not fusion,
         )  # fmt: skip
     all_ops = all_ops or not llama_graph
     prompt = prompt_text(prompt, prompt_file)
