@@ -22,6 +22,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from importlib import import_module
 from multiprocessing.connection import Connection
 from typing import IO, TYPE_CHECKING, Any, Protocol
 
@@ -217,12 +218,13 @@ class Child:
 
 
 @contextmanager
-def begun() -> Iterator[Child]:
-    """A process that loads what jobs need while the parent prepares one. It ends with the context."""
+def begun(module: str) -> Iterator[Child]:
+    """A process that imports a module, which takes its time, while the parent prepares a job. It ends with the
+    context."""
     with tempfile.TemporaryFile() as file:
         trail = Trail(file)
         ours, theirs = os.pipe()
-        line = [sys.executable, "-c", _CHILD, str(theirs), str(file.fileno())]
+        line = [sys.executable, "-c", _CHILD, str(theirs), str(file.fileno()), module]
         process = subprocess.Popen(
             line, stdin=subprocess.PIPE, pass_fds=(theirs, file.fileno()), start_new_session=True,
             env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
@@ -246,13 +248,13 @@ def main() -> None:
     from ggml_backend_npu.abi.guard import end_with_parent
 
     end_with_parent()
-    to_parent, page = map(int, sys.argv[1:])
+    to_parent, page = map(int, sys.argv[1:3])
     pipe = Connection(to_parent, readable=False)
     with os.fdopen(page, "r+b") as file:
         trail = Trail(file)
         mail = _Mail(pipe, trail)
         try:
-            import graph_runner.diff  # noqa: F401 - while the parent prepares the job
+            import_module(sys.argv[3])
             from quant.jit import while_compiling
 
             while_compiling(trail.is_moving)

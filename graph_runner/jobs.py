@@ -130,7 +130,7 @@ def _captured(job: DiffJob, result: DiffResult, at: Footprint) -> str | None:
     path: Path = folder / f"{at.step}-{at.place}-{at.op}.gguf"
     capture = CaptureJob(job.model, job.prompt, path, at, result, job.device.described)
     try:
-        with begun() as child:
+        with begun("graph_runner.trace") as child:
             child.run(capture, receive=lambda _: None, node_timeout=float("inf"))
     except (EndedError, SessionError, TraceError):
         return None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import ml_dtypes
@@ -48,10 +49,12 @@ def _any_blocks(kind: Codec, n: int) -> NDArray[np.uint8]:
 
 
 def normal(rng: Rng, type: str, *shape: int, size: float = 1.0) -> Tensor:
+    """Normally distributed values as a tensor of a type, of a shape (ne3, ..., ne0)."""
     return tensor(type, size * rng.standard_normal(shape))
 
 
 def node(op: str, type: str, shape: tuple[int, ...], *src: Tensor | None, params: bytes = b"") -> Node:
+    """A node over its sources, dst of a type and shape, zero."""
     return Node(op, tensor(type, np.zeros((1,) * (4 - len(shape)) + shape)), src, params + bytes(64 - len(params)))
 
 
@@ -67,6 +70,8 @@ def of_rows(op: str, width: int = 512, params: bytes = b"", size: float = 0.1, d
 
 
 def of_elements(op: str, low: float = -6, high: float = 6, params: bytes = b"", width: int = 64) -> Make:
+    """A function of UNARY, of values from low to high in rows of some width."""
+
     def make(rng: Rng, types: Types) -> Node:
         shape = 1, 3, 5, width
         return node(op, types[0], shape, tensor(types[1], rng.uniform(low, high, shape)), params=params)
@@ -75,6 +80,8 @@ def of_elements(op: str, low: float = -6, high: float = 6, params: bytes = b"", 
 
 
 def gated(op: str, alpha: float = 0.0, limit: float = 0.0, width: int = 64) -> Make:
+    """A function of GLU, of two sources."""
+
     def make(rng: Rng, types: Types) -> Node:
         a, b = (tensor(types[1], rng.uniform(-6, 6, (1, 3, 5, width))) for _ in range(2))
         return node(op, types[0], (1, 3, 5, width), a, b, params=struct.pack("2i2f", 0, 0, alpha, limit))
@@ -83,24 +90,29 @@ def gated(op: str, alpha: float = 0.0, limit: float = 0.0, width: int = 64) -> M
 
 
 def sum_of_all(rng: Rng, types: Types) -> Node:
+    """SUM."""
     return node("SUM", types[0], (1, 1, 1, 1), normal(rng, types[1], 1, 3, 5, 64))
 
 
 def arange(rng: Rng, types: Types) -> Node:
+    """ARANGE."""
     return node("ARANGE", "f32", (1, 1, 1, 200), params=struct.pack("3f", -3.3, 16.7, 0.1))
 
 
 def group_norm(rng: Rng, types: Types) -> Node:
+    """GROUP_NORM."""
     x = 0.1 * rng.standard_normal((2, 8, 5, 16)) + 0.05
     return node("GROUP_NORM", "f32", (2, 8, 5, 16), tensor("f32", x), params=struct.pack("if", 2, 1e-6))
 
 
 def pool_2d(rng: Rng, types: Types) -> Node:
+    """POOL_2D."""
     params = struct.pack("7i", 1, 3, 2, 2, 1, 1, 0)
     return node("POOL_2D", "f32", (2, 3, 9, 20), normal(rng, types[1], 2, 3, 10, 39), params=params)
 
 
 def soft_max(rng: Rng, types: Types) -> Node:
+    """SOFT_MAX with a mask, sinks and ALiBi."""
     x, mask = normal(rng, "f32", 2, HEADS, TOKENS, 96, size=4), normal(rng, "f16", 1, 1, TOKENS, 96)
     mask.view()[..., ::5] = -np.inf
     params, sinks = struct.pack("2f", 0.6, 8.0), normal(rng, "f32", 1, 1, 1, HEADS)
@@ -108,6 +120,8 @@ def soft_max(rng: Rng, types: Types) -> Node:
 
 
 def rope(op: str, mode: int, positions: list[int], ext: float = 0.0) -> Make:
+    """ROPE or ROPE_BACK in a mode, at these positions; ext: the extrapolation factor."""
+
     def make(rng: Rng, types: Types) -> Node:
         n_dims, width = (32, 64) if mode == 24 else (64, 80)
         sections = (8, 8, 8, 8) if mode == 24 else (12, 10, 8, 2)
@@ -122,6 +136,8 @@ def rope(op: str, mode: int, positions: list[int], ext: float = 0.0) -> Make:
 
 
 def mul_mat(k: int = 256, columns: int = 5) -> Make:
+    """MUL_MAT of rows of k elements, its weights shared by two matrices of columns each."""
+
     def make(rng: Rng, types: Types) -> Node:
         weights, x = normal(rng, types[1], 1, 2, 24, k), normal(rng, types[2], 1, 4, columns, k)
         return node("MUL_MAT", "f32", (1, 4, columns, 24), weights, x)
@@ -130,6 +146,7 @@ def mul_mat(k: int = 256, columns: int = 5) -> Make:
 
 
 def mul_mat_id(rng: Rng, types: Types) -> Node:
+    """MUL_MAT_ID of 6 experts, 2 for each of 5 tokens."""
     weights, x = normal(rng, types[1], 1, 6, 24, 256), normal(rng, types[2], 1, 5, 1, 256)
     ids = np.stack([rng.permutation(6)[:2] for _ in range(5)]).astype(np.int32)
     return node("MUL_MAT_ID", "f32", (1, 5, 2, 24), weights, x, Tensor.of(ids))
@@ -139,7 +156,7 @@ def attention(
     *, cells: int = 50, queries: int = 3, bias: float = 8.0, softcap: float = 5.0, sinks: bool = True,
     widths: tuple[int, int] | None = None,
 ) -> Make:  # fmt: skip
-    """widths: of a row of k and of v"""
+    """FLASH_ATTN_EXT of grouped heads. widths: of a row of k and of v."""
 
     def make(rng: Rng, types: Types) -> Node:
         least = max(64, codec(types[2]).block_size, codec(types[3]).block_size)
@@ -156,6 +173,8 @@ def attention(
 
 
 def ssm_conv(width: int = 4) -> Make:
+    """SSM_CONV of so many elements of a row."""
+
     def make(rng: Rng, types: Types) -> Node:
         x, weights = normal(rng, "f32", 1, 2, 70, width + 8), normal(rng, "f32", 1, 1, 70, width)
         return node("SSM_CONV", "f32", (1, 2, 9, 70), x, weights)
@@ -164,7 +183,7 @@ def ssm_conv(width: int = 4) -> Make:
 
 
 def ssm_scan(n_state: int = 32, dim: int = 16) -> Make:
-    """dim 1: a decay for every element of a state"""
+    """SSM_SCAN. dim 1: a decay for every element of a state."""
 
     def make(rng: Rng, types: Types) -> Node:
         n_head, n_tokens = HEADS, TOKENS
@@ -180,6 +199,8 @@ def ssm_scan(n_state: int = 32, dim: int = 16) -> Make:
 
 
 def wkv(op: str, n_sources: int, params: bytes = b"", size: int = 64) -> Make:
+    """RWKV_WKV6, RWKV_WKV7 or GATED_LINEAR_ATTN of heads of a size, of so many sources before the state."""
+
     def make(rng: Rng, types: Types) -> Node:
         sequences = 2
         sources = [tensor("f32", rng.uniform(-1, 1, (1, TOKENS, HEADS, size))) for _ in range(n_sources)]
@@ -196,7 +217,7 @@ def wkv(op: str, n_sources: int, params: bytes = b"", size: int = 64) -> Make:
 
 
 def delta_net(size: int = 32, gates: bool = False) -> Make:
-    """gates: one for each element of a row"""
+    """GATED_DELTA_NET of heads of a size. gates: one for each element of a row."""
 
     def make(rng: Rng, types: Types) -> Node:
         sequences = 2
@@ -211,11 +232,13 @@ def delta_net(size: int = 32, gates: bool = False) -> Make:
 
 
 def solve_tri(rng: Rng, types: Types) -> Node:
+    """SOLVE_TRI."""
     a = np.tril(0.2 * rng.standard_normal((1, 3, 24, 24))) + np.eye(24)
     return node("SOLVE_TRI", "f32", (1, 3, 24, 7), tensor("f32", a), normal(rng, "f32", 1, 3, 24, 7))
 
 
 def lightning_indexer(rng: Rng, types: Types) -> Node:
+    """LIGHTNING_INDEXER."""
     n = max(64, codec(types[2]).block_size)
     q, k = normal(rng, "f32", 2, TOKENS, 8, n), normal(rng, types[2], 2, 40, 1, n)
     weights, mask = normal(rng, "f32", 2, 1, TOKENS, 8), tensor("f16", np.zeros((1, 1, TOKENS, 40)))
@@ -224,6 +247,7 @@ def lightning_indexer(rng: Rng, types: Types) -> Node:
 
 
 def hc_comb(rng: Rng, types: Types) -> Node:
+    """DSV4_HC_COMB."""
     mixes, scale, base = (
         normal(rng, "f32", 1, 1, 9, 24),
         normal(rng, "f32", 1, 1, 1, 3),
@@ -232,18 +256,36 @@ def hc_comb(rng: Rng, types: Types) -> Node:
     return node("DSV4_HC_COMB", "f32", (1, 9, 4, 4), mixes, scale, base, params=struct.pack("fi", 1e-2, 4))
 
 
+def turned(make: Make, *places: int) -> Make:
+    """The same node, with dimensions 0 and 1 of some of its sources exchanged in memory."""
+
+    def made(rng: Rng, types: Types) -> Node:
+        of = make(rng, types)
+        return replace(of, src=tuple(_turned(x) if x and place in places else x for place, x in enumerate(of.src)))
+
+    return made
+
+
+def _turned(x: Tensor) -> Tensor:
+    other = Tensor.of(np.ascontiguousarray(np.swapaxes(x.view(), -1, -2)), x.type)
+    (ne0, ne1, ne2, ne3), (nb0, nb1, nb2, nb3) = other.ne, other.nb
+    return replace(other, ne=(ne1, ne0, ne2, ne3), nb=(nb1, nb0, nb2, nb3))
+
+
 def hc_pre(n: int = 40, streams: int = 4, *, gated: bool = True) -> Make:
+    """DSV4_HC_PRE of rows of n elements, with gates or with a weight for each stream."""
+
     def make(rng: Rng, types: Types) -> Node:
         x = normal(rng, "f32", 1, 9, streams, n)
-        if gated:
-            params = struct.pack("fi", 0.7, 1)
-            return node("DSV4_HC_PRE", "f32", (1, 1, 9, n), x, normal(rng, "f32", 1, 9, streams, n), params=params)
-        return node("DSV4_HC_PRE", "f32", (1, 1, 9, n), x, normal(rng, "f32", 1, 1, 9, streams))
+        weights = normal(rng, "f32", 1, 9, streams, n) if gated else normal(rng, "f32", 1, 1, 9, streams)
+        return node("DSV4_HC_PRE", "f32", (1, 1, 9, n), x, weights, params=struct.pack("fi", 0.7, gated))
 
     return make
 
 
 def hc_post(n: int = 40, streams: int = 4) -> Make:
+    """DSV4_HC_POST of rows of n elements."""
+
     def make(rng: Rng, types: Types) -> Node:
         x, residual = normal(rng, "f32", 1, 1, 9, n), normal(rng, "f32", 1, 9, streams, n)
         post, comb = normal(rng, "f32", 1, 1, 9, streams), normal(rng, "f32", 1, 9, streams, streams)

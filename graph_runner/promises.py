@@ -30,7 +30,6 @@ from graph_runner.files import write_file
 from graph_runner.probes import (
     NODES,
     Make,
-    Rng,
     Types,
     attention,
     delta_net,
@@ -38,12 +37,11 @@ from graph_runner.probes import (
     hc_post,
     hc_pre,
     mul_mat,
-    node,
-    normal,
     of_elements,
     of_rows,
     ssm_conv,
     ssm_scan,
+    turned,
     wkv,
 )
 from graph_runner.rules import Rules, type_of
@@ -94,21 +92,13 @@ class _Probe:
                 yield make(np.random.default_rng(seed), self.types)
 
 
-def _norm_of_columns(rng: Rng, types: Types) -> Node:
-    """NORM of rows whose elements lie apart."""
-    x = normal(rng, "f32", 1, 3, 37, 9)
-    ne0, ne1, ne2, ne3 = x.ne
-    nb0, nb1, nb2, nb3 = x.nb
-    turned = replace(x, ne=(ne1, ne0, ne2, ne3), nb=(nb1, nb0, nb2, nb3))
-    return node("NORM", "f32", (1, 3, 9, 37), turned, params=np.float32(0.1).tobytes())
-
-
 def _of_widths(make: Callable[[int], Make], widths: Iterable[int] = _WIDTHS) -> tuple[Make, ...]:
     return tuple(map(make, widths))
 
 
 def _of_streams(make: Callable[[int, int], Make]) -> tuple[Make, ...]:
-    return tuple(make(n, streams) for streams in range(1, 10) for n in (1, 3, 8, 17, 40))
+    plain = [make(n, streams) for streams in range(1, 10) for n in (1, 3, 8, 17, 40)]
+    return *plain, *(turned(each, *places) for each in plain for places in ((0,), (1,), (0, 1, 2, 3)))
 
 
 _QUANTISED = ("q8_0", "q4_0", "q4_1", "q5_0", "q5_1")
@@ -146,7 +136,7 @@ _MEASURED: dict[str, list[_Probe]] = {
     ],
     "NORM": [
         _Probe("NORM", "of rows without gaps", _of_widths(partial(_rows, "NORM")), fixed=True),
-        _Probe("NORM", "of rows with gaps", (_norm_of_columns,)),
+        _Probe("NORM", "of rows with gaps", tuple(turned(each, 0) for each in _of_widths(partial(_rows, "NORM")))),
     ],
     **{op: [_Probe(op, "", _of_widths(partial(_rows, op)))] for op in ("RMS_NORM", "L2_NORM")},
     "FLASH_ATTN_EXT": [

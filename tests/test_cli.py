@@ -248,6 +248,7 @@ def test_diff_writes_json_to_a_file(cli: Cli, tmp_path: Path) -> None:
             "device",
             "device_options",
             "q8_0_rounding",
+            "promises",
             "prompt",
             "text",
             "n_prompt",

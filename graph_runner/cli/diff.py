@@ -119,7 +119,7 @@ def diff(
     prompt = prompt_text(prompt, prompt_file)
     if reproducers is not None and not reproducers.is_dir():
         raise BadInputError(f"--reproducers {str(reproducers)!r}: no such directory")
-    with nullcontext() if in_process else begun() as child:
+    with nullcontext() if in_process else begun("graph_runner.diff") as child:
         from graph_runner.jobs import DiffJob, NpuOptions, run_diff
         from graph_runner.models import model_file
         from graph_runner.results import NodeResult

@@ -64,7 +64,7 @@ def replay(
             device, kernels=kernels, profile=profile, memory=memory, memory_limit=memory_limit,
             device_type=device_type, no_fusion=not fusion, matmul=matmul,
         )  # fmt: skip
-    with nullcontext() if in_process else begun() as child:
+    with nullcontext() if in_process else begun("graph_runner.trace") as child:
         from graph_runner.jobs import NpuOptions, ReplayJob, run_replay
 
         options = {
