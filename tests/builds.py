@@ -1,0 +1,101 @@
+"""The default tests on other builds of ggml: other instructions, vectors, processors, another compiler.
+
+    python tests/builds.py                    what there is, and what has been built
+    python tests/builds.py v3 v4-256          builds these and runs the default tests with each
+    python tests/builds.py v3 -- -k norm      arguments after -- go to pytest
+
+A build is made once from the sources of the installed llama-cpp-python, in some minutes, and kept in the user's cache
+directory. LLAMA_CPP_LIB_PATH says which one a process has. Exits with 1 where tests fail with one of them.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from importlib.metadata import version
+from pathlib import Path
+
+import platformdirs
+
+from graph_runner import suites
+
+_V4 = "-march=x86-64-v4"
+_SHARED = {
+    "CMAKE_BUILD_TYPE": "Release",
+    "CMAKE_BUILD_RPATH_USE_ORIGIN": "ON",
+    "GGML_CCACHE": "ON" if shutil.which("ccache") else "OFF",
+    "GGML_NATIVE": "OFF",
+    "LLAMA_BUILD_APP": "OFF",
+    "LLAMA_BUILD_EXAMPLES": "OFF",
+    "LLAMA_BUILD_SERVER": "OFF",
+    "LLAMA_BUILD_TESTS": "OFF",
+    "LLAMA_BUILD_TOOLS": "OFF",
+    "LLAMA_OPENSSL": "OFF",
+}
+_AVX512 = {"GGML_AVX512": "ON"}
+
+# the processor's flags, and what cmake is told besides
+BUILDS: dict[str, tuple[str, dict[str, str]]] = {
+    "v3": ("-march=x86-64-v3", {}),
+    "v4-256": (f"{_V4} -mprefer-vector-width=256", _AVX512),
+    "v4-512": (f"{_V4} -mprefer-vector-width=512", _AVX512),
+    "rocketlake": (f"{_V4} -mtune=rocketlake", _AVX512),
+    "znver4": (f"{_V4} -mtune=znver4", _AVX512),
+    "skylake-avx512": (f"{_V4} -mtune=skylake-avx512", _AVX512),
+    "clang": (_V4, _AVX512 | {"CMAKE_C_COMPILER": "clang", "CMAKE_CXX_COMPILER": "clang++"}),
+    "no-contraction": (f"{_V4} -ffp-contract=off", _AVX512 | {"CMAKE_BUILD_TYPE": "RelWithDebInfo"}),
+}
+
+
+def folder(name: str) -> Path:
+    """Where a build's libraries are."""
+    return platformdirs.user_cache_path("ggml-npu") / f"builds-{version('llama-cpp-python')}" / name
+
+
+def build(name: str) -> Path:
+    """The folder of a build's libraries, made where it is not there. Raises SuiteError where a step fails."""
+    libraries = folder(name)
+    if not libraries.is_dir():
+        flags, others = BUILDS[name]
+        source, made = libraries.with_name("source"), libraries.with_name(f"{name}.build")
+        libraries.parent.mkdir(parents=True, exist_ok=True)
+        if not source.is_dir():
+            suites._fetch(source)
+        ninja = suites._tool("ninja", "BIN_DIR")
+        options = {**_SHARED, "CMAKE_C_FLAGS": flags, "CMAKE_CXX_FLAGS": flags, **others}
+        arguments = [f"-D{option}={value}" for option, value in options.items()]
+        cmake = suites._tool("cmake", "CMAKE_BIN_DIR")
+        suites._run([cmake, "-S", source, "-B", made, "-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={ninja}", *arguments])
+        suites._run([ninja, "-C", made, "llama"])
+        (made / "bin").replace(libraries)
+        shutil.rmtree(made)
+    return libraries
+
+
+def main() -> int:
+    """Runs the command."""
+    arguments = sys.argv[1:]
+    end = arguments.index("--") if "--" in arguments else len(arguments)
+    names, for_pytest = arguments[:end], arguments[end + 1 :]
+    unknown = [name for name in names if name not in BUILDS]
+    if unknown:
+        print(f"no build {unknown[0]!r}; there are: {' '.join(BUILDS)}", file=sys.stderr)
+        return 2
+    failed = []
+    for name in names:
+        environment = {**os.environ, "LLAMA_CPP_LIB_PATH": str(build(name))}
+        print(f"{name}: LLAMA_CPP_LIB_PATH={folder(name)}", flush=True)
+        if subprocess.run([sys.executable, "-m", "pytest", *for_pytest], env=environment, check=False).returncode:
+            failed.append(name)
+    if not names:
+        for name, (flags, _) in BUILDS.items():
+            print(f"{name:15} {'built' if folder(name).is_dir() else '':6} {flags}")
+    if failed:
+        print(f"failed: {' '.join(failed)}", file=sys.stderr)
+    return int(bool(failed))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
