@@ -24,6 +24,7 @@ def cache(
         "kernels-": "compiled kernels",
         "plugin-": "the plugin",
         "programs-": "ggml's own test programs",
+        "builds-": "other builds of ggml, for tests",
         "reproducers": "wrong nodes of diffs",
     }
     found = [path for folder in sorted(folders) if folder.is_dir() for path in sorted(folder.iterdir())]
