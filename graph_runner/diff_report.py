@@ -24,7 +24,9 @@ if TYPE_CHECKING:  # a replay on the NPU reports without llama.cpp
 SCHEMA = "ggml-npu diff 5"
 REPLAY_SCHEMA = "ggml-npu replay 2"
 
-_TRIED = "strides, offsets, swapped dimensions, ids, broadcasts, parameters, operands, sources left out, rows moved"
+_TRIED = (
+    "strides, offsets, swapped dimensions, ids, broadcasts, parameters, operands, heads, sources left out, rows moved"
+)
 _REPEATS = 8  # of the replay of a node that is wrong in its own run alone
 
 RIGHT, ROUNDING, WRONG = "right", "right within rounding", "wrong"

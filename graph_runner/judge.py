@@ -31,6 +31,7 @@ from graph_runner.state import StateResult, States
 
 _LEAST = 1e-300  # of an error that shows in no number: another zero, another NaN
 _AMPLIFIES = 10.0  # times the error of its inputs
+_MOST_KNOWN = 8192  # nodes of the reference
 _HEATS = 200  # nodes that differ of which a heat map is kept
 _EXPLANATIONS = 3  # nodes of an op, its types and a verdict that are explained
 
@@ -185,6 +186,8 @@ class Judge:
         node = read.node
         self._spans.before(read, self.step, place)
         if read not in self._known:
+            if len(self._known) >= _MOST_KNOWN:
+                self._known.clear()
             self._known[read] = self._seen_first(read)
         known = self._known[read]
         overlapped = {id(source): _over_root(source) for source in known.overlapped}

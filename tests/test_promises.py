@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from support import with_avx2
 
 from ggml_backend_npu import Node
 from ggml_backend_npu.abi import lib
@@ -70,9 +71,7 @@ def is_allowed(of: Node) -> bool:
     return bool(found) or Rules().allows(of, expected, actual, found)
 
 
-@pytest.mark.skipif(
-    bool({"AVX2", "FMA", "F16C"} - lib.unchecked().features.keys()), reason="this ggml was built without AVX2"
-)
+@with_avx2
 def test_where_the_source_says_what_every_bit_is_bytes_are_promised() -> None:
     assert [name for name, probe in PROBES.items() if probe.fixed and not promises.holds(name)] == []
 
