@@ -11,12 +11,14 @@ from quant import Codec, Rounding
 @dataclass
 class Numerics:
     """rounding  the q8_0 rounding of the bound ggml's CPU; "simd" as on x86 until a ggml is bound
+    fuses     whether it rounds a product to a whole number of q8_K at once, and not to float32 before
     bound     codecs that are the bound ggml's own functions, by type: those this project has no kernel for
     to_float  addresses of ggml's functions that dequantise rows of these types
     sgemm     the address of cblas_sgemm, of a library that computes in the calling thread; 0 where there is none
     """
 
     rounding: Rounding = "simd"
+    fuses: bool = False
     bound: dict[str, Codec] = field(default_factory=dict)
     to_float: dict[str, int] = field(default_factory=dict)
     sgemm: int = 0

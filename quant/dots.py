@@ -49,11 +49,21 @@ def _ready(rounding):
 _ready_simd, _ready_reference = _ready("simd"), _ready("reference")
 
 
-@part
-def _ready_k(source, inverse, target):
-    """Quantises 16 float32 by a float32 factor; leaves their int32 sum behind the quants of the block at target."""
-    quants = (source.load(FLOAT, 16) * inverse.load(FLOAT)).rounded("rint").to_int32().limited(-128, 127)
-    target.store(quants.to(INT8))
+_SHIFT = 12582912.0  # 1.5 * 2 ** 23: a float32 so large has no fraction
+
+
+def _ready_k(*, fused):
+    @part
+    def ready(source, inverse, target):
+        """Quantises 16 float32 by a float32 factor."""
+        x, factor = source.load(FLOAT, 16), inverse.load(FLOAT)
+        rounded = x.fused_multiply_add(factor, _SHIFT) - _SHIFT if fused else (x * factor).rounded("rint")
+        target.store(rounded.to_int32().limited(-128, 127).to(INT8))
+
+    return ready
+
+
+_ready_k_fused, _ready_k_plain = _ready_k(fused=True), _ready_k(fused=False)
 
 
 @part
@@ -73,8 +83,9 @@ def ready_q8(x, target, n_blocks, simd):
 
 
 @inlined
-def ready_q8_k(x, target, n_blocks):
-    """n_blocks of 256 float32 at an address, as q8_K rounds them."""
+def ready_q8_k(x, target, n_blocks, fused):
+    """n_blocks of 256 float32 at an address, as q8_K rounds them; fused: a product is rounded to a whole number alone,
+    and not to a float32 before."""
     for i in range(n_blocks):
         row = array_at(x + 1024 * i, types.float32, 256)
         to = target + READY_Q8_K * i
@@ -85,7 +96,10 @@ def ready_q8_k(x, target, n_blocks):
                 largest, extreme = abs(row[j]), row[j]
         scale[0] = types.float32(-127) / extreme if largest > types.float32(0) else types.float32(0)
         for j in range(0, 256, 16):
-            _ready_k(x + 1024 * i + 4 * j, to + _SCALE_K, to + j)
+            if fused:
+                _ready_k_fused(x + 1024 * i + 4 * j, to + _SCALE_K, to + j)
+            else:
+                _ready_k_plain(x + 1024 * i + 4 * j, to + _SCALE_K, to + j)
         _sums_of_16(to, to + _SUMS_K)
         scale[0] = types.float32(1) / scale[0] if largest > types.float32(0) else types.float32(0)
 

@@ -210,11 +210,11 @@ class Value:
     def _call(self, name: str, result: ir.Type) -> Value:
         return self._of(self._builder.call(self._declare(name, result, [self._value.type]), [self._value]))
 
-    def fused_multiply_add(self, factor: Value, addend: Value) -> Value:
-        """self * factor + addend, rounded once; a scalar factor is in every lane."""
+    def fused_multiply_add(self, factor: Value, addend: Value | float) -> Value:
+        """self * factor + addend, rounded once; what is a scalar is in every lane."""
         kind = self._value.type
         function = self._declare("llvm.fma", kind, [kind] * 3)
-        return self._of(self._builder.call(function, [self._value, factor.filled(self.lanes)._value, addend._value]))
+        return self._of(self._builder.call(function, [self._value, self._pair(factor)[1], self._pair(addend)[1]]))
 
     def lane(self, index: Value) -> Value:
         return self._of(self._builder.extract_element(self._value, index._value))

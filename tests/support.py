@@ -14,6 +14,7 @@ from typing import Any, Literal
 import ml_dtypes
 import numpy as np
 import pytest
+from hypothesis import settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
@@ -396,3 +397,8 @@ def reshapes(draw: st.DrawFn, ne: Dims, block: int = 1) -> Dims:
 
 
 seeds = st.integers(0, 1 << 32)
+
+
+def examples(n: int) -> settings:
+    """Decorator of a test: n examples where others have 20, and in each profile as many times more or fewer."""
+    return settings(max_examples=max(1, n * settings.default.max_examples // 20))

@@ -12,10 +12,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
-from support import ENGINES, Scene, assert_same_bytes, outcome, recorded_works, reshapes, seeds, values
+from support import ENGINES, Scene, assert_same_bytes, examples, outcome, recorded_works, reshapes, seeds, values
 
 from ggml_backend_npu import Tensor
 from ggml_backend_npu.abi import structs
@@ -892,7 +892,7 @@ ANYTHING: list[Any] = [
 
 @pytest.mark.parametrize("call", ["aclnnGetRows", "aclnnCpy", "aclnnDup"])
 @given(data=st.data())
-@settings(max_examples=60)
+@examples(60)
 def test_no_argument_raises_anything(call: str, data: st.DataObject) -> None:
     """Arguments of a call that is taken, some of them, or all, made anything."""
     arguments = [*(rows_taken() if call == "aclnnGetRows" else copy_taken()).values()]

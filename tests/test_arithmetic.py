@@ -15,7 +15,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 from support import (
@@ -31,6 +31,7 @@ from support import (
     assert_same_bytes,
     computed,
     engine,
+    examples,
     one_nan,
     outcome,
     placements,
@@ -80,7 +81,7 @@ def divisors(n: int) -> st.SearchStrategy[int]:
 @pytest.mark.parametrize("types", [("f32", "f32"), ("f16", "f16"), ("bf16", "bf16"), ("f16", "f32"), ("bf16", "f32")])
 @pytest.mark.parametrize("op", ARITHMETIC)
 @given(data=st.data(), ne=sizes(), seed=seeds, src0=placements(rows=True), src1=placements())
-@settings(max_examples=25)
+@examples(25)
 def test_arithmetic(
     backend: Plugin,
     op: str,
@@ -106,7 +107,7 @@ def test_arithmetic_takes_every_type_triple_of_ggmls_cpu() -> None:
 
 @pytest.mark.parametrize("op", ARITHMETIC)
 @given(width=st.integers(900, 3000), rows=st.integers(1, 3), repeats=st.integers(1, 3), alone=st.booleans(), seed=seeds)
-@settings(max_examples=8)
+@examples(8)
 def test_arithmetic_of_long_rows(
     backend: Plugin, op: str, width: int, rows: int, repeats: int, alone: bool, seed: int
 ) -> None:
@@ -143,7 +144,7 @@ def quantised_sum(src: str, dst: str, ne: Dims, seed: int, places: tuple[Placeme
 
 @pytest.mark.parametrize("type", QUANTIZED)
 @given(data=st.data(), seed=seeds)
-@settings(max_examples=4)
+@examples(4)
 def test_sum_of_quantised_numbers(backend: Plugin, type: str, data: st.DataObject, seed: int) -> None:
     ne = data.draw(sizes(codec(type).block_size))
     places = data.draw(placements(rows=True)), data.draw(placements(rows=True))
@@ -169,7 +170,7 @@ def test_quantised_sum_in_place() -> None:
 
 @pytest.mark.parametrize("experts", [1, 5])
 @given(ne=sizes(), seed=seeds, src=placements(rows=True), bias=placements(rows=True), apart=st.booleans())
-@settings(max_examples=20)
+@examples(20)
 def test_add_id(
     backend: Plugin, experts: int, ne: Dims, seed: int, src: Placement, bias: Placement, apart: bool
 ) -> None:
@@ -197,7 +198,7 @@ def test_add_id_of_no_expert_changes_nothing(bad: int) -> None:
 
 @pytest.mark.parametrize("type", ["f32", "bf16"])
 @given(ne=sizes(), seed=seeds, numbers=st.sampled_from([(0.5, 0.0), (-3.0, 0.7), (0.1, -0.0), (1e-30, 1e-38)]))
-@settings(max_examples=10)
+@examples(10)
 def test_scale(backend: Plugin, type: str, ne: Dims, seed: int, numbers: tuple[float, float]) -> None:
     def recipe(scene: Scene) -> int:
         x = scene.root(type, ne, values(type, prod(ne), np.random.default_rng(seed)))
@@ -216,7 +217,7 @@ def test_fill(backend: Plugin, type: str, number: float) -> None:
 
 
 @given(start=st.floats(-100, 100, width=32), length=st.floats(0.125, 100, width=32), step=st.floats(0.125, 7, width=32))
-@settings(max_examples=40)
+@examples(40)
 def test_arange(backend: Plugin, start: float, length: float, step: float) -> None:
     assert_equals_cpu(backend, lambda scene: scene.op("arange", start, start + length, step))
 
@@ -289,7 +290,7 @@ BOUNDS = [(-1.0, 1.0), (0.0, float("inf")), (-float("inf"), 0.0), (2.0, -2.0), (
 @pytest.mark.parametrize("type", ["f32", "f16"])
 @pytest.mark.parametrize("bounds", BOUNDS)
 @given(ne=sizes(), seed=seeds, depth=st.integers(0, 1))
-@settings(max_examples=8)
+@examples(8)
 def test_clamp(backend: Plugin, type: str, bounds: tuple[float, float], ne: Dims, seed: int, depth: int) -> None:
     """NaN becomes the upper bound, or the lower one where that is larger."""
 
@@ -339,7 +340,7 @@ ANY_STRIDES = ("f32", "i32", "f16", "bf16", "i16", "i8")  # of the others ggml's
 @pytest.mark.parametrize("dim", range(4))
 @pytest.mark.parametrize("type", CONCAT_TYPES)
 @given(data=st.data(), extent=st.integers(1, 3), seed=seeds)
-@settings(max_examples=4)
+@examples(4)
 def test_concat(backend: Plugin, type: str, dim: int, data: st.DataObject, extent: int, seed: int) -> None:
     block = codec(type).block_size
     ne = data.draw(sizes(block))
@@ -378,7 +379,7 @@ def test_concat_with_nothing(backend: Plugin, type: str, dim: int, empty: int) -
 
 
 @given(ne=sizes(), seed=seeds, src=placements(rows=True))
-@settings(max_examples=60)
+@examples(60)
 def test_sum_rows(backend: Plugin, ne: Dims, seed: int, src: Placement) -> None:
     def recipe(scene: Scene) -> int:
         rng = np.random.default_rng(seed)
@@ -409,7 +410,7 @@ def test_sum_rows_adds_one_after_the_other_in_float64(backend: Plugin, width: in
 
 @pytest.mark.parametrize("order", [ASCENDING, DESCENDING])
 @given(ne=sizes(), seed=seeds, width=st.integers(1, 200), apart=st.booleans())
-@settings(max_examples=40)
+@examples(40)
 def test_argsort_of_distinct_values(backend: Plugin, order: int, ne: Dims, seed: int, width: int, apart: bool) -> None:
     """Infinities and subnormal numbers among them. Rows apart in a matrix only: beyond, ggml takes any for adjacent."""
     ne = (width, ne[1], 1, 1) if apart else (width, *ne[1:])
@@ -453,7 +454,7 @@ def test_rows_may_lie_in_any_order(axes: tuple[int, int, int]) -> None:
 
 
 @given(data=st.data(), width=st.integers(1, 200), rows=st.tuples(*[st.integers(1, 3)] * 3), seed=seeds)
-@settings(max_examples=40)
+@examples(40)
 def test_top_k_of_distinct_values(
     backend: Plugin, data: st.DataObject, width: int, rows: tuple[int, int, int], seed: int
 ) -> None:
@@ -468,7 +469,7 @@ def test_top_k_of_distinct_values(
 @pytest.mark.parametrize("type", ["f32", "f16"])
 @pytest.mark.parametrize("kind", [0, 1])
 @given(ne=sizes(), height=st.integers(1, 9), k=st.tuples(*[st.integers(1, 4)] * 2), seed=seeds, data=st.data())
-@settings(max_examples=15)
+@examples(15)
 def test_pool_2d(
     backend: Plugin, type: str, kind: int, ne: Dims, height: int, k: tuple[int, int], seed: int, data: st.DataObject
 ) -> None:

@@ -6,10 +6,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
-from support import seeds, values
+from support import examples, seeds, values
 
 import quant
 from ggml_backend_npu import Tensor
@@ -55,7 +55,7 @@ def test_the_same_blocks_are_the_same(type: str, seed: int) -> None:
     assert found.sentence() == f"all 4 {type} blocks are the same"
 
 
-@settings(max_examples=300)
+@examples(300)
 @given(seed=seeds, rounding=st.sampled_from(quant.ROUNDINGS))
 def test_right_blocks_are_the_same_and_their_rounding_is_never_called_the_other(seed: int, rounding: Any) -> None:
     x = with_ties(seed) if seed % 2 else random_floats(seed)

@@ -9,11 +9,11 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from numpy.typing import NDArray
-from support import ENGINES, assert_same_bytes, pool, special_floats
+from support import ENGINES, assert_same_bytes, examples, pool, special_floats
 
 import quant
 from ggml_backend_npu import OPS, Node, Tensor
@@ -217,7 +217,7 @@ def test_hard_blocks_encode_as_in_ggml(
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize(("name", "rounding"), OURS)
 @given(x=finite_blocks)
-@settings(max_examples=60)
+@examples(60)
 def test_any_finite_block_encodes_as_in_ggml(
     backend: Plugin, name: str, rounding: Rounding, engine: str, x: Floats
 ) -> None:

@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
-from support import Scene, assert_equals_cpu, seeds, values
+from support import Scene, assert_equals_cpu, examples, seeds, values
 
 from ggml_backend_npu import OPS, Node, Tensor
 from ggml_backend_npu.abi.plugin import Plugin
@@ -27,7 +27,7 @@ two = st.tuples(st.integers(1, 3), st.integers(1, 3))
     size=st.tuples(st.integers(1, 9), st.integers(1, 9)), depth=two, kernel=two, step=two,
     pad=st.tuples(st.integers(0, 3), st.integers(0, 3)), apart=two, seed=seeds,
 )  # fmt: skip
-@settings(max_examples=30)
+@examples(30)
 def test_im2col(
     backend: Plugin,
     type: str,

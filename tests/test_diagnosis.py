@@ -11,12 +11,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 from paper import Paper, Results, define, results
 from recipes import Copy, GetRows, Same, SetRows
-from support import Placement, seeds
+from support import Placement, examples, seeds
 
 import quant
 from ggml_backend_npu import Node, Tensor
@@ -863,7 +863,7 @@ def random_node(seed: int) -> Node:
 random_nodes = seeds.map(random_node)
 
 
-@settings(max_examples=250)
+@examples(250)
 @given(seed=st.integers(0, 1 << 30))
 def test_right_nodes_raise_no_alarm(seed: int) -> None:
     def compiled(node: Node) -> None:
@@ -944,7 +944,7 @@ def test_ten_thousand_right_nodes_raise_no_alarm() -> None:
     assert set(counts) == {*map(str.upper, KINDS), *EXACTLY_KNOWN}
 
 
-@settings(max_examples=150)
+@examples(150)
 @given(node=random_nodes, seed=seeds)
 def test_any_wrong_result_is_looked_at_without_an_error(node: Node, seed: int) -> None:
     rng = np.random.default_rng(seed)
@@ -963,7 +963,7 @@ def test_any_wrong_result_is_looked_at_without_an_error(node: Node, seed: int) -
     assert text is None or text.startswith(node.op)
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(node=random_nodes)
 def test_a_node_whose_sources_end_is_looked_at_without_reading_further(node: Node) -> None:
     """Sources alone, without their roots; parameters that are missing."""

@@ -14,10 +14,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from models import Models
-from support import ROWS_APART, Scene, seeds
+from support import ROWS_APART, Scene, examples, seeds
 
 import quant
 from ggml_backend_npu import OPS, KernelError, Tensor
@@ -510,7 +510,7 @@ def float64(t: Tensor) -> np.ndarray:
 
 
 @pytest.mark.filterwarnings("error")
-@settings(max_examples=60)
+@examples(60)
 @given(seed=seeds, type=st.sampled_from(["f32", "f16", "bf16"]), n=st.integers(1, 60))
 def test_a_comparison_is_what_it_is_defined_as(seed: int, type: str, n: int) -> None:
     rng = np.random.default_rng(seed)
@@ -579,7 +579,7 @@ def test_a_comparison_of_zeros() -> None:
     assert (found.nmse, found.max_rel, found.cosine) == (4, 0, 0)
 
 
-@settings(max_examples=20)
+@examples(20)
 @given(seed=seeds)
 def test_a_comparison_of_rows_with_gaps(backend: Plugin, seed: int) -> None:
     """Bytes between the rows count as bytes, and are no values."""
@@ -601,7 +601,7 @@ def test_a_comparison_of_rows_with_gaps(backend: Plugin, seed: int) -> None:
         assert not found.within(1)
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(seed=seeds, rows=st.integers(1, 70), cols=st.integers(1, 70))
 def test_a_heat_map_has_the_largest_difference_of_each_patch(seed: int, rows: int, cols: int) -> None:
     rng = np.random.default_rng(seed)

@@ -11,10 +11,10 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
-from support import ENGINES
+from support import ENGINES, examples
 
 from ggml_backend_npu import Tensor, TensorDescriptor, TopKSoftmax, token_shift
 from ggml_backend_npu.operators import aclnn, rbln
@@ -946,7 +946,7 @@ cases = st.builds(  # up to 2**24 Hypothesis draws integers evenly
 @either_engine
 @pytest.mark.parametrize("name", CHECKS)
 @given(case=cases)
-@settings(max_examples=25)
+@examples(25)
 def test_over_types_and_strides(name: str, case: Case) -> None:
     CHECKS[name](case)
 
@@ -954,6 +954,6 @@ def test_over_types_and_strides(name: str, case: Case) -> None:
 @pytest.mark.conformance
 @pytest.mark.parametrize("name", CHECKS)
 @given(case=cases)
-@settings(max_examples=10_000)
+@examples(10_000)
 def test_over_ten_thousand_types_and_strides(name: str, case: Case) -> None:
     CHECKS[name](case)

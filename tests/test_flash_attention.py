@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 from support import (
@@ -21,6 +21,7 @@ from support import (
     assert_as_promised,
     assert_same_bytes,
     engine,
+    examples,
     outcome,
     recorded_works,
     seeds,
@@ -145,7 +146,7 @@ def attentions(draw: st.DrawFn) -> Attention:
 
 
 @given(recipe=attentions())
-@settings(max_examples=60)
+@examples(60)
 def test_flash_attention(backend: Plugin, recipe: Attention) -> None:
     assert_close_to_cpu(backend, recipe)
 
@@ -173,7 +174,7 @@ def short_prompts(draw: st.DrawFn) -> Attention:
 
 
 @given(recipe=short_prompts())
-@settings(max_examples=60)
+@examples(60)
 def test_a_cache_of_halves_equals_cpu(backend: Plugin, recipe: Attention) -> None:
     assert_as_promised(backend, recipe, "FLASH_ATTN_EXT of f16, fewer than 64 queries")
 

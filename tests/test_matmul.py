@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from llvmlite import binding
 from numpy.typing import NDArray
@@ -31,6 +31,7 @@ from support import (
     assert_as_promised,
     assert_same_bytes,
     engine,
+    examples,
     outcome,
     placements,
     seeds,
@@ -123,7 +124,7 @@ def ordered(draw: st.DrawFn, rests: bool = False) -> Product:
 @with_avx2
 @given(recipe=ordered())
 @example(recipe=Product(("f16", "f16"), 128, 16, 5, (2, 1), (1, 1), 0, PLAIN, Placement(axes=(0, 2, 1, 3))))
-@settings(max_examples=60)
+@examples(60)
 def test_products_of_floats_equal_cpu(backend: Plugin, recipe: Product) -> None:
     npu, cpu = (outcome(backend, device, recipe) for device in ("NPU", "CPU"))
     for actual, expected in zip(npu.after, cpu.after, strict=True):
@@ -131,7 +132,7 @@ def test_products_of_floats_equal_cpu(backend: Plugin, recipe: Product) -> None:
 
 
 @given(recipe=ordered(rests=True))
-@settings(max_examples=40)
+@examples(40)
 def test_products_of_rows_with_a_rest(backend: Plugin, recipe: Product) -> None:
     whole = "of f32, rows of whole 64s" if recipe.k % 64 == 0 else "of f32, other rows"
     assert_as_promised(backend, recipe, f"MUL_MAT {'of f16' if recipe.types[0] == 'f16' else whole}")
@@ -182,7 +183,7 @@ def block_of(type: str) -> int:
     blocks=st.integers(1, 3), n_rows=st.integers(1, 21), n_columns=st.integers(1, 12), batch=pairs, repeats=pairs,
     seed=seeds,
 )  # fmt: skip
-@settings(max_examples=12)
+@examples(12)
 def test_exact_products(
     backend: Plugin, type: str, blocks: int, n_rows: int, n_columns: int, batch: Any, repeats: Any, seed: int
 ) -> None:
@@ -210,7 +211,7 @@ def test_columns_of_other_types(backend: Plugin, types: tuple[str, str], n_colum
 
 @pytest.mark.parametrize("type", ["f32", "f16", "q8_0", "q4_1", "q6_K", "q5_1"])
 @given(src0=placements(rows=True), src1=placements(rows=True), n_columns=st.sampled_from([1, 3, 10]), seed=seeds)
-@settings(max_examples=8)
+@examples(8)
 def test_strides(backend: Plugin, type: str, src0: Placement, src1: Placement, n_columns: int, seed: int) -> None:
     k = max(block_of(type), 24)
     recipe = Product((type, "f32"), k, 19, n_columns, (2, 1), (1, 2), seed, src0, src1)
@@ -270,7 +271,7 @@ class Routed:
 
 @pytest.mark.parametrize("type", ["f32", "f16", "q8_0", "q4_1", "q4_K", "q5_1", "mxfp4"])
 @given(used=st.integers(1, 4), n_tokens=st.sampled_from([1, 2, 40]), shared=st.booleans(), seed=seeds)
-@settings(max_examples=8)
+@examples(8)
 def test_exact_products_with_the_experts_of_each_token(
     backend: Plugin, type: str, used: int, n_tokens: int, shared: bool, seed: int
 ) -> None:
@@ -311,7 +312,7 @@ def _dots_of(p: int, begin: int, end: int) -> int:
     """quant.dots of n rows with a vector that it makes ready."""
     code, scales, quants, steps, y, target, n, x, n_blocks, by_256 = values(p, 10)
     if by_256:
-        dots.ready_q8_k(x, y, n_blocks)
+        dots.ready_q8_k(x, y, n_blocks, 0)
     else:
         dots.ready_q8(x, y, n_blocks, 1)
     dots.dots(code, scales, quants, steps, y, target, n)
@@ -321,9 +322,10 @@ def _dots_of(p: int, begin: int, end: int) -> int:
 def dots_of_each_type() -> dict[str, str]:
     """What `quant.dots` gives, as hexadecimal digits: 7 rows of each type times a vector of 512."""
     k, n_rows, found = 512, 7, {}
-    x = numbers("f32", (k,), 1).view(np.float32)
+    rng = np.random.default_rng(1)
+    x, w = (rng.standard_normal(n).astype(np.float32) for n in (k, k * n_rows))
     for type, code in dots.DOTS.items():
-        weights = numbers(type, (k * n_rows,), 2)
+        weights = quant.quantize(w, type).reshape(-1)
         unit, size = codec(type).block_bytes, codec(type).block_size
         row = k // size * unit
         steps = np.array([unit, unit, row, row, k // size])
@@ -334,9 +336,9 @@ def dots_of_each_type() -> dict[str, str]:
         p = parameters(code, at, quants, *arrays, n_rows, x.ctypes.data, k // size, size == 256)
         _dots_of(p.ctypes.data, 0, 0)
         rounded = quant.dequantize(quant.quantize(x, matmul.VEC_DOT[type], "simd"), matmul.VEC_DOT[type])
-        w = decoded(type, weights, (n_rows, k))
+        rows = quant.dequantize(weights, type).reshape(n_rows, k).astype(np.float64)
         bound = 1e-3 if matmul.VEC_DOT[type] == "q8_1" else 1e-6  # the sum beside q8_1's quants is rounded to f16
-        assert np.abs(y - w @ rounded.astype(np.float64)).max() <= bound * np.linalg.norm(w) * np.linalg.norm(x)
+        assert np.abs(y - rows @ rounded.astype(np.float64)).max() <= bound * np.linalg.norm(rows) * np.linalg.norm(x)
         found[type] = y.tobytes().hex()
     return found
 

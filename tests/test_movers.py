@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from recipes import COPIES, ROW_SOURCES, ROW_TARGETS, SAME, Cast, Copy, GetRows, Same, SetRows, copies
 from support import (
@@ -20,6 +20,7 @@ from support import (
     assert_equals_cpu,
     assert_same_bytes,
     engine,
+    examples,
     outcome,
     placements,
     recorded_works,
@@ -146,7 +147,7 @@ def test_get_rows_gives_the_requirements_examples(
     src=placements(rows=True),
     ids=placements(),
 )
-@settings(max_examples=16)
+@examples(16)
 def test_set_rows(
     backend: Plugin,
     dst_type: str,
@@ -208,7 +209,7 @@ def test_set_rows_keeps_the_last_row_where_an_id_comes_twice(backend: Plugin, ds
 
 @pytest.mark.parametrize("types", [pair for pair in COPIES if pair not in CRASHING], ids="->".join)
 @given(data=st.data())
-@settings(max_examples=20)
+@examples(20)
 def test_cpy(backend: Plugin, types: tuple[str, str], data: st.DataObject) -> None:
     assert_equals_cpu(backend, data.draw(copies(*types)))
 
@@ -224,7 +225,7 @@ def test_cast(backend: Plugin, types: tuple[str, str], data: st.DataObject, seed
 @pytest.mark.parametrize("function", ["dup", "cont"])
 @pytest.mark.parametrize("type", SAME)
 @given(data=st.data(), seed=seeds)
-@settings(max_examples=6)
+@examples(6)
 def test_dup_and_cont(backend: Plugin, function: str, type: str, data: st.DataObject, seed: int) -> None:
     ne = data.draw(sizes(codec(type).block_size))
     src = data.draw(placements(rows=codec(type).is_quantized))

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 from support import (
@@ -28,6 +28,7 @@ from support import (
     assert_same_bytes,
     computed,
     engine,
+    examples,
     one_nan,
     outcome,
     placements,
@@ -58,14 +59,14 @@ def normed(name: str, ne: Dims, seed: int, src: Placement = PLAIN, eps: float = 
 
 @pytest.mark.parametrize("name", ["RMS_NORM", "L2_NORM"])
 @given(ne=sizes(), width=st.integers(1, 600), seed=seeds, src=placements(rows=True), eps=EPS)
-@settings(max_examples=40)
+@examples(40)
 def test_scaled_rows(backend: Plugin, name: str, ne: Dims, width: int, seed: int, src: Placement, eps: float) -> None:
     """Of any numbers, infinities among them."""
     assert_near_cpu(backend, normed(name, (width, *ne[1:]), seed, src, eps), "f32", 0)
 
 
 @given(ne=sizes(), width=st.integers(1, 600), seed=seeds, src=placements(rows=True), eps=EPS)
-@settings(max_examples=40)
+@examples(40)
 def test_norm(backend: Plugin, ne: Dims, width: int, seed: int, src: Placement, eps: float) -> None:
     recipe = normed("NORM", (width, *ne[1:]), seed, src, eps, "dense")
     assert_near_cpu(backend, recipe, "f32", 4)
@@ -73,7 +74,7 @@ def test_norm(backend: Plugin, ne: Dims, width: int, seed: int, src: Placement, 
 
 @with_avx2
 @given(ne=sizes(), width=st.integers(1, 600), seed=seeds, src=placements(rows=True), eps=EPS)
-@settings(max_examples=100)
+@examples(100)
 def test_norm_equals_cpu(backend: Plugin, ne: Dims, width: int, seed: int, src: Placement, eps: float) -> None:
     """Byte for byte, by the compiled kernel."""
     recipe = normed("NORM", (width, *ne[1:]), seed, src, eps, "plain")
@@ -98,20 +99,20 @@ def test_a_mean_of_what_cancels_equals_cpu(backend: Plugin, name: str, params: t
 
 
 @given(ne=sizes(), seed=seeds, src=placements().filter(lambda src: src.axes[0] != 0))
-@settings(max_examples=50)
+@examples(50)
 def test_norm_of_rows_with_gaps(backend: Plugin, ne: Dims, seed: int, src: Placement) -> None:
     """ggml's CPU sums these in float32."""
     assert_as_promised(backend, normed("NORM", ne, seed, src, 0.1, "dense"), "NORM of rows with gaps")
 
 
 @given(ne=sizes(), seed=seeds, src=placements())
-@settings(max_examples=15)
+@examples(15)
 def test_l2_norm_of_rows_with_gaps(backend: Plugin, ne: Dims, seed: int, src: Placement) -> None:
     assert_near_cpu(backend, normed("L2_NORM", ne, seed, src, 0.1, "dense"), "f32", 0)
 
 
 @given(ne=sizes(), channels=st.integers(1, 9), n=st.integers(1, 9), seed=seeds, src=placements(rows=True))
-@settings(max_examples=25)
+@examples(25)
 def test_group_norm(backend: Plugin, ne: Dims, channels: int, n: int, seed: int, src: Placement) -> None:
     def recipe(scene: Scene) -> int:
         size = (ne[0], ne[1], channels, ne[3])

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 from support import (
@@ -22,6 +22,7 @@ from support import (
     assert_equals_cpu,
     computed,
     engine,
+    examples,
     outcome,
     placements,
     seeds,
@@ -78,7 +79,7 @@ def test_set_of_a_part_of_itself(name: str, monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.parametrize("circular", [False, True])
 @given(ne=sizes(), data=st.data(), seed=seeds, place=placements())
-@settings(max_examples=40)
+@examples(40)
 def test_pad(backend: Plugin, circular: bool, ne: Dims, data: st.DataObject, seed: int, place: Placement) -> None:
     """Below 0 too, where x is cut; what comes around does so once at most, as ggml's CPU wraps it."""
     least = 0 if circular else -1
@@ -101,7 +102,7 @@ def test_what_comes_around_does_so_again_and_again() -> None:
 
 @pytest.mark.parametrize("kind", range(4))
 @given(n=st.integers(1, 20), depth=st.tuples(st.integers(1, 3), st.integers(1, 3)), seed=seeds)
-@settings(max_examples=8)
+@examples(8)
 def test_tri(backend: Plugin, kind: int, n: int, depth: tuple[int, int], seed: int) -> None:
     def recipe(scene: Scene) -> int:
         return scene.op("tri", placed("f32", (n, n, *depth), seed, Placement())(scene), kind)
@@ -163,7 +164,7 @@ def test_a_diagonal_of_zeros(name: str, monkeypatch: pytest.MonkeyPatch) -> None
     ("op", "type"), [*(("sum", type) for type in ("f32", "f16", "bf16")), ("mean", "f32"), ("cumsum", "f32")]
 )
 @given(ne=sizes(), seed=seeds, place=placements(rows=True))
-@settings(max_examples=25)
+@examples(25)
 def test_sums(backend: Plugin, op: str, type: str, ne: Dims, seed: int, place: Placement) -> None:
     def recipe(scene: Scene) -> int:
         return scene.op(op, placed(type, ne, seed, place)(scene))
@@ -187,7 +188,7 @@ def test_sums_of_nothing(backend: Plugin, op: str) -> None:
 
 
 @given(width=st.integers(1, 40), n_rows=st.integers(1, 4), apart=st.booleans(), seed=seeds)
-@settings(max_examples=60)
+@examples(60)
 def test_argmax(backend: Plugin, width: int, n_rows: int, apart: bool, seed: int) -> None:
     """Of equal ones, infinities, and NaN, behind which it starts anew."""
     rng = np.random.default_rng(seed)

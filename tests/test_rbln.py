@@ -17,10 +17,10 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
-from support import ENGINES, seeds
+from support import ENGINES, examples, seeds
 
 import ggml_backend_npu
 from ggml_backend_npu.abi.build import Builder
@@ -341,7 +341,7 @@ def test_window_slice(index: int, expected: list[int]) -> None:
 
 
 @given(seed=seeds, layout=any_layout, axis=st.integers(-5, 4), dtype=st.sampled_from([*FLOATS, np.dtype(np.int8)]))
-@settings(max_examples=60)
+@examples(60)
 def test_what_moves_along_an_axis(seed: int, layout: str, axis: int, dtype: Any) -> None:
     """By list operations on the elements of the axis."""
     anywhere, axis = axis, axis % 5
@@ -597,7 +597,7 @@ def test_softmax_along_any_axis(seed: int, dtype: Any, n_axes: int, axis: int, l
 
 @either_engine
 @given(seed=seeds, shape=shapes(), dtype=any_float, layout=any_layout, of=any_mask, sink=any_sink, single=st.booleans())
-@settings(max_examples=60)
+@examples(60)
 def test_masked_softmax_and_tile(
     seed: int, shape: tuple[int, ...], dtype: Any, layout: str, of: Any, sink: str, single: bool
 ) -> None:
@@ -619,7 +619,7 @@ def test_masked_softmax_and_tile(
 
 @either_engine
 @given(seed=seeds, shape=shapes(), dtype=any_float, layout=any_layout, of=any_mask, sink=any_sink, at=any_index)
-@settings(max_examples=60)
+@examples(60)
 def test_dynamic_masked_softmax_and_tile(
     seed: int, shape: tuple[int, ...], dtype: Any, layout: str, of: Any, sink: str, at: str
 ) -> None:
@@ -644,7 +644,7 @@ def test_dynamic_masked_softmax_and_tile(
 
 @either_engine
 @given(seed=seeds, shape=shapes(), dtype=any_float, layout=any_layout, sink=any_sink, at=any_index)
-@settings(max_examples=60)
+@examples(60)
 def test_window_softmax_is_the_band_of_the_whole_sequence(
     seed: int, shape: tuple[int, ...], dtype: Any, layout: str, sink: str, at: str
 ) -> None:

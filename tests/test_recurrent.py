@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from models import Models
 from numpy.typing import NDArray
@@ -25,6 +25,7 @@ from support import (
     Scene,
     assert_as_promised,
     computed,
+    examples,
     seeds,
 )
 
@@ -123,7 +124,7 @@ def scan(
 @given(
     n_state=st.integers(2, 150), n_group=few, heads=few, n_tokens=st.integers(1, 5), n_sequences=few, seed=seeds
 )  # fmt: skip
-@settings(max_examples=12)
+@examples(12)
 def test_mamba_1(
     backend: Plugin, n_state: int, n_group: int, heads: int, n_tokens: int, n_sequences: int, seed: int
 ) -> None:
@@ -136,7 +137,7 @@ def test_mamba_1(
     n_state=st.integers(1, 150), dim=st.integers(2, 9), n_group=few, heads=few, n_tokens=st.integers(1, 5),
     n_sequences=few, count=st.integers(1, 4), seed=seeds,
 )  # fmt: skip
-@settings(max_examples=12)
+@examples(12)
 def test_mamba_2(
     backend: Plugin,
     n_state: int,
@@ -224,7 +225,7 @@ def attention(function: str, operands: list[Floats], *numbers: float) -> Recipe:
 
 
 @given(size=st.integers(1, 70), n_head=few, n_tokens=st.integers(1, 4), n_sequences=few, seed=seeds)
-@settings(max_examples=12)
+@examples(12)
 def test_wkv6(backend: Plugin, size: int, n_head: int, n_tokens: int, n_sequences: int, seed: int) -> None:
     decay, k, v, r, state = heads(4, size, n_head, n_tokens, n_sequences, seed)
     first = between(-1, 1, n_head, size, seed=seed)
@@ -233,7 +234,7 @@ def test_wkv6(backend: Plugin, size: int, n_head: int, n_tokens: int, n_sequence
 
 
 @given(size=st.integers(1, 70), n_head=few, n_tokens=st.integers(1, 4), n_sequences=few, seed=seeds)
-@settings(max_examples=12)
+@examples(12)
 def test_gated_linear_attention(
     backend: Plugin, size: int, n_head: int, n_tokens: int, n_sequences: int, seed: int
 ) -> None:
@@ -249,7 +250,7 @@ def removing(size: int, n_head: int, n_tokens: int, n_sequences: int, seed: int)
 
 
 @given(size=st.sampled_from([64, 128]), n_head=few, n_tokens=st.integers(1, 4), n_sequences=few, seed=seeds)
-@settings(max_examples=10)
+@examples(10)
 def test_wkv7(backend: Plugin, size: int, n_head: int, n_tokens: int, n_sequences: int, seed: int) -> None:
     operands = removing(size, n_head, n_tokens, n_sequences, seed)
     assert_as_promised(backend, attention("rwkv_wkv7", operands), "RWKV_WKV7")
@@ -282,7 +283,7 @@ def test_wkv7_of_heads_of_any_size(size: int, name: str, monkeypatch: pytest.Mon
     shared=st.booleans(), gates=st.booleans(), count=st.integers(1, 4), place=st.sampled_from([PLAIN, HEADS_SWAPPED,
     ROWS_BETWEEN]), seed=seeds,
 )  # fmt: skip
-@settings(max_examples=20)
+@examples(20)
 def test_gated_delta_net(
     backend: Plugin,
     size: int,

@@ -10,9 +10,21 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
-from support import ENGINES, PLAIN, Dims, Placement, Scene, assert_same_bytes, engine, outcome, placements, seeds
+from support import (
+    ENGINES,
+    PLAIN,
+    Dims,
+    Placement,
+    Scene,
+    assert_same_bytes,
+    engine,
+    examples,
+    outcome,
+    placements,
+    seeds,
+)
 
 import quant
 from ggml_backend_npu import OPS, Node, Tensor
@@ -115,7 +127,7 @@ def ropes(draw: st.DrawFn) -> Rope:
 
 
 @given(recipe=ropes())
-@settings(max_examples=80)
+@examples(80)
 def test_rope(backend: Plugin, recipe: Rope) -> None:
     assert_close_to_cpu(backend, recipe)
 

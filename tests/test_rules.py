@@ -12,11 +12,11 @@ import ml_dtypes
 import numpy as np
 import pytest
 import rounding
-from hypothesis import given, settings
+from hypothesis import given
 from numpy.typing import NDArray
 from paper import copy_of
 from rounding import FAULTS, in_halves, right, written, wrong
-from support import seeds
+from support import examples, seeds
 
 from ggml_backend_npu import Node, Tensor
 from ggml_backend_npu.abi.plugin import Plugin
@@ -164,7 +164,7 @@ def test_an_element_that_is_wrong_beside_a_much_larger_one(cpu: Replica) -> None
         assert allows(Rules(), of, of.dst, off) == is_right
 
 
-@settings(max_examples=20)
+@examples(20)
 @given(seed=seeds)
 def test_terms_that_cancel(cpu: Replica, seed: int) -> None:
     rng = np.random.default_rng(seed)
@@ -282,7 +282,7 @@ def test_an_order_is_free_among_equals_alone(ids: list[list[int]], is_right: boo
         assert not allows(Rules(), wrong_way, expected, actual)
 
 
-@settings(max_examples=20)
+@examples(20)
 @given(seed=seeds)
 def test_sets_and_orders_of_the_kernels(cpu: Replica, seed: int) -> None:
     rng = np.random.default_rng(seed)

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 from support import (
@@ -22,6 +22,7 @@ from support import (
     Scene,
     assert_same_bytes,
     engine,
+    examples,
     outcome,
     recorded_works,
     seeds,
@@ -122,14 +123,14 @@ def soft_maxes(draw: st.DrawFn) -> SoftMax:
 
 
 @given(recipe=soft_maxes())
-@settings(max_examples=150)
+@examples(150)
 def test_soft_max(backend: Plugin, recipe: SoftMax) -> None:
     assert_close_to_cpu(backend, recipe)
 
 
 @with_avx2
 @given(recipe=soft_maxes())
-@settings(max_examples=300)
+@examples(300)
 def test_soft_max_equals_cpu(backend: Plugin, recipe: SoftMax) -> None:
     npu, cpu = (outcome(backend, device, recipe) for device in ("NPU", "CPU"))
     assert_same_bytes(npu.after[0], cpu.after[0])
@@ -198,7 +199,7 @@ def assert_within_ulp(actual: Floats, expected: Floats, n: int) -> None:
     max_bias=st.sampled_from([0.0, 8.0]),
     seed=seeds,
 )
-@settings(max_examples=200)
+@examples(200)
 def test_compiled_equals_the_definition_but_for_rounding(
     ne: Dims, kind: Any, with_sinks: bool, special: bool, scale: float, max_bias: float, seed: int
 ) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 from recipes import Copy, Same
@@ -21,6 +21,7 @@ from support import (
     Scene,
     assert_equals_cpu,
     assert_same_bytes,
+    examples,
     in_pieces,
     kind_for,
     recorded_works,
@@ -122,7 +123,7 @@ def copied(types: tuple[str, str], ne: Dims, src: Layout, dst: Layout, seed: int
 
 
 @pytest.mark.parametrize("types", [(name, name) for name in SCALARS] + CONVERSIONS, ids="->".join)
-@settings(max_examples=80)
+@examples(80)
 @given(
     tile=st.tuples(*[st.sampled_from(EDGES)] * 2),
     more=st.tuples(*[st.integers(1, 3)] * 2),
@@ -148,7 +149,7 @@ def test_any_permutation_of_any_size(
 
 @pytest.mark.parametrize("types", [(name, name) for name in SCALARS] + CONVERSIONS, ids="->".join)
 @pytest.mark.parametrize("streams", [False, True])
-@settings(max_examples=30)
+@examples(30)
 @given(
     ne=st.tuples(*[st.sampled_from(EDGES)] * 2),
     gaps=st.tuples(*[st.sampled_from([0, 3])] * 2),
@@ -165,7 +166,7 @@ def test_a_matrix_is_transposed_in_tiles(
 
 @pytest.mark.parametrize("types", [("f32", "f32"), ("f16", "f16"), ("i8", "i8"), ("f32", "f16"), ("f16", "f32")])
 @pytest.mark.parametrize("streams", [False, True])
-@settings(max_examples=50)
+@examples(50)
 @given(
     unit=st.sampled_from([2, 3, 31, 32, 33, 64, 127, 128, 129, 511, 512, 513, 1024, 1025, 2048, 2049, 4097]),
     heads=st.sampled_from([2, 3, 7, 32, 65]),
@@ -199,7 +200,7 @@ def test_heads_and_tokens_change_places(
 
 
 @pytest.mark.parametrize("type", SCALARS)
-@settings(max_examples=12)
+@examples(12)
 @given(
     ne=st.tuples(st.sampled_from(EDGES), st.sampled_from(EDGES), st.integers(1, 2), st.integers(1, 2)),
     axes=st.permutations(IN_ORDER),
@@ -218,7 +219,7 @@ def test_permuted_tensors_are_made_contiguous_as_by_ggmls_cpu(
 
 
 @pytest.mark.parametrize("types", CONVERSIONS[:6], ids="->".join)
-@settings(max_examples=12)
+@examples(12)
 @given(ne=st.tuples(st.sampled_from(EDGES), st.sampled_from(EDGES)), into=st.booleans(), seed=seeds)
 @pytest.mark.parametrize("cached", [0, strided.CACHED])
 def test_transposed_tensors_are_converted_as_by_ggmls_cpu(
@@ -251,7 +252,7 @@ def row_sizes(type: str, other: str) -> st.SearchStrategy[int]:
 
 
 @pytest.mark.parametrize("types", STREAMED, ids="->".join)
-@settings(max_examples=40)
+@examples(40)
 @given(data=st.data(), rows=st.integers(1, 4), offsets=st.tuples(*[st.integers(0, 63)] * 2), seed=seeds)
 def test_streamed_copies(
     types: tuple[str, str], data: st.DataObject, rows: int, offsets: tuple[int, int], seed: int
@@ -271,7 +272,7 @@ def streams(work: threads.Work) -> bool:
 
 
 @pytest.mark.parametrize("type", ["f32", "f16", "bf16", "i32", "q8_0", "q4_0"])
-@settings(max_examples=40)
+@examples(40)
 @given(data=st.data(), n_ids=st.integers(1, 9), offsets=st.tuples(*[st.integers(0, 63)] * 2), seed=seeds)
 def test_rows_are_gathered_past_the_caches(
     type: str, data: st.DataObject, n_ids: int, offsets: tuple[int, int], seed: int
@@ -287,7 +288,7 @@ def test_rows_are_gathered_past_the_caches(
 
 
 @pytest.mark.parametrize("types", [(s, d) for s in ("f32", "f16") for d in ("f32", "f16", "bf16", "q8_0", "q4_0")])
-@settings(max_examples=40)
+@examples(40)
 @given(data=st.data(), n_ids=st.integers(1, 9), offsets=st.tuples(*[st.integers(0, 63)] * 2), seed=seeds)
 def test_rows_are_scattered_past_the_caches(
     types: tuple[str, str], data: st.DataObject, n_ids: int, offsets: tuple[int, int], seed: int
@@ -304,7 +305,7 @@ def test_rows_are_scattered_past_the_caches(
 
 @pytest.mark.parametrize("name", ["q8_0", "q4_0"])
 @pytest.mark.parametrize("rounding", quant.ROUNDINGS)
-@settings(max_examples=40)
+@examples(40)
 @given(n=st.integers(1, 400), offsets=st.tuples(*[st.integers(0, 63)] * 2), seed=seeds)
 def test_codecs_past_the_caches(name: str, rounding: Any, n: int, offsets: tuple[int, int], seed: int) -> None:
     kind, rng = codec(name), np.random.default_rng(seed)
@@ -369,7 +370,7 @@ MAY_BE_CUT = {"ascending", "descending", "permuted"}
 
 
 @pytest.mark.parametrize("order", ORDERS)
-@settings(max_examples=30)
+@examples(30)
 @given(
     n=st.integers(16, 60),
     planes=st.tuples(st.integers(1, 3), st.integers(1, 2)),

@@ -12,11 +12,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from models import Models
 from numba import types
-from support import Scene, assert_same_bytes, recorded_works
+from support import Scene, assert_same_bytes, examples, recorded_works
 
 import quant
 from ggml_backend_npu.abi.plugin import Plugin
@@ -61,7 +61,7 @@ class Visited:
         return int(self.calls[0])
 
 
-@settings(max_examples=200)
+@examples(200)
 @given(
     n_units=st.integers(0, 200) | st.integers(0, 100_000),
     n_bytes=st.integers(0, 3 * GRAIN) | st.integers(0, 1 << 40),

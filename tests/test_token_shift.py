@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
-from support import assert_same_bytes, seeds
+from support import assert_same_bytes, examples, seeds
 
 from ggml_backend_npu import token_shift
 from ggml_backend_npu.abi.build import Builder
@@ -223,7 +223,7 @@ widths = st.integers(1, 40) | st.sampled_from([511, 512, 513, 1100])
     special=st.booleans(),
     seed=seeds,
 )
-@settings(max_examples=35)
+@examples(35)
 def test_it_equals_the_definition_bit_for_bit(
     types: tuple[Any, Any, Any],
     size: tuple[int, int, int],
@@ -259,7 +259,7 @@ def test_it_is_near_what_float64_gives(dtype: Any) -> None:
     special=st.booleans(),
     seed=seeds,
 )
-@settings(max_examples=40)
+@examples(40)
 def test_it_equals_ggmls_nodes_bit_for_bit(
     backend: Plugin, size: tuple[int, int, int], special: bool, seed: int
 ) -> None:
@@ -285,7 +285,7 @@ def test_it_equals_ggmls_nodes_bit_for_bit(
 
 @pytest.mark.parametrize("types", TYPES, ids=named)
 @given(cuts=st.sets(st.integers(1, 8)), in_place=st.booleans(), seed=seeds)
-@settings(max_examples=8)
+@examples(8)
 def test_a_sequence_in_chunks_gives_the_bits_of_one_call(
     types: tuple[Any, Any, Any], cuts: set[int], in_place: bool, seed: int
 ) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 from support import (
@@ -31,6 +31,7 @@ from support import (
     assert_same_bytes,
     computed,
     engine,
+    examples,
     one_nan,
     outcome,
     placements,
@@ -76,7 +77,7 @@ def unary(name: str, type: str, ne: Dims, seed: int = 0, src: Placement = PLAIN,
 @pytest.mark.parametrize("type", DTYPES)
 @pytest.mark.parametrize("name", UNARY)
 @given(ne=sizes(), seed=seeds, src=placements(rows=True))
-@settings(max_examples=6)
+@examples(6)
 def test_unary(backend: Plugin, name: str, type: str, ne: Dims, seed: int, src: Placement) -> None:
     assert_fits(backend, name, type, unary(name, type, ne, seed, src))
 
@@ -112,7 +113,7 @@ def test_unary_at_its_edges(backend: Plugin, name: str) -> None:
 
 @pytest.mark.parametrize("type", DTYPES)
 @given(ne=sizes(), seed=seeds, before=st.integers(0, 1), n=st.floats(-2, 2, width=32), p=st.floats(0, 2, width=32))
-@settings(max_examples=10)
+@examples(10)
 def test_xielu(backend: Plugin, type: str, ne: Dims, seed: int, before: int, n: float, p: float) -> None:
     def recipe(scene: Scene) -> int:
         src = Placement(before=(before, 0, 0, 0))
@@ -169,7 +170,7 @@ def gates(name: str, type: str, n: int, rng: np.random.Generator) -> NDArray[Any
 @pytest.mark.parametrize("type", DTYPES)
 @pytest.mark.parametrize("name", [name for name in GLU if name not in LIMITED])
 @given(ne=sizes(), seed=seeds, apart=st.booleans(), shape=st.sampled_from(["split", "halves", "swapped"]))
-@settings(max_examples=15)
+@examples(15)
 def test_glu(backend: Plugin, name: str, type: str, ne: Dims, seed: int, apart: bool, shape: str) -> None:
     def recipe(scene: Scene) -> int:
         rng = np.random.default_rng(seed)
@@ -191,7 +192,7 @@ def test_glu(backend: Plugin, name: str, type: str, ne: Dims, seed: int, apart: 
     ne=sizes(), seed=seeds, apart=st.booleans(), halves=st.booleans(),
     alpha=st.sampled_from([1.0, 1.702, -0.5]), limit=st.sampled_from([0.0, 0.5, 7.0, float("inf")]),
 )  # fmt: skip
-@settings(max_examples=25)
+@examples(25)
 def test_limited_glu(
     backend: Plugin, name: str, ne: Dims, seed: int, apart: bool, halves: bool, alpha: float, limit: float
 ) -> None:
@@ -265,7 +266,7 @@ def test_a_refusal_says_why(op: str, arrays: tuple[NDArray[Any], ...], params: b
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="on other processors ggml has other steps")
 @pytest.mark.parametrize("name", NEAR)
 @given(width=st.one_of(st.integers(1, 50), st.integers(1000, 2100)), rows=st.integers(1, 5), seed=seeds)
-@settings(max_examples=25)
+@examples(25)
 def test_what_ggml_has_in_vectors_is_computed_in_its_steps(
     backend: Plugin, name: str, width: int, rows: int, seed: int
 ) -> None:

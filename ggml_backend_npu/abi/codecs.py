@@ -63,6 +63,15 @@ def _probe() -> Floats:
     return np.concatenate([ties, values * np.logspace(-30, 30, 512, dtype=np.float32)[:, None]])
 
 
+def _fuses(codec: Bound) -> bool:
+    """Whether this ggml's quantize_row_q8_K multiplies and adds in one step, as compilers may (-ffp-contract): products
+    next to a half say so."""
+    largest = np.linspace(1, 2, 64, dtype=np.float32)[:, None]
+    x = ((np.arange(256, dtype=np.float32) - 128) + np.float32(0.5)) * (largest / np.float32(127))
+    x[:, 0], x[:, 255] = largest[:, 0], 0
+    return not np.array_equal(codec.encode(x, "reference"), quant.codec("q8_K").encode(x, "reference"))
+
+
 def bind(ggml: Ggml) -> None:
     """Sets NUMERICS to what this ggml's CPU backend computes."""
     ggml.ggml_cpu_init()
@@ -73,6 +82,7 @@ def bind(ggml: Ggml) -> None:
         if name not in _OURS and name in quant.type_names() and quant.codec(name).is_quantized
     }
     NUMERICS.to_float = {name: codecs[name].to_float_at for name in NUMERICS.bound}
+    NUMERICS.fuses = _fuses(codecs["q8_K"])
     probe = _probe()
     for name in _OURS:
         cpu = codecs[name].encode(probe, "reference")

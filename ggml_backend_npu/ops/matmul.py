@@ -26,7 +26,7 @@ from ggml_backend_npu.numerics import NUMERICS
 from ggml_backend_npu.ops.movers import checked_ids
 from ggml_backend_npu.ops.strided import ids_check
 from ggml_backend_npu.registry import Call, op
-from quant import dequantize, quantize
+from quant import codec, dequantize
 from quant.dots import (
     DOTS,
     NO_DOTS,
@@ -107,7 +107,7 @@ def _step(addresses, count):
 
 
 @inlined
-def _round(rounding, simd, work, k, row):
+def _round(rounding, simd, fused, work, k, row):
     """k float32 at `row`, as the type of a rounding has them, in place."""
     if rounding == _TO_F16:
         x, y = array_at(row, types.float32, k), array_at(work, types.uint16, k)
@@ -121,7 +121,7 @@ def _round(rounding, simd, work, k, row):
         ready_q8(row, work, k // 32, simd)
         rounded_q8(work, row, k // 32)
     elif rounding == _TO_Q8_K:
-        ready_q8_k(row, work, k // 256)
+        ready_q8_k(row, work, k // 256, fused)
         rounded_q8_k(work, row, k // 256)
 
 
@@ -133,8 +133,8 @@ def products(p, begin, end):
     dots_code, scales, quants, quant_row, quant_2, quant_3, scale_row, scale_2, scale_3 = values(p + 8 * 14, 9)
     src1, nb11, nb12, nb13, ne11, ne12, ne13, src1_code = values(p + 8 * 23, 8)
     dst, nb1, nb2, nb3, ids, ids_nb0, ids_nb1, ids_ne0, ids_ne1 = values(p + 8 * 31, 9)
-    rounding, rounds, simd, sgemm, least, as_blocks = values(p + 8 * 40, 6)
-    steps = p + 8 * 46
+    rounding, rounds, simd, fused, sgemm, least, as_blocks = values(p + 8 * 40, 7)
+    steps = p + 8 * 47
 
     x, y = np.empty(n_columns, np.int64), np.empty(n_columns, np.int64)
     ready_bytes = k // 256 * READY_Q8_K if rounding == _TO_Q8_K else k // 32 * READY_Q8
@@ -184,13 +184,13 @@ def products(p, begin, end):
                             decode_run(src1_code, source, 0, 0, work, k)
                             source = work
                         if rounding == _TO_Q8_K:
-                            ready_q8_k(source, row, k // 256)
+                            ready_q8_k(source, row, k // 256, fused)
                         else:
                             ready_q8(source, row, k // 32, simd)
                     else:
                         decode_run(src1_code, source, 0, 0, row, k)
                         if rounds:
-                            _round(rounding, simd, work, k, row)
+                            _round(rounding, simd, fused, work, k, row)
                     x[c] = row
                 x_step = line
         if count == 0:
@@ -305,7 +305,8 @@ def _define_products(
     rounded = VEC_DOT[a.type]
     below = np.zeros(0)
     if rounds:
-        blocks = quantize(x.astype(np.float32), rounded, NUMERICS.rounding)
+        rows = x.astype(np.float32).reshape(-1, codec(rounded).block_size)
+        blocks = NUMERICS.codec(rounded).encode(rows, NUMERICS.rounding).reshape(len(x), -1)
         x = dequantize(blocks, rounded).astype(np.float64)
         if rounded == "q8_1":
             sums = blocks.reshape(len(x), -1, 36)[..., 2:4].copy().view(np.float16)[..., 0]
@@ -393,8 +394,8 @@ def _bind(dst: Tensor, a: Tensor, b: Tensor, ids: Tensor | None) -> Work | None:
         dots_code, scales[0], quants[0], *quants[1:], *scales[1:],
         b.address, *b.nb[1:], *b.ne[1:], CODES[b.type],
         dst.address, *dst.nb[1:], *((ids.address, *ids.nb[:2], *ids.ne[:2]) if ids is not None else (0,) * 5),
-        _ROUNDINGS[VEC_DOT[a.type]], plain and DEVICE.matmul == "exact", NUMERICS.rounding == "simd", sgemm, _least(a),
-        as_blocks, *steps,
+        _ROUNDINGS[VEC_DOT[a.type]], plain and DEVICE.matmul == "exact", NUMERICS.rounding == "simd", NUMERICS.fuses,
+        sgemm, _least(a), as_blocks, *steps,
     )  # fmt: skip
     n_units = -(-n_rows // tile_rows) * n_matrices
     n_bytes = _WEIGHT * n_matrices * n_rows * (a.nb[1] + k * n_columns // 4)
