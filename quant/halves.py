@@ -1,6 +1,6 @@
 """float16 for processors that have no instructions for it: x86-64 without F16C, from before 2012.
 
-There LLVM calls two functions of its compiler-rt by name, and ends the process where no library of it has them. Importing
+There LLVM calls two functions of its compiler-rt by name, and ends the process where it does not find them. Importing
 this module gives it both.
 """
 

@@ -89,3 +89,19 @@ def team(request: pytest.FixtureRequest, backend: Plugin, monkeypatch: pytest.Mo
 def pytest_configure(config: pytest.Config) -> None:
     """An exception that would leave a callback, and reach C, fails the test."""
     config.addinivalue_line("filterwarnings", "error::pytest.PytestUnraisableExceptionWarning")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Of a test marked `some(n)`, n cases run by default, evenly spaced; the others are slow."""
+    cases: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("some"):
+            cases.setdefault(item.nodeid.split("[")[0], []).append(item)
+    for each in cases.values():
+        marker = each[0].get_closest_marker("some")
+        assert marker is not None
+        (n,) = marker.args
+        chosen = {i * len(each) // n for i in range(n)}
+        for i in {*range(len(each))} - chosen:
+            each[i].add_marker("slow")

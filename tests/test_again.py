@@ -39,6 +39,7 @@ def run(model: Models, repeat: int = 1) -> DiffResult:
     return diff(model("llama"), PROMPT, steps=1, settings=FLASH_OFF, repeat=repeat)
 
 
+@pytest.mark.slow
 def test_a_node_that_is_not_the_same_each_time_is_named(model: Models, backend: Plugin) -> None:
     """Right in the first run, and in each isolated one."""
     calls = count()

@@ -156,6 +156,7 @@ def test_calls_are_small_graphs_of_each_op() -> None:
     assert_sane(found, [GGML_CPU], "us", rounds=1)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("backend")
 def test_operators_run_as_one() -> None:
     found = [*operators.bench_operators(rounds=1, threads=2, patterns=PATTERNS)]
@@ -163,6 +164,7 @@ def test_operators_run_as_one() -> None:
     assert_sane(found, [GGML_CPU], "ms", rounds=1)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("backend")
 def test_decoding_is_measured_in_tokens_a_second(tmp_path: Path) -> None:
     tiny = write_tiny_llama(tmp_path / "tiny.gguf")

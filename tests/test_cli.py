@@ -296,6 +296,7 @@ def cont(dst, x):
 """
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("value", ["x * 2", "np.nan", "np.inf", "-x"])
 def test_diff_names_the_first_wrong_node_and_exits_with_1(cli: Cli, tmp_path: Path, value: str) -> None:
     kernels = kernel_file(tmp_path, WRONG_CONT.format(value=value))
@@ -438,6 +439,7 @@ BAD_KERNELS = {
 }
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize("command", ["run", "diff"])
 @pytest.mark.parametrize(("source", "reason"), BAD_KERNELS.values(), ids=BAD_KERNELS)
 def test_a_file_of_kernels_that_cannot_be_used(
@@ -552,6 +554,7 @@ def good(tiny: Path) -> Gguf:
     return Gguf(tiny.read_bytes(), int(GGUFReader(tiny).data_offset))
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize("command", ["run", "diff"])
 @pytest.mark.parametrize("damage", NO_MODEL.values(), ids=NO_MODEL)
 def test_a_file_that_is_no_whole_gguf(
@@ -562,6 +565,7 @@ def test_a_file_that_is_no_whole_gguf(
     assert_refused(cli(command, path), f"model '{path}'")
 
 
+@pytest.mark.some(7)
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

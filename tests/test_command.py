@@ -52,6 +52,7 @@ def interrupted(*arguments: object, stdout_says: str | None = None, **keywords: 
         return command.returncode, time.monotonic() - begin, err
 
 
+@pytest.mark.some(1)
 @pytest.mark.usefixtures("backend")
 @pytest.mark.parametrize(("command", "body"), [("run", "loops"), ("run", "sleeps"), ("diff", "loops")])
 def test_ctrl_c_ends_a_kernel(tmp_path: Path, command: str, body: str) -> None:
@@ -77,6 +78,7 @@ def stubborn(dst, x, ids):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("backend")
 def test_ctrl_c_ends_a_kernel_that_catches_it(tmp_path: Path) -> None:
     kernels = kernel_file(tmp_path, STUBBORN)
@@ -134,6 +136,7 @@ def test_a_closed_pipe_is_quiet(arguments: list[str]) -> None:
     assert "Broken" not in outcome.err
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
 @pytest.mark.parametrize("arguments", ["run tiny -n 1", "diff tiny -n 0 --ops CONT --json result.json"])
 def test_a_closed_stream_takes_nothing(tmp_path: Path, arguments: str, closed: str) -> None:
@@ -208,6 +211,7 @@ def test_a_folder_that_cannot_be_written_is_told_in_a_line(tmp_path: Path) -> No
 WRONG = "from ggml_backend_npu import op\n@op('CONT')\ndef cont(dst, x):\n    dst.view()[...] = 0\n"
 
 
+@pytest.mark.slow
 def test_a_diff_needs_no_folder_to_keep_wrong_nodes_in(tmp_path: Path) -> None:
     kernels, file = kernel_file(tmp_path, WRONG), tmp_path / "file"
     file.touch()
@@ -304,6 +308,7 @@ def test_options_of_the_npu_are_refused_beside_the_cpu(cli: Cli, command: str, o
         assert_refused(cli(command, "tiny", "--device", "cpu", *options), options[0], "--device is cpu")
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("command", ["run", "diff", "coverage", "replay"])
 def test_a_limit_of_memory_needs_memory(tmp_path: Path, command: str) -> None:
     trace = tmp_path / "trace.gguf"
@@ -416,6 +421,7 @@ def test_a_shell_completes_commands() -> None:
     assert fresh(env=os.environ | words).out.strip() == "coverage"
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("word", ["cpu", "CPU", "npu", "NPU"])
 def test_devices_have_one_word_in_every_command(cli: Cli, tmp_path: Path, word: str) -> None:  # noqa: F811
     trace = tmp_path / "trace.gguf"

@@ -73,6 +73,7 @@ print(byte[0])
 """
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize("writes", [0, 1], ids=["reads", "writes"])
 @pytest.mark.parametrize("place", [0, -1, 16 * 1024, (16 << 20) - 1, -(16 << 20)])
 def test_who_touches_a_fence_gets_a_signal(place: int, writes: int) -> None:

@@ -72,6 +72,7 @@ def is_off(node: NodeResult) -> bool:
 # verdicts
 
 
+@pytest.mark.some(7)
 @pytest.mark.parametrize(("name", "settings"), MODELS)
 @pytest.mark.parametrize("ops", ["default", "all"])
 @pytest.mark.parametrize("fusion", ["on", "off"])

@@ -222,6 +222,7 @@ def printed(result: DiffResult) -> list[str]:
     return text.getvalue().splitlines()
 
 
+@pytest.mark.some(3)
 @pytest.mark.usefixtures("as_before")
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_fault_is_found_and_named(

@@ -1322,6 +1322,7 @@ def command(*arguments: object, **options: str) -> subprocess.CompletedProcess[s
     )
 
 
+@pytest.mark.slow
 def test_run_says_what_ran_as_one_operator(model: Models) -> None:
     rest = ["--flash-attn", "off", "-n", "16"]
     cpu, fused, alone = (
@@ -1346,6 +1347,7 @@ def test_the_environment_says_the_same_as_the_options(model: Models) -> None:
     assert "one operator" not in off.stderr
 
 
+@pytest.mark.slow
 def test_diff_has_spans_or_not(model: Models) -> None:
     with_spans, without = (command("diff", model("rwkv7"), "-n", "0", *options) for options in ([], ["--no-fusion"]))
     assert with_spans.returncode == without.returncode == 0

@@ -103,6 +103,7 @@ def overlap(a: Tensor, b: Tensor) -> bool:
 # every node equals the CPU
 
 
+@pytest.mark.some(5)
 @pytest.mark.parametrize(("name", "settings", "expected"), CASES)
 def test_every_mover_of_a_model_equals_the_cpu(
     model: Models, name: str, settings: Settings, expected: set[tuple[str, str]]

@@ -36,6 +36,7 @@ def damaged(path: Path, how: str, random: np.random.Generator) -> None:
 HOW = ["cut", "empty", "flipped", "foreign", "missing"]
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("suffix", ["nbi", "nbc"])
 @pytest.mark.parametrize("how", HOW)
 def test_a_damaged_kernel_is_compiled_anew(tmp_path: Path, how: str, suffix: str) -> None:
@@ -83,6 +84,7 @@ def test_a_cache_on_a_full_disk_is_told_once(tmp_path: Path) -> None:
     assert len(notes) == 2
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("how", ["cut", "flipped", "missing"])
 def test_a_damaged_plugin_is_built_anew(tmp_path: Path, how: str) -> None:
     environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path)}
@@ -119,6 +121,7 @@ def test_damaged_programs_are_built_anew(
     assert len(builds) == 2
 
 
+@pytest.mark.slow
 def test_the_command_shows_and_clears_what_is_kept(tmp_path: Path) -> None:
     environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path), "NUMBA_CACHE_DIR": str(tmp_path / "kernels")}
     mine = tmp_path / "ggml-npu" / "mine"

@@ -84,6 +84,7 @@ def test_every_kernel_is_compiled_once(tmp_path: Path) -> None:
     assert compiled_by_two(ALL, tmp_path / "two") == output
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("variable", ["NUMBA_CACHE_DIR", "XDG_CACHE_HOME"])
 @pytest.mark.parametrize("where", ["a folder that cannot be", "a file"])
 def test_where_nothing_can_be_kept_kernels_are_compiled_all_the_same(tmp_path: Path, variable: str, where: str) -> None:

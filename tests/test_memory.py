@@ -103,6 +103,7 @@ def ggml_npu(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([command, *arguments], capture_output=True, text=True, check=False)
 
 
+@pytest.mark.slow
 def test_a_model_writes_the_same_text_wherever_its_tensors_lie() -> None:
     texts = {}
     for name, (memory, device_type) in CONFIGURATIONS.items():
@@ -205,6 +206,7 @@ print(json.dumps({"logits": logits, "left": left, "errors": errors}))
 """
 
 
+@pytest.mark.slow
 def test_quantised_caches_of_the_host_come_to_the_device_whatever_lies_there(
     model: Models, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -142,6 +142,7 @@ def slow(dst, x, ids):
 """
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_nothing_is_left_half_written_by_a_signal(tmp_path: Path, number: signal.Signals) -> None:
     kernels, temporary = tmp_path / "slow.py", tmp_path / "tmp"

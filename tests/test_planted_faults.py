@@ -232,6 +232,7 @@ def assert_command_finds(model: Path, fault: Fault, folder: Path, *kernels: Path
     assert right.returncode == 0, right.stdout + right.stderr
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("fault", spread([*ENDS, *STRAYS, *LIVE, *PACKED, *LATE], every=6))
 def test_the_command_finds_a_fault(file: Files, fault: Fault, tmp_path: Path) -> None:
     assert_command_finds(file(fault.model), fault, tmp_path, fault.path)

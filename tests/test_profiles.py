@@ -365,6 +365,7 @@ def npu(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_the_command_takes_the_environment_and_options_before_it() -> None:
     run = npu("run", "tiny", "-n", "1", "-p", "a", GGML_NPU_PROFILE="ascend-required")
     assert run.returncode == 0

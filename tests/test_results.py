@@ -59,6 +59,7 @@ VIEWS: dict[str, Callable[[NDArray[Any]], Any]] = {
 }
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize("name", VIEWS)
 def test_memory_is_not_given_out_while_a_view_of_it_lives(free: dict[int, Any], name: str) -> None:
     result = memory.empty(SHAPE, np.float32)
@@ -292,6 +293,7 @@ def resident(mebibytes: int) -> None:
     assert result.returncode == 0, result.stderr
 
 
+@pytest.mark.slow
 def test_a_large_tensor_needs_little_more_than_its_result() -> None:
     resident(256)
 

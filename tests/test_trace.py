@@ -508,6 +508,7 @@ LINES = {
 }
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize(("line", "words"), LINES.items(), ids=LINES)
 def test_a_wrong_kernel_is_found(cli: Cli, small: Path, tmp_path: Path, line: str, words: str) -> None:  # noqa: F811
     outcome = cli("replay", small, "--kernels", kernel_file(tmp_path, WRONG.format(line=line)))

@@ -139,6 +139,7 @@ def test_the_graph_of_a_token_runs_without_llama_cpp(name: str, file: Any, on_th
     assert_as_on_the_cpu(found, cpu)
 
 
+@pytest.mark.some(1)
 @pytest.mark.usefixtures("backend")
 @pytest.mark.parametrize("flash_attention", ["on", "off"])
 @pytest.mark.parametrize(("name", "n_asked"), [("llama", 3), ("gpt-oss", 4)])

@@ -305,8 +305,8 @@ def _define_products(
     rounded = VEC_DOT[a.type]
     below = np.zeros(0)
     if rounds:
-        rows = x.astype(np.float32).reshape(-1, codec(rounded).block_size)
-        blocks = NUMERICS.codec(rounded).encode(rows, NUMERICS.rounding).reshape(len(x), -1)
+        units = x.astype(np.float32).reshape(-1, codec(rounded).block_size)
+        blocks = NUMERICS.codec(rounded).encode(units, NUMERICS.rounding).reshape(len(x), -1)
         x = dequantize(blocks, rounded).astype(np.float64)
         if rounded == "q8_1":
             sums = blocks.reshape(len(x), -1, 36)[..., 2:4].copy().view(np.float16)[..., 0]
