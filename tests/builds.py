@@ -4,8 +4,10 @@
     python tests/builds.py v3 v4-256          builds these and runs the default tests with each
     python tests/builds.py v3 -- -k norm      arguments after -- go to pytest
 
-A build is made once from the sources of the installed llama-cpp-python, in some minutes, and kept in the user's cache
-directory. LLAMA_CPP_LIB_PATH says which one a process has. Exits with 1 where tests fail with one of them.
+A build is made once from the sources of the installed llama-cpp-python, in two minutes, and kept in the user's cache
+directory beside the installed libllama. LLAMA_CPP_LIB_PATH says which one a process has. A build for a processor with
+AVX-512 is skipped on one without.
+Exits with 1 where tests fail with one of them.
 """
 
 from __future__ import annotations
@@ -15,13 +17,17 @@ import shutil
 import subprocess
 import sys
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 
 import platformdirs
+from llvmlite import binding
 
 from graph_runner import suites
 
-_V4 = "-march=x86-64-v4"
+_HAS_AVX512 = binding.get_host_cpu_features().get("avx512f", False)
+_V3, _V4 = "-march=x86-64-v3", "-march=x86-64-v4"
+_BEST = _V4 if _HAS_AVX512 else _V3
 _SHARED = {
     "CMAKE_BUILD_TYPE": "Release",
     "CMAKE_BUILD_RPATH_USE_ORIGIN": "ON",
@@ -35,18 +41,24 @@ _SHARED = {
     "LLAMA_OPENSSL": "OFF",
 }
 _AVX512 = {"GGML_AVX512": "ON"}
+_BEST_OPTIONS = _AVX512 if _HAS_AVX512 else {}
 
 # the processor's flags, and what cmake is told besides
 BUILDS: dict[str, tuple[str, dict[str, str]]] = {
-    "v3": ("-march=x86-64-v3", {}),
+    "v3": (_V3, {}),
     "v4-256": (f"{_V4} -mprefer-vector-width=256", _AVX512),
     "v4-512": (f"{_V4} -mprefer-vector-width=512", _AVX512),
-    "rocketlake": (f"{_V4} -mtune=rocketlake", _AVX512),
-    "znver4": (f"{_V4} -mtune=znver4", _AVX512),
-    "skylake-avx512": (f"{_V4} -mtune=skylake-avx512", _AVX512),
-    "clang": (_V4, _AVX512 | {"CMAKE_C_COMPILER": "clang", "CMAKE_CXX_COMPILER": "clang++"}),
-    "no-contraction": (f"{_V4} -ffp-contract=off", _AVX512 | {"CMAKE_BUILD_TYPE": "RelWithDebInfo"}),
+    "rocketlake": (f"{_BEST} -mtune=rocketlake", _BEST_OPTIONS),
+    "znver3": (f"{_BEST} -mtune=znver3", _BEST_OPTIONS),
+    "skylake-avx512": (f"{_BEST} -mtune=skylake-avx512", _BEST_OPTIONS),
+    "clang": (_BEST, _BEST_OPTIONS | {"CMAKE_C_COMPILER": "clang", "CMAKE_CXX_COMPILER": "clang++"}),
+    "no-contraction": (f"{_BEST} -ffp-contract=off", _BEST_OPTIONS | {"CMAKE_BUILD_TYPE": "RelWithDebInfo"}),
 }
+
+
+def lacking(name: str) -> str:
+    """What this processor lacks to run a build; "" where it lacks nothing."""
+    return "AVX-512" if _V4 in BUILDS[name][0] and not _HAS_AVX512 else ""
 
 
 def folder(name: str) -> Path:
@@ -68,7 +80,12 @@ def build(name: str) -> Path:
         arguments = [f"-D{option}={value}" for option, value in options.items()]
         cmake = suites._tool("cmake", "CMAKE_BIN_DIR")
         suites._run([cmake, "-S", source, "-B", made, "-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={ninja}", *arguments])
-        suites._run([ninja, "-C", made, "llama"])
+        suites._run([ninja, "-C", made, "ggml"])
+        spec = find_spec("llama_cpp")
+        assert spec is not None
+        assert spec.origin is not None
+        for library in Path(spec.origin).with_name("lib").glob("libllama.so*"):
+            shutil.copy2(library, made / "bin")
         (made / "bin").replace(libraries)
         shutil.rmtree(made)
     return libraries
@@ -85,13 +102,17 @@ def main() -> int:
         return 2
     failed = []
     for name in names:
+        if lacking(name):
+            print(f"{name}: skipped: this processor has no {lacking(name)}")
+            continue
         environment = {**os.environ, "LLAMA_CPP_LIB_PATH": str(build(name))}
         print(f"{name}: LLAMA_CPP_LIB_PATH={folder(name)}", flush=True)
         if subprocess.run([sys.executable, "-m", "pytest", *for_pytest], env=environment, check=False).returncode:
             failed.append(name)
     if not names:
         for name, (flags, _) in BUILDS.items():
-            print(f"{name:15} {'built' if folder(name).is_dir() else '':6} {flags}")
+            state = f"no {lacking(name)}" if lacking(name) else "built" if folder(name).is_dir() else ""
+            print(f"{name:15} {state:10} {flags}")
     if failed:
         print(f"failed: {' '.join(failed)}", file=sys.stderr)
     return int(bool(failed))
