@@ -8,7 +8,6 @@ without a ggml, rounds iq4_nl otherwise and lacks q2_0.
 from __future__ import annotations
 
 import ctypes
-import sys
 
 import numpy as np
 
@@ -56,11 +55,16 @@ def _pointer(array: Bytes | Floats) -> ctypes.c_void_p:
 
 
 def _probe() -> Floats:
-    """Blocks on which the roundings differ: exact ties, and values of every scale."""
+    """Blocks on which the roundings differ: exact ties, what is next to a tie, and values of every scale."""
     ties = np.arange(-127, 129, dtype=np.float32).reshape(-1, 32) / 2
     ties[:, 0] = 127
+    largest = np.linspace(1, 2, 512, dtype=np.float32)[:, None]
+    nearly = (np.arange(32, dtype=np.float32) % 15 - 7.5) * (largest / 8) * (1 - np.arange(1, 33) % 9 * 2.0**-23)
+    nearly[:, 0] = largest[:, 0]
     values = np.random.default_rng(0).standard_normal((512, 32)).astype(np.float32)
-    return np.concatenate([ties, values * np.logspace(-30, 30, 512, dtype=np.float32)[:, None]])
+    return np.concatenate(
+        [ties, nearly.astype(np.float32), values * np.logspace(-30, 30, 512, dtype=np.float32)[:, None]]
+    )
 
 
 def _fuses(codec: Bound) -> bool:
@@ -73,7 +77,10 @@ def _fuses(codec: Bound) -> bool:
 
 
 def bind(ggml: Ggml) -> None:
-    """Sets NUMERICS to what this ggml's CPU backend computes."""
+    """Sets NUMERICS to what this ggml's CPU backend computes.
+
+    Where it rounds q8_0 or q4_0 in a way of its own, as a q4_0 that was compiled for FMA does, its function encodes.
+    """
     ggml.ggml_cpu_init()
     codecs = {info.name: Bound(ggml, info) for info in ggml.types.values()}
     NUMERICS.bound = {
@@ -88,7 +95,6 @@ def bind(ggml: Ggml) -> None:
         cpu = codecs[name].encode(probe, "reference")
         agreeing = [r for r in ROUNDINGS if np.array_equal(cpu, quant.codec(name).encode(probe, r))]
         if not agreeing:
-            print(f"ggml-npu: this CPU's ggml rounds {name} in a way of its own; its function is used", file=sys.stderr)
             NUMERICS.bound[name] = codecs[name]
         elif name == "q8_0":
             NUMERICS.rounding = agreeing[0]

@@ -378,7 +378,7 @@ def mover(
     src_code, dst_code = code(src.type), code(dst_type, rounding)
     if src.type == dst.type:
         src_code = dst_code = _SAME
-    if src_code is None or dst_code is None or (NUMERICS.bound.keys() & {src.type, dst.type} and src_code != _SAME):
+    if src_code is None or dst_code is None or (dst_type in NUMERICS.bound and src_code != _SAME):
         return None
     n_elements = src.n_elements if src_ids is None else dst.n_elements
     if n_elements == 0:
