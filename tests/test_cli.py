@@ -615,6 +615,7 @@ main()
 """
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("arguments", [["devices"], ["run", "tiny"], ["diff", "tiny", "--in-process"]], ids=" ".join)
 def test_an_unknown_ggml(backend: Plugin, arguments: list[str]) -> None:
     outcome = process(sys.executable, "-c", UNKNOWN_GGML, *arguments)

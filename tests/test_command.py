@@ -116,6 +116,7 @@ def test_ctrl_c_ends_a_child_too() -> None:
 # exit codes
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("arguments", [["ops"], ["run", "tiny", "-n", "4"]], ids=" ".join)
 def test_a_full_disk_behind_stdout_is_told_in_a_line(arguments: list[str]) -> None:
     with open("/dev/full", "w") as full:
@@ -125,6 +126,7 @@ def test_a_full_disk_behind_stdout_is_told_in_a_line(arguments: list[str]) -> No
     assert "Traceback" not in outcome.err
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("arguments", [["run", "tiny", "-n", "4"], ["ops", "--json", "-"]], ids=" ".join)
 def test_a_closed_pipe_is_quiet(arguments: list[str]) -> None:
     read, write = os.pipe()
@@ -192,6 +194,7 @@ main()
 """
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("arguments", [["run", "tiny", "-n", "1"], ["capture", "tiny", "-o", "t.gguf"]], ids=" ".join)
 def test_a_full_disk_is_told_in_a_line(tmp_path: Path, arguments: list[str]) -> None:
     """A file may grow to 4 KiB, which is less than the model has that is written to TMPDIR."""
@@ -376,6 +379,7 @@ def test_a_narrow_terminal_gets_whole_names() -> None:
     assert "".join(parts) == name
 
 
+@pytest.mark.slow
 def test_a_pipe_gets_whole_lines() -> None:
     narrow = os.environ | {"COLUMNS": "40"}
     outcome = fresh("devices", env=narrow)

@@ -126,6 +126,7 @@ def test_any_two_devices(model: Models, reference: str, device: str, monkeypatch
     assert {node.op for node in result.wrong} == ({"CONT"} if device == "NPU" else set())
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize(
     ("name", "span"), [("rwkv7", "token_shift"), ("moe", "TopKSoftmax"), ("llama", "masked_softmax")]
 )
@@ -191,6 +192,7 @@ def fails_at(call: int, error: Exception) -> Callable[[Tensor, Tensor], None]:
     return cont
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("error", [ValueError("no rows today"), KernelError("row 9 of 4")])
 @pytest.mark.parametrize(("call", "step", "name"), [(1, 0, "kqv_out-0"), (3, 0, "kqv_out-1"), (7, 1, "kqv_out-1")])
 def test_where_the_device_fails_nodes_are_compared_one_by_one(

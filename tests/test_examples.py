@@ -11,6 +11,7 @@ import pytest
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize(
     ("name", "says"),
     [

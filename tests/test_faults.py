@@ -278,6 +278,7 @@ def only(fault: Fault, name: str) -> Op:
     return Op(fault.op, kernel, right.types, right.refuse)
 
 
+@pytest.mark.some(3)
 @pytest.mark.usefixtures("as_before")
 @pytest.mark.parametrize("name", [name for name, fault in FAULTS.items() if fault.behind])
 def test_behind_a_fault_nothing_is_blamed_for_it(model: Models, name: str) -> None:

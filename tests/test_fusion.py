@@ -172,6 +172,7 @@ print(json.dumps(told))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("memory", "device_type", "moe"),
     [
@@ -1104,6 +1105,7 @@ def test_a_diff_of_one_fusion_compares_nothing_else(model: Models) -> None:
     assert not diff(model("moe"), PROMPT, steps=0, ops={"token_shift"}).compared
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("name", SPANS)
 def test_a_diff_of_several_batches_compares_the_spans_of_each(model: Models, name: str) -> None:
     prompt = "one two three " * 40
@@ -1203,6 +1205,7 @@ AS_IT_IS = "SOFT_MAX ARGSORT GET_ROWS"
 OF_SELECTED = "ARGSORT GET_ROWS SOFT_MAX"
 
 
+@pytest.mark.some(4)
 @pytest.mark.parametrize(
     ("name", "kernel", "wrong", "ops", "step", "types"),
     [
@@ -1339,6 +1342,7 @@ def test_run_says_what_ran_as_one_operator(model: Models) -> None:
     assert "one operator" not in cpu.stderr + alone.stderr
 
 
+@pytest.mark.slow
 def test_the_environment_says_the_same_as_the_options(model: Models) -> None:
     options = ["run", model("rwkv7"), "-n", "4"]
     assert "run as one operator: token_shift 8" in command(*options, GGML_NPU_OPS="all").stderr

@@ -117,6 +117,7 @@ def test_every_mover_of_a_model_equals_the_cpu(
     assert all(node.isolated is not None and node.isolated.n_bytes > 0 for node in result.compared)
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("name", WRITERS)
 def test_the_definitions_equal_the_cpu_too(backend: Plugin, model: Models, name: str) -> None:
     settings = FLASH_OFF if name in ("rwkv7", "mamba") else QUANTISED
@@ -327,6 +328,7 @@ def settings_for(device: DeviceName, settings: Settings = FLASH_OFF) -> Settings
     )
 
 
+@pytest.mark.some(5)
 @pytest.mark.parametrize(("name", "settings", "expected"), CASES)
 def test_text_and_logits_are_the_same_on_the_npu(
     backend: Plugin, model: Models, name: str, settings: Settings, expected: set[tuple[str, str]]

@@ -335,6 +335,7 @@ def test_the_address_holds_search_filters_order_and_node(opened: Open) -> None:
     assert "verdict=introduced&" in page.run("location.hash")
 
 
+@pytest.mark.some(4)
 @pytest.mark.parametrize(
     "fragment", ["node=600", "node=length", "sort=x&metric=y", "verdict=none", "q=%FF%&&=", "step=9"]
 )

@@ -70,6 +70,7 @@ def compiled_by_two(code: str, cache: Path) -> str:
     return results[0][0]
 
 
+@pytest.mark.slow
 def test_two_processes_compile_at_once_and_a_third_one_nothing(tmp_path: Path) -> None:
     assert compiled_by_two(FEW, tmp_path / "cache") == "True True"
 

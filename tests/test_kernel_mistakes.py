@@ -57,6 +57,7 @@ WRONG = {
 }
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("command", ["run", "diff", "coverage"])
 @pytest.mark.parametrize("mistake", WRONG.values(), ids=WRONG)
 def test_a_refuse_that_cannot_answer_ends_the_command(

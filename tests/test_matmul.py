@@ -353,6 +353,7 @@ print(json.dumps(test_matmul.dots_of_each_type()))
 """
 
 
+@pytest.mark.slow
 def test_the_processors_dot_products_equal_the_portable_ones() -> None:
     """The portable ones in a process of their own, which compiles for a processor that has no such products."""
     without = binding.get_host_cpu_features().flatten().replace("+avx512vnni", "-avx512vnni")

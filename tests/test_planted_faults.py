@@ -146,6 +146,7 @@ def test_a_kernel_ends_a_run(file: Files, fault: Fault) -> None:
         assert done.returncode or not done.stdout
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("name", ["llama", "gpt-oss", "mamba", "moe", "rwkv7"])
 def test_rounding_alone_is_right(file: Files, name: str) -> None:
     with loaded(ROUNDED):
@@ -193,12 +194,14 @@ def of_device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
         monkeypatch.setattr(DEVICE, option, value)
 
 
+@pytest.mark.some(6)
 @pytest.mark.usefixtures("of_device")
 @pytest.mark.parametrize("fault", spread([*ISOLATED, *SOURCES, *RUNS, *FUSED], every=6))
 def test_a_fault_is_found(file: Files, fault: Fault, tmp_path: Path) -> None:
     assert_found(file(fault.model), fault, tmp_path)
 
 
+@pytest.mark.some(3)
 @pytest.mark.usefixtures("of_device")
 @pytest.mark.parametrize("fault", spread([each for each in (*SOURCES, *RUNS, *FUSED) if each.rounded], every=4))
 def test_a_fault_is_found_after_rounding(file: Files, fault: Fault, tmp_path: Path) -> None:

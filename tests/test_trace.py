@@ -254,6 +254,7 @@ def test_of_nodes_that_run_together_each_result_is_compared(backend: Plugin, tmp
 # models
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("name", WRITERS)
 def test_every_node_of_a_model_is_replayed_with_the_same_bytes(
     backend: Plugin, traces: Callable[[str], Path], name: str
