@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import csv
 import ctypes
+import io
+import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -24,6 +27,7 @@ from ggml_backend_npu.abi import convert, lib
 from ggml_backend_npu.abi.build import Builder
 from ggml_backend_npu.abi.lib import Ggml
 from ggml_backend_npu.abi.plugin import Plugin
+from graph_runner import suites
 from graph_runner.compare import compare
 from graph_runner.promises import holds
 from graph_runner.rules import Rules
@@ -402,3 +406,13 @@ seeds = st.integers(0, 1 << 32)
 def examples(n: int) -> settings:
     """Decorator of a test: n examples where others have 20, and in each profile as many times more or fewer."""
     return settings(max_examples=max(1, n * settings.default.max_examples // 20))
+
+
+def backend_ops_cases() -> dict[str, list[str]]:
+    """The parameters of each case that test-backend-ops has, by op, whether or not it is computed."""
+    command = [suites.build() / "test-backend-ops", "support", "-b", "CPU", "--output", "csv"]
+    cases: dict[str, list[str]] = {}
+    listed = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
+    for row in csv.DictReader(io.StringIO(listed)):
+        cases.setdefault(row["op_name"], []).append(row["op_params"])
+    return cases

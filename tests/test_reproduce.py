@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import itertools
 import re
 import shlex
@@ -13,6 +11,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
+from support import backend_ops_cases
 
 from ggml_backend_npu import Memory, Node, Tensor
 from graph_runner import suites
@@ -92,11 +91,7 @@ def nodes(cases: dict[str, list[str]]) -> Iterator[Node]:
 @pytest.mark.conformance
 def test_every_line_finds_a_case_where_ggml_has_one_of_the_types() -> None:
     """Over all types and layouts at once, by the list that the program prints of its cases."""
-    command = [suites.build() / "test-backend-ops", "support", "-b", "CPU", "--output", "csv"]
-    table = csv.DictReader(io.StringIO(subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout))
-    cases: dict[str, list[str]] = {}
-    for row in table:
-        cases.setdefault(row["op_name"], []).append(row["op_params"])
+    cases = backend_ops_cases()
     tried = 0
     for node in nodes(cases):
         words = shlex.split(backend_ops_line(node))
