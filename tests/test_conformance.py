@@ -53,7 +53,7 @@ ROW = re.compile(r"\| ([A-Z0-9_]+) \| ([\d,]+) \| ([\d,]+) \| ([\d,]+) \| ([\d,]
 MODELS = 133  # that test-llama-archs runs, in ggml 0.25.3
 
 
-@pytest.mark.parametrize(("memory", "device_type"), product(MEMORY, DEVICE_TYPES))
+@pytest.mark.parametrize(("memory", "device_type"), list(product(MEMORY, DEVICE_TYPES)))
 def test_every_case_that_the_cpu_supports_passes(memory: str, device_type: str) -> None:
     cases = backend_ops(CASES, {"GGML_NPU_MEMORY": memory, "GGML_NPU_DEVICE_TYPE": device_type})
     assert not [case.log for case in cases if case.verdict == "failed"]
