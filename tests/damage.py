@@ -1,5 +1,5 @@
-"""Damaged files, and a command run over each in a process of its own: forked from one that has imported everything,
-and has the kernels that a sound file needs."""
+"""Damaged files, and commands, each run in a process of its own: forked from one that has everything imported
+and its kernels loaded."""
 
 from __future__ import annotations
 
@@ -78,10 +78,10 @@ class Ended:
 
 
 class Commands:
-    """Runs commands, each in a process of its own. A context manager."""
+    """Runs commands, each in a process of its own, for so many seconds at most. A context manager."""
 
-    def __init__(self, folder: Path) -> None:
-        self._out = folder / "printed"
+    def __init__(self, folder: Path, seconds: float = SECONDS) -> None:
+        self._out, self._seconds = folder / "printed", seconds
 
     def __enter__(self) -> Commands:
         self._server = subprocess.Popen(
@@ -100,7 +100,7 @@ class Commands:
     def __call__(self, *arguments: object) -> Ended:
         assert self._server.stdin is not None
         assert self._server.stdout is not None
-        words = {"arguments": [*map(str, arguments)], "out": str(self._out), "seconds": SECONDS}
+        words = {"arguments": [*map(str, arguments)], "out": str(self._out), "seconds": self._seconds}
         self._server.stdin.write(json.dumps(words) + "\n")
         self._server.stdin.flush()
         return Ended(**json.loads(self._server.stdout.readline()))

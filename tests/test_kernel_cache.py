@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -26,6 +25,12 @@ from quant.jit import CFunction
 ggml_backend_npu.register()
 kernels = [each for each in gc.get_objects() if isinstance(each, CFunction)]
 print(*sorted({each._function.__name__ for each in kernels if each.address}))
+"""
+TEXT = """
+import sys
+from graph_runner.cli import main
+sys.argv = ["ggml-npu", "run", "tiny", "-n", "2", "--all"]
+main()
 """
 
 
@@ -77,12 +82,8 @@ def test_two_processes_compile_at_once_and_a_third_one_nothing(tmp_path: Path) -
 
 @pytest.mark.slow
 def test_every_kernel_is_compiled_once(tmp_path: Path) -> None:
-    begin = time.perf_counter()
-    output, notes = ended(started(ALL, NUMBA_CACHE_DIR=tmp_path / "one"))
-    print(f"all kernels: {time.perf_counter() - begin:.1f} s")
-    assert len(notes) == 1
-    assert {"walk", "transpose", "graph_compute", "softmax", "_count_node"} <= {*output.split()}
-    assert compiled_by_two(ALL, tmp_path / "two") == output
+    compiled = compiled_by_two(ALL, tmp_path / "cache")
+    assert {"walk", "transpose", "graph_compute", "softmax", "_count_node"} <= {*compiled.split()}
 
 
 @pytest.mark.some(1)
@@ -104,6 +105,7 @@ def test_where_nothing_can_be_kept_kernels_are_compiled_all_the_same(tmp_path: P
 @pytest.mark.slow
 def test_the_device_works_where_nothing_can_be_kept() -> None:
     before = beside_the_sources()
-    _, notes = ended(started(ALL, NUMBA_CACHE_DIR="/proc/nothing", HOME="/proc/nothing"))
-    assert len(notes) == 1
+    text, notes = ended(started(TEXT, NUMBA_CACHE_DIR="/proc/nothing", HOME="/proc/nothing"))
+    assert text
+    assert sum(note.startswith(COMPILING) for note in notes) == 1
     assert beside_the_sources() == before

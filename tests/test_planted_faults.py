@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from damage import Commands
 from planted import (
     ENDS,
     FLASH_OFF,
@@ -119,12 +120,6 @@ def test_a_kernel_is_wrong_where_tensors_are_packed(file: Files, fault: Fault) -
     assert misreads(file(fault.model), fault)[0] == known(file(fault.model), fault)[0]
 
 
-def command(verb: str, *arguments: object, seconds: float = 300) -> subprocess.CompletedProcess[str]:
-    """ggml-npu in a process of its own."""
-    line = [sys.executable, "-c", "from graph_runner.cli import main; main()", verb, *map(str, arguments)]
-    return subprocess.run(line, text=True, capture_output=True, timeout=seconds, check=False)
-
-
 def options(fault: Fault) -> list[object]:
     """Of the device and of contexts."""
     settings = fault.settings
@@ -138,8 +133,10 @@ def options(fault: Fault) -> list[object]:
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", ENDS, ids=str)
 def test_a_kernel_ends_a_run(file: Files, fault: Fault) -> None:
+    words = ["run", file(fault.model), "-n", 3, "--kernels", fault.path, *options(fault)]
+    line = [sys.executable, "-c", "from graph_runner.cli import main; main()", *map(str, words)]
     try:
-        done = command("run", file(fault.model), "-n", 3, "--kernels", fault.path, *options(fault), seconds=15)
+        done = subprocess.run(line, text=True, capture_output=True, timeout=15, check=False)
     except subprocess.TimeoutExpired:
         assert "time" in fault.failure
     else:
@@ -211,7 +208,13 @@ def test_a_fault_is_found_after_rounding(file: Files, fault: Fault, tmp_path: Pa
     assert_found(file(fault.model), fault, tmp_path, ROUNDED)
 
 
-def assert_command_finds(model: Path, fault: Fault, folder: Path, *kernels: Path) -> None:
+@pytest.fixture(scope="module")
+def commands(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Commands]:
+    with Commands(tmp_path_factory.mktemp("printed"), seconds=300) as command:
+        yield command
+
+
+def assert_command_finds(command: Commands, model: Path, fault: Fault, folder: Path, *kernels: Path) -> None:
     """By the command, whatever the kernels do to the process that they run in."""
     places = known(model, fault)
     planted = [word for path in kernels for word in ("--kernels", path)]
@@ -220,7 +223,7 @@ def assert_command_finds(model: Path, fault: Fault, folder: Path, *kernels: Path
         "diff", model, "-n", fault.steps, *planted, "--reproducers", folder, "--json", written,
         "--node-timeout", TIMEOUT, *options(fault),
     )  # fmt: skip
-    assert done.returncode == 1, done.stderr
+    assert done.code == 1, done.text
     result = json.loads(written.read_text())
     assert not result["passed"]
     first = result["nodes"][result["first_introduced"]]
@@ -230,21 +233,23 @@ def assert_command_finds(model: Path, fault: Fault, folder: Path, *kernels: Path
         assert any(words in first["failure"] for words in fault.failure)
     again = ["replay", first["reproducer"], "--repeat", fault.repeat, "--node-timeout", TIMEOUT]
     if fault.alone:
-        assert command(*again, *planted).returncode == 1
+        assert command(*again, *planted).code == 1
     right = command(*again)
-    assert right.returncode == 0, right.stdout + right.stderr
+    assert right.code == 0, right.text
 
 
 @pytest.mark.some(2)
 @pytest.mark.parametrize("fault", spread([*ENDS, *STRAYS, *LIVE, *PACKED, *LATE], every=6))
-def test_the_command_finds_a_fault(file: Files, fault: Fault, tmp_path: Path) -> None:
-    assert_command_finds(file(fault.model), fault, tmp_path, fault.path)
+def test_the_command_finds_a_fault(file: Files, fault: Fault, commands: Commands, tmp_path: Path) -> None:
+    assert_command_finds(commands, file(fault.model), fault, tmp_path, fault.path)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", [*PACKED, *STRAYS, *LIVE, *LATE, *(each for each in ENDS if each.rounded)], ids=str)
-def test_the_command_finds_a_fault_after_rounding(file: Files, fault: Fault, tmp_path: Path) -> None:
-    assert_command_finds(file(fault.model), fault, tmp_path, ROUNDED, fault.path)
+def test_the_command_finds_a_fault_after_rounding(
+    file: Files, fault: Fault, commands: Commands, tmp_path: Path
+) -> None:
+    assert_command_finds(commands, file(fault.model), fault, tmp_path, ROUNDED, fault.path)
 
 
 def test_a_failure_names_file_and_line(file: Files) -> None:
