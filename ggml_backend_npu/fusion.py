@@ -7,19 +7,18 @@ GGML_NPU_FUSION=off and GGML_NPU_ENGINE=reference run.
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import combinations
 
 from ggml_backend_npu.ir import Dims, Graph, Node, Tensor
-from ggml_backend_npu.ops.routing import routed
-from ggml_backend_npu.ops.softmax import soft_max
+from ggml_backend_npu.ops.elementwise import Clamp
+from ggml_backend_npu.ops.routing import DESCENDING, Argsort, routed
+from ggml_backend_npu.ops.softmax import SoftMax, soft_max
 from ggml_backend_npu.ops.token_shift import Operand, shifted
 from ggml_backend_npu.registry import OPS, Call, Op
 
-_SOFTMAX_ALONE = struct.pack("2f", 1.0, 0.0)
-_DESCENDING = 1
+_SOFTMAX_ALONE = SoftMax(scale=1.0, max_bias=0.0)
 
 
 @dataclass(frozen=True)
@@ -203,10 +202,10 @@ def _token_shift(span: Span) -> Fused | None:
 
 def _selected(span: Span, argsort: int, get_rows: int, scores: Tensor | None) -> Tensor | None:
     """The ids with which GET_ROWS takes the first columns of ARGSORT's result out of the scores, as (k, n)."""
-    (order,) = struct.unpack_from("i", span.nodes[argsort].params)
+    order = Argsort.of(span.nodes[argsort].params).order
     table, ids = span.nodes[get_rows].src[:2]
     whole = span.nodes[argsort].dst
-    if scores is None or table is None or ids is None or order != _DESCENDING or not _f32(scores):
+    if scores is None or table is None or ids is None or order != DESCENDING or not _f32(scores):
         return None
     if not _same_span(table, scores) or table.ne != (1, *scores.ne[:2], 1) or scores.ne[2:] != (1, 1):
         return None
@@ -220,11 +219,15 @@ def _selected(span: Span, argsort: int, get_rows: int, scores: Tensor | None) ->
     return ids
 
 
+def _is_alone(softmax: Node) -> bool:
+    return len(softmax.src) == 1 and SoftMax.of(softmax.params) == _SOFTMAX_ALONE
+
+
 def _routed(span: Span, weights: Tensor, *, norm: bool = False, least: float = 0.0) -> Fused | None:
     """SOFT_MAX, ARGSORT, GET_ROWS [, SUM_ROWS, CLAMP, DIV] into weights."""
     softmax = span.nodes[0]
     logits = softmax.src[0]
-    if softmax.params[:8] != _SOFTMAX_ALONE or len(softmax.src) != 1 or logits is None or not _f32(logits, weights):
+    if not _is_alone(softmax) or logits is None or not _f32(logits, weights):
         return None
     ids = _selected(span, 1, 2, softmax.dst)
     if ids is None or not span.reads(1, 0, 0) or not span.reads(2, 0, 0) or not weights.is_contiguous():
@@ -249,15 +252,15 @@ def _top_k_softmax(span: Span) -> Fused | None:
 @fusion("TopKSoftmax", "SOFT_MAX ARGSORT GET_ROWS SUM_ROWS CLAMP DIV")
 def _top_k_softmax_normalised(span: Span) -> Fused | None:
     """The k largest of a softmax, divided by their sum: build_moe_ffn with norm_w."""
-    least, most = struct.unpack_from("2f", span.nodes[4].params)
+    limits = Clamp.of(span.nodes[4].params)
     linked = span.reads(3, 0, 2) and span.reads(4, 0, 3) and span.reads(5, 0, 2) and span.reads(5, 1, 4)
-    if not linked or most != float("inf"):
+    if not linked or limits.max != float("inf"):
         return None
     _, k, n, _ = span.nodes[2].dst.ne
     _, _, _, sum_rows, _, div = span.nodes
     if _source_ne(sum_rows) != (k, n, 1, 1) or div.dst.ne != (k, n, 1, 1) or _source_ne(div, 1) != (1, n, 1, 1):
         return None
-    return _routed(span, div.dst, norm=True, least=least)
+    return _routed(span, div.dst, norm=True, least=limits.min)
 
 
 @fusion("TopKSoftmax", "ARGSORT GET_ROWS SOFT_MAX")
@@ -268,7 +271,7 @@ def _softmax_of_top_k(span: Span) -> Fused | None:
     ids = _selected(span, 0, 1, scores)
     if ids is None or scores is None or not span.reads(2, 0, 1) or not weights.is_contiguous():
         return None
-    if softmax.params[:8] != _SOFTMAX_ALONE or len(softmax.src) != 1 or weights.ne != ids.ne:
+    if not _is_alone(softmax) or weights.ne != ids.ne:
         return None
     call = routed(_flat(weights, ids), ids, scores, selected_only=True, of_nodes=True)
     return Fused(call, {0: ids, 2: weights}, in_place=frozenset({2}))
@@ -281,7 +284,6 @@ def _softmax_of_top_k(span: Span) -> Fused | None:
 def _masked_softmax(span: Span) -> Fused | None:
     """SOFT_MAX with a mask, and sinks or not: build_attn_mha without flash attention."""
     (node,) = span.nodes
-    _, max_bias = struct.unpack_from("2f", node.params)
-    if len(node.src) < 2 or node.src[1] is None or max_bias:
+    if len(node.src) < 2 or node.src[1] is None or SoftMax.of(node.params).max_bias:
         return None
     return Fused(soft_max.bind(node), {0: node.dst}, frozenset({0}))

@@ -15,6 +15,7 @@ import numpy as np
 
 from ggml_backend_npu.device import DEVICE
 from ggml_backend_npu.ir import Node, Tensor
+from ggml_backend_npu.params import Params
 from quant import type_names
 from quant.jit import engine
 
@@ -56,6 +57,7 @@ class Op:
     optional taken only where the device is to take all ops, or where its output is part of a tensor in the device's
              memory, from which no scheduler moves it
     prepare  where a compiled kernel exists: a node's tensors -> the bound call, or None where this one is not compiled
+    params   the record of its op_params, which define, refuse and prepare get as `params`; None: they get the bytes
     """
 
     name: str
@@ -64,6 +66,7 @@ class Op:
     refuse: Callable[..., str | None] | None = None
     optional: bool = False
     prepare: Callable[..., Call | None] | None = None
+    params: type[Params] | None = None
     n_src: int = field(init=False)
     wants_params: bool = field(init=False)
 
@@ -101,9 +104,15 @@ class Op:
             for others, first in by_others.items()
         ]
 
+    def keywords(self, node: Node) -> dict[str, Any]:
+        """What the kernel gets of a node besides tensors: `params`, where it names them."""
+        if not self.wants_params:
+            return {}
+        return {"params": node.params if self.params is None else self.params.of(node.params)}
+
     def _arguments(self, node: Node) -> tuple[tuple[Tensor | None, ...], dict[str, Any]]:
         sources = (*node.src, *(None,) * self.n_src)[: self.n_src]
-        return (node.dst, *sources), {"params": node.params} if self.wants_params else {}
+        return (node.dst, *sources), self.keywords(node)
 
     def refusal(self, node: Node) -> str | None:
         """Why the op does not take the node, in a few words; None where it does."""
@@ -234,6 +243,7 @@ def op(
     types: Iterable[Types] | None = None,
     refuse: Callable[..., str | None] | None = None,
     optional: bool = False,
+    params: type[Params] | None = None,
 ) -> Callable[[Callable[..., None]], Op]:
     """Decorator: makes a function the backend's kernel of the ggml op `name`.
 
@@ -246,17 +256,18 @@ def op(
     refuse  called like the kernel: returns a reason why such a node is not taken, or None
     optional  taken only where the device is to take all ops (GGML_NPU_OPS=all), or where the output is part of a tensor
               in its memory
+    params  the record of the node's op_params (`ggml_backend_npu.params`)
 
     The kernel gets `Tensor`s, reads its sources with `.view()` and writes into `dst.view()`; a source that a node
-    leaves out is None; a keyword `params` gets the node's op_params as bytes. An exception in it fails the node, not
-    the process.
+    leaves out is None; a keyword `params` gets the node's op_params, as the record, or as bytes where none is named. An
+    exception in it fails the node, not the process.
     """
 
     if not isinstance(name, str):
         raise TypeError(f'@op of {getattr(name, "__name__", name)!r}: needs the op\'s name: @op("SQR")')
 
     def register(define: Callable[..., None]) -> Op:
-        entry = Op(name, define, None if types is None else frozenset(types), refuse, optional)
+        entry = Op(name, define, None if types is None else frozenset(types), refuse, optional, params=params)
         OPS.add(entry)
         return entry
 

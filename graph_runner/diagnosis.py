@@ -239,7 +239,7 @@ def _compute(node: Node, mistake: Mistake) -> bool:
             mistake.compute(node.dst)
         elif own is not None:
             sources = (*node.src, *(None,) * own.n_src)[: own.n_src]
-            own.define(node.dst, *sources, **({"params": node.params} if own.wants_params else {}))
+            own.define(node.dst, *sources, **own.keywords(node))
         else:
             values = noise.exact(node)
             if values is None or node.dst.type not in _ROUNDED:

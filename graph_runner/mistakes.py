@@ -6,7 +6,6 @@ Nothing is computed here.
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import combinations
@@ -19,7 +18,9 @@ from numpy.typing import NDArray
 from ggml_backend_npu import Node, Tensor
 from ggml_backend_npu.ir import Dims
 from ggml_backend_npu.ops import OWN
+from ggml_backend_npu.ops.glu import Glu
 from ggml_backend_npu.ops.movers import convert, copy, raw
+from ggml_backend_npu.params import Params
 from graph_runner.blocks import swapped
 
 _LARGEST = 1 << 22  # elements of a source that is copied in another order
@@ -421,11 +422,11 @@ def _operands(node: Node) -> Iterator[Mistake]:
         yield Mistake(f"gives src0 as it is{others}", node, compute)
 
 
-def _float_at(place: int, name: str, neutral: float, *others: float) -> Callable[[Node], Iterator[Mistake]]:
+def _float(field: str, name: str, neutral: float, *others: float) -> Callable[[Node], Iterator[Mistake]]:
     """The mistake of taking a float32 of params to be its neutral value, or another one that is usual."""
 
     def find(node: Node) -> Iterator[Mistake]:
-        (value,) = struct.unpack_from("f", node.params, 4 * place)
+        value = getattr(_params_of(node), field)
         for other in (neutral, *others):
             as_float32 = np.float32(other)
             if as_float32 != value:
@@ -433,59 +434,65 @@ def _float_at(place: int, name: str, neutral: float, *others: float) -> Callable
                 text = (
                     ignores if other == neutral else f"takes {other:g} for the {name}: with {other:g}, not {value:g},"
                 )
-                yield Mistake(text, _with_param(node, place, as_float32.tobytes()))
+                yield Mistake(text, _with_param(node, field, float(as_float32)))
 
     return find
 
 
-def _int_at(place: int, name: str, *others: int) -> Callable[[Node], Iterator[Mistake]]:
+def _int(field: str, name: str, *others: int) -> Callable[[Node], Iterator[Mistake]]:
     """The mistake of taking another int32 of params."""
 
     def find(node: Node) -> Iterator[Mistake]:
-        (value,) = struct.unpack_from("i", node.params, 4 * place)
+        value = getattr(_params_of(node), field)
         for other in others:
             if other != value:
                 text = f"takes {name} {other} in place of {value}"
-                yield Mistake(text, _with_param(node, place, struct.pack("i", other)))
+                yield Mistake(text, _with_param(node, field, other))
 
     return find
 
 
-def _with_param(node: Node, place: int, value: bytes) -> Node:
-    return replace(node, params=node.params[: 4 * place] + value + node.params[4 * place + 4 :])
+def _params_of(node: Node) -> Params:
+    record = OWN[node.op].params
+    assert record is not None
+    return record.of(node.params)
 
 
-_EPS = (_float_at(0, "eps", 0.0, 1e-3, 1e-5, 1e-6, 1e-8, 1e-12),)
+def _with_param(node: Node, field: str, value: float) -> Node:
+    return replace(node, params=replace(_params_of(node), **{field: value}).packed)
+
+
+_EPS = (_float("eps", "eps", 0.0, 1e-3, 1e-5, 1e-6, 1e-8, 1e-12),)
 
 
 def _halves(node: Node) -> Iterator[Mistake]:
     """The halves of a row of the one source of a GLU."""
-    (swapped,) = struct.unpack_from("i", node.params, 4)
     if len(node.src) < 2 or node.src[1] is None:
-        which = ("second", "first")[swapped != 0]
+        swapped = Glu.of(node.params).swapped != 0
+        which = ("second", "first")[swapped]
         text = f"takes the {which} half of a row of src0 for the one that the function is of"
-        yield Mistake(text, _with_param(node, 1, struct.pack("i", swapped == 0)))
+        yield Mistake(text, _with_param(node, "swapped", not swapped))
 
 
 _PARAMS: dict[str, tuple[Callable[[Node], Iterator[Mistake]], ...]] = {
-    "SCALE": (_float_at(0, "scale", 1.0), _float_at(1, "bias", 0.0)),
-    "CLAMP": (_float_at(0, "minimum", -inf), _float_at(1, "maximum", inf)),
-    "SOFT_MAX": (_float_at(0, "scale", 1.0), _float_at(1, "ALiBi bias", 0.0)),
-    "ARGSORT": (_int_at(0, "order", 0, 1),),
-    "CONCAT": (_int_at(0, "dimension", 0, 1, 2, 3),),
+    "SCALE": (_float("scale", "scale", 1.0), _float("bias", "bias", 0.0)),
+    "CLAMP": (_float("min", "minimum", -inf), _float("max", "maximum", inf)),
+    "SOFT_MAX": (_float("scale", "scale", 1.0), _float("max_bias", "ALiBi bias", 0.0)),
+    "ARGSORT": (_int("order", "order", 0, 1),),
+    "CONCAT": (_int("dim", "dimension", 0, 1, 2, 3),),
     "ROPE": (
-        _int_at(2, "mode (0 normal, 2 neox)", 0, 2),
-        _float_at(5, "frequency base", 10000.0, 500_000.0, 1_000_000.0),
-        _float_at(6, "frequency scale", 1.0, 0.5, 2.0),
-        _float_at(7, "extrapolation factor", 0.0),
-        _float_at(8, "attention factor", 1.0),
-        _int_at(15, "the first rotated element", 0),
+        _int("mode", "mode (0 normal, 2 neox)", 0, 2),
+        _float("freq_base", "frequency base", 10000.0, 500_000.0, 1_000_000.0),
+        _float("freq_scale", "frequency scale", 1.0, 0.5, 2.0),
+        _float("ext_factor", "extrapolation factor", 0.0),
+        _float("attn_factor", "attention factor", 1.0),
+        _int("n_offs", "the first rotated element", 0),
     ),
     **dict.fromkeys(("RMS_NORM", "NORM", "L2_NORM"), _EPS),
     "FLASH_ATTN_EXT": (
-        _float_at(0, "scale", 1.0),
-        _float_at(1, "ALiBi bias", 0.0),
-        _float_at(2, "soft cap of the logits", 0.0),
+        _float("scale", "scale", 1.0),
+        _float("max_bias", "ALiBi bias", 0.0),
+        _float("logit_softcap", "soft cap of the logits", 0.0),
     ),
     **dict.fromkeys(_GLU, (_halves,)),
 }
@@ -493,10 +500,7 @@ _PARAMS: dict[str, tuple[Callable[[Node], Iterator[Mistake]], ...]] = {
 
 def _params(node: Node) -> Iterator[Mistake]:
     for find in _PARAMS.get(node.op, ()):
-        try:
-            yield from find(node)
-        except struct.error:  # params end before it
-            continue
+        yield from find(node)
 
 
 _FAMILIES: tuple[Callable[[Node], Iterator[Mistake]], ...] = (

@@ -3,10 +3,10 @@ it; and how much further off than the reference a result is."""
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from math import erf, inf, isfinite
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,13 +14,22 @@ from numpy.typing import NDArray
 from ggml_backend_npu import Node, Tensor
 from ggml_backend_npu.numerics import NUMERICS
 from ggml_backend_npu.ops import OWN
+from ggml_backend_npu.ops.attention import FlashAttn
+from ggml_backend_npu.ops.deepseek import HcPre
+from ggml_backend_npu.ops.elementwise import Arange, Clamp, Scale
+from ggml_backend_npu.ops.glu import Glu
 from ggml_backend_npu.ops.movers import raw
-from ggml_backend_npu.ops.softmax import slopes
+from ggml_backend_npu.ops.norms import GroupNorm, Norm
+from ggml_backend_npu.ops.pooling import Pool2d
+from ggml_backend_npu.ops.rope import Rope
+from ggml_backend_npu.ops.softmax import SoftMax, slopes
+from ggml_backend_npu.ops.unary import Xielu
+from ggml_backend_npu.params import Params, f32
 from ggml_backend_npu.registry import KernelError
 
 Exact = NDArray[np.float64]
 Sources = tuple[Tensor | None, ...]
-Formula = Callable[[Sources, bytes], Exact | None]
+Formula = Callable[[Sources, Any], Exact | None]  # of the op's record, or the bytes of its op_params
 
 _CHUNK = 1 << 21  # values decoded at a time
 _STEP = 2.0**-20  # by which a source's numbers are moved
@@ -39,7 +48,7 @@ def exact(node: Node) -> Exact | None:
     as ggml makes them gives None too.
     """
     if node.op in _DEFINED:
-        return _evaluated(node, lambda src, params: _defined(node, src))
+        return _evaluated(node, lambda src, _: _defined(node, src))
     return _evaluated(node, _FUNCTIONS.get(node.op))
 
 
@@ -81,10 +90,15 @@ def _evaluated(node: Node, formula: Formula | None) -> Exact | None:
         return None
     try:
         with np.errstate(all="ignore"):
-            result = formula(node.src, node.params)
-    except (ValueError, IndexError, AttributeError, ArithmeticError, struct.error, KernelError):
+            result = formula(node.src, _params(node))
+    except (ValueError, IndexError, AttributeError, ArithmeticError, KernelError):
         return None
     return None if result is None or result.shape != node.dst.ne[::-1] else result
+
+
+def _params(node: Node) -> Params | bytes:
+    record = LeakyRelu if node.op == "LEAKY_RELU" else OWN[node.op].params if node.op in OWN else None
+    return node.params if record is None else record.of(node.params)
 
 
 def _defined(node: Node, src: Sources) -> Exact:
@@ -92,9 +106,7 @@ def _defined(node: Node, src: Sources) -> Exact:
     own = OWN[node.op]
     dst = Tensor.of(np.empty(node.dst.ne[::-1]), "f64")
     wide = [x if x is None or x.type == "i32" else Tensor.of(values(x), "f64") for x in src]
-    own.define(
-        dst, *(*wide, *(None,) * own.n_src)[: own.n_src], **({"params": node.params} if own.wants_params else {})
-    )
+    own.define(dst, *(*wide, *(None,) * own.n_src)[: own.n_src], **own.keywords(node))
     return dst.view()
 
 
@@ -147,17 +159,13 @@ def _present(tensor: Tensor | None) -> Tensor:
     return tensor
 
 
-def _floats(params: bytes, count: int, begin: int = 0) -> tuple[float, ...]:
-    return struct.unpack_from(f"{count}f", params, begin)
-
-
 def _repeated(x: Exact, shape: tuple[int, ...]) -> Exact:
     """x again and again in each dimension."""
     return np.tile(x, [n // m for n, m in zip(shape, x.shape, strict=True)])
 
 
-def _binary(function: np.ufunc) -> Callable[[Sources, bytes], Exact | None]:
-    def compute(src: Sources, params: bytes) -> Exact | None:
+def _binary(function: np.ufunc) -> Formula:
+    def compute(src: Sources, params: object) -> Exact | None:
         a, b = values(_present(src[0])), values(_present(src[1]))
         result: Exact = function(a, _repeated(b, a.shape))
         return result
@@ -165,107 +173,105 @@ def _binary(function: np.ufunc) -> Callable[[Sources, bytes], Exact | None]:
     return compute
 
 
-def _unary(function: Callable[[Exact], Exact]) -> Callable[[Sources, bytes], Exact | None]:
-    def compute(src: Sources, params: bytes) -> Exact | None:
+def _unary(function: Callable[[Exact], Exact]) -> Formula:
+    def compute(src: Sources, params: object) -> Exact | None:
         return function(values(_present(src[0])))
 
     return compute
 
 
-def _scale(src: Sources, params: bytes) -> Exact | None:
-    factor, bias = _floats(params, 2)
-    return values(_present(src[0])) * factor + bias
+def _scale(src: Sources, params: Scale) -> Exact | None:
+    return values(_present(src[0])) * params.scale + params.bias
 
 
-def _clamp(src: Sources, params: bytes) -> Exact | None:
-    low, high = _floats(params, 2)
-    return np.clip(values(_present(src[0])), low, high)
+def _clamp(src: Sources, params: Clamp) -> Exact | None:
+    return np.clip(values(_present(src[0])), params.min, params.max)
 
 
-def _leaky_relu(src: Sources, params: bytes) -> Exact | None:
-    (slope,) = _floats(params, 1)
+@dataclass(frozen=True)
+class LeakyRelu(Params):
+    """op_params of LEAKY_RELU, which is no op of the backend: ggml_leaky_relu."""
+
+    negative_slope: f32
+
+
+def _leaky_relu(src: Sources, params: LeakyRelu) -> Exact | None:
     x = values(_present(src[0]))
-    return np.where(x > 0, x, x * slope)
+    return np.where(x > 0, x, x * params.negative_slope)
 
 
-def _sum_rows(src: Sources, params: bytes) -> Exact | None:
+def _sum_rows(src: Sources, params: object) -> Exact | None:
     total: Exact = values(_present(src[0])).sum(axis=-1, keepdims=True)
     return total
 
 
-def _mean(src: Sources, params: bytes) -> Exact | None:
+def _mean(src: Sources, params: object) -> Exact | None:
     mean: Exact = values(_present(src[0])).mean(axis=-1, keepdims=True)
     return mean
 
 
-def _sum(src: Sources, params: bytes) -> Exact | None:
+def _sum(src: Sources, params: object) -> Exact | None:
     total: Exact = values(_present(src[0])).sum(keepdims=True)
     return total
 
 
-def _cumsum(src: Sources, params: bytes) -> Exact | None:
+def _cumsum(src: Sources, params: object) -> Exact | None:
     total: Exact = np.cumsum(values(_present(src[0])), axis=-1)
     return total
 
 
-def _pool_2d(src: Sources, params: bytes) -> Exact | None:
-    kind, k0, k1, s0, s1, p0, p1 = struct.unpack_from("7i", params)
-    x = values(_present(src[0]))
-    padded = np.pad(x, ((0, 0), (0, 0), (p1, k1), (p0, k0)), constant_values=0 if kind else -inf)
-    windows = np.lib.stride_tricks.sliding_window_view(padded, (k1, k0), axis=(2, 3))
-    n1, n0 = ((n + 2 * p - k) // s + 1 for n, p, k, s in ((x.shape[2], p1, k1, s1), (x.shape[3], p0, k0, s0)))
-    windows = windows[:, :, : n1 * s1 : s1, : n0 * s0 : s0]
-    pooled: Exact = windows.mean(axis=(4, 5)) if kind else windows.max(axis=(4, 5))
+def _pool_2d(src: Sources, params: Pool2d) -> Exact | None:
+    w, x = params, values(_present(src[0]))
+    padded = np.pad(x, ((0, 0), (0, 0), (w.p1, w.k1), (w.p0, w.k0)), constant_values=0 if w.op else -inf)
+    windows = np.lib.stride_tricks.sliding_window_view(padded, (w.k1, w.k0), axis=(2, 3))
+    n1, n0 = (x.shape[2] + 2 * w.p1 - w.k1) // w.s1 + 1, (x.shape[3] + 2 * w.p0 - w.k0) // w.s0 + 1
+    windows = windows[:, :, : n1 * w.s1 : w.s1, : n0 * w.s0 : w.s0]
+    pooled: Exact = windows.mean(axis=(4, 5)) if w.op else windows.max(axis=(4, 5))
     return pooled
 
 
-def _add_id(src: Sources, params: bytes) -> Exact | None:
+def _add_id(src: Sources, params: object) -> Exact | None:
     a, b, ids = values(_present(src[0])), values(_present(src[1])), _present(src[2]).view()
     total: Exact = a + b[0, 0, ids[0, 0]]
     return total
 
 
-def _rms_norm(src: Sources, params: bytes) -> Exact | None:
-    (eps,) = _floats(params, 1)
+def _rms_norm(src: Sources, params: Norm) -> Exact | None:
     x = values(_present(src[0]))
-    y: Exact = x / np.sqrt(np.square(x).mean(axis=-1, keepdims=True) + eps)
+    y: Exact = x / np.sqrt(np.square(x).mean(axis=-1, keepdims=True) + params.eps)
     return y
 
 
-def _norm(src: Sources, params: bytes) -> Exact | None:
-    (eps,) = _floats(params, 1)
+def _norm(src: Sources, params: Norm) -> Exact | None:
     x = values(_present(src[0]))
     centred = x - x.mean(axis=-1, keepdims=True)
-    y: Exact = centred / np.sqrt(np.square(centred).mean(axis=-1, keepdims=True) + eps)
+    y: Exact = centred / np.sqrt(np.square(centred).mean(axis=-1, keepdims=True) + params.eps)
     return y
 
 
-def _l2_norm(src: Sources, params: bytes) -> Exact | None:
-    (eps,) = _floats(params, 1)
+def _l2_norm(src: Sources, params: Norm) -> Exact | None:
     x = values(_present(src[0]))
-    y: Exact = x / np.maximum(np.sqrt(np.square(x).sum(axis=-1, keepdims=True)), eps)
+    y: Exact = x / np.maximum(np.sqrt(np.square(x).sum(axis=-1, keepdims=True)), params.eps)
     return y
 
 
-def _group_norm(src: Sources, params: bytes) -> Exact | None:
-    n_groups, eps = struct.unpack_from("if", params)
+def _group_norm(src: Sources, params: GroupNorm) -> Exact | None:
     x = values(_present(src[0])).copy()
-    step = -(-x.shape[1] // n_groups)
+    step = -(-x.shape[1] // params.n_groups)
     for begin in range(0, x.shape[1], step):
         group = x[:, begin : begin + step]
         group -= group.mean(axis=(1, 2, 3), keepdims=True)
-        group /= np.sqrt(np.square(group).mean(axis=(1, 2, 3), keepdims=True) + eps)
+        group /= np.sqrt(np.square(group).mean(axis=(1, 2, 3), keepdims=True) + params.eps)
     return x
 
 
-def _soft_max(src: Sources, params: bytes) -> Exact | None:
-    scale, max_bias = _floats(params, 2)
-    scores = values(_present(src[0])) * scale
+def _soft_max(src: Sources, params: SoftMax) -> Exact | None:
+    scores = values(_present(src[0])) * params.scale
     mask, sinks = (*src[1:], None, None)[:2]
     if mask is not None:
         added = values(mask)[:, :, : scores.shape[2]]
         added = _repeated(added, (*scores.shape[:2], *added.shape[2:]))
-        slope = slopes(scores.shape[1], max_bias)
+        slope = slopes(scores.shape[1], params.max_bias)
         scores = scores + (added if slope is None else added * slope.astype(np.float64)[:, None, None])
     maximum = scores.max(axis=-1, keepdims=True)
     sink = None if sinks is None else values(sinks).reshape(1, -1, 1, 1)
@@ -277,17 +283,17 @@ def _soft_max(src: Sources, params: bytes) -> Exact | None:
     return y
 
 
-def _attention(src: Sources, params: bytes) -> Exact | None:
+def _attention(src: Sources, params: FlashAttn) -> Exact | None:
     """softmax(q k^T) v of a head after the other. A cell that the mask excludes may hold anything."""
-    scale, max_bias, softcap = _floats(params, 3)
+    softcap = params.logit_softcap
     q, k, v = (values(_present(x)) for x in src[:3])
     mask, sinks = (*(None if x is None else values(x) for x in src[3:5]), None, None)[:2]
     n_sequences, n_head, n_queries, _ = q.shape
-    slope = slopes(n_head, max_bias)
+    slope = slopes(n_head, params.max_bias)
     result = np.empty((n_sequences, n_queries, n_head, v.shape[3]))
     for i3, i2 in np.ndindex(n_sequences, n_head):
         keys, gains = (x[i3 * len(x) // n_sequences, i2 * x.shape[1] // n_head] for x in (k, v))
-        scores = q[i3, i2] @ keys.T * scale
+        scores = q[i3, i2] @ keys.T * params.scale
         if softcap:
             scores = softcap * np.tanh(scores / softcap)
         if mask is not None:
@@ -305,7 +311,7 @@ def _attention(src: Sources, params: bytes) -> Exact | None:
     return result
 
 
-def _lightning_indexer(src: Sources, params: bytes) -> Exact | None:
+def _lightning_indexer(src: Sources, params: object) -> Exact | None:
     q, k, weights, mask = (values(_present(x)) for x in src[:4])
     total = np.tile(mask[:, 0], (len(q) // len(mask), 1, 1))
     for head in range(q.shape[2]):
@@ -314,10 +320,10 @@ def _lightning_indexer(src: Sources, params: bytes) -> Exact | None:
     return total[:, None]
 
 
-def _hc_pre(src: Sources, params: bytes) -> Exact | None:
-    scale, gated = struct.unpack_from("fi", params)
+def _hc_pre(src: Sources, params: HcPre) -> Exact | None:
     x, weights = values(_present(src[0]))[0], values(_present(src[1]))[0]
-    total: Exact = scale * (x * (_sigmoid(weights) if gated else weights[0, :, :, None])).sum(axis=1)
+    by_stream = _sigmoid(weights) if params.gated else weights[0, :, :, None]
+    total: Exact = params.scale * (x * by_stream).sum(axis=1)
     return total[None, None]
 
 
@@ -338,25 +344,27 @@ def _turns(n_pairs: int, mode: int, sections: tuple[int, ...]) -> tuple[list[int
     return axes, powers
 
 
-def _rope(src: Sources, params: bytes, sign: int = 1) -> Exact | None:
-    fields = struct.unpack("5i6f5i", params)
-    _, n_dims, mode, _, n_ctx_orig, base, scale, ext, attn, fast, slow, *sections, offset = fields
+def _rope(src: Sources, params: Rope, sign: int = 1) -> Exact | None:
+    p, n_dims, mode, offset = params, params.n_dims, params.mode, params.n_offs
     if mode not in (0, 2, 8, 24, 40):
         return None
     x = values(_present(src[0]))
     n = n_dims if mode == 24 else n_dims // 2
-    axes, powers = _turns(n, mode, tuple(sections))
+    axes, powers = _turns(n, mode, p.sections)
     positions = values(_present(src[1])).reshape(4 if mode & 8 else 1, -1)
-    theta = positions[axes].T * float(base) ** (-2.0 * np.array(powers) / n_dims)
+    theta = positions[axes].T * p.freq_base ** (-2.0 * np.array(powers) / n_dims)
     if len(src) > 2 and src[2] is not None:
         theta = theta / values(src[2]).reshape(-1)[:n]
-    angle = theta * scale
-    if ext:
-        low, high = (n_dims * np.log(n_ctx_orig / (n * 2 * np.pi)) / (2 * np.log(base)) for n in (fast, slow))
+    angle, attn = theta * p.freq_scale, p.attn_factor
+    if p.ext_factor:
+        low, high = (
+            n_dims * np.log(p.n_ctx_orig / (n * 2 * np.pi)) / (2 * np.log(p.freq_base))
+            for n in (p.beta_fast, p.beta_slow)
+        )
         low, high = max(0.0, np.floor(low)), min(n_dims - 1.0, np.ceil(high))
-        ramp = ext * (1 - np.clip((np.arange(theta.shape[1]) - low) / max(0.001, high - low), 0, 1))
+        ramp = p.ext_factor * (1 - np.clip((np.arange(theta.shape[1]) - low) / max(0.001, high - low), 0, 1))
         angle = angle * (1 - ramp) + theta * ramp
-        attn *= 1 + 0.1 * np.log(1 / scale)
+        attn *= 1 + 0.1 * np.log(1 / p.freq_scale)
     cos, sin = (attn * turn[:, None] for turn in (np.cos(angle), sign * np.sin(angle)))
     first, second = (
         (slice(offset + i, offset + 2 * n, 2) if mode == 0 else slice(offset + i * n, offset + (i + 1) * n))
@@ -368,11 +376,11 @@ def _rope(src: Sources, params: bytes, sign: int = 1) -> Exact | None:
     return rotated
 
 
-def _rope_back(src: Sources, params: bytes) -> Exact | None:
+def _rope_back(src: Sources, params: Rope) -> Exact | None:
     return _rope(src, params, -1)
 
 
-def _mul_mat(src: Sources, params: bytes) -> Exact | None:
+def _mul_mat(src: Sources, params: object) -> Exact | None:
     """dst[i3, i2, i1, i0] = src0[i3 / r3, i2 / r2, i0] . src1[i3, i2, i1], whatever src1 is quantised to there."""
     weights, b = _present(src[0]).unpacked(), values(_present(src[1]))
     n3, n2, n1, k = b.shape
@@ -391,7 +399,7 @@ def _mul_mat(src: Sources, params: bytes) -> Exact | None:
     return result
 
 
-def _mul_mat_id(src: Sources, params: bytes) -> Exact | None:
+def _mul_mat_id(src: Sources, params: object) -> Exact | None:
     """dst[0, token, slot] = the rows of src0's matrix ids[token, slot] . src1[token, slot % its slots]."""
     weights, b, ids = _present(src[0]).unpacked(), values(_present(src[1])), _present(src[2]).view()[0, 0]
     table, (n_tokens, n_slots) = raw(weights), ids.shape
@@ -433,46 +441,44 @@ def _hard_sigmoid(x: Exact) -> Exact:
     return np.clip((x + 3) / 6, 0, 1)
 
 
-def _halves(src: Sources, params: bytes) -> tuple[Exact, Exact]:
+def _halves(src: Sources, params: Glu) -> tuple[Exact, Exact]:
     """What a gated unit activates, and what it multiplies that with."""
     x = values(_present(src[0]))
     if len(src) > 1 and src[1] is not None:
         return x, values(src[1])
-    (swapped,) = struct.unpack_from("i", params, 4)
     n = x.shape[-1] // 2
     first, second = x[..., :n], x[..., n:]
-    return (second, first) if swapped else (first, second)
+    return (second, first) if params.swapped else (first, second)
 
 
-def _gated(function: Callable[[Exact], Exact]) -> Callable[[Sources, bytes], Exact | None]:
-    def compute(src: Sources, params: bytes) -> Exact | None:
+def _gated(function: Callable[[Exact], Exact]) -> Formula:
+    def compute(src: Sources, params: Glu) -> Exact | None:
         x, gate = _halves(src, params)
         return function(x) * gate
 
     return compute
 
 
-def _swiglu_oai(src: Sources, params: bytes) -> Exact | None:
+def _swiglu_oai(src: Sources, params: Glu) -> Exact | None:
     x, gate = _halves(src, params)
-    alpha, limit = _floats(params, 2, 8)
+    alpha, limit = params.alpha, params.limit
     x = np.minimum(x, limit)
     return x * _sigmoid(alpha * x) * (np.clip(gate, -limit, limit) + 1)
 
 
-def _swiglu_clamp(src: Sources, params: bytes) -> Exact | None:
+def _swiglu_clamp(src: Sources, params: Glu) -> Exact | None:
     x, gate = _halves(src, params)
-    _, limit = _floats(params, 2, 8)
-    return _silu(np.minimum(x, limit)) * np.clip(gate, -limit, limit)
+    return _silu(np.minimum(x, params.limit)) * np.clip(gate, -params.limit, params.limit)
 
 
-def _xielu(src: Sources, params: bytes) -> Exact | None:
-    n, p, beta, eps = _floats(params, 4, 4)
+def _xielu(src: Sources, params: Xielu) -> Exact | None:
     x = values(_present(src[0]))
-    return np.where(x > 0, p * x * x, (np.expm1(np.minimum(x, eps)) - x) * n) + beta * x
+    below = (np.expm1(np.minimum(x, params.eps)) - x) * params.alpha_n
+    return np.where(x > 0, params.alpha_p * x * x, below) + params.beta * x
 
 
-def _arange(src: Sources, params: bytes) -> Exact | None:
-    start, stop, step = _floats(params, 3)
+def _arange(src: Sources, params: Arange) -> Exact | None:
+    start, stop, step = params.start, params.stop, params.step
     places = np.arange(np.ceil(np.float32(stop - start) / np.float32(step)), dtype=np.float64)
     return (start + step * places).reshape(1, 1, 1, -1)
 
@@ -488,36 +494,34 @@ def _partial_sums(x: Exact) -> Exact:
     return np.maximum(on_the_way, terms)
 
 
-def _cumsum_terms(src: Sources, params: bytes) -> Exact | None:
+def _cumsum_terms(src: Sources, params: object) -> Exact | None:
     return _partial_sums(values(_present(src[0])))
 
 
-def _row_terms(src: Sources, params: bytes) -> Exact | None:
+def _row_terms(src: Sources, params: object) -> Exact | None:
     return _partial_sums(values(_present(src[0])))[..., -1:]
 
 
-def _mean_terms(src: Sources, params: bytes) -> Exact | None:
+def _mean_terms(src: Sources, params: object) -> Exact | None:
     x = values(_present(src[0]))
     return _partial_sums(x / x.shape[-1])[..., -1:]
 
 
-def _sum_terms(src: Sources, params: bytes) -> Exact | None:
+def _sum_terms(src: Sources, params: object) -> Exact | None:
     return _partial_sums(values(_present(src[0])).reshape(1, 1, 1, -1))[..., -1:]
 
 
-def _arange_terms(src: Sources, params: bytes) -> Exact | None:
-    start, *_ = _floats(params, 3)
+def _arange_terms(src: Sources, params: Arange) -> Exact | None:
     result = _arange(src, params)
-    return None if result is None else np.abs(result - start) + abs(start)
+    return None if result is None else np.abs(result - params.start) + abs(params.start)
 
 
-def _xielu_terms(src: Sources, params: bytes) -> Exact | None:
-    n, _, beta, _ = _floats(params, 4, 4)
+def _xielu_terms(src: Sources, params: Xielu) -> Exact | None:
     x = np.abs(values(_present(src[0])))
-    return np.maximum(abs(n) * x, abs(beta) * x)
+    return np.maximum(abs(params.alpha_n) * x, abs(params.beta) * x)
 
 
-def _gated_terms(src: Sources, params: bytes) -> Exact | None:
+def _gated_terms(src: Sources, params: Glu) -> Exact | None:
     x, gate = _halves(src, params)
     return _half(x) * np.abs(gate)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -14,6 +13,17 @@ from numpy.typing import NDArray
 import quant
 from ggml_backend_npu import Node, Tensor
 from ggml_backend_npu.numerics import NUMERICS
+from ggml_backend_npu.ops.attention import FlashAttn
+from ggml_backend_npu.ops.deepseek import HcComb, HcPre
+from ggml_backend_npu.ops.elementwise import Arange, Scale
+from ggml_backend_npu.ops.glu import Glu
+from ggml_backend_npu.ops.norms import GroupNorm, Norm
+from ggml_backend_npu.ops.pooling import Pool2d
+from ggml_backend_npu.ops.recurrent import LinearAttn, Snapshots
+from ggml_backend_npu.ops.rope import Rope
+from ggml_backend_npu.ops.softmax import SoftMax
+from ggml_backend_npu.ops.unary import Xielu
+from ggml_backend_npu.params import PARAMS_BYTES, Params
 from quant import Codec, codec
 
 Rng = np.random.Generator
@@ -53,12 +63,13 @@ def normal(rng: Rng, type: str, *shape: int, size: float = 1.0) -> Tensor:
     return tensor(type, size * rng.standard_normal(shape))
 
 
-def node(op: str, type: str, shape: tuple[int, ...], *src: Tensor | None, params: bytes = b"") -> Node:
+def node(op: str, type: str, shape: tuple[int, ...], *src: Tensor | None, params: Params | None = None) -> Node:
     """A node over its sources, dst of a type and shape, zero."""
-    return Node(op, tensor(type, np.zeros((1,) * (4 - len(shape)) + shape)), src, params + bytes(64 - len(params)))
+    dst = tensor(type, np.zeros((1,) * (4 - len(shape)) + shape))
+    return Node(op, dst, src, bytes(PARAMS_BYTES) if params is None else params.packed)
 
 
-def of_rows(op: str, width: int = 512, params: bytes = b"", size: float = 0.1, dst: int = 0) -> Make:
+def of_rows(op: str, width: int = 512, params: Params | None = None, size: float = 0.1, dst: int = 0) -> Make:
     """A row of dst, or `dst` elements of it, from each of 5 x 3 rows, of which one is small."""
 
     def make(rng: Rng, types: Types) -> Node:
@@ -69,7 +80,7 @@ def of_rows(op: str, width: int = 512, params: bytes = b"", size: float = 0.1, d
     return make
 
 
-def of_elements(op: str, low: float = -6, high: float = 6, params: bytes = b"", width: int = 64) -> Make:
+def of_elements(op: str, low: float = -6, high: float = 6, params: Params | None = None, width: int = 64) -> Make:
     """A function of UNARY, of values from low to high in rows of some width."""
 
     def make(rng: Rng, types: Types) -> Node:
@@ -84,7 +95,7 @@ def gated(op: str, alpha: float = 0.0, limit: float = 0.0, width: int = 64) -> M
 
     def make(rng: Rng, types: Types) -> Node:
         a, b = (tensor(types[1], rng.uniform(-6, 6, (1, 3, 5, width))) for _ in range(2))
-        return node(op, types[0], (1, 3, 5, width), a, b, params=struct.pack("2i2f", 0, 0, alpha, limit))
+        return node(op, types[0], (1, 3, 5, width), a, b, params=Glu(0, 0, alpha, limit))
 
     return make
 
@@ -96,18 +107,18 @@ def sum_of_all(rng: Rng, types: Types) -> Node:
 
 def arange(rng: Rng, types: Types) -> Node:
     """ARANGE."""
-    return node("ARANGE", "f32", (1, 1, 1, 200), params=struct.pack("3f", -3.3, 16.7, 0.1))
+    return node("ARANGE", "f32", (1, 1, 1, 200), params=Arange(-3.3, 16.7, 0.1))
 
 
 def group_norm(rng: Rng, types: Types) -> Node:
     """GROUP_NORM."""
     x = 0.1 * rng.standard_normal((2, 8, 5, 16)) + 0.05
-    return node("GROUP_NORM", "f32", (2, 8, 5, 16), tensor("f32", x), params=struct.pack("if", 2, 1e-6))
+    return node("GROUP_NORM", "f32", (2, 8, 5, 16), tensor("f32", x), params=GroupNorm(2, 1e-6))
 
 
 def pool_2d(rng: Rng, types: Types) -> Node:
     """POOL_2D."""
-    params = struct.pack("7i", 1, 3, 2, 2, 1, 1, 0)
+    params = Pool2d(op=1, k0=3, k1=2, s0=2, s1=1, p0=1, p1=0)
     return node("POOL_2D", "f32", (2, 3, 9, 20), normal(rng, types[1], 2, 3, 10, 39), params=params)
 
 
@@ -115,7 +126,7 @@ def soft_max(rng: Rng, types: Types) -> Node:
     """SOFT_MAX with a mask, sinks and ALiBi."""
     x, mask = normal(rng, "f32", 2, HEADS, TOKENS, 96, size=4), normal(rng, "f16", 1, 1, TOKENS, 96)
     mask.view()[..., ::5] = -np.inf
-    params, sinks = struct.pack("2f", 0.6, 8.0), normal(rng, "f32", 1, 1, 1, HEADS)
+    params, sinks = SoftMax(0.6, 8.0), normal(rng, "f32", 1, 1, 1, HEADS)
     return node("SOFT_MAX", "f32", (2, HEADS, TOKENS, 96), x, mask, sinks, params=params)
 
 
@@ -125,7 +136,7 @@ def rope(op: str, mode: int, positions: list[int], ext: float = 0.0) -> Make:
     def make(rng: Rng, types: Types) -> Node:
         n_dims, width = (32, 64) if mode == 24 else (64, 80)
         sections = (8, 8, 8, 8) if mode == 24 else (12, 10, 8, 2)
-        params = struct.pack("5i6f5i", 0, n_dims, mode, 0, 512, 1e4, 1 - ext / 2, ext, 1, 32, 1, *sections, 0)
+        params = Rope(0, n_dims, mode, 0, 512, 1e4, 1 - ext / 2, ext, 1, 32, 1, *sections, 0)
         at = np.array(positions, np.int32)
         at = np.concatenate([at, at[::-1], at // 2, at * 0 + 3]) if mode & 8 else at
         x = normal(rng, types[1], 1, len(positions), HEADS, width)
@@ -166,7 +177,7 @@ def attention(
         mask = normal(rng, "f16", 1, 1, queries, cells)
         mask.view()[..., 3::7] = -np.inf
         sink = normal(rng, "f32", 2 * HEADS) if sinks else None
-        params = struct.pack("3fi", n**-0.5, bias, softcap, 0)
+        params = FlashAttn(n**-0.5, bias, softcap, prec=0, n_kv_max=0)
         return node("FLASH_ATTN_EXT", "f32", (1, queries, 2 * HEADS, n_v), q, k, v, mask, sink, params=params)
 
     return make
@@ -191,14 +202,14 @@ def ssm_scan(n_state: int = 32, dim: int = 16) -> Make:
         x, s = normal(rng, "f32", 2, n_tokens, n_head, dim), normal(rng, "f32", 3, n_head, dim, n_state)
         decays = rng.uniform(-1, 0, (1, 1, n_head, n_state if dim == 1 else 1))
         dt, a = normal(rng, "f32", 1, 2, n_tokens, n_head), tensor("f32", decays)
-        params = struct.pack("i", 1)
+        params = Snapshots(1)
         size = n_head * dim * 2 * (n_tokens + n_state)
         return node("SSM_SCAN", "f32", (size,), s, x, dt, a, b, c, Tensor.of(np.array([2, 0], np.int32)), params=params)
 
     return make
 
 
-def wkv(op: str, n_sources: int, params: bytes = b"", size: int = 64) -> Make:
+def wkv(op: str, n_sources: int, params: Params | None = None, size: int = 64) -> Make:
     """RWKV_WKV6, RWKV_WKV7 or GATED_LINEAR_ATTN of heads of a size, of so many sources before the state."""
 
     def make(rng: Rng, types: Types) -> Node:
@@ -226,7 +237,7 @@ def delta_net(size: int = 32, gates: bool = False) -> Make:
         g = tensor("f32", rng.uniform(-1, 0, (sequences, TOKENS, HEADS, size if gates else 1)))
         beta = tensor("f32", rng.uniform(0, 1, (sequences, TOKENS, HEADS, 1)))
         shape = (1, 1, sequences * (TOKENS + size), HEADS * size)
-        return node("GATED_DELTA_NET", "f32", shape, q, k, v, g, beta, state, params=struct.pack("i", 1))
+        return node("GATED_DELTA_NET", "f32", shape, q, k, v, g, beta, state, params=Snapshots(1))
 
     return make
 
@@ -253,7 +264,7 @@ def hc_comb(rng: Rng, types: Types) -> Node:
         normal(rng, "f32", 1, 1, 1, 3),
         normal(rng, "f32", 1, 1, 1, 24),
     )
-    return node("DSV4_HC_COMB", "f32", (1, 9, 4, 4), mixes, scale, base, params=struct.pack("fi", 1e-2, 4))
+    return node("DSV4_HC_COMB", "f32", (1, 9, 4, 4), mixes, scale, base, params=HcComb(1e-2, 4))
 
 
 def turned(make: Make, *places: int) -> Make:
@@ -278,7 +289,7 @@ def hc_pre(n: int = 40, streams: int = 4, *, gated: bool = True) -> Make:
     def make(rng: Rng, types: Types) -> Node:
         x = normal(rng, "f32", 1, 9, streams, n)
         weights = normal(rng, "f32", 1, 9, streams, n) if gated else normal(rng, "f32", 1, 1, 9, streams)
-        return node("DSV4_HC_PRE", "f32", (1, 1, 9, n), x, weights, params=struct.pack("fi", 0.7, gated))
+        return node("DSV4_HC_PRE", "f32", (1, 1, 9, n), x, weights, params=HcPre(0.7, gated))
 
     return make
 
@@ -300,14 +311,14 @@ NODES: dict[str, list[Make]] = {
     **{op: [of_elements(op)] for op in ("SILU", "GELU", "GELU_QUICK", "GELU_ERF", "SIGMOID", "TANH", "EXP", "EXPM1")},
     **{op: [of_elements(op)] for op in ("ELU", "SOFTPLUS", "SIN", "COS", "HARDSIGMOID", "HARDSWISH")},
     "LOG": [of_elements("LOG", 0.01, 9)],
-    "XIELU": [of_elements("XIELU", params=struct.pack("i4f", 0, 0.8, 0.9, 0.5, -1e-6))],
-    "SCALE": [of_elements("SCALE", params=struct.pack("2f", 1.7, 0.3))],
+    "XIELU": [of_elements("XIELU", params=Xielu(0, 0.8, 0.9, 0.5, -1e-6))],
+    "SCALE": [of_elements("SCALE", params=Scale(1.7, 0.3))],
     **{op: [gated(op)] for op in ("SWIGLU", "GEGLU", "GEGLU_QUICK", "GEGLU_ERF")},
     "SWIGLU_OAI": [gated("SWIGLU_OAI", 1.702, 3.0)],
     "SWIGLU_CLAMP": [gated("SWIGLU_CLAMP", 0.0, 3.0)],
-    "RMS_NORM": [of_rows("RMS_NORM", params=struct.pack("f", 1e-6)), of_rows("RMS_NORM", 4096, struct.pack("f", 1e-6))],
-    "NORM": [of_rows("NORM", params=struct.pack("f", 1e-6))],
-    "L2_NORM": [of_rows("L2_NORM", params=struct.pack("f", 1e-6))],
+    "RMS_NORM": [of_rows("RMS_NORM", params=Norm(1e-6)), of_rows("RMS_NORM", 4096, Norm(1e-6))],
+    "NORM": [of_rows("NORM", params=Norm(1e-6))],
+    "L2_NORM": [of_rows("L2_NORM", params=Norm(1e-6))],
     "GROUP_NORM": [group_norm],
     "SUM": [sum_of_all],
     "SUM_ROWS": [of_rows("SUM_ROWS", dst=1), of_rows("SUM_ROWS", 4096, dst=1)],
@@ -331,7 +342,7 @@ NODES: dict[str, list[Make]] = {
     "SSM_SCAN": [ssm_scan()],
     "RWKV_WKV6": [wkv("RWKV_WKV6", 5)],
     "RWKV_WKV7": [wkv("RWKV_WKV7", 6)],
-    "GATED_LINEAR_ATTN": [wkv("GATED_LINEAR_ATTN", 4, struct.pack("f", 0.3))],
+    "GATED_LINEAR_ATTN": [wkv("GATED_LINEAR_ATTN", 4, LinearAttn(0.3))],
     "GATED_DELTA_NET": [delta_net()],
     "SOLVE_TRI": [solve_tri],
     "LIGHTNING_INDEXER": [lightning_indexer],

@@ -23,6 +23,8 @@ from ggml_backend_npu import DEVICE, Node
 from ggml_backend_npu.abi import codecs, lib
 from ggml_backend_npu.abi.replica import Replica
 from ggml_backend_npu.ops import OWN, strided
+from ggml_backend_npu.ops.norms import Norm
+from ggml_backend_npu.ops.recurrent import LinearAttn
 from ggml_backend_npu.registry import OPS
 from graph_runner import probes
 from graph_runner.compare import compare
@@ -102,7 +104,7 @@ def _of_streams(make: Callable[[int, int], Make]) -> tuple[Make, ...]:
 
 
 _QUANTISED = ("q8_0", "q4_0", "q4_1", "q5_0", "q5_1")
-_EPS = np.float32(1e-6).tobytes()
+_EPS = Norm(1e-6)
 _FUNCTIONS = ("SILU", "GELU", "GELU_QUICK", "GELU_ERF", "SIGMOID", "TANH", "EXP", "EXPM1", "ELU", "SOFTPLUS", "SIN")
 _GLU = ("SWIGLU", "GEGLU", "GEGLU_QUICK", "GEGLU_ERF")
 
@@ -159,7 +161,7 @@ _MEASURED: dict[str, list[_Probe]] = {
     "GATED_LINEAR_ATTN": [
         _Probe(
             "GATED_LINEAR_ATTN", "",
-            _of_widths(lambda n: wkv("GATED_LINEAR_ATTN", 4, np.float32(0.3).tobytes(), size=n)),
+            _of_widths(lambda n: wkv("GATED_LINEAR_ATTN", 4, LinearAttn(0.3), size=n)),
         )
     ],
     "GATED_DELTA_NET": [

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import re
 import shlex
-import struct
 from collections.abc import Callable
 
 from ggml_backend_npu import Node, Tensor
+from ggml_backend_npu.ops.movers import Concat
+from ggml_backend_npu.ops.rope import Rope
+from ggml_backend_npu.ops.routing import Argsort
+from ggml_backend_npu.ops.softmax import SoftMax
 
 Conditions = list[str]  # what stands in a case's parameters, in their order, as regular expressions
 
@@ -51,14 +54,6 @@ def _sources(node: Node) -> tuple[Tensor, Tensor]:
 
 def _is(name: str, value: str | int | bool) -> str:
     return f"{name}={re.escape(str(int(value) if isinstance(value, bool) else value))}"
-
-
-def _integer(node: Node, place: int) -> int:
-    return int(struct.unpack_from("<i", node.params.ljust(4 * place + 4, b"\0"), 4 * place)[0])
-
-
-def _float(node: Node, place: int) -> float:
-    return float(struct.unpack_from("<f", node.params.ljust(4 * place + 4, b"\0"), 4 * place)[0])
 
 
 def is_permuted(tensor: Tensor) -> bool:
@@ -130,14 +125,14 @@ def _binary(node: Node) -> Conditions:
 def _soft_max(node: Node) -> Conditions:
     src, _ = _sources(node)
     mask, sinks = _second(node), len(node.src) > 2 and node.src[2] is not None
-    bias = r"max_bias=[1-9][\d.]*" if mask is not None and _float(node, 1) > 0 else r"max_bias=0\.0*"
+    bias = r"max_bias=[1-9][\d.]*" if mask is not None and SoftMax.of(node.params).max_bias > 0 else r"max_bias=0\.0*"
     mask_type = mask.type if mask is not None else "f32"
     return [_is("type", src.type), _is("mask", mask is not None), _is("sinks", sinks), _is("m_prec", mask_type), bias]
 
 
 def _rope(node: Node) -> Conditions:
     src, _ = _sources(node)
-    mode, factors = _integer(node, 2), len(node.src) > 2 and node.src[2] is not None
+    mode, factors = Rope.of(node.params).mode, len(node.src) > 2 and node.src[2] is not None
     conditions = [_is("type", src.type), _is("mode", mode), _is("ff", factors)]
     if src.type == "f32" or mode in (0, 2):
         conditions.append("v=0" if src.is_contiguous() else "v=[12]")
@@ -167,7 +162,7 @@ def _concat(node: Node) -> Conditions:
     a, b = _sources(node)
     bits = (4, 8) if a.codec.is_quantized else (1, 2)
     views = sum(bit for bit, tensor in zip(bits, (a, b), strict=True) if not tensor.is_contiguous())
-    return [_is("type", a.type), _is("dim", _integer(node, 0)), _is("v", views)]
+    return [_is("type", a.type), _is("dim", Concat.of(node.params).dim), _is("v", views)]
 
 
 def _repeat(node: Node) -> Conditions:
@@ -178,7 +173,7 @@ def _repeat(node: Node) -> Conditions:
 
 def _argsort(node: Node) -> Conditions:
     src, _ = _sources(node)
-    return [_is("type", src.type), _is("order", _integer(node, 0))]
+    return [_is("type", src.type), _is("order", Argsort.of(node.params).order)]
 
 
 def _sum_rows(node: Node) -> Conditions:

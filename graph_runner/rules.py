@@ -19,6 +19,7 @@ from ggml_backend_npu import OPS, Node, Tensor
 from ggml_backend_npu.abi.lib import ggml
 from ggml_backend_npu.fusion import FUSIONS
 from ggml_backend_npu.ops.movers import raw
+from ggml_backend_npu.ops.routing import ASCENDING, Argsort
 from graph_runner import noise
 from graph_runner.compare import Comparison
 from graph_runner.noise import Exact, values
@@ -191,9 +192,8 @@ def _is_same_order(node: Node, actual: Tensor) -> bool:
     if found is None or actual.ne[0] != found[0].shape[-1]:
         return False
     scores, chosen = found
-    descending = int.from_bytes(node.params[:4], "little")
     order = np.sort(scores, axis=-1)
-    return np.array_equal(chosen, order[..., ::-1] if descending else order)
+    return np.array_equal(chosen, order[..., ::-1] if Argsort.of(node.params).order != ASCENDING else order)
 
 
 _ORDERS: dict[str, tuple[Callable[[Node, Tensor], bool], str]] = {

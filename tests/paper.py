@@ -87,7 +87,7 @@ def define(node: Node) -> None:
     """Computes the node by the backend's own definition."""
     op = OWN[node.op]
     sources = (*node.src, *(None,) * op.n_src)[: op.n_src]
-    op.define(node.dst, *sources, **({"params": node.params} if op.wants_params else {}))
+    op.define(node.dst, *sources, **op.keywords(node))
 
 
 def results(node: Node, kernel: Callable[[Node], None], right: Callable[[Node], None] = define) -> Results:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -111,23 +110,17 @@ def rounded_sources(of: Node) -> Node:
     return replace(of, src=tuple(less(x) for x in of.src))
 
 
-def param(place: int, value: float | int, format: str = "f") -> Fault:
-    def fault(of: Node) -> Node:
-        changed = bytearray(of.params)
-        struct.pack_into(format, changed, place, value)
-        return replace(of, params=bytes(changed))
-
-    return fault
+def param(name: str, value: float) -> Fault:
+    return lambda of: with_param(of, name, lambda _: value)
 
 
-def times(place: int, factor: float) -> Fault:
-    def fault(of: Node) -> Node:
-        (value,) = struct.unpack_from("f", of.params, place)
-        changed = bytearray(of.params)
-        struct.pack_into("f", changed, place, value * factor)
-        return replace(of, params=bytes(changed))
+def times(name: str, factor: float) -> Fault:
+    return lambda of: with_param(of, name, lambda value: value * factor)
 
-    return fault
+
+def with_param(of: Node, name: str, changed: Callable[[float], float]) -> Node:
+    params = OWN[of.op].params.of(of.params)
+    return replace(of, params=replace(params, **{name: changed(getattr(params, name))}).packed)
 
 
 def without_last(place: int, axis: int = -1) -> Fault:
@@ -182,33 +175,33 @@ def heads_in_turn(of: Node) -> Node:
 
 
 FAULTS: dict[str, dict[str, Fault]] = {
-    "RMS_NORM": {"no eps": param(0, 0), "the last element left out": norm_without_last},
-    "NORM": {"no eps": param(0, 0), "the mean left in": as_op("RMS_NORM")},
+    "RMS_NORM": {"no eps": param("eps", 0), "the last element left out": norm_without_last},
+    "NORM": {"no eps": param("eps", 0), "the mean left in": as_op("RMS_NORM")},
     "L2_NORM": {"as RMS_NORM": as_op("RMS_NORM"), "the last element left out": norm_without_last},
-    "GROUP_NORM": {"no eps": param(4, 0), "one group": param(0, 1, "i")},
+    "GROUP_NORM": {"no eps": param("eps", 0), "one group": param("n_groups", 1)},
     "SUM": {"the last element left out": without_last(0)},
     "SUM_ROWS": {"the last element left out": without_last(0), "MEAN": as_op("MEAN")},
     "MEAN": {"the last element left out": without_last(0)},
     "CUMSUM": {"the last element left out": without_last(0)},
-    "POOL_2D": {"the maximum": param(0, 0, "i")},
-    "ARANGE": {"another step": times(8, 1 + 1e-5)},
-    "SCALE": {"no bias": param(4, 0), "another scale": times(0, 1.02)},
+    "POOL_2D": {"the maximum": param("op", 0)},
+    "ARANGE": {"another step": times("step", 1 + 1e-5)},
+    "SCALE": {"no bias": param("bias", 0), "another scale": times("scale", 1.02)},
     "GELU": {"by erf": as_op("GELU_ERF"), "quick": as_op("GELU_QUICK")},
     "GELU_ERF": {"by tanh": as_op("GELU"), "quick": as_op("GELU_QUICK")},
     "GELU_QUICK": {"by tanh": as_op("GELU"), "SILU": as_op("SILU")},
     "SILU": {"SIGMOID": as_op("SIGMOID"), "GELU_QUICK": as_op("GELU_QUICK")},
-    "XIELU": {f"parameter {i}": times(4 + 4 * i, 1.001) for i in range(3)},
+    "XIELU": {name: times(name, 1.001) for name in ("alpha_n", "alpha_p", "beta")},
     "GEGLU": {"by erf": as_op("GEGLU_ERF"), "swapped": swapped(0, 1)},
     "GEGLU_ERF": {"by tanh": as_op("GEGLU"), "swapped": swapped(0, 1)},
     "GEGLU_QUICK": {"by tanh": as_op("GEGLU"), "swapped": swapped(0, 1)},
     "SWIGLU": {"swapped": swapped(0, 1)},
-    "SWIGLU_OAI": {"swapped": swapped(0, 1), "alpha": times(8, 1.001), "limit": times(12, 1.01)},
-    "SWIGLU_CLAMP": {"swapped": swapped(0, 1), "limit": times(12, 1.01)},
+    "SWIGLU_OAI": {"swapped": swapped(0, 1), "alpha": times("alpha", 1.001), "limit": times("limit", 1.01)},
+    "SWIGLU_CLAMP": {"swapped": swapped(0, 1), "limit": times("limit", 1.01)},
     "SOFT_MAX": {
-        "another scale": times(0, 1.0001),
+        "another scale": times("scale", 1.0001),
         "no mask": lambda of: with_source(of, 1, None),
         "no sinks": lambda of: with_source(of, 2, None),
-        "no slopes": param(4, 0),
+        "no slopes": param("max_bias", 0),
     },
     "MUL_MAT": {
         "the last element left out": without_last(1),
@@ -216,15 +209,15 @@ FAULTS: dict[str, dict[str, Fault]] = {
     },
     "MUL_MAT_ID": {"the last element left out": without_last(1), "ids off by one": ids_off_by_one},
     "FLASH_ATTN_EXT": {
-        "another scale": times(0, 1.01),
+        "another scale": times("scale", 1.01),
         "no mask": lambda of: with_source(of, 3, None),
         "a cell left out": last_cell_left_out,
         "heads mixed up": heads_in_turn,
     },
     **{
         op: {
-            "another base": times(20, 1 + 1e-4),
-            "another scale": times(24, 1.001),
+            "another base": times("freq_base", 1 + 1e-4),
+            "another scale": times("freq_scale", 1.001),
             "positions off by one": lambda of: with_source(of, 1, Tensor.of(of.src[1].view() + 1)),
         }
         for op in ("ROPE", "ROPE_BACK")
@@ -236,7 +229,7 @@ FAULTS: dict[str, dict[str, Fault]] = {
     },
     "RWKV_WKV6": {"k and v swapped": swapped(0, 1), "the last element left out": without_last(2)},
     "RWKV_WKV7": {"k and v swapped": swapped(2, 3), "the last element left out": without_last(0)},
-    "GATED_LINEAR_ATTN": {"k and v swapped": swapped(0, 1), "another scale": times(0, 1 + 1e-4)},
+    "GATED_LINEAR_ATTN": {"k and v swapped": swapped(0, 1), "another scale": times("scale", 1 + 1e-4)},
     "GATED_DELTA_NET": {"the last element left out": without_last(0), "q and k swapped": swapped(0, 1)},
     "SOLVE_TRI": {
         "the last column left out": lambda of: with_source(
@@ -247,8 +240,8 @@ FAULTS: dict[str, dict[str, Fault]] = {
         "the last head left out": without_last(2),
         "no mask": lambda of: with_source(of, 3, tensor("f16", 0 * np.nan_to_num(of.src[3].view(), neginf=0))),
     },
-    "DSV4_HC_COMB": {"one round less": param(4, 3, "i"), "no eps": param(0, 0)},
-    "DSV4_HC_PRE": {"another scale": times(0, 1 + 1e-5), "a stream left out": without_last(0, 2)},
+    "DSV4_HC_COMB": {"one round less": param("n_iter", 3), "no eps": param("eps", 0)},
+    "DSV4_HC_PRE": {"another scale": times("scale", 1 + 1e-5), "a stream left out": without_last(0, 2)},
     "DSV4_HC_POST": {
         "comb transposed": lambda of: with_source(of, 3, tensor("f32", of.src[3].view().swapaxes(2, 3))),
         "no post": lambda of: with_source(of, 2, tensor("f32", 0 * of.src[2].view())),

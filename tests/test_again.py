@@ -13,6 +13,7 @@ from models import Models
 from ggml_backend_npu import OPS, Tensor
 from ggml_backend_npu.abi.plugin import Plugin
 from ggml_backend_npu.ops import OWN
+from ggml_backend_npu.params import Params
 from ggml_backend_npu.registry import Op
 from graph_runner import again
 from graph_runner.diff import DiffResult, diff
@@ -32,7 +33,7 @@ def as_before(backend: Plugin) -> Iterator[None]:
 
 
 def planted(name: str, kernel: Callable[..., None]) -> Op:
-    return Op(name, kernel, OWN[name].types, OWN[name].refuse)
+    return Op(name, kernel, OWN[name].types, OWN[name].refuse, params=OWN[name].params)
 
 
 def run(model: Models, repeat: int = 1) -> DiffResult:
@@ -93,7 +94,7 @@ def test_a_node_that_is_right_only_when_it_is_looked_at_is_named(model: Models, 
 def test_a_run_that_rounds_ends_within_what_is_natural(model: Models) -> None:
     """One last bit more in each norm: the CPU with as large errors is as far from itself."""
 
-    def rms_norm(dst: Tensor, x: Tensor, params: bytes) -> None:
+    def rms_norm(dst: Tensor, x: Tensor, params: Params) -> None:
         OWN["RMS_NORM"].define(dst, x, params=params)
         dst.view()[...] = np.nextafter(dst.view(), np.float32(np.inf))
 

@@ -58,7 +58,7 @@ def as_before(backend: Plugin) -> Iterator[None]:
 
 
 def planted(name: str, kernel: Callable[..., None]) -> Op:
-    return Op(name, kernel, OWN[name].types, OWN[name].refuse)
+    return Op(name, kernel, OWN[name].types, OWN[name].refuse, params=OWN[name].params)
 
 
 def run(file: Path, settings: Settings = FLASH_OFF, steps: int = 2, **options: Any) -> DiffResult:

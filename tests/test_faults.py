@@ -20,6 +20,7 @@ from ggml_backend_npu.abi.plugin import Plugin
 from ggml_backend_npu.numerics import NUMERICS
 from ggml_backend_npu.ops import OWN
 from ggml_backend_npu.ops.movers import convert as to_type
+from ggml_backend_npu.params import Params
 from ggml_backend_npu.registry import Op
 from graph_runner.blocks import swapped
 from graph_runner.cli import main
@@ -68,7 +69,7 @@ def rounds_otherwise(dst: Tensor, src: Tensor, ids: Tensor) -> None:
         dst.view()[:, :, ids.view().reshape(-1)] = to_type(src.view(), src.type, dst.type, rounding=other)
 
 
-def leaves_out_the_mask(dst: Tensor, x: Tensor, mask: Tensor | None, sinks: Tensor | None, params: bytes) -> None:
+def leaves_out_the_mask(dst: Tensor, x: Tensor, mask: Tensor | None, sinks: Tensor | None, params: Params) -> None:
     OWN["SOFT_MAX"].define(dst, x, None, sinks, params=params)
 
 
@@ -104,7 +105,7 @@ class Fault:
 
     @property
     def planted(self) -> Op:
-        return Op(self.op, self.kernel, OWN[self.op].types, OWN[self.op].refuse)
+        return Op(self.op, self.kernel, OWN[self.op].types, OWN[self.op].refuse, params=OWN[self.op].params)
 
 
 class First:
@@ -265,7 +266,7 @@ def only(fault: Fault, name: str) -> Op:
     """The op with the fault in nodes of one name alone."""
     right = OWN[fault.op]
 
-    def soft_max(dst: Tensor, x: Tensor, mask: Tensor | None, sinks: Tensor | None, params: bytes) -> None:
+    def soft_max(dst: Tensor, x: Tensor, mask: Tensor | None, sinks: Tensor | None, params: Params) -> None:
         (fault.kernel if dst.name == name else right.define)(dst, x, mask, sinks, params=params)
 
     def with_ids(dst: Tensor, src: Tensor, ids: Tensor) -> None:
@@ -275,7 +276,7 @@ def only(fault: Fault, name: str) -> Op:
         (fault.kernel if dst.name == name else right.define)(dst, src)
 
     kernel = {0: plain, 1: with_ids, 2: soft_max}[right.n_src - 1]
-    return Op(fault.op, kernel, right.types, right.refuse)
+    return Op(fault.op, kernel, right.types, right.refuse, params=right.params)
 
 
 @pytest.mark.some(3)

@@ -240,7 +240,6 @@ def test_what_has_no_exact_value() -> None:
         Node("FLASH_ATTN_EXT", x, (x,)),
         Node("SSM_SCAN", x, (x, x)),
         Node("CPY", x, (x, x)),
-        Node("SCALE", x, (x,), b""),
         Node("ADD", x, (x, None)),
         Node("ADD", x, (x, paper.fresh("f32", (7, 1, 1, 1)))),
         Node("SUM_ROWS", x, (x,)),

@@ -53,7 +53,7 @@ def mirrored(monkeypatch: pytest.MonkeyPatch) -> list[Mirrored]:
 
 
 def planted(name: str, kernel: Callable[..., None]) -> Op:
-    return Op(name, kernel, OWN[name].types, OWN[name].refuse)
+    return Op(name, kernel, OWN[name].types, OWN[name].refuse, params=OWN[name].params)
 
 
 def run(file: Path, steps: int = 1, **options: Any) -> DiffResult:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import platform
-import struct
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +28,7 @@ from support import (
 import quant
 from ggml_backend_npu import OPS, Node, Tensor
 from ggml_backend_npu.abi.plugin import Plugin
+from ggml_backend_npu.ops.rope import Rope as RopeParams
 
 NORMAL, NEOX, MROPE, VISION, IMROPE = 0, 2, 8, 24, 40
 NMSE = {"f32": 1e-12, "f16": 1e-9}  # the last bit of cos and sin is the C library's
@@ -152,10 +152,10 @@ def test_elements_that_stay_keep_their_bits() -> None:
     x = np.full((1, 2, 8), 0x7C01, np.uint16).view(np.float16)
     x[..., 2:6] = 1
     dst = np.zeros_like(x)
-    params = struct.pack("5i6f5i", 0, 4, NEOX, 0, 512, 10000.0, 1.0, 0.0, 1.0, 32.0, 1.0, 0, 0, 0, 0, 2)
+    params = RopeParams(0, 4, NEOX, 0, 512, 10000.0, 1.0, 0.0, 1.0, 32.0, 1.0, 0, 0, 0, 0, 2)
     for call in (OPS.bind, lambda node: lambda: OPS["ROPE"].define(node.dst, *node.src, None, params=params)):
         dst[:] = 0
-        call(Node("ROPE", Tensor.of(dst), (Tensor.of(x), Tensor.of(np.int32([3]))), params))()
+        call(Node("ROPE", Tensor.of(dst), (Tensor.of(x), Tensor.of(np.int32([3]))), params.packed))()
         assert (np.delete(dst.view(np.uint16), slice(2, 6), -1) == 0x7C01).all()
         assert np.isfinite(dst[..., 2:6]).all()
 
@@ -166,7 +166,7 @@ def node(
     arrays = {"dst": np.zeros((5, 3, 16), np.float32), "x": np.zeros((5, 3, 16), np.float32)}
     arrays["positions"] = np.zeros(20 if mode >= MROPE else 5, np.int32)
     dst, *sources = (Tensor.of(array) for array in {**arrays, **changed}.values())
-    params = struct.pack("5i6f5i", 0, n_dims, mode, 0, 512, 10000.0, 1.0, 0.0, 1.0, 32.0, 1.0, *sections, n_offs)
+    params = RopeParams(0, n_dims, mode, 0, 512, 10000.0, 1.0, 0.0, 1.0, 32.0, 1.0, *sections, n_offs).packed
     return Node("ROPE", dst, tuple(sources), params)
 
 

@@ -24,6 +24,7 @@ from ggml_backend_npu.abi.replica import Replica
 from ggml_backend_npu.fusion import FUSIONS
 from ggml_backend_npu.ops import OWN
 from ggml_backend_npu.ops.matmul import VEC_DOT
+from ggml_backend_npu.ops.norms import Norm
 from graph_runner import noise
 from graph_runner.compare import compare
 from graph_runner.probes import NODES, Types, node, tensor
@@ -145,7 +146,7 @@ def test_a_row_that_is_wrong_among_many_right_ones(cpu: Replica) -> None:
     rng = np.random.default_rng(0)
     x = 100 * rng.standard_normal((1, 1, 2000, 64))
     x[..., 1234, :] *= 1e-5
-    of = node("RMS_NORM", "f32", x.shape, tensor("f32", x), params=struct.pack("f", 1e-6))
+    of = node("RMS_NORM", "f32", x.shape, tensor("f32", x), params=Norm(1e-6))
     cpu.compute(of)
     off = copy_of(of.dst)
     off.view()[0, 0, 1234] *= np.float32(1 + 1e-4)

@@ -33,6 +33,7 @@ from support import (
 from ggml_backend_npu import OPS, Node, Tensor
 from ggml_backend_npu.abi.plugin import Plugin
 from ggml_backend_npu.device import DEVICE
+from ggml_backend_npu.ops import softmax
 from ggml_backend_npu.ops.softmax import Rows, slopes, soft_max
 
 Floats = NDArray[np.float32]
@@ -216,7 +217,7 @@ def test_compiled_equals_the_definition_but_for_rounding(
     compiled = soft_maxed(x, mask, sinks, scale=scale, max_bias=max_bias)
     defined = np.full_like(x, 9)
     tensors = [None if array is None else Tensor.of(array) for array in (mask, sinks)]
-    soft_max.define(Tensor.of(defined), Tensor.of(x), *tensors, params=struct.pack("2f", scale, max_bias))
+    soft_max.define(Tensor.of(defined), Tensor.of(x), *tensors, params=softmax.SoftMax(scale, max_bias))
     assert_within_ulp(compiled, defined, 6)  # ggml's exponential is within 2.5, as is the sum's greatest term
 
 

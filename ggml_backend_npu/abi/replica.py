@@ -20,6 +20,7 @@ from ggml_backend_npu.abi import convert, structs
 from ggml_backend_npu.abi.guard import Failures, interrupts_wait
 from ggml_backend_npu.abi.lib import Ggml
 from ggml_backend_npu.ir import Graph, Node, Tensor, overlapping
+from ggml_backend_npu.params import PARAMS_BYTES
 from ggml_backend_npu.registry import KernelError
 
 _ALIGNMENT = 64  # at least what ggml's CPU wants of a buffer
@@ -262,7 +263,7 @@ def _fault(ggml: Ggml, node: Node) -> str | None:
         return "computes nothing"
     if node.op in _CALLBACKS:
         return "calls a function of the program that made it"
-    if len(node.src) > structs.N_SRC or len(node.params) > structs.PARAMS_BYTES:
+    if len(node.src) > structs.N_SRC or len(node.params) > PARAMS_BYTES:
         return f"{len(node.src)} sources and {len(node.params)} bytes of parameters"
     needed = _N_SOURCES.get(node.op, 1)
     if len(node.src) < needed or None in node.src[:needed]:

@@ -30,7 +30,7 @@ from typing import Any
 TENSOR = struct.Struct("=i4xQ4q4Qi64si10QQQQ64sQ8x")
 TENSOR_KEY_BYTES = 256  # everything in front of the name: what a plan depends on
 BUFFER_AT, OP_AT, FLAGS_AT, SRC_AT, VIEW_SRC_AT, DATA_AT = 8, 80, 148, 152, 232, 248
-N_SRC, PARAMS_BYTES, NAME_BYTES = 10, 64, 64
+N_SRC, NAME_BYTES = 10, 64
 OPERATION = struct.Struct("=i64si10Q")  # of it, what stands from OP_AT: op, op_params, flags, src
 FLAG_INPUT, FLAG_OUTPUT, FLAG_COMPUTE = 1, 2, 16
 

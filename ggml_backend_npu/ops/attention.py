@@ -15,7 +15,7 @@ AVX-512, and without AVX512-FP16, whose v is added up in float16 itself.
 from __future__ import annotations
 
 import math
-import struct
+from dataclasses import dataclass
 
 import numpy as np
 from numba import types
@@ -28,6 +28,7 @@ from ggml_backend_npu.ops.functions import fused_multiply_add as fma
 from ggml_backend_npu.ops.matmul import VEC_DOT
 from ggml_backend_npu.ops.movers import DECODED, convert, raw
 from ggml_backend_npu.ops.softmax import LOWEST, masked, slopes, v_exp
+from ggml_backend_npu.params import Params, f32, i32
 from ggml_backend_npu.registry import Call, op
 from quant import dequantize
 from quant.jit import (
@@ -55,9 +56,15 @@ _VALUES = ("f32", "f16", "bf16", *DECODED)
 Floats = NDArray[np.float32]
 
 
-def _params(params: bytes) -> tuple[float, float, float, int]:
-    scale, max_bias, softcap, precision = struct.unpack_from("3fi", params)
-    return scale, max_bias, softcap, precision
+@dataclass(frozen=True)
+class FlashAttn(Params):
+    """op_params of FLASH_ATTN_EXT: ggml_flash_attn_ext, and what sets its prec, a ggml_prec, and n_kv_max."""
+
+    scale: f32
+    max_bias: f32
+    logit_softcap: f32
+    prec: i32
+    n_kv_max: i32
 
 
 def _is_product(q: Tensor, k: Tensor, v: Tensor) -> bool:
@@ -82,11 +89,10 @@ def _n_sums(q: Tensor, k: Tensor, v: Tensor) -> int:
 
 
 def _refuse(
-    dst: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tensor | None, params: bytes
+    dst: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tensor | None, params: FlashAttn
 ) -> str | None:
-    *_, precision = _params(params)
-    if precision not in _PRECISIONS:
-        return f"precision {precision}"
+    if params.prec not in _PRECISIONS:
+        return f"precision {params.prec}"
     for role, tensor in (("q", q), ("k", k), ("v", v)):
         if tensor.ne[0] % tensor.codec.block_size or not tensor.has_contiguous_rows():
             return f"{role} rows of {tensor.ne[0]} elements, nb0 {tensor.nb[0]}"
@@ -206,9 +212,10 @@ def _sum_of_parts(scores: Floats, kept: NDArray[np.bool_], v: Floats, n_sums: in
     types=[("f32", "f32", k, v) for k in VEC_DOT for v in _VALUES],
     refuse=_refuse,
     optional=True,
+    params=FlashAttn,
 )
 def flash_attn_ext(
-    dst: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tensor | None, params: bytes
+    dst: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tensor | None, params: FlashAttn
 ) -> None:
     """dst = softmax(cap * tanh(scale * q k^T / cap) + slope * mask) v for each head, with the head's sink in the sum.
 
@@ -216,7 +223,7 @@ def flash_attn_ext(
     repeat; mask (cells, queries, ...), -inf where a cell is left out; dst (size of v's head, heads, queries,
     sequences). Without a cap, 0, there is no tanh. Equals ggml_compute_forward_flash_attn_ext but for rounding.
     """
-    scale, max_bias, softcap, _ = _params(params)
+    scale, max_bias, softcap = params.scale, params.max_bias, params.logit_softcap
     queries = _rounded(q.view(), _query_type(q, k, v))
     values = _repeated(v, q)
     with np.errstate(all="ignore"):
@@ -539,9 +546,9 @@ def attend(parameters, begin, end):
 
 @flash_attn_ext.compiled
 def _flash_attn_ext(
-    dst: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tensor | None, params: bytes
+    dst: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tensor | None, params: FlashAttn
 ) -> Call | None:
-    scale, max_bias, softcap, _ = _params(params)
+    scale, max_bias, softcap = params.scale, params.max_bias, params.logit_softcap
     by_head = slopes(q.ne[2], max_bias) if mask is not None else None
     code = _query_type(q, k, v)
     if code == "q8_0":

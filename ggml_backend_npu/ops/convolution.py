@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import struct
+from dataclasses import dataclass
 from math import prod
 from typing import NamedTuple
 
@@ -11,6 +11,7 @@ import numpy as np
 from ggml_backend_npu.ir import Tensor
 from ggml_backend_npu.ops.movers import convert
 from ggml_backend_npu.ops.shapes import gaps, gaps_in_rows
+from ggml_backend_npu.params import Params, i32
 from ggml_backend_npu.registry import op
 from quant import type_names
 
@@ -23,19 +24,21 @@ class _Sizes(NamedTuple):
     places: tuple[int, int]
 
 
-class _Params(NamedTuple):
-    """op_params of IM2COL: along a row, and along a column."""
+@dataclass(frozen=True)
+class Im2col(Params):
+    """op_params of IM2COL: strides, paddings and dilations of rows and columns, and whether there are two dimensions;
+    ggml_im2col."""
 
-    s0: int
-    s1: int
-    p0: int
-    p1: int
-    d0: int
-    d1: int
-    is_2d: int
+    s0: i32
+    s1: i32
+    p0: i32
+    p1: i32
+    d0: i32
+    d1: i32
+    is_2d: i32
 
 
-def _sizes(dst: Tensor, kernel: Tensor, x: Tensor, p: _Params) -> _Sizes:
+def _sizes(dst: Tensor, kernel: Tensor, x: Tensor, p: Im2col) -> _Sizes:
     width, height, channels, n_images = x.ne
     if p.is_2d:
         return _Sizes((n_images, channels, height, width), (kernel.ne[1], kernel.ne[0]), (dst.ne[2], dst.ne[1]))
@@ -43,8 +46,8 @@ def _sizes(dst: Tensor, kernel: Tensor, x: Tensor, p: _Params) -> _Sizes:
     return _Sizes((n_images, channels, 1, width), (1, kernel.ne[0]), (1, dst.ne[1]))
 
 
-def _refuse(dst: Tensor, kernel: Tensor, x: Tensor, params: bytes) -> str | None:
-    p = _Params(*struct.unpack_from("7i", params))
+def _refuse(dst: Tensor, kernel: Tensor, x: Tensor, params: Im2col) -> str | None:
+    p = params
     (n_images, channels, _, _), size, (height, width) = _sizes(dst, kernel, x, p)
     rest = (height, n_images) if p.is_2d else (n_images, 1)
     if dst.ne != (channels * prod(size), width, *rest) or (not p.is_2d and x.ne[3] != 1):
@@ -55,15 +58,14 @@ def _refuse(dst: Tensor, kernel: Tensor, x: Tensor, params: bytes) -> str | None
 _TYPES = [(dst, kernel, x) for dst, x in (("f32", "f32"), ("f16", "f32"), ("f16", "f16")) for kernel in type_names()]
 
 
-@op("IM2COL", types=_TYPES, refuse=_refuse, optional=True)
-def im2col(dst: Tensor, kernel: Tensor, x: Tensor, params: bytes) -> None:
+@op("IM2COL", types=_TYPES, refuse=_refuse, optional=True, params=Im2col)
+def im2col(dst: Tensor, kernel: Tensor, x: Tensor, params: Im2col) -> None:
     """dst[n, oh, ow, (c, kh, kw)] = x[n, c, oh * s1 + kh * d1 - p1, ow * s0 + kw * d0 - p0], 0 beyond x.
 
     x (width, height, channels, images) and kernel (width, height, ...), of which only the size counts; in one dimension
-    x (width, channels, images). params: strides, paddings and dilations of rows and columns, and whether there are two
-    dimensions. Equals ggml_compute_forward_im2col.
+    x (width, channels, images). Equals ggml_compute_forward_im2col.
     """
-    p = _Params(*struct.unpack_from("7i", params))
+    p = params
     images, size, places = _sizes(dst, kernel, x, p)
     n_images, channels, height, width = images
     seen = dst.view().reshape(n_images, *places, channels, *size)

@@ -2,18 +2,35 @@
 
 from __future__ import annotations
 
-import struct
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ggml_backend_npu.ir import Tensor
 from ggml_backend_npu.ops.movers import DECODED, convert, raw
+from ggml_backend_npu.params import Params, f32, i32
 from ggml_backend_npu.registry import op
 
 _STREAMS = 4  # of hyper-connections
 
 Floats = NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class HcComb(Params):
+    """op_params of DSV4_HC_COMB: ggml_dsv4_hc_comb."""
+
+    eps: f32
+    n_iter: i32
+
+
+@dataclass(frozen=True)
+class HcPre(Params):
+    """op_params of DSV4_HC_PRE: ggml_dsv4_hc_pre_impl."""
+
+    scale: f32
+    gated: i32
 
 
 def _misfit(**tensors: tuple[Tensor, tuple[int, ...]]) -> str | None:
@@ -63,11 +80,10 @@ def lightning_indexer(dst: Tensor, q: Tensor, k: Tensor, weights: Tensor, mask: 
         dst.view()[:, 0] = total + np.tile(added, (q.ne[3] // mask.ne[3], 1, 1))
 
 
-def _refuse_comb(dst: Tensor, mixes: Tensor, scale: Tensor, base: Tensor, params: bytes) -> str | None:
-    _, n_iter = struct.unpack_from("fi", params)
+def _refuse_comb(dst: Tensor, mixes: Tensor, scale: Tensor, base: Tensor, params: HcComb) -> str | None:
     n, n_tokens = _STREAMS * (2 + _STREAMS), mixes.ne[1]
-    if n_iter <= 0:
-        return f"{n_iter} iterations"
+    if params.n_iter <= 0:
+        return f"{params.n_iter} iterations"
     if scale.ne[0] < 3:
         return f"scale of ne {scale.ne}"
     return _misfit(mixes=(mixes, (n, n_tokens)), base=(base, (n,)), dst=(dst, (_STREAMS, _STREAMS, n_tokens)))
@@ -81,16 +97,15 @@ def _normalised(x: Floats, axis: int, eps: np.float32) -> Floats:
     return result
 
 
-@op("DSV4_HC_COMB", types=[("f32",) * 4], refuse=_refuse_comb, optional=True)
-def dsv4_hc_comb(dst: Tensor, mixes: Tensor, scale: Tensor, base: Tensor, params: bytes) -> None:
+@op("DSV4_HC_COMB", types=[("f32",) * 4], refuse=_refuse_comb, optional=True, params=HcComb)
+def dsv4_hc_comb(dst: Tensor, mixes: Tensor, scale: Tensor, base: Tensor, params: HcComb) -> None:
     """dst = softmax(mixes * scale[2] + base) of each row of a token's 4 x 4 matrix, made doubly stochastic.
 
     mixes (24, tokens) and base (24), of which the last 16 are the matrix; dst (4, 4, tokens). Columns, and then
     n_iter - 1 times rows and columns, are divided by their sums; eps is added to the softmax and to each sum. Equals
     ggml_compute_forward_dsv4_hc_comb but for the last bits of e ** x.
     """
-    eps, n_iter = struct.unpack_from("fi", params)
-    small = np.float32(eps)
+    small = np.float32(params.eps)
     with np.errstate(all="ignore"):
         mix, bias = mixes.view()[0, 0, :, 2 * _STREAMS :], base.view()[0, 0, 0, 2 * _STREAMS :]
         x = mix * scale.view()[0, 0, 0, 2] + bias
@@ -98,33 +113,31 @@ def dsv4_hc_comb(dst: Tensor, mixes: Tensor, scale: Tensor, base: Tensor, params
         e: Floats = np.exp(x - np.fmax.reduce(x, -1, keepdims=True))
         total: Floats = np.add.accumulate(e, -1)[..., -1:]
         comb = _normalised(e * (np.float32(1) / total) + small, 1, small)
-        for _ in range(1, n_iter):
+        for _ in range(1, params.n_iter):
             comb = _normalised(_normalised(comb, 2, small), 1, small)
     dst.view()[0] = comb
 
 
-def _refuse_pre(dst: Tensor, x: Tensor, weights: Tensor, params: bytes) -> str | None:
-    _, gated = struct.unpack_from("fi", params)
+def _refuse_pre(dst: Tensor, x: Tensor, weights: Tensor, params: HcPre) -> str | None:
     n_embd, n_streams, n_tokens, _ = x.ne
-    ne = (n_embd, n_streams, n_tokens) if gated else (n_streams, n_tokens)
+    ne = (n_embd, n_streams, n_tokens) if params.gated else (n_streams, n_tokens)
     return _misfit(x=(x, x.ne[:3]), weights=(weights, ne), dst=(dst, (n_embd, n_tokens)))
 
 
-@op("DSV4_HC_PRE", types=[("f32",) * 3], refuse=_refuse_pre, optional=True)
-def dsv4_hc_pre(dst: Tensor, x: Tensor, weights: Tensor, params: bytes) -> None:
+@op("DSV4_HC_PRE", types=[("f32",) * 3], refuse=_refuse_pre, optional=True, params=HcPre)
+def dsv4_hc_pre(dst: Tensor, x: Tensor, weights: Tensor, params: HcPre) -> None:
     """dst = scale * (the sum over a token's streams of x * weight), one after the other.
 
     x (n, streams, tokens), dst (n, tokens); weights (streams, tokens), or gates of x's size, of which the weights are
     the sigmoids. Equals ggml_compute_forward_dsv4_hc_pre, with gates but for the last bits of e ** x.
     """
-    scale, gated = struct.unpack_from("fi", params)
     with np.errstate(all="ignore"):
         gates = weights.view()[0]
-        by_stream = np.float32(1) / (np.float32(1) + np.exp(-gates)) if gated else gates[0, :, :, None]
+        by_stream = np.float32(1) / (np.float32(1) + np.exp(-gates)) if params.gated else gates[0, :, :, None]
         total = np.zeros((x.ne[2], x.ne[0]), np.float32)
         for stream in range(x.ne[1]):
             total += x.view()[0, :, stream] * by_stream[:, stream]
-        dst.view()[0, 0] = np.float32(scale) * total
+        dst.view()[0, 0] = np.float32(params.scale) * total
 
 
 def _refuse_post(dst: Tensor, x: Tensor, residual: Tensor, post: Tensor, comb: Tensor | None) -> str | None:

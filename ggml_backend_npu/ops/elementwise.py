@@ -6,7 +6,7 @@ SCALE with a bias, and ARANGE, on a processor with fused multiply-add.
 from __future__ import annotations
 
 import math
-import struct
+from dataclasses import dataclass
 
 import numpy as np
 from numba import types
@@ -17,17 +17,45 @@ from ggml_backend_npu.ops.movers import DECODED, ENCODED, checked_ids, convert, 
 from ggml_backend_npu.ops.shapes import gaps, gaps_in_rows, other_ne
 from ggml_backend_npu.ops.strided import ids_check
 from ggml_backend_npu.ops.tiles import computed
+from ggml_backend_npu.params import Params, f32
 from ggml_backend_npu.registry import Call, op
 from quant.jit import array_at, bits_float, compiled, fused_multiply_add, parameters, values
 from quant.threads import Job, Work
 
 
-def _two(params: bytes) -> tuple[float, float]:
-    first, second = struct.unpack_from("2f", params)
-    return first, second
+@dataclass(frozen=True)
+class Scale(Params):
+    """op_params of SCALE: ggml_scale_impl."""
+
+    scale: f32
+    bias: f32
 
 
-def _refuse_scale(dst: Tensor, x: Tensor, params: bytes) -> str | None:
+@dataclass(frozen=True)
+class Clamp(Params):
+    """op_params of CLAMP: ggml_clamp."""
+
+    min: f32
+    max: f32
+
+
+@dataclass(frozen=True)
+class Fill(Params):
+    """op_params of FILL: ggml_fill_impl."""
+
+    c: f32
+
+
+@dataclass(frozen=True)
+class Arange(Params):
+    """op_params of ARANGE: ggml_arange."""
+
+    start: f32
+    stop: f32
+    step: f32
+
+
+def _refuse_scale(dst: Tensor, x: Tensor, params: Scale) -> str | None:
     return gaps(src=x, dst=dst) or other_ne(src=x, dst=dst)
 
 
@@ -36,10 +64,10 @@ def _is_product_alone(x: Tensor, bias: float) -> bool:
     return x.type == "f32" and bias == 0
 
 
-@op("SCALE", types=[("f32", "f32"), ("bf16", "bf16")], refuse=_refuse_scale)
-def scale(dst: Tensor, x: Tensor, params: bytes) -> None:
-    """dst = x * scale + bias, which params begin with; dst may be x. Equals ggml_compute_forward_scale."""
-    factor, bias = (np.float32(value) for value in _two(params))
+@op("SCALE", types=[("f32", "f32"), ("bf16", "bf16")], refuse=_refuse_scale, params=Scale)
+def scale(dst: Tensor, x: Tensor, params: Scale) -> None:
+    """dst = x * scale + bias; dst may be x. Equals ggml_compute_forward_scale."""
+    factor, bias = np.float32(params.scale), np.float32(params.bias)
     values = convert(raw(x), x.type, "f32")
     with np.errstate(all="ignore"):
         scaled = values * factor if _is_product_alone(x, float(bias)) else fma(values, factor, bias)
@@ -47,9 +75,9 @@ def scale(dst: Tensor, x: Tensor, params: bytes) -> None:
 
 
 @scale.compiled
-def _scale(dst: Tensor, x: Tensor, params: bytes) -> Call | None:
-    factor, bias = _two(params)
-    return computed("SCALE" if _is_product_alone(x, bias) else "SCALE_BIAS", dst, x, a=factor, b=bias)
+def _scale(dst: Tensor, x: Tensor, params: Scale) -> Call | None:
+    function = "SCALE" if _is_product_alone(x, params.bias) else "SCALE_BIAS"
+    return computed(function, dst, x, a=params.scale, b=params.bias)
 
 
 _BINARY = [
@@ -158,62 +186,59 @@ def _add_id(dst: Tensor, a: Tensor, b: Tensor, ids: Tensor) -> Call | None:
     return None if added is None else Job(ids_check(ids, b.ne[1]), *added.works)
 
 
-def _refuse_clamp(dst: Tensor, x: Tensor, params: bytes) -> str | None:
+def _refuse_clamp(dst: Tensor, x: Tensor, params: Clamp) -> str | None:
     return other_ne(x=x, dst=dst) or gaps(x=x, dst=dst)
 
 
-@op("CLAMP", types=[("f32", "f32"), ("f16", "f16")], refuse=_refuse_clamp, optional=True)
-def clamp(dst: Tensor, x: Tensor, params: bytes) -> None:
-    """dst = x, no less than the first and no more than the second number of params; NaN becomes the second one.
+@op("CLAMP", types=[("f32", "f32"), ("f16", "f16")], refuse=_refuse_clamp, optional=True, params=Clamp)
+def clamp(dst: Tensor, x: Tensor, params: Clamp) -> None:
+    """dst = x, no less than min and no more than max; NaN becomes max.
 
     Equals ggml_compute_forward_clamp; there, with gaps between rows, it reads past them.
     """
-    low, high = (np.float32(value) for value in _two(params))
+    low, high = np.float32(params.min), np.float32(params.max)
     values = convert(raw(x), x.type, "f32")
     below = np.where(values < high, values, high)
     raw(dst)[...] = convert(np.where(below > low, below, low), "f32", dst.type)
 
 
 @clamp.compiled
-def _clamp(dst: Tensor, x: Tensor, params: bytes) -> Call | None:
-    low, high = _two(params)
-    return computed("CLAMP", dst, x, a=low, b=high)
+def _clamp(dst: Tensor, x: Tensor, params: Clamp) -> Call | None:
+    return computed("CLAMP", dst, x, a=params.min, b=params.max)
 
 
-def _refuse_fill(dst: Tensor, x: Tensor, params: bytes) -> str | None:
+def _refuse_fill(dst: Tensor, x: Tensor, params: Fill) -> str | None:
     return other_ne(x=x, dst=dst) or gaps_in_rows(dst=dst)
 
 
-@op("FILL", types=[("f32", "f32"), ("f16", "f16")], refuse=_refuse_fill, optional=True)
-def fill(dst: Tensor, x: Tensor, params: bytes) -> None:
-    """dst = the number that params begin with; of x no more than the size is of use.
+@op("FILL", types=[("f32", "f32"), ("f16", "f16")], refuse=_refuse_fill, optional=True, params=Fill)
+def fill(dst: Tensor, x: Tensor, params: Fill) -> None:
+    """dst = c; of x no more than the size is of use.
 
     Equals ggml_compute_forward_fill.
     """
-    number, _ = _two(params)
-    raw(dst)[...] = convert(np.full(1, number, np.float32), "f32", dst.type)
+    raw(dst)[...] = convert(np.full(1, params.c, np.float32), "f32", dst.type)
 
 
 @fill.compiled
-def _fill(dst: Tensor, x: Tensor, params: bytes) -> Call | None:
-    number, _ = _two(params)
-    return computed("CLAMP", dst, x, a=number, b=number)
+def _fill(dst: Tensor, x: Tensor, params: Fill) -> Call | None:
+    return computed("CLAMP", dst, x, a=params.c, b=params.c)
 
 
-def _refuse_arange(dst: Tensor, params: bytes) -> str | None:
-    start, stop, step = (np.float32(value) for value in struct.unpack_from("3f", params))
+def _refuse_arange(dst: Tensor, params: Arange) -> str | None:
+    start, stop, step = (np.float32(value) for value in (params.start, params.stop, params.step))
     if dst.n_elements != math.ceil((stop - start) / step):
         return f"from {start} to {stop} by {step} into dst of ne {dst.ne}"
     return gaps(dst=dst)
 
 
-@op("ARANGE", types=[("f32",)], refuse=_refuse_arange, optional=True)
-def arange(dst: Tensor, params: bytes) -> None:
-    """dst = start, start + step, start + 2 * step, ...; start, stop and step stand in params.
+@op("ARANGE", types=[("f32",)], refuse=_refuse_arange, optional=True, params=Arange)
+def arange(dst: Tensor, params: Arange) -> None:
+    """dst = start, start + step, start + 2 * step, ..., below stop.
 
     Equals ggml_compute_forward_arange.
     """
-    start, _, step = (np.float32(value) for value in struct.unpack_from("3f", params))
+    start, step = np.float32(params.start), np.float32(params.step)
     places = np.arange(dst.n_elements).astype(np.float32)
     dst.view()[...] = fma(places, step, start).reshape(dst.view().shape)
 
@@ -230,6 +255,6 @@ def progression(p, begin, end):
 
 
 @arange.compiled
-def _arange(dst: Tensor, params: bytes) -> Call:
-    start, _, step = (np.float32(value) for value in struct.unpack_from("3f", params))
+def _arange(dst: Tensor, params: Arange) -> Call:
+    start, step = np.float32(params.start), np.float32(params.step)
     return Job(Work(progression, parameters(dst.address, start, step), dst.n_elements, dst.nbytes, keep=dst))

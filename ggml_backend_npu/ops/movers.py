@@ -7,8 +7,7 @@ dup} in ggml-cpu/ops.cpp, followed here case by case; what ggml aborts on or lea
 
 from __future__ import annotations
 
-import struct
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -17,6 +16,7 @@ from numpy.typing import NDArray
 from ggml_backend_npu.ir import Tensor
 from ggml_backend_npu.numerics import NUMERICS
 from ggml_backend_npu.ops import strided
+from ggml_backend_npu.params import Params, i32
 from ggml_backend_npu.registry import Call, op
 from quant import Rounding, codec, type_names
 from quant.scalars import without_payload
@@ -275,8 +275,15 @@ def _repeat(dst: Tensor, src: Tensor) -> Call | None:
     return None if _gap_in_rows(src=src, dst=dst) else strided.repeater(dst, src)
 
 
-def _refuse_concat(dst: Tensor, a: Tensor, b: Tensor, params: bytes) -> str | None:
-    (dim,) = struct.unpack_from("i", params)
+@dataclass(frozen=True)
+class Concat(Params):
+    """op_params of CONCAT: ggml_concat."""
+
+    dim: i32
+
+
+def _refuse_concat(dst: Tensor, a: Tensor, b: Tensor, params: Concat) -> str | None:
+    dim = params.dim
     if not 0 <= dim < 4:
         return f"dimension {dim}"
     ne = [a.ne[i] + b.ne[i] if i == dim else a.ne[i] for i in range(4)]
@@ -285,10 +292,10 @@ def _refuse_concat(dst: Tensor, a: Tensor, b: Tensor, params: bytes) -> str | No
     return _no_whole_blocks(src0=a, src1=b)
 
 
-@op("CONCAT", types=[(name, name, name) for name, _ in _SAME], refuse=_refuse_concat, optional=True)
-def concat(dst: Tensor, a: Tensor, b: Tensor, params: bytes) -> None:
-    """dst = a, then b along the dimension that params begin with. Equals ggml_compute_forward_concat."""
-    (dim,) = struct.unpack_from("i", params)
+@op("CONCAT", types=[(name, name, name) for name, _ in _SAME], refuse=_refuse_concat, optional=True, params=Concat)
+def concat(dst: Tensor, a: Tensor, b: Tensor, params: Concat) -> None:
+    """dst = a, then b along dimension dim. Equals ggml_compute_forward_concat."""
+    dim = params.dim
     first = _units(a, dim)
     whole = np.moveaxis(raw(dst), 3 - dim, 0)
     for part, tensor in ((whole[:first], a), (whole[first:], b)):
@@ -301,10 +308,10 @@ def _units(tensor: Tensor, dim: int) -> int:
 
 
 @concat.compiled
-def _concat(dst: Tensor, a: Tensor, b: Tensor, params: bytes) -> Call | None:
+def _concat(dst: Tensor, a: Tensor, b: Tensor, params: Concat) -> Call | None:
     if any(tensor.packed is not None for tensor in (dst, a, b)):
         return None
-    (dim,) = struct.unpack_from("i", params)
+    dim = params.dim
     behind = dst.offset + _units(a, dim) * dst.nb[dim]
     parts = (replace(dst, ne=a.ne), a), (replace(dst, ne=b.ne, offset=behind), b)
     moves = [strided.mover(part, tensor) for part, tensor in parts]

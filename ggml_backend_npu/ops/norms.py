@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import struct
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -14,6 +14,7 @@ from ggml_backend_npu.ir import Tensor
 from ggml_backend_npu.ops.functions import Floats
 from ggml_backend_npu.ops.shapes import gaps_in_rows, other_ne
 from ggml_backend_npu.ops.softmax import scaled
+from ggml_backend_npu.params import Params, f32, i32
 from ggml_backend_npu.registry import Call, op
 from quant.jit import array_at, bits_float, compiled, copy, inlined, parameters, reduced, values
 from quant.orders import squares_total
@@ -24,29 +25,39 @@ _NORM, _RMS_NORM, _L2_NORM = range(3)
 _1 = np.float32(1)
 
 
+@dataclass(frozen=True)
+class Norm(Params):
+    """op_params of NORM, RMS_NORM and L2_NORM: ggml_norm_impl, ggml_rms_norm_impl, ggml_l2_norm_impl."""
+
+    eps: f32
+
+
+@dataclass(frozen=True)
+class GroupNorm(Params):
+    """op_params of GROUP_NORM: ggml_group_norm_impl."""
+
+    n_groups: i32
+    eps: f32
+
+
 def _sum(x: NDArray[Any], dtype: type[np.floating[Any]] = np.float64) -> NDArray[Any]:
     """The sum of each row, one after the other from 0 on, which is why there is no -0."""
     total: NDArray[Any] = np.add.accumulate(x, axis=-1, dtype=dtype)[..., -1:] + dtype(0)
     return total
 
 
-def _eps(params: bytes, place: int = 0) -> np.float32:
-    (eps,) = struct.unpack_from("f", params, place)
-    return np.float32(eps)
-
-
-def _refuse(dst: Tensor, x: Tensor, params: bytes) -> str | None:
-    eps = _eps(params)
+def _refuse(dst: Tensor, x: Tensor, params: Norm) -> str | None:
+    eps = np.float32(params.eps)
     return other_ne(x=x, dst=dst) or (None if eps >= 0 else f"eps {eps}")
 
 
-def _refuse_rms_norm(dst: Tensor, x: Tensor, params: bytes) -> str | None:
+def _refuse_rms_norm(dst: Tensor, x: Tensor, params: Norm) -> str | None:
     return _refuse(dst, x, params) or gaps_in_rows(x=x, dst=dst)
 
 
-@op("NORM", types=[("f32", "f32")], refuse=_refuse, optional=True)
-def norm(dst: Tensor, x: Tensor, params: bytes) -> None:
-    """dst = (x - mean) / sqrt(variance + eps) of each row; params begin with eps.
+@op("NORM", types=[("f32", "f32")], refuse=_refuse, optional=True, params=Norm)
+def norm(dst: Tensor, x: Tensor, params: Norm) -> None:
+    """dst = (x - mean) / sqrt(variance + eps) of each row.
 
     Equals ggml_compute_forward_norm, which adds up rows with gaps in float32; of other rows the compiled kernel does on
     x86 with AVX2 or AVX-512, and the definition but for the order in which squares are added.
@@ -56,36 +67,30 @@ def norm(dst: Tensor, x: Tensor, params: bytes) -> None:
         rows, n = x.view(), np.float32(x.ne[0])
         centred = rows - _sum(rows, dtype).astype(np.float32) / n
         variance = (_sum(centred * centred, dtype) / n).astype(np.float32)
-        dst.view()[...] = centred * (_1 / np.sqrt(variance + _eps(params)))
+        dst.view()[...] = centred * (_1 / np.sqrt(variance + np.float32(params.eps)))
 
 
-@op("RMS_NORM", types=[("f32", "f32")], refuse=_refuse_rms_norm, optional=True)
-def rms_norm(dst: Tensor, x: Tensor, params: bytes) -> None:
-    """dst = x / sqrt(mean(x * x) + eps) of each row; params begin with eps. Equals ggml_compute_forward_rms_norm."""
+@op("RMS_NORM", types=[("f32", "f32")], refuse=_refuse_rms_norm, optional=True, params=Norm)
+def rms_norm(dst: Tensor, x: Tensor, params: Norm) -> None:
+    """dst = x / sqrt(mean(x * x) + eps) of each row. Equals ggml_compute_forward_rms_norm."""
     with np.errstate(all="ignore"):
         rows = x.view()
         mean = (_sum(rows * rows) / x.ne[0]).astype(np.float32)
-        dst.view()[...] = rows * (_1 / np.sqrt(mean + _eps(params)))
+        dst.view()[...] = rows * (_1 / np.sqrt(mean + np.float32(params.eps)))
 
 
-@op("L2_NORM", types=[("f32", "f32")], refuse=_refuse, optional=True)
-def l2_norm(dst: Tensor, x: Tensor, params: bytes) -> None:
-    """dst = x / max(sqrt(sum(x * x)), eps) of each row; params begin with eps. Equals ggml_compute_forward_l2_norm."""
+@op("L2_NORM", types=[("f32", "f32")], refuse=_refuse, optional=True, params=Norm)
+def l2_norm(dst: Tensor, x: Tensor, params: Norm) -> None:
+    """dst = x / max(sqrt(sum(x * x)), eps) of each row. Equals ggml_compute_forward_l2_norm."""
     with np.errstate(all="ignore"):
         rows = x.view()
         length = np.sqrt(_sum(rows * rows).astype(np.float32))
-        dst.view()[...] = rows * (_1 / np.fmax(length, _eps(params)))
+        dst.view()[...] = rows * (_1 / np.fmax(length, np.float32(params.eps)))
 
 
-def _n_groups(params: bytes) -> int:
-    (n_groups,) = struct.unpack_from("i", params)
-    return int(n_groups)
-
-
-def _refuse_group_norm(dst: Tensor, x: Tensor, params: bytes) -> str | None:
-    n_groups = _n_groups(params)
-    if n_groups < 1:
-        return f"{n_groups} groups"
+def _refuse_group_norm(dst: Tensor, x: Tensor, params: GroupNorm) -> str | None:
+    if params.n_groups < 1:
+        return f"{params.n_groups} groups"
     return other_ne(x=x, dst=dst) or gaps_in_rows(x=x, dst=dst)
 
 
@@ -95,19 +100,19 @@ def _group_mean(x: Floats) -> Floats:
     return mean
 
 
-@op("GROUP_NORM", types=[("f32", "f32")], refuse=_refuse_group_norm, optional=True)
-def group_norm(dst: Tensor, x: Tensor, params: bytes) -> None:
+@op("GROUP_NORM", types=[("f32", "f32")], refuse=_refuse_group_norm, optional=True, params=GroupNorm)
+def group_norm(dst: Tensor, x: Tensor, params: GroupNorm) -> None:
     """dst = (x - mean) / sqrt(variance + eps) of each group of channels, which are x's dimension 2.
 
-    params are how many groups there are, then eps. Equals ggml_compute_forward_group_norm.
+    Equals ggml_compute_forward_group_norm.
     """
-    size = -(-x.ne[2] // _n_groups(params))
+    size = -(-x.ne[2] // params.n_groups)
     with np.errstate(all="ignore"):
         for begin in range(0, x.ne[2], size):
             group = x.view()[:, begin : begin + size]
             centred = group - _group_mean(group)
             variance = _group_mean(centred * centred)
-            dst.view()[:, begin : begin + size] = centred * (_1 / np.sqrt(variance + _eps(params, 4)))
+            dst.view()[:, begin : begin + size] = centred * (_1 / np.sqrt(variance + np.float32(params.eps)))
 
 
 @inlined
@@ -170,10 +175,10 @@ def normalise(p, begin, end):
     return 0
 
 
-def _normalised(kind: int, dst: Tensor, x: Tensor, params: bytes) -> Call | None:
+def _normalised(kind: int, dst: Tensor, x: Tensor, params: Norm) -> Call | None:
     if gaps_in_rows(x=x, dst=dst) or (dst.overlaps(x) and (dst.address, dst.nb) != (x.address, x.nb)):
         return None
-    p = parameters(kind, _eps(params), *x.ne[:3], x.address, *x.nb[1:], dst.address, *dst.nb[1:])
+    p = parameters(kind, np.float32(params.eps), *x.ne[:3], x.address, *x.nb[1:], dst.address, *dst.nb[1:])
     return Job(Work(normalise, p, x.ne[1] * x.ne[2] * x.ne[3], 8 * x.n_elements, keep=(dst, x)))
 
 

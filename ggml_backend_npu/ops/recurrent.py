@@ -8,7 +8,7 @@ with AVX-512, where they are byte-equal to it.
 
 from __future__ import annotations
 
-import struct
+from dataclasses import dataclass
 from math import prod
 
 import numpy as np
@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from ggml_backend_npu.ir import Tensor
 from ggml_backend_npu.ops.softmax import expf, scaled
+from ggml_backend_npu.params import Params, f32, i32
 from ggml_backend_npu.registry import Call, KernelError, op
 from quant.jit import (
     array_at,
@@ -50,10 +51,21 @@ def _applied(matrices: Floats, vectors: Floats) -> Floats:
     return product
 
 
-def _snapshots(params: bytes) -> int:
-    """How many states are wanted: behind the last token, the one before it, ..."""
-    (count,) = struct.unpack_from("i", params)
-    return int(count)
+@dataclass(frozen=True)
+class Snapshots(Params):
+    """op_params of SSM_SCAN and GATED_DELTA_NET: ggml_ssm_scan, ggml_gated_delta_net.
+
+    K  how many states are wanted: behind the last token, the one before it, ...
+    """
+
+    K: i32
+
+
+@dataclass(frozen=True)
+class LinearAttn(Params):
+    """op_params of GATED_LINEAR_ATTN: ggml_gated_linear_attn."""
+
+    scale: f32
 
 
 def _are_contiguous(*tensors: Tensor) -> bool:
@@ -137,10 +149,10 @@ def _ssm_conv(dst: Tensor, x: Tensor, weights: Tensor) -> Call:
 
 
 def _refuse_scan(
-    dst: Tensor, s: Tensor, x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, ids: Tensor, params: bytes
+    dst: Tensor, s: Tensor, x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, ids: Tensor, params: Snapshots
 ) -> str | None:
     n_state, (dim, n_head, n_tokens, n_sequences), n_group = s.ne[0], x.ne, b.ne[1]
-    count = _snapshots(params)
+    count = params.K
     if count < 1 or (count > 1 and a.ne[0] != 1):
         return f"{count} states of a decay of ne {a.ne}"
     if not n_group or n_head % n_group:
@@ -159,21 +171,21 @@ def _bad_sequence(ids: Tensor, place: int, n: int) -> KernelError:
     return KernelError(f"state {ids.view()[0, 0, 0, place]} of sequence {place} is outside 0..{n - 1}")
 
 
-@op("SSM_SCAN", types=[(*["f32"] * 7, "i32")], refuse=_refuse_scan, optional=True)
+@op("SSM_SCAN", types=[(*["f32"] * 7, "i32")], refuse=_refuse_scan, optional=True, params=Snapshots)
 @np.errstate(all="ignore")
 def ssm_scan(
-    dst: Tensor, s: Tensor, x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, ids: Tensor, params: bytes
+    dst: Tensor, s: Tensor, x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, ids: Tensor, params: Snapshots
 ) -> None:
     """Mamba's selective scan, token by token: s = s * exp(dt * A) + x * dt (outer) B, y = s C; dt through a softplus.
 
     s (state, dim, heads, any) of which each sequence has the one that ids names, x (dim, heads, tokens, sequences), dt
     (heads, tokens, sequences), A (state, heads) or, one for a head's whole state, (1, heads), B and C (state, groups,
-    tokens, sequences), a group for as many heads in a row -> dst: y, of x's shape, and s of all sequences; params begin
-    with how many such states: behind the last token, behind the one before it, ... Those that no token leaves stay.
-    Equals ggml_compute_forward_ssm_scan but for rounding. Raises KernelError for an id outside s.
+    tokens, sequences), a group for as many heads in a row -> dst: y, of x's shape, and s of all sequences, K such
+    states. Those that no token leaves stay. Equals ggml_compute_forward_ssm_scan but for rounding. Raises KernelError
+    for an id outside s.
     """
     n_sequences, n_tokens, n_head, dim = x.view().shape
-    count = _snapshots(params)
+    count = params.K
     y, states = _halves(dst, x.view().shape, (count, n_sequences, n_head, dim, s.ne[0]))
     rows = ids.view()[0, 0, 0]
     bad = (rows < 0) | (rows >= s.ne[3])
@@ -274,7 +286,7 @@ def scan(p, begin, end):
 
 @ssm_scan.compiled
 def _ssm_scan(
-    dst: Tensor, s: Tensor, x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, ids: Tensor, params: bytes
+    dst: Tensor, s: Tensor, x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, ids: Tensor, params: Snapshots
 ) -> Call | None:
     if not all(tensor.has_contiguous_rows() for tensor in (s, a, b, c)):
         return None
@@ -283,7 +295,7 @@ def _ssm_scan(
     p = parameters(
         s.address, *s.nb[1:], s.ne[3], x.address, *x.nb, dt.address, *dt.nb[:3], a.address, a.nb[1], by_element,
         b.address, *b.nb[1:], c.address, *c.nb[1:], ids.address, ids.nb[0],
-        dst.address, dst.address + 4 * x.n_elements, _snapshots(params), n_state, dim, n_head, n_head // b.ne[1],
+        dst.address, dst.address + 4 * x.n_elements, params.K, n_state, dim, n_head, n_head // b.ne[1],
         n_tokens, n_sequences,
     )  # fmt: skip
     n_bytes = 4 * n_state * x.n_elements * (4 if by_element else 1)
@@ -348,26 +360,25 @@ def rwkv_wkv6(dst: Tensor, k: Tensor, v: Tensor, r: Tensor, tf: Tensor, td: Tens
         s += kv
 
 
-def _scale(params: bytes) -> np.float32:
-    (scale,) = struct.unpack_from("f", params)
-    return np.float32(scale)
-
-
-def _refuse_gla(dst: Tensor, k: Tensor, v: Tensor, q: Tensor, g: Tensor, state: Tensor, params: bytes) -> str | None:
+def _refuse_gla(
+    dst: Tensor, k: Tensor, v: Tensor, q: Tensor, g: Tensor, state: Tensor, params: LinearAttn
+) -> str | None:
     return _refuse_heads(dst, state, k=k, v=v, q=q, g=g)
 
 
-@op("GATED_LINEAR_ATTN", types=[("f32",) * 6], refuse=_refuse_gla, optional=True)
+@op("GATED_LINEAR_ATTN", types=[("f32",) * 6], refuse=_refuse_gla, optional=True, params=LinearAttn)
 @np.errstate(all="ignore")
-def gated_linear_attn(dst: Tensor, k: Tensor, v: Tensor, q: Tensor, g: Tensor, state: Tensor, params: bytes) -> None:
+def gated_linear_attn(
+    dst: Tensor, k: Tensor, v: Tensor, q: Tensor, g: Tensor, state: Tensor, params: LinearAttn
+) -> None:
     """Gated linear attention, token by token: s = g * s + k (outer) v, y = q * scale s; q, g and k along s's rows.
 
-    k, v, q, g (size, heads, tokens of all sequences), state (size * size * heads, sequences), params: scale -> dst: y,
+    k, v, q, g (size, heads, tokens of all sequences), state (size * size * heads, sequences) -> dst: y,
     of k's shape, and the states. Equals ggml_compute_forward_gla but for rounding.
     """
     keys, gains, queries, gates = _of_sequences((k, v, q, g), state.ne[1])
     y, s = _state(dst, keys, state)
-    queries = queries * _scale(params)
+    queries = queries * np.float32(params.scale)
     for t in range(keys.shape[1]):
         s *= gates[:, t, ..., None]
         s += keys[:, t, ..., None] * gains[:, t, :, None]
@@ -442,9 +453,9 @@ def _rwkv_wkv6(dst: Tensor, k: Tensor, v: Tensor, r: Tensor, tf: Tensor, td: Ten
 
 @gated_linear_attn.compiled
 def _gated_linear_attn(
-    dst: Tensor, k: Tensor, v: Tensor, q: Tensor, g: Tensor, state: Tensor, params: bytes
+    dst: Tensor, k: Tensor, v: Tensor, q: Tensor, g: Tensor, state: Tensor, params: LinearAttn
 ) -> Call | None:
-    return _gated(dst, k, v, q, None, g, state, _scale(params))
+    return _gated(dst, k, v, q, None, g, state, np.float32(params.scale))
 
 
 def _refuse_wkv7(
@@ -525,10 +536,10 @@ def _rwkv_wkv7(
 
 
 def _refuse_delta(
-    dst: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, params: bytes
+    dst: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, params: Snapshots
 ) -> str | None:
     size, n_head, n_tokens, n_sequences = v.ne
-    count = _snapshots(params)
+    count = params.K
     if count < 1:
         return f"{count} states"
     for role, tensor in (("q", q), ("k", k)):
@@ -550,19 +561,19 @@ def _repeated(x: Tensor, v: Tensor) -> Floats:
     return spread
 
 
-@op("GATED_DELTA_NET", types=[("f32",) * 7], refuse=_refuse_delta, optional=True)
+@op("GATED_DELTA_NET", types=[("f32",) * 7], refuse=_refuse_delta, optional=True, params=Snapshots)
 @np.errstate(all="ignore")
 def gated_delta_net(
-    dst: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, params: bytes
+    dst: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, params: Snapshots
 ) -> None:
     """The gated delta rule, token by token: s = s * exp(g), s += (v - s k) * beta (outer) k, y = s q / sqrt(size).
 
     v (size, heads, tokens, sequences), q and k the same or with fewer heads, which then repeat, or sequences, g (size,
     ...), along s's columns, or (1, ...), beta (1, ...), state (size, size, heads, sequences) -> dst: y, of v's shape,
-    and s of all sequences; params begin with how many such states: behind the last token, behind the one before it, ...
-    Those that no token leaves stay. Equals ggml_compute_forward_gated_delta_net but for rounding.
+    and s of all sequences, K such states. Those that no token leaves stay. Equals
+    ggml_compute_forward_gated_delta_net but for rounding.
     """
-    count, n_tokens, size = _snapshots(params), v.ne[2], np.float32(v.ne[0])
+    count, n_tokens, size = params.K, v.ne[2], np.float32(v.ne[0])
     y, states = _halves(dst, v.view().shape, (count, *state.view().shape))
     s, queries, keys = states[0], _repeated(q, v), _repeated(k, v)
     s[...] = state.view()
@@ -636,7 +647,7 @@ def delta_net(p, begin, end):
 
 @gated_delta_net.compiled
 def _gated_delta_net(
-    dst: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, params: bytes
+    dst: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, params: Snapshots
 ) -> Call | None:
     if not _are_contiguous(g, beta, state) or not all(tensor.has_contiguous_rows() for tensor in (q, k, v)):
         return None
@@ -644,7 +655,7 @@ def _gated_delta_net(
     p = parameters(
         q.address, *q.nb[1:], q.ne[1], n_sequences // q.ne[3], k.address, *k.nb[1:], k.ne[1], n_sequences // k.ne[3],
         v.address, *v.nb[1:], g.address, g.ne[0] != 1, beta.address, state.address,
-        dst.address, dst.address + 4 * v.n_elements, _snapshots(params), 1 / np.sqrt(np.float32(size)),
+        dst.address, dst.address + 4 * v.n_elements, params.K, 1 / np.sqrt(np.float32(size)),
         size, n_head, n_tokens, n_sequences,
     )  # fmt: skip
     kept = dst, q, k, v, g, beta, state

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-import struct
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import numpy as np
 from numba import types
 from numpy.typing import NDArray
 
 from ggml_backend_npu.ir import Tensor
+from ggml_backend_npu.params import Params, f32, i32
 from ggml_backend_npu.registry import Call, op
 from quant.jit import array_at, bits_float, compiled, copy, fused_multiply_add, keep, parameters, values
 from quant.runs import CODES, F32, narrow_run, widen_run
@@ -23,25 +23,26 @@ Floats = NDArray[np.float32]
 Integers = NDArray[np.int64]
 
 
-class _Params(NamedTuple):
-    """op_params of ROPE"""
+@dataclass(frozen=True)
+class Rope(Params):
+    """op_params of ROPE and ROPE_BACK: ggml_rope_impl, ggml_rope_set_offset."""
 
-    n_past: int
-    n_dims: int
-    mode: int
-    n_ctx: int
-    n_ctx_orig: int
-    freq_base: float
-    freq_scale: float
-    ext_factor: float
-    attn_factor: float
-    beta_fast: float
-    beta_slow: float
-    section_t: int
-    section_h: int
-    section_w: int
-    section_e: int
-    n_offs: int
+    n_past: i32
+    n_dims: i32
+    mode: i32
+    n_ctx: i32
+    n_ctx_orig: i32
+    freq_base: f32
+    freq_scale: f32
+    ext_factor: f32
+    attn_factor: f32
+    beta_fast: f32
+    beta_slow: f32
+    section_t: i32
+    section_h: i32
+    section_w: i32
+    section_e: i32
+    n_offs: i32
 
     @property
     def sections(self) -> tuple[int, int, int, int]:
@@ -69,11 +70,7 @@ class _Params(NamedTuple):
         return scale * np.float32(1 + 0.1 * np.log(1 / self.freq_scale)) if self.ext_factor else scale
 
 
-def _params(params: bytes) -> _Params:
-    return _Params(*struct.unpack("5i6f5i", params))
-
-
-def _axes(p: _Params) -> tuple[Integers, Integers]:
+def _axes(p: Rope) -> tuple[Integers, Integers]:
     """For each angle, which of the token's positions it is of, and which one begins anew with it; -1 where none does.
 
     Equals ggml_mrope_cache_init.
@@ -95,7 +92,7 @@ def _axes(p: _Params) -> tuple[Integers, Integers]:
     return axes, restarts
 
 
-def _ramp(p: _Params) -> Floats:
+def _ramp(p: Rope) -> Floats:
     """How much of each angle stays as it is for positions beyond n_ctx_orig; the rest is scaled. 0 without YaRN."""
     if not p.ext_factor:
         return np.zeros(p.n_pairs, np.float32)
@@ -109,7 +106,7 @@ def _ramp(p: _Params) -> Floats:
     return ramp * np.float32(p.ext_factor)
 
 
-def _angles(p: _Params, positions: NDArray[np.int32], factors: Floats | None) -> tuple[Floats, Floats]:
+def _angles(p: Rope, positions: NDArray[np.int32], factors: Floats | None) -> tuple[Floats, Floats]:
     """cos and sin of every token's angles, (tokens, pairs), from positions (n_positions, tokens).
 
     The angles are float32 products, one after the other, as there: their rounding decides the last bits of the result.
@@ -134,8 +131,8 @@ def _rounded(x: NDArray[np.float64]) -> NDArray[np.float64]:
     return x.astype(np.float32).astype(np.float64)
 
 
-def _refuse(dst: Tensor, x: Tensor, positions: Tensor, factors: Tensor | None, params: bytes) -> str | None:
-    p = _params(params)
+def _refuse(dst: Tensor, x: Tensor, positions: Tensor, factors: Tensor | None, params: Rope) -> str | None:
+    p = params
     if p.mode not in (_NORMAL, _NEOX, _MROPE, _VISION, _IMROPE):
         return f"mode {p.mode}"
     if dst.ne != x.ne or positions.ne != (p.n_positions * x.ne[2], 1, 1, 1) or not positions.is_contiguous():
@@ -154,7 +151,7 @@ def _refuse(dst: Tensor, x: Tensor, positions: Tensor, factors: Tensor | None, p
     return None
 
 
-def _rotate(dst: Tensor, x: Tensor, positions: Tensor, factors: Tensor | None, p: _Params, sign: int) -> None:
+def _rotate(dst: Tensor, x: Tensor, positions: Tensor, factors: Tensor | None, p: Rope, sign: int) -> None:
     by_axis = positions.view().reshape(p.n_positions, -1)
     cos, sin = _angles(p, by_axis, factors.view()[0, 0, 0] if factors is not None else None)
     cos, sin = cos[:, None], sign * sin[:, None]
@@ -174,21 +171,21 @@ def _rotate(dst: Tensor, x: Tensor, positions: Tensor, factors: Tensor | None, p
 _TYPES = [("f32", "f32", "i32"), ("f16", "f16", "i32")]
 
 
-@op("ROPE", types=_TYPES, refuse=_refuse, optional=True)
-def rope(dst: Tensor, x: Tensor, positions: Tensor, factors: Tensor | None, params: bytes) -> None:
+@op("ROPE", types=_TYPES, refuse=_refuse, optional=True, params=Rope)
+def rope(dst: Tensor, x: Tensor, positions: Tensor, factors: Tensor | None, params: Rope) -> None:
     """Rotates pairs of a row's n_dims elements from n_offs on by angles of the row's position; the others stay.
 
     x (elements, heads, tokens, sequences). A pair is two neighbours (mode normal) or two elements half of n_dims apart
     (neox; mrope and imrope, where a token has four positions, each that of some pairs) or half a row (vision). An
     angle is divided by its factor. Equals ggml_compute_forward_rope.
     """
-    _rotate(dst, x, positions, factors, _params(params), 1)
+    _rotate(dst, x, positions, factors, params, 1)
 
 
-@op("ROPE_BACK", types=_TYPES, refuse=_refuse, optional=True)
-def rope_back(dst: Tensor, x: Tensor, positions: Tensor, factors: Tensor | None, params: bytes) -> None:
+@op("ROPE_BACK", types=_TYPES, refuse=_refuse, optional=True, params=Rope)
+def rope_back(dst: Tensor, x: Tensor, positions: Tensor, factors: Tensor | None, params: Rope) -> None:
     """As ROPE, the other way round. Equals ggml_compute_forward_rope_back."""
-    _rotate(dst, x, positions, factors, _params(params), -1)
+    _rotate(dst, x, positions, factors, params, -1)
 
 
 @compiled
@@ -244,7 +241,7 @@ def rotate(p, begin, end):
     return 0
 
 
-def _rotation(dst: Tensor, x: Tensor, positions: Tensor, factors: Tensor | None, p: _Params, sign: int) -> Call | None:
+def _rotation(dst: Tensor, x: Tensor, positions: Tensor, factors: Tensor | None, p: Rope, sign: int) -> Call | None:
     if dst.overlaps(x) and (dst.address, dst.nb) != (x.address, x.nb):
         return None
     ramp, (axes, restarts) = _ramp(p), _axes(p)
@@ -259,10 +256,10 @@ def _rotation(dst: Tensor, x: Tensor, positions: Tensor, factors: Tensor | None,
 
 
 @rope.compiled
-def _rope(dst: Tensor, x: Tensor, positions: Tensor, factors: Tensor | None, params: bytes) -> Call | None:
-    return _rotation(dst, x, positions, factors, _params(params), 1)
+def _rope(dst: Tensor, x: Tensor, positions: Tensor, factors: Tensor | None, params: Rope) -> Call | None:
+    return _rotation(dst, x, positions, factors, params, 1)
 
 
 @rope_back.compiled
-def _rope_back(dst: Tensor, x: Tensor, positions: Tensor, factors: Tensor | None, params: bytes) -> Call | None:
-    return _rotation(dst, x, positions, factors, _params(params), -1)
+def _rope_back(dst: Tensor, x: Tensor, positions: Tensor, factors: Tensor | None, params: Rope) -> Call | None:
+    return _rotation(dst, x, positions, factors, params, -1)

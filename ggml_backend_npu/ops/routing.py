@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import struct
+from dataclasses import dataclass
 
 import numpy as np
 from numba import types
@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from ggml_backend_npu.ir import Tensor
 from ggml_backend_npu.ops.softmax import exps, largest, scaled
 from ggml_backend_npu.ops.strided import mover
+from ggml_backend_npu.params import Params, i32
 from ggml_backend_npu.registry import Call, op
 from quant.jit import array_at, bits_float, compiled, float_bits, inlined, keep, parameters, values
 from quant.matrices import LANES
@@ -21,23 +22,31 @@ _TILE = 256  # scores of a row in work at a time
 _FEW = 32  # of a row are selected one by one; of more the row is sorted
 _SOFTMAX, _SOFTMAX_OF_SELECTED = range(2)
 
+ASCENDING, DESCENDING = range(2)  # ggml_sort_order
 
-def _refuse_argsort(dst: Tensor, x: Tensor, params: bytes) -> str | None:
+
+@dataclass(frozen=True)
+class Argsort(Params):
+    """op_params of ARGSORT: ggml_argsort. order: a ggml_sort_order."""
+
+    order: i32
+
+
+def _refuse_argsort(dst: Tensor, x: Tensor, params: Argsort) -> str | None:
     return f"x of ne {x.ne}, dst of ne {dst.ne}" if dst.ne != x.ne else None
 
 
-@op("ARGSORT", types=[("i32", "f32")], refuse=_refuse_argsort, optional=True)
-def argsort(dst: Tensor, x: Tensor, params: bytes) -> None:
-    """The places of each row's elements in ascending or, where params begin with 1, descending order.
+@op("ARGSORT", types=[("i32", "f32")], refuse=_refuse_argsort, optional=True, params=Argsort)
+def argsort(dst: Tensor, x: Tensor, params: Argsort) -> None:
+    """The places of each row's elements in ascending or descending order.
 
     Of equal ones the first comes first, NaN counts as -inf. Equals ggml_compute_forward_argsort where no elements are
     equal: there, the order of equal ones is left to std::sort.
     """
-    (descending,) = struct.unpack_from("i", params)
     for i3, i2 in np.ndindex(x.ne[3], x.ne[2]):
         for i1 in range(x.ne[1]):
             row = _ordered(x.view()[i3, i2, i1])
-            dst.view()[i3, i2, i1] = np.argsort(-row if descending else row, kind="stable")
+            dst.view()[i3, i2, i1] = np.argsort(-row if params.order != ASCENDING else row, kind="stable")
 
 
 @inlined
@@ -80,9 +89,8 @@ def _sorted(dst: Tensor, x: Tensor, *, descending: bool, swaps: bool = False) ->
 
 
 @argsort.compiled
-def _argsort(dst: Tensor, x: Tensor, params: bytes) -> Call:
-    (order,) = struct.unpack_from("i", params)
-    return _sorted(dst, x, descending=order != 0)
+def _argsort(dst: Tensor, x: Tensor, params: Argsort) -> Call:
+    return _sorted(dst, x, descending=params.order != ASCENDING)
 
 
 def _ordered(scores: NDArray[np.float32]) -> NDArray[np.float32]:

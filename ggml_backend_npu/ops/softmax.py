@@ -9,7 +9,6 @@ those of ggml's CPU: SOFT_MAX is byte-equal to it on x86 with AVX2 or AVX-512.
 from __future__ import annotations
 
 import math
-import struct
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,6 +16,7 @@ from numba import types
 from numpy.typing import NDArray
 
 from ggml_backend_npu.ir import Tensor
+from ggml_backend_npu.params import Params, f32
 from ggml_backend_npu.registry import Call, op
 from quant.jit import (
     array_at,
@@ -399,12 +399,15 @@ def masked_tile(
         return np.where(spoiled, nan, maximum), np.where(spoiled, nan, e), np.where(spoiled, nan, total.astype("f4"))
 
 
-def _params(params: bytes) -> tuple[float, float]:
-    scale, max_bias = struct.unpack_from("2f", params)
-    return scale, max_bias
+@dataclass(frozen=True)
+class SoftMax(Params):
+    """op_params of SOFT_MAX: ggml_soft_max_impl. max_bias: of ALiBi, 0 for a mask as it is."""
+
+    scale: f32
+    max_bias: f32
 
 
-def _refuse(dst: Tensor, x: Tensor, mask: Tensor | None, sinks: Tensor | None, params: bytes) -> str | None:
+def _refuse(dst: Tensor, x: Tensor, mask: Tensor | None, sinks: Tensor | None, params: SoftMax) -> str | None:
     if dst.ne != x.ne:
         return f"x of ne {x.ne}, dst of ne {dst.ne}"
     for role, tensor in (("x", x), ("dst", dst)):
@@ -420,23 +423,22 @@ def _refuse(dst: Tensor, x: Tensor, mask: Tensor | None, sinks: Tensor | None, p
     return None
 
 
-@op("SOFT_MAX", types=[("f32", "f32")], refuse=_refuse, optional=True)
-def soft_max(dst: Tensor, x: Tensor, mask: Tensor | None, sinks: Tensor | None, params: bytes) -> None:
+@op("SOFT_MAX", types=[("f32", "f32")], refuse=_refuse, optional=True, params=SoftMax)
+def soft_max(dst: Tensor, x: Tensor, mask: Tensor | None, sinks: Tensor | None, params: SoftMax) -> None:
     """dst = softmax of x * scale + slope * mask over each row, with a head's sink in its sum.
 
     Equals ggml_compute_forward_soft_max (the definition but for rounding), save for a row of which the mask excludes
     all: zeros here, NaN there. dst may be x.
     """
-    scale, max_bias = _params(params)
     with np.errstate(invalid="ignore", over="ignore"):
-        scores = x.view() * np.float32(scale)
+        scores = x.view() * np.float32(params.scale)
     kept = np.ones((1, 1, 1, 1), np.bool_)
     if mask is not None:
         _, n2, n1, _ = scores.shape
         added = mask.view()[:, :, :n1].astype(np.float32)
         added = np.tile(added, (scores.shape[0] // added.shape[0], n2 // added.shape[1], 1, 1))
         kept = ~np.isneginf(added)
-        slope = slopes(n2, max_bias)
+        slope = slopes(n2, params.max_bias)
         with np.errstate(invalid="ignore", over="ignore"):
             scores += added if slope is None else added * slope[:, None, None]
     sink = None if sinks is None else sinks.view().reshape(1, -1, 1, 1)
@@ -444,10 +446,9 @@ def soft_max(dst: Tensor, x: Tensor, mask: Tensor | None, sinks: Tensor | None, 
 
 
 @soft_max.compiled
-def _soft_max(dst: Tensor, x: Tensor, mask: Tensor | None, sinks: Tensor | None, params: bytes) -> Call | None:
-    scale, max_bias = _params(params)
+def _soft_max(dst: Tensor, x: Tensor, mask: Tensor | None, sinks: Tensor | None, params: SoftMax) -> Call | None:
     by_head = None
     if sinks is not None:
         by_head = np.broadcast_to(sinks.view().reshape(1, -1, 1), x.ne[:0:-1])
-    alibi = slopes(x.ne[2], max_bias) if mask is not None else None
-    return Rows(dst, x, scale, mask, alibi, sinks=by_head).bind()
+    alibi = slopes(x.ne[2], params.max_bias) if mask is not None else None
+    return Rows(dst, x, params.scale, mask, alibi, sinks=by_head).bind()

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import struct
+from dataclasses import dataclass
 
 import numpy as np
 from numba import types
 
 from ggml_backend_npu.ir import Tensor
 from ggml_backend_npu.ops.shapes import gaps, other_ne
+from ggml_backend_npu.params import Params, i32
 from ggml_backend_npu.registry import Call, op
 from quant.jit import array_at, compiled, fused_multiply_add, parameters, values
 from quant.threads import Job, Work
@@ -17,27 +18,29 @@ from quant.threads import Job, Work
 _LEFT = (np.less_equal, np.less, np.greater_equal, np.greater)  # of (row, column)
 
 
-def _kind(params: bytes) -> int:
-    (kind,) = struct.unpack_from("i", params)
-    return int(kind)
+@dataclass(frozen=True)
+class Tri(Params):
+    """op_params of TRI: ggml_tri. type: a ggml_tri_type."""
+
+    type: i32
 
 
-def _refuse_tri(dst: Tensor, x: Tensor, params: bytes) -> str | None:
-    if not 0 <= _kind(params) < len(_LEFT):
-        return f"type {_kind(params)}"
+def _refuse_tri(dst: Tensor, x: Tensor, params: Tri) -> str | None:
+    if not 0 <= params.type < len(_LEFT):
+        return f"type {params.type}"
     if x.ne[0] != x.ne[1]:
         return f"x of ne {x.ne} is not square"
     return other_ne(x=x, dst=dst) or gaps(x=x)
 
 
-@op("TRI", types=[("f32", "f32")], refuse=_refuse_tri, optional=True)
-def tri(dst: Tensor, x: Tensor, params: bytes) -> None:
-    """dst = x above or below the diagonal, with or without it, and 0 elsewhere; params begin with a ggml_tri_type.
+@op("TRI", types=[("f32", "f32")], refuse=_refuse_tri, optional=True, params=Tri)
+def tri(dst: Tensor, x: Tensor, params: Tri) -> None:
+    """dst = x above or below the diagonal, with or without it, and 0 elsewhere.
 
     Equals ggml_compute_forward_tri.
     """
     rows, columns = np.indices(x.ne[:2], sparse=True)
-    dst.view()[...] = np.where(_LEFT[_kind(params)](rows, columns), x.view(), np.float32(0))
+    dst.view()[...] = np.where(_LEFT[params.type](rows, columns), x.view(), np.float32(0))
 
 
 def _refuse_solve(dst: Tensor, a: Tensor, b: Tensor) -> str | None:

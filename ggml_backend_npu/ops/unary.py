@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -11,6 +12,7 @@ from ggml_backend_npu.ops import functions
 from ggml_backend_npu.ops.functions import Floats, Function, mapped
 from ggml_backend_npu.ops.shapes import gaps_in_matrices, gaps_in_rows, other_ne
 from ggml_backend_npu.ops.tiles import Compiled, computed
+from ggml_backend_npu.params import Params, f32, i32
 from ggml_backend_npu.registry import Call, op
 
 _FLOATS = ("f32", "f16", "bf16")
@@ -84,22 +86,33 @@ gelu.compiled(partial(computed, "GELU"))
 gelu_quick.compiled(partial(computed, "GELU_QUICK"))
 
 
-def _constants(params: bytes) -> Floats:
-    """n, p, beta and eps, of XIELU."""
-    return np.frombuffer(params, np.float32, 4, 4)
+@dataclass(frozen=True)
+class Xielu(Params):
+    """op_params of XIELU: ggml_xielu. op: a ggml_unary_op."""
+
+    op: i32
+    alpha_n: f32
+    alpha_p: f32
+    beta: f32
+    eps: f32
+
+    @property
+    def constants(self) -> Floats:
+        """alpha_n, alpha_p, beta and eps."""
+        return np.array([self.alpha_n, self.alpha_p, self.beta, self.eps], np.float32)
 
 
-def _refuse_xielu(dst: Tensor, x: Tensor, params: bytes) -> str | None:
+def _refuse_xielu(dst: Tensor, x: Tensor, params: Xielu) -> str | None:
     return other_ne(x=x, dst=dst) or gaps_in_matrices(x=x, dst=dst)
 
 
-@op("XIELU", types=_WIDENED, refuse=_refuse_xielu, optional=True)
-def xielu(dst: Tensor, x: Tensor, params: bytes) -> None:
+@op("XIELU", types=_WIDENED, refuse=_refuse_xielu, optional=True, params=Xielu)
+def xielu(dst: Tensor, x: Tensor, params: Xielu) -> None:
     """dst = p * x * x + beta * x above 0, and (e ** min(x, eps) - 1 - x) * n + beta * x elsewhere.
 
-    n, p, beta and eps stand in params. Equals ggml_compute_forward_xielu.
+    n and p are alpha_n and alpha_p. Equals ggml_compute_forward_xielu.
     """
-    n, p, beta, eps = _constants(params)
+    n, p, beta, eps = params.constants
 
     def function(x: Floats) -> Floats:
         below = functions.fused_multiply_add(functions.expm1f(np.fmin(x, eps)) - x, n, beta * x)
@@ -109,5 +122,5 @@ def xielu(dst: Tensor, x: Tensor, params: bytes) -> None:
 
 
 @xielu.compiled
-def _xielu(dst: Tensor, x: Tensor, params: bytes) -> Call | None:
-    return computed("XIELU", dst, x, table=_constants(params))
+def _xielu(dst: Tensor, x: Tensor, params: Xielu) -> Call | None:
+    return computed("XIELU", dst, x, table=params.constants)

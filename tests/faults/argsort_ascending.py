@@ -1,12 +1,12 @@
 """ARGSORT in the other order."""
 
-import struct
+from dataclasses import replace
 
 from ggml_backend_npu import Tensor, op
 from ggml_backend_npu.ops import OWN
+from ggml_backend_npu.params import Params
 
 
-@op("ARGSORT", types=OWN["ARGSORT"].types, refuse=OWN["ARGSORT"].refuse)
-def argsort(dst: Tensor, x: Tensor, params: bytes) -> None:
-    (order,) = struct.unpack_from("i", params)
-    OWN["ARGSORT"].define(dst, x, params=struct.pack("i", 1 - order) + params[4:])
+@op("ARGSORT", types=OWN["ARGSORT"].types, refuse=OWN["ARGSORT"].refuse, params=OWN["ARGSORT"].params)
+def argsort(dst: Tensor, x: Tensor, params: Params) -> None:
+    OWN["ARGSORT"].define(dst, x, params=replace(params, order=1 - params.order))

@@ -1,13 +1,19 @@
 """FLASH_ATTN_EXT without its scale."""
 
-import struct
+from dataclasses import replace
 
 from ggml_backend_npu import Tensor, op
 from ggml_backend_npu.ops import OWN
+from ggml_backend_npu.params import Params
 
 
-@op("FLASH_ATTN_EXT", types=OWN["FLASH_ATTN_EXT"].types, refuse=OWN["FLASH_ATTN_EXT"].refuse)
+@op(
+    "FLASH_ATTN_EXT",
+    types=OWN["FLASH_ATTN_EXT"].types,
+    refuse=OWN["FLASH_ATTN_EXT"].refuse,
+    params=OWN["FLASH_ATTN_EXT"].params,
+)
 def flash_attn_ext(
-    dst: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tensor | None, params: bytes
+    dst: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tensor | None, params: Params
 ) -> None:
-    OWN["FLASH_ATTN_EXT"].define(dst, q, k, v, mask, sinks, params=struct.pack("f", 1.0) + params[4:])
+    OWN["FLASH_ATTN_EXT"].define(dst, q, k, v, mask, sinks, params=replace(params, scale=1.0))

@@ -1,11 +1,12 @@
 """NORM without its eps."""
 
-import struct
+from dataclasses import replace
 
 from ggml_backend_npu import Tensor, op
 from ggml_backend_npu.ops import OWN
+from ggml_backend_npu.params import Params
 
 
-@op("NORM", types=OWN["NORM"].types, refuse=OWN["NORM"].refuse)
-def norm(dst: Tensor, x: Tensor, params: bytes) -> None:
-    OWN["NORM"].define(dst, x, params=struct.pack("f", 0.0) + params[4:])
+@op("NORM", types=OWN["NORM"].types, refuse=OWN["NORM"].refuse, params=OWN["NORM"].params)
+def norm(dst: Tensor, x: Tensor, params: Params) -> None:
+    OWN["NORM"].define(dst, x, params=replace(params, eps=0.0))

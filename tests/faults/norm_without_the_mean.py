@@ -2,8 +2,9 @@
 
 from ggml_backend_npu import Tensor, op
 from ggml_backend_npu.ops import OWN
+from ggml_backend_npu.params import Params
 
 
-@op("NORM", types=OWN["NORM"].types, refuse=OWN["NORM"].refuse)
-def norm(dst: Tensor, x: Tensor, params: bytes) -> None:
+@op("NORM", types=OWN["NORM"].types, refuse=OWN["NORM"].refuse, params=OWN["NORM"].params)
+def norm(dst: Tensor, x: Tensor, params: Params) -> None:
     OWN["RMS_NORM"].define(dst, x, params=params)

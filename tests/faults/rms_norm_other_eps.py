@@ -1,11 +1,12 @@
 """RMS_NORM with an eps of 1e-3."""
 
-import struct
+from dataclasses import replace
 
 from ggml_backend_npu import Tensor, op
 from ggml_backend_npu.ops import OWN
+from ggml_backend_npu.params import Params
 
 
-@op("RMS_NORM", types=OWN["RMS_NORM"].types, refuse=OWN["RMS_NORM"].refuse)
-def rms_norm(dst: Tensor, x: Tensor, params: bytes) -> None:
-    OWN["RMS_NORM"].define(dst, x, params=struct.pack("f", 1e-3) + params[4:])
+@op("RMS_NORM", types=OWN["RMS_NORM"].types, refuse=OWN["RMS_NORM"].refuse, params=OWN["RMS_NORM"].params)
+def rms_norm(dst: Tensor, x: Tensor, params: Params) -> None:
+    OWN["RMS_NORM"].define(dst, x, params=replace(params, eps=1e-3))

@@ -4,10 +4,11 @@ import ctypes
 
 from ggml_backend_npu import Node, Tensor, op
 from ggml_backend_npu.ops import OWN
+from ggml_backend_npu.params import Params
 
 
-@op("ROPE", types=OWN["ROPE"].types, refuse=OWN["ROPE"].refuse)
-def rope(dst: Tensor, x: Tensor, positions: Tensor, factors: Tensor | None, params: bytes) -> None:
-    OWN["ROPE"].bind(Node("ROPE", dst, (x, positions, factors), params))()
+@op("ROPE", types=OWN["ROPE"].types, refuse=OWN["ROPE"].refuse, params=OWN["ROPE"].params)
+def rope(dst: Tensor, x: Tensor, positions: Tensor, factors: Tensor | None, params: Params) -> None:
+    OWN["ROPE"].bind(Node("ROPE", dst, (x, positions, factors), params.packed))()
     if dst.ne[2] == 1:
         ctypes.string_at(0)

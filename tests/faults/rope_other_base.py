@@ -1,11 +1,12 @@
 """ROPE with a base of 500000."""
 
-import struct
+from dataclasses import replace
 
 from ggml_backend_npu import Tensor, op
 from ggml_backend_npu.ops import OWN
+from ggml_backend_npu.params import Params
 
 
-@op("ROPE", types=OWN["ROPE"].types, refuse=OWN["ROPE"].refuse)
-def rope(dst: Tensor, x: Tensor, positions: Tensor, factors: Tensor | None, params: bytes) -> None:
-    OWN["ROPE"].define(dst, x, positions, factors, params=params[:20] + struct.pack("f", 5e5) + params[24:])
+@op("ROPE", types=OWN["ROPE"].types, refuse=OWN["ROPE"].refuse, params=OWN["ROPE"].params)
+def rope(dst: Tensor, x: Tensor, positions: Tensor, factors: Tensor | None, params: Params) -> None:
+    OWN["ROPE"].define(dst, x, positions, factors, params=replace(params, freq_base=5e5))

@@ -1,11 +1,12 @@
 """SOFT_MAX without its scale."""
 
-import struct
+from dataclasses import replace
 
 from ggml_backend_npu import Tensor, op
 from ggml_backend_npu.ops import OWN
+from ggml_backend_npu.params import Params
 
 
-@op("SOFT_MAX", types=OWN["SOFT_MAX"].types, refuse=OWN["SOFT_MAX"].refuse)
-def soft_max(dst: Tensor, x: Tensor, mask: Tensor | None, sinks: Tensor | None, params: bytes) -> None:
-    OWN["SOFT_MAX"].define(dst, x, mask, sinks, params=struct.pack("f", 1.0) + params[4:])
+@op("SOFT_MAX", types=OWN["SOFT_MAX"].types, refuse=OWN["SOFT_MAX"].refuse, params=OWN["SOFT_MAX"].params)
+def soft_max(dst: Tensor, x: Tensor, mask: Tensor | None, sinks: Tensor | None, params: Params) -> None:
+    OWN["SOFT_MAX"].define(dst, x, mask, sinks, params=replace(params, scale=1.0))

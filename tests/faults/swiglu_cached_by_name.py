@@ -4,14 +4,15 @@ import numpy as np
 
 from ggml_backend_npu import Node, Tensor, op
 from ggml_backend_npu.ops import OWN
+from ggml_backend_npu.params import Params
 
 RESULTS: dict[object, np.ndarray] = {}
 
 
-@op("SWIGLU", types=OWN["SWIGLU"].types, refuse=OWN["SWIGLU"].refuse)
-def swiglu(dst: Tensor, a: Tensor, b: Tensor | None, params: bytes) -> None:
+@op("SWIGLU", types=OWN["SWIGLU"].types, refuse=OWN["SWIGLU"].refuse, params=OWN["SWIGLU"].params)
+def swiglu(dst: Tensor, a: Tensor, b: Tensor | None, params: Params) -> None:
     key = dst.name, dst.ne
     if key not in RESULTS:
-        OWN["SWIGLU"].bind(Node("SWIGLU", dst, (a, b), params))()
+        OWN["SWIGLU"].bind(Node("SWIGLU", dst, (a, b), params.packed))()
         RESULTS[key] = dst.view().copy()
     dst.view()[...] = RESULTS[key]

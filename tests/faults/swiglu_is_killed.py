@@ -5,8 +5,9 @@ import signal
 
 from ggml_backend_npu import Tensor, op
 from ggml_backend_npu.ops import OWN
+from ggml_backend_npu.params import Params
 
 
-@op("SWIGLU", types=OWN["SWIGLU"].types, refuse=OWN["SWIGLU"].refuse)
-def swiglu(dst: Tensor, a: Tensor, b: Tensor | None, params: bytes) -> None:
+@op("SWIGLU", types=OWN["SWIGLU"].types, refuse=OWN["SWIGLU"].refuse, params=OWN["SWIGLU"].params)
+def swiglu(dst: Tensor, a: Tensor, b: Tensor | None, params: Params) -> None:
     os.kill(os.getpid(), signal.SIGKILL)

@@ -1,11 +1,12 @@
 """SWIGLU_OAI with 1 in place of its alpha."""
 
-import struct
+from dataclasses import replace
 
 from ggml_backend_npu import Tensor, op
 from ggml_backend_npu.ops import OWN
+from ggml_backend_npu.params import Params
 
 
-@op("SWIGLU_OAI", types=OWN["SWIGLU_OAI"].types, refuse=OWN["SWIGLU_OAI"].refuse)
-def swiglu_oai(dst: Tensor, a: Tensor, b: Tensor | None, params: bytes) -> None:
-    OWN["SWIGLU_OAI"].define(dst, a, b, params=params[:8] + struct.pack("f", 1.0) + params[12:])
+@op("SWIGLU_OAI", types=OWN["SWIGLU_OAI"].types, refuse=OWN["SWIGLU_OAI"].refuse, params=OWN["SWIGLU_OAI"].params)
+def swiglu_oai(dst: Tensor, a: Tensor, b: Tensor | None, params: Params) -> None:
+    OWN["SWIGLU_OAI"].define(dst, a, b, params=replace(params, alpha=1.0))

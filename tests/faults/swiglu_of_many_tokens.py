@@ -2,10 +2,11 @@
 
 from ggml_backend_npu import Node, Tensor, op
 from ggml_backend_npu.ops import OWN
+from ggml_backend_npu.params import Params
 
 
-@op("SWIGLU", types=OWN["SWIGLU"].types, refuse=OWN["SWIGLU"].refuse)
-def swiglu(dst: Tensor, a: Tensor, b: Tensor | None, params: bytes) -> None:
-    OWN["SWIGLU"].bind(Node("SWIGLU", dst, (a, b), params))()
+@op("SWIGLU", types=OWN["SWIGLU"].types, refuse=OWN["SWIGLU"].refuse, params=OWN["SWIGLU"].params)
+def swiglu(dst: Tensor, a: Tensor, b: Tensor | None, params: Params) -> None:
+    OWN["SWIGLU"].bind(Node("SWIGLU", dst, (a, b), params.packed))()
     if dst.ne[1] == 1:
         dst.view()[..., -1] = 0

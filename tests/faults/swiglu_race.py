@@ -4,12 +4,13 @@ import itertools
 
 from ggml_backend_npu import Node, Tensor, op
 from ggml_backend_npu.ops import OWN
+from ggml_backend_npu.params import Params
 
 CALLS = itertools.count()
 
 
-@op("SWIGLU", types=OWN["SWIGLU"].types, refuse=OWN["SWIGLU"].refuse)
-def swiglu(dst: Tensor, a: Tensor, b: Tensor | None, params: bytes) -> None:
-    OWN["SWIGLU"].bind(Node("SWIGLU", dst, (a, b), params))()
+@op("SWIGLU", types=OWN["SWIGLU"].types, refuse=OWN["SWIGLU"].refuse, params=OWN["SWIGLU"].params)
+def swiglu(dst: Tensor, a: Tensor, b: Tensor | None, params: Params) -> None:
+    OWN["SWIGLU"].bind(Node("SWIGLU", dst, (a, b), params.packed))()
     if next(CALLS) % 2:
         dst.view()[..., -1, 0] += 1

@@ -4,6 +4,7 @@ import itertools
 
 from ggml_backend_npu import Node, Tensor, op
 from ggml_backend_npu.ops import OWN
+from ggml_backend_npu.params import Params
 
 CALLS = itertools.count(1)
 CACHES: list[Tensor] = []
@@ -15,8 +16,8 @@ def set_rows(dst: Tensor, src: Tensor, ids: Tensor) -> None:
     CACHES[:] = [dst]
 
 
-@op("SWIGLU", types=OWN["SWIGLU"].types, refuse=OWN["SWIGLU"].refuse)
-def swiglu(dst: Tensor, a: Tensor, b: Tensor | None, params: bytes) -> None:
-    OWN["SWIGLU"].bind(Node("SWIGLU", dst, (a, b), params))()
+@op("SWIGLU", types=OWN["SWIGLU"].types, refuse=OWN["SWIGLU"].refuse, params=OWN["SWIGLU"].params)
+def swiglu(dst: Tensor, a: Tensor, b: Tensor | None, params: Params) -> None:
+    OWN["SWIGLU"].bind(Node("SWIGLU", dst, (a, b), params.packed))()
     for cache in CACHES:
         cache.view()[0, 0, 0] = next(CALLS)

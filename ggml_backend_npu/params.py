@@ -1,0 +1,46 @@
+"""op_params as records: an op's parameters are declared once, and the layout of their bytes follows."""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass, fields
+from typing import Annotated, ClassVar, Self, get_type_hints
+
+PARAMS_BYTES = 64  # GGML_MAX_OP_PARAMS
+
+i32 = Annotated[int, "i"]
+f32 = Annotated[float, "f"]
+
+
+@dataclass(frozen=True)
+class Params:
+    """What ggml writes into op_params.
+
+        @dataclass(frozen=True)
+        class Scale(Params):
+            scale: f32
+            bias: f32
+
+    A record has fields of 4 bytes, i32 or f32, in ggml's order and without gaps.
+    """
+
+    _layout: ClassVar[struct.Struct]
+
+    def __init_subclass__(cls) -> None:
+        kinds = get_type_hints(cls, include_extras=True)
+        cls._layout = struct.Struct("<" + "".join(kinds[name].__metadata__[0] for name in cls.__annotations__))
+
+    @classmethod
+    def of(cls, data: bytes) -> Self:
+        """The record that op_params begin with; fields behind their end are 0."""
+        return cls(*cls._layout.unpack_from(data.ljust(PARAMS_BYTES, b"\0")))
+
+    @property
+    def packed(self) -> bytes:
+        """The 64 bytes of op_params, zeros behind the record."""
+        return self._layout.pack(*(getattr(self, name) for name in self.names())).ljust(PARAMS_BYTES, b"\0")
+
+    @classmethod
+    def names(cls) -> tuple[str, ...]:
+        """The fields, in the order of op_params."""
+        return tuple(field.name for field in fields(cls))

@@ -1,0 +1,224 @@
+"""op_params as records: their bytes, and the fields against what ggml itself writes into a node."""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from math import inf
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ggml_backend_npu import OPS, Node, Op, Tensor
+from ggml_backend_npu.abi import lib
+from ggml_backend_npu.abi.build import Builder
+from ggml_backend_npu.ops import OWN
+from ggml_backend_npu.ops.elementwise import Scale
+from ggml_backend_npu.params import PARAMS_BYTES, Params, f32, i32
+
+RECORDS = {name: op.params for name, op in OWN.items() if op.params is not None}
+
+records = pytest.mark.parametrize("record", sorted(set(RECORDS.values()), key=lambda kind: kind.__name__))
+
+
+@dataclass(frozen=True)
+class Mixed(Params):
+    first: i32
+    second: f32
+    third: i32
+
+
+def words(record: type[Params]) -> list[st.SearchStrategy[Any]]:
+    kinds = {"i": st.integers(-(2**31), 2**31 - 1), "f": st.floats(width=32, allow_nan=False)}
+    return [kinds[kind] for kind in record._layout.format.removeprefix("<")]
+
+
+# bytes
+
+
+def test_the_layout_follows_from_the_fields() -> None:
+    assert Mixed.names() == ("first", "second", "third")
+    assert Mixed(-1, 0.5, 7).packed == struct.pack("<ifi", -1, 0.5, 7) + bytes(52)
+
+
+@records
+@given(data=st.data())
+def test_bytes_are_read_as_they_are_written(record: type[Params], data: st.DataObject) -> None:
+    numbers = [data.draw(word) for word in words(record)]
+    found = record(*numbers)
+    assert len(found.packed) == PARAMS_BYTES
+    assert record.of(found.packed) == found
+    assert record.of(found.packed).packed == found.packed
+
+
+@records
+def test_what_bytes_are_too_short_for_is_0(record: type[Params]) -> None:
+    full = record(*range(1, len(record.names()) + 1))
+    for n in range(len(record.names()) + 1):
+        expected = [value if i < n else 0 for i, value in enumerate(range(1, len(record.names()) + 1))]
+        assert record.of(full.packed[: 4 * n]) == record(*expected)
+
+
+def test_a_kernel_gets_the_record_or_the_bytes() -> None:
+    def kernel(dst: Tensor, x: Tensor, params: Any) -> None:
+        got.append(params)
+
+    def plain(dst: Tensor, x: Tensor) -> None:
+        pass
+
+    got: list[Any] = []
+    x = Tensor.of(np.ones(4, np.float32))
+    node = Node("SCALE", x, (x,), Scale(2, 3).packed)
+    for record in (Scale, None):
+        with OPS.having(Op("SCALE", kernel, params=record)):
+            OPS.bind(node)()
+    assert got == [Scale(2, 3), node.params]
+    assert Op("SCALE", plain, params=Scale).keywords(node) == {}
+
+
+# fields, against ggml
+
+Case = tuple[str, Callable[[Builder], int], dict[str, Any]]
+
+FLOATS = [0.5, 2.25, -3.5, 8.0, 32.0, 1.5]
+
+
+def cases() -> Iterator[Case]:
+    """Of each op: what ggml's own function is asked for, and the fields in which that has to stand."""
+
+    def x(build: Builder, *ne: int) -> int:
+        return build.tensor("f32", ne or (8, 6, 4, 2))
+
+    for name in ("norm", "rms_norm", "l2_norm"):
+        yield name.upper(), lambda b, name=name: b.op(name, x(b), 0.25), {"eps": 0.25}
+    yield "GROUP_NORM", lambda b: b.op("group_norm", x(b), 2, 0.25), {"n_groups": 2, "eps": 0.25}
+    yield "SCALE", lambda b: b.op("scale_bias", x(b), 0.5, 2.25), {"scale": 0.5, "bias": 2.25}
+    yield "CLAMP", lambda b: b.op("clamp", x(b), -3.5, inf), {"min": -3.5, "max": inf}
+    yield "FILL", lambda b: b.op("fill", x(b), 0.5), {"c": 0.5}
+    yield "ARANGE", lambda b: b.op("arange", 0.5, 8.0, 1.5), {"start": 0.5, "stop": 8.0, "step": 1.5}
+    yield "CONCAT", lambda b: b.op("concat", x(b), x(b), 2), {"dim": 2}
+    yield "ARGSORT", lambda b: b.op("argsort", x(b), 1), {"order": 1}
+    yield "TRI", lambda b: b.op("tri", x(b, 6, 6), 3), {"type": 3}
+
+    def mask(build: Builder, cells: int, rows: int) -> int:
+        return build.tensor("f16", (cells, rows))
+
+    yield (
+        "SOFT_MAX",
+        lambda b: b.op("soft_max_ext", x(b), mask(b, 8, 6), 0.5, 8.0),
+        {"scale": 0.5, "max_bias": 8.0},
+    )
+
+    def attention(b: Builder) -> int:
+        q, k, v = x(b, 64, 3, 4), x(b, 64, 5, 4), x(b, 64, 5, 4)
+        return b.op("flash_attn_ext", q, k, v, mask(b, 5, 64), 0.5, 8.0, 32.0)
+
+    yield "FLASH_ATTN_EXT", attention, {"scale": 0.5, "max_bias": 8.0, "logit_softcap": 32.0, "prec": 0, "n_kv_max": 0}
+
+    taken = dict.fromkeys(("n_past", "n_ctx"), 0)
+    factors = ("freq_base", "freq_scale", "ext_factor", "attn_factor", "beta_fast", "beta_slow")
+    yarn = dict(zip(factors, FLOATS, strict=True))
+    sections = {"section_t": 1, "section_h": 2, "section_w": 3, "section_e": 4}
+
+    def positions(b: Builder, n: int) -> int:
+        return b.tensor("i32", (n,))
+
+    for op, name in (("ROPE", "ext"), ("ROPE_BACK", "ext_back")):
+        yield (
+            op,
+            lambda b, name=name: b.op(f"rope_{name}", x(b), positions(b, 4), None, 6, 2, 512, *FLOATS),
+            taken | {"n_dims": 6, "mode": 2, "n_ctx_orig": 512} | yarn | dict.fromkeys(sections, 0) | {"n_offs": 0},
+        )
+    for op, name in (("ROPE", "multi"), ("ROPE_BACK", "multi_back")):
+        yield (
+            op,
+            lambda b, name=name: b.op(
+                f"rope_{name}", x(b), positions(b, 16), None, 8, (ctypes.c_int * 4)(1, 2, 3, 4), 8, 512, *FLOATS
+            ),
+            taken | {"n_dims": 8, "mode": 8, "n_ctx_orig": 512} | yarn | sections | {"n_offs": 0},
+        )
+
+    def from_the_third(b: Builder) -> int:
+        node = b.op("rope_ext", x(b), positions(b, 4), None, 4, 0, 512, *FLOATS)
+        b.ggml.ggml_rope_set_offset(node, 2)
+        return node
+
+    yield "ROPE", from_the_third, {"n_dims": 4, "n_offs": 2}
+    for number, op in sorted(lib.ggml().functions["GLU"].items()):
+        if op in OWN and op not in ("SWIGLU_OAI", "SWIGLU_CLAMP"):
+            yield op, lambda b, number=number: b.op("glu", x(b), number, True), {"op": number, "swapped": 1}
+    yield "SWIGLU_OAI", lambda b: b.op("swiglu_oai", x(b), x(b), 0.5, 2.25), {"alpha": 0.5, "limit": 2.25}
+    yield "SWIGLU_CLAMP", lambda b: b.op("swiglu_clamp", x(b), x(b), 2.25), {"limit": 2.25}
+    (xielu,) = (number for number, op in lib.ggml().functions["UNARY"].items() if op == "XIELU")
+    yield "XIELU", lambda b: b.op("xielu", x(b), 0.0, 0.0, 2.25, 1.5), {
+        "op": xielu, "alpha_n": np.float32(2.25 + np.log(2)), "alpha_p": np.float32(np.log(2)),
+        "beta": 2.25, "eps": 1.5,
+    }  # fmt: skip
+    part = {"nb1": 32, "nb2": 192, "nb3": 768, "offset": 4}
+    for name, in_place in (("set", 0), ("set_inplace", 1)):
+        yield "SET", lambda b, name=name: b.op(name, x(b), x(b, 4, 3), *part.values()), part | {"inplace": in_place}
+    edges = dict(zip(("lp0", "rp0", "lp1", "rp1", "lp2", "rp2", "lp3", "rp3"), range(1, 9), strict=True))
+    for name, circular in (("pad_ext", 0), ("pad_ext_circular", 1)):
+        yield "PAD", lambda b, name=name: b.op(name, x(b), *range(1, 9)), edges | {"circular": circular}
+    yield "POOL_2D", lambda b: b.op("pool_2d", x(b, 32, 32), 1, 3, 4, 5, 6, 1.0, 2.0), {
+        "op": 1, "k0": 3, "k1": 4, "s0": 5, "s1": 6, "p0": 1, "p1": 2,
+    }  # fmt: skip
+    for is_2d, kernel in ((1, (3, 3, 4)), (0, (3, 6))):
+        yield (
+            "IM2COL",
+            lambda b, is_2d=is_2d, kernel=kernel: b.op(
+                "im2col", x(b, *kernel), x(b, 16, 16, 4) if is_2d else x(b, 16, 6), 1, 2, 3, 4, 5, 6, bool(is_2d), 0
+            ),
+            {"s0": 1, "s1": 2, "p0": 3, "p1": 4, "d0": 5, "d1": 6, "is_2d": is_2d},
+        )
+    yield "DSV4_HC_COMB", lambda b: b.op("dsv4_hc_comb", x(b, 24, 5), x(b, 3), x(b, 24), 0.25, 7), {
+        "eps": 0.25, "n_iter": 7,
+    }  # fmt: skip
+    yield "DSV4_HC_PRE", lambda b: b.op("dsv4_hc_pre", x(b, 8, 4, 5), x(b, 4, 5)), {"scale": 1.0, "gated": 0}
+    yield "DSV4_HC_PRE", lambda b: b.op("dsv4_hc_pre_gated", x(b, 8, 4, 5), x(b, 8, 4, 5), 0.5), {
+        "scale": 0.5, "gated": 1,
+    }  # fmt: skip
+
+    def linear(b: Builder) -> int:
+        return b.op("gated_linear_attn", *(x(b, 8, 2, 5) for _ in range(4)), x(b, 8 * 8 * 2, 1), 0.5)
+
+    yield "GATED_LINEAR_ATTN", linear, {"scale": 0.5}
+
+    def scan(b: Builder) -> int:
+        group = (16, 1, 5, 2)
+        sources = x(b, 16, 8, 2, 2), x(b, 8, 2, 5, 2), x(b, 2, 5, 2), x(b, 1, 2), x(b, *group), x(b, *group)
+        return b.op("ssm_scan", *sources, positions(b, 2), 3)
+
+    yield "SSM_SCAN", scan, {"K": 3}
+
+    def delta(b: Builder) -> int:
+        q, k, v = (x(b, 8, 2, 5, 1) for _ in range(3))
+        return b.op("gated_delta_net", q, k, v, x(b, 1, 2, 5, 1), x(b, 1, 2, 5, 1), x(b, 8, 8, 2, 1), 3)
+
+    yield "GATED_DELTA_NET", delta, {"K": 3}
+
+
+CASES = list(cases())
+
+
+def test_every_record_is_compared_with_ggml() -> None:
+    assert {op for op, _, _ in CASES} == set(RECORDS)
+    compared: dict[type[Params], set[str]] = {}
+    for op, _, fields in CASES:
+        compared.setdefault(RECORDS[op], set()).update(fields)
+    assert compared == {record: set(record.names()) for record in RECORDS.values()}
+
+
+@pytest.mark.parametrize(("op", "make", "fields"), CASES, ids=[f"{op} {i}" for i, (op, _, _) in enumerate(CASES)])
+def test_a_field_is_where_ggml_writes_it(op: str, make: Callable[[Builder], int], fields: dict[str, Any]) -> None:
+    with Builder(lib.ggml(), "CPU") as build:
+        node = build.as_node(make(build))
+    assert node.op == op
+    found = RECORDS[op].of(node.params)
+    assert {name: getattr(found, name) for name in fields} == fields
+    assert found.packed == node.params, "what ggml writes behind the record"
