@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from ggml_backend_npu.abi import lib
-from ggml_backend_npu.profiles import ANY, PROFILES, ROLES, Profile, ProfileError, Rule, one_of
+from ggml_backend_npu.generations import PROFILES
+from ggml_backend_npu.profiles import ANY, ROLES, Profile, ProfileError, Rule, one_of
 
 Keys = tuple[str | int, ...]
 
@@ -89,6 +90,7 @@ def _rule(keys: Keys, table: dict[str, Any]) -> Rule:
         words = _words(at, value)
         try:
             rule = replace(rule, **({key: words} if key in _LAYOUTS else {"types": {**rule.types, key: words}}))
+            rule.check_parameters(str(keys[1]))
         except ProfileError as error:
             raise _KeyError(at, f"{key}: {error}", error.word) from None
     return rule

@@ -17,7 +17,7 @@ from test_profiles import tensor
 
 from ggml_backend_npu import Node, Tensor
 from ggml_backend_npu.abi import lib, structs
-from ggml_backend_npu.profiles import PROFILES
+from ggml_backend_npu.generations import PROFILES
 from graph_runner.suites import _fetch as fetch_sources
 from quant import codec
 

@@ -16,7 +16,8 @@ import pytest
 from models import WRITERS, Models
 
 from ggml_backend_npu import DEVICE, OPS, Op, Tensor
-from ggml_backend_npu.profiles import PROFILES, Profile, Rule, load
+from ggml_backend_npu.generations import PROFILES
+from ggml_backend_npu.profiles import Profile, Rule, load
 from graph_runner.cli import main
 from graph_runner.coverage import Coverage, Gain, RanGraph, RanNode, Splits, cover
 from graph_runner.report import COVERAGE_SCHEMA

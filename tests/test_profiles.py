@@ -7,6 +7,7 @@ import re
 import struct
 import subprocess
 import sys
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -15,11 +16,13 @@ import pytest
 from recipes import Copy, GetRows, SetRows
 from support import supported
 
-from ggml_backend_npu import DEVICE, OPS, DeviceError, Graph, KernelError, Memory, Node, Tensor, plan
+from ggml_backend_npu import DEVICE, OPS, DeviceError, Graph, KernelError, Memory, Node, Op, Tensor, plan
 from ggml_backend_npu.abi import lib
 from ggml_backend_npu.abi.plugin import Plugin
 from ggml_backend_npu.device import DeviceOptions
-from ggml_backend_npu.profiles import ANY, FULL, PROFILES, Profile, ProfileError, Rule, load
+from ggml_backend_npu.generations import PROFILES
+from ggml_backend_npu.ops.rope import Rope
+from ggml_backend_npu.profiles import ANY, FULL, Profile, ProfileError, Rule, load
 from graph_runner.diff import diff
 from graph_runner.session import Session, Settings
 from graph_runner.tiny import write_tiny_llama
@@ -97,14 +100,14 @@ REFUSED: list[tuple[tuple[str, ...], Node, str]] = [
     (CANN, node("MUL_MAT", "f32", "q4_1", "f32"), "types q4_1 f32 -> f32"),
     (CANN, node("MUL_MAT_ID", "f32", "bf16", "f32", "i32"), "types bf16 f32 i32 -> f32"),
     (CANN, node("ROPE", WIDE, WIDE, "i32", i1=1024), "needs src0.ne0 <= 896, src0.ne0 is 1024"),
-    (CANN, node("ROPE", "f32", "f32", "i32", i1=64, i15=4), "needs params.15 == 0, params.15 is 4"),
+    (CANN, node("ROPE", "f32", "f32", "i32", i1=64, i15=4), "needs params.n_offs == 0, params.n_offs is 4"),
     (CANN, node("UPSCALE", IMAGE, TALL), "needs src0.ne2 * dst.ne3 == src0.ne3 * dst.ne2, src0.ne2 is 2"),
     (CANN, node("UPSCALE", IMAGE, IMAGE, i0=1), "needs params.0 == 0, params.0 is 1"),
-    (CANN, node("POOL_2D", "f32", "f32", **POOLED | {"i5": 2}), "needs params.5 * 2 <= params.1, params.5 is 2"),
-    (CANN, node("POOL_2D", "f32", "f32", **POOLED | {"i6": 2}), "needs params.6 * 2 <= params.2, params.6 is 2"),
+    (CANN, node("POOL_2D", "f32", "f32", **POOLED | {"i5": 2}), "needs params.p0 * 2 <= params.k0, params.p0 is 2"),
+    (CANN, node("POOL_2D", "f32", "f32", **POOLED | {"i6": 2}), "needs params.p1 * 2 <= params.k1, params.p1 is 2"),
     (CANN, node("SUM", "f32", tensor("f32", gap=1)), "src0 rows have gaps: nb0 8"),
-    (CANN, node("PAD", "f32", "f32", i8=1), "needs params.8 == 0, params.8 is 1"),
-    (CANN, node("SCALE", "f32", "f32", f1=1.0), "needs params.1 == 0, params.1 is 1065353216"),
+    (CANN, node("PAD", "f32", "f32", i8=1), "needs params.circular == 0, params.circular is 1"),
+    (CANN, node("SCALE", "f32", "f32", f1=1.0), "needs params.bias == 0, params.bias is 1.0"),
     (CANN, node("SOFT_MAX", "f32", "f32", None, "f32"), "needs src2.type == none, src2.type is f32"),
     *((CANN, node(op, "f16", "f16"), "types f16 -> f16") for op in ("CUMSUM", "TRI", "FILL", "DIAG", "SOLVE_TRI")),
     (CANN, node("SSM_SCAN", "f32", "f32"), "no SSM_SCAN"),
@@ -131,7 +134,7 @@ REFUSED: list[tuple[tuple[str, ...], Node, str]] = [
     (
         CANN[:1],
         node("FLASH_ATTN_EXT", "f32", "f32", "f16", "f16", "f16", f2=30.0),
-        "needs params.2 == 0, params.2 is 1106247680",
+        "needs params.logit_softcap == 0, params.logit_softcap is 30.0",
     ),
     (CANN[1:], node("GET_ROWS", "f32", "bf16", "i32"), "types bf16 i32 -> f32"),
     (CANN[1:], node("SET_ROWS", "bf16", "f32", "i64"), "types f32 i64 -> bf16"),
@@ -147,8 +150,8 @@ REFUSED: list[tuple[tuple[str, ...], Node, str]] = [
         node("ROPE", STRIDED_F32, STRIDED_F32, "i32", i1=64),
         "src0 is not contiguous: nb (4, 512, 2048, 2048)",
     ),
-    (CANN[1:], node("ROPE", "f32", "f32", "i32", i1=32), "needs src0.ne0 == params.1, src0.ne0 is 64"),
-    (CANN[1:], node("POOL_2D", "f32", "f32", **POOLED | {"i0": 0}), "needs params.0 != 0, params.0 is 0"),
+    (CANN[1:], node("ROPE", "f32", "f32", "i32", i1=32), "needs src0.ne0 == params.n_dims, src0.ne0 is 64"),
+    (CANN[1:], node("POOL_2D", "f32", "f32", **POOLED | {"i0": 0}), "needs params.op != 0, params.op is 0"),
     (("ascend-required",), node("GET_ROWS", "f32", "bf16", "i32"), "types bf16 i32 -> f32"),
     (("ascend-required",), node("GET_ROWS", "f16", "f16", "i32"), "types f16 i32 -> f16"),
     (("ascend-required",), node("GET_ROWS", "i32", "i32", "i64"), "types i32 i64 -> i32"),
@@ -223,6 +226,7 @@ def test_every_profile_says_what_it_is_and_names_ops_of_ggml(profile: Profile) -
         ({"where": ("src0.ne4 == 1",)}, "condition 'src0.ne4 == 1': must be such as"),
         ({"where": ("params.16 == 0",)}, "condition 'params.16 == 0'"),
         ({"where": ("src0.ne0 = 1",)}, "condition 'src0.ne0 = 1'"),
+        ({"where": ("params.n-dims == 1",)}, "condition 'params.n-dims == 1'"),
         ({"where": ("src0.type == f23",)}, "unknown type 'f23'"),
     ],
 )
@@ -252,6 +256,47 @@ def test_a_rule_refuses_words_that_it_does_not_know(rule: dict[str, Any], what: 
 )
 def test_conditions_compare_types_sizes_strides_and_parameters(condition: str, holds: bool) -> None:
     assert (Rule(where=(condition,)).refusal(node("CPY", "f16", "f32", i3=-7)) is None) == holds
+
+
+@pytest.mark.parametrize(
+    ("op", "condition", "holds"),
+    [
+        ("ROPE", "params.n_dims == 64", True),
+        ("ROPE", "params.n_dims == src0.ne0", True),
+        ("ROPE", "src0.ne0 == params.mode * 32", True),
+        ("ROPE", "params.n_offs % 2 == 1", False),
+        ("CLAMP", "params.min < 0", True),
+        ("CLAMP", "params.max > 0", True),
+        ("CLAMP", "params.max >= 1", False),
+        ("RMS_NORM", "params.eps != 0", False),
+    ],
+)
+def test_conditions_name_parameters(op: str, condition: str, holds: bool) -> None:
+    """Of the backend's own op, floats as floats; what op_params are too short for is 0."""
+    numbers = {"ROPE": {"i1": 64, "i2": 2}, "CLAMP": {"f0": -0.5, "f1": 0.5}}.get(op, {})
+    named = Profile("named", "", "", {op: (Rule(where=(condition,)),)})
+    of = node(op, "f32", "f32", **numbers)
+    of = replace(of, params=of.params if numbers else b"")
+    assert (named.refusal(of) is None) == holds
+    with OPS.having(Op(op, lambda dst, x: None)):
+        assert (named.refusal(of) is None) == holds
+
+
+@pytest.mark.parametrize(
+    ("op", "condition", "says"),
+    [
+        ("CLAMP", "params.low == 0", "unknown parameter of CLAMP 'low'; known: min max"),
+        ("RMS_NORM", "src0.ne0 == params.width * 2", "unknown parameter of RMS_NORM 'width'; known: eps"),
+        ("ROPE", "params.sections == 0", f"unknown parameter of ROPE 'sections'; known: {' '.join(Rope.names())}"),
+        ("UPSCALE", "params.mode == 0", f"unknown parameter of UPSCALE 'mode'; known: {' '.join(map(str, range(16)))}"),
+    ],
+)
+def test_a_parameter_that_an_op_does_not_have_is_refused_when_the_profile_is_made(
+    op: str, condition: str, says: str
+) -> None:
+    with pytest.raises(ProfileError) as error:
+        Profile("wrong", "", "", {op: (Rule(), Rule(where=(condition,)))})
+    assert str(error.value) == says
 
 
 def test_one_of_several_forms_is_enough() -> None:
@@ -457,6 +502,7 @@ def test_the_least_that_a_file_says_is_nothing(tmp_path: Path) -> None:
         ('"q4_0"', '"q4_O"', 7, "src0: unknown type 'q4_O'; known: q8_0 q4_0 "),
         ('"f16",', '"f61",', 21, "dst: unknown type 'f61'; known: q8_0 "),
         ('    "src0"', '    "scr0"', 9, "contiguous: unknown tensor 'scr0'; known: dst src0 "),
+        ("src0.ne0 % 32", "params.width", 11, "where: unknown parameter of GET_ROWS 'width'; known: 0 1 2 "),
         ("% 32", "& 32", 11, "where: condition 'src0.ne0 & 32 == 0': must be such as "),
         ("ascend-310p", "ascend-310", 3, "unknown base 'ascend-310'; known: ascend-910b ascend-310p ascend-required"),
         ("ascend-310p", "full", 3, "unknown base 'full'; known: ascend-910b "),
