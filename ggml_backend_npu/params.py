@@ -32,12 +32,12 @@ class Params:
 
     @classmethod
     def of(cls, data: bytes) -> Self:
-        """The record that op_params begin with; fields behind their end are 0."""
+        """The record that op_params begin with; fields after their end are 0."""
         return cls(*cls._layout.unpack_from(data.ljust(PARAMS_BYTES, b"\0")))
 
     @property
     def packed(self) -> bytes:
-        """The 64 bytes of op_params, zeros behind the record."""
+        """The 64 bytes of op_params, zeros after the record."""
         return self._layout.pack(*(getattr(self, name) for name in self.names())).ljust(PARAMS_BYTES, b"\0")
 
     @classmethod
