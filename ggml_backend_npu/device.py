@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ggml_backend_npu.profiles import FULL, Profile, ProfileError, load
-from quant import threads
+from quant.kernels import threads
 
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 

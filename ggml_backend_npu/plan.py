@@ -9,7 +9,7 @@ from ggml_backend_npu.device import DEVICE
 from ggml_backend_npu.fusion import Span, longest
 from ggml_backend_npu.ir import Graph, Node
 from ggml_backend_npu.registry import Call, KernelError, Registry, said_by
-from quant.jit import engine
+from quant.kernels.jit import engine
 
 
 @dataclass(frozen=True)

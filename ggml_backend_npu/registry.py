@@ -17,7 +17,7 @@ from ggml_backend_npu.device import DEVICE
 from ggml_backend_npu.ir import Node, Tensor
 from ggml_backend_npu.params import Params
 from quant import type_names
-from quant.jit import engine
+from quant.kernels.jit import engine
 
 Call = Callable[[], None]
 Types = tuple[str, ...]

@@ -255,7 +255,7 @@ def main() -> None:
         mail = _Mail(pipe, trail)
         try:
             import_module(sys.argv[3])
-            from quant.jit import while_compiling
+            from quant.kernels.jit import while_compiling
 
             while_compiling(trail.is_moving)
             gc.freeze()  # what was loaded stays, and results of nodes make no cycles

@@ -48,7 +48,7 @@ from graph_runner.probes import (
 )
 from graph_runner.rules import Rules, type_of
 from graph_runner.spans import copy
-from quant.jit import cache_directory, target
+from quant.kernels.jit import cache_directory, target
 
 _SEEDS = 2
 _WIDTHS = (*range(1, 36), 47, 64, 70, 130)

@@ -30,7 +30,7 @@ from graph_runner import endings
 from graph_runner.console import printable
 from graph_runner.errors import SessionError as SessionError
 from graph_runner.limits import MOST_THREADS
-from quant.jit import array_at, callback
+from quant.kernels.jit import array_at, callback
 
 DeviceName = Literal["npu", "cpu"]
 FlashAttention = Literal["auto", "on", "off"]

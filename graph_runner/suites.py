@@ -29,7 +29,7 @@ from ggml_backend_npu.abi.embedding import plugin
 from graph_runner.console import Console
 from graph_runner.endings import undone
 from graph_runner.errors import SuiteError as SuiteError
-from quant import kept
+from quant.kernels import kept
 
 PROGRAMS = ("test-backend-ops", "test-llama-archs", "ggml-rpc-server", "llama-completion")
 

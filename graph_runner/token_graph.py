@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from ggml_backend_npu import OPS, Graph, Plan, Tensor, plan
 from ggml_backend_npu.abi import convert
 from graph_runner.session import Session, SessionError
-from quant import threads
+from quant.kernels import threads
 
 Array = NDArray[Any]
 

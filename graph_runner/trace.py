@@ -39,8 +39,8 @@ from graph_runner.kernels import NPU, Kernels, failure_of
 from graph_runner.results import NodeResult, Verdict, types_of
 from graph_runner.rules import Rules
 from graph_runner.spans import Collected
-from quant import threads
 from quant.codec import ROUNDINGS, Rounding
+from quant.kernels import threads
 
 if TYPE_CHECKING:
     from graph_runner.session import Settings

@@ -2,7 +2,7 @@
 
 from importlib.metadata import version
 
-from quant import blocks, halves, longtail, scalars  # noqa: F401  (codecs register themselves, halves its functions)
+from quant import blocks, longtail, scalars  # noqa: F401  (codecs register themselves)
 from quant.codec import ROUNDINGS, Codec, Rounding, codec, dequantize, quantize, type_names
 from quant.layout import DeviceLayout, to_blocks, to_device
 

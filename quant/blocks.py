@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 
 from quant import runs
 from quant.codec import Bytes, Codec, Floats, Rounding
-from quant.jit import engine, parameters
-from quant.memory import empty
-from quant.threads import Work
+from quant.kernels.jit import engine, parameters
+from quant.kernels.memory import empty
+from quant.kernels.threads import Work
 
 
 def split(blocks: Bytes, *sizes: int) -> list[Bytes]:

@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from quant.memory import empty
+from quant.kernels.memory import empty
 
 Floats = NDArray[np.float32]
 Bytes = NDArray[np.uint8]

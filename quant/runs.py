@@ -12,7 +12,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from quant.jit import (
+from quant.kernels.jit import (
     LINE,
     array_at,
     bits_float,
@@ -28,7 +28,7 @@ from quant.jit import (
     truncate_to_int32,
     values,
 )
-from quant.vectors import FLOAT, HALF, INT8, INT16, INT32, part
+from quant.kernels.vectors import FLOAT, HALF, INT8, INT16, INT32, part
 
 # what `convert` knows, by number; q8_0 as a destination exists once per rounding, f16 once for elements and once for
 # the whole fours of a row, which ggml_cpu_fp32_to_fp16 converts by the processor's vectors: they keep a NaN's payload

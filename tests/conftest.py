@@ -78,7 +78,7 @@ def every_op(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.fixture(params=["openmp", "pool"])
 def team(request: pytest.FixtureRequest, backend: Plugin, monkeypatch: pytest.MonkeyPatch) -> str:
     """Threads of ggml's OpenMP runtime, or of the pool that stands in where there is none."""
-    from quant import threads
+    from quant.kernels import threads
 
     kind: str = request.param
     monkeypatch.setattr(threads._Team, "openmp", backend.ggml.openmp if kind == "openmp" else 0)

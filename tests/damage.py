@@ -22,7 +22,7 @@ _SERVER = """
 import gc, json, os, signal, sys, time
 import graph_runner.cli.app, graph_runner.cli.failures, graph_runner.diff, graph_runner.report, graph_runner.token_graph
 from graph_runner.cli import main
-from quant.jit import CFunction
+from quant.kernels.jit import CFunction
 
 for each in gc.get_objects():
     if isinstance(each, CFunction):

@@ -31,7 +31,8 @@ from graph_runner import suites
 from graph_runner.compare import compare
 from graph_runner.promises import holds
 from graph_runner.rules import Rules
-from quant import codec, threads
+from quant import codec
+from quant.kernels import threads
 
 Bytes = NDArray[np.uint8]
 Dims = tuple[int, int, int, int]

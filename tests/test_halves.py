@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from llvmlite import binding
 
-from quant import halves
+from quant.kernels import halves
 
 Functions = tuple[Callable[[int], float], Callable[[float], int]]
 
@@ -76,7 +76,7 @@ _RUNS = """
 import numpy as np
 import ggml_backend_npu
 from graph_runner import promises
-from quant.jit import processor_has
+from quant.kernels.jit import processor_has
 assert not processor_has("f16c")
 names = {"MUL_MAT of f16", "MUL_MAT of q8_0", "SOFT_MAX", "FLASH_ATTN_EXT of f16, fewer than 64 queries"}
 print(*(name for name in names if not promises.holds(name)))

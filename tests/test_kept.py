@@ -13,7 +13,7 @@ from test_cli import fresh, process
 from test_kernel_cache import FEW, ended, started
 
 from graph_runner import suites
-from quant import kept
+from quant.kernels import kept
 
 MADE_ANEW = "made anew"
 
@@ -74,7 +74,7 @@ def test_a_hundred_damaged_files(tmp_path: Path) -> None:
 
 def test_a_cache_on_a_full_disk_is_told_once(tmp_path: Path) -> None:
     code = (
-        "from quant import jit\n"
+        "from quant.kernels import jit\n"
         "def full(self, path, data): raise OSError(28, 'No space left on device')\n"
         "jit._Files._write = full\n" + FEW
     )

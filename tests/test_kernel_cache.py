@@ -13,14 +13,14 @@ ROOT = Path(__file__).resolve().parent.parent
 COMPILING = "ggml-npu: compiling kernels, "
 
 FEW = """
-from quant import threads
+from quant.kernels import threads
 print(threads._run.address > 0, threads._take_chunks.address > 0)
 """
 ALL = """
 import gc, sys
 import ggml_backend_npu
 from graph_runner import session
-from quant.jit import CFunction
+from quant.kernels.jit import CFunction
 
 ggml_backend_npu.register()
 kernels = [each for each in gc.get_objects() if isinstance(each, CFunction)]

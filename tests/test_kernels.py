@@ -33,8 +33,9 @@ from ggml_backend_npu.ops import (
     triangles,
 )
 from ggml_backend_npu.ops import token_shift as shifts
-from quant import runs, threads
-from quant.jit import CFunction, compiled
+from quant import runs
+from quant.kernels import threads
+from quant.kernels.jit import CFunction, compiled
 
 Array = NDArray[Any]
 

@@ -48,7 +48,7 @@ from ggml_backend_npu.ops import matmul
 from ggml_backend_npu.packed import Packed
 from ggml_backend_npu.registry import KernelError
 from quant import codec, dots
-from quant.jit import compiled, parameters, values
+from quant.kernels.jit import compiled, parameters, values
 
 ULP = 2.0**-23
 OFTEN = ["f32", "f16", "bf16", *dots.DOTS]
@@ -346,7 +346,7 @@ def dots_of_each_type() -> dict[str, str]:
 PORTABLE = """
 import json
 import test_matmul
-from quant.jit import processor_has
+from quant.kernels.jit import processor_has
 
 assert not processor_has("avx512vnni")
 print(json.dumps(test_matmul.dots_of_each_type()))

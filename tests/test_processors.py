@@ -16,7 +16,7 @@ import pytest
 from models import Models
 
 from graph_runner import suites
-from quant.jit import processor_has
+from quant.kernels.jit import processor_has
 
 COMMAND = Path(sys.executable).with_name("ggml-npu")
 EXACT, ROUNDING = "every byte equals ggml's CPU\n", "rounding"

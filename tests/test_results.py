@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 import quant
 from ggml_backend_npu import OPS, Node, Tensor
-from quant import memory, threads
+from quant.kernels import memory, threads
 
 MIB = 1 << 20
 SHAPE = (512, 1024)  # of float32: 2 MiB

@@ -35,7 +35,8 @@ from ggml_backend_npu.abi.plugin import Plugin
 from ggml_backend_npu.device import DEVICE
 from ggml_backend_npu.numerics import NUMERICS
 from ggml_backend_npu.ops import strided
-from quant import blocks, codec, runs, threads
+from quant import blocks, codec, runs
+from quant.kernels import threads
 
 SCALARS = [name for name in quant.type_names() if codec(name).dtype is not None]
 CONVERSIONS = [

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from graph_runner import suites
 from graph_runner.suites import Case, SuiteError, architectures, backend_ops
-from quant import kept
+from quant.kernels import kept
 
 HEADER = """\
 load_backend: loaded NPU backend from /a/libggml-npu.so

@@ -21,9 +21,9 @@ from support import Scene, assert_same_bytes, examples, recorded_works
 import quant
 from ggml_backend_npu.abi.plugin import Plugin
 from graph_runner.session import Session, Settings
-from quant import threads
-from quant.jit import EngineError, array_at, atomic_add, compiled, parameters, values
-from quant.threads import GRAIN, Job, Work
+from quant.kernels import threads
+from quant.kernels.jit import EngineError, array_at, atomic_add, compiled, parameters, values
+from quant.kernels.threads import GRAIN, Job, Work
 
 
 @compiled
@@ -168,8 +168,8 @@ def test_a_number_of_threads_that_is_none_is_named(text: str, monkeypatch: pytes
 
 
 FOLLOWED = """
-from quant import threads
-from quant.jit import EngineError
+from quant.kernels import threads
+from quant.kernels.jit import EngineError
 print(threads.allowed())
 import ggml_backend_npu
 from ggml_backend_npu.abi.build import Builder

@@ -20,7 +20,7 @@ from ggml_backend_npu import token_shift
 from ggml_backend_npu.abi.build import Builder
 from ggml_backend_npu.abi.plugin import Plugin
 from ggml_backend_npu.device import DEVICE
-from quant import threads
+from quant.kernels import threads
 
 Array = NDArray[Any]
 NAMES = ("xr", "xw", "xk", "xv", "xa", "xg", "ht")

@@ -17,7 +17,7 @@ from support import assert_same_bytes, computed, examples, seeds
 
 from ggml_backend_npu import TensorDescriptor, TopKSoftmax
 from ggml_backend_npu.device import DEVICE
-from quant import threads
+from quant.kernels import threads
 
 Array = NDArray[Any]
 F32, F16, BF16 = np.float32, np.float16, ml_dtypes.bfloat16

@@ -27,7 +27,7 @@ import ggml_backend_npu
 from ggml_backend_npu.abi import lib
 from ggml_backend_npu.device import DEVICE
 from ggml_backend_npu.kernels import load_kernels, named_by_the_environment
-from quant import kept
+from quant.kernels import kept
 
 _API = "void * npu_registry(void * caller);"
 

@@ -22,7 +22,7 @@ from ggml_backend_npu.numerics import NUMERICS
 from ggml_backend_npu.ops import strided
 from ggml_backend_npu.plan import Plan, plan
 from ggml_backend_npu.registry import NO_KERNEL, OPS, KernelError
-from quant import threads
+from quant.kernels import threads
 
 NAME = "NPU"
 _DEVICE_TYPES = {"accel": structs.DEVICE_TYPE_ACCEL, "gpu": structs.DEVICE_TYPE_GPU}

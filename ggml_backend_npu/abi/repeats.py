@@ -19,8 +19,8 @@ from ggml_backend_npu.abi import structs
 from ggml_backend_npu.device import DEVICE
 from ggml_backend_npu.plan import Plan
 from ggml_backend_npu.registry import OPS
-from quant.jit import array_at, callback, inlined
-from quant.threads import Job, openmp, run_work
+from quant.kernels.jit import array_at, callback, inlined
+from quant.kernels.threads import Job, openmp, run_work
 
 _N_SLOTS = 1024  # graphs that are known at once
 

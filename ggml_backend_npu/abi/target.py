@@ -8,7 +8,7 @@ two a ggml has is its builder's choice, not the processor's, and it says so itse
 from __future__ import annotations
 
 from ggml_backend_npu.abi import lib
-from quant.jit import compile_without, processor_has
+from quant.kernels.jit import compile_without, processor_has
 
 
 def _follow() -> None:

@@ -41,7 +41,7 @@ from ggml_backend_npu.ir import Tensor
 from ggml_backend_npu.operators.status import Status
 from ggml_backend_npu.ops import groups, movers, strided
 from ggml_backend_npu.ops.groups import Groups
-from quant.jit import engine
+from quant.kernels.jit import engine
 
 _SUCCESS = Status(0, "ACL_SUCCESS")
 

@@ -33,7 +33,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from ggml_backend_npu.ir import Tensor
 from ggml_backend_npu.ops.softmax import Floats, Rows, masked, masked_tile
-from quant.jit import engine
+from quant.kernels.jit import engine
 
 __all__ = [
     "dynamic_flash_attn_tile",

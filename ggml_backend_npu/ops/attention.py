@@ -31,7 +31,7 @@ from ggml_backend_npu.ops.softmax import LOWEST, masked, slopes, v_exp
 from ggml_backend_npu.params import Params, f32, i32
 from ggml_backend_npu.registry import Call, op
 from quant import dequantize
-from quant.jit import (
+from quant.kernels.jit import (
     array_at,
     bits_float,
     compiled,
@@ -42,10 +42,10 @@ from quant.jit import (
     inlined,
     keep,
 )
-from quant.matrices import LANES, ROWS, dot, multiply
-from quant.orders import STEP, dots_f16
+from quant.kernels.matrices import LANES, ROWS, dot, multiply
+from quant.kernels.orders import STEP, dots_f16
+from quant.kernels.threads import Job, Work, allowed
 from quant.runs import CODES, F16, decode_row, decode_run, round_run
-from quant.threads import Job, Work, allowed
 
 _PRECISIONS = (0, 10)  # GGML_PREC_DEFAULT, GGML_PREC_F32
 _MANY = 64  # queries that ggml's CPU multiplies as matrices

@@ -19,8 +19,8 @@ from ggml_backend_npu.ops.strided import ids_check
 from ggml_backend_npu.ops.tiles import computed
 from ggml_backend_npu.params import Params, f32
 from ggml_backend_npu.registry import Call, op
-from quant.jit import array_at, bits_float, compiled, fused_multiply_add, parameters, values
-from quant.threads import Job, Work
+from quant.kernels.jit import array_at, bits_float, compiled, fused_multiply_add, parameters, values
+from quant.kernels.threads import Job, Work
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from ggml_backend_npu.ir import Tensor
 from ggml_backend_npu.ops.strided import NB, NE, SIDE, Parameters, locate, next_row, row_address, side_at
 from quant import blocks
-from quant.jit import (
+from quant.kernels.jit import (
     CFunction,
     array_at,
     bits_float,
@@ -34,8 +34,8 @@ from quant.jit import (
     truncate_to_int32,
     values,
 )
+from quant.kernels.threads import Job, Work
 from quant.runs import f32_to_f16
-from quant.threads import Job, Work
 
 _CHUNK = 1 << 15  # elements converted at a time by the definitions, so that no temporary grows with the tensor
 

@@ -2,8 +2,8 @@
 
 GGML_NPU_MATMUL says how quantised weights are multiplied. exact: the columns are rounded to the type that ggml's CPU
 rounds them to (`VEC_DOT`), so that the result is the CPU's but for the rounding of the sum; its very bytes where rows
-are multiplied as integers, and, with AVX2 or AVX-512, of f16 and f32 weights (`quant.orders`; f32 rows in whole 64s).
-fast: the same for few columns of quantised weights; many are left as they are, and are multiplied with tiles of
+are multiplied as integers, and, with AVX2 or AVX-512, of f16 and f32 weights (`quant.kernels.orders`; f32 rows in whole
+64s). fast: the same for few columns of quantised weights; many are left as they are, and are multiplied with tiles of
 dequantised weights, which is closer to the true product than the CPU, and not equal to it.
 
 One kernel does both ops and both ways. A matrix of src0 meets the columns that it is for: those of its part of the
@@ -39,7 +39,7 @@ from quant.dots import (
     rounded_q8,
     rounded_q8_k,
 )
-from quant.jit import (
+from quant.kernels.jit import (
     array_at,
     compiled,
     copy,
@@ -49,10 +49,10 @@ from quant.jit import (
     parameters,
     values,
 )
-from quant.matrices import LANES, dot
-from quant.orders import GROUP, dots_f16, dots_f32, multiply_f16, multiply_f32
+from quant.kernels.matrices import LANES, dot
+from quant.kernels.orders import GROUP, dots_f16, dots_f32, multiply_f16, multiply_f32
+from quant.kernels.threads import Job, Work
 from quant.runs import BF16, CODES, F16, F32, decode_row, decode_run, narrow_run, widen_run
-from quant.threads import Job, Work
 
 # the type that ggml's CPU rounds columns to, for each type of weights (type_traits_cpu.vec_dot_type)
 _ROUNDED = {

@@ -19,8 +19,8 @@ from ggml_backend_npu.ops import strided
 from ggml_backend_npu.params import Params, i32
 from ggml_backend_npu.registry import Call, op
 from quant import Rounding, codec, type_names
+from quant.kernels.threads import Job
 from quant.scalars import without_payload
-from quant.threads import Job
 
 _CHUNK = 1 << 15  # elements converted at a time by the definitions, so that no temporary grows with the tensor
 

@@ -16,9 +16,9 @@ from ggml_backend_npu.ops.shapes import gaps_in_rows, other_ne
 from ggml_backend_npu.ops.softmax import scaled
 from ggml_backend_npu.params import Params, f32, i32
 from ggml_backend_npu.registry import Call, op
-from quant.jit import array_at, bits_float, compiled, copy, inlined, parameters, reduced, values
-from quant.orders import squares_total
-from quant.threads import Job, Work
+from quant.kernels.jit import array_at, bits_float, compiled, copy, inlined, parameters, reduced, values
+from quant.kernels.orders import squares_total
+from quant.kernels.threads import Job, Work
 
 _NORM, _RMS_NORM, _L2_NORM = range(3)
 

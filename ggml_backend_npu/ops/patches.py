@@ -11,7 +11,7 @@ from ggml_backend_npu.ops import strided
 from ggml_backend_npu.ops.shapes import gaps, gaps_in_rows, other_ne
 from ggml_backend_npu.params import Params, i32
 from ggml_backend_npu.registry import Call, op
-from quant.threads import Job
+from quant.kernels.threads import Job
 
 
 @dataclass(frozen=True)

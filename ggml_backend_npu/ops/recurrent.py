@@ -19,7 +19,7 @@ from ggml_backend_npu.ir import Tensor
 from ggml_backend_npu.ops.softmax import expf, scaled
 from ggml_backend_npu.params import Params, f32, i32
 from ggml_backend_npu.registry import Call, KernelError, op
-from quant.jit import (
+from quant.kernels.jit import (
     array_at,
     bits_float,
     compiled,
@@ -30,9 +30,9 @@ from quant.jit import (
     parameters,
     values,
 )
-from quant.matrices import LANES
-from quant.orders import GROUP, STEP, dots_f32
-from quant.threads import Job, Work
+from quant.kernels.matrices import LANES
+from quant.kernels.orders import GROUP, STEP, dots_f32
+from quant.kernels.threads import Job, Work
 
 _CHANNELS = 16  # of a convolution whose results fill a cache line
 

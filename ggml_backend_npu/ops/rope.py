@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 from ggml_backend_npu.ir import Tensor
 from ggml_backend_npu.params import Params, f32, i32
 from ggml_backend_npu.registry import Call, op
-from quant.jit import array_at, bits_float, compiled, copy, fused_multiply_add, keep, parameters, values
+from quant.kernels.jit import array_at, bits_float, compiled, copy, fused_multiply_add, keep, parameters, values
+from quant.kernels.threads import Job, Work
 from quant.runs import CODES, F32, narrow_run, widen_run
-from quant.threads import Job, Work
 
 _NORMAL, _NEOX, _MROPE, _VISION, _IMROPE = 0, 2, 8, 24, 40
 _ANGLE_BYTES = 400  # that could be moved while one angle is computed

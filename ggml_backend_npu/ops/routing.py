@@ -13,10 +13,10 @@ from ggml_backend_npu.ops.softmax import exps, largest, scaled
 from ggml_backend_npu.ops.strided import mover
 from ggml_backend_npu.params import Params, i32
 from ggml_backend_npu.registry import Call, op
-from quant.jit import array_at, bits_float, compiled, float_bits, inlined, keep, parameters, values
-from quant.matrices import LANES
+from quant.kernels.jit import array_at, bits_float, compiled, float_bits, inlined, keep, parameters, values
+from quant.kernels.matrices import LANES
+from quant.kernels.threads import Job, Work
 from quant.runs import CODES, widen_run
-from quant.threads import Job, Work
 
 _TILE = 256  # scores of a row in work at a time
 _FEW = 32  # of a row are selected one by one; of more the row is sorted

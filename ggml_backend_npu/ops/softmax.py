@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from ggml_backend_npu.ir import Tensor
 from ggml_backend_npu.params import Params, f32
 from ggml_backend_npu.registry import Call, op
-from quant.jit import (
+from quant.kernels.jit import (
     array_at,
     bits_float,
     compiled,
@@ -29,10 +29,10 @@ from quant.jit import (
     reduced,
     truncate_to_int32,
 )
-from quant.matrices import LANES
-from quant.orders import row_total
+from quant.kernels.matrices import LANES
+from quant.kernels.orders import row_total
+from quant.kernels.threads import Job, Work
 from quant.runs import CODES, F16, F32, narrow_run, widen_run
-from quant.threads import Job, Work
 
 _TILE = 256  # elements of a row in work where dst cannot hold float32
 _BEYOND = 104.0  # e ** x is infinite, and e ** -x below half the smallest float32

@@ -15,10 +15,10 @@ from ggml_backend_npu.ir import Tensor
 from ggml_backend_npu.numerics import NUMERICS
 from ggml_backend_npu.registry import Call, KernelError
 from quant import Rounding
-from quant.jit import LINE, array_at, compiled, copy, inlined, keep, parameters, stream, stream_ends, values
+from quant.kernels.jit import LINE, array_at, compiled, copy, inlined, keep, parameters, stream, stream_ends, values
+from quant.kernels.threads import PARTS, Job, Work
+from quant.kernels.vectors import INT8, INT16, INT32, INT64, part, transposed
 from quant.runs import CACHED, CODES, F16, F16_FOURS, STAGE, convert_run, copy_blocks, copy_run, flush
-from quant.threads import PARTS, Job, Work
-from quant.vectors import INT8, INT16, INT32, INT64, part, transposed
 
 _SAME = -1  # source code of a copy: both sides have one type
 _MOST_ROWS_MARKED = 1 << 20  # of which one byte each is remembered

@@ -10,8 +10,8 @@ from ggml_backend_npu.ir import Tensor
 from ggml_backend_npu.ops.movers import convert, raw
 from ggml_backend_npu.ops.shapes import gaps_in_rows, other_ne
 from ggml_backend_npu.registry import Call, op
-from quant.jit import array_at, compiled, parameters, values
-from quant.threads import Job, Work
+from quant.kernels.jit import array_at, compiled, parameters, values
+from quant.kernels.threads import Job, Work
 
 
 def _one_after_the_other(x: NDArray[np.float32], dtype: type) -> NDArray[np.floating]:

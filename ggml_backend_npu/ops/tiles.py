@@ -20,7 +20,7 @@ from ggml_backend_npu.ir import Tensor
 from ggml_backend_npu.ops import functions
 from ggml_backend_npu.ops.functions import Floats
 from ggml_backend_npu.ops.softmax import expf, v_exp
-from quant.jit import (
+from quant.kernels.jit import (
     array_at,
     bits_float,
     compiled,
@@ -31,9 +31,9 @@ from quant.jit import (
     keep,
     parameters,
 )
-from quant.matrices import LANES
+from quant.kernels.matrices import LANES
+from quant.kernels.threads import Job, Work
 from quant.runs import CODES, f32_to_f16, narrow_run, widen_run
-from quant.threads import Job, Work
 
 _TILE = 1024  # elements
 _COST = 4  # how much longer than to move an element it takes, at least, to compute a function like e ** x of it

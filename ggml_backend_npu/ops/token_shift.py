@@ -9,7 +9,7 @@ import numpy as np
 from numba import types
 
 from ggml_backend_npu.registry import Call
-from quant.jit import (
+from quant.kernels.jit import (
     array_at,
     bits_float,
     compiled,
@@ -22,8 +22,8 @@ from quant.jit import (
     truncate_to_int32,
     values,
 )
+from quant.kernels.threads import Job, Work
 from quant.runs import CACHED, CODES, F32, narrow_run, widen_run
-from quant.threads import Job, Work
 
 _TILE = 512  # columns in work at a time
 _I8 = -1  # code of int8, which has a scale

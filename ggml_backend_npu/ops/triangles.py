@@ -11,8 +11,8 @@ from ggml_backend_npu.ir import Tensor
 from ggml_backend_npu.ops.shapes import gaps, other_ne
 from ggml_backend_npu.params import Params, i32
 from ggml_backend_npu.registry import Call, op
-from quant.jit import array_at, compiled, fused_multiply_add, parameters, values
-from quant.threads import Job, Work
+from quant.kernels.jit import array_at, compiled, fused_multiply_add, parameters, values
+from quant.kernels.threads import Job, Work
 
 # which elements TRI leaves, by ggml_tri_type
 _LEFT = (np.less_equal, np.less, np.greater_equal, np.greater)  # of (row, column)

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 import quant
 from graph_runner.bench.measure import ELEMENTS, Measurement, against, in_turns
-from quant.threads import allowing
+from quant.kernels.threads import allowing
 
 _WIDTH = 4096  # elements of a row
 

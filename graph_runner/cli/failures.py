@@ -18,7 +18,7 @@ from ggml_backend_npu.kernels import KernelFileError
 from graph_runner.console import printable
 from graph_runner.errors import BadInputError, BenchError, SessionError, SuiteError, TraceError
 from graph_runner.rules import ToleranceError
-from quant.jit import EngineError
+from quant.kernels.jit import EngineError
 
 BAD_INPUT, OURS = 2, 3
 VERBOSE = "GGML_NPU_VERBOSE"

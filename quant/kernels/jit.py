@@ -29,7 +29,7 @@ from numba.core.ccallback import CFunc
 from numba.extending import intrinsic, register_jitable
 from numpy.typing import NDArray
 
-from quant.kept import say_damaged
+from quant.kernels.kept import say_damaged
 
 Part = Callable[..., Any]
 
@@ -46,11 +46,11 @@ def cache_directory() -> Path:
     all their sources cannot go stale. `NUMBA_CACHE_DIR`, where set, takes the place of the user's cache directory.
     """
     root = os.environ.get("NUMBA_CACHE_DIR") or platformdirs.user_cache_dir("ggml-npu")
-    here = Path(__file__).resolve().parent
-    sources = sorted([*here.rglob("*.py"), *(here.parent / "ggml_backend_npu").rglob("*.py")])
+    root_of_sources = Path(__file__).resolve().parents[2]
+    sources = sorted(path for name in ("quant", "ggml_backend_npu") for path in (root_of_sources / name).rglob("*.py"))
     digest = hashlib.sha256()
     for text in (source.read_bytes() for source in sources):
-        if b"quant.jit" in text or b"@intrinsic" in text:
+        if b"quant.kernels.jit" in text or b"@intrinsic" in text:
             digest.update(text)
     return Path(root) / f"kernels-{digest.hexdigest()[:16]}"
 

@@ -13,9 +13,9 @@ from typing import Any
 from numba import types
 from numba.extending import intrinsic
 
-from quant.jit import array_at, f16_to_f32, fused_multiply_add, inlined
-from quant.matrices import LANES
-from quant.vectors import FLOAT, HALF, Address, Value, part
+from quant.kernels.jit import array_at, f16_to_f32, fused_multiply_add, inlined
+from quant.kernels.matrices import LANES
+from quant.kernels.vectors import FLOAT, HALF, Address, Value, part
 
 STEP = 4 * LANES  # elements that a round of a dot product takes
 GROUP = 4  # rows that are multiplied together

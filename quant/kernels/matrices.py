@@ -8,8 +8,8 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from quant.jit import array_at, inlined, processor_has, reduced
-from quant.vectors import FLOAT, Address, Variable
+from quant.kernels.jit import array_at, inlined, processor_has, reduced
+from quant.kernels.vectors import FLOAT, Address, Variable
 
 LANES = 16 if processor_has("avx512f") else 8  # floats of a vector
 ROWS = 4  # of a block; it is as wide as _WIDE vectors, or one

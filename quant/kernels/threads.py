@@ -20,7 +20,7 @@ import numpy as np
 from numba import types
 from numpy.typing import NDArray
 
-from quant.jit import CFunction, EngineError, array_at, atomic_add, call_kernel, call_openmp, callback, inlined
+from quant.kernels.jit import CFunction, EngineError, array_at, atomic_add, call_kernel, call_openmp, callback, inlined
 
 GRAIN = 256 * 1024  # bytes below which a second thread costs more than it brings
 _PROCESSORS = os.cpu_count() or 1
