@@ -337,6 +337,7 @@ CONCAT_TYPES = sorted(types[0] for types in OPS["CONCAT"].types or ())
 ANY_STRIDES = ("f32", "i32", "f16", "bf16", "i16", "i8")  # of the others ggml's CPU takes rows without gaps
 
 
+@pytest.mark.some(70)
 @pytest.mark.parametrize("dim", range(4))
 @pytest.mark.parametrize("type", CONCAT_TYPES)
 @given(data=st.data(), extent=st.integers(1, 3), seed=seeds)

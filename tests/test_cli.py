@@ -175,6 +175,7 @@ def test_a_seed_repeats_a_sampled_text(cli: Cli) -> None:
     assert sampled(1) != sampled(2)
 
 
+@pytest.mark.slow
 def test_a_closed_pipe_is_no_traceback(backend: Plugin) -> None:
     read, write = os.pipe()
     os.close(read)
@@ -208,6 +209,7 @@ def test_diff_in_a_fresh_process_prints_a_table_and_a_verdict() -> None:
     assert outcome.out.endswith(f"{verdict}\n")
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("ops", ["GET_ROWS,CONT", " get_rows , cont,"])
 def test_diff_of_chosen_ops(cli: Cli, ops: str) -> None:
     outcome = cli("diff", "tiny", "-n", "0", "--ops", ops)
@@ -275,6 +277,7 @@ def test_diff_writes_json_alone_to_stdout(cli: Cli) -> None:
     assert "every byte equals" in outcome.err
 
 
+@pytest.mark.slow
 def test_diff_writes_json_into_what_is_no_regular_file(cli: Cli, tmp_path: Path) -> None:
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
@@ -341,6 +344,7 @@ def test_diff_writes_a_page_and_node_data(cli: Cli, tmp_path: Path) -> None:
     assert results["0/0 embd"]["value"] == 0
 
 
+@pytest.mark.slow
 def test_diff_writes_a_page_alone_to_stdout(cli: Cli) -> None:
     outcome = cli("diff", "tiny", "-n", "0", "--ops", "CONT", "--html", "-")
     assert outcome.code == 0
@@ -565,7 +569,7 @@ def test_a_file_that_is_no_whole_gguf(
     assert_refused(cli(command, path), f"model '{path}'")
 
 
-@pytest.mark.some(7)
+@pytest.mark.some(4)
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

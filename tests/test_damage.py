@@ -84,7 +84,7 @@ ASSERTED = {
 }
 
 
-@pytest.mark.some(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ASSERTED.values(), ids=ASSERTED)
 def test_a_model_over_which_llama_cpp_aborts_is_told_in_a_line(tmp_path: Path, case: tuple[str, int, float]) -> None:
     key, place, value = case
