@@ -49,7 +49,7 @@ CASES = [
         )
         for model in ("llama", "moe", "gpt-oss", "demo")
         for name, settings in ATTENTION.items()
-    ),  # fmt: skip
+    ),
     pytest.param("rwkv7", FLASH_OFF, {*READ, CPY}, id="rwkv7"),
     pytest.param("mamba", FLASH_OFF, {*READ, CPY, CONT}, id="mamba"),
 ]
