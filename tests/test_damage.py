@@ -28,7 +28,7 @@ def damages(path: Path) -> dict[str, Damage]:
 
 
 def fuzz(folder: Path, good: Path, kind: str, count: int, *arguments: str, end: str = "") -> None:
-    """Runs a command over a third of so many damaged files, another one each day; fails with those that it ends badly over."""
+    """Runs a command over damaged files, a third of them each day; fails with all that it does not end well over."""
     data, header = good.read_bytes(), int(GGUFReader(good).data_offset)
     damage, random = damages(good)[kind], np.random.default_rng(sum(map(ord, kind + good.name)))
     codes, bad = Counter[object](), []
