@@ -11,7 +11,7 @@ from quant import Codec, Rounding
 @dataclass
 class Numerics:
     """rounding  the q8_0 rounding of the bound ggml's CPU; "simd" as on x86 until a ggml is bound
-    fuses     whether it rounds a product to a whole number of q8_K at once, and not to float32 before
+    fuses     whether its compiler made one step of a product and its sum (-ffp-contract), as q8_K shows
     bound     codecs that are the bound ggml's own functions, by type: those this project has no kernel for
     to_float  addresses of ggml's functions that dequantise rows of these types
     sgemm     the address of cblas_sgemm, of a library that computes in the calling thread; 0 where there is none

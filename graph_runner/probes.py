@@ -90,6 +90,17 @@ def of_elements(op: str, low: float = -6, high: float = 6, params: Params | None
     return make
 
 
+def of_halves(op: str) -> Make:
+    """A function of UNARY, of every half float between -10 and 10."""
+
+    def make(rng: Rng, types: Types) -> Node:
+        every = np.arange(1 << 16, dtype=np.uint16).view(np.float16).astype(np.float32)
+        x = np.where(np.abs(every) < 10, every, 0).reshape(1, 1, 64, 1024)
+        return node(op, types[0], x.shape, tensor(types[1], x))
+
+    return make
+
+
 def gated(op: str, alpha: float = 0.0, limit: float = 0.0, width: int = 64) -> Make:
     """A function of GLU, of two sources."""
 
@@ -122,11 +133,11 @@ def pool_2d(rng: Rng, types: Types) -> Node:
     return node("POOL_2D", "f32", (2, 3, 9, 20), normal(rng, types[1], 2, 3, 10, 39), params=params)
 
 
-def soft_max(rng: Rng, types: Types) -> Node:
-    """SOFT_MAX with a mask, sinks and ALiBi."""
+def soft_max(rng: Rng, types: Types, max_bias: float = 8.0) -> Node:
+    """SOFT_MAX with a mask, sinks and ALiBi; the slopes of 8 are powers of two."""
     x, mask = normal(rng, "f32", 2, HEADS, TOKENS, 96, size=4), normal(rng, "f16", 1, 1, TOKENS, 96)
     mask.view()[..., ::5] = -np.inf
-    params, sinks = SoftMax(0.6, 8.0), normal(rng, "f32", 1, 1, 1, HEADS)
+    params, sinks = SoftMax(0.6, max_bias), normal(rng, "f32", 1, 1, 1, HEADS)
     return node("SOFT_MAX", "f32", (2, HEADS, TOKENS, 96), x, mask, sinks, params=params)
 
 

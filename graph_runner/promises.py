@@ -23,6 +23,7 @@ from ggml_backend_npu import DEVICE, Node
 from ggml_backend_npu.abi import codecs, lib
 from ggml_backend_npu.abi.replica import Replica
 from ggml_backend_npu.ops import OWN, strided
+from ggml_backend_npu.ops.elementwise import Scale
 from ggml_backend_npu.ops.norms import Norm
 from ggml_backend_npu.ops.recurrent import LinearAttn
 from ggml_backend_npu.registry import OPS
@@ -40,7 +41,9 @@ from graph_runner.probes import (
     hc_pre,
     mul_mat,
     of_elements,
+    of_halves,
     of_rows,
+    soft_max,
     ssm_conv,
     ssm_scan,
     turned,
@@ -76,6 +79,7 @@ class _Probe:
     """Nodes that a promise is measured on.
 
     fixed  whether ggml's source says what every bit is, as it is written for x86-64 with AVX2 and with AVX-512
+    fused  whether it does but for products that a compiler may add in one step (-ffp-contract), as most are told to
     """
 
     op: str
@@ -83,6 +87,7 @@ class _Probe:
     makes: tuple[Make, ...]
     types: Types = _F32
     fixed: bool = False
+    fused: bool = False
 
     @property
     def name(self) -> str:
@@ -105,12 +110,17 @@ def _of_streams(make: Callable[[int, int], Make]) -> tuple[Make, ...]:
 
 _QUANTISED = ("q8_0", "q4_0", "q4_1", "q5_0", "q5_1")
 _EPS = Norm(1e-6)
-_FUNCTIONS = ("SILU", "GELU", "GELU_QUICK", "GELU_ERF", "SIGMOID", "TANH", "EXP", "EXPM1", "ELU", "SOFTPLUS", "SIN")
+_FUNCTIONS = ("SILU", "GELU_ERF", "SIGMOID", "TANH", "EXP", "EXPM1", "ELU", "SOFTPLUS", "SIN")
+_IN_TABLES = ("GELU", "GELU_QUICK")
 _GLU = ("SWIGLU", "GEGLU", "GEGLU_QUICK", "GEGLU_ERF")
 
 
 def _elements(op: str, width: int) -> Make:
     return of_elements(op, width=width)
+
+
+def _scaled(bias: float, width: int) -> Make:
+    return of_elements("SCALE", params=Scale(1.7, bias), width=width)
 
 
 def _gated(op: str, width: int) -> Make:
@@ -124,6 +134,7 @@ def _rows(op: str, width: int) -> Make:
 # of other ops the nodes are those of NODES
 _MEASURED: dict[str, list[_Probe]] = {
     **{op: [_Probe(op, "", _of_widths(partial(_elements, op)))] for op in _FUNCTIONS},
+    **{op: [_Probe(op, "", (*_of_widths(partial(_elements, op)), of_halves(op)))] for op in _IN_TABLES},
     **{op: [_Probe(op, "", _of_widths(partial(_gated, op)))] for op in _GLU},
     "MUL_MAT": [
         _Probe("MUL_MAT", "of f16", _of_widths(mul_mat), ("f32", "f16", "f32"), fixed=True),
@@ -145,7 +156,7 @@ _MEASURED: dict[str, list[_Probe]] = {
         _Probe(
             "FLASH_ATTN_EXT", "of f16, fewer than 64 queries",
             (*NODES["FLASH_ATTN_EXT"][:2], *_of_widths(lambda n: attention(widths=(64, n)), (64, 65, 66, 79, 80, 130))),
-            ("f32", "f32", "f16", "f16"), fixed=True,
+            ("f32", "f32", "f16", "f16"), fused=True,
         ),
         _Probe("FLASH_ATTN_EXT", "of f16, 64 queries or more", (attention(queries=70),), ("f32", "f32", "f16", "f16")),
         _Probe("FLASH_ATTN_EXT", "of q8_0", (attention(),), ("f32", "f32", "q8_0", "q8_0")),
@@ -174,7 +185,14 @@ _MEASURED: dict[str, list[_Probe]] = {
         _Probe("DSV4_HC_PRE", "with weights", _of_streams(partial(hc_pre, gated=False))),
     ],
     "DSV4_HC_POST": [_Probe("DSV4_HC_POST", "", _of_streams(hc_post))],
-    "SOFT_MAX": [_Probe("SOFT_MAX", "", tuple(NODES["SOFT_MAX"]), fixed=True)],
+    "SCALE": [
+        _Probe("SCALE", "without a bias", _of_widths(partial(_scaled, 0.0)), fixed=True),
+        _Probe("SCALE", "with a bias", _of_widths(partial(_scaled, 0.3))),
+    ],
+    "SOFT_MAX": [
+        _Probe("SOFT_MAX", "of a mask that slopes of 2 ** n scale", tuple(NODES["SOFT_MAX"]), fixed=True),
+        _Probe("SOFT_MAX", "of a mask that other slopes scale", (partial(soft_max, max_bias=1.5),), fused=True),
+    ],
 }  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 
@@ -96,7 +97,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Of a test marked `some(n)`, n cases run by default, evenly spaced; the others are slow."""
     cases: dict[str, list[pytest.Item]] = {}
     for item in items:
-        if item.get_closest_marker("some"):
+        if item.get_closest_marker("some") and not item.get_closest_marker("slow"):
             cases.setdefault(item.nodeid.split("[")[0], []).append(item)
     for each in cases.values():
         marker = each[0].get_closest_marker("some")
@@ -105,3 +106,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         chosen = {i * len(each) // n for i in range(n)}
         for i in {*range(len(each))} - chosen:
             each[i].add_marker("slow")
+
+
+def pytest_collection_finish() -> None:
+    """The collected tests live as long as the process: no collection of garbage goes through them again."""
+    gc.collect()
+    gc.freeze()

@@ -177,17 +177,21 @@ def assert_equals_cpu(backend: Plugin, recipe: Recipe, floats: str | None = None
             assert_same_bytes(actual, expected, f"{name}: {f'root {i - 1}' if i else 'output'}")
 
 
-def assert_as_promised(backend: Plugin, recipe: Recipe, promise: str) -> None:
+def assert_as_promised(backend: Plugin, recipe: Recipe, promise: str, floats: str | None = None) -> None:
     """The NPU takes the node and leaves all roots as ggml's CPU does. The compiled kernel gives the CPU's bytes where
-    that is promised of such nodes on this machine; where it is not, and by the definition, the op's rule holds."""
+    that is promised of such nodes on this machine; where it is not, and by the definition, the op's rule holds.
+
+    floats  as in `assert_equals_cpu`
+    """
     results, cpu = _outcomes(backend, recipe)
     for name, npu in results.items():
         for i, (actual, expected) in enumerate(zip(npu.after[1:], cpu.after[1:], strict=True)):
             assert_same_bytes(actual, expected, f"{name}: root {i}")
+        actual, expected = (one_nan(each.after[0], floats) if floats else each.after[0] for each in (npu, cpu))
         if name == "compiled" and holds(promise):
-            assert_same_bytes(npu.after[0], cpu.after[0], name)
+            assert_same_bytes(actual, expected, name)
         else:
-            assert is_allowed(backend.ggml, recipe, npu.after[0], cpu.after[0]), name
+            assert is_allowed(backend.ggml, recipe, actual, expected), name
 
 
 def is_allowed(ggml: Ggml, recipe: Recipe, actual: Bytes, expected: Bytes) -> bool:

@@ -175,6 +175,7 @@ def test_a_seed_repeats_a_sampled_text(cli: Cli) -> None:
     assert sampled(1) != sampled(2)
 
 
+@pytest.mark.slow
 def test_a_closed_pipe_is_no_traceback(backend: Plugin) -> None:
     read, write = os.pipe()
     os.close(read)
@@ -189,10 +190,9 @@ def test_a_closed_pipe_is_no_traceback(backend: Plugin) -> None:
 
 @pytest.mark.usefixtures("backend")
 def test_diff_in_a_fresh_process_prints_a_table_and_a_verdict() -> None:
-    fresh("diff", "tiny")  # compiles what no test before has
     outcome = fresh("diff", "tiny")
     assert outcome.code == 0
-    assert outcome.err == ""
+    assert [line for line in outcome.err.splitlines() if "compiling kernels, once" not in line] == []
     rows = re.findall(r"^(\w+) +([\w ]+ -> \w+) +(\d+) +(\d+) +(\d+) ", outcome.out, re.MULTILINE)
     assert [row for row in rows if row[0] in MOVERS] == [
         ("CONT", "f32 -> f32", "10", "0", "0"),
@@ -203,11 +203,12 @@ def test_diff_in_a_fresh_process_prints_a_table_and_a_verdict() -> None:
     rounded = sum(int(rounded) for _, _, _, rounded, _ in rows)
     compared = rounded + sum(int(equal) for _, _, equal, _, _ in rows)
     verdict = f"right: {compared} nodes compared, every byte equals ggml's CPU"
-    if rounded:  # where the processor has no AVX2
-        verdict += f" but for rounding in {rounded}"
+    if rounded:
+        verdict = f"right within rounding: {compared} nodes compared, {rounded} differ from ggml's CPU by rounding"
     assert outcome.out.endswith(f"{verdict}\n")
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("ops", ["GET_ROWS,CONT", " get_rows , cont,"])
 def test_diff_of_chosen_ops(cli: Cli, ops: str) -> None:
     outcome = cli("diff", "tiny", "-n", "0", "--ops", ops)
@@ -272,9 +273,10 @@ def test_diff_writes_json_alone_to_stdout(cli: Cli) -> None:
     outcome = cli("diff", "tiny", "-n", "1", "--json", "-")
     assert outcome.code == 0
     assert strict_json(outcome.out)["passed"]
-    assert "every byte equals" in outcome.err
+    assert "nodes compared" in outcome.err
 
 
+@pytest.mark.slow
 def test_diff_writes_json_into_what_is_no_regular_file(cli: Cli, tmp_path: Path) -> None:
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
@@ -341,12 +343,13 @@ def test_diff_writes_a_page_and_node_data(cli: Cli, tmp_path: Path) -> None:
     assert results["0/0 embd"]["value"] == 0
 
 
+@pytest.mark.slow
 def test_diff_writes_a_page_alone_to_stdout(cli: Cli) -> None:
     outcome = cli("diff", "tiny", "-n", "0", "--ops", "CONT", "--html", "-")
     assert outcome.code == 0
     assert outcome.out.startswith("<!doctype html>")
     assert outcome.out.endswith("</html>\n")
-    assert "every byte equals" in outcome.err
+    assert "nodes compared" in outcome.err
 
 
 def test_diff_says_why_a_kernel_failed(cli: Cli, tmp_path: Path) -> None:
@@ -565,7 +568,7 @@ def test_a_file_that_is_no_whole_gguf(
     assert_refused(cli(command, path), f"model '{path}'")
 
 
-@pytest.mark.some(7)
+@pytest.mark.some(4)
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

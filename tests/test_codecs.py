@@ -31,7 +31,7 @@ Floats = NDArray[np.float32]
 TYPES = quant.type_names()
 OURS = [("q8_0", "reference"), ("q8_0", "simd"), ("q4_0", "reference")]
 ON_X86 = platform.machine().lower() in ("x86_64", "amd64")
-BUILT_SLOWLY = ("iq1_s", "iq2_s", "iq2_xs", "iq2_xxs")  # seconds for tables, once
+BUILT_SLOWLY = ("iq1_m", "iq1_s", "iq2_s", "iq2_xs", "iq2_xxs")  # seconds for tables, once
 WITHOUT_REFERENCE = ("iq1", "iq2", "iq3", "iq4_nl")  # ggml's function needs tables, or is another one than the CPU's
 
 

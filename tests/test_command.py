@@ -103,6 +103,7 @@ cli.main()
 """
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_a_child_too() -> None:
     with subprocess.Popen([sys.executable, "-c", CHILD], stdout=subprocess.PIPE, text=True) as command:
         assert command.stdout is not None
@@ -138,7 +139,7 @@ def test_a_closed_pipe_is_quiet(arguments: list[str]) -> None:
     assert "Broken" not in outcome.err
 
 
-@pytest.mark.some(2)
+@pytest.mark.some(1)
 @pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
 @pytest.mark.parametrize("arguments", ["run tiny -n 1", "diff tiny -n 0 --ops CONT --json result.json"])
 def test_a_closed_stream_takes_nothing(tmp_path: Path, arguments: str, closed: str) -> None:
@@ -204,6 +205,7 @@ def test_a_full_disk_is_told_in_a_line(tmp_path: Path, arguments: list[str]) -> 
     assert [*tmp_path.iterdir()] == []
 
 
+@pytest.mark.slow
 def test_a_folder_that_cannot_be_written_is_told_in_a_line(tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.touch()
@@ -225,6 +227,7 @@ def test_a_diff_needs_no_folder_to_keep_wrong_nodes_in(tmp_path: Path) -> None:
     assert "wrong: " in outcome.out
 
 
+@pytest.mark.slow
 def test_a_diff_goes_on_where_wrong_nodes_cannot_be_kept(cli: Cli, tmp_path: Path) -> None:  # noqa: F811
     folder = tmp_path / "kept"
     folder.mkdir()
@@ -311,7 +314,7 @@ def test_options_of_the_npu_are_refused_beside_the_cpu(cli: Cli, command: str, o
         assert_refused(cli(command, "tiny", "--device", "cpu", *options), options[0], "--device is cpu")
 
 
-@pytest.mark.some(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("command", ["run", "diff", "coverage", "replay"])
 def test_a_limit_of_memory_needs_memory(tmp_path: Path, command: str) -> None:
     trace = tmp_path / "trace.gguf"
@@ -387,6 +390,7 @@ def test_a_pipe_gets_whole_lines() -> None:
     assert max(map(len, fresh("ops", env=narrow).out.splitlines())) > 100
 
 
+@pytest.mark.slow
 def test_json_stands_alone_where_text_goes_to_the_same_place() -> None:
     outcome = fresh("coverage", "tiny", "--json", "-", stderr=subprocess.STDOUT)
     assert json.loads(outcome.out)["schema"].startswith("ggml-npu coverage")
@@ -425,7 +429,7 @@ def test_a_shell_completes_commands() -> None:
     assert fresh(env=os.environ | words).out.strip() == "coverage"
 
 
-@pytest.mark.some(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("word", ["cpu", "CPU", "npu", "NPU"])
 def test_devices_have_one_word_in_every_command(cli: Cli, tmp_path: Path, word: str) -> None:  # noqa: F811
     trace = tmp_path / "trace.gguf"
@@ -452,6 +456,7 @@ def test_cells_of_the_context(cli: Cli) -> None:  # noqa: F811
     assert outcome.err.splitlines()[-1] == "ggml-npu: context of 256 cells is full"
 
 
+@pytest.mark.slow
 def test_verbose_shows_the_log_of_llama_cpp() -> None:
     outcome = fresh("run", "tiny", "-n", "1", "--verbose")
     assert outcome.code == 0

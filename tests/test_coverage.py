@@ -218,7 +218,7 @@ def test_the_command_prints_a_table_and_json(model: Models) -> None:
     assert "token: 7 of 44 nodes on the NPU, 8 graph splits, copied nothing" in done.stderr
 
 
-@pytest.mark.some(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("device_type", ["accel", "gpu"])
 def test_with_its_own_memory_llama_cpp_is_asked_what_kernels_bring(
     model: Models, tmp_path: Path, device_type: str

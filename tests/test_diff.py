@@ -126,7 +126,7 @@ def test_any_two_devices(model: Models, reference: str, device: str, monkeypatch
     assert {node.op for node in result.wrong} == ({"CONT"} if device == "NPU" else set())
 
 
-@pytest.mark.some(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "span"), [("rwkv7", "token_shift"), ("moe", "TopKSoftmax"), ("llama", "masked_softmax")]
 )

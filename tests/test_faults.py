@@ -279,7 +279,7 @@ def only(fault: Fault, name: str) -> Op:
     return Op(fault.op, kernel, right.types, right.refuse, params=right.params)
 
 
-@pytest.mark.some(3)
+@pytest.mark.some(2)
 @pytest.mark.usefixtures("as_before")
 @pytest.mark.parametrize("name", [name for name, fault in FAULTS.items() if fault.behind])
 def test_behind_a_fault_nothing_is_blamed_for_it(model: Models, name: str) -> None:
@@ -338,6 +338,7 @@ def test_a_kernel_that_fails_is_named_and_saved(
     assert exit_code(monkeypatch, "replay", saved) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("as_before")
 def test_the_command_names_a_fault_and_saves_it(
     backend: Plugin, model: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -40,7 +40,13 @@ MOVES_OF_ATTENTION = {
 }
 CASES = [
     *(
-        pytest.param(model, settings, MOVES_OF_ATTENTION[name], id=f"{model}, {name}")
+        pytest.param(
+            model,
+            settings,
+            MOVES_OF_ATTENTION[name],
+            id=f"{model}, {name}",
+            marks=pytest.mark.slow if model == "demo" else (),
+        )
         for model in ("llama", "moe", "gpt-oss", "demo")
         for name, settings in ATTENTION.items()
     ),
@@ -448,6 +454,7 @@ for trial in range(5):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("backend")
 def test_an_interrupt_in_the_midst_of_a_graph_comes_out(model: Models) -> None:
     """Neither lost in a callback nor taken for a node that was computed."""

@@ -36,7 +36,7 @@ def damaged(path: Path, how: str, random: np.random.Generator) -> None:
 HOW = ["cut", "empty", "flipped", "foreign", "missing"]
 
 
-@pytest.mark.some(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("suffix", ["nbi", "nbc"])
 @pytest.mark.parametrize("how", HOW)
 def test_a_damaged_kernel_is_compiled_anew(tmp_path: Path, how: str, suffix: str) -> None:
@@ -72,6 +72,7 @@ def test_a_hundred_damaged_files(tmp_path: Path) -> None:
     assert "compiling" not in whole.err
 
 
+@pytest.mark.slow
 def test_a_cache_on_a_full_disk_is_told_once(tmp_path: Path) -> None:
     code = (
         "from quant.kernels import jit\n"
@@ -84,7 +85,7 @@ def test_a_cache_on_a_full_disk_is_told_once(tmp_path: Path) -> None:
     assert len(notes) == 2
 
 
-@pytest.mark.some(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["cut", "flipped", "missing"])
 def test_a_damaged_plugin_is_built_anew(tmp_path: Path, how: str) -> None:
     environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path)}

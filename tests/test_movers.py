@@ -136,6 +136,7 @@ def test_get_rows_gives_the_requirements_examples(
 # SET_ROWS
 
 
+@pytest.mark.some(24)
 @pytest.mark.parametrize("src_type", ["f32", "f16"])
 @pytest.mark.parametrize("dst_type", ROW_TARGETS)
 @given(
@@ -208,6 +209,7 @@ def test_set_rows_keeps_the_last_row_where_an_id_comes_twice(backend: Plugin, ds
 # CPY, DUP, CONT
 
 
+@pytest.mark.some(64)
 @pytest.mark.parametrize("types", [pair for pair in COPIES if pair not in CRASHING], ids="->".join)
 @given(data=st.data())
 @examples(20)

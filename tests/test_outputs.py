@@ -177,6 +177,7 @@ cli.main()
 """
 
 
+@pytest.mark.slow
 def test_a_trace_is_not_left_half_written_by_a_signal(tmp_path: Path) -> None:
     words = [sys.executable, "-c", CAPTURE_ENDS, "capture", "tiny", "-o", str(tmp_path / "trace.gguf")]
     done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)

@@ -14,6 +14,7 @@ from models import Models
 from ggml_backend_npu import OPS, Memory, Tensor
 from ggml_backend_npu.abi.plugin import Plugin
 from ggml_backend_npu.device import DEVICE
+from ggml_backend_npu.numerics import NUMERICS
 from ggml_backend_npu.ops import OWN
 from ggml_backend_npu.registry import Op
 from graph_runner.diff import DiffResult, diff, run_in_step
@@ -88,9 +89,16 @@ def in_the_own_run(op: str, name: str, damage: Callable[..., None], nth: int = 1
     return planted(op, of_one if OWN[op].n_src == 1 else of_two)
 
 
+def skip_where_products_are_rounded() -> None:
+    """Before they are added: then no bytes are promised of ROPE, and attention."""
+    if not NUMERICS.fuses:
+        pytest.skip("this ggml was built without contraction of products and sums")
+
+
 def test_what_is_fed_alike_is_not_computed_once_more(model: Models, mirrored: list[Mirrored]) -> None:
     result = run(model("llama"))
     assert result
+    skip_where_products_are_rounded()
     assert {node.verdict for node in result.nodes} == {Verdict.EXACT}
     assert mirrored == []
     assert all(node.mirrored == node.isolated == node.cumulative for node in result.nodes)
@@ -105,6 +113,7 @@ def test_a_right_node_is_what_the_reference_makes_of_inputs_that_are_off(
     assert {node.name for node in result.wrong} == {"embd"}
     later = [node for node in result.nodes if node.cumulative is not None and not node.cumulative and node]
     assert len(later) > 30
+    skip_where_products_are_rounded()
     assert {node.verdict for node in later} <= {Verdict.INHERITED, Verdict.AMPLIFIED}
     assert all(node.mirrored is not None and node.mirrored.n_different == 0 for node in later)
     assert len(mirrored) >= len(later)

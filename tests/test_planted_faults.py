@@ -238,7 +238,7 @@ def assert_command_finds(command: Commands, model: Path, fault: Fault, folder: P
     assert right.code == 0, right.text
 
 
-@pytest.mark.some(2)
+@pytest.mark.some(1)
 @pytest.mark.parametrize("fault", spread([*ENDS, *STRAYS, *LIVE, *PACKED, *LATE], every=6))
 def test_the_command_finds_a_fault(file: Files, fault: Fault, commands: Commands, tmp_path: Path) -> None:
     assert_command_finds(commands, file(fault.model), fault, tmp_path, fault.path)

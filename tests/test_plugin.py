@@ -87,6 +87,7 @@ def run(*command: str | Path, **variables: str) -> tuple[list[str], list[str]]:
     return done.stdout.splitlines(), notes
 
 
+@pytest.mark.slow
 def test_the_library_is_built_once_in_a_path_with_spaces(
     host: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -125,6 +126,7 @@ def test_a_second_load_in_a_process_changes_nothing(host: Path) -> None:
     assert run(host, GGML, library, library) == (["loaded", "loaded", "CPU", "NPU"], [])
 
 
+@pytest.mark.slow
 def test_python_variables_of_the_host_do_not_matter(host: Path) -> None:
     variables = {"PYTHONHOME": "/nowhere", "PYTHONPATH": "/nowhere", "PATH": "/usr/bin:/bin"}
     assert run(host, GGML, embedding.plugin(), **variables) == (["loaded", "CPU", "NPU"], [])
@@ -165,6 +167,7 @@ def test_a_strange_ggml_is_refused(tmp_path: Path, options: list[str], reason: s
     assert notes == [f"ggml-npu: no device NPU: {reason}"]
 
 
+@pytest.mark.slow
 def test_a_virtual_environment_is_found_and_what_is_missing_in_it_is_named(host: Path, tmp_path: Path) -> None:
     folder = tmp_path / "an environment"
     venv.create(folder, symlinks=True)

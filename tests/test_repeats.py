@@ -35,7 +35,7 @@ RECIPES: dict[str, Recipe] = {
     "get_rows f32": GetRows("f32", (40, 7, 2, 1), 5),
     "get_rows q8_0": GetRows("q8_0", (64, 7, 1, 1), 5),
     "set_rows f16": SetRows(("f16", "f32", "i64"), (40, 7, 1, 1), 5),
-    "set_rows q4_0": SetRows(("q4_0", "f32", "i32"), (64, 7, 1, 1), 5),
+    "set_rows q8_0": SetRows(("q8_0", "f32", "i32"), (64, 7, 1, 1), 5),
     "cpy f32->f16": Copy(("f32", "f16"), (33, 5, 3, 2)),
     "cpy q4_0->f32": Copy(("q4_0", "f32"), (64, 5, 3, 2)),
     "cast f32->q8_0": Cast(("f32", "q8_0"), (64, 5, 3, 2)),
@@ -168,7 +168,7 @@ def test_a_later_node_that_fails(backend: Plugin, in_python: list[int]) -> None:
             assert_same_bytes(scene.get(nodes[-1]), chained(data, good, places))
 
 
-@pytest.mark.parametrize("name", ["get_rows f32", "get_rows q8_0", "set_rows f16", "set_rows q4_0"])
+@pytest.mark.parametrize("name", ["get_rows f32", "get_rows q8_0", "set_rows f16", "set_rows q8_0"])
 def test_a_bad_row_id_in_a_repeat(backend: Plugin, in_python: list[int], name: str) -> None:
     with scene_of(backend, RECIPES[name]) as (scene, (node,)):
         graph = scene.graph_of(node)
@@ -422,7 +422,7 @@ def test_a_graph_that_another_one_begins_with_is_told_apart(backend: Plugin, in_
 
 def test_every_run_is_counted_once(backend: Plugin) -> None:
     backend.statistics.reset()
-    names, expected, graphs = ["get_rows f32", "set_rows q4_0", "cont f32 transposed"], Counter[str](), 0
+    names, expected, graphs = ["get_rows f32", "set_rows q8_0", "cont f32 transposed"], Counter[str](), 0
     with scene_of(backend, *(RECIPES[name] for name in names)) as (scene, nodes), Scene(backend.ggml, "NPU") as other:
         known = [scene.graph_of(node) for node in nodes] + [scene.graph_of(*nodes)]
         others = other.graph_of(*chain(other)[0])

@@ -20,6 +20,7 @@ from support import (
     Placement,
     Recipe,
     Scene,
+    assert_as_promised,
     assert_same_bytes,
     engine,
     examples,
@@ -133,8 +134,10 @@ def test_soft_max(backend: Plugin, recipe: SoftMax) -> None:
 @given(recipe=soft_maxes())
 @examples(300)
 def test_soft_max_equals_cpu(backend: Plugin, recipe: SoftMax) -> None:
-    npu, cpu = (outcome(backend, device, recipe) for device in ("NPU", "CPU"))
-    assert_same_bytes(npu.after[0], cpu.after[0])
+    by_head = slopes(recipe.ne[2], recipe.max_bias)
+    powers = by_head is None or (np.frexp(by_head)[0] == 0.5).all()
+    which = "slopes of 2 ** n scale" if powers else "other slopes scale"
+    assert_as_promised(backend, recipe, f"SOFT_MAX of a mask that {which}")
 
 
 CASES = {

@@ -130,6 +130,7 @@ def copied(types: tuple[str, str], ne: Dims, src: Layout, dst: Layout, seed: int
 # transpositions
 
 
+@pytest.mark.some(8)
 @pytest.mark.parametrize("types", [(name, name) for name in SCALARS] + CONVERSIONS, ids="->".join)
 @examples(80)
 @given(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -13,8 +14,13 @@ PACKAGES = ("quant", "ggml_backend_npu", "graph_runner")
 MODULES = sorted(path.relative_to(ROOT) for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
 
 
-def imports(module: Path) -> Iterator[str]:
+@cache
+def imports(module: Path) -> frozenset[str]:
     """Full names of what a module imports, wherever in it the import stands."""
+    return frozenset(_imports(module))
+
+
+def _imports(module: Path) -> Iterator[str]:
     for node in ast.walk(ast.parse((ROOT / module).read_text())):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)

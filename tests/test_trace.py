@@ -519,6 +519,7 @@ def test_a_wrong_kernel_is_found(cli: Cli, small: Path, tmp_path: Path, line: st
     assert cli("replay", small, "--device", "CPU").code == 0
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("line", ["dst.view()[...] += 1", "raise ValueError('no')"])
 def test_what_a_trace_names_does_not_reach_the_terminal(cli: Cli, tmp_path: Path, line: str) -> None:  # noqa: F811
     node, name, path = get_rows().node, "\x1b[2Jname", tmp_path / "trace.gguf"
@@ -675,6 +676,7 @@ def test_bad_input_is_one_line(cli: Cli, small: Path, tmp_path: Path) -> None:  
     assert sorted(path.name for path in tmp_path.iterdir()) == ["cut.gguf"]
 
 
+@pytest.mark.slow
 def test_a_full_disk_is_one_line(model: Models, tmp_path: Path) -> None:
     limited = partial(resource.setrlimit, resource.RLIMIT_FSIZE, (1 << 16, 1 << 16))
     outcome = fresh("capture", model("llama"), "-o", tmp_path / "t.gguf", preexec_fn=limited)
