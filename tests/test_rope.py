@@ -21,6 +21,7 @@ from support import (
     assert_same_bytes,
     engine,
     examples,
+    is_allowed,
     outcome,
     placements,
     seeds,
@@ -84,7 +85,10 @@ def assert_close_to_cpu(backend: Plugin, recipe: Rope) -> None:
                 assert_same_bytes(actual, before, f"{name}: a source")
         found = quant.dequantize(npu.after[0], recipe.type).astype(np.float64)
         bound = NMSE_YARN if recipe.yarn else NMSE[recipe.type]
-        assert np.square(found - expected).sum() <= bound * np.square(expected).sum(), name
+        near = np.square(found - expected).sum() <= bound * np.square(expected).sum()
+        assert near or is_allowed(backend.ggml, recipe, npu.after[0], cpu.after[0]), (
+            name
+        )  # a half float may be the next
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="which products are fused is the compiler's choice")
