@@ -192,8 +192,9 @@ def op(
     params  the record of the node's op_params (`ggml_backend_npu.params`)
 
     The kernel gets `Tensor`s, reads its sources with `.view()` and writes into `dst.view()`; a source that a node
-    leaves out is None; a keyword `params` gets the node's op_params, as the record, or as bytes where none is named. An
-    exception in it fails the node, not the process.
+    leaves out is None; a keyword `params` gets the node's op_params, as the record, or as bytes where none is named; a
+    keyword `numerics` what the backend computes with, for a kernel that runs one of ours. An exception in it fails the
+    node, not the process.
     """
 
     if not isinstance(name, str):
