@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ggml_backend_npu import OPS, Op, Tensor
+from ggml_backend_npu import Op, Tensor, default_backend
 from graph_runner.diff import diff
 from graph_runner.models import model_file
 from graph_runner.trace import replay
@@ -22,7 +22,7 @@ def cont(dst: Tensor, x: Tensor) -> None:
 
 
 with model_file(sys.argv[1] if len(sys.argv) > 1 else "demo") as model, tempfile.TemporaryDirectory() as folder:
-    with OPS.having(Op("CONT", cont, frozenset({("f32", "f32")}))):
+    with default_backend().ops.having(Op("CONT", cont, frozenset({("f32", "f32")}))):
         result = diff(model, "The capital of France is", steps=1, reproducers=Path(folder))
     first = result.wrong[0]
     print(f"{len(result.wrong)} of {len(result.compared)} nodes are wrong, the first one is {first.op} {first.name!r}:")
@@ -32,7 +32,7 @@ with model_file(sys.argv[1] if len(sys.argv) > 1 else "demo") as model, tempfile
     print(f"{inherited} nodes after it are right, and compute with what it did")
 
     trace = sorted(Path(folder).glob("*-CONT.gguf"))[0]
-    with OPS.having(Op("CONT", cont, frozenset({("f32", "f32")}))):
+    with default_backend().ops.having(Op("CONT", cont, frozenset({("f32", "f32")}))):
         wrong = replay(trace)
     right = replay(trace)
     print(f"{trace.name}, {trace.stat().st_size:,} bytes, without the model: {'right' if wrong else 'wrong'} with this")

@@ -6,12 +6,10 @@ ggml_backend_npu.register()      # the ggml inside llama-cpp-python now has a de
 
 from __future__ import annotations
 
-from functools import cache
 from importlib.metadata import version
 from typing import TYPE_CHECKING
 
-from ggml_backend_npu import ops  # noqa: F401  (registers the kernels)
-from ggml_backend_npu.device import DEVICE, DeviceError
+from ggml_backend_npu.backend import Backend, default_backend, op
 from ggml_backend_npu.ir import Graph, Memory, Node, Tensor
 from ggml_backend_npu.operators.aclnn import (
     AclTensor,
@@ -42,8 +40,9 @@ from ggml_backend_npu.operators.rbln import (
     window_softmax,
 )
 from ggml_backend_npu.operators.rwkv import token_shift
-from ggml_backend_npu.plan import Plan, plan
-from ggml_backend_npu.registry import OPS, KernelError, Op, op
+from ggml_backend_npu.options import DeviceError, Options
+from ggml_backend_npu.plan import Plan
+from ggml_backend_npu.registry import KernelError, Op
 
 if TYPE_CHECKING:
     from ggml_backend_npu.abi.plugin import Plugin
@@ -51,15 +50,15 @@ if TYPE_CHECKING:
 __version__ = version("ggml-backend-npu")
 
 __all__ = [
-    "DEVICE",
-    "OPS",
     "AclTensor",
+    "Backend",
     "DeviceError",
     "Graph",
     "KernelError",
     "Memory",
     "Node",
     "Op",
+    "Options",
     "Plan",
     "Tensor",
     "TensorDescriptor",
@@ -72,6 +71,7 @@ __all__ = [
     "aclnnDupGetWorkspaceSize",
     "aclnnGetRows",
     "aclnnGetRowsGetWorkspaceSize",
+    "default_backend",
     "dynamic_flash_attn_tile",
     "dynamic_load",
     "dynamic_masked_softmax",
@@ -82,7 +82,6 @@ __all__ = [
     "masked_softmax",
     "nn_pad",
     "op",
-    "plan",
     "register",
     "softmax",
     "to_dynamic_index",
@@ -93,15 +92,16 @@ __all__ = [
 ]
 
 
-@cache
-def register() -> Plugin:
-    """Makes the device NPU known to the ggml inside llama-cpp-python. A second call changes nothing.
+def register(backend: Backend | None = None) -> Plugin:
+    """Makes a backend's device known to the ggml inside llama-cpp-python. A second call for it changes nothing.
 
-    The device is what DEVICE says, or the environment where that has not been read before. Returns the registered
-    backend, whose `statistics` count what it computes. Raises `ggml_backend_npu.abi.lib.UnknownGgmlError` where that
-    ggml is not one whose layouts are known here, DeviceError for an option that cannot be.
+    backend  the default one, a device NPU, where left out: its options are those of the environment where nobody has
+             set them. Of several each has a name of its own
+
+    Returns the registered backend, whose `statistics` count what it computes. Raises
+    `ggml_backend_npu.abi.lib.UnknownGgmlError` where that ggml is not one whose layouts are known here, DeviceError for
+    an option that cannot be, and for a name that ggml has a device of.
     """
     from ggml_backend_npu.abi import lib, plugin
 
-    DEVICE.update_from_environment()
-    return plugin.make(lib.ggml())
+    return plugin.register(lib.ggml(), backend or default_backend())

@@ -12,11 +12,12 @@ from dataclasses import dataclass
 from itertools import combinations
 
 from ggml_backend_npu.ir import Dims, Graph, Node, Tensor
+from ggml_backend_npu.ops import OWN
 from ggml_backend_npu.ops.elementwise import Clamp
 from ggml_backend_npu.ops.routing import DESCENDING, Argsort, routed
 from ggml_backend_npu.ops.softmax import SoftMax, soft_max
 from ggml_backend_npu.ops.token_shift import Operand, shifted
-from ggml_backend_npu.registry import OPS, Call, Op
+from ggml_backend_npu.registry import Call, Op
 
 _SOFTMAX_ALONE = SoftMax(scale=1.0, max_bias=0.0)
 
@@ -108,12 +109,12 @@ class Fusion:
     def op_names(self) -> tuple[str, ...]:
         return tuple(op.name for op in self.ops)
 
-    def of(self, graph: Graph, begin: int) -> Fused | None:
-        """The nodes from `begin` on as one call; None where they are not this pattern."""
+    def of(self, graph: Graph, begin: int, ops: Mapping[str, Op]) -> Fused | None:
+        """The nodes from `begin` on as one call, in a backend of these ops; None where they are not this pattern."""
         span = Span(graph, begin, begin + len(self.ops))
         if tuple(node.op for node in span.nodes) != self.op_names:
             return None
-        if any(OPS.get(op.name) is not op for op in self.ops):
+        if any(ops.get(op.name) is not op for op in self.ops):
             return None
         found = self.match(span)
         if found is None or not span.leaves_out_only_what_nobody_reads(found):
@@ -121,18 +122,10 @@ class Fusion:
         return found if span.writes_nothing_twice_nor_a_source(found) else None
 
 
-FUSIONS: list[Fusion] = []
-
-
-def fusible() -> frozenset[str]:
-    """The ops that a fusion may begin with."""
-    return frozenset(fusion.ops[0].name for fusion in FUSIONS)
-
-
-def longest(graph: Graph, begin: int, among: Iterable[Fusion] = FUSIONS) -> tuple[Fusion, Fused] | None:
-    """The longest fusion of nodes from `begin` on."""
+def longest(graph: Graph, begin: int, among: Iterable[Fusion], ops: Mapping[str, Op]) -> tuple[Fusion, Fused] | None:
+    """The longest fusion of nodes from `begin` on, in a backend of these ops."""
     for fusion in sorted(among, key=lambda fusion: -len(fusion.ops)):
-        found = fusion.of(graph, begin)
+        found = fusion.of(graph, begin, ops)
         if found is not None:
             return fusion, found
     return None
@@ -141,12 +134,7 @@ def longest(graph: Graph, begin: int, among: Iterable[Fusion] = FUSIONS) -> tupl
 def fusion(name: str, ops: str) -> Callable[[Callable[[Span], Fused | None]], Fusion]:
     """Decorator: makes a function the matcher of a fusion."""
 
-    def register(match: Callable[[Span], Fused | None]) -> Fusion:
-        entry = Fusion(name, tuple(OPS[op] for op in ops.split()), match)
-        FUSIONS.append(entry)
-        return entry
-
-    return register
+    return lambda match: Fusion(name, tuple(OWN[op] for op in ops.split()), match)
 
 
 def _same_span(a: Tensor, b: Tensor) -> bool:
@@ -287,3 +275,6 @@ def _masked_softmax(span: Span) -> Fused | None:
     if len(node.src) < 2 or node.src[1] is None or SoftMax.of(node.params).max_bias:
         return None
     return Fused(soft_max.bind(node), {0: node.dst}, frozenset({0}))
+
+
+FUSIONS = (_token_shift, _top_k_softmax, _top_k_softmax_normalised, _softmax_of_top_k, _masked_softmax)

@@ -16,6 +16,7 @@ from typing import Any
 from ggml_backend_npu.ir import Node, Tensor
 from ggml_backend_npu.params import PARAMS_BYTES, Params
 from quant import type_names
+from quant.errors import UserError
 
 Types = tuple[str, ...]
 
@@ -34,7 +35,7 @@ _OPERATORS: dict[str, Callable[[Any, Any], Any]] = {
 }  # fmt: skip
 
 
-class ProfileError(Exception):
+class ProfileError(UserError):
     """A profile that cannot be: one line. `word` is what is wrong in it."""
 
     def __init__(self, message: str, word: str = "") -> None:

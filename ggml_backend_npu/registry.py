@@ -1,31 +1,29 @@
-"""The ops of the backend. One decorated function is one op; what is supported and what is run read the same entry."""
+"""An op. One decorated function is one op; what is supported and what is run read the same entry."""
 
 from __future__ import annotations
 
 import inspect
 import traceback
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from ggml_backend_npu.device import DEVICE
 from ggml_backend_npu.ir import Node, Tensor
+from ggml_backend_npu.numerics import PLAIN, Numerics
 from ggml_backend_npu.params import Params
 from quant import type_names
+from quant.errors import UserError
 from quant.kernels.jit import engine
 
 Call = Callable[[], None]
 Types = tuple[str, ...]
 
-NO_KERNEL = "no kernel"
 
-
-class KernelError(Exception):
+class KernelError(UserError):
     """A node that a kernel cannot compute: the message names the op, the node and the value."""
 
 
@@ -50,8 +48,8 @@ class Op:
     """One op of the backend.
 
     name     ggml's name of it, as in `Node.op`
-    define   the kernel: fills dst from its sources; takes dst, as many sources as it names, and `params` where it
-             names that keyword
+    define   the kernel: fills dst from its sources; takes dst, as many sources as it names, and `params` and
+             `numerics`, what its backend computes with, where it names these keywords. prepare gets the same
     types    the type combinations it takes, (dst, src0, src1, ...), or None for any
     refuse   a reason why a node of these types is not taken, or None
     optional taken only where the device is to take all ops, or where its output is part of a tensor in the device's
@@ -69,17 +67,18 @@ class Op:
     params: type[Params] | None = None
     n_src: int = field(init=False)
     wants_params: bool = field(init=False)
+    wants_numerics: bool = field(init=False)
 
     def __post_init__(self) -> None:
         parameters = inspect.signature(self.define).parameters
-        self.n_src = len(parameters) - 1 - ("params" in parameters)
+        self.n_src = len(parameters) - 1 - ("params" in parameters) - ("numerics" in parameters)
         if self.types is not None:
             if len({len(types) for types in self.types}) != 1:
                 raise TypeError(f"op {self.name}: types must be combinations of one length, got {sorted(self.types)}")
             unknown = sorted({name for types in self.types for name in types} - set(type_names()))
             if unknown:
                 raise TypeError(f"op {self.name}: unknown type {unknown[0]!r}; known: {' '.join(type_names())}")
-        self.wants_params = "params" in parameters
+        self.wants_params, self.wants_numerics = "params" in parameters, "numerics" in parameters
         if self.n_src < 0:
             raise TypeError(f"kernel {self.define.__name__} of op {self.name}: takes no dst")
 
@@ -104,15 +103,17 @@ class Op:
             for others, first in by_others.items()
         ]
 
-    def keywords(self, node: Node) -> dict[str, Any]:
-        """What the kernel gets of a node besides tensors: `params`, where it names them."""
+    def keywords(self, node: Node, numerics: Numerics = PLAIN) -> dict[str, Any]:
+        """What the kernel gets besides tensors: `params` of the node and `numerics`, where it names them."""
+        return self._params(node) | ({"numerics": numerics} if self.wants_numerics else {})
+
+    def _params(self, node: Node) -> dict[str, Any]:
         if not self.wants_params:
             return {}
         return {"params": node.params if self.params is None else self.params.of(node.params)}
 
-    def _arguments(self, node: Node) -> tuple[tuple[Tensor | None, ...], dict[str, Any]]:
-        sources = (*node.src, *(None,) * self.n_src)[: self.n_src]
-        return (node.dst, *sources), self.keywords(node)
+    def _tensors(self, node: Node) -> tuple[Tensor | None, ...]:
+        return node.dst, *(*node.src, *(None,) * self.n_src)[: self.n_src]
 
     def refusal(self, node: Node) -> str | None:
         """Why the op does not take the node, in a few words; None where it does."""
@@ -123,18 +124,17 @@ class Op:
                 return f"types {' '.join(sources)} -> {dst}"
         if self.refuse is None:
             return None
-        arguments, keywords = self._arguments(node)
         try:
-            reason = self.refuse(*arguments, **keywords)
+            reason = self.refuse(*self._tensors(node), **self._params(node))
         except Exception as error:
             raise KernelError(f"{node}: refuse: {said_by(error)}") from error
         if reason is not None and not isinstance(reason, str):
             raise KernelError(f"{node}: refuse: must give a reason or None, and gave {reason!r}")
         return reason
 
-    def bind(self, node: Node) -> Call:
+    def bind(self, node: Node, numerics: Numerics = PLAIN) -> Call:
         """The call that computes the node, as often as wanted."""
-        arguments, keywords = self._arguments(node)
+        arguments, keywords = self._tensors(node), self.keywords(node, numerics)
         if self.prepare is not None and engine() == "compiled":
             call = self.prepare(*arguments, **keywords)
             if call is not None:
@@ -150,91 +150,24 @@ class Op:
             tensors[0].take(unpacked[0])
 
 
-class Registry(Mapping[str, Op]):
-    """Ops by name. Registering a name again replaces the op: how a user's kernel takes the place of one of ours.
-
-    version  another number whenever ops change: plans made before hold other kernels
-    """
-
-    def __init__(self) -> None:
-        self._ops: dict[str, Op] = {}
-        self._added: list[Op] = []
-        self._version = np.zeros(1, np.int64)
-
-    @property
-    def version(self) -> int:
-        return int(self._version[0])
-
-    @version.setter
-    def version(self, version: int) -> None:
-        self._version[0] = version
-
-    @property
-    def version_at(self) -> int:
-        """Where compiled code reads the version, int64."""
-        return int(self._version.ctypes.data)
-
-    def __getitem__(self, name: str) -> Op:
-        return self._ops[name]
-
-    def __iter__(self) -> Any:
-        return iter(self._ops)
-
-    def __len__(self) -> int:
-        return len(self._ops)
-
-    def add(self, op: Op) -> None:
-        self._ops[op.name] = op
-        self._added.append(op)
-        self.version += 1
-
-    @contextmanager
-    def adding(self) -> Iterator[list[Op]]:
-        """The ops that are added until the context ends, one of them under the name of another too."""
-        before, self._added = self._added, []
-        try:
-            yield self._added
-        finally:
-            self._added = before
-
-    def use(self, ops: Mapping[str, Op], version: int) -> None:
-        """Has these ops and no others; `version` is to tell them from other ones."""
-        self._ops, self.version = dict(ops), version
-
-    @contextmanager
-    def having(self, *ops: Op) -> Iterator[None]:
-        """Has these ops too, or in place of its own, until the context ends."""
-        before = dict(self._ops)
-        for op in ops:
-            self.add(op)
-        try:
-            yield
-        finally:
-            self._ops = before
-            self.version += 1
-
-    def refusal(self, node: Node) -> str | None:
-        """Why the backend does not take the node: no kernel does, or not the profile. None where it does."""
-        return self.kernel_refusal(node) or DEVICE.profile.refusal(node)
-
-    def kernel_refusal(self, node: Node) -> str | None:
-        """Why no kernel takes the node; None where one does."""
-        op = self._ops.get(node.op)
-        return NO_KERNEL if op is None else op.refusal(node)
-
-    def check(self, node: Node) -> None:
-        """Raises KernelError where the backend does not take the node."""
-        reason = self.refusal(node)
-        if reason is not None:
-            raise KernelError(f"{node}: {reason}")
-
-    def bind(self, node: Node) -> Call:
-        """The call that computes the node. Raises KernelError where the backend does not take it."""
-        self.check(node)
-        return self._ops[node.op].bind(node)
+_recorded: ContextVar[list[Op] | None] = ContextVar("the ops of the file that is being loaded", default=None)
 
 
-OPS = Registry()
+@contextmanager
+def recording() -> Iterator[list[Op]]:
+    """The ops that `op` makes until the context ends, one of them under the name of another too: a file's, while it is
+    loaded."""
+    found: list[Op] = []
+    before = _recorded.set(found)
+    try:
+        yield found
+    finally:
+        _recorded.reset(before)
+
+
+def is_recorded() -> bool:
+    """Whether somebody is `recording`."""
+    return _recorded.get() is not None
 
 
 def op(
@@ -245,7 +178,7 @@ def op(
     optional: bool = False,
     params: type[Params] | None = None,
 ) -> Callable[[Callable[..., None]], Op]:
-    """Decorator: makes a function the backend's kernel of the ggml op `name`.
+    """Decorator: makes a function a kernel of the ggml op `name`.
 
         @op("SQR", types=[("f32", "f32")])
         def sqr(dst, x):
@@ -259,16 +192,19 @@ def op(
     params  the record of the node's op_params (`ggml_backend_npu.params`)
 
     The kernel gets `Tensor`s, reads its sources with `.view()` and writes into `dst.view()`; a source that a node
-    leaves out is None; a keyword `params` gets the node's op_params, as the record, or as bytes where none is named. An
-    exception in it fails the node, not the process.
+    leaves out is None; a keyword `params` gets the node's op_params, as the record, or as bytes where none is named; a
+    keyword `numerics` what the backend computes with, for a kernel that runs one of ours. An exception in it fails the
+    node, not the process.
     """
 
     if not isinstance(name, str):
         raise TypeError(f'@op of {getattr(name, "__name__", name)!r}: needs the op\'s name: @op("SQR")')
 
-    def register(define: Callable[..., None]) -> Op:
+    def made(define: Callable[..., None]) -> Op:
         entry = Op(name, define, None if types is None else frozenset(types), refuse, optional, params=params)
-        OPS.add(entry)
+        recorded = _recorded.get()
+        if recorded is not None:
+            recorded.append(entry)
         return entry
 
-    return register
+    return made

@@ -9,10 +9,9 @@ from dataclasses import replace
 
 import numpy as np
 
-from ggml_backend_npu import Node
+from ggml_backend_npu import Backend, Node
 from ggml_backend_npu.abi import convert
 from ggml_backend_npu.abi.lib import Ggml
-from ggml_backend_npu.fusion import FUSIONS
 from graph_runner.contents import digest_of
 from graph_runner.logits import Ending, Logits, nmse
 from graph_runner.results import OWN_RUN, NodeResult, Verdict, types_of
@@ -63,9 +62,9 @@ class _Same(_Walk):
     differs  the first that is not the same: its place, and the node
     """
 
-    def __init__(self, ggml: Ggml, before: Mapping[Place, int], fuses: bool) -> None:
+    def __init__(self, ggml: Ggml, backend: Backend, before: Mapping[Place, int], fuses: bool) -> None:
         super().__init__(ggml)
-        self._before, self._chain = before, Chain(FUSIONS if fuses else ())
+        self._before, self._chain = before, Chain(backend, backend.fusions if fuses else ())
         self.differs: tuple[Place, Node] | None = None
 
     def looks_at(self, place: Place, address: int) -> bool:
@@ -122,10 +121,14 @@ class Again:
     """A model and the tokens that were run.
 
     opened  makes a session of its own
+    backend  of its device
     """
 
-    def __init__(self, ggml: Ggml, opened: Opened, settings: Settings, batches: Sequence[list[int]]) -> None:
-        self._ggml, self._opened, self._settings, self._batches = ggml, opened, settings, batches
+    def __init__(
+        self, ggml: Ggml, opened: Opened, backend: Backend, settings: Settings, batches: Sequence[list[int]]
+    ) -> None:
+        self._ggml, self._opened, self._backend = ggml, opened, backend
+        self._settings, self._batches = settings, batches
 
     def _run(self, settings: Settings, observer: _Walk | None = None) -> list[Logits]:
         found = []
@@ -143,7 +146,7 @@ class Again:
         fingerprints  what the nodes gave in the first run
         """
         for run in range(2, times + 1):
-            same = _Same(self._ggml, fingerprints, fuses)
+            same = _Same(self._ggml, self._backend, fingerprints, fuses)
             self._run(replace(self._settings, device="npu"), same)
             if same.differs is not None:
                 place, node = same.differs

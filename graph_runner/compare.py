@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ggml_backend_npu import Memory, Tensor
+from ggml_backend_npu.abi import codecs
 from ggml_backend_npu.abi.convert import same_bytes
-from ggml_backend_npu.numerics import NUMERICS
 from ggml_backend_npu.ops.movers import raw
 
 Floats = NDArray[np.float64]
@@ -108,7 +108,7 @@ def _span(tensor: Tensor) -> NDArray[np.uint8]:
 
 def values(tensor: Tensor) -> Floats:
     """A tensor's elements as float64, (ne3, ne2, ne1, ne0)."""
-    kind = NUMERICS.codec(tensor.type)
+    kind = codecs.bound().codec(tensor.type)
     data = np.ascontiguousarray(raw(tensor)).view(np.uint8).reshape(-1, kind.block_bytes)
     with np.errstate(invalid="ignore"):  # signalling NaN
         return kind.decode(data).astype(np.float64).reshape(tensor.ne[::-1])

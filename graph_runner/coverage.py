@@ -10,10 +10,9 @@ from itertools import pairwise
 from pathlib import Path
 
 import ggml_backend_npu
-from ggml_backend_npu import OPS, Op
+from ggml_backend_npu import Op
 from ggml_backend_npu.abi import convert
 from ggml_backend_npu.abi.plugin import Plugin
-from ggml_backend_npu.device import DEVICE
 from graph_runner.results import types_of
 from graph_runner.session import LEFT_BY_THE_SCHEDULER, Sampler, Session, Settings, context_for
 
@@ -140,8 +139,9 @@ class _Recorder:
             return
         node = convert.node(self._npu.ggml, address)
         on_npu = self._npu.statistics.graphs != self._n_graphs
-        kernel, profile = OPS.kernel_refusal(node), DEVICE.profile.refusal(node)
-        if kernel is None and profile is None and OPS[op].optional and DEVICE.ops != "all":
+        backend = self._npu.backend
+        kernel, profile = backend.kernel_refusal(node), backend.options.profile.refusal(node)
+        if kernel is None and profile is None and not backend.offers(op):
             kernel = TAKEN_WITH_ALL
         why = "; ".join(filter(None, (kernel, profile))) or LEFT_BY_THE_SCHEDULER
         computes = convert.is_to_be_computed(self._npu.ggml, address) and node.dst.n_elements > 0
@@ -150,7 +150,7 @@ class _Recorder:
 
 
 def cover(model: Path, prompt: str, *, settings: Settings | None = None) -> Coverage:
-    """Runs a prompt and one token with the NPU, as DEVICE says it is.
+    """Runs a prompt and one token with the default backend.
 
     settings  of the context; device and n_ctx are set here
 
@@ -183,7 +183,7 @@ def cover(model: Path, prompt: str, *, settings: Settings | None = None) -> Cove
             after = graphs[0].splits_with(ops), graphs[1].splits_with(ops)
         else:
             with (
-                OPS.having(*(Op(name, lambda dst: None) for name in ops)),
+                npu.backend.ops.having(*(Op(name, lambda dst: None) for name in ops)),
                 Session(model, replace(settings, weights=False)) as session,
             ):
                 after = _splits(session)
@@ -194,9 +194,9 @@ def cover(model: Path, prompt: str, *, settings: Settings | None = None) -> Cove
         model=str(model),
         description=description,
         ggml=npu.ggml.version,
-        profile=DEVICE.profile.name,
+        profile=npu.backend.options.profile.name,
         memory="host" if npu.memory is None else "device",
-        device_type=DEVICE.device_type,
+        device_type=npu.backend.options.device_type,
         settings=settings,
         text=prompt,
         n_prompt=len(tokens),

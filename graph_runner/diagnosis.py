@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ggml_backend_npu import Memory, Node, Tensor
+from ggml_backend_npu.abi import codecs
 from ggml_backend_npu.ops import OWN
 from ggml_backend_npu.ops.movers import convert, raw
 from graph_runner import noise
@@ -239,7 +240,7 @@ def _compute(node: Node, mistake: Mistake) -> bool:
             mistake.compute(node.dst)
         elif own is not None:
             sources = (*node.src, *(None,) * own.n_src)[: own.n_src]
-            own.define(node.dst, *sources, **own.keywords(node))
+            own.define(node.dst, *sources, **own.keywords(node, codecs.bound()))
         else:
             values = noise.exact(node)
             if values is None or node.dst.type not in _ROUNDED:

@@ -10,27 +10,22 @@ from __future__ import annotations
 import os
 import sys
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Collection, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import ggml_backend_npu
-from ggml_backend_npu import OPS, Graph, Node, Tensor
-from ggml_backend_npu.abi import codecs, lib
+from ggml_backend_npu import Backend, Graph, Node, Tensor, default_backend
+from ggml_backend_npu.abi import lib
 from ggml_backend_npu.abi.plugin import Plugin
 from ggml_backend_npu.abi.replica import Replica
-from ggml_backend_npu.device import DEVICE
-from ggml_backend_npu.fusion import FUSIONS
-from ggml_backend_npu.numerics import NUMERICS
-from ggml_backend_npu.ops import OWN, strided
+from ggml_backend_npu.ops import strided
 from graph_runner.again import Again
 from graph_runner.console import printable
 from graph_runner.errors import BadInputError, TraceError
 from graph_runner.judge import Judge, Stray
-from graph_runner.kernels import Kernels
-from graph_runner.lockstep import Lockstep, Side
+from graph_runner.lockstep import Lockstep
 from graph_runner.logits import Ending, Endings
 from graph_runner.results import NodeResult
 from graph_runner.rules import Rules
@@ -39,8 +34,6 @@ from graph_runner.state import StateResult
 from graph_runner.trace import Origin, save_nodes
 
 AboutTo = Callable[[str, int, int, Node | None], None]
-
-_OWN_KERNELS = -1  # version of the kernels that this project has, whatever stands in OPS
 
 
 @dataclass
@@ -151,6 +144,7 @@ def run_in_step(
     ops: Collection[str] | None = None,
     reference: str = "CPU",
     device: str = "NPU",
+    backend: Backend | None = None,
     rules: Rules | None = None,
     reproducers: Path | None = None,
     strict: bool = False,
@@ -165,8 +159,9 @@ def run_in_step(
 
     settings   of the contexts, flash attention off where left out; device and n_ctx are set here
     ops        names of the ops and fusions to compute again from the reference's inputs; all, where left out
-    reference  "CPU", or "NPU": its own kernels, node by node
-    device     "NPU" as DEVICE and OPS have it, or "CPU"
+    reference  "CPU", or "NPU": the project's own kernels, node by node
+    device     "NPU", or "CPU"
+    backend    what the NPU is; the default one, where left out
     reproducers  a folder in which the first wrong nodes of each op and type are saved, as traces
     strict     look at every buffer of the device's own run after every node, not only at what the node reads
     repeat     how often the device runs the tokens: a node that is not the same each time is wrong
@@ -177,55 +172,48 @@ def run_in_step(
     begun      called with the result before it has any nodes
     notes      what `device_options` says besides: a user's kernels
 
-    Matrices are multiplied as ggml's CPU does, unless DEVICE was told how. Raises SessionError for a model or settings
-    that llama.cpp refuses.
+    Matrices are multiplied as ggml's CPU does, unless the backend's options say how. Raises SessionError for a model or
+    settings that llama.cpp refuses.
     """
     ggml = lib.ggml()
-    DEVICE.update_from_environment()
-    codecs.bind(ggml)
+    given = backend or default_backend()
+    ours = given.like(options=given.options.to_compare)
+    theirs = Backend("NPU's own kernels", options=replace(ours.options, fusion="off"), numerics=given.numerics)
     strided.make_ready()
 
     def add(node: NodeResult) -> None:
         result.nodes.append(node)
         seen(node)
 
-    npu = ggml_backend_npu.register() if "NPU" in (reference, device) else None
-    fuses = device == "NPU" and DEVICE.fusion == "on"
+    npus = [Plugin(ggml, each) if name == "NPU" else None for name, each in ((reference, theirs), (device, ours))]
+    fuses = device == "NPU" and ours.fuses
     if ops is None and device == "NPU":
-        ops = {*OPS, *(fusion.name for fusion in FUSIONS)}
+        ops = _names(ours)
     threads = (settings and settings.threads) or os.cpu_count() or 1
     chosen = replace(
         settings or Settings(flash_attention="off"), n_ctx=context_for(prompt, steps), threads=threads,
-        gpu_layers=_ALL_LAYERS if DEVICE.device_type == "gpu" else 0,
+        gpu_layers=_ALL_LAYERS if ours.options.device_type == "gpu" else 0,
     )  # fmt: skip
-    matmul = DEVICE.matmul_to_compare
-    options = DEVICE.chosen() | {"matmul": matmul} | dict(notes or {})
-    keeper = _Reproducers(reproducers, Origin("", prompt, reference, ggml.version, NUMERICS.rounding, threads, options))
+    options = ours.options.chosen() | dict(notes or {})
+    rounding = ours.numerics.rounding
+    keeper = _Reproducers(reproducers, Origin("", prompt, reference, ggml.version, rounding, threads, options))
 
-    def opened(settings: Settings, observer: Observer | None) -> Session:
-        return Session(model, settings, observer=observer, counts_nodes=False, progress=progress)
+    def opened(settings: Settings, observer: Observer | None, npu: Plugin | None = npus[1]) -> Session:
+        return Session(model, settings, npu=npu, observer=observer, counts_nodes=False, progress=progress)
 
-    def session(name: str, observer: Observer) -> Session:
-        return opened(replace(chosen, device=_DEVICES[name]), observer)
-
-    with ExitStack() as outer, ExitStack() as stack:
-        if npu is not None:
-            outer.enter_context(_multiplying(npu, matmul))
+    with ExitStack() as stack:
         cpu = stack.enter_context(Replica(ggml, "CPU", threads=threads))
         judge = Judge(
-            ggml, npu, Kernels() if device == "NPU" else cpu, Kernels(OWN) if reference == "NPU" else cpu, ops,
-            rules or Rules(), add, fuses=fuses, packs=device == "NPU" and DEVICE.memory == "device", strict=strict,
+            ggml, npus[1], ours, ours if device == "NPU" else cpu, theirs if reference == "NPU" else cpu, ops,
+            rules or Rules(), add, fuses=fuses, packs=npus[1] is not None and npus[1].memory is not None, strict=strict,
             keep=keeper, about_to=about_to,
         )  # fmt: skip
-        on_device = Side(device, (dict(OPS), OPS.version), DEVICE.fusion)
-        own_kernels = Side("NPU", (dict(OWN), _OWN_KERNELS), "off")
-        steps_of = stack.enter_context(
-            Lockstep(own_kernels if reference == "NPU" else replace(on_device, name=reference), on_device, judge)
-        )
-        second = stack.enter_context(session(device, steps_of.device))
+        steps_of = stack.enter_context(Lockstep(npus[1], judge))
+        second = stack.enter_context(opened(replace(chosen, device=_DEVICES[device]), steps_of.device))
         if reference == "CPU":
             chosen = replace(chosen, without=second.lacks)
-        first = stack.enter_context(session(reference, steps_of.reference))
+        on_reference = replace(chosen, device=_DEVICES[reference])
+        first = stack.enter_context(opened(on_reference, steps_of.reference, npus[0]))
         keeper.origin = replace(keeper.origin, model=first.description)
         tokens = first.tokenize(prompt)
         result = DiffResult(
@@ -239,7 +227,7 @@ def run_in_step(
             steps=steps,
             settings=chosen,
             ggml=ggml.version,
-            rounding=NUMERICS.rounding,
+            rounding=rounding,
             device_options=options,
             strict=strict,
             states=judge.state_results,
@@ -266,7 +254,7 @@ def run_in_step(
             result.ending = endings.ending()
         if result.stopped is None and device == "NPU" and not result.wrong:
             batches = [tokens, *([token] for token in text)]
-            _look_again(result, Again(ggml, opened, chosen, batches), endings, judge.fingerprints, repeat, add)
+            _look_again(result, Again(ggml, opened, ours, chosen, batches), endings, judge.fingerprints, repeat, add)
     return result
 
 
@@ -290,24 +278,20 @@ def _look_again(
         result.ending = again.natural(result.ending, first, result.nodes)
 
 
-@contextmanager
-def _multiplying(npu: Plugin, how: str) -> Iterator[None]:
-    """Plans are made for one way of multiplying matrices, and not kept."""
-    npu.forget_plans()
-    with DEVICE.multiplying(how):
-        yield
-    npu.forget_plans()
-
-
 _ALL_LAYERS = 999
 _DEVICES: dict[str, DeviceName] = {"CPU": "cpu", "NPU": "npu"}
 
 
-def chosen_ops(ops: str | None) -> set[str] | None:
-    """Names of ops and fusions out of a text with commas between them. Raises BadInputError for one that nobody has."""
+def _names(backend: Backend) -> set[str]:
+    return {*backend.ops, *(fusion.name for fusion in backend.fusions)}
+
+
+def chosen_ops(ops: str | None, backend: Backend) -> set[str] | None:
+    """Names of a backend's ops and fusions out of a text with commas between them. Raises BadInputError for one that
+    it does not have."""
     if ops is None:
         return None
-    known = {name.upper(): name for name in (*OPS, *(fusion.name for fusion in FUSIONS))}
+    known = {name.upper(): name for name in _names(backend)}
     chosen = {name.strip().upper() for name in ops.split(",") if name.strip()}
     unknown = sorted(chosen - set(known)) or ([ops] if not chosen else [])
     if unknown:

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+from quant.errors import UserError
 
-class SessionError(Exception):
+
+class SessionError(UserError):
     """A model that cannot be loaded or run: one line that names what and why."""
 
 
-class TraceError(Exception):
+class TraceError(UserError):
     """A trace that cannot be written, read or used: one line that names the file and why."""
 
 
-class BenchError(Exception):
+class BenchError(UserError):
     """A plot of a benchmark that cannot be made: one line that names the file and why."""
 
 
-class BadInputError(Exception):
+class BadInputError(UserError):
     """What the user gave to a command cannot be used: one line."""
 
 
@@ -27,5 +29,5 @@ class InternalError(Exception):
         self.add_note(trace)
 
 
-class SuiteError(Exception):
+class SuiteError(UserError):
     """ggml's programs cannot be built, or did not run to their end: one line that says why."""

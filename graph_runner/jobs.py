@@ -14,6 +14,7 @@ from graph_runner.console import printable
 from graph_runner.errors import SessionError, TraceError
 
 if TYPE_CHECKING:
+    from ggml_backend_npu import Backend
     from graph_runner.diff import DiffResult
     from graph_runner.results import NodeResult
     from graph_runner.trace import ReplayResult
@@ -26,20 +27,23 @@ class NpuOptions:
     options: dict[str, str | None]
     kernels: tuple[Path, ...] = ()
 
-    def use(self) -> None:
-        """Makes it so in this process, and says on stderr what the files registered."""
-        from ggml_backend_npu import DEVICE
-        from ggml_backend_npu.kernels import load_kernels
+    def use(self) -> Backend:
+        """Makes the default backend so, and says on stderr what the files registered."""
+        from ggml_backend_npu import default_backend
+        from ggml_backend_npu.kernel_files import load_kernels
 
-        DEVICE.update(self.options)
-        DEVICE.check()
+        backend = default_backend()
+        chosen = backend.options.updated(self.options)
+        chosen.check()
+        backend.options = chosen
         for path in self._files:
-            ops = ", ".join(f"{name} ({how})" for name, how in load_kernels(path).items())
+            ops = ", ".join(f"{name} ({how})" for name, how in load_kernels(path, backend).items())
             print(printable(f"kernels of {path}: {ops}"), file=sys.stderr)
+        return backend
 
     @property
     def _files(self) -> Sequence[Path]:
-        from ggml_backend_npu.kernels import named_by_the_environment
+        from ggml_backend_npu.kernel_files import named_by_the_environment
 
         return self.kernels or named_by_the_environment()
 
@@ -67,14 +71,15 @@ class DiffJob:
         from graph_runner.diff import chosen_ops, diff
         from graph_runner.rules import Rules
 
-        self.device.use()
+        backend = self.device.use()
 
         def about_to(*what: Any) -> None:
             if trail is not None:
                 trail.about_to(*what)
 
         result = diff(
-            self.model, self.prompt, ops=chosen_ops(self.ops), rules=Rules(self.rules), begun=send, seen=send,
+            self.model, self.prompt, ops=chosen_ops(self.ops, backend), backend=backend,
+            rules=Rules(self.rules, backend.ops), begun=send, seen=send,
             about_to=about_to, notes=self.device.described, **self.arguments,
         )  # fmt: skip
         return result if trail is None else replace(result, nodes=[])
@@ -174,17 +179,23 @@ class ReplayJob:
 
     def __call__(self, send: Callable[[object], None], trail: Trail | None = None) -> ReplayResult:
         import ggml_backend_npu
-        from graph_runner.kernels import NPU
         from graph_runner.rules import Rules
-        from graph_runner.trace import read_trace, replay
+        from graph_runner.trace import NPU, read_trace, replay
 
         recorded = read_trace(self.path).origin.options
         chosen = {name: value for name, value in self.device.options.items() if value is not None}
-        replace(self.device, options={**_known(recorded), **chosen}).use()
+        backend = replace(self.device, options={**_known(recorded), **chosen}).use()
         if self.arguments.get("device", NPU).upper() != NPU:
-            ggml_backend_npu.register()  # so that it is among the devices that ggml has
+            ggml_backend_npu.register(backend)  # so that it is among the devices that ggml has
         about_to = trail.about_to if trail is not None else _nothing
-        return replay(self.path, rules=Rules(self.rules), about_to=about_to, seen=send, **self.arguments)
+        return replay(
+            self.path,
+            backend=backend,
+            rules=Rules(self.rules, backend.ops),
+            about_to=about_to,
+            seen=send,
+            **self.arguments,
+        )
 
 
 def _nothing(*_: object) -> None:
@@ -193,7 +204,7 @@ def _nothing(*_: object) -> None:
 
 def _known(options: dict[str, str]) -> dict[str, str]:
     """Of a trace's options those that the device has; its profile only where that is no file."""
-    from ggml_backend_npu.device import OPTIONS
+    from ggml_backend_npu.options import OPTIONS
 
     return {
         name: value

@@ -7,23 +7,21 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from ggml_backend_npu import Graph, Memory, Node, Tensor
+from ggml_backend_npu import Backend, Graph, Memory, Node, Tensor
 from ggml_backend_npu.abi import convert
 from ggml_backend_npu.abi.lib import Ggml
 from ggml_backend_npu.abi.plugin import Plugin
 from ggml_backend_npu.abi.replica import Replica
-from ggml_backend_npu.fusion import FUSIONS
 from ggml_backend_npu.ops import OWN
 from graph_runner.blocks import compare_blocks
 from graph_runner.compare import Comparison, Heat, compare, heat
 from graph_runner.contents import Changed, digest_of
 from graph_runner.copies import Copied, Layout, restored, span
 from graph_runner.diagnosis import diagnose, quantised_values
-from graph_runner.kernels import Kernels, failure_of
 from graph_runner.noise import noise_multiple
 from graph_runner.own import Mirrored, OwnRun, Together
 from graph_runner.reproduce import backend_ops_line
-from graph_runner.results import ISOLATED, OWN_RUN, NodeResult, Verdict, types_of
+from graph_runner.results import ISOLATED, OWN_RUN, NodeResult, Verdict, failure_of, types_of
 from graph_runner.rules import Rules
 from graph_runner.session import SessionError
 from graph_runner.spans import Spans, copy
@@ -111,6 +109,7 @@ class _Known:
 class Judge:
     """Judges each node of two runs in step.
 
+    npu        the device, where it is ours; backend: what it, or an NPU, runs as one
     computer   who computes a node again
     reference  the reference, as one that computes a node
     ops        that are computed again; all, where None
@@ -125,8 +124,9 @@ class Judge:
         self,
         ggml: Ggml,
         npu: Plugin | None,
-        computer: Kernels | Replica,
-        reference: Kernels | Replica,
+        backend: Backend,
+        computer: Backend | Replica,
+        reference: Backend | Replica,
         ops: Collection[str] | None,
         rules: Rules,
         seen: Callable[[NodeResult], None],
@@ -156,12 +156,13 @@ class Judge:
         self.strays: list[Stray] = []
         self.fingerprints: dict[tuple[int, int], int] = {}  # of what nodes of the own run gave, by step and place
         self.own = OwnRun(
-            ggml, npu, reference, computer, lambda: (self._before, self._place), fuses=fuses, strict=strict
+            ggml, npu, backend, reference, computer, lambda: (self._before, self._place), fuses=fuses, strict=strict
         )
         # what is taken to be the error of a result inside of a span, which the device does not make
         self._within_span = 1e-14 if fuses else 0.0
         self._spans = Spans(
-            [fusion for fusion in FUSIONS if fuses and (ops is None or fusion.name in ops)],
+            backend,
+            [fusion for fusion in backend.fusions if fuses and (ops is None or fusion.name in ops)],
             rules,
             seen,
             self._keep.span,
@@ -424,5 +425,5 @@ def _as_laid_out(tensor: Tensor, like: Tensor) -> Tensor:
     if plain.nb == like.nb:
         return plain
     laid_out = copy(like)
-    OWN["CPY"].define(laid_out, plain)
+    OWN["CONT"].define(laid_out, plain)
     return laid_out

@@ -11,58 +11,18 @@ import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
 from typing import Any, Protocol
 
 from greenlet import getcurrent, greenlet
 
-import ggml_backend_npu
-from ggml_backend_npu import OPS
 from ggml_backend_npu.abi import convert, lib
 from ggml_backend_npu.abi.guard import INTERRUPTS
-from ggml_backend_npu.device import DEVICE
-from ggml_backend_npu.registry import Op
+from ggml_backend_npu.abi.plugin import Plugin
 from graph_runner.session import Session, SessionError
 
 _ENDED = 1 << 62
-
-
-@dataclass(frozen=True)
-class Side:
-    """Who computes a run.
-
-    name    of a ggml device: "CPU", "NPU", ...
-    ops     kernels of the NPU, and a number that tells them from others
-    fusion  "on" or "off", of the NPU
-    """
-
-    name: str
-    ops: tuple[dict[str, Op], int]
-    fusion: str = "on"
-
-    @property
-    def is_npu(self) -> bool:
-        return self.name == "NPU"
-
-    def begin_turn(self) -> None:
-        """Makes the process's one NPU this side's."""
-        if OPS.version == self.ops[1] and DEVICE.fusion == self.fusion and self._is_active():
-            return
-        if ggml_backend_npu.register.cache_info().currsize:
-            ggml_backend_npu.register().active = self.is_npu
-        OPS.use(*self.ops)
-        DEVICE.fusion = self.fusion
-
-    def _is_active(self) -> bool:
-        registered = ggml_backend_npu.register.cache_info().currsize
-        return not registered or ggml_backend_npu.register().active == self.is_npu
-
-    def halt(self, reason: str | None) -> None:
-        """The NPU fails with this reason, if any, instead of computing anything more."""
-        if self.is_npu:
-            ggml_backend_npu.register().halted = reason
 
 
 @contextmanager
@@ -102,19 +62,18 @@ class Onlooker(Protocol):
 class Lockstep:
     """The observers of both runs, and what makes them wait for each other.
 
+    npu      the device, where it is ours: it fails where the judge says that it must not compute
     judge    what looks on
     stopped  why the device's run came to an end before the reference's, or None
     """
 
     def __init__(
         self,
-        reference: Side,
-        device: Side,
+        npu: Plugin | None,
         judge: Onlooker,
     ) -> None:
-        self.reference = _Runner(self, reference)
-        self.device = _Runner(self, device)
-        self._judge = judge
+        self.reference, self.device = _Runner(self), _Runner(self)
+        self._npu, self._judge = npu, judge
         self.stopped: str | None = None
         self._failed = False
 
@@ -125,7 +84,6 @@ class Lockstep:
         self._main, self._other = getcurrent(), greenlet(partial(self._decode_device, device, tokens))
         with _handlers_of_interrupts_stay():
             try:
-                self.reference.side.begin_turn()
                 reference.decode(tokens)
             except BaseException:
                 self._failed = True
@@ -140,11 +98,9 @@ class Lockstep:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.device.side.halt(None)
-        self.device.side.begin_turn()
+        self._halt(None)
 
     def _decode_device(self, device: Session, tokens: list[int]) -> None:
-        self.device.side.begin_turn()
         try:
             if not self._failed and self.stopped is None:
                 device.decode(tokens)
@@ -156,7 +112,10 @@ class Lockstep:
     def _let_device_go_on(self) -> None:
         """Until it has computed a node that it computes alone, or the last one."""
         self._other.switch()
-        self.reference.side.begin_turn()
+
+    def _halt(self, reason: str | None) -> None:
+        if self._npu is not None:
+            self._npu.halted = reason
 
     def wants(self, runner: _Runner, address: int) -> bool:
         """A runner is about to compute a node."""
@@ -167,8 +126,7 @@ class Lockstep:
         runner.place += 1
         if runner is self.device:
             return self._judge.own_before(address, runner.place)
-        with self._as_device():
-            self._judge.before(address, runner.place)
+        self._judge.before(address, runner.place)
         return True
 
     def done(self, runner: _Runner, address: int) -> None:
@@ -177,34 +135,20 @@ class Lockstep:
         if runner is self.device:
             self._judge.own_after()
             self._main.switch()
-            self.device.side.begin_turn()
             return
-        with self._as_device():
-            reason = self._judge.between()
+        reason = self._judge.between()
         while self.device.place < runner.place:
-            self.device.side.halt(reason)
+            self._halt(reason)
             self._let_device_go_on()
         same = self.device.place == runner.place
-        with self._as_device():
-            self._judge.after(address, runner.place, self.device.address if same else None)
-
-    @contextmanager
-    def _as_device(self) -> Iterator[None]:
-        """Nodes are computed again by the device, in the reference's turn."""
-        if not self.reference.side.is_npu:  # it leaves the kernels as they are
-            yield
-            return
-        self.device.side.begin_turn()
-        yield
-        self.reference.side.begin_turn()
+        self._judge.after(address, runner.place, self.device.address if same else None)
 
 
 class _Runner:
     """The observer of one run: its place among the nodes that compute something, and the node that it is behind."""
 
-    def __init__(self, lockstep: Lockstep, side: Side) -> None:
+    def __init__(self, lockstep: Lockstep) -> None:
         self._lockstep = lockstep
-        self.side = side
         self.place = -1
         self.address = 0
 

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ggml_backend_npu import Node, Tensor
+from ggml_backend_npu.abi import codecs
 from ggml_backend_npu.ir import Dims
 from ggml_backend_npu.ops import OWN
 from ggml_backend_npu.ops.glu import Glu
@@ -267,7 +268,9 @@ def _off_by(node: Node, index: int, rows: NDArray[Any], n_rows: int, step: int) 
             for i3, i2 in np.ndindex(src.ne[3], src.ne[2]):
                 batch = (0, i3 % ids.ne[2], i2 % ids.ne[1])
                 kept = ~outside[batch]
-                raw(dst)[i3, i2, moved[batch][kept]] = convert(raw(src)[i3, i2, kept], src.type, dst.type, rows=True)
+                raw(dst)[i3, i2, moved[batch][kept]] = convert(
+                    raw(src)[i3, i2, kept], src.type, dst.type, rows=True, numerics=codecs.bound()
+                )
 
         yield Mistake(text, node, compute)
 

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ggml_backend_npu import Node, Tensor
-from ggml_backend_npu.numerics import NUMERICS
+from ggml_backend_npu.abi import codecs
 from ggml_backend_npu.ops import OWN
 from ggml_backend_npu.ops.attention import FlashAttn
 from ggml_backend_npu.ops.deepseek import HcPre
@@ -106,7 +106,7 @@ def _defined(node: Node, src: Sources) -> Exact:
     own = OWN[node.op]
     dst = Tensor.of(np.empty(node.dst.ne[::-1]), "f64")
     wide = [x if x is None or x.type == "i32" else Tensor.of(values(x), "f64") for x in src]
-    own.define(dst, *(*wide, *(None,) * own.n_src)[: own.n_src], **own.keywords(node))
+    own.define(dst, *(*wide, *(None,) * own.n_src)[: own.n_src], **own.keywords(node, codecs.bound()))
     return dst.view()
 
 
@@ -143,7 +143,7 @@ def _rms(error: Exact) -> float:
 
 def _decoded(tensor: Tensor, view: NDArray[np.generic]) -> Exact:
     """Values of a part of `raw(tensor)`."""
-    kind = NUMERICS.codec(tensor.type)
+    kind = codecs.bound().codec(tensor.type)
     if kind.dtype is not None and tensor.type != "bf16":
         with np.errstate(invalid="ignore"):  # signalling NaNs
             return view.astype(np.float64)

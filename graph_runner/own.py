@@ -6,17 +6,15 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
-from ggml_backend_npu import Graph, Node, Tensor
+from ggml_backend_npu import Backend, Graph, Node, Tensor
 from ggml_backend_npu.abi import convert
 from ggml_backend_npu.abi.convert import Read, Storage, same_bytes
 from ggml_backend_npu.abi.lib import Ggml
 from ggml_backend_npu.abi.plugin import Plugin
 from ggml_backend_npu.abi.replica import Replica
-from ggml_backend_npu.fusion import FUSIONS, longest
 from ggml_backend_npu.packed import Packed
 from graph_runner.contents import Changed, Contents, Rest
 from graph_runner.copies import continues_dst, is_read, span
-from graph_runner.kernels import Kernels
 from graph_runner.rules import FREE_ORDERS
 from graph_runner.spans import Chain, Collected, between_gaps_of, copy
 
@@ -75,6 +73,7 @@ class Mirrored:
 class OwnRun:
     """Watches the device's own run, node by node.
 
+    backend    whose patterns of nodes run as one
     computer   the reference as one that computes a node
     device     the device as one that does
     reference  the node that it has just computed, over what it read, and the node's place
@@ -85,19 +84,21 @@ class OwnRun:
         self,
         ggml: Ggml,
         npu: Plugin | None,
-        computer: Kernels | Replica,
-        device: Kernels | Replica,
+        backend: Backend,
+        computer: Backend | Replica,
+        device: Backend | Replica,
         reference: Callable[[], tuple[Node, int]],
         *,
         fuses: bool,
         strict: bool,
     ) -> None:
-        self._ggml, self._npu, self._computer, self._device = ggml, npu, computer, device
+        self._ggml, self._npu, self._backend = ggml, npu, backend
+        self._computer, self._device = computer, device
         self._reference = reference
         self._fuses, self._strict = fuses, strict
         self._reader = convert.Reader(ggml, self._packed)
         self._n_moves = 0
-        self._chain = Chain(FUSIONS)
+        self._chain = Chain(backend, backend.fusions)
         self._contents = Contents()
         self._constants: dict[tuple[int, int], bool] = {}  # whether they are alike, by where they lie in both runs
         self._rest: Rest | None = None
@@ -188,7 +189,7 @@ class OwnRun:
         ]
 
     def _results(
-        self, graph: Graph, outputs: list[Tensor], gone: list[bool], orders: Kernels | Replica
+        self, graph: Graph, outputs: list[Tensor], gone: list[bool], orders: Backend | Replica
     ) -> Iterator[tuple[int, Tensor, Tensor]]:
         """Of nodes that ran together, by their place: what is expected, and what is there. Of a span that may have run
         as one operator, what that writes; of others what no node after them wrote over. A node goes on from what is
@@ -197,7 +198,7 @@ class OwnRun:
         gone    whether a node after it wrote over a result
         orders  who computes what has more than one right order, where the result is gone
         """
-        found = longest(graph, 0)
+        found = self._backend.longest_fusion(graph, 0)
         fused = {} if found is None else found[1].written
         n_fused = 0 if found is None else len(found[0].ops)
         for place, (node, output) in enumerate(zip(graph.nodes, outputs, strict=True)):

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 import quant
 from ggml_backend_npu import Node, Tensor
-from ggml_backend_npu.numerics import NUMERICS
+from ggml_backend_npu.abi import codecs
 from ggml_backend_npu.ops.attention import FlashAttn
 from ggml_backend_npu.ops.deepseek import HcComb, HcPre
 from ggml_backend_npu.ops.elementwise import Arange, Scale
@@ -54,7 +54,7 @@ def tensor(type: str, x: NDArray[Any]) -> Tensor:
 def _any_blocks(kind: Codec, n: int) -> NDArray[np.uint8]:
     blocks = np.random.default_rng(n).integers(0, 256, (n, kind.block_bytes), dtype=np.uint8)
     with np.errstate(all="ignore"):
-        blocks[~(np.abs(NUMERICS.codec(kind.name).decode(blocks)) < _LARGE).all(axis=1)] = 0
+        blocks[~(np.abs(codecs.bound().codec(kind.name).decode(blocks)) < _LARGE).all(axis=1)] = 0
     return blocks
 
 

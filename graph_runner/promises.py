@@ -19,14 +19,14 @@ from pathlib import Path
 import numpy as np
 import xxhash
 
-from ggml_backend_npu import DEVICE, Node
+from ggml_backend_npu import Node
 from ggml_backend_npu.abi import codecs, lib
 from ggml_backend_npu.abi.replica import Replica
+from ggml_backend_npu.numerics import Numerics
 from ggml_backend_npu.ops import OWN, strided
 from ggml_backend_npu.ops.elementwise import Scale
 from ggml_backend_npu.ops.norms import Norm
 from ggml_backend_npu.ops.recurrent import LinearAttn
-from ggml_backend_npu.registry import OPS
 from graph_runner import probes
 from graph_runner.compare import compare
 from graph_runner.files import write_file
@@ -203,33 +203,26 @@ def _probes() -> dict[str, _Probe]:
     return {probe.name: probe for probes in (_MEASURED | others).values() for probe in probes}
 
 
+@cache
 def holds(name: str) -> bool:
-    """Whether the kernels give the bytes of the bound ggml's CPU, of nodes by the name of an op and which of them."""
-    return _measured({name})[name]
-
-
-_found: dict[str, bool] = {}
-
-
-def _measured(names: Collection[str]) -> dict[str, bool]:
-    """What `holds`, of these and of all that was asked for before."""
+    """Whether the kernels give the bytes of the bound ggml's CPU, of nodes by the name of an op and which of them.
+    Measured once, and kept beside the compiled kernels."""
     ggml = lib.ggml()
     kept = cache_directory() / f"promises-{_identity(ggml)}.json"
-    if not _found:
-        with suppress(OSError, ValueError):
-            _found.update({name: holds is True for name, holds in json.loads(kept.read_text()).items()})
-    missing = sorted(names - _found.keys())
-    if missing:
-        codecs.bind(ggml)
+    found: dict[str, bool] = {}
+    with suppress(OSError, ValueError):
+        found = {name: holds is True for name, holds in json.loads(kept.read_text()).items()}
+    if name not in found:
         strided.make_ready()
-        with Replica(ggml, "CPU") as cpu, DEVICE.multiplying("exact"):
-            for name in missing:
-                _found[name] = all(_is_equal(cpu, each) for each in _probes()[name].nodes())
+        exactly = replace(codecs.bound(), matmul="exact")
+        with Replica(ggml, "CPU") as cpu:
+            found[name] = all(_is_equal(cpu, exactly, each) for each in _probes()[name].nodes())
         with suppress(OSError):
-            write_file(kept, json.dumps(_found, indent=1).encode())
-    return _found
+            write_file(kept, json.dumps(found, indent=1).encode())
+    return found[name]
 
 
+@cache
 def _identity(ggml: lib.Ggml) -> str:
     """Of a ggml, of what kernels are compiled for, and of what is measured."""
     sources = [Path(file).read_bytes() for file in (__file__, probes.__file__)]
@@ -237,19 +230,19 @@ def _identity(ggml: lib.Ggml) -> str:
     return xxhash.xxh3_64_hexdigest(b"\0".join(parts))
 
 
-def _is_equal(cpu: Replica, of: Node) -> bool:
+def _is_equal(cpu: Replica, numerics: Numerics, of: Node) -> bool:
     """Whether the CPU and the kernels give the same bytes."""
     expected, actual = copy(of.dst), copy(of.dst)
     cpu.compute(replace(of, dst=expected))
-    OWN[of.op].bind(replace(of, dst=actual))()
+    OWN[of.op].bind(replace(of, dst=actual), numerics)()
     return bool(compare(expected, actual))
 
 
 def promises(ops: Collection[str] | None = None) -> list[Promise]:
     """Of these ops, or of all that the device has, on this machine."""
-    wanted = {*OWN} & {*(OPS if ops is None else ops)}
+    wanted = {*OWN} & {*(OWN if ops is None else ops)}
     chosen = {name: probe for name, probe in _probes().items() if probe.op in wanted}
-    rules, held = Rules(), _measured(chosen.keys())
+    rules, held = Rules(), {name: holds(name) for name in chosen}
     found = [Promise(op, "", *_unmeasured(op, rules)) for op in wanted - {probe.op for probe in chosen.values()}]
     found += [Promise(probe.op, probe.of, held[name], _why(probe, held[name], rules)) for name, probe in chosen.items()]
     return sorted(found, key=lambda each: (each.op, each.of))

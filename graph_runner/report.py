@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 from rich.markup import escape
 
-from ggml_backend_npu.device import DEVICE
 from graph_runner.console import Console, table
 
 if TYPE_CHECKING:  # a replay on the NPU reports without llama.cpp
@@ -43,7 +42,7 @@ def print_run(
     if runner is not None:
         line = f"tokens: {runner.n_run:,} without llama.cpp's graph, {runner.n_asked:,} to get it"
         console.print(line, highlight=False)
-    elif DEVICE.ops == "all" and session.npu is not None:
+    elif session.npu is not None and session.npu.backend.options.ops == "all":
         console.print(_coverage_line(session), highlight=False, markup=False, soft_wrap=True)
     generated = len(times) - 1
     if generated:

@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-from ggml_backend_npu import OPS, Node
+from ggml_backend_npu import KernelError, Node
+from ggml_backend_npu.ops import OWN
+from ggml_backend_npu.registry import said_by
 from graph_runner.blocks import BlockComparison
 from graph_runner.compare import Comparison, Heat
 
@@ -92,5 +94,10 @@ class NodeResult:
 
 def types_of(node: Node) -> str:
     """The types of the sources that the NPU's kernel reads, or of all where there is none, and of the output."""
-    sources = node.src[: OPS[node.op].n_src] if node.op in OPS else node.src
+    sources = node.src[: OWN[node.op].n_src] if node.op in OWN else node.src
     return " ".join(source.type for source in sources if source is not None) + f" -> {node.dst.type}"
+
+
+def failure_of(error: BaseException) -> str:
+    """What a kernel raised, in a line, with the file and the line of it where that was no KernelError."""
+    return str(error) if isinstance(error, KernelError) else said_by(error)

@@ -9,21 +9,23 @@ from __future__ import annotations
 
 import math
 import tomllib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from ggml_backend_npu import OPS, Node, Tensor
+from ggml_backend_npu import Node, Tensor
 from ggml_backend_npu.abi.lib import ggml
 from ggml_backend_npu.fusion import FUSIONS
+from ggml_backend_npu.ops import OWN
 from ggml_backend_npu.ops.movers import raw
 from ggml_backend_npu.ops.routing import ASCENDING, Argsort
 from graph_runner import noise
 from graph_runner.compare import Comparison
 from graph_runner.noise import Exact, values
 from quant import type_names
+from quant.errors import UserError
 
 GPU = "gpu"
 
@@ -37,7 +39,7 @@ _ROUNDING = {"f16": (10, -14, 65520.0), "bf16": (7, -126, 3.3961775e38)}
 Bounds = dict[str, float]
 
 
-class ToleranceError(Exception):
+class ToleranceError(UserError):
     """A table that cannot be used: one line that names the file, the key and its value."""
 
 
@@ -46,16 +48,17 @@ class Rules:
 
     extra  a TOML file of the form of tolerances.toml, of which each value takes the place of ours; or "gpu", for
            devices that compute in half floats
+    ops    that it may name besides those of tolerances.toml
 
     Raises ToleranceError for a file that is none.
     """
 
-    def __init__(self, extra: str | Path | None = None) -> None:
+    def __init__(self, extra: str | Path | None = None, ops: Iterable[str] = OWN) -> None:
         self._table = _read(Path(__file__).with_name("tolerances.toml"))
         if extra is not None:
             path = _PRESETS.get(str(extra), Path(extra))
             added = _read(path)
-            _check_names(path, added, {*self._table, *OPS, *(fusion.name for fusion in FUSIONS)})
+            _check_names(path, added, {*self._table, *ops, *(fusion.name for fusion in FUSIONS)})
             for op, bounds in added.items():
                 self._table[op] = self._table.get(op, {}) | bounds
 

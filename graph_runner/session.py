@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
-import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -20,12 +19,11 @@ from numba import types
 from numpy.typing import NDArray
 
 import ggml_backend_npu
-from ggml_backend_npu import OPS
+from ggml_backend_npu import Backend, Options
 from ggml_backend_npu.abi import convert, lib, structs
 from ggml_backend_npu.abi.crash import crashes_told
 from ggml_backend_npu.abi.guard import Failures, interrupts_wait, stopped_by_interrupts
-from ggml_backend_npu.abi.plugin import PROBED, Context
-from ggml_backend_npu.device import DEVICE
+from ggml_backend_npu.abi.plugin import PROBED, Context, Plugin, alone
 from graph_runner import endings
 from graph_runner.console import printable
 from graph_runner.errors import SessionError as SessionError
@@ -125,7 +123,6 @@ class _Log:
 
 
 _log = _Log()
-_opening = threading.Lock()  # a new context is told by being new
 
 
 @callback(types.boolean(types.intp, types.boolean, types.intp))
@@ -163,6 +160,9 @@ class Session:
 
     lacks     fused ops that llama.cpp computes by others, since they are not on the device of the layers
 
+    npu       what takes the nodes of a session on the NPU, registered with ggml or not; the default backend, where left
+              out. No other backend of ours is in the context
+
     observer  sees every node; without one, nodes are counted in `nodes`, where they are to be
     progress  called with 0..1 while the model loads
     """
@@ -172,6 +172,7 @@ class Session:
         model: Path,
         settings: Settings,
         *,
+        npu: Plugin | None = None,
         observer: Observer | None = None,
         counts_nodes: bool = True,
         progress: Callable[[float], None] | None = None,
@@ -184,7 +185,9 @@ class Session:
         self._counts = np.zeros((len(self.ggml.ops) + 1, _FUNCTIONS_PER_OP), np.int64)
         types_kv = [self._type_number(name) for name in (settings.cache_type_k, settings.cache_type_v)]
         self._check_settings()
-        self.npu = ggml_backend_npu.register() if settings.device == "npu" else None
+        self.npu = (npu or ggml_backend_npu.register()) if settings.device == "npu" else None
+        self._lacking = self._without(settings.without) if settings.without and self.npu is None else None
+        self._failures = self.npu.failures if self.npu is not None else Failures()
         self.npu_context: Context | None = None
         llama_cpp.llama_backend_init()
         self._told = ExitStack()
@@ -231,7 +234,7 @@ class Session:
             self._progress = llama_cpp.llama_progress_callback(lambda done, _: (progress(done), True)[1])
             params.progress_callback = self._progress
         _log.clear()
-        with self._inside():
+        with alone(self.ggml, self.npu), self._inside():
             self._model = llama_cpp.llama_model_load_from_file(str(model).encode(), params)
         if not self._model:
             raise SessionError(f"model {str(model)!r}: {_log.reason()}")
@@ -245,7 +248,7 @@ class Session:
 
     def _takes(self, op: str) -> bool:
         """Whether the NPU has the op and is to take it."""
-        return self.npu is not None and op in OPS and (DEVICE.ops == "all" or not OPS[op].optional)
+        return self.npu is not None and op in self.npu.backend.ops and self.npu.backend.offers(op)
 
     def _flash_attention(self) -> int:
         """llama.cpp's "auto" is off where the op is not on the device of the layers, which an ACCEL device is not."""
@@ -272,7 +275,7 @@ class Session:
             params.cb_eval = ctypes.cast(_count_node.address, type(params.cb_eval))
             params.cb_eval_user_data = self._counts.ctypes.data
         _log.clear()
-        with _opening, self._inside():
+        with alone(self.ggml, self._lacking or self.npu), self._inside():
             if self.npu is not None:
                 self.npu.refusals.clear()
                 self.npu.broken = None
@@ -292,39 +295,30 @@ class Session:
         self._graph_line = _log.find("splits =")
         self.lacks = frozenset(op for name, op in _FUSED.items() if _log.find(f"{name} not supported, set to disabled"))
 
+    def _without(self, ops: frozenset[str]) -> Plugin:
+        """A device that says that it computes ops, while the context is made, and takes none."""
+        return Plugin(self.ggml, Backend(f"without {' '.join(sorted(ops))}", ops=(), options=Options()))
+
     @contextmanager
     def _answering_probes(self) -> Iterator[None]:
         """While a context is made llama.cpp asks who computes ops that it may do without: where that is not the device
         of the layers, its graph has other ops in their place."""
-        without = self.settings.without if self.npu is None else frozenset()
-        npu = ggml_backend_npu.register() if without else self.npu
+        npu = self._lacking or self.npu
         if npu is None:
             yield
             return
-        npu.claims, npu.poses = without or (PROBED if self.settings.gpu_layers else frozenset()), bool(without)
+        npu.claims = self.settings.without or (PROBED if self.settings.gpu_layers else frozenset())
         try:
             yield
         finally:
-            npu.claims, npu.poses = None, False
+            npu.claims = None
 
     @contextmanager
     def _inside(self) -> Iterator[None]:
-        """While llama.cpp runs: the NPU takes nodes or, in a session on the CPU, none, and an interrupt waits.
-
-        What a callback turned into a failure is not printed there: it is raised here.
-        """
-        npu = ggml_backend_npu.register() if ggml_backend_npu.register.cache_info().currsize else None
-        active, printed = npu is not None and npu.active, Failures.printed
-        Failures.message, Failures.printed = None, False
-        with interrupts_wait():
-            try:
-                if npu is not None:
-                    npu.active = self.npu is not None
-                yield
-            finally:
-                Failures.printed = printed
-                if npu is not None:
-                    npu.active = active
+        """While llama.cpp runs an interrupt waits, and what a callback turned into a failure is not printed there: it
+        is raised here."""
+        with interrupts_wait(self._failures), self._failures.told_by_the_caller():
+            yield
 
     @stopped_by_interrupts
     def _observe(self, node: int, ask: bool, _: Any) -> bool:
@@ -445,7 +439,7 @@ class Session:
             if self.npu is not None and self.npu.broken is not None:
                 raise SessionError(self.npu.broken)
             if status != 0:
-                raise SessionError(Failures.message or f"llama.cpp failed to decode: {_log.reason()}")
+                raise SessionError(self._failures.message or f"llama.cpp failed to decode: {_log.reason()}")
 
     def save(self) -> bytes:
         """The state of the context: tokens' keys and values, recurrent states."""

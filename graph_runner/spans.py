@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 
-from ggml_backend_npu import OPS, Graph, Memory, Node, Tensor
+from ggml_backend_npu import Backend, Graph, Memory, Node, Tensor
 from ggml_backend_npu.abi import convert
 from ggml_backend_npu.abi.fenced import ALIGNMENT, fenced, is_damaged
-from ggml_backend_npu.fusion import Fusion, longest
+from ggml_backend_npu.fusion import Fusion
 from graph_runner.compare import Comparison, compare, heat
 from graph_runner.copies import blank
 from graph_runner.results import NodeResult, Verdict
@@ -16,11 +16,11 @@ from graph_runner.rules import Rules
 
 
 class Chain:
-    """The ops of the last nodes, as far as they are the beginning of a fusion."""
+    """The ops of the last nodes, as far as they are the beginning of a fusion of a backend's."""
 
-    def __init__(self, fusions: Collection[Fusion]) -> None:
+    def __init__(self, backend: Backend, fusions: Collection[Fusion]) -> None:
         names = [fusion.op_names for fusion in fusions]
-        self._fusions = fusions
+        self._backend, self._fusions = backend, fusions
         self._beginnings = {ops[:n] for ops in names for n in range(1, len(ops) + 1)}
         self._unfinished = {ops[:n] for ops in names for n in range(1, len(ops))}
         self._ops: tuple[str, ...] = ()
@@ -48,7 +48,8 @@ class Chain:
         return ended
 
     def _is_fused_alone(self, node: Node) -> bool:
-        return longest(Graph((node,), ((None,) * len(node.src),), ((),)), 0, self._fusions) is not None
+        alone = Graph((node,), ((None,) * len(node.src),), ((),))
+        return self._backend.longest_fusion(alone, 0, self._fusions) is not None
 
 
 @dataclass
@@ -140,6 +141,7 @@ class Spans:
 
     def __init__(
         self,
+        backend: Backend,
         fusions: Collection[Fusion],
         rules: Rules,
         seen: Callable[[NodeResult], None],
@@ -147,8 +149,8 @@ class Spans:
         about_to: Callable[[str, int, int, Node], None],
     ) -> None:
         self._rules, self._seen, self._save, self._about_to = rules, seen, save, about_to
-        self._fusions = fusions
-        self._chain = Chain(fusions)
+        self._backend, self._fusions = backend, fusions
+        self._chain = Chain(backend, fusions)
         self._collected = Collected()
         self._step = 0
 
@@ -160,7 +162,7 @@ class Spans:
             self.finish()
         if not self._chain.continues(node.op):
             return
-        if OPS.refusal(node) is not None:
+        if self._backend.refusal(node) is not None:
             self.finish()
             return
         self._chain.add(node.op)
@@ -179,7 +181,7 @@ class Spans:
         if not collected.nodes:
             return
         graph = collected.graph()
-        found = longest(graph, 0, self._fusions)
+        found = self._backend.longest_fusion(graph, 0, self._fusions)
         if found is None:
             return
         fusion, fused = found
@@ -192,7 +194,8 @@ class Spans:
             replace(graph.nodes[len(fusion.ops) - 1], op=fusion.name),
         )
         try:
-            fused.call()
+            with self._backend.team.working():
+                fused.call()
         except Exception as error:
             failure = f"{type(error).__name__}: {error}"
         results, wanted = [], {}

@@ -16,10 +16,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ggml_backend_npu import OPS, Graph, Plan, Tensor, plan
+from ggml_backend_npu import Graph, Plan, Tensor
 from ggml_backend_npu.abi import convert
 from graph_runner.session import Session, SessionError
-from quant.kernels import threads
 
 Array = NDArray[Any]
 
@@ -182,7 +181,7 @@ class GraphRunner:
         for token in tokens:
             now = Step(token, self._position, self._session.window)
             if self._graph is not None and self._graph.set(now):
-                with threads.allowing(self._context.repeats.n_threads):
+                with self._context.team.working():
                     self._graph.plan.run()
                 self._count(self._graph.plan)
                 self._untold.append(token)
@@ -213,7 +212,7 @@ class GraphRunner:
         def compute(address: int) -> None:
             inputs = [(tensor, tensor.view().copy()) for tensor in convert.inputs(self._npu.ggml, address)]
             graph = convert.graph(self._npu.ggml, address)
-            bound = plan(graph, OPS)
+            bound = self._npu.backend.plan(graph)
             bound.run()
             self._count(bound)
             taken.append((graph, bound, inputs))

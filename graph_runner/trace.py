@@ -23,28 +23,25 @@ import numpy as np
 from gguf import GGUFReader, GGUFWriter
 from numpy.typing import NDArray
 
-from ggml_backend_npu import OPS, Graph, Memory, Node, Tensor
-from ggml_backend_npu.abi import codecs, convert, lib
+from ggml_backend_npu import Backend, Graph, Memory, Node, Tensor, default_backend
+from ggml_backend_npu.abi import convert, lib
 from ggml_backend_npu.abi.fenced import ALIGNMENT, fenced
 from ggml_backend_npu.abi.replica import Replica
-from ggml_backend_npu.device import DEVICE
 from ggml_backend_npu.ir import Dims, overlapping
-from ggml_backend_npu.numerics import NUMERICS
 from ggml_backend_npu.packed import PACKED_TYPES, Packed
 from graph_runner.compare import compare
 from graph_runner.copies import Copied, blank, continues_dst, held_by, span
 from graph_runner.errors import TraceError
 from graph_runner.files import replacing
-from graph_runner.kernels import NPU, Kernels, failure_of
-from graph_runner.results import NodeResult, Verdict, types_of
+from graph_runner.results import NodeResult, Verdict, failure_of, types_of
 from graph_runner.rules import Rules
 from graph_runner.spans import Collected
 from quant.codec import ROUNDINGS, Rounding
-from quant.kernels import threads
 
 if TYPE_CHECKING:
     from graph_runner.session import Settings
 
+NPU = "NPU"
 FORMAT = 2  # 1 has a single node in each entry, and no options
 
 _ARCHITECTURE = "ggml-npu-trace"
@@ -507,7 +504,7 @@ def _matches(item: str, step: int, index: int, node: Node) -> bool:
 
 def taken_by_the_npu(step: int, index: int, node: Node) -> bool:
     """The selection of a capture that was given none: nodes that the NPU's kernels and its profile take."""
-    return OPS.refusal(node) is None
+    return default_backend().refusal(node) is None
 
 
 @dataclass
@@ -591,7 +588,7 @@ def capture(
 
     settings  of the context, flash attention off where left out; device and n_ctx are set here
     select    called with a node's step, its place in that and the node; nodes of no elements are left out
-    options   of the NPU that a replay is to have; those of DEVICE, where left out
+    options   of the NPU that a replay is to have; those of the default backend, where left out
     together  whether the selected nodes are those of one operator
     progress  called with 0..1 while the model loads
     seen      called with each node that is written
@@ -605,8 +602,7 @@ def capture(
     if path.exists() and model.exists() and path.samefile(model):
         raise TraceError(f"trace {str(path)!r}: is the model")
     ggml = lib.ggml()
-    DEVICE.update_from_environment()
-    codecs.bind(ggml)
+    backend = default_backend()
     settings = replace(settings or Settings(flash_attention="off"), device="cpu", n_ctx=context_for(prompt, steps))
     ops = Counter[str]()
 
@@ -620,8 +616,8 @@ def capture(
         observer = _CaptureTogether(ggml, select, take)
     with Session(model, settings, observer=observer, progress=progress) as session:
         threads = settings.threads or os.cpu_count() or 1
-        chosen = dict(options or DEVICE.chosen() | {"matmul": DEVICE.matmul_to_compare})
-        origin = Origin(session.description, prompt, "CPU", ggml.version, NUMERICS.rounding, threads, chosen)
+        chosen = dict(options or backend.options.to_compare.chosen())
+        origin = Origin(session.description, prompt, "CPU", ggml.version, backend.numerics.rounding, threads, chosen)
         with TraceWriter(path, origin) as writer:
             session.decode(session.tokenize(prompt))
             for _ in range(steps):
@@ -663,6 +659,7 @@ def replay(
     path: Path,
     device: str = NPU,
     *,
+    backend: Backend | None = None,
     rules: Rules | None = None,
     repeat: int = 1,
     seen: Callable[[NodeResult], None] = lambda node: None,
@@ -670,7 +667,8 @@ def replay(
 ) -> ReplayResult:
     """Computes each node of a trace on a device and compares with what is expected.
 
-    device  "NPU": the kernels registered here, without llama.cpp; any other that ggml has
+    device  "NPU": the kernels of a backend, without llama.cpp; any other that ggml has
+    backend  what the NPU is; the default one, where left out
     repeat  how often each is computed at the same addresses, with other values in its sources in between: what a kernel
             keeps of an earlier call shows
     seen    called with each node's result
@@ -680,8 +678,8 @@ def replay(
     """
     trace = read_trace(path)
     rules = rules or Rules()
-    with _computer(device, trace) as computer:
-        result = ReplayResult(str(path), computer.device, trace.origin)
+    with _computer(device, backend or default_backend(), trace) as computer:
+        result = ReplayResult(str(path), computer.name, trace.origin)
         for recorded in trace:
             refusals = [(node.op, computer.refusal(node)) for node in recorded.graph.nodes]
             refused = [(op, reason) for op, reason in refusals if reason is not None]
@@ -696,23 +694,18 @@ def replay(
 
 
 @contextmanager
-def _computer(device: str, trace: Trace) -> Iterator[Kernels | Replica]:
+def _computer(device: str, backend: Backend, trace: Trace) -> Iterator[Backend | Replica]:
     if device.upper() != NPU:
         with Replica(lib.ggml(), device, threads=trace.origin.threads) as replica:
             yield replica
         return
-    DEVICE.update_from_environment()
-    if any(node.dst.type == "iq4_nl" for node in trace.outlines()) and "iq4_nl" not in NUMERICS.bound:
-        codecs.bind(lib.ggml())  # the one type for which only ggml itself rounds as ggml does
-    before, NUMERICS.rounding = NUMERICS.rounding, trace.origin.rounding
-    try:
-        with threads.allowing(trace.origin.threads), DEVICE.multiplying(DEVICE.matmul_to_compare):
-            yield Kernels()
-    finally:
-        NUMERICS.rounding = before
+    like = backend.like(NPU, options=backend.options.to_compare)
+    like.numerics = replace(backend.numerics, rounding=trace.origin.rounding)
+    like.team = replace(backend.team, size=trace.origin.threads)
+    yield like
 
 
-def _replayed(recorded: Recorded, computer: Kernels | Replica, rules: Rules, repeat: int) -> NodeResult:
+def _replayed(recorded: Recorded, computer: Backend | Replica, rules: Rules, repeat: int) -> NodeResult:
     """The first of the runs that is wrong, or the last one."""
     nodes = recorded.graph.nodes
     memories = {
@@ -754,7 +747,7 @@ def _disturb(recorded: Recorded) -> None:
                     view[...] *= 0.5
 
 
-def _compared(recorded: Recorded, computer: Kernels | Replica, rules: Rules, held: dict[int, Bytes]) -> NodeResult:
+def _compared(recorded: Recorded, computer: Backend | Replica, rules: Rules, held: dict[int, Bytes]) -> NodeResult:
     node, graph = recorded.node, recorded.graph
     before = {id(source): span(source) for each in graph.nodes for source in each.src if source is not None}
     saved = replace(node, src=tuple(_over(source, before) for source in node.src))

@@ -36,7 +36,7 @@ from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
 
-from ggml_backend_npu import DEVICE
+from ggml_backend_npu import default_backend
 from graph_runner.diff import diff
 from graph_runner.session import Sampler, Session, SessionError, Settings, generate
 from graph_runner.suites import build
@@ -223,7 +223,9 @@ def work(folder: Path, run: Callable[[Path, Case], Outcome]) -> None:
     """Runs the cases that stand on stdin, one a line, and prints each one's outcome."""
     for line in sys.stdin:
         case = Case(**json.loads(line))
-        DEVICE.update({"ops": case.ops, "memory": case.memory, "device_type": case.device_type})
+        default_backend().options = default_backend().options.updated(
+            {"ops": case.ops, "memory": case.memory, "device_type": case.device_type}
+        )
         begin = time.perf_counter()
         try:
             outcome = run(folder / f"{case.model}.gguf", case)

@@ -68,23 +68,24 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Models:
 def every_op(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The device takes every op, and what a kernel does to numbers warns nobody."""
     import numpy as np
+    from support import choose
 
-    from ggml_backend_npu import DEVICE
-
-    monkeypatch.setattr(DEVICE, "ops", "all")
+    choose(monkeypatch, ops="all")
     with np.errstate(all="raise", under="ignore"):
         yield
 
 
 @pytest.fixture(params=["openmp", "pool"])
-def team(request: pytest.FixtureRequest, backend: Plugin, monkeypatch: pytest.MonkeyPatch) -> str:
+def team(request: pytest.FixtureRequest, backend: Plugin, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """Threads of ggml's OpenMP runtime, or of the pool that stands in where there is none."""
     from quant.kernels import threads
 
     kind: str = request.param
-    monkeypatch.setattr(threads._Team, "openmp", backend.ggml.openmp if kind == "openmp" else 0)
+    team = threads.Team(backend.ggml.openmp if kind == "openmp" else 0)
+    monkeypatch.setattr(backend.backend, "team", team)
     assert kind == "pool" or backend.ggml.openmp
-    return kind
+    with team.working():
+        yield kind
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -8,12 +8,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
+import pytest
 from models import OTHERS, WRITERS, requantized
+from support import choose
 
-from ggml_backend_npu import DEVICE, OPS, Memory, Node, Tensor
+from ggml_backend_npu import Memory, Node, Tensor, default_backend
 from ggml_backend_npu.abi import convert, lib
-from ggml_backend_npu.fusion import FUSIONS
-from ggml_backend_npu.kernels import load_kernels
+from ggml_backend_npu.kernel_files import load_kernels
 from ggml_backend_npu.ops import OWN
 from ggml_backend_npu.packed import PACKED_TYPES, Packed
 from graph_runner.session import Sampler, Session, Settings, context_for
@@ -292,14 +293,15 @@ MODELS = WRITERS | OTHERS | {"gpt2": write_tiny_gpt2, "llama-q4_0": write_quanti
 @contextmanager
 def loaded(*files: Path) -> Iterator[None]:
     """The kernels of files stand in the place of the project's own, and so do the fusions that they change."""
-    fusions = FUSIONS[:]
+    backend = default_backend()
+    fusions = backend.fusions
     try:
-        with OPS.having():
+        with backend.ops.having():
             for file in files:
-                load_kernels(file)
+                load_kernels(file, backend)
             yield
     finally:
-        FUSIONS[:] = fusions
+        backend.fusions = fusions
 
 
 @dataclass(frozen=True)
@@ -368,7 +370,7 @@ def shows(file: Path, fault: Fault) -> list[Place]:
     def look(place: Place, node: Node) -> None:
         if fault in LIVE:
             earlier[node.dst.address] = Memory(node.dst.address, node.dst.nbytes)
-        if OPS.get(node.op) is OWN.get(node.op) or OPS.refusal(node) is not None:
+        if default_backend().ops.get(node.op) is OWN.get(node.op) or default_backend().refusal(node) is not None:
             return
         tensors = [tensor for tensor in (node.dst, *node.src) if tensor is not None]
         memory = [span.bytes() for span in (*[Memory(t.address, t.nbytes) for t in tensors], *earlier.values())]
@@ -382,11 +384,15 @@ def shows(file: Path, fault: Fault) -> list[Place]:
                     span[:] = old
             return results
 
-        planted, right = computed_by(OPS.bind(node)), computed_by(OWN[node.op].bind(node))
+        planted, right = (
+            computed_by(default_backend().bind(node)),
+            computed_by(OWN[node.op].bind(node, default_backend().numerics)),
+        )
         if not all(np.array_equal(a, b) for a, b in zip(planted, right, strict=True)):
             found.append(place)
 
-    with loaded(fault.path), DEVICE.multiplying("exact"):
+    with loaded(fault.path), pytest.MonkeyPatch.context() as patch:
+        choose(patch, matmul="exact")
         walk(file, fault, look)
     return found
 
@@ -399,11 +405,12 @@ def spills(file: Path, fault: Fault) -> list[Place]:
     found: list[Place] = []
 
     def look(place: Place, node: Node) -> None:
-        if OPS.get(node.op) is OWN.get(node.op) or OPS.refusal(node) is not None:
+        if default_backend().ops.get(node.op) is OWN.get(node.op) or default_backend().refusal(node) is not None:
             return
         planted, right = (np.zeros(node.dst.nbytes + 2 * ROOM, np.uint8) for _ in range(2))
-        for ops, room in ((OPS, planted), (OWN, right)):
-            ops[node.op].bind(replace(node, dst=replace(node.dst, memory=Memory.of(room), offset=ROOM)))()
+        for ops, room in ((default_backend().ops, planted), (OWN, right)):
+            apart = replace(node, dst=replace(node.dst, memory=Memory.of(room), offset=ROOM))
+            ops[node.op].bind(apart, default_backend().numerics)()
         same = planted == right
         if same[ROOM:-ROOM].all() and not same.all():
             found.append(place)
@@ -426,14 +433,14 @@ def misreads(file: Path, fault: Fault) -> list[Place]:
     found: list[Place] = []
 
     def look(place: Place, node: Node) -> None:
-        if OPS.get(node.op) is OWN.get(node.op):
+        if default_backend().ops.get(node.op) is OWN.get(node.op):
             return
         results: list[np.ndarray] = []
         for copy in (packed, lambda tensor: replace(packed(tensor).unpacked())):
-            for ops in (OPS, OWN):
+            for ops in (default_backend().ops, OWN):
                 dst = copy(node.dst)
                 sources = tuple(copy(source) if source is not None else None for source in node.src)
-                ops[node.op].bind(replace(node, dst=dst, src=sources))()
+                ops[node.op].bind(replace(node, dst=dst, src=sources), default_backend().numerics)()
                 results.append(Memory(dst.address, dst.nbytes).bytes().copy())
         wrong, right = results[:2], results[2:]
         if not np.array_equal(*wrong) and np.array_equal(*right):

@@ -9,12 +9,12 @@ import numpy as np
 from hypothesis import strategies as st
 from support import PLAIN, Dims, Placement, Scene, kind_for, placements, reshapes, seeds, sizes, values
 
-from ggml_backend_npu import OPS
+from ggml_backend_npu import default_backend
 from quant import codec
 
-ROW_SOURCES = sorted({types[1] for types in OPS["GET_ROWS"].types or ()})
-ROW_TARGETS = sorted({types[0] for types in OPS["SET_ROWS"].types or ()})
-COPIES = sorted((src, dst) for dst, src in OPS["CPY"].types or ())
+ROW_SOURCES = sorted({types[1] for types in default_backend().ops["GET_ROWS"].types or ()})
+ROW_TARGETS = sorted({types[0] for types in default_backend().ops["SET_ROWS"].types or ()})
+COPIES = sorted((src, dst) for dst, src in default_backend().ops["CPY"].types or ())
 SAME = sorted(src for src, dst in COPIES if src == dst)
 DTYPES = {"i32": np.int32, "i64": np.int64}
 

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 import quant
-from ggml_backend_npu import OPS, Memory, Node, Tensor
+from ggml_backend_npu import Memory, Node, Tensor, default_backend
 from ggml_backend_npu.abi import convert, lib
 from ggml_backend_npu.abi.build import Builder
 from ggml_backend_npu.abi.lib import Ggml
@@ -43,6 +43,13 @@ LACKING = sorted({"AVX2", "FMA", "F16C"} - lib.unchecked().features.keys())
 with_avx2 = pytest.mark.skipif(bool(LACKING), reason=f"this ggml was built without {', '.join(LACKING)}")
 
 _GUARD = 1 << 14
+
+
+def choose(patch: pytest.MonkeyPatch, **options: Any) -> None:
+    """Gives the default backend other options, by field name, until the patch is undone."""
+    backend = default_backend()
+    patch.setattr(backend, "options", replace(backend.options, **options))
+
 
 # running
 
@@ -238,7 +245,7 @@ def one_nan(data: NDArray[Any], type: str) -> NDArray[Any]:
 
 def computed(op: str, dst: NDArray[Any], *src: NDArray[Any], params: bytes = b"") -> NDArray[Any]:
     """dst, after the kernel of an op, of the engine in force, has filled it from arrays: without ggml."""
-    OPS.bind(Node(op, Tensor.of(dst), tuple(Tensor.of(array) for array in src), params))()
+    default_backend().bind(Node(op, Tensor.of(dst), tuple(Tensor.of(array) for array in src), params))()
     return dst
 
 

@@ -17,10 +17,9 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from support import ENGINES, Scene, assert_same_bytes, examples, outcome, recorded_works, reshapes, seeds, values
 
-from ggml_backend_npu import Tensor
+from ggml_backend_npu import Tensor, default_backend
 from ggml_backend_npu.abi import structs
 from ggml_backend_npu.abi.plugin import Plugin
-from ggml_backend_npu.device import DEVICE
 from ggml_backend_npu.operators import aclnn
 from ggml_backend_npu.operators.aclnn import AclOpExecutor, AclTensor
 from ggml_backend_npu.operators.status import Status
@@ -456,7 +455,7 @@ def test_large_tensors_in_several_threads(
     type: str, group: int, engine: str, team: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two groups of 3 int4 share a byte: no two threads write to it. As many groups as would part them otherwise."""
-    monkeypatch.setattr(DEVICE, "threads", 3)
+    monkeypatch.setattr(default_backend(), "team", replace(default_backend().team, size=3))
     shape = (1, 2, 256, 960)
     x = values("f32", prod(shape), np.random.default_rng(0), "plain").view(np.float32).reshape(shape)
     stored = np.zeros(stored_shape(type, shape), dtype_of(type))

@@ -9,8 +9,9 @@ from itertools import count
 import numpy as np
 import pytest
 from models import Models
+from support import choose
 
-from ggml_backend_npu import OPS, Tensor
+from ggml_backend_npu import Tensor, default_backend
 from ggml_backend_npu.abi.plugin import Plugin
 from ggml_backend_npu.ops import OWN
 from ggml_backend_npu.params import Params
@@ -51,7 +52,7 @@ def test_a_node_that_is_not_the_same_each_time_is_named(model: Models, backend: 
         if next(calls) >= n and dst.ne[1] == 1:
             dst.view()[..., 0] += 1
 
-    with OPS.having(planted("CONT", cont)):
+    with default_backend().ops.having(planted("CONT", cont)):
         assert run(model)
         calls = count()
         result = run(model, repeat=8)
@@ -62,15 +63,16 @@ def test_a_node_that_is_not_the_same_each_time_is_named(model: Models, backend: 
     assert "is not the same each time: run" in (result.wrong[0].failure or "")
 
 
-def test_a_node_that_is_right_only_when_it_is_looked_at_is_named(model: Models, backend: Plugin) -> None:
+def test_a_node_that_is_right_only_when_it_is_looked_at_is_named(model: Models) -> None:
     """Wrong where it runs in one graph with another node, in the second layer."""
     last = -1  # how many graphs had run when a node of one did
 
     def is_beside_another() -> bool:
         nonlocal last
-        if not any(frame.function == "graph_compute" for frame in inspect.stack(0)):
+        npu = next((f.frame.f_locals["self"] for f in inspect.stack(0) if f.function == "graph_compute"), None)
+        if npu is None:
             return False
-        before, last = last, backend.statistics.graphs
+        before, last = last, npu.statistics.graphs
         return before == last
 
     def get_rows(dst: Tensor, table: Tensor, ids: Tensor) -> None:
@@ -82,7 +84,7 @@ def test_a_node_that_is_right_only_when_it_is_looked_at_is_named(model: Models, 
         if is_beside_another() and dst.name.startswith("cache_v_l1"):
             dst.view()[..., 0] += 1
 
-    with OPS.having(planted("GET_ROWS", get_rows), planted("SET_ROWS", set_rows)):
+    with default_backend().ops.having(planted("GET_ROWS", get_rows), planted("SET_ROWS", set_rows)):
         result = run(model)
     assert not result
     (wrong,) = result.wrong
@@ -98,8 +100,8 @@ def test_a_run_that_rounds_ends_within_what_is_natural(model: Models) -> None:
         OWN["RMS_NORM"].define(dst, x, params=params)
         dst.view()[...] = np.nextafter(dst.view(), np.float32(np.inf))
 
-    with OPS.having(planted("RMS_NORM", rms_norm)), pytest.MonkeyPatch.context() as patch:
-        patch.setattr("ggml_backend_npu.device.DEVICE.ops", "all")
+    with default_backend().ops.having(planted("RMS_NORM", rms_norm)), pytest.MonkeyPatch.context() as patch:
+        choose(patch, ops="all")
         result = run(model)
         assert result, result.wrong[:1]
         assert result.ending is not None

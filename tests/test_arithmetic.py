@@ -30,6 +30,7 @@ from support import (
     assert_as_promised,
     assert_equals_cpu,
     assert_same_bytes,
+    choose,
     computed,
     engine,
     examples,
@@ -42,9 +43,8 @@ from support import (
     values,
 )
 
-from ggml_backend_npu import OPS, KernelError, Node, Tensor
+from ggml_backend_npu import KernelError, Node, Tensor, default_backend
 from ggml_backend_npu.abi.plugin import Plugin
-from ggml_backend_npu.device import DEVICE
 from quant import codec
 
 ARITHMETIC = {"ADD": np.add, "SUB": np.subtract, "MUL": np.multiply, "DIV": np.divide}
@@ -99,7 +99,7 @@ def test_arithmetic(
 
 def test_arithmetic_takes_every_type_triple_of_ggmls_cpu() -> None:
     for op in ARITHMETIC:
-        floats = {types for types in OPS[op].types or () if types[1] in DTYPES}
+        floats = {types for types in default_backend().ops[op].types or () if types[1] in DTYPES}
         assert floats == {
             *((name, name, name) for name in DTYPES),
             *((dst, src, "f32") for src in ("f16", "bf16") for dst in (src, "f32")),
@@ -129,8 +129,8 @@ def test_arithmetic_half_on_a_source_reads_it_before(backend: Plugin, op: str, h
 
 # ADD of quantised numbers
 
-QUANTIZED = sorted({src for _, src, _ in OPS["ADD"].types or () if codec(src).is_quantized})
-SUMS = sorted({dst for dst, src, _ in OPS["ADD"].types or () if src == "q8_0"})
+QUANTIZED = sorted({src for _, src, _ in default_backend().ops["ADD"].types or () if codec(src).is_quantized})
+SUMS = sorted({dst for dst, src, _ in default_backend().ops["ADD"].types or () if src == "q8_0"})
 
 
 def quantised_sum(src: str, dst: str, ne: Dims, seed: int, places: tuple[Placement, Placement]) -> Recipe:
@@ -162,7 +162,7 @@ def test_quantised_sum_in_place() -> None:
     x, b = values("q8_0", 128, np.random.default_rng(0)).reshape(2, 68).copy(), np.ones((2, 64), np.float32)
     expected = np.zeros_like(x)
     for dst in (expected, x):
-        OPS.bind(Node("ADD", Tensor.of(dst, "q8_0"), (Tensor.of(x, "q8_0"), Tensor.of(b))))()
+        default_backend().bind(Node("ADD", Tensor.of(dst, "q8_0"), (Tensor.of(x, "q8_0"), Tensor.of(b))))()
     assert_same_bytes(x, expected)
 
 
@@ -334,7 +334,7 @@ def test_repeat(backend: Plugin, type: str, ne: Dims, repeats: Dims, seed: int, 
 
 # CONCAT
 
-CONCAT_TYPES = sorted(types[0] for types in OPS["CONCAT"].types or ())
+CONCAT_TYPES = sorted(types[0] for types in default_backend().ops["CONCAT"].types or ())
 ANY_STRIDES = ("f32", "i32", "f16", "bf16", "i16", "i8")  # of the others ggml's CPU takes rows without gaps
 
 
@@ -567,7 +567,7 @@ def test_what_is_not_taken(backend: Plugin, name: str) -> None:
 def test_without_all_ops_none_of_these_is_taken(backend: Plugin, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = binary_of("ADD", PLAIN)
     assert supported(backend, recipe)
-    monkeypatch.setattr(DEVICE, "ops", "default")
+    choose(monkeypatch, ops="default")
     assert not supported(backend, recipe)
 
 
@@ -610,7 +610,7 @@ def ids(*shape: int) -> NDArray[Any]:
 )  # fmt: skip
 def test_a_refusal_says_why(op: str, arrays: tuple[NDArray[Any], ...], params: bytes, reason: str) -> None:
     dst, *src = (Tensor.of(array) for array in arrays)
-    assert reason in str(OPS[op].refusal(Node(op, dst, tuple(src), params)))
+    assert reason in str(default_backend().ops[op].refusal(Node(op, dst, tuple(src), params)))
 
 
 @pytest.mark.parametrize("type", ["f32", "i32", None])

@@ -14,7 +14,7 @@ import pytest
 from matplotlib.text import Text
 from test_cli import Cli, assert_refused, cli, strict_json  # noqa: F401  (cli is a fixture)
 
-from ggml_backend_npu import DEVICE, OPS, Op, Tensor
+from ggml_backend_npu import Op, Tensor, default_backend
 from ggml_backend_npu.abi.plugin import Plugin
 from graph_runner.bench import (
     BENCH_SCHEMA,
@@ -43,7 +43,7 @@ PATTERNS = (operators.token_shift(64, 8), operators.routing(16, 4, 8))
 @pytest.fixture(autouse=True)
 def threads_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
     """A benchmark sets how many threads the device may use."""
-    monkeypatch.setattr(DEVICE, "threads", DEVICE.threads)
+    monkeypatch.setattr(default_backend(), "team", default_backend().team)
 
 
 @pytest.fixture
@@ -206,7 +206,7 @@ def raising(dst: Tensor, x: Tensor) -> None:
     ],
 )
 def test_a_wrong_or_failing_node_raises(backend: Plugin, kernel: Callable[..., None], says: str) -> None:
-    with OPS.having(Op("CONT", kernel)), pytest.raises(RuntimeError, match=says):
+    with default_backend().ops.having(Op("CONT", kernel)), pytest.raises(RuntimeError, match=says):
         [*movers.bench_movers(rounds=1, threads=1, elements=ELEMENTS, only="CONT f32 transposed")]
     backend.forget_plans()
 

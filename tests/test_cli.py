@@ -20,9 +20,9 @@ from gguf import GGUFReader
 from support import Scene, supported
 
 import ggml_backend_npu
-from ggml_backend_npu import DEVICE, OPS
+from ggml_backend_npu import default_backend
 from ggml_backend_npu.abi.lib import list_devices
-from ggml_backend_npu.abi.plugin import Plugin
+from ggml_backend_npu.abi.plugin import Plugin, alone
 from graph_runner.cli import main
 from graph_runner.cli.app import app
 from graph_runner.cli.options import PROMPT
@@ -55,9 +55,8 @@ Cli = Callable[..., Outcome]
 @pytest.fixture
 def cli(backend: Plugin, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Iterator[Cli]:
     """The command with some arguments, in this process; its kernels and options are gone after the test."""
-    options, fusion = dict(vars(DEVICE)), DEVICE.fusion
-    monkeypatch.setattr(DEVICE, "_given", dict(DEVICE._given))
-    monkeypatch.setattr(OPS, "_ops", dict(OPS._ops))
+    options = default_backend().options
+    monkeypatch.setattr(default_backend().ops, "_ops", dict(default_backend().ops._ops))
     monkeypatch.setenv("COLUMNS", "200")
     backend.forget_plans()
 
@@ -71,8 +70,7 @@ def cli(backend: Plugin, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureF
         return Outcome(code, *capfd.readouterr())
 
     yield call
-    vars(DEVICE).update(options)
-    DEVICE.fusion = fusion
+    default_backend().options = options
     backend.forget_plans()
 
 
@@ -399,7 +397,7 @@ def test_run_computes_a_new_op_with_a_kernel_of_ones_own(
     cli: Cli, tiny_text: str, tmp_path: Path, op_name: str, source: str
 ) -> None:
     kernels = kernel_file(tmp_path, source)
-    effect = "replaced" if op_name in OPS else "new"
+    effect = "replaced" if op_name in default_backend().ops else "new"
     outcome = cli("run", "tiny", "-n", "8", "--kernels", kernels)
     assert outcome.code == 0
     assert outcome.out == tiny_text[:8] + "\n"
@@ -641,10 +639,11 @@ def test_registering_again_changes_nothing(backend: Plugin) -> None:
     assert [device.name for device in list_devices(backend.ggml)].count("NPU") == 1
 
 
-def test_an_inactive_device_takes_no_node(backend: Plugin, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_device_is_hidden_from_llama_cpp_while_it_is_not_to_be_used(backend: Plugin) -> None:
     def recipe(scene: Scene) -> int:
         return scene.op("cont", scene.root("f32", (4, 2), np.zeros(8, np.float32)))
 
     assert supported(backend, recipe)
-    monkeypatch.setattr(backend, "active", False)
-    assert not supported(backend, recipe)
+    with alone(backend.ggml, None):
+        assert "NPU" not in [device.name for device in list_devices(backend.ggml)]
+    assert supported(backend, recipe)

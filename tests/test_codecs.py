@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -17,12 +18,11 @@ from numpy.typing import NDArray
 from support import ENGINES, assert_same_bytes, examples, one_nan, pool, special_floats
 
 import quant
-from ggml_backend_npu import OPS, Node, Tensor
+from ggml_backend_npu import Node, Tensor, default_backend
 from ggml_backend_npu.abi import lib, structs
 from ggml_backend_npu.abi.codecs import Bound
 from ggml_backend_npu.abi.lib import Ggml
 from ggml_backend_npu.abi.plugin import Plugin
-from ggml_backend_npu.numerics import NUMERICS
 from quant import Rounding, codec
 
 Blocks = NDArray[np.uint8]
@@ -270,9 +270,9 @@ def test_zeros_that_begin_with_a_negative_one_encode_as_in_ggml(
 def test_ggmls_cpu_computes_with_the_rounding_and_the_q4_0_that_were_detected(backend: Plugin) -> None:
     x = defined(hard_blocks())
     for name in ("q8_0", "q4_0"):
-        detected = NUMERICS.codec(name).encode(x, NUMERICS.rounding)
+        detected = default_backend().numerics.codec(name).encode(x, default_backend().numerics.rounding)
         assert_same_bytes(detected, bound(backend.ggml, name).encode(x, "simd"))
-    assert NUMERICS.rounding == "simd" or not ON_X86
+    assert default_backend().numerics.rounding == "simd" or not ON_X86
 
 
 def test_the_two_roundings_of_q8_0_differ_on_ties_only_there() -> None:
@@ -351,12 +351,12 @@ def test_compiled_runs_of_half_floats_equal_their_definitions(
     x = np.concatenate(
         [x, np.arange(1 << 16, dtype=np.uint16).view(source).reshape(-1, 32), order.view(source).reshape(-1, 32)]
     )
-    monkeypatch.setattr(NUMERICS, "rounding", rounding)
+    monkeypatch.setattr(default_backend(), "numerics", replace(default_backend().numerics, rounding=rounding))
     results = []
     for engine in ENGINES:
         monkeypatch.setenv("GGML_NPU_ENGINE", engine)
         results.append(np.zeros((len(x), codec(name).block_bytes), np.uint8))
-        OPS.bind(Node("CPY", Tensor.of(results[-1], name), (Tensor.of(x),)))()
+        default_backend().bind(Node("CPY", Tensor.of(results[-1], name), (Tensor.of(x),)))()
     assert_same_bytes(*results)
 
 

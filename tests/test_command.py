@@ -274,7 +274,7 @@ def test_a_variable_that_cannot_be_meant(
     variables: dict[str, str],
     words: list[str],
 ) -> None:
-    monkeypatch.setattr(ggml_backend_npu.DEVICE, "_environment_is_read", False)
+    monkeypatch.setattr(ggml_backend_npu.default_backend(), "_options", None)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     assert_refused(cli("run", "tiny"), *words)
@@ -466,7 +466,7 @@ def test_verbose_shows_the_log_of_llama_cpp() -> None:
 def test_ops_as_json(cli: Cli) -> None:  # noqa: F811
     found = json.loads(cli("ops", "--json", "-").out)
     assert found["ops"]["CONT"]
-    assert set(found["ops"]) == set(ggml_backend_npu.OPS)
+    assert set(found["ops"]) == set(ggml_backend_npu.default_backend().ops)
 
 
 def test_cases_are_chosen_by_a_pattern(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811

@@ -20,8 +20,8 @@ from pathlib import Path
 import pytest
 from support import backend_ops_cases
 
+from ggml_backend_npu import default_backend
 from ggml_backend_npu.abi.embedding import plugin
-from ggml_backend_npu.ops import OWN as OPS
 from graph_runner import suites
 from graph_runner.suites import Case, SuiteError, architectures, backend_ops
 from graph_runner.tiny import write_tiny_llama
@@ -92,7 +92,7 @@ def shown(found: dict[str, Counts], title: str) -> None:
 @pytest.mark.parametrize("memory", MEMORY)
 def test_every_case_of_an_op_is_as_documented(memory: str, capsys: pytest.CaptureFixture[str]) -> None:
     device_type = {"host": "accel", "device": "gpu"}[memory]
-    ops = sorted(set(OPS) - set(LONG))
+    ops = sorted(set(default_backend().ops) - set(LONG))
     cases = backend_ops(ops, {"GGML_NPU_MEMORY": memory, "GGML_NPU_DEVICE_TYPE": device_type, "GGML_NPU_OPS": "all"})
     found = {op: Counts.of([case for case in cases if case.group == op]) for op in ops}
     with capsys.disabled():

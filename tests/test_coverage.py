@@ -14,8 +14,9 @@ from typing import Any
 
 import pytest
 from models import WRITERS, Models
+from support import choose
 
-from ggml_backend_npu import DEVICE, OPS, Op, Tensor
+from ggml_backend_npu import Op, Tensor, default_backend
 from ggml_backend_npu.generations import PROFILES
 from ggml_backend_npu.profiles import Profile, Rule, load
 from graph_runner.cli import main
@@ -37,7 +38,7 @@ def nothing(dst: Tensor) -> None:
 def splits_in_llama_cpp(file: Path, settings: Settings, ops: tuple[str, ...], *, weights: bool = True) -> Splits:
     """The splits that llama.cpp reports where the device has kernels for more ops."""
     settings = Settings(device="npu", flash_attention=settings.flash_attention, weights=weights)
-    with OPS.having(*(Op(name, nothing) for name in ops)), Session(file, settings) as session:
+    with default_backend().ops.having(*(Op(name, nothing) for name in ops)), Session(file, settings) as session:
         first, *others = (int(n) for n in (session.splits or "").split(" / "))
         return first, others[0] if others else first
 
@@ -92,9 +93,11 @@ def test_each_reason_is_told(model: Models, monkeypatch: pytest.MonkeyPatch) -> 
         return f"src0 has nb1 {x.nb[1]}"
 
     mine = Profile("mine", "", "", {name: (Rule(),) for name in ("GET_ROWS", "RMS_NORM", "MUL", "ADD", "CONT")})
-    monkeypatch.setattr(DEVICE, "profile", mine)
-    monkeypatch.setattr(OPS, "_ops", {name: op for name, op in OPS.items() if name != "MUL_MAT"})
-    with OPS.having(
+    choose(monkeypatch, profile=mine)
+    monkeypatch.setattr(
+        default_backend().ops, "_ops", {name: op for name, op in default_backend().ops.items() if name != "MUL_MAT"}
+    )
+    with default_backend().ops.having(
         Op("RMS_NORM", lambda dst, x: None, frozenset({("f16", "f16")})),
         Op("MUL", lambda dst, x, w: None, refuse=gap),
     ):
@@ -112,7 +115,7 @@ def test_each_reason_is_told(model: Models, monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_ops_that_the_profile_refuses_are_not_to_be_written(model: Models, monkeypatch: pytest.MonkeyPatch) -> None:
     full = cover(model("gpt-oss"), PROMPT, settings=FLASH_ON)
-    monkeypatch.setattr(DEVICE, "profile", load("ascend-310p"))
+    choose(monkeypatch, profile=load("ascend-310p"))
     found = cover(model("gpt-oss"), PROMPT, settings=FLASH_ON)
     assert found.profile == "ascend-310p"
     assert full.missing.keys() - found.missing.keys() == {"ADD_ID", "FLASH_ATTN_EXT", "SWIGLU_OAI"}
@@ -170,7 +173,7 @@ def test_sets_grow_only_where_they_remove_more(model: Models) -> None:
 def test_the_op_that_one_kernel_is_missing_from(model: Models) -> None:
     """Of all ops but one, that one."""
     missing = cover(model("llama"), PROMPT, settings=FLASH_ON).missing
-    with OPS.having(*(Op(name, nothing) for name in missing if name != "SWIGLU")):
+    with default_backend().ops.having(*(Op(name, nothing) for name in missing if name != "SWIGLU")):
         found = cover(model("llama"), PROMPT, settings=FLASH_ON)
     assert found.write_next == found.single[0] == Gain(("SWIGLU",), (1, 1), (4, 4))
 
@@ -182,11 +185,11 @@ def test_splits_without_weights_are_those_with_them(model: Models) -> None:
 
 
 def test_kernels_that_are_pretended_are_gone_afterwards() -> None:
-    before = dict(OPS)
-    with OPS.having(Op("NO_SUCH_OP", nothing), Op("GET_ROWS", nothing)):
-        assert OPS["GET_ROWS"] is not before["GET_ROWS"]
-        assert OPS.keys() - before.keys() == {"NO_SUCH_OP"}
-    assert dict(OPS) == before
+    before = dict(default_backend().ops)
+    with default_backend().ops.having(Op("NO_SUCH_OP", nothing), Op("GET_ROWS", nothing)):
+        assert default_backend().ops["GET_ROWS"] is not before["GET_ROWS"]
+        assert default_backend().ops.keys() - before.keys() == {"NO_SUCH_OP"}
+    assert dict(default_backend().ops) == before
 
 
 # the command

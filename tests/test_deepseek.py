@@ -17,6 +17,7 @@ from support import (
     Recipe,
     Scene,
     assert_as_promised,
+    choose,
     outcome,
     placements,
     seeds,
@@ -24,7 +25,7 @@ from support import (
 )
 
 import quant
-from ggml_backend_npu import DEVICE, OPS, Node, Tensor
+from ggml_backend_npu import Node, Tensor, default_backend
 from ggml_backend_npu.abi.plugin import PROBED, Plugin
 
 NMSE = 1e-12
@@ -99,7 +100,7 @@ def test_while_a_context_is_made_these_ops_are_where_the_layers_are(
     def recipe(scene: Scene) -> int:
         return scene.op("dsv4_hc_pre", *(Inputs(scene, 1).put(Placement(), *ne) for ne in ((8, 4, 2), (4, 2))))
 
-    monkeypatch.setattr(DEVICE, "ops", ops)
+    choose(monkeypatch, ops=ops)
     monkeypatch.setattr(backend, "claims", PROBED if has_layers else frozenset())
     assert supported(backend, recipe) == has_layers
     monkeypatch.setattr(backend, "claims", None)
@@ -152,7 +153,9 @@ def test_lightning_indexer(
 def test_the_indexer_leaves_masked_cells_out() -> None:
     q, k, weights = np.ones((1, 1, 1, 32), np.float32), np.ones((1, 2, 1, 32), np.float32), np.ones((1, 1), np.float32)
     mask, dst = np.float16([[0, -np.inf]]), np.zeros((1, 2), np.float32)
-    OPS.bind(Node("LIGHTNING_INDEXER", Tensor.of(dst), tuple(Tensor.of(array) for array in (q, k, weights, mask))))()
+    default_backend().bind(
+        Node("LIGHTNING_INDEXER", Tensor.of(dst), tuple(Tensor.of(array) for array in (q, k, weights, mask)))
+    )()
     assert dst.tolist() == [[32, -np.inf]]
 
 
@@ -181,7 +184,7 @@ PLAIN, GATED = (struct.pack("fi", 1.0, gated) for gated in (0, 1))
     ],
 )
 def test_what_does_not_fit_is_refused(op: str, params: bytes, shapes: list[Any], reason: str | None) -> None:
-    refused = OPS.refusal(of(op, params, *shapes))
+    refused = default_backend().refusal(of(op, params, *shapes))
     assert refused is None if reason is None else refused is not None and refused.startswith(reason)
 
 
@@ -206,5 +209,5 @@ def test_what_does_not_fit_the_indexer_is_refused(changed: dict[str, Any], reaso
         **changed,
     }
     dst, *sources = (Tensor.of(array) for array in arrays.values())
-    refused = OPS.refusal(Node("LIGHTNING_INDEXER", dst, tuple(sources)))
+    refused = default_backend().refusal(Node("LIGHTNING_INDEXER", dst, tuple(sources)))
     assert refused is None if reason is None else refused is not None and refused.startswith(reason)

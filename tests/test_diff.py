@@ -17,13 +17,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from models import Models
-from support import ROWS_APART, Scene, examples, seeds
+from support import ROWS_APART, Scene, choose, examples, seeds
 
 import quant
-from ggml_backend_npu import OPS, KernelError, Tensor
+from ggml_backend_npu import KernelError, Tensor, default_backend
 from ggml_backend_npu.abi import convert
 from ggml_backend_npu.abi.plugin import Plugin
-from ggml_backend_npu.device import DEVICE
 from ggml_backend_npu.ops import OWN
 from ggml_backend_npu.registry import Op
 from graph_runner.cli import main
@@ -80,8 +79,8 @@ def test_right_kernels_are_blamed_for_nothing(
     model: Models, name: str, settings: Settings, ops: str, fusion: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An inherited error has a node in front that rounds otherwise; where only data is moved, there is none."""
-    monkeypatch.setattr(DEVICE, "ops", ops)
-    monkeypatch.setattr(DEVICE, "fusion", fusion)
+    choose(monkeypatch, ops=ops)
+    choose(monkeypatch, fusion=fusion)
     result = run(model(name), settings)
     assert result, (result.wrong[:1], result.stopped)
     assert result.stopped is None
@@ -97,7 +96,7 @@ def test_right_kernels_are_blamed_for_nothing(
 
 
 def test_on_which_device_a_node_ran_is_known(model: Models, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(DEVICE, "fusion", "off")
+    choose(monkeypatch, fusion="off")
     movers = {"GET_ROWS", "SET_ROWS", "CONT"}
     result = run(model("llama"))
     assert {node.op for node in result.nodes if node.on == "NPU"} == movers
@@ -114,14 +113,14 @@ def twice(dst: Tensor, src: Tensor) -> None:
 @pytest.mark.parametrize("reference", ["CPU", "NPU"])
 def test_any_two_devices(model: Models, reference: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The reference computes with this project's kernels, whatever a user has registered."""
-    monkeypatch.setattr(DEVICE, "fusion", "off")
+    choose(monkeypatch, fusion="off")
     right = run(model("llama"), steps=1, reference=reference, device=device)
     assert right, right.wrong[:1]
     assert not any(map(is_off, right.nodes))
     assert {node.on for node in right.nodes} == ({"CPU"} if device == "CPU" else {"CPU", "NPU"})
-    with OPS.having(planted("CONT", twice)):
+    with default_backend().ops.having(planted("CONT", twice)):
         result = run(model("llama"), steps=1, reference=reference, device=device)
-        assert OPS["CONT"].define is twice
+        assert default_backend().ops["CONT"].define is twice
     assert bool(result) == (device == "CPU")
     assert {node.op for node in result.wrong} == ({"CONT"} if device == "NPU" else set())
 
@@ -133,9 +132,9 @@ def test_any_two_devices(model: Models, reference: str, device: str, monkeypatch
 def test_the_npu_with_fusion_against_the_npu_without(
     model: Models, name: str, span: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(DEVICE, "ops", "all")
+    choose(monkeypatch, ops="all")
     for fusion in ("on", "off"):
-        monkeypatch.setattr(DEVICE, "fusion", fusion)
+        choose(monkeypatch, fusion=fusion)
         result = run(model(name), steps=1, reference="NPU")
         assert result, result.wrong[:1]
         assert result.stopped is None
@@ -154,14 +153,14 @@ def test_a_device_that_computes_all_ops_is_compared_in_all(model: Models) -> Non
 
 def test_an_error_that_grows(model: Models, monkeypatch: pytest.MonkeyPatch) -> None:
     """Behind the node that put it in it is inherited, or amplified."""
-    monkeypatch.setattr(DEVICE, "fusion", "off")
+    choose(monkeypatch, fusion="off")
 
     def tiny_error(dst: Tensor, src: Tensor, ids: Tensor) -> None:
         OWN["GET_ROWS"].define(dst, src, ids)
         if dst.name == "embd":
             dst.view()[0, 0, :, 0] += np.float32(1e-4)
 
-    with OPS.having(planted("GET_ROWS", tiny_error)):
+    with default_backend().ops.having(planted("GET_ROWS", tiny_error)):
         result = run(model("llama"), steps=0)
     assert [(node.name, node.verdict) for node in result.wrong] == [("embd", Verdict.INTRODUCED)]
     errors = {node.name: node.cumulative.error for node in result.nodes if node.cumulative is not None}
@@ -199,7 +198,7 @@ def test_where_the_device_fails_nodes_are_compared_one_by_one(
     model: Models, call: int, step: int, name: str, error: Exception
 ) -> None:
     whole = run(model("llama"))
-    with OPS.having(planted("CONT", fails_at(call, error))):
+    with default_backend().ops.having(planted("CONT", fails_at(call, error))):
         result = run(model("llama"))
     assert not result
     assert result.wrong == []
@@ -231,7 +230,7 @@ def test_what_goes_wrong_once_is_not_forgotten_for_a_second_look(model: Models) 
         if next(calls) == 3:
             caches[0].view()[0, 0, 40, 5] = 1
 
-    with OPS.having(planted("SET_ROWS", set_rows), planted("CONT", cont)):
+    with default_backend().ops.having(planted("SET_ROWS", set_rows), planted("CONT", cont)):
         result = run(model("llama"))
     assert not result
     assert result.wrong == []
@@ -239,7 +238,7 @@ def test_what_goes_wrong_once_is_not_forgotten_for_a_second_look(model: Models) 
 
 
 def test_a_node_that_fails_alone_stops_the_run(model: Models) -> None:
-    with OPS.having(planted("CONT", fails_at(2, ValueError("no rows today")))):
+    with default_backend().ops.having(planted("CONT", fails_at(2, ValueError("no rows today")))):
         result = run(model("llama"))
     assert [(node.step, node.name, node.verdict) for node in result.wrong] == [(0, "kqv_out-1", Verdict.FAILED)]
     where = f"({Path(__file__).name} line {fails_at.__code__.co_firstlineno + 7})"
@@ -268,7 +267,7 @@ def test_errors_of_the_run_are_those_of_two_separate_runs(backend: Plugin, model
         for _ in range(2):
             session.decode(chunks[-1])
             chunks.append([Sampler()(session.logits())])
-    with OPS.having(planted("CONT", twice)):
+    with default_backend().ops.having(planted("CONT", twice)):
         wrong = logits(model(name), "npu", chunks)
         backend.forget_plans()
         result = run(model(name))
@@ -293,7 +292,7 @@ def next_cell(dst: Tensor, src: Tensor, ids: Tensor) -> None:
 @pytest.mark.parametrize("settings", [FLASH_ON, FLASH_OFF, QUANTISED], ids=["flash on", "flash off", "quantised"])
 def test_cells_of_a_cache_that_are_wrong(model: Models, settings: Settings) -> None:
     """Without flash attention a cell of V is a column."""
-    with OPS.having(planted("SET_ROWS", next_cell)):
+    with default_backend().ops.having(planted("SET_ROWS", next_cell)):
         result = run(model("llama"), settings)
     k, v, *_ = result.states
     reshaped = "cache_v_l0 (reshaped) (view)" if settings is FLASH_OFF else "cache_v_l0 (view)"
@@ -310,7 +309,7 @@ def test_the_first_step_with_a_wrong_cell(model: Models, settings: Settings) -> 
         wrong = dst.name.startswith("cache_v_l1") and ids.view().max() % N_CELLS == CELLS + 1
         OWN["SET_ROWS"].define(dst, src, Tensor.of(ids.view() + 1) if wrong else ids)
 
-    with OPS.having(planted("SET_ROWS", later)):
+    with default_backend().ops.having(planted("SET_ROWS", later)):
         result = run(model("llama"), settings, steps=3)
     first = result.states[0]
     assert (first.tensor, first.step, first.cells) == ("cache_v_l1", 2, (CELLS + 1, CELLS + 2))
@@ -327,7 +326,7 @@ def test_a_recurrent_state_that_is_wrong(model: Models, name: str) -> None:
             dst.view()[..., 7] += 1
 
     steps: list[NodeResult] = []
-    with OPS.having(planted("CPY", later)):
+    with default_backend().ops.having(planted("CPY", later)):
         result = run(model(name), seen=lambda node: steps.append(node) if node.step == 1 else None)
     first = result.states[0]
     assert (first.tensor, first.step, first.cells, first.n_cells) == ("cache_s_l1", 1, (0,), 1)
@@ -350,7 +349,7 @@ def test_a_write_into_a_cache_by_a_node_that_does_not_write_there(model: Models)
         if dst.name == "kqv_out-1" and dst.ne[1] == 1 and caches:
             caches[0].view()[0, 0, 40, 5] = 1
 
-    with OPS.having(planted("SET_ROWS", set_rows), planted("CONT", cont)):
+    with default_backend().ops.having(planted("SET_ROWS", set_rows), planted("CONT", cont)):
         result = run(model("llama"))
     assert result.wrong == []
     assert result.stray == result.states == [StateResult("cache_k_l1", 1, None, (40,), N_CELLS)]
@@ -368,7 +367,7 @@ def test_a_write_into_a_cache_that_is_read_next(model: Models) -> None:
         elif dst.name.startswith("cache_v_l1"):
             caches[0].view()[0, 0, 3, 5] = 1
 
-    with OPS.having(planted("SET_ROWS", set_rows)):
+    with default_backend().ops.having(planted("SET_ROWS", set_rows)):
         result = run(model("llama"))
     assert result.wrong == []
     assert not result
@@ -386,7 +385,7 @@ def test_a_kernel_that_is_wrong_in_the_run_alone(model: Models) -> None:
         if next(calls) == 1:
             dst.view()[0, 0, 3, 5] = 1
 
-    with OPS.having(planted("SET_ROWS", set_rows)):
+    with default_backend().ops.having(planted("SET_ROWS", set_rows)):
         result = run(model("llama"))
     assert [(node.step, node.name) for node in result.wrong] == [(0, "cache_k_l0 (view)")]
     assert result.wrong[0].isolated
@@ -465,7 +464,7 @@ def test_a_diff_goes_by_the_tolerances_that_it_is_given(model: Models, tmp_path:
 
     path = tmp_path / "own.toml"
     path.write_text("[CONT]\nf32 = 1e-7\n")
-    with OPS.having(planted("CONT", off)):
+    with default_backend().ops.having(planted("CONT", off)):
         assert not run(model("llama"), steps=0)
         result = run(model("llama"), steps=0, rules=Rules(path))
     assert result
@@ -633,7 +632,7 @@ IN_DEVICE_MEMORY = """
 import json, sys
 from dataclasses import asdict
 from pathlib import Path
-from ggml_backend_npu import OPS, Tensor
+from ggml_backend_npu import default_backend, Tensor
 from ggml_backend_npu.ops import OWN
 from ggml_backend_npu.registry import Op
 from graph_runner.diff import diff
@@ -662,7 +661,7 @@ def run():
 packed = set()
 right = run()
 own = OWN["SET_ROWS"]
-with OPS.having(Op("SET_ROWS", set_rows, own.types, own.refuse, prepare=prepare)):
+with default_backend().ops.having(Op("SET_ROWS", set_rows, own.types, own.refuse, prepare=prepare)):
     wrong = run()
 print(json.dumps([right, wrong]))
 """

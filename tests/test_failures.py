@@ -10,18 +10,32 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 from recipes import Copy, GetRows, SetRows
-from support import ENGINES, ROWS_APART, TRANSPOSED, Placement, Recipe, Scene, assert_same_bytes, engine, outcome
+from support import (
+    ENGINES,
+    ROWS_APART,
+    TRANSPOSED,
+    Placement,
+    Recipe,
+    Scene,
+    assert_same_bytes,
+    choose,
+    engine,
+    outcome,
+)
 
-from ggml_backend_npu import OPS, op
+from ggml_backend_npu import default_backend, op
 from ggml_backend_npu.abi.plugin import Plugin
-from ggml_backend_npu.device import DEVICE
 from quant import codec
 
 
 @pytest.fixture(autouse=True)
 def without_sqr(backend: Plugin, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """No kernel of SQR but the one a test makes, which is forgotten with the test."""
-    monkeypatch.setattr(OPS, "_ops", {name: OPS[name] for name in OPS if name != "SQR"})
+    monkeypatch.setattr(
+        default_backend().ops,
+        "_ops",
+        {name: default_backend().ops[name] for name in default_backend().ops if name != "SQR"},
+    )
     yield
     backend.forget_plans()
 
@@ -252,8 +266,8 @@ def test_a_kernel_that_raised_can_be_replaced(backend: Plugin) -> None:
 def test_the_cpu_computes_what_the_device_is_not_to_take(
     backend: Plugin, monkeypatch: pytest.MonkeyPatch, ops: str, taken: list[str]
 ) -> None:
-    monkeypatch.setattr(DEVICE, "ops", ops)
-    monkeypatch.setattr(DEVICE, "fallback", "cpu")
+    choose(monkeypatch, ops=ops)
+    choose(monkeypatch, fallback="cpu")
 
     def squares_of_sums_of_rows(scene: Scene) -> int:
         rows = GetRows("f32", (5, 3, 1, 1), 2)(scene)

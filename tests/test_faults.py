@@ -14,10 +14,10 @@ from models import Models
 from rich.console import Console
 from support import Scene
 
-from ggml_backend_npu import OPS, Memory, Node, Tensor
+from ggml_backend_npu import Memory, Node, Tensor, default_backend
 from ggml_backend_npu.abi import convert, lib
 from ggml_backend_npu.abi.plugin import Plugin
-from ggml_backend_npu.numerics import NUMERICS
+from ggml_backend_npu.numerics import PLAIN
 from ggml_backend_npu.ops import OWN
 from ggml_backend_npu.ops.movers import convert as to_type
 from ggml_backend_npu.params import Params
@@ -65,8 +65,9 @@ def swaps_nibbles(dst: Tensor, src: Tensor, ids: Tensor) -> None:
 def rounds_otherwise(dst: Tensor, src: Tensor, ids: Tensor) -> None:
     OWN["SET_ROWS"].define(dst, src, ids)
     if dst.type == "q8_0":
-        other = next(rounding for rounding in ROUNDINGS if rounding != NUMERICS.rounding)
-        dst.view()[:, :, ids.view().reshape(-1)] = to_type(src.view(), src.type, dst.type, rounding=other)
+        other = next(rounding for rounding in ROUNDINGS if rounding != default_backend().numerics.rounding)
+        numerics = replace(PLAIN, rounding=other)
+        dst.view()[:, :, ids.view().reshape(-1)] = to_type(src.view(), src.type, dst.type, numerics=numerics)
 
 
 def leaves_out_the_mask(dst: Tensor, x: Tensor, mask: Tensor | None, sinks: Tensor | None, params: Params) -> None:
@@ -157,7 +158,7 @@ def source(node: Node) -> Tensor:
 def rounds_apart(node: Node) -> bool:
     """Whether the two q8_0 quantisers give other blocks for what the node quantises."""
     values = source(node).view()
-    blocks = [to_type(values, "f32", "q8_0", rounding=rounding) for rounding in ROUNDINGS]
+    blocks = [to_type(values, "f32", "q8_0", numerics=replace(PLAIN, rounding=rounding)) for rounding in ROUNDINGS]
     return node.dst.type == "q8_0" and not np.array_equal(*blocks)
 
 
@@ -231,7 +232,7 @@ def test_a_fault_is_found_and_named(
 ) -> None:
     fault, file = FAULTS[name], model(FAULTS[name].model)
     prompt, step, index, node = first_wrong(file, fault)
-    with OPS.having(fault.planted):
+    with default_backend().ops.having(fault.planted):
         result = diff(file, prompt, steps=1, settings=fault.settings, reproducers=tmp_path)
     assert not result
     first = result.wrong[0]
@@ -255,7 +256,7 @@ def test_a_fault_is_found_and_named(
     saved = tmp_path / f"{step}-{index}-{node.op}.gguf"
     assert [each.node.name for each in read_trace(saved)] == [node.name]
     assert first.reproducer == str(saved)
-    with OPS.having(fault.planted):
+    with default_backend().ops.having(fault.planted):
         (again,) = replay(saved).wrong
     assert (again.op, again.name, again.verdict) == (first.op, first.name, Verdict.INTRODUCED)
     assert exit_code(monkeypatch, "replay", saved) == 0
@@ -286,7 +287,7 @@ def test_behind_a_fault_nothing_is_blamed_for_it(model: Models, name: str) -> No
     """One node is wrong, in each step at most; nodes of the same op that get its errors are not."""
     fault, file = FAULTS[name], model(FAULTS[name].model)
     prompt, step, index, node = first_wrong(file, fault)
-    with OPS.having(only(fault, node.name)):
+    with default_backend().ops.having(only(fault, node.name)):
         result = diff(file, prompt, steps=1, settings=fault.settings)
     assert (result.wrong[0].step, result.wrong[0].index) == (step, index)
     assert {(each.op, each.name) for each in result.wrong} == {(node.op, node.name)}
@@ -321,7 +322,7 @@ def test_a_kernel_that_fails_is_named_and_saved(
 ) -> None:
     fault = Fault(fails, "CONT", "llama", FLASH_OFF, any_of_op, "")
     prompt, step, index, node = first_wrong(model("llama"), fault)
-    with OPS.having(fault.planted):
+    with default_backend().ops.having(fault.planted):
         result = diff(model("llama"), prompt, steps=0, settings=FLASH_OFF, reproducers=tmp_path)
     first = result.wrong[0]
     assert (first.step, first.index, first.name, first.verdict) == (step, index, node.name, Verdict.FAILED)
@@ -329,7 +330,7 @@ def test_a_kernel_that_fails_is_named_and_saved(
     assert printed(result)[1].endswith(f": failed: ValueError: no rows today {where}")
     assert result.stopped is not None
     saved = tmp_path / f"{step}-{index}-CONT.gguf"
-    with OPS.having(fault.planted):
+    with default_backend().ops.having(fault.planted):
         (again,) = replay(saved).wrong
     assert (again.verdict, again.failure) == (
         Verdict.FAILED,

@@ -28,7 +28,7 @@ from support import (
 )
 
 import quant
-from ggml_backend_npu import OPS, Node, Tensor
+from ggml_backend_npu import Node, Tensor, default_backend
 from ggml_backend_npu.abi.plugin import Plugin
 from ggml_backend_npu.packed import Packed
 from quant import codec
@@ -237,7 +237,7 @@ def test_a_cache_in_the_device_layout(backend: Plugin, type: str, v_type: str) -
     params = struct.pack("3fi", 0.125, 0.0, 0.0, 0)
     with recorded_works() as works:
         for dst, cache in zip(found, (plain, packed), strict=True):
-            OPS.bind(Node("FLASH_ATTN_EXT", Tensor.of(dst), (Tensor.of(q), *cache, None, None), params))()
+            default_backend().bind(Node("FLASH_ATTN_EXT", Tensor.of(dst), (Tensor.of(q), *cache, None, None), params))()
     assert len(works) == 2
     assert_same_bytes(*found)
     assert found.any()
@@ -259,7 +259,7 @@ def node(params: bytes = b"", **changed: Any) -> Node:
 
 
 def test_what_fits_is_taken() -> None:
-    assert OPS.refusal(node()) is None
+    assert default_backend().refusal(node()) is None
 
 
 @pytest.mark.parametrize(
@@ -279,4 +279,4 @@ def test_what_fits_is_taken() -> None:
 )
 def test_what_does_not_fit_is_refused(changed: dict[str, Any], reason: str) -> None:
     with pytest.raises(Exception, match=reason):
-        OPS.check(node(**changed))
+        default_backend().check(node(**changed))

@@ -19,14 +19,12 @@ import pytest
 from gguf import GGMLQuantizationType
 from models import WRITERS, Models
 from numpy.typing import NDArray
-from support import Scene, assert_same_bytes, engine, plain_floats
+from support import Scene, assert_same_bytes, choose, engine, plain_floats
 
-from ggml_backend_npu import OPS, Graph, KernelError, Memory, Node, Tensor, fusion
+from ggml_backend_npu import Graph, KernelError, Memory, Node, Tensor, default_backend, fusion
 from ggml_backend_npu.abi import convert, structs
 from ggml_backend_npu.abi.plugin import Plugin
-from ggml_backend_npu.device import DEVICE
 from ggml_backend_npu.fusion import Fused, Span
-from ggml_backend_npu.plan import plan
 from ggml_backend_npu.profiles import ANY, Profile
 from ggml_backend_npu.registry import Call, Op
 from graph_runner import tiny
@@ -48,8 +46,8 @@ SPANS = {
 
 @pytest.fixture(autouse=True)
 def all_ops(backend: Plugin, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(DEVICE, "ops", "all")
-    monkeypatch.setattr(DEVICE, "fusion", "on")
+    choose(monkeypatch, ops="all")
+    choose(monkeypatch, fusion="on")
     backend.forget_plans()
     yield
     backend.forget_plans()
@@ -91,7 +89,7 @@ def decoded(file: Path, device: DeviceName, fusion: str = "on", cache_type: str 
         threads=1,
     )
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(DEVICE, "fusion", fusion)
+        choose(patch, fusion=fusion)
         with Session(file, settings) as session:
             tokens = session.tokenize(PROMPT)
             steps = [(session.piece(t), session.logits()) for t in generate(session, tokens, N, Sampler())]
@@ -138,7 +136,7 @@ def test_the_reference_engine_fuses_nothing(backend: Plugin, model: Models, name
 
 
 def test_only_the_ops_that_the_device_takes_are_fused(model: Models, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(DEVICE, "ops", "default")
+    choose(monkeypatch, ops="default")
     assert not decoded(model("moe"), "npu").spans
 
 
@@ -146,13 +144,14 @@ ELSEWHERE = """
 import json, sys
 from pathlib import Path
 import numpy as np
-from ggml_backend_npu import DEVICE
+from dataclasses import replace
+from ggml_backend_npu import default_backend
 from graph_runner.session import Sampler, Session, Settings, context_for, generate
-DEVICE.update_from_environment()
 told = {}
 for file in sys.argv[1:]:
     runs = []
-    for device, DEVICE.fusion in (("cpu", "on"), ("npu", "off"), ("npu", "on")):
+    for device, fusion in (("cpu", "on"), ("npu", "off"), ("npu", "on")):
+        default_backend().options = replace(default_backend().options, fusion=fusion)
         settings = Settings(
             device=device, n_ctx=256, cache_type_k="f32", cache_type_v="f32", flash_attention="off", threads=1,
             gpu_layers=99,
@@ -213,7 +212,7 @@ def ran(backend: Plugin, build: Build, device: str = "NPU", fusion: str = "on", 
     """A graph on a device; shared: results share memory as llama.cpp's do."""
     backend.statistics.reset()
     with pytest.MonkeyPatch.context() as patch, Scene(backend.ggml, device) as scene:
-        patch.setattr(DEVICE, "fusion", fusion)
+        choose(patch, fusion=fusion)
         outputs = build(scene)
         if shared:
             graph = scene.graph(*outputs)
@@ -572,7 +571,7 @@ def test_a_routing_selects_what_its_nodes_select(backend: Plugin, kind: str, n_e
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_routing_of_many_rows_by_several_threads(backend: Plugin, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(DEVICE, "threads", 3)
+    monkeypatch.setattr(default_backend(), "team", replace(default_backend().team, size=3))
 
     def build(scene: Scene) -> list[int]:
         nodes = route(scene, kind, 64, 5000, 6)
@@ -874,7 +873,7 @@ def laid_out(backend: Plugin, build: Build, places: dict[int, tuple[int, int]]) 
         beyond = tuple(tuple(map(moved, tensors)) for tensors in graph.beyond)
         for root, (_, data) in zip(roots, scene.roots, strict=True):
             moved(root).memory.bytes()[: data.nbytes] = np.ascontiguousarray(data).reshape(-1).view(np.uint8)
-        bound = plan(Graph(nodes, graph.producers, beyond), OPS)
+        bound = default_backend().plan(Graph(nodes, graph.producers, beyond))
         bound.run()
         return Ran([moved(scene.as_tensor(output)).view().copy() for output in outputs], bound.fused)
 
@@ -883,7 +882,7 @@ def anywhere(backend: Plugin, build: Build, places: dict[int, tuple[int, int]], 
     """Laid out so, the outputs are those of nodes that lie apart, with these spans."""
     fused = laid_out(backend, build, places)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(DEVICE, "fusion", "off")
+        choose(patch, fusion="off")
         alone, apart = laid_out(backend, build, places), laid_out(backend, build, {})
     assert fused.fused == Counter(spans)
     for one, other, third in zip(fused.outputs, alone.outputs, apart.outputs, strict=True):
@@ -963,14 +962,14 @@ def experts_routed(scene: Scene) -> list[int]:
 )
 def test_a_kernel_of_the_users_own_is_called(backend: Plugin, build: Build, name: str, spans: tuple[str, ...]) -> None:
     called = []
-    right = OPS[name]
+    right = default_backend().ops[name]
 
     def own(dst: Tensor, a: Tensor, b: Tensor | None, params: bytes) -> None:
         called.append(name)
         right.bind(Node(name, dst, (a, b) if b is not None else (a,), params))()
 
     before = ran(backend, build)
-    with OPS.having(Op(name, own)):
+    with default_backend().ops.having(Op(name, own)):
         during = ran(backend, build)
         assert called
     after = ran(backend, build)
@@ -985,7 +984,7 @@ def test_a_kernel_of_the_users_own_is_called(backend: Plugin, build: Build, name
 def test_a_profile_that_refuses_an_op_refuses_its_node(
     backend: Plugin, monkeypatch: pytest.MonkeyPatch, build: Build, name: str
 ) -> None:
-    monkeypatch.setattr(DEVICE, "profile", Profile("small", "", "", {op: ANY for op in OPS if op != name}))
+    choose(monkeypatch, profile=Profile("small", "", "", {op: ANY for op in default_backend().ops if op != name}))
     messages = []
     for fusion_is in ("on", "off"):
         with pytest.raises(AssertionError) as failure:
@@ -1014,7 +1013,7 @@ def test_fusion_is_switched_while_plans_are_kept(backend: Plugin, monkeypatch: p
         for tensor, data in scene.roots:
             scene.set(tensor, data)
         for value, count in (("on", 1), ("off", 0), ("on", 1), ("off", 0)):
-            monkeypatch.setattr(DEVICE, "fusion", value)
+            choose(monkeypatch, fusion=value)
             backend.statistics.reset()
             assert scene.run(graph) == 0
             assert backend.statistics.fused["token_shift"] == count
@@ -1031,7 +1030,7 @@ def test_a_part_of_a_graph_has_a_plan_of_its_own(backend: Plugin) -> None:
         scene._allocate()
         for tensor, data in scene.roots:
             scene.set(tensor, data)
-        part = structs.Graph.from_buffer_copy(structs.Graph.from_address(more))
+        part = structs.GgmlCGraph.from_buffer_copy(structs.GgmlCGraph.from_address(more))
         part.n_nodes -= 1
         scene.set(nodes.sub, np.zeros(3 * 8, np.float32))
         for graph, count in ((alone, 1), (ctypes.addressof(part), 0), (alone, 1)):
@@ -1091,7 +1090,7 @@ def test_a_diff_compares_the_outputs_of_every_span(model: Models, name: str) -> 
 
 @pytest.mark.parametrize("name", SPANS)
 def test_a_diff_without_fusion_has_no_spans(model: Models, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(DEVICE, "fusion", "off")
+    choose(monkeypatch, fusion="off")
     result = diff(model(name), PROMPT, steps=0)
     assert result
     assert not rows(result)
@@ -1233,7 +1232,7 @@ def test_a_wrong_fused_kernel_is_found_while_single_nodes_are_right(
     step: int,
     types: set[str],
 ) -> None:
-    monkeypatch.setattr(DEVICE, "ops", "default")  # in its own run, the device does not compute them
+    choose(monkeypatch, ops="default")  # in its own run, the device does not compute them
     right = getattr(fusion, kernel)
     monkeypatch.setattr(fusion, kernel, lambda *args, **keywords: wrong(*args, right=right, **keywords))
     result = diff(model(name), PROMPT, steps=2)
@@ -1290,7 +1289,7 @@ def test_an_error_is_rounding_up_to_the_ops_nmse(
     model: Models, monkeypatch: pytest.MonkeyPatch, change: Callable[[NDArray[Any]], None], passes: bool
 ) -> None:
     """Its square root is 3.2e-6, of the mean over rows of which most is masked."""
-    monkeypatch.setattr(DEVICE, "ops", "default")
+    choose(monkeypatch, ops="default")
     monkeypatch.setattr(fusion, "soft_max", Softmax(change))
     result = diff(model("moe"), PROMPT, steps=0, ops={"masked_softmax", "SOFT_MAX"})
     assert bool(result) == passes
@@ -1373,8 +1372,8 @@ def test_an_option_that_cannot_be_is_refused_in_one_line(name: str, allowed: str
 
 def test_a_fusion_has_the_ops_of_its_pattern_and_the_results_it_writes() -> None:
     for entry in fusion.FUSIONS:
-        assert all(OPS[op.name] is op for op in entry.ops)
-        assert entry.op_names[0] in fusion.fusible()
+        assert all(default_backend().ops[op.name] is op for op in entry.ops)
+        assert entry.op_names[0] in default_backend().fusible
 
 
 def test_a_span_names_its_nodes() -> None:

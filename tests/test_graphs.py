@@ -14,7 +14,7 @@ import pytest
 from models import WRITERS, Models
 from support import engine
 
-from ggml_backend_npu import OPS, KernelError, Memory, Node, Tensor, op
+from ggml_backend_npu import KernelError, Memory, Node, Tensor, default_backend, op
 from ggml_backend_npu.abi import convert, lib
 from ggml_backend_npu.abi.plugin import Plugin
 from graph_runner.diff import DiffResult, NodeResult, diff
@@ -58,7 +58,7 @@ CASES = [
 @pytest.fixture
 def own_ops(backend: Plugin, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Ops registered by the test are gone after it."""
-    monkeypatch.setattr(OPS, "_ops", dict(OPS._ops))
+    monkeypatch.setattr(default_backend().ops, "_ops", dict(default_backend().ops._ops))
     backend.forget_plans()
     yield
     backend.forget_plans()
@@ -186,7 +186,7 @@ def test_nodes_that_the_npu_refuses_are_counted_with_the_reason(model: Models) -
 
 
 def _next_row() -> None:
-    right = OPS["GET_ROWS"].define
+    right = default_backend().ops["GET_ROWS"].define
 
     @op("GET_ROWS")
     def get_rows(dst: Tensor, src: Tensor, ids: Tensor) -> None:
@@ -194,7 +194,7 @@ def _next_row() -> None:
 
 
 def _ignores_ids() -> None:
-    right = OPS["SET_ROWS"].define
+    right = default_backend().ops["SET_ROWS"].define
 
     @op("SET_ROWS")
     def set_rows(dst: Tensor, src: Tensor, ids: Tensor) -> None:
@@ -217,7 +217,7 @@ def _writes_at(offset: int) -> Callable[[], None]:
     """Right, and one byte outside dst: `offset` bytes from its begin, or from its end where it is not negative."""
 
     def register() -> None:
-        right = OPS["GET_ROWS"].define
+        right = default_backend().ops["GET_ROWS"].define
 
         @op("GET_ROWS")
         def get_rows(dst: Tensor, src: Tensor, ids: Tensor) -> None:
@@ -299,7 +299,7 @@ def test_a_kernel_that_raises_is_a_different_node_with_the_reason(
 
 @pytest.mark.usefixtures("own_ops")
 def test_where_names_the_first_different_element(model: Models) -> None:
-    right = OPS["GET_ROWS"].define
+    right = default_backend().ops["GET_ROWS"].define
 
     @op("GET_ROWS")
     def get_rows(dst: Tensor, src: Tensor, ids: Tensor) -> None:
@@ -421,11 +421,11 @@ def test_a_kernel_that_raises_fails_the_decode_and_names_the_node(model: Models)
 
 @pytest.mark.usefixtures("own_ops")
 def test_a_failed_node_leaves_the_process_and_later_sessions_as_they_were(backend: Plugin, model: Models) -> None:
-    right = OPS["SET_ROWS"]
+    right = default_backend().ops["SET_ROWS"]
     _raises(ValueError("no rows today"))()
     with Session(model("llama"), settings_for("npu")) as session:
         fail_in(session)
-    OPS.add(right)
+    default_backend().ops.add(right)
     backend.forget_plans()
     with Session(model("llama"), settings_for("npu")) as session:
         assert len(list(decoded(session, 4))) == 4

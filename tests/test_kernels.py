@@ -16,7 +16,7 @@ from support import assert_same_bytes, in_pieces, recorded_works, special_floats
 
 import ggml_backend_npu
 import quant
-from ggml_backend_npu import OPS, Node, Tensor, TensorDescriptor, TopKSoftmax, token_shift
+from ggml_backend_npu import Node, Tensor, TensorDescriptor, TopKSoftmax, default_backend, token_shift
 from ggml_backend_npu.ops import (
     attention,
     elementwise,
@@ -67,7 +67,7 @@ def node(op: str, dst: Array, *src: Array, params: bytes = b"", types: tuple[str
     """What the kernel of an op leaves in dst."""
     types = (*types, *(None,) * 8)
     sources = tuple(Tensor.of(array, type) for array, type in zip(src, types[1:], strict=False))
-    OPS.bind(Node(op, Tensor.of(dst, types[0]), sources, params))()
+    default_backend().bind(Node(op, Tensor.of(dst, types[0]), sources, params))()
     return [dst]
 
 
@@ -110,7 +110,7 @@ ROUNDED = {"SILU": 4, "SWIGLU": 4}  # in units in the last place; others are equ
 
 def each(name: str) -> Case:
     """An op whose output is as large as its source: of numbers above 0, below which some leave little."""
-    n_src = min(OPS[name].n_src, 2)
+    n_src = min(default_backend().ops[name].n_src, 2)
 
     def run() -> list[Array]:
         sources = [np.abs(floats(9, 1500)), floats(9, 1500, seed=1)][:n_src]
@@ -145,7 +145,11 @@ def attended() -> list[Array]:
 
 
 OF_OPS = {
-    **{name: each(name) for name in (*tiles.Compiled.__members__, "NORM", "RMS_NORM", "L2_NORM") if name in OPS},
+    **{
+        name: each(name)
+        for name in (*tiles.Compiled.__members__, "NORM", "RMS_NORM", "L2_NORM")
+        if name in default_backend().ops
+    },
     "GET_ROWS": Case(
         lambda: node(
             "GET_ROWS", np.zeros((5, 64), np.float32), floats(8, 64).astype(np.float16), np.int32([7, 0, 3, 3, 1])
@@ -377,5 +381,7 @@ def kernels() -> dict[int, str]:
 def test_every_kernel_is_compared_with_its_definition() -> None:
     compared = {id(RUNS_OTHERS), *(id(kernel) for case in CASES.values() for kernel in case.kernels)}
     assert [name for key, name in kernels().items() if key not in compared] == []
-    assert [op for op in OPS if OPS[op].prepare is not None and op not in OF_OPS] == []
-    assert [op for op in OF_OPS if OPS[op].prepare is None] == []
+    assert [
+        op for op in default_backend().ops if default_backend().ops[op].prepare is not None and op not in OF_OPS
+    ] == []
+    assert [op for op in OF_OPS if default_backend().ops[op].prepare is None] == []

@@ -30,6 +30,7 @@ from support import (
     Scene,
     assert_as_promised,
     assert_same_bytes,
+    choose,
     engine,
     examples,
     outcome,
@@ -40,10 +41,8 @@ from support import (
 )
 
 import quant
-from ggml_backend_npu import OPS, Node, Tensor
+from ggml_backend_npu import Node, Tensor, default_backend
 from ggml_backend_npu.abi.plugin import Plugin
-from ggml_backend_npu.device import DEVICE
-from ggml_backend_npu.numerics import NUMERICS
 from ggml_backend_npu.ops import matmul
 from ggml_backend_npu.packed import Packed
 from ggml_backend_npu.registry import KernelError
@@ -61,19 +60,23 @@ pytestmark = pytest.mark.usefixtures("every_op")
 
 @pytest.fixture(autouse=True)
 def exact(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(DEVICE, "matmul", "exact")
+    choose(monkeypatch, matmul="exact")
 
 
 def numbers(type: str, shape: tuple[int, ...], seed: int) -> NDArray[Any]:
     """Random values as bytes of a type, rows of whole blocks."""
     x = np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
-    blocks = NUMERICS.codec(type).encode(x.reshape(-1, codec(type).block_size), NUMERICS.rounding)
+    blocks = (
+        default_backend()
+        .numerics.codec(type)
+        .encode(x.reshape(-1, codec(type).block_size), default_backend().numerics.rounding)
+    )
     return np.ascontiguousarray(blocks).reshape(-1)
 
 
 def decoded(type: str, blocks: NDArray[Any], shape: tuple[int, ...]) -> Floats:
     rows = blocks.view(np.uint8).reshape(-1, codec(type).block_bytes)
-    return NUMERICS.codec(type).decode(rows).reshape(shape).astype(np.float64)
+    return default_backend().numerics.codec(type).decode(rows).reshape(shape).astype(np.float64)
 
 
 @dataclass(frozen=True)
@@ -230,7 +233,7 @@ def test_many_rows_in_threads(backend: Plugin, type: str) -> None:
 def test_fast_products_of_many_columns_are_closer_to_the_truth(
     backend: Plugin, type: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(DEVICE, "matmul", "fast")
+    choose(monkeypatch, matmul="fast")
     recipe = Product((type, "f32"), 512, 70, 33)
     found = results(backend, recipe)
     w = decoded(type, numbers(type, (512 * 70,), 0), (70, 512))
@@ -284,7 +287,7 @@ def test_an_expert_that_is_none_is_named() -> None:
     a, b = np.ones((4, 3, 32), np.float32), np.ones((2, 1, 32), np.float32)
     ids = np.array([[1, 3], [2, 4]], np.int32)
     tensors = [Tensor.of(a), Tensor.of(b), Tensor.of(ids, name="topk")]
-    call = OPS.bind(Node("MUL_MAT_ID", Tensor.of(np.zeros((2, 2, 3), np.float32)), tuple(tensors)))
+    call = default_backend().bind(Node("MUL_MAT_ID", Tensor.of(np.zeros((2, 2, 3), np.float32)), tuple(tensors)))
     with pytest.raises(KernelError, match=r"row id 4 at topk\[0, 1, 1\] is outside 0..3"):
         call()
 
@@ -293,16 +296,16 @@ def test_an_expert_that_is_none_is_named() -> None:
 @pytest.mark.parametrize("n_columns", [1, 33])
 @pytest.mark.parametrize("way", ["exact", "fast"])
 def test_weights_in_the_device_layout(type: str, n_columns: int, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(DEVICE, "matmul", way)
+    choose(monkeypatch, matmul=way)
     blocks = numbers(type, (2, 21, 64), 3).reshape(2, 21, -1)
     x = numbers("f32", (2, n_columns, 64), 4).view(np.float32).reshape(2, n_columns, 64)
     plain, packed = (np.zeros((2, n_columns, 20), np.float32) for _ in range(2))
     weights = Tensor.of(blocks[:, 1:], type)
-    OPS.bind(Node("MUL_MAT", Tensor.of(plain), (weights, Tensor.of(x))))()
+    default_backend().bind(Node("MUL_MAT", Tensor.of(plain), (weights, Tensor.of(x))))()
     storage = blocks.copy()
     held = Tensor.of(storage[:, 1:], type)
     device = Packed.of(type, held.address - storage.strides[1], storage.reshape(-1))
-    OPS.bind(Node("MUL_MAT", Tensor.of(packed), (replace(held, packed=device), Tensor.of(x))))()
+    default_backend().bind(Node("MUL_MAT", Tensor.of(packed), (replace(held, packed=device), Tensor.of(x))))()
     assert np.array_equal(plain, packed)
     assert plain.any()
 
@@ -383,14 +386,14 @@ def test_columns_are_rounded_to_the_types_that_ggml_rounds_them_to(backend: Plug
 def test_sizes_that_do_not_fit_are_refused(a: Any, b: Any, dst: Any, reason: str) -> None:
     result, *sources = (Tensor.of(np.zeros(shape, np.float32)) for shape in (dst, a, b))
     node = Node("MUL_MAT", result, tuple(sources))
-    assert reason in (OPS.refusal(node) or "")
+    assert reason in (default_backend().refusal(node) or "")
 
 
 @pytest.mark.parametrize("place", [0, 1])
 def test_rows_with_gaps_are_refused(place: int) -> None:
     sources = [Tensor.of(np.zeros((1, 5, 64), np.float32)), Tensor.of(np.zeros((1, 4, 64), np.float32))]
     sources[place] = Tensor.of(np.zeros((1, 64, 5 - place), np.float32).transpose(0, 2, 1))
-    reason = OPS.refusal(Node("MUL_MAT", Tensor.of(np.zeros((1, 4, 5), np.float32)), tuple(sources)))
+    reason = default_backend().refusal(Node("MUL_MAT", Tensor.of(np.zeros((1, 4, 5), np.float32)), tuple(sources)))
     assert reason is not None
     assert f"src{place} rows have gaps" in reason
 

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from models import Models
 
 import quant
+from ggml_backend_npu.device_memory import DeviceMemory
 from ggml_backend_npu.ir import Memory
-from ggml_backend_npu.memory import DeviceMemory
 
 CONFIGURATIONS = {
     "host, accel": ("host", "accel"),
@@ -150,12 +150,12 @@ import json, sys
 from llama_cpp import llama_cpp
 import ggml_backend_npu
 from graph_runner.models import demo_file
-npu = ggml_backend_npu.register()
-npu.active = sys.argv[1] == "npu"
+if sys.argv[1] == "npu":
+    ggml_backend_npu.register()
 quiet = llama_cpp.llama_log_callback(lambda *_: None)
 llama_cpp.llama_log_set(quiet, None)
 params = llama_cpp.llama_model_default_params()
-params.use_extra_bufts, params.n_gpu_layers = False, 99 if npu.active else 0
+params.use_extra_bufts, params.n_gpu_layers = False, 99 if sys.argv[1] == "npu" else 0
 model = llama_cpp.llama_model_load_from_file(str(demo_file()).encode(), params)
 params = llama_cpp.llama_context_default_params()
 params.n_ctx, params.n_seq_max, params.kv_unified, params.flash_attn_type = 512, 2, sys.argv[2] == "unified", 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -30,9 +31,8 @@ from support import (
 )
 
 import quant
+from ggml_backend_npu import default_backend
 from ggml_backend_npu.abi.plugin import Plugin
-from ggml_backend_npu.device import DEVICE
-from ggml_backend_npu.numerics import NUMERICS
 from quant import codec
 
 CRASHING = [("f16", "i32"), ("bf16", "i32")]  # ggml's CPU plans no work buffer for them and writes to NULL
@@ -309,9 +309,9 @@ LARGE: dict[str, Recipe] = {
 def test_large_tensors_in_several_threads(
     backend: Plugin, name: str, n_threads: int, team: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(DEVICE, "threads", n_threads)
+    monkeypatch.setattr(default_backend(), "team", replace(default_backend().team, size=n_threads))
     with recorded_works() as works:
         assert_equals_cpu(backend, LARGE[name])
-    from_c = {"q6_K", *NUMERICS.bound} & {name.split()[-1]}
+    from_c = {"q6_K", *default_backend().numerics.bound} & {name.split()[-1]}
     assert bool(works) != bool(from_c)
     assert not works or works[-1].parts > 1

@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 from models import Models
+from support import choose
 
-from ggml_backend_npu import OPS, Memory, Tensor
+from ggml_backend_npu import Memory, Tensor, default_backend
+from ggml_backend_npu.abi import codecs
 from ggml_backend_npu.abi.plugin import Plugin
-from ggml_backend_npu.device import DEVICE
-from ggml_backend_npu.numerics import NUMERICS
 from ggml_backend_npu.ops import OWN
 from ggml_backend_npu.registry import Op
 from graph_runner.diff import DiffResult, diff, run_in_step
@@ -31,8 +31,8 @@ RIGHT = {Verdict.EXACT, Verdict.ROUNDING, Verdict.INHERITED, Verdict.AMPLIFIED}
 
 @pytest.fixture(autouse=True)
 def all_ops_one_by_one(backend: Plugin, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(DEVICE, "ops", "all")
-    monkeypatch.setattr(DEVICE, "fusion", "off")
+    choose(monkeypatch, ops="all")
+    choose(monkeypatch, fusion="off")
     backend.forget_plans()
     yield
     backend.forget_plans()
@@ -91,7 +91,7 @@ def in_the_own_run(op: str, name: str, damage: Callable[..., None], nth: int = 1
 
 def skip_where_products_are_rounded() -> None:
     """Before they are added: then no bytes are promised of ROPE, and attention."""
-    if not NUMERICS.fuses:
+    if not codecs.bound().fuses:
         pytest.skip("this ggml was built without contraction of products and sums")
 
 
@@ -108,7 +108,7 @@ def test_what_is_fed_alike_is_not_computed_once_more(model: Models, mirrored: li
 def test_a_right_node_is_what_the_reference_makes_of_inputs_that_are_off(
     model: Models, mirrored: list[Mirrored]
 ) -> None:
-    with OPS.having(OFF):
+    with default_backend().ops.having(OFF):
         result = run(model("llama"))
     assert {node.name for node in result.wrong} == {"embd"}
     later = [node for node in result.nodes if node.cumulative is not None and not node.cumulative and node]
@@ -127,7 +127,7 @@ def test_a_node_that_is_wrong_in_the_own_run_alone(model: Models, upstream: tupl
     def damage(dst: Tensor, src: Tensor) -> None:
         dst.view()[0, 0, 3, 5] += 1
 
-    with OPS.having(*upstream, in_the_own_run("CONT", "kqv_out-1", damage)):
+    with default_backend().ops.having(*upstream, in_the_own_run("CONT", "kqv_out-1", damage)):
         result = run(model("llama"), reproducers=tmp_path)
     wrong = [node for node in result.wrong if node.op == "CONT"]
     assert [(node.step, node.name, node.verdict, node.wrong_in) for node in wrong] == [
@@ -151,7 +151,7 @@ def test_what_is_wrong_alone_is_wrong_there_first(model: Models) -> None:
         OWN["CONT"].define(dst, src)
         dst.view()[...] *= 2
 
-    with OPS.having(planted("CONT", twice)):
+    with default_backend().ops.having(planted("CONT", twice)):
         result = run(model("llama"))
     assert {(node.op, node.wrong_in) for node in result.wrong} == {("CONT", ISOLATED)}
     assert all(node.shown == node.isolated for node in result.wrong)
@@ -163,7 +163,7 @@ def test_a_kernel_that_changes_its_source_fails(model: Models, nth: int) -> None
     def damage(dst: Tensor, src: Tensor) -> None:
         Memory(src.address, 4).bytes()[:] ^= 1
 
-    with OPS.having(in_the_own_run("CONT", "kqv_out-0", damage, nth)):
+    with default_backend().ops.having(in_the_own_run("CONT", "kqv_out-0", damage, nth)):
         result = run(model("llama"))
     first = result.wrong[0]
     assert (first.op, first.name, first.verdict) == ("CONT", "kqv_out-0", Verdict.FAILED)
@@ -196,7 +196,7 @@ def writes_into_the_embedding() -> tuple[Op, Op]:
 
 def test_a_write_into_another_tensor_is_seen_by_who_reads_that(model: Models) -> None:
     """The reader is right, and is not blamed."""
-    with OPS.having(*writes_into_the_embedding()):
+    with default_backend().ops.having(*writes_into_the_embedding()):
         result = run_in_step(model("llama"), PROMPT, steps=1, settings=FLASH_OFF)
     assert not result
     assert result.wrong == []
@@ -208,7 +208,7 @@ def test_a_write_into_another_tensor_is_seen_by_who_reads_that(model: Models) ->
 
 
 def test_a_diff_of_which_no_node_is_wrong_looks_at_every_buffer(model: Models) -> None:
-    with OPS.having(*writes_into_the_embedding()):
+    with default_backend().ops.having(*writes_into_the_embedding()):
         result = run(model("llama"))
     assert result.strict
     assert {(node.op, node.name, node.verdict, node.wrong_in) for node in result.wrong} == {
@@ -229,8 +229,8 @@ def test_a_strict_diff_of_right_kernels_finds_nothing(model: Models) -> None:
 def test_with_inputs_that_are_off_what_runs_as_one_operator_is_right(
     model: Models, name: str, monkeypatch: pytest.MonkeyPatch, mirrored: list[Mirrored]
 ) -> None:
-    monkeypatch.setattr(DEVICE, "fusion", "on")
-    with OPS.having(OFF):
+    choose(monkeypatch, fusion="on")
+    with default_backend().ops.having(OFF):
         result = run(model(name))
     assert {node.name for node in result.wrong} == {"embd"}
     together = [each for each in mirrored if each.whole is not None]

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ggml_backend_npu import OPS, Node, Op, Tensor
+from ggml_backend_npu import Node, Op, Tensor, default_backend
 from ggml_backend_npu.abi import lib
 from ggml_backend_npu.abi.build import Builder
 from ggml_backend_npu.ops import OWN
@@ -75,8 +75,8 @@ def test_a_kernel_gets_the_record_or_the_bytes() -> None:
     x = Tensor.of(np.ones(4, np.float32))
     node = Node("SCALE", x, (x,), Scale(2, 3).packed)
     for record in (Scale, None):
-        with OPS.having(Op("SCALE", kernel, params=record)):
-            OPS.bind(node)()
+        with default_backend().ops.having(Op("SCALE", kernel, params=record)):
+            default_backend().bind(node)()
     assert got == [Scale(2, 3), node.params]
     assert Op("SCALE", plain, params=Scale).keywords(node) == {}
 

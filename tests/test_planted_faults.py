@@ -36,8 +36,8 @@ from planted import (
     shows,
     spills,
 )
+from support import choose
 
-from ggml_backend_npu import DEVICE
 from ggml_backend_npu.abi.plugin import Plugin
 from graph_runner.diff import diff
 from graph_runner.session import Session, context_for
@@ -97,11 +97,11 @@ def test_an_operator_is_wrong_where_it_takes_the_place_of_its_nodes(
 ) -> None:
     """With fusion a run takes another way, without it does not."""
     for option, value in fault.options.items():
-        monkeypatch.setattr(DEVICE, option, value)
+        choose(monkeypatch, **{option: value})
     right = logits(file(fault.model), fault, backend)
     with loaded(fault.path):
         assert not np.array_equal(logits(file(fault.model), fault, backend), right)
-        monkeypatch.setattr(DEVICE, "fusion", "off")
+        choose(monkeypatch, fusion="off")
         unfused = logits(file(fault.model), fault, backend)
     assert np.allclose(unfused, right, rtol=1e-3, atol=1e-4)
 
@@ -188,7 +188,7 @@ def assert_found(model: Path, fault: Fault, folder: Path, *beside: Path) -> None
 def of_device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """The device has a fault's options."""
     for option, value in request.getfixturevalue("fault").options.items():
-        monkeypatch.setattr(DEVICE, option, value)
+        choose(monkeypatch, **{option: value})
 
 
 @pytest.mark.some(6)

@@ -14,14 +14,14 @@ from typing import Any
 
 import pytest
 from recipes import Copy, GetRows, SetRows
-from support import supported
+from support import choose, supported
 
-from ggml_backend_npu import DEVICE, OPS, DeviceError, Graph, KernelError, Memory, Node, Op, Tensor, plan
+from ggml_backend_npu import Backend, DeviceError, Graph, KernelError, Memory, Node, Op, Tensor, default_backend
 from ggml_backend_npu.abi import lib
 from ggml_backend_npu.abi.plugin import Plugin
-from ggml_backend_npu.device import DeviceOptions
 from ggml_backend_npu.generations import PROFILES
 from ggml_backend_npu.ops.rope import Rope
+from ggml_backend_npu.options import Options
 from ggml_backend_npu.profiles import ANY, FULL, Profile, ProfileError, Rule, load
 from graph_runner.diff import diff
 from graph_runner.session import Session, Settings
@@ -177,8 +177,8 @@ refused = pytest.mark.parametrize(
 
 @pytest.fixture
 def options(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    """What a test does to DEVICE is undone after it."""
-    monkeypatch.setattr(DEVICE, "profile", FULL)
+    """What a test does to the default backend's options is undone after it."""
+    choose(monkeypatch, profile=FULL)
     return monkeypatch
 
 
@@ -278,7 +278,7 @@ def test_conditions_name_parameters(op: str, condition: str, holds: bool) -> Non
     of = node(op, "f32", "f32", **numbers)
     of = replace(of, params=of.params if numbers else b"")
     assert (named.refusal(of) is None) == holds
-    with OPS.having(Op(op, lambda dst, x: None)):
+    with default_backend().ops.having(Op(op, lambda dst, x: None)):
         assert (named.refusal(of) is None) == holds
 
 
@@ -316,23 +316,23 @@ def test_the_scheduler_and_the_plan_read_the_profile(backend: Plugin, options: p
     to_bf16, to_f16 = Copy(("f32", "bf16"), ROW), Copy(("f32", "f16"), ROW)
     assert supported(backend, to_bf16)
     graph = Graph((node("CPY", "bf16", "f32"),))
-    assert plan(graph, OPS).counts == {"CPY": 1}
-    options.setattr(DEVICE, "profile", load("ascend-310p"))
+    assert default_backend().plan(graph).counts == {"CPY": 1}
+    choose(options, profile=load("ascend-310p"))
     assert not supported(backend, to_bf16)
     assert supported(backend, to_f16)
     with pytest.raises(KernelError, match="CPY node 'bf16': profile ascend-310p: types f32 -> bf16"):
-        plan(graph, OPS)
+        default_backend().plan(graph)
 
 
 def test_a_kernel_that_is_missing_comes_before_the_profile(options: pytest.MonkeyPatch) -> None:
-    options.setattr(DEVICE, "profile", load("ascend-310p"))
-    assert OPS.refusal(node("LEAKY_RELU", "f32", "f32")) == "no kernel"
-    assert OPS.refusal(node("CPY", "i64", "f32")) == "types f32 -> i64"
+    choose(options, profile=load("ascend-310p"))
+    assert default_backend().refusal(node("LEAKY_RELU", "f32", "f32")) == "no kernel"
+    assert default_backend().refusal(node("CPY", "i64", "f32")) == "types f32 -> i64"
 
 
 def test_a_new_generation_is_one_profile(backend: Plugin, options: pytest.MonkeyPatch) -> None:
     mine = Profile("mine", "", "", {"GET_ROWS": (Rule({"src0": ("f16",)}, where=("src0.ne0 % 16 == 0",)),)})
-    options.setattr(DEVICE, "profile", mine)
+    choose(options, profile=mine)
     assert supported(backend, GetRows("f16", (32, 3, 1, 1), 2))
     assert not supported(backend, GetRows("f16", (24, 3, 1, 1), 2))
     assert not supported(backend, GetRows("f32", (32, 3, 1, 1), 2))
@@ -344,7 +344,7 @@ def test_a_model_runs_the_same_with_less_of_it_on_the_device(
 ) -> None:
     file, results = write_tiny_llama(tmp_path / "tiny.gguf"), {}
     for name in ("full", "ascend-required"):
-        options.setattr(DEVICE, "profile", load(name))
+        choose(options, profile=load(name))
         with Session(file, Settings(device="npu", flash_attention="off")) as session:
             session.decode(session.tokenize("once"))
             results[name] = (session.npu_nodes, session.logits())
@@ -355,7 +355,7 @@ def test_a_model_runs_the_same_with_less_of_it_on_the_device(
 
 
 def test_a_diff_lists_nodes_outside_the_profile_as_refused(options: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    options.setattr(DEVICE, "profile", load("ascend-required"))
+    choose(options, profile=load("ascend-required"))
     result = diff(write_tiny_llama(tmp_path / "tiny.gguf"), "once", steps=0)
     assert result
     assert {node.op for node in result.compared} == {"GET_ROWS"}
@@ -377,27 +377,23 @@ def test_what_a_profile_refuses_in_the_devices_memory_fails_and_does_not_abort()
 def test_the_environment_is_read_once_and_options_win(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GGML_NPU_PROFILE", "ascend-910b")
     monkeypatch.setenv("GGML_NPU_MEMORY_LIMIT", "2G")
-    chosen = DeviceOptions()
-    assert chosen.profile is FULL
-    chosen.update({"profile": "ascend-310p", "memory": None})
-    assert (chosen.profile.name, chosen.memory_limit) == ("ascend-310p", 2 << 30)
-    chosen.update_from_environment()
-    assert chosen.profile.name == "ascend-310p"
-    chosen = DeviceOptions()
-    chosen.update_from_environment()
-    assert chosen.profile.name == "ascend-910b"
+    assert Options().profile is FULL
+    backend = Backend()
+    backend.options = backend.options.updated({"profile": "ascend-310p", "memory": None})
+    assert (backend.options.profile.name, backend.options.memory_limit) == ("ascend-310p", 2 << 30)
+    monkeypatch.setenv("GGML_NPU_MEMORY_LIMIT", "3G")
+    assert (backend.options.profile.name, backend.options.memory_limit) == ("ascend-310p", 2 << 30)
+    assert Options.from_environment().profile.name == "ascend-910b"
 
 
 def test_a_name_that_is_unknown_is_answered_with_the_known_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     known = "must be one of full, ascend-910b, ascend-310p, ascend-required, or FILE.toml"
-    chosen = DeviceOptions()
     with pytest.raises(DeviceError) as error:
-        chosen.update({"memory": "device", "profile": "ascend"})
+        Options().updated({"memory": "device", "profile": "ascend"})
     assert str(error.value) == f"profile='ascend': {known}"
-    assert (chosen.profile, chosen.memory) == (FULL, "host")
     monkeypatch.setenv("GGML_NPU_PROFILE", "910b")
     with pytest.raises(DeviceError) as error:
-        DeviceOptions().update_from_environment()
+        Options.from_environment()
     assert str(error.value) == f"GGML_NPU_PROFILE='910b': {known}"
 
 
@@ -518,7 +514,7 @@ def test_a_typo_is_named_with_its_line(tmp_path: Path, right: str, wrong: str, l
     assert right in OWN
     file = own(tmp_path, OWN.replace(right, wrong))
     with pytest.raises(DeviceError) as error:
-        DeviceOptions().update({"profile": file})
+        Options().updated({"profile": file})
     message = str(error.value)
     assert message.startswith(f"profile={file!r}: line {line}: {what}")
     assert "\n" not in message

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -11,9 +12,9 @@ import pytest
 from support import with_avx2
 
 from ggml_backend_npu import Node
-from ggml_backend_npu.abi import lib
+from ggml_backend_npu.abi import codecs, lib
 from ggml_backend_npu.abi.replica import Replica
-from ggml_backend_npu.numerics import NUMERICS
+from ggml_backend_npu.numerics import Numerics
 from ggml_backend_npu.ops import OWN
 from ggml_backend_npu.registry import Call
 from graph_runner import promises
@@ -27,7 +28,7 @@ PROBES = promises._probes()
 @pytest.fixture(autouse=True)
 def kept_elsewhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     monkeypatch.setattr(promises, "cache_directory", lambda: tmp_path)
-    monkeypatch.setattr(promises, "_found", {})
+    monkeypatch.setattr(promises, "holds", cache(promises.holds.__wrapped__))
     return tmp_path
 
 
@@ -37,12 +38,12 @@ class WithoutAnEnd:
     def __init__(self, name: str) -> None:
         self._op, self._place = OWN[name], 1 if name == "MUL_MAT" else 0
 
-    def bind(self, node: Node) -> Call:
+    def bind(self, node: Node, numerics: Numerics) -> Call:
         x = node.src[self._place]
         assert x is not None
         cut = copy(x)
         cut.view()[..., x.ne[0] // 8 * 8 :] = 0
-        return self._op.bind(replace(node, src=(*node.src[: self._place], cut, *node.src[self._place + 1 :])))
+        return self._op.bind(replace(node, src=(*node.src[: self._place], cut, *node.src[self._place + 1 :])), numerics)
 
 
 TAILED = ["SSM_CONV", "DSV4_HC_PRE with gates", "MUL_MAT of f32, other rows", "MUL_MAT of f16", "SILU", "RMS_NORM"]
@@ -65,16 +66,16 @@ def test_right_kernels_are_within_the_bounds_where_bytes_are_not_promised() -> N
 
 def is_allowed(of: Node) -> bool:
     expected, actual = copy(of.dst), copy(of.dst)
-    with Replica(lib.ggml(), "CPU") as cpu, promises.DEVICE.multiplying("exact"):
+    with Replica(lib.ggml(), "CPU") as cpu:
         cpu.compute(replace(of, dst=expected))
-        promises.OWN[of.op].bind(replace(of, dst=actual))()
+        promises.OWN[of.op].bind(replace(of, dst=actual), replace(codecs.bound(), matmul="exact"))()
     found = compare(expected, actual)
     return bool(found) or Rules().allows(of, expected, actual, found)
 
 
 @with_avx2
 def test_where_the_source_says_what_every_bit_is_bytes_are_promised() -> None:
-    fixed = [name for name, probe in PROBES.items() if probe.fixed or (probe.fused and NUMERICS.fuses)]
+    fixed = [name for name, probe in PROBES.items() if probe.fixed or (probe.fused and codecs.bound().fuses)]
     assert [name for name in fixed if not promises.holds(name)] == []
 
 
@@ -82,10 +83,10 @@ def test_what_was_measured_is_kept(kept_elsewhere: Path, monkeypatch: pytest.Mon
     before = promises.holds("SILU")
     (file,) = kept_elsewhere.iterdir()
     assert json.loads(file.read_text()) == {"SILU": before}
-    monkeypatch.setattr(promises, "_found", {})
+    promises.holds.cache_clear()
     file.write_text(json.dumps({"SILU": not before}))
     assert promises.holds("SILU") is not before
-    monkeypatch.setattr(promises, "_found", {})
+    promises.holds.cache_clear()
     file.write_text('{"SILU": tr')
     assert promises.holds("SILU") is before
 

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tracemalloc
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from itertools import product
 from math import prod
@@ -23,9 +24,9 @@ from numpy.typing import NDArray
 from support import ENGINES, examples, seeds
 
 import ggml_backend_npu
+from ggml_backend_npu import default_backend
 from ggml_backend_npu.abi.build import Builder
 from ggml_backend_npu.abi.plugin import Plugin
-from ggml_backend_npu.device import DEVICE
 from ggml_backend_npu.operators import rbln
 from ggml_backend_npu.operators.rbln import (
     dynamic_flash_attn_tile,
@@ -682,7 +683,7 @@ def test_large_scores_in_several_threads(layout: str, team: str, monkeypatch: py
     sink, index = drawn((1, 3, 2, 1, 1), rng), np.int32([448, 17])
     results = []
     for n_threads in (1, 3):
-        monkeypatch.setattr(DEVICE, "threads", n_threads)
+        monkeypatch.setattr(default_backend(), "team", replace(default_backend().team, size=n_threads))
         results.append([window_softmax(x, index, sink, 448), *dynamic_flash_attn_tile(x, index, None, None, sink)])
     for alone, together in zip(*results, strict=True):
         np.testing.assert_array_equal(alone, together)

@@ -19,13 +19,12 @@ import numpy as np
 import pytest
 from models import WRITERS, Models
 from recipes import Cast, Copy, GetRows, Same, SetRows
-from support import TRANSPOSED, Placement, Recipe, Scene, assert_same_bytes, engine
+from support import TRANSPOSED, Placement, Recipe, Scene, assert_same_bytes, choose, engine
 
-from ggml_backend_npu import OPS, Op
+from ggml_backend_npu import Op, default_backend
 from ggml_backend_npu.abi import convert, structs
 from ggml_backend_npu.abi.plugin import Context, Plugin
 from ggml_backend_npu.abi.repeats import Repeats
-from ggml_backend_npu.device import DEVICE
 from graph_runner.session import Sampler, Session, Settings, generate
 
 TYPE_AT, NE_AT, NB_AT, PARAMS_AT = 0, 16, 48, structs.OP_AT + 4
@@ -319,7 +318,7 @@ def test_another_kernel_of_the_op_is_used_at_once(backend: Plugin, in_python: li
         assert [scene.run(graph), scene.run(graph)] == [0, 0]
         right = scene.get(node)
         for value in (7.0, 8.0):
-            with OPS.having(filled(value)):
+            with default_backend().ops.having(filled(value)):
                 for _ in range(2):
                     assert scene.run(graph) == 0
                     assert (scene.get(node).view(np.float32) == value).all()
@@ -392,7 +391,7 @@ def test_graphs_that_begin_alike_are_told_apart(backend: Plugin, in_python: list
             assert_same_bytes(scene.get((b, c)[i]), scene.roots[1 + i][1])
             assert_same_bytes(scene.get((c, b)[i]), np.full((9, 8)[i] * 4, (0, 0xA5)[i], np.uint8))
             assert (backend.statistics.graphs, backend.statistics.computed) == (1, {"CONT": 2})
-        assert len(context_of(backend, scene).repeats._programs) == 1
+        assert len(context_of(backend, scene).repeats._known) == 1
     assert len(in_python) == 4, "the last one stays"
 
 
@@ -413,7 +412,7 @@ def test_a_graph_that_another_one_begins_with_is_told_apart(backend: Plugin, in_
                 assert scene.run(graph) == 0
                 assert_same_bytes(scene.get(node), x)
                 assert backend.statistics.computed == {"CONT": count}
-            assert len(context_of(backend, scene).repeats._programs) == 1
+            assert len(context_of(backend, scene).repeats._known) == 1
     assert len(in_python) == 6
 
 
@@ -486,7 +485,7 @@ def decoded(model: Path, n: int = 12, prompt: str = "The capital of France is") 
 
 @pytest.fixture(params=["default", "all"])
 def ops(request: pytest.FixtureRequest, backend: Plugin, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    monkeypatch.setattr(DEVICE, "ops", request.param)
+    choose(monkeypatch, ops=request.param)
     backend.forget_plans()
     yield request.param
     backend.forget_plans()
@@ -543,7 +542,7 @@ def test_fusion_is_switched_while_graphs_are_known(
         for root, data in scene.roots:
             scene.set(root, data)
         for value, count in (("on", 3), ("off", 0), ("on", 3)):
-            monkeypatch.setattr(DEVICE, "fusion", value)
+            choose(monkeypatch, fusion=value)
             backend.statistics.reset()
             assert [scene.run(graph) for _ in range(3)] == [0] * 3
             assert backend.statistics.fused["TopKSoftmax"] == count
@@ -560,7 +559,7 @@ def test_a_known_part_of_a_graph_is_another_one_where_more_is_read(backend: Plug
         scene._allocate()
         for root, data in scene.roots:
             scene.set(root, data)
-        part = structs.Graph.from_buffer_copy(structs.Graph.from_address(more))
+        part = structs.GgmlCGraph.from_buffer_copy(structs.GgmlCGraph.from_address(more))
         part.n_nodes -= 1
         for _ in range(2):
             backend.statistics.reset()
@@ -629,7 +628,7 @@ def test_a_graph_of_another_uid_is_looked_at_again(backend: Plugin, in_python: l
         graph = scene.graph_of(node)
         scene.set(source, x)
         scene.set(other, -x)
-        header = structs.Graph.from_address(graph)
+        header = structs.GgmlCGraph.from_address(graph)
         for uid, read, asked in ((7, source, 1), (7, source, 1), (8, other, 2), (9, other, 2), (0, source, 3)):
             header.uid = uid
             ctypes.c_void_p.from_address(node + structs.SRC_AT).value = read

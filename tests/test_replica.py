@@ -16,7 +16,7 @@ from models import WRITERS, Models
 from numpy.typing import NDArray
 from support import assert_same_bytes
 
-from ggml_backend_npu import OPS, KernelError, Memory, Node, Tensor, op
+from ggml_backend_npu import KernelError, Memory, Node, Tensor, default_backend, op
 from ggml_backend_npu.abi import convert, lib, replica
 from ggml_backend_npu.abi.plugin import Plugin
 from ggml_backend_npu.abi.replica import Replica
@@ -66,11 +66,11 @@ class Again:
         for device, copy in zip(self.devices, self.copies, strict=True):
             if device.refusal(copy) is None:
                 device.compute(copy)
-                if device.device == "CPU" or node.op not in ("ROPE", "SOFT_MAX"):
-                    assert_same_bytes(span(copy.dst), span(node.dst), f"{device.device}: {node}")
-                self.computed[f"{device.device} {node.op}"] += 1
+                if device.name == "CPU" or node.op not in ("ROPE", "SOFT_MAX"):
+                    assert_same_bytes(span(copy.dst), span(node.dst), f"{device.name}: {node}")
+                self.computed[f"{device.name} {node.op}"] += 1
             else:
-                assert device.device != "CPU"
+                assert device.name != "CPU"
 
 
 @pytest.mark.parametrize("name", WRITERS)
@@ -199,7 +199,7 @@ def test_an_unknown_device_is_named_with_those_that_there_are(backend: Plugin) -
 def test_what_the_npu_refuses_or_fails_at_is_one_error(
     backend: Plugin, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(OPS, "_ops", dict(OPS._ops))
+    monkeypatch.setattr(default_backend().ops, "_ops", dict(default_backend().ops._ops))
 
     with Replica(backend.ggml, "npu") as npu:
         with pytest.raises(KernelError, match=r"^SQR node 't': device NPU does not take it: not supported$"):

@@ -28,7 +28,7 @@ from support import (
 )
 
 import quant
-from ggml_backend_npu import OPS, Node, Tensor
+from ggml_backend_npu import Node, Tensor, default_backend
 from ggml_backend_npu.abi.plugin import Plugin
 from ggml_backend_npu.ops.rope import Rope as RopeParams
 
@@ -157,7 +157,10 @@ def test_elements_that_stay_keep_their_bits() -> None:
     x[..., 2:6] = 1
     dst = np.zeros_like(x)
     params = RopeParams(0, 4, NEOX, 0, 512, 10000.0, 1.0, 0.0, 1.0, 32.0, 1.0, 0, 0, 0, 0, 2)
-    for call in (OPS.bind, lambda node: lambda: OPS["ROPE"].define(node.dst, *node.src, None, params=params)):
+    for call in (
+        default_backend().bind,
+        lambda node: lambda: default_backend().ops["ROPE"].define(node.dst, *node.src, None, params=params),
+    ):
         dst[:] = 0
         call(Node("ROPE", Tensor.of(dst), (Tensor.of(x), Tensor.of(np.int32([3]))), params.packed))()
         assert (np.delete(dst.view(np.uint16), slice(2, 6), -1) == 0x7C01).all()
@@ -176,7 +179,7 @@ def node(
 
 @pytest.mark.parametrize("mode", [NORMAL, NEOX, MROPE, VISION, IMROPE])
 def test_what_fits_is_taken(mode: int) -> None:
-    assert OPS.refusal(node(mode=mode)) is None
+    assert default_backend().refusal(node(mode=mode)) is None
 
 
 @pytest.mark.parametrize(
@@ -199,4 +202,4 @@ def test_what_fits_is_taken(mode: int) -> None:
 )
 def test_what_does_not_fit_is_refused(changed: dict[str, Any], reason: str) -> None:
     with pytest.raises(Exception, match=reason):
-        OPS.check(node(**changed))
+        default_backend().check(node(**changed))

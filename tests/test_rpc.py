@@ -19,9 +19,9 @@ pytestmark = pytest.mark.conformance
 
 TELLING = """
 import sys
-from ggml_backend_npu import OPS, op
+from ggml_backend_npu import default_backend, op
 
-ours = OPS["GET_ROWS"]
+ours = default_backend().ops["GET_ROWS"]
 
 @op("GET_ROWS", types=ours.types, refuse=ours.refuse)
 def telling(dst, src, ids):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -22,6 +22,7 @@ from support import (
     Scene,
     assert_as_promised,
     assert_same_bytes,
+    choose,
     engine,
     examples,
     outcome,
@@ -31,9 +32,8 @@ from support import (
     with_avx2,
 )
 
-from ggml_backend_npu import OPS, Node, Tensor
+from ggml_backend_npu import Node, Tensor, default_backend
 from ggml_backend_npu.abi.plugin import Plugin
-from ggml_backend_npu.device import DEVICE
 from ggml_backend_npu.ops import softmax
 from ggml_backend_npu.ops.softmax import Rows, slopes, soft_max
 
@@ -162,7 +162,7 @@ def test_soft_max_of(backend: Plugin, name: str) -> None:
 
 @pytest.mark.parametrize("n_threads", [1, 3])
 def test_threads_part_the_rows(backend: Plugin, n_threads: int, team: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(DEVICE, "threads", n_threads)
+    monkeypatch.setattr(default_backend(), "team", replace(default_backend().team, size=n_threads))
     with recorded_works() as works:
         assert_close_to_cpu(backend, SoftMax((1000, 50, 4, 2), "f16", (0, 4, 2), sinks=True))
     assert [work.parts for work in works] == [6]
@@ -176,7 +176,7 @@ def soft_maxed(
 ) -> Floats:
     dst = np.full_like(x, 9, order="C") if dst is None else dst
     src = tuple(None if array is None else Tensor.of(np.asarray(array)) for array in (x, mask, sinks))
-    OPS.bind(Node("SOFT_MAX", Tensor.of(dst), src, struct.pack("2f", scale, max_bias)))()
+    default_backend().bind(Node("SOFT_MAX", Tensor.of(dst), src, struct.pack("2f", scale, max_bias)))()
     return np.asarray(dst)
 
 
@@ -370,7 +370,7 @@ def test_exp_of_what_is_no_number() -> None:
 
 def test_without_all_ops_it_is_not_taken(backend: Plugin, monkeypatch: pytest.MonkeyPatch) -> None:
     assert supported(backend, SoftMax((8, 2, 2, 1)))
-    monkeypatch.setattr(DEVICE, "ops", "default")
+    choose(monkeypatch, ops="default")
     assert not supported(backend, SoftMax((8, 2, 2, 1)))
 
 
@@ -404,5 +404,7 @@ X = (2, 6, 4, 8)
 )  # fmt: skip
 def test_a_refusal_says_why(dst: Any, x: Any, mask: Any, sinks: Any, reason: str) -> None:
     sources = tuple(None if array is None else Tensor.of(array) for array in (x, mask, sinks))
-    refusal = OPS["SOFT_MAX"].refusal(Node("SOFT_MAX", Tensor.of(dst), sources, struct.pack("2f", 1, 0)))
+    refusal = (
+        default_backend().ops["SOFT_MAX"].refusal(Node("SOFT_MAX", Tensor.of(dst), sources, struct.pack("2f", 1, 0)))
+    )
     assert reason in str(refusal)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
@@ -30,10 +30,8 @@ from support import (
 )
 
 import quant
-from ggml_backend_npu import OPS, Memory, Node, Tensor
+from ggml_backend_npu import Memory, Node, Tensor, default_backend
 from ggml_backend_npu.abi.plugin import Plugin
-from ggml_backend_npu.device import DEVICE
-from ggml_backend_npu.numerics import NUMERICS
 from ggml_backend_npu.ops import strided
 from quant import blocks, codec, runs
 from quant.kernels import threads
@@ -94,7 +92,9 @@ def put(tensor: Tensor, data: NDArray[Any]) -> None:
 @pytest.fixture(autouse=True)
 def own_codecs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernels are compared with the definitions beside them, whatever the ggml of this process makes of q4_0."""
-    monkeypatch.setattr(NUMERICS, "bound", {name: NUMERICS.bound[name] for name in NUMERICS.bound.keys() - {"q4_0"}})
+    numerics = default_backend().numerics
+    bound = {name: numerics.bound[name] for name in numerics.bound.keys() - {"q4_0"}}
+    monkeypatch.setattr(default_backend(), "numerics", replace(numerics, bound=bound))
 
 
 def assert_defined(
@@ -102,13 +102,13 @@ def assert_defined(
 ) -> list[threads.Work]:
     """The compiled kernel, in any pieces, leaves the memory of dst as the definition does. Returns its works."""
     node, before, rng = Node(op, dst, src), dst.memory.bytes().copy(), np.random.default_rng(seed)
-    OPS[op].define(dst, *src)
+    default_backend().ops[op].define(dst, *src)
     expected = dst.memory.bytes().copy()
     with pytest.MonkeyPatch.context() as patch:
         if streams:
             patch.setattr(strided, "CACHED", 0)
         with in_pieces(rng):
-            call = OPS.bind(node)
+            call = default_backend().bind(node)
             assert isinstance(call, threads.Job)
             for _ in range(2):
                 dst.memory.bytes()[:] = before
@@ -356,7 +356,7 @@ def test_nan_is_the_f16_nan_of_ggmls_cpu_wherever_threads_part_a_row(
     backend: Plugin, row: int, cached: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(strided, "CACHED", cached)
-    monkeypatch.setattr(DEVICE, "threads", 3)
+    monkeypatch.setattr(default_backend(), "team", replace(default_backend().team, size=3))
     nan = np.random.default_rng(0).integers(0x7F800001, 0x80000000, (600, row), dtype=np.uint32)
 
     def recipe(scene: Scene) -> int:
@@ -419,7 +419,7 @@ def test_ids_of_a_graph_are_looked_at_in_every_run() -> None:
     rows, src = np.arange(20), np.random.default_rng(0).standard_normal((20, 4)).astype(np.float32)
     dst = np.zeros((40, 4), np.float32)
     with in_pieces(np.random.default_rng(1)):
-        call = OPS.bind(Node("SET_ROWS", Tensor.of(dst), (Tensor.of(src), Tensor.of(rows))))
+        call = default_backend().bind(Node("SET_ROWS", Tensor.of(dst), (Tensor.of(src), Tensor.of(rows))))
         assert isinstance(call, threads.Job)
         for ids, cut in ((np.arange(20), True), (np.arange(20) // 3, False), (np.arange(20)[::-1], True)):
             rows[:] = ids
@@ -453,7 +453,7 @@ def test_rows_are_set_by_several_threads(team: str, order: str) -> None:
     for i, row in enumerate(rows):
         expected[row] = src[i]
     with recorded_works() as works, threads.allowing(3):
-        call = OPS.bind(Node("SET_ROWS", Tensor.of(dst), (Tensor.of(src), Tensor.of(rows))))
+        call = default_backend().bind(Node("SET_ROWS", Tensor.of(dst), (Tensor.of(src), Tensor.of(rows))))
         for _ in range(5):
             dst[:] = 0
             call()

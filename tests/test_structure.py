@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
-from functools import cache
 from pathlib import Path
 
 import pytest
@@ -14,14 +13,13 @@ PACKAGES = ("quant", "ggml_backend_npu", "graph_runner")
 MODULES = sorted(path.relative_to(ROOT) for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
 
 
-@cache
-def imports(module: Path) -> frozenset[str]:
+def parsed(module: Path) -> ast.Module:
+    return ast.parse((ROOT / module).read_text())
+
+
+def imports(module: Path) -> Iterator[str]:
     """Full names of what a module imports, wherever in it the import stands."""
-    return frozenset(_imports(module))
-
-
-def _imports(module: Path) -> Iterator[str]:
-    for node in ast.walk(ast.parse((ROOT / module).read_text())):
+    for node in ast.walk(parsed(module)):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -61,6 +59,101 @@ def test_llama_cpp_is_imported_where_ggml_is_found_and_where_models_run() -> Non
 @pytest.mark.parametrize("module", ["ctypes", "_ctypes", "cffi"])
 def test_ctypes_stands_in_the_abi_and_in_the_session_only(module: str) -> None:
     assert not outside(importers(module), "ggml_backend_npu/abi/", "graph_runner/session.py")
+
+
+# what a process has one of, whoever asks for it; everything else belongs to an object that is handed down
+OF_THE_PROCESS = {
+    "quant/codec.py _CODECS": "codecs, which class statements add when they are imported",
+    "quant/kernels/jit.py _ours": "names of C functions, which decorators add when they are imported",
+    "quant/kernels/jit.py _Announcement": "who is told that numba compiles: numba has one list of listeners",
+    "quant/kernels/jit.py _Files": "that kernels cannot be kept is said once",
+    "quant/kernels/memory.py _free": "memory of large results that nobody holds any more, as an allocator has it",
+    "ggml_backend_npu/abi/fenced.py _free": "fenced memory that nobody holds any more",
+    "ggml_backend_npu/abi/fenced.py _Room": "how much that is",
+    "graph_runner/endings.py _open": "what is undone when the process ends",
+    "graph_runner/endings.py _commands": "whether a command is what the process is for",
+    "graph_runner/session.py _log": "llama.cpp has one log",
+}
+CHANGES = {"add", "append", "clear", "discard", "extend", "insert", "pop", "popitem", "remove", "setdefault", "update"}
+
+
+class Changed(ast.NodeVisitor):
+    """Finds names of a module's own level, its own ones and those of our other modules, that its functions change: by
+    `global`, by a key, an attribute or a method that changes. What statements of the module itself do is over when it
+    has been imported."""
+
+    def __init__(self, tree: ast.Module) -> None:
+        self.names: set[str] = set()
+        self._of_module = {name for node in tree.body for name in self._bound(node)}
+        self._locals: list[set[str]] = []
+        self.visit(tree)
+
+    @staticmethod
+    def _bound(node: ast.AST) -> Iterator[str]:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            yield node.name
+        elif isinstance(node, ast.ImportFrom):
+            ours = (node.module or "").startswith(PACKAGES)
+            yield from (alias.asname or alias.name for alias in node.names if ours)
+        elif not isinstance(node, ast.Import):
+            yield from (n.id for n in ast.walk(node) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store))
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> None:
+        arguments = {each.arg for each in ast.walk(node.args) if isinstance(each, ast.arg)}
+        stored = {n.id for n in ast.walk(node) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
+        self._locals.append(arguments | stored)
+        self.generic_visit(node)
+        self._locals.pop()
+
+    def visit_Global(self, node: ast.Global) -> None:
+        self.names.update(node.names)
+
+    def _change(self, target: ast.AST) -> None:
+        while isinstance(target, ast.Attribute | ast.Subscript):
+            target = target.value
+        if not isinstance(target, ast.Name) or not self._locals or target.id not in self._of_module:
+            return
+        if not any(target.id in names for names in self._locals):
+            self.names.add(target.id)
+
+    def visit_Attribute(self, node: ast.Attribute) -> None:
+        if not isinstance(node.ctx, ast.Load):
+            self._change(node)
+        self.generic_visit(node)
+
+    def visit_Subscript(self, node: ast.Subscript) -> None:
+        if not isinstance(node.ctx, ast.Load):
+            self._change(node)
+        self.generic_visit(node)
+
+    def visit_Call(self, node: ast.Call) -> None:
+        if isinstance(node.func, ast.Attribute) and node.func.attr in CHANGES:
+            self._change(node.func.value)
+        self.generic_visit(node)
+
+
+def test_nothing_of_a_module_changes_but_what_a_process_has_one_of() -> None:
+    found = {f"{module.as_posix()} {name}" for module in MODULES for name in Changed(parsed(module)).names}
+    assert sorted(found - OF_THE_PROCESS.keys()) == []
+    assert sorted(OF_THE_PROCESS.keys() - found) == []
+
+
+@pytest.mark.parametrize(
+    ("code", "changed"),
+    [
+        ("x = 1\ndef f():\n    global x\n    x = 2", {"x"}),
+        ("X = []\ndef f():\n    X.append(1)", {"X"}),
+        ("X: dict[str, int] = {}\ndef f():\n    X['a'] = 1", {"X"}),
+        ("class X:\n    n = 0\ndef f():\n    X.n += 1", {"X"}),
+        ("from quant import a\ndef f():\n    a.b.c = 1", {"a"}),
+        ("import os\ndef f():\n    os.environ['a'] = 'b'", set()),
+        ("X = {}\ndef f():\n    del X[0]", {"X"}),
+        ("X = [1]\nX.append(2)\ndef f(X):\n    X.append(3)\ndef g():\n    X = []\n    X.append(4)", set()),
+        ("X = [1]\ndef f():\n    return X[0]", set()),
+    ],
+)
+def test_what_changes_is_seen(code: str, changed: set[str]) -> None:
+    assert Changed(ast.parse(code)).names == changed
 
 
 def undocumented(module: Path) -> Iterator[str]:

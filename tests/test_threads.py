@@ -116,18 +116,21 @@ def test_a_works_status_is_of_its_last_run(team: str) -> None:
         visited.work.run()
 
 
-def test_threads_are_allowed_to_one_thread_or_to_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(threads._Team, "size", None)
-    threads.allow(5)
-    with ThreadPoolExecutor(1) as other, threads.allowing(3):
-        assert (threads.allowed(), other.submit(threads.allowed).result()) == (3, 5)
-        with threads.allowing(2):
-            threads.allow(6)
-            assert (threads.allowed(), other.submit(threads.allowed).result()) == (2, 6)
-        assert threads.allowed() == 3
-    with pytest.raises(KeyError), threads.allowing(4):
+def test_a_team_works_in_one_python_thread_and_not_in_others() -> None:
+    def n_threads() -> int:
+        return threads.working_team().n_threads
+
+    processors = n_threads()
+    with ThreadPoolExecutor(1) as other, threads.allowing(processors + 3):
+        assert (n_threads(), other.submit(n_threads).result()) == (processors + 3, processors)
+        with threads.allowing(processors + 2):
+            assert (n_threads(), other.submit(n_threads).result()) == (processors + 2, processors)
+        assert n_threads() == processors + 3
+    with threads.Team(openmp=1, size=5).working(), threads.allowing(4):
+        assert threads.working_team() == threads.Team(openmp=1, size=4)
+    with pytest.raises(KeyError), threads.allowing(processors + 4):
         raise KeyError
-    assert threads.allowed() == 6
+    assert n_threads() == processors
 
 
 def test_works_of_two_python_threads_run_at_the_same_time(team: str) -> None:
@@ -159,10 +162,9 @@ def python(code: str, **variables: str) -> list[str]:
 
 @pytest.mark.parametrize("text", ["x", "0", "-1", "", "2.5"])
 def test_a_number_of_threads_that_is_none_is_named(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(threads._Team, "size", None)
     monkeypatch.setenv("GGML_NPU_THREADS", text)
     x = np.zeros((64, 1 << 15), np.float32)
-    for call in (threads.allowed, lambda: quant.quantize(x, "q8_0")):
+    for call in (lambda: threads.working_team().n_threads, lambda: quant.quantize(x, "q8_0")):
         with pytest.raises(EngineError, match=f"^GGML_NPU_THREADS={text!r}: must be a number of threads, 1 or more$"):
             call()
 
@@ -170,7 +172,7 @@ def test_a_number_of_threads_that_is_none_is_named(text: str, monkeypatch: pytes
 FOLLOWED = """
 from quant.kernels import threads
 from quant.kernels.jit import EngineError
-print(threads.allowed())
+print(threads.working_team().n_threads)
 import ggml_backend_npu
 from ggml_backend_npu.abi.build import Builder
 try:
@@ -181,7 +183,7 @@ else:
     with Builder(npu.ggml, "NPU"):
         print(*[context.repeats.n_threads for context in npu.contexts.values()])
 """
-REFUSED = FOLLOWED.replace("print(threads.allowed())", "")
+REFUSED = FOLLOWED.replace("print(threads.working_team().n_threads)", "")
 
 
 def test_the_environment_says_how_many_threads() -> None:

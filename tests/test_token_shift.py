@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import tracemalloc
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
@@ -16,10 +16,9 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from support import assert_same_bytes, examples, seeds
 
-from ggml_backend_npu import token_shift
+from ggml_backend_npu import default_backend, token_shift
 from ggml_backend_npu.abi.build import Builder
 from ggml_backend_npu.abi.plugin import Plugin
-from ggml_backend_npu.device import DEVICE
 from quant.kernels import threads
 
 Array = NDArray[Any]
@@ -366,7 +365,7 @@ def test_nan_stays_in_its_column_and_the_token_behind_it() -> None:
 def test_threads_part_the_rows(
     types: tuple[Any, Any, Any], n_threads: int, team: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(DEVICE, "threads", n_threads)
+    monkeypatch.setattr(default_backend(), "team", replace(default_backend().team, size=n_threads))
     monkeypatch.setattr(threads, "GRAIN", 1000)
     case = Case((3, 37, 513), types, ("apart", "plain", "plain"))
     inputs = case.inputs()

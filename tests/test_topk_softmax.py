@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import struct
 import tracemalloc
+from dataclasses import replace
 from typing import Any
 
 import ml_dtypes
@@ -15,8 +16,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from support import assert_same_bytes, computed, examples, seeds
 
-from ggml_backend_npu import TensorDescriptor, TopKSoftmax
-from ggml_backend_npu.device import DEVICE
+from ggml_backend_npu import TensorDescriptor, TopKSoftmax, default_backend
 from quant.kernels import threads
 
 Array = NDArray[Any]
@@ -261,7 +261,7 @@ def test_a_row_without_a_softmax_is_nan_with_indices_that_exist(kind: str, width
 
 @pytest.mark.parametrize("n_threads", [1, 7])
 def test_threads_part_the_rows(n_threads: int, team: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(DEVICE, "threads", n_threads)
+    monkeypatch.setattr(default_backend(), "team", replace(default_backend().team, size=n_threads))
     monkeypatch.setattr(threads, "GRAIN", 100)
     x = np.random.default_rng(1).integers(-40, 40, (101, 60)).astype(F32) / 8
     values, indices = top(x, 8, norm=True)

@@ -20,7 +20,7 @@ from models import WRITERS, Models
 from support import assert_same_bytes
 from test_cli import Cli, assert_refused, cli, fresh, kernel_file, process  # noqa: F401  (cli is a fixture)
 
-from ggml_backend_npu import OPS, Graph, Memory, Node, Tensor, op
+from ggml_backend_npu import Graph, Memory, Node, Tensor, default_backend, op
 from ggml_backend_npu.abi.plugin import Plugin
 from ggml_backend_npu.packed import Packed
 from graph_runner import trace
@@ -87,7 +87,7 @@ def get_rows() -> Recorded:
     room = np.full((6, 64), 5, np.float32)
     node = copied(Node("GET_ROWS", Tensor.of(room[1::2], name="rows"), (table, ids)))
     done = copied(node)
-    OPS.bind(done)()
+    default_backend().bind(done)()
     return Recorded(node, span(done.dst), 2, 17)
 
 
@@ -268,7 +268,7 @@ def test_every_node_of_a_model_is_replayed_with_the_same_bytes(
     npu = replay(traces(name))
     assert npu, npu.wrong[:1]
     assert all(node.isolated for node in npu.nodes if not Rules().bound(node.op, node.types.split()[0]))
-    assert {node.op for node in npu.nodes} == {node.op for node in cpu.nodes} & set(OPS)
+    assert {node.op for node in npu.nodes} == {node.op for node in cpu.nodes} & set(default_backend().ops)
     assert len(npu.nodes) + npu.refused.total() == len(cpu.nodes)
 
 
@@ -487,15 +487,15 @@ def test_a_trace_that_was_there_stays_where_the_new_one_fails(small: Path, tmp_p
 
 @pytest.fixture
 def own_ops(backend: Plugin, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(OPS, "_ops", dict(OPS._ops))
+    monkeypatch.setattr(default_backend().ops, "_ops", dict(default_backend().ops._ops))
     backend.forget_plans()
     yield
     backend.forget_plans()
 
 
 WRONG = """
-from ggml_backend_npu import OPS, op
-right = OPS["GET_ROWS"].define
+from ggml_backend_npu import default_backend, op
+right = default_backend().ops["GET_ROWS"].define
 
 @op("GET_ROWS")
 def get_rows(dst, src, ids):
@@ -533,7 +533,7 @@ def test_what_a_trace_names_does_not_reach_the_terminal(cli: Cli, tmp_path: Path
 
 @pytest.mark.usefixtures("own_ops")
 def test_a_replay_goes_by_the_rules_that_it_is_given(small: Path, tmp_path: Path) -> None:
-    right = OPS["GET_ROWS"].define
+    right = default_backend().ops["GET_ROWS"].define
 
     @op("GET_ROWS")
     def get_rows(dst: Tensor, src: Tensor, ids: Tensor) -> None:
@@ -581,7 +581,7 @@ def test_an_output_that_is_not_written_in_full_is_wrong(small: Path) -> None:
 
 @pytest.mark.usefixtures("own_ops")
 def test_a_source_that_is_changed_is_wrong(small: Path) -> None:
-    right = OPS["GET_ROWS"].define
+    right = default_backend().ops["GET_ROWS"].define
 
     @op("GET_ROWS")
     def get_rows(dst: Tensor, src: Tensor, ids: Tensor) -> None:

@@ -15,11 +15,11 @@ import numpy as np
 import pytest
 from models import Models, requantized
 from numpy.typing import NDArray
+from support import choose
 from test_cli import Cli, assert_refused, cli, fresh, process, tiny, tiny_text  # noqa: F401  (fixtures among them)
 
 import graph_runner
-from ggml_backend_npu import OPS, Op
-from ggml_backend_npu.device import DEVICE
+from ggml_backend_npu import Op, default_backend
 from graph_runner import token_graph
 from graph_runner.bench.memory import bench_memory
 from graph_runner.session import Decoder, DeviceName, Sampler, Session, SessionError, Settings, generate
@@ -81,8 +81,8 @@ def on_the_cpu(file: Callable[[str], Path]) -> Callable[..., OnTheCpu]:
 
 @pytest.fixture(autouse=True)
 def takes_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(DEVICE, "ops", "all")
-    monkeypatch.setattr(DEVICE, "matmul", "exact")
+    choose(monkeypatch, ops="all")
+    choose(monkeypatch, matmul="exact")
 
 
 def along(session: Decoder, prompt: list[int], tokens: list[int]) -> list[Logits]:
@@ -169,7 +169,7 @@ def test_what_cannot_be_run_without_llama_cpp_is_named(model: Models, monkeypatc
             with pytest.raises(SessionError, match=match):
                 runner.decode([1, 2])
 
-    with OPS.having(Op("ROPE", lambda dst: None, refuse=lambda dst: "as a test")):
+    with default_backend().ops.having(Op("ROPE", lambda dst: None, refuse=lambda dst: "as a test")):
         refused("4 ROPE nodes of a token are left to the CPU: as a test")
     with monkeypatch.context() as patch:
         patch.delitem(token_graph._RULES, "inp_pos")
@@ -180,7 +180,7 @@ def test_what_cannot_be_run_without_llama_cpp_is_named(model: Models, monkeypatc
 
 
 def test_nodes_that_are_left_to_the_cpu_are_named_with_the_reason(cli: Cli) -> None:  # noqa: F811
-    with OPS.having(Op("ROPE", lambda dst: None, refuse=lambda dst: "as a test")):
+    with default_backend().ops.having(Op("ROPE", lambda dst: None, refuse=lambda dst: "as a test")):
         outcome = cli("run", "tiny", "--all", "-n", "2")
     assert outcome.code == 0
     assert "left to the CPU: ROPE 8 (as a test)\n" in outcome.err
@@ -217,10 +217,10 @@ def test_weights_are_in_the_devices_memory_once() -> None:
     """SmolLM2's embeddings are its output matrix too."""
     script = """
 import ggml_backend_npu
-from ggml_backend_npu import DEVICE
+from ggml_backend_npu import default_backend
 from graph_runner.models import demo_file
 from graph_runner.session import Session, Settings
-DEVICE.update({"ops": "all", "memory": "device", "device_type": "gpu"})
+default_backend().options = default_backend().options.updated({"ops": "all", "memory": "device", "device_type": "gpu"})
 with Session(demo_file(), Settings(device="npu", gpu_layers=99)) as session:
     memory = ggml_backend_npu.register().memory
     session.decode([1, 2, 3])

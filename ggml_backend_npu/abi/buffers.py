@@ -7,20 +7,20 @@ import ctypes
 import numpy as np
 
 from ggml_backend_npu.abi import convert, structs
-from ggml_backend_npu.abi.guard import guarded
+from ggml_backend_npu.abi.guard import Failures, guarded
 from ggml_backend_npu.abi.lib import Ggml
+from ggml_backend_npu.device_memory import ALIGNMENT, ON_DEVICE, TO_DEVICE, TO_HOST, DeviceMemory
 from ggml_backend_npu.ir import Memory
-from ggml_backend_npu.memory import ALIGNMENT, ON_DEVICE, TO_DEVICE, TO_HOST, DeviceMemory
 
 
 class Buffers:
     """The buffer type, and the buffers that ggml asked it for."""
 
-    def __init__(self, ggml: Ggml, memory: DeviceMemory, name: int, device: int) -> None:
-        self.ggml, self.memory = ggml, memory
+    def __init__(self, ggml: Ggml, memory: DeviceMemory, failures: Failures, name: int, device: int) -> None:
+        self.ggml, self.memory, self.failures = ggml, memory, failures
         self._name = name
         self._buffers: dict[int, Memory] = {}
-        self.type = structs.BufferType(
+        self.type = structs.GgmlBackendBufferType(
             iface=structs.fill(
                 structs.BufferTypeTable,
                 get_name=self.get_name,

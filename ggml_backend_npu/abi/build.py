@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from ggml_backend_npu.abi import convert, structs
 from ggml_backend_npu.abi.guard import interrupts_wait
 from ggml_backend_npu.abi.lib import Ggml
+from ggml_backend_npu.abi.plugin import failures_of
 from ggml_backend_npu.ir import Node, Tensor
 
 _CONTEXT_BYTES = 1 << 22
@@ -41,7 +42,7 @@ class Builder:
         handle = ggml.ggml_backend_dev_by_name(device.encode())
         if handle is None:
             raise ValueError(f"unknown device {device!r}")
-        self._device = handle
+        self._device, self.failures = handle, failures_of(ggml, device)
         self._backend = ggml.ggml_backend_dev_init(handle, None)
         self._context = ggml.ggml_init(structs.InitParams(_CONTEXT_BYTES, None, True))
         self.inputs: list[int] = []
@@ -138,7 +139,7 @@ class Builder:
 
     def run(self, graph: int) -> int:
         """Computes a graph; returns ggml's status."""
-        with interrupts_wait():
+        with interrupts_wait(self.failures):
             return int(self.ggml.ggml_backend_graph_compute(self._backend, graph))
 
     def job(self, graph: int) -> Callable[[], int]:

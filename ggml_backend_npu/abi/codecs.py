@@ -8,13 +8,15 @@ without a ggml, rounds iq4_nl otherwise and lacks q2_0.
 from __future__ import annotations
 
 import ctypes
+from functools import cache
+from types import MappingProxyType
 
 import numpy as np
 
 import quant
-from ggml_backend_npu.abi import structs
+from ggml_backend_npu.abi import blas, lib, structs
 from ggml_backend_npu.abi.lib import Ggml, TypeInfo
-from ggml_backend_npu.numerics import NUMERICS
+from ggml_backend_npu.numerics import PLAIN, Numerics
 from quant.codec import ROUNDINGS, Bytes, Codec, Floats, Rounding
 
 _OURS = ("q8_0", "q4_0")
@@ -76,25 +78,33 @@ def _fuses(codec: Bound) -> bool:
     return not np.array_equal(codec.encode(x, "reference"), quant.codec("q8_K").encode(x, "reference"))
 
 
-def bind(ggml: Ggml) -> None:
-    """Sets NUMERICS to what this ggml's CPU backend computes.
+@cache
+def bound() -> Numerics:
+    """What the CPU backend of the ggml of this process computes. What `quant` alone does, where that ggml is not known.
 
     Where it rounds q8_0 or q4_0 in a way of its own, as a q4_0 that was compiled for FMA does, its function encodes.
     """
+    try:
+        ggml = lib.ggml()
+    except lib.UnknownGgmlError:
+        return PLAIN
     ggml.ggml_cpu_init()
     codecs = {info.name: Bound(ggml, info) for info in ggml.types.values()}
-    NUMERICS.bound = {
+    found: dict[str, Codec] = {
         name: codec
         for name, codec in codecs.items()
         if name not in _OURS and name in quant.type_names() and quant.codec(name).is_quantized
     }
-    NUMERICS.to_float = {name: codecs[name].to_float_at for name in NUMERICS.bound}
-    NUMERICS.fuses = _fuses(codecs["q8_K"])
+    to_float = {name: codecs[name].to_float_at for name in found}
+    rounding = PLAIN.rounding
     probe = _probe()
     for name in _OURS:
         cpu = codecs[name].encode(probe, "reference")
         agreeing = [r for r in ROUNDINGS if np.array_equal(cpu, quant.codec(name).encode(probe, r))]
         if not agreeing:
-            NUMERICS.bound[name] = codecs[name]
+            found[name] = codecs[name]
         elif name == "q8_0":
-            NUMERICS.rounding = agreeing[0]
+            rounding = agreeing[0]
+    return Numerics(
+        rounding, _fuses(codecs["q8_K"]), MappingProxyType(found), MappingProxyType(to_float), blas.sgemm()
+    )  # fmt: skip

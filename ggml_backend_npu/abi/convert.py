@@ -214,7 +214,7 @@ def bytes_at(address: int, size: int) -> memoryview:
 
 def _computing(ggml: Ggml, graph: int) -> Iterator[tuple[int, bytes]]:
     """Address and leading bytes of each node that is to be computed."""
-    header = structs.Graph.from_address(graph)
+    header = structs.GgmlCGraph.from_address(graph)
     for address in header.nodes[: header.n_nodes]:
         head = ctypes.string_at(address, structs.TENSOR_KEY_BYTES)
         op = int.from_bytes(head[structs.OP_AT : structs.OP_AT + 4], "little")
@@ -241,7 +241,7 @@ def key(ggml: Ggml, graph: int, fusible: frozenset[str]) -> bytes:
             if source:
                 parts.append(ctypes.string_at(source, structs.TENSOR_KEY_BYTES))
     if fuses:
-        header = structs.Graph.from_address(graph)
+        header = structs.GgmlCGraph.from_address(graph)
         for address in header.nodes[: header.n_nodes]:
             parts.append(address.to_bytes(8, "little") + header.uses(address).to_bytes(4, "little", signed=True))
             parts.append(ctypes.string_at(address, structs.TENSOR_KEY_BYTES))
@@ -251,7 +251,7 @@ def key(ggml: Ggml, graph: int, fusible: frozenset[str]) -> bytes:
 def spans(ggml: Ggml, graph: int) -> tuple[list[int], list[tuple[int, int]]]:
     """The addresses of a graph's nodes, and what their computation depends on: (address, bytes) of them and of the
     sources of those that are to be computed."""
-    header = structs.Graph.from_address(graph)
+    header = structs.GgmlCGraph.from_address(graph)
     nodes = [int(address) for address in header.nodes[: header.n_nodes]]
     sources = [source for address, _ in _computing(ggml, graph) for source in _sources(address) if source]
     return nodes, [(address, structs.TENSOR_KEY_BYTES) for address in dict.fromkeys([*nodes, *sources])]
@@ -288,7 +288,7 @@ def inputs(ggml: Ggml, address: int) -> list[Tensor]:
 
 def graph(ggml: Ggml, address: int, packed: PackedAt = nowhere) -> Graph:
     """The nodes of the graph at an address that are to be computed, and who reads their results."""
-    header = structs.Graph.from_address(address)
+    header = structs.GgmlCGraph.from_address(address)
     addresses = [at for at, _ in _computing(ggml, address)]
     index = {at: i for i, at in enumerate(addresses)}
     nodes = tuple(node(ggml, at, packed) for at in addresses)

@@ -25,8 +25,9 @@ import platformdirs
 
 import ggml_backend_npu
 from ggml_backend_npu.abi import lib
-from ggml_backend_npu.device import DEVICE
-from ggml_backend_npu.kernels import load_kernels, named_by_the_environment
+from ggml_backend_npu.backend import default_backend
+from ggml_backend_npu.kernel_files import load_kernels, named_by_the_environment
+from quant.errors import UserError
 from quant.kernels import kept
 
 _API = "void * npu_registry(void * caller);"
@@ -100,7 +101,7 @@ CFFI_DLLEXPORT void * ggml_backend_init(void) {
 """
 
 
-class PluginError(Exception):
+class PluginError(UserError):
     """The plugin cannot be built: one line that says why."""
 
 
@@ -112,10 +113,12 @@ def registry(caller: int) -> int:
     that ggml, or with the installation.
     """
     lib.unchecked()
-    lib.ggml(caller)
-    DEVICE.update_from_environment()
+    lib.check_caller(caller)
+    lib.ggml()
+    backend = default_backend()
+    backend.options.check()
     for file in named_by_the_environment():
-        load_kernels(file)
+        load_kernels(file, backend)
     return ctypes.addressof(ggml_backend_npu.register().registry)
 
 

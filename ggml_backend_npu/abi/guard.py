@@ -10,14 +10,18 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from types import CodeType, FrameType
-from typing import Any, TypeVar
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any, ParamSpec, TypeVar
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
+@dataclass
 class Failures:
-    """message  of the last exception that a callback turned into a failure, or None
+    """What callbacks of one owner turned into failures.
+
+    message  of the last exception, or None
     printed  whether such a message goes to stderr at once: not while a caller is going to raise it
     interrupted  whether it was a KeyboardInterrupt that `interrupts_wait` is to raise again
     """
@@ -26,31 +30,40 @@ class Failures:
     printed: bool = True
     interrupted: bool = False
 
+    def add(self, error: BaseException) -> None:
+        """An exception was turned into a failure."""
+        self.message = type(error).__name__
+        self.interrupted = self.interrupted or isinstance(error, KeyboardInterrupt)
+        self.message = " ".join(str(error).split()) or self.message
+        if self.printed:
+            print(f"ggml-npu: {self.message}", file=sys.stderr)
+
+    @contextmanager
+    def told_by_the_caller(self) -> Iterator[None]:
+        """There is none yet, and until the context ends none is printed: who calls C raises it."""
+        printed, self.message, self.printed = self.printed, None, False
+        try:
+            yield
+        finally:
+            self.printed = printed
+
 
 def guarded(failure: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Decorator of callbacks: an exception becomes `failure`, and its message the one kept in `Failures.message`."""
+    """Decorator of callbacks, methods of what has `failures`: an exception becomes `failure`, and one of these."""
 
     def guard(callback: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(callback)
-        def call(*arguments: Any) -> Any:
+        def call(self: Any, *arguments: Any) -> Any:
             try:
-                return callback(*arguments)
+                return callback(self, *arguments)
             except BaseException as error:
                 with suppress(BaseException):  # what an error says of itself, and stderr, may fail too
-                    _tell(error)
+                    self.failures.add(error)
             return failure
 
         return call
 
     return guard
-
-
-def _tell(error: BaseException) -> None:
-    Failures.message = type(error).__name__
-    Failures.interrupted = Failures.interrupted or isinstance(error, KeyboardInterrupt)
-    Failures.message = " ".join(str(error).split()) or Failures.message
-    if Failures.printed:
-        print(f"ggml-npu: {Failures.message}", file=sys.stderr)
 
 
 def end_with_parent() -> None:
@@ -61,30 +74,40 @@ def end_with_parent() -> None:
 
 INTERRUPTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
-_stopped: set[CodeType] = set()
-_Function = TypeVar("_Function", bound=Callable[..., Any])
+_Arguments = ParamSpec("_Arguments")
+_Result = TypeVar("_Result")
 
 
-def stopped_by_interrupts(callback: _Function) -> _Function:
+def stopped_by_interrupts(callback: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
     """Decorator of a callback that may run for long, and that turns an exception into a failure: Ctrl-C is raised in
     it."""
-    _stopped.add(callback.__code__)
-    return callback
+
+    @functools.wraps(callback)
+    def stoppable(*arguments: _Arguments.args, **keywords: _Arguments.kwargs) -> _Result:
+        return callback(*arguments, **keywords)
+
+    return stoppable
+
+
+_STOPPABLE = stopped_by_interrupts(lambda: None).__code__  # that of whatever it makes
 
 
 def _runs_what_is_stopped(frame: FrameType | None) -> bool:
     while frame is not None:
-        if frame.f_code in _stopped:
+        if frame.f_code is _STOPPABLE:
             return True
         frame = frame.f_back
     return False
 
 
 @contextmanager
-def interrupts_wait() -> Iterator[None]:
+def interrupts_wait(failures: Failures) -> Iterator[None]:
     """Ctrl-C, and SIGTERM and SIGHUP where somebody handles them, are handled when the context ends: raised in any
-    callback, C would not notice. A callback that is `stopped_by_interrupts` ends with a KeyboardInterrupt at once."""
-    Failures.interrupted = False
+    callback, C would not notice. A callback that is `stopped_by_interrupts` ends with a KeyboardInterrupt at once.
+
+    failures  of the callbacks that C may call
+    """
+    failures.interrupted = False
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -106,5 +129,5 @@ def interrupts_wait() -> Iterator[None]:
             signal.signal(number, handler)
         for number in caught:
             handled[number](number, None)
-        if Failures.interrupted:
+        if failures.interrupted:
             raise KeyboardInterrupt

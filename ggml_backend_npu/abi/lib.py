@@ -8,12 +8,17 @@ import sys
 from collections.abc import Iterator
 from ctypes import POINTER, c_bool, c_char_p, c_float, c_int, c_int64, c_size_t, c_void_p
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import count, takewhile
 from pathlib import Path
+from threading import RLock
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ggml_backend_npu.abi import structs
+from quant.errors import UserError
+
+if TYPE_CHECKING:
+    from ggml_backend_npu.abi.plugin import Plugin
 
 API_VERSION = 2
 
@@ -116,6 +121,7 @@ _FUNCTIONS: _Functions = {
     "ggml_graph_n_nodes": (c_int, [c_void_p]),
     "ggml_graph_nodes": (c_void_p, [c_void_p]),
     "ggml_backend_register": (None, [c_void_p]),
+    "ggml_backend_unload": (None, [c_void_p]),
     "ggml_set_abort_callback": (c_void_p, [c_void_p]),
     "ggml_backend_reg_count": (c_size_t, []),
     "ggml_backend_reg_get": (c_void_p, [c_size_t]),
@@ -163,7 +169,7 @@ _CPU_FUNCTIONS: _Functions = {
 }
 
 
-class UnknownGgmlError(Exception):
+class UnknownGgmlError(UserError):
     """A ggml that this backend does not know: the message says what was found."""
 
 
@@ -181,9 +187,13 @@ class Ggml:
     """ggml's functions, typed, by their C names: `ggml.ggml_nbytes(tensor)`. Raises UnknownGgmlError.
 
     cpu_file  what its CPU backend was loaded from: a library, or a program
+    plugins   our backends that are registered with it, by the name of the device
+    registering  held while its registry is not to change
     """
 
     def __init__(self, library: ctypes.CDLL) -> None:
+        self.plugins: dict[str, Plugin] = {}
+        self.registering = RLock()
         self._take(library, {"ggml_version": (c_char_p, [])})
         _ = self.counts  # a version that is not known is refused by its number, not by a function that it lacks
         self._take(library, _FUNCTIONS)
@@ -191,7 +201,7 @@ class Ggml:
         if cpu is None:
             raise UnknownGgmlError(f"ggml {self.version}: no CPU backend is loaded")
         # where ggml's backends are libraries of their own (GGML_BACKEND_DL), no other one links the CPU's
-        at = ctypes.cast(structs.Registry.from_address(cpu).iface.get_name, c_void_p)
+        at = ctypes.cast(structs.GgmlBackendReg.from_address(cpu).iface.get_name, c_void_p)
         self._cpu, self.cpu_file = _library_at(at), _file_at(at)
         self._take(self._cpu, _CPU_FUNCTIONS)
 
@@ -317,9 +327,6 @@ def list_devices(found: Ggml) -> list[DeviceInfo]:
     ]
 
 
-_found: Ggml | None = None
-
-
 def unchecked() -> Ggml:
     """The ggml of this process, its layouts not looked at: that of the program which has loaded this backend as its
     plugin, or that of llama-cpp-python. Raises UnknownGgmlError where a plugin does not say which it is."""
@@ -333,20 +340,18 @@ def unchecked() -> Ggml:
     return Ggml(_library_at(c_void_p(plugin.caller)))
 
 
-def ggml(caller: int | None = None) -> Ggml:
-    """The ggml of this process, checked; the first call chooses it, a later caller's is checked too.
+@cache
+def ggml() -> Ggml:
+    """The ggml of this process, checked; the first call chooses it. Raises UnknownGgmlError where that is not one that
+    is known here."""
+    found = unchecked()
+    check(found)
+    return found
 
-    caller  an address inside the ggml that has loaded this backend as its plugin; without one it is the ggml of
-            llama-cpp-python
 
-    Raises UnknownGgmlError where that ggml is not one that is known here.
-    """
-    global _found
-    if _found is None or caller is not None:
-        found = Ggml(_llama_cpp() if caller is None else _library_at(c_void_p(caller)))
-        check(found)
-        _found = _found or found
-    return _found
+def check_caller(caller: int) -> None:
+    """Raises UnknownGgmlError where the ggml of the code at an address is not one that is known here."""
+    check(Ggml(_library_at(c_void_p(caller))))
 
 
 def _llama_cpp() -> ctypes.CDLL:
@@ -386,7 +391,7 @@ def check(found: Ggml) -> None:
 def _layout_facts(found: Ggml) -> Iterator[tuple[str, bool]]:
     cpu = found.ggml_backend_reg_by_name(b"CPU")
     yield "its CPU backend", cpu is not None
-    registry = structs.Registry.from_address(cpu)
+    registry = structs.GgmlBackendReg.from_address(cpu)
     yield f"api_version {registry.api_version}", registry.api_version == API_VERSION
     yield "ggml_backend_reg", c_char_p(registry.iface.get_name(cpu)).value == b"CPU"
     yield (
@@ -396,7 +401,7 @@ def _layout_facts(found: Ggml) -> Iterator[tuple[str, bool]]:
     )
 
     handle = found.ggml_backend_reg_dev_get(cpu, 0)
-    device = structs.Device.from_address(handle)
+    device = structs.GgmlBackendDevice.from_address(handle)
     yield "ggml_backend_device", device.reg == cpu
     yield (
         "ggml_backend_device_i",
@@ -407,7 +412,7 @@ def _layout_facts(found: Ggml) -> Iterator[tuple[str, bool]]:
     )
 
     backend = found.ggml_backend_dev_init(handle, None)
-    live = structs.Backend.from_address(backend)
+    live = structs.GgmlBackend.from_address(backend)
     yield (
         "ggml_backend_i",
         live.device == handle
@@ -435,7 +440,7 @@ def _layout_facts(found: Ggml) -> Iterator[tuple[str, bool]]:
     )
     graph = found.ggml_new_graph(context)
     found.ggml_build_forward_expand(graph, node)
-    laid_out = structs.Graph.from_address(graph)
+    laid_out = structs.GgmlCGraph.from_address(graph)
     yield (
         "ggml_cgraph",
         laid_out.n_nodes == found.ggml_graph_n_nodes(graph)

@@ -1,4 +1,4 @@
-"""The backend as ggml sees it: registry, device and backend, as tables of callbacks (ggml-backend-impl.h)."""
+"""A `Backend` as ggml sees it: registry, device and backend, as tables of callbacks (ggml-backend-impl.h)."""
 
 from __future__ import annotations
 
@@ -9,22 +9,21 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from ggml_backend_npu.abi import blas, codecs, convert, repeats, structs
+from ggml_backend_npu.abi import convert, repeats, structs
 from ggml_backend_npu.abi.buffers import Buffers
 from ggml_backend_npu.abi.guard import Failures, guarded, stopped_by_interrupts
 from ggml_backend_npu.abi.lib import API_VERSION, Ggml
 from ggml_backend_npu.abi.repeats import Repeats
-from ggml_backend_npu.device import DEVICE
-from ggml_backend_npu.fusion import fusible
+from ggml_backend_npu.backend import NO_KERNEL, Backend
+from ggml_backend_npu.device_memory import DeviceMemory
 from ggml_backend_npu.ir import Graph
-from ggml_backend_npu.memory import DeviceMemory
-from ggml_backend_npu.numerics import NUMERICS
 from ggml_backend_npu.ops import strided
-from ggml_backend_npu.plan import Plan, plan
-from ggml_backend_npu.registry import NO_KERNEL, OPS, KernelError
+from ggml_backend_npu.options import DeviceError
+from ggml_backend_npu.plan import Plan
+from ggml_backend_npu.registry import KernelError
 from quant.kernels import threads
+from quant.kernels.threads import POOL, Team
 
-NAME = "NPU"
 _DEVICE_TYPES = {"accel": structs.DEVICE_TYPE_ACCEL, "gpu": structs.DEVICE_TYPE_GPU}
 DESCRIPTION = "Python kernels (ggml-backend-npu)"
 MAX_PLANS = 1024  # of one context
@@ -39,10 +38,11 @@ class Statistics:
     """What the device, or one ggml_backend of it, has done since the process began, or since `reset`.
 
     settle  called before anything is read: adds what ran without Python
+    failures  of the device's callbacks
     """
 
-    def __init__(self, settle: Callable[[], None]) -> None:
-        self._settle = settle
+    def __init__(self, settle: Callable[[], None], failures: Failures) -> None:
+        self._settle, self._failures = settle, failures
         self._computed, self._fused, self._graphs = Counter[str](), Counter[str](), 0
 
     def add(self, plan: Plan, runs: int = 1) -> None:
@@ -78,13 +78,13 @@ class Statistics:
     @property
     def error(self) -> str | None:
         """Message of the last node or callback that failed."""
-        return Failures.message
+        return self._failures.message
 
     def reset(self) -> None:
         self._settle()
         self._computed.clear()
         self._fused.clear()
-        self._graphs, Failures.message = 0, None
+        self._graphs, self._failures.message = 0, None
 
 
 @dataclass
@@ -95,11 +95,16 @@ class Context:
     instead  what computes its graphs, given by address, in place of the device; None: the device does
     """
 
-    backend: structs.Backend
+    backend: structs.GgmlBackend
     statistics: Statistics
     repeats: Repeats
     plans: dict[tuple[int, bytes], Plan] = field(default_factory=dict)
     instead: Callable[[int], None] | None = None
+
+    @property
+    def team(self) -> Team:
+        """The threads that its graphs run in."""
+        return self.repeats.team
 
     @contextmanager
     def computing(self, instead: Callable[[int], None]) -> Iterator[None]:
@@ -113,37 +118,38 @@ class Context:
 
 
 class Plugin:
-    """The registered backend. Lives as long as the process: ggml keeps its addresses.
+    """A backend that ggml may be told of: a device of the backend's name. Lives as long as ggml has its addresses,
+    which is for ever where it is registered.
 
     contexts  each ggml_backend that is alive, by address
-    active  whether the device takes nodes; while it is not, a scheduler leaves every node to the CPU
     claims  while a context is made, which of the ops that llama.cpp may do without it says that it computes; else None
-    poses   while a context of the CPU alone is made, whether it is an accelerator on host memory, whatever it is else
     refusals  by op, why nodes of it were not taken when a scheduler asked
     broken  what the last kernel said that could not answer
     """
 
-    def __init__(self, ggml: Ggml) -> None:
-        self.ggml = ggml
-        self.statistics = Statistics(self._settle)
+    def __init__(self, ggml: Ggml, backend: Backend) -> None:
+        threads.limited(1)  # says so where GGML_NPU_THREADS is none
+        backend.options.check()
+        if backend.team is POOL:
+            backend.team = Team(ggml.openmp)
+        self.ggml, self.backend = ggml, backend
+        self.failures = Failures()
+        self.statistics = Statistics(self._settle, self.failures)
         self.contexts: dict[int, Context] = {}
-        self.active = True
         self.claims: frozenset[str] | None = None
-        self.poses = False
         self.refusals: dict[str, str] = {}
         self.broken: str | None = None
         self._halted: str | None = None
-        self._fusible = fusible()
         self._cpu: int | None = None
-        self._strings = {text: ctypes.create_string_buffer(text.encode()) for text in (NAME, DESCRIPTION)}
+        self._strings = {text: ctypes.create_string_buffer(text.encode()) for text in (backend.name, DESCRIPTION)}
         self._guid = (ctypes.c_uint8 * 16)(*b"ggml-backend-npu")
-        self.device_type = _DEVICE_TYPES[DEVICE.device_type]
+        self.device_type = _DEVICE_TYPES[backend.options.device_type]
         self._set_n_threads = structs.SetThreads(self.set_n_threads)
         self._graph_compute = structs.GraphCompute(self.graph_compute)
         self._backend_table = structs.fill(
             structs.BackendTable, get_name=self.get_name, free=self.free, graph_compute=repeats.graph_compute.address
         )
-        self.device = structs.Device(
+        self.device = structs.GgmlBackendDevice(
             iface=structs.fill(
                 structs.DeviceTable,
                 get_name=self.get_name,
@@ -158,7 +164,7 @@ class Plugin:
                 supports_buft=self.supports_buft,
             )
         )
-        self.registry = structs.Registry(
+        self.registry = structs.GgmlBackendReg(
             api_version=API_VERSION,
             iface=structs.fill(
                 structs.RegistryTable,
@@ -169,17 +175,17 @@ class Plugin:
             ),
         )
         self.device.reg = ctypes.addressof(self.registry)
-        DEVICE.check()
         self.memory: DeviceMemory | None = None
-        if DEVICE.memory == "device":
-            self.memory = DeviceMemory(DEVICE.memory_limit or _MEMORY, self.forget_plans)
-            self._buffers = Buffers(ggml, self.memory, self.get_name(0), ctypes.addressof(self.device))
+        if backend.options.memory == "device":
+            self.memory = DeviceMemory(backend.options.memory_limit or _MEMORY, self.forget_plans)
+            name, device = ctypes.addressof(self._strings[backend.name]), ctypes.addressof(self.device)
+            self._buffers = Buffers(ggml, self.memory, self.failures, name, device)
 
     # registry and device
 
     @guarded(None)
     def get_name(self, _: int) -> int:
-        return ctypes.addressof(self._strings[NAME])
+        return ctypes.addressof(self._strings[self.backend.name])
 
     @guarded(None)
     def get_description(self, _: int) -> int:
@@ -212,7 +218,7 @@ class Plugin:
 
     @guarded(structs.DEVICE_TYPE_ACCEL)
     def get_type(self, _: int) -> int:
-        return structs.DEVICE_TYPE_ACCEL if self.poses else self.device_type
+        return self.device_type
 
     @guarded(None)
     def get_props(self, _: int, props: Any) -> None:
@@ -221,7 +227,7 @@ class Plugin:
         props[0] = structs.DeviceProps(
             memory_free=free.value,
             memory_total=total.value,
-            name=ctypes.addressof(self._strings[NAME]),
+            name=ctypes.addressof(self._strings[self.backend.name]),
             description=ctypes.addressof(self._strings[DESCRIPTION]),
             type=self.get_type(0),
             caps=structs.Caps(buffer_from_host_ptr=self.memory is None, mmap_support=self.memory is None),
@@ -229,10 +235,10 @@ class Plugin:
 
     @guarded(None)
     def init_backend(self, device: int, _: bytes) -> int:
-        known = Repeats(ctypes.cast(self._graph_compute, ctypes.c_void_p).value or 0, DEVICE.threads)
-        backend = structs.Backend(guid=self._guid, iface=self._backend_table, device=device, context=known.address)
+        known = Repeats(ctypes.cast(self._graph_compute, ctypes.c_void_p).value or 0, self.backend)
+        backend = structs.GgmlBackend(guid=self._guid, iface=self._backend_table, device=device, context=known.address)
         address = ctypes.addressof(backend)
-        self.contexts[address] = Context(backend, Statistics(self._settle), known)
+        self.contexts[address] = Context(backend, Statistics(self._settle, self.failures), known)
         return address
 
     @property
@@ -242,7 +248,7 @@ class Plugin:
 
     @guarded(None)
     def get_buffer_type(self, _: int) -> int | None:
-        if self.memory is not None and not self.poses:
+        if self.memory is not None:
             return self.buffer_type
         address: int | None = self.ggml.ggml_backend_cpu_buffer_type()
         return address
@@ -254,7 +260,7 @@ class Plugin:
 
     @guarded(False)
     def supports_buft(self, _: int, buffer_type: int) -> bool:
-        if self.memory is not None and not self.poses:
+        if self.memory is not None:
             return buffer_type == self._buffers.type_address
         return bool(self.ggml.ggml_backend_buft_is_host(buffer_type))
 
@@ -267,10 +273,11 @@ class Plugin:
             return True  # ggml aborts where no device takes it; here it fails in graph_compute, which says why
         if self.claims is not None and op in PROBED:
             return op in self.claims
-        if not self.active or not _offers(op):
+        if not self.backend.offers(op):
             return False
         try:
-            reason = OPS.refusal(convert.node(self.ggml, node)) if op in OPS else NO_KERNEL
+            known = op in self.backend.ops
+            reason = self.backend.refusal(convert.node(self.ggml, node)) if known else NO_KERNEL
         except KernelError as error:
             self.broken = str(error)
             raise
@@ -297,13 +304,13 @@ class Plugin:
         if self._halted is not None:
             raise KernelError(self._halted)
         context = self.contexts[backend]
-        with threads.allowing(context.repeats.n_threads):
+        with context.team.working():
             if context.instead is not None:
                 context.instead(graph)
                 return structs.STATUS_SUCCESS
-            if DEVICE.fallback == "cpu":
+            if self.backend.options.fallback == "cpu":
                 return self._compute_with_fallback(context, graph)
-            key = OPS.version, convert.key(self.ggml, graph, self._fusible if DEVICE.fusion == "on" else frozenset())
+            key = self.backend.version, convert.key(self.ggml, graph, self.backend.fusible)
             bound = context.plans.get(key)
             if bound is None:
                 bound = self._plan(context, key, graph)
@@ -313,8 +320,8 @@ class Plugin:
             statistics.add(bound)
         nodes, spans = convert.spans(self.ggml, graph)
         if nodes:
-            header = structs.Graph.from_address(graph)
-            matter = DEVICE.fusion == "on" and not self._fusible.isdisjoint(bound.counts)
+            header = structs.GgmlCGraph.from_address(graph)
+            matter = not self.backend.fusible.isdisjoint(bound.counts)
             context.repeats.learn(bound, nodes, spans, [header.uses(node) for node in nodes] if matter else [])
         return structs.STATUS_SUCCESS
 
@@ -338,16 +345,16 @@ class Plugin:
 
     def _compute_with_fallback(self, context: Context, graph: int) -> int:
         """Computes the nodes that the device takes here and all between them on ggml's CPU backend."""
-        header = structs.Graph.from_address(graph)
+        header = structs.GgmlCGraph.from_address(graph)
         begin, computed = 0, Counter[str]()
         for index in range(header.n_nodes):
             if not convert.is_to_be_computed(self.ggml, header.nodes[index]):
                 continue
             node = convert.node(self.ggml, header.nodes[index])
-            if _offers(node.op) and OPS.refusal(node) is None:
+            if self.backend.offers(node.op) and self.backend.refusal(node) is None:
                 if self._compute_on_cpu(header, begin, index) != structs.STATUS_SUCCESS:
                     return structs.STATUS_FAILED
-                bound = plan(Graph((node,)), OPS)
+                bound = self.backend.plan(Graph((node,)))
                 bound.run()
                 computed.update(bound.counts)
                 begin = index + 1
@@ -355,14 +362,14 @@ class Plugin:
             statistics.add_nodes(computed)
         return self._compute_on_cpu(header, begin, header.n_nodes)
 
-    def _compute_on_cpu(self, header: structs.Graph, begin: int, end: int) -> int:
+    def _compute_on_cpu(self, header: structs.GgmlCGraph, begin: int, end: int) -> int:
         """Nodes [begin, end) of a graph, as ggml_graph_view gives them, on ggml's CPU backend."""
         if begin == end:
             return structs.STATUS_SUCCESS
         if self._cpu is None:
             device = self.ggml.ggml_backend_dev_by_name(b"CPU")
             self._cpu = self.ggml.ggml_backend_dev_init(device, None)
-        view = structs.Graph.from_buffer_copy(header)
+        view = structs.GgmlCGraph.from_buffer_copy(header)
         view.n_nodes, view.n_leafs, view.uid = end - begin, 0, 0
         first = ctypes.addressof(header.nodes.contents) + begin * ctypes.sizeof(ctypes.c_void_p)
         view.nodes = ctypes.cast(first, type(view.nodes))
@@ -372,7 +379,7 @@ class Plugin:
         if len(context.plans) >= MAX_PLANS:
             context.plans.clear()
         packed = self.memory.packed if self.memory is not None else convert.nowhere
-        context.plans[key] = plan(convert.graph(self.ggml, graph, packed), OPS)
+        context.plans[key] = self.backend.plan(convert.graph(self.ggml, graph, packed))
         return context.plans[key]
 
     def forget_plans(self) -> None:
@@ -382,18 +389,45 @@ class Plugin:
             context.repeats.forget()
 
 
-def _offers(op: str) -> bool:
-    """Whether the device is to take nodes of an op where its kernel can."""
-    return op not in OPS or not OPS[op].optional or DEVICE.ops == "all"
+def register(ggml: Ggml, backend: Backend) -> Plugin:
+    """Registers a backend with ggml, once. Raises DeviceError where another device has its name."""
+    with ggml.registering:
+        known = ggml.plugins.get(backend.name)
+        if known is not None and known.backend is backend:
+            return known
+        if known is not None or ggml.ggml_backend_dev_by_name(backend.name.encode()):
+            raise DeviceError(f"name={backend.name!r}: ggml has another device of this name")
+        plugin = Plugin(ggml, backend)
+        strided.make_ready()
+        _ = backend.numerics
+        ggml.ggml_backend_register(ctypes.addressof(plugin.registry))
+        ggml.plugins[backend.name] = plugin
+        return plugin
 
 
-def make(ggml: Ggml) -> Plugin:
-    """Binds the numerics to this ggml, and registers the backend with it."""
-    threads.limited(1)  # says so where GGML_NPU_THREADS is none
-    codecs.bind(ggml)
-    NUMERICS.sgemm = blas.sgemm()
-    strided.make_ready()
-    threads.use_openmp(ggml.openmp)
-    plugin = Plugin(ggml)
-    ggml.ggml_backend_register(ctypes.addressof(plugin.registry))
-    return plugin
+@contextmanager
+def alone(ggml: Ggml, chosen: Plugin | None) -> Iterator[None]:
+    """Until the context ends, ggml's registry has this backend of ours, registered or not, and no other one.
+
+    llama.cpp gives every context each ACCEL device that it finds, and a model each GPU. What it has got stays.
+    """
+    with ggml.registering:
+        others = [plugin for plugin in ggml.plugins.values() if plugin is not chosen]
+        guests = [chosen] if chosen is not None and chosen not in ggml.plugins.values() else []
+        _exchange(ggml, others, guests)
+        try:
+            yield
+        finally:
+            _exchange(ggml, guests, others)
+
+
+def _exchange(ggml: Ggml, out: list[Plugin], new: list[Plugin]) -> None:
+    for plugin in out:
+        ggml.ggml_backend_unload(ctypes.addressof(plugin.registry))
+    for plugin in new:
+        ggml.ggml_backend_register(ctypes.addressof(plugin.registry))
+
+
+def failures_of(ggml: Ggml, device: str) -> Failures:
+    """What callbacks of a device turned into failures, where it is one of ours."""
+    return ggml.plugins[device].failures if device in ggml.plugins else Failures()

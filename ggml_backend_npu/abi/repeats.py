@@ -1,8 +1,8 @@
 """Graphs that come again run without Python: `graph_compute` as a C function that knows them by their bytes.
 
 In decoding llama.cpp hands over the same small graphs token after token. The first time Python plans one; where its
-plan is made of kernels alone it is learnt here, as a program: what its nodes and their sources were, byte for byte, and
-the works to run. A graph that is no longer the same, or whose kernel fails, goes to Python.
+plan is made of kernels alone it is learnt here, as a `Repeat`: what its nodes and their sources were, byte for byte,
+and the works to run. A graph that is no longer the same, or whose kernel fails, goes to Python.
 """
 
 from __future__ import annotations
@@ -16,26 +16,25 @@ from numba import types
 from numba.extending import intrinsic
 
 from ggml_backend_npu.abi import structs
-from ggml_backend_npu.device import DEVICE
+from ggml_backend_npu.backend import Backend
 from ggml_backend_npu.plan import Plan
-from ggml_backend_npu.registry import OPS
 from quant.kernels.jit import array_at, callback, inlined
-from quant.kernels.threads import Job, openmp, run_work
+from quant.kernels.threads import Job, Team, run_work
 
 _N_SLOTS = 1024  # graphs that are known at once
 
 # a table, one for each ggml_backend: what it calls for graphs that it does not know, graphs that it ran, threads,
-# GOMP_parallel, where the version of the ops is and whether they fuse; behind them a slot for each program's address
-_PYTHON, _RUNS, _THREADS, _OPENMP, _VERSION_AT, _FUSES_AT, _SLOTS = range(7)
-# a program: what the version of the ops was, and whether they fused; its nodes' addresses, spans (address, bytes,
-# copy), works, how often it ran, how often each node is used, or 0 where that does not matter, and the graph's last uid
-_VERSION, _FUSES, _N_NODES, _NODES, _N_SPANS, _SPANS, _N_WORKS, _WORKS, _PROGRAM_RUNS, _USES, _UID = range(11)
-_PROGRAM = 11
+# GOMP_parallel, where the backend's version is; behind them a slot for each repeat's address
+_PYTHON, _RUNS, _THREADS, _OPENMP, _VERSION_AT, _SLOTS = range(6)
+# a repeat: what the backend's version was; its nodes' addresses, spans (address, bytes, copy), works, how often it ran,
+# how often each node is used, or 0 where that does not matter, and the graph's last uid
+_VERSION, _N_NODES, _NODES, _N_SPANS, _SPANS, _N_WORKS, _WORKS, _REPEAT_RUNS, _USES, _UID = range(10)
+_REPEAT = 10
 
-_GRAPH_N_NODES, _GRAPH_NODES = structs.Graph.n_nodes.offset, structs.Graph.nodes.offset
-_GRAPH_USES, _GRAPH_VISITED = structs.Graph.use_counts.offset, structs.Graph.visited.offset
-_GRAPH_UID = structs.Graph.uid.offset
-_CONTEXT = structs.Backend.context.offset
+_GRAPH_N_NODES, _GRAPH_NODES = structs.GgmlCGraph.n_nodes.offset, structs.GgmlCGraph.nodes.offset
+_GRAPH_USES, _GRAPH_VISITED = structs.GgmlCGraph.use_counts.offset, structs.GgmlCGraph.visited.offset
+_GRAPH_UID = structs.GgmlCGraph.uid.offset
+_CONTEXT = structs.GgmlBackend.context.offset
 
 
 @intrinsic
@@ -60,7 +59,7 @@ def _slot(nodes: Any, n_nodes: int) -> Any:
 
 @inlined
 def _uses(graph: int, node: int) -> Any:
-    """`structs.Graph.uses`"""
+    """`structs.GgmlCGraph.uses`"""
     counts, visited = _int64s(graph + _GRAPH_USES, 1)[0], _int64s(graph + _GRAPH_VISITED, 3)
     size = visited[0]
     if counts == 0 or size == 0:
@@ -77,27 +76,27 @@ def _uses(graph: int, node: int) -> Any:
 
 
 @inlined
-def _is(program: Any, graph: int, nodes: Any, n_nodes: int) -> bool:
-    """Whether a graph has the same nodes as a program, and they still hold the same and are used as often.
+def _is(repeat: Any, graph: int, nodes: Any, n_nodes: int) -> bool:
+    """Whether a graph has the same nodes as a repeat, and they still hold the same and are used as often.
 
     A scheduler gives a graph another uid whenever it makes it anew: under the same one nothing has changed.
     """
     uid = _int64s(graph + _GRAPH_UID, 1)[0]
-    if uid != 0 and uid == program[_UID]:
+    if uid != 0 and uid == repeat[_UID]:
         return True
-    if program[_N_NODES] != n_nodes:
+    if repeat[_N_NODES] != n_nodes:
         return False
-    known = _int64s(program[_NODES], n_nodes)
+    known = _int64s(repeat[_NODES], n_nodes)
     for i in range(n_nodes):
         if nodes[i] != known[i]:
             return False
-    if program[_USES] != 0:
-        uses = _int64s(program[_USES], n_nodes)
+    if repeat[_USES] != 0:
+        uses = _int64s(repeat[_USES], n_nodes)
         for i in range(n_nodes):
             if _uses(graph, nodes[i]) != uses[i]:
                 return False
-    spans = _int64s(program[_SPANS], 3 * program[_N_SPANS])
-    for i in range(program[_N_SPANS]):
+    spans = _int64s(repeat[_SPANS], 3 * repeat[_N_SPANS])
+    for i in range(repeat[_N_SPANS]):
         n_words = spans[3 * i + 1] // 8
         now, then = _int64s(spans[3 * i], n_words), _int64s(spans[3 * i + 2], n_words)
         for j in range(n_words):
@@ -115,32 +114,34 @@ def graph_compute(backend: int, graph: int) -> Any:
         nodes = _int64s(_int64s(graph + _GRAPH_NODES, 1)[0], n_nodes)
         address = table[_slot(nodes, n_nodes)]
         if address != 0:
-            program = _int64s(address, _PROGRAM)
-            same_ops = program[_VERSION] == _int64s(table[_VERSION_AT], 1)[0]
-            same_ops = same_ops and program[_FUSES] == _int64s(table[_FUSES_AT], 1)[0]
-            if same_ops and _is(program, graph, nodes, n_nodes):
+            repeat = _int64s(address, _REPEAT)
+            same_version = repeat[_VERSION] == _int64s(table[_VERSION_AT], 1)[0]
+            if same_version and _is(repeat, graph, nodes, n_nodes):
                 status, i = 0, 0
-                works = _int64s(program[_WORKS], program[_N_WORKS])
-                while status == 0 and i < program[_N_WORKS]:
+                works = _int64s(repeat[_WORKS], repeat[_N_WORKS])
+                while status == 0 and i < repeat[_N_WORKS]:
                     status = run_work(works[i], table[_THREADS], table[_OPENMP])
                     i += 1
                 if status == 0:
-                    program[_UID] = _int64s(graph + _GRAPH_UID, 1)[0]
+                    repeat[_UID] = _int64s(graph + _GRAPH_UID, 1)[0]
                     table[_RUNS] += 1
-                    program[_PROGRAM_RUNS] += 1
+                    repeat[_REPEAT_RUNS] += 1
                     return types.int32(0)
     return _call_python(table[_PYTHON], backend, graph)
 
 
-class Program:
+class Repeat:
     """A plan that `graph_compute` can run.
 
+    version  of the backend that the plan is of
     nodes  addresses of all nodes of the graph
     spans  (address, bytes) of what the plan depends on, whole 8 bytes
     uses   how often each node is used in the whole graph, where nodes may be fused; else empty
     """
 
-    def __init__(self, plan: Plan, nodes: list[int], spans: list[tuple[int, int]], uses: list[int]) -> None:
+    def __init__(
+        self, plan: Plan, version: int, nodes: list[int], spans: list[tuple[int, int]], uses: list[int]
+    ) -> None:
         self.plan = plan
         copies = [np.frombuffer(ctypes.string_at(*span), np.int64) for span in spans]
         jobs = [call for _, call in plan.steps if isinstance(call, Job)]
@@ -151,8 +152,8 @@ class Program:
         )
         counts = np.array(uses, np.int64)
         self._kept = copies, lists, counts
-        self._fields = np.zeros(_PROGRAM, np.int64)
-        self._fields[_VERSION], self._fields[_FUSES] = OPS.version, DEVICE.fusion == "on"
+        self._fields = np.zeros(_REPEAT, np.int64)
+        self._fields[_VERSION] = version
         self._fields[_N_NODES], self._fields[_N_SPANS], self._fields[_N_WORKS] = map(len, lists)
         self._fields[_NODES], self._fields[_SPANS], self._fields[_WORKS] = (part.ctypes.data for part in lists)
         self._fields[_USES] = counts.ctypes.data if uses else 0
@@ -164,24 +165,26 @@ class Program:
 
     def new_runs(self) -> int:
         """How often it ran since this was asked last."""
-        runs = int(self._fields[_PROGRAM_RUNS])
+        runs = int(self._fields[_REPEAT_RUNS])
         new, self._seen = runs - self._seen, runs
         return new
 
 
 class Repeats:
-    """The programs of one ggml_backend.
+    """What one ggml_backend repeats.
 
     python  the address of the callback for graphs that are not known
+    backend  whose graphs they are
     """
 
-    def __init__(self, python: int, n_threads: int) -> None:
+    def __init__(self, python: int, backend: Backend) -> None:
+        self._backend = backend  # holds the cell of the version
         self._table = np.zeros(_SLOTS + _N_SLOTS, np.int64)
-        self._table[_PYTHON], self._table[_OPENMP] = python, openmp()
-        self._table[_VERSION_AT], self._table[_FUSES_AT] = OPS.version_at, DEVICE.fuses_at
-        self.n_threads = n_threads
-        self._programs: dict[int, Program] = {}
-        self._replaced: list[Program] = []
+        self._table[_PYTHON], self._table[_OPENMP] = python, backend.team.openmp
+        self._table[_VERSION_AT] = backend.version_at
+        self.n_threads = backend.team.n_threads
+        self._known: dict[int, Repeat] = {}
+        self._replaced: list[Repeat] = []
         self._seen = 0
 
     @property
@@ -197,6 +200,11 @@ class Repeats:
     def n_threads(self, count: int) -> None:
         self._table[_THREADS] = count
 
+    @property
+    def team(self) -> Team:
+        """The threads that graphs run in."""
+        return Team(int(self._table[_OPENMP]), self.n_threads)
+
     def learn(self, plan: Plan, nodes: list[int], spans: list[tuple[int, int]], uses: list[int]) -> None:
         """Remembers a graph, where kernels alone compute it. In place of one that has the same slot.
 
@@ -204,20 +212,20 @@ class Repeats:
         """
         self._replaced.clear()
         jobs = [call for _, call in plan.steps if isinstance(call, Job)]
-        if len(jobs) < len(plan.steps) or (not openmp() and any(job.is_for_threads for job in jobs)):
+        if len(jobs) < len(plan.steps) or (not self.team.openmp and any(job.is_for_threads for job in jobs)):
             return  # without OpenMP Python gives work to threads
-        program = Program(plan, nodes, spans, uses)
+        repeat = Repeat(plan, self._backend.version, nodes, spans, uses)
         slot = _SLOTS + (nodes[0] // 16 + len(nodes)) % _N_SLOTS
-        if slot in self._programs:
-            self._replaced.append(self._programs[slot])
-        self._programs[slot] = program
-        self._table[slot] = program.address
+        if slot in self._known:
+            self._replaced.append(self._known[slot])
+        self._known[slot] = repeat
+        self._table[slot] = repeat.address
 
     def forget(self) -> None:
         """Knows no graph any more. What another thread may just be running stays in memory until it learns again."""
         self._table[_SLOTS:] = 0
-        self._replaced.extend(self._programs.values())
-        self._programs.clear()
+        self._replaced.extend(self._known.values())
+        self._known.clear()
 
     def counted(self) -> list[tuple[Plan, int]]:
         """How often which plan ran without Python since this was asked last."""
@@ -225,5 +233,5 @@ class Repeats:
         if runs == self._seen:
             return []
         self._seen = runs
-        found = [(program.plan, program.new_runs()) for program in (*self._programs.values(), *self._replaced)]
+        found = [(repeat.plan, repeat.new_runs()) for repeat in (*self._known.values(), *self._replaced)]
         return [(plan, count) for plan, count in found if count]

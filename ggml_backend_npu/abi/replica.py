@@ -15,10 +15,10 @@ from dataclasses import dataclass, replace
 from math import prod
 from types import TracebackType
 
-import ggml_backend_npu
 from ggml_backend_npu.abi import convert, structs
-from ggml_backend_npu.abi.guard import Failures, interrupts_wait
+from ggml_backend_npu.abi.guard import interrupts_wait
 from ggml_backend_npu.abi.lib import Ggml
+from ggml_backend_npu.abi.plugin import failures_of
 from ggml_backend_npu.ir import Graph, Node, Tensor, overlapping
 from ggml_backend_npu.params import PARAMS_BYTES
 from ggml_backend_npu.registry import KernelError
@@ -61,16 +61,17 @@ class Replica:
         self._device = ggml.ggml_backend_dev_by_name(os.fsencode(device).split(b"\0")[0])
         if self._device is None:
             raise KernelError(f"no device {device!r}; ggml has: {' '.join(_devices(ggml))}")
-        self.device: str = ggml.ggml_backend_dev_name(self._device).decode()
+        self.name: str = ggml.ggml_backend_dev_name(self._device).decode()
+        self._failures = failures_of(ggml, self.name)
         self._in_host_memory = bool(
             ggml.ggml_backend_dev_supports_buft(self._device, ggml.ggml_backend_cpu_buffer_type())
         )
         self._backend = ggml.ggml_backend_dev_init(self._device, None)
         if not self._backend:
-            raise KernelError(f"device {self.device} cannot be opened")
+            raise KernelError(f"device {self.name} cannot be opened")
         registry = ggml.ggml_backend_dev_backend_reg(self._device)
         set_threads = ggml.ggml_backend_reg_get_proc_address(registry, b"ggml_backend_set_n_threads")
-        if set_threads and self.device == "CPU":
+        if set_threads and self.name == "CPU":
             structs.SetThreads(set_threads)(self._backend, threads or os.cpu_count() or 1)
 
     def __enter__(self) -> Replica:
@@ -90,9 +91,9 @@ class Replica:
             return self._refusal(made)
 
     def _refusal(self, made: _Made) -> str | None:
-        with _asked():
+        with self._failures.told_by_the_caller():
             taken = self._ggml.ggml_backend_dev_supports_op(self._device, made.node)
-            return None if taken else Failures.message or "not supported"
+            return None if taken else self._failures.message or "not supported"
 
     def compute(self, node: Node) -> None:
         """Computes the node into its output's memory. Raises KernelError where the device does not, or fails."""
@@ -104,15 +105,15 @@ class Replica:
                 made = stack.enter_context(self._made(node))
                 reason = self._refusal(made)
             if reason is not None:
-                raise KernelError(f"{node}: device {self.device} does not take it: {reason}")
+                raise KernelError(f"{node}: device {self.name} does not take it: {reason}")
             bring_back = (self._in_place if self._in_host_memory else self._on_device)(made, stack)
             graph = self._ggml.ggml_new_graph_custom(made.context, _GRAPH_SIZE, False)
             self._ggml.ggml_build_forward_expand(graph, made.node)
-            with _asked(), interrupts_wait():
+            with self._failures.told_by_the_caller(), interrupts_wait(self._failures):
                 status = self._ggml.ggml_backend_graph_compute(self._backend, graph)
-                failure = Failures.message
+                failure = self._failures.message
             if status != structs.STATUS_SUCCESS:
-                raise KernelError(failure or f"{node}: device {self.device} failed: status {status}")
+                raise KernelError(failure or f"{node}: device {self.name} failed: status {status}")
             bring_back()
 
     def compute_graph(self, graph: Graph) -> None:
@@ -146,11 +147,11 @@ class Replica:
     def _on_device(self, made: _Made, stack: ExitStack) -> Callable[[], None]:
         """Copies the groups to memory of the device's. Returns what brings the output's back."""
         ggml = self._ggml
-        with _asked():
+        with self._failures.told_by_the_caller():
             buffer = ggml.ggml_backend_alloc_ctx_tensors(made.context, self._backend)
         if not buffer:
             size = sum(group.end - group.address for group in made.groups)
-            raise KernelError(f"device {self.device} has no memory for {size} bytes")
+            raise KernelError(f"device {self.name} has no memory for {size} bytes")
         stack.callback(ggml.ggml_backend_buffer_free, buffer)
         for group in made.groups:
             ggml.ggml_backend_tensor_set(group.root, group.address, 0, group.end - group.address)
@@ -231,23 +232,6 @@ class _Made:
 
 def _set_pointer(at: int, value: int) -> None:
     ctypes.memmove(at, value.to_bytes(8, "little"), 8)
-
-
-@contextmanager
-def _asked() -> Iterator[None]:
-    """While a device is asked: ours takes nodes, in a session on the CPU too, and what its callbacks turn into failures
-    is not printed, but raised here."""
-    npu = ggml_backend_npu.register() if ggml_backend_npu.register.cache_info().currsize else None
-    active, printed = npu is not None and npu.active, Failures.printed
-    Failures.message, Failures.printed = None, False
-    try:
-        if npu is not None:
-            npu.active = True
-        yield
-    finally:
-        Failures.printed = printed
-        if npu is not None:
-            npu.active = active
 
 
 def _devices(ggml: Ggml) -> list[str]:

@@ -58,7 +58,7 @@ class HashSet(Structure):
         return None
 
 
-class Graph(Structure):
+class GgmlCGraph(Structure):
     """struct ggml_cgraph"""
 
     _fields_ = [
@@ -232,25 +232,25 @@ BufferTable = _table(
 )
 
 
-class BufferType(Structure):
+class GgmlBackendBufferType(Structure):
     """struct ggml_backend_buffer_type"""
 
     _fields_ = [("iface", BufferTypeTable), ("device", c_void_p), ("context", c_void_p)]
 
 
-class Backend(Structure):
+class GgmlBackend(Structure):
     """struct ggml_backend"""
 
     _fields_ = [("guid", POINTER(c_uint8)), ("iface", BackendTable), ("device", c_void_p), ("context", c_void_p)]
 
 
-class Device(Structure):
+class GgmlBackendDevice(Structure):
     """struct ggml_backend_device"""
 
     _fields_ = [("iface", DeviceTable), ("reg", c_void_p), ("context", c_void_p)]
 
 
-class Registry(Structure):
+class GgmlBackendReg(Structure):
     """struct ggml_backend_reg"""
 
     _fields_ = [("api_version", c_int), ("iface", RegistryTable), ("context", c_void_p)]

@@ -1,1 +1,13 @@
 """Operators on NumPy arrays, each with the interface of the document that asks for it; `ops` holds ggml's own nodes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from ggml_backend_npu.backend import default_backend
+
+
+def run(call: Callable[[], None]) -> None:
+    """Runs a call in the threads of the default backend."""
+    with default_backend().team.working():
+        call()

@@ -29,7 +29,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
 from typing import Any
@@ -37,7 +37,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ggml_backend_npu.abi import codecs
 from ggml_backend_npu.ir import Tensor
+from ggml_backend_npu.numerics import Numerics
+from ggml_backend_npu.operators import run
 from ggml_backend_npu.operators.status import Status
 from ggml_backend_npu.ops import groups, movers, strided
 from ggml_backend_npu.ops.groups import Groups
@@ -391,7 +394,7 @@ def _get_rows(src: Any, indices: Any, scale: Any, size: Any, out: Any) -> Bound:
     move = None
     if source.type not in _BLOCKS or target.tensor.has_contiguous_rows():
         move = _compiled(target.tensor, source.tensor, src_ids=ids.tensor)
-    move = move or partial(movers.get_rows.define, target.tensor, source.tensor, ids.tensor)
+    move = move or partial(movers.get_rows.define, target.tensor, source.tensor, ids.tensor, numerics=_numerics())
     return _run(move, inputs, target), changed
 
 
@@ -515,7 +518,7 @@ def _copied(target: _Operand, source: _Operand, scale: Any, size: Any) -> Bound:
     floats = source if target.type in _BLOCKS else target if source.type in _BLOCKS else None
     if floats is None or floats.tensor.has_contiguous_rows():
         move = _compiled(target.tensor, source.tensor)
-    move = move or partial(movers.copy, target.tensor, source.tensor, "reference")
+    move = move or partial(movers.copy, target.tensor, source.tensor, _numerics())
     return _run(move, [source], target), _unchanged
 
 
@@ -527,7 +530,7 @@ def _copied_bits(target: _Operand, source: _Operand, scale: Any, size: Any) -> C
     if source.size == 0 or _same_view(target, source):
         return _nothing
     _require_apart(target, source)
-    move = _compiled(target.tensor, source.tensor) or partial(movers.copy, target.tensor, source.tensor)
+    move = _compiled(target.tensor, source.tensor) or partial(movers.copy, target.tensor, source.tensor, _numerics())
     return _run(move, [source], target)
 
 
@@ -560,7 +563,12 @@ def _require_blocks(target: _Operand, source: _Operand, scale: Any, size: Any) -
 
 
 def _compiled(dst: Tensor, src: Tensor, src_ids: Tensor | None = None) -> Call | None:
-    return strided.mover(dst, src, src_ids, rounding="reference") if engine() == "compiled" else None
+    return strided.mover(dst, src, src_ids, numerics=_numerics()) if engine() == "compiled" else None
+
+
+def _numerics() -> Numerics:
+    """q8_0 is rounded as the reference functions do it."""
+    return replace(codecs.bound(), rounding="reference")
 
 
 # executors
@@ -620,7 +628,7 @@ def _second_phase(call: str, workspace: object, size: Any, executor: Any) -> Sta
     changed = executor._changed()
     if changed is not None:
         return Status(361001, "ACLNN_ERR_RUNTIME_ERROR", changed)
-    executor._run()
+    run(executor._run)
     if not executor._repeatable:
         executor._end("used")
     return _SUCCESS

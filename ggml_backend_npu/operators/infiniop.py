@@ -22,6 +22,7 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from ggml_backend_npu.ir import Tensor
+from ggml_backend_npu.operators import run
 from ggml_backend_npu.operators.status import Status
 from ggml_backend_npu.ops.routing import routed
 
@@ -137,7 +138,7 @@ class TopKSoftmax:
         assert indices is not None
         assert x is not None
         if self.N:
-            routed(*(Tensor.of(_plain(array)) for array in (values, indices, x)), norm=bool(norm))()
+            run(routed(*(Tensor.of(_plain(array)) for array in (values, indices, x)), norm=bool(norm)))
         return INFINI_STATUS_SUCCESS
 
     def _refusal(self, values: Any, indices: Any, x: Any, topk: Any, norm: Any) -> Status | None:

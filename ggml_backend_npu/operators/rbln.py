@@ -32,6 +32,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from ggml_backend_npu.ir import Tensor
+from ggml_backend_npu.operators import run
 from ggml_backend_npu.ops.softmax import Floats, Rows, masked, masked_tile
 from quant.kernels.jit import engine
 
@@ -408,7 +409,7 @@ def _compiled(
         x, dst, marks = merged, dst.reshape(merged.shape), merged_marks
         sink = None if sink is None else sink.reshape(1, -1, 1, 1)
     sinks = None if sink is None else np.broadcast_to(sink[..., 0], x.shape[:3])
-    Rows(
+    rows = Rows(
         Tensor.of(dst),
         Tensor.of(x),
         marks=marks,
@@ -416,7 +417,8 @@ def _compiled(
         offsets=offsets,
         window=window,
         statistics=statistics,
-    ).bind()()
+    )
+    run(rows.bind())
 
 
 def _kept(x: Array, marks: Array | None, offsets: NDArray[np.int64] | None, window: int) -> NDArray[np.bool_]:

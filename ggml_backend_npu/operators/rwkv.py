@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from ggml_backend_npu.operators import run
 from ggml_backend_npu.ops.token_shift import Operand, shifted
 
 Array = NDArray[Any]
@@ -60,7 +61,7 @@ def token_shift(
     if x.size:
         rows, mu, before = (_rows(array) for array in (x, rwkvag.reshape(6, 1, width), h0))
         first = outputs[0]
-        shifted(
+        call = shifted(
             _operand(rows, scales[0]),
             _address(rows) - rows.strides[1],
             Operand(_TYPES[mu.dtype.name], _address(mu), mu.strides[0], 0, scales[1]),
@@ -69,7 +70,8 @@ def token_shift(
             ne=(width, n_tokens, batch),
             first=_operand(before),
             scales=scales[2:],
-        )()
+        )
+        run(call)
         last = x[:, -1:]
         with np.errstate(over="ignore"):
             outputs[6][...] = last * np.float32(scales[0]) if quantized else last

@@ -1,6 +1,6 @@
-"""The kernels, a file per family. Importing this package registers them.
+"""The kernels, a file per family.
 
-OWN  the ops as this project defines them: in `registry.OPS` a user's kernel may stand in the place of one
+OWN  the ops as this project defines them; in a backend a user's kernel may stand in the place of one
 """
 
 from __future__ import annotations
@@ -9,25 +9,27 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from ggml_backend_npu.abi import target  # noqa: F401  (before any kernel is made)
-from ggml_backend_npu.ops import (  # noqa: F401
-    attention,
-    convolution,
-    deepseek,
-    elementwise,
-    glu,
-    matmul,
-    movers,
-    norms,
-    patches,
-    pooling,
-    recurrent,
-    rope,
-    routing,
-    softmax,
-    sums,
-    triangles,
-    unary,
-)
-from ggml_backend_npu.registry import OPS, Op
+from ggml_backend_npu.registry import Op, recording
 
-OWN: Mapping[str, Op] = MappingProxyType(dict(OPS))
+with recording() as _made:
+    from ggml_backend_npu.ops import (  # noqa: F401
+        attention,
+        convolution,
+        deepseek,
+        elementwise,
+        glu,
+        matmul,
+        movers,
+        norms,
+        patches,
+        pooling,
+        recurrent,
+        rope,
+        routing,
+        softmax,
+        sums,
+        triangles,
+        unary,
+    )
+
+OWN: Mapping[str, Op] = MappingProxyType({op.name: op for op in _made})

@@ -22,7 +22,7 @@ from numba import types
 from numpy.typing import NDArray
 
 from ggml_backend_npu.ir import Tensor
-from ggml_backend_npu.numerics import NUMERICS
+from ggml_backend_npu.numerics import PLAIN, Numerics
 from ggml_backend_npu.ops.functions import expf, tanhf
 from ggml_backend_npu.ops.functions import fused_multiply_add as fma
 from ggml_backend_npu.ops.matmul import VEC_DOT
@@ -44,7 +44,7 @@ from quant.kernels.jit import (
 )
 from quant.kernels.matrices import LANES, ROWS, dot, multiply
 from quant.kernels.orders import STEP, dots_f16
-from quant.kernels.threads import Job, Work, allowed
+from quant.kernels.threads import Job, Work, working_team
 from quant.runs import CODES, F16, decode_row, decode_run, round_run
 
 _PRECISIONS = (0, 10)  # GGML_PREC_DEFAULT, GGML_PREC_F32
@@ -85,7 +85,7 @@ def _in_halves(q: Tensor, k: Tensor, v: Tensor) -> bool:
 def _n_sums(q: Tensor, k: Tensor, v: Tensor) -> int:
     """In how many parts, put together at the end, the cells of a query are added up; 0 where they are not parted."""
     alone = q.ne[1] == q.ne[3] == 1
-    return allowed() if alone and k.type == v.type and k.ne[1] >= _LONG else 0
+    return working_team().n_threads if alone and k.type == v.type and k.ne[1] >= _LONG else 0
 
 
 def _refuse(
@@ -112,9 +112,9 @@ def _refuse(
     return None
 
 
-def _rounded(x: Floats, type: str) -> Floats:
+def _rounded(x: Floats, type: str, numerics: Numerics) -> Floats:
     """To a type and back."""
-    return dequantize(convert(x, "f32", type), type).reshape(x.shape)
+    return dequantize(convert(x, "f32", type, numerics=numerics), type).reshape(x.shape)
 
 
 def _for_heads(values: Floats, q: Tensor, x: Tensor) -> Floats:
@@ -122,13 +122,13 @@ def _for_heads(values: Floats, q: Tensor, x: Tensor) -> Floats:
     return values.repeat(q.ne[2] // x.ne[2], axis=1).repeat(q.ne[3] // x.ne[3], axis=0)
 
 
-def _repeated(x: Tensor, q: Tensor) -> Floats:
-    return _for_heads(convert(raw(x), x.type, "f32"), q, x)
+def _repeated(x: Tensor, q: Tensor, numerics: Numerics) -> Floats:
+    return _for_heads(convert(raw(x), x.type, "f32", numerics=numerics), q, x)
 
 
-def _error_of_sums(q: Tensor, k: Tensor, queries: Floats) -> Floats:
+def _error_of_sums(q: Tensor, k: Tensor, queries: Floats, numerics: Numerics) -> Floats:
     """What the product of q8_1 and blocks with a minimum adds: there, a block's sum of q is rounded to float16."""
-    sums = convert(q.view(), "f32", "q8_1")[..., 2:4].copy().view(np.float16)[..., 0]
+    sums = convert(q.view(), "f32", "q8_1", numerics=numerics)[..., 2:4].copy().view(np.float16)[..., 0]
     minima = raw(k)[..., 2:4].copy().view(np.float16)[..., 0].astype(np.float32)
     errors = sums - queries.reshape(*q.ne[:0:-1], k.n_blocks, -1).sum(-1)
     found: Floats = errors @ _for_heads(minima, q, k).swapaxes(2, 3)
@@ -215,7 +215,14 @@ def _sum_of_parts(scores: Floats, kept: NDArray[np.bool_], v: Floats, n_sums: in
     params=FlashAttn,
 )
 def flash_attn_ext(
-    dst: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tensor | None, params: FlashAttn
+    dst: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    sinks: Tensor | None,
+    params: FlashAttn,
+    numerics: Numerics = PLAIN,
 ) -> None:
     """dst = softmax(cap * tanh(scale * q k^T / cap) + slope * mask) v for each head, with the head's sink in the sum.
 
@@ -224,15 +231,15 @@ def flash_attn_ext(
     sequences). Without a cap, 0, there is no tanh. Equals ggml_compute_forward_flash_attn_ext but for rounding.
     """
     scale, max_bias, softcap = params.scale, params.max_bias, params.logit_softcap
-    queries = _rounded(q.view(), _query_type(q, k, v))
-    values = _repeated(v, q)
+    queries = _rounded(q.view(), _query_type(q, k, v), numerics)
+    values = _repeated(v, q, numerics)
     with np.errstate(all="ignore"):
         if k.type == "f16" and _in_halves(q, k, v):
-            scores = _products(queries, _repeated(k, q))
+            scores = _products(queries, _repeated(k, q, numerics))
         else:
-            scores = queries @ _repeated(k, q).swapaxes(2, 3)
+            scores = queries @ _repeated(k, q, numerics).swapaxes(2, 3)
         if VEC_DOT[k.type] == "q8_1":
-            scores = scores + _error_of_sums(q, k, queries)
+            scores = scores + _error_of_sums(q, k, queries, numerics)
         if softcap:
             scores = np.float32(softcap) * tanhf(scores * np.float32(np.float32(scale) / np.float32(softcap)))
         else:
@@ -546,14 +553,21 @@ def attend(parameters, begin, end):
 
 @flash_attn_ext.compiled
 def _flash_attn_ext(
-    dst: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tensor | None, params: FlashAttn
+    dst: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    sinks: Tensor | None,
+    params: FlashAttn,
+    numerics: Numerics,
 ) -> Call | None:
     scale, max_bias, softcap = params.scale, params.max_bias, params.logit_softcap
     by_head = slopes(q.ne[2], max_bias) if mask is not None else None
     code = _query_type(q, k, v)
     if code == "q8_0":
-        code = f"q8_0 {NUMERICS.rounding}"
-    to_float = {type: NUMERICS.to_float.get(type, 0) for type in {k.type, v.type} - {*CODES}}
+        code = f"q8_0 {numerics.rounding}"
+    to_float = {type: numerics.to_float.get(type, 0) for type in {k.type, v.type} - {*CODES}}
     if code not in CODES or 0 in to_float.values():
         return None
     p = np.zeros(_PARAMETERS, np.int64)

@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ggml_backend_npu.ir import Tensor
+from ggml_backend_npu.numerics import PLAIN, Numerics
 from ggml_backend_npu.ops.movers import DECODED, convert, raw
 from ggml_backend_npu.params import Params, f32, i32
 from ggml_backend_npu.registry import op
@@ -63,14 +64,16 @@ def _refuse_indexer(dst: Tensor, q: Tensor, k: Tensor, weights: Tensor, mask: Te
     refuse=_refuse_indexer,
     optional=True,
 )
-def lightning_indexer(dst: Tensor, q: Tensor, k: Tensor, weights: Tensor, mask: Tensor) -> None:
+def lightning_indexer(
+    dst: Tensor, q: Tensor, k: Tensor, weights: Tensor, mask: Tensor, numerics: Numerics = PLAIN
+) -> None:
     """dst = sum over heads of weight * max(q k^T, 0), plus the mask: how much each cell matters to each token.
 
     q (n, heads, tokens, streams), k (n, 1, cells, streams), weights (heads, tokens, 1, streams), mask (cells, tokens,
     1, streams, which repeat), dst (cells, tokens, 1, streams). Equals ggml_compute_forward_lightning_indexer but for
     the order of sums.
     """
-    cells = convert(raw(k), k.type, "f32").swapaxes(1, 2).swapaxes(2, 3)
+    cells = convert(raw(k), k.type, "f32", numerics=numerics).swapaxes(1, 2).swapaxes(2, 3)
     total = np.zeros((q.ne[3], q.ne[2], k.ne[2]), np.float32)
     with np.errstate(all="ignore"):
         for head in range(q.ne[1]):

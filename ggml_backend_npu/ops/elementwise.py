@@ -12,6 +12,7 @@ import numpy as np
 from numba import types
 
 from ggml_backend_npu.ir import Tensor
+from ggml_backend_npu.numerics import PLAIN, Numerics
 from ggml_backend_npu.ops.functions import fused_multiply_add as fma
 from ggml_backend_npu.ops.movers import DECODED, ENCODED, checked_ids, convert, raw, tiled
 from ggml_backend_npu.ops.shapes import gaps, gaps_in_rows, other_ne
@@ -113,14 +114,15 @@ def _compute(function: np.ufunc, dst: Tensor, a: Tensor, b: Tensor) -> None:
 
 
 @op("ADD", types=[*_BINARY, *_QUANTIZED_SUMS], refuse=_refuse_add, optional=True)
-def add(dst: Tensor, a: Tensor, b: Tensor) -> None:
+def add(dst: Tensor, a: Tensor, b: Tensor, numerics: Numerics = PLAIN) -> None:
     """dst = a + b, b repeated to the size of a; a may be quantised where it is as large as b.
 
     Equals ggml_compute_forward_add_non_quantized and ggml_compute_forward_add_q_f32.
     """
     if a.codec.is_quantized:
         with np.errstate(all="ignore"):
-            raw(dst)[...] = convert(convert(raw(a), a.type, "f32") + b.view(), "f32", dst.type, rows=True)
+            total = convert(raw(a), a.type, "f32", numerics=numerics) + b.view()
+            raw(dst)[...] = convert(total, "f32", dst.type, rows=True, numerics=numerics)
     else:
         _compute(np.add, dst, a, b)
 
@@ -144,7 +146,7 @@ def div(dst: Tensor, a: Tensor, b: Tensor) -> None:
 
 
 @add.compiled
-def _add(dst: Tensor, a: Tensor, b: Tensor) -> Call | None:
+def _add(dst: Tensor, a: Tensor, b: Tensor, numerics: Numerics) -> Call | None:
     return None if a.codec.is_quantized else computed("ADD", dst, a, b)
 
 

@@ -20,9 +20,8 @@ from numba import types
 from numba.extending import intrinsic
 from numpy.typing import NDArray
 
-from ggml_backend_npu.device import DEVICE
 from ggml_backend_npu.ir import Tensor
-from ggml_backend_npu.numerics import NUMERICS
+from ggml_backend_npu.numerics import PLAIN, Numerics
 from ggml_backend_npu.ops.movers import checked_ids
 from ggml_backend_npu.ops.strided import ids_check
 from ggml_backend_npu.registry import Call, op
@@ -286,27 +285,33 @@ def _least(a: Tensor) -> int:
     return _MANY_OF_INTEGERS if a.type in DOTS else _MANY
 
 
-def _rounds(a: Tensor, b: Tensor, n_columns: int) -> bool:
+def _rounds(a: Tensor, b: Tensor, n_columns: int, numerics: Numerics) -> bool:
     """Whether so many columns are rounded as the CPU rounds them."""
-    return b.type in ("f32", "f16", "bf16") and (DEVICE.matmul == "exact" or (a.type in DOTS and n_columns < _least(a)))
+    few = a.type in DOTS and n_columns < _least(a)
+    return b.type in ("f32", "f16", "bf16") and (numerics.matmul == "exact" or few)
 
 
-def _decoded(values: NDArray[np.generic], type: str) -> NDArray[np.float64]:
+def _decoded(values: NDArray[np.generic], type: str, numerics: Numerics) -> NDArray[np.float64]:
     """What a view of a tensor of a type holds, as float64 rows."""
     bytes_ = np.ascontiguousarray(values).view(np.uint8).reshape(*values.shape[:3], -1)
-    kind = NUMERICS.codec(type)
+    kind = numerics.codec(type)
     return kind.decode(bytes_.reshape(-1, kind.block_bytes)).reshape(*values.shape[:3], -1).astype(np.float64)
 
 
 def _define_products(
-    y: NDArray[np.float32], a: Tensor, index: tuple[int, int], x: NDArray[np.float64], rounds: bool
+    y: NDArray[np.float32],
+    a: Tensor,
+    index: tuple[int, int],
+    x: NDArray[np.float64],
+    rounds: bool,
+    numerics: Numerics,
 ) -> None:
     """y (n, ne01) = x (n, ne00) times the matrix of src0 at an index, its rows a tile at a time."""
     rounded = VEC_DOT[a.type]
     below = np.zeros(0)
     if rounds:
         units = x.astype(np.float32).reshape(-1, codec(rounded).block_size)
-        blocks = NUMERICS.codec(rounded).encode(units, NUMERICS.rounding).reshape(len(x), -1)
+        blocks = numerics.codec(rounded).encode(units, numerics.rounding).reshape(len(x), -1)
         x = dequantize(blocks, rounded).astype(np.float64)
         if rounded == "q8_1":
             sums = blocks.reshape(len(x), -1, 36)[..., 2:4].copy().view(np.float16)[..., 0]
@@ -315,62 +320,60 @@ def _define_products(
     matrix = a.view()[index]
     for first in range(0, a.ne[1], rows):
         tile = matrix[None, None, first : first + rows]
-        total = x @ _decoded(tile, a.type)[0, 0].T
+        total = x @ _decoded(tile, a.type, numerics)[0, 0].T
         if below.size:  # its sum of a block stands beside the quants, rounded to f16
             total += below @ tile[0, 0, ..., 2:4].copy().view(np.float16)[..., 0].astype(np.float64).T
         y[:, first : first + rows] = total
 
 
 @op("MUL_MAT", types=_TYPES, refuse=_refuse_mul_mat, optional=True)
-def mul_mat(dst: Tensor, a: Tensor, b: Tensor) -> None:
+def mul_mat(dst: Tensor, a: Tensor, b: Tensor, numerics: Numerics = PLAIN) -> None:
     """dst[i3, i2] = b[i3, i2] @ a[i3 / r3, i2 / r2].T, for r2, r3 = b.ne[2] / a.ne[2], b.ne[3] / a.ne[3].
 
     Equals ggml_compute_forward_mul_mat but for the rounding of sums, where columns are rounded (see this module).
     """
     r2, r3 = b.ne[2] // a.ne[2], b.ne[3] // a.ne[3]
-    rounds = _rounds(a, b, b.ne[1] * r2 * r3)
-    x = _decoded(b.view(), b.type)
+    rounds = _rounds(a, b, b.ne[1] * r2 * r3, numerics)
+    x = _decoded(b.view(), b.type, numerics)
     for i3, i2 in np.ndindex(b.ne[3], b.ne[2]):
-        _define_products(dst.view()[i3, i2], a, (i3 // r3, i2 // r2), x[i3, i2], rounds)
+        _define_products(dst.view()[i3, i2], a, (i3 // r3, i2 // r2), x[i3, i2], rounds, numerics)
 
 
 @op("MUL_MAT_ID", types=[(*types_, "i32") for types_ in _TYPES], refuse=_refuse_mul_mat_id, optional=True)
-def mul_mat_id(dst: Tensor, a: Tensor, b: Tensor, ids: Tensor) -> None:
+def mul_mat_id(dst: Tensor, a: Tensor, b: Tensor, ids: Tensor, numerics: Numerics = PLAIN) -> None:
     """dst[t, s] = b[t, s % b.ne[1]] @ a[ids[t, s]].T: what the experts of a token make of it.
 
     Equals ggml_compute_forward_mul_mat_id but for the rounding of sums, where columns are rounded (see this module).
     """
-    chosen, x = checked_ids(ids, a.ne[2])[0], _decoded(b.view(), b.type)[0]
+    chosen, x = checked_ids(ids, a.ne[2])[0], _decoded(b.view(), b.type, numerics)[0]
     for expert in np.unique(chosen):
         token, slot = np.nonzero(chosen == expert)
         y = np.empty((len(token), a.ne[1]), np.float32)
-        _define_products(y, a, (0, int(expert)), x[token, slot % b.ne[1]], _rounds(a, b, len(token)))
+        rounds = _rounds(a, b, len(token), numerics)
+        _define_products(y, a, (0, int(expert)), x[token, slot % b.ne[1]], rounds, numerics)
         dst.view()[0, token, slot] = y
 
 
-def _as_blocks(a: Tensor, b: Tensor) -> bool:
+def _as_blocks(a: Tensor, b: Tensor, numerics: Numerics) -> bool:
     """Whether ggml's CPU multiplies blocks of rows and columns (llamafile_sgemm), and does so exactly."""
     fits = b.ne[1] > 1 and a.ne[0] % LANES == 0 and a.ne[1] % GROUP == 0
     together = b.is_contiguous() or b.type != a.type
-    return DEVICE.matmul == "exact" and a.type in ("f16", "f32") and fits and together
+    return numerics.matmul == "exact" and a.type in ("f16", "f32") and fits and together
 
 
-def _bind(dst: Tensor, a: Tensor, b: Tensor, ids: Tensor | None) -> Work | None:
+def _bind(dst: Tensor, a: Tensor, b: Tensor, ids: Tensor | None, numerics: Numerics) -> Work | None:
     k, n_rows, n_matrices = a.ne[0], a.ne[1], a.ne[2] * a.ne[3]
     n_columns = b.ne[1] * b.ne[2] * b.ne[3] // n_matrices if ids is None else ids.n_elements
-    to_float = 0 if a.type in CODES else NUMERICS.to_float.get(a.type, 0)
+    to_float = 0 if a.type in CODES else numerics.to_float.get(a.type, 0)
     decodes = a.type in CODES or to_float != 0
     plain = b.type in ("f32", "f16", "bf16")
     dots_code = DOTS.get(a.type, NO_DOTS) if plain else NO_DOTS
     if b.type not in CODES or not (decodes or dots_code):
         return None
-    blas = (
-        decodes
-        and n_columns >= _least(a)
-        and not (DEVICE.matmul == "exact" and (dots_code or a.type in ("f16", "f32")))
-    )
-    sgemm = NUMERICS.sgemm if blas else 0
-    as_blocks = ids is None and _as_blocks(a, b)
+    exact = numerics.matmul == "exact"
+    blas = decodes and n_columns >= _least(a) and not (exact and (dots_code or a.type in ("f16", "f32")))
+    sgemm = numerics.sgemm if blas else 0
+    as_blocks = ids is None and _as_blocks(a, b, numerics)
     if sgemm or as_blocks:
         tile_rows = min(256, max(64, _TILE_BYTES // (4 * k)), -(-n_rows // 64) * 16)
     else:
@@ -394,7 +397,7 @@ def _bind(dst: Tensor, a: Tensor, b: Tensor, ids: Tensor | None) -> Work | None:
         dots_code, scales[0], quants[0], *quants[1:], *scales[1:],
         b.address, *b.nb[1:], *b.ne[1:], CODES[b.type],
         dst.address, *dst.nb[1:], *((ids.address, *ids.nb[:2], *ids.ne[:2]) if ids is not None else (0,) * 5),
-        _ROUNDINGS[VEC_DOT[a.type]], plain and DEVICE.matmul == "exact", NUMERICS.rounding == "simd", NUMERICS.fuses,
+        _ROUNDINGS[VEC_DOT[a.type]], plain and exact, numerics.rounding == "simd", numerics.fuses,
         sgemm, _least(a), as_blocks, *steps,
     )  # fmt: skip
     n_units = -(-n_rows // tile_rows) * n_matrices
@@ -403,12 +406,12 @@ def _bind(dst: Tensor, a: Tensor, b: Tensor, ids: Tensor | None) -> Work | None:
 
 
 @mul_mat.compiled
-def _mul_mat(dst: Tensor, a: Tensor, b: Tensor) -> Call | None:
-    work = _bind(dst, a, b, None)
+def _mul_mat(dst: Tensor, a: Tensor, b: Tensor, numerics: Numerics) -> Call | None:
+    work = _bind(dst, a, b, None, numerics)
     return None if work is None else Job(work)
 
 
 @mul_mat_id.compiled
-def _mul_mat_id(dst: Tensor, a: Tensor, b: Tensor, ids: Tensor) -> Call | None:
-    work = _bind(dst, a, b, ids)
+def _mul_mat_id(dst: Tensor, a: Tensor, b: Tensor, ids: Tensor, numerics: Numerics) -> Call | None:
+    work = _bind(dst, a, b, ids, numerics)
     return None if work is None else Job(ids_check(ids, a.ne[2]), work)

@@ -14,11 +14,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ggml_backend_npu.ir import Tensor
-from ggml_backend_npu.numerics import NUMERICS
+from ggml_backend_npu.numerics import PLAIN, Numerics
 from ggml_backend_npu.ops import strided
 from ggml_backend_npu.params import Params, i32
 from ggml_backend_npu.registry import Call, op
-from quant import Rounding, codec, type_names
+from quant import codec, type_names
 from quant.kernels.threads import Job
 from quant.scalars import without_payload
 
@@ -34,17 +34,17 @@ ENCODED = tuple(
 
 
 def convert(
-    values: NDArray[Any], src: str, dst: str, *, rows: bool = False, rounding: Rounding | None = None
+    values: NDArray[Any], src: str, dst: str, *, rows: bool = False, numerics: Numerics = PLAIN
 ) -> NDArray[Any]:
     """Values as `Tensor.view` gives them, from type src to type dst: (..., n) elements or (..., blocks, bytes).
 
     rows      f16 as ggml_cpu_fp32_to_fp16 makes it of a row: in whole fours a NaN keeps its payload. Elsewhere no
               NaN does.
-    rounding  of q8_0; the device's where it is None
+    numerics  whose codecs and rounding are used
     """
     if src == dst:
         return values
-    source, target = NUMERICS.codec(src), NUMERICS.codec(dst)
+    source, target = numerics.codec(src), numerics.codec(dst)
     lead = values.shape[:-2] if source.is_quantized else values.shape[:-1]
     n = values.shape[-2] * source.block_size if source.is_quantized else values.shape[-1]
     decoded = source.decode(np.ascontiguousarray(values).view(np.uint8).reshape(-1, source.block_bytes))
@@ -52,7 +52,7 @@ def convert(
         kept = n // 4 * 4 if rows else 0
         elements = decoded.reshape(*lead, n)
         decoded = np.concatenate([elements[..., :kept], without_payload(elements[..., kept:])], axis=-1)
-    encoded = target.encode(decoded.reshape(-1, target.block_size), rounding or NUMERICS.rounding)
+    encoded = target.encode(decoded.reshape(-1, target.block_size), numerics.rounding)
     if target.dtype is None:
         return encoded.reshape(*lead, n // target.block_size, target.block_bytes)
     return encoded.view(target.dtype).reshape(*lead, n)
@@ -111,7 +111,7 @@ def _no_whole_blocks(**tensors: Tensor) -> str | None:
     types=[("f32", src, "i32") for src in (*_FLOATS, *DECODED)] + [("i32", "i32", "i32")],
     refuse=_refuse_get_rows,
 )
-def get_rows(dst: Tensor, src: Tensor, ids: Tensor) -> None:
+def get_rows(dst: Tensor, src: Tensor, ids: Tensor, numerics: Numerics = PLAIN) -> None:
     """dst[i3, i2, i1, :] = src[i3, i2, ids[i3, i2, i1], :] as float32; i32 stays i32.
 
     Equals ggml_compute_forward_get_rows. Raises KernelError, before anything is written, for an id outside src's rows.
@@ -121,12 +121,12 @@ def get_rows(dst: Tensor, src: Tensor, ids: Tensor) -> None:
     for i3, i2 in np.ndindex(rows.shape[:2]):
         for i1 in range(0, rows.shape[2], step):
             chunk = raw(src)[i3, i2, rows[i3, i2, i1 : i1 + step]]
-            dst.view()[i3, i2, i1 : i1 + step] = convert(chunk, src.type, dst.type)
+            dst.view()[i3, i2, i1 : i1 + step] = convert(chunk, src.type, dst.type, numerics=numerics)
 
 
 @get_rows.compiled
-def _get_rows(dst: Tensor, src: Tensor, ids: Tensor) -> Call | None:
-    return strided.mover(dst, src, src_ids=ids)
+def _get_rows(dst: Tensor, src: Tensor, ids: Tensor, numerics: Numerics) -> Call | None:
+    return strided.mover(dst, src, src_ids=ids, numerics=numerics)
 
 
 def _refuse_set_rows(dst: Tensor, src: Tensor, ids: Tensor) -> str | None:
@@ -142,7 +142,7 @@ def _refuse_set_rows(dst: Tensor, src: Tensor, ids: Tensor) -> str | None:
     types=[(dst, src, ids) for src in ("f32", "f16") for dst in (*_FLOATS, "i32", *ENCODED) for ids in ("i64", "i32")],
     refuse=_refuse_set_rows,
 )
-def set_rows(dst: Tensor, src: Tensor, ids: Tensor) -> None:
+def set_rows(dst: Tensor, src: Tensor, ids: Tensor, numerics: Numerics = PLAIN) -> None:
     """dst[i3, i2, ids[i3 % n, i2 % m, i1], :] = src[i3, i2, i1, :], quantised where dst is; other rows stay.
 
     Equals ggml_compute_forward_set_rows; where an id comes twice, the last row stays. Raises KernelError, before
@@ -156,12 +156,12 @@ def set_rows(dst: Tensor, src: Tensor, ids: Tensor) -> None:
         ids_row = rows[i3 % ids.ne[2], i2 % ids.ne[1]]
         for i1 in range(0, src.ne[1], step):
             chunk = raw(src)[i3, i2, i1 : i1 + step]
-            raw(dst)[i3, i2, ids_row[i1 : i1 + step]] = convert(chunk, src.type, dst.type, rows=True)
+            raw(dst)[i3, i2, ids_row[i1 : i1 + step]] = convert(chunk, src.type, dst.type, rows=True, numerics=numerics)
 
 
 @set_rows.compiled
-def _set_rows(dst: Tensor, src: Tensor, ids: Tensor) -> Call | None:
-    return strided.mover(dst, src, dst_ids=ids)
+def _set_rows(dst: Tensor, src: Tensor, ids: Tensor, numerics: Numerics) -> Call | None:
+    return strided.mover(dst, src, dst_ids=ids, numerics=numerics)
 
 
 def _refuse_copy(dst: Tensor, src: Tensor) -> str | None:
@@ -194,17 +194,17 @@ _COPIES = [
 
 
 @op("CPY", types=_COPIES, refuse=_refuse_copy)
-def cpy(dst: Tensor, src: Tensor) -> None:
+def cpy(dst: Tensor, src: Tensor, numerics: Numerics = PLAIN) -> None:
     """dst = src, converted, element by element in logical order; shapes may differ where the element counts agree.
 
     Equals ggml_compute_forward_dup. f32 -> i32 truncates; float -> quantised needs a contiguous dst and rows without
     gaps in src; quantised -> f32 needs dst rows without gaps; nothing else is converted.
     """
-    copy(dst, src)
+    copy(dst, src, numerics)
 
 
-def copy(dst: Tensor, src: Tensor, rounding: Rounding | None = None) -> None:
-    """What CPY does, in NumPy; of rows with gaps too. rounding: of q8_0; the device's where it is None."""
+def copy(dst: Tensor, src: Tensor, numerics: Numerics = PLAIN) -> None:
+    """What CPY does, in NumPy; of rows with gaps too."""
     if src.n_elements == 0:
         return
     source, target = raw(src), raw(dst)
@@ -218,7 +218,7 @@ def copy(dst: Tensor, src: Tensor, rounding: Rounding | None = None) -> None:
     for begin in range(0, n_units, step):
         take = np.unravel_index(np.arange(begin, min(begin + step, n_units)), source.shape[:4])
         put = np.unravel_index(np.arange(begin, min(begin + step, n_units)), target.shape[:4])
-        target[put] = convert(source[take], src.type, dst.type, rounding=rounding).reshape(target[put].shape)
+        target[put] = convert(source[take], src.type, dst.type, numerics=numerics).reshape(target[put].shape)
 
 
 def _in_units(view: NDArray[Any], tensor: Tensor, unit: int) -> NDArray[Any]:
@@ -247,6 +247,10 @@ def cont(dst: Tensor, src: Tensor) -> None:
 
 
 @cpy.compiled
+def _cpy(dst: Tensor, src: Tensor, numerics: Numerics) -> Call | None:
+    return strided.mover(dst, src, numerics=numerics)
+
+
 @dup.compiled
 @cont.compiled
 def _copy(dst: Tensor, src: Tensor) -> Call | None:

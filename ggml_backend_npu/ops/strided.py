@@ -12,7 +12,7 @@ from numba import types
 from numpy.typing import NDArray
 
 from ggml_backend_npu.ir import Tensor
-from ggml_backend_npu.numerics import NUMERICS
+from ggml_backend_npu.numerics import PLAIN, Numerics
 from ggml_backend_npu.registry import Call, KernelError
 from quant import Rounding
 from quant.kernels.jit import LINE, array_at, compiled, copy, inlined, keep, parameters, stream, stream_ends, values
@@ -358,9 +358,9 @@ def _merged(ne: list[int], nb: list[int]) -> tuple[list[int], list[int]]:
     return sizes + [1] * missing, strides + [0] * missing
 
 
-def code(type: str, rounding: Rounding | None = None) -> int | None:
-    """What the compiled walk calls a type, under a q8_0 rounding or the one in force; None where it has none."""
-    return CODES.get(f"{type} {rounding or NUMERICS.rounding}", CODES.get(type))
+def code(type: str, rounding: Rounding) -> int | None:
+    """What the compiled walk calls a type, under a q8_0 rounding; None where it has none."""
+    return CODES.get(f"{type} {rounding}", CODES.get(type))
 
 
 def mover(
@@ -368,17 +368,17 @@ def mover(
     src: Tensor,
     src_ids: Tensor | None = None,
     dst_ids: Tensor | None = None,
-    rounding: Rounding | None = None,
+    numerics: Numerics = PLAIN,
 ) -> Job | None:
     """The call that moves src to dst, reading or writing rows by ids; None where a type has no compiled run.
 
-    rounding  of q8_0; the device's where it is None
+    numerics  whose codecs and rounding are to be had
     """
     dst_type = "f16 fours" if dst_ids is not None and dst.type == "f16" else dst.type
-    src_code, dst_code = code(src.type), code(dst_type, rounding)
+    src_code, dst_code = code(src.type, numerics.rounding), code(dst_type, numerics.rounding)
     if src.type == dst.type:
         src_code = dst_code = _SAME
-    if src_code is None or dst_code is None or (dst_type in NUMERICS.bound and src_code != _SAME):
+    if src_code is None or dst_code is None or (dst_type in numerics.bound and src_code != _SAME):
         return None
     n_elements = src.n_elements if src_ids is None else dst.n_elements
     if n_elements == 0:

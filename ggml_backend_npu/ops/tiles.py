@@ -17,7 +17,6 @@ from numba import types
 from numpy.typing import NDArray
 
 from ggml_backend_npu.ir import Tensor
-from ggml_backend_npu.numerics import NUMERICS
 from ggml_backend_npu.ops import functions
 from ggml_backend_npu.ops.functions import Floats
 from ggml_backend_npu.ops.softmax import expf, v_exp
@@ -398,8 +397,8 @@ def compute(parameters, begin, end):
 
 
 @cache
-def _table(function: Callable[[Floats, str], Floats], fuses: bool) -> NDArray[np.float16]:
-    """A function of every half float, as a ggml has it that `fuses` (`Numerics`)."""
+def _table(function: Callable[[Floats, str], Floats]) -> NDArray[np.float16]:
+    """A function of every half float."""
     x = np.arange(1 << 16, dtype=np.uint16).view(np.float16)
     with np.errstate(all="ignore"):
         return function(x.astype(np.float32), "f16").astype(np.float16)
@@ -429,7 +428,7 @@ def computed(
     function = _IN_VECTORS[name] if in_vectors else Compiled[name]
     if name in _LOOKED_UP and x.type != "bf16":
         function = Compiled.LOOK_UP if y is None else Compiled.LOOK_UP_GATED
-        table = _table(_LOOKED_UP[name], NUMERICS.fuses)
+        table = _table(_LOOKED_UP[name])
         a = 10 if x.type == "f32" and _LOOKED_UP[name] is functions.gelu else math.nan
     cost = 1 if function < Compiled.SQRT else _COST
     n_bytes = cost * sum(tensor.n_elements * tensor.codec.block_bytes for tensor in (dst, *sources))

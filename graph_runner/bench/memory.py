@@ -18,9 +18,10 @@ print(open("/proc/self/status").read())
 _ON_THE_NPU = """
 import sys
 from pathlib import Path
-from ggml_backend_npu import DEVICE
+from ggml_backend_npu import default_backend
 from graph_runner.session import Session, Settings
-DEVICE.update({"ops": "all"})
+backend = default_backend()
+backend.options = backend.options.updated({"ops": "all"})
 model, threads, *tokens = sys.argv[1:]
 settings = Settings(device="npu", n_ctx=len(tokens) + 16, threads=int(threads), flash_attention="on")
 with Session(Path(model), settings, counts_nodes=False) as session:

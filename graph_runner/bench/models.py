@@ -14,7 +14,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from ggml_backend_npu import DEVICE
+from ggml_backend_npu import default_backend
 from ggml_backend_npu.abi.embedding import plugin
 from graph_runner import suites
 from graph_runner.bench.measure import GGML_CPU, Measurement, against, in_turns
@@ -72,12 +72,13 @@ def bench_decode(model: Path, *, rounds: int, threads: int, n: int = 64, long: i
 @contextmanager
 def _taking(ops: str) -> Iterator[None]:
     """Which ops the device takes."""
-    before = DEVICE.ops
-    DEVICE.update({"ops": ops})
+    backend = default_backend()
+    before = backend.options
+    backend.options = before.updated({"ops": ops})
     try:
         yield
     finally:
-        DEVICE.ops = before
+        backend.options = before
 
 
 def _decode(session: Session, batches: list[list[int]]) -> float:

@@ -102,7 +102,7 @@ def on_both_devices(
     graph  makes the graph of it: `Builder.graph_of` or `Builder.graph`
     """
     ggml = ggml_backend_npu.register().ggml
-    with Builder(ggml, "NPU") as npu, Builder(ggml, "CPU") as cpu, interrupts_wait():
+    with Builder(ggml, "NPU") as npu, Builder(ggml, "CPU") as cpu, interrupts_wait(npu.failures):
         runs = {}
         for name, device, build in (("NPU", "NPU", npu), (GGML_CPU, "CPU", cpu)):
             build.use_threads(threads)

@@ -17,7 +17,6 @@ from pathlib import Path
 import numpy as np
 
 import ggml_backend_npu
-from ggml_backend_npu import DEVICE
 from graph_runner.models import model_file
 from graph_runner.session import DeviceName, Sampler, Session, Settings
 
@@ -120,8 +119,8 @@ def in_threads(model: Path, steps: int) -> tuple[Held, bool]:
 
 def main(share: float = 1.0) -> int:
     """Runs it all, or a share of the steps; returns how many parts are not as they are to be."""
-    ggml_backend_npu.register()
-    DEVICE.update({"ops": "all", "matmul": "exact"})
+    backend = ggml_backend_npu.register().backend
+    backend.options = backend.options.updated({"ops": "all", "matmul": "exact"})
     wrong = 0
     with model_file("tiny") as tiny, model_file("demo") as demo:
         parts: dict[str, Callable[[], tuple[Held, bool]]] = {

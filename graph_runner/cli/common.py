@@ -104,23 +104,25 @@ def reading(console: Console, n_tokens: int) -> Iterator[Callable[[int], None]]:
 
 def use_device(**options: str | None) -> None:
     """Sets options of the device, by field name; None leaves one."""
-    from ggml_backend_npu import DEVICE
+    from ggml_backend_npu import default_backend
 
-    DEVICE.update(options)
+    backend = default_backend()
+    backend.options = backend.options.updated(options)
 
 
 def gpu_layers() -> int:
     """A device of type gpu is to have all layers."""
-    from ggml_backend_npu import DEVICE
+    from ggml_backend_npu import default_backend
 
-    return 999 if DEVICE.device_type == "gpu" else 0
+    return 999 if default_backend().options.device_type == "gpu" else 0
 
 
 def use_kernels(files: list[Path] | None) -> None:
     """Runs a user's files of kernels, or where there is none that of GGML_NPU_KERNELS, and says on stderr what they
     registered."""
-    from ggml_backend_npu.kernels import load_kernels, named_by_the_environment
+    from ggml_backend_npu import default_backend
+    from ggml_backend_npu.kernel_files import load_kernels, named_by_the_environment
 
     for path in files or named_by_the_environment():
-        ops = ", ".join(f"{name} ({how})" for name, how in load_kernels(path).items())
+        ops = ", ".join(f"{name} ({how})" for name, how in load_kernels(path, default_backend()).items())
         print(printable(f"kernels of {path}: {ops}"), file=sys.stderr)

@@ -23,13 +23,14 @@ def devices(
     from graph_runner.promises import promises
 
     use_device(profile=profile, memory=memory, memory_limit=memory_limit, device_type=device_type)
-    ggml = ggml_backend_npu.register().ggml
+    npu = ggml_backend_npu.register()
+    ggml = npu.ggml
     shown = table("device", "type", "backend", "description")
     for device in list_devices(ggml):
         shown.add_row(device.name, device.type, device.backend, device.description)
     console = Console()
     console.print(shown)
-    chosen = ggml_backend_npu.DEVICE.profile
+    chosen = npu.backend.options.profile
     console.print(f"ggml {ggml.version}; profile {chosen.name}: {chosen.description}", highlight=False)
     promised = table("op", "nodes", "promise", "why")
     for each in promises():

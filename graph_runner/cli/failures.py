@@ -11,22 +11,11 @@ from typing import Any
 
 import typer
 
-from ggml_backend_npu import DeviceError, KernelError
-from ggml_backend_npu.abi.embedding import PluginError
-from ggml_backend_npu.abi.lib import UnknownGgmlError
-from ggml_backend_npu.kernels import KernelFileError
 from graph_runner.console import printable
-from graph_runner.errors import BadInputError, BenchError, SessionError, SuiteError, TraceError
-from graph_runner.rules import ToleranceError
-from quant.kernels.jit import EngineError
+from quant.errors import UserError
 
 BAD_INPUT, OURS = 2, 3
 VERBOSE = "GGML_NPU_VERBOSE"
-
-_BAD_INPUT = (
-    BadInputError, BenchError, DeviceError, EngineError, KernelError, KernelFileError, PluginError, SessionError,
-    SuiteError, ToleranceError, TraceError, UnknownGgmlError,
-)  # fmt: skip
 
 _UsageError = typer.BadParameter.__bases__[0]  # click's, of which typer may have a copy
 
@@ -36,7 +25,7 @@ def told(error: BaseException) -> int:
     with suppress(OSError):
         if os.environ.get(VERBOSE):
             traceback.print_exception(error)
-        if isinstance(error, _BAD_INPUT):
+        if isinstance(error, UserError):
             _say(str(error))
         elif isinstance(error, _UsageError):
             _say_usage(error)

@@ -10,10 +10,11 @@ from graph_runner.console import table
 
 def ops(json_file: JsonFile = None, kernels: Kernels = None) -> None:
     """List the ops that the backend supports, by type."""
-    from ggml_backend_npu import OPS
+    from ggml_backend_npu import default_backend
 
     use_kernels(kernels)
-    signatures = {name: OPS[name].signatures() for name in sorted(OPS)}
+    known = default_backend().ops
+    signatures = {name: known[name].signatures() for name in sorted(known)}
     if json_file is not None:
         data = {
             name: [{"sources": sources, "outputs": outputs} for sources, outputs in found]

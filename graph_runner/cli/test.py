@@ -37,13 +37,14 @@ def judge(
     or, for the backend's own, without one. Exit code 0: every case that is supported passes; 1: one fails, or none is
     supported; 2: bad input.
     """
-    from ggml_backend_npu.kernels import load_kernels
+    from ggml_backend_npu import default_backend
+    from ggml_backend_npu.kernel_files import load_kernels
     from graph_runner.report import print_cases
     from graph_runner.suites import backend_ops, build
 
     chosen = {"profile": profile, "memory": memory, "memory_limit": memory_limit, "device_type": device_type}
     use_device(**chosen)
-    registered = [name for file in kernels or () for name in load_kernels(file)]
+    registered = [name for file in kernels or () for name in load_kernels(file, default_backend())]
     names = [name.strip().upper() for name in (ops or "").split(",") if name.strip()] or registered
     if not names:
         raise BadInputError("test: needs a file of kernels, or ops with -o")

@@ -29,6 +29,7 @@ from numba.core.ccallback import CFunc
 from numba.extending import intrinsic, register_jitable
 from numpy.typing import NDArray
 
+from quant.errors import UserError
 from quant.kernels.kept import say_damaged
 
 Part = Callable[..., Any]
@@ -83,7 +84,7 @@ def compile_without(prefix: str) -> None:
         processor_has.cache_clear()
 
 
-class EngineError(ValueError):
+class EngineError(UserError, ValueError):
     """GGML_NPU_ENGINE names no engine, or GGML_NPU_THREADS no number of threads."""
 
 

@@ -3,17 +3,20 @@
 A `Work` binds a kernel to its parameters; a `Job` is works in order, and what an op's call is made of. Chunks are
 taken, not dealt out: a thread that wakes late, or has lost its processor, holds nobody up.
 
-Inside llama.cpp the threads are those of ggml's own OpenMP team, which `use_openmp` names: the same ones that its CPU
-backend computes with, and that spin between two of its graphs. Without it they are a pool of this module's.
+A `Team` says which threads these are. A backend has one, and lets works run in it: inside llama.cpp those of ggml's own
+OpenMP team, the same ones that its CPU backend computes with, and that spin between two of its graphs. Without one they
+are a pool, of which a process has one. Codecs and definitions run works deep inside of a node, so a team is not an
+argument of theirs: it holds for what its Python thread does within `Team.working`.
 """
 
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
 from functools import cache
 
 import numpy as np
@@ -115,9 +118,10 @@ class Work:
 
     def run(self) -> None:
         """Computes it. Raises what `failed` makes of what the kernel returned."""
-        count = allowed()
-        if count == 1 or _Team.openmp or self.block[PARTS] == 1:
-            _run(self.address, count, _Team.openmp)
+        team = working_team()
+        count = team.n_threads
+        if count == 1 or team.openmp or self.block[PARTS] == 1:
+            _run(self.address, count, team.openmp)
         else:
             _begin(self.address, count)
             others = [_pool().submit(_take_chunks, self.address) for _ in range(count - 1)]
@@ -145,43 +149,44 @@ class Job:
         return any(work.most_parts > 1 for work in self.works)
 
 
-class _Team:
-    """openmp  the address of GOMP_parallel, or 0
-    size  how many threads a work may use; None before anybody said
+@dataclass(frozen=True)
+class Team:
+    """Threads that run works.
+
+    openmp  the address of GOMP_parallel of the OpenMP runtime whose threads they are; 0: the pool's
+    size    how many threads a work may use; None: one per processor. Never more than GGML_NPU_THREADS
     """
 
-    openmp = 0
+    openmp: int = 0
     size: int | None = None
 
+    @property
+    def n_threads(self) -> int:
+        """How many threads a work may use. Raises EngineError where GGML_NPU_THREADS is no number."""
+        return limited(self.size or _PROCESSORS)
 
-def use_openmp(parallel: int) -> None:
-    """From now on threads are those of the OpenMP runtime whose GOMP_parallel is at this address; 0: the pool's."""
-    _Team.openmp = parallel
+    @contextmanager
+    def working(self) -> Iterator[None]:
+        """Works that this Python thread runs until the context ends are the team's."""
+        before = _working.set(self)
+        try:
+            yield
+        finally:
+            _working.reset(before)
 
 
-def openmp() -> int:
-    """The address of GOMP_parallel, 0 where there is none."""
-    return _Team.openmp
+POOL = Team()
+_working = ContextVar("the team of this Python thread's works", default=POOL)
+
+
+def working_team() -> Team:
+    """The team that works of this Python thread run in: the pool, where nobody has said."""
+    return _working.get()
 
 
 @cache
 def _pool() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(_PROCESSORS, thread_name_prefix="npu")
-
-
-class _Allowed(threading.local):
-    """How many threads a work of this thread may use, where it has a number of its own."""
-
-    here: int | None = None
-
-
-_here = _Allowed()
-
-
-def allowed() -> int:
-    """How many threads a work may use: as many as this thread or `allow` said, or one per processor; never more than
-    GGML_NPU_THREADS. Raises EngineError where that is no number."""
-    return limited(_here.here or _Team.size or _PROCESSORS)
 
 
 def limited(count: int) -> int:
@@ -192,16 +197,8 @@ def limited(count: int) -> int:
     return min(count, int(text))
 
 
-def allow(count: int) -> None:
-    """Has works use up to `count` threads."""
-    _Team.size = count
-
-
 @contextmanager
 def allowing(count: int) -> Iterator[None]:
-    """Has works of this thread use up to `count` threads until the context ends."""
-    before, _here.here = _here.here, count
-    try:
+    """Has works of this Python thread use up to `count` threads of its team until the context ends."""
+    with replace(working_team(), size=count).working():
         yield
-    finally:
-        _here.here = before

@@ -2,12 +2,11 @@
 
 from dataclasses import replace
 
-from ggml_backend_npu import OPS
+from ggml_backend_npu import default_backend, op
 from ggml_backend_npu.fusion import FUSIONS, Fused, Span
 from ggml_backend_npu.ops import OWN
 
-PLACE = next(i for i, fusion in enumerate(FUSIONS) if fusion.name == "masked_softmax")
-RIGHT = FUSIONS[PLACE]
+RIGHT = next(fusion for fusion in FUSIONS if fusion.name == "masked_softmax")
 
 
 def match(span: Span) -> Fused | None:
@@ -24,5 +23,6 @@ def match(span: Span) -> Fused | None:
     return replace(found, call=call)
 
 
-FUSIONS[PLACE] = replace(RIGHT, match=match)
-OPS.add(replace(OWN["SQR"]))  # a file of kernels registers one
+BACKEND = default_backend()
+BACKEND.fusions = [replace(RIGHT, match=match) if each is RIGHT else each for each in BACKEND.fusions]
+op("SQR", types=OWN["SQR"].types)(OWN["SQR"].define)  # a file of kernels registers one

@@ -1,11 +1,12 @@
 """MUL_MAT that adds to what its output holds."""
 
 from ggml_backend_npu import Tensor, op
+from ggml_backend_npu.numerics import Numerics
 from ggml_backend_npu.ops import OWN
 
 
 @op("MUL_MAT", types=OWN["MUL_MAT"].types, refuse=OWN["MUL_MAT"].refuse)
-def mul_mat(dst: Tensor, a: Tensor, b: Tensor) -> None:
+def mul_mat(dst: Tensor, a: Tensor, b: Tensor, numerics: Numerics) -> None:
     before = dst.view().copy()
-    OWN["MUL_MAT"].define(dst, a, b)
+    OWN["MUL_MAT"].define(dst, a, b, numerics)
     dst.view()[...] += before

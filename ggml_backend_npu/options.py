@@ -1,27 +1,23 @@
-"""What the device is: its generation, its memory, its type, its limits. Set by the environment, or by command line
-options of the same meaning before the backend is registered."""
+"""What a backend's device is: its generation, its memory, its type, its limits. Given by the environment, or by command
+line options of the same meaning."""
 
 from __future__ import annotations
 
 import difflib
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
 from ggml_backend_npu.profiles import FULL, Profile, ProfileError, load
-from quant.kernels import threads
+from quant.errors import UserError
 
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 
-class DeviceError(Exception):
+class DeviceError(UserError):
     """An option of the device that cannot be: one line that names it, its value and what is allowed."""
 
 
@@ -77,8 +73,8 @@ def _refuse_unknown_variables() -> None:
             raise DeviceError(f"{name}: no such variable{meant} There are {' '.join(sorted(known))}")
 
 
-@dataclass
-class DeviceOptions:
+@dataclass(frozen=True)
+class Options:
     """profile       the device's generation
     memory        "host": tensors stay in ggml's own buffers; "device": the device has memory of its own
     memory_limit  bytes of its memory; None: 8 GiB, or none where tensors stay in ggml's own buffers
@@ -86,6 +82,7 @@ class DeviceOptions:
     fallback      "cpu": a node that the device does not take, and is handed all the same, is computed by ggml's CPU
                   backend: behind RPC, where clients do not ask. "none": such a node fails
     ops           "default": SCALE and the ops that move data, which cost a scheduler little; "all": every op there is
+    fusion        "on": patterns of nodes run as one operator
     matmul        how weights are multiplied, see `ops.matmul`: "exact" as ggml's CPU does, "fast" by BLAS where columns
                   are many
     """
@@ -96,56 +93,24 @@ class DeviceOptions:
     device_type: str = "accel"
     fallback: str = "none"
     ops: str = "default"
+    fusion: str = "on"
     matmul: str = "fast"
-    _fuses: NDArray[np.int64] = field(default_factory=lambda: np.ones(1, np.int64), init=False, repr=False)
-    _given: dict[str, str] = field(default_factory=dict, init=False, repr=False)
-    _environment_is_read: bool = field(default=False, init=False, repr=False)
+    _given: Mapping[str, str] = field(default_factory=dict, repr=False, compare=False)
 
-    @property
-    def fusion(self) -> str:
-        """ "on": patterns of nodes run as one operator"""
-        return "on" if self._fuses[0] else "off"
+    @classmethod
+    def from_environment(cls) -> Options:
+        """GGML_NPU_PROFILE, GGML_NPU_MEMORY and so on, each where it is set. Raises DeviceError."""
+        _refuse_unknown_variables()
+        return cls()._with({name: os.environ.get(_variable(name)) for name in _CHECKS}, _variable)
 
-    @fusion.setter
-    def fusion(self, value: str) -> None:
-        self._fuses[0] = value == "on"
+    def updated(self, options: Mapping[str, str | None]) -> Options:
+        """With options by field name, as text; None leaves a field. Raises DeviceError."""
+        return self._with(options, str)
 
-    @property
-    def fuses_at(self) -> int:
-        """Where compiled code reads whether they do, int64."""
-        return int(self._fuses.ctypes.data)
-
-    @property
-    def threads(self) -> int:
-        """That a kernel may use, where llama.cpp does not say how many its contexts have."""
-        return threads.allowed()
-
-    @threads.setter
-    def threads(self, count: int) -> None:
-        threads.allow(count)
-
-    @contextmanager
-    def multiplying(self, how: str) -> Iterator[None]:
-        """Matrices are multiplied in one way until the context ends; plans made before have theirs."""
-        before, self.matmul = self.matmul, how
-        try:
-            yield
-        finally:
-            self.matmul = before
-
-    def update(self, options: Mapping[str, str | None]) -> None:
-        """Takes options by field name, as text; None leaves a field. Raises DeviceError, and then changes nothing.
-
-        The environment is read before, so that what is set here stays.
-        """
-        self.update_from_environment()
-        self._take(options, str)
-
-    def _take(self, options: Mapping[str, str | None], called: Callable[[str], str]) -> None:
-        checked = {name: _CHECKS[name](called(name), value) for name, value in options.items() if value is not None}
-        for name, value in checked.items():
-            setattr(self, name, value)
-            self._given[name] = str(options[name])
+    def _with(self, options: Mapping[str, str | None], called: Callable[[str], str]) -> Options:
+        given = {name: value for name, value in options.items() if value is not None}
+        checked = {name: _CHECKS[name](called(name), value) for name, value in given.items()}
+        return replace(self, **checked, _given={**self._given, **given})
 
     def check(self) -> None:
         """Raises DeviceError for options that cannot be together."""
@@ -155,23 +120,12 @@ class DeviceOptions:
             raise DeviceError(f"memory limit of {self.memory_limit} bytes: needs memory 'device', and memory is 'host'")
 
     @property
-    def matmul_to_compare(self) -> str:
-        """How matrices are multiplied where nodes are compared: exactly, unless an option says how."""
-        return self.matmul if "matmul" in self._given else "exact"
+    def to_compare(self) -> Options:
+        """As nodes are compared: matrices are multiplied exactly, unless an option says how."""
+        return self if "matmul" in self._given else replace(self, matmul="exact")
 
     def chosen(self) -> dict[str, str]:
-        """Every option that has a value, by field name, as text that `update` takes."""
+        """Every option that has a value, by field name, as text that `updated` takes."""
         values = {name: getattr(self, name) for name in _CHECKS}
         texts = {name: str(value) for name, value in values.items() if value is not None}
         return texts | {"profile": self._given.get("profile", self.profile.name)}
-
-    def update_from_environment(self) -> None:
-        """Takes GGML_NPU_PROFILE, GGML_NPU_MEMORY and so on for each option that is set, once: later calls change
-        nothing."""
-        if not self._environment_is_read:
-            _refuse_unknown_variables()
-            self._take({name: os.environ.get(_variable(name)) for name in _CHECKS}, _variable)
-            self._environment_is_read = True
-
-
-DEVICE = DeviceOptions()

@@ -10,11 +10,13 @@ import traceback
 from pathlib import Path
 
 from ggml_backend_npu.abi import lib
+from ggml_backend_npu.backend import Backend
 from ggml_backend_npu.ops import OWN
-from ggml_backend_npu.registry import OPS, Op
+from ggml_backend_npu.registry import Op, recording
+from quant.errors import UserError
 
 
-class KernelFileError(Exception):
+class KernelFileError(UserError):
     """A file of kernels that cannot be used: one line that names the file, the line and why."""
 
 
@@ -23,8 +25,9 @@ def named_by_the_environment() -> list[Path]:
     return [Path(name) for name in os.environ.get("GGML_NPU_KERNELS", "").split(os.pathsep) if name]
 
 
-def load_kernels(path: Path) -> dict[str, str]:
-    """Runs a file of kernels. Returns what became of each op that it registered: {"SQR": "new", "CONT": "replaced"}.
+def load_kernels(path: Path, backend: Backend) -> dict[str, str]:
+    """Runs a file of kernels, and adds what it registers to a backend. Returns what became of each op: {"SQR": "new",
+    "CONT": "replaced"}.
 
     The file is a program and is run as one; what lies in its folder it can import. Raises KernelFileError for a file
     that is missing, fails, registers nothing, an op twice, one that ggml has not or one with too few sources; then its
@@ -32,7 +35,6 @@ def load_kernels(path: Path) -> dict[str, str]:
     """
     if not path.is_file():
         raise KernelFileError(f"kernels {str(path)!r}: no such file")
-    before = dict(OPS)
     spec = importlib.util.spec_from_file_location(f"kernels_{path.stem}", path)
     if spec is None or spec.loader is None:
         raise KernelFileError(f"kernels {str(path)!r}: not a Python file")
@@ -40,16 +42,17 @@ def load_kernels(path: Path) -> dict[str, str]:
     folder = str(path.resolve().parent)
     if folder not in sys.path:
         sys.path.append(folder)
-    with OPS.adding() as added:
+    with recording() as added:
         try:
             spec.loader.exec_module(module)
             _check(added)
         except (Exception, SystemExit) as error:
-            OPS.use(before, OPS.version + 1)
             text = error.msg if isinstance(error, SyntaxError) else error
             kind = "" if isinstance(error, KernelFileError) else f"{type(error).__name__}: "
             raise KernelFileError(f"kernels {str(path)!r}{_line(path, error)}: {kind}{text}") from None
-    return {op.name: "replaced" if op.name in before else "new" for op in added}
+    found = {op.name: "replaced" if op.name in backend.ops else "new" for op in added}
+    backend.ops.add(*added)
+    return found
 
 
 def _check(added: list[Op]) -> None:
