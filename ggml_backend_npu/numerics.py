@@ -13,7 +13,8 @@ from quant import Codec, Rounding
 @dataclass(frozen=True)
 class Numerics:
     """rounding  the q8_0 rounding of the bound ggml's CPU; "simd" as on x86 where none is bound
-    fuses     whether its compiler made one step of a product and its sum (-ffp-contract), as q8_K shows
+    fuses     whether it rounds a product to a whole number of q8_K at once, and not to float32 before
+    contracts whether its compiler made one step of a product and its sum (-ffp-contract) where C says both at once
     bound     codecs that are the bound ggml's own functions, by type: those this project has no kernel for
     to_float  addresses of ggml's functions that dequantise rows of these types
     sgemm     the address of cblas_sgemm, of a library that computes in the calling thread; 0 where there is none
@@ -22,6 +23,7 @@ class Numerics:
 
     rounding: Rounding = "simd"
     fuses: bool = False
+    contracts: bool = True
     bound: Mapping[str, Codec] = field(default_factory=lambda: MappingProxyType({}))
     to_float: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
     sgemm: int = 0

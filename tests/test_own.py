@@ -91,7 +91,7 @@ def in_the_own_run(op: str, name: str, damage: Callable[..., None], nth: int = 1
 
 def skip_where_products_are_rounded() -> None:
     """Before they are added: then no bytes are promised of ROPE, and attention."""
-    if not codecs.bound().fuses:
+    if not codecs.bound().contracts:
         pytest.skip("this ggml was built without contraction of products and sums")
 
 

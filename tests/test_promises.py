@@ -75,7 +75,7 @@ def is_allowed(of: Node) -> bool:
 
 @with_avx2
 def test_where_the_source_says_what_every_bit_is_bytes_are_promised() -> None:
-    fixed = [name for name, probe in PROBES.items() if probe.fixed or (probe.fused and codecs.bound().fuses)]
+    fixed = [name for name, probe in PROBES.items() if probe.fixed or (probe.fused and codecs.bound().contracts)]
     assert [name for name in fixed if not promises.holds(name)] == []
 
 

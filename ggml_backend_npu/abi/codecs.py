@@ -106,5 +106,6 @@ def bound() -> Numerics:
         elif name == "q8_0":
             rounding = agreeing[0]
     return Numerics(
-        rounding, _fuses(codecs["q8_K"]), MappingProxyType(found), MappingProxyType(to_float), blas.sgemm()
+        rounding, _fuses(codecs["q8_K"]), ggml.contracts, MappingProxyType(found), MappingProxyType(to_float),
+        blas.sgemm(),
     )  # fmt: skip

@@ -6,7 +6,7 @@ import ctypes
 import os
 import sys
 from collections.abc import Iterator
-from ctypes import POINTER, c_bool, c_char_p, c_float, c_int, c_int64, c_size_t, c_void_p
+from ctypes import POINTER, c_bool, c_char_p, c_float, c_int, c_int64, c_size_t, c_uint16, c_void_p
 from dataclasses import dataclass
 from functools import cache, cached_property
 from itertools import count, takewhile
@@ -227,6 +227,17 @@ class Ggml:
             return ctypes.cast(self._cpu.GOMP_parallel, c_void_p).value or 0
         except AttributeError:
             return 0
+
+    @cached_property
+    def contracts(self) -> bool:
+        """Whether the compiler of its CPU backend made one step of a product and its sum (-ffp-contract): of all half
+        floats, the GELU of 0xbfff tells. True where the table of them cannot be read."""
+        self.ggml_cpu_init()
+        try:
+            table = (c_uint16 * (1 << 16)).in_dll(self._cpu, "ggml_table_gelu_f16")
+        except ValueError:
+            return True
+        return table[0xBFFF] != 0xA9D2
 
     @cached_property
     def features(self) -> dict[str, str]:

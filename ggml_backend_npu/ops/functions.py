@@ -109,7 +109,7 @@ def gelu_erf(x: Floats) -> Floats:
 def _gelu(x: Floats) -> Floats:
     """x / 2 * (1 + tanh(sqrt(2 / pi) * x * (1 + 0.044715 * x * x)))"""
     part = np.float32(0.044715) * x
-    inner = fused_multiply_add(part, x, _1) if codecs.bound().fuses else part * x + _1
+    inner = fused_multiply_add(part, x, _1) if codecs.bound().contracts else part * x + _1
     return np.float32(0.5) * x * (_1 + tanhf(np.float32(math.sqrt(2 / math.pi)) * x * inner))
 
 
