@@ -24,6 +24,7 @@ from ggml_backend_npu.ops.pooling import Pool2d
 from ggml_backend_npu.ops.rope import Rope
 from ggml_backend_npu.ops.softmax import SoftMax, slopes
 from ggml_backend_npu.ops.unary import Xielu
+from ggml_backend_npu.ops.vision import Timestep
 from ggml_backend_npu.params import Params, f32
 from ggml_backend_npu.registry import KernelError
 
@@ -228,6 +229,15 @@ def _pool_2d(src: Sources, params: Pool2d) -> Exact | None:
     windows = windows[:, :, : n1 * w.s1 : w.s1, : n0 * w.s0 : w.s0]
     pooled: Exact = windows.mean(axis=(4, 5)) if w.op else windows.max(axis=(4, 5))
     return pooled
+
+
+def _timestep_embedding(src: Sources, params: Timestep) -> Exact | None:
+    half = params.dim // 2
+    timesteps = values(_present(src[0]))[..., 0, :, None]
+    angles = timesteps * params.max_period ** -(np.arange(half) / half)
+    return np.concatenate(
+        [np.cos(angles), np.sin(angles), np.zeros((1, 1, len(angles[0, 0]), params.dim % 2))], axis=-1
+    )
 
 
 def _add_id(src: Sources, params: object) -> Exact | None:
@@ -580,6 +590,7 @@ _FUNCTIONS: dict[str, Formula] = {
     "MEAN": _mean,
     "CUMSUM": _cumsum,
     "POOL_2D": _pool_2d,
+    "TIMESTEP_EMBEDDING": _timestep_embedding,
     "RMS_NORM": _rms_norm,
     "NORM": _norm,
     "L2_NORM": _l2_norm,
@@ -599,7 +610,8 @@ _ROPES = ("ROPE", "ROPE_BACK")
 # ops whose definitions compute in the type of their sources
 _DEFINED = (
     *("SSM_CONV", "SSM_SCAN", "RWKV_WKV6", "RWKV_WKV7", "GATED_LINEAR_ATTN", "GATED_DELTA_NET"),
-    *("SOLVE_TRI", "DSV4_HC_COMB", "DSV4_HC_POST"),
+    *("SOLVE_TRI", "DSV4_HC_COMB", "DSV4_HC_POST", "CONV_2D", "CONV_3D", "CONV_2D_DW", "CONV_TRANSPOSE_1D"),
+    *("CONV_TRANSPOSE_2D", "COL2IM_1D", "IM2COL_BACK", "POOL_1D", "POOL_2D_BACK", "UPSCALE", "ADD_REL_POS"),
 )
 
 _TERMS: dict[str, Formula] = {

@@ -25,8 +25,11 @@ from ggml_backend_npu.ops import (  # noqa: F401
     routing,
     softmax,
     sums,
+    transposed,
     triangles,
     unary,
+    upscale,
+    vision,
 )
 from ggml_backend_npu.registry import OPS, Op
 
