@@ -38,11 +38,12 @@ from quant.kernels.jit import (
     values,
 )
 from quant.kernels.matrices import LANES
-from quant.kernels.orders import GROUP, dots_f16, dots_f32, multiply_f16, multiply_f32
+from quant.kernels.orders import GROUP, dots_f16, dots_f32, multiply_f32
 from quant.kernels.threads import Job, Work
 from quant.runs import F16, F32, f32_to_f16, narrow_run, widen_run
 
 Three = tuple[int, int, int]  # of depth, height and width
+Five = tuple[int, int, int, int, int]  # of images, channels and these
 
 _WORK_BYTES = 16 << 20  # GGML_IM2COL_WORK_SIZE
 _TILE_BYTES = 1 << 18  # of what places see, that is multiplied with all kernels
@@ -112,11 +113,12 @@ class Im2col3d(Params):
 class _Windows:
     """Windows that move over images: each place sees what lies under its own.
 
-    x       (images, channels, depth, height, width), any strides
+    shape   images, channels, depth, height, width; nb: how far apart they are, in bytes
     size    of a window; places: how many there are; step, pad, apart: strides, paddings, dilations
     """
 
-    x: NDArray[Any]
+    shape: Five
+    nb: Five
     size: Three
     places: Three
     step: Three
@@ -126,15 +128,20 @@ class _Windows:
     @property
     def n_seen(self) -> int:
         """How many elements a place sees."""
-        return int(self.x.shape[1]) * prod(self.size)
+        return self.shape[1] * prod(self.size)
 
     @property
     def n_places(self) -> int:
         """Of an image."""
         return prod(self.places)
 
+    @property
+    def n_images(self) -> int:
+        return self.shape[0]
+
     def seen(self, x: NDArray[Any]) -> NDArray[Any]:
-        """(images, channels, *places, *size) of x, which is this x in any type; 0 beyond it."""
+        """(images, channels, *places, *size) of the images in any type; 0 beyond them."""
+        x = x.reshape(self.shape)
         reach = [
             max(0, (n - 1) * s + (k - 1) * d + 1)
             for n, s, k, d in zip(self.places, self.step, self.size, self.apart, strict=True)
@@ -152,11 +159,8 @@ class _Windows:
     def numbers(self, x: Tensor) -> list[int]:
         """What kernels know of it, whose elements are x's."""
         return [
-            x.address, *self.x.strides, *self.x.shape[1:], *self.size, *self.places, *self.step, *self.pad, *self.apart
+            x.address, *self.nb, *self.shape[1:], *self.size, *self.places, *self.step, *self.pad, *self.apart
         ]  # fmt: skip
-
-
-_NUMBERS = 25
 
 
 def _moves(p: Conv2d | Conv3d | Im2col | Im2col3d) -> tuple[Three, Three, Three]:
@@ -168,10 +172,15 @@ def _moves(p: Conv2d | Conv3d | Im2col | Im2col3d) -> tuple[Three, Three, Three]
 _NONE = (("s", 1), ("p", 0), ("d", 1))
 
 
-def _of_places(n_channels: int, images: Tensor) -> NDArray[Any]:
-    """Images in two dimensions, whose depth is in the place of height, as (images, channels, depth, height, width)."""
-    view = images.view()
-    return view.reshape(-1, n_channels, *view.shape[1:])
+def _in_a_plane(x: Tensor) -> tuple[Five, Five]:
+    """Images of two dimensions: shape and strides of `_Windows`."""
+    return (x.ne[3], x.ne[2], 1, x.ne[1], x.ne[0]), (x.nb[3], x.nb[2], 0, x.nb[1], x.nb[0])
+
+
+def _in_space(x: Tensor, n_channels: int) -> tuple[Five, Five]:
+    """Images of three dimensions, one after the other's channels: shape and strides of `_Windows`."""
+    nb = n_channels * x.nb[3], x.nb[3], x.nb[2], x.nb[1], x.nb[0]
+    return (x.ne[3] // n_channels, n_channels, x.ne[2], x.ne[1], x.ne[0]), nb
 
 
 # IM2COL, IM2COL_3D
@@ -179,13 +188,14 @@ def _of_places(n_channels: int, images: Tensor) -> NDArray[Any]:
 
 def _im2col_windows(dst: Tensor, kernel: Tensor, x: Tensor, p: Im2col | Im2col3d) -> _Windows:
     if isinstance(p, Im2col3d):
-        images = _of_places(p.IC, x)
-        places = dst.ne[3] // max(1, len(images)), dst.ne[2], dst.ne[1]
-        return _Windows(images, (kernel.ne[2], kernel.ne[1], kernel.ne[0]), places, *_moves(p))
+        shape, nb = _in_space(x, p.IC)
+        places = dst.ne[3] // max(1, shape[0]), dst.ne[2], dst.ne[1]
+        return _Windows(shape, nb, (kernel.ne[2], kernel.ne[1], kernel.ne[0]), places, *_moves(p))
     if p.is_2d:
         size, places = (1, kernel.ne[1], kernel.ne[0]), (1, dst.ne[2], dst.ne[1])
-        return _Windows(x.view()[:, :, None], size, places, *_moves(p))
-    return _Windows(x.view()[0, :, :, None, None], (1, 1, kernel.ne[0]), (1, 1, dst.ne[1]), *_moves(p))
+        return _Windows(*_in_a_plane(x), size, places, *_moves(p))
+    shape, nb = (x.ne[2], x.ne[1], 1, 1, x.ne[0]), (x.nb[2], x.nb[1], 0, 0, x.nb[0])
+    return _Windows(shape, nb, (1, 1, kernel.ne[0]), (1, 1, dst.ne[1]), *_moves(p))
 
 
 def _refuse_im2col(dst: Tensor, kernel: Tensor, x: Tensor, params: Im2col | Im2col3d) -> str | None:
@@ -194,13 +204,13 @@ def _refuse_im2col(dst: Tensor, kernel: Tensor, x: Tensor, params: Im2col | Im2c
             return f"{params.IC} channels of x of ne {x.ne}"
         w = _im2col_windows(dst, kernel, x, params)
         depth, height, width = w.places
-        fits = dst.ne == (w.n_seen, width, height, depth * len(w.x))
+        fits = dst.ne == (w.n_seen, width, height, depth * w.n_images)
     else:
         if not params.is_2d and x.ne[3] != 1:
             return f"x of ne {x.ne}: must be 1 in dimension 3"
         w = _im2col_windows(dst, kernel, x, params)
         _, height, width = w.places
-        fits = dst.ne == (w.n_seen, width, *((height, len(w.x)) if params.is_2d else (len(w.x), 1)))
+        fits = dst.ne == (w.n_seen, width, *((height, w.n_images) if params.is_2d else (w.n_images, 1)))
     if not fits:
         return f"kernel of ne {kernel.ne}, x of ne {x.ne} do not fit dst of ne {dst.ne}"
     return gaps_in_rows(x=x) or gaps(dst=dst)
@@ -208,8 +218,8 @@ def _refuse_im2col(dst: Tensor, kernel: Tensor, x: Tensor, params: Im2col | Im2c
 
 def _define_im2col(dst: Tensor, kernel: Tensor, x: Tensor, params: Im2col | Im2col3d) -> None:
     w = _im2col_windows(dst, kernel, x, params)
-    seen = w.seen(convert(x.view(), x.type, dst.type).reshape(w.x.shape))
-    dst.view().reshape(len(w.x), *w.places, w.x.shape[1], *w.size)[...] = seen.transpose(0, 2, 3, 4, 1, 5, 6, 7)
+    seen = w.seen(convert(x.view(), x.type, dst.type))
+    dst.view().reshape(w.n_images, *w.places, w.shape[1], *w.size)[...] = seen.transpose(0, 2, 3, 4, 1, 5, 6, 7)
 
 
 _IM2COL = (("f32", "f32"), ("f16", "f32"), ("f16", "f16"))  # dst, x
@@ -314,7 +324,7 @@ def rows_of_places(p, begin, end):
 def _im2col_job(dst: Tensor, kernel: Tensor, x: Tensor, params: Im2col | Im2col3d) -> Call:
     w = _im2col_windows(dst, kernel, x, params)
     p = parameters(*w.numbers(x), dst.address, x.type == "f16", x.type != dst.type, w.n_places, w.n_seen)
-    return Job(Work(rows_of_places, p, len(w.x) * w.n_places, 2 * dst.nbytes, keep=(dst, x)))
+    return Job(Work(rows_of_places, p, w.n_images * w.n_places, 2 * dst.nbytes, keep=(dst, x)))
 
 
 im2col.compiled(_im2col_job)
@@ -406,9 +416,9 @@ def _im2col_back(dst: Tensor, gradient: Tensor, kernel: Tensor, params: Im2col) 
 def _conv_windows(dst: Tensor, kernel: Tensor, x: Tensor, p: Conv2d | Conv3d) -> _Windows:
     if isinstance(p, Conv3d):
         size, places = (kernel.ne[2], kernel.ne[1], kernel.ne[0]), (dst.ne[2], dst.ne[1], dst.ne[0])
-        return _Windows(_of_places(p.c, x), size, places, *_moves(p))
+        return _Windows(*_in_space(x, p.c), size, places, *_moves(p))
     size, places = (1, kernel.ne[1], kernel.ne[0]), (1, dst.ne[1], dst.ne[0])
-    return _Windows(x.view()[:, :, None], size, places, *_moves(p))
+    return _Windows(*_in_a_plane(x), size, places, *_moves(p))
 
 
 def _refuse_conv(dst: Tensor, kernel: Tensor, x: Tensor, params: Conv2d | Conv3d) -> str | None:
@@ -439,13 +449,12 @@ def _sgemm() -> int:
 def _define_conv(dst: Tensor, kernel: Tensor, x: Tensor, params: Conv2d | Conv3d) -> None:
     w = _conv_windows(dst, kernel, x, params)
     rounded = convert(x.view(), x.type, "f16") if kernel.type == "f16" and not _sgemm() else x.view()
-    images = rounded.astype(dst.view().dtype).reshape(w.x.shape)
     kernels = wide(kernel).reshape(_n_kernels(kernel, params), w.n_seen)
-    y = dst.view().reshape(len(images), len(kernels), *w.places)
+    y = dst.view().reshape(w.n_images, len(kernels), *w.places)
     with np.errstate(all="ignore"):
-        for n, seen in enumerate(w.seen(images)):
+        for n, seen in enumerate(w.seen(rounded.astype(y.dtype))):
             for oz, oy in np.ndindex(*w.places[:2]):
-                rows = np.moveaxis(seen[:, oz, oy], 1, -1).reshape(w.n_seen, -1)
+                rows = np.moveaxis(seen[:, oz, oy], 1, -1).reshape(w.n_seen, w.places[2])
                 y[n, :, oz, oy] = kernels @ rows
 
 
@@ -482,16 +491,17 @@ def convolution(p, begin, end):
     kernels, n_kernels, some_kernels, k, is_half, dst, n_places, tile, way, sgemm, n_images = values(p + 8 * 25, 11)
     columns_memory = np.empty(max(1, tile * k), np.float32)
     offsets_memory = np.empty(max(1, k), np.int64)
-    out_memory = np.empty(tile * some_kernels, np.float32)
+    out_memory, rows_memory = np.empty(tile * some_kernels, np.float32), np.empty(max(1, GROUP * k), np.float32)
     x, y, where = np.empty(tile, np.int64), np.empty(tile, np.int64), np.empty(3, np.int64)
     columns, offsets = types.int64(columns_memory.ctypes.data), types.int64(offsets_memory.ctypes.data)
+    wide_rows = types.int64(rows_memory.ctypes.data)
     out, x_at = types.int64(out_memory.ctypes.data), types.int64(x.ctypes.data)
     y_at, where_at = types.int64(y.ctypes.data), types.int64(where.ctypes.data)
     line = k * (2 if is_half else 4)
     for i in range(tile):
         x[i] = columns + 4 * i * k
         y[i] = out + 4 * i * some_kernels
-    where[0], where[1] = line, k // LANES
+    where[0], where[1] = 4 * k, k // LANES
     _offsets(windows, offsets)
     tiles = -(-n_places // tile)
     per_kernels = n_images * tiles
@@ -515,9 +525,9 @@ def convolution(p, begin, end):
             if way == _IN_BLOCKS:
                 where[2] = 4 * r
                 if is_half:
-                    multiply_f16(row, where_at, x_at, y_at, count)
-                else:
-                    multiply_f32(row, where_at, x_at, y_at, count)
+                    widen_run(types.int64(F16), row, types.int64(2), wide_rows, GROUP * k)
+                    row = wide_rows
+                multiply_f32(row, where_at, x_at, y_at, count)
             else:
                 for i in range(count):
                     if is_half:
@@ -532,6 +542,7 @@ def convolution(p, begin, end):
     keep(columns_memory)
     keep(offsets_memory)
     keep(out_memory)
+    keep(rows_memory)
     keep(x)
     keep(y)
     keep(where)
@@ -543,7 +554,7 @@ def _conv_job(dst: Tensor, kernel: Tensor, x: Tensor, params: Conv2d | Conv3d) -
         return None
     w = _conv_windows(dst, kernel, x, params)
     k, n_kernels, works = w.n_seen, _n_kernels(kernel, params), []
-    as_blocks = k % LANES == 0 and n_kernels % GROUP == 0 and len(w.x) * w.n_places > 1
+    as_blocks = k % LANES == 0 and n_kernels % GROUP == 0 and w.n_images * w.n_places > 1
     sgemm = _sgemm() if k else 0
     way = _BY_BLAS if sgemm else _IN_BLOCKS if as_blocks else _BY_DOTS
     if sgemm and kernel.type == "f16":
@@ -551,12 +562,12 @@ def _conv_job(dst: Tensor, kernel: Tensor, x: Tensor, params: Conv2d | Conv3d) -
         widened = strided.mover(floats, kernel)
         works, kernel = list(widened.works) if widened is not None else [], floats
     tile = min(w.n_places, max(12, _TILE_BYTES // max(1, 48 * k) * 12))
-    n_tiles = len(w.x) * -(-w.n_places // tile)
+    n_tiles = w.n_images * -(-w.n_places // tile)
     parts = max(1, min(_PARTS // n_tiles, n_kernels // _LEAST_KERNELS))
     some_kernels = -(-n_kernels // (parts * GROUP)) * GROUP
     p = parameters(
         *w.numbers(x), kernel.address, n_kernels, some_kernels, k, kernel.type == "f16", dst.address, w.n_places, tile,
-        way, sgemm, len(w.x),
+        way, sgemm, w.n_images,
     )  # fmt: skip
     n_units = n_tiles * -(-n_kernels // some_kernels)
     return Job(*works, Work(convolution, p, n_units, dst.n_elements * (4 + k // 2), keep=(dst, kernel, x)))
