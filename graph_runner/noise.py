@@ -68,8 +68,15 @@ def size(node: Node, truth: Exact) -> Exact:
             if moved is not None:
                 squares += np.nan_to_num(np.square((moved - truth) / _STEP), nan=0, posinf=0, neginf=0)
     found: Exact = np.sqrt(squares / _PROBES)
-    terms = _evaluated(node, _TERMS.get(node.op))
+    terms = _products(node) if node.op in _CONVOLUTIONS else _evaluated(node, _TERMS.get(node.op))
     return found if terms is None else np.fmax(found, terms)
+
+
+def _products(node: Node) -> Exact | None:
+    """Of sums of products, of which each source holds one factor: how large they are together, as independent ones."""
+    squares = (x if x is None else Tensor.of(np.square(values(x)), "f64", x.name) for x in node.src)
+    found = exact(replace(node, src=tuple(squares)))
+    return None if found is None else np.sqrt(found)
 
 
 def _moved(node: Node, place: int, signs: np.random.Generator) -> Tensor | None:
@@ -607,11 +614,23 @@ _FUNCTIONS: dict[str, Formula] = {
 
 _ROPES = ("ROPE", "ROPE_BACK")
 
+_CONVOLUTIONS = ("CONV_2D", "CONV_3D", "CONV_2D_DW", "CONV_TRANSPOSE_1D", "CONV_TRANSPOSE_2D")
+
 # ops whose definitions compute in the type of their sources
 _DEFINED = (
     *("SSM_CONV", "SSM_SCAN", "RWKV_WKV6", "RWKV_WKV7", "GATED_LINEAR_ATTN", "GATED_DELTA_NET"),
-    *("SOLVE_TRI", "DSV4_HC_COMB", "DSV4_HC_POST", "CONV_2D", "CONV_3D", "CONV_2D_DW", "CONV_TRANSPOSE_1D"),
-    *("CONV_TRANSPOSE_2D", "COL2IM_1D", "IM2COL_BACK", "POOL_1D", "POOL_2D_BACK", "UPSCALE", "ADD_REL_POS"),
+    *(
+        "SOLVE_TRI",
+        "DSV4_HC_COMB",
+        "DSV4_HC_POST",
+        *_CONVOLUTIONS,
+        "COL2IM_1D",
+        "IM2COL_BACK",
+        "POOL_1D",
+        "POOL_2D_BACK",
+        "UPSCALE",
+        "ADD_REL_POS",
+    ),
 )
 
 _TERMS: dict[str, Formula] = {

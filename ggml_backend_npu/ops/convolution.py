@@ -200,8 +200,8 @@ def _im2col_windows(dst: Tensor, kernel: Tensor, x: Tensor, p: Im2col | Im2col3d
 
 def _refuse_im2col(dst: Tensor, kernel: Tensor, x: Tensor, params: Im2col | Im2col3d) -> str | None:
     if isinstance(params, Im2col3d):
-        if params.IC < 1 or x.ne[3] % params.IC:
-            return f"{params.IC} channels of x of ne {x.ne}"
+        if params.IC < 1:
+            return f"{params.IC} channels"
         w = _im2col_windows(dst, kernel, x, params)
         depth, height, width = w.places
         fits = dst.ne == (w.n_seen, width, height, depth * w.n_images)
@@ -218,7 +218,8 @@ def _refuse_im2col(dst: Tensor, kernel: Tensor, x: Tensor, params: Im2col | Im2c
 
 def _define_im2col(dst: Tensor, kernel: Tensor, x: Tensor, params: Im2col | Im2col3d) -> None:
     w = _im2col_windows(dst, kernel, x, params)
-    seen = w.seen(convert(x.view(), x.type, dst.type))
+    images = x.view()[: w.n_images * params.IC] if isinstance(params, Im2col3d) else x.view()
+    seen = w.seen(convert(images, x.type, dst.type))
     dst.view().reshape(w.n_images, *w.places, w.shape[1], *w.size)[...] = seen.transpose(0, 2, 3, 4, 1, 5, 6, 7)
 
 
@@ -251,8 +252,8 @@ def im2col(dst: Tensor, kernel: Tensor, x: Tensor, params: Im2col) -> None:
 def im2col_3d(dst: Tensor, kernel: Tensor, x: Tensor, params: Im2col3d) -> None:
     """As IM2COL in three dimensions: dst[(n, od), oh, ow, (c, kd, kh, kw)] of x[(n, c), id, ih, iw], 0 beyond x.
 
-    x (width, height, depth, channels of images), kernel (width, height, depth, ...), of which only the size counts.
-    Equals ggml_compute_forward_im2col_3d.
+    x (width, height, depth, channels of images, of which an image that is not whole is left out), kernel (width,
+    height, depth, ...), of which only the size counts. Equals ggml_compute_forward_im2col_3d.
     """
     _define_im2col(dst, kernel, x, params)
 
