@@ -619,18 +619,8 @@ _CONVOLUTIONS = ("CONV_2D", "CONV_3D", "CONV_2D_DW", "CONV_TRANSPOSE_1D", "CONV_
 # ops whose definitions compute in the type of their sources
 _DEFINED = (
     *("SSM_CONV", "SSM_SCAN", "RWKV_WKV6", "RWKV_WKV7", "GATED_LINEAR_ATTN", "GATED_DELTA_NET"),
-    *(
-        "SOLVE_TRI",
-        "DSV4_HC_COMB",
-        "DSV4_HC_POST",
-        *_CONVOLUTIONS,
-        "COL2IM_1D",
-        "IM2COL_BACK",
-        "POOL_1D",
-        "POOL_2D_BACK",
-        "UPSCALE",
-        "ADD_REL_POS",
-    ),
+    *("SOLVE_TRI", "DSV4_HC_COMB", "DSV4_HC_POST", "COL2IM_1D", "IM2COL_BACK", "POOL_1D", "POOL_2D_BACK", "UPSCALE"),
+    *("ADD_REL_POS", *_CONVOLUTIONS),
 )
 
 _TERMS: dict[str, Formula] = {

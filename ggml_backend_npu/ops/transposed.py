@@ -199,7 +199,7 @@ def _refuse_col2im(dst: Tensor, x: Tensor, params: Col2im1d) -> str | None:
     p = params
     if min(p.s0, p.oc) < 1 or p.p0 < 0:
         return f"stride {p.s0}, {p.oc} channels, padding {p.p0}"
-    if x.ne[0] % p.oc or x.ne[2:] != (1, 1) or dst.ne[1:] != (p.oc, 1, 1):
+    if not x.n_elements or x.ne[0] % p.oc or x.ne[2:] != (1, 1) or dst.ne[1:] != (p.oc, 1, 1):
         return f"x of ne {x.ne} does not fit dst of ne {dst.ne}"
     return gaps(x=x, dst=dst)
 

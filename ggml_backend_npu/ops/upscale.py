@@ -88,7 +88,7 @@ def _axis(kind: int, n: int, of: int, corners: bool) -> _Axis:
         support = max(_1, _1 / scale)
         low = np.maximum((at - support + offset).astype(np.int64), 0)
         high = np.minimum((at + support + offset).astype(np.int64), of)
-        places = low[:, None] + np.arange(max(1, int((high - low).max())))
+        places = low[:, None] + np.arange(int((high - low).max(initial=1)))
         far = np.abs((places.astype(np.float32) - at[:, None] + offset) * (_1 / support))
         weights = np.where(places < high[:, None], np.maximum(_1 - far, np.float32(0)), np.float32(0))
         return _Axis(np.minimum(places, of - 1), weights)

@@ -158,7 +158,7 @@ def _add_rel_pos(dst: Tensor, x: Tensor, pw: Tensor, ph: Tensor, params: AddRelP
     if (x.overlaps(dst) and x.address != dst.address) or pw.overlaps(dst) or ph.overlaps(dst):
         return None
     p = parameters(x.address, pw.address, ph.address, dst.address, pw.ne[0])
-    return Job(Work(add_positions, p, pw.n_elements // pw.ne[0], 2 * dst.nbytes, keep=(dst, x, pw, ph)))
+    return Job(Work(add_positions, p, pw.n_elements // max(1, pw.ne[0]), 2 * dst.nbytes, keep=(dst, x, pw, ph)))
 
 
 def _refuse_embedding(dst: Tensor, timesteps: Tensor, params: Timestep) -> str | None:
