@@ -68,7 +68,7 @@ def size(node: Node, truth: Exact) -> Exact:
             if moved is not None:
                 squares += np.nan_to_num(np.square((moved - truth) / _STEP), nan=0, posinf=0, neginf=0)
     found: Exact = np.sqrt(squares / _PROBES)
-    terms = _products(node) if node.op in _CONVOLUTIONS else _evaluated(node, _TERMS.get(node.op))
+    terms = _products(node) if node.op in (*_CONVOLUTIONS, "UPSCALE") else _evaluated(node, _TERMS.get(node.op))
     return found if terms is None else np.fmax(found, terms)
 
 
@@ -76,7 +76,7 @@ def _products(node: Node) -> Exact | None:
     """Of sums of products, of which each source holds one factor: how large they are together, as independent ones."""
     squares = (x if x is None else Tensor.of(np.square(values(x)), "f64", x.name) for x in node.src)
     found = exact(replace(node, src=tuple(squares)))
-    return None if found is None else np.sqrt(found)
+    return None if found is None else np.sqrt(np.fmax(found, 0))
 
 
 def _moved(node: Node, place: int, signs: np.random.Generator) -> Tensor | None:

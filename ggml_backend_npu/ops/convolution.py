@@ -19,7 +19,6 @@ from numpy.typing import NDArray
 from ggml_backend_npu.device import DEVICE
 from ggml_backend_npu.ir import Tensor
 from ggml_backend_npu.numerics import NUMERICS
-from ggml_backend_npu.ops import strided
 from ggml_backend_npu.ops.functions import wide
 from ggml_backend_npu.ops.matmul import multiply_by_blas
 from ggml_backend_npu.ops.movers import convert
@@ -490,9 +489,10 @@ def convolution(p, begin, end):
     """Units [begin, end): some kernels, times tiles of places of one image after the other; kernels outermost."""
     windows = values(p, 25)
     kernels, n_kernels, some_kernels, k, is_half, dst, n_places, tile, way, sgemm, n_images = values(p + 8 * 25, 11)
+    n_wide = max(GROUP, _TILE_BYTES // max(1, k)) if way == _BY_BLAS else types.int64(GROUP)
     columns_memory = np.empty(max(1, tile * k), np.float32)
     offsets_memory = np.empty(max(1, k), np.int64)
-    out_memory, rows_memory = np.empty(tile * some_kernels, np.float32), np.empty(max(1, GROUP * k), np.float32)
+    out_memory, rows_memory = np.empty(tile * some_kernels, np.float32), np.empty(max(1, n_wide * k), np.float32)
     x, y, where = np.empty(tile, np.int64), np.empty(tile, np.int64), np.empty(3, np.int64)
     columns, offsets = types.int64(columns_memory.ctypes.data), types.int64(offsets_memory.ctypes.data)
     wide_rows = types.int64(rows_memory.ctypes.data)
@@ -514,12 +514,19 @@ def convolution(p, begin, end):
         to = dst + 4 * ((image * n_kernels + first_kernel) * n_places + first)
         for i in range(count):
             _see(windows, offsets, types.uint32, image, first + i, x[i])
-            if is_half:
+            if is_half and way != _BY_BLAS:
                 column = array_at(x[i], types.float32, k)
                 for j in range(k):
                     column[j] = f16_to_f32(f32_to_f16(column[j]))
         if way == _BY_BLAS:
-            multiply_by_blas(sgemm, n_rows, count, k, rows, k, columns, k, to, n_places)
+            if not is_half:
+                multiply_by_blas(sgemm, n_rows, count, k, rows, k, columns, k, to, n_places)
+                continue
+            for r in range(0, n_rows, n_wide):
+                some = min(n_wide, n_rows - r)
+                widen_run(types.int64(F16), rows + r * line, types.int64(2), wide_rows, some * k)
+                at = to + 4 * r * n_places
+                multiply_by_blas(sgemm, some, count, k, wide_rows, k, columns, k, at, n_places)
             continue
         for r in range(0, n_rows, GROUP):
             row, some = rows + r * line, min(GROUP, n_rows - r)
@@ -554,15 +561,11 @@ def _conv_job(dst: Tensor, kernel: Tensor, x: Tensor, params: Conv2d | Conv3d) -
     if not dst.is_contiguous() or not dst.n_elements:
         return None
     w = _conv_windows(dst, kernel, x, params)
-    k, n_kernels, works = w.n_seen, _n_kernels(kernel, params), []
+    k, n_kernels = w.n_seen, _n_kernels(kernel, params)
     as_blocks = k % LANES == 0 and n_kernels % GROUP == 0 and w.n_images * w.n_places > 1
     sgemm = _sgemm() if k else 0
     way = _BY_BLAS if sgemm else _IN_BLOCKS if as_blocks else _BY_DOTS
-    if sgemm and kernel.type == "f16":
-        floats = Tensor.of(np.empty(kernel.ne[::-1], np.float32))
-        widened = strided.mover(floats, kernel)
-        works, kernel = list(widened.works) if widened is not None else [], floats
-    tile = min(w.n_places, max(12, _TILE_BYTES // max(1, 48 * k) * 12))
+    tile = min(w.n_places, max(12, (4 if sgemm else 1) * _TILE_BYTES // max(1, 48 * k) * 12))
     n_tiles = w.n_images * -(-w.n_places // tile)
     parts = max(1, min(_PARTS // n_tiles, n_kernels // _LEAST_KERNELS))
     some_kernels = -(-n_kernels // (parts * GROUP)) * GROUP
@@ -571,7 +574,7 @@ def _conv_job(dst: Tensor, kernel: Tensor, x: Tensor, params: Conv2d | Conv3d) -
         way, sgemm, w.n_images,
     )  # fmt: skip
     n_units = n_tiles * -(-n_kernels // some_kernels)
-    return Job(*works, Work(convolution, p, n_units, dst.n_elements * (4 + k // 2), keep=(dst, kernel, x)))
+    return Job(Work(convolution, p, n_units, dst.n_elements * (4 + k // 2), keep=(dst, kernel, x)))
 
 
 conv_2d.compiled(_conv_job)
