@@ -35,7 +35,7 @@ def _cann(floats: Types, **others: tuple[Rule, ...]) -> dict[str, tuple[Rule, ..
         "MUL_MAT": (Rule({"src0": floats}),),
         "MUL_MAT_ID": (Rule({"src0": _HALF}),),
         "ROPE": (Rule(where=("params.n_offs == 0", "src0.ne0 <= 896")),),
-        "UPSCALE": (Rule(where=("src0.ne2 * dst.ne3 == src0.ne3 * dst.ne2", "params.0 == 0")),),
+        "UPSCALE": (Rule(where=("src0.ne2 * dst.ne3 == src0.ne3 * dst.ne2", "params.mode == 0")),),
         "POOL_2D": (Rule(where=("params.p0 * 2 <= params.k0", "params.p1 * 2 <= params.k1")),),
         "SUM": (Rule(rows=("src0",)),),
         "PAD": (Rule(where=("params.circular == 0",)),),

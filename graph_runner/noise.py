@@ -24,6 +24,7 @@ from ggml_backend_npu.ops.pooling import Pool2d
 from ggml_backend_npu.ops.rope import Rope
 from ggml_backend_npu.ops.softmax import SoftMax, slopes
 from ggml_backend_npu.ops.unary import Xielu
+from ggml_backend_npu.ops.vision import Timestep
 from ggml_backend_npu.params import Params, f32
 from ggml_backend_npu.registry import KernelError
 
@@ -67,8 +68,15 @@ def size(node: Node, truth: Exact) -> Exact:
             if moved is not None:
                 squares += np.nan_to_num(np.square((moved - truth) / _STEP), nan=0, posinf=0, neginf=0)
     found: Exact = np.sqrt(squares / _PROBES)
-    terms = _evaluated(node, _TERMS.get(node.op))
+    terms = _products(node) if node.op in (*_CONVOLUTIONS, "UPSCALE") else _evaluated(node, _TERMS.get(node.op))
     return found if terms is None else np.fmax(found, terms)
+
+
+def _products(node: Node) -> Exact | None:
+    """Of sums of products, of which each source holds one factor: how large they are together, as independent ones."""
+    squares = (x if x is None else Tensor.of(np.square(values(x)), "f64", x.name) for x in node.src)
+    found = exact(replace(node, src=tuple(squares)))
+    return None if found is None else np.sqrt(np.fmax(found, 0))
 
 
 def _moved(node: Node, place: int, signs: np.random.Generator) -> Tensor | None:
@@ -228,6 +236,15 @@ def _pool_2d(src: Sources, params: Pool2d) -> Exact | None:
     windows = windows[:, :, : n1 * w.s1 : w.s1, : n0 * w.s0 : w.s0]
     pooled: Exact = windows.mean(axis=(4, 5)) if w.op else windows.max(axis=(4, 5))
     return pooled
+
+
+def _timestep_embedding(src: Sources, params: Timestep) -> Exact | None:
+    half = params.dim // 2
+    timesteps = values(_present(src[0]))[..., 0, :, None]
+    angles = timesteps * params.max_period ** -(np.arange(half) / half)
+    return np.concatenate(
+        [np.cos(angles), np.sin(angles), np.zeros((1, 1, len(angles[0, 0]), params.dim % 2))], axis=-1
+    )
 
 
 def _add_id(src: Sources, params: object) -> Exact | None:
@@ -580,6 +597,7 @@ _FUNCTIONS: dict[str, Formula] = {
     "MEAN": _mean,
     "CUMSUM": _cumsum,
     "POOL_2D": _pool_2d,
+    "TIMESTEP_EMBEDDING": _timestep_embedding,
     "RMS_NORM": _rms_norm,
     "NORM": _norm,
     "L2_NORM": _l2_norm,
@@ -596,10 +614,13 @@ _FUNCTIONS: dict[str, Formula] = {
 
 _ROPES = ("ROPE", "ROPE_BACK")
 
+_CONVOLUTIONS = ("CONV_2D", "CONV_3D", "CONV_2D_DW", "CONV_TRANSPOSE_1D", "CONV_TRANSPOSE_2D")
+
 # ops whose definitions compute in the type of their sources
 _DEFINED = (
     *("SSM_CONV", "SSM_SCAN", "RWKV_WKV6", "RWKV_WKV7", "GATED_LINEAR_ATTN", "GATED_DELTA_NET"),
-    *("SOLVE_TRI", "DSV4_HC_COMB", "DSV4_HC_POST"),
+    *("SOLVE_TRI", "DSV4_HC_COMB", "DSV4_HC_POST", "COL2IM_1D", "IM2COL_BACK", "POOL_1D", "POOL_2D_BACK", "UPSCALE"),
+    *("ADD_REL_POS", *_CONVOLUTIONS),
 )
 
 _TERMS: dict[str, Formula] = {

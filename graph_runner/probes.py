@@ -14,15 +14,19 @@ import quant
 from ggml_backend_npu import Node, Tensor
 from ggml_backend_npu.abi import codecs
 from ggml_backend_npu.ops.attention import FlashAttn
+from ggml_backend_npu.ops.convolution import Conv2d, Conv3d, Im2col
 from ggml_backend_npu.ops.deepseek import HcComb, HcPre
 from ggml_backend_npu.ops.elementwise import Arange, Scale
 from ggml_backend_npu.ops.glu import Glu
 from ggml_backend_npu.ops.norms import GroupNorm, Norm
-from ggml_backend_npu.ops.pooling import Pool2d
+from ggml_backend_npu.ops.pooling import Pool1d, Pool2d
 from ggml_backend_npu.ops.recurrent import LinearAttn, Snapshots
 from ggml_backend_npu.ops.rope import Rope
 from ggml_backend_npu.ops.softmax import SoftMax
+from ggml_backend_npu.ops.transposed import Col2im1d, Transpose1d, Transpose2d
 from ggml_backend_npu.ops.unary import Xielu
+from ggml_backend_npu.ops.upscale import Upscale
+from ggml_backend_npu.ops.vision import AddRelPos, Timestep
 from ggml_backend_npu.params import PARAMS_BYTES, Params
 from quant import Codec, codec
 
@@ -131,6 +135,121 @@ def pool_2d(rng: Rng, types: Types) -> Node:
     """POOL_2D."""
     params = Pool2d(op=1, k0=3, k1=2, s0=2, s1=1, p0=1, p1=0)
     return node("POOL_2D", "f32", (2, 3, 9, 20), normal(rng, types[1], 2, 3, 10, 39), params=params)
+
+
+def pool_1d(rng: Rng, types: Types) -> Node:
+    """POOL_1D."""
+    params = Pool1d(op=1, k0=4, s0=2, p0=1)
+    return node("POOL_1D", "f32", (2, 3, 9, 19), normal(rng, types[1], 2, 3, 9, 39), params=params)
+
+
+def pool_2d_back(rng: Rng, types: Types) -> Node:
+    """POOL_2D_BACK."""
+    params, x = Pool2d(op=1, k0=3, k1=2, s0=2, s1=1, p0=1, p1=0), normal(rng, "f32", 2, 3, 10, 39)
+    return node("POOL_2D_BACK", "f32", (2, 3, 10, 39), normal(rng, "f32", 2, 3, 9, 20), x, params=params)
+
+
+def conv_2d(channels: int = 5, kernels: int = 6) -> Make:
+    """CONV_2D of rows of 6 elements of each channel."""
+
+    def make(rng: Rng, types: Types) -> Node:
+        x, kernel = normal(rng, "f32", 2, channels, 9, 20), normal(rng, types[1], kernels, channels, 3, 2)
+        params = Conv2d(s0=2, s1=1, p0=1, p1=0, d0=1, d1=2)
+        return node("CONV_2D", "f32", (2, kernels, 5, 11), kernel, x, params=params)
+
+    return make
+
+
+def conv_3d(channels: int = 5, kernels: int = 6) -> Make:
+    """CONV_3D of rows of 12 elements of each channel."""
+
+    def make(rng: Rng, types: Types) -> Node:
+        x, kernel = normal(rng, "f32", 2 * channels, 5, 6, 7), normal(rng, types[1], channels * kernels, 2, 3, 2)
+        params = Conv3d(1, 2, 1, 1, 1, 0, 1, 1, 2, channels, 2, kernels)
+        return node("CONV_3D", "f32", (2 * kernels, 3, 3, 8), kernel, x, params=params)
+
+    return make
+
+
+def conv_2d_dw(size: int = 3, channels: int = 6, *, together: bool = False) -> Make:
+    """CONV_2D_DW; together: the channels of a pixel."""
+
+    def make(rng: Rng, types: Types) -> Node:
+        x, kernel = normal(rng, "f32", 2, channels, 9, 20), normal(rng, types[1], channels, 1, size, size)
+        width = (20 + 2 - size) // 2 + 1
+        of = node("CONV_2D_DW", "f32", (2, channels, 10 - size, width), kernel, x, params=Conv2d(2, 1, 1, 0, 1, 1))
+        if not together:
+            return of
+        (kernel, x), dst = (_by_pixels(each) for each in (kernel, x)), _by_pixels(of.dst)
+        planes = replace(kernel, ne=(size, size, 1, channels), nb=(*kernel.nb[:2], kernel.nb[0], kernel.nb[2]))
+        return replace(of, dst=dst, src=(planes, x))
+
+    return make
+
+
+def _by_pixels(x: Tensor) -> Tensor:
+    """A tensor with its dimension 2 first in memory; the kernel of CONV_2D_DW with its dimension 3 there."""
+    if x.ne[2] == 1:
+        x = replace(x, ne=(x.ne[0], x.ne[1], x.ne[3], 1), nb=(x.nb[0], x.nb[1], x.nb[3], x.nb[3] * x.ne[3]))
+    other = Tensor.of(np.ascontiguousarray(np.moveaxis(x.view(), 1, 3)), x.type)
+    (_, _, _, ne3), (nb0, nb1, nb2, nb3) = other.ne, other.nb
+    return replace(other, ne=(*x.ne[:3], ne3), nb=(nb1, nb2, nb0, nb3))
+
+
+def conv_transpose_1d(channels: int = 5) -> Make:
+    """CONV_TRANSPOSE_1D of so many channels."""
+
+    def make(rng: Rng, types: Types) -> Node:
+        x, kernel = normal(rng, "f32", 1, 1, channels, 20), normal(rng, types[1], 1, channels, 4, 3)
+        return node("CONV_TRANSPOSE_1D", "f32", (4, 41), kernel, x, params=Transpose1d(2, 0, 1))
+
+    return make
+
+
+def conv_transpose_2d(channels: int = 5) -> Make:
+    """CONV_TRANSPOSE_2D of so many channels."""
+
+    def make(rng: Rng, types: Types) -> Node:
+        x, kernel = normal(rng, "f32", 2, channels, 6, 7), normal(rng, types[1], channels, 4, 3, 3)
+        return node("CONV_TRANSPOSE_2D", "f32", (2, 4, 13, 15), kernel, x, params=Transpose2d(2))
+
+    return make
+
+
+def col2im_1d(rng: Rng, types: Types) -> Node:
+    """COL2IM_1D."""
+    return node("COL2IM_1D", types[0], (3, 40), normal(rng, types[1], 1, 1, 20, 12), params=Col2im1d(2, 3, 1))
+
+
+def im2col_back(rng: Rng, types: Types) -> Node:
+    """IM2COL_BACK."""
+    gradient, kernel = normal(rng, "f32", 2, 9, 10, 36), normal(rng, types[2], 1, 4, 3, 3)
+    return node("IM2COL_BACK", "f32", (2, 4, 9, 20), gradient, kernel, params=Im2col(2, 1, 1, 1, 1, 1, 1))
+
+
+def upscale(mode: int, width: int = 33, height: int = 19) -> Make:
+    """UPSCALE, to a width and height."""
+
+    def make(rng: Rng, types: Types) -> Node:
+        return node("UPSCALE", "f32", (2, 3, height, width), normal(rng, "f32", 2, 3, 10, 14), params=Upscale(mode))
+
+    return make
+
+
+def timestep_embedding(dim: int = 40) -> Make:
+    """TIMESTEP_EMBEDDING in so many elements."""
+
+    def make(rng: Rng, types: Types) -> Node:
+        timesteps = tensor("f32", rng.uniform(0, 1000, (1, 1, 1, 9)))
+        return node("TIMESTEP_EMBEDDING", "f32", (9, dim), timesteps, params=Timestep(dim, 10000))
+
+    return make
+
+
+def add_rel_pos(rng: Rng, types: Types) -> Node:
+    """ADD_REL_POS."""
+    x, (pw, ph) = normal(rng, "f32", 1, 2, 15, 36), (normal(rng, "f32", 2, 3, 5, 6) for _ in range(2))
+    return node("ADD_REL_POS", "f32", (2, 15, 36), x, pw, ph, params=AddRelPos(0))
 
 
 def soft_max(rng: Rng, types: Types, max_bias: float = 8.0) -> Node:
@@ -336,6 +455,18 @@ NODES: dict[str, list[Make]] = {
     "MEAN": [of_rows("MEAN", dst=1)],
     "CUMSUM": [of_rows("CUMSUM")],
     "POOL_2D": [pool_2d],
+    "POOL_1D": [pool_1d],
+    "POOL_2D_BACK": [pool_2d_back],
+    "CONV_2D": [conv_2d(), conv_2d(16, 8)],
+    "CONV_3D": [conv_3d(), conv_3d(16, 8)],
+    "CONV_2D_DW": [conv_2d_dw(), conv_2d_dw(channels=37, together=True)],
+    "CONV_TRANSPOSE_1D": [conv_transpose_1d()],
+    "CONV_TRANSPOSE_2D": [conv_transpose_2d()],
+    "COL2IM_1D": [col2im_1d],
+    "IM2COL_BACK": [im2col_back],
+    "UPSCALE": [upscale(mode) for mode in (1, 2, 1 | 256, 2 | 256)] + [upscale(1 | 512, 7, 4)],
+    "TIMESTEP_EMBEDDING": [timestep_embedding()],
+    "ADD_REL_POS": [add_rel_pos],
     "ARANGE": [arange],
     "SOFT_MAX": [soft_max],
     **{

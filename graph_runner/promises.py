@@ -35,6 +35,11 @@ from graph_runner.probes import (
     Make,
     Types,
     attention,
+    conv_2d,
+    conv_2d_dw,
+    conv_3d,
+    conv_transpose_1d,
+    conv_transpose_2d,
     delta_net,
     gated,
     hc_post,
@@ -46,7 +51,9 @@ from graph_runner.probes import (
     soft_max,
     ssm_conv,
     ssm_scan,
+    timestep_embedding,
     turned,
+    upscale,
     wkv,
 )
 from graph_runner.rules import Rules, type_of
@@ -55,6 +62,7 @@ from quant.kernels.jit import cache_directory, target
 
 _SEEDS = 2
 _WIDTHS = (*range(1, 36), 47, 64, 70, 130)
+_SIZES = (28, 20), (33, 19), (9, 4)  # of images
 _F32: Types = ("f32",) * 8
 _FIXED = "ggml's source says what every bit is"
 
@@ -131,6 +139,16 @@ def _rows(op: str, width: int) -> Make:
     return of_rows(op, width, _EPS)
 
 
+def _convolutions(op: str, make: Callable[[int], Make], per_channel: int) -> list[_Probe]:
+    """Of a convolution whose dot products have so many elements of each channel."""
+    whole, other = ([n for n in (*range(1, 20), 32, 64, 128) if (n * per_channel % 64 == 0) == fits] for fits in (1, 0))
+    return [
+        _Probe(op, "of f16", _of_widths(make, (*other, *whole)), ("f32", "f16", "f32"), fixed=True),
+        _Probe(op, "of f32, rows of whole 64s", _of_widths(make, whole), fixed=True),
+        _Probe(op, "of f32, other rows", _of_widths(make, other)),
+    ]
+
+
 # of other ops the nodes are those of NODES
 _MEASURED: dict[str, list[_Probe]] = {
     **{op: [_Probe(op, "", _of_widths(partial(_elements, op)))] for op in _FUNCTIONS},
@@ -184,6 +202,22 @@ _MEASURED: dict[str, list[_Probe]] = {
         _Probe("DSV4_HC_PRE", "with gates", _of_streams(hc_pre)),
         _Probe("DSV4_HC_PRE", "with weights", _of_streams(partial(hc_pre, gated=False))),
     ],
+    "CONV_2D": _convolutions("CONV_2D", lambda n: conv_2d(n, 5 + n % 4), 6),
+    "CONV_3D": _convolutions("CONV_3D", lambda n: conv_3d(n, 5 + n % 4), 12),
+    "CONV_TRANSPOSE_1D": _convolutions("CONV_TRANSPOSE_1D", conv_transpose_1d, 1),
+    "CONV_TRANSPOSE_2D": _convolutions("CONV_TRANSPOSE_2D", conv_transpose_2d, 1),
+    "CONV_2D_DW": [
+        _Probe("CONV_2D_DW", f"of {type}", tuple(
+            conv_2d_dw(size, n, together=together)
+            for size in (1, 2, 3, 5) for n in (3, 16, 37) for together in (False, True)
+        ), ("f32", type, "f32"))
+        for type in ("f32", "f16")
+    ],
+    "UPSCALE": [
+        _Probe("UPSCALE", name, tuple(upscale(m, *to) for m in (mode, mode | 256) for to in _SIZES))
+        for name, mode in (("bilinear", 1), ("bicubic", 2), ("antialiased", 1 | 512))
+    ],
+    "TIMESTEP_EMBEDDING": [_Probe("TIMESTEP_EMBEDDING", "", _of_widths(timestep_embedding, (2, 7, 40, 320)))],
     "DSV4_HC_POST": [_Probe("DSV4_HC_POST", "", _of_streams(hc_post))],
     "SCALE": [
         _Probe("SCALE", "without a bias", _of_widths(partial(_scaled, 0.0)), fixed=True),

@@ -194,6 +194,7 @@ NOISE = {
     **dict.fromkeys(("MUL_MAT", "MUL_MAT_ID"), 1e-3),
     "FLASH_ATTN_EXT": 1e-4,
     **dict.fromkeys(("ROPE", "ROPE_BACK"), 1e-6),  # at positions of 100,000
+    "TIMESTEP_EMBEDDING": 1e-10,  # angles of 1,000
 }
 
 

@@ -176,6 +176,43 @@ def cases() -> Iterator[Case]:
             ),
             {"s0": 1, "s1": 2, "p0": 3, "p1": 4, "d0": 5, "d1": 6, "is_2d": is_2d},
         )
+    flat = {"s0": 1, "s1": 2, "p0": 3, "p1": 4, "d0": 5, "d1": 6}
+    moves = dict(zip(("s0", "s1", "s2", "p0", "p1", "p2", "d0", "d1", "d2"), range(1, 10), strict=True))
+
+    def back(b: Builder) -> int:
+        dims = (ctypes.c_int64 * 4)(16, 16, 4, 1)
+        return b.op("im2col_back", x(b, 36, 8, 8), x(b, 3, 3, 4), dims, *flat.values(), True)
+
+    yield "IM2COL_BACK", back, flat | {"is_2d": 1}
+    yield "IM2COL_3D", lambda b: b.op("im2col_3d", x(b, 1, 1, 1, 2), x(b, 16, 16, 16, 2), 2, *moves.values(), 0), {
+        **moves, "IC": 2,
+    }  # fmt: skip
+    yield "CONV_3D", lambda b: b.op(
+        "conv_3d_direct", x(b, 1, 1, 1, 6), x(b, 16, 16, 16, 2), *moves.values(), 2, 1, 3
+    ), {**moves, "c": 2, "n": 1, "oc": 3}  # fmt: skip
+    yield "CONV_2D", lambda b: b.op("conv_2d_direct", x(b, 1, 1, 2, 3), x(b, 16, 16, 2), *flat.values()), flat
+    yield "CONV_2D_DW", lambda b: b.op("conv_2d_dw_direct", x(b, 1, 1, 1, 3), x(b, 16, 16, 3), *flat.values()), flat
+    yield "CONV_TRANSPOSE_1D", lambda b: b.op("conv_transpose_1d", x(b, 3, 2, 4), x(b, 5, 4), 2, 0, 1), {
+        "s0": 2, "p0": 0, "d0": 1,
+    }  # fmt: skip
+    yield "CONV_TRANSPOSE_2D", lambda b: b.op("conv_transpose_2d_p0", x(b, 3, 3, 2, 4), x(b, 5, 5, 4), 2), {"stride": 2}
+    yield "COL2IM_1D", lambda b: b.op("col2im_1d", x(b, 12, 5), 2, 3, 1), {"s0": 2, "oc": 3, "p0": 1}
+    yield "POOL_1D", lambda b: b.op("pool_1d", x(b, 32), 1, 3, 5, 1), {"op": 1, "k0": 3, "s0": 5, "p0": 1}
+    yield "POOL_2D_BACK", lambda b: b.op("pool_2d_back", x(b, 6, 6), x(b, 32, 32), 1, 3, 4, 5, 6, 1.0, 2.0), {
+        "op": 1, "k0": 3, "k1": 4, "s0": 5, "s1": 6, "p0": 1, "p1": 2,
+    }  # fmt: skip
+    yield "UPSCALE", lambda b: b.op("interpolate", x(b, 4, 4), 8, 8, 1, 1, 513), {"mode": 513}
+    yield "PAD_REFLECT_1D", lambda b: b.op("pad_reflect_1d", x(b, 9), 3, 4), {"p0": 3, "p1": 4}
+    yield "ROLL", lambda b: b.op("roll", x(b, 9, 9, 9, 9), 1, -2, 3, -4), {
+        "shift0": 1, "shift1": -2, "shift2": 3, "shift3": -4,
+    }  # fmt: skip
+    yield "WIN_PART", lambda b: b.op("win_part", x(b, 4, 5, 9), 2), {"nep0": 3, "nep1": 5, "w": 2}
+    yield "WIN_UNPART", lambda b: b.op("win_unpart", x(b, 4, 2, 2, 15), 5, 9, 2), {"w": 2}
+    for name, in_place in (("add_rel_pos", 0), ("add_rel_pos_inplace", 1)):
+        yield "ADD_REL_POS", lambda b, name=name: b.op(name, x(b, 9, 6), x(b, 3, 3, 2), x(b, 3, 3, 2)), {
+            "inplace": in_place,
+        }  # fmt: skip
+    yield "TIMESTEP_EMBEDDING", lambda b: b.op("timestep_embedding", x(b, 3), 8, 100), {"dim": 8, "max_period": 100}
     yield "DSV4_HC_COMB", lambda b: b.op("dsv4_hc_comb", x(b, 24, 5), x(b, 3), x(b, 24), 0.25, 7), {
         "eps": 0.25, "n_iter": 7,
     }  # fmt: skip

@@ -1,4 +1,5 @@
-"""SET, PAD, TRI, SOLVE_TRI, SUM, MEAN, CUMSUM, ARGMAX: every byte as ggml's CPU leaves it, by either engine.
+"""SET, PAD, PAD_REFLECT_1D, ROLL, TRI, SOLVE_TRI, SUM, MEAN, CUMSUM, ARGMAX: every byte as ggml's CPU leaves
+it, by either engine.
 
 But for SOLVE_TRI, of whose sums ggml's compiler rounds some products and fuses others.
 """
@@ -95,6 +96,38 @@ def test_what_comes_around_does_so_again_and_again() -> None:
     params = struct.pack("9i", 5, 4, *[0] * 6, 1)
     dst = computed("PAD", np.zeros(11, np.float32), np.float32([1, 2]), params=params)
     assert dst.tolist() == [2, 1, 2, 1, 2, 1, 2, 1, 2, 1, 2]
+
+
+# PAD_REFLECT_1D, ROLL
+
+
+@given(ne=sizes(), data=st.data(), seed=seeds)
+def test_pad_reflect_1d(backend: Plugin, ne: Dims, data: st.DataObject, seed: int) -> None:
+    pads = [data.draw(st.integers(0, ne[0] - 1)) for _ in range(2)]
+
+    def recipe(scene: Scene) -> int:
+        return scene.op("pad_reflect_1d", placed("f32", ne, seed, Placement())(scene), *pads)
+
+    assert_equals_cpu(backend, recipe)
+
+
+@given(data=st.data(), ne=sizes(), seed=seeds, place=placements(rows=True))
+@examples(40)
+def test_roll(backend: Plugin, data: st.DataObject, ne: Dims, seed: int, place: Placement) -> None:
+    shifts = [data.draw(st.integers(1 - n, n - 1)) for n in ne]
+
+    def recipe(scene: Scene) -> int:
+        return scene.op("roll", placed("f32", ne, seed, place)(scene), *shifts)
+
+    assert_equals_cpu(backend, recipe)
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_what_rolls_in_itself(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GGML_NPU_ENGINE", name)
+    memory = np.arange(6, dtype=np.float32)
+    computed("ROLL", memory, memory, params=numbers(2, 0, 0, 0))
+    assert memory.tolist() == [4, 5, 0, 1, 2, 3]
 
 
 # TRI, SOLVE_TRI
@@ -215,6 +248,7 @@ REFUSED: dict[str, Recipe] = {
     **{f"{op} of transposed": of(op, "f32", TURNED) for op in ("sum", "mean", "cumsum", "argmax")},
     **{f"{op} of f16": of(op, "f16", (0, 1, 2, 3)) for op in ("mean", "argmax")},
     "sum of i32": of("sum", "i32", (0, 1, 2, 3)),
+    "roll of f16": of("roll", "f16", (0, 1, 2, 3), 1, 0, 0, 0),
     "pad of f16": of("pad_ext", "f16", (0, 1, 2, 3), *[1] * 8),
 }
 
@@ -244,6 +278,12 @@ def numbers(*values: int) -> bytes:
         ("PAD", (zeros(4), zeros(2)), numbers(1, 2, *[0] * 7), "x of ne (2, 1, 1, 1), (1, 0, 0, 0) before"),
         ("PAD", (zeros(8)[::2], zeros(2)), numbers(1, 1, *[0] * 7), "dst is not contiguous"),
         ("PAD", (zeros(2), zeros(0)), numbers(1, 1, *[0] * 6, 1), "x of ne (0, 1, 1, 1) comes around"),
+        ("PAD_REFLECT_1D", (zeros(8), zeros(4)), numbers(4, 0), "rows of 4 reflected by 4 and 0"),
+        ("PAD_REFLECT_1D", (zeros(8), zeros(4)), numbers(3, 2), "dst of ne (8, 1, 1, 1)"),
+        ("PAD_REFLECT_1D", (zeros(9), zeros(8)[::2]), numbers(3, 2), "x rows have gaps"),
+        ("ROLL", (zeros(4), zeros(4)), numbers(4, 0, 0, 0), "shifts (4, 0, 0, 0) of ne (4, 1, 1, 1)"),
+        ("ROLL", (zeros(5), zeros(4)), numbers(3, 0, 0, 0), "dst of ne (5, 1, 1, 1)"),
+        ("ROLL", (zeros(4), zeros(8)[::2]), numbers(3, 0, 0, 0), "x rows have gaps"),
         ("TRI", (zeros(2, 2), zeros(2, 2)), numbers(4), "type 4"),
         ("TRI", (zeros(2, 3), zeros(2, 3)), numbers(0), "x of ne (3, 2, 1, 1) is not square"),
         ("TRI", (zeros(2, 2), zeros(2, 2).T), numbers(0), "x is not contiguous"),

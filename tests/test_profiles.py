@@ -102,7 +102,7 @@ REFUSED: list[tuple[tuple[str, ...], Node, str]] = [
     (CANN, node("ROPE", WIDE, WIDE, "i32", i1=1024), "needs src0.ne0 <= 896, src0.ne0 is 1024"),
     (CANN, node("ROPE", "f32", "f32", "i32", i1=64, i15=4), "needs params.n_offs == 0, params.n_offs is 4"),
     (CANN, node("UPSCALE", IMAGE, TALL), "needs src0.ne2 * dst.ne3 == src0.ne3 * dst.ne2, src0.ne2 is 2"),
-    (CANN, node("UPSCALE", IMAGE, IMAGE, i0=1), "needs params.0 == 0, params.0 is 1"),
+    (CANN, node("UPSCALE", IMAGE, IMAGE, i0=1), "needs params.mode == 0, params.mode is 1"),
     (CANN, node("POOL_2D", "f32", "f32", **POOLED | {"i5": 2}), "needs params.p0 * 2 <= params.k0, params.p0 is 2"),
     (CANN, node("POOL_2D", "f32", "f32", **POOLED | {"i6": 2}), "needs params.p1 * 2 <= params.k1, params.p1 is 2"),
     (CANN, node("SUM", "f32", tensor("f32", gap=1)), "src0 rows have gaps: nb0 8"),
@@ -288,7 +288,7 @@ def test_conditions_name_parameters(op: str, condition: str, holds: bool) -> Non
         ("CLAMP", "params.low == 0", "unknown parameter of CLAMP 'low'; known: min max"),
         ("RMS_NORM", "src0.ne0 == params.width * 2", "unknown parameter of RMS_NORM 'width'; known: eps"),
         ("ROPE", "params.sections == 0", f"unknown parameter of ROPE 'sections'; known: {' '.join(Rope.names())}"),
-        ("UPSCALE", "params.mode == 0", f"unknown parameter of UPSCALE 'mode'; known: {' '.join(map(str, range(16)))}"),
+        ("DIAG", "params.n == 0", f"unknown parameter of DIAG 'n'; known: {' '.join(map(str, range(16)))}"),
     ],
 )
 def test_a_parameter_that_an_op_does_not_have_is_refused_when_the_profile_is_made(

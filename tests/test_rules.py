@@ -42,6 +42,7 @@ COMMON = {
 SAME_BYTES = {
     *("ADD", "SUB", "MUL", "DIV", "ADD_ID", "SQR", "SQRT", "ABS", "NEG", "SGN", "STEP", "RELU", "REGLU", "CLAMP"),
     *("FLOOR", "CEIL", "ROUND", "TRUNC", "FILL", "ARGMAX", "TRI", "PAD", "SET", "IM2COL", "CONCAT", "REPEAT"),
+    *("IM2COL_3D", "PAD_REFLECT_1D", "ROLL", "WIN_PART", "WIN_UNPART", "GET_REL_POS"),
     *("CONT", "CPY", "DUP", "GET_ROWS", "SET_ROWS"),
 }
 SETS = {"TOP_K", "ARGSORT"}

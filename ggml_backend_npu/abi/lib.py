@@ -6,7 +6,7 @@ import ctypes
 import os
 import sys
 from collections.abc import Iterator
-from ctypes import POINTER, c_bool, c_char_p, c_float, c_int, c_int64, c_size_t, c_uint16, c_void_p
+from ctypes import POINTER, c_bool, c_char_p, c_float, c_int, c_int64, c_size_t, c_uint16, c_uint32, c_void_p
 from dataclasses import dataclass
 from functools import cache, cached_property
 from itertools import count, takewhile
@@ -77,6 +77,8 @@ _FUNCTIONS: _Functions = {
     "ggml_arange": (c_void_p, [c_void_p, *[c_float] * 3]),
     "ggml_scale_bias": (c_void_p, [c_void_p, c_void_p, c_float, c_float]),
     "ggml_pool_2d": (c_void_p, [c_void_p, c_void_p, *[c_int] * 5, *[c_float] * 2]),
+    "ggml_pool_1d": (c_void_p, [c_void_p, c_void_p, *[c_int] * 4]),
+    "ggml_pool_2d_back": (c_void_p, [c_void_p] * 3 + [c_int] * 5 + [c_float] * 2),
     "ggml_clamp": (c_void_p, [c_void_p, c_void_p, c_float, c_float]),
     "ggml_sum_rows": (c_void_p, [c_void_p] * 2),
     "ggml_concat": (c_void_p, [c_void_p] * 3 + [c_int]),
@@ -88,6 +90,23 @@ _FUNCTIONS: _Functions = {
     "ggml_flash_attn_ext_add_sinks": (None, [c_void_p] * 2),
     **{f"ggml_{name}": (c_void_p, [c_void_p] * 2) for name in ("sum", "mean", "cumsum", "argmax")},
     "ggml_im2col": (c_void_p, [c_void_p] * 3 + [c_int] * 6 + [c_bool, c_int]),
+    "ggml_im2col_back": (c_void_p, [c_void_p] * 3 + [POINTER(c_int64)] + [c_int] * 6 + [c_bool]),
+    "ggml_im2col_3d": (c_void_p, [c_void_p] * 3 + [c_int64] + [c_int] * 10),
+    "ggml_conv_2d_direct": (c_void_p, [c_void_p] * 3 + [c_int] * 6),
+    "ggml_conv_2d_dw_direct": (c_void_p, [c_void_p] * 3 + [c_int] * 6),
+    "ggml_conv_3d_direct": (c_void_p, [c_void_p] * 3 + [c_int] * 12),
+    "ggml_conv_transpose_1d": (c_void_p, [c_void_p] * 3 + [c_int] * 3),
+    "ggml_conv_transpose_2d_p0": (c_void_p, [c_void_p] * 3 + [c_int]),
+    "ggml_col2im_1d": (c_void_p, [c_void_p] * 2 + [c_int] * 3),
+    "ggml_interpolate": (c_void_p, [c_void_p] * 2 + [c_int64] * 4 + [c_uint32]),
+    "ggml_pad_reflect_1d": (c_void_p, [c_void_p] * 2 + [c_int] * 2),
+    "ggml_roll": (c_void_p, [c_void_p] * 2 + [c_int] * 4),
+    "ggml_timestep_embedding": (c_void_p, [c_void_p] * 2 + [c_int] * 2),
+    "ggml_win_part": (c_void_p, [c_void_p] * 2 + [c_int]),
+    "ggml_win_unpart": (c_void_p, [c_void_p] * 2 + [c_int] * 3),
+    "ggml_get_rel_pos": (c_void_p, [c_void_p] * 2 + [c_int] * 2),
+    "ggml_add_rel_pos": (c_void_p, [c_void_p] * 4),
+    "ggml_add_rel_pos_inplace": (c_void_p, [c_void_p] * 4),
     "ggml_tri": (c_void_p, [c_void_p] * 2 + [c_int]),
     "ggml_solve_tri": (c_void_p, [c_void_p] * 3 + [c_bool] * 3),
     **{f"ggml_{name}": (c_void_p, [c_void_p] * 3 + [c_size_t] * 4) for name in ("set", "set_inplace")},

@@ -28,8 +28,11 @@ with recording() as _made:
         routing,
         softmax,
         sums,
+        transposed,
         triangles,
         unary,
+        upscale,
+        vision,
     )
 
 OWN: Mapping[str, Op] = MappingProxyType({op.name: op for op in _made})

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,6 +28,16 @@ def mapped(function: Callable[..., Floats], dst: Tensor, *src: Tensor) -> None:
     with np.errstate(all="ignore"):
         values = function(*(convert(raw(x), x.type, "f32") for x in src))
         raw(dst)[...] = convert(values, "f32", dst.type)
+
+
+def wide(x: Tensor) -> NDArray[Any]:
+    """A tensor's values in float32; of f64, in which formulas are computed without rounding, as they are."""
+    return x.view() if x.type == "f64" else convert(raw(x), x.type, "f32")
+
+
+def put(dst: Tensor, values: NDArray[Any]) -> None:
+    """dst = values, as `wide` gives them."""
+    raw(dst)[...] = values if dst.type == "f64" else convert(values, "f32", dst.type)
 
 
 def _of_library(name: str) -> Function:

@@ -77,7 +77,7 @@ _ROUNDINGS = {"f32": _AS_IS, "f16": _TO_F16, "bf16": _TO_BF16, "q8_0": _TO_Q8, "
 
 
 @intrinsic
-def _sgemm(typing_context, function, m, n, k, a, lda, b, ldb, c, ldc):
+def multiply_by_blas(typing_context, function, m, n, k, a, lda, b, ldb, c, ldc):
     """cblas_sgemm at an address: C (m, n) = A (m, k) times B (n, k) transposed; all row-major, steps in elements."""
 
     def emit(context, builder, signature, arguments):
@@ -233,9 +233,9 @@ def products(p, begin, end):
                 for r in range(rows):
                     decode_row(code, to_float, at + r * nb01, packed, n_packed, tile + 4 * k * r, k)
             if y_step >= 4 * rows and y_step % 4 == 0:
-                _sgemm(sgemm, count, rows, k, x[0], x_step // 4, weights, step, y[0] + 4 * first, y_step // 4)
+                multiply_by_blas(sgemm, count, rows, k, x[0], x_step // 4, weights, step, y[0] + 4 * first, y_step // 4)
             else:
-                _sgemm(sgemm, count, rows, k, x[0], x_step // 4, weights, step, out, rows)
+                multiply_by_blas(sgemm, count, rows, k, x[0], x_step // 4, weights, step, out, rows)
                 for c in range(count):
                     copy(out + 4 * rows * c, y[c] + 4 * first, 4 * rows)
     keep(columns_memory)

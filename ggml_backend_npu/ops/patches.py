@@ -1,17 +1,20 @@
-"""SET and PAD: a tensor put into a part of another one. Byte for byte what ggml's CPU backend writes."""
+"""SET, PAD, PAD_REFLECT_1D, ROLL: a tensor put into a part of another one, or moved in itself. Byte for byte what
+ggml's CPU backend writes."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
 import numpy as np
+from numba import types
 
-from ggml_backend_npu.ir import Tensor
+from ggml_backend_npu.ir import Dims, Tensor
 from ggml_backend_npu.ops import strided
 from ggml_backend_npu.ops.shapes import gaps, gaps_in_rows, other_ne
 from ggml_backend_npu.params import Params, i32
 from ggml_backend_npu.registry import Call, op
-from quant.kernels.threads import Job
+from quant.kernels.jit import compiled, copy, parameters, values
+from quant.kernels.threads import Job, Work
 
 
 @dataclass(frozen=True)
@@ -51,6 +54,29 @@ class Pad(Params):
     def behind(self) -> tuple[int, int, int, int]:
         """Of ne[0], ne[1], ne[2], ne[3]."""
         return self.rp0, self.rp1, self.rp2, self.rp3
+
+
+@dataclass(frozen=True)
+class PadReflect(Params):
+    """op_params of PAD_REFLECT_1D: how many elements to the left and right; ggml_pad_reflect_1d."""
+
+    p0: i32
+    p1: i32
+
+
+@dataclass(frozen=True)
+class Roll(Params):
+    """op_params of ROLL: ggml_roll."""
+
+    shift0: i32
+    shift1: i32
+    shift2: i32
+    shift3: i32
+
+    @property
+    def shifts(self) -> Dims:
+        """Of ne[0], ne[1], ne[2], ne[3]."""
+        return self.shift0, self.shift1, self.shift2, self.shift3
 
 
 def _part(dst: Tensor, b: Tensor, params: SetPart) -> Tensor:
@@ -111,3 +137,82 @@ def pad(dst: Tensor, x: Tensor, params: Pad) -> None:
     dst.view()[...] = 0
     taken = x.view()[np.ix_(*(place[kept] for place, kept in zip(places, inside, strict=True)))]
     dst.view()[np.ix_(*inside)] = taken
+
+
+def _refuse_reflect(dst: Tensor, x: Tensor, params: PadReflect) -> str | None:
+    p0, p1 = params.p0, params.p1
+    if min(p0, p1) < 0 or max(p0, p1) >= x.ne[0]:
+        return f"rows of {x.ne[0]} reflected by {p0} and {p1}"
+    if dst.ne != (x.ne[0] + p0 + p1, *x.ne[1:]):
+        return f"x of ne {x.ne} does not fit dst of ne {dst.ne}"
+    return gaps_in_rows(x=x, dst=dst)
+
+
+@op("PAD_REFLECT_1D", types=[("f32", "f32")], refuse=_refuse_reflect, optional=True, params=PadReflect)
+def pad_reflect_1d(dst: Tensor, x: Tensor, params: PadReflect) -> None:
+    """dst = rows of x with what follows their first element before it, and what precedes their last one after it, both
+    the other way round.
+
+    Equals ggml_compute_forward_pad_reflect_1d.
+    """
+    (p0, p1), n, rows, y = (params.p0, params.p1), x.ne[0], x.view(), dst.view()
+    y[..., p0 : p0 + n] = rows
+    y[..., :p0] = rows[..., p0:0:-1]
+    y[..., p0 + n :] = rows[..., n - 1 - p1 : n - 1][..., ::-1]
+
+
+@compiled
+def reflect_rows(p, begin, end):
+    """Rows [begin, end)."""
+    n0, n1, n2, p0, p1, src, src_nb1, src_nb2, src_nb3, dst, dst_nb1, dst_nb2, dst_nb3 = values(p, 13)
+    for row in range(begin, end):
+        i1, i2, i3 = row % n1, row // n1 % n2, row // (n1 * n2)
+        x, y = src + i1 * src_nb1 + i2 * src_nb2 + i3 * src_nb3, dst + i1 * dst_nb1 + i2 * dst_nb2 + i3 * dst_nb3
+        copy(x, y + 4 * p0, 4 * n0)
+        for i in range(p0):
+            copy(x + 4 * (p0 - i), y + 4 * i, types.int64(4))
+        for i in range(p1):
+            copy(x + 4 * (n0 - 2 - i), y + 4 * (p0 + n0 + i), types.int64(4))
+    return 0
+
+
+@pad_reflect_1d.compiled
+def _pad_reflect_1d(dst: Tensor, x: Tensor, params: PadReflect) -> Call | None:
+    if x.overlaps(dst):
+        return None
+    p = parameters(*x.ne[:3], params.p0, params.p1, x.address, *x.nb[1:], dst.address, *dst.nb[1:])
+    return Job(Work(reflect_rows, p, x.n_elements // x.ne[0], dst.nbytes, keep=(dst, x)))
+
+
+def _refuse_roll(dst: Tensor, x: Tensor, params: Roll) -> str | None:
+    if any(abs(shift) >= n for shift, n in zip(params.shifts, x.ne, strict=True)):
+        return f"shifts {params.shifts} of ne {x.ne}"
+    return other_ne(x=x, dst=dst) or gaps_in_rows(x=x, dst=dst)
+
+
+@op("ROLL", types=[("f32", "f32")], refuse=_refuse_roll, optional=True, params=Roll)
+def roll(dst: Tensor, x: Tensor, params: Roll) -> None:
+    """dst[i + shift] = x[i] in each dimension, its end coming around. Equals ggml_compute_forward_roll."""
+    dst.view()[...] = np.roll(x.view(), params.shifts[::-1], axis=(0, 1, 2, 3))
+
+
+@compiled
+def roll_rows(p, begin, end):
+    """Rows [begin, end)."""
+    n0, n1, n2, n3, s0, s1, s2, s3, src, src_nb1, src_nb2, src_nb3, dst, dst_nb1, dst_nb2, dst_nb3 = values(p, 16)
+    around = s0 % n0
+    for row in range(begin, end):
+        i1, i2, i3 = row % n1, row // n1 % n2, row // (n1 * n2)
+        x = src + (i1 - s1) % n1 * src_nb1 + (i2 - s2) % n2 * src_nb2 + (i3 - s3) % n3 * src_nb3
+        y = dst + i1 * dst_nb1 + i2 * dst_nb2 + i3 * dst_nb3
+        copy(x, y + 4 * around, 4 * (n0 - around))
+        copy(x + 4 * (n0 - around), y, 4 * around)
+    return 0
+
+
+@roll.compiled
+def _roll(dst: Tensor, x: Tensor, params: Roll) -> Call | None:
+    if x.overlaps(dst):
+        return None
+    p = parameters(*x.ne, *params.shifts, x.address, *x.nb[1:], dst.address, *dst.nb[1:])
+    return Job(Work(roll_rows, p, x.n_elements // x.ne[0], x.nbytes, keep=(dst, x)))

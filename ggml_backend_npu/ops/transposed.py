@@ -1,0 +1,262 @@
+"""Transposed convolutions: CONV_TRANSPOSE_1D, CONV_TRANSPOSE_2D; and COL2IM_1D, which adds up what a matrix product has
+made of one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from numba import types
+from numpy.typing import NDArray
+
+from ggml_backend_npu.ir import Dims, Tensor
+from ggml_backend_npu.ops import strided
+from ggml_backend_npu.ops.functions import put, wide
+from ggml_backend_npu.ops.movers import convert
+from ggml_backend_npu.ops.shapes import gaps, gaps_in_rows
+from ggml_backend_npu.params import Params, i32
+from ggml_backend_npu.registry import Call, op
+from quant.kernels.jit import array_at, compiled, keep, parameters, values
+from quant.kernels.orders import dots_f16, dots_f32
+from quant.kernels.threads import Job, Work
+from quant.runs import CODES, narrow_run, widen_run
+
+_SPAN = 4096  # elements of a signal that are added up together
+_TILE_BYTES = 1 << 15  # of pixels that all taps of a kernel are multiplied with
+
+
+@dataclass(frozen=True)
+class Transpose1d(Params):
+    """op_params of CONV_TRANSPOSE_1D: stride, padding (0) and dilation (1); ggml_conv_transpose_1d."""
+
+    s0: i32
+    p0: i32
+    d0: i32
+
+
+@dataclass(frozen=True)
+class Transpose2d(Params):
+    """op_params of CONV_TRANSPOSE_2D: ggml_conv_transpose_2d_p0."""
+
+    stride: i32
+
+
+@dataclass(frozen=True)
+class Col2im1d(Params):
+    """op_params of COL2IM_1D: stride, channels, padding; ggml_col2im_1d."""
+
+    s0: i32
+    oc: i32
+    p0: i32
+
+
+# CONV_TRANSPOSE_1D, CONV_TRANSPOSE_2D
+
+
+def _as_2d(dst: Tensor, kernel: Tensor, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Tensors of one dimension as of two, with a height of 1."""
+
+    def raised(t: Tensor) -> Tensor:
+        return replace(t, ne=(t.ne[0], 1, *t.ne[1:3]), nb=(t.nb[0], t.nb[1], *t.nb[1:3]))
+
+    return raised(dst), raised(kernel), raised(x)
+
+
+def _refuse(dst: Tensor, kernel: Tensor, x: Tensor, stride: int) -> str | None:
+    """Of two dimensions."""
+    if stride < 1:
+        return f"stride {stride}"
+    width, height = ((n - 1) * stride + k for n, k in zip(x.ne[:2], kernel.ne[:2], strict=True))
+    if dst.ne != (width, height, kernel.ne[2], x.ne[3]) or kernel.ne[3] != x.ne[2]:
+        return f"kernel of ne {kernel.ne}, x of ne {x.ne} do not fit dst of ne {dst.ne}"
+    if kernel.ne[1] != 1 and kernel.nb[1] != kernel.ne[0] * kernel.nb[0]:
+        return f"kernel rows are not adjacent: nb {kernel.nb}"
+    return gaps_in_rows(kernel=kernel, x=x) or gaps(dst=dst)
+
+
+def _refuse_1d(dst: Tensor, kernel: Tensor, x: Tensor, params: Transpose1d) -> str | None:
+    if params.p0 or params.d0 != 1:
+        return f"padding {params.p0}, dilation {params.d0}"
+    if kernel.ne[3] != 1 or x.ne[2:] != (1, 1) or dst.ne[3] != 1:
+        return f"kernel of ne {kernel.ne}, x of ne {x.ne} do not fit dst of ne {dst.ne}"
+    return _refuse(*_as_2d(dst, kernel, x), params.s0)
+
+
+def _refuse_2d(dst: Tensor, kernel: Tensor, x: Tensor, params: Transpose2d) -> str | None:
+    return _refuse(dst, kernel, x, params.stride)
+
+
+def _define(dst: Tensor, kernel: Tensor, x: Tensor, stride: int) -> None:
+    """Of two dimensions."""
+    images = (convert(x.view(), x.type, "f16") if kernel.type == "f16" else x.view()).astype(dst.view().dtype)
+    factors, (n1, n0) = wide(kernel), images.shape[2:]
+    y = np.zeros(dst.view().shape, images.dtype)
+    with np.errstate(all="ignore"):
+        for i1, i0 in np.ndindex(kernel.ne[1], kernel.ne[0]):
+            part = y[:, :, i1 : i1 + n1 * stride : stride, i0 : i0 + n0 * stride : stride]
+            part += np.einsum("co,nchw->nohw", factors[:, :, i1, i0], images)
+    dst.view()[...] = y
+
+
+_TYPES = [("f32", kernel, "f32") for kernel in ("f32", "f16")]
+
+
+@op("CONV_TRANSPOSE_1D", types=_TYPES, refuse=_refuse_1d, optional=True, params=Transpose1d)
+def conv_transpose_1d(dst: Tensor, kernel: Tensor, x: Tensor, params: Transpose1d) -> None:
+    """dst[co, t * s0 + k] = sum over t, k and c of kernel[c, co, k] * x[c, t].
+
+    kernel (width, channels of dst, channels of x), x (width, channels), dst (width, channels). Equals
+    ggml_compute_forward_conv_transpose_1d but for the order of sums.
+    """
+    _define(*_as_2d(dst, kernel, x), params.s0)
+
+
+@op("CONV_TRANSPOSE_2D", types=_TYPES, refuse=_refuse_2d, optional=True, params=Transpose2d)
+def conv_transpose_2d(dst: Tensor, kernel: Tensor, x: Tensor, params: Transpose2d) -> None:
+    """dst[n, co, h * stride + kh, w * stride + kw] = sum over all of kernel[c, co, kh, kw] * x[n, c, h, w].
+
+    kernel (width, height, channels of dst, channels of x), x and dst (width, height, channels, images). Equals
+    ggml_compute_forward_conv_transpose_2d but for the order of sums.
+    """
+    _define(dst, kernel, x, params.stride)
+
+
+@compiled
+def transposed_convolution(p, begin, end):
+    """Units [begin, end): planes of dst. Pixels in order, a tile with one tap of the kernel after the other from the
+    last one: so each element gets its terms in the order of the pixels, as ggml adds them."""
+    pixels, is_half, n1, n0, k, factors, k1, k0, n_channels, dst, width, stride, tile = values(p, 13)
+    height, line = (n1 - 1) * stride + k1, 2 * k if is_half else 4 * k
+    memory = np.empty(tile, np.float32)
+    products = types.int64(memory.ctypes.data)
+    for unit in range(begin, end):
+        image, channel = unit // n_channels, unit % n_channels
+        at = dst + 4 * unit * height * width
+        array_at(at, types.float32, height * width)[:] = types.float32(0)
+        for first in range(0, n1 * n0, tile):
+            last = min(first + tile, n1 * n0)
+            rows = pixels + (image * n1 * n0 + first) * line
+            for tap in range(k1 * k0 - 1, -1, -1):
+                column = factors + 4 * (channel * k1 * k0 + tap) * k
+                if is_half:
+                    dots_f16(rows, line, column, k, products, last - first)
+                else:
+                    dots_f32(rows, line, column, k, products, last - first)
+                i = first
+                while i < last:
+                    row, begins = i // n0, i % n0
+                    some = min(last - i, n0 - begins)
+                    place = (row * stride + tap // k0) * width + begins * stride + tap % k0
+                    y = array_at(at + 4 * place, types.float32, some * stride)
+                    v = array_at(products + 4 * (i - first), types.float32, some)
+                    for j in range(some):
+                        y[j * stride] += v[j]
+                    i += some
+    keep(memory)
+    return 0
+
+
+def _turned(x: Tensor, order: Dims, type: str) -> tuple[Tensor, list[Work]]:
+    """A tensor with its dimensions in another order, in memory of its own, and what moves it there."""
+    i, j, k, m = order
+    turned = replace(x, ne=(x.ne[i], x.ne[j], x.ne[k], x.ne[m]), nb=(x.nb[i], x.nb[j], x.nb[k], x.nb[m]))
+    made = Tensor.of(np.empty(turned.ne[::-1], np.float16 if type == "f16" else np.float32))
+    job = strided.mover(made, turned)
+    assert job is not None
+    return made, list(job.works)
+
+
+def _job(dst: Tensor, kernel: Tensor, x: Tensor, stride: int) -> Call:
+    """Of two dimensions."""
+    pixels, first = _turned(x, (2, 0, 1, 3), kernel.type)
+    factors, second = _turned(kernel, (3, 0, 1, 2), "f32")
+    k, line = x.ne[2], x.ne[2] * pixels.codec.block_bytes
+    tile = max(16, _TILE_BYTES // max(1, line))
+    p = parameters(
+        pixels.address, kernel.type == "f16", x.ne[1], x.ne[0], k, factors.address, kernel.ne[1], kernel.ne[0],
+        kernel.ne[2], dst.address, dst.ne[0], stride, tile,
+    )  # fmt: skip
+    n_bytes = x.n_elements * kernel.n_elements // max(1, k)
+    work = Work(transposed_convolution, p, dst.ne[2] * dst.ne[3], n_bytes, keep=(dst, kernel, x, pixels, factors))
+    return Job(*first, *second, work)
+
+
+@conv_transpose_1d.compiled
+def _conv_transpose_1d(dst: Tensor, kernel: Tensor, x: Tensor, params: Transpose1d) -> Call:
+    return _job(*_as_2d(dst, kernel, x), params.s0)
+
+
+@conv_transpose_2d.compiled
+def _conv_transpose_2d(dst: Tensor, kernel: Tensor, x: Tensor, params: Transpose2d) -> Call:
+    return _job(dst, kernel, x, params.stride)
+
+
+# COL2IM_1D
+
+
+def _refuse_col2im(dst: Tensor, x: Tensor, params: Col2im1d) -> str | None:
+    p = params
+    if min(p.s0, p.oc) < 1 or p.p0 < 0:
+        return f"stride {p.s0}, {p.oc} channels, padding {p.p0}"
+    if not x.n_elements or x.ne[0] % p.oc or x.ne[2:] != (1, 1) or dst.ne[1:] != (p.oc, 1, 1):
+        return f"x of ne {x.ne} does not fit dst of ne {dst.ne}"
+    return gaps(x=x, dst=dst)
+
+
+@op(
+    "COL2IM_1D",
+    types=[(type, type) for type in ("f32", "f16", "bf16")],
+    refuse=_refuse_col2im,
+    optional=True,
+    params=Col2im1d,
+)
+def col2im_1d(dst: Tensor, x: Tensor, params: Col2im1d) -> None:
+    """dst[c, t * s0 + k - p0] = sum over t and k of x[t, (c, k)].
+
+    x (width of a kernel of each channel, time), dst (time, channels). Equals ggml_compute_forward_col2im_1d.
+    """
+    p = params
+    columns = wide(x)[0, 0].reshape(x.ne[1], p.oc, -1)
+    y: NDArray[Any] = np.zeros((p.oc, dst.ne[0]), columns.dtype)
+    with np.errstate(all="ignore"):
+        for k in reversed(range(columns.shape[2])):
+            places = np.arange(x.ne[1]) * p.s0 + k - p.p0
+            inside = (places >= 0) & (places < dst.ne[0])
+            y[:, places[inside]] += columns[inside, :, k].T
+    put(dst, y[None, None])
+
+
+@compiled
+def signal(p, begin, end):
+    """Units [begin, end): spans of time of all channels. Of each element the terms in the order of time."""
+    x, code, element, n_columns, k, stride, pad, n_channels, dst, n, span = values(p, 11)
+    column, sums = np.empty(k, np.float32), np.empty(span, np.float32)
+    at, to = types.int64(column.ctypes.data), types.int64(sums.ctypes.data)
+    spans = -(-n // span)
+    for unit in range(begin, end):
+        channel, begins = unit // spans, unit % spans * span
+        count = min(span, n - begins)
+        sums[:] = types.float32(0)
+        earliest, latest = max(0, (begins + pad - k) // stride), min(n_columns, (begins + pad + count) // stride + 1)
+        for t in range(earliest, latest):
+            first = t * stride - pad - begins
+            widen_run(code, x + (t * n_channels + channel) * k * element, element, at, k)
+            skipped = max(0, -first)
+            terms = array_at(at + 4 * skipped, types.float32, k)
+            totals = array_at(to + 4 * (first + skipped), types.float32, k)
+            for i in range(min(k, count - first) - skipped):
+                totals[i] += terms[i]
+        narrow_run(to, code, dst + (channel * n + begins) * element, element, count)
+    keep(column)
+    keep(sums)
+    return 0
+
+
+@col2im_1d.compiled
+def _col2im_1d(dst: Tensor, x: Tensor, params: Col2im1d) -> Call:
+    q, element = params, x.codec.block_bytes
+    p = parameters(
+        x.address, CODES[x.type], element, x.ne[1], x.ne[0] // q.oc, q.s0, q.p0, q.oc, dst.address, dst.ne[0], _SPAN
+    )
+    return Job(Work(signal, p, q.oc * -(-dst.ne[0] // _SPAN), 4 * x.nbytes, keep=(dst, x)))

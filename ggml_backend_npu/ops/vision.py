@@ -1,0 +1,211 @@
+"""What encoders and generators of images use alone: WIN_PART, WIN_UNPART, GET_REL_POS, ADD_REL_POS (of SAM), and
+TIMESTEP_EMBEDDING."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numba import types
+
+from ggml_backend_npu.ir import Tensor
+from ggml_backend_npu.ops.functions import Floats, cosf, expf, logf, sinf
+from ggml_backend_npu.ops.movers import raw
+from ggml_backend_npu.ops.shapes import gaps, gaps_in_rows, other_ne
+from ggml_backend_npu.params import Params, i32
+from ggml_backend_npu.registry import Call, op
+from quant.kernels.jit import array_at, compiled, parameters, values
+from quant.kernels.threads import Job, Work
+
+_COST = 16  # how much longer than to move an element it takes to compute a sine
+
+
+@dataclass(frozen=True)
+class WinPart(Params):
+    """op_params of WIN_PART: windows in dimensions 1 and 2, and their size; ggml_win_part."""
+
+    nep0: i32
+    nep1: i32
+    w: i32
+
+
+@dataclass(frozen=True)
+class WinUnpart(Params):
+    """op_params of WIN_UNPART: the windows' size; ggml_win_unpart."""
+
+    w: i32
+
+
+@dataclass(frozen=True)
+class AddRelPos(Params):
+    """op_params of ADD_REL_POS: whether dst is src0 already; ggml_add_rel_pos_impl."""
+
+    inplace: i32
+
+
+@dataclass(frozen=True)
+class Timestep(Params):
+    """op_params of TIMESTEP_EMBEDDING: ggml_timestep_embedding."""
+
+    dim: i32
+    max_period: i32
+
+
+def _refuse_part(dst: Tensor, x: Tensor, params: WinPart) -> str | None:
+    p = params
+    fits = p.w > 0 and (p.nep0, p.nep1) == (-(-x.ne[1] // p.w), -(-x.ne[2] // p.w))
+    if not fits or x.ne[3] != 1 or dst.ne != (x.ne[0], p.w, p.w, p.nep0 * p.nep1):
+        return f"x of ne {x.ne} in {p.nep0} x {p.nep1} windows of {p.w} does not fit dst of ne {dst.ne}"
+    return gaps(x=x, dst=dst)
+
+
+@op("WIN_PART", types=[("f32", "f32")], refuse=_refuse_part, optional=True, params=WinPart)
+def win_part(dst: Tensor, x: Tensor, params: WinPart) -> None:
+    """dst[py * nep0 + px, i2, i1] = x[py * w + i2, px * w + i1], 0 beyond x: an image in windows.
+
+    x (channels, width, height) -> dst (channels, w, w, windows). Equals ggml_compute_forward_win_part.
+    """
+    p, image = params, x.view()[0]
+    for window, (py, px) in zip(dst.view(), np.ndindex(p.nep1, p.nep0), strict=True):
+        part = image[py * p.w : (py + 1) * p.w, px * p.w : (px + 1) * p.w]
+        height, width = part.shape[:2]
+        window[:height, :width] = part
+        window[height:] = 0
+        window[:height, width:] = 0
+
+
+def _refuse_unpart(dst: Tensor, x: Tensor, params: WinUnpart) -> str | None:
+    w = params.w
+    needed = -(-dst.ne[1] // w) * -(-dst.ne[2] // w) if w > 0 else 0
+    if w < 1 or x.ne[:3] != (dst.ne[0], w, w) or x.ne[3] < needed or dst.ne[3] != 1:
+        return f"x of ne {x.ne} in windows of {w} does not fit dst of ne {dst.ne}"
+    return gaps(x=x, dst=dst)
+
+
+@op("WIN_UNPART", types=[("f32", "f32")], refuse=_refuse_unpart, optional=True, params=WinUnpart)
+def win_unpart(dst: Tensor, x: Tensor, params: WinUnpart) -> None:
+    """dst = the image that WIN_PART made windows of, without what lay beyond it.
+
+    x (channels, w, w, windows) -> dst (channels, width, height). Equals ggml_compute_forward_win_unpart.
+    """
+    w, image = params.w, dst.view()[0]
+    along = -(-dst.ne[1] // w)
+    for i, window in enumerate(x.view()[: along * -(-dst.ne[2] // w)]):
+        part = image[i // along * w :, i % along * w :][:w, :w]
+        part[...] = window[: part.shape[0], : part.shape[1]]
+
+
+def _refuse_get(dst: Tensor, x: Tensor) -> str | None:
+    n = dst.ne[1]
+    if dst.ne != (x.ne[0], n, n, 1) or x.ne[1:] != (2 * n - 1, 1, 1):
+        return f"x of ne {x.ne} does not fit dst of ne {dst.ne}"
+    return gaps(x=x, dst=dst)
+
+
+@op("GET_REL_POS", types=[("f16", x) for x in ("f16", "bf16")], refuse=_refuse_get, optional=True)
+def get_rel_pos(dst: Tensor, x: Tensor) -> None:
+    """dst[i2, i1] = x[i2 - i1 + n - 1]: what each position is to each other, of n; the bits of x, whatever they are.
+
+    x (n_embd, 2 n - 1) -> dst (n_embd, n, n). Equals ggml_compute_forward_get_rel_pos.
+    """
+    n, rows = dst.ne[1], raw(x).view(np.uint16)[0, 0]
+    strides = rows.strides[0], -rows.strides[0], rows.strides[1]
+    dst.view().view(np.uint16)[0] = np.lib.stride_tricks.as_strided(rows[n - 1 :], (n, n, x.ne[0]), strides)
+
+
+def _refuse_add(dst: Tensor, x: Tensor, pw: Tensor, ph: Tensor, params: AddRelPos) -> str | None:
+    n, rows, n_images = pw.ne[0], pw.ne[1] * pw.ne[2], pw.ne[3]
+    if x.ne != (n * n, rows, n_images, 1):
+        return f"x of ne {x.ne}, pw of ne {pw.ne}"
+    if params.inplace and x.address != dst.address:
+        return "in place of another tensor than x"
+    return other_ne(x=x, dst=dst) or other_ne(pw=pw, ph=ph) or gaps(x=x, dst=dst, pw=pw, ph=ph)
+
+
+@op("ADD_REL_POS", types=[("f32",) * 4], refuse=_refuse_add, optional=True, params=AddRelPos)
+def add_rel_pos(dst: Tensor, x: Tensor, pw: Tensor, ph: Tensor, params: AddRelPos) -> None:
+    """dst[i, kh, kw] = x[i, kh, kw] + ph[i, kh] + pw[i, kw], of which pw comes first below the diagonal.
+
+    x (n * n, width * height, images), pw and ph (n, width, height, images). Equals ggml_compute_forward_add_rel_pos.
+    """
+    n = pw.ne[0]
+    scores = x.view().reshape(-1, n, n)
+    w, h = pw.view().reshape(-1, 1, n), ph.view().reshape(-1, n, 1)
+    below = np.tri(n, k=-1, dtype=bool)
+    with np.errstate(all="ignore"):
+        dst.view()[...] = np.where(below, scores + w + h, scores + h + w).reshape(dst.view().shape)
+
+
+@compiled
+def add_positions(p, begin, end):
+    """Matrices [begin, end)."""
+    x, pw, ph, dst, n = values(p, 5)
+    for unit in range(begin, end):
+        w = array_at(pw + 4 * unit * n, types.float32, n)
+        h = array_at(ph + 4 * unit * n, types.float32, n)
+        for row in range(n):
+            at = 4 * (unit * n + row) * n
+            scores, y = array_at(x + at, types.float32, n), array_at(dst + at, types.float32, n)
+            for i in range(row):
+                y[i] = scores[i] + w[i] + h[row]
+            for i in range(row, n):
+                y[i] = scores[i] + h[row] + w[i]
+    return 0
+
+
+@add_rel_pos.compiled
+def _add_rel_pos(dst: Tensor, x: Tensor, pw: Tensor, ph: Tensor, params: AddRelPos) -> Call | None:
+    if (x.overlaps(dst) and x.address != dst.address) or pw.overlaps(dst) or ph.overlaps(dst):
+        return None
+    p = parameters(x.address, pw.address, ph.address, dst.address, pw.ne[0])
+    return Job(Work(add_positions, p, pw.n_elements // max(1, pw.ne[0]), 2 * dst.nbytes, keep=(dst, x, pw, ph)))
+
+
+def _refuse_embedding(dst: Tensor, timesteps: Tensor, params: Timestep) -> str | None:
+    if params.dim < 1 or params.max_period < 1 or dst.ne != (params.dim, timesteps.ne[0], 1, 1):
+        return f"{timesteps.ne[0]} timesteps in {params.dim} of {params.max_period} do not fit dst of ne {dst.ne}"
+    return gaps_in_rows(timesteps=timesteps, dst=dst)
+
+
+def _frequencies(p: Timestep) -> Floats:
+    """max_period ** -(j / half), in the steps in which ggml rounds."""
+    half = p.dim // 2
+    places = np.arange(half, dtype=np.float32)
+    return expf(-logf(np.full(1, p.max_period, np.float32)) * places / np.float32(max(1, half)))
+
+
+@op("TIMESTEP_EMBEDDING", types=[("f32", "f32")], refuse=_refuse_embedding, optional=True, params=Timestep)
+def timestep_embedding(dst: Tensor, timesteps: Tensor, params: Timestep) -> None:
+    """dst[t, j] = cos(timestep * f), dst[t, j + half] = sin(timestep * f), for f = max_period ** -(j / half); what is
+    left of an odd dim is 0.
+
+    timesteps (n) -> dst (dim, n). Equals ggml_compute_forward_timestep_embedding.
+    """
+    half, y = params.dim // 2, dst.view()[0, 0]
+    with np.errstate(all="ignore"):
+        angles = timesteps.view()[0, 0, 0, :, None] * _frequencies(params)
+        y[:, :half], y[:, half : 2 * half] = cosf(angles), sinf(angles)
+    y[:, 2 * half :] = 0
+
+
+@compiled
+def embed_timesteps(p, begin, end):
+    """Timesteps [begin, end)."""
+    timesteps, frequencies, half, dim, dst, dst_nb1 = values(p, 6)
+    times, factors = array_at(timesteps, types.float32, end), array_at(frequencies, types.float32, half)
+    for i in range(begin, end):
+        y = array_at(dst + i * dst_nb1, types.float32, dim)
+        for j in range(half):
+            angle = times[i] * factors[j]
+            y[j] = np.cos(angle)
+            y[j + half] = np.sin(angle)
+        if dim % 2:
+            y[dim - 1] = 0
+    return 0
+
+
+@timestep_embedding.compiled
+def _timestep_embedding(dst: Tensor, timesteps: Tensor, params: Timestep) -> Call:
+    table = np.ascontiguousarray(_frequencies(params))
+    p = parameters(timesteps.address, table.ctypes.data, params.dim // 2, params.dim, dst.address, dst.nb[1])
+    return Job(Work(embed_timesteps, p, timesteps.ne[0], _COST * dst.nbytes, keep=(dst, timesteps, table)))
