@@ -57,7 +57,7 @@ def test_a_hundred_damaged_files(tmp_path: Path) -> None:
     first = fresh(*run, env=environment)
     assert first.code == 0
     files, random = sorted(path for path in tmp_path.rglob("*.nb?")), np.random.default_rng(1)
-    rounds = 2
+    rounds = 4
     assert len(files) >= 100 // rounds
     for number in range(rounds):
         for place, path in enumerate(random.permutation(np.array(files, object))[: 100 // rounds]):

@@ -45,7 +45,7 @@ def started(code: str, **variables: str | Path) -> subprocess.Popen[str]:
 
 def ended(process: subprocess.Popen[str]) -> tuple[str, list[str]]:
     """What it printed, and the lines on stderr."""
-    output, notes = process.communicate(timeout=300)
+    output, notes = process.communicate(timeout=600)
     assert process.returncode == 0, notes
     return output.strip(), notes.splitlines()
 
