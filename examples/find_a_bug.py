@@ -27,7 +27,7 @@ with model_file(sys.argv[1] if len(sys.argv) > 1 else "demo") as model, tempfile
     first = result.wrong[0]
     print(f"{len(result.wrong)} of {len(result.compared)} nodes are wrong, the first one is {first.op} {first.name!r}:")
     print(first.diagnosis)
-    print(f"ggml's own cases nearest to it: {first.test}")
+    print(f"nearest test cases of ggml: {first.test}")
     inherited = sum(node.verdict == "inherited" for node in result.nodes)
     print(f"{inherited} nodes after it are right, and compute with what it did")
 

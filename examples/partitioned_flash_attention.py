@@ -1,4 +1,4 @@
-"""Flash attention over a cache in partitions that grows, made of the operators of `ggml_backend_npu.operators.rbln`.
+"""Flash attention over a cache in partitions that grows, made of the operators of `ggml_backend_npu.documents.rbln`.
 
 python examples/partitioned_flash_attention.py
 
@@ -7,7 +7,7 @@ q is (1, Head, Group, Seq, D); keys and values are (1, Head, 1, Seq, D), their c
 
 import numpy as np
 
-from ggml_backend_npu import (
+from ggml_backend_npu.documents.rbln import (
     dynamic_flash_attn_tile,
     dynamic_load,
     dynamic_store,

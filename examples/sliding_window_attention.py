@@ -1,4 +1,4 @@
-"""Sliding window attention over a stream of chunks, made of the operators of `ggml_backend_npu.operators.rbln`.
+"""Sliding window attention over a stream of chunks, made of the operators of `ggml_backend_npu.documents.rbln`.
 
 python examples/sliding_window_attention.py
 
@@ -7,7 +7,7 @@ q is (1, Head, Group, Seq, D); keys and values are (1, Head, 1, Seq, D), their c
 
 import numpy as np
 
-from ggml_backend_npu import nn_pad, to_dynamic_index, window_insert, window_slice, window_softmax
+from ggml_backend_npu.documents.rbln import nn_pad, to_dynamic_index, window_insert, window_slice, window_softmax
 
 SEQ = 3  # the axis that the window slides along
 PAD = 63  # columns behind a window and its one new token: together a multiple of 64

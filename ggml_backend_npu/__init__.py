@@ -6,40 +6,19 @@ ggml_backend_npu.register()      # the ggml inside llama-cpp-python now has a de
 
 from __future__ import annotations
 
+import warnings
+from importlib import import_module
 from importlib.metadata import version
-from typing import TYPE_CHECKING
+from os import PathLike
+from typing import TYPE_CHECKING, Any, overload
 
+from ggml_backend_npu import names  # noqa: F401  (first: it refuses a foreign `quant`)
 from ggml_backend_npu.backend import Backend, default_backend, op
+from ggml_backend_npu.buffer import Buffer
+from ggml_backend_npu.device import Device, Program, QueuedDevice
+from ggml_backend_npu.device_backend import DeviceBackend
+from ggml_backend_npu.device_files import recorded
 from ggml_backend_npu.ir import Graph, Memory, Node, Tensor
-from ggml_backend_npu.operators.aclnn import (
-    AclTensor,
-    aclDestroyAclOpExecutor,
-    aclnnCpy,
-    aclnnCpyGetWorkspaceSize,
-    aclnnDup,
-    aclnnDupGetWorkspaceSize,
-    aclnnGetRows,
-    aclnnGetRowsGetWorkspaceSize,
-    aclSetAclOpExecutorRepeatable,
-)
-from ggml_backend_npu.operators.infiniop import TensorDescriptor, TopKSoftmax
-from ggml_backend_npu.operators.rbln import (
-    dynamic_flash_attn_tile,
-    dynamic_load,
-    dynamic_masked_softmax,
-    dynamic_store,
-    flash_attn_recompute,
-    flash_attn_tile,
-    insert,
-    masked_softmax,
-    nn_pad,
-    softmax,
-    to_dynamic_index,
-    window_insert,
-    window_slice,
-    window_softmax,
-)
-from ggml_backend_npu.operators.rwkv import token_shift
 from ggml_backend_npu.options import DeviceError, Options
 from ggml_backend_npu.plan import Plan
 from ggml_backend_npu.registry import KernelError, Op
@@ -50,8 +29,10 @@ if TYPE_CHECKING:
 __version__ = version("ggml-backend-npu")
 
 __all__ = [
-    "AclTensor",
     "Backend",
+    "Buffer",
+    "Device",
+    "DeviceBackend",
     "DeviceError",
     "Graph",
     "KernelError",
@@ -60,48 +41,70 @@ __all__ = [
     "Op",
     "Options",
     "Plan",
+    "Program",
+    "QueuedDevice",
     "Tensor",
-    "TensorDescriptor",
-    "TopKSoftmax",
-    "aclDestroyAclOpExecutor",
-    "aclSetAclOpExecutorRepeatable",
-    "aclnnCpy",
-    "aclnnCpyGetWorkspaceSize",
-    "aclnnDup",
-    "aclnnDupGetWorkspaceSize",
-    "aclnnGetRows",
-    "aclnnGetRowsGetWorkspaceSize",
     "default_backend",
-    "dynamic_flash_attn_tile",
-    "dynamic_load",
-    "dynamic_masked_softmax",
-    "dynamic_store",
-    "flash_attn_recompute",
-    "flash_attn_tile",
-    "insert",
-    "masked_softmax",
-    "nn_pad",
     "op",
     "register",
-    "softmax",
-    "to_dynamic_index",
-    "token_shift",
-    "window_insert",
-    "window_slice",
-    "window_softmax",
 ]
 
+MOVED = {
+    "aclnn": (
+        "AclTensor aclDestroyAclOpExecutor aclSetAclOpExecutorRepeatable aclnnCpy aclnnCpyGetWorkspaceSize "
+        "aclnnDup aclnnDupGetWorkspaceSize aclnnGetRows aclnnGetRowsGetWorkspaceSize"
+    ),
+    "infiniop": "TensorDescriptor TopKSoftmax",
+    "rbln": (
+        "dynamic_flash_attn_tile dynamic_load dynamic_masked_softmax dynamic_store flash_attn_recompute "
+        "flash_attn_tile insert masked_softmax nn_pad softmax to_dynamic_index window_insert window_slice "
+        "window_softmax"
+    ),
+    "rwkv": "token_shift",
+}
 
-def register(backend: Backend | None = None) -> Plugin:
+
+def __getattr__(name: str) -> Any:
+    """The operators of documents, which were importable from here before they had modules of their own."""
+    for module, operators in MOVED.items():
+        if name in operators.split():
+            where = f"{__name__}.documents.{module}"
+            warnings.warn(f"{__name__}.{name} has moved to {where}", DeprecationWarning, stacklevel=2)
+            return getattr(import_module(where), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+@overload
+def register(backend: Backend | None = None, *, into: str | PathLike[str] | None = None) -> Plugin:
+    """Of a backend, or the default one: always the registered one."""
+
+
+@overload
+def register(backend: Device, *, into: str | PathLike[str] | None = None) -> Plugin | None:
+    """Of a device: None while a file of devices is loaded."""
+
+
+def register(backend: Backend | Device | None = None, *, into: str | PathLike[str] | None = None) -> Plugin | None:
     """Makes a backend's device known to the ggml inside llama-cpp-python. A second call for it changes nothing.
 
-    backend  the default one, a device NPU, where left out: its options are those of the environment where nobody has
-             set them. Of several each has a name of its own
+    into     another ggml: that of a Python package, by name ("pywhispercpp"), or of a library, by path. A process has
+             one ggml: the first call says which
+    backend  or a `Device`; the default backend, a device NPU, where left out: its options are those of the environment
+             where nobody has set them. Of several each has a name of its own
 
-    Returns the registered backend, whose `statistics` count what it computes. Raises
-    `ggml_backend_npu.abi.lib.UnknownGgmlError` where that ggml is not one whose layouts are known here, DeviceError for
-    an option that cannot be, and for a name that ggml has a device of.
+    Returns None while a file of devices is loaded, which only names them; else the registered backend, whose
+    `statistics` count what it computes. Raises `ggml_backend_npu.abi.lib.UnknownGgmlError` where that ggml is not one
+    whose layouts are known here, DeviceError for an option that cannot be, and for a name that ggml has a device of,
+    `ggml_backend_npu.abi.places.PlaceError` for an `into` that has no ggml.
     """
     from ggml_backend_npu.abi import lib, plugin
 
+    if isinstance(backend, Device):
+        noted = recorded()
+        if noted is not None:
+            noted.append(backend)
+            return None
+        backend = DeviceBackend.of(backend)
+    if into is not None:
+        lib.take(into)
     return plugin.register(lib.ggml(), backend or default_backend())

@@ -5,16 +5,20 @@ A process may have several, each registered with ggml as a device of its own (`g
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ggml_backend_npu import registry
 from ggml_backend_npu.abi import codecs
+from ggml_backend_npu.checks import Types
+from ggml_backend_npu.device_memory import DeviceMemory
 from ggml_backend_npu.fusion import FUSIONS, Fused, Fusion, Span, longest
 from ggml_backend_npu.ir import Graph, Node
 from ggml_backend_npu.numerics import Numerics
@@ -22,11 +26,15 @@ from ggml_backend_npu.ops import OWN
 from ggml_backend_npu.options import Options
 from ggml_backend_npu.params import Params
 from ggml_backend_npu.plan import Plan
-from ggml_backend_npu.registry import Call, KernelError, Op, Types
+from ggml_backend_npu.registry import Call, KernelError, Op
 from quant.kernels.jit import engine
 from quant.kernels.threads import POOL, Team
 
+if TYPE_CHECKING:
+    from ggml_backend_npu.opaque import OpaqueMemory
+
 NO_KERNEL = "no kernel"
+_MEMORY = 8 << 30  # bytes of the device's own, where nobody says
 
 
 class Ops(Mapping[str, Op]):
@@ -84,6 +92,9 @@ class Backend:
     Options are read when they are needed first: a program may add ops before, and be told of a wrong variable later.
     Each change makes a new `version`: plans made before hold other kernels.
     """
+
+    description = "Python kernels (ggml-backend-npu)"
+    runs_without_python = True  # graphs that come again
 
     def __init__(
         self,
@@ -161,11 +172,21 @@ class Backend:
             fusions=self._fusions,
         )  # fmt: skip
 
+    def memory(self, moved: Callable[[], None]) -> DeviceMemory | OpaqueMemory | None:
+        """Memory of the device's own; None where tensors stay in ggml's buffers.
+
+        moved  called whenever a tensor begins or ceases to be packed
+        """
+        limit = self.options.memory_limit or _MEMORY
+        return DeviceMemory(limit, moved) if self.options.memory == "device" else None
+
     # nodes
 
     def offers(self, op: str) -> bool:
-        """Whether the device is to take nodes of an op where its kernel can."""
-        return op not in self.ops or not self.ops[op].optional or self.options.ops == "all"
+        """Whether the device is to take nodes of an op where its kernel can: by default of what a user has registered,
+        and of the backend's own what is marked so."""
+        kernel = self.ops.get(op)
+        return kernel is None or self.options.ops == "all" or kernel.default or kernel is not OWN.get(op)
 
     def refusal(self, node: Node) -> str | None:
         """Why the backend does not take the node: no kernel does, or not the profile. None where it does."""
@@ -236,8 +257,14 @@ class Backend:
 
 @cache
 def default_backend() -> Backend:
-    """The backend that `ggml_backend_npu.register()` registers, and that `ggml_backend_npu.op` adds to."""
-    return Backend()
+    """The backend that `ggml_backend_npu.register()` registers, and that `ggml_backend_npu.op` adds to: that of the
+    first device of GGML_NPU_DEVICE_FILE, where that is set. Raises DeviceError."""
+    name = os.environ.get("GGML_NPU_DEVICE_FILE")
+    if not name:
+        return Backend()
+    from ggml_backend_npu.device_backend import backends_of
+
+    return backends_of(name)[0]
 
 
 def op(
@@ -245,12 +272,12 @@ def op(
     *,
     types: Iterable[Types] | None = None,
     refuse: Callable[..., str | None] | None = None,
-    optional: bool = False,
+    default: bool = False,
     params: type[Params] | None = None,
 ) -> Callable[[Callable[..., None]], Op]:
     """Decorator: as `registry.op`. The op is the default backend's, or, in a file of kernels, of the backend that the
     file is loaded for."""
-    make = registry.op(name, types=types, refuse=refuse, optional=optional, params=params)
+    make = registry.op(name, types=types, refuse=refuse, default=default, params=params)
 
     def added(define: Callable[..., None]) -> Op:
         entry = make(define)

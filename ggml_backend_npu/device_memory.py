@@ -29,11 +29,14 @@ class Transfers:
 
 
 class DeviceMemory:
-    """Buffers up to a limit in bytes.
+    """Buffers up to a limit in bytes. What its tensors are copied and computed by, `opaque.OpaqueMemory` does alike.
 
     moved  called whenever a tensor begins or ceases to be packed: plans that know its layout are void
     moves  how often that was
     """
+
+    alignment, largest = ALIGNMENT, None
+    packs = True  # some tensors, in a layout that our kernels know
 
     def __init__(self, limit: int, moved: Callable[[], None]) -> None:
         self.limit, self.used = limit, 0
@@ -89,6 +92,23 @@ class DeviceMemory:
             Memory(address, data.size).bytes()[:] = data
         else:
             packed.write(address - packed.address, data)
+
+    def set(self, address: int, size: int, value: int) -> None:
+        """Sets bytes as ggml sees them to one value."""
+        self.write(address, np.full(size, value, np.uint8))
+
+    def copy(self, source: int, target: int, size: int) -> None:
+        """Copies bytes as ggml sees them."""
+        self.write(target, np.array(self.read(source, size)))
+
+    def spoil(self, address: int, why: str) -> None:
+        """Nothing that is done here fails."""
+
+    def check(self) -> None:
+        """Nothing that is done here fails."""
+
+    def synchronize(self) -> None:
+        """Nothing is done later."""
 
     def fill(self, buffer: Memory, value: int) -> None:
         """Sets every byte of a buffer, as ggml sees them, to one value."""

@@ -20,6 +20,7 @@ from ggml_backend_npu.ops.token_shift import Operand, shifted
 from ggml_backend_npu.registry import Call, Op
 
 _SOFTMAX_ALONE = SoftMax(scale=1.0, max_bias=0.0)
+_BOUND = 1e-11  # as of SOFT_MAX
 
 
 @dataclass(frozen=True)
@@ -98,12 +99,14 @@ class Span:
 class Fusion:
     """name  of the operator that the pattern is
     ops   of its nodes: the kernels that it takes the place of, and of no others
+    bound  how far off rounding may be; 0 for the same bytes
     match  a span of such nodes -> how to run it, or None where they do not belong together
     """
 
     name: str
     ops: tuple[Op, ...]
     match: Callable[[Span], Fused | None]
+    bound: float = 0.0
 
     @property
     def op_names(self) -> tuple[str, ...]:
@@ -131,10 +134,10 @@ def longest(graph: Graph, begin: int, among: Iterable[Fusion], ops: Mapping[str,
     return None
 
 
-def fusion(name: str, ops: str) -> Callable[[Callable[[Span], Fused | None]], Fusion]:
+def fusion(name: str, ops: str, bound: float = 0.0) -> Callable[[Callable[[Span], Fused | None]], Fusion]:
     """Decorator: makes a function the matcher of a fusion."""
 
-    return lambda match: Fusion(name, tuple(OWN[op] for op in ops.split()), match)
+    return lambda match: Fusion(name, tuple(OWN[op] for op in ops.split()), match, bound)
 
 
 def _same_span(a: Tensor, b: Tensor) -> bool:
@@ -231,13 +234,13 @@ def _flat(weights: Tensor, ids: Tensor) -> Tensor:
     return Tensor(weights.name, "f32", ids.ne, (4, 4 * k, 4 * k * n, 4 * k * n), weights.memory, weights.offset)
 
 
-@fusion("TopKSoftmax", "SOFT_MAX ARGSORT GET_ROWS")
+@fusion("TopKSoftmax", "SOFT_MAX ARGSORT GET_ROWS", bound=_BOUND)
 def _top_k_softmax(span: Span) -> Fused | None:
     """The k largest of a softmax: build_moe_ffn without norm_w."""
     return _routed(span, span.nodes[-1].dst)
 
 
-@fusion("TopKSoftmax", "SOFT_MAX ARGSORT GET_ROWS SUM_ROWS CLAMP DIV")
+@fusion("TopKSoftmax", "SOFT_MAX ARGSORT GET_ROWS SUM_ROWS CLAMP DIV", bound=_BOUND)
 def _top_k_softmax_normalised(span: Span) -> Fused | None:
     """The k largest of a softmax, divided by their sum: build_moe_ffn with norm_w."""
     limits = Clamp.of(span.nodes[4].params)
@@ -251,7 +254,7 @@ def _top_k_softmax_normalised(span: Span) -> Fused | None:
     return _routed(span, div.dst, norm=True, least=limits.min)
 
 
-@fusion("TopKSoftmax", "ARGSORT GET_ROWS SOFT_MAX")
+@fusion("TopKSoftmax", "ARGSORT GET_ROWS SOFT_MAX", bound=_BOUND)
 def _softmax_of_top_k(span: Span) -> Fused | None:
     """The softmax of the k largest scores: build_moe_ffn with SOFTMAX_WEIGHT, gpt-oss."""
     argsort, _, softmax = span.nodes
@@ -268,7 +271,7 @@ def _softmax_of_top_k(span: Span) -> Fused | None:
 # attention
 
 
-@fusion("masked_softmax", "SOFT_MAX")
+@fusion("masked_softmax", "SOFT_MAX", bound=_BOUND)
 def _masked_softmax(span: Span) -> Fused | None:
     """SOFT_MAX with a mask, and sinks or not: build_attn_mha without flash attention."""
     (node,) = span.nodes

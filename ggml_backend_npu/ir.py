@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
@@ -12,6 +12,7 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
+from ggml_backend_npu.buffer import Buffer
 from ggml_backend_npu.packed import Packed
 from quant import Codec, codec
 
@@ -45,6 +46,7 @@ class Tensor:
     """ggml_tensor: ne elements and nb bytes per dimension, fastest first, at an offset into memory.
 
     packed  the tensor in the device layout that this one is, or is a view of; None where blocks lie as ggml has them
+    buffer  that it lies in, where that is memory of a device which the host cannot read; None in host memory
     """
 
     name: str
@@ -54,6 +56,18 @@ class Tensor:
     memory: Memory = field(repr=False)
     offset: int = 0
     packed: Packed | None = field(default=None, repr=False)
+    buffer: Buffer | None = field(default=None, repr=False)
+
+    @property
+    def apart(self) -> Packed | Buffer | None:
+        """What has its bytes, where they do not lie at its address as ggml has them."""
+        return self.packed or self.buffer
+
+    @property
+    def start(self) -> int:
+        """Of its first byte, the offset in its buffer."""
+        assert self.buffer is not None
+        return self.address - self.buffer.address
 
     @property
     def codec(self) -> Codec:
@@ -104,8 +118,11 @@ class Tensor:
         """The tensor's values as an ndarray over its memory, axes reversed: (ne3, ne2, ne1, ne0).
 
         A quantised type gives its blocks, uint8 (ne3, ne2, ne1, blocks in a row, block bytes); bf16 gives
-        ml_dtypes.bfloat16. A tensor that a node only reads is read-only. A packed tensor has no view: see `unpacked`.
+        ml_dtypes.bfloat16. A tensor that a node only reads is read-only. A packed tensor has no view: see `unpacked`;
+        nor has one in a device's buffer: see `within`.
         """
+        if self.buffer is not None:
+            raise ValueError(f"tensor {self.name!r} lies in a device's memory, which the host cannot read")
         if self.packed is not None:
             raise ValueError(f"tensor {self.name!r} is packed: its blocks lie apart")
         kind, shape, strides = self.codec, self.ne[::-1], self.nb[::-1]
@@ -116,16 +133,28 @@ class Tensor:
         return _strided(self.memory, self.offset, shape, strides, dtype)
 
     def unpacked(self) -> Tensor:
-        """The tensor over a copy of its bytes as ggml has them, where it is packed; itself where it is not."""
-        if self.packed is None:
+        """The tensor over a copy of its bytes as ggml has them, where they do not lie at its address; itself where they
+        do."""
+        apart = self.apart
+        if apart is None:
             return self
-        blocks = self.packed.read(self.address - self.packed.address, self.nbytes)
-        return replace(self, memory=Memory.of(np.ascontiguousarray(blocks)), offset=0, packed=None)
+        blocks = apart.read(self.address - apart.address, self.nbytes)
+        return self.over(Memory.of(np.ascontiguousarray(blocks)))
 
     def take(self, unpacked: Tensor) -> None:
-        """Packs what `unpacked` gave, after it was written."""
-        if self.packed is not None:
-            self.packed.write(self.address - self.packed.address, unpacked.memory.bytes())
+        """Gives back what `unpacked` gave, after it was written."""
+        if (apart := self.apart) is not None:
+            apart.write(self.address - apart.address, unpacked.memory.bytes())
+
+    def over(self, memory: Memory, offset: int = 0) -> Tensor:
+        """The tensor at an offset into other host memory, that holds its bytes as ggml has them."""
+        return replace(self, memory=memory, offset=offset, packed=None, buffer=None)
+
+    def within(self, content: NDArray[np.uint8]) -> Tensor:
+        """The tensor over an array that holds all of its buffer: how a device in host memory sees it."""
+        assert self.buffer is not None
+        begin = Memory.of(content).address + self.memory.address - self.buffer.address
+        return self.over(Memory(begin, self.memory.size, self.memory.writable, content), self.offset)
 
     @staticmethod
     def of(array: NDArray[Any], type: str | None = None, name: str = "") -> Tensor:
@@ -191,6 +220,57 @@ class Graph:
     nodes: tuple[Node, ...]
     producers: tuple[tuple[int | None, ...], ...] = ()
     beyond: tuple[tuple[Tensor, ...], ...] = ()
+
+    @cached_property
+    def roots(self) -> tuple[Tensor, ...]:
+        """What the nodes' tensors are views of, each once, in the order in which they come: a tensor at offset 0."""
+        found: dict[tuple[int, int], Tensor] = {}
+        for tensor in self.tensors():
+            found.setdefault((tensor.memory.address, tensor.memory.size), replace(tensor, offset=0))
+        return tuple(found.values())
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Of each node its output and its sources, empty ones left out."""
+        for node in self.nodes:
+            yield from (tensor for tensor in (node.dst, *node.src) if tensor is not None and tensor.nbytes)
+
+    def root_of(self, tensor: Tensor) -> int:
+        """Which of `roots` a tensor is a view of."""
+        return self._root_at[tensor.memory.address, tensor.memory.size]
+
+    @cached_property
+    def _root_at(self) -> dict[tuple[int, int], int]:
+        return {(root.memory.address, root.memory.size): index for index, root in enumerate(self.roots)}
+
+    def topology(self) -> Hashable:
+        """What a program of the graph depends on but for the places of its roots: two graphs that have the same differ
+        in nothing else. Roots that overlap are to lie to each other as they do."""
+        spans = [Memory(root.memory.address, root.memory.size) for root in self.roots]
+        laid: list[Hashable] = [span.size for span in spans]
+        for i, span in enumerate(spans):
+            for j, other in enumerate(spans[:i]):
+                if span.address < other.address + other.size and other.address < span.address + span.size:
+                    laid.append((i, j, span.address - other.address))
+        nodes = tuple((node.op, node.params, *map(self._shape, (node.dst, *node.src))) for node in self.nodes)
+        return nodes, tuple(laid), tuple(tuple(map(self._shape, each)) for each in self.beyond)
+
+    def _shape(self, tensor: Tensor | None) -> Hashable:
+        if tensor is None or not tensor.nbytes:
+            return None
+        known = self._root_at.get((tensor.memory.address, tensor.memory.size))
+        return known, tensor.offset, tensor.type, tensor.ne, tensor.nb
+
+    def without_empty(self) -> Graph:
+        """The nodes that have something to compute."""
+        if all(node.dst.n_elements for node in self.nodes):
+            return self
+        kept = [place for place, node in enumerate(self.nodes) if node.dst.n_elements]
+        moved: dict[int | None, int] = {place: index for index, place in enumerate(kept)}
+        return Graph(
+            tuple(self.nodes[place] for place in kept),
+            tuple(tuple(map(moved.get, self.producers[place])) for place in kept) if self.producers else (),
+            tuple(self.beyond[place] for place in kept) if self.beyond else (),
+        )
 
 
 def overlapping(tensors: Iterable[Tensor]) -> list[list[Tensor]]:

@@ -65,7 +65,7 @@ def _check(added: list[Op]) -> None:
         line = op.define.__code__.co_firstlineno
         if op.name not in ggml.op_names:
             near = difflib.get_close_matches(op.name.upper(), ggml.op_names, n=1)
-            meant = f"; {near[0]!r} is meant?" if near else ""
+            meant = f"; did you mean {near[0]!r}?" if near else ""
             raise KernelFileError(f"ggml {ggml.version} has no op {op.name!r}{meant}")
         if op.name in lines:
             raise KernelFileError(f"registers {op.name} twice, at lines {lines[op.name]} and {line}")

@@ -56,7 +56,7 @@ _CHECKS: dict[str, Callable[[str, str], Any]] = {
 OPTIONS = tuple(_CHECKS)
 
 
-_READ_ELSEWHERE = ("engine", "kernels", "threads", "verbose")
+_READ_ELSEWHERE = ("capture", "capture_nodes", "device_file", "engine", "kernels", "threads", "verbose")
 _PREFIX = "GGML_NPU_"
 
 
@@ -69,8 +69,8 @@ def _refuse_unknown_variables() -> None:
     for name in os.environ:
         if name.startswith(_PREFIX) and name not in known:
             near = difflib.get_close_matches(name, known, n=1)
-            meant = f"; {near[0]} is meant?" if near else ""
-            raise DeviceError(f"{name}: no such variable{meant} There are {' '.join(sorted(known))}")
+            meant = f"; did you mean {near[0]}?" if near else "."
+            raise DeviceError(f"{name}: no such variable{meant} Known: {' '.join(sorted(known))}")
 
 
 @dataclass(frozen=True)

@@ -4,12 +4,23 @@ from __future__ import annotations
 
 import struct
 from dataclasses import dataclass, fields
-from typing import Annotated, ClassVar, Self, get_type_hints
+from typing import Annotated, ClassVar, NamedTuple, Self, get_type_hints
 
 PARAMS_BYTES = 64  # GGML_MAX_OP_PARAMS
 
 i32 = Annotated[int, "i"]
 f32 = Annotated[float, "f"]
+
+
+class Instead(NamedTuple):
+    """Values that a wrong kernel may have in place of a node's: `eps: Annotated[f32, Instead("eps", (0.0, 1e-6))]`.
+
+    name    of the parameter, in words
+    values  of a float the first is the one that has no effect
+    """
+
+    name: str
+    values: tuple[float, ...]
 
 
 @dataclass(frozen=True)
@@ -25,10 +36,13 @@ class Params:
     """
 
     _layout: ClassVar[struct.Struct]
+    others: ClassVar[dict[str, Instead]]  # of fields that say so
 
     def __init_subclass__(cls) -> None:
-        kinds = get_type_hints(cls, include_extras=True)
-        cls._layout = struct.Struct("<" + "".join(kinds[name].__metadata__[0] for name in cls.__annotations__))
+        said = get_type_hints(cls, include_extras=True)
+        kinds = {name: said[name].__metadata__ for name in cls.__annotations__}
+        cls._layout = struct.Struct("<" + "".join(kind for kind, *_ in kinds.values()))
+        cls.others = {name: instead for name, (_, *rest) in kinds.items() for instead in rest}
 
     @classmethod
     def of(cls, data: bytes) -> Self:
@@ -39,6 +53,11 @@ class Params:
     def packed(self) -> bytes:
         """The 64 bytes of op_params, zeros after the record."""
         return self._layout.pack(*(getattr(self, name) for name in self.names())).ljust(PARAMS_BYTES, b"\0")
+
+    @classmethod
+    def kinds(cls) -> str:
+        """i or f for each field."""
+        return cls._layout.format.removeprefix("<")
 
     @classmethod
     def names(cls) -> tuple[str, ...]:

@@ -5,19 +5,17 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
-from ggml_backend_npu.fusion import Span
-from ggml_backend_npu.ir import Node
 from ggml_backend_npu.registry import Call, KernelError, said_by
 
 
 @dataclass(frozen=True)
 class Plan:
-    """steps  what computes something, nodes and fused spans of nodes, each with its call
+    """steps  what computes something, nodes and fused spans of nodes, or a device's whole graph, each with its call
     counts  how many nodes of which op one run computes, alone or in a span
     fused   how many spans of which fusion are among the steps
     """
 
-    steps: tuple[tuple[Node | Span, Call], ...]
+    steps: tuple[tuple[object, Call], ...]
     counts: Counter[str]
     fused: Counter[str]
 

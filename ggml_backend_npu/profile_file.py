@@ -6,17 +6,21 @@ import re
 import tomllib
 from collections.abc import Sequence
 from dataclasses import replace
+from math import inf
 from pathlib import Path
 from typing import Any
 
 from ggml_backend_npu.abi import lib
+from ggml_backend_npu.clock import Clock
 from ggml_backend_npu.generations import PROFILES
 from ggml_backend_npu.profiles import ANY, ROLES, Profile, ProfileError, Rule, one_of
+from quant import type_names
 
 Keys = tuple[str | int, ...]
 
 _TEXTS = ("name", "description", "source", "base")
-_KEYS = (*_TEXTS, "ops", "op")
+_KEYS = (*_TEXTS, "ops", "op", "clock", "host")
+_SPEEDS = ("memory", "bus", "launch")
 _LAYOUTS = ("contiguous", "rows", "where")
 
 
@@ -25,8 +29,9 @@ def read(path: Path) -> Profile:
 
     name, description, source  texts
     base       a profile whose ops it has as well, where it does not name them itself
-    ops        ops that it takes in any form
+    ops        ops that it takes in any form. Of a profile with a clock, and without base, ops and op: all of them
     [op.NAME]  a rule for an op, or several as [[op.NAME]]: the types of dst, src0, ..., and Rule's other fields
+    [clock]    how fast it is: the fields of Clock; [host]: how fast the CPU is beside it. Both or neither
 
     Raises ProfileError for a file that is none.
     """
@@ -71,7 +76,47 @@ def _profile(data: dict[str, Any], path: Path) -> Profile:
     ops = dict(PROFILES[base].ops or {}) if base else {}
     ops |= dict.fromkeys(taken, ANY)
     ops |= {name: _rules(("op", name), rules) for name, rules in tables.items()}
-    return Profile(data.get("name", path.stem), data.get("description", ""), data.get("source", str(path)), ops)
+    clock = _clocks(data)
+    says_ops = clock is None or not data.keys().isdisjoint(("base", "ops", "op"))
+    texts = data.get("name", path.stem), data.get("description", ""), data.get("source", str(path))
+    return Profile(*texts, ops if says_ops else None, clock)
+
+
+def _clocks(data: dict[str, Any]) -> tuple[Clock, Clock] | None:
+    """The device's and the host's."""
+    given = [key for key in ("clock", "host") if key in data]
+    if not given:
+        return None
+    if len(given) == 1:
+        raise _KeyError((given[0],), f"{given[0]}: needs [{'host' if given[0] == 'clock' else 'clock'}] beside it")
+    return _clock(("clock",), data["clock"]), _clock(("host",), data["host"])
+
+
+def _clock(keys: Keys, table: Any) -> Clock:
+    if not isinstance(table, dict):
+        raise _KeyError(keys, f"{keys[-1]}: must be a table [{keys[-1]}]")
+    rates = table.get("operations", {})
+    if not isinstance(rates, dict):
+        raise _KeyError((*keys, "operations"), "operations: must be a table of numbers, such as { f16 = 1e12 }")
+    ops = sorted(lib.ggml().op_names)
+    for key, value in table.items():
+        _known((*keys, key), "key", key, (*_SPEEDS, "operations"))
+        if key in _SPEEDS:
+            _positive((*keys, key), value, zero=key == "launch")
+    for name, value in rates.items():
+        at = (*keys, "operations", name)
+        if name not in type_names():
+            _known(at, "type or op", name, (*ops, "elements"))
+        _positive(at, value)
+    if "memory" not in table:
+        raise _KeyError(keys, f"{keys[-1]}: needs memory, in bytes a second")
+    return Clock(**{**table, "operations": rates})
+
+
+def _positive(keys: Keys, value: Any, *, zero: bool = False) -> None:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not (0 < value < inf or (zero and value == 0)):
+        raise _KeyError(keys, f"{keys[-1]}={value!r}: must be a number above zero")
 
 
 def _rules(keys: Keys, rules: Any) -> tuple[Rule, ...]:

@@ -13,6 +13,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
+from ggml_backend_npu.clock import Clock
 from ggml_backend_npu.ir import Node, Tensor
 from ggml_backend_npu.params import PARAMS_BYTES, Params
 from quant import type_names
@@ -179,6 +180,7 @@ class Profile:
 
     ops     the ops it takes, each in any of the forms of its rules; None: all ops in any form
     source  where this is known from
+    clock   how fast it is, and how fast the host's CPU is beside it; None where nobody has said
 
     Raises ProfileError for a rule that names a parameter that its op does not have.
     """
@@ -187,6 +189,7 @@ class Profile:
     description: str
     source: str
     ops: Mapping[str, tuple[Rule, ...]] | None
+    clock: tuple[Clock, Clock] | None = None
 
     def __post_init__(self) -> None:
         for op, rules in (self.ops or {}).items():

@@ -5,22 +5,25 @@ from __future__ import annotations
 import inspect
 import traceback
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import takewhile
 from pathlib import Path
-from typing import Any
+from types import NoneType
+from typing import Any, get_args, get_type_hints
 
+from ggml_backend_npu.checks import Checks, Types
 from ggml_backend_npu.ir import Node, Tensor
 from ggml_backend_npu.numerics import PLAIN, Numerics
 from ggml_backend_npu.params import Params
-from quant import type_names
+from quant import codec, type_names
 from quant.errors import UserError
 from quant.kernels.jit import engine
 
 Call = Callable[[], None]
-Types = tuple[str, ...]
 
 
 class KernelError(UserError):
@@ -44,16 +47,15 @@ def said_by(error: BaseException) -> str:
 
 
 @dataclass
-class Op:
-    """One op of the backend.
+class Op(Checks):
+    """One op of the backend, with what is known of it (`Checks`).
 
     name     ggml's name of it, as in `Node.op`
     define   the kernel: fills dst from its sources; takes dst, as many sources as it names, and `params` and
              `numerics`, what its backend computes with, where it names these keywords. prepare gets the same
     types    the type combinations it takes, (dst, src0, src1, ...), or None for any
     refuse   a reason why a node of these types is not taken, or None
-    optional taken only where the device is to take all ops, or where its output is part of a tensor in the device's
-             memory, from which no scheduler moves it
+    default  of the backend's own ops, whether it is taken where the device is not to take all of them
     prepare  where a compiled kernel exists: a node's tensors -> the bound call, or None where this one is not compiled
     params   the record of its op_params, which define, refuse and prepare get as `params`; None: they get the bytes
     """
@@ -62,25 +64,48 @@ class Op:
     define: Callable[..., None]
     types: frozenset[Types] | None = None
     refuse: Callable[..., str | None] | None = None
-    optional: bool = False
+    default: bool = False
     prepare: Callable[..., Call | None] | None = None
     params: type[Params] | None = None
-    n_src: int = field(init=False)
+    sources: tuple[str, ...] = field(init=False)
     wants_params: bool = field(init=False)
     wants_numerics: bool = field(init=False)
 
     def __post_init__(self) -> None:
         parameters = inspect.signature(self.define).parameters
-        self.n_src = len(parameters) - 1 - ("params" in parameters) - ("numerics" in parameters)
+        tensors = tuple(name for name in parameters if name not in ("params", "numerics"))
+        if not tensors:
+            raise TypeError(f"kernel {self.define.__name__} of op {self.name}: takes no dst")
+        self.sources = tensors[1:]
+        self.wants_params, self.wants_numerics = "params" in parameters, "numerics" in parameters
         if self.types is not None:
             if len({len(types) for types in self.types}) != 1:
                 raise TypeError(f"op {self.name}: types must be combinations of one length, got {sorted(self.types)}")
             unknown = sorted({name for types in self.types for name in types} - set(type_names()))
             if unknown:
                 raise TypeError(f"op {self.name}: unknown type {unknown[0]!r}; known: {' '.join(type_names())}")
-        self.wants_params, self.wants_numerics = "params" in parameters, "numerics" in parameters
-        if self.n_src < 0:
-            raise TypeError(f"kernel {self.define.__name__} of op {self.name}: takes no dst")
+
+    @property
+    def n_src(self) -> int:
+        """How many sources the kernel reads."""
+        return len(self.sources)
+
+    @cached_property
+    def n_required(self) -> int:
+        """How many of them a node cannot leave out: those before the first that the kernel takes as `Tensor | None`."""
+        hints = get_type_hints(self.define)
+        return len([*takewhile(lambda name: NoneType not in get_args(hints.get(name)), self.sources)])
+
+    @property
+    def takes_blocks(self) -> bool:
+        """Whether a source may be quantised."""
+        return any(codec(name).is_quantized for types in self.types or () for name in types[1:])
+
+    @property
+    def functions(self) -> Mapping[str, str]:
+        """ggml's functions that make or change such a node, as `built_by` says."""
+        kinds = "" if self.params is None else self.params.kinds()
+        return self.built_by or {f"ggml_{self.name.lower()}": f"c{'t' * self.n_src}{kinds}"}
 
     def compiled(self, prepare: Callable[..., Call | None]) -> Callable[..., Call | None]:
         """Decorator: the compiled kernel that stands beside the definition and equals it byte for byte."""
@@ -112,8 +137,17 @@ class Op:
             return {}
         return {"params": node.params if self.params is None else self.params.of(node.params)}
 
+    def arguments(self, node: Node) -> tuple[tuple[Tensor | None, ...], dict[str, Any]]:
+        """What functions of `Checks` are called with: dst and as many sources as the kernel names, and `params` where
+        it names them."""
+        return self._tensors(node), self._params(node)
+
     def _tensors(self, node: Node) -> tuple[Tensor | None, ...]:
         return node.dst, *(*node.src, *(None,) * self.n_src)[: self.n_src]
+
+    def lacks_sources(self, node: Node) -> bool:
+        """Whether the node leaves out a source that it cannot leave out."""
+        return len(node.src) < self.n_required or None in node.src[: self.n_required]
 
     def refusal(self, node: Node) -> str | None:
         """Why the op does not take the node, in a few words; None where it does."""
@@ -175,8 +209,10 @@ def op(
     *,
     types: Iterable[Types] | None = None,
     refuse: Callable[..., str | None] | None = None,
-    optional: bool = False,
+    default: bool = False,
     params: type[Params] | None = None,
+    bound: float | Mapping[str, float] = 0.0,
+    **checks: Any,
 ) -> Callable[[Callable[..., None]], Op]:
     """Decorator: makes a function a kernel of the ggml op `name`.
 
@@ -187,9 +223,12 @@ def op(
     name    ggml_op_desc of the nodes it computes ("GET_ROWS", "SOFT_MAX", "SILU", ...)
     types   type combinations (dst, src0, src1, ...) that it takes; any, where left out
     refuse  called like the kernel: returns a reason why such a node is not taken, or None
-    optional  taken only where the device is to take all ops (GGML_NPU_OPS=all), or where the output is part of a tensor
-              in its memory
     params  the record of the node's op_params (`ggml_backend_npu.params`)
+    bound   of one of the backend's own: how far off rounding may be, for all types or by type; 0 for the same bytes
+    checks  what else is known of it: the arguments of `Checks`
+    default  of one of the backend's own: whether it is taken where the device is not to take all ops, GGML_NPU_OPS=all.
+             Whatever it is, a node is taken whose output is part of a tensor in the device's memory, and every op that
+             a user registers
 
     The kernel gets `Tensor`s, reads its sources with `.view()` and writes into `dst.view()`; a source that a node
     leaves out is None; a keyword `params` gets the node's op_params, as the record, or as bytes where none is named; a
@@ -201,7 +240,9 @@ def op(
         raise TypeError(f'@op of {getattr(name, "__name__", name)!r}: needs the op\'s name: @op("SQR")')
 
     def made(define: Callable[..., None]) -> Op:
-        entry = Op(name, define, None if types is None else frozenset(types), refuse, optional, params=params)
+        bounds = bound if isinstance(bound, Mapping) else {"*": bound} if bound else {}
+        taken = None if types is None else frozenset(types)
+        entry = Op(name, define, taken, refuse, default, params=params, bound=bounds, **checks)
         recorded = _recorded.get()
         if recorded is not None:
             recorded.append(entry)

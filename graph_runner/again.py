@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -30,7 +31,10 @@ class _Walk:
     """An observer that counts nodes as a diff does.
 
     step  to be counted up before each step but the first
+    read  gives what a span of the run's memory holds
     """
+
+    read: Callable[[int, int], Any] = staticmethod(convert.bytes_at)
 
     def __init__(self, ggml: Ggml) -> None:
         self.ggml, self.step, self._place = ggml, 0, -1
@@ -47,6 +51,10 @@ class _Walk:
 
     def after(self, address: int) -> None:
         self.saw((self.step, self._place), address)
+
+    def _digest(self, address: int) -> int:
+        dst = convert.tensor(self.ggml, address)
+        return digest_of(dst.address, dst.nbytes, self.read)
 
     def looks_at(self, place: Place, address: int) -> bool:
         """Whether a node is to be seen after it has run."""
@@ -72,7 +80,7 @@ class _Same(_Walk):
         return self._chain.is_at_end(node.op, lambda: node)
 
     def saw(self, place: Place, address: int) -> None:
-        if self.differs is None and self._before.get(place, -1) not in (-1, _digest(self.ggml, address)):
+        if self.differs is None and self._before.get(place, -1) not in (-1, self._digest(address)):
             self.differs = place, convert.node(self.ggml, address)
 
 
@@ -88,7 +96,7 @@ class _One(_Walk):
         return place == self._wanted
 
     def saw(self, place: Place, address: int) -> None:
-        self.digest, self.node = _digest(self.ggml, address), convert.node(self.ggml, address)
+        self.digest, self.node = self._digest(address), convert.node(self.ggml, address)
 
     digest: int
     node: Node | None
@@ -112,11 +120,6 @@ class _Noise(_Walk):
                 values[...] += noise.astype(values.dtype)
 
 
-def _digest(ggml: Ggml, address: int) -> int:
-    dst = convert.tensor(ggml, address)
-    return digest_of(dst.address, dst.nbytes)
-
-
 class Again:
     """A model and the tokens that were run.
 
@@ -133,6 +136,8 @@ class Again:
     def _run(self, settings: Settings, observer: _Walk | None = None) -> list[Logits]:
         found = []
         with self._opened(settings, observer) as session:
+            if observer is not None and session.npu is not None:
+                observer.read = session.npu.bytes_at
             for step, tokens in enumerate(self._batches):
                 if step and observer is not None:
                     observer.next_step()

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import xxhash
 
@@ -39,9 +40,12 @@ class Contents:
     """Digests of tensors of one run, of each since a node wrote or first read it.
 
     What is set from outside (inputs, a scheduler's copies) is not kept: nobody says when.
+
+    read  gives what a span holds, by address and size: host memory, or a device's
     """
 
-    def __init__(self) -> None:
+    def __init__(self, read: Callable[[int, int], Any] = bytes_at) -> None:
+        self.read = read
         self._known: dict[int, _Known] = {}
 
     def changed(self, reads: Iterable[Read], besides: Collection[int] = ()) -> list[Changed]:
@@ -53,7 +57,7 @@ class Contents:
         for storage in _read_by(*reads):
             if storage.is_set or storage.address in besides or not storage.tensor.nbytes:
                 continue
-            digest = _digest_of(storage)
+            digest = self._digest_of(storage)
             known = self._known.setdefault(storage.address, _Known(storage, digest, None))
             if known.digest != digest:
                 found.append(Changed(storage.tensor.name, known.written))
@@ -62,7 +66,7 @@ class Contents:
 
     def written(self, read: Read) -> None:
         """A node has written its output."""
-        self._known[read.dst.address] = _Known(read.dst, _digest_of(read.dst), str(read.node))
+        self._known[read.dst.address] = _Known(read.dst, self._digest_of(read.dst), str(read.node))
 
     def is_constant(self, storage: Storage) -> bool:
         """Whether no node has written to a tensor so far."""
@@ -74,8 +78,16 @@ class Contents:
         besides  addresses of storages that are left out
         """
         known = [each for each in self._known.values() if each.storage.address not in besides]
-        known = [each for each in known if _digest_of(each.storage) != each.digest]
+        known = [each for each in known if self._digest_of(each.storage) != each.digest]
         return [Changed(each.storage.tensor.name, each.written) for each in known]
+
+    def _digest_of(self, storage: Storage) -> int:
+        """Of the bytes as they lie in memory: of a packed tensor, quants and scales."""
+        return digest_of(storage.tensor.address, storage.tensor.nbytes, self.read)
+
+    def rest(self, spans: Iterable[tuple[int, int]], reads: Iterable[Read]) -> Rest:
+        """What spans of memory hold but for the outputs of some nodes."""
+        return Rest(spans, reads, self.read)
 
     def buffers(self, ggml: Ggml) -> list[tuple[int, int]]:
         """Of all tensors that were seen, [begin, end) by address."""
@@ -98,18 +110,17 @@ def _read_by(*reads: Read) -> list[Storage]:
     return list(found.values())
 
 
-def _digest_of(storage: Storage) -> int:
-    """Of the bytes as they lie in memory: of a packed tensor, quants and scales."""
-    return digest_of(storage.tensor.address, storage.tensor.nbytes)
-
-
 class Rest:
     """What spans of memory hold but for the outputs of some nodes, before these run and after.
 
     spans  [begin, end) by address
+    read   gives what a span holds
     """
 
-    def __init__(self, spans: Iterable[tuple[int, int]], reads: Iterable[Read]) -> None:
+    def __init__(
+        self, spans: Iterable[tuple[int, int]], reads: Iterable[Read], read: Callable[[int, int], Any] = bytes_at
+    ) -> None:
+        self._read = read
         outputs = sorted(_output(read) for read in reads)
         self._parts: list[tuple[int, int]] = []
         for begin, end in spans:
@@ -121,7 +132,7 @@ class Rest:
         self._digests = self._taken()
 
     def _taken(self) -> list[int]:
-        return [digest_of(begin, end - begin) for begin, end in self._parts]
+        return [digest_of(begin, end - begin, self._read) for begin, end in self._parts]
 
     def has_changed(self) -> bool:
         """Whether they hold something else now."""
@@ -134,8 +145,8 @@ def _output(read: Read) -> tuple[int, int]:
     return dst.address, dst.end
 
 
-def digest_of(address: int, size: int) -> int:
-    """A digest of a span of memory."""
+def digest_of(address: int, size: int, read: Callable[[int, int], Any] = bytes_at) -> int:
+    """A digest of a span of memory, which `read` gives."""
     if size <= 0:
         return 0
-    return int(xxhash.xxh3_64_intdigest(bytes_at(address, size)))
+    return int(xxhash.xxh3_64_intdigest(read(address, size)))

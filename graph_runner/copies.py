@@ -11,12 +11,13 @@ from numpy.typing import NDArray
 from ggml_backend_npu import Memory, Node, Tensor
 from ggml_backend_npu.abi.convert import same_bytes
 from ggml_backend_npu.abi.fenced import ALIGNMENT, fenced, is_damaged
+from ggml_backend_npu.ops import OWN
 from ggml_backend_npu.packed import PACKED_TYPES, Packed
 
 Bytes = NDArray[np.uint8]
 Packs = Callable[[Tensor], bool]
 
-_KEEP = frozenset({"SET_ROWS", "SET", "ACC"})  # leave bytes of dst as they were
+_KEEP = {"ACC"}  # leaves bytes of dst as they were; of the backend's own ops `Op.keeps` says so
 _DO_NOT_READ = {"CPY": 1}  # the source that is dst itself, of which nothing is read
 
 
@@ -34,7 +35,7 @@ def is_read(node: Node, index: int) -> bool:
 def continues_dst(node: Node) -> bool:
     """Whether what dst held before is something that the node goes on from: it keeps a part of it, or lies in place of
     a source."""
-    if node.op in _KEEP:
+    if node.op in _KEEP or (node.op in OWN and OWN[node.op].keeps):
         return True
     sources = [source for index, source in enumerate(node.src) if source is not None and is_read(node, index)]
     return any(source.overlaps(node.dst) for source in sources)
@@ -208,10 +209,11 @@ def held_by(group: list[Tensor], begin: int, end: int) -> Memory:
 
 
 def _as_ggml_has(tensor: Tensor, span: Memory) -> Memory:
-    """A span that the tensor is a part of, or a copy of it where blocks lie apart."""
-    if tensor.packed is None:
+    """A span that the tensor is a part of, or a copy of it where its bytes lie apart."""
+    apart = tensor.apart
+    if apart is None:
         return span
-    return Memory.of(np.ascontiguousarray(tensor.packed.read(span.address - tensor.packed.address, span.size)))
+    return Memory.of(np.ascontiguousarray(apart.read(span.address - apart.address, span.size)))
 
 
 def _is_packed(group: list[Tensor], packs: Packs, size: int) -> bool:

@@ -13,6 +13,7 @@ import ggml_backend_npu
 from ggml_backend_npu import Op
 from ggml_backend_npu.abi import convert
 from ggml_backend_npu.abi.plugin import Plugin
+from graph_runner.prediction import Prediction, Timer
 from graph_runner.results import types_of
 from graph_runner.session import LEFT_BY_THE_SCHEDULER, Sampler, Session, Settings, context_for
 
@@ -47,6 +48,7 @@ class RanGraph:
     """A graph, as it ran.
 
     nodes   every node but views, in order
+    timer   their times, where the profile has a clock
     splits  the pieces that llama.cpp's scheduler says it cuts such a graph into
     copied  bytes copied while it ran, by direction; empty with host memory
     """
@@ -54,6 +56,7 @@ class RanGraph:
     nodes: list[RanNode] = field(default_factory=list)
     splits: int = 0
     copied: dict[str, int] = field(default_factory=dict)
+    timer: Timer | None = None
 
     @property
     def n_nodes(self) -> int:
@@ -65,21 +68,36 @@ class RanGraph:
 
     def splits_with(self, ops: Collection[str] = ()) -> int:
         """The scheduler's rule: neighbours on one device are one piece. `ops`: what the NPU could compute as well."""
-        on_npu = [node.on_npu or (node.wants and node.op in ops) for node in self.nodes]
-        return 1 + sum(a != b for a, b in pairwise(on_npu))
+        return 1 + sum(a != b for a, b in pairwise(self._on_npu(ops)))
+
+    def _on_npu(self, ops: Collection[str]) -> list[bool]:
+        return [node.on_npu or (node.wants and node.op in ops) for node in self.nodes]
+
+    def predicted(self, ops: Collection[str] = ()) -> Prediction | None:
+        """The time by the profile's clock; `ops` as in `splits_with`."""
+        if self.timer is None:
+            return None
+        return self.timer.predict([node.op for node in self.nodes], self._on_npu(ops))
+
+    def saves(self, ops: Collection[str]) -> float:
+        """Seconds that kernels for some ops would save; 0 without a clock."""
+        now, then = self.predicted(), self.predicted(ops)
+        return 0.0 if now is None or then is None else now.total - then.total
 
 
 @dataclass(frozen=True)
 class Gain:
-    """What kernels for some ops would bring: splits of a prompt and of a single token, and how many fewer that is."""
+    """What kernels for some ops would bring: splits of a prompt and of a single token, how many fewer that is, and
+    seconds saved by the profile's clock, 0 without one."""
 
     ops: tuple[str, ...]
     splits: Splits
     removes: Splits
+    saves: tuple[float, float] = (0.0, 0.0)
 
     @property
-    def rank(self) -> Splits:
-        return self.removes[::-1]
+    def rank(self) -> tuple[float, ...]:
+        return *self.saves[::-1], *self.removes[::-1]
 
 
 @dataclass
@@ -117,8 +135,15 @@ class Coverage:
 
     @property
     def write_next(self) -> Gain | None:
-        """The set that removes the most splits of a token per op; None where no set removes any."""
-        return max(self.joint, key=lambda gain: gain.removes[1] / len(gain.ops), default=None)
+        """The set that saves the most seconds of a token per op by the clock, or without one removes the most splits;
+        None where no set does."""
+        timed = self.token.timer is not None
+
+        def per_op(gain: Gain) -> float:
+            return (gain.saves[1] if timed else gain.removes[1]) / len(gain.ops)
+
+        best = max(self.joint, key=per_op, default=None)
+        return None if best is None or (timed and per_op(best) <= 0) else best
 
 
 class _Recorder:
@@ -127,7 +152,13 @@ class _Recorder:
     def __init__(self, npu: Plugin) -> None:
         self._npu = npu
         self._n_graphs = 0
+        self.begin()
+
+    def begin(self) -> None:
+        """A graph begins."""
+        clock = self._npu.backend.options.profile.clock
         self.nodes: list[RanNode] = []
+        self.timer = None if clock is None else Timer(*clock)
 
     def before(self, address: int) -> bool:
         self._n_graphs = self._npu.statistics.graphs
@@ -145,6 +176,8 @@ class _Recorder:
             kernel = TAKEN_WITH_ALL
         why = "; ".join(filter(None, (kernel, profile))) or LEFT_BY_THE_SCHEDULER
         computes = convert.is_to_be_computed(self._npu.ggml, address) and node.dst.n_elements > 0
+        if self.timer is not None:
+            self.timer.add(node, computes=computes)
         wants = kernel is not None and profile is None
         self.nodes.append(RanNode(op, types_of(node), on_npu, None if on_npu else why, wants and not on_npu, computes))
 
@@ -163,10 +196,11 @@ def cover(model: Path, prompt: str, *, settings: Settings | None = None) -> Cove
     with Session(model, settings, observer=recorder) as session:
         tokens = session.tokenize(prompt)[: session.n_batch]
         for part, splits in zip((tokens, None), _splits(session), strict=True):
-            recorder.nodes, before = [], _copied(npu)
+            recorder.begin()
+            before = _copied(npu)
             session.decode(part or [Sampler()(session.logits())])
             copied = {direction: n - before[direction] for direction, n in _copied(npu).items()}
-            graphs.append(RanGraph(recorder.nodes, splits, copied))
+            graphs.append(RanGraph(recorder.nodes, splits, copied, recorder.timer))
         description = session.description
     missing: dict[str, set[str]] = defaultdict(set)
     with_all = set()
@@ -187,7 +221,8 @@ def cover(model: Path, prompt: str, *, settings: Settings | None = None) -> Cove
                 Session(model, replace(settings, weights=False)) as session,
             ):
                 after = _splits(session)
-        return Gain(tuple(sorted(ops)), after, (graphs[0].splits - after[0], graphs[1].splits - after[1]))
+        removes = graphs[0].splits - after[0], graphs[1].splits - after[1]
+        return Gain(tuple(sorted(ops)), after, removes, (graphs[0].saves(ops), graphs[1].saves(ops)))
 
     single, joint = _gains(tuple(sorted(missing)), gain)
     return Coverage(
@@ -221,7 +256,8 @@ def _gains(ops: tuple[str, ...], gain: Callable[..., Gain]) -> tuple[list[Gain],
     while len(ops) > 2:
         larger.append(gain(*ops))
         ops = max((gain(*(op for op in ops if op != without)) for without in ops), key=_rank).ops
-    joint, most = [], (0, 0)
+    joint: list[Gain] = []
+    most: tuple[float, ...] = (0.0,) * 4
     for each in [*found, *reversed(larger)]:
         if each.rank > most:
             most = each.rank
@@ -229,7 +265,7 @@ def _gains(ops: tuple[str, ...], gain: Callable[..., Gain]) -> tuple[list[Gain],
     return single, joint
 
 
-def _rank(gain: Gain) -> Splits:
+def _rank(gain: Gain) -> tuple[float, ...]:
     return gain.rank
 
 

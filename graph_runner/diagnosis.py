@@ -19,12 +19,15 @@ from numpy.typing import NDArray
 
 from ggml_backend_npu import Memory, Node, Tensor
 from ggml_backend_npu.abi import codecs
+from ggml_backend_npu.checks import Exact, Mistake
 from ggml_backend_npu.ops import OWN
+from ggml_backend_npu.ops.exact import values
 from ggml_backend_npu.ops.movers import convert, raw
+from ggml_backend_npu.registry import KernelError
 from graph_runner import noise
 from graph_runner.blocks import compare_blocks
 from graph_runner.compare import compare
-from graph_runner.mistakes import Mistake, inside, mistakes
+from graph_runner.mistakes import inside, mistakes
 from graph_runner.rules import Rules
 from quant import quantize
 
@@ -34,11 +37,9 @@ Flags = NDArray[np.bool_]
 _WORK = 1 << 26  # elements that the mistakes of one node may take to compute, all in all
 _LARGEST = 1 << 28  # bytes of an output that is looked into
 _MOST_ROWS = 256  # rows that are compared with each other where they are equal but for rounding
-_MOVES = frozenset(("GET_ROWS", "SET_ROWS", "CPY", "DUP", "CONT", "REPEAT", "CONCAT"))
 _NEAR = 1e-2  # NMSE of numbers with 8 or 11 bits, and of sums of them
 _ROUNDED = {"f32": 1e-9, "f16": 1e-6, "bf16": 1e-4}  # NMSE that rounding explains, by dst's type
 _ELSEWHERE = 1e-3  # the same for ops that are computed with other sums and roundings than here
-_MAY_ROUND_OTHERWISE = ("MUL_MAT", "MUL_MAT_ID", "FLASH_ATTN_EXT")  # a right kernel need not quantise what the CPU does
 
 
 def diagnose(node: Node, expected: Tensor, actual: Tensor, before: Tensor, outside: bool) -> str | None:
@@ -67,20 +68,18 @@ def quantised_values(node: Node) -> NDArray[np.float32] | None:
     """The float32 that a node quantises, of dst's shape, axes reversed, with NaN where it writes nothing; None where
     it does not quantise or round floats."""
     dst, src = node.dst, node.src[0] if node.src else None
-    if src is None or src.type not in ("f32", "f16", "bf16") or src.type == dst.type or not inside(src):
+    if src is None or src.type not in ("f32", "f16", "bf16") or src.type == dst.type:
         return None
-    if node.op in ("CPY", "DUP", "CONT") and src.n_elements == dst.n_elements:
-        return convert(raw(src), src.type, "f32").astype(np.float32).reshape(dst.ne[::-1])
-    rows = node.src[1] if len(node.src) > 1 else None
-    if node.op != "SET_ROWS" or rows is None or not inside(rows):
+    own = OWN.get(node.op)
+    if own is None or own.has_formula or not all(source is None or inside(source) for source in node.src):
         return None
-    values = np.full(dst.ne[::-1], np.nan, np.float32)
-    ids = rows.view()[0].astype(np.int64)
-    if ((ids < 0) | (ids >= dst.ne[1])).any() or ids.shape[2] != src.ne[1]:
+    wide = Tensor.of(np.full(dst.ne[::-1], np.nan, np.float32))
+    (_, *sources), keywords = own.arguments(node)
+    try:
+        own.define(wide, *sources, **keywords)
+    except (KernelError, ValueError, IndexError):
         return None
-    for i3, i2 in np.ndindex(src.ne[3], src.ne[2]):
-        values[i3, i2, ids[i3 % ids.shape[0], i2 % ids.shape[1]]] = convert(raw(src)[i3, i2], src.type, "f32")
-    return values
+    return wide.view()
 
 
 def _span(tensor: Tensor) -> Bytes:
@@ -101,10 +100,11 @@ class _Case:
         self.node = replace(node, src=sources)
         self.expected, self.actual, self.before, self.outside = expected, actual, before, outside
         self.e, self.a, self.b = (_units(tensor) for tensor in (expected, actual, before))
-        own = OWN.get(node.op) if node.op not in _MAY_ROUND_OTHERWISE else None
-        self.is_exact = node.op in _MOVES or expected.type not in _ROUNDED
-        self.tolerance = 0.0 if self.is_exact else _ROUNDED[expected.type] if own is not None else _ELSEWHERE
-        self.ratio = 1e-3 if own is not None else 1e-2
+        own = OWN.get(node.op)
+        rounds_alike = own is not None and not (own.bound and own.takes_blocks)  # else it need not quantise as the CPU
+        self.is_exact = (own is not None and not own.has_formula) or expected.type not in _ROUNDED
+        self.tolerance = 0.0 if self.is_exact else _ROUNDED[expected.type] if rounds_alike else _ELSEWHERE
+        self.ratio = 1e-3 if rounds_alike else 1e-2
 
     @cached_property
     def data_is_right(self) -> bool:
@@ -128,12 +128,12 @@ class _Case:
         return int(np.count_nonzero(wrong)) == int(np.count_nonzero(_units(raw_wrong)))
 
     @cached_property
-    def values_e(self) -> noise.Exact:
-        return noise.values(self.expected)
+    def values_e(self) -> Exact:
+        return values(self.expected)
 
     @cached_property
-    def values_a(self) -> noise.Exact:
-        return noise.values(self.actual)
+    def values_a(self) -> Exact:
+        return values(self.actual)
 
     @cached_property
     def baseline(self) -> Tensor | None:
@@ -145,7 +145,7 @@ class _Case:
         """How far what is right is from actual."""
         errors = [_error(self.values_e, self.values_a)]
         if self.baseline is not None:
-            errors.append(_error(noise.values(self.baseline), self.values_a))
+            errors.append(_error(values(self.baseline), self.values_a))
         return min(errors)
 
     def run(self, mistake: Mistake) -> Tensor | None:
@@ -183,9 +183,9 @@ class _Case:
 
     def is_close(self, result: Tensor) -> bool:
         """Whether a result is that of the device but for rounding, and what is right is much further off."""
-        return not self.is_exact and self.fits(noise.values(result))
+        return not self.is_exact and self.fits(values(result))
 
-    def fits(self, values: noise.Exact) -> bool:
+    def fits(self, values: Exact) -> bool:
         error = _error(values, self.values_a)
         return error <= self.tolerance * _power(self.values_a) and error <= self.ratio * self.least
 
@@ -208,7 +208,7 @@ class _Case:
         close: Flags = same | (error <= self.tolerance * power)
         return close
 
-    def rows_of_values(self, units: Bytes) -> noise.Exact:
+    def rows_of_values(self, units: Bytes) -> Exact:
         """Elements of a float type as rows of values."""
         values = convert(units.reshape(-1).view(_dtype(self.expected)), self.expected.type, "f32")
         return values.astype(np.float64).reshape(-1, self.expected.ne[0])
@@ -220,7 +220,7 @@ def _dtype(tensor: Tensor) -> np.dtype[np.generic]:
     return dtype
 
 
-def _error(x: noise.Exact, y: noise.Exact) -> float:
+def _error(x: Exact, y: Exact) -> float:
     """The sum of squared differences; inf where one is no finite number and the other not the same."""
     with np.errstate(all="ignore"):
         same = (x == y) | (np.isnan(x) & np.isnan(y))
@@ -228,7 +228,7 @@ def _error(x: noise.Exact, y: noise.Exact) -> float:
     return error if error == error else inf
 
 
-def _power(x: noise.Exact) -> float:
+def _power(x: Exact) -> float:
     return float(np.square(np.where(np.isfinite(x), x, 0.0)).sum())
 
 
@@ -239,8 +239,8 @@ def _compute(node: Node, mistake: Mistake) -> bool:
         if mistake.compute is not None:
             mistake.compute(node.dst)
         elif own is not None:
-            sources = (*node.src, *(None,) * own.n_src)[: own.n_src]
-            own.define(node.dst, *sources, **own.keywords(node, codecs.bound()))
+            tensors, _ = own.arguments(node)
+            own.define(*tensors, **own.keywords(node, codecs.bound()))
         else:
             values = noise.exact(node)
             if values is None or node.dst.type not in _ROUNDED:
@@ -252,7 +252,7 @@ def _compute(node: Node, mistake: Mistake) -> bool:
 def _cost(node: Node) -> int:
     """About how many elements an op goes through."""
     n = node.dst.n_elements
-    if node.op.startswith("MUL_MAT") and node.src[0] is not None:
+    if node.op in OWN and OWN[node.op].weights and node.src[0] is not None:
         n += n * node.src[0].ne[0] // 64 + node.src[0].n_elements
     return n
 

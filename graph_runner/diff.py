@@ -203,9 +203,11 @@ def run_in_step(
 
     with ExitStack() as stack:
         cpu = stack.enter_context(Replica(ggml, "CPU", threads=threads))
+        memory = npus[1].memory if npus[1] is not None else None
+        packs = memory is not None and memory.packs
         judge = Judge(
             ggml, npus[1], ours, ours if device == "NPU" else cpu, theirs if reference == "NPU" else cpu, ops,
-            rules or Rules(), add, fuses=fuses, packs=npus[1] is not None and npus[1].memory is not None, strict=strict,
+            rules or Rules(), add, fuses=fuses, packs=packs, strict=strict,
             keep=keeper, about_to=about_to,
         )  # fmt: skip
         steps_of = stack.enter_context(Lockstep(npus[1], judge))

@@ -45,7 +45,7 @@ def _verdict(result: DiffResult) -> str:
     if result.stray:
         return f"{WRONG}: cells of {result.stray[0].tensor} differ that no node wrote"
     if result.ending is not None and not result.ending:
-        return f"{WRONG}: every node is right, but the run ends further off than rounding explains"
+        return f"{WRONG}: every node is right, but the logits differ by more than rounding explains"
     if result.stopped:
         return f"{WRONG}: the {result.device} stopped: {result.stopped}"
     counts = Counter(node.verdict for node in result.nodes)
@@ -53,7 +53,7 @@ def _verdict(result: DiffResult) -> str:
         return f"{RIGHT}: {len(compared):,} nodes compared, every byte equals {who}"
     rounded, later = counts[Verdict.ROUNDING], counts[Verdict.INHERITED] + counts[Verdict.AMPLIFIED]
     parts = [f"{len(compared):,} nodes compared, {rounded:,} differ from {who} by rounding"]
-    parts += [f"{later:,} have inputs that do"] if later else []
+    parts += [f"{later:,} have inputs that differ"] if later else []
     return f"{ROUNDING}: {'; '.join(parts)}"
 
 
@@ -147,13 +147,10 @@ def _own_run(result: DiffResult) -> list[str]:
     if off:
         error, worst = max(off, key=lambda pair: pair[0])
         where = f"step {worst.step} node {worst.index}, {worst.op} {worst.name!r}"
-        line += f"; farthest off, with NMSE {_number(error)}, is {where}"
+        line += f"; largest NMSE {_number(error)} at {where}"
     lines = [line]
     if counts[Verdict.INHERITED] or counts[Verdict.AMPLIFIED]:
-        lines.append(
-            "inherited and amplified: the node is right (the reference makes the same of the inputs that it had), its "
-            "inputs are off"
-        )
+        lines.append("inherited and amplified: the node itself is right, but its inputs already differ")
     return lines + ([_ending(result.ending)] if result.ending is not None and result.ending.nmse else [])
 
 
@@ -162,14 +159,16 @@ def _ending(ending: Ending) -> str:
     line = f"logits: NMSE {_number(ending.nmse)}, KL divergence {_number(ending.kl)} nats, {token}"
     if ending.natural is None or ending.limit is None:
         return line
-    return f"{line}; the CPU is NMSE {_number(ending.natural)} from itself by rounding, allowed {_number(ending.limit)}"
+    return (
+        f"{line}; rounding alone moves the CPU by NMSE {_number(ending.natural)}, the limit is {_number(ending.limit)}"
+    )
 
 
 def _states(states: list[StateResult]) -> str:
     first = states[0]
     cells = ", ".join(map(str, first.cells[:8])) + (", ..." if len(first.cells) > 8 else "")
     tensors = len({state.tensor for state in states})
-    wrote = f"written by {first.node}" if first.node is not None else "written by no node that writes there"
+    wrote = f"written by {first.node}" if first.node is not None else "and no node wrote them"
     return (
         f"caches and states: cells differ in {tensors:,} tensors, first at step {first.step} of {first.tensor!r}: "
         f"cells {cells} of {first.n_cells:,}, {wrote}"
@@ -186,7 +185,7 @@ def _describe(node: NodeResult) -> str:
     first = f", first at [{', '.join(map(str, found.where))}]" if found.where else ""
     outside = ", wrote outside its output" if found.outside else ""
     run = " in the device's own run, though not alone" if node.wrong_in == OWN_RUN else ""
-    noise = f", {node.noise:.1f} times as far from the exact value as the reference" if node.noise is not None else ""
+    noise = f", {node.noise:,.1f} times as far from the exact value as the reference" if node.noise is not None else ""
     return (
         f"{where}: {found.n_different:,} of {found.n_bytes:,} bytes differ{run}{first}{outside}, "
         f"NMSE {_number(found.nmse)}, max abs {_number(found.max_abs)}{noise}"
@@ -200,22 +199,30 @@ def _explanation(node: NodeResult) -> list[str]:
     if node.verdict is not Verdict.INTRODUCED or node.test is None:
         return []
     blocks = [] if node.blocks is None else [node.blocks.sentence()]
-    return [*(text for text in blocks if text), f"none of the usual mistakes gives these bytes; tried were {_TRIED}"]
+    return [*(text for text in blocks if text), f"no common mistake gives exactly these bytes; tried: {_TRIED}"]
 
 
 def _next_steps(node: NodeResult, options: dict[str, str]) -> list[str]:
     """How to go on from a wrong node, a line each."""
     lines = []
-    if node.reproducer is not None:
-        command = ["ggml-npu", "replay", node.reproducer]
-        for name in options.get("kernels", "").split(", "):
-            command += ["--kernels", name.rpartition(" sha256:")[0]] if name else []
-        if node.wrong_in == OWN_RUN:
-            command += ["--repeat", str(_REPEATS)]
-        lines.append(f"compute it again, without the model: {shlex.join(command)}")
+    command = _replay_command(node, options)
+    if command is not None:
+        lines.append(f"compute it again without the model: {command}")
     if node.test is not None:
-        lines.append(f"ggml's own cases nearest to it: {node.test}")
+        lines.append(f"nearest test cases of ggml: {node.test}")
     return lines
+
+
+def _replay_command(node: NodeResult, options: dict[str, str]) -> str | None:
+    """The command that computes a node's reproducer again, with the files of kernels that the diff had."""
+    if node.reproducer is None:
+        return None
+    command = ["ggml-npu", "replay", node.reproducer]
+    for name in options.get("kernels", "").split(", "):
+        command += ["--kernels", name.rpartition(" sha256:")[0]] if name else []
+    if node.wrong_in == OWN_RUN:
+        command += ["--repeat", str(_REPEATS)]
+    return shlex.join(command)
 
 
 def diff_json(result: DiffResult) -> dict[str, Any]:
@@ -249,7 +256,7 @@ def diff_json(result: DiffResult) -> dict[str, Any]:
         "states": [asdict(state) for state in result.states],
         "strays": [str(stray) for stray in result.strays],
         "ending": None if result.ending is None else _ending_json(result.ending),
-        **_nodes_json(result.nodes, result.refused),
+        **_nodes_json(result.nodes, result.refused, result.device_options),
     }
 
 
@@ -259,12 +266,12 @@ def _ending_json(ending: Ending) -> dict[str, Any]:
     }
 
 
-def _nodes_json(nodes: list[NodeResult], refused: Counter[tuple[str, str]]) -> dict[str, Any]:
+def _nodes_json(nodes: list[NodeResult], refused: Counter[tuple[str, str]], options: dict[str, str]) -> dict[str, Any]:
     groups = _groups(node for node in nodes if node.compared)
     return {
         "summary": [_summary_json(op, types, alike) for (op, types), alike in groups.items()],
         "refused": [{"op": op, "reason": reason, "nodes": count} for (op, reason), count in sorted(refused.items())],
-        "nodes": [_node_json(node) for node in nodes],
+        "nodes": [_node_json(node, options) for node in nodes],
     }
 
 
@@ -286,7 +293,7 @@ def _finite(x: float) -> float | None:
     return x if isfinite(x) else None
 
 
-def _node_json(node: NodeResult) -> dict[str, Any]:
+def _node_json(node: NodeResult, options: dict[str, str]) -> dict[str, Any]:
     return {
         "step": node.step,
         "index": node.index,
@@ -301,6 +308,7 @@ def _node_json(node: NodeResult) -> dict[str, Any]:
         "failure": node.failure,
         "diagnosis": node.diagnosis,
         "reproducer": node.reproducer,
+        "replay": _replay_command(node, options),
         "test": node.test,
         "noise": None if node.noise is None else _finite(node.noise),
         "isolated": _comparison_json(node.isolated, node.blocks),
@@ -337,7 +345,8 @@ def _replay_verdict(result: ReplayResult) -> str:
 def print_replay(result: ReplayResult, console: Console, *, first: int = 5) -> None:
     """The replay as a table by op and type, the first nodes that differ, and a verdict."""
     origin = result.origin
-    line = f"{result.path}  on {result.device}; {origin.model}, computed on {origin.device} by ggml {origin.ggml}"
+    model = origin.model or "any program"
+    line = f"{result.path}  on {result.device}; {model}, computed on {origin.device} by ggml {origin.ggml}"
     _print_lines(console, [line])
     _print_nodes(result.nodes, console)
     _print_lines(console, [f"{op}: {n:,} nodes not taken: {why}" for (op, why), n in sorted(result.refused.items())])
@@ -354,5 +363,5 @@ def replay_json(result: ReplayResult) -> dict[str, Any]:
         "origin": vars(result.origin),
         "passed": bool(result),
         "verdict": _replay_verdict(result),
-        **_nodes_json(result.nodes, result.refused),
+        **_nodes_json(result.nodes, result.refused, {}),
     }

@@ -27,7 +27,7 @@ def diff_html(data: dict[str, Any]) -> str:
     templates = Environment(
         loader=loader, autoescape=True, undefined=ChainableUndefined, trim_blocks=True, keep_trailing_newline=True
     )
-    templates.filters |= {"number": _number, "quoted": _quoted, "fragment": _fragment}
+    templates.filters |= {"number": _number, "quoted": _quoted, "fragment": _fragment, "ranges": _ranges}
     script, style = (loader.get_source(templates, name)[0] for name in ("diff.js", "diff.css"))
     place = data.get("first_introduced")
     page = templates.get_template("diff.html.j2").render(
@@ -56,6 +56,17 @@ def _number(x: float | None) -> str:
     if x is None:
         return "not finite"
     return "0" if x == 0 else f"{x:.2e}"
+
+
+def _ranges(numbers: list[int]) -> str:
+    """Ascending numbers, those that follow each other as one range: "0-25, 40"."""
+    found: list[list[int]] = []
+    for number in numbers:
+        if found and number == found[-1][1] + 1:
+            found[-1][1] = number
+        else:
+            found.append([number, number])
+    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in found)
 
 
 def _quoted(text: str) -> str:

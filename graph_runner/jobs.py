@@ -185,7 +185,7 @@ class ReplayJob:
         recorded = read_trace(self.path).origin.options
         chosen = {name: value for name, value in self.device.options.items() if value is not None}
         backend = replace(self.device, options={**_known(recorded), **chosen}).use()
-        if self.arguments.get("device", NPU).upper() != NPU:
+        if (self.arguments.get("device") or NPU).upper() != NPU:
             ggml_backend_npu.register(backend)  # so that it is among the devices that ggml has
         about_to = trail.about_to if trail is not None else _nothing
         return replay(

@@ -243,7 +243,8 @@ class Judge:
         self.own.after()
         self._about_to("", 0, 0, self._before)
         dst = self.own.last.reads[-1].node.dst
-        self.fingerprints[self.step, self.own.last.places[-1]] = digest_of(dst.address, dst.nbytes)
+        read = self._npu.bytes_at if self._npu is not None else convert.bytes_at
+        self.fingerprints[self.step, self.own.last.places[-1]] = digest_of(dst.address, dst.nbytes, read)
 
     def after(self, address: int, place: int, own: int | None) -> None:
         """Both have computed it; `own` is the device's tensor."""
@@ -411,7 +412,7 @@ def _name(tensor: Tensor | None) -> str:
 
 def _held(tensor: Tensor) -> Tensor:
     """The tensor over a copy of its span."""
-    return replace(tensor, memory=Memory.of(span(tensor)), offset=0, packed=None)
+    return tensor.over(Memory.of(span(tensor)))
 
 
 def _over_root(tensor: Tensor) -> Tensor:

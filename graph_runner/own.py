@@ -12,10 +12,11 @@ from ggml_backend_npu.abi.convert import Read, Storage, same_bytes
 from ggml_backend_npu.abi.lib import Ggml
 from ggml_backend_npu.abi.plugin import Plugin
 from ggml_backend_npu.abi.replica import Replica
+from ggml_backend_npu.buffer import Buffer
 from ggml_backend_npu.packed import Packed
 from graph_runner.contents import Changed, Contents, Rest
 from graph_runner.copies import continues_dst, is_read, span
-from graph_runner.rules import FREE_ORDERS
+from graph_runner.rules import free_order
 from graph_runner.spans import Chain, Collected, between_gaps_of, copy
 
 
@@ -99,14 +100,14 @@ class OwnRun:
         self._reader = convert.Reader(ggml, self._packed)
         self._n_moves = 0
         self._chain = Chain(backend, backend.fusions)
-        self._contents = Contents()
+        self._contents = Contents(npu.bytes_at if npu is not None else convert.bytes_at)
         self._constants: dict[tuple[int, int], bool] = {}  # whether they are alike, by where they lie in both runs
         self._rest: Rest | None = None
         self._n_graphs = 0
         self._next = OwnNodes()
         self.last = OwnNodes()
 
-    def _packed(self, address: int) -> Packed | None:
+    def _packed(self, address: int) -> Packed | Buffer | None:
         memory = self._npu.memory if self._npu is not None else None
         return memory.packed(address) if memory is not None else None
 
@@ -146,7 +147,7 @@ class OwnRun:
         if len(nodes.reads) == 1:
             nodes.is_fed_alike, nodes.before = self._taken_down(nodes.reads[0], nodes.places[0])
         spans = [(each.tensor.address, each.tensor.end) for each in _overwritten(*nodes.reads)]
-        self._rest = Rest(self._contents.buffers(self._ggml) if self._strict else spans, nodes.reads)
+        self._rest = self._contents.rest(self._contents.buffers(self._ggml) if self._strict else spans, nodes.reads)
         self._n_graphs = self._npu.statistics.graphs if self._npu is not None else 0
 
     def after(self) -> None:
@@ -175,7 +176,7 @@ class OwnRun:
             return [Mirrored(nodes.places[0], own, nodes.before, expected, own.dst.unpacked())]
         outputs = [read.node.dst for read in nodes.reads]
         gone = [_is_gone(outputs, place) for place in range(len(outputs))]
-        free = any(each and read.node.op in FREE_ORDERS for each, read in zip(gone, nodes.reads, strict=True))
+        free = any(each and free_order(read.node.op) for each, read in zip(gone, nodes.reads, strict=True))
         # in which order such a result was, whoever has computed it knows; alone it is judged
         for orders in (self._computer, self._device) if free else (self._computer,):
             graph = nodes.collected.graph()
@@ -204,7 +205,7 @@ class OwnRun:
         for place, (node, output) in enumerate(zip(graph.nodes, outputs, strict=True)):
             if not output.nbytes:
                 continue
-            (orders if gone[place] and node.op in FREE_ORDERS else self._computer).compute(node)
+            (orders if gone[place] and free_order(node.op) else self._computer).compute(node)
             if gone[place] or (place < n_fused and place not in fused):
                 continue
             part = fused.get(place, node.dst) if place < n_fused else node.dst
@@ -259,7 +260,7 @@ def _hold_the_same(a: Tensor, b: Tensor) -> bool:
 
 def _kept(source: Tensor | None, dst: Tensor) -> Tensor | None:
     """A source as it is, or a copy of it where it will not be, or is not as ggml has it."""
-    if source is None or not source.nbytes or (source.packed is None and not source.overlaps(dst)):
+    if source is None or not source.nbytes or (source.apart is None and not source.overlaps(dst)):
         return source
     return copy(source)
 

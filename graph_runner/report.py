@@ -11,6 +11,7 @@ from graph_runner.console import Console, table
 
 if TYPE_CHECKING:  # a replay on the NPU reports without llama.cpp
     from graph_runner.coverage import Coverage, Gain, RanGraph
+    from graph_runner.prediction import Prediction
     from graph_runner.session import Session, Settings
     from graph_runner.suites import Case
     from graph_runner.token_graph import GraphRunner
@@ -91,6 +92,9 @@ def print_coverage(found: Coverage, console: Console, *, first: int = 5) -> None
     console.print(shown)
     for name, graph in (("prompt", found.prompt), ("token", found.token)):
         console.print(f"{name}: {_cost(graph)}", highlight=False, soft_wrap=True)
+    for name, graph, n in (("prompt", found.prompt, found.n_prompt), ("token", found.token, 1)):
+        if (predicted := graph.predicted()) is not None:
+            console.print(f"{name} by the clock: {_predicted(predicted, n)}", highlight=False, soft_wrap=True)
     _print_gains("with one more op", found.single[:first], console)
     _print_gains("with more ops together", [gain for gain in found.joint if len(gain.ops) > 1], console)
     console.print(_advice(found), style="bold", highlight=False, soft_wrap=True)
@@ -101,6 +105,19 @@ def _cost(graph: RanGraph) -> str:
     return f"{graph.n_on_npu:,} of {graph.n_nodes:,} nodes on the NPU, {graph.splits:,} graph splits, copied {copied}"
 
 
+def _predicted(predicted: Prediction, n_tokens: int) -> str:
+    """Tokens a second, and in ms what takes the time."""
+    total = predicted.total
+    speed = f"{n_tokens / total:,.1f} tokens/s" if total else "no time"
+    parts = [
+        *((f"{op}", seconds) for op, seconds in predicted.ops.most_common()),
+        ("transfer", predicted.transfer),
+        *((f"{op} on the CPU", seconds) for op, seconds in predicted.fallback.most_common()),
+    ]
+    shown = ", ".join(f"{name} {seconds * 1e3:,.3f}" for name, seconds in parts if seconds)
+    return f"{speed}, {total * 1e3:,.3f} ms: {shown}"
+
+
 def _print_gains(title: str, gains: list[Gain], console: Console) -> None:
     if not gains:
         return
@@ -108,10 +125,16 @@ def _print_gains(title: str, gains: list[Gain], console: Console) -> None:
     shown.add_column(title)
     shown.add_column("splits of a prompt", justify="right")
     shown.add_column("of a token", justify="right")
+    timed = any(any(gain.saves) for gain in gains)
+    if timed:
+        shown.add_column("ms saved of a prompt", justify="right")
+        shown.add_column("of a token", justify="right")
     for gain in gains:
         changes = [f"{-less:+,}" if less else "same" for less in gain.removes]
         shown.add_row(
-            " ".join(gain.ops), *(f"{n:,} ({change})" for n, change in zip(gain.splits, changes, strict=True))
+            " ".join(gain.ops),
+            *(f"{n:,} ({change})" for n, change in zip(gain.splits, changes, strict=True)),
+            *(f"{seconds * 1e3:,.3f}" for seconds in gain.saves if timed),
         )
     console.print(shown)
 
@@ -119,12 +142,14 @@ def _print_gains(title: str, gains: list[Gain], console: Console) -> None:
 def _advice(found: Coverage) -> str:
     gain = found.write_next
     if gain is None:
-        return "no kernel would remove a graph split"
+        return "no kernel would save time" if found.token.timer else "no kernel would remove a graph split"
     together = "" if len(gain.ops) == 1 else " together"
     to_write = " ".join(op for op in gain.ops if op not in found.with_all)
     what = f"write next: {to_write}" if to_write else f"run with --all, for {' '.join(gain.ops)}"
     if to_write and set(gain.ops) & set(found.with_all):
         what += f", and run with --all for {' '.join(op for op in gain.ops if op in found.with_all)}"
+    if found.token.timer is not None:
+        return f"{what}:{together} {gain.saves[1] * 1e3:,.3f} ms a token saved"
     return f"{what}:{together} {gain.removes[1]:,} splits a token fewer"
 
 
@@ -157,12 +182,19 @@ def coverage_json(found: Coverage) -> dict[str, Any]:
 
 
 def _graph_json(graph: RanGraph) -> dict[str, Any]:
+    predicted = graph.predicted()
     return {
         "nodes": graph.n_nodes,
         "on_npu": graph.n_on_npu,
         "splits": graph.splits,
         "copied": graph.copied,
+        **({} if predicted is None else {"seconds": _seconds_json(predicted)}),
     }
+
+
+def _seconds_json(predicted: Prediction) -> dict[str, Any]:
+    parts = {"ops": dict(predicted.ops), "fallback": dict(predicted.fallback), "transfer": predicted.transfer}
+    return {"total": predicted.total, **parts}
 
 
 def _gain_json(gain: Gain) -> dict[str, Any]:
@@ -171,6 +203,7 @@ def _gain_json(gain: Gain) -> dict[str, Any]:
         "ops": list(gain.ops),
         "splits": dict(zip(both, gain.splits, strict=True)),
         "removes": dict(zip(both, gain.removes, strict=True)),
+        **({"saves": dict(zip(both, gain.saves, strict=True))} if any(gain.saves) else {}),
     }
 
 

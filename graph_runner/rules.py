@@ -1,7 +1,7 @@
 """Which differences from a reference are right: one rule for every op.
 
-Most ops have to give the same bytes. Those that round on the way have a bound, in tolerances.toml, of the error against
-the reference or against the exact value: ggml's CPU is itself inexact in places (it quantises the other source of
+Most ops have to give the same bytes. Those that round on the way have a bound (`Op.bound`) of the error against the
+reference or against the exact value: ggml's CPU is itself inexact in places (it quantises the other source of
 quantised weights, and takes GELU from a table of float16), and a kernel that is closer to the truth is right.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import tomllib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,17 +17,19 @@ import numpy as np
 
 from ggml_backend_npu import Node, Tensor
 from ggml_backend_npu.abi.lib import ggml
+from ggml_backend_npu.checks import Exact
 from ggml_backend_npu.fusion import FUSIONS
 from ggml_backend_npu.ops import OWN
+from ggml_backend_npu.ops.exact import values
 from ggml_backend_npu.ops.movers import raw
-from ggml_backend_npu.ops.routing import ASCENDING, Argsort
 from graph_runner import noise
 from graph_runner.compare import Comparison
-from graph_runner.noise import Exact, values
 from quant import type_names
 from quant.errors import UserError
 
 GPU = "gpu"
+
+_EVERY = "*"  # in a file, every op that has a bound
 
 _PRESETS = {GPU: Path(__file__).with_name("gpu.toml")}
 _OUTLIER = 64  # how many times the mean of its row the squared error of an element may be
@@ -36,7 +38,7 @@ _SMALLEST = float(np.finfo(np.float32).tiny)  # what is below may be taken for 0
 # bits of the mantissa, least exponent and what is rounded to infinity, of types whose rounding is more than the bounds
 _ROUNDING = {"f16": (10, -14, 65520.0), "bf16": (7, -126, 3.3961775e38)}
 
-Bounds = dict[str, float]
+Bounds = Mapping[str, float]
 
 
 class ToleranceError(UserError):
@@ -46,21 +48,25 @@ class ToleranceError(UserError):
 class Rules:
     """Which differences from a reference are right: by op and type.
 
-    extra  a TOML file of the form of tolerances.toml, of which each value takes the place of ours; or "gpu", for
-           devices that compute in half floats
-    ops    that it may name besides those of tolerances.toml
+    extra  a TOML file of the form of gpu.toml, of which each value takes the place of ours; or "gpu", for devices that
+           compute in half floats
+    ops    that it may name besides those that have a bound
 
     Raises ToleranceError for a file that is none.
     """
 
     def __init__(self, extra: str | Path | None = None, ops: Iterable[str] = OWN) -> None:
-        self._table = _read(Path(__file__).with_name("tolerances.toml"))
+        self._table: dict[str, Bounds] = {name: op.bound for name, op in OWN.items() if op.bound}
+        self._table |= {fusion.name: {"*": fusion.bound} for fusion in FUSIONS if fusion.bound}
         if extra is not None:
             path = _PRESETS.get(str(extra), Path(extra))
             added = _read(path)
+            every = added.pop(_EVERY, None)
+            if every is not None:
+                self._table = dict.fromkeys(self._table, every)
             _check_names(path, added, {*self._table, *ops, *(fusion.name for fusion in FUSIONS)})
             for op, bounds in added.items():
-                self._table[op] = self._table.get(op, {}) | bounds
+                self._table[op] = {**self._table.get(op, {}), **bounds}
 
     def allows(self, node: Node, expected: Tensor, actual: Tensor, found: Comparison) -> bool:
         """Whether a result whose bytes are not the reference's is right.
@@ -71,9 +77,10 @@ class Rules:
         """
         if found.outside or _gaps_differ(expected, actual, found):
             return False
-        if node.op in _ORDERS:
-            is_right, _ = _ORDERS[node.op]
-            return is_right(node, actual)
+        op = OWN.get(node.op)
+        if op is not None and op.order is not None:
+            (_, *sources), keywords = op.arguments(node)
+            return not op.lacks_sources(node) and op.order[0](actual, *sources, **keywords)
         bound = self.bound(node.op, type_of(node))
         return bound > 0 and any(error <= bound for error in errors(node, expected, actual))
 
@@ -89,8 +96,8 @@ class Rules:
 
     def describe(self, op: str, type: str) -> str:
         """The rule of an op's nodes of a type, which is that of `type_of`, in words."""
-        if op in _ORDERS:
-            _, words = _ORDERS[op]
+        words = free_order(op)
+        if words is not None:
             return words
         bound = self.bound(op, type)
         return f"within NMSE {bound:g} of the reference or of the exact value" if bound else "same bytes"
@@ -98,10 +105,20 @@ class Rules:
 
 def type_of(node: Node) -> str:
     """The type that a bound goes by: that of the first source; of attention that of v, in which the CPU adds it up."""
-    sources = [source.type for source in node.src if source is not None]
-    if node.op == "FLASH_ATTN_EXT" and len(sources) > 2:
-        return sources[2]
-    return sources[0] if sources else node.dst.type
+    op = OWN.get(node.op)
+    source = None if op is None or op.bound_by is None else _source(node, op.bound_by)
+    return (source or next(filter(None, node.src), node.dst)).type
+
+
+def free_order(op: str) -> str | None:
+    """Of an op that has more than one right result, which those are, in words; None for any other op."""
+    own = OWN.get(op)
+    return None if own is None or own.order is None else own.order[1]
+
+
+def _source(node: Node, name: str) -> Tensor | None:
+    place = OWN[node.op].sources.index(name)
+    return node.src[place] if place < len(node.src) else None
 
 
 def errors(node: Node, expected: Tensor, actual: Tensor) -> Iterator[float]:
@@ -141,7 +158,8 @@ def _error(node: Node, actual: Exact, right: Exact, size: Exact, rounding: Exact
 
 def _row(node: Node, result: Exact) -> int:
     """How many elements are judged together: a row; where what tokens gave and states lie in one, those of a head."""
-    x = node.src[1] if node.op == "SSM_SCAN" else None
+    op = OWN.get(node.op)
+    x = None if op is None or op.judged_by is None else _source(node, op.judged_by)
     return max(1, x.ne[0] if x is not None else result.shape[-1])
 
 
@@ -163,49 +181,6 @@ def _gaps_differ(expected: Tensor, actual: Tensor, found: Comparison) -> bool:
         return False
     e, a = (np.ascontiguousarray(raw(tensor)).view(np.uint8) for tensor in (expected, actual))
     return int(np.count_nonzero(e != a)) != found.n_different
-
-
-# sets and orders: (is right, in words)
-
-
-def _chosen(node: Node, actual: Tensor) -> tuple[Exact, Exact] | None:
-    """The first source, NaN as the least of all, and which of its numbers the ids of each row name; None where one is
-    no id, or comes twice."""
-    source = node.src[0] if node.src else None
-    if source is None or source.ne[1:] != actual.ne[1:]:
-        return None
-    scores, ids = values(source), actual.view().astype(np.int64)
-    scores = np.where(np.isnan(scores), -math.inf, scores)
-    order = np.sort(ids, axis=-1)
-    if (order < 0).any() or (order >= source.ne[0]).any() or (np.diff(order, axis=-1) == 0).any():
-        return None
-    return scores, np.take_along_axis(scores, ids, axis=-1)
-
-
-def _is_same_set(node: Node, actual: Tensor) -> bool:
-    found = _chosen(node, actual)
-    if found is None:
-        return False
-    scores, chosen = found
-    return np.array_equal(np.sort(chosen, axis=-1), np.sort(scores, axis=-1)[..., scores.shape[-1] - actual.ne[0] :])
-
-
-def _is_same_order(node: Node, actual: Tensor) -> bool:
-    found = _chosen(node, actual)
-    if found is None or actual.ne[0] != found[0].shape[-1]:
-        return False
-    scores, chosen = found
-    order = np.sort(scores, axis=-1)
-    return np.array_equal(chosen, order[..., ::-1] if Argsort.of(node.params).order != ASCENDING else order)
-
-
-_ORDERS: dict[str, tuple[Callable[[Node, Tensor], bool], str]] = {
-    "TOP_K": (_is_same_set, "the same set in any order"),
-    "ARGSORT": (_is_same_order, "the same order, but of equal elements"),
-}
-
-
-FREE_ORDERS = frozenset(_ORDERS)  # ops whose right results are more than one
 
 
 # tables
@@ -236,8 +211,8 @@ def _bounds(path: Path, op: str, bounds: Any) -> Bounds:
 
 def _check_names(path: Path, table: dict[str, Bounds], known: set[str]) -> None:
     for op in table:
-        if op in _ORDERS:
-            _, words = _ORDERS[op]
+        words = free_order(op)
+        if words is not None:
             raise ToleranceError(f"tolerances {str(path)!r}: {op} has no bound: its rule is {words!r}")
         if op not in known and op not in ggml().op_names:
             raise ToleranceError(f"tolerances {str(path)!r}: {op}: no such op")

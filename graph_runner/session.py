@@ -225,8 +225,10 @@ class Session:
         params = llama_cpp.llama_model_default_params()
         params.use_extra_bufts = False  # repacked weights are invisible to any backend but the CPU's own
         params.no_alloc = not self.settings.weights
-        if params.no_alloc:
+        if params.no_alloc and hasattr(params, "load_mode"):
             params.load_mode = llama_cpp.LLAMA_LOAD_MODE_NONE
+        elif params.no_alloc:
+            params.use_mmap = False
         params.n_gpu_layers = self.settings.gpu_layers if self.npu is not None else 0
         places = self._places_of_weights()
         params.tensor_buft_overrides = ctypes.addressof(places)
@@ -237,7 +239,13 @@ class Session:
         with alone(self.ggml, self.npu), self._inside():
             self._model = llama_cpp.llama_model_load_from_file(str(model).encode(), params)
         if not self._model:
-            raise SessionError(f"model {str(model)!r}: {_log.reason()}")
+            why = self._failures.message if self.npu is not None and self.npu.memory is not None else None
+            raise SessionError(f"model {str(model)!r}: {why or _log.reason()}")
+        try:
+            self._refuse_what_is_lost()
+        except SessionError:
+            llama_cpp.llama_model_free(self._model)
+            raise
 
     def _places_of_weights(self) -> ctypes.Array[_Override]:
         """llama.cpp leaves embeddings to the CPU, where the output's weights may be the same ones: where all layers are
@@ -438,8 +446,16 @@ class Session:
                 raise SessionError(f"context of {self.settings.n_ctx} cells is full")
             if self.npu is not None and self.npu.broken is not None:
                 raise SessionError(self.npu.broken)
+            self._refuse_what_is_lost()
             if status != 0:
                 raise SessionError(self._failures.message or f"llama.cpp failed to decode: {_log.reason()}")
+
+    def _refuse_what_is_lost(self) -> None:
+        """Raises SessionError where the device failed in something that llama.cpp does not hear of."""
+        lost = self.npu.lost if self.npu is not None else None
+        if self.npu is not None and lost is not None:
+            self.npu.lost = None
+            raise SessionError(lost)
 
     def save(self) -> bytes:
         """The state of the context: tokens' keys and values, recurrent states."""
@@ -470,6 +486,7 @@ class Session:
         """The logits behind the last token, a copy."""
         n_vocabulary = llama_cpp.llama_vocab_n_tokens(self._vocabulary)
         pointer = llama_cpp.llama_get_logits_ith(self._context, -1)
+        self._refuse_what_is_lost()
         return np.ctypeslib.as_array(pointer, (n_vocabulary,)).copy()
 
 

@@ -114,14 +114,21 @@ class Collected:
 
 def _within(view: Tensor, whole: Tensor, copied: Tensor) -> Tensor:
     """A view of a tensor as the same view of its copy."""
-    return replace(view, memory=copied.memory, offset=copied.offset + view.address - whole.address, packed=None)
+    return view.over(copied.memory, copied.offset + view.address - whole.address)
 
 
 def copy(tensor: Tensor) -> Tensor:
     """The tensor over a copy of its span, as ggml has it, between fences."""
     whole = tensor.unpacked()
     memory, offset = fenced(Memory(whole.address, whole.nbytes, owner=whole.memory), tensor.address % ALIGNMENT)
-    return replace(tensor, memory=memory, offset=offset, packed=None)
+    return tensor.over(memory, offset)
+
+
+def copied(node: Node) -> Node:
+    """The node over copies of all its tensors; those that are one tensor stay one."""
+    tensors = {id(x): x for x in (node.dst, *node.src) if x is not None}
+    made = {key: copy(x) for key, x in tensors.items()}
+    return replace(node, dst=made[id(node.dst)], src=tuple(None if x is None else made[id(x)] for x in node.src))
 
 
 def between_gaps_of(tensor: Tensor, elements: Tensor) -> Tensor:

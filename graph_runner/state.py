@@ -81,7 +81,7 @@ class States:
 
     def _look(self, state: _State, step: int, node: str | None) -> None:
         size = state.reference.nbytes
-        plain = state.device.packed is None and not state.wrong.any()
+        plain = state.device.apart is None and not state.wrong.any()
         if plain and same_bytes(state.reference.address, state.device.address, size):
             return
         wrong = self._differing(state)

@@ -222,6 +222,8 @@ def _fetch(source: Path) -> None:
         (found,) = here.glob("*/vendor/llama.cpp")
         with open(found / "tests" / "test-llama-archs.cpp", "a") as program:
             program.write(_LOAD_PLUGINS)
+        rpc = found / "tools" / "rpc" / "CMakeLists.txt"
+        rpc.write_text(rpc.read_text().replace("(TARGET rpc-server)", "(TARGET ggml-rpc-server)"))  # its older name
         found.replace(source)
 
 

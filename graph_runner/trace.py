@@ -657,7 +657,7 @@ class ReplayResult:
 
 def replay(
     path: Path,
-    device: str = NPU,
+    device: str | None = None,
     *,
     backend: Backend | None = None,
     rules: Rules | None = None,
@@ -667,7 +667,8 @@ def replay(
 ) -> ReplayResult:
     """Computes each node of a trace on a device and compares with what is expected.
 
-    device  "NPU": the kernels of a backend, without llama.cpp; any other that ggml has
+    device  "NPU": the kernels of a backend, without llama.cpp; any other that ggml has. Left out: the NPU, and the CPU
+            where the results are the NPU's
     backend  what the NPU is; the default one, where left out
     repeat  how often each is computed at the same addresses, with other values in its sources in between: what a kernel
             keeps of an earlier call shows
@@ -677,6 +678,7 @@ def replay(
     Raises TraceError for a file that is no whole trace, KernelError for a device that ggml has not.
     """
     trace = read_trace(path)
+    device = device or ("CPU" if trace.origin.device == NPU else NPU)
     rules = rules or Rules()
     with _computer(device, backend or default_backend(), trace) as computer:
         result = ReplayResult(str(path), computer.name, trace.origin)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import signal
 
 os.environ["GGML_NO_BACKTRACE"] = "1"  # read by ggml when it is loaded
@@ -11,6 +12,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # two workers share two cor
 os.environ["PYTHONSAFEPATH"] = "1"  # processes of the tests import what is installed, not what lies in their folder
 
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -107,6 +109,25 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         chosen = {i * len(each) // n for i in range(n)}
         for i in {*range(len(each))} - chosen:
             each[i].add_marker("slow")
+
+
+@cache
+def lacking() -> set[str]:
+    """Names of our ops and types that the ggml of this process does not have, or has with another meaning."""
+    import quant
+    from ggml_backend_npu.abi import lib
+    from ggml_backend_npu.ops import OWN
+
+    ggml = lib.ggml()
+    return ({*OWN} - ggml.op_names) | ({*quant.type_names()} - ggml.type_numbers.keys()) | ggml.uncounted
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Skips a case that is named after an op or a type that this ggml does not have."""
+    words = {*re.findall(r"\w+", item.name.partition("[")[2])}
+    if words & lacking():
+        item.add_marker(pytest.mark.skip(reason="this version of ggml has no such op or type"))
 
 
 def pytest_collection_finish() -> None:

@@ -14,9 +14,12 @@ from paper import copy_of, define
 
 from ggml_backend_npu import Node, Tensor
 from ggml_backend_npu.ops import OWN
+from ggml_backend_npu.ops import exact as formulas
+from ggml_backend_npu.ops.exact import values
+from ggml_backend_npu.ops.probes import tensor
 from graph_runner import noise
-from graph_runner.probes import tensor
 from graph_runner.rules import type_of
+from graph_runner.spans import copied
 
 Exact = NDArray[np.float64]
 Fault = Callable[[Node], Exact | Node]  # what a wrong kernel writes, or the node that it computes in place of this one
@@ -35,9 +38,9 @@ def written(of: Node, x: Exact) -> Tensor:
 
 
 def computed(of: Node, how: Callable[[Node], None]) -> Tensor:
-    result = copy_of(of.dst)
-    how(replace(of, dst=result))
-    return result
+    made = copied(of)
+    how(made)
+    return made.dst
 
 
 def compiled(of: Node) -> None:
@@ -53,25 +56,24 @@ def exact(of: Node) -> Exact:
 def in_type(of: Node, type: Any) -> Exact:
     """The formula in another arithmetic."""
     with pytest.MonkeyPatch.context() as patch, np.errstate(all="ignore"):
-        values, decoded = noise.values, noise._decoded
-        patch.setattr(noise, "values", lambda x: values(x).astype(type))
-        patch.setattr(noise, "_decoded", lambda x, view: decoded(x, view).astype(type))
+        values = formulas.values
+        patch.setattr(formulas, "values", lambda x: values(x).astype(type))
         return exact(of).astype(np.float64)
 
 
 def in_halves(of: Node) -> Tensor:
     """The formula in float16."""
-    if of.op not in noise._DEFINED:
+    if not OWN[of.op].wide:
         return written(of, in_type(of, np.float16))
-    halves = [x if x is None or x.type == "i32" else tensor("f16", noise.values(x)) for x in of.src]
+    halves = [x if x is None or x.type == "i32" else tensor("f16", values(x)) for x in of.src]
     result = replace(of, dst=tensor("f16", np.zeros(of.dst.ne[::-1])), src=tuple(halves))
     define(result)
-    return written(of, noise.values(result.dst))
+    return written(of, values(result.dst))
 
 
 def in_order(of: Node) -> Iterator[tuple[str, Exact]]:
     """Sums in float32, one product after the other."""
-    floats = [noise.values(x).astype(np.float32) for x in of.src]
+    floats = [values(x).astype(np.float32) for x in of.src]
     x = floats[0].reshape(1, 1, 1, -1) if of.op == "SUM" else floats[0]
     if of.op == "MUL_MAT":
         x = floats[1][..., None, :] * x.repeat(floats[1].shape[1] // x.shape[1], axis=1)[:, :, None]
@@ -86,7 +88,7 @@ def right(of: Node) -> Iterator[tuple[str, Tensor]]:
     yield "the exact value", written(of, exact(of))
     yield "the definition", computed(of, define)
     yield "the kernel", computed(of, compiled)
-    if of.op not in noise._DEFINED:
+    if not OWN[of.op].wide:
         yield "the formula in float32", written(of, in_type(of, np.float32))
     if of.op in ("SUM", "SUM_ROWS", "MEAN", "MUL_MAT"):
         yield from ((name, written(of, x)) for name, x in in_order(of))
@@ -105,7 +107,7 @@ def rounded_sources(of: Node) -> Node:
 
     def less(x: Tensor | None) -> Tensor | None:
         fine = x is None or x.type not in FEWER or of.op == "SUM"
-        return x if fine else tensor(x.type, fewer_bits(noise.values(x), x.type))
+        return x if fine else tensor(x.type, fewer_bits(values(x), x.type))
 
     return replace(of, src=tuple(less(x) for x in of.src))
 
@@ -127,7 +129,7 @@ def without_last(place: int, axis: int = -1) -> Fault:
     """The last element along an axis of a source counts as zero."""
 
     def fault(of: Node) -> Node:
-        x = noise.values(of.src[place]).copy()
+        x = values(of.src[place]).copy()
         np.moveaxis(x, axis, -1)[..., -1] = 0
         return with_source(of, place, tensor("f32", x))
 
@@ -139,7 +141,7 @@ def with_source(of: Node, place: int, x: Tensor | None) -> Node:
 
 
 def norm_without_last(of: Node) -> Exact:
-    x, y = noise.values(of.src[0]), exact(of)
+    x, y = values(of.src[0]), exact(of)
     squares = np.square(x).sum(axis=-1, keepdims=True)
     return y * np.sqrt(squares / (squares - np.square(x[..., -1:])))
 
@@ -170,7 +172,7 @@ def last_cell_left_out(of: Node) -> Node:
 
 def heads_in_turn(of: Node) -> Node:
     """Each head of q with the next one of k and v."""
-    rolled = [tensor("f32", np.roll(noise.values(x), 1, axis=1)) for x in of.src[1:3]]
+    rolled = [tensor("f32", np.roll(values(x), 1, axis=1)) for x in of.src[1:3]]
     return replace(of, src=(of.src[0], *rolled, *of.src[3:]))
 
 
@@ -205,7 +207,7 @@ FAULTS: dict[str, dict[str, Fault]] = {
     },
     "MUL_MAT": {
         "the last element left out": without_last(1),
-        "another column": lambda of: with_source(of, 1, tensor("f32", np.roll(noise.values(of.src[1]), 1, axis=2))),
+        "another column": lambda of: with_source(of, 1, tensor("f32", np.roll(values(of.src[1]), 1, axis=2))),
     },
     "MUL_MAT_ID": {"the last element left out": without_last(1), "ids off by one": ids_off_by_one},
     "FLASH_ATTN_EXT": {
@@ -245,6 +247,25 @@ FAULTS: dict[str, dict[str, Fault]] = {
     "DSV4_HC_POST": {
         "comb transposed": lambda of: with_source(of, 3, tensor("f32", of.src[3].view().swapaxes(2, 3))),
         "no post": lambda of: with_source(of, 2, tensor("f32", 0 * of.src[2].view())),
+    },
+    "OUT_PROD": {
+        "the last element left out": without_last(1, 2),
+        "another column": lambda of: with_source(of, 1, tensor("f32", np.roll(noise.values(of.src[1]), 1, axis=3))),
+    },
+    "GET_ROWS_BACK": {"the last row left out": without_last(0, 2)},
+    "REPEAT_BACK": {"the last part left out": without_last(0, 0)},
+    "SILU_BACK": {"swapped": swapped(0, 1), "SWIGLU": as_op("SWIGLU")},
+    "RMS_NORM_BACK": {"no eps": param("eps", 0), "swapped": swapped(0, 1)},
+    "SOFT_MAX_BACK": {"another scale": times("scale", 1.0001), "the last element left out": without_last(1)},
+    "CROSS_ENTROPY_LOSS": {"swapped": swapped(0, 1), "the last element left out": without_last(0)},
+    "CROSS_ENTROPY_LOSS_BACK": {"swapped": swapped(1, 2), "the last element left out": without_last(1)},
+    "OPT_STEP_ADAMW": {
+        "no gradient": lambda of: with_source(of, 1, tensor("f32", 0 * of.src[1].view())),
+        "another rate": lambda of: with_source(of, 4, tensor("f32", 1.0001 * of.src[4].view())),
+    },
+    "OPT_STEP_SGD": {
+        "no gradient": lambda of: with_source(of, 1, tensor("f32", 0 * of.src[1].view())),
+        "another rate": lambda of: with_source(of, 2, tensor("f32", 1.01 * of.src[2].view())),
     },
 }
 

@@ -20,9 +20,9 @@ from support import ENGINES, Scene, assert_same_bytes, examples, outcome, record
 from ggml_backend_npu import Tensor, default_backend
 from ggml_backend_npu.abi import structs
 from ggml_backend_npu.abi.plugin import Plugin
-from ggml_backend_npu.operators import aclnn
-from ggml_backend_npu.operators.aclnn import AclOpExecutor, AclTensor
-from ggml_backend_npu.operators.status import Status
+from ggml_backend_npu.documents import aclnn
+from ggml_backend_npu.documents.aclnn import AclOpExecutor, AclTensor
+from ggml_backend_npu.documents.status import Status
 from ggml_backend_npu.packed import Packed
 from quant import DeviceLayout, codec, to_blocks, to_device
 

@@ -1,5 +1,5 @@
-"""ADD, SUB, MUL, DIV, ADD_ID, SCALE, CLAMP, FILL, ARANGE, REPEAT, CONCAT, SUM_ROWS, ARGSORT, TOP_K, POOL_2D: every byte
-as ggml's CPU leaves it, by either engine.
+"""ADD, ADD1, SUB, MUL, DIV, ADD_ID, SCALE, CLAMP, FILL, ARANGE, REPEAT, CONCAT, SUM_ROWS, ARGSORT, TOP_K, POOL_2D:
+every byte as ggml's CPU leaves it, by either engine.
 
 NaNs that arithmetic makes are equal whatever their payload: which one that is depends on the order of operands that a
 compiler picks.
@@ -45,6 +45,7 @@ from support import (
 
 from ggml_backend_npu import KernelError, Node, Tensor, default_backend
 from ggml_backend_npu.abi.plugin import Plugin
+from ggml_backend_npu.ops import OWN
 from quant import codec
 
 ARITHMETIC = {"ADD": np.add, "SUB": np.subtract, "MUL": np.multiply, "DIV": np.divide}
@@ -164,6 +165,37 @@ def test_quantised_sum_in_place() -> None:
     for dst in (expected, x):
         default_backend().bind(Node("ADD", Tensor.of(dst, "q8_0"), (Tensor.of(x, "q8_0"), Tensor.of(b))))()
     assert_same_bytes(x, expected)
+
+
+# ADD1
+
+
+ADD1 = sorted((a, b) for _, a, b in OWN["ADD1"].types or ())
+
+
+@pytest.mark.parametrize(("type", "other"), ADD1)
+@given(data=st.data(), seed=seeds, apart=st.booleans())
+@examples(4)
+def test_add1(backend: Plugin, type: str, other: str, data: st.DataObject, seed: int, apart: bool) -> None:
+    quantised = codec(type).is_quantized
+    ne = data.draw(sizes(codec(type).block_size))
+    ne = (*ne[:3], 1) if quantised else ne
+
+    def recipe(scene: Scene) -> int:
+        rng = np.random.default_rng(seed)
+
+        def fill(n: int) -> NDArray[Any]:
+            if not quantised:
+                return values(type, n, rng)
+            units = values("f32", n, rng, "dense").view(np.float32).reshape(-1, codec(type).block_size)
+            numerics = default_backend().numerics
+            return numerics.codec(type).encode(units, numerics.rounding)
+
+        place = Placement(steps=(1, 2, 1, 1)) if apart else PLAIN
+        x = place.put(scene, type, ne, fill)
+        return scene.op("add1", x, scene.root(other, (1,), values(other, 1, rng, "dense")))
+
+    assert_equals_cpu(backend, recipe, None if quantised else type)
 
 
 # ADD_ID

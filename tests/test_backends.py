@@ -26,7 +26,6 @@ from ggml_backend_npu.generations import PROFILES
 from ggml_backend_npu.ops import OWN
 from ggml_backend_npu.registry import KernelError
 from graph_runner.diff import diff
-from graph_runner.results import Verdict
 from graph_runner.session import Sampler, Session, Settings, generate
 from graph_runner.trace import capture, replay
 from quant import ROUNDINGS
@@ -212,6 +211,7 @@ for name in ("CONT", "DUP"):
 """
 
 
+@pytest.mark.slow
 def test_a_scripts_kernels_are_of_the_default_backend_before_and_after_it_is_registered() -> None:
     done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (0, "[7.0, 7.0, 7.0]\n[8.0, 8.0, 8.0]\n"), done.stderr
@@ -289,7 +289,6 @@ def test_a_diff_is_of_the_backend_that_it_is_given(
         assert (found.device_options["fusion"], found.device_options["ops"]) == ("off", "all")
         right = diff(file, PROMPT, steps=1, settings=settings, reference=reference)
         assert (bool(right), right.device_options["fusion"]) == (True, "on")
-        assert {node.verdict for node in right.nodes} <= {Verdict.EXACT, Verdict.ROUNDING, Verdict.INHERITED}
     assert plan == (backend.backend.version, default_backend().options, dict(default_backend().ops))
     assert wrong.options.fusion == "off"
     assert wrong.ops["CONT"] is not OWN["CONT"]

@@ -58,6 +58,8 @@ def cli(backend: Plugin, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureF
     options = default_backend().options
     monkeypatch.setattr(default_backend().ops, "_ops", dict(default_backend().ops._ops))
     monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setenv("GGML_NPU_DEVICE_FILE", "")  # --device-file sets it; afterwards it is what it was
+    monkeypatch.delenv("GGML_NPU_DEVICE_FILE")
     backend.forget_plans()
 
     def call(*arguments: object) -> Outcome:
@@ -206,6 +208,7 @@ def test_diff_in_a_fresh_process_prints_a_table_and_a_verdict() -> None:
     assert outcome.out.endswith(f"{verdict}\n")
 
 
+@pytest.mark.slow
 @pytest.mark.some(1)
 @pytest.mark.parametrize("ops", ["GET_ROWS,CONT", " get_rows , cont,"])
 def test_diff_of_chosen_ops(cli: Cli, ops: str) -> None:
@@ -214,6 +217,7 @@ def test_diff_of_chosen_ops(cli: Cli, ops: str) -> None:
     assert set(re.findall(r"^([A-Z_]+) ", outcome.out, re.MULTILINE)) == {"CONT", "GET_ROWS"}
 
 
+@pytest.mark.slow
 def test_diff_that_compared_nothing_fails(cli: Cli) -> None:
     outcome = cli("diff", "tiny", "-n", "0", "--ops", "DUP")
     assert outcome.code == 1
@@ -230,6 +234,7 @@ def strict_json(text: str) -> dict[str, Any]:
     return data
 
 
+@pytest.mark.slow
 def test_diff_writes_json_to_a_file(cli: Cli, tmp_path: Path) -> None:
     file = tmp_path / "diff.json"
     file.write_text("older")
@@ -267,6 +272,7 @@ def test_diff_writes_json_to_a_file(cli: Cli, tmp_path: Path) -> None:
     assert [*tmp_path.iterdir()] == [file]
 
 
+@pytest.mark.slow
 def test_diff_writes_json_alone_to_stdout(cli: Cli) -> None:
     outcome = cli("diff", "tiny", "-n", "1", "--json", "-")
     assert outcome.code == 0
@@ -325,6 +331,7 @@ def page_data(html: str) -> dict[str, Any]:
     return strict_json(found[1])
 
 
+@pytest.mark.slow
 def test_diff_writes_a_page_and_node_data(cli: Cli, tmp_path: Path) -> None:
     kernels = kernel_file(tmp_path, WRONG_CONT.format(value="x * 2"))
     page, explorer = tmp_path / "diff.html", tmp_path / "explorer.json"
@@ -412,6 +419,7 @@ def test_diff_compares_a_new_op_too(cli: Cli, tmp_path: Path) -> None:
     assert outcome.out.endswith("right: 10 nodes compared, every byte equals ggml's CPU\n")
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("backend")
 def test_a_kernel_that_raises_ends_run_with_one_line(tmp_path: Path) -> None:
     kernels = kernel_file(tmp_path, WRONG_CONT.format(value="x.shapes"))
@@ -607,15 +615,16 @@ def test_two_outputs_into_one_file_are_refused(cli: Cli, tmp_path: Path, monkeyp
 
 UNKNOWN_GGML = """
 import sys
-from ggml_backend_npu.abi import lib
+from ggml_backend_npu.abi import layouts
 from graph_runner.cli import main
 
-lib.KNOWN_VERSIONS.clear()
+layouts.KNOWN = layouts.KNOWN[-1:]
 sys.argv = ["ggml-npu", *sys.argv[1:]]
 main()
 """
 
 
+@pytest.mark.slow
 @pytest.mark.some(1)
 @pytest.mark.parametrize("arguments", [["devices"], ["run", "tiny"], ["diff", "tiny", "--in-process"]], ids=" ".join)
 def test_an_unknown_ggml(backend: Plugin, arguments: list[str]) -> None:

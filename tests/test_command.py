@@ -52,6 +52,7 @@ def interrupted(*arguments: object, stdout_says: str | None = None, **keywords: 
         return command.returncode, time.monotonic() - begin, err
 
 
+@pytest.mark.slow
 @pytest.mark.some(1)
 @pytest.mark.usefixtures("backend")
 @pytest.mark.parametrize(("command", "body"), [("run", "loops"), ("run", "sleeps"), ("diff", "loops")])
@@ -117,6 +118,7 @@ def test_ctrl_c_ends_a_child_too() -> None:
 # exit codes
 
 
+@pytest.mark.slow
 @pytest.mark.some(1)
 @pytest.mark.parametrize("arguments", [["ops"], ["run", "tiny", "-n", "4"]], ids=" ".join)
 def test_a_full_disk_behind_stdout_is_told_in_a_line(arguments: list[str]) -> None:
@@ -127,6 +129,7 @@ def test_a_full_disk_behind_stdout_is_told_in_a_line(arguments: list[str]) -> No
     assert "Traceback" not in outcome.err
 
 
+@pytest.mark.slow
 @pytest.mark.some(1)
 @pytest.mark.parametrize("arguments", [["run", "tiny", "-n", "4"], ["ops", "--json", "-"]], ids=" ".join)
 def test_a_closed_pipe_is_quiet(arguments: list[str]) -> None:
@@ -139,6 +142,7 @@ def test_a_closed_pipe_is_quiet(arguments: list[str]) -> None:
     assert "Broken" not in outcome.err
 
 
+@pytest.mark.slow
 @pytest.mark.some(1)
 @pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
 @pytest.mark.parametrize("arguments", ["run tiny -n 1", "diff tiny -n 0 --ops CONT --json result.json"])
@@ -165,6 +169,7 @@ cli.main()
 """
 
 
+@pytest.mark.slow
 def test_a_mistake_of_ours_is_exit_code_3_and_a_line() -> None:
     outcome = process(sys.executable, "-c", OURS)
     assert outcome.code == 3
@@ -195,6 +200,7 @@ main()
 """
 
 
+@pytest.mark.slow
 @pytest.mark.some(1)
 @pytest.mark.parametrize("arguments", [["run", "tiny", "-n", "1"], ["capture", "tiny", "-o", "t.gguf"]], ids=" ".join)
 def test_a_full_disk_is_told_in_a_line(tmp_path: Path, arguments: list[str]) -> None:
@@ -262,8 +268,8 @@ def test_a_session_has_the_same_bound(tiny: Path) -> None:  # noqa: F811
 @pytest.mark.parametrize(
     ("variables", "words"),
     [
-        ({"GGML_NPU_MEMROY": "device"}, ["GGML_NPU_MEMROY", "GGML_NPU_MEMORY is meant?"]),
-        ({"GGML_NPU_KERNEL": "k.py"}, ["GGML_NPU_KERNEL", "GGML_NPU_KERNELS is meant?"]),
+        ({"GGML_NPU_MEMROY": "device"}, ["GGML_NPU_MEMROY", "did you mean GGML_NPU_MEMORY?"]),
+        ({"GGML_NPU_KERNEL": "k.py"}, ["GGML_NPU_KERNEL", "did you mean GGML_NPU_KERNELS?"]),
         ({"GGML_NPU_KERNELS": "/none/k.py"}, ["/none/k.py", "no such file"]),
     ],
     ids=str,
@@ -399,6 +405,7 @@ def test_json_stands_alone_where_text_goes_to_the_same_place() -> None:
 # habits
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("module", ["ggml_backend_npu", "graph_runner"])
 def test_the_modules_are_the_command(module: str) -> None:
     outcome = process(sys.executable, "-m", module, "--version")
@@ -424,6 +431,7 @@ def test_h_is_help(cli: Cli, command: str | None) -> None:  # noqa: F811
         assert "--verbose" in outcome.out
 
 
+@pytest.mark.slow
 def test_a_shell_completes_commands() -> None:
     words = {"_GGML_NPU_COMPLETE": "complete_bash", "COMP_WORDS": "ggml-npu cov", "COMP_CWORD": "1"}
     assert fresh(env=os.environ | words).out.strip() == "coverage"
@@ -446,7 +454,7 @@ def test_a_prompt_from_a_file(cli: Cli, tmp_path: Path) -> None:  # noqa: F811
     assert_refused(cli("run", "tiny", "-f", file, "-p", "x"), "--file", "--prompt")
     assert_refused(cli("run", "tiny", "-f", tmp_path / "none"), "--file", "No such file")
     file.write_bytes(b"\xff")
-    assert_refused(cli("run", "tiny", "-f", file), "--file", "no UTF-8 at byte 0")
+    assert_refused(cli("run", "tiny", "-f", file), "--file", "not UTF-8 at byte 0")
 
 
 def test_cells_of_the_context(cli: Cli) -> None:  # noqa: F811
@@ -481,8 +489,11 @@ def test_cases_are_chosen_by_a_pattern(cli: Cli, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(suites, "_with_plugin", lambda *given: iter(lines(*given)))
     assert cli("test", "-o", "SQR", "-p", "type=f16").code == 0
     assert called == [["test-backend-ops", "test", "-b", "NPU", "-o", "SQR", "-p", "type=f16"]]
+    assert_refused(cli("test", "-o", "SQR,NOPE"), "no case of NOPE")
+    assert_refused(cli("test", "-o", "NOPE", "-p", "x"), "match 'x'")
 
 
+@pytest.mark.slow
 def test_what_the_plugin_takes_to_be_asked_is_told() -> None:
     outcome = fresh("plugin")
     assert Path(outcome.out.strip()).is_file()

@@ -20,7 +20,8 @@ from pathlib import Path
 import pytest
 from support import backend_ops_cases
 
-from ggml_backend_npu import default_backend
+from ggml_backend_npu.abi import lib
+from ggml_backend_npu.abi.convert import computes
 from ggml_backend_npu.abi.embedding import plugin
 from graph_runner import suites
 from graph_runner.suites import Case, SuiteError, architectures, backend_ops
@@ -29,6 +30,7 @@ from graph_runner.tiny import write_tiny_llama
 pytestmark = pytest.mark.conformance
 
 MEMORY = ("host", "device")
+TODAY = datetime.now(UTC).toordinal()
 # ops of minutes each, and patterns of their cases that ggml itself prepares for minutes: one of them each day
 LONG: dict[str, tuple[str, ...]] = {
     "LIGHTNING_INDEXER": (),
@@ -82,6 +84,15 @@ def documented() -> dict[str, Counts]:
     return {op: Counts(*(int(number.replace(",", "")) for number in numbers)) for op, *numbers in rows}
 
 
+def every_op() -> set[str]:
+    """What ggml has that computes anything, and what the suite names its cases by."""
+    return {op for op in lib.ggml().op_names if computes(op)} | backend_ops_cases().keys()
+
+
+def test_every_op_of_ggml_is_documented() -> None:
+    assert documented().keys() == every_op()
+
+
 def shown(found: dict[str, Counts], title: str) -> None:
     """Prints rows of the table."""
     print(f"\n\n{title}\n| op | cases | CPU | NPU | passing |\n|---|--:|--:|--:|--:|")
@@ -89,11 +100,12 @@ def shown(found: dict[str, Counts], title: str) -> None:
         print(f"| {op} | {' | '.join(f'{number:,}' for number in vars(counts).values())} |")
 
 
-@pytest.mark.parametrize("memory", MEMORY)
+@pytest.mark.parametrize("memory", [MEMORY[TODAY % 2]])  # the other one tomorrow: 7 minutes each
 def test_every_case_of_an_op_is_as_documented(memory: str, capsys: pytest.CaptureFixture[str]) -> None:
     device_type = {"host": "accel", "device": "gpu"}[memory]
-    ops = sorted(set(default_backend().ops) - set(LONG))
-    cases = backend_ops(ops, {"GGML_NPU_MEMORY": memory, "GGML_NPU_DEVICE_TYPE": device_type, "GGML_NPU_OPS": "all"})
+    ops = sorted(every_op() - set(LONG))
+    suite = backend_ops_cases().keys() - set(LONG)
+    cases = backend_ops(suite, {"GGML_NPU_MEMORY": memory, "GGML_NPU_DEVICE_TYPE": device_type, "GGML_NPU_OPS": "all"})
     found = {op: Counts.of([case for case in cases if case.group == op]) for op in ops}
     with capsys.disabled():
         shown(found, f"{memory} memory")
@@ -103,10 +115,36 @@ def test_every_case_of_an_op_is_as_documented(memory: str, capsys: pytest.Captur
     assert found == {op: counts for op, counts in documented().items() if op in found}
 
 
+@pytest.fixture
+def simulated(tmp_path: Path) -> dict[str, str]:
+    """Options of a plugin whose device is the simulated one, by the name that the suites ask for."""
+    file = tmp_path / "sim.py"
+    file.write_text(
+        "from ggml_backend_npu import register\n"
+        "from ggml_backend_npu.sim import Simulator\n"
+        'register(Simulator("NPU"))\n'
+    )
+    return {"GGML_NPU_DEVICE_FILE": str(file)}
+
+
+def test_every_case_of_an_op_passes_on_a_simulated_device(simulated: dict[str, str]) -> None:
+    """The movers, and of the others one in eight, others each day."""
+    others = sorted(backend_ops_cases().keys() - {*LONG, *CASES})
+    cases = backend_ops({*CASES, *others[TODAY % 8 :: 8]}, simulated)
+    assert not [case.log for case in cases if case.verdict == "failed"]
+    assert not {(case.group, case.name) for case in cases if case.refused_by == ("NPU",)} - REFUSED
+
+
+def test_every_model_computes_what_it_does_on_the_cpu_on_a_simulated_device(simulated: dict[str, str]) -> None:
+    models = architectures(simulated)
+    assert not [model.log for model in models if model.verdict == "failed"]
+    assert sum(model.verdict == "passed" for model in models) == MODELS
+
+
 @pytest.mark.parametrize("op", LONG)
 def test_cases_of_an_op_of_minutes_pass(op: str, capsys: pytest.CaptureFixture[str]) -> None:
     others = LONG[op]
-    today = others[datetime.now(UTC).toordinal() % len(others)] if others else ""
+    today = others[TODAY % len(others)] if others else ""
     left_out = "|".join(other for other in others if other != today) or "none"
     computed = f"^(?!.*({left_out}))"
     cases = backend_ops([op], {"GGML_NPU_OPS": "all"}, pattern=computed)

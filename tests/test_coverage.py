@@ -203,6 +203,7 @@ def command(*arguments: object) -> subprocess.CompletedProcess[str]:
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_the_command_prints_a_table_and_json(model: Models) -> None:
     done = command(model("llama"), "-p", PROMPT, "--flash-attn", "on", "--profile", "ascend-310p", "--json", "-")
     assert done.returncode == 0

@@ -356,6 +356,7 @@ def test_a_write_into_a_cache_by_a_node_that_does_not_write_there(model: Models)
     assert not result
 
 
+@pytest.mark.slow
 def test_a_write_into_a_cache_that_is_read_next(model: Models) -> None:
     """The node that reads it is right, and is not blamed; in the next step the one that writes there is not, either."""
     caches: list[Tensor] = []
@@ -667,6 +668,7 @@ print(json.dumps([right, wrong]))
 """
 
 
+@pytest.mark.slow
 def test_caches_packed_in_memory_of_the_device(model: Models) -> None:
     environment = os.environ | {"GGML_NPU_MEMORY": "device", "GGML_NPU_DEVICE_TYPE": "gpu"}
     command = [sys.executable, "-c", IN_DEVICE_MEMORY, str(model("llama")), PROMPT]

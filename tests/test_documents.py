@@ -16,9 +16,10 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from support import ENGINES, examples
 
-from ggml_backend_npu import Tensor, TensorDescriptor, TopKSoftmax, token_shift
-from ggml_backend_npu.operators import aclnn, rbln
-from ggml_backend_npu.operators.aclnn import (
+import ggml_backend_npu
+from ggml_backend_npu import Tensor
+from ggml_backend_npu.documents import aclnn, infiniop, rbln, rwkv
+from ggml_backend_npu.documents.aclnn import (
     AclTensor,
     aclnnCpy,
     aclnnCpyGetWorkspaceSize,
@@ -27,7 +28,8 @@ from ggml_backend_npu.operators.aclnn import (
     aclnnGetRows,
     aclnnGetRowsGetWorkspaceSize,
 )
-from ggml_backend_npu.operators.rbln import (
+from ggml_backend_npu.documents.infiniop import TensorDescriptor, TopKSoftmax
+from ggml_backend_npu.documents.rbln import (
     dynamic_flash_attn_tile,
     dynamic_load,
     dynamic_masked_softmax,
@@ -43,6 +45,7 @@ from ggml_backend_npu.operators.rbln import (
     window_slice,
     window_softmax,
 )
+from ggml_backend_npu.documents.rwkv import token_shift
 
 Array = NDArray[Any]
 F64, F32, F16, BF16 = (np.dtype(d) for d in (np.float64, np.float32, np.float16, ml_dtypes.bfloat16))
@@ -61,6 +64,18 @@ def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 either_engine = pytest.mark.usefixtures("engine")
+
+
+@pytest.mark.parametrize("module", [aclnn, infiniop, rbln, rwkv])
+def test_an_operator_is_importable_from_the_package_for_a_release_more(module: Any) -> None:
+    for name in ggml_backend_npu.MOVED[module.__name__.rpartition(".")[2]].split():
+        with pytest.warns(DeprecationWarning, match=f"{name} has moved to {module.__name__}"):
+            assert getattr(ggml_backend_npu, name) is getattr(module, name)
+
+
+def test_what_the_package_has_not_is_told() -> None:
+    with pytest.raises(AttributeError, match="no_such_operator"):
+        _ = ggml_backend_npu.no_such_operator
 
 
 # how an array lies in memory
@@ -338,6 +353,11 @@ def shifted(x: Array, mu: Array, h0: Array) -> tuple[Array, Array]:
     return x + mu * (previous - x), np.abs(x) + np.abs(mu) * (np.abs(previous) + np.abs(x))
 
 
+def rounding(dtype: Any, x: Array) -> Array | float:
+    """Half the distance of two float16 at x, that of subnormal ones at least; 0 of the other types."""
+    return 2.0**-11 * np.abs(x) + 2.0**-25 if dtype == F16 else 0.0
+
+
 def assert_shifted(x: Array, mu: Array, h0: Array, scales: dict[str, float]) -> None:
     *mixed, ht = token_shift(x, mu, h0, **scales)
     real = x.astype(F64) * scales.get("x_scale", 1)
@@ -349,10 +369,11 @@ def assert_shifted(x: Array, mu: Array, h0: Array, scales: dict[str, float]) -> 
             step = scales["out_scale"]
             wanted, few, last = np.clip(wanted / step, -128, 127), few / step, 0.5
         else:
-            last = 2.0**-11 * np.abs(wanted) + 2.0**-25 if x.dtype == F16 else 0
+            last = rounding(x.dtype, wanted)
         assert (np.abs(y - wanted) <= few + last).all()
     assert (ht.shape, ht.dtype) == (h0.shape, h0.dtype)
-    assert (np.abs(ht - real[:, -1:]) <= np.abs(real[:, -1:]) * (2.0**-10 if h0.dtype == F16 else 1e-6)).all()
+    last_x = np.abs(real[:, -1:])
+    assert (np.abs(ht - real[:, -1:]) <= 1e-6 * last_x + rounding(h0.dtype, last_x)).all()
 
 
 @pytest.mark.parametrize("h0_type", [F16, F32])

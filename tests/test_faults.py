@@ -355,7 +355,7 @@ def test_the_command_names_a_fault_and_saves_it(
     assert lines[0] == "the first wrong node:"
     assert lines[1].startswith(f"step {step} node {index}: CONT {node.name!r} f32 -> f32 ne {list(node.dst.ne)}: ")
     assert lines[2] == FAULTS["NaN in one row"].says
-    assert lines[3] == f"compute it again, without the model: ggml-npu replay {trace} --kernels {kernels}"
+    assert lines[3] == f"compute it again without the model: ggml-npu replay {trace} --kernels {kernels}"
     assert exit_code(monkeypatch, "replay", trace) == 0
     assert exit_code(monkeypatch, *lines[3].split()[-4:]) == 1
 

@@ -1358,6 +1358,7 @@ def test_diff_has_spans_or_not(model: Models) -> None:
     assert "token_shift" not in without.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.some(1)
 @pytest.mark.parametrize(("name", "allowed"), [("GGML_NPU_OPS", "default, all"), ("GGML_NPU_FUSION", "on, off")])
 def test_an_option_that_cannot_be_is_refused_in_one_line(name: str, allowed: str) -> None:

@@ -59,7 +59,7 @@ def made_node(random: np.random.Generator, step: int, index: int, verdict: str) 
         "types": "f32 i64 -> q8_0" if op == "SET_ROWS" else "f32 f32 -> f32", "ne": [64, 26, 1, 1],
         "device": "CPU" if op == "MUL_MAT" else "NPU", "verdict": verdict, "failure": None, "diagnosis": None,
         "noise": None, "isolated": exact, "mirrored": exact, "cumulative": exact, "heat": None, "wrong_in": "",
-        "reproducer": None, "test": None,
+        "reproducer": None, "replay": None, "test": None,
     }  # fmt: skip
     if verdict == "failed":
         node |= {"isolated": None, "cumulative": None, "failure": "KernelError: a kernel that does not come back"}
@@ -74,6 +74,7 @@ def made_node(random: np.random.Generator, step: int, index: int, verdict: str) 
         node |= {
             "wrong_in": "isolated",
             "reproducer": f"kept/{step}-{index}.gguf",
+            "replay": f"ggml-npu replay kept/{step}-{index}.gguf",
             "test": f"test-backend-ops test -o {op}",
         }
         node["heat"] = heat(random, 26, 64, 64, 26)
@@ -273,6 +274,7 @@ def points(page: Browser, selector: str = ".dots") -> int:
     )
 
 
+@pytest.mark.slow
 def test_a_page_has_its_verdict_plot_tables_and_first_wrong_node(opened: Open) -> None:
     data = made_diff()
     page = opened(data)
@@ -287,7 +289,7 @@ def test_a_page_has_its_verdict_plot_tables_and_first_wrong_node(opened: Open) -
     assert page.texts("#detail .diagnosis") == [data["nodes"][66]["diagnosis"]]
     assert len(page.texts("#summary tbody tr")) == len(OPS)
     assert page.texts("#refused td") == ["3", "f32 -> iq2_xs needs an importance matrix"]
-    assert page.texts("#states td") == ["1", "ADD blk.8.add-66", "26, 27 … 9 in all"]
+    assert page.texts("#states td") == ["1", "ADD blk.8.add-66", "2 of 9: 26-27"]
     assert 20 < len(page.texts("#rows .row")) < 100
 
 
@@ -378,6 +380,7 @@ def test_the_plot_and_the_table_by_keyboard(opened: Open) -> None:
     assert page.run(f"document.getElementById('{active}').getAttribute('aria-rowindex')") == "601"
 
 
+@pytest.mark.slow
 def test_the_chosen_node_has_metrics_histogram_heat_map_and_blocks(opened: Open) -> None:
     data = made_diff()
     data["nodes"][66]["nb"] = [4, 256, 6656, 6656]
@@ -442,3 +445,29 @@ def test_ten_thousand_nodes_load_and_filter_in_reasonable_time(opened: Open) -> 
     assert page.texts("#count") == ["40 of 10,000 nodes"]
     page.run("(document.querySelector('#clear').click(), document.querySelector('#scroll').scrollTop = 28 * 9000)")
     assert "4 / 1001" in page.texts("#rows .row td:first-child")
+
+
+@pytest.mark.parametrize("width", [360, 480, 768, 1366])
+def test_the_verdict_is_in_sight_on_any_screen(opened: Open, width: int) -> None:
+    page = opened(made_diff(40))
+    page.resize(width, 800)
+    right = page.run("document.querySelector('#rows .row td:nth-child(5)').getBoundingClientRect().right")
+    assert 0 < right <= width
+    assert page.run("document.documentElement.scrollWidth") <= width
+
+
+def test_keys_search_and_go_from_one_wrong_node_to_the_next(opened: Open) -> None:
+    page = opened(made_diff())
+    begin = page.texts("#rows [aria-selected=true] td")[0]
+    page.key("n")
+    later = page.texts("#rows [aria-selected=true] td")[0]
+    assert later == "0 / 75"
+    page.key("p")
+    assert page.texts("#rows [aria-selected=true] td")[0] == begin
+    page.key("/")
+    assert page.run("document.activeElement.id") == "q"
+    page.type("rope")
+    page.key("n")
+    assert page.texts("#rows [aria-selected=true] td")[:1] in ([], [begin])
+    page.key("Escape")
+    assert page.run("document.activeElement.id") != "q"

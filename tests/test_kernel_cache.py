@@ -86,6 +86,7 @@ def test_every_kernel_is_compiled_once(tmp_path: Path) -> None:
     assert {"walk", "transpose", "graph_compute", "softmax", "_count_node"} <= {*compiled.split()}
 
 
+@pytest.mark.slow
 @pytest.mark.some(1)
 @pytest.mark.parametrize("variable", ["NUMBA_CACHE_DIR", "XDG_CACHE_HOME"])
 @pytest.mark.parametrize("where", ["a folder that cannot be", "a file"])

@@ -17,8 +17,11 @@ FILES = {
         BEGIN + "@op\ndef sqr(dst, x):\n    pass\n",
         ["line 2: TypeError: @op of 'sqr': needs the op's name", '@op("SQR")'],
     ),
-    "small letters": (BEGIN + "@op('sqr')\ndef sqr(dst, x):\n    pass\n", ["has no op 'sqr'; 'SQR' is meant?"]),
-    "misspelt": (BEGIN + "@op('GET_ROW')\ndef k(dst, x, i):\n    pass\n", ["no op 'GET_ROW'; 'GET_ROWS' is meant?"]),
+    "small letters": (BEGIN + "@op('sqr')\ndef sqr(dst, x):\n    pass\n", ["has no op 'sqr'; did you mean 'SQR'?"]),
+    "misspelt": (
+        BEGIN + "@op('GET_ROW')\ndef k(dst, x, i):\n    pass\n",
+        ["no op 'GET_ROW'; did you mean 'GET_ROWS'?"],
+    ),
     "twice": (
         BEGIN + "@op('SQR')\ndef one(dst, x):\n    pass\n@op('SQR')\ndef two(dst, x):\n    pass\n",
         ["registers SQR twice, at lines 2 and 5"],

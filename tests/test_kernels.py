@@ -16,25 +16,32 @@ from support import assert_same_bytes, in_pieces, recorded_works, special_floats
 
 import ggml_backend_npu
 import quant
-from ggml_backend_npu import Node, Tensor, TensorDescriptor, TopKSoftmax, default_backend, token_shift
+from ggml_backend_npu import Node, Op, Tensor, default_backend
 from ggml_backend_npu.abi import codecs
+from ggml_backend_npu.documents.infiniop import TensorDescriptor, TopKSoftmax
+from ggml_backend_npu.documents.rwkv import token_shift
 from ggml_backend_npu.ops import (
     OWN,
-    attention,
+    cells,
     convolution,
+    delta_net,
     elementwise,
     groups,
-    matmul,
+    hadamard,
+    mamba,
     norms,
+    outer,
     patches,
     pooling,
-    recurrent,
+    products,
     rope,
     routing,
+    rwkv,
     softmax,
     strided,
     sums,
     tiles,
+    training,
     transposed,
     triangles,
     upscale,
@@ -96,7 +103,7 @@ HEADS = [positive(6, 3, 40, seed=seed) for seed in range(6)]  # of 2 sequences o
 HEADS_STATE, HEADS_DST = positive(2, 4800, seed=6), np.zeros((86, 120), np.float32)
 
 
-def delta_net() -> list[Array]:
+def gated_delta_net() -> list[Array]:
     """Of 2 sequences of 5 tokens, 4 heads of 40, and 3 states of each."""
     q, k = (positive(2, 5, 2, 40, seed=seed) for seed in range(2))
     v, g, beta = (positive(2, 5, 4, n, seed=n) for n in (40, 40, 1))
@@ -110,6 +117,7 @@ NUMBERS = {  # op_params, where they are not zeros
     "CLAMP": struct.pack("2f", -0.5, 0.5),
     "SWIGLU_OAI": struct.pack("2i2f", 0, 0, 1.702, 1.0),
     "SWIGLU_CLAMP": struct.pack("2i2f", 0, 0, 0.0, 1.0),
+    "LEAKY_RELU": struct.pack("f", 0.1),
     "XIELU": struct.pack("i4f", 0, 0.8, 0.9, 0.5, -1e-6),
     **{name: struct.pack("f", 1e-5) for name in ("NORM", "RMS_NORM", "L2_NORM")},
 }
@@ -163,6 +171,15 @@ def convolved(op: str, dst: tuple[int, ...], kernel: tuple[int, ...], x: tuple[i
         found.append(np.zeros(dst, np.float32))
         OWN[op].bind(Node(op, Tensor.of(found[-1]), sources, params), replace(codecs.bound(), matmul="exact"))()
     return found
+
+
+def stepped(op: str) -> list[Array]:
+    """What a step leaves of weights, and of the momenta of AdamW."""
+    w, g, m = (floats(9, 70, seed=seed) for seed in range(3))
+    if op == "OPT_STEP_SGD":
+        return node(op, w, w, g, np.float32([0.03, 0.2]))
+    v = positive(9, 70)
+    return [*node(op, w, w, g, m, v, np.float32([0.03, 0.9, 0.97, 1e-3, 0.2, 1.3, 1.1])), m, v]
 
 
 OF_OPS = {
@@ -245,7 +262,7 @@ OF_OPS = {
         lambda: node(
             "MUL_MAT", np.zeros((3, 70), np.float32), WEIGHTS[0], np.abs(floats(3, 64)), types=("f32", "q8_0", None)
         ),
-        (matmul.products,),
+        (products.products,),
         ulp=8,
     ),
     "MUL_MAT_ID": Case(
@@ -257,24 +274,24 @@ OF_OPS = {
             np.int32([[0, 1], [1, 2], [2, 0], [2, 1], [0, 2]]),
             types=("f32", "q8_0", None, None),
         ),
-        (strided.check_ids, matmul.products),
+        (strided.check_ids, products.products),
         ulp=8,
     ),
     "SSM_CONV": Case(
         lambda: node("SSM_CONV", np.zeros((2, 7, 37), np.float32), positive(2, 37, 10), positive(37, 4, seed=1)),
-        (recurrent.convolve,),
+        (mamba.convolve,),
         ulp=4,
     ),
-    "SSM_SCAN": Case(lambda: scanned(33), (recurrent.scan,), ulp=16),
+    "SSM_SCAN": Case(lambda: scanned(33), (mamba.scan,), ulp=16),
     "RWKV_WKV6": Case(
         lambda: node("RWKV_WKV6", HEADS_DST.copy(), *HEADS[:3], positive(3, 40), HEADS[3], HEADS_STATE),
-        (recurrent.gated_attention,),
+        (rwkv.gated_attention,),
         ulp=16,
     ),
-    "RWKV_WKV7": Case(lambda: node("RWKV_WKV7", HEADS_DST.copy(), *HEADS, HEADS_STATE), (recurrent.wkv7,), ulp=16),
+    "RWKV_WKV7": Case(lambda: node("RWKV_WKV7", HEADS_DST.copy(), *HEADS, HEADS_STATE), (rwkv.wkv7,), ulp=16),
     "GATED_LINEAR_ATTN": Case(
         lambda: node("GATED_LINEAR_ATTN", HEADS_DST.copy(), *HEADS[:4], HEADS_STATE, params=struct.pack("f", 0.3)),
-        (recurrent.gated_attention,),
+        (rwkv.gated_attention,),
         ulp=16,
     ),
     "SOLVE_TRI": Case(
@@ -297,11 +314,74 @@ OF_OPS = {
         ),
         (strided.walk,),
     ),
+    "ACC": Case(
+        lambda: node(
+            "ACC",
+            np.zeros((9, 40), np.float32),
+            floats(9, 40),
+            floats(4, 30, seed=1),
+            params=struct.pack("5i", 320, 320, 320, 168, 0),
+        ),
+        (strided.walk, tiles.compute),
+    ),
+    "ADD1": Case(
+        lambda: node("ADD1", np.zeros((9, 40), np.float32), floats(9, 40), floats(1, seed=1)), (tiles.compute,)
+    ),
+    "OUT_PROD": Case(
+        lambda: node("OUT_PROD", np.zeros((2, 70, 300), np.float32), floats(1, 270, 300), floats(2, 270, 70, seed=1)),
+        (outer.outer_products,),
+    ),
+    "GET_ROWS_BACK": Case(
+        lambda: node(
+            "GET_ROWS_BACK",
+            np.zeros((8, 300), np.float32),
+            floats(5, 300).astype(np.float16),
+            np.int32([7, 0, 3, 3, 1]),
+        ),
+        (strided.check_ids, training.add_rows),
+    ),
+    "REPEAT_BACK": Case(
+        lambda: node("REPEAT_BACK", np.zeros((3, 4, 11), np.float32), floats(5, 3, 12, 22)), (training.add_parts,)
+    ),
+    "RMS_NORM_BACK": Case(
+        lambda: node(
+            "RMS_NORM_BACK", np.zeros((9, 70), np.float32), floats(9, 70), floats(9, 70, seed=1), params=NUMBERS["NORM"]
+        ),
+        (training.rms_norm_gradients,),
+    ),
+    "SOFT_MAX_BACK": Case(
+        lambda: node(
+            "SOFT_MAX_BACK",
+            np.zeros((9, 70), np.float32),
+            positive(9, 70) + 100,
+            positive(9, 70, seed=1) / 100,
+            params=struct.pack("2f", 0.5, 0.0),
+        ),
+        (training.soft_max_gradients,),
+        ulp=16,
+    ),
+    "CROSS_ENTROPY_LOSS": Case(
+        lambda: node("CROSS_ENTROPY_LOSS", np.zeros(1, np.float32), floats(9, 70), positive(9, 70)),
+        (training.row_losses, training.mean_loss),
+    ),
+    "CROSS_ENTROPY_LOSS_BACK": Case(
+        lambda: node(
+            "CROSS_ENTROPY_LOSS_BACK",
+            np.zeros((9, 70), np.float32),
+            np.float32([3]),
+            floats(9, 70),
+            positive(9, 70) + 1,
+        ),
+        (training.loss_gradients,),
+        ulp=8,
+    ),
+    "OPT_STEP_ADAMW": Case(lambda: stepped("OPT_STEP_ADAMW"), (training.adamw_steps,)),
+    "OPT_STEP_SGD": Case(lambda: stepped("OPT_STEP_SGD"), (training.sgd_steps,)),
     "ARGMAX": Case(
         lambda: node("ARGMAX", np.zeros(50, np.int32), special_floats()[:5000].reshape(50, 100)),
         (sums.place_of_largest,),
     ),
-    "GATED_DELTA_NET": Case(delta_net, (recurrent.delta_net,), ulp=16),
+    "GATED_DELTA_NET": Case(gated_delta_net, (delta_net.delta_net,), ulp=16),
     "IM2COL": Case(
         lambda: [
             *node("IM2COL", np.zeros((2, 9, 8, 36), np.float16), floats(4, 3, 3), floats(2, 4, 9, 8), params=IN_PLANE),
@@ -390,10 +470,6 @@ OF_OPS = {
         lambda: node("PAD_REFLECT_1D", np.zeros((7, 49), np.float32), floats(7, 40), params=struct.pack("2i", 5, 4)),
         (patches.reflect_rows,),
     ),
-    "ROLL": Case(
-        lambda: node("ROLL", np.zeros((6, 300), np.float32), floats(6, 300), params=struct.pack("4i", 7, -2, 0, 0)),
-        (patches.roll_rows,),
-    ),
     "ADD_REL_POS": Case(
         lambda: node(
             "ADD_REL_POS",
@@ -410,8 +486,31 @@ OF_OPS = {
         ),
         (vision.embed_timesteps,),
     ),
-    "FLASH_ATTN_EXT": Case(attended, (attention.attend, attention.attend_in_halves, attention.join_parts), ulp=16),
+    "FLASH_ATTN_EXT": Case(attended, (cells.attend, cells.attend_in_halves, cells.join_parts), ulp=16),
     **{op: Case(lambda op=op: rotated(op), (rope.rotate,), ulp=64) for op in ("ROPE", "ROPE_BACK")},
+}
+
+
+def by_its_nodes(op: Op) -> Case:
+    """The op's own nodes, of the first types that it takes, by the kernels that the function under its `compiled`
+    names."""
+
+    def run() -> list[Array]:
+        nodes = [make(np.random.default_rng(0), sorted(op.types or ())[0]) for make in op.makes]
+        for of in nodes:
+            op.bind(of, codecs.bound())()
+        return [of.dst.view() for of in nodes]
+
+    named = (op.prepare.__globals__.get(name) for name in op.prepare.__code__.co_names)
+    return Case(run, tuple(kernel for kernel in named if is_kernel(kernel)))
+
+
+def is_kernel(value: object) -> bool:
+    return isinstance(value, CFunction) and value._signature == compiled.keywords["signature"]
+
+
+OF_OPS |= {
+    name: by_its_nodes(op) for name, op in OWN.items() if op.prepare is not None and op.makes and name not in OF_OPS
 }
 
 
@@ -461,13 +560,19 @@ CASES = {
         lambda: node("SCALE", np.zeros((9, 1500), np.float32), floats(9, 1500), params=struct.pack("2f", 0.3, 0.7)),
         (tiles.compute,),
     ),
+    "MUL_MAT of a Hadamard matrix": Case(
+        lambda: node(
+            "MUL_MAT", np.zeros((9, 64), np.float32), floats(64, 64), floats(9, 64), params=struct.pack("2i", 0, 1)
+        ),
+        (hadamard.transform,),
+    ),
     "transposed f16": Case(lambda: node("CPY", np.zeros((70, 33), np.float16), floats(33, 70).T), (strided.transpose,)),
     **{f"codec {type}": Case(lambda type=type: codec(type), (runs.convert,)) for type in ("q8_0", "q4_0")},
     **{
         f"groups of int{bits}": Case(lambda bits=bits: grouped(bits), (groups._quantize, groups._dequantize))
         for bits in (8, 4)
     },
-    "a scan with one decay for a head": Case(lambda: scanned(1), (recurrent.scan,), ulp=16),
+    "a scan with one decay for a head": Case(lambda: scanned(1), (mamba.scan,), ulp=16),
     "token_shift": Case(lambda: [*token_shift(X, MU, H0)], (shifts.shift,), shifted_by_hand),
     "top_k": Case(lambda: top(floats(9, 300)), (routing.top_k,), lambda: top_by_hand(floats(9, 300)), ulp=4),
 }
@@ -477,6 +582,7 @@ CASES = {
 @pytest.mark.parametrize("pieces", [False, True])
 def test_a_kernel_equals_its_definition(name: str, pieces: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     case = CASES[name]
+    codecs.bound()  # found once, by kernels
     if pieces:
         with in_pieces(np.random.default_rng(0)):
             found = case.run()
@@ -502,7 +608,7 @@ def kernels() -> dict[int, str]:
         for info in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
             module = importlib.import_module(info.name)
             for name, value in vars(module).items():
-                if isinstance(value, CFunction) and value._signature == compiled.keywords["signature"]:
+                if is_kernel(value):
                     found[id(value)] = name
     return found
 

@@ -27,8 +27,10 @@ from support import (
     PLAIN,
     Dims,
     Placement,
+    Recipe,
     Scene,
     assert_as_promised,
+    assert_equals_cpu,
     assert_same_bytes,
     choose,
     engine,
@@ -36,9 +38,11 @@ from support import (
     outcome,
     placements,
     seeds,
+    sizes,
     supported,
     with_avx2,
 )
+from support import values as values_of
 
 import quant
 from ggml_backend_npu import Node, Tensor, default_backend
@@ -401,3 +405,43 @@ def test_rows_with_gaps_are_refused(place: int) -> None:
 def test_types_that_the_cpu_does_not_multiply_are_refused(backend: Plugin) -> None:
     assert not supported(backend, Product(("q8_0", "f16"), 64, 3, 2))
     assert not supported(backend, Product(("f16", "bf16"), 64, 3, 2))
+
+
+# Hadamard matrices
+
+
+def transformed(type: str, ne: Dims, seed: int, place: Placement = PLAIN, n_rows: int = 0) -> Recipe:
+    """src0 is said to be a Hadamard matrix, and is none: nobody reads it."""
+
+    def recipe(scene: Scene) -> int:
+        a = scene.root("f32", (ne[0], n_rows or ne[0]), np.ones(ne[0] * (n_rows or ne[0]), np.float32))
+        b = place.put(scene, type, ne, lambda n: values_of(type, n, np.random.default_rng(seed), "number"))
+        node = scene.op("mul_mat", a, b)
+        scene.ggml.ggml_mul_mat_set_hint(node, matmul.HADAMARD)
+        return node
+
+    return recipe
+
+
+@pytest.mark.parametrize("type", ["f32", "f16"])
+@given(power=st.integers(0, 9), rest=sizes(), seed=seeds, place=placements(rows=True))
+def test_hadamard(backend: Plugin, type: str, power: int, rest: Dims, seed: int, place: Placement) -> None:
+    assert_equals_cpu(backend, transformed(type, (1 << power, *rest[1:]), seed, place), "f32")
+
+
+def test_the_transform_is_the_product_with_the_matrix() -> None:
+    matrix = np.ones((1, 1))
+    for _ in range(6):
+        matrix = np.block([[matrix, matrix], [matrix, -matrix]])
+    x = np.random.default_rng(0).standard_normal((3, 64))
+    np.testing.assert_allclose(matmul.hadamard(x), x @ matrix / 8, 1e-12, 1e-12)
+
+
+def test_what_is_no_hadamard_matrix(backend: Plugin) -> None:
+    assert supported(backend, transformed("f16", (8, 3, 1, 1), 0))
+    for type, n, n_rows in (("f32", 24, 24), ("f32", 16, 8), ("bf16", 16, 16)):
+        assert not supported(backend, transformed(type, (n, 3, 1, 1), 0, n_rows=n_rows)), (type, n, n_rows)
+    plain = Node("MUL_MAT", *(Tensor.of(np.zeros((2, 2), np.float32)) for _ in range(1)), (
+        Tensor.of(np.zeros((2, 2), np.float32)), Tensor.of(np.zeros((2, 2), np.float16)),
+    ))  # fmt: skip
+    assert default_backend().refusal(plain) == "types f32 f16 -> f32"

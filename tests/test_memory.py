@@ -114,6 +114,7 @@ def test_a_model_writes_the_same_text_wherever_its_tensors_lie() -> None:
     assert len(set(texts.values())) == 1, texts
 
 
+@pytest.mark.slow
 def test_a_model_that_does_not_fit_is_refused_in_one_line() -> None:
     options = ["--memory", "device", "--device-type", "gpu", "--memory-limit", "100K", "--flash-attn", "on"]
     result = ggml_npu("run", "tiny", *options)

@@ -22,10 +22,11 @@ from ggml_backend_npu.abi.plugin import Plugin
 from ggml_backend_npu.abi.replica import compute
 from ggml_backend_npu.ops import OWN
 from graph_runner.noise import exact, multiple, noise_multiple, size
-from graph_runner.probes import NODES
 
 NE = (64, 5, 3, 2)
 MATRIX = (64, 6, 3, 2)
+
+NODES = {name: op.makes for name, op in OWN.items() if op.makes and (op.bound or op.has_formula)}
 
 Shapes = tuple[tuple[str, tuple[int, ...]], ...]
 # function, sources, other arguments, normalised error that ggml's own arithmetic has
@@ -203,9 +204,9 @@ def test_the_exact_value_of_every_op_that_rounds(backend: Plugin, op: str) -> No
     types = next(types for types in sorted(OWN[op].types or (), reverse=True) if {*types} <= {"f32", "i32", "f16"})
     for make in NODES[op]:
         node = make(np.random.default_rng(2), types)
-        compute(backend.ggml, "CPU", node)
         truth = exact(node)
         assert truth is not None
+        compute(backend.ggml, "CPU", node)
         expected = node.dst.view().astype(np.float64)
         finite = np.isfinite(expected)
         assert np.array_equal(finite, np.isfinite(truth))

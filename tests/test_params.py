@@ -162,6 +162,21 @@ def cases() -> Iterator[Case]:
     part = {"nb1": 32, "nb2": 192, "nb3": 768, "offset": 4}
     for name, in_place in (("set", 0), ("set_inplace", 1)):
         yield "SET", lambda b, name=name: b.op(name, x(b), x(b, 4, 3), *part.values()), part | {"inplace": in_place}
+    for name, in_place in (("acc", 0), ("acc_inplace", 1)):
+        yield "ACC", lambda b, name=name: b.op(name, x(b), x(b, 4, 3), *part.values()), part | {"inplace": in_place}
+    for kind in ("inf", "zero"):
+        yield f"DIAG_MASK_{kind.upper()}", lambda b, kind=kind: b.op(f"diag_mask_{kind}", x(b), 3), {"n_past": 3}
+    yield "LEAKY_RELU", lambda b: b.op("leaky_relu", x(b), 0.25, False), {"negative_slope": 0.25}
+    yield "RMS_NORM_BACK", lambda b: b.op("rms_norm_back", x(b), x(b), 0.25), {"eps": 0.25}
+    yield "SOFT_MAX_BACK", lambda b: b.op("soft_max_ext_back", x(b), x(b), 0.5, 0.0), {"scale": 0.5, "max_bias": 0.0}
+
+    def product(b: Builder) -> int:
+        node = b.op("mul_mat", x(b, 8, 8), x(b, 8, 3))
+        b.ggml.ggml_mul_mat_set_prec(node, 10)
+        b.ggml.ggml_mul_mat_set_hint(node, 1)
+        return node
+
+    yield "MUL_MAT", product, {"prec": 10, "hint": 1}
     edges = dict(zip(("lp0", "rp0", "lp1", "rp1", "lp2", "rp2", "lp3", "rp3"), range(1, 9), strict=True))
     for name, circular in (("pad_ext", 0), ("pad_ext_circular", 1)):
         yield "PAD", lambda b, name=name: b.op(name, x(b), *range(1, 9)), edges | {"circular": circular}
@@ -203,9 +218,6 @@ def cases() -> Iterator[Case]:
     }  # fmt: skip
     yield "UPSCALE", lambda b: b.op("interpolate", x(b, 4, 4), 8, 8, 1, 1, 513), {"mode": 513}
     yield "PAD_REFLECT_1D", lambda b: b.op("pad_reflect_1d", x(b, 9), 3, 4), {"p0": 3, "p1": 4}
-    yield "ROLL", lambda b: b.op("roll", x(b, 9, 9, 9, 9), 1, -2, 3, -4), {
-        "shift0": 1, "shift1": -2, "shift2": 3, "shift3": -4,
-    }  # fmt: skip
     yield "WIN_PART", lambda b: b.op("win_part", x(b, 4, 5, 9), 2), {"nep0": 3, "nep1": 5, "w": 2}
     yield "WIN_UNPART", lambda b: b.op("win_unpart", x(b, 4, 2, 2, 15), 5, 9, 2), {"w": 2}
     for name, in_place in (("add_rel_pos", 0), ("add_rel_pos_inplace", 1)):
@@ -240,7 +252,22 @@ def cases() -> Iterator[Case]:
     yield "GATED_DELTA_NET", delta, {"K": 3}
 
 
+def by_its_nodes(op: Op) -> Case:
+    """An op whose function takes the sources, and the parameters in the order of its record."""
+    made = op.makes[0](np.random.default_rng(0), next(iter(sorted(op.types or ()))))
+    params = OWN[op.name].params.of(made.params)
+    fields = {name: getattr(params, name) for name in params.names()}
+    (function,) = op.functions
+
+    def build(b: Builder) -> int:
+        sources = [b.tensor(x.type, x.ne) for x in made.src]
+        return b.op(function.removeprefix("ggml_"), *sources, *fields.values())
+
+    return op.name, build, fields
+
+
 CASES = list(cases())
+CASES += [by_its_nodes(OWN[name]) for name in sorted({*RECORDS} - {name for name, _, _ in CASES})]
 
 
 def test_every_record_is_compared_with_ggml() -> None:

@@ -1,5 +1,5 @@
-"""SET, PAD, PAD_REFLECT_1D, ROLL, TRI, SOLVE_TRI, SUM, MEAN, CUMSUM, ARGMAX: every byte as ggml's CPU leaves
-it, by either engine.
+"""SET, ACC, PAD, PAD_REFLECT_1D, ROLL, TRI, SOLVE_TRI, DIAG, DIAG_MASK_*, SUM, MEAN, CUMSUM, ARGMAX, COUNT_EQUAL: every
+byte as ggml's CPU leaves it, by either engine.
 
 But for SOLVE_TRI, of whose sums ggml's compiler rounds some products and fuses others.
 """
@@ -45,14 +45,14 @@ def placed(type: str, ne: Dims, seed: int, place: Placement) -> Any:
     return lambda scene: place.put(scene, type, ne, lambda n: values(type, n, rng))
 
 
-# SET
+# SET, ACC
 
 
 @pytest.mark.parametrize("in_place", [False, True])
-@pytest.mark.parametrize("type", ["f32", "i32"])
+@pytest.mark.parametrize(("op", "type"), [("set", "f32"), ("set", "i32"), ("acc", "f32")])
 @given(data=st.data(), ne=sizes(), seed=seeds, place=placements(rows=True))
-def test_set(
-    backend: Plugin, type: str, in_place: bool, data: st.DataObject, ne: Dims, seed: int, place: Placement
+def test_a_part(
+    backend: Plugin, op: str, type: str, in_place: bool, data: st.DataObject, ne: Dims, seed: int, place: Placement
 ) -> None:
     begin = [data.draw(st.integers(0, n - 1)) for n in ne]
     part = tuple(data.draw(st.integers(1, n - i)) for n, i in zip(ne, begin, strict=True))
@@ -62,9 +62,9 @@ def test_set(
     def recipe(scene: Scene) -> int:
         whole = scene.root(type, ne, values(type, int(np.prod(ne)), np.random.default_rng(seed)))
         b = placed(type, part, seed + 1, place)(scene)
-        return scene.op("set_inplace" if in_place else "set", whole, b, *nb[1:], offset)
+        return scene.op(f"{op}_inplace" if in_place else op, whole, b, *nb[1:], offset)
 
-    assert_equals_cpu(backend, recipe)
+    assert_equals_cpu(backend, recipe, "f32" if op == "acc" else None, in_place)
 
 
 @pytest.mark.parametrize("name", ENGINES)
@@ -73,6 +73,17 @@ def test_set_of_a_part_of_itself(name: str, monkeypatch: pytest.MonkeyPatch) -> 
     memory = np.arange(12, dtype=np.float32)
     computed("SET", memory, memory, memory[:6], params=struct.pack("5i", 24, 24, 24, 8, 1))
     assert memory.tolist() == [0, 1, 0, 1, 2, 3, 4, 5, 8, 9, 10, 11]
+
+
+@pytest.mark.parametrize("name", ENGINES)
+@pytest.mark.parametrize("in_place", [0, 1])
+def test_acc_of_a_part_of_itself(name: str, in_place: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """src1 is what dst begins with; in place dst is src0 too."""
+    monkeypatch.setenv("GGML_NPU_ENGINE", name)
+    whole, memory = np.arange(12, dtype=np.float32), np.arange(12, dtype=np.float32)
+    part = memory[:6] if in_place else memory[:6] + 0
+    computed("ACC", memory, memory if in_place else whole, part, params=struct.pack("5i", 24, 24, 24, 8, in_place))
+    assert memory.tolist() == [0, 1, 2, 4, 6, 8, 10, 12, 8, 9, 10, 11]
 
 
 # PAD
@@ -156,6 +167,27 @@ def test_what_tri_leaves() -> None:
     }
 
 
+# DIAG, DIAG_MASK_INF, DIAG_MASK_ZERO
+
+
+@given(n=st.integers(1, 20), depth=st.tuples(st.integers(1, 3), st.integers(1, 3)), seed=seeds, place=placements(True))
+def test_diag(backend: Plugin, n: int, depth: tuple[int, int], seed: int, place: Placement) -> None:
+    assert_equals_cpu(backend, lambda scene: scene.op("diag", placed("f32", (n, 1, *depth), seed, place)(scene)))
+
+
+@pytest.mark.parametrize("kind", ["inf", "zero"])
+@given(ne=sizes(), n_past=st.integers(0, 12), seed=seeds, in_place=st.booleans())
+@examples(30)
+def test_diag_mask(backend: Plugin, kind: str, ne: Dims, n_past: int, seed: int, in_place: bool) -> None:
+    """In place of rows with gaps between them too."""
+
+    def recipe(scene: Scene) -> int:
+        x = placed("f32", ne, seed, Placement(steps=(1, 2, 1, 1)) if in_place else Placement())(scene)
+        return scene.op(f"diag_mask_{kind}{'_inplace' if in_place else ''}", x, n_past)
+
+    assert_equals_cpu(backend, recipe)
+
+
 def triangular(n: int, n_columns: int, depth: tuple[int, int], seed: int) -> tuple[NDArray[Any], NDArray[Any]]:
     """Matrices, junk above their diagonals, and right sides."""
     rng = np.random.default_rng(seed)
@@ -235,6 +267,24 @@ def test_argmax(backend: Plugin, width: int, n_rows: int, apart: bool, seed: int
     assert_equals_cpu(backend, recipe)
 
 
+@given(
+    ne=st.one_of(
+        st.tuples(st.integers(1, 40), st.integers(1, 40), st.just(1), st.just(1)),
+        st.integers(1, 6).flatmap(lambda n: st.tuples(st.integers(1, 9), st.just(n), st.just(n), st.sampled_from([1]))),
+    ),
+    seed=seeds, places=st.tuples(placements(), placements()),
+)  # fmt: skip
+def test_count_equal(backend: Plugin, ne: Dims, seed: int, places: tuple[Placement, Placement]) -> None:
+    def recipe(scene: Scene) -> int:
+        rng = np.random.default_rng(seed)
+        return scene.op(
+            "count_equal",
+            *(place.put(scene, "i32", ne, lambda n: rng.integers(-1, 2, n, np.int32)) for place in places),
+        )
+
+    assert_equals_cpu(backend, recipe)
+
+
 # refusals
 
 
@@ -275,6 +325,18 @@ def numbers(*values: int) -> bytes:
         ("SET", (zeros(12), zeros(11), zeros(3)), numbers(12, 12, 12, 0, 0), "src0 of ne (11, 1, 1, 1)"),
         ("SET", (zeros(12), zeros(24)[::2], zeros(3)), numbers(12, 12, 12, 0, 0), "src0 is not contiguous"),
         ("SET", (zeros(12), zeros(12), zeros(6)[::2]), numbers(12, 12, 12, 0, 0), "src1 rows have gaps"),
+        ("ACC", (zeros(12), zeros(12), zeros(3)), numbers(12, 12, 12, 40, 0), "src1 of ne (3, 1, 1, 1) at 40"),
+        ("ACC", (zeros(12), zeros(12), zeros(2, 3)), numbers(8, 12, 12, 0, 0), "lies on itself"),
+        ("ACC", (zeros(12), zeros(12), zeros(6)[::2]), numbers(12, 12, 12, 0, 0), "src1 rows have gaps"),
+        ("DIAG", (zeros(3, 3), zeros(2, 3)), b"", "x of ne (3, 2, 1, 1)"),
+        ("DIAG_MASK_INF", (zeros(3, 3), zeros(3, 3)), numbers(-1), "n_past -1"),
+        ("DIAG_MASK_ZERO", (zeros(3, 3), zeros(3, 4)[:, :3]), numbers(0), "x is not contiguous"),
+        ("DIAG_MASK_INF", (zeros(3, 3), zeros(2, 3)), numbers(0), "x of ne (3, 2, 1, 1)"),
+        ("COUNT_EQUAL", (zeros(1, dtype=np.int64), zeros(3), zeros(3)), b"", "types f32 f32 -> i64"),
+        (
+            "COUNT_EQUAL", (zeros(1, dtype=np.int64), *(zeros(2, 3, 4, dtype=np.int32) for _ in range(2))), b"",
+            "src0 of ne (4, 3, 2, 1): of more than one matrix",
+        ),
         ("PAD", (zeros(4), zeros(2)), numbers(1, 2, *[0] * 7), "x of ne (2, 1, 1, 1), (1, 0, 0, 0) before"),
         ("PAD", (zeros(8)[::2], zeros(2)), numbers(1, 1, *[0] * 7), "dst is not contiguous"),
         ("PAD", (zeros(2), zeros(0)), numbers(1, 1, *[0] * 6, 1), "x of ne (0, 1, 1, 1) comes around"),

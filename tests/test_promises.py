@@ -59,6 +59,7 @@ def test_a_wrong_end_of_a_row_is_no_promise_and_beyond_the_bound(name: str, monk
     assert not any(is_allowed(of) for of in cut)
 
 
+@pytest.mark.slow
 def test_right_kernels_are_within_the_bounds_where_bytes_are_not_promised() -> None:
     unequal = [probe for name, probe in PROBES.items() if probe.op in OWN and not promises.holds(name)]
     assert not [str(of) for probe in unequal for of in probe.nodes() if not is_allowed(of)]
@@ -91,6 +92,7 @@ def test_what_was_measured_is_kept(kept_elsewhere: Path, monkeypatch: pytest.Mon
     assert promises.holds("SILU") is before
 
 
+@pytest.mark.slow
 def test_every_op_has_a_promise() -> None:
     found = promises.promises()
     assert {each.op for each in found} == {*OWN}

@@ -504,6 +504,7 @@ def test_a_models_nodes_are_counted_as_python_counts_them(
     assert asked < len(in_python) - asked
 
 
+@pytest.mark.slow
 def test_two_contexts_decode_at_once(backend: Plugin, model: Models) -> None:
     cases = [("demo", "The capital of France is"), ("moe", "A")]
     alone = [decoded(model(name), 24, prompt) for name, prompt in cases]
@@ -610,6 +611,7 @@ for type in ("q8_0", "q4_0"):
 """
 
 
+@pytest.mark.slow
 def test_tensors_that_move_in_the_devices_memory() -> None:
     environment = {**os.environ, "GGML_NPU_MEMORY": "device"}
     result = subprocess.run(

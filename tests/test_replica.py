@@ -241,6 +241,7 @@ print("same")
 """
 
 
+@pytest.mark.slow
 def test_a_device_with_memory_of_its_own_gets_copies() -> None:
     done = subprocess.run(
         [sys.executable, "-c", DEVICE_MEMORY],

@@ -303,6 +303,7 @@ def test_a_tensor_of_a_gibibyte_needs_little_more_than_its_result() -> None:
     resident(1024)
 
 
+@pytest.mark.slow
 def test_a_result_that_lives_to_the_end_says_nothing() -> None:
     code = "import numpy, quant; x = quant.quantize(numpy.ones((4096, 1024), 'f'), 'q8_0'); y = [x[1:]]; y.append(y)"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=False)

@@ -1,24 +1,36 @@
-"""What the sources promise: who imports whom, where ctypes stands, that everything public is documented."""
+"""What the sources promise: who imports whom, where ctypes stands, where an op stands, that everything public is
+documented."""
 
 from __future__ import annotations
 
 import ast
+from collections import defaultdict
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
+
+from ggml_backend_npu.abi import lib
+from ggml_backend_npu.ops import OWN
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("quant", "ggml_backend_npu", "graph_runner")
 MODULES = sorted(path.relative_to(ROOT) for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
 
 
+@cache
 def parsed(module: Path) -> ast.Module:
     return ast.parse((ROOT / module).read_text())
 
 
-def imports(module: Path) -> Iterator[str]:
+@cache
+def imports(module: Path) -> tuple[str, ...]:
     """Full names of what a module imports, wherever in it the import stands."""
+    return tuple(_imports(module))
+
+
+def _imports(module: Path) -> Iterator[str]:
     for node in ast.walk(parsed(module)):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -61,6 +73,54 @@ def test_ctypes_stands_in_the_abi_and_in_the_session_only(module: str) -> None:
     assert not outside(importers(module), "ggml_backend_npu/abi/", "graph_runner/session.py")
 
 
+def names_of_ops(module: Path) -> Iterator[tuple[ast.AST, list[str]]]:
+    """What names ops: an expression of a module, and those among the strings that are it or stand in it."""
+    for node in ast.walk(parsed(module)):
+        match node:
+            case ast.Constant():
+                parts = [node]
+            case ast.Dict():
+                parts = node.keys
+            case ast.Tuple() | ast.List() | ast.Set():
+                parts = node.elts
+            case _:
+                parts = []
+        values = (part.value for part in parts if isinstance(part, ast.Constant))
+        yield node, [value for value in values if isinstance(value, str) and value in OWN]
+
+
+def test_an_op_stands_in_one_file() -> None:
+    files = defaultdict(set)
+    for module in MODULES:
+        # tiles: the functions of its kernel have their names
+        if module.is_relative_to("ggml_backend_npu/ops") and module.name != "tiles.py":
+            for _, names in names_of_ops(module):
+                for name in names:
+                    files[name].add(module.name)
+    assert {name: found for name, found in files.items() if len(found) != 1} == {}
+    assert not OWN.keys() - {*files}
+
+
+def test_no_table_of_ops_stands_elsewhere() -> None:
+    """But for what is measured, what other devices take, what an older ggml aborts on, and what llama.cpp asks for."""
+    others = {f"ggml_backend_npu/{name}.py" for name in ("generations", "abi/aborts", "abi/plugin")}
+    tables = [
+        f"{module}:{node.lineno} {names}"
+        for module in MODULES
+        if not module.as_posix().startswith(("ggml_backend_npu/ops/", "graph_runner/bench/"))
+        and module.as_posix() not in others
+        for node, names in names_of_ops(module)
+        if len(names) > 1
+    ]
+    assert tables == []
+
+
+def test_what_is_known_of_ops_is_whole() -> None:
+    """Whatever rounds has an exact value and nodes to measure it on; ggml has the functions that are to make nodes."""
+    assert [name for name, op in OWN.items() if op.bound and not (op.has_formula and op.makes)] == []
+    assert [name for op in OWN.values() for name in op.functions if not hasattr(lib.ggml(), name)] == []
+
+
 # what a process has one of, whoever asks for it; everything else belongs to an object that is handed down
 OF_THE_PROCESS = {
     "quant/codec.py _CODECS": "codecs, which class statements add when they are imported",
@@ -70,6 +130,7 @@ OF_THE_PROCESS = {
     "quant/kernels/memory.py _free": "memory of large results that nobody holds any more, as an allocator has it",
     "ggml_backend_npu/abi/fenced.py _free": "fenced memory that nobody holds any more",
     "ggml_backend_npu/abi/fenced.py _Room": "how much that is",
+    "ggml_backend_npu/abi/lib.py _given": "which ggml the process was told to take",
     "graph_runner/endings.py _open": "what is undone when the process ends",
     "graph_runner/endings.py _commands": "whether a command is what the process is for",
     "graph_runner/session.py _log": "llama.cpp has one log",

@@ -186,6 +186,7 @@ else:
 REFUSED = FOLLOWED.replace("print(threads.working_team().n_threads)", "")
 
 
+@pytest.mark.slow
 def test_the_environment_says_how_many_threads() -> None:
     assert python(FOLLOWED, GGML_NPU_THREADS="1") == ["1", "1"]
     assert python(REFUSED, GGML_NPU_THREADS="0") == ["GGML_NPU_THREADS='0': must be a number of threads, 1 or more"]

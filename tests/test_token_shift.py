@@ -16,9 +16,10 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from support import assert_same_bytes, examples, seeds
 
-from ggml_backend_npu import default_backend, token_shift
+from ggml_backend_npu import default_backend
 from ggml_backend_npu.abi.build import Builder
 from ggml_backend_npu.abi.plugin import Plugin
+from ggml_backend_npu.documents.rwkv import token_shift
 from quant.kernels import threads
 
 Array = NDArray[Any]

@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from support import assert_same_bytes, computed, examples, seeds
 
-from ggml_backend_npu import TensorDescriptor, TopKSoftmax, default_backend
+from ggml_backend_npu import default_backend
+from ggml_backend_npu.documents.infiniop import TensorDescriptor, TopKSoftmax
 from quant.kernels import threads
 
 Array = NDArray[Any]

@@ -272,6 +272,7 @@ def test_every_node_of_a_model_is_replayed_with_the_same_bytes(
     assert len(npu.nodes) + npu.refused.total() == len(cpu.nodes)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("backend")
 def test_the_traces_hold_what_is_hard(traces: Callable[[str], Path]) -> None:
     nodes = [recorded.node for name in WRITERS for recorded in read_trace(traces(name))]
@@ -519,6 +520,7 @@ def test_a_wrong_kernel_is_found(cli: Cli, small: Path, tmp_path: Path, line: st
     assert cli("replay", small, "--device", "CPU").code == 0
 
 
+@pytest.mark.slow
 @pytest.mark.some(1)
 @pytest.mark.parametrize("line", ["dst.view()[...] += 1", "raise ValueError('no')"])
 def test_what_a_trace_names_does_not_reach_the_terminal(cli: Cli, tmp_path: Path, line: str) -> None:  # noqa: F811
@@ -605,6 +607,7 @@ except SystemExit as end:
 """
 
 
+@pytest.mark.slow
 def test_the_npu_replays_in_a_fresh_process_without_llama_cpp(traces: Callable[[str], Path]) -> None:
     """Same bytes in another process, where llama-cpp-python is not installed."""
     outcome = process(sys.executable, "-c", IN_A_FRESH_PROCESS, traces("moe"))
@@ -627,6 +630,7 @@ def test_the_rounding_of_q8_0_is_the_one_of_the_trace(backend: Plugin, tmp_path:
     assert not replay(tmp_path / "wrong.gguf")
 
 
+@pytest.mark.slow
 def test_reading_a_trace_again_and_again_takes_no_memory(traces: Callable[[str], Path]) -> None:
     def run(times: int) -> int:
         for _ in range(times):
@@ -640,6 +644,7 @@ def test_reading_a_trace_again_and_again_takes_no_memory(traces: Callable[[str],
 # the command
 
 
+@pytest.mark.slow
 def test_capture_and_replay_on_the_command_line(cli: Cli, tmp_path: Path) -> None:  # noqa: F811
     path = tmp_path / "t.gguf"
     made = cli("capture", "tiny", "-o", path, "-n", 1, "--nodes", "GET_ROWS,1:CONT,Kcur-*", "--threads", 1)
@@ -662,6 +667,7 @@ def test_capture_and_replay_on_the_command_line(cli: Cli, tmp_path: Path) -> Non
     assert "every byte as in the trace" in table.out
 
 
+@pytest.mark.slow
 def test_bad_input_is_one_line(cli: Cli, small: Path, tmp_path: Path) -> None:  # noqa: F811
     cut = tmp_path / "cut.gguf"
     cut.write_bytes(small.read_bytes()[:1000])

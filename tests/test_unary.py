@@ -290,3 +290,30 @@ def wide(n: int, rng: np.random.Generator) -> NDArray[Any]:
     """Any float32, and what e ** x is neither 0 nor infinite of."""
     x = rng.uniform(-110, 110, n).astype(np.float32)
     return np.where(rng.random(n) < 0.3, values("f32", n, rng).view(np.float32).ravel(), x)
+
+
+# LEAKY_RELU
+
+
+def leaky_relu(type: str, ne: Dims, slope: float, seed: int, src: Placement, in_place: bool = False) -> Recipe:
+    def recipe(scene: Scene) -> int:
+        x = src.put(scene, type, ne, lambda n: values(type, n, np.random.default_rng(seed)))
+        return scene.op("leaky_relu", x, slope, in_place)
+
+    return recipe
+
+
+@pytest.mark.parametrize("type", ["f32", "f16"])
+@given(
+    ne=sizes(), slope=st.floats(width=32), seed=seeds, src=st.sampled_from([PLAIN, Placement(steps=(1, 2, 1, 1))]),
+    in_place=st.booleans(),
+)  # fmt: skip
+def test_leaky_relu(
+    backend: Plugin, type: str, ne: Dims, slope: float, seed: int, src: Placement, in_place: bool
+) -> None:
+    assert_equals_cpu(backend, leaky_relu(type, ne, slope, seed, src, in_place), type)
+
+
+def test_what_leaky_relu_does_not_take(backend: Plugin) -> None:
+    for type, src in (("bf16", PLAIN), ("f32", TRANSPOSED), ("f32", ROWS_APART)):
+        assert not supported(backend, leaky_relu(type, (4, 3, 2, 1), 0.1, 0, src)), (type, src)

@@ -186,6 +186,7 @@ def test_nodes_that_are_left_to_the_cpu_are_named_with_the_reason(cli: Cli) -> N
     assert "left to the CPU: ROPE 8 (as a test)\n" in outcome.err
 
 
+@pytest.mark.slow
 @pytest.mark.some(1)
 @pytest.mark.parametrize("memory", ["host", "device"])
 def test_run_says_that_every_node_was_on_the_npu(memory: str, tiny_text: str) -> None:  # noqa: F811

@@ -3,34 +3,46 @@
 from __future__ import annotations
 
 import ctypes
-
-import numpy as np
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from ggml_backend_npu.abi import convert, structs
 from ggml_backend_npu.abi.guard import Failures, guarded
 from ggml_backend_npu.abi.lib import Ggml
+from ggml_backend_npu.buffer import Buffer, Bytes
 from ggml_backend_npu.device_memory import ALIGNMENT, ON_DEVICE, TO_DEVICE, TO_HOST, DeviceMemory
 from ggml_backend_npu.ir import Memory
+from ggml_backend_npu.opaque import OpaqueMemory
+
+_ANY = (1 << 64) - 1  # SIZE_MAX
 
 
 class Buffers:
-    """The buffer type, and the buffers that ggml asked it for."""
+    """The buffer type, and the buffers that ggml asked it for.
 
-    def __init__(self, ggml: Ggml, memory: DeviceMemory, failures: Failures, name: int, device: int) -> None:
+    lost  what a copy that failed has said, of which ggml does not hear: it has no status
+    """
+
+    def __init__(
+        self, ggml: Ggml, memory: DeviceMemory | OpaqueMemory, failures: Failures, name: int, device: int
+    ) -> None:
         self.ggml, self.memory, self.failures = ggml, memory, failures
         self._name = name
-        self._buffers: dict[int, Memory] = {}
-        self.type = structs.GgmlBackendBufferType(
+        self.lost: str | None = None
+        self._buffers: dict[int, Memory | Buffer] = {}
+        layout = ggml.layout
+        self.type = layout["ggml_backend_buffer_type"](
             iface=structs.fill(
-                structs.BufferTypeTable,
+                layout["ggml_backend_buffer_type_i"],
                 get_name=self.get_name,
                 alloc_buffer=self.alloc_buffer,
                 get_alignment=self.get_alignment,
+                get_max_size=self.get_max_size,
             ),
             device=device,
         )
         self._table = structs.fill(
-            structs.BufferTable,
+            layout["ggml_backend_buffer_i"],
             free_buffer=self.free_buffer,
             get_base=self.get_base,
             init_tensor=self.init_tensor,
@@ -55,7 +67,11 @@ class Buffers:
 
     @guarded(ALIGNMENT)
     def get_alignment(self, _: int) -> int:
-        return ALIGNMENT
+        return self.memory.alignment
+
+    @guarded(_ANY)
+    def get_max_size(self, _: int) -> int:
+        return self.memory.largest or _ANY
 
     @guarded(None)
     def alloc_buffer(self, buffer_type: int, size: int) -> int | None:
@@ -68,7 +84,7 @@ class Buffers:
 
     @guarded(None)
     def free_buffer(self, buffer: int) -> None:
-        self.memory.release(self._buffers.pop(buffer))
+        self.memory.release(self._buffers.pop(buffer))  # type: ignore[arg-type]  # it is one of its own
 
     @guarded(None)
     def get_base(self, buffer: int) -> int:
@@ -84,29 +100,62 @@ class Buffers:
             self.memory.place(root.type, root.address, root.nbytes, pack=convert.is_leaf(tensor))
         return structs.STATUS_SUCCESS
 
-    @guarded(None)
-    def memset_tensor(self, _: int, tensor: int, value: int, offset: int, size: int) -> None:
-        self.memory.write(convert.data_of(tensor) + offset, np.full(size, value, np.uint8))
+    @contextmanager
+    def sets(self, buffer: int, address: int) -> Iterator[None]:
+        """Bytes are set: where that fails, the next graph is to fail, and all others that read what lasts."""
+        try:
+            yield
+        except Exception as error:
+            self.lost = str(error)
+            if self.ggml.ggml_backend_buffer_get_usage(buffer) != structs.USAGE_COMPUTE:
+                self.memory.spoil(address, str(error))
+            raise
+
+    @contextmanager
+    def gets(self) -> Iterator[None]:
+        """Bytes are read: where that fails, who reads them does not hear of it, and the next graph is to fail."""
+        try:
+            yield
+        except Exception as error:
+            self.lost = str(error)
+            raise
 
     @guarded(None)
-    def set_tensor(self, _: int, tensor: int, data: int, offset: int, size: int) -> None:
-        self.memory.write(convert.data_of(tensor) + offset, Memory(data, size, writable=False).bytes())
+    def memset_tensor(self, buffer: int, tensor: int, value: int, offset: int, size: int) -> None:
+        address = convert.data_of(tensor) + offset
+        with self.sets(buffer, address):
+            self.memory.set(address, size, value)
+
+    @guarded(None)
+    def set_tensor(self, buffer: int, tensor: int, data: int, offset: int, size: int) -> None:
+        address = convert.data_of(tensor) + offset
+        with self.sets(buffer, address):
+            self.memory.write(address, of_host(data, size, writable=False))
         self.memory.transfers.count(TO_DEVICE, size)
 
     @guarded(None)
     def get_tensor(self, _: int, tensor: int, data: int, offset: int, size: int) -> None:
-        Memory(data, size).bytes()[:] = self.memory.read(convert.data_of(tensor) + offset, size)
+        with self.gets():
+            of_host(data, size)[:] = self.memory.read(convert.data_of(tensor) + offset, size)
         self.memory.transfers.count(TO_HOST, size)
 
     @guarded(False)
-    def cpy_tensor(self, _: int, src: int, dst: int) -> bool:
+    def cpy_tensor(self, buffer: int, src: int, dst: int) -> bool:
         if not self.holds(src):
             return False
-        size = convert.tensor(self.ggml, src).nbytes
-        self.memory.write(convert.data_of(dst), np.array(self.memory.read(convert.data_of(src), size)))
+        size, target = convert.tensor(self.ggml, src).nbytes, convert.data_of(dst)
+        with self.sets(buffer, target):
+            self.memory.copy(convert.data_of(src), target, size)
         self.memory.transfers.count(ON_DEVICE, size)
         return True
 
     @guarded(None)
     def clear(self, buffer: int, value: int) -> None:
-        self.memory.fill(self._buffers[buffer], value)
+        memory = self._buffers[buffer]
+        with self.sets(buffer, memory.address):
+            self.memory.fill(memory, value)  # type: ignore[arg-type]  # it is one of its own
+
+
+def of_host(address: int, size: int, *, writable: bool = True) -> Bytes:
+    """A span of host memory that ggml gives, as bytes."""
+    return Memory(address, size, writable).bytes()

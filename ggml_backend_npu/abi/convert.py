@@ -10,8 +10,10 @@ from typing import Any
 
 from ggml_backend_npu.abi import structs
 from ggml_backend_npu.abi.lib import Ggml
+from ggml_backend_npu.buffer import Buffer
 from ggml_backend_npu.ir import Graph, Memory, Node, Tensor, nbytes
 from ggml_backend_npu.packed import PACKED_TYPES, Packed
+from ggml_backend_npu.params import PARAMS_BYTES
 
 _NOTHING_TO_COMPUTE = frozenset({"NONE", "RESHAPE", "VIEW", "PERMUTE", "TRANSPOSE"})
 
@@ -20,6 +22,8 @@ _TYPE, _NE, _NB, _OP, _PARAMS, _FLAGS = 0, slice(2, 6), slice(6, 10), 10, 11, 12
 _SRC, _VIEW_SRC, _VIEW_OFFS, _DATA, _NAME = slice(13, 23), 23, 24, 25, 26
 
 
+_NO_PARAMS = bytes(PARAMS_BYTES)
+_ONE_STATE = b"\1" + _NO_PARAMS[1:]
 _MOST_KNOWN = 8192
 _memcmp = ctypes.CDLL(None).memcmp
 _memcmp.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
@@ -27,11 +31,11 @@ _view_of = ctypes.pythonapi.PyMemoryView_FromMemory
 _view_of.restype, _view_of.argtypes = ctypes.py_object, [ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int]
 _READ_ONLY = 0x100  # PyBUF_READ
 
-PackedAt = Callable[[int], Packed | None]
+PackedAt = Callable[[int], Packed | Buffer | None]
 
 
 def nowhere(_: int) -> None:
-    """Host memory: nothing is packed."""
+    """Host memory: nothing is packed, nothing a device's."""
 
 
 def _read(address: int) -> tuple[Any, ...]:
@@ -54,8 +58,10 @@ def _tensor(ggml: Ggml, fields: tuple[Any, ...], writable: bool, packed: PackedA
         memory, offset = Memory(fields[_DATA], _span(ggml, fields), writable), 0
     name = fields[_NAME].split(b"\0", 1)[0].decode(errors="replace")
     type = ggml.types[fields[_TYPE]].name
-    found = packed(fields[_DATA]) if fields[_DATA] and type in PACKED_TYPES else None
-    return Tensor(name, type, fields[_NE], fields[_NB], memory, offset, found)
+    found = packed(fields[_DATA]) if fields[_DATA] else None
+    layout = found if isinstance(found, Packed) and type in PACKED_TYPES else None
+    buffer = found if isinstance(found, Buffer) else None
+    return Tensor(name, type, fields[_NE], fields[_NB], memory, offset, layout, buffer)
 
 
 def _span(ggml: Ggml, fields: tuple[Any, ...]) -> int:
@@ -65,7 +71,7 @@ def _span(ggml: Ggml, fields: tuple[Any, ...]) -> int:
 
 
 def tensor(ggml: Ggml, address: int, *, writable: bool = False, packed: PackedAt = nowhere) -> Tensor:
-    """The tensor at an address. `packed` finds the packed tensor that data lies in."""
+    """The tensor at an address. `packed` finds the packed tensor, or the device's buffer, that data lies in."""
     return _tensor(ggml, _read(address), writable, packed)
 
 
@@ -120,8 +126,13 @@ def node(ggml: Ggml, address: int, packed: PackedAt = nowhere) -> Node:
         ggml.op_name(fields[_OP], _first_param(fields[_PARAMS])),
         _tensor(ggml, fields, True, packed),
         tuple(tensor(ggml, source, packed=packed) if source else None for source in sources),
-        fields[_PARAMS],
+        fields[_PARAMS] if any(fields[_PARAMS]) else _unwritten(ggml, fields[_OP]),
     )
+
+
+def _unwritten(ggml: Ggml, op: int) -> bytes:
+    """op_params of which a ggml has left all out: where a scan does not say how many states it keeps, it keeps one."""
+    return _ONE_STATE if ggml.ops[op] == "SSM_SCAN" and "SSM_SCAN" in ggml.uncounted else _NO_PARAMS
 
 
 @dataclass(frozen=True)
@@ -221,6 +232,11 @@ def _computing(ggml: Ggml, graph: int) -> Iterator[tuple[int, bytes]]:
         flags = int.from_bytes(head[structs.FLAGS_AT : structs.FLAGS_AT + 4], "little")
         if flags & structs.FLAG_COMPUTE and ggml.ops[op] not in _NOTHING_TO_COMPUTE:
             yield address, head
+
+
+def nodes(ggml: Ggml, graph: int, packed: PackedAt = nowhere) -> Iterator[Node]:
+    """The nodes of the graph at an address that are to be computed, each read when it comes."""
+    return (node(ggml, address, packed) for address, _ in _computing(ggml, graph))
 
 
 def is_to_be_computed(ggml: Ggml, address: int) -> bool:

@@ -26,6 +26,7 @@ import platformdirs
 import ggml_backend_npu
 from ggml_backend_npu.abi import lib
 from ggml_backend_npu.backend import default_backend
+from ggml_backend_npu.device_backend import backends_of
 from ggml_backend_npu.kernel_files import load_kernels, named_by_the_environment
 from quant.errors import UserError
 from quant.kernels import kept
@@ -119,7 +120,11 @@ def registry(caller: int) -> int:
     backend.options.check()
     for file in named_by_the_environment():
         load_kernels(file, backend)
-    return ctypes.addressof(ggml_backend_npu.register().registry)
+    plugin = ggml_backend_npu.register()
+    name = os.environ.get("GGML_NPU_DEVICE_FILE")
+    for other in backends_of(name)[1:] if name else ():
+        ggml_backend_npu.register(other)
+    return ctypes.addressof(plugin.registry)
 
 
 def plugin() -> Path:

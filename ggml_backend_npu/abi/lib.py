@@ -4,35 +4,25 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 import sys
-from collections.abc import Iterator
+from bisect import bisect_right
 from ctypes import POINTER, c_bool, c_char_p, c_float, c_int, c_int64, c_size_t, c_uint16, c_uint32, c_void_p
 from dataclasses import dataclass
 from functools import cache, cached_property
 from itertools import count, takewhile
-from pathlib import Path
 from threading import RLock
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ggml_backend_npu.abi import structs
+from ggml_backend_npu.abi import layouts, places, probes, structs
+from ggml_backend_npu.abi.layouts.layout import Layout
 from quant.errors import UserError
 
 if TYPE_CHECKING:
     from ggml_backend_npu.abi.plugin import Plugin
 
-API_VERSION = 2
-
-
-class Counts(NamedTuple):
-    """How many types, ops and functions of UNARY and GLU a ggml has: its tables of names do not end by themselves."""
-
-    types: int
-    ops: int
-    unary: int
-    glu: int
-
-
-KNOWN_VERSIONS = {"0.25": Counts(types=43, ops=101, unary=22, glu=7)}
+_NAME = re.compile(rb"[A-Z][A-Z0-9_]*")  # of an op or a function
+_MOST_BYTES = 1 << 16  # of a block of any type
 
 _Functions = dict[str, tuple[Any, list[Any]]]
 
@@ -52,85 +42,8 @@ _FUNCTIONS: _Functions = {
     "ggml_view_4d": (c_void_p, [c_void_p, c_void_p, *[c_int64] * 4, *[c_size_t] * 4]),
     "ggml_permute": (c_void_p, [c_void_p, c_void_p, *[c_int] * 4]),
     "ggml_transpose": (c_void_p, [c_void_p, c_void_p]),
-    "ggml_get_rows": (c_void_p, [c_void_p] * 3),
-    "ggml_set_rows": (c_void_p, [c_void_p] * 4),
-    "ggml_cpy": (c_void_p, [c_void_p] * 3),
-    "ggml_cast": (c_void_p, [c_void_p, c_void_p, c_int]),
-    "ggml_dup": (c_void_p, [c_void_p] * 2),
     "ggml_cont": (c_void_p, [c_void_p] * 2),
-    "ggml_sqr": (c_void_p, [c_void_p] * 2),
-    **{f"ggml_{name}": (c_void_p, [c_void_p] * 3) for name in ("add", "sub", "mul", "div", "repeat")},
-    **{f"ggml_{name}": (c_void_p, [c_void_p] * 3) for name in ("mul_mat", "swiglu_split")},
-    "ggml_mul_mat_id": (c_void_p, [c_void_p] * 4),
-    **{f"ggml_{name}": (c_void_p, [c_void_p] * 2) for name in ("silu", "gelu", "sigmoid")},
-    **{f"ggml_{name}": (c_void_p, [c_void_p, c_void_p, c_float]) for name in ("norm", "rms_norm")},
-    **{f"ggml_{name}": (c_void_p, [c_void_p, c_void_p, c_float]) for name in ("l2_norm", "scale", "fill")},
-    **{f"ggml_{name}": (c_void_p, [c_void_p] * 2) for name in ("sqrt", "log", "sin", "cos")},
-    **{f"ggml_{name}": (c_void_p, [c_void_p, c_void_p, c_int]) for name in ("unary", "unary_inplace", "top_k")},
-    **{f"ggml_{name}": (c_void_p, [c_void_p] * 3 + [c_int]) for name in ("glu_split", "add_cast")},
-    "ggml_glu": (c_void_p, [c_void_p, c_void_p, c_int, c_bool]),
-    "ggml_swiglu_oai": (c_void_p, [c_void_p] * 3 + [c_float] * 2),
-    "ggml_swiglu_clamp": (c_void_p, [c_void_p] * 3 + [c_float]),
-    "ggml_xielu": (c_void_p, [c_void_p, c_void_p, *[c_float] * 4]),
-    "ggml_group_norm": (c_void_p, [c_void_p, c_void_p, c_int, c_float]),
-    "ggml_add_id": (c_void_p, [c_void_p] * 4),
-    "ggml_arange": (c_void_p, [c_void_p, *[c_float] * 3]),
-    "ggml_scale_bias": (c_void_p, [c_void_p, c_void_p, c_float, c_float]),
-    "ggml_pool_2d": (c_void_p, [c_void_p, c_void_p, *[c_int] * 5, *[c_float] * 2]),
-    "ggml_pool_1d": (c_void_p, [c_void_p, c_void_p, *[c_int] * 4]),
-    "ggml_pool_2d_back": (c_void_p, [c_void_p] * 3 + [c_int] * 5 + [c_float] * 2),
-    "ggml_clamp": (c_void_p, [c_void_p, c_void_p, c_float, c_float]),
-    "ggml_sum_rows": (c_void_p, [c_void_p] * 2),
-    "ggml_concat": (c_void_p, [c_void_p] * 3 + [c_int]),
-    "ggml_argsort": (c_void_p, [c_void_p, c_void_p, c_int]),
     "ggml_reshape_4d": (c_void_p, [c_void_p, c_void_p, *[c_int64] * 4]),
-    "ggml_soft_max_ext": (c_void_p, [c_void_p] * 3 + [c_float] * 2),
-    "ggml_soft_max_add_sinks": (None, [c_void_p] * 2),
-    "ggml_flash_attn_ext": (c_void_p, [c_void_p] * 5 + [c_float] * 3),
-    "ggml_flash_attn_ext_add_sinks": (None, [c_void_p] * 2),
-    **{f"ggml_{name}": (c_void_p, [c_void_p] * 2) for name in ("sum", "mean", "cumsum", "argmax")},
-    "ggml_im2col": (c_void_p, [c_void_p] * 3 + [c_int] * 6 + [c_bool, c_int]),
-    "ggml_im2col_back": (c_void_p, [c_void_p] * 3 + [POINTER(c_int64)] + [c_int] * 6 + [c_bool]),
-    "ggml_im2col_3d": (c_void_p, [c_void_p] * 3 + [c_int64] + [c_int] * 10),
-    "ggml_conv_2d_direct": (c_void_p, [c_void_p] * 3 + [c_int] * 6),
-    "ggml_conv_2d_dw_direct": (c_void_p, [c_void_p] * 3 + [c_int] * 6),
-    "ggml_conv_3d_direct": (c_void_p, [c_void_p] * 3 + [c_int] * 12),
-    "ggml_conv_transpose_1d": (c_void_p, [c_void_p] * 3 + [c_int] * 3),
-    "ggml_conv_transpose_2d_p0": (c_void_p, [c_void_p] * 3 + [c_int]),
-    "ggml_col2im_1d": (c_void_p, [c_void_p] * 2 + [c_int] * 3),
-    "ggml_interpolate": (c_void_p, [c_void_p] * 2 + [c_int64] * 4 + [c_uint32]),
-    "ggml_pad_reflect_1d": (c_void_p, [c_void_p] * 2 + [c_int] * 2),
-    "ggml_roll": (c_void_p, [c_void_p] * 2 + [c_int] * 4),
-    "ggml_timestep_embedding": (c_void_p, [c_void_p] * 2 + [c_int] * 2),
-    "ggml_win_part": (c_void_p, [c_void_p] * 2 + [c_int]),
-    "ggml_win_unpart": (c_void_p, [c_void_p] * 2 + [c_int] * 3),
-    "ggml_get_rel_pos": (c_void_p, [c_void_p] * 2 + [c_int] * 2),
-    "ggml_add_rel_pos": (c_void_p, [c_void_p] * 4),
-    "ggml_add_rel_pos_inplace": (c_void_p, [c_void_p] * 4),
-    "ggml_tri": (c_void_p, [c_void_p] * 2 + [c_int]),
-    "ggml_solve_tri": (c_void_p, [c_void_p] * 3 + [c_bool] * 3),
-    **{f"ggml_{name}": (c_void_p, [c_void_p] * 3 + [c_size_t] * 4) for name in ("set", "set_inplace")},
-    **{f"ggml_{name}": (c_void_p, [c_void_p] * 2 + [c_int] * 8) for name in ("pad_ext", "pad_ext_circular")},
-    "ggml_ssm_conv": (c_void_p, [c_void_p] * 3),
-    "ggml_ssm_scan": (c_void_p, [c_void_p] * 8 + [c_int64]),
-    "ggml_rwkv_wkv6": (c_void_p, [c_void_p] * 7),
-    "ggml_rwkv_wkv7": (c_void_p, [c_void_p] * 8),
-    "ggml_gated_linear_attn": (c_void_p, [c_void_p] * 6 + [c_float]),
-    "ggml_gated_delta_net": (c_void_p, [c_void_p] * 7 + [c_int64]),
-    **{
-        f"ggml_rope_{name}": (c_void_p, [c_void_p] * 4 + [c_int] * 3 + [c_float] * 6)
-        for name in ("ext", "ext_inplace", "ext_back")
-    },
-    **{
-        f"ggml_rope_{name}": (c_void_p, [c_void_p] * 4 + [c_int, POINTER(c_int), c_int, c_int] + [c_float] * 6)
-        for name in ("multi", "multi_inplace", "multi_back")
-    },
-    "ggml_lightning_indexer": (c_void_p, [c_void_p] * 5),
-    "ggml_dsv4_hc_comb": (c_void_p, [c_void_p] * 4 + [c_float, c_int]),
-    "ggml_dsv4_hc_pre": (c_void_p, [c_void_p] * 3),
-    "ggml_dsv4_hc_pre_gated": (c_void_p, [c_void_p] * 3 + [c_float]),
-    "ggml_dsv4_hc_post": (c_void_p, [c_void_p] * 5),
-    "ggml_rope_set_offset": (None, [c_void_p, c_int]),
     "ggml_tensor_overhead": (c_size_t, []),
     "ggml_graph_overhead": (c_size_t, []),
     "ggml_graph_overhead_custom": (c_size_t, [c_size_t, c_bool]),
@@ -155,6 +68,7 @@ _FUNCTIONS: _Functions = {
     "ggml_backend_dev_name": (c_char_p, [c_void_p]),
     "ggml_backend_dev_description": (c_char_p, [c_void_p]),
     "ggml_backend_dev_type": (c_int, [c_void_p]),
+    "ggml_backend_dev_get_props": (None, [c_void_p, c_void_p]),
     "ggml_backend_dev_memory": (None, [c_void_p, POINTER(c_size_t), POINTER(c_size_t)]),
     "ggml_backend_dev_backend_reg": (c_void_p, [c_void_p]),
     "ggml_backend_dev_init": (c_void_p, [c_void_p, c_char_p]),
@@ -173,13 +87,26 @@ _FUNCTIONS: _Functions = {
     "ggml_backend_buffer_get_base": (c_void_p, [c_void_p]),
     "ggml_backend_buffer_get_size": (c_size_t, [c_void_p]),
     "ggml_backend_buffer_get_usage": (c_int, [c_void_p]),
-    "ggml_backend_buffer_init": (c_void_p, [c_void_p, structs.BufferTable, c_void_p, c_size_t]),
     "ggml_backend_buft_is_host": (c_bool, [c_void_p]),
     "ggml_backend_cpu_buffer_type": (c_void_p, []),
     "ggml_backend_cpu_buffer_from_ptr": (c_void_p, [c_void_p, c_size_t]),
     "ggml_backend_tensor_set": (None, [c_void_p, c_void_p, c_size_t, c_size_t]),
     "ggml_backend_tensor_get": (None, [c_void_p, c_void_p, c_size_t, c_size_t]),
     "ggml_log_set": (None, [c_void_p, c_void_p]),
+}
+
+# arguments of functions that make nodes, as `Op.functions` has them
+_KINDS: dict[str, Any] = {
+    "c": c_void_p,
+    "t": c_void_p,
+    "i": c_int,
+    "l": c_int64,
+    "z": c_size_t,
+    "u": c_uint32,
+    "f": c_float,
+    "b": c_bool,
+    "p": POINTER(c_int),
+    "q": POINTER(c_int64),
 }
 
 _CPU_FUNCTIONS: _Functions = {
@@ -205,6 +132,7 @@ class TypeInfo:
 class Ggml:
     """ggml's functions, typed, by their C names: `ggml.ggml_nbytes(tensor)`. Raises UnknownGgmlError.
 
+    library   that has the functions
     cpu_file  what its CPU backend was loaded from: a library, or a program
     plugins   our backends that are registered with it, by the name of the device
     registering  held while its registry is not to change
@@ -213,15 +141,15 @@ class Ggml:
     def __init__(self, library: ctypes.CDLL) -> None:
         self.plugins: dict[str, Plugin] = {}
         self.registering = RLock()
+        self.library = library
         self._take(library, {"ggml_version": (c_char_p, [])})
-        _ = self.counts  # a version that is not known is refused by its number, not by a function that it lacks
         self._take(library, _FUNCTIONS)
         cpu = self.ggml_backend_reg_by_name(b"CPU")
         if cpu is None:
             raise UnknownGgmlError(f"ggml {self.version}: no CPU backend is loaded")
         # where ggml's backends are libraries of their own (GGML_BACKEND_DL), no other one links the CPU's
-        at = ctypes.cast(structs.GgmlBackendReg.from_address(cpu).iface.get_name, c_void_p)
-        self._cpu, self.cpu_file = _library_at(at), _file_at(at)
+        at = c_void_p.from_address(cpu + layouts.NEWEST["ggml_backend_reg"].iface.offset)
+        self._cpu, self.cpu_file = _library_at(at), places.file_at(at)
         self._take(self._cpu, _CPU_FUNCTIONS)
 
     def _take(self, library: ctypes.CDLL, functions: _Functions) -> None:
@@ -234,9 +162,52 @@ class Ggml:
             function.restype, function.argtypes = result, arguments
             setattr(self, name, function)
 
-    if TYPE_CHECKING:
+    @cached_property
+    def layout(self) -> Layout:
+        """What its private structs look like. Raises UnknownGgmlError where that is not known: by its API version, or
+        by the probe that does not fit."""
+        api_version = ctypes.c_int.from_address(self.ggml_backend_reg_by_name(b"CPU")).value
+        known = sorted({layout.api_version for layout in layouts.KNOWN})
+        candidates = [layout for layout in layouts.KNOWN if layout.api_version == api_version]
+        if not candidates:
+            raise UnknownGgmlError(
+                f"ggml {self.version} is not known to this backend: its GGML_BACKEND_API_VERSION is {api_version}, "
+                f"known are {' and '.join(map(str, known))}"
+            )
+        wrong = {}
+        # the one that its version has comes first
+        for layout in sorted(candidates, key=lambda each: self._distance(each)):
+            wrong[layout] = next((what for what, holds in probes.facts(self, layout) if not holds), None)
+            if wrong[layout] is None:
+                self._take(self.library, {"ggml_backend_buffer_init": _buffer_init(layout)})
+                return layout
+        raise UnknownGgmlError(
+            f"ggml {self.version}: {next(iter(wrong.values()))} is not where the versions known to this backend have it"
+        )
 
-        def __getattr__(self, name: str) -> Any: ...
+    def _distance(self, layout: Layout) -> int:
+        """How far a layout's versions are from this ggml's, in the order of those known."""
+        known = [*map(numbers, layouts.VERSIONS)]
+        place = bisect_right(known, numbers(self.version)) - 1
+        places = [known.index(numbers(version)) for version in layout.versions] or [len(known)]
+        return min(abs(place - each) for each in places)
+
+    @property
+    def is_between(self) -> bool:
+        """Whether its version is one of those whose layouts are known, or between them."""
+        known = [*map(numbers, layouts.VERSIONS)]
+        return self.layout.api_version == layouts.NEWEST.api_version and known[0] <= numbers(self.version) <= known[-1]
+
+    def __getattr__(self, name: str) -> Any:
+        """A function that makes nodes, or changes one, typed as its op says."""
+        from ggml_backend_npu.ops import OWN  # late: kernels are compiled for the ggml that is found here
+
+        kinds = next((op.functions[name] for op in OWN.values() if name in op.functions), None)
+        if kinds is None or not hasattr(self.library, name):
+            raise AttributeError(f"ggml: no function {name} is known here, or in this version")
+        result = c_void_p if kinds.startswith("c") else None
+        self._take(self.library, {name: (result, [_KINDS[kind] for kind in kinds.replace(" ", "")])})
+        return self.__dict__[name]
 
     @cached_property
     def openmp(self) -> int:
@@ -275,23 +246,39 @@ class Ggml:
         return version.decode()
 
     @cached_property
-    def counts(self) -> Counts:
-        """How long ggml's tables of names are. Raises UnknownGgmlError for a version that is not known here."""
-        counts = KNOWN_VERSIONS.get(".".join(self.version.split(".")[:2]))
-        if counts is None:
-            known = ", ".join(f"{version}.x" for version in KNOWN_VERSIONS)
-            raise UnknownGgmlError(f"ggml {self.version} is not known to this backend; known: {known}")
-        return counts
-
-    @cached_property
     def types(self) -> dict[int, TypeInfo]:
-        """Every type of this ggml, by number."""
-        sizes = {number: self.ggml_type_size(number) for number in range(self.counts.types)}
-        return {
-            number: TypeInfo(number, self.ggml_type_name(number).decode(), self.ggml_blck_size(number), size)
-            for number, size in sizes.items()
-            if size
-        }
+        """Every type of this ggml, by number. Its table ends where what follows is no type."""
+        found: dict[int, TypeInfo] = {}
+        for number in count():
+            name, sizes = (
+                self._text("ggml_type_name", number),
+                (self.ggml_blck_size(number), self.ggml_type_size(number)),
+            )
+            if name is None or not all(0 <= size <= _MOST_BYTES for size in sizes):
+                return found
+            if all(sizes):
+                found[number] = TypeInfo(number, name.decode(), *sizes)
+        return found
+
+    def _text(self, function: str, number: int) -> bytes | None:
+        """What a function of ggml's gives for a number; None where that is no text of the same library, as it may be
+        behind the end of a table."""
+        address = probes.address(self, function, number)
+        if not address or places.file_at(c_void_p(address)) != places.file_at(
+            ctypes.cast(self.library[function], c_void_p)
+        ):
+            return None
+        return ctypes.string_at(address)
+
+    def _names(self, function: str) -> dict[int, str]:
+        """A table of names, by number. It ends where what follows is no name, or another table."""
+        tables = ("ggml_op_name", "ggml_unary_op_name", "ggml_glu_op_name")
+        others = [self._text(other, 0) for other in tables if other != function]
+        names = takewhile(
+            lambda name: name is not None and _NAME.fullmatch(name) and name not in others,
+            (self._text(function, number) for number in count()),
+        )
+        return {number: name.decode() for number, name in enumerate(names) if name is not None}
 
     @cached_property
     def type_numbers(self) -> dict[str, int]:
@@ -300,15 +287,17 @@ class Ggml:
     @cached_property
     def ops(self) -> dict[int, str]:
         """Names of the ops, by number."""
-        return {number: self.ggml_op_name(number).decode() for number in range(self.counts.ops)}
+        return self._names("ggml_op_name")
 
     @cached_property
     def functions(self) -> dict[str, dict[int, str]]:
         """Names of the functions that the ops UNARY and GLU stand for, by number."""
-        return {
-            "UNARY": {n: self.ggml_unary_op_name(n).decode() for n in range(self.counts.unary)},
-            "GLU": {n: self.ggml_glu_op_name(n).decode() for n in range(self.counts.glu)},
-        }
+        return {"UNARY": self._names("ggml_unary_op_name"), "GLU": self._names("ggml_glu_op_name")}
+
+    @cached_property
+    def uncounted(self) -> frozenset[str]:
+        """Which of SSM_SCAN and GATED_DELTA_NET do not have the number of states that they keep in their op_params."""
+        return probes.uncounted(self)
 
     @cached_property
     def op_numbers(self) -> dict[str, tuple[int, int | None]]:
@@ -357,9 +346,25 @@ def list_devices(found: Ggml) -> list[DeviceInfo]:
     ]
 
 
+_given: dict[str, ctypes.CDLL] = {}  # by where it was looked for: the library whose ggml this process was told to take
+
+
+def take(where: str | os.PathLike[str]) -> None:
+    """The ggml of a Python package, or of a library, becomes the ggml of this process. Raises PlaceError where there is
+    none, and where the process has another one already."""
+    library = places.library_of(where)
+    if ggml.cache_info().currsize and ggml().library._handle != library._handle:
+        has = f"the ggml {ggml().version} of {ggml().cpu_file}"
+        raise places.PlaceError(f"into={str(where)!r}: this process has {has} already, and a process has one")
+    _given[str(where)] = library
+
+
 def unchecked() -> Ggml:
-    """The ggml of this process, its layouts not looked at: that of the program which has loaded this backend as its
-    plugin, or that of llama-cpp-python. Raises UnknownGgmlError where a plugin does not say which it is."""
+    """The ggml of this process, its layouts not looked at: that which it was told to take, that of the program which
+    has loaded this backend as its plugin, or that of llama-cpp-python. Raises UnknownGgmlError where a plugin does not
+    say which it is."""
+    if _given:
+        return Ggml(next(iter(_given.values())))
     plugin = sys.modules.get("_ggml_npu")
     if plugin is None:
         return Ggml(_llama_cpp())
@@ -375,13 +380,29 @@ def ggml() -> Ggml:
     """The ggml of this process, checked; the first call chooses it. Raises UnknownGgmlError where that is not one that
     is known here."""
     found = unchecked()
-    check(found)
+    _ = found.layout
+    if not found.is_between:
+        print(
+            f"ggml-npu: ggml {found.version} is not one of the versions known to this backend "
+            f"({layouts.VERSIONS[0]} to {layouts.VERSIONS[-1]}); its layouts fit",
+            file=sys.stderr,
+        )
     return found
 
 
 def check_caller(caller: int) -> None:
     """Raises UnknownGgmlError where the ggml of the code at an address is not one that is known here."""
-    check(Ggml(_library_at(c_void_p(caller))))
+    _ = Ggml(_library_at(c_void_p(caller))).layout
+
+
+def numbers(version: str) -> tuple[int, ...]:
+    """Of a version of ggml: major, minor, patch."""
+    return tuple(int(digits) for digits in re.findall(r"\d+", version)[:3])
+
+
+def _buffer_init(layout: Layout) -> tuple[Any, list[Any]]:
+    """Result and arguments of ggml_backend_buffer_init, which takes a table."""
+    return c_void_p, [c_void_p, layout["ggml_backend_buffer_i"], c_void_p, c_size_t]
 
 
 def _llama_cpp() -> ctypes.CDLL:
@@ -397,84 +418,6 @@ def _llama_cpp() -> ctypes.CDLL:
 def _library_at(address: c_void_p) -> ctypes.CDLL:
     """The loaded library that an address lies in, or the program itself."""
     try:
-        return ctypes.CDLL(str(_file_at(address)), mode=os.RTLD_NOLOAD)
+        return ctypes.CDLL(str(places.file_at(address)), mode=os.RTLD_NOLOAD)
     except OSError:
         return ctypes.CDLL(None)
-
-
-def _file_at(address: c_void_p) -> Path:
-    """The file that the code at an address was loaded from."""
-    place = structs.Place()
-    ctypes.CDLL(None).dladdr(address, ctypes.byref(place))
-    return Path(os.fsdecode(place.file or b""))
-
-
-def check(found: Ggml) -> None:
-    """Compares the layouts of `structs` with the live CPU backend, a tensor and a graph. Raises UnknownGgmlError."""
-    for what, holds in _layout_facts(found):
-        if not holds:
-            raise UnknownGgmlError(
-                f"ggml {found.version}: {what} is not laid out as in the versions known to this backend"
-            )
-
-
-def _layout_facts(found: Ggml) -> Iterator[tuple[str, bool]]:
-    cpu = found.ggml_backend_reg_by_name(b"CPU")
-    yield "its CPU backend", cpu is not None
-    registry = structs.GgmlBackendReg.from_address(cpu)
-    yield f"api_version {registry.api_version}", registry.api_version == API_VERSION
-    yield "ggml_backend_reg", c_char_p(registry.iface.get_name(cpu)).value == b"CPU"
-    yield (
-        "ggml_backend_reg_i",
-        registry.iface.get_proc_address(cpu, b"ggml_backend_set_n_threads")
-        == found.ggml_backend_reg_get_proc_address(cpu, b"ggml_backend_set_n_threads"),
-    )
-
-    handle = found.ggml_backend_reg_dev_get(cpu, 0)
-    device = structs.GgmlBackendDevice.from_address(handle)
-    yield "ggml_backend_device", device.reg == cpu
-    yield (
-        "ggml_backend_device_i",
-        c_char_p(device.iface.get_description(handle)).value == found.ggml_backend_dev_description(handle)
-        and device.iface.get_type(handle) == found.ggml_backend_dev_type(handle) == structs.DEVICE_TYPE_CPU
-        and device.iface.supports_buft(handle, found.ggml_backend_cpu_buffer_type())
-        and device.iface.event_synchronize is None,
-    )
-
-    backend = found.ggml_backend_dev_init(handle, None)
-    live = structs.GgmlBackend.from_address(backend)
-    yield (
-        "ggml_backend_i",
-        live.device == handle
-        and ctypes.cast(live.guid, c_void_p).value == found.ggml_backend_guid(backend)
-        and bool(live.iface.graph_compute)
-        and bool(live.iface.graph_plan_compute)
-        and live.iface.event_record is None,
-    )
-    found.ggml_backend_free(backend)
-
-    context = found.ggml_init(structs.InitParams(1 << 20, None, True))
-    ne = (c_int64 * 4)(32, 3, 2, 1)
-    table = found.ggml_new_tensor(context, found.type_numbers["q8_0"], 4, ne)
-    found.ggml_set_name(table, b"a name")
-    view = found.ggml_view_4d(context, table, 32, 2, 1, 1, 34, 68, 68, 34)
-    node = found.ggml_cont(context, view)
-    fields = [structs.TENSOR.unpack(ctypes.string_at(t, structs.TENSOR.size)) for t in (table, view, node)]
-    yield (
-        "ggml_tensor",
-        fields[0][2:10] == (32, 3, 2, 1, 34, 34, 102, 204)
-        and fields[0][26].rstrip(b"\0") == b"a name"
-        and fields[1][23:25] == (table, 34)
-        and found.ops[fields[2][10]] == "CONT"
-        and fields[2][13] == view,
-    )
-    graph = found.ggml_new_graph(context)
-    found.ggml_build_forward_expand(graph, node)
-    laid_out = structs.GgmlCGraph.from_address(graph)
-    yield (
-        "ggml_cgraph",
-        laid_out.n_nodes == found.ggml_graph_n_nodes(graph)
-        and ctypes.cast(laid_out.nodes, c_void_p).value == found.ggml_graph_nodes(graph)
-        and [laid_out.uses(tensor) for tensor in (view, node, 16)] == [1, 0, -1],
-    )
-    found.ggml_free(context)

@@ -9,14 +9,17 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from ggml_backend_npu import capture
 from ggml_backend_npu.abi import convert, repeats, structs
 from ggml_backend_npu.abi.buffers import Buffers
 from ggml_backend_npu.abi.guard import Failures, guarded, stopped_by_interrupts
-from ggml_backend_npu.abi.lib import API_VERSION, Ggml
+from ggml_backend_npu.abi.lib import Ggml
+from ggml_backend_npu.abi.queues import Queue
 from ggml_backend_npu.abi.repeats import Repeats
 from ggml_backend_npu.backend import NO_KERNEL, Backend
-from ggml_backend_npu.device_memory import DeviceMemory
-from ggml_backend_npu.ir import Graph
+from ggml_backend_npu.device import QueuedDevice
+from ggml_backend_npu.ir import Graph, Node
+from ggml_backend_npu.opaque import OpaqueMemory
 from ggml_backend_npu.ops import strided
 from ggml_backend_npu.options import DeviceError
 from ggml_backend_npu.plan import Plan
@@ -25,9 +28,7 @@ from quant.kernels import threads
 from quant.kernels.threads import POOL, Team
 
 _DEVICE_TYPES = {"accel": structs.DEVICE_TYPE_ACCEL, "gpu": structs.DEVICE_TYPE_GPU}
-DESCRIPTION = "Python kernels (ggml-backend-npu)"
 MAX_PLANS = 1024  # of one context
-_MEMORY = 8 << 30  # bytes of the device's own, where nobody says
 
 # llama.cpp looks on which device these would run, when it makes a context; where that is not their layer's, it computes
 # them by some hundred nodes of other ops, and so another graph than on the CPU
@@ -95,7 +96,7 @@ class Context:
     instead  what computes its graphs, given by address, in place of the device; None: the device does
     """
 
-    backend: structs.GgmlBackend
+    backend: ctypes.Structure
     statistics: Statistics
     repeats: Repeats
     plans: dict[tuple[int, bytes], Plan] = field(default_factory=dict)
@@ -125,6 +126,8 @@ class Plugin:
     claims  while a context is made, which of the ops that llama.cpp may do without it says that it computes; else None
     refusals  by op, why nodes of it were not taken when a scheduler asked
     broken  what the last kernel said that could not answer
+    handed  told of each node before it is computed, with the numbers of the graph and of the node in it; it may return
+            what is to be called afterwards. Nodes run alone then
     """
 
     def __init__(self, ggml: Ggml, backend: Backend) -> None:
@@ -139,35 +142,55 @@ class Plugin:
         self.claims: frozenset[str] | None = None
         self.refusals: dict[str, str] = {}
         self.broken: str | None = None
+        self.handed: Callable[[int, int, Node], Callable[[], None] | None] | None = None
+        self._n_handed = 0
         self._halted: str | None = None
         self._cpu: int | None = None
-        self._strings = {text: ctypes.create_string_buffer(text.encode()) for text in (backend.name, DESCRIPTION)}
+        self.memory = backend.memory(self.forget_plans)
+        texts = backend.name, backend.description
+        self._strings = {text: ctypes.create_string_buffer(text.encode()) for text in texts}
         self._guid = (ctypes.c_uint8 * 16)(*b"ggml-backend-npu")
         self.device_type = _DEVICE_TYPES[backend.options.device_type]
         self._set_n_threads = structs.SetThreads(self.set_n_threads)
         self._graph_compute = structs.GraphCompute(self.graph_compute)
+        self._graph_repeated = repeats.Repeated(self.graph_repeated)
+        layout = ggml.layout
+        self.device = layout["ggml_backend_device"]()
+        self._queue: Queue | None = None
+        slots: dict[str, Callable[..., Any]] = {}
+        if self.memory is not None:
+            name, device = ctypes.addressof(self._strings[backend.name]), ctypes.addressof(self.device)
+            self._buffers = Buffers(ggml, self.memory, self.failures, name, device)
+        if isinstance(self.memory, OpaqueMemory):
+            slots["synchronize"] = self.synchronize
+            if isinstance(self.memory.device, QueuedDevice):
+                self._queue = Queue(ggml, self.memory, self._buffers, self.failures)
+                slots |= self._queue.of_backend()
         self._backend_table = structs.fill(
-            structs.BackendTable, get_name=self.get_name, free=self.free, graph_compute=repeats.graph_compute.address
+            layout["ggml_backend_i"],
+            get_name=self.get_name,
+            free=self.free,
+            graph_compute=repeats.graph_compute.address,
+            **slots,
         )
-        self.device = structs.GgmlBackendDevice(
-            iface=structs.fill(
-                structs.DeviceTable,
-                get_name=self.get_name,
-                get_description=self.get_description,
-                get_memory=self.get_memory,
-                get_type=self.get_type,
-                get_props=self.get_props,
-                init_backend=self.init_backend,
-                get_buffer_type=self.get_buffer_type,
-                buffer_from_host_ptr=self.buffer_from_host_ptr,
-                supports_op=self.supports_op,
-                supports_buft=self.supports_buft,
-            )
+        self.device.iface = structs.fill(
+            layout["ggml_backend_device_i"],
+            get_name=self.get_name,
+            get_description=self.get_description,
+            get_memory=self.get_memory,
+            get_type=self.get_type,
+            get_props=self.get_props,
+            init_backend=self.init_backend,
+            get_buffer_type=self.get_buffer_type,
+            buffer_from_host_ptr=self.buffer_from_host_ptr,
+            supports_op=self.supports_op,
+            supports_buft=self.supports_buft,
+            **(self._queue.of_device() if self._queue is not None else {}),
         )
-        self.registry = structs.GgmlBackendReg(
-            api_version=API_VERSION,
+        self.registry = layout["ggml_backend_reg"](
+            api_version=layout.api_version,
             iface=structs.fill(
-                structs.RegistryTable,
+                layout["ggml_backend_reg_i"],
                 get_name=self.get_name,
                 get_device_count=self.get_device_count,
                 get_device=self.get_device,
@@ -175,11 +198,6 @@ class Plugin:
             ),
         )
         self.device.reg = ctypes.addressof(self.registry)
-        self.memory: DeviceMemory | None = None
-        if backend.options.memory == "device":
-            self.memory = DeviceMemory(backend.options.memory_limit or _MEMORY, self.forget_plans)
-            name, device = ctypes.addressof(self._strings[backend.name]), ctypes.addressof(self.device)
-            self._buffers = Buffers(ggml, self.memory, self.failures, name, device)
 
     # registry and device
 
@@ -189,7 +207,7 @@ class Plugin:
 
     @guarded(None)
     def get_description(self, _: int) -> int:
-        return ctypes.addressof(self._strings[DESCRIPTION])
+        return ctypes.addressof(self._strings[self.backend.description])
 
     @guarded(0)
     def get_device_count(self, _: int) -> int:
@@ -224,19 +242,27 @@ class Plugin:
     def get_props(self, _: int, props: Any) -> None:
         free, total = ctypes.c_size_t(), ctypes.c_size_t()
         self.get_memory(0, ctypes.pointer(free), ctypes.pointer(total))
-        props[0] = structs.DeviceProps(
+        layout = self.ggml.layout
+        props[0] = layout["ggml_backend_dev_props"](
             memory_free=free.value,
             memory_total=total.value,
             name=ctypes.addressof(self._strings[self.backend.name]),
-            description=ctypes.addressof(self._strings[DESCRIPTION]),
+            description=ctypes.addressof(self._strings[self.backend.description]),
             type=self.get_type(0),
-            caps=structs.Caps(buffer_from_host_ptr=self.memory is None, mmap_support=self.memory is None),
+            caps=layout.caps(
+                **{"async": self._queue is not None},
+                events=self._queue is not None,
+                buffer_from_host_ptr=self.memory is None,
+                mmap_support=self.memory is None,
+            ),
         )
 
     @guarded(None)
     def init_backend(self, device: int, _: bytes) -> int:
-        known = Repeats(ctypes.cast(self._graph_compute, ctypes.c_void_p).value or 0, self.backend)
-        backend = structs.GgmlBackend(guid=self._guid, iface=self._backend_table, device=device, context=known.address)
+        known = Repeats(_address_of(self._graph_compute), _address_of(self._graph_repeated), self.backend)
+        backend = self.ggml.layout["ggml_backend"](
+            guid=ctypes.addressof(self._guid), iface=self._backend_table, device=device, context=known.address
+        )
         address = ctypes.addressof(backend)
         self.contexts[address] = Context(backend, Statistics(self._settle, self.failures), known)
         return address
@@ -303,10 +329,14 @@ class Plugin:
         """Computes a graph that `repeats.graph_compute` does not know."""
         if self._halted is not None:
             raise KernelError(self._halted)
+        self._refuse_what_is_lost()
         context = self.contexts[backend]
         with context.team.working():
             if context.instead is not None:
                 context.instead(graph)
+                return structs.STATUS_SUCCESS
+            if self.handed is not None:
+                self._compute_one_by_one(context, graph)
                 return structs.STATUS_SUCCESS
             if self.backend.options.fallback == "cpu":
                 return self._compute_with_fallback(context, graph)
@@ -325,6 +355,46 @@ class Plugin:
             context.repeats.learn(bound, nodes, spans, [header.uses(node) for node in nodes] if matter else [])
         return structs.STATUS_SUCCESS
 
+    @guarded(structs.STATUS_FAILED)
+    @stopped_by_interrupts
+    def graph_repeated(self, backend: int, repeat: int) -> int:
+        """Computes a graph that `repeats.graph_compute` knows, in Python."""
+        self._refuse_what_is_lost()
+        repeats = self.contexts[backend].repeats
+        with repeats.team.working():
+            repeats.plan_at(repeat).run()
+        return structs.STATUS_SUCCESS
+
+    @guarded(None)
+    def synchronize(self, _: int) -> None:
+        assert self.memory is not None
+        with self._buffers.gets():
+            self.memory.synchronize()
+
+    @property
+    def lost(self) -> str | None:
+        """What of a copy or of the queue went wrong that no status has said."""
+        return self._buffers.lost if self.memory is not None else None
+
+    @lost.setter
+    def lost(self, reason: str | None) -> None:
+        if self.memory is not None:
+            self._buffers.lost = reason
+
+    def _refuse_what_is_lost(self) -> None:
+        """Raises KernelError where the last copies failed, once, or what lasts does not hold what it was set to."""
+        if self.memory is not None:
+            lost, self.lost = self.lost, None
+            if lost is not None:
+                raise KernelError(lost)
+            self.memory.check()
+
+    def bytes_at(self, address: int, size: int) -> Any:
+        """What a span holds, wherever it lies: in the device's memory, as that has it, or in the host's."""
+        if isinstance(self.memory, OpaqueMemory) and (buffer := self.memory.packed(address)) is not None:
+            return buffer.read(address - buffer.address, size)
+        return convert.bytes_at(address, size)
+
     def _settle(self) -> None:
         """Counts what ran without Python."""
         for context in list(self.contexts.values()):
@@ -342,6 +412,26 @@ class Plugin:
         self._halted = reason
         for context in self.contexts.values():
             context.repeats.forget()
+
+    def _compute_one_by_one(self, context: Context, graph: int) -> None:
+        """Computes a graph's nodes alone, and tells `handed` of each."""
+        assert self.handed is not None
+        computed = Counter[str]()
+        for index, node in enumerate(convert.nodes(self.ggml, graph, self._packed)):
+            after = self.handed(self._n_handed, index, node)
+            bound = self.backend.plan(Graph((node,)))
+            bound.run()
+            computed.update(bound.counts)
+            if after is not None:
+                after()
+        self._n_handed += 1
+        for statistics in (self.statistics, context.statistics):
+            statistics.add_nodes(computed)
+
+    @property
+    def _packed(self) -> convert.PackedAt:
+        """What finds packed tensors."""
+        return self.memory.packed if self.memory is not None else convert.nowhere
 
     def _compute_with_fallback(self, context: Context, graph: int) -> int:
         """Computes the nodes that the device takes here and all between them on ggml's CPU backend."""
@@ -378,8 +468,7 @@ class Plugin:
     def _plan(self, context: Context, key: tuple[int, bytes], graph: int) -> Plan:
         if len(context.plans) >= MAX_PLANS:
             context.plans.clear()
-        packed = self.memory.packed if self.memory is not None else convert.nowhere
-        context.plans[key] = self.backend.plan(convert.graph(self.ggml, graph, packed))
+        context.plans[key] = self.backend.plan(convert.graph(self.ggml, graph, self._packed))
         return context.plans[key]
 
     def forget_plans(self) -> None:
@@ -387,6 +476,10 @@ class Plugin:
         for context in list(self.contexts.values()):
             context.plans.clear()
             context.repeats.forget()
+
+
+def _address_of(callback: Any) -> int:
+    return ctypes.cast(callback, ctypes.c_void_p).value or 0
 
 
 def register(ggml: Ggml, backend: Backend) -> Plugin:
@@ -400,6 +493,8 @@ def register(ggml: Ggml, backend: Backend) -> Plugin:
         plugin = Plugin(ggml, backend)
         strided.make_ready()
         _ = backend.numerics
+        if wanted := capture.wanted():
+            capture.begin(plugin, wanted)
         ggml.ggml_backend_register(ctypes.addressof(plugin.registry))
         ggml.plugins[backend.name] = plugin
         return plugin

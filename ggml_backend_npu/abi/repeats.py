@@ -2,7 +2,8 @@
 
 In decoding llama.cpp hands over the same small graphs token after token. The first time Python plans one; where its
 plan is made of kernels alone it is learnt here, as a `Repeat`: what its nodes and their sources were, byte for byte,
-and the works to run. A graph that is no longer the same, or whose kernel fails, goes to Python.
+and the works to run. Of a plan that is a device's program Python is called, with nothing more to look up. A graph that
+is no longer the same, or whose kernel fails, goes to Python.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from numba import types
 from numba.extending import intrinsic
 
 from ggml_backend_npu.abi import structs
+from ggml_backend_npu.abi.layouts import NEWEST
 from ggml_backend_npu.backend import Backend
 from ggml_backend_npu.plan import Plan
 from quant.kernels.jit import array_at, callback, inlined
@@ -24,17 +26,20 @@ from quant.kernels.threads import Job, Team, run_work
 _N_SLOTS = 1024  # graphs that are known at once
 
 # a table, one for each ggml_backend: what it calls for graphs that it does not know, graphs that it ran, threads,
-# GOMP_parallel, where the backend's version is; behind them a slot for each repeat's address
-_PYTHON, _RUNS, _THREADS, _OPENMP, _VERSION_AT, _SLOTS = range(6)
+# GOMP_parallel, where the backend's version is, what it calls for graphs that it knows and Python runs; behind them a
+# slot for each repeat's address
+_PYTHON, _RUNS, _THREADS, _OPENMP, _VERSION_AT, _REPEATED, _SLOTS = range(7)
 # a repeat: what the backend's version was; its nodes' addresses, spans (address, bytes, copy), works, how often it ran,
-# how often each node is used, or 0 where that does not matter, and the graph's last uid
-_VERSION, _N_NODES, _NODES, _N_SPANS, _SPANS, _N_WORKS, _WORKS, _REPEAT_RUNS, _USES, _UID = range(10)
-_REPEAT = 10
+# how often each node is used, or 0 where that does not matter, the graph's last uid, and whether Python runs it
+_VERSION, _N_NODES, _NODES, _N_SPANS, _SPANS, _N_WORKS, _WORKS, _REPEAT_RUNS, _USES, _UID, _IN_PYTHON = range(11)
+_REPEAT = 11
+
+Repeated = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)  # of a ggml_backend and a repeat
 
 _GRAPH_N_NODES, _GRAPH_NODES = structs.GgmlCGraph.n_nodes.offset, structs.GgmlCGraph.nodes.offset
 _GRAPH_USES, _GRAPH_VISITED = structs.GgmlCGraph.use_counts.offset, structs.GgmlCGraph.visited.offset
 _GRAPH_UID = structs.GgmlCGraph.uid.offset
-_CONTEXT = structs.GgmlBackend.context.offset
+_CONTEXT = NEWEST["ggml_backend"].context.offset  # as in every layout
 
 
 @intrinsic
@@ -118,6 +123,10 @@ def graph_compute(backend: int, graph: int) -> Any:
             same_version = repeat[_VERSION] == _int64s(table[_VERSION_AT], 1)[0]
             if same_version and _is(repeat, graph, nodes, n_nodes):
                 status, i = 0, 0
+                if repeat[_IN_PYTHON] != 0:
+                    status = _call_python(table[_REPEATED], backend, address)
+                    if status != 0:
+                        return types.int32(status)
                 works = _int64s(repeat[_WORKS], repeat[_N_WORKS])
                 while status == 0 and i < repeat[_N_WORKS]:
                     status = run_work(works[i], table[_THREADS], table[_OPENMP])
@@ -157,6 +166,7 @@ class Repeat:
         self._fields[_N_NODES], self._fields[_N_SPANS], self._fields[_N_WORKS] = map(len, lists)
         self._fields[_NODES], self._fields[_SPANS], self._fields[_WORKS] = (part.ctypes.data for part in lists)
         self._fields[_USES] = counts.ctypes.data if uses else 0
+        self._fields[_IN_PYTHON] = len(jobs) < len(plan.steps)
         self._seen = 0
 
     @property
@@ -173,17 +183,18 @@ class Repeat:
 class Repeats:
     """What one ggml_backend repeats.
 
-    python  the address of the callback for graphs that are not known
+    python  the address of the callback for graphs that are not known; repeated: for those that Python runs
     backend  whose graphs they are
     """
 
-    def __init__(self, python: int, backend: Backend) -> None:
+    def __init__(self, python: int, repeated: int, backend: Backend) -> None:
         self._backend = backend  # holds the cell of the version
         self._table = np.zeros(_SLOTS + _N_SLOTS, np.int64)
         self._table[_PYTHON], self._table[_OPENMP] = python, backend.team.openmp
-        self._table[_VERSION_AT] = backend.version_at
+        self._table[_VERSION_AT], self._table[_REPEATED] = backend.version_at, repeated
         self.n_threads = backend.team.n_threads
         self._known: dict[int, Repeat] = {}
+        self._by_address: dict[int, Repeat] = {}
         self._replaced: list[Repeat] = []
         self._seen = 0
 
@@ -212,14 +223,20 @@ class Repeats:
         """
         self._replaced.clear()
         jobs = [call for _, call in plan.steps if isinstance(call, Job)]
-        if len(jobs) < len(plan.steps) or (not self.team.openmp and any(job.is_for_threads for job in jobs)):
+        in_python = len(jobs) < len(plan.steps) or (not self.team.openmp and any(job.is_for_threads for job in jobs))
+        if in_python and self._backend.runs_without_python:
             return  # without OpenMP Python gives work to threads
         repeat = Repeat(plan, self._backend.version, nodes, spans, uses)
         slot = _SLOTS + (nodes[0] // 16 + len(nodes)) % _N_SLOTS
         if slot in self._known:
             self._replaced.append(self._known[slot])
         self._known[slot] = repeat
+        self._by_address = {each.address: each for each in (*self._known.values(), *self._replaced)}
         self._table[slot] = repeat.address
+
+    def plan_at(self, address: int) -> Plan:
+        """The plan of a repeat that is known, by its address."""
+        return self._by_address[address].plan
 
     def forget(self) -> None:
         """Knows no graph any more. What another thread may just be running stays in memory until it learns again."""

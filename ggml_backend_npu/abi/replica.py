@@ -15,11 +15,12 @@ from dataclasses import dataclass, replace
 from math import prod
 from types import TracebackType
 
-from ggml_backend_npu.abi import convert, structs
+from ggml_backend_npu.abi import aborts, convert, structs
 from ggml_backend_npu.abi.guard import interrupts_wait
 from ggml_backend_npu.abi.lib import Ggml
 from ggml_backend_npu.abi.plugin import failures_of
 from ggml_backend_npu.ir import Graph, Node, Tensor, overlapping
+from ggml_backend_npu.ops import OWN
 from ggml_backend_npu.params import PARAMS_BYTES
 from ggml_backend_npu.registry import KernelError
 
@@ -30,19 +31,9 @@ _LIMIT = 1 << 62
 # they call a function of the program that made the node
 _CALLBACKS = frozenset({"CUSTOM", "MAP_CUSTOM1", "MAP_CUSTOM2", "MAP_CUSTOM3"})
 
-# ops that ggml's CPU computes without asking whether their sources are there: how many it reads; one, of any other op
-_N_SOURCES = {
-    "ARANGE": 0,
-    **dict.fromkeys(("ACC", "ADD", "ADD1", "SUB", "MUL", "DIV", "SET", "CONCAT", "COUNT_EQUAL"), 2),
-    **dict.fromkeys(("GET_ROWS", "GET_ROWS_BACK", "SET_ROWS", "MUL_MAT", "OUT_PROD", "SOLVE_TRI"), 2),
-    **dict.fromkeys(("ROPE", "ROPE_BACK", "SOFT_MAX_BACK", "SSM_CONV", "IM2COL"), 2),
-    **dict.fromkeys(("CONV_2D", "CONV_2D_DW", "CONV_3D", "CONV_TRANSPOSE_1D", "CONV_TRANSPOSE_2D"), 2),
-    **dict.fromkeys(("IM2COL_BACK", "IM2COL_3D", "POOL_2D_BACK"), 2),
-    **dict.fromkeys(("ADD_ID", "ADD_REL_POS", "FLASH_ATTN_EXT", "MUL_MAT_ID"), 3),
-    "GATED_LINEAR_ATTN": 5,
-    **dict.fromkeys(("GATED_DELTA_NET", "RWKV_WKV6"), 6),
-    **dict.fromkeys(("RWKV_WKV7", "SSM_SCAN"), 7),
-}
+# ops that the backend does not have, and that ggml's CPU computes without asking whether their sources are there: how
+# many it reads; one, of any other op
+_N_SOURCES = {"FLASH_ATTN_BACK": 4}
 
 
 class Replica:
@@ -244,19 +235,26 @@ def _fault(ggml: Ggml, node: Node) -> str | None:
     """Why no device of this ggml can be given the node: on what does not hold together, ggml ends the process."""
     if node.op not in ggml.op_numbers:
         return f"ggml {ggml.version} has no such op"
+    if node.op in ggml.uncounted and not _keeps_one_state(node):
+        return f"ggml {ggml.version} has no number of states"
     if not convert.computes(node.op):
         return "computes nothing"
     if node.op in _CALLBACKS:
         return "calls a function of the program that made it"
     if len(node.src) > structs.N_SRC or len(node.params) > PARAMS_BYTES:
         return f"{len(node.src)} sources and {len(node.params)} bytes of parameters"
-    needed = _N_SOURCES.get(node.op, 1)
+    needed = OWN[node.op].n_required if node.op in OWN else _N_SOURCES.get(node.op, 1)
     if len(node.src) < needed or None in node.src[:needed]:
         return f"needs {needed} sources"
     if not node.dst.memory.writable:
         return "its output's memory may not be written"
     named = [("its output", node.dst), *((f"source {i}", tensor) for i, tensor in enumerate(node.src))]
-    return next((f"{role} {why}" for role, tensor in named if tensor is not None and (why := _bad(ggml, tensor))), None)
+    bad = (f"{role} {why}" for role, tensor in named if tensor is not None and (why := _bad(ggml, tensor)))
+    return next(bad, None) or aborts.why(ggml, node)
+
+
+def _keeps_one_state(node: Node) -> bool:
+    return node.op == "SSM_SCAN" and node.params[:4] == b"\1\0\0\0"
 
 
 def _bad(ggml: Ggml, tensor: Tensor) -> str | None:
@@ -265,6 +263,8 @@ def _bad(ggml: Ggml, tensor: Tensor) -> str | None:
         return f"has type {tensor.type}, which ggml {ggml.version} has not"
     if tensor.packed is not None:
         return "is packed"
+    if tensor.buffer is not None:
+        return "lies in a device's memory"
     if min(*tensor.ne, *tensor.nb, tensor.offset) < 0 or max(*tensor.ne, *tensor.nb, prod(tensor.ne)) >= _LIMIT:
         return f"has ne {list(tensor.ne)}, nb {list(tensor.nb)}, offset {tensor.offset}"
     if tensor.ne[0] % tensor.codec.block_size:

@@ -1,7 +1,7 @@
-"""C layouts of ggml: the tensor, the graph, and the tables of functions of ggml-backend-impl.h.
+"""C structs of ggml that are the same in every version known: the tensor, the graph, what is public.
 
-The tables are private to ggml and change without a new GGML_BACKEND_API_VERSION; `abi.lib` checks them against the
-live CPU backend before anything here is used.
+Those that differ are in `abi.layouts`. A tensor and a graph of the live ggml are looked at before anything here is used
+(`abi.probes`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from ctypes import (
     c_int32,
     c_int64,
     c_size_t,
-    c_uint8,
     c_uint32,
     c_uint64,
     c_void_p,
@@ -110,42 +109,10 @@ class TypeTraitsCpu(Structure):
 RowFunction = CFUNCTYPE(None, c_void_p, c_void_p, c_int64)  # ggml_to_float_t and ggml_from_float_t
 
 
-class Caps(Structure):
-    """struct ggml_backend_dev_caps"""
-
-    _fields_ = [
-        ("async_", c_bool),
-        ("host_buffer", c_bool),
-        ("buffer_from_host_ptr", c_bool),
-        ("events", c_bool),
-        ("mmap_support", c_bool),
-    ]
-
-
 class Feature(Structure):
     """struct ggml_backend_feature"""
 
     _fields_ = [("name", c_char_p), ("value", c_char_p)]
-
-
-class DeviceProps(Structure):
-    """struct ggml_backend_dev_props"""
-
-    _fields_ = [
-        ("name", c_char_p),
-        ("description", c_char_p),
-        ("memory_free", c_size_t),
-        ("memory_total", c_size_t),
-        ("type", c_int),
-        ("device_id", c_char_p),
-        ("caps", Caps),
-    ]
-
-
-def _table(name: str, **slots: Any) -> type[Structure]:
-    """A table of functions: each slot a ctypes prototype, or None for a slot this backend leaves NULL."""
-    fields = [(slot, c_void_p if prototype is None else prototype) for slot, prototype in slots.items()]
-    return type(name, (Structure,), {"_fields_": fields})
 
 
 def fill(table: type[Structure], **callbacks: Callable[..., Any] | int) -> Structure:
@@ -155,105 +122,10 @@ def fill(table: type[Structure], **callbacks: Callable[..., Any] | int) -> Struc
     return table(**{name: prototypes[name](callback) for name, callback in callbacks.items()})
 
 
-_name = CFUNCTYPE(c_void_p, c_void_p)
-GraphCompute = CFUNCTYPE(c_int, c_void_p, c_void_p)
+class GgmlBackendEvent(Structure):
+    """struct ggml_backend_event"""
 
-BackendTable = _table(
-    "ggml_backend_i",
-    get_name=_name,
-    free=CFUNCTYPE(None, c_void_p),
-    set_tensor_async=None,
-    get_tensor_async=None,
-    set_tensor_2d_async=None,
-    get_tensor_2d_async=None,
-    cpy_tensor_async=None,
-    synchronize=None,
-    graph_plan_create=None,
-    graph_plan_free=None,
-    graph_plan_update=None,
-    graph_plan_compute=None,
-    graph_compute=GraphCompute,
-    event_record=None,
-    event_wait=None,
-    graph_optimize=None,
-)
-
-DeviceTable = _table(
-    "ggml_backend_device_i",
-    get_name=_name,
-    get_description=_name,
-    get_memory=CFUNCTYPE(None, c_void_p, POINTER(c_size_t), POINTER(c_size_t)),
-    get_type=CFUNCTYPE(c_int, c_void_p),
-    get_props=CFUNCTYPE(None, c_void_p, POINTER(DeviceProps)),
-    init_backend=CFUNCTYPE(c_void_p, c_void_p, c_char_p),
-    get_buffer_type=CFUNCTYPE(c_void_p, c_void_p),
-    get_host_buffer_type=None,
-    buffer_from_host_ptr=CFUNCTYPE(c_void_p, c_void_p, c_void_p, c_size_t, c_size_t),
-    supports_op=CFUNCTYPE(c_bool, c_void_p, c_void_p),
-    supports_buft=CFUNCTYPE(c_bool, c_void_p, c_void_p),
-    offload_op=None,
-    event_new=None,
-    event_free=None,
-    event_synchronize=None,
-)
-
-RegistryTable = _table(
-    "ggml_backend_reg_i",
-    get_name=_name,
-    get_device_count=CFUNCTYPE(c_size_t, c_void_p),
-    get_device=CFUNCTYPE(c_void_p, c_void_p, c_size_t),
-    get_proc_address=CFUNCTYPE(c_void_p, c_void_p, c_char_p),
-)
-
-
-BufferTypeTable = _table(
-    "ggml_backend_buffer_type_i",
-    get_name=_name,
-    alloc_buffer=CFUNCTYPE(c_void_p, c_void_p, c_size_t),
-    get_alignment=CFUNCTYPE(c_size_t, c_void_p),
-    get_max_size=None,
-    get_alloc_size=None,
-    is_host=None,
-)
-
-BufferTable = _table(
-    "ggml_backend_buffer_i",
-    free_buffer=CFUNCTYPE(None, c_void_p),
-    get_base=CFUNCTYPE(c_void_p, c_void_p),
-    init_tensor=CFUNCTYPE(c_int, c_void_p, c_void_p),
-    memset_tensor=CFUNCTYPE(None, c_void_p, c_void_p, c_uint8, c_size_t, c_size_t),
-    set_tensor=CFUNCTYPE(None, c_void_p, c_void_p, c_void_p, c_size_t, c_size_t),
-    get_tensor=CFUNCTYPE(None, c_void_p, c_void_p, c_void_p, c_size_t, c_size_t),
-    set_tensor_2d=None,
-    get_tensor_2d=None,
-    cpy_tensor=CFUNCTYPE(c_bool, c_void_p, c_void_p, c_void_p),
-    clear=CFUNCTYPE(None, c_void_p, c_uint8),
-    reset=None,
-)
-
-
-class GgmlBackendBufferType(Structure):
-    """struct ggml_backend_buffer_type"""
-
-    _fields_ = [("iface", BufferTypeTable), ("device", c_void_p), ("context", c_void_p)]
-
-
-class GgmlBackend(Structure):
-    """struct ggml_backend"""
-
-    _fields_ = [("guid", POINTER(c_uint8)), ("iface", BackendTable), ("device", c_void_p), ("context", c_void_p)]
-
-
-class GgmlBackendDevice(Structure):
-    """struct ggml_backend_device"""
-
-    _fields_ = [("iface", DeviceTable), ("reg", c_void_p), ("context", c_void_p)]
-
-
-class GgmlBackendReg(Structure):
-    """struct ggml_backend_reg"""
-
-    _fields_ = [("api_version", c_int), ("iface", RegistryTable), ("context", c_void_p)]
+    _fields_ = [("device", c_void_p), ("context", c_void_p)]
 
 
 class Place(Structure):
@@ -264,4 +136,5 @@ class Place(Structure):
 
 SetThreads = CFUNCTYPE(None, c_void_p, c_int32)  # ggml_backend_set_n_threads_t
 GetFeatures = CFUNCTYPE(POINTER(Feature), c_void_p)  # ggml_backend_get_features_t
+GraphCompute = CFUNCTYPE(c_int, c_void_p, c_void_p)  # of ggml_backend_i
 EvalCallback = CFUNCTYPE(c_bool, c_void_p, c_bool, c_void_p)  # ggml_backend_sched_eval_callback

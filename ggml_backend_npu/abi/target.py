@@ -7,14 +7,18 @@ two a ggml has is its builder's choice, not the processor's, and it says so itse
 
 from __future__ import annotations
 
-from ggml_backend_npu.abi import lib
+import sys
+
+from ggml_backend_npu.abi import lib, places
 from quant.kernels.jit import compile_without, processor_has
 
 
 def _follow() -> None:
-    """Where no ggml is found, kernels are compiled for the processor."""
+    """Where no ggml is found, kernels are compiled for the processor. One that the process has already is the one: a
+    library of llama-cpp-python's would take it for its own, which has the same name."""
     try:
-        features = lib.unchecked().features
+        already = None if "llama_cpp" in sys.modules else places.already_loaded()
+        features = (lib.unchecked() if already is None else lib.Ggml(already)).features
     except lib.UnknownGgmlError:
         return
     if processor_has("avx512f") and "AVX512" not in features:

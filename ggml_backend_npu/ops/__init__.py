@@ -1,4 +1,4 @@
-"""The kernels, a file per family.
+"""The kernels, a file per family: each module of this package is imported with it.
 
 OWN  the ops as this project defines them; in a backend a user's kernel may stand in the place of one
 """
@@ -6,33 +6,15 @@ OWN  the ops as this project defines them; in a backend a user's kernel may stan
 from __future__ import annotations
 
 from collections.abc import Mapping
+from importlib import import_module
+from pkgutil import iter_modules
 from types import MappingProxyType
 
 from ggml_backend_npu.abi import target  # noqa: F401  (before any kernel is made)
 from ggml_backend_npu.registry import Op, recording
 
 with recording() as _made:
-    from ggml_backend_npu.ops import (  # noqa: F401
-        attention,
-        convolution,
-        deepseek,
-        elementwise,
-        glu,
-        matmul,
-        movers,
-        norms,
-        patches,
-        pooling,
-        recurrent,
-        rope,
-        routing,
-        softmax,
-        sums,
-        transposed,
-        triangles,
-        unary,
-        upscale,
-        vision,
-    )
+    for _module in iter_modules(__path__):
+        import_module(f"{__name__}.{_module.name}")
 
 OWN: Mapping[str, Op] = MappingProxyType({op.name: op for op in _made})

@@ -8,7 +8,8 @@ or fast, by BLAS, with rows that are not rounded.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
@@ -16,12 +17,15 @@ import numpy as np
 from numba import types
 from numpy.typing import NDArray
 
-from ggml_backend_npu.ir import Tensor
+from ggml_backend_npu.checks import Make, Probe, Types
+from ggml_backend_npu.ir import Node, Tensor
 from ggml_backend_npu.numerics import PLAIN, Numerics
+from ggml_backend_npu.ops import probes
 from ggml_backend_npu.ops.functions import wide
-from ggml_backend_npu.ops.matmul import multiply_by_blas
 from ggml_backend_npu.ops.movers import convert
+from ggml_backend_npu.ops.products import multiply_by_blas
 from ggml_backend_npu.ops.shapes import gaps, gaps_in_rows
+from ggml_backend_npu.ops.sums import BOUND
 from ggml_backend_npu.params import Params, i32
 from ggml_backend_npu.registry import Call, op
 from quant import type_names
@@ -46,6 +50,9 @@ Five = tuple[int, int, int, int, int]  # of images, channels and these
 _WORK_BYTES = 16 << 20  # GGML_IM2COL_WORK_SIZE
 _TILE_BYTES = 1 << 18  # of what places see, that is multiplied with all kernels
 _PARTS, _LEAST_KERNELS = 4, 128  # where there are few tiles: in how many parts kernels are cut, and how small at least
+
+
+_BOUND = 1e-12  # a few roundings, one after the other
 
 
 @dataclass(frozen=True)
@@ -228,8 +235,8 @@ _IM2COL = (("f32", "f32"), ("f16", "f32"), ("f16", "f16"))  # dst, x
     "IM2COL",
     types=[(dst, kernel, x) for dst, x in _IM2COL for kernel in type_names()],
     refuse=_refuse_im2col,
-    optional=True,
     params=Im2col,
+    built_by={"ggml_im2col": "ctt iiiiii bi"},
 )
 def im2col(dst: Tensor, kernel: Tensor, x: Tensor, params: Im2col) -> None:
     """dst[n, oh, ow, (c, kh, kw)] = x[n, c, oh * s1 + kh * d1 - p1, ow * s0 + kw * d0 - p0], 0 beyond x.
@@ -244,8 +251,8 @@ def im2col(dst: Tensor, kernel: Tensor, x: Tensor, params: Im2col) -> None:
     "IM2COL_3D",
     types=[(dst, kernel, "f32") for dst in ("f32", "f16") for kernel in type_names()],
     refuse=_refuse_im2col,
-    optional=True,
     params=Im2col3d,
+    built_by={"ggml_im2col_3d": "ctt l iiiiiiiiii"},
 )
 def im2col_3d(dst: Tensor, kernel: Tensor, x: Tensor, params: Im2col3d) -> None:
     """As IM2COL in three dimensions: dst[(n, od), oh, ow, (c, kd, kh, kw)] of x[(n, c), id, ih, iw], 0 beyond x.
@@ -351,8 +358,10 @@ def _refuse_back(dst: Tensor, gradient: Tensor, kernel: Tensor, params: Im2col) 
     "IM2COL_BACK",
     types=[("f32", "f32", kernel) for kernel in ("f32", "f16")],
     refuse=_refuse_back,
-    optional=True,
     params=Im2col,
+    bound=_BOUND,
+    wide=True,
+    built_by={"ggml_im2col_back": "ctt q iiiiii b"},
 )
 def im2col_back(dst: Tensor, gradient: Tensor, kernel: Tensor, params: Im2col) -> None:
     """dst[n, c, ih, iw] = sum of gradient[n, oh, ow, (c, kh, kw)] over all that IM2COL took from there, by kh and kw.
@@ -460,7 +469,16 @@ def _define_conv(dst: Tensor, kernel: Tensor, x: Tensor, params: Conv2d | Conv3d
 _CONV = [("f32", kernel, "f32") for kernel in ("f32", "f16")]
 
 
-@op("CONV_2D", types=_CONV, refuse=_refuse_conv, optional=True, params=Conv2d)
+@op(
+    "CONV_2D",
+    types=_CONV,
+    refuse=_refuse_conv,
+    params=Conv2d,
+    bound=BOUND,
+    wide=True,
+    products=True,
+    built_by={"ggml_conv_2d_direct": "ctt iiiiii"},
+)
 def conv_2d(dst: Tensor, kernel: Tensor, x: Tensor, params: Conv2d, numerics: Numerics = PLAIN) -> None:
     """dst[n, oc, oh, ow] = sum over c, kh, kw of kernel[oc, c, kh, kw] * x[n, c, oh * s1 + kh * d1 - p1, ...].
 
@@ -470,7 +488,16 @@ def conv_2d(dst: Tensor, kernel: Tensor, x: Tensor, params: Conv2d, numerics: Nu
     _define_conv(dst, kernel, x, params, numerics)
 
 
-@op("CONV_3D", types=_CONV, refuse=_refuse_conv, optional=True, params=Conv3d)
+@op(
+    "CONV_3D",
+    types=_CONV,
+    refuse=_refuse_conv,
+    params=Conv3d,
+    bound=BOUND,
+    wide=True,
+    products=True,
+    built_by={"ggml_conv_3d_direct": "ctt iiiiiiiiiiii"},
+)
 def conv_3d(dst: Tensor, kernel: Tensor, x: Tensor, params: Conv3d, numerics: Numerics = PLAIN) -> None:
     """As CONV_2D in three dimensions: x (width, height, depth, channels of images), kernel (width, height, depth,
     channels of kernels), dst (width, height, depth, kernels of images).
@@ -606,7 +633,16 @@ def _refuse_dw(dst: Tensor, kernel: Tensor, x: Tensor, params: Conv2d) -> str | 
     return None
 
 
-@op("CONV_2D_DW", types=_CONV, refuse=_refuse_dw, optional=True, params=Conv2d)
+@op(
+    "CONV_2D_DW",
+    types=_CONV,
+    refuse=_refuse_dw,
+    params=Conv2d,
+    bound=_BOUND,
+    wide=True,
+    products=True,
+    built_by={"ggml_conv_2d_dw_direct": "ctt iiiiii"},
+)
 def conv_2d_dw(dst: Tensor, kernel: Tensor, x: Tensor, params: Conv2d) -> None:
     """dst[n, c, oh, ow] = sum over kh, kw of kernel[c, 0, kh, kw] * x[n, c, oh * s1 + kh * d1 - p1, ...] inside x: each
     channel's own kernel.
@@ -682,3 +718,77 @@ def _conv_2d_dw(dst: Tensor, kernel: Tensor, x: Tensor, params: Conv2d) -> Call 
     )  # fmt: skip
     n_units = dst.ne[1] * dst.ne[3] * (1 if together else dst.ne[2])
     return Job(Work(depthwise, p, n_units, dst.nbytes * prod(kernel.ne[:2]), keep=(dst, kernel, x)))
+
+
+# what they are measured by
+
+
+@im2col_back.nodes
+def _make_im2col_back(rng: probes.Rng, types: Types) -> Node:
+    gradient, kernel = probes.normal(rng, "f32", 2, 9, 10, 36), probes.normal(rng, types[2], 1, 4, 3, 3)
+    params = Im2col(2, 1, 1, 1, 1, 1, 1)
+    return probes.node("IM2COL_BACK", "f32", (2, 4, 9, 20), gradient, kernel, params=params)
+
+
+def _make_conv_2d(channels: int, kernels: int) -> Make:
+    """A node of rows of 6 elements of each channel."""
+
+    def make(rng: probes.Rng, types: Types) -> Node:
+        x, kernel = probes.normal(rng, "f32", 2, channels, 9, 20), probes.normal(rng, types[1], kernels, channels, 3, 2)
+        params = Conv2d(s0=2, s1=1, p0=1, p1=0, d0=1, d1=2)
+        return probes.node("CONV_2D", "f32", (2, kernels, 5, 11), kernel, x, params=params)
+
+    return make
+
+
+def _make_conv_3d(channels: int, kernels: int) -> Make:
+    """A node of rows of 12 elements of each channel."""
+
+    def make(rng: probes.Rng, types: Types) -> Node:
+        x = probes.normal(rng, "f32", 2 * channels, 5, 6, 7)
+        kernel = probes.normal(rng, types[1], channels * kernels, 2, 3, 2)
+        params = Conv3d(1, 2, 1, 1, 1, 0, 1, 1, 2, channels, 2, kernels)
+        return probes.node("CONV_3D", "f32", (2 * kernels, 3, 3, 8), kernel, x, params=params)
+
+    return make
+
+
+def _make_conv_2d_dw(size: int, channels: int, *, together: bool) -> Make:
+    """together: the channels of a pixel."""
+
+    def make(rng: probes.Rng, types: Types) -> Node:
+        x, kernel = probes.normal(rng, "f32", 2, channels, 9, 20), probes.normal(rng, types[1], channels, 1, size, size)
+        shape, params = (2, channels, 10 - size, (20 + 2 - size) // 2 + 1), Conv2d(2, 1, 1, 0, 1, 1)
+        of = probes.node("CONV_2D_DW", "f32", shape, kernel, x, params=params)
+        if not together:
+            return of
+        (kernel, x), dst = (_by_pixels(each) for each in (kernel, x)), _by_pixels(of.dst)
+        planes = replace(kernel, ne=(size, size, 1, channels), nb=(*kernel.nb[:2], kernel.nb[0], kernel.nb[2]))
+        return replace(of, dst=dst, src=(planes, x))
+
+    return make
+
+
+def _by_pixels(x: Tensor) -> Tensor:
+    """A tensor with its dimension 2 first in memory; the kernel of CONV_2D_DW with its dimension 3 there."""
+    if x.ne[2] == 1:
+        x = replace(x, ne=(x.ne[0], x.ne[1], x.ne[3], 1), nb=(x.nb[0], x.nb[1], x.nb[3], x.nb[3] * x.ne[3]))
+    other = Tensor.of(np.ascontiguousarray(np.moveaxis(x.view(), 1, 3)), x.type)
+    nb0, nb1, nb2, nb3 = other.nb
+    return replace(other, ne=(*x.ne[:3], other.ne[3]), nb=(nb1, nb2, nb0, nb3))
+
+
+conv_2d.nodes(_make_conv_2d(5, 6), _make_conv_2d(16, 8))
+conv_3d.nodes(_make_conv_3d(5, 6), _make_conv_3d(16, 8))
+conv_2d_dw.nodes(_make_conv_2d_dw(3, 6, together=False), _make_conv_2d_dw(3, 37, together=True))
+
+conv_2d.probes(lambda: probes.of_channels(lambda n: _make_conv_2d(n, 5 + n % 4), 6))
+conv_3d.probes(lambda: probes.of_channels(lambda n: _make_conv_3d(n, 5 + n % 4), 12))
+
+
+@conv_2d_dw.probes
+def _of_kernels() -> Iterator[Probe]:
+    sizes, channels, orders = (1, 2, 3, 5), (3, 16, 37), (False, True)
+    makes = [_make_conv_2d_dw(size, n, together=order) for size in sizes for n in channels for order in orders]
+    for type in ("f32", "f16"):
+        yield Probe(f"of {type}", tuple(makes), ("f32", type, "f32"))

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ggml_backend_npu.ir import Tensor
+from ggml_backend_npu.checks import Exact, Make, Probe, Types
+from ggml_backend_npu.ir import Node, Tensor
 from ggml_backend_npu.numerics import PLAIN, Numerics
+from ggml_backend_npu.ops import exact, probes
 from ggml_backend_npu.ops.movers import DECODED, convert, raw
+from ggml_backend_npu.ops.probes import TOKENS, Rng, node, normal, turned
 from ggml_backend_npu.params import Params, f32, i32
 from ggml_backend_npu.registry import op
+from quant import codec
 
 _STREAMS = 4  # of hyper-connections
 
@@ -62,7 +68,7 @@ def _refuse_indexer(dst: Tensor, q: Tensor, k: Tensor, weights: Tensor, mask: Te
     "LIGHTNING_INDEXER",
     types=[("f32", "f32", k, "f32", "f16") for k in ("f32", "f16", "bf16", *DECODED)],
     refuse=_refuse_indexer,
-    optional=True,
+    bound=1e-11,
 )
 def lightning_indexer(
     dst: Tensor, q: Tensor, k: Tensor, weights: Tensor, mask: Tensor, numerics: Numerics = PLAIN
@@ -83,6 +89,25 @@ def lightning_indexer(
         dst.view()[:, 0] = total + np.tile(added, (q.ne[3] // mask.ne[3], 1, 1))
 
 
+@lightning_indexer.formula
+def _exact_indexer(q: Tensor, k: Tensor, weights: Tensor, mask: Tensor) -> Exact:
+    queries, keys, by_head, added = (exact.values(x) for x in (q, k, weights, mask))
+    total = np.tile(added[:, 0], (len(queries) // len(added), 1, 1))
+    for head in range(q.ne[1]):
+        products = queries[:, :, head] @ keys[:, :, 0].swapaxes(1, 2)
+        total += np.maximum(products, 0) * by_head[:, 0, :, head, None]
+    return total[:, None]
+
+
+@lightning_indexer.nodes
+def _make_indexer(rng: Rng, types: Types) -> Node:
+    n, cells = max(64, codec(types[2]).block_size), 40
+    q, k = normal(rng, "f32", 2, TOKENS, 8, n), normal(rng, types[2], 2, cells, 1, n)
+    weights, mask = normal(rng, "f32", 2, 1, TOKENS, 8), probes.tensor("f16", np.zeros((1, 1, TOKENS, cells)))
+    mask.view()[..., 3::7] = -np.inf
+    return node("LIGHTNING_INDEXER", "f32", (2, 1, TOKENS, cells), q, k, weights, mask)
+
+
 def _refuse_comb(dst: Tensor, mixes: Tensor, scale: Tensor, base: Tensor, params: HcComb) -> str | None:
     n, n_tokens = _STREAMS * (2 + _STREAMS), mixes.ne[1]
     if params.n_iter <= 0:
@@ -100,7 +125,7 @@ def _normalised(x: Floats, axis: int, eps: np.float32) -> Floats:
     return result
 
 
-@op("DSV4_HC_COMB", types=[("f32",) * 4], refuse=_refuse_comb, optional=True, params=HcComb)
+@op("DSV4_HC_COMB", types=[("f32",) * 4], refuse=_refuse_comb, params=HcComb, bound=1e-11, wide=True)
 def dsv4_hc_comb(dst: Tensor, mixes: Tensor, scale: Tensor, base: Tensor, params: HcComb) -> None:
     """dst = softmax(mixes * scale[2] + base) of each row of a token's 4 x 4 matrix, made doubly stochastic.
 
@@ -121,13 +146,26 @@ def dsv4_hc_comb(dst: Tensor, mixes: Tensor, scale: Tensor, base: Tensor, params
     dst.view()[0] = comb
 
 
+@dsv4_hc_comb.nodes
+def _make_comb(rng: Rng, types: Types) -> Node:
+    mixes, scale, base = (normal(rng, "f32", 1, 1, n, width) for n, width in ((9, 24), (1, 3), (1, 24)))
+    return node("DSV4_HC_COMB", "f32", (1, 9, 4, 4), mixes, scale, base, params=HcComb(1e-2, 4))
+
+
 def _refuse_pre(dst: Tensor, x: Tensor, weights: Tensor, params: HcPre) -> str | None:
     n_embd, n_streams, n_tokens, _ = x.ne
     ne = (n_embd, n_streams, n_tokens) if params.gated else (n_streams, n_tokens)
     return _misfit(x=(x, x.ne[:3]), weights=(weights, ne), dst=(dst, (n_embd, n_tokens)))
 
 
-@op("DSV4_HC_PRE", types=[("f32",) * 3], refuse=_refuse_pre, optional=True, params=HcPre)
+@op(
+    "DSV4_HC_PRE",
+    types=[("f32",) * 3],
+    refuse=_refuse_pre,
+    params=HcPre,
+    bound=1e-12,
+    built_by={"ggml_dsv4_hc_pre": "ctt", "ggml_dsv4_hc_pre_gated": "cttf"},
+)
 def dsv4_hc_pre(dst: Tensor, x: Tensor, weights: Tensor, params: HcPre) -> None:
     """dst = scale * (the sum over a token's streams of x * weight), one after the other.
 
@@ -141,6 +179,39 @@ def dsv4_hc_pre(dst: Tensor, x: Tensor, weights: Tensor, params: HcPre) -> None:
         for stream in range(x.ne[1]):
             total += x.view()[0, :, stream] * by_stream[:, stream]
         dst.view()[0, 0] = np.float32(params.scale) * total
+
+
+@dsv4_hc_pre.formula
+def _exact_pre(x: Tensor, weights: Tensor, params: HcPre) -> Exact:
+    streams, gates = exact.values(x)[0], exact.values(weights)[0]
+    by_stream = exact.sigmoid(gates) if params.gated else gates[0, :, :, None]
+    total: Exact = params.scale * (streams * by_stream).sum(axis=1)
+    return total[None, None]
+
+
+def _make_pre(n: int = 40, streams: int = 4, *, gated: bool = True) -> Make:
+    """Rows of n elements, with gates or with a weight for each stream."""
+
+    def make(rng: Rng, types: Types) -> Node:
+        x = normal(rng, "f32", 1, 9, streams, n)
+        weights = normal(rng, "f32", 1, 9, streams, n) if gated else normal(rng, "f32", 1, 1, 9, streams)
+        return node("DSV4_HC_PRE", "f32", (1, 1, 9, n), x, weights, params=HcPre(0.7, gated))
+
+    return make
+
+
+def _of_streams(make: Callable[[int, int], Make]) -> tuple[Make, ...]:
+    plain = [make(n, streams) for streams in range(1, 10) for n in (1, 3, 8, 17, 40)]
+    return *plain, *(turned(each, *places) for each in plain for places in ((0,), (1,), (0, 1, 2, 3)))
+
+
+dsv4_hc_pre.nodes(_make_pre())
+dsv4_hc_pre.probes(
+    lambda: [
+        Probe("with gates", _of_streams(_make_pre)),
+        Probe("with weights", _of_streams(partial(_make_pre, gated=False))),
+    ]
+)
 
 
 def _refuse_post(dst: Tensor, x: Tensor, residual: Tensor, post: Tensor, comb: Tensor | None) -> str | None:
@@ -158,7 +229,7 @@ def _refuse_post(dst: Tensor, x: Tensor, residual: Tensor, post: Tensor, comb: T
     )
 
 
-@op("DSV4_HC_POST", types=[("f32",) * 4], refuse=_refuse_post, optional=True)
+@op("DSV4_HC_POST", types=[("f32",) * 4], refuse=_refuse_post, bound=1e-12, wide=True)
 def dsv4_hc_post(dst: Tensor, x: Tensor, residual: Tensor, post: Tensor, comb: Tensor | None) -> None:
     """dst = x * post, and to it added the token's residual streams, mixed by comb where there is one.
 
@@ -174,3 +245,18 @@ def dsv4_hc_post(dst: Tensor, x: Tensor, residual: Tensor, post: Tensor, comb: T
             for stream in range(residual.ne[1]):
                 total += streams[:, stream, None] * comb.view()[0, :, stream, :, None]
         dst.view()[0] = total
+
+
+def _make_post(n: int = 40, streams: int = 4) -> Make:
+    """Rows of n elements."""
+
+    def make(rng: Rng, types: Types) -> Node:
+        x, residual = normal(rng, "f32", 1, 1, 9, n), normal(rng, "f32", 1, 9, streams, n)
+        post, comb = normal(rng, "f32", 1, 1, 9, streams), normal(rng, "f32", 1, 9, streams, streams)
+        return node("DSV4_HC_POST", "f32", (1, 9, streams, n), x, residual, post, comb)
+
+    return make
+
+
+dsv4_hc_post.nodes(_make_post())
+dsv4_hc_post.probes(lambda: [Probe("", _of_streams(_make_post))])

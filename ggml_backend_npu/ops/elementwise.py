@@ -1,4 +1,4 @@
-"""Element by element: ADD, SUB, MUL, DIV, ADD_ID, SCALE, CLAMP, FILL, ARANGE. Byte for byte what ggml's CPU writes.
+"""Element by element: ADD, ADD1, SUB, MUL, DIV, ADD_ID, SCALE, CLAMP, FILL, ARANGE. Byte for byte what ggml's CPU does.
 
 SCALE with a bias, and ARANGE, on a processor with fused multiply-add.
 """
@@ -6,20 +6,26 @@ SCALE with a bias, and ARANGE, on a processor with fused multiply-add.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
+from math import inf
+from typing import Annotated
 
 import numpy as np
 from numba import types
 
-from ggml_backend_npu.ir import Tensor
+from ggml_backend_npu.checks import Exact, Formula, Make, Mistake, Probe, Types
+from ggml_backend_npu.ir import Node, Tensor
 from ggml_backend_npu.numerics import PLAIN, Numerics
+from ggml_backend_npu.ops import cases, exact, probes
 from ggml_backend_npu.ops.functions import fused_multiply_add as fma
+from ggml_backend_npu.ops.mistakes import of_repeated, of_swapped_operands
 from ggml_backend_npu.ops.movers import DECODED, ENCODED, checked_ids, convert, raw, tiled
 from ggml_backend_npu.ops.shapes import gaps, gaps_in_rows, other_ne
 from ggml_backend_npu.ops.strided import ids_check
 from ggml_backend_npu.ops.tiles import computed
-from ggml_backend_npu.params import Params, f32
-from ggml_backend_npu.registry import Call, op
+from ggml_backend_npu.params import Instead, Params, f32
+from ggml_backend_npu.registry import Call, Op, op
 from quant.kernels.jit import array_at, bits_float, compiled, fused_multiply_add, parameters, values
 from quant.kernels.threads import Job, Work
 
@@ -28,16 +34,16 @@ from quant.kernels.threads import Job, Work
 class Scale(Params):
     """op_params of SCALE: ggml_scale_impl."""
 
-    scale: f32
-    bias: f32
+    scale: Annotated[f32, Instead("scale", (1.0,))]
+    bias: Annotated[f32, Instead("bias", (0.0,))]
 
 
 @dataclass(frozen=True)
 class Clamp(Params):
     """op_params of CLAMP: ggml_clamp."""
 
-    min: f32
-    max: f32
+    min: Annotated[f32, Instead("minimum", (-inf,))]
+    max: Annotated[f32, Instead("maximum", (inf,))]
 
 
 @dataclass(frozen=True)
@@ -56,6 +62,9 @@ class Arange(Params):
     step: f32
 
 
+_BOUND = 1e-12  # a few roundings, one after the other
+
+
 def _refuse_scale(dst: Tensor, x: Tensor, params: Scale) -> str | None:
     return gaps(src=x, dst=dst) or other_ne(src=x, dst=dst)
 
@@ -65,7 +74,15 @@ def _is_product_alone(x: Tensor, bias: float) -> bool:
     return x.type == "f32" and bias == 0
 
 
-@op("SCALE", types=[("f32", "f32"), ("bf16", "bf16")], refuse=_refuse_scale, params=Scale)
+@op(
+    "SCALE",
+    types=[("f32", "f32"), ("bf16", "bf16")],
+    refuse=_refuse_scale,
+    default=True,
+    params=Scale,
+    bound=_BOUND,
+    built_by={"ggml_scale": "ctf", "ggml_scale_bias": "ctff"},
+)
 def scale(dst: Tensor, x: Tensor, params: Scale) -> None:
     """dst = x * scale + bias; dst may be x. Equals ggml_compute_forward_scale."""
     factor, bias = np.float32(params.scale), np.float32(params.bias)
@@ -79,6 +96,26 @@ def scale(dst: Tensor, x: Tensor, params: Scale) -> None:
 def _scale(dst: Tensor, x: Tensor, params: Scale) -> Call | None:
     function = "SCALE" if _is_product_alone(x, params.bias) else "SCALE_BIAS"
     return computed(function, dst, x, a=params.scale, b=params.bias)
+
+
+@scale.formula
+def _exact_scale(x: Tensor, params: Scale) -> Exact:
+    return exact.values(x) * params.scale + params.bias
+
+
+@scale.cases
+def _nearest_scale(dst: Tensor, x: Tensor, params: Scale) -> list[str]:
+    return [cases.has("type", x.type), cases.has("inplace", x.overlaps(dst))]
+
+
+def _of_bias(bias: float) -> tuple[Make, ...]:
+    return probes.of_widths(lambda width: probes.of_elements("SCALE", params=Scale(1.7, bias), width=width))
+
+
+scale.nodes(probes.of_elements("SCALE", params=Scale(1.7, 0.3)))
+scale.probes(
+    lambda: [Probe("without a bias", _of_bias(0.0), fixed=True), Probe("with a bias", _of_bias(0.3))],
+)
 
 
 _BINARY = [
@@ -113,7 +150,12 @@ def _compute(function: np.ufunc, dst: Tensor, a: Tensor, b: Tensor) -> None:
             y[...] = convert(values, "f32", dst.type)
 
 
-@op("ADD", types=[*_BINARY, *_QUANTIZED_SUMS], refuse=_refuse_add, optional=True)
+@op(
+    "ADD",
+    types=[*_BINARY, *_QUANTIZED_SUMS],
+    refuse=_refuse_add,
+    built_by={"ggml_add": "ctt", "ggml_add_cast": "ctti"},
+)
 def add(dst: Tensor, a: Tensor, b: Tensor, numerics: Numerics = PLAIN) -> None:
     """dst = a + b, b repeated to the size of a; a may be quantised where it is as large as b.
 
@@ -127,19 +169,48 @@ def add(dst: Tensor, a: Tensor, b: Tensor, numerics: Numerics = PLAIN) -> None:
         _compute(np.add, dst, a, b)
 
 
-@op("SUB", types=_BINARY, refuse=_refuse_binary, optional=True)
+_ADD1 = [
+    ("f32", "f32", "f32"),
+    *((type, type, other) for type in ("f16", "bf16") for other in (type, "f32")),
+    *((type, type, "f32") for type in DECODED if type in ENCODED),
+]
+
+
+def _refuse_add1(dst: Tensor, a: Tensor, b: Tensor) -> str | None:
+    if b.ne != (1, 1, 1, 1):
+        return f"src1 of ne {b.ne}"
+    if a.codec.is_quantized:
+        if a.ne[3] != 1:
+            return f"src0 of ne {a.ne}: ggml's CPU writes quantised rows elsewhere"
+        if not dst.nb[0] <= dst.nb[1] <= dst.nb[2] <= dst.nb[3]:
+            return f"dst is permuted: nb {dst.nb}"
+    return other_ne(src0=a, dst=dst) or gaps_in_rows(src0=a, dst=dst)
+
+
+@op("ADD1", types=_ADD1, refuse=_refuse_add1)
+def add1(dst: Tensor, a: Tensor, b: Tensor, numerics: Numerics = PLAIN) -> None:
+    """dst = a + b, which is a single number. Equals ggml_compute_forward_add1."""
+    add.define(dst, a, b, numerics=numerics)
+
+
+@add1.compiled
+def _add1(dst: Tensor, a: Tensor, b: Tensor, numerics: Numerics) -> Call | None:
+    return None if a.codec.is_quantized else computed("ADD", dst, a, b)
+
+
+@op("SUB", types=_BINARY, refuse=_refuse_binary)
 def sub(dst: Tensor, a: Tensor, b: Tensor) -> None:
     """dst = a - b, b repeated to the size of a. Equals ggml_compute_forward_sub."""
     _compute(np.subtract, dst, a, b)
 
 
-@op("MUL", types=_BINARY, refuse=_refuse_binary, optional=True)
+@op("MUL", types=_BINARY, refuse=_refuse_binary)
 def mul(dst: Tensor, a: Tensor, b: Tensor) -> None:
     """dst = a * b, b repeated to the size of a. Equals ggml_compute_forward_mul."""
     _compute(np.multiply, dst, a, b)
 
 
-@op("DIV", types=_BINARY, refuse=_refuse_binary, optional=True)
+@op("DIV", types=_BINARY, refuse=_refuse_binary)
 def div(dst: Tensor, a: Tensor, b: Tensor) -> None:
     """dst = a / b, b repeated to the size of a. Equals ggml_compute_forward_div."""
     _compute(np.divide, dst, a, b)
@@ -165,13 +236,56 @@ def _div(dst: Tensor, a: Tensor, b: Tensor) -> Call | None:
     return computed("DIV", dst, a, b)
 
 
+# of broadcasts, those that ggml's cases of the four have: which dimensions repeat; the last two not of a second source
+# that is permuted
+_BROADCASTS = ["1111", "n111", "1n11", "11n1", "111n", "11nn", "1nnn", "nnnn", "nn11", "1nn1"]
+
+
+def _nearest_binary(dst: Tensor, a: Tensor, b: Tensor) -> list[str]:
+    if a.type != b.type:
+        return [cases.has("type", a.type), cases.has("type_b", b.type)]
+    repeats, permuted = cases.repeats(b.ne, a.ne), cases.is_permuted(b)
+    overlap = a.overlaps(b) and not permuted and repeats == "1111"
+    known = repeats in (_BROADCASTS[:-2] if permuted else _BROADCASTS)
+    flags = [cases.has("nf", 1), cases.has("perm1", permuted), cases.has("src_overlap", overlap)]
+    return [cases.has("type", a.type), *([cases.nr(repeats)] if known else []), *flags]
+
+
+def _exact_binary(function: np.ufunc) -> Formula:
+    def formula(a: Tensor, b: Tensor) -> Exact:
+        x = exact.values(a)
+        result: Exact = function(x, exact.repeated(exact.values(b), x.shape))
+        return result
+
+    return formula
+
+
+def _check_binary(binary: Op, function: np.ufunc, *, commutes: bool) -> None:
+    binary.formula(_exact_binary(function))
+
+    @binary.mistakes
+    def mistaken(node: Node, a: Tensor, b: Tensor) -> Iterator[Mistake]:
+        yield from of_repeated(node, 1, node.dst.ne, in_dst=True)
+        if a.ne == b.ne and not commutes:
+            yield from of_swapped_operands(node, a, b)
+
+    binary.cases(_nearest_binary)
+
+
+add1.formula(_exact_binary(np.add))
+_check_binary(add, np.add, commutes=True)
+_check_binary(sub, np.subtract, commutes=False)
+_check_binary(mul, np.multiply, commutes=True)
+_check_binary(div, np.divide, commutes=False)
+
+
 def _refuse_add_id(dst: Tensor, a: Tensor, b: Tensor, ids: Tensor) -> str | None:
     if b.ne[0] != a.ne[0] or ids.ne[:2] != a.ne[1:3]:
         return f"src1 of ne {b.ne}, ids of ne {ids.ne} do not fit src0 of ne {a.ne}"
     return other_ne(src0=a, dst=dst) or gaps_in_rows(src0=a, src1=b, dst=dst)
 
 
-@op("ADD_ID", types=[("f32", "f32", "f32", "i32")], refuse=_refuse_add_id, optional=True)
+@op("ADD_ID", types=[("f32", "f32", "f32", "i32")], refuse=_refuse_add_id)
 def add_id(dst: Tensor, a: Tensor, b: Tensor, ids: Tensor) -> None:
     """dst[:, i2, i1, :] = a[:, i2, i1, :] + b[0, 0, ids[i2, i1], :]: the bias of the expert that made the row.
 
@@ -188,11 +302,17 @@ def _add_id(dst: Tensor, a: Tensor, b: Tensor, ids: Tensor) -> Call | None:
     return None if added is None else Job(ids_check(ids, b.ne[1]), *added.works)
 
 
+@add_id.formula
+def _exact_add_id(a: Tensor, b: Tensor, ids: Tensor) -> Exact:
+    total: Exact = exact.values(a) + exact.values(b)[0, 0, ids.view()[0, 0]]
+    return total
+
+
 def _refuse_clamp(dst: Tensor, x: Tensor, params: Clamp) -> str | None:
     return other_ne(x=x, dst=dst) or gaps(x=x, dst=dst)
 
 
-@op("CLAMP", types=[("f32", "f32"), ("f16", "f16")], refuse=_refuse_clamp, optional=True, params=Clamp)
+@op("CLAMP", types=[("f32", "f32"), ("f16", "f16")], refuse=_refuse_clamp, params=Clamp)
 def clamp(dst: Tensor, x: Tensor, params: Clamp) -> None:
     """dst = x, no less than min and no more than max; NaN becomes max.
 
@@ -209,11 +329,19 @@ def _clamp(dst: Tensor, x: Tensor, params: Clamp) -> Call | None:
     return computed("CLAMP", dst, x, a=params.min, b=params.max)
 
 
+@clamp.formula
+def _exact_clamp(x: Tensor, params: Clamp) -> Exact:
+    return np.clip(exact.values(x), params.min, params.max)
+
+
+clamp.cases(lambda dst, x, params: cases.of_type(dst, x))
+
+
 def _refuse_fill(dst: Tensor, x: Tensor, params: Fill) -> str | None:
     return other_ne(x=x, dst=dst) or gaps_in_rows(dst=dst)
 
 
-@op("FILL", types=[("f32", "f32"), ("f16", "f16")], refuse=_refuse_fill, optional=True, params=Fill)
+@op("FILL", types=[("f32", "f32"), ("f16", "f16")], refuse=_refuse_fill, params=Fill)
 def fill(dst: Tensor, x: Tensor, params: Fill) -> None:
     """dst = c; of x no more than the size is of use.
 
@@ -234,7 +362,7 @@ def _refuse_arange(dst: Tensor, params: Arange) -> str | None:
     return gaps(dst=dst)
 
 
-@op("ARANGE", types=[("f32",)], refuse=_refuse_arange, optional=True, params=Arange)
+@op("ARANGE", types=[("f32",)], refuse=_refuse_arange, params=Arange, bound=_BOUND)
 def arange(dst: Tensor, params: Arange) -> None:
     """dst = start, start + step, start + 2 * step, ..., below stop.
 
@@ -260,3 +388,19 @@ def progression(p, begin, end):
 def _arange(dst: Tensor, params: Arange) -> Call:
     start, step = np.float32(params.start), np.float32(params.step)
     return Job(Work(progression, parameters(dst.address, start, step), dst.n_elements, dst.nbytes, keep=dst))
+
+
+@arange.formula
+def _exact_arange(params: Arange) -> Exact:
+    n = np.ceil(np.float32(params.stop - params.start) / np.float32(params.step))
+    return (params.start + params.step * np.arange(n, dtype=np.float64)).reshape(1, 1, 1, -1)
+
+
+@arange.terms
+def _terms_of_arange(params: Arange) -> Exact:
+    return np.abs(_exact_arange(params) - params.start) + abs(params.start)
+
+
+@arange.nodes
+def _make_arange(rng: probes.Rng, types: Types) -> Node:
+    return probes.node("ARANGE", "f32", (1, 1, 1, 200), params=Arange(-3.3, 16.7, 0.1))

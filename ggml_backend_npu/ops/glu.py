@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-from ggml_backend_npu.ir import Tensor
-from ggml_backend_npu.ops import functions
+from ggml_backend_npu.checks import Exact, Make, Mistake, Probe, Types
+from ggml_backend_npu.ir import Node, Tensor
+from ggml_backend_npu.ops import exact, functions, probes
 from ggml_backend_npu.ops.functions import Floats, mapped
+from ggml_backend_npu.ops.mistakes import of_swapped_operands
 from ggml_backend_npu.ops.shapes import gaps_in_matrices, other_ne
 from ggml_backend_npu.ops.tiles import computed
 from ggml_backend_npu.params import Params, f32, i32
-from ggml_backend_npu.registry import Call, op
+from ggml_backend_npu.registry import Call, Op, op
 
 _1 = np.float32(1)
+_BOUND = 1e-12  # as of the functions of UNARY
 
 
 @dataclass(frozen=True)
@@ -50,13 +53,66 @@ def _refuse(dst: Tensor, a: Tensor, b: Tensor | None, params: Glu) -> str | None
     return other_ne(gate=gate, up=up, dst=dst) or gaps_in_matrices(**sources, dst=dst)
 
 
-def _register(name: str, function: Callable[[Floats, Floats, str], Floats]) -> None:
-    """dst = function(gate, up, type). Equals ggml_compute_forward_<name>.
+def _check(glu: Op, function: Callable[..., Exact], terms: exact.Function | None = None, **params: float) -> None:
+    """The formula of an op, the exact value of what `function` takes: gate, up and params; and nodes with these
+    parameters."""
+
+    @glu.formula
+    def formula(a: Tensor, b: Tensor | None, params: Glu) -> Exact:
+        gate, up = _exact_halves(a, b, params)
+        return function(gate, up, params)
+
+    if terms is not None:
+
+        @glu.terms
+        def terms_of(a: Tensor, b: Tensor | None, params: Glu) -> Exact:
+            gate, up = _exact_halves(a, b, params)
+            return terms(gate) * np.abs(up)
+
+    def of_width(width: int) -> Make:
+        """Of two sources."""
+
+        def make(rng: probes.Rng, types: Types) -> Node:
+            shape = 1, 3, 5, width
+            a, b = (probes.tensor(types[1], rng.uniform(-6, 6, shape)) for _ in range(2))
+            return probes.node(glu.name, types[0], shape, a, b, params=Glu(0, 0, **{"alpha": 0, "limit": 0} | params))
+
+        return make
+
+    if glu.bound:
+        glu.nodes(of_width(64))
+        glu.probes(lambda: [Probe("", probes.of_widths(of_width))])
+
+    @glu.mistakes
+    def mistaken(node: Node, a: Tensor, b: Tensor | None) -> Iterator[Mistake]:
+        yield from of_swapped_operands(node, a, b)
+        if b is None:
+            given = Glu.of(node.params)
+            which = "first" if given.swapped else "second"
+            text = f"takes the {which} half of a row of src0 for the one that the function is of"
+            yield Mistake(text, replace(node, params=replace(given, swapped=int(not given.swapped)).packed))
+
+
+def _exact_halves(a: Tensor, b: Tensor | None, params: Glu) -> tuple[Exact, Exact]:
+    gate, up = _gate_and_up(a, b, params)
+    return exact.values(gate), exact.values(up)
+
+
+def _register(
+    name: str,
+    function: Callable[[Floats, Floats, str], Floats],
+    exactly: exact.Function,
+    bound: float = _BOUND,
+    terms: exact.Function | None = None,
+) -> None:
+    """dst = function(gate, up, type), which is exactly(gate) * up. Equals ggml_compute_forward_<name>.
 
     Of SWIGLU of f32 that is the compiled kernel, on x86; this is so but for the last bits of e ** x.
     """
+    built_by = {"ggml_glu": "ctib", "ggml_glu_split": "ctti", f"ggml_{name.lower()}_split": "ctt"}
+    types = [(type, type) for type in ("f32", "f16", "bf16")]
 
-    @op(name, types=[(type, type) for type in ("f32", "f16", "bf16")], refuse=_refuse, optional=True, params=Glu)
+    @op(name, types=types, refuse=_refuse, params=Glu, bound=bound, built_by=built_by)
     def glu(dst: Tensor, a: Tensor, b: Tensor | None, params: Glu) -> None:
         mapped(lambda gate, up: function(gate, up, a.type), dst, *_gate_and_up(a, b, params))
 
@@ -64,24 +120,33 @@ def _register(name: str, function: Callable[[Floats, Floats, str], Floats]) -> N
     def prepare(dst: Tensor, a: Tensor, b: Tensor | None, params: Glu) -> Call | None:
         return computed(name, dst, *_gate_and_up(a, b, params))
 
+    _check(glu, lambda gate, up, params: exactly(gate) * up, terms)
+
 
 def _geglu(gate: Floats, up: Floats, type: str) -> Floats:
     closed = (gate <= -10) & (type == "f32")  # whatever up is
     return np.where(closed, np.float32(0), functions.gelu(gate, type) * up)
 
 
-_register("REGLU", lambda gate, up, type: np.where(gate > 0, gate * up, np.float32(0)))
-_register("GEGLU", _geglu)
-_register("GEGLU_QUICK", lambda gate, up, type: functions.gelu_quick(gate, type) * up)
-_register("GEGLU_ERF", lambda gate, up, type: functions.gelu_erf(gate) * up)
-_register("SWIGLU", lambda gate, up, type: functions.silu(gate) * up)
+_register("REGLU", lambda gate, up, type: np.where(gate > 0, gate * up, np.float32(0)), exact.relu, bound=0)
+_register("GEGLU", _geglu, exact.gelu, terms=exact.half)
+_register("GEGLU_QUICK", lambda gate, up, type: functions.gelu_quick(gate, type) * up, exact.gelu_quick)
+_register("GEGLU_ERF", lambda gate, up, type: functions.gelu_erf(gate) * up, exact.gelu_erf, terms=exact.half)
+_register("SWIGLU", lambda gate, up, type: functions.silu(gate) * up, exact.silu)
 
 
 def _refuse_limited(dst: Tensor, a: Tensor, b: Tensor | None, params: Glu) -> str | None:
     return _refuse(dst, a, b, params) or (None if params.limit >= 0 else f"limit {params.limit}")
 
 
-@op("SWIGLU_OAI", types=[("f32", "f32")], refuse=_refuse_limited, optional=True, params=Glu)
+@op(
+    "SWIGLU_OAI",
+    types=[("f32", "f32")],
+    refuse=_refuse_limited,
+    params=Glu,
+    bound=_BOUND,
+    built_by={"ggml_swiglu_oai": "cttff"},
+)
 def swiglu_oai(dst: Tensor, a: Tensor, b: Tensor | None, params: Glu) -> None:
     """dst = gate / (1 + e ** (-alpha * gate)) * (up + 1), of a gate up to limit and of up between -limit and limit.
 
@@ -97,7 +162,14 @@ def swiglu_oai(dst: Tensor, a: Tensor, b: Tensor | None, params: Glu) -> None:
     mapped(function, dst, *_gate_and_up(a, b, params))
 
 
-@op("SWIGLU_CLAMP", types=[("f32", "f32"), ("f16", "f16")], refuse=_refuse_limited, optional=True, params=Glu)
+@op(
+    "SWIGLU_CLAMP",
+    types=[("f32", "f32"), ("f16", "f16")],
+    refuse=_refuse_limited,
+    params=Glu,
+    bound=_BOUND,
+    built_by={"ggml_swiglu_clamp": "cttf"},
+)
 def swiglu_clamp(dst: Tensor, a: Tensor, b: Tensor | None, params: Glu) -> None:
     """dst = silu(gate) * up, of a gate up to limit and of up between -limit and limit.
 
@@ -119,3 +191,16 @@ def _swiglu_oai(dst: Tensor, a: Tensor, b: Tensor | None, params: Glu) -> Call |
 @swiglu_clamp.compiled
 def _swiglu_clamp(dst: Tensor, a: Tensor, b: Tensor | None, params: Glu) -> Call | None:
     return computed("SWIGLU_CLAMP", dst, *_gate_and_up(a, b, params), b=params.limit)
+
+
+def _exact_swiglu_oai(gate: Exact, up: Exact, params: Glu) -> Exact:
+    gate = np.minimum(gate, params.limit)
+    return gate * exact.sigmoid(params.alpha * gate) * (np.clip(up, -params.limit, params.limit) + 1)
+
+
+def _exact_swiglu_clamp(gate: Exact, up: Exact, params: Glu) -> Exact:
+    return exact.silu(np.minimum(gate, params.limit)) * np.clip(up, -params.limit, params.limit)
+
+
+_check(swiglu_oai, _exact_swiglu_oai, alpha=1.702, limit=3.0)
+_check(swiglu_clamp, _exact_swiglu_clamp, limit=3.0)

@@ -10,48 +10,39 @@ One kernel does both ops and both ways. A matrix of src0 meets the columns that 
 batch, or those whose ids name it. Rows of q8_0, q4_0, q4_1, q5_0, q5_1, q4_K and q6_K are multiplied as integers
 (`quant.dots`), others dequantised, a row or a tile at a time; many columns go to BLAS (cblas_sgemm, which every thread
 calls for tiles of its own).
+
+A MUL_MAT may say of its src0 that it is a Hadamard matrix. As on ggml's CPU, rows are then transformed fast, and src0
+is not read.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+
 import numpy as np
-from llvmlite import ir
-from numba import types
-from numba.extending import intrinsic
 from numpy.typing import NDArray
 
-from ggml_backend_npu.ir import Tensor
+from ggml_backend_npu.checks import Cost, Exact, Make, Mistake, Probe, Types
+from ggml_backend_npu.ir import Node, Tensor
 from ggml_backend_npu.numerics import PLAIN, Numerics
-from ggml_backend_npu.ops.movers import checked_ids
+from ggml_backend_npu.ops import cases, exact, probes
+from ggml_backend_npu.ops.hadamard import hadamard, transform
+from ggml_backend_npu.ops.mistakes import LARGEST, altered, made, of_ids
+from ggml_backend_npu.ops.movers import checked_ids, raw
+from ggml_backend_npu.ops.products import ROUNDINGS, products
 from ggml_backend_npu.ops.strided import ids_check
+from ggml_backend_npu.ops.sums import BOUND
+from ggml_backend_npu.params import Params, i32
 from ggml_backend_npu.registry import Call, op
 from quant import codec, dequantize
-from quant.dots import (
-    DOTS,
-    NO_DOTS,
-    Q4_0_PACKED,
-    READY_Q8,
-    READY_Q8_K,
-    dots,
-    ready_q8,
-    ready_q8_k,
-    rounded_q8,
-    rounded_q8_k,
-)
-from quant.kernels.jit import (
-    array_at,
-    compiled,
-    copy,
-    f32_to_f16_payload,
-    inlined,
-    keep,
-    parameters,
-    values,
-)
-from quant.kernels.matrices import LANES, dot
-from quant.kernels.orders import GROUP, dots_f16, dots_f32, multiply_f16, multiply_f32
+from quant.dots import DOTS, NO_DOTS, Q4_0_PACKED
+from quant.kernels.jit import parameters
+from quant.kernels.matrices import LANES
+from quant.kernels.orders import GROUP
 from quant.kernels.threads import Job, Work
-from quant.runs import BF16, CODES, F16, F32, decode_row, decode_run, narrow_run, widen_run
+from quant.runs import CODES
 
 # the type that ggml's CPU rounds columns to, for each type of weights (type_traits_cpu.vec_dot_type)
 _ROUNDED = {
@@ -66,194 +57,26 @@ VEC_DOT = {weights: rounded for rounded, names in _ROUNDED.items() for weights i
 
 _MANY, _MANY_OF_INTEGERS = 8, 32  # columns from which on BLAS is the faster way; if it stands beside integer dots
 _TILE_BYTES = 1 << 20  # of dequantised weights
-_NEAR_BYTES = 1 << 18  # of columns that stay in a processor's own caches
 _WEIGHT = 8  # a byte of weights is as much work as so many that are moved
 _QUANTS_AT = {"q8_0": 2, "q4_0": 2, "q4_1": 4, "q5_0": 6, "q5_1": 8}  # bytes from a block's begin
-_CBLAS = 101, 111, 112  # row-major, as it is, transposed
-
-# how columns are rounded
-_AS_IS, _TO_F16, _TO_BF16, _TO_Q8, _TO_Q8_K = range(5)
-_ROUNDINGS = {"f32": _AS_IS, "f16": _TO_F16, "bf16": _TO_BF16, "q8_0": _TO_Q8, "q8_1": _TO_Q8, "q8_K": _TO_Q8_K}
+_COLUMN_TYPES = {*ROUNDINGS} - {"q8_1", "q8_K"}  # ggml has no to_float of these
+HADAMARD = 1  # GGML_HINT_SRC0_IS_HADAMARD
 
 
-@intrinsic
-def multiply_by_blas(typing_context, function, m, n, k, a, lda, b, ldb, c, ldc):
-    """cblas_sgemm at an address: C (m, n) = A (m, k) times B (n, k) transposed; all row-major, steps in elements."""
+@dataclass(frozen=True)
+class MulMat(Params):
+    """op_params of MUL_MAT: ggml_mul_mat_set_prec, ggml_mul_mat_set_hint. prec: of which nothing depends here."""
 
-    def emit(context, builder, signature, arguments):
-        i32, pointer, one = ir.IntType(32), ir.IntType(64), ir.FloatType()
-        kinds = [*[i32] * 6, one, pointer, i32, pointer, i32, one, pointer, i32]
-        address, m, n, k, a, lda, b, ldb, c, ldc = arguments
-        m, n, k, lda, ldb, ldc = (builder.trunc(value, i32) for value in (m, n, k, lda, ldb, ldc))
-        flags = [ir.Constant(i32, flag) for flag in _CBLAS]
-        call = builder.inttoptr(address, ir.FunctionType(ir.VoidType(), kinds).as_pointer())
-        builder.call(call, [*flags, m, n, k, one(1), a, lda, b, ldb, one(0), c, ldc])
-        return context.get_dummy_value()
-
-    return types.void(*[types.int64] * 10), emit
+    prec: i32 = 0
+    hint: i32 = 0
 
 
-@inlined
-def _step(addresses, count):
-    """How far equally spaced addresses lie apart; 0 where they are not, or where there is but one."""
-    if count < 2:
-        return types.int64(0)
-    step = addresses[1] - addresses[0]
-    for i in range(2, count):
-        if addresses[i] - addresses[i - 1] != step:
-            return types.int64(0)
-    return step
-
-
-@inlined
-def _round(rounding, simd, fused, work, k, row):
-    """k float32 at `row`, as the type of a rounding has them, in place."""
-    if rounding == _TO_F16:
-        x, y = array_at(row, types.float32, k), array_at(work, types.uint16, k)
-        for i in range(k):
-            y[i] = f32_to_f16_payload(x[i])
-        widen_run(types.int64(F16), work, types.int64(2), row, k)
-    elif rounding == _TO_BF16:
-        narrow_run(row, types.int64(BF16), work, types.int64(2), k)
-        widen_run(types.int64(BF16), work, types.int64(2), row, k)
-    elif rounding == _TO_Q8:
-        ready_q8(row, work, k // 32, simd)
-        rounded_q8(work, row, k // 32)
-    elif rounding == _TO_Q8_K:
-        ready_q8_k(row, work, k // 256, fused)
-        rounded_q8_k(work, row, k // 256)
-
-
-@compiled
-def products(p, begin, end):
-    """Units [begin, end): a tile of rows of a matrix of src0, times all columns that are for it; tiles outermost."""
-    n_matrices, n_rows, k, n_columns, tile_rows = values(p, 5)
-    src0, nb01, nb02, nb03, ne02, code, packed, n_packed, to_float = values(p + 8 * 5, 9)
-    dots_code, scales, quants, quant_row, quant_2, quant_3, scale_row, scale_2, scale_3 = values(p + 8 * 14, 9)
-    src1, nb11, nb12, nb13, ne11, ne12, ne13, src1_code = values(p + 8 * 23, 8)
-    dst, nb1, nb2, nb3, ids, ids_nb0, ids_nb1, ids_ne0, ids_ne1 = values(p + 8 * 31, 9)
-    rounding, rounds, simd, fused, sgemm, least, as_blocks = values(p + 8 * 40, 7)
-    steps = p + 8 * 47
-
-    x, y = np.empty(n_columns, np.int64), np.empty(n_columns, np.int64)
-    ready_bytes = k // 256 * READY_Q8_K if rounding == _TO_Q8_K else k // 32 * READY_Q8
-    line = max(ready_bytes, 4 * k)
-    columns_memory = np.empty(n_columns * line, np.uint8)
-    columns = types.int64(columns_memory.ctypes.data)
-    work_memory = np.empty(max(line, 4 * k), np.uint8)
-    work = types.int64(work_memory.ctypes.data)
-    tile_memory = np.empty(tile_rows * k, np.float32)
-    tile = types.int64(tile_memory.ctypes.data)
-    out_memory = np.empty(max(n_columns, 1) * tile_rows, np.float32)
-    out = types.int64(out_memory.ctypes.data)
-    where = np.empty(3, np.int64)
-    known, count, by_blas, as_integers, y_step, x_step = types.int64(-1), 0, False, False, 0, 0
-
-    for unit in range(begin, end):
-        matrix, first = unit % n_matrices, unit // n_matrices * tile_rows
-        rows = min(tile_rows, n_rows - first)
-        i02, i03 = matrix % ne02, matrix // ne02
-        if matrix != known:
-            known, count = matrix, 0
-            if ids:
-                for i in range(ids_ne1):
-                    for j in range(ids_ne0):
-                        if array_at(ids + i * ids_nb1 + j * ids_nb0, types.int32, 1)[0] == matrix:
-                            x[count] = src1 + j % ne11 * nb11 + i * nb12
-                            y[count] = dst + j * nb1 + i * nb2
-                            count += 1
-            else:
-                r2, r3 = ne12 // ne02, ne13 // (n_matrices // ne02)
-                for i13 in range(i03 * r3, (i03 + 1) * r3):
-                    for i12 in range(i02 * r2, (i02 + 1) * r2):
-                        for i11 in range(ne11):
-                            x[count] = src1 + i11 * nb11 + i12 * nb12 + i13 * nb13
-                            y[count] = dst + i11 * nb1 + i12 * nb2 + i13 * nb3
-                            count += 1
-            by_blas = sgemm != 0 and count >= least
-            as_integers = dots_code != NO_DOTS and not by_blas
-            y_step, x_step = _step(y, count), _step(x, count)
-            as_is = src1_code == F32 and not as_integers and (rounding == _AS_IS or not rounds)
-            if not as_is or (by_blas and (x_step < 4 * k or x_step % 4)):
-                for c in range(count):
-                    row = columns + c * line
-                    source = x[c]
-                    if as_integers:
-                        if src1_code != F32:
-                            decode_run(src1_code, source, 0, 0, work, k)
-                            source = work
-                        if rounding == _TO_Q8_K:
-                            ready_q8_k(source, row, k // 256, fused)
-                        else:
-                            ready_q8(source, row, k // 32, simd)
-                    else:
-                        decode_run(src1_code, source, 0, 0, row, k)
-                        if rounds:
-                            _round(rounding, simd, fused, work, k, row)
-                    x[c] = row
-                x_step = line
-        if count == 0:
-            continue
-        at = src0 + i02 * nb02 + i03 * nb03 + first * nb01
-        if as_integers:
-            scale = scales + i02 * scale_2 + i03 * scale_3 + first * scale_row
-            quant = quants + i02 * quant_2 + i03 * quant_3 + first * quant_row
-            for c in range(count):
-                dots(dots_code, scale, quant, steps, x[c], y[c] + 4 * first, rows)
-        elif as_blocks:
-            where[0], where[1] = nb01, k // LANES
-            together = max(12, _NEAR_BYTES // (48 * k) * 12)
-            for c in range(0, count, together):
-                x_at, y_at = types.int64(x.ctypes.data) + 8 * c, types.int64(y.ctypes.data) + 8 * c
-                for r in range(0, rows, GROUP):
-                    row, where[2] = at + r * nb01, 4 * (first + r)
-                    if code == F16:
-                        multiply_f16(row, types.int64(where.ctypes.data), x_at, y_at, min(together, count - c))
-                    else:
-                        multiply_f32(row, types.int64(where.ctypes.data), x_at, y_at, min(together, count - c))
-        elif not by_blas and code in (F16, F32):
-            for r in range(0, rows, GROUP):
-                row, some = at + r * nb01, min(GROUP, rows - r)
-                for c in range(count):
-                    if code == F16:
-                        dots_f16(row, nb01, x[c], k, y[c] + 4 * (first + r), some)
-                    else:
-                        dots_f32(row, nb01, x[c], k, y[c] + 4 * (first + r), some)
-        elif not by_blas:
-            for r in range(rows):
-                row = at + r * nb01
-                decode_row(code, to_float, row, packed, n_packed, tile, k)
-                row = tile
-                for c in range(count):
-                    array_at(y[c] + 4 * (first + r), types.float32, 1)[0] = dot(row, x[c], k)
-        else:
-            weights, step = at, nb01 // 4
-            if code != F32 or nb01 % 4 or to_float:
-                weights, step = tile, k
-                for r in range(rows):
-                    decode_row(code, to_float, at + r * nb01, packed, n_packed, tile + 4 * k * r, k)
-            if y_step >= 4 * rows and y_step % 4 == 0:
-                multiply_by_blas(sgemm, count, rows, k, x[0], x_step // 4, weights, step, y[0] + 4 * first, y_step // 4)
-            else:
-                multiply_by_blas(sgemm, count, rows, k, x[0], x_step // 4, weights, step, out, rows)
-                for c in range(count):
-                    copy(out + 4 * rows * c, y[c] + 4 * first, 4 * rows)
-    keep(columns_memory)
-    keep(where)
-    keep(x)
-    keep(y)
-    keep(work_memory)
-    keep(tile_memory)
-    keep(out_memory)
-    return 0
-
-
-_COLUMN_TYPES = {*_ROUNDINGS} - {"q8_1", "q8_K"}  # ggml has no to_float of these
 _TYPES = [
     ("f32", weights, columns)
     for weights, rounded in VEC_DOT.items()
     for columns in sorted({"f32", rounded, *(["bf16"] if rounded == "f32" else [])} & _COLUMN_TYPES)
 ]
+_TRANSFORMED = ("f32", "f32", "f16")  # alone where src0 is a Hadamard matrix
 
 
 def _refuse(dst: Tensor, a: Tensor, b: Tensor) -> str | None:
@@ -265,7 +88,16 @@ def _refuse(dst: Tensor, a: Tensor, b: Tensor) -> str | None:
     return None
 
 
-def _refuse_mul_mat(dst: Tensor, a: Tensor, b: Tensor) -> str | None:
+def _refuse_mul_mat(dst: Tensor, a: Tensor, b: Tensor, params: MulMat = MulMat()) -> str | None:
+    """params: without a hint for a kernel that takes none and refuses what this one does."""
+    if params.hint == HADAMARD:
+        n = b.ne[0]
+        if b.type not in ("f32", "f16"):
+            return f"src1 of type {b.type} times a Hadamard matrix"
+        if a.ne[1] != n or n & (n - 1):
+            return f"src0 of ne {a.ne} is no Hadamard matrix"
+    elif (dst.type, a.type, b.type) == _TRANSFORMED:
+        return f"types {a.type} {b.type} -> {dst.type}"
     if dst.ne != (a.ne[1], *b.ne[1:]) or any(n % m if m else n for n, m in zip(b.ne[2:], a.ne[2:], strict=True)):
         return f"src0 of ne {a.ne}, src1 of ne {b.ne} do not fit dst of ne {dst.ne}"
     return _refuse(dst, a, b)
@@ -326,12 +158,24 @@ def _define_products(
         y[:, first : first + rows] = total
 
 
-@op("MUL_MAT", types=_TYPES, refuse=_refuse_mul_mat, optional=True)
-def mul_mat(dst: Tensor, a: Tensor, b: Tensor, numerics: Numerics = PLAIN) -> None:
+@op(
+    "MUL_MAT",
+    types=[*_TYPES, _TRANSFORMED],
+    refuse=_refuse_mul_mat,
+    params=MulMat,
+    bound=BOUND,
+    weights=True,
+    built_by={"ggml_mul_mat": "ctt", "ggml_mul_mat_set_prec": "ti", "ggml_mul_mat_set_hint": "ti"},
+)
+def mul_mat(dst: Tensor, a: Tensor, b: Tensor, params: MulMat, numerics: Numerics = PLAIN) -> None:
     """dst[i3, i2] = b[i3, i2] @ a[i3 / r3, i2 / r2].T, for r2, r3 = b.ne[2] / a.ne[2], b.ne[3] / a.ne[3].
 
     Equals ggml_compute_forward_mul_mat but for the rounding of sums, where columns are rounded (see this module).
     """
+    if params.hint == HADAMARD:
+        with np.errstate(all="ignore"):
+            dst.view()[...] = hadamard(b.view().astype(np.float32))
+        return
     r2, r3 = b.ne[2] // a.ne[2], b.ne[3] // a.ne[3]
     rounds = _rounds(a, b, b.ne[1] * r2 * r3, numerics)
     x = _decoded(b.view(), b.type, numerics)
@@ -339,7 +183,14 @@ def mul_mat(dst: Tensor, a: Tensor, b: Tensor, numerics: Numerics = PLAIN) -> No
         _define_products(dst.view()[i3, i2], a, (i3 // r3, i2 // r2), x[i3, i2], rounds, numerics)
 
 
-@op("MUL_MAT_ID", types=[(*types_, "i32") for types_ in _TYPES], refuse=_refuse_mul_mat_id, optional=True)
+@op(
+    "MUL_MAT_ID",
+    types=[(*types_, "i32") for types_ in _TYPES],
+    refuse=_refuse_mul_mat_id,
+    bound=BOUND,
+    weights=True,
+    roles={"ids": "the expert ids"},
+)
 def mul_mat_id(dst: Tensor, a: Tensor, b: Tensor, ids: Tensor, numerics: Numerics = PLAIN) -> None:
     """dst[t, s] = b[t, s % b.ne[1]] @ a[ids[t, s]].T: what the experts of a token make of it.
 
@@ -397,7 +248,7 @@ def _bind(dst: Tensor, a: Tensor, b: Tensor, ids: Tensor | None, numerics: Numer
         dots_code, scales[0], quants[0], *quants[1:], *scales[1:],
         b.address, *b.nb[1:], *b.ne[1:], CODES[b.type],
         dst.address, *dst.nb[1:], *((ids.address, *ids.nb[:2], *ids.ne[:2]) if ids is not None else (0,) * 5),
-        _ROUNDINGS[VEC_DOT[a.type]], plain and exact, numerics.rounding == "simd", numerics.fuses,
+        ROUNDINGS[VEC_DOT[a.type]], plain and exact, numerics.rounding == "simd", numerics.fuses,
         sgemm, _least(a), as_blocks, *steps,
     )  # fmt: skip
     n_units = -(-n_rows // tile_rows) * n_matrices
@@ -406,7 +257,11 @@ def _bind(dst: Tensor, a: Tensor, b: Tensor, ids: Tensor | None, numerics: Numer
 
 
 @mul_mat.compiled
-def _mul_mat(dst: Tensor, a: Tensor, b: Tensor, numerics: Numerics) -> Call | None:
+def _mul_mat(dst: Tensor, a: Tensor, b: Tensor, params: MulMat, numerics: Numerics) -> Call | None:
+    if params.hint == HADAMARD:
+        p = parameters(*b.ne[:3], CODES[b.type], b.address, *b.nb, dst.address, *dst.nb[1:])
+        n_rows = b.ne[1] * b.ne[2] * b.ne[3]
+        return Job(Work(transform, p, n_rows, 4 * dst.n_elements * b.ne[0].bit_length(), keep=(dst, b)))
     work = _bind(dst, a, b, None, numerics)
     return None if work is None else Job(work)
 
@@ -415,3 +270,122 @@ def _mul_mat(dst: Tensor, a: Tensor, b: Tensor, numerics: Numerics) -> Call | No
 def _mul_mat_id(dst: Tensor, a: Tensor, b: Tensor, ids: Tensor, numerics: Numerics) -> Call | None:
     work = _bind(dst, a, b, ids, numerics)
     return None if work is None else Job(ids_check(ids, a.ne[2]), work)
+
+
+# what they are measured by
+
+
+def _exact_rows(weights: Tensor, i3: int, i2: int) -> Iterator[tuple[slice, Exact]]:
+    """The rows of a matrix of weights, as many at a time as a tile holds."""
+    step = max(1, _TILE_BYTES // max(1, weights.ne[0]))
+    for begin in range(0, weights.ne[1], step):
+        rows = slice(begin, min(begin + step, weights.ne[1]))
+        at = weights.offset + i3 * weights.nb[3] + i2 * weights.nb[2] + begin * weights.nb[1]
+        part = replace(weights, ne=(weights.ne[0], rows.stop - begin, 1, 1), offset=at)
+        yield rows, exact.values(part)[0, 0]
+
+
+@mul_mat.formula
+def _exact_mul_mat(a: Tensor, b: Tensor, params: MulMat) -> Exact | None:
+    """Whatever b is rounded to on the CPU."""
+    x = exact.values(b)
+    if params.hint == HADAMARD:
+        return hadamard(x)
+    if a.ne[0] != b.ne[0] or b.ne[2] % a.ne[2] or b.ne[3] % a.ne[3]:
+        return None
+    y = np.empty((*x.shape[:3], a.ne[1]))
+    weights, r2, r3 = a.unpacked(), b.ne[2] // a.ne[2], b.ne[3] // a.ne[3]
+    for i3, i2 in np.ndindex(a.ne[3], a.ne[2]):
+        part = slice(i3 * r3, (i3 + 1) * r3), slice(i2 * r2, (i2 + 1) * r2)
+        for rows, matrix in _exact_rows(weights, i3, i2):
+            y[(*part, slice(None), rows)] = x[part] @ matrix.T
+    return y
+
+
+@mul_mat_id.formula
+def _exact_mul_mat_id(a: Tensor, b: Tensor, ids: Tensor) -> Exact:
+    weights, x, chosen = a.unpacked(), exact.values(b), ids.view()[0, 0]
+    y = np.empty((1, *chosen.shape, a.ne[1]))
+    for expert in np.unique(chosen):
+        tokens, slots = np.nonzero(chosen == expert)
+        for rows, matrix in _exact_rows(weights, 0, int(expert)):
+            y[0, tokens, slots, rows] = x[0, tokens, slots % b.ne[1]] @ matrix.T
+    return y
+
+
+@mul_mat.mistakes
+def _mistaken_mul_mat(node: Node, a: Tensor, b: Tensor) -> Iterator[Mistake]:
+    if a.n_elements > LARGEST:
+        return
+    for k in (2, 3):
+        if 1 < a.ne[k] < b.ne[k] and b.ne[k] % a.ne[k] == 0:
+            whole = np.concatenate([raw(a)] * (b.ne[k] // a.ne[k]), axis=3 - k)
+            text = f"repeats src0 as a whole along dimension {k}, not matrix by matrix"
+            yield Mistake(text, altered(node, 0, made(a, whole)))
+
+
+@mul_mat_id.mistakes
+def _mistaken_mul_mat_id(node: Node, a: Tensor, b: Tensor, ids: Tensor) -> Iterator[Mistake]:
+    yield from of_ids(node, 2, a.ne[2])
+
+
+@mul_mat.cases
+def _nearest_mul_mat(dst: Tensor, a: Tensor, b: Tensor, params: MulMat) -> list[str]:
+    types = [cases.has("type_a", a.type), cases.has("type_b", b.type)]
+    if cases.is_permuted(a) and a.type in ("f32", "f16") and b.type in ("f32", "f16"):
+        return [*types, r"per=\[0,[23],\d,\d\]"]
+    return [*types, "n=1" if b.ne[1] == 1 else f"n={cases.MORE_THAN_ONE}"]
+
+
+@mul_mat_id.cases
+def _nearest_mul_mat_id(dst: Tensor, a: Tensor, b: Tensor, ids: Tensor) -> list[str]:
+    return [cases.has("type_a", a.type), cases.has("type_b", b.type)]
+
+
+@mul_mat.costs
+def _cost_of_mul_mat(dst: Tensor, a: Tensor, b: Tensor, params: MulMat) -> Cost:
+    return Cost(2 * a.ne[0] * dst.n_elements, matrix=a.type)
+
+
+@mul_mat_id.costs
+def _cost_of_mul_mat_id(dst: Tensor, a: Tensor, b: Tensor, ids: Tensor) -> Cost:
+    return Cost(2 * a.ne[0] * dst.n_elements, matrix=a.type, touched={1: min(1.0, ids.n_elements / a.ne[2])})
+
+
+def _make(k: int = 256, columns: int = 5) -> Make:
+    """MUL_MAT of rows of k elements, its weights shared by two matrices of columns each."""
+
+    def make(rng: probes.Rng, types: Types) -> Node:
+        weights, x = probes.normal(rng, types[1], 1, 2, 24, k), probes.normal(rng, types[2], 1, 4, columns, k)
+        return probes.node("MUL_MAT", "f32", (1, 4, columns, 24), weights, x)
+
+    return make
+
+
+mul_mat.nodes(_make())
+
+
+@mul_mat.probes
+def _products() -> Iterator[Probe]:
+    of_widths = partial(probes.of_widths, _make)
+    yield Probe("of f16", of_widths(), ("f32", "f16", "f32"), fixed=True)
+    yield Probe("of f32, rows of whole 64s", of_widths((64, 128, 576)), fixed=True)
+    yield Probe("of f32, other rows", of_widths((7, 33, 48, 63, 80, 121)))
+    for type in ("q8_0", "q4_0", "q4_1", "q5_0", "q5_1"):
+        yield Probe(f"of {type}", (_make(),), ("f32", type, "f32"), fixed=True)
+    for type in ("q4_K", "q6_K"):
+        yield Probe(f"of {type}", (_make(columns=1),), ("f32", type, "f32"))
+
+
+@mul_mat_id.nodes
+def _make_of_experts(rng: probes.Rng, types: Types) -> Node:
+    """6 experts, 2 for each of 5 tokens."""
+    weights, x = probes.normal(rng, types[1], 1, 6, 24, 256), probes.normal(rng, types[2], 1, 5, 1, 256)
+    ids = np.stack([rng.permutation(6)[:2] for _ in range(5)]).astype(np.int32)
+    return probes.node("MUL_MAT_ID", "f32", (1, 5, 2, 24), weights, x, Tensor.of(ids))
+
+
+@mul_mat_id.probes
+def _products_of_experts() -> Iterator[Probe]:
+    for type in ("f16", "q8_0"):
+        yield Probe(f"of {type}", (_make_of_experts,), ("f32", type, "f32"), fixed=True)

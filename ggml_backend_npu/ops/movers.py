@@ -7,16 +7,20 @@ dup} in ggml-cpu/ops.cpp, followed here case by case; what ggml aborts on or lea
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ggml_backend_npu.ir import Tensor
+from ggml_backend_npu.abi import codecs
+from ggml_backend_npu.checks import Cost, Mistake
+from ggml_backend_npu.ir import Node, Tensor
 from ggml_backend_npu.numerics import PLAIN, Numerics
-from ggml_backend_npu.ops import strided
-from ggml_backend_npu.params import Params, i32
+from ggml_backend_npu.ops import cases, strided
+from ggml_backend_npu.ops.mistakes import Ids, altered, made, of_ids, of_repeated, of_swapped_operands
+from ggml_backend_npu.params import Instead, Params, i32
 from ggml_backend_npu.registry import Call, op
 from quant import codec, type_names
 from quant.kernels.threads import Job
@@ -84,6 +88,9 @@ def checked_ids(ids: Tensor, n_rows: int) -> NDArray[np.int64]:
     return rows
 
 
+_ROLES = {"ids": "the row ids"}
+
+
 def _refuse_get_rows(dst: Tensor, src: Tensor, ids: Tensor) -> str | None:
     if (src.ne[2], src.ne[3], 1) != ids.ne[1:]:
         return f"ids of ne {ids.ne} do not fit src of ne {src.ne}"
@@ -110,6 +117,8 @@ def _no_whole_blocks(**tensors: Tensor) -> str | None:
     "GET_ROWS",
     types=[("f32", src, "i32") for src in (*_FLOATS, *DECODED)] + [("i32", "i32", "i32")],
     refuse=_refuse_get_rows,
+    default=True,
+    roles=_ROLES,
 )
 def get_rows(dst: Tensor, src: Tensor, ids: Tensor, numerics: Numerics = PLAIN) -> None:
     """dst[i3, i2, i1, :] = src[i3, i2, ids[i3, i2, i1], :] as float32; i32 stays i32.
@@ -129,6 +138,30 @@ def _get_rows(dst: Tensor, src: Tensor, ids: Tensor, numerics: Numerics) -> Call
     return strided.mover(dst, src, src_ids=ids, numerics=numerics)
 
 
+@get_rows.mistakes
+def _mistaken_get_rows(node: Node, src: Tensor, ids: Tensor) -> Iterator[Mistake]:
+    def inside(text: str, moved: Ids, outside: NDArray[np.bool_]) -> Iterator[Mistake]:
+        rows = made(ids, moved.clip(0, src.ne[1] - 1).astype(ids.view().dtype))
+        yield Mistake(text, altered(node, 1, rows), unknown=outside[0])
+
+    yield from of_ids(node, 1, src.ne[1], inside=inside)
+
+
+@get_rows.cases
+def _nearest_get_rows(dst: Tensor, src: Tensor, ids: Tensor) -> list[str]:
+    return [
+        cases.has("type", src.type),
+        "be1=1" if src.ne[2] == 1 else f"be1={cases.MORE_THAN_ONE}",
+        cases.has("v", not ids.is_contiguous()),
+        cases.has("vs0", not src.is_contiguous()),
+    ]
+
+
+@get_rows.costs
+def _cost_of_get_rows(dst: Tensor, src: Tensor, ids: Tensor) -> Cost:
+    return Cost(dst.n_elements, touched={1: min(1.0, dst.n_elements / max(1, src.n_elements))})
+
+
 def _refuse_set_rows(dst: Tensor, src: Tensor, ids: Tensor) -> str | None:
     if (dst.ne[0], *dst.ne[2:]) != (src.ne[0], *src.ne[2:]) or ids.ne[0] != src.ne[1] or ids.ne[3] != 1:
         return f"src of ne {src.ne}, ids of ne {ids.ne} do not fit dst of ne {dst.ne}"
@@ -141,6 +174,10 @@ def _refuse_set_rows(dst: Tensor, src: Tensor, ids: Tensor) -> str | None:
     "SET_ROWS",
     types=[(dst, src, ids) for src in ("f32", "f16") for dst in (*_FLOATS, "i32", *ENCODED) for ids in ("i64", "i32")],
     refuse=_refuse_set_rows,
+    default=True,
+    keeps=True,
+    roles=_ROLES,
+    built_by={"ggml_set_rows": "cttt"},
 )
 def set_rows(dst: Tensor, src: Tensor, ids: Tensor, numerics: Numerics = PLAIN) -> None:
     """dst[i3, i2, ids[i3 % n, i2 % m, i1], :] = src[i3, i2, i1, :], quantised where dst is; other rows stay.
@@ -162,6 +199,36 @@ def set_rows(dst: Tensor, src: Tensor, ids: Tensor, numerics: Numerics = PLAIN) 
 @set_rows.compiled
 def _set_rows(dst: Tensor, src: Tensor, ids: Tensor, numerics: Numerics) -> Call | None:
     return strided.mover(dst, src, dst_ids=ids, numerics=numerics)
+
+
+@set_rows.mistakes
+def _mistaken_set_rows(node: Node, src: Tensor, ids: Tensor) -> Iterator[Mistake]:
+    def inside(text: str, moved: Ids, outside: NDArray[np.bool_]) -> Iterator[Mistake]:
+        def compute(dst: Tensor) -> None:
+            for i3, i2 in np.ndindex(src.ne[3], src.ne[2]):
+                batch = (0, i3 % ids.ne[2], i2 % ids.ne[1])
+                kept = ~outside[batch]
+                raw(dst)[i3, i2, moved[batch][kept]] = convert(
+                    raw(src)[i3, i2, kept], src.type, dst.type, rows=True, numerics=codecs.bound()
+                )
+
+        yield Mistake(text, node, compute)
+
+    yield from of_ids(node, 1, node.dst.ne[1], "writes", inside)
+    yield from of_repeated(node, 1, (ids.ne[0], *src.ne[2:], 1))
+
+
+@set_rows.cases
+def _nearest_set_rows(dst: Tensor, src: Tensor, ids: Tensor) -> list[str]:
+    types = [cases.has("type_src", src.type), cases.has("type_dst", dst.type), cases.has("type_idx", ids.type)]
+    view = not (src.is_contiguous() and ids.is_contiguous()) and ids.type == "i64"
+    return [*types, cases.has("v", view)]
+
+
+@set_rows.costs
+def _cost_of_set_rows(dst: Tensor, src: Tensor, ids: Tensor) -> Cost:
+    """Of its three sources the last is dst as it was."""
+    return Cost(src.n_elements, touched={0: src.n_elements / max(1, dst.n_elements), 3: 0.0})
 
 
 def _refuse_copy(dst: Tensor, src: Tensor) -> str | None:
@@ -193,7 +260,7 @@ _COPIES = [
 ]
 
 
-@op("CPY", types=_COPIES, refuse=_refuse_copy)
+@op("CPY", types=_COPIES, refuse=_refuse_copy, default=True, built_by={"ggml_cpy": "ctt", "ggml_cast": "cti"})
 def cpy(dst: Tensor, src: Tensor, numerics: Numerics = PLAIN) -> None:
     """dst = src, converted, element by element in logical order; shapes may differ where the element counts agree.
 
@@ -234,13 +301,13 @@ def _in_units(view: NDArray[Any], tensor: Tensor, unit: int) -> NDArray[Any]:
     )
 
 
-@op("DUP", types=_SAME, refuse=_refuse_copy)
+@op("DUP", types=_SAME, refuse=_refuse_copy, default=True)
 def dup(dst: Tensor, src: Tensor) -> None:
     """dst = src, of the same type. Equals ggml_compute_forward_dup."""
     copy(dst, src)
 
 
-@op("CONT", types=_SAME, refuse=_refuse_copy)
+@op("CONT", types=_SAME, refuse=_refuse_copy, default=True)
 def cont(dst: Tensor, src: Tensor) -> None:
     """dst = src made contiguous, of the same type. Equals ggml_compute_forward_cont."""
     copy(dst, src)
@@ -257,6 +324,30 @@ def _copy(dst: Tensor, src: Tensor) -> Call | None:
     return strided.mover(dst, src)
 
 
+@cpy.cases
+def _nearest_cpy(dst: Tensor, src: Tensor) -> list[str]:
+    types = [cases.has("type_src", src.type), cases.has("type_dst", dst.type)]
+    if "i32" in (src.type, dst.type):
+        return types
+    if cases.is_permuted(src):
+        return [*types, r"permute_src=\[(0,[1-3]|[1-3],\d),\d,\d\]"]
+    if src.ne != dst.ne and src.type == dst.type and src.type in ("f32", "f16", "q4_0"):
+        return [*types, r"ne_dst=\[\d+,\d+,\d+,\d+\]"]
+    return [*types, r"permute_src=\[0,0,0,0\]", "_src_transpose=0"]
+
+
+@cont.cases
+def _nearest_cont(dst: Tensor, src: Tensor) -> list[str]:
+    sliced = not cases.is_permuted(src) and src.type in ("f32", "i32")
+    return [cases.has("type", src.type), cases.has("use_view_slice", sliced)]
+
+
+@dup.cases
+def _nearest_dup(dst: Tensor, src: Tensor) -> list[str]:
+    permuted = cases.is_permuted(src) and src.type in ("f32", "f16", "i16")
+    return [cases.has("type", src.type), *([r"permute=\[\d,\d,\d,\d\]"] if permuted else [])]
+
+
 def _refuse_repeat(dst: Tensor, src: Tensor) -> str | None:
     if src.n_elements == 0 or any(n % m for n, m in zip(dst.ne, src.ne, strict=True)):
         return f"src of ne {src.ne} does not repeat to dst of ne {dst.ne}"
@@ -267,7 +358,7 @@ def _refuse_repeat(dst: Tensor, src: Tensor) -> str | None:
     "REPEAT",
     types=[(name, name) for name in ("f32", "i32", "f16", "bf16", "i16")],
     refuse=_refuse_repeat,
-    optional=True,
+    built_by={"ggml_repeat": "ctt"},
 )
 def repeat(dst: Tensor, src: Tensor) -> None:
     """dst = src, again and again in each dimension. Equals ggml_compute_forward_repeat."""
@@ -279,11 +370,32 @@ def _repeat(dst: Tensor, src: Tensor) -> Call | None:
     return None if _gap_in_rows(src=src, dst=dst) else strided.repeater(dst, src)
 
 
+@repeat.mistakes
+def _mistaken_repeat(node: Node, src: Tensor) -> Iterator[Mistake]:
+    yield from of_repeated(node, 0, node.dst.ne, in_dst=True)
+
+
+# which dimensions repeat in ggml's cases
+_REPEATS = {
+    "f32": ["1111", "n111", "1n11", "11n1", "111n"],
+    "f16": ["n111"],
+    "i32": ["n111"],
+    "i16": ["111n"],
+    "bf16": ["n111"],
+}
+
+
+@repeat.cases
+def _nearest_repeat(dst: Tensor, src: Tensor) -> list[str]:
+    repeats = cases.repeats(src.ne, dst.ne)
+    return [cases.has("type", src.type), *([cases.nr(repeats)] if repeats in _REPEATS.get(src.type, []) else [])]
+
+
 @dataclass(frozen=True)
 class Concat(Params):
     """op_params of CONCAT: ggml_concat."""
 
-    dim: i32
+    dim: Annotated[i32, Instead("dimension", (0, 1, 2, 3))]
 
 
 def _refuse_concat(dst: Tensor, a: Tensor, b: Tensor, params: Concat) -> str | None:
@@ -296,7 +408,7 @@ def _refuse_concat(dst: Tensor, a: Tensor, b: Tensor, params: Concat) -> str | N
     return _no_whole_blocks(src0=a, src1=b)
 
 
-@op("CONCAT", types=[(name, name, name) for name, _ in _SAME], refuse=_refuse_concat, optional=True, params=Concat)
+@op("CONCAT", types=[(name, name, name) for name, _ in _SAME], refuse=_refuse_concat, params=Concat)
 def concat(dst: Tensor, a: Tensor, b: Tensor, params: Concat) -> None:
     """dst = a, then b along dimension dim. Equals ggml_compute_forward_concat."""
     dim = params.dim
@@ -320,3 +432,15 @@ def _concat(dst: Tensor, a: Tensor, b: Tensor, params: Concat) -> Call | None:
     parts = (replace(dst, ne=a.ne), a), (replace(dst, ne=b.ne, offset=behind), b)
     moves = [strided.mover(part, tensor) for part, tensor in parts]
     return Job(*(work for move in moves if move is not None for work in move.works))
+
+
+@concat.mistakes
+def _mistaken_concat(node: Node, a: Tensor, b: Tensor) -> Iterator[Mistake]:
+    yield from of_swapped_operands(node, a, b)
+
+
+@concat.cases
+def _nearest_concat(dst: Tensor, a: Tensor, b: Tensor, params: Concat) -> list[str]:
+    bits = (4, 8) if a.codec.is_quantized else (1, 2)
+    views = sum(bit for bit, tensor in zip(bits, (a, b), strict=True) if not tensor.is_contiguous())
+    return [cases.has("type", a.type), cases.has("dim", params.dim), cases.has("v", views)]

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 from numba import types
 from numpy.typing import NDArray
 
-from ggml_backend_npu.ir import Tensor
+from ggml_backend_npu.checks import Exact, Make, Probe, Types
+from ggml_backend_npu.ir import Node, Tensor
+from ggml_backend_npu.ops import cases, exact, probes
+from ggml_backend_npu.ops.exponentials import scaled
 from ggml_backend_npu.ops.functions import Floats
 from ggml_backend_npu.ops.shapes import gaps_in_rows, other_ne
-from ggml_backend_npu.ops.softmax import scaled
-from ggml_backend_npu.params import Params, f32, i32
+from ggml_backend_npu.params import Instead, Params, f32, i32
 from ggml_backend_npu.registry import Call, op
 from quant.kernels.jit import array_at, bits_float, compiled, copy, inlined, parameters, reduced, values
 from quant.kernels.orders import squares_total
@@ -24,12 +27,16 @@ _NORM, _RMS_NORM, _L2_NORM = range(3)
 
 _1 = np.float32(1)
 
+# one factor for a row: an eps of 1e-6 left out shows where the mean square is below 0.5; a sum of 4,096 squares in
+# float32, one after the other, gives 5e-13
+_BOUND = 1e-12
+
 
 @dataclass(frozen=True)
 class Norm(Params):
     """op_params of NORM, RMS_NORM and L2_NORM: ggml_norm_impl, ggml_rms_norm_impl, ggml_l2_norm_impl."""
 
-    eps: f32
+    eps: Annotated[f32, Instead("eps", (0.0, 1e-3, 1e-5, 1e-6, 1e-8, 1e-12))]
 
 
 @dataclass(frozen=True)
@@ -55,7 +62,7 @@ def _refuse_rms_norm(dst: Tensor, x: Tensor, params: Norm) -> str | None:
     return _refuse(dst, x, params) or gaps_in_rows(x=x, dst=dst)
 
 
-@op("NORM", types=[("f32", "f32")], refuse=_refuse, optional=True, params=Norm)
+@op("NORM", types=[("f32", "f32")], refuse=_refuse, params=Norm, bound=_BOUND)
 def norm(dst: Tensor, x: Tensor, params: Norm) -> None:
     """dst = (x - mean) / sqrt(variance + eps) of each row.
 
@@ -70,7 +77,7 @@ def norm(dst: Tensor, x: Tensor, params: Norm) -> None:
         dst.view()[...] = centred * (_1 / np.sqrt(variance + np.float32(params.eps)))
 
 
-@op("RMS_NORM", types=[("f32", "f32")], refuse=_refuse_rms_norm, optional=True, params=Norm)
+@op("RMS_NORM", types=[("f32", "f32")], refuse=_refuse_rms_norm, params=Norm, bound=_BOUND)
 def rms_norm(dst: Tensor, x: Tensor, params: Norm) -> None:
     """dst = x / sqrt(mean(x * x) + eps) of each row. Equals ggml_compute_forward_rms_norm."""
     with np.errstate(all="ignore"):
@@ -79,7 +86,7 @@ def rms_norm(dst: Tensor, x: Tensor, params: Norm) -> None:
         dst.view()[...] = rows * (_1 / np.sqrt(mean + np.float32(params.eps)))
 
 
-@op("L2_NORM", types=[("f32", "f32")], refuse=_refuse, optional=True, params=Norm)
+@op("L2_NORM", types=[("f32", "f32")], refuse=_refuse, params=Norm, bound=_BOUND)
 def l2_norm(dst: Tensor, x: Tensor, params: Norm) -> None:
     """dst = x / max(sqrt(sum(x * x)), eps) of each row. Equals ggml_compute_forward_l2_norm."""
     with np.errstate(all="ignore"):
@@ -100,7 +107,7 @@ def _group_mean(x: Floats) -> Floats:
     return mean
 
 
-@op("GROUP_NORM", types=[("f32", "f32")], refuse=_refuse_group_norm, optional=True, params=GroupNorm)
+@op("GROUP_NORM", types=[("f32", "f32")], refuse=_refuse_group_norm, params=GroupNorm, bound=_BOUND)
 def group_norm(dst: Tensor, x: Tensor, params: GroupNorm) -> None:
     """dst = (x - mean) / sqrt(variance + eps) of each group of channels, which are x's dimension 2.
 
@@ -185,3 +192,73 @@ def _normalised(kind: int, dst: Tensor, x: Tensor, params: Norm) -> Call | None:
 norm.compiled(partial(_normalised, _NORM))
 rms_norm.compiled(partial(_normalised, _RMS_NORM))
 l2_norm.compiled(partial(_normalised, _L2_NORM))
+
+
+# what they are measured by
+
+
+@norm.formula
+def _exact_norm(x: Tensor, params: Norm) -> Exact:
+    rows = exact.values(x)
+    return _exact_rms(rows - rows.mean(axis=-1, keepdims=True), params.eps)
+
+
+@rms_norm.formula
+def _exact_rms_norm(x: Tensor, params: Norm) -> Exact:
+    return _exact_rms(exact.values(x), params.eps)
+
+
+def _exact_rms(x: Exact, eps: float, axis: int | tuple[int, ...] = -1) -> Exact:
+    y: Exact = x / np.sqrt(np.square(x).mean(axis=axis, keepdims=True) + eps)
+    return y
+
+
+@l2_norm.formula
+def _exact_l2_norm(x: Tensor, params: Norm) -> Exact:
+    rows = exact.values(x)
+    y: Exact = rows / np.maximum(np.sqrt(np.square(rows).sum(axis=-1, keepdims=True)), params.eps)
+    return y
+
+
+@group_norm.formula
+def _exact_group_norm(x: Tensor, params: GroupNorm) -> Exact:
+    y = exact.values(x).copy()
+    size = -(-y.shape[1] // params.n_groups)
+    for begin in range(0, y.shape[1], size):
+        group = y[:, begin : begin + size]
+        group[...] = _exact_rms(group - group.mean(axis=(1, 2, 3), keepdims=True), params.eps, (1, 2, 3))
+    return y
+
+
+@rms_norm.cases
+def _nearest(dst: Tensor, x: Tensor, params: Norm) -> list[str]:
+    view = not x.is_contiguous()
+    return [cases.has("type", x.type), cases.has("v", view), cases.has("inplace", not view and x.overlaps(dst))]
+
+
+_EPS = Norm(1e-6)
+
+
+def _of_widths(op: str) -> tuple[Make, ...]:
+    return probes.of_widths(lambda width: probes.of_rows(op, width, _EPS))
+
+
+def _make_group_norm(rng: probes.Rng, types: Types) -> Node:
+    x = 0.1 * rng.standard_normal((2, 8, 5, 16)) + 0.05
+    return probes.node("GROUP_NORM", "f32", (2, 8, 5, 16), probes.tensor("f32", x), params=GroupNorm(2, 1e-6))
+
+
+norm.nodes(probes.of_rows("NORM", params=_EPS))
+l2_norm.nodes(probes.of_rows("L2_NORM", params=_EPS))
+rms_norm.nodes(probes.of_rows("RMS_NORM", params=_EPS), probes.of_rows("RMS_NORM", 4096, _EPS))
+group_norm.nodes(_make_group_norm)
+
+
+@norm.probes
+def _norms() -> Iterator[Probe]:
+    yield Probe("of rows without gaps", _of_widths("NORM"), fixed=True)
+    yield Probe("of rows with gaps", tuple(probes.turned(each, 0) for each in _of_widths("NORM")))
+
+
+rms_norm.probes(lambda: [Probe("", _of_widths("RMS_NORM"))])
+l2_norm.probes(lambda: [Probe("", _of_widths("L2_NORM"))])

@@ -1,5 +1,5 @@
-"""SET, PAD, PAD_REFLECT_1D, ROLL: a tensor put into a part of another one, or moved in itself. Byte for byte what
-ggml's CPU backend writes."""
+"""SET, ACC, PAD, PAD_REFLECT_1D, ROLL: a tensor put into a part of another one or added to it, or moved in itself. Byte
+for byte what ggml's CPU backend writes."""
 
 from __future__ import annotations
 
@@ -8,9 +8,12 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numba import types
 
-from ggml_backend_npu.ir import Dims, Tensor
-from ggml_backend_npu.ops import strided
+from ggml_backend_npu.checks import Types
+from ggml_backend_npu.ir import Dims, Node, Tensor
+from ggml_backend_npu.ops import probes, strided
+from ggml_backend_npu.ops.elementwise import add
 from ggml_backend_npu.ops.shapes import gaps, gaps_in_rows, other_ne
+from ggml_backend_npu.ops.tiles import computed
 from ggml_backend_npu.params import Params, i32
 from ggml_backend_npu.registry import Call, op
 from quant.kernels.jit import compiled, copy, parameters, values
@@ -19,7 +22,7 @@ from quant.kernels.threads import Job, Work
 
 @dataclass(frozen=True)
 class SetPart(Params):
-    """op_params of SET, in bytes: ggml_set_impl. inplace: the rest of dst is there already."""
+    """op_params of SET and ACC, in bytes: ggml_set_impl, ggml_acc_impl. inplace: the rest of dst is there already."""
 
     nb1: i32
     nb2: i32
@@ -92,7 +95,14 @@ def _refuse_set(dst: Tensor, a: Tensor, b: Tensor, params: SetPart) -> str | Non
     return other_ne(src0=a, dst=dst) or gaps(src0=a, dst=dst) or gaps_in_rows(src1=b)
 
 
-@op("SET", types=[(type, type, type) for type in ("f32", "i32")], refuse=_refuse_set, optional=True, params=SetPart)
+@op(
+    "SET",
+    types=[(type, type, type) for type in ("f32", "i32")],
+    refuse=_refuse_set,
+    params=SetPart,
+    keeps=True,
+    built_by={"ggml_set": "ctt zzzz", "ggml_set_inplace": "ctt zzzz"},
+)
 def set_part(dst: Tensor, a: Tensor, b: Tensor, params: SetPart) -> None:
     """dst = a, with b at an offset and strides.
 
@@ -113,6 +123,53 @@ def _set_part(dst: Tensor, a: Tensor, b: Tensor, params: SetPart) -> Call | None
     return Job(*(work for move in moves if move is not None for work in move.works))
 
 
+def _overlaps_itself(x: Tensor) -> bool:
+    """Whether elements of a tensor may share bytes."""
+    end = 0
+    for stride, n in sorted((stride, n) for stride, n in zip(x.nb, x.ne, strict=True) if n > 1):
+        if stride < end + x.codec.block_bytes:
+            return True
+        end += stride * (n - 1)
+    return False
+
+
+def _refuse_acc(dst: Tensor, a: Tensor, b: Tensor, params: SetPart) -> str | None:
+    part = _part(dst, b, params)
+    if _overlaps_itself(part):
+        return f"src1 of ne {b.ne} at nb {part.nb} lies on itself"
+    return _refuse_set(dst, a, b, params)
+
+
+@op(
+    "ACC",
+    types=[("f32", "f32", "f32")],
+    refuse=_refuse_acc,
+    params=SetPart,
+    built_by={"ggml_acc": "ctt zzzz", "ggml_acc_inplace": "ctt zzzz"},
+)
+def acc(dst: Tensor, a: Tensor, b: Tensor, params: SetPart) -> None:
+    """dst = a, with b added to it at an offset and strides.
+
+    In place dst is a already. Equals ggml_compute_forward_acc.
+    """
+    with np.errstate(all="ignore"):
+        total = _part(a, b, params).view() + b.view()
+    if not params.inplace:
+        dst.view()[...] = a.view()
+    _part(dst, b, params).view()[...] = total
+
+
+@acc.compiled
+def _acc(dst: Tensor, a: Tensor, b: Tensor, params: SetPart) -> Call | None:
+    if b.overlaps(dst):
+        return None
+    added = computed(add.name, _part(dst, b, params), _part(a, b, params), b)
+    if added is None or params.inplace:
+        return added
+    moved = strided.mover(dst, a)
+    return None if moved is None else Job(*moved.works, *added.works)
+
+
 def _refuse_pad(dst: Tensor, x: Tensor, params: Pad) -> str | None:
     before, behind = params.before, params.behind
     if dst.ne != tuple(n + left + right for n, left, right in zip(x.ne, before, behind, strict=True)):
@@ -122,7 +179,13 @@ def _refuse_pad(dst: Tensor, x: Tensor, params: Pad) -> str | None:
     return gaps(dst=dst)
 
 
-@op("PAD", types=[("f32", "f32")], refuse=_refuse_pad, optional=True, params=Pad)
+@op(
+    "PAD",
+    types=[("f32", "f32")],
+    refuse=_refuse_pad,
+    params=Pad,
+    built_by={"ggml_pad_ext": "ct iiiiiiii", "ggml_pad_ext_circular": "ct iiiiiiii"},
+)
 def pad(dst: Tensor, x: Tensor, params: Pad) -> None:
     """dst = x with zeros before and behind it in each dimension, or x again; none but fewer of x, below 0.
 
@@ -148,7 +211,7 @@ def _refuse_reflect(dst: Tensor, x: Tensor, params: PadReflect) -> str | None:
     return gaps_in_rows(x=x, dst=dst)
 
 
-@op("PAD_REFLECT_1D", types=[("f32", "f32")], refuse=_refuse_reflect, optional=True, params=PadReflect)
+@op("PAD_REFLECT_1D", types=[("f32", "f32")], refuse=_refuse_reflect, params=PadReflect)
 def pad_reflect_1d(dst: Tensor, x: Tensor, params: PadReflect) -> None:
     """dst = rows of x with what follows their first element before it, and what precedes their last one after it, both
     the other way round.
@@ -190,7 +253,7 @@ def _refuse_roll(dst: Tensor, x: Tensor, params: Roll) -> str | None:
     return other_ne(x=x, dst=dst) or gaps_in_rows(x=x, dst=dst)
 
 
-@op("ROLL", types=[("f32", "f32")], refuse=_refuse_roll, optional=True, params=Roll)
+@op("ROLL", types=[("f32", "f32")], refuse=_refuse_roll, params=Roll)
 def roll(dst: Tensor, x: Tensor, params: Roll) -> None:
     """dst[i + shift] = x[i] in each dimension, its end coming around. Equals ggml_compute_forward_roll."""
     dst.view()[...] = np.roll(x.view(), params.shifts[::-1], axis=(0, 1, 2, 3))
@@ -216,3 +279,9 @@ def _roll(dst: Tensor, x: Tensor, params: Roll) -> Call | None:
         return None
     p = parameters(*x.ne, *params.shifts, x.address, *x.nb[1:], dst.address, *dst.nb[1:])
     return Job(Work(roll_rows, p, x.n_elements // x.ne[0], x.nbytes, keep=(dst, x)))
+
+
+@roll.nodes
+def _make_roll(rng: probes.Rng, types: Types) -> Node:
+    shape = 4, 5, 6, 300
+    return probes.node("ROLL", "f32", shape, probes.normal(rng, "f32", *shape), params=Roll(7, -2, 3, 1))

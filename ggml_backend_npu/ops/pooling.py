@@ -7,7 +7,9 @@ from dataclasses import dataclass
 import numpy as np
 from numba import types
 
-from ggml_backend_npu.ir import Tensor
+from ggml_backend_npu.checks import Exact, Types
+from ggml_backend_npu.ir import Node, Tensor
+from ggml_backend_npu.ops import exact, probes
 from ggml_backend_npu.ops.functions import Floats, wide
 from ggml_backend_npu.ops.movers import convert, raw
 from ggml_backend_npu.ops.shapes import gaps, gaps_in_matrices, other_ne
@@ -19,6 +21,7 @@ from quant.runs import F16, widen_run
 
 _MAX, _MEAN = range(2)
 _LOWEST = np.finfo(np.float32).min
+_BOUND = 1e-12  # a few roundings, one after the other
 
 
 @dataclass(frozen=True)
@@ -59,7 +62,14 @@ def _refuse(dst: Tensor, x: Tensor, params: Pool2d) -> str | None:
     return gaps(x=x, dst=dst)
 
 
-@op("POOL_2D", types=[("f32", "f32"), ("f32", "f16")], refuse=_refuse, optional=True, params=Pool2d)
+@op(
+    "POOL_2D",
+    types=[("f32", "f32"), ("f32", "f16")],
+    refuse=_refuse,
+    params=Pool2d,
+    bound=_BOUND,
+    built_by={"ggml_pool_2d": "ct iiiii ff"},
+)
 def pool_2d(dst: Tensor, x: Tensor, params: Pool2d) -> None:
     """dst = maximum, or sum over the window's size, of what the window at (i0 * s0 - p0, i1 * s1 - p1) covers of x.
 
@@ -79,6 +89,26 @@ def pool_2d(dst: Tensor, x: Tensor, params: Pool2d) -> None:
         dst.view()[...] = y if p.op == _MAX else y / np.float32(p.k0 * p.k1)
 
 
+@pool_2d.formula
+def _exact_pool_2d(x: Tensor, params: Pool2d) -> Exact:
+    p, image = params, exact.values(x)
+    edges, beyond = ((0, 0), (0, 0), (p.p1, p.k1), (p.p0, p.k0)), 0 if p.op == _MEAN else -np.inf
+    padded = np.pad(image, edges, constant_values=beyond)
+    windows = np.lib.stride_tricks.sliding_window_view(padded, (p.k1, p.k0), axis=(2, 3))
+    n1, n0 = (x.ne[1] + 2 * p.p1 - p.k1) // p.s1 + 1, (x.ne[0] + 2 * p.p0 - p.k0) // p.s0 + 1
+    windows = windows[:, :, : n1 * p.s1 : p.s1, : n0 * p.s0 : p.s0]
+    pooled: Exact = windows.mean(axis=(4, 5)) if p.op == _MEAN else windows.max(axis=(4, 5))
+    return pooled
+
+
+_MEANS = Pool2d(op=_MEAN, k0=3, k1=2, s0=2, s1=1, p0=1, p1=0)
+
+
+@pool_2d.nodes
+def _make(rng: probes.Rng, types: Types) -> Node:
+    return probes.node("POOL_2D", "f32", (2, 3, 9, 20), probes.normal(rng, types[1], 2, 3, 10, 39), params=_MEANS)
+
+
 def _refuse_1d(dst: Tensor, x: Tensor, params: Pool1d) -> str | None:
     if params.op not in (_MAX, _MEAN):
         return f"kind {params.op}"
@@ -87,7 +117,7 @@ def _refuse_1d(dst: Tensor, x: Tensor, params: Pool1d) -> str | None:
     return gaps_in_matrices(x=x, dst=dst)
 
 
-@op("POOL_1D", types=[("f32", "f32"), ("f32", "f16")], refuse=_refuse_1d, optional=True, params=Pool1d)
+@op("POOL_1D", types=[("f32", "f32"), ("f32", "f16")], refuse=_refuse_1d, params=Pool1d, bound=_BOUND, wide=True)
 def pool_1d(dst: Tensor, x: Tensor, params: Pool1d) -> None:
     """dst = maximum or mean of what the window at i0 * s0 - p0 covers of a row of x; of nothing the mean is 0.
 
@@ -143,6 +173,12 @@ def _pool_1d(dst: Tensor, x: Tensor, params: Pool1d) -> Call:
     return Job(Work(pool_rows, p, n_rows, x.nbytes + dst.nbytes * q.k0, keep=(dst, x)))
 
 
+@pool_1d.nodes
+def _make_1d(rng: probes.Rng, types: Types) -> Node:
+    params = Pool1d(op=_MEAN, k0=4, s0=2, p0=1)
+    return probes.node("POOL_1D", "f32", (2, 3, 9, 19), probes.normal(rng, types[1], 2, 3, 9, 39), params=params)
+
+
 def _refuse_back(dst: Tensor, gradient: Tensor, x: Tensor, params: Pool2d) -> str | None:
     if params.op not in (_MAX, _MEAN):
         return f"kind {params.op}"
@@ -151,7 +187,15 @@ def _refuse_back(dst: Tensor, gradient: Tensor, x: Tensor, params: Pool2d) -> st
     return other_ne(x=x, dst=dst) or gaps(gradient=gradient, x=x, dst=dst)
 
 
-@op("POOL_2D_BACK", types=[("f32", "f32", "f32")], refuse=_refuse_back, optional=True, params=Pool2d)
+@op(
+    "POOL_2D_BACK",
+    types=[("f32", "f32", "f32")],
+    refuse=_refuse_back,
+    params=Pool2d,
+    bound=_BOUND,
+    wide=True,
+    built_by={"ggml_pool_2d_back": "ctt iiiii ff"},
+)
 def pool_2d_back(dst: Tensor, gradient: Tensor, x: Tensor, params: Pool2d) -> None:
     """dst = the gradient of each window of POOL_2D, given to its first maximum of x, or in equal parts to all of it.
 
@@ -164,7 +208,7 @@ def pool_2d_back(dst: Tensor, gradient: Tensor, x: Tensor, params: Pool2d) -> No
         np.arange(n) * step - edge for n, step, edge in ((gradient.ne[1], p.s1, p.p1), (gradient.ne[0], p.s0, p.p0))
     )
     height, width = dst.ne[1], dst.ne[0]
-    best: Floats = np.full(given.shape, _LOWEST, image.dtype)
+    best: Floats = np.full(given.shape, np.finfo(image.dtype).min, image.dtype)
     place = np.full(given.shape, -1)
     with np.errstate(all="ignore"):
         taps = list(np.ndindex(p.k1, p.k0))
@@ -220,3 +264,9 @@ def _pool_2d_back(dst: Tensor, gradient: Tensor, x: Tensor, params: Pool2d) -> C
         q.k0, q.k1, q.s0, q.s1, q.p0, q.p1,
     )  # fmt: skip
     return Job(Work(pool_gradients, p, dst.ne[2] * dst.ne[3], 2 * dst.nbytes, keep=(dst, gradient, x)))
+
+
+@pool_2d_back.nodes
+def _make_back(rng: probes.Rng, types: Types) -> Node:
+    x, gradient = (probes.normal(rng, "f32", 2, 3, *size) for size in ((10, 39), (9, 20)))
+    return probes.node("POOL_2D_BACK", "f32", (2, 3, 10, 39), gradient, x, params=_MEANS)

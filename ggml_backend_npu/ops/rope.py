@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
+from typing import Annotated
 
 import numpy as np
 from numba import types
 from numpy.typing import NDArray
 
-from ggml_backend_npu.ir import Tensor
-from ggml_backend_npu.params import Params, f32, i32
+from ggml_backend_npu.checks import Exact, Make, Mistake, Types
+from ggml_backend_npu.ir import Node, Tensor
+from ggml_backend_npu.ops import cases, exact, mistakes, probes
+from ggml_backend_npu.params import Instead, Params, f32, i32
 from ggml_backend_npu.registry import Call, op
 from quant.kernels.jit import array_at, bits_float, compiled, copy, fused_multiply_add, keep, parameters, values
 from quant.kernels.threads import Job, Work
@@ -29,20 +34,20 @@ class Rope(Params):
 
     n_past: i32
     n_dims: i32
-    mode: i32
+    mode: Annotated[i32, Instead("mode (0 normal, 2 neox)", (0, 2))]
     n_ctx: i32
     n_ctx_orig: i32
-    freq_base: f32
-    freq_scale: f32
-    ext_factor: f32
-    attn_factor: f32
+    freq_base: Annotated[f32, Instead("frequency base", (10000.0, 500_000.0, 1_000_000.0))]
+    freq_scale: Annotated[f32, Instead("frequency scale", (1.0, 0.5, 2.0))]
+    ext_factor: Annotated[f32, Instead("extrapolation factor", (0.0,))]
+    attn_factor: Annotated[f32, Instead("attention factor", (1.0,))]
     beta_fast: f32
     beta_slow: f32
     section_t: i32
     section_h: i32
     section_w: i32
     section_e: i32
-    n_offs: i32
+    n_offs: Annotated[i32, Instead("the first rotated element", (0,))]
 
     @property
     def sections(self) -> tuple[int, int, int, int]:
@@ -169,9 +174,27 @@ def _rotate(dst: Tensor, x: Tensor, positions: Tensor, factors: Tensor | None, p
 
 
 _TYPES = [("f32", "f32", "i32"), ("f16", "f16", "i32")]
+_BOUND = 1e-11  # of functions of large angles
+_ROLES = {"positions": "the positions", "factors": "the frequency factors"}
+_PLAIN, _MULTI = "cttt iii ffffff", "cttt ipii ffffff"
 
 
-@op("ROPE", types=_TYPES, refuse=_refuse, optional=True, params=Rope)
+def _built_by(*suffixes: str) -> dict[str, str]:
+    kinds = (("ext", _PLAIN), ("multi", _MULTI))
+    made = {f"ggml_rope_{kind}{suffix}": arguments for kind, arguments in kinds for suffix in suffixes}
+    return {**made, "ggml_rope_set_offset": "ti"}
+
+
+@op(
+    "ROPE",
+    types=_TYPES,
+    refuse=_refuse,
+    params=Rope,
+    bound=_BOUND,
+    moved=True,
+    roles=_ROLES,
+    built_by=_built_by("", "_inplace"),
+)
 def rope(dst: Tensor, x: Tensor, positions: Tensor, factors: Tensor | None, params: Rope) -> None:
     """Rotates pairs of a row's n_dims elements from n_offs on by angles of the row's position; the others stay.
 
@@ -182,7 +205,16 @@ def rope(dst: Tensor, x: Tensor, positions: Tensor, factors: Tensor | None, para
     _rotate(dst, x, positions, factors, params, 1)
 
 
-@op("ROPE_BACK", types=_TYPES, refuse=_refuse, optional=True, params=Rope)
+@op(
+    "ROPE_BACK",
+    types=_TYPES,
+    refuse=_refuse,
+    params=Rope,
+    bound=_BOUND,
+    moved=True,
+    roles=_ROLES,
+    built_by=_built_by("_back"),
+)
 def rope_back(dst: Tensor, x: Tensor, positions: Tensor, factors: Tensor | None, params: Rope) -> None:
     """As ROPE, the other way round. Equals ggml_compute_forward_rope_back."""
     _rotate(dst, x, positions, factors, params, -1)
@@ -263,3 +295,101 @@ def _rope(dst: Tensor, x: Tensor, positions: Tensor, factors: Tensor | None, par
 @rope_back.compiled
 def _rope_back(dst: Tensor, x: Tensor, positions: Tensor, factors: Tensor | None, params: Rope) -> Call | None:
     return _rotation(dst, x, positions, factors, params, -1)
+
+
+def _turns(p: Rope) -> tuple[list[int], list[int]]:
+    """For each pair, which of a token's positions turns it, and how many times slower than the first pair of those."""
+    axes, powers, begin = [0] * p.n_pairs, [*range(p.n_pairs)], [0] * 4
+    if p.n_positions == 4:
+        of_sector = np.repeat(range(4), p.sections).tolist()
+        starts = np.cumsum([0, *p.sections[:3]]).tolist()
+        for pair in range(p.n_pairs):
+            sector = pair % len(of_sector)
+            axis = of_sector[sector]
+            if p.mode == _IMROPE:
+                axis = sector % 3 if sector < 3 * p.sections[sector % 3] else 3
+            elif p.mode == _VISION and sector in starts:
+                begin[starts.index(sector)] = pair
+            axes[pair], powers[pair] = axis, pair - begin[axis]
+    return axes, powers
+
+
+def _exact_rotation(sign: int, x: Tensor, positions: Tensor, factors: Tensor | None, params: Rope) -> Exact | None:
+    p, n, offset = params, params.n_pairs, params.n_offs
+    if p.mode not in (_NORMAL, _NEOX, _MROPE, _VISION, _IMROPE):
+        return None
+    axes, powers = _turns(p)
+    by_axis = exact.values(positions).reshape(p.n_positions, -1)
+    theta = by_axis[axes].T * p.freq_base ** (-2.0 * np.array(powers) / p.n_dims)
+    if factors is not None:
+        theta = theta / exact.values(factors).reshape(-1)[:n]
+    angle, attn = theta * p.freq_scale, p.attn_factor
+    if p.ext_factor:
+        low, high = (
+            p.n_dims * np.log(p.n_ctx_orig / (rotations * 2 * np.pi)) / (2 * np.log(p.freq_base))
+            for rotations in (p.beta_fast, p.beta_slow)
+        )
+        low, high = max(0.0, np.floor(low)), min(p.n_dims - 1.0, np.ceil(high))
+        ramp = p.ext_factor * (1 - np.clip((np.arange(n) - low) / max(0.001, high - low), 0, 1))
+        angle = angle * (1 - ramp) + theta * ramp
+        attn *= 1 + 0.1 * np.log(1 / p.freq_scale)
+    cos, sin = (attn * turn[:, None] for turn in (np.cos(angle), sign * np.sin(angle)))
+    first, second = (
+        (slice(offset + i, offset + 2 * n, 2) if p.mode == _NORMAL else slice(offset + i * n, offset + (i + 1) * n))
+        for i in (0, 1)
+    )
+    rows = exact.values(x)
+    rotated = rows.copy()
+    rotated[..., first] = rows[..., first] * cos - rows[..., second] * sin
+    rotated[..., second] = rows[..., first] * sin + rows[..., second] * cos
+    return rotated
+
+
+def _make(op: str, mode: int, positions: list[int], ext: float = 0.0) -> Make:
+    """A node of a mode, at these positions; ext: the extrapolation factor."""
+
+    def make(rng: probes.Rng, types: Types) -> Node:
+        n_dims, width = (32, 64) if mode == _VISION else (64, 80)
+        sections = (8, 8, 8, 8) if mode == _VISION else (12, 10, 8, 2)
+        params = Rope(0, n_dims, mode, 0, 512, 1e4, 1 - ext / 2, ext, 1, 32, 1, *sections, 0)
+        at = np.array(positions, np.int32)
+        at = np.concatenate([at, at[::-1], at // 2, at * 0 + 3]) if params.n_positions == 4 else at
+        shape = 1, len(positions), probes.HEADS, width
+        x = probes.normal(rng, types[1], *shape)
+        factors = None if mode & _MROPE else probes.tensor("f32", rng.uniform(1, 4, n_dims // 2))
+        return probes.node(op, types[0], shape, x, Tensor.of(at), factors, params=params)
+
+    return make
+
+
+def _mistaken(node: Node, x: Tensor, positions: Tensor, factors: Tensor | None) -> Iterator[Mistake]:
+    rows, who = positions.view(), mistakes.role(node, 1)
+    others = {
+        f"takes position + 1 for each of {who}": rows + 1,
+        f"takes position - 1 for each of {who}": rows - 1,
+        f"ignores {who}: all are 0": np.zeros_like(rows),
+        f"ignores {who}: the i-th is i": np.broadcast_to(np.arange(rows.shape[-1], dtype=rows.dtype), rows.shape),
+    }
+    for text, ids in others.items():
+        yield Mistake(text, mistakes.altered(node, 1, mistakes.made(positions, ids.astype(rows.dtype))))
+
+
+@rope.cases
+def _nearest(dst: Tensor, x: Tensor, positions: Tensor, factors: Tensor | None, params: Rope) -> list[str]:
+    mode = params.mode
+    conditions = [cases.has("type", x.type), cases.has("mode", mode), cases.has("ff", factors is not None)]
+    if x.type == "f32" or mode in (_NORMAL, _NEOX):
+        conditions.append("v=0" if x.is_contiguous() else "v=[12]")
+    return conditions
+
+
+_NEAR, _FAR = [0, 1, 7, 40, 300], [3000, 100000, 517]
+
+for _op, _sign in ((rope, 1), (rope_back, -1)):
+    _op.formula(partial(_exact_rotation, _sign))
+    _op.mistakes(_mistaken)
+    _op.nodes(
+        *(_make(_op.name, _mode, _NEAR) for _mode in (_NORMAL, _NEOX, _MROPE, _VISION, _IMROPE)),
+        _make(_op.name, _NORMAL, _NEAR, 0.7),
+        _make(_op.name, _NEOX, _FAR),
+    )

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated
 
 import numpy as np
 from numba import types
 from numpy.typing import NDArray
 
+from ggml_backend_npu.checks import Exact
 from ggml_backend_npu.ir import Tensor
-from ggml_backend_npu.ops.softmax import exps, largest, scaled
+from ggml_backend_npu.ops import cases, exact, probes
+from ggml_backend_npu.ops.exponentials import exps, largest, scaled
 from ggml_backend_npu.ops.strided import mover
-from ggml_backend_npu.params import Params, i32
+from ggml_backend_npu.ops.sums import BOUND, partial_sums
+from ggml_backend_npu.params import Instead, Params, i32
 from ggml_backend_npu.registry import Call, op
 from quant.kernels.jit import array_at, bits_float, compiled, float_bits, inlined, keep, parameters, values
 from quant.kernels.matrices import LANES
@@ -29,14 +33,14 @@ ASCENDING, DESCENDING = range(2)  # ggml_sort_order
 class Argsort(Params):
     """op_params of ARGSORT: ggml_argsort. order: a ggml_sort_order."""
 
-    order: i32
+    order: Annotated[i32, Instead("order", (0, 1))]
 
 
 def _refuse_argsort(dst: Tensor, x: Tensor, params: Argsort) -> str | None:
     return f"x of ne {x.ne}, dst of ne {dst.ne}" if dst.ne != x.ne else None
 
 
-@op("ARGSORT", types=[("i32", "f32")], refuse=_refuse_argsort, optional=True, params=Argsort)
+@op("ARGSORT", types=[("i32", "f32")], refuse=_refuse_argsort, params=Argsort)
 def argsort(dst: Tensor, x: Tensor, params: Argsort) -> None:
     """The places of each row's elements in ascending or descending order.
 
@@ -93,6 +97,34 @@ def _argsort(dst: Tensor, x: Tensor, params: Argsort) -> Call:
     return _sorted(dst, x, descending=params.order != ASCENDING)
 
 
+@argsort.rule("the same order, but of equal elements")
+def _is_same_order(ids: Tensor, x: Tensor, params: Argsort) -> bool:
+    found = _chosen(ids, x)
+    if found is None or ids.ne[0] != x.ne[0]:
+        return False
+    scores, chosen = found
+    order = np.sort(scores, axis=-1)
+    return np.array_equal(chosen, order[..., ::-1] if params.order != ASCENDING else order)
+
+
+def _chosen(ids: Tensor, x: Tensor) -> tuple[Exact, Exact] | None:
+    """The scores, NaN as the least of all, and those that the ids of each row name; None where one is no id, or comes
+    twice."""
+    if x.ne[1:] != ids.ne[1:]:
+        return None
+    scores, places = exact.values(x), ids.view().astype(np.int64)
+    scores = np.where(np.isnan(scores), -np.inf, scores)
+    order = np.sort(places, axis=-1)
+    if (order < 0).any() or (order >= x.ne[0]).any() or (np.diff(order, axis=-1) == 0).any():
+        return None
+    return scores, np.take_along_axis(scores, places, axis=-1)
+
+
+@argsort.cases
+def _nearest_argsort(dst: Tensor, x: Tensor, params: Argsort) -> list[str]:
+    return [cases.has("type", x.type), cases.has("order", params.order)]
+
+
 def _ordered(scores: NDArray[np.float32]) -> NDArray[np.float32]:
     return np.where(np.isnan(scores), np.float32(-np.inf), scores)
 
@@ -103,7 +135,7 @@ def _refuse_top_k(dst: Tensor, x: Tensor) -> str | None:
     return None
 
 
-@op("TOP_K", types=[("i32", "f32")], refuse=_refuse_top_k, optional=True)
+@op("TOP_K", types=[("i32", "f32")], refuse=_refuse_top_k, built_by={"ggml_top_k": "cti"})
 def largest_k(dst: Tensor, x: Tensor) -> None:
     """The places of the largest elements of each row, as many as dst has, the second largest first.
 
@@ -120,11 +152,20 @@ def _largest_k(dst: Tensor, x: Tensor) -> Call:
     return _sorted(dst, x, descending=True, swaps=True)
 
 
+@largest_k.rule("the same set in any order")
+def _is_same_set(ids: Tensor, x: Tensor) -> bool:
+    found = _chosen(ids, x)
+    if found is None:
+        return False
+    scores, chosen = found
+    return np.array_equal(np.sort(chosen, axis=-1), np.sort(scores, axis=-1)[..., x.ne[0] - ids.ne[0] :])
+
+
 def _refuse_sum_rows(dst: Tensor, x: Tensor) -> str | None:
     return f"x of ne {x.ne}, dst of ne {dst.ne}" if dst.ne != (1, *x.ne[1:]) else None
 
 
-@op("SUM_ROWS", types=[("f32", "f32")], refuse=_refuse_sum_rows, optional=True)
+@op("SUM_ROWS", types=[("f32", "f32")], refuse=_refuse_sum_rows, bound=BOUND)
 def sum_rows(dst: Tensor, x: Tensor) -> None:
     """The sum of each row, one after the other in float64, from +0 on. Equals ggml_compute_forward_sum_rows."""
     with np.errstate(all="ignore"):
@@ -151,6 +192,27 @@ def _sum_rows(dst: Tensor, x: Tensor) -> Call:
     width, n1, n2, n3 = x.ne
     p = parameters(width, n1, n2, x.address, *x.nb, dst.address, *dst.nb[1:])
     return Job(Work(sum_of_rows, p, n1 * n2 * n3, 4 * x.n_elements, keep=(dst, x)))
+
+
+@sum_rows.formula
+def _exact_sum_rows(x: Tensor) -> Exact:
+    total: Exact = exact.values(x).sum(axis=-1, keepdims=True)
+    return total
+
+
+@sum_rows.terms
+def _terms_of_sum_rows(x: Tensor) -> Exact:
+    return partial_sums(exact.values(x))[..., -1:]
+
+
+@sum_rows.cases
+def _nearest_sum_rows(dst: Tensor, x: Tensor) -> list[str]:
+    permuted = cases.is_permuted(x)
+    sliced = not x.is_contiguous() and not permuted
+    return [cases.has("type", x.type), cases.has("permute", permuted), cases.has("slice", sliced)]
+
+
+sum_rows.nodes(probes.of_rows("SUM_ROWS", dst=1), probes.of_rows("SUM_ROWS", 4096, dst=1))
 
 
 @inlined

@@ -8,15 +8,21 @@ those of ggml's CPU: SOFT_MAX is byte-equal to it on x86 with AVX2 or AVX-512.
 
 from __future__ import annotations
 
-import math
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
+from typing import Annotated
 
 import numpy as np
 from numba import types
 from numpy.typing import NDArray
 
-from ggml_backend_npu.ir import Tensor
-from ggml_backend_npu.params import Params, f32
+from ggml_backend_npu.checks import Exact, Mistake, Probe, Types
+from ggml_backend_npu.ir import Node, Tensor
+from ggml_backend_npu.ops import cases, exact, probes
+from ggml_backend_npu.ops.exponentials import expf, exps, largest, scaled
+from ggml_backend_npu.ops.mistakes import of_repeated
+from ggml_backend_npu.params import Instead, Params, f32
 from ggml_backend_npu.registry import Call, op
 from quant.kernels.jit import (
     array_at,
@@ -25,26 +31,11 @@ from quant.kernels.jit import (
     f16_to_f32,
     fused_multiply_add,
     inlined,
-    processor_has,
-    reduced,
-    truncate_to_int32,
 )
-from quant.kernels.matrices import LANES
-from quant.kernels.orders import row_total
 from quant.kernels.threads import Job, Work
 from quant.runs import CODES, F16, F32, narrow_run, widen_run
 
 _TILE = 256  # elements of a row in work where dst cannot hold float32
-_BEYOND = 104.0  # e ** x is infinite, and e ** -x below half the smallest float32
-_SHIFT = np.float32(float.fromhex("0x1.8p23"))  # added and taken away again, it rounds to an integer
-_LOG2_E, _LN_2_HIGH, _LN_2_LOW = (
-    np.float32(float.fromhex(text)) for text in ("0x1.715476p+0", "0x1.62e4p-1", "0x1.7f7d1cp-20")
-)
-_E1, _E2, _E3, _E4, _E5 = (  # a polynomial's
-    np.float32(float.fromhex(text))
-    for text in ("0x1.ffffecp-1", "0x1.fffdb6p-2", "0x1.555e66p-3", "0x1.573e2ep-5", "0x1.0e4020p-7")
-)
-_SCALES_LAST = processor_has("avx512f", "avx512dq")  # where ggml's is written for these
 LOWEST = -3.4028234663852886e38  # float32's; a tile's maximum is no less: -inf would make NaN of what it is taken from
 
 # kinds of mask: numbers to add, of which -inf excludes; or marks, of which 0 excludes
@@ -64,64 +55,6 @@ _SCALE = 34
 _PARAMETERS = 35
 
 Floats = NDArray[np.float32]
-
-
-@inlined
-def v_exp(x):
-    """e ** x, within 2.5 ulp, in the steps of ggml_v_expf, and so equal to it; NaN stays NaN."""
-    bounded = x if x > types.float32(-_BEYOND) else types.float32(-_BEYOND)
-    bounded = bounded if bounded < types.float32(_BEYOND) else types.float32(_BEYOND)
-    n = fused_multiply_add(bounded, _LOG2_E, _SHIFT) - _SHIFT
-    b = fused_multiply_add(-n, _LN_2_LOW, fused_multiply_add(-n, _LN_2_HIGH, bounded))
-    u = b * b
-    p = fused_multiply_add(fused_multiply_add(_E5, b, _E4), u, fused_multiply_add(_E3, b, _E2))
-    power = truncate_to_int32(n)
-    second = types.int32(0) if abs(power) <= 126 else types.int32(-125 if power <= 0 else 127)
-    scale = bits_float(types.uint32(power - second + types.int32(127)) << types.uint32(23))
-    if _SCALES_LAST:
-        y = fused_multiply_add(p, u, fused_multiply_add(_E1, b, types.float32(1))) * scale
-    else:
-        y = fused_multiply_add(fused_multiply_add(p, u, _E1 * b), scale, scale)
-    y *= bits_float(types.uint32(second + types.int32(127)) << types.uint32(23))
-    return y if x == x else x
-
-
-@reduced
-def largest(x, n):
-    """max of n float32 at an address; NaN is passed over."""
-    row = array_at(x, types.float32, n)
-    found = types.float32(-np.inf)
-    for i in range(n):
-        found = row[i] if row[i] > found else found
-    return found
-
-
-@inlined
-def expf(x):
-    """e ** x by C's library."""
-    return types.float32(math.exp(x))
-
-
-@inlined
-def exps(x, n, maximum):
-    """ggml_vec_soft_max_f32: x = e ** (x - maximum) for n float32 at an address; returns their sum.
-
-    What is no whole vector, the last n % LANES, has another exponential.
-    """
-    row = array_at(x, types.float32, n)
-    for i in range(n // LANES * LANES):
-        row[i] = v_exp(row[i] - maximum)
-    for i in range(n // LANES * LANES, n):
-        row[i] = expf(row[i] - maximum)
-    return row_total(x, n)
-
-
-@inlined
-def scaled(x, n, factor):
-    """x *= factor for n float32 at an address."""
-    row = array_at(x, types.float32, n)
-    for i in range(n):
-        row[i] *= factor
 
 
 @inlined
@@ -403,8 +336,8 @@ def masked_tile(
 class SoftMax(Params):
     """op_params of SOFT_MAX: ggml_soft_max_impl. max_bias: of ALiBi, 0 for a mask as it is."""
 
-    scale: f32
-    max_bias: f32
+    scale: Annotated[f32, Instead("scale", (1.0,))]
+    max_bias: Annotated[f32, Instead("ALiBi bias", (0.0,))]
 
 
 def _refuse(dst: Tensor, x: Tensor, mask: Tensor | None, sinks: Tensor | None, params: SoftMax) -> str | None:
@@ -423,7 +356,15 @@ def _refuse(dst: Tensor, x: Tensor, mask: Tensor | None, sinks: Tensor | None, p
     return None
 
 
-@op("SOFT_MAX", types=[("f32", "f32")], refuse=_refuse, optional=True, params=SoftMax)
+@op(
+    "SOFT_MAX",
+    types=[("f32", "f32")],
+    refuse=_refuse,
+    params=SoftMax,
+    bound=1e-11,  # over 16,384 cells, added one after the other, 6e-12
+    roles={"mask": "the mask", "sinks": "the sinks"},
+    built_by={"ggml_soft_max_ext": "ctt ff", "ggml_soft_max_add_sinks": "tt"},
+)
 def soft_max(dst: Tensor, x: Tensor, mask: Tensor | None, sinks: Tensor | None, params: SoftMax) -> None:
     """dst = softmax of x * scale + slope * mask over each row, with a head's sink in its sum.
 
@@ -452,3 +393,56 @@ def _soft_max(dst: Tensor, x: Tensor, mask: Tensor | None, sinks: Tensor | None,
         by_head = np.broadcast_to(sinks.view().reshape(1, -1, 1), x.ne[:0:-1])
     alibi = slopes(x.ne[2], params.max_bias) if mask is not None else None
     return Rows(dst, x, params.scale, mask, alibi, sinks=by_head).bind()
+
+
+@soft_max.formula
+def _exact_soft_max(x: Tensor, mask: Tensor | None, sinks: Tensor | None, params: SoftMax) -> Exact:
+    scores = exact.values(x) * params.scale
+    if mask is not None:
+        added = exact.values(mask)[:, :, : scores.shape[2]]
+        added = exact.repeated(added, (*scores.shape[:2], *added.shape[2:]))
+        slope = slopes(scores.shape[1], params.max_bias)
+        scores = scores + (added if slope is None else added * slope.astype(np.float64)[:, None, None])
+    maximum = scores.max(axis=-1, keepdims=True)
+    sink = None if sinks is None else exact.values(sinks).reshape(1, -1, 1, 1)
+    if sink is not None:
+        maximum = np.maximum(maximum, sink)
+    e = np.exp(scores - maximum)
+    total = e.sum(axis=-1, keepdims=True)
+    y: Exact = e / (total if sink is None else total + np.exp(sink - maximum))
+    return y
+
+
+def _make(rng: probes.Rng, types: Types, max_bias: float = 8.0) -> Node:
+    """With a mask, sinks and ALiBi; the slopes of 8 are powers of two."""
+    shape = 2, probes.HEADS, probes.TOKENS, 96
+    x, mask = probes.normal(rng, "f32", *shape, size=4), probes.normal(rng, "f16", 1, 1, *shape[2:])
+    mask.view()[..., ::5] = -np.inf
+    sinks = probes.normal(rng, "f32", 1, 1, 1, probes.HEADS)
+    return probes.node("SOFT_MAX", "f32", shape, x, mask, sinks, params=SoftMax(0.6, max_bias))
+
+
+soft_max.nodes(_make)
+
+
+@soft_max.probes
+def _of_slopes() -> Iterator[Probe]:
+    yield Probe("of a mask that slopes of 2 ** n scale", (_make,), fixed=True)
+    yield Probe("of a mask that other slopes scale", (partial(_make, max_bias=1.5),), fused=True)
+
+
+@soft_max.mistakes
+def _mistaken(node: Node, x: Tensor, mask: Tensor | None, sinks: Tensor | None) -> Iterator[Mistake]:
+    if mask is not None:
+        yield from of_repeated(node, 1, (*mask.ne[:2], *node.dst.ne[2:]))
+
+
+@soft_max.cases
+def _nearest(dst: Tensor, x: Tensor, mask: Tensor | None, sinks: Tensor | None, params: SoftMax) -> list[str]:
+    return [
+        cases.has("type", x.type),
+        cases.has("mask", mask is not None),
+        cases.has("sinks", sinks is not None),
+        cases.has("m_prec", mask.type if mask is not None else "f32"),
+        r"max_bias=[1-9][\d.]*" if mask is not None and params.max_bias > 0 else r"max_bias=0\.0*",
+    ]

@@ -1,4 +1,4 @@
-"""SUM, MEAN, CUMSUM, ARGMAX: of rows, in ggml's order, byte for byte what its CPU backend writes."""
+"""SUM, MEAN, CUMSUM, ARGMAX: of rows, in ggml's order, byte for byte what its CPU backend writes. COUNT_EQUAL."""
 
 from __future__ import annotations
 
@@ -6,12 +6,17 @@ import numpy as np
 from numba import types
 from numpy.typing import NDArray
 
-from ggml_backend_npu.ir import Tensor
+from ggml_backend_npu.checks import Exact, Types
+from ggml_backend_npu.ir import Node, Tensor
+from ggml_backend_npu.ops import exact, probes
 from ggml_backend_npu.ops.movers import convert, raw
 from ggml_backend_npu.ops.shapes import gaps_in_rows, other_ne
 from ggml_backend_npu.registry import Call, op
 from quant.kernels.jit import array_at, compiled, parameters, values
 from quant.kernels.threads import Job, Work
+
+# sums of float32 in any order, one after the other too: 5e-12 of 4,096 terms, 1e-11 of 16,384; half floats 2e-8
+BOUND = 1e-10
 
 
 def _one_after_the_other(x: NDArray[np.float32], dtype: type) -> NDArray[np.floating]:
@@ -27,7 +32,7 @@ def _refuse_sum(dst: Tensor, x: Tensor) -> str | None:
     return gaps_in_rows(x=x)
 
 
-@op("SUM", types=[(type, type) for type in ("f32", "f16", "bf16")], refuse=_refuse_sum, optional=True)
+@op("SUM", types=[(type, type) for type in ("f32", "f16", "bf16")], refuse=_refuse_sum, bound=BOUND)
 @np.errstate(all="ignore")
 def sum_all(dst: Tensor, x: Tensor) -> None:
     """dst = the sum of all elements: of each row, and then of the rows, in float64 for f32, in float32 for the others.
@@ -40,28 +45,80 @@ def sum_all(dst: Tensor, x: Tensor) -> None:
     raw(dst)[...] = convert(np.full((1, 1, 1, 1), total, np.float32), "f32", dst.type)
 
 
+@sum_all.formula
+def _exact_sum(x: Tensor) -> Exact:
+    total: Exact = exact.values(x).sum(keepdims=True)
+    return total
+
+
+@sum_all.terms
+def _terms_of_sum(x: Tensor) -> Exact:
+    return partial_sums(exact.values(x).reshape(1, 1, 1, -1))[..., -1:]
+
+
+@sum_all.nodes
+def _make_sum(rng: probes.Rng, types: Types) -> Node:
+    return probes.node("SUM", types[0], (1, 1, 1, 1), probes.normal(rng, types[1], 1, 3, 5, 64))
+
+
+def partial_sums(x: Exact) -> Exact:
+    """Of each row up to each element: the terms and the sums on the way, as root mean squares; whatever the order."""
+    places = np.arange(1, x.shape[-1] + 1)
+    on_the_way: Exact = np.sqrt(np.cumsum(np.square(np.cumsum(x, axis=-1)), axis=-1) / places)
+    terms: Exact = np.sqrt(np.cumsum(np.square(x), axis=-1))
+    return np.maximum(on_the_way, terms)
+
+
 def _refuse_mean(dst: Tensor, x: Tensor) -> str | None:
     if dst.ne != (1, *x.ne[1:]):
         return f"x of ne {x.ne}, dst of ne {dst.ne}"
     return gaps_in_rows(x=x)
 
 
-@op("MEAN", types=[("f32", "f32")], refuse=_refuse_mean, optional=True)
+@op("MEAN", types=[("f32", "f32")], refuse=_refuse_mean, bound=BOUND)
 @np.errstate(all="ignore")
 def mean(dst: Tensor, x: Tensor) -> None:
     """dst = the mean of each row, its sum taken in float64. Equals ggml_compute_forward_mean."""
     dst.view()[..., 0] = _one_after_the_other(x.view(), np.float64).astype(np.float32) / np.float32(x.ne[0])
 
 
+@mean.formula
+def _exact_mean(x: Tensor) -> Exact:
+    rows: Exact = exact.values(x).mean(axis=-1, keepdims=True)
+    return rows
+
+
+@mean.terms
+def _terms_of_mean(x: Tensor) -> Exact:
+    return partial_sums(exact.values(x) / x.ne[0])[..., -1:]
+
+
+mean.nodes(probes.of_rows("MEAN", dst=1))
+
+
 def _refuse_cumsum(dst: Tensor, x: Tensor) -> str | None:
     return other_ne(x=x, dst=dst) or gaps_in_rows(x=x, dst=dst)
 
 
-@op("CUMSUM", types=[("f32", "f32")], refuse=_refuse_cumsum, optional=True)
+@op("CUMSUM", types=[("f32", "f32")], refuse=_refuse_cumsum, bound=BOUND)
 @np.errstate(all="ignore")
 def cumsum(dst: Tensor, x: Tensor) -> None:
     """dst[i] = dst[i - 1] + x[i] along each row, in float32. Equals ggml_compute_forward_cumsum."""
     dst.view()[...] = np.add.accumulate(x.view(), axis=-1)
+
+
+@cumsum.formula
+def _exact_cumsum(x: Tensor) -> Exact:
+    total: Exact = np.cumsum(exact.values(x), axis=-1)
+    return total
+
+
+@cumsum.terms
+def _terms_of_cumsum(x: Tensor) -> Exact:
+    return partial_sums(exact.values(x))
+
+
+cumsum.nodes(probes.of_rows("CUMSUM"))
 
 
 def _refuse_argmax(dst: Tensor, x: Tensor) -> str | None:
@@ -70,7 +127,7 @@ def _refuse_argmax(dst: Tensor, x: Tensor) -> str | None:
     return gaps_in_rows(x=x)
 
 
-@op("ARGMAX", types=[("i32", "f32")], refuse=_refuse_argmax, optional=True)
+@op("ARGMAX", types=[("i32", "f32")], refuse=_refuse_argmax)
 def argmax(dst: Tensor, x: Tensor) -> None:
     """The place of each row's largest element, of equal ones the last; what is in front of a NaN is forgotten.
 
@@ -103,3 +160,18 @@ def place_of_largest(p, begin, end):
 def _argmax(dst: Tensor, x: Tensor) -> Call:
     p = parameters(x.ne[0], x.address, x.nb[1], dst.address, dst.nb[0])
     return Job(Work(place_of_largest, p, x.ne[1], 4 * x.n_elements, keep=(dst, x)))
+
+
+def _refuse_count_equal(dst: Tensor, a: Tensor, b: Tensor) -> str | None:
+    if dst.ne != (1, 1, 1, 1):
+        return f"dst of ne {dst.ne}"
+    _, n1, n2, n3 = a.ne
+    if (n2 != 1 and n2 != n1) or (n3 != 1 and n3 != n1 * n2):
+        return f"src0 of ne {a.ne}: of more than one matrix ggml's CPU reads other rows"
+    return other_ne(src0=a, src1=b)
+
+
+@op("COUNT_EQUAL", types=[("i64", "i32", "i32")], refuse=_refuse_count_equal)
+def count_equal(dst: Tensor, a: Tensor, b: Tensor) -> None:
+    """dst = how many elements of a are those of b. Equals ggml_compute_forward_count_equal."""
+    dst.view()[...] = np.count_nonzero(a.view() == b.view())

@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 
 from ggml_backend_npu.ir import Tensor
 from ggml_backend_npu.ops import functions
+from ggml_backend_npu.ops.exponentials import expf, v_exp
 from ggml_backend_npu.ops.functions import Floats
-from ggml_backend_npu.ops.softmax import expf, v_exp
 from quant.kernels.jit import (
     array_at,
     bits_float,
@@ -40,8 +40,8 @@ _COST = 4  # how much longer than to move an element it takes, at least, to comp
 
 Compiled = IntEnum(
     "Compiled",
-    "ADD SUB MUL DIV SCALE SCALE_BIAS CLAMP NEG RELU REGLU SQR SQRT LOOK_UP LOOK_UP_GATED V_SILU V_SWIGLU "
-    "EXP EXPM1 LOG SIN COS TANH ELU SIGMOID SILU SOFTPLUS XIELU GELU GELU_QUICK GELU_ERF "
+    "ADD SUB MUL DIV SCALE SCALE_BIAS CLAMP NEG RELU LEAKY_RELU REGLU SQR SQRT LOOK_UP LOOK_UP_GATED V_SILU V_SWIGLU "
+    "EXP EXPM1 LOG SIN COS TANH ELU SIGMOID SILU SOFTPLUS XIELU GELU GELU_QUICK GELU_ERF SILU_BACK "
     "GEGLU GEGLU_QUICK GEGLU_ERF SWIGLU SWIGLU_OAI SWIGLU_CLAMP",
 )
 _LOOKED_UP = {"GELU": functions.gelu, "GELU_QUICK": functions.gelu_quick}
@@ -101,6 +101,12 @@ def _neg(x, y, a, b):
 @inlined
 def _relu(x, y, a, b):
     return x if x > _0 else _0
+
+
+@inlined
+def _leaky_relu(x, y, a, b):
+    above, below = x if x > _0 else _0, x if x < _0 else _0
+    return fused_multiply_add(a, below, above)
 
 
 @inlined
@@ -182,6 +188,12 @@ def _gelu_quick(x, y, a, b):
 @inlined
 def _gelu_erf(x, y, a, b):
     return _HALF * x * (_1 + math.erf(x * _SQRT_HALF))
+
+
+@inlined
+def _silu_back(x, y, a, b):
+    s = _1 / (_1 + expf(-y))
+    return x * s * fused_multiply_add(y, _1 - s, _1)
 
 
 @inlined
@@ -295,6 +307,8 @@ def _apply(function, table, x, y, a, b, n):
         _each(_neg, x, y, a, b, n)
     elif function == Compiled.RELU:
         _each(_relu, x, y, a, b, n)
+    elif function == Compiled.LEAKY_RELU:
+        _each(_leaky_relu, x, y, a, b, n)
     elif function == Compiled.REGLU:
         _each(_reglu, x, y, a, b, n)
     elif function == Compiled.SQR:
@@ -337,6 +351,8 @@ def _apply(function, table, x, y, a, b, n):
         _each(_gelu_quick, x, y, a, b, n)
     elif function == Compiled.GELU_ERF:
         _each(_gelu_erf, x, y, a, b, n)
+    elif function == Compiled.SILU_BACK:
+        _each(_silu_back, x, y, a, b, n)
     elif function == Compiled.GEGLU:
         _each(_geglu, x, y, a, b, n)
     elif function == Compiled.GEGLU_QUICK:

@@ -10,11 +10,13 @@ import numpy as np
 from numba import types
 from numpy.typing import NDArray
 
-from ggml_backend_npu.ir import Dims, Tensor
-from ggml_backend_npu.ops import strided
+from ggml_backend_npu.checks import Make, Types
+from ggml_backend_npu.ir import Dims, Node, Tensor
+from ggml_backend_npu.ops import probes, strided
 from ggml_backend_npu.ops.functions import put, wide
 from ggml_backend_npu.ops.movers import convert
 from ggml_backend_npu.ops.shapes import gaps, gaps_in_rows
+from ggml_backend_npu.ops.sums import BOUND
 from ggml_backend_npu.params import Params, i32
 from ggml_backend_npu.registry import Call, op
 from quant.kernels.jit import array_at, compiled, keep, parameters, values
@@ -102,7 +104,15 @@ def _define(dst: Tensor, kernel: Tensor, x: Tensor, stride: int) -> None:
 _TYPES = [("f32", kernel, "f32") for kernel in ("f32", "f16")]
 
 
-@op("CONV_TRANSPOSE_1D", types=_TYPES, refuse=_refuse_1d, optional=True, params=Transpose1d)
+@op(
+    "CONV_TRANSPOSE_1D",
+    types=_TYPES,
+    refuse=_refuse_1d,
+    params=Transpose1d,
+    bound=BOUND,
+    wide=True,
+    products=True,
+)
 def conv_transpose_1d(dst: Tensor, kernel: Tensor, x: Tensor, params: Transpose1d) -> None:
     """dst[co, t * s0 + k] = sum over t, k and c of kernel[c, co, k] * x[c, t].
 
@@ -112,7 +122,16 @@ def conv_transpose_1d(dst: Tensor, kernel: Tensor, x: Tensor, params: Transpose1
     _define(*_as_2d(dst, kernel, x), params.s0)
 
 
-@op("CONV_TRANSPOSE_2D", types=_TYPES, refuse=_refuse_2d, optional=True, params=Transpose2d)
+@op(
+    "CONV_TRANSPOSE_2D",
+    types=_TYPES,
+    refuse=_refuse_2d,
+    params=Transpose2d,
+    bound=BOUND,
+    wide=True,
+    products=True,
+    built_by={"ggml_conv_transpose_2d_p0": "ctt i"},
+)
 def conv_transpose_2d(dst: Tensor, kernel: Tensor, x: Tensor, params: Transpose2d) -> None:
     """dst[n, co, h * stride + kh, w * stride + kw] = sum over all of kernel[c, co, kh, kw] * x[n, c, h, w].
 
@@ -192,6 +211,28 @@ def _conv_transpose_2d(dst: Tensor, kernel: Tensor, x: Tensor, params: Transpose
     return _job(dst, kernel, x, params.stride)
 
 
+def _make_1d(channels: int) -> Make:
+    def make(rng: probes.Rng, types: Types) -> Node:
+        x, kernel = probes.normal(rng, "f32", 1, 1, channels, 20), probes.normal(rng, types[1], 1, channels, 4, 3)
+        return probes.node("CONV_TRANSPOSE_1D", "f32", (4, 41), kernel, x, params=Transpose1d(2, 0, 1))
+
+    return make
+
+
+def _make_2d(channels: int) -> Make:
+    def make(rng: probes.Rng, types: Types) -> Node:
+        x, kernel = probes.normal(rng, "f32", 2, channels, 6, 7), probes.normal(rng, types[1], channels, 4, 3, 3)
+        return probes.node("CONV_TRANSPOSE_2D", "f32", (2, 4, 13, 15), kernel, x, params=Transpose2d(2))
+
+    return make
+
+
+conv_transpose_1d.nodes(_make_1d(5))
+conv_transpose_2d.nodes(_make_2d(5))
+conv_transpose_1d.probes(lambda: probes.of_channels(_make_1d, 1))
+conv_transpose_2d.probes(lambda: probes.of_channels(_make_2d, 1))
+
+
 # COL2IM_1D
 
 
@@ -208,8 +249,9 @@ def _refuse_col2im(dst: Tensor, x: Tensor, params: Col2im1d) -> str | None:
     "COL2IM_1D",
     types=[(type, type) for type in ("f32", "f16", "bf16")],
     refuse=_refuse_col2im,
-    optional=True,
     params=Col2im1d,
+    bound=1e-12,
+    wide=True,
 )
 def col2im_1d(dst: Tensor, x: Tensor, params: Col2im1d) -> None:
     """dst[c, t * s0 + k - p0] = sum over t and k of x[t, (c, k)].
@@ -260,3 +302,9 @@ def _col2im_1d(dst: Tensor, x: Tensor, params: Col2im1d) -> Call:
         x.address, CODES[x.type], element, x.ne[1], x.ne[0] // q.oc, q.s0, q.p0, q.oc, dst.address, dst.ne[0], _SPAN
     )
     return Job(Work(signal, p, q.oc * -(-dst.ne[0] // _SPAN), 4 * x.nbytes, keep=(dst, x)))
+
+
+@col2im_1d.nodes
+def _make_columns(rng: probes.Rng, types: Types) -> Node:
+    columns = probes.normal(rng, types[1], 1, 1, 20, 12)
+    return probes.node("COL2IM_1D", types[0], (3, 40), columns, params=Col2im1d(2, 3, 1))

@@ -1,4 +1,4 @@
-"""TRI and SOLVE_TRI: square matrices of which one side of the diagonal counts."""
+"""TRI, SOLVE_TRI, DIAG and DIAG_MASK_*: matrices of which the diagonal, or one side of it, counts."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ from dataclasses import dataclass
 import numpy as np
 from numba import types
 
-from ggml_backend_npu.ir import Tensor
-from ggml_backend_npu.ops.shapes import gaps, other_ne
+from ggml_backend_npu.checks import Types
+from ggml_backend_npu.ir import Node, Tensor
+from ggml_backend_npu.ops import probes
+from ggml_backend_npu.ops.shapes import gaps, gaps_in_rows, other_ne
 from ggml_backend_npu.params import Params, i32
 from ggml_backend_npu.registry import Call, op
 from quant.kernels.jit import array_at, compiled, fused_multiply_add, parameters, values
@@ -33,7 +35,7 @@ def _refuse_tri(dst: Tensor, x: Tensor, params: Tri) -> str | None:
     return other_ne(x=x, dst=dst) or gaps(x=x)
 
 
-@op("TRI", types=[("f32", "f32")], refuse=_refuse_tri, optional=True, params=Tri)
+@op("TRI", types=[("f32", "f32")], refuse=_refuse_tri, params=Tri)
 def tri(dst: Tensor, x: Tensor, params: Tri) -> None:
     """dst = x above or below the diagonal, with or without it, and 0 elsewhere.
 
@@ -43,13 +45,67 @@ def tri(dst: Tensor, x: Tensor, params: Tri) -> None:
     dst.view()[...] = np.where(_LEFT[params.type](rows, columns), x.view(), np.float32(0))
 
 
+def _refuse_diag(dst: Tensor, x: Tensor) -> str | None:
+    if x.ne[1] != 1 or dst.ne != (x.ne[0], x.ne[0], *x.ne[2:]):
+        return f"x of ne {x.ne}, dst of ne {dst.ne}"
+    return gaps_in_rows(x=x, dst=dst)
+
+
+@op("DIAG", types=[("f32", "f32")], refuse=_refuse_diag)
+def diag(dst: Tensor, x: Tensor) -> None:
+    """dst = matrices with the rows of x on their diagonals, and 0 elsewhere. Equals ggml_compute_forward_diag."""
+    places = np.arange(x.ne[0])
+    dst.view()[...] = 0
+    dst.view()[:, :, places, places] = x.view()[:, :, 0]
+
+
+@dataclass(frozen=True)
+class DiagMask(Params):
+    """op_params of DIAG_MASK_INF and DIAG_MASK_ZERO: ggml_diag_mask_inf_impl."""
+
+    n_past: i32
+
+
+def _refuse_diag_mask(dst: Tensor, x: Tensor, params: DiagMask) -> str | None:
+    if params.n_past < 0:
+        return f"n_past {params.n_past}"
+    if dst.ne[3] != 1 and dst.nb[3] != dst.ne[2] * dst.nb[2]:
+        return f"dst matrices are not evenly apart: nb {dst.nb}"
+    in_place = (x.address, x.nb) == (dst.address, dst.nb)
+    return other_ne(x=x, dst=dst) or (gaps_in_rows(dst=dst) if in_place else gaps(x=x, dst=dst))
+
+
+def _register_diag_mask(name: str, value: float) -> None:
+    functions = dict.fromkeys((f"ggml_{name.lower()}", f"ggml_{name.lower()}_inplace"), "cti")
+
+    @op(name, types=[("f32", "f32")], refuse=_refuse_diag_mask, params=DiagMask, built_by=functions)
+    def diag_mask(dst: Tensor, x: Tensor, params: DiagMask) -> None:
+        """dst = x, and a value where the column is more than n_past beyond the row.
+
+        Equals ggml_compute_forward_diag_mask_f32.
+        """
+        rows, columns = np.indices(x.ne[1::-1], sparse=True)
+        dst.view()[...] = np.where(columns - rows > params.n_past, np.float32(value), x.view())
+
+
+_register_diag_mask("DIAG_MASK_INF", -np.inf)
+_register_diag_mask("DIAG_MASK_ZERO", 0)
+
+
 def _refuse_solve(dst: Tensor, a: Tensor, b: Tensor) -> str | None:
     if a.ne != (b.ne[1], *b.ne[1:]):
         return f"A of ne {a.ne}, B of ne {b.ne}"
     return other_ne(B=b, dst=dst) or gaps(A=a, B=b, dst=dst)
 
 
-@op("SOLVE_TRI", types=[("f32", "f32", "f32")], refuse=_refuse_solve, optional=True)
+@op(
+    "SOLVE_TRI",
+    types=[("f32", "f32", "f32")],
+    refuse=_refuse_solve,
+    bound=1e-11,  # sums go from row to row
+    wide=True,
+    built_by={"ggml_solve_tri": "ctt bbb"},
+)
 @np.errstate(all="ignore")
 def solve_tri(dst: Tensor, a: Tensor, b: Tensor) -> None:
     """dst so that A dst = B, for each lower triangular matrix A, row by row from the top.
@@ -90,3 +146,10 @@ def _solve_tri(dst: Tensor, a: Tensor, b: Tensor) -> Call:
     n, n_matrices = a.ne[0], a.ne[2] * a.ne[3]
     p = parameters(a.address, b.address, dst.address, n, b.ne[0])
     return Job(Work(solve, p, n_matrices, 2 * n * b.n_elements, keep=(dst, a, b)))
+
+
+@solve_tri.nodes
+def _make(rng: probes.Rng, types: Types) -> Node:
+    a = np.tril(0.2 * rng.standard_normal((1, 3, 24, 24))) + np.eye(24)
+    b = probes.normal(rng, "f32", 1, 3, 24, 7)
+    return probes.node("SOLVE_TRI", "f32", (1, 3, 24, 7), probes.tensor("f32", a), b)

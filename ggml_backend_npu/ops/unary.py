@@ -1,49 +1,76 @@
-"""dst = f(x), element by element: the functions of UNARY, and SQR, SQRT, LOG, SIN, COS."""
+"""dst = f(x), element by element: the functions of UNARY, and SQR, SQRT, LOG, SIN, COS, LEAKY_RELU."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 
-from ggml_backend_npu.ir import Tensor
-from ggml_backend_npu.ops import functions
+from ggml_backend_npu.checks import Exact, Make, Probe, Types
+from ggml_backend_npu.ir import Node, Tensor
+from ggml_backend_npu.ops import exact, functions, probes
 from ggml_backend_npu.ops.functions import Floats, Function, mapped
 from ggml_backend_npu.ops.shapes import gaps_in_matrices, gaps_in_rows, other_ne
 from ggml_backend_npu.ops.tiles import Compiled, computed
 from ggml_backend_npu.params import Params, f32, i32
-from ggml_backend_npu.registry import Call, op
+from ggml_backend_npu.registry import Call, Op, op
 
 _FLOATS = ("f32", "f16", "bf16")
 _SAME = [(name, name) for name in _FLOATS]
 _WIDENED = [*_SAME, ("f32", "f16"), ("f32", "bf16")]
 
-FUNCTIONS: dict[str, Function] = {
-    "ABS": np.abs,
-    "SGN": functions.sign,
-    "NEG": np.negative,
-    "STEP": functions.step,
-    "TANH": functions.tanhf,
-    "ELU": functions.elu,
-    "RELU": functions.relu,
-    "SIGMOID": functions.sigmoid,
-    "HARDSWISH": lambda x: x * functions.hardsigmoid(x),
-    "HARDSIGMOID": functions.hardsigmoid,
-    "EXP": functions.expf,
-    "EXPM1": lambda x: functions.expf(x) - np.float32(1),
-    "SOFTPLUS": functions.softplus,
-    "FLOOR": np.floor,
-    "CEIL": np.ceil,
-    "ROUND": functions.round_half_away,
-    "TRUNC": np.trunc,
-    "SQR": np.square,
-    "SQRT": np.sqrt,
-    "LOG": functions.logf,
-    "SIN": functions.sinf,
-    "COS": functions.cosf,
-    "SILU": functions.silu,
-    "GELU_ERF": functions.gelu_erf,
+_BOUND = 1e-12  # a few roundings, one after the other: right ones give up to 1e-14, half floats 5e-9 and more
+
+
+class _Function(NamedTuple):
+    """of     float32
+    exact  the same of float64
+    terms  how large the numbers are that it ends with a difference of
+    low, high  of the numbers that it is measured on
+    """
+
+    of: Function
+    exact: exact.Function
+    bound: float = 0.0
+    terms: exact.Function | None = None
+    low: float = -6
+    high: float = 6
+
+
+FUNCTIONS = {
+    "ABS": _Function(np.abs, np.abs),
+    "SGN": _Function(functions.sign, np.sign),
+    "NEG": _Function(np.negative, np.negative),
+    "STEP": _Function(functions.step, lambda x: np.where(x > 0, 1.0, 0.0)),
+    "TANH": _Function(functions.tanhf, np.tanh, _BOUND),
+    "ELU": _Function(
+        functions.elu,
+        lambda x: np.where(x > 0, x, np.expm1(x)),
+        _BOUND,
+        terms=lambda x: np.where(x > 0, np.abs(x), 1.0),
+    ),
+    "RELU": _Function(functions.relu, exact.relu),
+    "SIGMOID": _Function(functions.sigmoid, exact.sigmoid, _BOUND),
+    "HARDSWISH": _Function(lambda x: x * functions.hardsigmoid(x), lambda x: x * np.clip((x + 3) / 6, 0, 1), _BOUND),
+    "HARDSIGMOID": _Function(functions.hardsigmoid, lambda x: np.clip((x + 3) / 6, 0, 1), _BOUND),
+    "EXP": _Function(functions.expf, np.exp, _BOUND),
+    "EXPM1": _Function(lambda x: functions.expf(x) - np.float32(1), np.expm1, _BOUND, terms=np.ones_like),
+    "SOFTPLUS": _Function(
+        functions.softplus, lambda x: np.where(x > 20, x, np.log1p(np.exp(x))), _BOUND, terms=np.ones_like
+    ),
+    "FLOOR": _Function(np.floor, np.floor),
+    "CEIL": _Function(np.ceil, np.ceil),
+    "ROUND": _Function(functions.round_half_away, lambda x: np.trunc(x + np.copysign(0.5, x))),
+    "TRUNC": _Function(np.trunc, np.trunc),
+    "SQR": _Function(np.square, np.square),
+    "SQRT": _Function(np.sqrt, np.sqrt),
+    "LOG": _Function(functions.logf, np.log, _BOUND, low=0.01, high=9),
+    "SIN": _Function(functions.sinf, np.sin, _BOUND),
+    "COS": _Function(functions.cosf, np.cos, _BOUND),
+    "SILU": _Function(functions.silu, exact.silu, _BOUND),
+    "GELU_ERF": _Function(functions.gelu_erf, exact.gelu_erf, _BOUND, terms=exact.half),
 }
 _OF_ONE_TYPE = ("SILU", "GELU_ERF")
 
@@ -52,38 +79,73 @@ def _refuse(dst: Tensor, x: Tensor) -> str | None:
     return other_ne(x=x, dst=dst) or gaps_in_rows(x=x, dst=dst)
 
 
-def _register(name: str, function: Function) -> None:
+def _built_by(name: str) -> dict[str, str]:
+    return {f"ggml_{name.lower()}": "ct", "ggml_unary": "cti", "ggml_unary_inplace": "cti"}
+
+
+def _measure(
+    unary: Op, function: exact.Function, low: float, high: float, terms: exact.Function | None, *others: Make
+) -> None:
+    """The formula of an op, its nodes and its probes, of widths and others."""
+
+    def of_width(width: int) -> Make:
+        return probes.of_elements(unary.name, low, high, width=width)
+
+    unary.formula(exact.of_elements(function))
+    if terms is not None:
+        unary.terms(exact.of_elements(terms))
+    if unary.bound:
+        unary.nodes(of_width(64))
+        unary.probes(lambda: [Probe("", (*probes.of_widths(of_width), *others))])
+
+
+def _register(name: str, function: _Function) -> None:
     """dst = function(x). Equals ggml_compute_forward_<name>.
 
     Of SILU of f32 that is the compiled kernel, on x86; this is so but for the last bits of e ** x.
     """
+    types = _SAME if name in _OF_ONE_TYPE else _WIDENED
 
-    @op(name, types=_SAME if name in _OF_ONE_TYPE else _WIDENED, refuse=_refuse, optional=True)
+    @op(name, types=types, refuse=_refuse, bound=function.bound, built_by=_built_by(name))
     def unary(dst: Tensor, x: Tensor) -> None:
-        mapped(function, dst, x)
+        mapped(function.of, dst, x)
 
     if name in Compiled.__members__:
         unary.compiled(partial(computed, name))
+    _measure(unary, function.exact, function.low, function.high, function.terms)
 
 
 for _name, _function in FUNCTIONS.items():
     _register(_name, _function)
 
 
-@op("GELU", types=_SAME, refuse=_refuse, optional=True)
+@op("GELU", types=_SAME, refuse=_refuse, bound=_BOUND, built_by=_built_by("GELU"))
 def gelu(dst: Tensor, x: Tensor) -> None:
     """dst = `functions.gelu` of x. Equals ggml_compute_forward_gelu."""
     mapped(partial(functions.gelu, type=x.type), dst, x)
 
 
-@op("GELU_QUICK", types=_SAME, refuse=_refuse, optional=True)
+@op("GELU_QUICK", types=_SAME, refuse=_refuse, bound=_BOUND, built_by=_built_by("GELU_QUICK"))
 def gelu_quick(dst: Tensor, x: Tensor) -> None:
     """dst = `functions.gelu_quick` of x. Equals ggml_compute_forward_gelu_quick."""
     mapped(partial(functions.gelu_quick, type=x.type), dst, x)
 
 
+def _of_halves(op: str) -> Make:
+    """Every half float between -10 and 10."""
+
+    def make(rng: probes.Rng, types: Types) -> Node:
+        every = np.arange(1 << 16, dtype=np.uint16).view(np.float16).astype(np.float32)
+        x = np.where(np.abs(every) < 10, every, 0).reshape(1, 1, 64, 1024)
+        return probes.node(op, types[0], x.shape, probes.tensor(types[1], x))
+
+    return make
+
+
 gelu.compiled(partial(computed, "GELU"))
 gelu_quick.compiled(partial(computed, "GELU_QUICK"))
+_measure(gelu, exact.gelu, -6, 6, exact.half, _of_halves("GELU"))
+_measure(gelu_quick, exact.gelu_quick, -6, 6, None, _of_halves("GELU_QUICK"))
 
 
 @dataclass(frozen=True)
@@ -106,7 +168,7 @@ def _refuse_xielu(dst: Tensor, x: Tensor, params: Xielu) -> str | None:
     return other_ne(x=x, dst=dst) or gaps_in_matrices(x=x, dst=dst)
 
 
-@op("XIELU", types=_WIDENED, refuse=_refuse_xielu, optional=True, params=Xielu)
+@op("XIELU", types=_WIDENED, refuse=_refuse_xielu, params=Xielu, bound=_BOUND, built_by={"ggml_xielu": "ctffff"})
 def xielu(dst: Tensor, x: Tensor, params: Xielu) -> None:
     """dst = p * x * x + beta * x above 0, and (e ** min(x, eps) - 1 - x) * n + beta * x elsewhere.
 
@@ -124,3 +186,58 @@ def xielu(dst: Tensor, x: Tensor, params: Xielu) -> None:
 @xielu.compiled
 def _xielu(dst: Tensor, x: Tensor, params: Xielu) -> Call | None:
     return computed("XIELU", dst, x, table=params.constants)
+
+
+@xielu.formula
+def _exact_xielu(x: Tensor, params: Xielu) -> Exact:
+    y = exact.values(x)
+    below = (np.expm1(np.minimum(y, params.eps)) - y) * params.alpha_n
+    return np.where(y > 0, params.alpha_p * y * y, below) + params.beta * y
+
+
+@xielu.terms
+def _terms_of_xielu(x: Tensor, params: Xielu) -> Exact:
+    y = np.abs(exact.values(x))
+    return np.maximum(abs(params.alpha_n) * y, abs(params.beta) * y)
+
+
+xielu.nodes(probes.of_elements("XIELU", params=Xielu(0, 0.8, 0.9, 0.5, -1e-6)))
+
+
+@dataclass(frozen=True)
+class LeakyRelu(Params):
+    """op_params of LEAKY_RELU: ggml_leaky_relu."""
+
+    negative_slope: f32
+
+
+def _refuse_leaky_relu(dst: Tensor, x: Tensor, params: LeakyRelu) -> str | None:
+    return other_ne(x=x, dst=dst) or gaps_in_matrices(x=x, dst=dst)
+
+
+@op(
+    "LEAKY_RELU",
+    types=[("f32", "f32"), ("f16", "f16")],
+    refuse=_refuse_leaky_relu,
+    params=LeakyRelu,
+    built_by={"ggml_leaky_relu": "ctf b"},
+)
+def leaky_relu(dst: Tensor, x: Tensor, params: LeakyRelu) -> None:
+    """dst = x above 0, and x times the slope elsewhere; NaN gives 0. Equals ggml_compute_forward_leaky_relu."""
+
+    def function(x: Floats) -> Floats:
+        below = np.where(x < 0, x, np.float32(0))
+        return functions.fused_multiply_add(below, np.float32(params.negative_slope), functions.relu(x))
+
+    mapped(function, dst, x)
+
+
+@leaky_relu.compiled
+def _leaky_relu(dst: Tensor, x: Tensor, params: LeakyRelu) -> Call | None:
+    return computed("LEAKY_RELU", dst, x, a=params.negative_slope)
+
+
+@leaky_relu.formula
+def _exact_leaky_relu(x: Tensor, params: LeakyRelu) -> Exact:
+    y = exact.values(x)
+    return np.where(y > 0, y, y * params.negative_slope)

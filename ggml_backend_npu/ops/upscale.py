@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,7 +10,9 @@ import numpy as np
 from numba import types
 from numpy.typing import NDArray
 
-from ggml_backend_npu.ir import Tensor
+from ggml_backend_npu.checks import Make, Probe, Types
+from ggml_backend_npu.ir import Node, Tensor
+from ggml_backend_npu.ops import probes
 from ggml_backend_npu.ops.functions import Floats
 from ggml_backend_npu.ops.functions import fused_multiply_add as fma
 from ggml_backend_npu.ops.shapes import gaps
@@ -117,7 +120,16 @@ def _axes(dst: Tensor, x: Tensor, p: Upscale) -> tuple[_Axis, _Axis, NDArray[np.
     return columns, rows, i2, i3
 
 
-@op("UPSCALE", types=[("f32", "f32")], refuse=_refuse, optional=True, params=Upscale)
+@op(
+    "UPSCALE",
+    types=[("f32", "f32")],
+    refuse=_refuse,
+    params=Upscale,
+    bound=1e-12,
+    wide=True,
+    products=True,
+    built_by={"ggml_interpolate": "ct llll u"},
+)
 def upscale(dst: Tensor, x: Tensor, params: Upscale) -> None:
     """dst = x in another size: in dimensions 0 and 1 as the mode says, in others the nearest.
 
@@ -208,3 +220,28 @@ def _upscale(dst: Tensor, x: Tensor, params: Upscale) -> Call:
     n_rows = dst.ne[1] * dst.ne[2] * dst.ne[3]
     n_bytes = dst.nbytes * (2 if params.kind == _NEAREST else _COST * n_taps[0] * n_taps[1])
     return Job(Work(interpolate, p, n_rows, n_bytes, keep=(dst, x, tables, matrices)))
+
+
+def _make(mode: int, width: int = 33, height: int = 19) -> Make:
+    """A node that gives an image of a width and height."""
+
+    def make(rng: probes.Rng, types: Types) -> Node:
+        x = probes.normal(rng, "f32", 2, 3, 10, 14)
+        return probes.node("UPSCALE", "f32", (2, 3, height, width), x, params=Upscale(mode))
+
+    return make
+
+
+_CORNERS, _AVERAGES = 256, 512  # ggml_scale_flag
+
+upscale.nodes(
+    *(_make(mode | flag) for flag in (0, _CORNERS) for mode in (_BILINEAR, _BICUBIC)),
+    _make(_BILINEAR | _AVERAGES, 7, 4),
+)
+
+
+@upscale.probes
+def _of_modes() -> Iterator[Probe]:
+    for name, mode in (("bilinear", _BILINEAR), ("bicubic", _BICUBIC), ("antialiased", _BILINEAR | _AVERAGES)):
+        sizes = (28, 20), (33, 19), (9, 4)
+        yield Probe(name, tuple(_make(each, *to) for each in (mode, mode | _CORNERS) for to in sizes))

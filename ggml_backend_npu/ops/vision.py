@@ -8,7 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 from numba import types
 
-from ggml_backend_npu.ir import Tensor
+from ggml_backend_npu.checks import Exact, Make, Probe, Types
+from ggml_backend_npu.ir import Node, Tensor
+from ggml_backend_npu.ops import exact, probes
 from ggml_backend_npu.ops.functions import Floats, cosf, expf, logf, sinf
 from ggml_backend_npu.ops.movers import raw
 from ggml_backend_npu.ops.shapes import gaps, gaps_in_rows, other_ne
@@ -59,7 +61,7 @@ def _refuse_part(dst: Tensor, x: Tensor, params: WinPart) -> str | None:
     return gaps(x=x, dst=dst)
 
 
-@op("WIN_PART", types=[("f32", "f32")], refuse=_refuse_part, optional=True, params=WinPart)
+@op("WIN_PART", types=[("f32", "f32")], refuse=_refuse_part, params=WinPart, built_by={"ggml_win_part": "ct i"})
 def win_part(dst: Tensor, x: Tensor, params: WinPart) -> None:
     """dst[py * nep0 + px, i2, i1] = x[py * w + i2, px * w + i1], 0 beyond x: an image in windows.
 
@@ -82,7 +84,13 @@ def _refuse_unpart(dst: Tensor, x: Tensor, params: WinUnpart) -> str | None:
     return gaps(x=x, dst=dst)
 
 
-@op("WIN_UNPART", types=[("f32", "f32")], refuse=_refuse_unpart, optional=True, params=WinUnpart)
+@op(
+    "WIN_UNPART",
+    types=[("f32", "f32")],
+    refuse=_refuse_unpart,
+    params=WinUnpart,
+    built_by={"ggml_win_unpart": "ct iii"},
+)
 def win_unpart(dst: Tensor, x: Tensor, params: WinUnpart) -> None:
     """dst = the image that WIN_PART made windows of, without what lay beyond it.
 
@@ -102,7 +110,12 @@ def _refuse_get(dst: Tensor, x: Tensor) -> str | None:
     return gaps(x=x, dst=dst)
 
 
-@op("GET_REL_POS", types=[("f16", x) for x in ("f16", "bf16")], refuse=_refuse_get, optional=True)
+@op(
+    "GET_REL_POS",
+    types=[("f16", x) for x in ("f16", "bf16")],
+    refuse=_refuse_get,
+    built_by={"ggml_get_rel_pos": "ct ii"},
+)
 def get_rel_pos(dst: Tensor, x: Tensor) -> None:
     """dst[i2, i1] = x[i2 - i1 + n - 1]: what each position is to each other, of n; the bits of x, whatever they are.
 
@@ -122,7 +135,15 @@ def _refuse_add(dst: Tensor, x: Tensor, pw: Tensor, ph: Tensor, params: AddRelPo
     return other_ne(x=x, dst=dst) or other_ne(pw=pw, ph=ph) or gaps(x=x, dst=dst, pw=pw, ph=ph)
 
 
-@op("ADD_REL_POS", types=[("f32",) * 4], refuse=_refuse_add, optional=True, params=AddRelPos)
+@op(
+    "ADD_REL_POS",
+    types=[("f32",) * 4],
+    refuse=_refuse_add,
+    params=AddRelPos,
+    bound=1e-12,
+    wide=True,
+    built_by={"ggml_add_rel_pos": "cttt", "ggml_add_rel_pos_inplace": "cttt"},
+)
 def add_rel_pos(dst: Tensor, x: Tensor, pw: Tensor, ph: Tensor, params: AddRelPos) -> None:
     """dst[i, kh, kw] = x[i, kh, kw] + ph[i, kh] + pw[i, kw], of which pw comes first below the diagonal.
 
@@ -161,6 +182,12 @@ def _add_rel_pos(dst: Tensor, x: Tensor, pw: Tensor, ph: Tensor, params: AddRelP
     return Job(Work(add_positions, p, pw.n_elements // max(1, pw.ne[0]), 2 * dst.nbytes, keep=(dst, x, pw, ph)))
 
 
+@add_rel_pos.nodes
+def _make_positions(rng: probes.Rng, types: Types) -> Node:
+    x, (pw, ph) = probes.normal(rng, "f32", 1, 2, 15, 36), (probes.normal(rng, "f32", 2, 3, 5, 6) for _ in range(2))
+    return probes.node("ADD_REL_POS", "f32", (2, 15, 36), x, pw, ph, params=AddRelPos(0))
+
+
 def _refuse_embedding(dst: Tensor, timesteps: Tensor, params: Timestep) -> str | None:
     if params.dim < 1 or params.max_period < 1 or dst.ne != (params.dim, timesteps.ne[0], 1, 1):
         return f"{timesteps.ne[0]} timesteps in {params.dim} of {params.max_period} do not fit dst of ne {dst.ne}"
@@ -174,7 +201,13 @@ def _frequencies(p: Timestep) -> Floats:
     return expf(-logf(np.full(1, p.max_period, np.float32)) * places / np.float32(max(1, half)))
 
 
-@op("TIMESTEP_EMBEDDING", types=[("f32", "f32")], refuse=_refuse_embedding, optional=True, params=Timestep)
+@op(
+    "TIMESTEP_EMBEDDING",
+    types=[("f32", "f32")],
+    refuse=_refuse_embedding,
+    params=Timestep,
+    bound=1e-11,  # of functions of large angles
+)
 def timestep_embedding(dst: Tensor, timesteps: Tensor, params: Timestep) -> None:
     """dst[t, j] = cos(timestep * f), dst[t, j + half] = sin(timestep * f), for f = max_period ** -(j / half); what is
     left of an odd dim is 0.
@@ -209,3 +242,23 @@ def _timestep_embedding(dst: Tensor, timesteps: Tensor, params: Timestep) -> Cal
     table = np.ascontiguousarray(_frequencies(params))
     p = parameters(timesteps.address, table.ctypes.data, params.dim // 2, params.dim, dst.address, dst.nb[1])
     return Job(Work(embed_timesteps, p, timesteps.ne[0], _COST * dst.nbytes, keep=(dst, timesteps, table)))
+
+
+@timestep_embedding.formula
+def _exact_timestep_embedding(timesteps: Tensor, params: Timestep) -> Exact:
+    half, times = params.dim // 2, exact.values(timesteps)[..., 0, :, None]
+    angles = times * params.max_period ** -(np.arange(half) / half)
+    rest = np.zeros((1, 1, timesteps.ne[0], params.dim % 2))
+    return np.concatenate([np.cos(angles), np.sin(angles), rest], axis=-1)
+
+
+def _make_embedding(dim: int) -> Make:
+    def make(rng: probes.Rng, types: Types) -> Node:
+        timesteps = probes.tensor("f32", rng.uniform(0, 1000, (1, 1, 1, 9)))
+        return probes.node("TIMESTEP_EMBEDDING", "f32", (9, dim), timesteps, params=Timestep(dim, 10000))
+
+    return make
+
+
+timestep_embedding.nodes(_make_embedding(40))
+timestep_embedding.probes(lambda: [Probe("", probes.of_widths(_make_embedding, (2, 7, 40, 320)))])

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from graph_runner.cli import bench, cache, capture, coverage, devices, diff, ops, plugin, replay, run, test
+from graph_runner.cli import bench, cache, capture, coverage, devices, diff, doctor, ops, plugin, replay, run, test
 from graph_runner.cli.command import as_command
 
 app = typer.Typer(
@@ -26,6 +26,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "replay": replay.replay,
     "coverage": coverage.coverage,
     "devices": devices.devices,
+    "doctor": doctor.doctor,
     "plugin": plugin.plugin,
     "test": test.judge,
     "ops": ops.ops,
@@ -46,7 +47,7 @@ def _print_version(wanted: bool) -> None:
 @app.callback()
 def main(
     version: Annotated[
-        bool, typer.Option("--version", is_eager=True, callback=_print_version, help="Versions, and nothing else.")
+        bool, typer.Option("--version", is_eager=True, callback=_print_version, help="Print the versions and exit.")
     ] = False,
 ) -> None:
     """A ggml backend in Python: run GGUF models with its kernels, and compare them byte for byte with ggml's CPU."""

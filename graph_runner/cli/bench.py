@@ -29,13 +29,15 @@ def bench(
     what: Annotated[Benchmark, typer.Argument(help="What to measure.")] = Benchmark.ALL,
     json_file: JsonFile = None,
     plot_file: Annotated[
-        str | None, typer.Option("--plot", metavar="FILE.png", help="Draw movers and codecs as bars too."), WRITES
+        str | None,
+        typer.Option("--plot", metavar="FILE.png", help="Also draw movers and codecs as a bar chart."),
+        WRITES,
     ] = None,
     model: Annotated[str, typer.Option(metavar="MODEL", help=MODEL_HELP), READS] = "demo",
-    rounds: Annotated[int, typer.Option(min=1, help="Rounds, behind one that warms up.")] = 5,
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds to measure, after one warm-up round.")] = 5,
     threads: Threads = 0,
 ) -> None:
-    """Measure how fast this is, beside others in the same run.
+    """Measure speed against other implementations in the same run.
 
     movers: ops that move 64 MiB, against ggml's CPU and memcpy.
     codecs: q8_0 and q4_0 of 64 MiB, against libgguf, gguf-py and memcpy.

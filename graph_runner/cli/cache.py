@@ -12,9 +12,9 @@ from graph_runner.console import Console, table
 
 
 def cache(
-    clear: Annotated[bool, typer.Option("--clear", help="Delete all of it; what is needed is made anew.")] = False,
+    clear: Annotated[bool, typer.Option("--clear", help="Delete all of it; it is made again when needed.")] = False,
 ) -> None:
-    """Show what is kept between runs: compiled kernels, the plugin, ggml's own test programs, wrong nodes of diffs."""
+    """Show what is cached between runs: compiled kernels, the plugin, ggml's test programs, wrong nodes of diffs."""
     import platformdirs
 
     from quant.kernels.jit import cache_directory

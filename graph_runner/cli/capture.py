@@ -28,12 +28,12 @@ from graph_runner.cli.options import (
 )
 
 Output = Annotated[
-    Path, typer.Option("-o", "--output", metavar="FILE.gguf", help="The trace to write.", show_default=False), WRITES
+    Path, typer.Option("-o", "--output", metavar="FILE.gguf", help="Trace file to write.", show_default=False), WRITES
 ]
 NODES_HELP = (
-    "Which nodes, with commas between them: an op (GET_ROWS), a node's name (ffn_out-*; * and ? stand for any text and "
-    "character), places in a step (17, 17-40), each in one step alone with its number in front (2:GET_ROWS). Left out: "
-    "what the NPU takes."
+    "Nodes to save, separated by commas: an op (GET_ROWS), a node's name (ffn_out-*; * and ? are wildcards), indices "
+    "within a step (17, 17-40). A step's number in front limits an item to that step (2:GET_ROWS). Default: every node "
+    "that the NPU takes."
 )
 
 
@@ -42,7 +42,7 @@ def capture(
     output: Output,
     prompt: Prompt = PROMPT,
     prompt_file: PromptFile = None,
-    steps: Annotated[int, typer.Option("-n", "--steps", min=0, help="Tokens to decode behind the prompt.")] = 1,
+    steps: Annotated[int, typer.Option("-n", "--steps", min=0, help="Tokens to decode after the prompt.")] = 1,
     nodes: Annotated[str | None, typer.Option(metavar="ITEM,ITEM,...", help=NODES_HELP)] = None,
     cache_type_k: CacheTypeK = "f16",
     cache_type_v: CacheTypeV = "f16",
@@ -56,10 +56,10 @@ def capture(
     matmul: Matmul = None,
     threads: Threads = 0,
 ) -> None:
-    """Keep nodes of a run in a file: what each reads, and what ggml's CPU makes of it.
+    """Save nodes of a run in a file: the inputs of each, and the result of ggml's CPU.
 
-    The file (a GGUF) is computed again with `ggml-npu replay`, without the model. Options of the device are kept in it,
-    for the replay.
+    `ggml-npu replay` computes the file (a GGUF) again without the model. The file also holds the device's options for
+    the replay.
     """
     from graph_runner.models import model_file
     from graph_runner.report import print_captured

@@ -6,6 +6,7 @@ import functools
 import inspect
 import os
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
@@ -13,10 +14,13 @@ import typer
 
 from graph_runner.cli import CLOSED_PIPE
 from graph_runner.cli.options import KEEPS_TRACES, READS, WRITES
+from graph_runner.errors import SessionError
 from graph_runner.files import check_folders, check_outputs
 
 _READ_BY_VARIABLE = ("GGML_NPU_KERNELS", "GGML_NPU_PROFILE")
-Verbose = Annotated[bool, typer.Option("--verbose", help="Tracebacks and llama.cpp's log too (GGML_NPU_VERBOSE=1).")]
+Verbose = Annotated[
+    bool, typer.Option("--verbose", help="Also show tracebacks and llama.cpp's log (GGML_NPU_VERBOSE=1).")
+]
 
 
 def as_command(function: Callable[..., None]) -> Callable[..., None]:
@@ -80,6 +84,7 @@ def _files(value: str | Path | Iterable[str | Path] | None) -> Iterator[Path]:
     elif value == "demo":
         from graph_runner.models import demo_file
 
-        yield demo_file()
+        with suppress(SessionError):  # a command that does not run it does not need it
+            yield demo_file()
     else:
         yield Path(value)

@@ -61,7 +61,7 @@ def prompt_text(prompt: str, file: Path | None) -> str:
     try:
         return utf8(file.read_text(encoding="utf-8"))
     except UnicodeDecodeError as error:
-        raise BadInputError(f"--file {str(file)!r}: is no UTF-8 at byte {error.start}") from None
+        raise BadInputError(f"--file {str(file)!r}: is not UTF-8 at byte {error.start}") from None
     except OSError as error:
         raise BadInputError(f"--file {str(file)!r}: {error.strerror}") from None
 
@@ -71,7 +71,7 @@ def refuse_without_the_npu(device: str, **given: object) -> None:
     for name, value in given.items():
         if value:
             option = {"all_ops": "--all"}.get(name, f"--{name.replace('_', '-')}")
-            raise BadInputError(f"{option}: is for the NPU, and --device is {device}")
+            raise BadInputError(f"{option}: applies to the NPU, but --device is {device}")
 
 
 @contextmanager
@@ -99,7 +99,13 @@ def reading(console: Console, n_tokens: int) -> Iterator[Callable[[int], None]]:
         disable=not console.is_terminal,
     ) as progress:  # fmt: skip
         task = progress.add_task("prompt", total=n_tokens)
-        yield lambda done: progress.update(task, completed=done)
+
+        def update(done: int) -> None:
+            progress.update(task, completed=done)
+            if done >= n_tokens:
+                progress.stop()  # it takes stdout over, token by token, as long as it runs
+
+        yield update
 
 
 def use_device(**options: str | None) -> None:

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 from graph_runner.cli.common import use_device
-from graph_runner.cli.options import DeviceMemory, DeviceType, MemoryLimit, ProfileName
+from graph_runner.cli.options import DeviceFile, DeviceMemory, DeviceType, MemoryLimit, ProfileName
 from graph_runner.console import Console, table
 
 
 def devices(
+    device_file: DeviceFile = None,
     profile: ProfileName = None,
     memory: DeviceMemory = None,
     memory_limit: MemoryLimit = None,
     device_type: DeviceType = None,
 ) -> None:
-    """List the devices that ggml knows, and of the NPU its profile and what it promises of each op on this machine:
-    the bytes of this ggml's CPU, or a bound.
+    """List ggml's devices, the NPU's profile, and what the NPU promises for each op on this machine: the bytes of this
+    ggml's CPU, or a bound.
 
-    Promises are measured, once for a ggml: that takes as long as compiling all kernels does.
+    Promises are measured once for each ggml. The first time, this takes as long as compiling all kernels.
     """
     import ggml_backend_npu
     from ggml_backend_npu.abi.lib import list_devices

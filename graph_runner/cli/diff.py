@@ -27,6 +27,7 @@ from graph_runner.cli.options import (
     CacheTypeK,
     CacheTypeV,
     Device,
+    DeviceFile,
     DeviceMemory,
     DeviceType,
     ExplorerFile,
@@ -58,18 +59,19 @@ def diff(
     prompt_file: PromptFile = None,
     steps: Annotated[int, typer.Option("-n", "--steps", min=0, help="Tokens to decode after the prompt.")] = 4,
     ops: Annotated[
-        str | None, typer.Option(metavar="OP,OP,...", help="Compare these ops only, e.g. GET_ROWS,CPY.")
+        str | None, typer.Option(metavar="OP,OP,...", help="Compare only these ops, e.g. GET_ROWS,CPY.")
     ] = None,
     cache_type_k: CacheTypeK = "f16",
     cache_type_v: CacheTypeV = "f16",
     flash_attn: Annotated[
         FlashAttention,
-        typer.Option(help="Flash attention; off, a graph has CONT nodes and more kinds of SET_ROWS."),
+        typer.Option(help="Flash attention; with off, a graph has CONT nodes and more kinds of SET_ROWS."),
     ] = FlashAttention.OFF,
     json_file: JsonFile = None,
     html_file: HtmlFile = None,
     explorer_file: ExplorerFile = None,
     kernels: Kernels = None,
+    device_file: DeviceFile = None,
     profile: ProfileName = None,
     memory: DeviceMemory = None,
     memory_limit: MemoryLimit = None,
@@ -81,25 +83,29 @@ def diff(
         Path | None,
         typer.Option(
             metavar="FOLDER",
-            help="Where wrong nodes are kept as traces, for ggml-npu replay. Left out: in the user's cache directory.",
+            help="Save wrong nodes as traces in this folder, for ggml-npu replay. Default: the user's cache directory.",
         ),
         KEEPS_TRACES,
     ] = None,
     reference: Annotated[
-        Device, typer.Option(case_sensitive=False, help="Who is right; npu: this project's kernels.")
+        Device,
+        typer.Option(case_sensitive=False, help="Reference device, taken as right; npu: this project's kernels."),
     ] = Device.CPU,
-    device: Annotated[Device, typer.Option(case_sensitive=False, help="Who is compared with it.")] = Device.NPU,
+    device: Annotated[
+        Device, typer.Option(case_sensitive=False, help="Device to compare with the reference.")
+    ] = Device.NPU,
     tolerances: ToleranceFile = None,
     strict: Annotated[
         bool,
         typer.Option(
             "--strict",
-            help="Look at every buffer after every node of the device's own run. Done by itself where that run is "
-            "wrong and no node is.",
+            help="Check every buffer after every node of the device's own run. This happens automatically if that run "
+            "is wrong but no node is.",
         ),
     ] = False,
     repeat: Annotated[
-        int, typer.Option(min=1, help="Runs of the device: a node that is not the same each time is wrong.")
+        int,
+        typer.Option(min=1, help="Number of runs on the device; a node whose result changes between runs is wrong."),
     ] = 1,
     node_timeout: NodeTimeout = 60.0,
     in_process: InProcess = False,
@@ -109,7 +115,7 @@ def diff(
 
     Runs the prompt and a few decoding steps on both, node by node. Each node is judged twice from equal inputs: the
     device computes it from what the reference read, and the reference computes it from what the device's own run read.
-    Exit code 0: right; 1: a node or the device's run is wrong; 2: bad input; 3: a mistake of this project.
+    Exit code 0: right; 1: a node or the device's run is wrong; 2: bad input; 3: an internal error.
     """
     if device is reference is Device.CPU:
         refuse_without_the_npu(

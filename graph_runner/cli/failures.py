@@ -32,7 +32,7 @@ def told(error: BaseException) -> int:
         elif isinstance(error, OSError) and error.strerror:
             _say(f"{error.filename or 'stdout or a file'}: {error.strerror}")
         else:
-            _say(f"a mistake of this project: {_where(error)}; --verbose shows how it came to it")
+            _say(f"internal error: {_where(error)}; --verbose shows the traceback")
             return OURS
     return BAD_INPUT
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
@@ -29,7 +30,7 @@ class FlashAttention(StrEnum):
 
 MODEL_HELP = (
     "A GGUF file, or [bold]demo[/] (SmolLM2-135M-Instruct, from the extra 'demo'), or [bold]tiny[/] "
-    "(a small random llama made on the spot)."
+    "(a small random llama; needs no extra)."
 )
 Model = Annotated[str, typer.Argument(metavar="MODEL", help=MODEL_HELP, show_default=False), READS]
 
@@ -39,17 +40,26 @@ def utf8(prompt: str) -> str:
     try:
         prompt.encode()
     except UnicodeEncodeError:
-        raise BadInputError(f"--prompt {prompt!a}: is no UTF-8") from None
+        raise BadInputError(f"--prompt {prompt!a}: is not UTF-8") from None
     return prompt
 
 
-Prompt = Annotated[str, typer.Option("-p", "--prompt", callback=utf8, help="Text that the model goes on from.")]
+def device_of_file(name: str | None) -> str | None:
+    """Makes the default backend that of a device's file, in this process and those that it starts."""
+    if name is not None:
+        os.environ["GGML_NPU_DEVICE_FILE"] = name
+    return name
+
+
+Prompt = Annotated[str, typer.Option("-p", "--prompt", callback=utf8, help="Text for the model to continue.")]
 PromptFile = Annotated[
-    Path | None, typer.Option("-f", "--file", metavar="FILE", help="A file with that text, in place of it."), READS
+    Path | None, typer.Option("-f", "--file", metavar="FILE", help="Read the prompt from a file."), READS
 ]
 Context = Annotated[
     int,
-    typer.Option("-c", "--ctx-size", min=0, max=MOST_CELLS, help="Cells of the context; 0 = what it needs."),
+    typer.Option(
+        "-c", "--ctx-size", min=0, max=MOST_CELLS, help="Context size in tokens; 0 = as many as the run needs."
+    ),
 ]
 CacheTypeK = Annotated[str, typer.Option(metavar="TYPE", help="ggml type of the K cache: f16, f32, q8_0, q4_0, ...")]
 CacheTypeV = Annotated[
@@ -59,8 +69,8 @@ Kernels = Annotated[
     list[Path] | None,
     typer.Option(
         metavar="FILE.py",
-        help="Your own kernels: a file that registers or replaces ops with @op(...), and is run. More than one file: "
-        "give it again (GGML_NPU_KERNELS).",
+        help="Your own kernels: a Python file that registers or replaces ops with @op(...). It is run as code. Repeat "
+        "the option for more files (GGML_NPU_KERNELS).",
         show_default=False,
     ),
     READS,
@@ -68,7 +78,9 @@ Kernels = Annotated[
 Threads = Annotated[
     int,
     typer.Option(
-        min=0, max=MOST_THREADS, help="Threads of llama.cpp's CPU and of the kernels; 0 = all cores. At most 4 a core."
+        min=0,
+        max=MOST_THREADS,
+        help="Threads of llama.cpp's CPU backend and of the kernels; 0 = one per core. At most 4 per core.",
     ),
 ]
 
@@ -77,47 +89,68 @@ ProfileName = Annotated[
     typer.Option(
         "--profile",
         metavar="NAME|FILE.toml",
-        help="Device generation, a name or your own (GGML_NPU_PROFILE).",
+        help="Device generation: a name, or a file of your own (GGML_NPU_PROFILE).",
         show_default=False,
     ),
     READS,
 ]
 JsonFile = Annotated[
     str | None,
-    typer.Option("--json", metavar="FILE|-", help="Write the result as JSON too; - is stdout, and then that alone."),
+    typer.Option(
+        "--json", metavar="FILE|-", help="Also write the result as JSON; with - only the JSON goes to stdout."
+    ),
     WRITES,
 ]
 HtmlFile = Annotated[
     str | None,
-    typer.Option("--html", metavar="FILE|-", help="Write the result as a page for a browser too: one file."),
+    typer.Option("--html", metavar="FILE|-", help="Also write the result as one HTML file."),
     WRITES,
 ]
 ExplorerFile = Annotated[
     str | None,
-    typer.Option("--model-explorer", metavar="FILE|-", help="Write errors as node data for Model Explorer too."),
+    typer.Option(
+        "--model-explorer", metavar="FILE|-", help="Also write the errors as node data for Google's Model Explorer."
+    ),
     WRITES,
 ]
 DeviceMemory = Annotated[
     str | None,
-    typer.Option("--memory", metavar="host|device", help="Where tensors lie (GGML_NPU_MEMORY).", show_default=False),
+    typer.Option(
+        "--memory",
+        metavar="host|device",
+        help="Where the device keeps tensors: ggml's buffers, or its own memory (GGML_NPU_MEMORY).",
+        show_default=False,
+    ),
 ]
 MemoryLimit = Annotated[
     str | None,
-    typer.Option(metavar="SIZE", help="Of the device's own memory: 512M, 2G (GGML_NPU_MEMORY_LIMIT)."),
+    typer.Option(metavar="SIZE", help="Size of the device's own memory: 512M, 2G (GGML_NPU_MEMORY_LIMIT)."),
 ]
 DeviceType = Annotated[
     str | None,
     typer.Option(
         metavar="accel|gpu",
-        help="What ggml takes the device for (GGML_NPU_DEVICE_TYPE). With --all and --memory device: gpu.",
+        help="Device type for ggml (GGML_NPU_DEVICE_TYPE). Default: gpu with --all and --memory device, else accel.",
     ),
+]
+DeviceFile = Annotated[
+    str | None,
+    typer.Option(
+        metavar="FILE.py|NAME",
+        callback=device_of_file,
+        is_eager=True,
+        help="What the NPU is: a device of your own, by its file or the name of its entry point; sim is a simulated "
+        "one (GGML_NPU_DEVICE_FILE, docs/vendor.md).",
+        show_default=False,
+    ),
+    READS,
 ]
 
 
 AllOps = Annotated[
     bool,
     typer.Option(
-        "--all", help="The NPU takes every op it has, not only SCALE and those that move data (GGML_NPU_OPS=all)."
+        "--all", help="The NPU takes every op it has a kernel for, not only SCALE and data movement (GGML_NPU_OPS=all)."
     ),
 ]
 Fuse = Annotated[bool, typer.Option(help="Run patterns of nodes as one operator (GGML_NPU_FUSION).")]
@@ -125,8 +158,8 @@ Matmul = Annotated[
     str | None,
     typer.Option(
         metavar="exact|fast",
-        help="Matrices multiplied in ggml's own steps, or by BLAS where columns are many (GGML_NPU_MATMUL). Left out: "
-        "exact where nodes are compared, else fast.",
+        help="Multiply matrices in ggml's order, or by BLAS if there are many columns (GGML_NPU_MATMUL). Default: "
+        "exact when nodes are compared, else fast.",
         show_default=False,
     ),
 ]
@@ -135,16 +168,20 @@ ToleranceFile = Annotated[
     typer.Option(
         "--tolerances",
         metavar="FILE.toml|gpu",
-        help="Bounds of rounding, by op and type, over the own ones; gpu: for devices that compute in half floats.",
+        help="Bounds of rounding, by op and type, in place of the built-in ones; gpu: for devices with half floats.",
     ),
     READS,
 ]
 NodeTimeout = Annotated[
-    float, typer.Option(metavar="SECONDS", min=0.1, help="A node that takes longer has failed.", show_default=True)
+    float,
+    typer.Option(
+        metavar="SECONDS", min=0.1, help="Time limit of a node; a node that takes longer has failed.", show_default=True
+    ),
 ]
 InProcess = Annotated[
     bool,
     typer.Option(
-        "--in-process", help="Compute in this process, for a debugger: a kernel that ends it then names no node."
+        "--in-process",
+        help="Compute in this process, for a debugger. If a kernel ends the process, the node is not named.",
     ),
 ]

@@ -10,10 +10,9 @@ def plugin() -> None:
 
     GGML_BACKEND_PATH="$(ggml-npu plugin)" llama-cli -m model.gguf -dev NPU
 
-    llama-cli, llama-server and llama-completion look for plugins when they are told of a device: with -dev NPU.
-    llama-bench looks for them always.
+    llama-cli, llama-server and llama-completion load plugins only with -dev NPU. llama-bench always loads them.
     """
     from ggml_backend_npu.abi.embedding import plugin
 
     print(plugin())
-    warn("llama-cli, llama-server and llama-completion load it with the option -dev NPU alone; llama-bench always")
+    warn("llama-cli, llama-server and llama-completion load it only with -dev NPU; llama-bench always loads it")

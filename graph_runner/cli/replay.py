@@ -30,9 +30,18 @@ from graph_runner.cli.outputs import json_text, write
 
 def replay(
     trace: Annotated[
-        Path, typer.Argument(metavar="TRACE.gguf", help="What `capture` wrote.", show_default=False), READS
+        Path,
+        typer.Argument(metavar="TRACE.gguf", help="A trace written by `ggml-npu capture`.", show_default=False),
+        READS,
     ],
-    device: Annotated[str, typer.Option(metavar="NAME", help="npu, cpu, or any other that ggml has.")] = "npu",
+    device: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="npu, cpu, or another ggml device. Default: cpu if the trace holds the NPU's results, else npu.",
+            show_default=False,
+        ),
+    ] = None,
     json_file: JsonFile = None,
     kernels: Kernels = None,
     profile: ProfileName = None,
@@ -46,8 +55,8 @@ def replay(
         int,
         typer.Option(
             min=1,
-            help="How often each node is computed, with other values at the same addresses in between: what a kernel "
-            "keeps of an earlier call shows.",
+            help="Compute each node this many times, with other values at the same addresses in between. This shows "
+            "whether a kernel reuses data of an earlier call.",
         ),
     ] = 1,
     node_timeout: NodeTimeout = 60.0,
@@ -55,11 +64,11 @@ def replay(
 ) -> None:
     """Compute the nodes of a trace again and compare.
 
-    The device is as it was when the trace was written, where no option says otherwise. On the NPU this takes neither
-    the model nor llama.cpp. Exit code 0: right; 1: a node is wrong, or none was taken; 2: bad input; 3: a mistake of
-    this project.
+    The device has the options it had when the trace was written, unless an option here changes them. On the NPU this
+    needs neither the model nor llama.cpp. Exit code 0: right; 1: a node is wrong, or the device takes none; 2: bad
+    input; 3: an internal error.
     """
-    if device.lower() != Device.NPU:
+    if device is not None and device.lower() != Device.NPU:
         refuse_without_the_npu(
             device, kernels=kernels, profile=profile, memory=memory, memory_limit=memory_limit,
             device_type=device_type, no_fusion=not fusion, matmul=matmul,

@@ -29,6 +29,7 @@ from graph_runner.cli.options import (
     CacheTypeV,
     Context,
     Device,
+    DeviceFile,
     DeviceMemory,
     DeviceType,
     FlashAttention,
@@ -52,15 +53,20 @@ def run(
     context: Context = 0,
     n: Annotated[int, typer.Option("-n", "--n-predict", min=1, help="Tokens to generate.")] = 64,
     device: Annotated[
-        Device, typer.Option(case_sensitive=False, help="Who computes the nodes that the NPU supports.")
+        Device, typer.Option(case_sensitive=False, help="Device for the nodes that the NPU supports.")
     ] = Device.NPU,
     flash_attn: Annotated[FlashAttention, typer.Option(help="Flash attention.")] = FlashAttention.AUTO,
     cache_type_k: CacheTypeK = "f16",
     cache_type_v: CacheTypeV = "f16",
-    temperature: Annotated[float, typer.Option(min=0.0, help="0 = always the most likely token.")] = 0.0,
-    top_p: Annotated[float, typer.Option(min=0.0, max=1.0, help="Mass to sample from, above temperature 0.")] = 0.95,
-    seed: Annotated[int, typer.Option(min=0, help="Of the sampling.")] = 0,
+    temperature: Annotated[
+        float, typer.Option(min=0.0, help="Sampling temperature; 0 = always the most likely token.")
+    ] = 0.0,
+    top_p: Annotated[
+        float, typer.Option(min=0.0, max=1.0, help="Probability mass to sample from, if the temperature is above 0.")
+    ] = 0.95,
+    seed: Annotated[int, typer.Option(min=0, help="Random seed of the sampling.")] = 0,
     kernels: Kernels = None,
+    device_file: DeviceFile = None,
     profile: ProfileName = None,
     memory: DeviceMemory = None,
     memory_limit: MemoryLimit = None,
@@ -68,13 +74,15 @@ def run(
     all_ops: AllOps = False,
     llama_graph: Annotated[
         bool,
-        typer.Option(help="Each token's graph comes from llama.cpp, or one that it made once is run (implies --all)."),
+        typer.Option(
+            help="Get each token's graph from llama.cpp. Without: get it once, run it for each token (implies --all)."
+        ),
     ] = True,
     fusion: Fuse = True,
     matmul: Matmul = None,
     threads: Threads = 0,
 ) -> None:
-    """Generate text; the text goes to stdout, what ran where to stderr."""
+    """Generate text. The text goes to stdout; a table of what ran on which device goes to stderr."""
     from graph_runner.models import model_file
     from graph_runner.report import print_run
     from graph_runner.session import Sampler, Session, Settings, context_for, generate

@@ -16,21 +16,31 @@ from graph_runner.errors import BadInputError
 
 def judge(
     kernels: Annotated[
-        list[Path] | None, typer.Argument(metavar="FILE.py", help="Your own kernels, as for --kernels."), READS
+        list[Path] | None,
+        typer.Argument(metavar="FILE.py", help="Files of your own kernels, as for --kernels. They are run as code."),
+        READS,
     ] = None,
     ops: Annotated[
         str | None,
-        typer.Option("-o", "--ops", metavar="OP,OP,...", help="Cases of these ops; left out: those of the files."),
+        typer.Option(
+            "-o",
+            "--ops",
+            metavar="OP,OP,...",
+            help="Run the cases of these ops. Default: the ops that the files register.",
+        ),
     ] = None,
     pattern: Annotated[
-        str | None, typer.Option("-p", metavar="REGEX", help="Cases in whose parameters this is found.")
+        str | None, typer.Option("-p", metavar="REGEX", help="Run only cases whose parameters match.")
     ] = None,
+    build_only: Annotated[
+        bool, typer.Option("--build", help="Only build ggml's test programs: some 4 minutes the first time.")
+    ] = False,
     profile: ProfileName = None,
     memory: DeviceMemory = None,
     memory_limit: MemoryLimit = None,
     device_type: DeviceType = None,
 ) -> None:
-    """Judge kernels: run ggml's own test cases (test-backend-ops) of the ops that a file registers.
+    """Test kernels: run ggml's own test cases (test-backend-ops) for the ops that a file registers.
 
     ggml's tests are built the first time, from the sources of llama-cpp-python. The line that `diff` prints for a wrong
     node, `test-backend-ops test -o OP -p REGEX`, runs here as `ggml-npu test -o OP -p REGEX`, with the file of kernels
@@ -42,6 +52,9 @@ def judge(
     from graph_runner.report import print_cases
     from graph_runner.suites import backend_ops, build
 
+    if build_only:
+        stderr().print(f"ggml's test programs: {build(stderr())}", highlight=False, soft_wrap=True)
+        return
     chosen = {"profile": profile, "memory": memory, "memory_limit": memory_limit, "device_type": device_type}
     use_device(**chosen)
     registered = [name for file in kernels or () for name in load_kernels(file, default_backend())]
@@ -59,6 +72,10 @@ def judge(
         cases = backend_ops(
             names, options, pattern=pattern, seen=lambda case: status.update(f"{case.group}({case.name})")
         )
+    without = [name for name in names if not any(case.group == name for case in cases)]
+    if without:
+        among = f" whose parameters match {pattern!r}" if pattern is not None else ""
+        raise BadInputError(f"test: test-backend-ops has no case of {' '.join(without)}{among}")
     print_cases(names, cases, Console())
     verdicts = {case.verdict for case in cases}
     raise typer.Exit(0 if "passed" in verdicts and "failed" not in verdicts else 1)

@@ -376,8 +376,8 @@ function showDetail() {
   if (n.diagnosis || n.failure) {
     parts.push(make("p", { className: `diagnosis ${n.verdict}` }, make("span", {}, n.diagnosis ?? n.failure)));
   }
-  for (const [what, text] of [["compute it again", n.reproducer && `ggml-npu replay ${n.reproducer}`], ["ggml's own cases", n.test]]) {
-    if (text) parts.push(make("p", { className: "place" }, `${what}: `, make("code", {}, text)));
+  for (const [what, text] of [["compute it again without the model", n.replay], ["nearest test cases of ggml", n.test]]) {
+    if (text) parts.push(make("p", { className: "place" }, `${what}: `, make("code", { className: "command" }, text)));
   }
   parts.push(...metrics(n), ...histogram(n), ...heatMap(n.heat), ...blocks(n));
   box.replaceChildren(...parts);
@@ -509,6 +509,25 @@ function blocks(n) {
   const rows = Object.entries(names).map(([key, name]) => [name, ...both.map((series) => say(n[series].blocks[key]))]);
   return [make("h3", {}, "Quantised blocks"), rowsOf(["", ...both], rows)];
 }
+
+// keys: / searches, n and p go to the next and the previous wrong node of those that are shown
+
+addEventListener("keydown", (event) => {
+  if (event.ctrlKey || event.metaKey || event.altKey) return;
+  if (event.target.matches("input, select")) {
+    if (event.key === "Escape") event.target.blur();
+    return;
+  }
+  if (event.key === "/") {
+    event.preventDefault();
+    byId("q").focus();
+  } else if (event.key === "n" || event.key === "p") {
+    const wrong = [...nodes.keys()].filter((i) => isShown[i] && ["introduced", "failed"].includes(nodes[i].verdict));
+    const at = chosen() ?? -1;
+    const next = event.key === "n" ? wrong.find((i) => i > at) : wrong.findLast((i) => i < at);
+    if (next !== undefined) choose(next);
+  }
+});
 
 // begin
 

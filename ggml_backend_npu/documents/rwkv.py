@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from ggml_backend_npu.operators import run
+from ggml_backend_npu.documents import run
 from ggml_backend_npu.ops.token_shift import Operand, shifted
 
 Array = NDArray[Any]

@@ -31,8 +31,8 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from ggml_backend_npu.documents import run
 from ggml_backend_npu.ir import Tensor
-from ggml_backend_npu.operators import run
 from ggml_backend_npu.ops.softmax import Floats, Rows, masked, masked_tile
 from quant.kernels.jit import engine
 

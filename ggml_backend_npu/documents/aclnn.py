@@ -38,10 +38,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ggml_backend_npu.abi import codecs
+from ggml_backend_npu.documents import run
+from ggml_backend_npu.documents.status import Status
 from ggml_backend_npu.ir import Tensor
 from ggml_backend_npu.numerics import Numerics
-from ggml_backend_npu.operators import run
-from ggml_backend_npu.operators.status import Status
 from ggml_backend_npu.ops import groups, movers, strided
 from ggml_backend_npu.ops.groups import Groups
 from quant.kernels.jit import engine

@@ -1,4 +1,4 @@
-"""Operators on NumPy arrays, each with the interface of the document that asks for it; `ops` holds ggml's own nodes."""
+"""Operators of four documents on NumPy arrays, under their own names and interfaces; `ops` holds ggml's own nodes."""
 
 from __future__ import annotations
 

@@ -21,9 +21,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
+from ggml_backend_npu.documents import run
+from ggml_backend_npu.documents.status import Status
 from ggml_backend_npu.ir import Tensor
-from ggml_backend_npu.operators import run
-from ggml_backend_npu.operators.status import Status
 from ggml_backend_npu.ops.routing import routed
 
 INFINI_STATUS_SUCCESS = Status(0, "INFINI_STATUS_SUCCESS")

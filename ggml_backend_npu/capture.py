@@ -1,0 +1,44 @@
+"""What GGML_NPU_CAPTURE asks for, and who does it: this package writes no files; a package that does says so in its
+metadata, as an entry point of the group `ggml_backend_npu.capture`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ggml_backend_npu.options import DeviceError
+
+if TYPE_CHECKING:
+    from ggml_backend_npu.abi.plugin import Plugin
+
+GROUP = "ggml_backend_npu.capture"
+
+
+@dataclass(frozen=True)
+class Capture:
+    """path   of the trace
+    nodes  which nodes it is to have, as `ggml-npu capture --nodes` takes them; "*": all
+    """
+
+    path: Path
+    nodes: str = "*"
+
+
+def wanted() -> Capture | None:
+    """What GGML_NPU_CAPTURE and GGML_NPU_CAPTURE_NODES ask for."""
+    path = os.environ.get("GGML_NPU_CAPTURE")
+    return Capture(Path(path), os.environ.get("GGML_NPU_CAPTURE_NODES") or "*") if path else None
+
+
+def begin(plugin: Plugin, capture: Capture) -> None:
+    """Has what a plugin is handed recorded. Raises DeviceError where nobody does that, and what the one who does it
+    raises for a path."""
+    found = next(iter(entry_points(group=GROUP)), None)
+    if found is None:
+        raise DeviceError(f"GGML_NPU_CAPTURE={str(capture.path)!r}: no installed package writes traces")
+    record: Callable[[Plugin, Capture], None] = found.load()
+    record(plugin, capture)

@@ -1,0 +1,200 @@
+"""A `Device` as a `Backend`: its graphs are compiled, its nodes computed in its own memory."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from typing import Any
+
+import numpy as np
+
+from ggml_backend_npu.backend import Backend
+from ggml_backend_npu.device import Device, Place, Program
+from ggml_backend_npu.device_files import load_devices
+from ggml_backend_npu.ir import Graph, Memory, Node, Tensor, overlapping
+from ggml_backend_npu.opaque import OpaqueMemory, in_a_line
+from ggml_backend_npu.options import Options
+from ggml_backend_npu.plan import Plan
+from ggml_backend_npu.registry import Call, KernelError, Op
+
+_MOST_PROGRAMS = 1024
+
+
+class DeviceBackend(Backend):
+    """What a device computes. `plan` compiles a whole graph, once for each topology."""
+
+    runs_without_python = False
+
+    def __init__(self, device: Device, options: Options | None = None) -> None:
+        own = Options(memory="device", memory_limit=device.memory, device_type=device.type, ops="all", fusion="off")
+        super().__init__(device.name, ops=map(_op, device.ops), options=options or own, fusions=())
+        self.device = device
+        self._programs: dict[Any, Program] = {}
+        self._own: OpaqueMemory | None = None
+
+    @staticmethod
+    @cache
+    def of(device: Device) -> DeviceBackend:
+        """The one that a device is registered as."""
+        return DeviceBackend(device)
+
+    @property
+    def description(self) -> str:  # type: ignore[override]
+        """The device's own, which `open` may set."""
+        return self.device.description
+
+    def like(self, name: str | None = None, *, options: Options | None = None) -> Backend:
+        """The same device; of other options it has none."""
+        return DeviceBackend(self.device, options)
+
+    def memory(self, moved: Callable[[], None]) -> OpaqueMemory:
+        """The device's memory; opens the device. Raises DeviceError."""
+        if not self.device.is_open:
+            self.device.open()
+            self.device.is_open = True
+        return OpaqueMemory(self.device)
+
+    def kernel_refusal(self, node: Node) -> str | None:
+        """Why the device does not take the node. Raises KernelError where it cannot say."""
+        try:
+            return super().kernel_refusal(node) if node.op not in self.ops else self.device.refusal(node)
+        except Exception as error:
+            raise KernelError(f"{self.name}: refusal of {node}: {in_a_line(error)}") from error
+
+    def bind(self, node: Node) -> Call:
+        """The call that computes a node that lies in the device's memory, alone."""
+        self.check(node)
+        return self._compiled(Graph((node,), ((None,) * len(node.src),), ((node.dst,),)))
+
+    def plan(self, graph: Graph) -> Plan:
+        """The graph's nodes as one program. Raises KernelError where the device takes one not, or fails to compile."""
+        graph = graph.without_empty()
+        if not graph.nodes:
+            return Plan((), Counter(), Counter())
+        for node in graph.nodes:
+            self.check(node)
+        n_ops = Counter(node.op for node in graph.nodes)
+        if any(tensor.buffer is None for tensor in graph.tensors()):
+            return Plan(tuple((node, self._by_way_of_the_host(node)) for node in graph.nodes), n_ops, Counter())
+        return Plan(((_Whole(self.name, graph), self._compiled(graph)),), n_ops, Counter())
+
+    def compute(self, node: Node) -> None:
+        """Computes a node whose tensors lie in host memory: over copies in the device's. Raises KernelError."""
+        self.check(node)
+        if self._own is None:
+            self._own = self.memory(lambda: None)
+        memory, tensors = self._own, [t for t in (node.dst, *node.src) if t is not None and t.nbytes]
+        groups = [_Group(memory, _over_roots(group)) for group in overlapping(map(_root, tensors))]
+        try:
+            moved = {id(t): group.there(t) for t in tensors for group in groups if group.has(t)}
+            src = tuple(moved.get(id(t), t) if t is not None else None for t in node.src)
+            there = replace(node, dst=moved[id(node.dst)], src=src)
+            Plan(((node, self.bind(there)),), Counter(), Counter()).run()
+            memory.synchronize()
+            for group in groups:
+                group.take_back(writes=group.has(node.dst))
+        finally:
+            for group in groups:
+                group.release()
+
+    def _by_way_of_the_host(self, node: Node) -> Call:
+        """The call that computes a node of which a tensor lies in host memory: ggml leaves there what the node writes
+        into, where the CPU computed that (SET_ROWS into a FILL)."""
+
+        def run() -> None:
+            src = tuple(tensor and tensor.unpacked() for tensor in node.src)
+            here = replace(node, dst=node.dst.unpacked(), src=src)
+            self.compute(here)
+            node.dst.take(here.dst)
+
+        return run
+
+    def _compiled(self, graph: Graph) -> Call:
+        if self.device.constants:
+            return self._program(graph)
+        shape = graph.topology()
+        if shape not in self._programs:
+            if len(self._programs) >= _MOST_PROGRAMS:
+                self._programs.clear()
+            self._programs[shape] = self._program(graph)
+        places: list[Place] = [(root.buffer.handle, root.start) for root in graph.roots if root.buffer is not None]
+        return partial(self._programs[shape], places)
+
+    def _program(self, graph: Graph) -> Program:
+        try:
+            return self.device.compile(graph)
+        except Exception as error:
+            raise KernelError(f"{self.name}: compile of {len(graph.nodes)} nodes: {in_a_line(error)}") from error
+
+
+@cache
+def backends_of(name: str) -> list[DeviceBackend]:
+    """Those of a file's devices, or of an entry point's. Raises DeviceError."""
+    return [DeviceBackend.of(device) for device in load_devices(name)]
+
+
+@dataclass(frozen=True)
+class _Whole:
+    """What a message calls a graph."""
+
+    device: str
+    graph: Graph
+
+    def __str__(self) -> str:
+        nodes = self.graph.nodes
+        if len(nodes) == 1:
+            return f"{self.device}: {nodes[0]}"
+        return f"{self.device}: graph of {len(nodes)} nodes, {nodes[0]} to {nodes[-1]}"
+
+
+class _Group:
+    """Overlapping tensors in host memory, copied into one buffer."""
+
+    def __init__(self, memory: OpaqueMemory, span: Memory) -> None:
+        self._memory, self._span = memory, span
+        buffer = memory.allocate(span.size)
+        if buffer is None:
+            raise KernelError(f"{memory.device.name}: alloc of {span.size} bytes: {memory.free} are free")
+        self._buffer = buffer
+        memory.write(buffer.address, span.bytes())
+
+    def has(self, tensor: Tensor) -> bool:
+        return self._span.address <= tensor.address < self._span.address + self._span.size
+
+    def there(self, tensor: Tensor) -> Tensor:
+        """A tensor of the group, in the buffer."""
+        moved = self._buffer.address + tensor.memory.address - self._span.address
+        return replace(tensor, memory=replace(tensor.memory, address=moved, owner=None), buffer=self._buffer)
+
+    def take_back(self, *, writes: bool) -> None:
+        """Copies the group back, where the node may write to it. Raises KernelError where it has, and may not."""
+        now = self._memory.read(self._buffer.address, self._span.size)
+        if writes:
+            self._span.bytes()[:] = now
+        elif not np.array_equal(now, self._span.bytes()):
+            raise KernelError("writes to a source, which it is only to read")
+
+    def release(self) -> None:
+        self._memory.release(self._buffer)
+
+
+def _root(tensor: Tensor) -> Tensor:
+    """As a tensor of bytes all the memory that a tensor is a view of; its own span where it does not lie in that."""
+    inside = tensor.offset >= 0 and tensor.offset + tensor.nbytes <= tensor.memory.size
+    size, address = (tensor.memory.size, tensor.memory.address) if inside else (tensor.nbytes, tensor.address)
+    memory = Memory(address, size, tensor.memory.writable, tensor.memory.owner)
+    return Tensor(tensor.name, "i8", (size, 1, 1, 1), (1, size, size, size), memory)
+
+
+def _over_roots(group: list[Tensor]) -> Memory:
+    begin, end = min(t.address for t in group), max(t.end for t in group)
+    return Memory(begin, end - begin, any(t.memory.writable for t in group), [t.memory for t in group])
+
+
+def _op(name: str) -> Op:
+    def computed_by_the_device(dst: Tensor) -> None:
+        raise KernelError(f"{name}: is the device's")
+
+    return Op(name, computed_by_the_device)

@@ -1,0 +1,75 @@
+"""Devices of other packages and of files: entry points of the group "ggml_backend_npu.devices", and Python files that
+register some."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from importlib.metadata import entry_points
+from pathlib import Path
+
+from ggml_backend_npu.device import Device
+from ggml_backend_npu.options import DeviceError
+from ggml_backend_npu.registry import said_by
+
+GROUP = "ggml_backend_npu.devices"
+
+_recorded: ContextVar[list[Device] | None] = ContextVar("devices of the file that is being loaded", default=None)
+
+
+def recorded() -> list[Device] | None:
+    """Where `register` is to note a device, instead of telling ggml: while a file is loaded."""
+    return _recorded.get()
+
+
+def load_devices(name: str) -> list[Device]:
+    """The devices of a Python file, which is run, or of an entry point by its name. Raises DeviceError."""
+    devices = _of_file(Path(name)) if name.endswith(".py") else _of_entry_point(name)
+    if not devices:
+        raise DeviceError(f"device {name!r}: registers no device")
+    return devices
+
+
+def _of_file(path: Path) -> list[Device]:
+    spec = importlib.util.spec_from_file_location(f"device_{path.stem}", path)
+    if not path.is_file() or spec is None or spec.loader is None:
+        raise DeviceError(f"device {str(path)!r}: no such file")
+    module = importlib.util.module_from_spec(spec)
+    folder = str(path.resolve().parent)
+    if folder not in sys.path:
+        sys.path.append(folder)
+    with _recording() as found:
+        try:
+            spec.loader.exec_module(module)
+        except (Exception, SystemExit) as error:
+            lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
+            at = f" line {lines[-1]}" if lines else ""
+            raise DeviceError(f"device {str(path)!r}{at}: {type(error).__name__}: {error}") from None
+    return found
+
+
+def _of_entry_point(name: str) -> list[Device]:
+    known = {each.name: each for each in entry_points(group=GROUP)}
+    if name not in known:
+        names = " ".join(sorted(known)) or "none"
+        raise DeviceError(f"device {name!r}: no file .py, and no entry point; there are: {names}")
+    try:
+        with _recording() as found:
+            made = known[name].load()()
+    except Exception as error:
+        raise DeviceError(f"device {name!r}: {said_by(error)}") from None
+    return [*found, *(made if isinstance(made, list) else [made] if isinstance(made, Device) else [])]
+
+
+@contextmanager
+def _recording() -> Iterator[list[Device]]:
+    found: list[Device] = []
+    before = _recorded.set(found)
+    try:
+        yield found
+    finally:
+        _recorded.reset(before)

@@ -1,0 +1,196 @@
+"""GATED_DELTA_NET: the gated delta rule (`ops.recurrent`)."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import numpy as np
+from numba import types
+
+from ggml_backend_npu.checks import Make, Probe, Types
+from ggml_backend_npu.ir import Node, Tensor
+from ggml_backend_npu.ops import probes
+from ggml_backend_npu.ops.exponentials import expf, scaled
+from ggml_backend_npu.ops.probes import HEADS, TOKENS, normal
+from ggml_backend_npu.ops.recurrent import (
+    BOUND,
+    Floats,
+    Snapshots,
+    applied,
+    are_contiguous,
+    bad_dst,
+    halves,
+    of_other_size,
+)
+from ggml_backend_npu.registry import Call, op
+from quant.kernels.jit import (
+    array_at,
+    bits_float,
+    compiled,
+    copy,
+    fused_multiply_add,
+    inlined,
+    keep,
+    parameters,
+    values,
+)
+from quant.kernels.orders import GROUP, dots_f32
+from quant.kernels.threads import Job, Work
+
+
+def _refuse_delta(
+    dst: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, params: Snapshots
+) -> str | None:
+    size, n_head, n_tokens, n_sequences = v.ne
+    count = params.K
+    if count < 1:
+        return f"{count} states"
+    for role, tensor in (("q", q), ("k", k)):
+        if not tensor.ne[1] or not tensor.ne[3] or n_sequences % tensor.ne[3]:
+            return f"{role} of ne {tensor.ne} does not repeat to v of ne {v.ne}"
+    return of_other_size(
+        q=(q, (size, q.ne[1], n_tokens, q.ne[3])),
+        k=(k, (size, k.ne[1], n_tokens, k.ne[3])),
+        g=(g, (1 if g.ne[0] == 1 else size, *v.ne[1:])),
+        beta=(beta, (1, *v.ne[1:])),
+        state=(state, (size, size, n_head, n_sequences)),
+    ) or bad_dst(dst, v.n_elements + count * state.n_elements)
+
+
+def _repeated(x: Tensor, v: Tensor) -> Floats:
+    """x with the heads and sequences of v: its heads again and again, each of its sequences as often in a row."""
+    sequences = np.arange(v.ne[3]) // (v.ne[3] // x.ne[3])
+    spread: Floats = x.view()[sequences][:, :, np.arange(v.ne[1]) % x.ne[1]]
+    return spread
+
+
+@op(
+    "GATED_DELTA_NET",
+    types=[("f32",) * 7],
+    refuse=_refuse_delta,
+    params=Snapshots,
+    bound=BOUND,
+    wide=True,
+    built_by={"ggml_gated_delta_net": "ctttttt l"},
+)
+@np.errstate(all="ignore")
+def gated_delta_net(
+    dst: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, params: Snapshots
+) -> None:
+    """The gated delta rule, token by token: s = s * exp(g), s += (v - s k) * beta (outer) k, y = s q / sqrt(size).
+
+    v (size, heads, tokens, sequences), q and k the same or with fewer heads, which then repeat, or sequences, g (size,
+    ...), along s's columns, or (1, ...), beta (1, ...), state (size, size, heads, sequences) -> dst: y, of v's shape,
+    and s of all sequences, K such states. Those that no token leaves stay. Equals
+    ggml_compute_forward_gated_delta_net but for rounding.
+    """
+    count, n_tokens, size = params.K, v.ne[2], np.float32(v.ne[0])
+    y, states = halves(dst, v.view().shape, (count, *state.view().shape))
+    s, queries, keys = states[0], _repeated(q, v), _repeated(k, v)
+    s[...] = state.view()
+    for t in range(n_tokens):
+        s *= np.exp(g.view()[:, t, :, None])
+        delta = (v.view()[:, t] - applied(s, keys[:, t])) * beta.view()[:, t]
+        s += delta[..., None] * keys[:, t, :, None]
+        y[:, t] = applied(s, queries[:, t]) * (1 / np.sqrt(size))
+        if 0 < n_tokens - 1 - t < count:
+            states[n_tokens - 1 - t] = s
+
+
+@inlined
+def _scaled_by(x, factors, n):
+    row, by = array_at(x, types.float32, n), array_at(factors, types.float32, n)
+    for i in range(n):
+        row[i] *= by[i]
+
+
+@inlined
+def _add_scaled(x, y, factor, n):
+    """x += y * factor"""
+    row, added = array_at(x, types.float32, n), array_at(y, types.float32, n)
+    for i in range(n):
+        row[i] = fused_multiply_add(added[i], factor, row[i])
+
+
+@compiled
+def delta_net(p, begin, end):
+    """Heads [begin, end) of all sequences."""
+    (
+        q, q_nb1, q_nb2, q_nb3, q_heads, q_repeats, k, k_nb1, k_nb2, k_nb3, k_heads, k_repeats, v, v_nb1, v_nb2, v_nb3,
+        g, by_element, beta, state, dst, states, n_kept, scale_bits, size, n_head, n_tokens, n_sequences,
+    ) = values(p, 28)  # fmt: skip
+    scale = bits_float(types.uint32(scale_bits))
+    row, head_bytes = 4 * size, 4 * size * size
+    decays, found = np.empty(size, np.float32), np.empty(GROUP, np.float32)
+    all_decays, all_found = types.int64(decays.ctypes.data), types.int64(found.ctypes.data)
+    for unit in range(begin, end):
+        head, sequence = unit % n_head, unit // n_head
+        s = states + unit * head_bytes
+        copy(state + unit * head_bytes, s, head_bytes)
+        for t in range(n_tokens):
+            token = (sequence * n_tokens + t) * n_head + head
+            query = q + sequence // q_repeats * q_nb3 + t * q_nb2 + head % q_heads * q_nb1
+            key = k + sequence // k_repeats * k_nb3 + t * k_nb2 + head % k_heads * k_nb1
+            value = array_at(v + sequence * v_nb3 + t * v_nb2 + head * v_nb1, types.float32, size)
+            strength = array_at(beta + 4 * token, types.float32, 1)[0]
+            if by_element:
+                gate = array_at(g + token * row, types.float32, size)
+                for i in range(size):
+                    decays[i] = expf(gate[i])
+            else:
+                decays[:] = expf(array_at(g + 4 * token, types.float32, 1)[0])
+            for first in range(0, size, GROUP):
+                rows, count = s + first * row, min(GROUP, size - first)
+                for i in range(count):
+                    _scaled_by(rows + i * row, all_decays, size)
+                dots_f32(rows, row, key, size, all_found, count)
+                for i in range(count):
+                    _add_scaled(rows + i * row, key, (value[first + i] - found[i]) * strength, size)
+                dots_f32(rows, row, query, size, dst + token * row + 4 * first, count)
+            scaled(dst + token * row, size, scale)
+            before_last = n_tokens - 1 - t
+            if before_last > 0 and before_last < n_kept:
+                copy(s, s + before_last * n_sequences * n_head * head_bytes, head_bytes)
+    keep(decays)
+    keep(found)
+    return 0
+
+
+@gated_delta_net.compiled
+def _gated_delta_net(
+    dst: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, params: Snapshots
+) -> Call | None:
+    if not are_contiguous(g, beta, state) or not all(tensor.has_contiguous_rows() for tensor in (q, k, v)):
+        return None
+    size, n_head, n_tokens, n_sequences = v.ne
+    p = parameters(
+        q.address, *q.nb[1:], q.ne[1], n_sequences // q.ne[3], k.address, *k.nb[1:], k.ne[1], n_sequences // k.ne[3],
+        v.address, *v.nb[1:], g.address, g.ne[0] != 1, beta.address, state.address,
+        dst.address, dst.address + 4 * v.n_elements, params.K, 1 / np.sqrt(np.float32(size)),
+        size, n_head, n_tokens, n_sequences,
+    )  # fmt: skip
+    kept = dst, q, k, v, g, beta, state
+    return Job(Work(delta_net, p, n_head * n_sequences, 4 * size * v.n_elements, keep=kept))
+
+
+def _make(size: int = 32, gates: bool = False) -> Make:
+    """Heads of a size. gates: one for each element of a row."""
+
+    def make(rng: probes.Rng, types: Types) -> Node:
+        n = 2  # sequences
+        q, k = (normal(rng, "f32", n, TOKENS, 2, size, size=size**-0.5) for _ in range(2))
+        v, state = normal(rng, "f32", n, TOKENS, HEADS, size), normal(rng, "f32", n, HEADS, size, size)
+        g = probes.tensor("f32", rng.uniform(-1, 0, (n, TOKENS, HEADS, size if gates else 1)))
+        beta = probes.tensor("f32", rng.uniform(0, 1, (n, TOKENS, HEADS, 1)))
+        shape = (1, 1, n * (TOKENS + size), HEADS * size)
+        return probes.node("GATED_DELTA_NET", "f32", shape, q, k, v, g, beta, state, params=Snapshots(1))
+
+    return make
+
+
+gated_delta_net.nodes(_make())
+
+
+@gated_delta_net.probes
+def _of_gates() -> list[Probe]:
+    return [Probe("", (*probes.of_widths(_make), *probes.of_widths(partial(_make, gates=True), (7, 16, 40))))]

@@ -1,0 +1,89 @@
+"""e ** x in kernels, as ggml's CPU has it: in vectors, or by C's library; and what a softmax does to a row."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from numba import types
+
+from quant.kernels.jit import (
+    array_at,
+    bits_float,
+    fused_multiply_add,
+    inlined,
+    processor_has,
+    reduced,
+    truncate_to_int32,
+)
+from quant.kernels.matrices import LANES
+from quant.kernels.orders import row_total
+
+_BEYOND = 104.0  # e ** x is infinite, and e ** -x below half the smallest float32
+_SHIFT = np.float32(float.fromhex("0x1.8p23"))  # added and taken away again, it rounds to an integer
+_LOG2_E, _LN_2_HIGH, _LN_2_LOW = (
+    np.float32(float.fromhex(text)) for text in ("0x1.715476p+0", "0x1.62e4p-1", "0x1.7f7d1cp-20")
+)
+_E1, _E2, _E3, _E4, _E5 = (  # a polynomial's
+    np.float32(float.fromhex(text))
+    for text in ("0x1.ffffecp-1", "0x1.fffdb6p-2", "0x1.555e66p-3", "0x1.573e2ep-5", "0x1.0e4020p-7")
+)
+_SCALES_LAST = processor_has("avx512f", "avx512dq")  # where ggml's is written for these
+
+
+@inlined
+def v_exp(x):
+    """e ** x, within 2.5 ulp, in the steps of ggml_v_expf, and so equal to it; NaN stays NaN."""
+    bounded = x if x > types.float32(-_BEYOND) else types.float32(-_BEYOND)
+    bounded = bounded if bounded < types.float32(_BEYOND) else types.float32(_BEYOND)
+    n = fused_multiply_add(bounded, _LOG2_E, _SHIFT) - _SHIFT
+    b = fused_multiply_add(-n, _LN_2_LOW, fused_multiply_add(-n, _LN_2_HIGH, bounded))
+    u = b * b
+    p = fused_multiply_add(fused_multiply_add(_E5, b, _E4), u, fused_multiply_add(_E3, b, _E2))
+    power = truncate_to_int32(n)
+    second = types.int32(0) if abs(power) <= 126 else types.int32(-125 if power <= 0 else 127)
+    scale = bits_float(types.uint32(power - second + types.int32(127)) << types.uint32(23))
+    if _SCALES_LAST:
+        y = fused_multiply_add(p, u, fused_multiply_add(_E1, b, types.float32(1))) * scale
+    else:
+        y = fused_multiply_add(fused_multiply_add(p, u, _E1 * b), scale, scale)
+    y *= bits_float(types.uint32(second + types.int32(127)) << types.uint32(23))
+    return y if x == x else x
+
+
+@reduced
+def largest(x, n):
+    """max of n float32 at an address; NaN is passed over."""
+    row = array_at(x, types.float32, n)
+    found = types.float32(-np.inf)
+    for i in range(n):
+        found = row[i] if row[i] > found else found
+    return found
+
+
+@inlined
+def expf(x):
+    """e ** x by C's library."""
+    return types.float32(math.exp(x))
+
+
+@inlined
+def exps(x, n, maximum):
+    """ggml_vec_soft_max_f32: x = e ** (x - maximum) for n float32 at an address; returns their sum.
+
+    What is no whole vector, the last n % LANES, has another exponential.
+    """
+    row = array_at(x, types.float32, n)
+    for i in range(n // LANES * LANES):
+        row[i] = v_exp(row[i] - maximum)
+    for i in range(n // LANES * LANES, n):
+        row[i] = expf(row[i] - maximum)
+    return row_total(x, n)
+
+
+@inlined
+def scaled(x, n, factor):
+    """x *= factor for n float32 at an address."""
+    row = array_at(x, types.float32, n)
+    for i in range(n):
+        row[i] *= factor

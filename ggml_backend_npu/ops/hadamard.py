@@ -1,0 +1,49 @@
+"""Rows times a Hadamard matrix, without the matrix: what MUL_MAT does where src0 is said to be one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numba import types
+from numpy.typing import NDArray
+
+from quant.kernels.jit import array_at, compiled, values
+from quant.runs import widen_run
+
+
+def hadamard(x: NDArray[Any]) -> NDArray[Any]:
+    """Rows of x times the Hadamard matrix, divided by its root: sums and differences of halves, in x's own type."""
+    n = x.shape[-1]
+    y: NDArray[Any] = x * (x.dtype.type(1) / np.sqrt(x.dtype.type(n)))
+    length = 1
+    while length < n:
+        pairs = y.reshape(*x.shape[:-1], -1, 2, length)
+        first, second = pairs[..., 0, :], pairs[..., 1, :]
+        y = np.stack([first + second, first - second], axis=-2).reshape(x.shape)
+        length *= 2
+    return y
+
+
+@compiled
+def transform(p, begin, end):
+    """Rows [begin, end), each times the Hadamard matrix of its size."""
+    n, n1, n2, code, src, src_nb0, src_nb1, src_nb2, src_nb3, dst, dst_nb1, dst_nb2, dst_nb3 = values(p, 13)
+    scale = types.float32(1) / np.sqrt(types.float32(n))
+    for row in range(begin, end):
+        i1, i2, i3 = row % n1, row // n1 % n2, row // n1 // n2
+        to = dst + i1 * dst_nb1 + i2 * dst_nb2 + i3 * dst_nb3
+        y = array_at(to, types.float32, n)
+        widen_run(code, src + i1 * src_nb1 + i2 * src_nb2 + i3 * src_nb3, src_nb0, to, n)
+        for i in range(n):
+            y[i] *= scale
+        length = 1
+        while length < n:
+            for i in range(0, n, 2 * length):
+                first = array_at(to + 4 * i, types.float32, length)
+                second = array_at(to + 4 * (i + length), types.float32, length)
+                for j in range(length):
+                    u, v = first[j], second[j]
+                    first[j], second[j] = u + v, u - v
+            length *= 2
+    return 0

@@ -1,0 +1,201 @@
+"""A simulated accelerator: memory that the host cannot read, a queue that runs late, faults on purpose.
+
+    register(Simulator("XNPU0", delay=1e-3))
+
+Its arithmetic is this project's own kernels, over memory that only they know the address of. What is queued runs in a
+thread of the device, in order, each after a random delay; `copy_in`, `copy_out`, `copy` and `fill` do not wait for it.
+So a program that reads before it has synchronised, or sets what a queued program has yet to read, gets wrong bytes.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any, Literal
+
+import numpy as np
+
+from ggml_backend_npu.backend import Backend
+from ggml_backend_npu.device import Bytes, Program, QueuedDevice
+from ggml_backend_npu.ir import Graph, Node, Tensor
+from ggml_backend_npu.options import DeviceError, Options
+from ggml_backend_npu.registry import said_by
+from quant.kernels.threads import POOL, Team
+
+FAULTS = ("open", "alloc", "copy_in", "copy_out", "copy", "fill", "refusal", "compile", "run", "event", "gone")
+_ALIGNMENT = 64
+
+
+class Simulator(QueuedDevice):
+    """A simulated device.
+
+    delay   seconds that the queue waits before each thing that it does, at most; 0: it is as fast as it can be
+    faults  how likely each call fails, by name: see FAULTS. "run": a program, while it runs; "event": one is lost, and
+            never happens, which the device notices; "gone": the device is, in the middle of a program, from then on
+    seed    of delays and faults
+    """
+
+    def __init__(
+        self,
+        name: str = "XNPU0",
+        *,
+        type: Literal["gpu", "accel"] = "gpu",
+        memory: int = 8 << 30,
+        delay: float = 0.0,
+        faults: Mapping[str, float] | None = None,
+        seed: int = 0,
+    ) -> None:
+        unknown = sorted(set(faults or ()) - set(FAULTS))
+        if unknown:
+            raise DeviceError(f"fault {unknown[0]!r}: must be one of {' '.join(FAULTS)}")
+        self.name, self.description, self.type, self.memory = name, "simulated accelerator", type, memory
+        self.delay, self.faults = delay, dict(faults or {})
+        self._backend = Backend(name, options=Options(ops="all", matmul="exact"), team=Team(0))
+        self.ops = tuple(self._backend.ops)
+        self.n_buffers = 0  # that are allocated now
+        self._random = np.random.default_rng(seed)
+        self._lock = threading.Lock()
+        self._queue: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._worker: threading.Thread | None = None
+        self._failed: str | None = None  # in the queue, since it was synchronised
+        self._gone = False
+
+    def open(self) -> None:
+        """Starts the queue."""
+        self._fault("open")
+        with self._lock:
+            if self._worker is None:
+                self._worker = threading.Thread(target=self._work, name=self.name, daemon=True)
+                self._worker.start()
+
+    def alloc(self, size: int) -> Bytes:
+        """A span of memory of the simulation's own."""
+        self._fault("alloc", f"{size} bytes")
+        owner = np.zeros(size + _ALIGNMENT, np.uint8)
+        begin = -owner.__array_interface__["data"][0] % _ALIGNMENT
+        self.n_buffers += 1
+        return owner[begin : begin + size]
+
+    def free(self, handle: Bytes) -> None:
+        self._wait()
+        self.n_buffers -= 1
+
+    def copy_in(self, handle: Bytes, offset: int, data: Bytes) -> None:
+        self._fault("copy_in", f"{data.size} bytes")
+        handle[offset : offset + data.size] = data
+
+    def copy_out(self, handle: Bytes, offset: int, out: Bytes) -> None:
+        self._fault("copy_out", f"{out.size} bytes")
+        out[:] = handle[offset : offset + out.size]
+
+    def copy(self, source: Bytes, source_offset: int, target: Bytes, target_offset: int, size: int) -> None:
+        self._fault("copy", f"{size} bytes")
+        target[target_offset : target_offset + size] = source[source_offset : source_offset + size]
+
+    def fill(self, handle: Bytes, offset: int, size: int, value: int) -> None:
+        self._fault("fill", f"{size} bytes")
+        handle[offset : offset + size] = value
+
+    def refusal(self, node: Node) -> str | None:
+        self._fault("refusal", str(node))
+        return self._backend.refusal(node)
+
+    def compile(self, graph: Graph) -> Program:
+        self._fault("compile", f"{len(graph.nodes)} nodes")
+        plan = self._backend.plan(_moved(graph))
+
+        def run() -> None:
+            self._fault("run", f"{len(graph.nodes)} nodes")
+            with POOL.working():
+                plan.run()
+            if self._is_to_fail("gone"):
+                self._gone = True
+
+        return lambda: self._later(run)
+
+    def synchronize(self) -> None:
+        self._wait()
+        failed, self._failed = self._failed, None
+        if failed is not None:
+            raise DeviceError(failed)
+
+    def copy_in_async(self, handle: Bytes, offset: int, data: Bytes) -> None:
+        self._later(lambda: self.copy_in(handle, offset, data))
+
+    def copy_out_async(self, handle: Bytes, offset: int, out: Bytes) -> None:
+        self._later(lambda: self.copy_out(handle, offset, out))
+
+    def copy_async(self, source: Bytes, source_offset: int, target: Bytes, target_offset: int, size: int) -> None:
+        self._later(lambda: self.copy(source, source_offset, target, target_offset, size))
+
+    def record(self) -> threading.Event:
+        event = threading.Event()
+
+        def happens() -> None:
+            self._fault("event")
+            event.set()
+
+        self._later(happens)
+        return event
+
+    def wait(self, event: Any) -> None:
+        """In one queue, what comes after an event happens after it."""
+
+    def wait_for(self, event: threading.Event) -> None:
+        self._wait()
+        if not event.is_set():
+            raise DeviceError("an event was lost")
+
+    def _is_to_fail(self, call: str) -> bool:
+        with self._lock:
+            return call in self.faults and self._random.random() < self.faults[call]
+
+    def _fault(self, call: str, size: str = "") -> None:
+        of = f"{call} of {size}" if size else call
+        if self._gone:
+            raise DeviceError(f"{of}: the device is gone")
+        if self._is_to_fail(call):
+            raise DeviceError(f"a fault in {of}, on purpose")
+
+    def _later(self, what: Callable[[], None]) -> None:
+        if self._worker is None:
+            raise DeviceError("the device is not open")
+        self._queue.put(what)
+
+    def _wait(self) -> None:
+        """Until all is done that is in the queue now."""
+        done = threading.Event()
+        self._later(done.set)
+        done.wait()
+
+    def _work(self) -> None:
+        """The thread of the queue. What comes after something that failed is not done, until somebody synchronises."""
+        while True:
+            what = self._queue.get()
+            if self.delay:
+                time.sleep(self._random.random() * self.delay)
+            is_wait = getattr(what, "__self__", None).__class__ is threading.Event
+            if self._failed is not None and not is_wait:
+                continue
+            try:
+                what()
+            except Exception as error:
+                self._failed = said_by(error) if not isinstance(error, DeviceError) else str(error)
+
+
+def _moved(graph: Graph) -> Graph:
+    """A graph over the memory that only the simulation knows."""
+
+    def moved(tensor: Tensor | None) -> Tensor | None:
+        if tensor is None or tensor.buffer is None:
+            return tensor
+        return tensor.within(tensor.buffer.handle)
+
+    return replace(
+        graph,
+        nodes=tuple(Node(n.op, moved(n.dst) or n.dst, tuple(map(moved, n.src)), n.params) for n in graph.nodes),
+        beyond=tuple(tuple(moved(each) or each for each in tensors) for tensors in graph.beyond),
+    )

@@ -1,0 +1,163 @@
+"""What the pages say is so: their commands run, and print what the pages show, but for times."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from graph_runner.models import model_file
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = [*sorted(ROOT.glob("docs/*.md")), ROOT / "README.md"]
+NOT_COMPARED = {
+    "performance.md": "measurements",
+    "add-an-op.md": "its steps change the package",
+    "conformance.md": "test_conformance.py has its numbers",
+}
+FENCE = re.compile(r'^```(?P<language>\w*)(?: title="(?P<file>[^"]+)")?\n(?P<body>.*?)^```$', re.MULTILINE | re.DOTALL)
+OURS = re.compile(r"^(?:GGML_NPU_\w+=\S+ )*ggml-npu .*")
+MEASURED = re.compile(r"\b\d[\d.,]* ?(?:ms|us|s|tokens/s|GB/s|threads)\b|(?<=ggml )\d+\.\d+\.\d+")
+ANNOUNCED = "ggml-npu: compiling kernels, once"
+
+
+@dataclass(frozen=True)
+class Command:
+    """A line after $, and what the page shows that it prints."""
+
+    line: str
+    shown: str
+
+
+@dataclass(frozen=True)
+class Written:
+    """A file that the reader writes."""
+
+    name: str
+    text: str
+
+
+def steps(page: Path) -> Iterator[Command | Written]:
+    """What a reader does who follows a page from its beginning."""
+    for block in FENCE.finditer(page.read_text()):
+        if block["file"]:
+            yield Written(block["file"], block["body"])
+        elif block["body"].startswith("$ "):
+            for part in re.split(r"^\$ ", block["body"], flags=re.MULTILINE)[1:]:
+                line, _, shown = part.partition("\n")
+                yield Command(line, shown)
+
+
+def unshown() -> Iterator[tuple[str, str]]:
+    """Commands of ours whose output no page shows, without what stands beside them."""
+    for page in PAGES:
+        for block in FENCE.finditer(page.read_text()):
+            if block["language"] in ("", "sh") and not block["body"].startswith("$ "):
+                for line in filter(OURS.match, block["body"].splitlines()):
+                    yield page.name, re.split(r"\s{3,}|\s+#", line.rstrip())[0]
+
+
+@pytest.fixture(scope="module")
+def commands(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder for PATH with the command ggml-npu of this tree."""
+    folder = tmp_path_factory.mktemp("bin")
+    script = folder / "ggml-npu"
+    script.write_text(f"#!/bin/sh\nexec {shlex.quote(sys.executable)} -c 'import ggml_npu; ggml_npu.main()' \"$@\"\n")
+    script.chmod(0o755)
+    python = folder / "python"
+    python.symlink_to(sys.executable) if sys.prefix == sys.base_prefix else python.write_text(
+        f'#!/bin/sh\nexec {shlex.quote(sys.executable)} "$@"\n'
+    )
+    python.chmod(0o755)
+    return folder
+
+
+def shell(line: str, folder: Path, commands: Path, **environment: str) -> tuple[int, str]:
+    """Exit code and output of a command, both streams in one."""
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONSAFEPATH"} | environment
+    env["PATH"] = f"{commands}{os.pathsep}{env['PATH']}"
+    done = subprocess.run(
+        ["bash", "-c", line], cwd=folder, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT, text=True, timeout=600, check=False,
+    )  # fmt: skip
+    return done.returncode, "".join(x for x in done.stdout.splitlines(True) if not x.startswith(ANNOUNCED))
+
+
+def assert_shown(shown: str, printed: str) -> None:
+    """What a page shows is what was printed, but for times; ... stands for anything."""
+    pattern = ""
+    for line in MEASURED.sub("#", shown).splitlines():
+        parts = (re.escape(part.rstrip()) if not part.strip() else re.escape(part) for part in line.split("..."))
+        pattern += r"(?:.*\n)*?" if line == "..." else ".*".join(parts).rstrip() + r" *\n"
+    assert re.fullmatch(pattern, MEASURED.sub("#", printed)), f"the page shows\n{shown}\nand it is\n{printed}"
+
+
+def pages_with_steps() -> list[Path]:
+    return [
+        page for page in PAGES if page.name not in NOT_COMPARED and any(isinstance(s, Command) for s in steps(page))
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", pages_with_steps(), ids=lambda page: page.stem)
+def test_commands_print_what_the_page_shows(page: Path, commands: Path, tmp_path: Path) -> None:
+    for step in steps(page):
+        if isinstance(step, Written):
+            (tmp_path / step.name).write_text(step.text)
+        else:
+            _, printed = shell(step.line, tmp_path, commands)
+            assert_shown(step.shown, printed)
+
+
+@pytest.fixture(scope="module")
+def reader(commands: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the files that commands of the pages name."""
+    folder = tmp_path_factory.mktemp("reader")
+    with model_file("tiny") as file:
+        shutil.copy(file, folder / "model.gguf")
+    shutil.copytree(ROOT / "examples", folder / "examples")
+    shutil.copy(ROOT / "examples" / "my_kernels.py", folder)
+    for page in PAGES:
+        for step in steps(page):
+            if isinstance(step, Written):
+                (folder / step.name).write_text(step.text)
+    code, printed = shell("ggml-npu capture model.gguf -o trace.gguf", folder, commands)
+    assert code == 0, printed
+    return folder
+
+
+PLACEHOLDERS = re.compile(r"\bFILE\b|\bOP\b|roll\.py|--ops ROLL|\bbench all\b")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("line", sorted({line for _, line in unshown() if not PLACEHOLDERS.search(line)}))
+def test_commands_run(line: str, commands: Path, reader: Path, tmp_path: Path) -> None:
+    line = re.sub(r"\b(demo|MODEL)\b", "tiny", line)
+    if "bench" in line:
+        line += " --rounds 1 --model tiny"
+    own_cache = {"XDG_CACHE_HOME": str(tmp_path)} if "--clear" in line else {}
+    code, printed = shell(line, reader, commands, **own_cache)
+    assert code == 0, printed
+
+
+def test_links_lead_to_files() -> None:
+    for page in [*PAGES, *ROOT.glob("*.md")]:
+        for link in re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", page.read_text()):
+            if "://" not in link:
+                assert (page.parent / link).exists(), f"{page.name}: {link}"
+
+
+def test_every_variable_is_in_the_table() -> None:
+    from ggml_backend_npu.options import _CHECKS, _READ_ELSEWHERE
+
+    text = (ROOT / "README.md").read_text()
+    known = {f"GGML_NPU_{name.upper()}" for name in (*_CHECKS, *_READ_ELSEWHERE)}
+    assert set(re.findall(r"^\|[^|]*\| `(GGML_NPU_\w+)` \|", text, re.MULTILINE)) == known

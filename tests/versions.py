@@ -1,0 +1,217 @@
+"""The backend on other versions of llama-cpp-python, each with its ggml.
+
+    python tests/versions.py                    each of VERSIONS; writes the table of docs/versions.md
+    python tests/versions.py 0.3.24 0.3.35      these, in that table
+    python tests/versions.py --only diff,movers 0.3.24
+    python tests/versions.py --short 0.3.24     whether it registers, and a small diff; the table stays
+
+A version has a virtual environment in the user's cache directory, with this checkout; building one takes some minutes.
+Exits with 1 where a cell is wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import platformdirs
+from layouts import SUITE, VERSIONS, sources
+
+ROOT = Path(__file__).parents[1]
+TABLE = ROOT / "docs" / "versions.md"
+MOVERS = "GET_ROWS,SET_ROWS,CPY,DUP,CONT"
+_MARK = "<!-- table -->\n"
+_COLOURS = re.compile(r"\x1b\[[0-9;]*m")
+_CASE = re.compile(r": (OK|FAIL|not supported)")
+
+# tests that an older version cannot run, as pytest names them: from the version that can, what and why
+LACKING: tuple[tuple[str, str, str], ...] = (
+    ("0.3.32", "tests/test_norms.py::test_norm_of_rows_with_gaps", "its CPU aborts"),
+    ("0.3.32", "tests/test_norms.py::test_l2_norm_of_rows_with_gaps", "its CPU aborts"),
+    ("0.3.36", "tests/test_arithmetic.py::test_concat", "its CPU crashes on blocks"),
+    ("0.3.36", "tests/test_arithmetic.py::test_scale", "its CPU aborts on types other than f32"),
+    ("0.3.36", "tests/test_whole_graph.py", "llama.cpp's inputs have no names"),
+    ("0.3.36", "tests/test_profiles.py::test_every_profile_says_what_it_is_and_names_ops_of_ggml", "newer ops"),
+    ("0.3.36", "tests/test_planted_faults.py", "llama.cpp's graphs have other nodes in their place"),
+)
+
+
+class WrongError(Exception):
+    """A cell that is not as it has to be: what there is to say of it."""
+
+
+def numbers(version: str) -> tuple[int, ...]:
+    """Of a version."""
+    return tuple(map(int, version.split(".")))
+
+
+class Environment:
+    """A virtual environment with one version of llama-cpp-python and this checkout, made where it is not there."""
+
+    def __init__(self, version: str) -> None:
+        self.version = version
+        self.folder = platformdirs.user_cache_path("ggml-npu") / "versions" / version
+        self.python = self.folder / "bin" / "python"
+        if not self.python.exists():
+            subprocess.run([sys.executable, "-m", "venv", self.folder], check=True)
+            ccache = shutil.which("ccache")
+            launchers = {f"CMAKE_{language}_COMPILER_LAUNCHER": ccache for language in ("C", "CXX")} if ccache else {}
+            package = f"llama-cpp-python=={version}"
+            self._pip("install", package, "--no-binary", "llama-cpp-python", **launchers)
+            self._pip("install", "--editable", f"{ROOT}[test]", package)
+        self._pip("install", "--editable", str(ROOT), "--no-deps")  # it may have been made by another checkout
+
+    def _pip(self, *arguments: str, **variables: str) -> None:
+        command = [self.python, "-m", "pip", "--quiet", *arguments]
+        subprocess.run(command, check=True, env={**os.environ, **variables})
+
+    def run(self, *command: str | Path, **variables: str) -> subprocess.CompletedProcess[str]:
+        """Runs a command of the environment."""
+        path = f"{self.folder / 'bin'}{os.pathsep}{os.environ['PATH']}"
+        left_out = ("PYTHONPATH", "LLAMA_CPP_LIB_PATH")
+        kept = {name: value for name, value in os.environ.items() if name not in left_out}
+        variables = {**kept, "PATH": path, "GGML_NO_BACKTRACE": "1", **variables}
+        return subprocess.run(command, env=variables, capture_output=True, text=True, errors="replace", cwd=ROOT)
+
+    def printed(self, *command: str | Path) -> str:
+        """What a command prints. Raises WrongError where it fails."""
+        done = self.run(*command)
+        if done.returncode:
+            told = (done.stderr.strip() or done.stdout.strip() or str(done.returncode)).splitlines()
+            raise WrongError(told[-1])
+        return done.stdout
+
+    def suite(self) -> Path:
+        """This version's own test-backend-ops, with the ggml of its wheel."""
+        program = self.folder / "test-backend-ops"
+        if not program.exists():
+            ggml = sources(self.version)
+            libraries = Path(self.printed(self.python, "-c", "import llama_cpp; print(llama_cpp.__path__[0])").strip())
+            libraries /= "lib"
+            named = [f"-l:lib{name}.so.0" for name in ("ggml", "ggml-base", "ggml-cpu")]
+            files = [f"-I{ggml / 'include'}", ggml.parent / SUITE, "-o", program]
+            linked = [f"-L{libraries}", *named, f"-Wl,-rpath,{libraries}", "-lpthread"]
+            subprocess.run(["c++", "-std=c++17", "-O1", "-w", *files, *linked], check=True)
+        return program
+
+
+def register(at: Environment) -> str:
+    """The device is there, and ggml's layout is one that is known."""
+    code = "import ggml_backend_npu; g = ggml_backend_npu.register().ggml; print(g.version, len(g.ops), g.is_between)"
+    version, n_ops, known = at.printed(at.python, "-c", code).split()
+    return f"{n_ops} ops" if known == "True" else f"{n_ops} ops, {version} not known"
+
+
+def _judged(at: Environment, ops: str | None, **options: str) -> str:
+    plugin = at.printed("ggml-npu", "plugin").strip()
+    chosen = ["-o", ops] if ops else []
+    done = at.run(at.suite(), "test", "-b", "NPU", *chosen, GGML_BACKEND_PATH=plugin, **options)
+    text = _COLOURS.sub("", done.stdout)
+    if "Backend 1/2: NPU" not in text and "Backend 2/2: NPU" not in text:
+        raise WrongError("no device NPU in test-backend-ops")
+    found = Counter(_CASE.findall(text))
+    told = f"{found['OK']:,} right, {found['not supported']:,} not taken"
+    if done.returncode or found["FAIL"] or "ggml-npu: " in re.sub("ggml-npu: compiling.*", "", done.stderr):
+        raise WrongError(f"{told}, {found['FAIL']:,} wrong (exit {done.returncode})")
+    return told
+
+
+def movers(at: Environment) -> str:
+    """What that version's own test-backend-ops says of data movement; it loads the device as a plugin."""
+    return _judged(at, MOVERS)
+
+
+def all_ops(at: Environment) -> str:
+    """What it says of every op."""
+    return _judged(at, None, GGML_NPU_OPS="all", GGML_NPU_MATMUL="exact")
+
+
+def diff_tiny(at: Environment) -> str:
+    """The diff of the small random model."""
+    return at.printed("ggml-npu", "diff", "tiny").strip().splitlines()[-1]
+
+
+def diff_demo(at: Environment) -> str:
+    """The diff of SmolLM2."""
+    last = at.printed("ggml-npu", "diff", "demo").strip().splitlines()[-1]
+    return last.removesuffix(", every byte equals ggml's CPU") + (", all bytes" if "every byte" in last else "")
+
+
+def run_demo(at: Environment) -> str:
+    """Text with all nodes on the NPU, which is to be that of this version's CPU."""
+    npu = at.printed("ggml-npu", "run", "demo", "--all", "-n", "32")
+    cpu = at.printed("ggml-npu", "run", "demo", "--device", "cpu", "--flash-attn", "on", "-n", "32")
+    if npu != cpu:
+        raise WrongError("the text is another one")
+    return "same text"
+
+
+def tests(at: Environment) -> str:
+    """The default tests."""
+    lacking = [test for since, test, _ in LACKING if numbers(at.version) < numbers(since)]
+    left_out = [part for test in lacking for part in ("--deselect", test)]
+    done = at.run(at.python, "-m", "pytest", "-n", "2", "-p", "no:cacheprovider", "--tb=line", *left_out)
+    told = done.stdout.strip().splitlines()[-1] if done.stdout.strip() else "nothing"
+    said = re.sub(r" in [\d.]+s.*", "", told)
+    if done.returncode:
+        raise WrongError(said)
+    return said
+
+
+CELLS: dict[str, Callable[[Environment], str]] = {
+    "register": register, "movers": movers, "all": all_ops, "diff": diff_demo, "run": run_demo, "tests": tests,
+}  # fmt: skip
+_COLUMNS = (
+    *("llama-cpp-python", "ggml", "register", "movers, by the plugin", "all ops"),
+    *("`diff demo`", "`run demo --all`", "tests", "day"),
+)
+
+
+def _rows(text: str) -> dict[str, list[str]]:
+    """The rows of the table as it is, by version."""
+    table = text.split(_MARK)[1]
+    lines = [line.strip("| ").split(" | ") for line in table.splitlines() if re.match(r"\| \d", line)]
+    return {line[0]: line for line in lines}
+
+
+def main() -> int:
+    """Runs the command."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("versions", nargs="*", default=VERSIONS)
+    parser.add_argument("--only", default=",".join(CELLS))
+    parser.add_argument("--short", action="store_true")
+    chosen = parser.parse_args()
+    cells = {"register": register, "diff": diff_tiny} if chosen.short else {n: CELLS[n] for n in chosen.only.split(",")}
+    rows, wrong = _rows(TABLE.read_text()), 0
+    for version in chosen.versions:
+        at = Environment(version)
+        ggml = at.printed(
+            at.python, "-c", "from ggml_backend_npu.abi import lib; print(lib.unchecked().version)"
+        ).strip()
+        row = rows.setdefault(version, [version, ggml, *[""] * len(CELLS), ""])
+        for name, cell in cells.items():
+            try:
+                said = cell(at)
+            except WrongError as error:
+                said, wrong = f"**wrong**: {error}", wrong + 1
+            print(f"{version} {name}: {said}", flush=True)
+            row[2 + list(CELLS).index(name)] = said.replace("|", "/")
+        row[1], row[-1] = ggml, datetime.date.today().isoformat()
+        if not chosen.short:
+            lines = [f"| {' | '.join(rows[key])} |" for key in sorted(rows, key=numbers)]
+            table = "\n".join([f"| {' | '.join(_COLUMNS)} |", "|---" * len(_COLUMNS) + "|", *lines])
+            before, _, after = TABLE.read_text().split(_MARK)
+            TABLE.write_text(f"{before}{_MARK}{table}\n{_MARK}{after}")
+    return int(wrong > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
