@@ -3,9 +3,6 @@ register some."""
 
 from __future__ import annotations
 
-import importlib.util
-import sys
-import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -15,6 +12,7 @@ from pathlib import Path
 from ggml_backend_npu.device import Device
 from ggml_backend_npu.options import DeviceError
 from ggml_backend_npu.registry import said_by
+from ggml_backend_npu.user_files import line_in, run_file
 
 GROUP = "ggml_backend_npu.devices"
 
@@ -35,20 +33,14 @@ def load_devices(name: str) -> list[Device]:
 
 
 def _of_file(path: Path) -> list[Device]:
-    spec = importlib.util.spec_from_file_location(f"device_{path.stem}", path)
-    if not path.is_file() or spec is None or spec.loader is None:
+    if not path.is_file():
         raise DeviceError(f"device {str(path)!r}: no such file")
-    module = importlib.util.module_from_spec(spec)
-    folder = str(path.resolve().parent)
-    if folder not in sys.path:
-        sys.path.append(folder)
     with _recording() as found:
         try:
-            spec.loader.exec_module(module)
+            run_file(path, f"device_{path.stem}")
         except (Exception, SystemExit) as error:
-            lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
-            at = f" line {lines[-1]}" if lines else ""
-            raise DeviceError(f"device {str(path)!r}{at}: {type(error).__name__}: {error}") from None
+            text = error.msg if isinstance(error, SyntaxError) else error
+            raise DeviceError(f"device {str(path)!r}{line_in(path, error)}: {type(error).__name__}: {text}") from None
     return found
 
 

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import difflib
-import importlib.util
 import os
-import sys
-import traceback
 from pathlib import Path
 
 from ggml_backend_npu.abi import lib
 from ggml_backend_npu.backend import Backend
 from ggml_backend_npu.ops import OWN
 from ggml_backend_npu.registry import Op, recording
+from ggml_backend_npu.user_files import line_in, run_file
 from quant.errors import UserError
 
 
@@ -35,21 +33,14 @@ def load_kernels(path: Path, backend: Backend) -> dict[str, str]:
     """
     if not path.is_file():
         raise KernelFileError(f"kernels {str(path)!r}: no such file")
-    spec = importlib.util.spec_from_file_location(f"kernels_{path.stem}", path)
-    if spec is None or spec.loader is None:
-        raise KernelFileError(f"kernels {str(path)!r}: not a Python file")
-    module = importlib.util.module_from_spec(spec)
-    folder = str(path.resolve().parent)
-    if folder not in sys.path:
-        sys.path.append(folder)
     with recording() as added:
         try:
-            spec.loader.exec_module(module)
+            run_file(path, f"kernels_{path.stem}")
             _check(added)
         except (Exception, SystemExit) as error:
             text = error.msg if isinstance(error, SyntaxError) else error
             kind = "" if isinstance(error, KernelFileError) else f"{type(error).__name__}: "
-            raise KernelFileError(f"kernels {str(path)!r}{_line(path, error)}: {kind}{text}") from None
+            raise KernelFileError(f"kernels {str(path)!r}{line_in(path, error)}: {kind}{text}") from None
     found = {op.name: "replaced" if op.name in backend.ops else "new" for op in added}
     backend.ops.add(*added)
     return found
@@ -75,10 +66,3 @@ def _check(added: list[Op]) -> None:
                 f"that {op.name} has; one that a node leaves out is None"
             )
         lines[op.name] = line
-
-
-def _line(path: Path, error: BaseException) -> str:
-    if isinstance(error, SyntaxError) and error.lineno:
-        return f" line {error.lineno}"
-    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
-    return f" line {lines[-1]}" if lines else ""

@@ -26,7 +26,7 @@ NOT_COMPARED = {
 FENCE = re.compile(r'^```(?P<language>\w*)(?: title="(?P<file>[^"]+)")?\n(?P<body>.*?)^```$', re.MULTILINE | re.DOTALL)
 OURS = re.compile(r"^(?:GGML_NPU_\w+=\S+ )*ggml-npu .*")
 MEASURED = re.compile(r"\b\d[\d.,]* ?(?:ms|us|s|tokens/s|GB/s|threads)\b|(?<=ggml )\d+\.\d+\.\d+")
-ANNOUNCED = "ggml-npu: compiling kernels, once"
+ANNOUNCED = ("ggml-npu: compiling kernels, once", "building ggml's own programs, once")
 
 
 @dataclass(frozen=True)

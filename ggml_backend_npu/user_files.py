@@ -1,0 +1,39 @@
+"""A user's Python files: they are programs, and are run as such."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+import traceback
+from importlib.machinery import SourceFileLoader
+from pathlib import Path
+from types import CodeType
+
+
+class _Uncached(SourceFileLoader):
+    """Compiles a file each time: bytecode kept beside it would be stale after two edits within a second."""
+
+    def get_code(self, fullname: str) -> CodeType:
+        code: CodeType = self.source_to_code(self.get_data(self.path), self.path)
+        return code
+
+
+def run_file(path: Path, name: str) -> None:
+    """Runs a Python file as the module `name`. It can import what lies in its folder. Raises what the file raises."""
+    loader = _Uncached(name, str(path))
+    spec = importlib.util.spec_from_file_location(name, path, loader=loader)
+    assert spec is not None
+    module = importlib.util.module_from_spec(spec)
+    folder = str(path.resolve().parent)
+    if folder not in sys.path:
+        sys.path.append(folder)
+    sys.modules[name] = module  # dataclasses look up their module
+    loader.exec_module(module)
+
+
+def line_in(path: Path, error: BaseException) -> str:
+    """Where in the file an error was raised: " line 7", or nothing."""
+    if isinstance(error, SyntaxError) and error.lineno:
+        return f" line {error.lineno}"
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
+    return f" line {lines[-1]}" if lines else ""
