@@ -10,10 +10,10 @@ from __future__ import annotations
 import sys
 
 from ggml_backend_npu.abi import lib, places
-from quant.kernels.jit import compile_without, processor_has
+from quant.kernels.jit import follow
 
 
-def _follow() -> None:
+def _as_ggml() -> None:
     """Where no ggml is found, kernels are compiled for the processor. One that the process has already is the one: a
     library of llama-cpp-python's would take it for its own, which has the same name."""
     try:
@@ -21,8 +21,7 @@ def _follow() -> None:
         features = (lib.unchecked() if already is None else lib.Ggml(already)).features
     except lib.UnknownGgmlError:
         return
-    if processor_has("avx512f") and "AVX512" not in features:
-        compile_without("avx512")
+    follow(16 if "AVX512" in features else 8)
 
 
-_follow()
+_as_ggml()

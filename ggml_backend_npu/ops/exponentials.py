@@ -12,7 +12,6 @@ from quant.kernels.jit import (
     bits_float,
     fused_multiply_add,
     inlined,
-    processor_has,
     reduced,
     truncate_to_int32,
 )
@@ -28,7 +27,7 @@ _E1, _E2, _E3, _E4, _E5 = (  # a polynomial's
     np.float32(float.fromhex(text))
     for text in ("0x1.ffffecp-1", "0x1.fffdb6p-2", "0x1.555e66p-3", "0x1.573e2ep-5", "0x1.0e4020p-7")
 )
-_SCALES_LAST = processor_has("avx512f", "avx512dq")  # where ggml's is written for these
+_SCALES_LAST = LANES == 16  # as ggml's is written for AVX-512
 
 
 @inlined

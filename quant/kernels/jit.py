@@ -49,7 +49,7 @@ def cache_directory() -> Path:
     root = os.environ.get("NUMBA_CACHE_DIR") or platformdirs.user_cache_dir("ggml-npu")
     root_of_sources = Path(__file__).resolve().parents[2]
     sources = sorted(path for name in ("quant", "ggml_backend_npu") for path in (root_of_sources / name).rglob("*.py"))
-    digest = hashlib.sha256()
+    digest = hashlib.sha256(bytes([lanes()]))
     for text in (source.read_bytes() for source in sources):
         if b"quant.kernels.jit" in text or b"@intrinsic" in text:
             digest.update(text)
@@ -74,13 +74,24 @@ def target() -> str:
     return f"{name} {binding.get_host_cpu_features().flatten() if features is None else features}"
 
 
-def compile_without(prefix: str) -> None:
-    """From here on kernels are compiled for this processor without the features whose names (LLVM's) begin so, unless
-    numba was told of another processor. What has been compiled stays."""
-    if config.CPU_NAME is None and config.CPU_FEATURES is None:
+_lanes = 0  # as told by `follow`
+
+
+def lanes() -> int:
+    """How many float32 are added up side by side: as many as a vector of ggml's has, once `follow` has told it."""
+    return _lanes or (16 if processor_has("avx512f") else 8)
+
+
+def follow(n: int) -> None:
+    """From here on n float32 (16 or 8) are added up side by side, whatever processor kernels are compiled for. With 8
+    that is this one without AVX-512, unless numba was told of another. What has been compiled stays."""
+    global _lanes
+    _lanes = n
+    cache_directory.cache_clear()
+    if n == 8 and config.CPU_NAME is None and config.CPU_FEATURES is None:
         features = binding.get_host_cpu_features().flatten().split(",")
         config.CPU_NAME = binding.get_host_cpu_name()
-        config.CPU_FEATURES = ",".join(f"-{each[1:]}" if each[1:].startswith(prefix) else each for each in features)
+        config.CPU_FEATURES = ",".join(f"-{each[1:]}" if each[1:].startswith("avx512") else each for each in features)
         processor_has.cache_clear()
 
 

@@ -8,10 +8,10 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from quant.kernels.jit import array_at, inlined, processor_has, reduced
+from quant.kernels.jit import array_at, inlined, lanes, reduced
 from quant.kernels.vectors import FLOAT, Address, Variable
 
-LANES = 16 if processor_has("avx512f") else 8  # floats of a vector
+LANES = lanes()  # floats of a vector
 ROWS = 4  # of a block; it is as wide as _WIDE vectors, or one
 _WIDE = 4 if LANES == 16 else 2
 
