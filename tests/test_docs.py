@@ -25,7 +25,9 @@ NOT_COMPARED = {
 }
 FENCE = re.compile(r'^```(?P<language>\w*)(?: title="(?P<file>[^"]+)")?\n(?P<body>.*?)^```$', re.MULTILINE | re.DOTALL)
 OURS = re.compile(r"^(?:GGML_NPU_\w+=\S+ )*ggml-npu .*")
-MEASURED = re.compile(r"\b\d[\d.,]* ?(?:ms|us|s|tokens/s|GB/s|threads)\b|(?<=ggml )\d+\.\d+\.\d+")
+MEASURED = re.compile(  # a time, a version, and what sums of another width change
+    r"\b\d[\d.,]* ?(?:ms|us|s|tokens/s|GB/s|threads)\b|(?<=ggml )\d+\.\d+\.\d+|\b[\d,]+(?= of [\d,]+ bytes differ)"
+)
 ANNOUNCED = ("ggml-npu: compiling kernels, once", "building ggml's own programs, once")
 
 
