@@ -127,6 +127,7 @@ OF_THE_PROCESS = {
     "quant/kernels/jit.py _ours": "names of C functions, which decorators add when they are imported",
     "quant/kernels/jit.py _Announcement": "who is told that numba compiles: numba has one list of listeners",
     "quant/kernels/jit.py _Files": "that kernels cannot be kept is said once",
+    "quant/kernels/jit.py _lanes": "what kernels are compiled for: as wide sums as those of the process's ggml",
     "quant/kernels/memory.py _free": "memory of large results that nobody holds any more, as an allocator has it",
     "ggml_backend_npu/abi/fenced.py _free": "fenced memory that nobody holds any more",
     "ggml_backend_npu/abi/fenced.py _Room": "how much that is",
