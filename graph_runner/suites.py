@@ -17,6 +17,7 @@ import sys
 import tarfile
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -173,15 +174,22 @@ def build(console: Console | None = None) -> Path:
     """
     programs = folder()
     if kept.damage(programs) is not None:
-        programs.parent.mkdir(parents=True, exist_ok=True)
-        with open(programs.parent / "lock", "w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
+        with building_in(programs.parent):
             wrong = kept.damage(programs)
             if wrong is not None:
                 if programs.exists():
                     kept.say_damaged(f"ggml's programs in {programs}: {wrong}")
                 _build(programs, console or Console(stderr=True))
     return programs
+
+
+@contextmanager
+def building_in(folder: Path) -> Iterator[None]:
+    """A folder, made where it is not there, that no other process builds in until the context ends: it waits."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 def _build(programs: Path, console: Console) -> None:

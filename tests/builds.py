@@ -69,26 +69,30 @@ def folder(name: str) -> Path:
 def build(name: str) -> Path:
     """The folder of a build's libraries, made where it is not there. Raises SuiteError where a step fails."""
     libraries = folder(name)
-    if not libraries.is_dir():
-        flags, others = BUILDS[name]
-        source, made = libraries.with_name("source"), libraries.with_name(f"{name}.build")
-        libraries.parent.mkdir(parents=True, exist_ok=True)
-        if not source.is_dir():
-            suites._fetch(source)
-        ninja = suites._tool("ninja", "BIN_DIR")
-        options = {**_SHARED, "CMAKE_C_FLAGS": flags, "CMAKE_CXX_FLAGS": flags, **others}
-        arguments = [f"-D{option}={value}" for option, value in options.items()]
-        cmake = suites._tool("cmake", "CMAKE_BIN_DIR")
-        suites._run([cmake, "-S", source, "-B", made, "-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={ninja}", *arguments])
-        suites._run([ninja, "-C", made, "ggml"])
-        spec = find_spec("llama_cpp")
-        assert spec is not None
-        assert spec.origin is not None
-        for library in Path(spec.origin).with_name("lib").glob("libllama.so*"):
-            shutil.copy2(library, made / "bin")
-        (made / "bin").replace(libraries)
-        shutil.rmtree(made)
+    with suites.building_in(libraries.parent):
+        if not libraries.is_dir():
+            _make(name, libraries)
     return libraries
+
+
+def _make(name: str, libraries: Path) -> None:
+    flags, others = BUILDS[name]
+    source, made = libraries.with_name("source"), libraries.with_name(f"{name}.build")
+    if not source.is_dir():
+        suites._fetch(source)
+    ninja = suites._tool("ninja", "BIN_DIR")
+    options = {**_SHARED, "CMAKE_C_FLAGS": flags, "CMAKE_CXX_FLAGS": flags, **others}
+    arguments = [f"-D{option}={value}" for option, value in options.items()]
+    cmake = suites._tool("cmake", "CMAKE_BIN_DIR")
+    suites._run([cmake, "-S", source, "-B", made, "-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={ninja}", *arguments])
+    suites._run([ninja, "-C", made, "ggml"])
+    spec = find_spec("llama_cpp")
+    assert spec is not None
+    assert spec.origin is not None
+    for library in Path(spec.origin).with_name("lib").glob("libllama.so*"):
+        shutil.copy2(library, made / "bin")
+    (made / "bin").replace(libraries)
+    shutil.rmtree(made)
 
 
 def main() -> int:

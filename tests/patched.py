@@ -69,9 +69,14 @@ TO_COME: dict[str, Change] = {
 def build(name: str) -> Path:
     """The folder of a build's libraries, made where it is not there. Raises SuiteError where a step fails."""
     home = platformdirs.user_cache_path("ggml-npu") / f"patched-{VERSIONS[-1]}"
+    with suites.building_in(home):
+        if not (home / name).is_dir():
+            _make(name, home)
+    return home / name
+
+
+def _make(name: str, home: Path) -> None:
     libraries, source, made = home / name, home / "source", home / "build"
-    if libraries.is_dir():
-        return libraries
     original, change = sources(VERSIONS[-1]), (SHUFFLED | TO_COME)[name]
     if not made.is_dir():
         shutil.copytree(original, source, dirs_exist_ok=True)
@@ -94,7 +99,6 @@ def build(name: str) -> Path:
     for library in made.glob("**/*.so*"):
         shutil.copy2(library, libraries.with_suffix(".new"), follow_symlinks=True)
     libraries.with_suffix(".new").replace(libraries)
-    return libraries
 
 
 def run(code: str, libraries: Path) -> subprocess.CompletedProcess[str]:

@@ -39,8 +39,23 @@ _TAKEN: dict[str, tuple[tuple[str, ...] | None, ...]] = {
 _OPTIONAL = {("SWIGLU", 2), ("SOFT_MAX", 2), ("ROPE", 3), ("SET_ROWS", 3)}
 
 
+def _compiling(chips: list[cl.Device]) -> tuple[cl.Device, cl.Context]:
+    """The first device whose compiler compiles, with a context of its own: an old PoCL does not know new processors.
+    Raises DeviceError where there is none."""
+    said = ""
+    for chip in chips:
+        context = cl.Context([chip])
+        try:
+            cl.Program(context, "kernel void nothing() {}").build()
+        except cl.Error as error:
+            said = f"{chip.name} of {chip.platform.version} compiles nothing: {error}"
+        else:
+            return chip, context
+    raise DeviceError(" ".join(said.split()) or "OpenCL has no device")
+
+
 class OpenCL(QueuedDevice):
-    """The first device of the first platform that has one; a GPU before a CPU."""
+    """The first device of any platform whose compiler works; a GPU before a CPU."""
 
     name, type, ops = "OPENCL0", "gpu", tuple(_TAKEN)
 
@@ -49,12 +64,9 @@ class OpenCL(QueuedDevice):
             found = [device for platform in cl.get_platforms() for device in platform.get_devices()]
         except cl.Error as error:
             raise DeviceError(f"OpenCL has no platform: {error}") from None
-        if not found:
-            raise DeviceError("OpenCL has no device")
-        chip = min(found, key=lambda each: each.type != cl.device_type.GPU)
+        chip, self._context = _compiling(sorted(found, key=lambda each: each.type != cl.device_type.GPU))
         self.description, self.memory, self.largest = chip.name, chip.global_mem_size, chip.max_mem_alloc_size
         self.alignment = max(64, chip.mem_base_addr_align // 8)
-        self._context = cl.Context([chip])
         self._queue = cl.CommandQueue(self._context)
         self._programs: dict[str, cl.Program] = {}
         self._kept: list[Any] = []  # host memory that the queue is yet to read or write
