@@ -37,6 +37,8 @@ def library_of(where: str | os.PathLike[str]) -> ctypes.CDLL:
         raise PlaceError(f"into={str(where)!r}: no such package is installed, and no library has this path")
     _import_all(str(where), found)
     own = {os.path.realpath(str(file.locate())) for file in found.files or ()}
+    if found.name == "llama_cpp_python" and (folder := os.environ.get("LLAMA_CPP_LIB_PATH")):
+        own |= {os.path.realpath(file) for file in Path(folder).glob("*.so*")}
     libraries = [file for file in loaded() if str(file) in own]
     for file in libraries:
         library = ctypes.CDLL(str(file), mode=os.RTLD_NOLOAD)
