@@ -17,6 +17,7 @@ from models import Models
 
 from ggml_backend_npu import Device, DeviceBackend, DeviceError, Graph, KernelError, Memory, Node, Program, Tensor
 from ggml_backend_npu.abi import lib
+from ggml_backend_npu.abi.build import Builder
 from ggml_backend_npu.abi.plugin import Plugin
 from ggml_backend_npu.buffer import Buffer
 from ggml_backend_npu.opaque import OpaqueMemory
@@ -205,6 +206,32 @@ def test_who_writes_to_a_source_is_found_out() -> None:
 def test_the_text_is_the_cpus(name: str, model: Models) -> None:
     with plugged(Simulator(delay=2e-3)) as npu:
         assert text(model(name), npu) == text(model(name), None)
+
+
+class Partial(Simulator):
+    """A device that lacks some ops."""
+
+    def __init__(self, *lacking: str) -> None:
+        super().__init__()
+        self.lacking = lacking
+
+    def refusal(self, node: Node) -> str | None:
+        return "lacking" if node.op in self.lacking else super().refusal(node)
+
+
+@pytest.mark.parametrize("lacking", [(), ("FILL",)], ids=["whole", "without FILL"])
+def test_what_writes_to_a_result_goes_where_that_is_computed(lacking: tuple[str, ...]) -> None:
+    """Else ggml would copy the result to the next node before it was written to."""
+    with plugged(Partial(*lacking)) as npu, Builder(npu.ggml, "CPU") as build:
+        filled = build.op("fill", build.tensor("f32", (4, 8)), 0.0)
+        into_a_result, into_a_leaf = (
+            build.op("set_rows", target, build.tensor("f32", (4, 2)), build.tensor("i64", (2,)))
+            for target in (filled, build.tensor("f32", (4, 8)))
+        )
+        assert npu.supports_op(0, into_a_leaf)
+        assert npu.supports_op(0, into_a_result) == (lacking == ())
+        if lacking:
+            assert "FILL" in npu.refusals["SET_ROWS"]
 
 
 def test_all_nodes_run_on_it_in_one_piece(model: Models) -> None:

@@ -301,15 +301,27 @@ class Plugin:
             return op in self.claims
         if not self.backend.offers(op):
             return False
-        try:
-            known = op in self.backend.ops
-            reason = self.backend.refusal(convert.node(self.ggml, node)) if known else NO_KERNEL
-        except KernelError as error:
-            self.broken = str(error)
-            raise
+        reason = self._refusal(op, node) or self._elsewhere(node)
         if reason is not None:
             self.refusals[op] = reason
         return reason is None
+
+    def _refusal(self, op: str, node: int) -> str | None:
+        try:
+            return self.backend.refusal(convert.node(self.ggml, node)) if op in self.backend.ops else NO_KERNEL
+        except KernelError as error:
+            self.broken = str(error)
+            raise
+
+    def _elsewhere(self, node: int) -> str | None:
+        """Why a node's output would not lie in the device's memory: it is a view of what another device computes. ggml
+        copies what a split reads before the split begins, and so before the node would write it back."""
+        root = convert.view_source_of(node)
+        if self.memory is None or root == 0:
+            return None
+        op = convert.op_name(self.ggml, root)
+        taken = not convert.computes(op) or (self.backend.offers(op) and self._refusal(op, root) is None)
+        return None if taken else f"writes into what {op} gives, which the device does not compute"
 
     def _holds(self, node: int) -> bool:
         """Whether a node's output is a view of a tensor in the device's memory."""
