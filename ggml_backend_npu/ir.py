@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 from ggml_backend_npu.buffer import Buffer
 from ggml_backend_npu.packed import Packed
 from quant import Codec, codec
-
-Dims = tuple[int, int, int, int]
+from quant.kernels.records import Dims as Dims
+from quant.kernels.records import Place
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +96,11 @@ class Tensor:
     def end(self) -> int:
         """The address behind its last byte."""
         return self.address + self.nbytes
+
+    @property
+    def place(self) -> Place:
+        """Where it lies, as kernels read it."""
+        return Place(self.address, self.nb)
 
     def overlaps(self, other: Tensor) -> bool:
         """Whether the spans of the two share a byte."""

@@ -29,7 +29,8 @@ from graph_runner.lockstep import Lockstep
 from graph_runner.logits import Ending, Endings
 from graph_runner.results import NodeResult
 from graph_runner.rules import Rules
-from graph_runner.session import DeviceName, Observer, Sampler, Session, Settings, context_for
+from graph_runner.session import Observer, Sampler, Session
+from graph_runner.settings import DeviceName, Settings, context_for
 from graph_runner.state import StateResult
 from graph_runner.trace import Origin, save_nodes
 
@@ -126,37 +127,11 @@ class _Reproducers:
         return str(path)
 
 
-def diff(model: Path, prompt: str, *, strict: bool = False, **options: Any) -> DiffResult:
-    """As `run_in_step`; where a run is wrong and no node is, once more with every buffer looked at after every node."""
-    result = run_in_step(model, prompt, strict=strict, **options)
-    if strict or not result.is_unexplained or result.device != "NPU":
-        return result
-    again = run_in_step(model, prompt, strict=True, **options)
-    return result if again else again
+@dataclass(frozen=True)
+class DiffOptions:
+    """How two devices are compared.
 
-
-def run_in_step(
-    model: Path,
-    prompt: str,
-    *,
-    steps: int = 4,
-    settings: Settings | None = None,
-    ops: Collection[str] | None = None,
-    reference: str = "CPU",
-    device: str = "NPU",
-    backend: Backend | None = None,
-    rules: Rules | None = None,
-    reproducers: Path | None = None,
-    strict: bool = False,
-    repeat: int = 1,
-    progress: Callable[[float], None] | None = None,
-    seen: Callable[[NodeResult], None] = lambda node: None,
-    about_to: AboutTo = lambda how, step, place, node: None,
-    begun: Callable[[DiffResult], None] = lambda result: None,
-    notes: Mapping[str, str] | None = None,
-) -> DiffResult:
-    """Runs a prompt and `steps` greedy tokens on two devices in step, and compares every node.
-
+    steps      greedy tokens behind the prompt
     settings   of the contexts, flash attention off where left out; device and n_ctx are set here
     ops        names of the ops and fusions to compute again from the reference's inputs; all, where left out
     reference  "CPU", or "NPU": the project's own kernels, node by node
@@ -171,113 +146,186 @@ def run_in_step(
                place and node
     begun      called with the result before it has any nodes
     notes      what `device_options` says besides: a user's kernels
+    """
+
+    steps: int = 4
+    settings: Settings | None = None
+    ops: Collection[str] | None = None
+    reference: str = "CPU"
+    device: str = "NPU"
+    backend: Backend | None = None
+    rules: Rules | None = None
+    reproducers: Path | None = None
+    strict: bool = False
+    repeat: int = 1
+    progress: Callable[[float], None] | None = None
+    seen: Callable[[NodeResult], None] = lambda node: None
+    about_to: AboutTo = lambda how, step, place, node: None
+    begun: Callable[[DiffResult], None] = lambda result: None
+    notes: Mapping[str, str] | None = None
+
+
+def diff(model: Path, prompt: str, *, strict: bool = False, **options: Any) -> DiffResult:
+    """As `run_in_step`; where a run is wrong and no node is, once more with every buffer looked at after every node."""
+    result = run_in_step(model, prompt, strict=strict, **options)
+    if strict or not result.is_unexplained or result.device != "NPU":
+        return result
+    again = run_in_step(model, prompt, strict=True, **options)
+    return result if again else again
+
+
+def run_in_step(model: Path, prompt: str, **options: Any) -> DiffResult:
+    """Runs a prompt and greedy tokens on two devices in step, and compares every node.
+
+    options  the fields of `DiffOptions`
 
     Matrices are multiplied as ggml's CPU does, unless the backend's options say how. Raises SessionError for a model or
     settings that llama.cpp refuses.
     """
-    ggml = lib.ggml()
-    given = backend or default_backend()
-    ours = given.like(options=given.options.to_compare)
-    theirs = Backend("NPU's own kernels", options=replace(ours.options, fusion="off"), numerics=given.numerics)
-    strided.make_ready()
+    return _InStep(model, prompt, DiffOptions(**options)).run()
 
-    def add(node: NodeResult) -> None:
-        result.nodes.append(node)
-        seen(node)
 
-    npus = [Plugin(ggml, each) if name == "NPU" else None for name, each in ((reference, theirs), (device, ours))]
-    fuses = device == "NPU" and ours.fuses
-    if ops is None and device == "NPU":
-        ops = _names(ours)
-    threads = (settings and settings.threads) or os.cpu_count() or 1
-    chosen = replace(
-        settings or Settings(flash_attention="off"), n_ctx=context_for(prompt, steps), threads=threads,
-        gpu_layers=_ALL_LAYERS if ours.options.device_type == "gpu" else 0,
-    )  # fmt: skip
-    options = ours.options.chosen() | dict(notes or {})
-    rounding = ours.numerics.rounding
-    keeper = _Reproducers(reproducers, Origin("", prompt, reference, ggml.version, rounding, threads, options))
+class _InStep:
+    """A model on two devices, and the result as it comes.
 
-    def opened(settings: Settings, observer: Observer | None, npu: Plugin | None = npus[1]) -> Session:
-        return Session(model, settings, npu=npu, observer=observer, counts_nodes=False, progress=progress)
+    ours, npu          what the NPU is as the device, and its plugin: None where the CPU is the device
+    theirs, reference  the same of the reference
+    """
 
-    with ExitStack() as stack:
-        cpu = stack.enter_context(Replica(ggml, "CPU", threads=threads))
-        memory = npus[1].memory if npus[1] is not None else None
-        packs = memory is not None and memory.packs
-        judge = Judge(
-            ggml, npus[1], ours, ours if device == "NPU" else cpu, theirs if reference == "NPU" else cpu, ops,
-            rules or Rules(), add, fuses=fuses, packs=packs, strict=strict,
-            keep=keeper, about_to=about_to,
+    def __init__(self, model: Path, prompt: str, asked: DiffOptions) -> None:
+        self._model, self._prompt, self._asked = model, prompt, asked
+        self._ggml = ggml = lib.ggml()
+        given = asked.backend or default_backend()
+        self._ours = ours = given.like(options=given.options.to_compare)
+        self._theirs = Backend(
+            "NPU's own kernels", options=replace(ours.options, fusion="off"), numerics=given.numerics
+        )
+        strided.make_ready()
+        self._reference = Plugin(ggml, self._theirs) if asked.reference == "NPU" else None
+        self._npu = Plugin(ggml, ours) if asked.device == "NPU" else None
+        settings = asked.settings or Settings(flash_attention="off")
+        self._settings = replace(
+            settings, n_ctx=context_for(prompt, asked.steps), threads=settings.threads or os.cpu_count() or 1,
+            gpu_layers=_ALL_LAYERS if ours.options.device_type == "gpu" else 0,
         )  # fmt: skip
-        steps_of = stack.enter_context(Lockstep(npus[1], judge))
-        second = stack.enter_context(opened(replace(chosen, device=_DEVICES[device]), steps_of.device))
-        if reference == "CPU":
-            chosen = replace(chosen, without=second.lacks)
-        on_reference = replace(chosen, device=_DEVICES[reference])
-        first = stack.enter_context(opened(on_reference, steps_of.reference, npus[0]))
-        keeper.origin = replace(keeper.origin, model=first.description)
-        tokens = first.tokenize(prompt)
-        result = DiffResult(
-            model=str(model),
-            description=first.description,
-            reference=reference,
-            device=device,
-            prompt=prompt,
+        self._options = ours.options.chosen() | dict(asked.notes or {})
+        origin = Origin(
+            "", prompt, asked.reference, ggml.version, ours.numerics.rounding, self._settings.threads, self._options
+        )
+        self._keeper = _Reproducers(asked.reproducers, origin)
+        self._result: DiffResult
+
+    def run(self) -> DiffResult:
+        """Runs the tokens on both, and where nothing is wrong once more."""
+        with ExitStack() as stack:
+            cpu = stack.enter_context(Replica(self._ggml, "CPU", threads=self._settings.threads))
+            judge = self._judge(cpu)
+            lockstep = stack.enter_context(Lockstep(self._npu, judge))
+            first, second = self._sessions(stack, lockstep)
+            self._keeper.origin = replace(self._keeper.origin, model=first.description)
+            tokens = first.tokenize(self._prompt)
+            self._result = result = self._begin(first.description, len(tokens), judge)
+            self._asked.begun(result)
+            text, endings = self._decode(first, second, lockstep, judge, tokens)
+            result.text = b"".join(map(first.piece, text)).decode(errors="replace")
+            result.stopped = lockstep.stopped
+        if result.stopped is None:
+            result.ending = endings.ending()
+        if result.stopped is None and self._npu is not None and not result.wrong:
+            self._look_again([tokens, *([token] for token in text)], endings, judge.fingerprints)
+        return result
+
+    def _add(self, node: NodeResult) -> None:
+        self._result.nodes.append(node)
+        self._asked.seen(node)
+
+    def _judge(self, cpu: Replica) -> Judge:
+        asked, npu = self._asked, self._npu
+        return Judge(
+            self._ggml, npu, self._ours,
+            computer=cpu if npu is None else self._ours,
+            reference=cpu if self._reference is None else self._theirs,
+            ops=_names(self._ours) if asked.ops is None and npu is not None else asked.ops,
+            rules=asked.rules or Rules(),
+            seen=self._add,
+            fuses=npu is not None and self._ours.fuses,
+            packs=npu is not None and npu.memory is not None and npu.memory.packs,
+            strict=asked.strict,
+            keep=self._keeper,
+            about_to=asked.about_to,
+        )  # fmt: skip
+
+    def _sessions(self, stack: ExitStack, lockstep: Lockstep) -> tuple[Session, Session]:
+        """The reference's, and the device's."""
+        on_device = replace(self._settings, device=_DEVICES[self._asked.device])
+        second = stack.enter_context(self._opened(on_device, lockstep.device))
+        if self._reference is None:
+            self._settings = replace(self._settings, without=second.lacks)
+        on_reference = replace(self._settings, device=_DEVICES[self._asked.reference])
+        first = stack.enter_context(self._session(on_reference, lockstep.reference, self._reference))
+        return first, second
+
+    def _opened(self, settings: Settings, observer: Observer | None) -> Session:
+        """A session of the device."""
+        return self._session(settings, observer, self._npu)
+
+    def _session(self, settings: Settings, observer: Observer | None, npu: Plugin | None) -> Session:
+        progress = self._asked.progress
+        return Session(self._model, settings, npu=npu, observer=observer, counts_nodes=False, progress=progress)
+
+    def _begin(self, description: str, n_prompt: int, judge: Judge) -> DiffResult:
+        """The result before any node."""
+        asked = self._asked
+        return DiffResult(
+            model=str(self._model),
+            description=description,
+            reference=asked.reference,
+            device=asked.device,
+            prompt=self._prompt,
             text="",
-            n_prompt=len(tokens),
-            steps=steps,
-            settings=chosen,
-            ggml=ggml.version,
-            rounding=rounding,
-            device_options=options,
-            strict=strict,
+            n_prompt=n_prompt,
+            steps=asked.steps,
+            settings=self._settings,
+            ggml=self._ggml.version,
+            rounding=self._ours.numerics.rounding,
+            device_options=self._options,
+            strict=asked.strict,
             states=judge.state_results,
             strays=judge.strays,
             refused=judge.refused,
         )
-        begun(result)
-        endings = Endings()
+
+    def _decode(
+        self, first: Session, second: Session, lockstep: Lockstep, judge: Judge, tokens: list[int]
+    ) -> tuple[list[int], Endings]:
+        """Runs the prompt and the greedy tokens behind it. Returns these, and how both runs end each step."""
         text: list[int] = []
-        steps_of.decode(first, second, tokens)
-        for step in range(steps + 1):
-            if steps_of.stopped is None:
+        endings = Endings()
+        lockstep.decode(first, second, tokens)
+        for step in range(self._asked.steps + 1):
+            if lockstep.stopped is None:
                 endings.add(first.logits(), second.logits())
-            if step == steps:
+            if step == self._asked.steps:
                 break
             text.append(Sampler()(first.logits()))
-            judge.next_step(stopped=steps_of.stopped is not None)
-            steps_of.decode(first, second, text[-1:])
-        judge.finish(stopped=steps_of.stopped is not None)
-        result.text = b"".join(map(first.piece, text)).decode(errors="replace")
-        result.stopped = steps_of.stopped
-        stack.close()
-        if result.stopped is None:
-            result.ending = endings.ending()
-        if result.stopped is None and device == "NPU" and not result.wrong:
-            batches = [tokens, *([token] for token in text)]
-            _look_again(result, Again(ggml, opened, ours, chosen, batches), endings, judge.fingerprints, repeat, add)
-    return result
+            judge.next_step(stopped=lockstep.stopped is not None)
+            lockstep.decode(first, second, text[-1:])
+        judge.finish(stopped=lockstep.stopped is not None)
+        return text, endings
 
-
-def _look_again(
-    result: DiffResult,
-    again: Again,
-    endings: Endings,
-    fingerprints: dict[tuple[int, int], int],
-    repeat: int,
-    add: Callable[[NodeResult], None],
-) -> None:
-    """Whether the device gives the same again, and when nobody looks on; what an ending that is off would be like by
-    rounding alone."""
-    first, second = ([pair[side] for pair in endings.steps] for side in (0, 1))
-    found = again.repeated(fingerprints, repeat, fuses=result.device_options["fusion"] == "on")
-    if found is None and result.reference == "CPU" and not result.is_unexplained:
-        found = again.unwatched(second, first, fingerprints)
-    if found is not None:
-        add(found)
-    elif result.ending is not None and result.ending.nmse > 0:
-        result.ending = again.natural(result.ending, first, result.nodes)
+    def _look_again(self, batches: list[list[int]], endings: Endings, fingerprints: dict[tuple[int, int], int]) -> None:
+        """Whether the device gives the same again, and when nobody looks on; what an ending that is off would be like
+        by rounding alone."""
+        result = self._result
+        again = Again(self._ggml, self._opened, self._ours, self._settings, batches)
+        first, second = ([pair[side] for pair in endings.steps] for side in (0, 1))
+        found = again.repeated(fingerprints, self._asked.repeat, fuses=result.device_options["fusion"] == "on")
+        if found is None and result.reference == "CPU" and not result.is_unexplained:
+            found = again.unwatched(second, first, fingerprints)
+        if found is not None:
+            self._add(found)
+        elif result.ending is not None and result.ending.nmse > 0:
+            result.ending = again.natural(result.ending, first, result.nodes)
 
 
 _ALL_LAYERS = 999

@@ -56,7 +56,7 @@ class NpuOptions:
 
 @dataclass(frozen=True)
 class DiffJob:
-    """A diff: arguments are those of `graph_runner.diff.diff`; ops as the user wrote them."""
+    """A diff: arguments are fields of `graph_runner.diff.DiffOptions`; ops as the user wrote them."""
 
     device: NpuOptions
     model: Path

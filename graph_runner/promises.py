@@ -29,7 +29,8 @@ from graph_runner.compare import compare
 from graph_runner.files import write_file
 from graph_runner.rules import Rules, type_of
 from graph_runner.spans import copied
-from quant.kernels.jit import cache_directory, target
+from quant.kernels.cache import cache_directory
+from quant.kernels.processor import target
 
 _SEEDS = 2
 _FIXED = "ggml's source says what every bit is"

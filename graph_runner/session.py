@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import ctypes
 import os
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from llama_cpp import llama_cpp
@@ -21,27 +19,26 @@ from numpy.typing import NDArray
 import ggml_backend_npu
 from ggml_backend_npu import Backend, Options
 from ggml_backend_npu.abi import convert, lib, structs
+from ggml_backend_npu.abi.contexts import Context
 from ggml_backend_npu.abi.crash import crashes_told
 from ggml_backend_npu.abi.guard import Failures, interrupts_wait, stopped_by_interrupts
-from ggml_backend_npu.abi.plugin import PROBED, Context, Plugin, alone
+from ggml_backend_npu.abi.plugin import PROBED, Plugin, alone
 from graph_runner import endings
 from graph_runner.console import printable
 from graph_runner.errors import SessionError as SessionError
 from graph_runner.limits import MOST_THREADS
+from graph_runner.llama_log import Log
+from graph_runner.settings import CACHE_TYPES, QUANTISED_CACHE_TYPES
+from graph_runner.settings import DeviceName as DeviceName
+from graph_runner.settings import Settings as Settings
+from graph_runner.settings import context_for as context_for
 from quant.kernels.jit import array_at, callback
 
-DeviceName = Literal["npu", "cpu"]
-FlashAttention = Literal["auto", "on", "off"]
 _FLASH_ATTENTION = {"auto": -1, "off": 0, "on": 1}
 _FUNCTIONS_PER_OP = 64
 N_BATCH = 512  # tokens that a graph has at most
 
-
 LEFT_BY_THE_SCHEDULER = "supported, but the scheduler left it where its data lies"
-
-# what llama.cpp's own programs let a cache be; of other types its kernels crash
-QUANTISED_CACHE_TYPES = ("q8_0", "q4_0", "q4_1", "iq4_nl", "q5_0", "q5_1")
-CACHE_TYPES = ("f32", "f16", "bf16", *QUANTISED_CACHE_TYPES)
 
 
 class Observer(Protocol):
@@ -56,35 +53,6 @@ class Observer(Protocol):
         """The node has run."""
 
 
-@dataclass(frozen=True)
-class Settings:
-    """How a context is made.
-
-    device        "npu": the NPU takes the nodes it supports; "cpu": llama.cpp's CPU takes all
-    n_ctx         cells of the context
-    cache_type_k  ggml type of the K cache; cache_type_v of the V cache (a quantised one needs flash attention)
-    threads       of the CPU backend; 0 = all cores
-    gpu_layers    layers whose weights and caches go to a device of type "gpu"
-    weights       whether the model's weights are loaded; without them there are splits to see, but nothing to decode
-    without       on the CPU: fused ops that the graph is to have no nodes of, as that of a device has none
-    """
-
-    device: DeviceName = "cpu"
-    n_ctx: int = 512
-    cache_type_k: str = "f16"
-    cache_type_v: str = "f16"
-    flash_attention: FlashAttention = "auto"
-    threads: int = 0
-    gpu_layers: int = 0
-    weights: bool = True
-    without: frozenset[str] = frozenset()
-
-
-def context_for(prompt: str, n: int) -> int:
-    """Cells that surely hold a prompt and n more tokens: a token is at least a byte."""
-    return -(-(len(prompt.encode()) + 8 + n) // 256) * 256
-
-
 class _Override(ctypes.Structure):
     """struct llama_model_tensor_buft_override: where tensors go whose name a pattern is found in."""
 
@@ -95,34 +63,7 @@ _FUSED = {f"fused DeepSeek V4 HC {part}": f"DSV4_HC_{part.upper()}" for part in 
 _EMBEDDINGS = rb"^(token_embd|position_embd|token_types|per_layer_token_embd)\."
 
 
-class _Log:
-    """llama.cpp's log, kept instead of printed: the last error says why a call failed."""
-
-    def __init__(self) -> None:
-        self.lines: list[str] = []
-        self.callback = llama_cpp.llama_log_callback(self._add)
-        llama_cpp.llama_log_set(self.callback, None)
-
-    def _add(self, level: int, text: bytes, _: Any) -> None:
-        if os.environ.get("GGML_NPU_VERBOSE"):
-            sys.stderr.write(printable(text.decode(errors="replace")))
-        if level in (2, 3, 4):
-            self.lines.append(f"{'E' if level == 4 else ' '}{text.decode(errors='replace').strip()}")
-
-    def reason(self) -> str:
-        """The first error since `clear`, without the C function's name."""
-        errors = [line[1:] for line in self.lines if line[0] == "E"]
-        return errors[0].split(": ", 1)[-1] if errors else "llama.cpp gave no reason"
-
-    def find(self, word: str) -> str | None:
-        """The last line since `clear` that holds a word."""
-        return next((line[1:] for line in reversed(self.lines) if word in line), None)
-
-    def clear(self) -> None:
-        self.lines.clear()
-
-
-_log = _Log()
+_log = Log()
 
 
 @callback(types.boolean(types.intp, types.boolean, types.intp))

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from quant import runs
 from quant.codec import Bytes, Codec, Floats, Rounding
-from quant.kernels.jit import engine, parameters
+from quant.kernels.jit import engine
 from quant.kernels.memory import empty
 from quant.kernels.threads import Work
 
@@ -88,8 +88,9 @@ class Compiled(Codec):
 def _convert(src_code: int, src: NDArray[Any], dst_code: int, dst: NDArray[Any]) -> None:
     """Rows of src, a block each, to rows of dst."""
     streams = dst.nbytes > runs.CACHED
-    p = parameters(src_code, address(src), src.strides[0], dst_code, address(dst), dst.strides[0], streams)
-    Work(runs.convert, p, len(src), max(src.nbytes, dst.nbytes)).run()
+    of = runs.Convert(src_code, address(src), src.strides[0], dst_code, address(dst), dst.strides[0], streams)
+    scratch = runs.STAGE_SIZE if streams else 0
+    Work(runs.convert, of, len(src), max(src.nbytes, dst.nbytes), scratch=scratch).run()
 
 
 def address(array: NDArray[np.generic]) -> int:

@@ -8,9 +8,12 @@ its products with rows of weights, four at a time, each a sum of integers per bl
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from numba import types
 
 from quant.kernels.jit import LINE, array_at, inlined
+from quant.kernels.records import address_of, size_of
 from quant.kernels.vectors import BIT, FLOAT, HALF, INT8, INT32, part
 from quant.runs import magnitudes
 
@@ -127,10 +130,18 @@ def rounded_q8_k(source, target, n_blocks):
             _unready(at + j, types.int64(_SCALE_K - j), target + 1024 * i + 4 * j)
 
 
-# the steps that `dots` is given: from a block's scale to the next one's, the same of its quants, and from a row to the
-# next; blocks in a row
-_SCALE_ROW, _QUANT_ROW, STEPS = 2, 3, 5
+class Steps(NamedTuple):
+    """How `dots` goes through rows of blocks, in bytes: from a block's scale and quants to the next one's, the same
+    from a row to the next, and how many blocks are in a row."""
 
+    scale: int
+    quants: int
+    scale_row: int
+    quants_row: int
+    n_blocks: int
+
+
+_N_STEPS = size_of(Steps)
 _AHEAD = 1024  # bytes behind the rows that come next
 _LARGEST = 34  # bytes of a block of 32: of q8_0
 
@@ -170,7 +181,7 @@ def _dots_32(n_rows, quants, centre, *, has_minimum=False):
 
     @part
     def dots(scale, first, steps, y, target):
-        d_step, q_step, d_row, q_row, n = (steps.number_at(i) for i in range(STEPS))
+        d_step, q_step, d_row, q_row, n = (steps.number_at(i) for i in range(_N_STEPS))
 
         def add(i, sums):
             block = y + i * READY_Q8
@@ -208,7 +219,7 @@ def _bytes_of(word, index):
 def _dots_q4_k(n_rows):
     @part
     def dots(first, _, steps, y, target):
-        step, _, row_step, _, n = (steps.number_at(i) for i in range(STEPS))
+        step, _, row_step, _, n = (steps.number_at(i) for i in range(_N_STEPS))
 
         def add(i, sums):
             block = y + i * READY_Q8_K
@@ -246,7 +257,7 @@ def _dots_q4_k(n_rows):
 def _dots_q6_k(n_rows):
     @part
     def dots(first, _, steps, y, target):
-        step, _, row_step, _, n = (steps.number_at(i) for i in range(STEPS))
+        step, _, row_step, _, n = (steps.number_at(i) for i in range(_N_STEPS))
 
         def add(i, sums):
             block = y + i * READY_Q8_K
@@ -290,13 +301,13 @@ _two_q6_k, _one_q6_k = (_dots_q6_k(n) for n in (_ROWS_K, 1))
 
 @inlined
 def _all_rows(several, at_once, one, scale, quants, steps, y, target, n_rows):
-    step = array_at(steps, types.int64, STEPS)
+    at = address_of(steps)
     row = 0
     while row + at_once <= n_rows:
-        several(scale + row * step[_SCALE_ROW], quants + row * step[_QUANT_ROW], steps, y, target + 4 * row)
+        several(scale + row * steps.scale_row, quants + row * steps.quants_row, at, y, target + 4 * row)
         row += at_once
     while row < n_rows:
-        one(scale + row * step[_SCALE_ROW], quants + row * step[_QUANT_ROW], steps, y, target + 4 * row)
+        one(scale + row * steps.scale_row, quants + row * steps.quants_row, at, y, target + 4 * row)
         row += 1
 
 
@@ -305,8 +316,7 @@ def dots(code, scale, quants, steps, y, target, n_rows):
     """Products of n_rows rows with a vector that is ready: float32 at target.
 
     scale, quants  addresses of those of the first row's first block; the block's, for q4_K and q6_K
-    steps  address of int64: from one block's scale to the next one's, from its quants to the next one's, the same from
-           row to row, and how many blocks are in a row
+    steps          a record in memory
     """
     if code == Q8_0:
         _all_rows(_four_q8_0, _ROWS, _one_q8_0, scale, quants, steps, y, target, n_rows)

@@ -7,7 +7,8 @@ definitions they equal byte for byte stand in `quant.scalars` and `quant.blocks`
 
 from __future__ import annotations
 
-import numpy as np
+from typing import NamedTuple
+
 from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
@@ -22,12 +23,11 @@ from quant.kernels.jit import (
     f32_to_f16_payload,
     float_bits,
     inlined,
-    keep,
     stream,
     stream_ends,
     truncate_to_int32,
-    values,
 )
+from quant.kernels.records import record_at
 from quant.kernels.vectors import FLOAT, HALF, INT8, INT16, INT32, part
 
 # what `convert` knows, by number; q8_0 as a destination exists once per rounding, f16 once for elements and once for
@@ -46,7 +46,8 @@ CODES = {
 }
 
 _BLOCK = 32
-STAGE = 2048  # bytes, and a cache line, that are put together in the first cache to be stored past the others
+STAGE = 2048  # bytes that are put together in the L1 cache to be stored past the others
+STAGE_SIZE = STAGE + LINE  # of the memory that they are put together in
 CACHED = 8 << 20  # bytes of a result that may well stay in the caches
 
 
@@ -415,23 +416,34 @@ def flush(stage, filled, target, everything):
     return filled - n, target + n
 
 
+class Convert(NamedTuple):
+    """Steps in bytes; streams: dst is stored past the caches."""
+
+    src_code: int
+    src: int
+    src_step: int
+    dst_code: int
+    dst: int
+    dst_step: int
+    streams: int
+
+
 @compiled
-def convert(p, begin, end):
-    """Units [begin, end) of two arrays without gaps, by `convert_run`; step sizes in bytes."""
-    src_code, src, src_step, dst_code, dst, dst_step, streams = values(p, 7)
-    if not streams:
-        x, y = src + begin * src_step, dst + begin * dst_step
+def convert(p, begin, end, stage):
+    """Units [begin, end) of two arrays without gaps, by `convert_run`. What is stored past the caches is put together
+    in a stage of STAGE_SIZE bytes."""
+    of = record_at(p, Convert)
+    src_code, src_step, dst_code, dst_step = of.src_code, of.src_step, of.dst_code, of.dst_step
+    if not of.streams:
+        x, y = of.src + begin * src_step, of.dst + begin * dst_step
         convert_run(src_code, x, src_step, 0, 0, dst_code, y, dst_step, 0, 0, end - begin)
         return 0
-    memory = np.empty(STAGE + LINE, np.uint8)
-    stage = types.int64(memory.ctypes.data)
-    filled, target = 0, dst + begin * dst_step
+    filled, target = 0, of.dst + begin * dst_step
     while begin < end:
-        count = min((STAGE + LINE - filled) // dst_step, end - begin)
+        count = min((STAGE_SIZE - filled) // dst_step, end - begin)
         to = stage + filled
-        convert_run(src_code, src + begin * src_step, src_step, 0, 0, dst_code, to, dst_step, 0, 0, count)
+        convert_run(src_code, of.src + begin * src_step, src_step, 0, 0, dst_code, to, dst_step, 0, 0, count)
         begin += count
         filled, target = flush(stage, filled + count * dst_step, target, begin == end)
     stream_ends()
-    keep(memory)
     return 0

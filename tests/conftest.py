@@ -6,6 +6,7 @@ import gc
 import os
 import re
 import signal
+import sys
 
 os.environ["GGML_NO_BACKTRACE"] = "1"  # read by ggml when it is loaded
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # two workers share two cores: a thread that waits keeps none
@@ -14,12 +15,13 @@ os.environ["PYTHONSAFEPATH"] = "1"  # processes of the tests import what is inst
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import HealthCheck, Phase, settings
 
 if TYPE_CHECKING:
+    from commands import Cli
     from models import Models
 
     from ggml_backend_npu.abi.plugin import Plugin
@@ -77,15 +79,81 @@ def every_op(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
+@pytest.fixture
+def cli(backend: Plugin, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Iterator[Cli]:
+    """The command with some arguments, in this process; its kernels and options are gone after the test."""
+    from commands import Outcome
+
+    from ggml_backend_npu import default_backend
+    from graph_runner.cli import main
+
+    options = default_backend().options
+    monkeypatch.setattr(default_backend().ops, "_ops", dict(default_backend().ops._ops))
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setenv("GGML_NPU_DEVICE_FILE", "")  # --device-file sets it; afterwards it is what it was
+    monkeypatch.delenv("GGML_NPU_DEVICE_FILE")
+    backend.forget_plans()
+
+    def call(*arguments: object) -> Outcome:
+        monkeypatch.setattr(sys, "argv", ["ggml-npu", *map(str, arguments)])
+        capfd.readouterr()
+        with pytest.raises(SystemExit) as end:
+            main()
+        code = end.value.code
+        assert isinstance(code, int)
+        return Outcome(code, *capfd.readouterr())
+
+    yield call
+    default_backend().options = options
+    backend.forget_plans()
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The small random llama, as a file."""
+    from graph_runner.tiny import write_tiny_llama
+
+    return write_tiny_llama(tmp_path_factory.mktemp("tiny") / "tiny.gguf")
+
+
+@pytest.fixture(scope="session")
+def tiny_text(tiny: Path) -> str:
+    """64 greedy tokens of the tiny model on the CPU."""
+    from graph_runner.cli.options import PROMPT
+    from graph_runner.session import Sampler, Session, Settings, context_for, generate
+
+    with Session(tiny, Settings(n_ctx=context_for(PROMPT, 64))) as session:
+        tokens = session.tokenize(PROMPT)
+        return b"".join(map(session.piece, generate(session, tokens, 64, Sampler()))).decode()
+
+
+@pytest.fixture
+def in_python(backend: Plugin, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The graphs that Python was asked to compute."""
+    from ggml_backend_npu.abi import convert
+
+    backend.forget_plans()
+    graphs: list[int] = []
+    key = convert.key
+
+    def record(ggml: Any, graph: int, fusible: frozenset[str]) -> bytes:
+        graphs.append(graph)
+        return key(ggml, graph, fusible)
+
+    monkeypatch.setattr(convert, "key", record)
+    return graphs
+
+
 @pytest.fixture(params=["openmp", "pool"])
 def team(request: pytest.FixtureRequest, backend: Plugin, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """Threads of ggml's OpenMP runtime, or of the pool that stands in where there is none."""
     from quant.kernels import threads
 
     kind: str = request.param
+    if kind == "openmp" and not backend.ggml.openmp:
+        pytest.skip("this ggml has no OpenMP")
     team = threads.Team(backend.ggml.openmp if kind == "openmp" else 0)
     monkeypatch.setattr(backend.backend, "team", team)
-    assert kind == "pool" or backend.ggml.openmp
     with team.working():
         yield kind
 

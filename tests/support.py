@@ -33,6 +33,7 @@ from graph_runner.promises import holds
 from graph_runner.rules import Rules
 from quant import codec
 from quant.kernels import threads
+from quant.kernels.jit import LINE
 
 Bytes = NDArray[np.uint8]
 Dims = tuple[int, int, int, int]
@@ -74,12 +75,17 @@ def in_pieces(rng: np.random.Generator, n: int = 4) -> Iterator[None]:
     """Every work that may be cut runs as pieces of any sizes, however small it is, in any order."""
 
     def run(work: threads.Work) -> None:
-        n_units = int(work.block[threads._UNITS])
-        cuts = sorted({0, n_units, *rng.integers(0, n_units + 1, n - 1).tolist()}) if work.parts > 1 else [0, n_units]
-        kernel = ctypes.CFUNCTYPE(ctypes.c_int64, *[ctypes.c_int64] * 3)(int(work.block[threads._KERNEL]))
+        n_units, scratch = work.block.units, np.empty(work.block.scratch, np.uint8)
+        aligned = -(-scratch.ctypes.data // LINE) * LINE
+        cuts = (
+            sorted({0, n_units, *rng.integers(0, n_units + 1, n - 1).tolist()})
+            if work.block.parts > 1
+            else [0, n_units]
+        )
+        kernel = ctypes.CFUNCTYPE(ctypes.c_int64, *[ctypes.c_int64] * 4)(work.block.kernel)
         pieces = [*pairwise(cuts)]
         for i in rng.permutation(len(pieces)):
-            status = kernel(int(work.block[threads._PARAMETERS]), *pieces[i])
+            status = kernel(work.block.parameters, *pieces[i], aligned)
             if status and work._failed is not None:
                 raise work._failed(status)
 

@@ -9,7 +9,7 @@ is no longer the same, or whose kernel fails, goes to Python.
 from __future__ import annotations
 
 import ctypes
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from llvmlite import ir
@@ -21,19 +21,65 @@ from ggml_backend_npu.abi.layouts import NEWEST
 from ggml_backend_npu.backend import Backend
 from ggml_backend_npu.plan import Plan
 from quant.kernels.jit import array_at, callback, inlined
+from quant.kernels.records import packed, place_in, record_at, shared_record_at, size_of
 from quant.kernels.threads import Job, Team, run_work
 
 _N_SLOTS = 1024  # graphs that are known at once
 
-# a table, one for each ggml_backend: what it calls for graphs that it does not know, graphs that it ran, threads,
-# GOMP_parallel, where the backend's version is, what it calls for graphs that it knows and Python runs; behind them a
-# slot for each repeat's address
-_PYTHON, _RUNS, _THREADS, _OPENMP, _VERSION_AT, _REPEATED, _SLOTS = range(7)
-# a repeat: what the backend's version was; its nodes' addresses, spans (address, bytes, copy), works, how often it ran,
-# how often each node is used, or 0 where that does not matter, the graph's last uid, and whether Python runs it
-_VERSION, _N_NODES, _NODES, _N_SPANS, _SPANS, _N_WORKS, _WORKS, _REPEAT_RUNS, _USES, _UID, _IN_PYTHON = range(11)
-_REPEAT = 11
 
+class Table(NamedTuple):
+    """What `graph_compute` knows of a ggml_backend; slots for the addresses of repeats follow.
+
+    python    what it calls for graphs that it does not know
+    repeated  what it calls for graphs that it knows and that Python runs
+    runs      graphs that it ran
+    threads, openmp  how many threads, and the address of GOMP_parallel
+    version_at       where the backend's version is
+    """
+
+    python: int
+    repeated: int
+    runs: int
+    threads: int
+    openmp: int
+    version_at: int
+
+
+class Known(NamedTuple):
+    """A repeat, as `graph_compute` sees it. Lists are addresses.
+
+    version       what the backend's version was
+    nodes         addresses of its nodes
+    spans         (address, bytes, address of a copy), of what the plan depends on
+    works         their addresses
+    uses          how often each node is used; 0 where that does not matter
+    uid           the graph's last one
+    in_python     whether Python runs it
+    runs          how often it ran
+    """
+
+    version: int
+    n_nodes: int
+    nodes: int
+    n_spans: int
+    spans: int
+    n_works: int
+    works: int
+    uses: int
+    in_python: int
+    uid: int = 0
+    runs: int = 0
+
+
+class Span(NamedTuple):
+    """Memory, and a copy of what it held."""
+
+    address: int
+    n_bytes: int
+    copy: int
+
+
+_SLOTS, _SPAN = size_of(Table), 8 * size_of(Span)
 Repeated = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)  # of a ggml_backend and a repeat
 
 _GRAPH_N_NODES, _GRAPH_NODES = structs.GgmlCGraph.n_nodes.offset, structs.GgmlCGraph.nodes.offset
@@ -58,8 +104,8 @@ def _int64s(address: int, count: int) -> Any:
 
 
 @inlined
-def _slot(nodes: Any, n_nodes: int) -> Any:
-    return _SLOTS + (nodes[0] // 16 + n_nodes) % _N_SLOTS
+def _slot(first_node: int, n_nodes: int) -> Any:
+    return _SLOTS + (first_node // 16 + n_nodes) % _N_SLOTS
 
 
 @inlined
@@ -87,23 +133,23 @@ def _is(repeat: Any, graph: int, nodes: Any, n_nodes: int) -> bool:
     A scheduler gives a graph another uid whenever it makes it anew: under the same one nothing has changed.
     """
     uid = _int64s(graph + _GRAPH_UID, 1)[0]
-    if uid != 0 and uid == repeat[_UID]:
+    if uid != 0 and uid == repeat.uid:
         return True
-    if repeat[_N_NODES] != n_nodes:
+    if repeat.n_nodes != n_nodes:
         return False
-    known = _int64s(repeat[_NODES], n_nodes)
+    known = _int64s(repeat.nodes, n_nodes)
     for i in range(n_nodes):
         if nodes[i] != known[i]:
             return False
-    if repeat[_USES] != 0:
-        uses = _int64s(repeat[_USES], n_nodes)
+    if repeat.uses != 0:
+        uses = _int64s(repeat.uses, n_nodes)
         for i in range(n_nodes):
             if _uses(graph, nodes[i]) != uses[i]:
                 return False
-    spans = _int64s(repeat[_SPANS], 3 * repeat[_N_SPANS])
-    for i in range(repeat[_N_SPANS]):
-        n_words = spans[3 * i + 1] // 8
-        now, then = _int64s(spans[3 * i], n_words), _int64s(spans[3 * i + 2], n_words)
+    for i in range(repeat.n_spans):
+        span = record_at(repeat.spans + _SPAN * i, Span)
+        n_words = span.n_bytes // 8
+        now, then = _int64s(span.address, n_words), _int64s(span.copy, n_words)
         for j in range(n_words):
             if now[j] != then[j]:
                 return False
@@ -113,30 +159,31 @@ def _is(repeat: Any, graph: int, nodes: Any, n_nodes: int) -> bool:
 @callback(types.int32(types.int64, types.int64))
 def graph_compute(backend: int, graph: int) -> Any:
     """ggml_backend_i.graph_compute"""
-    table = _int64s(_int64s(backend + _CONTEXT, 1)[0], _SLOTS + _N_SLOTS)
+    context = _int64s(backend + _CONTEXT, 1)[0]
+    table = shared_record_at(context, Table)
     n_nodes = types.int64(array_at(graph + _GRAPH_N_NODES, types.int32, 1)[0])
     if n_nodes > 0:
         nodes = _int64s(_int64s(graph + _GRAPH_NODES, 1)[0], n_nodes)
-        address = table[_slot(nodes, n_nodes)]
+        address = _int64s(context, _SLOTS + _N_SLOTS)[_slot(nodes[0], n_nodes)]
         if address != 0:
-            repeat = _int64s(address, _REPEAT)
-            same_version = repeat[_VERSION] == _int64s(table[_VERSION_AT], 1)[0]
+            repeat = shared_record_at(address, Known)
+            same_version = repeat.version == _int64s(table.version_at, 1)[0]
             if same_version and _is(repeat, graph, nodes, n_nodes):
                 status, i = 0, 0
-                if repeat[_IN_PYTHON] != 0:
-                    status = _call_python(table[_REPEATED], backend, address)
+                if repeat.in_python != 0:
+                    status = _call_python(table.repeated, backend, address)
                     if status != 0:
                         return types.int32(status)
-                works = _int64s(repeat[_WORKS], repeat[_N_WORKS])
-                while status == 0 and i < repeat[_N_WORKS]:
-                    status = run_work(works[i], table[_THREADS], table[_OPENMP])
+                works = _int64s(repeat.works, repeat.n_works)
+                while status == 0 and i < repeat.n_works:
+                    status = run_work(works[i], table.threads, table.openmp)
                     i += 1
                 if status == 0:
-                    repeat[_UID] = _int64s(graph + _GRAPH_UID, 1)[0]
-                    table[_RUNS] += 1
-                    repeat[_REPEAT_RUNS] += 1
+                    repeat.uid = _int64s(graph + _GRAPH_UID, 1)[0]
+                    table.runs += 1
+                    repeat.runs += 1
                     return types.int32(0)
-    return _call_python(table[_PYTHON], backend, graph)
+    return _call_python(table.python, backend, graph)
 
 
 class Repeat:
@@ -153,29 +200,37 @@ class Repeat:
     ) -> None:
         self.plan = plan
         copies = [np.frombuffer(ctypes.string_at(*span), np.int64) for span in spans]
-        jobs = [call for _, call in plan.steps if isinstance(call, Job)]
+        works = [work.address for _, call in plan.steps if isinstance(call, Job) for work in call.works]
         lists = (
             np.array(nodes, np.int64),
-            np.array([(*span, copy.ctypes.data) for span, copy in zip(spans, copies, strict=True)], np.int64),
-            np.array([work.address for job in jobs for work in job.works], np.int64),
+            np.array([Span(*span, copy.ctypes.data) for span, copy in zip(spans, copies, strict=True)], np.int64),
+            np.array(works, np.int64),
+            np.array(uses, np.int64),
         )
-        counts = np.array(uses, np.int64)
-        self._kept = copies, lists, counts
-        self._fields = np.zeros(_REPEAT, np.int64)
-        self._fields[_VERSION] = version
-        self._fields[_N_NODES], self._fields[_N_SPANS], self._fields[_N_WORKS] = map(len, lists)
-        self._fields[_NODES], self._fields[_SPANS], self._fields[_WORKS] = (part.ctypes.data for part in lists)
-        self._fields[_USES] = counts.ctypes.data if uses else 0
-        self._fields[_IN_PYTHON] = len(jobs) < len(plan.steps)
+        at_nodes, at_spans, at_works, at_uses = (each.ctypes.data for each in lists)
+        self._words = packed(
+            Known(
+                version=version,
+                n_nodes=len(nodes),
+                nodes=at_nodes,
+                n_spans=len(spans),
+                spans=at_spans,
+                n_works=len(works),
+                works=at_works,
+                uses=at_uses if uses else 0,
+                in_python=any(not isinstance(call, Job) for _, call in plan.steps),
+            )
+        )
+        self._kept = copies, lists
         self._seen = 0
 
     @property
     def address(self) -> int:
-        return int(self._fields.ctypes.data)
+        return int(self._words.ctypes.data)
 
     def new_runs(self) -> int:
         """How often it ran since this was asked last."""
-        runs = int(self._fields[_REPEAT_RUNS])
+        runs = Known(*self._words.tolist()).runs
         new, self._seen = runs - self._seen, runs
         return new
 
@@ -189,10 +244,9 @@ class Repeats:
 
     def __init__(self, python: int, repeated: int, backend: Backend) -> None:
         self._backend = backend  # holds the cell of the version
-        self._table = np.zeros(_SLOTS + _N_SLOTS, np.int64)
-        self._table[_PYTHON], self._table[_OPENMP] = python, backend.team.openmp
-        self._table[_VERSION_AT], self._table[_REPEATED] = backend.version_at, repeated
-        self.n_threads = backend.team.n_threads
+        team = backend.team
+        table = Table(python, repeated, 0, team.n_threads, team.openmp, backend.version_at)
+        self._words = np.concatenate([packed(table), np.zeros(_N_SLOTS, np.int64)])
         self._known: dict[int, Repeat] = {}
         self._by_address: dict[int, Repeat] = {}
         self._replaced: list[Repeat] = []
@@ -201,20 +255,24 @@ class Repeats:
     @property
     def address(self) -> int:
         """What ggml_backend.context has to be for `graph_compute`."""
-        return int(self._table.ctypes.data)
+        return int(self._words.ctypes.data)
+
+    @property
+    def _table(self) -> Table:
+        return Table(*self._words[:_SLOTS].tolist())
 
     @property
     def n_threads(self) -> int:
-        return int(self._table[_THREADS])
+        return self._table.threads
 
     @n_threads.setter
     def n_threads(self, count: int) -> None:
-        self._table[_THREADS] = count
+        self._words[place_in(Table, "threads")] = count
 
     @property
     def team(self) -> Team:
         """The threads that graphs run in."""
-        return Team(int(self._table[_OPENMP]), self.n_threads)
+        return Team(self._table.openmp, self.n_threads)
 
     def learn(self, plan: Plan, nodes: list[int], spans: list[tuple[int, int]], uses: list[int]) -> None:
         """Remembers a graph, where kernels alone compute it. In place of one that has the same slot.
@@ -227,12 +285,12 @@ class Repeats:
         if in_python and self._backend.runs_without_python:
             return  # without OpenMP Python gives work to threads
         repeat = Repeat(plan, self._backend.version, nodes, spans, uses)
-        slot = _SLOTS + (nodes[0] // 16 + len(nodes)) % _N_SLOTS
+        slot = _slot(nodes[0], len(nodes))
         if slot in self._known:
             self._replaced.append(self._known[slot])
         self._known[slot] = repeat
         self._by_address = {each.address: each for each in (*self._known.values(), *self._replaced)}
-        self._table[slot] = repeat.address
+        self._words[slot] = repeat.address
 
     def plan_at(self, address: int) -> Plan:
         """The plan of a repeat that is known, by its address."""
@@ -240,13 +298,13 @@ class Repeats:
 
     def forget(self) -> None:
         """Knows no graph any more. What another thread may just be running stays in memory until it learns again."""
-        self._table[_SLOTS:] = 0
+        self._words[_SLOTS:] = 0
         self._replaced.extend(self._known.values())
         self._known.clear()
 
     def counted(self) -> list[tuple[Plan, int]]:
         """How often which plan ran without Python since this was asked last."""
-        runs = int(self._table[_RUNS])
+        runs = self._table.runs
         if runs == self._seen:
             return []
         self._seen = runs

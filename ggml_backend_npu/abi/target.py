@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 
 from ggml_backend_npu.abi import lib, places
-from quant.kernels.jit import follow
+from quant.kernels.processor import follow
 
 
 def _as_ggml() -> None:

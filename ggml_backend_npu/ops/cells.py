@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import numpy as np
 from numba import types
@@ -15,17 +16,16 @@ from ggml_backend_npu.ops.softmax import LOWEST
 from ggml_backend_npu.registry import Call
 from quant.kernels.jit import (
     array_at,
-    bits_float,
     compiled,
     copy,
     f16_to_f32,
     f32_to_f16_payload,
     fused_multiply_add,
     inlined,
-    keep,
 )
 from quant.kernels.matrices import LANES, ROWS, dot, multiply
 from quant.kernels.orders import dots_f16
+from quant.kernels.records import Place, index_of, record_at, row_of
 from quant.kernels.threads import Job, Work
 from quant.runs import CODES, F16, decode_row, decode_run, round_run
 
@@ -36,15 +36,52 @@ _ROWS = 64  # of queries that they are computed for, at most
 _IN_HALVES = 8  # how much longer than to move a float it takes to multiply and add one in halves
 _EXCLUDED = 0xFC00  # -inf as a float16
 
-# the parameters of both kernels, in places of an int64 array; q, k and v are sides: an address, nb1 to nb3, how many of
-# q's heads and sequences share one of theirs, and for `decode_row` a type's code, ggml's to_float, what is packed
-_DK, _DV, _N_CELLS, _N_QUERIES, _N_HEADS, _N_GROUPS, _N_ROWS = range(7)
-_Q, _K, _V = 7, 17, 27
-_ADDRESS, _NB, _SHARED, _CODE, _TO_FLOAT, _PACKED = 0, 0, 4, 6, 7, 8  # _NB: of nb0, whose place the address has
-_MASK, _MASK_NE, _SINKS, _SLOPES = 37, 41, 43, 44
-_SCALE, _SOFTCAP = 45, 46
-_DST, _PARTS, _N_PARTS = 47, 48, 49
-_PARAMETERS = 50
+
+class Source(NamedTuple):
+    """q, k or v.
+
+    shared  how many of q's heads, and of its sequences, share one of it
+    code, to_float, packed, n_packed  of its rows, as `decode_row` takes them; of q the code of what it is rounded to
+    """
+
+    place: Place
+    shared: tuple[int, int]
+    code: int
+    to_float: int
+    packed: int
+    n_packed: int
+
+
+class Attention(NamedTuple):
+    """dk, dv are the sizes of a row of k and of v. Where an address is 0, there is none.
+
+    mask_ne  its dimensions 2 and 3
+    sinks, slopes  addresses of a float32 for each head
+    scale    of a score; softcap: what it is capped by after that, 0: by nothing
+    dst      its address: it has no gaps
+    parts, n_parts    of `attend_in_halves`: where a row's sums are left, and in how many parts; 0: `dst` is finished
+    n_groups, n_rows  of `attend`: heads of k, and rows of a unit at most
+    """
+
+    dk: int
+    dv: int
+    n_cells: int
+    n_queries: int
+    n_heads: int
+    q: Source
+    k: Source
+    v: Source
+    mask: Place
+    mask_ne: tuple[int, int]
+    sinks: int
+    slopes: int
+    scale: np.float32
+    softcap: np.float32
+    dst: int
+    parts: int = 0
+    n_parts: int = 0
+    n_groups: int = 0
+    n_rows: int = 0
 
 
 @inlined
@@ -53,36 +90,34 @@ def _float_at(address):
 
 
 @inlined
-def _row(p, side, i1, head, i3):
+def _row(source, i1, head, i3):
     """Where a row of q, k or v begins."""
-    i2, i3 = head // p[side + _SHARED], i3 // p[side + _SHARED + 1]
-    return p[side + _ADDRESS] + i1 * p[side + _NB + 1] + i2 * p[side + _NB + 2] + i3 * p[side + _NB + 3]
+    return row_of(source.place, i1, head // source.shared[0], i3 // source.shared[1])
 
 
 @inlined
-def _decode(p, side, row, y, n):
+def _decode(source, row, y, n):
     """A row of k or v as float32."""
-    decode_row(p[side + _CODE], p[side + _TO_FLOAT], row, p[side + _PACKED], p[side + _PACKED + 1], y, n)
+    decode_row(source.code, source.to_float, row, source.packed, source.n_packed, y, n)
 
 
 @inlined
-def _mask_row(p, i1, head, i3):
+def _mask_row(of, i1, head, i3):
     """Where a query's row of the mask begins; 0 without one."""
-    if p[_MASK] == 0:
+    if of.mask.address == 0:
         return types.int64(0)
-    i2, i3 = head % p[_MASK_NE], i3 % p[_MASK_NE + 1]
-    return p[_MASK] + i1 * p[_MASK + 1] + i2 * p[_MASK + 2] + i3 * p[_MASK + 3]
+    return row_of(of.mask, i1, head % of.mask_ne[0], i3 % of.mask_ne[1])
 
 
 @inlined
-def _slope(p, head):
-    return _float_at(p[_SLOPES] + 4 * head) if p[_SLOPES] else types.float32(1)
+def _slope(of, head):
+    return _float_at(of.slopes + 4 * head) if of.slopes else types.float32(1)
 
 
 @inlined
-def _capped(p, y, n):
+def _capped(of, y, n):
     """n scores, divided by the cap already: y = cap * tanh(y), where there is a cap."""
-    cap = bits_float(types.uint32(p[_SOFTCAP]))
+    cap = of.softcap
     if cap != 0:
         scores = array_at(y, types.float32, n)
         for i in range(n):
@@ -117,53 +152,69 @@ def _add_sink(found, dv, sink):
 
 
 @inlined
-def _finish(p, row, found):
+def _dst_row(of, i1, head, i3):
+    return array_at(of.dst + 4 * of.dv * (head + of.n_heads * (i1 + of.n_queries * i3)), types.float32, of.dv)
+
+
+@inlined
+def _finish(of, row, found):
     """dst of a row (query, head, sequence): float32 times v, divided by the sum."""
-    dv = p[_DV]
-    i1, head, i3 = row % p[_N_QUERIES], row // p[_N_QUERIES] % p[_N_HEADS], row // p[_N_QUERIES] // p[_N_HEADS]
-    dst = array_at(p[_DST] + 4 * dv * (head + p[_N_HEADS] * (i1 + p[_N_QUERIES] * i3)), types.float32, dv)
+    i1, head, i3 = index_of(row, of.n_queries, of.n_heads)
+    dst = _dst_row(of, i1, head, i3)
     inverse = types.float32(1) / found[1] if found[1] != 0 else types.float32(0)
-    for d in range(dv):
+    for d in range(of.dv):
         dst[d] = found[2 + d] * inverse
 
 
+@inlined
+def _bytes_to_round(dk: int) -> int:
+    """What `round_run` works in, for a row of q."""
+    return 2 * dk + 34
+
+
+def scratch_in_halves(of: Attention) -> int:
+    """Bytes that `attend_in_halves` works in: a query, a key, scores, weights, what q is rounded in, sums."""
+    to_round: int = _bytes_to_round(of.dk)
+    return 8 * of.dk + 8 * _CELLS + to_round + 2 * of.dv
+
+
 @compiled
-def attend_in_halves(parameters, begin, end):
+def attend_in_halves(p, begin, end, scratch):
     """Units [begin, end), each a part of the cells of a row (query, head, sequence): v and its sums are float16.
 
     The parts are put together by `join_parts`, unless there is one for all threads, as where n_parts is 0.
     """
-    p = array_at(parameters, types.int64, _PARAMETERS)
-    dk, dv, n_parts = p[_DK], p[_DV], max(p[_N_PARTS], 1)
-    scale = bits_float(types.uint32(p[_SCALE]))
-    size = -(-p[_N_CELLS] // n_parts)
-    floats, halves = np.empty(2 * dk + 2 * _CELLS, np.float32), np.empty(dk + 17, np.uint16)
-    sums = np.empty(dv, np.uint16)
-    query = types.int64(floats.ctypes.data)
-    key, y, work, to = query + 4 * dk, query + 8 * dk, types.int64(halves.ctypes.data), types.int64(sums.ctypes.data)
+    of = record_at(p, Attention)
+    dk, dv, n_cells, n_parts = of.dk, of.dv, of.n_cells, max(of.n_parts, 1)
+    size = -(-n_cells // n_parts)
+    query = scratch
+    key = query + 4 * dk
+    y = key + 4 * dk
+    work = y + 8 * _CELLS
+    to = work + _bytes_to_round(dk)
     scores, weights = array_at(y, types.float32, _CELLS), array_at(y + 4 * _CELLS, types.float32, _CELLS)
     for unit in range(begin, end):
         turn, row = unit % n_parts, unit // n_parts
-        i1, head, i3 = row % p[_N_QUERIES], row // p[_N_QUERIES] % p[_N_HEADS], row // p[_N_QUERIES] // p[_N_HEADS]
-        copy(_row(p, _Q, i1, head, i3), query, 4 * dk)
-        round_run(p[_Q + _CODE], query, work, dk)
-        mask, slope = _mask_row(p, i1, head, i3), _slope(p, head)
+        i1, head, i3 = index_of(row, of.n_queries, of.n_heads)
+        copy(_row(of.q, i1, head, i3), query, 4 * dk)
+        round_run(of.q.code, query, work, dk)
+        mask, slope = _mask_row(of, i1, head, i3), _slope(of, head)
         maximum, total = types.float32(-np.inf), types.float32(0)
-        sums[:] = 0
-        last = min((turn + 1) * size, p[_N_CELLS])
+        array_at(to, types.uint16, dv)[:] = 0
+        last = min((turn + 1) * size, n_cells)
         for first in range(turn * size, last, _CELLS):
             count = min(_CELLS, last - first)
             for i in range(count):
                 if mask and array_at(mask + 2 * (first + i), types.uint16, 1)[0] == _EXCLUDED:
                     continue
-                at = _row(p, _K, first + i, head, i3)
-                if p[_K + _CODE] == F16:
+                at = _row(of.k, first + i, head, i3)
+                if of.k.code == F16:
                     dots_f16(at, 0, query, dk, y + 4 * i, 1)
-                    scores[i] *= scale
+                    scores[i] *= of.scale
                 else:
-                    _decode(p, _K, at, key, dk)
-                    scores[i] = scale * dot(key, query, dk)
-            _capped(p, y, count)
+                    _decode(of.k, at, key, dk)
+                    scores[i] = of.scale * dot(key, query, dk)
+            _capped(of, y, count)
             if mask:
                 added = array_at(mask + 2 * first, types.uint16, count)
                 for i in range(count):
@@ -185,31 +236,29 @@ def attend_in_halves(parameters, begin, end):
                     _shrink_halves(to, dv, shrunk)
                 else:
                     total += weights[i]
-                _add_to_halves(to, _row(p, _V, first + i, head, i3), dv, weights[i])
-        found = array_at(p[_PARTS] + 4 * unit * (2 + dv), types.float32, 2 + dv)
+                _add_to_halves(to, _row(of.v, first + i, head, i3), dv, weights[i])
+        part = of.parts + 4 * unit * (2 + dv)
+        found = array_at(part, types.float32, 2 + dv)
         found[0], found[1] = maximum, total
-        decode_run(F16, to, 0, 0, p[_PARTS] + 4 * unit * (2 + dv) + 8, dv)
-        if p[_SINKS] and turn == 0:
-            _add_sink(found, dv, _float_at(p[_SINKS] + 4 * head))
-        if p[_N_PARTS] == 0:
-            _finish(p, row, found)
-    keep(floats)
-    keep(halves)
+        decode_run(F16, to, 0, 0, part + 8, dv)
+        if of.sinks and turn == 0:
+            _add_sink(found, dv, _float_at(of.sinks + 4 * head))
+        if of.n_parts == 0:
+            _finish(of, row, found)
     return 0
 
 
 @compiled
-def join_parts(parameters, begin, end):
-    """Rows [begin, end), whose parts `attend_in_halves` has left behind: a maximum, a sum and float32 times v."""
-    p = array_at(parameters, types.int64, _PARAMETERS)
-    dv, n_parts = p[_DV], p[_N_PARTS]
-    memory = np.empty(2 + dv, np.float32)
-    whole = array_at(types.int64(memory.ctypes.data), types.float32, 2 + dv)
+def join_parts(p, begin, end, scratch):
+    """Rows [begin, end), whose parts `attend_in_halves` has left: a maximum, a sum and float32 times v."""
+    of = record_at(p, Attention)
+    dv, n_parts = of.dv, of.n_parts
+    whole = array_at(scratch, types.float32, 2 + dv)
     for row in range(begin, end):
         whole[:] = types.float32(0)
         whole[0] = types.float32(-np.inf)
         for i in range(n_parts):
-            found = array_at(p[_PARTS] + 4 * (row * n_parts + i) * (2 + dv), types.float32, 2 + dv)
+            found = array_at(of.parts + 4 * (row * n_parts + i) * (2 + dv), types.float32, 2 + dv)
             if found[1] == 0:
                 continue
             highest = max(whole[0], found[0])
@@ -217,8 +266,7 @@ def join_parts(parameters, begin, end):
             whole[0] = highest
             for d in range(1, 2 + dv):
                 whole[d] = fused_multiply_add(whole[d], before, found[d] * now)
-        _finish(p, row, whole)
-    keep(memory)
+        _finish(of, row, whole)
     return 0
 
 
@@ -234,93 +282,145 @@ def _mark(masks, n_rows, first, count):
     return some, kept
 
 
+@inlined
+def _padded(dv):
+    """The size of a row of v, to whole vectors."""
+    return -(-dv // LANES) * LANES
+
+
+def scratch_of(of: Attention) -> int:
+    """Bytes that `attend` works in: queries, keys, values, their sums, scores, three numbers and where a mask begins of
+    each row, a query, what it is rounded in."""
+    wide: int = _padded(of.dv)
+    to_round: int = _bytes_to_round(of.dk)
+    floats = of.dk * of.n_rows + _CELLS * (of.dk + wide + of.n_rows) + of.n_rows * (wide + 3) + of.dk
+    return 4 * floats + 8 * of.n_rows + to_round
+
+
+@inlined
+def _query_of(of, group, row):
+    """The query and the head of a row of those that share a head of k."""
+    return row % of.n_queries, group * of.k.shared[0] + row // of.n_queries
+
+
+@inlined
+def _load_queries(of, group, i3, first_row, used, q, masks, line):
+    """Puts `used` queries, scaled, into the columns of q, and where their masks begin into masks."""
+    dk, work = of.dk, line + 4 * of.dk
+    queries, query = array_at(q, types.float32, (dk, of.n_rows)), array_at(line, types.float32, dk)
+    queries[:] = 0
+    for r in range(used):
+        i1, head = _query_of(of, group, first_row + r)
+        copy(_row(of.q, i1, head, i3), line, 4 * dk)
+        round_run(of.q.code, line, work, dk)
+        for d in range(dk):
+            queries[d, r] = of.scale * query[d]
+        masks[r] = _mask_row(of, i1, head, i3)
+
+
+@inlined
+def _add_masks(of, group, first_row, used, masks, first, count, scores):
+    for r in range(used):
+        _, head = _query_of(of, group, first_row + r)
+        slope = _slope(of, head)
+        mask = array_at(masks[r] + 2 * first, types.uint16, count)
+        for i in range(count):
+            value = f16_to_f32(mask[i])
+            scores[i, r] = value if mask[i] == _EXCLUDED else scores[i, r] + slope * value
+
+
+@inlined
+def _exponentiate(scores, count, n_rows, maxima, totals, shrunk):
+    """Makes each row's scores e ** (score - maximum), of a maximum that they may raise: then its total, and by `shrunk`
+    what else was added up so far, shrinks."""
+    shrunk[:] = maxima
+    for i in range(count):
+        for r in range(n_rows):
+            maxima[r] = scores[i, r] if scores[i, r] > maxima[r] else maxima[r]
+    for r in range(n_rows):
+        shrunk[r] = v_exp(shrunk[r] - maxima[r])
+        totals[r] *= shrunk[r]
+    for i in range(count):
+        for r in range(n_rows):
+            scores[i, r] = v_exp(scores[i, r] - maxima[r])
+            totals[r] += scores[i, r]
+
+
+@inlined
+def _finish_rows(of, group, i3, first_row, used, maxima, totals, sums):
+    """dst of `used` rows, whose sinks take part now."""
+    for r in range(used):
+        i1, head = _query_of(of, group, first_row + r)
+        factor = types.float32(1)
+        if of.sinks:
+            sink = _float_at(of.sinks + 4 * head)
+            highest = max(maxima[r], sink)
+            factor = v_exp(maxima[r] - highest)
+            totals[r] = totals[r] * factor + v_exp(sink - highest)
+        factor = factor / totals[r] if totals[r] != 0 else types.float32(0)
+        dst = _dst_row(of, i1, head, i3)
+        for d in range(of.dv):
+            dst[d] = sums[r, d] * factor
+
+
 @compiled
-def attend(parameters, begin, end):
+def attend(p, begin, end, scratch):
     """Units [begin, end), each some of the rows (query, head) that share a head of k and v.
 
     Scores lie cell by cell, so that rows are what a vector holds: the product with q, transposed once, gives them so.
     """
-    p = array_at(parameters, types.int64, _PARAMETERS)
-    dk, dv, n_rows, shared = p[_DK], p[_DV], p[_N_ROWS], p[_K + _SHARED]
-    wide = -(-dv // LANES) * LANES
-    scale = bits_float(types.uint32(p[_SCALE]))
-    work = np.empty(dk + 17, np.uint16)
-    line = np.empty(dk, np.float32)
-    queries, keys = np.empty((dk, n_rows), np.float32), np.empty((_CELLS, dk), np.float32)
-    values, sums = np.zeros((_CELLS, wide), np.float32), np.empty((n_rows, wide), np.float32)
-    scores = np.empty((_CELLS, n_rows), np.float32)
-    maxima, totals, shrunk = np.empty(n_rows, np.float32), np.empty(n_rows, np.float32), np.empty(n_rows, np.float32)
-    masks = np.empty(n_rows, np.int64)
-    q, k, v = types.int64(queries.ctypes.data), types.int64(keys.ctypes.data), types.int64(values.ctypes.data)
-    s, y = types.int64(scores.ctypes.data), types.int64(sums.ctypes.data)
-    n_tiles = -(-shared * p[_N_QUERIES] // n_rows)
+    of = record_at(p, Attention)
+    dk, dv, n_cells, n_rows, wide = of.dk, of.dv, of.n_cells, of.n_rows, _padded(of.dv)
+    q = scratch
+    k = q + 4 * dk * n_rows
+    v = k + 4 * _CELLS * dk
+    y = v + 4 * _CELLS * wide
+    s = y + 4 * n_rows * wide
+    numbers = s + 4 * _CELLS * n_rows
+    masks = array_at(numbers + 12 * n_rows, types.int64, n_rows)
+    line = numbers + 20 * n_rows
+    sums, scores = array_at(y, types.float32, (n_rows, wide)), array_at(s, types.float32, (_CELLS, n_rows))
+    maxima, totals = array_at(numbers, types.float32, n_rows), array_at(numbers + 4 * n_rows, types.float32, n_rows)
+    shrunk = array_at(numbers + 8 * n_rows, types.float32, n_rows)
+    array_at(v, types.float32, _CELLS * wide)[:] = 0
+    in_group = of.k.shared[0] * of.n_queries
+    n_tiles = -(-in_group // n_rows)
     for unit in range(begin, end):
-        tile, group, i3 = unit % n_tiles, unit // n_tiles % p[_N_GROUPS], unit // n_tiles // p[_N_GROUPS]
-        first_row = tile * n_rows
-        used = min(n_rows, shared * p[_N_QUERIES] - first_row)
-        queries[:] = 0
-        for r in range(used):
-            head, i1 = group * shared + (first_row + r) // p[_N_QUERIES], (first_row + r) % p[_N_QUERIES]
-            copy(_row(p, _Q, i1, head, i3), types.int64(line.ctypes.data), 4 * dk)
-            round_run(p[_Q + _CODE], types.int64(line.ctypes.data), types.int64(work.ctypes.data), dk)
-            for d in range(dk):
-                queries[d, r] = scale * line[d]
-            masks[r] = _mask_row(p, i1, head, i3)
+        tile, group, i3 = index_of(unit, n_tiles, of.n_groups)
+        first_row, cells_head = tile * n_rows, group * of.k.shared[0]
+        used = min(n_rows, in_group - first_row)
+        _load_queries(of, group, i3, first_row, used, q, masks, line)
         maxima[:] = types.float32(LOWEST)
         totals[:] = 0
         sums[:] = 0
-        for first in range(0, p[_N_CELLS], _CELLS):
-            count = min(_CELLS, p[_N_CELLS] - first)
+        for first in range(0, n_cells, _CELLS):
+            count = min(_CELLS, n_cells - first)
             some = types.uint16(0)
-            if p[_MASK]:
+            if of.mask.address:
                 some, kept = _mark(masks, used, first, count)
                 if kept == 0:
                     continue
             for i in range(count):
-                _decode(p, _K, _row(p, _K, first + i, group * shared, i3), k + 4 * i * dk, dk)
-                _decode(p, _V, _row(p, _V, first + i, group * shared, i3), v + 4 * i * wide, dv)
+                _decode(of.k, _row(of.k, first + i, cells_head, i3), k + 4 * i * dk, dk)
+                _decode(of.v, _row(of.v, first + i, cells_head, i3), v + 4 * i * wide, dv)
             scores[:] = 0
             multiply(k, 4 * dk, 4, q, 4 * n_rows, s, 4 * n_rows, -(-count // ROWS) * ROWS, dk, n_rows)
-            _capped(p, s, count * n_rows)
+            _capped(of, s, count * n_rows)
             if some != 0:
-                for r in range(used):
-                    slope = _slope(p, group * shared + (first_row + r) // p[_N_QUERIES])
-                    mask = array_at(masks[r] + 2 * first, types.uint16, count)
-                    for i in range(count):
-                        value = f16_to_f32(mask[i])
-                        scores[i, r] = value if mask[i] == _EXCLUDED else scores[i, r] + slope * value
-            shrunk[:] = maxima
-            for i in range(count):
-                for r in range(n_rows):
-                    maxima[r] = scores[i, r] if scores[i, r] > maxima[r] else maxima[r]
-            for r in range(n_rows):
-                shrunk[r] = v_exp(shrunk[r] - maxima[r])
-                totals[r] *= shrunk[r]
-            for i in range(count):
-                for r in range(n_rows):
-                    scores[i, r] = v_exp(scores[i, r] - maxima[r])
-                    totals[r] += scores[i, r]
+                _add_masks(of, group, first_row, used, masks, first, count, scores)
+            _exponentiate(scores, count, n_rows, maxima, totals, shrunk)
             for r in range(n_rows):
                 if shrunk[r] != 1:
                     for d in range(wide):
                         sums[r, d] *= shrunk[r]
             multiply(s, 4, 4 * n_rows, v, 4 * wide, y, 4 * wide, n_rows, count, wide)
-        for r in range(used):
-            head, i1 = group * shared + (first_row + r) // p[_N_QUERIES], (first_row + r) % p[_N_QUERIES]
-            factor = types.float32(1)
-            if p[_SINKS]:
-                sink = _float_at(p[_SINKS] + 4 * head)
-                highest = max(maxima[r], sink)
-                factor = v_exp(maxima[r] - highest)
-                totals[r] = totals[r] * factor + v_exp(sink - highest)
-            factor = factor / totals[r] if totals[r] != 0 else types.float32(0)
-            at = p[_DST] + 4 * dv * (head + p[_N_HEADS] * (i1 + p[_N_QUERIES] * i3))
-            dst = array_at(at, types.float32, dv)
-            for d in range(dv):
-                dst[d] = sums[r, d] * factor
-    keep(keys)
-    keep(values)
+        _finish_rows(of, group, i3, first_row, used, maxima, totals, sums)
     return 0
+
+
+def _source(x: Tensor, q: Tensor, code: int, to_float: int) -> Source:
+    packed, n_packed = (0, 0) if x.packed is None else (x.packed.address, x.packed.n_blocks)
+    return Source(x.place, (q.ne[2] // x.ne[2], q.ne[3] // x.ne[3]), code, to_float, packed, n_packed)
 
 
 def attended(
@@ -349,32 +449,41 @@ def attended(
     to_float = {type: numerics.to_float.get(type, 0) for type in {k.type, v.type} - {*CODES}}
     if code not in CODES or 0 in to_float.values():
         return None
-    p = np.zeros(_PARAMETERS, np.int64)
-    p[_DK], p[_DV], p[_N_CELLS], p[_N_QUERIES], p[_N_HEADS] = q.ne[0], v.ne[0], k.ne[1], q.ne[1], q.ne[2]
-    for side, tensor, kind in ((_Q, q, code), (_K, k, k.type), (_V, v, v.type)):
-        p[side + _NB + 1 : side + _NB + 4], p[side + _ADDRESS] = tensor.nb[1:], tensor.address
-        p[side + _SHARED : side + _SHARED + 2] = q.ne[2] // tensor.ne[2], q.ne[3] // tensor.ne[3]
-        p[side + _CODE], p[side + _TO_FLOAT] = CODES.get(kind, -1), to_float.get(tensor.type, 0)
-        if tensor.packed is not None:
-            p[side + _PACKED : side + _PACKED + 2] = tensor.packed.address, tensor.packed.n_blocks
-    if mask is not None:
-        p[_MASK], p[_MASK + 1 : _MASK + 4], p[_MASK_NE : _MASK_NE + 2] = mask.address, mask.nb[1:], mask.ne[2:]
-    p[_SINKS] = sinks.address if sinks is not None else 0
-    p[_SLOPES] = by_head.ctypes.data if by_head is not None else 0
     factor = np.float32(scale) / np.float32(softcap) if softcap else np.float32(scale)
-    p[_SCALE], p[_SOFTCAP] = (np.float32(x).view(np.uint32) for x in (factor, softcap))
-    p[_DST] = dst.address
+    keys, gains = (_source(x, q, CODES.get(x.type, -1), to_float.get(x.type, 0)) for x in (k, v))
+    of = Attention(
+        dk=q.ne[0],
+        dv=v.ne[0],
+        n_cells=k.ne[1],
+        n_queries=q.ne[1],
+        n_heads=q.ne[2],
+        q=_source(q, q, CODES[code], 0),
+        k=keys,
+        v=gains,
+        mask=Place(0, (0, 0, 0, 0)) if mask is None else mask.place,
+        mask_ne=(0, 0) if mask is None else mask.ne[2:],
+        sinks=0 if sinks is None else sinks.address,
+        slopes=0 if by_head is None else by_head.ctypes.data,
+        scale=factor,
+        softcap=np.float32(softcap),
+        dst=dst.address,
+    )
     n_rows = q.ne[1] * q.ne[2] * q.ne[3]
     cost = n_rows * k.ne[1] * (q.ne[0] + v.ne[0])
     if in_halves:
-        p[_N_PARTS] = n_parts = n_sums
-        parts = np.empty((n_rows, max(n_parts, 1), 2 + v.ne[0]), np.float32)
-        p[_PARTS] = parts.ctypes.data
-        work = Work(attend_in_halves, p, n_rows * max(n_parts, 1), _IN_HALVES * cost, keep=(by_head, parts))
-        return Job(work, Work(join_parts, p, n_rows)) if n_parts else Job(work)
-    if p[_K + _SHARED] != p[_V + _SHARED]:
+        return _in_halves(of, n_rows, n_sums, _IN_HALVES * cost, by_head)
+    if keys.shared[0] != gains.shared[0]:
         return None
-    in_group, p[_N_GROUPS] = q.ne[1] * p[_K + _SHARED], k.ne[2]
-    p[_N_ROWS] = min(_ROWS, -(-in_group // LANES) * LANES)
-    n_units = -(-in_group // p[_N_ROWS]) * p[_N_GROUPS] * q.ne[3]
-    return Job(Work(attend, p, int(n_units), cost // 2, keep=by_head))
+    in_group = q.ne[1] * keys.shared[0]
+    of = of._replace(n_groups=k.ne[2], n_rows=min(_ROWS, -(-in_group // LANES) * LANES))
+    n_units = -(-in_group // of.n_rows) * of.n_groups * q.ne[3]
+    return Job(Work(attend, of, n_units, cost // 2, scratch=scratch_of(of), keep=by_head))
+
+
+def _in_halves(of: Attention, n_rows: int, n_parts: int, cost: int, keep: object) -> Job:
+    """Works of a node, each row of which is added up in n_parts parts, put together at the end, or 0."""
+    parts = np.empty((n_rows, max(n_parts, 1), 2 + of.dv), np.float32)
+    of = of._replace(parts=parts.ctypes.data, n_parts=n_parts)
+    n_units, kept = n_rows * max(n_parts, 1), (keep, parts)
+    work = Work(attend_in_halves, of, n_units, cost, scratch=scratch_in_halves(of), keep=kept)
+    return Job(work, Work(join_parts, of, n_rows, scratch=4 * (2 + of.dv))) if n_parts else Job(work)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 from numba import types
@@ -15,6 +16,7 @@ from ggml_backend_npu.ops.probes import HEADS, TOKENS, normal
 from ggml_backend_npu.ops.recurrent import (
     BOUND,
     Floats,
+    Heads,
     Snapshots,
     applied,
     are_contiguous,
@@ -23,18 +25,9 @@ from ggml_backend_npu.ops.recurrent import (
     of_other_size,
 )
 from ggml_backend_npu.registry import Call, op
-from quant.kernels.jit import (
-    array_at,
-    bits_float,
-    compiled,
-    copy,
-    fused_multiply_add,
-    inlined,
-    keep,
-    parameters,
-    values,
-)
+from quant.kernels.jit import array_at, compiled, copy, fused_multiply_add, inlined
 from quant.kernels.orders import GROUP, dots_f32
+from quant.kernels.records import Place, record_at, row_of
 from quant.kernels.threads import Job, Work
 
 
@@ -112,33 +105,63 @@ def _add_scaled(x, y, factor, n):
         row[i] = fused_multiply_add(added[i], factor, row[i])
 
 
+class Repeated(NamedTuple):
+    """A source of n_head heads, which repeat, and of sequences, each of which serves `repeats` in a row."""
+
+    place: Place
+    n_head: int
+    repeats: int
+
+
+class DeltaNet(NamedTuple):
+    """g, beta  addresses; by_element: g has one for each element of a row
+    scale    of what the tokens give
+    n_kept   states that are wanted, each of all sequences
+    """
+
+    heads: Heads
+    q: Repeated
+    k: Repeated
+    v: Place
+    g: int
+    by_element: int
+    beta: int
+    scale: np.float32
+    n_kept: int
+    n_sequences: int
+
+
+@inlined
+def _head_of(source, head, t, sequence):
+    """Where a repeated source has what is for a head."""
+    return row_of(source.place, head % source.n_head, t, sequence // source.repeats)
+
+
 @compiled
-def delta_net(p, begin, end):
-    """Heads [begin, end) of all sequences."""
-    (
-        q, q_nb1, q_nb2, q_nb3, q_heads, q_repeats, k, k_nb1, k_nb2, k_nb3, k_heads, k_repeats, v, v_nb1, v_nb2, v_nb3,
-        g, by_element, beta, state, dst, states, n_kept, scale_bits, size, n_head, n_tokens, n_sequences,
-    ) = values(p, 28)  # fmt: skip
-    scale = bits_float(types.uint32(scale_bits))
+def delta_net(p, begin, end, scratch):
+    """Heads [begin, end) of all sequences. Scratch: the decays of a row, and the dots of GROUP rows."""
+    of = record_at(p, DeltaNet)
+    heads, v, n_kept, scale = of.heads, of.v, of.n_kept, of.scale
+    size, n_head, n_tokens = heads.size, heads.n_head, heads.n_tokens
     row, head_bytes = 4 * size, 4 * size * size
-    decays, found = np.empty(size, np.float32), np.empty(GROUP, np.float32)
-    all_decays, all_found = types.int64(decays.ctypes.data), types.int64(found.ctypes.data)
+    all_decays, all_found = scratch, scratch + 4 * size
+    decays, found = array_at(all_decays, types.float32, size), array_at(all_found, types.float32, GROUP)
     for unit in range(begin, end):
         head, sequence = unit % n_head, unit // n_head
-        s = states + unit * head_bytes
-        copy(state + unit * head_bytes, s, head_bytes)
+        s = heads.states + unit * head_bytes
+        copy(heads.state + unit * head_bytes, s, head_bytes)
         for t in range(n_tokens):
             token = (sequence * n_tokens + t) * n_head + head
-            query = q + sequence // q_repeats * q_nb3 + t * q_nb2 + head % q_heads * q_nb1
-            key = k + sequence // k_repeats * k_nb3 + t * k_nb2 + head % k_heads * k_nb1
-            value = array_at(v + sequence * v_nb3 + t * v_nb2 + head * v_nb1, types.float32, size)
-            strength = array_at(beta + 4 * token, types.float32, 1)[0]
-            if by_element:
-                gate = array_at(g + token * row, types.float32, size)
+            y = heads.dst + token * row
+            query, key = _head_of(of.q, head, t, sequence), _head_of(of.k, head, t, sequence)
+            value = array_at(row_of(v, head, t, sequence), types.float32, size)
+            strength = array_at(of.beta + 4 * token, types.float32, 1)[0]
+            if of.by_element:
+                gate = array_at(of.g + token * row, types.float32, size)
                 for i in range(size):
                     decays[i] = expf(gate[i])
             else:
-                decays[:] = expf(array_at(g + 4 * token, types.float32, 1)[0])
+                decays[:] = expf(array_at(of.g + 4 * token, types.float32, 1)[0])
             for first in range(0, size, GROUP):
                 rows, count = s + first * row, min(GROUP, size - first)
                 for i in range(count):
@@ -146,13 +169,11 @@ def delta_net(p, begin, end):
                 dots_f32(rows, row, key, size, all_found, count)
                 for i in range(count):
                     _add_scaled(rows + i * row, key, (value[first + i] - found[i]) * strength, size)
-                dots_f32(rows, row, query, size, dst + token * row + 4 * first, count)
-            scaled(dst + token * row, size, scale)
+                dots_f32(rows, row, query, size, y + 4 * first, count)
+            scaled(y, size, scale)
             before_last = n_tokens - 1 - t
             if before_last > 0 and before_last < n_kept:
-                copy(s, s + before_last * n_sequences * n_head * head_bytes, head_bytes)
-    keep(decays)
-    keep(found)
+                copy(s, s + before_last * of.n_sequences * n_head * head_bytes, head_bytes)
     return 0
 
 
@@ -163,14 +184,20 @@ def _gated_delta_net(
     if not are_contiguous(g, beta, state) or not all(tensor.has_contiguous_rows() for tensor in (q, k, v)):
         return None
     size, n_head, n_tokens, n_sequences = v.ne
-    p = parameters(
-        q.address, *q.nb[1:], q.ne[1], n_sequences // q.ne[3], k.address, *k.nb[1:], k.ne[1], n_sequences // k.ne[3],
-        v.address, *v.nb[1:], g.address, g.ne[0] != 1, beta.address, state.address,
-        dst.address, dst.address + 4 * v.n_elements, params.K, 1 / np.sqrt(np.float32(size)),
-        size, n_head, n_tokens, n_sequences,
-    )  # fmt: skip
-    kept = dst, q, k, v, g, beta, state
-    return Job(Work(delta_net, p, n_head * n_sequences, 4 * size * v.n_elements, keep=kept))
+    of = DeltaNet(
+        heads=Heads(size, n_head, n_tokens, state.address, dst.address, dst.address + 4 * v.n_elements),
+        q=Repeated(q.place, q.ne[1], n_sequences // q.ne[3]),
+        k=Repeated(k.place, k.ne[1], n_sequences // k.ne[3]),
+        v=v.place,
+        g=g.address,
+        by_element=g.ne[0] != 1,
+        beta=beta.address,
+        scale=1 / np.sqrt(np.float32(size)),
+        n_kept=params.K,
+        n_sequences=n_sequences,
+    )
+    n_bytes, scratch, kept = 4 * size * v.n_elements, 4 * (size + GROUP), (dst, q, k, v, g, beta, state)
+    return Job(Work(delta_net, of, n_head * n_sequences, n_bytes, scratch=scratch, keep=kept))
 
 
 def _make(size: int = 32, gates: bool = False) -> Make:

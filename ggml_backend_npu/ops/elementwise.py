@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from math import inf
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 import numpy as np
 from numba import types
@@ -26,7 +26,8 @@ from ggml_backend_npu.ops.strided import ids_check
 from ggml_backend_npu.ops.tiles import computed
 from ggml_backend_npu.params import Instead, Params, f32
 from ggml_backend_npu.registry import Call, Op, op
-from quant.kernels.jit import array_at, bits_float, compiled, fused_multiply_add, parameters, values
+from quant.kernels.jit import array_at, compiled, fused_multiply_add
+from quant.kernels.records import record_at
 from quant.kernels.threads import Job, Work
 
 
@@ -373,12 +374,20 @@ def arange(dst: Tensor, params: Arange) -> None:
     dst.view()[...] = fma(places, step, start).reshape(dst.view().shape)
 
 
+class Progression(NamedTuple):
+    """dst: an address."""
+
+    dst: int
+    start: np.float32
+    step: np.float32
+
+
 @compiled
-def progression(p, begin, end):
+def progression(p, begin, end, scratch):
     """Elements [begin, end) of start + i * step."""
-    dst, start_bits, step_bits = values(p, 3)
-    start, step = bits_float(types.uint32(start_bits)), bits_float(types.uint32(step_bits))
-    y = array_at(dst, types.float32, end)
+    of = record_at(p, Progression)
+    start, step = of.start, of.step
+    y = array_at(of.dst, types.float32, end)
     for i in range(begin, end):
         y[i] = fused_multiply_add(types.float32(i), step, start)
     return 0
@@ -386,8 +395,8 @@ def progression(p, begin, end):
 
 @arange.compiled
 def _arange(dst: Tensor, params: Arange) -> Call:
-    start, step = np.float32(params.start), np.float32(params.step)
-    return Job(Work(progression, parameters(dst.address, start, step), dst.n_elements, dst.nbytes, keep=dst))
+    of = Progression(dst.address, np.float32(params.start), np.float32(params.step))
+    return Job(Work(progression, of, dst.n_elements, dst.nbytes, keep=dst))
 
 
 @arange.formula

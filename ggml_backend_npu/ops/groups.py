@@ -12,13 +12,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from math import prod
+from typing import NamedTuple
 
 import numpy as np
 from numba import types
 from numpy.typing import NDArray
 
 from ggml_backend_npu.ir import Tensor
-from ggml_backend_npu.ops.strided import NB, NE, SIDE, Parameters, locate, next_row, row_address, side_at
+from ggml_backend_npu.ops.sides import Side, locate, next_row, row_address, side_at
 from quant import blocks
 from quant.kernels.jit import (
     CFunction,
@@ -29,11 +30,10 @@ from quant.kernels.jit import (
     f16_to_f32,
     float_bits,
     inlined,
-    parameters,
     round_half_away,
     truncate_to_int32,
-    values,
 )
+from quant.kernels.records import Dims, record_at
 from quant.kernels.threads import Job, Work
 from quant.runs import f32_to_f16
 
@@ -95,8 +95,7 @@ def dequantizer(dst: Tensor, src: Groups, ids: Tensor | None = None) -> Call:
     if engine() == "reference":
         return partial(define_dequantize, dst, src, ids)
     rows = dst.ne[1:] if ids is not None else None
-    sides = _quants_side(src, ids, rows), _scales_side(src, ids, rows), _floats_side(dst, src.size)
-    return _job(_dequantize, sides, src, dst)
+    return _job(_dequantize, src, dst, _quants_side(src, ids, rows), _scales_side(src, ids, rows))
 
 
 def quantizer(dst: Groups, src: Tensor) -> Call:
@@ -106,8 +105,7 @@ def quantizer(dst: Groups, src: Tensor) -> Call:
     """
     if engine() == "reference":
         return partial(define_quantize, dst, src)
-    sides = _floats_side(src, dst.size), _quants_side(dst), _scales_side(dst)
-    return _job(_quantize, sides, dst, src)
+    return _job(_quantize, dst, src, _quants_side(dst), _scales_side(dst))
 
 
 # definitions
@@ -181,31 +179,54 @@ def _columns(group: Indices, size: int) -> Indices:
     return group * size + np.arange(size)
 
 
-# kernels: they walk three sides in units of groups; addresses and strides of int4 count nibbles, not bytes
-_FURTHER = 6  # parameters in front of the sides
+# kernels
 
 
-def _quants_side(of: Groups, ids: Tensor | None = None, rows: tuple[int, ...] | None = None) -> Parameters:
+class Grouped(NamedTuple):
+    """Three sides in units of groups; addresses and strides of int4 count nibbles, not bytes.
+
+    together  groups of a unit: those that share a byte
+    quants_step, floats_step  bytes from an element to the next one
+    half      the floats are float16
+    """
+
+    bits: int
+    size: int
+    together: int
+    quants_step: int
+    floats_step: int
+    half: int
+    quants: Side
+    scales: Side
+    floats: Side
+
+
+def _rows_of(tensor: Tensor, first: int, rows: tuple[int, int, int] | None) -> Dims:
+    return (first, *(rows or tensor.ne[1:]))
+
+
+def _quants_side(of: Groups, ids: Tensor | None = None, rows: tuple[int, int, int] | None = None) -> Side:
     tensor, nibbles = of.quants, 8 // of.bits
-    step = of.size * tensor.nb[0]
-    units = [of.scales.ne[0], *(rows or tensor.ne[1:])]
-    return side_at(tensor.address * nibbles, units, [step, *(nb * nibbles for nb in tensor.nb[1:])], ids)
+    nb1, nb2, nb3 = (nb * nibbles for nb in tensor.nb[1:])
+    nb = (of.size * tensor.nb[0], nb1, nb2, nb3)
+    return side_at(tensor.address * nibbles, _rows_of(tensor, of.scales.ne[0], rows), nb, ids)
 
 
-def _scales_side(of: Groups, ids: Tensor | None = None, rows: tuple[int, ...] | None = None) -> Parameters:
+def _scales_side(of: Groups, ids: Tensor | None = None, rows: tuple[int, int, int] | None = None) -> Side:
     tensor = of.scales
-    return side_at(tensor.address, [tensor.ne[0], *(rows or tensor.ne[1:])], [*tensor.nb], ids)
+    return side_at(tensor.address, _rows_of(tensor, tensor.ne[0], rows), tensor.nb, ids)
 
 
-def _floats_side(tensor: Tensor, size: int) -> Parameters:
-    return side_at(tensor.address, [tensor.ne[0] // size, *tensor.ne[1:]], [tensor.nb[0] * size, *tensor.nb[1:]])
+def _floats_side(tensor: Tensor, size: int) -> Side:
+    return side_at(tensor.address, (tensor.ne[0] // size, *tensor.ne[1:]), (tensor.nb[0] * size, *tensor.nb[1:]))
 
 
-def _job(kernel: CFunction, sides: tuple[Parameters, ...], of: Groups, floats: Tensor) -> Job:
-    """The kernel over all groups; groups that share a byte are one unit."""
+def _job(kernel: CFunction, of: Groups, floats: Tensor, quants: Side, scales: Side) -> Job:
+    """The kernel over all groups."""
     together = 2 if of.bits == 4 and of.size % 2 else 1
-    p = parameters(of.bits, of.size, together, of.quants.nb[0], floats.nb[0], floats.type == "f16", *sides)
-    return Job(Work(kernel, p, floats.n_elements // of.size // together, 4 * floats.n_elements))
+    is_half, sides = floats.type == "f16", (quants, scales, _floats_side(floats, of.size))
+    grouped = Grouped(of.bits, of.size, together, of.quants.nb[0], floats.nb[0], is_half, *sides)
+    return Job(Work(kernel, grouped, floats.n_elements // of.size // together, 4 * floats.n_elements))
 
 
 @inlined
@@ -241,7 +262,7 @@ def _start(side, unit):
 
 @inlined
 def _here(side, at):
-    return at[4] + at[0] * side[NB]
+    return at[4] + at[0] * side.nb[0]
 
 
 @inlined
@@ -254,7 +275,7 @@ def _pairs(side, at, size, step):
 @inlined
 def _next(side, at):
     """The next position. Behind the last one it is no position, but what it reads of ids is still in them."""
-    if at[0] + 1 < side[NE]:
+    if at[0] + 1 < side.ne[0]:
         return at[0] + 1, at[1], at[2], at[3], at[4]
     i1, i2, i3 = next_row(side, at[1], at[2], at[3])
     return 0, i1, i2, i3, row_address(side, i1, i2, i3)
@@ -294,27 +315,20 @@ def _dequantize_int4(pairs, high, step, scale, floats, floats_step, size):
         array_at(floats + i * floats_step, types.float32, 1)[0] = _int4(nibble) * scale
 
 
-@inlined
-def _three_sides(p):
-    first = p + 8 * _FURTHER
-    one, two, three = first, first + 8 * SIDE, first + 16 * SIDE
-    return array_at(one, types.int64, SIDE), array_at(two, types.int64, SIDE), array_at(three, types.int64, SIDE)
-
-
 @compiled
-def _dequantize(p, begin, end):
+def _dequantize(p, begin, end, scratch):
     """`define_dequantize` of units [begin, end)."""
-    bits, size, together, step, floats_step, _ = values(p, _FURTHER)
-    quants, scales, floats = _three_sides(p)
+    of = record_at(p, Grouped)
+    quants, scales, floats, size, together = of.quants, of.scales, of.floats, of.size, of.together
     begin, end = begin * together, end * together
     q, s, y = _start(quants, begin), _start(scales, begin), _start(floats, begin)
     for _ in range(begin, end):
         scale = array_at(_here(scales, s), types.float32, 1)[0]
-        if bits == 8:
-            _dequantize_int8(_here(quants, q), step, scale, _here(floats, y), floats_step, size)
+        if of.bits == 8:
+            _dequantize_int8(_here(quants, q), of.quants_step, scale, _here(floats, y), of.floats_step, size)
         else:
-            pairs, high = _pairs(quants, q, size, step)
-            _dequantize_int4(pairs, high, step, scale, _here(floats, y), floats_step, size)
+            pairs, high = _pairs(quants, q, size, of.quants_step)
+            _dequantize_int4(pairs, high, of.quants_step, scale, _here(floats, y), of.floats_step, size)
         q, s, y = _next(quants, q), _next(scales, s), _next(floats, y)
     return 0
 
@@ -379,17 +393,18 @@ def _quantize_from(widen, dtype, itemsize, x, step, bits, quants, high, quants_s
 
 
 @compiled
-def _quantize(p, begin, end):
+def _quantize(p, begin, end, scratch):
     """`define_quantize` of units [begin, end)."""
-    bits, size, together, quants_step, step, half = values(p, _FURTHER)
-    floats, quants, scales = _three_sides(p)
+    of = record_at(p, Grouped)
+    quants, scales, floats, together = of.quants, of.scales, of.floats, of.together
+    bits, size, quants_step, step = of.bits, of.size, of.quants_step, of.floats_step
     begin, end = begin * together, end * together
     x, q, s = _start(floats, begin), _start(quants, begin), _start(scales, begin)
     for _ in range(begin, end):
         to, high = _here(quants, q), types.int64(0)
         if bits == 4:
             to, high = _pairs(quants, q, size, quants_step)
-        if half:
+        if of.half:
             scale = _quantize_from(
                 f16_to_f32, types.uint16, 2, _here(floats, x), step, bits, to, high, quants_step, size
             )

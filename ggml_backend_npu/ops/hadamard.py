@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numba import types
 from numpy.typing import NDArray
 
-from quant.kernels.jit import array_at, compiled, values
+from quant.kernels.jit import array_at, compiled
+from quant.kernels.records import Dims, Place, index_of, record_at, row_of
 from quant.runs import widen_run
 
 
@@ -25,16 +26,26 @@ def hadamard(x: NDArray[Any]) -> NDArray[Any]:
     return y
 
 
+class Transform(NamedTuple):
+    """Rows of src, whose ne and type code are given, and of dst."""
+
+    ne: Dims
+    code: int
+    src: Place
+    dst: Place
+
+
 @compiled
-def transform(p, begin, end):
+def transform(p, begin, end, scratch):
     """Rows [begin, end), each times the Hadamard matrix of its size."""
-    n, n1, n2, code, src, src_nb0, src_nb1, src_nb2, src_nb3, dst, dst_nb1, dst_nb2, dst_nb3 = values(p, 13)
+    of = record_at(p, Transform)
+    n = of.ne[0]
     scale = types.float32(1) / np.sqrt(types.float32(n))
     for row in range(begin, end):
-        i1, i2, i3 = row % n1, row // n1 % n2, row // n1 // n2
-        to = dst + i1 * dst_nb1 + i2 * dst_nb2 + i3 * dst_nb3
+        i1, i2, i3 = index_of(row, of.ne[1], of.ne[2])
+        to = row_of(of.dst, i1, i2, i3)
         y = array_at(to, types.float32, n)
-        widen_run(code, src + i1 * src_nb1 + i2 * src_nb2 + i3 * src_nb3, src_nb0, to, n)
+        widen_run(of.code, row_of(of.src, i1, i2, i3), of.src.nb[0], to, n)
         for i in range(n):
             y[i] *= scale
         length = 1

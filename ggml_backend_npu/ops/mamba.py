@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 from numba import types
@@ -21,16 +22,9 @@ from ggml_backend_npu.ops.recurrent import (
     of_other_size,
 )
 from ggml_backend_npu.registry import Call, KernelError, op
-from quant.kernels.jit import (
-    array_at,
-    compiled,
-    copy,
-    fused_multiply_add,
-    inlined,
-    parameters,
-    values,
-)
+from quant.kernels.jit import array_at, compiled, copy, fused_multiply_add, inlined
 from quant.kernels.orders import GROUP, STEP, dots_f32
+from quant.kernels.records import Place, record_at, row_of
 from quant.kernels.threads import Job, Work
 
 _CHANNELS = 16  # of a convolution whose results fill a cache line
@@ -59,25 +53,36 @@ def ssm_conv(dst: Tensor, x: Tensor, weights: Tensor) -> None:
     dst.view()[0] = np.einsum("scti,ci->stc", windows, weights.view()[0, 0])
 
 
+class Convolution(NamedTuple):
+    """n_conv weights of each channel."""
+
+    x: Place
+    weights: Place
+    dst: Place
+    n_conv: int
+    n_tokens: int
+    n_sequences: int
+
+
 @compiled
-def convolve(p, begin, end):
+def convolve(p, begin, end, scratch):
     """Channels [begin, end) of all sequences, products added one after the other: whole eights rounded before."""
-    (
-        x, x_nb0, x_nb1, x_nb2, weights, w_nb0, w_nb1, n_conv, dst, dst_nb0, dst_nb1, dst_nb2, n_tokens, n_sequences,
-    ) = values(p, 14)  # fmt: skip
+    of = record_at(p, Convolution)
+    x, weights, dst, n_conv = of.x, of.weights, of.dst, of.n_conv
     rounded = n_conv // 8 * 8
-    for sequence in range(n_sequences):
+    for sequence in range(of.n_sequences):
         for first in range(begin, end, _CHANNELS):
-            for t in range(n_tokens):
+            for t in range(of.n_tokens):
                 for channel in range(first, min(first + _CHANNELS, end)):
-                    window = x + sequence * x_nb2 + channel * x_nb1 + t * x_nb0
+                    window = row_of(x, channel, sequence, 0) + t * x.nb[0]
+                    factors = row_of(weights, channel, 0, 0)
                     total = types.float32(0)
                     for i in range(n_conv):
-                        factor = array_at(weights + channel * w_nb1 + i * w_nb0, types.float32, 1)[0]
-                        value = array_at(window + i * x_nb0, types.float32, 1)[0]
+                        factor = array_at(factors + i * weights.nb[0], types.float32, 1)[0]
+                        value = array_at(window + i * x.nb[0], types.float32, 1)[0]
                         fused = fused_multiply_add(value, factor, total)
                         total = total + value * factor if i < rounded else fused
-                    to = dst + sequence * dst_nb2 + t * dst_nb1 + channel * dst_nb0
+                    to = row_of(dst, t, sequence, 0) + channel * dst.nb[0]
                     array_at(to, types.float32, 1)[0] = total
     return 0
 
@@ -86,10 +91,8 @@ def convolve(p, begin, end):
 def _ssm_conv(dst: Tensor, x: Tensor, weights: Tensor) -> Call:
     n_conv, n_channels = weights.ne[:2]
     _, n_tokens, n_sequences, _ = dst.ne
-    p = parameters(
-        x.address, *x.nb[:3], weights.address, *weights.nb[:2], n_conv, dst.address, *dst.nb[:3], n_tokens, n_sequences
-    )
-    return Job(Work(convolve, p, n_channels, 4 * n_conv * dst.n_elements, keep=(dst, x, weights)))
+    of = Convolution(x.place, weights.place, dst.place, n_conv, n_tokens, n_sequences)
+    return Job(Work(convolve, of, n_channels, 4 * n_conv * dst.n_elements, keep=(dst, x, weights)))
 
 
 def _make_conv(width: int = 4) -> Make:
@@ -208,49 +211,75 @@ def _read_rows(s, c, n, to, count):
         found[r] = total
 
 
+class Scan(NamedTuple):
+    """The sources, and where dst has what the tokens give and the states that are left.
+
+    n_states    that ids may name
+    n_state     elements of a state's row, of which a head has dim
+    per_group   heads that share B and C
+    n_kept      states that are wanted
+    by_element  every element of a state has a decay of its own
+    """
+
+    s: Place
+    x: Place
+    dt: Place
+    a: Place
+    b: Place
+    c: Place
+    ids: Place
+    y: int
+    states: int
+    n_states: int
+    n_state: int
+    dim: int
+    n_head: int
+    per_group: int
+    n_tokens: int
+    n_sequences: int
+    n_kept: int
+    by_element: int
+
+
 @compiled
-def scan(p, begin, end):
+def scan(p, begin, end, scratch):
     """Heads [begin, end) of all sequences. Returns 1 + the place of an id that names no state."""
-    (
-        s, s_nb1, s_nb2, s_nb3, n_states, x, x_nb0, x_nb1, x_nb2, x_nb3, dt, dt_nb0, dt_nb1, dt_nb2,
-        a, a_nb1, by_element, b, b_nb1, b_nb2, b_nb3, c, c_nb1, c_nb2, c_nb3, ids, ids_nb0,
-        y, states, n_kept, n_state, dim, n_head, per_group, n_tokens, n_sequences,
-    ) = values(p, 36)  # fmt: skip
+    of = record_at(p, Scan)
+    x, n_state, dim, n_head, n_tokens = of.x, of.n_state, of.dim, of.n_head, of.n_tokens
     row, head_bytes = 4 * n_state, 4 * n_state * dim
     for unit in range(begin, end):
         head, sequence = unit % n_head, unit // n_head
-        place = types.int64(array_at(ids + sequence * ids_nb0, types.int32, 1)[0])
-        if place < 0 or place >= n_states:
+        place = types.int64(array_at(of.ids.address + sequence * of.ids.nb[0], types.int32, 1)[0])
+        if place < 0 or place >= of.n_states:
             return sequence + 1
-        state = states + unit * head_bytes
+        state = of.states + unit * head_bytes
         for i in range(dim):
-            copy(s + place * s_nb3 + head * s_nb2 + i * s_nb1, state + i * row, row)
-        group = head // per_group
-        rate = a + head * a_nb1
+            copy(row_of(of.s, i, head, place), state + i * row, row)
+        group = head // of.per_group
+        rate = row_of(of.a, head, 0, 0)
         for t in range(n_tokens):
-            step = array_at(dt + sequence * dt_nb2 + t * dt_nb1 + head * dt_nb0, types.float32, 1)[0]
+            step = array_at(row_of(of.dt, t, sequence, 0) + head * of.dt.nb[0], types.float32, 1)[0]
             if not step > types.float32(20):
                 step = np.log(types.float32(1) + expf(step))
-            to_state = b + sequence * b_nb3 + t * b_nb2 + group * b_nb1
-            from_state = c + sequence * c_nb3 + t * c_nb2 + group * c_nb1
-            x_head = x + sequence * x_nb3 + t * x_nb2 + head * x_nb1
-            given = y + 4 * dim * ((sequence * n_tokens + t) * n_head + head)
-            if by_element:
+            to_state, from_state = row_of(of.b, group, t, sequence), row_of(of.c, group, t, sequence)
+            x_head = row_of(x, head, t, sequence)
+            given = of.y + 4 * dim * ((sequence * n_tokens + t) * n_head + head)
+            if of.by_element:
                 found = array_at(given, types.float32, dim)
                 for i in range(dim):
-                    x_step = array_at(x_head + i * x_nb0, types.float32, 1)[0] * step
+                    x_step = array_at(x_head + i * x.nb[0], types.float32, 1)[0] * step
                     found[i] = _scan_row_by_element(state + i * row, rate, to_state, from_state, x_step, step, n_state)
             else:
                 decay = expf(step * array_at(rate, types.float32, 1)[0])
                 for first in range(0, dim, GROUP):
                     count = min(GROUP, dim - first)
                     for i in range(first, first + count):
-                        x_step = array_at(x_head + i * x_nb0, types.float32, 1)[0] * step
+                        x_step = array_at(x_head + i * x.nb[0], types.float32, 1)[0] * step
                         _scan_row(state + i * row, decay, to_state, x_step, n_state)
                     _read_rows(state + first * row, from_state, n_state, given + 4 * first, count)
             before_last = n_tokens - 1 - t
-            if before_last > 0 and before_last < n_kept:
-                copy(state, state + before_last * n_sequences * n_head * head_bytes, head_bytes)
+            if before_last > 0 and before_last < of.n_kept:
+                copy(state, state + before_last * of.n_sequences * n_head * head_bytes, head_bytes)
     return 0
 
 
@@ -262,19 +291,33 @@ def _ssm_scan(
         return None
     n_state, (dim, n_head, n_tokens, n_sequences) = s.ne[0], x.ne
     by_element = a.ne[0] != 1
-    p = parameters(
-        s.address, *s.nb[1:], s.ne[3], x.address, *x.nb, dt.address, *dt.nb[:3], a.address, a.nb[1], by_element,
-        b.address, *b.nb[1:], c.address, *c.nb[1:], ids.address, ids.nb[0],
-        dst.address, dst.address + 4 * x.n_elements, params.K, n_state, dim, n_head, n_head // b.ne[1],
-        n_tokens, n_sequences,
-    )  # fmt: skip
+    of = Scan(
+        s=s.place,
+        x=x.place,
+        dt=dt.place,
+        a=a.place,
+        b=b.place,
+        c=c.place,
+        ids=ids.place,
+        y=dst.address,
+        states=dst.address + 4 * x.n_elements,
+        n_states=s.ne[3],
+        n_state=n_state,
+        dim=dim,
+        n_head=n_head,
+        per_group=n_head // b.ne[1],
+        n_tokens=n_tokens,
+        n_sequences=n_sequences,
+        n_kept=params.K,
+        by_element=by_element,
+    )
     n_bytes = 4 * n_state * x.n_elements * (4 if by_element else 1)
     kept = dst, s, x, dt, a, b, c
 
     def failed(status: int) -> Exception:
         return _bad_sequence(ids, status - 1, s.ne[3])
 
-    return Job(Work(scan, p, n_head * n_sequences, n_bytes, keep=kept, failed=failed))
+    return Job(Work(scan, of, n_head * n_sequences, n_bytes, keep=kept, failed=failed))
 
 
 def _make_scan(n_state: int = 32, dim: int = 16) -> Make:

@@ -28,19 +28,19 @@ from ggml_backend_npu.checks import Cost, Exact, Make, Mistake, Probe, Types
 from ggml_backend_npu.ir import Node, Tensor
 from ggml_backend_npu.numerics import PLAIN, Numerics
 from ggml_backend_npu.ops import cases, exact, probes
-from ggml_backend_npu.ops.hadamard import hadamard, transform
+from ggml_backend_npu.ops.hadamard import Transform, hadamard, transform
 from ggml_backend_npu.ops.mistakes import LARGEST, altered, made, of_ids
 from ggml_backend_npu.ops.movers import checked_ids, raw
-from ggml_backend_npu.ops.products import ROUNDINGS, products
+from ggml_backend_npu.ops.products import ROUNDINGS, Products, Weights, bytes_of_a_column, products, scratch_of
 from ggml_backend_npu.ops.strided import ids_check
 from ggml_backend_npu.ops.sums import BOUND
 from ggml_backend_npu.params import Params, i32
 from ggml_backend_npu.registry import Call, op
 from quant import codec, dequantize
-from quant.dots import DOTS, NO_DOTS, Q4_0_PACKED
-from quant.kernels.jit import parameters
+from quant.dots import DOTS, NO_DOTS, Q4_0_PACKED, Steps
 from quant.kernels.matrices import LANES
 from quant.kernels.orders import GROUP
+from quant.kernels.records import Place
 from quant.kernels.threads import Job, Work
 from quant.runs import CODES
 
@@ -229,39 +229,61 @@ def _bind(dst: Tensor, a: Tensor, b: Tensor, ids: Tensor | None, numerics: Numer
         tile_rows = min(256, max(64, _TILE_BYTES // (4 * k)), -(-n_rows // 64) * 16)
     else:
         tile_rows = max(16, -(-n_rows // 128) * 16 if n_matrices > 1 else 16)
-    unit = a.codec.block_bytes
-    steps = [unit, unit, a.nb[1], a.nb[1], k // a.codec.block_size]
-    scales = [a.address, *a.nb[1:]]
-    quants = [a.address + _QUANTS_AT.get(a.type, 0), *a.nb[1:]]
-    packed = n_packed = 0
-    if a.packed is not None:
-        packed, n_packed = a.packed.address, a.packed.n_blocks
-        payload, index = unit - 2, (a.address - a.packed.address) // unit
-        blocks = [nb // unit for nb in a.nb[1:]]
-        scales = [packed + payload * n_packed + 2 * index, *(2 * n for n in blocks)]
-        quants = [packed + payload * index, *(payload * n for n in blocks)]
-        steps = [2, payload, scales[1], quants[1], k // a.codec.block_size]
-        dots_code = Q4_0_PACKED if a.type == "q4_0" else dots_code
-    p = parameters(
-        n_matrices, n_rows, k, n_columns, tile_rows,
-        a.address, *a.nb[1:], a.ne[2], CODES.get(a.type, -1), packed, n_packed, to_float,
-        dots_code, scales[0], quants[0], *quants[1:], *scales[1:],
-        b.address, *b.nb[1:], *b.ne[1:], CODES[b.type],
-        dst.address, *dst.nb[1:], *((ids.address, *ids.nb[:2], *ids.ne[:2]) if ids is not None else (0,) * 5),
-        ROUNDINGS[VEC_DOT[a.type]], plain and exact, numerics.rounding == "simd", numerics.fuses,
-        sgemm, _least(a), as_blocks, *steps,
-    )  # fmt: skip
+    rounding = ROUNDINGS[VEC_DOT[a.type]]
+    of = Products(
+        n_matrices=n_matrices,
+        n_rows=n_rows,
+        k=k,
+        n_columns=n_columns,
+        tile_rows=tile_rows,
+        src0=a.place,
+        src0_ne2=a.ne[2],
+        code=CODES.get(a.type, -1),
+        packed=0 if a.packed is None else a.packed.address,
+        n_packed=0 if a.packed is None else a.packed.n_blocks,
+        to_float=to_float,
+        weights=_weights(a, dots_code),
+        src1=b.place,
+        ne1=b.ne[1:],
+        src1_code=CODES[b.type],
+        dst=dst.place,
+        ids=Place(0, (0, 0, 0, 0)) if ids is None else ids.place,
+        ids_ne=(0, 0) if ids is None else ids.ne[:2],
+        rounding=rounding,
+        rounds=plain and exact,
+        line=bytes_of_a_column(rounding, k),
+        simd=numerics.rounding == "simd",
+        fused=numerics.fuses,
+        sgemm=sgemm,
+        least=_least(a),
+        as_blocks=as_blocks,
+    )
     n_units = -(-n_rows // tile_rows) * n_matrices
     n_bytes = _WEIGHT * n_matrices * n_rows * (a.nb[1] + k * n_columns // 4)
-    return Work(products, p, n_units, n_bytes, keep=(dst, a, b, ids))
+    return Work(products, of, n_units, n_bytes, scratch=scratch_of(of), keep=(dst, a, b, ids))
+
+
+def _weights(a: Tensor, code: int) -> Weights:
+    """Where the scales and quants of src0's rows are, for its integer dots."""
+    unit, n_blocks = a.codec.block_bytes, a.ne[0] // a.codec.block_size
+    if a.packed is None:
+        quants = Place(a.address + _QUANTS_AT.get(a.type, 0), a.nb)
+        return Weights(code, a.place, quants, Steps(unit, unit, a.nb[1], a.nb[1], n_blocks))
+    payload, first = unit - 2, (a.address - a.packed.address) // unit
+    _, row, matrix, batch = (nb // unit for nb in a.nb)
+    at = a.packed.address + payload * a.packed.n_blocks + 2 * first
+    scales = Place(at, (2, 2 * row, 2 * matrix, 2 * batch))
+    quants = Place(a.packed.address + payload * first, (payload, payload * row, payload * matrix, payload * batch))
+    steps = Steps(2, payload, 2 * row, payload * row, n_blocks)
+    return Weights(Q4_0_PACKED if a.type == "q4_0" else code, scales, quants, steps)
 
 
 @mul_mat.compiled
 def _mul_mat(dst: Tensor, a: Tensor, b: Tensor, params: MulMat, numerics: Numerics) -> Call | None:
     if params.hint == HADAMARD:
-        p = parameters(*b.ne[:3], CODES[b.type], b.address, *b.nb, dst.address, *dst.nb[1:])
+        of = Transform(b.ne, CODES[b.type], b.place, dst.place)
         n_rows = b.ne[1] * b.ne[2] * b.ne[3]
-        return Job(Work(transform, p, n_rows, 4 * dst.n_elements * b.ne[0].bit_length(), keep=(dst, b)))
+        return Job(Work(transform, of, n_rows, 4 * dst.n_elements * b.ne[0].bit_length(), keep=(dst, b)))
     work = _bind(dst, a, b, None, numerics)
     return None if work is None else Job(work)
 

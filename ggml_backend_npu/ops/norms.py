@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 from numba import types
@@ -19,8 +19,9 @@ from ggml_backend_npu.ops.functions import Floats
 from ggml_backend_npu.ops.shapes import gaps_in_rows, other_ne
 from ggml_backend_npu.params import Instead, Params, f32, i32
 from ggml_backend_npu.registry import Call, op
-from quant.kernels.jit import array_at, bits_float, compiled, copy, inlined, parameters, reduced, values
+from quant.kernels.jit import array_at, compiled, copy, inlined, reduced
 from quant.kernels.orders import squares_total
+from quant.kernels.records import Dims, Place, index_of, record_at, row_of
 from quant.kernels.threads import Job, Work
 
 _NORM, _RMS_NORM, _L2_NORM = range(3)
@@ -149,24 +150,33 @@ def _centre(x, n, mean):
         row[i] -= mean
 
 
+class Normalise(NamedTuple):
+    """kind: _NORM, _RMS_NORM or _L2_NORM. ne: of both tensors, whose rows have no gaps."""
+
+    kind: int
+    eps: np.float32
+    ne: Dims
+    x: Place
+    dst: Place
+
+
 @inlined
-def _row(p, row):
-    """The address of a row; p has that of the first one, and the steps."""
-    n1, n2, first, nb1, nb2, nb3 = p
-    return first + row % n1 * nb1 + row // n1 % n2 * nb2 + row // n1 // n2 * nb3
+def _row(of, place, row):
+    """The address of a row, by its number."""
+    i1, i2, i3 = index_of(row, of.ne[1], of.ne[2])
+    return row_of(place, i1, i2, i3)
 
 
 @compiled
-def normalise(p, begin, end):
+def normalise(p, begin, end, scratch):
     """Rows [begin, end): copied to dst, and scaled there."""
-    kind, eps_bits, n, n1, n2, src, src_nb1, src_nb2, src_nb3, dst, dst_nb1, dst_nb2, dst_nb3 = values(p, 13)
-    x, y = (n1, n2, src, src_nb1, src_nb2, src_nb3), (n1, n2, dst, dst_nb1, dst_nb2, dst_nb3)
-    eps = bits_float(types.uint32(eps_bits))
+    of = record_at(p, Normalise)
+    kind, n, eps = of.kind, of.ne[0], of.eps
     sums = types.float64(0), types.float64(0)
     for row in range(begin, end):
-        source, to = _row(x, row), _row(y, row)
+        source, to = _row(of, of.x, row), _row(of, of.dst, row)
         if kind == _NORM and (row - begin) % 2 == 0:
-            sums = _row_sums(source, _row(x, min(row + 1, end - 1)), n)
+            sums = _row_sums(source, _row(of, of.x, min(row + 1, end - 1)), n)
         copy(source, to, 4 * n)
         if kind == _NORM:
             _centre(to, n, types.float32(sums[(row - begin) % 2]) / types.float32(n))
@@ -185,8 +195,8 @@ def normalise(p, begin, end):
 def _normalised(kind: int, dst: Tensor, x: Tensor, params: Norm) -> Call | None:
     if gaps_in_rows(x=x, dst=dst) or (dst.overlaps(x) and (dst.address, dst.nb) != (x.address, x.nb)):
         return None
-    p = parameters(kind, np.float32(params.eps), *x.ne[:3], x.address, *x.nb[1:], dst.address, *dst.nb[1:])
-    return Job(Work(normalise, p, x.ne[1] * x.ne[2] * x.ne[3], 8 * x.n_elements, keep=(dst, x)))
+    of = Normalise(kind, np.float32(params.eps), x.ne, x.place, dst.place)
+    return Job(Work(normalise, of, x.ne[1] * x.ne[2] * x.ne[3], 8 * x.n_elements, keep=(dst, x)))
 
 
 norm.compiled(partial(_normalised, _NORM))

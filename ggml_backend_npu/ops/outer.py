@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 from numba import types
 
@@ -15,8 +17,9 @@ from ggml_backend_npu.ops.shapes import gaps, gaps_in_rows
 from ggml_backend_npu.ops.sums import BOUND
 from ggml_backend_npu.registry import Call, op
 from quant import codec
-from quant.kernels.jit import array_at, compiled, copy, inlined, keep, parameters, values
+from quant.kernels.jit import array_at, compiled, copy, inlined
 from quant.kernels.matrices import LANES, multiply
+from quant.kernels.records import Dims, Place, record_at, row_of
 from quant.kernels.threads import Job, Work
 from quant.runs import CODES, decode_row
 
@@ -58,36 +61,56 @@ def _columns_of(b, nb0, nb1, depth, m, to):
             row[k] = array_at(b + i * nb0 + k * nb1, types.float32, 1)[0]
 
 
+class OuterProducts(NamedTuple):
+    """Sums of `depth` products; a dst of ne, each matrix of it in column_tiles * row_tiles tiles.
+
+    repeats         matrices of dst that share one of src0, in dimensions 2 and 3
+    code, to_float  of src0's rows, as `decode_row` takes them, of blocks of block_size elements in block_bytes bytes
+    """
+
+    ne: Dims
+    depth: int
+    column_tiles: int
+    row_tiles: int
+    repeats: tuple[int, int]
+    src0: Place
+    code: int
+    to_float: int
+    block_size: int
+    block_bytes: int
+    src1: Place
+    dst: Place
+
+
+_LEFT, _RIGHT, _TOTAL = 4 * _ROWS * _DEPTH, 4 * _DEPTH * _COLUMNS, 4 * _ROWS * _COLUMNS  # bytes that a tile is made in
+
+
 @compiled
-def outer_products(p, begin, end):
+def outer_products(p, begin, end, scratch):
     """Units [begin, end): a tile of dst, of _ROWS rows and _COLUMNS columns at most; columns of tiles outermost."""
-    n0, n1, n2, depth, column_tiles, row_tiles, r2, r3 = values(p, 8)
-    a, nb01, nb02, nb03, code, to_float, block_size, block_bytes = values(p + 8 * 8, 8)
-    b, nb10, nb11, nb12, nb13, dst, nb1, nb2, nb3 = values(p + 8 * 16, 9)
-    left, right = np.zeros((_ROWS, _DEPTH), np.float32), np.zeros((_DEPTH, _COLUMNS), np.float32)
-    total = np.empty((_ROWS, _COLUMNS), np.float32)
-    x, y, z = types.int64(left.ctypes.data), types.int64(right.ctypes.data), types.int64(total.ctypes.data)
+    of = record_at(p, OuterProducts)
+    src0, src1, depth, code, to_float = of.src0, of.src1, of.depth, of.code, of.to_float
+    row_tiles, n_tiles = of.row_tiles, of.column_tiles * of.row_tiles
+    x, y, z = scratch, scratch + _LEFT, scratch + _LEFT + _RIGHT
+    total = array_at(z, types.float32, _ROWS * _COLUMNS)
+    array_at(scratch, types.float32, (_LEFT + _RIGHT) // 4)[:] = types.float32(0)
     for unit in range(begin, end):
-        matrix, tile = unit // (column_tiles * row_tiles), unit % (column_tiles * row_tiles)
-        i2, i3 = matrix % n2, matrix // n2
+        matrix, tile = unit // n_tiles, unit % n_tiles
+        i2, i3 = matrix % of.ne[2], matrix // of.ne[2]
         column, row = tile // row_tiles * _COLUMNS, tile % row_tiles * _ROWS
-        n, m = min(_COLUMNS, n0 - column), min(_ROWS, n1 - row)
-        rows_of_a = a + i2 // r2 * nb02 + i3 // r3 * nb03 + column // block_size * block_bytes
-        columns_of_b = b + i2 * nb12 + i3 * nb13 + row * nb10
-        total[:] = 0
+        n, m = min(_COLUMNS, of.ne[0] - column), min(_ROWS, of.ne[1] - row)
+        rows_of_a = row_of(src0, 0, i2 // of.repeats[0], i3 // of.repeats[1]) + column // of.block_size * of.block_bytes
+        columns_of_b = row_of(src1, 0, i2, i3) + row * src1.nb[0]
+        total[:] = types.float32(0)
         for k in range(0, depth, _DEPTH):
             count = min(_DEPTH, depth - k)
             for i in range(count):
-                decode_row(code, to_float, rows_of_a + (k + i) * nb01, 0, 0, y + 4 * _COLUMNS * i, n)
-            _columns_of(columns_of_b + k * nb11, nb10, nb11, count, m, x)
+                decode_row(code, to_float, rows_of_a + (k + i) * src0.nb[1], 0, 0, y + 4 * _COLUMNS * i, n)
+            _columns_of(columns_of_b + k * src1.nb[1], src1.nb[0], src1.nb[1], count, m, x)
             wide = -(-n // LANES) * LANES
             multiply(x, 4 * _DEPTH, 4, y, 4 * _COLUMNS, z, 4 * _COLUMNS, -(-m // 4) * 4, count, wide)
         for i in range(m):
-            to = dst + (row + i) * nb1 + i2 * nb2 + i3 * nb3 + 4 * column
-            copy(z + 4 * _COLUMNS * i, to, 4 * n)
-    keep(left)
-    keep(right)
-    keep(total)
+            copy(z + 4 * _COLUMNS * i, row_of(of.dst, row + i, i2, i3) + 4 * column, 4 * n)
     return 0
 
 
@@ -98,12 +121,22 @@ def _out_prod(dst: Tensor, a: Tensor, b: Tensor, numerics: Numerics) -> Call | N
         return None
     n0, n1, n2, n3 = dst.ne
     column_tiles, row_tiles = -(-n0 // _COLUMNS), -(-n1 // _ROWS)
-    p = parameters(
-        n0, n1, n2, a.ne[1], column_tiles, row_tiles, n2 // a.ne[2], n3 // a.ne[3],
-        a.address, *a.nb[1:], CODES.get(a.type, -1), to_float, a.codec.block_size, a.codec.block_bytes,
-        b.address, *b.nb, dst.address, *dst.nb[1:],
-    )  # fmt: skip
-    return Job(Work(outer_products, p, column_tiles * row_tiles * n2 * n3, dst.nbytes * a.ne[1], keep=(dst, a, b)))
+    of = OuterProducts(
+        ne=dst.ne,
+        depth=a.ne[1],
+        column_tiles=column_tiles,
+        row_tiles=row_tiles,
+        repeats=(n2 // a.ne[2], n3 // a.ne[3]),
+        src0=a.place,
+        code=CODES.get(a.type, -1),
+        to_float=to_float,
+        block_size=a.codec.block_size,
+        block_bytes=a.codec.block_bytes,
+        src1=b.place,
+        dst=dst.place,
+    )
+    n_units, n_bytes, scratch = column_tiles * row_tiles * n2 * n3, dst.nbytes * a.ne[1], _LEFT + _RIGHT + _TOTAL
+    return Job(Work(outer_products, of, n_units, n_bytes, scratch=scratch, keep=(dst, a, b)))
 
 
 @out_prod.formula

@@ -4,19 +4,21 @@ for byte what ggml's CPU backend writes."""
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 from numba import types
 
 from ggml_backend_npu.checks import Types
-from ggml_backend_npu.ir import Dims, Node, Tensor
+from ggml_backend_npu.ir import Node, Tensor
 from ggml_backend_npu.ops import probes, strided
 from ggml_backend_npu.ops.elementwise import add
 from ggml_backend_npu.ops.shapes import gaps, gaps_in_rows, other_ne
 from ggml_backend_npu.ops.tiles import computed
 from ggml_backend_npu.params import Params, i32
 from ggml_backend_npu.registry import Call, op
-from quant.kernels.jit import compiled, copy, parameters, values
+from quant.kernels.jit import compiled, copy
+from quant.kernels.records import Dims, Place, index_of, record_at, row_of
 from quant.kernels.threads import Job, Work
 
 
@@ -224,13 +226,24 @@ def pad_reflect_1d(dst: Tensor, x: Tensor, params: PadReflect) -> None:
     y[..., p0 + n :] = rows[..., n - 1 - p1 : n - 1][..., ::-1]
 
 
+class ReflectRows(NamedTuple):
+    """ne: of x; p0, p1: how many elements dst has to the left and right of a row of x."""
+
+    ne: Dims
+    p0: int
+    p1: int
+    x: Place
+    dst: Place
+
+
 @compiled
-def reflect_rows(p, begin, end):
+def reflect_rows(p, begin, end, scratch):
     """Rows [begin, end)."""
-    n0, n1, n2, p0, p1, src, src_nb1, src_nb2, src_nb3, dst, dst_nb1, dst_nb2, dst_nb3 = values(p, 13)
+    of = record_at(p, ReflectRows)
+    n0, p0, p1 = of.ne[0], of.p0, of.p1
     for row in range(begin, end):
-        i1, i2, i3 = row % n1, row // n1 % n2, row // (n1 * n2)
-        x, y = src + i1 * src_nb1 + i2 * src_nb2 + i3 * src_nb3, dst + i1 * dst_nb1 + i2 * dst_nb2 + i3 * dst_nb3
+        i1, i2, i3 = index_of(row, of.ne[1], of.ne[2])
+        x, y = row_of(of.x, i1, i2, i3), row_of(of.dst, i1, i2, i3)
         copy(x, y + 4 * p0, 4 * n0)
         for i in range(p0):
             copy(x + 4 * (p0 - i), y + 4 * i, types.int64(4))
@@ -243,8 +256,8 @@ def reflect_rows(p, begin, end):
 def _pad_reflect_1d(dst: Tensor, x: Tensor, params: PadReflect) -> Call | None:
     if x.overlaps(dst):
         return None
-    p = parameters(*x.ne[:3], params.p0, params.p1, x.address, *x.nb[1:], dst.address, *dst.nb[1:])
-    return Job(Work(reflect_rows, p, x.n_elements // x.ne[0], dst.nbytes, keep=(dst, x)))
+    of = ReflectRows(x.ne, params.p0, params.p1, x.place, dst.place)
+    return Job(Work(reflect_rows, of, x.n_elements // x.ne[0], dst.nbytes, keep=(dst, x)))
 
 
 def _refuse_roll(dst: Tensor, x: Tensor, params: Roll) -> str | None:
@@ -259,15 +272,26 @@ def roll(dst: Tensor, x: Tensor, params: Roll) -> None:
     dst.view()[...] = np.roll(x.view(), params.shifts[::-1], axis=(0, 1, 2, 3))
 
 
+class RollRows(NamedTuple):
+    """ne: of both tensors, whose rows have no gaps."""
+
+    ne: Dims
+    shifts: Dims
+    x: Place
+    dst: Place
+
+
 @compiled
-def roll_rows(p, begin, end):
+def roll_rows(p, begin, end, scratch):
     """Rows [begin, end)."""
-    n0, n1, n2, n3, s0, s1, s2, s3, src, src_nb1, src_nb2, src_nb3, dst, dst_nb1, dst_nb2, dst_nb3 = values(p, 16)
+    of = record_at(p, RollRows)
+    n0, n1, n2, n3 = of.ne
+    s0, s1, s2, s3 = of.shifts
     around = s0 % n0
     for row in range(begin, end):
-        i1, i2, i3 = row % n1, row // n1 % n2, row // (n1 * n2)
-        x = src + (i1 - s1) % n1 * src_nb1 + (i2 - s2) % n2 * src_nb2 + (i3 - s3) % n3 * src_nb3
-        y = dst + i1 * dst_nb1 + i2 * dst_nb2 + i3 * dst_nb3
+        i1, i2, i3 = index_of(row, n1, n2)
+        x = row_of(of.x, (i1 - s1) % n1, (i2 - s2) % n2, (i3 - s3) % n3)
+        y = row_of(of.dst, i1, i2, i3)
         copy(x, y + 4 * around, 4 * (n0 - around))
         copy(x + 4 * (n0 - around), y, 4 * around)
     return 0
@@ -277,8 +301,8 @@ def roll_rows(p, begin, end):
 def _roll(dst: Tensor, x: Tensor, params: Roll) -> Call | None:
     if x.overlaps(dst):
         return None
-    p = parameters(*x.ne, *params.shifts, x.address, *x.nb[1:], dst.address, *dst.nb[1:])
-    return Job(Work(roll_rows, p, x.n_elements // x.ne[0], x.nbytes, keep=(dst, x)))
+    of = RollRows(x.ne, params.shifts, x.place, dst.place)
+    return Job(Work(roll_rows, of, x.n_elements // x.ne[0], x.nbytes, keep=(dst, x)))
 
 
 @roll.nodes

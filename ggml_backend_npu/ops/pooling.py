@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numba import types
@@ -15,7 +16,8 @@ from ggml_backend_npu.ops.movers import convert, raw
 from ggml_backend_npu.ops.shapes import gaps, gaps_in_matrices, other_ne
 from ggml_backend_npu.params import Params, i32
 from ggml_backend_npu.registry import Call, op
-from quant.kernels.jit import array_at, compiled, keep, parameters, values
+from quant.kernels.jit import array_at, compiled, inlined
+from quant.kernels.records import Place, record_at
 from quant.kernels.threads import Job, Work
 from quant.runs import F16, widen_run
 
@@ -136,20 +138,46 @@ def pool_1d(dst: Tensor, x: Tensor, params: Pool1d) -> None:
         dst.view()[...] = y if p.op == _MAX else np.where(covered > 0, y / covered, rows.dtype.type(0))
 
 
+class Window(NamedTuple):
+    """Of one dimension: its size, its step, and how far it reaches over the edge."""
+
+    k: int
+    s: int
+    p: int
+
+
+@inlined
+def _covered(window, i, n):
+    """What of n elements the i-th window covers: the first one, and where they end."""
+    begin = i * window.s - window.p
+    return max(0, begin), min(n, begin + window.k)
+
+
+class PoolRows(NamedTuple):
+    """Rows of n elements, under n_windows windows; is_half: they are float16."""
+
+    x: Place
+    dst: Place
+    n: int
+    n_windows: int
+    window: Window
+    is_half: int
+    is_max: int
+
+
 @compiled
-def pool_rows(p, begin, end):
-    """Rows [begin, end)."""
-    x, x_nb1, is_half, n, dst, dst_nb1, n_windows, is_max, k0, s0, p0 = values(p, 11)
-    memory = np.empty(n, np.float32)
-    row = types.int64(memory.ctypes.data)
+def pool_rows(p, begin, end, row):
+    """Rows [begin, end). A row of float16 is widened into `row`."""
+    of = record_at(p, PoolRows)
+    n, n_windows, is_max = of.n, of.n_windows, of.is_max
     for i in range(begin, end):
-        source = x + i * x_nb1
-        if is_half:
+        source = of.x.address + i * of.x.nb[1]
+        if of.is_half:
             widen_run(types.int64(F16), source, types.int64(2), row, n)
             source = row
-        y = array_at(dst + i * dst_nb1, types.float32, n_windows)
+        y = array_at(of.dst.address + i * of.dst.nb[1], types.float32, n_windows)
         for window in range(n_windows):
-            first, last = max(0, window * s0 - p0), min(n, window * s0 - p0 + k0)
+            first, last = _covered(of.window, window, n)
             count = max(0, last - first)
             covered = array_at(source + 4 * first, types.float32, n)
             found = types.float32(_LOWEST) if is_max else types.float32(0)
@@ -160,17 +188,23 @@ def pool_rows(p, begin, end):
                 elif not value < found:
                     found = value
             y[window] = found / types.float32(count) if not is_max and count else found
-    keep(memory)
     return 0
 
 
 @pool_1d.compiled
 def _pool_1d(dst: Tensor, x: Tensor, params: Pool1d) -> Call:
-    q, n_rows = params, dst.ne[1] * dst.ne[2] * dst.ne[3]
-    p = parameters(
-        x.address, x.nb[1], x.type == "f16", x.ne[0], dst.address, dst.nb[1], dst.ne[0], q.op == _MAX, q.k0, q.s0, q.p0
+    p, n_rows, is_half = params, dst.ne[1] * dst.ne[2] * dst.ne[3], x.type == "f16"
+    of = PoolRows(
+        x=x.place,
+        dst=dst.place,
+        n=x.ne[0],
+        n_windows=dst.ne[0],
+        window=Window(p.k0, p.s0, p.p0),
+        is_half=is_half,
+        is_max=p.op == _MAX,
     )
-    return Job(Work(pool_rows, p, n_rows, x.nbytes + dst.nbytes * q.k0, keep=(dst, x)))
+    n_bytes, scratch = x.nbytes + dst.nbytes * p.k0, 4 * x.ne[0] if is_half else 0
+    return Job(Work(pool_rows, of, n_rows, n_bytes, scratch=scratch, keep=(dst, x)))
 
 
 @pool_1d.nodes
@@ -229,24 +263,41 @@ def pool_2d_back(dst: Tensor, gradient: Tensor, x: Tensor, params: Pool2d) -> No
         dst.view()[...] = y
 
 
+class PoolGradients(NamedTuple):
+    """Addresses of tensors without gaps; dimensions 0 and 1 of dst, and so of x, and of the gradient, and the window's
+    in each."""
+
+    gradient: int
+    x: int
+    dst: int
+    ne: tuple[int, int]
+    gradient_ne: tuple[int, int]
+    window0: Window
+    window1: Window
+    is_max: int
+
+
 @compiled
-def pool_gradients(p, begin, end):
+def pool_gradients(p, begin, end, scratch):
     """Planes [begin, end)."""
-    gradient, x, dst, n_x, n_y, ox, oy, is_max, k0, k1, s0, s1, p0, p1 = values(p, 14)
+    of = record_at(p, PoolGradients)
+    n0, n1 = of.ne
+    columns, rows = of.gradient_ne
+    is_max = of.is_max
     for plane in range(begin, end):
-        y_at, x_at = dst + 4 * plane * n_y * n_x, x + 4 * plane * n_y * n_x
-        array_at(y_at, types.float32, n_y * n_x)[:] = types.float32(0)
-        for row in range(oy):
-            given = array_at(gradient + 4 * (plane * oy + row) * ox, types.float32, ox)
-            first_y, last_y = max(0, row * s1 - p1), min(n_y, row * s1 - p1 + k1)
-            for column in range(ox):
-                first_x, last_x = max(0, column * s0 - p0), min(n_x, column * s0 - p0 + k0)
+        y_at, x_at = of.dst + 4 * plane * n1 * n0, of.x + 4 * plane * n1 * n0
+        array_at(y_at, types.float32, n1 * n0)[:] = types.float32(0)
+        for row in range(rows):
+            given = array_at(of.gradient + 4 * (plane * rows + row) * columns, types.float32, columns)
+            first1, last1 = _covered(of.window1, row, n1)
+            for column in range(columns):
+                first0, last0 = _covered(of.window0, column, n0)
                 share, best, place = types.float32(0), types.float32(_LOWEST), types.int64(-1)
                 if not is_max:
-                    share = given[column] / types.float32(k0 * k1)
-                for i in range(first_y, last_y):
-                    for j in range(first_x, last_x):
-                        at = 4 * (i * n_x + j)
+                    share = given[column] / types.float32(of.window0.k * of.window1.k)
+                for i in range(first1, last1):
+                    for j in range(first0, last0):
+                        at = 4 * (i * n0 + j)
                         if not is_max:
                             array_at(y_at + at, types.float32, 1)[0] += share
                         elif not array_at(x_at + at, types.float32, 1)[0] <= best:
@@ -258,12 +309,18 @@ def pool_gradients(p, begin, end):
 
 @pool_2d_back.compiled
 def _pool_2d_back(dst: Tensor, gradient: Tensor, x: Tensor, params: Pool2d) -> Call:
-    q = params
-    p = parameters(
-        gradient.address, x.address, dst.address, *dst.ne[:2], *gradient.ne[:2], q.op == _MAX,
-        q.k0, q.k1, q.s0, q.s1, q.p0, q.p1,
-    )  # fmt: skip
-    return Job(Work(pool_gradients, p, dst.ne[2] * dst.ne[3], 2 * dst.nbytes, keep=(dst, gradient, x)))
+    p = params
+    of = PoolGradients(
+        gradient=gradient.address,
+        x=x.address,
+        dst=dst.address,
+        ne=dst.ne[:2],
+        gradient_ne=gradient.ne[:2],
+        window0=Window(p.k0, p.s0, p.p0),
+        window1=Window(p.k1, p.s1, p.p1),
+        is_max=p.op == _MAX,
+    )
+    return Job(Work(pool_gradients, of, dst.ne[2] * dst.ne[3], 2 * dst.nbytes, keep=(dst, gradient, x)))
 
 
 @pool_2d_back.nodes

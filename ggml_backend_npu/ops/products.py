@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from quant.dots import NO_DOTS, READY_Q8, READY_Q8_K, dots, ready_q8, ready_q8_k, rounded_q8, rounded_q8_k
-from quant.kernels.jit import array_at, compiled, copy, f32_to_f16_payload, inlined, keep, values
+from quant.dots import NO_DOTS, READY_Q8, READY_Q8_K, Steps, dots, ready_q8, ready_q8_k, rounded_q8, rounded_q8_k
+from quant.kernels.jit import array_at, compiled, copy, f32_to_f16_payload, inlined, keep
 from quant.kernels.matrices import LANES, dot
 from quant.kernels.orders import GROUP, dots_f16, dots_f32, multiply_f16, multiply_f32
+from quant.kernels.records import Place, record_at, row_of
 from quant.runs import BF16, F16, F32, decode_row, decode_run, narrow_run, widen_run
 
 _NEAR_BYTES = 1 << 18  # of columns that stay in a processor's own caches
@@ -69,125 +72,202 @@ def _round(rounding, simd, fused, work, k, row):
         rounded_q8_k(work, row, k // 256)
 
 
-@compiled
-def products(p, begin, end):
-    """Units [begin, end): a tile of rows of a matrix of src0, times all columns that are for it; tiles outermost."""
-    n_matrices, n_rows, k, n_columns, tile_rows = values(p, 5)
-    src0, nb01, nb02, nb03, ne02, code, packed, n_packed, to_float = values(p + 8 * 5, 9)
-    dots_code, scales, quants, quant_row, quant_2, quant_3, scale_row, scale_2, scale_3 = values(p + 8 * 14, 9)
-    src1, nb11, nb12, nb13, ne11, ne12, ne13, src1_code = values(p + 8 * 23, 8)
-    dst, nb1, nb2, nb3, ids, ids_nb0, ids_nb1, ids_ne0, ids_ne1 = values(p + 8 * 31, 9)
-    rounding, rounds, simd, fused, sgemm, least, as_blocks = values(p + 8 * 40, 7)
-    steps = p + 8 * 47
+class Weights(NamedTuple):
+    """Rows of src0, as its integer dots read them: their scales, their quants and what `dots` steps by."""
 
-    x, y = np.empty(n_columns, np.int64), np.empty(n_columns, np.int64)
-    ready_bytes = k // 256 * READY_Q8_K if rounding == _TO_Q8_K else k // 32 * READY_Q8
-    line = max(ready_bytes, 4 * k)
-    columns_memory = np.empty(n_columns * line, np.uint8)
-    columns = types.int64(columns_memory.ctypes.data)
-    work_memory = np.empty(max(line, 4 * k), np.uint8)
-    work = types.int64(work_memory.ctypes.data)
-    tile_memory = np.empty(tile_rows * k, np.float32)
-    tile = types.int64(tile_memory.ctypes.data)
-    out_memory = np.empty(max(n_columns, 1) * tile_rows, np.float32)
-    out = types.int64(out_memory.ctypes.data)
+    code: int
+    scales: Place
+    quants: Place
+    steps: Steps
+
+
+class Products(NamedTuple):
+    """n_matrices matrices of n_rows rows of k elements, in tiles of tile_rows; n_columns: as many as there are at most.
+
+    code, packed, n_packed, to_float  of src0's rows, as `decode_row` takes them
+    ne1         of src1, but for dimension 0
+    ids         which matrices a token of src1 is for; 0: the i-th of a batch meets the i-th of its columns
+    rounding    of columns, one of ROUNDINGS; rounds: they are rounded where they are not made integers
+    line        bytes of a column that is made ready
+    simd, fused how ggml's own quantisers round
+    sgemm       the address of cblas_sgemm, for `least` columns or more; 0: never
+    as_blocks   rows and columns are multiplied in ggml's blocks
+    """
+
+    n_matrices: int
+    n_rows: int
+    k: int
+    n_columns: int
+    tile_rows: int
+    src0: Place
+    src0_ne2: int
+    code: int
+    packed: int
+    n_packed: int
+    to_float: int
+    weights: Weights
+    src1: Place
+    ne1: tuple[int, int, int]
+    src1_code: int
+    dst: Place
+    ids: Place
+    ids_ne: tuple[int, int]
+    rounding: int
+    rounds: int
+    line: int
+    simd: int
+    fused: int
+    sgemm: int
+    least: int
+    as_blocks: int
+
+
+def bytes_of_a_column(rounding: int, k: int) -> int:
+    """What a column of k elements is made ready in."""
+    ready = k // 256 * READY_Q8_K if rounding == _TO_Q8_K else k // 32 * READY_Q8
+    return max(ready, 4 * k)
+
+
+def scratch_of(of: Products) -> int:
+    """Bytes that `products` works in: two addresses and a line for each column, a line, a tile of weights, and results
+    of a tile."""
+    return of.n_columns * (16 + of.line) + of.line + 4 * of.tile_rows * (of.k + max(of.n_columns, 1))
+
+
+@inlined
+def _find_columns(of, matrix, x, y):
+    """Addresses of the columns that a matrix is for, and of their results. Returns how many they are."""
+    src1, dst, ne1, ids = of.src1, of.dst, of.ne1, of.ids
+    count = 0
+    if ids.address:
+        for i in range(of.ids_ne[1]):
+            for j in range(of.ids_ne[0]):
+                if array_at(ids.address + i * ids.nb[1] + j * ids.nb[0], types.int32, 1)[0] == matrix:
+                    x[count] = src1.address + j % ne1[0] * src1.nb[1] + i * src1.nb[2]
+                    y[count] = dst.address + j * dst.nb[1] + i * dst.nb[2]
+                    count += 1
+        return count
+    i02, i03 = matrix % of.src0_ne2, matrix // of.src0_ne2
+    r2, r3 = ne1[1] // of.src0_ne2, ne1[2] // (of.n_matrices // of.src0_ne2)
+    for i13 in range(i03 * r3, (i03 + 1) * r3):
+        for i12 in range(i02 * r2, (i02 + 1) * r2):
+            for i11 in range(ne1[0]):
+                x[count] = row_of(src1, i11, i12, i13)
+                y[count] = row_of(dst, i11, i12, i13)
+                count += 1
+    return count
+
+
+@inlined
+def _make_ready(of, x, count, columns, work, as_integers):
+    """Columns as the product reads them: as blocks of integers, or as float32, rounded; x names them from here on."""
+    for c in range(count):
+        row, source = columns + c * of.line, x[c]
+        x[c] = row
+        if not as_integers:
+            decode_run(of.src1_code, source, 0, 0, row, of.k)
+            if of.rounds:
+                _round(of.rounding, of.simd, of.fused, work, of.k, row)
+            continue
+        if of.src1_code != F32:
+            decode_run(of.src1_code, source, 0, 0, work, of.k)
+            source = work
+        if of.rounding == _TO_Q8_K:
+            ready_q8_k(source, row, of.k // 256, of.fused)
+        else:
+            ready_q8(source, row, of.k // 32, of.simd)
+
+
+@inlined
+def _multiply_blocks(of, at, x, y, count, first, rows):
+    """As ggml's tinyBLAS: GROUP rows times so many columns as stay in a processor's own caches."""
     where = np.empty(3, np.int64)
-    known, count, by_blas, as_integers, y_step, x_step = types.int64(-1), 0, False, False, 0, 0
-
-    for unit in range(begin, end):
-        matrix, first = unit % n_matrices, unit // n_matrices * tile_rows
-        rows = min(tile_rows, n_rows - first)
-        i02, i03 = matrix % ne02, matrix // ne02
-        if matrix != known:
-            known, count = matrix, 0
-            if ids:
-                for i in range(ids_ne1):
-                    for j in range(ids_ne0):
-                        if array_at(ids + i * ids_nb1 + j * ids_nb0, types.int32, 1)[0] == matrix:
-                            x[count] = src1 + j % ne11 * nb11 + i * nb12
-                            y[count] = dst + j * nb1 + i * nb2
-                            count += 1
+    where[0], where[1] = of.src0.nb[1], of.k // LANES
+    together = max(12, _NEAR_BYTES // (48 * of.k) * 12)
+    for c in range(0, count, together):
+        some = min(together, count - c)
+        for r in range(0, rows, GROUP):
+            row, where[2] = at + r * of.src0.nb[1], 4 * (first + r)
+            if of.code == F16:
+                multiply_f16(row, types.int64(where.ctypes.data), x + 8 * c, y + 8 * c, some)
             else:
-                r2, r3 = ne12 // ne02, ne13 // (n_matrices // ne02)
-                for i13 in range(i03 * r3, (i03 + 1) * r3):
-                    for i12 in range(i02 * r2, (i02 + 1) * r2):
-                        for i11 in range(ne11):
-                            x[count] = src1 + i11 * nb11 + i12 * nb12 + i13 * nb13
-                            y[count] = dst + i11 * nb1 + i12 * nb2 + i13 * nb3
-                            count += 1
-            by_blas = sgemm != 0 and count >= least
-            as_integers = dots_code != NO_DOTS and not by_blas
-            y_step, x_step = _step(y, count), _step(x, count)
-            as_is = src1_code == F32 and not as_integers and (rounding == _AS_IS or not rounds)
-            if not as_is or (by_blas and (x_step < 4 * k or x_step % 4)):
-                for c in range(count):
-                    row = columns + c * line
-                    source = x[c]
-                    if as_integers:
-                        if src1_code != F32:
-                            decode_run(src1_code, source, 0, 0, work, k)
-                            source = work
-                        if rounding == _TO_Q8_K:
-                            ready_q8_k(source, row, k // 256, fused)
-                        else:
-                            ready_q8(source, row, k // 32, simd)
-                    else:
-                        decode_run(src1_code, source, 0, 0, row, k)
-                        if rounds:
-                            _round(rounding, simd, fused, work, k, row)
-                    x[c] = row
-                x_step = line
+                multiply_f32(row, types.int64(where.ctypes.data), x + 8 * c, y + 8 * c, some)
+    keep(where)
+
+
+@inlined
+def _multiply_rows(of, at, x, y, count, first, rows, tile):
+    """Row by row: float16 and float32 in the order of ggml's dot products, other types dequantised."""
+    step = of.src0.nb[1]
+    if of.code in (F16, F32):
+        for r in range(0, rows, GROUP):
+            row, some = at + r * step, min(GROUP, rows - r)
+            for c in range(count):
+                if of.code == F16:
+                    dots_f16(row, step, x[c], of.k, y[c] + 4 * (first + r), some)
+                else:
+                    dots_f32(row, step, x[c], of.k, y[c] + 4 * (first + r), some)
+        return
+    for r in range(rows):
+        decode_row(of.code, of.to_float, at + r * step, of.packed, of.n_packed, tile, of.k)
+        for c in range(count):
+            array_at(y[c] + 4 * (first + r), types.float32, 1)[0] = dot(tile, x[c], of.k)
+
+
+@inlined
+def _multiply_tile(of, at, x, x_step, y, count, first, rows, tile, out):
+    """By BLAS: a tile of dequantised rows times all columns."""
+    weights, step, k = at, of.src0.nb[1] // 4, of.k
+    if of.code != F32 or of.src0.nb[1] % 4 or of.to_float:
+        weights, step = tile, k
+        for r in range(rows):
+            row = at + r * of.src0.nb[1]
+            decode_row(of.code, of.to_float, row, of.packed, of.n_packed, tile + 4 * k * r, k)
+    y_step = _step(y, count)
+    if y_step >= 4 * rows and y_step % 4 == 0:
+        multiply_by_blas(of.sgemm, count, rows, k, x[0], x_step // 4, weights, step, y[0] + 4 * first, y_step // 4)
+    else:
+        multiply_by_blas(of.sgemm, count, rows, k, x[0], x_step // 4, weights, step, out, rows)
+        for c in range(count):
+            copy(out + 4 * rows * c, y[c] + 4 * first, 4 * rows)
+
+
+@compiled
+def products(p, begin, end, scratch):
+    """Units [begin, end): a tile of rows of a matrix of src0, times all columns that are for it; tiles outermost."""
+    of = record_at(p, Products)
+    weights, src0 = of.weights, of.src0
+    x_at, y_at = scratch, scratch + 8 * of.n_columns
+    x, y = array_at(x_at, types.int64, of.n_columns), array_at(y_at, types.int64, of.n_columns)
+    columns = y_at + 8 * of.n_columns
+    work = columns + of.n_columns * of.line
+    tile = work + of.line
+    out = tile + 4 * of.tile_rows * of.k
+    known, count, by_blas, as_integers, x_step = types.int64(-1), 0, False, False, types.int64(0)
+    for unit in range(begin, end):
+        matrix, first = unit % of.n_matrices, unit // of.n_matrices * of.tile_rows
+        rows = min(of.tile_rows, of.n_rows - first)
+        if matrix != known:
+            known, count = matrix, _find_columns(of, matrix, x, y)
+            by_blas = of.sgemm != 0 and count >= of.least
+            as_integers = weights.code != NO_DOTS and not by_blas
+            x_step = _step(x, count)
+            as_is = of.src1_code == F32 and not as_integers and (of.rounding == _AS_IS or not of.rounds)
+            if not as_is or (by_blas and (x_step < 4 * of.k or x_step % 4)):
+                _make_ready(of, x, count, columns, work, as_integers)
+                x_step = of.line
         if count == 0:
             continue
-        at = src0 + i02 * nb02 + i03 * nb03 + first * nb01
+        i2, i3 = matrix % of.src0_ne2, matrix // of.src0_ne2
+        at = row_of(src0, first, i2, i3)
         if as_integers:
-            scale = scales + i02 * scale_2 + i03 * scale_3 + first * scale_row
-            quant = quants + i02 * quant_2 + i03 * quant_3 + first * quant_row
+            scales, quants = row_of(weights.scales, first, i2, i3), row_of(weights.quants, first, i2, i3)
             for c in range(count):
-                dots(dots_code, scale, quant, steps, x[c], y[c] + 4 * first, rows)
-        elif as_blocks:
-            where[0], where[1] = nb01, k // LANES
-            together = max(12, _NEAR_BYTES // (48 * k) * 12)
-            for c in range(0, count, together):
-                x_at, y_at = types.int64(x.ctypes.data) + 8 * c, types.int64(y.ctypes.data) + 8 * c
-                for r in range(0, rows, GROUP):
-                    row, where[2] = at + r * nb01, 4 * (first + r)
-                    if code == F16:
-                        multiply_f16(row, types.int64(where.ctypes.data), x_at, y_at, min(together, count - c))
-                    else:
-                        multiply_f32(row, types.int64(where.ctypes.data), x_at, y_at, min(together, count - c))
-        elif not by_blas and code in (F16, F32):
-            for r in range(0, rows, GROUP):
-                row, some = at + r * nb01, min(GROUP, rows - r)
-                for c in range(count):
-                    if code == F16:
-                        dots_f16(row, nb01, x[c], k, y[c] + 4 * (first + r), some)
-                    else:
-                        dots_f32(row, nb01, x[c], k, y[c] + 4 * (first + r), some)
-        elif not by_blas:
-            for r in range(rows):
-                row = at + r * nb01
-                decode_row(code, to_float, row, packed, n_packed, tile, k)
-                row = tile
-                for c in range(count):
-                    array_at(y[c] + 4 * (first + r), types.float32, 1)[0] = dot(row, x[c], k)
+                dots(weights.code, scales, quants, weights.steps, x[c], y[c] + 4 * first, rows)
+        elif of.as_blocks:
+            _multiply_blocks(of, at, x_at, y_at, count, first, rows)
+        elif by_blas:
+            _multiply_tile(of, at, x, x_step, y, count, first, rows, tile, out)
         else:
-            weights, step = at, nb01 // 4
-            if code != F32 or nb01 % 4 or to_float:
-                weights, step = tile, k
-                for r in range(rows):
-                    decode_row(code, to_float, at + r * nb01, packed, n_packed, tile + 4 * k * r, k)
-            if y_step >= 4 * rows and y_step % 4 == 0:
-                multiply_by_blas(sgemm, count, rows, k, x[0], x_step // 4, weights, step, y[0] + 4 * first, y_step // 4)
-            else:
-                multiply_by_blas(sgemm, count, rows, k, x[0], x_step // 4, weights, step, out, rows)
-                for c in range(count):
-                    copy(out + 4 * rows * c, y[c] + 4 * first, 4 * rows)
-    keep(columns_memory)
-    keep(where)
-    keep(x)
-    keep(y)
-    keep(work_memory)
-    keep(tile_memory)
-    keep(out_memory)
+            _multiply_rows(of, at, x, y, count, first, rows, tile)
     return 0

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import prod
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,7 +24,7 @@ Floats = NDArray[np.float32]
 
 
 def halves(dst: Tensor, given: tuple[int, ...], states: tuple[int, ...]) -> tuple[Floats, Floats]:
-    """dst as what the tokens gave and the states behind it, in these shapes."""
+    """dst as what the tokens gave and the states after it, in these shapes."""
     flat, n = dst.view().reshape(-1), prod(given)
     return flat[:n].reshape(given), flat[n:].reshape(states)
 
@@ -38,10 +39,24 @@ def applied(matrices: Floats, vectors: Floats) -> Floats:
 class Snapshots(Params):
     """op_params of SSM_SCAN and GATED_DELTA_NET: ggml_ssm_scan, ggml_gated_delta_net.
 
-    K  how many states are wanted: behind the last token, the one before it, ...
+    K  how many states are wanted: after the last token, the one before it, ...
     """
 
     K: i32
+
+
+class Heads(NamedTuple):
+    """n_head heads of `size` of sequences of n_tokens tokens, as kernels get them; all are without gaps.
+
+    state, dst, states  addresses: of the states before all tokens, of what the tokens give, of the states that are left
+    """
+
+    size: int
+    n_head: int
+    n_tokens: int
+    state: int
+    dst: int
+    states: int
 
 
 def are_contiguous(*tensors: Tensor) -> bool:

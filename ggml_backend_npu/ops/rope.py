@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 import numpy as np
 from numba import types
@@ -17,7 +17,8 @@ from ggml_backend_npu.ir import Node, Tensor
 from ggml_backend_npu.ops import cases, exact, mistakes, probes
 from ggml_backend_npu.params import Instead, Params, f32, i32
 from ggml_backend_npu.registry import Call, op
-from quant.kernels.jit import array_at, bits_float, compiled, copy, fused_multiply_add, keep, parameters, values
+from quant.kernels.jit import array_at, compiled, copy, fused_multiply_add, inlined
+from quant.kernels.records import Dims, Place, record_at, row_of
 from quant.kernels.threads import Job, Work
 from quant.runs import CODES, F32, narrow_run, widen_run
 
@@ -220,42 +221,84 @@ def rope_back(dst: Tensor, x: Tensor, positions: Tensor, factors: Tensor | None,
     _rotate(dst, x, positions, factors, params, -1)
 
 
+class Rotation(NamedTuple):
+    """Rows of src, of ne elements, into dst; rows of either have no gaps. Some are addresses:
+
+    sign       1; -1: the other way round
+    step       a factor, from an angle to the next one
+    scale      of cos and sin
+    axes, restarts  of an int64 for each pair, as `_axes` gives them
+    ramp       of a float32 for each pair, as `_ramp` gives them
+    factors    of a float32 for each pair, which divides its angle; 0: there are none
+    positions  of int32, (n_positions, tokens)
+    code       of the type of both
+    """
+
+    sign: int
+    mode: int
+    n_pairs: int
+    n_offs: int
+    n_positions: int
+    step: np.float32
+    freq_scale: np.float32
+    scale: np.float32
+    axes: int
+    restarts: int
+    ramp: int
+    factors: int
+    positions: int
+    code: int
+    ne: Dims
+    src: Place
+    dst: Place
+
+
+def scratch_of(of: Rotation) -> int:
+    """Bytes that `rotate` works in: the elements of all pairs of a row, cos and sin, and theta of each position."""
+    return 4 * (4 * of.n_pairs + of.n_positions)
+
+
+@inlined
+def _turn(of, i2, cos, sin, theta):
+    """cos and sin of the angles of a token."""
+    n_positions, n_pairs, n_tokens = of.n_positions, of.n_pairs, of.ne[2]
+    axis, restart = array_at(of.axes, types.int64, n_pairs), array_at(of.restarts, types.int64, n_pairs)
+    ramp = array_at(of.ramp, types.float32, n_pairs)
+    position = array_at(of.positions, types.int32, n_positions * n_tokens)
+    for i in range(n_positions):
+        theta[i] = position[i * n_tokens + i2]
+    for pair in range(n_pairs):
+        if restart[pair] >= 0:
+            theta[restart[pair]] = position[restart[pair] * n_tokens + i2]
+        angle = theta[axis[pair]]
+        for i in range(n_positions):
+            theta[i] *= of.step
+        if of.factors:
+            angle /= array_at(of.factors + 4 * pair, types.float32, 1)[0]
+        angle = of.freq_scale * angle * (types.float32(1) - ramp[pair]) + angle * ramp[pair]
+        cos[pair] = math.cos(angle) * of.scale
+        sin[pair] = math.sin(angle) * of.scale * types.float32(of.sign)
+
+
 @compiled
-def rotate(p, begin, end):
+def rotate(p, begin, end, scratch):
     """Tokens [begin, end), all heads of all sequences."""
-    (
-        sign, mode, n_pairs, n_offs, n_positions, n_tokens, step_bits, freq_scale_bits, scale_bits, axes, restarts,
-        ramps, factors, positions, code, n0, n1, n3, src, src_nb1, src_nb2, src_nb3, dst, dst_nb1, dst_nb2, dst_nb3,
-    ) = values(p, 26)  # fmt: skip
-    step, freq_scale = bits_float(types.uint32(step_bits)), bits_float(types.uint32(freq_scale_bits))
-    scale = bits_float(types.uint32(scale_bits))
-    axis, restart = array_at(axes, types.int64, n_pairs), array_at(restarts, types.int64, n_pairs)
-    ramp, position = array_at(ramps, types.float32, n_pairs), array_at(positions, types.int32, n_positions * n_tokens)
-    cos, sin, work = np.empty(n_pairs, np.float32), np.empty(n_pairs, np.float32), np.empty(2 * n_pairs, np.float32)
-    theta, y = np.empty(n_positions, np.float32), types.int64(work.ctypes.data)
+    of = record_at(p, Rotation)
+    code, n_pairs, n_offs, n1 = of.code, of.n_pairs, of.n_offs, of.ne[1]
+    y = scratch
+    work, cos = array_at(y, types.float32, 2 * n_pairs), array_at(y + 8 * n_pairs, types.float32, n_pairs)
+    sin = array_at(y + 12 * n_pairs, types.float32, n_pairs)
+    theta = array_at(y + 16 * n_pairs, types.float32, of.n_positions)
     size = 4 if code == F32 else 2
     for i2 in range(begin, end):
-        for i in range(n_positions):
-            theta[i] = position[i * n_tokens + i2]
-        for pair in range(n_pairs):
-            if restart[pair] >= 0:
-                theta[restart[pair]] = position[restart[pair] * n_tokens + i2]
-            angle = theta[axis[pair]]
-            for i in range(n_positions):
-                theta[i] *= step
-            if factors:
-                angle /= array_at(factors + 4 * pair, types.float32, 1)[0]
-            angle = freq_scale * angle * (types.float32(1) - ramp[pair]) + angle * ramp[pair]
-            cos[pair] = math.cos(angle) * scale
-            sin[pair] = math.sin(angle) * scale * types.float32(sign)
-        for row in range(n1 * n3):
+        _turn(of, i2, cos, sin, theta)
+        for row in range(n1 * of.ne[3]):
             i1, i3 = row % n1, row // n1
-            x = src + i1 * src_nb1 + i2 * src_nb2 + i3 * src_nb3
-            to = dst + i1 * dst_nb1 + i2 * dst_nb2 + i3 * dst_nb3
+            x, to = row_of(of.src, i1, i2, i3), row_of(of.dst, i1, i2, i3)
             widen_run(code, x + size * n_offs, size, y, 2 * n_pairs)
             if x != to:
-                copy(x, to, size * n0)
-            if mode == _NORMAL:
+                copy(x, to, size * of.ne[0])
+            if of.mode == _NORMAL:
                 for i in range(n_pairs):
                     x0, x1 = work[2 * i], work[2 * i + 1]
                     work[2 * i] = fused_multiply_add(x0, cos[i], -(x1 * sin[i]))
@@ -269,7 +312,6 @@ def rotate(p, begin, end):
                 copy(y, to + 4 * n_offs, 8 * n_pairs)
             else:
                 narrow_run(y, code, to + 2 * n_offs, 2, 2 * n_pairs)
-    keep(work)
     return 0
 
 
@@ -277,14 +319,27 @@ def _rotation(dst: Tensor, x: Tensor, positions: Tensor, factors: Tensor | None,
     if dst.overlaps(x) and (dst.address, dst.nb) != (x.address, x.nb):
         return None
     ramp, (axes, restarts) = _ramp(p), _axes(p)
-    numbers = parameters(
-        sign, p.mode, p.n_pairs, p.n_offs, p.n_positions, x.ne[2], p.step, np.float32(p.freq_scale), p.scale,
-        axes.ctypes.data, restarts.ctypes.data, ramp.ctypes.data, factors.address if factors is not None else 0,
-        positions.address, CODES[x.type], x.ne[0], x.ne[1], x.ne[3],
-        x.address, np.array(x.nb[1:]), dst.address, np.array(dst.nb[1:]),
-    )  # fmt: skip
+    of = Rotation(
+        sign=sign,
+        mode=p.mode,
+        n_pairs=p.n_pairs,
+        n_offs=p.n_offs,
+        n_positions=p.n_positions,
+        step=p.step,
+        freq_scale=np.float32(p.freq_scale),
+        scale=p.scale,
+        axes=axes.ctypes.data,
+        restarts=restarts.ctypes.data,
+        ramp=ramp.ctypes.data,
+        factors=factors.address if factors is not None else 0,
+        positions=positions.address,
+        code=CODES[x.type],
+        ne=x.ne,
+        src=x.place,
+        dst=dst.place,
+    )
     n_bytes = x.n_elements * x.codec.block_bytes * 2 + _ANGLE_BYTES * p.n_pairs * x.ne[2]
-    return Job(Work(rotate, numbers, x.ne[2], n_bytes, keep=(axes, restarts, ramp)))
+    return Job(Work(rotate, of, x.ne[2], n_bytes, scratch=scratch_of(of), keep=(axes, restarts, ramp)))
 
 
 @rope.compiled

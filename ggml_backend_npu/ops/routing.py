@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 import numpy as np
 from numba import types
@@ -17,8 +17,9 @@ from ggml_backend_npu.ops.strided import mover
 from ggml_backend_npu.ops.sums import BOUND, partial_sums
 from ggml_backend_npu.params import Instead, Params, i32
 from ggml_backend_npu.registry import Call, op
-from quant.kernels.jit import array_at, bits_float, compiled, float_bits, inlined, keep, parameters, values
+from quant.kernels.jit import array_at, compiled, float_bits, inlined
 from quant.kernels.matrices import LANES
+from quant.kernels.records import Dims, Place, index_of, record_at, row_of
 from quant.kernels.threads import Job, Work
 from quant.runs import CODES, widen_run
 
@@ -64,32 +65,44 @@ def _key(score, place, descending):
     return types.uint64(rank) << types.uint64(32) | types.uint64(place)
 
 
+class Sort(NamedTuple):
+    """Rows of x, of ne elements, of each of which the places of the first k go to dst.
+
+    descending, swaps  truth values; swaps: the second place comes first
+    """
+
+    descending: int
+    k: int
+    swaps: int
+    ne: Dims
+    x: Place
+    dst: Place
+
+
 @compiled
-def sort(p, begin, end):
+def sort(p, begin, end, scratch):
     """Rows [begin, end): the places of their first k elements, in order; or, where `swaps`, the second one first."""
-    (
-        descending, k, swaps, width, n1, n2, src, src_nb0, src_nb1, src_nb2, src_nb3, dst, dst_nb0, dst_nb1, dst_nb2,
-        dst_nb3,
-    ) = values(p, 16)  # fmt: skip
-    keys = np.empty(width, np.uint64)
+    of = record_at(p, Sort)
+    width = of.ne[0]
+    keys = array_at(scratch, types.uint64, width)
     for row in range(begin, end):
-        i1, i2, i3 = row % n1, row // n1 % n2, row // n1 // n2
-        x = src + i1 * src_nb1 + i2 * src_nb2 + i3 * src_nb3
-        y = dst + i1 * dst_nb1 + i2 * dst_nb2 + i3 * dst_nb3
+        i1, i2, i3 = index_of(row, of.ne[1], of.ne[2])
+        x, y = row_of(of.x, i1, i2, i3), row_of(of.dst, i1, i2, i3)
         for i in range(width):
-            keys[i] = _key(array_at(x + i * src_nb0, types.float32, 1)[0], i, descending)
+            keys[i] = _key(array_at(x + i * of.x.nb[0], types.float32, 1)[0], i, of.descending)
         keys.sort()
-        if swaps and k > 1:
+        if of.swaps and of.k > 1:
             keys[0], keys[1] = keys[1], keys[0]
-        for i in range(k):
-            array_at(y + i * dst_nb0, types.int32, 1)[0] = types.int32(keys[i] & types.uint64(0xFFFFFFFF))
+        for i in range(of.k):
+            array_at(y + i * of.dst.nb[0], types.int32, 1)[0] = types.int32(keys[i] & types.uint64(0xFFFFFFFF))
     return 0
 
 
 def _sorted(dst: Tensor, x: Tensor, *, descending: bool, swaps: bool = False) -> Call:
     width, n1, n2, n3 = x.ne
-    p = parameters(descending, dst.ne[0], swaps, width, n1, n2, x.address, *x.nb, dst.address, *dst.nb)
-    return Job(Work(sort, p, n1 * n2 * n3, 16 * x.n_elements * width.bit_length(), keep=(dst, x)))
+    of = Sort(descending, dst.ne[0], swaps, x.ne, x.place, dst.place)
+    n_bytes = 16 * x.n_elements * width.bit_length()
+    return Job(Work(sort, of, n1 * n2 * n3, n_bytes, scratch=8 * width, keep=(dst, x)))
 
 
 @argsort.compiled
@@ -172,26 +185,32 @@ def sum_rows(dst: Tensor, x: Tensor) -> None:
         dst.view()[...] = np.add.accumulate(x.view(), axis=-1, dtype=np.float64)[..., -1:] + 0.0 if x.ne[0] else 0
 
 
+class SumOfRows(NamedTuple):
+    """Rows of x, of ne elements, each into one of dst."""
+
+    ne: Dims
+    x: Place
+    dst: Place
+
+
 @compiled
-def sum_of_rows(p, begin, end):
+def sum_of_rows(p, begin, end, scratch):
     """Rows [begin, end)."""
-    width, n1, n2, src, src_nb0, src_nb1, src_nb2, src_nb3, dst, dst_nb1, dst_nb2, dst_nb3 = values(p, 12)
+    of = record_at(p, SumOfRows)
     for row in range(begin, end):
-        i1, i2, i3 = row % n1, row // n1 % n2, row // n1 // n2
-        x = src + i1 * src_nb1 + i2 * src_nb2 + i3 * src_nb3
+        i1, i2, i3 = index_of(row, of.ne[1], of.ne[2])
+        x = row_of(of.x, i1, i2, i3)
         total = types.float64(0)
-        for i in range(width):
-            total += types.float64(array_at(x + i * src_nb0, types.float32, 1)[0])
-        y = dst + i1 * dst_nb1 + i2 * dst_nb2 + i3 * dst_nb3
-        array_at(y, types.float32, 1)[0] = types.float32(total)
+        for i in range(of.ne[0]):
+            total += types.float64(array_at(x + i * of.x.nb[0], types.float32, 1)[0])
+        array_at(row_of(of.dst, i1, i2, i3), types.float32, 1)[0] = types.float32(total)
     return 0
 
 
 @sum_rows.compiled
 def _sum_rows(dst: Tensor, x: Tensor) -> Call:
-    width, n1, n2, n3 = x.ne
-    p = parameters(width, n1, n2, x.address, *x.nb, dst.address, *dst.nb[1:])
-    return Job(Work(sum_of_rows, p, n1 * n2 * n3, 4 * x.n_elements, keep=(dst, x)))
+    _, n1, n2, n3 = x.ne
+    return Job(Work(sum_of_rows, SumOfRows(x.ne, x.place, dst.place), n1 * n2 * n3, 4 * x.n_elements, keep=(dst, x)))
 
 
 @sum_rows.formula
@@ -270,49 +289,72 @@ def _settle(weights, places, k):
         weights[at], places[at] = weight, place
 
 
-@compiled
-def top_k(p, begin, end):
-    """Rows [begin, end): the k largest of a row's softmax, or of its scores, and their places.
+class TopK(NamedTuple):
+    """Rows of x, of `width` scores, of each of which the k largest go to dst and their places to ids.
 
+    kind      what the values are: _SOFTMAX or _SOFTMAX_OF_SELECTED
     norm      the values are divided by their sum, which is no less than `least`
     lanes     what a row's end is filled up to with -inf, for exponentials
     by_score  the largest of a softmax are found among the scores
+    n_sorted  scores of a row, where all of it is sorted; 0: the largest are selected one by one
     """
-    (
-        kind, norm, least_bits, lanes, by_score, src, src_nb0, src_nb1, src_code, width, k, ids, ids_nb1, found,
-        found_nb1,
-    ) = values(p, 15)  # fmt: skip
-    least = bits_float(types.uint32(least_bits))
-    work, weights, places = np.empty(_TILE, np.float32), np.empty(k + lanes, np.float32), np.empty(k, np.int32)
-    keys = np.empty(width if by_score and k > _FEW else 0, np.uint64)
-    y, w = types.int64(work.ctypes.data), types.int64(weights.ctypes.data)
+
+    kind: int
+    norm: int
+    least: np.float32
+    lanes: int
+    by_score: int
+    n_sorted: int
+    x: Place
+    x_code: int
+    width: int
+    k: int
+    ids: Place
+    dst: Place
+
+
+def scratch_of(of: TopK) -> int:
+    """Bytes that `top_k` works in: keys of the scores that are sorted, a tile of a row, weights and their places."""
+    return 8 * of.n_sorted + 4 * _TILE + 4 * (of.k + of.lanes) + 4 * of.k
+
+
+@compiled
+def top_k(p, begin, end, scratch):
+    """Rows [begin, end): the k largest of a row's softmax, or of its scores, and their places."""
+    of = record_at(p, TopK)
+    kind, lanes, by_score, width, k, nb0 = of.kind, of.lanes, of.by_score, of.width, of.k, of.x.nb[0]
+    y = scratch + 8 * of.n_sorted
+    w = y + 4 * _TILE
+    keys, work = array_at(scratch, types.uint64, of.n_sorted), array_at(y, types.float32, _TILE)
+    weights = array_at(w, types.float32, k + lanes)
+    places = array_at(w + 4 * (k + lanes), types.int32, k)
     for row in range(begin, end):
-        x, to, at = src + row * src_nb1, found + row * found_nb1, ids + row * ids_nb1
+        x = of.x.address + row * of.x.nb[1]
         maximum, total = types.float32(-np.inf), types.float64(0)
         if kind == _SOFTMAX:
             for column in range(0, width, _TILE):
                 count = min(_TILE, width - column)
-                widen_run(src_code, x + column * src_nb0, src_nb0, y, count)
+                widen_run(of.x_code, x + column * nb0, nb0, y, count)
                 maximum = max(maximum, largest(y, count))
             for column in range(0, width, _TILE):
                 count = min(_TILE, width - column)
-                widen_run(src_code, x + column * src_nb0, src_nb0, y, count)
+                widen_run(of.x_code, x + column * nb0, nb0, y, count)
                 total += exps(y, _filled(work, count, lanes), maximum)
         factor = types.float32(types.float64(1) / total)
         n_found = 0
-        if len(keys):
-            _sort(src_code, x, src_nb0, y, keys, places)
+        if of.n_sorted:
+            _sort(of.x_code, x, nb0, y, keys, places)
         else:
             for column in range(0, width, _TILE):
                 count = min(_TILE, width - column)
-                widen_run(src_code, x + column * src_nb0, src_nb0, y, count)
+                widen_run(of.x_code, x + column * nb0, nb0, y, count)
                 if kind == _SOFTMAX and not by_score:
                     exps(y, _filled(work, count, lanes), maximum)
                     scaled(y, count, factor)
                 n_found = _select(y, column, count, weights, places, k, n_found)
         if by_score or kind == _SOFTMAX_OF_SELECTED:
             for i in range(k):
-                widen_run(src_code, x + places[i] * src_nb0, src_nb0, w + 4 * i, 1)
+                widen_run(of.x_code, x + places[i] * nb0, nb0, w + 4 * i, 1)
         if by_score:
             exps(w, _filled(weights, k, lanes), maximum)
             scaled(w, k, factor)
@@ -322,16 +364,15 @@ def top_k(p, begin, end):
         if kind == _SOFTMAX and total != total:
             for i in range(k):
                 weights[i], places[i] = types.float32(np.nan), i
-        if norm:
+        if of.norm:
             total = types.float64(0)
             for i in range(k):
                 total += types.float64(weights[i])
-            divisor = max(types.float32(total), least)
+            divisor = max(types.float32(total), of.least)
             for i in range(k):
                 weights[i] = weights[i] / divisor
-        array_at(to, types.float32, k)[:] = weights[:k]
-        array_at(at, types.int32, k)[:] = places
-    keep(work)
+        array_at(of.dst.address + row * of.dst.nb[1], types.float32, k)[:] = weights[:k]
+        array_at(of.ids.address + row * of.ids.nb[1], types.int32, k)[:] = places
     return 0
 
 
@@ -353,16 +394,24 @@ def routed(
     lie on x. of_nodes gives what SOFT_MAX and its like give node by node: equal scores may differ in the last bit
     there, where one of them is at the end of its row, and equal values are in the order of the row.
     """
-    kind = _SOFTMAX_OF_SELECTED if selected_only else _SOFTMAX
     k, n_rows = values.ne[:2]
-    n_bytes = 4 * x.ne[0] * n_rows
-
+    by_score = not (of_nodes or selected_only)
     into = Tensor.of(np.empty((n_rows, k), np.float32)) if values.overlaps(x) else values
-    p = parameters(
-        kind, norm, np.float32(least), 1 if of_nodes else LANES, not (of_nodes or selected_only),
-        x.address, x.nb[0], x.nb[1], CODES[x.type], x.ne[0], k, ids.address, ids.nb[1], into.address, into.nb[1],
-    )  # fmt: skip
-    select = Work(top_k, p, n_rows, n_bytes, keep=into)
+    of = TopK(
+        kind=_SOFTMAX_OF_SELECTED if selected_only else _SOFTMAX,
+        norm=norm,
+        least=np.float32(least),
+        lanes=1 if of_nodes else LANES,
+        by_score=by_score,
+        n_sorted=x.ne[0] if by_score and k > _FEW else 0,
+        x=x.place,
+        x_code=CODES[x.type],
+        width=x.ne[0],
+        k=k,
+        ids=ids.place,
+        dst=into.place,
+    )
+    select = Work(top_k, of, n_rows, 4 * x.ne[0] * n_rows, scratch=scratch_of(of), keep=into)
     if into is values:
         return Job(select)
     move = mover(values, into)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numba import types
@@ -14,6 +15,7 @@ from ggml_backend_npu.ops.probes import HEADS, TOKENS, normal
 from ggml_backend_npu.ops.recurrent import (
     BOUND,
     Floats,
+    Heads,
     applied,
     are_contiguous,
     bad_dst,
@@ -22,19 +24,10 @@ from ggml_backend_npu.ops.recurrent import (
 )
 from ggml_backend_npu.params import Params, f32
 from ggml_backend_npu.registry import Call, op
-from quant.kernels.jit import (
-    array_at,
-    bits_float,
-    compiled,
-    copy,
-    fused_multiply_add,
-    inlined,
-    keep,
-    parameters,
-    values,
-)
+from quant.kernels.jit import array_at, compiled, copy, fused_multiply_add, inlined
 from quant.kernels.matrices import LANES
 from quant.kernels.orders import GROUP, dots_f32
+from quant.kernels.records import record_at
 from quant.kernels.threads import Job, Work
 
 
@@ -142,27 +135,48 @@ def _gla_row(s, v, y, k, q, gate, n):
         total[j] = fused_multiply_add(row[j], q, total[j])
 
 
+def _heads_of(dst: Tensor, x: Tensor, state: Tensor) -> Heads:
+    """Those of a source x."""
+    size, n_head, n_tokens, _ = x.ne
+    states = dst.address + 4 * x.n_elements
+    return Heads(size, n_head, n_tokens // state.ne[1], state.address, dst.address, states)
+
+
+class GatedAttention(NamedTuple):
+    """Addresses of the sources. first: 0 where there is none; scale: of q."""
+
+    heads: Heads
+    k: int
+    v: int
+    q: int
+    first: int
+    gates: int
+    scale: np.float32
+
+
 @compiled
-def gated_attention(p, begin, end):
+def gated_attention(p, begin, end, scratch):
     """Heads [begin, end) of all sequences, of RWKV_WKV6, or of GATED_LINEAR_ATTN, which has no `first`."""
-    k, v, q, first, gates, scale_bits, state, dst, states, size, n_head, n_tokens = values(p, 12)
-    scale = bits_float(types.uint32(scale_bits))
+    of = record_at(p, GatedAttention)
+    heads, first, scale = of.heads, of.first, of.scale
+    size, n_head, n_tokens = heads.size, heads.n_head, heads.n_tokens
     row = 4 * size
     for unit in range(begin, end):
         head, sequence = unit % n_head, unit // n_head
-        s = states + unit * size * row
-        copy(state + unit * size * row, s, size * row)
+        s = heads.states + unit * size * row
+        copy(heads.state + unit * size * row, s, size * row)
         for t in range(n_tokens):
             at = ((sequence * n_tokens + t) * n_head + head) * row
-            keys, reads = array_at(k + at, types.float32, size), array_at(q + at, types.float32, size)
-            decays = array_at(gates + at, types.float32, size)
-            array_at(dst + at, types.float32, size)[:] = types.float32(0)
+            keys, reads = array_at(of.k + at, types.float32, size), array_at(of.q + at, types.float32, size)
+            decays = array_at(of.gates + at, types.float32, size)
+            v, y = of.v + at, heads.dst + at
+            array_at(y, types.float32, size)[:] = types.float32(0)
             for i in range(size):
                 if first:
                     bonus = array_at(first + head * row, types.float32, size)[i]
-                    _wkv6_row(s + i * row, v + at, dst + at, keys[i], reads[i], bonus, decays[i], size)
+                    _wkv6_row(s + i * row, v, y, keys[i], reads[i], bonus, decays[i], size)
                 else:
-                    _gla_row(s + i * row, v + at, dst + at, keys[i], reads[i] * scale, decays[i], size)
+                    _gla_row(s + i * row, v, y, keys[i], reads[i] * scale, decays[i], size)
     return 0
 
 
@@ -171,14 +185,17 @@ def _gated(
 ) -> Call | None:
     if not are_contiguous(k, v, q, first or k, g, state):
         return None
-    size, n_head, n_tokens, _ = k.ne
-    n_sequences = state.ne[1]
-    p = parameters(
-        k.address, v.address, q.address, 0 if first is None else first.address, g.address, scale, state.address,
-        dst.address, dst.address + 4 * k.n_elements, size, n_head, n_tokens // n_sequences,
-    )  # fmt: skip
+    of = GatedAttention(
+        heads=_heads_of(dst, k, state),
+        k=k.address,
+        v=v.address,
+        q=q.address,
+        first=0 if first is None else first.address,
+        gates=g.address,
+        scale=scale,
+    )
     kept = dst, k, v, q, first, g, state
-    return Job(Work(gated_attention, p, n_head * n_sequences, 4 * size * k.n_elements, keep=kept))
+    return Job(Work(gated_attention, of, k.ne[1] * state.ne[1], 4 * k.ne[0] * k.n_elements, keep=kept))
 
 
 @rwkv_wkv6.compiled
@@ -227,27 +244,38 @@ def _wkv7_row(s, w, k, b, v, removed, n):
         row[j] = fused_multiply_add(removed, back[j], fused_multiply_add(row[j], decay[j], v * key[j]))
 
 
+class Wkv7(NamedTuple):
+    """Addresses of the sources."""
+
+    heads: Heads
+    r: int
+    w: int
+    k: int
+    v: int
+    a: int
+    b: int
+
+
 @compiled
-def wkv7(p, begin, end):
-    """Heads [begin, end) of all sequences."""
-    r, w, k, v, a, b, state, dst, states, size, n_head, n_tokens = values(p, 12)
+def wkv7(p, begin, end, dots):
+    """Heads [begin, end) of all sequences. dots: of GROUP rows."""
+    of = record_at(p, Wkv7)
+    heads, removed = of.heads, array_at(dots, types.float32, GROUP)
+    size, n_head, n_tokens = heads.size, heads.n_head, heads.n_tokens
     row = 4 * size
-    removed = np.empty(GROUP, np.float32)
-    all_removed = types.int64(removed.ctypes.data)
     for unit in range(begin, end):
         head, sequence = unit % n_head, unit // n_head
-        s = states + unit * size * row
-        copy(state + unit * size * row, s, size * row)
+        s = heads.states + unit * size * row
+        copy(heads.state + unit * size * row, s, size * row)
         for t in range(n_tokens):
             at = ((sequence * n_tokens + t) * n_head + head) * row
-            gains = array_at(v + at, types.float32, size)
+            gains = array_at(of.v + at, types.float32, size)
             for first in range(0, size, GROUP):
                 rows, count = s + first * row, min(GROUP, size - first)
-                dots_f32(rows, row, a + at, size, all_removed, count)
+                dots_f32(rows, row, of.a + at, size, dots, count)
                 for i in range(count):
-                    _wkv7_row(rows + i * row, w + at, k + at, b + at, gains[first + i], removed[i], size)
-                dots_f32(rows, row, r + at, size, dst + at + 4 * first, count)
-    keep(removed)
+                    _wkv7_row(rows + i * row, of.w + at, of.k + at, of.b + at, gains[first + i], removed[i], size)
+                dots_f32(rows, row, of.r + at, size, heads.dst + at + 4 * first, count)
     return 0
 
 
@@ -258,13 +286,17 @@ def _rwkv_wkv7(
     sources = (r, w, k, v, a, b, state)
     if not are_contiguous(*sources):
         return None
-    size, n_head, n_tokens, _ = r.ne
-    n_sequences = state.ne[1]
-    p = parameters(
-        *(tensor.address for tensor in sources), dst.address, dst.address + 4 * r.n_elements, size, n_head,
-        n_tokens // n_sequences,
-    )  # fmt: skip
-    return Job(Work(wkv7, p, n_head * n_sequences, 4 * size * r.n_elements, keep=(dst, sources)))
+    of = Wkv7(
+        heads=_heads_of(dst, r, state),
+        r=r.address,
+        w=w.address,
+        k=k.address,
+        v=v.address,
+        a=a.address,
+        b=b.address,
+    )
+    n_units, n_bytes = r.ne[1] * state.ne[1], 4 * r.ne[0] * r.n_elements
+    return Job(Work(wkv7, of, n_units, n_bytes, scratch=4 * GROUP, keep=(dst, sources)))
 
 
 def _heads(rng: probes.Rng, n: int, decays: int, size: int) -> tuple[list[Tensor], Tensor, tuple[int, ...]]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 import numpy as np
 from numba import types
@@ -24,14 +24,8 @@ from ggml_backend_npu.ops.exponentials import expf, exps, largest, scaled
 from ggml_backend_npu.ops.mistakes import of_repeated
 from ggml_backend_npu.params import Instead, Params, f32
 from ggml_backend_npu.registry import Call, op
-from quant.kernels.jit import (
-    array_at,
-    bits_float,
-    compiled,
-    f16_to_f32,
-    fused_multiply_add,
-    inlined,
-)
+from quant.kernels.jit import array_at, compiled, f16_to_f32, fused_multiply_add, inlined
+from quant.kernels.records import Dims, Place, index_of, record_at, row_of
 from quant.kernels.threads import Job, Work
 from quant.runs import CODES, F16, F32, narrow_run, widen_run
 
@@ -42,28 +36,47 @@ LOWEST = -3.4028234663852886e38  # float32's; a tile's maximum is no less: -inf 
 _NONE, _ADD_F32, _ADD_F16, _MARK_F32, _MARK_F16, _MARK_BYTE = range(6)
 _MASKS = {"f32": _ADD_F32, "f16": _ADD_F16}
 _MARKS = {"float32": _MARK_F32, "float16": _MARK_F16, "bool": _MARK_BYTE}
-
-# the parameters of a walk, in places of an int64 array
-_N0, _N1, _N2 = 0, 1, 2
-_SRC, _SRC_NB, _SRC_CODE = 3, 4, 8
-_DST, _DST_NB, _DST_CODE = 9, 10, 14
-_MASK, _MASK_NB, _MASK_NE, _MASK_KIND = 15, 16, 20, 23
-_SINK, _SINK_NB, _SLOPES = 24, 25, 28
-_OFFSETS, _WINDOW = 29, 30
-_MAX_BEFORE, _MAX, _SUM = 31, 32, 33
-_SCALE = 34
-_PARAMETERS = 35
+_NOWHERE = Place(0, (0, 0, 0, 0))
 
 Floats = NDArray[np.float32]
 
 
+class Softmax(NamedTuple):
+    """Rows of src, of ne elements, into dst, whose rows have no gaps. An address of 0: there is none.
+
+    mask_ne     dimensions 1 to 3 of the mask
+    mask_kind   one of those above
+    sinks       of float32, one a row
+    slopes      of float32, one an index of dimension 2
+    offsets     of int64, one an index of dimension 3
+    window      0: all columns up to the row's position
+    maxima_before, maxima, sums  of float32, one a row: of a flash attention's tile
+    """
+
+    ne: Dims
+    src: Place
+    src_code: int
+    dst: Place
+    dst_code: int
+    scale: np.float32
+    mask: Place
+    mask_ne: tuple[int, int, int]
+    mask_kind: int
+    sinks: Place
+    slopes: int
+    offsets: int
+    window: int
+    maxima_before: int
+    maxima: int
+    sums: int
+
+
 @inlined
-def _exclude(p, mask, slope, y, begin, count):
+def _exclude(of, mask, slope, y, begin, count):
     """Of the `count` scores at y, columns from `begin` on: adds the mask, and -inf where it excludes."""
     row = array_at(y, types.float32, count)
-    nb0 = p[_MASK_NB]
+    nb0, kind = of.mask.nb[0], of.mask_kind
     at = mask + begin * nb0
-    kind = p[_MASK_KIND]
     excluded = types.float32(-np.inf)
     if kind == _ADD_F32:
         for i in range(count):
@@ -86,35 +99,36 @@ def _exclude(p, mask, slope, y, begin, count):
 
 
 @inlined
-def _scores(p, scale, src, mask, slope, y, begin, count):
+def _scores(of, src, mask, slope, y, begin, count):
     """float32 scores of columns [begin, begin + count) of a row into y, -inf where excluded."""
-    widen_run(p[_SRC_CODE], src + begin * p[_SRC_NB], p[_SRC_NB], y, count)
-    if scale != types.float32(1):
-        scaled(y, count, scale)
+    nb0 = of.src.nb[0]
+    widen_run(of.src_code, src + begin * nb0, nb0, y, count)
+    if of.scale != types.float32(1):
+        scaled(y, count, of.scale)
     if mask:
-        _exclude(p, mask, slope, y, begin, count)
+        _exclude(of, mask, slope, y, begin, count)
 
 
 @inlined
-def _any_is_left(p, mask, first, last):
+def _any_is_left(of, mask, work, first, last):
     """Whether a row's mask leaves one of the elements [first, last)."""
     if mask == 0:
         return first < last
-    work = np.zeros(1, np.float32)
+    score = array_at(work, types.float32, 1)
     for column in range(first, last):
-        work[0] = 0
-        _exclude(p, mask, types.float32(1), types.int64(work.ctypes.data), column, 1)
-        if work[0] != types.float32(-np.inf):
+        score[0] = 0
+        _exclude(of, mask, types.float32(1), work, column, 1)
+        if score[0] != types.float32(-np.inf):
             return True
     return False
 
 
 @inlined
-def _any_nan(p, scale, src, mask, slope, work, first, last):
+def _any_nan(of, src, mask, slope, work, first, last):
     """Whether one of the scores [first, last) of a row, after its mask, is NaN; work holds a tile."""
     for column in range(first, last, _TILE):
         count = min(_TILE, last - column)
-        _scores(p, scale, src, mask, slope, work, column, count)
+        _scores(of, src, mask, slope, work, column, count)
         scores = array_at(work, types.float32, count)
         for i in range(count):
             if scores[i] != scores[i]:
@@ -138,82 +152,83 @@ def _fill(code, dst, count, zero):
         array_at(dst, types.uint16, count)[:] = types.uint16(0) if zero == zero else nan
 
 
+@inlined
+def _columns(of, i1, i3):
+    """The columns [first, last) of a row, those of its window."""
+    n = of.ne[0]
+    if of.offsets == 0:
+        return types.int64(0), n
+    position = array_at(of.offsets + 8 * i3, types.int64, 1)[0] + i1
+    last = min(position + 1, n)
+    return min(max(position + 1 - of.window, 0), last) if of.window else types.int64(0), last
+
+
 @compiled
-def softmax(parameters, begin, end):
-    """Rows [begin, end)."""
-    p = array_at(parameters, types.int64, _PARAMETERS)
-    scale = bits_float(types.uint32(p[_SCALE]))
-    n = p[_N0]
-    in_place = p[_DST_CODE] == F32
+def softmax(p, begin, end, stage):
+    """Rows [begin, end). The stage holds a tile of a row where dst cannot hold float32."""
+    of = record_at(p, Softmax)
+    n = of.ne[0]
+    in_place = of.dst_code == F32
     tile = max(n, 1) if in_place else _TILE
-    work = np.empty(_TILE, np.float32)
     for index in range(begin, end):
-        i1, i2, i3 = index % p[_N1], index // p[_N1] % p[_N2], index // p[_N1] // p[_N2]
-        src = p[_SRC] + i1 * p[_SRC_NB + 1] + i2 * p[_SRC_NB + 2] + i3 * p[_SRC_NB + 3]
-        dst = p[_DST] + i1 * p[_DST_NB + 1] + i2 * p[_DST_NB + 2] + i3 * p[_DST_NB + 3]
-        mask, slope, first, last = types.int64(0), types.float32(1), types.int64(0), n
-        if p[_MASK]:
-            mask = p[_MASK] + (i1 % p[_MASK_NE]) * p[_MASK_NB + 1]
-            mask += (i2 % p[_MASK_NE + 1]) * p[_MASK_NB + 2] + (i3 % p[_MASK_NE + 2]) * p[_MASK_NB + 3]
-        if p[_SLOPES]:
-            slope = array_at(p[_SLOPES] + 4 * i2, types.float32, 1)[0]
-        if p[_OFFSETS]:
-            position = array_at(p[_OFFSETS] + 8 * i3, types.int64, 1)[0] + i1
-            last = min(position + 1, n)
-            if p[_WINDOW]:
-                first = min(max(position + 1 - p[_WINDOW], 0), last)
+        i1, i2, i3 = index_of(index, of.ne[1], of.ne[2])
+        src, dst = row_of(of.src, i1, i2, i3), row_of(of.dst, i1, i2, i3)
+        mask, slope = types.int64(0), types.float32(1)
+        if of.mask.address:
+            mask = row_of(of.mask, i1 % of.mask_ne[0], i2 % of.mask_ne[1], i3 % of.mask_ne[2])
+        if of.slopes:
+            slope = array_at(of.slopes + 4 * i2, types.float32, 1)[0]
+        first, last = _columns(of, i1, i3)
 
         maximum = types.float32(-np.inf)
-        stage = types.int64(work.ctypes.data)
         y = stage
         for column in range(first, last, tile):
             count = min(tile, last - column)
             y = dst + 4 * column if in_place else y
-            _scores(p, scale, src, mask, slope, y, column, count)
+            _scores(of, src, mask, slope, y, column, count)
             maximum = _greater(maximum, largest(y, count))
-        if maximum == types.float32(-np.inf) and not _any_is_left(p, mask, first, last):
+        if maximum == types.float32(-np.inf) and not _any_is_left(of, mask, stage, first, last):
             last = first
         sink = types.float32(-np.inf)
-        if p[_SINK]:
-            at = p[_SINK] + i1 * p[_SINK_NB] + i2 * p[_SINK_NB + 1] + i3 * p[_SINK_NB + 2]
-            sink = array_at(at, types.float32, 1)[0]
+        if of.sinks.address:
+            sink = array_at(row_of(of.sinks, i1, i2, i3), types.float32, 1)[0]
             maximum = _greater(maximum, sink)
         before = types.float32(LOWEST)
-        if p[_MAX_BEFORE]:
-            before = array_at(p[_MAX_BEFORE] + 4 * index, types.float32, 1)[0]
-        if p[_SUM]:
+        if of.maxima_before:
+            before = array_at(of.maxima_before + 4 * index, types.float32, 1)[0]
+        if of.sums:
             maximum = _greater(_greater(maximum, before), types.float32(LOWEST))
 
         total = types.float64(0)
         for column in range(first, last, tile):
             count = min(tile, last - column)
             if not in_place:
-                _scores(p, scale, src, mask, slope, y, column, count)
+                _scores(of, src, mask, slope, y, column, count)
             total += exps(y, count, maximum)
         if sink > types.float32(-np.inf) or sink != sink:
             total += types.float64(expf(sink - maximum))
         factor, zero = types.float32(1), types.float32(0)
-        if p[_SUM]:
-            if before != before or (total != total and _any_nan(p, scale, src, mask, slope, stage, first, last)):
+        if of.sums:
+            if before != before or (total != total and _any_nan(of, src, mask, slope, stage, first, last)):
                 maximum = types.float32(np.nan)
             if sink != sink or maximum != maximum:
                 maximum, total, zero, last = types.float32(np.nan), types.float64(np.nan), types.float32(np.nan), first
-            array_at(p[_SUM] + 4 * index, types.float32, 1)[0] = types.float32(total)
-            array_at(p[_MAX] + 4 * index, types.float32, 1)[0] = maximum
+            array_at(of.sums + 4 * index, types.float32, 1)[0] = types.float32(total)
+            array_at(of.maxima + 4 * index, types.float32, 1)[0] = maximum
         elif total != 0:
             factor = types.float32(types.float64(1) / total)
             zero = factor * types.float32(0)
         for column in range(first, last, tile):
             count = min(tile, last - column)
             if not in_place:
-                _scores(p, scale, src, mask, slope, y, column, count)
+                _scores(of, src, mask, slope, y, column, count)
                 exps(y, count, maximum)
             if factor != types.float32(1):
                 scaled(y, count, factor)
             if not in_place:
-                narrow_run(y, p[_DST_CODE], dst + column * p[_DST_NB], p[_DST_NB], count)
-        _fill(p[_DST_CODE], dst, first, zero)
-        _fill(p[_DST_CODE], dst + last * p[_DST_NB], n - last, zero)
+                narrow_run(y, of.dst_code, dst + column * of.dst.nb[0], of.dst.nb[0], count)
+        _fill(of.dst_code, dst, first, zero)
+        _fill(of.dst_code, dst + last * of.dst.nb[0], n - last, zero)
     return 0
 
 
@@ -246,35 +261,47 @@ class Rows:
 
     def bind(self) -> Call:
         """The call that computes it."""
-        p = np.zeros(_PARAMETERS, np.int64)
         x, dst = self.x, self.dst
-        p[_N0 : _N2 + 1] = x.ne[:3]
-        p[_SCALE] = np.float32(self.scale).view(np.uint32)
-        p[_SRC], p[_SRC_CODE], p[_SRC_NB : _SRC_NB + 4] = x.address, CODES[x.type], x.nb
-        p[_DST], p[_DST_CODE], p[_DST_NB : _DST_NB + 4] = dst.address, CODES[dst.type], dst.nb
+        mask, mask_ne, mask_kind = _NOWHERE, x.ne[1:], _NONE
         if self.mask is not None:
-            p[_MASK], p[_MASK_KIND] = self.mask.address, _MASKS[self.mask.type]
-            p[_MASK_NB : _MASK_NB + 4], p[_MASK_NE : _MASK_NE + 3] = self.mask.nb, self.mask.ne[1:]
+            mask, mask_ne, mask_kind = self.mask.place, self.mask.ne[1:], _MASKS[self.mask.type]
         elif self.marks is not None:
-            p[_MASK], p[_MASK_KIND] = _address(self.marks), _MARKS[self.marks.dtype.name]
-            p[_MASK_NB : _MASK_NB + 4], p[_MASK_NE : _MASK_NE + 3] = self.marks.strides[::-1], x.ne[1:]
-        if self.slopes is not None:
-            p[_SLOPES] = _address(self.slopes)
-        if self.sinks is not None:
-            p[_SINK], p[_SINK_NB : _SINK_NB + 3] = _address(self.sinks), self.sinks.strides[::-1]
-        if self.offsets is not None:
-            p[_OFFSETS], p[_WINDOW] = _address(self.offsets), self.window
-        if self.statistics is not None:
-            before, maxima, sums = self.statistics
-            p[_MAX_BEFORE] = 0 if before is None else _address(before)
-            p[_MAX], p[_SUM] = _address(maxima), _address(sums)
+            mask, mask_kind = _place(self.marks), _MARKS[self.marks.dtype.name]
+        before, maxima, sums = self.statistics or (None, None, None)
+        of = Softmax(
+            ne=x.ne,
+            src=x.place,
+            src_code=CODES[x.type],
+            dst=dst.place,
+            dst_code=CODES[dst.type],
+            scale=np.float32(self.scale),
+            mask=mask,
+            mask_ne=mask_ne,
+            mask_kind=mask_kind,
+            sinks=_NOWHERE if self.sinks is None else _place(self.sinks[..., None]),
+            slopes=_address(self.slopes),
+            offsets=_address(self.offsets),
+            window=self.window,
+            maxima_before=_address(before),
+            maxima=_address(maxima),
+            sums=_address(sums),
+        )
         n_rows = x.ne[1] * x.ne[2] * x.ne[3]
-        return Job(Work(softmax, p, n_rows, 4 * n_rows * x.ne[0], keep=self))
+        return Job(Work(softmax, of, n_rows, 4 * n_rows * x.ne[0], scratch=4 * _TILE, keep=self))
 
 
-def _address(array: NDArray[np.generic]) -> int:
+def _address(array: NDArray[np.generic] | None) -> int:
+    """Where an array begins; 0 without one."""
+    if array is None:
+        return 0
     address, _ = array.__array_interface__["data"]
     return int(address)
+
+
+def _place(array: NDArray[np.generic]) -> Place:
+    """An array of four axes."""
+    nb3, nb2, nb1, nb0 = array.strides
+    return Place(_address(array), (nb0, nb1, nb2, nb3))
 
 
 def slopes(n_head: int, max_bias: float) -> Floats | None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 from numba import types
 from numpy.typing import NDArray
@@ -12,7 +14,8 @@ from ggml_backend_npu.ops import exact, probes
 from ggml_backend_npu.ops.movers import convert, raw
 from ggml_backend_npu.ops.shapes import gaps_in_rows, other_ne
 from ggml_backend_npu.registry import Call, op
-from quant.kernels.jit import array_at, compiled, parameters, values
+from quant.kernels.jit import array_at, compiled
+from quant.kernels.records import Place, record_at
 from quant.kernels.threads import Job, Work
 
 # sums of float32 in any order, one after the other too: 5e-12 of 4,096 terms, 1e-11 of 16,384; half floats 2e-8
@@ -141,25 +144,34 @@ def argmax(dst: Tensor, x: Tensor) -> None:
         dst.view()[0, 0, 0, row] = begin + largest[-1] if largest.size else 0
 
 
+class PlaceOfLargest(NamedTuple):
+    """Rows of x, of `width` elements without gaps; dst has one for each."""
+
+    width: int
+    x: Place
+    dst: Place
+
+
 @compiled
-def place_of_largest(p, begin, end):
+def place_of_largest(p, begin, end, scratch):
     """Rows [begin, end)."""
-    width, src, src_nb1, dst, dst_nb0 = values(p, 5)
+    of = record_at(p, PlaceOfLargest)
+    width, x, dst = of.width, of.x, of.dst
     for row in range(begin, end):
-        scores = array_at(src + row * src_nb1, types.float32, width)
+        scores = array_at(x.address + row * x.nb[1], types.float32, width)
         largest, place = types.float32(-np.inf), 0
         for i in range(width):
             largest = largest if largest > scores[i] else scores[i]
             if largest == scores[i]:
                 place = i
-        array_at(dst + row * dst_nb0, types.int32, 1)[0] = place
+        array_at(dst.address + row * dst.nb[0], types.int32, 1)[0] = place
     return 0
 
 
 @argmax.compiled
 def _argmax(dst: Tensor, x: Tensor) -> Call:
-    p = parameters(x.ne[0], x.address, x.nb[1], dst.address, dst.nb[0])
-    return Job(Work(place_of_largest, p, x.ne[1], 4 * x.n_elements, keep=(dst, x)))
+    of = PlaceOfLargest(x.ne[0], x.place, dst.place)
+    return Job(Work(place_of_largest, of, x.ne[1], 4 * x.n_elements, keep=(dst, x)))
 
 
 def _refuse_count_equal(dst: Tensor, a: Tensor, b: Tensor) -> str | None:

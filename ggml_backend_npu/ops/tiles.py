@@ -2,7 +2,7 @@
 
 y is repeated to the size of x, or left out. What the functions are is said in NumPy, by the ops that they stand beside.
 As in ggml's CPU backend, `functions.gelu` and `gelu_quick` of f32 and f16 are looked up in tables of half floats, and
-silu of f32 is computed in vectors, except behind a row's last whole one; else e ** x and the like are C's library's.
+silu of f32 is computed in vectors, except after a row's last whole one; else e ** x and the like are C's library's.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable
 from enum import IntEnum
 from functools import cache
+from typing import NamedTuple
 
 import numpy as np
 from numba import types
@@ -28,10 +29,9 @@ from quant.kernels.jit import (
     float_bits,
     fused_multiply_add,
     inlined,
-    keep,
-    parameters,
 )
 from quant.kernels.matrices import LANES
+from quant.kernels.records import Dims, Place, index_of, record_at, row_of
 from quant.kernels.threads import Job, Work
 from quant.runs import CODES, f32_to_f16, narrow_run, widen_run
 
@@ -47,11 +47,6 @@ Compiled = IntEnum(
 _LOOKED_UP = {"GELU": functions.gelu, "GELU_QUICK": functions.gelu_quick}
 _LOOKED_UP |= {"GEGLU": functions.gelu, "GEGLU_QUICK": functions.gelu_quick}
 _IN_VECTORS = {"SILU": Compiled.V_SILU, "SWIGLU": Compiled.V_SWIGLU}
-
-# the parameters, in places of an int64 array; an operand is its type, address, nb and ne; ids are an address and two nb
-_FUNCTION, _A, _B, _TABLE, _N0, _N1, _N2, _TILES = range(8)
-_CODE, _ADDRESS, _NB, _NE, _OPERAND = 0, 1, 2, 6, 10
-_DST, _X, _Y, _IDS, _PARAMETERS = 8, 18, 28, 38, 41
 
 _0, _1, _HALF = (np.float32(value) for value in (0, 1, 0.5))
 _SQRT_HALF, _SQRT_2_OVER_PI = (np.float32(math.sqrt(value)) for value in (0.5, 2 / math.pi))
@@ -253,11 +248,11 @@ def _each(function, x, y, a, b, n):
 
 
 @inlined
-def _each_vector(function, behind, x, y, a, b, n):
+def _each_vector(function, after, x, y, a, b, n):
     """As `_each`, with another function for what is no whole vector, the last n % LANES."""
     whole = n // LANES * LANES
     _each(function, x, y, a, b, whole)
-    _each(behind, x + 4 * whole, y + 4 * whole, a, b, n - whole)
+    _each(after, x + 4 * whole, y + 4 * whole, a, b, n - whole)
 
 
 @inlined
@@ -367,48 +362,74 @@ def _apply(function, table, x, y, a, b, n):
         _each(_swiglu_clamp, x, y, a, b, n)
 
 
-@inlined
-def _row(p, operand, i1, i2, i3):
-    """Where a row of an operand begins."""
-    at = p[operand + _ADDRESS] + i1 * p[operand + _NB + 1]
-    return at + i2 * p[operand + _NB + 2] + i3 * p[operand + _NB + 3]
+_NOWHERE = Place(0, (0, 0, 0, 0))
+
+
+class Operand(NamedTuple):
+    """A tensor; ne[0] elements of a row are repeated. code: of its type, one of CODES."""
+
+    code: int = 0
+    place: Place = _NOWHERE
+    ne: Dims = (0, 0, 0, 0)
+
+
+class Compute(NamedTuple):
+    """dst = function(x, y), in n_tiles tiles a row.
+
+    a, b, table  of the function; the table is an address
+    y            at address 0: there is none
+    ids          int32 by dimensions 1 and 2 of x: which row of y, a matrix, is for a row of x; at address 0: there
+                 are none, y is repeated
+    """
+
+    function: int
+    a: np.float32
+    b: np.float32
+    table: int
+    n_tiles: int
+    dst: Operand
+    x: Operand
+    y: Operand
+    ids: Place
 
 
 @inlined
-def _load(p, operand, row, i0, to, n):
+def _load(operand, row, i0, to, n):
     """Elements [i0, i0 + n) of a row, which repeats itself, as float32."""
-    width, nb0 = p[operand + _NE], p[operand + _NB]
+    width, nb0 = operand.ne[0], operand.place.nb[0]
     done = types.int64(0)
     while done < n:
         first = (i0 + done) % width
         count = min(width - first, n - done)
-        widen_run(p[operand + _CODE], row + first * nb0, nb0, to + 4 * done, count)
+        widen_run(operand.code, row + first * nb0, nb0, to + 4 * done, count)
         done += count
 
 
+@inlined
+def _row_of_y(of, i1, i2, i3):
+    """Where the row of y begins that belongs to row (i1, i2, i3) of x."""
+    if of.ids.address:
+        at = of.ids.address + i1 * of.ids.nb[0] + i2 * of.ids.nb[1]
+        return row_of(of.y.place, types.int64(array_at(at, types.int32, 1)[0]), 0, 0)
+    return row_of(of.y.place, i1 % of.y.ne[1], i2 % of.y.ne[2], i3 % of.y.ne[3])
+
+
 @compiled
-def compute(parameters, begin, end):
-    """Tiles [begin, end)."""
-    p = array_at(parameters, types.int64, _PARAMETERS)
-    a, b = bits_float(types.uint32(p[_A])), bits_float(types.uint32(p[_B]))
-    work = np.empty(2 * _TILE, np.float32)
-    x = types.int64(work.ctypes.data)
+def compute(p, begin, end, x):
+    """Tiles [begin, end); a tile of x, as float32, is followed by one of y."""
+    of = record_at(p, Compute)
+    dst, a, b = of.dst, of.a, of.b
     y = x + 4 * _TILE
     for tile in range(begin, end):
-        row, i0 = tile // p[_TILES], tile % p[_TILES] * _TILE
-        i1, i2, i3 = row % p[_N1], row // p[_N1] % p[_N2], row // p[_N1] // p[_N2]
-        n = min(_TILE, p[_N0] - i0)
-        _load(p, _X, _row(p, _X, i1, i2, i3), i0, x, n)
-        if p[_Y + _ADDRESS]:
-            j1, j2, j3 = i1 % p[_Y + _NE + 1], i2 % p[_Y + _NE + 2], i3 % p[_Y + _NE + 3]
-            if p[_IDS]:
-                at = p[_IDS] + i1 * p[_IDS + 1] + i2 * p[_IDS + 2]
-                j1, j2, j3 = types.int64(array_at(at, types.int32, 1)[0]), types.int64(0), types.int64(0)
-            _load(p, _Y, _row(p, _Y, j1, j2, j3), i0, y, n)
-        _apply(p[_FUNCTION], p[_TABLE], x, y, a, b, n)
-        nb0 = p[_DST + _NB]
-        narrow_run(x, p[_DST + _CODE], _row(p, _DST, i1, i2, i3) + i0 * nb0, nb0, n)
-    keep(work)
+        row, i0 = tile // of.n_tiles, tile % of.n_tiles * _TILE
+        i1, i2, i3 = index_of(row, dst.ne[1], dst.ne[2])
+        n = min(_TILE, dst.ne[0] - i0)
+        _load(of.x, row_of(of.x.place, i1, i2, i3), i0, x, n)
+        if of.y.place.address:
+            _load(of.y, _row_of_y(of, i1, i2, i3), i0, y, n)
+        _apply(of.function, of.table, x, y, a, b, n)
+        nb0 = dst.place.nb[0]
+        narrow_run(x, dst.code, row_of(dst.place, i1, i2, i3) + i0 * nb0, nb0, n)
     return 0
 
 
@@ -450,21 +471,31 @@ def computed(
     n_bytes = cost * sum(tensor.n_elements * tensor.codec.block_bytes for tensor in (dst, *sources))
     flat = ids is None and not (in_vectors and dst.ne[0] % LANES)
     flat = flat and all(tensor.ne == dst.ne and tensor.is_contiguous() for tensor in (dst, *sources))
-    n0, n1, n2, n3 = (dst.n_elements, 1, 1, 1) if flat else dst.ne
-    tiles = -(-n0 // _TILE)
-    p = np.zeros(_PARAMETERS, np.int64)
-    at = 0 if table is None else table.ctypes.data
-    p[:_DST] = parameters(function, np.float32(a), np.float32(b), at, n0, n1, n2, tiles)
-    for place, tensor in zip((_DST, _X, _Y), (dst, *sources), strict=False):
-        p[place : place + _OPERAND] = CODES[tensor.type], tensor.address, *tensor.nb, *tensor.ne
-        if flat:
-            p[place + _NE] = n0
-            p[place + _NB] = tensor.codec.block_bytes
-        elif tensor.ne[0] == 1:
-            p[place + _NE], p[place + _NB] = n0, 0
-    if ids is not None:
-        p[_IDS:] = ids.address, *ids.nb[:2]
-    return Job(Work(compute, p, tiles * n1 * n2 * n3, n_bytes, keep=(dst, *sources, table, ids)))
+    ne = (dst.n_elements, 1, 1, 1) if flat else dst.ne
+    n_tiles = -(-ne[0] // _TILE)
+    of = Compute(
+        function=function,
+        a=np.float32(a),
+        b=np.float32(b),
+        table=0 if table is None else table.ctypes.data,
+        n_tiles=n_tiles,
+        dst=_operand(dst, ne[0], flat),
+        x=_operand(x, ne[0], flat),
+        y=Operand() if y is None else _operand(y, ne[0], flat),
+        ids=_NOWHERE if ids is None else ids.place,
+    )
+    n_units = n_tiles * ne[1] * ne[2] * ne[3]
+    return Job(Work(compute, of, n_units, n_bytes, scratch=2 * 4 * _TILE, keep=(dst, *sources, table, ids)))
+
+
+def _operand(tensor: Tensor, n: int, flat: bool) -> Operand:
+    """An operand of rows of n elements; flat: all of it is one row. A single element is n at one place."""
+    nb, ne = tensor.nb, tensor.ne
+    if flat:
+        nb, ne = (tensor.codec.block_bytes, 0, 0, 0), (n, 1, 1, 1)
+    elif ne[0] == 1:
+        nb, ne = (0, *nb[1:]), (n, *ne[1:])
+    return Operand(CODES[tensor.type], Place(tensor.address, nb), ne)
 
 
 def _same_place(a: Tensor, b: Tensor) -> bool:

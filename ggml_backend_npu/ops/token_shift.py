@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numba import types
@@ -11,17 +12,14 @@ from numba import types
 from ggml_backend_npu.registry import Call
 from quant.kernels.jit import (
     array_at,
-    bits_float,
     compiled,
     inlined,
-    keep,
-    parameters,
     round_half_even,
     stream,
     stream_ends,
     truncate_to_int32,
-    values,
 )
+from quant.kernels.records import record_at
 from quant.kernels.threads import Job, Work
 from quant.runs import CACHED, CODES, F32, narrow_run, widen_run
 
@@ -60,34 +58,76 @@ def _quantize(x, scale, dst, count):
         q[i] = types.int8(truncate_to_int32(code))
 
 
+class Rows(NamedTuple):
+    """An `Operand` as the kernel reads it. element: bytes of one."""
+
+    code: int
+    element: int
+    scale: np.float32
+    address: int
+    nb1: int
+    nb2: int
+
+
+_NO_ROWS = Rows(0, 0, np.float32(0), 0, 0, 0)
+
+
+class Shift(NamedTuple):
+    """n_rows rows of a sequence, of `width` elements.
+
+    first       what is before the first row of each sequence, not int8; at address 0: the row that `before` has
+    before      the address of the row before x's first one, as if it were a row of x
+    mu          n rows
+    dst         the address of n addresses, one of each output; their rows are dst_nb1 and dst_nb2 bytes apart
+    dst_scales  the address of n float32
+    """
+
+    x: Rows
+    first: Rows
+    before: int
+    mu: Rows
+    dst: int
+    dst_nb1: int
+    dst_nb2: int
+    dst_scales: int
+    n: int
+    width: int
+    n_rows: int
+
+
+@inlined
+def _row_before(of, row, sequence):
+    """The code, the bytes of an element and the address of the row before a row of a sequence."""
+    if row == 0 and of.first.address != 0:
+        return of.first.code, of.first.element, of.first.address + sequence * of.first.nb2
+    return of.x.code, of.x.element, of.before + row * of.x.nb1 + sequence * of.x.nb2
+
+
 @compiled
-def shift(p, begin, end):
-    """Rows [begin, end) of all sequences: dst[i] = x + (the row before x - x) * mu[i] for each of n."""
-    (
-        code, element, scale_bits, x, x_nb1, x_nb2, first_code, first, first_nb, before,
-        mu_code, mu_element, mu_scale_bits, mu, mu_nb, dst, dst_nb1, dst_nb2, dst_scales, n, width, n_rows,
-    ) = values(p, 22)  # fmt: skip
-    scale, mu_scale = bits_float(types.uint32(scale_bits)), bits_float(types.uint32(mu_scale_bits))
+def shift(p, begin, end, w0):
+    """Rows [begin, end) of all sequences: dst[i] = x + (the row before x - x) * mu[i] for each of n.
+
+    Three tiles of float32 at w0: of x, of the row before, and of mu and then of the output.
+    """
+    of = record_at(p, Shift)
+    n, width, n_rows, dst_scales = of.n, of.width, of.n_rows, of.dst_scales
+    code, element, scale, mu = of.x.code, of.x.element, of.x.scale, of.mu
     streamed = code == F32 and 4 * n * width * n_rows > CACHED
-    work = np.empty(3 * _TILE, np.float32)
-    w0 = types.int64(work.ctypes.data)
     w1, w2 = w0 + 4 * _TILE, w0 + 8 * _TILE
     for index in range(begin, end):
         row, sequence = index % n_rows, index // n_rows
-        x_row = x + row * x_nb1 + sequence * x_nb2
-        at_first = row == 0 and first != 0
-        previous_code = first_code if at_first else code
-        previous_row = first + sequence * first_nb if at_first else before + row * x_nb1 + sequence * x_nb2
-        previous_element = 4 if previous_code == F32 else element if previous_code == code else 2
+        x_row = of.x.address + row * of.x.nb1 + sequence * of.x.nb2
+        previous_code, previous_element, previous_row = _row_before(of, row, sequence)
+        to_row = row * of.dst_nb1 + sequence * of.dst_nb2
         for column in range(0, width, _TILE):
             count = min(_TILE, width - column)
             now = array_at(_floats(code, scale, x_row + column * element, count, w0), types.float32, count)
             at = previous_row + column * previous_element
             then = array_at(_floats(previous_code, scale, at, count, w1), types.float32, count)
             for i in range(n):
-                at = mu + i * mu_nb + column * mu_element
-                weight = array_at(_floats(mu_code, mu_scale, at, count, w2), types.float32, count)
-                to = array_at(dst, types.int64, n)[i] + row * dst_nb1 + sequence * dst_nb2 + column * element
+                at = mu.address + i * mu.nb1 + column * mu.element
+                weight = array_at(_floats(mu.code, mu.scale, at, count, w2), types.float32, count)
+                to = array_at(of.dst, types.int64, n)[i] + to_row + column * element
                 y = array_at(w2 if code != F32 or streamed else to, types.float32, count)
                 for j in range(count):
                     y[j] = (then[j] - now[j]) * weight[j] + now[j]
@@ -99,7 +139,6 @@ def shift(p, begin, end):
                     narrow_run(w2, code, to, element, count)
     if streamed:
         stream_ends()
-    keep(work)
     return 0
 
 
@@ -113,6 +152,11 @@ class Operand:
     nb1: int
     nb2: int
     scale: float = 1.0
+
+    @property
+    def rows(self) -> Rows:
+        """As the kernel reads it."""
+        return Rows(_code(self.type), _BYTES[self.type], np.float32(self.scale), self.address, self.nb1, self.nb2)
 
 
 def shifted(
@@ -137,12 +181,18 @@ def shifted(
     width, n_rows, n_sequences = ne
     to = np.array(outputs, np.int64)
     out_scales = np.array(scales if scales is not None else [1.0] * len(to), np.float32)
-    p = parameters(
-        _code(x.type), _BYTES[x.type], np.float32(x.scale), x.address, x.nb1, x.nb2,
-        F32 if first is None else _code(first.type), 0 if first is None else first.address,
-        0 if first is None else first.nb2, before,
-        _code(mu.type), _BYTES[mu.type], np.float32(mu.scale), mu.address, mu.nb1,
-        to.ctypes.data, out.nb1, out.nb2, out_scales.ctypes.data, len(to), width, n_rows,
-    )  # fmt: skip
+    of = Shift(
+        x=x.rows,
+        first=_NO_ROWS if first is None else first.rows,
+        before=before,
+        mu=mu.rows,
+        dst=to.ctypes.data,
+        dst_nb1=out.nb1,
+        dst_nb2=out.nb2,
+        dst_scales=out_scales.ctypes.data,
+        n=len(to),
+        width=width,
+        n_rows=n_rows,
+    )
     n_bytes = width * n_rows * n_sequences * len(to) * _BYTES[x.type]
-    return Job(Work(shift, p, n_rows * n_sequences, n_bytes, keep=(to, out_scales)))
+    return Job(Work(shift, of, n_rows * n_sequences, n_bytes, scratch=3 * 4 * _TILE, keep=(to, out_scales)))

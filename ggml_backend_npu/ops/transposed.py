@@ -4,14 +4,14 @@ made of one."""
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numba import types
 from numpy.typing import NDArray
 
 from ggml_backend_npu.checks import Make, Types
-from ggml_backend_npu.ir import Dims, Node, Tensor
+from ggml_backend_npu.ir import Node, Tensor
 from ggml_backend_npu.ops import probes, strided
 from ggml_backend_npu.ops.functions import put, wide
 from ggml_backend_npu.ops.movers import convert
@@ -19,8 +19,9 @@ from ggml_backend_npu.ops.shapes import gaps, gaps_in_rows
 from ggml_backend_npu.ops.sums import BOUND
 from ggml_backend_npu.params import Params, i32
 from ggml_backend_npu.registry import Call, op
-from quant.kernels.jit import array_at, compiled, keep, parameters, values
+from quant.kernels.jit import array_at, compiled
 from quant.kernels.orders import dots_f16, dots_f32
+from quant.kernels.records import Dims, record_at
 from quant.kernels.threads import Job, Work
 from quant.runs import CODES, narrow_run, widen_run
 
@@ -141,24 +142,47 @@ def conv_transpose_2d(dst: Tensor, kernel: Tensor, x: Tensor, params: Transpose2
     _define(dst, kernel, x, params.stride)
 
 
+class TransposedConvolution(NamedTuple):
+    """Addresses of tensors without gaps, and dimensions 0 and 1 of each.
+
+    pixels, factors  x and the kernel, turned so that their k channels of x are dimension 0; is_half: pixels are float16
+    n_channels       of dst
+    tile             pixels that are multiplied together
+    """
+
+    pixels: int
+    x_ne: tuple[int, int]
+    is_half: int
+    factors: int
+    kernel_ne: tuple[int, int]
+    k: int
+    dst: int
+    dst_ne: tuple[int, int]
+    n_channels: int
+    stride: int
+    tile: int
+
+
 @compiled
-def transposed_convolution(p, begin, end):
+def transposed_convolution(p, begin, end, products):
     """Units [begin, end): planes of dst. Pixels in order, a tile with one tap of the kernel after the other from the
     last one: so each element gets its terms in the order of the pixels, as ggml adds them."""
-    pixels, is_half, n1, n0, k, factors, k1, k0, n_channels, dst, width, stride, tile = values(p, 13)
-    height, line = (n1 - 1) * stride + k1, 2 * k if is_half else 4 * k
-    memory = np.empty(tile, np.float32)
-    products = types.int64(memory.ctypes.data)
+    of = record_at(p, TransposedConvolution)
+    n0, n1 = of.x_ne
+    k0, k1 = of.kernel_ne
+    width, height = of.dst_ne
+    k, tile, stride = of.k, of.tile, of.stride
+    line = 2 * k if of.is_half else 4 * k
     for unit in range(begin, end):
-        image, channel = unit // n_channels, unit % n_channels
-        at = dst + 4 * unit * height * width
+        image, channel = unit // of.n_channels, unit % of.n_channels
+        at = of.dst + 4 * unit * height * width
         array_at(at, types.float32, height * width)[:] = types.float32(0)
         for first in range(0, n1 * n0, tile):
             last = min(first + tile, n1 * n0)
-            rows = pixels + (image * n1 * n0 + first) * line
+            rows = of.pixels + (image * n1 * n0 + first) * line
             for tap in range(k1 * k0 - 1, -1, -1):
-                column = factors + 4 * (channel * k1 * k0 + tap) * k
-                if is_half:
+                column = of.factors + 4 * (channel * k1 * k0 + tap) * k
+                if of.is_half:
                     dots_f16(rows, line, column, k, products, last - first)
                 else:
                     dots_f32(rows, line, column, k, products, last - first)
@@ -172,7 +196,6 @@ def transposed_convolution(p, begin, end):
                     for j in range(some):
                         y[j * stride] += v[j]
                     i += some
-    keep(memory)
     return 0
 
 
@@ -192,13 +215,22 @@ def _job(dst: Tensor, kernel: Tensor, x: Tensor, stride: int) -> Call:
     factors, second = _turned(kernel, (3, 0, 1, 2), "f32")
     k, line = x.ne[2], x.ne[2] * pixels.codec.block_bytes
     tile = max(16, _TILE_BYTES // max(1, line))
-    p = parameters(
-        pixels.address, kernel.type == "f16", x.ne[1], x.ne[0], k, factors.address, kernel.ne[1], kernel.ne[0],
-        kernel.ne[2], dst.address, dst.ne[0], stride, tile,
-    )  # fmt: skip
-    n_bytes = x.n_elements * kernel.n_elements // max(1, k)
-    work = Work(transposed_convolution, p, dst.ne[2] * dst.ne[3], n_bytes, keep=(dst, kernel, x, pixels, factors))
-    return Job(*first, *second, work)
+    of = TransposedConvolution(
+        pixels=pixels.address,
+        x_ne=x.ne[:2],
+        is_half=kernel.type == "f16",
+        factors=factors.address,
+        kernel_ne=kernel.ne[:2],
+        k=k,
+        dst=dst.address,
+        dst_ne=dst.ne[:2],
+        n_channels=kernel.ne[2],
+        stride=stride,
+        tile=tile,
+    )
+    n_planes, n_bytes = dst.ne[2] * dst.ne[3], x.n_elements * kernel.n_elements // max(1, k)
+    kept = dst, kernel, x, pixels, factors
+    return Job(*first, *second, Work(transposed_convolution, of, n_planes, n_bytes, scratch=4 * tile, keep=kept))
 
 
 @conv_transpose_1d.compiled
@@ -269,39 +301,69 @@ def col2im_1d(dst: Tensor, x: Tensor, params: Col2im1d) -> None:
     put(dst, y[None, None])
 
 
+class Signal(NamedTuple):
+    """n_columns columns of n_channels times k elements; n elements of each channel of dst.
+
+    x, dst   addresses; code, element: the type of both and its bytes
+    padding  that is cut off
+    """
+
+    x: int
+    dst: int
+    code: int
+    element: int
+    n_columns: int
+    n_channels: int
+    k: int
+    stride: int
+    padding: int
+    n: int
+
+
 @compiled
-def signal(p, begin, end):
-    """Units [begin, end): spans of time of all channels. Of each element the terms in the order of time."""
-    x, code, element, n_columns, k, stride, pad, n_channels, dst, n, span = values(p, 11)
-    column, sums = np.empty(k, np.float32), np.empty(span, np.float32)
-    at, to = types.int64(column.ctypes.data), types.int64(sums.ctypes.data)
-    spans = -(-n // span)
+def signal(p, begin, end, scratch):
+    """Units [begin, end): spans of time of all channels. Of each element the terms in the order of time. Scratch: the
+    sums of a span, and k elements of a column."""
+    of = record_at(p, Signal)
+    code, element, k, stride, padding, n = of.code, of.element, of.k, of.stride, of.padding, of.n
+    to, at = scratch, scratch + 4 * _SPAN
+    sums = array_at(to, types.float32, _SPAN)
+    spans = -(-n // _SPAN)
     for unit in range(begin, end):
-        channel, begins = unit // spans, unit % spans * span
-        count = min(span, n - begins)
+        channel, begins = unit // spans, unit % spans * _SPAN
+        count = min(_SPAN, n - begins)
         sums[:] = types.float32(0)
-        earliest, latest = max(0, (begins + pad - k) // stride), min(n_columns, (begins + pad + count) // stride + 1)
+        earliest = max(0, (begins + padding - k) // stride)
+        latest = min(of.n_columns, (begins + padding + count) // stride + 1)
         for t in range(earliest, latest):
-            first = t * stride - pad - begins
-            widen_run(code, x + (t * n_channels + channel) * k * element, element, at, k)
+            first = t * stride - padding - begins
+            widen_run(code, of.x + (t * of.n_channels + channel) * k * element, element, at, k)
             skipped = max(0, -first)
             terms = array_at(at + 4 * skipped, types.float32, k)
             totals = array_at(to + 4 * (first + skipped), types.float32, k)
             for i in range(min(k, count - first) - skipped):
                 totals[i] += terms[i]
-        narrow_run(to, code, dst + (channel * n + begins) * element, element, count)
-    keep(column)
-    keep(sums)
+        narrow_run(to, code, of.dst + (channel * n + begins) * element, element, count)
     return 0
 
 
 @col2im_1d.compiled
 def _col2im_1d(dst: Tensor, x: Tensor, params: Col2im1d) -> Call:
-    q, element = params, x.codec.block_bytes
-    p = parameters(
-        x.address, CODES[x.type], element, x.ne[1], x.ne[0] // q.oc, q.s0, q.p0, q.oc, dst.address, dst.ne[0], _SPAN
+    p, k = params, x.ne[0] // params.oc
+    of = Signal(
+        x=x.address,
+        dst=dst.address,
+        code=CODES[x.type],
+        element=x.codec.block_bytes,
+        n_columns=x.ne[1],
+        n_channels=p.oc,
+        k=k,
+        stride=p.s0,
+        padding=p.p0,
+        n=dst.ne[0],
     )
-    return Job(Work(signal, p, q.oc * -(-dst.ne[0] // _SPAN), 4 * x.nbytes, keep=(dst, x)))
+    n_units = p.oc * -(-dst.ne[0] // _SPAN)
+    return Job(Work(signal, of, n_units, 4 * x.nbytes, scratch=4 * (_SPAN + k), keep=(dst, x)))
 
 
 @col2im_1d.nodes

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numba import types
@@ -13,7 +14,8 @@ from ggml_backend_npu.ops import probes
 from ggml_backend_npu.ops.shapes import gaps, gaps_in_rows, other_ne
 from ggml_backend_npu.params import Params, i32
 from ggml_backend_npu.registry import Call, op
-from quant.kernels.jit import array_at, compiled, fused_multiply_add, parameters, values
+from quant.kernels.jit import array_at, compiled, fused_multiply_add
+from quant.kernels.records import record_at
 from quant.kernels.threads import Job, Work
 
 # which elements TRI leaves, by ggml_tri_type
@@ -119,10 +121,21 @@ def solve_tri(dst: Tensor, a: Tensor, b: Tensor) -> None:
         x[:, :, i] = (x[:, :, i] - (row[..., :i] @ x[:, :, :i])[:, :, 0]) / row[..., i]
 
 
+class Solve(NamedTuple):
+    """Addresses of tensors without gaps: of matrices of n rows, and of n_columns columns in b and dst."""
+
+    a: int
+    b: int
+    dst: int
+    n: int
+    n_columns: int
+
+
 @compiled
-def solve(p, begin, end):
+def solve(p, begin, end, scratch):
     """Matrices [begin, end): of every element products are added one after the other."""
-    a, b, dst, n, n_columns = values(p, 5)
+    of = record_at(p, Solve)
+    a, b, dst, n, n_columns = of.a, of.b, of.dst, of.n, of.n_columns
     for index in range(begin, end):
         matrix = a + 4 * index * n * n
         rows = 4 * index * n * n_columns
@@ -144,8 +157,8 @@ def solve(p, begin, end):
 @solve_tri.compiled
 def _solve_tri(dst: Tensor, a: Tensor, b: Tensor) -> Call:
     n, n_matrices = a.ne[0], a.ne[2] * a.ne[3]
-    p = parameters(a.address, b.address, dst.address, n, b.ne[0])
-    return Job(Work(solve, p, n_matrices, 2 * n * b.n_elements, keep=(dst, a, b)))
+    of = Solve(a.address, b.address, dst.address, n, b.ne[0])
+    return Job(Work(solve, of, n_matrices, 2 * n * b.n_elements, keep=(dst, a, b)))
 
 
 @solve_tri.nodes

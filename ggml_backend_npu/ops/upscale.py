@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numba import types
@@ -18,7 +18,8 @@ from ggml_backend_npu.ops.functions import fused_multiply_add as fma
 from ggml_backend_npu.ops.shapes import gaps
 from ggml_backend_npu.params import Params, i32
 from ggml_backend_npu.registry import Call, op
-from quant.kernels.jit import array_at, compiled, fused_multiply_add, parameters, values
+from quant.kernels.jit import array_at, compiled, fused_multiply_add
+from quant.kernels.records import record_at
 from quant.kernels.threads import Job, Work
 
 _NEAREST, _BILINEAR, _BICUBIC, _ANTIALIAS = range(4)
@@ -69,7 +70,7 @@ def _nearest(n: int, scale: np.float32) -> NDArray[np.int64]:
 
 
 def _cubic(x: Floats) -> Floats:
-    """What four pixels count, of which the second is x behind."""
+    """What four pixels count for a place that lies x after the second one."""
     a = _A
 
     def near(x: Floats) -> Floats:
@@ -153,18 +154,42 @@ def upscale(dst: Tensor, x: Tensor, params: Upscale) -> None:
     dst.view()[...] = sums
 
 
+class Taps(NamedTuple):
+    """Of each new column or row, n taps: addresses of tables of their offsets in bytes and of their weights."""
+
+    offsets: int
+    weights: int
+    n: int
+
+
+class Interpolation(NamedTuple):
+    """x, dst    addresses; dst has n1 rows of n0, without gaps
+    matrices  the address of a table: where in x, in bytes, the matrix of each of dst's is
+    """
+
+    x: int
+    dst: int
+    n0: int
+    n1: int
+    kind: int
+    columns: Taps
+    rows: Taps
+    matrices: int
+
+
 @compiled
-def interpolate(p, begin, end):
-    """Rows [begin, end) of dst. Tables of columns hold offsets in bytes and weights, those of rows likewise; of
-    matrices offsets."""
-    x, dst, n0, n1, kind, offsets0, weights0, taps0, offsets1, weights1, taps1, matrices = values(p, 12)
-    at0, by0 = array_at(offsets0, types.int64, n0 * taps0), array_at(weights0, types.float32, n0 * taps0)
+def interpolate(p, begin, end, scratch):
+    """Rows [begin, end) of dst."""
+    of = record_at(p, Interpolation)
+    kind, n0, n1, taps0, taps1 = of.kind, of.n0, of.n1, of.columns.n, of.rows.n
+    at0 = array_at(of.columns.offsets, types.int64, n0 * taps0)
+    by0 = array_at(of.columns.weights, types.float32, n0 * taps0)
     for unit in range(begin, end):
         row = unit % n1
-        matrix = x + array_at(matrices, types.int64, unit // n1 + 1)[unit // n1]
-        at1 = array_at(offsets1 + 8 * row * taps1, types.int64, taps1)
-        by1 = array_at(weights1 + 4 * row * taps1, types.float32, taps1)
-        y = array_at(dst + 4 * unit * n0, types.float32, n0)
+        matrix = of.x + array_at(of.matrices, types.int64, unit // n1 + 1)[unit // n1]
+        at1 = array_at(of.rows.offsets + 8 * row * taps1, types.int64, taps1)
+        by1 = array_at(of.rows.weights + 4 * row * taps1, types.float32, taps1)
+        y = array_at(of.dst + 4 * unit * n0, types.float32, n0)
         if kind == _NEAREST:
             for i in range(n0):
                 y[i] = array_at(matrix + at1[0] + at0[i], types.float32, 1)[0]
@@ -208,18 +233,25 @@ def interpolate(p, begin, end):
 def _upscale(dst: Tensor, x: Tensor, params: Upscale) -> Call:
     columns, rows, i2, i3 = _axes(dst, x, params)
     matrices = (i3[:, None] * x.nb[3] + i2 * x.nb[2]).astype(np.int64)
-    tables: list[NDArray[Any]] = []
+    tables: list[NDArray[Any]] = [matrices]
+    taps: list[Taps] = []
     for axis, nb in ((columns, x.nb[0]), (rows, x.nb[1])):
-        tables += [np.ascontiguousarray(axis.places * nb), np.ascontiguousarray(axis.weights, np.float32)]
-    n_taps = [axis.places.shape[1] for axis in (columns, rows)]
-    p = parameters(
-        x.address, dst.address, dst.ne[0], dst.ne[1], params.kind,
-        tables[0].ctypes.data, tables[1].ctypes.data, n_taps[0],
-        tables[2].ctypes.data, tables[3].ctypes.data, n_taps[1], matrices.ctypes.data,
-    )  # fmt: skip
+        offsets, weights = np.ascontiguousarray(axis.places * nb), np.ascontiguousarray(axis.weights, np.float32)
+        tables += [offsets, weights]
+        taps.append(Taps(offsets.ctypes.data, weights.ctypes.data, axis.places.shape[1]))
+    of = Interpolation(
+        x=x.address,
+        dst=dst.address,
+        n0=dst.ne[0],
+        n1=dst.ne[1],
+        kind=params.kind,
+        columns=taps[0],
+        rows=taps[1],
+        matrices=matrices.ctypes.data,
+    )
     n_rows = dst.ne[1] * dst.ne[2] * dst.ne[3]
-    n_bytes = dst.nbytes * (2 if params.kind == _NEAREST else _COST * n_taps[0] * n_taps[1])
-    return Job(Work(interpolate, p, n_rows, n_bytes, keep=(dst, x, tables, matrices)))
+    n_bytes = dst.nbytes * (2 if params.kind == _NEAREST else _COST * taps[0].n * taps[1].n)
+    return Job(Work(interpolate, of, n_rows, n_bytes, keep=(dst, x, tables)))
 
 
 def _make(mode: int, width: int = 33, height: int = 19) -> Make:

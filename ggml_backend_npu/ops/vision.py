@@ -4,6 +4,7 @@ TIMESTEP_EMBEDDING."""
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numba import types
@@ -16,7 +17,8 @@ from ggml_backend_npu.ops.movers import raw
 from ggml_backend_npu.ops.shapes import gaps, gaps_in_rows, other_ne
 from ggml_backend_npu.params import Params, i32
 from ggml_backend_npu.registry import Call, op
-from quant.kernels.jit import array_at, compiled, parameters, values
+from quant.kernels.jit import array_at, compiled
+from quant.kernels.records import Place, record_at
 from quant.kernels.threads import Job, Work
 
 _COST = 16  # how much longer than to move an element it takes to compute a sine
@@ -157,16 +159,27 @@ def add_rel_pos(dst: Tensor, x: Tensor, pw: Tensor, ph: Tensor, params: AddRelPo
         dst.view()[...] = np.where(below, scores + w + h, scores + h + w).reshape(dst.view().shape)
 
 
+class AddPositions(NamedTuple):
+    """Addresses of tensors without gaps; matrices of n * n."""
+
+    x: int
+    pw: int
+    ph: int
+    dst: int
+    n: int
+
+
 @compiled
-def add_positions(p, begin, end):
+def add_positions(p, begin, end, scratch):
     """Matrices [begin, end)."""
-    x, pw, ph, dst, n = values(p, 5)
+    of = record_at(p, AddPositions)
+    n = of.n
     for unit in range(begin, end):
-        w = array_at(pw + 4 * unit * n, types.float32, n)
-        h = array_at(ph + 4 * unit * n, types.float32, n)
+        w = array_at(of.pw + 4 * unit * n, types.float32, n)
+        h = array_at(of.ph + 4 * unit * n, types.float32, n)
         for row in range(n):
             at = 4 * (unit * n + row) * n
-            scores, y = array_at(x + at, types.float32, n), array_at(dst + at, types.float32, n)
+            scores, y = array_at(of.x + at, types.float32, n), array_at(of.dst + at, types.float32, n)
             for i in range(row):
                 y[i] = scores[i] + w[i] + h[row]
             for i in range(row, n):
@@ -178,8 +191,8 @@ def add_positions(p, begin, end):
 def _add_rel_pos(dst: Tensor, x: Tensor, pw: Tensor, ph: Tensor, params: AddRelPos) -> Call | None:
     if (x.overlaps(dst) and x.address != dst.address) or pw.overlaps(dst) or ph.overlaps(dst):
         return None
-    p = parameters(x.address, pw.address, ph.address, dst.address, pw.ne[0])
-    return Job(Work(add_positions, p, pw.n_elements // max(1, pw.ne[0]), 2 * dst.nbytes, keep=(dst, x, pw, ph)))
+    of = AddPositions(x.address, pw.address, ph.address, dst.address, pw.ne[0])
+    return Job(Work(add_positions, of, pw.n_elements // max(1, pw.ne[0]), 2 * dst.nbytes, keep=(dst, x, pw, ph)))
 
 
 @add_rel_pos.nodes
@@ -221,13 +234,23 @@ def timestep_embedding(dst: Tensor, timesteps: Tensor, params: Timestep) -> None
     y[:, 2 * half :] = 0
 
 
+class EmbedTimesteps(NamedTuple):
+    """timesteps, frequencies  addresses; of the latter there are dim // 2"""
+
+    timesteps: int
+    frequencies: int
+    dim: int
+    dst: Place
+
+
 @compiled
-def embed_timesteps(p, begin, end):
+def embed_timesteps(p, begin, end, scratch):
     """Timesteps [begin, end)."""
-    timesteps, frequencies, half, dim, dst, dst_nb1 = values(p, 6)
-    times, factors = array_at(timesteps, types.float32, end), array_at(frequencies, types.float32, half)
+    of = record_at(p, EmbedTimesteps)
+    dst, dim, half = of.dst, of.dim, of.dim // 2
+    times, factors = array_at(of.timesteps, types.float32, end), array_at(of.frequencies, types.float32, half)
     for i in range(begin, end):
-        y = array_at(dst + i * dst_nb1, types.float32, dim)
+        y = array_at(dst.address + i * dst.nb[1], types.float32, dim)
         for j in range(half):
             angle = times[i] * factors[j]
             y[j] = np.cos(angle)
@@ -240,8 +263,8 @@ def embed_timesteps(p, begin, end):
 @timestep_embedding.compiled
 def _timestep_embedding(dst: Tensor, timesteps: Tensor, params: Timestep) -> Call:
     table = np.ascontiguousarray(_frequencies(params))
-    p = parameters(timesteps.address, table.ctypes.data, params.dim // 2, params.dim, dst.address, dst.nb[1])
-    return Job(Work(embed_timesteps, p, timesteps.ne[0], _COST * dst.nbytes, keep=(dst, timesteps, table)))
+    of = EmbedTimesteps(timesteps.address, table.ctypes.data, params.dim, dst.place)
+    return Job(Work(embed_timesteps, of, timesteps.ne[0], _COST * dst.nbytes, keep=(dst, timesteps, table)))
 
 
 @timestep_embedding.formula

@@ -17,7 +17,7 @@ def cache(
     """Show what is cached between runs: compiled kernels, the plugin, ggml's test programs, wrong nodes of diffs."""
     import platformdirs
 
-    from quant.kernels.jit import cache_directory
+    from quant.kernels.cache import cache_directory
 
     folders = {platformdirs.user_cache_path("ggml-npu"), cache_directory().parent}
     kinds = {

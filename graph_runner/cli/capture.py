@@ -7,25 +7,8 @@ from typing import Annotated
 
 import typer
 
-from graph_runner.cli.common import op_options, prompt_text, stderr, type_for_all, use_device
-from graph_runner.cli.options import (
-    PROMPT,
-    WRITES,
-    AllOps,
-    CacheTypeK,
-    CacheTypeV,
-    DeviceMemory,
-    DeviceType,
-    FlashAttention,
-    Fuse,
-    Matmul,
-    MemoryLimit,
-    Model,
-    ProfileName,
-    Prompt,
-    PromptFile,
-    Threads,
-)
+from graph_runner.cli.common import stderr, use_device
+from graph_runner.cli.options import WRITES, Model, NodesContextOptions, OpOptions, PromptOptions
 
 Output = Annotated[
     Path, typer.Option("-o", "--output", metavar="FILE.gguf", help="Trace file to write.", show_default=False), WRITES
@@ -40,21 +23,12 @@ NODES_HELP = (
 def capture(
     model: Model,
     output: Output,
-    prompt: Prompt = PROMPT,
-    prompt_file: PromptFile = None,
+    *,
+    prompt: PromptOptions,
     steps: Annotated[int, typer.Option("-n", "--steps", min=0, help="Tokens to decode after the prompt.")] = 1,
     nodes: Annotated[str | None, typer.Option(metavar="ITEM,ITEM,...", help=NODES_HELP)] = None,
-    cache_type_k: CacheTypeK = "f16",
-    cache_type_v: CacheTypeV = "f16",
-    flash_attn: Annotated[FlashAttention, typer.Option(help="Flash attention.")] = FlashAttention.OFF,
-    profile: ProfileName = None,
-    memory: DeviceMemory = None,
-    memory_limit: MemoryLimit = None,
-    device_type: DeviceType = None,
-    all_ops: AllOps = False,
-    fusion: Fuse = True,
-    matmul: Matmul = None,
-    threads: Threads = 0,
+    context: NodesContextOptions,
+    npu: OpOptions,
 ) -> None:
     """Save nodes of a run in a file: the inputs of each, and the result of ggml's CPU.
 
@@ -63,24 +37,13 @@ def capture(
     """
     from graph_runner.models import model_file
     from graph_runner.report import print_captured
-    from graph_runner.session import Settings
     from graph_runner.trace import Selection, capture, check_output, taken_by_the_npu
 
-    prompt = prompt_text(prompt, prompt_file)
-    use_device(
-        profile=profile,
-        memory=memory,
-        memory_limit=memory_limit,
-        device_type=type_for_all(device_type, memory, all_ops),
-        matmul=matmul,
-        **op_options(all_ops, fusion),
-    )
+    text = prompt.text
+    use_device(npu)
     check_output(output)
     select = taken_by_the_npu if nodes is None else Selection(nodes)
-    settings = Settings(
-        cache_type_k=cache_type_k, cache_type_v=cache_type_v, flash_attention=flash_attn.value, threads=threads
-    )
     console = stderr()
     with model_file(model) as file, console.status("running the model"):
-        captured = capture(file, prompt, output, steps=steps, settings=settings, select=select)
+        captured = capture(file, text, output, steps=steps, settings=context.settings(), select=select)
     print_captured(captured, str(output), console)

@@ -1,12 +1,13 @@
-"""What every command does: it never writes over what it reads, and has --verbose."""
+"""What every command does: it takes groups of options, never writes over what it reads, and has --verbose."""
 
 from __future__ import annotations
 
 import functools
 import inspect
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
@@ -24,11 +25,10 @@ Verbose = Annotated[
 
 
 def as_command(function: Callable[..., None]) -> Callable[..., None]:
-    """The function as typer is to have it: with --verbose, and refusing to write over what it reads before it does
-    anything. Options that name files have READS or WRITES beside typer's part of their annotation."""
-    hints = get_type_hints(function, include_extras=True)
-    parameters = [each.replace(annotation=hints[name]) for name, each in inspect.signature(function).parameters.items()]
-    signature = inspect.Signature(parameters)
+    """The function as typer is to have it: with an option for each field of a group, with --verbose, and refusing to
+    write over what it reads before it does anything. Options that name files have READS or WRITES beside typer's part
+    of their annotation."""
+    parameters = parameters_of(function)
     reads, writes = files_of(function, READS), files_of(function, WRITES)
     folders = files_of(function, KEEPS_TRACES)
 
@@ -36,35 +36,61 @@ def as_command(function: Callable[..., None]) -> Callable[..., None]:
     def command(*, verbose: bool, **arguments: Any) -> None:
         if verbose:
             os.environ["GGML_NPU_VERBOSE"] = "1"
-        bound = signature.bind(**arguments)
-        outputs = {option: _text(bound.arguments[name]) for name, option in writes.items()}
-        kept = {option: _text(bound.arguments[name]) for name, option in folders.items()}
+        outputs = {option: _text(arguments[name]) for name, option in writes.items()}
+        kept = {option: _text(arguments[name]) for name, option in folders.items()}
         if any({**outputs, **kept}.values()):
-            inputs = {option: [*_files(bound.arguments[name])] for name, option in reads.items()}
+            inputs = {option: [*_files(arguments[name])] for name, option in reads.items()}
             inputs |= {name: [*_files(os.environ.get(name, "").split(os.pathsep))] for name in _READ_BY_VARIABLE}
             check_outputs(outputs, inputs)
             check_folders(kept, inputs)
         try:
-            function(**arguments)
+            function(**_grouped(function, arguments))
         except BrokenPipeError:  # typer would make it exit code 1
             raise SystemExit(CLOSED_PIPE) from None
 
     del command.__wrapped__
-    added = inspect.Parameter("verbose", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=Verbose)
-    command.__signature__ = signature.replace(parameters=[*parameters, added])  # type: ignore[attr-defined]
-    command.__annotations__ = hints | {"verbose": Verbose}
+    verbose = inspect.Parameter("verbose", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=Verbose)
+    shown = [*parameters, verbose]
+    command.__signature__ = inspect.Signature(shown)  # type: ignore[attr-defined]
+    command.__annotations__ = {each.name: each.annotation for each in shown} | {"return": None}
     return command
+
+
+def parameters_of(function: Callable[..., None]) -> list[inspect.Parameter]:
+    """What the user gives to a command: its parameters, and in place of a group of options the group's fields."""
+    hints = get_type_hints(function, include_extras=True)
+    found = []
+    for name, parameter in inspect.signature(function).parameters.items():
+        if not is_dataclass(hints[name]):
+            found.append(parameter.replace(annotation=hints[name]))
+            continue
+        of_group = get_type_hints(hints[name], include_extras=True)
+        found += [
+            inspect.Parameter(each.name, parameter.kind, default=each.default, annotation=of_group[each.name])
+            for each in fields(hints[name])
+        ]
+    return found
+
+
+def _grouped(function: Callable[..., None], arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """What a command is called with: arguments, of which those of a group are one object."""
+    groups: dict[str, Any] = {name: hint for name, hint in get_type_hints(function).items() if is_dataclass(hint)}
+    options = {name: [each.name for each in fields(group)] for name, group in groups.items()}
+    made = {name: group(**{each: arguments[each] for each in options[name]}) for name, group in groups.items()}
+    in_groups = {each for names in options.values() for each in names}
+    return {name: value for name, value in arguments.items() if name not in in_groups} | made
 
 
 def files_of(function: Callable[..., None], what: str) -> dict[str, str]:
     """Parameters of a command that name a file which it READS or WRITES, with what the user calls them."""
     found = {}
-    for name, hint in get_type_hints(function, include_extras=True).items():
-        typed, *others = getattr(hint, "__metadata__", (None,))
+    for parameter in parameters_of(function):
+        typed, *others = getattr(parameter.annotation, "__metadata__", (None,))
         if typed is not None and what in others:
             called = [each for each in (typed.default, *(typed.param_decls or ())) if str(each).startswith("--")]
             is_option = isinstance(typed, typer.models.OptionInfo)
-            found[name] = called[0] if called else f"--{name.replace('_', '-')}" if is_option else name.upper()
+            usual = f"--{parameter.name.replace('_', '-')}" if is_option else parameter.name.upper()
+            found[parameter.name] = called[0] if called else usual
     return found
 
 

@@ -11,20 +11,10 @@ from typing import TextIO
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskProgressColumn, TextColumn
 
-from graph_runner.cli.options import PROMPT, utf8
+from graph_runner.cli.options import ComputeOptions, DeviceOptions
 from graph_runner.console import Console, printable
 from graph_runner.errors import BadInputError
 from graph_runner.files import STDOUT
-
-
-def op_options(all_ops: bool = False, fusion: bool = True) -> dict[str, str | None]:
-    """Options of the device that say which ops it takes."""
-    return {"ops": "all" if all_ops else None, "fusion": None if fusion else "off"}
-
-
-def type_for_all(device_type: str | None, memory: str | None, all_ops: bool) -> str | None:
-    """llama.cpp lets a whole model be in a device's own memory where it takes it for a GPU."""
-    return device_type or ("gpu" if memory == "device" and all_ops else None)
 
 
 def stderr() -> Console:
@@ -52,22 +42,9 @@ def warn(text: str) -> None:
     print(printable(f"ggml-npu: {text}"), file=sys.stderr)
 
 
-def prompt_text(prompt: str, file: Path | None) -> str:
-    """The prompt, or what a file holds in its place."""
-    if file is None:
-        return prompt
-    if prompt != PROMPT:
-        raise BadInputError(f"--file {str(file)!r}: --prompt is given too")
-    try:
-        return utf8(file.read_text(encoding="utf-8"))
-    except UnicodeDecodeError as error:
-        raise BadInputError(f"--file {str(file)!r}: is not UTF-8 at byte {error.start}") from None
-    except OSError as error:
-        raise BadInputError(f"--file {str(file)!r}: {error.strerror}") from None
-
-
-def refuse_without_the_npu(device: str, **given: object) -> None:
+def refuse_without_the_npu(device: str, npu: ComputeOptions, **others: object) -> None:
     """Raises BadInputError for the first option that is given, where another device computes all."""
+    given = others | vars(npu) | {"fusion": None, "no_fusion": not npu.fusion}
     for name, value in given.items():
         if value:
             option = {"all_ops": "--all"}.get(name, f"--{name.replace('_', '-')}")
@@ -108,12 +85,12 @@ def reading(console: Console, n_tokens: int) -> Iterator[Callable[[int], None]]:
         yield update
 
 
-def use_device(**options: str | None) -> None:
-    """Sets options of the device, by field name; None leaves one."""
+def use_device(npu: DeviceOptions) -> None:
+    """Makes the default backend what the options say."""
     from ggml_backend_npu import default_backend
 
     backend = default_backend()
-    backend.options = backend.options.updated(options)
+    backend.options = backend.options.updated(npu.chosen)
 
 
 def gpu_layers() -> int:

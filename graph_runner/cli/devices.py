@@ -3,17 +3,11 @@
 from __future__ import annotations
 
 from graph_runner.cli.common import use_device
-from graph_runner.cli.options import DeviceFile, DeviceMemory, DeviceType, MemoryLimit, ProfileName
+from graph_runner.cli.options import DeviceFile, DeviceOptions
 from graph_runner.console import Console, table
 
 
-def devices(
-    device_file: DeviceFile = None,
-    profile: ProfileName = None,
-    memory: DeviceMemory = None,
-    memory_limit: MemoryLimit = None,
-    device_type: DeviceType = None,
-) -> None:
+def devices(*, device_file: DeviceFile = None, options: DeviceOptions) -> None:
     """List ggml's devices, the NPU's profile, and what the NPU promises for each op on this machine: the bytes of this
     ggml's CPU, or a bound.
 
@@ -23,7 +17,7 @@ def devices(
     from ggml_backend_npu.abi.lib import list_devices
     from graph_runner.promises import promises
 
-    use_device(profile=profile, memory=memory, memory_limit=memory_limit, device_type=device_type)
+    use_device(options)
     npu = ggml_backend_npu.register()
     ggml = npu.ggml
     shown = table("device", "type", "backend", "description")

@@ -2,91 +2,76 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from itertools import count
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from graph_runner.child import begun
-from graph_runner.cli.common import (
-    op_options,
-    prompt_text,
-    refuse_without_the_npu,
-    stderr,
-    stdout,
-    type_for_all,
-    warn,
-)
+from graph_runner.cli.common import refuse_without_the_npu, stderr, stdout, warn
 from graph_runner.cli.options import (
     KEEPS_TRACES,
-    PROMPT,
-    AllOps,
-    CacheTypeK,
-    CacheTypeV,
     Device,
     DeviceFile,
-    DeviceMemory,
-    DeviceType,
     ExplorerFile,
-    FlashAttention,
-    Fuse,
     HtmlFile,
     InProcess,
     JsonFile,
     Kernels,
-    Matmul,
-    MemoryLimit,
     Model,
+    NodesContextOptions,
     NodeTimeout,
-    ProfileName,
-    Prompt,
-    PromptFile,
-    Threads,
+    OpOptions,
+    PromptOptions,
     ToleranceFile,
 )
 from graph_runner.cli.outputs import json_text, write
+from graph_runner.console import Console
 from graph_runner.errors import BadInputError
 
+if TYPE_CHECKING:
+    from graph_runner.diff import DiffResult
+    from graph_runner.results import NodeResult
+
 _NODES_PER_UPDATE = 64
+Reproducers = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FOLDER",
+        help="Save wrong nodes as traces in this folder, for ggml-npu replay. Default: the user's cache directory.",
+    ),
+    KEEPS_TRACES,
+]
+Strict = Annotated[
+    bool,
+    typer.Option(
+        "--strict",
+        help="Check every buffer after every node of the device's own run. This happens automatically if that run "
+        "is wrong but no node is.",
+    ),
+]
 
 
 def diff(
     model: Model,
-    prompt: Prompt = PROMPT,
-    prompt_file: PromptFile = None,
+    *,
+    prompt: PromptOptions,
     steps: Annotated[int, typer.Option("-n", "--steps", min=0, help="Tokens to decode after the prompt.")] = 4,
     ops: Annotated[
         str | None, typer.Option(metavar="OP,OP,...", help="Compare only these ops, e.g. GET_ROWS,CPY.")
     ] = None,
-    cache_type_k: CacheTypeK = "f16",
-    cache_type_v: CacheTypeV = "f16",
-    flash_attn: Annotated[
-        FlashAttention,
-        typer.Option(help="Flash attention; with off, a graph has CONT nodes and more kinds of SET_ROWS."),
-    ] = FlashAttention.OFF,
+    context: NodesContextOptions,
     json_file: JsonFile = None,
     html_file: HtmlFile = None,
     explorer_file: ExplorerFile = None,
     kernels: Kernels = None,
     device_file: DeviceFile = None,
-    profile: ProfileName = None,
-    memory: DeviceMemory = None,
-    memory_limit: MemoryLimit = None,
-    device_type: DeviceType = None,
-    all_ops: AllOps = False,
-    fusion: Fuse = True,
-    matmul: Matmul = None,
-    reproducers: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FOLDER",
-            help="Save wrong nodes as traces in this folder, for ggml-npu replay. Default: the user's cache directory.",
-        ),
-        KEEPS_TRACES,
-    ] = None,
+    npu: OpOptions,
+    reproducers: Reproducers = None,
     reference: Annotated[
         Device,
         typer.Option(case_sensitive=False, help="Reference device, taken as right; npu: this project's kernels."),
@@ -95,21 +80,13 @@ def diff(
         Device, typer.Option(case_sensitive=False, help="Device to compare with the reference.")
     ] = Device.NPU,
     tolerances: ToleranceFile = None,
-    strict: Annotated[
-        bool,
-        typer.Option(
-            "--strict",
-            help="Check every buffer after every node of the device's own run. This happens automatically if that run "
-            "is wrong but no node is.",
-        ),
-    ] = False,
+    strict: Strict = False,
     repeat: Annotated[
         int,
         typer.Option(min=1, help="Number of runs on the device; a node whose result changes between runs is wrong."),
     ] = 1,
     node_timeout: NodeTimeout = 60.0,
     in_process: InProcess = False,
-    threads: Threads = 0,
 ) -> None:
     """Compare each node of a model on two devices.
 
@@ -118,70 +95,63 @@ def diff(
     Exit code 0: right; 1: a node or the device's run is wrong; 2: bad input; 3: an internal error.
     """
     if device is reference is Device.CPU:
-        refuse_without_the_npu(
-            device, all_ops=all_ops, kernels=kernels, memory=memory, memory_limit=memory_limit,
-            device_type=device_type, profile=profile, matmul=matmul, no_fusion=not fusion,
-        )  # fmt: skip
-    prompt = prompt_text(prompt, prompt_file)
+        refuse_without_the_npu(device, npu, kernels=kernels)
+    text = prompt.text
     if reproducers is not None and not reproducers.is_dir():
         raise BadInputError(f"--reproducers {str(reproducers)!r}: no such directory")
     with nullcontext() if in_process else begun("graph_runner.diff") as child:
         from graph_runner.jobs import DiffJob, NpuOptions, run_diff
         from graph_runner.models import model_file
-        from graph_runner.results import NodeResult
-        from graph_runner.session import Settings
 
-        options = {
-            "profile": profile, "memory": memory, "memory_limit": memory_limit, "matmul": matmul,
-            "device_type": type_for_all(device_type, memory, all_ops), **op_options(all_ops, fusion),
-        }  # fmt: skip
-        settings = Settings(
-            cache_type_k=cache_type_k, cache_type_v=cache_type_v, flash_attention=flash_attn.value, threads=threads
-        )
         arguments = {
-            "steps": steps, "settings": settings, "reference": reference.value.upper(), "device": device.value.upper(),
-            "strict": strict, "repeat": repeat, "reproducers": reproducers or _folder(model),
+            "steps": steps, "settings": context.settings(), "reference": reference.value.upper(),
+            "device": device.value.upper(), "strict": strict, "repeat": repeat,
+            "reproducers": reproducers or _folder(model),
         }  # fmt: skip
-        console = stderr()
-        with Progress(
-            TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[nodes]}"),
-            console=console, transient=True, disable=not console.is_terminal,
-        ) as progress:  # fmt: skip
-            task = progress.add_task("loading", total=None, nodes="")
-            compared = Counter[str]()
+        chosen = NpuOptions(npu.chosen, tuple(kernels or ()))
+        with _comparing(stderr(), steps) as seen, model_file(model) as file:
+            job = DiffJob(chosen, file, text, ops, tolerances, arguments)
+            if child is None:
+                result = job(lambda _: None)
+            else:
+                result = run_diff(child, job, node_timeout=node_timeout, seen=seen)
+    _write_result(result, json_file, html_file, explorer_file)
+    raise typer.Exit(0 if result else 1)
 
-            def seen(node: NodeResult) -> None:
-                compared["nodes"] += 1
-                if compared["nodes"] % _NODES_PER_UPDATE == 0:
-                    progress.update(
-                        task,
-                        description="steps",
-                        total=steps + 1,
-                        completed=node.step,
-                        nodes=f"{compared['nodes']:,} nodes",
-                    )
 
-            with model_file(model) as file:
-                chosen = NpuOptions(options, tuple(kernels or ()))
-                job = DiffJob(chosen, file, prompt, ops, tolerances, arguments)
-                if child is None:
-                    result = job(lambda _: None)
-                else:
-                    result = run_diff(child, job, node_timeout=node_timeout, seen=seen)
-    outputs = {"--json": json_file, "--html": html_file, "--model-explorer": explorer_file}
+@contextmanager
+def _comparing(console: Console, steps: int) -> Iterator[Callable[[NodeResult], None]]:
+    """A progress bar for nodes that are compared, on a terminal only."""
+    with Progress(
+        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[nodes]}"),
+        console=console, transient=True, disable=not console.is_terminal,
+    ) as progress:  # fmt: skip
+        task = progress.add_task("loading", total=None, nodes="")
+        numbers = count(1)
+
+        def seen(node: NodeResult) -> None:
+            n = next(numbers)
+            if n % _NODES_PER_UPDATE == 0:
+                progress.update(task, description="steps", total=steps + 1, completed=node.step, nodes=f"{n:,} nodes")
+
+        yield seen
+
+
+def _write_result(result: DiffResult, json_file: str | None, html_file: str | None, explorer_file: str | None) -> None:
+    """Writes the files that are asked for, and prints the report."""
     from graph_runner.diff_report import diff_json, print_diff
     from graph_runner.explorer import explorer_json
     from graph_runner.html import diff_html
 
-    data = diff_json(result) if any(outputs.values()) else {}
+    files = (json_file, html_file, explorer_file)
+    data = diff_json(result) if any(files) else {}
     if json_file is not None:
         write("--json", json_file, json_text(data))
     if html_file is not None:
         write("--html", html_file, diff_html(data))
     if explorer_file is not None:
         write("--model-explorer", explorer_file, json_text(explorer_json(data)))
-    print_diff(result, stdout(*outputs.values()))
-    raise typer.Exit(0 if result else 1)
+    print_diff(result, stdout(*files))
 
 
 def _folder(model: str) -> Path | None:

@@ -1,16 +1,21 @@
-"""Options and arguments that commands share."""
+"""Options and arguments that commands share, and groups of options that a command is given as one object.
+
+A group is a dataclass: a command that has a parameter of that type has an option for each field (`command.as_command`).
+"""
 
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from graph_runner.errors import BadInputError
 from graph_runner.limits import MOST_CELLS, MOST_THREADS
+from graph_runner.settings import Settings
 
 # beside typer's part of an Annotated: it names a file that is read, one that is written, a folder that traces go to
 READS, WRITES, KEEPS_TRACES = "reads", "writes", "keeps traces"
@@ -145,8 +150,6 @@ DeviceFile = Annotated[
     ),
     READS,
 ]
-
-
 AllOps = Annotated[
     bool,
     typer.Option(
@@ -185,3 +188,97 @@ InProcess = Annotated[
         help="Compute in this process, for a debugger. If a kernel ends the process, the node is not named.",
     ),
 ]
+
+
+@dataclass(frozen=True)
+class PromptOptions:
+    """The text that a model is given."""
+
+    prompt: Prompt = PROMPT
+    prompt_file: PromptFile = None
+
+    @property
+    def text(self) -> str:
+        """The prompt, or what the file holds in its place."""
+        file = self.prompt_file
+        if file is None:
+            return self.prompt
+        if self.prompt != PROMPT:
+            raise BadInputError(f"--file {str(file)!r}: --prompt is given too")
+        try:
+            return utf8(file.read_text(encoding="utf-8"))
+        except UnicodeDecodeError as error:
+            raise BadInputError(f"--file {str(file)!r}: is not UTF-8 at byte {error.start}") from None
+        except OSError as error:
+            raise BadInputError(f"--file {str(file)!r}: {error.strerror}") from None
+
+
+@dataclass(frozen=True)
+class ContextOptions:
+    """How a model's context is made."""
+
+    flash_attn: Annotated[FlashAttention, typer.Option(help="Flash attention.")] = FlashAttention.AUTO
+    cache_type_k: CacheTypeK = "f16"
+    cache_type_v: CacheTypeV = "f16"
+    threads: Threads = 0
+
+    def settings(self, **others: Any) -> Settings:
+        """Settings of a session, others besides these options among them."""
+        return Settings(
+            flash_attention=self.flash_attn.value, cache_type_k=self.cache_type_k, cache_type_v=self.cache_type_v,
+            threads=self.threads, **others,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class NodesContextOptions(ContextOptions):
+    """The same, where nodes are looked at one by one."""
+
+    flash_attn: Annotated[
+        FlashAttention,
+        typer.Option(help="Flash attention; with off, a graph has CONT nodes and more kinds of SET_ROWS."),
+    ] = FlashAttention.OFF
+
+
+@dataclass(frozen=True)
+class DeviceOptions:
+    """What the device is."""
+
+    profile: ProfileName = None
+    memory: DeviceMemory = None
+    memory_limit: MemoryLimit = None
+    device_type: DeviceType = None
+
+    @property
+    def chosen(self) -> dict[str, str | None]:
+        """Options of the device, by field name; None leaves one."""
+        return {
+            "profile": self.profile, "memory": self.memory, "memory_limit": self.memory_limit,
+            "device_type": self.device_type,
+        }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class ComputeOptions(DeviceOptions):
+    """What the device is, and how it computes nodes."""
+
+    fusion: Fuse = True
+    matmul: Matmul = None
+
+    @property
+    def chosen(self) -> dict[str, str | None]:
+        return super().chosen | {"matmul": self.matmul, "fusion": None if self.fusion else "off"}
+
+
+@dataclass(frozen=True)
+class OpOptions(ComputeOptions):
+    """What the device is, how it computes nodes, and which ops it takes."""
+
+    all_ops: AllOps = False
+
+    @property
+    def chosen(self) -> dict[str, str | None]:
+        """llama.cpp lets a whole model be in a device's own memory where it takes it for a GPU."""
+        whole = self.memory == "device" and self.all_ops
+        device_type = self.device_type or ("gpu" if whole else None)
+        return super().chosen | {"ops": "all" if self.all_ops else None, "device_type": device_type}

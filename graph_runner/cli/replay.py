@@ -9,20 +9,15 @@ from typing import Annotated
 import typer
 
 from graph_runner.child import begun
-from graph_runner.cli.common import op_options, refuse_without_the_npu, stderr, stdout
+from graph_runner.cli.common import refuse_without_the_npu, stderr, stdout
 from graph_runner.cli.options import (
     READS,
+    ComputeOptions,
     Device,
-    DeviceMemory,
-    DeviceType,
-    Fuse,
     InProcess,
     JsonFile,
     Kernels,
-    Matmul,
-    MemoryLimit,
     NodeTimeout,
-    ProfileName,
     ToleranceFile,
 )
 from graph_runner.cli.outputs import json_text, write
@@ -34,6 +29,7 @@ def replay(
         typer.Argument(metavar="TRACE.gguf", help="A trace written by `ggml-npu capture`.", show_default=False),
         READS,
     ],
+    *,
     device: Annotated[
         str | None,
         typer.Option(
@@ -44,12 +40,7 @@ def replay(
     ] = None,
     json_file: JsonFile = None,
     kernels: Kernels = None,
-    profile: ProfileName = None,
-    memory: DeviceMemory = None,
-    memory_limit: MemoryLimit = None,
-    device_type: DeviceType = None,
-    fusion: Fuse = True,
-    matmul: Matmul = None,
+    npu: ComputeOptions,
     tolerances: ToleranceFile = None,
     repeat: Annotated[
         int,
@@ -69,18 +60,11 @@ def replay(
     input; 3: an internal error.
     """
     if device is not None and device.lower() != Device.NPU:
-        refuse_without_the_npu(
-            device, kernels=kernels, profile=profile, memory=memory, memory_limit=memory_limit,
-            device_type=device_type, no_fusion=not fusion, matmul=matmul,
-        )  # fmt: skip
+        refuse_without_the_npu(device, npu, kernels=kernels)
     with nullcontext() if in_process else begun("graph_runner.trace") as child:
         from graph_runner.jobs import NpuOptions, ReplayJob, run_replay
 
-        options = {
-            "profile": profile, "memory": memory, "memory_limit": memory_limit, "device_type": device_type,
-            "matmul": matmul, **op_options(False, fusion),
-        }  # fmt: skip
-        chosen = NpuOptions(options, tuple(kernels or ()))
+        chosen = NpuOptions(npu.chosen, tuple(kernels or ()))
         job = ReplayJob(chosen, trace, tolerances, {"device": device, "repeat": repeat})
         console = stderr()
         with console.status("computing"):

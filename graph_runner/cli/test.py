@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from graph_runner.cli.common import stderr, use_device
-from graph_runner.cli.options import READS, DeviceMemory, DeviceType, MemoryLimit, ProfileName
+from graph_runner.cli.options import READS, DeviceOptions
 from graph_runner.console import Console
 from graph_runner.errors import BadInputError
 
@@ -20,6 +20,7 @@ def judge(
         typer.Argument(metavar="FILE.py", help="Files of your own kernels, as for --kernels. They are run as code."),
         READS,
     ] = None,
+    *,
     ops: Annotated[
         str | None,
         typer.Option(
@@ -35,10 +36,7 @@ def judge(
     build_only: Annotated[
         bool, typer.Option("--build", help="Only build ggml's test programs: some 4 minutes the first time.")
     ] = False,
-    profile: ProfileName = None,
-    memory: DeviceMemory = None,
-    memory_limit: MemoryLimit = None,
-    device_type: DeviceType = None,
+    device: DeviceOptions,
 ) -> None:
     """Test kernels: run ggml's own test cases (test-backend-ops) for the ops that a file registers.
 
@@ -55,13 +53,12 @@ def judge(
     if build_only:
         stderr().print(f"ggml's test programs: {build(stderr())}", highlight=False, soft_wrap=True)
         return
-    chosen = {"profile": profile, "memory": memory, "memory_limit": memory_limit, "device_type": device_type}
-    use_device(**chosen)
+    use_device(device)
     registered = [name for file in kernels or () for name in load_kernels(file, default_backend())]
     names = [name.strip().upper() for name in (ops or "").split(",") if name.strip()] or registered
     if not names:
         raise BadInputError("test: needs a file of kernels, or ops with -o")
-    options = {f"GGML_NPU_{name.upper()}": value for name, value in chosen.items() if value is not None}
+    options = {f"GGML_NPU_{name.upper()}": value for name, value in device.chosen.items() if value is not None}
     if kernels:
         options["GGML_NPU_KERNELS"] = os.pathsep.join(map(str, kernels))
     else:

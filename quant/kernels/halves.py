@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from llvmlite import binding
 
-from quant.kernels.jit import processor_has
+from quant.kernels.processor import processor_has
 
 _SOURCE = """
 define float @__extendhfsf2(half %x) {

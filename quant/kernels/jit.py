@@ -7,92 +7,27 @@ into something that numba can index and LLVM can vectorise.
 from __future__ import annotations
 
 import functools
-import hashlib
 import itertools
 import os
-import pickle
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from pathlib import Path
-from tempfile import TemporaryFile
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import numba
-import numpy as np
-import platformdirs
-from llvmlite import binding, ir
+from llvmlite import ir
 from numba import types
-from numba.core import bytecode, config, event, sigutils
-from numba.core.caching import FunctionCache, IndexDataCacheFile
+from numba.core import bytecode, event, sigutils
 from numba.core.ccallback import CFunc
 from numba.extending import intrinsic, register_jitable
-from numpy.typing import NDArray
 
 from quant.errors import UserError
-from quant.kernels.kept import say_damaged
+from quant.kernels.cache import Cache, cache_directory, is_kept, own_cache
 
 Part = Callable[..., Any]
 
 # numba tells parts of kernels that have one name apart by a number that each process counts from 1: of kernels that two
 # processes have kept, a third one that loads both would take the one's part for the other's
 bytecode.FunctionIdentity._unique_ids = itertools.count(int.from_bytes(os.urandom(6)))
-
-
-@functools.cache
-def cache_directory() -> Path:
-    """Where compiled kernels are kept: one folder per content of the modules that hold kernels.
-
-    numba notices a change in the file of the cached function only, not in those it calls; a folder named by
-    all their sources cannot go stale. `NUMBA_CACHE_DIR`, where set, takes the place of the user's cache directory.
-    """
-    root = os.environ.get("NUMBA_CACHE_DIR") or platformdirs.user_cache_dir("ggml-npu")
-    root_of_sources = Path(__file__).resolve().parents[2]
-    sources = sorted(path for name in ("quant", "ggml_backend_npu") for path in (root_of_sources / name).rglob("*.py"))
-    digest = hashlib.sha256(bytes([lanes()]))
-    for text in (source.read_bytes() for source in sources):
-        if b"quant.kernels.jit" in text or b"@intrinsic" in text:
-            digest.update(text)
-    return Path(root) / f"kernels-{digest.hexdigest()[:16]}"
-
-
-@functools.cache
-def processor_has(*features: str) -> bool:
-    """Whether the processor that kernels are compiled for has these features, by LLVM's names: "avx512f", ...
-
-    It is this one, unless numba is told of another by NUMBA_CPU_NAME and NUMBA_CPU_FEATURES.
-    """
-    told = config.CPU_FEATURES
-    found = binding.get_host_cpu_features().flatten() if told is None else told
-    return {f"+{feature}" for feature in features} <= {*found.split(",")}
-
-
-def target() -> str:
-    """The processor that kernels are compiled for, and its features, by LLVM's names."""
-    name = config.CPU_NAME or binding.get_host_cpu_name()
-    features = config.CPU_FEATURES
-    return f"{name} {binding.get_host_cpu_features().flatten() if features is None else features}"
-
-
-_lanes = 0  # as told by `follow`
-
-
-def lanes() -> int:
-    """How many float32 are added up side by side: as many as a vector of ggml's has, once `follow` has told it."""
-    return _lanes or (16 if processor_has("avx512f") else 8)
-
-
-def follow(n: int) -> None:
-    """From here on n float32 (16 or 8) are added up side by side, whatever processor kernels are compiled for. With 8
-    that is this one without AVX-512, unless numba was told of another. What has been compiled stays."""
-    global _lanes
-    _lanes = n
-    cache_directory.cache_clear()
-    if n == 8 and config.CPU_NAME is None and config.CPU_FEATURES is None:
-        features = binding.get_host_cpu_features().flatten().split(",")
-        config.CPU_NAME = binding.get_host_cpu_name()
-        config.CPU_FEATURES = ",".join(f"-{each[1:]}" if each[1:].startswith("avx512") else each for each in features)
-        processor_has.cache_clear()
 
 
 class EngineError(UserError, ValueError):
@@ -107,103 +42,11 @@ def engine() -> str:
     return name
 
 
-@functools.cache
-def _is_kept() -> bool:
-    """Whether `cache_directory` can be written to. Where it cannot, numba would take a folder of its own choice."""
-    try:
-        cache_directory().mkdir(parents=True, exist_ok=True)
-        TemporaryFile(dir=cache_directory()).close()
-    except OSError:
-        return False
-    return True
-
-
-@contextmanager
-def _own_cache() -> Iterator[None]:
-    before = numba.config.CACHE_DIR
-    numba.config.CACHE_DIR = str(cache_directory())
-    try:
-        yield
-    finally:
-        numba.config.CACHE_DIR = before
-
-
-class _DamagedError(Exception):
-    """A file of the cache is not what was written."""
-
-
-class _Files(IndexDataCacheFile):
-    """A function's files in the cache, each behind its own checksum: LLVM aborts over what is damaged."""
-
-    said = False
-
-    def load(self, key: Any) -> Any:
-        try:
-            return super().load(key)
-        except _DamagedError:
-            if not _Files.said:
-                _Files.said = True
-                say_damaged(f"a compiled kernel in {self._cache_path} is damaged")
-            return None
-
-    def _load_index(self) -> Any:
-        try:
-            version, stamp, overloads = self._read(self._index_path)
-        except OSError:
-            return {}
-        return overloads if (version, stamp) == (self._version, self._source_stamp) else {}
-
-    def _save_index(self, overloads: Any) -> None:
-        self._write(self._index_path, (self._version, self._source_stamp, overloads))
-
-    def _load_data(self, name: str) -> Any:
-        return self._read(self._data_path(name))
-
-    def _save_data(self, name: str, data: Any) -> None:
-        self._write(self._data_path(name), data)
-
-    def _write(self, path: str, data: Any) -> None:
-        content = self._dump(data)
-        with self._open_for_write(path) as file:
-            file.write(hashlib.sha256(content).digest() + content)
-
-    def _read(self, path: str) -> Any:
-        content = Path(path).read_bytes()
-        size = hashlib.sha256().digest_size
-        if hashlib.sha256(content[size:]).digest() != content[:size]:
-            raise _DamagedError(path)
-        return pickle.loads(content[size:])
-
-    def save(self, key: Any, data: Any) -> None:
-        try:
-            super().save(key, data)
-        except _DamagedError:
-            self.flush()
-            super().save(key, data)
-
-
-class _Cache(FunctionCache):
-    """numba's cache of one function, with checked files. Where it cannot be written, nothing is kept."""
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        super().__init__(function)
-        stamp = self._impl.locator.get_source_stamp()
-        self._cache_file = _Files(self._cache_path, self._impl.filename_base, stamp)
-
-    def save_overload(self, signature: Any, data: Any) -> None:
-        try:
-            super().save_overload(signature, data)
-        except OSError as error:
-            if not _Files.said:
-                _Files.said = True
-                print(f"ggml-npu: kernels are not kept: {cache_directory()}: {error.strerror}", file=sys.stderr)
-
-
 class _CFunc(CFunc):  # type: ignore[misc,unused-ignore]
     _pyfunc: Callable[..., Any]
 
     def enable_caching(self) -> None:
-        self._cache = _Cache(self._pyfunc)
+        self._cache = Cache(self._pyfunc)
 
 
 class CFunction:
@@ -216,10 +59,10 @@ class CFunction:
 
     @functools.cached_property
     def _compiled(self) -> Any:
-        with _own_cache():
+        with own_cache():
             options = {"nopython": True, "error_model": "numpy"}
             made = _CFunc(self._function, sigutils.normalize_signature(self._signature), locals={}, options=options)
-            if _is_kept():
+            if is_kept():
                 made.enable_caching()
             made.compile()
             return made
@@ -248,49 +91,22 @@ def callback(signature: Any) -> Callable[[Callable[..., Any]], CFunction]:
     return functools.partial(CFunction, signature=signature)
 
 
-compiled = callback(types.int64(types.int64, types.int64, types.int64))
-"""Decorator of a kernel, `kernel(p, begin, end)`: computes units [begin, end); p is the address of its parameters,
-int64, which `values` or `array_at` read. Returns 0, or where it cannot do it what its work makes an error of."""
-
-
-def parameters(*values: float | np.float32 | NDArray[np.int64]) -> NDArray[np.int64]:
-    """What a kernel gets: integers, arrays of integers one after another, and np.float32 as their bits."""
-    found: list[int] = []
-    for value in values:
-        if isinstance(value, int):
-            found.append(value)
-        elif isinstance(value, np.float32):
-            found.append(int(value.view(np.uint32)))
-        else:
-            found.extend(np.ravel(value).tolist())
-    return np.array(found, np.int64)
+compiled = callback(types.int64(types.int64, types.int64, types.int64, types.int64))
+"""Decorator of a kernel, `kernel(p, begin, end, scratch)`: computes units [begin, end). p is the address of the record
+of its parameters (`quant.kernels.records`), scratch that of the memory that its `Work` has for it. Returns 0, or where
+it cannot do it what its work makes an error of."""
 
 
 @intrinsic
-def values(typing_context: Any, parameters: Any, count: Any) -> Any:
-    """The first `count` parameters of a kernel, a constant, as a tuple."""
-    if not isinstance(count, types.IntegerLiteral):
-        return None
-    found = types.UniTuple(types.int64, count.literal_value)
-
-    def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        first = builder.inttoptr(arguments[0], ir.IntType(64).as_pointer())
-        places = (builder.gep(first, [ir.Constant(ir.IntType(32), i)]) for i in range(found.count))
-        return context.make_tuple(builder, found, [builder.load(place) for place in places])
-
-    return found(types.int64, count), emit
-
-
-@intrinsic
-def call_kernel(typing_context: Any, kernel: Any, parameters: Any, begin: Any, end: Any) -> Any:
+def call_kernel(typing_context: Any, kernel: Any, parameters: Any, begin: Any, end: Any, scratch: Any) -> Any:
     """Calls the kernel at an address."""
 
     def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         i64 = ir.IntType(64)
-        function = builder.inttoptr(arguments[0], ir.FunctionType(i64, [i64] * 3).as_pointer())
+        function = builder.inttoptr(arguments[0], ir.FunctionType(i64, [i64] * 4).as_pointer())
         return builder.call(function, arguments[1:])
 
-    return types.int64(types.int64, types.int64, types.int64, types.int64), emit
+    return types.int64(*[types.int64] * 5), emit
 
 
 @intrinsic
@@ -356,7 +172,7 @@ class _Announcement(event.Listener):
         if not self.said and compilation.data["qualname"] in _ours:
             self.said = True
             kept = (
-                f"once; kept in {cache_directory()}" if _is_kept() else f"not kept: {cache_directory()} is not writable"
+                f"once; kept in {cache_directory()}" if is_kept() else f"not kept: {cache_directory()} is not writable"
             )
             print(f"ggml-npu: compiling kernels, {kept}", file=sys.stderr)
 

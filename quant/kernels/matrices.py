@@ -8,7 +8,8 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from quant.kernels.jit import array_at, inlined, lanes, reduced
+from quant.kernels.jit import array_at, inlined, reduced
+from quant.kernels.processor import lanes
 from quant.kernels.vectors import FLOAT, Address, Variable
 
 LANES = lanes()  # floats of a vector

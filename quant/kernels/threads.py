@@ -18,56 +18,100 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import cache
+from typing import Any, NamedTuple
 
 import numpy as np
 from numba import types
-from numpy.typing import NDArray
 
-from quant.kernels.jit import CFunction, EngineError, array_at, atomic_add, call_kernel, call_openmp, callback, inlined
+from quant.kernels.jit import (
+    LINE,
+    CFunction,
+    EngineError,
+    atomic_add,
+    call_kernel,
+    call_openmp,
+    callback,
+    inlined,
+    keep,
+)
+from quant.kernels.records import Record, packed, place_in, shared_record_at
 
 GRAIN = 256 * 1024  # bytes below which a second thread costs more than it brings
 _PROCESSORS = os.cpu_count() or 1
 _CHUNKS = 4  # that a thread takes, where there is enough to do
 
-# a work as kernels see it: addresses of its kernel, its parameters and of what takes its chunks; its units, and in how
-# many parts they are worth cutting; while it runs: units of a chunk, the first one that is left, what a kernel returned
-_KERNEL, _PARAMETERS, _TAKE, _UNITS, PARTS, _CHUNK, _NEXT, STATUS = range(8)
-_BLOCK = 8
+
+class Block(NamedTuple):
+    """A work as compiled code sees it.
+
+    kernel, parameters, take  addresses: its kernel, the record of its parameters, and what takes its chunks
+    units, parts  how many units it has, and in how many parts they are worth cutting
+    scratch       bytes of memory that each thread of it has for itself
+    chunk, next   while it runs: units of a chunk, and the first one that is left
+    status        what a kernel returned that was not 0
+    """
+
+    kernel: int
+    parameters: int
+    take: int
+    units: int
+    parts: int
+    scratch: int
+    chunk: int
+    next: int
+    status: int
+
+
+_PARTS, _NEXT = place_in(Block, "parts"), 8 * place_in(Block, "next")
 
 
 @inlined
 def begin_work(work: int, n_threads: int) -> None:
     """Cuts a work, by its address, into chunks for so many threads."""
-    block = array_at(work, types.int64, _BLOCK)
-    n_chunks = 1 if n_threads == 1 else max(1, min(block[PARTS], n_threads * _CHUNKS))
-    block[_CHUNK] = -(-block[_UNITS] // n_chunks)
-    block[_NEXT] = 0
-    block[STATUS] = 0
+    block = shared_record_at(work, Block)
+    n_chunks = 1 if n_threads == 1 else max(1, min(block.parts, n_threads * _CHUNKS))
+    block.chunk = -(-block.units // n_chunks)
+    block.next = 0
+    block.status = 0
+
+
+@inlined
+def _scratch(memory: Any) -> Any:
+    """The first cache line that begins in an array."""
+    return (types.int64(memory.ctypes.data) + LINE - 1) // LINE * LINE
 
 
 @callback(types.void(types.int64))
 def _take_chunks(work: int) -> None:
-    block = array_at(work, types.int64, _BLOCK)
-    end, chunk = block[_UNITS], block[_CHUNK]
-    begin = atomic_add(types.int64(work + 8 * _NEXT), chunk)
+    block = shared_record_at(work, Block)
+    end, chunk = block.units, block.chunk
+    begin = atomic_add(types.int64(work + _NEXT), chunk)
+    if begin >= end:
+        return
+    memory = np.empty(block.scratch, np.uint8)
     while begin < end:
-        status = call_kernel(block[_KERNEL], block[_PARAMETERS], begin, min(begin + chunk, end))
+        status = call_kernel(block.kernel, block.parameters, begin, min(begin + chunk, end), _scratch(memory))
         if status != 0:
-            block[STATUS] = status
-        begin = atomic_add(types.int64(work + 8 * _NEXT), chunk)
+            block.status = status
+        begin = atomic_add(types.int64(work + _NEXT), chunk)
+    keep(memory)
 
 
 @inlined
 def run_work(work: int, n_threads: int, openmp: int) -> int:
     """Runs a work, by its address, in up to n_threads threads of the team that openmp is the address of; 0: in this
     one. Returns what its kernel did."""
-    block = array_at(work, types.int64, _BLOCK)
+    block = shared_record_at(work, Block)
     begin_work(work, n_threads)
-    if n_threads == 1 or block[PARTS] == 1 or openmp == 0:
-        block[STATUS] = call_kernel(block[_KERNEL], block[_PARAMETERS], types.int64(0), block[_UNITS])
+    if n_threads > 1 and block.parts != 1 and openmp != 0:
+        call_openmp(openmp, block.take, work, n_threads)
+    elif block.scratch == 0:
+        block.status = call_kernel(block.kernel, block.parameters, types.int64(0), block.units, types.int64(0))
     else:
-        call_openmp(openmp, block[_TAKE], work, n_threads)
-    status: int = block[STATUS]
+        memory = np.empty(block.scratch, np.uint8)
+        block.status = call_kernel(block.kernel, block.parameters, types.int64(0), block.units, _scratch(memory))
+        keep(memory)
+    status: int = block.status
     return status
 
 
@@ -85,50 +129,64 @@ def _begin(work: int, n_threads: int) -> None:
 class Work:
     """A kernel with its parameters, to run over `n_units` units.
 
+    parameters  a record, as the kernel reads it
     n_bytes  that it moves: what says whether a second thread is worth it; 0 = it is one thread's
+    scratch  bytes that the kernel uses for itself: it gets the address of so many, in each thread others
     keep     what has to live as long
     failed   makes the error of what the kernel returned, where that is not 0
 
     most_parts  in how many it is worth cutting at most; another work may say that it must not
+    words       of its `Block`
     """
 
     def __init__(
         self,
         kernel: CFunction,
-        parameters: NDArray[np.int64],
+        parameters: Record,
         n_units: int,
         n_bytes: int = 0,
         *,
+        scratch: int = 0,
         keep: object = None,
         failed: Callable[[int], Exception] | None = None,
     ) -> None:
-        self.block = np.zeros(_BLOCK, np.int64)
-        self.block[_KERNEL], self.block[_PARAMETERS] = kernel.address, parameters.ctypes.data
-        self.block[_TAKE] = _take_chunks.address
+        record = packed(parameters)
         self.most_parts = max(1, min(n_units, n_bytes // GRAIN))
-        self.block[_UNITS], self.block[PARTS] = n_units, self.most_parts
-        self.address = int(self.block.ctypes.data)
-        self._kept = parameters, keep
+        self.words = packed(
+            Block(
+                kernel=kernel.address,
+                parameters=record.ctypes.data,
+                take=_take_chunks.address,
+                units=n_units,
+                parts=self.most_parts,
+                scratch=scratch and scratch + LINE,
+                chunk=0,
+                next=0,
+                status=0,
+            )
+        )
+        self.address = int(self.words.ctypes.data)
+        self._kept = record, keep
         self._failed = failed
 
     @property
-    def parts(self) -> int:
-        """In how many parts it is cut, where there are threads enough."""
-        return int(self.block[PARTS])
+    def block(self) -> Block:
+        """What compiled code sees now."""
+        return Block(*self.words.tolist())
 
     def run(self) -> None:
         """Computes it. Raises what `failed` makes of what the kernel returned."""
         team = working_team()
         count = team.n_threads
-        if count == 1 or team.openmp or self.block[PARTS] == 1:
-            _run(self.address, count, team.openmp)
+        if count == 1 or team.openmp or self.words[_PARTS] == 1:
+            status = _run(self.address, count, team.openmp)
         else:
             _begin(self.address, count)
             others = [_pool().submit(_take_chunks, self.address) for _ in range(count - 1)]
             _take_chunks(self.address)
             for other in others:
                 other.result()
-        status = int(self.block[STATUS])
+            status = self.block.status
         if status and self._failed is not None:
             raise self._failed(status)
 

@@ -14,7 +14,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from quant.kernels.jit import processor_has
+from quant.kernels.processor import processor_has
 
 HALF, FLOAT = ir.HalfType(), ir.FloatType()
 BIT, INT8, INT16, INT32, INT64 = (ir.IntType(bits) for bits in (1, 8, 16, 32, 64))

@@ -1,0 +1,31 @@
+"""Nodes of a run in one GGUF file, each with the bytes that it reads and those that it gives: captured, and replayed.
+
+docs/traces.md says what is in the file. To replay it on the NPU takes neither the model nor llama.cpp.
+"""
+
+from __future__ import annotations
+
+from graph_runner.trace.capturing import Captured, Selection, capture, taken_by_the_npu
+from graph_runner.trace.format import FORMAT, NPU, Origin, Recorded
+from graph_runner.trace.reading import Trace, read_trace
+from graph_runner.trace.replaying import ReplayResult, replay
+from graph_runner.trace.writing import TraceWriter, check_output, save_nodes, write_trace
+
+__all__ = [
+    "FORMAT",
+    "NPU",
+    "Captured",
+    "Origin",
+    "Recorded",
+    "ReplayResult",
+    "Selection",
+    "Trace",
+    "TraceWriter",
+    "capture",
+    "check_output",
+    "read_trace",
+    "replay",
+    "save_nodes",
+    "taken_by_the_npu",
+    "write_trace",
+]

@@ -1,0 +1,189 @@
+"""Captures nodes of a run on ggml's CPU, as a trace."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+import numpy as np
+
+from ggml_backend_npu import Node, default_backend
+from ggml_backend_npu.abi import convert, lib
+from graph_runner.copies import Copied, span
+from graph_runner.errors import TraceError
+from graph_runner.settings import Settings, context_for
+from graph_runner.spans import Collected
+from graph_runner.trace.format import Bytes, Origin, Recorded
+from graph_runner.trace.writing import TraceWriter, check_output
+
+
+class Selection:
+    """Which nodes of a run: items with commas between them, of which one is enough.
+
+    GET_ROWS    nodes of an op
+    ffn_out-*   nodes of that name; * and ? stand for any text and any character
+    17, 17-40   nodes at these places in their step, as a diff counts them
+    2:...       the same, in step 2 alone: 2:GET_ROWS, 2:17-40, 0:*
+
+    Raises TraceError for an empty item.
+    """
+
+    def __init__(self, text: str) -> None:
+        self.items = [item.strip() for item in text.split(",")]
+        if not all(self.items) or any(re.fullmatch(r"\d+:", item) for item in self.items):
+            raise TraceError(f"nodes {text!r}: an item is empty")
+        self._found: set[str] = set()
+
+    def __call__(self, step: int, index: int, node: Node) -> bool:
+        found = {item for item in self.items if _matches(item, step, index, node)}
+        self._found |= found
+        return bool(found)
+
+    @property
+    def without_node(self) -> list[str]:
+        """Items that no node was."""
+        return [item for item in self.items if item not in self._found]
+
+
+def _matches(item: str, step: int, index: int, node: Node) -> bool:
+    if in_step := re.match(r"(\d+):", item):
+        if int(in_step[1]) != step:
+            return False
+        item = item[in_step.end() :]
+    if places := re.fullmatch(r"(\d+)(?:-(\d+))?", item):
+        return int(places[1]) <= index <= int(places[2] or places[1])
+    return item.upper() == node.op or fnmatchcase(node.name, item)
+
+
+def taken_by_the_npu(step: int, index: int, node: Node) -> bool:
+    """The selection of a capture that was given none: nodes that the NPU's kernels and its profile take."""
+    return default_backend().refusal(node) is None
+
+
+@dataclass
+class Captured:
+    """What a capture wrote: how many nodes of which op, and how many bytes of tensors."""
+
+    origin: Origin
+    ops: Counter[str] = field(default_factory=Counter)
+    n_bytes: int = 0
+
+
+class _Capture:
+    """The observer of a capture: takes down the selected nodes before they run, and what they gave."""
+
+    def __init__(self, ggml: lib.Ggml, select: Callable[[int, int, Node], bool], take: Callable[[Recorded], None]):
+        self._ggml, self._select, self._take = ggml, select, take
+        self.step, self._index = 0, -1
+        self._node: Node | None = None
+
+    def next_step(self) -> None:
+        self.step, self._index = self.step + 1, -1
+
+    def before(self, address: int) -> bool:
+        self._node = None
+        if not convert.computes(convert.op_name(self._ggml, address)):
+            return False
+        self._index += 1
+        node = convert.node(self._ggml, address)
+        if node.dst.n_elements and self._select(self.step, self._index, node):
+            self._result, self._node = node.dst, Copied.of(node).node
+        return True  # one that runs together with nodes behind it would not be there when they are asked for
+
+    def after(self, _: int) -> None:
+        if self._node is not None:
+            self._take(Recorded(self._node, span(self._result), self.step, self._index))
+
+    def finish(self) -> None:
+        """After the last node."""
+
+
+class _CaptureTogether(_Capture):
+    """Takes down the selected nodes as those of one operator."""
+
+    def __init__(self, ggml: lib.Ggml, select: Callable[[int, int, Node], bool], take: Callable[[Recorded], None]):
+        super().__init__(ggml, select, take)
+        self._reader, self._collected, self._last = convert.Reader(ggml), Collected(), 0
+        self._expected: Bytes = np.empty(0, np.uint8)
+        self._place = (0, 0)
+
+    def before(self, address: int) -> bool:
+        index = self._index
+        runs = super().before(address)
+        if self._index != index and self._node is not None:
+            self._collected.add(self._reader(address), self._index)
+            self._last = address
+        return runs
+
+    def after(self, address: int) -> None:
+        if self._node is not None and address == self._last:
+            self._expected, self._place = span(self._result), (self.step, self._index)
+
+    def finish(self) -> None:
+        *lead, last = self._collected.graph().nodes
+        self._take(Recorded(last, self._expected, *self._place, tuple(lead)))
+
+
+def capture(
+    model: Path,
+    prompt: str,
+    path: Path,
+    *,
+    steps: int = 4,
+    settings: Settings | None = None,
+    select: Callable[[int, int, Node], bool] = taken_by_the_npu,
+    options: Mapping[str, str] | None = None,
+    together: bool = False,
+    progress: Callable[[float], None] | None = None,
+    seen: Callable[[Recorded], None] = lambda recorded: None,
+) -> Captured:
+    """Runs a prompt and `steps` greedy tokens on llama.cpp's CPU, and writes the selected nodes to a trace.
+
+    settings  of the context, flash attention off where left out; device and n_ctx are set here
+    select    called with a node's step, its place in that and the node; nodes of no elements are left out
+    options   of the NPU that a replay is to have; those of the default backend, where left out
+    together  whether the selected nodes are those of one operator
+    progress  called with 0..1 while the model loads
+    seen      called with each node that is written
+
+    Raises SessionError for a model or settings that llama.cpp refuses, TraceError for a file that cannot be written,
+    or where no node was selected.
+    """
+    from graph_runner.session import Sampler, Session
+
+    check_output(path)
+    if path.exists() and model.exists() and path.samefile(model):
+        raise TraceError(f"trace {str(path)!r}: is the model")
+    ggml = lib.ggml()
+    backend = default_backend()
+    settings = replace(settings or Settings(flash_attention="off"), device="cpu", n_ctx=context_for(prompt, steps))
+    ops = Counter[str]()
+
+    def take(recorded: Recorded) -> None:
+        writer.add(recorded)
+        ops[recorded.node.op] += 1
+        seen(recorded)
+
+    observer = _Capture(ggml, select, take)
+    if together:
+        observer = _CaptureTogether(ggml, select, take)
+    with Session(model, settings, observer=observer, progress=progress) as session:
+        threads = settings.threads or os.cpu_count() or 1
+        chosen = dict(options or backend.options.to_compare.chosen())
+        origin = Origin(session.description, prompt, "CPU", ggml.version, backend.numerics.rounding, threads, chosen)
+        with TraceWriter(path, origin) as writer:
+            session.decode(session.tokenize(prompt))
+            for _ in range(steps):
+                token = Sampler()(session.logits())
+                observer.next_step()
+                session.decode([token])
+            observer.finish()
+            missing = select.without_node if isinstance(select, Selection) else []
+            if missing:
+                raise TraceError(f"nodes {missing[0]!r}: no node of this run is that")
+    return Captured(origin, ops, writer.n_bytes)

@@ -1,0 +1,113 @@
+"""What is in a trace: where its nodes come from, each node with what it is to give, how the file begins."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import struct
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ggml_backend_npu import Graph, Memory, Node, Tensor
+from quant.codec import Rounding
+
+NPU = "NPU"
+FORMAT = 2  # 1 has a single node in each entry, and no options
+
+ARCHITECTURE = "ggml-npu-trace"
+NO_DIGEST = b"0" * 64
+
+Bytes = NDArray[np.uint8]
+
+
+def _string(text: str) -> bytes:
+    return struct.pack("<Q", len(text)) + text.encode()
+
+
+# a trace begins with a GGUF's header and these two keys; the digest is that of the file with zeros in its place
+HEADER_BYTES = 24
+PREFIX = b"".join(
+    (
+        _string("general.architecture") + struct.pack("<I", 8) + _string(ARCHITECTURE),
+        _string("trace.sha256") + struct.pack("<I", 8) + struct.pack("<Q", len(NO_DIGEST)),
+    )
+)
+DIGEST_AT = HEADER_BYTES + len(PREFIX)
+
+
+def digest_of_file(path: Path) -> bytes:
+    """SHA-256 of a trace, with zeros in its place, as hexadecimal digits."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        digest.update(file.read(DIGEST_AT) + NO_DIGEST)
+        file.seek(len(NO_DIGEST), os.SEEK_CUR)
+        while chunk := file.read(1 << 20):
+            digest.update(chunk)
+    return digest.hexdigest().encode()
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where the nodes of a trace come from.
+
+    model     llama.cpp's words for it
+    device    that computed the expected results
+    ggml      its version
+    rounding  of q8_0 on that CPU
+    threads   that it had
+    options   of the NPU that they are to be computed with, by field name; kernels: of a user, the file and its SHA-256
+    """
+
+    model: str
+    prompt: str
+    device: str
+    ggml: str
+    rounding: Rounding
+    threads: int
+    options: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """A node before it runs, over memory that is its own, and what it is to give.
+
+    expected  the bytes of its output's span
+    step      0 is the prompt, then one per decoded token
+    index     place among the step's nodes
+    lead      nodes before it, that are to run together with it as one operator
+    wanted    what of their outputs is to come of that, each with its bytes
+    """
+
+    node: Node
+    expected: Bytes
+    step: int = 0
+    index: int = 0
+    lead: tuple[Node, ...] = ()
+    wanted: tuple[tuple[Tensor, Bytes], ...] = ()
+
+    @property
+    def graph(self) -> Graph:
+        """The nodes, of which only the last one is read beyond them."""
+        nodes = (*self.lead, self.node)
+        producers = tuple(
+            tuple(_made_by(source, nodes[:place]) for source in node.src) for place, node in enumerate(nodes)
+        )
+        return Graph(nodes, producers, (*[()] * len(self.lead), (self.node.dst,)))
+
+    @property
+    def reference(self) -> Tensor:
+        """The output as it is to be."""
+        return replace(self.node.dst, memory=Memory.of(self.expected), offset=0, packed=None)
+
+
+def _made_by(source: Tensor | None, nodes: tuple[Node, ...]) -> int | None:
+    """Which node's output a source is a view of."""
+    if source is None or not source.nbytes:
+        return None
+    places = [
+        place for place, node in enumerate(nodes) if node.dst.address <= source.address and source.end <= node.dst.end
+    ]
+    return places[-1] if places else None

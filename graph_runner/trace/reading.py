@@ -1,0 +1,186 @@
+"""Reads a trace: its nodes, each over memory of its own."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from gguf import GGUFReader
+
+from ggml_backend_npu import Memory, Node, Tensor
+from ggml_backend_npu.abi.fenced import ALIGNMENT, fenced
+from ggml_backend_npu.ir import Dims
+from ggml_backend_npu.packed import PACKED_TYPES, Packed
+from graph_runner.errors import TraceError
+from graph_runner.trace.format import (
+    DIGEST_AT,
+    FORMAT,
+    HEADER_BYTES,
+    NO_DIGEST,
+    PREFIX,
+    Bytes,
+    Origin,
+    Recorded,
+    digest_of_file,
+)
+from quant.codec import ROUNDINGS
+
+_LIMIT = 1 << 62
+
+
+class Trace:
+    """The nodes of a trace: iterated, each is read from the file when it comes, over memory of its own."""
+
+    def __init__(self, origin: Origin, nodes: list[_Stored], data: dict[int, Bytes]) -> None:
+        self.origin = origin
+        self._nodes, self._data = nodes, data
+
+    def __len__(self) -> int:
+        return len(self._nodes)
+
+    def __iter__(self) -> Iterator[Recorded]:
+        return (self[index] for index in range(len(self)))
+
+    def __getitem__(self, index: int) -> Recorded:
+        stored = self._nodes[index]
+        packed = {each.memory.address for each in stored.tensors() if each.packed is not None}
+        memories = {
+            number: self._memory(place, beyond, stored.type_of(number) if number in packed else None)
+            for number, (place, beyond) in enumerate(stored.groups)
+        }
+
+        def over(tensor: Tensor) -> Tensor:
+            if tensor.nbytes == 0:
+                return tensor
+            memory, offset, layout = memories[tensor.memory.address]
+            return replace(tensor, memory=memory, offset=offset + tensor.offset, packed=layout)
+
+        nodes = tuple(
+            replace(node, dst=over(node.dst), src=tuple(over(each) if each is not None else None for each in node.src))
+            for node in stored.nodes
+        )
+        wanted = tuple((over(tensor), self._data[place]) for tensor, place in stored.wanted)
+        return Recorded(nodes[-1], self._data[stored.expected], stored.step, stored.index, nodes[:-1], wanted)
+
+    def outlines(self) -> Iterator[Node]:
+        """The nodes, without what their tensors hold."""
+        return (node for stored in self._nodes for node in stored.nodes)
+
+    def _memory(self, place: int, beyond: int, packed: str | None) -> tuple[Memory, int, Packed | None]:
+        data = self._data[place]
+        memory, offset = fenced(Memory.of(data), beyond)
+        if packed is None:
+            return memory, offset, None
+        storage = memory.bytes()[offset : offset + data.size]
+        return memory, offset, Packed.of(packed, memory.address + offset, storage)
+
+
+@dataclass(frozen=True)
+class _Stored:
+    """Nodes as the file has them: `memory.address` of their tensors is the number of a group; a group is the number of
+    the tensor of the file that has its bytes, and how far beyond an aligned address it lay; a tensor in the device's
+    layout is marked by one that holds nothing."""
+
+    nodes: tuple[Node, ...]
+    groups: list[tuple[int, int]]
+    expected: int
+    wanted: list[tuple[Tensor, int]]
+    step: int
+    index: int
+
+    def tensors(self) -> list[Tensor]:
+        """All of their tensors."""
+        return [tensor for node in self.nodes for tensor in (node.dst, *node.src) if tensor is not None]
+
+    def type_of(self, group: int) -> str:
+        """Of the tensors of a group."""
+        return next(each.type for each in self.tensors() if each.nbytes and each.memory.address == group)
+
+
+def read_trace(path: Path) -> Trace:
+    """Opens a trace whose digest is right. Raises TraceError for what is none, not whole, or was changed."""
+    where = f"trace {str(path)!r}"
+    if not path.is_file():
+        raise TraceError(f"{where}: {'is a directory' if path.is_dir() else 'no such file'}")
+    try:
+        _check_digest(path, where)
+        reader = GGUFReader(path, "c")
+        return _parsed(reader, where)
+    except TraceError:
+        raise
+    except OSError as error:
+        raise TraceError(f"{where}: {error.strerror or error}") from None
+    except Exception as error:
+        raise TraceError(f"{where}: cannot be read: {type(error).__name__}: {error}") from None
+
+
+def _check_digest(path: Path, where: str) -> None:
+    with path.open("rb") as file:
+        head = file.read(DIGEST_AT + len(NO_DIGEST))
+    if head[:4] != b"GGUF":
+        raise TraceError(f"{where}: not a GGUF file (begins with {head[:4]!r})")
+    if head[HEADER_BYTES:DIGEST_AT] != PREFIX[: max(0, len(head) - HEADER_BYTES)]:
+        raise TraceError(f"{where}: a GGUF file, but no trace")
+    if head[DIGEST_AT:] != digest_of_file(path):
+        raise TraceError(f"{where}: is cut off or was changed: its SHA-256 is another one")
+
+
+def _parsed(reader: GGUFReader, where: str) -> Trace:
+    values = {name: found.contents() for name, found in reader.fields.items() if name.startswith("trace.")}
+    if values.get("trace.format") not in (1, FORMAT):
+        raise TraceError(f"{where}: is of format {values.get('trace.format')}; formats 1 and {FORMAT} are read here")
+    texts = {name: str(values.get(f"trace.{name}", "")) for name in ("model", "prompt", "device", "ggml")}
+    rounding = next((known for known in ROUNDINGS if known == values.get("trace.rounding")), None)
+    if rounding is None:
+        raise TraceError(f"{where}: has q8_0 rounding {values.get('trace.rounding')!r}, not {' or '.join(ROUNDINGS)}")
+    options = {str(name): str(value) for name, value in json.loads(values.get("trace.options", "{}")).items()}
+    data = {int(t.name.removeprefix("bytes.")): np.asarray(t.data).view(np.uint8) for t in reader.tensors}
+    nodes = [_stored(json.loads(text), data) for text in values["trace.nodes"]]
+    origin = Origin(**texts, rounding=rounding, threads=int(values["trace.threads"]), options=options)
+    return Trace(origin, nodes, data)
+
+
+def _stored(found: dict[str, Any], data: dict[int, Bytes]) -> _Stored:
+    groups = [(int(group["bytes"]), int(group["beyond"]) % ALIGNMENT) for group in found["groups"]]
+    stored = _Stored(
+        tuple(_node(each, groups, data) for each in found.get("nodes", [found])),
+        groups,
+        int(found["expected"]),
+        [(_tensor(each["tensor"], groups, data, True), int(each["bytes"])) for each in found.get("wanted", [])],
+        int(found["step"]),
+        int(found["index"]),
+    )
+    for tensor, place in [(stored.nodes[-1].dst, stored.expected), *stored.wanted]:
+        if tensor.nbytes == 0 or data[place].size != tensor.nbytes:
+            raise ValueError(f"{stored.nodes[-1]} has {tensor.nbytes} bytes, expected are {data[place].size}")
+    return stored
+
+
+def _node(found: dict[str, Any], groups: list[tuple[int, int]], data: dict[int, Bytes]) -> Node:
+    src = tuple(_tensor(source, groups, data, False) if source is not None else None for source in found["src"])
+    return Node(str(found["op"]), _tensor(found["dst"], groups, data, True), src, bytes.fromhex(found["params"]))
+
+
+def _tensor(found: dict[str, Any], groups: list[tuple[int, int]], data: dict[int, Bytes], writable: bool) -> Tensor:
+    ne, nb = (_dims(found[key]) for key in ("ne", "nb"))
+    offset, number = int(found["offset"]), found["group"]
+    size = 0 if number is None else data[groups[number][0]].size
+    tensor = Tensor(str(found["name"]), str(found["type"]), ne, nb, Memory(number or 0, size, writable), offset)
+    if min(*ne, *nb, offset) < 0 or max(*ne, *nb) > _LIMIT or ne[0] % tensor.codec.block_size:
+        raise ValueError(f"tensor {tensor.name!r} of {tensor.type} has ne {ne}, nb {nb}, offset {offset}")
+    if offset + tensor.nbytes > size:
+        raise ValueError(f"tensor {tensor.name!r} ends at byte {offset + tensor.nbytes} of {size}")
+    if not found.get("packed"):
+        return tensor
+    if tensor.type not in PACKED_TYPES or size % tensor.codec.block_bytes:
+        raise ValueError(f"tensor {tensor.name!r} of {tensor.type}, {size} bytes: has no layout of the device's")
+    return replace(tensor, packed=Packed(tensor.type, 0, np.empty(0, np.uint8)))
+
+
+def _dims(values: list[int]) -> Dims:
+    a, b, c, d = (int(value) for value in values)
+    return a, b, c, d

@@ -1,0 +1,193 @@
+"""Writes a trace: a node at a time, complete or not at all."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+from gguf import GGUFWriter
+
+from ggml_backend_npu import Graph, Tensor
+from ggml_backend_npu.abi.fenced import ALIGNMENT
+from ggml_backend_npu.ir import overlapping
+from graph_runner.copies import held_by, span
+from graph_runner.errors import TraceError
+from graph_runner.files import replacing
+from graph_runner.trace.format import (
+    ARCHITECTURE,
+    DIGEST_AT,
+    FORMAT,
+    NO_DIGEST,
+    Bytes,
+    Origin,
+    Recorded,
+    digest_of_file,
+)
+
+
+class TraceWriter:
+    """Writes a trace, a node at a time: as a context manager, complete or not at all.
+
+    Raises TraceError for a path that cannot be written, or where there is no node.
+    """
+
+    def __init__(self, path: Path, origin: Origin) -> None:
+        check_output(path)
+        self._path, self._beside = path, ExitStack()
+        self._partial = self._beside.enter_context(replacing(path))
+        self._writer = GGUFWriter(self._partial, ARCHITECTURE, use_temp_file=True)
+        self._writer.add_string("trace.sha256", NO_DIGEST.decode())
+        self._writer.add_uint32("trace.format", FORMAT)
+        for name, value in (vars(origin) | {"options": json.dumps(origin.options)}).items():
+            add = self._writer.add_uint32 if isinstance(value, int) else self._writer.add_string
+            add(f"trace.{name}", value)
+        self._places: dict[bytes, int] = {}
+        self._nodes: list[str] = []
+        self.n_bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._nodes)
+
+    def add(self, recorded: Recorded) -> None:
+        """Adds a node, which must not be empty."""
+        nodes, place = recorded.graph.nodes, dict[int, tuple[int, int]]()
+        groups: list[dict[str, int]] = []
+        tensors = {
+            id(tensor): tensor
+            for node in nodes
+            for tensor in (node.dst, *node.src)
+            if tensor is not None and tensor.nbytes
+        }
+        tensors |= {id(tensor): tensor for tensor, _ in recorded.wanted}
+        order = {role: number for number, role in enumerate(tensors)}
+        for group in sorted(
+            overlapping(tensors.values()), key=lambda group: min(order[id(tensor)] for tensor in group)
+        ):
+            begin, end = group[0].address, max(tensor.end for tensor in group)
+            for tensor in group:
+                place[id(tensor)] = len(groups), tensor.address - begin
+            whole = held_by(group, begin, end).bytes()
+            groups.append({"bytes": self._put(whole), "beyond": begin % ALIGNMENT})
+
+        def described(tensor: Tensor | None) -> dict[str, Any] | None:
+            if tensor is None:
+                return None
+            group, offset = place.get(id(tensor), (None, 0))
+            shape = {"name": tensor.name, "type": tensor.type, "ne": tensor.ne, "nb": tensor.nb}
+            return shape | {"group": group, "offset": offset} | ({"packed": True} if tensor.packed is not None else {})
+
+        data = {
+            "step": recorded.step,
+            "index": recorded.index,
+            "nodes": [
+                {
+                    "op": node.op,
+                    "params": node.params.hex(),
+                    "dst": described(node.dst),
+                    "src": [described(source) for source in node.src],
+                }
+                for node in nodes
+            ],
+            "groups": groups,
+            "expected": self._put(recorded.expected),
+            "wanted": [{"tensor": described(tensor), "bytes": self._put(data)} for tensor, data in recorded.wanted],
+        }
+        self._nodes.append(json.dumps(data, separators=(",", ":")))
+
+    def _put(self, data: Bytes) -> int:
+        """The number of the tensor of the file that holds some bytes: one for all that are equal."""
+        digest = hashlib.sha256(data.data).digest()
+        if digest not in self._places:
+            self._places[digest] = len(self._places)
+            try:
+                self._writer.add_tensor(f"bytes.{self._places[digest]}", data.view(np.int8))
+            except OSError as error:
+                raise TraceError(f"trace {str(self._path)!r}: {error.strerror or error}") from None
+            self.n_bytes += data.size
+        return self._places[digest]
+
+    def __enter__(self) -> TraceWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            with self._beside:
+                try:
+                    if error is not None:
+                        raise error
+                    if not self._nodes:
+                        raise TraceError(f"trace {str(self._path)!r}: no node to write")
+                    self._finish()
+                finally:
+                    self._writer.close()
+                    if self._writer.temp_file is not None:
+                        self._writer.temp_file.close()
+        except OSError as failure:
+            if failure is error:
+                raise
+            raise TraceError(f"trace {str(self._path)!r}: {failure.strerror or failure}") from None
+
+    def _finish(self) -> None:
+        self._writer.add_array("trace.nodes", self._nodes)
+        self._writer.write_header_to_file()
+        self._writer.write_kv_data_to_file()
+        self._writer.write_tensors_to_file()
+        self._writer.close()
+        digest = digest_of_file(self._partial)
+        with self._partial.open("r+b") as file:
+            file.seek(DIGEST_AT)
+            file.write(digest)
+
+
+def check_output(path: Path) -> None:
+    """Raises TraceError for a path that no trace can be written to."""
+    why = None
+    if path.is_dir():
+        why = "is a directory"
+    elif not path.parent.is_dir():
+        why = "no such directory"
+    elif path.exists() and not path.is_file():
+        why = "is no file"
+    elif not os.access(path.parent, os.W_OK):
+        why = "its directory may not be written"
+    if why is not None:
+        raise TraceError(f"trace {str(path)!r}: {why}")
+
+
+def write_trace(path: Path, nodes: Iterable[Recorded], origin: Origin) -> None:
+    """Writes nodes to a file, all or nothing. Raises TraceError."""
+    with TraceWriter(path, origin) as writer:
+        for recorded in nodes:
+            writer.add(recorded)
+
+
+def save_nodes(
+    path: Path, graph: Graph, expected: Mapping[int, Tensor], origin: Origin, *, step: int = 0, index: int = 0
+) -> None:
+    """Writes a trace of a node, or of nodes that are to run as one operator. Their tensors hold what they held before.
+
+    expected  what they are to give, by place: the last one's output, of others all or a view
+
+    Raises TraceError.
+    """
+    *lead, last = graph.nodes[: max(expected) + 1]
+    wanted = tuple(
+        (_on(graph.nodes[place].dst, tensor), span(tensor)) for place, tensor in expected.items() if place < len(lead)
+    )
+    recorded = Recorded(last, span(expected[len(lead)]), step, index, tuple(lead), wanted)
+    write_trace(path, [recorded], origin)
+
+
+def _on(dst: Tensor, view: Tensor) -> Tensor:
+    """A view over the memory of dst, which it begins with."""
+    return replace(view, memory=dst.memory, offset=dst.offset, packed=None)

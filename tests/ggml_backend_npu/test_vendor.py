@@ -1,0 +1,71 @@
+"""docs/vendor.md: its class, word for word, runs a model."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+WITHOUT_A_CARD = """
+from ggml_backend_npu import Device, DeviceError, register
+
+class NoCard(Device):
+    def open(self):
+        raise DeviceError("no card")
+
+register(NoCard())
+"""
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "vendor.md"
+
+
+@pytest.fixture(scope="module")
+def device_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    (text,) = re.findall(r"```python title=\"my_npu.py\"\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    assert len(text.splitlines()) <= 60
+    path = tmp_path_factory.mktemp("vendor") / "my_npu.py"
+    path.write_text(text)
+    return path
+
+
+def diff(device: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "graph_runner", "diff", "tiny", "--all", "--device-file", str(device), *options]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.slow
+def test_the_class_of_the_page_is_right_on_a_model(device_file: Path) -> None:
+    done = diff(device_file, "-n", "1")
+    assert done.returncode == 0, done.stdout + done.stderr
+    taken = set(re.findall(r"^(MUL_MAT|ADD|MUL|SWIGLU) ", done.stdout, re.MULTILINE))
+    assert taken == {"MUL_MAT", "ADD", "MUL", "SWIGLU"}, done.stdout
+
+
+@pytest.mark.slow
+def test_a_wrong_kernel_of_the_class_is_found(device_file: Path, tmp_path: Path) -> None:
+    wrong = tmp_path / "wrong_npu.py"
+    wrong.write_text(device_file.read_text().replace("dst[...] = a * b", "dst[...] = a * b * 1.01"))
+    done = diff(wrong, "-n", "0", "--reproducers", str(tmp_path))
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert re.search(r"the first wrong node:\s+step 0 node \d+: MUL ", done.stdout), done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("1 / 0", "ZeroDivisionError"),
+        ("x = 1", "registers no device"),
+        (WITHOUT_A_CARD, "no card"),
+    ],
+)
+def test_a_file_that_is_no_device_is_told_in_a_line(tmp_path: Path, text: str, said: str) -> None:
+    path = tmp_path / "device.py"
+    path.write_text(text)
+    command = [sys.executable, "-m", "graph_runner", "run", "tiny", "-n", "1", "--device-file", str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert said in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1, done.stderr

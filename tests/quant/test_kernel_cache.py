@@ -1,0 +1,112 @@
+"""Kernels are compiled once: by whichever process is first, or by each where nothing can be kept."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+COMPILING = "ggml-npu: compiling kernels, "
+
+FEW = """
+from quant.kernels import threads
+print(threads._run.address > 0, threads._take_chunks.address > 0)
+"""
+ALL = """
+import gc, sys
+import ggml_backend_npu
+from graph_runner import session
+from quant.kernels.jit import CFunction
+
+ggml_backend_npu.register()
+kernels = [each for each in gc.get_objects() if isinstance(each, CFunction)]
+print(*sorted({each._function.__name__ for each in kernels if each.address}))
+"""
+TEXT = """
+import sys
+from graph_runner.cli import main
+sys.argv = ["ggml-npu", "run", "tiny", "-n", "2", "--all"]
+main()
+"""
+
+
+def started(code: str, **variables: str | Path) -> subprocess.Popen[str]:
+    """A Python whose cache of kernels is where the variables say."""
+    environment = {name: value for name, value in os.environ.items() if name != "NUMBA_CACHE_DIR"}
+    environment |= {name: str(value) for name, value in variables.items()}
+    return subprocess.Popen(
+        [sys.executable, "-c", code], env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+
+
+def ended(process: subprocess.Popen[str]) -> tuple[str, list[str]]:
+    """What it printed, and the lines on stderr."""
+    output, notes = process.communicate(timeout=600)
+    assert process.returncode == 0, notes
+    return output.strip(), notes.splitlines()
+
+
+def kept(folder: Path) -> dict[str, int]:
+    """The files in a folder, with the time at which each was written."""
+    return {str(path): path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file()}
+
+
+def beside_the_sources() -> list[Path]:
+    """Kernels where numba keeps them by itself, which does not notice that a part of one has changed."""
+    return [*ROOT.rglob("__pycache__/*.nbi")]
+
+
+def compiled_by_two(code: str, cache: Path) -> str:
+    """What two processes print that begin at once, and a third one that comes later and compiles nothing."""
+    processes = [started(code, NUMBA_CACHE_DIR=cache) for _ in range(2)]
+    results = [ended(process) for process in processes]
+    files = kept(cache)
+    (folder,) = cache.iterdir()
+    for output, notes in results:
+        assert output == results[0][0]
+        assert notes in ([], [f"{COMPILING}once; kept in {folder}"])
+    assert any(notes for _, notes in results)
+    assert ended(started(code, NUMBA_CACHE_DIR=cache)) == (results[0][0], [])
+    assert kept(cache) == files
+    return results[0][0]
+
+
+@pytest.mark.slow
+def test_two_processes_compile_at_once_and_a_third_one_nothing(tmp_path: Path) -> None:
+    assert compiled_by_two(FEW, tmp_path / "cache") == "True True"
+
+
+@pytest.mark.slow
+def test_every_kernel_is_compiled_once(tmp_path: Path) -> None:
+    compiled = compiled_by_two(ALL, tmp_path / "cache")
+    assert {"walk", "transpose", "graph_compute", "softmax", "_count_node"} <= {*compiled.split()}
+
+
+@pytest.mark.slow
+@pytest.mark.some(1)
+@pytest.mark.parametrize("variable", ["NUMBA_CACHE_DIR", "XDG_CACHE_HOME"])
+@pytest.mark.parametrize("where", ["a folder that cannot be", "a file"])
+def test_where_nothing_can_be_kept_kernels_are_compiled_all_the_same(tmp_path: Path, variable: str, where: str) -> None:
+    file = tmp_path / "a file"
+    file.touch()
+    before = beside_the_sources()
+    output, notes = ended(
+        started(FEW, HOME="/proc/nothing", **{variable: "/proc/nothing" if "folder" in where else file})
+    )
+    assert output == "True True"
+    assert len(notes) == 1
+    assert notes[0].startswith(f"{COMPILING}not kept: ")
+    assert beside_the_sources() == before
+
+
+@pytest.mark.slow
+def test_the_device_works_where_nothing_can_be_kept() -> None:
+    before = beside_the_sources()
+    text, notes = ended(started(TEXT, NUMBA_CACHE_DIR="/proc/nothing", HOME="/proc/nothing"))
+    assert text
+    assert sum(note.startswith(COMPILING) for note in notes) == 1
+    assert beside_the_sources() == before
