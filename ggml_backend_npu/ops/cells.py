@@ -96,6 +96,13 @@ def _row(source, i1, head, i3):
 
 
 @inlined
+def _load_query(of, i1, head, i3, query, work):
+    """A row of q, rounded, to `query`."""
+    copy(_row(of.q, i1, head, i3), query, 4 * of.dk)
+    round_run(of.q.code, query, work, of.dk)
+
+
+@inlined
 def _decode(source, row, y, n):
     """A row of k or v as float32."""
     decode_row(source.code, source.to_float, row, source.packed, source.n_packed, y, n)
@@ -196,8 +203,7 @@ def attend_in_halves(p, begin, end, scratch):
     for unit in range(begin, end):
         turn, row = unit % n_parts, unit // n_parts
         i1, head, i3 = index_of(row, of.n_queries, of.n_heads)
-        copy(_row(of.q, i1, head, i3), query, 4 * dk)
-        round_run(of.q.code, query, work, dk)
+        _load_query(of, i1, head, i3, query, work)
         mask, slope = _mask_row(of, i1, head, i3), _slope(of, head)
         maximum, total = types.float32(-np.inf), types.float32(0)
         array_at(to, types.uint16, dv)[:] = 0
@@ -311,8 +317,7 @@ def _load_queries(of, group, i3, first_row, used, q, masks, line):
     queries[:] = 0
     for r in range(used):
         i1, head = _query_of(of, group, first_row + r)
-        copy(_row(of.q, i1, head, i3), line, 4 * dk)
-        round_run(of.q.code, line, work, dk)
+        _load_query(of, i1, head, i3, line, work)
         for d in range(dk):
             queries[d, r] = of.scale * query[d]
         masks[r] = _mask_row(of, i1, head, i3)
@@ -333,7 +338,8 @@ def _add_masks(of, group, first_row, used, masks, first, count, scores):
 def _exponentiate(scores, count, n_rows, maxima, totals, shrunk):
     """Makes each row's scores e ** (score - maximum), of a maximum that they may raise: then its total, and by `shrunk`
     what else was added up so far, shrinks."""
-    shrunk[:] = maxima
+    for r in range(n_rows):
+        shrunk[r] = maxima[r]
     for i in range(count):
         for r in range(n_rows):
             maxima[r] = scores[i, r] if scores[i, r] > maxima[r] else maxima[r]

@@ -17,7 +17,7 @@ from ggml_backend_npu.ops.strided import mover
 from ggml_backend_npu.ops.sums import BOUND, partial_sums
 from ggml_backend_npu.params import Instead, Params, i32
 from ggml_backend_npu.registry import Call, op
-from quant.kernels.jit import array_at, compiled, float_bits, inlined
+from quant.kernels.jit import array_at, compiled, copy, float_bits, inlined
 from quant.kernels.matrices import LANES
 from quant.kernels.records import Dims, Place, index_of, record_at, row_of
 from quant.kernels.threads import Job, Work
@@ -327,7 +327,8 @@ def top_k(p, begin, end, scratch):
     w = y + 4 * _TILE
     keys, work = array_at(scratch, types.uint64, of.n_sorted), array_at(y, types.float32, _TILE)
     weights = array_at(w, types.float32, k + lanes)
-    places = array_at(w + 4 * (k + lanes), types.int32, k)
+    at = w + 4 * (k + lanes)
+    places = array_at(at, types.int32, k)
     for row in range(begin, end):
         x = of.x.address + row * of.x.nb[1]
         maximum, total = types.float32(-np.inf), types.float64(0)
@@ -371,8 +372,8 @@ def top_k(p, begin, end, scratch):
             divisor = max(types.float32(total), of.least)
             for i in range(k):
                 weights[i] = weights[i] / divisor
-        array_at(of.dst.address + row * of.dst.nb[1], types.float32, k)[:] = weights[:k]
-        array_at(of.ids.address + row * of.ids.nb[1], types.int32, k)[:] = places
+        copy(w, of.dst.address + row * of.dst.nb[1], 4 * k)
+        copy(at, of.ids.address + row * of.ids.nb[1], 4 * k)
     return 0
 
 
