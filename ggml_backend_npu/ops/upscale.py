@@ -184,12 +184,13 @@ def interpolate(p, begin, end, scratch):
     kind, n0, n1, taps0, taps1 = of.kind, of.n0, of.n1, of.columns.n, of.rows.n
     at0 = array_at(of.columns.offsets, types.int64, n0 * taps0)
     by0 = array_at(of.columns.weights, types.float32, n0 * taps0)
+    x, dst, matrices, offsets1, weights1 = of.x, of.dst, of.matrices, of.rows.offsets, of.rows.weights
     for unit in range(begin, end):
         row = unit % n1
-        matrix = of.x + array_at(of.matrices, types.int64, unit // n1 + 1)[unit // n1]
-        at1 = array_at(of.rows.offsets + 8 * row * taps1, types.int64, taps1)
-        by1 = array_at(of.rows.weights + 4 * row * taps1, types.float32, taps1)
-        y = array_at(of.dst + 4 * unit * n0, types.float32, n0)
+        matrix = x + array_at(matrices, types.int64, unit // n1 + 1)[unit // n1]
+        at1 = array_at(offsets1 + 8 * row * taps1, types.int64, taps1)
+        by1 = array_at(weights1 + 4 * row * taps1, types.float32, taps1)
+        y = array_at(dst + 4 * unit * n0, types.float32, n0)
         if kind == _NEAREST:
             for i in range(n0):
                 y[i] = array_at(matrix + at1[0] + at0[i], types.float32, 1)[0]
