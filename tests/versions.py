@@ -33,7 +33,7 @@ _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 _CASE = re.compile(r": (OK|FAIL|not supported)")
 
 # tests that an older version cannot run, as pytest names them: from the version that can, what and why
-OPS, DEVICE, RUNNER = "tests/ggml_backend_npu/ops", "tests/ggml_backend_npu", "tests/graph_runner"
+OPS, DEVICE, RUNNER = "tests/test_ggml_backend_npu/ops", "tests/test_ggml_backend_npu", "tests/test_graph_runner"
 LACKING: tuple[tuple[str, str, str], ...] = (
     ("0.3.32", f"{OPS}/test_norms.py::test_norm_of_rows_with_gaps", "its CPU aborts"),
     ("0.3.32", f"{OPS}/test_norms.py::test_l2_norm_of_rows_with_gaps", "its CPU aborts"),
