@@ -8,7 +8,6 @@ from functools import cached_property
 from math import prod
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
@@ -134,8 +133,7 @@ class Tensor:
         if kind.dtype is None:
             blocks = (*shape[:3], self.n_blocks, kind.block_bytes)
             return _strided(self.memory, self.offset, blocks, (*strides, 1), np.dtype(np.uint8))
-        dtype = np.dtype(ml_dtypes.bfloat16) if self.type == "bf16" else kind.dtype
-        return _strided(self.memory, self.offset, shape, strides, dtype)
+        return _strided(self.memory, self.offset, shape, strides, kind.dtype)
 
     def unpacked(self) -> Tensor:
         """The tensor over a copy of its bytes as ggml has them, where they do not lie at its address; itself where they

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
@@ -54,7 +55,7 @@ class F16(Scalar):
 class BF16(Scalar):
     """ggml_compute_fp32_to_bf16 / ggml_compute_bf16_to_fp32: the upper half of a float32, nearest, ties to even."""
 
-    name, block_bytes, dtype = "bf16", 2, np.dtype(np.uint16)
+    name, block_bytes, dtype = "bf16", 2, np.dtype(ml_dtypes.bfloat16)
 
     def encode(self, x: Floats, rounding: Rounding) -> Bytes:
         bits = np.ascontiguousarray(x).view(np.uint32)

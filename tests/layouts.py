@@ -149,17 +149,32 @@ def api_3(header: str, *, sizes: bool) -> str:
     return header
 
 
-def written(found: Layout, what: str) -> str:
-    """The module of a layout."""
-    head = f'"""{what}. Written by tests/layouts.py."""\n\nfrom ggml_backend_npu.abi.layouts.layout import Layout\n\n'
-    parts = [f"{part.name}={getattr(found, part.name)!r}" for part in fields(found)]
+def written(found: Layout, what: str, like: tuple[str, Layout] | None = None) -> str:
+    """The module of a layout: whole, or what differs from a layout of which there is a module, by its name."""
+    parts = {part.name: getattr(found, part.name) for part in fields(found)}
+    package = "ggml_backend_npu.abi.layouts"
+    if like is None:
+        head, made_of = f"from {package}.layout import Layout", "Layout"
+    else:
+        module, other = like
+        what, made_of = f"{what}, where it is not {module}", f"{module}.LAYOUT.but"
+        head = f"from {package} import {module}"
+        parts = {name: _differing(part, getattr(other, name)) for name, part in parts.items()}
+    given = ", ".join(f"{name}={part!r}" for name, part in parts.items() if part is not None)
+    text = f'"""{what}. Written by tests/layouts.py."""\n\n{head}\n\nLAYOUT = {made_of}({given})\n'
     command = ["ruff", "format", "-q", "--line-length", "120", "-"]
-    text = f"{head}LAYOUT = Layout({', '.join(parts)})\n"
     return subprocess.run(command, input=text, text=True, capture_output=True, check=True).stdout
 
 
+def _differing(part: Any, other: Any) -> Any:
+    """Of one part of a layout, what another layout has not, order included; None where that is nothing."""
+    if isinstance(part, dict):
+        return {name: each for name, each in part.items() if list(each.items()) != list(other[name].items())} or None
+    return None if part == other else part
+
+
 def modules() -> dict[str, str]:
-    """What is written: a module for each distinct layout, by name."""
+    """What is written, by name: a module for each distinct layout, of which that of the newest version is whole."""
     distinct: list[Layout] = []
     for version in VERSIONS:
         found, number = layout(sources(version)), ggml_version(sources(version))
@@ -167,16 +182,16 @@ def modules() -> dict[str, str]:
         if same is found:
             distinct.append(found)
         same.versions = tuple(dict.fromkeys((*same.versions, number)))
+    named = {f"ggml_{each.versions[0].rpartition('.')[0].replace('.', '_')}": each for each in distinct}
+    newest = list(named.items())[-1]
     texts = {
-        f"ggml_{each.versions[0].rpartition('.')[0].replace('.', '_')}": written(
-            each, f"ggml {', '.join(each.versions)}"
-        )
-        for each in distinct
+        name: written(each, f"ggml {', '.join(each.versions)}", None if name == newest[0] else newest)
+        for name, each in named.items()
     }
     for sizes, name in ((False, "api_3"), (True, "api_3_sizes")):
         to_come = layout(sources(VERSIONS[-1]), lambda text, sizes=sizes: api_3(text, sizes=sizes))
-        what = f"ggml with llama.cpp's pull request 23671, {'with' if sizes else 'without'} get_alloc_size_n"
-        texts[name] = written(to_come, what)
+        what = f"llama.cpp's pull request 23671, {'with' if sizes else 'without'} get_alloc_size_n"
+        texts[name] = written(to_come, what, newest)
     return texts
 
 

@@ -14,7 +14,6 @@ from itertools import pairwise
 from math import prod
 from typing import Any, Literal
 
-import ml_dtypes
 import numpy as np
 import pytest
 from hypothesis import settings
@@ -245,7 +244,7 @@ def assert_near(actual: NDArray[Any], expected: NDArray[Any], ulp: int, least: f
 
 def one_nan(data: NDArray[Any], type: str) -> NDArray[Any]:
     """Floats of a type, as bytes, with one bit pattern for every NaN."""
-    values = data.view(ml_dtypes.bfloat16 if type == "bf16" else codec(type).dtype).copy()
+    values = data.view(codec(type).dtype).copy()
     values[np.isnan(values)] = np.nan
     return values
 

@@ -10,7 +10,6 @@ import numpy as np
 from ggml_backend_npu.abi import codecs
 from ggml_backend_npu.checks import Exact, Formula
 from ggml_backend_npu.ir import Tensor
-from ggml_backend_npu.ops.movers import raw
 
 Function = Callable[[Exact], Exact]
 
@@ -18,8 +17,8 @@ Function = Callable[[Exact], Exact]
 def values(tensor: Tensor) -> Exact:
     """A tensor's values, (ne3, ne2, ne1, ne0), whatever its type."""
     whole = tensor.unpacked()
-    view, kind = raw(whole), codecs.bound().codec(tensor.type)
-    if kind.dtype is not None and tensor.type != "bf16":
+    view, kind = whole.view(), codecs.bound().codec(tensor.type)
+    if kind.dtype is not None:
         with np.errstate(invalid="ignore"):  # signalling NaNs
             return view.astype(np.float64)
     blocks = np.ascontiguousarray(view).view(np.uint8).reshape(-1, kind.block_bytes)

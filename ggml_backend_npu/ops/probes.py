@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
@@ -28,8 +27,6 @@ def tensor(type: str, x: NDArray[Any]) -> Tensor:
     """Values as a tensor of a type, rounded; where there is no quantiser, blocks of any bits that are numbers."""
     x = np.asarray(x)
     kind = codec(type)
-    if type == "bf16":
-        return Tensor.of(x.astype(ml_dtypes.bfloat16))
     if kind.dtype is not None:
         return Tensor.of(x.astype(kind.dtype))
     try:

@@ -480,3 +480,10 @@ def test_an_array_of_the_type_itself_is_kept_to_the_bit() -> None:
     signalling = np.array([0x7F800001, 0xFFBFFFFF], np.uint32).view(np.float32)
     assert_same_bytes(quant.quantize(signalling, "f32"), signalling)
     assert_same_bytes(quant.dequantize(signalling, "f32"), signalling)
+
+
+def test_integers_are_values_also_where_bf16_has_as_many_bytes() -> None:
+    integers = np.array([0, 1, 2, 65535], np.uint16)
+    assert_same_bytes(quant.quantize(integers, "bf16"), quant.quantize(integers.astype(np.float32), "bf16"))
+    rounded = integers.astype(ml_dtypes.bfloat16)
+    assert_same_bytes(quant.quantize(rounded, "bf16"), rounded)

@@ -1,32 +1,10 @@
-"""ggml 0.13.1, 0.15.3. Written by tests/layouts.py."""
+"""ggml 0.13.1, 0.15.3, where it is not ggml_0_25. Written by tests/layouts.py."""
 
-from ggml_backend_npu.abi.layouts.layout import Layout
+from ggml_backend_npu.abi.layouts import ggml_0_25
 
-LAYOUT = Layout(
+LAYOUT = ggml_0_25.LAYOUT.but(
     versions=("0.13.1", "0.15.3"),
-    api_version=2,
     tables={
-        "ggml_backend_buffer_type_i": {
-            "get_name": "text(pointer)",
-            "alloc_buffer": "pointer(pointer, size_t)",
-            "get_alignment": "size_t(pointer)",
-            "get_max_size": "size_t(pointer)",
-            "get_alloc_size": "size_t(pointer, pointer)",
-            "is_host": "bool(pointer)",
-        },
-        "ggml_backend_buffer_i": {
-            "free_buffer": "void(pointer)",
-            "get_base": "pointer(pointer)",
-            "init_tensor": "int(pointer, pointer)",
-            "memset_tensor": "void(pointer, pointer, uint8_t, size_t, size_t)",
-            "set_tensor": "void(pointer, pointer, pointer, size_t, size_t)",
-            "get_tensor": "void(pointer, pointer, pointer, size_t, size_t)",
-            "set_tensor_2d": "void(pointer, pointer, pointer, size_t, size_t, size_t, size_t, size_t)",
-            "get_tensor_2d": "void(pointer, pointer, pointer, size_t, size_t, size_t, size_t, size_t)",
-            "cpy_tensor": "bool(pointer, pointer, pointer)",
-            "clear": "void(pointer, uint8_t)",
-            "reset": "void(pointer)",
-        },
         "ggml_backend_i": {
             "get_name": "text(pointer)",
             "free": "void(pointer)",
@@ -44,128 +22,14 @@ LAYOUT = Layout(
             "event_record": "void(pointer, pointer)",
             "event_wait": "void(pointer, pointer)",
             "graph_optimize": "void(pointer, pointer)",
-        },
-        "ggml_backend_device_i": {
-            "get_name": "text(pointer)",
-            "get_description": "text(pointer)",
-            "get_memory": "void(pointer, sizes, sizes)",
-            "get_type": "int(pointer)",
-            "get_props": "void(pointer, props)",
-            "init_backend": "pointer(pointer, text)",
-            "get_buffer_type": "pointer(pointer)",
-            "get_host_buffer_type": "pointer(pointer)",
-            "buffer_from_host_ptr": "pointer(pointer, pointer, size_t, size_t)",
-            "supports_op": "bool(pointer, pointer)",
-            "supports_buft": "bool(pointer, pointer)",
-            "offload_op": "bool(pointer, pointer)",
-            "event_new": "pointer(pointer)",
-            "event_free": "void(pointer, pointer)",
-            "event_synchronize": "void(pointer, pointer)",
-        },
-        "ggml_backend_reg_i": {
-            "get_name": "text(pointer)",
-            "get_device_count": "size_t(pointer)",
-            "get_device": "pointer(pointer, size_t)",
-            "get_proc_address": "pointer(pointer, text)",
-        },
+        }
     },
     structs={
-        "ggml_tensor": {
-            "type": (0, "int"),
-            "buffer": (8, "pointer"),
-            "ne": (16, "int64_t[4]"),
-            "nb": (48, "size_t[4]"),
-            "op": (80, "int"),
-            "op_params": (84, "int32_t[16]"),
-            "flags": (148, "int32_t"),
-            "src": (152, "pointer[10]"),
-            "view_src": (232, "pointer"),
-            "view_offs": (240, "size_t"),
-            "data": (248, "pointer"),
-            "name": (256, "char[64]"),
-            "extra": (320, "pointer"),
-            "padding": (328, "char[8]"),
-        },
-        "ggml_hash_set": {"size": (0, "size_t"), "used": (8, "pointer"), "keys": (16, "pointer")},
-        "ggml_cgraph": {
-            "size": (0, "int"),
-            "n_nodes": (4, "int"),
-            "n_leafs": (8, "int"),
-            "nodes": (16, "pointer"),
-            "grads": (24, "pointer"),
-            "grad_accs": (32, "pointer"),
-            "leafs": (40, "pointer"),
-            "use_counts": (48, "pointer"),
-            "visited_hash_set": (56, "ggml_hash_set"),
-            "order": (80, "int"),
-            "uid": (88, "uint64_t"),
-        },
-        "ggml_init_params": {"mem_size": (0, "size_t"), "mem_buffer": (8, "pointer"), "no_alloc": (16, "bool")},
         "ggml_backend_dev_caps": {
             "async": (0, "bool"),
             "host_buffer": (1, "bool"),
             "buffer_from_host_ptr": (2, "bool"),
             "events": (3, "bool"),
-        },
-        "ggml_backend_dev_props": {
-            "name": (0, "text"),
-            "description": (8, "text"),
-            "memory_free": (16, "size_t"),
-            "memory_total": (24, "size_t"),
-            "type": (32, "int"),
-            "device_id": (40, "text"),
-            "caps": (48, "ggml_backend_dev_caps"),
-        },
-        "ggml_backend_buffer_type": {
-            "iface": (0, "ggml_backend_buffer_type_i"),
-            "device": (48, "pointer"),
-            "context": (56, "pointer"),
-        },
-        "ggml_backend_buffer": {
-            "iface": (0, "ggml_backend_buffer_i"),
-            "buft": (88, "pointer"),
-            "context": (96, "pointer"),
-            "size": (104, "size_t"),
-            "usage": (112, "int"),
-        },
-        "ggml_backend": {
-            "guid": (0, "pointer"),
-            "iface": (8, "ggml_backend_i"),
-            "device": (136, "pointer"),
-            "context": (144, "pointer"),
-        },
-        "ggml_backend_device": {
-            "iface": (0, "ggml_backend_device_i"),
-            "reg": (120, "pointer"),
-            "context": (128, "pointer"),
-        },
-        "ggml_backend_reg": {"api_version": (0, "int"), "iface": (8, "ggml_backend_reg_i"), "context": (40, "pointer")},
-    },
-    enumerations={
-        "ggml_status": {
-            "GGML_STATUS_ALLOC_FAILED": -2,
-            "GGML_STATUS_FAILED": -1,
-            "GGML_STATUS_SUCCESS": 0,
-            "GGML_STATUS_ABORTED": 1,
-        },
-        "ggml_tensor_flag": {
-            "GGML_TENSOR_FLAG_INPUT": 1,
-            "GGML_TENSOR_FLAG_OUTPUT": 2,
-            "GGML_TENSOR_FLAG_PARAM": 4,
-            "GGML_TENSOR_FLAG_LOSS": 8,
-            "GGML_TENSOR_FLAG_COMPUTE": 16,
-        },
-        "ggml_backend_buffer_usage": {
-            "GGML_BACKEND_BUFFER_USAGE_ANY": 0,
-            "GGML_BACKEND_BUFFER_USAGE_WEIGHTS": 1,
-            "GGML_BACKEND_BUFFER_USAGE_COMPUTE": 2,
-        },
-        "ggml_backend_dev_type": {
-            "GGML_BACKEND_DEVICE_TYPE_CPU": 0,
-            "GGML_BACKEND_DEVICE_TYPE_GPU": 1,
-            "GGML_BACKEND_DEVICE_TYPE_IGPU": 2,
-            "GGML_BACKEND_DEVICE_TYPE_ACCEL": 3,
-            "GGML_BACKEND_DEVICE_TYPE_META": 4,
-        },
+        }
     },
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -44,6 +44,12 @@ class Layout:
 
     def __getitem__(self, name: str) -> Any:
         return self._classes[name]
+
+    def but(self, **parts: Any) -> Layout:
+        """Another layout: other versions or API version, and the tables, structs and enumerations that differ."""
+        own = vars(self)
+        changed: dict[str, Any] = {k: own[k] | v if isinstance(v, dict) else v for k, v in parts.items()}
+        return replace(self, **changed)
 
     def caps(self, **capabilities: bool) -> ctypes.Structure:
         """ggml_backend_dev_caps with those that this ggml has of some capabilities."""
