@@ -65,7 +65,8 @@ MOVED = {
 
 
 def __getattr__(name: str) -> Any:
-    """The operators of documents, which were importable from here before they had modules of their own."""
+    """The operators of documents, which could be imported from here before they had modules of their own. Gives a
+    DeprecationWarning, and raises AttributeError for any other name."""
     for module, operators in MOVED.items():
         if name in operators.split():
             where = f"{__name__}.documents.{module}"
@@ -76,26 +77,27 @@ def __getattr__(name: str) -> Any:
 
 @overload
 def register(backend: Backend | None = None, *, into: str | PathLike[str] | None = None) -> Plugin:
-    """Of a backend, or the default one: always the registered one."""
+    """Registers a backend, or the default one. Always returns the registered backend."""
 
 
 @overload
 def register(backend: Device, *, into: str | PathLike[str] | None = None) -> Plugin | None:
-    """Of a device: None while a file of devices is loaded."""
+    """Registers a device. Returns None while a file of devices is loaded."""
 
 
 def register(backend: Backend | Device | None = None, *, into: str | PathLike[str] | None = None) -> Plugin | None:
-    """Makes a backend's device known to the ggml inside llama-cpp-python. A second call for it changes nothing.
+    """Makes a backend's device known to the ggml inside llama-cpp-python. A second call for the same one changes
+    nothing.
 
-    into     another ggml: that of a Python package, by name ("pywhispercpp"), or of a library, by path. A process has
-             one ggml: the first call says which
-    backend  or a `Device`; the default backend, a device NPU, where left out: its options are those of the environment
-             where nobody has set them. Of several each has a name of its own
+    backend  a `Backend` or a `Device`. Default: the default backend, a device called NPU, whose options come from the
+             environment where nobody has set them. Each of several backends needs its own name
+    into     another ggml: that of a Python package, by name ("pywhispercpp"), or that of a library, by path. A process
+             has one ggml, which the first call chooses
 
-    Returns None while a file of devices is loaded, which only names them; else the registered backend, whose
-    `statistics` count what it computes. Raises `ggml_backend_npu.abi.lib.UnknownGgmlError` where that ggml is not one
-    whose layouts are known here, DeviceError for an option that cannot be, and for a name that ggml has a device of,
-    `ggml_backend_npu.abi.places.PlaceError` for an `into` that has no ggml.
+    Returns None while a file of devices is loaded, which only lists them; else the registered backend, whose
+    `statistics` count what it computes. Raises `ggml_backend_npu.abi.lib.UnknownGgmlError` where the layouts of that
+    ggml are not known here; DeviceError for an option that cannot be used, and for a name that another device of ggml
+    has; `ggml_backend_npu.abi.places.PlaceError` for an `into` that has no ggml.
     """
     from ggml_backend_npu.abi import lib, plugin
 

@@ -1,4 +1,4 @@
-"""python -m ggml_backend_npu: the command that the installation brings."""
+"""python -m ggml_backend_npu: runs the command ggml-npu."""
 
 from __future__ import annotations
 

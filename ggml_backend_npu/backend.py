@@ -1,6 +1,6 @@
-"""A backend: the ops, options, numerics and threads of one device, and what follows from them, in one object.
+"""A backend: the ops, options, numerics and threads of one device in one object, and what follows from them.
 
-A process may have several, each registered with ggml as a device of its own (`ggml_backend_npu.register`).
+A process may have several, each registered with ggml as its own device (`ggml_backend_npu.register`).
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ if TYPE_CHECKING:
     from ggml_backend_npu.opaque import OpaqueMemory
 
 NO_KERNEL = "no kernel"
-_MEMORY = 8 << 30  # bytes of the device's own, where nobody says
+_MEMORY = 8 << 30  # bytes of the device's own memory, where no limit is given
 
 
 class Ops(Mapping[str, Op]):
-    """The ops of a backend, by name. Adding a name again replaces the op: how a user's kernel takes the place of one of
-    ours.
+    """The ops of a backend, by name. Adding an op replaces the one of the same name: this is how a user's kernel
+    replaces one of ours.
 
-    changed  called whenever they do
+    changed  called whenever the ops change
     """
 
     def __init__(self, ops: Iterable[Op], changed: Callable[[], None]) -> None:
@@ -58,13 +58,13 @@ class Ops(Mapping[str, Op]):
         return len(self._ops)
 
     def add(self, *ops: Op) -> None:
-        """Takes ops, each in the place of one of its name."""
+        """Adds ops; each replaces the op of its name, if there is one."""
         self._ops.update({op.name: op for op in ops})
         self._changed()
 
     @contextmanager
     def having(self, *ops: Op) -> Iterator[None]:
-        """Has these ops too, or in place of its own, until the context ends."""
+        """Has these ops, added or in place of its own, until the context ends."""
         before = dict(self._ops)
         self.add(*ops)
         try:
@@ -80,21 +80,21 @@ class Backend:
         register(Backend("NPU1", ops=[*OWN.values(), mine], options=Options(memory="device")))
 
     name     of the device in ggml's registry
-    ops      the project's own, where left out
-    options  those of the environment, where left out
-    fusions  patterns of nodes that it runs as one operator; the project's own, where left out
+    ops      default: the project's own
+    options  default: those of the environment
+    fusions  patterns of nodes that it runs as one operator; default: the project's own
 
-    Of the ggml of this process, which it has one of, follows what all backends share where they do not say otherwise:
+    A process has one ggml. From it come two more defaults, which all backends share:
 
     numerics  what ggml's CPU computes, with `options.matmul`
-    team      the threads that its kernels run in: ggml's, once the backend is registered; a pool before
+    team      the threads that run its kernels: ggml's, once the backend is registered; a pool before
 
-    Options are read when they are needed first: a program may add ops before, and be told of a wrong variable later.
-    Each change makes a new `version`: plans made before hold other kernels.
+    Options are read when they are first needed: a program may add ops before that, and hears of a wrong variable only
+    then. Every change gives a new `version`, because older plans hold the old kernels.
     """
 
     description = "Python kernels (ggml-backend-npu)"
-    runs_without_python = True  # graphs that come again
+    runs_without_python = True  # runs graphs that come again
 
     def __init__(
         self,
@@ -117,40 +117,46 @@ class Backend:
 
     @property
     def version(self) -> int:
-        """Another number whenever plans made before are void."""
+        """A number that changes whenever older plans become void."""
         return int(self._version[0])
 
     @property
     def version_at(self) -> int:
-        """Where compiled code reads the version, int64."""
+        """The address at which compiled code reads the version, an int64."""
         return int(self._version.ctypes.data)
 
     @property
     def options(self) -> Options:
+        """Its options, read from the environment when first needed. Raises DeviceError for a wrong variable."""
         if self._options is None:
             self._options = Options.from_environment()
         return self._options
 
     @options.setter
     def options(self, options: Options) -> None:
+        """Sets the options, which makes older plans void."""
         self._options = options
         self._changed()
 
     @property
     def fusions(self) -> tuple[Fusion, ...]:
+        """The patterns of nodes that it may run as one operator; `options.fusion` says whether it does."""
         return self._fusions
 
     @fusions.setter
     def fusions(self, fusions: Iterable[Fusion]) -> None:
+        """Sets the fusions, which makes older plans void."""
         self._fusions = tuple(fusions)
         self._changed()
 
     @property
     def numerics(self) -> Numerics:
+        """Its arithmetic: as given, or that of the bound ggml's CPU; always with `options.matmul`."""
         return replace(self._numerics or codecs.bound(), matmul=self.options.matmul)
 
     @numerics.setter
     def numerics(self, numerics: Numerics) -> None:
+        """Sets the arithmetic, which makes older plans void."""
         self._numerics = numerics
         self._changed()
 
@@ -161,11 +167,11 @@ class Backend:
 
     @property
     def fusible(self) -> frozenset[str]:
-        """The ops that a pattern which runs as one operator may begin with."""
+        """The ops with which a fused pattern may begin; none where `fuses` is False."""
         return frozenset(fusion.ops[0].name for fusion in self._fusions) if self.fuses else frozenset()
 
     def like(self, name: str | None = None, *, options: Options | None = None) -> Backend:
-        """Another one with the same ops, and the same or other options."""
+        """Another backend with the same ops, and with the same or other options."""
         chosen = options or self.options
         return Backend(
             name or self.name, ops=self.ops.values(), options=chosen, numerics=self._numerics, team=self.team,
@@ -175,7 +181,7 @@ class Backend:
     def memory(self, moved: Callable[[], None]) -> DeviceMemory | OpaqueMemory | None:
         """Memory of the device's own; None where tensors stay in ggml's buffers.
 
-        moved  called whenever a tensor begins or ceases to be packed
+        moved  called whenever a tensor becomes packed or stops being packed
         """
         limit = self.options.memory_limit or _MEMORY
         return DeviceMemory(limit, moved) if self.options.memory == "device" else None
@@ -183,13 +189,16 @@ class Backend:
     # nodes
 
     def offers(self, op: str) -> bool:
-        """Whether the device is to take nodes of an op where its kernel can: by default of what a user has registered,
-        and of the backend's own what is marked so."""
+        """Whether nodes of an op may be placed on the device, where no kernel refuses them.
+
+        With `options.ops` "all" every op may; else the ops of a user's kernels, and those of the project's own that are
+        marked `default`. True as well for an op without a kernel, which `refusal` refuses.
+        """
         kernel = self.ops.get(op)
         return kernel is None or self.options.ops == "all" or kernel.default or kernel is not OWN.get(op)
 
     def refusal(self, node: Node) -> str | None:
-        """Why the backend does not take the node: no kernel does, or not the profile. None where it does."""
+        """Why the backend does not take the node: no kernel does, or the profile does not. None where it takes it."""
         return self.kernel_refusal(node) or self.options.profile.refusal(node)
 
     def kernel_refusal(self, node: Node) -> str | None:
@@ -204,8 +213,8 @@ class Backend:
             raise KernelError(f"{node}: {reason}")
 
     def bind(self, node: Node) -> Call:
-        """The call that computes the node, in the team that works where it is called. Raises KernelError where the
-        backend does not take it."""
+        """The call that computes the node, in the team that is working where it is called. Raises KernelError where the
+        backend does not take the node."""
         self.check(node)
         return self.ops[node.op].bind(node, self.numerics)
 
@@ -220,11 +229,16 @@ class Backend:
     def longest_fusion(
         self, graph: Graph, begin: int, among: Iterable[Fusion] | None = None
     ) -> tuple[Fusion, Fused] | None:
-        """The longest pattern of nodes from `begin` on, of all or of some, which the backend runs as one operator."""
+        """The longest pattern of nodes, from node `begin` on, that the backend runs as one operator; None where there
+        is none.
+
+        among  the fusions to try; default: all of the backend's
+        """
         return longest(graph, begin, self._fusions if among is None else among, self.ops)
 
     def plan(self, graph: Graph) -> Plan:
-        """Binds every node that is not empty. Raises KernelError where the backend takes one not."""
+        """Binds every non-empty node of a graph, patterns as one operator. Raises KernelError where the backend does
+        not take a node."""
         steps: list[tuple[Node | Span, Call]] = []
         counts, fused = Counter[str](), Counter[str]()
         fuses = graph.producers and self.fuses and engine() == "compiled"
@@ -250,15 +264,17 @@ class Backend:
         return Plan(tuple(steps), counts, fused)
 
     def compute_graph(self, graph: Graph) -> None:
-        """Computes nodes in order, those as one operator that are one. Raises KernelError."""
+        """Computes a graph's nodes in order, patterns as one operator. Raises KernelError."""
         with self.team.working():
             self.plan(graph).run()
 
 
 @cache
 def default_backend() -> Backend:
-    """The backend that `ggml_backend_npu.register()` registers, and that `ggml_backend_npu.op` adds to: that of the
-    first device of GGML_NPU_DEVICE_FILE, where that is set. Raises DeviceError."""
+    """The backend that `ggml_backend_npu.register()` registers and that `ggml_backend_npu.op` adds to.
+
+    It is that of the first device of GGML_NPU_DEVICE_FILE, where that is set. Raises DeviceError.
+    """
     name = os.environ.get("GGML_NPU_DEVICE_FILE")
     if not name:
         return Backend()
@@ -275,8 +291,8 @@ def op(
     default: bool = False,
     params: type[Params] | None = None,
 ) -> Callable[[Callable[..., None]], Op]:
-    """Decorator: as `registry.op`. The op is the default backend's, or, in a file of kernels, of the backend that the
-    file is loaded for."""
+    """Decorator: as `registry.op`. The op goes to the default backend, or, in a file of kernels, to the backend that
+    the file is loaded for."""
     make = registry.op(name, types=types, refuse=refuse, default=default, params=params)
 
     def added(define: Callable[..., None]) -> Op:

@@ -1,5 +1,5 @@
-"""What GGML_NPU_CAPTURE asks for, and who does it: this package writes no files; a package that does says so in its
-metadata, as an entry point of the group `ggml_backend_npu.capture`."""
+"""What GGML_NPU_CAPTURE asks for, and who does it. This package writes no files; a package that writes traces says so
+in its metadata, by an entry point of the group `ggml_backend_npu.capture`."""
 
 from __future__ import annotations
 
@@ -20,8 +20,10 @@ GROUP = "ggml_backend_npu.capture"
 
 @dataclass(frozen=True)
 class Capture:
-    """path   of the trace
-    nodes  which nodes it is to have, as `ggml-npu capture --nodes` takes them; "*": all
+    """What to capture, and where to.
+
+    path   of the trace
+    nodes  which nodes go into it, in the syntax of `ggml-npu capture --nodes`; "*": all
     """
 
     path: Path
@@ -29,14 +31,14 @@ class Capture:
 
 
 def wanted() -> Capture | None:
-    """What GGML_NPU_CAPTURE and GGML_NPU_CAPTURE_NODES ask for."""
+    """What GGML_NPU_CAPTURE and GGML_NPU_CAPTURE_NODES ask for; None where the first is not set."""
     path = os.environ.get("GGML_NPU_CAPTURE")
     return Capture(Path(path), os.environ.get("GGML_NPU_CAPTURE_NODES") or "*") if path else None
 
 
 def begin(plugin: Plugin, capture: Capture) -> None:
-    """Has what a plugin is handed recorded. Raises DeviceError where nobody does that, and what the one who does it
-    raises for a path."""
+    """Starts recording the nodes that a plugin is given. Raises DeviceError where no installed package writes traces,
+    and what that package raises for a path."""
     found = next(iter(entry_points(group=GROUP)), None)
     if found is None:
         raise DeviceError(f"GGML_NPU_CAPTURE={str(capture.path)!r}: no installed package writes traces")

@@ -1,5 +1,5 @@
 """What is known of an op besides its kernels: which results are right, what it is measured on, how kernels get it
-wrong, what it costs, and which of ggml's functions and test cases are about it. No kernel needs any of it."""
+wrong, what it costs, and which of ggml's functions and test cases belong to it. No kernel needs any of this."""
 
 from __future__ import annotations
 
@@ -24,9 +24,10 @@ class Probe:
     """Nodes that a promise is measured on.
 
     of     which of the op's nodes they are, where not all
+    makes  functions that make them
     types  of dst and of the sources
-    fixed  whether ggml's source says what every bit is, as it is written for x86-64 with AVX2 and with AVX-512
-    fused  whether it does where a compiler makes one step of a product and its sum
+    fixed  whether ggml's source, as written for x86-64 with AVX2 and with AVX-512, determines every bit
+    fused  whether it still does where a compiler makes one step of a product and its sum
     """
 
     of: str
@@ -38,7 +39,7 @@ class Probe:
 
 @dataclass(frozen=True)
 class Mistake:
-    """What a kernel may do wrong.
+    """Something that a kernel may do wrong.
 
     text     what it does, as a sentence about the op: "ignores nb[2] of src0: with 256 in place of 512"
     node     the altered node. Its dst may have another ne, nb and offset than the original's
@@ -56,9 +57,10 @@ class Mistake:
 class Cost:
     """What a node asks of a device.
 
-    operations  multiplications and additions of a product of matrices, or elements
-    matrix      the type of the matrix whose rows are multiplied; None where none is
-    touched     the share of a tensor's bytes that is read or written, where not all: 0 is dst, 1 the first source
+    operations  multiplications and additions of a matrix product, or elements
+    matrix      the type of the matrix whose rows are multiplied; None where there is none
+    touched     the share of a tensor's bytes that is read or written, where that is not all: 0 is dst, 1 the first
+                source
     """
 
     operations: float
@@ -68,19 +70,21 @@ class Cost:
 
 @dataclass(kw_only=True)
 class Checks:
-    """bound     the normalised mean squared error that rounding may give (`graph_runner.rules`), by the type of the
-              first source, "*" for any other; without one the bytes have to be the same
-    bound_by  the source whose type it is, where not the first
-    judged_by  the source as long as whose rows results are judged together, where not dst
-    wide      whether the definition computes in the type of its sources: of float64 it is the formula
-    products  whether dst is sums of products with a factor from each source
-    weights   whether the first source is weights: rows that are multiplied with those of the second
-    moved     whether integers among the sources are rounded on the way, too
-    keeps     whether a part of dst stays what it was
-    roles     what sources are for, by name: {"mask": "the mask"}
-    built_by  ggml's functions that make or change such a node, and what they take: c context, t tensor, i int,
-              l int64_t, z size_t, u uint32_t, f float, b bool, p int *,
-              q int64_t *; where left out, ggml_<name> of all sources and parameters
+    """What is known of an op; the decorators below add the rest.
+
+    bound      the normalised mean squared error that rounding may cause (`graph_runner.rules`), by the type of the
+               first source, "*" for any other; without one the bytes have to be equal
+    bound_by   the source whose type selects the bound, where that is not the first
+    judged_by  the source whose ne0 says how many elements of a result are judged together, where that is not dst's
+    wide       whether the definition computes in the type of its sources: on float64 it is the formula
+    products   whether dst is sums of products with a factor from each source
+    weights    whether the first source is weights: rows that are multiplied with those of the second
+    moved      whether integer sources are rounded on the way too
+    keeps      whether a part of dst keeps its old bytes
+    roles      what sources are for, by name: {"mask": "the mask"}
+    built_by   ggml's functions that make or change such a node, and what they take: c context, t tensor, i int, l
+               int64_t, z size_t, u uint32_t, f float, b bool, p int *, q int64_t *. Default: ggml_<name> of all sources
+               and parameters
     """
 
     bound: Mapping[str, float] = field(default_factory=dict)
@@ -104,23 +108,24 @@ class Checks:
 
     @property
     def has_formula(self) -> bool:
+        """Whether the exact value of a result can be computed: by `formula`, or because the definition is `wide`."""
         return self.wide or self.exact is not None
 
     def formula(self, formula: FormulaT) -> FormulaT:
-        """Decorator: the exact value. Called as the kernel is, without dst; returns float64 (ne3, ne2, ne1, ne0), or
-        None for a node that is not as ggml makes them."""
+        """Decorator: the exact value. It is called as the kernel is, without dst; it returns float64 (ne3, ne2, ne1,
+        ne0), or None for a node that is not as ggml makes them."""
         self.exact = formula
         return formula
 
     def terms(self, formula: FormulaT) -> FormulaT:
-        """Decorator: how large the numbers are that are rounded on the way to each element, where a movement of the
-        sources does not show it: sums, and functions that end with a difference. Called as `formula`."""
+        """Decorator: how large the numbers are that are rounded on the way to each element. It is for ops where moving
+        the sources does not show this: sums, and functions that end with a difference. It is called as `formula` is."""
         self.size = formula
         return formula
 
     def rule(self, words: str) -> Callable[[Callable[..., bool]], Callable[..., bool]]:
-        """Decorator: whether a result is right, of an op that has more than one. Called as the kernel is; `words` say
-        when."""
+        """Decorator: whether a result is right, for an op that has more than one right result. It is called as the
+        kernel is; `words` say when a result is right."""
 
         def register(is_right: Callable[..., bool]) -> Callable[..., bool]:
             self.order = (is_right, words)
@@ -129,29 +134,30 @@ class Checks:
         return register
 
     def nodes(self, *makes: Make) -> Make:
-        """Small nodes of the op, of any types: what rules are tested with, and a promise is measured on. A decorator
-        where it is one."""
+        """Small nodes of the op, of any types: rules are tested with them, and promises are measured on them. It is a
+        decorator where it gets one function."""
         self.makes = makes
         return makes[0]
 
     def probes(self, measured: Callable[[], Iterable[Probe]]) -> Callable[[], Iterable[Probe]]:
-        """Decorator: what promises are measured on, where not on `nodes` of f32."""
+        """Decorator: what promises are measured on, where that is not `nodes` of f32."""
         self.measured = measured
         return measured
 
     def mistakes(self, mistaken: Callable[..., Iterator[Mistake]]) -> Callable[..., Iterator[Mistake]]:
-        """Decorator: mistakes that kernels of this op make, besides those that any kernel may make. Called with the
-        node and its sources as the kernel has them."""
+        """Decorator: mistakes that kernels of this op make, besides those that any kernel may make. It is called with
+        the node, then with its sources as the kernel gets them."""
         self.mistaken = mistaken
         return mistaken
 
     def cases(self, nearest: Callable[..., list[str]]) -> Callable[..., list[str]]:
-        """Decorator: what stands in the parameters of the cases of test-backend-ops nearest to a node, in their order,
-        as regular expressions (`ops.cases`). Called as the kernel is."""
+        """Decorator: regular expressions that match the parameters of the cases of test-backend-ops nearest to a node,
+        in the order of these parameters (`ops.cases`). It is called as the kernel is."""
         self.nearest = nearest
         return nearest
 
     def costs(self, cost: Callable[..., Cost]) -> Callable[..., Cost]:
-        """Decorator: what a node asks of a device, where that is not each element once. Called as the kernel is."""
+        """Decorator: what a node asks of a device, where that is not one operation per element. It is called as the
+        kernel is."""
         self.cost = cost
         return cost

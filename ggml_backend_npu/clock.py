@@ -1,4 +1,4 @@
-"""How long a device takes for a node, by what it can do in a second: enough to plan with before there is a chip."""
+"""How long a device takes for a node, from its speeds: enough to plan with before there is a chip."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ from ggml_backend_npu.ops import OWN
 
 @dataclass(frozen=True)
 class Clock:
-    """A device's speed. A node takes `launch`, and what takes longer of its bytes and its operations.
+    """A device's speed. A node takes `launch`, plus the time for its bytes or that for its operations, whichever is
+    longer.
 
     memory      bytes a second that its arithmetic reads and writes
     bus         bytes a second between its memory and the host's
     launch      seconds for each node
-    operations  a second. By a type: of matrix products of weights of that type, a multiplication and an addition being
-                two; "f32" is that of a type that is not named. By an op: of that op; "elements" is that of an op that
-                is not named. An op that is no product of matrices has one operation for each element
+    operations  operations a second. Under a type: for matrix products of weights of that type, where a multiplication
+                and an addition are two; "f32" serves types that are not named. Under an op: for that op; "elements"
+                serves ops that are not named. An op that is not a matrix product has one operation per element
     """
 
     memory: float
@@ -29,7 +30,7 @@ class Clock:
     operations: Mapping[str, float] = field(default_factory=dict)
 
     def seconds(self, node: Node) -> float:
-        """The time for a node."""
+        """The time for a node, in seconds."""
         cost = _cost(node)
         kind = ("elements",) if cost.matrix is None else (cost.matrix, "f32")
         rate = next((self.operations[name] for name in (node.op, *kind) if name in self.operations), inf)

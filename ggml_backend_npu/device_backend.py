@@ -1,4 +1,4 @@
-"""A `Device` as a `Backend`: its graphs are compiled, its nodes computed in its own memory."""
+"""A `Device` as a `Backend`: it compiles graphs, and computes nodes in its own memory."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _MOST_PROGRAMS = 1024
 
 
 class DeviceBackend(Backend):
-    """What a device computes. `plan` compiles a whole graph, once for each topology."""
+    """What a device computes. `plan` compiles a whole graph."""
 
     runs_without_python = False
 
@@ -37,20 +37,20 @@ class DeviceBackend(Backend):
     @staticmethod
     @cache
     def of(device: Device) -> DeviceBackend:
-        """The one that a device is registered as."""
+        """The backend that a device is registered as; always the same one for a device."""
         return DeviceBackend(device)
 
     @property
     def description(self) -> str:  # type: ignore[override]
-        """The device's own, which `open` may set."""
+        """The device's own description, which `open` may set."""
         return self.device.description
 
     def like(self, name: str | None = None, *, options: Options | None = None) -> Backend:
-        """The same device; of other options it has none."""
+        """A backend of the same device, with these options or the device's own. `name` is ignored."""
         return DeviceBackend(self.device, options)
 
     def memory(self, moved: Callable[[], None]) -> OpaqueMemory:
-        """The device's memory; opens the device. Raises DeviceError."""
+        """The device's memory. Opens the device the first time, which may raise DeviceError. `moved` is ignored."""
         if not self.device.is_open:
             self.device.open()
             self.device.is_open = True
@@ -64,12 +64,14 @@ class DeviceBackend(Backend):
             raise KernelError(f"{self.name}: refusal of {node}: {in_a_line(error)}") from error
 
     def bind(self, node: Node) -> Call:
-        """The call that computes a node that lies in the device's memory, alone."""
+        """The call that computes one node, compiled alone; its tensors lie in the device's memory. Raises
+        KernelError."""
         self.check(node)
         return self._compiled(Graph((node,), ((None,) * len(node.src),), ((node.dst,),)))
 
     def plan(self, graph: Graph) -> Plan:
-        """The graph's nodes as one program. Raises KernelError where the device takes one not, or fails to compile."""
+        """The graph's nodes as one program. Raises KernelError where the device does not take a node, or fails to
+        compile."""
         graph = graph.without_empty()
         if not graph.nodes:
             return Plan((), Counter(), Counter())
@@ -81,7 +83,7 @@ class DeviceBackend(Backend):
         return Plan(((_Whole(self.name, graph), self._compiled(graph)),), n_ops, Counter())
 
     def compute(self, node: Node) -> None:
-        """Computes a node whose tensors lie in host memory: over copies in the device's. Raises KernelError."""
+        """Computes a node whose tensors lie in host memory, over copies in the device's memory. Raises KernelError."""
         self.check(node)
         if self._own is None:
             self._own = self.memory(lambda: None)
@@ -100,8 +102,8 @@ class DeviceBackend(Backend):
                 group.release()
 
     def _by_way_of_the_host(self, node: Node) -> Call:
-        """The call that computes a node of which a tensor lies in host memory: ggml leaves there what the node writes
-        into, where the CPU computed that (SET_ROWS into a FILL)."""
+        """The call that computes a node some of whose tensors lie in host memory. ggml leaves the tensor that a node
+        writes into there, where the CPU computed it (SET_ROWS into a FILL)."""
 
         def run() -> None:
             src = tuple(tensor and tensor.unpacked() for tensor in node.src)
@@ -131,13 +133,13 @@ class DeviceBackend(Backend):
 
 @cache
 def backends_of(name: str) -> list[DeviceBackend]:
-    """Those of a file's devices, or of an entry point's. Raises DeviceError."""
+    """The backends of the devices that a file registers, or an entry point. Raises DeviceError."""
     return [DeviceBackend.of(device) for device in load_devices(name)]
 
 
 @dataclass(frozen=True)
 class _Whole:
-    """What a message calls a graph."""
+    """A graph, as messages name it."""
 
     device: str
     graph: Graph
@@ -169,7 +171,8 @@ class _Group:
         return replace(tensor, memory=replace(tensor.memory, address=moved, owner=None), buffer=self._buffer)
 
     def take_back(self, *, writes: bool) -> None:
-        """Copies the group back, where the node may write to it. Raises KernelError where it has, and may not."""
+        """Copies the group back, where the node may write to it. Raises KernelError where the node has written to a
+        group that it may only read."""
         now = self._memory.read(self._buffer.address, self._span.size)
         if writes:
             self._span.bytes()[:] = now
@@ -181,7 +184,8 @@ class _Group:
 
 
 def _root(tensor: Tensor) -> Tensor:
-    """As a tensor of bytes all the memory that a tensor is a view of; its own span where it does not lie in that."""
+    """All the memory that a tensor is a view of, as a tensor of bytes; the tensor's own span where it does not lie in
+    that memory."""
     inside = tensor.offset >= 0 and tensor.offset + tensor.nbytes <= tensor.memory.size
     size, address = (tensor.memory.size, tensor.memory.address) if inside else (tensor.nbytes, tensor.address)
     memory = Memory(address, size, tensor.memory.writable, tensor.memory.owner)

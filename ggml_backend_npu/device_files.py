@@ -1,5 +1,5 @@
 """Devices of other packages and of files: entry points of the group "ggml_backend_npu.devices", and Python files that
-register some."""
+register devices."""
 
 from __future__ import annotations
 
@@ -20,12 +20,14 @@ _recorded: ContextVar[list[Device] | None] = ContextVar("devices of the file tha
 
 
 def recorded() -> list[Device] | None:
-    """Where `register` is to note a device, instead of telling ggml: while a file is loaded."""
+    """The list to which `register` adds a device, instead of telling ggml, while a file is loaded; None at any other
+    time."""
     return _recorded.get()
 
 
 def load_devices(name: str) -> list[Device]:
-    """The devices of a Python file, which is run, or of an entry point by its name. Raises DeviceError."""
+    """The devices of a Python file, which is run, or of an entry point by its name. Raises DeviceError where there are
+    none."""
     devices = _of_file(Path(name)) if name.endswith(".py") else _of_entry_point(name)
     if not devices:
         raise DeviceError(f"device {name!r}: registers no device")

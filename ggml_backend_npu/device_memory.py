@@ -1,4 +1,5 @@
-"""The device's own memory: buffers up to a limit, the tensors packed in them, and what crosses their border."""
+"""The device's own memory: buffers up to a limit, the tensors packed in them, and counts of what is copied in and
+out."""
 
 from __future__ import annotations
 
@@ -18,21 +19,22 @@ DIRECTIONS = (TO_DEVICE, TO_HOST, ON_DEVICE)
 
 @dataclass
 class Transfers:
-    """Calls and bytes, by direction: "host to device", "device to host", "device to device"."""
+    """Counts of calls and of bytes, by direction: "host to device", "device to host", "device to device"."""
 
     calls: dict[str, int] = field(default_factory=lambda: dict.fromkeys(DIRECTIONS, 0))
     bytes: dict[str, int] = field(default_factory=lambda: dict.fromkeys(DIRECTIONS, 0))
 
     def count(self, direction: str, size: int) -> None:
+        """Counts one call that copies `size` bytes in a direction."""
         self.calls[direction] += 1
         self.bytes[direction] += size
 
 
 class DeviceMemory:
-    """Buffers up to a limit in bytes. What its tensors are copied and computed by, `opaque.OpaqueMemory` does alike.
+    """Buffers up to a limit in bytes. `opaque.OpaqueMemory` has the same methods to place, copy and compute tensors.
 
-    moved  called whenever a tensor begins or ceases to be packed: plans that know its layout are void
-    moves  how often that was
+    moved  called whenever a tensor becomes packed or stops being packed: plans that know its layout are then void
+    moves  how often that happened
     """
 
     alignment, largest = ALIGNMENT, None
@@ -46,10 +48,11 @@ class DeviceMemory:
 
     @property
     def free(self) -> int:
+        """Bytes that may still be allocated."""
         return max(0, self.limit - self.used)
 
     def allocate(self, size: int) -> Memory | None:
-        """An aligned buffer, or None where the limit does not allow it."""
+        """A buffer of `size` bytes, aligned to ALIGNMENT; None where the limit does not allow it."""
         if size > self.free:
             return None
         owner = np.zeros(size + ALIGNMENT, np.uint8)
@@ -58,11 +61,13 @@ class DeviceMemory:
         return Memory(-(-start // ALIGNMENT) * ALIGNMENT, size, owner=owner)
 
     def release(self, buffer: Memory) -> None:
+        """Frees a buffer, and forgets the tensors packed in it."""
         self.used -= buffer.size
         self._forget(buffer.address, buffer.size)
 
     def place(self, type: str, address: int, size: int, *, pack: bool) -> None:
-        """A tensor comes to lie at an address: one that lay there is gone; `pack` gives it the device layout."""
+        """Notes that a tensor now lies at an address, and that tensors which lay there are gone; `pack` gives it the
+        device layout, if it is of a packed type."""
         index = self._at(address, size)
         if pack and index is not None and self._packed[index].size == size and self._packed[index].address == address:
             return
@@ -73,7 +78,7 @@ class DeviceMemory:
             self._tell()
 
     def packed(self, address: int) -> Packed | None:
-        """The packed tensor that an address lies in."""
+        """The packed tensor that an address lies in; None where it lies in none."""
         index = bisect_right(self._packed, address, key=_address) - 1
         if index < 0:
             return None
@@ -81,7 +86,7 @@ class DeviceMemory:
         return found if address < found.address + found.size else None
 
     def read(self, address: int, size: int) -> Bytes:
-        """Bytes as ggml sees them: blocks of a packed tensor, anything else as it lies there."""
+        """Bytes as ggml sees them: a packed tensor's as blocks, a copy; all others as they lie there, not a copy."""
         packed = self.packed(address)
         return Memory(address, size).bytes() if packed is None else packed.read(address - packed.address, size)
 
@@ -94,21 +99,21 @@ class DeviceMemory:
             packed.write(address - packed.address, data)
 
     def set(self, address: int, size: int, value: int) -> None:
-        """Sets bytes as ggml sees them to one value."""
+        """Sets bytes, as ggml sees them, to one value."""
         self.write(address, np.full(size, value, np.uint8))
 
     def copy(self, source: int, target: int, size: int) -> None:
-        """Copies bytes as ggml sees them."""
+        """Copies bytes as ggml sees them from one address to another."""
         self.write(target, np.array(self.read(source, size)))
 
     def spoil(self, address: int, why: str) -> None:
-        """Nothing that is done here fails."""
+        """Does nothing: no write to this memory fails."""
 
     def check(self) -> None:
-        """Nothing that is done here fails."""
+        """Does nothing: no write to this memory fails."""
 
     def synchronize(self) -> None:
-        """Nothing is done later."""
+        """Does nothing: nothing is queued."""
 
     def fill(self, buffer: Memory, value: int) -> None:
         """Sets every byte of a buffer, as ggml sees them, to one value."""
@@ -118,7 +123,7 @@ class DeviceMemory:
                 packed.write(0, np.full(packed.size, value, np.uint8))
 
     def _at(self, address: int, size: int) -> int | None:
-        """Index of the first packed tensor that overlaps a span."""
+        """Index of the first packed tensor that overlaps a span; None where none does."""
         index = max(0, bisect_right(self._packed, address, key=_address) - 1)
         for i in range(index, len(self._packed)):
             found = self._packed[i]

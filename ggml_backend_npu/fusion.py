@@ -1,8 +1,8 @@
-"""Patterns of nodes that llama.cpp builds, each run as the one operator that it is.
+"""Patterns of nodes that llama.cpp builds, each run as the one operator that it stands for.
 
-A fusion names the ops of its pattern, in the order in which they are computed, and how to run nodes of such ops where
-they belong together. It is taken where nobody reads what it leaves out. Its definition is the nodes one by one, which
-GGML_NPU_FUSION=off and GGML_NPU_ENGINE=reference run.
+A fusion names the ops of its pattern, in the order in which they are computed, and says how to run nodes of these ops
+where they belong together. It is used where nobody reads the results that it leaves out. Its definition is the nodes
+one by one, which is what GGML_NPU_FUSION=off and GGML_NPU_ENGINE=reference run.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Fused:
     """A span of nodes as one call.
 
     written   by place in the span, what the call writes of a node's result: all of it, or a view
-    in_place  of these, what may lie on a source
+    in_place  those places of `written` whose output may lie on a source
     """
 
     call: Call
@@ -38,7 +38,7 @@ class Fused:
 
 @dataclass(frozen=True)
 class Span:
-    """Nodes [begin, end) of a graph."""
+    """Nodes [begin, end) of a graph. Places in a span count from 0."""
 
     graph: Graph
     begin: int
@@ -46,19 +46,21 @@ class Span:
 
     @property
     def nodes(self) -> tuple[Node, ...]:
+        """The nodes, in order."""
         return self.graph.nodes[self.begin : self.end]
 
     def __str__(self) -> str:
         return f"{' '.join(node.op for node in self.nodes)} up to {self.nodes[-1].name!r}"
 
     def reads(self, reader: int, source: int, made_by: int) -> bool:
-        """Whether a node of the span has the whole result of another one, be it reshaped, as a source."""
+        """Whether source number `source` of node `reader` is the whole result of node `made_by` of the span, possibly
+        reshaped."""
         tensor, dst = self._source(reader, source), self.nodes[made_by].dst
         produced = self.graph.producers[self.begin + reader][source]
         return produced == self.begin + made_by and _same_span(tensor, dst)
 
     def reads_from_outside(self, reader: int, source: int) -> bool:
-        """Whether no node of the span computes a source of one."""
+        """Whether source number `source` of node `reader` is not computed by the span."""
         made_by = self.graph.producers[self.begin + reader][source]
         return made_by is None or made_by < self.begin
 
@@ -68,6 +70,8 @@ class Span:
         return tensor
 
     def leaves_out_only_what_nobody_reads(self, fused: Fused) -> bool:
+        """Whether the call writes everything that is read outside of the span: by other nodes, or after the graph's
+        end."""
         for place in range(self.end - self.begin):
             read = list(self.graph.beyond[self.begin + place])
             for reader, producers in enumerate(self.graph.producers):
@@ -82,8 +86,11 @@ class Span:
         return True
 
     def writes_nothing_twice_nor_a_source(self, fused: Fused) -> bool:
-        """The nodes run one after the other, so an output may lie where a source or another output was that all have
-        read before."""
+        """Whether the call's outputs overlap neither each other nor sources from outside of the span, except `in_place`
+        ones.
+
+        Nodes that run one by one may: an output may lie where a source or another output was that all have read before.
+        """
         if any(a.overlaps(b) for a, b in combinations(fused.written.values(), 2)):
             return False
         written = [tensor for place, tensor in fused.written.items() if place not in fused.in_place]
@@ -97,8 +104,10 @@ class Span:
 
 @dataclass(frozen=True)
 class Fusion:
-    """name  of the operator that the pattern is
-    ops   of its nodes: the kernels that it takes the place of, and of no others
+    """A pattern of nodes that runs as one operator.
+
+    name   of the operator
+    ops    of its nodes: the kernels that it replaces; nodes with other kernels are left alone
     bound  how far off rounding may be; 0 for the same bytes
     match  a span of such nodes -> how to run it, or None where they do not belong together
     """
@@ -110,10 +119,11 @@ class Fusion:
 
     @property
     def op_names(self) -> tuple[str, ...]:
+        """The names of its ops, in order."""
         return tuple(op.name for op in self.ops)
 
     def of(self, graph: Graph, begin: int, ops: Mapping[str, Op]) -> Fused | None:
-        """The nodes from `begin` on as one call, in a backend of these ops; None where they are not this pattern."""
+        """The nodes from `begin` on as one call, in a backend with these ops; None where they are not this pattern."""
         span = Span(graph, begin, begin + len(self.ops))
         if tuple(node.op for node in span.nodes) != self.op_names:
             return None
@@ -126,7 +136,7 @@ class Fusion:
 
 
 def longest(graph: Graph, begin: int, among: Iterable[Fusion], ops: Mapping[str, Op]) -> tuple[Fusion, Fused] | None:
-    """The longest fusion of nodes from `begin` on, in a backend of these ops."""
+    """The longest fusion of nodes from `begin` on, in a backend with these ops; None where there is none."""
     for fusion in sorted(among, key=lambda fusion: -len(fusion.ops)):
         found = fusion.of(graph, begin, ops)
         if found is not None:
@@ -135,7 +145,8 @@ def longest(graph: Graph, begin: int, among: Iterable[Fusion], ops: Mapping[str,
 
 
 def fusion(name: str, ops: str, bound: float = 0.0) -> Callable[[Callable[[Span], Fused | None]], Fusion]:
-    """Decorator: makes a function the matcher of a fusion."""
+    """Decorator: makes a function the `match` of a fusion of that name; `ops` are names of the project's own ops, with
+    blanks between."""
 
     return lambda match: Fusion(name, tuple(OWN[op] for op in ops.split()), match, bound)
 
@@ -192,7 +203,8 @@ def _token_shift(span: Span) -> Fused | None:
 
 
 def _selected(span: Span, argsort: int, get_rows: int, scores: Tensor | None) -> Tensor | None:
-    """The ids with which GET_ROWS takes the first columns of ARGSORT's result out of the scores, as (k, n)."""
+    """The ids of ARGSORT's first columns, (k, n), with which GET_ROWS takes values out of the scores; None where it
+    does not."""
     order = Argsort.of(span.nodes[argsort].params).order
     table, ids = span.nodes[get_rows].src[:2]
     whole = span.nodes[argsort].dst
@@ -229,7 +241,7 @@ def _routed(span: Span, weights: Tensor, *, norm: bool = False, least: float = 0
 
 
 def _flat(weights: Tensor, ids: Tensor) -> Tensor:
-    """Weights, contiguous, in the shape of the ids."""
+    """Contiguous weights in the shape of the ids."""
     k, n = ids.ne[:2]
     return Tensor(weights.name, "f32", ids.ne, (4, 4 * k, 4 * k * n, 4 * k * n), weights.memory, weights.offset)
 

@@ -1,6 +1,6 @@
-"""The device generations that come with the backend, each one `Profile` of declared rules.
+"""The device generations that come with the backend; each is one `Profile` of declared rules.
 
-To add one: one entry in PROFILES.
+To add one, add one entry to PROFILES.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _CANN_QUANTIZED = Rule({"src0": ("q8_0", "q4_0")}, contiguous=("src0", "src1"))
 
 
 def _cann(floats: Types, **others: tuple[Rule, ...]) -> dict[str, tuple[Rule, ...]]:
-    """ggml_backend_cann_supports_op, case by case: what all its builds take, over the float types of one of them."""
+    """ggml_backend_cann_supports_op, case by case: what all its builds take, with the float types of one of them."""
     return {
         **dict.fromkeys(_CANN_IN_ANY_FORM, ANY),
         **dict.fromkeys(_CANN_OF_F32, (Rule({"src0": ("f32",)}),)),

@@ -1,4 +1,4 @@
-"""A ggml graph as plain Python: tensors with ne and nb over memory, nodes, graphs. Nothing of ctypes or llama.cpp."""
+"""A ggml graph in plain Python: tensors with ne and nb over memory, nodes, graphs. Nothing of ctypes or llama.cpp."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from quant.kernels.records import Place
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """A span of host memory. `owner` is kept alive as long as the span is."""
+    """A span of host memory, `size` bytes from `address` on. `owner` lives as long as the span."""
 
     address: int
     size: int
@@ -29,7 +29,7 @@ class Memory:
 
     @staticmethod
     def of(array: NDArray[Any]) -> Memory:
-        """The memory of a contiguous array."""
+        """The memory of a contiguous array. Raises ValueError for one that is not."""
         if not array.flags.c_contiguous:
             raise ValueError(f"array of shape {array.shape}, strides {array.strides}: must be contiguous")
         address, _ = array.__array_interface__["data"]
@@ -45,7 +45,7 @@ class Tensor:
     """ggml_tensor: ne elements and nb bytes per dimension, fastest first, at an offset into memory.
 
     packed  the tensor in the device layout that this one is, or is a view of; None where blocks lie as ggml has them
-    buffer  that it lies in, where that is memory of a device which the host cannot read; None in host memory
+    buffer  the device's buffer that it lies in, which the host cannot read; None in host memory
     """
 
     name: str
@@ -59,21 +59,24 @@ class Tensor:
 
     @property
     def apart(self) -> Packed | Buffer | None:
-        """What has its bytes, where they do not lie at its address as ggml has them."""
+        """What holds its bytes, where they do not lie at its address as ggml has them: `packed` or `buffer`; else
+        None."""
         return self.packed or self.buffer
 
     @property
     def start(self) -> int:
-        """Of its first byte, the offset in its buffer."""
+        """The offset of its first byte in its buffer."""
         assert self.buffer is not None
         return self.address - self.buffer.address
 
     @property
     def codec(self) -> Codec:
+        """The codec of its type."""
         return codec(self.type)
 
     @property
     def address(self) -> int:
+        """The address of its first byte, in host memory or in the range that its buffer has."""
         return self.memory.address + self.offset
 
     @property
@@ -88,25 +91,25 @@ class Tensor:
 
     @cached_property
     def nbytes(self) -> int:
-        """ggml_nbytes: from the first byte to behind the last one, gaps included."""
+        """ggml_nbytes: from the first byte to the last one, gaps included."""
         return nbytes(self.codec.block_size, self.codec.block_bytes, self.ne, self.nb)
 
     @property
     def end(self) -> int:
-        """The address behind its last byte."""
+        """The address after its last byte."""
         return self.address + self.nbytes
 
     @property
     def place(self) -> Place:
-        """Where it lies, as kernels read it."""
+        """Its address and nb, as kernels read them."""
         return Place(self.address, self.nb)
 
     def overlaps(self, other: Tensor) -> bool:
-        """Whether the spans of the two share a byte."""
+        """Whether the spans of two tensors share a byte."""
         return self.address < other.end and other.address < self.end
 
     def is_contiguous(self) -> bool:
-        """ggml_is_contiguous: strides of dimensions of one element do not matter."""
+        """ggml_is_contiguous: strides of dimensions with one element do not matter."""
         stride = self.codec.block_bytes
         for n, actual in zip((self.n_blocks, *self.ne[1:]), self.nb, strict=True):
             if n != 1 and actual != stride:
@@ -122,8 +125,8 @@ class Tensor:
         """The tensor's values as an ndarray over its memory, axes reversed: (ne3, ne2, ne1, ne0).
 
         A quantised type gives its blocks, uint8 (ne3, ne2, ne1, blocks in a row, block bytes); bf16 gives
-        ml_dtypes.bfloat16. A tensor that a node only reads is read-only. A packed tensor has no view: see `unpacked`;
-        nor has one in a device's buffer: see `within`.
+        ml_dtypes.bfloat16. The view of a tensor that a node only reads is read-only. Raises ValueError for a packed
+        tensor, see `unpacked`, and for one in a device's buffer, see `within`.
         """
         if self.buffer is not None:
             raise ValueError(f"tensor {self.name!r} lies in a device's memory, which the host cannot read")
@@ -136,8 +139,7 @@ class Tensor:
         return _strided(self.memory, self.offset, shape, strides, kind.dtype)
 
     def unpacked(self) -> Tensor:
-        """The tensor over a copy of its bytes as ggml has them, where they do not lie at its address; itself where they
-        do."""
+        """The tensor over a copy of its bytes as ggml has them, where they do not lie at its address; else itself."""
         apart = self.apart
         if apart is None:
             return self
@@ -145,26 +147,28 @@ class Tensor:
         return self.over(Memory.of(np.ascontiguousarray(blocks)))
 
     def take(self, unpacked: Tensor) -> None:
-        """Gives back what `unpacked` gave, after it was written."""
+        """Copies back what `unpacked` returned, after it was written."""
         if (apart := self.apart) is not None:
             apart.write(self.address - apart.address, unpacked.memory.bytes())
 
     def over(self, memory: Memory, offset: int = 0) -> Tensor:
-        """The tensor at an offset into other host memory, that holds its bytes as ggml has them."""
+        """The same tensor at an offset into other host memory, which holds its bytes as ggml has them."""
         return replace(self, memory=memory, offset=offset, packed=None, buffer=None)
 
     def within(self, content: NDArray[np.uint8]) -> Tensor:
-        """The tensor over an array that holds all of its buffer: how a device in host memory sees it."""
+        """The same tensor over an array that holds its whole buffer: what a device in host memory needs."""
         assert self.buffer is not None
         begin = Memory.of(content).address + self.memory.address - self.buffer.address
         return self.over(Memory(begin, self.memory.size, self.memory.writable, content), self.offset)
 
     @staticmethod
     def of(array: NDArray[Any], type: str | None = None, name: str = "") -> Tensor:
-        """A tensor over an array, not a copy: up to 4 axes, any strides, reversed.
+        """A tensor over an array, not a copy: up to 4 axes, any strides from 0 on, reversed.
 
-        type  name of a ggml type; the array's own where it is None. For a quantised type the array holds bytes,
-              uint8 (..., row bytes), rows contiguous.
+        type  name of a ggml type; None: the array's own. For a quantised type the array holds bytes, uint8 (..., row
+              bytes), with contiguous rows
+
+        Raises ValueError for an array that a tensor cannot describe, or that does not fit the type.
         """
         kind = codec(type or _TYPE_OF_DTYPE.get(array.dtype.name, array.dtype.name))
         if array.ndim > 4:
@@ -192,7 +196,7 @@ class Tensor:
 
 @dataclass(frozen=True)
 class Node:
-    """One operation of a graph: computes dst from its sources. A source that the op leaves out is None.
+    """One operation of a graph: it computes dst from its sources. A source that it leaves out is None.
 
     op      ggml_op_desc: the op's name; for UNARY and GLU the name of the function
     params  op_params, as bytes
@@ -205,6 +209,7 @@ class Node:
 
     @property
     def name(self) -> str:
+        """The name of its dst."""
         return self.dst.name
 
     def __str__(self) -> str:
@@ -215,9 +220,9 @@ class Node:
 class Graph:
     """Nodes in the order in which they are computed.
 
-    producers  for each source of each node, which node of the graph computes what it is a view of; None for none of
-               them. Empty where nobody asked
-    beyond     for each node, what else is read of its result, behind the graph's end: the result itself or views of it
+    producers  for each source of each node, the index of the node in this graph that computes what the source is a view
+               of; None where no node does. Empty where nobody asked for it
+    beyond     for each node, what is read of its result after the graph's end: the result itself or views of it
     """
 
     nodes: tuple[Node, ...]
@@ -226,19 +231,20 @@ class Graph:
 
     @cached_property
     def roots(self) -> tuple[Tensor, ...]:
-        """What the nodes' tensors are views of, each once, in the order in which they come: a tensor at offset 0."""
+        """What the nodes' tensors are views of, each once, in the order in which they appear, as tensors at offset
+        0."""
         found: dict[tuple[int, int], Tensor] = {}
         for tensor in self.tensors():
             found.setdefault((tensor.memory.address, tensor.memory.size), replace(tensor, offset=0))
         return tuple(found.values())
 
     def tensors(self) -> Iterator[Tensor]:
-        """Of each node its output and its sources, empty ones left out."""
+        """For each node its dst, then its sources; empty ones are left out."""
         for node in self.nodes:
             yield from (tensor for tensor in (node.dst, *node.src) if tensor is not None and tensor.nbytes)
 
     def root_of(self, tensor: Tensor) -> int:
-        """Which of `roots` a tensor is a view of."""
+        """The index in `roots` of what a tensor is a view of."""
         return self._root_at[tensor.memory.address, tensor.memory.size]
 
     @cached_property
@@ -246,8 +252,8 @@ class Graph:
         return {(root.memory.address, root.memory.size): index for index, root in enumerate(self.roots)}
 
     def topology(self) -> Hashable:
-        """What a program of the graph depends on but for the places of its roots: two graphs that have the same differ
-        in nothing else. Roots that overlap are to lie to each other as they do."""
+        """Everything that a program of the graph depends on, except where its roots lie. Two graphs with the same
+        topology differ in nothing else; roots that overlap keep their distances."""
         spans = [Memory(root.memory.address, root.memory.size) for root in self.roots]
         laid: list[Hashable] = [span.size for span in spans]
         for i, span in enumerate(spans):
@@ -264,7 +270,7 @@ class Graph:
         return known, tensor.offset, tensor.type, tensor.ne, tensor.nb
 
     def without_empty(self) -> Graph:
-        """The nodes that have something to compute."""
+        """The graph without the nodes that have nothing to compute."""
         if all(node.dst.n_elements for node in self.nodes):
             return self
         kept = [place for place, node in enumerate(self.nodes) if node.dst.n_elements]
@@ -277,7 +283,7 @@ class Graph:
 
 
 def overlapping(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
-    """Tensors in the order of their memory, those together that overlap, directly or through others."""
+    """Tensors sorted by address; those that overlap, directly or through others, are in one group."""
     groups: list[list[Tensor]] = []
     end = 0
     for tensor in sorted(tensors, key=lambda tensor: tensor.address):
@@ -290,7 +296,7 @@ def overlapping(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
 
 
 def nbytes(block_size: int, block_bytes: int, ne: Dims, nb: Dims) -> int:
-    """ggml_nbytes of a tensor whose type has such blocks."""
+    """ggml_nbytes of a tensor whose type has blocks of this size."""
     ne0, ne1, ne2, ne3 = ne
     if ne0 <= 0 or ne1 <= 0 or ne2 <= 0 or ne3 <= 0:
         return 0
@@ -317,7 +323,7 @@ def _strided(
 
 
 class _Span:
-    """What `np.asarray` asks for foreign memory."""
+    """What `np.asarray` needs for foreign memory."""
 
     def __init__(self, interface: dict[str, Any], memory: Memory) -> None:
         self.__array_interface__ = interface

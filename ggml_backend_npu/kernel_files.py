@@ -1,4 +1,4 @@
-"""A user's kernels: a Python file that registers or replaces ops with the same decorator as the project's own."""
+"""A user's kernels: a Python file that adds or replaces ops, with the same decorator as the project's own."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from quant.errors import UserError
 
 
 class KernelFileError(UserError):
-    """A file of kernels that cannot be used: one line that names the file, the line and why."""
+    """A file of kernels that cannot be used: one line that names the file, the line and the reason."""
 
 
 def named_by_the_environment() -> list[Path]:
-    """The files in GGML_NPU_KERNELS, with what os.pathsep is between them."""
+    """The files in GGML_NPU_KERNELS, which os.pathsep separates."""
     return [Path(name) for name in os.environ.get("GGML_NPU_KERNELS", "").split(os.pathsep) if name]
 
 
 def load_kernels(path: Path, backend: Backend) -> dict[str, str]:
-    """Runs a file of kernels, and adds what it registers to a backend. Returns what became of each op: {"SQR": "new",
-    "CONT": "replaced"}.
+    """Runs a file of kernels, and adds the ops that it registers to a backend. Returns what became of each: {"SQR":
+    "new", "CONT": "replaced"}.
 
-    The file is a program and is run as one; what lies in its folder it can import. Raises KernelFileError for a file
-    that is missing, fails, registers nothing, an op twice, one that ggml has not or one with too few sources; then its
-    ops are not taken.
+    The file runs as a program, and can import other files of its folder. Raises KernelFileError for a file that is
+    missing, fails, or registers nothing, an op twice, an op that ggml does not have, or one with too few sources; then
+    none of its ops are added.
     """
     if not path.is_file():
         raise KernelFileError(f"kernels {str(path)!r}: no such file")
@@ -47,7 +47,7 @@ def load_kernels(path: Path, backend: Backend) -> dict[str, str]:
 
 
 def _check(added: list[Op]) -> None:
-    """Raises KernelFileError where what a file registered cannot be meant."""
+    """Raises KernelFileError where a file registered something that cannot be right."""
     if not added:
         raise KernelFileError("registers no op")
     ggml = lib.ggml()

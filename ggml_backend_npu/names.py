@@ -1,4 +1,4 @@
-"""Checks, before anything imports `quant`, that Python finds the one of this distribution."""
+"""Checks, before anything imports `quant`, that Python finds the `quant` of this distribution."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which arithmetic a backend promises: the codec of each type as the bound ggml's CPU backend computes it."""
+"""The arithmetic that a backend promises: each type's codec as the bound ggml's CPU backend computes it."""
 
 from __future__ import annotations
 
@@ -12,13 +12,15 @@ from quant import Codec, Rounding
 
 @dataclass(frozen=True)
 class Numerics:
-    """rounding  the q8_0 rounding of the bound ggml's CPU; "simd" as on x86 where none is bound
-    fuses     whether it rounds a product to a whole number of q8_K at once, and not to float32 before
-    contracts whether its compiler made one step of a product and its sum (-ffp-contract) where C says both at once
-    bound     codecs that are the bound ggml's own functions, by type: those this project has no kernel for
-    to_float  addresses of ggml's functions that dequantise rows of these types
-    sgemm     the address of cblas_sgemm, of a library that computes in the calling thread; 0 where there is none
-    matmul    how weights are multiplied, see `ops.matmul`: "exact" or "fast"
+    """The arithmetic of one backend.
+
+    rounding   the q8_0 rounding of the bound ggml's CPU; "simd", as on x86, where none is bound
+    fuses      whether q8_K rounds a product once, to a whole number, and not to float32 first
+    contracts  whether ggml's compiler fused a product and its sum (-ffp-contract) where one C expression has both
+    bound      codecs that are the bound ggml's own functions, by type: for types that this project has no kernel for
+    to_float   addresses of ggml's functions that dequantise rows of these types
+    sgemm      the address of cblas_sgemm, in a library that computes in the calling thread; 0 where there is none
+    matmul     how weights are multiplied, see `ops.matmul`: "exact" or "fast"
     """
 
     rounding: Rounding = "simd"
@@ -30,7 +32,7 @@ class Numerics:
     matmul: str = "fast"
 
     def codec(self, type: str) -> Codec:
-        """The codec that a node's tensor of `type` goes through."""
+        """The codec for a node's tensor of a type: ggml's own where it is bound, else that of `quant`."""
         return self.bound.get(type) or quant.codec(type)
 
 

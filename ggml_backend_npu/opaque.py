@@ -16,10 +16,10 @@ from ggml_backend_npu.registry import KernelError, said_by
 
 
 class OpaqueMemory:
-    """Buffers of one device, up to its limit in bytes. Raises KernelError, naming device, call and size, for what the
-    device fails in.
+    """Buffers of one device, up to its limit in bytes. Where the device fails, its methods raise KernelError, which
+    names the device, the call and the size.
 
-    moves  how often a tensor changed its layout: never, that is the device's own matter
+    moves  how often a tensor changed its layout: never, because layouts are the device's own matter
     """
 
     moves, packs = 0, False
@@ -34,10 +34,11 @@ class OpaqueMemory:
 
     @property
     def free(self) -> int:
+        """Bytes that may still be allocated."""
         return max(0, self.limit - self.used)
 
     def allocate(self, size: int) -> Buffer | None:
-        """A buffer, or None where the limit does not allow it."""
+        """A buffer of `size` bytes; None where the limit, or the device's `largest`, does not allow it."""
         if size > self.free or (self.largest is not None and size > self.largest):
             return None
         with self.calling("alloc", size):
@@ -49,6 +50,7 @@ class OpaqueMemory:
         return buffer
 
     def release(self, buffer: Buffer) -> None:
+        """Frees a buffer."""
         with self._lock:
             self.used -= buffer.size
             self._buffers.remove(buffer)
@@ -57,48 +59,48 @@ class OpaqueMemory:
             self.device.free(buffer.handle)
 
     def place(self, type: str, address: int, size: int, *, pack: bool) -> None:
-        """A tensor comes to lie at an address."""
+        """Does nothing: the layout of a tensor is the device's own matter."""
 
     def packed(self, address: int) -> Buffer | None:
-        """The buffer that an address lies in."""
+        """The buffer that an address lies in; None where it lies in none."""
         with self._lock:
             index = bisect_right(self._buffers, address, key=_address) - 1
             found = self._buffers[index] if index >= 0 else None
         return found if found is not None and address < found.address + found.size else None
 
     def at(self, address: int, size: int) -> tuple[Buffer, int]:
-        """The buffer that a span lies in, and its offset in that."""
+        """The buffer that a span lies in, and the span's offset in it. Raises KernelError where it lies in none."""
         found = self.packed(address)
         if found is None or address + size > found.address + found.size:
             raise KernelError(f"{self.device.name}: {size} bytes at {address:#x} are in no buffer of it")
         return found, address - found.address
 
     def read(self, address: int, size: int) -> Bytes:
-        """A copy of bytes."""
+        """A copy of `size` bytes at an address."""
         buffer, offset = self.at(address, size)
         out = np.empty(size, np.uint8)
         self.read_into(buffer, offset, out)
         return out
 
     def read_into(self, buffer: Buffer, offset: int, out: Bytes) -> None:
-        """Copies bytes of a buffer into an array."""
+        """Copies bytes of a buffer, from `offset` on, into an array."""
         with self.calling("copy_out", out.size):
             self.device.copy_out(buffer.handle, offset, out)
 
     def write(self, address: int, data: Bytes) -> None:
-        """Sets bytes."""
+        """Sets the bytes at an address."""
         buffer, offset = self.at(address, data.size)
         with self.calling("copy_in", data.size):
             self.device.copy_in(buffer.handle, offset, data)
 
     def set(self, address: int, size: int, value: int) -> None:
-        """Sets bytes to one value."""
+        """Sets `size` bytes at an address to one value."""
         buffer, offset = self.at(address, size)
         with self.calling("fill", size):
             self.device.fill(buffer.handle, offset, size, value)
 
     def copy(self, source: int, target: int, size: int) -> None:
-        """Copies bytes from one address to another one."""
+        """Copies bytes from one address to another."""
         (first, begin), (second, to) = self.at(source, size), self.at(target, size)
         with self.calling("copy", size):
             self.device.copy(first.handle, begin, second.handle, to, size)
@@ -109,12 +111,12 @@ class OpaqueMemory:
             self.set(buffer.address, buffer.size, value)
 
     def synchronize(self) -> None:
-        """Waits for the device."""
+        """Waits until everything that the device was told to do is done."""
         with self.calling("synchronize"):
             self.device.synchronize()
 
     def copied_out(self, buffer: Buffer, offset: int, size: int) -> Bytes:
-        """Bytes of a buffer, after all that the device was told to do."""
+        """A copy of `size` bytes of a buffer, read after everything that the device was told to do."""
         out = np.empty(size, np.uint8)
         if size:
             self.synchronize()
@@ -122,13 +124,13 @@ class OpaqueMemory:
         return out
 
     def copied_in(self, buffer: Buffer, offset: int, data: Bytes) -> None:
-        """Sets bytes of a buffer, after all that the device was told to do."""
+        """Sets bytes of a buffer, after everything that the device was told to do."""
         if data.size:
             self.synchronize()
             self.write(buffer.address + offset, data)
 
     def spoil(self, address: int, why: str) -> None:
-        """What a buffer was to be set to, it is not: no graph runs until it is given back."""
+        """Marks the buffer at an address as spoilt, because a write to it failed: no graph runs until it is freed."""
         buffer = self.packed(address)
         if buffer is not None:
             self._spoilt[buffer.address] = why
@@ -140,7 +142,7 @@ class OpaqueMemory:
 
     @contextmanager
     def calling(self, call: str, size: int | None = None) -> Iterator[None]:
-        """A call of the device: what it raises becomes a KernelError."""
+        """Surrounds a call of the device: whatever it raises becomes a KernelError."""
         try:
             yield
         except KernelError:
@@ -151,7 +153,7 @@ class OpaqueMemory:
 
 
 def in_a_line(error: BaseException) -> str:
-    """What an exception of a device's says: an SDK may need many lines for it."""
+    """The message of a device's exception in one line: an SDK may use many."""
     return " ".join(said_by(error).split())
 
 

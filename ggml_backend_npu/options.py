@@ -1,5 +1,5 @@
-"""What a backend's device is: its generation, its memory, its type, its limits. Given by the environment, or by command
-line options of the same meaning."""
+"""What a backend's device is like: its generation, its memory, its type, its limits. The environment sets them, or
+command line options with the same meaning."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 
 class DeviceError(UserError):
-    """An option of the device that cannot be: one line that names it, its value and what is allowed."""
+    """An option of the device that cannot be used: one line that names it, its value and what is allowed."""
 
 
 def _choice(name: str, value: str, allowed: tuple[str, ...]) -> str:
@@ -75,12 +75,14 @@ def _refuse_unknown_variables() -> None:
 
 @dataclass(frozen=True)
 class Options:
-    """profile       the device's generation
+    """The options of one device.
+
+    profile       the device's generation
     memory        "host": tensors stay in ggml's own buffers; "device": the device has memory of its own
-    memory_limit  bytes of its memory; None: 8 GiB, or none where tensors stay in ggml's own buffers
+    memory_limit  bytes of its memory; None: 8 GiB, or no limit where tensors stay in ggml's own buffers
     device_type   "accel": every context uses it at once; "gpu": when n_gpu_layers or a model's device list says so
-    fallback      "cpu": a node that the device does not take, and is handed all the same, is computed by ggml's CPU
-                  backend: behind RPC, where clients do not ask. "none": such a node fails
+    fallback      "cpu": ggml's CPU backend computes a node that the device does not take but is given all the same:
+                  behind RPC, where clients do not ask. "none": such a node fails
     ops           "default": SCALE and the ops that move data, which cost a scheduler little; "all": every op there is
     fusion        "on": patterns of nodes run as one operator
     matmul        how weights are multiplied, see `ops.matmul`: "exact" as ggml's CPU does, "fast" by BLAS where columns
@@ -99,12 +101,14 @@ class Options:
 
     @classmethod
     def from_environment(cls) -> Options:
-        """GGML_NPU_PROFILE, GGML_NPU_MEMORY and so on, each where it is set. Raises DeviceError."""
+        """GGML_NPU_PROFILE, GGML_NPU_MEMORY and so on, each where it is set. Raises DeviceError for a wrong value, and
+        for a GGML_NPU_ variable that does not exist."""
         _refuse_unknown_variables()
         return cls()._with({name: os.environ.get(_variable(name)) for name in _CHECKS}, _variable)
 
     def updated(self, options: Mapping[str, str | None]) -> Options:
-        """With options by field name, as text; None leaves a field. Raises DeviceError."""
+        """These options with some replaced: text by field name; None leaves a field as it is. Raises DeviceError for a
+        wrong value."""
         return self._with(options, str)
 
     def _with(self, options: Mapping[str, str | None], called: Callable[[str], str]) -> Options:
@@ -113,7 +117,7 @@ class Options:
         return replace(self, **checked, _given={**self._given, **given})
 
     def check(self) -> None:
-        """Raises DeviceError for options that cannot be together."""
+        """Raises DeviceError for options that cannot be combined."""
         if self.fallback == "cpu" and self.memory == "device":
             raise DeviceError("GGML_NPU_FALLBACK=cpu needs GGML_NPU_MEMORY=host: the CPU cannot reach device memory")
         if self.memory_limit is not None and self.memory == "host":
@@ -121,7 +125,8 @@ class Options:
 
     @property
     def to_compare(self) -> Options:
-        """As nodes are compared: matrices are multiplied exactly, unless an option says how."""
+        """The options for comparing nodes: matrices are multiplied exactly, unless an option was given that says
+        how."""
         return self if "matmul" in self._given else replace(self, matmul="exact")
 
     def chosen(self) -> dict[str, str]:

@@ -1,7 +1,7 @@
 """Quantised tensors in the device layout: all quants of a tensor, then all its scales, at the tensor's own addresses.
 
-To ggml a tensor in device memory is what it is anywhere: blocks, of which it sets and gets any bytes. `Packed` is where
-the two meet: offsets into the blocks go in and out, the memory holds quants and scales apart. See `quant.layout`.
+ggml sees a tensor in device memory as it sees any other: as blocks, of which it sets and gets any bytes. `Packed`
+translates: its callers give offsets into the blocks, and the memory holds quants and scales apart. See `quant.layout`.
 """
 
 from __future__ import annotations
@@ -32,27 +32,29 @@ class Packed:
 
     @property
     def size(self) -> int:
+        """Its bytes, the same number in both layouts."""
         return self.storage.size
 
     @property
     def n_blocks(self) -> int:
+        """How many blocks the tensor has."""
         return self.storage.size // codec(self.type).block_bytes
 
     @staticmethod
     def of(type: str, address: int, storage: Bytes) -> Packed:
-        """Takes over a tensor's memory: what it holds as blocks becomes quants and scales."""
+        """Takes over a tensor's memory: rearranges its blocks, in place, into quants and scales."""
         packed = Packed(type, address, storage)
         packed.write(0, storage.copy())
         return packed
 
     def read(self, offset: int, size: int) -> Bytes:
-        """`size` bytes of the tensor's blocks, from any offset."""
+        """A copy of `size` bytes of the tensor's blocks, from any offset on."""
         first, begin = divmod(offset, codec(self.type).block_bytes)
         last = -(-(offset + size) // codec(self.type).block_bytes)
         return self._blocks(first, last).reshape(-1)[begin : begin + size]
 
     def write(self, offset: int, data: Bytes) -> None:
-        """Sets bytes of the tensor's blocks, at any offset; all others stay."""
+        """Sets bytes of the tensor's blocks, at any offset; all other bytes stay."""
         block_bytes = codec(self.type).block_bytes
         first, begin = divmod(offset, block_bytes)
         last = -(-(offset + data.size) // block_bytes)

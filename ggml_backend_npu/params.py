@@ -1,4 +1,4 @@
-"""op_params as records: an op's parameters are declared once, and the layout of their bytes follows."""
+"""op_params as records: an op declares its parameters once, and the layout of their bytes follows."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ f32 = Annotated[float, "f"]
 
 
 class Instead(NamedTuple):
-    """Values that a wrong kernel may have in place of a node's: `eps: Annotated[f32, Instead("eps", (0.0, 1e-6))]`.
+    """Values that a wrong kernel may use in place of a node's own: `eps: Annotated[f32, Instead("eps", (0.0, 1e-6))]`.
 
     name    of the parameter, in words
-    values  of a float the first is the one that has no effect
+    values  for a float, the first is the one that has no effect
     """
 
     name: str
@@ -32,7 +32,7 @@ class Params:
             scale: f32
             bias: f32
 
-    A record has fields of 4 bytes, i32 or f32, in ggml's order and without gaps.
+    The fields of a record have 4 bytes each, i32 or f32, in ggml's order and without gaps.
     """
 
     _layout: ClassVar[struct.Struct]
@@ -46,20 +46,20 @@ class Params:
 
     @classmethod
     def of(cls, data: bytes) -> Self:
-        """The record that op_params begin with; fields after their end are 0."""
+        """The record at the start of op_params; bytes after their end count as 0."""
         return cls(*cls._layout.unpack_from(data.ljust(PARAMS_BYTES, b"\0")))
 
     @property
     def packed(self) -> bytes:
-        """The 64 bytes of op_params, zeros after the record."""
+        """The 64 bytes of op_params: the record, then zeros."""
         return self._layout.pack(*(getattr(self, name) for name in self.names())).ljust(PARAMS_BYTES, b"\0")
 
     @classmethod
     def kinds(cls) -> str:
-        """i or f for each field."""
+        """One letter for each field: "i" or "f"."""
         return cls._layout.format.removeprefix("<")
 
     @classmethod
     def names(cls) -> tuple[str, ...]:
-        """The fields, in the order of op_params."""
+        """The names of the fields, in the order of op_params."""
         return tuple(field.name for field in fields(cls))

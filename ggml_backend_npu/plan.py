@@ -1,4 +1,4 @@
-"""A graph made ready to run: every node bound to its call, once, and run as often as the graph comes."""
+"""A graph made ready to run: every node is bound to its call once, and runs as often as the graph comes."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ from ggml_backend_npu.registry import Call, KernelError, said_by
 
 @dataclass(frozen=True)
 class Plan:
-    """steps  what computes something, nodes and fused spans of nodes, or a device's whole graph, each with its call
-    counts  how many nodes of which op one run computes, alone or in a span
-    fused   how many spans of which fusion are among the steps
+    """The calls that compute a graph.
+
+    steps   what computes something, with its call: a node, a fused span of nodes, or a device's whole graph
+    counts  how many nodes of each op one run computes, alone or in a span
+    fused   how many spans of each fusion are among the steps
     """
 
     steps: tuple[tuple[object, Call], ...]
@@ -20,7 +22,7 @@ class Plan:
     fused: Counter[str]
 
     def run(self) -> None:
-        """Computes the nodes in order. Raises KernelError, naming op and node, where one fails."""
+        """Makes the calls in order. Raises KernelError, which names the op and the node, where one fails."""
         for what, call in self.steps:
             try:
                 call()

@@ -1,4 +1,4 @@
-"""A profile of the user's own, as TOML; an error names the key and its line."""
+"""A profile of the user's own, as TOML. An error names the key and its line."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ _LAYOUTS = ("contiguous", "rows", "where")
 
 
 def read(path: Path) -> Profile:
-    """The profile in a file.
+    """The profile in a TOML file.
 
     name, description, source  texts
-    base       a profile whose ops it has as well, where it does not name them itself
-    ops        ops that it takes in any form. Of a profile with a clock, and without base, ops and op: all of them
+    base       a profile whose ops it has too, except those that it names itself
+    ops        ops that it takes in any form. A profile with a clock, but without base, ops and op, takes all ops
     [op.NAME]  a rule for an op, or several as [[op.NAME]]: the types of dst, src0, ..., and Rule's other fields
-    [clock]    how fast it is: the fields of Clock; [host]: how fast the CPU is beside it. Both or neither
+    [clock]    how fast it is: the fields of Clock; [host]: how fast the CPU beside it is. Both or neither
 
-    Raises ProfileError for a file that is none.
+    Raises ProfileError for a file that cannot be read or is not a profile.
     """
     try:
         text = path.read_text()
@@ -49,7 +49,7 @@ def read(path: Path) -> Profile:
 
 
 class _KeyError(ProfileError):
-    """What is wrong at a key, by the keys that lead to it."""
+    """Something is wrong at a key, given by the keys that lead to it."""
 
     def __init__(self, keys: Keys, message: str, word: str = "") -> None:
         super().__init__(message, word or str(keys[-1]))
@@ -83,7 +83,7 @@ def _profile(data: dict[str, Any], path: Path) -> Profile:
 
 
 def _clocks(data: dict[str, Any]) -> tuple[Clock, Clock] | None:
-    """The device's and the host's."""
+    """The device's clock and the host's; None where the file has neither."""
     given = [key for key in ("clock", "host") if key in data]
     if not given:
         return None
@@ -163,8 +163,8 @@ def _syntax_error(text: str, message: str) -> str:
 
 
 def _line(text: str, keys: Keys, word: str) -> int:
-    """The line of the word in the statement that sets a key: TOML libraries do not tell, but what the first lines of a
-    file parse to does."""
+    """The line of the word in the statement that sets a key. TOML libraries do not tell it, but what the first lines of
+    a file parse to does."""
     lines = text.splitlines()
     begin = end = 0
     for end in range(1, len(lines) + 1):

@@ -37,7 +37,7 @@ _OPERATORS: dict[str, Callable[[Any, Any], Any]] = {
 
 
 class ProfileError(UserError):
-    """A profile that cannot be: one line. `word` is what is wrong in it."""
+    """A profile that cannot be used: one line. `word` is what is wrong in it."""
 
     def __init__(self, message: str, word: str = "") -> None:
         super().__init__(message)
@@ -45,7 +45,8 @@ class ProfileError(UserError):
 
 
 def one_of(what: str, word: str, known: Collection[str]) -> None:
-    """Raises ProfileError for a word that is not known; of many known ones it names those that are like it."""
+    """Raises ProfileError for a word that is not known. The message lists the known words; of more than 50, those that
+    are like it, if there are any."""
     if word not in known:
         like = get_close_matches(word, known) if len(known) > 50 else []
         hint = f"did you mean {' or '.join(like)}?" if like else f"known: {' '.join(known)}"
@@ -60,7 +61,7 @@ def _tensor(node: Node, role: str) -> Tensor | None:
 
 
 def _record(op: str) -> type[Params] | None:
-    """The backend's record of an op's parameters, whatever kernel a user has put in its place."""
+    """The backend's record of an op's parameters, even where a user has replaced the kernel."""
     from ggml_backend_npu.ops import OWN  # late: ops know this module
 
     return OWN[op].params if op in OWN else None
@@ -77,7 +78,7 @@ def _number(operand: str, node: Node) -> int | float:
 
 
 def _parameter(what: str, node: Node) -> int | float:
-    """By its name, or by the number of its word, which is taken for an integer."""
+    """A parameter, by its name, or by the number of its 4-byte word, which is read as an integer."""
     if what.isdigit():
         return int.from_bytes(node.params.ljust(PARAMS_BYTES, b"\0")[4 * int(what) :][:4], "little", signed=True)
     record = _record(node.op)
@@ -95,7 +96,7 @@ def _type(operand: str, node: Node) -> str:
 
 
 def _unmet(condition: str, node: Node) -> str | None:
-    """What the node has instead where it does not meet the condition."""
+    """Why the node does not meet the condition, with its own value; None where it meets it."""
     if types := _TYPES.fullmatch(condition):
         left, relation, right = types.groups()
         value: object = _type(left, node)
@@ -115,13 +116,16 @@ def _unmet(condition: str, node: Node) -> str | None:
 
 @dataclass(frozen=True)
 class Rule:
-    """One form in which a device takes an op. Tensors go by role: "dst", "src0", "src1", ...
+    """One form in which a device takes an op. Tensors are named by role: "dst", "src0", "src1", ...
 
-    types       types that a tensor may have, by role; any where left out
+    types       types that a tensor may have, by role; a role that is left out may have any
     contiguous  roles whose tensors must be contiguous
     rows        roles whose rows must have no gaps between elements
     where       further conditions on types, ne, nb and op_params: "src0.ne0 <= 896"; "params.n_dims == 64", or
-                "params.1 == 64" by the number of the word, an integer. A source that is not there has the type "none"
+                "params.1 == 64" by the number of its word, an integer. A source that a node leaves out has the type
+                "none"
+
+    Raises ProfileError for a role, type or condition that does not exist.
     """
 
     types: Mapping[str, Types] = field(default_factory=dict)
@@ -143,7 +147,7 @@ class Rule:
                 one_of("type", types[3], (*known, "none"))
 
     def check_parameters(self, op: str) -> None:
-        """Raises ProfileError for a parameter that the op does not have."""
+        """Raises ProfileError where a condition names a parameter that the op does not have."""
         for condition in self.where:
             for name in _PARAMETERS.findall(condition):
                 record = _record(op)
@@ -154,7 +158,7 @@ class Rule:
                 )
 
     def has_types(self, node: Node) -> bool:
-        """Whether the node's tensors have types of this rule."""
+        """Whether the node's tensors have the types of this rule."""
         tensors = {role: _tensor(node, role) for role in self.types}
         return all(tensor is not None and tensor.type in self.types[role] for role, tensor in tensors.items())
 
@@ -178,11 +182,11 @@ ANY = (Rule(),)
 class Profile:
     """A device generation.
 
-    ops     the ops it takes, each in any of the forms of its rules; None: all ops in any form
+    ops     the ops that it takes, each in any of the forms of its rules; None: all ops in any form
     source  where this is known from
-    clock   how fast it is, and how fast the host's CPU is beside it; None where nobody has said
+    clock   how fast it is, and how fast the host's CPU beside it is; None where nobody has said
 
-    Raises ProfileError for a rule that names a parameter that its op does not have.
+    Raises ProfileError for a rule with a parameter that its op does not have.
     """
 
     name: str
@@ -218,7 +222,8 @@ FULL = Profile("full", "whatever the backend has a kernel for", "the registry", 
 
 
 def load(name: str) -> Profile:
-    """The profile of a name, or of a TOML file. Raises ProfileError where there is none."""
+    """The profile with a name, or that of a TOML file. Raises ProfileError where there is none, or the file is not a
+    profile."""
     from ggml_backend_npu.generations import PROFILES  # late: they name parameters of ops, which know this module
 
     if name in PROFILES:

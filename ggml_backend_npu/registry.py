@@ -1,4 +1,4 @@
-"""An op. One decorated function is one op; what is supported and what is run read the same entry."""
+"""An op of the backend. One decorated function is one op: the same entry says what is supported, and runs it."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _NOT_A_USERS = (*(str(_PACKAGES / name) for name in ("ggml_backend_npu", "graph_
 
 
 def said_by(error: BaseException) -> str:
-    """What an exception says, and where in a user's file it was raised."""
+    """An exception's type and message, and where in a user's file it was raised."""
     frames = traceback.extract_tb(error.__traceback__)
     users = [
         frame
@@ -48,16 +48,19 @@ def said_by(error: BaseException) -> str:
 
 @dataclass
 class Op(Checks):
-    """One op of the backend, with what is known of it (`Checks`).
+    """One op of the backend, with what else is known of it (`Checks`).
 
     name     ggml's name of it, as in `Node.op`
-    define   the kernel: fills dst from its sources; takes dst, as many sources as it names, and `params` and
-             `numerics`, what its backend computes with, where it names these keywords. prepare gets the same
-    types    the type combinations it takes, (dst, src0, src1, ...), or None for any
-    refuse   a reason why a node of these types is not taken, or None
-    default  of the backend's own ops, whether it is taken where the device is not to take all of them
-    prepare  where a compiled kernel exists: a node's tensors -> the bound call, or None where this one is not compiled
+    define   the kernel: it fills dst from its sources. It is called with dst, with as many sources as it names, and
+             with `params` and `numerics` (the backend's arithmetic) where it names these keywords
+    types    the type combinations that it takes, (dst, src0, src1, ...); None: any
+    refuse   gives a reason why a node of these types is not taken, or None
+    default  for the backend's own ops: whether the device takes it when it does not take all ops
+    prepare  for ops with a compiled kernel: called as `define`, it returns the bound call, or None where this node has
+             no compiled kernel
     params   the record of its op_params, which define, refuse and prepare get as `params`; None: they get the bytes
+
+    Raises TypeError for a kernel without dst, and for types of different lengths or unknown names.
     """
 
     name: str
@@ -92,7 +95,7 @@ class Op(Checks):
 
     @cached_property
     def n_required(self) -> int:
-        """How many of them a node cannot leave out: those before the first that the kernel takes as `Tensor | None`."""
+        """How many of them a node must have: those before the first that the kernel takes as `Tensor | None`."""
         hints = get_type_hints(self.define)
         return len([*takewhile(lambda name: NoneType not in get_args(hints.get(name)), self.sources)])
 
@@ -108,12 +111,13 @@ class Op(Checks):
         return self.built_by or {f"ggml_{self.name.lower()}": f"c{'t' * self.n_src}{kinds}"}
 
     def compiled(self, prepare: Callable[..., Call | None]) -> Callable[..., Call | None]:
-        """Decorator: the compiled kernel that stands beside the definition and equals it byte for byte."""
+        """Decorator: sets `prepare`, whose compiled kernel stands beside the definition and equals it byte for byte."""
         self.prepare = prepare
         return prepare
 
     def signatures(self) -> list[tuple[str, str]]:
-        """What it takes, for a person: (sources, outputs), with "same" for an output of the first source's type."""
+        """The types that it takes, to be read by people: pairs (sources, outputs), where "same" is an output of the
+        first source's type."""
         if self.types is None:
             return [("any", "any")]
         outputs: dict[Types, set[str]] = defaultdict(set)
@@ -129,7 +133,7 @@ class Op(Checks):
         ]
 
     def keywords(self, node: Node, numerics: Numerics = PLAIN) -> dict[str, Any]:
-        """What the kernel gets besides tensors: `params` of the node and `numerics`, where it names them."""
+        """What the kernel gets besides tensors: the node's `params`, and `numerics`, where it names them."""
         return self._params(node) | ({"numerics": numerics} if self.wants_numerics else {})
 
     def _params(self, node: Node) -> dict[str, Any]:
@@ -138,19 +142,20 @@ class Op(Checks):
         return {"params": node.params if self.params is None else self.params.of(node.params)}
 
     def arguments(self, node: Node) -> tuple[tuple[Tensor | None, ...], dict[str, Any]]:
-        """What functions of `Checks` are called with: dst and as many sources as the kernel names, and `params` where
-        it names them."""
+        """What the functions of `Checks` are called with: dst and as many sources as the kernel names; and `params`,
+        where it names them."""
         return self._tensors(node), self._params(node)
 
     def _tensors(self, node: Node) -> tuple[Tensor | None, ...]:
         return node.dst, *(*node.src, *(None,) * self.n_src)[: self.n_src]
 
     def lacks_sources(self, node: Node) -> bool:
-        """Whether the node leaves out a source that it cannot leave out."""
+        """Whether the node leaves out a source that the kernel needs."""
         return len(node.src) < self.n_required or None in node.src[: self.n_required]
 
     def refusal(self, node: Node) -> str | None:
-        """Why the op does not take the node, in a few words; None where it does."""
+        """Why the op does not take the node, in a few words; None where it does. Raises KernelError where `refuse`
+        fails."""
         if self.types is not None:
             length = len(next(iter(self.types)))
             dst, *sources = present = tuple(t.type for t in (node.dst, *node.src) if t is not None)[:length]
@@ -167,7 +172,8 @@ class Op(Checks):
         return reason
 
     def bind(self, node: Node, numerics: Numerics = PLAIN) -> Call:
-        """The call that computes the node, as often as wanted."""
+        """The call that computes the node, as often as it is wanted: the compiled kernel where there is one, else the
+        definition."""
         arguments, keywords = self._tensors(node), self.keywords(node, numerics)
         if self.prepare is not None and engine() == "compiled":
             call = self.prepare(*arguments, **keywords)
@@ -189,7 +195,7 @@ _recorded: ContextVar[list[Op] | None] = ContextVar("the ops of the file that is
 
 @contextmanager
 def recording() -> Iterator[list[Op]]:
-    """The ops that `op` makes until the context ends, one of them under the name of another too: a file's, while it is
+    """Collects the ops that `op` makes until the context ends, even two of the same name: those of a file, while it is
     loaded."""
     found: list[Op] = []
     before = _recorded.set(found)
@@ -200,7 +206,7 @@ def recording() -> Iterator[list[Op]]:
 
 
 def is_recorded() -> bool:
-    """Whether somebody is `recording`."""
+    """Whether a `recording` is under way."""
     return _recorded.get() is not None
 
 
@@ -220,20 +226,21 @@ def op(
         def sqr(dst, x):
             dst.view()[...] = x.view() ** 2
 
-    name    ggml_op_desc of the nodes it computes ("GET_ROWS", "SOFT_MAX", "SILU", ...)
-    types   type combinations (dst, src0, src1, ...) that it takes; any, where left out
-    refuse  called like the kernel: returns a reason why such a node is not taken, or None
-    params  the record of the node's op_params (`ggml_backend_npu.params`)
-    bound   of one of the backend's own: how far off rounding may be, for all types or by type; 0 for the same bytes
-    checks  what else is known of it: the arguments of `Checks`
-    default  of one of the backend's own: whether it is taken where the device is not to take all ops, GGML_NPU_OPS=all.
-             Whatever it is, a node is taken whose output is part of a tensor in the device's memory, and every op that
-             a user registers
+    name     ggml_op_desc of the nodes that it computes ("GET_ROWS", "SOFT_MAX", "SILU", ...)
+    types    the type combinations (dst, src0, src1, ...) that it takes; default: any
+    refuse   called like the kernel: returns a reason why such a node is not taken, or None
+    params   the record of the node's op_params (`ggml_backend_npu.params`)
+    bound    for the backend's own ops: how far off rounding may be, for all types or by type; 0 for the same bytes
+    checks   what else is known of it: the arguments of `Checks`
+    default  for the backend's own ops: whether the device takes it without GGML_NPU_OPS=all. In any case it takes a
+             node whose output is part of a tensor in the device's memory, and every op that a user registers
 
-    The kernel gets `Tensor`s, reads its sources with `.view()` and writes into `dst.view()`; a source that a node
-    leaves out is None; a keyword `params` gets the node's op_params, as the record, or as bytes where none is named; a
-    keyword `numerics` what the backend computes with, for a kernel that runs one of ours. An exception in it fails the
-    node, not the process.
+    The kernel gets `Tensor`s, reads its sources with `.view()` and writes into `dst.view()`. A source that a node
+    leaves out is None. A keyword `params` gets the node's op_params, as the record, or as bytes where no record is
+    given. A keyword `numerics` gets the backend's arithmetic, for a kernel that runs one of ours. An exception in the
+    kernel fails the node, not the process.
+
+    Raises TypeError where `name` is not a string, and where `Op` does.
     """
 
     if not isinstance(name, str):

@@ -2,9 +2,9 @@
 
     register(Simulator("XNPU0", delay=1e-3))
 
-Its arithmetic is this project's own kernels, over memory that only they know the address of. What is queued runs in a
-thread of the device, in order, each after a random delay; `copy_in`, `copy_out`, `copy` and `fill` do not wait for it.
-So a program that reads before it has synchronised, or sets what a queued program has yet to read, gets wrong bytes.
+This project's own kernels compute, in memory whose address only they know. Whatever is queued runs in a thread of the
+device, in order, each item after a random delay; `copy_in`, `copy_out`, `copy` and `fill` do not wait for it. So a
+program that reads before it has synchronised, or overwrites what a queued program has yet to read, gets wrong bytes.
 """
 
 from __future__ import annotations
@@ -32,10 +32,13 @@ _ALIGNMENT = 64
 class Simulator(QueuedDevice):
     """A simulated device.
 
-    delay   seconds that the queue waits before each thing that it does, at most; 0: it is as fast as it can be
-    faults  how likely each call fails, by name: see FAULTS. "run": a program, while it runs; "event": one is lost, and
-            never happens, which the device notices; "gone": the device is, in the middle of a program, from then on
+    delay   the most seconds that the queue waits before each thing that it does; 0: it is as fast as it can be
+    faults  the probability that a call fails, by its name: see FAULTS. "run": a program fails while it runs; "event":
+            an event is lost and never happens, which the device notices; "gone": the device disappears at the end of a
+            program, and calls fail from then on
     seed    of delays and faults
+
+    Raises DeviceError for a fault that does not exist.
     """
 
     def __init__(
@@ -72,7 +75,7 @@ class Simulator(QueuedDevice):
                 self._worker.start()
 
     def alloc(self, size: int) -> Bytes:
-        """A span of memory of the simulation's own."""
+        """Memory of the simulation's own, aligned to 64 bytes; the handle is an array."""
         self._fault("alloc", f"{size} bytes")
         owner = np.zeros(size + _ALIGNMENT, np.uint8)
         begin = -owner.__array_interface__["data"][0] % _ALIGNMENT
@@ -80,30 +83,37 @@ class Simulator(QueuedDevice):
         return owner[begin : begin + size]
 
     def free(self, handle: Bytes) -> None:
+        """Waits for the queue, then gives the memory back."""
         self._wait()
         self.n_buffers -= 1
 
     def copy_in(self, handle: Bytes, offset: int, data: Bytes) -> None:
+        """Copies bytes from the host at once."""
         self._fault("copy_in", f"{data.size} bytes")
         handle[offset : offset + data.size] = data
 
     def copy_out(self, handle: Bytes, offset: int, out: Bytes) -> None:
+        """Copies bytes to the host at once."""
         self._fault("copy_out", f"{out.size} bytes")
         out[:] = handle[offset : offset + out.size]
 
     def copy(self, source: Bytes, source_offset: int, target: Bytes, target_offset: int, size: int) -> None:
+        """Copies bytes from one buffer to another at once."""
         self._fault("copy", f"{size} bytes")
         target[target_offset : target_offset + size] = source[source_offset : source_offset + size]
 
     def fill(self, handle: Bytes, offset: int, size: int, value: int) -> None:
+        """Sets bytes to one value at once."""
         self._fault("fill", f"{size} bytes")
         handle[offset : offset + size] = value
 
     def refusal(self, node: Node) -> str | None:
+        """What this project's own backend says of the node."""
         self._fault("refusal", str(node))
         return self._backend.refusal(node)
 
     def compile(self, graph: Graph) -> Program:
+        """A plan of this project's own backend; calling the program queues one run of it."""
         self._fault("compile", f"{len(graph.nodes)} nodes")
         plan = self._backend.plan(_moved(graph))
 
@@ -117,21 +127,26 @@ class Simulator(QueuedDevice):
         return lambda: self._later(run)
 
     def synchronize(self) -> None:
+        """Waits for the queue. Raises DeviceError with what failed in it since the last time."""
         self._wait()
         failed, self._failed = self._failed, None
         if failed is not None:
             raise DeviceError(failed)
 
     def copy_in_async(self, handle: Bytes, offset: int, data: Bytes) -> None:
+        """Queues `copy_in`."""
         self._later(lambda: self.copy_in(handle, offset, data))
 
     def copy_out_async(self, handle: Bytes, offset: int, out: Bytes) -> None:
+        """Queues `copy_out`."""
         self._later(lambda: self.copy_out(handle, offset, out))
 
     def copy_async(self, source: Bytes, source_offset: int, target: Bytes, target_offset: int, size: int) -> None:
+        """Queues `copy`."""
         self._later(lambda: self.copy(source, source_offset, target, target_offset, size))
 
     def record(self) -> threading.Event:
+        """Queues an event, which the queue's thread sets."""
         event = threading.Event()
 
         def happens() -> None:
@@ -142,9 +157,10 @@ class Simulator(QueuedDevice):
         return event
 
     def wait(self, event: Any) -> None:
-        """In one queue, what comes after an event happens after it."""
+        """Does nothing: in one queue, what comes after an event happens after it."""
 
     def wait_for(self, event: threading.Event) -> None:
+        """Waits for the queue. Raises DeviceError where the event was lost."""
         self._wait()
         if not event.is_set():
             raise DeviceError("an event was lost")
@@ -166,13 +182,13 @@ class Simulator(QueuedDevice):
         self._queue.put(what)
 
     def _wait(self) -> None:
-        """Until all is done that is in the queue now."""
+        """Waits until everything that is in the queue now is done."""
         done = threading.Event()
         self._later(done.set)
         done.wait()
 
     def _work(self) -> None:
-        """The thread of the queue. What comes after something that failed is not done, until somebody synchronises."""
+        """The thread of the queue. After something has failed it skips what follows, until somebody synchronises."""
         while True:
             what = self._queue.get()
             if self.delay:
@@ -187,7 +203,7 @@ class Simulator(QueuedDevice):
 
 
 def _moved(graph: Graph) -> Graph:
-    """A graph over the memory that only the simulation knows."""
+    """The graph over memory that only the simulation knows."""
 
     def moved(tensor: Tensor | None) -> Tensor | None:
         if tensor is None or tensor.buffer is None:

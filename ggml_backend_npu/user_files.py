@@ -1,4 +1,4 @@
-"""A user's Python files: they are programs, and are run as such."""
+"""A user's Python files: they are programs, and run as such."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from types import CodeType
 
 
 class _Uncached(SourceFileLoader):
-    """Compiles a file each time: bytecode kept beside it would be stale after two edits within a second."""
+    """Compiles a file each time: bytecode kept beside it would be stale after two edits within one second."""
 
     def get_code(self, fullname: str) -> CodeType:
         code: CodeType = self.source_to_code(self.get_data(self.path), self.path)
@@ -19,7 +19,7 @@ class _Uncached(SourceFileLoader):
 
 
 def run_file(path: Path, name: str) -> None:
-    """Runs a Python file as the module `name`. It can import what lies in its folder. Raises what the file raises."""
+    """Runs a Python file as the module `name`. It can import other files of its folder. Raises what the file raises."""
     loader = _Uncached(name, str(path))
     spec = importlib.util.spec_from_file_location(name, path, loader=loader)
     assert spec is not None
@@ -32,7 +32,7 @@ def run_file(path: Path, name: str) -> None:
 
 
 def line_in(path: Path, error: BaseException) -> str:
-    """Where in the file an error was raised: " line 7", or nothing."""
+    """Where in the file an error was raised: " line 7", or an empty string."""
     if isinstance(error, SyntaxError) and error.lineno:
         return f" line {error.lineno}"
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]

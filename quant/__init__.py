@@ -1,4 +1,4 @@
-"""Block codecs and layouts of ggml's types: q8_0 and q4_0 byte for byte and fast, every other type beside them."""
+"""Block codecs and layouts of ggml's types: q8_0 and q4_0 fast and byte for byte, and every other type."""
 
 from importlib.metadata import version
 

@@ -1,4 +1,4 @@
-"""What a ggml type is: a block size, a block's bytes, and how values become blocks and back."""
+"""A ggml type as a codec: its block size, the bytes of a block, and how values become blocks and back."""
 
 from __future__ import annotations
 
@@ -42,14 +42,17 @@ class Codec:
 
     @property
     def is_quantized(self) -> bool:
+        """Whether the type has blocks: its elements have no NumPy type."""
         return self.dtype is None
 
     def encode(self, x: Floats, rounding: Rounding) -> Bytes:
-        """float32 (n_blocks, block_size) -> uint8 (n_blocks, block_bytes)."""
+        """float32 (n_blocks, block_size) -> uint8 (n_blocks, block_bytes). Raises NotImplementedError where a type has
+        no encoder."""
         raise NotImplementedError(f"type {self.name}: no encoder")
 
     def decode(self, blocks: Bytes) -> Floats:
-        """uint8 (n_blocks, block_bytes) -> float32 (n_blocks, block_size)."""
+        """uint8 (n_blocks, block_bytes) -> float32 (n_blocks, block_size). Raises NotImplementedError where a type has
+        no decoder."""
         raise NotImplementedError(f"type {self.name}: no decoder")
 
 
@@ -59,7 +62,8 @@ _CODECS: dict[str, Codec] = {}
 def codec(name: str) -> Codec:
     """The codec of the ggml type `name` ("q8_0", "f16", "q4_K", ...; case does not matter).
 
-    Raises ValueError, naming the known types, for any other name, and TypeError for what is no name.
+    Raises ValueError for an unknown name, with the known ones in its message, and TypeError for anything that is not a
+    string.
     """
     if not isinstance(name, str):
         raise TypeError(f"type {name!r}: must be the name of a ggml type, such as 'q8_0'")
@@ -70,13 +74,16 @@ def codec(name: str) -> Codec:
 
 
 def type_names() -> list[str]:
-    """Names of all types, in the order of their registration."""
+    """The names of all types, in the order in which they were registered."""
     return list(_CODECS)
 
 
 def plain_array(name: str, value: object) -> NDArray[Any]:
-    """An argument that is to be an array of numbers. Raises TypeError, naming it, for what is none, and ValueError for
-    a masked array, whose mask would be lost, and for complex numbers."""
+    """Checks an argument that has to be an array of numbers, and returns it as a plain array.
+
+    Raises TypeError for anything that is not an array, and ValueError for a masked array, whose mask would be lost, and
+    for complex numbers and other dtypes. Both name the argument.
+    """
     if not isinstance(value, np.ndarray | np.generic):
         raise TypeError(f"{name} of type {type_of(value)}: must be a NumPy array")
     if isinstance(value, np.ma.MaskedArray):
@@ -94,13 +101,15 @@ def type_of(value: object) -> str:
 def quantize(x: NDArray[Any], type: str, rounding: Rounding = "reference") -> Bytes:
     """Values -> blocks of a ggml type.
 
-    x         (..., n) of any float or integer type, taken as float32; n a multiple of the type's block size
+    x         (..., n) of any float or integer type, taken as float32; n is a multiple of the type's block size. An
+              array of the type's own `Codec.dtype` is copied as it is (uint16 is taken as the bits of bf16)
     type      name of a ggml type
-    rounding  only q8_0 has two: "reference" (quantize_row_q8_0_ref; model files are made with it) and "simd"
+    rounding  only q8_0 has two: "reference" (quantize_row_q8_0_ref, which model files are made with) and "simd"
               (quantize_row_q8_0 of ggml's x86 CPU backend, which runs inside a graph)
 
     Returns uint8 (..., n / block_size * block_bytes). Raises ValueError for an unknown type or rounding, for an n that
-    does not divide, and for masked and complex arrays; TypeError for what is no array of numbers.
+    is not a multiple of the block size, and for masked and complex arrays; TypeError for anything that is not an array
+    of numbers.
     """
     kind = codec(type)
     if rounding not in ROUNDINGS:
@@ -125,7 +134,7 @@ def quantize(x: NDArray[Any], type: str, rounding: Rounding = "reference") -> By
 
 
 def _chunks(kind: Codec, n_blocks: int) -> Iterator[tuple[int, int]]:
-    """Blocks a few at a time, so that no temporary grows with the array."""
+    """Yields ranges of a few blocks each, so that no temporary grows with the array."""
     step = max(1, _CHUNK // kind.block_size)
     for begin in range(0, n_blocks, step):
         yield begin, min(begin + step, n_blocks)
@@ -134,12 +143,13 @@ def _chunks(kind: Codec, n_blocks: int) -> Iterator[tuple[int, int]]:
 def dequantize(blocks: NDArray[Any], type: str) -> Floats:
     """Blocks of a ggml type -> values.
 
-    blocks  (..., m) bytes, m a multiple of the type's block bytes (an array of another dtype is taken as its bytes)
+    blocks  (..., m) bytes; m is a multiple of the type's block bytes (an array of another dtype is taken as its bytes)
     type    name of a ggml type
 
     Returns float32 (..., m / block_bytes * block_size), equal to ggml's to_float. Raises ValueError for an unknown
-    type, for an m that does not divide, and for masked and complex arrays; TypeError for what is no array: a list's
-    numbers have no size in bytes, and np.frombuffer(data, np.uint8) makes an array of bytes.
+    type, for an m that is not a multiple of the block bytes, and for masked and complex arrays; TypeError for anything
+    that is not an array: the numbers of a list have no size in bytes, and np.frombuffer(data, np.uint8) makes an array
+    of bytes.
     """
     kind = codec(type)
     blocks = plain_array("blocks", blocks)

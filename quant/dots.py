@@ -1,9 +1,9 @@
 """Products of quantised rows with a quantised vector: integer dots, block by block, as ggml's CPU computes them.
 
-The vector is made ready once (`ready_q8`, `ready_q8_k`), by the rounding of the type that ggml's CPU gives it
-(vec_dot_type: q8_0, q8_1, q8_K), in blocks of a layout of its own: quants, their sums, the scale. Then `dots` gives
-its products with rows of weights, four at a time, each a sum of integers per block that is scaled as float32
-(ggml_vec_dot_q8_0_q8_0 and its sisters).
+The vector is quantised once (`ready_q8`, `ready_q8_k`), with the rounding of the type that ggml's CPU gives it
+(vec_dot_type: q8_0, q8_1, q8_K), into blocks of a layout of its own: quants, their sums, the scale. Then `dots` gives
+its products with rows of weights, four rows at a time (two of q4_K and q6_K). Each product is a sum of integers per
+block, scaled as float32 (ggml_vec_dot_q8_0_q8_0 and its siblings).
 """
 
 from __future__ import annotations
@@ -77,7 +77,8 @@ def _sums_of_16(quants, target):
 
 @inlined
 def ready_q8(x, target, n_blocks, simd):
-    """n_blocks of 32 float32 at an address, as q8_0 and q8_1 round them, by either rounding of q8_0."""
+    """Quantises n_blocks of 32 float32 at address x as q8_0 and q8_1 do, with either rounding of q8_0:
+    quantize_row_q8_0 (simd) or quantize_row_q8_0_ref. Target gets READY_Q8 bytes a block."""
     for i in range(n_blocks):
         if simd:
             _ready_simd(x + 128 * i, target + READY_Q8 * i)
@@ -87,8 +88,10 @@ def ready_q8(x, target, n_blocks, simd):
 
 @inlined
 def ready_q8_k(x, target, n_blocks, fused):
-    """n_blocks of 256 float32 at an address, as q8_K rounds them; fused: a product is rounded to a whole number alone,
-    and not to a float32 before."""
+    """Quantises n_blocks of 256 float32 at address x as q8_K does. Target gets READY_Q8_K bytes a block.
+
+    fused  a product is rounded once, to a whole number; else to a float32 first
+    """
     for i in range(n_blocks):
         row = array_at(x + 1024 * i, types.float32, 256)
         to = target + READY_Q8_K * i
@@ -109,21 +112,21 @@ def ready_q8_k(x, target, n_blocks, fused):
 
 @part
 def _unready(source, step, target):
-    """The values of `step` quants, 32 of them, at `source`: float32 at target."""
+    """Dequantises 32 quants at `source`, whose scale is `step` bytes further on, to float32 at target."""
     scale = (source + step).load(FLOAT)
     target.store(source.load(INT8, 32).to_float() * scale)
 
 
 @inlined
 def rounded_q8(source, target, n_blocks):
-    """What n_blocks of `ready_q8` stand for, float32."""
+    """Dequantises n_blocks of `ready_q8` to float32."""
     for i in range(n_blocks):
         _unready(source + READY_Q8 * i, types.int64(_SCALE), target + 128 * i)
 
 
 @inlined
 def rounded_q8_k(source, target, n_blocks):
-    """What n_blocks of `ready_q8_k` stand for, float32."""
+    """Dequantises n_blocks of `ready_q8_k` to float32."""
     for i in range(n_blocks):
         at = source + READY_Q8_K * i
         for j in range(0, 256, 32):
@@ -131,8 +134,12 @@ def rounded_q8_k(source, target, n_blocks):
 
 
 class Steps(NamedTuple):
-    """How `dots` goes through rows of blocks, in bytes: from a block's scale and quants to the next one's, the same
-    from a row to the next, and how many blocks are in a row."""
+    """How `dots` goes through rows of blocks, in bytes.
+
+    scale, quants  from the scale and the quants of a block to those of the next block
+    scale_row, quants_row  the same from one row to the next
+    n_blocks  how many blocks a row has
+    """
 
     scale: int
     quants: int
@@ -142,15 +149,15 @@ class Steps(NamedTuple):
 
 
 _N_STEPS = size_of(Steps)
-_AHEAD = 1024  # bytes behind the rows that come next
+_AHEAD = 1024  # bytes by which it reads ahead of the rows that come next
 _LARGEST = 34  # bytes of a block of 32: of q8_0
 
 
 def _fetch(rows, i, step, row_step, n_rows, n_bytes):
-    """While blocks i of n_rows rows are multiplied: fetches as many bytes of the rows behind them, one after the other.
+    """Prefetches n_rows * n_bytes bytes of the rows that follow, one cache line after the other, while blocks i of
+    n_rows rows are multiplied.
 
-    Several rows at a time are nothing that the processor would see coming; and all of them at once are more than it
-    fetches at a time.
+    The processor does not foresee reads of several rows at a time, and it cannot fetch all of them at once.
     """
     if n_rows > 1:
         for line in range(0, n_rows * n_bytes, LINE):
@@ -172,12 +179,12 @@ def _quants_q4_packed(q):
 
 
 def _quants_q5(q):
-    """The fifth bits of all stand before the other four."""
+    """The fifth bits of all quants lie in the 4 bytes before the nibbles."""
     return _quants_q4(q) | ((q + -4).load(BIT, 32).to(INT8) << 4)
 
 
 def _dots_32(n_rows, quants, centre, *, has_minimum=False):
-    """Of rows in blocks of 32: quants(address) gives unsigned bytes, of which `centre` stands for 0."""
+    """For rows in blocks of 32: quants(address) gives unsigned bytes, where `centre` means 0."""
 
     @part
     def dots(scale, first, steps, y, target):
@@ -212,7 +219,7 @@ def _dots_32(n_rows, quants, centre, *, has_minimum=False):
 
 
 def _bytes_of(word, index):
-    """Byte `index` of an int32, in the 8 lanes."""
+    """Byte `index` of an int32, in all 8 lanes."""
     return ((word >> (8 * index)) & 0xFF).filled(8)
 
 
@@ -313,10 +320,13 @@ def _all_rows(several, at_once, one, scale, quants, steps, y, target, n_rows):
 
 @inlined
 def dots(code, scale, quants, steps, y, target, n_rows):
-    """Products of n_rows rows with a vector that is ready: float32 at target.
+    """Products of n_rows rows with a vector made by `ready_q8` or `ready_q8_k`: float32 at target.
 
-    scale, quants  addresses of those of the first row's first block; the block's, for q4_K and q6_K
-    steps          a record in memory
+    code   the type of the rows, a value of `DOTS` or Q4_0_PACKED
+    scale, quants  addresses of the scale and the quants in the first row's first block; of the block itself for q4_K
+           and q6_K
+    steps  a `Steps` record in memory
+    y      address of the vector's blocks
     """
     if code == Q8_0:
         _all_rows(_four_q8_0, _ROWS, _one_q8_0, scale, quants, steps, y, target, n_rows)

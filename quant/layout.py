@@ -1,7 +1,7 @@
-"""Block layout <-> device layout of q8_0 and q4_0: all quants first, then all scales, as an NPU wants them.
+"""Block layout <-> device layout of q8_0 and q4_0: all quants first, then all scales, as an NPU needs them.
 
-ggml keeps a scale inside each block of 32. A device keeps the quants of a row together and one float16 scale for each
-group of G elements: the `scale` and `antiquantGroupSize` of aclnn calls. Both directions are lossless or refused.
+ggml keeps a scale inside each block of 32. A device keeps the quants of a row together, and one float16 scale for each
+group of G elements: the `scale` and `antiquantGroupSize` of aclnn calls. Both directions either are lossless or raise.
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ _BLOCK = 32
 
 
 class DeviceLayout(NamedTuple):
-    """quants  q8_0: int8 (..., n); q4_0: uint8 (..., n / 2), two's complement int4, low nibble = even element
+    """Quants and scales of rows of n elements, apart from each other.
+
+    quants  q8_0: int8 (..., n); q4_0: uint8 (..., n / 2), two's complement int4, low nibble = even element
     scales  float16 (..., n / group size)
     """
 
@@ -31,8 +33,8 @@ def to_device(blocks: Bytes, type: str, group_size: int = _BLOCK) -> DeviceLayou
 
     group_size  elements that share a scale; divides n; 0 = one scale for a whole row
 
-    Raises ValueError where a group would span blocks of different scales, for other types, and for a group size that
-    does not divide n.
+    Raises ValueError where a group spans blocks of different scales, for other types, and for a group size that does
+    not divide n.
     """
     kind = _checked(type)
     blocks = np.ascontiguousarray(plain_array("blocks", blocks))
@@ -51,7 +53,8 @@ def to_device(blocks: Bytes, type: str, group_size: int = _BLOCK) -> DeviceLayou
 
 
 def to_blocks(device: DeviceLayout, type: str, group_size: int = _BLOCK) -> Bytes:
-    """Device layout -> blocks: the inverse of `to_device`, with the same group size and the same refusals."""
+    """Device layout -> blocks: the inverse of `to_device`, with the same group size. Raises ValueError as `to_device`
+    does, and where quants and scales do not fit each other; TypeError for anything that is not a DeviceLayout."""
     kind = _checked(type)
     if not isinstance(device, DeviceLayout):
         raise TypeError(f"device of type {type_of(device)}: must be a DeviceLayout")

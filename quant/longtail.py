@@ -1,8 +1,9 @@
-"""Every other ggml type: through libgguf, ggml's own quantisation code as a package, where it has the type.
+"""Every other ggml type: from libgguf, a package of ggml's own quantisation code, where it has the type.
 
-libgguf equals ggml bit for bit in every decoder and in every encoder but iq4_nl, where it is the one of model files
-(ggml_quantize_chunk searches a better scale than quantize_row_iq4_nl of the CPU backend). gguf.quants decodes
-as exactly but has few encoders; it was left out. Three types exist in neither and are defined here.
+libgguf equals ggml bit for bit in every decoder, and in every encoder but that of iq4_nl: there it is the one that
+makes model files (ggml_quantize_chunk searches for a better scale than quantize_row_iq4_nl of the CPU backend).
+gguf.quants decodes as exactly but has few encoders, so it is not used. Three types exist in neither and are defined
+here.
 """
 
 from __future__ import annotations
@@ -15,17 +16,20 @@ from quant.codec import Bytes, Codec, Floats, Rounding
 
 
 class Library(Codec):
-    """A type of libgguf. The types that need an importance matrix (iq2_xxs, iq2_xs, iq1_s, iq1_m) get its default."""
+    """A type of libgguf. Types that need an importance matrix (iq2_xxs, iq2_xs, iq1_s, iq1_m) get libgguf's default
+    one."""
 
     provider = "libgguf"
     type_number: int
 
     def encode(self, x: Floats, rounding: Rounding) -> Bytes:
+        """As `Codec.encode`, by libgguf's quantize_rows; the type has one rounding."""
         if not len(x):
             return np.empty((0, self.block_bytes), np.uint8)
         return np.asarray(libgguf.quantize_rows(x, self.type_number))
 
     def decode(self, blocks: Bytes) -> Floats:
+        """As `Codec.decode`, by libgguf's dequantize_rows_raw: ggml's to_float of the type."""
         if not len(blocks):
             return np.empty((0, self.block_size), np.float32)
         values = libgguf.dequantize_rows_raw(self.type_number, blocks, len(blocks), self.block_size)
@@ -50,11 +54,13 @@ _define_library_types()
 
 
 class Q2_0(Codec):
-    """64 quants of 2 bits behind a float16 scale: quantize_row_q2_0_ref, dequantize_row_q2_0."""
+    """A float16 scale d, then 64 quants of 2 bits (block_q2_0): quantize_row_q2_0_ref, dequantize_row_q2_0."""
 
     name, block_size, block_bytes = "q2_0", 64, 18
 
     def encode(self, x: Floats, rounding: Rounding) -> Bytes:
+        """Blocks of 2 + 16 bytes: d = max |x| as float16, then x / d + 1 in 2 bits, four a byte, the first lowest; as
+        quantize_row_q2_0_ref."""
         d = largest_magnitude(x)
         with np.errstate(all="ignore"):
             quants = (round_half_away(x * reciprocal(d)).astype(np.int32) + 1).clip(0, 3).astype(np.uint8)
@@ -62,6 +68,7 @@ class Q2_0(Codec):
         return np.hstack([halves(d), np.bitwise_or.reduce(quads, axis=2)])
 
     def decode(self, blocks: Bytes) -> Floats:
+        """(quant - 1) * d of blocks of 2 + 16 bytes, as dequantize_row_q2_0."""
         d, quads = split(blocks, 2, 16)
         quants = (quads[:, :, None] >> np.array([0, 2, 4, 6], np.uint8)) & 3
         with np.errstate(invalid="ignore"):
@@ -69,11 +76,14 @@ class Q2_0(Codec):
 
 
 class Q8_1(Codec):
-    """q8_0 with the sum of the values beside the scale, for activations: quantize_row_q8_1_ref."""
+    """q8_0 with a float16 d * (sum of the quants) after the scale, for activations (block_q8_1):
+    quantize_row_q8_1_ref."""
 
     name, block_size, block_bytes = "q8_1", 32, 36
 
     def encode(self, x: Floats, rounding: Rounding) -> Bytes:
+        """Blocks of 2 + 2 + 32 bytes: d = max |x| / 127 and d * (sum of quants) as float16, then x / d as int8; as
+        quantize_row_q8_1_ref."""
         d: Floats = largest_magnitude(x) / np.float32(127)
         with np.errstate(all="ignore"):
             quants = low_byte(round_half_away(x * reciprocal(d)))
@@ -81,16 +91,20 @@ class Q8_1(Codec):
         return np.hstack([halves(d), halves(total), quants.view(np.uint8)])
 
     def decode(self, blocks: Bytes) -> Floats:
+        """quant * d of blocks of 2 + 2 + 32 bytes; ggml has no to_float of this type."""
         d, _, quants = split(blocks, 2, 2, 32)
         return quants.view(np.int8).astype(np.float32) * d.view(np.float16).astype(np.float32)
 
 
 class Q8_K(Codec):
-    """256 int8 quants behind a float32 scale, with sums of 16, for activations: quantize_row_q8_K_ref."""
+    """A float32 scale d, 256 int8 quants, then int16 sums of 16 quants each, for activations (block_q8_K):
+    quantize_row_q8_K_ref."""
 
     name, block_size, block_bytes = "q8_K", 256, 292
 
     def encode(self, x: Floats, rounding: Rounding) -> Bytes:
+        """Blocks of 4 + 256 + 32 bytes: d = the x of largest magnitude / -127 as float32, x / d as int8, sums of 16; as
+        quantize_row_q8_K_ref for blocks without NaN."""
         extreme = x[np.arange(len(x)), np.abs(x).argmax(axis=1), None]
         with np.errstate(all="ignore"):
             scale = np.where(extreme == 0, np.float32(0), np.float32(-127) / extreme)
@@ -99,5 +113,6 @@ class Q8_K(Codec):
         return np.hstack([reciprocal(scale).view(np.uint8), quants.view(np.uint8), sums.view(np.uint8)])
 
     def decode(self, blocks: Bytes) -> Floats:
+        """quant * d of blocks of 4 + 256 + 32 bytes, as dequantize_row_q8_K."""
         d, quants, _ = split(blocks, 4, 256, 32)
         return quants.view(np.int8).astype(np.float32) * d.view(np.float32)

@@ -1,8 +1,8 @@
-"""Compiled conversion of a run of units between two types, at any strides: `convert`.
+"""Compiled conversion of a run of units from one type to another, at any strides: `convert`.
 
-A unit is one element, or one block where either type has blocks. Inside a unit the elements are adjacent; from one
-unit to the next it is any number of bytes. The functions here see addresses and are compiled into kernels; the NumPy
-definitions they equal byte for byte stand in `quant.scalars` and `quant.blocks`.
+A unit is one element, or one block where either type has blocks. The elements of a unit are adjacent; from one unit to
+the next there may be any number of bytes. The functions here take addresses and are compiled into kernels. They equal,
+byte for byte, the NumPy definitions in `quant.scalars` and `quant.blocks`.
 """
 
 from __future__ import annotations
@@ -30,8 +30,9 @@ from quant.kernels.jit import (
 from quant.kernels.records import record_at
 from quant.kernels.vectors import FLOAT, HALF, INT8, INT16, INT32, part
 
-# what `convert` knows, by number; q8_0 as a destination exists once per rounding, f16 once for elements and once for
-# the whole fours of a row, which ggml_cpu_fp32_to_fp16 converts by the processor's vectors: they keep a NaN's payload
+# the types that `convert` knows, by number. As a destination q8_0 has one number per rounding, and f16 has two: F16 for
+# single elements, and F16_FOURS for the whole fours of a row, which ggml_cpu_fp32_to_fp16 converts by the processor's
+# vectors: they keep a NaN's payload
 F32, F16, F16_FOURS, BF16, I32, Q8_0_REFERENCE, Q8_0_SIMD, Q4_0 = range(8)
 CODES = {
     "f32": F32,
@@ -46,8 +47,8 @@ CODES = {
 }
 
 _BLOCK = 32
-STAGE = 2048  # bytes that are put together in the L1 cache to be stored past the others
-STAGE_SIZE = STAGE + LINE  # of the memory that they are put together in
+STAGE = 2048  # bytes that are collected in the L1 cache before they are stored past the other caches
+STAGE_SIZE = STAGE + LINE  # bytes of the memory that they are collected in
 CACHED = 8 << 20  # bytes of a result that may well stay in the caches
 
 
@@ -86,9 +87,10 @@ def _i32_to_f32(x):
 
 @inlined
 def _at(address, packed, n_packed, payload):
-    """Addresses of the scale and the quants of the block that ggml has at `address`.
+    """The addresses of the scale and of the quants of the block that ggml has at `address`.
 
-    In a tensor of n_packed blocks packed in the device layout at `packed`, they lie apart; n_packed is 0 elsewhere.
+    In a tensor of n_packed blocks, packed in the device layout at `packed`, the two lie apart; n_packed is 0 for any
+    other tensor.
     """
     if n_packed == 0:
         return address, address + 2
@@ -98,7 +100,7 @@ def _at(address, packed, n_packed, payload):
 
 @inlined
 def copy_blocks(payload, src, src_step, src_packed, src_n, dst, dst_step, dst_packed, dst_n, count):
-    """`count` blocks of q8_0 (payload 32) or q4_0 (payload 16), of which either side may be packed."""
+    """Copies `count` blocks of q8_0 (payload 32) or q4_0 (payload 16); either side may be packed, see `convert_run`."""
     for block in range(count):
         d, q = _at(src + block * src_step, src_packed, src_n, payload)
         target_d, target_q = _at(dst + block * dst_step, dst_packed, dst_n, payload)
@@ -120,7 +122,7 @@ def copy_blocks(payload, src, src_step, src_packed, src_n, dst, dst_step, dst_pa
 
 @inlined
 def copy_run(unit_bytes, src, src_step, dst, dst_step, count):
-    """`count` units of one type, byte for byte."""
+    """Copies `count` units of one type, byte for byte. Steps are in bytes."""
     if src_step == unit_bytes and dst_step == unit_bytes:
         copy(src, dst, count * unit_bytes)
     elif unit_bytes == 4:
@@ -144,13 +146,13 @@ def _floats(source, kind):
 
 
 def magnitudes(x):
-    """Bits of |x|; 0 for NaN, which is passed over, as by C's `amax < fabsf(v)`."""
+    """Bits of |x|; 0 for NaN, which is ignored as by C's `amax < fabsf(v)`."""
     bits = x.bits() & 0x7FFFFFFF
     return bits.where(bits.at_most(0x7F800000), 0)
 
 
 def _reciprocal(d):
-    """1 / d, and 0 where d is 0."""
+    """1 / d, or 0 where d is 0."""
     return (1.0 / d).where(d.differs(0.0), 0.0)
 
 
@@ -200,7 +202,7 @@ def _encode_q8_0_simd_block(kind):
 
 
 def _q4_0_codes(x):
-    """The scale and the codes of a block, 0 to 15."""
+    """The scale of a block of 32, and its codes, 0 to 15."""
     sizes = magnitudes(x)
     largest = sizes.largest()
     extreme = x.lane(sizes.equals(largest).bits().first_set()).where(largest.differs(0), 0.0)
@@ -284,7 +286,8 @@ def _from_float(
     widen, source, source_bytes, q8_0_reference, q8_0_simd, q4_0, q4_0_packed,
     src, src_step, dst_code, dst, dst_step, packed, n_packed, count,
 ):  # fmt: skip
-    """From a float type, `widen` of which gives float32, to the type of `dst_code`; behind it are its encoders."""
+    """From a float type, whose `widen` gives float32, to the type of `dst_code`; the arguments after `source_bytes` are
+    its encoders."""
     if dst_code == F32:
         _elements(widen, source, source_bytes, src, src_step, _same, types.float32, 4, dst, dst_step, count)
     elif dst_code == F16:
@@ -305,10 +308,11 @@ def _from_float(
 
 @inlined
 def convert_run(src_code, src, src_step, src_packed, src_n, dst_code, dst, dst_step, dst_packed, dst_n, count):
-    """`count` units from one type to another; codes are values of `CODES`. To f32 from any, from a float to any.
+    """Converts `count` units from one type to another. Codes are values of `CODES`, steps are in bytes. It converts any
+    of the types to f32, and a float type to any.
 
-    Where a side is in a tensor packed in the device layout, packed and n are its address and its blocks; n is 0
-    elsewhere.
+    Where a side lies in a tensor packed in the device layout, `packed` and `n` are that tensor's address and its number
+    of blocks; otherwise n is 0.
     """
     if src_code == F32:
         _from_float(
@@ -335,7 +339,8 @@ def convert_run(src_code, src, src_step, src_packed, src_n, dst_code, dst, dst_s
 
 @inlined
 def widen_run(code, src, src_step, dst, count):
-    """`count` elements of f32, f16 or bf16 to float32 without gaps. Small, for kernels that compute in float32."""
+    """`count` elements of f32, f16 or bf16 -> float32 without gaps. It is small: for kernels that compute in
+    float32."""
     if code == F32:
         copy_run(4, src, src_step, dst, 4, count)
     elif code == F16:
@@ -346,7 +351,7 @@ def widen_run(code, src, src_step, dst, count):
 
 @inlined
 def decode_run(code, src, packed, n_packed, dst, count):
-    """A row of `count` elements of f32, f16, bf16, q8_0 or q4_0 to float32, both without gaps."""
+    """A row of `count` elements of f32, f16, bf16, q8_0 or q4_0 -> float32, both without gaps."""
     if code == Q8_0_REFERENCE:
         _decode_blocks(_decode_q8_0, _decode_q8_0, 32, src, 34, packed, n_packed, dst, 128, count // 32)
     elif code == Q4_0:
@@ -357,7 +362,7 @@ def decode_run(code, src, packed, n_packed, dst, count):
 
 @intrinsic
 def _call_to_float(typing_context, function, source, target, count):
-    """ggml's to_float of a type, at an address: `count` elements as float32."""
+    """Calls ggml's to_float of a type, by its address: `count` elements as float32."""
 
     def emit(context, builder, signature, arguments):
         kind = ir.FunctionType(ir.VoidType(), [ir.IntType(64)] * 3)
@@ -369,7 +374,8 @@ def _call_to_float(typing_context, function, source, target, count):
 
 @inlined
 def decode_row(code, to_float, src, packed, n_packed, dst, count):
-    """As `decode_run`, or for any other type by ggml's to_float of it, at an address; 0 for those above."""
+    """As `decode_run`; for any other type, calls ggml's to_float at the address `to_float`, which is 0 for the types
+    above."""
     if to_float:
         _call_to_float(to_float, src, dst, count)
     else:
@@ -378,7 +384,7 @@ def decode_row(code, to_float, src, packed, n_packed, dst, count):
 
 @inlined
 def narrow_run(src, code, dst, dst_step, count):
-    """`count` float32 without gaps to f32, f16 or bf16."""
+    """`count` float32 without gaps -> f32, f16 or bf16, dst_step bytes from one element to the next."""
     if code == F32:
         copy_run(4, src, 4, dst, dst_step, count)
     elif code == F16:
@@ -389,7 +395,8 @@ def narrow_run(src, code, dst, dst_step, count):
 
 @inlined
 def round_run(code, x, work, n):
-    """n float32 without gaps, in place, to f32, f16, bf16 or q8_0 and back; work holds 2 * n bytes, and 34."""
+    """Rounds n float32 without gaps, in place, to f32, f16, bf16 or q8_0 and back. `work` holds 2 * n bytes, and at
+    least 34."""
     if code in (F16, BF16):
         narrow_run(x, code, work, 2, n)
         widen_run(code, work, 2, x, n)
@@ -405,9 +412,9 @@ def round_run(code, x, work, n):
 
 @inlined
 def flush(stage, filled, target, everything):
-    """Stores what is in a stage to target, past the caches: whole cache lines of the target, or everything.
+    """Stores the bytes in a stage to target, past the caches: whole cache lines of the target, or everything.
 
-    What is left moves to the begin of the stage. Returns how many bytes that are, and where they belong.
+    The rest moves to the start of the stage. Returns how many bytes the rest has, and the address where it belongs.
     """
     n = filled if everything else filled - (target + filled) % LINE
     stream(stage, target, n)
@@ -417,7 +424,7 @@ def flush(stage, filled, target, everything):
 
 
 class Convert(NamedTuple):
-    """Steps in bytes; streams: dst is stored past the caches."""
+    """Parameters of `convert`. Steps in bytes; streams: dst is stored past the caches."""
 
     src_code: int
     src: int
@@ -430,8 +437,8 @@ class Convert(NamedTuple):
 
 @compiled
 def convert(p, begin, end, stage):
-    """Units [begin, end) of two arrays without gaps, by `convert_run`. What is stored past the caches is put together
-    in a stage of STAGE_SIZE bytes."""
+    """Units [begin, end) (blocks or elements) of two arrays without gaps, by `convert_run`. With `streams`, dst is
+    built in a stage of STAGE_SIZE bytes and stored past the caches."""
     of = record_at(p, Convert)
     src_code, src_step, dst_code, dst_step = of.src_code, of.src_step, of.dst_code, of.dst_step
     if not of.streams:

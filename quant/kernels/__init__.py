@@ -1,3 +1,3 @@
-"""The compiler kit: what kernels are compiled with, numba and LLVM, and what runs them in threads. It knows no type."""
+"""The compiler kit: numba and LLVM compile kernels, and threads run them. It knows no ggml type."""
 
 from quant.kernels import halves  # noqa: F401  (gives LLVM the functions that it calls by name)

@@ -1,4 +1,4 @@
-"""Where compiled kernels are kept: numba's cache, in a folder that cannot go stale, with files that are checked."""
+"""The cache of compiled kernels: numba's own, in a folder that cannot go stale, with files that are checked."""
 
 from __future__ import annotations
 
@@ -22,10 +22,11 @@ from quant.kernels.processor import lanes
 
 
 def cache_directory() -> Path:
-    """Where compiled kernels are kept: one folder per content of the modules that hold kernels, and per `lanes`.
+    """The folder of compiled kernels: one for each content of the modules that hold kernels, and for each value of
+    `lanes`.
 
-    numba notices a change in the file of the cached function only, not in those it calls; a folder named by
-    all their sources cannot go stale. `NUMBA_CACHE_DIR`, where set, takes the place of the user's cache directory.
+    numba notices a change only in the file of the cached function, not in those of the functions it calls; a folder
+    named by all their sources cannot go stale. `NUMBA_CACHE_DIR`, where set, replaces the user's cache directory.
     """
     return _directory(lanes())
 
@@ -43,7 +44,7 @@ def _directory(n_lanes: int) -> Path:
 
 
 def is_kept() -> bool:
-    """Whether `cache_directory` can be written to. Where it cannot, numba would take a folder of its own choice."""
+    """Whether `cache_directory` can be written to. Where it cannot, numba would choose another folder by itself."""
     try:
         cache_directory().mkdir(parents=True, exist_ok=True)
         TemporaryFile(dir=cache_directory()).close()
@@ -64,11 +65,11 @@ def own_cache() -> Iterator[None]:
 
 
 class _DamagedError(Exception):
-    """A file of the cache is not what was written."""
+    """A file of the cache does not hold what was written."""
 
 
 class _Files(IndexDataCacheFile):
-    """A function's files in the cache, each behind its own checksum: LLVM aborts over what is damaged."""
+    """A function's files in the cache, each with its checksum in front: LLVM aborts on a damaged file."""
 
     said = False
 
@@ -118,7 +119,7 @@ class _Files(IndexDataCacheFile):
 
 
 class Cache(FunctionCache):
-    """numba's cache of one function, with checked files. Where it cannot be written, nothing is kept."""
+    """numba's cache of one function, with checked files. Where the folder cannot be written to, nothing is kept."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__(function)
@@ -126,6 +127,7 @@ class Cache(FunctionCache):
         self._cache_file = _Files(self._cache_path, self._impl.filename_base, stamp)
 
     def save_overload(self, signature: Any, data: Any) -> None:
+        """As numba's; where the file cannot be written, says so once on stderr instead of raising."""
         try:
             super().save_overload(signature, data)
         except OSError as error:

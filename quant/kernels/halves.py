@@ -1,7 +1,7 @@
-"""float16 for processors that have no instructions for it: x86-64 without F16C, from before 2012.
+"""float16 for processors without instructions for it: x86-64 without F16C, older than 2012.
 
-There LLVM calls two functions of its compiler-rt by name, and ends the process where it does not find them. Importing
-this module gives it both.
+There LLVM calls two functions of its compiler-rt by name, and ends the process if it does not find them. Importing this
+module defines both.
 """
 
 from __future__ import annotations

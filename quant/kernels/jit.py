@@ -1,7 +1,7 @@
 """numba as this project uses it: C functions and their parts, one cache, pointers and half floats.
 
-A kernel works on addresses (integers) and strides (bytes), as ggml's own do; `array_at` turns an address
-into something that numba can index and LLVM can vectorise.
+A kernel works on addresses (integers) and strides (bytes), as ggml's own do. `array_at` turns an address into something
+that numba can index and LLVM can vectorise.
 """
 
 from __future__ import annotations
@@ -25,17 +25,18 @@ from quant.kernels.cache import Cache, cache_directory, is_kept, own_cache
 
 Part = Callable[..., Any]
 
-# numba tells parts of kernels that have one name apart by a number that each process counts from 1: of kernels that two
-# processes have kept, a third one that loads both would take the one's part for the other's
+# numba tells parts of kernels with the same name apart by a number that each process counts from 1. So a process that
+# loads kernels which two others have kept could take a part of one kernel for a part of the other
 bytecode.FunctionIdentity._unique_ids = itertools.count(int.from_bytes(os.urandom(6)))
 
 
 class EngineError(UserError, ValueError):
-    """GGML_NPU_ENGINE names no engine, or GGML_NPU_THREADS no number of threads."""
+    """GGML_NPU_ENGINE is not the name of an engine, or GGML_NPU_THREADS is not a number of threads."""
 
 
 def engine() -> str:
-    """Which kernels run: compiled, or the NumPy definitions where `GGML_NPU_ENGINE=reference` asks for them."""
+    """Which kernels run: "compiled", or "reference" for the NumPy definitions, as GGML_NPU_ENGINE says. Raises
+    EngineError for another value."""
     name = os.environ.get("GGML_NPU_ENGINE", "compiled")
     if name not in ("compiled", "reference"):
         raise EngineError(f"GGML_NPU_ENGINE={name!r}: must be one of compiled, reference")
@@ -50,7 +51,7 @@ class _CFunc(CFunc):  # type: ignore[misc,unused-ignore]
 
 
 class CFunction:
-    """A C function, compiled when it is needed first and kept on disk, where that is possible. It runs without the GIL,
+    """A C function, compiled when it is first needed, and kept on disk where that is possible. It runs without the GIL,
     in any thread."""
 
     def __init__(self, function: Callable[..., Any], signature: Any) -> None:
@@ -69,11 +70,12 @@ class CFunction:
 
     @property
     def is_compiled(self) -> bool:
-        """Whether it has been needed."""
+        """Whether it has been needed yet."""
         return "_compiled" in self.__dict__
 
     @functools.cached_property
     def address(self) -> int:
+        """The address of the C function; compiles it where that has not been done."""
         address: int = self._compiled.address
         return address
 
@@ -87,7 +89,7 @@ class CFunction:
 
 
 def callback(signature: Any) -> Callable[[Callable[..., Any]], CFunction]:
-    """Decorator: a C function of the given numba signature."""
+    """Decorator: makes a C function of the given numba signature."""
     return functools.partial(CFunction, signature=signature)
 
 
@@ -99,7 +101,7 @@ it cannot do it what its work makes an error of."""
 
 @intrinsic
 def call_kernel(typing_context: Any, kernel: Any, parameters: Any, begin: Any, end: Any, scratch: Any) -> Any:
-    """Calls the kernel at an address."""
+    """Calls the kernel at an address; returns what it returns."""
 
     def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         i64 = ir.IntType(64)
@@ -111,7 +113,7 @@ def call_kernel(typing_context: Any, kernel: Any, parameters: Any, begin: Any, e
 
 @intrinsic
 def call_openmp(typing_context: Any, parallel: Any, function: Any, data: Any, n_threads: Any) -> Any:
-    """GOMP_parallel, at an address: has n_threads threads call function(data), this one among them."""
+    """Calls GOMP_parallel at an address: n_threads threads, this one among them, call function(data)."""
 
     def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         i64, i32 = ir.IntType(64), ir.IntType(32)
@@ -125,7 +127,7 @@ def call_openmp(typing_context: Any, parallel: Any, function: Any, data: Any, n_
 
 @intrinsic
 def atomic_add(typing_context: Any, address: Any, value: Any) -> Any:
-    """Adds to the int64 at an address; returns what was there before."""
+    """Adds to the int64 at an address; returns the value before."""
 
     def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         pointer = builder.inttoptr(arguments[0], ir.IntType(64).as_pointer())
@@ -136,7 +138,8 @@ def atomic_add(typing_context: Any, address: Any, value: Any) -> Any:
 
 @intrinsic
 def keep(typing_context: Any, array: Any) -> Any:
-    """Nothing. An array of which a kernel took the address lives until here; without it, until it was taken."""
+    """Does nothing. An array whose address a kernel took lives until this call; without it, only until the address was
+    taken."""
 
     def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         return context.get_dummy_value()
@@ -145,17 +148,17 @@ def keep(typing_context: Any, array: Any) -> Any:
 
 
 def inlined(function: Part) -> Part:
-    """A part of kernels: compiled into each `compiled` function that calls it, or is given it as an argument.
+    """Decorator of a part of kernels: compiled into each `compiled` function that calls it, or gets it as an argument.
 
-    An overload, not a dispatcher: a kernel that passes dispatchers around cannot be kept on disk.
+    It is an overload, not a dispatcher: a kernel that passes dispatchers around cannot be kept on disk.
     """
     part: Part = register_jitable(error_model="numpy")(function)
     return part
 
 
 def reduced(function: Part) -> Part:
-    """As `inlined`, for a sum or maximum over a row: LLVM may take its terms in the order that vectors like, and fuse
-    products with their addition."""
+    """As `inlined`, for a sum or maximum over a row: LLVM may reorder the terms to suit vectors, and fuse products with
+    their addition."""
     part: Part = register_jitable(error_model="numpy", fastmath={"reassoc", "nsz", "contract"})(function)
     return part
 
@@ -186,7 +189,7 @@ event.register("numba:run_pass", _Announcement())
 
 
 def while_compiling(tell: Callable[[], None]) -> None:
-    """Has a function called again and again while a kernel is compiled: at the begin and the end of each pass."""
+    """Has `tell` called again and again while kernels are compiled: at the start and the end of each pass of numba."""
     _Announcement.told.append(tell)
 
 
@@ -200,7 +203,7 @@ def _pointer(typing_context: Any, address: Any, dtype: Any) -> Any:
 
 @inlined
 def array_at(address: int, dtype: Any, count: int) -> Any:
-    """`count` elements of `dtype` that begin at `address`, without a copy."""
+    """An array of `count` elements of `dtype` at `address`, without a copy."""
     return numba.carray(_pointer(address, dtype), count)
 
 
@@ -231,8 +234,8 @@ def f16_to_f32(typing_context: Any, half: Any) -> Any:
 
 @intrinsic
 def f32_to_f16_payload(typing_context: Any, value: Any) -> Any:
-    """float32 -> bits of a half float: nearest, ties to even, overflow to inf, subnormals kept; a NaN keeps what
-    fits of its payload, as in the processor's vector conversion."""
+    """float32 -> bits of a half float: nearest, ties to even, overflow to inf, subnormals kept. A NaN keeps as much of
+    its payload as fits, as in the processor's vector conversion."""
 
     def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         return builder.bitcast(builder.fptrunc(arguments[0], ir.HalfType()), ir.IntType(16))
@@ -258,7 +261,7 @@ round_half_away = _rounding("llvm.round")
 
 @intrinsic
 def copy(typing_context: Any, source: Any, target: Any, n_bytes: Any) -> Any:
-    """C's memmove between two addresses."""
+    """C's memmove of n_bytes from one address to another; the addresses may overlap."""
 
     def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         pointer = ir.IntType(8).as_pointer()
@@ -277,7 +280,7 @@ _STREAMED = 32  # bytes of a vector that is stored past the caches
 
 @intrinsic
 def _stream_vector(typing_context: Any, source: Any, target: Any) -> Any:
-    """Moves a vector from an address to one that is a multiple of its size, past the caches."""
+    """Copies one vector past the caches. The target is a multiple of its size, _STREAMED."""
 
     def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         pointer = ir.VectorType(ir.FloatType(), _STREAMED // 4).as_pointer()
@@ -291,7 +294,7 @@ def _stream_vector(typing_context: Any, source: Any, target: Any) -> Any:
 
 @intrinsic
 def stream_ends(typing_context: Any) -> Any:
-    """What was streamed before is seen by other threads."""
+    """A fence: other threads see whatever was streamed before."""
 
     def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         builder.fence("seq_cst")
@@ -302,7 +305,7 @@ def stream_ends(typing_context: Any) -> Any:
 
 @inlined
 def stream(source: int, target: int, n_bytes: int) -> None:
-    """As `copy`, past the caches: for results so large that they do not stay there. `stream_ends` comes behind all."""
+    """As `copy`, past the caches: for results too large to stay in them. Call `stream_ends` after the last one."""
     head = min(-target % LINE, n_bytes)
     body = (n_bytes - head) // LINE * LINE
     if head:

@@ -1,4 +1,4 @@
-"""Folders of built files that are kept: sealed with the size and checksum of each, so that damage is seen."""
+"""Folders of built files that are kept: sealed with the size and checksum of each file, so that damage is noticed."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ _SEAL = "contents.json"
 
 
 def seal(folder: Path) -> None:
-    """Writes down what a folder holds."""
+    """Writes down what a folder holds, in a file of the folder itself."""
     contents = {path.name: _contents(path) for path in sorted(folder.iterdir()) if path.name != _SEAL}
     (folder / _SEAL).write_text(json.dumps(contents, indent=1))
 
 
 def damage(folder: Path) -> str | None:
-    """What is wrong with a folder that was sealed: a file's name and how it differs; None where nothing is."""
+    """What is wrong with a sealed folder: a file's name and how it differs; None where nothing is."""
     try:
         contents = json.loads((folder / _SEAL).read_text())
         for name, expected in contents.items():
@@ -31,7 +31,7 @@ def damage(folder: Path) -> str | None:
 
 
 def say_damaged(what: str) -> None:
-    """Says on stderr that something kept is made anew."""
+    """Says on stderr that something that was kept is made again."""
     print(f"ggml-npu: {what}: made anew", file=sys.stderr)
 
 

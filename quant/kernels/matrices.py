@@ -1,4 +1,4 @@
-"""Products of small float32 matrices inside kernels: a block of the result is kept in registers."""
+"""Products of small float32 matrices inside kernels: a block of the result stays in registers."""
 
 from __future__ import annotations
 
@@ -48,10 +48,10 @@ _multiply_wide, _multiply_narrow = _block(_WIDE), _block(1)
 
 @inlined
 def multiply(a, a_row, a_column, b, b_row, c, c_row, m, depth, n):
-    """c += a @ b, float32, of m rows (a multiple of ROWS) and n columns (a multiple of LANES).
+    """c += a @ b of float32, with m rows (a multiple of ROWS) and n columns (a multiple of LANES).
 
-    Steps from row to row, and of a from column to column, in bytes; the columns of b and c have no gaps. The products
-    of an element are added one after the other, each fused with its addition.
+    a_row, b_row and c_row are steps from row to row in bytes, a_column from column to column of a; columns of b and c
+    have no gaps. The products of an element are added one after the other, each fused with its addition.
     """
     wide = n // (_WIDE * LANES) * _WIDE * LANES
     for i in range(0, m, ROWS):
@@ -64,7 +64,7 @@ def multiply(a, a_row, a_column, b, b_row, c, c_row, m, depth, n):
 
 @reduced
 def dot(x, y, n):
-    """The sum of products of n float32 at two addresses, in the order that vectors like."""
+    """The sum of products of n float32 at two addresses, in an order that suits vectors."""
     a, b = array_at(x, types.float32, n), array_at(y, types.float32, n)
     total = types.float32(0)
     for i in range(n):

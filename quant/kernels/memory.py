@@ -1,6 +1,7 @@
-"""Memory for large results: what was let go is used again.
+"""Memory for large results: freed memory is used again.
 
-The first touch of new memory costs the system more than converting 64 MiB into it does: pages are found, and zeroed.
+The first touch of new memory takes longer than converting 64 MiB into it: the system has to find pages and to zero
+them.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ _free: dict[int, NDArray[np.uint8]] = {}  # by address, the longest free first
 
 
 class _Lease:
-    """Holds the memory of one result. Gives it back when the last array over it is gone."""
+    """Holds the memory of one result, and gives it back when the last array over it is gone."""
 
     def __init__(self, memory: NDArray[np.uint8], shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
         self.__array_interface__ = {**memory.__array_interface__, "shape": shape, "typestr": dtype.str, "strides": None}
@@ -35,7 +36,7 @@ def _give_back(memory: NDArray[np.uint8]) -> None:
 
 
 def empty(shape: tuple[int, ...], dtype: DTypeLike) -> NDArray[Any]:
-    """As np.empty: an array of any content."""
+    """As np.empty: an array of any content. Large ones may reuse memory of results that are gone."""
     kind = np.dtype(dtype)
     n_bytes = prod(shape) * kind.itemsize
     if n_bytes < _SMALL:

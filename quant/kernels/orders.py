@@ -1,8 +1,8 @@
-"""Sums in the order in which ggml's CPU adds them, so that they are equal bit for bit.
+"""Sums in the order in which ggml's CPU adds them, so that results are equal bit for bit.
 
-Of products ggml has two: that of its dot products, four vectors that are added at the end, and that of its matrices
-(tinyBLAS), one vector. Exponentials are added vector by vector. All are as in a ggml built for a processor with the
-vectors that kernels are compiled for, AVX-512 or AVX2.
+ggml adds products in two orders: in its dot products, four vectors that are added at the end; in its matrix products
+(tinyBLAS), one vector. Exponentials are added vector by vector. All orders are those of a ggml built for a processor
+with the vectors that kernels are compiled for, AVX-512 or AVX2.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from quant.kernels.vectors import FLOAT, HALF, Address, Value, part
 
 STEP = 4 * LANES  # elements that a round of a dot product takes
 GROUP = 4  # rows that are multiplied together
-_SHORT = 8 * STEP  # elements of rows whose dot products are; longer ones had better be read one by one
-_WIDTHS = (6, 2, 1) if LANES == 16 else (3, 1)  # columns of one of them
+_SHORT = 8 * STEP  # elements of the longest rows that are multiplied together; longer ones are read one by one
+_WIDTHS = (6, 2, 1) if LANES == 16 else (3, 1)  # columns that are multiplied together
 
 
 def _load(address: Address, kind: Any) -> Value:
@@ -29,9 +29,9 @@ def _load(address: Address, kind: Any) -> Value:
 
 
 def _sums(four: Sequence[Value], neighbours: bool = False) -> Value:
-    """The sum of each of four vectors: of the upper half and the lower one, until one lane is left.
+    """The sum of each of four vectors: the upper half is added to the lower one until one lane is left.
 
-    neighbours  the last four lanes are added to those beside them, as AVX's horizontal additions do it
+    neighbours  the last four lanes are added to those beside them, as AVX's horizontal additions do
     """
     half = LANES // 2
     first, second = [*range(half), *range(LANES, LANES + half)], [*range(half, LANES), *range(LANES + half, 2 * LANES)]
@@ -84,7 +84,8 @@ def _dots(row: Any, rows: Any, x: int, row_step: int, y: int, n: int, to: int, c
 
 @inlined
 def dots_f16(x: int, row_step: int, y: int, n: int, to: int, count: int) -> None:
-    """ggml_vec_dot_f16 of `count` rows of n float16 and of n float32 that are float16, to an address."""
+    """ggml_vec_dot_f16 of `count` rows of n float16 with n float32 that hold float16 values. The results are float32 at
+    `to`."""
     _dots(_F16_ROW, _F16_ROWS, x, row_step, y, n, to, count)
     if n % STEP:
         right, found = array_at(y, types.float32, n), array_at(to, types.float32, count)
@@ -98,7 +99,8 @@ def dots_f16(x: int, row_step: int, y: int, n: int, to: int, count: int) -> None
 
 @inlined
 def dots_f32(x: int, row_step: int, y: int, n: int, to: int, count: int) -> None:
-    """ggml_vec_dot_f32 likewise; of a rest of n / STEP, GCC rounds the products in whole eights before it adds them."""
+    """ggml_vec_dot_f32, as `dots_f16` of rows of float32. In the last n % STEP elements GCC rounds the products of
+    whole eights before it adds them."""
     _dots(_F32_ROW, _F32_ROWS, x, row_step, y, n, to, count)
     if n % STEP:
         right, found = array_at(y, types.float32, n), array_at(to, types.float32, count)
@@ -153,17 +155,17 @@ def _multiply(wide: Any, few: Any, one: Any, rows: int, where: int, x: int, y: i
 
 @inlined
 def multiply_f16(rows: int, where: int, x: int, y: int, count: int) -> None:
-    """GROUP rows of float16 times `count` columns of float32, as tinyBLAS adds.
+    """GROUP rows of float16 times `count` columns of float32, added in tinyBLAS's order.
 
-    where  int64: bytes from row to row, how many times LANES elements a row has, what is added to addresses of y
-    x, y   addresses of the addresses of columns, and of those of their results
+    where  address of three int64: bytes from row to row, elements of a row / LANES, an offset for addresses in y
+    x, y   address of a list of the columns' addresses, and of one of the addresses of their results
     """
     _multiply(_F16_WIDE, _F16_FEW, _F16_ONE, rows, where, x, y, count)
 
 
 @inlined
 def multiply_f32(rows: int, where: int, x: int, y: int, count: int) -> None:
-    """As `multiply_f16`, of rows of float32."""
+    """As `multiply_f16`, for rows of float32."""
     _multiply(_F32_WIDE, _F32_FEW, _F32_ONE, rows, where, x, y, count)
 
 
@@ -204,11 +206,12 @@ def _total(vector_total: Any, term: Any, x: int, n: int) -> Any:
 
 @inlined
 def row_total(x: int, n: int) -> Any:
-    """The sum of n float32 at an address as ggml_vec_soft_max_f32 has it: float32 in a vector, else float64."""
+    """The sum of n float32 at an address, in the order of ggml_vec_soft_max_f32: float32 within a vector, float64
+    across them."""
     return _total(_lanes_total, _itself, x, n)
 
 
 @inlined
 def squares_total(x: int, n: int) -> Any:
-    """The sum of squares as ggml_vec_cvar_f32 has it: as `row_total`."""
+    """The sum of squares in the order of ggml_vec_cvar_f32; otherwise as `row_total`."""
     return _total(_squares_total, _square, x, n)

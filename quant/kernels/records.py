@@ -1,4 +1,4 @@
-"""What a kernel gets: a record of numbers. Python packs it; compiled code reads it by name.
+"""The parameters of a kernel: a record of numbers, packed by Python and read by name in compiled code.
 
     class Roll(NamedTuple):
         n: int
@@ -49,12 +49,12 @@ def row_of(place: Any, i1: int, i2: int, i3: int) -> Any:
 
 @inlined
 def index_of(row: int, n1: int, n2: int) -> Any:
-    """(i1, i2, i3) of the row that is number `row` of those of n1 rows in dimension 1, n2 in 2."""
+    """(i1, i2, i3) of row number `row`, where dimension 1 has n1 rows and dimension 2 has n2."""
     return row % n1, row // n1 % n2, row // (n1 * n2)
 
 
 def packed(record: Record) -> NDArray[np.int64]:
-    """The words of a record. A truth value is 0 or 1."""
+    """The words of a record, int64. A bool becomes 0 or 1."""
     words: list[int] = []
     _append(record, words)
     return np.array(words, np.int64)
@@ -71,7 +71,7 @@ def _append(record: Record, words: list[int]) -> None:
 class _Of(types.Type):  # type: ignore[misc,unused-ignore]
     """numba's type of a record in memory.
 
-    constant  nobody writes to it while the kernel runs: what is read once need not be read again
+    constant  nobody writes to the record while the kernel runs, so LLVM need not read a field twice
     """
 
     def __init__(self, record: type[Record], constant: bool) -> None:
@@ -89,7 +89,7 @@ class _Model(models.PrimitiveModel):  # type: ignore[misc,unused-ignore]
 
 @cache
 def _fields(record: type[Record]) -> dict[str, tuple[int, Any]]:
-    """Of each field: the word that it begins with, and what it is."""
+    """For each field, the word at which it begins and its kind."""
     found, at = {}, 0
     for name, kind in get_type_hints(record).items():
         found[name] = at, kind
@@ -98,7 +98,7 @@ def _fields(record: type[Record]) -> dict[str, tuple[int, Any]]:
 
 
 def _size(kind: Any) -> int:
-    """Words of a field of a kind."""
+    """How many words a field of this kind takes."""
     if kind in (int, np.float32):
         return 1
     if get_origin(kind) is tuple:
@@ -107,12 +107,12 @@ def _size(kind: Any) -> int:
 
 
 def size_of(record: type[Record]) -> int:
-    """Words of a record."""
+    """How many words a record has."""
     return sum(_size(kind) for _, kind in _fields(record).values())
 
 
 def place_in(record: type[Record], name: str) -> int:
-    """The word of a record that a field begins with."""
+    """The word of a record at which a field begins."""
     return _fields(record)[name][0]
 
 
@@ -180,13 +180,13 @@ def _at(address: Any, record: Any, constant: bool) -> Any:
 
 @intrinsic
 def record_at(typing_context: Any, address: Any, record: Any) -> Any:
-    """The record at an address, in a kernel: nobody writes to it meanwhile."""
+    """The record at an address, in a kernel. Nobody writes to it while the kernel runs."""
     return _at(address, record, constant=True)
 
 
 @intrinsic
 def shared_record_at(typing_context: Any, address: Any, record: Any) -> Any:
-    """The record at an address, whose ints compiled code may also set, and others may read and set."""
+    """The record at an address, whose ints compiled code may set too, while other threads read and set them."""
     return _at(address, record, constant=False)
 
 

@@ -1,12 +1,13 @@
-"""Work in threads: every kernel runs over a range of units, of which threads take one chunk after another.
+"""Work in threads: a kernel runs over a range of units, and threads take one chunk of it after another.
 
-A `Work` binds a kernel to its parameters; a `Job` is works in order, and what an op's call is made of. Chunks are
-taken, not dealt out: a thread that wakes late, or has lost its processor, holds nobody up.
+A `Work` binds a kernel to its parameters; a `Job` is a list of works in order, and the call of an op is one. Threads
+take chunks when they are ready instead of being dealt them, so a thread that wakes late, or has lost its processor,
+delays nobody.
 
-A `Team` says which threads these are. A backend has one, and lets works run in it: inside llama.cpp those of ggml's own
-OpenMP team, the same ones that its CPU backend computes with, and that spin between two of its graphs. Without one they
-are a pool, of which a process has one. Codecs and definitions run works deep inside of a node, so a team is not an
-argument of theirs: it holds for what its Python thread does within `Team.working`.
+A `Team` says which threads these are. Each backend has one and runs its works in it. Inside llama.cpp it is ggml's own
+OpenMP team: the threads that ggml's CPU backend computes with, and that spin between two of its graphs. Elsewhere it is
+a pool, one per process. Codecs and definitions run works deep inside a node, so a team is not an argument of theirs: it
+holds for whatever its Python thread does within `Team.working`.
 """
 
 from __future__ import annotations
@@ -44,10 +45,11 @@ _CHUNKS = 4  # that a thread takes, where there is enough to do
 class Block(NamedTuple):
     """A work as compiled code sees it.
 
-    kernel, parameters, take  addresses: its kernel, the record of its parameters, and what takes its chunks
-    units, parts  how many units it has, and in how many parts they are worth cutting
-    scratch       bytes of memory that each thread of it has for itself
-    chunk, next   while it runs: units of a chunk, and the first one that is left
+    kernel, parameters, take  addresses: of the kernel, of the record of its parameters, and of the function that takes
+                  its chunks
+    units, parts  how many units it has, and into how many parts it is worth cutting them
+    scratch       bytes of memory that each of its threads has for itself
+    chunk, next   while it runs: units of a chunk, and the first unit that nobody has taken
     status        what a kernel returned that was not 0
     """
 
@@ -67,7 +69,7 @@ _PARTS, _NEXT = place_in(Block, "parts"), 8 * place_in(Block, "next")
 
 @inlined
 def begin_work(work: int, n_threads: int) -> None:
-    """Cuts a work, by its address, into chunks for so many threads."""
+    """Cuts the work at an address into chunks for n_threads threads."""
     block = shared_record_at(work, Block)
     n_chunks = 1 if n_threads == 1 else max(1, min(block.parts, n_threads * _CHUNKS))
     block.chunk = -(-block.units // n_chunks)
@@ -77,7 +79,7 @@ def begin_work(work: int, n_threads: int) -> None:
 
 @inlined
 def _scratch(memory: Any) -> Any:
-    """The first cache line that begins in an array."""
+    """The address of the first cache line that begins in an array."""
     return (types.int64(memory.ctypes.data) + LINE - 1) // LINE * LINE
 
 
@@ -99,8 +101,10 @@ def _take_chunks(work: int) -> None:
 
 @inlined
 def run_work(work: int, n_threads: int, openmp: int) -> int:
-    """Runs a work, by its address, in up to n_threads threads of the team that openmp is the address of; 0: in this
-    one. Returns what its kernel did."""
+    """Runs the work at an address in up to n_threads threads; returns its status, 0 or what a kernel returned.
+
+    openmp  the address of GOMP_parallel of the team; 0: this thread runs it alone
+    """
     block = shared_record_at(work, Block)
     begin_work(work, n_threads)
     if n_threads > 1 and block.parts != 1 and openmp != 0:
@@ -129,14 +133,16 @@ def _begin(work: int, n_threads: int) -> None:
 class Work:
     """A kernel with its parameters, to run over `n_units` units.
 
-    parameters  a record, as the kernel reads it
-    n_bytes  that it moves: what says whether a second thread is worth it; 0 = it is one thread's
-    scratch  bytes that the kernel uses for itself: it gets the address of so many, in each thread others
-    keep     what has to live as long
-    failed   makes the error of what the kernel returned, where that is not 0
+    parameters  the record that the kernel reads
+    n_bytes     how many it moves, which decides whether a second thread is worth it; 0 = always one thread
+    scratch     bytes that the kernel needs for itself: it gets the address of that many, different ones in each thread
+    keep        objects that have to live as long as the work
+    failed      makes an exception of what the kernel returned, where that is not 0
 
-    most_parts  in how many it is worth cutting at most; another work may say that it must not
-    words       of its `Block`
+    It has as attributes:
+
+    most_parts  into how many parts it is worth cutting it, at most; another work may write `parts` = 1 into its `Block`
+    words       the words of its `Block`
     """
 
     def __init__(
@@ -171,11 +177,11 @@ class Work:
 
     @property
     def block(self) -> Block:
-        """What compiled code sees now."""
+        """Its `Block`, as compiled code sees it now."""
         return Block(*self.words.tolist())
 
     def run(self) -> None:
-        """Computes it. Raises what `failed` makes of what the kernel returned."""
+        """Runs it in the working team. Raises what `failed` makes of a kernel's status that is not 0."""
         team = working_team()
         count = team.n_threads
         if count == 1 or team.openmp or self.words[_PARTS] == 1:
@@ -192,7 +198,7 @@ class Work:
 
 
 class Job:
-    """Works in order. Calling it runs them."""
+    """Works in order; calling it runs them."""
 
     def __init__(self, *works: Work) -> None:
         self.works = works
@@ -203,7 +209,7 @@ class Job:
 
     @property
     def is_for_threads(self) -> bool:
-        """Whether more than one would be of use."""
+        """Whether more than one thread would be of use."""
         return any(work.most_parts > 1 for work in self.works)
 
 
@@ -211,8 +217,8 @@ class Job:
 class Team:
     """Threads that run works.
 
-    openmp  the address of GOMP_parallel of the OpenMP runtime whose threads they are; 0: the pool's
-    size    how many threads a work may use; None: one per processor. Never more than GGML_NPU_THREADS
+    openmp  the address of GOMP_parallel in the OpenMP runtime that has these threads; 0: the pool's threads
+    size    how many threads a work may use; None: one per processor. GGML_NPU_THREADS is always the limit
     """
 
     openmp: int = 0
@@ -220,12 +226,12 @@ class Team:
 
     @property
     def n_threads(self) -> int:
-        """How many threads a work may use. Raises EngineError where GGML_NPU_THREADS is no number."""
+        """How many threads a work may use. Raises EngineError where GGML_NPU_THREADS is not a number of threads."""
         return limited(self.size or _PROCESSORS)
 
     @contextmanager
     def working(self) -> Iterator[None]:
-        """Works that this Python thread runs until the context ends are the team's."""
+        """Works that this Python thread runs until the context ends run in this team."""
         before = _working.set(self)
         try:
             yield
@@ -238,7 +244,7 @@ _working = ContextVar("the team of this Python thread's works", default=POOL)
 
 
 def working_team() -> Team:
-    """The team that works of this Python thread run in: the pool, where nobody has said."""
+    """The team in which works of this Python thread run; the pool, outside of any `Team.working`."""
     return _working.get()
 
 
@@ -248,7 +254,8 @@ def _pool() -> ThreadPoolExecutor:
 
 
 def limited(count: int) -> int:
-    """A number of threads, or GGML_NPU_THREADS where that is less. Raises EngineError where that is no number."""
+    """`count`, or GGML_NPU_THREADS where that is less. Raises EngineError where GGML_NPU_THREADS is not a number of 1
+    or more."""
     text = os.environ.get("GGML_NPU_THREADS", str(count))
     if not text.isdecimal() or not int(text):
         raise EngineError(f"GGML_NPU_THREADS={text!r}: must be a number of threads, 1 or more")
@@ -257,6 +264,6 @@ def limited(count: int) -> int:
 
 @contextmanager
 def allowing(count: int) -> Iterator[None]:
-    """Has works of this Python thread use up to `count` threads of its team until the context ends."""
+    """Lets works of this Python thread use up to `count` threads of its team until the context ends."""
     with replace(working_team(), size=count).working():
         yield

@@ -1,7 +1,8 @@
 """LLVM vectors for blocks: a function on them reads like its formula, and is inlined into the kernels that call it.
 
-LLVM's own vectoriser gives up on loops over the 32 elements of a block, most of all where they end in bytes; here
-the 32 lanes are written down, and LLVM cuts them into what the processor has. `part` makes what kernels call.
+LLVM's own vectoriser fails on loops over the 32 elements of a block, above all where they end in bytes. Here the 32
+lanes are written down, and LLVM cuts them into the vectors that the processor has. `part` makes functions that kernels
+can call.
 """
 
 from __future__ import annotations
@@ -21,19 +22,20 @@ BIT, INT8, INT16, INT32, INT64 = (ir.IntType(bits) for bits in (1, 8, 16, 32, 64
 
 
 def _dots_bytes() -> bool:
-    """Whether the processor has products of unsigned and signed bytes, summed in fours."""
+    """Whether the processor multiplies unsigned by signed bytes and adds the products in fours (AVX-512 VNNI)."""
     return processor_has("avx512vnni", "avx512vl")
 
 
 class Value:
-    """A scalar or vector of a kernel that is being compiled. Integers are unsigned but where a method says signed."""
+    """A scalar or vector of a kernel that is being compiled. Integers are unsigned, except where a method says
+    signed."""
 
     def __init__(self, builder: ir.IRBuilder, value: Any) -> None:
         self._builder, self._value = builder, value
 
     @property
     def lanes(self) -> int:
-        """How many elements; 0 for a scalar."""
+        """How many elements a vector has; 0 for a scalar."""
         return self._value.type.count if isinstance(self._value.type, ir.VectorType) else 0
 
     @property
@@ -51,7 +53,7 @@ class Value:
         return ir.VectorType(element, self.lanes) if self.lanes else element
 
     def _pair(self, other: Value | float) -> tuple[Any, Any]:
-        """Both operands, of one type: numbers become constants, scalars fill vectors."""
+        """Both operands, in one type: numbers become constants, scalars fill vectors."""
         if not isinstance(other, Value):
             constant = ir.Constant(self._element, other)
             other = self._of(constant)
@@ -59,7 +61,7 @@ class Value:
         return a._value, b._value
 
     def filled(self, lanes: int) -> Value:
-        """A scalar in every lane; a vector is itself."""
+        """A vector with this scalar in every lane; a vector is returned as it is."""
         if self.lanes or not lanes:
             return self
         kind = ir.VectorType(self._element, lanes)
@@ -99,19 +101,21 @@ class Value:
         return self._of(self._builder.lshr(*self._pair(other)))
 
     def equals(self, other: Value | float) -> Value:
+        """Whether self == other, lane by lane; NaN equals nothing."""
         compare = self._builder.fcmp_ordered if self._is_float else self._builder.icmp_unsigned
         return self._of(compare("==", *self._pair(other)))
 
     def differs(self, other: Value | float) -> Value:
+        """Whether self != other, lane by lane; NaN differs from everything."""
         compare = self._builder.fcmp_unordered if self._is_float else self._builder.icmp_unsigned
         return self._of(compare("!=", *self._pair(other)))
 
     def at_most(self, other: int) -> Value:
-        """Unsigned."""
+        """Whether self <= other, lane by lane, unsigned."""
         return self._of(self._builder.icmp_unsigned("<=", *self._pair(other)))
 
     def limited(self, low: int, high: int) -> Value:
-        """Signed: min(max(self, low), high)."""
+        """min(max(self, low), high), lane by lane, signed."""
         value = self
         for sign, bound in ((">", low), ("<", high)):
             a, b = value._pair(bound)
@@ -119,37 +123,37 @@ class Value:
         return value
 
     def where(self, condition: Value, other: Value | float) -> Value:
-        """Self where a condition holds, else the other."""
+        """Self where the condition holds, else the other; lane by lane."""
         return self._of(self._builder.select(condition._value, *self._pair(other)))
 
     def bits(self) -> Value:
-        """A float's bits; of a vector of conditions one integer, the first lane lowest."""
+        """A float's bits as an integer; for a vector of conditions one integer, the first lane in its lowest bit."""
         if self._element == ir.IntType(1):
             return self._of(self._builder.bitcast(self._value, ir.IntType(self.lanes)))
         return self._of(self._builder.bitcast(self._value, self._shaped({FLOAT: INT32, HALF: INT16}[self._element])))
 
     def as_float(self) -> Value:
-        """The float of these bits."""
+        """The float that has these bits."""
         return self._of(self._builder.bitcast(self._value, self._shaped({32: FLOAT, 16: HALF}[self._element.width])))
 
     def as_bytes(self) -> Value:
-        """The bytes of an int32, the lowest first."""
+        """The 4 bytes of an int32, the lowest first."""
         return self._of(self._builder.bitcast(self._value, ir.VectorType(INT8, 4)))
 
     def widened(self) -> Value:
-        """half -> float"""
+        """float16 -> float32."""
         return self._of(self._builder.fpext(self._value, self._shaped(FLOAT)))
 
     def narrowed(self) -> Value:
-        """float -> half: nearest, ties to even."""
+        """float32 -> float16: nearest, ties to even."""
         return self._of(self._builder.fptrunc(self._value, self._shaped(HALF)))
 
     def to_float(self) -> Value:
-        """Of a signed integer."""
+        """Signed integer -> float32."""
         return self._of(self._builder.sitofp(self._value, self._shaped(FLOAT)))
 
     def to_int32(self) -> Value:
-        """C's (int32_t) of floats; out of range and NaN give what the processor's conversion gives."""
+        """C's (int32_t) of a float; out of range and NaN give what the processor's conversion gives."""
         return self._of(self._builder.fptosi(self._value, self._shaped(INT32)))
 
     def to(self, kind: ir.IntType) -> Value:
@@ -162,14 +166,14 @@ class Value:
         return self._of(self._builder.sext(self._value, self._shaped(kind)))
 
     def sums_of_fours(self) -> Value:
-        """Of neighbours: a quarter of the lanes."""
+        """Sums of four neighbouring lanes: a quarter of the lanes."""
         first, *others = (self.lanes_from(i, 4, self.lanes // 4) for i in range(4))
         for other in others:
             first = first + other
         return first
 
     def plus_fours(self, unsigned: Value, signed: Value) -> Value:
-        """int32 + the sums of fours of the products of unsigned and signed bytes, 32 of each."""
+        """Self, 8 int32, plus the sums of fours of the products of 32 unsigned and 32 signed bytes."""
         if _dots_bytes():
             kind = self._value.type
             name, shape = "llvm.x86.avx512.vpdpbusd.256", ir.FunctionType(kind, [kind] * 3)
@@ -189,15 +193,18 @@ class Value:
         return value.lane(self._of(ir.Constant(INT32, 0)))
 
     def rounded(self, how: str) -> Value:
-        """how  "rint": half to even; "round": half away from zero"""
+        """A float rounded to a whole number.
+
+        how  "rint": half goes to even; "round": half goes away from zero
+        """
         return self._call(f"llvm.{how}", self._value.type)
 
     def largest(self) -> Value:
-        """Of the lanes, unsigned."""
+        """The largest lane, unsigned."""
         return self._call("llvm.vector.reduce.umax", self._element)
 
     def first_set(self) -> Value:
-        """The place of the lowest bit that is set."""
+        """The index of the lowest bit that is set."""
         function = self._declare("llvm.cttz", self._value.type, [self._value.type, ir.IntType(1)])
         return self._of(self._builder.call(function, [self._value, ir.Constant(ir.IntType(1), 0)]))
 
@@ -211,19 +218,21 @@ class Value:
         return self._of(self._builder.call(self._declare(name, result, [self._value.type]), [self._value]))
 
     def fused_multiply_add(self, factor: Value, addend: Value | float) -> Value:
-        """self * factor + addend, rounded once; what is a scalar is in every lane."""
+        """self * factor + addend, rounded once; a scalar counts for every lane."""
         kind = self._value.type
         function = self._declare("llvm.fma", kind, [kind] * 3)
         return self._of(self._builder.call(function, [self._value, self._pair(factor)[1], self._pair(addend)[1]]))
 
     def lane(self, index: Value) -> Value:
+        """The lane at an index, which is a scalar."""
         return self._of(self._builder.extract_element(self._value, index._value))
 
     def lanes_from(self, first: int, step: int, count: int) -> Value:
-        """Lanes first, first + step, ...: count of them."""
+        """`count` lanes: first, first + step, ..."""
         return self.picked(self, [first + step * i for i in range(count)])
 
     def followed_by(self, other: Value) -> Value:
+        """The lanes of self, then those of the other."""
         return self.picked(other, list(range(2 * self.lanes)))
 
     def interleaved(self, other: Value) -> Value:
@@ -231,7 +240,7 @@ class Value:
         return self.picked(other, [i // 2 + i % 2 * self.lanes for i in range(2 * self.lanes)])
 
     def picked(self, other: Value, order: list[int]) -> Value:
-        """A vector of lanes by number: those of self, and behind them those of the other."""
+        """A vector of lanes by number: first those of self are numbered, then those of the other."""
         picks = ir.Constant(ir.VectorType(INT32, len(order)), order)
         return self._of(self._builder.shuffle_vector(self._value, other._value, picks))
 
@@ -241,7 +250,7 @@ def _letter(kind: ir.Type) -> str:
 
 
 class Address:
-    """Where a part reads or writes; no alignment is asked for."""
+    """An address that a part reads from or writes to, or another int64; memory need not be aligned."""
 
     def __init__(self, builder: ir.IRBuilder, value: Any) -> None:
         self._builder, self._value = builder, value
@@ -250,7 +259,7 @@ class Address:
         return other._value if isinstance(other, Address) else ir.Constant(self._value.type, other)
 
     def __add__(self, n_bytes: Address | int) -> Address:
-        """The address n_bytes further on; of an Address its number is taken."""
+        """The address n_bytes further on; n_bytes may be an Address too."""
         return Address(self._builder, self._builder.add(self._value, self._number(n_bytes)))
 
     def __mul__(self, factor: Address | int) -> Address:
@@ -258,21 +267,24 @@ class Address:
         return Address(self._builder, self._builder.mul(self._value, self._number(factor)))
 
     def number_at(self, index: int) -> Address:
-        """Number `index` of the int64 here."""
+        """The int64 number `index` of those at this address."""
         return Address(self._builder, (self + 8 * index).load(INT64)._value)
 
     def load(self, kind: ir.Type, lanes: int = 0) -> Value:
+        """The scalar of a kind at this address; with `lanes` a vector of so many."""
         whole = ir.VectorType(kind, lanes) if lanes else kind
         return Value(
             self._builder, self._builder.load(self._builder.inttoptr(self._value, whole.as_pointer()), align=1)
         )
 
     def store(self, value: Value) -> None:
+        """Writes a scalar or vector to this address."""
         pointer = self._builder.inttoptr(self._value, value._value.type.as_pointer())
         self._builder.store(value._value, pointer, align=1)
 
     def prefetch(self) -> None:
-        """Has the processor fetch a cache line that is read soon; what is no memory is passed over."""
+        """Has the processor fetch the cache line here, which is read soon; an address outside of memory does no
+        harm."""
         i32, pointer = ir.IntType(32), ir.IntType(8).as_pointer()
         kind = ir.FunctionType(ir.VoidType(), [pointer, i32, i32, i32])
         function = self._builder.module.declare_intrinsic("llvm.prefetch", [pointer], kind)
@@ -280,7 +292,8 @@ class Address:
         self._builder.call(function, [self._builder.inttoptr(self._value, pointer), read, near, data])
 
     def count(self, body: Callable[[Address, Sequence[Value]], Sequence[Value]], *start: Value) -> Sequence[Value]:
-        """A loop over i = 0, 1, ... below this number: values begin as `start`; body(i, values) gives the next ones."""
+        """A loop over i = 0, 1, ... below this number. Values begin as `start`; body(i, values) returns the next ones.
+        Returns the last."""
         variables = [Variable(value) for value in start]
         with cgutils.for_range(self._builder, self._value) as loop:
             values = body(Address(self._builder, loop.index), [variable.value for variable in variables])
@@ -289,7 +302,7 @@ class Address:
         return [variable.value for variable in variables]
 
     def zeros(self, kind: ir.Type, lanes: int = 0) -> Value:
-        """0 in every lane."""
+        """A constant: 0 in every lane, or as a scalar."""
         return Value(self._builder, ir.Constant(ir.VectorType(kind, lanes) if lanes else kind, None))
 
 
@@ -302,15 +315,17 @@ class Variable:
 
     @property
     def value(self) -> Value:
+        """The value at this place in the code."""
         return Value(self._builder, self._builder.load(self._place))
 
     @value.setter
     def value(self, value: Value) -> None:
+        """Sets the value from here on."""
         self._builder.store(value._value, self._place)
 
 
 def part(function: Callable[..., None]) -> Any:
-    """Decorator: a function of two to five Addresses becomes what a kernel calls with so many int64."""
+    """Decorator: turns a function of two to five Addresses into one that a kernel calls with that many int64."""
 
     def typed(n_addresses: int) -> tuple[Any, Any]:
         def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
@@ -335,7 +350,8 @@ def part(function: Callable[..., None]) -> Any:
 
 
 def transposed(rows: list[Value]) -> list[Value]:
-    """A square matrix of as many vectors as lanes, a power of 2: lane j of vector i becomes lane i of vector j."""
+    """Transposes a square matrix, given as vectors of as many lanes as there are vectors, a power of 2: lane j of
+    vector i becomes lane i of vector j."""
     n = half = len(rows)
     while half > 1:
         half //= 2
