@@ -1,4 +1,4 @@
-"""A wrong kernel, from the first look at a model to its mending: plants a bug in CONT, finds it, mends it.
+"""A wrong kernel, from the first look at a model to the fix: plants a bug in CONT, finds it, fixes it.
 
 python examples/find_a_bug.py [MODEL]        MODEL: a path, demo (the default) or tiny
 """
@@ -16,7 +16,8 @@ from graph_runner.trace import replay
 
 
 def cont(dst: Tensor, x: Tensor) -> None:
-    """Makes x contiguous, or so its author thinks: it takes the bytes as they lie, and forgets that x has strides."""
+    """Makes x contiguous, or so its author thinks: it takes the bytes as they lie in memory and ignores the strides of
+    x."""
     bytes_as_they_lie = x.memory.bytes()[x.offset : x.offset + dst.nbytes]
     dst.view()[...] = bytes_as_they_lie.view(np.float32).reshape(dst.ne[::-1])
 

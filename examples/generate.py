@@ -1,4 +1,4 @@
-"""Generate text with a GGUF model, its data movement computed by this project's kernels.
+"""Generate text with a GGUF model. This project's kernels compute its data movement.
 
 python examples/generate.py [MODEL] [PROMPT]        MODEL: a path, demo (the default) or tiny
 """

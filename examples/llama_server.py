@@ -1,4 +1,4 @@
-"""llama.cpp's own llama-server on the NPU: starts it with the plugin, asks for a text, and stops it.
+"""llama.cpp's own llama-server on the NPU: starts it with the plugin, requests a text, and stops it.
 
 python examples/llama_server.py MODEL.gguf [LLAMA_SERVER]        LLAMA_SERVER: its path; by default that on PATH
 

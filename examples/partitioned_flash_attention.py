@@ -1,4 +1,4 @@
-"""Flash attention over a cache in partitions that grows, made of the operators of `ggml_backend_npu.documents.rbln`.
+"""Flash attention over a partitioned cache that grows, built from operators of `ggml_backend_npu.documents.rbln`.
 
 python examples/partitioned_flash_attention.py
 
@@ -20,9 +20,10 @@ SEQ = 3  # the axis of a partition that grows
 
 
 def step(q, k, v, key_cache, value_cache, cached, sink=None):
-    """Attention of some new tokens to themselves and the `cached` ones, which they join in the caches.
+    """Attention of some new tokens to themselves and to the `cached` ones. Adds the new tokens to the caches.
 
-    Tokens of one step must not cross the end of a partition: `steps` cuts a prompt so that they do not.
+    Returns (1, Head, Group, Seq, D). Raises ValueError if the tokens cross the end of a partition: `steps` cuts a
+    prompt so that they do not.
     """
     scale = np.float32(q.shape[-1] ** -0.5)
     n_new, size = q.shape[3], key_cache.shape[4]
@@ -60,7 +61,7 @@ def steps(n_prompt, n_total, longest, size):
 
 
 def attention(q, k, v, *, n_prompt, longest, size, sink=None):
-    """Attention of a prompt and the tokens after it, step by step."""
+    """Attention of a prompt and the tokens after it, step by step; (1, Head, Group, Seq, D)."""
     n_total = q.shape[3]
     n_partitions = -(-n_total // size) + 1  # the last one stays empty
     # NaN: what no token has been stored to is never read
@@ -73,7 +74,7 @@ def attention(q, k, v, *, n_prompt, longest, size, sink=None):
 
 
 def full_attention(q, k, v, sink=None):
-    """The same by the definition, float64."""
+    """The same by the definition, in float64."""
     scores = q.astype(np.float64) @ k.astype(np.float64).swapaxes(-1, -2) * q.shape[-1] ** -0.5
     e = np.exp(np.where(np.tri(scores.shape[-1], dtype=bool), scores, -np.inf))
     total = e.sum(-1, keepdims=True) + (0 if sink is None else np.exp(sink.astype(np.float64)))
@@ -81,6 +82,7 @@ def full_attention(q, k, v, sink=None):
 
 
 def main():
+    """Compares both for a prompt and further tokens, without and with a sink."""
     rng = np.random.default_rng(0)
     head, group, d, n_prompt, n_total = 2, 4, 32, 90, 140
     q = rng.standard_normal((1, head, group, n_total, d), np.float32)

@@ -18,7 +18,7 @@ drawn towards it, and on the far side the earth is drawn away from the water. Be
 
 
 def perplexity(file: Path, text: str, settings: Settings) -> float:
-    """exp of the mean of -log p(token | the tokens before it), token by token."""
+    """Returns exp of the mean of -log p(token | the tokens before it), token by token."""
     with Session(file, settings) as session:
         first, *others = session.tokenize(text)
         loss = 0.0

@@ -1,4 +1,4 @@
-"""Sliding window attention over a stream of chunks, made of the operators of `ggml_backend_npu.documents.rbln`.
+"""Sliding window attention over a stream of chunks, built from operators of `ggml_backend_npu.documents.rbln`.
 
 python examples/sliding_window_attention.py
 
@@ -14,7 +14,8 @@ PAD = 63  # columns behind a window and its one new token: together a multiple o
 
 
 def step(q, k, v, key_cache, value_cache, seen, sink=None):
-    """Attention of some new tokens behind `seen` ones; (output, caches of the window that ends with the new tokens)."""
+    """Attention of some new tokens after `seen` ones. Returns (output, caches of the window that ends with the new
+    tokens)."""
     scale = np.float32(q.shape[-1] ** -0.5)
     n_new, window = q.shape[3], key_cache.shape[3]
     index = to_dynamic_index(np.int32([min(seen, window)]), window)
@@ -30,7 +31,7 @@ def step(q, k, v, key_cache, value_cache, seen, sink=None):
 
 
 def attention(q, k, v, *, window, chunks, sink=None):
-    """Attention of a stream, so many tokens at a time."""
+    """Attention of a stream, in chunks of these numbers of tokens; (1, Head, Group, Seq, D)."""
     caches = [np.zeros((*x.shape[:3], window, x.shape[4]), np.float32) for x in (k, v)]
     outputs, seen = [], 0
     for n_new in chunks:
@@ -42,7 +43,7 @@ def attention(q, k, v, *, window, chunks, sink=None):
 
 
 def full_attention(q, k, v, window, sink=None):
-    """The same by the definition, float64: a token has the `window` tokens that end with itself."""
+    """The same by the definition, in float64: a token sees the `window` tokens that end with itself."""
     scores = q.astype(np.float64) @ k.astype(np.float64).swapaxes(-1, -2) * q.shape[-1] ** -0.5
     n = scores.shape[-1]
     kept = np.tri(n, dtype=bool) & ~np.tri(n, k=-window, dtype=bool)
@@ -52,6 +53,7 @@ def full_attention(q, k, v, window, sink=None):
 
 
 def main():
+    """Compares both for a stream of chunks, without and with a sink."""
     rng = np.random.default_rng(0)
     head, group, d, window, chunks = 2, 4, 32, 128, [100, 60, 1, 1, 1, 64, *[1] * 40]
     q = rng.standard_normal((1, head, group, sum(chunks), d), np.float32)

@@ -1,8 +1,8 @@
 """Runs models through llama.cpp with the backend, compares their nodes with ggml's CPU, and is the command ggml-npu.
 
-The public face, besides the command: `Session` and `generate` run a model, `graph_runner.diff.diff` compares two
-devices node by node, `capture` and `replay` keep nodes in a file and compute them again, `cover` says what the NPU
-takes. Errors of what a user gave are `SessionError`, `TraceError` and their like, each one line.
+The public interface, besides the command: `Session` and `generate` run a model, `graph_runner.diff.diff` compares two
+devices node by node, `capture` and `replay` save nodes in a file and compute them again, `cover` says which nodes the
+NPU takes. Bad input from a user raises `SessionError`, `TraceError` and the like, each with a message of one line.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ __version__ = _version("ggml-backend-npu")
 
 
 def __getattr__(name: str) -> Any:
-    """A public name, from its module: llama.cpp is loaded by those that need it."""
+    """Returns a public name from its module, so that llama.cpp is loaded only by the names that need it."""
     if name not in _PUBLIC:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(f"{__name__}.{_PUBLIC[name]}"), name)

@@ -1,5 +1,5 @@
-"""The tokens of a diff run once more: does the device give the same each time, and when nobody looks on? How far does
-the CPU come from itself by rounding alone?"""
+"""Runs the tokens of a diff again: does the device give the same results each time, and also if no node is observed?
+How far does rounding alone move the CPU's result?"""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ _NOTHING = 1e-9  # an nmse that is small whatever is natural
 
 
 class _Walk:
-    """An observer that counts nodes as a diff does.
+    """An observer that counts nodes in the same way as a diff.
 
-    step  to be counted up before each step but the first
-    read  gives what a span of the run's memory holds
+    step  the current step; incremented before each step but the first
+    read  returns the bytes of a span of the run's memory
     """
 
     read: Callable[[int, int], Any] = staticmethod(convert.bytes_at)
@@ -44,7 +44,7 @@ class _Walk:
         self.step, self._place = self.step + 1, -1
 
     def before(self, address: int) -> bool:
-        """Whether the node is to be seen after it has run."""
+        """Returns whether to observe the node after it has run."""
         if not convert.computes(convert.op_name(self.ggml, address)):
             return False
         self._place += 1
@@ -58,17 +58,17 @@ class _Walk:
         return digest_of(dst.address, dst.nbytes, self.read)
 
     def looks_at(self, place: Place, address: int) -> bool:
-        """Whether a node is to be seen after it has run."""
+        """Returns whether to observe the node after it has run."""
         return True
 
     def saw(self, place: Place, address: int) -> None:
-        """A node has run that was to be seen."""
+        """Called after an observed node has run."""
 
 
 class _Same(_Walk):
-    """Compares nodes with what they gave before.
+    """Compares nodes with their results in an earlier run.
 
-    differs  the first that is not the same: its place, and the node
+    differs  the first node that is not the same: its place, and the node
     """
 
     def __init__(self, ggml: Ggml, backend: Backend, before: Mapping[Place, int], fuses: bool) -> None:
@@ -86,7 +86,7 @@ class _Same(_Walk):
 
 
 class _One(_Walk):
-    """Looks at one node alone; all before it run as they do when nobody looks on."""
+    """Observes one node alone; the nodes before it run as they do without an observer."""
 
     def __init__(self, ggml: Ggml, place: Place) -> None:
         super().__init__(ggml)
@@ -104,7 +104,7 @@ class _One(_Walk):
 
 
 class _Noise(_Walk):
-    """Adds rounding errors to nodes: to each as large ones, in parts of its size, as are given."""
+    """Adds rounding errors to nodes: for each node of the given size, relative to the node's values."""
 
     def __init__(self, ggml: Ggml, errors: Mapping[Place, float], seed: int) -> None:
         super().__init__(ggml)
@@ -122,10 +122,10 @@ class _Noise(_Walk):
 
 
 class Again:
-    """A model and the tokens that were run.
+    """Runs the same model on the same tokens again.
 
-    opened  makes a session of its own
-    backend  of its device
+    opened   opens a new session
+    backend  the backend of the device
     """
 
     def __init__(
@@ -147,9 +147,10 @@ class Again:
         return found
 
     def repeated(self, fingerprints: Mapping[Place, int], times: int, *, fuses: bool) -> NodeResult | None:
-        """The first node that the device does not give again as it did; None where each run is the same.
+        """Returns the first node whose result on the device changes between runs; None if all runs are the same.
 
-        fingerprints  what the nodes gave in the first run
+        fingerprints  digests of the nodes' results in the first run
+        times  the number of runs, the first one included
         """
         for run in range(2, times + 1):
             same = _Same(self._ggml, self._backend, fingerprints, fuses)
@@ -162,10 +163,11 @@ class Again:
     def unwatched(
         self, device: Sequence[Logits], reference: Sequence[Logits], fingerprints: Mapping[Place, int]
     ) -> NodeResult | None:
-        """The first node that gives something else where the device's run is not looked at node by node; None where
-        the run ends alike, or ggml's CPU has such a difference too.
+        """Returns the first node whose result changes if the device's run is not observed node by node. Returns None if
+        the run ends the same, or if ggml's CPU shows such a difference too.
 
-        device, reference  the logits of both runs as they were looked at
+        device, reference  the logits of both runs while they were observed
+        fingerprints       digests of the nodes' results in that run
         """
         on_device = replace(self._settings, device="npu")
         if _alike(self._run(on_device), device) or not _alike(self._run(replace(on_device, device="cpu")), reference):
@@ -183,17 +185,17 @@ class Again:
         return _unlike(places[low], found, "gives other bytes when nodes run together, not one by one")
 
     def _gives(self, settings: Settings, place: Place, fingerprints: Mapping[Place, int]) -> Node | None:
-        """A node, where it gives something else when only it is looked at."""
+        """Returns the node if its result changes when only this node is observed, else None."""
         one = _One(self._ggml, place)
         with suppress(SessionError):
             self._run(settings, one)
         return one.node if one.digest != fingerprints[place] else None
 
     def natural(self, ending: Ending, reference: Sequence[Logits], nodes: Collection[NodeResult]) -> Ending:
-        """The ending with what the reference is from itself by rounding: with errors as large as those of the device's
-        nodes, and with flash attention switched. Where values are quantised errors are a few units in the last place at
-        least: which of two quants a value at the edge gets is chance. So errors are drawn anew, some times, while the
-        ending is too far off."""
+        """Returns the ending with `natural` and `limit` set: how far rounding alone moves the reference from itself.
+        The reference is run with errors as large as those of the device's nodes, and with flash attention switched. If
+        values are quantised, errors are at least a few units in the last place, since it is chance which of two quants
+        a value at the edge gets. So errors are drawn again, a few times, while the ending is too far off."""
         errors: dict[Place, float] = {}
         least = _FEW_ULP if any(map(_quantises, nodes)) else 0.0
         for node in nodes:
@@ -215,7 +217,7 @@ class Again:
 
 
 def _quantises(node: NodeResult) -> bool:
-    """Whether a node computes with blocks, or writes them."""
+    """Whether a node reads or writes quantised blocks."""
     return node.op != "GET_ROWS" and any(codec(type).is_quantized for type in {*node.types.split()} & {*type_names()})
 
 

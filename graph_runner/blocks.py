@@ -1,4 +1,4 @@
-"""Compares two quantised outputs block by block: scales, quants, nibbles, and by which rounding they were made."""
+"""Compares two quantised outputs block by block: scales, quants, nibbles, and the rounding that made them."""
 
 from __future__ import annotations
 
@@ -23,17 +23,16 @@ _SCALES: dict[str, np.dtype[Any]] = {
 
 @dataclass(frozen=True)
 class BlockComparison:
-    """Two results of one type, by block. Truthy where all blocks are the same.
+    """Two results of one type, compared by block. Truthy if all blocks are the same.
 
-    n_scale, n_quants  of the blocks that differ, those whose scale differs and those whose other bytes do; None where
-                       the type's blocks do not begin with a scale
+    n_scale, n_quants  of the blocks that differ, how many differ in the scale and how many in other bytes; None if the
+              type's blocks do not begin with a scale
     off_by_one, off_by_more  quants that differ by one, and by more than one; None for types other than q8_0 and q4_0
     swapped_nibbles  whether every q4_0 block that differs is the expected one with its nibbles swapped
-    rounding   which of ggml's q8_0 roundings, and not the other one, gives the actual blocks; None where both do, none
-               does, or nobody knows what was quantised
-    largest    of other types: the largest difference of two values, in steps where `in_steps`; None where no decoder
-               exists
-    in_steps   whether `largest` is in units of the expected block's scale
+    rounding  the only one of ggml's q8_0 roundings that gives the actual blocks; None if both do, if neither does, or
+              if the source values are not known
+    largest   for other types: the largest difference of two values, in steps if `in_steps`; None if there is no decoder
+    in_steps  whether `largest` is in units of the expected block's scale
     """
 
     type: str
@@ -52,7 +51,7 @@ class BlockComparison:
         return self.n_different == 0
 
     def sentence(self) -> str:
-        """All of it in one sentence."""
+        """Returns the comparison in one sentence."""
         if not self.n_different:
             return f"all {self.n_blocks} {self.type} blocks are the same"
         verb = "differs" if self.n_different == 1 else "differ"
@@ -74,8 +73,10 @@ class BlockComparison:
 def compare_blocks(expected: Tensor, actual: Tensor, source: NDArray[np.float32] | None = None) -> BlockComparison:
     """Compares two tensors of one quantised type and ne, block by block.
 
-    source  the values that were quantised, of the tensors' shape, axes reversed, with NaN where none was; says which
-            q8_0 rounding was used. None where nobody knows them
+    source  the values that were quantised, in the tensors' shape with axes reversed, NaN if there was no value; tells
+            which q8_0 rounding was used. None if they are not known
+
+    Raises ValueError if the two types or ne differ, if the type is not quantised, or if source has another size.
     """
     kind = codec(expected.type)
     if not kind.is_quantized or actual.type != expected.type or actual.ne != expected.ne:
@@ -114,12 +115,12 @@ def compare_blocks(expected: Tensor, actual: Tensor, source: NDArray[np.float32]
 
 
 def blocks_of(tensor: Tensor) -> Blocks:
-    """A quantised tensor's blocks in logical order, (n_blocks, block bytes)."""
+    """Returns a quantised tensor's blocks in logical order, (n_blocks, block bytes)."""
     return np.ascontiguousarray(raw(tensor)).reshape(-1, tensor.codec.block_bytes)
 
 
 def swapped(blocks: Blocks) -> Blocks:
-    """q4_0 blocks with the two nibbles of each byte swapped."""
+    """Returns q4_0 blocks with the two nibbles of each byte swapped."""
     quants = blocks[..., 2:]
     return np.concatenate([blocks[..., :2], (quants >> 4) | (quants << 4)], axis=-1)
 
@@ -132,7 +133,7 @@ def _quants(type: str, blocks: Blocks) -> NDArray[np.int16]:
 
 
 def _rounding(actual: Blocks, source: NDArray[np.float32]) -> Rounding | None:
-    """The only rounding by which the blocks come from the values."""
+    """Returns the rounding that gives the blocks from the values, if only one does."""
     values = np.ascontiguousarray(source, np.float32).reshape(-1, codec("q8_0").block_size)
     if len(values) != len(actual):
         raise ValueError(f"source of {values.size} values: the tensor has {32 * len(actual)}")
@@ -145,7 +146,7 @@ def _rounding(actual: Blocks, source: NDArray[np.float32]) -> Rounding | None:
 
 
 def _largest(type: str, expected: Blocks, actual: Blocks) -> tuple[float | None, bool]:
-    """The largest difference of two values, and whether it is in steps: in scales of the expected blocks."""
+    """Returns the largest difference of two values, and whether it is in steps: in scales of the expected blocks."""
     decoder = codec(type)
     with np.errstate(all="ignore"):
         try:

@@ -1,8 +1,7 @@
-"""Work with kernels that are not trusted, in a process of its own: what it was at when it ended or hung is known.
+"""Runs untrusted kernels in a child process, so that the node is known at which the process ended or hung.
 
-The child reads a pickled job from its standard input, and sends what it finds through a pipe. Before the device
-computes a node, the child writes down which in memory that both have: the trail. What it has found and not yet sent is
-there too.
+The child reads a pickled job from its standard input and sends its results through a pipe. Before the device computes a
+node, the child writes the node into shared memory: the trail. Results that are not yet sent are in shared memory too.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ _MESSAGE, _RESULT, _ERROR, _INTERNAL = range(4)
 
 @dataclass(frozen=True)
 class Footprint:
-    """What the device computes: how ("isolated", "own", "fused N" of N nodes as one), and the node."""
+    """What the device computes: how ("isolated", "own", "fused N" for N nodes as one operator), and the node."""
 
     how: str
     step: int
@@ -55,11 +54,11 @@ class Footprint:
 
 
 class EndedError(Exception):
-    """The child ended, or stood still, before it was done.
+    """The child ended or hung before it was done.
 
-    reason   "ended by SIGSEGV", "exit code 3", "was not done after 60 s"
-    at       what the device was computing; None where it was not
-    last     what it had computed last, or None
+    reason  "ended by SIGSEGV", "ended the process with exit code 3", "was not done after 60 s (--node-timeout)"
+    at      what the device was computing; None if it was not computing
+    last    what it had computed last, or None
     """
 
     def __init__(self, reason: str, at: Footprint | None, last: Footprint | None) -> None:
@@ -68,7 +67,7 @@ class EndedError(Exception):
 
 
 class Trail:
-    """Memory that both have: written by the child, read by the parent."""
+    """Shared memory: the child writes it, the parent reads it."""
 
     def __init__(self, file: IO[bytes]) -> None:
         file.truncate(_TRAIL_BYTES + _UNSENT_BYTES)
@@ -77,7 +76,7 @@ class Trail:
         self._begun = 0
 
     def about_to(self, how: str, step: int, place: int, node: Node | None) -> None:
-        """The device is about to compute a node; how is "" where it has."""
+        """Called before the device computes a node, and with how "" after it has."""
         from graph_runner.results import types_of
 
         self._begun += 1
@@ -88,19 +87,19 @@ class Trail:
         self._page[: _HEAD.size] = _HEAD.pack(self._begun, time.monotonic_ns(), len(data))
 
     def is_moving(self) -> None:
-        """What is being computed has come further: its kernel is being compiled."""
+        """Restarts the clock of the current node: its kernel is being compiled."""
         begun, _, size = _HEAD.unpack(self._page[: _HEAD.size])
         self._page[: _HEAD.size] = _HEAD.pack(begun, time.monotonic_ns(), size)
 
     def read(self) -> tuple[int, float, Footprint | None]:
-        """How many were begun, for how many seconds that is so, and what is being computed."""
+        """Returns how many computations have begun, the seconds since the last change, and what is being computed."""
         begun, at, size = _HEAD.unpack(self._page[: _HEAD.size])
         data = self._page[_HEAD.size : _HEAD.size + size]
         now = begun, (time.monotonic_ns() - at) / 1e9
         return *now, pickle.loads(data) if size else None
 
     def last(self) -> Footprint | None:
-        """What was computed last."""
+        """Returns what was computed last, or None."""
         with suppress(Exception):
             found = pickle.loads(self._page[_HEAD.size :])
             return found if isinstance(found, Footprint) else None
@@ -108,15 +107,15 @@ class Trail:
 
 
 class _Mail:
-    """What the child sends: many messages at once, since each wakes the parent, and the device is waiting for a
-    processor then. Those that wait lie where the parent finds them if the child ends."""
+    """Messages from the child. Many are sent at once, since each wakes the parent while the device is waiting for a
+    processor. Messages that wait are in shared memory, so that the parent finds them if the child ends."""
 
     def __init__(self, pipe: Connection, trail: Trail) -> None:
         self._pipe, self._unsent = pipe, trail.unsent
         self._end, self._sent = _SIZE.size, time.monotonic()
 
     def add(self, value: object) -> None:
-        """A message."""
+        """Adds a message."""
         data = pickle.dumps((_MESSAGE, value), pickle.HIGHEST_PROTOCOL)
         if self._end + len(data) > _UNSENT_BYTES:
             self._send()
@@ -130,7 +129,7 @@ class _Mail:
             self._send()
 
     def last(self, kind: int, value: object) -> None:
-        """All that waits, and the last message."""
+        """Sends the waiting messages, then the last one."""
         self._send()
         self._pipe.send_bytes(pickle.dumps((kind, value), pickle.HIGHEST_PROTOCOL))
 
@@ -154,10 +153,10 @@ def _messages(data: bytes) -> Iterator[tuple[int, Any]]:
 
 
 class Job(Protocol):
-    """What a child does; it is pickled."""
+    """The work of a child; it is pickled."""
 
     def __call__(self, send: Callable[[object], None], trail: Trail) -> object:
-        """Does it, sending what the parent's `receive` is to be called with. Returns the result."""
+        """Does the work and returns the result. What it passes to `send` goes to the parent's `receive`."""
 
 
 class Child:
@@ -167,13 +166,13 @@ class Child:
         self._process, self._pipe, self._trail = process, pipe, trail
 
     def run(self, job: Job, *, receive: Callable[[Any], None], node_timeout: float) -> Any:
-        """Does the job. Returns its result, and raises what it raises.
+        """Does the job. Returns its result, or raises its error.
 
-        receive       called with what the job sends
+        receive  called with each value that the job sends
         node_timeout  seconds that the device may take for one node
 
-        Raises EndedError where the child ends before it is done or a node takes too long; InternalError, with the
-        child's traceback, for an error that is nobody's mistake.
+        Raises EndedError if the child ends before it is done or a node takes too long; InternalError, with the child's
+        traceback, for an error that is not one of this project's own exceptions.
         """
         assert self._process.stdin is not None
         with suppress(BrokenPipeError):
@@ -198,7 +197,7 @@ class Child:
         raise EndedError(reason, at, last)
 
     def _received(self, node_timeout: float) -> bytes | None:
-        """What the child sends next. None where it has ended, or a node takes too long."""
+        """Returns the child's next data; None if it has ended or a node takes too long."""
         while not self._pipe.poll(_POLL):
             _, seconds, at = self._trail.read()
             if at is not None and seconds > node_timeout:
@@ -210,7 +209,7 @@ class Child:
             return None
 
     def _reason(self) -> str | None:
-        """Why the child has ended; None where it has not."""
+        """Returns why the child has ended; None if it has not."""
         code = self._process.poll()
         if code is None:
             return None
@@ -219,7 +218,7 @@ class Child:
 
 @contextmanager
 def begun(module: str) -> Iterator[Child]:
-    """A process that imports a module, which takes its time, while the parent prepares a job. It ends with the
+    """Yields a child process that imports a module while the parent prepares a job. The process ends with the
     context."""
     with tempfile.TemporaryFile() as file:
         trail = Trail(file)
@@ -243,7 +242,7 @@ def begun(module: str) -> Iterator[Child]:
 
 
 def main() -> None:
-    """The child."""
+    """Runs the child process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     from ggml_backend_npu.abi.guard import end_with_parent
 

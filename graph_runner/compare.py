@@ -1,4 +1,4 @@
-"""Compares what two devices wrote into one tensor: bytes first, then how far the values are apart."""
+"""Compares what two devices wrote into one tensor: first the bytes, then the distance of the values."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ _SIGN: dict[str, tuple[np.dtype[Any], int]] = {
 
 @dataclass(frozen=True)
 class Comparison:
-    """Two results of one node. Falsy where they differ.
+    """Two results of one node. Falsy if they differ.
 
-    n_bytes      bytes of the tensor's span, gaps included
+    n_bytes   bytes of the tensor's span, gaps included
     n_different  how many of them differ
-    outside      whether bytes around the span were written
-    nmse         sum of squared differences / sum of squares of the reference, over finite values; nan without one
-    max_abs      largest absolute difference; inf where one is no finite number and the other not the same
-    max_rel      largest |difference| / |reference|, over finite values
-    cosine       of the angle between the two as vectors, over finite values
-    ulp          elements by how many floats of the output's type lie between the two, as ULP_BINS says; empty for other
-                 types
-    nan, inf     how many NaN and infinities the reference and the result have
-    where        the first differing element or block, as indices (i3, i2, i1, i0); None where only gaps differ
+    outside   whether bytes around the span were written
+    nmse      sum of squared differences / sum of squares of the reference, over finite values; nan if there are none
+    max_abs   largest absolute difference; inf if one value is not finite and the other is not the same
+    max_rel   largest |difference| / |reference|, over finite values
+    cosine    cosine of the angle between the two as vectors, over finite values
+    ulp       number of elements by how many floats of the output's type they are apart, in ULP_BINS; empty for other
+              types
+    nan, inf  how many NaN and infinities the reference and the result have
+    where     the first differing element or block, as indices (i3, i2, i1, i0); None if only gaps differ
     """
 
     n_bytes: int
@@ -59,16 +59,19 @@ class Comparison:
 
     @property
     def error(self) -> float:
-        """The normalised mean squared error; inf where the two differ in what is no finite number."""
+        """The normalised mean squared error; inf if the two differ in a value that is not finite."""
         return math.inf if self.max_abs == math.inf or math.isnan(self.nmse) else self.nmse
 
     def within(self, nmse: float) -> bool:
-        """Whether the two are apart by rounding alone: finite values, up to that normalised mean squared error."""
+        """Whether the two differ by rounding alone: in finite values, by at most this normalised mean squared error."""
         return bool(self) or (not self.outside and self.where is not None and self.error <= nmse)
 
 
 def compare(reference: Tensor, result: Tensor, outside: bool = False) -> Comparison:
-    """Compares two tensors of one type, ne and nb, byte for byte over their spans."""
+    """Compares two tensors of one type, ne and nb, byte for byte over their spans.
+
+    outside  whether bytes around the result were written
+    """
     size = reference.nbytes
     if same_bytes(reference.address, result.address, size):
         return Comparison(size, 0, outside)
@@ -107,7 +110,7 @@ def _span(tensor: Tensor) -> NDArray[np.uint8]:
 
 
 def values(tensor: Tensor) -> Floats:
-    """A tensor's elements as float64, (ne3, ne2, ne1, ne0)."""
+    """Returns a tensor's elements as float64, (ne3, ne2, ne1, ne0)."""
     kind = codecs.bound().codec(tensor.type)
     data = np.ascontiguousarray(raw(tensor)).view(np.uint8).reshape(-1, kind.block_bytes)
     with np.errstate(invalid="ignore"):  # signalling NaN
@@ -115,7 +118,7 @@ def values(tensor: Tensor) -> Floats:
 
 
 def _ulp_histogram(reference: Tensor, result: Tensor) -> tuple[int, ...]:
-    """Of elements that are NaN on neither side."""
+    """Counts the elements that are NaN on neither side, by ULP_BINS."""
     if reference.type not in _SIGN:
         return ()
     a, b = (_ordered(tensor) for tensor in (reference, result))
@@ -127,7 +130,7 @@ def _ulp_histogram(reference: Tensor, result: Tensor) -> tuple[int, ...]:
 
 
 def _ordered(tensor: Tensor) -> NDArray[np.int64]:
-    """Floats as integers of the same order, neighbours one apart; both zeros are 0."""
+    """Returns floats as integers of the same order, neighbours one apart; both zeros are 0."""
     dtype, sign = _SIGN[tensor.type]
     bits: NDArray[np.int64] = np.ascontiguousarray(raw(tensor)).view(dtype).astype(np.int64)
     return np.where(bits < 0, -(bits + (1 << sign)), bits)
@@ -148,8 +151,9 @@ def _first(reference: Tensor, result: Tensor) -> tuple[int, ...] | None:
 class Heat:
     """Where in a tensor the errors are: the largest |difference| in each patch of its rows and columns.
 
-    rows, cols  patches; values: row by row, inf where one side is no finite number and the other not the same
-    ne0, n_rows  elements of a row, and rows, that the patches cover evenly
+    rows, cols  number of patches in each direction
+    values      of the patches, row by row; inf if one side is not finite and the other is not the same
+    ne0, n_rows  elements of a row, and rows, divided evenly among the patches
     """
 
     rows: int
@@ -160,7 +164,7 @@ class Heat:
 
 
 def heat(reference: Tensor, result: Tensor) -> Heat:
-    """The heat map of two tensors of one type and ne."""
+    """Returns the heat map of two tensors of one type and ne."""
     a, b = (values(tensor).reshape(-1, tensor.ne[0]) for tensor in (reference, result))
     with np.errstate(all="ignore"):
         same = (a == b) | (np.isnan(a) & np.isnan(b))

@@ -1,4 +1,5 @@
-"""What is printed: rich's console and tables, with nothing cut off, and with what a model names shown, not obeyed."""
+"""Terminal output: rich's console and tables, without truncation, and with control characters in a model's names shown,
+not executed."""
 
 from __future__ import annotations
 
@@ -26,8 +27,8 @@ def _printable(value: Any) -> Any:
 
 
 class Console(RichConsole):
-    """A console that prints control characters as escapes, that wraps nothing where it is no terminal, and that ends
-    the command where nobody reads any more."""
+    """A console that prints control characters as escapes, that does not wrap lines if there is no terminal, and that
+    ends the command if nobody reads the output any more."""
 
     def __init__(self, *, stderr: bool = False, **keywords: Any) -> None:
         file = keywords.get("file") or (sys.stderr if stderr else sys.stdout)
@@ -36,18 +37,21 @@ class Console(RichConsole):
         super().__init__(stderr=stderr, **keywords)
 
     def print(self, *objects: Any, **keywords: Any) -> None:
+        """Prints as rich does, with control characters in strings as escapes."""
         super().print(*map(_printable, objects), **keywords)
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        """Yields segments as rich does, with control characters in their text as escapes."""
         for segment in super().render(renderable, options):
             yield segment if segment.control else Segment(printable(segment.text), segment.style)
 
     def on_broken_pipe(self) -> None:
+        """Raises BrokenPipeError, which ends the command."""
         raise BrokenPipeError
 
 
 def table(*columns: str, **keywords: Any) -> Table:
-    """A table without lines; `columns` are those on the left."""
+    """Returns a table without lines; `columns` are the leftmost ones."""
     made = Table(box=None, pad_edge=False, header_style="bold", **keywords)
     for column in columns:
         made.add_column(column)
@@ -55,10 +59,12 @@ def table(*columns: str, **keywords: Any) -> Table:
 
 
 class Table(RichTable):
-    """A table that breaks what does not fit, in place of cutting it off."""
+    """A table that wraps long cells instead of truncating them."""
 
     def add_row(self, *cells: Any, **keywords: Any) -> None:
+        """Adds a row as rich does, with control characters in strings as escapes."""
         super().add_row(*map(_printable, cells), **keywords)
 
     def add_column(self, *arguments: Any, **keywords: Any) -> None:
+        """Adds a column as rich does, with long cells wrapped by default."""
         super().add_column(*arguments, **{"overflow": "fold"} | keywords)

@@ -1,4 +1,4 @@
-"""What the tensors of a run hold between the node that writes them and those that read them."""
+"""What the tensors of a run hold between the node that writes them and the nodes that read them."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from graph_runner.copies import continues_dst, is_read
 
 @dataclass(frozen=True)
 class Changed:
-    """A tensor that holds something else than the last node wrote into it.
+    """A tensor that no longer holds what the last node wrote into it.
 
     tensor   its name
-    written  the node that wrote it, or None for one that none has written yet
+    written  the node that wrote it; None if no node has written it yet
     """
 
     tensor: str
@@ -37,11 +37,11 @@ class _Known:
 
 
 class Contents:
-    """Digests of tensors of one run, of each since a node wrote or first read it.
+    """Digests of the tensors of one run, each since a node wrote it or first read it.
 
-    What is set from outside (inputs, a scheduler's copies) is not kept: nobody says when.
+    Tensors that are set from outside (inputs, a scheduler's copies) are left out: there is no callback for that.
 
-    read  gives what a span holds, by address and size: host memory, or a device's
+    read  returns the bytes of a span, by address and size: of host memory, or of a device
     """
 
     def __init__(self, read: Callable[[int, int], Any] = bytes_at) -> None:
@@ -49,9 +49,9 @@ class Contents:
         self._known: dict[int, _Known] = {}
 
     def changed(self, reads: Iterable[Read], besides: Collection[int] = ()) -> list[Changed]:
-        """Of what nodes read, and of what their outputs go on from, what no longer holds what it did.
+        """Returns the tensors that nodes read, or that their outputs continue from, and that no longer hold the same.
 
-        besides  addresses of storages that are left out
+        besides  addresses of storages to leave out
         """
         found = []
         for storage in _read_by(*reads):
@@ -65,7 +65,7 @@ class Contents:
         return found
 
     def written(self, read: Read) -> None:
-        """A node has written its output."""
+        """Called after a node has written its output."""
         self._known[read.dst.address] = _Known(read.dst, self._digest_of(read.dst), str(read.node))
 
     def is_constant(self, storage: Storage) -> bool:
@@ -73,24 +73,24 @@ class Contents:
         return storage.address not in self._known or self._known[storage.address].written is None
 
     def differing(self, besides: Collection[int]) -> list[Changed]:
-        """Of all tensors, those that hold something else now. A tensor that is not needed any more may be among them.
+        """Returns all tensors that now hold something else. A tensor that is no longer needed may be among them.
 
-        besides  addresses of storages that are left out
+        besides  addresses of storages to leave out
         """
         known = [each for each in self._known.values() if each.storage.address not in besides]
         known = [each for each in known if self._digest_of(each.storage) != each.digest]
         return [Changed(each.storage.tensor.name, each.written) for each in known]
 
     def _digest_of(self, storage: Storage) -> int:
-        """Of the bytes as they lie in memory: of a packed tensor, quants and scales."""
+        """Returns the digest of the bytes as they lie in memory: for a packed tensor, quants and scales."""
         return digest_of(storage.tensor.address, storage.tensor.nbytes, self.read)
 
     def rest(self, spans: Iterable[tuple[int, int]], reads: Iterable[Read]) -> Rest:
-        """What spans of memory hold but for the outputs of some nodes."""
+        """Returns the content of spans of memory without the outputs of some nodes."""
         return Rest(spans, reads, self.read)
 
     def buffers(self, ggml: Ggml) -> list[tuple[int, int]]:
-        """Of all tensors that were seen, [begin, end) by address."""
+        """Returns [begin, end) addresses of the buffers of all tensors seen so far."""
         found = []
         for buffer in {each.storage.buffer for each in self._known.values() if each.storage.buffer}:
             begin = int(ggml.ggml_backend_buffer_get_base(buffer) or 0)
@@ -111,10 +111,11 @@ def _read_by(*reads: Read) -> list[Storage]:
 
 
 class Rest:
-    """What spans of memory hold but for the outputs of some nodes, before these run and after.
+    """The content of spans of memory without the outputs of some nodes, before these nodes run and after.
 
-    spans  [begin, end) by address
-    read   gives what a span holds
+    spans  [begin, end) addresses
+    reads  the nodes
+    read   returns the bytes of a span
     """
 
     def __init__(
@@ -135,18 +136,19 @@ class Rest:
         return [digest_of(begin, end - begin, self._read) for begin, end in self._parts]
 
     def has_changed(self) -> bool:
-        """Whether they hold something else now."""
+        """Whether the spans now hold something else."""
         return self._taken() != self._digests
 
 
 def _output(read: Read) -> tuple[int, int]:
-    """Where a node writes: of a packed tensor anywhere, its scales lie apart."""
+    """Returns the [begin, end) addresses where a node writes: for a packed tensor the whole of it, since its scales lie
+    apart."""
     dst = read.node.dst if read.node.dst.packed is None else read.dst.tensor
     return dst.address, dst.end
 
 
 def digest_of(address: int, size: int, read: Callable[[int, int], Any] = bytes_at) -> int:
-    """A digest of a span of memory, which `read` gives."""
+    """Returns a digest of `size` bytes of memory, which `read` gives; 0 for an empty span."""
     if size <= 0:
         return 0
     return int(xxhash.xxh3_64_intdigest(read(address, size)))

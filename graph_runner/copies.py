@@ -1,4 +1,5 @@
-"""A node over copies of its tensors' memory: who computes it can damage nothing, and is found out to try."""
+"""A node over copies of its tensors' memory: a kernel that computes it cannot damage the run, and damage is
+detected."""
 
 from __future__ import annotations
 
@@ -22,19 +23,18 @@ _DO_NOT_READ = {"CPY": 1}  # the source that is dst itself, of which nothing is 
 
 
 def span(tensor: Tensor) -> Bytes:
-    """A copy of the bytes of a tensor's span as ggml has them, gaps included."""
+    """Returns a copy of the bytes of a tensor's span in ggml's layout, gaps included."""
     whole = tensor.unpacked()
     return Memory(whole.address, whole.nbytes, owner=whole.memory).bytes().copy()
 
 
 def is_read(node: Node, index: int) -> bool:
-    """Whether the node reads its source of that index, not only names it."""
+    """Whether the node reads its source of that index, and does not only name it."""
     return node.src[index] is not None and _DO_NOT_READ.get(node.op) != index
 
 
 def continues_dst(node: Node) -> bool:
-    """Whether what dst held before is something that the node goes on from: it keeps a part of it, or lies in place of
-    a source."""
+    """Whether the node's result depends on the old content of dst: it keeps a part of it, or a source overlaps dst."""
     if node.op in _KEEP or (node.op in OWN and OWN[node.op].keeps):
         return True
     sources = [source for index, source in enumerate(node.src) if source is not None and is_read(node, index)]
@@ -42,7 +42,7 @@ def continues_dst(node: Node) -> bool:
 
 
 def blank(dst: Tensor) -> None:
-    """Sets each element of a tensor to bytes of 0xFF: NaN, -1, blocks whose scale is NaN. Gaps stay."""
+    """Sets each element of a tensor to bytes of 0xFF: NaN, -1, blocks whose scale is NaN. Gaps stay as they are."""
     target = dst.unpacked()
     view = target.view()
     (view if target.codec.dtype is None else view.view(f"u{target.codec.block_bytes}"))[...] = _all_ones(target)
@@ -55,14 +55,15 @@ def _all_ones(tensor: Tensor) -> int:
 
 @dataclass(frozen=True)
 class _Member:
-    """A tensor in a group of overlapping ones: where what it is a view of lies from the group's begin, and its size."""
+    """A tensor in a group of overlapping ones: the offset in the group of what it is a view of, and the size of
+    that."""
 
     tensor: Tensor
     at: int
     size: int
 
     def over(self, room: Memory, begin: int, packed: Packed | None) -> Tensor:
-        """The tensor in a copy of the group."""
+        """Returns the tensor in a copy of the group."""
         old = self.tensor
         offset = old.address - _root(old).address
         memory = Memory(room.address + begin + self.at, self.size, old.memory.writable, room.owner)
@@ -70,9 +71,9 @@ class _Member:
 
 
 class Layout:
-    """How copies of a node's tensors lie: what is the same each time that the node comes.
+    """How copies of a node's tensors lie in memory; it is the same each time the node comes.
 
-    packs  which tensors are to lie in the device's layout
+    packs  tells which tensors are to lie in the device's layout
     """
 
     def __init__(self, node: Node, packs: Packs = lambda tensor: False) -> None:
@@ -89,9 +90,9 @@ class Layout:
             self._groups.append((Memory(begin, end - begin, owner=group[0].memory), members, is_packed))
 
     def copied(self, *, blanks: bool) -> Copied:
-        """Copies of what the tensors hold now.
+        """Returns copies of what the tensors hold now.
 
-        blanks  whether dst begins as nothing, where the node does not go on from what it held
+        blanks  whether to blank dst, if the node does not continue from its old content
         """
         node = self._node
         moved: dict[int, Tensor] = {}
@@ -116,10 +117,10 @@ class Layout:
 
 @dataclass(frozen=True)
 class Copied:
-    """A node over copies, each between fences. What overlaps still overlaps.
+    """A node over copies, each between fences. Tensors that overlap still overlap.
 
-    node      over the copies: a view is one of a copy of all that it is a view of
-    original  the node that they are copies of
+    node      the node over the copies: a view is a view into a copy of everything it is a view of
+    original  the node whose tensors were copied
     """
 
     node: Node
@@ -130,18 +131,18 @@ class Copied:
 
     @staticmethod
     def of(node: Node, packs: Packs = lambda tensor: False, *, blanks: bool = False) -> Copied:
-        """Copies of what the node's tensors hold now: see `Layout`."""
+        """Returns copies of what the node's tensors hold now: see `Layout`."""
         return Layout(node, packs).copied(blanks=blanks)
 
     @property
     def result(self) -> Tensor:
-        """dst as ggml has it, and around it what was not to be written."""
+        """dst in ggml's layout, with the memory around it that must not be written."""
         dst = self.node.dst
         return replace(dst, memory=self._around, offset=dst.address - self._around.address).unpacked()
 
     @property
     def before(self) -> Tensor:
-        """dst as it was before the node is computed, as ggml has it."""
+        """dst before the node is computed, in ggml's layout."""
         dst = self.node.dst
         held = replace(dst, memory=Memory.of(self._before), offset=dst.address - self._around.address, packed=None)
         if dst.packed is None:
@@ -151,8 +152,8 @@ class Copied:
         return replace(held, packed=Packed(held.type, held.memory.address + at, storage)).unpacked()
 
     def changed(self) -> list[int]:
-        """Sources, by index, that hold something else than before, or what they are views of, where the node's output
-        does not lie in that."""
+        """Returns the indices of sources whose memory was changed: the source, or what it is a view of, if the node's
+        output does not lie in it."""
         return [
             index
             for index, (source, copy) in enumerate(zip(self.original.src, self.node.src, strict=True))
@@ -164,7 +165,7 @@ class Copied:
         return self._around.address <= tensor.address < _end(self._around)
 
     def outside(self) -> bool:
-        """Whether bytes around a copy were written, or around dst in what it is a view of."""
+        """Whether bytes around a copy were written, or bytes around dst in what it is a view of."""
         if any(is_damaged(*room) for room in self._rooms):
             return True
         dst = self.node.dst
@@ -179,7 +180,7 @@ class Copied:
 
 
 def _root(tensor: Tensor) -> Memory:
-    """The memory that a tensor is a view of; its own span where that does not lie in it."""
+    """Returns the memory that a tensor is a view of; its own span if it does not lie in that memory."""
     if tensor.offset >= 0 and tensor.offset + tensor.nbytes <= tensor.memory.size:
         return tensor.memory
     return Memory(tensor.address, tensor.nbytes, tensor.memory.writable, tensor.memory)
@@ -190,7 +191,7 @@ def _end(memory: Memory) -> int:
 
 
 def _sharing(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
-    """Tensors together that are views of the same memory, or of memory that overlaps."""
+    """Groups tensors that are views of the same memory, or of memory that overlaps."""
     groups: list[list[Tensor]] = []
     end = 0
     for tensor in sorted(tensors, key=lambda tensor: _root(tensor).address):
@@ -204,12 +205,12 @@ def _sharing(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
 
 
 def held_by(group: list[Tensor], begin: int, end: int) -> Memory:
-    """What a group of overlapping tensors holds, as ggml has it."""
+    """Returns the content of a group of overlapping tensors, [begin, end), in ggml's layout."""
     return _as_ggml_has(group[0], Memory(begin, end - begin, owner=group[0].memory))
 
 
 def _as_ggml_has(tensor: Tensor, span: Memory) -> Memory:
-    """A span that the tensor is a part of, or a copy of it where its bytes lie apart."""
+    """Returns a span that contains the tensor, or a copy in ggml's layout if its bytes lie apart."""
     apart = tensor.apart
     if apart is None:
         return span
@@ -233,8 +234,8 @@ def _same(a: Memory, b: Memory, packed: Packed | None) -> bool:
 
 
 def restored(like: Node, held: Node) -> Node:
-    """A node over copies, of which those overlap and lie in the device's layout that do in `like`, and that hold what
-    the tensors of `held` do."""
+    """Returns a node over copies that overlap and are packed as those of `like`, with the content of the tensors of
+    `held`."""
     made = Copied.of(like, lambda tensor: tensor.packed is not None).node
     for target, source in [(made.dst, held.dst), *zip(made.src, held.src, strict=True)]:
         if target is None or source is None or not target.nbytes:

@@ -30,9 +30,9 @@ class RanNode:
 
     types     of its sources and of its output: "q8_0 i32 -> f32"
     on_npu    whether the NPU computed it
-    why       why the CPU did
-    wants     whether a kernel would bring it to the NPU: none takes it, and the profile does
-    computes  whether there was anything to compute; an empty node takes part in splits only
+    why       why the CPU computed it
+    wants     whether a kernel would bring it to the NPU: no kernel takes it, but the profile does
+    computes  whether there was anything to compute; an empty node only counts in splits
     """
 
     op: str
@@ -48,8 +48,8 @@ class RanGraph:
     """A graph, as it ran.
 
     nodes   every node but views, in order
-    timer   their times, where the profile has a clock
-    splits  the pieces that llama.cpp's scheduler says it cuts such a graph into
+    timer   their times, if the profile has a clock
+    splits  the number of splits of such a graph, as reported by llama.cpp's scheduler
     copied  bytes copied while it ran, by direction; empty with host memory
     """
 
@@ -60,35 +60,40 @@ class RanGraph:
 
     @property
     def n_nodes(self) -> int:
+        """How many nodes had something to compute."""
         return sum(node.computes for node in self.nodes)
 
     @property
     def n_on_npu(self) -> int:
+        """How many of them the NPU computed."""
         return sum(node.computes and node.on_npu for node in self.nodes)
 
     def splits_with(self, ops: Collection[str] = ()) -> int:
-        """The scheduler's rule: neighbours on one device are one piece. `ops`: what the NPU could compute as well."""
+        """Returns the number of splits by the scheduler's rule: neighbours on one device are one split.
+
+        ops  ops that the NPU could compute as well
+        """
         return 1 + sum(a != b for a, b in pairwise(self._on_npu(ops)))
 
     def _on_npu(self, ops: Collection[str]) -> list[bool]:
         return [node.on_npu or (node.wants and node.op in ops) for node in self.nodes]
 
     def predicted(self, ops: Collection[str] = ()) -> Prediction | None:
-        """The time by the profile's clock; `ops` as in `splits_with`."""
+        """Returns the time by the profile's clock, None without one; `ops` as in `splits_with`."""
         if self.timer is None:
             return None
         return self.timer.predict([node.op for node in self.nodes], self._on_npu(ops))
 
     def saves(self, ops: Collection[str]) -> float:
-        """Seconds that kernels for some ops would save; 0 without a clock."""
+        """Returns the seconds that kernels for some ops would save; 0 without a clock."""
         now, then = self.predicted(), self.predicted(ops)
         return 0.0 if now is None or then is None else now.total - then.total
 
 
 @dataclass(frozen=True)
 class Gain:
-    """What kernels for some ops would bring: splits of a prompt and of a single token, how many fewer that is, and
-    seconds saved by the profile's clock, 0 without one."""
+    """What kernels for some ops would bring, each for a prompt and for a single token: the splits then, how many fewer
+    that is, and the seconds saved by the profile's clock (0 without one)."""
 
     ops: tuple[str, ...]
     splits: Splits
@@ -97,18 +102,20 @@ class Gain:
 
     @property
     def rank(self) -> tuple[float, ...]:
+        """The sort key: seconds saved, then splits removed, those of a token before those of a prompt."""
         return *self.saves[::-1], *self.removes[::-1]
 
 
 @dataclass
 class Coverage:
-    """What the NPU computes of one model.
+    """Which nodes of one model the NPU computes.
 
-    prompt   the graph of the prompt's first batch; token the graph of one token behind it
-    missing  ops that a kernel could bring to the NPU, each with the types that it would have to take
-    with_all  those of them that it has a kernel for, which --all takes
-    single   what each missing op would bring by itself, the best first; below zero it only cuts the graph up
-    joint    sets of missing ops, each the smallest found that removes so many splits
+    prompt    the graph of the prompt's first batch
+    token     the graph of one token after it
+    missing   ops that a kernel could bring to the NPU, each with the types that the kernel would have to take
+    with_all  missing ops that have a kernel already, which --all turns on
+    single    what each missing op would bring by itself, the best first; below zero it adds splits
+    joint     sets of missing ops, each the smallest found that removes so many splits
     """
 
     model: str
@@ -128,15 +135,16 @@ class Coverage:
     joint: list[Gain]
 
     def groups(self) -> dict[RanNode, tuple[int, int]]:
-        """Nodes that are alike, those on the NPU first, with how many of them the prompt and the token have."""
+        """Returns nodes that are alike, those on the NPU first, with their number in the prompt's and in the token's
+        graph."""
         prompt, token = (Counter(node for node in graph.nodes if node.computes) for graph in (self.prompt, self.token))
         order = sorted(prompt | token, key=lambda node: (not node.on_npu, -prompt[node], -token[node], node.op))
         return {node: (prompt[node], token[node]) for node in order}
 
     @property
     def write_next(self) -> Gain | None:
-        """The set that saves the most seconds of a token per op by the clock, or without one removes the most splits;
-        None where no set does."""
+        """The set of `joint` that saves the most seconds of a token per op by the clock, or without a clock removes the
+        most splits; None if there is none."""
         timed = self.token.timer is not None
 
         def per_op(gain: Gain) -> float:
@@ -147,7 +155,7 @@ class Coverage:
 
 
 class _Recorder:
-    """The observer of a coverage: takes down every node and who computed it."""
+    """The observer of a coverage: records every node and which device computed it."""
 
     def __init__(self, npu: Plugin) -> None:
         self._npu = npu
@@ -155,7 +163,7 @@ class _Recorder:
         self.begin()
 
     def begin(self) -> None:
-        """A graph begins."""
+        """Called before a graph."""
         clock = self._npu.backend.options.profile.clock
         self.nodes: list[RanNode] = []
         self.timer = None if clock is None else Timer(*clock)
@@ -187,7 +195,7 @@ def cover(model: Path, prompt: str, *, settings: Settings | None = None) -> Cove
 
     settings  of the context; device and n_ctx are set here
 
-    Raises SessionError for a model or settings that llama.cpp refuses.
+    A prompt longer than one batch is cut off. Raises SessionError for a model or settings that llama.cpp refuses.
     """
     npu = ggml_backend_npu.register()
     recorder = _Recorder(npu)
@@ -211,8 +219,8 @@ def cover(model: Path, prompt: str, *, settings: Settings | None = None) -> Cove
             with_all.add(node.op)
 
     def gain(*ops: str) -> Gain:
-        """With host memory by the scheduler's rule. With the device's own, the scheduler also weighs where weights and
-        caches lie, and llama.cpp has to be asked."""
+        """With host memory, applies the scheduler's rule. With the device's own memory, the scheduler also considers
+        where weights and caches lie, so llama.cpp is asked."""
         if npu.memory is None:
             after = graphs[0].splits_with(ops), graphs[1].splits_with(ops)
         else:
@@ -245,8 +253,8 @@ def cover(model: Path, prompt: str, *, settings: Settings | None = None) -> Cove
 
 
 def _gains(ops: tuple[str, ...], gain: Callable[..., Gain]) -> tuple[list[Gain], list[Gain]]:
-    """Each op by itself; and the best op, the best with it, and what is left of all ops when the one that matters least
-    is taken away, again and again."""
+    """Returns the gain of each op by itself; and that of sets: the best op, the best pair with it, and all ops with the
+    least important one removed, again and again."""
     single = sorted((gain(op) for op in ops), key=_rank, reverse=True)
     found = single[:1]
     if len(ops) > 1:
@@ -270,7 +278,7 @@ def _rank(gain: Gain) -> tuple[float, ...]:
 
 
 def _splits(session: Session) -> Splits:
-    """Of the prompt's graph and of a token's; llama.cpp says one number where they are alike."""
+    """Returns the splits of the prompt's graph and of a token's; llama.cpp gives one number if they are equal."""
     first, *others = (int(n) for n in (session.splits or "0").split(" / "))
     return first, others[0] if others else first
 

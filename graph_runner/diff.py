@@ -1,8 +1,8 @@
-"""Runs a model on two devices in step, and tells of each node what it is off by, and where that comes from.
+"""Runs a model on two devices in step, and tells for each node how large its error is and where the error comes from.
 
-Each node is looked at from equal inputs, twice. Isolated: the device computes it again from what the reference's run
+Each node is compared twice from equal inputs. Isolated: the device computes it again from what the reference's run
 read. Mirrored: the reference computes it again from what the device's own run read, and that is compared with what the
-device's run wrote. Of the two, and of how far the runs have come apart, follows the verdict.
+device's run wrote. The verdict follows from both, and from how far the two runs have diverged.
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ AboutTo = Callable[[str, int, int, Node | None], None]
 
 @dataclass
 class DiffResult:
-    """A diff of one model. Falsy where a node or anything else of the device's own run is wrong, or no node
-    was compared.
+    """The diff of one model. Falsy if a node or anything else of the device's own run is wrong, or if no node was
+    compared.
 
-    nodes    all of the run, in order; the spans among them
-    states   cells of caches and recurrent states that are not the reference's, when they came to be
-    strays   what was found to hold something else than the last node had written into it
-    ending   how far apart the two runs end; None where the device's ended early
+    nodes    all nodes of the run, in order, with the spans among them
+    states   cells of caches and recurrent states that differ from the reference's, at the step when they first did
+    strays   tensors that no longer held what the last node had written into them
+    ending   how far apart the two runs end; None if the device's run ended early
     stopped  why the device's own run ended before the reference's, or None
     refused  nodes of the chosen ops that the device does not take, by op and reason
     device_options  of the NPU, by name
-    strict   whether every buffer of the own run was looked at after every node
+    strict   whether every buffer of the own run was checked after every node
     """
 
     model: str
@@ -74,22 +74,23 @@ class DiffResult:
 
     @property
     def stray(self) -> list[StateResult]:
-        """Cells that no node wrote which writes there."""
+        """Cells that differ although no node that writes to their tensor wrote them."""
         return [state for state in self.states if state.node is None]
 
     @property
     def compared(self) -> list[NodeResult]:
-        """Those that the device computed by itself, from the reference's inputs."""
+        """Nodes that the device computed by itself, from the reference's inputs."""
         return [node for node in self.nodes if node.compared]
 
     @property
     def wrong(self) -> list[NodeResult]:
-        """Those that introduce an error, and those that failed."""
+        """Nodes that introduce an error, and nodes that failed."""
         return [node for node in self.nodes if not node]
 
     @property
     def is_unexplained(self) -> bool:
-        """Whether the run is wrong, and no node is, or not before something was found to be written by none."""
+        """Whether the run is wrong but no node is, or whether a stray write was found no later than the first wrong
+        node."""
         first = min(((node.step, node.index) for node in self.wrong), default=None)
         off = bool(self.stray) or (self.ending is not None and not self.ending)
         found = [(stray.step, stray.index) for stray in self.strays]
@@ -101,17 +102,18 @@ class DiffResult:
 
 
 class _Reproducers:
-    """Keeps wrong nodes as traces in a folder, for as long as it can be written; nothing where there is none."""
+    """Saves wrong nodes as traces in a folder, until that fails; saves nothing without a folder."""
 
     def __init__(self, folder: Path | None, origin: Origin) -> None:
         self._folder, self.origin = folder, origin
 
     def node(self, node: Node, expected: Tensor, found: NodeResult) -> str | None:
-        """A node as it was before it ran, and what it is to give."""
+        """Saves a node as it was before it ran, with its expected output. Returns the path, or None."""
         return self._save(Graph((node,)), {0: expected}, found)
 
     def span(self, graph: Graph, expected: dict[int, Tensor], found: NodeResult) -> str | None:
-        """Nodes that run as one operator, as they were before, and what they are to give, by place."""
+        """Saves nodes that run as one operator, as they were before, with the expected outputs by place. Returns the
+        path, or None."""
         return self._save(graph, expected, found)
 
     def _save(self, graph: Graph, expected: dict[int, Tensor], found: NodeResult) -> str | None:
@@ -131,21 +133,22 @@ class _Reproducers:
 class DiffOptions:
     """How two devices are compared.
 
-    steps      greedy tokens behind the prompt
-    settings   of the contexts, flash attention off where left out; device and n_ctx are set here
-    ops        names of the ops and fusions to compute again from the reference's inputs; all, where left out
+    steps      greedy tokens to decode after the prompt
+    settings   of the contexts, with flash attention off if omitted; device and n_ctx are set here
+    ops        names of the ops and fusions to compute again from the reference's inputs; all if omitted
     reference  "CPU", or "NPU": the project's own kernels, node by node
-    device     "NPU", or "CPU"
-    backend    what the NPU is; the default one, where left out
-    reproducers  a folder in which the first wrong nodes of each op and type are saved, as traces
-    strict     look at every buffer of the device's own run after every node, not only at what the node reads
-    repeat     how often the device runs the tokens: a node that is not the same each time is wrong
+    device     "NPU" or "CPU"
+    backend    what the NPU is; the default backend if omitted
+    rules      which differences are right; the built-in rules if omitted
+    reproducers  a folder for traces of the first wrong nodes of each op and type
+    strict     check every buffer of the device's own run after every node, not only what the node reads
+    repeat     how often the device runs the tokens; a node whose result changes between runs is wrong
     progress   called with 0..1 while the model loads
     seen       called with each node's result
-    about_to   called before the device computes a node, with how ("isolated", "own", "fused N"; "" when it has), step,
-               place and node
+    about_to   called before the device computes a node, with how ("isolated", "own", "fused N"), step, place and node;
+               and with how "" after an isolated node or a node of its own run
     begun      called with the result before it has any nodes
-    notes      what `device_options` says besides: a user's kernels
+    notes      additions to `device_options`: a user's kernel files
     """
 
     steps: int = 4
@@ -166,7 +169,8 @@ class DiffOptions:
 
 
 def diff(model: Path, prompt: str, *, strict: bool = False, **options: Any) -> DiffResult:
-    """As `run_in_step`; where a run is wrong and no node is, once more with every buffer looked at after every node."""
+    """Runs `run_in_step`. If the run is wrong but no node is, runs it again and checks every buffer after every
+    node."""
     result = run_in_step(model, prompt, strict=strict, **options)
     if strict or not result.is_unexplained or result.device != "NPU":
         return result
@@ -179,17 +183,17 @@ def run_in_step(model: Path, prompt: str, **options: Any) -> DiffResult:
 
     options  the fields of `DiffOptions`
 
-    Matrices are multiplied as ggml's CPU does, unless the backend's options say how. Raises SessionError for a model or
-    settings that llama.cpp refuses.
+    Matrices are multiplied as on ggml's CPU, unless the backend's options say otherwise. Raises SessionError for a
+    model or settings that llama.cpp refuses.
     """
     return _InStep(model, prompt, DiffOptions(**options)).run()
 
 
 class _InStep:
-    """A model on two devices, and the result as it comes.
+    """A model on two devices, and the result so far.
 
-    ours, npu          what the NPU is as the device, and its plugin: None where the CPU is the device
-    theirs, reference  the same of the reference
+    ours, npu  the backend and the plugin of the device; the plugin is None if the device is the CPU
+    theirs, reference  the same for the reference
     """
 
     def __init__(self, model: Path, prompt: str, asked: DiffOptions) -> None:
@@ -216,7 +220,7 @@ class _InStep:
         self._result: DiffResult
 
     def run(self) -> DiffResult:
-        """Runs the tokens on both, and where nothing is wrong once more."""
+        """Runs the tokens on both devices, and again if nothing is wrong."""
         with ExitStack() as stack:
             cpu = stack.enter_context(Replica(self._ggml, "CPU", threads=self._settings.threads))
             judge = self._judge(cpu)
@@ -256,7 +260,7 @@ class _InStep:
         )  # fmt: skip
 
     def _sessions(self, stack: ExitStack, lockstep: Lockstep) -> tuple[Session, Session]:
-        """The reference's, and the device's."""
+        """Returns the reference's session and the device's."""
         on_device = replace(self._settings, device=_DEVICES[self._asked.device])
         second = stack.enter_context(self._opened(on_device, lockstep.device))
         if self._reference is None:
@@ -266,7 +270,7 @@ class _InStep:
         return first, second
 
     def _opened(self, settings: Settings, observer: Observer | None) -> Session:
-        """A session of the device."""
+        """Opens a session on the device."""
         return self._session(settings, observer, self._npu)
 
     def _session(self, settings: Settings, observer: Observer | None, npu: Plugin | None) -> Session:
@@ -274,7 +278,7 @@ class _InStep:
         return Session(self._model, settings, npu=npu, observer=observer, counts_nodes=False, progress=progress)
 
     def _begin(self, description: str, n_prompt: int, judge: Judge) -> DiffResult:
-        """The result before any node."""
+        """Returns the result before any node."""
         asked = self._asked
         return DiffResult(
             model=str(self._model),
@@ -298,7 +302,8 @@ class _InStep:
     def _decode(
         self, first: Session, second: Session, lockstep: Lockstep, judge: Judge, tokens: list[int]
     ) -> tuple[list[int], Endings]:
-        """Runs the prompt and the greedy tokens behind it. Returns these, and how both runs end each step."""
+        """Runs the prompt and the greedy tokens after it. Returns these tokens, and both runs' logits after each
+        step."""
         text: list[int] = []
         endings = Endings()
         lockstep.decode(first, second, tokens)
@@ -314,8 +319,8 @@ class _InStep:
         return text, endings
 
     def _look_again(self, batches: list[list[int]], endings: Endings, fingerprints: dict[tuple[int, int], int]) -> None:
-        """Whether the device gives the same again, and when nobody looks on; what an ending that is off would be like
-        by rounding alone."""
+        """Checks whether the device gives the same results again, and also if it is not observed; and how far rounding
+        alone would move the ending if it is off."""
         result = self._result
         again = Again(self._ggml, self._opened, self._ours, self._settings, batches)
         first, second = ([pair[side] for pair in endings.steps] for side in (0, 1))
@@ -337,8 +342,8 @@ def _names(backend: Backend) -> set[str]:
 
 
 def chosen_ops(ops: str | None, backend: Backend) -> set[str] | None:
-    """Names of a backend's ops and fusions out of a text with commas between them. Raises BadInputError for one that
-    it does not have."""
+    """Returns the names of a backend's ops and fusions in a comma-separated text. Raises BadInputError for an unknown
+    one."""
     if ops is None:
         return None
     known = {name.upper(): name for name in _names(backend)}

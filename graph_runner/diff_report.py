@@ -1,4 +1,4 @@
-"""What a diff or a replay found, for a person (text and tables on a terminal) and for a program (JSON)."""
+"""The results of a diff or a replay, as text and tables on a terminal and as JSON."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ RIGHT, ROUNDING, WRONG = "right", "right within rounding", "wrong"
 
 
 def _verdict(result: DiffResult) -> str:
-    """The diff in a line that begins with RIGHT, ROUNDING or WRONG."""
+    """Returns the diff in one line that begins with RIGHT, ROUNDING or WRONG."""
     compared, wrong = result.compared, result.wrong
     who = "ggml's CPU" if result.reference == "CPU" else f"the {result.reference}"
     if wrong:
@@ -69,7 +69,10 @@ def _number(x: float) -> str:
 
 
 def print_diff(result: DiffResult, console: Console, *, first: int = 5) -> None:
-    """The first wrong node with what to do next, a table by op and type, the device's own run, and a verdict."""
+    """Prints the first wrong node with what to do next, a table by op and type, the device's own run, and a verdict.
+
+    first  how many wrong nodes to list
+    """
     if result.wrong:
         console.print("the first wrong node:", style="bold red", highlight=False)
         _print_lines(console, [_describe(result.wrong[0])], style="red")
@@ -103,7 +106,7 @@ def _configuration(result: DiffResult) -> str:
 
 
 def _print_nodes(results: Iterable[NodeResult], console: Console) -> None:
-    """Nodes that were computed again, as a table by op and type."""
+    """Prints nodes that were computed again, as a table by op and type."""
     shown = table("op", "types")
     for column in ("equal", "rounded", "wrong", "NMSE", "max abs"):
         shown.add_column(column, justify="right")
@@ -128,14 +131,14 @@ def _gives_every_byte(node: NodeResult) -> bool:
 
 
 def _print_wrong(wrong: Sequence[NodeResult], console: Console, first: int) -> None:
-    """The first of the nodes that are wrong, a line each."""
+    """Prints the first wrong nodes, one line each."""
     _print_lines(console, map(_describe, wrong[:first]), style="red")
     if len(wrong) > first:
         console.print(f"... and {len(wrong) - first:,} more", highlight=False)
 
 
 def _own_run(result: DiffResult) -> list[str]:
-    """The device's own run: where nodes ran, how they were, and how it ended."""
+    """Returns lines on the device's own run: where nodes ran, their results, and how the run ended."""
     nodes = [node for node in result.nodes if node.cumulative is not None]
     if result.stopped is not None:
         return [f"own run of the {result.device}: stopped after {len(nodes):,} nodes: {result.stopped}"]
@@ -193,7 +196,7 @@ def _describe(node: NodeResult) -> str:
 
 
 def _explanation(node: NodeResult) -> list[str]:
-    """What is known of why a node is wrong, a sentence each."""
+    """Returns what is known about why a node is wrong, one sentence each."""
     if node.diagnosis is not None:
         return [node.diagnosis]
     if node.verdict is not Verdict.INTRODUCED or node.test is None:
@@ -203,7 +206,7 @@ def _explanation(node: NodeResult) -> list[str]:
 
 
 def _next_steps(node: NodeResult, options: dict[str, str]) -> list[str]:
-    """How to go on from a wrong node, a line each."""
+    """Returns what to do next about a wrong node, one line each."""
     lines = []
     command = _replay_command(node, options)
     if command is not None:
@@ -214,7 +217,7 @@ def _next_steps(node: NodeResult, options: dict[str, str]) -> list[str]:
 
 
 def _replay_command(node: NodeResult, options: dict[str, str]) -> str | None:
-    """The command that computes a node's reproducer again, with the files of kernels that the diff had."""
+    """Returns the command that replays a node's reproducer with the diff's kernel files."""
     if node.reproducer is None:
         return None
     command = ["ggml-npu", "replay", node.reproducer]
@@ -226,7 +229,7 @@ def _replay_command(node: NodeResult, options: dict[str, str]) -> str | None:
 
 
 def diff_json(result: DiffResult) -> dict[str, Any]:
-    """The diff as data: schema, settings, verdict, a summary by op and type, and every node."""
+    """Returns the diff as data: schema, settings, verdict, a summary by op and type, and every node."""
     wrong = result.wrong
     return {
         "schema": SCHEMA,
@@ -289,7 +292,7 @@ def _summary_json(op: str, types: str, nodes: list[NodeResult]) -> dict[str, Any
 
 
 def _finite(x: float) -> float | None:
-    """JSON has no inf and no NaN."""
+    """Returns a number that JSON can hold: JSON has no inf and no NaN."""
     return x if isfinite(x) else None
 
 
@@ -343,7 +346,10 @@ def _replay_verdict(result: ReplayResult) -> str:
 
 
 def print_replay(result: ReplayResult, console: Console, *, first: int = 5) -> None:
-    """The replay as a table by op and type, the first nodes that differ, and a verdict."""
+    """Prints the replay as a table by op and type, the first nodes that differ, and a verdict.
+
+    first  how many wrong nodes to list
+    """
     origin = result.origin
     model = origin.model or "any program"
     line = f"{result.path}  on {result.device}; {model}, computed on {origin.device} by ggml {origin.ggml}"
@@ -355,7 +361,8 @@ def print_replay(result: ReplayResult, console: Console, *, first: int = 5) -> N
 
 
 def replay_json(result: ReplayResult) -> dict[str, Any]:
-    """The replay as data: schema, where the trace comes from, verdict, a summary by op and type, and every node."""
+    """Returns the replay as data: schema, where the trace comes from, verdict, a summary by op and type, and every
+    node."""
     return {
         "schema": REPLAY_SCHEMA,
         "trace": result.path,

@@ -1,4 +1,4 @@
-"""What has to be undone when the process ends, however it ends: files half written, folders of a moment, children."""
+"""Cleanup when the process ends, in whatever way: files half written, temporary folders, child processes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _commands: list[None] = []  # one for each `ends_when_told` that is open
 
 @contextmanager
 def undone(undo: Callable[[], object]) -> Iterator[None]:
-    """Calls `undo` when the context ends, or when `undo_all` ends the process before."""
+    """Calls `undo` at the end of the context, or in `undo_all` if the process ends before."""
     number = id(undo)
     _open[number] = undo
     try:
@@ -33,7 +33,7 @@ def undone(undo: Callable[[], object]) -> Iterator[None]:
 
 
 def undo_all() -> None:
-    """Undoes what is open, the last first: for a process that ends without leaving its contexts."""
+    """Calls every pending `undo`, the last one first: for a process that ends without leaving its contexts."""
     while _open:
         _, undo = _open.popitem()
         with suppress(Exception):
@@ -42,7 +42,7 @@ def undo_all() -> None:
 
 @contextmanager
 def temporary_folder() -> Iterator[Path]:
-    """A folder for the time of the context."""
+    """Yields a folder that is deleted at the end of the context."""
     name = tempfile.mkdtemp(prefix="ggml-npu-")
     with undone(partial(shutil.rmtree, name, ignore_errors=True)):
         yield Path(name)
@@ -50,8 +50,9 @@ def temporary_folder() -> Iterator[Path]:
 
 @contextmanager
 def ends_when_told(patience: float = PATIENCE) -> Iterator[None]:
-    """SIGTERM and SIGHUP leave contexts as Ctrl-C does. Where one of the three does not end the process within
-    `patience` seconds, or comes a second time, it ends here: 128 and the signal's number is its exit code.
+    """Makes SIGTERM and SIGHUP leave contexts as Ctrl-C does. If the process does not end within `patience` seconds
+    after one of the three signals, or a second one comes, it is ended at once, with exit code 128 plus the signal's
+    number.
 
     For the main thread of a command.
     """
@@ -78,12 +79,12 @@ def ends_when_told(patience: float = PATIENCE) -> Iterator[None]:
 
 
 def process_is_ours() -> bool:
-    """Whether the process is a command of this project, and not a program that uses it."""
+    """Whether the process is a command of this project, and not a program that uses it as a library."""
     return bool(_commands)
 
 
 def end_process(code: int, said: str = "") -> None:
-    """Ends the process at once, with what is open undone and a line on stderr."""
+    """Ends the process at once, after the pending cleanup, with a line on stderr if `said` is given."""
     if said:
         with suppress(OSError):
             os.write(2, f"{said}\n".encode(errors="replace"))
@@ -96,7 +97,7 @@ def _leave(number: int, _: object) -> None:
 
 
 def _watch(reader: int, patience: float) -> None:
-    """Waits for signals by the bytes that C's handler writes, whatever the main thread is doing."""
+    """Waits for the bytes that C's signal handler writes, whatever the main thread is doing."""
     while (number := os.read(reader, 1)[0]) not in _STOPS:
         if number == 0:
             return

@@ -1,4 +1,4 @@
-"""What goes wrong with what a user gave, where it is told apart from the modules that need llama.cpp."""
+"""Errors of a user's input, and others that commands tell apart, in a module that does not need llama.cpp."""
 
 from __future__ import annotations
 
@@ -6,23 +6,24 @@ from quant.errors import UserError
 
 
 class SessionError(UserError):
-    """A model that cannot be loaded or run: one line that names what and why."""
+    """A model cannot be loaded or run. The message is one line that names what and why."""
 
 
 class TraceError(UserError):
-    """A trace that cannot be written, read or used: one line that names the file and why."""
+    """A trace cannot be written, read or used. The message is one line that names the file and why."""
 
 
 class BenchError(UserError):
-    """A plot of a benchmark that cannot be made: one line that names the file and why."""
+    """A benchmark cannot be measured or plotted. The message is one line that names the file and why."""
 
 
 class BadInputError(UserError):
-    """What the user gave to a command cannot be used: one line."""
+    """A command cannot use the user's input. The message is one line."""
 
 
 class InternalError(Exception):
-    """A mistake of this project in a child process: the last line of its traceback. All of it is a note."""
+    """A bug of this project in a child process. The message is the last line of its traceback; a note holds all of
+    it."""
 
     def __init__(self, trace: str) -> None:
         super().__init__(trace.strip().splitlines()[-1])
@@ -30,4 +31,4 @@ class InternalError(Exception):
 
 
 class SuiteError(UserError):
-    """ggml's programs cannot be built, or did not run to their end: one line that says why."""
+    """ggml's programs cannot be built, or did not run to their end. The message is one line that says why."""

@@ -1,4 +1,5 @@
-"""Which ggml there are in an environment, and whether the device can go into them: what `ggml-npu doctor` prints."""
+"""Finds the ggml libraries of an environment, and whether the device can go into them: what `ggml-npu doctor`
+prints."""
 
 from __future__ import annotations
 
@@ -22,7 +23,10 @@ _TIMEOUT = 120
 
 @dataclass(frozen=True)
 class Examined:
-    """A place where a ggml may be. `advice`: what to type, or why the device cannot go in."""
+    """A place that may have a ggml.
+
+    advice  what to type, or why the device cannot go in
+    """
 
     where: str
     version: str
@@ -32,8 +36,9 @@ class Examined:
 
 
 def examined(files: Sequence[Path], pid: int | None = None) -> list[Examined]:
-    """The packages of this environment, then files: libraries, or programs by the libraries that they load. Or a
-    program that runs, by its number. Raises BadInputError for what is not there."""
+    """Examines the packages of this environment, then files: libraries, or programs by the libraries that they load. If
+    pid is given, only that running process. Raises BadInputError if a file or process does not exist or cannot be
+    read."""
     if pid is not None:
         return [_running(pid)]
     found = [_examined(name, name, _for_package(name)) for name in places.packages()]
@@ -65,7 +70,7 @@ def _running(pid: int) -> Examined:
 
 
 def _program(where: str, libraries: Sequence[Path], advice: str) -> Examined:
-    """A program by the libraries that it loads: the one that registers backends has ggml."""
+    """Examines a program by the libraries that it loads: the one that registers backends has ggml."""
     for library in libraries:
         if "ggml" in library.name and places.has_ggml(library):
             return _examined(where, str(library), advice)
@@ -82,7 +87,7 @@ def _examined(where: str, target: str, advice: str) -> Examined:
 
 
 def _asked(target: str) -> dict[str, Any]:
-    """What another process finds out: a library that crashes does not end this one."""
+    """Asks another process, so that a library that crashes does not end this one."""
     command = [sys.executable, "-m", "ggml_backend_npu.abi.doctor", target]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT, check=False)

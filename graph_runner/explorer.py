@@ -1,4 +1,4 @@
-"""A diff as node data for Google's Model Explorer, which colours a graph's nodes by it."""
+"""A diff as node data for Google's Model Explorer, which uses it to colour a graph's nodes."""
 
 from __future__ import annotations
 
@@ -17,21 +17,23 @@ COLOURS = {
 
 
 def node_id(node: dict[str, Any]) -> str:
-    """A node's key: "0/37 kqv_out-0" is node 37 of the prompt, "1/37 kqv_out-0" the same node of the first token.
+    """Returns a node's key: "0/37 kqv_out-0" is node 37 of the prompt, "1/37 kqv_out-0" the same node of the first
+    token.
 
-    ggml gives one name to many nodes, and step and index alone do not tell the outputs of a fused operator apart.
+    ggml gives many nodes the same name, and step and index alone do not tell the outputs of a fused operator apart.
     """
     return f"{node['step']}/{node['index']} {node['name']}"
 
 
 def explorer_json(data: dict[str, Any]) -> dict[str, Any]:
-    """Node data of one graph (what Model Explorer calls GraphNodeData), from the JSON of a diff (schema 4).
+    """Returns node data of one graph (Model Explorer's GraphNodeData), from the JSON of a diff
+    (`diff_report.diff_json`).
 
-    results  by node_id: value, the normalised mean squared error, and colours, the verdict's
+    results  by node_id: the value (normalised mean squared error) and the colour of the verdict
 
-    The error is that from the reference's inputs; of a node that has none, that of the device's own run. Values have
-    to be numbers, and JSON has no infinity: an error that is none, or of a node that failed, is the largest double.
-    A node that was also compared as the output of a fused operator has the worse of its two results.
+    The error is that from the reference's inputs, or if there is none, that of the device's own run. Values have to be
+    numbers, and JSON has no infinity: an infinite error, or that of a node that failed, is the largest double. A node
+    that was also compared as the output of a fused operator has the worse of its two results.
     """
     order = [*COLOURS]
     results: dict[str, dict[str, Any]] = {}

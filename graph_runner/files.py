@@ -1,4 +1,4 @@
-"""Files that are written: never over what is read, and whole or not at all."""
+"""Output files: never written over an input, and written whole or not at all."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ STDOUT = "-"
 
 
 def check_outputs(outputs: Mapping[str, str | None], inputs: Mapping[str, Iterable[str | Path]] | None = None) -> None:
-    """Raises BadInputError, before anything is done, where a file cannot be written, is written twice or is read.
+    """Raises BadInputError, before anything is done, if a file cannot be written, is written twice or is also read.
 
-    outputs  the file of each option that writes one; "-" is stdout, None is none
-    inputs   the files of each option that reads some
+    outputs  the output file of each option; "-" is stdout, None is no file
+    inputs   the input files of each option
     """
     written: dict[str, Path] = {}
     for option, file in outputs.items():
@@ -43,8 +43,11 @@ def check_outputs(outputs: Mapping[str, str | None], inputs: Mapping[str, Iterab
 
 
 def check_folders(folders: Mapping[str, str | None], inputs: Mapping[str, Iterable[str | Path]]) -> None:
-    """Raises BadInputError where a folder that traces of nodes go to, by option, holds a file of such a name that is
-    read."""
+    """Raises BadInputError if an input file lies in a folder for traces and has the name of such a trace.
+
+    folders  the folder for traces of each option, or None
+    inputs   the input files of each option
+    """
     for option, folder in folders.items():
         for other, files in inputs.items():
             for file in map(Path, files):
@@ -53,7 +56,7 @@ def check_folders(folders: Mapping[str, str | None], inputs: Mapping[str, Iterab
 
 
 def _same(a: Path, b: Path) -> bool:
-    """Whether two paths are one file, be it by a link, or will be one."""
+    """Whether two paths are the same file, even by a link, or will be."""
     try:
         return a.samefile(b)
     except OSError:
@@ -62,7 +65,8 @@ def _same(a: Path, b: Path) -> bool:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """A new file beside `path`, to be written: it takes its place when the context ends, and goes where that fails."""
+    """Yields a new file beside `path`, to be written. It replaces `path` at the end of the context, or is deleted on an
+    error."""
     path = path.resolve()
     handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".part", dir=path.parent)
     partial = Path(name)
@@ -74,7 +78,7 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def _mode(path: Path) -> int:
-    """Permissions of a file, or those that a new one gets."""
+    """Returns the permissions of a file, or those that a new file gets."""
     with suppress(OSError):
         return path.stat().st_mode & 0o777
     mask = os.umask(0)
@@ -83,7 +87,7 @@ def _mode(path: Path) -> int:
 
 
 def write_file(path: Path, data: bytes) -> None:
-    """Writes a file whole or not at all. Raises OSError."""
+    """Writes a file whole or not at all. A pipe or device is written to directly. Raises OSError."""
     if path.exists() and not path.is_file():  # a pipe or a device is written to, not replaced
         path.write_bytes(data)
     else:

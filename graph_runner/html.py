@@ -1,4 +1,4 @@
-"""A diff as one HTML file for a browser: no network, no library, nothing of the data taken for markup."""
+"""A diff as one HTML file: no network, no libraries, and no data interpreted as markup."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _FOR_SCRIPT = str.maketrans({character: f"\\u{ord(character):04x}" for character
 
 
 def diff_html(data: dict[str, Any]) -> str:
-    """The page of a diff, from its JSON (schema 4). Keys of the schema may be missing, but for `nodes`.
+    """Returns the page of a diff, from its JSON (`diff_report.diff_json`). Keys of it may be missing, except `nodes`.
 
-    The page runs its own script alone: whatever a tensor's name holds, a browser is told the script's digest.
-    Its state (search, filters, chosen node) is the address's fragment: "#q=blk.0&verdict=introduced,failed&node=12".
+    The page runs only its own script, since it tells the browser the script's digest, whatever a tensor's name holds.
+    Its state (search, filters, chosen node) is in the address's fragment: "#q=blk.0&verdict=introduced,failed&node=12".
     """
     loader = PackageLoader("graph_runner")
     templates = Environment(
@@ -44,7 +44,7 @@ def diff_html(data: dict[str, Any]) -> str:
 
 
 def _json(data: dict[str, Any]) -> str:
-    """JSON that no HTML parser finds a tag in: ASCII alone, brackets and ampersands as escapes."""
+    """Returns JSON in which no HTML parser finds a tag: ASCII only, brackets and ampersands as escapes."""
     return json.dumps(data, separators=(",", ":"), allow_nan=False).translate(_FOR_SCRIPT)
 
 
@@ -59,7 +59,7 @@ def _number(x: float | None) -> str:
 
 
 def _ranges(numbers: list[int]) -> str:
-    """Ascending numbers, those that follow each other as one range: "0-25, 40"."""
+    """Returns ascending numbers as text, with consecutive ones as a range: "0-25, 40"."""
     found: list[list[int]] = []
     for number in numbers:
         if found and number == found[-1][1] + 1:

@@ -1,4 +1,4 @@
-"""What commands do with kernels that are not trusted: in a child process, and what is made of it where that ends."""
+"""Runs the work of commands with untrusted kernels in a child process, and makes a result of it if the child ends."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class NpuOptions:
-    """What the device is: its options by field name, and a user's files of kernels."""
+    """The device's options by field name, and a user's kernel files."""
 
     options: dict[str, str | None]
     kernels: tuple[Path, ...] = ()
 
     def use(self) -> Backend:
-        """Makes the default backend so, and says on stderr what the files registered."""
+        """Sets up the default backend and returns it. Says on stderr what the kernel files registered."""
         from ggml_backend_npu import default_backend
         from ggml_backend_npu.kernel_files import load_kernels
 
@@ -49,14 +49,14 @@ class NpuOptions:
 
     @property
     def described(self) -> dict[str, str]:
-        """The files of kernels with their SHA-256, as a trace and a report name them."""
+        """The kernel files with their SHA-256, as a trace and a report name them."""
         texts = [f"{path} sha256:{hashlib.sha256(path.read_bytes()).hexdigest()}" for path in self._files]
         return {"kernels": ", ".join(texts)} if texts else {}
 
 
 @dataclass(frozen=True)
 class DiffJob:
-    """A diff: arguments are fields of `graph_runner.diff.DiffOptions`; ops as the user wrote them."""
+    """A diff. `arguments` are fields of `graph_runner.diff.DiffOptions`; `ops` is the user's text."""
 
     device: NpuOptions
     model: Path
@@ -66,8 +66,8 @@ class DiffJob:
     arguments: dict[str, Any] = field(default_factory=dict)
 
     def __call__(self, send: Callable[[object], None], trail: Trail | None = None) -> DiffResult:
-        """Sends the result when it is begun, and nodes as they come. Returns the result, without nodes where there is a
-        trail: they have been sent."""
+        """Sends the result when it begins, and then each node. Returns the result, without nodes if there is a trail,
+        since they have been sent."""
         from graph_runner.diff import chosen_ops, diff
         from graph_runner.rules import Rules
 
@@ -86,9 +86,12 @@ class DiffJob:
 
 
 def run_diff(child: Child, job: DiffJob, *, node_timeout: float, seen: Callable[[NodeResult], None]) -> DiffResult:
-    """Does a diff in a process of its own. Where the child ends or hangs, the node that it was at has failed.
+    """Runs a diff in a child process. If the child ends or hangs, the node that it was at has failed.
 
-    Raises what `diff` raises, and SessionError where the child ends before any node.
+    node_timeout  seconds that the device may take for one node
+    seen  called with each node's result
+
+    Raises what `diff` raises, and SessionError if the child ends before any node.
     """
     from graph_runner.results import NodeResult
 
@@ -128,7 +131,7 @@ def _ended(error: EndedError, at: Footprint, reproducer: str | None) -> NodeResu
 
 
 def _captured(job: DiffJob, result: DiffResult, at: Footprint) -> str | None:
-    """Keeps the node that ended a child, as ggml's CPU has it, where reproducers are kept."""
+    """Saves the node that ended a child, as on ggml's CPU, in the folder for reproducers."""
     folder = job.arguments.get("reproducers")
     if folder is None or result.reference != "CPU":
         return None
@@ -144,7 +147,7 @@ def _captured(job: DiffJob, result: DiffResult, at: Footprint) -> str | None:
 
 @dataclass(frozen=True)
 class CaptureJob:
-    """Writes one node of a run on ggml's CPU, or the nodes of a span that ends there, to a trace."""
+    """Writes a trace of one node of a run on ggml's CPU, or of the nodes of a span that ends there."""
 
     model: Path
     prompt: str
@@ -170,7 +173,7 @@ class CaptureJob:
 
 @dataclass(frozen=True)
 class ReplayJob:
-    """A replay: arguments are those of `graph_runner.trace.replay`."""
+    """A replay. `arguments` are those of `graph_runner.trace.replay`."""
 
     device: NpuOptions
     path: Path
@@ -203,7 +206,7 @@ def _nothing(*_: object) -> None:
 
 
 def _known(options: dict[str, str]) -> dict[str, str]:
-    """Of a trace's options those that the device has; its profile only where that is no file."""
+    """Returns those of a trace's options that the device has; its profile only if that is not a file."""
     from ggml_backend_npu.options import OPTIONS
 
     return {
@@ -214,7 +217,12 @@ def _known(options: dict[str, str]) -> dict[str, str]:
 
 
 def run_replay(child: Child, job: ReplayJob, *, node_timeout: float) -> ReplayResult:
-    """Does a replay in a process of its own. Where the child ends or hangs, the node that it was at has failed."""
+    """Runs a replay in a child process. If the child ends or hangs, the node that it was at has failed.
+
+    node_timeout  seconds that the device may take for one node
+
+    Raises what `replay` raises, and TraceError if the child ends before any node.
+    """
     from graph_runner.trace import ReplayResult, read_trace
 
     nodes: list[NodeResult] = []

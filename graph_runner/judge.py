@@ -1,4 +1,4 @@
-"""Says of each node of two runs in step whether the device computes it right, and where an error comes from."""
+"""Judges for each node of two runs in step whether the device computes it right, and where an error comes from."""
 
 from __future__ import annotations
 
@@ -35,27 +35,27 @@ _EXPLANATIONS = 3  # nodes of an op, its types and a verdict that are explained
 
 
 class Keeper(Protocol):
-    """Keeps what is to be computed again: each returns where, or None where nothing is kept."""
+    """Saves nodes so that they can be computed again. Each method returns the path, or None if nothing is saved."""
 
     def node(self, node: Node, expected: Tensor, found: NodeResult) -> str | None:
-        """A node as it was before it ran, and what it is to give."""
+        """Saves a node as it was before it ran, with its expected output."""
 
     def span(self, graph: Graph, expected: dict[int, Tensor], found: NodeResult) -> str | None:
-        """Nodes that run as one operator, as they were before, and what they are to give, by place."""
+        """Saves nodes that run as one operator, as they were before, with the expected outputs by place."""
 
 
 @dataclass(frozen=True)
 class _Compared:
-    """One way in which a node was looked at: from equal inputs, the device's result beside the reference's.
+    """One comparison of a node from equal inputs: the device's result against the reference's.
 
-    where     ISOLATED, or in the device's OWN_RUN
-    like      the node as it is in its run
-    node      the same; its sources hold what they held
-    before    gives what its output held
-    found     None where there is no result
-    right     whether that is right, be it but for rounding
-    failure   why there is no result, or what the device did beside it
-    whole     the nodes that it ran together with, where there are such
+    where    ISOLATED, or in the device's OWN_RUN
+    like     the node as it is in its run
+    node     the same node, with sources that hold what they held
+    before   returns what its output held
+    found    the comparison; None if there is no result
+    right    whether the result is right, rounding included
+    failure  why there is no result, or what else the device damaged
+    whole    the nodes that it ran together with, if any
     """
 
     where: str
@@ -75,11 +75,11 @@ class _Compared:
 
 @dataclass(frozen=True)
 class Stray:
-    """Something that was written where no node writes.
+    """A tensor that was changed although no node writes there.
 
-    what     was found to hold something else
+    what  the tensor that was found to hold something else
     step, index  when: before which node
-    seen     that node, which was about to read it
+    seen  that node, which was about to read it
     """
 
     what: Changed
@@ -94,11 +94,11 @@ class Stray:
 
 @dataclass(frozen=True)
 class _Known:
-    """Of a node of the reference, what is the same each time that it comes.
+    """What is the same each time a node of the reference comes.
 
     overlapped  sources that share a byte with its output
     refusal     why the device does not take it
-    layout      of copies of it, where the device is to compute it
+    layout      of copies of it, if the device is to compute it
     """
 
     overlapped: tuple[Tensor, ...]
@@ -109,15 +109,18 @@ class _Known:
 class Judge:
     """Judges each node of two runs in step.
 
-    npu        the device, where it is ours; backend: what it, or an NPU, runs as one
-    computer   who computes a node again
+    npu        the device's plugin; None if the device is the CPU
+    backend    whose fusions the device may run as one operator
+    computer   the device, which computes a node again
     reference  the reference, as one that computes a node
-    ops        that are computed again; all, where None
+    ops        the ops to compute again; all if None
+    rules      which differences are right
     seen       called with each result
-    keep       keeps wrong nodes
-    fuses      whether the device runs patterns of nodes as one
+    fuses      whether the device runs patterns of nodes as one operator
     packs      whether the device's memory has tensors in a layout of its own
-    about_to   called before the device computes something: in which way, step, place, node
+    strict     whether to check every buffer after every node of the own run
+    keep       saves wrong nodes
+    about_to   called before the device computes something: how, step, place, node
     """
 
     def __init__(
@@ -170,17 +173,24 @@ class Judge:
         )
 
     def next_step(self, *, stopped: bool = False) -> None:
+        """Finishes the current step and begins the next one.
+
+        stopped  whether the device's own run ended before
+        """
         self.finish(stopped=stopped)
         self.step += 1
 
     def finish(self, *, stopped: bool = False) -> None:
-        """After the last node of a step; `stopped`: the device's own run has not come to that."""
+        """Called after the last node of a step.
+
+        stopped  whether the device's own run ended before
+        """
         self._spans.finish()
         if not stopped:
             self._states.finish(self.step)
 
     def before(self, address: int, place: int) -> None:
-        """The reference is about to compute a node: takes down what it reads."""
+        """Called before the reference computes a node: records what it reads."""
         self._read = read = self._reader(address)
         self._place = place
         self._copied = None
@@ -200,7 +210,7 @@ class Judge:
             self._copied = known.layout.copied(blanks=True)
 
     def _seen_first(self, read: convert.Read) -> _Known:
-        """What is the same each time that a node comes."""
+        """Returns what is the same each time a node comes."""
         node = read.node
         overlapped = tuple(source for source in node.src if source is not None and source.overlaps(node.dst))
         if node.dst.n_elements == 0 or (self._ops is not None and node.op not in self._ops):
@@ -212,7 +222,8 @@ class Judge:
         return _Known(overlapped, layout=Layout(node, lambda tensor: id(tensor) in kept))
 
     def _in_device_layout(self, read: convert.Read) -> set[int]:
-        """Tensors of a node that the device's memory may have in its own layout: what no op computes."""
+        """Returns the tensors of a node that the device's memory may have in its own layout: those that no op
+        computes."""
         pairs = [(read.node.dst, read.dst), *zip(read.node.src, read.src, strict=True)]
         return {
             id(tensor)
@@ -221,8 +232,8 @@ class Judge:
         }
 
     def between(self) -> str | None:
-        """The reference has computed it. The device computes it from the same inputs, between fences; where that does
-        damage, it had better not in its own run."""
+        """Called after the reference has computed a node. The device computes it from the same inputs, between fences.
+        Returns why it must not compute the node in its own run, if it fails or does damage here, else None."""
         self._isolated = found = self._recompute()
         if found is None:
             return None
@@ -232,14 +243,14 @@ class Judge:
         return f"{found.node}: writes outside its output" if outside else None
 
     def own_before(self, address: int, place: int) -> bool:
-        """The device's own run has come to a node. Returns whether it is to run now."""
+        """Called when the device's own run has come to a node. Returns whether to run it now."""
         runs = self.own.before(address, place)
         if runs:
             self._about_to("own", self.step, place, self.own.next.node)
         return runs
 
     def own_after(self) -> None:
-        """The device's own run has computed what it was to run."""
+        """Called after the device's own run has computed the nodes up to the last one that it came to."""
         self.own.after()
         self._about_to("", 0, 0, self._before)
         dst = self.own.last.reads[-1].node.dst
@@ -247,7 +258,10 @@ class Judge:
         self.fingerprints[self.step, self.own.last.places[-1]] = digest_of(dst.address, dst.nbytes, read)
 
     def after(self, address: int, place: int, own: int | None) -> None:
-        """Both have computed it; `own` is the device's tensor."""
+        """Called after both runs have computed a node.
+
+        own  the address of the device's tensor, or None
+        """
         self._spans.after(address)
         isolated, node = self._isolated, self._read.node
         if node.dst.n_elements == 0:
@@ -292,7 +306,7 @@ class Judge:
         return compare(node.dst, _as_laid_out(result, node.dst))
 
     def _mirrored(self, cumulative: Comparison) -> _Compared | None:
-        """What the own run made of the last nodes beside what the reference makes of what they read."""
+        """Compares the last nodes of the own run with what the reference computes from what they read."""
         nodes = self.own.last
         if not nodes.on_npu:
             return None
@@ -314,7 +328,7 @@ class Judge:
         )  # fmt: skip
 
     def _explained(self, found: NodeResult, wrong: _Compared) -> NodeResult:
-        """The result with what takes its time to find out: of the first nodes of each op, type and verdict."""
+        """Returns the result with details that take time to find, for the first nodes of each op, type and verdict."""
         kind = (found.op, found.types, found.verdict)
         self._explanations[kind] += 1
         if self._explanations[kind] > _EXPLANATIONS:
@@ -340,7 +354,7 @@ class Judge:
         return self._keep.node(restored(wrong.like, held), wrong.expected, found)
 
     def _look_at_state(self, own: convert.Read) -> None:
-        """Where the node has written to a tensor that no node computes."""
+        """Compares the tensor that the node wrote to, if no node computes that tensor."""
         read, root = self._read, self._read.view_source
         if root and convert.is_leaf(root):
             by_element = read.node.op == "SET_ROWS" and read.node.dst.ne[0] == 1 != read.dst.tensor.ne[0]
@@ -400,7 +414,7 @@ class Judge:
         return Verdict.AMPLIFIED if error > _AMPLIFIES * max(inputs, 1e-14) else Verdict.INHERITED
 
     def _reads_what_is_off(self) -> bool:
-        """Whether the node reads a cache or state that differs, or a result of nodes that ran as one."""
+        """Whether the node reads or writes a cache or state that differs."""
         states, written = self._states, self._read.view_source
         roots = {root for root in self._read.roots if root}
         return states.is_off(written) or any(states.is_read(root, self.step) for root in roots - {written})
@@ -411,17 +425,17 @@ def _name(tensor: Tensor | None) -> str:
 
 
 def _held(tensor: Tensor) -> Tensor:
-    """The tensor over a copy of its span."""
+    """Returns the tensor over a copy of its span."""
     return tensor.over(Memory.of(span(tensor)))
 
 
 def _over_root(tensor: Tensor) -> Tensor:
-    """The tensor over a copy of all the memory that it is a view of."""
+    """Returns the tensor over a copy of all the memory that it is a view of."""
     return replace(tensor, memory=Memory.of(tensor.memory.bytes().copy()))
 
 
 def _as_laid_out(tensor: Tensor, like: Tensor) -> Tensor:
-    """The tensor as ggml has it, or a copy where its strides are not those of another one."""
+    """Returns the tensor in ggml's layout, or a copy with the strides of `like` if its own are different."""
     plain = tensor.unpacked()
     if plain.nb == like.nb:
         return plain

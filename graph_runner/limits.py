@@ -1,4 +1,4 @@
-"""Bounds of what a user may ask for, known before llama.cpp is loaded."""
+"""Limits for a user's input, known before llama.cpp is loaded."""
 
 from __future__ import annotations
 

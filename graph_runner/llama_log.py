@@ -1,4 +1,4 @@
-"""What llama.cpp logs."""
+"""The log of llama.cpp."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from graph_runner.console import printable
 
 
 class Log:
-    """llama.cpp's log, kept instead of printed: the last error says why a call failed."""
+    """llama.cpp's log, recorded instead of printed: its first error says why a call failed."""
 
     def __init__(self) -> None:
         self.lines: list[str] = []
@@ -26,13 +26,14 @@ class Log:
             self.lines.append(f"{'E' if level == 4 else ' '}{text.decode(errors='replace').strip()}")
 
     def reason(self) -> str:
-        """The first error since `clear`, without the C function's name."""
+        """Returns the first error since `clear`, without the C function's name."""
         errors = [line[1:] for line in self.lines if line[0] == "E"]
         return errors[0].split(": ", 1)[-1] if errors else "llama.cpp gave no reason"
 
     def find(self, word: str) -> str | None:
-        """The last line since `clear` that holds a word."""
+        """Returns the last line since `clear` that contains a word, or None."""
         return next((line[1:] for line in reversed(self.lines) if word in line), None)
 
     def clear(self) -> None:
+        """Forgets all lines."""
         self.lines.clear()

@@ -1,8 +1,8 @@
-"""Two runs of one model, node by node in step: while one computes a node, the other waits behind the same one.
+"""Two runs of one model in step, node by node: while one computes a node, the other waits after the same node.
 
-They are two greenlets of one thread, that switch to each other within llama.cpp's callbacks: both results of a node are
-there at the same time, and nothing has to be kept of a whole graph. (Two threads would do, but take longer: they wake
-each other at every node, and each has workers of its own that spin.)
+They are two greenlets of one thread that switch to each other within llama.cpp's callbacks. So both results of a node
+exist at the same time, and no copy of a whole graph is needed. (Two threads would work but take longer: they wake each
+other at every node, and each has its own workers that spin.)
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ _ENDED = 1 << 62
 
 @contextmanager
 def _handlers_of_interrupts_stay() -> Iterator[None]:
-    """Both runs put handlers in place, and take them back in the order in which they end."""
+    """Restores signal handlers at the end: both runs install handlers, and remove them in the order in which they
+    end."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -40,31 +41,37 @@ def _handlers_of_interrupts_stay() -> Iterator[None]:
 
 
 class Onlooker(Protocol):
-    """What is told of each node of both runs, by address and place among the step's nodes."""
+    """Is told of each node of both runs, by address and by place among the step's nodes."""
 
     def before(self, address: int, place: int) -> None:
-        """The reference is about to compute a node."""
+        """Called before the reference computes a node."""
 
     def between(self) -> str | None:
-        """The reference has computed it, and the device has not. Returns why the device must not, or None."""
+        """Called after the reference and before the device computes a node. Returns why the device must not compute it,
+        or None."""
 
     def own_before(self, address: int, place: int) -> bool:
-        """The device's run has come to a node. Returns whether it is to run now, with those before it that were not."""
+        """Called when the device's run has come to a node. Returns whether to run it now, with those before it that
+        have not run."""
 
     def own_after(self) -> None:
-        """The device has computed the nodes up to the last one that it has come to."""
+        """Called after the device has computed the nodes up to the last one that it came to."""
 
     def after(self, address: int, place: int, own: int | None) -> None:
-        """Both have computed a node: the reference's address, and the device's, or None where the device has computed
-        it together with nodes behind it, or has stopped."""
+        """Called after both have computed a node.
+
+        address  of the reference's tensor
+        own      the address of the device's tensor; None if the device computed it together with later nodes, or has
+                 stopped
+        """
 
 
 class Lockstep:
-    """The observers of both runs, and what makes them wait for each other.
+    """The observers of both runs, which make them wait for each other.
 
-    npu      the device, where it is ours: it fails where the judge says that it must not compute
-    judge    what looks on
-    stopped  why the device's run came to an end before the reference's, or None
+    npu      the device's plugin, if it is ours: it fails if the judge says that it must not compute
+    judge    is told of each node
+    stopped  why the device's run ended before the reference's, or None
     """
 
     def __init__(
@@ -78,7 +85,7 @@ class Lockstep:
         self._failed = False
 
     def decode(self, reference: Session, device: Session, tokens: list[int]) -> None:
-        """Runs tokens through both, or through the reference alone where the device has stopped."""
+        """Runs tokens through both sessions, or through the reference alone if the device has stopped."""
         self.reference.place = self.device.place = -1
         self._failed = False
         self._main, self._other = getcurrent(), greenlet(partial(self._decode_device, device, tokens))
@@ -110,7 +117,7 @@ class Lockstep:
             self.device.place = _ENDED
 
     def _let_device_go_on(self) -> None:
-        """Until it has computed a node that it computes alone, or the last one."""
+        """Lets the device run until it has computed a node that it computes alone, or the last one."""
         self._other.switch()
 
     def _halt(self, reason: str | None) -> None:
@@ -118,7 +125,7 @@ class Lockstep:
             self._npu.halted = reason
 
     def wants(self, runner: _Runner, address: int) -> bool:
-        """A runner is about to compute a node."""
+        """Called before a run computes a node. Returns whether to observe the node."""
         if self._failed:
             raise SessionError("the other run has failed")
         if not convert.computes(convert.op_name(lib.ggml(), address)):
@@ -130,7 +137,7 @@ class Lockstep:
         return True
 
     def done(self, runner: _Runner, address: int) -> None:
-        """A runner has computed a node."""
+        """Called after a run has computed a node."""
         runner.address = address
         if runner is self.device:
             self._judge.own_after()
@@ -145,7 +152,7 @@ class Lockstep:
 
 
 class _Runner:
-    """The observer of one run: its place among the nodes that compute something, and the node that it is behind."""
+    """The observer of one run: its place among the nodes that compute something, and the last node that ran."""
 
     def __init__(self, lockstep: Lockstep) -> None:
         self._lockstep = lockstep

@@ -1,4 +1,4 @@
-"""How far apart two runs of one model end: logits, step by step."""
+"""How far apart the logits of two runs of one model are, step by step."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ Logits = NDArray[np.float32]
 
 @dataclass(frozen=True)
 class Ending:
-    """Two runs' logits after each step. Falsy where they are further apart than the reference's rounding explains.
+    """The logits of two runs after each step. Falsy if they are further apart than the reference's rounding explains.
 
-    nmse     sum of squared differences / sum of squares of the reference, the largest of all steps
-    kl       Kullback-Leibler divergence of the device's next token from the reference's, in nats, the largest
-    first_token  the first step after which the most likely token is another one; None where there is none
-    natural  the largest nmse of the reference beside itself, with rounding errors of the size that nodes were seen to
-             have, or with flash attention switched; None where it was not looked for
-    limit    of nmse
+    nmse     sum of squared differences / sum of squares of the reference; the largest of all steps
+    kl       Kullback-Leibler divergence of the device's next token from the reference's, in nats; the largest of all
+             steps
+    first_token  the first step after which the most likely token differs; None if there is none
+    natural  the largest nmse of the reference against itself, with rounding errors of the size found in nodes, or with
+             flash attention switched; None if it was not measured
+    limit    the largest nmse allowed; None if it was not measured
     """
 
     nmse: float
@@ -39,11 +40,11 @@ class Endings:
     steps: list[tuple[Logits, Logits]] = field(default_factory=list)
 
     def add(self, reference: Logits, device: Logits) -> None:
-        """After a step."""
+        """Adds the logits of a step, (n_vocab,) each."""
         self.steps.append((reference, device))
 
     def ending(self) -> Ending:
-        """What they say."""
+        """Returns how far apart the collected logits are."""
         tokens = [step for step, (a, b) in enumerate(self.steps) if a.argmax() != b.argmax()]
         return Ending(
             max((nmse(a, b) for a, b in self.steps), default=0.0),
@@ -53,7 +54,7 @@ class Endings:
 
 
 def nmse(a: Logits, b: Logits) -> float:
-    """Sum of squared differences / sum of squares of a; inf where one is no finite number."""
+    """Returns sum of squared differences / sum of squares of a; inf if a value is not finite."""
     x, y = a.astype(np.float64), b.astype(np.float64)
     power = float(np.square(x).sum())
     found = float(np.square(x - y).sum()) / power if power else float(np.square(y).sum())
@@ -61,7 +62,7 @@ def nmse(a: Logits, b: Logits) -> float:
 
 
 def _kl(a: Logits, b: Logits) -> float:
-    """Of the distributions that two rows of logits stand for."""
+    """Returns the Kullback-Leibler divergence of b's distribution from a's, in nats."""
     p, q = (_log_softmax(each) for each in (a, b))
     found = float((np.exp(p) * (p - q)).sum())
     return max(0.0, found) if np.isfinite(found) else float("inf")

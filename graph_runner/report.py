@@ -1,4 +1,4 @@
-"""Results for a person (tables on a terminal) and for a program (JSON)."""
+"""Results as tables on a terminal and as JSON."""
 
 from __future__ import annotations
 
@@ -23,8 +23,11 @@ COVERAGE_SCHEMA = "ggml-npu coverage 1"
 def print_run(
     session: Session, runner: GraphRunner | None, n_prompt: int, times: list[float], console: Console
 ) -> None:
-    """What a session ran where, or a runner of its graph, and how fast: `times` are of the prompt's begin and of each
-    token."""
+    """Prints which device computed which nodes in a session, or in a runner of its graph, and the speed in tokens/s.
+
+    n_prompt  tokens of the prompt
+    times     seconds at the start of the prompt, then at each generated token
+    """
     total, on_npu, by_name = session.nodes, session.npu_nodes, session.npu_spans
     if runner is not None:
         total, on_npu, by_name = runner.nodes, runner.nodes, runner.spans
@@ -54,7 +57,7 @@ def print_run(
 
 
 def _coverage_line(session: Session) -> str:
-    """That the NPU computed every node, or which ones the CPU did, and why."""
+    """Returns that the NPU computed every node, or which ones the CPU computed, and why."""
     left = [f"{op} {count:,} ({why})" for op, (count, why) in session.left_to_the_cpu.items()]
     if left:
         return f"left to the CPU: {', '.join(left)}"
@@ -69,14 +72,17 @@ def _print_header(console: Console, model: str, device: str, settings: Settings)
 
 
 def print_captured(captured: Captured, file: str, console: Console) -> None:
-    """What a capture wrote, in one line."""
+    """Prints in one line what a capture wrote."""
     ops = ", ".join(f"{op} {count:,}" for op, count in captured.ops.most_common())
     line = f"{file}: {captured.ops.total():,} nodes, {captured.n_bytes / 1e6:,.1f} MB: {ops}"
     console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
 def print_coverage(found: Coverage, console: Console, *, first: int = 5) -> None:
-    """The coverage as a table of nodes, then splits, copies, and the kernels that would remove splits."""
+    """Prints the coverage as a table of nodes, then splits, copies, and the kernels that would remove splits.
+
+    first  how many single ops to list
+    """
     device = f"ggml {found.ggml}  profile {found.profile}  memory {found.memory}"
     _print_header(console, found.description, device, found.settings)
     shown = table()
@@ -106,7 +112,7 @@ def _cost(graph: RanGraph) -> str:
 
 
 def _predicted(predicted: Prediction, n_tokens: int) -> str:
-    """Tokens a second, and in ms what takes the time."""
+    """Returns tokens/s, and what takes the time, in ms."""
     total = predicted.total
     speed = f"{n_tokens / total:,.1f} tokens/s" if total else "no time"
     parts = [
@@ -154,7 +160,8 @@ def _advice(found: Coverage) -> str:
 
 
 def coverage_json(found: Coverage) -> dict[str, Any]:
-    """The coverage as data: schema, settings, both graphs, nodes that are alike, and what kernels would bring."""
+    """Returns the coverage as data: schema, settings, both graphs, groups of alike nodes, and what kernels would
+    bring."""
     return {
         "schema": COVERAGE_SCHEMA,
         "model": found.model,
@@ -208,7 +215,7 @@ def _gain_json(gain: Gain) -> dict[str, Any]:
 
 
 def print_cases(ops: Iterable[str], cases: list[Case], console: Console) -> None:
-    """What ggml's tests say about some ops: counts, then the first case of each op that fails."""
+    """Prints results of ggml's tests for some ops: counts, then the first failing case of each op."""
     shown = table()
     shown.add_column("op")
     for column in ("passed", "failed", "not supported"):

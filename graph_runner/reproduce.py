@@ -1,4 +1,4 @@
-"""The cases of ggml's own test-backend-ops that are nearest to a node, as the line that runs them."""
+"""Finds the cases of ggml's own test-backend-ops that are nearest to a node, as the command line that runs them."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from ggml_backend_npu.ops import OWN
 
 
 def backend_ops_line(node: Node) -> str:
-    """The call of test-backend-ops (`graph_runner.suites.build` makes it) with ggml's cases nearest to a node: of its
-    op, types and, where its cases have them, its kind of layout. Of an op that is not known here it is all cases."""
+    """Returns the test-backend-ops call (`graph_runner.suites.build` makes the program) with ggml's cases nearest to a
+    node: of its op, types and, if its cases have them, its kind of layout. For an op that is not known here, all its
+    cases."""
     words = ["test-backend-ops", "test", "-o", node.op]
     own = OWN.get(node.op)
     if own is not None and own.nearest is not None and not own.lacks_sources(node):
@@ -20,5 +21,5 @@ def backend_ops_line(node: Node) -> str:
 
 
 def pattern(conditions: list[str]) -> str:
-    """The regular expression of parameters that have these, in this order."""
+    """Returns a regular expression for parameters that contain these, in this order."""
     return "^" + ".*".join(rf"\b{condition}(,|$)" for condition in conditions)

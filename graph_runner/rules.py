@@ -1,8 +1,8 @@
 """Which differences from a reference are right: one rule for every op.
 
-Most ops have to give the same bytes. Those that round on the way have a bound (`Op.bound`) of the error against the
-reference or against the exact value: ggml's CPU is itself inexact in places (it quantises the other source of
-quantised weights, and takes GELU from a table of float16), and a kernel that is closer to the truth is right.
+Most ops have to give the same bytes. Those with intermediate rounding have a bound (`Op.bound`) on the error against
+the reference or against the exact value: ggml's CPU is itself inexact in places (it quantises the other source of
+quantised weights, and takes GELU from a table of float16), and a kernel that is closer to the exact value is right.
 """
 
 from __future__ import annotations
@@ -42,17 +42,17 @@ Bounds = Mapping[str, float]
 
 
 class ToleranceError(UserError):
-    """A table that cannot be used: one line that names the file, the key and its value."""
+    """A tolerance file cannot be used. The message is one line that names the file, the key and its value."""
 
 
 class Rules:
-    """Which differences from a reference are right: by op and type.
+    """Which differences from a reference are right, by op and type.
 
-    extra  a TOML file of the form of gpu.toml, of which each value takes the place of ours; or "gpu", for devices that
+    extra  a TOML file in the form of gpu.toml, whose values replace the built-in ones; or "gpu", for devices that
            compute in half floats
-    ops    that it may name besides those that have a bound
+    ops    ops that the file may name besides those that have a bound
 
-    Raises ToleranceError for a file that is none.
+    Raises ToleranceError for a file that cannot be used.
     """
 
     def __init__(self, extra: str | Path | None = None, ops: Iterable[str] = OWN) -> None:
@@ -69,11 +69,11 @@ class Rules:
                 self._table[op] = {**self._table.get(op, {}), **bounds}
 
     def allows(self, node: Node, expected: Tensor, actual: Tensor, found: Comparison) -> bool:
-        """Whether a result whose bytes are not the reference's is right.
+        """Whether a result whose bytes differ from the reference's is right.
 
-        node              its sources hold what they held before it ran; dst is not read
+        node   its sources hold what they held before it ran; dst is not read
         expected, actual  the reference's result and the device's, like node.dst, over memory of their own
-        found             compare(expected, actual)
+        found  compare(expected, actual)
         """
         if found.outside or _gaps_differ(expected, actual, found):
             return False
@@ -85,17 +85,17 @@ class Rules:
         return bound > 0 and any(error <= bound for error in errors(node, expected, actual))
 
     def bound(self, op: str, type: str) -> float:
-        """The normalised mean squared error that is allowed; 0 where every byte has to be the same."""
+        """Returns the allowed normalised mean squared error; 0 if every byte has to be the same."""
         bounds = self._table.get(op, {})
         return bounds.get(type, bounds.get("*", 0.0))
 
     @property
     def ops(self) -> frozenset[str]:
-        """What has bounds."""
+        """The names of ops and fusions that have bounds."""
         return frozenset(self._table)
 
     def describe(self, op: str, type: str) -> str:
-        """The rule of an op's nodes of a type, which is that of `type_of`, in words."""
+        """Returns in words the rule for an op's nodes of a type, as given by `type_of`."""
         words = free_order(op)
         if words is not None:
             return words
@@ -104,14 +104,15 @@ class Rules:
 
 
 def type_of(node: Node) -> str:
-    """The type that a bound goes by: that of the first source; of attention that of v, in which the CPU adds it up."""
+    """Returns the type that selects a bound: that of the first source; for attention that of v, in which the CPU adds
+    it up."""
     op = OWN.get(node.op)
     source = None if op is None or op.bound_by is None else _source(node, op.bound_by)
     return (source or next(filter(None, node.src), node.dst)).type
 
 
 def free_order(op: str) -> str | None:
-    """Of an op that has more than one right result, which those are, in words; None for any other op."""
+    """For an op that has more than one right result, returns in words which those are; None for any other op."""
     own = OWN.get(op)
     return None if own is None or own.order is None else own.order[1]
 
@@ -122,12 +123,12 @@ def _source(node: Node, name: str) -> Tensor | None:
 
 
 def errors(node: Node, expected: Tensor, actual: Tensor) -> Iterator[float]:
-    """How far a result is from the reference, and from the exact value; then both again, where the terms are large that
-    cancel: the least of these counts. Whatever costs more comes later.
+    """Yields the errors of a result: against the reference, against the exact value, and then both relative to the size
+    of the terms, for terms that cancel. The smallest one counts. Those that cost more come later.
 
-    A normalised mean squared error: the mean over a row, of the largest row, of squared differences in parts of the
-    element, or of the row's median where that is larger. A single element counts by a 64th of its own, if that is more.
-    inf where one is no finite number and the other not the same.
+    An error is a normalised mean squared error of the worst row: the mean over the row of squared differences, each
+    relative to the element or to the row's median if that is larger. A single element counts with a 64th of its own, if
+    that is more. inf if one value is not finite and the other is not the same.
     """
     a, e = values(actual), values(expected)
     yield _error(node, a, e, np.abs(e))
@@ -142,7 +143,8 @@ def errors(node: Node, expected: Tensor, actual: Tensor) -> Iterator[float]:
 
 
 def _error(node: Node, actual: Exact, right: Exact, size: Exact, rounding: Exact | float = 0.0) -> float:
-    """As `errors` says, with `size` in place of the element; of the difference only what is more than `rounding`."""
+    """Returns an error as in `errors`, with `size` in place of the element; differences count only beyond
+    `rounding`."""
     width = _row(node, right)
     with np.errstate(all="ignore"):
         limit = _ROUNDING.get(node.dst.type, (0, 0, float(np.finfo(np.float32).max)))[2]
@@ -157,14 +159,16 @@ def _error(node: Node, actual: Exact, right: Exact, size: Exact, rounding: Exact
 
 
 def _row(node: Node, result: Exact) -> int:
-    """How many elements are judged together: a row; where what tokens gave and states lie in one, those of a head."""
+    """Returns how many elements are judged together: a row; or a head, if a row holds both the tokens' results and
+    states."""
     op = OWN.get(node.op)
     x = None if op is None or op.judged_by is None else _source(node, op.judged_by)
     return max(1, x.ne[0] if x is not None else result.shape[-1])
 
 
 def _half_ulp(x: Exact, type: str) -> Exact | float:
-    """How far a number may be from one that is rounded to it; 0 for types whose rounding the bounds hold."""
+    """Returns the largest distance of a number from its rounded value; 0 for types whose rounding is within the
+    bounds."""
     if type not in _ROUNDING:
         return 0.0
     mantissa, least, _ = _ROUNDING[type]

@@ -1,4 +1,4 @@
-"""A model, a context and tokens: the one module that drives llama.cpp."""
+"""A model, a context and tokens: the only module that drives llama.cpp."""
 
 from __future__ import annotations
 
@@ -42,19 +42,19 @@ LEFT_BY_THE_SCHEDULER = "supported, but the scheduler left it where its data lie
 
 
 class Observer(Protocol):
-    """Sees every node of a run, by the address of its ggml_tensor, in order."""
+    """Sees every node of a run in order, by the address of its ggml_tensor."""
 
     def before(self, node: int) -> bool:
-        """The node is about to run: its sources are complete, its dst is not written yet. Returns whether it is to run
-        alone, to be seen `after`; else it runs together with those that follow, up to one that is, and those see their
-        sources incomplete."""
+        """Called before the node runs: its sources are complete, its dst is not written yet. Returns whether to run it
+        now and call `after`. Otherwise it runs together with the following nodes, up to one that returns True; these
+        see sources that are not computed yet."""
 
     def after(self, node: int) -> None:
-        """The node has run."""
+        """Called after the node has run."""
 
 
 class _Override(ctypes.Structure):
-    """struct llama_model_tensor_buft_override: where tensors go whose name a pattern is found in."""
+    """struct llama_model_tensor_buft_override: the buffer type for tensors whose name matches a pattern."""
 
     _fields_ = [("pattern", ctypes.c_char_p), ("buffer_type", ctypes.c_void_p)]
 
@@ -68,7 +68,7 @@ _log = Log()
 
 @callback(types.boolean(types.intp, types.boolean, types.intp))
 def _count_node(node: int, ask: bool, counts: int) -> bool:
-    """cb_eval that wants no node and counts those that compute something: counts[op, function]."""
+    """cb_eval that observes no node but counts those that compute something: counts[op, function]."""
     if ask and array_at(node + structs.FLAGS_AT, types.int32, 1)[0] & structs.FLAG_COMPUTE:
         ne = array_at(node + 16, types.int64, 4)
         if ne[0] * ne[1] * ne[2] * ne[3] > 0:
@@ -79,7 +79,7 @@ def _count_node(node: int, ask: bool, counts: int) -> bool:
 
 
 def check_file(path: Path) -> None:
-    """Raises SessionError for what is no file or, by its first bytes, no GGUF."""
+    """Raises SessionError if path is not a file or, by its first bytes, not a GGUF file."""
     if not path.is_file():
         raise SessionError(f"model {str(path)!r}: {'is a directory' if path.is_dir() else 'no such file'}")
     try:
@@ -97,15 +97,16 @@ def _end(model: Path, what: str) -> None:
 
 
 class Session:
-    """A loaded model with one sequence of tokens. A context manager: frees both at its end.
+    """A loaded model with one sequence of tokens. A context manager, which frees both at its end.
 
-    lacks     fused ops that llama.cpp computes by others, since they are not on the device of the layers
-
-    npu       what takes the nodes of a session on the NPU, registered with ggml or not; the default backend, where left
-              out. No other backend of ours is in the context
-
-    observer  sees every node; without one, nodes are counted in `nodes`, where they are to be
+    npu       the plugin that computes nodes if settings.device is "npu", registered with ggml or not; that of the
+              default backend if omitted. The context has no other backend of this project
+    observer  sees every node
+    counts_nodes  whether to count nodes in `nodes`, if there is no observer
     progress  called with 0..1 while the model loads
+
+    Afterwards `lacks` holds the fused ops that llama.cpp replaces by other ops, since they are not on the device of the
+    layers. Raises SessionError for a model or settings that cannot be used.
     """
 
     def __init__(
@@ -189,18 +190,19 @@ class Session:
             raise
 
     def _places_of_weights(self) -> ctypes.Array[_Override]:
-        """llama.cpp leaves embeddings to the CPU, where the output's weights may be the same ones: where all layers are
-        on the device, they are to be there, once."""
+        """Returns where weights go. llama.cpp leaves embeddings to the CPU, but the output's weights may be the same
+        tensor: with all layers offloaded, they are placed on the device, once."""
         device = self.npu.buffer_type if self.npu is not None and self._takes("MUL_MAT") else None
         own = [_Override(_EMBEDDINGS, device)] if device is not None and self.settings.gpu_layers else []
         return (_Override * (len(own) + 1))(*own, _Override())
 
     def _takes(self, op: str) -> bool:
-        """Whether the NPU has the op and is to take it."""
+        """Whether the NPU has the op and its options let it take the op."""
         return self.npu is not None and op in self.npu.backend.ops and self.npu.backend.offers(op)
 
     def _flash_attention(self) -> int:
-        """llama.cpp's "auto" is off where the op is not on the device of the layers, which an ACCEL device is not."""
+        """Returns llama.cpp's flash attention type. With "auto" it is off if the op is not on the device of the layers,
+        which an ACCEL device never is; so "auto" is "on" if the NPU takes the op."""
         chosen = self.settings.flash_attention
         return _FLASH_ATTENTION["on" if chosen == "auto" and self._takes("FLASH_ATTN_EXT") else chosen]
 
@@ -245,13 +247,13 @@ class Session:
         self.lacks = frozenset(op for name, op in _FUSED.items() if _log.find(f"{name} not supported, set to disabled"))
 
     def _without(self, ops: frozenset[str]) -> Plugin:
-        """A device that says that it computes ops, while the context is made, and takes none."""
+        """Returns a device that claims to compute ops while the context is made, and takes none."""
         return Plugin(self.ggml, Backend(f"without {' '.join(sorted(ops))}", ops=(), options=Options()))
 
     @contextmanager
     def _answering_probes(self) -> Iterator[None]:
-        """While a context is made llama.cpp asks who computes ops that it may do without: where that is not the device
-        of the layers, its graph has other ops in their place."""
+        """Claims optional ops while a context is made. llama.cpp asks which device computes them: if it is not the
+        device of the layers, its graph has other ops in their place."""
         npu = self._lacking or self.npu
         if npu is None:
             yield
@@ -264,8 +266,7 @@ class Session:
 
     @contextmanager
     def _inside(self) -> Iterator[None]:
-        """While llama.cpp runs an interrupt waits, and what a callback turned into a failure is not printed there: it
-        is raised here."""
+        """Delays interrupts while llama.cpp runs. A failure in a callback is not printed there but raised here."""
         with interrupts_wait(self._failures), self._failures.told_by_the_caller():
             yield
 
@@ -293,26 +294,27 @@ class Session:
 
     @property
     def description(self) -> str:
-        """llama.cpp's words for the model: architecture, size, type."""
+        """llama.cpp's description of the model: architecture, size, type."""
         text = ctypes.create_string_buffer(256)
         llama_cpp.llama_model_desc(self._model, text, len(text))
         return text.value.decode(errors="replace")
 
     @property
     def splits(self) -> str | None:
-        """How many pieces the scheduler cut the graph into, in llama.cpp's words: for the prompt, for one token."""
+        """The number of graph splits as llama.cpp logs it: for the prompt and, if it differs, for one token; None if
+        not logged."""
         if self._graph_line is None:
             return None
         return self._graph_line.split("splits = ", 1)[1].split(", input", 1)[0]
 
     @property
     def token_splits(self) -> int:
-        """How many pieces that are of the graph of one token."""
+        """The number of splits of the graph of one token; 0 if llama.cpp did not log it."""
         return int((self.splits or "0").split(" / ")[-1])
 
     @property
     def nodes(self) -> Counter[str]:
-        """How many nodes of which op computed something since the session began, on any device."""
+        """How many nodes of each op computed something since the session began, on any device."""
         found: Counter[str] = Counter()
         for op, function in zip(*np.nonzero(self._counts), strict=True):
             name = self.ggml.op_name(int(op), int(function))
@@ -327,31 +329,32 @@ class Session:
 
     @property
     def left_to_the_cpu(self) -> dict[str, tuple[int, str]]:
-        """Of `nodes` those that the NPU did not compute: how many, by op, and why."""
+        """Those of `nodes` that the NPU did not compute: their number and the reason, by op."""
         left = self.nodes - self.npu_nodes
         return {op: (count, self.why_left(op)) for op, count in left.most_common()}
 
     def why_left(self, op: str) -> str:
-        """Why the NPU did not compute nodes of an op."""
+        """Returns why the NPU did not compute nodes of an op."""
         return (self.npu.refusals if self.npu is not None else {}).get(op, LEFT_BY_THE_SCHEDULER)
 
     @property
     def trained_for(self) -> int:
-        """How long the texts were, in tokens, that the model was trained with."""
+        """The context length in training, in tokens."""
         return int(llama_cpp.llama_model_n_ctx_train(self._model))
 
     @property
     def window(self) -> int:
-        """How many tokens a token sees in layers with a sliding window; 0 where there are none."""
+        """How many tokens a token sees in layers with a sliding window; 0 if there are none."""
         return int(llama_cpp.llama_model_n_swa(self._model))
 
     @property
     def npu_spans(self) -> Counter[str]:
-        """Spans of them that the NPU computed as one operator, by its name."""
+        """How many spans of nodes the NPU computed as one operator, by its name."""
         return Counter(self.npu_context.statistics.fused if self.npu_context else ())
 
     def tokenize(self, text: str) -> list[int]:
-        """Tokens of a text, with those that the model wants at its begin. Raises SessionError without a tokenizer."""
+        """Returns the tokens of a text, with those that the model wants at the beginning. Raises SessionError if the
+        model has no tokenizer or the text gives no tokens."""
         if llama_cpp.llama_vocab_type(self._vocabulary) == 0:
             raise SessionError("the model has no tokenizer")
         data = text.encode()
@@ -362,7 +365,7 @@ class Session:
         return list(tokens[:count])
 
     def piece(self, token: int) -> bytes:
-        """What a token adds to the text."""
+        """Returns the bytes that a token adds to the text."""
         text = ctypes.create_string_buffer(256)
         count = llama_cpp.llama_token_to_piece(self._vocabulary, token, text, len(text), 0, False)
         return text.raw[: max(0, count)]
@@ -372,7 +375,8 @@ class Session:
         return bool(llama_cpp.llama_vocab_is_eog(self._vocabulary, token))
 
     def decode(self, tokens: list[int]) -> None:
-        """Runs tokens through the model, behind those before. Raises SessionError where llama.cpp or a node fails."""
+        """Runs tokens through the model, after the previous ones. Raises SessionError if the context is full, or if
+        llama.cpp or a node fails."""
         for begin in range(0, len(tokens), self.n_batch):
             part = tokens[begin : begin + self.n_batch]
             array = (llama_cpp.llama_token * len(part))(*part)
@@ -392,19 +396,19 @@ class Session:
                 raise SessionError(self._failures.message or f"llama.cpp failed to decode: {_log.reason()}")
 
     def _refuse_what_is_lost(self) -> None:
-        """Raises SessionError where the device failed in something that llama.cpp does not hear of."""
+        """Raises SessionError if the device failed in something that llama.cpp does not notice."""
         lost = self.npu.lost if self.npu is not None else None
         if self.npu is not None and lost is not None:
             self.npu.lost = None
             raise SessionError(lost)
 
     def save(self) -> bytes:
-        """The state of the context: tokens' keys and values, recurrent states."""
+        """Returns the state of the context: keys and values of the tokens, recurrent states."""
         data = (ctypes.c_uint8 * llama_cpp.llama_state_get_size(self._context))()
         return bytes(data[: llama_cpp.llama_state_get_data(self._context, data, len(data))])
 
     def restore(self, state: bytes) -> None:
-        """Takes back what `save` gave."""
+        """Restores a state from `save`. Raises SessionError if it does not fit this context."""
         data = (ctypes.c_uint8 * len(state)).from_buffer_copy(state)
         with self._inside():
             if llama_cpp.llama_state_set_data(self._context, data, len(data)) != len(state):
@@ -415,7 +419,8 @@ class Session:
         llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(self._context), True)
 
     def forget(self, begin: int, end: int) -> None:
-        """Context shift: tokens at positions [begin, end) are dropped, those behind them move up."""
+        """Context shift: drops the tokens at positions [begin, end) and moves up those after them. Raises SessionError
+        if the model's context does not allow it."""
         memory = llama_cpp.llama_get_memory(self._context)
         if not llama_cpp.llama_memory_can_shift(memory):
             raise SessionError("the context of this model cannot be shifted")
@@ -424,7 +429,8 @@ class Session:
         llama_cpp.llama_memory_seq_add(memory, 0, end, -1, begin - end)
 
     def logits(self) -> NDArray[np.float32]:
-        """The logits behind the last token, a copy."""
+        """Returns a copy of the logits of the last token, (n_vocab,). Raises SessionError if the device failed to
+        deliver them."""
         n_vocabulary = llama_cpp.llama_vocab_n_tokens(self._vocabulary)
         pointer = llama_cpp.llama_get_logits_ith(self._context, -1)
         self._refuse_what_is_lost()
@@ -432,7 +438,8 @@ class Session:
 
 
 class Sampler:
-    """Picks the next token: the most likely one, or at a temperature from the most likely `top_p` of the mass."""
+    """Picks the next token: the most likely one, or with a temperature above 0 a random one from the smallest set of
+    most likely tokens that holds the probability mass `top_p`."""
 
     def __init__(self, temperature: float = 0.0, top_p: float = 0.95, seed: int = 0) -> None:
         self._temperature, self._top_p = temperature, top_p
@@ -450,13 +457,13 @@ class Sampler:
 
 
 class Decoder(Protocol):
-    """What decodes tokens one after another: a session, or what runs its graph."""
+    """Decodes tokens one after another: a session, or a runner of its graph."""
 
     def decode(self, tokens: list[int]) -> None:
-        """Runs tokens through the model, behind those before."""
+        """Runs tokens through the model, after the previous ones."""
 
     def logits(self) -> NDArray[np.float32]:
-        """The logits behind the last token."""
+        """Returns the logits of the last token, (n_vocab,)."""
 
     def ends(self, token: int) -> bool:
         """Whether a token ends the text."""
@@ -465,9 +472,9 @@ class Decoder(Protocol):
 def generate(
     session: Decoder, tokens: list[int], n: int, sampler: Sampler, seen: Callable[[int], object] = lambda done: None
 ) -> Iterator[int]:
-    """Runs a prompt and then yields up to n tokens, each as soon as it is known; ends with the text.
+    """Runs a prompt and then yields up to n tokens, each as soon as it is known; stops at a token that ends the text.
 
-    seen  called with how many tokens of the prompt have run
+    seen  called with the number of prompt tokens that have run
     """
     for begin in range(0, len(tokens), N_BATCH):
         session.decode(tokens[begin : begin + N_BATCH])

@@ -1,4 +1,4 @@
-"""How a context is made."""
+"""The settings of a context."""
 
 from __future__ import annotations
 
@@ -15,15 +15,18 @@ CACHE_TYPES = ("f32", "f16", "bf16", *QUANTISED_CACHE_TYPES)
 
 @dataclass(frozen=True)
 class Settings:
-    """How a context is made.
+    """The settings of a context.
 
-    device        "npu": the NPU takes the nodes it supports; "cpu": llama.cpp's CPU takes all
-    n_ctx         cells of the context
-    cache_type_k  ggml type of the K cache; cache_type_v of the V cache (a quantised one needs flash attention)
-    threads       of the CPU backend; 0 = all cores
-    gpu_layers    layers whose weights and caches go to a device of type "gpu"
-    weights       whether the model's weights are loaded; without them there are splits to see, but nothing to decode
-    without       on the CPU: fused ops that the graph is to have no nodes of, as that of a device has none
+    device      "npu": the NPU takes the nodes it supports; "cpu": llama.cpp's CPU takes all
+    n_ctx       context size in tokens (cells)
+    cache_type_k  ggml type of the K cache
+    cache_type_v  ggml type of the V cache (a quantised one needs flash attention)
+    flash_attention  "auto", "on" or "off"
+    threads     of the CPU backend; 0 = all cores
+    gpu_layers  layers to offload to a device of type "gpu", with their weights and caches
+    weights     whether to load the model's weights; without them splits can be counted, but nothing can be decoded
+    without     on the CPU: fused ops that the graph must not have, so that it matches the graph of a device without
+                them
     """
 
     device: DeviceName = "cpu"
@@ -38,5 +41,5 @@ class Settings:
 
 
 def context_for(prompt: str, n: int) -> int:
-    """Cells that surely hold a prompt and n more tokens: a token is at least a byte."""
+    """Returns a context size that surely holds a prompt and n more tokens: a token is at least a byte."""
     return -(-(len(prompt.encode()) + 8 + n) // 256) * 256

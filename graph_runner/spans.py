@@ -16,7 +16,7 @@ from graph_runner.rules import Rules
 
 
 class Chain:
-    """The ops of the last nodes, as far as they are the beginning of a fusion of a backend's."""
+    """The ops of the last nodes, while they are the beginning of one of a backend's fusions."""
 
     def __init__(self, backend: Backend, fusions: Collection[Fusion]) -> None:
         names = [fusion.op_names for fusion in fusions]
@@ -26,17 +26,19 @@ class Chain:
         self._ops: tuple[str, ...] = ()
 
     def continues(self, op: str) -> bool:
-        """Whether a fusion may go on with the op."""
+        """Whether a fusion may continue with the op."""
         return (*self._ops, op) in self._beginnings
 
     def add(self, op: str) -> None:
+        """Appends an op."""
         self._ops = (*self._ops, op)
 
     def clear(self) -> None:
+        """Forgets all ops."""
         self._ops = ()
 
     def is_at_end(self, op: str, node: Callable[[], Node]) -> bool:
-        """Takes the next op; whether a fusion ends with it, or there is none that it may be a part of."""
+        """Appends the next op. Returns whether a fusion ends with it, or whether it cannot be a part of any."""
         if not self.continues(op):
             self.clear()
         if not self.continues(op):
@@ -54,13 +56,13 @@ class Chain:
 
 @dataclass
 class Seen:
-    """A node of what may become a span.
+    """A node that may become part of a span.
 
-    read      the node as it is in the run
-    index     its place among the step's nodes
-    producers  for each source, by place among those seen, who computes what it is a view of
-    copies    of the sources that are not made among those seen, as they were before the node ran
-    result    a copy of what the run made of it
+    read       the node as it is in the run
+    index      its place among the step's nodes
+    producers  for each source, which of the nodes seen computes what it is a view of, or None
+    copies     of the sources that none of the nodes seen computes, as they were before the node ran
+    result     a copy of the run's result
     """
 
     read: convert.Read
@@ -71,14 +73,14 @@ class Seen:
 
 
 class Collected:
-    """Nodes of one run, in order, with what they read from outside."""
+    """Nodes of one run in order, with copies of what they read from outside."""
 
     def __init__(self) -> None:
         self.nodes: list[Seen] = []
         self._copies: dict[int, tuple[Tensor, Tensor]] = {}  # of what comes from outside, by what it is a view of
 
     def add(self, read: convert.Read, index: int) -> None:
-        """Takes down a node that has not run."""
+        """Records a node that has not run."""
         made_by = {each.read.address: place for place, each in enumerate(self.nodes)}
         copies = tuple(
             self._taken_down(source, root) if source is not None and root not in made_by else None
@@ -87,7 +89,7 @@ class Collected:
         self.nodes.append(Seen(read, index, tuple(made_by.get(root) for root in read.roots), copies))
 
     def _taken_down(self, source: Tensor, root: int) -> Tensor:
-        """The source over a copy; two views of one tensor, where the second lies in the first, over the same one."""
+        """Returns the source over a copy. A view that lies in another view of the same tensor shares its copy."""
         if root in self._copies:
             original, copied = self._copies[root]
             if original.address <= source.address and source.end <= original.end:
@@ -96,7 +98,8 @@ class Collected:
         return self._copies[root][1]
 
     def graph(self) -> Graph:
-        """The nodes over memory of their own, results blank; only the last one is read beyond them."""
+        """Returns the nodes over memory of their own with blank results; only the last result is read outside of the
+        graph."""
         made: list[Node] = []
         for each in self.nodes:
             sources = [
@@ -113,27 +116,27 @@ class Collected:
 
 
 def _within(view: Tensor, whole: Tensor, copied: Tensor) -> Tensor:
-    """A view of a tensor as the same view of its copy."""
+    """Returns a view of a tensor as the same view of its copy."""
     return view.over(copied.memory, copied.offset + view.address - whole.address)
 
 
 def copy(tensor: Tensor) -> Tensor:
-    """The tensor over a copy of its span, as ggml has it, between fences."""
+    """Returns the tensor over a copy of its span, in ggml's layout, between fences."""
     whole = tensor.unpacked()
     memory, offset = fenced(Memory(whole.address, whole.nbytes, owner=whole.memory), tensor.address % ALIGNMENT)
     return tensor.over(memory, offset)
 
 
 def copied(node: Node) -> Node:
-    """The node over copies of all its tensors; those that are one tensor stay one."""
+    """Returns the node over copies of all its tensors; one that is used twice is copied once."""
     tensors = {id(x): x for x in (node.dst, *node.src) if x is not None}
     made = {key: copy(x) for key, x in tensors.items()}
     return replace(node, dst=made[id(node.dst)], src=tuple(None if x is None else made[id(x)] for x in node.src))
 
 
 def between_gaps_of(tensor: Tensor, elements: Tensor) -> Tensor:
-    """A copy of a tensor with the elements of another one of its type and ne. Gaps of a view into a result are the
-    result's: what an operator does not compute, which computes the view alone."""
+    """Returns a copy of a tensor with the elements of another one of its type and ne. So the gaps of a view into a
+    result are the result's: an operator computes only the view, not what lies in its gaps."""
     made = copy(tensor)
     made.view()[...] = elements.view()
     return made
@@ -142,8 +145,8 @@ def between_gaps_of(tensor: Tensor, elements: Tensor) -> Tensor:
 class Spans:
     """Collects nodes of the reference whose ops are those of a fusion, and has the device run them as one operator.
 
-    save  called with the nodes of a span that is wrong, what they are to give, and the result: returns the path of
-          the reproducer, where one is kept
+    save  called with the nodes of a wrong span, the expected outputs and the result: returns the path of the
+          reproducer, or None
     """
 
     def __init__(
@@ -162,7 +165,7 @@ class Spans:
         self._step = 0
 
     def before(self, read: convert.Read, step: int, index: int) -> None:
-        """The reference is about to compute a node."""
+        """Called before the reference computes a node."""
         self._step = step
         node = read.node
         if self._collected.nodes and not self._chain.continues(node.op):
@@ -176,13 +179,13 @@ class Spans:
         self._collected.add(read, index)
 
     def after(self, address: int) -> None:
-        """The reference has computed a node."""
+        """Called after the reference has computed a node."""
         nodes = self._collected.nodes
         if nodes and nodes[-1].read.address == address:
             nodes[-1].result = copy(nodes[-1].read.node.dst)
 
     def finish(self) -> None:
-        """Runs the longest fusion of the nodes collected, and forgets them."""
+        """Runs the longest fusion of the collected nodes, and forgets them."""
         collected, self._collected = self._collected, Collected()
         self._chain.clear()
         if not collected.nodes:
@@ -243,5 +246,5 @@ class Spans:
 
 
 def first(graph: Graph, n: int) -> Graph:
-    """The first n nodes, of which the last one alone is read beyond them."""
+    """Returns the first n nodes as a graph; only the last result is read outside of it."""
     return Graph(graph.nodes[:n], graph.producers[:n], (*[()] * (n - 1), (graph.nodes[n - 1].dst,)))

@@ -14,13 +14,13 @@ from ggml_backend_npu.abi.convert import same_bytes
 
 @dataclass(frozen=True)
 class StateResult:
-    """Cells of a cache or state that are not the reference's, and were before.
+    """Cells of a cache or state that now differ from the reference's, and did not before.
 
     tensor   its name
     step     when they were written
-    node     "SET_ROWS 'cache_k_l0 (view)'": which node wrote them; None where none did that writes there
-    cells    their numbers: rows of the tensor, or positions of a cache whose values lie transposed
-    n_cells  how many there are in the tensor
+    node     "SET_ROWS 'cache_k_l0 (view)'": the node that wrote them; None if no node that writes there did
+    cells    their numbers: rows of the tensor, or positions of a cache whose values are transposed
+    n_cells  number of cells of the tensor
     """
 
     tensor: str
@@ -34,8 +34,8 @@ class StateResult:
 class _State:
     """A tensor in both runs.
 
-    transposed  a value of a cell is an element of a row of all cells
-    wrong       by cell, whether it is known to differ
+    transposed  whether the values of a cell are spread over rows, one in each
+    wrong       for each cell, whether it is known to differ
     """
 
     reference: Tensor
@@ -46,7 +46,7 @@ class _State:
 
 @dataclass
 class States:
-    """All tensors that nodes have written to and no node computes, of two runs.
+    """All tensors of two runs that nodes write to but no node computes.
 
     found  called with each result
     """
@@ -55,9 +55,9 @@ class States:
     _states: dict[int, _State] = field(default_factory=dict)
 
     def written(self, root: int, reference: Tensor, device: Tensor, step: int, node: str, *, by_element: bool) -> None:
-        """A node has written to the tensor, known by the address of the reference's.
+        """Called after a node has written to the tensor, which is identified by the reference's address.
 
-        by_element  it scattered single elements: the tensor holds values transposed
+        by_element  whether it scattered single elements: then the tensor holds transposed values
         """
         n_cells = reference.ne[1]
         state = self._states.setdefault(root, _State(reference, device, by_element, np.zeros(n_cells, np.bool_)))
@@ -68,14 +68,14 @@ class States:
         return root in self._states and bool(self._states[root].wrong.any())
 
     def is_read(self, root: int, step: int) -> bool:
-        """A node reads a tensor: whether it differs. What does so first now was written by one that does not write
-        there."""
+        """Called when a node reads a tensor. Returns whether it differs. Cells that differ only now were written by a
+        node that does not write there."""
         if root in self._states:
             self._look(self._states[root], step, None)
         return self.is_off(root)
 
     def finish(self, step: int) -> None:
-        """After a step: what differs now was written by a node that does not write there."""
+        """Called after a step: cells that differ only now were written by a node that does not write there."""
         for state in self._states.values():
             self._look(state, step, None)
 

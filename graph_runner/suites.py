@@ -1,7 +1,7 @@
-"""ggml's own programs, built from the sources of the installed llama-cpp-python, and what they say about the device.
+"""ggml's own programs, built from the sources of the installed llama-cpp-python, and their results for the device.
 
 test-backend-ops computes every case of an op on the device and on ggml's CPU and compares; test-llama-archs does so for
-a model of every architecture. They know nothing of this project: they load its plugin as any program does.
+a model of every architecture. They know nothing of this project: they load its plugin like any other program.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ Verdict = Literal["passed", "failed", "not supported"]
 
 @dataclass(frozen=True)
 class Case:
-    """What a suite says about one case.
+    """The result of a test program for one case.
 
     group       the op, or the model's architecture
     name        its parameters
@@ -85,13 +85,13 @@ def backend_ops(
     seen: Callable[[Case], object] = lambda case: None,
     pattern: str | None = None,
 ) -> list[Case]:
-    """Every case that test-backend-ops has of some ops, on the NPU.
+    """Runs the cases of test-backend-ops for some ops on the NPU.
 
-    options  environment variables of the plugin: GGML_NPU_MEMORY, GGML_NPU_KERNELS, ...
-    seen     called with each case as it comes
-    pattern  a regular expression of the parameters of cases; all, where left out
+    options  environment variables for the plugin: GGML_NPU_MEMORY, GGML_NPU_KERNELS, ...
+    seen     called with each case when it is done
+    pattern  a regular expression for the parameters of cases; all if omitted
 
-    Raises SuiteError where the plugin was not loaded or the program crashed.
+    Raises SuiteError if the programs cannot be built, the plugin was not loaded or the program crashed.
     """
     cases: list[Case] = []
     log: list[str] = []
@@ -124,9 +124,12 @@ def _case(found: re.Match[str], log: list[str]) -> Case:
 
 
 def architectures(options: Mapping[str, str] | None = None) -> list[Case]:
-    """Every model that test-llama-archs makes, on the NPU as a GPU: results against the CPU's, and saved and loaded.
+    """Runs every model of test-llama-archs on the NPU as a GPU: its results against the CPU's, and saving and loading
+    it.
 
-    Raises SuiteError where the plugin was not loaded or the program crashed.
+    options  environment variables for the plugin
+
+    Raises SuiteError if the programs cannot be built, the plugin was not loaded or the program crashed.
     """
     verdicts: dict[str, Verdict] = {"OK": "passed", "FAIL": "failed", "SKIP": "not supported"}
     arguments = ["-b", "NPU", "-s", "1"]
@@ -142,9 +145,10 @@ def architectures(options: Mapping[str, str] | None = None) -> list[Case]:
 
 
 def _with_plugin(program: str, arguments: Sequence[str], options: Mapping[str, str] | None) -> Iterator[str]:
-    """The lines that a program prints with the plugin. Raises SuiteError where it crashed or has not the device.
+    """Yields the lines that a program prints with the plugin. Raises SuiteError if it crashed or does not have the
+    device.
 
-    That the plugin compiles kernels it says when it comes to it, in the middle of a line: that is left out.
+    The plugin's message that it compiles kernels may come in the middle of a line: it is left out.
     """
     begun = ""
     environment = {"GGML_BACKEND_PATH": str(plugin()), "GGML_NO_BACKTRACE": "1", **(options or {})}
@@ -162,15 +166,15 @@ def _with_plugin(program: str, arguments: Sequence[str], options: Mapping[str, s
 
 
 def folder() -> Path:
-    """Where the programs that fit the installed llama-cpp-python are, once `build` has made them."""
+    """Returns the folder for programs that fit the installed llama-cpp-python; they are there after `build`."""
     made_of = hashlib.sha256(repr((PROGRAMS, _OPTIONS, _LOAD_PLUGINS)).encode()).hexdigest()[:8]
     return platformdirs.user_cache_path("ggml-npu") / f"programs-{version('llama-cpp-python')}-{made_of}" / "bin"
 
 
 def build(console: Console | None = None) -> Path:
-    """The folder of ggml's programs, built at the first call and kept in the user's cache directory.
+    """Returns the folder of ggml's programs. They are built at the first call and kept in the user's cache directory.
 
-    A second process that wants them meanwhile waits. Raises SuiteError where a step fails.
+    A second process that needs them meanwhile waits. Raises SuiteError if a step fails.
     """
     programs = folder()
     if kept.damage(programs) is not None:
@@ -185,7 +189,7 @@ def build(console: Console | None = None) -> Path:
 
 @contextmanager
 def building_in(folder: Path) -> Iterator[None]:
-    """A folder, made where it is not there, that no other process builds in until the context ends: it waits."""
+    """Creates a folder if needed and locks it, so that no other process builds in it: waits until the lock is free."""
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -218,7 +222,7 @@ def _build(programs: Path, console: Console) -> None:
 
 
 def _fetch(source: Path) -> None:
-    """llama.cpp as the sdist of the installed llama-cpp-python has it."""
+    """Downloads llama.cpp's sources from the sdist of the installed llama-cpp-python."""
     package = "llama-cpp-python"
     with tempfile.TemporaryDirectory(dir=source.parent) as name:
         here = Path(name)
@@ -236,7 +240,7 @@ def _fetch(source: Path) -> None:
 
 
 def _tool(package: str, folder: str) -> Path:
-    """The program that a package on PyPI brings."""
+    """Returns the program that a PyPI package provides."""
     try:
         return Path(getattr(importlib.import_module(package), folder), package)
     except ImportError:
@@ -251,7 +255,8 @@ def _run(command: Sequence[str | Path]) -> None:
 def _lines(
     command: Sequence[str | Path], environment: Mapping[str, str] | None = None, ends: tuple[int, ...] = (0,)
 ) -> Iterator[str]:
-    """What a command prints, on both streams, without colours. Raises SuiteError for an exit code not in `ends`."""
+    """Yields what a command prints, on both streams, without colours. Raises SuiteError for an exit code not in
+    `ends`."""
     told = "it printed nothing"
     with subprocess.Popen(
         command, env={**os.environ, **(environment or {})}, text=True, errors="replace",

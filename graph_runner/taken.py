@@ -1,6 +1,6 @@
-"""What a device of ours is handed in any program, and what it makes of it, as a trace.
+"""Records as a trace, in any program, the nodes that a device of ours is handed, and their results.
 
-GGML_NPU_CAPTURE=trace.gguf has the backend call `record` when it is registered. Each node then runs alone, without
+With GGML_NPU_CAPTURE=trace.gguf the backend calls `record` when it is registered. Each node then runs alone, without
 fusion. The trace is complete when the process ends.
 """
 
@@ -36,7 +36,7 @@ class _Record:
         self._writer = self._kept.enter_context(TraceWriter(wanted.path, origin))
 
     def handed(self, step: int, index: int, node: Node) -> Callable[[], None] | None:
-        """A node is about to be computed; what is returned is called afterwards."""
+        """Called before a node is computed. Returns a function to call afterwards, or None."""
         if not node.dst.n_elements or not self._select(step, index, node):
             return None
         before = Copied.of(node, lambda tensor: tensor.packed is not None).node
@@ -48,7 +48,7 @@ class _Record:
         return computed
 
     def finish(self) -> None:
-        """Writes the file, and says so."""
+        """Writes the file, and says so on stderr."""
         with self._lock:
             n_nodes, n_bytes = len(self._writer), self._writer.n_bytes
             try:
@@ -60,7 +60,8 @@ class _Record:
 
 
 def record(plugin: Plugin, wanted: Capture) -> None:
-    """Has a plugin write what it is handed to a trace. Raises TraceError for a path that cannot be written."""
+    """Makes a plugin write the nodes that it is handed to a trace. Raises TraceError for a path that cannot be
+    written."""
     kept = _Record(plugin, wanted)
     plugin.handed = kept.handed
     at_end(kept.finish)

@@ -1,4 +1,4 @@
-"""Small random GGUF models: a llama to try things on without a download, and what other models are made of.
+"""Small random GGUF models: a llama to try things without a download, and the parts to build other models.
 
 Sizes are in ggml's order `ne`, the fastest axis first. Load such models with `use_extra_bufts = False`.
 """
@@ -18,7 +18,7 @@ F16, F32, Q8_0 = GGMLQuantizationType.F16, GGMLQuantizationType.F32, GGMLQuantiz
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """What llama.cpp tokenises with: the kind of tokenizer, tokens and their types, and which are ASCII."""
+    """The vocabulary of a model: the kind of tokenizer, tokens and their types, and which tokens are ASCII."""
 
     tokenizer: str
     tokens: list[str]
@@ -71,27 +71,27 @@ class TinyModel:
         return (f"blk.{layer}" for layer in range(self.n_layer))
 
     def random(self, *ne: int, mean: float = 0.0, std: float = 0.1) -> np.ndarray:
-        """Normal F32 values of size `ne`."""
+        """Returns normally distributed F32 values of size `ne`."""
         return (mean + std * self.rng.standard_normal(ne[::-1])).astype(np.float32)
 
     def weight(self, name: str, values: np.ndarray, qtype: GGMLQuantizationType = F32) -> None:
-        """Adds `values`, encoded as `qtype`."""
+        """Adds the tensor `name` with `values`, encoded as `qtype`."""
         self.writer.add_tensor(name, quantize(values, qtype), raw_dtype=qtype)
 
     def norm(self, name: str, *, bias: bool = False) -> None:
-        """A normalisation: weights {n_embd} near one and, if asked for, biases {n_embd} near zero."""
+        """Adds a normalisation: weights {n_embd} near one and, if asked for, biases {n_embd} near zero."""
         self.weight(f"{name}.weight", self.random(self.n_embd, mean=1.0))
         if bias:
             self.weight(f"{name}.bias", self.random(self.n_embd))
 
     def linear(self, name: str, n_in: int, *n_out: int, bias: bool = False) -> None:
-        """A matrix {n_in, *n_out} and, if asked for, biases {*n_out}; a second output size stacks experts."""
+        """Adds a matrix {n_in, *n_out} and, if asked for, biases {*n_out}; a second output size stacks experts."""
         self.weight(f"{name}.weight", self.random(n_in, *n_out, std=n_in**-0.5), F16)
         if bias:
             self.weight(f"{name}.bias", self.random(*n_out))
 
     def embeddings(self, *, bias: bool = False) -> None:
-        """token_embd and output {n_embd, n_vocab}, output_norm {n_embd}.
+        """Adds token_embd and output {n_embd, n_vocab}, output_norm {n_embd}.
 
         Output rows of unprintable tokens, and so their logits, are zero: greedy decoding writes plain ASCII.
         """
@@ -104,7 +104,7 @@ class TinyModel:
         self.weight("output.weight", output, F16)
 
     def attention_heads(self, n_head: int = 4, n_head_kv: int = 2, head_size: int = 32) -> None:
-        """Grouped-query attention; heads are whole blocks of 32, so that the KV cache can be Q8_0 or Q4_0."""
+        """Sets up grouped-query attention; heads are whole blocks of 32, so that the KV cache can be Q8_0 or Q4_0."""
         self.n_head, self.n_head_kv, self.head_size = n_head, n_head_kv, head_size
         self.writer.add_head_count(n_head)
         self.writer.add_head_count_kv(n_head_kv)
@@ -114,7 +114,7 @@ class TinyModel:
         self.writer.add_layer_norm_rms_eps(1e-5)
 
     def attention(self, block: str, *, bias: bool = False) -> None:
-        """attn_norm and the q, k, v and output projections of one layer."""
+        """Adds attn_norm and the q, k, v and output projections of one layer."""
         n_q, n_kv = self.n_head * self.head_size, self.n_head_kv * self.head_size
         self.norm(f"{block}.attn_norm")
         self.linear(f"{block}.attn_q", self.n_embd, n_q, bias=bias)
@@ -132,9 +132,9 @@ class TinyModel:
 
 
 def write_tiny_llama(path: Path, *, seed: int = 0) -> Path:
-    """A llama of 2 layers: n_embd 64, 4 heads of 32 over 2 KV heads, n_ff 128, 354 tokens (about 0.3 MB).
+    """Writes a llama of 2 layers: n_embd 64, 4 heads of 32 over 2 KV heads, n_ff 128, 354 tokens (about 0.3 MB).
 
-    Exercises GET_ROWS of Q8_0 and F32, SET_ROWS into the KV cache and CONT; greedy text is printable ASCII.
+    It uses GET_ROWS of Q8_0 and F32, SET_ROWS into the KV cache and CONT; greedy text is printable ASCII.
     """
     model = TinyModel(path, "llama", spm_vocabulary(), seed=seed)
     model.attention_heads()

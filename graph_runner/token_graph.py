@@ -1,9 +1,9 @@
-"""The graph of one token, taken from llama.cpp once and run without it from then on.
+"""The graph of one token, taken from llama.cpp once and then run without it.
 
 llama.cpp builds the graph and hands it to the NPU, which keeps it: nodes bound to their calls, over llama.cpp's weights
-and caches. A further token is what llama.cpp would set before it (the token, its position, where its key and value go,
-masks of what it sees), a run of the plan, and the logits. Where a cache has more in it than the graph looks at,
-llama.cpp makes the next one: it is told of the tokens meanwhile, for which the NPU computes nothing.
+and caches. For a further token, this module sets the inputs as llama.cpp would (the token, its position, where its key
+and value go, the masks), runs the plan and reads the logits. If the cache has grown beyond what the graph reads,
+llama.cpp makes a new graph; it first decodes the tokens since the last one, for which the NPU computes nothing.
 """
 
 from __future__ import annotations
@@ -25,7 +25,12 @@ Array = NDArray[Any]
 
 @dataclass(frozen=True)
 class Step:
-    """A token of a sequence. window: how far it sees in layers that have a window, 0 where none has."""
+    """A token of a sequence.
+
+    token     its number in the vocabulary
+    position  its position in the sequence
+    window    how many tokens it sees in layers that have a window, 0 if there are none
+    """
 
     token: int
     position: int
@@ -40,8 +45,8 @@ class Input:
     """A tensor that is set before the graph runs.
 
     seen     what llama.cpp set it to
-    n_cells  of the cache that it writes to or that it is a mask of, as far as the graph looks at it
-    rules    that would have set it to the same
+    n_cells  how many cells the graph reads of the cache that it writes to or that it is a mask of
+    rules    the rules that would have set it to the same
     """
 
     tensor: Tensor
@@ -55,7 +60,7 @@ def _token(_: Input, now: Step) -> Any:
 
 
 def _position(found: Input, now: Step) -> Any:
-    """One, or M-RoPE's four."""
+    """One position, or the four of M-RoPE."""
     return np.resize([now.position, now.position, now.position, 0], found.seen.size)
 
 
@@ -64,12 +69,15 @@ def _always_the_same(found: Input, _: Step) -> Any:
 
 
 def _cell(found: Input, now: Step) -> Any:
-    """Rows of a cache, or elements of one whose values lie transposed."""
+    """Returns rows of a cache, or elements of one whose values are transposed."""
     return found.seen - found.seen.flat[0] + now.position % found.n_cells
 
 
 def _mask(value: Callable[[Array, Step], Array]) -> Rule:
-    """value  what is added to the score of what stands at a position, where it is seen, by the position"""
+    """Returns the rule of a mask.
+
+    value  returns, by position, what is added to a visible position's score
+    """
 
     def rule(found: Input, now: Step) -> Any:
         held = now.position - (now.position - np.arange(found.n_cells)) % found.n_cells  # position that a cell holds
@@ -118,8 +126,8 @@ def _n_cells(tensor: Tensor, seen: Array, graph: Graph) -> int:
 
 
 class TokenGraph:
-    """A graph that llama.cpp had computed, and what it had set before. Raises SessionError for an input that is set in
-    a way that is not known here."""
+    """A graph that llama.cpp handed over, and the inputs it had set. Raises SessionError for an input that is set in a
+    way that is not known here."""
 
     def __init__(self, graph: Graph, bound: Plan, inputs: list[tuple[Tensor, Array]], then: Step) -> None:
         self.plan = bound
@@ -138,7 +146,7 @@ class TokenGraph:
         self._output = outputs[-1]
 
     def set(self, now: Step) -> bool:
-        """Sets its inputs for a token; returns whether they are those that llama.cpp would set."""
+        """Sets its inputs for a token. Returns whether they are those that llama.cpp would set."""
         for found in self._inputs:
             is_mask = found.tensor.name == "attn_inp_kq_mask"
             if is_mask and self._then.position < found.n_cells <= now.position:
@@ -150,7 +158,7 @@ class TokenGraph:
         return True
 
     def logits(self) -> NDArray[np.float32]:
-        """What the last run gave, a copy."""
+        """Returns a copy of the logits of the last run, (n_vocab,)."""
         return np.array(self._output.view(), np.float32).reshape(-1)
 
 
@@ -159,10 +167,12 @@ def _set(found: Input, rule: Rule, now: Step) -> Array:
 
 
 class GraphRunner:
-    """Decodes with the graph of one token, of a session whose nodes the NPU takes all.
+    """Decodes with the graph of one token, for a session whose nodes are all on the NPU with host memory.
 
     n_asked  tokens for which llama.cpp made a graph
-    n_run    tokens that were computed without
+    n_run    tokens that were computed without llama.cpp
+
+    Raises SessionError for a session without the NPU, or with the device's own memory.
     """
 
     def __init__(self, session: Session) -> None:
@@ -176,8 +186,8 @@ class GraphRunner:
         self.nodes, self.spans = Counter[str](), Counter[str]()
 
     def decode(self, tokens: list[int]) -> None:
-        """Runs tokens through the model, behind those before. Raises SessionError where that cannot be done without
-        llama.cpp, and where a node fails."""
+        """Runs tokens through the model, after the previous ones. Raises SessionError if that cannot be done without
+        llama.cpp, or if llama.cpp fails."""
         for token in tokens:
             now = Step(token, self._position, self._session.window)
             if self._graph is not None and self._graph.set(now):
@@ -192,7 +202,7 @@ class GraphRunner:
             self._position += 1
 
     def logits(self) -> NDArray[np.float32]:
-        """The logits behind the last token, a copy."""
+        """Returns a copy of the logits of the last token, (n_vocab,)."""
         if self._graph is None:
             return self._session.logits()
         return self._graph.logits()

@@ -1,17 +1,17 @@
-"""Benchmarks: this project beside ggml's CPU, libgguf, gguf-py and memcpy, on one machine in one run.
+"""Benchmarks: this project against ggml's CPU, libgguf, gguf-py and memcpy, on one machine in one run.
 
-measure    a measurement, turns, means, and the header of what was measured on
+measure    a measurement, turns, means, and the header with the machine and the versions
 nodes      nodes to measure, on the NPU and on ggml's CPU
 movers     GET_ROWS, SET_ROWS, CPY, CONT and DUP of 64 MiB
 codecs     quantize and dequantize of 64 MiB
-memcpy     what bounds these two
+memcpy     the upper bound of these two
 calls      graphs of one node of a few rows
-operators  patterns of nodes that run as one
+operators  patterns of nodes that run as one operator
 models     decode, diff and start of a model
-memory     of a process that decodes
+memory     peak memory of a process that decodes
 run        benchmarks by name
 report     tables and JSON
-plot       movers and codecs as bars, memcpy as their roof
+plot       movers and codecs as bars, with memcpy as their upper bound
 """
 
 from graph_runner.bench.measure import Header, Measurement, geometric_mean, in_turns, worst

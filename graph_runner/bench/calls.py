@@ -1,4 +1,4 @@
-"""What small graphs cost, as a token's are: one node of a few rows, computed again and again."""
+"""What small graphs, as those of a token, cost: one node of a few rows, computed many times."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _SHAPES = [(1, 576), (1, 4096), (8, 576), (8, 4096)]  # rows, elements of each
 
 
 def bench_calls(*, rounds: int, threads: int, calls: int = 400) -> Iterator[Measurement]:
-    """Microseconds of a graph, from Python's call to its return, on both devices.
+    """Measures a graph of one node on both devices, in microseconds from the call in Python to its return.
 
-    calls  of each graph in a round, whose median is the round's value
+    calls  calls of each graph in a round; the round's value is their median
 
-    Raises RuntimeError where a node fails or the bytes differ.
+    Raises RuntimeError if a node fails or the bytes of the two devices differ.
     """
     for op, (types, build) in _NODES.items():
         for rows, width in _SHAPES:

@@ -21,9 +21,10 @@ Job = Callable[[], NDArray[Any]]
 
 
 def bench_codecs(*, rounds: int, threads: int, elements: int = ELEMENTS) -> Iterator[Measurement]:
-    """quant.quantize and quant.dequantize of so many float32, in so many threads; the others have one.
+    """Measures quant.quantize and quant.dequantize of `elements` float32 in `threads` threads; libgguf and gguf-py use
+    one.
 
-    Raises RuntimeError where another's bytes differ.
+    Raises RuntimeError if the bytes of libgguf or gguf-py differ from ours.
     """
     x = np.random.default_rng(0).standard_normal((elements // _WIDTH, _WIDTH), dtype=np.float32)
     for number in (gguf.GGMLQuantizationType.Q8_0, gguf.GGMLQuantizationType.Q4_0):
@@ -55,7 +56,7 @@ def _dequantize_by_libgguf(blocks: NDArray[np.uint8], number: int) -> NDArray[np
 
 
 def check_equal(what: str, jobs: Mapping[str, Job]) -> None:
-    """Raises RuntimeError where a job's bytes are not the first one's."""
+    """Raises RuntimeError if a job's bytes differ from those of the first job."""
     (ours, job), *others = jobs.items()
     expected = job().view(np.uint8).ravel()
     for name, other in others:

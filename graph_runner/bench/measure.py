@@ -1,4 +1,4 @@
-"""How things are measured here: both sides in one run, through the same door, in turns; medians of paired rounds."""
+"""How this project measures: both sides in one run, through the same interface, in turns; medians of paired rounds."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ _SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6}
 class Measurement:
     """One line of a benchmark.
 
-    what    is measured
+    what    what is measured
     unit    of the values: "s", "ms", "us" or "MB" (less is better), "tokens/s" (more is better)
-    values  of ours, one per round
-    others  what it is compared with, by name, round by round
-    nbytes  of the work's wider side, the float side where there is one, for a bandwidth; 0 where that says nothing
+    values  our values, one per round
+    others  values of what it is compared with, by name, one per round
+    nbytes  bytes of the work's wider side (the float side if there is one), for a bandwidth; 0 if that says nothing
     group   the heading that it is shown under
     """
 
@@ -41,19 +41,22 @@ class Measurement:
 
     @property
     def median(self) -> float:
+        """The median of our values, in `unit`."""
         return statistics.median(self.values)
 
     @property
     def less_is_better(self) -> bool:
+        """Whether a smaller value is better: true for every unit but tokens/s."""
         return self.unit != "tokens/s"
 
     def ratio(self, other: str) -> float:
-        """Median over the rounds of how many times as fast as another one it is, or as small."""
+        """Returns how many times as fast as `other` ours is (for MB: how many times as small), as the median over the
+        rounds."""
         pairs = zip(self.values, self.others[other], strict=True)
         return statistics.median(b / a if self.less_is_better else a / b for a, b in pairs)
 
     def bandwidth(self, other: str | None = None) -> float:
-        """Bytes per second, in the median; `other` names one of the others."""
+        """Returns the median bandwidth in bytes per second: ours, or that of `other` by its name in `others`."""
         values = self.values if other is None else self.others[other]
         return self.nbytes / (statistics.median(values) * _SECONDS[self.unit])
 
@@ -61,11 +64,12 @@ class Measurement:
 def in_turns(
     jobs: Mapping[str, Callable[[], object]], rounds: int, *, unit: str = "ms", calls: int = 1, quiet: float = _QUIET
 ) -> dict[str, list[float]]:
-    """How long each job takes, one value per round, behind a round that warms up; their order turns each round.
+    """Times each job and returns one value per round, after one warm-up round. The order of the jobs is reversed each
+    round.
 
     unit   "s", "ms" or "us"
-    calls  of a job in each of its turns, of which the value is the median
-    quiet  seconds in front of each turn
+    calls  calls of a job in each of its turns; the value is their median
+    quiet  seconds to sleep before each turn
     """
     times: dict[str, list[float]] = {name: [] for name in jobs}
     for round_ in range(rounds + 1):
@@ -87,13 +91,14 @@ def _median_time(job: Callable[[], object], calls: int) -> float:
 
 
 def against(times: dict[str, list[float]], what: str, unit: str, *, nbytes: int = 0, group: str = "") -> Measurement:
-    """What `in_turns` measured in a unit: the first job is ours, the others are what it is compared with."""
+    """Makes a measurement of what `in_turns` returned in `unit`: the first job is ours, the others are compared with
+    it."""
     (_, values), *others = times.items()
     return Measurement(what, unit, values, dict(others), nbytes, group)
 
 
 def groups(measurements: Iterable[Measurement]) -> dict[str, list[Measurement]]:
-    """Measurements by their headings, both in the order in which they come."""
+    """Returns measurements by heading, both in their original order."""
     found: dict[str, list[Measurement]] = {}
     for measurement in measurements:
         found.setdefault(measurement.group, []).append(measurement)
@@ -101,23 +106,23 @@ def groups(measurements: Iterable[Measurement]) -> dict[str, list[Measurement]]:
 
 
 def geometric_mean(measurements: Sequence[Measurement], other: str) -> float:
-    """Of the ratios to another one."""
+    """Returns the geometric mean of the ratios to `other`."""
     return statistics.geometric_mean(found.ratio(other) for found in measurements)
 
 
 def worst(measurements: Sequence[Measurement], other: str) -> Measurement:
-    """The one of the least ratio to another one."""
+    """Returns the measurement with the smallest ratio to `other`."""
     return min(measurements, key=lambda found: found.ratio(other))
 
 
 def cores() -> int:
-    """How many threads are "all of them"."""
+    """Returns the number of threads that stands for "all cores"."""
     return os.cpu_count() or 1
 
 
 @dataclass(frozen=True)
 class Header:
-    """What numbers were measured on and with."""
+    """The machine, versions and options of a benchmark."""
 
     machine: str
     cores: int
@@ -141,12 +146,12 @@ class Header:
 
 
 def count(n: int, what: str) -> str:
-    """1 round, 2 rounds."""
+    """Returns a number with its noun: 1 round, 2 rounds."""
     return f"{n} {what}" if n == 1 else f"{n} {what}s"
 
 
 def header(*, rounds: int, threads: int) -> Header:
-    """The header of measurements on this machine."""
+    """Returns the header for measurements on this machine."""
     packages = ("numpy", "numba", "llama_cpp_python", "libgguf", "gguf")
     return Header(
         machine=_processor(),

@@ -1,4 +1,4 @@
-"""How fast this machine copies memory: what bounds everything that moves data."""
+"""How fast this machine copies memory: the upper bound for everything that moves data."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from graph_runner.bench.measure import ELEMENTS, Measurement, in_turns
 
 
 def bench_memcpy(*, rounds: int, threads: int, elements: int = ELEMENTS) -> Iterator[Measurement]:
-    """np.copyto between arrays of so many float32: on one thread, and over all threads."""
+    """Measures np.copyto between arrays of `elements` float32: on one thread, and on all threads."""
     source, target = np.ones(elements, np.float32), np.zeros(elements, np.float32)
     parts = np.array_split(target, threads), np.array_split(source, threads)
     with ThreadPoolExecutor(threads) as pool:

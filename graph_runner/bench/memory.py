@@ -1,4 +1,4 @@
-"""How much memory a process has at most that decodes with a model: with every node on the NPU, and llama.cpp alone."""
+"""The peak memory of a process that decodes with a model: with every node on the NPU, and with llama.cpp alone."""
 
 from __future__ import annotations
 
@@ -50,13 +50,14 @@ for batch in [[int(token) for token in tokens], *[[int(tokens[0])]] * 8]:
 
 
 def bench_memory(model: Path, tokens: list[int], *, threads: int) -> Measurement:
-    """The peak of resident memory of a process that decodes a prompt and 8 tokens. Raises BenchError where it fails."""
+    """Measures the peak resident memory, in MB, of a process that decodes a prompt and 8 tokens. Raises BenchError if
+    it fails."""
     ours, theirs = (_peak(program, model, tokens, threads) for program in (_ON_THE_NPU, _LLAMA_CPP))
     return Measurement("memory of a process", "MB", [ours / 1e6], {GGML_CPU: [theirs / 1e6]}, group="memory")
 
 
 def _peak(program: str, model: Path, tokens: list[int], threads: int) -> int:
-    """Bytes."""
+    """Returns the peak resident memory of a process in bytes."""
     command = [sys.executable, "-c", program + _PEAK, model, threads, *tokens]
     done = subprocess.run([*map(str, command)], capture_output=True, text=True, check=False)
     found = re.search(r"VmHWM:\s*(\d+) kB", done.stdout)

@@ -1,4 +1,4 @@
-"""Whole models: how fast they decode, how long a diff takes, how long a fresh process takes to begin."""
+"""Whole models: how fast they decode, how long a diff takes, how long a new process takes to start."""
 
 from __future__ import annotations
 
@@ -27,10 +27,13 @@ _LONGER = _PROMPT + "counting boards, gears, relays and valves; " * 2
 
 
 def bench_decode(model: Path, *, rounds: int, threads: int, n: int = 64, long: int = 512) -> Iterator[Measurement]:
-    """A prompt four times, a long one, and n tokens behind the prompt one by one: with the movers on the NPU, and with
-    every node, against the CPU alone; and the memory of a process with every node on the NPU.
+    """Measures tokens/s of a prompt (four times), of a prompt of `long` tokens, and of n tokens decoded one by one:
+    with the movers on the NPU and with every node on the NPU, against the CPU alone. Then the memory of a process with
+    every node on the NPU.
 
-    All are open at once and take turns, within a round after every 8 tokens.
+    All sessions are open at once and take turns; within a round they switch after every 8 generated tokens.
+
+    Raises BenchError if the memory cannot be measured.
     """
     settings = Settings(n_ctx=max(context_for(_PROMPT, n), long), threads=threads)
     ways: dict[str, tuple[DeviceName, str]] = {
@@ -71,7 +74,7 @@ def bench_decode(model: Path, *, rounds: int, threads: int, n: int = 64, long: i
 
 @contextmanager
 def _taking(ops: str) -> Iterator[None]:
-    """Which ops the device takes."""
+    """Sets which ops the device takes, within the context."""
     backend = default_backend()
     before = backend.options
     backend.options = before.updated({"ops": ops})
@@ -82,7 +85,7 @@ def _taking(ops: str) -> Iterator[None]:
 
 
 def _decode(session: Session, batches: list[list[int]]) -> float:
-    """Seconds that a session takes for batches of tokens."""
+    """Returns the seconds that a session takes to decode batches of tokens."""
     begin = time.perf_counter()
     for batch in batches:
         session.decode(batch)
@@ -90,7 +93,8 @@ def _decode(session: Session, batches: list[list[int]]) -> float:
 
 
 def bench_diff(model: Path, *, rounds: int, threads: int, n: int = 16) -> Iterator[Measurement]:
-    """Whole commands: a diff of a prompt of some 128 tokens and n steps, and a run of the same."""
+    """Measures whole commands, in seconds: a diff of a prompt of some 128 tokens and n steps, against a run of the
+    same."""
     options = ["-p", _LONGER, "--threads", str(threads)]
     jobs = {
         "a diff": _process(_command(), "diff", str(model), "-n", str(n), *options),
@@ -100,9 +104,10 @@ def bench_diff(model: Path, *, rounds: int, threads: int, n: int = 16) -> Iterat
 
 
 def bench_start(model: Path, *, rounds: int, threads: int) -> Iterator[Measurement]:
-    """Fresh processes, kernels already compiled: import and register, and a whole diff of the model.
+    """Measures new processes, in seconds, with kernels already compiled: import and register, and a whole diff of the
+    model.
 
-    Where ggml's own programs have been built, also the plugin in one of them: test-backend-ops that lists its devices.
+    If ggml's own programs have been built, also the plugin in one of them: test-backend-ops, which lists its devices.
     """
     jobs = {
         "import and register": _process(sys.executable, "-c", "import ggml_backend_npu; ggml_backend_npu.register()"),
@@ -121,6 +126,6 @@ def _command() -> str:
 
 
 def _process(*command: str, **environment: str) -> Callable[[], object]:
-    """A process that has to end with 0."""
+    """Returns a call that runs a command, which has to end with exit code 0."""
     silent = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
     return partial(subprocess.run, command, env={**os.environ, **environment}, check=True, **silent)

@@ -14,13 +14,13 @@ from graph_runner.bench.measure import ELEMENTS, Measurement, against, in_turns
 
 @dataclass(frozen=True)
 class Case:
-    """One node.
+    """One node to measure.
 
-    what   op, types, layout
-    op     its heading
-    types  of what it reads and what it writes
-    build  makes the node from a builder, a row's elements and the number of rows
-    width  a row's elements
+    what   op, types and layout
+    op     the heading that it is shown under
+    types  the type it reads and the type it writes
+    build  makes the node, given a builder, the elements of a row and the number of rows
+    width  elements of a row
     """
 
     what: str
@@ -30,7 +30,7 @@ class Case:
     width: int = 4096
 
     def nbytes(self, elements: int) -> int:
-        """Of the wider side."""
+        """Returns the bytes of the wider side (input or output) for this number of elements."""
         kinds = map(quant.codec, self.types)
         return max(elements // kind.block_size * kind.block_bytes for kind in kinds)
 
@@ -60,11 +60,11 @@ CASES = list(_cases())
 
 
 def bench_movers(*, rounds: int, threads: int, elements: int = ELEMENTS, only: str = "") -> Iterator[Measurement]:
-    """Each case, of so many elements, on both devices.
+    """Measures each case with `elements` elements on both devices, in ms.
 
-    only  what the names of the cases have to hold
+    only  measure only cases whose name contains this text
 
-    Raises RuntimeError where a node fails or the bytes differ.
+    Raises RuntimeError if a node fails or the bytes of the two devices differ.
     """
     for case in CASES:
         if only not in case.what:

@@ -1,4 +1,4 @@
-"""Nodes that are measured, and the same node on the NPU and on ggml's CPU."""
+"""Nodes to measure, each on the NPU and on ggml's CPU."""
 
 from __future__ import annotations
 
@@ -21,45 +21,45 @@ _TILE = 1 << 20  # elements that differ from each other in a tensor's content
 
 
 def get_rows(type: str, build: Builder, width: int, rows: int) -> int:
-    """GET_ROWS of every row of a table, in no order."""
+    """Makes GET_ROWS of every row of a table, in random order."""
     return build.op("get_rows", build.tensor(type, (width, rows)), build.tensor("i32", (rows,)))
 
 
 def set_rows(type: str, build: Builder, width: int, rows: int) -> int:
-    """SET_ROWS of every row of a table, in no order."""
+    """Makes SET_ROWS of every row of a table, in random order."""
     dst, src = build.tensor(type, (width, rows)), build.tensor("f32", (width, rows))
     return build.op("set_rows", dst, src, build.tensor("i64", (rows,)))
 
 
 def cpy(src: str, dst: str, build: Builder, width: int, rows: int) -> int:
-    """CPY between types."""
+    """Makes CPY from one type to another."""
     return build.op("cpy", build.tensor(src, (width, rows)), build.tensor(dst, (width, rows)))
 
 
 def cont_transposed(type: str, build: Builder, width: int, rows: int) -> int:
-    """CONT of a transposed matrix."""
+    """Makes CONT of a transposed matrix."""
     return build.op("cont", build.permute(build.tensor(type, (width, rows)), (1, 0, 2, 3)))
 
 
 def cont_heads(type: str, build: Builder, width: int, rows: int) -> int:
-    """CONT of (HEAD, heads, rows) as (HEAD, rows, heads): what attention does to its queries."""
+    """Makes CONT of (HEAD, heads, rows) as (HEAD, rows, heads), as attention does with its queries."""
     return build.op("cont", build.permute(build.tensor(type, (HEAD, width // HEAD, rows)), (0, 2, 1, 3)))
 
 
 def cont_strided(type: str, build: Builder, width: int, rows: int) -> int:
-    """CONT of the first half of each row."""
+    """Makes CONT of the first half of each row."""
     row = 2 * width * quant.codec(type).block_bytes
     source = build.tensor(type, (2 * width, rows))
     return build.op("cont", build.view(source, (width, rows, 1, 1), (row, row * rows, row * rows)))
 
 
 def dup(type: str, build: Builder, width: int, rows: int) -> int:
-    """DUP of a matrix."""
+    """Makes DUP of a matrix."""
     return build.op("dup", build.tensor(type, (width, rows)))
 
 
 class Run:
-    """A graph on one device, its inputs filled: called, it computes. Raises RuntimeError where a node fails."""
+    """A graph on one device with its inputs filled; a call computes it. Raises RuntimeError if a node fails."""
 
     def __init__(self, what: str, build: Builder, node: int, graph: int) -> None:
         self.what = what
@@ -74,12 +74,12 @@ class Run:
             raise RuntimeError(f"{self.what} failed: {ggml_backend_npu.register().statistics.error}")
 
     def output(self) -> NDArray[np.uint8]:
-        """The bytes of the node."""
+        """Returns the bytes of the node's output."""
         return self._build.get(self._node)
 
 
 def _content(build: Builder, tensor: int, rng: np.random.Generator) -> NDArray[Any]:
-    """Normal deviates; of integers, which are the numbers of rows, a permutation."""
+    """Returns normal deviates; for integers, which are row numbers, a permutation."""
     shape = build.as_tensor(tensor)
     if shape.type in ("i32", "i64"):
         return rng.permutation(shape.n_elements).astype(shape.type.replace("i", "int"))
@@ -95,11 +95,12 @@ def on_both_devices(
     threads: int,
     graph: Callable[[Builder, int], int] = Builder.graph_of,
 ) -> Iterator[dict[str, Run]]:
-    """The same node on the NPU, which comes first, and on ggml's CPU, from the same bytes; Ctrl-C waits for the end.
+    """Yields the same node on the NPU, which comes first, and on ggml's CPU, with the same input bytes. Ctrl-C waits
+    for the end of the context.
 
-    what   names it where it fails
-    make   makes inputs and nodes from a builder and the arguments; returns the output
-    graph  makes the graph of it: `Builder.graph_of` or `Builder.graph`
+    what   names the node in an error
+    make   makes inputs and nodes, given a builder and the arguments; returns the output
+    graph  makes the graph: `Builder.graph_of` or `Builder.graph`
     """
     ggml = ggml_backend_npu.register().ggml
     with Builder(ggml, "NPU") as npu, Builder(ggml, "CPU") as cpu, interrupts_wait(npu.failures):
@@ -112,7 +113,7 @@ def on_both_devices(
 
 
 def check_equal(what: str, runs: dict[str, Run]) -> None:
-    """Computes on both devices. Raises RuntimeError where their bytes differ."""
+    """Computes on both devices. Raises RuntimeError if their bytes differ."""
     for run in runs.values():
         run()
     npu, cpu = (run.output() for run in runs.values())

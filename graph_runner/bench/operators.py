@@ -26,7 +26,7 @@ class Pattern:
 
 
 def token_shift(width: int = 4096, n_tokens: int = 512) -> Pattern:
-    """RWKV-7's time mix: SUB, REPEAT, MUL, ADD."""
+    """Returns RWKV-7's time mix: SUB, REPEAT, MUL, ADD."""
 
     def make(build: Builder) -> int:
         previous, x = (build.tensor("f32", (width, n_tokens)) for _ in range(2))
@@ -39,7 +39,7 @@ def token_shift(width: int = 4096, n_tokens: int = 512) -> Pattern:
 
 
 def routing(n_expert: int = 128, k: int = 8, n_tokens: int = 4096) -> Pattern:
-    """A mixture of experts: SOFT_MAX, ARGSORT, GET_ROWS, SUM_ROWS, CLAMP, DIV."""
+    """Returns the routing of a mixture of experts: SOFT_MAX, ARGSORT, GET_ROWS, SUM_ROWS, CLAMP, DIV."""
 
     def make(build: Builder) -> int:
         p = build.op("soft_max_ext", build.tensor("f32", (n_expert, n_tokens)), None, 1.0, 0.0)
@@ -57,9 +57,9 @@ PATTERNS = (token_shift(), routing())
 
 
 def bench_operators(*, rounds: int, threads: int, patterns: tuple[Pattern, ...] = PATTERNS) -> Iterator[Measurement]:
-    """The same graph on both devices, its memory shared as llama.cpp's are.
+    """Measures each pattern as the same graph on both devices, with shared memory as in llama.cpp.
 
-    Raises RuntimeError where a node fails or the NPU did not run a pattern as its operator.
+    Raises RuntimeError if a node fails or the NPU did not run a pattern as one operator.
     """
     fused = ggml_backend_npu.register().statistics.fused
     for pattern in patterns:

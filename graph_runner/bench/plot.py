@@ -1,4 +1,4 @@
-"""Movers and codecs as bars, in GB/s on the float side; memcpy as the roof over them."""
+"""Movers and codecs as bars, in GB/s on the float side, with memcpy as their upper bound."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _DPI = 160
 
 
 def check_plot(file: str) -> None:
-    """Raises BenchError where a plot cannot be made: of an unknown suffix, or without matplotlib."""
+    """Raises BenchError if a plot cannot be made: for an unknown suffix, or without matplotlib."""
     if Path(file).suffix not in _SUFFIXES:
         raise BenchError(f"plot {file!r}: must end with one of {' '.join(_SUFFIXES)}")
     if find_spec("matplotlib") is None:
@@ -36,14 +36,14 @@ def check_plot(file: str) -> None:
 
 
 def draw(result: BenchResult, file: str) -> bytes:
-    """The content of a picture of all that has a bandwidth, in the format that the file's suffix names."""
+    """Returns the file content of a plot of everything that has a bandwidth, in the format of the file's suffix."""
     content = io.BytesIO()
     figure_of(result).savefig(content, format=Path(file).suffix.removeprefix("."))
     return content.getvalue()
 
 
 def figure_of(result: BenchResult) -> Figure:
-    """The picture, of matplotlib."""
+    """Returns the plot as a matplotlib figure."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -69,7 +69,7 @@ def figure_of(result: BenchResult) -> Figure:
 
 
 def _draw_bars(axes: Axes, measurements: Sequence[Measurement]) -> float:
-    """A bar for each side of each measurement, groups under their headings; how high all is, in heights of a bar."""
+    """Draws a bar for each side of each measurement, groups under their headings; returns the total height, in bars."""
     y = 0.0
     ticks: list[tuple[float, str]] = []
     bars: dict[str, list[tuple[float, float]]] = {}
@@ -102,7 +102,7 @@ def _draw_bars(axes: Axes, measurements: Sequence[Measurement]) -> float:
 
 
 def _label(axes: Axes, case: Measurement, y: float) -> None:
-    """Behind our bar, how many times as fast as the others it is, over whatever line is there."""
+    """Writes next to our bar how many times as fast as the others it is, over any line there."""
     from matplotlib.patheffects import withStroke
 
     ratios = [f"{case.ratio(other):.2f}x" for other in case.others]

@@ -15,7 +15,7 @@ BENCH_SCHEMA = "ggml-npu bench 1"
 
 
 def print_bench(result: BenchResult, console: Console) -> None:
-    """What was measured on, then a table for each benchmark: medians, ratios, and what they come to by group."""
+    """Prints the header, then a table for each benchmark: medians, ratios, and their summary by group."""
     console.print(str(result.header), highlight=False, markup=False, soft_wrap=True)
     for name, measurements in result.measurements.items():
         console.print()
@@ -68,7 +68,7 @@ def _add_summary(shown: Table, title: str, measurements: Sequence[Measurement]) 
 
 
 def bench_json(result: BenchResult) -> dict[str, Any]:
-    """Benchmarks as data: schema, header, every measurement with all its rounds, and what they come to: of a whole
+    """Returns benchmarks as data: schema, header, every measurement with all its rounds, and summaries of each whole
     benchmark (group null) and of its groups."""
     return {
         "schema": BENCH_SCHEMA,

@@ -22,7 +22,7 @@ _WITH_MODEL = ("decode", "diff", "start")
 
 @dataclass(frozen=True)
 class BenchResult:
-    """What benchmarks found, by their names; "memcpy" is beside those that have a bandwidth."""
+    """Results of benchmarks by name; "memcpy" is added if one of them has a bandwidth."""
 
     header: Header
     measurements: dict[str, list[Measurement]]
@@ -36,16 +36,16 @@ def bench(
     threads: int = 0,
     seen: Callable[[str, Measurement], object] = lambda name, found: None,
 ) -> BenchResult:
-    """Runs benchmarks, in the order of their names.
+    """Runs benchmarks in the given order.
 
-    names    of movers, codecs, calls, decode, operators, diff, start
-    model    as on the command line, for those that run one
-    rounds   behind one that warms up
+    names    any of movers, codecs, calls, decode, operators, diff, start
+    model    as on the command line, for the benchmarks that run a model
+    rounds   rounds to measure, after one warm-up round
     threads  of the CPU and of the kernels; 0 = all cores
-    seen     called with each measurement as it comes
+    seen     called with each measurement when it is done
 
-    Raises SessionError for a model that cannot be used, before anything is measured, and RuntimeError where a node
-    fails or bytes differ that have to be equal.
+    Raises SessionError for a model that cannot be used, before anything is measured; RuntimeError if a node fails or
+    bytes that have to be equal differ; BenchError if the memory of a process cannot be measured.
     """
     threads = threads or cores()
     result = BenchResult(header(rounds=rounds, threads=threads), {})

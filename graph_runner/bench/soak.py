@@ -1,7 +1,7 @@
-"""python -m graph_runner.bench.soak: the backend for long, with every op on the NPU and exact products.
+"""python -m graph_runner.bench.soak: runs the backend for a long time, with every op on the NPU and exact products.
 
-Decodes many tokens with context shifts, opens and closes many contexts, decodes in two threads at once; and looks
-whether the process keeps its size, its files and its threads, and whether the text is the CPU's.
+It decodes many tokens with context shifts, opens and closes many contexts, and decodes in two threads at once. It
+checks that the process does not grow in memory, open files or threads, and that the text is the CPU's.
 """
 
 from __future__ import annotations
@@ -26,27 +26,28 @@ _SAMPLES = 200
 
 @dataclass
 class Held:
-    """What a process holds at moments of a soak: pages of resident memory, open files, threads."""
+    """Samples of what a process holds during a soak: pages of resident memory, open files, threads."""
 
     pages: list[int] = field(default_factory=list)
     files: list[int] = field(default_factory=list)
     threads: list[int] = field(default_factory=list)
 
     def look(self) -> None:
-        """Takes it down as it is now."""
+        """Takes a sample now."""
         self.pages.append(int(Path("/proc/self/statm").read_text().split()[1]))
         self.files.append(len(os.listdir("/proc/self/fd")))
         self.threads.append(len(os.listdir("/proc/self/task")))
 
     @property
     def growth(self) -> float:
-        """Of resident memory after the first tenth."""
+        """The relative growth of resident memory after the first tenth of the samples."""
         settled = self.pages[len(self.pages) // 10 :]
         return max(settled) / settled[0] - 1
 
     @property
     def is_constant(self) -> bool:
-        """Whether files and threads stay as many after the first tenth, and memory grows by less than one percent."""
+        """Whether files and threads stay the same after the first tenth of the samples, and memory grows by less than
+        1%."""
         others = (counts[len(counts) // 10 :] for counts in (self.files, self.threads))
         return self.growth < 0.01 and all(len({*counts}) == 1 for counts in others)
 
@@ -56,7 +57,8 @@ class Held:
 
 
 def tokens(session: Session, steps: int, look: Callable[[], object] = lambda: None) -> Iterator[int]:
-    """Greedy tokens behind the prompt; where the context is full its older half is dropped, but for the prompt."""
+    """Yields greedy tokens after the prompt. If the context is full, half of the tokens after the prompt are dropped,
+    the older ones."""
     prompt, sampler, n_ctx = session.tokenize(PROMPT), Sampler(), session.settings.n_ctx
     session.decode(prompt)
     used, dropped = len(prompt), (n_ctx - len(prompt)) // 2
@@ -77,7 +79,7 @@ def _settings(device: DeviceName) -> Settings:
 
 
 def decode(model: Path, steps: int) -> tuple[Held, bool]:
-    """Many steps on the NPU: what the process held, and whether the tokens are the CPU's."""
+    """Decodes many steps on the NPU. Returns what the process held, and whether the tokens are the CPU's."""
     held, found = Held(), np.zeros(steps, np.int32)  # of its own size from the begin
     with Session(model, _settings("npu")) as session:
         for step, token in enumerate(tokens(session, steps, held.look)):
@@ -87,7 +89,7 @@ def decode(model: Path, steps: int) -> tuple[Held, bool]:
 
 
 def contexts(model: Path, count: int) -> tuple[Held, bool]:
-    """Many contexts, opened and closed: what the process held, and whether the first tokens of all are one."""
+    """Opens and closes many contexts. Returns what the process held, and whether all have the same first token."""
     held, found = Held(), set[int]()
     for _ in range(count):
         with Session(model, _settings("npu")) as session:
@@ -97,7 +99,7 @@ def contexts(model: Path, count: int) -> tuple[Held, bool]:
 
 
 def in_threads(model: Path, steps: int) -> tuple[Held, bool]:
-    """Two contexts at once: what the process held, and whether both have the CPU's tokens."""
+    """Decodes in two contexts at once. Returns what the process held, and whether both have the CPU's tokens."""
     held, found, done = Held(), dict[int, list[int]](), threading.Barrier(2)  # that neither is gone before the other
     with Session(model, _settings("npu")) as one, Session(model, _settings("npu")) as two:
 
@@ -118,7 +120,7 @@ def in_threads(model: Path, steps: int) -> tuple[Held, bool]:
 
 
 def main(share: float = 1.0) -> int:
-    """Runs it all, or a share of the steps; returns how many parts are not as they are to be."""
+    """Runs all parts, with `share` of their steps. Returns the number of parts that failed."""
     backend = ggml_backend_npu.register().backend
     backend.options = backend.options.updated({"ops": "all", "matmul": "exact"})
     wrong = 0

@@ -1,4 +1,4 @@
-"""The command ggml-npu, a module per command: `app` puts them together, `options` and `common` are what they share."""
+"""The command ggml-npu, one module per command. `app` combines them; `options` and `common` hold what they share."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ except KeyboardInterrupt:
 
 
 def main() -> None:
-    """Runs the command. Its exit code is 2 with one line on stderr for what a user gave or the machine has not, 3 for a
-    mistake of this project, 130 after Ctrl-C, 141 where nobody reads its output; others are those of the commands."""
+    """Runs the command. Exit codes: 2 with one line on stderr for bad input or something missing on this machine, 3 for
+    a bug of this project, 130 after Ctrl-C, 141 if nobody reads the output; others are those of the commands."""
     _open_what_is_closed()
     try:
         with ends_when_told():
@@ -28,7 +28,8 @@ def main() -> None:
 
 
 def _open_what_is_closed() -> None:
-    """A standard stream that the caller has closed reads and writes nothing, and no other file gets its number."""
+    """Opens each standard stream that the caller has closed as one that reads and writes nothing, so that no other file
+    gets its number."""
     for name, mode in ("stdin", "r"), ("stdout", "w"), ("stderr", "w"):
         if getattr(sys, name) is None:
             number = os.open(os.devnull, os.O_RDWR)
@@ -58,7 +59,7 @@ def _run() -> int:
 
 
 def _flushed(code: int) -> int:
-    """The exit code of a command when what it printed has been written."""
+    """Returns the exit code of a command after its output has been written."""
     try:
         sys.stdout.flush()
     except OSError as error:

@@ -15,6 +15,8 @@ from graph_runner.errors import BadInputError
 
 
 class Benchmark(StrEnum):
+    """The benchmarks that the command can run."""
+
     MOVERS = "movers"
     CODECS = "codecs"
     CALLS = "calls"

@@ -25,9 +25,9 @@ Verbose = Annotated[
 
 
 def as_command(function: Callable[..., None]) -> Callable[..., None]:
-    """The function as typer is to have it: with an option for each field of a group, with --verbose, and refusing to
-    write over what it reads before it does anything. Options that name files have READS or WRITES beside typer's part
-    of their annotation."""
+    """Returns the function in the form that typer needs: with an option for each field of a group, with --verbose, and
+    with a check that refuses to write over an input before anything is done. Options that name files have READS or
+    WRITES beside typer's part of their annotation."""
     parameters = parameters_of(function)
     reads, writes = files_of(function, READS), files_of(function, WRITES)
     folders = files_of(function, KEEPS_TRACES)
@@ -57,7 +57,7 @@ def as_command(function: Callable[..., None]) -> Callable[..., None]:
 
 
 def parameters_of(function: Callable[..., None]) -> list[inspect.Parameter]:
-    """What the user gives to a command: its parameters, and in place of a group of options the group's fields."""
+    """Returns what the user gives to a command: its parameters, with the fields of a group in place of the group."""
     hints = get_type_hints(function, include_extras=True)
     found = []
     for name, parameter in inspect.signature(function).parameters.items():
@@ -73,7 +73,7 @@ def parameters_of(function: Callable[..., None]) -> list[inspect.Parameter]:
 
 
 def _grouped(function: Callable[..., None], arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """What a command is called with: arguments, of which those of a group are one object."""
+    """Returns the arguments for a command, with those of a group combined into one object."""
     groups: dict[str, Any] = {name: hint for name, hint in get_type_hints(function).items() if is_dataclass(hint)}
     options = {name: [each.name for each in fields(group)] for name, group in groups.items()}
     made = {name: group(**{each: arguments[each] for each in options[name]}) for name, group in groups.items()}
@@ -82,7 +82,8 @@ def _grouped(function: Callable[..., None], arguments: Mapping[str, Any]) -> dic
 
 
 def files_of(function: Callable[..., None], what: str) -> dict[str, str]:
-    """Parameters of a command that name a file which it READS or WRITES, with what the user calls them."""
+    """Returns the parameters of a command that name a file which it READS or WRITES, each with the user's name for
+    it."""
     found = {}
     for parameter in parameters_of(function):
         typed, *others = getattr(parameter.annotation, "__metadata__", (None,))
@@ -99,7 +100,7 @@ def _text(value: str | Path | None) -> str | None:
 
 
 def _files(value: str | Path | Iterable[str | Path] | None) -> Iterator[Path]:
-    """The files that an option's value names, if any: it may be the name of something else."""
+    """Yields the files that an option's value names, if any: it may be the name of something else."""
     if value is None:
         return
     if not isinstance(value, str | Path):

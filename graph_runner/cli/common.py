@@ -1,4 +1,4 @@
-"""What commands do before and while they run: the device's options, a user's kernels, what is shown meanwhile."""
+"""What commands do before and during a run: set the device's options, load kernel files, show progress."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from graph_runner.files import STDOUT
 
 
 def stderr() -> Console:
-    """The console for what is no result."""
+    """Returns the console for everything but results."""
     return Console(stderr=True)
 
 
 def stdout(*files: str | None) -> Console:
-    """The console for results, which is stderr where one of the files that are written is stdout; and silent where both
-    are one terminal or file."""
+    """Returns the console for results. If one of the output files is stdout, it is stderr, and silent if stdout and
+    stderr are the same terminal or file."""
     if STDOUT not in files:
         return Console()
     return Console(stderr=True, quiet=_is_one(sys.stdout, sys.stderr))
@@ -38,12 +38,12 @@ def _is_one(a: TextIO, b: TextIO) -> bool:
 
 
 def warn(text: str) -> None:
-    """Says on stderr, in a line, what a user may not expect."""
+    """Prints a warning on stderr, in one line."""
     print(printable(f"ggml-npu: {text}"), file=sys.stderr)
 
 
 def refuse_without_the_npu(device: str, npu: ComputeOptions, **others: object) -> None:
-    """Raises BadInputError for the first option that is given, where another device computes all."""
+    """Raises BadInputError for the first NPU option that is given although another device computes everything."""
     given = others | vars(npu) | {"fusion": None, "no_fusion": not npu.fusion}
     for name, value in given.items():
         if value:
@@ -53,7 +53,7 @@ def refuse_without_the_npu(device: str, npu: ComputeOptions, **others: object) -
 
 @contextmanager
 def loading(console: Console) -> Iterator[Callable[[float], None]]:
-    """A progress bar for a model that loads, on a terminal only."""
+    """Yields the update of a progress bar for loading a model (0..1), shown on a terminal only."""
     with Progress(
         TextColumn("loading"), BarColumn(), TaskProgressColumn(), console=console, transient=True,
         disable=not console.is_terminal,
@@ -70,7 +70,7 @@ def loading(console: Console) -> Iterator[Callable[[float], None]]:
 
 @contextmanager
 def reading(console: Console, n_tokens: int) -> Iterator[Callable[[int], None]]:
-    """A progress bar for a prompt that is read, on a terminal only."""
+    """Yields the update of a progress bar for a prompt (in tokens), shown on a terminal only."""
     with Progress(
         TextColumn("prompt"), BarColumn(), MofNCompleteColumn(), TextColumn("tokens"), console=console, transient=True,
         disable=not console.is_terminal,
@@ -86,7 +86,7 @@ def reading(console: Console, n_tokens: int) -> Iterator[Callable[[int], None]]:
 
 
 def use_device(npu: DeviceOptions) -> None:
-    """Makes the default backend what the options say."""
+    """Sets the options of the default backend."""
     from ggml_backend_npu import default_backend
 
     backend = default_backend()
@@ -94,14 +94,14 @@ def use_device(npu: DeviceOptions) -> None:
 
 
 def gpu_layers() -> int:
-    """A device of type gpu is to have all layers."""
+    """Returns the number of layers to offload: all (999) for a device of type gpu, else 0."""
     from ggml_backend_npu import default_backend
 
     return 999 if default_backend().options.device_type == "gpu" else 0
 
 
 def use_kernels(files: list[Path] | None) -> None:
-    """Runs a user's files of kernels, or where there is none that of GGML_NPU_KERNELS, and says on stderr what they
+    """Runs a user's kernel files, or those of GGML_NPU_KERNELS if none is given, and says on stderr what they
     registered."""
     from ggml_backend_npu import default_backend
     from ggml_backend_npu.kernel_files import load_kernels, named_by_the_environment

@@ -121,7 +121,7 @@ def diff(
 
 @contextmanager
 def _comparing(console: Console, steps: int) -> Iterator[Callable[[NodeResult], None]]:
-    """A progress bar for nodes that are compared, on a terminal only."""
+    """Yields the update of a progress bar for compared nodes, shown on a terminal only."""
     with Progress(
         TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[nodes]}"),
         console=console, transient=True, disable=not console.is_terminal,
@@ -138,7 +138,7 @@ def _comparing(console: Console, steps: int) -> Iterator[Callable[[NodeResult], 
 
 
 def _write_result(result: DiffResult, json_file: str | None, html_file: str | None, explorer_file: str | None) -> None:
-    """Writes the files that are asked for, and prints the report."""
+    """Writes the requested files and prints the report."""
     from graph_runner.diff_report import diff_json, print_diff
     from graph_runner.explorer import explorer_json
     from graph_runner.html import diff_html
@@ -155,7 +155,7 @@ def _write_result(result: DiffResult, json_file: str | None, html_file: str | No
 
 
 def _folder(model: str) -> Path | None:
-    """Where wrong nodes of a model are kept: in the user's cache directory, where that can be written."""
+    """Returns the folder for wrong nodes of a model, in the user's cache directory; None if that cannot be written."""
     import platformdirs
 
     folder = Path(platformdirs.user_cache_dir("ggml-npu")) / "reproducers" / Path(model).stem

@@ -1,4 +1,4 @@
-"""What a command that failed says, and its exit code."""
+"""The message and the exit code of a command that failed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _UsageError = typer.BadParameter.__bases__[0]  # click's, of which typer may hav
 
 
 def told(error: BaseException) -> int:
-    """Says on stderr, in one line, what went wrong; with GGML_NPU_VERBOSE also where. Returns the exit code."""
+    """Prints on stderr, in one line, what went wrong; with GGML_NPU_VERBOSE also where. Returns the exit code."""
     with suppress(OSError):
         if os.environ.get(VERBOSE):
             traceback.print_exception(error)
@@ -42,7 +42,7 @@ def _say(text: str) -> None:
 
 
 def _say_usage(error: Any) -> None:
-    """Without a command, help was printed, and there is no message."""
+    """Prints a usage error. Without a command, help was printed, and there is no message."""
     if message := error.format_message():
         _say(message if error.ctx is None else f"{message.rstrip('.')}; see {error.ctx.command_path} -h")
 

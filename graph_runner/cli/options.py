@@ -23,11 +23,15 @@ PROMPT = "The capital of France is"
 
 
 class Device(StrEnum):
+    """The devices of --device and --reference."""
+
     NPU = "npu"
     CPU = "cpu"
 
 
 class FlashAttention(StrEnum):
+    """The values of --flash-attn."""
+
     AUTO = "auto"
     ON = "on"
     OFF = "off"
@@ -41,7 +45,7 @@ Model = Annotated[str, typer.Argument(metavar="MODEL", help=MODEL_HELP, show_def
 
 
 def utf8(prompt: str) -> str:
-    """The prompt, where it can be given to a tokenizer."""
+    """Returns the prompt. Raises BadInputError if it cannot be encoded as UTF-8 for a tokenizer."""
     try:
         prompt.encode()
     except UnicodeEncodeError:
@@ -50,7 +54,7 @@ def utf8(prompt: str) -> str:
 
 
 def device_of_file(name: str | None) -> str | None:
-    """Makes the default backend that of a device's file, in this process and those that it starts."""
+    """Makes the device of a file the default backend, in this process and in those that it starts."""
     if name is not None:
         os.environ["GGML_NPU_DEVICE_FILE"] = name
     return name
@@ -192,14 +196,15 @@ InProcess = Annotated[
 
 @dataclass(frozen=True)
 class PromptOptions:
-    """The text that a model is given."""
+    """The prompt for a model."""
 
     prompt: Prompt = PROMPT
     prompt_file: PromptFile = None
 
     @property
     def text(self) -> str:
-        """The prompt, or what the file holds in its place."""
+        """The prompt, or the content of the file if one is given. Raises BadInputError if both are given, or if the
+        file cannot be read as UTF-8."""
         file = self.prompt_file
         if file is None:
             return self.prompt
@@ -223,7 +228,7 @@ class ContextOptions:
     threads: Threads = 0
 
     def settings(self, **others: Any) -> Settings:
-        """Settings of a session, others besides these options among them."""
+        """Returns the settings of a session: these options and others."""
         return Settings(
             flash_attention=self.flash_attn.value, cache_type_k=self.cache_type_k, cache_type_v=self.cache_type_v,
             threads=self.threads, **others,
@@ -232,7 +237,7 @@ class ContextOptions:
 
 @dataclass(frozen=True)
 class NodesContextOptions(ContextOptions):
-    """The same, where nodes are looked at one by one."""
+    """The same, for commands that observe single nodes."""
 
     flash_attn: Annotated[
         FlashAttention,
@@ -242,7 +247,7 @@ class NodesContextOptions(ContextOptions):
 
 @dataclass(frozen=True)
 class DeviceOptions:
-    """What the device is."""
+    """The options of the device."""
 
     profile: ProfileName = None
     memory: DeviceMemory = None
@@ -251,7 +256,7 @@ class DeviceOptions:
 
     @property
     def chosen(self) -> dict[str, str | None]:
-        """Options of the device, by field name; None leaves one."""
+        """Options of the device by field name; None leaves one unchanged."""
         return {
             "profile": self.profile, "memory": self.memory, "memory_limit": self.memory_limit,
             "device_type": self.device_type,
@@ -260,25 +265,27 @@ class DeviceOptions:
 
 @dataclass(frozen=True)
 class ComputeOptions(DeviceOptions):
-    """What the device is, and how it computes nodes."""
+    """The options of the device, and how it computes nodes."""
 
     fusion: Fuse = True
     matmul: Matmul = None
 
     @property
     def chosen(self) -> dict[str, str | None]:
+        """Options of the device by field name, with matmul and fusion."""
         return super().chosen | {"matmul": self.matmul, "fusion": None if self.fusion else "off"}
 
 
 @dataclass(frozen=True)
 class OpOptions(ComputeOptions):
-    """What the device is, how it computes nodes, and which ops it takes."""
+    """The options of the device, how it computes nodes, and which ops it takes."""
 
     all_ops: AllOps = False
 
     @property
     def chosen(self) -> dict[str, str | None]:
-        """llama.cpp lets a whole model be in a device's own memory where it takes it for a GPU."""
+        """Options of the device by field name, with ops. For a whole model in the device's own memory the type is gpu,
+        since llama.cpp offloads a whole model only to a GPU."""
         whole = self.memory == "device" and self.all_ops
         device_type = self.device_type or ("gpu" if whole else None)
         return super().chosen | {"ops": "all" if self.all_ops else None, "device_type": device_type}

@@ -1,4 +1,4 @@
-"""What commands write."""
+"""The output files of commands."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from graph_runner.files import STDOUT, write_file
 
 
 def json_text(data: Any) -> str:
-    """Data as standard JSON."""
+    """Returns data as standard JSON."""
     return json.dumps(data, indent=1, allow_nan=False) + "\n"
 
 
 def write(option: str, file: str, text: str) -> None:
-    """Writes what an option asks for; - is stdout."""
+    """Writes the output file of an option; - is stdout."""
     if file == STDOUT:
         sys.stdout.write(text)
     else:
@@ -25,7 +25,7 @@ def write(option: str, file: str, text: str) -> None:
 
 
 def save(option: str, file: str, data: bytes) -> None:
-    """Writes a file whole or not at all. Raises BadInputError where it cannot."""
+    """Writes a file whole or not at all. Raises BadInputError if it cannot be written."""
     try:
         write_file(Path(file), data)
     except OSError as error:

@@ -94,7 +94,8 @@ def run(
 
 
 def _write_text(session: Session, tokens: Iterable[int]) -> list[float]:
-    """Writes the text of tokens to stdout, each as it comes. Returns when that began, and when each was there."""
+    """Writes the text of tokens to stdout, each as it comes. Returns the time of the start and of each token, in
+    seconds."""
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     shown = printable if sys.stdout.isatty() else str
     times = [time.perf_counter()]

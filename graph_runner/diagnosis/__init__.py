@@ -1,10 +1,10 @@
-"""Which usual mistake of a kernel gives exactly the wrong bytes of a node, in one sentence.
+"""Finds which common mistake of a kernel gives exactly the wrong bytes of a node, and says so in one sentence.
 
-`mistakes` alters the node as a kernel would that makes the mistake; here the altered node is computed with the
-project's own definitions, and compared with what the device wrote. What needs no node (rows in another order, a result
-that is transposed, nothing written) is looked for in the two results.
+`mistakes` alters the node as a kernel with the mistake would see it; here the altered node is computed with the
+project's own definitions and compared with what the device wrote. Mistakes that need no node (rows in another order, a
+transposed result, nothing written) are looked for in the two results.
 
-A finder makes a sentence of a `case`, or None: `written`, `numbers`, `places` and `altered` have them.
+A finder returns a sentence about a `case`, or None. The finders are in `written`, `numbers`, `places` and `altered`.
 """
 
 from __future__ import annotations
@@ -34,12 +34,13 @@ _LARGEST = 1 << 28  # bytes of an output that is looked into
 
 
 def diagnose(node: Node, expected: Tensor, actual: Tensor, before: Tensor, outside: bool) -> str | None:
-    """One sentence on which mistake gives the bytes of actual in place of those of expected; None where none does.
+    """Returns one sentence on the mistake that gives the bytes of actual in place of those of expected; None if none
+    does.
 
-    node      its sources still hold what they held when it ran, each with its whole root as memory; dst is not read
-    expected, actual, before  like dst, over memory of their own: what is right, what the device wrote, what was there
-              before the node ran
-    outside   whether bytes around actual were written
+    node     its sources still hold what they held when it ran, each with its whole root as memory; dst is not read
+    expected, actual, before  like dst, each over memory of its own: the right result, what the device wrote, and what
+             dst held before the node ran
+    outside  whether bytes around actual were written
     """
     if expected.n_elements <= 0 or expected.nbytes > _LARGEST:
         return None

@@ -1,4 +1,4 @@
-"""A mistake whose node, computed with the project's own definitions, gives the device's bytes."""
+"""Finds a mistake whose node, computed with the project's own definitions, gives the device's bytes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _WORK = 1 << 26  # elements that the mistakes of one node may take to compute, a
 
 
 def known_mistake(case: Case) -> str | None:
-    """A mistake whose node, computed here, gives the device's bytes."""
+    """Finds a mistake whose node, computed here, gives the device's bytes."""
     if case.baseline is None and case.node.op not in OWN:
         return None
     work = 0
@@ -32,7 +32,7 @@ def known_mistake(case: Case) -> str | None:
 
 
 def _cost(node: Node) -> int:
-    """About how many elements an op goes through."""
+    """Returns about how many elements an op goes through."""
     n = node.dst.n_elements
     if node.op in OWN and OWN[node.op].weights and node.src[0] is not None:
         n += n * node.src[0].ne[0] // 64 + node.src[0].n_elements

@@ -1,4 +1,4 @@
-"""A node with its results, as the finders look at it: what differs, and what an altered node gives."""
+"""A node with its results, as the finders see it: what differs, and what an altered node gives."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _ELSEWHERE = 1e-3  # the same for ops that are computed with other sums and roun
 
 
 class Case:
-    """A node with its results, as the finders look at it."""
+    """A node with its results, as the finders see it."""
 
     def __init__(self, node: Node, expected: Tensor, actual: Tensor, before: Tensor, outside: bool) -> None:
         sources = tuple(source.unpacked() if source is not None else None for source in node.src)
@@ -43,11 +43,12 @@ class Case:
 
     @cached_property
     def data_is_right(self) -> bool:
+        """Whether all elements of the output have the expected bytes, whatever the gaps hold."""
         return np.array_equal(self.e, self.a)
 
     @property
     def is_right(self) -> bool:
-        """Whether nothing is wrong but what rounding explains."""
+        """Whether the result is right, or differs only by rounding."""
         if self.outside:
             return False
         if np.array_equal(bytes_of(self.expected), bytes_of(self.actual)):
@@ -57,34 +58,36 @@ class Case:
 
     @cached_property
     def gaps_are_right(self) -> bool:
-        """Whether no byte between the elements of the output differs."""
+        """Whether all bytes between the elements of the output are as expected."""
         wrong = bytes_of(self.expected) != bytes_of(self.actual)
         raw_wrong = replace(self.actual, memory=Memory.of(wrong.view(np.uint8)), offset=0)
         return int(np.count_nonzero(wrong)) == int(np.count_nonzero(units_of(raw_wrong)))
 
     @cached_property
     def values_e(self) -> Exact:
+        """The expected values as float64, (ne3, ne2, ne1, ne0)."""
         return values(self.expected)
 
     @cached_property
     def values_a(self) -> Exact:
+        """The actual values as float64, (ne3, ne2, ne1, ne0)."""
         return values(self.actual)
 
     @cached_property
     def baseline(self) -> Tensor | None:
-        """What the definition makes of the node as it is."""
+        """The result of the op's definition for the unaltered node."""
         return self.run(Mistake("", self.node))
 
     @cached_property
     def least(self) -> float:
-        """How far what is right is from actual."""
+        """The smaller of the squared errors of the expected result and of `baseline` against actual."""
         errors = [error_of(self.values_e, self.values_a)]
         if self.baseline is not None:
             errors.append(error_of(values(self.baseline), self.values_a))
         return min(errors)
 
     def run(self, mistake: Mistake) -> Tensor | None:
-        """What the altered node writes over `before`; None where it cannot be computed within its memory."""
+        """Returns what the altered node writes over `before`; None if it cannot be computed within its memory."""
         node, dst = mistake.node, self.before
         if not all(source is None or inside(source) for source in node.src):
             return None
@@ -104,7 +107,10 @@ class Case:
         return replace(dst, memory=memory, offset=-begin)
 
     def explains(self, result: Tensor, unknown: Flags | None = None) -> bool:
-        """Whether a result is that of the device, and not the right one."""
+        """Whether a result is the device's, and not the right one.
+
+        unknown  elements (or blocks) of the result to ignore
+        """
         if unknown is not None:
             raw(result)[unknown] = raw(self.actual)[unknown]
         h, a = bytes_of(result), bytes_of(self.actual)
@@ -117,15 +123,17 @@ class Case:
         return np.array_equal(h, a) or self.is_close(result)
 
     def is_close(self, result: Tensor) -> bool:
-        """Whether a result is that of the device but for rounding, and what is right is much further off."""
+        """Whether a result is the device's except for rounding, while the right result is much further off."""
         return not self.is_exact and self.fits(values(result))
 
     def fits(self, values: Exact) -> bool:
+        """Whether values, (ne3, ne2, ne1, ne0), are the actual ones except for rounding, and much closer than the right
+        ones."""
         error = error_of(values, self.values_a)
         return error <= self.tolerance * power_of(self.values_a) and error <= self.ratio * self.least
 
     def holds(self, units: Bytes) -> bool:
-        """Whether these elements are those of actual, but for rounding."""
+        """Whether these elements are those of actual except for rounding, and not those of expected."""
         if np.array_equal(units, self.e):
             return False
         if np.array_equal(units, self.a):
@@ -133,7 +141,7 @@ class Case:
         return not self.is_exact and self.fits(self.rows_of_values(units).reshape(self.expected.ne[::-1]))
 
     def same_rows(self, x: Bytes, y: Bytes) -> Flags:
-        """Which rows of two results are the same, (n_rows,), but for rounding."""
+        """Returns which rows of two results are the same except for rounding, (n_rows,)."""
         shape = (-1, *x.shape[3:])
         same: Flags = (x.reshape(shape) == y.reshape(shape)).all(axis=(1, 2))
         if self.is_exact or same.all():
@@ -144,24 +152,24 @@ class Case:
         return close
 
     def rows_of_values(self, units: Bytes) -> Exact:
-        """Elements of a float type as rows of values."""
+        """Returns elements of a float type as rows of values, (n_rows, ne0)."""
         values = convert(units.reshape(-1).view(_dtype(self.expected)), self.expected.type, "f32")
         return values.astype(np.float64).reshape(-1, self.expected.ne[0])
 
 
 def bytes_of(tensor: Tensor) -> Bytes:
-    """A tensor's bytes, gaps between its rows among them."""
+    """Returns a tensor's bytes, gaps between its rows included."""
     return Memory(tensor.address, tensor.nbytes, owner=tensor.memory).bytes()
 
 
 def units_of(tensor: Tensor) -> Bytes:
-    """A tensor's elements or blocks, (ne3, ne2, ne1, n, bytes)."""
+    """Returns a tensor's elements or blocks, (ne3, ne2, ne1, n, bytes)."""
     size, shape = tensor.codec.block_bytes, (*tensor.ne[:0:-1], tensor.n_blocks)
     return np.ascontiguousarray(raw(tensor)).view(np.uint8).reshape(*shape, size)
 
 
 def same_bytes(x: Bytes, y: Bytes) -> Flags:
-    """Which rows are the same, (n_rows,)."""
+    """Returns which rows are the same, (n_rows,)."""
     same: Flags = (x == y).reshape(-1, x.shape[3] * x.shape[4]).all(axis=1)
     return same
 
@@ -173,7 +181,7 @@ def _dtype(tensor: Tensor) -> np.dtype[np.generic]:
 
 
 def error_of(x: Exact, y: Exact) -> float:
-    """The sum of squared differences; inf where one is no finite number and the other not the same."""
+    """Returns the sum of squared differences; inf if one value is not finite and the other is not the same."""
     with np.errstate(all="ignore"):
         same = (x == y) | (np.isnan(x) & np.isnan(y))
         error = float(np.square(np.where(same, 0.0, x - y)).sum())
@@ -181,12 +189,12 @@ def error_of(x: Exact, y: Exact) -> float:
 
 
 def power_of(x: Exact) -> float:
-    """The sum of the squares of finite numbers."""
+    """Returns the sum of the squares of the finite values."""
     return float(np.square(np.where(np.isfinite(x), x, 0.0)).sum())
 
 
 def _compute(node: Node, mistake: Mistake) -> bool:
-    """Fills dst of an altered node; whether anybody knows how."""
+    """Fills dst of an altered node. Returns whether there is a definition or formula to do so."""
     own = OWN.get(node.op)
     with np.errstate(all="ignore"):
         if mistake.compute is not None:

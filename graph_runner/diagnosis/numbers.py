@@ -1,4 +1,4 @@
-"""Wrong numbers at their places: rounded otherwise, no numbers, multiples of the right ones."""
+"""Wrong numbers at their right places: rounded differently, not finite, multiples of the right ones."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ _NEAR = 1e-2  # NMSE of numbers with 8 or 11 bits, and of sums of them
 
 
 def quantised_values(node: Node) -> NDArray[np.float32] | None:
-    """The float32 that a node quantises, of dst's shape, axes reversed, with NaN where it writes nothing; None where
-    it does not quantise or round floats."""
+    """Returns the float32 values that a node quantises, in dst's shape with axes reversed, NaN where it writes nothing.
+    Returns None if it does not quantise or round floats."""
     dst, src = node.dst, node.src[0] if node.src else None
     if src is None or src.type not in ("f32", "f16", "bf16") or src.type == dst.type:
         return None
@@ -37,7 +37,7 @@ def quantised_values(node: Node) -> NDArray[np.float32] | None:
 
 
 def rounded_otherwise(case: Case) -> str | None:
-    """What was wrong when values were quantised, or rounded to 16 bits."""
+    """Finds what was wrong when values were quantised, or rounded to 16 bits."""
     kind = case.expected.codec
     if kind.is_quantized:
         values = quantised_values(case.node)
@@ -75,7 +75,7 @@ def _are_neighbours(expected: Bytes, actual: Bytes) -> bool:
 
 
 def _cut_off(values: NDArray[np.float32], type: str) -> NDArray[np.uint16]:
-    """The bits of float32 as 16-bit floats, rounded towards zero."""
+    """Returns the bits of float32 values as 16-bit floats, rounded towards zero."""
     if type == "bf16":
         return (values.view(np.uint32) >> 16).astype(np.uint16)
     nearest = quantize(values, "f16").view(np.float16)
@@ -84,7 +84,10 @@ def _cut_off(values: NDArray[np.float32], type: str) -> NDArray[np.uint16]:
 
 
 def not_finite(case: Case, others_right: bool = True) -> str | None:
-    """NaN or infinities in rows where the reference has none."""
+    """Finds NaN or infinities in rows where the reference has none.
+
+    others_right  whether the other rows must be right
+    """
     if case.expected.type not in (*ROUNDED, "f64"):
         return None
     shape = (-1, case.expected.ne[0])
@@ -103,12 +106,12 @@ def not_finite(case: Case, others_right: bool = True) -> str | None:
 
 
 def not_finite_at_all(case: Case) -> str | None:
-    """NaN or infinities, whatever the other rows hold."""
+    """Finds NaN or infinities, whatever the other rows hold."""
     return not_finite(case, others_right=False)
 
 
 def times_factor(case: Case) -> str | None:
-    """A multiple of the right values, or the right values and a constant."""
+    """Finds a multiple of the right values, or the right values plus a constant."""
     if case.is_exact and case.expected.type not in ROUNDED:
         return None
     e, a = case.values_e.reshape(-1), case.values_a.reshape(-1)
@@ -129,7 +132,7 @@ def times_factor(case: Case) -> str | None:
 
 
 def times_row_factors(case: Case) -> str | None:
-    """The right rows, each times a number of its own: a sum over the row is off."""
+    """Finds the right rows, each times a factor of its own: a sum over the row is wrong."""
     if case.expected.type not in ROUNDED or case.expected.ne[0] < 8 or not case.gaps_are_right:
         return None
     e, a = (values.reshape(-1, case.expected.ne[0]) for values in (case.values_e, case.values_a))
@@ -145,7 +148,7 @@ def times_row_factors(case: Case) -> str | None:
 
 
 def in_halves(case: Case) -> str | None:
-    """Nothing but numbers of a type of 16 bits, near to the right ones."""
+    """Finds a result of which all values are exact in a 16-bit type and near the right ones."""
     e, a = case.values_e.astype(np.float32), case.values_a.astype(np.float32)
     if case.expected.type != "f32" or not np.isfinite(e).all() or len(np.unique(a)) < 8:
         return None

@@ -1,4 +1,4 @@
-"""The right elements at wrong places."""
+"""The right elements at the wrong places."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _MOST_ROWS = 256  # rows that are compared with each other where they are equal 
 
 
 def transposed(case: Case) -> str | None:
-    """The right result with two dimensions swapped."""
+    """Finds the right result with two dimensions swapped."""
     if not case.gaps_are_right:
         return None
     for i, j in combinations(range(4), 2):
@@ -30,7 +30,7 @@ def transposed(case: Case) -> str | None:
 
 
 def permuted(case: Case) -> str | None:
-    """The right rows at other places."""
+    """Finds the right rows at other places."""
     n1 = case.expected.ne[1]
     right = case.same_rows(case.a, case.e)
     n = len(right)
@@ -54,7 +54,7 @@ def permuted(case: Case) -> str | None:
 
 
 def _order(source: NDArray[np.int64]) -> str:
-    """Which row each place holds."""
+    """Returns in words which row each place holds."""
     n, index = len(source), np.arange(len(source))
     steps = (source - index) % n
     if n > 2 and (steps == steps[0]).all():
@@ -67,7 +67,7 @@ def _order(source: NDArray[np.int64]) -> str:
 
 
 def _whose_rows(case: Case, right: Flags) -> NDArray[np.int64] | None:
-    """For each row of actual, which row of expected it is; None where one is none."""
+    """Returns for each row of actual which row of expected it is; None if some row is none of them."""
     n = len(right)
     source = np.where(right, np.arange(n), -1)
     if case.is_exact:
@@ -99,7 +99,7 @@ def _whose_rows(case: Case, right: Flags) -> NDArray[np.int64] | None:
 
 
 def shifted(case: Case) -> str | None:
-    """The right elements, all by the same number of places off."""
+    """Finds the right elements, all shifted by the same number of places."""
     if not case.gaps_are_right:
         return None
     size = case.e.shape[-1]
@@ -121,7 +121,8 @@ def shifted(case: Case) -> str | None:
 
 
 def _candidates(e: Bytes, a: Bytes) -> Iterator[int]:
-    """By how many places the elements a may be later than e: where the middle one of a is found in e."""
+    """Yields how many places later than in e the elements of a may be: each place in e that holds the middle element of
+    a."""
     n = len(e)
     # the middle of a, and with it as much of its surroundings as is of several values
     middle = n // 2

@@ -1,4 +1,4 @@
-"""How numbers and rows are said."""
+"""Numbers and rows in words."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from graph_runner.diagnosis.case import Case, Flags
 
 
 def runs_of(numbers: Iterable[int]) -> str:
-    """ "3, 5 to 7 and 2 more" of ascending numbers."""
+    """Returns "3, 5 to 7 and 2 more" for ascending numbers."""
     runs: list[list[int]] = []
     for number in numbers:
         if runs and number == runs[-1][1] + 1:
@@ -24,7 +24,7 @@ def runs_of(numbers: Iterable[int]) -> str:
 
 
 def rows_of(flags: Flags, case: Case) -> str:
-    """The rows of dst that are marked, (n_rows,): "row 5", "rows 3 to 7", "row 2 of [i3 0, i2 1]"."""
+    """Returns the marked rows of dst, (n_rows,), in words: "row 5", "rows 3 to 7", "row 2 of [i3 0, i2 1]"."""
     places = np.flatnonzero(flags)
     _, n1, n2, n3 = case.expected.ne
     by_matrix: dict[tuple[int, int], list[int]] = defaultdict(list)

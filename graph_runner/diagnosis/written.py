@@ -1,4 +1,4 @@
-"""Where a device wrote: outside of dst, into its gaps, nothing, not all of it."""
+"""Where a device wrote: outside of dst, into its gaps, nothing at all, not all of it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from graph_runner.mistakes import inside
 
 
 def written_outside(case: Case) -> str | None:
-    """Where dst is right, or as it was before, and what lies around it is not."""
+    """Finds that dst is right, or as it was before, and that bytes around it were written."""
     if not case.outside:
         return None
     around = case.actual.memory.bytes()
@@ -41,7 +41,7 @@ def _extent(n: int, where: str, case: Case) -> str:
 
 
 def _elsewhere(case: Case) -> str | None:
-    """The right result at another place of the memory: an offset that is ignored."""
+    """Finds the right result at another place of the memory: an offset was ignored."""
     around = case.actual.memory.bytes()
     row = np.ascontiguousarray(case.e[0, 0, 0]).tobytes()
     data, at = around.tobytes(), -1
@@ -61,7 +61,7 @@ def _elsewhere(case: Case) -> str | None:
 
 
 def in_gaps(case: Case) -> str | None:
-    """The right result, and bytes in the gaps between its rows."""
+    """Finds the right result with bytes written in the gaps between its rows."""
     if not case.data_is_right or case.outside:
         return None
     n = int(np.count_nonzero(bytes_of(case.expected) != bytes_of(case.actual)))
@@ -69,14 +69,14 @@ def in_gaps(case: Case) -> str | None:
 
 
 def nothing_written(case: Case) -> str | None:
-    """dst as it was before."""
+    """Finds dst as it was before."""
     if not np.array_equal(case.a, case.b) or not case.gaps_are_right:
         return None
     return "leaves dst as it was before the node ran"
 
 
 def stale_rows(case: Case) -> str | None:
-    """Rows, or elements of all rows, that are as they were before; all others are right."""
+    """Finds rows, or elements of all rows, that are as they were before, while all others are right."""
     if not case.gaps_are_right:
         return None
     right = case.same_rows(case.a, case.e)

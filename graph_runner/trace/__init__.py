@@ -1,6 +1,6 @@
-"""Nodes of a run in one GGUF file, each with the bytes that it reads and those that it gives: captured, and replayed.
+"""Nodes of a run in one GGUF file, each with the bytes that it reads and those that it writes: captured, and replayed.
 
-docs/traces.md says what is in the file. To replay it on the NPU takes neither the model nor llama.cpp.
+docs/traces.md describes the file. A replay on the NPU needs neither the model nor llama.cpp.
 """
 
 from __future__ import annotations

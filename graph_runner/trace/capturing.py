@@ -1,4 +1,4 @@
-"""Captures nodes of a run on ggml's CPU, as a trace."""
+"""Captures nodes of a run on ggml's CPU in a trace."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from graph_runner.trace.writing import TraceWriter, check_output
 
 
 class Selection:
-    """Which nodes of a run: items with commas between them, of which one is enough.
+    """Selects nodes of a run by comma-separated items; a node is selected if it matches one of them.
 
-    GET_ROWS    nodes of an op
-    ffn_out-*   nodes of that name; * and ? stand for any text and any character
-    17, 17-40   nodes at these places in their step, as a diff counts them
-    2:...       the same, in step 2 alone: 2:GET_ROWS, 2:17-40, 0:*
+    GET_ROWS   nodes of an op
+    ffn_out-*  nodes of that name; * and ? stand for any text and any character
+    17, 17-40  nodes at these places in their step, as a diff counts them
+    2:...      the same, in step 2 alone: 2:GET_ROWS, 2:17-40, 0:*
 
     Raises TraceError for an empty item.
     """
@@ -46,7 +46,7 @@ class Selection:
 
     @property
     def without_node(self) -> list[str]:
-        """Items that no node was."""
+        """Items that no node has matched."""
         return [item for item in self.items if item not in self._found]
 
 
@@ -61,13 +61,13 @@ def _matches(item: str, step: int, index: int, node: Node) -> bool:
 
 
 def taken_by_the_npu(step: int, index: int, node: Node) -> bool:
-    """The selection of a capture that was given none: nodes that the NPU's kernels and its profile take."""
+    """The default selection of a capture: nodes that the NPU's kernels and its profile take."""
     return default_backend().refusal(node) is None
 
 
 @dataclass
 class Captured:
-    """What a capture wrote: how many nodes of which op, and how many bytes of tensors."""
+    """What a capture wrote: where the nodes come from, the number of nodes by op, and the bytes of tensors."""
 
     origin: Origin
     ops: Counter[str] = field(default_factory=Counter)
@@ -75,7 +75,7 @@ class Captured:
 
 
 class _Capture:
-    """The observer of a capture: takes down the selected nodes before they run, and what they gave."""
+    """The observer of a capture: records the selected nodes before they run, and their results."""
 
     def __init__(self, ggml: lib.Ggml, select: Callable[[int, int, Node], bool], take: Callable[[Recorded], None]):
         self._ggml, self._select, self._take = ggml, select, take
@@ -100,11 +100,11 @@ class _Capture:
             self._take(Recorded(self._node, span(self._result), self.step, self._index))
 
     def finish(self) -> None:
-        """After the last node."""
+        """Called after the last node."""
 
 
 class _CaptureTogether(_Capture):
-    """Takes down the selected nodes as those of one operator."""
+    """Records the selected nodes as those of one operator."""
 
     def __init__(self, ggml: lib.Ggml, select: Callable[[int, int, Node], bool], take: Callable[[Recorded], None]):
         super().__init__(ggml, select, take)
@@ -144,15 +144,15 @@ def capture(
 ) -> Captured:
     """Runs a prompt and `steps` greedy tokens on llama.cpp's CPU, and writes the selected nodes to a trace.
 
-    settings  of the context, flash attention off where left out; device and n_ctx are set here
-    select    called with a node's step, its place in that and the node; nodes of no elements are left out
-    options   of the NPU that a replay is to have; those of the default backend, where left out
-    together  whether the selected nodes are those of one operator
+    settings  of the context, with flash attention off if omitted; device and n_ctx are set here
+    select    called with a node's step, its place in the step, and the node; nodes without elements are left out
+    options   of the NPU for a replay; those of the default backend if omitted
+    together  whether the selected nodes form one operator
     progress  called with 0..1 while the model loads
     seen      called with each node that is written
 
-    Raises SessionError for a model or settings that llama.cpp refuses, TraceError for a file that cannot be written,
-    or where no node was selected.
+    Raises SessionError for a model or settings that llama.cpp refuses; TraceError for a file that cannot be written, or
+    if no node was selected.
     """
     from graph_runner.session import Sampler, Session
 

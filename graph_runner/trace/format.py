@@ -1,4 +1,5 @@
-"""What is in a trace: where its nodes come from, each node with what it is to give, how the file begins."""
+"""The content of a trace: where its nodes come from, each node with its expected output, and the beginning of the
+file."""
 
 from __future__ import annotations
 
@@ -39,7 +40,7 @@ DIGEST_AT = HEADER_BYTES + len(PREFIX)
 
 
 def digest_of_file(path: Path) -> bytes:
-    """SHA-256 of a trace, with zeros in its place, as hexadecimal digits."""
+    """Returns the SHA-256 of a trace, computed with zeros in place of the digest, as 64 hexadecimal digits."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
         digest.update(file.read(DIGEST_AT) + NO_DIGEST)
@@ -53,12 +54,12 @@ def digest_of_file(path: Path) -> bytes:
 class Origin:
     """Where the nodes of a trace come from.
 
-    model     llama.cpp's words for it
-    device    that computed the expected results
+    model     llama.cpp's description of it
+    device    the device that computed the expected results
     ggml      its version
     rounding  of q8_0 on that CPU
-    threads   that it had
-    options   of the NPU that they are to be computed with, by field name; kernels: of a user, the file and its SHA-256
+    threads   number of threads of that CPU
+    options   of the NPU for a replay, by field name; kernels: a user's kernel files with their SHA-256
     """
 
     model: str
@@ -72,13 +73,13 @@ class Origin:
 
 @dataclass(frozen=True)
 class Recorded:
-    """A node before it runs, over memory that is its own, and what it is to give.
+    """A node before it runs, over memory of its own, with its expected output.
 
     expected  the bytes of its output's span
     step      0 is the prompt, then one per decoded token
     index     place among the step's nodes
-    lead      nodes before it, that are to run together with it as one operator
-    wanted    what of their outputs is to come of that, each with its bytes
+    lead      earlier nodes that run together with it as one operator
+    wanted    the outputs of these (whole or a view) that are expected too, each with its bytes
     """
 
     node: Node
@@ -90,7 +91,7 @@ class Recorded:
 
     @property
     def graph(self) -> Graph:
-        """The nodes, of which only the last one is read beyond them."""
+        """The nodes as a graph; only the last result is read outside of it."""
         nodes = (*self.lead, self.node)
         producers = tuple(
             tuple(_made_by(source, nodes[:place]) for source in node.src) for place, node in enumerate(nodes)
@@ -99,12 +100,12 @@ class Recorded:
 
     @property
     def reference(self) -> Tensor:
-        """The output as it is to be."""
+        """The expected output."""
         return replace(self.node.dst, memory=Memory.of(self.expected), offset=0, packed=None)
 
 
 def _made_by(source: Tensor | None, nodes: tuple[Node, ...]) -> int | None:
-    """Which node's output a source is a view of."""
+    """Returns which node's output a source is a view of, or None."""
     if source is None or not source.nbytes:
         return None
     places = [

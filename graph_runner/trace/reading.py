@@ -33,7 +33,7 @@ _LIMIT = 1 << 62
 
 
 class Trace:
-    """The nodes of a trace: iterated, each is read from the file when it comes, over memory of its own."""
+    """The nodes of a trace. Iteration reads each node from the file when it comes, over memory of its own."""
 
     def __init__(self, origin: Origin, nodes: list[_Stored], data: dict[int, Bytes]) -> None:
         self.origin = origin
@@ -67,7 +67,7 @@ class Trace:
         return Recorded(nodes[-1], self._data[stored.expected], stored.step, stored.index, nodes[:-1], wanted)
 
     def outlines(self) -> Iterator[Node]:
-        """The nodes, without what their tensors hold."""
+        """Returns the nodes without the content of their tensors."""
         return (node for stored in self._nodes for node in stored.nodes)
 
     def _memory(self, place: int, beyond: int, packed: str | None) -> tuple[Memory, int, Packed | None]:
@@ -81,9 +81,9 @@ class Trace:
 
 @dataclass(frozen=True)
 class _Stored:
-    """Nodes as the file has them: `memory.address` of their tensors is the number of a group; a group is the number of
-    the tensor of the file that has its bytes, and how far beyond an aligned address it lay; a tensor in the device's
-    layout is marked by one that holds nothing."""
+    """Nodes as in the file. `memory.address` of a tensor is the number of its group; a group has the number of the
+    tensor in the file that holds its bytes, and its offset from an aligned address; a tensor in the device's layout has
+    an empty `packed`."""
 
     nodes: tuple[Node, ...]
     groups: list[tuple[int, int]]
@@ -93,16 +93,17 @@ class _Stored:
     index: int
 
     def tensors(self) -> list[Tensor]:
-        """All of their tensors."""
+        """Returns all tensors of the nodes."""
         return [tensor for node in self.nodes for tensor in (node.dst, *node.src) if tensor is not None]
 
     def type_of(self, group: int) -> str:
-        """Of the tensors of a group."""
+        """Returns the type of the tensors of a group."""
         return next(each.type for each in self.tensors() if each.nbytes and each.memory.address == group)
 
 
 def read_trace(path: Path) -> Trace:
-    """Opens a trace whose digest is right. Raises TraceError for what is none, not whole, or was changed."""
+    """Opens a trace and checks its digest. Raises TraceError for a file that is not a trace, is not whole, or was
+    changed."""
     where = f"trace {str(path)!r}"
     if not path.is_file():
         raise TraceError(f"{where}: {'is a directory' if path.is_dir() else 'no such file'}")

@@ -1,4 +1,4 @@
-"""Replays a trace: a device computes its nodes again. On the NPU this takes neither the model nor llama.cpp."""
+"""Replays a trace: a device computes its nodes again. On the NPU this needs neither the model nor llama.cpp."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from graph_runner.trace.reading import Trace, read_trace
 
 @dataclass
 class ReplayResult:
-    """A replay of one trace. Falsy where a node differs, or where none was compared.
+    """The replay of one trace. Falsy if a node is wrong, or if none was compared.
 
     refused  nodes that the device does not take, by op and reason
     """
@@ -36,6 +36,7 @@ class ReplayResult:
 
     @property
     def wrong(self) -> list[NodeResult]:
+        """Nodes whose result is wrong, and nodes that failed."""
         return [node for node in self.nodes if not node]
 
     def __bool__(self) -> bool:
@@ -52,17 +53,18 @@ def replay(
     seen: Callable[[NodeResult], None] = lambda node: None,
     about_to: Callable[[str, int, int, Node | None], None] = lambda how, step, place, node: None,
 ) -> ReplayResult:
-    """Computes each node of a trace on a device and compares with what is expected.
+    """Computes each node of a trace on a device and compares with the expected output.
 
-    device  "NPU": the kernels of a backend, without llama.cpp; any other that ggml has. Left out: the NPU, and the CPU
-            where the results are the NPU's
-    backend  what the NPU is; the default one, where left out
-    repeat  how often each is computed at the same addresses, with other values in its sources in between: what a kernel
-            keeps of an earlier call shows
-    seen    called with each node's result
-    about_to  called before the device computes a node, as `diff` calls it
+    device    "NPU": the kernels of a backend, without llama.cpp; or any other device of ggml. If omitted: the NPU, or
+              the CPU if the results are the NPU's
+    backend   what the NPU is; the default backend if omitted
+    rules     which differences are right; the built-in rules if omitted
+    repeat    how often to compute each node at the same addresses, with other values in its sources in between: this
+              shows whether a kernel reuses data of an earlier call
+    seen      called with each node's result
+    about_to  called before the device computes a node, and with how "" after it
 
-    Raises TraceError for a file that is no whole trace, KernelError for a device that ggml has not.
+    Raises TraceError for a file that is not a whole trace, KernelError for a device that ggml does not have.
     """
     trace = read_trace(path)
     device = device or ("CPU" if trace.origin.device == NPU else NPU)
@@ -95,7 +97,7 @@ def _computer(device: str, backend: Backend, trace: Trace) -> Iterator[Backend |
 
 
 def _replayed(recorded: Recorded, computer: Backend | Replica, rules: Rules, repeat: int) -> NodeResult:
-    """The first of the runs that is wrong, or the last one."""
+    """Returns the first wrong result of the runs, or the last result."""
     nodes = recorded.graph.nodes
     memories = {
         tensor.memory.address: tensor.memory
@@ -122,12 +124,12 @@ def _replayed(recorded: Recorded, computer: Backend | Replica, rules: Rules, rep
 
 
 def _order(run: int) -> tuple[bool, ...]:
-    """Which calls of one round are disturbed ones: no two rounds are alike, so that no period is met."""
+    """Returns which calls of a round are disturbed; rounds differ, so that no period of a kernel matches them."""
     return True, *[False] * (2 + run % 3), *[True] * (run % 2)
 
 
 def _disturb(recorded: Recorded) -> None:
-    """Halves what sources of float types hold: other values, as good as theirs."""
+    """Halves the values of f32 sources: other values, just as valid."""
     for node in recorded.graph.nodes:
         for source in node.src:
             if source is not None and source.type == "f32" and source.nbytes and source.packed is None:
@@ -165,7 +167,7 @@ def _compared(recorded: Recorded, computer: Backend | Replica, rules: Rules, hel
 
 
 def _over(source: Tensor | None, held: dict[int, Bytes]) -> Tensor | None:
-    """A source over what it held."""
+    """Returns a source over what it held."""
     return None if source is None else _as(source, held[id(source)])
 
 
@@ -174,7 +176,7 @@ def _as(tensor: Tensor, data: Bytes) -> Tensor:
 
 
 def _wrote_outside(graph: Graph, before: dict[int, Bytes]) -> bool:
-    """Whether bytes are others than before that lie in no output: around them, or in sources."""
+    """Whether bytes changed that lie in no output: around them, or in sources."""
     changed = {address: held != Memory(address, held.size).bytes() for address, held in before.items()}
     for node in graph.nodes:
         if node.dst.memory.address in changed:

@@ -1,4 +1,4 @@
-"""Writes a trace: a node at a time, complete or not at all."""
+"""Writes a trace node by node, whole or not at all."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ from graph_runner.trace.format import (
 
 
 class TraceWriter:
-    """Writes a trace, a node at a time: as a context manager, complete or not at all.
+    """Writes a trace node by node. A context manager: the file is written whole at its end, or not at all.
 
-    Raises TraceError for a path that cannot be written, or where there is no node.
+    Raises TraceError for a path that cannot be written, or if there is no node.
     """
 
     def __init__(self, path: Path, origin: Origin) -> None:
@@ -57,7 +57,7 @@ class TraceWriter:
         return len(self._nodes)
 
     def add(self, recorded: Recorded) -> None:
-        """Adds a node, which must not be empty."""
+        """Adds a node, whose output must not be empty. Raises TraceError if its bytes cannot be written."""
         nodes, place = recorded.graph.nodes, dict[int, tuple[int, int]]()
         groups: list[dict[str, int]] = []
         tensors = {
@@ -103,7 +103,7 @@ class TraceWriter:
         self._nodes.append(json.dumps(data, separators=(",", ":")))
 
     def _put(self, data: Bytes) -> int:
-        """The number of the tensor of the file that holds some bytes: one for all that are equal."""
+        """Returns the number of the tensor in the file that holds these bytes; equal bytes are stored once."""
         digest = hashlib.sha256(data.data).digest()
         if digest not in self._places:
             self._places[digest] = len(self._places)
@@ -150,7 +150,7 @@ class TraceWriter:
 
 
 def check_output(path: Path) -> None:
-    """Raises TraceError for a path that no trace can be written to."""
+    """Raises TraceError for a path that a trace cannot be written to."""
     why = None
     if path.is_dir():
         why = "is a directory"
@@ -165,7 +165,7 @@ def check_output(path: Path) -> None:
 
 
 def write_trace(path: Path, nodes: Iterable[Recorded], origin: Origin) -> None:
-    """Writes nodes to a file, all or nothing. Raises TraceError."""
+    """Writes nodes to a file, whole or not at all. Raises TraceError."""
     with TraceWriter(path, origin) as writer:
         for recorded in nodes:
             writer.add(recorded)
@@ -174,9 +174,10 @@ def write_trace(path: Path, nodes: Iterable[Recorded], origin: Origin) -> None:
 def save_nodes(
     path: Path, graph: Graph, expected: Mapping[int, Tensor], origin: Origin, *, step: int = 0, index: int = 0
 ) -> None:
-    """Writes a trace of a node, or of nodes that are to run as one operator. Their tensors hold what they held before.
+    """Writes a trace of a node, or of nodes that run as one operator. Their tensors hold what they held before they
+    ran.
 
-    expected  what they are to give, by place: the last one's output, of others all or a view
+    expected  the expected outputs by place: the whole output of the last one, and of others the whole or a view
 
     Raises TraceError.
     """
@@ -189,5 +190,5 @@ def save_nodes(
 
 
 def _on(dst: Tensor, view: Tensor) -> Tensor:
-    """A view over the memory of dst, which it begins with."""
+    """Returns a view over the memory of dst, at the beginning of dst."""
     return replace(view, memory=dst.memory, offset=dst.offset, packed=None)

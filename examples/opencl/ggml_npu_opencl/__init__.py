@@ -40,8 +40,8 @@ _OPTIONAL = {("SWIGLU", 2), ("SOFT_MAX", 2), ("ROPE", 3), ("SET_ROWS", 3)}
 
 
 def _compiling(chips: list[cl.Device]) -> tuple[cl.Device, cl.Context]:
-    """The first device whose compiler compiles, with a context of its own: an old PoCL does not know new processors.
-    Raises DeviceError where there is none."""
+    """Returns the first device whose compiler works, with a context of its own: an old PoCL does not know new
+    processors. Raises DeviceError if there is none."""
     said = ""
     for chip in chips:
         context = cl.Context([chip])
@@ -55,11 +55,12 @@ def _compiling(chips: list[cl.Device]) -> tuple[cl.Device, cl.Context]:
 
 
 class OpenCL(QueuedDevice):
-    """The first device of any platform whose compiler works; a GPU before a CPU."""
+    """The first device of any platform whose compiler works; a GPU is preferred to a CPU."""
 
     name, type, ops = "OPENCL0", "gpu", tuple(_TAKEN)
 
     def open(self) -> None:
+        """Finds the device and makes its queue. Raises DeviceError if there is none."""
         try:
             found = [device for platform in cl.get_platforms() for device in platform.get_devices()]
         except cl.Error as error:
@@ -74,56 +75,70 @@ class OpenCL(QueuedDevice):
     # memory
 
     def alloc(self, size: int) -> cl.Buffer:
+        """Allocates a buffer of `size` bytes."""
         return cl.Buffer(self._context, cl.mem_flags.READ_WRITE, max(size, 1))
 
     def free(self, handle: cl.Buffer) -> None:
+        """Releases a buffer after the queue is done."""
         self.synchronize()
         handle.release()
 
     def copy_in(self, handle: cl.Buffer, offset: int, data: Any) -> None:
+        """Copies bytes from the host into a buffer and waits."""
         cl.enqueue_copy(self._queue, handle, data, dst_offset=offset, is_blocking=True)
 
     def copy_out(self, handle: cl.Buffer, offset: int, out: Any) -> None:
+        """Copies bytes from a buffer to the host and waits."""
         cl.enqueue_copy(self._queue, out, handle, src_offset=offset, is_blocking=True)
 
     def copy_in_async(self, handle: cl.Buffer, offset: int, data: Any) -> None:
+        """Queues a copy from the host; `data` is kept until `synchronize`."""
         self._kept.append(data)
         cl.enqueue_copy(self._queue, handle, data, dst_offset=offset, is_blocking=False)
 
     def copy_out_async(self, handle: cl.Buffer, offset: int, out: Any) -> None:
+        """Queues a copy to the host; `out` is kept until `synchronize`."""
         self._kept.append(out)
         cl.enqueue_copy(self._queue, out, handle, src_offset=offset, is_blocking=False)
 
     def copy_async(self, source: Any, source_offset: int, target: Any, target_offset: int, size: int) -> None:
+        """Queues a copy of `size` bytes between buffers."""
         cl.enqueue_copy(
             self._queue, target, source, src_offset=source_offset, dst_offset=target_offset, byte_count=size
         )
 
     def copy(self, source: cl.Buffer, source_offset: int, target: cl.Buffer, target_offset: int, size: int) -> None:
+        """Copies `size` bytes between buffers and waits."""
         self.copy_async(source, source_offset, target, target_offset, size)
         self._queue.finish()
 
     def fill(self, handle: cl.Buffer, offset: int, size: int, value: int) -> None:
+        """Sets `size` bytes of a buffer to one value and waits."""
         cl.enqueue_fill_buffer(self._queue, handle, np.uint8(value), offset, size).wait()
 
     # the queue
 
     def synchronize(self) -> None:
+        """Waits until the queue is done."""
         self._queue.finish()
         self._kept.clear()
 
     def record(self) -> cl.Event:
+        """Returns an event that happens when everything queued so far is done."""
         return cl.enqueue_marker(self._queue)
 
     def wait(self, event: cl.Event) -> None:
+        """Makes the queue wait for an event."""
         cl.enqueue_barrier(self._queue, wait_for=[event])
 
     def wait_for(self, event: cl.Event) -> None:
+        """Makes the host wait for an event."""
         event.wait()
 
     # nodes
 
     def refusal(self, node: Node) -> str | None:
+        """Returns why the device does not take a node, None if it does."""
         for index, (tensor, types) in enumerate(zip((node.dst, *node.src), _TAKEN[node.op], strict=False)):
             if tensor is None and (node.op, index) not in _OPTIONAL:
                 return f"source {index - 1} is left out"
@@ -134,6 +149,7 @@ class OpenCL(QueuedDevice):
         return _REFUSALS.get(node.op, lambda node: None)(node)
 
     def compile(self, graph: Graph) -> Program:
+        """Prepares the kernel launches of a graph. Returns the program that queues them."""
         launches = [launch for node in graph.nodes for launch in self._launches(node)]
         self._queue.finish()
 
@@ -145,7 +161,7 @@ class OpenCL(QueuedDevice):
         return run
 
     def _launches(self, node: Node) -> list[Launch]:
-        """What computes a node, in order."""
+        """Returns the kernel launches that compute a node, in order."""
         dst, params = node.dst, OWN[node.op].params
         p: Any = params.of(node.params) if params is not None else None
         src = (*node.src, None, None, None)

@@ -26,7 +26,7 @@ _INT8_MOST = np.float32(127)  # an argument: to divide by a constant, XLA multip
 
 
 class Handle:
-    """Memory of the device: an array of bytes, which each program that writes to it replaces."""
+    """Memory of the device: an array of bytes, replaced by each program that writes to it."""
 
     def __init__(self, size: int) -> None:
         self.array: Array = jnp.zeros(size, jnp.uint8)
@@ -43,12 +43,13 @@ def _get(array: Array, offset: Array, size: int) -> Array:
 
 
 class XLA(Device):
-    """The first device of JAX: a TPU, a GPU, else the CPU."""
+    """JAX's first device: a TPU or GPU if there is one, else the CPU."""
 
     name, type, constants = "XLA0", "gpu", False
     largest = (1 << 31) - 1  # XLA's indices are int32
 
     def open(self) -> None:
+        """Finds the device. Raises DeviceError if JAX has none."""
         try:
             chip = jax.devices()[0]
         except RuntimeError as error:
@@ -56,21 +57,26 @@ class XLA(Device):
         self.description = f"{chip.platform} by XLA, jax {jax.__version__}"
 
     def alloc(self, size: int) -> Handle:
+        """Allocates `size` bytes, set to 0."""
         return Handle(size)
 
     def copy_in(self, handle: Handle, offset: int, data: Any) -> None:
+        """Copies bytes from the host."""
         handle.array = _put(handle.array, np.array(data), np.int32(offset))
 
     def copy_out(self, handle: Handle, offset: int, out: Any) -> None:
+        """Copies bytes to the host; waits for the programs that write them."""
         out[:] = np.asarray(_get(handle.array, np.int32(offset), out.size))
 
     def fill(self, handle: Handle, offset: int, size: int, value: int) -> None:
+        """Sets `size` bytes to one value."""
         handle.array = _put(handle.array, jnp.full(size, value, jnp.uint8), np.int32(offset))
 
     def synchronize(self) -> None:
-        """What copies out waits by itself."""
+        """Does nothing: a copy to the host waits by itself."""
 
     def refusal(self, node: Node) -> str | None:
+        """Returns why the device does not take a node, None if it does."""
         taken, optional = _TYPES[node.op]
         if len(node.src) >= len(taken):
             return f"{len(node.src)} sources"
@@ -82,6 +88,7 @@ class XLA(Device):
         return _refusal_of_params(node)
 
     def compile(self, graph: Graph) -> Program:
+        """Returns the program of a graph, jitted once for each assignment of its tensors to buffers."""
         traced = _Traced(graph)
         written = frozenset(graph.root_of(each) for tensors in graph.beyond for each in tensors if each.nbytes)
         jitted: dict[tuple[int, ...], Callable[..., list[Array]]] = {}
@@ -103,8 +110,8 @@ class XLA(Device):
 
 
 class _Traced:
-    """A graph as a function of the bytes of its buffers. While it is traced, `values` has of each root what it holds:
-    its type, and all its elements."""
+    """A graph as a function of the bytes of its buffers. During tracing, `values` holds the content of each root: its
+    type and all its elements."""
 
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
@@ -138,7 +145,7 @@ class _Traced:
         return [buffers[at] for at in changed]
 
     def elements(self, root: int, dtype: Any) -> Array:
-        """All that a root holds, as a vector of a type."""
+        """Returns all elements of a root, as a vector of a type."""
         if root not in self.values:
             self.values[root] = jnp.uint8, self.load(root)
         known, flat = self.values[root]
@@ -152,7 +159,7 @@ class _Traced:
         return lax.bitcast_convert_type(flat[: len(flat) // size * size].reshape(-1, size), dtype)
 
     def read(self, tensor: Tensor | None) -> Array:
-        """A tensor's elements, (ne3, ne2, ne1, ne0); a quantised one's as float32."""
+        """Returns a tensor's elements, (ne3, ne2, ne1, ne0); those of a quantised tensor as float32."""
         assert tensor is not None
         root, shape = self.graph.root_of(tensor), tensor.ne[::-1]
         if tensor.codec.dtype is None:
@@ -162,7 +169,7 @@ class _Traced:
         return self._strided(root, tensor, _DTYPES[tensor.type], shape, tensor.nb[::-1])
 
     def blocks(self, tensor: Tensor) -> Array:
-        """A quantised tensor's bytes, (ne3, ne2, ne1, blocks in a row, block bytes)."""
+        """Returns a quantised tensor's bytes, (ne3, ne2, ne1, blocks in a row, block bytes)."""
         shape = (*tensor.ne[:0:-1], tensor.n_blocks, tensor.codec.block_bytes)
         return self._strided(self.graph.root_of(tensor), tensor, jnp.uint8, shape, (*tensor.nb[::-1], 1))
 
@@ -188,7 +195,7 @@ class _Traced:
 
 
 def _places(offset: int, shape: tuple[int, ...], strides: tuple[int, ...], size: int) -> Any:
-    """Of each element, its index."""
+    """Returns the index of each element."""
     axes = np.ogrid[tuple(slice(n) for n in shape)]
     return ((offset + sum(axis * stride for axis, stride in zip(axes, strides, strict=True))) // size).astype(np.int32)
 
@@ -213,8 +220,8 @@ _DECODERS: dict[str, Callable[[Array], Array]] = {
 
 
 def _rounded(x: Array, type: str, int8_most: Array) -> tuple[Array, Array]:
-    """Columns as ggml's CPU rounds them where weights have a type: to float16, or to blocks of int8. Then of each block
-    the sum too, as q8_1 has it."""
+    """Returns columns rounded as on ggml's CPU for weights of this type: to float16, or to blocks of int8; and the sum
+    of each block, as in q8_1."""
     if type == "f32":
         return x, x
     if type == "f16":
