@@ -146,7 +146,7 @@ class DiffOptions:
     progress   called with 0..1 while the model loads
     seen       called with each node's result
     about_to   called before the device computes a node, with how ("isolated", "own", "fused N"), step, place and node;
-               and with how "" after an isolated node or a node of its own run
+               and with how "" after it
     begun      called with the result before it has any nodes
     notes      additions to `device_options`: a user's kernel files
     """

@@ -71,7 +71,9 @@ class Timer:
         copied: dict[int, int] = {}
         for op, on, timed in zip(ops, on_npu, self.nodes, strict=True):
             (here if on else there)[op] += timed.device if on else timed.host  # type: ignore[assignment]
-            copied |= {source: n for source, n in timed.reads if on_npu[source] != on}
+            for source, n in timed.reads:
+                if on_npu[source] != on:
+                    copied[source] = max(n, copied.get(source, 0))
         return Prediction(here, there, sum(copied.values()) / self.clock.bus)
 
 

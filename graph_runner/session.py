@@ -429,11 +429,13 @@ class Session:
         llama_cpp.llama_memory_seq_add(memory, 0, end, -1, begin - end)
 
     def logits(self) -> NDArray[np.float32]:
-        """Returns a copy of the logits of the last token, (n_vocab,). Raises SessionError if the device failed to
-        deliver them."""
+        """Returns a copy of the logits of the last token, (n_vocab,). Raises SessionError if no token was decoded, or
+        the device failed to deliver them."""
         n_vocabulary = llama_cpp.llama_vocab_n_tokens(self._vocabulary)
         pointer = llama_cpp.llama_get_logits_ith(self._context, -1)
         self._refuse_what_is_lost()
+        if not pointer:
+            raise SessionError("logits: no token has been decoded")
         return np.ctypeslib.as_array(pointer, (n_vocabulary,)).copy()
 
 

@@ -11,7 +11,7 @@ from ggml_backend_npu.abi.fenced import ALIGNMENT, fenced, is_damaged
 from ggml_backend_npu.fusion import Fusion
 from graph_runner.compare import Comparison, compare, heat
 from graph_runner.copies import blank
-from graph_runner.results import NodeResult, Verdict
+from graph_runner.results import NodeResult, Verdict, failure_of
 from graph_runner.rules import Rules
 
 
@@ -197,17 +197,14 @@ class Spans:
         fusion, fused = found
         failure = None
         last = collected.nodes[len(fusion.ops) - 1]
-        self._about_to(
-            f"fused {len(fusion.ops)}",
-            self._step,
-            last.index,
-            replace(graph.nodes[len(fusion.ops) - 1], op=fusion.name),
-        )
+        whole = replace(graph.nodes[len(fusion.ops) - 1], op=fusion.name)
+        self._about_to(f"fused {len(fusion.ops)}", self._step, last.index, whole)
         try:
             with self._backend.team.working():
                 fused.call()
         except Exception as error:
-            failure = f"{type(error).__name__}: {error}"
+            failure = failure_of(error)
+        self._about_to("", 0, 0, whole)
         results, wanted = [], {}
         for place, written in fused.written.items():
             result = collected.nodes[place].result

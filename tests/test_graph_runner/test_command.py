@@ -342,6 +342,11 @@ def test_a_prompt_beyond_the_training_context_is_told(cli: Cli, tiny: Path, tmp_
     assert "ggml-npu: 26 + 4 tokens are more than the 16 that the model was trained for" in outcome.err
 
 
+def test_a_session_has_no_logits_before_a_token(tiny: Path) -> None:
+    with Session(tiny, Settings()) as session, pytest.raises(SessionError, match="no token has been decoded"):
+        session.logits()
+
+
 def test_a_prompt_tells_how_far_it_is(tiny: Path) -> None:
     seen: list[int] = []
     with Session(tiny, Settings(n_ctx=1024)) as session:
