@@ -212,20 +212,30 @@ def _next_steps(node: NodeResult, options: dict[str, str]) -> list[str]:
     if command is not None:
         lines.append(f"compute it again without the model: {command}")
     if node.test is not None:
-        lines.append(f"nearest test cases of ggml: {node.test}")
+        command = shlex.join(["ggml-npu", "test", *_kernel_files(options), *_device_file(options)])
+        lines.append(f"nearest test cases of ggml: {command} {node.test.removeprefix('test-backend-ops test ')}")
     return lines
 
 
 def _replay_command(node: NodeResult, options: dict[str, str]) -> str | None:
-    """Returns the command that replays a node's reproducer with the diff's kernel files."""
+    """Returns the command that replays a node's reproducer with the diff's kernel files and device."""
     if node.reproducer is None:
         return None
     command = ["ggml-npu", "replay", node.reproducer]
-    for name in options.get("kernels", "").split(", "):
-        command += ["--kernels", name.rpartition(" sha256:")[0]] if name else []
+    for name in _kernel_files(options):
+        command += ["--kernels", name]
+    command += _device_file(options)
     if node.wrong_in == OWN_RUN:
         command += ["--repeat", str(_REPEATS)]
     return shlex.join(command)
+
+
+def _kernel_files(options: dict[str, str]) -> list[str]:
+    return [name.rpartition(" sha256:")[0] for name in options.get("kernels", "").split(", ") if name]
+
+
+def _device_file(options: dict[str, str]) -> list[str]:
+    return ["--device-file", options["device_file"]] if "device_file" in options else []
 
 
 def diff_json(result: DiffResult) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -49,9 +50,10 @@ class NpuOptions:
 
     @property
     def described(self) -> dict[str, str]:
-        """The kernel files with their SHA-256, as a trace and a report name them."""
+        """The kernel files with their SHA-256 and the device's file, as a trace and a report name them."""
         texts = [f"{path} sha256:{hashlib.sha256(path.read_bytes()).hexdigest()}" for path in self._files]
-        return {"kernels": ", ".join(texts)} if texts else {}
+        given = {"kernels": ", ".join(texts), "device_file": os.environ.get("GGML_NPU_DEVICE_FILE", "")}
+        return {name: text for name, text in given.items() if text}
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ from ggml_backend_npu.abi.contexts import Context
 from ggml_backend_npu.abi.crash import crashes_told
 from ggml_backend_npu.abi.guard import Failures, interrupts_wait, stopped_by_interrupts
 from ggml_backend_npu.abi.plugin import PROBED, Plugin, alone
+from ggml_backend_npu.backend import NO_KERNEL
 from graph_runner import endings
 from graph_runner.console import printable
 from graph_runner.errors import SessionError as SessionError
@@ -335,7 +336,10 @@ class Session:
 
     def why_left(self, op: str) -> str:
         """Returns why the NPU did not compute nodes of an op."""
-        return (self.npu.refusals if self.npu is not None else {}).get(op, LEFT_BY_THE_SCHEDULER)
+        if self.npu is None:
+            return LEFT_BY_THE_SCHEDULER
+        usual = LEFT_BY_THE_SCHEDULER if op in self.npu.backend.ops else NO_KERNEL
+        return self.npu.refusals.get(op, usual)
 
     @property
     def trained_for(self) -> int:

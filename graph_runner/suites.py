@@ -50,7 +50,7 @@ _OPTIONS = {
 _LOAD_PLUGINS = "\nstatic const bool plugins_are_loaded = (ggml_backend_load_all(), true);\n"
 
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
-_LOADED = re.compile(r"Backend \d+/\d+: NPU")
+_BACKEND = re.compile(r"Backend \d+/\d+: (\w+)")
 _HEADER = re.compile(r"$|Testing \d+ devices|Backend \d+/\d+: |  Skipping|  Device \w+: |load_backend: ")
 _COMPILING = "ggml-npu: compiling "
 _CASE = re.compile(r".*?  (\w+)\((.*)\): (OK|FAIL|not supported \[(.*)\])")
@@ -84,8 +84,9 @@ def backend_ops(
     options: Mapping[str, str] | None = None,
     seen: Callable[[Case], object] = lambda case: None,
     pattern: str | None = None,
+    device: str = "NPU",
 ) -> list[Case]:
-    """Runs the cases of test-backend-ops for some ops on the NPU.
+    """Runs the cases of test-backend-ops for some ops on a device of the plugin.
 
     options  environment variables for the plugin: GGML_NPU_MEMORY, GGML_NPU_KERNELS, ...
     seen     called with each case when it is done
@@ -98,8 +99,8 @@ def backend_ops(
     failing: list[tuple[str, str]] = []
     loaded = False
     chosen = ["-o", ",".join(ops)] + ([] if pattern is None else ["-p", pattern])
-    for line in _with_plugin("test-backend-ops", ["test", "-b", "NPU", *chosen], options):
-        loaded = loaded or _LOADED.fullmatch(line) is not None
+    for line in _with_plugin("test-backend-ops", ["test", "-b", device, *chosen], options):
+        loaded = loaded or ((backend := _BACKEND.fullmatch(line)) is not None and backend[1] == device)
         log += [] if _HEADER.match(line) else [line]
         if found := _CASE.match(line):
             cases.append(_case(found, log))
@@ -108,7 +109,7 @@ def backend_ops(
         elif found := _FAILING_CASE.fullmatch(line):
             failing.append((found[1], found[2]))
     if not loaded:
-        raise SuiteError("test-backend-ops has no device NPU")
+        raise SuiteError(f"test-backend-ops has no device {device}")
     # a case that ends before it is computed, for want of memory, has no line of its own
     told = {(case.group, case.name) for case in cases if case.verdict == "failed"}
     return cases + [Case(*case, "failed", log=f"{case[0]}({case[1]}): FAIL") for case in failing if case not in told]

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from graph_runner.cli.common import stderr, use_device
-from graph_runner.cli.options import WRITES, Model, NodesContextOptions, OpOptions, PromptOptions
+from graph_runner.cli.options import WRITES, DeviceFile, Model, NodesContextOptions, OpOptions, PromptOptions
 
 Output = Annotated[
     Path, typer.Option("-o", "--output", metavar="FILE.gguf", help="Trace file to write.", show_default=False), WRITES
@@ -28,6 +28,7 @@ def capture(
     steps: Annotated[int, typer.Option("-n", "--steps", min=0, help="Tokens to decode after the prompt.")] = 1,
     nodes: Annotated[str | None, typer.Option(metavar="ITEM,ITEM,...", help=NODES_HELP)] = None,
     context: NodesContextOptions,
+    device_file: DeviceFile = None,
     npu: OpOptions,
 ) -> None:
     """Save nodes of a run in a file: the inputs of each, and the result of ggml's CPU.

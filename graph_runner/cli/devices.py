@@ -9,12 +9,13 @@ from graph_runner.console import Console, table
 
 def devices(*, device_file: DeviceFile = None, options: DeviceOptions) -> None:
     """List ggml's devices, the NPU's profile, and what the NPU promises for each op on this machine: the bytes of this
-    ggml's CPU, or a bound.
+    ggml's CPU, or a bound. For a device of your own, list the ops that it may take.
 
     Promises are measured once for each ggml. The first time, this takes as long as compiling all kernels.
     """
     import ggml_backend_npu
     from ggml_backend_npu.abi.lib import list_devices
+    from ggml_backend_npu.device_backend import DeviceBackend
     from graph_runner.promises import promises
 
     use_device(options)
@@ -25,6 +26,10 @@ def devices(*, device_file: DeviceFile = None, options: DeviceOptions) -> None:
         shown.add_row(device.name, device.type, device.backend, device.description)
     console = Console()
     console.print(shown)
+    if isinstance(npu.backend, DeviceBackend):
+        computed = " ".join(sorted(npu.backend.ops))
+        console.print(f"ggml {ggml.version}; {npu.backend.name} may take: {computed}", highlight=False)
+        return
     chosen = npu.backend.options.profile
     console.print(f"ggml {ggml.version}; profile {chosen.name}: {chosen.description}", highlight=False)
     promised = table("op", "nodes", "promise", "why")

@@ -14,6 +14,7 @@ from graph_runner.cli.options import (
     READS,
     ComputeOptions,
     Device,
+    DeviceFile,
     InProcess,
     JsonFile,
     Kernels,
@@ -40,6 +41,7 @@ def replay(
     ] = None,
     json_file: JsonFile = None,
     kernels: Kernels = None,
+    device_file: DeviceFile = None,
     npu: ComputeOptions,
     tolerances: ToleranceFile = None,
     repeat: Annotated[
@@ -60,7 +62,7 @@ def replay(
     input; 3: an internal error.
     """
     if device is not None and device.lower() != Device.NPU:
-        refuse_without_the_npu(device, npu, kernels=kernels)
+        refuse_without_the_npu(device, npu, kernels=kernels, device_file=device_file)
     with nullcontext() if in_process else begun("graph_runner.trace") as child:
         from graph_runner.jobs import NpuOptions, ReplayJob, run_replay
 

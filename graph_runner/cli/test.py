@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from graph_runner.cli.common import stderr, use_device
-from graph_runner.cli.options import READS, DeviceOptions
+from graph_runner.cli.options import READS, DeviceFile, DeviceOptions
 from graph_runner.console import Console
 from graph_runner.errors import BadInputError
 
@@ -36,14 +36,14 @@ def judge(
     build_only: Annotated[
         bool, typer.Option("--build", help="Only build ggml's test programs: some 4 minutes the first time.")
     ] = False,
+    device_file: DeviceFile = None,
     device: DeviceOptions,
 ) -> None:
     """Test kernels: run ggml's own test cases (test-backend-ops) for the ops that a file registers.
 
-    ggml's tests are built the first time, from the sources of llama-cpp-python. The line that `diff` prints for a wrong
-    node, `test-backend-ops test -o OP -p REGEX`, runs here as `ggml-npu test -o OP -p REGEX`, with the file of kernels
-    or, for the backend's own, without one. Exit code 0: every case that is supported passes; 1: one fails, or none is
-    supported; 2: bad input.
+    ggml's tests are built the first time, from the sources of llama-cpp-python. Without a file, -o chooses ops of the
+    backend's own kernels, or of a device of your own. `diff` prints such a command for a wrong node. Exit code 0: every
+    case that is supported passes; 1: one fails, or none is supported; 2: bad input.
     """
     from ggml_backend_npu import default_backend
     from ggml_backend_npu.kernel_files import load_kernels
@@ -67,7 +67,11 @@ def judge(
     build(console)
     with console.status("test-backend-ops") as status:
         cases = backend_ops(
-            names, options, pattern=pattern, seen=lambda case: status.update(f"{case.group}({case.name})")
+            names,
+            options,
+            pattern=pattern,
+            device=default_backend().name,
+            seen=lambda case: status.update(f"{case.group}({case.name})"),
         )
     without = [name for name in names if not any(case.group == name for case in cases)]
     if without:
