@@ -1,4 +1,4 @@
-"""What the CPU backend of an older ggml ends the process over, though it says that it supports it."""
+"""Nodes over which the CPU backend of an older ggml ends the process, though its supports_op takes them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from ggml_backend_npu.ir import Node
 
 
 def why(ggml: Ggml, node: Node) -> str | None:
-    """Why a node, which is sound, cannot be given to this ggml's CPU."""
+    """Why a valid node cannot be given to this ggml's CPU backend; None where it can."""
     version, tensors = numbers(ggml.version), [node.dst, *(source for source in node.src if source is not None)]
     if version < (0, 15) and node.op in ("NORM", "L2_NORM") and any(t.nb[0] != t.codec.block_bytes for t in tensors):
         return f"has rows with gaps, at which ggml {ggml.version} aborts"

@@ -1,6 +1,6 @@
-"""cblas_sgemm of an OpenBLAS of this project's own, which computes in the thread that calls it.
+"""cblas_sgemm of this project's own copy of OpenBLAS, which computes in the thread that calls it.
 
-NumPy's copy has threads of its own, which would stand in the way of ggml's; how many it may use is its user's affair.
+NumPy's copy has its own threads, which would compete with ggml's; how many it may use is up to its user.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The device's memory as ggml sees it: a buffer type of its own, whose tensors ggml reaches through callbacks only."""
+"""The device's memory as ggml sees it: a buffer type of its own, whose tensors ggml reaches only through callbacks."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ _ANY = (1 << 64) - 1  # SIZE_MAX
 
 
 class Buffers:
-    """The buffer type, and the buffers that ggml asked it for.
+    """The buffer type, and the buffers that ggml allocated with it.
 
-    lost  what a copy that failed has said, of which ggml does not hear: it has no status
+    lost  the message of the last copy that failed; ggml does not hear of it, as these callbacks return no status
     """
 
     def __init__(
@@ -55,6 +55,7 @@ class Buffers:
 
     @property
     def type_address(self) -> int:
+        """Address of the ggml_backend_buffer_type."""
         return ctypes.addressof(self.type)
 
     def holds(self, tensor: int) -> bool:
@@ -63,18 +64,23 @@ class Buffers:
 
     @guarded(None)
     def get_name(self, _: int) -> int:
+        """ggml_backend_buffer_type_i.get_name: address of the device's name; NULL on error."""
         return self._name
 
     @guarded(ALIGNMENT)
     def get_alignment(self, _: int) -> int:
+        """ggml_backend_buffer_type_i.get_alignment: bytes; ALIGNMENT on error."""
         return self.memory.alignment
 
     @guarded(_ANY)
     def get_max_size(self, _: int) -> int:
+        """ggml_backend_buffer_type_i.get_max_size: bytes of the largest buffer; SIZE_MAX for no limit, and on error."""
         return self.memory.largest or _ANY
 
     @guarded(None)
     def alloc_buffer(self, buffer_type: int, size: int) -> int | None:
+        """ggml_backend_buffer_type_i.alloc_buffer: a buffer of `size` bytes; NULL where there is no memory, and on
+        error."""
         memory = self.memory.allocate(size)
         if memory is None:
             return None
@@ -84,16 +90,22 @@ class Buffers:
 
     @guarded(None)
     def free_buffer(self, buffer: int) -> None:
+        """ggml_backend_buffer_i.free_buffer: frees the buffer's memory. An error is only recorded in `failures`."""
         self.memory.release(self._buffers.pop(buffer))  # type: ignore[arg-type]  # it is one of its own
 
     @guarded(None)
     def get_base(self, buffer: int) -> int:
+        """ggml_backend_buffer_i.get_base: address of the buffer's first byte; NULL on error."""
         return self._buffers[buffer].address
 
     @guarded(structs.STATUS_FAILED)
     def init_tensor(self, buffer: int, tensor: int) -> int:
-        # tensors of a graph are all placed before it runs, those that live one after another at the same addresses;
-        # a layout by address is for tensors that have theirs to themselves, and those are no results
+        """ggml_backend_buffer_i.init_tensor: tells the memory where a tensor lies that is not a view.
+
+        Returns GGML_STATUS_SUCCESS, or GGML_STATUS_FAILED on error.
+        """
+        # all tensors of a graph are placed before it runs, and those that live one after another share addresses;
+        # a layout by address is only for tensors that have theirs to themselves, which results do not
         in_turns = self.ggml.ggml_backend_buffer_get_usage(buffer) == structs.USAGE_COMPUTE
         root = None if in_turns else convert.root(self.ggml, tensor)
         if root is not None:
@@ -102,7 +114,8 @@ class Buffers:
 
     @contextmanager
     def sets(self, buffer: int, address: int) -> Iterator[None]:
-        """Bytes are set: where that fails, the next graph is to fail, and all others that read what lasts."""
+        """Context in which bytes are set: if that fails, the next graph fails, and, outside compute buffers, every
+        graph until the buffer is freed."""
         try:
             yield
         except Exception as error:
@@ -113,7 +126,7 @@ class Buffers:
 
     @contextmanager
     def gets(self) -> Iterator[None]:
-        """Bytes are read: where that fails, who reads them does not hear of it, and the next graph is to fail."""
+        """Context in which bytes are read: if that fails, the reader does not hear of it, and the next graph fails."""
         try:
             yield
         except Exception as error:
@@ -122,12 +135,15 @@ class Buffers:
 
     @guarded(None)
     def memset_tensor(self, buffer: int, tensor: int, value: int, offset: int, size: int) -> None:
+        """ggml_backend_buffer_i.memset_tensor: sets `size` bytes of a tensor from `offset` on. Errors: see `sets`."""
         address = convert.data_of(tensor) + offset
         with self.sets(buffer, address):
             self.memory.set(address, size, value)
 
     @guarded(None)
     def set_tensor(self, buffer: int, tensor: int, data: int, offset: int, size: int) -> None:
+        """ggml_backend_buffer_i.set_tensor: copies `size` bytes from the host to a tensor's `offset`. Errors: see
+        `sets`."""
         address = convert.data_of(tensor) + offset
         with self.sets(buffer, address):
             self.memory.write(address, of_host(data, size, writable=False))
@@ -135,12 +151,18 @@ class Buffers:
 
     @guarded(None)
     def get_tensor(self, _: int, tensor: int, data: int, offset: int, size: int) -> None:
+        """ggml_backend_buffer_i.get_tensor: copies `size` bytes at a tensor's `offset` to the host. Errors: see
+        `gets`."""
         with self.gets():
             of_host(data, size)[:] = self.memory.read(convert.data_of(tensor) + offset, size)
         self.memory.transfers.count(TO_HOST, size)
 
     @guarded(False)
     def cpy_tensor(self, buffer: int, src: int, dst: int) -> bool:
+        """ggml_backend_buffer_i.cpy_tensor: copies a tensor within the device; dst lies in `buffer`.
+
+        Returns False, on which ggml copies through host memory, where src is not on the device, and on error.
+        """
         if not self.holds(src):
             return False
         size, target = convert.tensor(self.ggml, src).nbytes, convert.data_of(dst)
@@ -151,11 +173,12 @@ class Buffers:
 
     @guarded(None)
     def clear(self, buffer: int, value: int) -> None:
+        """ggml_backend_buffer_i.clear: sets every byte of the buffer to one value. Errors: see `sets`."""
         memory = self._buffers[buffer]
         with self.sets(buffer, memory.address):
             self.memory.fill(memory, value)  # type: ignore[arg-type]  # it is one of its own
 
 
 def of_host(address: int, size: int, *, writable: bool = True) -> Bytes:
-    """A span of host memory that ggml gives, as bytes."""
+    """A span of host memory that ggml passes, as bytes, without a copy."""
     return Memory(address, size, writable).bytes()

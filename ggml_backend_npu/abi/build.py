@@ -21,7 +21,8 @@ _CONTEXT_BYTES = 1 << 22
 
 
 class Builder:
-    """A ggml context with tensors on one device, computed there.
+    """A ggml context with tensors on one device, computed there. Raises ValueError for a device that ggml does not
+    have.
 
         with Builder(ggml, "NPU") as build:
             table = build.tensor("q8_0", (64, 10))
@@ -32,9 +33,9 @@ class Builder:
             status = build.compute(rows)
             result = build.get(rows)
 
-    Tensors are addresses; `inputs` are those that `tensor` made. Memory comes at the first `set` or `compute`: make all
-    tensors and ops before that. Every root tensor has its own bytes, so that a write outside a view is seen in `get` of
-    the root; see `graph` for results that share memory.
+    Tensors are addresses; `inputs` are those that `tensor` made. Memory is allocated at the first `set` or `compute`:
+    make all tensors and ops before that. Every tensor that is not a view has its own bytes, so that a write outside a
+    view shows in `get` of the view's root; see `graph` for results that share memory.
     """
 
     def __init__(self, ggml: Ggml, device: str) -> None:
@@ -63,7 +64,7 @@ class Builder:
         self.ggml.ggml_backend_free(self._backend)
 
     def tensor(self, type: str, ne: tuple[int, ...]) -> int:
-        """A new contiguous tensor, of up to 4 dimensions, fastest first."""
+        """A new contiguous tensor of ne, up to 4 dimensions, fastest first."""
         dims = (ctypes.c_int64 * 4)(*ne, *[1] * (4 - len(ne)))
         self.inputs.append(int(self.ggml.ggml_new_tensor(self._context, self.ggml.type_numbers[type], 4, dims)))
         return self.inputs[-1]
@@ -77,11 +78,11 @@ class Builder:
         return int(self.ggml.ggml_permute(self._context, source, *axes))
 
     def op(self, function: str, *arguments: Any) -> int:
-        """ggml_<function>(context, *arguments): a node."""
+        """Calls ggml_<function>(context, *arguments), and returns the node."""
         return int(getattr(self.ggml, f"ggml_{function}")(self._context, *arguments))
 
     def supported(self, node: int) -> bool:
-        """Whether the device's supports_op takes the node."""
+        """ggml_backend_dev_supports_op: whether the device takes the node."""
         return bool(self.ggml.ggml_backend_dev_supports_op(self._device, node))
 
     def _allocate(self) -> None:
@@ -89,14 +90,15 @@ class Builder:
             self._buffer = self.ggml.ggml_backend_alloc_ctx_tensors(self._context, self._backend)
 
     def is_allocated(self, tensor: int) -> bool:
-        """Whether a tensor has memory: in a `graph`, what it does not use has none."""
+        """Whether a tensor has memory: in a `graph`, a tensor that is not used has none."""
         return convert.data_of(tensor) != 0
 
     def nbytes(self, tensor: int) -> int:
+        """ggml_nbytes of a tensor."""
         return int(self.ggml.ggml_nbytes(tensor))
 
     def set(self, tensor: int, data: NDArray[Any]) -> None:
-        """All bytes of a tensor from an array of as many bytes."""
+        """Sets all bytes of a tensor. Raises ValueError where the array has another number of bytes."""
         self._allocate()
         data = np.ascontiguousarray(data)
         if data.nbytes != self.nbytes(tensor):
@@ -105,14 +107,14 @@ class Builder:
             self.ggml.ggml_backend_tensor_set(tensor, data.ctypes.data, 0, data.nbytes)
 
     def get(self, tensor: int) -> NDArray[np.uint8]:
-        """All bytes of a tensor, gaps of a view included."""
+        """All bytes of a tensor, including the gaps of a view."""
         data = np.empty(self.nbytes(tensor), np.uint8)
         if data.nbytes:
             self.ggml.ggml_backend_tensor_get(tensor, data.ctypes.data, 0, data.nbytes)
         return data
 
     def compute(self, *nodes: int) -> int:
-        """Computes the nodes and what they need; returns ggml's status (0 = success, -1 = failed)."""
+        """Computes the nodes and what they depend on; returns ggml's status (0 = success, -1 = failed)."""
         return self.run(self.graph_of(*nodes))
 
     def graph_of(self, *nodes: int) -> int:
@@ -121,9 +123,10 @@ class Builder:
         return self._expanded(nodes)
 
     def graph(self, *outputs: int) -> int:
-        """The graph that computes the outputs, its memory shared as llama.cpp's are: a result may lie where one was
-        that nobody reads any more. In place of `compute`, before any `set`; `run` computes it, as often as wanted."""
-        for tensor in (*self.inputs, *outputs):  # an input that is no output too may be overwritten by its last reader
+        """The graph that computes the outputs, with memory shared as in llama.cpp: a result may lie where an earlier
+        one was that nobody reads any more. Use it in place of `compute`, before any `set`; `run` computes it, as often
+        as wanted. Raises MemoryError."""
+        for tensor in (*self.inputs, *outputs):  # else the last reader of an input may overwrite it
             self.ggml.ggml_set_output(tensor)
         graph = self._expanded(outputs)
         self._allocator = self.ggml.ggml_gallocr_new(self.ggml.ggml_backend_get_default_buffer_type(self._backend))
@@ -143,20 +146,20 @@ class Builder:
             return int(self.ggml.ggml_backend_graph_compute(self._backend, graph))
 
     def job(self, graph: int) -> Callable[[], int]:
-        """`run` of the graph without its care for Ctrl-C, which costs more than a small graph: for measurements, which
-        have `interrupts_wait` around them."""
+        """`run` of the graph without its handling of Ctrl-C, which takes longer than a small graph: for measurements,
+        which have `interrupts_wait` around them."""
         return partial(self.ggml.ggml_backend_graph_compute, self._backend, graph)
 
     def use_threads(self, count: int) -> None:
-        """How many threads the device may use."""
+        """Sets how many threads the device may use."""
         registry = self.ggml.ggml_backend_dev_backend_reg(self._device)
         function = self.ggml.ggml_backend_reg_get_proc_address(registry, b"ggml_backend_set_n_threads")
         structs.SetThreads(function)(self._backend, count)
 
     def as_tensor(self, tensor: int) -> Tensor:
-        """The tensor as the IR sees it."""
+        """The tensor as an `ir.Tensor`."""
         return convert.tensor(self.ggml, tensor, writable=True)
 
     def as_node(self, node: int) -> Node:
-        """The node as the IR sees it."""
+        """The node as an `ir.Node`."""
         return convert.node(self.ggml, node)

@@ -1,8 +1,8 @@
-"""Codecs that are the bound ggml's own functions, and which of ours that ggml's CPU backend agrees with.
+"""Codecs that call the bound ggml's own functions, and those of our codecs that agree with ggml's CPU backend.
 
-Types this project has no kernel for (the K and IQ quants, mxfp4, ...) go through the type traits of the very ggml that
-runs the graph: exact by construction, on every processor and for types newer than any package. libgguf, which stands in
-without a ggml, rounds iq4_nl otherwise and lacks q2_0.
+Types that this project has no kernel for (the K and IQ quants, mxfp4, ...) go through the type traits of the very ggml
+that runs the graph: exact by construction, on every processor, and also for types newer than any package. libgguf,
+which is used where there is no ggml, rounds iq4_nl differently and lacks q2_0.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _OURS = ("q8_0", "q4_0")
 
 
 class Bound(Codec):
-    """to_float of ggml_get_type_traits, from_float of ggml_get_type_traits_cpu."""
+    """A codec of ggml's: to_float of ggml_get_type_traits, from_float of ggml_get_type_traits_cpu."""
 
     provider = "ggml"
 
@@ -36,6 +36,8 @@ class Bound(Codec):
         self._from_float = structs.RowFunction(from_float) if from_float else None
 
     def encode(self, x: Floats, rounding: Rounding) -> Bytes:
+        """Quantises x, (n, block_size) float32, to (n, block_bytes) bytes by from_float; `rounding` counts only where
+        ggml has none."""
         if self._from_float is None:
             return super().encode(x, rounding)
         x = np.ascontiguousarray(x)
@@ -44,6 +46,7 @@ class Bound(Codec):
         return blocks
 
     def decode(self, blocks: Bytes) -> Floats:
+        """Dequantises blocks, (n, block_bytes) bytes, to (n, block_size) float32 by to_float, where ggml has one."""
         if self._to_float is None:
             return super().decode(blocks)
         blocks = np.ascontiguousarray(blocks)
@@ -57,7 +60,7 @@ def _pointer(array: Bytes | Floats) -> ctypes.c_void_p:
 
 
 def _probe() -> Floats:
-    """Blocks on which the roundings differ: exact ties, what is next to a tie, and values of every scale."""
+    """Blocks on which the roundings differ: exact ties, values next to a tie, and values of every scale."""
     ties = np.arange(-127, 129, dtype=np.float32).reshape(-1, 32) / 2
     ties[:, 0] = 127
     largest = np.linspace(1, 2, 512, dtype=np.float32)[:, None]
@@ -71,7 +74,7 @@ def _probe() -> Floats:
 
 def _fuses(codec: Bound) -> bool:
     """Whether this ggml's quantize_row_q8_K multiplies and adds in one step, as compilers may (-ffp-contract): products
-    next to a half say so."""
+    next to a half show it."""
     largest = np.linspace(1, 2, 64, dtype=np.float32)[:, None]
     x = ((np.arange(256, dtype=np.float32) - 128) + np.float32(0.5)) * (largest / np.float32(127))
     x[:, 0], x[:, 255] = largest[:, 0], 0
@@ -80,9 +83,10 @@ def _fuses(codec: Bound) -> bool:
 
 @cache
 def bound() -> Numerics:
-    """What the CPU backend of the ggml of this process computes. What `quant` alone does, where that ggml is not known.
+    """The numerics of the CPU backend of this process's ggml; those of `quant` alone where that ggml is not known.
 
-    Where it rounds q8_0 or q4_0 in a way of its own, as a q4_0 that was compiled for FMA does, its function encodes.
+    Where it rounds q8_0 or q4_0 in a way that `quant` does not have, as a q4_0 compiled for FMA does, its own function
+    encodes.
     """
     try:
         ggml = lib.ggml()

@@ -1,4 +1,4 @@
-"""A ggml_backend of the device, and what it, or the whole device, has done."""
+"""A ggml_backend of the device, and statistics of what it, or the whole device, has computed."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from quant.kernels.threads import Team
 
 
 class Statistics:
-    """What the device, or one ggml_backend of it, has done since the process began, or since `reset`.
+    """What the device, or one ggml_backend of it, has computed since the process began, or since `reset`.
 
-    settle  called before anything is read: adds what ran without Python
+    settle    called before anything is read: counts what ran without Python
     failures  of the device's callbacks
     """
 
@@ -26,13 +26,13 @@ class Statistics:
         self._computed, self._fused, self._graphs = Counter[str](), Counter[str](), 0
 
     def add(self, plan: Plan, runs: int = 1) -> None:
-        """Counts runs of a plan."""
+        """Counts `runs` runs of a plan."""
         self.add_nodes(plan.counts, runs)
         for name, count in plan.fused.items():
             self._fused[name] += runs * count
 
     def add_nodes(self, counts: Counter[str], runs: int = 1) -> None:
-        """Counts runs of a graph of so many nodes."""
+        """Counts `runs` runs of a graph; `counts` has its number of nodes by op."""
         for name, count in counts.items():
             self._computed[name] += runs * count
         self._graphs += runs
@@ -51,7 +51,7 @@ class Statistics:
 
     @property
     def graphs(self) -> int:
-        """Calls of graph_compute, each a split of a scheduler's graph."""
+        """Calls of graph_compute, each for one split of a scheduler's graph."""
         self._settle()
         return self._graphs
 
@@ -61,6 +61,7 @@ class Statistics:
         return self._failures.message
 
     def reset(self) -> None:
+        """Sets all counts to 0, and forgets the last error."""
         self._settle()
         self._computed.clear()
         self._fused.clear()
@@ -69,10 +70,10 @@ class Statistics:
 
 @dataclass
 class Context:
-    """A ggml_backend that is alive: its struct, what it has done, and the graphs that it knows.
+    """A live ggml_backend: its struct, its statistics, and the graphs that it knows.
 
-    plans    by the bytes of a graph's nodes and their sources
-    instead  what computes its graphs, given by address, in place of the device; None: the device does
+    plans    by the backend's version and the bytes of a graph's nodes and their sources
+    instead  the function that computes its graphs, by address, in place of the device; None: the device computes them
     """
 
     backend: ctypes.Structure
@@ -88,7 +89,7 @@ class Context:
 
     @contextmanager
     def computing(self, instead: Callable[[int], None]) -> Iterator[None]:
-        """Its graphs are given to a function until the context ends."""
+        """Until the context ends, its graphs are passed to a function instead of being computed."""
         self.repeats.forget()
         self.instead = instead
         try:

@@ -1,4 +1,4 @@
-"""ggml_tensor and ggml_cgraph, by address, -> the IR, without copying what tensors hold."""
+"""Converts ggml_tensor and ggml_cgraph, by address, to the IR, without copying the tensors' data."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ggml_backend_npu.params import PARAMS_BYTES
 
 _NOTHING_TO_COMPUTE = frozenset({"NONE", "RESHAPE", "VIEW", "PERMUTE", "TRANSPOSE"})
 
-# where a struct's fields stand in what `_read` returns
+# indices of a struct's fields in what `_read` returns
 _TYPE, _NE, _NB, _OP, _PARAMS, _FLAGS = 0, slice(2, 6), slice(6, 10), 10, 11, 12
 _SRC, _VIEW_SRC, _VIEW_OFFS, _DATA, _NAME = slice(13, 23), 23, 24, 25, 26
 
@@ -35,7 +35,7 @@ PackedAt = Callable[[int], Packed | Buffer | None]
 
 
 def nowhere(_: int) -> None:
-    """Host memory: nothing is packed, nothing a device's."""
+    """The `packed` of host memory: no tensor is packed, and none lies in a device's buffer."""
 
 
 def _read(address: int) -> tuple[Any, ...]:
@@ -71,28 +71,28 @@ def _span(ggml: Ggml, fields: tuple[Any, ...]) -> int:
 
 
 def tensor(ggml: Ggml, address: int, *, writable: bool = False, packed: PackedAt = nowhere) -> Tensor:
-    """The tensor at an address. `packed` finds the packed tensor, or the device's buffer, that data lies in."""
+    """The tensor at an address. `packed` finds the packed tensor, or the device's buffer, that its data lies in."""
     return _tensor(ggml, _read(address), writable, packed)
 
 
 def root(ggml: Ggml, address: int) -> Tensor | None:
-    """The tensor at an address where it is no view."""
+    """The tensor at an address; None where it is a view."""
     fields = _read(address)
     return None if fields[_VIEW_SRC] else _tensor(ggml, fields, True, nowhere)
 
 
 def data_of(address: int) -> int:
-    """Where a tensor's data lies."""
+    """Address of a tensor's data: ggml_tensor.data."""
     return _pointer(address + structs.DATA_AT)
 
 
 def buffer_of(address: int) -> int:
-    """The buffer that a tensor's data lies in."""
+    """Address of the buffer of a tensor: ggml_tensor.buffer."""
     return _pointer(address + structs.BUFFER_AT)
 
 
 def view_source_of(address: int) -> int:
-    """The tensor that a tensor is a view of, 0 where it is none."""
+    """Address of the tensor that a tensor is a view of, ggml_tensor.view_src; 0 where it is not a view."""
     return _pointer(address + structs.VIEW_SRC_AT)
 
 
@@ -112,7 +112,7 @@ def op_name(ggml: Ggml, address: int) -> str:
 
 
 def computes(op: str) -> bool:
-    """Whether an op computes anything: views do not."""
+    """Whether an op computes anything: NONE, RESHAPE, VIEW, PERMUTE and TRANSPOSE do not."""
     return op not in _NOTHING_TO_COMPUTE
 
 
@@ -131,17 +131,18 @@ def node(ggml: Ggml, address: int, packed: PackedAt = nowhere) -> Node:
 
 
 def _unwritten(ggml: Ggml, op: int) -> bytes:
-    """op_params of which a ggml has left all out: where a scan does not say how many states it keeps, it keeps one."""
+    """op_params that are all 0, as a ggml may leave them: a scan that does not say how many states to keep keeps
+    one."""
     return _ONE_STATE if ggml.ops[op] == "SSM_SCAN" and "SSM_SCAN" in ggml.uncounted else _NO_PARAMS
 
 
 @dataclass(frozen=True)
 class Storage:
-    """A tensor that is no view: what tensors that are lie in.
+    """A tensor that is not a view; views lie in it.
 
-    address  of its struct
-    buffer   of the buffer that it lies in
-    is_set   whether it is set from outside before a graph, or a part of it, is computed: an input, or the copy of a
+    address  of its ggml_tensor
+    buffer   address of the buffer that it lies in
+    is_set   whether it is set from outside before a graph, or a split of it, is computed: an input, or the copy of a
              tensor that a scheduler makes for another device
     """
 
@@ -153,10 +154,10 @@ class Storage:
 
 @dataclass(frozen=True, eq=False)
 class Read:
-    """A node as it was read: what `node` and `roots` give, the tensor that its result is a view of, or 0, and what its
-    result and its sources lie in, None for a source that it leaves out.
+    """A node as it was read: what `node` and `roots` return, the address of the tensor that its result is a view of, or
+    0, and the storage of its result and of its sources, None for a source that it does not have.
 
-    Read again unchanged, it is the same object.
+    A node that is read again unchanged gives the same object.
     """
 
     address: int
@@ -168,14 +169,14 @@ class Read:
 
 
 class Reader:
-    """Reads nodes that come again and again, step by step: one that has not changed is not read twice."""
+    """Reads nodes that come again and again, step by step: a node that has not changed is not converted twice."""
 
     def __init__(self, ggml: Ggml, packed: PackedAt = nowhere) -> None:
         self._ggml, self._packed = ggml, packed
         self._known: dict[bytes, Read] = {}
 
     def forget(self) -> None:
-        """After tensors moved: what is packed and what is not is another."""
+        """Forgets all nodes; called after tensors moved, when other tensors are packed."""
         self._known.clear()
 
     def __call__(self, address: int) -> Read:
@@ -213,18 +214,18 @@ class Reader:
 
 
 def same_bytes(a: int, b: int, size: int) -> bool:
-    """Whether two spans of memory hold the same."""
+    """Whether two spans of memory of `size` bytes hold the same."""
     return bool(_memcmp(a, b, size) == 0)
 
 
 def bytes_at(address: int, size: int) -> memoryview:
-    """A span of memory, to be read while nobody frees it."""
+    """A span of memory without a copy, to be read while nobody frees it."""
     view: memoryview = _view_of(address, size, _READ_ONLY)
     return view
 
 
 def _computing(ggml: Ggml, graph: int) -> Iterator[tuple[int, bytes]]:
-    """Address and leading bytes of each node that is to be computed."""
+    """Address and leading bytes of each node of a graph that is to be computed."""
     header = structs.GgmlCGraph.from_address(graph)
     for address in header.nodes[: header.n_nodes]:
         head = ctypes.string_at(address, structs.TENSOR_KEY_BYTES)
@@ -235,19 +236,19 @@ def _computing(ggml: Ggml, graph: int) -> Iterator[tuple[int, bytes]]:
 
 
 def nodes(ggml: Ggml, graph: int, packed: PackedAt = nowhere) -> Iterator[Node]:
-    """The nodes of the graph at an address that are to be computed, each read when it comes."""
+    """The nodes of the graph at an address that are to be computed, each read when the iterator reaches it."""
     return (node(ggml, address, packed) for address, _ in _computing(ggml, graph))
 
 
 def is_to_be_computed(ggml: Ggml, address: int) -> bool:
-    """Whether a graph's node is to be computed: it has the COMPUTE flag and is no view."""
+    """Whether a graph's node is to be computed: it has the COMPUTE flag, and its op computes something."""
     flags = int.from_bytes(ctypes.string_at(address + structs.FLAGS_AT, 4), "little")
     return bool(flags & structs.FLAG_COMPUTE) and computes(op_name(ggml, address))
 
 
 def key(ggml: Ggml, graph: int, fusible: frozenset[str]) -> bytes:
-    """What a plan of the graph depends on: its nodes and their sources, names left out; where it has ops that may be
-    fused, also its views and how often each node is used."""
+    """The bytes that a plan of the graph depends on: its nodes and their sources, without names; where it has ops that
+    may be fused, also its views and how often each node is used."""
     parts, fuses = [], False
     for _, head in _computing(ggml, graph):
         parts.append(head)
@@ -265,7 +266,7 @@ def key(ggml: Ggml, graph: int, fusible: frozenset[str]) -> bytes:
 
 
 def spans(ggml: Ggml, graph: int) -> tuple[list[int], list[tuple[int, int]]]:
-    """The addresses of a graph's nodes, and what their computation depends on: (address, bytes) of them and of the
+    """The addresses of a graph's nodes, and (address, bytes) of what their computation depends on: the nodes, and the
     sources of those that are to be computed."""
     header = structs.GgmlCGraph.from_address(graph)
     nodes = [int(address) for address in header.nodes[: header.n_nodes]]
@@ -274,7 +275,8 @@ def spans(ggml: Ggml, graph: int) -> tuple[list[int], list[tuple[int, int]]]:
 
 
 def _sources(address: int) -> list[int]:
-    """The sources of the tensor at an address, with 0 for one that it leaves out, the last ones not."""
+    """Addresses of the sources of the tensor at an address; 0 for one that is missing between others, trailing ones
+    left out."""
     found = list(_read(address)[_SRC])
     while found and not found[-1]:
         found.pop()
@@ -282,7 +284,7 @@ def _sources(address: int) -> list[int]:
 
 
 def computed(ggml: Ggml, address: int) -> int:
-    """The tensor that a view is a view of, through views of views; itself where it is none."""
+    """The tensor that a view is a view of, through views of views; the tensor itself where it is not a view."""
     while True:
         op = op_name(ggml, address)
         if op == "NONE" or computes(op):
@@ -291,19 +293,21 @@ def computed(ggml: Ggml, address: int) -> int:
 
 
 def roots(ggml: Ggml, address: int) -> list[int]:
-    """For each source of a node what it is a view of, or 0 for one that the node leaves out."""
+    """For each source of a node, the tensor that it is a view of, or itself; 0 for a source that the node does not
+    have."""
     return [computed(ggml, source) if source else 0 for source in _sources(address)]
 
 
 def inputs(ggml: Ggml, address: int) -> list[Tensor]:
-    """What is set from outside before the graph at an address is computed, of that what its nodes read."""
+    """The tensors with the INPUT flag that the nodes of the graph at an address read."""
     read = dict.fromkeys(root for at, _ in _computing(ggml, address) for root in roots(ggml, at) if root)
     fields = {at: _read(at) for at in read if is_leaf(at)}
     return [_tensor(ggml, found, True, nowhere) for found in fields.values() if found[_FLAGS] & structs.FLAG_INPUT]
 
 
 def graph(ggml: Ggml, address: int, packed: PackedAt = nowhere) -> Graph:
-    """The nodes of the graph at an address that are to be computed, and who reads their results."""
+    """The nodes of the graph at an address that are to be computed, the producers of their sources, and the tensors
+    that are read outside it."""
     header = structs.GgmlCGraph.from_address(address)
     addresses = [at for at, _ in _computing(ggml, address)]
     index = {at: i for i, at in enumerate(addresses)}

@@ -1,4 +1,4 @@
-"""What ends a process inside C, told in a line: ggml's assertions, and signals that are crashes."""
+"""Reports in one line what ends a process inside C: ggml's assertions, and signals that are crashes."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ _Abort = ctypes.CFUNCTYPE(None, ctypes.c_char_p)
 
 @contextmanager
 def crashes_told(ggml: Ggml, end: Callable[[str], object]) -> Iterator[None]:
-    """Until the context ends, `end` is called with what ggml was about to abort over, or with a signal's name. It has
-    to end the process: there is nothing to return to."""
+    """Until the context ends, `end` is called with the message of a ggml abort, or with the name of a fatal signal. It
+    must end the process: there is nothing to return to."""
     libc = ctypes.CDLL(None)
     libc.signal.restype, libc.signal.argtypes = ctypes.c_void_p, [ctypes.c_int, ctypes.c_void_p]
     on_signal = _Handler(lambda number: _end(libc, end, signal.Signals(number).name))
@@ -38,6 +38,6 @@ def _end(libc: ctypes.CDLL, end: Callable[[str], object], what: str) -> None:
 
 
 def _said(text: bytes) -> str:
-    """ggml's message without the folder of its source."""
+    """ggml's message without the folder of its source file."""
     place, _, message = text.decode(errors="replace").partition(": ")
     return f"{place.rsplit('/', 1)[-1]}: {message}"

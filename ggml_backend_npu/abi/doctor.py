@@ -1,6 +1,7 @@
-"""What one ggml is, found out in a process of its own: python -m ggml_backend_npu.abi.doctor PACKAGE-OR-LIBRARY
+"""Examines one ggml in a process of its own: python -m ggml_backend_npu.abi.doctor PACKAGE-OR-LIBRARY
 
-Prints a JSON object: `version`, `layout` (the versions that share it), `library`, `devices`; or `refused`, the reason.
+Prints a JSON object: `version`, `layout` (the versions that share it), `library`, `known`, `devices`; or `refused`, the
+reason.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ from quant.errors import UserError
 
 
 def examine(where: str) -> dict[str, object]:
-    """What the ggml of a package or of a library is, or why the device cannot go in."""
+    """The JSON object for the ggml of a package or of a library; `refused` says why the device cannot be registered
+    with it."""
     found: dict[str, object] = {}
     try:
         ggml = lib.Ggml(places.library_of(where))

@@ -1,9 +1,9 @@
 """The backend as a plugin: a small shared library that starts Python inside any program that loads it with ggml.
 
 `GGML_BACKEND_PATH=$(ggml-npu plugin) program` makes ggml_backend_load_all open the library and call its
-ggml_backend_init. That starts the Python environment which the library was built in, without a look at PYTHONHOME and
+ggml_backend_init. That starts the Python environment in which the library was built, ignoring PYTHONHOME and
 PYTHONPATH, and asks `registry` for the backend. Where something is missing, one line on stderr says what, and ggml gets
-NULL: the program goes on without the device. The C around it is made by cffi.
+NULL: the program goes on without the device. cffi generates the C code around it.
 """
 
 from __future__ import annotations
@@ -110,8 +110,8 @@ class PluginError(UserError):
 def registry(caller: int) -> int:
     """The address of the backend's ggml_backend_reg, made for the ggml of the code at the address `caller`.
 
-    Reads the device's options and GGML_NPU_KERNELS from the environment. Raises whatever is wrong with these, with
-    that ggml, or with the installation.
+    Reads the device's options and GGML_NPU_KERNELS from the environment. Raises whatever error these, that ggml, or the
+    installation cause.
     """
     lib.unchecked()
     lib.check_caller(caller)
@@ -130,8 +130,8 @@ def registry(caller: int) -> int:
 def plugin() -> Path:
     """The plugin's library, built at the first call and kept in the user's cache directory.
 
-    There is one per Python environment and content of this module. Raises PluginError where there is no C compiler or
-    no shared libpython to build it with.
+    There is one per Python environment and content of this module. Raises PluginError where there is no C compiler, or
+    no shared libpython to link with.
     """
     libpython = _libpython()
     command = [

@@ -1,4 +1,4 @@
-"""What is done when the process ends, be it Python's or a program's that has loaded the plugin."""
+"""Calls functions when the process ends, be it Python or a program that has loaded the plugin."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ _Handler = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
 
 def at_end(function: Callable[[], object]) -> None:
-    """Calls a function when the process ends by itself. In a program that is no Python nobody ends the interpreter,
-    which still runs when C's own handlers do."""
+    """Calls a function when the process ends by itself. In a program that is not Python nobody finalises the
+    interpreter, which still runs when C's own exit handlers do."""
     if sys.orig_argv:
         atexit.register(function)
         return

@@ -1,4 +1,4 @@
-"""Memory between pages that may not be touched, for nodes whose kernels are not trusted."""
+"""Memory between pages that must not be touched, for nodes whose kernels are not trusted."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from collections import defaultdict
 from ggml_backend_npu.abi.convert import same_bytes
 from ggml_backend_npu.ir import Memory
 
-MARGIN = 4096  # bytes on each side that a kernel can write, and is found out to have written
-ALIGNMENT = 64  # an address is as far beyond a multiple of this as it was where the bytes come from
-_FENCE = 16 << 20  # bytes on each side behind the margin: SIGSEGV
+MARGIN = 4096  # bytes on each side that a kernel can write to, which is detected
+ALIGNMENT = 64  # a copy is as far past a multiple of this as its source is
+_FENCE = 16 << 20  # bytes on each side beyond the margin: SIGSEGV
 _CANARY = 0xA5
-_KEPT = 64 << 20  # bytes of rooms that are free, at most
+_KEPT = 64 << 20  # the most bytes of free rooms
 _FAILED = ctypes.c_void_p(-1).value
 _UNTOUCHED = ctypes.create_string_buffer(bytes([_CANARY]) * (2 * MARGIN + ALIGNMENT + mmap.PAGESIZE))
 _UNTOUCHED_AT = ctypes.addressof(_UNTOUCHED)
@@ -28,7 +28,7 @@ _free: dict[int, list[int]] = defaultdict(list)  # addresses of rooms that nobod
 
 
 class _Room:
-    """`size` bytes, whole pages, between two fences. Free again when the last one who holds it is gone.
+    """`size` bytes, whole pages, between two fences. It is free again when nobody holds it any more.
 
     n_free  bytes of rooms that nobody holds
     """
@@ -60,12 +60,12 @@ def _reserve(size: int) -> int:
 
 
 def fenced(data: Memory, beyond: int = 0) -> tuple[Memory, int]:
-    """A copy of some memory in memory of its own, and its offset there.
+    """Copies some memory to memory of its own; returns that memory, and the offset of the copy in it.
 
-    Around the copy lie MARGIN bytes or a little more, that `is_damaged` looks at, and after them a fence: who touches
-    that gets SIGSEGV.
+    Around the copy lie at least MARGIN bytes, which `is_damaged` checks, and beyond them a fence: touching it is a
+    SIGSEGV. Raises MemoryError.
 
-    beyond  how far beyond a multiple of ALIGNMENT the copy begins
+    beyond  how many bytes past a multiple of ALIGNMENT the copy begins
     """
     room = _Room(-(-(data.size + 2 * MARGIN + ALIGNMENT) // mmap.PAGESIZE) * mmap.PAGESIZE)
     last = room.size - MARGIN - data.size
@@ -77,7 +77,7 @@ def fenced(data: Memory, beyond: int = 0) -> tuple[Memory, int]:
 
 
 def is_damaged(memory: Memory, offset: int, size: int) -> bool:
-    """Whether the margins around the `size` bytes at an offset were written."""
+    """Whether the margins around the `size` bytes at an offset were written to."""
     end = offset + size
     return not (_is_untouched(memory.address, offset) and _is_untouched(memory.address + end, memory.size - end))
 

@@ -1,5 +1,5 @@
-"""An exception never crosses into C: it becomes a callback's failure value and one line on stderr. Ctrl-C waits until C
-returns; what runs Python for long within C is stopped for it."""
+"""No exception crosses into C: it becomes a callback's failure value and one line on stderr. Ctrl-C waits until C
+returns; Python code that runs for long inside C is stopped by it."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 @dataclass
 class Failures:
-    """What callbacks of one owner turned into failures.
+    """The exceptions of one owner's callbacks, which became failure values.
 
-    message  of the last exception, or None
-    printed  whether such a message goes to stderr at once: not while a caller is going to raise it
-    interrupted  whether it was a KeyboardInterrupt that `interrupts_wait` is to raise again
+    message      of the last exception, or None
+    printed      whether a message goes to stderr at once: not while a caller is going to raise it
+    interrupted  whether it was a KeyboardInterrupt, which `interrupts_wait` raises again
     """
 
     message: str | None = None
@@ -31,7 +31,7 @@ class Failures:
     interrupted: bool = False
 
     def add(self, error: BaseException) -> None:
-        """An exception was turned into a failure."""
+        """Records an exception that became a failure value."""
         self.message = type(error).__name__
         self.interrupted = self.interrupted or isinstance(error, KeyboardInterrupt)
         self.message = " ".join(str(error).split()) or self.message
@@ -40,7 +40,7 @@ class Failures:
 
     @contextmanager
     def told_by_the_caller(self) -> Iterator[None]:
-        """There is none yet, and until the context ends none is printed: who calls C raises it."""
+        """Clears the message; until the context ends, none is printed, as the caller of C raises it."""
         printed, self.message, self.printed = self.printed, None, False
         try:
             yield
@@ -49,7 +49,8 @@ class Failures:
 
 
 def guarded(failure: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Decorator of callbacks, methods of what has `failures`: an exception becomes `failure`, and one of these."""
+    """Decorator of callbacks, methods of a class with `failures`: on an exception the callback returns `failure`, and
+    the exception is recorded there."""
 
     def guard(callback: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(callback)
@@ -57,7 +58,7 @@ def guarded(failure: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
             try:
                 return callback(self, *arguments)
             except BaseException as error:
-                with suppress(BaseException):  # what an error says of itself, and stderr, may fail too
+                with suppress(BaseException):  # the error's text, and stderr, may fail too
                     self.failures.add(error)
             return failure
 
@@ -67,7 +68,7 @@ def guarded(failure: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
 
 
 def end_with_parent() -> None:
-    """Has this process killed when its parent ends, where the system can do that."""
+    """Has this process killed when its parent ends, where the system supports that (Linux, PR_SET_PDEATHSIG)."""
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
@@ -89,7 +90,7 @@ def stopped_by_interrupts(callback: Callable[_Arguments, _Result]) -> Callable[_
     return stoppable
 
 
-_STOPPABLE = stopped_by_interrupts(lambda: None).__code__  # that of whatever it makes
+_STOPPABLE = stopped_by_interrupts(lambda: None).__code__  # the code of every function that it returns
 
 
 def _runs_what_is_stopped(frame: FrameType | None) -> bool:
@@ -102,7 +103,7 @@ def _runs_what_is_stopped(frame: FrameType | None) -> bool:
 
 @contextmanager
 def interrupts_wait(failures: Failures) -> Iterator[None]:
-    """Ctrl-C, and SIGTERM and SIGHUP where somebody handles them, are handled when the context ends: raised in any
+    """Delays Ctrl-C, and SIGTERM and SIGHUP where they have a handler, until the context ends: if it were raised in any
     callback, C would not notice. A callback that is `stopped_by_interrupts` ends with a KeyboardInterrupt at once.
 
     failures  of the callbacks that C may call

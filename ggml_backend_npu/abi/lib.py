@@ -116,12 +116,12 @@ _CPU_FUNCTIONS: _Functions = {
 
 
 class UnknownGgmlError(UserError):
-    """A ggml that this backend does not know: the message says what was found."""
+    """A ggml that this backend does not know; the message says what was found."""
 
 
 @dataclass(frozen=True)
 class TypeInfo:
-    """A ggml type by number, as ggml itself names and measures it."""
+    """A ggml type by number, with ggml's own name and sizes for it: elements and bytes of a block."""
 
     number: int
     name: str
@@ -132,10 +132,10 @@ class TypeInfo:
 class Ggml:
     """ggml's functions, typed, by their C names: `ggml.ggml_nbytes(tensor)`. Raises UnknownGgmlError.
 
-    library   that has the functions
-    cpu_file  what its CPU backend was loaded from: a library, or a program
-    plugins   our backends that are registered with it, by the name of the device
-    registering  held while its registry is not to change
+    library      the library that exports the functions
+    cpu_file     the file that its CPU backend was loaded from: a library, or a program
+    plugins      our backends that are registered with it, by the name of the device
+    registering  lock that is held while its registry must not change
     """
 
     def __init__(self, library: ctypes.CDLL) -> None:
@@ -164,8 +164,8 @@ class Ggml:
 
     @cached_property
     def layout(self) -> Layout:
-        """What its private structs look like. Raises UnknownGgmlError where that is not known: by its API version, or
-        by the probe that does not fit."""
+        """The layout of its private structs. Raises UnknownGgmlError where that is not known, with its API version or
+        the probe that does not fit."""
         api_version = ctypes.c_int.from_address(self.ggml_backend_reg_by_name(b"CPU")).value
         known = sorted({layout.api_version for layout in layouts.KNOWN})
         candidates = [layout for layout in layouts.KNOWN if layout.api_version == api_version]
@@ -175,7 +175,7 @@ class Ggml:
                 f"known are {' and '.join(map(str, known))}"
             )
         wrong = {}
-        # the one that its version has comes first
+        # the layout of its own version first
         for layout in sorted(candidates, key=lambda each: self._distance(each)):
             wrong[layout] = next((what for what, holds in probes.facts(self, layout) if not holds), None)
             if wrong[layout] is None:
@@ -186,7 +186,7 @@ class Ggml:
         )
 
     def _distance(self, layout: Layout) -> int:
-        """How far a layout's versions are from this ggml's, in the order of those known."""
+        """How far a layout's versions are from this ggml's version, in the order of the known versions."""
         known = [*map(numbers, layouts.VERSIONS)]
         place = bisect_right(known, numbers(self.version)) - 1
         places = [known.index(numbers(version)) for version in layout.versions] or [len(known)]
@@ -194,13 +194,13 @@ class Ggml:
 
     @property
     def is_between(self) -> bool:
-        """Whether its version is one of those whose layouts are known, or between them."""
+        """Whether its version is one whose layout is known, or lies between two such versions."""
         known = [*map(numbers, layouts.VERSIONS)]
         return self.layout.api_version == layouts.NEWEST.api_version and known[0] <= numbers(self.version) <= known[-1]
 
     def __getattr__(self, name: str) -> Any:
-        """A function that makes nodes, or changes one, typed as its op says."""
-        from ggml_backend_npu.ops import OWN  # late: kernels are compiled for the ggml that is found here
+        """A function that makes a node, or changes one, typed as its op says."""
+        from ggml_backend_npu.ops import OWN  # late: kernels are compiled for the ggml found here
 
         kinds = next((op.functions[name] for op in OWN.values() if name in op.functions), None)
         if kinds is None or not hasattr(self.library, name):
@@ -211,8 +211,8 @@ class Ggml:
 
     @cached_property
     def openmp(self) -> int:
-        """The address of GOMP_parallel of the OpenMP runtime that ggml's CPU backend has its threads from; 0 where it
-        is built without one."""
+        """Address of GOMP_parallel in the OpenMP runtime that ggml's CPU backend takes its threads from; 0 where it is
+        built without OpenMP."""
         try:
             return ctypes.cast(self._cpu.GOMP_parallel, c_void_p).value or 0
         except AttributeError:
@@ -220,8 +220,8 @@ class Ggml:
 
     @cached_property
     def contracts(self) -> bool:
-        """Whether the compiler of its CPU backend made one step of a product and its sum (-ffp-contract): of all half
-        floats, the GELU of 0xbfff tells. True where the table of them cannot be read."""
+        """Whether the compiler of its CPU backend fused a product and its sum into one step (-ffp-contract). The GELU
+        of the half float 0xbfff tells, in ggml_table_gelu_f16; True where that table cannot be read."""
         self.ggml_cpu_init()
         try:
             table = (c_uint16 * (1 << 16)).in_dll(self._cpu, "ggml_table_gelu_f16")
@@ -231,7 +231,7 @@ class Ggml:
 
     @cached_property
     def features(self) -> dict[str, str]:
-        """What its CPU backend says it was compiled with, by ggml's names: "AVX2", "AVX512", "OPENMP", ..."""
+        """The features that its CPU backend was compiled with, by ggml's names: "AVX2", "AVX512", "OPENMP", ..."""
         registry = self.ggml_backend_reg_by_name(b"CPU")
         address = self.ggml_backend_reg_get_proc_address(registry, b"ggml_backend_get_features")
         if not address:
@@ -242,12 +242,13 @@ class Ggml:
 
     @cached_property
     def version(self) -> str:
+        """ggml_version, such as "0.15.3"."""
         version: bytes = self.ggml_version()
         return version.decode()
 
     @cached_property
     def types(self) -> dict[int, TypeInfo]:
-        """Every type of this ggml, by number. Its table ends where what follows is no type."""
+        """Every type of this ggml, by number. The table ends at the first number that is not a type."""
         found: dict[int, TypeInfo] = {}
         for number in count():
             name, sizes = (
@@ -261,8 +262,8 @@ class Ggml:
         return found
 
     def _text(self, function: str, number: int) -> bytes | None:
-        """What a function of ggml's gives for a number; None where that is no text of the same library, as it may be
-        behind the end of a table."""
+        """The text that a ggml function returns for a number; None where it is not a text of the same library, as it
+        may be past the end of a table."""
         address = probes.address(self, function, number)
         if not address or places.file_at(c_void_p(address)) != places.file_at(
             ctypes.cast(self.library[function], c_void_p)
@@ -271,7 +272,7 @@ class Ggml:
         return ctypes.string_at(address)
 
     def _names(self, function: str) -> dict[int, str]:
-        """A table of names, by number. It ends where what follows is no name, or another table."""
+        """A table of names, by number. It ends where what follows is not a name, or is another table."""
         tables = ("ggml_op_name", "ggml_unary_op_name", "ggml_glu_op_name")
         others = [self._text(other, 0) for other in tables if other != function]
         names = takewhile(
@@ -282,6 +283,7 @@ class Ggml:
 
     @cached_property
     def type_numbers(self) -> dict[str, int]:
+        """Number of each ggml_type, by name."""
         return {info.name: info.number for info in self.types.values()}
 
     @cached_property
@@ -291,17 +293,17 @@ class Ggml:
 
     @cached_property
     def functions(self) -> dict[str, dict[int, str]]:
-        """Names of the functions that the ops UNARY and GLU stand for, by number."""
+        """Names of the functions of the ops UNARY and GLU, by number."""
         return {"UNARY": self._names("ggml_unary_op_name"), "GLU": self._names("ggml_glu_op_name")}
 
     @cached_property
     def uncounted(self) -> frozenset[str]:
-        """Which of SSM_SCAN and GATED_DELTA_NET do not have the number of states that they keep in their op_params."""
+        """Which of SSM_SCAN and GATED_DELTA_NET do not have the number K of states to keep in their op_params."""
         return probes.uncounted(self)
 
     @cached_property
     def op_numbers(self) -> dict[str, tuple[int, int | None]]:
-        """What `op_name` gives -> the op's number and, for UNARY and GLU, the function's."""
+        """For each name that `op_name` may return, the op's number and, for UNARY and GLU, the function's."""
         numbers: dict[str, tuple[int, int | None]] = {name: (number, None) for number, name in self.ops.items()}
         for op, names in self.functions.items():
             number, _ = numbers.pop(op)
@@ -310,18 +312,18 @@ class Ggml:
 
     @cached_property
     def op_names(self) -> frozenset[str]:
-        """Every name that `op_name` may give."""
+        """Every name that `op_name` may return."""
         names = {*self.ops.values(), *(name for names in self.functions.values() for name in names.values())}
         return frozenset(names - self.functions.keys())
 
     def op_name(self, op: int, first_param: int) -> str:
-        """ggml_op_desc: the op's name; for UNARY and GLU the name of their function."""
+        """ggml_op_desc: the op's name; for UNARY and GLU the name of their function, by the first op_param."""
         name = self.ops[op]
         return self.functions[name][first_param] if name in self.functions else name
 
 
 class DeviceInfo(NamedTuple):
-    """A device that ggml knows, as it describes itself."""
+    """A device of ggml's, as it describes itself."""
 
     name: str
     type: str
@@ -346,11 +348,11 @@ def list_devices(found: Ggml) -> list[DeviceInfo]:
     ]
 
 
-_given: dict[str, ctypes.CDLL] = {}  # by where it was looked for: the library whose ggml this process was told to take
+_given: dict[str, ctypes.CDLL] = {}  # the library whose ggml this process was told to `take`, by its argument
 
 
 def take(where: str | os.PathLike[str]) -> None:
-    """The ggml of a Python package, or of a library, becomes the ggml of this process. Raises PlaceError where there is
+    """Makes the ggml of a Python package, or of a library, the ggml of this process. Raises PlaceError where it has
     none, and where the process has another one already."""
     library = places.library_of(where)
     if ggml.cache_info().currsize and ggml().library._handle != library._handle:
@@ -360,9 +362,9 @@ def take(where: str | os.PathLike[str]) -> None:
 
 
 def unchecked() -> Ggml:
-    """The ggml of this process, its layouts not looked at: that which it was told to take, that of the program which
-    has loaded this backend as its plugin, or that of llama-cpp-python. Raises UnknownGgmlError where a plugin does not
-    say which it is."""
+    """The ggml of this process, with its layouts not checked: the one that the process was told to `take`, that of the
+    program that has loaded this backend as its plugin, or that of llama-cpp-python. Raises UnknownGgmlError where a
+    plugin does not say which it is."""
     if _given:
         return Ggml(next(iter(_given.values())))
     plugin = sys.modules.get("_ggml_npu")
@@ -377,8 +379,8 @@ def unchecked() -> Ggml:
 
 @cache
 def ggml() -> Ggml:
-    """The ggml of this process, checked; the first call chooses it. Raises UnknownGgmlError where that is not one that
-    is known here."""
+    """The ggml of this process, checked; the first call chooses it. Raises UnknownGgmlError where it is not known
+    here."""
     found = unchecked()
     _ = found.layout
     if not found.is_between:
@@ -391,17 +393,17 @@ def ggml() -> Ggml:
 
 
 def check_caller(caller: int) -> None:
-    """Raises UnknownGgmlError where the ggml of the code at an address is not one that is known here."""
+    """Raises UnknownGgmlError where the ggml of the code at an address is not known here."""
     _ = Ggml(_library_at(c_void_p(caller))).layout
 
 
 def numbers(version: str) -> tuple[int, ...]:
-    """Of a version of ggml: major, minor, patch."""
+    """Major, minor and patch of a ggml version."""
     return tuple(int(digits) for digits in re.findall(r"\d+", version)[:3])
 
 
 def _buffer_init(layout: Layout) -> tuple[Any, list[Any]]:
-    """Result and arguments of ggml_backend_buffer_init, which takes a table."""
+    """Result and arguments of ggml_backend_buffer_init, which takes a table by value."""
     return c_void_p, [c_void_p, layout["ggml_backend_buffer_i"], c_void_p, c_size_t]
 
 
@@ -410,7 +412,7 @@ def _llama_cpp() -> ctypes.CDLL:
         from llama_cpp import llama_cpp
     except Exception as error:
         raise UnknownGgmlError(f"llama-cpp-python cannot be imported: {error}") from None
-    # libllama's own handle: it finds the ggml that libllama uses, of which the wheel holds several copies
+    # libllama's own handle: it finds the ggml that libllama uses; the wheel holds several copies of it
     library: ctypes.CDLL = llama_cpp._lib
     return library
 

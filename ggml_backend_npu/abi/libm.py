@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 
 def function(name: str) -> Callable[[float], float]:
-    """A function of one float, by name."""
+    """A function of one float, by its C name."""
     found = getattr(ctypes.CDLL("ucrtbase" if os.name == "nt" else None), name)
     found.argtypes, found.restype = [ctypes.c_float], ctypes.c_float
     called: Callable[[float], float] = found

@@ -1,7 +1,7 @@
-"""Where a ggml is that is not llama-cpp-python's: in another Python package, in a library, in a program that runs.
+"""Finds a ggml that is not llama-cpp-python's: in another Python package, in a library, in a running program.
 
-A package may hold several copies of ggml's libraries and load one of them: it is imported, and what it has loaded is
-looked at.
+A package may hold several copies of ggml's libraries and load one of them: it is imported, and then searched for what
+it has loaded.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ _REGISTERS = "ggml_backend_register"
 
 
 class PlaceError(UserError):
-    """A package or a library that has no ggml which a device can be registered with: one line that says why."""
+    """A package or library without a ggml that a device can be registered with: one line that says why."""
 
 
 def library_of(where: str | os.PathLike[str]) -> ctypes.CDLL:
-    """The loaded library whose functions are those of the ggml of a Python package, by name, or of a library, by path.
+    """The loaded library that exports the ggml of a Python package, by name, or of a library, by path.
 
     Raises PlaceError.
     """
@@ -74,7 +74,7 @@ def file_at(address: ctypes.c_void_p) -> Path:
 
 
 def distribution(name: str) -> metadata.Distribution | None:
-    """What is installed under a name: that of the distribution or of a module of it."""
+    """The installed distribution of this name, or the one that has a module of this name; None where there is none."""
     for known in (name, *metadata.packages_distributions().get(name, [])):
         with suppress(metadata.PackageNotFoundError):
             return metadata.distribution(known)
@@ -82,7 +82,7 @@ def distribution(name: str) -> metadata.Distribution | None:
 
 
 def _import_all(name: str, found: metadata.Distribution) -> None:
-    """Imports a package and its extension modules: with them come the libraries that it works with."""
+    """Imports a package and its extension modules, and so loads the libraries that it uses."""
     extensions = {
         str(file).removesuffix(suffix).replace("/", ".")
         for file in found.files or ()
@@ -95,8 +95,8 @@ def _import_all(name: str, found: metadata.Distribution) -> None:
 
 
 def loaded(pid: int | None = None) -> list[Path]:
-    """The files that are mapped as code into this process, or into another one. Raises OSError where that may not be
-    known."""
+    """The files that are mapped as code into this process, or into another one. Raises OSError where they cannot be
+    read."""
     with open(f"/proc/{'self' if pid is None else pid}/maps") as maps:
         lines = [line.split(maxsplit=5) for line in maps]
     files = dict.fromkeys(line[5].rstrip("\n") for line in lines if len(line) == 6 and "x" in line[1])
@@ -104,7 +104,7 @@ def loaded(pid: int | None = None) -> list[Path]:
 
 
 def already_loaded() -> ctypes.CDLL | None:
-    """The library of a ggml that this process has loaded, where it has one."""
+    """The library of a ggml that this process has loaded; None where it has none."""
     with suppress(OSError):
         for file in loaded():
             if "ggml" in file.name:
@@ -115,7 +115,7 @@ def already_loaded() -> ctypes.CDLL | None:
 
 
 def has_ggml(file: Path) -> bool:
-    """Whether a file's bytes name the function that registers a backend: it defines or calls it."""
+    """Whether a file's bytes contain the name ggml_backend_register: it defines or calls that function."""
     with suppress(OSError):
         return _REGISTERS.encode() in file.read_bytes()
     return False

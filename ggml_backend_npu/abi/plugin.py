@@ -30,25 +30,25 @@ from quant.kernels.threads import POOL, Team
 _DEVICE_TYPES = {"accel": structs.DEVICE_TYPE_ACCEL, "gpu": structs.DEVICE_TYPE_GPU}
 MAX_PLANS = 1024  # of one context
 
-# llama.cpp looks on which device these would run, when it makes a context; where that is not their layer's, it computes
-# them by some hundred nodes of other ops, and so another graph than on the CPU
+# when llama.cpp makes a context, it looks on which device these would run; if that is not their layer's device, it
+# computes them by some hundred nodes of other ops, in another graph than on the CPU
 PROBED = frozenset(("DSV4_HC_PRE", "DSV4_HC_COMB", "DSV4_HC_POST"))
 
 
 class Plugin:
-    """A backend that ggml may be told of: a device of the backend's name. Lives as long as ggml has its addresses,
-    which is for ever where it is registered.
+    """A backend that can be registered with ggml: a device with the backend's name. It must live as long as ggml has
+    its addresses: for ever, once it is registered.
 
-    contexts  each ggml_backend that is alive, by address
-    claims  while a context is made, which of the ops that llama.cpp may do without it says that it computes; else None
-    refusals  by op, why nodes of it were not taken when a scheduler asked
-    broken  what the last kernel said that could not answer
-    handed  told of each node before it is computed, with the numbers of the graph and of the node in it; it may return
-            what is to be called afterwards. Nodes run alone then
+    contexts  each live ggml_backend, by address
+    claims    while a llama.cpp context is made: those ops of PROBED that supports_op says yes to; else None
+    refusals  by op, why supports_op refused its last node
+    broken    message of the last kernel that raised an error while it was asked about a node
+    handed    called with each node before it is computed, and with the numbers of the graph and of the node in it; may
+              return a function to call after the node. Nodes are then computed one by one
     """
 
     def __init__(self, ggml: Ggml, backend: Backend) -> None:
-        threads.limited(1)  # says so where GGML_NPU_THREADS is none
+        threads.limited(1)  # raises where GGML_NPU_THREADS is not a number
         backend.options.check()
         if backend.team is POOL:
             backend.team = Team(ggml.openmp)
@@ -120,32 +120,42 @@ class Plugin:
 
     @guarded(None)
     def get_name(self, _: int) -> int:
+        """get_name of ggml_backend_reg_i, ggml_backend_device_i and ggml_backend_i: address of the backend's name; NULL
+        on error."""
         return ctypes.addressof(self._strings[self.backend.name])
 
     @guarded(None)
     def get_description(self, _: int) -> int:
+        """ggml_backend_device_i.get_description: address of the backend's description; NULL on error."""
         return ctypes.addressof(self._strings[self.backend.description])
 
     @guarded(0)
     def get_device_count(self, _: int) -> int:
+        """ggml_backend_reg_i.get_device_count: 1; 0 on error."""
         return 1
 
     @guarded(None)
     def get_device(self, _: int, index: int) -> int | None:
+        """ggml_backend_reg_i.get_device: address of device 0; NULL for any other index, and on error."""
         return ctypes.addressof(self.device) if index == 0 else None
 
     @guarded(None)
     def get_proc_address(self, _: int, name: bytes) -> int | None:
+        """ggml_backend_reg_i.get_proc_address: address of ggml_backend_set_n_threads; NULL for other names, and on
+        error."""
         if name == b"ggml_backend_set_n_threads":
             return ctypes.cast(self._set_n_threads, ctypes.c_void_p).value
         return None
 
     @guarded(None)
     def set_n_threads(self, backend: int, count: int) -> None:
+        """ggml_backend_set_n_threads: the threads of a ggml_backend, at least 1 and no more than GGML_NPU_THREADS."""
         self.contexts[backend].repeats.n_threads = threads.limited(max(1, count))
 
     @guarded(None)
     def get_memory(self, _: int, free: Any, total: Any) -> None:
+        """ggml_backend_device_i.get_memory: free and total bytes of the device's own memory; 0 and 0 where it uses host
+        memory."""
         if self.memory is not None:
             free[0], total[0] = self.memory.free, self.memory.limit
         else:
@@ -153,10 +163,17 @@ class Plugin:
 
     @guarded(structs.DEVICE_TYPE_ACCEL)
     def get_type(self, _: int) -> int:
+        """ggml_backend_device_i.get_type: the ggml_backend_dev_type that the options ask for, GPU or ACCEL; ACCEL on
+        error."""
         return self.device_type
 
     @guarded(None)
     def get_props(self, _: int, props: Any) -> None:
+        """ggml_backend_device_i.get_props: fills a ggml_backend_dev_props.
+
+        async and events are set only for a `QueuedDevice`, buffer_from_host_ptr and mmap_support only where the device
+        uses host memory.
+        """
         free, total = ctypes.c_size_t(), ctypes.c_size_t()
         self.get_memory(0, ctypes.pointer(free), ctypes.pointer(total))
         layout = self.ggml.layout
@@ -176,6 +193,8 @@ class Plugin:
 
     @guarded(None)
     def init_backend(self, device: int, _: bytes) -> int:
+        """ggml_backend_device_i.init_backend: address of a new ggml_backend, which is in `contexts` until `free`; NULL
+        on error."""
         known = Repeats(_address_of(self._graph_compute), _address_of(self._graph_repeated), self.backend)
         backend = self.ggml.layout["ggml_backend"](
             guid=ctypes.addressof(self._guid), iface=self._backend_table, device=device, context=known.address
@@ -186,11 +205,15 @@ class Plugin:
 
     @property
     def buffer_type(self) -> int | None:
-        """Address of the type of buffers in the device's own memory, where it has some."""
+        """Address of the buffer type of the device's own memory; None where it uses host memory."""
         return self._buffers.type_address if self.memory is not None else None
 
     @guarded(None)
     def get_buffer_type(self, _: int) -> int | None:
+        """ggml_backend_device_i.get_buffer_type: the device's own type, or the CPU's where it uses host memory.
+
+        NULL on error.
+        """
         if self.memory is not None:
             return self.buffer_type
         address: int | None = self.ggml.ggml_backend_cpu_buffer_type()
@@ -198,17 +221,27 @@ class Plugin:
 
     @guarded(None)
     def buffer_from_host_ptr(self, _: int, address: int, size: int, max_tensor_size: int) -> int | None:
+        """ggml_backend_device_i.buffer_from_host_ptr: a CPU buffer over `size` bytes of host memory; NULL on error."""
         buffer: int | None = self.ggml.ggml_backend_cpu_buffer_from_ptr(address, size)
         return buffer
 
     @guarded(False)
     def supports_buft(self, _: int, buffer_type: int) -> bool:
+        """ggml_backend_device_i.supports_buft: whether it is the device's own type, or, in host memory, any host type.
+
+        False on error.
+        """
         if self.memory is not None:
             return buffer_type == self._buffers.type_address
         return bool(self.ggml.ggml_backend_buft_is_host(buffer_type))
 
     @guarded(False)
     def supports_op(self, _: int, node: int) -> bool:
+        """ggml_backend_device_i.supports_op: whether the device computes a node; False on error.
+
+        Always True for ops that compute nothing (VIEW, RESHAPE, ...), and for a node that writes into a tensor in the
+        device's memory. `refusals` keeps the reason where the op's kernel or its output's place is the reason.
+        """
         op = convert.op_name(self.ggml, node)
         if not convert.computes(op):
             return True
@@ -231,8 +264,9 @@ class Plugin:
             raise
 
     def _elsewhere(self, node: int) -> str | None:
-        """Why a node's output would not lie in the device's memory: it is a view of what another device computes. ggml
-        copies what a split reads before the split begins, and so before the node would write it back."""
+        """Why a node's output would not lie in the device's memory: it is a view of a tensor that another device
+        computes. ggml copies a split's inputs before the split begins, and so before the node would write to the
+        view."""
         root = convert.view_source_of(node)
         if self.memory is None or root == 0:
             return None
@@ -249,13 +283,18 @@ class Plugin:
 
     @guarded(None)
     def free(self, backend: int) -> None:
+        """ggml_backend_i.free: forgets a ggml_backend, its plans and its repeated graphs."""
         self._settle()
         self.contexts.pop(backend, None)
 
     @guarded(structs.STATUS_FAILED)
     @stopped_by_interrupts
     def graph_compute(self, backend: int, graph: int) -> int:
-        """Computes a graph that `repeats.graph_compute` does not know."""
+        """Computes a graph that `repeats.graph_compute` does not know; the Python side of ggml_backend_i.graph_compute.
+
+        Returns GGML_STATUS_SUCCESS, or GGML_STATUS_FAILED where the device is halted, a copy failed before, or a node
+        fails; `failures` has the message.
+        """
         if self._halted is not None:
             raise KernelError(self._halted)
         self._refuse_what_is_lost()
@@ -287,7 +326,8 @@ class Plugin:
     @guarded(structs.STATUS_FAILED)
     @stopped_by_interrupts
     def graph_repeated(self, backend: int, repeat: int) -> int:
-        """Computes a graph that `repeats.graph_compute` knows, in Python."""
+        """Computes, in Python, a graph that `repeats.graph_compute` knows. Returns GGML_STATUS_SUCCESS or
+        GGML_STATUS_FAILED."""
         self._refuse_what_is_lost()
         repeats = self.contexts[backend].repeats
         with repeats.team.working():
@@ -296,22 +336,26 @@ class Plugin:
 
     @guarded(None)
     def synchronize(self, _: int) -> None:
+        """ggml_backend_i.synchronize: waits for the device. An error makes the next graph fail."""
         assert self.memory is not None
         with self._buffers.gets():
             self.memory.synchronize()
 
     @property
     def lost(self) -> str | None:
-        """What of a copy or of the queue went wrong that no status has said."""
+        """Message of a copy or of queued work that failed without a status in which to report it; None where nothing
+        failed."""
         return self._buffers.lost if self.memory is not None else None
 
     @lost.setter
     def lost(self, reason: str | None) -> None:
+        """Sets or clears the message; without effect where the device uses host memory."""
         if self.memory is not None:
             self._buffers.lost = reason
 
     def _refuse_what_is_lost(self) -> None:
-        """Raises KernelError where the last copies failed, once, or what lasts does not hold what it was set to."""
+        """Raises KernelError, once, where a copy failed before; and as long as a buffer does not hold what it was set
+        to."""
         if self.memory is not None:
             lost, self.lost = self.lost, None
             if lost is not None:
@@ -319,13 +363,13 @@ class Plugin:
             self.memory.check()
 
     def bytes_at(self, address: int, size: int) -> Any:
-        """What a span holds, wherever it lies: in the device's memory, as that has it, or in the host's."""
+        """The bytes of a span, wherever it lies: in the device's memory, in its own layout, or in the host's."""
         if isinstance(self.memory, OpaqueMemory) and (buffer := self.memory.packed(address)) is not None:
             return buffer.read(address - buffer.address, size)
         return convert.bytes_at(address, size)
 
     def _settle(self) -> None:
-        """Counts what ran without Python."""
+        """Counts the graphs that ran without Python."""
         for context in list(self.contexts.values()):
             for bound, runs in context.repeats.counted():
                 for statistics in (self.statistics, context.statistics):
@@ -333,17 +377,18 @@ class Plugin:
 
     @property
     def halted(self) -> str | None:
-        """Why the device is to fail instead of computing, or None."""
+        """Why the device fails every graph instead of computing it; None: it computes."""
         return self._halted
 
     @halted.setter
     def halted(self, reason: str | None) -> None:
+        """Halts the device, or lets it go on; known graphs are forgotten, so that the next one comes to Python."""
         self._halted = reason
         for context in self.contexts.values():
             context.repeats.forget()
 
     def _compute_one_by_one(self, context: Context, graph: int) -> None:
-        """Computes a graph's nodes alone, and tells `handed` of each."""
+        """Computes a graph's nodes one by one, and calls `handed` for each."""
         assert self.handed is not None
         computed = Counter[str]()
         for index, node in enumerate(convert.nodes(self.ggml, graph, self._packed)):
@@ -359,11 +404,11 @@ class Plugin:
 
     @property
     def _packed(self) -> convert.PackedAt:
-        """What finds packed tensors."""
+        """The function that finds packed tensors."""
         return self.memory.packed if self.memory is not None else convert.nowhere
 
     def _compute_with_fallback(self, context: Context, graph: int) -> int:
-        """Computes the nodes that the device takes here and all between them on ggml's CPU backend."""
+        """Computes the nodes that the device takes here, and all nodes between them on ggml's CPU backend."""
         header = structs.GgmlCGraph.from_address(graph)
         begin, computed = 0, Counter[str]()
         for index in range(header.n_nodes):
@@ -382,7 +427,7 @@ class Plugin:
         return self._compute_on_cpu(header, begin, header.n_nodes)
 
     def _compute_on_cpu(self, header: structs.GgmlCGraph, begin: int, end: int) -> int:
-        """Nodes [begin, end) of a graph, as ggml_graph_view gives them, on ggml's CPU backend."""
+        """Computes nodes [begin, end) of a graph, as ggml_graph_view gives them, on ggml's CPU backend."""
         if begin == end:
             return structs.STATUS_SUCCESS
         if self._cpu is None:
@@ -401,7 +446,7 @@ class Plugin:
         return context.plans[key]
 
     def forget_plans(self) -> None:
-        """After tensors moved or the engine changed: plans hold what they were made with."""
+        """Drops all plans; called after tensors moved or the engine changed, as plans hold what they were made with."""
         for context in list(self.contexts.values()):
             context.plans.clear()
             context.repeats.forget()
@@ -431,9 +476,10 @@ def register(ggml: Ggml, backend: Backend) -> Plugin:
 
 @contextmanager
 def alone(ggml: Ggml, chosen: Plugin | None) -> Iterator[None]:
-    """Until the context ends, ggml's registry has this backend of ours, registered or not, and no other one.
+    """Until the context ends, ggml's registry has this backend of ours, registered or not, and no other one of ours.
 
-    llama.cpp gives every context each ACCEL device that it finds, and a model each GPU. What it has got stays.
+    llama.cpp gives every context each ACCEL device that it finds, and every model each GPU. What was given before
+    stays.
     """
     with ggml.registering:
         others = [plugin for plugin in ggml.plugins.values() if plugin is not chosen]
@@ -453,5 +499,5 @@ def _exchange(ggml: Ggml, out: list[Plugin], new: list[Plugin]) -> None:
 
 
 def failures_of(ggml: Ggml, device: str) -> Failures:
-    """What callbacks of a device turned into failures, where it is one of ours."""
+    """The `Failures` of a device's callbacks, where the device is one of ours; else an empty one."""
     return ggml.plugins[device].failures if device in ggml.plugins else Failures()

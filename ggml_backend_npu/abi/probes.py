@@ -1,7 +1,7 @@
-"""Which layout a live ggml has: what its own functions call and read, in structs of which each word is known.
+"""Finds the layout of a live ggml: which words its own functions call and read, in structs of which each word is known.
 
-Of a struct that is full of functions of ours, ggml calls one, and which one that was says where ggml has the slot.
-Nothing of ggml's is called by a table before all of ggml's functions agree with that table: what does not fit is
+ggml is given a struct that is full of functions of ours; which of them it calls says where it has the slot. No function
+of ggml's is called through a table before all of ggml's functions agree with that table: a layout that does not fit is
 refused and does not crash.
 """
 
@@ -24,7 +24,7 @@ _MEMORY = 1 << 20  # bytes of a context
 
 
 class Reading(NamedTuple):
-    """A function of ggml's, and what of a struct it has to call or to read.
+    """A ggml function, and the part of a struct that it calls or reads.
 
     part  a slot of the struct's table, or a field
     """
@@ -36,13 +36,13 @@ class Reading(NamedTuple):
 
 
 class Words(Structure):
-    """A struct that is full of functions, or their table, as an argument."""
+    """A struct that is full of our functions, or their table, as an argument."""
 
     _fields_ = [("words", c_void_p * _N_WORDS)]
 
 
 class _Bench:
-    """Structs whose words are functions of ours, and tensors, for ggml's functions to be tried on."""
+    """Structs whose words are our functions, and tensors, to call ggml's functions with."""
 
     def __init__(self, ggml: Ggml, layout: Layout, tensors: tuple[int, int]) -> None:
         self._ggml, self._layout = ggml, layout
@@ -80,7 +80,7 @@ class _Bench:
         return function(*given) or 0
 
     def readings(self) -> Iterator[Reading]:
-        """All of them."""
+        """All readings."""
         reg, device, backend, buft = (
             self._at[f"ggml_backend{name}"] for name in ("_reg", "_device", "", "_buffer_type")
         )
@@ -150,7 +150,8 @@ class _Bench:
             yield Reading(f"ggml_backend{struct}", str(part), f"ggml_backend_{function}", tuple(arguments))
 
     def found(self, reading: Reading) -> int | None:
-        """The word that a function called or read; None for a function that this ggml has not, or does not export."""
+        """The word that a function called or read; None for a function that this ggml does not have, or does not
+        export."""
         self._called.clear()
         try:
             result = self._call(reading.function, *reading.arguments)
@@ -161,7 +162,7 @@ class _Bench:
         return self._words.index(result) if result in self._words else -1
 
     def expected(self, struct: str, part: str) -> int:
-        """The word that a layout has a slot or a field in; -1 for one that it has not."""
+        """The word that a layout has a slot or a field in; -1 for one that it does not have."""
         offset, table = self._layout.structs[struct].get("iface", (0, ""))
         if part in self._layout.tables[table]:
             return offset // _WORD + list(self._layout.tables[table]).index(part)
@@ -174,8 +175,8 @@ class _Bench:
 
 
 def facts(ggml: Ggml, layout: Layout) -> Iterator[tuple[str, bool]]:
-    """What is asked of a ggml, by name, and whether its answer is what it is to be with a layout. Whoever sees one that
-    does not hold asks no further."""
+    """What is asked of a ggml, by name, and whether its answer fits a layout. After the first answer that does not fit,
+    the caller must not ask further."""
     memory = ctypes.create_string_buffer(_MEMORY)
     context = ggml.ggml_init(structs.InitParams(_MEMORY, ctypes.addressof(memory), False))
     try:
@@ -193,7 +194,7 @@ def facts(ggml: Ggml, layout: Layout) -> Iterator[tuple[str, bool]]:
 
 
 def _public(ggml: Ggml, context: int, memory: Any) -> Iterator[tuple[str, bool]]:
-    """The tensor and the graph, which every layout that is known has in common."""
+    """The tensor and the graph, which every known layout has in common."""
     q8_0 = ggml.type_numbers["q8_0"]
     table = ggml.ggml_new_tensor(context, q8_0, 4, (c_int64 * 4)(32, 3, 2, 1))
     ggml.ggml_set_name(table, b"a name")
@@ -233,7 +234,7 @@ def _public(ggml: Ggml, context: int, memory: Any) -> Iterator[tuple[str, bool]]
 
 
 def _live(ggml: Ggml, layout: Layout) -> Iterator[tuple[str, bool]]:
-    """The CPU backend's own structs, now that the tables are known to be as the layout has them."""
+    """The CPU backend's own structs, once the tables are known to fit the layout."""
     cpu = ggml.ggml_backend_reg_by_name(b"CPU")
     registry = layout["ggml_backend_reg"].from_address(cpu)
     name = b"ggml_backend_set_n_threads"
@@ -257,7 +258,8 @@ def _live(ggml: Ggml, layout: Layout) -> Iterator[tuple[str, bool]]:
 
 
 def _has_props(ggml: Ggml, layout: Layout, device: int) -> bool:
-    """Whether ggml_backend_dev_get_props says of the CPU what single functions say. No text is read by its address."""
+    """Whether ggml_backend_dev_get_props says of the CPU what the single functions say. No text is read through its
+    address."""
     props, caps = layout["ggml_backend_dev_props"], layout["ggml_backend_dev_caps"]
     room = (c_void_p * 64)()
     ggml.ggml_backend_dev_get_props(device, room)
@@ -275,8 +277,8 @@ def _has_props(ggml: Ggml, layout: Layout, device: int) -> bool:
 
 
 def uncounted(ggml: Ggml) -> frozenset[str]:
-    """Which of the ops that keep states do not say how many, as op_params. Without that a scan keeps one;
-    GATED_DELTA_NET has states of other dimensions."""
+    """Which of the ops that keep states do not have their number K in op_params. Without it, SSM_SCAN keeps one state,
+    and the states of GATED_DELTA_NET have other dimensions."""
     memory = ctypes.create_string_buffer(_MEMORY)
     context = ggml.ggml_init(structs.InitParams(_MEMORY, ctypes.addressof(memory), True))
     one = (c_int64 * 4)(1, 1, 1, 1)
@@ -293,7 +295,7 @@ def uncounted(ggml: Ggml) -> frozenset[str]:
 
 
 def address(ggml: Ggml, function: str, argument: int) -> int | None:
-    """Where the text lies that a function gives."""
+    """The address of the text that a ggml function returns."""
     found = ggml.library[function]
     found.restype, found.argtypes = c_void_p, [c_void_p]
     address: int | None = found(argument)

@@ -1,4 +1,4 @@
-"""What a `QueuedDevice` does later, as ggml sees it: copies in a queue, events, and when it is waited for."""
+"""What a `QueuedDevice` does asynchronously, as ggml sees it: copies in a queue, events, and waiting for them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Slots = dict[str, Callable[..., Any]]
 
 
 class Queue:
-    """The slots of one device's queue, which all its ggml_backends have together."""
+    """The asynchronous slots of one device. All its ggml_backends share one queue."""
 
     def __init__(self, ggml: Ggml, memory: OpaqueMemory, buffers: Buffers, failures: Failures) -> None:
         assert isinstance(memory.device, QueuedDevice)
@@ -27,7 +27,7 @@ class Queue:
         self._events: dict[int, tuple[structs.GgmlBackendEvent, list[Any]]] = {}
 
     def of_backend(self) -> Slots:
-        """Slots of ggml_backend_i."""
+        """The slots of ggml_backend_i, by name."""
         return {
             "set_tensor_async": self.set_tensor_async,
             "get_tensor_async": self.get_tensor_async,
@@ -37,7 +37,7 @@ class Queue:
         }
 
     def of_device(self) -> Slots:
-        """Slots of ggml_backend_device_i."""
+        """The slots of ggml_backend_device_i, by name."""
         return {
             "event_new": self.event_new,
             "event_free": self.event_free,
@@ -46,6 +46,10 @@ class Queue:
 
     @guarded(None)
     def set_tensor_async(self, _: int, tensor: int, data: int, offset: int, size: int) -> None:
+        """ggml_backend_i.set_tensor_async: queues a copy of `size` bytes from the host to a tensor's `offset`.
+
+        An error makes the next graph fail, as in `Buffers.sets`.
+        """
         address = convert.data_of(tensor) + offset
         with self.buffers.sets(convert.buffer_of(tensor), address), self.memory.calling("copy_in_async", size):
             buffer, at = self.memory.at(address, size)
@@ -54,6 +58,10 @@ class Queue:
 
     @guarded(None)
     def get_tensor_async(self, _: int, tensor: int, data: int, offset: int, size: int) -> None:
+        """ggml_backend_i.get_tensor_async: queues a copy of `size` bytes at a tensor's `offset` to the host.
+
+        An error makes the next graph fail.
+        """
         with self.buffers.gets(), self.memory.calling("copy_out_async", size):
             buffer, at = self.memory.at(convert.data_of(tensor) + offset, size)
             self.device.copy_out_async(buffer.handle, at, of_host(data, size))
@@ -61,6 +69,10 @@ class Queue:
 
     @guarded(False)
     def cpy_tensor_async(self, source: int, target: int, src: int, dst: int) -> bool:
+        """ggml_backend_i.cpy_tensor_async: queues a copy of a tensor within the device.
+
+        Returns False, on which ggml waits and copies, where src or dst is not on the device, and on error.
+        """
         if not (self.buffers.holds(src) and self.buffers.holds(dst)):
             return False  # ggml then waits for both, and copies
         size, to = convert.tensor(self.ggml, src).nbytes, convert.data_of(dst)
@@ -72,21 +84,29 @@ class Queue:
 
     @guarded(None)
     def event_new(self, device: int) -> int:
+        """ggml_backend_device_i.event_new: address of a new ggml_backend_event, not recorded yet; NULL on error."""
         event = structs.GgmlBackendEvent(device=device)
         self._events[ctypes.addressof(event)] = event, []
         return ctypes.addressof(event)
 
     @guarded(None)
     def event_free(self, _: int, event: int) -> None:
+        """ggml_backend_device_i.event_free: forgets an event."""
         self._events.pop(event, None)
 
     @guarded(None)
     def event_record(self, _: int, event: int) -> None:
+        """ggml_backend_i.event_record: the event stands for all work queued so far. An error makes the next graph
+        fail."""
         with self.buffers.gets(), self.memory.calling("record"):
             self._events[event][1][:] = [self.device.record()]
 
     @guarded(None)
     def event_wait(self, _: int, event: int) -> None:
+        """ggml_backend_i.event_wait: later work of the queue waits for the event.
+
+        For another device's event the caller itself waits. An error makes the next graph fail.
+        """
         found = self._events.get(event)
         if found is None:  # another device's
             device = structs.GgmlBackendEvent.from_address(event).device
@@ -99,6 +119,8 @@ class Queue:
 
     @guarded(None)
     def event_synchronize(self, _: int, event: int) -> None:
+        """ggml_backend_device_i.event_synchronize: waits until the event has happened. An error makes the next graph
+        fail."""
         with self.buffers.gets(), self.memory.calling("wait_for"):
             for each in self._events[event][1]:
                 self.device.wait_for(each)

@@ -1,9 +1,9 @@
-"""Graphs that come again run without Python: `graph_compute` as a C function that knows them by their bytes.
+"""Graphs that come again run without Python: `graph_compute` is a C function that knows them by their bytes.
 
-In decoding llama.cpp hands over the same small graphs token after token. The first time Python plans one; where its
-plan is made of kernels alone it is learnt here, as a `Repeat`: what its nodes and their sources were, byte for byte,
-and the works to run. Of a plan that is a device's program Python is called, with nothing more to look up. A graph that
-is no longer the same, or whose kernel fails, goes to Python.
+In decoding, llama.cpp submits the same small graphs token after token. The first time, Python plans one; if its plan
+consists of kernels only, it is learnt here as a `Repeat`: the bytes of its nodes and of their sources, and the works to
+run. If the plan is a device's program, Python is called with nothing more to look up. A graph that has changed, or
+whose kernel fails, goes to Python.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ _N_SLOTS = 1024  # graphs that are known at once
 
 
 class Table(NamedTuple):
-    """What `graph_compute` knows of a ggml_backend; slots for the addresses of repeats follow.
+    """What `graph_compute` knows of a ggml_backend; `_N_SLOTS` addresses of repeats follow it.
 
-    python    what it calls for graphs that it does not know
-    repeated  what it calls for graphs that it knows and that Python runs
-    runs      graphs that it ran
+    python    callback for graphs that are not known
+    repeated  callback for known graphs that Python runs
+    runs      how many graphs it ran
     threads, openmp  how many threads, and the address of GOMP_parallel
-    version_at       where the backend's version is
+    version_at       address of the backend's version
     """
 
     python: int
@@ -48,12 +48,12 @@ class Table(NamedTuple):
 class Known(NamedTuple):
     """A repeat, as `graph_compute` sees it. Lists are addresses.
 
-    version       what the backend's version was
-    nodes         addresses of its nodes
-    spans         (address, bytes, address of a copy), of what the plan depends on
-    works         their addresses
+    version       the backend's version when the plan was made
+    nodes         addresses of the graph's nodes
+    spans         the memory that the plan depends on: `Span`
+    works         addresses of the works to run
     uses          how often each node is used; 0 where that does not matter
-    uid           the graph's last one
+    uid           uid of the last graph that was the same
     in_python     whether Python runs it
     runs          how often it ran
     """
@@ -72,7 +72,7 @@ class Known(NamedTuple):
 
 
 class Span(NamedTuple):
-    """Memory, and a copy of what it held."""
+    """Memory, and the address of a copy of what it held."""
 
     address: int
     n_bytes: int
@@ -128,9 +128,9 @@ def _uses(graph: int, node: int) -> Any:
 
 @inlined
 def _is(repeat: Any, graph: int, nodes: Any, n_nodes: int) -> bool:
-    """Whether a graph has the same nodes as a repeat, and they still hold the same and are used as often.
+    """Whether a graph has the same nodes as a repeat, their bytes are unchanged, and they are used as often.
 
-    A scheduler gives a graph another uid whenever it makes it anew: under the same one nothing has changed.
+    A scheduler gives a graph a new uid whenever it makes it anew: under the same uid nothing has changed.
     """
     uid = _int64s(graph + _GRAPH_UID, 1)[0]
     if uid != 0 and uid == repeat.uid:
@@ -158,7 +158,7 @@ def _is(repeat: Any, graph: int, nodes: Any, n_nodes: int) -> bool:
 
 @callback(types.int32(types.int64, types.int64))
 def graph_compute(backend: int, graph: int) -> Any:
-    """ggml_backend_i.graph_compute"""
+    """ggml_backend_i.graph_compute: runs a known graph, or calls Python for it. Returns a ggml_status."""
     context = _int64s(backend + _CONTEXT, 1)[0]
     table = shared_record_at(context, Table)
     n_nodes = types.int64(array_at(graph + _GRAPH_N_NODES, types.int32, 1)[0])
@@ -189,10 +189,10 @@ def graph_compute(backend: int, graph: int) -> Any:
 class Repeat:
     """A plan that `graph_compute` can run.
 
-    version  of the backend that the plan is of
-    nodes  addresses of all nodes of the graph
-    spans  (address, bytes) of what the plan depends on, whole 8 bytes
-    uses   how often each node is used in the whole graph, where nodes may be fused; else empty
+    version  version of the backend that made the plan
+    nodes    addresses of all nodes of the graph
+    spans    (address, bytes) of what the plan depends on, in whole 8 bytes
+    uses     how often each node is used in the whole graph, where nodes may be fused; else empty
     """
 
     def __init__(
@@ -226,20 +226,22 @@ class Repeat:
 
     @property
     def address(self) -> int:
+        """Address of its `Known`."""
         return int(self._words.ctypes.data)
 
     def new_runs(self) -> int:
-        """How often it ran since this was asked last."""
+        """How often it ran since the last call of this method."""
         runs = Known(*self._words.tolist()).runs
         new, self._seen = runs - self._seen, runs
         return new
 
 
 class Repeats:
-    """What one ggml_backend repeats.
+    """The graphs that one ggml_backend repeats.
 
-    python  the address of the callback for graphs that are not known; repeated: for those that Python runs
-    backend  whose graphs they are
+    python    address of the callback for graphs that are not known
+    repeated  address of the callback for known graphs that Python runs
+    backend   the backend that plans the graphs
     """
 
     def __init__(self, python: int, repeated: int, backend: Backend) -> None:
@@ -254,7 +256,7 @@ class Repeats:
 
     @property
     def address(self) -> int:
-        """What ggml_backend.context has to be for `graph_compute`."""
+        """What ggml_backend.context must be for `graph_compute`: the address of its `Table`."""
         return int(self._words.ctypes.data)
 
     @property
@@ -263,21 +265,24 @@ class Repeats:
 
     @property
     def n_threads(self) -> int:
+        """How many threads its graphs run in."""
         return self._table.threads
 
     @n_threads.setter
     def n_threads(self, count: int) -> None:
+        """Sets how many threads its graphs run in, from the next graph on."""
         self._words[place_in(Table, "threads")] = count
 
     @property
     def team(self) -> Team:
-        """The threads that graphs run in."""
+        """The threads that its graphs run in."""
         return Team(self._table.openmp, self.n_threads)
 
     def learn(self, plan: Plan, nodes: list[int], spans: list[tuple[int, int]], uses: list[int]) -> None:
-        """Remembers a graph, where kernels alone compute it. In place of one that has the same slot.
+        """Remembers a graph, replacing one in the same slot; of a backend that runs without Python, only a graph of
+        kernels that do not need Python either.
 
-        Called by the thread that computes, when all that ran has been `counted`.
+        Called by the thread that computes, when all runs so far have been `counted`.
         """
         self._replaced.clear()
         jobs = [call for _, call in plan.steps if isinstance(call, Job)]
@@ -293,17 +298,18 @@ class Repeats:
         self._words[slot] = repeat.address
 
     def plan_at(self, address: int) -> Plan:
-        """The plan of a repeat that is known, by its address."""
+        """The plan of a known repeat, by the repeat's address."""
         return self._by_address[address].plan
 
     def forget(self) -> None:
-        """Knows no graph any more. What another thread may just be running stays in memory until it learns again."""
+        """Forgets all graphs. What another thread may be running just now stays in memory until a graph is learnt
+        again."""
         self._words[_SLOTS:] = 0
         self._replaced.extend(self._known.values())
         self._known.clear()
 
     def counted(self) -> list[tuple[Plan, int]]:
-        """How often which plan ran without Python since this was asked last."""
+        """The plans that ran without Python since the last call, and how often each ran."""
         runs = self._table.runs
         if runs == self._seen:
             return []

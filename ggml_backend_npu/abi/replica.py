@@ -1,8 +1,8 @@
 """One node of the IR computed on any device that ggml has: the inverse of `abi.convert`.
 
-The tensors are made again in a context of their own, and those that overlap in the node's memory overlap on the device:
-each group of overlapping tensors is one tensor there, of which the others are views. A device that reads host memory
-computes where the bytes are; any other gets copies, and the output's group is brought back.
+The tensors are made again in a ggml context of their own, and tensors that overlap in the node's memory also overlap on
+the device: each group of overlapping tensors is one tensor there, and the others are views of it. A device that reads
+host memory computes in place; any other device gets copies, and the output's group is copied back.
 """
 
 from __future__ import annotations
@@ -24,26 +24,26 @@ from ggml_backend_npu.ops import OWN
 from ggml_backend_npu.params import PARAMS_BYTES
 from ggml_backend_npu.registry import KernelError
 
-_ALIGNMENT = 64  # at least what ggml's CPU wants of a buffer
+_ALIGNMENT = 64  # at least what ggml's CPU needs of a buffer
 _GRAPH_SIZE = 32  # one node, its sources and their groups
 _LIMIT = 1 << 62
 
 # they call a function of the program that made the node
 _CALLBACKS = frozenset({"CUSTOM", "MAP_CUSTOM1", "MAP_CUSTOM2", "MAP_CUSTOM3"})
 
-# ops that the backend does not have, and that ggml's CPU computes without asking whether their sources are there: how
-# many it reads; one, of any other op
+# how many sources ggml's CPU reads, without checking that they exist, for ops that this backend does not have; 1 for
+# any other op
 _N_SOURCES = {"FLASH_ATTN_BACK": 4}
 
 
 class Replica:
-    """A device of ggml's that computes nodes whose tensors lie in memory of ours. A context manager.
+    """A ggml device that computes nodes whose tensors lie in our memory. A context manager.
 
         with Replica(ggml, "CPU") as cpu:
             reason = cpu.refusal(node)
             cpu.compute(node)
 
-    threads  of the device, where it has such a setting; 0 = all cores
+    threads  of ggml's CPU device; 0 = all cores
 
     Raises KernelError for a device that ggml does not have.
     """
@@ -88,7 +88,7 @@ class Replica:
             return None if taken else self._failures.message or "not supported"
 
     def compute(self, node: Node) -> None:
-        """Computes the node into its output's memory. Raises KernelError where the device does not, or fails."""
+        """Computes the node into its output's memory. Raises KernelError where the device refuses it, or fails."""
         reason = _fault(self._ggml, node)
         if reason is None and node.dst.n_elements == 0:
             return
@@ -109,13 +109,13 @@ class Replica:
             bring_back()
 
     def compute_graph(self, graph: Graph) -> None:
-        """Computes nodes in order, one by one."""
+        """Computes a graph's nodes in order, one by one. Raises KernelError as `compute` does."""
         for node in graph.nodes:
             self.compute(node)
 
     @contextmanager
     def _made(self, node: Node) -> Iterator[_Made]:
-        """The node and its sources as ggml's tensors, without memory."""
+        """The node and its sources as ggml tensors, without memory."""
         ggml = self._ggml
         n_tensors = 2 * (structs.N_SRC + 1)
         size = n_tensors * ggml.ggml_tensor_overhead() + ggml.ggml_graph_overhead_custom(_GRAPH_SIZE, False)
@@ -126,7 +126,7 @@ class Replica:
             ggml.ggml_free(context)
 
     def _in_place(self, made: _Made, stack: ExitStack) -> Callable[[], None]:
-        """Lets the tensors lie where the IR's do. Returns what is to be done when they are computed: nothing."""
+        """Places the tensors where the IR's lie. Returns what is to be done after the computation: nothing."""
         for group in made.groups:
             base = group.address & -_ALIGNMENT
             buffer = self._ggml.ggml_backend_cpu_buffer_from_ptr(base, group.end - base)
@@ -137,7 +137,7 @@ class Replica:
         return lambda: None
 
     def _on_device(self, made: _Made, stack: ExitStack) -> Callable[[], None]:
-        """Copies the groups to memory of the device's. Returns what brings the output's back."""
+        """Copies the groups to the device's memory. Returns the function that copies the output's group back."""
         ggml = self._ggml
         with self._failures.told_by_the_caller():
             buffer = ggml.ggml_backend_alloc_ctx_tensors(made.context, self._backend)
@@ -152,7 +152,7 @@ class Replica:
 
 
 def compute(ggml: Ggml, device_name: str, node: Node) -> None:
-    """Computes a node on a device: `Replica.compute` of a replica for this one node."""
+    """Computes one node on a device, by `Replica.compute`. Raises KernelError."""
     with Replica(ggml, device_name) as replica:
         replica.compute(node)
 
@@ -169,14 +169,14 @@ class _Group:
 
 
 class _Made:
-    """A node's tensors in a context: by group, roots in front of what lies in them."""
+    """A node's tensors in a context: by group, each root before the tensors that lie in it."""
 
     def __init__(self, ggml: Ggml, context: int, node: Node) -> None:
         self._ggml, self.context = ggml, context
         self.groups: list[_Group] = []
         self.node = 0
         self._sources: dict[Tensor, int] = {}
-        self._dst = dst = replace(node.dst)  # one of its own: a source may be the very same tensor
+        self._dst = dst = replace(node.dst)  # a copy: a source may be the same object
         sources = list(dict.fromkeys(source for source in node.src if source is not None))
         for group in overlapping([*(source for source in sources if source.nbytes), dst]):
             self.groups.append(self._group(group))
@@ -207,7 +207,7 @@ class _Made:
         return group
 
     def _new(self, tensor: Tensor, root: int = 0, offset: int = 0) -> int:
-        """A tensor; a view where a root is given."""
+        """A new tensor; a view where a root is given."""
         address = int(self._ggml.ggml_new_tensor(self.context, 0, 1, (ctypes.c_int64 * 1)(1)))
         type, name = self._ggml.type_numbers[tensor.type], tensor.name.encode()[: structs.NAME_BYTES - 1]
         nowhere = 0
@@ -232,7 +232,7 @@ def _devices(ggml: Ggml) -> list[str]:
 
 
 def _fault(ggml: Ggml, node: Node) -> str | None:
-    """Why no device of this ggml can be given the node: on what does not hold together, ggml ends the process."""
+    """Why no device of this ggml can be given the node: on tensors that are inconsistent, ggml ends the process."""
     if node.op not in ggml.op_numbers:
         return f"ggml {ggml.version} has no such op"
     if node.op in ggml.uncounted and not _keeps_one_state(node):
@@ -258,7 +258,7 @@ def _keeps_one_state(node: Node) -> bool:
 
 
 def _bad(ggml: Ggml, tensor: Tensor) -> str | None:
-    """What of a tensor does not hold together."""
+    """What is inconsistent in a tensor; None where nothing is."""
     if tensor.type not in ggml.type_numbers:
         return f"has type {tensor.type}, which ggml {ggml.version} has not"
     if tensor.packed is not None:

@@ -1,6 +1,6 @@
-"""C structs of ggml that are the same in every version known: the tensor, the graph, what is public.
+"""C structs of ggml that are the same in every known version: the tensor, the graph, and public ones.
 
-Those that differ are in `abi.layouts`. A tensor and a graph of the live ggml are looked at before anything here is used
+Structs that differ are in `abi.layouts`. A tensor and a graph of the live ggml are checked before anything here is used
 (`abi.probes`).
 """
 
@@ -27,14 +27,14 @@ from typing import Any
 # struct ggml_tensor, as Python's struct module reads it
 #   type, buffer, ne[4], nb[4], op, op_params[64 bytes], flags, src[10], view_src, view_offs, data, name[64], extra
 TENSOR = struct.Struct("=i4xQ4q4Qi64si10QQQQ64sQ8x")
-TENSOR_KEY_BYTES = 256  # everything in front of the name: what a plan depends on
+TENSOR_KEY_BYTES = 256  # everything before the name: what a plan depends on
 BUFFER_AT, OP_AT, FLAGS_AT, SRC_AT, VIEW_SRC_AT, DATA_AT = 8, 80, 148, 152, 232, 248
 N_SRC, NAME_BYTES = 10, 64
-OPERATION = struct.Struct("=i64si10Q")  # of it, what stands from OP_AT: op, op_params, flags, src
+OPERATION = struct.Struct("=i64si10Q")  # its fields from OP_AT on: op, op_params, flags, src
 FLAG_INPUT, FLAG_OUTPUT, FLAG_COMPUTE = 1, 2, 16
 
 STATUS_FAILED, STATUS_SUCCESS = -1, 0
-USAGE_COMPUTE = 2  # of a buffer: tensors of graphs, which share its addresses in turns
+USAGE_COMPUTE = 2  # of a buffer for tensors of graphs, which share its addresses in turns
 DEVICE_TYPE_CPU, DEVICE_TYPE_GPU, DEVICE_TYPE_IGPU, DEVICE_TYPE_ACCEL = 0, 1, 2, 3
 
 
@@ -116,7 +116,7 @@ class Feature(Structure):
 
 
 def fill(table: type[Structure], **callbacks: Callable[..., Any] | int) -> Structure:
-    """A table with the given slots set, each by its prototype to a callback or the address of a C function; the others
+    """A table with the given slots set, each to a callback or to the address of a C function; the other slots are
     NULL."""
     prototypes: dict[str, Any] = {name: kind for name, kind, *_ in table._fields_}
     return table(**{name: prototypes[name](callback) for name, callback in callbacks.items()})

@@ -1,8 +1,7 @@
-"""The instructions that kernels are compiled for: those that the ggml of this process was compiled for. Importing this
-module makes it so.
+"""Compiles kernels for the instructions that the ggml of this process was compiled for. Importing this module does so.
 
-ggml's source adds up 16 products side by side with AVX-512, and 8 with AVX2: other sums, other last bits. Which of the
-two a ggml has is its builder's choice, not the processor's, and it says so itself.
+ggml's code adds up 16 products side by side with AVX-512, and 8 with AVX2: other sums, other last bits. Which of the
+two a ggml uses is its builder's choice, not the processor's, and it says so itself.
 """
 
 from __future__ import annotations
@@ -14,8 +13,8 @@ from quant.kernels.processor import follow
 
 
 def _as_ggml() -> None:
-    """Where no ggml is found, kernels are compiled for the processor. One that the process has already is the one: a
-    library of llama-cpp-python's would take it for its own, which has the same name."""
+    """Without a ggml, kernels are compiled for the processor. A ggml that the process has loaded already is the one:
+    importing llama-cpp-python would make it that package's, as the libraries have the same name."""
     try:
         already = None if "llama_cpp" in sys.modules else places.already_loaded()
         features = (lib.unchecked() if already is None else lib.Ggml(already)).features

@@ -1,4 +1,4 @@
-"""Operators of four documents on NumPy arrays, under their own names and interfaces; `ops` holds ggml's own nodes."""
+"""Operators of four documents on NumPy arrays, under their own names and interfaces; `ops` has the nodes of ggml."""
 
 from __future__ import annotations
 

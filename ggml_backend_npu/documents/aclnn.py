@@ -3,7 +3,7 @@
     status, size, executor = aclnnGetRowsGetWorkspaceSize(src, indices, scale, 32, out)
     status = aclnnGetRows(None, size, executor)
 
-Tensors are 4-D, row-major, of any strides. None is copied, but for one of which an axis runs backwards: that one is
+Tensors are 4-D, row-major, of any strides. None is copied, except one with an axis that runs backwards: that one is
 copied at each run, as the kernels walk forwards.
 
 - an ndarray of float32, float16, int32, or of int8: quants, whose scales are a tensor of their own
@@ -11,18 +11,19 @@ copied at each run, as the kernels walk forwards.
 - an `ir.Tensor` made by `Tensor.of(bytes, "q8_0")` or `"q4_0"`: blocks as ggml has them, scales inside
 
 The first phase checks everything: where it refuses, its executor is None and nothing has been written. The second phase
-checks what can have changed since. Both return a `Status`, whose message names the argument and its value; a mistake
-of the caller raises nothing.
+checks what can have changed since. Both return a `Status`, whose message names the argument and its value; a mistake of
+the caller raises nothing.
 
     0       ACL_SUCCESS
     161001  ACLNN_ERR_PARAM_NULLPTR    a tensor, an executor or a workspace is None
-    161002  ACLNN_ERR_PARAM_INVALID    a type, shape, stride or value cannot be, an executor is not good for this call
+    161002  ACLNN_ERR_PARAM_INVALID    an invalid type, shape, stride or value, or an executor not valid for this call
     361001  ACLNN_ERR_RUNTIME_ERROR    an index that was changed after the first phase names no row
 
-No call needs a workspace: sizes are 0. Streams are taken and not looked at: a call has run when it returns.
+No call needs a workspace: sizes are 0. Streams are accepted and ignored: a call has run when it returns.
 
-Source: the requirement "get_rows, cpy, dup" of llama.cpp on 310P and 910B, with aclnn's calling convention. Where it is
-silent, numbers are ggml's: GET_ROWS and CPY of its CPU backend, quantised with the rounding of quantize_row_*_ref.
+Source: the requirement "get_rows, cpy, dup" of llama.cpp on 310P and 910B, with aclnn's calling convention. Where it
+says nothing, numbers are ggml's: GET_ROWS and CPY of its CPU backend, quantised with the rounding of
+quantize_row_*_ref.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ _COPIES: dict[str, tuple[str, ...]] = {
     **{name: (name, "f32") for name in _QUANTISED},
 }
 
-_WORK = 1_000_000  # steps that a search for shared bytes may take; where it takes more, some are taken to be shared
+_WORK = 1_000_000  # steps that a search for shared bytes may take; beyond that, bytes count as shared
 
 Shape = tuple[int, int, int, int]
 Call = Callable[[], None]
@@ -87,7 +88,7 @@ class AclTensor:
 
 
 class AclOpExecutor:
-    """What the first phase of a call hands to the second: good for one run, or until destroyed if made repeatable.
+    """What the first phase of a call passes to the second: valid for one run, or, if made repeatable, until destroyed.
 
     call  name of the call it was made for
     """
@@ -100,7 +101,7 @@ class AclOpExecutor:
         self._ended = ""
 
     def _end(self, how: str) -> None:
-        """Lets go of the tensors."""
+        """Releases the tensors."""
         self._run, self._changed, self._ended = None, _unchanged, how
 
 
@@ -138,7 +139,7 @@ class _Operand:
 
     type    one of _TYPES
     tensor  its memory; of i8 for int8 and for the bytes of int4
-    lent    where an axis runs backwards: the array that `tensor` is memory of, and the caller's
+    lent    where an axis runs backwards: the array whose memory `tensor` is, and the caller's array
     """
 
     name: str
@@ -160,18 +161,18 @@ class _Operand:
         return self.tensor.view() if self.lent is None else self.lent[1]
 
     def load(self) -> None:
-        """Takes what the caller's array holds."""
+        """Copies from the caller's array."""
         if self.lent is not None:
             self.lent[0][...] = self.lent[1]
 
     def store(self) -> None:
-        """Gives it to the caller's array."""
+        """Copies to the caller's array."""
         if self.lent is not None:
             self.lent[1][...] = self.lent[0]
 
 
 def _operand(name: str, value: Any, types: tuple[str, ...], ranks: tuple[int, ...] = (4,)) -> _Operand:
-    """Reads an argument: of one of these types, of one of these ranks."""
+    """Checks an argument: it must have one of these types and one of these ranks."""
     if value is None:
         raise _RefusedError(_null(f"{name} is None: must be a tensor"))
     if isinstance(value, Tensor):
@@ -252,7 +253,7 @@ def _require_apart(written: _Operand, *others: _Operand) -> None:
 
 
 def _overlap(one: _Operand, other: _Operand) -> bool:
-    """Whether two tensors share bytes: exactly, not by their ends."""
+    """Whether two tensors share bytes: exactly, not judged by their ends."""
     try:
         return np.shares_memory(one.view(), other.view(), max_work=_WORK)  # type: ignore[arg-type]  # stub: -1 or 0
     except np.exceptions.TooHardError:
@@ -286,7 +287,8 @@ def _integer(name: str, value: Any) -> int:
 
 
 def _group_size(value: Any, *sides: _Operand) -> int:
-    """antiquantGroupSize as a number of elements, which divides the rows of all sides; 0 is a row of the first."""
+    """antiquantGroupSize as a number of elements, which must divide the rows of all sides; 0 means a row of the first
+    side."""
     size = _integer("antiquantGroupSize", value)
     _require(size >= 0, f"antiquantGroupSize is {size}: must be 0 or more")
     group = size or sides[0].row
@@ -300,7 +302,7 @@ def _group_size(value: Any, *sides: _Operand) -> int:
 
 
 def _groups(quants: _Operand, scale: Any, size: int) -> tuple[Groups, _Operand]:
-    """Quants with their scales: one for each `size` elements of a row."""
+    """Quants with their scales: one for every `size` elements of a row."""
     _require(scale is not None, f"scale is None: {quants.name} is {quants.type}, which needs one")
     scales = _operand("scale", scale, ("f32",))
     expected = (*quants.shape[:3], quants.row // size if size else 1)
@@ -333,11 +335,11 @@ def aclnnGetRowsGetWorkspaceSize(
 
     src      (a, b, c, d) of float32, float16, int32, int8, int4, q8_0 or q4_0; any strides
     indices  int32 (1, a, b, x) or (a, b, x), each from 0 to c - 1; any strides
-    scale    float32 (a, b, c, d / group size): scale[i, j, r, l // group size] is src[i, j, r, l]'s. Needed for int8
-             and int4, None for q8_0 and q4_0, not looked at for other types
-    antiquantGroupSize  elements of a row that share a scale: divides d; 0: one scale a row. 32 or 0 for q8_0 and q4_0,
-             not looked at for other types
-    out      float32 (a, b, x, d), any strides under which no two elements meet; no bytes of the other tensors.
+    scale    float32 (a, b, c, d / group size): scale[i, j, r, l // group size] belongs to src[i, j, r, l]. Needed for
+             int8 and int4, None for q8_0 and q4_0, ignored for other types
+    antiquantGroupSize  elements of a row that share a scale: divides d; 0: one scale per row. 32 or 0 for q8_0 and
+             q4_0, ignored for other types
+    out      float32 (a, b, x, d), any strides under which no two elements overlap; no bytes of the other tensors.
              int32, bit for bit, where src is int32
 
     Returns (status, 0, executor for `aclnnGetRows`); 161001 where src, indices or out is None, 161002 for any other
@@ -351,9 +353,9 @@ def aclnnGetRowsGetWorkspaceSize(
 def aclnnGetRows(workspace: object, workspaceSize: int, executor: AclOpExecutor, stream: object = None) -> Status:
     """Runs what `aclnnGetRowsGetWorkspaceSize` checked; writes `out`.
 
-    Returns 361001 where an index was changed since and names no row now: nothing has been written then, and the
-    executor stays good; 161001 where executor is None, or workspace is None with a size; 161002 where the executor was
-    made for another call, is used or destroyed.
+    Returns 361001 where an index was changed since and names no row now: nothing is written then, and the executor
+    stays valid; 161001 where executor is None, or workspace is None with a size; 161002 where the executor was made for
+    another call, is used or destroyed.
     """
     return _second_phase("aclnnGetRows", workspace, workspaceSize, executor)
 
@@ -399,7 +401,7 @@ def _get_rows(src: Any, indices: Any, scale: Any, size: Any, out: Any) -> Bound:
 
 
 def _run(call: Call, inputs: Sequence[_Operand], *outputs: _Operand) -> Call:
-    """The call, with copies of what runs backwards."""
+    """The call, with copies of the tensors that run backwards."""
     if all(operand.lent is None for operand in (*inputs, *outputs)):
         return call
 
@@ -414,7 +416,7 @@ def _run(call: Call, inputs: Sequence[_Operand], *outputs: _Operand) -> Call:
 
 
 def _bad_index(ids: _Operand, n_rows: int) -> str | None:
-    """What is wrong with the first index that names no row."""
+    """What is wrong with the first index that names no row; None where all name one."""
     rows = ids.view()
     rows = rows[0] if rows.ndim == 4 else rows
     if rows.size == 0 or (rows.min() >= 0 and rows.max() < n_rows):
@@ -434,24 +436,25 @@ def aclnnCpyGetWorkspaceSize(
     """self = src, converted, element by element in logical order; shapes may differ where the element counts agree.
 
     self, src  (a, b, c, d) each, of float32, float16, int32, int8, int4, q8_0 or q4_0. src has any strides, self any
-               under which no two elements meet
+               under which no two elements overlap
 
-               the same type                 bit for bit; of int8 and int4 the quants only
+               the same type                 bit for bit; of int8 and int4 only the quants
                float32 -> float16            nearest, ties to even; overflow to inf
                float32 -> int32              truncated
                float16, int32 -> float32     nearest, ties to even
-               float32, float16 -> int8, int4, q8_0, q4_0  by groups, rounded as ggml's reference functions do it
+               float32, float16 -> int8, int4, q8_0, q4_0  by groups, rounded as in ggml's reference functions
                int8, int4, q8_0, q4_0 -> float32           times their scale
 
     scale      float32 (a, b, c, d / group size), by rows of the int8 or int4 side. float -> int8, int4: an output, d of
-               each group rounded to float16; int8, int4 -> float: an input. None where a side is q8_0 or q4_0; not
-               looked at elsewhere
+               each group rounded to float16; int8, int4 -> float: an input. None where a side is q8_0 or q4_0;
+               otherwise ignored
     antiquantGroupSize  elements of a row that share a scale. int8, int4: divides the rows of both sides; 0: one scale
-               a row of that side; not looked at where they are copied to themselves in the same shape. q8_0, q4_0: 32
-               or 0, and the rows of both sides are whole blocks. Not looked at for other types
+               per row of that side; ignored where they are copied to themselves in the same shape. q8_0, q4_0: 32
+               or 0, and the rows of both sides are whole blocks. Ignored for other types
 
     Returns (status, 0, executor for `aclnnCpy`); 161001 where self or src is None, 161002 for any other argument that
-    is not as above, and where self and src share bytes; the same type in the same view is taken, and nothing is done.
+    is not as above, and where self and src share bytes; the same type in the same view is accepted, and nothing is
+    done.
 
     Source: CPY of the requirement; ggml_compute_forward_dup, quantize_row_q8_0_ref, quantize_row_q4_0_ref.
     """
@@ -470,7 +473,7 @@ def aclnnCpy(workspace: object, workspaceSize: int, executor: AclOpExecutor, str
 def aclnnDupGetWorkspaceSize(
     self: Tensors, src: Tensors, scale: NDArray[np.float32] | None, antiquantGroupSize: int
 ) -> FirstPhase:
-    """self = src, bit for bit: `aclnnCpyGetWorkspaceSize` with self of src's type and shape, else 161002.
+    """self = src, bit for bit: `aclnnCpyGetWorkspaceSize`, but 161002 where self does not have src's type and shape.
 
     Returns (status, 0, executor for `aclnnDup`). Source: DUP of the requirement; ggml_dup.
     """
@@ -552,7 +555,7 @@ def _dequantised(target: _Operand, source: _Operand, scale: Any, size: Any) -> C
 
 
 def _require_blocks(target: _Operand, source: _Operand, scale: Any, size: Any) -> None:
-    """The rules of a copy of which a side is blocks of ggml."""
+    """Checks the rules of a copy where one side is blocks of ggml."""
     blocks = target if target.type in _BLOCKS else source
     _require_no_scale(blocks, scale, size)
     for side in (target, source):
@@ -567,7 +570,7 @@ def _compiled(dst: Tensor, src: Tensor, src_ids: Tensor | None = None) -> Call |
 
 
 def _numerics() -> Numerics:
-    """q8_0 is rounded as the reference functions do it."""
+    """q8_0 is rounded as the reference functions round it."""
     return replace(codecs.bound(), rounding="reference")
 
 
@@ -575,9 +578,10 @@ def _numerics() -> Numerics:
 
 
 def aclSetAclOpExecutorRepeatable(executor: AclOpExecutor) -> Status:
-    """Makes an executor good for any number of runs, over what its tensors hold then, until it is destroyed.
+    """Makes an executor valid for any number of runs, on the contents of its tensors at the time, until it is
+    destroyed.
 
-    Returns 161001 where executor is None, 161002 where it is no executor, used or destroyed.
+    Returns 161001 where executor is None, 161002 where it is not an executor, or is used or destroyed.
     """
     refusal = _refusal(executor)
     if refusal is None:
@@ -586,9 +590,9 @@ def aclSetAclOpExecutorRepeatable(executor: AclOpExecutor) -> Status:
 
 
 def aclDestroyAclOpExecutor(executor: AclOpExecutor) -> Status:
-    """Ends an executor, which lets go of its tensors. One that is used, and not repeatable, has ended already.
+    """Ends an executor, which releases its tensors. One that is used, and not repeatable, has ended already.
 
-    Returns 161001 where executor is None, 161002 where it is no executor, used or destroyed.
+    Returns 161001 where executor is None, 161002 where it is not an executor, or is used or destroyed.
     """
     refusal = _refusal(executor)
     if refusal is None:
@@ -597,7 +601,7 @@ def aclDestroyAclOpExecutor(executor: AclOpExecutor) -> Status:
 
 
 def _refusal(executor: Any, call: str | None = None) -> Status | None:
-    """Why an executor is not good, for a call where one is given."""
+    """Why an executor is not valid, or, where a call is given, not valid for it."""
     if executor is None:
         return _null("executor is None: must be one that a first phase gave")
     if not isinstance(executor, AclOpExecutor):

@@ -1,14 +1,14 @@
-"""TopKSoftmax of InfiniOP: the softmax of each row's scores, of it the k largest, and which they are.
+"""TopKSoftmax of InfiniOP: the k largest values of each row's softmax, and their indices.
 
-Decided against the document or its source: the row stride of the descriptor counts (the source reads rows as if there
+Decided against the document or its source: the row stride of the descriptor is used (the source reads rows as if there
 were no gaps); a topk of 0 or above the width is refused at the call.
 
 The document sorts probabilities by std::sort, which leaves the order of equal ones open: here those that float32 cannot
-tell apart, as all that underflow to 0, are in the order of their scores, which is that of the exact probabilities; of
-equal scores the first comes first.
+tell apart, such as all that underflow to 0, are in the order of their scores, which is that of the exact probabilities;
+of equal scores the first comes first.
 
-The document's sample output, {0.705, 0.259} for {1, 3, 2, 4} and top 2, is wrong: normalised it is
-{0.7310586, 0.2689414}, and not normalised {0.6439143, 0.2368828}; the indices {3, 1} are right.
+The document's sample output, {0.705, 0.259} for {1, 3, 2, 4} and top 2, is wrong: normalised it is {0.7310586,
+0.2689414}, and not normalised {0.6439143, 0.2368828}; the indices {3, 1} are right.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def _error(name: str, message: str) -> Status:
 
 @dataclass(frozen=True)
 class TensorDescriptor:
-    """infiniopTensorDescriptor_t: shape and strides in elements."""
+    """infiniopTensorDescriptor_t: shape and strides in elements, and dtype."""
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]
@@ -51,7 +51,7 @@ class TensorDescriptor:
 
     @staticmethod
     def of(array: NDArray[Any]) -> TensorDescriptor:
-        """That of an array. Raises ValueError for what is none."""
+        """The descriptor of an array. Raises ValueError for anything else."""
         if not isinstance(array, np.ndarray):
             raise ValueError(f"array is {type(array).__name__}: must be an ndarray")
         if not array.size:  # numpy's strides are 0 then
@@ -60,14 +60,14 @@ class TensorDescriptor:
 
     @staticmethod
     def contiguous(shape: tuple[int, ...], dtype: DTypeLike) -> TensorDescriptor:
-        """That of an array without gaps."""
+        """The descriptor of an array of this shape without gaps."""
         strides = tuple(prod(shape[i + 1 :]) for i in range(len(shape)))
         return TensorDescriptor(shape, strides, np.dtype(dtype))
 
 
 @dataclass(frozen=True)
 class TopKSoftmax:
-    """The descriptor: made once by `create`, for any number of calls of `calculate`.
+    """The descriptor of the operator: made once by `create`, for any number of calls of `calculate`.
 
     N, width        rows, and scores of a row
     workspace_size  bytes, 0
@@ -78,20 +78,23 @@ class TopKSoftmax:
 
     @property
     def N(self) -> int:
+        """Rows of x."""
         return self.x_desc.shape[0]
 
     @property
     def width(self) -> int:
+        """Scores of a row of x."""
         return self.x_desc.shape[1]
 
     @staticmethod
     def create(handle: object, x_desc: TensorDescriptor | None) -> tuple[Status, TopKSoftmax | None]:
-        """Status and descriptor, None where the status is no success.
+        """Status and descriptor; the descriptor is None where the status is not success.
 
         handle  of the library; not None
         x_desc  of x: (N, width), float32, float16 or bfloat16, elements of a row adjacent
 
-        Status 3 for no descriptor, 4 for a None, 10 for another dtype, 11 for another rank, 12 for gaps in rows.
+        Returns status 3 where x_desc is not a TensorDescriptor, 4 for a None, 10 for another dtype, 11 for another
+        rank, 12 for gaps in rows.
         """
         if handle is None or x_desc is None:
             return _error("NULL_POINTER", f"{'handle' if handle is None else 'x_desc'} is None"), None
@@ -118,7 +121,7 @@ class TopKSoftmax:
         norm: bool,
         stream: object = None,
     ) -> Status:
-        """Fills values and indices with the topk largest of each row's softmax, the largest first, and where they are.
+        """Fills values and indices with the topk largest of each row's softmax, the largest first, and their indices.
 
         workspace, workspace_size, stream  not used: None, 0 and None will do
         values   (N, topk) float32, indices (N, topk) int32, both contiguous
@@ -126,10 +129,10 @@ class TopKSoftmax:
         topk     1 to width
         norm     whether the values of a row are divided by their sum
 
-        Computed in float32. -inf has probability 0; where a row holds NaN or +inf, or -inf alone, its values are NaN
-        and its indices 0 to topk - 1, so that what they index is there. Status 3 for topk, a width of 0, a norm that is
-        no integer or what is no array, 4 for a None, and 10, 11, 12 for arrays that are not as said; nothing is written
-        then.
+        Computed in float32. -inf has probability 0; where a row holds NaN or +inf, or only -inf, its values are NaN and
+        its indices 0 to topk - 1, so that they can be used as indices. Returns status 3 for topk, a width of 0, a norm
+        that is not an integer, arguments that are not arrays, or arrays that share memory, 4 for a None, and 10, 11, 12
+        for arrays of another dtype, shape or strides; nothing is written then.
         """
         refused = self._refusal(values, indices, x, topk, norm)
         if refused is not None:
@@ -186,7 +189,7 @@ def _dtype(value: Any) -> np.dtype[Any] | None:
 
 
 def _integers(values: Any) -> tuple[int, ...]:
-    """The values as integers; none where one of them is no integer, or a bool, or they are no sequence."""
+    """The values as integers; empty where they are not a sequence, or one is not an integer, or is a bool."""
     try:
         return () if any(isinstance(value, bool) for value in values) else tuple(map(operator.index, values))
     except TypeError:
@@ -194,5 +197,5 @@ def _integers(values: Any) -> tuple[int, ...]:
 
 
 def _plain(array: NDArray[Any]) -> NDArray[Any]:
-    """The array; where it is contiguous with the strides that say so: of one row, or column, they may say anything."""
+    """The array, with the usual strides where it is contiguous: those of a single row, or column, may be anything."""
     return array.reshape(-1).reshape(array.shape) if array.flags.c_contiguous else array

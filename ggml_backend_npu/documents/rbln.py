@@ -5,15 +5,15 @@ Source: https://docs.rbln.ai/latest/ko/software/model_serving/vllm_support/featu
     scores = scale * (q @ np.swapaxes(keys, -1, -2))            # (Nmb, Head, Group, Seq, Channel)
     p = dynamic_masked_softmax(scores, to_dynamic_index(cached), sink=sink)
 
-Scores have 5 axes, (Nmb, Head, Group, Seq, Channel), or 4, (Nmb, Head x Group, Seq, Channel); they are float32,
-float16 or bfloat16, of any strides. Everything is computed in float32 and given in the type of the scores, but for
-statistics of rows, which are float32. An `index` is an integer of 0 or more, or a vector of Nmb of them, one for each
-entry of axis 0.
+Scores have 5 axes, (Nmb, Head, Group, Seq, Channel), or 4, (Nmb, Head x Group, Seq, Channel); they are float32, float16
+or bfloat16, of any strides. Everything is computed in float32 and returned in the type of the scores, except statistics
+of rows, which are float32. An `index` is an integer of 0 or more, or a vector of Nmb of them, one for each entry of
+axis 0.
 
-What is masked is excluded: its probability is 0, whatever it holds, and what of an axis is masked altogether is 0. The
-document's MASK_VALUE is nowhere defined; as the maximum of such a row it is the lowest float32. A mask is of any type
-that can be compared with 0. An axis may be -1, its default, which the document's `0 <= axis` rules out, and so counts
-from the end where it is negative; where it has no default, in insert, window_insert and window_slice, it is 0 or more.
+What is masked is excluded: its probability is 0, whatever it holds, and an axis that is masked altogether gives 0. The
+document does not define its MASK_VALUE; as the maximum of such a row it is the lowest float32. A mask is of any type
+that can be compared with 0. An axis may be -1, its default, although the document says `0 <= axis`; negative axes
+therefore count from the end. Where it has no default, in insert, window_insert and window_slice, it is 0 or more.
 
 The document's constraints hold unless strict=False says otherwise, where an operator has that argument.
 
@@ -65,7 +65,7 @@ _MARKED = (np.dtype(np.bool_), np.dtype(np.float32), np.dtype(np.float16))
 
 
 def _shown(value: Any) -> str:
-    """A value in a line."""
+    """A value as text on one line."""
     text = " ".join(repr(value).split())
     return text if len(text) < 80 else f"{text[:76]}..."
 
@@ -83,7 +83,7 @@ def _int(name: str, value: Any, least: int | None = None) -> int:
 
 
 def _axis(axis: Any, array: Array, from_end: bool = True) -> int:
-    """Which axis it is, counted from the first; from_end: it may be negative."""
+    """The axis, counted from the first; from_end: it may be negative."""
     number = _int("axis", axis)
     if array.ndim == 0:
         raise ValueError(f"axis {number}: a single number has no axes")
@@ -93,7 +93,7 @@ def _axis(axis: Any, array: Array, from_end: bool = True) -> int:
 
 
 def _array(name: str, value: Any) -> Array:
-    """Numbers of any type."""
+    """An array of numbers of any type. Raises ValueError for anything else."""
     try:
         array = np.asarray(value)
     except ValueError:  # lists of unequal lengths
@@ -125,7 +125,7 @@ def _index(index: Any, n: int, most: int | None = None) -> Index:
 
 
 def _each(index: Index, axis: int, *arrays: Array) -> Iterator[tuple[int, int, list[Array]]]:
-    """(index, axis, arrays) of each part that has an index of its own."""
+    """(index, axis, arrays) of each part that has its own index."""
     if isinstance(index, int):
         yield index, axis, [*arrays]
         return
@@ -140,7 +140,7 @@ def _part(axis: int, begin: int | None, end: int | None) -> tuple[slice, ...]:
 
 
 def _same_but(axis: int, name: str, array: Array, data: Array) -> None:
-    """An array of the rank, the type and, but for one axis, the shape of data."""
+    """Checks that an array has the rank, the type and, except for one axis, the shape of data."""
     if array.dtype != data.dtype:
         raise ValueError(f"{name} of {array.dtype}: must be of {data.dtype}, as data is")
     shape, needed = ([*each.shape] for each in (array, data))
@@ -155,7 +155,8 @@ def _kind(dtype: np.dtype[Any]) -> str:
 
 
 def _as(dtype: np.dtype[Any], value: Array) -> Array:
-    """The very numbers in another type: any where it has all of the value's type, or those it has of its own kind."""
+    """The same numbers in another type: any value, where the type has all of the value's type; otherwise only numbers
+    that the type has, of its own kind."""
     beyond = value.dtype.kind in "iu" and value.itemsize == 8 and dtype.kind in "fc"  # NumPy calls that safe
     if np.can_cast(value.dtype, dtype, "safe") and not beyond:
         return value
@@ -194,10 +195,10 @@ def to_dynamic_index(data: ArrayLike, max: int = -1) -> int:
 def dynamic_load(ptr: ArrayLike, axis: int = -1, index: ArrayLike | None = None) -> Array:
     """A copy of the first `index` elements along an axis, followed by zeros: an array of the shape and type of ptr.
 
-    index  how many; more than there are is all. None, which the document also calls length, for all of ptr, whatever
-           axis says
+    index  how many; if there are fewer, all. None, which the document also calls length, for all of ptr, whatever axis
+           says
 
-    The document does not say what follows: zeros, as 0 * NaN in a product with probabilities would be NaN.
+    The document does not say what follows them: here zeros, as 0 * NaN in a product with probabilities would be NaN.
     """
     source = _array("ptr", ptr)
     if index is None:
@@ -213,10 +214,10 @@ def dynamic_store(ptr: Array, value: ArrayLike, axis: int = -1, index: ArrayLike
     """Writes the first `index` elements of value along an axis to ptr; the rest of ptr stays.
 
     ptr    written to; it may be a view
-    value  of ptr's shape, or longer along the axis, of which the rest is ignored. Of ptr's type; or of one whose every
-           number that has, as float32 has float16's and int16's; or of its kind, integers or floats, where it has the
-           very numbers that are stored. Nothing is rounded: that is for the caller to do
-    index  how many; more than ptr has is all of ptr. None, which the document also calls length, for all of value,
+    value  of ptr's shape, or longer along the axis, where the rest is ignored. Of ptr's type; or of a type whose
+           numbers ptr's type all has, as float32 has those of float16 and int16; or of ptr's kind, integers or floats,
+           if ptr's type has the numbers that are stored. Nothing is rounded: that is for the caller to do
+    index  how many; more than ptr has means all of ptr. None, which the document also calls length, for all of value,
            whatever axis says
     """
     if not isinstance(ptr, np.ndarray) or not ptr.flags.writeable:
@@ -240,13 +241,13 @@ def dynamic_store(ptr: Array, value: ArrayLike, axis: int = -1, index: ArrayLike
 
 
 def insert(data: ArrayLike, updates: ArrayLike, axis: int, index: ArrayLike, *, strict: bool = True) -> Array:
-    """A copy of data in which updates stand instead of the elements from `index` on along an axis.
+    """A copy of data in which updates replace the elements from `index` on along an axis.
 
     data     any shape, any type
-    updates  of data's type and, but for the axis, shape; along it no longer than data
+    updates  of data's type and, except for the axis, shape; along it no longer than data
     index    0 or more, and below data's length along the axis
     strict   False: the index may be data's length, that of a full partition, and updates beyond the end are dropped,
-             as RBLN's own kernels have it; by default both are an error
+             as in RBLN's own kernels; by default both are an error
     """
     array, new = _array("data", data), _array("updates", updates)
     along = _axis(axis, array, from_end=False)
@@ -270,7 +271,7 @@ def window_insert(data: ArrayLike, updates: ArrayLike, axis: int, index: ArrayLi
     """The first `index` elements of data along an axis, then updates, then zeros: as long as both together.
 
     data     any shape, any type
-    updates  of data's type and, but for the axis, shape
+    updates  of data's type and, except for the axis, shape
     index    0 or more; at data's length or above, updates are appended
 
     The document does not say what follows the updates; window_softmax excludes it.
@@ -289,11 +290,12 @@ def window_insert(data: ArrayLike, updates: ArrayLike, axis: int, index: ArrayLi
 
 
 def window_slice(data: ArrayLike, index: ArrayLike, axis: int, window_size: int, *, padded: bool = False) -> Array:
-    """A copy of the `window_size` elements along an axis that end in front of `index`; of the first `index` before.
+    """A copy of the `window_size` elements along an axis that end before `index`; of the first `index`, where these are
+    fewer.
 
     data         any shape, any type, no shorter along the axis than the window
-    index        0 or more; above data's length it is that length. Of one for each entry of axis 0, all have to give as
-                 many elements, unless padded
+    index        0 or more; above data's length it counts as that length. If there is one per entry of axis 0, all must
+                 give the same number of elements, unless padded
     padded       zeros follow where index < window_size, so that the result always fits a block of a window's length
     """
     array = _array("data", data)
@@ -326,7 +328,8 @@ def _pads(pad_size: Any) -> tuple[int, int]:
 
 
 def _constant(value: Any, dtype: np.dtype[Any]) -> Array:
-    """The value as the type has it: rounded where it has fractions, otherwise the very number."""
+    """The value in a type: rounded where the type has fractions, otherwise exact. Raises ValueError where it does not
+    have it."""
     try:
         number: Any = None if isinstance(value, str | bytes) else np.asarray(value).item()
         if dtype in _FLOATS or dtype.kind in "fc":
@@ -344,7 +347,7 @@ def _constant(value: Any, dtype: np.dtype[Any]) -> Array:
 
 
 def nn_pad(input: ArrayLike, value: Any, axis: int, pad_size: Any, mode: str = "constant") -> Array:
-    """The input with elements added in front of and behind it along an axis, of its type.
+    """The input with elements added before and after it along an axis, of its type.
 
     value     what is added in mode constant; a number that the type has, where the document says int
     pad_size  how many on each side: (left, right), or a number for both
@@ -371,7 +374,7 @@ def nn_pad(input: ArrayLike, value: Any, axis: int, pad_size: Any, mode: str = "
 
 
 def _merged(x: Array) -> Array | None:
-    """5 axes as 4, the second and third one of them; None where that would be a copy."""
+    """5 axes as 4, the second and third merged; None where that would be a copy."""
     n, head, group, seq, channel = x.shape
     apart = head != 1 and group != 1 and x.strides[1] != group * x.strides[2]
     return None if apart else x.reshape(n, head * group, seq, channel)
@@ -422,7 +425,7 @@ def _compiled(
 
 
 def _kept(x: Array, marks: Array | None, offsets: NDArray[np.int64] | None, window: int) -> NDArray[np.bool_]:
-    """What takes part, of as many axes as x, which it is broadcast to."""
+    """The mask of the elements that take part, with as many axes as x, to which it is broadcast."""
     kept = np.ones([1] * x.ndim, np.bool_) if marks is None else marks != 0
     if offsets is None:
         return kept
@@ -440,7 +443,7 @@ def _softmax(
     offsets: NDArray[np.int64] | None = None,
     window: int = 0,
 ) -> Array:
-    if axis % x.ndim != x.ndim - 1:  # a sink is a column of its own, of which nothing is left in the output
+    if axis % x.ndim != x.ndim - 1:  # a sink is a column of its own, which is not in the output
         kept = np.broadcast_to(_kept(x, marks, offsets, window), x.shape)
         along_last = _softmax(np.moveaxis(x, axis, -1), marks=np.moveaxis(kept, axis, -1))
         return np.moveaxis(along_last, -1, axis)
@@ -467,7 +470,7 @@ def _tile(
 
 
 def _scores(input: Any, axis: Any = -1) -> tuple[Array, int]:
-    """Scores of 4 axes or 5, and which axis it is."""
+    """Scores of 4 or 5 axes, and the number of the axis."""
     x = _floats("input", input)
     if x.ndim not in (4, 5):
         raise ValueError(f"input of shape {x.shape}: must have 4 axes or 5")
@@ -493,7 +496,7 @@ def _mask(mask: Any, x: Array) -> Array:
 
 
 def _columns(mask: Any, x: Array) -> Array | None:
-    """(Nmb, Channel), with axes for what it is broadcast to."""
+    """(Nmb, Channel), with axes added for broadcasting."""
     if mask is None:
         return None
     marks = _marks("mask", mask, (x.shape[0], x.shape[-1]), x)
@@ -542,13 +545,13 @@ def softmax(input: ArrayLike, axis: int = -1) -> Array:
 
 
 def masked_softmax(input: ArrayLike, mask: ArrayLike, sink: ArrayLike | None = None, axis: int = -1) -> Array:
-    """softmax along an axis of what the mask leaves.
+    """softmax along an axis over the elements that the mask keeps.
 
     input  (Nmb, Head, Group, Seq, Channel) or (Nmb, Head x Group, Seq, Channel)
     mask   (Nmb or 1, 1, 1, Seq, Channel) or (Nmb or 1, 1, Seq, Channel), any type: 0 where input is excluded
-    sink   (1, Head, Group, 1, 1) or (1, Head x Group, 1, 1), float: one more column, which takes its share of each
-           row's sum and has no place in the output (the document's `output[...:-1]` is `output[..., :-1]`). It is added
-           along the last axis whatever axis says, as in the document, and so without effect along another one
+    sink   (1, Head, Group, 1, 1) or (1, Head x Group, 1, 1), float: one more column, which counts in each row's sum and
+           has no place in the output (the document's `output[...:-1]` is `output[..., :-1]`). It is added along the
+           last axis whatever axis says, as in the document, and so has no effect along another one
     """
     x, along = _scores(input, axis)
     return _softmax(x, along, _mask(mask, x), _sink(sink, x))
@@ -561,15 +564,15 @@ def dynamic_masked_softmax(
     sink: ArrayLike | None = None,
     axis: int = -1,
 ) -> Array:
-    """softmax along an axis of what is causal: row i of Seq has columns 0 to index + i, less what is masked.
+    """softmax along an axis with a causal mask: row i of Seq has columns 0 to index + i, less what is masked.
 
     input  (Nmb, Head, Group, Seq, Channel) or (Nmb, Head x Group, Seq, Channel)
     index  how many tokens came before row 0: 0 to Channel
     mask   (Nmb or 1, Channel), any type: 0 where a column is excluded
     sink   see masked_softmax
 
-    The document's own mask would hide the new tokens, as it is 1 below index only; a mask stays in force for them here.
-    Its syntax line calls the operator causal_masked_softmax, its algorithm the index length.
+    The document's own mask would hide the new tokens, as it is 1 below index only; here a given mask also applies to
+    them. Its syntax line calls the operator causal_masked_softmax, its algorithm calls the index length.
     """
     x, along = _scores(input, axis)
     return _softmax(x, along, _columns(mask, x), _sink(sink, x), _offsets(index, x, x.shape[-1]))
@@ -585,7 +588,7 @@ def window_softmax(
     *,
     strict: bool = True,
 ) -> Array:
-    """softmax along an axis of a window: row i of Seq has the window_size columns that end with index + i.
+    """softmax along an axis over a window: row i of Seq has the window_size columns that end with index + i.
 
     input        (Nmb, Head, Group, Seq, Channel) or (Nmb, Head x Group, Seq, Channel), Channel >= window_size + Seq
     index        how many tokens of the window came before row 0: 0 to window_size
@@ -616,7 +619,7 @@ def flash_attn_tile(input: ArrayLike, mask: ArrayLike, row_max_i: ArrayLike | No
     mask       (Nmb or 1, 1, 1, Seq, Channel) or (Nmb or 1, 1, Seq, Channel), any type: 0 where input is excluded
     row_max_i  (..., Seq, 1), float: row_max_global of the tile before; None for the first tile
 
-    row_max_global  (..., Seq, 1), float32: the greatest score of the row so far; of none the lowest float32
+    row_max_global  (..., Seq, 1), float32: the greatest score of the row so far; without any, the lowest float32
     row_exp_norm    input's shape and type: e ** (input - row_max_global)
     row_sum_cur     (..., Seq, 1), float32: its sum over the tile
 
@@ -635,14 +638,14 @@ def dynamic_flash_attn_tile(
     mask: ArrayLike | None = None,
     sink: ArrayLike | None = None,
 ) -> Statistics:
-    """flash_attn_tile of what is causal: row i of Seq has columns 0 to index + i, less what is masked.
+    """flash_attn_tile with a causal mask: row i of Seq has columns 0 to index + i, less what is masked.
 
     index  how many of the tokens before row 0 are in this tile: 0 to Channel
     mask   (Nmb or 1, Channel), any type: 0 where a column is excluded
-    sink   see masked_softmax; it is in the maximum and in the sum, so only one tile of a row may be given it
+    sink   see masked_softmax; it counts in the maximum and in the sum, so only one tile of a row may be given it
 
-    The caller has to leave out a tile that begins behind the last row's token: its index is 0, as is that of a tile
-    which begins with row 0.
+    The caller must leave out a tile that begins after the last row's token: its index would be 0, which is also that of
+    a tile that begins with row 0.
     """
     x, _ = _scores(input)
     marks, offsets = _columns(mask, x), _offsets(index, x, x.shape[-1])
@@ -657,14 +660,14 @@ def flash_attn_recompute(
     attn_out_prev: ArrayLike,
     attn_out_cur: ArrayLike,
 ) -> tuple[Array, Array]:
-    """What came before a tile and the tile, relative to one maximum: (row_sum, attn_out) of both.
+    """Combines a tile with the tiles before it, relative to one maximum: (row_sum, attn_out) of both.
 
     row_*           (..., Seq, 1), float: of the rows before, and of the tile
     attn_out_*      (..., Seq, D), float: row_exp_norm @ values, not yet divided by the sums
 
     row_sum, attn_out  of the shape and type of row_sum_prev and attn_out_prev; attn_out / row_sum is the attention
 
-    The document's `row_sum_global`, which is nowhere defined, is row_sum_cur.
+    The document's `row_sum_global`, which it does not define, is row_sum_cur.
     """
     rows = {
         name: _floats(name, value)

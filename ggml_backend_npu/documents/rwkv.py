@@ -1,12 +1,12 @@
 """token_shift of the RWKV and Ascend document: RWKV-7's time-mixing shift, the lerp of six projections at once.
 
-Where the document contradicts itself: rwkvag has 6 rows (its docstring says 5), ht is always [B, 1, C], h0 must be too.
-Its int8 has no meaning without scales, which it does not name: here they are arguments.
+Where the document contradicts itself: rwkvag has 6 rows (its docstring says 5), ht is always [B, 1, C], and h0 must be
+too. Its int8 has no meaning without scales, which it does not name: here they are arguments.
 
-Its table gives x and rwkvag their types independently: all nine pairs are taken. An operand is made float32 first, with
-no rounding for float32 and float16 and one, of quant times scale, for int8; SUB, MUL and ADD round to float32 each; the
-sum is rounded once more where x is not float32, to x's type, to nearest, ties to even: to infinity where float16 ends,
-to -128 or 127 where int8 does.
+Its table gives x and rwkvag their types independently: all nine pairs are supported. An operand is first converted to
+float32, without rounding for float32 and float16, and with one rounding, of quant times scale, for int8; SUB, MUL and
+ADD round to float32 each. Where x is not float32, the sum is rounded once more to x's type, to nearest, ties to even;
+overflow gives infinity in float16, and -128 or 127 in int8.
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ def token_shift(
 
     x       [B, T, C] float32, float16 or int8; any strides from row to row
     rwkvag  [6, 1, 1, C] or [6, C], float32, float16 or int8 whatever x is, in the order r, w, k, v, a, g
-    h0      [B, 1, C] float32 or float16: what comes before the first token of each sequence
-    x_scale, mu_scale, out_scale  what one step of an int8 x, rwkvag and output is worth; out_scale one for all or six.
+    h0      [B, 1, C] float32 or float16: the row before the first token of each sequence
+    x_scale, mu_scale, out_scale  the value of one step of an int8 x, rwkvag and output; out_scale one for all or six.
             Outputs are rounded to nearest, ties to even, and saturate
     out     seven arrays to write into, of the shapes and dtypes below; ht may be h0 itself
 
-    The outputs are [B, T, C] of x's dtype; ht is [B, 1, C] of h0's: the last token, real-valued where x is int8, to go
-    on with as h0. A sequence in chunks gives the bits of one call. Computed in float32, in the order of ggml's SUB, MUL
-    and ADD, and rounded once. NaN and infinity go through; NaN as int8 is 0. Without sequences or columns nothing is
-    done. Raises ValueError, before anything is written, for any other shape, dtype or scale.
+    The outputs are [B, T, C] of x's dtype; ht is [B, 1, C] of h0's: the last token, dequantised where x is int8, to be
+    used as the next h0. A sequence in chunks gives the bits of one call. Computed in float32, in the order of ggml's
+    SUB, MUL and ADD, and rounded once. NaN and infinity propagate; NaN as int8 is 0. Without sequences or columns
+    nothing is done. Raises ValueError, before anything is written, for any other shape, dtype or scale.
     """
     batch, n_tokens, width = _checked(x, rwkvag, h0)
     quantized = x.dtype == np.int8
@@ -122,7 +122,7 @@ def _checked_scales(
 
 
 def _numbers(value: ArrayLike) -> NDArray[np.float32]:
-    """A number or a list of some as float32; an empty array for what is none."""
+    """A number, or a list of numbers, as float32; an empty array for anything else."""
     try:
         numbers = np.atleast_1d(np.asarray(value))
     except ValueError:  # lists of unequal lengths
@@ -152,13 +152,13 @@ def _checked_outputs(out: Iterable[Array], x: Array, h0: Array, rwkvag: Array) -
         if name == "ht" and array.size and _address(array) == _address(h0) and array.strides == h0.strides:
             del others["h0"]
         for other, memory in others.items():
-            if np.may_share_memory(array, memory, max_work=-1):  # exactly: arrays that alternate share none
+            if np.may_share_memory(array, memory, max_work=-1):  # exact: interleaved arrays share none
                 raise ValueError(f"{name} lies on {other}: must have memory of its own")
     return out
 
 
 def _rows(array: Array) -> Array:
-    """The array with no gaps in its rows: itself, or a copy where it has gaps or steps backwards."""
+    """The array without gaps in its rows: itself, or a copy where it has gaps or steps backwards."""
     whole = array.strides[-1] == array.itemsize or array.shape[-1] == 1
     return array if whole and min(array.strides) >= 0 else np.ascontiguousarray(array)
 

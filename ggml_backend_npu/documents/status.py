@@ -1,10 +1,10 @@
-"""Status codes of C interfaces, with the reason."""
+"""Status codes of C interfaces, with the reason for an error."""
 
 from __future__ import annotations
 
 
 class Status(int):
-    """A status code as the document has it, 0 for success, that also says why.
+    """A status code of a document, 0 for success, with the reason for an error.
 
     name     the code's name in the document
     message  one line that names the argument and its value; empty for success

@@ -1,6 +1,6 @@
-"""The kernels, a file per family: each module of this package is imported with it.
+"""The kernels, one file per family of ops. Importing this package imports every module of it.
 
-OWN  the ops as this project defines them; in a backend a user's kernel may stand in the place of one
+OWN  the ops as this project defines them; in a backend, a user's kernel may replace one
 """
 
 from __future__ import annotations

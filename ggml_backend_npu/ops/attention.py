@@ -1,15 +1,15 @@
-"""FLASH_ATTN_EXT: softmax(q k^T) v, the scores of a query never all in memory.
+"""FLASH_ATTN_EXT: softmax(q k^T) v, without ever holding all scores of a query in memory.
 
-ggml's CPU rounds in three ways, which the definition and the kernels beside it follow:
+ggml's CPU rounds in three ways, which the definition and the kernels follow:
 
 - q is rounded to the type that k's dot product takes: to float16 for a float16 k, to q8_0 for a q8_0 or q4_0 one ...
-- where v is float16, a query's sum of v is float16 too: it is rounded behind every cell, and once more where a larger
+- where v is float16, a query's sum of v is float16 too: it is rounded after every cell, and once more where a larger
   score makes it smaller. A single query over 512 cells or more has one such sum per thread.
 - neither, where k and v are both float32 or both float16 and there are 64 queries or more.
 
-Of a float16 k and v and fewer queries every step is the CPU's: the order of ggml_vec_dot_f16, C's expf and tanhf, and
-what GCC fuses. There the result is byte-equal where ggml was built for this processor and that is an x86 with AVX2 or
-AVX-512, and without AVX512-FP16, whose v is added up in float16 itself.
+With float16 k and v and fewer queries, every step is the CPU's: the order of ggml_vec_dot_f16, C's expf and tanhf, and
+what GCC fuses. There the result is byte-equal where ggml was built for this processor, and that is an x86 with AVX2 or
+AVX-512 but without AVX512-FP16, with which v is added up in float16 itself.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ Floats = NDArray[np.float32]
 
 @dataclass(frozen=True)
 class FlashAttn(Params):
-    """op_params of FLASH_ATTN_EXT: ggml_flash_attn_ext, and what sets its prec, a ggml_prec, and n_kv_max."""
+    """op_params of FLASH_ATTN_EXT: those of ggml_flash_attn_ext, prec (a ggml_prec), and n_kv_max."""
 
     scale: Annotated[f32, Instead("scale", (1.0,))]
     max_bias: Annotated[f32, Instead("ALiBi bias", (0.0,))]
@@ -61,12 +61,12 @@ class FlashAttn(Params):
 
 
 def _is_product(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether ggml's CPU multiplies matrices of float32."""
+    """Whether ggml's CPU multiplies float32 matrices (64 queries or more)."""
     return k.type == v.type and k.type in ("f32", "f16") and q.ne[1] >= _MANY
 
 
 def _query_type(q: Tensor, k: Tensor, v: Tensor) -> str:
-    """What q is rounded to."""
+    """The type that q is rounded to."""
     return "f32" if _is_product(q, k, v) else VEC_DOT[k.type]
 
 
@@ -76,7 +76,7 @@ def _in_halves(q: Tensor, k: Tensor, v: Tensor) -> bool:
 
 
 def _n_sums(q: Tensor, k: Tensor, v: Tensor) -> int:
-    """In how many parts, put together at the end, the cells of a query are added up; 0 where they are not parted."""
+    """In how many parts the cells of a query are added up, joined at the end; 0 where they are not split."""
     alone = q.ne[1] == q.ne[3] == 1
     return working_team().n_threads if alone and k.type == v.type and k.ne[1] >= _LONG else 0
 
@@ -106,12 +106,12 @@ def _refuse(
 
 
 def _rounded(x: Floats, type: str, numerics: Numerics) -> Floats:
-    """To a type and back."""
+    """x rounded to a type, as float32 again."""
     return dequantize(convert(x, "f32", type, numerics=numerics), type).reshape(x.shape)
 
 
 def _for_heads(values: Floats, q: Tensor, x: Tensor) -> Floats:
-    """What k or v has, for every head and sequence of q."""
+    """The values of k or v, repeated for every head and sequence of q."""
     return values.repeat(q.ne[2] // x.ne[2], axis=1).repeat(q.ne[3] // x.ne[3], axis=0)
 
 
@@ -120,7 +120,8 @@ def _repeated(x: Tensor, q: Tensor, numerics: Numerics) -> Floats:
 
 
 def _error_of_sums(q: Tensor, k: Tensor, queries: Floats, numerics: Numerics) -> Floats:
-    """What the product of q8_1 and blocks with a minimum adds: there, a block's sum of q is rounded to float16."""
+    """What the product of q8_1 with blocks that have a minimum adds: there, a block's sum of q is rounded to
+    float16."""
     sums = convert(q.view(), "f32", "q8_1", numerics=numerics)[..., 2:4].copy().view(np.float16)[..., 0]
     minima = raw(k)[..., 2:4].copy().view(np.float16)[..., 0].astype(np.float32)
     errors = sums - queries.reshape(*q.ne[:0:-1], k.n_blocks, -1).sum(-1)
@@ -134,7 +135,8 @@ def _added(mask: Tensor, q: Tensor, k: Tensor) -> Floats:
 
 
 def _products(q: Floats, k: Floats) -> Floats:
-    """q k^T of numbers that are float16, as ggml_vec_dot_f16 adds: their products are float32 without rounding."""
+    """q k^T of numbers that are float16, added as ggml_vec_dot_f16 does: their products are float32 without
+    rounding."""
     n = q.shape[-1] // STEP * STEP
     found = np.empty((*q.shape[:-1], k.shape[-2]), np.float32)
     for cell in range(k.shape[-2]):
@@ -152,7 +154,7 @@ def _products(q: Floats, k: Floats) -> Floats:
 
 
 def _sum_in_halves(scores: Floats, kept: NDArray[np.bool_], v: Floats) -> list[Floats]:
-    """Of all queries: the maximum of the scores, the sum of e ** (score - maximum), and that of those times v."""
+    """For all queries: the maximum of the scores, the sum of e ** (score - maximum), and the sum of those times v."""
     one = np.float32(1)
     maximum = np.full((*scores.shape[:-1], 1), -np.inf, np.float32)
     total = np.zeros_like(maximum)
@@ -171,7 +173,7 @@ def _sum_in_halves(scores: Floats, kept: NDArray[np.bool_], v: Floats) -> list[F
 
 
 def _with_sink(found: list[Floats], sink: Floats) -> list[Floats]:
-    """A maximum, a sum and that of v, as they are when the sink takes part in them."""
+    """A maximum, a sum and the sum of v, after the sink has been added to them."""
     one, (maximum, total, y) = np.float32(1), found
     above = sink > maximum
     shrunk = np.where(above, expf(maximum - sink), one)
@@ -180,7 +182,7 @@ def _with_sink(found: list[Floats], sink: Floats) -> list[Floats]:
 
 
 def _sum_of_parts(scores: Floats, kept: NDArray[np.bool_], v: Floats, n_sums: int, sink: Floats | None) -> Floats:
-    """softmax(scores) v, of n_sums parts of the cells; n_sums is 0 where they are not parted."""
+    """softmax(scores) v, added up in n_sums parts of the cells; n_sums is 0 where they are not split."""
     size = max(1, -(-scores.shape[-1] // max(n_sums, 1)))
     whole: list[Floats] = []
     for begin in range(0, max(1, scores.shape[-1]), size):
@@ -223,9 +225,9 @@ def flash_attn_ext(
 ) -> None:
     """dst = softmax(cap * tanh(scale * q k^T / cap) + slope * mask) v for each head, with the head's sink in the sum.
 
-    q (size of a head, queries, heads, sequences), k (the same, cells, ...), v (its own size, cells, ...), whose heads
-    repeat; mask (cells, queries, ...), -inf where a cell is left out; dst (size of v's head, heads, queries,
-    sequences). Without a cap, 0, there is no tanh. Equals ggml_compute_forward_flash_attn_ext but for rounding.
+    q (dk, queries, heads, sequences), k (dk, cells, heads of k, sequences of k) and v (dv, cells, ...), whose heads and
+    sequences repeat to q's; mask (cells, queries, ...), -inf where a cell is excluded; dst (dv, heads, queries,
+    sequences). With a cap of 0 there is no tanh. Equals ggml_compute_forward_flash_attn_ext but for rounding.
     """
     scale, max_bias, softcap = params.scale, params.max_bias, params.logit_softcap
     queries = _rounded(q.view(), _query_type(q, k, v), numerics)
@@ -286,7 +288,7 @@ def _flash_attn_ext(
 
 @flash_attn_ext.formula
 def _exact(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tensor | None, params: FlashAttn) -> Exact:
-    """Of a head after the other. A cell that the mask excludes may hold anything."""
+    """Computes one head after the other. A cell that the mask excludes may hold anything."""
     queries, all_keys, all_gains = (exact.values(x) for x in (q, k, v))
     added = None if mask is None else exact.values(mask)
     slope = slopes(q.ne[2], params.max_bias)
@@ -322,7 +324,7 @@ def _cost(
 def _mistaken(
     node: Node, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tensor | None
 ) -> Iterator[Mistake]:
-    """Which head of k and v a head of q meets."""
+    """Wrong mappings from the heads of q to those of k and v."""
     n_kv, n = k.ne[2], q.ne[2] // max(1, k.ne[2])
     if n_kv == 1 or q.ne[2] * max(k.n_elements, v.n_elements) > LARGEST * n_kv:
         return

@@ -1,4 +1,4 @@
-"""The kernels of FLASH_ATTN_EXT (`ops.attention`): a query's cells, some at a time."""
+"""The kernels of FLASH_ATTN_EXT (`ops.attention`): the cells of a query, some at a time."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ _EXCLUDED = 0xFC00  # -inf as a float16
 class Source(NamedTuple):
     """q, k or v.
 
-    shared  how many of q's heads, and of its sequences, share one of it
-    code, to_float, packed, n_packed  of its rows, as `decode_row` takes them; of q the code of what it is rounded to
+    shared  how many heads of q, and how many of its sequences, share one of this source
+    code, to_float, packed, n_packed  of its rows, as `decode_row` takes them; for q, the code of what it is rounded to
     """
 
     place: Place
@@ -53,14 +53,14 @@ class Source(NamedTuple):
 
 
 class Attention(NamedTuple):
-    """dk, dv are the sizes of a row of k and of v. Where an address is 0, there is none.
+    """dk, dv are the row sizes of k and v. An address of 0 means that there is none.
 
-    mask_ne  its dimensions 2 and 3
-    sinks, slopes  addresses of a float32 for each head
-    scale    of a score; softcap: what it is capped by after that, 0: by nothing
-    dst      its address: it has no gaps
-    parts, n_parts    of `attend_in_halves`: where a row's sums are left, and in how many parts; 0: `dst` is finished
-    n_groups, n_rows  of `attend`: heads of k, and rows of a unit at most
+    mask_ne  dimensions 2 and 3 of the mask
+    sinks, slopes  addresses of one float32 per head
+    scale    of a score; softcap: the cap on it after that, 0 for none
+    dst      its address; dst has no gaps
+    parts, n_parts    of `attend_in_halves`: where a row's sums are stored, and how many parts; 0: it finishes `dst`
+    n_groups, n_rows  of `attend`: heads of k, and the most rows of a unit
     """
 
     dk: int
@@ -91,7 +91,7 @@ def _float_at(address):
 
 @inlined
 def _row(source, i1, head, i3):
-    """Where a row of q, k or v begins."""
+    """Address of a row of q, k or v."""
     return row_of(source.place, i1, head // source.shared[0], i3 // source.shared[1])
 
 
@@ -110,7 +110,7 @@ def _decode(source, row, y, n):
 
 @inlined
 def _mask_row(of, i1, head, i3):
-    """Where a query's row of the mask begins; 0 without one."""
+    """Address of a query's row of the mask; 0 without a mask."""
     if of.mask.address == 0:
         return types.int64(0)
     return row_of(of.mask, i1, head % of.mask_ne[0], i3 % of.mask_ne[1])
@@ -123,7 +123,7 @@ def _slope(of, head):
 
 @inlined
 def _capped(of, y, n):
-    """n scores, divided by the cap already: y = cap * tanh(y), where there is a cap."""
+    """n scores that are already divided by the cap: y = cap * tanh(y), where there is a cap."""
     cap = of.softcap
     if cap != 0:
         scores = array_at(y, types.float32, n)
@@ -147,7 +147,7 @@ def _add_to_halves(y, v, n, weight):
 
 @inlined
 def _add_sink(found, dv, sink):
-    """The sink to a maximum, a sum and float32 times v."""
+    """Adds the sink to a maximum, a sum and the float32 sums of v."""
     if sink > found[0]:
         shrunk = types.float32(math.exp(found[0] - sink))
         found[0] = sink
@@ -165,7 +165,7 @@ def _dst_row(of, i1, head, i3):
 
 @inlined
 def _finish(of, row, found):
-    """dst of a row (query, head, sequence): float32 times v, divided by the sum."""
+    """Writes dst of a row (query, head, sequence): the float32 sums of v, divided by the sum."""
     i1, head, i3 = index_of(row, of.n_queries, of.n_heads)
     dst = _dst_row(of, i1, head, i3)
     inverse = types.float32(1) / found[1] if found[1] != 0 else types.float32(0)
@@ -175,7 +175,7 @@ def _finish(of, row, found):
 
 @inlined
 def _bytes_to_round(dk: int) -> int:
-    """What `round_run` works in, for a row of q."""
+    """Bytes that `round_run` works in, for a row of q."""
     return 2 * dk + 34
 
 
@@ -187,9 +187,9 @@ def scratch_in_halves(of: Attention) -> int:
 
 @compiled
 def attend_in_halves(p, begin, end, scratch):
-    """Units [begin, end), each a part of the cells of a row (query, head, sequence): v and its sums are float16.
+    """A unit is one part of the cells of one row (query, head, sequence). v and its sums are float16.
 
-    The parts are put together by `join_parts`, unless there is one for all threads, as where n_parts is 0.
+    `join_parts` joins the parts, unless there is only one, where n_parts is 0.
     """
     of = record_at(p, Attention)
     dk, dv, n_cells, n_parts = of.dk, of.dv, of.n_cells, max(of.n_parts, 1)
@@ -256,7 +256,7 @@ def attend_in_halves(p, begin, end, scratch):
 
 @compiled
 def join_parts(p, begin, end, scratch):
-    """Rows [begin, end), whose parts `attend_in_halves` has left: a maximum, a sum and float32 times v."""
+    """A unit is one row, whose parts `attend_in_halves` has stored: a maximum, a sum and the float32 sums of v."""
     of = record_at(p, Attention)
     dv, n_parts = of.dv, of.n_parts
     whole = array_at(scratch, types.float32, 2 + dv)
@@ -278,7 +278,7 @@ def join_parts(p, begin, end, scratch):
 
 @inlined
 def _mark(masks, n_rows, first, count):
-    """What the masks of n_rows rows have in `count` cells: bits of numbers other than 0, and whether all is -inf."""
+    """What the masks of n_rows rows hold for `count` cells: bits for numbers other than 0, and whether all are -inf."""
     some, kept = types.uint16(0), types.uint16(0)
     for r in range(n_rows):
         mask = array_at(masks[r] + 2 * first, types.uint16, count)
@@ -290,13 +290,13 @@ def _mark(masks, n_rows, first, count):
 
 @inlined
 def _padded(dv):
-    """The size of a row of v, to whole vectors."""
+    """The size of a row of v, rounded up to whole vectors."""
     return -(-dv // LANES) * LANES
 
 
 def scratch_of(of: Attention) -> int:
-    """Bytes that `attend` works in: queries, keys, values, their sums, scores, three numbers and where a mask begins of
-    each row, a query, what it is rounded in."""
+    """Bytes that `attend` works in: queries, keys, values, their sums, scores; for each row three numbers and the
+    address of its mask; a query and what it is rounded in."""
     wide: int = _padded(of.dv)
     to_round: int = _bytes_to_round(of.dk)
     floats = of.dk * of.n_rows + _CELLS * (of.dk + wide + of.n_rows) + of.n_rows * (wide + 3) + of.dk
@@ -305,13 +305,13 @@ def scratch_of(of: Attention) -> int:
 
 @inlined
 def _query_of(of, group, row):
-    """The query and the head of a row of those that share a head of k."""
+    """The query and the head of one of the rows that share a head of k."""
     return row % of.n_queries, group * of.k.shared[0] + row // of.n_queries
 
 
 @inlined
 def _load_queries(of, group, i3, first_row, used, q, masks, line):
-    """Puts `used` queries, scaled, into the columns of q, and where their masks begin into masks."""
+    """Puts `used` queries, scaled, into the columns of q, and the addresses of their masks into masks."""
     dk, work = of.dk, line + 4 * of.dk
     queries, query = array_at(q, types.float32, (dk, of.n_rows)), array_at(line, types.float32, dk)
     queries[:] = 0
@@ -336,8 +336,8 @@ def _add_masks(of, group, first_row, used, masks, first, count, scores):
 
 @inlined
 def _exponentiate(scores, count, n_rows, maxima, totals, shrunk):
-    """Makes each row's scores e ** (score - maximum), of a maximum that they may raise: then its total, and by `shrunk`
-    what else was added up so far, shrinks."""
+    """Turns each row's scores into e ** (score - maximum); where they raise the maximum, what was added up so far
+    shrinks: its total here, its sums by the factor `shrunk`."""
     for r in range(n_rows):
         shrunk[r] = maxima[r]
     for i in range(count):
@@ -354,7 +354,7 @@ def _exponentiate(scores, count, n_rows, maxima, totals, shrunk):
 
 @inlined
 def _finish_rows(of, group, i3, first_row, used, maxima, totals, sums):
-    """dst of `used` rows, whose sinks take part now."""
+    """Writes dst of `used` rows, after adding their sinks."""
     for r in range(used):
         i1, head = _query_of(of, group, first_row + r)
         factor = types.float32(1)
@@ -371,9 +371,10 @@ def _finish_rows(of, group, i3, first_row, used, maxima, totals, sums):
 
 @compiled
 def attend(p, begin, end, scratch):
-    """Units [begin, end), each some of the rows (query, head) that share a head of k and v.
+    """A unit is a block of rows (query, head) that share a head of k and v.
 
-    Scores lie cell by cell, so that rows are what a vector holds: the product with q, transposed once, gives them so.
+    Scores lie cell by cell, so that a vector holds one cell of several rows: the product with the transposed q gives
+    them in this order.
     """
     of = record_at(p, Attention)
     dk, dv, n_cells, n_rows, wide = of.dk, of.dv, of.n_cells, of.n_rows, _padded(of.dv)
@@ -447,9 +448,9 @@ def attended(
 ) -> Call | None:
     """The call that computes a node; None where a type has no kernel.
 
-    by_head     what the mask is multiplied by
-    query_type  what q is rounded to
-    in_halves   whether the sums of v are float16: in n_sums parts, put together at the end, or 0
+    by_head     the slope of each head, which the mask is multiplied by
+    query_type  the type that q is rounded to
+    in_halves   whether the sums of v are float16: in n_sums parts, joined at the end, or 0
     """
     code = f"q8_0 {numerics.rounding}" if query_type == "q8_0" else query_type
     to_float = {type: numerics.to_float.get(type, 0) for type in {k.type, v.type} - {*CODES}}
@@ -487,7 +488,8 @@ def attended(
 
 
 def _in_halves(of: Attention, n_rows: int, n_parts: int, cost: int, keep: object) -> Job:
-    """Works of a node, each row of which is added up in n_parts parts, put together at the end, or 0."""
+    """The works of a node, whose rows are added up in n_parts parts that are joined at the end, or in one where it is
+    0."""
     parts = np.empty((n_rows, max(n_parts, 1), 2 + of.dv), np.float32)
     of = of._replace(parts=parts.ctypes.data, n_parts=n_parts)
     n_units, kept = n_rows * max(n_parts, 1), (keep, parts)

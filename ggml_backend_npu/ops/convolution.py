@@ -1,8 +1,8 @@
-"""Convolutions: CONV_2D and CONV_3D. Each channel's own kernel is in `ops.depthwise`.
+"""Convolutions: CONV_2D and CONV_3D. Those with one kernel per channel are in `ops.depthwise`.
 
-ggml's CPU computes them as a matrix product: what a place sees is a row, in the type of the kernels, and rows are
-multiplied as those of MUL_MAT. GGML_NPU_MATMUL says how that is done here: exact, in the order of ggml's sums, or fast,
-by BLAS, with rows that are not rounded.
+ggml's CPU computes them as a matrix product: the elements under a window are a row, in the type of the kernels, and
+rows are multiplied as in MUL_MAT. GGML_NPU_MATMUL says how that is done here: exact, in the order of ggml's sums, or
+fast, by BLAS, with rows that are not rounded.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ _PARTS, _LEAST_KERNELS = 4, 128  # where there are few tiles: in how many parts 
 
 @dataclass(frozen=True)
 class Conv2d(Params):
-    """op_params of CONV_2D and CONV_2D_DW: strides, paddings and dilations of columns and rows; ggml_conv_2d_direct."""
+    """op_params of CONV_2D and CONV_2D_DW: strides, paddings and dilations of columns (0) and rows (1);
+    ggml_conv_2d_direct."""
 
     s0: i32
     s1: i32
@@ -99,7 +100,7 @@ def _n_kernels(kernel: Tensor, p: Conv2d | Conv3d) -> int:
 
 
 def _sgemm(numerics: Numerics) -> int:
-    """The function of BLAS that multiplies, 0 where ggml's own order is wanted."""
+    """Address of cblas_sgemm; 0 where ggml's own order is wanted."""
     return numerics.sgemm if numerics.matmul == "fast" else 0
 
 
@@ -145,8 +146,8 @@ def conv_2d(dst: Tensor, kernel: Tensor, x: Tensor, params: Conv2d, numerics: Nu
     built_by={"ggml_conv_3d_direct": "ctt iiiiiiiiiiii"},
 )
 def conv_3d(dst: Tensor, kernel: Tensor, x: Tensor, params: Conv3d, numerics: Numerics = PLAIN) -> None:
-    """As CONV_2D in three dimensions: x (width, height, depth, channels of images), kernel (width, height, depth,
-    channels of kernels), dst (width, height, depth, kernels of images).
+    """As CONV_2D, in three dimensions: x (width, height, depth, channels * images), kernel (width, height, depth,
+    channels * kernels), dst (width, height, depth, kernels * images).
 
     Equals ggml_compute_forward_conv_3d but for the order of sums.
     """
@@ -157,13 +158,13 @@ _BY_DOTS, _IN_BLOCKS, _BY_BLAS = range(3)
 
 
 class Scratch(NamedTuple):
-    """Where in scratch its parts after the rows of a tile begin, and where the last one ends, in bytes.
+    """Offsets in bytes of the parts of scratch that follow the rows of a tile, and the end of the last one.
 
-    results     of a tile, a row for each place
-    kernels     made float32
-    offsets     of what is under a window
-    x, y        addresses of rows and of their results
-    block       what `multiply_f32` is told of its block
+    results     of a tile, one row per place
+    kernels     converted to float32
+    offsets     of the elements under a window
+    x, y        addresses of the rows and of their results
+    block       the arguments of `multiply_f32` for its block
     """
 
     results: int
@@ -176,16 +177,16 @@ class Scratch(NamedTuple):
 
 
 def _scratch(tile: int, k: int, some_kernels: int, widened: int) -> Scratch:
-    """Scratch of whole cache lines for each part."""
+    """Scratch in which each part has whole cache lines."""
     sizes = 4 * tile * k, 4 * tile * some_kernels, 4 * widened * k, 8 * k, 8 * tile, 8 * tile, 8 * 3
     return Scratch(*accumulate(-(-size // LINE) * LINE for size in sizes))
 
 
 class Convolution(NamedTuple):
-    """Kernels, of k elements each, at an address, times what the places of images see.
+    """Kernels of k elements each, at an address, times the rows that the places of images see.
 
-    some_kernels, tile  how many kernels and places a unit has
-    is_half             the kernels are float16; widened: how many are made float32 at a time
+    some_kernels, tile  kernels and places of a unit
+    is_half             the kernels are float16; widened: how many are converted to float32 at a time
     way                 one of _BY_DOTS, _IN_BLOCKS, _BY_BLAS; sgemm: the address of cblas_sgemm
     """
 
@@ -207,7 +208,7 @@ class Convolution(NamedTuple):
 
 @compiled
 def convolution(p, begin, end, columns):
-    """Units [begin, end): some kernels, times tiles of places of one image after the other; kernels outermost."""
+    """A unit is some kernels times a tile of places of one image; kernels are the outermost index, then images."""
     of = record_at(p, Convolution)
     n_places, tile, some_kernels, k, is_half, way = of.n_places, of.tile, of.some_kernels, of.k, of.is_half, of.way
     out, widened, offsets = columns + of.scratch.results, columns + of.scratch.kernels, columns + of.scratch.offsets
@@ -305,7 +306,7 @@ conv_3d.compiled(_conv_job)
 
 
 def _make_conv_2d(channels: int, kernels: int) -> Make:
-    """A node of rows of 6 elements of each channel."""
+    """A node whose rows have 6 elements per channel."""
 
     def make(rng: probes.Rng, types: Types) -> Node:
         x, kernel = probes.normal(rng, "f32", 2, channels, 9, 20), probes.normal(rng, types[1], kernels, channels, 3, 2)
@@ -316,7 +317,7 @@ def _make_conv_2d(channels: int, kernels: int) -> Make:
 
 
 def _make_conv_3d(channels: int, kernels: int) -> Make:
-    """A node of rows of 12 elements of each channel."""
+    """A node whose rows have 12 elements per channel."""
 
     def make(rng: probes.Rng, types: Types) -> Node:
         x = probes.normal(rng, "f32", 2 * channels, 5, 6, 7)

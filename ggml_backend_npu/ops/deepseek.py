@@ -1,4 +1,4 @@
-"""What DeepSeek's models alone use: LIGHTNING_INDEXER, and hyper-connections, DSV4_HC_{COMB,PRE,POST}."""
+"""Ops that only DeepSeek's models use: LIGHTNING_INDEXER, and hyper-connections, DSV4_HC_{COMB,PRE,POST}."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class HcPre(Params):
 
 
 def _misfit(**tensors: tuple[Tensor, tuple[int, ...]]) -> str | None:
-    """The first tensor that has another size than it should."""
+    """The first tensor whose size is not the one it should have."""
     for role, (tensor, ne) in tensors.items():
         if tensor.ne != (*ne, 1, 1, 1, 1)[:4]:
             return f"{role} of ne {tensor.ne}, not {ne}"
@@ -118,7 +118,7 @@ def _refuse_comb(dst: Tensor, mixes: Tensor, scale: Tensor, base: Tensor, params
 
 
 def _normalised(x: Floats, axis: int, eps: np.float32) -> Floats:
-    """x divided by its sum along an axis, eps and the elements one after the other."""
+    """x divided by its sum along an axis: eps and then the elements, added one after the other."""
     first = np.broadcast_to(eps, np.take(x, [0], axis).shape)
     total: Floats = np.add.accumulate(np.concatenate([first, x], axis), axis).take([-1], axis)
     result: Floats = x * (np.float32(1) / total)
@@ -129,8 +129,8 @@ def _normalised(x: Floats, axis: int, eps: np.float32) -> Floats:
 def dsv4_hc_comb(dst: Tensor, mixes: Tensor, scale: Tensor, base: Tensor, params: HcComb) -> None:
     """dst = softmax(mixes * scale[2] + base) of each row of a token's 4 x 4 matrix, made doubly stochastic.
 
-    mixes (24, tokens) and base (24), of which the last 16 are the matrix; dst (4, 4, tokens). Columns, and then
-    n_iter - 1 times rows and columns, are divided by their sums; eps is added to the softmax and to each sum. Equals
+    mixes (24, tokens) and base (24), of which the last 16 are the matrix; dst (4, 4, tokens). Columns, and then n_iter
+    - 1 times rows and columns, are divided by their sums; eps is added to the softmax and to each sum. Equals
     ggml_compute_forward_dsv4_hc_comb but for the last bits of e ** x.
     """
     small = np.float32(params.eps)
@@ -167,10 +167,10 @@ def _refuse_pre(dst: Tensor, x: Tensor, weights: Tensor, params: HcPre) -> str |
     built_by={"ggml_dsv4_hc_pre": "ctt", "ggml_dsv4_hc_pre_gated": "cttf"},
 )
 def dsv4_hc_pre(dst: Tensor, x: Tensor, weights: Tensor, params: HcPre) -> None:
-    """dst = scale * (the sum over a token's streams of x * weight), one after the other.
+    """dst = scale * (the sum of x * weight over a token's streams), added one stream after the other.
 
-    x (n, streams, tokens), dst (n, tokens); weights (streams, tokens), or gates of x's size, of which the weights are
-    the sigmoids. Equals ggml_compute_forward_dsv4_hc_pre, with gates but for the last bits of e ** x.
+    x (n, streams, tokens), dst (n, tokens); weights (streams, tokens), or gates of x's size, whose sigmoids are the
+    weights. Equals ggml_compute_forward_dsv4_hc_pre; with gates, but for the last bits of e ** x.
     """
     with np.errstate(all="ignore"):
         gates = weights.view()[0]
@@ -190,7 +190,7 @@ def _exact_pre(x: Tensor, weights: Tensor, params: HcPre) -> Exact:
 
 
 def _make_pre(n: int = 40, streams: int = 4, *, gated: bool = True) -> Make:
-    """Rows of n elements, with gates or with a weight for each stream."""
+    """Rows of n elements, with gates or with one weight per stream."""
 
     def make(rng: Rng, types: Types) -> Node:
         x = normal(rng, "f32", 1, 9, streams, n)
@@ -231,7 +231,7 @@ def _refuse_post(dst: Tensor, x: Tensor, residual: Tensor, post: Tensor, comb: T
 
 @op("DSV4_HC_POST", types=[("f32",) * 4], refuse=_refuse_post, bound=1e-12, wide=True)
 def dsv4_hc_post(dst: Tensor, x: Tensor, residual: Tensor, post: Tensor, comb: Tensor | None) -> None:
-    """dst = x * post, and to it added the token's residual streams, mixed by comb where there is one.
+    """dst = x * post + the token's residual streams, mixed by comb where there is one.
 
     x (n, tokens), residual and dst (n, streams, tokens), post (streams, tokens), comb (to, from, tokens). Equals
     ggml_compute_forward_dsv4_hc_post.

@@ -51,7 +51,8 @@ def _refuse_delta(
 
 
 def _repeated(x: Tensor, v: Tensor) -> Floats:
-    """x with the heads and sequences of v: its heads again and again, each of its sequences as often in a row."""
+    """x with the heads and sequences of v: its heads repeat as a whole, each of its sequences several times in a
+    row."""
     sequences = np.arange(v.ne[3]) // (v.ne[3] // x.ne[3])
     spread: Floats = x.view()[sequences][:, :, np.arange(v.ne[1]) % x.ne[1]]
     return spread
@@ -72,10 +73,11 @@ def gated_delta_net(
 ) -> None:
     """The gated delta rule, token by token: s = s * exp(g), s += (v - s k) * beta (outer) k, y = s q / sqrt(size).
 
-    v (size, heads, tokens, sequences), q and k the same or with fewer heads, which then repeat, or sequences, g (size,
-    ...), along s's columns, or (1, ...), beta (1, ...), state (size, size, heads, sequences) -> dst: y, of v's shape,
-    and s of all sequences, K such states. Those that no token leaves stay. Equals
-    ggml_compute_forward_gated_delta_net but for rounding.
+    v (size, heads, tokens, sequences), q and k the same or with fewer heads or sequences, which then repeat; g (size,
+    heads, tokens, sequences), along s's columns, or (1, ...), beta (1, ...), state (size, size, heads, sequences) ->
+    dst: y, of v's shape, and then K times the states of all sequences: after the last token, the one before it, ...
+    States for which there is no token stay as they are in dst. Equals ggml_compute_forward_gated_delta_net but for
+    rounding.
     """
     count, n_tokens, size = params.K, v.ne[2], np.float32(v.ne[0])
     y, states = halves(dst, v.view().shape, (count, *state.view().shape))
@@ -106,7 +108,7 @@ def _add_scaled(x, y, factor, n):
 
 
 class Repeated(NamedTuple):
-    """A source of n_head heads, which repeat, and of sequences, each of which serves `repeats` in a row."""
+    """A source of n_head heads, which repeat, and of sequences, each of which serves `repeats` sequences in a row."""
 
     place: Place
     n_head: int
@@ -114,9 +116,9 @@ class Repeated(NamedTuple):
 
 
 class DeltaNet(NamedTuple):
-    """g, beta  addresses; by_element: g has one for each element of a row
+    """g, beta  addresses; by_element: g has one number per element of a row
     scale    of what the tokens give
-    n_kept   states that are wanted, each of all sequences
+    n_kept   how many states are wanted, each of all sequences
     """
 
     heads: Heads
@@ -133,13 +135,13 @@ class DeltaNet(NamedTuple):
 
 @inlined
 def _head_of(source, head, t, sequence):
-    """Where a repeated source has what is for a head."""
+    """Address of a repeated source's row for a head."""
     return row_of(source.place, head % source.n_head, t, sequence // source.repeats)
 
 
 @compiled
 def delta_net(p, begin, end, scratch):
-    """Heads [begin, end) of all sequences. Scratch: the decays of a row, and the dots of GROUP rows."""
+    """A unit is one head of one sequence. Scratch: the decays of a row, and the dots of GROUP rows."""
     of = record_at(p, DeltaNet)
     heads, v, n_kept, scale = of.heads, of.v, of.n_kept, of.scale
     size, n_head, n_tokens = heads.size, heads.n_head, heads.n_tokens
@@ -201,7 +203,7 @@ def _gated_delta_net(
 
 
 def _make(size: int = 32, gates: bool = False) -> Make:
-    """Heads of a size. gates: one for each element of a row."""
+    """Heads of a size. gates: one per element of a row."""
 
     def make(rng: probes.Rng, types: Types) -> Node:
         n = 2  # sequences

@@ -27,7 +27,7 @@ _BOUND = 1e-12  # a few roundings, one after the other
 
 
 def _in_channels(x: Tensor) -> bool:
-    """Whether the channels of a pixel lie together, and nothing between pixels."""
+    """Whether the channels of a pixel lie together, with no gaps between pixels."""
     width, height, channels, _ = x.ne
     unit = x.codec.block_bytes
     nb = unit * channels, unit * channels * width, unit, unit * channels * width * height
@@ -60,8 +60,8 @@ def _refuse_dw(dst: Tensor, kernel: Tensor, x: Tensor, params: Conv2d) -> str | 
     built_by={"ggml_conv_2d_dw_direct": "ctt iiiiii"},
 )
 def conv_2d_dw(dst: Tensor, kernel: Tensor, x: Tensor, params: Conv2d) -> None:
-    """dst[n, c, oh, ow] = sum over kh, kw of kernel[c, 0, kh, kw] * x[n, c, oh * s1 + kh * d1 - p1, ...] inside x: each
-    channel's own kernel.
+    """dst[n, c, oh, ow] = sum over kh, kw of kernel[c, 0, kh, kw] * x[n, c, oh * s1 + kh * d1 - p1, ...], 0 outside x:
+    each channel has its own kernel.
 
     x and dst (width, height, channels, images), in planes or with the channels of a pixel together, kernel (width,
     height, 1, channels) likewise. Equals ggml_compute_forward_conv_2d_dw but for rounding.
@@ -101,7 +101,7 @@ class Depthwise(NamedTuple):
 
 @inlined
 def _add_pixels(factors, source, step, to, count, n_c):
-    """Adds the products of pixels, whose channels lie together, with the factors of these."""
+    """Adds the products of pixels, whose channels lie together, with one factor per channel."""
     for place in range(count):
         pixel = array_at(source + 4 * place * step * n_c, types.float32, n_c)
         y = array_at(to + 4 * place * n_c, types.float32, n_c)
@@ -111,7 +111,7 @@ def _add_pixels(factors, source, step, to, count, n_c):
 
 @inlined
 def _add_line(factor, source, n_x, step, to, count):
-    """Adds the products of pixels of a plane's row with a factor."""
+    """Adds the products of the pixels of a plane's row with one factor."""
     pixels, y = array_at(source, types.float32, n_x), array_at(to, types.float32, count)
     if step == 1:
         for place in range(count):
@@ -123,8 +123,8 @@ def _add_line(factor, source, n_x, step, to, count):
 
 @compiled
 def depthwise(p, begin, end, all_factors):
-    """Rows [begin, end) of all planes; or, where channels lie together, of all images. Products are added one after the
-    other, each fused with its addition."""
+    """A unit is one row of dst: of a plane, or of an image where the channels of a pixel lie together. Products are
+    added one after the other, each fused with its addition."""
     of = record_at(p, Depthwise)
     (n_y, n_x), n_c, (ky, kx), (oy, ox) = of.size, of.n_channels, of.kernel_size, of.places
     (s1, s0), (p1, p0), (d1, d0) = of.step, of.pad, of.apart
@@ -182,7 +182,7 @@ def _conv_2d_dw(dst: Tensor, kernel: Tensor, x: Tensor, params: Conv2d) -> Call 
 
 
 def _make_conv_2d_dw(size: int, channels: int, *, together: bool) -> Make:
-    """together: the channels of a pixel."""
+    """together: the channels of a pixel lie together."""
 
     def make(rng: probes.Rng, types: Types) -> Node:
         x, kernel = probes.normal(rng, "f32", 2, channels, 9, 20), probes.normal(rng, types[1], channels, 1, size, size)
@@ -198,7 +198,7 @@ def _make_conv_2d_dw(size: int, channels: int, *, together: bool) -> Make:
 
 
 def _by_pixels(x: Tensor) -> Tensor:
-    """A tensor with its dimension 2 first in memory; the kernel of CONV_2D_DW with its dimension 3 there."""
+    """A tensor whose dimension 2 comes first in memory; the kernel of CONV_2D_DW with its dimension 3 there."""
     if x.ne[2] == 1:
         x = replace(x, ne=(x.ne[0], x.ne[1], x.ne[3], 1), nb=(x.nb[0], x.nb[1], x.nb[3], x.nb[3] * x.ne[3]))
     other = Tensor.of(np.ascontiguousarray(np.moveaxis(x.view(), 1, 3)), x.type)

@@ -1,6 +1,7 @@
-"""Element by element: ADD, ADD1, SUB, MUL, DIV, ADD_ID, SCALE, CLAMP, FILL, ARANGE. Byte for byte what ggml's CPU does.
+"""Element by element: ADD, ADD1, SUB, MUL, DIV, ADD_ID, SCALE, CLAMP, FILL, ARANGE. Byte for byte what ggml's CPU
+computes.
 
-SCALE with a bias, and ARANGE, on a processor with fused multiply-add.
+For SCALE with a bias, and for ARANGE, that holds on a processor with fused multiply-add.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ def _refuse_scale(dst: Tensor, x: Tensor, params: Scale) -> str | None:
 
 
 def _is_product_alone(x: Tensor, bias: float) -> bool:
-    """A float32 without a bias is; to a bfloat16 it is always added, be it 0."""
+    """True for float32 without a bias; to bfloat16 the bias is always added, even 0."""
     return x.type == "f32" and bias == 0
 
 
@@ -85,7 +86,7 @@ def _is_product_alone(x: Tensor, bias: float) -> bool:
     built_by={"ggml_scale": "ctf", "ggml_scale_bias": "ctff"},
 )
 def scale(dst: Tensor, x: Tensor, params: Scale) -> None:
-    """dst = x * scale + bias; dst may be x. Equals ggml_compute_forward_scale."""
+    """dst = x * scale + bias, in x's ne; dst may be x. Equals ggml_compute_forward_scale."""
     factor, bias = np.float32(params.scale), np.float32(params.bias)
     values = convert(raw(x), x.type, "f32")
     with np.errstate(all="ignore"):
@@ -158,7 +159,7 @@ def _compute(function: np.ufunc, dst: Tensor, a: Tensor, b: Tensor) -> None:
     built_by={"ggml_add": "ctt", "ggml_add_cast": "ctti"},
 )
 def add(dst: Tensor, a: Tensor, b: Tensor, numerics: Numerics = PLAIN) -> None:
-    """dst = a + b, b repeated to the size of a; a may be quantised where it is as large as b.
+    """dst = a + b, b repeated to the ne of a, which is dst's; a may be quantised where b has the same size.
 
     Equals ggml_compute_forward_add_non_quantized and ggml_compute_forward_add_q_f32.
     """
@@ -190,7 +191,7 @@ def _refuse_add1(dst: Tensor, a: Tensor, b: Tensor) -> str | None:
 
 @op("ADD1", types=_ADD1, refuse=_refuse_add1)
 def add1(dst: Tensor, a: Tensor, b: Tensor, numerics: Numerics = PLAIN) -> None:
-    """dst = a + b, which is a single number. Equals ggml_compute_forward_add1."""
+    """dst = a + b, where b is a single number, ne (1, 1, 1, 1). Equals ggml_compute_forward_add1."""
     add.define(dst, a, b, numerics=numerics)
 
 
@@ -201,19 +202,19 @@ def _add1(dst: Tensor, a: Tensor, b: Tensor, numerics: Numerics) -> Call | None:
 
 @op("SUB", types=_BINARY, refuse=_refuse_binary)
 def sub(dst: Tensor, a: Tensor, b: Tensor) -> None:
-    """dst = a - b, b repeated to the size of a. Equals ggml_compute_forward_sub."""
+    """dst = a - b, b repeated to the ne of a, which is dst's. Equals ggml_compute_forward_sub."""
     _compute(np.subtract, dst, a, b)
 
 
 @op("MUL", types=_BINARY, refuse=_refuse_binary)
 def mul(dst: Tensor, a: Tensor, b: Tensor) -> None:
-    """dst = a * b, b repeated to the size of a. Equals ggml_compute_forward_mul."""
+    """dst = a * b, b repeated to the ne of a, which is dst's. Equals ggml_compute_forward_mul."""
     _compute(np.multiply, dst, a, b)
 
 
 @op("DIV", types=_BINARY, refuse=_refuse_binary)
 def div(dst: Tensor, a: Tensor, b: Tensor) -> None:
-    """dst = a / b, b repeated to the size of a. Equals ggml_compute_forward_div."""
+    """dst = a / b, b repeated to the ne of a, which is dst's. Equals ggml_compute_forward_div."""
     _compute(np.divide, dst, a, b)
 
 
@@ -290,7 +291,8 @@ def _refuse_add_id(dst: Tensor, a: Tensor, b: Tensor, ids: Tensor) -> str | None
 def add_id(dst: Tensor, a: Tensor, b: Tensor, ids: Tensor) -> None:
     """dst[:, i2, i1, :] = a[:, i2, i1, :] + b[0, 0, ids[i2, i1], :]: the bias of the expert that made the row.
 
-    Equals ggml_compute_forward_add_id. Raises KernelError, before anything is written, for an id outside b's rows.
+    a and dst (n, experts used, tokens, ...), b (n, experts), ids (experts used, tokens). Equals
+    ggml_compute_forward_add_id. Raises KernelError, before anything is written, for an id outside b's rows.
     """
     rows = checked_ids(ids, b.ne[1])[0]
     with np.errstate(all="ignore"):
@@ -315,9 +317,9 @@ def _refuse_clamp(dst: Tensor, x: Tensor, params: Clamp) -> str | None:
 
 @op("CLAMP", types=[("f32", "f32"), ("f16", "f16")], refuse=_refuse_clamp, params=Clamp)
 def clamp(dst: Tensor, x: Tensor, params: Clamp) -> None:
-    """dst = x, no less than min and no more than max; NaN becomes max.
+    """dst = x, at least min and at most max, in x's ne; NaN becomes max.
 
-    Equals ggml_compute_forward_clamp; there, with gaps between rows, it reads past them.
+    Equals ggml_compute_forward_clamp; which, where x has gaps between rows, reads past them.
     """
     low, high = np.float32(params.min), np.float32(params.max)
     values = convert(raw(x), x.type, "f32")
@@ -344,7 +346,7 @@ def _refuse_fill(dst: Tensor, x: Tensor, params: Fill) -> str | None:
 
 @op("FILL", types=[("f32", "f32"), ("f16", "f16")], refuse=_refuse_fill, params=Fill)
 def fill(dst: Tensor, x: Tensor, params: Fill) -> None:
-    """dst = c; of x no more than the size is of use.
+    """dst = c in every element; of x only the size is used.
 
     Equals ggml_compute_forward_fill.
     """
@@ -365,7 +367,7 @@ def _refuse_arange(dst: Tensor, params: Arange) -> str | None:
 
 @op("ARANGE", types=[("f32",)], refuse=_refuse_arange, params=Arange, bound=_BOUND)
 def arange(dst: Tensor, params: Arange) -> None:
-    """dst = start, start + step, start + 2 * step, ..., below stop.
+    """dst = start, start + step, start + 2 * step, ..., below stop: ceil((stop - start) / step) elements.
 
     Equals ggml_compute_forward_arange.
     """
@@ -375,7 +377,7 @@ def arange(dst: Tensor, params: Arange) -> None:
 
 
 class Progression(NamedTuple):
-    """dst: an address."""
+    """start + i * step, to dst, an address."""
 
     dst: int
     start: np.float32
@@ -384,7 +386,7 @@ class Progression(NamedTuple):
 
 @compiled
 def progression(p, begin, end, scratch):
-    """Elements [begin, end) of start + i * step."""
+    """A unit is one element: start + i * step."""
     of = record_at(p, Progression)
     start, step = of.start, of.step
     y = array_at(of.dst, types.float32, end)

@@ -1,4 +1,4 @@
-"""What formulas share: a tensor's values in float64, and functions of them."""
+"""Shared by formulas: a tensor's values in float64, and functions of them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Function = Callable[[Exact], Exact]
 
 
 def values(tensor: Tensor) -> Exact:
-    """A tensor's values, (ne3, ne2, ne1, ne0), whatever its type."""
+    """A tensor's values as float64, (ne3, ne2, ne1, ne0), whatever its type."""
     whole = tensor.unpacked()
     view, kind = whole.view(), codecs.bound().codec(tensor.type)
     if kind.dtype is not None:
@@ -26,12 +26,12 @@ def values(tensor: Tensor) -> Exact:
 
 
 def repeated(x: Exact, shape: tuple[int, ...]) -> Exact:
-    """x again and again in each dimension."""
+    """x repeated in each dimension to a shape."""
     return np.tile(x, [n // m for n, m in zip(shape, x.shape, strict=True)])
 
 
 def of_elements(function: Function) -> Formula:
-    """The formula of a function of each element."""
+    """The formula of an op that applies a function to each element."""
     return lambda x: function(values(x))
 
 
@@ -68,5 +68,5 @@ def gelu_erf(x: Exact) -> Exact:
 
 
 def half(x: Exact) -> Exact:
-    """Of a GELU, what it takes a difference of."""
+    """|x| / 2: the size of the terms whose difference a GELU takes."""
     return np.abs(x) / 2

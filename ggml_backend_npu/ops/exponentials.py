@@ -1,4 +1,4 @@
-"""e ** x in kernels, as ggml's CPU has it: in vectors, or by C's library; and what a softmax does to a row."""
+"""e ** x in kernels, as in ggml's CPU: in vectors, or by the C library; and the row steps of a softmax."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from quant.kernels.matrices import LANES
 from quant.kernels.orders import row_total
 
 _BEYOND = 104.0  # e ** x is infinite, and e ** -x below half the smallest float32
-_SHIFT = np.float32(float.fromhex("0x1.8p23"))  # added and taken away again, it rounds to an integer
+_SHIFT = np.float32(float.fromhex("0x1.8p23"))  # added and subtracted again, it rounds to an integer
 _LOG2_E, _LN_2_HIGH, _LN_2_LOW = (
     np.float32(float.fromhex(text)) for text in ("0x1.715476p+0", "0x1.62e4p-1", "0x1.7f7d1cp-20")
 )
@@ -52,7 +52,7 @@ def v_exp(x):
 
 @reduced
 def largest(x, n):
-    """max of n float32 at an address; NaN is passed over."""
+    """max of n float32 at an address; NaN is skipped."""
     row = array_at(x, types.float32, n)
     found = types.float32(-np.inf)
     for i in range(n):
@@ -62,7 +62,7 @@ def largest(x, n):
 
 @inlined
 def expf(x):
-    """e ** x by C's library."""
+    """e ** x by the C library."""
     return types.float32(math.exp(x))
 
 
@@ -70,7 +70,7 @@ def expf(x):
 def exps(x, n, maximum):
     """ggml_vec_soft_max_f32: x = e ** (x - maximum) for n float32 at an address; returns their sum.
 
-    What is no whole vector, the last n % LANES, has another exponential.
+    The last n % LANES, which do not fill a vector, use the C library's exponential.
     """
     row = array_at(x, types.float32, n)
     for i in range(n // LANES * LANES):

@@ -1,7 +1,7 @@
 """What ops do to single numbers, in NumPy: float32 to float32, in the steps in which ggml's CPU backend rounds.
 
-Functions that ggml has from C's library, expf and its like, are the library's own here too, so that every byte is
-equal; but not of SILU of f32, of which ggml computes whole vectors in steps of its own.
+Functions that ggml takes from the C library, such as expf, are the library's own here too, so that every byte is equal;
+except SILU of f32, for which ggml computes whole vectors in steps of its own.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ _1 = np.float32(1)
 
 
 def mapped(function: Callable[..., Floats], dst: Tensor, *src: Tensor) -> None:
-    """dst = function(*src), element by element, of any float types; dst may lie on a source."""
+    """dst = function(*src), element by element, of any float types; dst may be the same memory as a source."""
     with np.errstate(all="ignore"):
         values = function(*(convert(raw(x), x.type, "f32") for x in src))
         raw(dst)[...] = convert(values, "f32", dst.type)
 
 
 def wide(x: Tensor) -> NDArray[Any]:
-    """A tensor's values in float32; of f64, in which formulas are computed without rounding, as they are."""
+    """A tensor's values in float32; f64, in which formulas are computed without rounding, stays f64."""
     return x.view() if x.type == "f64" else convert(raw(x), x.type, "f32")
 
 
 def put(dst: Tensor, values: NDArray[Any]) -> None:
-    """dst = values, as `wide` gives them."""
+    """dst = values, as `wide` returns them."""
     raw(dst)[...] = values if dst.type == "f64" else convert(values, "f32", dst.type)
 
 
 def _of_library(name: str) -> Function:
-    """A function of C's library, one number after the other."""
+    """A function of the C library, applied to one number after the other."""
     function: Function = np.vectorize(libm.function(name), otypes=[np.float32])
     return function
 
@@ -53,8 +53,8 @@ sinf, cosf, tanhf, erff = (_of_library(name) for name in ("sinf", "cosf", "tanhf
 def fused_multiply_add(x: Floats, y: Floats | np.float32, z: Floats | np.float32) -> Floats:
     """x * y + z, rounded once.
 
-    float64 holds the product exactly. Its sum with z is rounded to odd, which a second rounding to float32 does not
-    show (Boldo and Melquiond, "When double rounding is odd").
+    float64 holds the product exactly. Its sum with z is rounded to odd, so that a second rounding to float32 does no
+    harm (Boldo and Melquiond, "When double rounding is odd").
     """
     product, addend = x * np.float64(y), np.float64(z)
     total = product + addend
@@ -86,7 +86,7 @@ def elu(x: Floats) -> Floats:
 
 
 def softplus(x: Floats) -> Floats:
-    """log(1 + e ** x), which above 20 is x"""
+    """log(1 + e ** x); x itself above 20"""
     return np.where(x > 20, x, logf(_1 + expf(x)))
 
 
@@ -96,18 +96,18 @@ def step(x: Floats) -> Floats:
 
 
 def sign(x: Floats) -> Floats:
-    """1, 0 or -1; 0 of NaN"""
+    """1, 0 or -1; 0 for NaN"""
     return step(x) - step(-x)
 
 
 def hardsigmoid(x: Floats) -> Floats:
-    """(x + 3) / 6, between 0 and 1"""
+    """(x + 3) / 6, clamped to 0 to 1"""
     y: Floats = np.fmin(_1, np.fmax(np.float32(0), (x + np.float32(3)) / np.float32(6)))
     return y
 
 
 def round_half_away(x: Floats) -> Floats:
-    """The nearest integer; of two, the one further from 0"""
+    """The nearest integer; of two equally near, the one further from 0"""
     whole = np.trunc(x)
     return whole + np.copysign((np.abs(x - whole) >= 0.5).astype(np.float32), x)
 
@@ -134,9 +134,9 @@ def _half(x: Floats) -> Floats:
 
 
 def gelu(x: Floats, type: str) -> Floats:
-    """x / 2 * (1 + tanh(sqrt(2 / pi) * x * (1 + 0.044715 * x * x))) of a tensor of the type.
+    """x / 2 * (1 + tanh(sqrt(2 / pi) * x * (1 + 0.044715 * x * x))) for a tensor of the type.
 
-    Of f32 and f16 ggml's CPU backend has it in a table of half floats, which f32 uses between -10 and 10.
+    For f32 and f16, ggml's CPU backend looks it up in a table of half floats, which f32 uses between -10 and 10.
     """
     if type == "bf16":
         return _gelu(x)
@@ -145,10 +145,10 @@ def gelu(x: Floats, type: str) -> Floats:
 
 
 def gelu_quick(x: Floats, type: str) -> Floats:
-    """x / (1 + e ** (-1.702 * x)) of a tensor of the type: of f32 and f16 in half floats, as `gelu`."""
+    """x / (1 + e ** (-1.702 * x)) for a tensor of the type: for f32 and f16 in half floats, as in `gelu`."""
     return _gelu_quick(x) if type == "bf16" else _half(_gelu_quick(_half(x)))
 
 
 def clamped(x: Floats, low: np.float32, high: np.float32) -> Floats:
-    """x, no less than low and no more than high; NaN stays NaN (C++'s std::clamp)."""
+    """x, at least low and at most high; NaN stays NaN (C++'s std::clamp)."""
     return np.where(x < low, low, np.where(high < x, high, x))

@@ -1,4 +1,4 @@
-"""GLU: dst = f(gate) * up, the gate and what it opens being two tensors or the two halves of one's rows."""
+"""GLU: dst = f(gate) * up, where gate and up are two tensors, or the two halves of one tensor's rows."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Glu(Params):
     """op_params of the functions of GLU: ggml_glu_impl; alpha and limit of ggml_swiglu_oai and ggml_swiglu_clamp.
 
     op       a ggml_glu_op
-    swapped  of one tensor's rows the second half is the gate
+    swapped  the gate is the second half of one tensor's rows, not the first
     """
 
     op: i32
@@ -36,7 +36,7 @@ class Glu(Params):
 
 
 def _gate_and_up(a: Tensor, b: Tensor | None, params: Glu) -> tuple[Tensor, Tensor]:
-    """a and b, or the halves of a's rows."""
+    """Gate and up: a and b, or the halves of a's rows."""
     if b is not None:
         return a, b
     width = a.ne[0] // 2
@@ -54,7 +54,7 @@ def _refuse(dst: Tensor, a: Tensor, b: Tensor | None, params: Glu) -> str | None
 
 
 def _check(glu: Op, function: Callable[..., Exact], terms: exact.Function | None = None, **params: float) -> None:
-    """The formula of an op, the exact value of what `function` takes: gate, up and params; and nodes with these
+    """Sets the formula of an op, the exact value of `function`(gate, up, params); and its nodes with these
     parameters."""
 
     @glu.formula
@@ -105,15 +105,16 @@ def _register(
     bound: float = _BOUND,
     terms: exact.Function | None = None,
 ) -> None:
-    """dst = function(gate, up, type), which is exactly(gate) * up. Equals ggml_compute_forward_<name>.
+    """Registers dst = function(gate, up, type), which is exactly(gate) * up. Equals ggml_compute_forward_<name>.
 
-    Of SWIGLU of f32 that is the compiled kernel, on x86; this is so but for the last bits of e ** x.
+    For SWIGLU of f32 the compiled kernel is equal on x86; the definition is so but for the last bits of e ** x.
     """
     built_by = {"ggml_glu": "ctib", "ggml_glu_split": "ctti", f"ggml_{name.lower()}_split": "ctt"}
     types = [(type, type) for type in ("f32", "f16", "bf16")]
 
     @op(name, types=types, refuse=_refuse, params=Glu, bound=bound, built_by=built_by)
     def glu(dst: Tensor, a: Tensor, b: Tensor | None, params: Glu) -> None:
+        """dst = function(gate, up, type), in the ne of gate and up: that of a and b, or half of a's rows."""
         mapped(lambda gate, up: function(gate, up, a.type), dst, *_gate_and_up(a, b, params))
 
     @glu.compiled
@@ -148,9 +149,9 @@ def _refuse_limited(dst: Tensor, a: Tensor, b: Tensor | None, params: Glu) -> st
     built_by={"ggml_swiglu_oai": "cttff"},
 )
 def swiglu_oai(dst: Tensor, a: Tensor, b: Tensor | None, params: Glu) -> None:
-    """dst = gate / (1 + e ** (-alpha * gate)) * (up + 1), of a gate up to limit and of up between -limit and limit.
+    """dst = gate / (1 + e ** (-alpha * gate)) * (up + 1), with gate at most limit, and up between -limit and limit.
 
-    Equals ggml_compute_forward_swiglu_oai.
+    dst has the ne of gate and up: that of a and b, or half of a's rows. Equals ggml_compute_forward_swiglu_oai.
     """
     alpha, limit = np.float32(params.alpha), np.float32(params.limit)
 
@@ -171,9 +172,9 @@ def swiglu_oai(dst: Tensor, a: Tensor, b: Tensor | None, params: Glu) -> None:
     built_by={"ggml_swiglu_clamp": "cttf"},
 )
 def swiglu_clamp(dst: Tensor, a: Tensor, b: Tensor | None, params: Glu) -> None:
-    """dst = silu(gate) * up, of a gate up to limit and of up between -limit and limit.
+    """dst = silu(gate) * up, with gate at most limit, and up between -limit and limit.
 
-    Equals ggml_compute_forward_swiglu_clamp.
+    dst has the ne of gate and up: that of a and b, or half of a's rows. Equals ggml_compute_forward_swiglu_clamp.
     """
     limit = np.float32(params.limit)
 

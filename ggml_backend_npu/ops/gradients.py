@@ -1,5 +1,5 @@
-"""Gradients, from what comes back to what had gone in: GET_ROWS_BACK, REPEAT_BACK, SILU_BACK, RMS_NORM_BACK and
-SOFT_MAX_BACK, in the steps in which ggml's CPU rounds."""
+"""Gradients with respect to an op's input, given that of its output: GET_ROWS_BACK, REPEAT_BACK, SILU_BACK,
+RMS_NORM_BACK and SOFT_MAX_BACK, in the steps in which ggml's CPU rounds."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ ROWS = 1e-11  # sums of a row that are a factor of it, and sums of functions
 
 
 def one_after_the_other(x: NDArray[np.floating], dtype: type[np.floating]) -> NDArray[np.floating]:
-    """Sums over the last axis, from +0 on."""
+    """Sums over the last axis, element by element in a dtype, starting from +0."""
     total: NDArray[np.floating] = np.add.accumulate(x, axis=-1, dtype=dtype)[..., -1:] + dtype(0)
     return total
 
 
 def lie_apart(dst: Tensor, *sources: Tensor) -> bool:
-    """Whether dst may be written a row after the other: it lies on a source exactly or not at all."""
+    """Whether dst may be written row by row: it is the same memory as a source, or does not overlap it."""
     return all(not dst.overlaps(x) or (dst.address, dst.nb) == (x.address, x.nb) for x in sources)
 
 
@@ -69,9 +69,10 @@ def _refuse_get_rows_back(dst: Tensor, x: Tensor, ids: Tensor) -> str | None:
 )
 @np.errstate(all="ignore")
 def get_rows_back(dst: Tensor, x: Tensor, ids: Tensor) -> None:
-    """dst[r] = the sum of the rows of x whose id is r, one after the other from 0 on; rows without an id are left out.
+    """dst[r] = the sum of the rows of x whose id is r, added one after the other from 0; 0 for rows without an id.
 
-    Equals ggml_compute_forward_get_rows_back. Raises KernelError, before anything is written, for an id outside dst.
+    x (n, m), ids (up to m), dst (n, rows). Equals ggml_compute_forward_get_rows_back. Raises KernelError, before
+    anything is written, for an id outside dst.
     """
     rows = checked_ids(ids, dst.ne[1]).reshape(-1)
     dst.view()[...] = 0
@@ -79,8 +80,8 @@ def get_rows_back(dst: Tensor, x: Tensor, ids: Tensor) -> None:
 
 
 class AddRows(NamedTuple):
-    """n_ids rows of src, of a type code, to be added to those of the n_rows of dst that i32 ids at an address name; all
-    of n0 elements."""
+    """n_ids rows of src, of a type code, to be added to the rows of dst, n_rows of them, that i32 ids at an address
+    name; all have n0 elements."""
 
     n0: int
     n_rows: int
@@ -93,7 +94,7 @@ class AddRows(NamedTuple):
 
 @compiled
 def add_rows(p, begin, end, work):
-    """Tiles of columns [begin, end), of all rows."""
+    """A unit is a tile of columns, over all rows."""
     of = record_at(p, AddRows)
     src, dst = of.src, of.dst
     x, row = array_at(work, types.float32, _TILE), array_at(of.ids, types.int32, of.n_ids)
@@ -144,9 +145,9 @@ def _refuse_repeat_back(dst: Tensor, x: Tensor) -> str | None:
 )
 @np.errstate(all="ignore")
 def repeat_back(dst: Tensor, x: Tensor) -> None:
-    """dst = the sum of all parts of x that are as large as dst, one after the other from 0 on.
+    """dst = the sum of all parts of x that have the size of dst, added one after the other from 0.
 
-    Equals ggml_compute_forward_repeat_back.
+    Every ne of dst divides that of x. Equals ggml_compute_forward_repeat_back.
     """
     parts = tiled(x.view(), dst.ne)
     total = np.zeros_like(dst.view())
@@ -156,7 +157,7 @@ def repeat_back(dst: Tensor, x: Tensor) -> None:
 
 
 class AddParts(NamedTuple):
-    """ne  of dst; times: how often src repeats it in each dimension"""
+    """ne  of dst; times: how often dst repeats in src in each dimension"""
 
     ne: Dims
     times: Dims
@@ -166,7 +167,7 @@ class AddParts(NamedTuple):
 
 @compiled
 def add_parts(p, begin, end, scratch):
-    """Rows [begin, end) of dst."""
+    """A unit is a row of dst."""
     of = record_at(p, AddParts)
     (n0, n1, n2, n3), (r0, r1, r2, r3) = of.ne, of.times
     for row in range(begin, end):
@@ -197,7 +198,7 @@ def _make_repeat_back(rng: probes.Rng, types: Types) -> Node:
 
 
 def _make_gradients(op: str, width: int = 70, params: Params | None = None, scale: float = 1.0) -> Make:
-    """A function of gradients and of what the function had that they go back through."""
+    """A node of a gradient and of an input or output of the function that it goes back through."""
 
     def make(rng: probes.Rng, types: Types) -> Node:
         gradient, x = (scale * rng.standard_normal((2, 3, 5, width)) for _ in range(2))
@@ -223,7 +224,10 @@ def _silu_back_of(gradient: Floats, x: Floats) -> Floats:
 
 @op("SILU_BACK", types=[(type, type, type) for type in ("f32", "f16")], refuse=_refuse_silu_back, bound=FEW)
 def silu_back(dst: Tensor, gradient: Tensor, x: Tensor) -> None:
-    """dst = gradient * s * (1 + x * (1 - s)), for s = 1 / (1 + e ** -x). Equals ggml_compute_forward_silu_back."""
+    """dst = gradient * s * (1 + x * (1 - s)), for s = 1 / (1 + e ** -x); all of one ne.
+
+    Equals ggml_compute_forward_silu_back.
+    """
     mapped(_silu_back_of, dst, gradient, x)
 
 
@@ -254,9 +258,9 @@ def _refuse_rms_norm_back(dst: Tensor, gradient: Tensor, x: Tensor, params: Norm
 @op("RMS_NORM_BACK", types=[("f32", "f32", "f32")], refuse=_refuse_rms_norm_back, params=Norm, bound=ROWS)
 @np.errstate(all="ignore")
 def rms_norm_back(dst: Tensor, gradient: Tensor, x: Tensor, params: Norm) -> None:
-    """dst = (gradient - x * sum(x * gradient) / (sum(x * x) + n * eps)) / sqrt(mean(x * x) + eps) of each row of n.
+    """dst = (gradient - x * sum(x * gradient) / (sum(x * x) + n * eps)) / sqrt(mean(x * x) + eps) for each row of n.
 
-    Equals ggml_compute_forward_rms_norm_back.
+    gradient, x and dst have one ne. Equals ggml_compute_forward_rms_norm_back.
     """
     rows, gradients, n, eps = x.view(), gradient.view(), np.float32(x.ne[0]), np.float32(params.eps)
     squares = one_after_the_other(rows * rows, np.float64).astype(np.float32)
@@ -266,7 +270,7 @@ def rms_norm_back(dst: Tensor, gradient: Tensor, x: Tensor, params: Norm) -> Non
 
 
 class RmsNormBack(NamedTuple):
-    """ne  of all three"""
+    """ne  of all three tensors"""
 
     ne: Dims
     eps: np.float32
@@ -277,7 +281,7 @@ class RmsNormBack(NamedTuple):
 
 @compiled
 def rms_norm_gradients(p, begin, end, scratch):
-    """Rows [begin, end)."""
+    """A unit is a row."""
     of = record_at(p, RmsNormBack)
     n, eps = of.ne[0], of.eps
     for row in range(begin, end):
@@ -316,7 +320,7 @@ def _exact_rms_norm_back(gradient: Tensor, x: Tensor, params: Norm) -> Exact:
 
 @rms_norm_back.terms
 def _terms_of_rms_norm_back(gradient: Tensor, x: Tensor, params: Norm) -> Exact:
-    """Of an element: its gradient, and the part of the row that is taken away."""
+    """For each element: its gradient, and the part of the row that is subtracted."""
     rows, gradients = exact.values(x), exact.values(gradient)
     size = np.square(rows).mean(axis=-1, keepdims=True) + params.eps
     taken: Exact = rows * np.abs(rows * gradients).mean(axis=-1, keepdims=True) / size
@@ -347,7 +351,7 @@ def _refuse_soft_max_back(dst: Tensor, gradient: Tensor, y: Tensor, params: Soft
 )
 @np.errstate(all="ignore")
 def soft_max_back(dst: Tensor, gradient: Tensor, y: Tensor, params: SoftMax) -> None:
-    """dst = (gradient - sum(y * gradient)) * y * scale of each row; y is what the softmax gave.
+    """dst = (gradient - sum(y * gradient)) * y * scale for each row; y is the softmax's output; all of one ne.
 
     Equals ggml_compute_forward_soft_max_ext_back but for the order of the sum.
     """
@@ -357,7 +361,7 @@ def soft_max_back(dst: Tensor, gradient: Tensor, y: Tensor, params: SoftMax) -> 
 
 
 class SoftMaxBack(NamedTuple):
-    """Rows of n elements, at addresses, one after the other."""
+    """Rows of n elements, at addresses, one after the other without gaps."""
 
     n: int
     scale: np.float32
@@ -368,7 +372,7 @@ class SoftMaxBack(NamedTuple):
 
 @compiled
 def soft_max_gradients(p, begin, end, total):
-    """Rows [begin, end)."""
+    """A unit is a row."""
     of = record_at(p, SoftMaxBack)
     n, scale = of.n, of.scale
     for row in range(begin, end):

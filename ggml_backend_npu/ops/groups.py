@@ -2,8 +2,8 @@
 
 The device layout of q8_0 and q4_0 (`quant.layout`) with groups of any size, as the `scale` and `antiquantGroupSize` of
 aclnn calls describe it. `dequantizer` and `quantizer` bind a call to tensors: the definition in NumPy, or the compiled
-kernel that equals it byte for byte. Quants are rounded as ggml's reference functions round them
-(quantize_row_q8_0_ref, quantize_row_q4_0_ref), whatever the device's rounding is.
+kernel that equals it byte for byte. Quants are rounded as ggml's reference functions round them (quantize_row_q8_0_ref,
+quantize_row_q4_0_ref), whatever the device's rounding is.
 """
 
 from __future__ import annotations
@@ -87,9 +87,9 @@ class Groups:
 
 
 def dequantizer(dst: Tensor, src: Groups, ids: Tensor | None = None) -> Call:
-    """The call that fills dst: f32, of any strides; its rows are whole groups, and no bytes of src's.
+    """The call that fills dst: f32, of any strides; its rows are whole groups, and it shares no bytes with src.
 
-    ids  i32, ne (x, b, a, 1), checked before: dst, ne (d, x, b, a), gets these rows of src. Without ids dst gets all
+    ids  i32, ne (x, b, a, 1), already checked: dst, ne (d, x, b, a), gets these rows of src. Without ids dst gets all
          elements in logical order; shapes may differ where the element counts agree.
     """
     if engine() == "reference":
@@ -101,7 +101,7 @@ def dequantizer(dst: Tensor, src: Groups, ids: Tensor | None = None) -> Call:
 def quantizer(dst: Groups, src: Tensor) -> Call:
     """The call that fills quants and scales of dst from src: f32 or f16, whose rows are whole groups.
 
-    All have any strides. Shapes may differ where the element counts agree.
+    All may have any strides. Shapes may differ where the element counts agree.
     """
     if engine() == "reference":
         return partial(define_quantize, dst, src)
@@ -114,7 +114,7 @@ def quantizer(dst: Groups, src: Tensor) -> Call:
 def define_dequantize(dst: Tensor, src: Groups, ids: Tensor | None = None) -> None:
     """dst[i, j, k, l] = float32(quants[i, j, r, l]) * scales[i, j, r, l // size], r = ids[i, j, k].
 
-    Without ids element by element in logical order.
+    Without ids, element by element in logical order.
     """
     shape = (*dst.ne[:0:-1], dst.ne[0] // src.size)
     for numbers in _chunks(prod(shape), src.size):
@@ -131,7 +131,7 @@ def define_dequantize(dst: Tensor, src: Groups, ids: Tensor | None = None) -> No
 
 
 def define_quantize(dst: Groups, src: Tensor) -> None:
-    """Per group x of src, in logical order, with float32 arithmetic:
+    """For each group x of src, in logical order, with float32 arithmetic:
 
     int8  d = max |x| / 127,                     quant = round(x / d), halves away from zero
     int4  d = m / -8, m the first largest by |x|, quant = min(15, trunc(x / d + 8.5)) - 8
@@ -157,7 +157,7 @@ def define_quantize(dst: Groups, src: Tensor) -> None:
 
 
 def _first_largest(x: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Of each row the first of the elements that are largest by magnitude, (n, 1); NaN is passed over, -0 is 0."""
+    """For each row the first of its elements that are largest by magnitude, (n, 1); NaN is skipped, -0 is 0."""
     numbers = np.where(np.isnan(x), np.float32(0), x)
     return np.take_along_axis(numbers, np.abs(numbers).argmax(axis=1)[:, None], axis=1) + np.float32(0)
 
@@ -175,7 +175,7 @@ def _unravel(numbers: Indices, shape: tuple[int, ...]) -> tuple[Indices, ...]:
 
 
 def _columns(group: Indices, size: int) -> Indices:
-    """Where in its row each element of a group lies: (n, 1) -> (n, size)."""
+    """The columns of each group's elements in their row: (n, 1) -> (n, size)."""
     return group * size + np.arange(size)
 
 
@@ -267,14 +267,15 @@ def _here(side, at):
 
 @inlined
 def _pairs(side, at, size, step):
-    """Of a group of int4: where the byte of its first element lies, and 1 where that is the high nibble, else 0."""
+    """For a group of int4: the address of the byte of its first element, and 1 where that is the high nibble, else
+    0."""
     high = at[0] * size % 2
     return (_here(side, at) - high * step) // 2, high
 
 
 @inlined
 def _next(side, at):
-    """The next position. Behind the last one it is no position, but what it reads of ids is still in them."""
+    """The next position. After the last one it is invalid, but the ids that it reads still exist."""
     if at[0] + 1 < side.ne[0]:
         return at[0] + 1, at[1], at[2], at[3], at[4]
     i1, i2, i3 = next_row(side, at[1], at[2], at[3])
@@ -317,7 +318,7 @@ def _dequantize_int4(pairs, high, step, scale, floats, floats_step, size):
 
 @compiled
 def _dequantize(p, begin, end, scratch):
-    """`define_dequantize` of units [begin, end)."""
+    """`define_dequantize`. A unit is `together` groups."""
     of = record_at(p, Grouped)
     quants, scales, floats, size, together = of.quants, of.scales, of.floats, of.size, of.together
     begin, end = begin * together, end * together
@@ -335,7 +336,7 @@ def _dequantize(p, begin, end, scratch):
 
 @inlined
 def _magnitude(x):
-    """Bits of |x|, which order as |x| does; 0 for NaN."""
+    """Bits of |x|, which sort as |x| does; 0 for NaN."""
     bits = float_bits(x) & types.uint32(0x7FFFFFFF)
     return bits if bits <= types.uint32(0x7F800000) else types.uint32(0)
 
@@ -380,7 +381,7 @@ def _quantize_group(load, put, widen, dtype, x, step, bits, quants, high, quants
 
 @inlined
 def _q4(x, inverse):
-    """The nibble of x: its code of 0 to 15 made two's complement."""
+    """The nibble of x: its code of 0 to 15, converted to two's complement."""
     code = types.int8(truncate_to_int32(x * inverse + types.float32(8.5)))
     return (types.uint8(min(code, types.int8(15))) ^ types.uint8(8)) & types.uint8(15)
 
@@ -394,7 +395,7 @@ def _quantize_from(widen, dtype, itemsize, x, step, bits, quants, high, quants_s
 
 @compiled
 def _quantize(p, begin, end, scratch):
-    """`define_quantize` of units [begin, end)."""
+    """`define_quantize`. A unit is `together` groups."""
     of = record_at(p, Grouped)
     quants, scales, floats, together = of.quants, of.scales, of.floats, of.together
     bits, size, quants_step, step = of.bits, of.size, of.quants_step, of.floats_step

@@ -1,4 +1,4 @@
-"""Rows times a Hadamard matrix, without the matrix: what MUL_MAT does where src0 is said to be one."""
+"""Rows times a Hadamard matrix, without the matrix: what MUL_MAT computes where its hint says that src0 is one."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from quant.runs import widen_run
 
 
 def hadamard(x: NDArray[Any]) -> NDArray[Any]:
-    """Rows of x times the Hadamard matrix, divided by its root: sums and differences of halves, in x's own type."""
+    """Rows of x times the Hadamard matrix, divided by the root of its size: sums and differences of halves, in x's own
+    type."""
     n = x.shape[-1]
     y: NDArray[Any] = x * (x.dtype.type(1) / np.sqrt(x.dtype.type(n)))
     length = 1
@@ -27,7 +28,7 @@ def hadamard(x: NDArray[Any]) -> NDArray[Any]:
 
 
 class Transform(NamedTuple):
-    """Rows of src, whose ne and type code are given, and of dst."""
+    """Rows of src, with its ne and type code, and of dst."""
 
     ne: Dims
     code: int
@@ -37,7 +38,7 @@ class Transform(NamedTuple):
 
 @compiled
 def transform(p, begin, end, scratch):
-    """Rows [begin, end), each times the Hadamard matrix of its size."""
+    """A unit is a row, multiplied with the Hadamard matrix of its size."""
     of = record_at(p, Transform)
     n = of.ne[0]
     scale = types.float32(1) / np.sqrt(types.float32(n))

@@ -1,5 +1,5 @@
-"""What the places of a convolution see, as rows that a matrix product multiplies with its kernels: IM2COL, IM2COL_3D.
-And the way back: IM2COL_BACK."""
+"""The elements under each window of a convolution, as rows that a matrix product multiplies with its kernels: IM2COL,
+IM2COL_3D. And the way back: IM2COL_BACK."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _BOUND = 1e-12  # a few roundings, one after the other
 
 @dataclass(frozen=True)
 class Im2col(Params):
-    """op_params of IM2COL and IM2COL_BACK: as of CONV_2D, and whether there are two dimensions; ggml_im2col."""
+    """op_params of IM2COL and IM2COL_BACK: those of CONV_2D, and whether there are two dimensions; ggml_im2col."""
 
     s0: i32
     s1: i32
@@ -106,10 +106,10 @@ _IM2COL = (("f32", "f32"), ("f16", "f32"), ("f16", "f16"))  # dst, x
     built_by={"ggml_im2col": "ctt iiiiii bi"},
 )
 def im2col(dst: Tensor, kernel: Tensor, x: Tensor, params: Im2col) -> None:
-    """dst[n, oh, ow, (c, kh, kw)] = x[n, c, oh * s1 + kh * d1 - p1, ow * s0 + kw * d0 - p0], 0 beyond x.
+    """dst[n, oh, ow, (c, kh, kw)] = x[n, c, oh * s1 + kh * d1 - p1, ow * s0 + kw * d0 - p0], 0 outside x.
 
-    x (width, height, channels, images) and kernel (width, height, ...), of which only the size counts; in one dimension
-    x (width, channels, images). Equals ggml_compute_forward_im2col.
+    x (width, height, channels, images) and kernel (width, height, ...), of which only the size is used; in one
+    dimension x (width, channels, images). dst (channels * kh * kw, ow, oh, images). Equals ggml_compute_forward_im2col.
     """
     _define_im2col(dst, kernel, x, params)
 
@@ -122,18 +122,18 @@ def im2col(dst: Tensor, kernel: Tensor, x: Tensor, params: Im2col) -> None:
     built_by={"ggml_im2col_3d": "ctt l iiiiiiiiii"},
 )
 def im2col_3d(dst: Tensor, kernel: Tensor, x: Tensor, params: Im2col3d) -> None:
-    """As IM2COL in three dimensions: dst[(n, od), oh, ow, (c, kd, kh, kw)] of x[(n, c), id, ih, iw], 0 beyond x.
+    """As IM2COL, in three dimensions: dst[(n, od), oh, ow, (c, kd, kh, kw)] of x[(n, c), id, ih, iw], 0 outside x.
 
-    x (width, height, depth, channels of images, of which an image that is not whole is left out), kernel (width,
-    height, depth, ...), of which only the size counts. Equals ggml_compute_forward_im2col_3d.
+    x (width, height, depth, channels * images), of which an incomplete last image is left out, kernel (width, height,
+    depth, ...), of which only the size is used. Equals ggml_compute_forward_im2col_3d.
     """
     _define_im2col(dst, kernel, x, params)
 
 
 class Rows(NamedTuple):
-    """Rows of what the places of all images see, to an address.
+    """Rows of the elements that the places of all images see, to an address.
 
-    n_places, n_seen  of an image; elements of a row
+    n_places, n_seen  places of an image; elements of a row
     is_half  the images are float16; rounds: they are float32, and the rows float16
     """
 
@@ -147,7 +147,7 @@ class Rows(NamedTuple):
 
 @compiled
 def rows_of_places(p, begin, end, scratch):
-    """What places [begin, end) of all images see, one row after the other: float32, float16, or rounded to float16."""
+    """A unit is one place of one image: what it sees, as a row of float32 or float16, or rounded to float16."""
     of = record_at(p, Rows)
     windows, dst, n = of.windows, of.dst, of.n_seen
     offsets, row = scratch, scratch + 8 * n
@@ -202,9 +202,10 @@ def _refuse_back(dst: Tensor, gradient: Tensor, kernel: Tensor, params: Im2col) 
     built_by={"ggml_im2col_back": "ctt q iiiiii b"},
 )
 def im2col_back(dst: Tensor, gradient: Tensor, kernel: Tensor, params: Im2col) -> None:
-    """dst[n, c, ih, iw] = sum of gradient[n, oh, ow, (c, kh, kw)] over all that IM2COL took from there, by kh and kw.
+    """dst[n, c, ih, iw] = sum of gradient[n, oh, ow, (c, kh, kw)] over all that IM2COL took from there, ordered by kh
+    and kw.
 
-    Equals ggml_compute_forward_im2col_back_f32.
+    gradient has the shape of IM2COL's dst, dst that of its x. Equals ggml_compute_forward_im2col_back_f32.
     """
     p = params
     width, height, channels, n_images = dst.ne if p.is_2d else (dst.ne[0], 1, *dst.ne[1:3])
@@ -240,7 +241,8 @@ class Gradients(NamedTuple):
 
 @compiled
 def gradients(p, begin, end, scratch):
-    """Planes [begin, end): of each element the terms in the order of the kernel's rows and columns."""
+    """A unit is a plane: one channel of one image. Each element adds its terms in the order of the kernel's rows and
+    columns."""
     of = record_at(p, Gradients)
     n_c, (n_y, n_x), (oy, ox), (ky, kx) = of.n_channels, of.size, of.places, of.kernel
     (s1, s0), (p1, p0), (d1, d0) = of.step, of.pad, of.apart

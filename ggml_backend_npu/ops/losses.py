@@ -32,9 +32,9 @@ def _refuse_loss(dst: Tensor, logits: Tensor, labels: Tensor) -> str | None:
 @op("CROSS_ENTROPY_LOSS", types=[("f32", "f32", "f32")], refuse=_refuse_loss, bound=ROWS)
 @np.errstate(all="ignore")
 def cross_entropy_loss(dst: Tensor, logits: Tensor, labels: Tensor) -> None:
-    """dst = -the mean over rows of sum(labels * log(softmax(logits))).
+    """dst = -the mean over rows of sum(labels * log(softmax(logits))); logits and labels of one ne, dst (1, 1, 1, 1).
 
-    Equals ggml_compute_forward_cross_entropy_loss with one thread; more of them add up parts of the rows.
+    Equals ggml_compute_forward_cross_entropy_loss with one thread; several threads add up parts of the rows.
     """
     x = logits.view() - logits.view().max(axis=-1, keepdims=True, initial=-np.inf)
     total = functions.logf(one_after_the_other(functions.expf(x), np.float64).astype(np.float32))
@@ -44,7 +44,7 @@ def cross_entropy_loss(dst: Tensor, logits: Tensor, labels: Tensor) -> None:
 
 
 class RowLosses(NamedTuple):
-    """Rows of n elements; the loss of each goes to an address."""
+    """Rows of n elements; the loss of each row goes to an address."""
 
     n: int
     logits: Place
@@ -53,7 +53,7 @@ class RowLosses(NamedTuple):
 
 
 class MeanLoss(NamedTuple):
-    """Addresses of the losses of rows, and of their mean."""
+    """Addresses of the rows' losses, and of their mean."""
 
     n_rows: int
     losses: int
@@ -62,7 +62,7 @@ class MeanLoss(NamedTuple):
 
 @compiled
 def row_losses(p, begin, end, scratch):
-    """Rows [begin, end): the sum of each."""
+    """A unit is a row: its sum of labels * log(softmax(logits))."""
     of = record_at(p, RowLosses)
     n = of.n
     for row in range(begin, end):
@@ -83,7 +83,7 @@ def row_losses(p, begin, end, scratch):
 
 @compiled
 def mean_loss(p, begin, end, scratch):
-    """One unit: the mean of the losses of all rows."""
+    """There is one unit: the mean of the losses of all rows."""
     of = record_at(p, MeanLoss)
     rows = array_at(of.losses, types.float32, of.n_rows)
     total = types.float32(0)
@@ -116,7 +116,8 @@ def _refuse_loss_back(dst: Tensor, gradient: Tensor, logits: Tensor, labels: Ten
 def cross_entropy_loss_back(dst: Tensor, gradient: Tensor, logits: Tensor, labels: Tensor) -> None:
     """dst = (softmax(logits) - labels) * gradient / the number of rows.
 
-    Equals ggml_compute_forward_cross_entropy_loss_back but for the last bits of e ** x.
+    gradient (1, 1, 1, 1), the others of one ne. Equals ggml_compute_forward_cross_entropy_loss_back but for the last
+    bits of e ** x.
     """
     x = logits.view()
     e = functions.expf(x - x.max(axis=-1, keepdims=True, initial=-np.inf))
@@ -126,7 +127,7 @@ def cross_entropy_loss_back(dst: Tensor, gradient: Tensor, logits: Tensor, label
 
 
 class LossGradients(NamedTuple):
-    """Rows of n elements, at addresses, one after the other; gradient is that of an element."""
+    """Rows of n elements, at addresses, without gaps; gradient is the address of a single number."""
 
     n: int
     n_rows: int
@@ -138,7 +139,7 @@ class LossGradients(NamedTuple):
 
 @compiled
 def loss_gradients(p, begin, end, scratch):
-    """Rows [begin, end)."""
+    """A unit is a row."""
     of = record_at(p, LossGradients)
     n = of.n
     scale = array_at(of.gradient, types.float32, 1)[0] / types.float32(of.n_rows)

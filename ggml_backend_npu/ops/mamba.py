@@ -1,4 +1,4 @@
-"""SSM_CONV, SSM_SCAN: Mamba's convolution and its states (`ops.recurrent`)."""
+"""SSM_CONV, SSM_SCAN: Mamba's convolution, and the scan of its states (`ops.recurrent`)."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def _refuse_conv(dst: Tensor, x: Tensor, weights: Tensor) -> str | None:
 @op("SSM_CONV", types=[("f32", "f32", "f32")], refuse=_refuse_conv, bound=1e-12, wide=True)
 @np.errstate(all="ignore")
 def ssm_conv(dst: Tensor, x: Tensor, weights: Tensor) -> None:
-    """dst[t, channel] = sum of x[channel, t + i] * weights[channel, i] over i: each channel's own convolution.
+    """dst[t, channel] = sum of x[channel, t + i] * weights[channel, i] over i: each channel has its own convolution.
 
     x (n_conv - 1 + tokens, channels, sequences), weights (n_conv, channels) -> dst (channels, tokens, sequences).
     Equals ggml_compute_forward_ssm_conv but for rounding.
@@ -54,7 +54,7 @@ def ssm_conv(dst: Tensor, x: Tensor, weights: Tensor) -> None:
 
 
 class Convolution(NamedTuple):
-    """n_conv weights of each channel."""
+    """n_conv weights per channel."""
 
     x: Place
     weights: Place
@@ -66,7 +66,8 @@ class Convolution(NamedTuple):
 
 @compiled
 def convolve(p, begin, end, scratch):
-    """Channels [begin, end) of all sequences, products added one after the other: whole eights rounded before."""
+    """A unit is one channel of all sequences. Products are added one after the other: in whole groups of 8 weights each
+    is rounded first, in the rest it is fused with its addition."""
     of = record_at(p, Convolution)
     x, weights, dst, n_conv = of.x, of.weights, of.dst, of.n_conv
     rounded = n_conv // 8 * 8
@@ -96,7 +97,7 @@ def _ssm_conv(dst: Tensor, x: Tensor, weights: Tensor) -> Call:
 
 
 def _make_conv(width: int = 4) -> Make:
-    """So many elements of a row."""
+    """Channels of `width` weights."""
 
     def make(rng: probes.Rng, types: Types) -> Node:
         x, weights = normal(rng, "f32", 1, 2, 70, width + 8), normal(rng, "f32", 1, 1, 70, width)
@@ -151,11 +152,11 @@ def ssm_scan(
 ) -> None:
     """Mamba's selective scan, token by token: s = s * exp(dt * A) + x * dt (outer) B, y = s C; dt through a softplus.
 
-    s (state, dim, heads, any) of which each sequence has the one that ids names, x (dim, heads, tokens, sequences), dt
-    (heads, tokens, sequences), A (state, heads) or, one for a head's whole state, (1, heads), B and C (state, groups,
-    tokens, sequences), a group for as many heads in a row -> dst: y, of x's shape, and s of all sequences, K such
-    states. Those that no token leaves stay. Equals ggml_compute_forward_ssm_scan but for rounding. Raises KernelError
-    for an id outside s.
+    s (state, dim, heads, any), of which each sequence starts from the one that ids names, x (dim, heads, tokens,
+    sequences), dt (heads, tokens, sequences), A (state, heads) or, one for a head's whole state, (1, heads), B and C
+    (state, groups, tokens, sequences), each group for several heads in a row -> dst: y, of x's shape, and then K times
+    the states of all sequences: after the last token, the one before it, ... States for which there is no token stay as
+    they are in dst. Equals ggml_compute_forward_ssm_scan but for rounding. Raises KernelError for an id outside s.
     """
     n_sequences, n_tokens, n_head, dim = x.view().shape
     count = params.K
@@ -188,7 +189,7 @@ def _scan_row(s, decay, b, x, n):
 
 @inlined
 def _scan_row_by_element(s, a, b, c, x, step, n):
-    """As `_scan_row`, every element with a decay of its own. Returns s . c, added one after the other."""
+    """As `_scan_row`, but every element has its own decay. Returns s . c, added one after the other."""
     row, rate = array_at(s, types.float32, n), array_at(a, types.float32, n)
     to_state, from_state = array_at(b, types.float32, n), array_at(c, types.float32, n)
     y = types.float32(0)
@@ -200,7 +201,7 @@ def _scan_row_by_element(s, a, b, c, x, step, n):
 
 @inlined
 def _read_rows(s, c, n, to, count):
-    """s . c of `count` rows: a rest of n / STEP is added one after the other."""
+    """s . c of `count` rows: the last n % STEP products are added one after the other."""
     dots_f32(s, 4 * n, c, n // STEP * STEP, to, count)
     read, found = array_at(c, types.float32, n), array_at(to, types.float32, count)
     for r in range(count):
@@ -212,13 +213,13 @@ def _read_rows(s, c, n, to, count):
 
 
 class Scan(NamedTuple):
-    """The sources, and where dst has what the tokens give and the states that are left.
+    """The sources, and where dst has what the tokens give and the states that are kept.
 
-    n_states    that ids may name
-    n_state     elements of a state's row, of which a head has dim
+    n_states    states that ids may name
+    n_state     elements of a state's row; a head has dim rows
     per_group   heads that share B and C
     n_kept      states that are wanted
-    by_element  every element of a state has a decay of its own
+    by_element  every element of a state has its own decay
     """
 
     s: Place
@@ -243,7 +244,8 @@ class Scan(NamedTuple):
 
 @compiled
 def scan(p, begin, end, scratch):
-    """Heads [begin, end) of all sequences. Returns 1 + the place of an id that names no state."""
+    """A unit is one head of one sequence. Returns 1 + the index of a sequence whose id names no state; 0 where all
+    do."""
     of = record_at(p, Scan)
     x, n_state, dim, n_head, n_tokens = of.x, of.n_state, of.dim, of.n_head, of.n_tokens
     row, head_bytes = 4 * n_state, 4 * n_state * dim
@@ -321,7 +323,7 @@ def _ssm_scan(
 
 
 def _make_scan(n_state: int = 32, dim: int = 16) -> Make:
-    """dim 1: a decay for every element of a state."""
+    """dim 1: every element of a state has its own decay."""
 
     def make(rng: probes.Rng, types: Types) -> Node:
         b, c = (normal(rng, "f32", 2, TOKENS, 2, n_state) for _ in range(2))

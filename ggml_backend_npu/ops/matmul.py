@@ -1,18 +1,18 @@
-"""MUL_MAT and MUL_MAT_ID: rows of src0 times columns of src1, of any type of weights.
+"""MUL_MAT and MUL_MAT_ID: rows of src0 times columns of src1, for any type of weights.
 
 GGML_NPU_MATMUL says how quantised weights are multiplied. exact: the columns are rounded to the type that ggml's CPU
-rounds them to (`VEC_DOT`), so that the result is the CPU's but for the rounding of the sum; its very bytes where rows
-are multiplied as integers, and, with AVX2 or AVX-512, of f16 and f32 weights (`quant.kernels.orders`; f32 rows in whole
-64s). fast: the same for few columns of quantised weights; many are left as they are, and are multiplied with tiles of
-dequantised weights, which is closer to the true product than the CPU, and not equal to it.
+rounds them to (`VEC_DOT`), so that the result is the CPU's but for the rounding of the sum; the very bytes where rows
+are multiplied as integers, and, with AVX2 or AVX-512, for f16 and f32 weights (`quant.kernels.orders`; f32 rows in
+whole 64s). fast: the same for few columns of quantised weights; many columns are not rounded, and are multiplied with
+tiles of dequantised weights, which is closer to the true product than the CPU, and not equal to it.
 
-One kernel does both ops and both ways. A matrix of src0 meets the columns that it is for: those of its part of the
-batch, or those whose ids name it. Rows of q8_0, q4_0, q4_1, q5_0, q5_1, q4_K and q6_K are multiplied as integers
-(`quant.dots`), others dequantised, a row or a tile at a time; many columns go to BLAS (cblas_sgemm, which every thread
-calls for tiles of its own).
+One kernel does both ops and both ways. A matrix of src0 is multiplied with the columns that belong to it: those of its
+part of the batch, or those whose ids name it. Rows of q8_0, q4_0, q4_1, q5_0, q5_1, q4_K and q6_K are multiplied as
+integers (`quant.dots`), others are dequantised, a row or a tile at a time; many columns go to BLAS (cblas_sgemm, which
+every thread calls for its own tiles).
 
-A MUL_MAT may say of its src0 that it is a Hadamard matrix. As on ggml's CPU, rows are then transformed fast, and src0
-is not read.
+A MUL_MAT may say by a hint that its src0 is a Hadamard matrix. As on ggml's CPU, rows are then transformed fast, and
+src0 is not read.
 """
 
 from __future__ import annotations
@@ -58,14 +58,14 @@ VEC_DOT = {weights: rounded for rounded, names in _ROUNDED.items() for weights i
 _MANY, _MANY_OF_INTEGERS = 8, 32  # columns from which on BLAS is the faster way; if it stands beside integer dots
 _TILE_BYTES = 1 << 20  # of dequantised weights
 _WEIGHT = 8  # a byte of weights is as much work as so many that are moved
-_QUANTS_AT = {"q8_0": 2, "q4_0": 2, "q4_1": 4, "q5_0": 6, "q5_1": 8}  # bytes from a block's begin
+_QUANTS_AT = {"q8_0": 2, "q4_0": 2, "q4_1": 4, "q5_0": 6, "q5_1": 8}  # bytes from the start of a block
 _COLUMN_TYPES = {*ROUNDINGS} - {"q8_1", "q8_K"}  # ggml has no to_float of these
 HADAMARD = 1  # GGML_HINT_SRC0_IS_HADAMARD
 
 
 @dataclass(frozen=True)
 class MulMat(Params):
-    """op_params of MUL_MAT: ggml_mul_mat_set_prec, ggml_mul_mat_set_hint. prec: of which nothing depends here."""
+    """op_params of MUL_MAT: ggml_mul_mat_set_prec, ggml_mul_mat_set_hint. prec has no effect here."""
 
     prec: i32 = 0
     hint: i32 = 0
@@ -89,7 +89,7 @@ def _refuse(dst: Tensor, a: Tensor, b: Tensor) -> str | None:
 
 
 def _refuse_mul_mat(dst: Tensor, a: Tensor, b: Tensor, params: MulMat = MulMat()) -> str | None:
-    """params: without a hint for a kernel that takes none and refuses what this one does."""
+    """params: without a hint by default, for a kernel that takes no params and refuses what this op refuses."""
     if params.hint == HADAMARD:
         n = b.ne[0]
         if b.type not in ("f32", "f16"):
@@ -113,18 +113,18 @@ def _refuse_mul_mat_id(dst: Tensor, a: Tensor, b: Tensor, ids: Tensor) -> str | 
 
 
 def _least(a: Tensor) -> int:
-    """How many columns go to BLAS."""
+    """The least number of columns that go to BLAS."""
     return _MANY_OF_INTEGERS if a.type in DOTS else _MANY
 
 
 def _rounds(a: Tensor, b: Tensor, n_columns: int, numerics: Numerics) -> bool:
-    """Whether so many columns are rounded as the CPU rounds them."""
+    """Whether n_columns columns are rounded as the CPU rounds them."""
     few = a.type in DOTS and n_columns < _least(a)
     return b.type in ("f32", "f16", "bf16") and (numerics.matmul == "exact" or few)
 
 
 def _decoded(values: NDArray[np.generic], type: str, numerics: Numerics) -> NDArray[np.float64]:
-    """What a view of a tensor of a type holds, as float64 rows."""
+    """The values of a view of a tensor of a type, as float64 rows."""
     bytes_ = np.ascontiguousarray(values).view(np.uint8).reshape(*values.shape[:3], -1)
     kind = numerics.codec(type)
     return kind.decode(bytes_.reshape(-1, kind.block_bytes)).reshape(*values.shape[:3], -1).astype(np.float64)
@@ -138,7 +138,7 @@ def _define_products(
     rounds: bool,
     numerics: Numerics,
 ) -> None:
-    """y (n, ne01) = x (n, ne00) times the matrix of src0 at an index, its rows a tile at a time."""
+    """y (n, ne01) = x (n, ne00) times the matrix of src0 at an index, a tile of rows at a time."""
     rounded = VEC_DOT[a.type]
     below = np.zeros(0)
     if rounds:
@@ -170,7 +170,8 @@ def _define_products(
 def mul_mat(dst: Tensor, a: Tensor, b: Tensor, params: MulMat, numerics: Numerics = PLAIN) -> None:
     """dst[i3, i2] = b[i3, i2] @ a[i3 / r3, i2 / r2].T, for r2, r3 = b.ne[2] / a.ne[2], b.ne[3] / a.ne[3].
 
-    Equals ggml_compute_forward_mul_mat but for the rounding of sums, where columns are rounded (see this module).
+    a (k, rows, a2, a3), b (k, columns, b2, b3), dst (rows, columns, b2, b3). Equals ggml_compute_forward_mul_mat but
+    for the rounding of sums, where columns are rounded (see this module).
     """
     if params.hint == HADAMARD:
         with np.errstate(all="ignore"):
@@ -192,9 +193,10 @@ def mul_mat(dst: Tensor, a: Tensor, b: Tensor, params: MulMat, numerics: Numeric
     roles={"ids": "the expert ids"},
 )
 def mul_mat_id(dst: Tensor, a: Tensor, b: Tensor, ids: Tensor, numerics: Numerics = PLAIN) -> None:
-    """dst[t, s] = b[t, s % b.ne[1]] @ a[ids[t, s]].T: what the experts of a token make of it.
+    """dst[t, s] = b[t, s % b.ne[1]] @ a[ids[t, s]].T: each of a token's experts applied to the token.
 
-    Equals ggml_compute_forward_mul_mat_id but for the rounding of sums, where columns are rounded (see this module).
+    a (k, rows, experts), b (k, used or a divisor of it, tokens), ids (used, tokens), dst (rows, used, tokens). Equals
+    ggml_compute_forward_mul_mat_id but for the rounding of sums, where columns are rounded (see this module).
     """
     chosen, x = checked_ids(ids, a.ne[2])[0], _decoded(b.view(), b.type, numerics)[0]
     for expert in np.unique(chosen):
@@ -264,7 +266,7 @@ def _bind(dst: Tensor, a: Tensor, b: Tensor, ids: Tensor | None, numerics: Numer
 
 
 def _weights(a: Tensor, code: int) -> Weights:
-    """Where the scales and quants of src0's rows are, for its integer dots."""
+    """Addresses of the scales and quants of src0's rows, for its integer dots."""
     unit, n_blocks = a.codec.block_bytes, a.ne[0] // a.codec.block_size
     if a.packed is None:
         quants = Place(a.address + _QUANTS_AT.get(a.type, 0), a.nb)
@@ -298,7 +300,7 @@ def _mul_mat_id(dst: Tensor, a: Tensor, b: Tensor, ids: Tensor, numerics: Numeri
 
 
 def _exact_rows(weights: Tensor, i3: int, i2: int) -> Iterator[tuple[slice, Exact]]:
-    """The rows of a matrix of weights, as many at a time as a tile holds."""
+    """The rows of a matrix of weights, a tile at a time."""
     step = max(1, _TILE_BYTES // max(1, weights.ne[0]))
     for begin in range(0, weights.ne[1], step):
         rows = slice(begin, min(begin + step, weights.ne[1]))
@@ -309,7 +311,7 @@ def _exact_rows(weights: Tensor, i3: int, i2: int) -> Iterator[tuple[slice, Exac
 
 @mul_mat.formula
 def _exact_mul_mat(a: Tensor, b: Tensor, params: MulMat) -> Exact | None:
-    """Whatever b is rounded to on the CPU."""
+    """The product with b itself, whatever b is rounded to on the CPU."""
     x = exact.values(b)
     if params.hint == HADAMARD:
         return hadamard(x)
@@ -375,7 +377,7 @@ def _cost_of_mul_mat_id(dst: Tensor, a: Tensor, b: Tensor, ids: Tensor) -> Cost:
 
 
 def _make(k: int = 256, columns: int = 5) -> Make:
-    """MUL_MAT of rows of k elements, its weights shared by two matrices of columns each."""
+    """A MUL_MAT of rows of k elements, each matrix of weights shared by two matrices of columns."""
 
     def make(rng: probes.Rng, types: Types) -> Node:
         weights, x = probes.normal(rng, types[1], 1, 2, 24, k), probes.normal(rng, types[2], 1, 4, columns, k)

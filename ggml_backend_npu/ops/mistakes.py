@@ -1,4 +1,4 @@
-"""What mistakes of ops are made of: the node that a right kernel would have to get to make one. Nothing is computed."""
+"""Parts of mistakes: the node that a correct kernel would have to be given to make one. Nothing is computed here."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ def role(node: Node, index: int) -> str:
 
 
 def altered(node: Node, index: int, source: Tensor | None) -> Node:
-    """The node with another source."""
+    """The node with another source at an index."""
     return replace(node, src=(*node.src[:index], source, *node.src[index + 1 :]))
 
 
 def made(like: Tensor, array: NDArray[Any]) -> Tensor:
-    """A contiguous tensor of these values, as its view has them."""
+    """A contiguous tensor of these values, laid out as its view has them."""
     data = np.ascontiguousarray(array)
     if like.codec.is_quantized:
         data = data.reshape(*data.shape[:-2], -1)
@@ -40,7 +40,7 @@ def made(like: Tensor, array: NDArray[Any]) -> Tensor:
 
 
 def following(tensor: Tensor, begin: int) -> Dims:
-    """nb with dimensions from `begin` on contiguous behind those before."""
+    """nb with dimensions from `begin` on contiguous after those before."""
     nb = list(tensor.nb)
     for k in range(begin, 4):
         n = tensor.n_blocks if k == 1 else tensor.ne[k - 1]
@@ -49,14 +49,14 @@ def following(tensor: Tensor, begin: int) -> Dims:
 
 
 def with_stride(nb: Dims, k: int, stride: int) -> Dims:
-    """nb with another one in dimension k."""
+    """nb with another stride in dimension k."""
     changed = [*nb]
     changed[k] = stride
     return changed[0], changed[1], changed[2], changed[3]
 
 
 def of_swapped_operands(node: Node, a: Tensor, b: Tensor | None) -> Iterator[Mistake]:
-    """Two sources, each in the place of the other."""
+    """Two sources, each in place of the other."""
     if b is not None and a.type == b.type:
         yield Mistake("swaps src0 and src1", replace(node, src=(b, a, *node.src[2:])))
 
@@ -68,8 +68,8 @@ def of_ids(
     verb: str = "takes",
     inside: Callable[[str, Ids, NDArray[np.bool_]], Iterator[Mistake]] | None = None,
 ) -> Iterator[Mistake]:
-    """Of a source that names n_rows rows. inside: the mistakes that leave out ids which name none, from a text, ids and
-    which of them those are."""
+    """Mistakes with a source of ids that name n_rows rows. inside: yields the mistakes that leave out ids which name no
+    row, given a text, the ids and which of them those are."""
     ids = node.src[index]
     if ids is None:
         return
@@ -98,7 +98,7 @@ def of_ids(
 
 
 def of_repeated(node: Node, index: int, target: Dims, *, in_dst: bool = False) -> Iterator[Mistake]:
-    """Of a source that is repeated to a size. in_dst: which is that of dst and of the other source."""
+    """Mistakes with a source that is repeated to a size. in_dst: the size is that of dst and of the other source."""
     source = node.src[index]
     if source is None or source.ne == target or source.codec.is_quantized:
         return
@@ -123,7 +123,7 @@ def of_repeated(node: Node, index: int, target: Dims, *, in_dst: bool = False) -
 
 
 def _of_a_part(node: Node, index: int, source: Tensor, target: Dims) -> Iterator[Mistake]:
-    """Only the part of dst that the source reaches without being repeated."""
+    """Only the part of dst that the source covers without being repeated."""
     wider = [k for k in range(4) if source.ne[k] < target[k]]
     for chosen in [[k] for k in wider] + ([wider] if len(wider) > 1 else []):
         ne = [*target]

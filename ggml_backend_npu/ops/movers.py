@@ -1,8 +1,8 @@
 """Data movement: GET_ROWS, SET_ROWS, CPY, DUP, CONT, REPEAT, CONCAT. Byte for byte what ggml's CPU backend writes.
 
-Each is defined in NumPy on views of its tensors; the compiled mover of `strided` stands beside them for the types that
-this project has compiled runs for. Which types ggml's CPU takes: ggml_compute_forward_{get_rows,set_rows,
-dup} in ggml-cpu/ops.cpp, followed here case by case; what ggml aborts on or leaves undefined is refused.
+Each is defined in NumPy on views of its tensors; the compiled mover of `strided` does the same for the types that this
+project has compiled runs for. The types that ggml's CPU takes are those of ggml_compute_forward_{get_rows,set_rows,dup}
+in ggml-cpu/ops.cpp, followed here case by case; what ggml aborts on or leaves undefined is refused.
 """
 
 from __future__ import annotations
@@ -40,10 +40,11 @@ ENCODED = tuple(
 def convert(
     values: NDArray[Any], src: str, dst: str, *, rows: bool = False, numerics: Numerics = PLAIN
 ) -> NDArray[Any]:
-    """Values as `Tensor.view` gives them, from type src to type dst: (..., n) elements or (..., blocks, bytes).
+    """Converts values, as `Tensor.view` returns them, from type src to type dst: (..., n) elements or (..., blocks,
+    bytes).
 
-    rows      f16 as ggml_cpu_fp32_to_fp16 makes it of a row: in whole fours a NaN keeps its payload. Elsewhere no
-              NaN does.
+    rows      f16 as ggml_cpu_fp32_to_fp16 converts a row: in whole fours a NaN keeps its payload. Elsewhere no NaN
+              does.
     numerics  whose codecs and rounding are used
     """
     if src == dst:
@@ -63,13 +64,13 @@ def convert(
 
 
 def raw(tensor: Tensor) -> NDArray[Any]:
-    """The tensor's view with bf16 as its bits."""
+    """The tensor's view, with bf16 as its bits."""
     view = tensor.view()
     return view.view(np.uint16) if tensor.type == "bf16" else view
 
 
 def tiled(view: NDArray[Any], ne: tuple[int, ...]) -> NDArray[Any]:
-    """A view of a tensor that one of size ne repeats to, as (repeats in dimension 3, ne3, repeats in 2, ne2, ...)."""
+    """A view of a tensor that repeats a tensor of size ne, as (repeats in dimension 3, ne3, repeats in 2, ne2, ...)."""
     shape = [part for n, m in zip(view.shape, ne[::-1], strict=True) for part in (n // max(1, m), m)]
     strides = [part for stride, m in zip(view.strides, ne[::-1], strict=True) for part in (m * stride, stride)]
     return np.lib.stride_tricks.as_strided(view, shape, strides)
@@ -80,7 +81,7 @@ def _rows_per_chunk(tensor: Tensor) -> int:
 
 
 def checked_ids(ids: Tensor, n_rows: int) -> NDArray[np.int64]:
-    """Row ids, (ne2, ne1, ne0). Raises KernelError for the first one that names none of n_rows rows."""
+    """Row ids, (ne2, ne1, ne0). Raises KernelError for the first one that does not name one of n_rows rows."""
     rows: NDArray[np.int64] = ids.view()[0].astype(np.int64)
     bad = (rows < 0) | (rows >= n_rows)
     if bad.any():
@@ -123,7 +124,8 @@ def _no_whole_blocks(**tensors: Tensor) -> str | None:
 def get_rows(dst: Tensor, src: Tensor, ids: Tensor, numerics: Numerics = PLAIN) -> None:
     """dst[i3, i2, i1, :] = src[i3, i2, ids[i3, i2, i1], :] as float32; i32 stays i32.
 
-    Equals ggml_compute_forward_get_rows. Raises KernelError, before anything is written, for an id outside src's rows.
+    src (n, rows, ne2, ne3), ids (m, ne2, ne3), dst (n, m, ne2, ne3). Equals ggml_compute_forward_get_rows. Raises
+    KernelError, before anything is written, for an id outside src's rows.
     """
     rows = checked_ids(ids, src.ne[1])
     step = _rows_per_chunk(src)
@@ -180,10 +182,11 @@ def _refuse_set_rows(dst: Tensor, src: Tensor, ids: Tensor) -> str | None:
     built_by={"ggml_set_rows": "cttt"},
 )
 def set_rows(dst: Tensor, src: Tensor, ids: Tensor, numerics: Numerics = PLAIN) -> None:
-    """dst[i3, i2, ids[i3 % n, i2 % m, i1], :] = src[i3, i2, i1, :], quantised where dst is; other rows stay.
+    """dst[i3, i2, ids[i3 % n, i2 % m, i1], :] = src[i3, i2, i1, :], quantised where dst is; other rows of dst stay.
 
-    Equals ggml_compute_forward_set_rows; where an id comes twice, the last row stays. Raises KernelError, before
-    anything is written, for an id outside dst's rows.
+    src (ne0, k, ne2, ne3), ids (k, m, n), where m and n divide ne2 and ne3, dst (ne0, rows, ne2, ne3). Equals
+    ggml_compute_forward_set_rows; where an id occurs twice, the last row counts. Raises KernelError, before anything is
+    written, for an id outside dst's rows.
     """
     if src.n_elements == 0:
         return
@@ -227,7 +230,7 @@ def _nearest_set_rows(dst: Tensor, src: Tensor, ids: Tensor) -> list[str]:
 
 @set_rows.costs
 def _cost_of_set_rows(dst: Tensor, src: Tensor, ids: Tensor) -> Cost:
-    """Of its three sources the last is dst as it was."""
+    """The last of its three sources is dst as it was."""
     return Cost(src.n_elements, touched={0: src.n_elements / max(1, dst.n_elements), 3: 0.0})
 
 
@@ -262,7 +265,7 @@ _COPIES = [
 
 @op("CPY", types=_COPIES, refuse=_refuse_copy, default=True, built_by={"ggml_cpy": "ctt", "ggml_cast": "cti"})
 def cpy(dst: Tensor, src: Tensor, numerics: Numerics = PLAIN) -> None:
-    """dst = src, converted, element by element in logical order; shapes may differ where the element counts agree.
+    """dst = src, converted, element by element in logical order; ne may differ where the element counts agree.
 
     Equals ggml_compute_forward_dup. f32 -> i32 truncates; float -> quantised needs a contiguous dst and rows without
     gaps in src; quantised -> f32 needs dst rows without gaps; nothing else is converted.
@@ -271,7 +274,7 @@ def cpy(dst: Tensor, src: Tensor, numerics: Numerics = PLAIN) -> None:
 
 
 def copy(dst: Tensor, src: Tensor, numerics: Numerics = PLAIN) -> None:
-    """What CPY does, in NumPy; of rows with gaps too."""
+    """What CPY does, in NumPy; also for rows with gaps."""
     if src.n_elements == 0:
         return
     source, target = raw(src), raw(dst)
@@ -289,7 +292,7 @@ def copy(dst: Tensor, src: Tensor, numerics: Numerics = PLAIN) -> None:
 
 
 def _in_units(view: NDArray[Any], tensor: Tensor, unit: int) -> NDArray[Any]:
-    """A view as (i3, i2, i1, unit, parts of a unit): a block stays whole, elements of a block come together."""
+    """A view as (i3, i2, i1, unit, parts of a unit): a block stays whole, elements of a block stay together."""
     if tensor.codec.is_quantized:
         return view
     if tensor.ne[0] % unit:
@@ -303,13 +306,13 @@ def _in_units(view: NDArray[Any], tensor: Tensor, unit: int) -> NDArray[Any]:
 
 @op("DUP", types=_SAME, refuse=_refuse_copy, default=True)
 def dup(dst: Tensor, src: Tensor) -> None:
-    """dst = src, of the same type. Equals ggml_compute_forward_dup."""
+    """dst = src, of the same type; ne may differ where the element counts agree. Equals ggml_compute_forward_dup."""
     copy(dst, src)
 
 
 @op("CONT", types=_SAME, refuse=_refuse_copy, default=True)
 def cont(dst: Tensor, src: Tensor) -> None:
-    """dst = src made contiguous, of the same type. Equals ggml_compute_forward_cont."""
+    """dst = src made contiguous, of the same type; ne may differ as in DUP. Equals ggml_compute_forward_cont."""
     copy(dst, src)
 
 
@@ -361,7 +364,8 @@ def _refuse_repeat(dst: Tensor, src: Tensor) -> str | None:
     built_by={"ggml_repeat": "ctt"},
 )
 def repeat(dst: Tensor, src: Tensor) -> None:
-    """dst = src, again and again in each dimension. Equals ggml_compute_forward_repeat."""
+    """dst = src, repeated in each dimension; every ne of src divides that of dst. Equals
+    ggml_compute_forward_repeat."""
     tiled(raw(dst), src.ne)[...] = tiled(raw(src), src.ne)
 
 
@@ -410,7 +414,8 @@ def _refuse_concat(dst: Tensor, a: Tensor, b: Tensor, params: Concat) -> str | N
 
 @op("CONCAT", types=[(name, name, name) for name, _ in _SAME], refuse=_refuse_concat, params=Concat)
 def concat(dst: Tensor, a: Tensor, b: Tensor, params: Concat) -> None:
-    """dst = a, then b along dimension dim. Equals ggml_compute_forward_concat."""
+    """dst = a, followed by b along dimension dim; ne of a and b agree in the others. Equals
+    ggml_compute_forward_concat."""
     dim = params.dim
     first = _units(a, dim)
     whole = np.moveaxis(raw(dst), 3 - dim, 0)

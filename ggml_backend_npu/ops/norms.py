@@ -1,4 +1,4 @@
-"""NORM, RMS_NORM, L2_NORM and GROUP_NORM: rows, or groups of channels, brought to one size."""
+"""NORM, RMS_NORM, L2_NORM and GROUP_NORM: rows, or groups of channels, normalised."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class GroupNorm(Params):
 
 
 def _sum(x: NDArray[Any], dtype: type[np.floating[Any]] = np.float64) -> NDArray[Any]:
-    """The sum of each row, one after the other from 0 on, which is why there is no -0."""
+    """The sum of each row, added one after the other from +0, so that it is never -0."""
     total: NDArray[Any] = np.add.accumulate(x, axis=-1, dtype=dtype)[..., -1:] + dtype(0)
     return total
 
@@ -65,10 +65,10 @@ def _refuse_rms_norm(dst: Tensor, x: Tensor, params: Norm) -> str | None:
 
 @op("NORM", types=[("f32", "f32")], refuse=_refuse, params=Norm, bound=_BOUND)
 def norm(dst: Tensor, x: Tensor, params: Norm) -> None:
-    """dst = (x - mean) / sqrt(variance + eps) of each row.
+    """dst = (x - mean) / sqrt(variance + eps) for each row, in x's ne.
 
-    Equals ggml_compute_forward_norm, which adds up rows with gaps in float32; of other rows the compiled kernel does on
-    x86 with AVX2 or AVX-512, and the definition but for the order in which squares are added.
+    Equals ggml_compute_forward_norm, also for rows with gaps, which both add up in float32. For other rows the compiled
+    kernel is equal on x86 with AVX2 or AVX-512, and the definition but for the order in which squares are added.
     """
     dtype = np.float32 if gaps_in_rows(x=x, dst=dst) else np.float64
     with np.errstate(all="ignore"):
@@ -80,7 +80,7 @@ def norm(dst: Tensor, x: Tensor, params: Norm) -> None:
 
 @op("RMS_NORM", types=[("f32", "f32")], refuse=_refuse_rms_norm, params=Norm, bound=_BOUND)
 def rms_norm(dst: Tensor, x: Tensor, params: Norm) -> None:
-    """dst = x / sqrt(mean(x * x) + eps) of each row. Equals ggml_compute_forward_rms_norm."""
+    """dst = x / sqrt(mean(x * x) + eps) for each row, in x's ne. Equals ggml_compute_forward_rms_norm."""
     with np.errstate(all="ignore"):
         rows = x.view()
         mean = (_sum(rows * rows) / x.ne[0]).astype(np.float32)
@@ -89,7 +89,7 @@ def rms_norm(dst: Tensor, x: Tensor, params: Norm) -> None:
 
 @op("L2_NORM", types=[("f32", "f32")], refuse=_refuse, params=Norm, bound=_BOUND)
 def l2_norm(dst: Tensor, x: Tensor, params: Norm) -> None:
-    """dst = x / max(sqrt(sum(x * x)), eps) of each row. Equals ggml_compute_forward_l2_norm."""
+    """dst = x / max(sqrt(sum(x * x)), eps) for each row, in x's ne. Equals ggml_compute_forward_l2_norm."""
     with np.errstate(all="ignore"):
         rows = x.view()
         length = np.sqrt(_sum(rows * rows).astype(np.float32))
@@ -103,14 +103,14 @@ def _refuse_group_norm(dst: Tensor, x: Tensor, params: GroupNorm) -> str | None:
 
 
 def _group_mean(x: Floats) -> Floats:
-    """The mean over all but the first dimension: of the sums of rows."""
+    """The mean over all but the first dimension, from the sums of rows."""
     mean: Floats = (_sum(_sum(x).reshape(len(x), 1, 1, -1)) / x[0].size).astype(np.float32)
     return mean
 
 
 @op("GROUP_NORM", types=[("f32", "f32")], refuse=_refuse_group_norm, params=GroupNorm, bound=_BOUND)
 def group_norm(dst: Tensor, x: Tensor, params: GroupNorm) -> None:
-    """dst = (x - mean) / sqrt(variance + eps) of each group of channels, which are x's dimension 2.
+    """dst = (x - mean) / sqrt(variance + eps) for each group of channels, which are x's dimension 2; in x's ne.
 
     Equals ggml_compute_forward_group_norm.
     """
@@ -125,7 +125,7 @@ def group_norm(dst: Tensor, x: Tensor, params: GroupNorm) -> None:
 
 @inlined
 def _row_sums(a, b, n):
-    """The sums of two rows, each added up one element after the other: where they cancel, even float64 shows in what
+    """The sums of two rows, each added up one element after the other: where elements cancel, even float64 shows the
     order."""
     first, second = array_at(a, types.float32, n), array_at(b, types.float32, n)
     sums = types.float64(0), types.float64(0)
@@ -169,7 +169,7 @@ def _row(of, place, row):
 
 @compiled
 def normalise(p, begin, end, scratch):
-    """Rows [begin, end): copied to dst, and scaled there."""
+    """A unit is a row: it is copied to dst, and scaled there."""
     of = record_at(p, Normalise)
     kind, n, eps = of.kind, of.ne[0], of.eps
     sums = types.float64(0), types.float64(0)

@@ -1,5 +1,5 @@
-"""Steps of optimisers: OPT_STEP_ADAMW and OPT_STEP_SGD, in those in which ggml's CPU rounds. They write to weights and
-momenta in place."""
+"""Steps of optimisers: OPT_STEP_ADAMW and OPT_STEP_SGD, rounded as ggml's CPU rounds. They update weights and momenta
+in place."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def _refuse_sgd(dst: Tensor, w: Tensor, g: Tensor, numbers: Tensor) -> str | Non
 
 
 def _updated(x: Tensor) -> Floats:
-    """A view of a source that its node writes to."""
+    """A writable view of a source, which its node updates."""
     return replace(x, memory=replace(x.memory, writable=True)).view()
 
 
@@ -58,9 +58,10 @@ def _updated(x: Tensor) -> Floats:
 )
 @np.errstate(all="ignore")
 def adamw(dst: Tensor, w: Tensor, g: Tensor, m: Tensor, v: Tensor, numbers: Tensor) -> None:
-    """Weights w and their momenta m and v, all in place, after a step of AdamW by the gradient g.
+    """Updates weights w and their momenta m and v, all in place, by one step of AdamW with the gradient g; all of one
+    ne.
 
-    numbers  alpha, beta1, beta2, eps, weight decay, and the two factors that momenta get in their first steps
+    numbers  (7): alpha, beta1, beta2, eps, weight decay, and the bias corrections beta1h and beta2h of the momenta
 
     Equals ggml_compute_forward_opt_step_adamw_f32.
     """
@@ -75,7 +76,8 @@ def adamw(dst: Tensor, w: Tensor, g: Tensor, m: Tensor, v: Tensor, numbers: Tens
 @op("OPT_STEP_SGD", types=[("f32",) * 4], refuse=_refuse_sgd, bound=FEW)
 @np.errstate(all="ignore")
 def sgd(dst: Tensor, w: Tensor, g: Tensor, numbers: Tensor) -> None:
-    """Weights w, in place, after a step down the gradient g. numbers: alpha and weight decay.
+    """Updates weights w, in place, by one step down the gradient g, of the same ne. numbers (2): alpha and weight
+    decay.
 
     Equals ggml_compute_forward_opt_step_sgd_f32.
     """
@@ -85,7 +87,7 @@ def sgd(dst: Tensor, w: Tensor, g: Tensor, numbers: Tensor) -> None:
 
 
 class Step(NamedTuple):
-    """ne  of weights and gradients; numbers: the address of the optimiser's parameters"""
+    """ne  of weights and gradients; numbers: address of the optimiser's parameters"""
 
     ne: Dims
     weights: Place
@@ -94,7 +96,7 @@ class Step(NamedTuple):
 
 
 class AdamwStep(NamedTuple):
-    """A step, and momenta."""
+    """A step, and the first and second momenta."""
 
     step: Step
     first: Place
@@ -103,7 +105,7 @@ class AdamwStep(NamedTuple):
 
 @compiled
 def adamw_steps(p, begin, end, scratch):
-    """Rows [begin, end)."""
+    """A unit is a row."""
     of = record_at(p, AdamwStep)
     step = of.step
     n, k = step.ne[0], array_at(step.numbers, types.float32, 7)
@@ -126,7 +128,7 @@ def adamw_steps(p, begin, end, scratch):
 
 @compiled
 def sgd_steps(p, begin, end, scratch):
-    """Rows [begin, end)."""
+    """A unit is a row."""
     of = record_at(p, Step)
     n, k = of.ne[0], array_at(of.numbers, types.float32, 2)
     alpha, kept = k[0], fused_multiply_add(-k[0], k[1], types.float32(1))

@@ -41,8 +41,8 @@ def _refuse_out_prod(dst: Tensor, a: Tensor, b: Tensor) -> str | None:
 def out_prod(dst: Tensor, a: Tensor, b: Tensor, numerics: Numerics = PLAIN) -> None:
     """dst[i3, i2] = b[i3, i2].T @ a[i3 / r3, i2 / r2], for r2, r3 = b.ne[2] / a.ne[2], b.ne[3] / a.ne[3].
 
-    The products of an element are added one after the other, each fused with its addition. Equals
-    ggml_compute_forward_out_prod.
+    a (n, depth, ...), b (m, depth, b2, b3), dst (n, m, b2, b3). The products of an element are added one after the
+    other, each fused with its addition. Equals ggml_compute_forward_out_prod.
     """
     rows = convert(raw(a), a.type, "f32", numerics=numerics)
     rows = rows.repeat(b.ne[3] // a.ne[3], axis=0).repeat(b.ne[2] // a.ne[2], axis=1) if rows.size else rows
@@ -62,10 +62,10 @@ def _columns_of(b, nb0, nb1, depth, m, to):
 
 
 class OuterProducts(NamedTuple):
-    """Sums of `depth` products; a dst of ne, each matrix of it in column_tiles * row_tiles tiles.
+    """Sums of `depth` products; dst of ne, each of its matrices in column_tiles * row_tiles tiles.
 
-    repeats         matrices of dst that share one of src0, in dimensions 2 and 3
-    code, to_float  of src0's rows, as `decode_row` takes them, of blocks of block_size elements in block_bytes bytes
+    repeats         how many matrices of dst share one of src0, in dimensions 2 and 3
+    code, to_float  of src0's rows, as `decode_row` takes them, in blocks of block_size elements and block_bytes bytes
     """
 
     ne: Dims
@@ -87,7 +87,8 @@ _LEFT, _RIGHT, _TOTAL = 4 * _ROWS * _DEPTH, 4 * _DEPTH * _COLUMNS, 4 * _ROWS * _
 
 @compiled
 def outer_products(p, begin, end, scratch):
-    """Units [begin, end): a tile of dst, of _ROWS rows and _COLUMNS columns at most; columns of tiles outermost."""
+    """A unit is a tile of dst, of up to _ROWS rows and _COLUMNS columns; matrices are the outermost index, then columns
+    of tiles."""
     of = record_at(p, OuterProducts)
     src0, src1, depth, code, to_float = of.src0, of.src1, of.depth, of.code, of.to_float
     row_tiles, n_tiles = of.row_tiles, of.column_tiles * of.row_tiles
@@ -148,7 +149,7 @@ def _exact(a: Tensor, b: Tensor) -> Exact:
 
 
 def _make(depth: int) -> Make:
-    """A node of so many rows and columns; as many matrices of src0 as of src1."""
+    """A node whose rows have `depth` products; as many matrices of src0 as of src1."""
 
     def make(rng: probes.Rng, types: Types) -> Node:
         block = codec(types[1]).block_size

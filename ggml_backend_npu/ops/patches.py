@@ -1,5 +1,5 @@
-"""SET, ACC, PAD, PAD_REFLECT_1D, ROLL: a tensor put into a part of another one or added to it, or moved in itself. Byte
-for byte what ggml's CPU backend writes."""
+"""SET, ACC, PAD, PAD_REFLECT_1D, ROLL: a tensor copied into a part of another one or added to it, or moved inside
+itself. Byte for byte what ggml's CPU backend writes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from quant.kernels.threads import Job, Work
 
 @dataclass(frozen=True)
 class SetPart(Params):
-    """op_params of SET and ACC, in bytes: ggml_set_impl, ggml_acc_impl. inplace: the rest of dst is there already."""
+    """op_params of SET and ACC, in bytes: ggml_set_impl, ggml_acc_impl. inplace: dst holds src0 already."""
 
     nb1: i32
     nb2: i32
@@ -35,9 +35,9 @@ class SetPart(Params):
 
 @dataclass(frozen=True)
 class Pad(Params):
-    """op_params of PAD: how many elements to the left and right in each dimension; ggml_pad_ext.
+    """op_params of PAD: how many elements to add left and right in each dimension; ggml_pad_ext.
 
-    circular  they hold what comes around again
+    circular  they are x's own, which comes around again
     """
 
     lp0: i32
@@ -52,18 +52,18 @@ class Pad(Params):
 
     @property
     def before(self) -> tuple[int, int, int, int]:
-        """Of ne[0], ne[1], ne[2], ne[3]."""
+        """Elements added before x, in dimensions 0 to 3."""
         return self.lp0, self.lp1, self.lp2, self.lp3
 
     @property
     def behind(self) -> tuple[int, int, int, int]:
-        """Of ne[0], ne[1], ne[2], ne[3]."""
+        """Elements added after x, in dimensions 0 to 3."""
         return self.rp0, self.rp1, self.rp2, self.rp3
 
 
 @dataclass(frozen=True)
 class PadReflect(Params):
-    """op_params of PAD_REFLECT_1D: how many elements to the left and right; ggml_pad_reflect_1d."""
+    """op_params of PAD_REFLECT_1D: how many elements to add left and right; ggml_pad_reflect_1d."""
 
     p0: i32
     p1: i32
@@ -80,12 +80,12 @@ class Roll(Params):
 
     @property
     def shifts(self) -> Dims:
-        """Of ne[0], ne[1], ne[2], ne[3]."""
+        """Shifts of dimensions 0 to 3, in elements."""
         return self.shift0, self.shift1, self.shift2, self.shift3
 
 
 def _part(dst: Tensor, b: Tensor, params: SetPart) -> Tensor:
-    """The part of dst that b is put into."""
+    """The part of dst that b is copied into."""
     nb = dst.nb[0], params.nb1, params.nb2, params.nb3
     return replace(dst, ne=b.ne, nb=nb, offset=dst.offset + params.offset)
 
@@ -106,9 +106,9 @@ def _refuse_set(dst: Tensor, a: Tensor, b: Tensor, params: SetPart) -> str | Non
     built_by={"ggml_set": "ctt zzzz", "ggml_set_inplace": "ctt zzzz"},
 )
 def set_part(dst: Tensor, a: Tensor, b: Tensor, params: SetPart) -> None:
-    """dst = a, with b at an offset and strides.
+    """dst = a, with b in place of a part: b's ne at op_params' offset and strides. a and dst have one ne.
 
-    In place dst is a already. Equals ggml_compute_forward_set.
+    In place, dst holds a already. Equals ggml_compute_forward_set.
     """
     added = b.view().copy()
     if not params.inplace:
@@ -150,9 +150,9 @@ def _refuse_acc(dst: Tensor, a: Tensor, b: Tensor, params: SetPart) -> str | Non
     built_by={"ggml_acc": "ctt zzzz", "ggml_acc_inplace": "ctt zzzz"},
 )
 def acc(dst: Tensor, a: Tensor, b: Tensor, params: SetPart) -> None:
-    """dst = a, with b added to it at an offset and strides.
+    """dst = a, with b added to a part: b's ne at op_params' offset and strides. a and dst have one ne.
 
-    In place dst is a already. Equals ggml_compute_forward_acc.
+    In place, dst holds a already. Equals ggml_compute_forward_acc.
     """
     with np.errstate(all="ignore"):
         total = _part(a, b, params).view() + b.view()
@@ -189,9 +189,10 @@ def _refuse_pad(dst: Tensor, x: Tensor, params: Pad) -> str | None:
     built_by={"ggml_pad_ext": "ct iiiiiiii", "ggml_pad_ext_circular": "ct iiiiiiii"},
 )
 def pad(dst: Tensor, x: Tensor, params: Pad) -> None:
-    """dst = x with zeros before and behind it in each dimension, or x again; none but fewer of x, below 0.
+    """dst = x with zeros, or x again where circular, before and after it in each dimension; a negative number removes
+    elements.
 
-    Equals ggml_compute_forward_pad.
+    dst.ne[i] = x.ne[i] + before[i] + behind[i]. Equals ggml_compute_forward_pad.
     """
     places = [np.arange(n) - left for n, left in zip(dst.ne[::-1], params.before[::-1], strict=True)]
     sizes = x.ne[::-1]
@@ -215,8 +216,7 @@ def _refuse_reflect(dst: Tensor, x: Tensor, params: PadReflect) -> str | None:
 
 @op("PAD_REFLECT_1D", types=[("f32", "f32")], refuse=_refuse_reflect, params=PadReflect)
 def pad_reflect_1d(dst: Tensor, x: Tensor, params: PadReflect) -> None:
-    """dst = rows of x with what follows their first element before it, and what precedes their last one after it, both
-    the other way round.
+    """dst = rows of x, mirrored at their first and last element, which are not repeated: p0 elements before, p1 after.
 
     Equals ggml_compute_forward_pad_reflect_1d.
     """
@@ -227,7 +227,7 @@ def pad_reflect_1d(dst: Tensor, x: Tensor, params: PadReflect) -> None:
 
 
 class ReflectRows(NamedTuple):
-    """ne: of x; p0, p1: how many elements dst has to the left and right of a row of x."""
+    """ne: of x; p0, p1: how many elements dst adds to the left and right of a row of x."""
 
     ne: Dims
     p0: int
@@ -238,7 +238,7 @@ class ReflectRows(NamedTuple):
 
 @compiled
 def reflect_rows(p, begin, end, scratch):
-    """Rows [begin, end)."""
+    """A unit is a row."""
     of = record_at(p, ReflectRows)
     n0, p0, p1 = of.ne[0], of.p0, of.p1
     for row in range(begin, end):
@@ -268,7 +268,8 @@ def _refuse_roll(dst: Tensor, x: Tensor, params: Roll) -> str | None:
 
 @op("ROLL", types=[("f32", "f32")], refuse=_refuse_roll, params=Roll)
 def roll(dst: Tensor, x: Tensor, params: Roll) -> None:
-    """dst[i + shift] = x[i] in each dimension, its end coming around. Equals ggml_compute_forward_roll."""
+    """dst[i + shift] = x[i] in each dimension, wrapping around at the end; in x's ne. Equals
+    ggml_compute_forward_roll."""
     dst.view()[...] = np.roll(x.view(), params.shifts[::-1], axis=(0, 1, 2, 3))
 
 
@@ -283,7 +284,7 @@ class RollRows(NamedTuple):
 
 @compiled
 def roll_rows(p, begin, end, scratch):
-    """Rows [begin, end)."""
+    """A unit is a row of dst."""
     of = record_at(p, RollRows)
     n0, n1, n2, n3 = of.ne
     s0, s1, s2, s3 = of.shifts

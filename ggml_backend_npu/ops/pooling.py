@@ -28,7 +28,7 @@ _BOUND = 1e-12  # a few roundings, one after the other
 
 @dataclass(frozen=True)
 class Pool1d(Params):
-    """op_params of POOL_1D: ggml_pool_1d. op: as of POOL_2D; the window's size, its steps, how far it reaches over."""
+    """op_params of POOL_1D: ggml_pool_1d. op as in POOL_2D; the window's size k0, stride s0 and padding p0."""
 
     op: i32
     k0: i32
@@ -42,8 +42,8 @@ class Pool2d(Params):
 
     op      a ggml_op_pool: 0 the maximum, 1 the mean
     k0, k1  the window's size
-    s0, s1  its steps
-    p0, p1  how far it reaches over the edges
+    s0, s1  its strides
+    p0, p1  the paddings, by which it reaches over the edges
     """
 
     op: i32
@@ -73,9 +73,10 @@ def _refuse(dst: Tensor, x: Tensor, params: Pool2d) -> str | None:
     built_by={"ggml_pool_2d": "ct iiiii ff"},
 )
 def pool_2d(dst: Tensor, x: Tensor, params: Pool2d) -> None:
-    """dst = maximum, or sum over the window's size, of what the window at (i0 * s0 - p0, i1 * s1 - p1) covers of x.
+    """dst = maximum, or sum divided by the window's size, of the part of x under the window at (i0 * s0 - p0, i1 * s1 -
+    p1).
 
-    Equals ggml_compute_forward_pool_2d.
+    x (width, height, ...) -> dst (windows in a row, rows of windows, ...). Equals ggml_compute_forward_pool_2d.
     """
     p = params
     image = convert(raw(x), x.type, "f32")
@@ -121,9 +122,9 @@ def _refuse_1d(dst: Tensor, x: Tensor, params: Pool1d) -> str | None:
 
 @op("POOL_1D", types=[("f32", "f32"), ("f32", "f16")], refuse=_refuse_1d, params=Pool1d, bound=_BOUND, wide=True)
 def pool_1d(dst: Tensor, x: Tensor, params: Pool1d) -> None:
-    """dst = maximum or mean of what the window at i0 * s0 - p0 covers of a row of x; of nothing the mean is 0.
+    """dst = maximum or mean of the part of a row of x under the window at i0 * s0 - p0; the mean of no elements is 0.
 
-    Equals ggml_compute_forward_pool_1d.
+    x (width, ...) -> dst (windows, ...). Equals ggml_compute_forward_pool_1d.
     """
     p, rows = params, wide(x)
     y = np.full(dst.view().shape, _LOWEST if p.op == _MAX else 0, rows.dtype)
@@ -139,7 +140,7 @@ def pool_1d(dst: Tensor, x: Tensor, params: Pool1d) -> None:
 
 
 class Window(NamedTuple):
-    """Of one dimension: its size, its step, and how far it reaches over the edge."""
+    """In one dimension: size k, stride s, padding p."""
 
     k: int
     s: int
@@ -148,7 +149,7 @@ class Window(NamedTuple):
 
 @inlined
 def _covered(window, i, n):
-    """What of n elements the i-th window covers: the first one, and where they end."""
+    """Which of n elements the i-th window covers: the first one, and where they end."""
     begin = i * window.s - window.p
     return max(0, begin), min(n, begin + window.k)
 
@@ -167,7 +168,7 @@ class PoolRows(NamedTuple):
 
 @compiled
 def pool_rows(p, begin, end, row):
-    """Rows [begin, end). A row of float16 is widened into `row`."""
+    """A unit is a row. A row of float16 is converted to float32 in `row`."""
     of = record_at(p, PoolRows)
     n, n_windows, is_max = of.n, of.n_windows, of.is_max
     for i in range(begin, end):
@@ -231,10 +232,11 @@ def _refuse_back(dst: Tensor, gradient: Tensor, x: Tensor, params: Pool2d) -> st
     built_by={"ggml_pool_2d_back": "ctt iiiii ff"},
 )
 def pool_2d_back(dst: Tensor, gradient: Tensor, x: Tensor, params: Pool2d) -> None:
-    """dst = the gradient of each window of POOL_2D, given to its first maximum of x, or in equal parts to all of it.
+    """dst = the gradient of each window of POOL_2D, given to the first maximum of x under it, or in equal parts to all
+    of it.
 
-    gradient (as many as windows), x and dst (width, height, ...). Windows add to an element in their order. Equals
-    ggml_compute_forward_pool_2d_back of float32, which alone ggml_pool_2d_back makes.
+    gradient (windows in a row, rows of windows, ...), x and dst (width, height, ...). Windows add to an element in
+    their order. Equals ggml_compute_forward_pool_2d_back for float32, the only type that ggml_pool_2d_back makes.
     """
     p, image, given = params, x.view(), gradient.view()
     y: Floats = np.zeros(dst.view().shape, given.dtype)
@@ -264,8 +266,8 @@ def pool_2d_back(dst: Tensor, gradient: Tensor, x: Tensor, params: Pool2d) -> No
 
 
 class PoolGradients(NamedTuple):
-    """Addresses of tensors without gaps; dimensions 0 and 1 of dst, and so of x, and of the gradient, and the window's
-    in each."""
+    """Addresses of tensors without gaps; dimensions 0 and 1 of dst, and so of x, and of the gradient; and the window in
+    each."""
 
     gradient: int
     x: int
@@ -279,7 +281,7 @@ class PoolGradients(NamedTuple):
 
 @compiled
 def pool_gradients(p, begin, end, scratch):
-    """Planes [begin, end)."""
+    """A unit is a plane of dst: its dimensions 0 and 1."""
     of = record_at(p, PoolGradients)
     n0, n1 = of.ne
     columns, rows = of.gradient_ne

@@ -1,4 +1,4 @@
-"""What nodes to measure on are made of: small sources, of any type, from a generator of random numbers."""
+"""Parts of the nodes that errors are measured on: small sources of any type, from a random number generator."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _WIDTHS = (*range(1, 36), 47, 64, 70, 130)
 
 
 def tensor(type: str, x: NDArray[Any]) -> Tensor:
-    """Values as a tensor of a type, rounded; where there is no quantiser, blocks of any bits that are numbers."""
+    """Values as a tensor of a type, rounded; for a type without a quantiser, blocks of random bits that are numbers."""
     x = np.asarray(x)
     kind = codec(type)
     if kind.dtype is not None:
@@ -46,18 +46,18 @@ def _any_blocks(kind: Codec, n: int) -> NDArray[np.uint8]:
 
 
 def normal(rng: Rng, type: str, *shape: int, size: float = 1.0) -> Tensor:
-    """Normally distributed values as a tensor of a type, of a shape (ne3, ..., ne0)."""
+    """Normally distributed values as a tensor of a type and a shape (ne3, ..., ne0)."""
     return tensor(type, size * rng.standard_normal(shape))
 
 
 def node(op: str, type: str, shape: tuple[int, ...], *src: Tensor | None, params: Params | None = None) -> Node:
-    """A node over its sources, dst of a type and shape, zero."""
+    """A node over its sources, with a dst of a type and shape that is 0."""
     dst = tensor(type, np.zeros((1,) * (4 - len(shape)) + shape))
     return Node(op, dst, src, bytes(PARAMS_BYTES) if params is None else params.packed)
 
 
 def of_rows(op: str, width: int = 512, params: Params | None = None, size: float = 0.1, dst: int = 0) -> Make:
-    """A row of dst, or `dst` elements of it, from each of 5 x 3 rows, of which one is small."""
+    """A row of dst, or `dst` elements of it, from each of 5 x 3 rows, one of which is small."""
 
     def make(rng: Rng, types: Types) -> Node:
         x = size * rng.standard_normal((1, 3, 5, width))
@@ -68,7 +68,7 @@ def of_rows(op: str, width: int = 512, params: Params | None = None, size: float
 
 
 def of_elements(op: str, low: float = -6, high: float = 6, params: Params | None = None, width: int = 64) -> Make:
-    """A function of values from low to high in rows of some width."""
+    """A function of values from low to high, in rows of some width."""
 
     def make(rng: Rng, types: Types) -> Node:
         shape = 1, 3, 5, width
@@ -78,12 +78,12 @@ def of_elements(op: str, low: float = -6, high: float = 6, params: Params | None
 
 
 def of_widths(make: Callable[[int], Make], widths: Iterable[int] = _WIDTHS) -> tuple[Make, ...]:
-    """Nodes of rows of many widths."""
+    """Nodes with rows of many widths."""
     return tuple(map(make, widths))
 
 
 def of_channels(make: Callable[[int], Make], per_channel: int) -> Iterator[Probe]:
-    """Of a convolution whose dot products have so many elements of each channel."""
+    """Probes of a convolution whose dot products have per_channel elements of each channel."""
     counts = *range(1, 20), 32, 64, 128
     whole = [n for n in counts if n * per_channel % 64 == 0]
     other = [n for n in counts if n * per_channel % 64]
@@ -93,7 +93,7 @@ def of_channels(make: Callable[[int], Make], per_channel: int) -> Iterator[Probe
 
 
 def turned(make: Make, *places: int) -> Make:
-    """The same node, with dimensions 0 and 1 of some of its sources exchanged in memory."""
+    """The same node, with dimensions 0 and 1 of some of its sources swapped in memory."""
 
     def made(rng: Rng, types: Types) -> Node:
         of = make(rng, types)

@@ -1,4 +1,4 @@
-"""The kernel of MUL_MAT and MUL_MAT_ID (`ops.matmul`): rows of matrices times the columns that are for each."""
+"""The kernel of MUL_MAT and MUL_MAT_ID (`ops.matmul`): rows of matrices times the columns that belong to each."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def multiply_by_blas(typing_context, function, m, n, k, a, lda, b, ldb, c, ldc):
 
 @inlined
 def _step(addresses, count):
-    """How far equally spaced addresses lie apart; 0 where they are not, or where there is but one."""
+    """The distance of equally spaced addresses; 0 where they are not equally spaced, or there is only one."""
     if count < 2:
         return types.int64(0)
     step = addresses[1] - addresses[0]
@@ -55,7 +55,7 @@ def _step(addresses, count):
 
 @inlined
 def _round(rounding, simd, fused, work, k, row):
-    """k float32 at `row`, as the type of a rounding has them, in place."""
+    """Rounds k float32 at `row` to the type of a rounding, in place."""
     if rounding == _TO_F16:
         x, y = array_at(row, types.float32, k), array_at(work, types.uint16, k)
         for i in range(k):
@@ -73,7 +73,7 @@ def _round(rounding, simd, fused, work, k, row):
 
 
 class Weights(NamedTuple):
-    """Rows of src0, as its integer dots read them: their scales, their quants and what `dots` steps by."""
+    """Rows of src0, as its integer dots read them: their scales, their quants and the steps of `dots`."""
 
     code: int
     scales: Place
@@ -82,15 +82,15 @@ class Weights(NamedTuple):
 
 
 class Products(NamedTuple):
-    """n_matrices matrices of n_rows rows of k elements, in tiles of tile_rows; n_columns: as many as there are at most.
+    """n_matrices matrices of n_rows rows of k elements, in tiles of tile_rows; n_columns: the most columns of a matrix.
 
     code, packed, n_packed, to_float  of src0's rows, as `decode_row` takes them
-    ne1         of src1, but for dimension 0
-    ids         which matrices a token of src1 is for; 0: the i-th of a batch meets the i-th of its columns
-    rounding    of columns, one of ROUNDINGS; rounds: they are rounded where they are not made integers
-    line        bytes of a column that is made ready
+    ne1         dimensions 1 to 3 of src1
+    ids         the matrices that a token of src1 belongs to; 0: the i-th matrix of a batch has the i-th of its columns
+    rounding    of columns, one of ROUNDINGS; rounds: whether columns that are not made integers are rounded
+    line        bytes of a prepared column
     simd, fused how ggml's own quantisers round
-    sgemm       the address of cblas_sgemm, for `least` columns or more; 0: never
+    sgemm       address of cblas_sgemm, for `least` columns or more; 0: never
     as_blocks   rows and columns are multiplied in ggml's blocks
     """
 
@@ -123,7 +123,7 @@ class Products(NamedTuple):
 
 
 def bytes_of_a_column(rounding: int, k: int) -> int:
-    """What a column of k elements is made ready in."""
+    """Bytes in which a column of k elements is prepared."""
     ready = k // 256 * READY_Q8_K if rounding == _TO_Q8_K else k // 32 * READY_Q8
     return max(ready, 4 * k)
 
@@ -136,7 +136,7 @@ def scratch_of(of: Products) -> int:
 
 @inlined
 def _find_columns(of, matrix, x, y):
-    """Addresses of the columns that a matrix is for, and of their results. Returns how many they are."""
+    """Addresses of the columns that belong to a matrix, and of their results. Returns how many there are."""
     src1, dst, ne1, ids = of.src1, of.dst, of.ne1, of.ids
     count = 0
     if ids.address:
@@ -160,7 +160,8 @@ def _find_columns(of, matrix, x, y):
 
 @inlined
 def _make_ready(of, x, count, columns, work, as_integers):
-    """Columns as the product reads them: as blocks of integers, or as float32, rounded; x names them from here on."""
+    """Prepares columns as the product reads them: as blocks of integers, or as float32, rounded; x points to them
+    afterwards."""
     for c in range(count):
         row, source = columns + c * of.line, x[c]
         x[c] = row
@@ -180,7 +181,7 @@ def _make_ready(of, x, count, columns, work, as_integers):
 
 @inlined
 def _multiply_blocks(of, at, x, y, count, first, rows):
-    """As ggml's tinyBLAS: GROUP rows times so many columns as stay in a processor's own caches."""
+    """As ggml's tinyBLAS: GROUP rows times as many columns as fit a processor's own caches."""
     where = np.empty(3, np.int64)
     where[0], where[1] = of.src0.nb[1], of.k // LANES
     together = max(12, _NEAR_BYTES // (48 * of.k) * 12)
@@ -234,7 +235,8 @@ def _multiply_tile(of, at, x, x_step, y, count, first, rows, tile, out):
 
 @compiled
 def products(p, begin, end, scratch):
-    """Units [begin, end): a tile of rows of a matrix of src0, times all columns that are for it; tiles outermost."""
+    """A unit is a tile of rows of a matrix of src0, times all columns that belong to the matrix; tiles are the
+    outermost index."""
     of = record_at(p, Products)
     weights, src0 = of.weights, of.src0
     x_at, y_at = scratch, scratch + 8 * of.n_columns

@@ -1,9 +1,9 @@
-"""What ops share whose state each token changes: `ops.mamba`, `ops.rwkv`, `ops.delta_net`.
+"""Shared by ops whose state each token changes: `ops.mamba`, `ops.rwkv`, `ops.delta_net`.
 
-Every head of every sequence has a matrix of its own as its state, and goes through its tokens one by one. dst has no
-gaps: what all tokens gave, and after it the states that are left. All is computed in float32, as ggml's CPU does, by
-the definitions but for the order of sums; the compiled kernels have its order and what GCC fuses and vectorises there
-with AVX-512, where they are byte-equal to it.
+Every head of every sequence has a matrix of its own as its state, and processes its tokens one by one. dst has no gaps:
+first the results of all tokens, then the states that are kept. All is computed in float32, as in ggml's CPU; the
+definitions are equal but for the order of sums; the compiled kernels use its order and what GCC fuses and vectorises
+there with AVX-512, where they are byte-equal.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ Floats = NDArray[np.float32]
 
 
 def halves(dst: Tensor, given: tuple[int, ...], states: tuple[int, ...]) -> tuple[Floats, Floats]:
-    """dst as what the tokens gave and the states after it, in these shapes."""
+    """The two parts of dst in these shapes: what the tokens gave, and the states after it."""
     flat, n = dst.view().reshape(-1), prod(given)
     return flat[:n].reshape(given), flat[n:].reshape(states)
 
 
 def applied(matrices: Floats, vectors: Floats) -> Floats:
-    """matrix @ vector of each head."""
+    """matrix @ vector for each head."""
     product: Floats = (matrices @ vectors[..., None])[..., 0]
     return product
 
@@ -46,9 +46,9 @@ class Snapshots(Params):
 
 
 class Heads(NamedTuple):
-    """n_head heads of `size` of sequences of n_tokens tokens, as kernels get them; all are without gaps.
+    """n_head heads of `size`, of sequences of n_tokens tokens, as kernels get them; all are without gaps.
 
-    state, dst, states  addresses: of the states before all tokens, of what the tokens give, of the states that are left
+    state, dst, states  addresses: of the states before all tokens, of what the tokens give, of the states that are kept
     """
 
     size: int
@@ -60,12 +60,12 @@ class Heads(NamedTuple):
 
 
 def are_contiguous(*tensors: Tensor) -> bool:
-    """Whether all tensors are."""
+    """Whether all tensors are contiguous."""
     return all(tensor.is_contiguous() for tensor in tensors)
 
 
 def of_other_size(**tensors: tuple[Tensor, tuple[int, ...]]) -> str | None:
-    """The first tensor that has not the ne it needs."""
+    """The first tensor that does not have the ne it needs, in words."""
     for role, (tensor, ne) in tensors.items():
         if tensor.ne != ne:
             return f"{role} of ne {tensor.ne} instead of {ne}"
@@ -73,7 +73,7 @@ def of_other_size(**tensors: tuple[Tensor, tuple[int, ...]]) -> str | None:
 
 
 def bad_dst(dst: Tensor, n_elements: int) -> str | None:
-    """What is wrong with a dst of so many elements."""
+    """What is wrong with a dst that must have n_elements contiguous elements."""
     if dst.n_elements != n_elements or not dst.is_contiguous():
         return f"dst of ne {dst.ne}, nb {dst.nb} is no {n_elements} elements without gaps"
     return None

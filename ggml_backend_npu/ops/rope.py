@@ -52,32 +52,33 @@ class Rope(Params):
 
     @property
     def sections(self) -> tuple[int, int, int, int]:
-        """How many neighbouring angles, over and over, are of which of a token's four positions."""
+        """How many neighbouring pairs, over and over, use which of a token's four positions."""
         return self.section_t, self.section_h, self.section_w, self.section_e
 
     @property
     def n_positions(self) -> int:
-        """Of a token."""
+        """Positions per token."""
         return 4 if self.mode & _MROPE else 1
 
     @property
     def n_pairs(self) -> int:
+        """Pairs of a row that are rotated."""
         return self.n_dims if self.mode == _VISION else self.n_dims // 2
 
     @property
     def step(self) -> np.float32:
-        """From one angle to the next, a factor."""
+        """The factor from one angle to the next."""
         return np.float32(self.freq_base ** float(np.float32(-2) / np.float32(self.n_dims)))
 
     @property
     def scale(self) -> np.float32:
-        """Of cos and sin."""
+        """The factor of cos and sin."""
         scale = np.float32(self.attn_factor)
         return scale * np.float32(1 + 0.1 * np.log(1 / self.freq_scale)) if self.ext_factor else scale
 
 
 def _axes(p: Rope) -> tuple[Integers, Integers]:
-    """For each angle, which of the token's positions it is of, and which one begins anew with it; -1 where none does.
+    """For each angle, which of the token's positions it uses, and which position's angles restart with it; -1 for none.
 
     Equals ggml_mrope_cache_init.
     """
@@ -115,7 +116,8 @@ def _ramp(p: Rope) -> Floats:
 def _angles(p: Rope, positions: NDArray[np.int32], factors: Floats | None) -> tuple[Floats, Floats]:
     """cos and sin of every token's angles, (tokens, pairs), from positions (n_positions, tokens).
 
-    The angles are float32 products, one after the other, as there: their rounding decides the last bits of the result.
+    The angles are float32 products, one after the other, as in ggml: their rounding decides the last bits of the
+    result.
     """
     theta, angles = positions.astype(np.float32), []
     for axis, restart in zip(*_axes(p), strict=True):
@@ -197,11 +199,13 @@ def _built_by(*suffixes: str) -> dict[str, str]:
     built_by=_built_by("", "_inplace"),
 )
 def rope(dst: Tensor, x: Tensor, positions: Tensor, factors: Tensor | None, params: Rope) -> None:
-    """Rotates pairs of a row's n_dims elements from n_offs on by angles of the row's position; the others stay.
+    """Rotates n_dims elements of each row, from n_offs on, in pairs, by angles of the row's position; other elements
+    stay.
 
-    x (elements, heads, tokens, sequences). A pair is two neighbours (mode normal) or two elements half of n_dims apart
-    (neox; mrope and imrope, where a token has four positions, each that of some pairs) or half a row (vision). An
-    angle is divided by its factor. Equals ggml_compute_forward_rope.
+    x (elements, heads, tokens, sequences), dst alike; positions (tokens), or four times as many. A pair is two
+    neighbours (mode normal), or two elements half of n_dims apart (neox; also mrope and imrope, where a token has four
+    positions, each for some of the pairs), or half a row apart (vision). An angle is divided by its factor. Equals
+    ggml_compute_forward_rope.
     """
     _rotate(dst, x, positions, factors, params, 1)
 
@@ -217,19 +221,19 @@ def rope(dst: Tensor, x: Tensor, positions: Tensor, factors: Tensor | None, para
     built_by=_built_by("_back"),
 )
 def rope_back(dst: Tensor, x: Tensor, positions: Tensor, factors: Tensor | None, params: Rope) -> None:
-    """As ROPE, the other way round. Equals ggml_compute_forward_rope_back."""
+    """As ROPE, rotating in the other direction. Equals ggml_compute_forward_rope_back."""
     _rotate(dst, x, positions, factors, params, -1)
 
 
 class Rotation(NamedTuple):
-    """Rows of src, of ne elements, into dst; rows of either have no gaps. Some are addresses:
+    """Rows of src, of ne elements, into dst; the rows of both have no gaps. Some fields are addresses:
 
-    sign       1; -1: the other way round
-    step       a factor, from an angle to the next one
+    sign       1; -1: the other direction
+    step       the factor from one angle to the next
     scale      of cos and sin
-    axes, restarts  of an int64 for each pair, as `_axes` gives them
-    ramp       of a float32 for each pair, as `_ramp` gives them
-    factors    of a float32 for each pair, which divides its angle; 0: there are none
+    axes, restarts  of one int64 per pair, as `_axes` returns them
+    ramp       of one float32 per pair, as `_ramp` returns them
+    factors    of one float32 per pair, which divides its angle; 0: there are none
     positions  of int32, (n_positions, tokens)
     code       of the type of both
     """
@@ -282,7 +286,7 @@ def _turn(of, i2, cos, sin, theta):
 
 @compiled
 def rotate(p, begin, end, scratch):
-    """Tokens [begin, end), all heads of all sequences."""
+    """A unit is one token, with all heads of all sequences."""
     of = record_at(p, Rotation)
     code, n_pairs, n_offs, n1 = of.code, of.n_pairs, of.n_offs, of.ne[1]
     y = scratch
@@ -353,7 +357,8 @@ def _rope_back(dst: Tensor, x: Tensor, positions: Tensor, factors: Tensor | None
 
 
 def _turns(p: Rope) -> tuple[list[int], list[int]]:
-    """For each pair, which of a token's positions turns it, and how many times slower than the first pair of those."""
+    """For each pair, which of a token's positions rotates it, and its number of steps from the first angle: from that
+    of pair 0, or, in mode vision, from that of the position's first pair."""
     axes, powers, begin = [0] * p.n_pairs, [*range(p.n_pairs)], [0] * 4
     if p.n_positions == 4:
         of_sector = np.repeat(range(4), p.sections).tolist()
@@ -401,7 +406,7 @@ def _exact_rotation(sign: int, x: Tensor, positions: Tensor, factors: Tensor | N
 
 
 def _make(op: str, mode: int, positions: list[int], ext: float = 0.0) -> Make:
-    """A node of a mode, at these positions; ext: the extrapolation factor."""
+    """A node of a mode at these positions; ext: the extrapolation factor."""
 
     def make(rng: probes.Rng, types: Types) -> Node:
         n_dims, width = (32, 64) if mode == _VISION else (64, 80)

@@ -1,4 +1,5 @@
-"""ARGSORT, SUM_ROWS, and the top-k of a softmax: the routing of a mixture of experts, node by node or in one."""
+"""ARGSORT, SUM_ROWS, TOP_K, and the top-k of a softmax: the routing of a mixture of experts, node by node or in one
+call."""
 
 from __future__ import annotations
 
@@ -43,10 +44,10 @@ def _refuse_argsort(dst: Tensor, x: Tensor, params: Argsort) -> str | None:
 
 @op("ARGSORT", types=[("i32", "f32")], refuse=_refuse_argsort, params=Argsort)
 def argsort(dst: Tensor, x: Tensor, params: Argsort) -> None:
-    """The places of each row's elements in ascending or descending order.
+    """dst = the indices of each row's elements in ascending or descending order; in x's ne.
 
-    Of equal ones the first comes first, NaN counts as -inf. Equals ggml_compute_forward_argsort where no elements are
-    equal: there, the order of equal ones is left to std::sort.
+    Equal elements stay in the order of the row, NaN counts as -inf. Equals ggml_compute_forward_argsort where no
+    elements are equal: the order of equal ones is left to std::sort there.
     """
     for i3, i2 in np.ndindex(x.ne[3], x.ne[2]):
         for i1 in range(x.ne[1]):
@@ -56,7 +57,7 @@ def argsort(dst: Tensor, x: Tensor, params: Argsort) -> None:
 
 @inlined
 def _key(score, place, descending):
-    """What sorts as the score does, NaN as -inf and -0 as 0, and equal ones by their place."""
+    """A key that sorts as the score does, NaN as -inf and -0 as 0, and equal scores by their index."""
     bits = float_bits((score if score == score else types.float32(-np.inf)) + types.float32(0))
     negative = bits >> types.uint32(31) != 0
     rank = ~bits if negative else bits | types.uint32(0x80000000)
@@ -66,9 +67,9 @@ def _key(score, place, descending):
 
 
 class Sort(NamedTuple):
-    """Rows of x, of ne elements, of each of which the places of the first k go to dst.
+    """Rows of x, of ne elements; the indices of the first k of each go to dst.
 
-    descending, swaps  truth values; swaps: the second place comes first
+    descending, swaps  truth values; swaps: the first two are swapped
     """
 
     descending: int
@@ -81,7 +82,7 @@ class Sort(NamedTuple):
 
 @compiled
 def sort(p, begin, end, scratch):
-    """Rows [begin, end): the places of their first k elements, in order; or, where `swaps`, the second one first."""
+    """A unit is a row: the indices of its first k elements, in order; where `swaps`, the second one comes first."""
     of = record_at(p, Sort)
     width = of.ne[0]
     keys = array_at(scratch, types.uint64, width)
@@ -121,8 +122,8 @@ def _is_same_order(ids: Tensor, x: Tensor, params: Argsort) -> bool:
 
 
 def _chosen(ids: Tensor, x: Tensor) -> tuple[Exact, Exact] | None:
-    """The scores, NaN as the least of all, and those that the ids of each row name; None where one is no id, or comes
-    twice."""
+    """The scores, NaN as the least of all, and those that the ids of each row name; None where one is not an id, or
+    occurs twice."""
     if x.ne[1:] != ids.ne[1:]:
         return None
     scores, places = exact.values(x), ids.view().astype(np.int64)
@@ -150,10 +151,11 @@ def _refuse_top_k(dst: Tensor, x: Tensor) -> str | None:
 
 @op("TOP_K", types=[("i32", "f32")], refuse=_refuse_top_k, built_by={"ggml_top_k": "cti"})
 def largest_k(dst: Tensor, x: Tensor) -> None:
-    """The places of the largest elements of each row, as many as dst has, the second largest first.
+    """dst = the indices of the largest elements of each row, x (n, ...) -> dst (k, ...); the second largest comes
+    first.
 
-    Equals ggml_compute_forward_top_k, which swaps the first two to show that their order means nothing, where no
-    elements are equal; NaN counts as -inf.
+    Equals ggml_compute_forward_top_k where no elements are equal; it swaps the first two to show that their order means
+    nothing. NaN counts as -inf.
     """
     k = dst.ne[0]
     places = np.argsort(-_ordered(x.view()), axis=-1, kind="stable")[..., :k]
@@ -180,13 +182,16 @@ def _refuse_sum_rows(dst: Tensor, x: Tensor) -> str | None:
 
 @op("SUM_ROWS", types=[("f32", "f32")], refuse=_refuse_sum_rows, bound=BOUND)
 def sum_rows(dst: Tensor, x: Tensor) -> None:
-    """The sum of each row, one after the other in float64, from +0 on. Equals ggml_compute_forward_sum_rows."""
+    """dst = the sum of each row, added one after the other in float64, from +0; x (n, ...) -> dst (1, ...).
+
+    Equals ggml_compute_forward_sum_rows.
+    """
     with np.errstate(all="ignore"):
         dst.view()[...] = np.add.accumulate(x.view(), axis=-1, dtype=np.float64)[..., -1:] + 0.0 if x.ne[0] else 0
 
 
 class SumOfRows(NamedTuple):
-    """Rows of x, of ne elements, each into one of dst."""
+    """Rows of x, of ne elements, each added up into one element of dst."""
 
     ne: Dims
     x: Place
@@ -195,7 +200,7 @@ class SumOfRows(NamedTuple):
 
 @compiled
 def sum_of_rows(p, begin, end, scratch):
-    """Rows [begin, end)."""
+    """A unit is a row."""
     of = record_at(p, SumOfRows)
     for row in range(begin, end):
         i1, i2, i3 = index_of(row, of.ne[1], of.ne[2])
@@ -236,9 +241,9 @@ sum_rows.nodes(probes.of_rows("SUM_ROWS", dst=1), probes.of_rows("SUM_ROWS", 409
 
 @inlined
 def _select(y, begin, count, best, places, k, n_found):
-    """Of `count` scores at y, columns from `begin` on: those that belong to the k largest so far, in their place.
+    """Of `count` scores at y, columns from `begin` on, inserts those that are among the k largest so far at their rank.
 
-    Returns how many are found. Of equal ones the first comes first; NaN counts as -inf.
+    Returns how many are found. Of equal scores the first comes first; NaN counts as -inf.
     """
     scores = array_at(y, types.float32, count)
     for i in range(count):
@@ -258,7 +263,7 @@ def _select(y, begin, count, best, places, k, n_found):
 
 @inlined
 def _filled(work, count, lanes):
-    """How many scores of work there are with -inf behind `count` of them, to a multiple of lanes."""
+    """Fills work with -inf after `count` scores, up to a multiple of lanes; returns how many there are then."""
     filled = -(-count // lanes) * lanes
     work[count:filled] = types.float32(-np.inf)
     return filled
@@ -266,7 +271,8 @@ def _filled(work, count, lanes):
 
 @inlined
 def _sort(code, x, nb0, y, keys, places):
-    """The places of the first scores of a row at x, in descending order, of equal ones the first; y holds a tile."""
+    """The indices of the first scores of a row at x, in descending order, equal ones in the row's order; y holds a
+    tile."""
     scores = array_at(y, types.float32, _TILE)
     for column in range(0, len(keys), _TILE):
         count = min(_TILE, len(keys) - column)
@@ -280,7 +286,7 @@ def _sort(code, x, nb0, y, keys, places):
 
 @inlined
 def _settle(weights, places, k):
-    """Puts the first k weights in descending order, equal ones as they are: they almost are in it."""
+    """Puts the first k weights in descending order, keeping the order of equal ones: they are almost sorted."""
     for i in range(1, k):
         weight, place, at = weights[i], places[i], i
         while at > 0 and weights[at - 1] < weight:
@@ -290,11 +296,11 @@ def _settle(weights, places, k):
 
 
 class TopK(NamedTuple):
-    """Rows of x, of `width` scores, of each of which the k largest go to dst and their places to ids.
+    """Rows of x, of `width` scores; the k largest of each go to dst and their indices to ids.
 
     kind      what the values are: _SOFTMAX or _SOFTMAX_OF_SELECTED
-    norm      the values are divided by their sum, which is no less than `least`
-    lanes     what a row's end is filled up to with -inf, for exponentials
+    norm      the values are divided by their sum, or by `least` where that is larger
+    lanes     a row's end is filled with -inf to a multiple of this, for exponentials
     by_score  the largest of a softmax are found among the scores
     n_sorted  scores of a row, where all of it is sorted; 0: the largest are selected one by one
     """
@@ -314,13 +320,13 @@ class TopK(NamedTuple):
 
 
 def scratch_of(of: TopK) -> int:
-    """Bytes that `top_k` works in: keys of the scores that are sorted, a tile of a row, weights and their places."""
+    """Bytes that `top_k` works in: keys of the scores that are sorted, a tile of a row, weights and their indices."""
     return 8 * of.n_sorted + 4 * _TILE + 4 * (of.k + of.lanes) + 4 * of.k
 
 
 @compiled
 def top_k(p, begin, end, scratch):
-    """Rows [begin, end): the k largest of a row's softmax, or of its scores, and their places."""
+    """A unit is a row: the k largest of its softmax, or of its scores, and their indices."""
     of = record_at(p, TopK)
     kind, lanes, by_score, width, k, nb0 = of.kind, of.lanes, of.by_score, of.width, of.k, of.x.nb[0]
     y = scratch + 8 * of.n_sorted
@@ -389,11 +395,11 @@ def routed(
 ) -> Call:
     """The call that fills values, float32 (k, n), and ids, int32 (k, n), from the rows of x, (width, n).
 
-    The k largest of each row's softmax; with selected_only the k largest scores, and the softmax of those. norm divides
-    by their sum, which is taken to be no less than `least`. Where the softmax of a row is NaN, so are the values, and
-    the ids are 0 to k - 1. Equal values are in the order of their scores, the first of equal scores first. values may
-    lie on x. of_nodes gives what SOFT_MAX and its like give node by node: equal scores may differ in the last bit
-    there, where one of them is at the end of its row, and equal values are in the order of the row.
+    They are the k largest of each row's softmax; with selected_only, the k largest scores, and the softmax of those.
+    norm divides by their sum, or by `least` where that is larger. Where the softmax of a row is NaN, so are the values,
+    and the ids are 0 to k - 1. Equal values are in the order of their scores, the first of equal scores first. values
+    may lie on x. of_nodes gives what SOFT_MAX and the nodes after it give node by node: there, equal scores may differ
+    in the last bit where one of them is at the end of its row, and equal values are in the order of the row.
     """
     k, n_rows = values.ne[:2]
     by_score = not (of_nodes or selected_only)

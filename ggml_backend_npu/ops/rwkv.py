@@ -1,4 +1,4 @@
-"""RWKV_WKV6, RWKV_WKV7, GATED_LINEAR_ATTN: attention by a state (`ops.recurrent`)."""
+"""RWKV_WKV6, RWKV_WKV7, GATED_LINEAR_ATTN: attention by means of a state (`ops.recurrent`)."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class LinearAttn(Params):
 
 
 def _refuse_heads(dst: Tensor, state: Tensor, first: Tensor | None = None, **tokens: Tensor) -> str | None:
-    """Of operands (size, heads, tokens) and a state (any, sequences); `first` is one for all tokens."""
+    """For operands (size, heads, tokens) and a state (any, sequences); `first` is one (size, heads) for all tokens."""
     ne, n_sequences = next(iter(tokens.values())).ne, state.ne[1]
     size, n_head, n_tokens, _ = ne
     if n_sequences < 1 or n_tokens % n_sequences:
@@ -59,7 +59,7 @@ def _of_sequences(tensors: tuple[Tensor, ...], n_sequences: int) -> list[Floats]
 
 
 def _state(dst: Tensor, x: Floats, state: Tensor) -> tuple[Floats, Floats]:
-    """What of dst the tokens of x give, and the states, which begin as `state`."""
+    """The part of dst for the results of x's tokens, and the states, which begin as `state`."""
     n_sequences, _, n_head, size = x.shape
     y, s = halves(dst, x.shape, (n_sequences, n_head, size, size))
     s[...] = state.view().reshape(s.shape)
@@ -76,7 +76,7 @@ def rwkv_wkv6(dst: Tensor, k: Tensor, v: Tensor, r: Tensor, tf: Tensor, td: Tens
     """RWKV-6, token by token: y = r (s + tf * k (outer) v), s = td * s + k (outer) v; r, tf, td, k along s's rows.
 
     k, v, r, td (size, heads, tokens of all sequences), tf (size, heads), state (size * size * heads, sequences) -> dst:
-    y, of k's shape, and the states. Equals ggml_compute_forward_rwkv_wkv6 but for rounding.
+    y, of k's shape, and then the states. Equals ggml_compute_forward_rwkv_wkv6 but for rounding.
     """
     keys, gains, reads, decays = _of_sequences((k, v, r, td), state.ne[1])
     y, s = _state(dst, keys, state)
@@ -101,8 +101,8 @@ def gated_linear_attn(
 ) -> None:
     """Gated linear attention, token by token: s = g * s + k (outer) v, y = q * scale s; q, g and k along s's rows.
 
-    k, v, q, g (size, heads, tokens of all sequences), state (size * size * heads, sequences) -> dst: y,
-    of k's shape, and the states. Equals ggml_compute_forward_gla but for rounding.
+    k, v, q, g (size, heads, tokens of all sequences), state (size * size * heads, sequences) -> dst: y, of k's shape,
+    and then the states. Equals ggml_compute_forward_gla but for rounding.
     """
     keys, gains, queries, gates = _of_sequences((k, v, q, g), state.ne[1])
     y, s = _state(dst, keys, state)
@@ -115,7 +115,7 @@ def gated_linear_attn(
 
 @inlined
 def _wkv6_row(s, v, y, k, r, first, decay, n):
-    """One row of a head's state; what it gives is added to y."""
+    """One row of a head's state; its contribution is added to y."""
     row, gain, total = array_at(s, types.float32, n), array_at(v, types.float32, n), array_at(y, types.float32, n)
     for j in range(n):
         kv = gain[j] * k
@@ -125,7 +125,7 @@ def _wkv6_row(s, v, y, k, r, first, decay, n):
 
 @inlined
 def _gla_row(s, v, y, k, q, gate, n):
-    """As `_wkv6_row`. Of what is no whole vector, GCC rounds the other product before it adds them."""
+    """As `_wkv6_row`. After the last whole vector, GCC rounds the other one of the two products before it adds them."""
     row, gain, total = array_at(s, types.float32, n), array_at(v, types.float32, n), array_at(y, types.float32, n)
     for j in range(n // LANES * LANES):
         row[j] = fused_multiply_add(row[j], gate, gain[j] * k)
@@ -136,7 +136,7 @@ def _gla_row(s, v, y, k, q, gate, n):
 
 
 def _heads_of(dst: Tensor, x: Tensor, state: Tensor) -> Heads:
-    """Those of a source x."""
+    """The heads of a source x."""
     size, n_head, n_tokens, _ = x.ne
     states = dst.address + 4 * x.n_elements
     return Heads(size, n_head, n_tokens // state.ne[1], state.address, dst.address, states)
@@ -156,7 +156,7 @@ class GatedAttention(NamedTuple):
 
 @compiled
 def gated_attention(p, begin, end, scratch):
-    """Heads [begin, end) of all sequences, of RWKV_WKV6, or of GATED_LINEAR_ATTN, which has no `first`."""
+    """A unit is one head of one sequence, of RWKV_WKV6, or of GATED_LINEAR_ATTN, which has no `first`."""
     of = record_at(p, GatedAttention)
     heads, first, scale = of.heads, of.first, of.scale
     size, n_head, n_tokens = heads.size, heads.n_head, heads.n_tokens
@@ -222,8 +222,8 @@ def rwkv_wkv7(dst: Tensor, r: Tensor, w: Tensor, k: Tensor, v: Tensor, a: Tensor
     """RWKV-7, token by token: s = s * w + v (outer) k + (s a) (outer) b, y = s r; w, k and b along s's columns.
 
     r, w, k, v, a, b (size, heads, tokens of all sequences), state (size * size * heads, sequences) -> dst: y, of r's
-    shape, and the states. Equals ggml_compute_forward_rwkv_wkv7 but for rounding, and for head sizes that its vectors
-    do not divide: there it reads and writes beyond each row.
+    shape, and then the states. Equals ggml_compute_forward_rwkv_wkv7 but for rounding, and except for head sizes that
+    its vectors do not divide: with those it reads and writes beyond each row.
     """
     reads, decays, keys, gains, removals, returns = _of_sequences((r, w, k, v, a, b), state.ne[1])
     y, s = _state(dst, reads, state)
@@ -258,7 +258,7 @@ class Wkv7(NamedTuple):
 
 @compiled
 def wkv7(p, begin, end, dots):
-    """Heads [begin, end) of all sequences. dots: of GROUP rows."""
+    """A unit is one head of one sequence. dots: of GROUP rows."""
     of = record_at(p, Wkv7)
     heads, removed = of.heads, array_at(dots, types.float32, GROUP)
     size, n_head, n_tokens = heads.size, heads.n_head, heads.n_tokens
@@ -300,7 +300,7 @@ def _rwkv_wkv7(
 
 
 def _heads(rng: probes.Rng, n: int, decays: int, size: int) -> tuple[list[Tensor], Tensor, tuple[int, ...]]:
-    """n sources of heads of a size, of which one decays; a state of two sequences; and the shape of dst."""
+    """n sources of heads of a size, one of them decays; a state of two sequences; and the shape of dst."""
     shape, sequences = (1, TOKENS, HEADS, size), 2
     sources = [probes.tensor("f32", rng.uniform(-1, 1, shape)) for _ in range(n)]
     sources[decays] = probes.tensor("f32", rng.uniform(0.5, 1, shape))

@@ -1,4 +1,4 @@
-"""Why an op does not take tensors of some shapes, in a few words: what ggml's CPU backend asserts of them."""
+"""Why an op does not take tensors of some shapes, in a few words: what ggml's CPU backend asserts about them."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from ggml_backend_npu.ir import Tensor
 
 
 def other_ne(**tensors: Tensor) -> str | None:
-    """Tensors that are not all of one size."""
+    """Names tensors that do not all have one ne; None where they do."""
     if len({tensor.ne for tensor in tensors.values()}) == 1:
         return None
     return ", ".join(f"{role} of ne {tensor.ne}" for role, tensor in tensors.items())
 
 
 def gaps_in_rows(**tensors: Tensor) -> str | None:
-    """A tensor whose elements of a row do not follow each other."""
+    """Names a tensor whose elements of a row are not adjacent; None where there is none."""
     for role, tensor in tensors.items():
         if not tensor.has_contiguous_rows():
             return f"{role} rows have gaps: nb0 is {tensor.nb[0]}"
@@ -21,7 +21,7 @@ def gaps_in_rows(**tensors: Tensor) -> str | None:
 
 
 def gaps_in_matrices(**tensors: Tensor) -> str | None:
-    """A tensor that ggml_is_contiguous_1 is not true of: its rows have gaps, or are not all as far apart."""
+    """Names a tensor that is not ggml_is_contiguous_1: its rows have gaps, or are not all equally far apart."""
     for role, tensor in tensors.items():
         (_, n1, n2, n3), (_, nb1, nb2, nb3) = tensor.ne, tensor.nb
         if (n2 != 1 and nb2 != n1 * nb1) or (n3 != 1 and nb3 != n2 * n1 * nb1):
@@ -30,7 +30,7 @@ def gaps_in_matrices(**tensors: Tensor) -> str | None:
 
 
 def gaps(**tensors: Tensor) -> str | None:
-    """A tensor that is not contiguous."""
+    """Names a tensor that is not contiguous; None where there is none."""
     for role, tensor in tensors.items():
         if not tensor.is_contiguous():
             return f"{role} is not contiguous: nb {tensor.nb}"

@@ -16,8 +16,8 @@ class Ids(NamedTuple):
 
     address  0: there are none, rows come in order
     n_bytes  of an id
-    nb       its strides, ne its dimensions 1 and 2
-    n_rows   that there are to be named
+    nb       strides of the ids; ne: their dimensions 1 and 2
+    n_rows   rows that ids may name
     """
 
     address: int = 0
@@ -53,7 +53,7 @@ def row_id(side, i1, i2, i3):
 
 @inlined
 def row_address(side, i1, i2, i3):
-    """Where row (i1, i2, i3) of a side begins; i1 goes through the side's ids, where it has any."""
+    """Address of row (i1, i2, i3) of a side; i1 goes through the side's ids, where it has any."""
     if side.ids.address:
         i1 = row_id(side, i1, i2, i3)
     return side.address + i1 * side.nb[1] + i2 * side.nb[2] + i3 * side.nb[3]
@@ -61,7 +61,7 @@ def row_address(side, i1, i2, i3):
 
 @inlined
 def locate(side, unit):
-    """The indices of a unit in the logical order, fastest first."""
+    """The indices of a unit by its number in logical order, fastest first."""
     ne = side.ne
     i0 = unit % ne[0]
     row = unit // ne[0]
@@ -72,7 +72,7 @@ def locate(side, unit):
 
 @inlined
 def next_row(side, i1, i2, i3):
-    """The indices of the row behind row (i1, i2, i3)."""
+    """The indices of the row after row (i1, i2, i3)."""
     i1 += 1
     if i1 == side.ne[1]:
         i1 = 0
@@ -84,7 +84,7 @@ def next_row(side, i1, i2, i3):
 
 
 def side_at(address: int, ne: Dims, nb: Dims, ids: Tensor | None = None, n_rows: int = 0) -> Side:
-    """A side of a walk: ne units and nb bytes per dimension, fastest first; where ids are given they name its n_rows
+    """A side of a walk: ne units and nb bytes per dimension, fastest first; where ids are given, they name its n_rows
     rows."""
     if ids is None:
         return Side(address, *_merged(ne, nb))
@@ -93,7 +93,7 @@ def side_at(address: int, ne: Dims, nb: Dims, ids: Tensor | None = None, n_rows:
 
 
 def _merged(ne: Dims, nb: Dims) -> tuple[Dims, Dims]:
-    """Dimensions that follow each other without a gap become one: longer runs, the same order."""
+    """Merges dimensions that follow each other without a gap into one: longer runs, the same order."""
     sizes, strides = [ne[0]], [nb[0]]
     for n, stride in zip(ne[1:], nb[1:], strict=True):
         if sizes[-1] == 1:
@@ -107,6 +107,6 @@ def _merged(ne: Dims, nb: Dims) -> tuple[Dims, Dims]:
 
 
 def padded(numbers: list[int], by: int) -> Dims:
-    """Up to four numbers, and `by` for each that is missing."""
+    """Up to four numbers, with `by` for each that is missing."""
     first, second, third, fourth = numbers + [by] * (4 - len(numbers))
     return first, second, third, fourth

@@ -1,9 +1,9 @@
-"""SOFT_MAX, and the one softmax over rows that it and the operators of `operators.rbln` run.
+"""SOFT_MAX, and the one softmax over rows that it and the operators of `documents.rbln` run.
 
-`softmax` goes through rows of a strided tensor: each is scaled, masked, and becomes e ** (x - max), divided by its sum
-or, for a tile of flash attention, left beside it. A masked element is excluded: it takes part in neither, whatever it
-holds, and gives 0; a row of which all is masked gives zeros. A NaN that is not masked makes its row NaN. Its steps are
-those of ggml's CPU: SOFT_MAX is byte-equal to it on x86 with AVX2 or AVX-512.
+`softmax` processes rows of a strided tensor: each is scaled, masked, and becomes e ** (x - max), divided by its sum or,
+for a tile of flash attention, stored beside it. A masked element is excluded: it counts neither in the maximum nor in
+the sum, whatever it holds, and gives 0; a row that is masked altogether gives zeros. A NaN that is not masked makes its
+row NaN. The steps are those of ggml's CPU: SOFT_MAX is byte-equal to it on x86 with AVX2 or AVX-512.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from quant.kernels.threads import Job, Work
 from quant.runs import CODES, F16, F32, narrow_run, widen_run
 
 _TILE = 256  # elements of a row in work where dst cannot hold float32
-LOWEST = -3.4028234663852886e38  # float32's; a tile's maximum is no less: -inf would make NaN of what it is taken from
+LOWEST = -3.4028234663852886e38  # of float32; a tile's maximum is never less, as x - -inf may be NaN
 
 # kinds of mask: numbers to add, of which -inf excludes; or marks, of which 0 excludes
 _NONE, _ADD_F32, _ADD_F16, _MARK_F32, _MARK_F16, _MARK_BYTE = range(6)
@@ -46,11 +46,11 @@ class Softmax(NamedTuple):
 
     mask_ne     dimensions 1 to 3 of the mask
     mask_kind   one of those above
-    sinks       of float32, one a row
-    slopes      of float32, one an index of dimension 2
-    offsets     of int64, one an index of dimension 3
+    sinks       of float32, one per row
+    slopes      of float32, one per index of dimension 2
+    offsets     of int64, one per index of dimension 3
     window      0: all columns up to the row's position
-    maxima_before, maxima, sums  of float32, one a row: of a flash attention's tile
+    maxima_before, maxima, sums  of float32, one per row: for a tile of a flash attention
     """
 
     ne: Dims
@@ -73,7 +73,7 @@ class Softmax(NamedTuple):
 
 @inlined
 def _exclude(of, mask, slope, y, begin, count):
-    """Of the `count` scores at y, columns from `begin` on: adds the mask, and -inf where it excludes."""
+    """For `count` scores at y, columns from `begin` on: adds the mask, and -inf where it excludes."""
     row = array_at(y, types.float32, count)
     nb0, kind = of.mask.nb[0], of.mask_kind
     at = mask + begin * nb0
@@ -111,7 +111,7 @@ def _scores(of, src, mask, slope, y, begin, count):
 
 @inlined
 def _any_is_left(of, mask, work, first, last):
-    """Whether a row's mask leaves one of the elements [first, last)."""
+    """Whether a row's mask leaves at least one of the elements [first, last)."""
     if mask == 0:
         return first < last
     score = array_at(work, types.float32, 1)
@@ -144,7 +144,7 @@ def _greater(a, b):
 
 @inlined
 def _fill(code, dst, count, zero):
-    """`count` elements without gaps: 0 or NaN, as `zero` is."""
+    """Sets `count` elements without gaps to `zero`, which is 0 or NaN."""
     if code == F32:
         array_at(dst, types.float32, count)[:] = zero
     else:
@@ -154,7 +154,7 @@ def _fill(code, dst, count, zero):
 
 @inlined
 def _columns(of, i1, i3):
-    """The columns [first, last) of a row, those of its window."""
+    """The columns [first, last) of a row that are in its window."""
     n = of.ne[0]
     if of.offsets == 0:
         return types.int64(0), n
@@ -165,7 +165,7 @@ def _columns(of, i1, i3):
 
 @compiled
 def softmax(p, begin, end, stage):
-    """Rows [begin, end). The stage holds a tile of a row where dst cannot hold float32."""
+    """A unit is a row. The stage holds a tile of a row where dst cannot hold float32."""
     of = record_at(p, Softmax)
     n = of.ne[0]
     in_place = of.dst_code == F32
@@ -238,14 +238,14 @@ class Rows:
 
     scale    of x
     mask     numbers to add to x * scale; see `marks`. Broadcast over dimensions 1 to 3 as ggml does it
-    slopes   what the mask is multiplied by, per index of dimension 2
+    slopes   factors of the mask, one per index of dimension 2
     marks    instead of a mask: float32, float16 or bool, 0 where x is excluded, broadcast by strides of 0
     sinks    float32 (n3, n2, n1), broadcast by strides of 0: one more score of a row, in its sum only
-    offsets  a row i1 of batch i3 is at position offsets[i3] + i1 and has the columns up to that
-    window   and no more than so many of them; 0 for all
-    statistics  of a flash attention's tile: the maximum of the rows before, or None, and where to put each row's
-                maximum and sum; all float32, contiguous, one a row. dst is not divided by the sum then. A NaN of the
-                scores, of the sink or of the maximum before makes all of its row NaN
+    offsets  row i1 of batch i3 is at position offsets[i3] + i1 and has the columns up to that
+    window   and at most this many of them; 0 for all
+    statistics  of a tile of a flash attention: the maximum of the rows before, or None, and where to put each row's
+                maximum and sum; all float32, contiguous, one per row. dst is then not divided by the sum. A NaN in the
+                scores, the sink or the maximum before makes the whole row NaN
     """
 
     dst: Tensor
@@ -291,7 +291,7 @@ class Rows:
 
 
 def _address(array: NDArray[np.generic] | None) -> int:
-    """Where an array begins; 0 without one."""
+    """Address of an array's first element; 0 without an array."""
     if array is None:
         return 0
     address, _ = array.__array_interface__["data"]
@@ -299,13 +299,13 @@ def _address(array: NDArray[np.generic] | None) -> int:
 
 
 def _place(array: NDArray[np.generic]) -> Place:
-    """An array of four axes."""
+    """The `Place` of an array of four axes."""
     nb3, nb2, nb1, nb0 = array.strides
     return Place(_address(array), (nb0, nb1, nb2, nb3))
 
 
 def slopes(n_head: int, max_bias: float) -> Floats | None:
-    """ALiBi's slope of each head; None for a bias of 0, where all are 1."""
+    """ALiBi's slope for each head; None for a bias of 0, where all are 1."""
     if max_bias <= 0:
         return None
     power = 1 << (n_head.bit_length() - 1)
@@ -343,9 +343,9 @@ def masked(scores: Floats, kept: NDArray[np.bool_], sink: Floats | None) -> Floa
 def masked_tile(
     scores: Floats, kept: NDArray[np.bool_], sink: Floats | None, before: Floats | None
 ) -> tuple[Floats, Floats, Floats]:
-    """As `masked`, of a flash attention's tile: the rows' maxima, what is left of e ** (x - maximum), and its sums.
+    """As `masked`, for a tile of a flash attention: the rows' maxima, e ** (x - maximum) of what is kept, and its sums.
 
-    before  maxima of the rows so far; None for the first tile
+    before  maxima of the rows in earlier tiles; None for the first tile
     """
     with np.errstate(all="ignore"):
         maximum = np.fmax(_maximum(scores, kept, sink), np.float32(LOWEST))
@@ -361,7 +361,7 @@ def masked_tile(
 
 @dataclass(frozen=True)
 class SoftMax(Params):
-    """op_params of SOFT_MAX: ggml_soft_max_impl. max_bias: of ALiBi, 0 for a mask as it is."""
+    """op_params of SOFT_MAX: ggml_soft_max_impl. max_bias: of ALiBi; with 0 the mask is used as it is."""
 
     scale: Annotated[f32, Instead("scale", (1.0,))]
     max_bias: Annotated[f32, Instead("ALiBi bias", (0.0,))]
@@ -395,8 +395,9 @@ def _refuse(dst: Tensor, x: Tensor, mask: Tensor | None, sinks: Tensor | None, p
 def soft_max(dst: Tensor, x: Tensor, mask: Tensor | None, sinks: Tensor | None, params: SoftMax) -> None:
     """dst = softmax of x * scale + slope * mask over each row, with a head's sink in its sum.
 
-    Equals ggml_compute_forward_soft_max (the definition but for rounding), save for a row of which the mask excludes
-    all: zeros here, NaN there. dst may be x.
+    x and dst (n, rows, heads, ...), mask (n, at least as many rows, ...), which repeats in dimensions 2 and 3, sinks
+    (heads). Equals ggml_compute_forward_soft_max (the definition but for rounding), except for a row that the mask
+    excludes altogether: zeros here, NaN there. dst may be x.
     """
     with np.errstate(invalid="ignore", over="ignore"):
         scores = x.view() * np.float32(params.scale)
@@ -441,7 +442,7 @@ def _exact_soft_max(x: Tensor, mask: Tensor | None, sinks: Tensor | None, params
 
 
 def _make(rng: probes.Rng, types: Types, max_bias: float = 8.0) -> Node:
-    """With a mask, sinks and ALiBi; the slopes of 8 are powers of two."""
+    """With a mask, sinks and ALiBi; the slopes for a bias of 8 are powers of two."""
     shape = 2, probes.HEADS, probes.TOKENS, 96
     x, mask = probes.normal(rng, "f32", *shape, size=4), probes.normal(rng, "f16", 1, 1, *shape[2:])
     mask.view()[..., ::5] = -np.inf

@@ -1,4 +1,5 @@
-"""The compiled mover: walks two tensors in logical order, a run at a time, at any strides, one side by row ids.
+"""The compiled mover: walks through two tensors in logical order, a run at a time, at any strides; one side may use row
+ids.
 
 GET_ROWS, SET_ROWS, CPY, DUP, CONT and the parts of CONCAT differ only in how a row is found: GET_ROWS reads rows by
 ids, SET_ROWS writes them by ids, the others go in order. `mover` makes the bound call for all of them, and `repeater`
@@ -41,7 +42,7 @@ def _move_run(
 
 
 class Walk(NamedTuple):
-    """unit sizes in bytes; streams: the rows of dst, long and without gaps, are stored past the caches."""
+    """Unit sizes in bytes; streams: the rows of dst, which are long and have no gaps, are stored past the caches."""
 
     src: Side
     dst: Side
@@ -54,8 +55,8 @@ class Walk(NamedTuple):
 
 @compiled
 def walk(p, begin, end, stage):
-    """Units [begin, end) of the logical order, from side src to side dst. What is stored past the caches is put
-    together in a stage of STAGE_SIZE bytes, where it is not copied as it is."""
+    """A unit is one unit of the logical order, an element or a block, moved from side src to side dst. What is stored
+    past the caches is assembled in a stage of STAGE_SIZE bytes, unless it is copied unchanged."""
     of = record_at(p, Walk)
     src, dst, streams = of.src, of.dst, of.streams
     src_code, src_unit, dst_code, dst_unit = of.src_code, of.src_unit, of.dst_code, of.dst_unit
@@ -160,9 +161,9 @@ class Transpose(NamedTuple):
 
 @compiled
 def transpose(p, begin, end, rows):
-    """Tiles [begin, end) of two sides of the same ne: src has dimension 1 without gaps, dst dimension 0.
+    """A unit is a tile of two sides of the same ne: src has no gaps in dimension 1, dst none in dimension 0.
 
-    A tile is gathered in the L1 cache, as `rows`, so that each side is touched a whole cache line at a time.
+    A tile is gathered in the L1 cache, as `rows`, so that each side is accessed a whole cache line at a time.
     """
     of = record_at(p, Transpose)
     src, dst, per_unit, tile0, tile1, streams = of.src, of.dst, of.per_unit, of.tile0, of.tile1, of.streams
@@ -224,7 +225,7 @@ class Repeat(NamedTuple):
 
 @compiled
 def repeat(p, begin, end, scratch):
-    """Rows [begin, end) of dst, each a row of src again and again."""
+    """A unit is a row of dst, in which a row of src is repeated."""
     of = record_at(p, Repeat)
     src, dst, src_ne, dst_ne, dst_row = of.src, of.dst, of.src_ne, of.dst_ne, of.dst_row
     for index in range(begin, end):
@@ -255,7 +256,7 @@ def _first_bad_id(side):
 
 @inlined
 def _all_differ(side):
-    """Whether no id comes twice in a matrix; False too where that would take long to find out."""
+    """Whether no id occurs twice in a matrix; also False where finding out would take long."""
     n_rows = side.ids.n_rows
     seen = np.zeros(0, np.uint8)
     for i3 in range(side.ids.ne[1]):
@@ -278,7 +279,7 @@ def _all_differ(side):
 
 
 class CheckIds(NamedTuple):
-    """work, parts: a work that is to write rows by these ids, and the parts that it could be cut into; 0: there is
+    """work, parts: a work that writes rows by these ids, and the most parts that it may be split into; 0: there is
     none."""
 
     side: Side
@@ -288,9 +289,9 @@ class CheckIds(NamedTuple):
 
 @compiled
 def check_ids(p, begin, end, scratch):
-    """Returns 1 + where among a side's ids, in logical order, the first one lies that names no row; 0 where all do.
+    """There is one unit. Returns 1 + the logical index of a side's first id that names no row; 0 where all name one.
 
-    A work that writes rows by these ids is cut only where no row is written twice, so that of two the last one stays.
+    A work that writes rows by these ids is split only where no row is written twice, so that of two the last one stays.
     """
     of = record_at(p, CheckIds)
     bad = _first_bad_id(of.side)
@@ -311,7 +312,7 @@ def _side(tensor: Tensor, ne: Dims, unit: int, ids: Tensor | None) -> Side:
 
 
 def code(type: str, rounding: Rounding) -> int | None:
-    """What the compiled walk calls a type, under a q8_0 rounding; None where it has none."""
+    """The compiled walk's code of a type, under a q8_0 rounding; None where it has none."""
     return CODES.get(f"{type} {rounding}", CODES.get(type))
 
 
@@ -324,7 +325,7 @@ def mover(
 ) -> Job | None:
     """The call that moves src to dst, reading or writing rows by ids; None where a type has no compiled run.
 
-    numerics  whose codecs and rounding are to be had
+    numerics  whose codecs and rounding are used
     """
     dst_type = "f16 fours" if dst_ids is not None and dst.type == "f16" else dst.type
     src_code, dst_code = code(src.type, numerics.rounding), code(dst_type, numerics.rounding)
@@ -368,7 +369,7 @@ def mover(
 
 
 def repeater(dst: Tensor, src: Tensor) -> Call:
-    """The call that fills dst with src, again and again in each dimension; the rows of both have no gaps."""
+    """The call that fills dst with src, repeated in each dimension; the rows of both have no gaps."""
     src_row, dst_row = (tensor.ne[0] * tensor.codec.block_bytes for tensor in (src, dst))
     of = Repeat(src.place, src_row, src.ne, dst.place, dst_row, dst.ne)
     n_rows = dst.ne[1] * dst.ne[2] * dst.ne[3]
@@ -376,26 +377,27 @@ def repeater(dst: Tensor, src: Tensor) -> Call:
 
 
 def _check(side: Side, ids: Tensor, move: Work | None = None) -> Work:
-    """The check of the ids of a side, which `move` writes by."""
+    """The check of a side's ids, by which `move` writes."""
     of = CheckIds(side) if move is None else CheckIds(side, move.address, move.most_parts)
     return Work(check_ids, of, 1, keep=move, failed=lambda status: bad_id(ids, status - 1, side.ids.n_rows))
 
 
 def ids_check(ids: Tensor, n_rows: int) -> Work:
-    """The check that a matrix of ids, or several, names none but n_rows rows. Raises KernelError for the first one."""
+    """The check that one or several matrices of ids name only rows below n_rows. Raises KernelError for the first one
+    that does not."""
     return _check(side_at(0, (1, ids.ne[0], 1, 1), (0, 0, 0, 0), ids, n_rows), ids)
 
 
 def _tile(unit_bytes: int) -> tuple[int, int]:
-    """Units of a tile in dimensions 0 and 1: of single elements a cache line side by side, of longer runs a page."""
+    """Units of a tile in dimensions 0 and 1: a cache line of single elements side by side, a page of longer runs."""
     beside = LINE if unit_bytes <= 8 else _PAGE
     tile1 = max(1, beside // unit_bytes)
     return max(1, _TILE_BYTES // (tile1 * unit_bytes)), tile1
 
 
 def _turned(dst: Tensor, src: Tensor) -> tuple[tuple[Side, Side], int] | None:
-    """Both as the sides of `transpose`, their dimensions in its order, and how many elements make a unit; None where it
-    is no transposition."""
+    """Both as the sides of `transpose`, with their dimensions in its order, and the elements of a unit; None where it
+    is not a transposition."""
     if src.ne != dst.ne:
         return None
     axes, per_unit = [i for i in range(4) if src.ne[i] > 1], 1
@@ -415,12 +417,12 @@ def _turned(dst: Tensor, src: Tensor) -> tuple[tuple[Side, Side], int] | None:
 
 
 def _dense_axis(tensor: Tensor, axes: list[int], per_unit: int) -> int | None:
-    """The one of some dimensions in which units of so many elements are adjacent."""
+    """The one of some dimensions in which units of per_unit elements are adjacent."""
     return next((i for i in axes if tensor.nb[i] == per_unit * tensor.codec.block_bytes), None)
 
 
 def _flat_if(tensor: Tensor, unit: int) -> Dims:
-    """ne, or one dimension where rows are no whole units: q -> f32 into a contiguous tensor of any shape."""
+    """ne, or one dimension where rows are not whole units: q -> f32 into a contiguous tensor of any shape."""
     return tensor.ne if tensor.ne[0] % unit == 0 else (tensor.n_elements, 1, 1, 1)
 
 
@@ -435,7 +437,7 @@ def make_ready() -> None:
 
 
 def bad_id(ids: Tensor, where: int, n_rows: int) -> KernelError:
-    """The error of the id at `where`, in logical order, that names none of n_rows rows."""
+    """The error for the id at `where`, in logical order, that does not name one of n_rows rows."""
     i0, rest = where % ids.ne[0], where // ids.ne[0]
     i1, i2 = rest % ids.ne[1], rest // ids.ne[1]
     value = int(ids.view()[0, i2, i1, i0])

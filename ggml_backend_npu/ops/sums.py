@@ -1,4 +1,4 @@
-"""SUM, MEAN, CUMSUM, ARGMAX: of rows, in ggml's order, byte for byte what its CPU backend writes. COUNT_EQUAL."""
+"""SUM, MEAN, CUMSUM, ARGMAX: over rows, in ggml's order, byte for byte what its CPU backend writes. COUNT_EQUAL."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ BOUND = 1e-10
 
 
 def _one_after_the_other(x: NDArray[np.float32], dtype: type) -> NDArray[np.floating]:
-    """Sums over the last axis, from +0 on."""
+    """Sums over the last axis, element by element in a dtype, starting from +0."""
     first = np.zeros((*x.shape[:-1], 1), dtype)
     total: NDArray[np.floating] = np.add.accumulate(np.concatenate([first, x], axis=-1), axis=-1, dtype=dtype)[..., -1]
     return total
@@ -38,7 +38,7 @@ def _refuse_sum(dst: Tensor, x: Tensor) -> str | None:
 @op("SUM", types=[(type, type) for type in ("f32", "f16", "bf16")], refuse=_refuse_sum, bound=BOUND)
 @np.errstate(all="ignore")
 def sum_all(dst: Tensor, x: Tensor) -> None:
-    """dst = the sum of all elements: of each row, and then of the rows, in float64 for f32, in float32 for the others.
+    """dst (1, 1, 1, 1) = the sum of all elements: of each row, then of the rows, in float64 for f32, else in float32.
 
     Equals ggml_compute_forward_sum.
     """
@@ -65,7 +65,8 @@ def _make_sum(rng: probes.Rng, types: Types) -> Node:
 
 
 def partial_sums(x: Exact) -> Exact:
-    """Of each row up to each element: the terms and the sums on the way, as root mean squares; whatever the order."""
+    """For each element of a row, up to it: the root of the sum of squared terms, or, where that is larger, the root
+    mean square of the partial sums."""
     places = np.arange(1, x.shape[-1] + 1)
     on_the_way: Exact = np.sqrt(np.cumsum(np.square(np.cumsum(x, axis=-1)), axis=-1) / places)
     terms: Exact = np.sqrt(np.cumsum(np.square(x), axis=-1))
@@ -81,7 +82,8 @@ def _refuse_mean(dst: Tensor, x: Tensor) -> str | None:
 @op("MEAN", types=[("f32", "f32")], refuse=_refuse_mean, bound=BOUND)
 @np.errstate(all="ignore")
 def mean(dst: Tensor, x: Tensor) -> None:
-    """dst = the mean of each row, its sum taken in float64. Equals ggml_compute_forward_mean."""
+    """dst = the mean of each row, its sum taken in float64; x (n, ...) -> dst (1, ...). Equals
+    ggml_compute_forward_mean."""
     dst.view()[..., 0] = _one_after_the_other(x.view(), np.float64).astype(np.float32) / np.float32(x.ne[0])
 
 
@@ -106,7 +108,7 @@ def _refuse_cumsum(dst: Tensor, x: Tensor) -> str | None:
 @op("CUMSUM", types=[("f32", "f32")], refuse=_refuse_cumsum, bound=BOUND)
 @np.errstate(all="ignore")
 def cumsum(dst: Tensor, x: Tensor) -> None:
-    """dst[i] = dst[i - 1] + x[i] along each row, in float32. Equals ggml_compute_forward_cumsum."""
+    """dst[i] = dst[i - 1] + x[i] along each row, in float32; in x's ne. Equals ggml_compute_forward_cumsum."""
     dst.view()[...] = np.add.accumulate(x.view(), axis=-1)
 
 
@@ -132,9 +134,10 @@ def _refuse_argmax(dst: Tensor, x: Tensor) -> str | None:
 
 @op("ARGMAX", types=[("i32", "f32")], refuse=_refuse_argmax)
 def argmax(dst: Tensor, x: Tensor) -> None:
-    """The place of each row's largest element, of equal ones the last; what is in front of a NaN is forgotten.
+    """dst = the index of each row's largest element, the last of equal ones, x (n, rows) -> dst (rows).
 
-    0 where nothing but NaN is there. Equals ggml_compute_forward_argmax.
+    Elements before a NaN are ignored where a number follows it; 0 where a row is only NaN. Equals
+    ggml_compute_forward_argmax.
     """
     for row, scores in enumerate(x.view()[0, 0]):
         numbers = np.flatnonzero(~np.isnan(scores))
@@ -145,7 +148,7 @@ def argmax(dst: Tensor, x: Tensor) -> None:
 
 
 class PlaceOfLargest(NamedTuple):
-    """Rows of x, of `width` elements without gaps; dst has one for each."""
+    """Rows of x, of `width` elements without gaps; dst has one element per row."""
 
     width: int
     x: Place
@@ -154,7 +157,7 @@ class PlaceOfLargest(NamedTuple):
 
 @compiled
 def place_of_largest(p, begin, end, scratch):
-    """Rows [begin, end)."""
+    """A unit is a row."""
     of = record_at(p, PlaceOfLargest)
     width, x, dst = of.width, of.x, of.dst
     for row in range(begin, end):
@@ -185,5 +188,6 @@ def _refuse_count_equal(dst: Tensor, a: Tensor, b: Tensor) -> str | None:
 
 @op("COUNT_EQUAL", types=[("i64", "i32", "i32")], refuse=_refuse_count_equal)
 def count_equal(dst: Tensor, a: Tensor, b: Tensor) -> None:
-    """dst = how many elements of a are those of b. Equals ggml_compute_forward_count_equal."""
+    """dst (1, 1, 1, 1) = how many elements of a equal those of b, of the same ne. Equals
+    ggml_compute_forward_count_equal."""
     dst.view()[...] = np.count_nonzero(a.view() == b.view())

@@ -1,8 +1,8 @@
 """dst = f(x, y), element by element, compiled: a tile of a row at a time, of any float types and strides.
 
-y is repeated to the size of x, or left out. What the functions are is said in NumPy, by the ops that they stand beside.
-As in ggml's CPU backend, `functions.gelu` and `gelu_quick` of f32 and f16 are looked up in tables of half floats, and
-silu of f32 is computed in vectors, except after a row's last whole one; else e ** x and the like are C's library's.
+y is repeated to the size of x, or left out. The ops define the functions in NumPy. As in ggml's CPU backend,
+`functions.gelu` and `gelu_quick` of f32 and f16 are looked up in tables of half floats, and silu of f32 is computed in
+vectors, except after a row's last whole one; otherwise e ** x and the like are the C library's.
 """
 
 from __future__ import annotations
@@ -249,7 +249,7 @@ def _each(function, x, y, a, b, n):
 
 @inlined
 def _each_vector(function, after, x, y, a, b, n):
-    """As `_each`, with another function for what is no whole vector, the last n % LANES."""
+    """As `_each`, with another function for the last n % LANES elements, which do not fill a vector."""
     whole = n // LANES * LANES
     _each(function, x, y, a, b, whole)
     _each(after, x + 4 * whole, y + 4 * whole, a, b, n - whole)
@@ -271,7 +271,8 @@ def _xielu(constants, x, n):
 
 @inlined
 def _look_up(table, limit, gated, x, y, n):
-    """x = table[x], by the bits of a half float, times y where it is gated; from limit on x itself, up to -limit 0."""
+    """x = table[x], by the bits of a half float, times y where it is gated; from limit on, x itself; up to -limit,
+    0."""
     found = array_at(table, types.uint16, 1 << 16)
     to = array_at(x, types.float32, n)
     other = array_at(y, types.float32, n)
@@ -366,7 +367,7 @@ _NOWHERE = Place(0, (0, 0, 0, 0))
 
 
 class Operand(NamedTuple):
-    """A tensor; ne[0] elements of a row are repeated. code: of its type, one of CODES."""
+    """A tensor, whose rows of ne[0] elements are repeated. code: of its type, one of CODES."""
 
     code: int = 0
     place: Place = _NOWHERE
@@ -374,11 +375,11 @@ class Operand(NamedTuple):
 
 
 class Compute(NamedTuple):
-    """dst = function(x, y), in n_tiles tiles a row.
+    """dst = function(x, y), in n_tiles tiles per row.
 
-    a, b, table  of the function; the table is an address
+    a, b, table  parameters of the function; the table is an address
     y            at address 0: there is none
-    ids          int32 by dimensions 1 and 2 of x: which row of y, a matrix, is for a row of x; at address 0: there
+    ids          int32 by dimensions 1 and 2 of x: which row of y, a matrix, belongs to a row of x; at address 0: there
                  are none, y is repeated
     """
 
@@ -395,7 +396,7 @@ class Compute(NamedTuple):
 
 @inlined
 def _load(operand, row, i0, to, n):
-    """Elements [i0, i0 + n) of a row, which repeats itself, as float32."""
+    """Elements [i0, i0 + n) of a row, which repeats, as float32."""
     width, nb0 = operand.ne[0], operand.place.nb[0]
     done = types.int64(0)
     while done < n:
@@ -407,7 +408,7 @@ def _load(operand, row, i0, to, n):
 
 @inlined
 def _row_of_y(of, i1, i2, i3):
-    """Where the row of y begins that belongs to row (i1, i2, i3) of x."""
+    """Address of the row of y that belongs to row (i1, i2, i3) of x."""
     if of.ids.address:
         at = of.ids.address + i1 * of.ids.nb[0] + i2 * of.ids.nb[1]
         return row_of(of.y.place, types.int64(array_at(at, types.int32, 1)[0]), 0, 0)
@@ -416,7 +417,7 @@ def _row_of_y(of, i1, i2, i3):
 
 @compiled
 def compute(p, begin, end, x):
-    """Tiles [begin, end); a tile of x, as float32, is followed by one of y."""
+    """A unit is a tile of a row. x holds a tile of x in float32, followed by one of y."""
     of = record_at(p, Compute)
     dst, a, b = of.dst, of.a, of.b
     y = x + 4 * _TILE
@@ -435,7 +436,7 @@ def compute(p, begin, end, x):
 
 @cache
 def _table(function: Callable[[Floats, str], Floats]) -> NDArray[np.float16]:
-    """A function of every half float."""
+    """The values of a function for every half float."""
     x = np.arange(1 << 16, dtype=np.uint16).view(np.float16)
     with np.errstate(all="ignore"):
         return function(x.astype(np.float32), "f16").astype(np.float16)
@@ -452,7 +453,7 @@ def computed(
     table: NDArray[np.generic] | None = None,
     ids: Tensor | None = None,
 ) -> Job | None:
-    """The call of one of `Compiled`; None where dst lies on a source but not exactly so.
+    """The call of one of `Compiled`; None where dst overlaps a source but is not the same memory.
 
     a, b   its parameters
     table  more of them
@@ -489,7 +490,7 @@ def computed(
 
 
 def _operand(tensor: Tensor, n: int, flat: bool) -> Operand:
-    """An operand of rows of n elements; flat: all of it is one row. A single element is n at one place."""
+    """An operand with rows of n elements; flat: all of it is one row. A single element counts as n at one place."""
     nb, ne = tensor.nb, tensor.ne
     if flat:
         nb, ne = (tensor.codec.block_bytes, 0, 0, 0), (n, 1, 1, 1)

@@ -1,4 +1,4 @@
-"""token_shift: RWKV-7's interpolation of each token with the one before it, several times at once."""
+"""token_shift: RWKV-7's interpolation of each token with the one before it, with several factors at once."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def _code(type: str) -> int:
 
 @inlined
 def _floats(code, scale, src, count, work):
-    """Where `count` float32 are that equal the elements at src: there, or in work."""
+    """Address of `count` float32 that equal the elements at src: src itself, or work."""
     if code == F32:
         return src
     if code == _I8:
@@ -59,7 +59,7 @@ def _quantize(x, scale, dst, count):
 
 
 class Rows(NamedTuple):
-    """An `Operand` as the kernel reads it. element: bytes of one."""
+    """An `Operand` as the kernel reads it. element: bytes of one element."""
 
     code: int
     element: int
@@ -75,10 +75,10 @@ _NO_ROWS = Rows(0, 0, np.float32(0), 0, 0, 0)
 class Shift(NamedTuple):
     """n_rows rows of a sequence, of `width` elements.
 
-    first       what is before the first row of each sequence, not int8; at address 0: the row that `before` has
+    first       the row before the first row of each sequence, not int8; at address 0: the one that `before` has
     before      the address of the row before x's first one, as if it were a row of x
     mu          n rows
-    dst         the address of n addresses, one of each output; their rows are dst_nb1 and dst_nb2 bytes apart
+    dst         the address of n addresses, one per output; their rows are dst_nb1 and dst_nb2 bytes apart
     dst_scales  the address of n float32
     """
 
@@ -97,7 +97,7 @@ class Shift(NamedTuple):
 
 @inlined
 def _row_before(of, row, sequence):
-    """The code, the bytes of an element and the address of the row before a row of a sequence."""
+    """The code, the bytes of an element, and the address of the row before a row of a sequence."""
     if row == 0 and of.first.address != 0:
         return of.first.code, of.first.element, of.first.address + sequence * of.first.nb2
     return of.x.code, of.x.element, of.before + row * of.x.nb1 + sequence * of.x.nb2
@@ -105,9 +105,9 @@ def _row_before(of, row, sequence):
 
 @compiled
 def shift(p, begin, end, w0):
-    """Rows [begin, end) of all sequences: dst[i] = x + (the row before x - x) * mu[i] for each of n.
+    """A unit is one row of one sequence: dst[i] = x + (the row before x - x) * mu[i] for each of n.
 
-    Three tiles of float32 at w0: of x, of the row before, and of mu and then of the output.
+    Three tiles of float32 are at w0: of x, of the row before, and of mu and then of the output.
     """
     of = record_at(p, Shift)
     n, width, n_rows, dst_scales = of.n, of.width, of.n_rows, of.dst_scales
@@ -145,7 +145,7 @@ def shift(p, begin, end, w0):
 @dataclass(frozen=True)
 class Operand:
     """Rows of a sequence, without gaps in them: type f32, f16 or i8, address, bytes from row to row and from sequence
-    to sequence, and of i8 the scale."""
+    to sequence, and for i8 the scale."""
 
     type: str
     address: int
@@ -172,11 +172,11 @@ def shifted(
 ) -> Call:
     """The call that fills each output with x + (previous row - x) * its row of mu.
 
-    before   where the row before x's first one would be: rows follow as those of x do
-    outputs  address of each output, which lies as `out` says
+    before   address of the row before x's first one, followed by rows as x's are
+    outputs  address of each output; its layout is `out`
     ne       elements of a row, rows of a sequence, sequences
-    first    what is before the first row of each sequence, instead of what lies at `before`
-    scales   of each output, of type i8
+    first    the row before the first row of each sequence, instead of the one at `before`
+    scales   of each output, for type i8
     """
     width, n_rows, n_sequences = ne
     to = np.array(outputs, np.int64)

@@ -1,5 +1,5 @@
-"""Transposed convolutions: CONV_TRANSPOSE_1D, CONV_TRANSPOSE_2D; and COL2IM_1D, which adds up what a matrix product has
-made of one."""
+"""Transposed convolutions: CONV_TRANSPOSE_1D, CONV_TRANSPOSE_2D; and COL2IM_1D, which completes one after a matrix
+product."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def _as_2d(dst: Tensor, kernel: Tensor, x: Tensor) -> tuple[Tensor, Tensor, Tens
 
 
 def _refuse(dst: Tensor, kernel: Tensor, x: Tensor, stride: int) -> str | None:
-    """Of two dimensions."""
+    """For two dimensions."""
     if stride < 1:
         return f"stride {stride}"
     width, height = ((n - 1) * stride + k for n, k in zip(x.ne[:2], kernel.ne[:2], strict=True))
@@ -91,7 +91,7 @@ def _refuse_2d(dst: Tensor, kernel: Tensor, x: Tensor, params: Transpose2d) -> s
 
 
 def _define(dst: Tensor, kernel: Tensor, x: Tensor, stride: int) -> None:
-    """Of two dimensions."""
+    """For two dimensions."""
     images = (convert(x.view(), x.type, "f16") if kernel.type == "f16" else x.view()).astype(dst.view().dtype)
     factors, (n1, n0) = wide(kernel), images.shape[2:]
     y = np.zeros(dst.view().shape, images.dtype)
@@ -145,7 +145,8 @@ def conv_transpose_2d(dst: Tensor, kernel: Tensor, x: Tensor, params: Transpose2
 class TransposedConvolution(NamedTuple):
     """Addresses of tensors without gaps, and dimensions 0 and 1 of each.
 
-    pixels, factors  x and the kernel, turned so that their k channels of x are dimension 0; is_half: pixels are float16
+    pixels, factors  x and the kernel, permuted so that their k channels of x are dimension 0
+    is_half          pixels are float16
     n_channels       of dst
     tile             pixels that are multiplied together
     """
@@ -165,8 +166,8 @@ class TransposedConvolution(NamedTuple):
 
 @compiled
 def transposed_convolution(p, begin, end, products):
-    """Units [begin, end): planes of dst. Pixels in order, a tile with one tap of the kernel after the other from the
-    last one: so each element gets its terms in the order of the pixels, as ggml adds them."""
+    """A unit is a plane of dst: one channel of one image. Pixels in order, a tile with one tap of the kernel after the
+    other from the last one: so each element gets its terms in the order of the pixels, as ggml adds them."""
     of = record_at(p, TransposedConvolution)
     n0, n1 = of.x_ne
     k0, k1 = of.kernel_ne
@@ -200,7 +201,7 @@ def transposed_convolution(p, begin, end, products):
 
 
 def _turned(x: Tensor, order: Dims, type: str) -> tuple[Tensor, list[Work]]:
-    """A tensor with its dimensions in another order, in memory of its own, and what moves it there."""
+    """A tensor with its dimensions in another order, in memory of its own, and the works that move it there."""
     i, j, k, m = order
     turned = replace(x, ne=(x.ne[i], x.ne[j], x.ne[k], x.ne[m]), nb=(x.nb[i], x.nb[j], x.nb[k], x.nb[m]))
     made = Tensor.of(np.empty(turned.ne[::-1], np.float16 if type == "f16" else np.float32))
@@ -210,7 +211,7 @@ def _turned(x: Tensor, order: Dims, type: str) -> tuple[Tensor, list[Work]]:
 
 
 def _job(dst: Tensor, kernel: Tensor, x: Tensor, stride: int) -> Call:
-    """Of two dimensions."""
+    """For two dimensions."""
     pixels, first = _turned(x, (2, 0, 1, 3), kernel.type)
     factors, second = _turned(kernel, (3, 0, 1, 2), "f32")
     k, line = x.ne[2], x.ne[2] * pixels.codec.block_bytes
@@ -288,7 +289,7 @@ def _refuse_col2im(dst: Tensor, x: Tensor, params: Col2im1d) -> str | None:
 def col2im_1d(dst: Tensor, x: Tensor, params: Col2im1d) -> None:
     """dst[c, t * s0 + k - p0] = sum over t and k of x[t, (c, k)].
 
-    x (width of a kernel of each channel, time), dst (time, channels). Equals ggml_compute_forward_col2im_1d.
+    x (channels * width of a kernel, time), dst (time, channels). Equals ggml_compute_forward_col2im_1d.
     """
     p = params
     columns = wide(x)[0, 0].reshape(x.ne[1], p.oc, -1)
@@ -302,10 +303,10 @@ def col2im_1d(dst: Tensor, x: Tensor, params: Col2im1d) -> None:
 
 
 class Signal(NamedTuple):
-    """n_columns columns of n_channels times k elements; n elements of each channel of dst.
+    """n_columns columns of n_channels times k elements; n elements for each channel of dst.
 
     x, dst   addresses; code, element: the type of both and its bytes
-    padding  that is cut off
+    padding  elements that are cut off
     """
 
     x: int
@@ -322,8 +323,8 @@ class Signal(NamedTuple):
 
 @compiled
 def signal(p, begin, end, scratch):
-    """Units [begin, end): spans of time of all channels. Of each element the terms in the order of time. Scratch: the
-    sums of a span, and k elements of a column."""
+    """A unit is a span of time of one channel. Each element adds its terms in the order of time. Scratch: the sums of a
+    span, and k elements of a column."""
     of = record_at(p, Signal)
     code, element, k, stride, padding, n = of.code, of.element, of.k, of.stride, of.padding, of.n
     to, at = scratch, scratch + 4 * _SPAN

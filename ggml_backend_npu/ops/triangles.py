@@ -1,4 +1,4 @@
-"""TRI, SOLVE_TRI, DIAG and DIAG_MASK_*: matrices of which the diagonal, or one side of it, counts."""
+"""TRI, SOLVE_TRI, DIAG and DIAG_MASK_*: matrices of which only the diagonal, or one side of it, is used."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def _refuse_tri(dst: Tensor, x: Tensor, params: Tri) -> str | None:
 
 @op("TRI", types=[("f32", "f32")], refuse=_refuse_tri, params=Tri)
 def tri(dst: Tensor, x: Tensor, params: Tri) -> None:
-    """dst = x above or below the diagonal, with or without it, and 0 elsewhere.
+    """dst = x above or below the diagonal, with or without it, and 0 elsewhere; x and dst (n, n, ...).
 
     Equals ggml_compute_forward_tri.
     """
@@ -55,7 +55,10 @@ def _refuse_diag(dst: Tensor, x: Tensor) -> str | None:
 
 @op("DIAG", types=[("f32", "f32")], refuse=_refuse_diag)
 def diag(dst: Tensor, x: Tensor) -> None:
-    """dst = matrices with the rows of x on their diagonals, and 0 elsewhere. Equals ggml_compute_forward_diag."""
+    """dst = matrices with the rows of x on their diagonals, and 0 elsewhere; x (n, 1, ...) -> dst (n, n, ...).
+
+    Equals ggml_compute_forward_diag.
+    """
     places = np.arange(x.ne[0])
     dst.view()[...] = 0
     dst.view()[:, :, places, places] = x.view()[:, :, 0]
@@ -82,7 +85,7 @@ def _register_diag_mask(name: str, value: float) -> None:
 
     @op(name, types=[("f32", "f32")], refuse=_refuse_diag_mask, params=DiagMask, built_by=functions)
     def diag_mask(dst: Tensor, x: Tensor, params: DiagMask) -> None:
-        """dst = x, and a value where the column is more than n_past beyond the row.
+        """dst = x, but `value` where the column is more than n_past after the row; in x's ne.
 
         Equals ggml_compute_forward_diag_mask_f32.
         """
@@ -110,9 +113,9 @@ def _refuse_solve(dst: Tensor, a: Tensor, b: Tensor) -> str | None:
 )
 @np.errstate(all="ignore")
 def solve_tri(dst: Tensor, a: Tensor, b: Tensor) -> None:
-    """dst so that A dst = B, for each lower triangular matrix A, row by row from the top.
+    """dst such that A dst = B, for each lower triangular matrix A, row by row from the top.
 
-    A (n, n, ...), B (columns, n, ...). Equals ggml_compute_forward_solve_tri but for rounding.
+    A (n, n, ...), B and dst (columns, n, ...). Equals ggml_compute_forward_solve_tri but for rounding.
     """
     x, matrices = dst.view(), a.view()
     x[...] = b.view()
@@ -122,7 +125,7 @@ def solve_tri(dst: Tensor, a: Tensor, b: Tensor) -> None:
 
 
 class Solve(NamedTuple):
-    """Addresses of tensors without gaps: of matrices of n rows, and of n_columns columns in b and dst."""
+    """Addresses of tensors without gaps: matrices of n rows, with n_columns columns in b and dst."""
 
     a: int
     b: int
@@ -133,7 +136,7 @@ class Solve(NamedTuple):
 
 @compiled
 def solve(p, begin, end, scratch):
-    """Matrices [begin, end): of every element products are added one after the other."""
+    """A unit is a matrix. The products of each element are added one after the other."""
     of = record_at(p, Solve)
     a, b, dst, n, n_columns = of.a, of.b, of.dst, of.n, of.n_columns
     for index in range(begin, end):

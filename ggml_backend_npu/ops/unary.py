@@ -25,10 +25,10 @@ _BOUND = 1e-12  # a few roundings, one after the other: right ones give up to 1e
 
 
 class _Function(NamedTuple):
-    """of     float32
-    exact  the same of float64
-    terms  how large the numbers are that it ends with a difference of
-    low, high  of the numbers that it is measured on
+    """of     the function of float32
+    exact  the same function of float64
+    terms  the size of the numbers whose difference it takes last
+    low, high  the range that it is measured on
     """
 
     of: Function
@@ -86,7 +86,7 @@ def _built_by(name: str) -> dict[str, str]:
 def _measure(
     unary: Op, function: exact.Function, low: float, high: float, terms: exact.Function | None, *others: Make
 ) -> None:
-    """The formula of an op, its nodes and its probes, of widths and others."""
+    """Sets the formula of an op, its nodes and its probes, of many widths and others."""
 
     def of_width(width: int) -> Make:
         return probes.of_elements(unary.name, low, high, width=width)
@@ -100,14 +100,15 @@ def _measure(
 
 
 def _register(name: str, function: _Function) -> None:
-    """dst = function(x). Equals ggml_compute_forward_<name>.
+    """Registers dst = function(x), in x's ne. Equals ggml_compute_forward_<name>.
 
-    Of SILU of f32 that is the compiled kernel, on x86; this is so but for the last bits of e ** x.
+    For SILU of f32 the compiled kernel is equal on x86; the definition is so but for the last bits of e ** x.
     """
     types = _SAME if name in _OF_ONE_TYPE else _WIDENED
 
     @op(name, types=types, refuse=_refuse, bound=function.bound, built_by=_built_by(name))
     def unary(dst: Tensor, x: Tensor) -> None:
+        """dst = function(x), in x's ne."""
         mapped(function.of, dst, x)
 
     if name in Compiled.__members__:
@@ -121,13 +122,17 @@ for _name, _function in FUNCTIONS.items():
 
 @op("GELU", types=_SAME, refuse=_refuse, bound=_BOUND, built_by=_built_by("GELU"))
 def gelu(dst: Tensor, x: Tensor) -> None:
-    """dst = `functions.gelu` of x. Equals ggml_compute_forward_gelu."""
+    """dst = x / 2 * (1 + tanh(sqrt(2 / pi) * x * (1 + 0.044715 * x * x))), by `functions.gelu`; in x's ne.
+
+    Equals ggml_compute_forward_gelu.
+    """
     mapped(partial(functions.gelu, type=x.type), dst, x)
 
 
 @op("GELU_QUICK", types=_SAME, refuse=_refuse, bound=_BOUND, built_by=_built_by("GELU_QUICK"))
 def gelu_quick(dst: Tensor, x: Tensor) -> None:
-    """dst = `functions.gelu_quick` of x. Equals ggml_compute_forward_gelu_quick."""
+    """dst = x / (1 + e ** (-1.702 * x)), by `functions.gelu_quick`; in x's ne. Equals
+    ggml_compute_forward_gelu_quick."""
     mapped(partial(functions.gelu_quick, type=x.type), dst, x)
 
 
@@ -170,7 +175,7 @@ def _refuse_xielu(dst: Tensor, x: Tensor, params: Xielu) -> str | None:
 
 @op("XIELU", types=_WIDENED, refuse=_refuse_xielu, params=Xielu, bound=_BOUND, built_by={"ggml_xielu": "ctffff"})
 def xielu(dst: Tensor, x: Tensor, params: Xielu) -> None:
-    """dst = p * x * x + beta * x above 0, and (e ** min(x, eps) - 1 - x) * n + beta * x elsewhere.
+    """dst = p * x * x + beta * x above 0, and (e ** min(x, eps) - 1 - x) * n + beta * x elsewhere; in x's ne.
 
     n and p are alpha_n and alpha_p. Equals ggml_compute_forward_xielu.
     """
@@ -223,7 +228,7 @@ def _refuse_leaky_relu(dst: Tensor, x: Tensor, params: LeakyRelu) -> str | None:
     built_by={"ggml_leaky_relu": "ctf b"},
 )
 def leaky_relu(dst: Tensor, x: Tensor, params: LeakyRelu) -> None:
-    """dst = x above 0, and x times the slope elsewhere; NaN gives 0. Equals ggml_compute_forward_leaky_relu."""
+    """dst = x above 0, and x times negative_slope elsewhere; NaN gives 0. Equals ggml_compute_forward_leaky_relu."""
 
     def function(x: Floats) -> Floats:
         below = np.where(x < 0, x, np.float32(0))

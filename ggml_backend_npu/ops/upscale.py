@@ -1,4 +1,4 @@
-"""UPSCALE: an image of another size, its pixels the nearest ones, or interpolated between several."""
+"""UPSCALE: resizes an image; each pixel is the nearest one, or interpolated between several."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ _1 = np.float32(1)
 class Upscale(Params):
     """op_params of UPSCALE: ggml_interpolate.
 
-    mode  a ggml_scale_mode: 0 nearest, 1 bilinear, 2 bicubic; and ggml_scale_flag: 256 where corners lie on corners,
-          512 where pixels that come to lie together are averaged, if bilinear
+    mode  a ggml_scale_mode: 0 nearest, 1 bilinear, 2 bicubic; and ggml_scale_flag: 256 to align corners, 512 to average
+          the pixels that one new pixel covers, if bilinear
     """
 
     mode: i32
 
     @property
     def kind(self) -> int:
-        """How pixels are made; -1 where ggml does not say."""
+        """How pixels are made; -1 for a mode that ggml does not define."""
         kind = self.mode & 0xFF
         if self.mode >> 9 & 1:
             return _ANTIALIAS if kind == _BILINEAR else kind
@@ -48,12 +48,13 @@ class Upscale(Params):
 
     @property
     def aligns_corners(self) -> bool:
+        """Whether mode has GGML_SCALE_FLAG_ALIGN_CORNERS (256)."""
         return bool(self.mode >> 8 & 1)
 
 
 @dataclass(frozen=True)
 class _Axis:
-    """Which pixels of a row or column each new one is made of, (n, taps), and what each of them counts."""
+    """The pixels of a row or column that each new one is made of, (n, taps), and their weights."""
 
     places: NDArray[np.int64]
     weights: Floats
@@ -70,7 +71,7 @@ def _nearest(n: int, scale: np.float32) -> NDArray[np.int64]:
 
 
 def _cubic(x: Floats) -> Floats:
-    """What four pixels count for a place that lies x after the second one."""
+    """The weights of four pixels for a point that lies x after the second one."""
     a = _A
 
     def near(x: Floats) -> Floats:
@@ -83,7 +84,7 @@ def _cubic(x: Floats) -> Floats:
 
 
 def _axis(kind: int, n: int, of: int, corners: bool) -> _Axis:
-    """A row of `of` pixels that becomes one of n, in the steps in which ggml rounds."""
+    """A row of `of` pixels resized to n, in the steps in which ggml rounds."""
     scale, offset = _scale(n, of, corners), np.float32(0 if corners else 0.5)
     if kind == _NEAREST:
         return _Axis(_nearest(n, scale)[:, None], np.ones((n, 1), np.float32))
@@ -115,7 +116,7 @@ def _refuse(dst: Tensor, x: Tensor, params: Upscale) -> str | None:
 
 
 def _axes(dst: Tensor, x: Tensor, p: Upscale) -> tuple[_Axis, _Axis, NDArray[np.int64], NDArray[np.int64]]:
-    """Of columns, rows, and the matrices, in both dimensions, that are the nearest."""
+    """The axes of columns and rows, and the nearest matrices in dimensions 2 and 3."""
     columns, rows = (_axis(p.kind, dst.ne[i], x.ne[i], p.aligns_corners) for i in (0, 1))
     i2, i3 = (_nearest(dst.ne[i], _scale(dst.ne[i], x.ne[i], corners=False)) for i in (2, 3))
     return columns, rows, i2, i3
@@ -132,7 +133,7 @@ def _axes(dst: Tensor, x: Tensor, p: Upscale) -> tuple[_Axis, _Axis, NDArray[np.
     built_by={"ggml_interpolate": "ct llll u"},
 )
 def upscale(dst: Tensor, x: Tensor, params: Upscale) -> None:
-    """dst = x in another size: in dimensions 0 and 1 as the mode says, in others the nearest.
+    """dst = x in dst's ne: in dimensions 0 and 1 as the mode says, in the others the nearest.
 
     Equals ggml_compute_forward_upscale but for rounding.
     """
@@ -155,7 +156,7 @@ def upscale(dst: Tensor, x: Tensor, params: Upscale) -> None:
 
 
 class Taps(NamedTuple):
-    """Of each new column or row, n taps: addresses of tables of their offsets in bytes and of their weights."""
+    """n taps for each new column or row: addresses of tables of their offsets in bytes and of their weights."""
 
     offsets: int
     weights: int
@@ -164,7 +165,7 @@ class Taps(NamedTuple):
 
 class Interpolation(NamedTuple):
     """x, dst    addresses; dst has n1 rows of n0, without gaps
-    matrices  the address of a table: where in x, in bytes, the matrix of each of dst's is
+    matrices  the address of a table: for each matrix of dst, the offset in bytes of the matrix in x
     """
 
     x: int
@@ -179,7 +180,7 @@ class Interpolation(NamedTuple):
 
 @compiled
 def interpolate(p, begin, end, scratch):
-    """Rows [begin, end) of dst."""
+    """A unit is a row of dst."""
     of = record_at(p, Interpolation)
     kind, n0, n1, taps0, taps1 = of.kind, of.n0, of.n1, of.columns.n, of.rows.n
     at0 = array_at(of.columns.offsets, types.int64, n0 * taps0)
@@ -256,7 +257,7 @@ def _upscale(dst: Tensor, x: Tensor, params: Upscale) -> Call:
 
 
 def _make(mode: int, width: int = 33, height: int = 19) -> Make:
-    """A node that gives an image of a width and height."""
+    """A node whose dst is an image of a width and height."""
 
     def make(rng: probes.Rng, types: Types) -> Node:
         x = probes.normal(rng, "f32", 2, 3, 10, 14)

@@ -1,4 +1,4 @@
-"""What encoders and generators of images use alone: WIN_PART, WIN_UNPART, GET_REL_POS, ADD_REL_POS (of SAM), and
+"""Ops that only image encoders and generators use: WIN_PART, WIN_UNPART, GET_REL_POS, ADD_REL_POS (of SAM), and
 TIMESTEP_EMBEDDING."""
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _COST = 16  # how much longer than to move an element it takes to compute a sine
 
 @dataclass(frozen=True)
 class WinPart(Params):
-    """op_params of WIN_PART: windows in dimensions 1 and 2, and their size; ggml_win_part."""
+    """op_params of WIN_PART: the number of windows in dimensions 1 and 2, and their size; ggml_win_part."""
 
     nep0: i32
     nep1: i32
@@ -42,7 +42,7 @@ class WinUnpart(Params):
 
 @dataclass(frozen=True)
 class AddRelPos(Params):
-    """op_params of ADD_REL_POS: whether dst is src0 already; ggml_add_rel_pos_impl."""
+    """op_params of ADD_REL_POS: whether dst holds src0 already; ggml_add_rel_pos_impl."""
 
     inplace: i32
 
@@ -65,7 +65,7 @@ def _refuse_part(dst: Tensor, x: Tensor, params: WinPart) -> str | None:
 
 @op("WIN_PART", types=[("f32", "f32")], refuse=_refuse_part, params=WinPart, built_by={"ggml_win_part": "ct i"})
 def win_part(dst: Tensor, x: Tensor, params: WinPart) -> None:
-    """dst[py * nep0 + px, i2, i1] = x[py * w + i2, px * w + i1], 0 beyond x: an image in windows.
+    """dst[py * nep0 + px, i2, i1] = x[py * w + i2, px * w + i1], 0 outside x: splits an image into windows.
 
     x (channels, width, height) -> dst (channels, w, w, windows). Equals ggml_compute_forward_win_part.
     """
@@ -94,7 +94,7 @@ def _refuse_unpart(dst: Tensor, x: Tensor, params: WinUnpart) -> str | None:
     built_by={"ggml_win_unpart": "ct iii"},
 )
 def win_unpart(dst: Tensor, x: Tensor, params: WinUnpart) -> None:
-    """dst = the image that WIN_PART made windows of, without what lay beyond it.
+    """dst = the image that WIN_PART split into windows, without the padding.
 
     x (channels, w, w, windows) -> dst (channels, width, height). Equals ggml_compute_forward_win_unpart.
     """
@@ -119,7 +119,8 @@ def _refuse_get(dst: Tensor, x: Tensor) -> str | None:
     built_by={"ggml_get_rel_pos": "ct ii"},
 )
 def get_rel_pos(dst: Tensor, x: Tensor) -> None:
-    """dst[i2, i1] = x[i2 - i1 + n - 1]: what each position is to each other, of n; the bits of x, whatever they are.
+    """dst[i2, i1] = x[i2 - i1 + n - 1]: the embedding of each position relative to each other, of n; the bits of x are
+    copied.
 
     x (n_embd, 2 n - 1) -> dst (n_embd, n, n). Equals ggml_compute_forward_get_rel_pos.
     """
@@ -147,7 +148,7 @@ def _refuse_add(dst: Tensor, x: Tensor, pw: Tensor, ph: Tensor, params: AddRelPo
     built_by={"ggml_add_rel_pos": "cttt", "ggml_add_rel_pos_inplace": "cttt"},
 )
 def add_rel_pos(dst: Tensor, x: Tensor, pw: Tensor, ph: Tensor, params: AddRelPos) -> None:
-    """dst[i, kh, kw] = x[i, kh, kw] + ph[i, kh] + pw[i, kw], of which pw comes first below the diagonal.
+    """dst[i, kh, kw] = x[i, kh, kw] + ph[i, kh] + pw[i, kw]; below the diagonal pw is added first.
 
     x (n * n, width * height, images), pw and ph (n, width, height, images). Equals ggml_compute_forward_add_rel_pos.
     """
@@ -171,7 +172,7 @@ class AddPositions(NamedTuple):
 
 @compiled
 def add_positions(p, begin, end, scratch):
-    """Matrices [begin, end)."""
+    """A unit is a matrix of n * n."""
     of = record_at(p, AddPositions)
     n = of.n
     for unit in range(begin, end):
@@ -222,8 +223,8 @@ def _frequencies(p: Timestep) -> Floats:
     bound=1e-11,  # of functions of large angles
 )
 def timestep_embedding(dst: Tensor, timesteps: Tensor, params: Timestep) -> None:
-    """dst[t, j] = cos(timestep * f), dst[t, j + half] = sin(timestep * f), for f = max_period ** -(j / half); what is
-    left of an odd dim is 0.
+    """dst[t, j] = cos(timestep * f), dst[t, j + half] = sin(timestep * f), for f = max_period ** -(j / half); the last
+    element of an odd dim is 0.
 
     timesteps (n) -> dst (dim, n). Equals ggml_compute_forward_timestep_embedding.
     """
@@ -235,7 +236,7 @@ def timestep_embedding(dst: Tensor, timesteps: Tensor, params: Timestep) -> None
 
 
 class EmbedTimesteps(NamedTuple):
-    """timesteps, frequencies  addresses; of the latter there are dim // 2"""
+    """timesteps, frequencies  addresses; there are dim // 2 frequencies"""
 
     timesteps: int
     frequencies: int
@@ -245,7 +246,7 @@ class EmbedTimesteps(NamedTuple):
 
 @compiled
 def embed_timesteps(p, begin, end, scratch):
-    """Timesteps [begin, end)."""
+    """A unit is a timestep, a row of dst."""
     of = record_at(p, EmbedTimesteps)
     dst, dim, half = of.dst, of.dim, of.dim // 2
     times, factors = array_at(of.timesteps, types.float32, end), array_at(of.frequencies, types.float32, half)

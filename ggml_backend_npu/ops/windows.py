@@ -1,5 +1,4 @@
-"""What the places of a convolution see: windows that move over images, for the ops in `ops.im2col` and
-`ops.convolution`."""
+"""The windows of a convolution, which move over images, for the ops in `ops.im2col` and `ops.convolution`."""
 
 from __future__ import annotations
 
@@ -22,10 +21,10 @@ _NONE = (("s", 1), ("p", 0), ("d", 1))
 
 
 class Windows(NamedTuple):
-    """Windows that move over images: each place sees what lies under its own.
+    """Windows that move over images: each place sees the elements under its window.
 
     address  of the images
-    shape    images, channels, depth, height, width; nb: how far apart they are, in bytes
+    shape    images, channels, depth, height, width; nb: their strides in bytes
     size     of a window; places: how many there are; step, pad, apart: strides, paddings, dilations
     """
 
@@ -40,20 +39,21 @@ class Windows(NamedTuple):
 
     @property
     def n_seen(self) -> int:
-        """How many elements a place sees."""
+        """Elements that a place sees."""
         return self.shape[1] * prod(self.size)
 
     @property
     def n_places(self) -> int:
-        """Of an image."""
+        """Places of an image."""
         return prod(self.places)
 
     @property
     def n_images(self) -> int:
+        """Number of images."""
         return self.shape[0]
 
     def seen(self, x: NDArray[Any]) -> NDArray[Any]:
-        """(images, channels, *places, *size) of the images in any type; 0 beyond them."""
+        """What all places see, (images, channels, *places, *size), for images in any type; 0 outside them."""
         x = x.reshape(self.shape)
         reach = [
             max(0, (n - 1) * s + (k - 1) * d + 1)
@@ -71,7 +71,7 @@ class Windows(NamedTuple):
 
 
 def moves(p: Params) -> tuple[Three, Three, Three]:
-    """Strides, paddings and dilations of an op's parameters, by depth, height and width."""
+    """Strides, paddings and dilations from an op's parameters, for depth, height and width."""
     s, p_, d = ((getattr(p, f"{name}2", none), getattr(p, f"{name}1"), getattr(p, f"{name}0")) for name, none in _NONE)
     return s, p_, d
 
@@ -82,14 +82,14 @@ def in_a_plane(x: Tensor) -> tuple[int, Five, Five]:
 
 
 def in_space(x: Tensor, n_channels: int) -> tuple[int, Five, Five]:
-    """Images of three dimensions, one after the other's channels: address, shape and strides of `Windows`."""
+    """Images of three dimensions, whose channels follow each other: address, shape and strides of `Windows`."""
     nb = n_channels * x.nb[3], x.nb[3], x.nb[2], x.nb[1], x.nb[0]
     return x.address, (x.ne[3] // n_channels, n_channels, x.ne[2], x.ne[1], x.ne[0]), nb
 
 
 @inlined
 def find_offsets(windows, to):
-    """How far from the first element under a window the others lie, int64, to an address."""
+    """Writes the offsets of the elements under a window from the first one, int64, to an address."""
     _, nb_c, nb_z, nb_y, nb_x = windows.nb
     kz, ky, kx = windows.size
     dz, dy, dx = windows.apart
@@ -105,9 +105,9 @@ def find_offsets(windows, to):
 
 @inlined
 def see(windows, offsets, bits, image, place, to):
-    """What a place of an image sees, elements of uint32 or uint16, as a row at an address.
+    """Writes what a place of an image sees, elements of uint32 or uint16, as a row to an address.
 
-    offsets  the address of what `find_offsets` found
+    offsets  the address of what `find_offsets` wrote
     """
     _, n_c, n_z, n_y, n_x = windows.shape
     nb_n, nb_c, nb_z, nb_y, nb_x = windows.nb

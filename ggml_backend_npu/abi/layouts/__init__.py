@@ -1,4 +1,4 @@
-"""ggml's private structs and tables of functions: a module for each layout, which tests/layouts.py writes."""
+"""ggml's private structs and tables of functions: one module per layout, written by tests/layouts.py."""
 
 from __future__ import annotations
 

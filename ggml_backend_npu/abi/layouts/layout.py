@@ -27,13 +27,13 @@ _TYPES: dict[str, Any] = {
 
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """What a ggml has that is not public. `layout["ggml_backend_device"]` is a struct or a table, by its C name.
+    """The structs of a ggml that are not public. `layout["ggml_backend_device"]` is a struct or a table, by its C name.
 
-    versions      of ggml that it was read from; of what is to come, none
+    versions      of ggml that it was read from; empty for versions to come
     api_version   GGML_BACKEND_API_VERSION
     tables        the functions of each, in order: result(arguments)
     structs       the fields of each: offset, type
-    enumerations  those that the backend has numbers of
+    enumerations  those whose numbers the backend uses
     """
 
     versions: tuple[str, ...]
@@ -52,7 +52,7 @@ class Layout:
         return replace(self, **changed)
 
     def caps(self, **capabilities: bool) -> ctypes.Structure:
-        """ggml_backend_dev_caps with those that this ggml has of some capabilities."""
+        """A ggml_backend_dev_caps with the given capabilities, less those that this ggml does not have."""
         known = self.structs["ggml_backend_dev_caps"]
         made: ctypes.Structure = self["ggml_backend_dev_caps"](**{k: v for k, v in capabilities.items() if k in known})
         return made
@@ -70,7 +70,7 @@ class Layout:
 
         def function(signature: str) -> Any:
             result, _, arguments = signature.removesuffix(")").partition("(")
-            # of a text that a callback returns, ctypes would never free its copy
+            # a text that a callback returns would be copied by ctypes, and never freed
             return ctypes.CFUNCTYPE(kind(result.replace("text", "pointer")), *map(kind, arguments.split(", ")))
 
         def structure(name: str) -> type[ctypes.Structure]:
