@@ -79,8 +79,7 @@ class Buffers:
 
     @guarded(None)
     def alloc_buffer(self, buffer_type: int, size: int) -> int | None:
-        """ggml_backend_buffer_type_i.alloc_buffer: a buffer of `size` bytes; NULL where there is no memory, and on
-        error."""
+        """ggml_backend_buffer_type_i.alloc_buffer: a buffer of `size` bytes; NULL without memory, and on error."""
         memory = self.memory.allocate(size)
         if memory is None:
             return None
@@ -142,8 +141,7 @@ class Buffers:
 
     @guarded(None)
     def set_tensor(self, buffer: int, tensor: int, data: int, offset: int, size: int) -> None:
-        """ggml_backend_buffer_i.set_tensor: copies `size` bytes from the host to a tensor's `offset`. Errors: see
-        `sets`."""
+        """ggml_backend_buffer_i.set_tensor: copies `size` host bytes to a tensor's `offset`. Errors: see `sets`."""
         address = convert.data_of(tensor) + offset
         with self.sets(buffer, address):
             self.memory.write(address, of_host(data, size, writable=False))
@@ -151,8 +149,7 @@ class Buffers:
 
     @guarded(None)
     def get_tensor(self, _: int, tensor: int, data: int, offset: int, size: int) -> None:
-        """ggml_backend_buffer_i.get_tensor: copies `size` bytes at a tensor's `offset` to the host. Errors: see
-        `gets`."""
+        """ggml_backend_buffer_i.get_tensor: copies `size` bytes at a tensor's `offset` out. Errors: see `gets`."""
         with self.gets():
             of_host(data, size)[:] = self.memory.read(convert.data_of(tensor) + offset, size)
         self.memory.transfers.count(TO_HOST, size)

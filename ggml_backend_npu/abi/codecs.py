@@ -36,8 +36,10 @@ class Bound(Codec):
         self._from_float = structs.RowFunction(from_float) if from_float else None
 
     def encode(self, x: Floats, rounding: Rounding) -> Bytes:
-        """Quantises x, (n, block_size) float32, to (n, block_bytes) bytes by from_float; `rounding` counts only where
-        ggml has none."""
+        """Quantises x, (n, block_size) float32, to (n, block_bytes) bytes by from_float.
+
+        Without a from_float it does what `Codec.encode` does.
+        """
         if self._from_float is None:
             return super().encode(x, rounding)
         x = np.ascontiguousarray(x)
@@ -46,7 +48,10 @@ class Bound(Codec):
         return blocks
 
     def decode(self, blocks: Bytes) -> Floats:
-        """Dequantises blocks, (n, block_bytes) bytes, to (n, block_size) float32 by to_float, where ggml has one."""
+        """Dequantises blocks, (n, block_bytes) bytes, to (n, block_size) float32 by to_float.
+
+        Without a to_float it does what `Codec.decode` does.
+        """
         if self._to_float is None:
             return super().decode(blocks)
         blocks = np.ascontiguousarray(blocks)

@@ -131,7 +131,7 @@ def node(ggml: Ggml, address: int, packed: PackedAt = nowhere) -> Node:
 
 
 def _unwritten(ggml: Ggml, op: int) -> bytes:
-    """op_params that are all 0, as a ggml may leave them: a scan that does not say how many states to keep keeps
+    """op_params that are all 0, as a ggml may leave them: a scan that does not say how many states it keeps, keeps
     one."""
     return _ONE_STATE if ggml.ops[op] == "SSM_SCAN" and "SSM_SCAN" in ggml.uncounted else _NO_PARAMS
 
@@ -275,8 +275,8 @@ def spans(ggml: Ggml, graph: int) -> tuple[list[int], list[tuple[int, int]]]:
 
 
 def _sources(address: int) -> list[int]:
-    """Addresses of the sources of the tensor at an address; 0 for one that is missing between others, trailing ones
-    left out."""
+    """Addresses of the sources of the tensor at an address, without trailing ones that are missing; 0 for other missing
+    ones."""
     found = list(_read(address)[_SRC])
     while found and not found[-1]:
         found.pop()
@@ -293,8 +293,7 @@ def computed(ggml: Ggml, address: int) -> int:
 
 
 def roots(ggml: Ggml, address: int) -> list[int]:
-    """For each source of a node, the tensor that it is a view of, or itself; 0 for a source that the node does not
-    have."""
+    """For each source of a node, the tensor that it is a view of, or itself; 0 for a source that is missing."""
     return [computed(ggml, source) if source else 0 for source in _sources(address)]
 
 

@@ -14,8 +14,7 @@ from quant.errors import UserError
 
 
 def examine(where: str) -> dict[str, object]:
-    """The JSON object for the ggml of a package or of a library; `refused` says why the device cannot be registered
-    with it."""
+    """The JSON object for the ggml of a package or of a library; `refused` says why the device cannot go in."""
     found: dict[str, object] = {}
     try:
         ggml = lib.Ggml(places.library_of(where))

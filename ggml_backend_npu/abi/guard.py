@@ -80,8 +80,7 @@ _Result = TypeVar("_Result")
 
 
 def stopped_by_interrupts(callback: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
-    """Decorator of a callback that may run for long, and that turns an exception into a failure: Ctrl-C is raised in
-    it."""
+    """Decorator of a callback that may run for long and turns exceptions into failures: Ctrl-C is raised in it."""
 
     @functools.wraps(callback)
     def stoppable(*arguments: _Arguments.args, **keywords: _Arguments.kwargs) -> _Result:

@@ -379,8 +379,7 @@ def unchecked() -> Ggml:
 
 @cache
 def ggml() -> Ggml:
-    """The ggml of this process, checked; the first call chooses it. Raises UnknownGgmlError where it is not known
-    here."""
+    """The ggml of this process, checked; the first call chooses it. Raises UnknownGgmlError where it is unknown."""
     found = unchecked()
     _ = found.layout
     if not found.is_between:

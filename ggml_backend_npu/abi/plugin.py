@@ -120,8 +120,8 @@ class Plugin:
 
     @guarded(None)
     def get_name(self, _: int) -> int:
-        """get_name of ggml_backend_reg_i, ggml_backend_device_i and ggml_backend_i: address of the backend's name; NULL
-        on error."""
+        """get_name of ggml_backend_reg_i, ggml_backend_device_i and ggml_backend_i: the backend's name; NULL on
+        error."""
         return ctypes.addressof(self._strings[self.backend.name])
 
     @guarded(None)
@@ -141,8 +141,7 @@ class Plugin:
 
     @guarded(None)
     def get_proc_address(self, _: int, name: bytes) -> int | None:
-        """ggml_backend_reg_i.get_proc_address: address of ggml_backend_set_n_threads; NULL for other names, and on
-        error."""
+        """ggml_backend_reg_i.get_proc_address: for ggml_backend_set_n_threads; NULL for other names, and on error."""
         if name == b"ggml_backend_set_n_threads":
             return ctypes.cast(self._set_n_threads, ctypes.c_void_p).value
         return None
@@ -154,8 +153,7 @@ class Plugin:
 
     @guarded(None)
     def get_memory(self, _: int, free: Any, total: Any) -> None:
-        """ggml_backend_device_i.get_memory: free and total bytes of the device's own memory; 0 and 0 where it uses host
-        memory."""
+        """ggml_backend_device_i.get_memory: free and total bytes of the device's own memory; 0 and 0 without one."""
         if self.memory is not None:
             free[0], total[0] = self.memory.free, self.memory.limit
         else:
@@ -163,8 +161,7 @@ class Plugin:
 
     @guarded(structs.DEVICE_TYPE_ACCEL)
     def get_type(self, _: int) -> int:
-        """ggml_backend_device_i.get_type: the ggml_backend_dev_type that the options ask for, GPU or ACCEL; ACCEL on
-        error."""
+        """ggml_backend_device_i.get_type: a ggml_backend_dev_type, GPU or ACCEL as in the options; ACCEL on error."""
         return self.device_type
 
     @guarded(None)
@@ -193,8 +190,7 @@ class Plugin:
 
     @guarded(None)
     def init_backend(self, device: int, _: bytes) -> int:
-        """ggml_backend_device_i.init_backend: address of a new ggml_backend, which is in `contexts` until `free`; NULL
-        on error."""
+        """ggml_backend_device_i.init_backend: a new ggml_backend, in `contexts` until `free`; NULL on error."""
         known = Repeats(_address_of(self._graph_compute), _address_of(self._graph_repeated), self.backend)
         backend = self.ggml.layout["ggml_backend"](
             guid=ctypes.addressof(self._guid), iface=self._backend_table, device=device, context=known.address
@@ -343,8 +339,7 @@ class Plugin:
 
     @property
     def lost(self) -> str | None:
-        """Message of a copy or of queued work that failed without a status in which to report it; None where nothing
-        failed."""
+        """Message of a copy or of queued work that failed without a status in which to report it, or None."""
         return self._buffers.lost if self.memory is not None else None
 
     @lost.setter
@@ -354,8 +349,7 @@ class Plugin:
             self._buffers.lost = reason
 
     def _refuse_what_is_lost(self) -> None:
-        """Raises KernelError, once, where a copy failed before; and as long as a buffer does not hold what it was set
-        to."""
+        """Raises KernelError once after a copy failed, and as long as a buffer does not hold what it was set to."""
         if self.memory is not None:
             lost, self.lost = self.lost, None
             if lost is not None:

@@ -150,8 +150,7 @@ class _Bench:
             yield Reading(f"ggml_backend{struct}", str(part), f"ggml_backend_{function}", tuple(arguments))
 
     def found(self, reading: Reading) -> int | None:
-        """The word that a function called or read; None for a function that this ggml does not have, or does not
-        export."""
+        """The word that a function called or read; None for a function that this ggml does not have or export."""
         self._called.clear()
         try:
             result = self._call(reading.function, *reading.arguments)
@@ -258,8 +257,7 @@ def _live(ggml: Ggml, layout: Layout) -> Iterator[tuple[str, bool]]:
 
 
 def _has_props(ggml: Ggml, layout: Layout, device: int) -> bool:
-    """Whether ggml_backend_dev_get_props says of the CPU what the single functions say. No text is read through its
-    address."""
+    """Whether ggml_backend_dev_get_props says of the CPU what the single functions say. No text is dereferenced."""
     props, caps = layout["ggml_backend_dev_props"], layout["ggml_backend_dev_caps"]
     room = (c_void_p * 64)()
     ggml.ggml_backend_dev_get_props(device, room)

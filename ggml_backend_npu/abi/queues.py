@@ -96,8 +96,10 @@ class Queue:
 
     @guarded(None)
     def event_record(self, _: int, event: int) -> None:
-        """ggml_backend_i.event_record: the event stands for all work queued so far. An error makes the next graph
-        fail."""
+        """ggml_backend_i.event_record: the event stands for all work queued so far.
+
+        An error makes the next graph fail.
+        """
         with self.buffers.gets(), self.memory.calling("record"):
             self._events[event][1][:] = [self.device.record()]
 
@@ -119,8 +121,10 @@ class Queue:
 
     @guarded(None)
     def event_synchronize(self, _: int, event: int) -> None:
-        """ggml_backend_device_i.event_synchronize: waits until the event has happened. An error makes the next graph
-        fail."""
+        """ggml_backend_device_i.event_synchronize: waits until the event has happened.
+
+        An error makes the next graph fail.
+        """
         with self.buffers.gets(), self.memory.calling("wait_for"):
             for each in self._events[event][1]:
                 self.device.wait_for(each)

@@ -302,8 +302,7 @@ class Repeats:
         return self._by_address[address].plan
 
     def forget(self) -> None:
-        """Forgets all graphs. What another thread may be running just now stays in memory until a graph is learnt
-        again."""
+        """Forgets all graphs. What another thread may be running just now stays in memory until the next `learn`."""
         self._words[_SLOTS:] = 0
         self._replaced.extend(self._known.values())
         self._known.clear()

@@ -116,8 +116,7 @@ class Feature(Structure):
 
 
 def fill(table: type[Structure], **callbacks: Callable[..., Any] | int) -> Structure:
-    """A table with the given slots set, each to a callback or to the address of a C function; the other slots are
-    NULL."""
+    """A table with the given slots set, each to a callback or to the address of a C function; the others are NULL."""
     prototypes: dict[str, Any] = {name: kind for name, kind, *_ in table._fields_}
     return table(**{name: prototypes[name](callback) for name, callback in callbacks.items()})
 

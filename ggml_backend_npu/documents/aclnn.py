@@ -287,7 +287,7 @@ def _integer(name: str, value: Any) -> int:
 
 
 def _group_size(value: Any, *sides: _Operand) -> int:
-    """antiquantGroupSize as a number of elements, which must divide the rows of all sides; 0 means a row of the first
+    """antiquantGroupSize as a number of elements, which must divide the rows of all sides; 0: a row of the first
     side."""
     size = _integer("antiquantGroupSize", value)
     _require(size >= 0, f"antiquantGroupSize is {size}: must be 0 or more")

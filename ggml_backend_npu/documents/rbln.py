@@ -328,8 +328,8 @@ def _pads(pad_size: Any) -> tuple[int, int]:
 
 
 def _constant(value: Any, dtype: np.dtype[Any]) -> Array:
-    """The value in a type: rounded where the type has fractions, otherwise exact. Raises ValueError where it does not
-    have it."""
+    """The value in a type: rounded where the type has fractions, otherwise exact. Raises ValueError where that
+    fails."""
     try:
         number: Any = None if isinstance(value, str | bytes) else np.asarray(value).item()
         if dtype in _FLOATS or dtype.kind in "fc":

@@ -120,8 +120,7 @@ def _repeated(x: Tensor, q: Tensor, numerics: Numerics) -> Floats:
 
 
 def _error_of_sums(q: Tensor, k: Tensor, queries: Floats, numerics: Numerics) -> Floats:
-    """What the product of q8_1 with blocks that have a minimum adds: there, a block's sum of q is rounded to
-    float16."""
+    """What the product of q8_1 with blocks that have a minimum adds: there, float16 rounds a block's sum of q."""
     sums = convert(q.view(), "f32", "q8_1", numerics=numerics)[..., 2:4].copy().view(np.float16)[..., 0]
     minima = raw(k)[..., 2:4].copy().view(np.float16)[..., 0].astype(np.float32)
     errors = sums - queries.reshape(*q.ne[:0:-1], k.n_blocks, -1).sum(-1)
@@ -135,8 +134,7 @@ def _added(mask: Tensor, q: Tensor, k: Tensor) -> Floats:
 
 
 def _products(q: Floats, k: Floats) -> Floats:
-    """q k^T of numbers that are float16, added as ggml_vec_dot_f16 does: their products are float32 without
-    rounding."""
+    """q k^T of float16 numbers, added as ggml_vec_dot_f16 does: their products are float32 without rounding."""
     n = q.shape[-1] // STEP * STEP
     found = np.empty((*q.shape[:-1], k.shape[-2]), np.float32)
     for cell in range(k.shape[-2]):

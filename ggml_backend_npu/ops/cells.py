@@ -488,8 +488,7 @@ def attended(
 
 
 def _in_halves(of: Attention, n_rows: int, n_parts: int, cost: int, keep: object) -> Job:
-    """The works of a node, whose rows are added up in n_parts parts that are joined at the end, or in one where it is
-    0."""
+    """The works of a node, whose rows are added up in n_parts parts that are joined at the end; 0: in one."""
     parts = np.empty((n_rows, max(n_parts, 1), 2 + of.dv), np.float32)
     of = of._replace(parts=parts.ctypes.data, n_parts=n_parts)
     n_units, kept = n_rows * max(n_parts, 1), (keep, parts)

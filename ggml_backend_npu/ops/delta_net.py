@@ -51,8 +51,7 @@ def _refuse_delta(
 
 
 def _repeated(x: Tensor, v: Tensor) -> Floats:
-    """x with the heads and sequences of v: its heads repeat as a whole, each of its sequences several times in a
-    row."""
+    """x with the heads and sequences of v: its heads repeat as a whole, each sequence several times in a row."""
     sequences = np.arange(v.ne[3]) // (v.ne[3] // x.ne[3])
     spread: Floats = x.view()[sequences][:, :, np.arange(v.ne[1]) % x.ne[1]]
     return spread

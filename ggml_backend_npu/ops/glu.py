@@ -54,8 +54,7 @@ def _refuse(dst: Tensor, a: Tensor, b: Tensor | None, params: Glu) -> str | None
 
 
 def _check(glu: Op, function: Callable[..., Exact], terms: exact.Function | None = None, **params: float) -> None:
-    """Sets the formula of an op, the exact value of `function`(gate, up, params); and its nodes with these
-    parameters."""
+    """Sets the formula of an op, the exact value of `function`(gate, up, params); and its nodes with these params."""
 
     @glu.formula
     def formula(a: Tensor, b: Tensor | None, params: Glu) -> Exact:

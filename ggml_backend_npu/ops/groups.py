@@ -267,8 +267,7 @@ def _here(side, at):
 
 @inlined
 def _pairs(side, at, size, step):
-    """For a group of int4: the address of the byte of its first element, and 1 where that is the high nibble, else
-    0."""
+    """For a group of int4: the address of its first element's byte, and 1 where it is the high nibble, else 0."""
     high = at[0] * size % 2
     return (_here(side, at) - high * step) // 2, high
 

@@ -14,8 +14,8 @@ from quant.runs import widen_run
 
 
 def hadamard(x: NDArray[Any]) -> NDArray[Any]:
-    """Rows of x times the Hadamard matrix, divided by the root of its size: sums and differences of halves, in x's own
-    type."""
+    """Rows of x times the Hadamard matrix, divided by the root of its size, in x's own type: sums and differences of
+    halves."""
     n = x.shape[-1]
     y: NDArray[Any] = x * (x.dtype.type(1) / np.sqrt(x.dtype.type(n)))
     length = 1

@@ -241,7 +241,7 @@ class Gradients(NamedTuple):
 
 @compiled
 def gradients(p, begin, end, scratch):
-    """A unit is a plane: one channel of one image. Each element adds its terms in the order of the kernel's rows and
+    """A unit is a plane: one channel of one image. Its elements add their terms in the order of the kernel's rows and
     columns."""
     of = record_at(p, Gradients)
     n_c, (n_y, n_x), (oy, ox), (ky, kx) = of.n_channels, of.size, of.places, of.kernel

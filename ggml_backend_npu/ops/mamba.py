@@ -244,8 +244,7 @@ class Scan(NamedTuple):
 
 @compiled
 def scan(p, begin, end, scratch):
-    """A unit is one head of one sequence. Returns 1 + the index of a sequence whose id names no state; 0 where all
-    do."""
+    """A unit is one head of one sequence. Returns 1 + the index of a sequence whose id names no state, or 0."""
     of = record_at(p, Scan)
     x, n_state, dim, n_head, n_tokens = of.x, of.n_state, of.dim, of.n_head, of.n_tokens
     row, head_bytes = 4 * n_state, 4 * n_state * dim

@@ -125,8 +125,7 @@ def group_norm(dst: Tensor, x: Tensor, params: GroupNorm) -> None:
 
 @inlined
 def _row_sums(a, b, n):
-    """The sums of two rows, each added up one element after the other: where elements cancel, even float64 shows the
-    order."""
+    """The sums of two rows, each one element after the other: where elements cancel, even float64 shows the order."""
     first, second = array_at(a, types.float32, n), array_at(b, types.float32, n)
     sums = types.float64(0), types.float64(0)
     for i in range(n):

@@ -1,5 +1,5 @@
-"""Steps of optimisers: OPT_STEP_ADAMW and OPT_STEP_SGD, rounded as ggml's CPU rounds. They update weights and momenta
-in place."""
+"""Steps of optimisers: OPT_STEP_ADAMW and OPT_STEP_SGD, rounded as in ggml's CPU. Weights and momenta change in
+place."""
 
 from __future__ import annotations
 

@@ -87,8 +87,8 @@ _LEFT, _RIGHT, _TOTAL = 4 * _ROWS * _DEPTH, 4 * _DEPTH * _COLUMNS, 4 * _ROWS * _
 
 @compiled
 def outer_products(p, begin, end, scratch):
-    """A unit is a tile of dst, of up to _ROWS rows and _COLUMNS columns; matrices are the outermost index, then columns
-    of tiles."""
+    """A unit is a tile of dst, of up to _ROWS rows and _COLUMNS columns; matrices are outermost, then columns of
+    tiles."""
     of = record_at(p, OuterProducts)
     src0, src1, depth, code, to_float = of.src0, of.src1, of.depth, of.code, of.to_float
     row_tiles, n_tiles = of.row_tiles, of.column_tiles * of.row_tiles

@@ -266,8 +266,7 @@ def pool_2d_back(dst: Tensor, gradient: Tensor, x: Tensor, params: Pool2d) -> No
 
 
 class PoolGradients(NamedTuple):
-    """Addresses of tensors without gaps; dimensions 0 and 1 of dst, and so of x, and of the gradient; and the window in
-    each."""
+    """Addresses of tensors without gaps; dimensions 0 and 1 of dst and x, and of the gradient; the window in each."""
 
     gradient: int
     x: int

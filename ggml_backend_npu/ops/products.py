@@ -129,8 +129,8 @@ def bytes_of_a_column(rounding: int, k: int) -> int:
 
 
 def scratch_of(of: Products) -> int:
-    """Bytes that `products` works in: two addresses and a line for each column, a line, a tile of weights, and results
-    of a tile."""
+    """Bytes that `products` works in: two addresses and a line per column, a line, a tile of weights, a tile's
+    results."""
     return of.n_columns * (16 + of.line) + of.line + 4 * of.tile_rows * (of.k + max(of.n_columns, 1))
 
 
@@ -160,8 +160,8 @@ def _find_columns(of, matrix, x, y):
 
 @inlined
 def _make_ready(of, x, count, columns, work, as_integers):
-    """Prepares columns as the product reads them: as blocks of integers, or as float32, rounded; x points to them
-    afterwards."""
+    """Prepares columns as the product reads them: as blocks of integers, or as float32, rounded. x then points to
+    them."""
     for c in range(count):
         row, source = columns + c * of.line, x[c]
         x[c] = row
@@ -235,8 +235,8 @@ def _multiply_tile(of, at, x, x_step, y, count, first, rows, tile, out):
 
 @compiled
 def products(p, begin, end, scratch):
-    """A unit is a tile of rows of a matrix of src0, times all columns that belong to the matrix; tiles are the
-    outermost index."""
+    """A unit is a tile of rows of a matrix of src0, times all columns that belong to the matrix; tiles are
+    outermost."""
     of = record_at(p, Products)
     weights, src0 = of.weights, of.src0
     x_at, y_at = scratch, scratch + 8 * of.n_columns

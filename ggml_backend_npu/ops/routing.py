@@ -1,5 +1,4 @@
-"""ARGSORT, SUM_ROWS, TOP_K, and the top-k of a softmax: the routing of a mixture of experts, node by node or in one
-call."""
+"""ARGSORT, SUM_ROWS, TOP_K, and the top-k of a softmax: the routing of a mixture of experts, node by node or as one."""
 
 from __future__ import annotations
 
@@ -122,8 +121,8 @@ def _is_same_order(ids: Tensor, x: Tensor, params: Argsort) -> bool:
 
 
 def _chosen(ids: Tensor, x: Tensor) -> tuple[Exact, Exact] | None:
-    """The scores, NaN as the least of all, and those that the ids of each row name; None where one is not an id, or
-    occurs twice."""
+    """The scores, NaN as the least of all, and those that each row's ids name; None where one is no id, or occurs
+    twice."""
     if x.ne[1:] != ids.ne[1:]:
         return None
     scores, places = exact.values(x), ids.view().astype(np.int64)
@@ -271,8 +270,7 @@ def _filled(work, count, lanes):
 
 @inlined
 def _sort(code, x, nb0, y, keys, places):
-    """The indices of the first scores of a row at x, in descending order, equal ones in the row's order; y holds a
-    tile."""
+    """The indices of the first scores of a row at x, descending, equal ones in the row's order; y holds a tile."""
     scores = array_at(y, types.float32, _TILE)
     for column in range(0, len(keys), _TILE):
         count = min(_TILE, len(keys) - column)

@@ -84,8 +84,7 @@ def next_row(side, i1, i2, i3):
 
 
 def side_at(address: int, ne: Dims, nb: Dims, ids: Tensor | None = None, n_rows: int = 0) -> Side:
-    """A side of a walk: ne units and nb bytes per dimension, fastest first; where ids are given, they name its n_rows
-    rows."""
+    """A side of a walk: ne units and nb bytes per dimension, fastest first; ids, where given, name its n_rows rows."""
     if ids is None:
         return Side(address, *_merged(ne, nb))
     named = Ids(ids.address, ids.codec.block_bytes, ids.nb[:3], ids.ne[1:3], n_rows)

@@ -279,8 +279,7 @@ def _all_differ(side):
 
 
 class CheckIds(NamedTuple):
-    """work, parts: a work that writes rows by these ids, and the most parts that it may be split into; 0: there is
-    none."""
+    """work, parts: a work that writes rows by these ids, and the most parts that it may be split into; 0: none."""
 
     side: Side
     work: int = 0
@@ -383,8 +382,8 @@ def _check(side: Side, ids: Tensor, move: Work | None = None) -> Work:
 
 
 def ids_check(ids: Tensor, n_rows: int) -> Work:
-    """The check that one or several matrices of ids name only rows below n_rows. Raises KernelError for the first one
-    that does not."""
+    """The check that one or several matrices of ids name only rows below n_rows. Raises KernelError for the first other
+    id."""
     return _check(side_at(0, (1, ids.ne[0], 1, 1), (0, 0, 0, 0), ids, n_rows), ids)
 
 

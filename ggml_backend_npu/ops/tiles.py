@@ -271,8 +271,7 @@ def _xielu(constants, x, n):
 
 @inlined
 def _look_up(table, limit, gated, x, y, n):
-    """x = table[x], by the bits of a half float, times y where it is gated; from limit on, x itself; up to -limit,
-    0."""
+    """x = table[x], by the bits of a half float, times y where it is gated; from limit on x itself, up to -limit 0."""
     found = array_at(table, types.uint16, 1 << 16)
     to = array_at(x, types.float32, n)
     other = array_at(y, types.float32, n)

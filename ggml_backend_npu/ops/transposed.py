@@ -1,4 +1,4 @@
-"""Transposed convolutions: CONV_TRANSPOSE_1D, CONV_TRANSPOSE_2D; and COL2IM_1D, which completes one after a matrix
+"""Transposed convolutions: CONV_TRANSPOSE_1D, CONV_TRANSPOSE_2D; and COL2IM_1D, the last step of one by a matrix
 product."""
 
 from __future__ import annotations
