@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -31,8 +32,12 @@ def device_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def diff(device: Path, *options: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "graph_runner", "diff", "tiny", "--all", "--device-file", str(device), *options]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
+    return run("diff", "tiny", "--all", "--device-file", device, *options)
+
+
+def run(*command: str | Path) -> subprocess.CompletedProcess[str]:
+    whole = [sys.executable, "-m", "graph_runner", *map(str, command)]
+    return subprocess.run(whole, capture_output=True, text=True, check=False)
 
 
 @pytest.mark.slow
@@ -50,6 +55,27 @@ def test_a_wrong_kernel_of_the_class_is_found(device_file: Path, tmp_path: Path)
     done = diff(wrong, "-n", "0", "--reproducers", str(tmp_path))
     assert done.returncode == 1, done.stdout + done.stderr
     assert re.search(r"the first wrong node:\s+step 0 node \d+: MUL ", done.stdout), done.stdout
+    told = re.search(r"without the model: ggml-npu (.*)", done.stdout)
+    assert told is not None
+    again = run(*shlex.split(told[1]))
+    assert again.returncode == 1
+    assert again.stdout.endswith("wrong: 1 of 1 nodes replayed differ from the trace\n")
+
+
+@pytest.mark.slow
+def test_what_the_class_lacks_is_named(device_file: Path) -> None:
+    covered = run("coverage", "tiny", "--all", "--device-file", device_file)
+    assert re.search(r"^RMS_NORM +\d+ \(-\d+\) +\d+ \(-\d+\)$", covered.stdout, re.MULTILINE), covered.stdout
+    ran = run("run", "tiny", "-n", "1", "--all", "--device-file", device_file)
+    assert re.search(r"left to the CPU: .*SET_ROWS \d+ \(no kernel\)", ran.stderr), ran.stderr
+    listed = run("devices", "--device-file", device_file)
+    assert "XNPU0 may take: ADD MUL MUL_MAT SWIGLU" in listed.stdout
+
+
+@pytest.mark.conformance
+def test_ggmls_cases_of_the_class(device_file: Path) -> None:
+    done = run("test", "-o", "ADD", "--device-file", device_file)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 @pytest.mark.slow
@@ -64,8 +90,7 @@ def test_a_wrong_kernel_of_the_class_is_found(device_file: Path, tmp_path: Path)
 def test_a_file_that_is_no_device_is_told_in_a_line(tmp_path: Path, text: str, said: str) -> None:
     path = tmp_path / "device.py"
     path.write_text(text)
-    command = [sys.executable, "-m", "graph_runner", "run", "tiny", "-n", "1", "--device-file", str(path)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = run("run", "tiny", "-n", "1", "--device-file", path)
     assert done.returncode == 2, done.stdout + done.stderr
     assert said in done.stderr
     assert len(done.stderr.strip().splitlines()) == 1, done.stderr
