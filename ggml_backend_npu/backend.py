@@ -291,8 +291,25 @@ def op(
     default: bool = False,
     params: type[Params] | None = None,
 ) -> Callable[[Callable[..., None]], Op]:
-    """Decorator: as `registry.op`. The op goes to the default backend, or, in a file of kernels, to the backend that
-    the file is loaded for."""
+    """Decorator: makes a function a kernel of the ggml op `name`, in the default backend, or, in a file of kernels, in
+    the backend that the file is loaded for.
+
+        @op("SQRT", types=[("f32", "f32")], refuse=lambda dst, x: "one row" if x.ne[1] < 2 else None)
+        def sqrt(dst, x):
+            dst.view()[...] = np.sqrt(x.view())
+
+    name     ggml_op_desc of the nodes that it computes ("GET_ROWS", "SOFT_MAX", "SILU", ...)
+    types    the type combinations (dst, src0, src1, ...) that it takes; default: any
+    refuse   called like the kernel: returns a reason why such a node is not taken, or None
+    default  has no effect on an op that a user registers, which the device always takes
+    params   the record of the node's op_params (`ggml_backend_npu.params`)
+
+    The kernel gets `Tensor`s, reads its sources with `.view()` and writes into `dst.view()`. A source that a node
+    leaves out is None. A keyword `params` gets the node's op_params: as the record, or without one as bytes, for
+    `struct.unpack_from("2f", params)`. An exception in the kernel fails the node, not the process.
+
+    Raises TypeError where `name` is not a string, and where `Op` does.
+    """
     make = registry.op(name, types=types, refuse=refuse, default=default, params=params)
 
     def added(define: Callable[..., None]) -> Op:

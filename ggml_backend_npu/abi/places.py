@@ -105,9 +105,9 @@ def loaded(pid: int | None = None) -> list[Path]:
 
 def already_loaded() -> ctypes.CDLL | None:
     """The library of a ggml that this process has loaded; None where it has none."""
-    with suppress(OSError):
-        for file in loaded():
-            if "ggml" in file.name:
+    for file in loaded():
+        if "ggml" in file.name:
+            with suppress(OSError):  # a program, or what is mapped as data
                 library = ctypes.CDLL(str(file), mode=os.RTLD_NOLOAD)
                 if hasattr(library, _REGISTERS):
                     return library

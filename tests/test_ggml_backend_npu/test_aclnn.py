@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import math
+import pickle
 import weakref
 from dataclasses import dataclass, replace
 from functools import partial
@@ -937,6 +938,10 @@ def copying() -> tuple[Array, Array, AclOpExecutor]:
 
 def assert_status(status: Status, code: int, message: str) -> None:
     assert (int(status), status.name, status.message) == (code, NAMES[code], message)
+
+
+def test_a_status_can_be_copied() -> None:
+    assert repr(pickle.loads(pickle.dumps(Status(7, "NAME", "why")))) == "7 NAME: why"
 
 
 def test_an_executor_is_good_for_one_run() -> None:
