@@ -18,8 +18,8 @@ class Status(int):
         status.name, status.message = name, message
         return status
 
-    def __getnewargs__(self) -> tuple[int, str, str]:
-        return int(self), self.name, self.message
+    def __reduce__(self) -> tuple[type[Status], tuple[int, str, str]]:
+        return Status, (int(self), self.name, self.message)
 
     def __repr__(self) -> str:
         return f"{int(self)} {self.name}" + (f": {self.message}" if self.message else "")
