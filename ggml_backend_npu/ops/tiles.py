@@ -21,15 +21,7 @@ from ggml_backend_npu.ir import Tensor
 from ggml_backend_npu.ops import functions
 from ggml_backend_npu.ops.exponentials import expf, v_exp
 from ggml_backend_npu.ops.functions import Floats
-from quant.kernels.jit import (
-    array_at,
-    bits_float,
-    compiled,
-    f16_to_f32,
-    float_bits,
-    fused_multiply_add,
-    inlined,
-)
+from quant.kernels.jit import array_at, bits_float, compiled, f16_to_f32, float_bits, fused_multiply_add, inlined
 from quant.kernels.matrices import LANES
 from quant.kernels.records import Dims, Place, index_of, record_at, row_of
 from quant.kernels.threads import Job, Work
