@@ -35,10 +35,12 @@ _CASE = re.compile(r": (OK|FAIL|not supported)")
 # tests that an older version cannot run, as pytest names them: from the version that can, what and why
 OPS, DEVICE, RUNNER = "tests/test_ggml_backend_npu/ops", "tests/test_ggml_backend_npu", "tests/test_graph_runner"
 LACKING: tuple[tuple[str, str, str], ...] = (
-    ("0.3.32", f"{OPS}/test_norms.py::test_norm_of_rows_with_gaps", "its CPU aborts"),
-    ("0.3.32", f"{OPS}/test_norms.py::test_l2_norm_of_rows_with_gaps", "its CPU aborts"),
-    ("0.3.36", f"{OPS}/test_arithmetic.py::test_concat", "its CPU crashes on blocks"),
-    ("0.3.36", f"{OPS}/test_arithmetic.py::test_scale", "its CPU aborts on types other than f32"),
+    ("0.3.36", f"{OPS}/test_deepseek.py::test_hc_post", "streams are always mixed"),
+    (
+        "0.3.36",
+        f"{DEVICE}/test_fusion.py::test_ids_that_nobody_else_reads_and_weights_read_on",
+        "another order of nodes",
+    ),
     ("0.3.36", f"{RUNNER}/test_whole_graph.py", "llama.cpp's inputs have no names"),
     ("0.3.36", f"{DEVICE}/test_profiles.py::test_every_profile_says_what_it_is_and_names_ops_of_ggml", "newer ops"),
     ("0.3.36", f"{RUNNER}/test_planted_faults.py", "llama.cpp's graphs have other nodes in their place"),
@@ -159,10 +161,11 @@ def tests(at: Environment) -> str:
     """The default tests."""
     lacking = [test for since, test, _ in LACKING if numbers(at.version) < numbers(since)]
     left_out = [part for test in lacking for part in ("--deselect", test)]
-    done = at.run(at.python, "-m", "pytest", "-n", "2", "-p", "no:cacheprovider", "--tb=line", *left_out)
+    done = at.run(at.python, "-m", "pytest", "-n", "2", "-p", "no:cacheprovider", "--tb=line", "-rf", *left_out)
     told = done.stdout.strip().splitlines()[-1] if done.stdout.strip() else "nothing"
     said = re.sub(r" in [\d.]+s.*", "", told)
     if done.returncode:
+        print(*(line for line in done.stdout.splitlines() if line.startswith("FAILED")), sep="\n")
         raise WrongError(said)
     return said
 

@@ -1,9 +1,12 @@
-"""Nodes over which the CPU backend of an older ggml ends the process, though its supports_op takes them."""
+"""Nodes over which the CPU backend of an older ggml ends the process, or which it computes in part, though its
+supports_op takes them."""
 
 from __future__ import annotations
 
 from ggml_backend_npu.abi.lib import Ggml, numbers
 from ggml_backend_npu.ir import Node
+
+_OF_F32_AND_F16 = ("GELU", "GELU_ERF", "GELU_QUICK", "SILU")
 
 
 def why(ggml: Ggml, node: Node) -> str | None:
@@ -13,6 +16,21 @@ def why(ggml: Ggml, node: Node) -> str | None:
         return f"has rows with gaps, at which ggml {ggml.version} aborts"
     if version < (0, 20) and node.op == "CONCAT" and node.dst.codec.block_size > 1:
         return f"is of blocks, at which ggml {ggml.version} crashes"
-    if version < (0, 25) and node.op == "SCALE" and node.dst.type != "f32":
-        return f"is {node.dst.type}, at which ggml {ggml.version} aborts"
+    if version < (0, 25):
+        return _before_0_25(ggml, node)
+    return None
+
+
+def _before_0_25(ggml: Ggml, node: Node) -> str | None:
+    type, sources = node.dst.type, [source and source.type for source in node.src]
+    if (node.op == "SCALE" and type != "f32") or (node.op in _OF_F32_AND_F16 and type == "bf16"):
+        return f"is {type}, at which ggml {ggml.version} aborts"
+    if node.op == "MUL_MAT" and "f32" == sources[0] != sources[1]:
+        return f"has columns of {sources[1]}, at which ggml {ggml.version} aborts"
+    if node.op == "DSV4_HC_PRE" and any(node.params[4:8]):
+        return f"has gates, which ggml {ggml.version} does not have"
+    if node.op == "DSV4_HC_POST" and not any(sources[3:]):
+        return f"has no comb, at which ggml {ggml.version} aborts"
+    if node.op == "CONV_TRANSPOSE_2D" and node.dst.ne[3] > 1:
+        return f"has several images, of which ggml {ggml.version} computes the first"
     return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import struct
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ _SRC, _VIEW_SRC, _VIEW_OFFS, _DATA, _NAME = slice(13, 23), 23, 24, 25, 26
 
 _NO_PARAMS = bytes(PARAMS_BYTES)
 _ONE_STATE = b"\1" + _NO_PARAMS[1:]
+_UNSCALED = struct.pack("f", 1.0) + _NO_PARAMS[4:]
 _MOST_KNOWN = 8192
 _memcmp = ctypes.CDLL(None).memcmp
 _memcmp.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
@@ -131,9 +133,12 @@ def node(ggml: Ggml, address: int, packed: PackedAt = nowhere) -> Node:
 
 
 def _unwritten(ggml: Ggml, op: int) -> bytes:
-    """op_params that are all 0, as a ggml may leave them: a scan that does not say how many states it keeps, keeps
-    one."""
-    return _ONE_STATE if ggml.ops[op] == "SSM_SCAN" and "SSM_SCAN" in ggml.uncounted else _NO_PARAMS
+    """What op_params that are all 0 stand for, as an older ggml leaves them: a scan that keeps one state, streams that
+    are added unscaled."""
+    name = ggml.ops[op]
+    if name == "SSM_SCAN" and name in ggml.uncounted:
+        return _ONE_STATE
+    return _UNSCALED if name == "DSV4_HC_PRE" else _NO_PARAMS
 
 
 @dataclass(frozen=True)
