@@ -9,7 +9,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ggml_backend_npu import Tensor
-from ggml_backend_npu.ops.movers import raw
 from quant import ROUNDINGS, Rounding, codec
 
 Blocks = NDArray[np.uint8]
@@ -116,7 +115,7 @@ def compare_blocks(expected: Tensor, actual: Tensor, source: NDArray[np.float32]
 
 def blocks_of(tensor: Tensor) -> Blocks:
     """Returns a quantised tensor's blocks in logical order, (n_blocks, block bytes)."""
-    return np.ascontiguousarray(raw(tensor)).reshape(-1, tensor.codec.block_bytes)
+    return np.ascontiguousarray(tensor.view()).reshape(-1, tensor.codec.block_bytes)
 
 
 def swapped(blocks: Blocks) -> Blocks:

@@ -12,7 +12,6 @@ from numpy.typing import NDArray
 from ggml_backend_npu import Memory, Tensor
 from ggml_backend_npu.abi import codecs
 from ggml_backend_npu.abi.convert import same_bytes
-from ggml_backend_npu.ops.movers import raw
 
 Floats = NDArray[np.float64]
 
@@ -112,7 +111,7 @@ def _span(tensor: Tensor) -> NDArray[np.uint8]:
 def values(tensor: Tensor) -> Floats:
     """Returns a tensor's elements as float64, (ne3, ne2, ne1, ne0)."""
     kind = codecs.bound().codec(tensor.type)
-    data = np.ascontiguousarray(raw(tensor)).view(np.uint8).reshape(-1, kind.block_bytes)
+    data = np.ascontiguousarray(tensor.view()).view(np.uint8).reshape(-1, kind.block_bytes)
     with np.errstate(invalid="ignore"):  # signalling NaN
         return kind.decode(data).astype(np.float64).reshape(tensor.ne[::-1])
 
@@ -132,14 +131,14 @@ def _ulp_histogram(reference: Tensor, result: Tensor) -> tuple[int, ...]:
 def _ordered(tensor: Tensor) -> NDArray[np.int64]:
     """Returns floats as integers of the same order, neighbours one apart; both zeros are 0."""
     dtype, sign = _SIGN[tensor.type]
-    bits: NDArray[np.int64] = np.ascontiguousarray(raw(tensor)).view(dtype).astype(np.int64)
+    bits: NDArray[np.int64] = np.ascontiguousarray(tensor.view()).view(dtype).astype(np.int64)
     return np.where(bits < 0, -(bits + (1 << sign)), bits)
 
 
 def _first(reference: Tensor, result: Tensor) -> tuple[int, ...] | None:
     size = reference.codec.block_bytes
     unit = np.dtype(f"u{size}") if size in (1, 2, 4, 8) else np.dtype((np.void, size))
-    expected, actual = (np.ascontiguousarray(raw(tensor)).view(unit).reshape(-1) for tensor in (reference, result))
+    expected, actual = (np.ascontiguousarray(tensor.view()).view(unit).reshape(-1) for tensor in (reference, result))
     rows = np.flatnonzero(expected != actual)
     if not rows.size:
         return None

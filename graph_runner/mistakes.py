@@ -19,7 +19,7 @@ from ggml_backend_npu.checks import Mistake
 from ggml_backend_npu.ir import Dims
 from ggml_backend_npu.ops import OWN
 from ggml_backend_npu.ops.mistakes import LARGEST, altered, following, made, role, with_stride
-from ggml_backend_npu.ops.movers import copy, raw
+from ggml_backend_npu.ops.movers import copy
 from graph_runner.blocks import swapped
 
 
@@ -152,7 +152,7 @@ def _nibbles(node: Node) -> Iterator[Mistake]:
     for index, tensor in _sources(node):
         if tensor.type != "q4_0" or tensor.n_elements > LARGEST:
             continue
-        blocks = raw(tensor)
+        blocks = tensor.view()
         who = role(node, index)
         yield Mistake(
             f"swaps the two nibbles of each byte of the q4_0 blocks of {who}",

@@ -21,7 +21,6 @@ from ggml_backend_npu.checks import Exact
 from ggml_backend_npu.fusion import FUSIONS
 from ggml_backend_npu.ops import OWN
 from ggml_backend_npu.ops.exact import values
-from ggml_backend_npu.ops.movers import raw
 from graph_runner import noise
 from graph_runner.compare import Comparison
 from quant import type_names
@@ -183,7 +182,7 @@ def _gaps_differ(expected: Tensor, actual: Tensor, found: Comparison) -> bool:
         return True
     if expected.is_contiguous():
         return False
-    e, a = (np.ascontiguousarray(raw(tensor)).view(np.uint8) for tensor in (expected, actual))
+    e, a = (np.ascontiguousarray(tensor.view()).view(np.uint8) for tensor in (expected, actual))
     return int(np.count_nonzero(e != a)) != found.n_different
 
 

@@ -31,7 +31,7 @@ from ggml_backend_npu.ops.functions import expf, tanhf
 from ggml_backend_npu.ops.functions import fused_multiply_add as fma
 from ggml_backend_npu.ops.matmul import VEC_DOT
 from ggml_backend_npu.ops.mistakes import LARGEST, made, with_stride
-from ggml_backend_npu.ops.movers import DECODED, convert, raw
+from ggml_backend_npu.ops.movers import DECODED, convert
 from ggml_backend_npu.ops.softmax import masked, slopes
 from ggml_backend_npu.params import Instead, Params, f32, i32
 from ggml_backend_npu.registry import Call, op
@@ -116,13 +116,13 @@ def _for_heads(values: Floats, q: Tensor, x: Tensor) -> Floats:
 
 
 def _repeated(x: Tensor, q: Tensor, numerics: Numerics) -> Floats:
-    return _for_heads(convert(raw(x), x.type, "f32", numerics=numerics), q, x)
+    return _for_heads(convert(x.view(), x.type, "f32", numerics=numerics), q, x)
 
 
 def _error_of_sums(q: Tensor, k: Tensor, queries: Floats, numerics: Numerics) -> Floats:
     """What the product of q8_1 with blocks that have a minimum adds: there, float16 rounds a block's sum of q."""
     sums = convert(q.view(), "f32", "q8_1", numerics=numerics)[..., 2:4].copy().view(np.float16)[..., 0]
-    minima = raw(k)[..., 2:4].copy().view(np.float16)[..., 0].astype(np.float32)
+    minima = k.view()[..., 2:4].copy().view(np.float16)[..., 0].astype(np.float32)
     errors = sums - queries.reshape(*q.ne[:0:-1], k.n_blocks, -1).sum(-1)
     found: Floats = errors @ _for_heads(minima, q, k).swapaxes(2, 3)
     return found
@@ -327,7 +327,7 @@ def _mistaken(
     if n_kv == 1 or q.ne[2] * max(k.n_elements, v.n_elements) > LARGEST * n_kv:
         return
     if n > 1:
-        tiles = (made(each, np.concatenate([raw(each)] * n, axis=1)) for each in (k, v))
+        tiles = (made(each, np.concatenate([each.view()] * n, axis=1)) for each in (k, v))
         text = f"has head h of src0 meet head h % {n_kv} of src1 and src2, not h // {n}"
         yield Mistake(text, replace(node, src=(q, *tiles, *node.src[3:])))
     first = (replace(each, nb=with_stride(each.nb, 2, 0)) for each in (k, v))

@@ -13,7 +13,7 @@ from ggml_backend_npu.checks import Exact, Make, Probe, Types
 from ggml_backend_npu.ir import Node, Tensor
 from ggml_backend_npu.numerics import PLAIN, Numerics
 from ggml_backend_npu.ops import exact, probes
-from ggml_backend_npu.ops.movers import DECODED, convert, raw
+from ggml_backend_npu.ops.movers import DECODED, convert
 from ggml_backend_npu.ops.probes import TOKENS, Rng, node, normal, turned
 from ggml_backend_npu.params import Params, f32, i32
 from ggml_backend_npu.registry import op
@@ -79,7 +79,7 @@ def lightning_indexer(
     1, streams, which repeat), dst (cells, tokens, 1, streams). Equals ggml_compute_forward_lightning_indexer but for
     the order of sums.
     """
-    cells = convert(raw(k), k.type, "f32", numerics=numerics).swapaxes(1, 2).swapaxes(2, 3)
+    cells = convert(k.view(), k.type, "f32", numerics=numerics).swapaxes(1, 2).swapaxes(2, 3)
     total = np.zeros((q.ne[3], q.ne[2], k.ne[2]), np.float32)
     with np.errstate(all="ignore"):
         for head in range(q.ne[1]):

@@ -21,7 +21,7 @@ from ggml_backend_npu.numerics import PLAIN, Numerics
 from ggml_backend_npu.ops import cases, exact, probes
 from ggml_backend_npu.ops.functions import fused_multiply_add as fma
 from ggml_backend_npu.ops.mistakes import of_repeated, of_swapped_operands
-from ggml_backend_npu.ops.movers import DECODED, ENCODED, checked_ids, convert, raw, tiled
+from ggml_backend_npu.ops.movers import DECODED, ENCODED, checked_ids, convert, tiled
 from ggml_backend_npu.ops.shapes import gaps, gaps_in_rows, other_ne
 from ggml_backend_npu.ops.strided import ids_check
 from ggml_backend_npu.ops.tiles import computed
@@ -88,10 +88,10 @@ def _is_product_alone(x: Tensor, bias: float) -> bool:
 def scale(dst: Tensor, x: Tensor, params: Scale) -> None:
     """dst = x * scale + bias, in x's ne; dst may be x. Equals ggml_compute_forward_scale."""
     factor, bias = np.float32(params.scale), np.float32(params.bias)
-    values = convert(raw(x), x.type, "f32")
+    values = convert(x.view(), x.type, "f32")
     with np.errstate(all="ignore"):
         scaled = values * factor if _is_product_alone(x, float(bias)) else fma(values, factor, bias)
-    raw(dst)[...] = convert(scaled, "f32", dst.type)
+    dst.view()[...] = convert(scaled, "f32", dst.type)
 
 
 @scale.compiled
@@ -143,7 +143,7 @@ def _refuse_add(dst: Tensor, a: Tensor, b: Tensor) -> str | None:
 
 def _compute(function: np.ufunc, dst: Tensor, a: Tensor, b: Tensor) -> None:
     """dst = function(a, b), b repeated to the size of a; rounded to float32, and then to dst's type."""
-    y, x0, x1 = tiled(raw(dst), b.ne), tiled(raw(a), b.ne), tiled(raw(b), b.ne)
+    y, x0, x1 = tiled(dst.view(), b.ne), tiled(a.view(), b.ne), tiled(b.view(), b.ne)
     with np.errstate(all="ignore"):
         if dst.type == a.type == b.type == "f32":
             function(x0, x1, out=y)
@@ -165,8 +165,8 @@ def add(dst: Tensor, a: Tensor, b: Tensor, numerics: Numerics = PLAIN) -> None:
     """
     if a.codec.is_quantized:
         with np.errstate(all="ignore"):
-            total = convert(raw(a), a.type, "f32", numerics=numerics) + b.view()
-            raw(dst)[...] = convert(total, "f32", dst.type, rows=True, numerics=numerics)
+            total = convert(a.view(), a.type, "f32", numerics=numerics) + b.view()
+            dst.view()[...] = convert(total, "f32", dst.type, rows=True, numerics=numerics)
     else:
         _compute(np.add, dst, a, b)
 
@@ -322,9 +322,9 @@ def clamp(dst: Tensor, x: Tensor, params: Clamp) -> None:
     Equals ggml_compute_forward_clamp; which, where x has gaps between rows, reads past them.
     """
     low, high = np.float32(params.min), np.float32(params.max)
-    values = convert(raw(x), x.type, "f32")
+    values = convert(x.view(), x.type, "f32")
     below = np.where(values < high, values, high)
-    raw(dst)[...] = convert(np.where(below > low, below, low), "f32", dst.type)
+    dst.view()[...] = convert(np.where(below > low, below, low), "f32", dst.type)
 
 
 @clamp.compiled
@@ -350,7 +350,7 @@ def fill(dst: Tensor, x: Tensor, params: Fill) -> None:
 
     Equals ggml_compute_forward_fill.
     """
-    raw(dst)[...] = convert(np.full(1, params.c, np.float32), "f32", dst.type)
+    dst.view()[...] = convert(np.full(1, params.c, np.float32), "f32", dst.type)
 
 
 @fill.compiled

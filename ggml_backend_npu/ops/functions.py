@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from ggml_backend_npu.abi import codecs, libm
 from ggml_backend_npu.ir import Tensor
-from ggml_backend_npu.ops.movers import convert, raw
+from ggml_backend_npu.ops.movers import convert
 
 Floats = NDArray[np.float32]
 Function = Callable[[Floats], Floats]
@@ -26,18 +26,18 @@ _1 = np.float32(1)
 def mapped(function: Callable[..., Floats], dst: Tensor, *src: Tensor) -> None:
     """dst = function(*src), element by element, of any float types; dst may be the same memory as a source."""
     with np.errstate(all="ignore"):
-        values = function(*(convert(raw(x), x.type, "f32") for x in src))
-        raw(dst)[...] = convert(values, "f32", dst.type)
+        values = function(*(convert(x.view(), x.type, "f32") for x in src))
+        dst.view()[...] = convert(values, "f32", dst.type)
 
 
 def wide(x: Tensor) -> NDArray[Any]:
     """A tensor's values in float32; f64, in which formulas are computed without rounding, stays f64."""
-    return x.view() if x.type == "f64" else convert(raw(x), x.type, "f32")
+    return x.view() if x.type == "f64" else convert(x.view(), x.type, "f32")
 
 
 def put(dst: Tensor, values: NDArray[Any]) -> None:
     """dst = values, as `wide` returns them."""
-    raw(dst)[...] = values if dst.type == "f64" else convert(values, "f32", dst.type)
+    dst.view()[...] = values if dst.type == "f64" else convert(values, "f32", dst.type)
 
 
 def _of_library(name: str) -> Function:

@@ -15,7 +15,7 @@ from ggml_backend_npu.ir import Node, Tensor
 from ggml_backend_npu.ops import exact, functions, probes
 from ggml_backend_npu.ops.functions import Floats, mapped
 from ggml_backend_npu.ops.functions import fused_multiply_add as fma
-from ggml_backend_npu.ops.movers import checked_ids, convert, raw, tiled
+from ggml_backend_npu.ops.movers import checked_ids, convert, tiled
 from ggml_backend_npu.ops.norms import Norm
 from ggml_backend_npu.ops.shapes import gaps, gaps_in_matrices, gaps_in_rows, other_ne
 from ggml_backend_npu.ops.softmax import SoftMax
@@ -76,7 +76,7 @@ def get_rows_back(dst: Tensor, x: Tensor, ids: Tensor) -> None:
     """
     rows = checked_ids(ids, dst.ne[1]).reshape(-1)
     dst.view()[...] = 0
-    np.add.at(dst.view()[0, 0], rows, convert(raw(x), x.type, dst.type)[0, 0, : rows.size])
+    np.add.at(dst.view()[0, 0], rows, convert(x.view(), x.type, dst.type)[0, 0, : rows.size])
 
 
 class AddRows(NamedTuple):

@@ -30,7 +30,7 @@ from ggml_backend_npu.numerics import PLAIN, Numerics
 from ggml_backend_npu.ops import cases, exact, probes
 from ggml_backend_npu.ops.hadamard import Transform, hadamard, transform
 from ggml_backend_npu.ops.mistakes import LARGEST, altered, made, of_ids
-from ggml_backend_npu.ops.movers import checked_ids, raw
+from ggml_backend_npu.ops.movers import checked_ids
 from ggml_backend_npu.ops.products import ROUNDINGS, Products, Weights, bytes_of_a_column, products, scratch_of
 from ggml_backend_npu.ops.strided import ids_check
 from ggml_backend_npu.ops.sums import BOUND
@@ -343,7 +343,7 @@ def _mistaken_mul_mat(node: Node, a: Tensor, b: Tensor) -> Iterator[Mistake]:
         return
     for k in (2, 3):
         if 1 < a.ne[k] < b.ne[k] and b.ne[k] % a.ne[k] == 0:
-            whole = np.concatenate([raw(a)] * (b.ne[k] // a.ne[k]), axis=3 - k)
+            whole = np.concatenate([a.view()] * (b.ne[k] // a.ne[k]), axis=3 - k)
             text = f"repeats src0 as a whole along dimension {k}, not matrix by matrix"
             yield Mistake(text, altered(node, 0, made(a, whole)))
 

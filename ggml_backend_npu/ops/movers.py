@@ -63,12 +63,6 @@ def convert(
     return encoded.view(target.dtype).reshape(*lead, n)
 
 
-def raw(tensor: Tensor) -> NDArray[Any]:
-    """The tensor's view, with bf16 as its bits."""
-    view = tensor.view()
-    return view.view(np.uint16) if tensor.type == "bf16" else view
-
-
 def tiled(view: NDArray[Any], ne: tuple[int, ...]) -> NDArray[Any]:
     """A view of a tensor that repeats a tensor of size ne, as (repeats in dimension 3, ne3, repeats in 2, ne2, ...)."""
     shape = [part for n, m in zip(view.shape, ne[::-1], strict=True) for part in (n // max(1, m), m)]
@@ -131,7 +125,7 @@ def get_rows(dst: Tensor, src: Tensor, ids: Tensor, numerics: Numerics = PLAIN) 
     step = _rows_per_chunk(src)
     for i3, i2 in np.ndindex(rows.shape[:2]):
         for i1 in range(0, rows.shape[2], step):
-            chunk = raw(src)[i3, i2, rows[i3, i2, i1 : i1 + step]]
+            chunk = src.view()[i3, i2, rows[i3, i2, i1 : i1 + step]]
             dst.view()[i3, i2, i1 : i1 + step] = convert(chunk, src.type, dst.type, numerics=numerics)
 
 
@@ -195,8 +189,10 @@ def set_rows(dst: Tensor, src: Tensor, ids: Tensor, numerics: Numerics = PLAIN) 
     for i3, i2 in np.ndindex(src.ne[3], src.ne[2]):
         ids_row = rows[i3 % ids.ne[2], i2 % ids.ne[1]]
         for i1 in range(0, src.ne[1], step):
-            chunk = raw(src)[i3, i2, i1 : i1 + step]
-            raw(dst)[i3, i2, ids_row[i1 : i1 + step]] = convert(chunk, src.type, dst.type, rows=True, numerics=numerics)
+            chunk = src.view()[i3, i2, i1 : i1 + step]
+            dst.view()[i3, i2, ids_row[i1 : i1 + step]] = convert(
+                chunk, src.type, dst.type, rows=True, numerics=numerics
+            )
 
 
 @set_rows.compiled
@@ -211,8 +207,8 @@ def _mistaken_set_rows(node: Node, src: Tensor, ids: Tensor) -> Iterator[Mistake
             for i3, i2 in np.ndindex(src.ne[3], src.ne[2]):
                 batch = (0, i3 % ids.ne[2], i2 % ids.ne[1])
                 kept = ~outside[batch]
-                raw(dst)[i3, i2, moved[batch][kept]] = convert(
-                    raw(src)[i3, i2, kept], src.type, dst.type, rows=True, numerics=codecs.bound()
+                dst.view()[i3, i2, moved[batch][kept]] = convert(
+                    src.view()[i3, i2, kept], src.type, dst.type, rows=True, numerics=codecs.bound()
                 )
 
         yield Mistake(text, node, compute)
@@ -277,7 +273,7 @@ def copy(dst: Tensor, src: Tensor, numerics: Numerics = PLAIN) -> None:
     """What CPY does, in NumPy; also for rows with gaps."""
     if src.n_elements == 0:
         return
-    source, target = raw(src), raw(dst)
+    source, target = src.view(), dst.view()
     if src.codec.is_quantized or dst.codec.is_quantized:
         unit = max(src.codec.block_size, dst.codec.block_size)
         source, target = _in_units(source, src, unit), _in_units(target, dst, unit)
@@ -366,7 +362,7 @@ def _refuse_repeat(dst: Tensor, src: Tensor) -> str | None:
 def repeat(dst: Tensor, src: Tensor) -> None:
     """dst = src, repeated in each dimension; every ne of src divides that of dst. Equals
     ggml_compute_forward_repeat."""
-    tiled(raw(dst), src.ne)[...] = tiled(raw(src), src.ne)
+    tiled(dst.view(), src.ne)[...] = tiled(src.view(), src.ne)
 
 
 @repeat.compiled
@@ -418,9 +414,9 @@ def concat(dst: Tensor, a: Tensor, b: Tensor, params: Concat) -> None:
     ggml_compute_forward_concat."""
     dim = params.dim
     first = _units(a, dim)
-    whole = np.moveaxis(raw(dst), 3 - dim, 0)
+    whole = np.moveaxis(dst.view(), 3 - dim, 0)
     for part, tensor in ((whole[:first], a), (whole[first:], b)):
-        part[...] = np.moveaxis(raw(tensor), 3 - dim, 0)
+        part[...] = np.moveaxis(tensor.view(), 3 - dim, 0)
 
 
 def _units(tensor: Tensor, dim: int) -> int:

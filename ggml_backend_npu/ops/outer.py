@@ -12,7 +12,7 @@ from ggml_backend_npu.ir import Node, Tensor
 from ggml_backend_npu.numerics import PLAIN, Numerics
 from ggml_backend_npu.ops import exact, probes
 from ggml_backend_npu.ops.functions import fused_multiply_add
-from ggml_backend_npu.ops.movers import DECODED, convert, raw
+from ggml_backend_npu.ops.movers import DECODED, convert
 from ggml_backend_npu.ops.shapes import gaps, gaps_in_rows
 from ggml_backend_npu.ops.sums import BOUND
 from ggml_backend_npu.registry import Call, op
@@ -44,7 +44,7 @@ def out_prod(dst: Tensor, a: Tensor, b: Tensor, numerics: Numerics = PLAIN) -> N
     a (n, depth, ...), b (m, depth, b2, b3), dst (n, m, b2, b3). The products of an element are added one after the
     other, each fused with its addition. Equals ggml_compute_forward_out_prod.
     """
-    rows = convert(raw(a), a.type, "f32", numerics=numerics)
+    rows = convert(a.view(), a.type, "f32", numerics=numerics)
     rows = rows.repeat(b.ne[3] // a.ne[3], axis=0).repeat(b.ne[2] // a.ne[2], axis=1) if rows.size else rows
     total = np.zeros(dst.view().shape, np.float32)
     for k in range(a.ne[1]):

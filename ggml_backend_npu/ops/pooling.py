@@ -12,7 +12,7 @@ from ggml_backend_npu.checks import Exact, Types
 from ggml_backend_npu.ir import Node, Tensor
 from ggml_backend_npu.ops import exact, probes
 from ggml_backend_npu.ops.functions import Floats, wide
-from ggml_backend_npu.ops.movers import convert, raw
+from ggml_backend_npu.ops.movers import convert
 from ggml_backend_npu.ops.shapes import gaps, gaps_in_matrices, other_ne
 from ggml_backend_npu.params import Params, i32
 from ggml_backend_npu.registry import Call, op
@@ -79,7 +79,7 @@ def pool_2d(dst: Tensor, x: Tensor, params: Pool2d) -> None:
     x (width, height, ...) -> dst (windows in a row, rows of windows, ...). Equals ggml_compute_forward_pool_2d.
     """
     p = params
-    image = convert(raw(x), x.type, "f32")
+    image = convert(x.view(), x.type, "f32")
     y: Floats = np.full(dst.view().shape, _LOWEST if p.op == _MAX else 0, np.float32)
     rows, columns = (np.arange(n) * step - edge for n, step, edge in ((dst.ne[1], p.s1, p.p1), (dst.ne[0], p.s0, p.p0)))
     with np.errstate(all="ignore"):

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from ggml_backend_npu.checks import Exact, Types
 from ggml_backend_npu.ir import Node, Tensor
 from ggml_backend_npu.ops import exact, probes
-from ggml_backend_npu.ops.movers import convert, raw
+from ggml_backend_npu.ops.movers import convert
 from ggml_backend_npu.ops.shapes import gaps_in_rows, other_ne
 from ggml_backend_npu.registry import Call, op
 from quant.kernels.jit import array_at, compiled
@@ -43,9 +43,9 @@ def sum_all(dst: Tensor, x: Tensor) -> None:
     Equals ggml_compute_forward_sum.
     """
     dtype = np.float64 if x.type == "f32" else np.float32
-    rows = _one_after_the_other(convert(raw(x), x.type, "f32"), dtype)
+    rows = _one_after_the_other(convert(x.view(), x.type, "f32"), dtype)
     total = _one_after_the_other(rows.reshape(-1), dtype)
-    raw(dst)[...] = convert(np.full((1, 1, 1, 1), total, np.float32), "f32", dst.type)
+    dst.view()[...] = convert(np.full((1, 1, 1, 1), total, np.float32), "f32", dst.type)
 
 
 @sum_all.formula

@@ -13,7 +13,6 @@ from ggml_backend_npu.checks import Exact, Make, Probe, Types
 from ggml_backend_npu.ir import Node, Tensor
 from ggml_backend_npu.ops import exact, probes
 from ggml_backend_npu.ops.functions import Floats, cosf, expf, logf, sinf
-from ggml_backend_npu.ops.movers import raw
 from ggml_backend_npu.ops.shapes import gaps, gaps_in_rows, other_ne
 from ggml_backend_npu.params import Params, i32
 from ggml_backend_npu.registry import Call, op
@@ -124,7 +123,7 @@ def get_rel_pos(dst: Tensor, x: Tensor) -> None:
 
     x (n_embd, 2 n - 1) -> dst (n_embd, n, n). Equals ggml_compute_forward_get_rel_pos.
     """
-    n, rows = dst.ne[1], raw(x).view(np.uint16)[0, 0]
+    n, rows = dst.ne[1], x.view().view(np.uint16)[0, 0]
     strides = rows.strides[0], -rows.strides[0], rows.strides[1]
     dst.view().view(np.uint16)[0] = np.lib.stride_tricks.as_strided(rows[n - 1 :], (n, n, x.ne[0]), strides)
 

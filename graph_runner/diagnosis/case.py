@@ -14,7 +14,7 @@ from ggml_backend_npu.abi import codecs
 from ggml_backend_npu.checks import Exact, Mistake
 from ggml_backend_npu.ops import OWN
 from ggml_backend_npu.ops.exact import values
-from ggml_backend_npu.ops.movers import convert, raw
+from ggml_backend_npu.ops.movers import convert
 from graph_runner import noise
 from graph_runner.compare import compare
 from graph_runner.mistakes import inside
@@ -112,7 +112,7 @@ class Case:
         unknown  elements (or blocks) of the result to ignore
         """
         if unknown is not None:
-            raw(result)[unknown] = raw(self.actual)[unknown]
+            result.view()[unknown] = self.actual.view()[unknown]
         h, a = bytes_of(result), bytes_of(self.actual)
         if np.array_equal(h, bytes_of(self.expected)):
             return False
@@ -165,7 +165,7 @@ def bytes_of(tensor: Tensor) -> Bytes:
 def units_of(tensor: Tensor) -> Bytes:
     """Returns a tensor's elements or blocks, (ne3, ne2, ne1, n, bytes)."""
     size, shape = tensor.codec.block_bytes, (*tensor.ne[:0:-1], tensor.n_blocks)
-    return np.ascontiguousarray(raw(tensor)).view(np.uint8).reshape(*shape, size)
+    return np.ascontiguousarray(tensor.view()).view(np.uint8).reshape(*shape, size)
 
 
 def same_bytes(x: Bytes, y: Bytes) -> Flags:
@@ -206,5 +206,5 @@ def _compute(node: Node, mistake: Mistake) -> bool:
             values = noise.exact(node)
             if values is None or node.dst.type not in ROUNDED:
                 return False
-            raw(node.dst)[...] = convert(values.astype(np.float32), "f32", node.dst.type)
+            node.dst.view()[...] = convert(values.astype(np.float32), "f32", node.dst.type)
     return True

@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 from ggml_backend_npu import Node, Tensor
 from ggml_backend_npu.ops import OWN
-from ggml_backend_npu.ops.movers import convert, raw
+from ggml_backend_npu.ops.movers import convert
 from ggml_backend_npu.registry import KernelError
 from graph_runner.blocks import compare_blocks
 from graph_runner.diagnosis.case import ROUNDED, Bytes, Case, Flags, error_of, power_of, same_bytes
@@ -59,7 +59,7 @@ def rounded_otherwise(case: Case) -> str | None:
     values = quantised_values(case.node)
     if values is None:
         return None
-    expected, actual = (raw(tensor).view(np.uint16) for tensor in (case.expected, case.actual))
+    expected, actual = (tensor.view().view(np.uint16) for tensor in (case.expected, case.actual))
     cut = np.where(np.isnan(values), expected, _cut_off(values, case.expected.type))
     if np.array_equal(cut, actual) and not case.data_is_right:
         return f"cuts float32 off to {case.expected.type}: it does not round to the nearest"
