@@ -3,7 +3,7 @@ way to it, and how much larger a result's error is than the reference's."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from math import inf, isfinite
@@ -18,7 +18,7 @@ from ggml_backend_npu.ops.exact import values
 from ggml_backend_npu.registry import KernelError
 
 _STEP = 2.0**-20  # by which a source's numbers are moved
-_PROBES = 2
+_PROBES = 3
 
 
 def exact(node: Node) -> Exact | None:
@@ -38,16 +38,16 @@ def size(node: Node, truth: Exact) -> Exact:
     node.
 
     If the terms of a sum cancel, or a function is steep, an intermediate rounding is large relative to the element. So
-    every number of the sources is moved up or down by a small step, and the element's movement, divided by that step,
+    the numbers of each source are moved up or down by a small step, and the element's movement, divided by that step,
     is its size. For some ops the terms themselves are used, since moving the sources does not show their size.
     """
-    signs = np.random.default_rng(0)
     squares = np.zeros_like(truth)
     with np.errstate(all="ignore"):
-        for _ in range(_PROBES):
-            moved = exact(replace(node, src=tuple(_moved(node, i, signs) for i in range(len(node.src)))))
-            if moved is not None:
-                squares += np.nan_to_num(np.square((moved - truth) / _STEP), nan=0, posinf=0, neginf=0)
+        for place in range(len(node.src)):
+            for source in _moved(node, place):
+                moved = exact(replace(node, src=(*node.src[:place], source, *node.src[place + 1 :])))
+                if moved is not None:
+                    squares += np.nan_to_num(np.square((moved - truth) / _STEP), nan=0, posinf=0, neginf=0)
     found: Exact = np.sqrt(squares / _PROBES)
     op = OWN.get(node.op)
     if op is None:
@@ -64,18 +64,23 @@ def _products(node: Node) -> Exact | None:
     return None if found is None else np.sqrt(np.fmax(found, 0))
 
 
-def _moved(node: Node, place: int, signs: np.random.Generator) -> Tensor | None:
-    """Returns a source, as float64, with its numbers made larger or smaller by `_STEP` of themselves.
+def _moved(node: Node, place: int) -> Iterator[Tensor]:
+    """Yields a source, as float64, `_PROBES` times with its numbers made larger or smaller by `_STEP` of themselves.
 
-    Weights stay as they are, since the other source's movement shows all products; so do integers, except positions.
+    In the first two, neighbours that move alike in one move apart in the other: their difference is not taken for small
+    by chance. Weights do not move, since the other source's movement shows all products; nor do integers, except
+    positions.
     """
     op, source = OWN.get(node.op), node.src[place]
     of_weights = op is not None and op.weights and place == 0
     stays = source is not None and source.type in ("i8", "i16", "i32", "i64") and not (op is not None and op.moved)
     if source is None or of_weights or stays:
-        return source
-    x = values(source)
-    return Tensor.of(x * (1 + _STEP * signs.choice([-1.0, 1.0], x.shape)), "f64", source.name)
+        return
+    x, signs = values(source), np.random.default_rng(place)
+    first, last = (signs.choice([-1.0, 1.0], x.shape) for _ in range(2))
+    turned = first * (-1.0) ** sum(np.ogrid[tuple(slice(n) for n in x.shape)])
+    for up_or_down in (first, turned, last):
+        yield Tensor.of(x * (1 + _STEP * up_or_down), "f64", source.name)
 
 
 def _evaluated(op: Op, node: Node, formula: Callable[..., Exact | None] | None) -> Exact | None:
