@@ -17,7 +17,7 @@ from ggml_backend_npu.backend import Backend, default_backend, op
 from ggml_backend_npu.buffer import Buffer
 from ggml_backend_npu.device import Device, Program, QueuedDevice
 from ggml_backend_npu.device_backend import DeviceBackend
-from ggml_backend_npu.device_files import recorded
+from ggml_backend_npu.device_files import check, recorded
 from ggml_backend_npu.ir import Graph, Memory, Node, Tensor
 from ggml_backend_npu.options import DeviceError, Options
 from ggml_backend_npu.plan import Plan
@@ -97,16 +97,20 @@ def register(backend: Backend | Device | None = None, *, into: str | PathLike[st
     Returns None while a file of devices is loaded, which only lists them; else the registered backend, whose
     `statistics` count what it computes. Raises `ggml_backend_npu.abi.lib.UnknownGgmlError` where the layouts of that
     ggml are not known here; DeviceError for an option that cannot be used, and for a name that another device of ggml
-    has; `ggml_backend_npu.abi.places.PlaceError` for an `into` that has no ggml.
+    has, and for a device that lacks a method or names a type or an op that ggml does not have;
+    `ggml_backend_npu.abi.places.PlaceError` for an `into` that has no ggml; TypeError for a class.
     """
     from ggml_backend_npu.abi import lib, plugin
 
-    if isinstance(backend, Device):
-        noted = recorded()
-        if noted is not None:
-            noted.append(backend)
-            return None
-        backend = DeviceBackend.of(backend)
+    if isinstance(backend, type):
+        raise TypeError(f"register({backend.__name__}): needs an instance, register({backend.__name__}())")
+    noted = recorded()
+    if isinstance(backend, Device) and noted is not None:
+        noted.append(backend)
+        return None
     if into is not None:
         lib.take(into)
+    if isinstance(backend, Device):
+        check(backend)
+        backend = DeviceBackend.of(backend)
     return plugin.register(lib.ggml(), backend or default_backend())

@@ -129,9 +129,12 @@ class DeviceBackend(Backend):
 
     def _program(self, graph: Graph) -> Program:
         try:
-            return self.device.compile(graph)
+            program = self.device.compile(graph)
         except Exception as error:
             raise KernelError(f"{self.name}: compile of {len(graph.nodes)} nodes: {in_a_line(error)}") from error
+        if not callable(program):
+            raise KernelError(f"{self.name}: compile returned {type(program).__name__}, not a function")
+        return program
 
 
 @cache

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 from pathlib import Path
 
@@ -10,7 +9,7 @@ from ggml_backend_npu.abi import lib
 from ggml_backend_npu.backend import Backend
 from ggml_backend_npu.ops import OWN
 from ggml_backend_npu.registry import Op, recording
-from ggml_backend_npu.user_files import line_in, run_file
+from ggml_backend_npu.user_files import line_in, no_file, run_file
 from quant.errors import UserError
 
 
@@ -32,7 +31,7 @@ def load_kernels(path: Path, backend: Backend) -> dict[str, str]:
     none of its ops are added.
     """
     if not path.is_file():
-        raise KernelFileError(f"kernels {str(path)!r}: no such file")
+        raise KernelFileError(f"kernels {str(path)!r}: {no_file(path)}")
     with recording() as added:
         try:
             run_file(path, f"kernels_{path.stem}")
@@ -55,9 +54,7 @@ def _check(added: list[Op]) -> None:
     for op in added:
         line = op.define.__code__.co_firstlineno
         if op.name not in ggml.op_names:
-            near = difflib.get_close_matches(op.name.upper(), ggml.op_names, n=1)
-            meant = f"; did you mean {near[0]!r}?" if near else ""
-            raise KernelFileError(f"ggml {ggml.version} has no op {op.name!r}{meant}")
+            raise KernelFileError(ggml.has_no_op(op.name))
         if op.name in lines:
             raise KernelFileError(f"registers {op.name} twice, at lines {lines[op.name]} and {line}")
         if op.name in OWN and op.n_src < OWN[op.name].n_src:

@@ -18,6 +18,11 @@ class _Uncached(SourceFileLoader):
         return code
 
 
+def no_file(path: Path) -> str:
+    """Why a path that is no file is none."""
+    return "is a directory" if path.is_dir() else "no such file"
+
+
 def run_file(path: Path, name: str) -> None:
     """Runs a Python file as the module `name`. It can import other files of its folder. Raises what the file raises."""
     loader = _Uncached(name, str(path))

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ggml_backend_npu.abi import places
+from ggml_backend_npu.user_files import no_file
 from graph_runner.errors import BadInputError
 
 _PLUGIN = 'GGML_BACKEND_PATH="$(ggml-npu plugin)"'
@@ -52,7 +53,7 @@ def _for_package(name: str) -> str:
 
 def _file(file: Path) -> Examined:
     if not file.is_file():
-        raise BadInputError(f"{str(file)!r}: {'is a directory' if file.is_dir() else 'no such file'}")
+        raise BadInputError(f"{str(file)!r}: {no_file(file)}")
     if ".so" in file.name:
         return _examined(str(file), str(file.resolve()), f'ggml_backend_npu.register(into="{file}")')
     done = subprocess.run(["ldd", file], capture_output=True, text=True, check=False)

@@ -24,6 +24,7 @@ from ggml_backend_npu.abi.crash import crashes_told
 from ggml_backend_npu.abi.guard import Failures, interrupts_wait, stopped_by_interrupts
 from ggml_backend_npu.abi.plugin import PROBED, Plugin, alone
 from ggml_backend_npu.backend import NO_KERNEL
+from ggml_backend_npu.user_files import no_file
 from graph_runner import endings
 from graph_runner.console import printable
 from graph_runner.errors import SessionError as SessionError
@@ -82,7 +83,7 @@ def _count_node(node: int, ask: bool, counts: int) -> bool:
 def check_file(path: Path) -> None:
     """Raises SessionError if path is not a file or, by its first bytes, not a GGUF file."""
     if not path.is_file():
-        raise SessionError(f"model {str(path)!r}: {'is a directory' if path.is_dir() else 'no such file'}")
+        raise SessionError(f"model {str(path)!r}: {no_file(path)}")
     try:
         with path.open("rb") as file:
             magic = file.read(4)

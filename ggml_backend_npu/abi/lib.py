@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import difflib
 import os
 import re
 import sys
@@ -315,6 +316,12 @@ class Ggml:
         """Every name that `op_name` may return."""
         names = {*self.ops.values(), *(name for names in self.functions.values() for name in names.values())}
         return frozenset(names - self.functions.keys())
+
+    def has_no_op(self, name: str) -> str:
+        """What to say of a name that is none of its ops: it names the nearest one."""
+        near = difflib.get_close_matches(name.upper(), self.op_names, n=1)
+        meant = f"; did you mean {near[0]!r}?" if near else ""
+        return f"ggml {self.version} has no op {name!r}{meant}"
 
     def op_name(self, op: int, first_param: int) -> str:
         """ggml_op_desc: the op's name; for UNARY and GLU the name of their function, by the first op_param."""

@@ -15,6 +15,7 @@ from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
 from ggml_backend_npu.abi import structs
+from ggml_backend_npu.user_files import no_file
 from quant.errors import UserError
 
 _REGISTERS = "ggml_backend_register"
@@ -50,7 +51,7 @@ def library_of(where: str | os.PathLike[str]) -> ctypes.CDLL:
 
 def _at(path: Path) -> ctypes.CDLL:
     if not path.is_file():
-        raise PlaceError(f"into={str(path)!r}: {'is a directory' if path.is_dir() else 'no such file'}")
+        raise PlaceError(f"into={str(path)!r}: {no_file(path)}")
     try:
         library = ctypes.CDLL(os.path.realpath(path))
     except OSError as error:

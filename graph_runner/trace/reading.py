@@ -15,6 +15,7 @@ from ggml_backend_npu import Memory, Node, Tensor
 from ggml_backend_npu.abi.fenced import ALIGNMENT, fenced
 from ggml_backend_npu.ir import Dims
 from ggml_backend_npu.packed import PACKED_TYPES, Packed
+from ggml_backend_npu.user_files import no_file
 from graph_runner.errors import TraceError
 from graph_runner.trace.format import (
     DIGEST_AT,
@@ -106,7 +107,7 @@ def read_trace(path: Path) -> Trace:
     changed."""
     where = f"trace {str(path)!r}"
     if not path.is_file():
-        raise TraceError(f"{where}: {'is a directory' if path.is_dir() else 'no such file'}")
+        raise TraceError(f"{where}: {no_file(path)}")
     try:
         _check_digest(path, where)
         reader = GGUFReader(path, "c")

@@ -186,6 +186,15 @@ def test_what_a_device_raises_names_it_and_the_call() -> None:
         DeviceBackend(Bad()).compute(squared(np.ones(4, np.float32)))
 
 
+def test_a_program_that_is_no_function_is_told() -> None:
+    class Bad(OfNumpy):
+        def compile(self, graph: Graph) -> Program:
+            return []  # type: ignore[return-value]
+
+    with pytest.raises(KernelError, match=r"XNPU7: compile returned list, not a function"):
+        DeviceBackend(Bad()).compute(squared(np.ones(4, np.float32)))
+
+
 def test_who_writes_to_a_source_is_found_out() -> None:
     class Bad(OfNumpy):
         def compile(self, graph: Graph) -> Program:

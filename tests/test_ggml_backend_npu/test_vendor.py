@@ -10,10 +10,15 @@ from pathlib import Path
 
 import pytest
 
-WITHOUT_A_CARD = """
-from ggml_backend_npu import Device, DeviceError, register
+from ggml_backend_npu import DeviceError, QueuedDevice, register
+from ggml_backend_npu.device_files import load_devices
+from ggml_backend_npu.sim import Simulator
 
-class NoCard(Device):
+WITHOUT_A_CARD = """
+from ggml_backend_npu import DeviceError, register
+from ggml_backend_npu.sim import Simulator
+
+class NoCard(Simulator):
     def open(self):
         raise DeviceError("no card")
 
@@ -78,12 +83,63 @@ def test_ggmls_cases_of_the_class(device_file: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+MISTAKES = {
+    "a file of kernels": (
+        r".*",
+        "from ggml_backend_npu import op\n\n@op('SQR')\ndef sqr(dst, x):\n    pass\n",
+        ": registers kernels (@op) and no device; use --kernels",
+    ),
+    "no copy_out": (r"    def copy_out.*?\n\n", "", ": MyNPU has no method copy_out"),
+    "no compile": (r"    def compile.*\]\n", "", ": MyNPU has no method compile"),
+    "misspelt type": ('"accel"', '"acel"', ": MyNPU: type 'acel': must be accel or gpu"),
+    "misspelt op": ("tuple.KERNELS.", '("MULL",)', " has no op 'MULL'; did you mean 'MUL'?"),
+    "a class": (
+        r"MyNPU\(\)\)",
+        "MyNPU)",
+        ": TypeError: register(MyNPU): needs an instance, register(MyNPU())",
+    ),
+}
+
+
+@pytest.mark.parametrize(("pattern", "instead", "said"), MISTAKES.values(), ids=MISTAKES)
+def test_a_mistake_in_the_class_is_told(
+    device_file: Path, tmp_path: Path, pattern: str, instead: str, said: str
+) -> None:
+    path = tmp_path / "device.py"
+    text, count = re.subn(pattern, lambda _: instead, device_file.read_text(), count=1, flags=re.DOTALL)
+    assert count == 1
+    path.write_text(text)
+    with pytest.raises(DeviceError) as refused:
+        load_devices(str(path))
+    assert str(refused.value).startswith(f"device {str(path)!r}")
+    assert str(refused.value).endswith(said)
+
+
+def test_a_device_that_is_registered_in_a_program_is_checked() -> None:
+    class Late(Simulator):
+        record = QueuedDevice.record
+
+    with pytest.raises(DeviceError, match=r"^Late has no method record$"):
+        register(Late())
+    with pytest.raises(TypeError, match=r"^register\(Late\): needs an instance"):
+        register(Late)  # type: ignore[call-overload]
+
+
+def test_a_folder_is_no_device(tmp_path: Path) -> None:
+    named = tmp_path / "folder.py"
+    named.mkdir()
+    for path in (tmp_path, named):
+        with pytest.raises(DeviceError, match=r"is a directory$"):
+            load_devices(str(path))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("text", "said"),
     [
         ("1 / 0", "ZeroDivisionError"),
         ("x = 1", "registers no device"),
+        ("from ggml_backend_npu import op\n@op('SQR')\ndef sqr(dst, x): pass", "use --kernels"),
         (WITHOUT_A_CARD, "no card"),
     ],
 )

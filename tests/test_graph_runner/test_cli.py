@@ -337,7 +337,7 @@ def test_a_kernel_that_raises_ends_run_with_one_line(tmp_path: Path) -> None:
 
 BAD_KERNELS = {
     "missing": (None, "no such file"),
-    "a folder": ("/", "no such file"),
+    "a folder": ("/", "is a directory"),
     "syntax error": ("x = 1\ndef f(:\n", "line 2: SyntaxError"),
     "null byte": ("x = 1\n\0", "null bytes"),
     "raises": ("x = 1\ny = x / 0\n", "line 2: ZeroDivisionError: division by zero"),
