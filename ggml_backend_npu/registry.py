@@ -60,7 +60,8 @@ class Op(Checks):
              no compiled kernel
     params   the record of its op_params, which define, refuse and prepare get as `params`; None: they get the bytes
 
-    Raises TypeError for a kernel without dst, and for types of different lengths or unknown names.
+    Raises TypeError for a kernel without dst, and for types of different lengths, of more sources than the kernel
+    names, or of unknown names.
     """
 
     name: str
@@ -84,6 +85,12 @@ class Op(Checks):
         if self.types is not None:
             if len({len(types) for types in self.types}) != 1:
                 raise TypeError(f"op {self.name}: types must be combinations of one length, got {sorted(self.types)}")
+            combination = min(self.types)
+            if len(combination) > 1 + self.n_src:
+                raise TypeError(
+                    f"op {self.name}: types {combination} name {len(combination) - 1} sources, "
+                    f"{self.define.__name__} takes {self.n_src}"
+                )
             unknown = sorted({name for types in self.types for name in types} - set(type_names()))
             if unknown:
                 raise TypeError(f"op {self.name}: unknown type {unknown[0]!r}; known: {' '.join(type_names())}")
@@ -181,11 +188,19 @@ class Op(Checks):
                 return call
         if any(tensor is not None and tensor.packed is not None for tensor in arguments):
             return lambda: self._define_unpacked(arguments, keywords)
-        return lambda: self.define(*arguments, **keywords)
+        return lambda: self._define(arguments, keywords)
+
+    def _define(self, tensors: Iterable[Tensor | None], keywords: dict[str, Any]) -> None:
+        kernel: Callable[..., object] = self.define  # a user's may return anything
+        returned = kernel(*tensors, **keywords)
+        if returned is not None:
+            raise KernelError(
+                f"returned {type(returned).__name__}; a kernel returns nothing and writes into dst.view()"
+            )
 
     def _define_unpacked(self, tensors: tuple[Tensor | None, ...], keywords: dict[str, Any]) -> None:
         unpacked = [tensor.unpacked() if tensor is not None else None for tensor in tensors]
-        self.define(*unpacked, **keywords)
+        self._define(unpacked, keywords)
         if tensors[0] is not None and unpacked[0] is not None:
             tensors[0].take(unpacked[0])
 
@@ -240,15 +255,19 @@ def op(
     given. A keyword `numerics` gets the backend's arithmetic, for a kernel that runs one of ours. An exception in the
     kernel fails the node, not the process.
 
-    Raises TypeError where `name` is not a string, and where `Op` does.
+    Raises TypeError where `name` is not a string or `types` no list of tuples, and where `Op` does.
     """
 
     if not isinstance(name, str):
         raise TypeError(f'@op of {getattr(name, "__name__", name)!r}: needs the op\'s name: @op("SQR")')
 
+    combinations = None if types is None else [*types]
+    if not all(isinstance(each, tuple) for each in combinations or ()):
+        raise TypeError(f'op {name}: types {types!r}: must be a list of tuples, such as [("f32", "f32")]')
+
     def made(define: Callable[..., None]) -> Op:
         bounds = bound if isinstance(bound, Mapping) else {"*": bound} if bound else {}
-        taken = None if types is None else frozenset(types)
+        taken = None if combinations is None else frozenset(combinations)
         entry = Op(name, define, taken, refuse, default, params=params, bound=bounds, **checks)
         recorded = _recorded.get()
         if recorded is not None:

@@ -34,6 +34,18 @@ FILES = {
         BEGIN + "@op('SET_ROWS')\ndef put(dst, x):\n    pass\n",
         ["kernel put takes 1 of the 2 sources that SET_ROWS has"],
     ),
+    "types of a source too many": (
+        BEGIN + "@op('SQR', types=[('f32', 'f32', 'f32')])\ndef sqr(dst, x):\n    pass\n",
+        ["line 2: TypeError: op SQR: types ('f32', 'f32', 'f32') name 2 sources, sqr takes 1"],
+    ),
+    "types in no list": (
+        BEGIN + "@op('SQR', types=('f32', 'f32'))\ndef sqr(dst, x):\n    pass\n",
+        ["line 2: TypeError: op SQR: types ('f32', 'f32'): must be a list of tuples, such as [(\"f32\", \"f32\")]"],
+    ),
+    "types in lists": (
+        BEGIN + "@op('SQR', types=[['f32', 'f32']])\ndef sqr(dst, x):\n    pass\n",
+        ["types [['f32', 'f32']]: must be a list of tuples"],
+    ),
 }
 
 
@@ -104,6 +116,14 @@ def test_an_error_in_a_kernel_names_file_line_and_node(cli: Cli, tmp_path: Path)
     assert outcome.code == 2
     assert outcome.err.splitlines()[1].startswith("ggml-npu: SET_ROWS node '")
     assert outcome.err.endswith(": ZeroDivisionError: division by zero (own.py line 5)\n")
+
+
+def test_a_kernel_that_returns_a_value_fails_its_node(cli: Cli, tmp_path: Path) -> None:
+    path = kernel_file(tmp_path, BEGIN + "@op('SET_ROWS')\ndef put(dst, x, ids):\n    return x.view()\n")
+    outcome = cli("run", "tiny", "-n", "1", "--kernels", path)
+    assert outcome.code == 2
+    assert outcome.err.splitlines()[1].startswith("ggml-npu: SET_ROWS node '")
+    assert outcome.err.endswith(": returned ndarray; a kernel returns nothing and writes into dst.view()\n")
 
 
 def test_an_op_without_a_name_is_no_decorator() -> None:
