@@ -28,7 +28,7 @@ OURS = re.compile(r"^(?:GGML_NPU_\w+=\S+ )*ggml-npu .*")
 MEASURED = re.compile(  # a time, a version, and what sums of another width change
     r"\b\d[\d.,]* ?(?:ms|us|s|tokens/s|GB/s|threads)\b|(?<=ggml )\d+\.\d+\.\d+|\b[\d,]+(?= of [\d,]+ bytes differ)"
 )
-ANNOUNCED = ("ggml-npu: compiling kernels, once", "building ggml's own programs, once")
+ANNOUNCED = ("ggml-npu: compiling kernels", "building ggml's own programs, once")
 
 
 @dataclass(frozen=True)

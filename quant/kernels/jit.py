@@ -174,10 +174,8 @@ class _Announcement(event.Listener):
             tell()
         if not self.said and compilation.data["qualname"] in _ours:
             self.said = True
-            kept = (
-                f"once; kept in {cache_directory()}" if is_kept() else f"not kept: {cache_directory()} is not writable"
-            )
-            print(f"ggml-npu: compiling kernels, {kept}", file=sys.stderr)
+            kept = f"kept in {cache_directory()}" if is_kept() else f"not kept: {cache_directory()} is not writable"
+            print(f"ggml-npu: compiling kernels not used before; {kept}", file=sys.stderr)
 
     def on_end(self, compilation: Any) -> None:
         for tell in self.told:
