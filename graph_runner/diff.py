@@ -47,6 +47,7 @@ class DiffResult:
     strays   tensors that no longer held what the last node had written into them
     ending   how far apart the two runs end; None if the device's run ended early
     stopped  why the device's own run ended before the reference's, or None
+    ops      names of the chosen ops and fusions; None: all
     refused  nodes of the chosen ops that the device does not take, by op and reason
     device_options  of the NPU, by name
     strict   whether every buffer of the own run was checked after every node
@@ -70,6 +71,7 @@ class DiffResult:
     strays: list[Stray] = field(default_factory=list)
     ending: Ending | None = None
     stopped: str | None = None
+    ops: Collection[str] | None = None
     refused: Counter[tuple[str, str]] = field(default_factory=Counter)
 
     @property
@@ -296,6 +298,7 @@ class _InStep:
             strict=asked.strict,
             states=judge.state_results,
             strays=judge.strays,
+            ops=asked.ops,
             refused=judge.refused,
         )
 

@@ -33,13 +33,13 @@ RIGHT, ROUNDING, WRONG = "right", "right within rounding", "wrong"
 
 
 def _verdict(result: DiffResult) -> str:
-    """Returns the diff in one line that begins with RIGHT, ROUNDING or WRONG."""
+    """Returns the diff in one line. It begins with RIGHT, ROUNDING or WRONG if a node was compared."""
     compared, wrong = result.compared, result.wrong
     who = "ggml's CPU" if result.reference == "CPU" else f"the {result.reference}"
     if wrong:
         return f"{WRONG}: {len(wrong):,} of {len(result.nodes):,} nodes differ from {who}"
     if not compared:
-        return f"{WRONG}: no node was compared"
+        return f"no node was compared{_why_none(result)}"
     if result.strays:
         return f"{WRONG}: {result.strays[0]}"
     if result.stray:
@@ -55,6 +55,14 @@ def _verdict(result: DiffResult) -> str:
     parts = [f"{len(compared):,} nodes compared, {rounded:,} differ from {who} by rounding"]
     parts += [f"{later:,} have inputs that differ"] if later else []
     return f"{ROUNDING}: {'; '.join(parts)}"
+
+
+def _why_none(result: DiffResult) -> str:
+    """Returns why no node of the chosen ops was compared, if the model has none of them."""
+    ops = {node.op for node in result.nodes}
+    if result.ops is None or not ops.isdisjoint(result.ops):
+        return ""
+    return f": the model has no {' and no '.join(sorted(result.ops))}"
 
 
 def _groups(nodes: Iterable[NodeResult]) -> dict[tuple[str, str], list[NodeResult]]:
@@ -347,7 +355,7 @@ def _replay_verdict(result: ReplayResult) -> str:
     wrong, rounded = len(result.wrong), sum(not node.isolated for node in result.nodes)
     total = f"{len(result.nodes):,} nodes replayed"
     if not result.nodes:
-        return f"{WRONG}: no node was replayed"
+        return "no node was replayed"
     if wrong:
         return f"{WRONG}: {wrong:,} of {total} differ from the trace"
     if rounded:
