@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from ggml_backend_npu.user_files import no_file
 from graph_runner.endings import temporary_folder
 from graph_runner.errors import SessionError
 from graph_runner.session import check_file
@@ -22,8 +23,11 @@ def model_file(model: str) -> Iterator[Path]:
         with temporary_folder() as folder:
             yield write_tiny_llama(folder / "tiny-llama.gguf")
     else:
-        check_file(Path(model))
-        yield Path(model)
+        path = Path(model)
+        if not path.exists():
+            raise SessionError(f"model {model!r}: {no_file(path)}; MODEL is a GGUF file, demo or tiny")
+        check_file(path)
+        yield path
 
 
 def demo_file() -> Path:

@@ -127,7 +127,7 @@ class Session:
         self._observer, self._counts_nodes = observer, counts_nodes
         self._error: BaseException | None = None
         self._counts = np.zeros((len(self.ggml.ops) + 1, _FUNCTIONS_PER_OP), np.int64)
-        types_kv = [self._type_number(name) for name in (settings.cache_type_k, settings.cache_type_v)]
+        types_kv = [self._type_number(name) for name in ("cache_type_k", "cache_type_v")]
         self._check_settings()
         self.npu = (npu or ggml_backend_npu.register()) if settings.device == "npu" else None
         self._lacking = self._without(settings.without) if settings.without and self.npu is None else None
@@ -160,9 +160,10 @@ class Session:
                 f"cache type {settings.cache_type_v} of V: a quantised V cache needs flash attention, which is off"
             )
 
-    def _type_number(self, name: str) -> int:
+    def _type_number(self, setting: str) -> int:
+        name = getattr(self.settings, setting)
         if name not in CACHE_TYPES:
-            raise SessionError(f"unknown cache type {name!r}; known: {' '.join(CACHE_TYPES)}")
+            raise SessionError(f"{setting} {name!r}: must be one of {' '.join(CACHE_TYPES)}")
         return self.ggml.type_numbers[name]
 
     def _load(self, model: Path, progress: Callable[[float], None] | None) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 import traceback
 from contextlib import suppress
@@ -43,8 +44,17 @@ def _say(text: str) -> None:
 
 def _say_usage(error: Any) -> None:
     """Prints a usage error. Without a command, help was printed, and there is no message."""
-    if message := error.format_message():
+    if message := _with_value(error.format_message(), error.__cause__):
         _say(message if error.ctx is None else f"{message.rstrip('.')}; see {error.ctx.command_path} -h")
+
+
+def _with_value(message: str, cause: Any) -> str:
+    """Returns a message that names the value. Typer's newer versions have pydantic convert values: it says "Input"."""
+    if not hasattr(cause, "errors"):
+        return message
+    value = repr(cause.errors()[0]["input"])
+    message = re.sub(", unable to parse string as .*|Value error, ", "", message)
+    return message.replace("Input should be", f"{value} is not", 1)
 
 
 def _where(error: BaseException) -> str:

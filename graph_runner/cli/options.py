@@ -15,7 +15,7 @@ import typer
 
 from graph_runner.errors import BadInputError
 from graph_runner.limits import MOST_CELLS, MOST_THREADS
-from graph_runner.settings import Settings
+from graph_runner.settings import CACHE_TYPES, Settings
 
 # beside typer's part of an Annotated: it names a file that is read, one that is written, a folder that traces go to
 READS, WRITES, KEEPS_TRACES = "reads", "writes", "keeps traces"
@@ -53,6 +53,13 @@ def utf8(prompt: str) -> str:
     return prompt
 
 
+def cache_type(name: str) -> str:
+    """Returns the name. Raises BadParameter if a cache cannot have a type of that name."""
+    if name not in CACHE_TYPES:
+        raise typer.BadParameter(f"{name!r} is not one of {', '.join(map(repr, CACHE_TYPES))}")
+    return name
+
+
 def device_of_file(name: str | None) -> str | None:
     """Makes the device of a file the default backend, in this process and in those that it starts."""
     if name is not None:
@@ -70,9 +77,17 @@ Context = Annotated[
         "-c", "--ctx-size", min=0, max=MOST_CELLS, help="Context size in tokens; 0 = as many as the run needs."
     ),
 ]
-CacheTypeK = Annotated[str, typer.Option(metavar="TYPE", help="ggml type of the K cache: f16, f32, q8_0, q4_0, ...")]
+CacheTypeK = Annotated[
+    str,
+    typer.Option(metavar="TYPE", callback=cache_type, help="ggml type of the K cache: f16, f32, q8_0, q4_0, ..."),
+]
 CacheTypeV = Annotated[
-    str, typer.Option(metavar="TYPE", help="ggml type of the V cache; a quantised one needs --flash-attn on.")
+    str,
+    typer.Option(
+        metavar="TYPE",
+        callback=cache_type,
+        help="ggml type of the V cache; a quantised one needs --flash-attn on.",
+    ),
 ]
 Kernels = Annotated[
     list[Path] | None,

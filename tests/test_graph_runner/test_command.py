@@ -257,9 +257,11 @@ def test_the_most_threads_work(cli: Cli) -> None:
     assert cli("run", "tiny", "-n", "2", "--threads", MOST_THREADS).code == 0
 
 
-def test_a_session_has_the_same_bound(tiny: Path) -> None:
+def test_a_session_has_the_same_bounds(tiny: Path) -> None:
     with pytest.raises(SessionError, match=f"threads 100000: must be 0 to {MOST_THREADS}"):
         Session(tiny, Settings(threads=100_000))
+    with pytest.raises(SessionError, match="cache_type_k 'q8': must be one of f32 f16 "):
+        Session(tiny, Settings(cache_type_k="q8"))
 
 
 # what was silent
