@@ -215,23 +215,23 @@ def _gain_json(gain: Gain) -> dict[str, Any]:
 
 
 def print_cases(ops: Iterable[str], cases: list[Case], console: Console) -> None:
-    """Prints results of ggml's tests for some ops: counts, then the first failing case of each op."""
+    """Prints results of ggml's tests for some ops: counts, then the first failing case of each op, or, if none of its
+    cases was computed, the first refused one."""
     shown = table()
     shown.add_column("op")
     for column in ("passed", "failed", "not supported"):
         shown.add_column(column, justify="right")
-    failures = []
+    firsts: list[tuple[str, Case]] = []
     for op in ops:
         own = [case for case in cases if case.group == op]
-        failed = [case for case in own if case.verdict == "failed"]
-        failures += failed[:1]
-        shown.add_row(
-            op,
-            f"{sum(case.verdict == 'passed' for case in own):,}",
-            f"[red]{len(failed):,}[/]" if failed else "0",
-            f"{sum(case.verdict == 'not supported' for case in own):,}",
+        passed, failed, refused = (
+            [case for case in own if case.verdict == verdict] for verdict in ("passed", "failed", "not supported")
         )
+        firsts += [("failing", case) for case in failed[:1]]
+        firsts += [("refused", case) for case in refused[:1] if not passed and not failed]
+        n_failed = f"[red]{len(failed):,}[/]" if failed else "0"
+        shown.add_row(op, f"{len(passed):,}", n_failed, f"{len(refused):,}")
     console.print(shown)
-    for case in failures:
-        console.print(f"first failing case of {case.group}:", style="bold red", highlight=False)
+    for kind, case in firsts:
+        console.print(f"first {kind} case of {case.group}:", style="bold red", highlight=False)
         console.print(case.log, highlight=False, markup=False, soft_wrap=True)

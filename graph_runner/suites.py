@@ -98,8 +98,9 @@ def backend_ops(
     log: list[str] = []
     failing: list[tuple[str, str]] = []
     loaded = False
+    verbose = {**(options or {}), "GGML_NPU_VERBOSE": "1"}  # why a case is refused
     chosen = ["-o", ",".join(ops)] + ([] if pattern is None else ["-p", pattern])
-    for line in _with_plugin("test-backend-ops", ["test", "-b", device, *chosen], options):
+    for line in _with_plugin("test-backend-ops", ["test", "-b", device, *chosen], verbose):
         loaded = loaded or ((backend := _BACKEND.fullmatch(line)) is not None and backend[1] == device)
         log += [] if _HEADER.match(line) else [line]
         if found := _CASE.match(line):
@@ -117,11 +118,12 @@ def backend_ops(
 
 def _case(found: re.Match[str], log: list[str]) -> Case:
     op, parameters, result, devices = found.groups()
+    text = "\n".join(line.strip() for line in log)
     if devices and not any(_FAILED_NODE.match(line) for line in log):
-        return Case(op, parameters, "not supported", tuple(devices.split(", ")))
+        return Case(op, parameters, "not supported", tuple(devices.split(", ")), text)
     # ggml compares bytes alone: a node that failed may have left the right ones
     failed = result != "OK" or any(_FAILED_NODE.match(line) for line in log)
-    return Case(op, parameters, "failed" if failed else "passed", log="\n".join(line.strip() for line in log))
+    return Case(op, parameters, "failed" if failed else "passed", log=text)
 
 
 def architectures(options: Mapping[str, str] | None = None) -> list[Case]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import os
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -58,6 +60,7 @@ class Plugin:
         self.contexts: dict[int, Context] = {}
         self.claims: frozenset[str] | None = None
         self.refusals: dict[str, str] = {}
+        self._told: set[tuple[str, str]] = set()
         self.broken: str | None = None
         self.handed: Callable[[int, int, Node], Callable[[], None] | None] | None = None
         self._n_handed = 0
@@ -250,7 +253,14 @@ class Plugin:
         reason = self._refusal(op, node) or self._elsewhere(node)
         if reason is not None:
             self.refusals[op] = reason
+            self._tell(op, reason)
         return reason is None
+
+    def _tell(self, op: str, reason: str) -> None:
+        """Says on stderr, with GGML_NPU_VERBOSE, why a node is refused: each reason of an op once."""
+        if os.environ.get("GGML_NPU_VERBOSE") and (op, reason) not in self._told:
+            self._told.add((op, reason))
+            print(f"ggml-npu: {self.backend.name} refuses {op}: {reason}", file=sys.stderr)
 
     def _refusal(self, op: str, node: int) -> str | None:
         try:

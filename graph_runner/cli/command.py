@@ -20,7 +20,7 @@ from graph_runner.files import check_folders, check_outputs
 
 _READ_BY_VARIABLE = ("GGML_NPU_KERNELS", "GGML_NPU_PROFILE")
 Verbose = Annotated[
-    bool, typer.Option("--verbose", help="Also show tracebacks and llama.cpp's log (GGML_NPU_VERBOSE=1).")
+    bool, typer.Option("--verbose", help="Also show tracebacks, llama.cpp's log and refused ops (GGML_NPU_VERBOSE=1).")
 ]
 
 

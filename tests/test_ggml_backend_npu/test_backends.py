@@ -106,6 +106,19 @@ def test_a_node_is_computed_by_the_ops_of_its_device(backend: Plugin, registered
     assert (backend.refusals.get("DUP"), other.refusals) == (None, {"DUP": "no kernel"})
 
 
+def test_a_refusal_is_told_once_if_that_is_asked_for(
+    registered: Registered, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    other = registered(ops=[of_cont(twice)])
+    moved = Node("DUP", Tensor.of(np.zeros((3, 4), np.float32)), (Tensor.of(np.ones((3, 4), np.float32)),))
+    with Replica(other.ggml, "NPU1") as replica:
+        assert replica.refusal(moved)
+        monkeypatch.setenv("GGML_NPU_VERBOSE", "1")
+        assert replica.refusal(moved)
+        assert replica.refusal(moved)
+    assert capfd.readouterr().err == "ggml-npu: NPU1 refuses DUP: no kernel\n"
+
+
 def test_a_failure_is_of_the_device_that_failed(backend: Plugin, registered: Registered) -> None:
     other = registered(ops=[of_cont(fails)])
     backend.statistics.reset()

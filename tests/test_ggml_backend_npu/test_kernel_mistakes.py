@@ -110,6 +110,15 @@ def test_a_refuse_that_raises_is_no_case_that_is_not_supported(monkeypatch: pyte
     assert "refuse: ZeroDivisionError" in case.log
 
 
+def test_a_kernel_that_takes_no_case_is_told_why(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = ["Backend 1/1: NPU", "ggml-npu: NPU refuses SQR: types f16 -> f16", "  SQR(type=f16): not supported [NPU]"]
+    monkeypatch.setattr(suites, "build", lambda console: None)
+    monkeypatch.setattr(suites, "_with_plugin", lambda *arguments: iter(lines))
+    outcome = cli("test", "-o", "SQR")
+    assert outcome.code == 1
+    assert outcome.out.splitlines()[2:] == ["first refused case of SQR:", *map(str.strip, lines[1:])]
+
+
 def test_an_error_in_a_kernel_names_file_line_and_node(cli: Cli, tmp_path: Path) -> None:
     path = kernel_file(tmp_path, BEGIN + "@op('SET_ROWS')\ndef put(dst, x, ids):\n    x = 1\n    x / 0\n")
     outcome = cli("run", "tiny", "-n", "1", "--kernels", path)
