@@ -157,10 +157,7 @@ class Plugin:
     @guarded(None)
     def get_memory(self, _: int, free: Any, total: Any) -> None:
         """ggml_backend_device_i.get_memory: free and total bytes of the device's own memory; 0 and 0 without one."""
-        if self.memory is not None:
-            free[0], total[0] = self.memory.free, self.memory.limit
-        else:
-            free[0] = total[0] = 0
+        free[0], total[0] = (self.memory.free, self.memory.limit) if self.memory is not None else (0, 0)
 
     @guarded(structs.DEVICE_TYPE_ACCEL)
     def get_type(self, _: int) -> int:
@@ -209,10 +206,7 @@ class Plugin:
 
     @guarded(None)
     def get_buffer_type(self, _: int) -> int | None:
-        """ggml_backend_device_i.get_buffer_type: the device's own type, or the CPU's where it uses host memory.
-
-        NULL on error.
-        """
+        """ggml_backend_device_i.get_buffer_type: the device's own, or the CPU's in host memory; NULL on error."""
         if self.memory is not None:
             return self.buffer_type
         address: int | None = self.ggml.ggml_backend_cpu_buffer_type()
@@ -226,10 +220,8 @@ class Plugin:
 
     @guarded(False)
     def supports_buft(self, _: int, buffer_type: int) -> bool:
-        """ggml_backend_device_i.supports_buft: whether it is the device's own type, or, in host memory, any host type.
-
-        False on error.
-        """
+        """ggml_backend_device_i.supports_buft: whether it is the device's own, or in host memory any host's. False on
+        error."""
         if self.memory is not None:
             return buffer_type == self._buffers.type_address
         return bool(self.ggml.ggml_backend_buft_is_host(buffer_type))
