@@ -6,7 +6,10 @@ from __future__ import annotations
 from ggml_backend_npu.abi.lib import Ggml, numbers
 from ggml_backend_npu.ir import Node
 
-_OF_F32_AND_F16 = ("GELU", "GELU_ERF", "GELU_QUICK", "SILU")
+_OF_F32_AND_F16 = (
+    *("GELU", "GELU_ERF", "GELU_QUICK", "SILU"),
+    *("GEGLU", "GEGLU_ERF", "GEGLU_QUICK", "REGLU", "SWIGLU"),
+)
 
 
 def why(ggml: Ggml, node: Node) -> str | None:
