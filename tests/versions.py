@@ -35,7 +35,12 @@ _CASE = re.compile(r": (OK|FAIL|not supported)")
 # tests that an older version cannot run, as pytest names them: from the version that can, what and why
 OPS, DEVICE, RUNNER = "tests/test_ggml_backend_npu/ops", "tests/test_ggml_backend_npu", "tests/test_graph_runner"
 _PROMISES = "its CPU does not compute all nodes that are measured"
+_OF_ROWS_OF_F16 = ("test_a_graph_of_several_nodes", "test_a_later_node_that_fails", "test_every_run_is_counted_once")
 LACKING: tuple[tuple[str, str, str], ...] = (
+    ("0.3.35", f"{OPS}/test_flash_attention.py::test_flash_attention", "its CPU adds products of f16 up in f16"),
+    ("0.3.35", f"{OPS}/test_matmul.py::test_columns_are_rounded_to_the_types_that_ggml_rounds_them_to", "no q2_0"),
+    ("0.3.35", "tests/test_quant/test_codecs.py::test_types_measure_as_in_the_live_ggml", "no q2_0"),
+    *(("0.3.35", f"{DEVICE}/test_repeats.py::{test}", "its SET_ROWS takes f32 alone") for test in _OF_ROWS_OF_F16),
     ("0.3.36", f"{OPS}/test_deepseek.py::test_hc_post", "streams are always mixed"),
     (
         "0.3.36",

@@ -19,6 +19,8 @@ def why(ggml: Ggml, node: Node) -> str | None:
         return f"has rows with gaps, at which ggml {ggml.version} aborts"
     if version < (0, 20) and node.op == "CONCAT" and node.dst.codec.block_size > 1:
         return f"is of blocks, at which ggml {ggml.version} crashes"
+    if version < (0, 20) and node.op in ("IM2COL_BACK", "OUT_PROD") and any(t.type == "f16" for t in tensors):
+        return f"is of f16, at which ggml {ggml.version} aborts"
     if version < (0, 25):
         return _before_0_25(ggml, node)
     return None
