@@ -291,6 +291,7 @@ class Session:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        llama_cpp.llama_synchronize(self._context)  # a queue may still hold copies into its memory
         llama_cpp.llama_free(self._context)
         llama_cpp.llama_model_free(self._model)
         self._told.close()

@@ -181,7 +181,7 @@ def tests(at: Environment) -> str:
     told = done.stdout.strip().splitlines()[-1] if done.stdout.strip() else "nothing"
     said = re.sub(r" in [\d.]+s.*", "", told)
     if done.returncode:
-        print(*(line for line in done.stdout.splitlines() if line.startswith("FAILED")), sep="\n")
+        print(*(line for line in done.stdout.splitlines() if line.startswith(("E  ", "FAILED"))), sep="\n")
         raise WrongError(said)
     return said
 
