@@ -93,7 +93,7 @@ def _relu(x, y, a, b):
 @inlined
 def _leaky_relu(x, y, a, b):
     above, below = x if x > _0 else _0, x if x < _0 else _0
-    return fused_multiply_add(a, below, above)
+    return fused_multiply_add(a, below, above) + b
 
 
 @inlined

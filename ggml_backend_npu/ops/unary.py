@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from ggml_backend_npu.abi import codecs
 from ggml_backend_npu.checks import Exact, Make, Probe, Types
 from ggml_backend_npu.ir import Node, Tensor
 from ggml_backend_npu.ops import exact, functions, probes
@@ -232,14 +233,19 @@ def leaky_relu(dst: Tensor, x: Tensor, params: LeakyRelu) -> None:
 
     def function(x: Floats) -> Floats:
         below = np.where(x < 0, x, np.float32(0))
-        return functions.fused_multiply_add(below, np.float32(params.negative_slope), functions.relu(x))
+        return functions.fused_multiply_add(below, np.float32(params.negative_slope), functions.relu(x)) + _zero()
 
     mapped(function, dst, x)
 
 
 @leaky_relu.compiled
 def _leaky_relu(dst: Tensor, x: Tensor, params: LeakyRelu) -> Call | None:
-    return computed("LEAKY_RELU", dst, x, a=params.negative_slope)
+    return computed("LEAKY_RELU", dst, x, a=params.negative_slope, b=float(_zero()))
+
+
+def _zero() -> np.float32:
+    """What is added to a product of LEAKY_RELU that may be -0, which stays only where ggml fuses it with its sum."""
+    return np.float32(-0.0 if codecs.bound().contracts else 0.0)
 
 
 @leaky_relu.formula
