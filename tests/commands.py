@@ -19,11 +19,14 @@ COMMAND = Path(sys.executable).with_name("ggml-npu")
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a run of the command left."""
+    """What a run of the command left; on stderr without the line that kernels are compiled, which comes once."""
 
     code: int
     out: str
     err: str
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "err", re.sub(r"(?m)^ggml-npu: compiling kernels .*\n", "", self.err))
 
     @property
     def counts(self) -> dict[str, tuple[int, int]]:

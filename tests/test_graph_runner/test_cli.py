@@ -104,7 +104,7 @@ def test_a_closed_pipe_is_no_traceback(backend: Plugin) -> None:
 def test_diff_in_a_fresh_process_prints_a_table_and_a_verdict() -> None:
     outcome = fresh("diff", "tiny")
     assert outcome.code == 0
-    assert [line for line in outcome.err.splitlines() if "compiling kernels" not in line] == []
+    assert outcome.err == ""
     rows = re.findall(r"^(\w+) +([\w ]+ -> \w+) +(\d+) +(\d+) +(\d+) ", outcome.out, re.MULTILINE)
     assert [row for row in rows if row[0] in MOVERS] == [
         ("CONT", "f32 -> f32", "10", "0", "0"),
