@@ -22,7 +22,7 @@ Job = Callable[[], NDArray[Any]]
 
 def bench_codecs(*, rounds: int, threads: int, elements: int = ELEMENTS) -> Iterator[Measurement]:
     """Measures quant.quantize and quant.dequantize of `elements` float32 in `threads` threads; libgguf and gguf-py use
-    one.
+    one. A value is the median of three calls: the first waits for a second core that went to sleep.
 
     Raises RuntimeError if the bytes of libgguf or gguf-py differ from ours.
     """
@@ -43,7 +43,7 @@ def bench_codecs(*, rounds: int, threads: int, elements: int = ELEMENTS) -> Iter
         for group, jobs in (("quantize", encoders), ("dequantize", decoders)):
             what = f"{group} {name}"
             check_equal(what, jobs)
-            yield against(in_turns(jobs, rounds), what, "ms", nbytes=x.nbytes, group=group)
+            yield against(in_turns(jobs, rounds, calls=3), what, "ms", nbytes=x.nbytes, group=group)
 
 
 def _in_threads(count: int, job: Job) -> NDArray[Any]:
