@@ -253,6 +253,9 @@ def _pool() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(_PROCESSORS, thread_name_prefix="npu")
 
 
+os.register_at_fork(after_in_child=_pool.cache_clear)  # a child has none of its parent's threads
+
+
 def limited(count: int) -> int:
     """`count`, or GGML_NPU_THREADS where that is less. Raises EngineError where GGML_NPU_THREADS is not a number of 1
     or more."""

@@ -170,6 +170,23 @@ def python(code: str, **variables: str) -> list[str]:
     return result.stdout.splitlines()
 
 
+_FORKED = """
+import multiprocessing
+import numpy as np
+import quant
+
+x = np.random.default_rng(0).standard_normal((512, 4096), dtype=np.float32)
+blocks = quant.quantize(x, "q8_0")
+with multiprocessing.get_context("fork").Pool(1) as pool:
+    print(np.array_equal(pool.apply_async(quant.quantize, (x, "q8_0")).get(60), blocks))
+"""
+
+
+def test_a_forked_process_has_a_pool_of_its_own() -> None:
+    done = subprocess.run([sys.executable, "-c", _FORKED], capture_output=True, text=True, timeout=120, check=False)
+    assert (done.stdout, done.returncode) == ("True\n", 0), done.stderr
+
+
 @pytest.mark.parametrize("text", ["x", "0", "-1", "", "2.5"])
 def test_a_number_of_threads_that_is_none_is_named(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GGML_NPU_THREADS", text)
