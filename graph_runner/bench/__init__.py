@@ -7,6 +7,7 @@ codecs     quantize and dequantize of 64 MiB
 memcpy     the upper bound of these two
 calls      graphs of one node of a few rows
 operators  patterns of nodes that run as one operator
+ops        single nodes: convolutions, images, training
 models     decode, diff and start of a model
 memory     peak memory of a process that decodes
 run        benchmarks by name

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -11,9 +12,10 @@ import libgguf
 import numpy as np
 from numpy.typing import NDArray
 
+import ggml_backend_npu
 import quant
 from graph_runner.bench.measure import ELEMENTS, Measurement, against, in_turns
-from quant.kernels.threads import allowing
+from quant.kernels.threads import Team
 
 _WIDTH = 4096  # elements of a row
 
@@ -21,22 +23,23 @@ Job = Callable[[], NDArray[Any]]
 
 
 def bench_codecs(*, rounds: int, threads: int, elements: int = ELEMENTS) -> Iterator[Measurement]:
-    """Measures quant.quantize and quant.dequantize of `elements` float32 in `threads` threads; libgguf and gguf-py use
-    one. A value is the median of three calls: the first waits for a second core that went to sleep.
+    """Measures quant.quantize and quant.dequantize of `elements` float32 in `threads` threads of the backend; libgguf
+    and gguf-py use one. A value is the median of three calls: the first waits for a second core that went to sleep.
 
     Raises RuntimeError if the bytes of libgguf or gguf-py differ from ours.
     """
+    team = replace(ggml_backend_npu.register().backend.team, size=threads)
     x = np.random.default_rng(0).standard_normal((elements // _WIDTH, _WIDTH), dtype=np.float32)
     for number in (gguf.GGMLQuantizationType.Q8_0, gguf.GGMLQuantizationType.Q4_0):
         name = number.name.lower()
         blocks = quant.quantize(x, name)
         encoders: dict[str, Job] = {
-            "quant": partial(_in_threads, threads, partial(quant.quantize, x, name)),
+            "quant": partial(_in_threads, team, partial(quant.quantize, x, name)),
             "libgguf": partial(libgguf.quantize_rows, x, number),
             "gguf-py": partial(gguf.quants.quantize, x, number),
         }
         decoders: dict[str, Job] = {
-            "quant": partial(_in_threads, threads, partial(quant.dequantize, blocks, name)),
+            "quant": partial(_in_threads, team, partial(quant.dequantize, blocks, name)),
             "libgguf": partial(_dequantize_by_libgguf, blocks, number),
             "gguf-py": partial(gguf.quants.dequantize, blocks, number),
         }
@@ -46,8 +49,8 @@ def bench_codecs(*, rounds: int, threads: int, elements: int = ELEMENTS) -> Iter
             yield against(in_turns(jobs, rounds, calls=3), what, "ms", nbytes=x.nbytes, group=group)
 
 
-def _in_threads(count: int, job: Job) -> NDArray[Any]:
-    with allowing(count):
+def _in_threads(team: Team, job: Job) -> NDArray[Any]:
+    with team.working():
         return job()
 
 

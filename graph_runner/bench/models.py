@@ -9,17 +9,18 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from ggml_backend_npu import default_backend
+import ggml_backend_npu
 from ggml_backend_npu.abi.embedding import plugin
+from ggml_backend_npu.abi.plugin import Plugin
 from graph_runner import suites
 from graph_runner.bench.measure import GGML_CPU, Measurement, against, in_turns
 from graph_runner.bench.memory import bench_memory
-from graph_runner.session import DeviceName, Session, Settings, context_for
+from graph_runner.session import Session, Settings, context_for
 
 MOVERS, EVERY_NODE = "movers on the NPU", "every node on the NPU"
 _PROMPT = "The history of computing begins with " + "counting boards, gears, relays and valves; " * 12
@@ -36,18 +37,19 @@ def bench_decode(model: Path, *, rounds: int, threads: int, n: int = 64, long: i
     Raises BenchError if the memory cannot be measured.
     """
     settings = Settings(n_ctx=max(context_for(_PROMPT, n), long), threads=threads)
-    ways: dict[str, tuple[DeviceName, str]] = {
-        MOVERS: ("npu", "default"),
-        EVERY_NODE: ("npu", "all"),
-        GGML_CPU: ("cpu", "default"),
+    ours = ggml_backend_npu.register()
+    npus = {
+        name: Plugin(ours.ggml, ours.backend.like(options=ours.backend.options.updated({"ops": ops})))
+        for name, ops in ((MOVERS, "default"), (EVERY_NODE, "all"))
     }
     speeds: defaultdict[tuple[str, str], list[float]] = defaultdict(list)
     with ExitStack() as stack:
         sessions = []
-        for name, (device, ops) in ways.items():
-            with _taking(ops):
-                session = Session(model, replace(settings, device=device), counts_nodes=False)
-                sessions.append((name, ops, stack.enter_context(session)))
+        for name in (*npus, GGML_CPU):
+            npu = npus.get(name)
+            whose = replace(settings, device="cpu" if npu is None else "npu")
+            session = stack.enter_context(Session(model, whose, npu=npu, counts_nodes=False))
+            sessions.append((name, session))
         tokens = session.tokenize(_PROMPT)
         many = (tokens * long)[:long]
         steps = [[token] for token in (tokens * n)[:n]]
@@ -56,11 +58,10 @@ def bench_decode(model: Path, *, rounds: int, threads: int, n: int = 64, long: i
         for round_ in range(rounds + 1):
             seconds: defaultdict[tuple[str, str], float] = defaultdict(float)
             for turn, (what, batches) in enumerate(turns):
-                for name, ops, session in sessions[:: -1 if (turn + round_) % 2 else 1]:
+                for name, session in sessions[:: -1 if (turn + round_) % 2 else 1]:
                     if what != "generation":
                         session.clear()
-                    with _taking(ops):
-                        seconds[what, name] += _decode(session, batches)
+                    seconds[what, name] += _decode(session, batches)
             if round_:  # the first round warms up
                 counts = {"prompt": 4 * len(tokens), "generation": n}
                 for (what, name), time_ in seconds.items():
@@ -70,18 +71,6 @@ def bench_decode(model: Path, *, rounds: int, threads: int, n: int = 64, long: i
             others = {GGML_CPU: speeds[what, GGML_CPU]}
             yield Measurement(f"{what}, {name}", "tokens/s", speeds[what, name], others, group=name)
     yield bench_memory(model, many, threads=threads)
-
-
-@contextmanager
-def _taking(ops: str) -> Iterator[None]:
-    """Sets which ops the device takes, within the context."""
-    backend = default_backend()
-    before = backend.options
-    backend.options = before.updated({"ops": ops})
-    try:
-        yield
-    finally:
-        backend.options = before
 
 
 def _decode(session: Session, batches: list[list[int]]) -> float:

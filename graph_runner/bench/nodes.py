@@ -77,6 +77,11 @@ class Run:
         """Returns the bytes of the node's output."""
         return self._build.get(self._node)
 
+    @property
+    def type(self) -> str:
+        """The type of the node's output."""
+        return self._build.as_tensor(self._node).type
+
 
 def _content(build: Builder, tensor: int, rng: np.random.Generator) -> NDArray[Any]:
     """Returns normal deviates; for integers, which are row numbers, a permutation."""

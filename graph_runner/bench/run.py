@@ -14,6 +14,7 @@ from graph_runner.bench.memcpy import bench_memcpy
 from graph_runner.bench.models import bench_decode, bench_diff, bench_start
 from graph_runner.bench.movers import bench_movers
 from graph_runner.bench.operators import bench_operators
+from graph_runner.bench.ops import bench_ops
 from graph_runner.models import model_file
 
 WITH_BANDWIDTH = ("movers", "codecs")
@@ -38,7 +39,7 @@ def bench(
 ) -> BenchResult:
     """Runs benchmarks in the given order.
 
-    names    any of movers, codecs, calls, decode, operators, diff, start
+    names    any of movers, codecs, calls, decode, operators, ops, diff, start
     model    as on the command line, for the benchmarks that run a model
     rounds   rounds to measure, after one warm-up round
     threads  of the CPU and of the kernels; 0 = all cores
@@ -55,6 +56,7 @@ def bench(
         "codecs": partial(bench_codecs, rounds=rounds, threads=threads),
         "calls": partial(bench_calls, rounds=rounds, threads=threads),
         "operators": partial(bench_operators, rounds=rounds, threads=threads),
+        "ops": partial(bench_ops, rounds=rounds, threads=threads),
     }
     with ExitStack() as stack:
         if any(name in _WITH_MODEL for name in names):

@@ -22,6 +22,7 @@ class Benchmark(StrEnum):
     CALLS = "calls"
     DECODE = "decode"
     OPERATORS = "operators"
+    OPS = "ops"
     DIFF = "diff"
     START = "start"
     ALL = "all"
@@ -46,6 +47,7 @@ def bench(
     calls: graphs of one small node, against ggml's CPU.
     decode: a model with the movers on the NPU, and with every node, against the CPU alone; memory.
     operators: nodes that run as one operator, against the same on ggml's CPU.
+    ops: convolutions, images and training, against ggml's CPU.
     diff: of a model, against a run of it.
     start: fresh processes that import and register, and a whole diff.
     """
