@@ -92,8 +92,7 @@ def names_of_ops(module: Path) -> Iterator[tuple[ast.AST, list[str]]]:
 def test_an_op_stands_in_one_file() -> None:
     files = defaultdict(set)
     for module in MODULES:
-        # tiles: the functions of its kernel have their names
-        if module.is_relative_to("ggml_backend_npu/ops") and module.name != "tiles.py":
+        if module.is_relative_to("ggml_backend_npu/ops"):
             for _, names in names_of_ops(module):
                 for name in names:
                     files[name].add(module.name)

@@ -18,7 +18,7 @@ from numba import types
 from ggml_backend_npu.checks import Exact, Formula, Make, Mistake, Probe, Types
 from ggml_backend_npu.ir import Node, Tensor
 from ggml_backend_npu.numerics import PLAIN, Numerics
-from ggml_backend_npu.ops import cases, exact, probes
+from ggml_backend_npu.ops import cases, elements, exact, probes
 from ggml_backend_npu.ops.functions import fused_multiply_add as fma
 from ggml_backend_npu.ops.mistakes import of_repeated, of_swapped_operands
 from ggml_backend_npu.ops.movers import DECODED, ENCODED, checked_ids, convert, tiled
@@ -96,7 +96,7 @@ def scale(dst: Tensor, x: Tensor, params: Scale) -> None:
 
 @scale.compiled
 def _scale(dst: Tensor, x: Tensor, params: Scale) -> Call | None:
-    function = "SCALE" if _is_product_alone(x, params.bias) else "SCALE_BIAS"
+    function = elements.scale if _is_product_alone(x, params.bias) else elements.scale_bias
     return computed(function, dst, x, a=params.scale, b=params.bias)
 
 
@@ -197,7 +197,7 @@ def add1(dst: Tensor, a: Tensor, b: Tensor, numerics: Numerics = PLAIN) -> None:
 
 @add1.compiled
 def _add1(dst: Tensor, a: Tensor, b: Tensor, numerics: Numerics) -> Call | None:
-    return None if a.codec.is_quantized else computed("ADD", dst, a, b)
+    return None if a.codec.is_quantized else computed(elements.add, dst, a, b)
 
 
 @op("SUB", types=_BINARY, refuse=_refuse_binary)
@@ -220,22 +220,22 @@ def div(dst: Tensor, a: Tensor, b: Tensor) -> None:
 
 @add.compiled
 def _add(dst: Tensor, a: Tensor, b: Tensor, numerics: Numerics) -> Call | None:
-    return None if a.codec.is_quantized else computed("ADD", dst, a, b)
+    return None if a.codec.is_quantized else computed(elements.add, dst, a, b)
 
 
 @sub.compiled
 def _sub(dst: Tensor, a: Tensor, b: Tensor) -> Call | None:
-    return computed("SUB", dst, a, b)
+    return computed(elements.sub, dst, a, b)
 
 
 @mul.compiled
 def _mul(dst: Tensor, a: Tensor, b: Tensor) -> Call | None:
-    return computed("MUL", dst, a, b)
+    return computed(elements.mul, dst, a, b)
 
 
 @div.compiled
 def _div(dst: Tensor, a: Tensor, b: Tensor) -> Call | None:
-    return computed("DIV", dst, a, b)
+    return computed(elements.div, dst, a, b)
 
 
 # of broadcasts, those that ggml's cases of the four have: which dimensions repeat; the last two not of a second source
@@ -301,7 +301,7 @@ def add_id(dst: Tensor, a: Tensor, b: Tensor, ids: Tensor) -> None:
 
 @add_id.compiled
 def _add_id(dst: Tensor, a: Tensor, b: Tensor, ids: Tensor) -> Call | None:
-    added = computed("ADD", dst, a, b, ids=ids)
+    added = computed(elements.add, dst, a, b, ids=ids)
     return None if added is None else Job(ids_check(ids, b.ne[1]), *added.works)
 
 
@@ -329,7 +329,7 @@ def clamp(dst: Tensor, x: Tensor, params: Clamp) -> None:
 
 @clamp.compiled
 def _clamp(dst: Tensor, x: Tensor, params: Clamp) -> Call | None:
-    return computed("CLAMP", dst, x, a=params.min, b=params.max)
+    return computed(elements.clamp, dst, x, a=params.min, b=params.max)
 
 
 @clamp.formula
@@ -355,7 +355,7 @@ def fill(dst: Tensor, x: Tensor, params: Fill) -> None:
 
 @fill.compiled
 def _fill(dst: Tensor, x: Tensor, params: Fill) -> Call | None:
-    return computed("CLAMP", dst, x, a=params.c, b=params.c)
+    return computed(elements.clamp, dst, x, a=params.c, b=params.c)
 
 
 def _refuse_arange(dst: Tensor, params: Arange) -> str | None:

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 
 from ggml_backend_npu.checks import Exact, Make, Mistake, Probe, Types
 from ggml_backend_npu.ir import Node, Tensor
-from ggml_backend_npu.ops import exact, functions, probes
+from ggml_backend_npu.ops import elements, exact, functions, probes
 from ggml_backend_npu.ops.functions import Floats, mapped
 from ggml_backend_npu.ops.mistakes import of_swapped_operands
 from ggml_backend_npu.ops.shapes import gaps_in_matrices, other_ne
-from ggml_backend_npu.ops.tiles import computed
+from ggml_backend_npu.ops.tiles import computed, looked_up
 from ggml_backend_npu.params import Params, f32, i32
 from ggml_backend_npu.registry import Call, Op, op
 
@@ -100,11 +101,14 @@ def _exact_halves(a: Tensor, b: Tensor | None, params: Glu) -> tuple[Exact, Exac
 def _register(
     name: str,
     function: Callable[[Floats, Floats, str], Floats],
+    compiled: Callable[[Tensor, Tensor, Tensor], Call | None],
     exactly: exact.Function,
     bound: float = _BOUND,
     terms: exact.Function | None = None,
 ) -> None:
-    """Registers dst = function(gate, up, type), which is exactly(gate) * up. Equals ggml_compute_forward_<name>.
+    """Registers dst = function(gate, up, type), which is exactly(gate) * up; compiled(dst, gate, up) is its call.
+
+    Equals ggml_compute_forward_<name>.
 
     For SWIGLU of f32 the compiled kernel is equal on x86; the definition is so but for the last bits of e ** x.
     """
@@ -118,7 +122,7 @@ def _register(
 
     @glu.compiled
     def prepare(dst: Tensor, a: Tensor, b: Tensor | None, params: Glu) -> Call | None:
-        return computed(name, dst, *_gate_and_up(a, b, params))
+        return compiled(dst, *_gate_and_up(a, b, params))
 
     _check(glu, lambda gate, up, params: exactly(gate) * up, terms)
 
@@ -128,11 +132,28 @@ def _geglu(gate: Floats, up: Floats, type: str) -> Floats:
     return np.where(closed, np.float32(0), functions.gelu(gate, type) * up)
 
 
-_register("REGLU", lambda gate, up, type: np.where(gate > 0, gate * up, np.float32(0)), exact.relu, bound=0)
-_register("GEGLU", _geglu, exact.gelu, terms=exact.half)
-_register("GEGLU_QUICK", lambda gate, up, type: functions.gelu_quick(gate, type) * up, exact.gelu_quick)
-_register("GEGLU_ERF", lambda gate, up, type: functions.gelu_erf(gate) * up, exact.gelu_erf, terms=exact.half)
-_register("SWIGLU", lambda gate, up, type: functions.silu(gate) * up, exact.silu)
+_register(
+    "REGLU",
+    lambda gate, up, type: np.where(gate > 0, gate * up, np.float32(0)),
+    partial(computed, elements.reglu),
+    exact.relu,
+    bound=0,
+)
+_register("GEGLU", _geglu, partial(looked_up, functions.gelu, elements.geglu), exact.gelu, terms=exact.half)
+_register(
+    "GEGLU_QUICK",
+    lambda gate, up, type: functions.gelu_quick(gate, type) * up,
+    partial(looked_up, functions.gelu_quick, elements.geglu_quick),
+    exact.gelu_quick,
+)
+_register(
+    "GEGLU_ERF",
+    lambda gate, up, type: functions.gelu_erf(gate) * up,
+    partial(computed, elements.geglu_erf),
+    exact.gelu_erf,
+    terms=exact.half,
+)
+_register("SWIGLU", lambda gate, up, type: functions.silu(gate) * up, partial(computed, elements.swiglu), exact.silu)
 
 
 def _refuse_limited(dst: Tensor, a: Tensor, b: Tensor | None, params: Glu) -> str | None:
@@ -185,12 +206,12 @@ def swiglu_clamp(dst: Tensor, a: Tensor, b: Tensor | None, params: Glu) -> None:
 
 @swiglu_oai.compiled
 def _swiglu_oai(dst: Tensor, a: Tensor, b: Tensor | None, params: Glu) -> Call | None:
-    return computed("SWIGLU_OAI", dst, *_gate_and_up(a, b, params), a=params.alpha, b=params.limit)
+    return computed(elements.swiglu_oai, dst, *_gate_and_up(a, b, params), a=params.alpha, b=params.limit)
 
 
 @swiglu_clamp.compiled
 def _swiglu_clamp(dst: Tensor, a: Tensor, b: Tensor | None, params: Glu) -> Call | None:
-    return computed("SWIGLU_CLAMP", dst, *_gate_and_up(a, b, params), b=params.limit)
+    return computed(elements.swiglu_clamp, dst, *_gate_and_up(a, b, params), b=params.limit)
 
 
 def _exact_swiglu_oai(gate: Exact, up: Exact, params: Glu) -> Exact:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from ggml_backend_npu.checks import Exact, Make, Probe, Types
 from ggml_backend_npu.ir import Node, Tensor
-from ggml_backend_npu.ops import exact, functions, probes
+from ggml_backend_npu.ops import elements, exact, functions, probes
 from ggml_backend_npu.ops.functions import Floats, mapped
 from ggml_backend_npu.ops.functions import fused_multiply_add as fma
 from ggml_backend_npu.ops.movers import checked_ids, convert, tiled
@@ -233,7 +233,7 @@ def silu_back(dst: Tensor, gradient: Tensor, x: Tensor) -> None:
 
 @silu_back.compiled
 def _silu_back(dst: Tensor, gradient: Tensor, x: Tensor) -> Call | None:
-    return computed("SILU_BACK", dst, gradient, x)
+    return computed(elements.silu_back, dst, gradient, x)
 
 
 @silu_back.formula

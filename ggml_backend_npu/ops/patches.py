@@ -11,8 +11,7 @@ from numba import types
 
 from ggml_backend_npu.checks import Types
 from ggml_backend_npu.ir import Node, Tensor
-from ggml_backend_npu.ops import probes, strided
-from ggml_backend_npu.ops.elementwise import add
+from ggml_backend_npu.ops import elements, probes, strided
 from ggml_backend_npu.ops.shapes import gaps, gaps_in_rows, other_ne
 from ggml_backend_npu.ops.tiles import computed
 from ggml_backend_npu.params import Params, i32
@@ -165,7 +164,7 @@ def acc(dst: Tensor, a: Tensor, b: Tensor, params: SetPart) -> None:
 def _acc(dst: Tensor, a: Tensor, b: Tensor, params: SetPart) -> Call | None:
     if b.overlaps(dst):
         return None
-    added = computed(add.name, _part(dst, b, params), _part(a, b, params), b)
+    added = computed(elements.add, _part(dst, b, params), _part(a, b, params), b)
     if added is None or params.inplace:
         return added
     moved = strided.mover(dst, a)

@@ -11,10 +11,11 @@ import numpy as np
 from ggml_backend_npu.abi import codecs
 from ggml_backend_npu.checks import Exact, Make, Probe, Types
 from ggml_backend_npu.ir import Node, Tensor
-from ggml_backend_npu.ops import exact, functions, probes
+from ggml_backend_npu.ops import elements, exact, functions, probes
+from ggml_backend_npu.ops.elements import Elementwise
 from ggml_backend_npu.ops.functions import Floats, Function, mapped
 from ggml_backend_npu.ops.shapes import gaps_in_matrices, gaps_in_rows, other_ne
-from ggml_backend_npu.ops.tiles import Compiled, computed
+from ggml_backend_npu.ops.tiles import computed, looked_up
 from ggml_backend_npu.params import Params, f32, i32
 from ggml_backend_npu.registry import Call, Op, op
 
@@ -26,13 +27,15 @@ _BOUND = 1e-12  # a few roundings, one after the other: right ones give up to 1e
 
 
 class _Function(NamedTuple):
-    """of     the function of float32
-    exact  the same function of float64
-    terms  the size of the numbers whose difference it takes last
+    """of        the function of float32
+    compiled  the same, compiled
+    exact     the same function of float64
+    terms     the size of the numbers whose difference it takes last
     low, high  the range that it is measured on
     """
 
     of: Function
+    compiled: Elementwise
     exact: exact.Function
     bound: float = 0.0
     terms: exact.Function | None = None
@@ -41,37 +44,46 @@ class _Function(NamedTuple):
 
 
 FUNCTIONS = {
-    "ABS": _Function(np.abs, np.abs),
-    "SGN": _Function(functions.sign, np.sign),
-    "NEG": _Function(np.negative, np.negative),
-    "STEP": _Function(functions.step, lambda x: np.where(x > 0, 1.0, 0.0)),
-    "TANH": _Function(functions.tanhf, np.tanh, _BOUND),
+    "ABS": _Function(np.abs, elements.absolute, np.abs),
+    "SGN": _Function(functions.sign, elements.sgn, np.sign),
+    "NEG": _Function(np.negative, elements.neg, np.negative),
+    "STEP": _Function(functions.step, elements.step, lambda x: np.where(x > 0, 1.0, 0.0)),
+    "TANH": _Function(functions.tanhf, elements.tanh, np.tanh, _BOUND),
     "ELU": _Function(
         functions.elu,
+        elements.elu,
         lambda x: np.where(x > 0, x, np.expm1(x)),
         _BOUND,
         terms=lambda x: np.where(x > 0, np.abs(x), 1.0),
     ),
-    "RELU": _Function(functions.relu, exact.relu),
-    "SIGMOID": _Function(functions.sigmoid, exact.sigmoid, _BOUND),
-    "HARDSWISH": _Function(lambda x: x * functions.hardsigmoid(x), lambda x: x * np.clip((x + 3) / 6, 0, 1), _BOUND),
-    "HARDSIGMOID": _Function(functions.hardsigmoid, lambda x: np.clip((x + 3) / 6, 0, 1), _BOUND),
-    "EXP": _Function(functions.expf, np.exp, _BOUND),
-    "EXPM1": _Function(lambda x: functions.expf(x) - np.float32(1), np.expm1, _BOUND, terms=np.ones_like),
-    "SOFTPLUS": _Function(
-        functions.softplus, lambda x: np.where(x > 20, x, np.log1p(np.exp(x))), _BOUND, terms=np.ones_like
+    "RELU": _Function(functions.relu, elements.relu, exact.relu),
+    "SIGMOID": _Function(functions.sigmoid, elements.sigmoid, exact.sigmoid, _BOUND),
+    "HARDSWISH": _Function(
+        lambda x: x * functions.hardsigmoid(x), elements.hardswish, lambda x: x * np.clip((x + 3) / 6, 0, 1), _BOUND
     ),
-    "FLOOR": _Function(np.floor, np.floor),
-    "CEIL": _Function(np.ceil, np.ceil),
-    "ROUND": _Function(functions.round_half_away, lambda x: np.trunc(x + np.copysign(0.5, x))),
-    "TRUNC": _Function(np.trunc, np.trunc),
-    "SQR": _Function(np.square, np.square),
-    "SQRT": _Function(np.sqrt, np.sqrt),
-    "LOG": _Function(functions.logf, np.log, _BOUND, low=0.01, high=9),
-    "SIN": _Function(functions.sinf, np.sin, _BOUND),
-    "COS": _Function(functions.cosf, np.cos, _BOUND),
-    "SILU": _Function(functions.silu, exact.silu, _BOUND),
-    "GELU_ERF": _Function(functions.gelu_erf, exact.gelu_erf, _BOUND, terms=exact.half),
+    "HARDSIGMOID": _Function(functions.hardsigmoid, elements.hardsigmoid, lambda x: np.clip((x + 3) / 6, 0, 1), _BOUND),
+    "EXP": _Function(functions.expf, elements.exp, np.exp, _BOUND),
+    "EXPM1": _Function(
+        lambda x: functions.expf(x) - np.float32(1), elements.expm1, np.expm1, _BOUND, terms=np.ones_like
+    ),
+    "SOFTPLUS": _Function(
+        functions.softplus,
+        elements.softplus,
+        lambda x: np.where(x > 20, x, np.log1p(np.exp(x))),
+        _BOUND,
+        terms=np.ones_like,
+    ),
+    "FLOOR": _Function(np.floor, elements.floor, np.floor),
+    "CEIL": _Function(np.ceil, elements.ceil, np.ceil),
+    "ROUND": _Function(functions.round_half_away, elements.rounded, lambda x: np.trunc(x + np.copysign(0.5, x))),
+    "TRUNC": _Function(np.trunc, elements.trunc, np.trunc),
+    "SQR": _Function(np.square, elements.sqr, np.square),
+    "SQRT": _Function(np.sqrt, elements.sqrt, np.sqrt),
+    "LOG": _Function(functions.logf, elements.log, np.log, _BOUND, low=0.01, high=9),
+    "SIN": _Function(functions.sinf, elements.sin, np.sin, _BOUND),
+    "COS": _Function(functions.cosf, elements.cos, np.cos, _BOUND),
+    "SILU": _Function(functions.silu, elements.silu, exact.silu, _BOUND),
+    "GELU_ERF": _Function(functions.gelu_erf, elements.gelu_erf, exact.gelu_erf, _BOUND, terms=exact.half),
 }
 _OF_ONE_TYPE = ("SILU", "GELU_ERF")
 
@@ -112,8 +124,7 @@ def _register(name: str, function: _Function) -> None:
         """dst = function(x), in x's ne."""
         mapped(function.of, dst, x)
 
-    if name in Compiled.__members__:
-        unary.compiled(partial(computed, name))
+    unary.compiled(partial(computed, function.compiled))
     _measure(unary, function.exact, function.low, function.high, function.terms)
 
 
@@ -148,8 +159,8 @@ def _of_halves(op: str) -> Make:
     return make
 
 
-gelu.compiled(partial(computed, "GELU"))
-gelu_quick.compiled(partial(computed, "GELU_QUICK"))
+gelu.compiled(partial(looked_up, functions.gelu, elements.gelu))
+gelu_quick.compiled(partial(looked_up, functions.gelu_quick, elements.gelu_quick))
 _measure(gelu, exact.gelu, -6, 6, exact.half, _of_halves("GELU"))
 _measure(gelu_quick, exact.gelu_quick, -6, 6, None, _of_halves("GELU_QUICK"))
 
@@ -191,7 +202,7 @@ def xielu(dst: Tensor, x: Tensor, params: Xielu) -> None:
 
 @xielu.compiled
 def _xielu(dst: Tensor, x: Tensor, params: Xielu) -> Call | None:
-    return computed("XIELU", dst, x, table=params.constants)
+    return computed(elements.xielu, dst, x, table=params.constants)
 
 
 @xielu.formula
@@ -240,7 +251,7 @@ def leaky_relu(dst: Tensor, x: Tensor, params: LeakyRelu) -> None:
 
 @leaky_relu.compiled
 def _leaky_relu(dst: Tensor, x: Tensor, params: LeakyRelu) -> Call | None:
-    return computed("LEAKY_RELU", dst, x, a=params.negative_slope, b=float(_zero()))
+    return computed(elements.leaky_relu, dst, x, a=params.negative_slope, b=float(_zero()))
 
 
 def _zero() -> np.float32:

@@ -126,6 +126,10 @@ class Cache(FunctionCache):
         stamp = self._impl.locator.get_source_stamp()
         self._cache_file = _Files(self._cache_path, self._impl.filename_base, stamp)
 
+    def _index_key(self, signature: Any, codegen: Any) -> tuple[Any, ...]:
+        """Without numba's hash of the function and of what it is a closure of: the folder says what the sources are."""
+        return signature, codegen.magic_tuple()
+
     def save_overload(self, signature: Any, data: Any) -> None:
         """As numba's; where the file cannot be written, says so once on stderr instead of raising."""
         try:
