@@ -46,6 +46,8 @@ class Compute(NamedTuple):
     y         at address 0: there is none
     ids       int32 by dimensions 1 and 2 of x: which row of y, a matrix, belongs to a row of x; at address 0: there are
               none, y is repeated
+    in_dst    x is computed where dst lies: its rows are float32 without gaps, and y lies elsewhere
+    reads_y   y is read where it lies: its rows are float32 without gaps, as long as those of dst, and lie elsewhere
     """
 
     function: int
@@ -55,6 +57,8 @@ class Compute(NamedTuple):
     x: Operand
     y: Operand
     ids: Place
+    in_dst: int
+    reads_y: int
 
 
 _CONSTANTS = 8 * place_in(Compute, "constants")
@@ -82,20 +86,25 @@ def _row_of_y(of, i1, i2, i3):
 
 
 @compiled
-def compute(p, begin, end, x):
-    """A unit is a tile of a row. x holds a tile of x in float32, followed by one of y."""
+def compute(p, begin, end, tiles):
+    """A unit is a tile of a row. `tiles` holds a tile of x in float32, followed by one of y."""
     of = record_at(p, Compute)
-    dst, y = of.dst, x + 4 * _TILE
+    dst, in_dst, reads_y = of.dst, of.in_dst, of.reads_y
     for tile in range(begin, end):
         row, i0 = tile // of.n_tiles, tile % of.n_tiles * _TILE
         i1, i2, i3 = index_of(row, dst.ne[1], dst.ne[2])
         n = min(_TILE, dst.ne[0] - i0)
-        _load(of.x, row_of(of.x.place, i1, i2, i3), i0, x, n)
-        if of.y.place.address:
+        to, row_of_x = row_of(dst.place, i1, i2, i3) + i0 * dst.place.nb[0], row_of(of.x.place, i1, i2, i3)
+        x, y = to if in_dst else tiles, tiles + 4 * _TILE
+        if x != row_of_x + i0 * of.x.place.nb[0]:
+            _load(of.x, row_of_x, i0, x, n)
+        if reads_y:
+            y = _row_of_y(of, i1, i2, i3) + 4 * i0
+        elif of.y.place.address:
             _load(of.y, _row_of_y(of, i1, i2, i3), i0, y, n)
         call_kernel(of.function, p + _CONSTANTS, x, y, n)
-        nb0 = dst.place.nb[0]
-        narrow_run(x, dst.code, row_of(dst.place, i1, i2, i3) + i0 * nb0, nb0, n)
+        if not in_dst:
+            narrow_run(x, dst.code, to, dst.place.nb[0], n)
     return 0
 
 
@@ -141,6 +150,8 @@ def computed(
         x=_operand(x, ne[0], flat),
         y=Operand() if y is None else _operand(y, ne[0], flat),
         ids=_NOWHERE if ids is None else ids.place,
+        in_dst=_is_plain(dst) and (y is None or not y.overlaps(dst)),
+        reads_y=y is not None and _is_plain(y) and y.ne[0] == dst.ne[0] and not y.overlaps(dst),
     )
     n_units = n_tiles * ne[1] * ne[2] * ne[3]
     return Job(Work(compute, of, n_units, n_bytes, scratch=2 * 4 * _TILE, keep=(dst, *sources, table, ids)))
@@ -165,6 +176,11 @@ def _operand(tensor: Tensor, n: int, flat: bool) -> Operand:
     elif ne[0] == 1:
         nb, ne = (0, *nb[1:]), (n, *ne[1:])
     return Operand(CODES[tensor.type], Place(tensor.address, nb), ne)
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Whether its rows are float32 without gaps."""
+    return tensor.type == "f32" and tensor.nb[0] == 4
 
 
 def _same_place(a: Tensor, b: Tensor) -> bool:
