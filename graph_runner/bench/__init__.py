@@ -6,6 +6,7 @@ movers     GET_ROWS, SET_ROWS, CPY, CONT and DUP of 64 MiB
 codecs     quantize and dequantize of 64 MiB
 memcpy     the upper bound of these two
 calls      graphs of one node of a few rows
+splits     what a split costs on a device in Python
 operators  patterns of nodes that run as one operator
 ops        single nodes: convolutions, images, training
 models     decode, diff and start of a model

@@ -15,6 +15,7 @@ from graph_runner.bench.models import bench_decode, bench_diff, bench_start
 from graph_runner.bench.movers import bench_movers
 from graph_runner.bench.operators import bench_operators
 from graph_runner.bench.ops import bench_ops
+from graph_runner.bench.splits import bench_splits
 from graph_runner.models import model_file
 
 WITH_BANDWIDTH = ("movers", "codecs")
@@ -39,7 +40,7 @@ def bench(
 ) -> BenchResult:
     """Runs benchmarks in the given order.
 
-    names    any of movers, codecs, calls, decode, operators, ops, diff, start
+    names    any of movers, codecs, calls, splits, decode, operators, ops, diff, start
     model    as on the command line, for the benchmarks that run a model
     rounds   rounds to measure, after one warm-up round
     threads  of the CPU and of the kernels; 0 = all cores
@@ -55,6 +56,7 @@ def bench(
         "movers": partial(bench_movers, rounds=rounds, threads=threads),
         "codecs": partial(bench_codecs, rounds=rounds, threads=threads),
         "calls": partial(bench_calls, rounds=rounds, threads=threads),
+        "splits": partial(bench_splits, rounds=rounds, threads=threads),
         "operators": partial(bench_operators, rounds=rounds, threads=threads),
         "ops": partial(bench_ops, rounds=rounds, threads=threads),
     }

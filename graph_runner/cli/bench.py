@@ -20,6 +20,7 @@ class Benchmark(StrEnum):
     MOVERS = "movers"
     CODECS = "codecs"
     CALLS = "calls"
+    SPLITS = "splits"
     DECODE = "decode"
     OPERATORS = "operators"
     OPS = "ops"
@@ -45,6 +46,7 @@ def bench(
     movers: ops that move 64 MiB, against ggml's CPU and memcpy.
     codecs: q8_0 and q4_0 of 64 MiB, against libgguf, gguf-py and memcpy.
     calls: graphs of one small node, against ggml's CPU.
+    splits: what a split costs on a device in Python whose program does nothing.
     decode: a model with the movers on the NPU, and with every node, against the CPU alone; memory.
     operators: nodes that run as one operator, against the same on ggml's CPU.
     ops: convolutions, images and training, against ggml's CPU.

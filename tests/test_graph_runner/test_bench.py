@@ -15,6 +15,7 @@ from commands import Cli, assert_refused, strict_json
 from matplotlib.text import Text
 
 from ggml_backend_npu import Op, Tensor, default_backend
+from ggml_backend_npu.abi.lib import ggml
 from ggml_backend_npu.abi.plugin import Plugin
 from graph_runner.bench import (
     BENCH_SCHEMA,
@@ -29,8 +30,10 @@ from graph_runner.bench import (
     models,
     movers,
     operators,
+    ops,
     plot,
     run,
+    splits,
     worst,
 )
 from graph_runner.bench.measure import GGML_CPU, count
@@ -164,6 +167,36 @@ def test_operators_run_as_one() -> None:
     assert_sane(found, [GGML_CPU], "ms", rounds=1)
 
 
+SMALL_OPS = [
+    ops.Case("convolutions", "CONV_2D 3x3", "conv_2d_direct", (("f16", (3, 3, 4, 5)), ("f32", (9, 9, 4)), *[1] * 6)),
+    ops.Case("images", "ROLL", "roll", (("f32", (8, 8, 3)), 3, 5, 0, 0)),
+]
+
+
+@pytest.mark.usefixtures("backend")
+def test_ops_are_measured_on_both_devices() -> None:
+    found = [*ops.bench_ops(rounds=1, threads=2, cases=SMALL_OPS)]
+    assert [(measurement.group, measurement.what) for measurement in found] == [
+        (case.group, case.what) for case in SMALL_OPS
+    ]
+    assert_sane(found, [GGML_CPU], "ms", rounds=1)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("backend")
+def test_every_op_of_the_benchmark_can_be_measured() -> None:
+    assert_sane([*ops.bench_ops(rounds=1, threads=2)], [GGML_CPU], "ms", rounds=1)
+
+
+@pytest.mark.usefixtures("backend")
+def test_splits_are_measured_on_a_device_that_is_gone_afterwards() -> None:
+    before = ggml().ggml_backend_dev_count()
+    found = [*splits.bench_splits(rounds=1, threads=1, calls=3)]
+    assert [measurement.what for measurement in found] == ["a split of a node", "a split of 300 nodes"]
+    assert_sane(found, [], "us", rounds=1)
+    assert ggml().ggml_backend_dev_count() == before
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("backend")
 def test_decoding_is_measured_in_tokens_a_second(tmp_path: Path) -> None:
@@ -188,6 +221,13 @@ def test_a_pattern_that_does_not_run_as_one_raises() -> None:
     wrong = operators.Pattern("wrong", "TopKSoftmax", token_shift.build)
     with pytest.raises(RuntimeError, match="wrong: the NPU did not run it as TopKSoftmax"):
         [*operators.bench_operators(rounds=1, threads=1, patterns=(wrong,))]
+
+
+@pytest.mark.usefixtures("backend")
+def test_an_op_whose_result_is_another_raises() -> None:
+    wrong = default_backend().ops.having(Op("ROLL", doubled))
+    with wrong, pytest.raises(RuntimeError, match="ROLL: the NMSE of the NPU to the CPU"):
+        [*ops.bench_ops(rounds=1, threads=1, cases=SMALL_OPS[1:])]
 
 
 def doubled(dst: Tensor, x: Tensor) -> None:
