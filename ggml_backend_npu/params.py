@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import struct
 from dataclasses import dataclass, fields
-from typing import Annotated, ClassVar, NamedTuple, Self, get_type_hints
+from typing import Annotated, ClassVar, NamedTuple, Self, get_origin, get_type_hints
 
 PARAMS_BYTES = 64  # GGML_MAX_OP_PARAMS
 
@@ -32,7 +32,8 @@ class Params:
             scale: f32
             bias: f32
 
-    The fields of a record have 4 bytes each, i32 or f32, in ggml's order and without gaps.
+    The fields of a record have 4 bytes each, i32 or f32, in ggml's order and without gaps; those of a record that it
+    extends come first.
     """
 
     _layout: ClassVar[struct.Struct]
@@ -40,7 +41,7 @@ class Params:
 
     def __init_subclass__(cls) -> None:
         said = get_type_hints(cls, include_extras=True)
-        kinds = {name: said[name].__metadata__ for name in cls.__annotations__}
+        kinds = {name: said[name].__metadata__ for name in said if get_origin(said[name]) is Annotated}
         cls._layout = struct.Struct("<" + "".join(kind for kind, *_ in kinds.values()))
         cls.others = {name: instead for name, (_, *rest) in kinds.items() for instead in rest}
 

@@ -23,8 +23,8 @@ from ggml_backend_npu.ops.movers import convert
 from ggml_backend_npu.ops.products import multiply_by_blas
 from ggml_backend_npu.ops.shapes import gaps
 from ggml_backend_npu.ops.sums import BOUND
-from ggml_backend_npu.ops.windows import Windows, find_offsets, in_a_plane, in_space, moves, see
-from ggml_backend_npu.params import Params, i32
+from ggml_backend_npu.ops.windows import Moves2d, Moves3d, Windows, find_offsets, in_a_plane, in_space, see
+from ggml_backend_npu.params import i32
 from ggml_backend_npu.registry import Call, op
 from quant.kernels.jit import LINE, array_at, compiled, f16_to_f32
 from quant.kernels.matrices import LANES
@@ -41,45 +41,23 @@ _PARTS, _LEAST_KERNELS = 4, 128  # where there are few tiles: in how many parts 
 
 
 @dataclass(frozen=True)
-class Conv2d(Params):
-    """op_params of CONV_2D and CONV_2D_DW: strides, paddings and dilations of columns (0) and rows (1);
-    ggml_conv_2d_direct."""
+class Conv3d(Moves3d):
+    """op_params of CONV_3D: ggml_conv_3d_direct. Numbers of channels, images and kernels."""
 
-    s0: i32
-    s1: i32
-    p0: i32
-    p1: i32
-    d0: i32
-    d1: i32
-
-
-@dataclass(frozen=True)
-class Conv3d(Params):
-    """op_params of CONV_3D: strides, paddings, dilations; channels, images and kernels; ggml_conv_3d_direct."""
-
-    s0: i32
-    s1: i32
-    s2: i32
-    p0: i32
-    p1: i32
-    p2: i32
-    d0: i32
-    d1: i32
-    d2: i32
     c: i32
     n: i32
     oc: i32
 
 
-def _conv_windows(dst: Tensor, kernel: Tensor, x: Tensor, p: Conv2d | Conv3d) -> Windows:
+def _conv_windows(dst: Tensor, kernel: Tensor, x: Tensor, p: Moves2d | Conv3d) -> Windows:
     if isinstance(p, Conv3d):
         size, places = (kernel.ne[2], kernel.ne[1], kernel.ne[0]), (dst.ne[2], dst.ne[1], dst.ne[0])
-        return Windows(*in_space(x, p.c), size, places, *moves(p))
+        return Windows(*in_space(x, p.c), size, places, *p.moves)
     size, places = (1, kernel.ne[1], kernel.ne[0]), (1, dst.ne[1], dst.ne[0])
-    return Windows(*in_a_plane(x), size, places, *moves(p))
+    return Windows(*in_a_plane(x), size, places, *p.moves)
 
 
-def _refuse_conv(dst: Tensor, kernel: Tensor, x: Tensor, params: Conv2d | Conv3d) -> str | None:
+def _refuse_conv(dst: Tensor, kernel: Tensor, x: Tensor, params: Moves2d | Conv3d) -> str | None:
     if isinstance(params, Conv3d):
         c, n = params.c, params.n
         fits = min(c, n, params.oc) > 0
@@ -95,7 +73,7 @@ def _refuse_conv(dst: Tensor, kernel: Tensor, x: Tensor, params: Conv2d | Conv3d
     return gaps(kernel=kernel)
 
 
-def _n_kernels(kernel: Tensor, p: Conv2d | Conv3d) -> int:
+def _n_kernels(kernel: Tensor, p: Moves2d | Conv3d) -> int:
     return p.oc if isinstance(p, Conv3d) else kernel.ne[3]
 
 
@@ -104,7 +82,7 @@ def _sgemm(numerics: Numerics) -> int:
     return numerics.sgemm if numerics.matmul == "fast" else 0
 
 
-def _define_conv(dst: Tensor, kernel: Tensor, x: Tensor, params: Conv2d | Conv3d, numerics: Numerics) -> None:
+def _define_conv(dst: Tensor, kernel: Tensor, x: Tensor, params: Moves2d | Conv3d, numerics: Numerics) -> None:
     w = _conv_windows(dst, kernel, x, params)
     rounded = convert(x.view(), x.type, "f16") if kernel.type == "f16" and not _sgemm(numerics) else x.view()
     kernels = wide(kernel).reshape(_n_kernels(kernel, params), w.n_seen)
@@ -120,13 +98,13 @@ def _define_conv(dst: Tensor, kernel: Tensor, x: Tensor, params: Conv2d | Conv3d
     "CONV_2D",
     types=TYPES,
     refuse=_refuse_conv,
-    params=Conv2d,
+    params=Moves2d,
     bound=BOUND,
     wide=True,
     products=True,
     built_by={"ggml_conv_2d_direct": "ctt iiiiii"},
 )
-def conv_2d(dst: Tensor, kernel: Tensor, x: Tensor, params: Conv2d, numerics: Numerics = PLAIN) -> None:
+def conv_2d(dst: Tensor, kernel: Tensor, x: Tensor, params: Moves2d, numerics: Numerics = PLAIN) -> None:
     """dst[n, oc, oh, ow] = sum over c, kh, kw of kernel[oc, c, kh, kw] * x[n, c, oh * s1 + kh * d1 - p1, ...].
 
     x (width, height, channels, images), kernel (width, height, channels, kernels), dst (width, height, kernels,
@@ -265,7 +243,7 @@ def convolution(p, begin, end, columns):
     return 0
 
 
-def _conv_job(dst: Tensor, kernel: Tensor, x: Tensor, params: Conv2d | Conv3d, numerics: Numerics) -> Call | None:
+def _conv_job(dst: Tensor, kernel: Tensor, x: Tensor, params: Moves2d | Conv3d, numerics: Numerics) -> Call | None:
     if not dst.is_contiguous() or not dst.n_elements:
         return None
     w = _conv_windows(dst, kernel, x, params)
@@ -310,7 +288,7 @@ def _make_conv_2d(channels: int, kernels: int) -> Make:
 
     def make(rng: probes.Rng, types: Types) -> Node:
         x, kernel = probes.normal(rng, "f32", 2, channels, 9, 20), probes.normal(rng, types[1], kernels, channels, 3, 2)
-        params = Conv2d(s0=2, s1=1, p0=1, p1=0, d0=1, d1=2)
+        params = Moves2d(s0=2, s1=1, p0=1, p1=0, d0=1, d1=2)
         return probes.node("CONV_2D", "f32", (2, kernels, 5, 11), kernel, x, params=params)
 
     return make

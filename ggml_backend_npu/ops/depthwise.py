@@ -13,10 +13,10 @@ from numba import types
 from ggml_backend_npu.checks import Make, Probe, Types
 from ggml_backend_npu.ir import Node, Tensor
 from ggml_backend_npu.ops import probes
-from ggml_backend_npu.ops.convolution import TYPES, Conv2d
+from ggml_backend_npu.ops.convolution import TYPES
 from ggml_backend_npu.ops.functions import wide
 from ggml_backend_npu.ops.shapes import gaps
-from ggml_backend_npu.ops.windows import Two
+from ggml_backend_npu.ops.windows import Moves2d, Two
 from ggml_backend_npu.registry import Call, op
 from quant.kernels.jit import array_at, compiled, fused_multiply_add, inlined
 from quant.kernels.records import record_at
@@ -34,7 +34,7 @@ def _in_channels(x: Tensor) -> bool:
     return all(n == 1 or actual == stride for n, actual, stride in zip(x.ne, x.nb, nb, strict=True))
 
 
-def _refuse_dw(dst: Tensor, kernel: Tensor, x: Tensor, params: Conv2d) -> str | None:
+def _refuse_dw(dst: Tensor, kernel: Tensor, x: Tensor, params: Moves2d) -> str | None:
     if kernel.ne[2:] != (1, x.ne[2]) or dst.ne[2:] != x.ne[2:]:
         return f"kernel of ne {kernel.ne}, x of ne {x.ne} do not fit dst of ne {dst.ne}"
     if x.is_contiguous():
@@ -53,13 +53,13 @@ def _refuse_dw(dst: Tensor, kernel: Tensor, x: Tensor, params: Conv2d) -> str | 
     "CONV_2D_DW",
     types=TYPES,
     refuse=_refuse_dw,
-    params=Conv2d,
+    params=Moves2d,
     bound=_BOUND,
     wide=True,
     products=True,
     built_by={"ggml_conv_2d_dw_direct": "ctt iiiiii"},
 )
-def conv_2d_dw(dst: Tensor, kernel: Tensor, x: Tensor, params: Conv2d) -> None:
+def conv_2d_dw(dst: Tensor, kernel: Tensor, x: Tensor, params: Moves2d) -> None:
     """dst[n, c, oh, ow] = sum over kh, kw of kernel[c, 0, kh, kw] * x[n, c, oh * s1 + kh * d1 - p1, ...], 0 outside x:
     each channel has its own kernel.
 
@@ -156,7 +156,7 @@ def depthwise(p, begin, end, all_factors):
 
 
 @conv_2d_dw.compiled
-def _conv_2d_dw(dst: Tensor, kernel: Tensor, x: Tensor, params: Conv2d) -> Call | None:
+def _conv_2d_dw(dst: Tensor, kernel: Tensor, x: Tensor, params: Moves2d) -> Call | None:
     if params.s0 < 1:
         return None
     q, together = params, not x.is_contiguous()
@@ -186,7 +186,7 @@ def _make_conv_2d_dw(size: int, channels: int, *, together: bool) -> Make:
 
     def make(rng: probes.Rng, types: Types) -> Node:
         x, kernel = probes.normal(rng, "f32", 2, channels, 9, 20), probes.normal(rng, types[1], channels, 1, size, size)
-        shape, params = (2, channels, 10 - size, (20 + 2 - size) // 2 + 1), Conv2d(2, 1, 1, 0, 1, 1)
+        shape, params = (2, channels, 10 - size, (20 + 2 - size) // 2 + 1), Moves2d(2, 1, 1, 0, 1, 1)
         of = probes.node("CONV_2D_DW", "f32", shape, kernel, x, params=params)
         if not together:
             return of

@@ -14,8 +14,8 @@ from ggml_backend_npu.ir import Node, Tensor
 from ggml_backend_npu.ops import probes
 from ggml_backend_npu.ops.movers import convert
 from ggml_backend_npu.ops.shapes import gaps, gaps_in_rows
-from ggml_backend_npu.ops.windows import Two, Windows, find_offsets, in_a_plane, in_space, moves, see
-from ggml_backend_npu.params import Params, i32
+from ggml_backend_npu.ops.windows import Moves2d, Moves3d, Two, Windows, find_offsets, in_a_plane, in_space, see
+from ggml_backend_npu.params import i32
 from ggml_backend_npu.registry import Call, op
 from quant import type_names
 from quant.kernels.jit import array_at, compiled
@@ -27,31 +27,16 @@ _BOUND = 1e-12  # a few roundings, one after the other
 
 
 @dataclass(frozen=True)
-class Im2col(Params):
-    """op_params of IM2COL and IM2COL_BACK: those of CONV_2D, and whether there are two dimensions; ggml_im2col."""
+class Im2col(Moves2d):
+    """op_params of IM2COL and IM2COL_BACK: ggml_im2col. is_2d: whether there are two dimensions."""
 
-    s0: i32
-    s1: i32
-    p0: i32
-    p1: i32
-    d0: i32
-    d1: i32
     is_2d: i32
 
 
 @dataclass(frozen=True)
-class Im2col3d(Params):
-    """op_params of IM2COL_3D: strides, paddings, dilations, channels; ggml_im2col_3d."""
+class Im2col3d(Moves3d):
+    """op_params of IM2COL_3D: ggml_im2col_3d. IC: the number of channels."""
 
-    s0: i32
-    s1: i32
-    s2: i32
-    p0: i32
-    p1: i32
-    p2: i32
-    d0: i32
-    d1: i32
-    d2: i32
     IC: i32
 
 
@@ -62,12 +47,12 @@ def _im2col_windows(dst: Tensor, kernel: Tensor, x: Tensor, p: Im2col | Im2col3d
     if isinstance(p, Im2col3d):
         address, shape, nb = in_space(x, p.IC)
         places = dst.ne[3] // max(1, shape[0]), dst.ne[2], dst.ne[1]
-        return Windows(address, shape, nb, (kernel.ne[2], kernel.ne[1], kernel.ne[0]), places, *moves(p))
+        return Windows(address, shape, nb, (kernel.ne[2], kernel.ne[1], kernel.ne[0]), places, *p.moves)
     if p.is_2d:
         size, places = (1, kernel.ne[1], kernel.ne[0]), (1, dst.ne[2], dst.ne[1])
-        return Windows(*in_a_plane(x), size, places, *moves(p))
+        return Windows(*in_a_plane(x), size, places, *p.moves)
     shape, nb = (x.ne[2], x.ne[1], 1, 1, x.ne[0]), (x.nb[2], x.nb[1], 0, 0, x.nb[0])
-    return Windows(x.address, shape, nb, (1, 1, kernel.ne[0]), (1, 1, dst.ne[1]), *moves(p))
+    return Windows(x.address, shape, nb, (1, 1, kernel.ne[0]), (1, 1, dst.ne[1]), *p.moves)
 
 
 def _refuse_im2col(dst: Tensor, kernel: Tensor, x: Tensor, params: Im2col | Im2col3d) -> str | None:

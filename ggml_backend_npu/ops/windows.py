@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from math import prod
 from typing import Any, NamedTuple
 
@@ -10,14 +11,12 @@ from numba import types
 from numpy.typing import NDArray
 
 from ggml_backend_npu.ir import Tensor
-from ggml_backend_npu.params import Params
+from ggml_backend_npu.params import Params, i32
 from quant.kernels.jit import array_at, inlined
 
 Two = tuple[int, int]  # of height and width
 Three = tuple[int, int, int]  # of depth, height and width
 Five = tuple[int, int, int, int, int]  # of images, channels and these
-
-_NONE = (("s", 1), ("p", 0), ("d", 1))
 
 
 class Windows(NamedTuple):
@@ -70,10 +69,42 @@ class Windows(NamedTuple):
         return np.lib.stride_tricks.as_strided(padded, (*x.shape[:2], *self.places, *self.size), strides)
 
 
-def moves(p: Params) -> tuple[Three, Three, Three]:
-    """Strides, paddings and dilations from an op's parameters, for depth, height and width."""
-    s, p_, d = ((getattr(p, f"{name}2", none), getattr(p, f"{name}1"), getattr(p, f"{name}0")) for name, none in _NONE)
-    return s, p_, d
+@dataclass(frozen=True)
+class Moves2d(Params):
+    """How a window moves over an image: strides s, paddings p and dilations d of columns (0) and rows (1); op_params of
+    ggml_conv_2d_direct, and the first of others."""
+
+    s0: i32
+    s1: i32
+    p0: i32
+    p1: i32
+    d0: i32
+    d1: i32
+
+    @property
+    def moves(self) -> tuple[Three, Three, Three]:
+        """Strides, paddings and dilations, for depth, height and width."""
+        return (1, self.s1, self.s0), (0, self.p1, self.p0), (1, self.d1, self.d0)
+
+
+@dataclass(frozen=True)
+class Moves3d(Params):
+    """As `Moves2d`, with a third dimension (2); the first op_params of ggml_conv_3d_direct and ggml_im2col_3d."""
+
+    s0: i32
+    s1: i32
+    s2: i32
+    p0: i32
+    p1: i32
+    p2: i32
+    d0: i32
+    d1: i32
+    d2: i32
+
+    @property
+    def moves(self) -> tuple[Three, Three, Three]:
+        """Strides, paddings and dilations, for depth, height and width."""
+        return (self.s2, self.s1, self.s0), (self.p2, self.p1, self.p0), (self.d2, self.d1, self.d0)
 
 
 def in_a_plane(x: Tensor) -> tuple[int, Five, Five]:
