@@ -1,0 +1,144 @@
+"""Cases of the compiled kernels that models of images and sound need."""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import replace
+
+import numpy as np
+from kernel_cases import Array, Case, floats, node, positive
+
+from ggml_backend_npu import Node, Tensor
+from ggml_backend_npu.abi import codecs
+from ggml_backend_npu.ops import (
+    OWN,
+    convolution,
+    depthwise,
+    im2col,
+    patches,
+    pooling,
+    strided,
+    transposed,
+    upscale,
+    vision,
+)
+
+IN_PLANE = struct.pack("7i", *[1] * 7)
+
+
+def convolved(op: str, dst: tuple[int, ...], kernel: tuple[int, ...], x: tuple[int, ...], params: bytes) -> list[Array]:
+    """Of float32, and of kernels of float16."""
+    found = []
+    for type in (np.float32, np.float16):
+        sources = tuple(Tensor.of(array) for array in (positive(*kernel).astype(type), positive(*x, seed=1)))
+        found.append(np.zeros(dst, np.float32))
+        OWN[op].bind(Node(op, Tensor.of(found[-1]), sources, params), replace(codecs.bound(), matmul="exact"))()
+    return found
+
+
+OF_IMAGES = {
+    "IM2COL": Case(
+        lambda: [
+            *node("IM2COL", np.zeros((2, 9, 8, 36), np.float16), floats(4, 3, 3), floats(2, 4, 9, 8), params=IN_PLANE),
+            *node("IM2COL", np.zeros((2, 9, 8, 36), np.float32), floats(4, 3, 3), floats(2, 4, 9, 8), params=IN_PLANE),
+        ],
+        (im2col.rows_of_places,),
+    ),
+    "IM2COL_3D": Case(
+        lambda: node(
+            "IM2COL_3D",
+            np.zeros((6, 3, 4, 108), np.float32),
+            floats(4, 3, 3, 3),
+            floats(8, 3, 3, 4),
+            params=struct.pack("10i", *[1] * 9, 4),
+        ),
+        (im2col.rows_of_places,),
+    ),
+    "IM2COL_BACK": Case(
+        lambda: node(
+            "IM2COL_BACK", np.zeros((2, 4, 9, 8), np.float32), floats(2, 9, 8, 36), floats(4, 3, 3), params=IN_PLANE
+        ),
+        (im2col.gradients,),
+    ),
+    "CONV_2D": Case(
+        lambda: convolved("CONV_2D", (2, 12, 9, 8), (12, 16, 3, 3), (2, 16, 9, 8), IN_PLANE),
+        (convolution.convolution,),
+        ulp=32,
+    ),
+    "CONV_3D": Case(
+        lambda: convolved("CONV_3D", (10, 3, 4, 5), (15, 2, 3, 3), (6, 2, 4, 5), struct.pack("12i", *[1] * 9, 3, 2, 5)),
+        (convolution.convolution,),
+        ulp=32,
+    ),
+    "CONV_2D_DW": Case(
+        lambda: convolved("CONV_2D_DW", (2, 6, 9, 8), (6, 1, 3, 3), (2, 6, 9, 8), IN_PLANE),
+        (depthwise.depthwise,),
+        ulp=8,
+    ),
+    "CONV_TRANSPOSE_1D": Case(
+        lambda: convolved("CONV_TRANSPOSE_1D", (7, 41), (70, 7, 3), (70, 20), struct.pack("3i", 2, 0, 1)),
+        (strided.transpose, transposed.transposed_convolution),
+        ulp=32,
+    ),
+    "CONV_TRANSPOSE_2D": Case(
+        lambda: convolved("CONV_TRANSPOSE_2D", (2, 7, 21, 9), (70, 7, 3, 3), (2, 70, 10, 4), struct.pack("i", 2)),
+        (strided.transpose, transposed.transposed_convolution),
+        ulp=32,
+    ),
+    "COL2IM_1D": Case(
+        lambda: node("COL2IM_1D", np.zeros((3, 4999), np.float32), floats(2500, 9), params=struct.pack("3i", 2, 3, 1)),
+        (transposed.signal,),
+    ),
+    "POOL_1D": Case(
+        lambda: [
+            *node("POOL_1D", np.zeros((9, 30), np.float32), floats(9, 60), params=struct.pack("4i", 1, 3, 2, 1)),
+            *node("POOL_1D", np.zeros((9, 30), np.float32), floats(9, 60), params=struct.pack("4i", 0, 3, 2, 1)),
+        ],
+        (pooling.pool_rows,),
+    ),
+    "POOL_2D_BACK": Case(
+        lambda: [
+            array
+            for op in range(2)
+            for array in node(
+                "POOL_2D_BACK",
+                np.zeros((3, 9, 8), np.float32),
+                floats(3, 9, 8),
+                floats(3, 9, 8, seed=1).round(1),
+                params=struct.pack("7i", op, 3, 3, 1, 1, 1, 1),
+            )
+        ],
+        (pooling.pool_gradients,),
+    ),
+    "UPSCALE": Case(
+        lambda: [
+            array
+            for mode in (0, 1, 2, 257, 513)
+            for array in node(
+                "UPSCALE", np.zeros((2, 19, 33), np.float32), positive(2, 7, 40), params=struct.pack("i", mode)
+            )
+        ],
+        (upscale.interpolate,),
+        ulp=256,
+    ),
+    "PAD_REFLECT_1D": Case(
+        lambda: node("PAD_REFLECT_1D", np.zeros((7, 49), np.float32), floats(7, 40), params=struct.pack("2i", 5, 4)),
+        (patches.reflect_rows,),
+    ),
+    "ADD_REL_POS": Case(
+        lambda: node(
+            "ADD_REL_POS",
+            np.zeros((6, 25), np.float32),
+            floats(6, 25),
+            *(floats(6, 1, 5, seed=i) for i in (1, 2)),
+            params=bytes(4),
+        ),
+        (vision.add_positions,),
+    ),
+    "TIMESTEP_EMBEDDING": Case(
+        lambda: node(
+            "TIMESTEP_EMBEDDING", np.zeros((7, 41), np.float32), 99 * positive(7), params=struct.pack("2i", 41, 99)
+        ),
+        (vision.embed_timesteps,),
+    ),
+}

@@ -1,0 +1,105 @@
+"""Cases of the compiled kernels that training needs."""
+
+from __future__ import annotations
+
+import struct
+
+import numpy as np
+from kernel_cases import Array, Case, floats, node, positive
+from support import special_floats
+
+from ggml_backend_npu.ops import gradients, losses, optimisers, outer, strided, sums, tiles
+
+
+def stepped(op: str) -> list[Array]:
+    """What a step leaves of weights, and of the momenta of AdamW."""
+    w, g, m = (floats(9, 70, seed=seed) for seed in range(3))
+    if op == "OPT_STEP_SGD":
+        return node(op, w, w, g, np.float32([0.03, 0.2]))
+    v = positive(9, 70)
+    return [*node(op, w, w, g, m, v, np.float32([0.03, 0.9, 0.97, 1e-3, 0.2, 1.3, 1.1])), m, v]
+
+
+OF_TRAINING = {
+    "SET": Case(
+        lambda: node(
+            "SET",
+            np.zeros((9, 40), np.float32),
+            floats(9, 40),
+            floats(4, 30, seed=1),
+            params=struct.pack("5i", 320, 320, 320, 168, 0),
+        ),
+        (strided.walk,),
+    ),
+    "ACC": Case(
+        lambda: node(
+            "ACC",
+            np.zeros((9, 40), np.float32),
+            floats(9, 40),
+            floats(4, 30, seed=1),
+            params=struct.pack("5i", 320, 320, 320, 168, 0),
+        ),
+        (strided.walk, tiles.compute),
+    ),
+    "ADD1": Case(
+        lambda: node("ADD1", np.zeros((9, 40), np.float32), floats(9, 40), floats(1, seed=1)), (tiles.compute,)
+    ),
+    "OUT_PROD": Case(
+        lambda: node("OUT_PROD", np.zeros((2, 70, 300), np.float32), floats(1, 270, 300), floats(2, 270, 70, seed=1)),
+        (outer.outer_products,),
+    ),
+    "GET_ROWS_BACK": Case(
+        lambda: node(
+            "GET_ROWS_BACK",
+            np.zeros((8, 300), np.float32),
+            floats(5, 300).astype(np.float16),
+            np.int32([7, 0, 3, 3, 1]),
+        ),
+        (strided.check_ids, gradients.add_rows),
+    ),
+    "REPEAT_BACK": Case(
+        lambda: node("REPEAT_BACK", np.zeros((3, 4, 11), np.float32), floats(5, 3, 12, 22)), (gradients.add_parts,)
+    ),
+    "RMS_NORM_BACK": Case(
+        lambda: node(
+            "RMS_NORM_BACK",
+            np.zeros((9, 70), np.float32),
+            floats(9, 70),
+            floats(9, 70, seed=1),
+            params=struct.pack("f", 1e-5),
+        ),
+        (gradients.rms_norm_gradients,),
+    ),
+    "SOFT_MAX_BACK": Case(
+        lambda: node(
+            "SOFT_MAX_BACK",
+            np.zeros((9, 70), np.float32),
+            positive(9, 70) + 100,
+            positive(9, 70, seed=1) / 100,
+            params=struct.pack("2f", 0.5, 0.0),
+        ),
+        (gradients.soft_max_gradients,),
+        ulp=16,
+    ),
+    "CROSS_ENTROPY_LOSS": Case(
+        lambda: node("CROSS_ENTROPY_LOSS", np.zeros(1, np.float32), floats(9, 70), positive(9, 70)),
+        (losses.row_losses, losses.mean_loss),
+    ),
+    "CROSS_ENTROPY_LOSS_BACK": Case(
+        lambda: node(
+            "CROSS_ENTROPY_LOSS_BACK",
+            np.zeros((9, 70), np.float32),
+            np.float32([3]),
+            floats(9, 70),
+            positive(9, 70) + 1,
+        ),
+        (losses.loss_gradients,),
+        ulp=8,
+    ),
+    "OPT_STEP_ADAMW": Case(lambda: stepped("OPT_STEP_ADAMW"), (optimisers.adamw_steps,)),
+    "OPT_STEP_SGD": Case(lambda: stepped("OPT_STEP_SGD"), (optimisers.sgd_steps,)),
+    "ARGMAX": Case(
+        lambda: node("ARGMAX", np.zeros(50, np.int32), special_floats()[:5000].reshape(50, 100)),
+        (sums.place_of_largest,),
+    ),
+}
