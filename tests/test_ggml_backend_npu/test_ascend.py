@@ -13,7 +13,7 @@ from random import Random
 
 import llama_cpp
 import pytest
-from test_profiles import tensor
+from bare import tensor
 
 from ggml_backend_npu import Node, Tensor
 from ggml_backend_npu.abi import lib, structs
