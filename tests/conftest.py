@@ -80,6 +80,17 @@ def every_op(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.fixture
+def all_fused(backend: Plugin, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The device takes every op and runs known patterns of nodes as one operator; no plan of another test is left."""
+    from support import choose
+
+    choose(monkeypatch, ops="all", fusion="on")
+    backend.forget_plans()
+    yield
+    backend.forget_plans()
+
+
+@pytest.fixture
 def cli(backend: Plugin, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Iterator[Cli]:
     """The command with some arguments, in this process; its kernels and options are gone after the test."""
     from commands import Outcome

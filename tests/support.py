@@ -114,6 +114,10 @@ class Scene(Builder):
     def fill(self, node: int) -> None:
         """Sets all bytes: the node's to a pattern, then those of the roots, of which the node may be a view."""
         self.set(node, np.full(self.nbytes(node), 0xA5, np.uint8))
+        self.load()
+
+    def load(self) -> None:
+        """Sets the bytes of the roots."""
         for tensor, data in self.roots:
             self.set(tensor, data)
 

@@ -35,7 +35,11 @@ _CASE = re.compile(r": (OK|FAIL|not supported)")
 # tests that an older version cannot run, as pytest names them: from the version that can, what and why
 OPS, DEVICE, RUNNER = "tests/test_ggml_backend_npu/ops", "tests/test_ggml_backend_npu", "tests/test_graph_runner"
 _PROMISES = "its CPU does not compute all nodes that are measured"
-_OF_ROWS_OF_F16 = ("test_a_graph_of_several_nodes", "test_a_later_node_that_fails", "test_every_run_is_counted_once")
+_OF_ROWS_OF_F16 = (
+    "test_repeats.py::test_a_graph_of_several_nodes",
+    "test_repeats.py::test_a_later_node_that_fails",
+    "test_repeats_counts.py::test_every_run_is_counted_once",
+)
 LACKING: tuple[tuple[str, str, str], ...] = (
     ("0.3.32", f"{OPS}/test_recurrent.py::test_gated_delta_net", "its states have other dimensions"),
     ("0.3.32", f"{OPS}/test_recurrent.py::test_a_model_says_what_it_says_on_the_cpu[mamba2-ops1]", "other tensors"),
@@ -43,14 +47,14 @@ LACKING: tuple[tuple[str, str, str], ...] = (
     ("0.3.36", f"{OPS}/test_flash_attention.py::test_flash_attention", "its CPU adds products of f16 up in f16"),
     ("0.3.35", f"{OPS}/test_matmul.py::test_columns_are_rounded_to_the_types_that_ggml_rounds_them_to", "no q2_0"),
     ("0.3.35", "tests/test_quant/test_codecs.py::test_types_measure_as_in_the_live_ggml", "no q2_0"),
-    *(("0.3.35", f"{DEVICE}/test_repeats.py::{test}", "its SET_ROWS takes f32 alone") for test in _OF_ROWS_OF_F16),
+    *(("0.3.35", f"{DEVICE}/{test}", "its SET_ROWS takes f32 alone") for test in _OF_ROWS_OF_F16),
     ("0.3.36", f"{OPS}/test_deepseek.py::test_hc_post", "streams are always mixed"),
     (
         "0.3.36",
-        f"{DEVICE}/test_fusion.py::test_ids_that_nobody_else_reads_and_weights_read_on",
+        f"{DEVICE}/test_fusion_routing.py::test_ids_that_nobody_else_reads_and_weights_read_on",
         "another order of nodes",
     ),
-    ("0.3.36", f"{DEVICE}/test_profiles.py::test_every_profile_says_what_it_is_and_names_ops_of_ggml", "newer ops"),
+    ("0.3.36", f"{DEVICE}/test_generations.py::test_every_profile_says_what_it_is_and_names_ops_of_ggml", "newer ops"),
     ("0.3.36", f"{RUNNER}/test_whole_graph.py", "llama.cpp's inputs have no names"),
     ("0.3.36", f"{RUNNER}/test_planted_faults.py", "llama.cpp's graphs have other nodes in their place"),
     (
