@@ -1,13 +1,14 @@
-"""Nodes of the movers over random bytes, for a Scene to build: type, sizes, placements and a seed say all."""
+"""Nodes over random bytes, for a Scene to build: type, sizes, placements and a seed say all."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from math import prod
+from typing import Any
 
 import numpy as np
 from hypothesis import strategies as st
-from support import PLAIN, Dims, Placement, Scene, kind_for, placements, reshapes, seeds, sizes, values
+from support import PLAIN, Dims, Kind, Placement, Recipe, Scene, kind_for, placements, reshapes, seeds, sizes, values
 
 from ggml_backend_npu import default_backend
 from quant import codec
@@ -115,6 +116,18 @@ class Cast:
         rng = np.random.default_rng(self.seed)
         src = self.src.put(scene, source, self.ne, lambda n: values(source, n, rng, kind_for(source, target)))
         return scene.op("cast", src, scene.ggml.type_numbers[target])
+
+
+def of_one(
+    function: str, type: str, ne: Dims, *numbers: Any, seed: int = 0, src: Placement = PLAIN, kind: Kind = "any"
+) -> Recipe:
+    """The node that a function of ggml makes of one tensor and numbers."""
+
+    def recipe(scene: Scene) -> int:
+        x = src.put(scene, type, ne, lambda n: values(type, n, np.random.default_rng(seed), kind))
+        return scene.op(function, x, *numbers)
+
+    return recipe
 
 
 def contiguous(placement: Placement) -> Placement:

@@ -39,6 +39,7 @@ Dims = tuple[int, int, int, int]
 Kind = Literal["any", "number", "plain", "dense"]  # floats: any bits; not NaN; quantisable; no block of zeros
 ENGINES = ("compiled", "reference")
 IN_ORDER: Dims = (0, 1, 2, 3)
+NO_ELEMENTS: list[Dims] = [(0, 3, 2, 1), (32, 0, 2, 1), (32, 3, 0, 1), (32, 3, 2, 0)]
 LACKING = sorted({"AVX2", "FMA", "F16C"} - lib.unchecked().features.keys())
 with_avx2 = pytest.mark.skipif(bool(LACKING), reason=f"this ggml was built without {', '.join(LACKING)}")
 
@@ -261,6 +262,12 @@ def computed(op: str, dst: NDArray[Any], *src: NDArray[Any], params: bytes = b""
     return dst
 
 
+def refusal(op: str, dst: NDArray[Any], *src: NDArray[Any] | None, params: bytes = b"") -> str | None:
+    """Why the kernel of an op does not take a node over arrays; None where it does."""
+    sources = tuple(None if array is None else Tensor.of(array) for array in src)
+    return default_backend().ops[op].refusal(Node(op, Tensor.of(dst), sources, params))
+
+
 def assert_same_bytes(actual: NDArray[Any], expected: NDArray[Any], what: str = "") -> None:
     """Equal byte for byte; the message says where not."""
     a, b = (np.ascontiguousarray(array).reshape(-1).view(np.uint8) for array in (actual, expected))
@@ -276,6 +283,17 @@ def assert_same_bytes(actual: NDArray[Any], expected: NDArray[Any], what: str = 
 
 
 _POOL = 1 << 16
+FLOATS = {type: codec(type).dtype for type in ("f32", "f16", "bf16")}
+
+
+def zeros(*shape: int, dtype: Any = np.float32) -> NDArray[Any]:
+    return np.zeros(shape, dtype)
+
+
+def encoded(type: str, x: NDArray[np.float32]) -> Bytes:
+    """Numbers as blocks of a type, rounded as the backend rounds them."""
+    numerics = default_backend().numerics
+    return numerics.codec(type).encode(x.reshape(-1, codec(type).block_size), numerics.rounding)
 
 
 def plain_floats() -> NDArray[np.float32]:
@@ -396,6 +414,7 @@ class Placement:
 PLAIN = Placement()
 TRANSPOSED = Placement(axes=(1, 0, 2, 3))
 ROWS_APART = Placement(steps=(1, 2, 1, 1), before=(1, 1, 0, 0), after=(0, 1, 1, 0))
+EVENLY_APART = Placement(steps=(1, 2, 1, 1))  # rows with gaps between them, all the same
 
 
 @st.composite

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
-from support import assert_same_bytes, computed, examples, seeds
+from support import assert_same_bytes, computed, examples, seeds, zeros
 
 from ggml_backend_npu import default_backend
 from ggml_backend_npu.documents.infiniop import TensorDescriptor, TopKSoftmax
@@ -393,10 +393,6 @@ def test_a_width_of_0_is_refused_at_the_call() -> None:
         x = np.zeros((n_rows, 0), F32)
         status = created(x).calculate(None, 0, np.zeros((n_rows, 1), F32), np.zeros((n_rows, 1), np.int32), x, 1, False)
         assert_status(status, BAD_PARAM, "width 0")
-
-
-def zeros(*shape: int, dtype: Any = F32) -> Array:
-    return np.zeros(shape, dtype)
 
 
 def read_only(dtype: Any) -> Array:

@@ -25,14 +25,14 @@ from support import (
     computed,
     examples,
     placements,
+    refusal,
     seeds,
     supported,
     values,
+    zeros,
 )
 
-from ggml_backend_npu import Node, Tensor
 from ggml_backend_npu.abi.plugin import Plugin
-from ggml_backend_npu.ops import OWN
 
 pytestmark = pytest.mark.usefixtures("every_op")
 
@@ -72,13 +72,15 @@ def fits(size: tuple[int, ...], kernel: tuple[int, ...], pad: tuple[int, ...], a
 
 # IM2COL, IM2COL_3D, IM2COL_BACK
 
-
-@pytest.mark.parametrize(("type", "to"), [("f32", "f32"), ("f32", "f16"), ("f16", "f16")])
-@pytest.mark.parametrize("flat", [False, True])
-@given(
+in_any_plane = given(
     size=st.tuples(st.integers(1, 9), st.integers(1, 9)), depth=two, kernel=two, step=two,
     pad=st.tuples(st.integers(0, 3), st.integers(0, 3)), apart=two, seed=seeds,
 )  # fmt: skip
+
+
+@pytest.mark.parametrize(("type", "to"), [("f32", "f32"), ("f32", "f16"), ("f16", "f16")])
+@pytest.mark.parametrize("flat", [False, True])
+@in_any_plane
 @examples(30)
 def test_im2col(
     backend: Plugin,
@@ -141,10 +143,7 @@ def test_im2col_3d(
 
 @pytest.mark.parametrize("type", KERNELS)
 @pytest.mark.parametrize("flat", [False, True])
-@given(
-    size=st.tuples(st.integers(1, 9), st.integers(1, 9)), depth=two, kernel=two, step=two,
-    pad=st.tuples(st.integers(0, 3), st.integers(0, 3)), apart=two, seed=seeds,
-)  # fmt: skip
+@in_any_plane
 @examples(30)
 def test_im2col_back(
     backend: Plugin,
@@ -413,10 +412,6 @@ def test_a_long_signal(backend: Plugin) -> None:
 # refusals
 
 
-def zeros(*shape: int, dtype: Any = np.float32) -> NDArray[Any]:
-    return np.zeros(shape, dtype)
-
-
 def by_pixels(*shape: int) -> NDArray[Any]:
     """(images, channels, height, width) of which the channels of a pixel lie together."""
     return np.moveaxis(zeros(shape[0], *shape[2:], shape[1]), -1, 1)
@@ -484,9 +479,8 @@ IN_SPACE = (1, 1, 1, 0, 0, 0, 1, 1, 1)
 def test_what_is_not_taken(
     op: str, arrays: tuple[NDArray[Any], ...], params: tuple[int, ...], reason: str | None
 ) -> None:
-    dst, *src = (Tensor.of(array) for array in arrays)
-    refusal = OWN[op].refusal(Node(op, dst, tuple(src), struct.pack(f"{len(params)}i", *params)))
-    assert refusal is None if reason is None else reason in str(refusal)
+    why = refusal(op, *arrays, params=struct.pack(f"{len(params)}i", *params))
+    assert why is None if reason is None else reason in str(why)
 
 
 def test_kernels_of_other_types_are_refused(backend: Plugin) -> None:

@@ -32,6 +32,7 @@ from support import (
     assert_equals_cpu,
     assert_same_bytes,
     choose,
+    encoded,
     engine,
     examples,
     outcome,
@@ -70,12 +71,7 @@ def exact(monkeypatch: pytest.MonkeyPatch) -> None:
 def numbers(type: str, shape: tuple[int, ...], seed: int) -> NDArray[Any]:
     """Random values as bytes of a type, rows of whole blocks."""
     x = np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
-    blocks = (
-        default_backend()
-        .numerics.codec(type)
-        .encode(x.reshape(-1, codec(type).block_size), default_backend().numerics.rounding)
-    )
-    return np.ascontiguousarray(blocks).reshape(-1)
+    return np.ascontiguousarray(encoded(type, x)).reshape(-1)
 
 
 def decoded(type: str, blocks: NDArray[Any], shape: tuple[int, ...]) -> Floats:

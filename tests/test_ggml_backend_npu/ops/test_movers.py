@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from recipes import COPIES, ROW_SOURCES, ROW_TARGETS, SAME, Cast, Copy, GetRows, Same, SetRows, copies
 from support import (
     ENGINES,
+    NO_ELEMENTS,
     ROWS_APART,
     TRANSPOSED,
     Dims,
@@ -272,17 +273,16 @@ def test_set_rows_turns_nan_into_the_f16_nan_that_ggml_makes_of_it(backend: Plug
 # sizes
 
 
-ROW_OF_NONE = [(0, 3, 2, 1), (32, 0, 2, 1), (32, 3, 0, 1), (32, 3, 2, 0)]
 EMPTY: dict[str, Recipe] = {
-    **{f"get_rows {type} {ne}": GetRows(type, ne, 2) for type in ("f32", "q8_0", "q4_K") for ne in ROW_OF_NONE[2:]},
+    **{f"get_rows {type} {ne}": GetRows(type, ne, 2) for type in ("f32", "q8_0", "q4_K") for ne in NO_ELEMENTS[2:]},
     **{f"get_rows no ids of {type}": GetRows(type, (32, 3, 2, 1), 0) for type in ("f32", "q8_0")},
     "get_rows no ids of no rows": GetRows("f32", (32, 0, 2, 1), 0),
     "get_rows of no columns": GetRows("f32", (0, 3, 2, 1), 2),
     **{f"set_rows {type} no ids": SetRows((type, "f32", "i64"), (32, 3, 2, 1), 0) for type in ("f16", "q4_0")},
-    **{f"set_rows {ne}": SetRows(("q8_0", "f32", "i32"), ne, 2) for ne in ROW_OF_NONE[:1]},
-    **{f"cpy {types} {ne}": Copy(types, ne) for types in (("f32", "f16"), ("f32", "q8_0")) for ne in ROW_OF_NONE},
-    **{f"cpy q8_0 {ne}": Copy(("q8_0", "f32"), ne, ne[::-1]) for ne in ROW_OF_NONE[:1]},
-    **{f"{op} {ne}": Same(op, "f32", ne, src=TRANSPOSED) for op in ("dup", "cont") for ne in ROW_OF_NONE},
+    **{f"set_rows {ne}": SetRows(("q8_0", "f32", "i32"), ne, 2) for ne in NO_ELEMENTS[:1]},
+    **{f"cpy {types} {ne}": Copy(types, ne) for types in (("f32", "f16"), ("f32", "q8_0")) for ne in NO_ELEMENTS},
+    **{f"cpy q8_0 {ne}": Copy(("q8_0", "f32"), ne, ne[::-1]) for ne in NO_ELEMENTS[:1]},
+    **{f"{op} {ne}": Same(op, "f32", ne, src=TRANSPOSED) for op in ("dup", "cont") for ne in NO_ELEMENTS},
 }
 
 

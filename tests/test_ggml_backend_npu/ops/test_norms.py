@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
+from recipes import of_one
 from support import (
     ENGINES,
     PLAIN,
@@ -32,14 +33,15 @@ from support import (
     one_nan,
     outcome,
     placements,
+    refusal,
     seeds,
     sizes,
     supported,
     values,
     with_avx2,
+    zeros,
 )
 
-from ggml_backend_npu import Node, Tensor, default_backend
 from ggml_backend_npu.abi.plugin import Plugin
 
 NORMS = ["NORM", "RMS_NORM", "L2_NORM"]
@@ -50,11 +52,7 @@ pytestmark = pytest.mark.usefixtures("every_op")
 
 
 def normed(name: str, ne: Dims, seed: int, src: Placement = PLAIN, eps: float = 1e-5, kind: Any = "number") -> Recipe:
-    def recipe(scene: Scene) -> int:
-        x = src.put(scene, "f32", ne, lambda n: values("f32", n, np.random.default_rng(seed), kind))
-        return scene.op(name.lower(), x, eps)
-
-    return recipe
+    return of_one(name.lower(), "f32", ne, eps, seed=seed, src=src, kind=kind)
 
 
 @pytest.mark.parametrize("name", ["RMS_NORM", "L2_NORM"])
@@ -149,10 +147,6 @@ def test_rms_norm_adds_in_float64(backend: Plugin, how: str) -> None:
 # refusals
 
 
-def zeros(*shape: int, dtype: Any = np.float32) -> NDArray[Any]:
-    return np.zeros(shape, dtype)
-
-
 def test_rms_norm_of_transposed_is_not_taken(backend: Plugin) -> None:
     assert not supported(backend, normed("RMS_NORM", (4, 3, 1, 1), 0, TRANSPOSED))
 
@@ -170,5 +164,4 @@ def test_rms_norm_of_transposed_is_not_taken(backend: Plugin) -> None:
     ],
 )  # fmt: skip
 def test_a_refusal_says_why(op: str, arrays: tuple[NDArray[Any], ...], params: bytes, reason: str) -> None:
-    dst, *src = (Tensor.of(array) for array in arrays)
-    assert reason in str(default_backend().ops[op].refusal(Node(op, dst, tuple(src), params)))
+    assert reason in str(refusal(op, *arrays, params=params))

@@ -16,6 +16,8 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from support import (
     ENGINES,
+    EVENLY_APART,
+    PLAIN,
     Dims,
     Placement,
     Recipe,
@@ -26,13 +28,14 @@ from support import (
     examples,
     outcome,
     placements,
+    refusal,
     seeds,
     sizes,
     supported,
     values,
+    zeros,
 )
 
-from ggml_backend_npu import Node, Tensor, default_backend
 from ggml_backend_npu.abi.plugin import Plugin
 
 UPPER_DIAG, UPPER, LOWER_DIAG, LOWER = range(4)
@@ -117,7 +120,7 @@ def test_pad_reflect_1d(backend: Plugin, ne: Dims, data: st.DataObject, seed: in
     pads = [data.draw(st.integers(0, ne[0] - 1)) for _ in range(2)]
 
     def recipe(scene: Scene) -> int:
-        return scene.op("pad_reflect_1d", placed("f32", ne, seed, Placement())(scene), *pads)
+        return scene.op("pad_reflect_1d", placed("f32", ne, seed, PLAIN)(scene), *pads)
 
     assert_equals_cpu(backend, recipe)
 
@@ -149,7 +152,7 @@ def test_what_rolls_in_itself(name: str, monkeypatch: pytest.MonkeyPatch) -> Non
 @examples(8)
 def test_tri(backend: Plugin, kind: int, n: int, depth: tuple[int, int], seed: int) -> None:
     def recipe(scene: Scene) -> int:
-        return scene.op("tri", placed("f32", (n, n, *depth), seed, Placement())(scene), kind)
+        return scene.op("tri", placed("f32", (n, n, *depth), seed, PLAIN)(scene), kind)
 
     assert_equals_cpu(backend, recipe)
 
@@ -182,7 +185,7 @@ def test_diag_mask(backend: Plugin, kind: str, ne: Dims, n_past: int, seed: int,
     """In place of rows with gaps between them too."""
 
     def recipe(scene: Scene) -> int:
-        x = placed("f32", ne, seed, Placement(steps=(1, 2, 1, 1)) if in_place else Placement())(scene)
+        x = placed("f32", ne, seed, EVENLY_APART if in_place else PLAIN)(scene)
         return scene.op(f"diag_mask_{kind}{'_inplace' if in_place else ''}", x, n_past)
 
     assert_equals_cpu(backend, recipe)
@@ -261,7 +264,7 @@ def test_argmax(backend: Plugin, width: int, n_rows: int, apart: bool, seed: int
     rows = rng.choice(few[rng.permutation(7)[: rng.integers(1, 8)]], (n_rows, width))
 
     def recipe(scene: Scene) -> int:
-        place = Placement(steps=(1, 2, 1, 1)) if apart else Placement()
+        place = EVENLY_APART if apart else PLAIN
         return scene.op("argmax", place.hold(scene, "f32", rows[None, None], rest=9))
 
     assert_equals_cpu(backend, recipe)
@@ -306,10 +309,6 @@ REFUSED: dict[str, Recipe] = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_is_not_taken(backend: Plugin, name: str) -> None:
     assert not supported(backend, REFUSED[name])
-
-
-def zeros(*shape: int, dtype: Any = np.float32) -> NDArray[Any]:
-    return np.zeros(shape, dtype)
 
 
 def numbers(*values: int) -> bytes:
@@ -359,5 +358,4 @@ def numbers(*values: int) -> bytes:
     ],
 )  # fmt: skip
 def test_a_refusal_says_why(op: str, arrays: tuple[NDArray[Any], ...], params: bytes, reason: str) -> None:
-    dst, *src = (Tensor.of(array) for array in arrays)
-    assert reason in str(default_backend().ops[op].refusal(Node(op, dst, tuple(src), params)))
+    assert reason in str(refusal(op, *arrays, params=params))

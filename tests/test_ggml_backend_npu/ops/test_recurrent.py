@@ -26,10 +26,12 @@ from support import (
     assert_as_promised,
     computed,
     examples,
+    refusal,
     seeds,
+    zeros,
 )
 
-from ggml_backend_npu import KernelError, Node, Tensor, default_backend
+from ggml_backend_npu import KernelError
 from ggml_backend_npu.abi.plugin import Plugin
 from graph_runner.session import Session, Settings
 
@@ -337,10 +339,6 @@ def test_what_is_no_number_stays_in_its_head(name: str, number: float, monkeypat
     assert not np.isfinite(given[:, :, 2]).any()
 
 
-def zeros(*shape: int) -> Floats:
-    return np.zeros(shape, np.float32)
-
-
 def one(value: int) -> bytes:
     return struct.pack("i", value)
 
@@ -387,8 +385,7 @@ def with_one(arrays: tuple[NDArray[Any], ...], place: int, other: NDArray[Any]) 
     ],
 )  # fmt: skip
 def test_a_refusal_says_why(op: str, arrays: tuple[NDArray[Any], ...], params: bytes, reason: str) -> None:
-    dst, *src = (Tensor.of(array) for array in arrays)
-    assert reason in str(default_backend().ops[op].refusal(Node(op, dst, tuple(src), params)))
+    assert reason in str(refusal(op, *arrays, params=params))
 
 
 @pytest.mark.parametrize(
@@ -403,8 +400,7 @@ def test_a_refusal_says_why(op: str, arrays: tuple[NDArray[Any], ...], params: b
     ],
 )  # fmt: skip
 def test_what_the_refusals_vary_is_taken(op: str, arrays: tuple[NDArray[Any], ...], params: bytes) -> None:
-    dst, *src = (Tensor.of(array) for array in arrays)
-    assert default_backend().ops[op].refusal(Node(op, dst, tuple(src), params)) is None
+    assert refusal(op, *arrays, params=params) is None
 
 
 # models

@@ -27,9 +27,11 @@ from support import (
     examples,
     outcome,
     recorded_works,
+    refusal,
     seeds,
     supported,
     with_avx2,
+    zeros,
 )
 
 from ggml_backend_npu import Node, Tensor, default_backend
@@ -396,10 +398,6 @@ def test_without_all_ops_it_is_not_taken(backend: Plugin, monkeypatch: pytest.Mo
     assert not supported(backend, SoftMax((8, 2, 2, 1)))
 
 
-def zeros(*shape: int, dtype: Any = np.float32) -> NDArray[Any]:
-    return np.zeros(shape, dtype)
-
-
 X = (2, 6, 4, 8)
 
 
@@ -425,8 +423,4 @@ X = (2, 6, 4, 8)
     ],
 )  # fmt: skip
 def test_a_refusal_says_why(dst: Any, x: Any, mask: Any, sinks: Any, reason: str) -> None:
-    sources = tuple(None if array is None else Tensor.of(array) for array in (x, mask, sinks))
-    refusal = (
-        default_backend().ops["SOFT_MAX"].refusal(Node("SOFT_MAX", Tensor.of(dst), sources, struct.pack("2f", 1, 0)))
-    )
-    assert reason in str(refusal)
+    assert reason in str(refusal("SOFT_MAX", dst, x, mask, sinks, params=struct.pack("2f", 1, 0)))

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from support import (
     ENGINES,
+    EVENLY_APART,
     PLAIN,
     ROWS_APART,
     TRANSPOSED,
@@ -25,17 +26,20 @@ from support import (
     assert_equals_cpu,
     assert_same_bytes,
     computed,
+    encoded,
     engine,
     examples,
     outcome,
     placements,
+    refusal,
     seeds,
     sizes,
     supported,
     values,
+    zeros,
 )
 
-from ggml_backend_npu import KernelError, Node, Tensor, default_backend
+from ggml_backend_npu import KernelError
 from ggml_backend_npu.abi.plugin import Plugin
 from ggml_backend_npu.ops import OWN
 from ggml_backend_npu.ops.norms import Norm
@@ -44,8 +48,6 @@ from graph_runner.promises import holds
 from quant import codec
 
 pytestmark = pytest.mark.usefixtures("every_op")
-
-EVENLY_APART = Placement(steps=(1, 2, 1, 1))  # rows with gaps between them, all the same
 
 
 def normal(scene: Scene, ne: Dims, rng: np.random.Generator, place: Placement = PLAIN, size: float = 1.0) -> int:
@@ -65,14 +67,12 @@ def outer(type: str, ne: Dims, n_columns: int, repeats: tuple[int, int], seed: i
     def recipe(scene: Scene) -> int:
         rng = np.random.default_rng(seed)
 
-        def encoded(n: int) -> NDArray[Any]:
+        def fill(n: int) -> NDArray[Any]:
             if type not in ("f32", "f16", "q8_0", "q4_0"):
                 return values(type, n, rng)
-            units = rng.standard_normal(n).astype(np.float32).reshape(-1, codec(type).block_size)
-            numerics = default_backend().numerics
-            return numerics.codec(type).encode(units, numerics.rounding)
+            return encoded(type, rng.standard_normal(n).astype(np.float32))
 
-        a = places[0].put(scene, type, ne, encoded)
+        a = places[0].put(scene, type, ne, fill)
         b_ne = (n_columns, ne[1], ne[2] * repeats[0], ne[3] * repeats[1])
         return scene.op("out_prod", a, normal(scene, b_ne, rng, places[1]))
 
@@ -317,10 +317,6 @@ def test_what_is_not_taken(backend: Plugin, name: str) -> None:
     assert not supported(backend, REFUSED[name])
 
 
-def zeros(*shape: int, dtype: Any = np.float32) -> NDArray[Any]:
-    return np.zeros(shape, dtype)
-
-
 W = zeros(2, 3)
 
 
@@ -344,5 +340,4 @@ W = zeros(2, 3)
     ],
 )  # fmt: skip
 def test_a_refusal_says_why(op: str, arrays: tuple[NDArray[Any], ...], params: bytes, reason: str) -> None:
-    dst, *src = (Tensor.of(array) for array in arrays)
-    assert reason in str(OWN[op].refusal(Node(op, dst, tuple(src), params)))
+    assert reason in str(refusal(op, *arrays, params=params))

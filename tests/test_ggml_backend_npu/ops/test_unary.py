@@ -10,14 +10,16 @@ import platform
 import struct
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
+from recipes import of_one
 from support import (
     ENGINES,
+    EVENLY_APART,
+    FLOATS,
     PLAIN,
     ROWS_APART,
     TRANSPOSED,
@@ -36,17 +38,17 @@ from support import (
     one_nan,
     outcome,
     placements,
+    refusal,
     seeds,
     sizes,
     supported,
     values,
+    zeros,
 )
 
-from ggml_backend_npu import Node, Tensor, default_backend
 from ggml_backend_npu.abi.plugin import Plugin
 from ggml_backend_npu.ops.unary import FUNCTIONS
 
-DTYPES = {"f32": np.dtype(np.float32), "f16": np.dtype(np.float16), "bf16": np.dtype(ml_dtypes.bfloat16)}
 OPS_OF_THEIR_OWN = ("SQR", "SQRT", "LOG", "SIN", "COS")
 UNARY = sorted({*FUNCTIONS, "GELU", "GELU_QUICK"})
 
@@ -75,7 +77,7 @@ def unary(name: str, type: str, ne: Dims, seed: int = 0, src: Placement = PLAIN,
     return recipe
 
 
-@pytest.mark.parametrize("type", DTYPES)
+@pytest.mark.parametrize("type", FLOATS)
 @pytest.mark.parametrize("name", UNARY)
 @given(ne=sizes(), seed=seeds, src=placements(rows=True))
 @examples(6)
@@ -115,7 +117,7 @@ def test_unary_at_its_edges(backend: Plugin, name: str) -> None:
     assert_fits(backend, name, "f32", recipe)
 
 
-@pytest.mark.parametrize("type", DTYPES)
+@pytest.mark.parametrize("type", FLOATS)
 @given(ne=sizes(), seed=seeds, before=st.integers(0, 1), n=st.floats(-2, 2, width=32), p=st.floats(0, 2, width=32))
 @examples(10)
 def test_xielu(backend: Plugin, type: str, ne: Dims, seed: int, before: int, n: float, p: float) -> None:
@@ -131,7 +133,7 @@ def test_xielu(backend: Plugin, type: str, ne: Dims, seed: int, before: int, n: 
 @pytest.mark.parametrize("name", ["TANH", "SQR", "XIELU"])
 def test_half_floats_into_f32(name: str, type: str) -> None:
     """No function of ggml makes such a node; it equals that of the same numbers as float32."""
-    x = values(type, 200, np.random.default_rng(3), "plain").view(DTYPES[type]).reshape(4, 50)
+    x = values(type, 200, np.random.default_rng(3), "plain").view(FLOATS[type]).reshape(4, 50)
     params = struct.pack("i4f", 0, 0.8, 0.9, 0.5, -1e-6)
     found, expected = (
         computed(name, np.empty(x.shape, np.float32), array, params=params) for array in (x, x.astype("f4"))
@@ -140,10 +142,10 @@ def test_half_floats_into_f32(name: str, type: str) -> None:
 
 
 @pytest.mark.parametrize("how", ENGINES)
-@pytest.mark.parametrize("type", DTYPES)
+@pytest.mark.parametrize("type", FLOATS)
 @pytest.mark.parametrize("name", UNARY)
 def test_in_place(backend: Plugin, name: str, type: str, how: str) -> None:
-    x = np.abs(values(type, 120, np.random.default_rng(1), "plain").view(DTYPES[type]).reshape(2, 3, 4, 5))
+    x = np.abs(values(type, 120, np.random.default_rng(1), "plain").view(FLOATS[type]).reshape(2, 3, 4, 5))
     with engine(backend, how):
         expected = computed(name, np.empty_like(x), x)
         assert_same_bytes(computed(name, x, x), expected)
@@ -171,7 +173,7 @@ def gates(name: str, type: str, n: int, rng: np.random.Generator) -> NDArray[Any
     return values(type, n, rng)
 
 
-@pytest.mark.parametrize("type", DTYPES)
+@pytest.mark.parametrize("type", FLOATS)
 @pytest.mark.parametrize("name", [name for name in GLU if name not in LIMITED])
 @given(ne=sizes(), seed=seeds, apart=st.booleans(), shape=st.sampled_from(["split", "halves", "swapped"]))
 @examples(15)
@@ -224,16 +226,9 @@ def test_swiglu_clamp_of_half_floats(backend: Plugin) -> None:
 
 
 REFUSED: dict[str, Recipe] = {
-    **{
-        f"{name} of transposed": lambda scene, name=name: scene.op(
-            name.lower(), TRANSPOSED.put(scene, "f32", (3, 2, 1, 1), lambda n: np.zeros(n, np.float32))
-        )
-        for name in OPS_OF_THEIR_OWN
-    },
+    **{f"{name} of transposed": of_one(name.lower(), "f32", (3, 2, 1, 1), src=TRANSPOSED) for name in OPS_OF_THEIR_OWN},
     **{f"{name} of {type}": unary(name, type, (32, 4, 2, 1)) for name in ("SILU", "SQR") for type in ("i32", "q8_0")},
-    "xielu of rows apart": lambda scene: scene.op(
-        "xielu", ROWS_APART.put(scene, "f32", (8, 3, 2, 1), lambda n: np.zeros(n, np.float32)), 1.0, 1.0, 0.5, 0.0
-    ),
+    "xielu of rows apart": of_one("xielu", "f32", (8, 3, 2, 1), 1.0, 1.0, 0.5, 0.0, src=ROWS_APART),
     "swiglu_oai of f16": lambda scene: scene.op(
         "swiglu_oai", *(scene.root("f16", (8, 3), np.zeros(24, np.float16)) for _ in range(2)), 1.0, 1.0
     ),
@@ -243,10 +238,6 @@ REFUSED: dict[str, Recipe] = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_is_not_taken(backend: Plugin, name: str) -> None:
     assert not supported(backend, REFUSED[name])
-
-
-def zeros(*shape: int, dtype: Any = np.float32) -> NDArray[Any]:
-    return np.zeros(shape, dtype)
 
 
 @pytest.mark.parametrize(
@@ -263,8 +254,7 @@ def zeros(*shape: int, dtype: Any = np.float32) -> NDArray[Any]:
     ],
 )  # fmt: skip
 def test_a_refusal_says_why(op: str, arrays: tuple[NDArray[Any], ...], params: bytes, reason: str) -> None:
-    dst, *src = (Tensor.of(array) for array in arrays)
-    assert reason in str(default_backend().ops[op].refusal(Node(op, dst, tuple(src), params)))
+    assert reason in str(refusal(op, *arrays, params=params))
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="on other processors ggml has other steps")
@@ -296,16 +286,12 @@ def wide(n: int, rng: np.random.Generator) -> NDArray[Any]:
 
 
 def leaky_relu(type: str, ne: Dims, slope: float, seed: int, src: Placement, in_place: bool = False) -> Recipe:
-    def recipe(scene: Scene) -> int:
-        x = src.put(scene, type, ne, lambda n: values(type, n, np.random.default_rng(seed)))
-        return scene.op("leaky_relu", x, slope, in_place)
-
-    return recipe
+    return of_one("leaky_relu", type, ne, slope, in_place, seed=seed, src=src)
 
 
 @pytest.mark.parametrize("type", ["f32", "f16"])
 @given(
-    ne=sizes(), slope=st.floats(width=32), seed=seeds, src=st.sampled_from([PLAIN, Placement(steps=(1, 2, 1, 1))]),
+    ne=sizes(), slope=st.floats(width=32), seed=seeds, src=st.sampled_from([PLAIN, EVENLY_APART]),
     in_place=st.booleans(),
 )  # fmt: skip
 def test_leaky_relu(

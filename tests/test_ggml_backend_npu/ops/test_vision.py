@@ -18,14 +18,14 @@ from support import (
     assert_equals_cpu,
     examples,
     placements,
+    refusal,
     seeds,
     sizes,
     values,
+    zeros,
 )
 
-from ggml_backend_npu import Node, Tensor
 from ggml_backend_npu.abi.plugin import Plugin
-from ggml_backend_npu.ops import OWN
 
 pytestmark = pytest.mark.usefixtures("every_op")
 
@@ -128,10 +128,6 @@ def test_timestep_embedding(backend: Plugin, n: int, dim: int, max_period: int, 
 # refusals
 
 
-def zeros(*shape: int, dtype: Any = np.float32) -> NDArray[Any]:
-    return np.zeros(shape, dtype)
-
-
 def halves(*shape: int) -> NDArray[Any]:
     return zeros(*shape, dtype=np.float16)
 
@@ -167,6 +163,5 @@ def halves(*shape: int) -> NDArray[Any]:
 def test_what_is_not_taken(
     op: str, arrays: tuple[NDArray[Any], ...], params: tuple[int, ...], reason: str | None
 ) -> None:
-    dst, *src = (Tensor.of(array) for array in arrays)
-    refusal = OWN[op].refusal(Node(op, dst, tuple(src), struct.pack(f"{len(params)}i", *params)))
-    assert refusal is None if reason is None else reason in str(refusal)
+    why = refusal(op, *arrays, params=struct.pack(f"{len(params)}i", *params))
+    assert why is None if reason is None else reason in str(why)
