@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from diffs import FLASH_OFF, FLASH_ON, PROMPT, QUANTISED
 from models import OTHERS, WRITERS, requantized
 from support import choose
 
@@ -22,12 +23,6 @@ from graph_runner.tiny import TinyModel, spm_vocabulary, write_tiny_llama
 
 FOLDER = Path(__file__).parent / "faults"
 ROUNDED = FOLDER / "right_mul_mat_in_doubles.py"  # right, but for rounding
-PROMPT = "The capital of France is"
-
-FLASH_OFF = Settings(flash_attention="off", threads=1)
-FLASH_ON = Settings(flash_attention="on", threads=1)
-QUANTISED = Settings(flash_attention="on", cache_type_k="q8_0", cache_type_v="q4_0", threads=1)
-
 
 ALL = {"ops": "all"}
 PACKING = {"ops": "all", "memory": "device", "device_type": "gpu"}

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
 from itertools import count
 
 import numpy as np
 import pytest
+from diffs import FLASH_OFF, PROMPT, planted
 from models import Models
 from support import choose
 
@@ -15,26 +15,12 @@ from ggml_backend_npu import Tensor, default_backend
 from ggml_backend_npu.abi.plugin import Plugin
 from ggml_backend_npu.ops import OWN
 from ggml_backend_npu.params import Params
-from ggml_backend_npu.registry import Op
 from graph_runner import again
 from graph_runner.diff import DiffResult, diff
 from graph_runner.logits import Ending, Endings, nmse
 from graph_runner.results import OWN_RUN, Verdict
-from graph_runner.session import Settings
 
-PROMPT = "The capital of France is"
-FLASH_OFF = Settings(flash_attention="off", threads=1)
-
-
-@pytest.fixture(autouse=True)
-def as_before(backend: Plugin) -> Iterator[None]:
-    """Plans with planted kernels are gone after a test."""
-    yield
-    backend.forget_plans()
-
-
-def planted(name: str, kernel: Callable[..., None]) -> Op:
-    return Op(name, kernel, OWN[name].types, OWN[name].refuse, params=OWN[name].params)
+pytestmark = pytest.mark.usefixtures("as_before")
 
 
 def run(model: Models, repeat: int = 1) -> DiffResult:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import io
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+from diffs import FLASH_OFF, FLASH_ON, PROMPT, QUANTISED
 from models import Models
 from rich.console import Console
 from support import Scene
@@ -31,11 +32,6 @@ from graph_runner.results import Verdict
 from graph_runner.session import Sampler, Session, Settings, context_for
 from graph_runner.trace import read_trace, replay
 from quant import ROUNDINGS
-
-PROMPT = "The capital of France is"
-FLASH_OFF = Settings(flash_attention="off", threads=1)
-FLASH_ON = Settings(flash_attention="on", threads=1)
-QUANTISED = Settings(flash_attention="on", cache_type_k="q8_0", cache_type_v="q4_0", threads=1)
 
 Kernel = Callable[..., None]
 BEHIND = (Verdict.EXACT, Verdict.ROUNDING, Verdict.INHERITED, Verdict.AMPLIFIED)
@@ -200,13 +196,6 @@ FAULTS = {
         "CONT gives NaN in row 3, where the reference has none; the others are right",
     ),
 }  # fmt: skip
-
-
-@pytest.fixture
-def as_before(backend: Plugin) -> Iterator[None]:
-    """Plans with planted kernels are gone after the test."""
-    yield
-    backend.forget_plans()
 
 
 def exit_code(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from diffs import PROMPT
 from models import WRITERS, Models
 from support import engine
 
@@ -20,7 +21,6 @@ from ggml_backend_npu.abi.plugin import Plugin
 from graph_runner.diff import DiffResult, NodeResult, diff
 from graph_runner.session import DeviceName, Sampler, Session, SessionError, Settings, context_for, generate
 
-PROMPT = "The capital of France is"
 STEPS = 4
 MOVERS = ("GET_ROWS", "SET_ROWS", "CPY", "DUP", "CONT")
 
@@ -53,15 +53,6 @@ CASES = [
     pytest.param("rwkv7", FLASH_OFF, {*READ, CPY}, id="rwkv7"),
     pytest.param("mamba", FLASH_OFF, {*READ, CPY, CONT}, id="mamba"),
 ]
-
-
-@pytest.fixture
-def own_ops(backend: Plugin, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Ops registered by the test are gone after it."""
-    monkeypatch.setattr(default_backend().ops, "_ops", dict(default_backend().ops._ops))
-    backend.forget_plans()
-    yield
-    backend.forget_plans()
 
 
 class Record:

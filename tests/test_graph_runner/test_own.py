@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from diffs import FLASH_OFF, PROMPT, planted
 from models import Models
 from support import choose
 
@@ -20,11 +21,7 @@ from ggml_backend_npu.registry import Op
 from graph_runner.diff import DiffResult, diff, run_in_step
 from graph_runner.own import Mirrored, OwnRun
 from graph_runner.results import ISOLATED, OWN_RUN, Verdict
-from graph_runner.session import Settings
 from graph_runner.trace import read_trace, replay
-
-PROMPT = "The capital of France is"
-FLASH_OFF = Settings(flash_attention="off", threads=1)
 
 RIGHT = {Verdict.EXACT, Verdict.ROUNDING, Verdict.INHERITED, Verdict.AMPLIFIED}
 
@@ -51,10 +48,6 @@ def mirrored(monkeypatch: pytest.MonkeyPatch) -> list[Mirrored]:
 
     monkeypatch.setattr(OwnRun, "mirrored", spy)
     return made
-
-
-def planted(name: str, kernel: Callable[..., None]) -> Op:
-    return Op(name, kernel, OWN[name].types, OWN[name].refuse, params=OWN[name].params)
 
 
 def run(file: Path, steps: int = 1, **options: Any) -> DiffResult:

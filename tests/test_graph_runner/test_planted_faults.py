@@ -13,16 +13,15 @@ from typing import Any
 import numpy as np
 import pytest
 from damage import Commands
+from diffs import FLASH_OFF, PROMPT
 from planted import (
     ENDS,
-    FLASH_OFF,
     FUSED,
     ISOLATED,
     LATE,
     LIVE,
     MODELS,
     PACKED,
-    PROMPT,
     ROUNDED,
     RUNS,
     SOURCES,
