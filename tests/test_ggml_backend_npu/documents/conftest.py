@@ -1,0 +1,13 @@
+"""What every test of the four documents may run with: either engine."""
+
+from __future__ import annotations
+
+import pytest
+from support import ENGINES
+
+
+@pytest.fixture(params=ENGINES)
+def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Compiled kernels, then the definitions."""
+    monkeypatch.setenv("GGML_NPU_ENGINE", request.param)
+    return request.param
