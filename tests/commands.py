@@ -15,6 +15,16 @@ from typing import Any, NoReturn
 import pytest
 
 COMMAND = Path(sys.executable).with_name("ggml-npu")
+MOVERS = {"CONT", "CPY", "DUP", "GET_ROWS", "SET_ROWS"}  # ops that only move data
+WRONG_CONT = """
+from ggml_backend_npu import op
+import numpy as np
+
+@op("CONT")
+def cont(dst, x):
+    x = x.view().reshape(dst.ne[::-1])
+    dst.view()[...] = {value}
+"""
 
 
 @dataclass(frozen=True)
