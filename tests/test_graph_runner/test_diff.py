@@ -38,7 +38,7 @@ pytestmark = pytest.mark.usefixtures("as_before")
 def test_right_kernels_are_blamed_for_nothing(
     model: Models, name: str, settings: Settings, ops: str, fusion: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An inherited error has a node in front that rounds otherwise; where only data is moved, there is none."""
+    """An inherited error has a node before it that rounds otherwise; where only data is moved, there is none."""
     choose(monkeypatch, ops=ops)
     choose(monkeypatch, fusion=fusion)
     result = run(model(name), settings)
@@ -112,7 +112,7 @@ def test_a_device_that_computes_all_ops_is_compared_in_all(model: Models) -> Non
 
 
 def test_an_error_that_grows(model: Models, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Behind the node that put it in it is inherited, or amplified."""
+    """After the node that put it in it is inherited, or amplified."""
     choose(monkeypatch, fusion="off")
 
     def tiny_error(dst: Tensor, src: Tensor, ids: Tensor) -> None:

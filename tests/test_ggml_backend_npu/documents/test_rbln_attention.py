@@ -24,7 +24,7 @@ EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
 
 
 def test_local_offsets_are_the_causal_mask_where_later_partitions_are_left_out() -> None:
-    """All sizes up to 4: the columns that the tiles of a step have, with and without the partitions behind its end."""
+    """All sizes up to 4: the columns that the tiles of a step have, with and without the partitions after its end."""
     cases = 0
     for size, n_new in product(range(1, 5), range(1, 5)):
         for cached in range(3 * size + 1):
