@@ -72,6 +72,9 @@ class Layout:
         return held
 
 
+PLAIN = Layout()
+
+
 @st.composite
 def layouts(draw: st.DrawFn, rows: bool = False) -> Layout:
     """Any layout; rows: the elements of a row are adjacent, and none is backwards, as ggml has blocks."""
@@ -141,9 +144,7 @@ def dtype_of(type: str) -> Any:
     return FLOATS.get(type) or (np.int8 if type == "int8" else np.uint8)
 
 
-def filled(
-    type: str, shape: Shape, group: int, seed: int, layout: Layout = Layout(), scales: Layout = Layout()
-) -> Filled:
+def filled(type: str, shape: Shape, group: int, seed: int, layout: Layout = PLAIN, scales: Layout = PLAIN) -> Filled:
     """A tensor of any values, with a scale for each `group` elements where it has quants."""
     rng = np.random.default_rng(seed)
     if type in FLOATS:

@@ -162,7 +162,6 @@ from pathlib import Path
 from ggml_backend_npu import default_backend, Tensor
 from ggml_backend_npu.ops import OWN
 from ggml_backend_npu.registry import Op
-from ggml_backend_npu.registry import Op
 from graph_runner.diff import diff
 from graph_runner.session import Settings
 
