@@ -12,10 +12,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quant import DeviceLayout, codec, to_blocks, to_device
+from quant.blocks import compiled_types
 
 Bytes = NDArray[np.uint8]
 
-PACKED_TYPES = ("q8_0", "q4_0")
+PACKED_TYPES = compiled_types()
 
 
 @dataclass(frozen=True)

@@ -10,11 +10,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from quant import runs
-from quant.codec import Bytes, Codec, Floats, Rounding
+from quant import conversions, runs
+from quant.codec import Bytes, Codec, Floats, Rounding, codec, type_names
+from quant.conversions import Blocks, Convert, Run, conversion
 from quant.kernels.jit import engine
 from quant.kernels.memory import empty
 from quant.kernels.threads import Work
+from quant.kernels.vectors import INT8, INT32, Value
 
 
 def split(blocks: Bytes, *sizes: int) -> list[Bytes]:
@@ -53,7 +55,14 @@ def low_byte(x: Floats) -> NDArray[np.int8]:
 
 
 class Compiled(Codec):
-    """A block codec that has a compiled run beside its definition."""
+    """A block codec that has a compiled run beside its definition, and a device layout (`quant.layout`).
+
+    run       what the compiled conversions of its blocks are made from
+    per_byte  elements in a byte of quants
+    """
+
+    run: Blocks
+    per_byte: int = 1
 
     @property
     def is_compiled(self) -> bool:  # type: ignore[override]
@@ -64,10 +73,9 @@ class Compiled(Codec):
         """As `Codec.encode`: by the compiled run of the rounding, or by `define_encode` with the engine "reference"."""
         if engine() == "reference":
             return self.define_encode(x, rounding)
-        code = runs.CODES.get(f"{self.name} {rounding}", runs.CODES[self.name])
         x = np.ascontiguousarray(x)
         blocks = empty((len(x), self.block_bytes), np.uint8)
-        _convert(runs.F32, x, code, blocks)
+        _convert(conversions.F32, x, self.run, blocks, rounding)
         return blocks
 
     def decode(self, blocks: Bytes) -> Floats:
@@ -76,7 +84,7 @@ class Compiled(Codec):
             return self.define_decode(blocks)
         blocks = np.ascontiguousarray(blocks)
         x = empty((len(blocks), self.block_size), np.float32)
-        _convert(runs.CODES[self.name], blocks, runs.F32, x)
+        _convert(self.run, blocks, conversions.F32, x)
         return x
 
     def define_encode(self, x: Floats, rounding: Rounding) -> Bytes:
@@ -87,19 +95,94 @@ class Compiled(Codec):
         """The definition of `decode`, in NumPy."""
         raise NotImplementedError
 
+    def pack(self, quants: Bytes) -> NDArray[np.int8] | Bytes:
+        """Quants of blocks, (n, bytes of them) -> quants of the device layout, of the same shape."""
+        return quants.view(np.int8)
 
-def _convert(src_code: int, src: NDArray[Any], dst_code: int, dst: NDArray[Any]) -> None:
+    def unpack(self, quants: NDArray[Any]) -> Bytes:
+        """The inverse of `pack`."""
+        return quants.view(np.uint8)
+
+
+def compiled_types() -> tuple[str, ...]:
+    """The names of the types that have a compiled run and a device layout."""
+    return tuple(name for name in type_names() if isinstance(codec(name), Compiled))
+
+
+def _convert(
+    src_run: Run, src: NDArray[Any], dst_run: Run, dst: NDArray[Any], rounding: Rounding = "reference"
+) -> None:
     """Converts rows of src, one block each, to rows of dst."""
+    function = conversion(src_run, dst_run, rounding)
+    assert function is not None
     streams = dst.nbytes > runs.CACHED
-    of = runs.Convert(src_code, address(src), src.strides[0], dst_code, address(dst), dst.strides[0], streams)
+    of = Convert(function.address, address(src), src.strides[0], address(dst), dst.strides[0], streams)
     scratch = runs.STAGE_SIZE if streams else 0
-    Work(runs.convert, of, len(src), max(src.nbytes, dst.nbytes), scratch=scratch).run()
+    Work(conversions.convert, of, len(src), max(src.nbytes, dst.nbytes), scratch=scratch).run()
 
 
 def address(array: NDArray[np.generic]) -> int:
     """The address of an array's first element."""
     pointer: int = array.__array_interface__["data"][0]
     return pointer
+
+
+# compiled
+
+
+def magnitudes(x: Value) -> Value:
+    """Bits of |x|; 0 for NaN, which is ignored as by C's `amax < fabsf(v)`."""
+    bits = x.bits() & 0x7FFFFFFF
+    return bits.where(bits.at_most(0x7F800000), 0)
+
+
+def _reciprocal(d: Value) -> Value:
+    """1 / d, or 0 where d is 0."""
+    return (1.0 / d).where(d.differs(0.0), 0.0)
+
+
+def _decode_q8_0(d: Value, quants: Value) -> Value:
+    return quants.to_float() * d
+
+
+def _encode_q8_0_reference(x: Value) -> tuple[Value, Value]:
+    d = magnitudes(x).largest().as_float() / 127.0
+    return d, (x * _reciprocal(d)).rounded("round").to_int32().to(INT8)
+
+
+def _encode_q8_0_simd(x: Value) -> tuple[Value, Value]:
+    largest = magnitudes(x).largest().as_float()
+    inverse = (127.0 / largest).where(largest.differs(0.0), 0.0)
+    return largest / 127.0, (x * inverse).rounded("rint").to_int32().limited(-128, 127).to(INT8)
+
+
+def _codes(quants: Value) -> Value:
+    """The 32 codes of q4_0, 0 to 15."""
+    return (quants & 15).followed_by(quants >> 4)
+
+
+def _decode_q4_0(d: Value, quants: Value) -> Value:
+    return (_codes(quants).to(INT32) - 8).to_float() * d
+
+
+def _encode_q4_0(x: Value) -> tuple[Value, Value]:
+    sizes = magnitudes(x)
+    largest = sizes.largest()
+    extreme = x.lane(sizes.equals(largest).bits().first_set()).where(largest.differs(0), 0.0)
+    d = extreme / -8.0
+    codes = (x * _reciprocal(d) + 8.5).to_int32().to(INT8).limited(-128, 15)
+    return d, codes.lanes_from(0, 1, 16) | (codes.lanes_from(16, 1, 16) << 4)
+
+
+def _pack_q4_0(quants: Value) -> Value:
+    codes = _codes(quants)
+    return (codes.lanes_from(0, 2, 16) | (codes.lanes_from(1, 2, 16) << 4)) ^ 0x88
+
+
+def _unpack_q4_0(quants: Value) -> Value:
+    pairs = quants ^ 0x88
+    codes = (pairs & 15).interleaved(pairs >> 4)
+    return codes.lanes_from(0, 1, 16) | (codes.lanes_from(16, 1, 16) << 4)
 
 
 class Q8_0(Compiled):
@@ -110,6 +193,7 @@ class Q8_0(Compiled):
     """
 
     name, block_size, block_bytes = "q8_0", 32, 34
+    run = Blocks("q8_0", 32, 32, _decode_q8_0, {"reference": _encode_q8_0_reference, "simd": _encode_q8_0_simd})
 
     def define_encode(self, x: Floats, rounding: Rounding) -> Bytes:
         """Blocks of 2 + 32 bytes: d = max |x| / 127 as float16, then x / d as int8; as quantize_row_q8_0(_ref)."""
@@ -139,6 +223,8 @@ class Q4_0(Compiled):
     """
 
     name, block_size, block_bytes = "q4_0", 32, 18
+    run = Blocks("q4_0", 32, 16, _decode_q4_0, {"": _encode_q4_0}, _pack_q4_0, _unpack_q4_0)
+    per_byte = 2
 
     def define_encode(self, x: Floats, rounding: Rounding) -> Bytes:
         """Blocks of 2 + 16 bytes: d = the x of largest magnitude / -8 as float16, then nibbles; as
@@ -157,3 +243,23 @@ class Q4_0(Compiled):
         quants = np.hstack([nibbles & 15, nibbles >> 4]).astype(np.int8) - np.int8(8)
         with np.errstate(invalid="ignore"):
             return quants.astype(np.float32) * d.view(np.float16).astype(np.float32)
+
+    def pack(self, quants: Bytes) -> Bytes:
+        """Two's complement int4, the even element in the low nibble."""
+        codes = np.hstack(_nibbles(quants)) ^ np.uint8(8)
+        return _bytes(codes[:, 0::2], codes[:, 1::2])
+
+    def unpack(self, quants: NDArray[Any]) -> Bytes:
+        """The inverse of `pack`."""
+        codes = np.stack(_nibbles(quants.view(np.uint8)), axis=2).reshape(-1, 32) ^ np.uint8(8)
+        return _bytes(codes[:, :16], codes[:, 16:])
+
+
+def _nibbles(quants: Bytes) -> tuple[Bytes, Bytes]:
+    """The low and the high nibbles of bytes."""
+    return quants & np.uint8(15), quants >> np.uint8(4)
+
+
+def _bytes(low: Bytes, high: Bytes) -> Bytes:
+    """The bytes of low and high nibbles."""
+    return low | (high << np.uint8(4))

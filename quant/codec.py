@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
 from quant.kernels.memory import empty
+
+if TYPE_CHECKING:
+    from quant.conversions import Run
 
 Floats = NDArray[np.float32]
 Bytes = NDArray[np.uint8]
@@ -26,6 +29,7 @@ class Codec:
     dtype        the NumPy type of one element, for types whose block is one element
     provider     who computes it: "ours", "libgguf" or "ggml"
     is_compiled  whether it takes any number of blocks at once, without temporaries
+    run          what compiled conversions of the type are made from; None: it has none
     """
 
     name: str
@@ -34,6 +38,7 @@ class Codec:
     dtype: np.dtype[Any] | None = None
     provider: str = "ours"
     is_compiled: bool = False
+    run: Run | None = None
 
     def __init_subclass__(cls, **keywords: Any) -> None:
         super().__init_subclass__(**keywords)

@@ -12,10 +12,10 @@ from typing import NamedTuple
 
 from numba import types
 
+from quant.blocks import magnitudes
 from quant.kernels.jit import LINE, array_at, inlined
 from quant.kernels.records import address_of, size_of
 from quant.kernels.vectors import BIT, FLOAT, HALF, INT8, INT32, part
-from quant.runs import magnitudes
 
 # the types of rows, by number; 0 has no integer dots
 NO_DOTS, Q8_0, Q4_0, Q4_0_PACKED, Q4_1, Q5_0, Q5_1, Q4_K, Q6_K = range(9)

@@ -1,4 +1,4 @@
-"""Block layout <-> device layout of q8_0 and q4_0: all quants first, then all scales, as an NPU needs them.
+"""Block layout <-> device layout, which q8_0 and q4_0 have: all quants first, then all scales, as an NPU needs them.
 
 ggml keeps a scale inside each block of 32. A device keeps the quants of a row together, and one float16 scale for each
 group of G elements: the `scale` and `antiquantGroupSize` of aclnn calls. Both directions either are lossless or raise.
@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from quant.blocks import split
-from quant.codec import Bytes, Codec, codec, plain_array, type_of
+from quant.blocks import Compiled, compiled_types, split
+from quant.codec import Bytes, codec, plain_array, type_of
 
 _BLOCK = 32
 
@@ -45,11 +45,7 @@ def to_device(blocks: Bytes, type: str, group_size: int = _BLOCK) -> DeviceLayou
     lead, n = blocks.shape[:-1], blocks.shape[-1] // kind.block_bytes * _BLOCK
     halves, quants = split(blocks.reshape(-1, kind.block_bytes), 2, kind.block_bytes - 2)
     scales = _regroup(halves.view(np.uint16).reshape(*lead, n // _BLOCK), n, _BLOCK, group_size)
-    if type == "q4_0":
-        codes = np.hstack([quants & 15, quants >> 4]) ^ 8
-        packed = (codes[:, 0::2] | (codes[:, 1::2] << 4)).reshape(*lead, n // 2)
-        return DeviceLayout(packed, scales.view(np.float16))
-    return DeviceLayout(quants.view(np.int8).reshape(*lead, n), scales.view(np.float16))
+    return DeviceLayout(kind.pack(quants).reshape(*lead, n // kind.per_byte), scales.view(np.float16))
 
 
 def to_blocks(device: DeviceLayout, type: str, group_size: int = _BLOCK) -> Bytes:
@@ -64,23 +60,20 @@ def to_blocks(device: DeviceLayout, type: str, group_size: int = _BLOCK) -> Byte
     scales = np.ascontiguousarray(plain_array("scales", device.scales), dtype=np.float16)
     if scales.shape[:-1] != quants.shape[:-1] or scales.ndim != quants.ndim:
         raise ValueError(f"scales of shape {scales.shape}: must have the rows of quants, {quants.shape[:-1]}")
-    lead, n = quants.shape[:-1], quants.shape[-1] * (2 if type == "q4_0" else 1)
+    lead, n = quants.shape[:-1], quants.shape[-1] * kind.per_byte
     if n % _BLOCK:
         raise ValueError(f"quants of {n} elements a row: must be a multiple of {_BLOCK}")
     halves = _regroup(scales.view(np.uint16), n, group_size, _BLOCK).reshape(-1, 1)
-    if type == "q4_0":
-        pairs = quants.view(np.uint8).reshape(-1, _BLOCK // 2)
-        codes = np.stack([pairs & 15, pairs >> 4], axis=2).reshape(-1, _BLOCK) ^ 8
-        payload = codes[:, :16] | (codes[:, 16:] << 4)
-    else:
-        payload = quants.reshape(-1, _BLOCK).view(np.uint8)
+    payload = kind.unpack(quants.reshape(-1, _BLOCK // kind.per_byte))
     return np.hstack([halves.view(np.uint8), payload]).reshape(*lead, n // _BLOCK * kind.block_bytes)
 
 
-def _checked(type: str) -> Codec:
-    if type not in ("q8_0", "q4_0"):
-        raise ValueError(f"type {type!r} has no device layout; q8_0 and q4_0 have")
-    return codec(type)
+def _checked(type: str) -> Compiled:
+    if type not in compiled_types():
+        raise ValueError(f"type {type!r} has no device layout; {' and '.join(compiled_types())} have")
+    kind = codec(type)
+    assert isinstance(kind, Compiled)
+    return kind
 
 
 def _regroup(scales: NDArray[np.uint16], n: int, old: int, new: int) -> NDArray[np.uint16]:

@@ -12,7 +12,7 @@ import libgguf
 import numpy as np
 
 from quant.blocks import halves, largest_magnitude, low_byte, reciprocal, round_half_away, split
-from quant.codec import Bytes, Codec, Floats, Rounding
+from quant.codec import Bytes, Codec, Floats, Rounding, type_names
 
 
 class Library(Codec):
@@ -40,7 +40,7 @@ def _define_library_types() -> None:
     for type_number, (block_size, _) in libgguf.GGML_QUANT_SIZES.items():
         name = libgguf.type_name(type_number)
         block_bytes = libgguf.row_size(type_number, block_size)
-        if block_size > 1 and block_bytes and name not in ("q8_0", "q4_0"):
+        if block_size > 1 and block_bytes and name not in type_names():
             attributes = {
                 "name": name,
                 "block_size": block_size,

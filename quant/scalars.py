@@ -6,6 +6,7 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
+from quant import conversions
 from quant.codec import Bytes, Codec, Floats, Rounding
 
 
@@ -41,6 +42,7 @@ class F32(Scalar):
     """GGML_TYPE_F32: encode and decode keep every bit."""
 
     name, block_bytes, dtype = "f32", 4, np.dtype(np.float32)
+    run = conversions.F32
 
 
 class F16(Scalar):
@@ -48,6 +50,7 @@ class F16(Scalar):
     made quiet."""
 
     name, block_bytes, dtype = "f16", 2, np.dtype(np.float16)
+    run = conversions.F16
 
     def encode(self, x: Floats, rounding: Rounding) -> Bytes:
         """A block is the 2 bytes of one float16, as ggml_cpu_fp32_to_fp16 converts with the processor's vectors
@@ -66,6 +69,7 @@ class BF16(Scalar):
     ggml_compute_bf16_to_fp32)."""
 
     name, block_bytes, dtype = "bf16", 2, np.dtype(ml_dtypes.bfloat16)
+    run = conversions.BF16
 
     def encode(self, x: Floats, rounding: Rounding) -> Bytes:
         """A block is the 2 bytes of one bfloat16, as ggml_compute_fp32_to_bf16."""
@@ -102,6 +106,7 @@ class I32(Scalar):
     """GGML_TYPE_I32: int32."""
 
     name, block_bytes, dtype = "i32", 4, np.dtype(np.int32)
+    run = conversions.I32
 
 
 class I64(Scalar):

@@ -17,9 +17,8 @@ import quant
 from ggml_backend_npu.abi import blas, lib, structs
 from ggml_backend_npu.abi.lib import Ggml, TypeInfo
 from ggml_backend_npu.numerics import PLAIN, Numerics
+from quant.blocks import compiled_types
 from quant.codec import ROUNDINGS, Bytes, Codec, Floats, Rounding
-
-_OURS = ("q8_0", "q4_0")
 
 
 class Bound(Codec):
@@ -102,12 +101,12 @@ def bound() -> Numerics:
     found: dict[str, Codec] = {
         name: codec
         for name, codec in codecs.items()
-        if name not in _OURS and name in quant.type_names() and quant.codec(name).is_quantized
+        if name in quant.type_names() and quant.codec(name).is_quantized and quant.codec(name).run is None
     }
     to_float = {name: codecs[name].to_float_at for name in found}
     rounding = PLAIN.rounding
     probe = _probe()
-    for name in _OURS:
+    for name in compiled_types():
         cpu = codecs[name].encode(probe, "reference")
         agreeing = [r for r in ROUNDINGS if np.array_equal(cpu, quant.codec(name).encode(probe, r))]
         if not agreeing:

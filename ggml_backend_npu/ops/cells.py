@@ -27,7 +27,8 @@ from quant.kernels.matrices import LANES, ROWS, dot, multiply
 from quant.kernels.orders import dots_f16
 from quant.kernels.records import Place, index_of, record_at, row_of
 from quant.kernels.threads import Job, Work
-from quant.runs import CODES, F16, decode_row, decode_run, round_run
+from quant.rows import CODES, decode_row, decode_run, round_run
+from quant.runs import F16
 
 Floats = NDArray[np.float32]
 

@@ -42,7 +42,7 @@ from quant.kernels.matrices import LANES
 from quant.kernels.orders import GROUP
 from quant.kernels.records import Place
 from quant.kernels.threads import Job, Work
-from quant.runs import CODES
+from quant.rows import CODES
 
 # the type that ggml's CPU rounds columns to, for each type of weights (type_traits_cpu.vec_dot_type)
 _ROUNDED = {

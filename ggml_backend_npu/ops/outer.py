@@ -21,7 +21,7 @@ from quant.kernels.jit import array_at, compiled, copy, inlined
 from quant.kernels.matrices import LANES, multiply
 from quant.kernels.records import Dims, Place, record_at, row_of
 from quant.kernels.threads import Job, Work
-from quant.runs import CODES, decode_row
+from quant.rows import CODES, decode_row
 
 _ROWS, _COLUMNS, _DEPTH = 64, 256, 256  # of a tile of dst, and products that are added to it together
 

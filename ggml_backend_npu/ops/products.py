@@ -14,7 +14,8 @@ from quant.kernels.jit import array_at, compiled, copy, f32_to_f16_payload, inli
 from quant.kernels.matrices import LANES, dot
 from quant.kernels.orders import GROUP, dots_f16, dots_f32, multiply_f16, multiply_f32
 from quant.kernels.records import Place, record_at, row_of
-from quant.runs import BF16, F16, F32, decode_row, decode_run, narrow_run, widen_run
+from quant.rows import decode_row, decode_run
+from quant.runs import BF16, F16, F32, narrow_run, widen_run
 
 _NEAR_BYTES = 1 << 18  # of columns that stay in a processor's own caches
 _CBLAS = 101, 111, 112  # row-major, as it is, transposed

@@ -17,39 +17,31 @@ from ggml_backend_npu.ir import Tensor
 from ggml_backend_npu.numerics import PLAIN, Numerics
 from ggml_backend_npu.ops.sides import Side, locate, next_row, padded, row_address, row_id, side_at
 from ggml_backend_npu.registry import Call, KernelError
-from quant import Rounding
+from quant.conversions import F16, F16_FOURS, conversion, convert_run
 from quant.kernels.jit import LINE, array_at, compiled, copy, inlined, stream, stream_ends
 from quant.kernels.records import Dims, Place, record_at, row_of, shared_record_at
 from quant.kernels.threads import Block, Job, Work
 from quant.kernels.vectors import INT8, INT16, INT32, INT64, part, transposed
-from quant.runs import CACHED, CODES, F16, F16_FOURS, STAGE, STAGE_SIZE, convert_run, copy_blocks, copy_run, flush
+from quant.runs import CACHED, STAGE, STAGE_SIZE, copy_run, flush
 
-_SAME = -1  # source code of a copy: both sides have one type
 _MOST_ROWS_MARKED = 1 << 20  # of which one byte each is remembered
 _PAGE, _TILE_BYTES = 4096, 16384  # of tiles of a transposition
 
 
-@inlined
-def _move_run(
-    src_code, src_unit, src, src_step, src_packed, src_n, dst_code, dst, dst_step, dst_packed, dst_n, count
-):  # fmt: skip
-    if src_code != _SAME:
-        convert_run(src_code, src, src_step, src_packed, src_n, dst_code, dst, dst_step, dst_packed, dst_n, count)
-    elif src_n or dst_n:
-        copy_blocks(src_unit - 2, src, src_step, src_packed, src_n, dst, dst_step, dst_packed, dst_n, count)
-    else:
-        copy_run(src_unit, src, src_step, dst, dst_step, count)
-
-
 class Walk(NamedTuple):
-    """Unit sizes in bytes; streams: the rows of dst, which are long and have no gaps, are stored past the caches."""
+    """Unit sizes in bytes.
+
+    convert  the address of the conversion; 0: units are copied
+    after    that of another one, for the units after the whole fours of a row of dst; 0: there is none
+    streams  the rows of dst, which are long and have no gaps, are stored past the caches
+    """
 
     src: Side
     dst: Side
-    src_code: int
     src_unit: int
-    dst_code: int
     dst_unit: int
+    convert: int
+    after: int
     streams: int
 
 
@@ -58,9 +50,8 @@ def walk(p, begin, end, stage):
     """A unit is one unit of the logical order, an element or a block, moved from side src to side dst. What is stored
     past the caches is assembled in a stage of STAGE_SIZE bytes, unless it is copied unchanged."""
     of = record_at(p, Walk)
-    src, dst, streams = of.src, of.dst, of.streams
-    src_code, src_unit, dst_code, dst_unit = of.src_code, of.src_unit, of.dst_code, of.dst_unit
-    whole = streams and src_code == _SAME and src.nb[0] == src_unit and src.ne[0] * src_unit >= STAGE
+    src, dst, streams, src_unit, dst_unit = of.src, of.dst, of.streams, of.src_unit, of.dst_unit
+    whole = streams and of.convert == 0 and src.nb[0] == src_unit and src.ne[0] * src_unit >= STAGE
     s0, s1, s2, s3 = locate(src, begin)
     d0, d1, d2, d3 = locate(dst, begin)
     src_row = row_address(src, s1, s2, s3)
@@ -69,13 +60,13 @@ def walk(p, begin, end, stage):
     unit = begin
     while unit < end:
         count = min(end - unit, src.ne[0] - s0, dst.ne[0] - d0)
-        to = dst_code
-        if dst_code == F16_FOURS:
+        convert = of.convert
+        if of.after:
             fours = dst.ne[0] - dst.ne[0] % 4
             if d0 < fours:
                 count = min(count, fours - d0)
             else:
-                to = F16
+                convert = of.after
         x = src_row + s0 * src.nb[0]
         y = dst_row + d0 * dst.nb[0]
         if whole:
@@ -85,10 +76,12 @@ def walk(p, begin, end, stage):
                 count = min(count, (STAGE_SIZE - filled) // dst_unit)
                 y = stage + filled
                 filled += count * dst_unit
-            _move_run(
-                src_code, src_unit, x, src.nb[0], src.packed, src.n_packed,
-                to, y, dst.nb[0], dst.packed, dst.n_packed, count,
-            )  # fmt: skip
+            if convert:
+                convert_run(
+                    convert, x, src.nb[0], src.packed, src.n_packed, y, dst.nb[0], dst.packed, dst.n_packed, count
+                )
+            else:
+                copy_run(src_unit, x, src.nb[0], y, dst.nb[0], count)
         unit += count
         s0 += count
         d0 += count
@@ -145,14 +138,13 @@ def _gather(turn, n, element, unit, src, nb0, n0, n1, to, step):
 
 class Transpose(NamedTuple):
     """A unit of either side is per_unit adjacent elements; sizes in bytes. A tile has tile1 units of src, side by side,
-    at each of tile0 places in dimension 0."""
+    at each of tile0 places in dimension 0. convert: as of `Walk`."""
 
     src: Side
     dst: Side
-    src_code: int
     src_unit: int
-    dst_code: int
     dst_unit: int
+    convert: int
     streams: int
     per_unit: int
     tile0: int
@@ -167,7 +159,7 @@ def transpose(p, begin, end, rows):
     """
     of = record_at(p, Transpose)
     src, dst, per_unit, tile0, tile1, streams = of.src, of.dst, of.per_unit, of.tile0, of.tile1, of.streams
-    src_code, src_unit, dst_code, dst_unit = of.src_code, of.src_unit, of.dst_code, of.dst_unit
+    src_unit, dst_unit, convert = of.src_unit, of.dst_unit, of.convert
     step = tile0 * src_unit
     stage = rows + tile1 * step
     n0, n1 = -(-src.ne[0] // tile0), -(-src.ne[1] // tile1)
@@ -177,7 +169,7 @@ def transpose(p, begin, end, rows):
         i2, i3 = tile // n1 // n0 % src.ne[2], tile // n1 // n0 // src.ne[2]
         count0, count1 = min(tile0, src.ne[0] - i0), min(tile1, src.ne[1] - i1)
         x = row_address(src, i1, i2, i3) + i0 * src.nb[0]
-        if streams and src_code == _SAME and src_unit >= 128:
+        if streams and convert == 0 and src_unit >= 128:
             for i in range(count0):
                 for j in range(count1):
                     y = row_address(dst, i1 + j, i2, i3) + (i0 + i) * dst_unit
@@ -198,14 +190,13 @@ def transpose(p, begin, end, rows):
         for j in range(count1):
             x = rows + j * step
             y = row_address(dst, i1 + j, i2, i3) + i0 * dst_unit
-            if src_code != _SAME:
+            if convert:
                 z = stage if streams else y
-                n = count0 * per_unit
-                convert_run(src_code, x, src_unit // per_unit, 0, 0, dst_code, z, dst_unit // per_unit, 0, 0, n)
+                convert_run(convert, x, src_unit // per_unit, 0, 0, z, dst_unit // per_unit, 0, 0, count0 * per_unit)
                 x = stage
             if streams:
                 stream(x, y, count0 * dst_unit)
-            elif src_code == _SAME:
+            elif convert == 0:
                 copy(x, y, count0 * dst_unit)
     if streams:
         stream_ends()
@@ -310,11 +301,6 @@ def _side(tensor: Tensor, ne: Dims, unit: int, ids: Tensor | None) -> Side:
     return side._replace(packed=tensor.packed.address, n_packed=tensor.packed.n_blocks)
 
 
-def code(type: str, rounding: Rounding) -> int | None:
-    """The compiled walk's code of a type, under a q8_0 rounding; None where it has none."""
-    return CODES.get(f"{type} {rounding}", CODES.get(type))
-
-
 def mover(
     dst: Tensor,
     src: Tensor,
@@ -326,12 +312,15 @@ def mover(
 
     numerics  whose codecs and rounding are used
     """
-    dst_type = "f16 fours" if dst_ids is not None and dst.type == "f16" else dst.type
-    src_code, dst_code = code(src.type, numerics.rounding), code(dst_type, numerics.rounding)
-    if src.type == dst.type:
-        src_code = dst_code = _SAME
-    if src_code is None or dst_code is None or (dst_type in numerics.bound and src_code != _SAME):
-        return None
+    convert = after = 0
+    if src.type != dst.type or src.packed is not None or dst.packed is not None:
+        in_fours = dst_ids is not None and dst.type == "f16"
+        found = conversion(src.codec.run, F16_FOURS if in_fours else dst.codec.run, numerics.rounding)
+        if found is None or (dst.type in numerics.bound and src.type != dst.type):
+            return None
+        convert = found.address
+        rest = conversion(src.codec.run, F16, numerics.rounding) if in_fours else None
+        after = 0 if rest is None else rest.address
     n_elements = src.n_elements if src_ids is None else dst.n_elements
     if n_elements == 0:
         return Job()
@@ -346,20 +335,20 @@ def mover(
     n_bytes = n_units * max(src_unit, dst_unit)
     large = n_units * dst_unit > CACHED
     streams = bool(large and target.ne[0] * dst_unit >= STAGE and target.nb[0] == dst_unit and not target.n_packed)
-    sizes = src_code, src_unit, dst_code, dst_unit
     if src_ids is None and dst_ids is None:
         turned = _turned(dst, src) if unit == 1 else None
         if turned is not None:
             sides, per_unit = turned
             tile0, tile1 = _tile(src_unit * per_unit)
-            of = Transpose(
-                *sides, src_code, src_unit * per_unit, dst_code, dst_unit * per_unit, large, per_unit, tile0, tile1
-            )
+            units = src_unit * per_unit, dst_unit * per_unit
+            of = Transpose(*sides, *units, convert, large, per_unit, tile0, tile1)
             n0, n1, n2, n3 = of.src.ne
             n_tiles, scratch = -(-n0 // tile0) * -(-n1 // tile1) * n2 * n3, tile0 * (tile1 * of.src_unit + of.dst_unit)
             return Job(Work(transpose, of, n_tiles, n_bytes, scratch=scratch))
     stage = STAGE_SIZE if streams else 0
-    move = Work(walk, Walk(source, target, *sizes, streams), n_units, n_bytes, scratch=stage)
+    move = Work(
+        walk, Walk(source, target, src_unit, dst_unit, convert, after, streams), n_units, n_bytes, scratch=stage
+    )
     if src_ids is not None:
         return Job(_check(source, src_ids), move)
     if dst_ids is not None:

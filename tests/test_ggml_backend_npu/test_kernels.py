@@ -22,7 +22,7 @@ from ggml_backend_npu.documents.infiniop import TensorDescriptor, TopKSoftmax
 from ggml_backend_npu.documents.rwkv import token_shift
 from ggml_backend_npu.ops import OWN, elements, groups, hadamard, mamba, routing, strided, tiles
 from ggml_backend_npu.ops import token_shift as shifts
-from quant import runs
+from quant import conversions
 from quant.kernels import threads
 from quant.kernels.jit import CFunction, compiled
 
@@ -105,7 +105,7 @@ CASES = {
         (hadamard.transform,),
     ),
     "transposed f16": Case(lambda: node("CPY", np.zeros((70, 33), np.float16), floats(33, 70).T), (strided.transpose,)),
-    **{f"codec {type}": Case(lambda type=type: codec(type), (runs.convert,)) for type in ("q8_0", "q4_0")},
+    **{f"codec {type}": Case(lambda type=type: codec(type), (conversions.convert,)) for type in ("q8_0", "q4_0")},
     **{
         f"groups of int{bits}": Case(lambda bits=bits: grouped(bits), (groups._quantize, groups._dequantize))
         for bits in (8, 4)

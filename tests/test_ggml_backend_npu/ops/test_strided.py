@@ -33,7 +33,7 @@ import quant
 from ggml_backend_npu import Memory, Node, Tensor, default_backend
 from ggml_backend_npu.abi.plugin import Plugin
 from ggml_backend_npu.ops import strided
-from quant import blocks, codec, runs
+from quant import blocks, codec, conversions, runs
 from quant.kernels import threads
 
 SCALARS = [name for name in quant.type_names() if codec(name).dtype is not None]
@@ -334,16 +334,15 @@ def test_codecs_past_the_caches(name: str, rounding: Any, n: int, offsets: tuple
     expected = memory.copy()
     at = target.ctypes.data - memory.ctypes.data
     expected[at : at + target.nbytes] = kind.define_encode(x, rounding).reshape(-1)
-    code = runs.CODES.get(f"{name} {rounding}", runs.CODES[name])
     with pytest.MonkeyPatch.context() as patch, in_pieces(rng):
         patch.setattr(runs, "CACHED", 0)
-        blocks._convert(runs.F32, source, code, target)
+        blocks._convert(conversions.F32, source, kind.run, target, rounding)
         assert_same_bytes(memory, expected, "encoded")
         floats, back = placed((n, 32), np.float32, offsets[0])
         expected = floats.copy()
         at = back.ctypes.data - floats.ctypes.data
         expected[at : at + back.nbytes] = kind.define_decode(target).reshape(-1).view(np.uint8)
-        blocks._convert(runs.CODES[name], target, runs.F32, back)
+        blocks._convert(kind.run, target, conversions.F32, back)
         assert_same_bytes(floats, expected, "decoded")
 
 

@@ -1,0 +1,71 @@
+"""Rows of any type in kernels that compute in float32: decoded, and rounded to a type and back."""
+
+from __future__ import annotations
+
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+from quant import runs
+from quant.blocks import Q4_0 as _Q4_0
+from quant.blocks import Q8_0 as _Q8_0
+from quant.conversions import decoding, encoding
+from quant.kernels.jit import inlined
+from quant.runs import BF16, F16, F32, narrow_run, widen_run
+
+# the types that these functions know, by number; q8_0 has one number for each rounding
+Q8_0, Q8_0_SIMD, Q4_0 = range(len(runs.CODES), len(runs.CODES) + 3)
+CODES = {**runs.CODES, "q8_0": Q8_0, "q8_0 reference": Q8_0, "q8_0 simd": Q8_0_SIMD, "q4_0": Q4_0}
+
+_decode_q8_0, _decode_q4_0 = decoding(_Q8_0.run), decoding(_Q4_0.run)
+_encode_reference, _encode_simd = (encoding(_Q8_0.run, rounding) for rounding in ("reference", "simd"))
+
+
+@inlined
+def decode_run(code, src, packed, n_packed, dst, count):
+    """A row of `count` elements of f32, f16, bf16, q8_0 or q4_0 -> float32, both without gaps."""
+    if code == Q8_0:
+        _decode_q8_0(src, 34, packed, n_packed, dst, 128, count // 32)
+    elif code == Q4_0:
+        _decode_q4_0(src, 18, packed, n_packed, dst, 128, count // 32)
+    else:
+        widen_run(code, src, types.int64(4 if code == F32 else 2), dst, count)
+
+
+@intrinsic
+def _call_to_float(typing_context, function, source, target, count):
+    """Calls ggml's to_float of a type, by its address: `count` elements as float32."""
+
+    def emit(context, builder, signature, arguments):
+        kind = ir.FunctionType(ir.VoidType(), [ir.IntType(64)] * 3)
+        builder.call(builder.inttoptr(arguments[0], kind.as_pointer()), arguments[1:])
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 4), emit
+
+
+@inlined
+def decode_row(code, to_float, src, packed, n_packed, dst, count):
+    """As `decode_run`; for any other type, calls ggml's to_float at the address `to_float`, which is 0 for the types
+    above."""
+    if to_float:
+        _call_to_float(to_float, src, dst, count)
+    else:
+        decode_run(code, src, packed, n_packed, dst, count)
+
+
+@inlined
+def round_run(code, x, work, n):
+    """Rounds n float32 without gaps, in place, to f32, f16, bf16 or q8_0 and back. `work` holds 2 * n bytes, and at
+    least 34."""
+    if code in (F16, BF16):
+        narrow_run(x, code, work, 2, n)
+        widen_run(code, work, 2, x, n)
+    elif code != F32:
+        for block in range(n // 32):
+            at = x + block * 128
+            if code == Q8_0_SIMD:
+                _encode_simd(at, 128, work, 34, 0, 0, 1)
+            else:
+                _encode_reference(at, 128, work, 34, 0, 0, 1)
+            _decode_q8_0(work, 34, 0, 0, at, 128, 1)
