@@ -20,7 +20,7 @@ from ggml_backend_npu.ops.shapes import gaps_in_rows, other_ne
 from ggml_backend_npu.params import Instead, Params, f32, i32
 from ggml_backend_npu.registry import Call, op
 from quant.kernels.jit import array_at, compiled, copy, inlined, reduced
-from quant.kernels.orders import squares_total
+from quant.kernels.orders import GROUP, add_rows, itself, square, squares_total
 from quant.kernels.records import Dims, Place, index_of, record_at, row_of
 from quant.kernels.threads import Job, Work
 
@@ -123,16 +123,6 @@ def group_norm(dst: Tensor, x: Tensor, params: GroupNorm) -> None:
             dst.view()[:, begin : begin + size] = centred * (_1 / np.sqrt(variance + np.float32(params.eps)))
 
 
-@inlined
-def _row_sums(a, b, n):
-    """The sums of two rows, each one element after the other: where elements cancel, even float64 shows the order."""
-    first, second = array_at(a, types.float32, n), array_at(b, types.float32, n)
-    sums = types.float64(0), types.float64(0)
-    for i in range(n):
-        sums = sums[0] + types.float64(first[i]), sums[1] + types.float64(second[i])
-    return sums
-
-
 @reduced
 def _square_sum(x, n):
     row = array_at(x, types.float32, n)
@@ -171,14 +161,17 @@ def normalise(p, begin, end, scratch):
     """A unit is a row: it is copied to dst, and scaled there."""
     of = record_at(p, Normalise)
     kind, n, eps = of.kind, of.ne[0], of.eps
-    sums = types.float64(0), types.float64(0)
+    first = last = begin  # rows whose sums are known
+    sums = array_at(scratch, types.float64, GROUP)
     for row in range(begin, end):
         source, to = _row(of, of.x, row), _row(of, of.dst, row)
-        if kind == _NORM and (row - begin) % 2 == 0:
-            sums = _row_sums(source, _row(of, of.x, min(row + 1, end - 1)), n)
+        if kind == _NORM and row == last:
+            first, last = last, min(last + GROUP, end, (row // of.ne[1] + 1) * of.ne[1])
+            sums[:] = 0
+            add_rows(itself, types.float64, source, of.x.nb[1], n, last - first, scratch)
         copy(source, to, 4 * n)
         if kind == _NORM:
-            _centre(to, n, types.float32(sums[(row - begin) % 2]) / types.float32(n))
+            _centre(to, n, types.float32(sums[row - first]) / types.float32(n))
             total = squares_total(to, n)
         else:
             total = _square_sum(to, n)
@@ -195,12 +188,70 @@ def _normalised(kind: int, dst: Tensor, x: Tensor, params: Norm) -> Call | None:
     if gaps_in_rows(x=x, dst=dst) or (dst.overlaps(x) and (dst.address, dst.nb) != (x.address, x.nb)):
         return None
     of = Normalise(kind, np.float32(params.eps), x.ne, x.place, dst.place)
-    return Job(Work(normalise, of, x.ne[1] * x.ne[2] * x.ne[3], 8 * x.n_elements, keep=(dst, x)))
+    n_rows = x.ne[1] * x.ne[2] * x.ne[3]
+    return Job(Work(normalise, of, n_rows, 8 * x.n_elements, scratch=8 * GROUP, keep=(dst, x)))
 
 
 norm.compiled(partial(_normalised, _NORM))
 rms_norm.compiled(partial(_normalised, _RMS_NORM))
 l2_norm.compiled(partial(_normalised, _L2_NORM))
+
+
+class NormaliseGroups(NamedTuple):
+    """size: channels of a group; the last one may have fewer. ne: of both tensors, whose rows have no gaps."""
+
+    size: int
+    eps: np.float32
+    ne: Dims
+    x: Place
+    dst: Place
+
+
+@inlined
+def _mean_of_channels(term, place, ne, image, first, last, sums):
+    """The mean of the terms of channels [first, last) of an image, from the sums of rows."""
+    n0, n1, _, _ = ne
+    rows, total = array_at(sums, types.float64, n1), types.float64(0)
+    for channel in range(first, last):
+        rows[:] = 0
+        add_rows(term, types.float64, row_of(place, 0, channel, image), place.nb[1], n0, n1, sums)
+        for i in range(n1):
+            total += rows[i]
+    return types.float32(total / (n0 * n1 * (last - first)))
+
+
+@compiled
+def normalise_groups(p, begin, end, sums):
+    """A unit is a group of one image: it is centred in dst, and scaled there."""
+    of = record_at(p, NormaliseGroups)
+    n0, n1, n2, _ = of.ne
+    n_groups = -(-n2 // of.size)
+    for unit in range(begin, end):
+        image, first = unit // n_groups, unit % n_groups * of.size
+        last = min(first + of.size, n2)
+        mean = _mean_of_channels(itself, of.x, of.ne, image, first, last, sums)
+        for channel in range(first, last):
+            for i in range(n1):
+                x = array_at(row_of(of.x, i, channel, image), types.float32, n0)
+                y = array_at(row_of(of.dst, i, channel, image), types.float32, n0)
+                for j in range(n0):
+                    y[j] = x[j] - mean
+        variance = _mean_of_channels(square, of.dst, of.ne, image, first, last, sums)
+        scale = types.float32(1) / np.sqrt(variance + of.eps)
+        for channel in range(first, last):
+            for i in range(n1):
+                scaled(row_of(of.dst, i, channel, image), n0, scale)
+    return 0
+
+
+@group_norm.compiled
+def _group_norm(dst: Tensor, x: Tensor, params: GroupNorm) -> Call | None:
+    if not x.n_elements or (dst.overlaps(x) and (dst.address, dst.nb) != (x.address, x.nb)):
+        return None
+    size = -(-x.ne[2] // params.n_groups)
+    of = NormaliseGroups(size, np.float32(params.eps), x.ne, x.place, dst.place)
+    n_units, scratch = -(-x.ne[2] // size) * x.ne[3], 8 * x.ne[1]
+    return Job(Work(normalise_groups, of, n_units, 8 * x.n_elements, scratch=scratch, keep=(dst, x)))
 
 
 # what they are measured by

@@ -15,11 +15,16 @@ from ggml_backend_npu.ops.movers import convert
 from ggml_backend_npu.ops.shapes import gaps_in_rows, other_ne
 from ggml_backend_npu.registry import Call, op
 from quant.kernels.jit import array_at, compiled
-from quant.kernels.records import Place, record_at
+from quant.kernels.orders import GROUP, add_rows, group_of_rows, itself
+from quant.kernels.records import Dims, Place, index_of, record_at, row_of
 from quant.kernels.threads import Job, Work
+from quant.runs import CODES, F32, narrow_run, widen_run
 
 # sums of float32 in any order, one after the other too: 5e-12 of 4,096 terms, 1e-11 of 16,384; half floats 2e-8
 BOUND = 1e-10
+
+_TILE = 256  # elements of a row of half floats that are converted together
+_I64 = -1  # no type code of `quant.runs`
 
 
 def _one_after_the_other(x: NDArray[np.float32], dtype: type) -> NDArray[np.floating]:
@@ -46,6 +51,79 @@ def sum_all(dst: Tensor, x: Tensor) -> None:
     rows = _one_after_the_other(convert(x.view(), x.type, "f32"), dtype)
     total = _one_after_the_other(rows.reshape(-1), dtype)
     dst.view()[...] = convert(np.full((1, 1, 1, 1), total, np.float32), "f32", dst.type)
+
+
+class SumsOfRows(NamedTuple):
+    """Rows without gaps, of a type code; sums: the address of a float64 for each."""
+
+    code: int
+    ne: Dims
+    x: Place
+    sums: int
+
+
+@compiled
+def sums_of_rows(p, begin, end, tile):
+    """A unit is a row: the sum of f32 is taken in float64, that of f16 and bf16, converted in tiles, in float32."""
+    of = record_at(p, SumsOfRows)
+    n, n1, n2, _ = of.ne
+    array_at(of.sums + 8 * begin, types.float64, end - begin)[:] = 0
+    row = begin
+    while row < end:
+        i1, i2, i3 = index_of(row, n1, n2)
+        x, step, to = row_of(of.x, i1, i2, i3), of.x.nb[1], of.sums + 8 * row
+        n_rows = min(n1 - i1, end - row)
+        if of.code == F32:
+            add_rows(itself, types.float64, x, step, n, n_rows, to)
+        else:
+            n_rows = min(GROUP, n_rows)
+            for i0 in range(0, n, _TILE):
+                count = min(_TILE, n - i0)
+                for i in range(n_rows):
+                    widen_run(of.code, x + i * step + 2 * i0, types.int64(2), tile + 4 * _TILE * i, count)
+                add_rows(itself, types.float32, tile, 4 * _TILE, count, n_rows, to)
+        row += n_rows
+    return 0
+
+
+class SumOfSums(NamedTuple):
+    """sums: the address of n float64; dst: the address of their sum, of a type code, or _I64."""
+
+    code: int
+    n: int
+    sums: int
+    dst: int
+
+
+@compiled
+def sum_of_sums(p, begin, end, scratch):
+    """There is one unit: the sum in float64 for f32 and i64, else in float32."""
+    of = record_at(p, SumOfSums)
+    sums = array_at(of.sums, types.float64, of.n)
+    total, rounded = types.float64(0), types.float32(0)
+    for i in range(of.n):
+        total += sums[i]
+        rounded += types.float32(sums[i])
+    if of.code == _I64:
+        array_at(of.dst, types.int64, 1)[0] = types.int64(total)
+    else:
+        array_at(scratch, types.float32, 1)[0] = types.float32(total) if of.code == F32 else rounded
+        narrow_run(scratch, of.code, of.dst, 4, 1)
+    return 0
+
+
+def _sums(x: Tensor) -> tuple[NDArray[np.float64], Work]:
+    """The sums of all rows, and the work that computes them."""
+    sums = np.empty(x.ne[1] * x.ne[2] * x.ne[3])
+    of = SumsOfRows(CODES[x.type], x.ne, x.place, sums.ctypes.data)
+    return sums, Work(sums_of_rows, of, sums.size, x.nbytes, scratch=4 * _TILE * GROUP, keep=(x, sums))
+
+
+@sum_all.compiled
+def _sum_all(dst: Tensor, x: Tensor) -> Call:
+    sums, work = _sums(x)
+    of = SumOfSums(CODES[dst.type], sums.size, sums.ctypes.data, dst.address)
+    return Job(work, Work(sum_of_sums, of, 1, scratch=4, keep=(dst, sums)))
 
 
 @sum_all.formula
@@ -87,6 +165,33 @@ def mean(dst: Tensor, x: Tensor) -> None:
     dst.view()[..., 0] = _one_after_the_other(x.view(), np.float64).astype(np.float32) / np.float32(x.ne[0])
 
 
+class Means(NamedTuple):
+    """sums: the address of a float64 for each row; ne: of x; dst has one element per row."""
+
+    sums: int
+    ne: Dims
+    dst: Place
+
+
+@compiled
+def means(p, begin, end, scratch):
+    """A unit is a row."""
+    of = record_at(p, Means)
+    sums = array_at(of.sums, types.float64, end)
+    for row in range(begin, end):
+        i1, i2, i3 = index_of(row, of.ne[1], of.ne[2])
+        y = array_at(row_of(of.dst, i1, i2, i3), types.float32, 1)
+        y[0] = types.float32(sums[row]) / types.float32(of.ne[0])
+    return 0
+
+
+@mean.compiled
+def _mean(dst: Tensor, x: Tensor) -> Call:
+    sums, work = _sums(x)
+    of = Means(sums.ctypes.data, x.ne, dst.place)
+    return Job(work, Work(means, of, sums.size, 8 * sums.size, keep=(dst, sums)))
+
+
 @mean.formula
 def _exact_mean(x: Tensor) -> Exact:
     rows: Exact = exact.values(x).mean(axis=-1, keepdims=True)
@@ -110,6 +215,42 @@ def _refuse_cumsum(dst: Tensor, x: Tensor) -> str | None:
 def cumsum(dst: Tensor, x: Tensor) -> None:
     """dst[i] = dst[i - 1] + x[i] along each row, in float32; in x's ne. Equals ggml_compute_forward_cumsum."""
     dst.view()[...] = np.add.accumulate(x.view(), axis=-1)
+
+
+class RunningSums(NamedTuple):
+    """ne: of both tensors, whose rows have no gaps."""
+
+    ne: Dims
+    x: Place
+    dst: Place
+
+
+@compiled
+def running_sums(p, begin, end, scratch):
+    """A unit is a row. A GROUP is added up side by side; where fewer are left, one is, as all of a group."""
+    of = record_at(p, RunningSums)
+    n, n1, n2, _ = of.ne
+    row = begin
+    while row < end:
+        i1, i2, i3 = index_of(row, n1, n2)
+        together = min(n1 - i1, end - row) >= GROUP
+        x0, x1, x2, x3 = group_of_rows(row_of(of.x, i1, i2, i3), of.x.nb[1] * together, n)
+        y0, y1, y2, y3 = group_of_rows(row_of(of.dst, i1, i2, i3), of.dst.nb[1] * together, n)
+        s0, s1, s2, s3 = x0[0], x1[0], x2[0], x3[0]
+        y0[0], y1[0], y2[0], y3[0] = s0, s1, s2, s3
+        for i in range(1, n):
+            s0, s1, s2, s3 = s0 + x0[i], s1 + x1[i], s2 + x2[i], s3 + x3[i]
+            y0[i], y1[i], y2[i], y3[i] = s0, s1, s2, s3
+        row += GROUP if together else 1
+    return 0
+
+
+@cumsum.compiled
+def _cumsum(dst: Tensor, x: Tensor) -> Call | None:
+    if not x.n_elements or (x.overlaps(dst) and (dst.address, dst.nb) != (x.address, x.nb)):
+        return None
+    of = RunningSums(x.ne, x.place, dst.place)
+    return Job(Work(running_sums, of, x.n_elements // x.ne[0], 2 * x.nbytes, keep=(dst, x)))
 
 
 @cumsum.formula
@@ -191,3 +332,46 @@ def count_equal(dst: Tensor, a: Tensor, b: Tensor) -> None:
     """dst (1, 1, 1, 1) = how many elements of a equal those of b, of the same ne. Equals
     ggml_compute_forward_count_equal."""
     dst.view()[...] = np.count_nonzero(a.view() == b.view())
+
+
+class EqualInRows(NamedTuple):
+    """ne: of a and b, whose rows have no gaps; counts: the address of a float64 for each row."""
+
+    ne: Dims
+    a: Place
+    b: Place
+    counts: int
+
+
+@compiled
+def equal_in_rows(p, begin, end, scratch):
+    """A unit is a row."""
+    of = record_at(p, EqualInRows)
+    n, counts = of.ne[0], array_at(of.counts, types.float64, end)
+    for row in range(begin, end):
+        i1, i2, i3 = index_of(row, of.ne[1], of.ne[2])
+        a = array_at(row_of(of.a, i1, i2, i3), types.int32, n)
+        b = array_at(row_of(of.b, i1, i2, i3), types.int32, n)
+        count = 0
+        for i in range(n):
+            count += a[i] == b[i]
+        counts[row] = count
+    return 0
+
+
+@count_equal.compiled
+def _count_equal(dst: Tensor, a: Tensor, b: Tensor) -> Call | None:
+    if gaps_in_rows(a=a, b=b):
+        return None
+    counts = np.empty(a.ne[1] * a.ne[2] * a.ne[3])
+    at, kept = counts.ctypes.data, (dst, a, b, counts)
+    return Job(
+        Work(equal_in_rows, EqualInRows(a.ne, a.place, b.place, at), counts.size, 2 * a.nbytes, keep=kept),
+        Work(sum_of_sums, SumOfSums(_I64, counts.size, at, dst.address), 1, scratch=4, keep=kept),
+    )
+
+
+@count_equal.nodes
+def _make_count_equal(rng: probes.Rng, types: Types) -> Node:
+    a, b = (Tensor.of(rng.integers(0, 3, (5, 70)).astype(np.int32)) for _ in range(2))
+    return probes.node("COUNT_EQUAL", types[0], (1, 1, 1, 1), a, b)

@@ -18,7 +18,7 @@ from quant.kernels.matrices import LANES
 from quant.kernels.vectors import FLOAT, HALF, Address, Value, part
 
 STEP = 4 * LANES  # elements that a round of a dot product takes
-GROUP = 4  # rows that are multiplied together
+GROUP = 4  # rows that are multiplied together, or added up side by side
 _SHORT = 8 * STEP  # elements of the longest rows that are multiplied together; longer ones are read one by one
 _WIDTHS = (6, 2, 1) if LANES == 16 else (3, 1)  # columns that are multiplied together
 
@@ -184,12 +184,14 @@ _lanes_total, _squares_total = _vector_total(lambda x: x), _vector_total(lambda 
 
 
 @inlined
-def _itself(value: Any) -> Any:
+def itself(value: Any) -> Any:
+    """A term of a sum of values."""
     return value
 
 
 @inlined
-def _square(value: Any) -> Any:
+def square(value: Any) -> Any:
+    """A term of a sum of squares."""
     return value * value
 
 
@@ -208,10 +210,45 @@ def _total(vector_total: Any, term: Any, x: int, n: int) -> Any:
 def row_total(x: int, n: int) -> Any:
     """The sum of n float32 at an address, in the order of ggml_vec_soft_max_f32: float32 within a vector, float64
     across them."""
-    return _total(_lanes_total, _itself, x, n)
+    return _total(_lanes_total, itself, x, n)
 
 
 @inlined
 def squares_total(x: int, n: int) -> Any:
     """The sum of squares in the order of ggml_vec_cvar_f32; otherwise as `row_total`."""
-    return _total(_squares_total, _square, x, n)
+    return _total(_squares_total, square, x, n)
+
+
+@inlined
+def group_of_rows(x: int, row_step: int, n: int) -> Any:
+    """GROUP rows of n float32, row_step bytes apart, from an address on."""
+    return (
+        array_at(x, types.float32, n),
+        array_at(x + row_step, types.float32, n),
+        array_at(x + 2 * row_step, types.float32, n),
+        array_at(x + 3 * row_step, types.float32, n),
+    )
+
+
+@inlined
+def add_rows(term: Any, kind: Any, x: int, row_step: int, n: int, n_rows: int, to: int) -> None:
+    """Adds to each of n_rows float64 at `to` the terms of a row of n float32, one after the other in a float kind:
+    where terms cancel, even float64 shows the order. Rows at x are row_step bytes apart; a GROUP of them is added up
+    side by side, as an addition waits for the one before it."""
+    sums, r = array_at(to, types.float64, n_rows), 0
+    while r + GROUP <= n_rows:
+        x0, x1, x2, x3 = group_of_rows(x + r * row_step, row_step, n)
+        s0, s1, s2, s3 = kind(sums[r]), kind(sums[r + 1]), kind(sums[r + 2]), kind(sums[r + 3])
+        for i in range(n):
+            s0 += term(x0[i])
+            s1 += term(x1[i])
+            s2 += term(x2[i])
+            s3 += term(x3[i])
+        sums[r], sums[r + 1], sums[r + 2], sums[r + 3] = s0, s1, s2, s3
+        r += GROUP
+    while r < n_rows:
+        row, total = array_at(x + r * row_step, types.float32, n), kind(sums[r])
+        for i in range(n):
+            total += term(row[i])
+        sums[r] = total
+        r += 1

@@ -134,6 +134,14 @@ def test_in_place_and_half_on_the_source(backend: Plugin, name: str, how: str) -
 
 
 @pytest.mark.parametrize("how", ENGINES)
+def test_group_norm_in_place(backend: Plugin, how: str) -> None:
+    x, params = np.random.default_rng(0).standard_normal((2, 5, 7, 30)).astype(np.float32), struct.pack("if", 2, 1e-5)
+    with engine(backend, how):
+        expected = computed("GROUP_NORM", np.empty_like(x), x.copy(), params=params)
+        assert_same_bytes(computed("GROUP_NORM", x, x, params=params), expected)
+
+
+@pytest.mark.parametrize("how", ENGINES)
 def test_rms_norm_adds_in_float64(backend: Plugin, how: str) -> None:
     """A row of which float32 would lose all but the first."""
     x = np.full((1, 1 << 16), 2.0**-13, np.float32)

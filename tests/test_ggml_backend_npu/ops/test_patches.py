@@ -23,6 +23,7 @@ from support import (
     Recipe,
     Scene,
     assert_equals_cpu,
+    assert_same_bytes,
     computed,
     engine,
     examples,
@@ -36,6 +37,8 @@ from support import (
     zeros,
 )
 
+import quant
+from ggml_backend_npu import Node, Tensor, default_backend
 from ggml_backend_npu.abi.plugin import Plugin
 
 UPPER_DIAG, UPPER, LOWER_DIAG, LOWER = range(4)
@@ -250,9 +253,26 @@ def test_sums_of_many(backend: Plugin, op: str) -> None:
     assert_equals_cpu(backend, recipe, "f32")
 
 
+@pytest.mark.parametrize("type", ["f16", "bf16"])
+@pytest.mark.parametrize("ne", [(900, 1), (1, 900)])
+def test_halves_are_added_up_in_float32(backend: Plugin, type: str, ne: tuple[int, int]) -> None:
+    """Within a row, and from row to row: what is added to a large number, which goes away again, leaves something."""
+    x = np.full(900, 1e-3, np.float32)
+    x[0], x[-1] = 6e4, -6e4
+    assert_equals_cpu(backend, lambda scene: scene.op("sum", scene.root(type, ne, quant.quantize(x, type))))
+
+
 @pytest.mark.parametrize("op", ["sum", "mean"])
 def test_sums_of_nothing(backend: Plugin, op: str) -> None:
     assert_equals_cpu(backend, lambda scene: scene.op(op, scene.root("f32", (0, 3), np.zeros(0))), "f32")
+
+
+@pytest.mark.parametrize("shift", [0, 1, 35])
+def test_cumsum_on_its_source(shift: int) -> None:
+    x, memory = np.random.default_rng(0).standard_normal((6, 30)).astype(np.float32), np.zeros(300, np.float32)
+    source, dst = memory[:180].reshape(6, 30), memory[shift:][:180].reshape(6, 30)
+    source[...] = x
+    assert_same_bytes(computed("CUMSUM", dst, source), np.add.accumulate(x, axis=1))
 
 
 @given(width=st.integers(1, 40), n_rows=st.integers(1, 4), apart=st.booleans(), seed=seeds)
