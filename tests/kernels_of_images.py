@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import struct
 from dataclasses import replace
 
@@ -15,6 +16,7 @@ from ggml_backend_npu.ops import (
     convolution,
     depthwise,
     im2col,
+    norms,
     patches,
     pooling,
     strided,
@@ -34,6 +36,20 @@ def convolved(op: str, dst: tuple[int, ...], kernel: tuple[int, ...], x: tuple[i
         found.append(np.zeros(dst, np.float32))
         OWN[op].bind(Node(op, Tensor.of(found[-1]), sources, params), replace(codecs.bound(), matmul="exact"))()
     return found
+
+
+def pooled(op: str, dst: tuple[int, ...], x: tuple[int, ...], *windows: tuple[int, ...]) -> list[Array]:
+    """The maximum and the mean, of float32 and float16, under each window."""
+    return [
+        array
+        for kind, window, type in itertools.product(range(2), windows, (np.float32, np.float16))
+        for array in node(
+            op,
+            np.zeros(dst, np.float32),
+            floats(*x).astype(type),
+            params=struct.pack(f"{1 + len(window)}i", kind, *window),
+        )
+    ]
 
 
 OF_IMAGES = {
@@ -89,11 +105,20 @@ OF_IMAGES = {
         lambda: node("COL2IM_1D", np.zeros((3, 4999), np.float32), floats(2500, 9), params=struct.pack("3i", 2, 3, 1)),
         (transposed.signal,),
     ),
-    "POOL_1D": Case(
-        lambda: [
-            *node("POOL_1D", np.zeros((9, 30), np.float32), floats(9, 60), params=struct.pack("4i", 1, 3, 2, 1)),
-            *node("POOL_1D", np.zeros((9, 30), np.float32), floats(9, 60), params=struct.pack("4i", 0, 3, 2, 1)),
-        ],
+    "GROUP_NORM": Case(
+        lambda: node(
+            "GROUP_NORM",
+            np.zeros((3, 10, 7, 33), np.float32),
+            floats(3, 10, 14, 33)[:, :, ::2],
+            params=struct.pack("if", 4, 1e-5),
+        ),
+        (norms.normalise_groups,),
+    ),
+    "POOL_1D": Case(lambda: pooled("POOL_1D", (9, 30), (9, 60), (3, 2, 1), (9, 1, 0), (2, 3, 7)), (pooling.pool_rows,)),
+    "POOL_2D": Case(
+        lambda: pooled(
+            "POOL_2D", (2, 3, 9, 20), (2, 3, 10, 39), (3, 2, 2, 1, 1, 0), (1, 9, 1, 3, 0, 8), (5, 5, 3, 2, 9, 2)
+        ),
         (pooling.pool_rows,),
     ),
     "POOL_2D_BACK": Case(

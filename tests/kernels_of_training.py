@@ -98,6 +98,41 @@ OF_TRAINING = {
     ),
     "OPT_STEP_ADAMW": Case(lambda: stepped("OPT_STEP_ADAMW"), (optimisers.adamw_steps,)),
     "OPT_STEP_SGD": Case(lambda: stepped("OPT_STEP_SGD"), (optimisers.sgd_steps,)),
+    "SUM": Case(
+        lambda: [
+            *node("SUM", np.zeros(1, np.float32), floats(2, 7, 9, 300)[:, :, ::2]),
+            *node("SUM", np.zeros(1, np.float16), floats(2, 7, 9, 300).astype(np.float16)[:, :6]),
+            *node(
+                "SUM",
+                np.zeros(1, np.uint16),
+                (floats(9, 300).view(np.uint32) >> 16).astype(np.uint16),
+                types=("bf16", "bf16"),
+            ),
+        ],
+        (sums.sums_of_rows, sums.sum_of_sums),
+    ),
+    "MEAN": Case(
+        lambda: [
+            *node("MEAN", np.zeros((2, 7, 9, 1), np.float32), floats(2, 7, 18, 300)[:, :, ::2]),
+            *node("MEAN", np.zeros((7, 2, 1), np.float32).swapaxes(0, 1), floats(2, 7, 33)),
+        ],
+        (sums.sums_of_rows, sums.means),
+    ),
+    "CUMSUM": Case(
+        lambda: [
+            *node("CUMSUM", np.zeros((2, 7, 9, 30), np.float32), floats(2, 7, 18, 30)[:, :, ::2]),
+            *node("CUMSUM", np.zeros((9, 7, 30), np.float32).swapaxes(0, 1), floats(7, 9, 30)),
+        ],
+        (sums.running_sums,),
+    ),
+    "COUNT_EQUAL": Case(
+        lambda: node(
+            "COUNT_EQUAL",
+            np.zeros(1, np.int64),
+            *(np.random.default_rng(seed).integers(0, 3, (33, 70), np.int32)[:, seed:][:, :69] for seed in range(2)),
+        ),
+        (sums.equal_in_rows, sums.sum_of_sums),
+    ),
     "ARGMAX": Case(
         lambda: node("ARGMAX", np.zeros(50, np.int32), special_floats()[:5000].reshape(50, 100)),
         (sums.place_of_largest,),

@@ -19,7 +19,7 @@ from ggml_backend_npu.registry import Call, op
 from quant.kernels.jit import array_at, compiled, inlined
 from quant.kernels.records import Place, record_at
 from quant.kernels.threads import Job, Work
-from quant.runs import F16, widen_run
+from quant.runs import CODES, F32, widen_run
 
 _MAX, _MEAN = range(2)
 _LOWEST = np.finfo(np.float32).min
@@ -92,6 +92,116 @@ def pool_2d(dst: Tensor, x: Tensor, params: Pool2d) -> None:
         dst.view()[...] = y if p.op == _MAX else y / np.float32(p.k0 * p.k1)
 
 
+class Window(NamedTuple):
+    """In one dimension: size k, stride s, padding p."""
+
+    k: int
+    s: int
+    p: int
+
+
+@inlined
+def _covered(window, i, n):
+    """Which of n elements the i-th window covers: the first one, and where they end."""
+    begin = i * window.s - window.p
+    return max(0, begin), min(n, begin + window.k)
+
+
+class PoolRows(NamedTuple):
+    """Rows of x are evenly apart, as are those of dst.
+
+    ne    elements of x in dimensions 0 and 1; dst_ne: windows
+    code  the type of x
+    area  by what sums are divided; 0: by how many elements of a row a window covers
+    """
+
+    x: Place
+    dst: Place
+    ne: tuple[int, int]
+    dst_ne: tuple[int, int]
+    window0: Window
+    window1: Window
+    code: int
+    is_max: int
+    area: int
+
+
+@inlined
+def _larger(y, x):
+    return y if x < y else x
+
+
+@inlined
+def _sum(y, x):
+    return y + x
+
+
+@inlined
+def _take_row(take, x, n, window, y, n_windows):
+    """Takes of a row of n elements at x, for each window, those that it covers."""
+    s = window.s
+    for k in range(window.k):
+        begin = k - window.p  # the element that the first window has at k
+        first = max(0, -(begin // s))
+        count = min(n_windows, (n - 1 - begin) // s + 1) - first
+        row = array_at(x + 4 * (first * s + begin), types.float32, count * s)
+        found = array_at(y + 4 * first, types.float32, count)
+        if s == 1:
+            for i in range(count):
+                found[i] = take(found[i], row[i])
+        elif s == 2:
+            for i in range(count):
+                found[i] = take(found[i], row[2 * i])
+        else:
+            for i in range(count):
+                found[i] = take(found[i], row[s * i])
+
+
+@compiled
+def pool_rows(p, begin, end, scratch):
+    """A unit is a row of dst. Rows of x that are not float32 are converted, one at a time."""
+    of = record_at(p, PoolRows)
+    (n0, n1), (n_windows, n_rows) = of.ne, of.dst_ne
+    for i in range(begin, end):
+        at = of.dst.address + i * of.dst.nb[1]
+        y = array_at(at, types.float32, n_windows)
+        y[:] = types.float32(_LOWEST) if of.is_max else types.float32(0)
+        first, last = _covered(of.window1, i % n_rows, n1)
+        for row in range(i // n_rows * n1 + first, i // n_rows * n1 + last):
+            source = of.x.address + row * of.x.nb[1]
+            if of.code != F32:
+                widen_run(of.code, source, types.int64(2), scratch, n0)
+                source = scratch
+            if of.is_max:
+                _take_row(_larger, source, n0, of.window0, at, n_windows)
+            else:
+                _take_row(_sum, source, n0, of.window0, at, n_windows)
+        if of.area:
+            for window in range(n_windows):
+                y[window] /= types.float32(of.area)
+        elif not of.is_max:
+            for window in range(n_windows):
+                first, last = _covered(of.window0, window, n0)
+                y[window] /= types.float32(max(1, last - first))
+    return 0
+
+
+def _pooled(dst: Tensor, x: Tensor, window0: Window, window1: Window, is_max: bool, area: int) -> Call | None:
+    """The windows move over dimensions 0 and 1."""
+    if x.overlaps(dst) or window0.s < 1:
+        return None
+    of = PoolRows(x.place, dst.place, x.ne[:2], dst.ne[:2], window0, window1, CODES[x.type], is_max, area)
+    n_bytes, scratch = x.nbytes + dst.nbytes * window0.k * window1.k, 4 * x.ne[0]
+    return Job(Work(pool_rows, of, dst.ne[1] * dst.ne[2] * dst.ne[3], n_bytes, scratch=scratch, keep=(dst, x)))
+
+
+@pool_2d.compiled
+def _pool_2d(dst: Tensor, x: Tensor, params: Pool2d) -> Call | None:
+    p, is_max = params, params.op == _MAX
+    area = 0 if is_max else p.k0 * p.k1
+    return _pooled(dst, x, Window(p.k0, p.s0, p.p0), Window(p.k1, p.s1, p.p1), is_max, area)
+
+
 @pool_2d.formula
 def _exact_pool_2d(x: Tensor, params: Pool2d) -> Exact:
     p, image = params, exact.values(x)
@@ -139,73 +249,10 @@ def pool_1d(dst: Tensor, x: Tensor, params: Pool1d) -> None:
         dst.view()[...] = y if p.op == _MAX else np.where(covered > 0, y / covered, rows.dtype.type(0))
 
 
-class Window(NamedTuple):
-    """In one dimension: size k, stride s, padding p."""
-
-    k: int
-    s: int
-    p: int
-
-
-@inlined
-def _covered(window, i, n):
-    """Which of n elements the i-th window covers: the first one, and where they end."""
-    begin = i * window.s - window.p
-    return max(0, begin), min(n, begin + window.k)
-
-
-class PoolRows(NamedTuple):
-    """Rows of n elements, under n_windows windows; is_half: they are float16."""
-
-    x: Place
-    dst: Place
-    n: int
-    n_windows: int
-    window: Window
-    is_half: int
-    is_max: int
-
-
-@compiled
-def pool_rows(p, begin, end, row):
-    """A unit is a row. A row of float16 is converted to float32 in `row`."""
-    of = record_at(p, PoolRows)
-    n, n_windows, is_max = of.n, of.n_windows, of.is_max
-    for i in range(begin, end):
-        source = of.x.address + i * of.x.nb[1]
-        if of.is_half:
-            widen_run(types.int64(F16), source, types.int64(2), row, n)
-            source = row
-        y = array_at(of.dst.address + i * of.dst.nb[1], types.float32, n_windows)
-        for window in range(n_windows):
-            first, last = _covered(of.window, window, n)
-            count = max(0, last - first)
-            covered = array_at(source + 4 * first, types.float32, n)
-            found = types.float32(_LOWEST) if is_max else types.float32(0)
-            for j in range(count):
-                value = covered[j]
-                if not is_max:
-                    found += value
-                elif not value < found:
-                    found = value
-            y[window] = found / types.float32(count) if not is_max and count else found
-    return 0
-
-
 @pool_1d.compiled
-def _pool_1d(dst: Tensor, x: Tensor, params: Pool1d) -> Call:
-    p, n_rows, is_half = params, dst.ne[1] * dst.ne[2] * dst.ne[3], x.type == "f16"
-    of = PoolRows(
-        x=x.place,
-        dst=dst.place,
-        n=x.ne[0],
-        n_windows=dst.ne[0],
-        window=Window(p.k0, p.s0, p.p0),
-        is_half=is_half,
-        is_max=p.op == _MAX,
-    )
-    n_bytes, scratch = x.nbytes + dst.nbytes * p.k0, 4 * x.ne[0] if is_half else 0
-    return Job(Work(pool_rows, of, n_rows, n_bytes, scratch=scratch, keep=(dst, x)))
+def _pool_1d(dst: Tensor, x: Tensor, params: Pool1d) -> Call | None:
+    p = params
+    return _pooled(dst, x, Window(p.k0, p.s0, p.p0), Window(1, 1, 0), p.op == _MAX, 0)
 
 
 @pool_1d.nodes

@@ -38,7 +38,6 @@ from support import (
 )
 
 import quant
-from ggml_backend_npu import Node, Tensor, default_backend
 from ggml_backend_npu.abi.plugin import Plugin
 
 UPPER_DIAG, UPPER, LOWER_DIAG, LOWER = range(4)

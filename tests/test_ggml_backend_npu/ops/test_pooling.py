@@ -11,7 +11,19 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
-from support import Dims, Scene, assert_equals_cpu, examples, refusal, seeds, sizes, values, zeros
+from support import (
+    Dims,
+    Scene,
+    assert_equals_cpu,
+    assert_same_bytes,
+    computed,
+    examples,
+    refusal,
+    seeds,
+    sizes,
+    values,
+    zeros,
+)
 
 from ggml_backend_npu.abi.plugin import Plugin
 
@@ -76,6 +88,16 @@ def test_pool_2d_back(
         return scene.op("pool_2d_back", gradient, image, op, *steps)
 
     assert_equals_cpu(backend, recipe, "f32")
+
+
+@pytest.mark.parametrize(("op", "params"), [("POOL_1D", (MAX, 2, 1, 1)), ("POOL_2D", (MAX, 2, 1, 1, 1, 1, 0))])
+def test_on_its_source(op: str, params: tuple[int, ...]) -> None:
+    memory, windows = np.random.default_rng(0).standard_normal(300).astype(np.float32), np.zeros((6, 31), np.float32)
+    numbers = struct.pack(f"{len(params)}i", *params)
+    computed(op, windows, memory[:180].reshape(6, 30).copy(), params=numbers)
+    assert_same_bytes(
+        computed(op, memory[7:][:186].reshape(6, 31), memory[:180].reshape(6, 30), params=numbers), windows
+    )
 
 
 @pytest.mark.parametrize(
