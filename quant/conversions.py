@@ -109,17 +109,37 @@ def _at(address, packed, n_packed, payload):
 
 
 @cache
-def decoding(kind: Blocks) -> Part:
-    """A part of kernels that decodes blocks: part(src, src_step, packed, n_packed, dst, dst_step, count)."""
-    payload = kind.payload
+def block_decoder(kind: Blocks, packed: bool = False) -> Part:
+    """A part of kernels that decodes a block: part(scale, quants, target), which are addresses."""
 
-    @part
     def decode(scale: Address, quants: Address, target: Address) -> None:
-        target.store(kind.decode(scale.load(HALF).widened(), quants.load(INT8, payload)))
+        found = quants.load(INT8, kind.payload)
+        target.store(kind.decode(scale.load(HALF).widened(), kind.unpack(found) if packed else found))
 
-    @part
-    def decode_packed(scale: Address, quants: Address, target: Address) -> None:
-        target.store(kind.decode(scale.load(HALF).widened(), kind.unpack(quants.load(INT8, payload))))
+    made: Part = part(decode)
+    return made
+
+
+@cache
+def block_encoder(kind: Blocks, rounding: str, source: Elements = F32, packed: bool = False) -> Part:
+    """A part of kernels that encodes a block: part(source, scale, quants), which are addresses."""
+    floats, function = source.floats, kind.encode.get(rounding) or kind.encode[""]
+    assert floats is not None
+
+    def encode(at: Address, scale: Address, quants: Address) -> None:
+        d, found = function(floats(at, kind.size))
+        scale.store(d.narrowed())
+        quants.store(kind.pack(found) if packed else found)
+
+    made: Part = part(encode)
+    return made
+
+
+@cache
+def decoding(kind: Blocks) -> Part:
+    """A part of kernels that decodes blocks: part(src, src_step, packed, n_packed, dst, dst_step, count). For one block
+    there is `block_decoder`: of such a loop over a constant 1, LLVM 20 has lost a store."""
+    payload, decode, decode_packed = kind.payload, block_decoder(kind), block_decoder(kind, packed=True)
 
     @inlined
     def run(src, src_step, packed, n_packed, dst, dst_step, count):
@@ -131,39 +151,6 @@ def decoding(kind: Blocks) -> Part:
             for block in range(count):
                 scale = src + block * src_step
                 decode(scale, scale + 2, dst + block * dst_step)
-
-    return run
-
-
-@cache
-def encoding(kind: Blocks, rounding: str, source: Elements = F32) -> Part:
-    """A part of kernels that encodes blocks: part(src, src_step, dst, dst_step, packed, n_packed, count)."""
-    payload, function = kind.payload, kind.encode.get(rounding) or kind.encode[""]
-    floats = source.floats
-    assert floats is not None
-
-    @part
-    def encode(at: Address, scale: Address, quants: Address) -> None:
-        d, found = function(floats(at, kind.size))
-        scale.store(d.narrowed())
-        quants.store(found)
-
-    @part
-    def encode_packed(at: Address, scale: Address, quants: Address) -> None:
-        d, found = function(floats(at, kind.size))
-        scale.store(d.narrowed())
-        quants.store(kind.pack(found))
-
-    @inlined
-    def run(src, src_step, dst, dst_step, packed, n_packed, count):
-        if n_packed:
-            for block in range(count):
-                scale, quants = _at(dst + block * dst_step, packed, n_packed, payload)
-                encode_packed(src + block * src_step, scale, quants)
-        else:
-            for block in range(count):
-                scale = dst + block * dst_step
-                encode(src + block * src_step, scale, scale + 2)
 
     return run
 
@@ -207,10 +194,18 @@ def _from_blocks(src: Blocks) -> Part:
 
 
 def _to_blocks(src: Elements, dst: Blocks, rounding: str) -> Part:
-    encode = encoding(dst, rounding, src)
+    payload = dst.payload
+    encode, encode_packed = (block_encoder(dst, rounding, src, packed) for packed in (False, True))
 
     def run(x, x_step, x_packed, x_n, y, y_step, packed, n_packed, count):
-        encode(x, x_step, y, y_step, packed, n_packed, count)
+        if n_packed:
+            for block in range(count):
+                scale, quants = _at(y + block * y_step, packed, n_packed, payload)
+                encode_packed(x + block * x_step, scale, quants)
+        else:
+            for block in range(count):
+                scale = y + block * y_step
+                encode(x + block * x_step, scale, scale + 2)
         return 0
 
     return run

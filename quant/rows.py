@@ -9,7 +9,7 @@ from numba.extending import intrinsic
 from quant import runs
 from quant.blocks import Q4_0 as _Q4_0
 from quant.blocks import Q8_0 as _Q8_0
-from quant.conversions import decoding, encoding
+from quant.conversions import block_decoder, block_encoder, decoding
 from quant.kernels.jit import inlined
 from quant.runs import BF16, F16, F32, narrow_run, widen_run
 
@@ -18,7 +18,8 @@ Q8_0, Q8_0_SIMD, Q4_0 = range(len(runs.CODES), len(runs.CODES) + 3)
 CODES = {**runs.CODES, "q8_0": Q8_0, "q8_0 reference": Q8_0, "q8_0 simd": Q8_0_SIMD, "q4_0": Q4_0}
 
 _decode_q8_0, _decode_q4_0 = decoding(_Q8_0.run), decoding(_Q4_0.run)
-_encode_reference, _encode_simd = (encoding(_Q8_0.run, rounding) for rounding in ("reference", "simd"))
+_decode_block = block_decoder(_Q8_0.run)
+_encode_reference, _encode_simd = (block_encoder(_Q8_0.run, rounding) for rounding in ("reference", "simd"))
 
 
 @inlined
@@ -65,7 +66,7 @@ def round_run(code, x, work, n):
         for block in range(n // 32):
             at = x + block * 128
             if code == Q8_0_SIMD:
-                _encode_simd(at, 128, work, 34, 0, 0, 1)
+                _encode_simd(at, work, work + 2)
             else:
-                _encode_reference(at, 128, work, 34, 0, 0, 1)
-            _decode_q8_0(work, 34, 0, 0, at, 128, 1)
+                _encode_reference(at, work, work + 2)
+            _decode_block(work, work + 2, at)
