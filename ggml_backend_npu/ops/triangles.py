@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -11,11 +11,13 @@ from numba import types
 from ggml_backend_npu.checks import Types
 from ggml_backend_npu.ir import Node, Tensor
 from ggml_backend_npu.ops import probes
+from ggml_backend_npu.ops.gradients import lie_apart
 from ggml_backend_npu.ops.shapes import gaps, gaps_in_rows, other_ne
+from ggml_backend_npu.ops.sides import next_row
 from ggml_backend_npu.params import Params, i32
 from ggml_backend_npu.registry import Call, op
-from quant.kernels.jit import array_at, compiled, fused_multiply_add
-from quant.kernels.records import record_at
+from quant.kernels.jit import array_at, compiled, copy, fused_multiply_add
+from quant.kernels.records import Dims, Place, index_of, record_at, row_of
 from quant.kernels.threads import Job, Work
 
 # which elements TRI leaves, by ggml_tri_type
@@ -34,7 +36,45 @@ def _refuse_tri(dst: Tensor, x: Tensor, params: Tri) -> str | None:
         return f"type {params.type}"
     if x.ne[0] != x.ne[1]:
         return f"x of ne {x.ne} is not square"
-    return other_ne(x=x, dst=dst) or gaps(x=x)
+    return other_ne(x=x, dst=dst) or gaps(x=x) or gaps_in_rows(dst=dst)
+
+
+class KeepBand(NamedTuple):
+    """ne: of dst. Of row i, columns i - before to i + behind are those of x, and others become a value."""
+
+    ne: Dims
+    before: int
+    behind: int
+    value: np.float32
+    x: Place
+    dst: Place
+
+
+@compiled
+def keep_band(p, begin, end, scratch):
+    """A unit is a row of dst, which may be that of x."""
+    of = record_at(p, KeepBand)
+    n0, n1, n2, _ = of.ne
+    value = of.value
+    i1, i2, i3 = index_of(begin, n1, n2)
+    for _ in range(begin, end):
+        x, y = row_of(of.x, i1, i2, i3), row_of(of.dst, i1, i2, i3)
+        first = min(max(0, i1 - of.before), n0)
+        last = min(max(first, i1 + of.behind + 1), n0)
+        array_at(y, types.float32, first)[:] = value
+        if x != y:
+            copy(x + 4 * first, y + 4 * first, 4 * (last - first))
+        array_at(y + 4 * last, types.float32, n0 - last)[:] = value
+        i1, i2, i3 = next_row(of, i1, i2, i3)
+    return 0
+
+
+def _kept_band(dst: Tensor, x: Tensor, before: int, behind: int, value: float = 0) -> Call | None:
+    """The call of `keep_band`; None where x and dst share bytes otherwise than row by row."""
+    if not lie_apart(dst, x):
+        return None
+    of = KeepBand(dst.ne, before, behind, np.float32(value), x.place, dst.place)
+    return Job(Work(keep_band, of, dst.ne[1] * dst.ne[2] * dst.ne[3], dst.nbytes, keep=(dst, x)))
 
 
 @op("TRI", types=[("f32", "f32")], refuse=_refuse_tri, params=Tri)
@@ -45,6 +85,13 @@ def tri(dst: Tensor, x: Tensor, params: Tri) -> None:
     """
     rows, columns = np.indices(x.ne[:2], sparse=True)
     dst.view()[...] = np.where(_LEFT[params.type](rows, columns), x.view(), np.float32(0))
+
+
+@tri.compiled
+def _tri(dst: Tensor, x: Tensor, params: Tri) -> Call | None:
+    n = x.ne[0]
+    before, behind = ((0, n), (-1, n), (n, 0), (n, -1))[params.type]
+    return _kept_band(dst, x, before, behind)
 
 
 def _refuse_diag(dst: Tensor, x: Tensor) -> str | None:
@@ -62,6 +109,12 @@ def diag(dst: Tensor, x: Tensor) -> None:
     places = np.arange(x.ne[0])
     dst.view()[...] = 0
     dst.view()[:, :, places, places] = x.view()[:, :, 0]
+
+
+@diag.compiled
+def _diag(dst: Tensor, x: Tensor) -> Call | None:
+    repeated = replace(x, ne=dst.ne, nb=(x.nb[0], 0, *x.nb[2:]))
+    return _kept_band(dst, repeated, before=0, behind=0)
 
 
 @dataclass(frozen=True)
@@ -91,6 +144,10 @@ def _register_diag_mask(name: str, value: float) -> None:
         """
         rows, columns = np.indices(x.ne[1::-1], sparse=True)
         dst.view()[...] = np.where(columns - rows > params.n_past, np.float32(value), x.view())
+
+    @diag_mask.compiled
+    def _diag_mask(dst: Tensor, x: Tensor, params: DiagMask) -> Call | None:
+        return _kept_band(dst, x, before=x.ne[1], behind=params.n_past, value=value)
 
 
 _register_diag_mask("DIAG_MASK_INF", -np.inf)

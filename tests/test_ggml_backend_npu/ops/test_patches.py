@@ -172,6 +172,14 @@ def test_what_tri_leaves() -> None:
     }
 
 
+@pytest.mark.parametrize("name", ENGINES)
+def test_tri_of_what_lies_one_row_behind_in_its_output(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GGML_NPU_ENGINE", name)
+    memory = np.arange(12, dtype=np.float32)
+    computed("TRI", memory[3:].reshape(3, 3), memory[:9].reshape(3, 3), params=numbers(LOWER_DIAG))
+    assert memory[3:].tolist() == [0, 0, 0, 3, 4, 0, 6, 7, 8]
+
+
 # DIAG, DIAG_MASK_INF, DIAG_MASK_ZERO
 
 
