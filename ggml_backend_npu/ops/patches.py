@@ -13,12 +13,14 @@ from ggml_backend_npu.checks import Types
 from ggml_backend_npu.ir import Node, Tensor
 from ggml_backend_npu.ops import elements, probes, strided
 from ggml_backend_npu.ops.shapes import gaps, gaps_in_rows, other_ne
+from ggml_backend_npu.ops.sides import next_row
 from ggml_backend_npu.ops.tiles import computed
 from ggml_backend_npu.params import Params, i32
 from ggml_backend_npu.registry import Call, op
-from quant.kernels.jit import compiled, copy
+from quant.kernels.jit import array_at, compiled, copy
 from quant.kernels.records import Dims, Place, index_of, record_at, row_of
 from quant.kernels.threads import Job, Work
+from quant.runs import copy_run
 
 
 @dataclass(frozen=True)
@@ -204,6 +206,47 @@ def pad(dst: Tensor, x: Tensor, params: Pad) -> None:
     dst.view()[np.ix_(*inside)] = taken
 
 
+class Shifted(NamedTuple):
+    """Element i of x is element i + shifts of dst, whose rows have no gaps; ne: of dst, x_ne: of x."""
+
+    ne: Dims
+    x_ne: Dims
+    shifts: Dims
+    x: Place
+    dst: Place
+
+
+@compiled
+def pad_rows(p, begin, end, scratch):
+    """A unit is a row of dst."""
+    of = record_at(p, Shifted)
+    n0, n1, n2, _ = of.ne
+    m0, m1, m2, m3 = of.x_ne
+    s0, s1, s2, s3 = of.shifts
+    nb0 = of.x.nb[0]
+    i1, i2, i3 = index_of(begin, n1, n2)
+    for _ in range(begin, end):
+        y, first, last = row_of(of.dst, i1, i2, i3), n0, n0
+        if 0 <= i1 - s1 < m1 and 0 <= i2 - s2 < m2 and 0 <= i3 - s3 < m3:
+            first = min(max(0, s0), n0)
+            last = min(max(first, s0 + m0), n0)
+            x = row_of(of.x, i1 - s1, i2 - s2, i3 - s3)
+            copy_run(4, x + (first - s0) * nb0, nb0, y + 4 * first, 4, last - first)
+        array_at(y, types.float32, first)[:] = types.float32(0)
+        array_at(y + 4 * last, types.float32, n0 - last)[:] = types.float32(0)
+        i1, i2, i3 = next_row(of, i1, i2, i3)
+    return 0
+
+
+@pad.compiled
+def _pad(dst: Tensor, x: Tensor, params: Pad) -> Call | None:
+    if x.overlaps(dst) or not dst.n_elements:
+        return None
+    of = Shifted(dst.ne, x.ne, params.before, x.place, dst.place)
+    kernel = roll_rows if params.circular else pad_rows
+    return Job(Work(kernel, of, dst.n_elements // dst.ne[0], dst.nbytes, keep=(dst, x)))
+
+
 def _refuse_reflect(dst: Tensor, x: Tensor, params: PadReflect) -> str | None:
     p0, p1 = params.p0, params.p1
     if min(p0, p1) < 0 or max(p0, p1) >= x.ne[0]:
@@ -272,28 +315,27 @@ def roll(dst: Tensor, x: Tensor, params: Roll) -> None:
     dst.view()[...] = np.roll(x.view(), params.shifts[::-1], axis=(0, 1, 2, 3))
 
 
-class RollRows(NamedTuple):
-    """ne: of both tensors, whose rows have no gaps."""
-
-    ne: Dims
-    shifts: Dims
-    x: Place
-    dst: Place
-
-
 @compiled
 def roll_rows(p, begin, end, scratch):
-    """A unit is a row of dst."""
-    of = record_at(p, RollRows)
-    n0, n1, n2, n3 = of.ne
+    """A unit is a row of dst. Rows that follow each other in x too are found together: a division takes as long as
+    the copy of a short row. Where dst is larger, x comes around again."""
+    of = record_at(p, Shifted)
+    n0, n1, n2, _ = of.ne
+    m0, m1, m2, m3 = of.x_ne
     s0, s1, s2, s3 = of.shifts
-    around = s0 % n0
-    for row in range(begin, end):
+    row, begins, nb0 = begin, -s0 % m0, of.x.nb[0]
+    while row < end:
         i1, i2, i3 = index_of(row, n1, n2)
-        x = row_of(of.x, (i1 - s1) % n1, (i2 - s2) % n2, (i3 - s3) % n3)
-        y = row_of(of.dst, i1, i2, i3)
-        copy(x, y + 4 * around, 4 * (n0 - around))
-        copy(x + 4 * (n0 - around), y, 4 * around)
+        j1, j2, j3 = (i1 - s1) % m1, (i2 - s2) % m2, (i3 - s3) % m3
+        n_rows = min(n1 - i1, m1 - j1, end - row)
+        for i in range(n_rows):
+            x, y = row_of(of.x, j1 + i, j2, j3), row_of(of.dst, i1 + i, i2, i3)
+            i0, j0 = 0, begins
+            while i0 < n0:
+                count = min(n0 - i0, m0 - j0)
+                copy_run(4, x + j0 * nb0, nb0, y + 4 * i0, 4, count)
+                i0, j0 = i0 + count, 0
+        row += n_rows
     return 0
 
 
@@ -301,8 +343,8 @@ def roll_rows(p, begin, end, scratch):
 def _roll(dst: Tensor, x: Tensor, params: Roll) -> Call | None:
     if x.overlaps(dst):
         return None
-    of = RollRows(x.ne, params.shifts, x.place, dst.place)
-    return Job(Work(roll_rows, of, x.n_elements // x.ne[0], x.nbytes, keep=(dst, x)))
+    of = Shifted(dst.ne, x.ne, params.shifts, x.place, dst.place)
+    return Job(Work(roll_rows, of, dst.n_elements // dst.ne[0], dst.nbytes, keep=(dst, x)))
 
 
 @roll.nodes
