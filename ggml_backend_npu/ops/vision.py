@@ -16,7 +16,7 @@ from ggml_backend_npu.ops.functions import Floats, cosf, expf, logf, sinf
 from ggml_backend_npu.ops.shapes import gaps, gaps_in_rows, other_ne
 from ggml_backend_npu.params import Params, i32
 from ggml_backend_npu.registry import Call, op
-from quant.kernels.jit import array_at, compiled
+from quant.kernels.jit import array_at, compiled, copy
 from quant.kernels.records import Place, record_at
 from quant.kernels.threads import Job, Work
 
@@ -77,6 +77,56 @@ def win_part(dst: Tensor, x: Tensor, params: WinPart) -> None:
         window[:height, width:] = 0
 
 
+class MoveWindows(NamedTuple):
+    """Addresses of an image and of windows of w * w pixels, both without gaps; n_bytes: of a pixel, all its channels.
+
+    back  windows are put together, not split
+    """
+
+    image: int
+    windows: int
+    n_bytes: int
+    width: int
+    height: int
+    w: int
+    back: int
+
+
+@compiled
+def move_windows(p, begin, end, scratch):
+    """A unit is a row of a window."""
+    of = record_at(p, MoveWindows)
+    w, n_bytes = of.w, of.n_bytes
+    along = -(-of.width // w)
+    for row in range(begin, end):
+        window = row // w
+        i1, i2 = window % along * w, window // along * w + row % w
+        n_inside = min(w, of.width - i1) * n_bytes if i2 < of.height else 0
+        at, part = of.image + (i2 * of.width + i1) * n_bytes, of.windows + row * w * n_bytes
+        if of.back:
+            copy(part, at, n_inside)
+        else:
+            copy(at, part, n_inside)
+            array_at(part + n_inside, types.uint8, w * n_bytes - n_inside)[:] = types.uint8(0)
+    return 0
+
+
+def _moved(image: Tensor, windows: Tensor, back: bool) -> Call | None:
+    """The call of `move_windows`; None where the two share bytes."""
+    if image.overlaps(windows):
+        return None
+    n, width, height, _ = image.ne
+    w = windows.ne[1]
+    of = MoveWindows(image.address, windows.address, 4 * n, width, height, w, back)
+    n_rows = -(-width // w) * -(-height // w) * w
+    return Job(Work(move_windows, of, n_rows, image.nbytes, keep=(image, windows)))
+
+
+@win_part.compiled
+def _win_part(dst: Tensor, x: Tensor, params: WinPart) -> Call | None:
+    return _moved(x, dst, back=False)
+
+
 def _refuse_unpart(dst: Tensor, x: Tensor, params: WinUnpart) -> str | None:
     w = params.w
     needed = -(-dst.ne[1] // w) * -(-dst.ne[2] // w) if w > 0 else 0
@@ -104,6 +154,11 @@ def win_unpart(dst: Tensor, x: Tensor, params: WinUnpart) -> None:
         part[...] = window[: part.shape[0], : part.shape[1]]
 
 
+@win_unpart.compiled
+def _win_unpart(dst: Tensor, x: Tensor, params: WinUnpart) -> Call | None:
+    return _moved(dst, x, back=True)
+
+
 def _refuse_get(dst: Tensor, x: Tensor) -> str | None:
     n = dst.ne[1]
     if dst.ne != (x.ne[0], n, n, 1) or x.ne[1:] != (2 * n - 1, 1, 1):
@@ -126,6 +181,38 @@ def get_rel_pos(dst: Tensor, x: Tensor) -> None:
     n, rows = dst.ne[1], x.view().view(np.uint16)[0, 0]
     strides = rows.strides[0], -rows.strides[0], rows.strides[1]
     dst.view().view(np.uint16)[0] = np.lib.stride_tricks.as_strided(rows[n - 1 :], (n, n, x.ne[0]), strides)
+
+
+class RelPos(NamedTuple):
+    """Addresses of tensors without gaps: rows of n_bytes, 2 n - 1 in x, n * n in dst."""
+
+    x: int
+    dst: int
+    n: int
+    n_bytes: int
+
+
+@compiled
+def rel_pos(p, begin, end, scratch):
+    """A unit is n rows of dst, a matrix. Each begins with one row of x, behind which the matrix before it comes again;
+    the first one takes all of its rows from x."""
+    of = record_at(p, RelPos)
+    n, n_bytes = of.n, of.n_bytes
+    for i2 in range(begin, end):
+        x, y = of.x + (i2 + n - 1) * n_bytes, of.dst + i2 * n * n_bytes
+        for i1 in range(n if i2 == begin else 1):
+            copy(x - i1 * n_bytes, y + i1 * n_bytes, n_bytes)
+        if i2 > begin:
+            copy(y - n * n_bytes, y + n_bytes, (n - 1) * n_bytes)
+    return 0
+
+
+@get_rel_pos.compiled
+def _get_rel_pos(dst: Tensor, x: Tensor) -> Call | None:
+    if x.overlaps(dst):
+        return None
+    of = RelPos(x.address, dst.address, dst.ne[1], 2 * x.ne[0])
+    return Job(Work(rel_pos, of, dst.ne[1], dst.nbytes, keep=(dst, x)))
 
 
 def _refuse_add(dst: Tensor, x: Tensor, pw: Tensor, ph: Tensor, params: AddRelPos) -> str | None:
