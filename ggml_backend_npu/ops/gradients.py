@@ -28,9 +28,9 @@ from quant.kernels.jit import array_at, compiled, fused_multiply_add
 from quant.kernels.orders import dots_f32
 from quant.kernels.records import Dims, Place, index_of, record_at, row_of
 from quant.kernels.threads import Job, Work
-from quant.runs import CODES, widen_run
+from quant.runs import CODES, F32, widen_run
 
-_TILE = 256  # elements of rows that are added up together
+_TILE = 1024  # elements of a row that are converted at once
 
 _1 = np.float32(1)
 
@@ -80,11 +80,10 @@ def get_rows_back(dst: Tensor, x: Tensor, ids: Tensor) -> None:
 
 
 class AddRows(NamedTuple):
-    """n_ids rows of src, of a type code, to be added to the rows of dst, n_rows of them, that i32 ids at an address
-    name; all have n0 elements."""
+    """n_ids rows of src, of a type code, to be added to the rows of dst that i32 ids at an address name; all have n0
+    elements."""
 
     n0: int
-    n_rows: int
     n_ids: int
     ids: int
     code: int
@@ -94,30 +93,39 @@ class AddRows(NamedTuple):
 
 @compiled
 def add_rows(p, begin, end, work):
-    """A unit is a tile of columns, over all rows."""
+    """A unit is a row of dst. The rows of src that are added to it are linked: `first` is the one to begin with, and
+    `following` the one behind each, or -1."""
     of = record_at(p, AddRows)
     src, dst = of.src, of.dst
-    x, row = array_at(work, types.float32, _TILE), array_at(of.ids, types.int32, of.n_ids)
-    for tile in range(begin, end):
-        first = tile * _TILE
-        n = min(_TILE, of.n0 - first)
-        for r in range(of.n_rows):
-            array_at(dst.address + r * dst.nb[1] + 4 * first, types.float32, n)[:] = types.float32(0)
-        for i in range(of.n_ids):
-            widen_run(of.code, src.address + i * src.nb[1] + first * src.nb[0], src.nb[0], work, n)
-            total = array_at(dst.address + row[i] * dst.nb[1] + 4 * first, types.float32, n)
-            for j in range(n):
-                total[j] += x[j]
+    first, following = np.full(end - begin, -1), np.empty(of.n_ids, np.int64)
+    ids = array_at(of.ids, types.int32, of.n_ids)
+    for i in range(of.n_ids - 1, -1, -1):
+        if begin <= ids[i] < end:
+            following[i], first[ids[i] - begin] = first[ids[i] - begin], i
+    array_at(dst.address + begin * dst.nb[1], types.float32, (end - begin) * of.n0)[:] = types.float32(0)
+    for row in range(begin, end):
+        y, i = dst.address + row * dst.nb[1], first[row - begin]
+        while i >= 0:
+            for j0 in range(0, of.n0, _TILE):
+                n, at = min(_TILE, of.n0 - j0), src.address + i * src.nb[1] + j0 * src.nb[0]
+                if of.code != F32:
+                    widen_run(of.code, at, src.nb[0], work, n)
+                    at = work
+                x, total = array_at(at, types.float32, n), array_at(y + 4 * j0, types.float32, n)
+                for j in range(n):
+                    total[j] += x[j]
+            i = following[i]
     return 0
 
 
 @get_rows_back.compiled
-def _get_rows_back(dst: Tensor, x: Tensor, ids: Tensor) -> Call:
-    n0 = x.ne[0]
-    of = AddRows(n0, dst.ne[1], ids.ne[0], ids.address, CODES[x.type], x.place, dst.place)
-    n_units, n_bytes = -(-n0 // _TILE), x.nbytes + dst.nbytes
-    work = Work(add_rows, of, n_units, n_bytes, scratch=4 * _TILE, keep=(dst, x, ids))
-    return Job(ids_check(ids, dst.ne[1]), work)
+def _get_rows_back(dst: Tensor, x: Tensor, ids: Tensor) -> Call | None:
+    if x.overlaps(dst) or ids.overlaps(dst):
+        return None
+    n_rows = dst.ne[1]
+    of = AddRows(x.ne[0], ids.ne[0], ids.address, CODES[x.type], x.place, dst.place)
+    work = Work(add_rows, of, n_rows, x.nbytes + dst.nbytes, scratch=4 * _TILE, keep=(dst, x, ids))
+    return Job(ids_check(ids, n_rows), work)
 
 
 @get_rows_back.nodes
