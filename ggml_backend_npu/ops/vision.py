@@ -212,7 +212,8 @@ def _get_rel_pos(dst: Tensor, x: Tensor) -> Call | None:
     if x.overlaps(dst):
         return None
     of = RelPos(x.address, dst.address, dst.ne[1], 2 * x.ne[0])
-    return Job(Work(rel_pos, of, dst.ne[1], dst.nbytes, keep=(dst, x)))
+    n_bytes = dst.nbytes // 4  # what it reads is in the first cache
+    return Job(Work(rel_pos, of, dst.ne[1], n_bytes, keep=(dst, x)))
 
 
 def _refuse_add(dst: Tensor, x: Tensor, pw: Tensor, ph: Tensor, params: AddRelPos) -> str | None:
