@@ -38,6 +38,11 @@ def positive(*shape: int, seed: int = 0) -> Array:
     return np.random.default_rng(seed).random(shape, np.float32)
 
 
+def sevens(*shape: int, dtype: Any = np.float32) -> Array:
+    """A dst of which every element has to be written."""
+    return np.full(shape, 7, dtype)
+
+
 def node(op: str, dst: Array, *src: Array, params: bytes = b"", types: tuple[str | None, ...] = ()) -> list[Array]:
     """What the kernel of an op leaves in dst."""
     types = (*types, *(None,) * 8)

@@ -7,7 +7,7 @@ import struct
 from dataclasses import replace
 
 import numpy as np
-from kernel_cases import Array, Case, floats, node, positive
+from kernel_cases import Array, Case, floats, node, positive, sevens
 
 from ggml_backend_npu import Node, Tensor
 from ggml_backend_npu.abi import codecs
@@ -50,6 +50,16 @@ def pooled(op: str, dst: tuple[int, ...], x: tuple[int, ...], *windows: tuple[in
             params=struct.pack(f"{1 + len(window)}i", kind, *window),
         )
     ]
+
+
+def padded() -> list[Array]:
+    """Larger and smaller, of no element of x too, with zeros and with what comes around more than once."""
+    found, x = [], floats(2, 7, 3, 5).swapaxes(1, 3)
+    for edges in ((2, 1, 0, 3, 1, 9, 0, 2), (-2, 3, -1, 4, 1, -1, 2, 0), (-9, 12, 0, 0, 0, 0, 0, 0)):
+        shape = [n + sum(edges[6 - 2 * i : 8 - 2 * i]) for i, n in enumerate(x.shape)]
+        for circular in range(2):
+            found += node("PAD", sevens(*shape), x, params=struct.pack("9i", *edges, circular))
+    return found
 
 
 OF_IMAGES = {
@@ -145,6 +155,19 @@ OF_IMAGES = {
         ],
         (upscale.interpolate,),
         ulp=256,
+    ),
+    "PAD": Case(padded, (patches.pad_rows, patches.roll_rows)),
+    "WIN_PART": Case(
+        lambda: node("WIN_PART", sevens(9, 4, 4, 5), floats(11, 9, 5), params=struct.pack("3i", 3, 3, 4)),
+        (vision.move_windows,),
+    ),
+    "WIN_UNPART": Case(
+        lambda: node("WIN_UNPART", sevens(11, 9, 5), floats(10, 4, 4, 5), params=struct.pack("i", 4)),
+        (vision.move_windows,),
+    ),
+    "GET_REL_POS": Case(
+        lambda: node("GET_REL_POS", sevens(19, 19, 7, dtype=np.float16), floats(37, 7).astype(np.float16)),
+        (vision.rel_pos,),
     ),
     "PAD_REFLECT_1D": Case(
         lambda: node("PAD_REFLECT_1D", np.zeros((7, 49), np.float32), floats(7, 40), params=struct.pack("2i", 5, 4)),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import struct
 
 import numpy as np
-from kernel_cases import Array, Case, floats, node, positive
+from kernel_cases import Array, Case, floats, node, positive, sevens
 from support import special_floats
 
 import quant
@@ -106,7 +106,26 @@ EACH = (
     "SILU_BACK", "REGLU", "GEGLU", "GEGLU_QUICK", "GEGLU_ERF", "SWIGLU", "SWIGLU_OAI", "SWIGLU_CLAMP", "NORM",
     "RMS_NORM", "L2_NORM",
 )  # fmt: skip
+
+
+def masked(op: str) -> list[Array]:
+    """Of more columns than rows and fewer, and in place."""
+    of, in_place = struct.pack("i", 3), floats(2, 3, 11, 19)
+    found = [node(op, sevens(2, 3, *size), floats(2, 3, *size), params=of) for size in ((11, 19), (19, 11))]
+    return [*found[0], *found[1], *node(op, in_place, in_place, params=of)]
+
+
 OF_MODELS = {
+    "TRI": Case(
+        lambda: [
+            array
+            for type in range(4)
+            for array in node("TRI", sevens(2, 3, 19, 19), floats(2, 3, 19, 19), params=struct.pack("i", type))
+        ],
+        (triangles.keep_band,),
+    ),
+    "DIAG": Case(lambda: node("DIAG", sevens(2, 3, 19, 19), floats(2, 3, 1, 19)), (triangles.keep_band,)),
+    **{op: Case(lambda op=op: masked(op), (triangles.keep_band,)) for op in ("DIAG_MASK_INF", "DIAG_MASK_ZERO")},
     **{name: each(name) for name in EACH},
     "GET_ROWS": Case(
         lambda: node(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import struct
 
 import numpy as np
-from kernel_cases import Array, Case, floats, node, positive
+from kernel_cases import Array, Case, floats, node, positive, sevens
 from support import special_floats
 
 from ggml_backend_npu.ops import gradients, losses, optimisers, outer, strided, sums, tiles
@@ -49,12 +49,13 @@ OF_TRAINING = {
         (outer.outer_products,),
     ),
     "GET_ROWS_BACK": Case(
-        lambda: node(
-            "GET_ROWS_BACK",
-            np.zeros((8, 300), np.float32),
-            floats(5, 300).astype(np.float16),
-            np.int32([7, 0, 3, 3, 1]),
-        ),
+        lambda: [
+            array
+            for type in (np.float32, np.float16)
+            for array in node(
+                "GET_ROWS_BACK", sevens(8, 1300), -floats(6, 1300).astype(type), np.int32([7, 0, 3, 3, 1, 3])
+            )
+        ],
         (strided.check_ids, gradients.add_rows),
     ),
     "REPEAT_BACK": Case(
