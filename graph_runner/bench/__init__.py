@@ -8,7 +8,7 @@ memcpy     the upper bound of these two
 calls      graphs of one node of a few rows
 splits     what a split costs on a device in Python
 operators  patterns of nodes that run as one operator
-ops        single nodes: convolutions, images, training
+ops        single nodes: convolutions, images, rows, training
 models     decode, diff and start of a model
 memory     peak memory of a process that decodes
 run        benchmarks by name

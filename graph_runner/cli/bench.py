@@ -49,7 +49,7 @@ def bench(
     splits: what a split costs on a device in Python whose program does nothing.
     decode: a model with the movers on the NPU, and with every node, against the CPU alone; memory.
     operators: nodes that run as one operator, against the same on ggml's CPU.
-    ops: convolutions, images and training, against ggml's CPU.
+    ops: convolutions, images, rows and training, against ggml's CPU.
     diff: of a model, against a run of it.
     start: fresh processes that import and register, and a whole diff.
     """
