@@ -57,12 +57,10 @@ def low_byte(x: Floats) -> NDArray[np.int8]:
 class Compiled(Codec):
     """A block codec that has a compiled run beside its definition, and a device layout (`quant.layout`).
 
-    run       what the compiled conversions of its blocks are made from
-    per_byte  elements in a byte of quants
+    run  what the compiled conversions of its blocks are made from
     """
 
     run: Blocks
-    per_byte: int = 1
 
     @property
     def is_compiled(self) -> bool:  # type: ignore[override]
@@ -224,7 +222,6 @@ class Q4_0(Compiled):
 
     name, block_size, block_bytes = "q4_0", 32, 18
     run = Blocks("q4_0", 32, 16, _decode_q4_0, {"": _encode_q4_0}, _pack_q4_0, _unpack_q4_0)
-    per_byte = 2
 
     def define_encode(self, x: Floats, rounding: Rounding) -> Bytes:
         """Blocks of 2 + 16 bytes: d = the x of largest magnitude / -8 as float16, then nibbles; as

@@ -45,7 +45,7 @@ def to_device(blocks: Bytes, type: str, group_size: int = _BLOCK) -> DeviceLayou
     lead, n = blocks.shape[:-1], blocks.shape[-1] // kind.block_bytes * _BLOCK
     halves, quants = split(blocks.reshape(-1, kind.block_bytes), 2, kind.block_bytes - 2)
     scales = _regroup(halves.view(np.uint16).reshape(*lead, n // _BLOCK), n, _BLOCK, group_size)
-    return DeviceLayout(kind.pack(quants).reshape(*lead, n // kind.per_byte), scales.view(np.float16))
+    return DeviceLayout(kind.pack(quants).reshape(*lead, n // _BLOCK * kind.run.payload), scales.view(np.float16))
 
 
 def to_blocks(device: DeviceLayout, type: str, group_size: int = _BLOCK) -> Bytes:
@@ -60,11 +60,11 @@ def to_blocks(device: DeviceLayout, type: str, group_size: int = _BLOCK) -> Byte
     scales = np.ascontiguousarray(plain_array("scales", device.scales), dtype=np.float16)
     if scales.shape[:-1] != quants.shape[:-1] or scales.ndim != quants.ndim:
         raise ValueError(f"scales of shape {scales.shape}: must have the rows of quants, {quants.shape[:-1]}")
-    lead, n = quants.shape[:-1], quants.shape[-1] * kind.per_byte
-    if n % _BLOCK:
+    lead, n = quants.shape[:-1], quants.shape[-1] * _BLOCK // kind.run.payload
+    if quants.shape[-1] % kind.run.payload:
         raise ValueError(f"quants of {n} elements a row: must be a multiple of {_BLOCK}")
     halves = _regroup(scales.view(np.uint16), n, group_size, _BLOCK).reshape(-1, 1)
-    payload = kind.unpack(quants.reshape(-1, _BLOCK // kind.per_byte))
+    payload = kind.unpack(quants.reshape(-1, kind.run.payload))
     return np.hstack([halves.view(np.uint8), payload]).reshape(*lead, n // _BLOCK * kind.block_bytes)
 
 
