@@ -14,8 +14,11 @@ from support import assert_same_bytes, seeds
 
 import quant
 from quant import DeviceLayout, codec, to_blocks, to_device
+from quant.blocks import compiled_types
 
 TYPES = ("q8_0", "q4_0")
+
+PACKED = " and ".join(compiled_types())
 
 
 def random_blocks(type: str, lead: tuple[int, ...], n_blocks: int, seed: int, per_scale: int = 1) -> NDArray[np.uint8]:
@@ -134,7 +137,7 @@ def layout_of(n: int, n_scales: int) -> DeviceLayout:
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: to_device(blocks_of(2), "q4_1"), "type 'q4_1' has no device layout; q8_0 and q4_0 have"),
+        (lambda: to_device(blocks_of(2), "q4_1"), f"type 'q4_1' has no device layout; {PACKED} have"),
         (lambda: to_blocks(layout_of(32, 1), "f16"), "type 'f16' has no device layout"),
         (lambda: to_device(blocks_of(2)[:, :-1], "q8_0"), r"blocks of shape \(2, 67\).*34 bytes"),
         (lambda: to_device(blocks_of(2).view(np.int8), "q8_0"), r"blocks of shape \(2, 68\)"),
