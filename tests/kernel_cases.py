@@ -21,12 +21,14 @@ class Case:
     kernels  that it has run
     define   gives the same without a kernel; None: `run` does, by the reference engine
     ulp      of a float32 output
+    names    what each output is of, for a message
     """
 
     run: Callable[[], list[Array]]
     kernels: tuple[CFunction, ...]
     define: Callable[[], list[Array]] | None = None
     ulp: int = 0
+    names: Callable[[], list[str]] | None = None
 
 
 def floats(*shape: int, seed: int = 0) -> Array:

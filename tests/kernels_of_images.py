@@ -80,12 +80,6 @@ OF_IMAGES = {
         ),
         (im2col.rows_of_places,),
     ),
-    "IM2COL_BACK": Case(
-        lambda: node(
-            "IM2COL_BACK", np.zeros((2, 4, 9, 8), np.float32), floats(2, 9, 8, 36), floats(4, 3, 3), params=IN_PLANE
-        ),
-        (im2col.gradients,),
-    ),
     "CONV_2D": Case(
         lambda: convolved("CONV_2D", (2, 12, 9, 8), (12, 16, 3, 3), (2, 16, 9, 8), IN_PLANE),
         (convolution.convolution,),
@@ -131,20 +125,6 @@ OF_IMAGES = {
         ),
         (pooling.pool_rows,),
     ),
-    "POOL_2D_BACK": Case(
-        lambda: [
-            array
-            for op in range(2)
-            for array in node(
-                "POOL_2D_BACK",
-                np.zeros((3, 9, 8), np.float32),
-                floats(3, 9, 8),
-                floats(3, 9, 8, seed=1).round(1),
-                params=struct.pack("7i", op, 3, 3, 1, 1, 1, 1),
-            )
-        ],
-        (pooling.pool_gradients,),
-    ),
     "UPSCALE": Case(
         lambda: [
             array
@@ -172,16 +152,6 @@ OF_IMAGES = {
     "PAD_REFLECT_1D": Case(
         lambda: node("PAD_REFLECT_1D", np.zeros((7, 49), np.float32), floats(7, 40), params=struct.pack("2i", 5, 4)),
         (patches.reflect_rows,),
-    ),
-    "ADD_REL_POS": Case(
-        lambda: node(
-            "ADD_REL_POS",
-            np.zeros((6, 25), np.float32),
-            floats(6, 25),
-            *(floats(6, 1, 5, seed=i) for i in (1, 2)),
-            params=bytes(4),
-        ),
-        (vision.add_positions,),
     ),
     "TIMESTEP_EMBEDDING": Case(
         lambda: node(

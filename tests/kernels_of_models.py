@@ -13,7 +13,6 @@ from ggml_backend_npu import default_backend
 from ggml_backend_npu.ops import (
     cells,
     delta_net,
-    elementwise,
     mamba,
     norms,
     products,
@@ -177,10 +176,6 @@ OF_MODELS = {
             "FILL", np.zeros((3, 37), np.float16), floats(3, 37).astype(np.float16), params=struct.pack("2f", 0.1, 0)
         ),
         (tiles.compute,),
-    ),
-    "ARANGE": Case(
-        lambda: node("ARANGE", np.zeros(70, np.float32), params=struct.pack("3f", -3.7, 3.3, 0.1)),
-        (elementwise.progression,),
     ),
     "SOFT_MAX": Case(
         lambda: node("SOFT_MAX", np.zeros((6, 300), np.float32), floats(6, 300), params=struct.pack("2f", 0.5, 0.0)),

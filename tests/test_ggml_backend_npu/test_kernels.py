@@ -16,11 +16,12 @@ from support import assert_same_bytes, in_pieces, recorded_works, special_floats
 
 import ggml_backend_npu
 import quant
-from ggml_backend_npu import Op, Tensor, default_backend
+from ggml_backend_npu import Node, Op, Tensor, default_backend
 from ggml_backend_npu.abi import codecs
+from ggml_backend_npu.checks import Types
 from ggml_backend_npu.documents.infiniop import TensorDescriptor, TopKSoftmax
 from ggml_backend_npu.documents.rwkv import token_shift
-from ggml_backend_npu.ops import OWN, elements, groups, hadamard, mamba, routing, strided, tiles
+from ggml_backend_npu.ops import OWN, elements, groups, hadamard, mamba, pooling, routing, strided, tiles
 from ggml_backend_npu.ops import token_shift as shifts
 from quant import conversions
 from quant.kernels import threads
@@ -30,17 +31,27 @@ OF_OPS = {**OF_MODELS, **OF_TRAINING, **OF_IMAGES}
 
 
 def by_its_nodes(op: Op) -> Case:
-    """The op's own nodes, of the first types that it takes, by the kernels that the function under its `compiled`
-    names."""
+    """The op's own nodes, by the kernels that the function under its `compiled` names."""
 
     def run() -> list[Array]:
-        nodes = [make(np.random.default_rng(0), sorted(op.types or ())[0]) for make in op.makes]
+        nodes = made(op)
         for of in nodes:
             op.bind(of, codecs.bound())()
         return [of.dst.view() for of in nodes]
 
     named = (op.prepare.__globals__.get(name) for name in op.prepare.__code__.co_names)
-    return Case(run, tuple(kernel for kernel in named if is_kernel(kernel)))
+    kernels = tuple(kernel for kernel in named if is_kernel(kernel))
+    return Case(run, kernels, names=lambda: [f"{op.name} of {' '.join(types_of(of))}" for of in made(op)])
+
+
+def made(op: Op) -> list[Node]:
+    """The op's own nodes, of each of the types that it takes of which its functions make them."""
+    nodes = ((types, make(np.random.default_rng(0), types)) for types in sorted(op.types or ()) for make in op.makes)
+    return [of for types, of in nodes if types_of(of)[: len(types)] == types]
+
+
+def types_of(of: Node) -> Types:
+    return tuple(x.type for x in (of.dst, *of.src) if x is not None)
 
 
 def is_kernel(value: object) -> bool:
@@ -98,6 +109,20 @@ CASES = {
         lambda: node("SCALE", np.zeros((9, 1500), np.float32), floats(9, 1500), params=struct.pack("2f", 0.3, 0.7)),
         (tiles.compute,),
     ),
+    "POOL_1D, the maximum": Case(
+        lambda: node("POOL_1D", np.zeros((9, 30), np.float32), floats(9, 60), params=struct.pack("4i", 0, 3, 2, 1)),
+        (pooling.pool_rows,),
+    ),
+    "POOL_2D_BACK, the maximum": Case(
+        lambda: node(
+            "POOL_2D_BACK",
+            np.zeros((3, 9, 8), np.float32),
+            floats(3, 9, 8),
+            floats(3, 9, 8, seed=1).round(1),
+            params=struct.pack("7i", 0, 3, 3, 1, 1, 1, 1),
+        ),
+        (pooling.pool_gradients,),
+    ),
     "MUL_MAT of a Hadamard matrix": Case(
         lambda: node(
             "MUL_MAT", np.zeros((9, 64), np.float32), floats(64, 64), floats(9, 64), params=struct.pack("2i", 0, 1)
@@ -132,11 +157,12 @@ def test_a_kernel_equals_its_definition(name: str, pieces: bool, monkeypatch: py
     with recorded_works() as works:
         expected = case.define() if case.define is not None else case.run()
     assert not works, "the definition needs no kernel"
-    for actual, right in zip(found, expected, strict=True):
+    names = case.names() if case.names is not None else [name] * len(found)
+    for of, actual, right in zip(names, found, expected, strict=True):
         if actual.dtype in (np.float32, np.float16) and case.ulp:
             np.testing.assert_array_max_ulp(actual, right, case.ulp)
         else:
-            assert_same_bytes(actual, right)
+            assert_same_bytes(actual, right, of)
 
 
 def kernels() -> dict[int, str]:

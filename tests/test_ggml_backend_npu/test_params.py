@@ -94,13 +94,9 @@ def cases() -> Iterator[Case]:
     def x(build: Builder, *ne: int) -> int:
         return build.tensor("f32", ne or (8, 6, 4, 2))
 
-    for name in ("norm", "rms_norm", "l2_norm"):
-        yield name.upper(), lambda b, name=name: b.op(name, x(b), 0.25), {"eps": 0.25}
-    yield "GROUP_NORM", lambda b: b.op("group_norm", x(b), 2, 0.25), {"n_groups": 2, "eps": 0.25}
     yield "SCALE", lambda b: b.op("scale_bias", x(b), 0.5, 2.25), {"scale": 0.5, "bias": 2.25}
     yield "CLAMP", lambda b: b.op("clamp", x(b), -3.5, inf), {"min": -3.5, "max": inf}
     yield "FILL", lambda b: b.op("fill", x(b), 0.5), {"c": 0.5}
-    yield "ARANGE", lambda b: b.op("arange", 0.5, 8.0, 1.5), {"start": 0.5, "stop": 8.0, "step": 1.5}
     yield "CONCAT", lambda b: b.op("concat", x(b), x(b), 2), {"dim": 2}
     yield "ARGSORT", lambda b: b.op("argsort", x(b), 1), {"order": 1}
     yield "TRI", lambda b: b.op("tri", x(b, 6, 6), 3), {"type": 3}
@@ -167,7 +163,6 @@ def cases() -> Iterator[Case]:
     for kind in ("inf", "zero"):
         yield f"DIAG_MASK_{kind.upper()}", lambda b, kind=kind: b.op(f"diag_mask_{kind}", x(b), 3), {"n_past": 3}
     yield "LEAKY_RELU", lambda b: b.op("leaky_relu", x(b), 0.25, False), {"negative_slope": 0.25}
-    yield "RMS_NORM_BACK", lambda b: b.op("rms_norm_back", x(b), x(b), 0.25), {"eps": 0.25}
     yield "SOFT_MAX_BACK", lambda b: b.op("soft_max_ext_back", x(b), x(b), 0.5, 0.0), {"scale": 0.5, "max_bias": 0.0}
 
     def product(b: Builder) -> int:
@@ -207,12 +202,6 @@ def cases() -> Iterator[Case]:
     ), {**moves, "c": 2, "n": 1, "oc": 3}  # fmt: skip
     yield "CONV_2D", lambda b: b.op("conv_2d_direct", x(b, 1, 1, 2, 3), x(b, 16, 16, 2), *flat.values()), flat
     yield "CONV_2D_DW", lambda b: b.op("conv_2d_dw_direct", x(b, 1, 1, 1, 3), x(b, 16, 16, 3), *flat.values()), flat
-    yield "CONV_TRANSPOSE_1D", lambda b: b.op("conv_transpose_1d", x(b, 3, 2, 4), x(b, 5, 4), 2, 0, 1), {
-        "s0": 2, "p0": 0, "d0": 1,
-    }  # fmt: skip
-    yield "CONV_TRANSPOSE_2D", lambda b: b.op("conv_transpose_2d_p0", x(b, 3, 3, 2, 4), x(b, 5, 5, 4), 2), {"stride": 2}
-    yield "COL2IM_1D", lambda b: b.op("col2im_1d", x(b, 12, 5), 2, 3, 1), {"s0": 2, "oc": 3, "p0": 1}
-    yield "POOL_1D", lambda b: b.op("pool_1d", x(b, 32), 1, 3, 5, 1), {"op": 1, "k0": 3, "s0": 5, "p0": 1}
     yield "POOL_2D_BACK", lambda b: b.op("pool_2d_back", x(b, 6, 6), x(b, 32, 32), 1, 3, 4, 5, 6, 1.0, 2.0), {
         "op": 1, "k0": 3, "k1": 4, "s0": 5, "s1": 6, "p0": 1, "p1": 2,
     }  # fmt: skip
@@ -224,19 +213,10 @@ def cases() -> Iterator[Case]:
         yield "ADD_REL_POS", lambda b, name=name: b.op(name, x(b, 9, 6), x(b, 3, 3, 2), x(b, 3, 3, 2)), {
             "inplace": in_place,
         }  # fmt: skip
-    yield "TIMESTEP_EMBEDDING", lambda b: b.op("timestep_embedding", x(b, 3), 8, 100), {"dim": 8, "max_period": 100}
-    yield "DSV4_HC_COMB", lambda b: b.op("dsv4_hc_comb", x(b, 24, 5), x(b, 3), x(b, 24), 0.25, 7), {
-        "eps": 0.25, "n_iter": 7,
-    }  # fmt: skip
     yield "DSV4_HC_PRE", lambda b: b.op("dsv4_hc_pre", x(b, 8, 4, 5), x(b, 4, 5)), {"scale": 1.0, "gated": 0}
     yield "DSV4_HC_PRE", lambda b: b.op("dsv4_hc_pre_gated", x(b, 8, 4, 5), x(b, 8, 4, 5), 0.5), {
         "scale": 0.5, "gated": 1,
     }  # fmt: skip
-
-    def linear(b: Builder) -> int:
-        return b.op("gated_linear_attn", *(x(b, 8, 2, 5) for _ in range(4)), x(b, 8 * 8 * 2, 1), 0.5)
-
-    yield "GATED_LINEAR_ATTN", linear, {"scale": 0.5}
 
     def scan(b: Builder) -> int:
         group = (16, 1, 5, 2)
@@ -253,7 +233,8 @@ def cases() -> Iterator[Case]:
 
 
 def by_its_nodes(op: Op) -> Case:
-    """An op whose function takes the sources, and the parameters in the order of its record."""
+    """An op whose function takes the sources, and the parameters in the order of its record. That each has the right
+    name, the op's comparison with the CPU shows."""
     made = op.makes[0](np.random.default_rng(0), next(iter(sorted(op.types or ()))))
     params = OWN[op.name].params.of(made.params)
     fields = {name: getattr(params, name) for name in params.names()}
