@@ -12,19 +12,17 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from itertools import product
 from pathlib import Path
 
 import pytest
+from conformance import DOCUMENT, Counts, documented, every_op, table, with_rows
 from support import backend_ops_cases
 
-from ggml_backend_npu.abi import lib
-from ggml_backend_npu.abi.convert import computes
 from ggml_backend_npu.abi.embedding import plugin
 from graph_runner import suites
-from graph_runner.suites import Case, SuiteError, architectures, backend_ops
+from graph_runner.suites import SuiteError, architectures, backend_ops
 from graph_runner.tiny import write_tiny_llama
 
 pytestmark = pytest.mark.conformance
@@ -49,9 +47,6 @@ CASES = {"GET_ROWS": 240, "SET_ROWS": 559, "CPY": 493, "CONT": 78, "DUP": 10, "S
 # that the NPU alone refuses: a permuted tensor, of which ggml's CPU, its asserts compiled out, sums other elements
 REFUSED = {("SUM", "type=f32,ne=[33,256,1,1],permute=[1,0,2,3]")}
 
-DOCUMENT = Path(__file__).resolve().parent.parent / "docs" / "conformance.md"
-ROW = re.compile(r"\| ([A-Z0-9_]+) \| ([\d,]+) \| ([\d,]+) \| ([\d,]+) \| ([\d,]+) \|")
-
 MODELS = 133  # that test-llama-archs runs, in ggml 0.25.3
 
 
@@ -63,41 +58,12 @@ def test_every_case_that_the_cpu_supports_passes(memory: str, device_type: str) 
     assert Counter(case.group for case in cases if case.verdict == "passed") == CASES
 
 
-@dataclass(frozen=True)
-class Counts:
-    """Cases of an op: all, those that ggml's CPU supports, those that the NPU supports, and those of both that pass."""
-
-    cases: int
-    cpu: int
-    npu: int
-    passing: int
-
-    @staticmethod
-    def of(cases: list[Case]) -> Counts:
-        by_cpu, by_npu = (sum(name not in case.refused_by for case in cases) for name in ("CPU", "NPU"))
-        return Counts(len(cases), by_cpu, by_npu, sum(case.verdict == "passed" for case in cases))
-
-
-def documented() -> dict[str, Counts]:
-    """The table of docs/conformance.md."""
-    rows = ROW.findall(DOCUMENT.read_text())
-    return {op: Counts(*(int(number.replace(",", "")) for number in numbers)) for op, *numbers in rows}
-
-
-def every_op() -> set[str]:
-    """What ggml has that computes anything, and what the suite names its cases by."""
-    return {op for op in lib.ggml().op_names if computes(op)} | backend_ops_cases().keys()
-
-
 def test_every_op_of_ggml_is_documented() -> None:
-    assert documented().keys() == every_op()
+    assert documented().keys() == every_op(), "python tests/conformance.py OP writes a row"
 
 
-def shown(found: dict[str, Counts], title: str) -> None:
-    """Prints rows of the table."""
-    print(f"\n\n{title}\n| op | cases | CPU | NPU | passing |\n|---|--:|--:|--:|--:|")
-    for op, counts in found.items():
-        print(f"| {op} | {' | '.join(f'{number:,}' for number in vars(counts).values())} |")
+def test_rows_are_written_as_they_stand() -> None:
+    assert with_rows(DOCUMENT.read_text(), documented()) == DOCUMENT.read_text()
 
 
 @pytest.mark.parametrize("memory", [MEMORY[TODAY % 2]])  # the other one tomorrow: 7 minutes each
@@ -108,7 +74,7 @@ def test_every_case_of_an_op_is_as_documented(memory: str, capsys: pytest.Captur
     cases = backend_ops(suite, {"GGML_NPU_MEMORY": memory, "GGML_NPU_DEVICE_TYPE": device_type, "GGML_NPU_OPS": "all"})
     found = {op: Counts.of([case for case in cases if case.group == op]) for op in ops}
     with capsys.disabled():
-        shown(found, f"{memory} memory")
+        print(f"\n\n{memory} memory\n{table(found)}")
     assert not [case.log for case in cases if case.verdict == "failed"]
     refused = {(case.group, case.name) for case in cases if case.refused_by == ("NPU",)}
     assert not refused - REFUSED, "the CPU alone supports these"
@@ -166,7 +132,7 @@ def test_cases_of_an_op_of_minutes_pass(op: str, capsys: pytest.CaptureFixture[s
     cases = backend_ops([op], {"GGML_NPU_OPS": "all"}, pattern=computed)
     found = Counts.of(cases)
     with capsys.disabled():
-        shown({op: found}, f"without {left_out}")
+        print(f"\n\nwithout {left_out}\n{table({op: found})}")
     assert not [case.log for case in cases if case.verdict == "failed"]
     known = backend_ops_cases()[op]
     here = sum(re.search(computed, parameters) is not None for parameters in known)
