@@ -19,6 +19,7 @@ from support import backend_ops_cases
 
 from ggml_backend_npu.abi import lib
 from ggml_backend_npu.abi.convert import computes
+from ggml_backend_npu.abi.embedding import check_package
 from graph_runner.suites import Case, backend_ops
 
 DOCUMENT = Path(__file__).resolve().parent.parent / "docs" / "conformance.md"
@@ -73,6 +74,7 @@ def main() -> int:
     if unknown := [lib.ggml().has_no_op(op) for op in ops if op not in every_op()]:
         print(*unknown, sep="\n", file=sys.stderr)
         return 2
+    check_package()
     suite = [op for op in ops if op in backend_ops_cases()]
     cases = backend_ops(suite, {"GGML_NPU_OPS": "all"}) if suite else []
     found = {op: Counts.of([case for case in cases if case.group == op]) for op in ops}

@@ -17,10 +17,10 @@ from itertools import product
 from pathlib import Path
 
 import pytest
-from conformance import DOCUMENT, Counts, documented, every_op, table, with_rows
+from conformance import Counts, documented, every_op, table
 from support import backend_ops_cases
 
-from ggml_backend_npu.abi.embedding import plugin
+from ggml_backend_npu.abi.embedding import check_package, plugin
 from graph_runner import suites
 from graph_runner.suites import SuiteError, architectures, backend_ops
 from graph_runner.tiny import write_tiny_llama
@@ -50,20 +50,18 @@ REFUSED = {("SUM", "type=f32,ne=[33,256,1,1],permute=[1,0,2,3]")}
 MODELS = 133  # that test-llama-archs runs, in ggml 0.25.3
 
 
+@pytest.fixture(scope="module", autouse=True)
+def this_tree() -> None:
+    """The plugin runs the package that is tested."""
+    check_package()
+
+
 @pytest.mark.parametrize(("memory", "device_type"), list(product(MEMORY, DEVICE_TYPES)))
 def test_every_case_that_the_cpu_supports_passes(memory: str, device_type: str) -> None:
     cases = backend_ops(CASES, {"GGML_NPU_MEMORY": memory, "GGML_NPU_DEVICE_TYPE": device_type})
     assert not [case.log for case in cases if case.verdict == "failed"]
     assert not [case.name for case in cases if case.refused_by == ("NPU",)], "the CPU alone supports these"
     assert Counter(case.group for case in cases if case.verdict == "passed") == CASES
-
-
-def test_every_op_of_ggml_is_documented() -> None:
-    assert documented().keys() == every_op(), "python tests/conformance.py OP writes a row"
-
-
-def test_rows_are_written_as_they_stand() -> None:
-    assert with_rows(DOCUMENT.read_text(), documented()) == DOCUMENT.read_text()
 
 
 @pytest.mark.parametrize("memory", [MEMORY[TODAY % 2]])  # the other one tomorrow: 7 minutes each

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import conformance
 import pytest
 
 from graph_runner.models import model_file
@@ -163,3 +164,13 @@ def test_every_variable_is_in_the_table() -> None:
     text = (ROOT / "README.md").read_text()
     known = {f"GGML_NPU_{name.upper()}" for name in (*_CHECKS, *_READ_ELSEWHERE)}
     assert set(re.findall(r"^\|[^|]*\| `(GGML_NPU_\w+)` \|", text, re.MULTILINE)) == known
+
+
+@pytest.mark.conformance
+def test_every_op_of_ggml_is_documented() -> None:
+    assert conformance.documented().keys() == conformance.every_op(), "python tests/conformance.py OP writes a row"
+
+
+def test_rows_of_ops_are_written_as_they_stand() -> None:
+    text = conformance.DOCUMENT.read_text()
+    assert conformance.with_rows(text, conformance.documented()) == text

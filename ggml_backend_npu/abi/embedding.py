@@ -158,6 +158,24 @@ def plugin() -> Path:
     return library
 
 
+def check_package() -> None:
+    """Raises PluginError where the plugin's Python finds another package than the running one: where this one is of a
+    checkout on PYTHONPATH or in the working directory, which the plugin ignores.
+
+    Nothing is started to find that out where this package is installed.
+    """
+    own = Path(ggml_backend_npu.__file__).resolve().parent
+    installed = {Path(sysconfig.get_path(name)).resolve() for name in ("purelib", "platlib")}
+    if own.parent in installed or own.parent not in {Path(entry).resolve() for entry in sys.path}:
+        return  # where a finder of an editable install finds it, sys.path does not have it
+    code = "from importlib.util import find_spec; print(find_spec('ggml_backend_npu').origin)"
+    done = subprocess.run([sys.executable, "-E", "-P", "-c", code], capture_output=True, text=True, errors="replace")
+    found = None if done.returncode else Path(done.stdout.strip()).resolve().parent
+    if found != own:
+        what = f"{own} is not installed" if found is None else f"would run what is installed, {found}, and not {own}"
+        raise PluginError(f"plugin: {what}: pip install -e {own.parent}")
+
+
 def _libpython() -> Path:
     """The shared library of the running Python."""
     name = str(sysconfig.get_config_var("INSTSONAME"))

@@ -12,7 +12,8 @@ def plugin() -> None:
 
     llama-cli, llama-server and llama-completion load plugins only with -dev NPU. llama-bench always loads them.
     """
-    from ggml_backend_npu.abi.embedding import plugin
+    from ggml_backend_npu.abi.embedding import check_package, plugin
 
+    check_package()
     print(plugin())
     warn("llama-cli, llama-server and llama-completion load it only with -dev NPU; llama-bench always loads it")

@@ -46,6 +46,7 @@ def judge(
     case that is supported passes; 1: one fails, or none is supported; 2: bad input.
     """
     from ggml_backend_npu import default_backend
+    from ggml_backend_npu.abi.embedding import check_package
     from ggml_backend_npu.kernel_files import load_kernels
     from graph_runner.report import print_cases
     from graph_runner.suites import backend_ops, build
@@ -53,6 +54,7 @@ def judge(
     if build_only:
         stderr().print(f"ggml's test programs: {build(stderr())}", highlight=False, soft_wrap=True)
         return
+    check_package()
     use_device(device)
     registered = [name for file in kernels or () for name in load_kernels(file, default_backend())]
     names = [name.strip().upper() for name in (ops or "").split(",") if name.strip()] or registered

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -14,6 +15,7 @@ import llama_cpp
 import pytest
 from typer.testing import CliRunner
 
+import ggml_backend_npu
 from ggml_backend_npu.abi import embedding
 from graph_runner.cli.app import app
 
@@ -102,10 +104,37 @@ def test_the_library_is_built_once_in_a_path_with_spaces(
     assert run(host, GGML, library) == (["loaded", "CPU", "NPU"], [])
 
 
-def test_the_command_prints_the_path() -> None:
+def test_the_command_prints_the_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(embedding, "check_package", lambda: None)  # this checkout may be one on PYTHONPATH
     result = CliRunner().invoke(app, ["plugin"])
     assert result.stdout == f"{embedding.plugin()}\n"
     assert result.exit_code == 0
+
+
+@pytest.mark.parametrize("command", ["plugin", "test -o ROLL"])
+def test_a_command_of_another_tree_than_the_plugins_is_refused(command: str, tmp_path: Path) -> None:
+    for package in ("ggml_backend_npu", "graph_runner", "quant"):
+        shutil.copytree(ROOT / package, tmp_path / package, ignore=shutil.ignore_patterns("__pycache__"))
+    code = "import sys; from graph_runner.cli import main; sys.argv[:1] = ['ggml-npu']; main()"
+    done = subprocess.run(
+        [sys.executable, "-c", code, *command.split()], env={**os.environ, "PYTHONPATH": str(tmp_path)}, cwd="/",
+        capture_output=True, text=True,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (2, "")
+    assert re.fullmatch(
+        rf"ggml-npu: plugin: would run what is installed, .*, and not {tmp_path}/ggml_backend_npu: "
+        rf"pip install -e {tmp_path}\n",
+        done.stderr,
+    )
+
+
+def test_nothing_is_started_where_the_package_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = str(Path(ggml_backend_npu.__file__).resolve().parents[1])
+    monkeypatch.setattr(embedding.subprocess, "run", None)
+    for path, packages in (([], "/nowhere"), ([here], here)):  # found by a finder; in site-packages
+        monkeypatch.setattr(sys, "path", path)
+        monkeypatch.setattr(embedding.sysconfig, "get_path", {"purelib": packages, "platlib": packages}.get)
+        embedding.check_package()
 
 
 @pytest.mark.slow
