@@ -15,6 +15,7 @@ from pathlib import Path
 import conformance
 import pytest
 
+from ggml_backend_npu.generations import PROFILES
 from graph_runner.models import model_file
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -164,6 +165,13 @@ def test_every_variable_is_in_the_table() -> None:
     text = (ROOT / "README.md").read_text()
     known = {f"GGML_NPU_{name.upper()}" for name in (*_CHECKS, *_READ_ELSEWHERE)}
     assert set(re.findall(r"^\|[^|]*\| `(GGML_NPU_\w+)` \|", text, re.MULTILINE)) == known
+
+
+def test_every_profile_is_in_the_table() -> None:
+    text = (ROOT / "docs" / "profiles.md").read_text()
+    rows = re.findall(r"^\| (`[a-z0-9-]+`(?:, `[a-z0-9-]+`)*) \|.*\|.*\|$", text, re.MULTILINE)
+    assert re.findall(r"`(.+?)`", " ".join(rows)) == [*PROFILES]
+    assert f"must be one of {', '.join(PROFILES)}, or FILE.toml" in text
 
 
 @pytest.mark.conformance

@@ -113,7 +113,8 @@ ProfileName = Annotated[
     typer.Option(
         "--profile",
         metavar="NAME|FILE.toml",
-        help="Device generation: a name, or a file of your own (GGML_NPU_PROFILE).",
+        help="Device generation: full, ascend-910b, ascend-310p, ascend-required, or a file of your own "
+        "(GGML_NPU_PROFILE).",
         show_default=False,
     ),
     READS,

@@ -149,15 +149,22 @@ def test_a_generation_refuses(name: str, of: Node, why: str) -> None:
 @pytest.mark.parametrize("profile", [p for p in PROFILES.values() if p.ops is not None], ids=lambda p: p.name)
 def test_every_rule_has_a_node_it_takes_and_one_it_refuses(profile: Profile) -> None:
     """Of this file: so no rule goes untested."""
-    good = [n for names, n in TAKEN if profile.name in names]
-    bad = [n for names, n, _ in REFUSED if profile.name in names]
+    name = profile.name
+    good = [n for names, n in TAKEN if name in names]
+    bad = [n for names, n, _ in REFUSED if name in names]
     for op, rules in (profile.ops or {}).items():
         for rule in rules if rules != ANY else ():
-            assert any(n.op == op and rule.has_types(n) and rule.refusal(n) is None for n in good), (op, rule)
-            assert any(n.op == op and not (rule.has_types(n) and rule.refusal(n) is None) for n in bad), (op, rule)
+            assert any(n.op == op and rule.has_types(n) and rule.refusal(n) is None for n in good), (
+                f"add to TAKEN a node {op} that {name} takes by {rule}"
+            )
+            assert any(n.op == op and not (rule.has_types(n) and rule.refusal(n) is None) for n in bad), (
+                f"add to REFUSED a node {op}, and why {name} refuses it by {rule}"
+            )
             for condition in rule.where:
                 needs = f"needs {condition},"
-                assert any(needs in why for names, n, why in REFUSED if profile.name in names and n.op == op), condition
+                assert any(needs in why for names, n, why in REFUSED if name in names and n.op == op), (
+                    f"add to REFUSED a node {op} that {name} refuses with {needs!r}"
+                )
 
 
 @pytest.mark.parametrize("profile", PROFILES.values(), ids=lambda p: p.name)

@@ -16,6 +16,7 @@ from support import choose, supported
 
 from ggml_backend_npu import Backend, DeviceError, Graph, KernelError, Op, default_backend
 from ggml_backend_npu.abi.plugin import Plugin
+from ggml_backend_npu.generations import PROFILES
 from ggml_backend_npu.ops.rope import Rope
 from ggml_backend_npu.options import Options
 from ggml_backend_npu.profiles import FULL, Profile, ProfileError, Rule, load
@@ -205,7 +206,7 @@ def test_the_environment_is_read_once_and_options_win(monkeypatch: pytest.Monkey
 
 
 def test_a_name_that_is_unknown_is_answered_with_the_known_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    known = "must be one of full, ascend-910b, ascend-310p, ascend-required, or FILE.toml"
+    known = f"must be one of {', '.join(PROFILES)}, or FILE.toml"
     with pytest.raises(DeviceError) as error:
         Options().updated({"memory": "device", "profile": "ascend"})
     assert str(error.value) == f"profile='ascend': {known}"

@@ -15,6 +15,7 @@ from commands import MOVERS, Cli, assert_refused, fresh, process
 import ggml_backend_npu
 import graph_runner
 import quant
+from ggml_backend_npu.generations import PROFILES
 from graph_runner import suites
 from graph_runner.cli.app import COMMANDS
 
@@ -30,6 +31,11 @@ def test_help_of_a_command(cli: Cli, command: str) -> None:
         for word in ("MODEL", "demo", "tiny", "--prompt", "--cache-type-k", "--cache-type-v", "--flash-attn"):
             assert word in outcome.out
         assert "--kernels" in outcome.out
+
+
+def test_help_names_the_profiles(cli: Cli) -> None:
+    shown = " ".join(re.sub(r"[│|]", " ", cli("run", "--help").out).split())
+    assert f"Device generation: {', '.join(PROFILES)}, or a file" in shown, "graph_runner/cli/options.py"
 
 
 @pytest.mark.parametrize("command", [None, *COMMANDS])
