@@ -19,7 +19,7 @@ from quant.kernels.jit import (
     CFunction,
     array_at,
     bits_float,
-    compiled,
+    callback,
     f16_to_f32,
     float_bits,
     fused_multiply_add,
@@ -35,6 +35,7 @@ _0, _1, _HALF = (np.float32(value) for value in (0, 1, 0.5))
 _SQRT_HALF, _SQRT_2_OVER_PI = (np.float32(math.sqrt(value)) for value in (0.5, 2 / math.pi))
 
 Function = Callable[..., Any]
+_c_function = callback(types.int64(*[types.int64] * 5))
 
 
 class Constants(NamedTuple):
@@ -46,9 +47,9 @@ class Constants(NamedTuple):
 
 
 class Elementwise(NamedTuple):
-    """x = function(x, y) for elements of float32.
+    """to = function(x, y) for elements of float32; `to` may be x.
 
-    apply       the C function: of the address of the `Constants`, those of x and y, and the number of elements
+    apply       the C function: of the address of the `Constants`, those of `to`, x and y, and the number of elements
     cost        how many times as long it takes as moving the elements
     in_vectors  the same for rows of f32, with another function for whole vectors; None where they have no other
     """
@@ -59,12 +60,17 @@ class Elementwise(NamedTuple):
 
 
 @inlined
-def _each(function, x, y, a, b, n):
-    """x = function(x, y) for n float32 at addresses."""
-    to = array_at(x, types.float32, n)
+def _each(function, to, x, y, a, b, n):
+    """to = function(x, y) for n float32 at addresses; each of the two loops can run in vectors."""
+    out = array_at(to, types.float32, n)
     other = array_at(y, types.float32, n)
-    for i in range(n):
-        to[i] = function(to[i], other[i], a, b)
+    if to == x:
+        for i in range(n):
+            out[i] = function(out[i], other[i], a, b)
+    else:
+        source = array_at(x, types.float32, n)
+        for i in range(n):
+            out[i] = function(source[i], other[i], a, b)
 
 
 def elementwise(cost: int = 1, *, in_vectors: Function | None = None) -> Callable[[Function], Elementwise]:
@@ -76,21 +82,22 @@ def elementwise(cost: int = 1, *, in_vectors: Function | None = None) -> Callabl
     def made(function: Function) -> Elementwise:
         part = inlined(function)
 
-        def apply(p: Any, x: Any, y: Any, n: Any) -> int:
+        def apply(p: Any, to: Any, x: Any, y: Any, n: Any) -> int:
             of = record_at(p, Constants)
-            _each(part, x, y, of.a, of.b, n)
+            _each(part, to, x, y, of.a, of.b, n)
             return 0
 
-        def apply_in_vectors(p: Any, x: Any, y: Any, n: Any) -> int:
+        def apply_in_vectors(p: Any, to: Any, x: Any, y: Any, n: Any) -> int:
             of = record_at(p, Constants)
             whole = n // LANES * LANES
-            _each(in_vectors, x, y, of.a, of.b, whole)
-            _each(part, x + 4 * whole, y + 4 * whole, of.a, of.b, n - whole)
+            rest = 4 * whole
+            _each(in_vectors, to, x, y, of.a, of.b, whole)
+            _each(part, to + rest, x + rest, y + rest, of.a, of.b, n - whole)
             return 0
 
         for each in (apply, apply_in_vectors):  # under its name each is kept on disk
             each.__qualname__ = f"{each.__name__}.{function.__name__}"
-        return Elementwise(compiled(apply), cost, None if in_vectors is None else compiled(apply_in_vectors))
+        return Elementwise(_c_function(apply), cost, None if in_vectors is None else _c_function(apply_in_vectors))
 
     return made
 
@@ -381,17 +388,17 @@ def swiglu_clamp(x, y, a, b):
     return _silu(gate, y, a, b) * _limited(y, -b, b)
 
 
-@compiled
-def _xielu(p, x, y, n):
+@_c_function
+def _xielu(p, to, x, y, n):
     k = array_at(record_at(p, Constants).table, types.float32, 4)
     negative, positive, beta, eps = k[0], k[1], k[2], k[3]
-    to = array_at(x, types.float32, n)
+    out, source = array_at(to, types.float32, n), array_at(x, types.float32, n)
     for i in range(n):
-        v = to[i]
+        v = source[i]
         if v > _0:
-            to[i] = fused_multiply_add(positive * v, v, beta * v)
+            out[i] = fused_multiply_add(positive * v, v, beta * v)
         else:
-            to[i] = fused_multiply_add(math.expm1(v if v < eps else eps) - v, negative, beta * v)
+            out[i] = fused_multiply_add(math.expm1(v if v < eps else eps) - v, negative, beta * v)
     return 0
 
 
@@ -399,28 +406,29 @@ xielu = Elementwise(_xielu, _COST)
 
 
 @inlined
-def _look_up(of, gated, x, y, n):
-    """x = table[x], by the bits of a half float, times y where it is gated; from a on x itself, up to -a 0."""
+def _look_up(of, gated, to, x, y, n):
+    """to = table[x], by the bits of a half float, times y where it is gated; from a on x itself, up to -a 0."""
     found = array_at(of.table, types.uint16, 1 << 16)
-    to = array_at(x, types.float32, n)
+    out, source = array_at(to, types.float32, n), array_at(x, types.float32, n)
     other = array_at(y, types.float32, n)
     limit = of.a
     for i in range(n):
-        value = f16_to_f32(found[f32_to_f16(to[i])])
-        value = to[i] if to[i] >= limit else value
+        given = source[i]
+        value = f16_to_f32(found[f32_to_f16(given)])
+        value = given if given >= limit else value
         value = value * other[i] if gated else value
-        to[i] = _0 if to[i] <= -limit else value
+        out[i] = _0 if given <= -limit else value
 
 
-@compiled
-def _looked_up(p, x, y, n):
-    _look_up(record_at(p, Constants), False, x, y, n)
+@_c_function
+def _looked_up(p, to, x, y, n):
+    _look_up(record_at(p, Constants), False, to, x, y, n)
     return 0
 
 
-@compiled
-def _looked_up_gated(p, x, y, n):
-    _look_up(record_at(p, Constants), True, x, y, n)
+@_c_function
+def _looked_up_gated(p, to, x, y, n):
+    _look_up(record_at(p, Constants), True, to, x, y, n)
     return 0
 
 

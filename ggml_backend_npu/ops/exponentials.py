@@ -31,6 +31,12 @@ _SCALES_LAST = LANES == 16  # as ggml's is written for AVX-512
 
 
 @inlined
+def _power_of_2(n):
+    """2 ** n, for n from -126 to 127."""
+    return bits_float(types.uint32(n + types.int32(127)) << types.uint32(23))
+
+
+@inlined
 def v_exp(x):
     """e ** x, within 2.5 ulp, in the steps of ggml_v_expf, and so equal to it; NaN stays NaN."""
     bounded = x if x > types.float32(-_BEYOND) else types.float32(-_BEYOND)
@@ -40,13 +46,14 @@ def v_exp(x):
     u = b * b
     p = fused_multiply_add(fused_multiply_add(_E5, b, _E4), u, fused_multiply_add(_E3, b, _E2))
     power = truncate_to_int32(n)
-    second = types.int32(0) if abs(power) <= 126 else types.int32(-125 if power <= 0 else 127)
-    scale = bits_float(types.uint32(power - second + types.int32(127)) << types.uint32(23))
     if _SCALES_LAST:
-        y = fused_multiply_add(p, u, fused_multiply_add(_E1, b, types.float32(1))) * scale
+        half = power >> types.int32(1)
+        y = fused_multiply_add(p, u, fused_multiply_add(_E1, b, types.float32(1))) * _power_of_2(half)
+        y *= _power_of_2(power - half)
     else:
-        y = fused_multiply_add(fused_multiply_add(p, u, _E1 * b), scale, scale)
-    y *= bits_float(types.uint32(second + types.int32(127)) << types.uint32(23))
+        second = types.int32(0) if abs(power) <= 126 else types.int32(-125 if power <= 0 else 127)
+        scale = _power_of_2(power - second)
+        y = fused_multiply_add(fused_multiply_add(p, u, _E1 * b), scale, scale) * _power_of_2(second)
     return y if x == x else x
 
 

@@ -20,7 +20,7 @@ from ggml_backend_npu.ir import Tensor
 from ggml_backend_npu.ops import functions
 from ggml_backend_npu.ops.elements import Constants, Elementwise, look_up, look_up_gated
 from ggml_backend_npu.ops.functions import Floats
-from quant.kernels.jit import array_at, call_kernel, compiled, inlined
+from quant.kernels.jit import array_at, call_elementwise, compiled, inlined
 from quant.kernels.matrices import LANES
 from quant.kernels.records import Dims, Place, index_of, place_in, record_at, row_of
 from quant.kernels.threads import Job, Work
@@ -46,8 +46,9 @@ class Compute(NamedTuple):
     y         at address 0: there is none
     ids       int32 by dimensions 1 and 2 of x: which row of y, a matrix, belongs to a row of x; at address 0: there are
               none, y is repeated
-    in_dst    x is computed where dst lies: its rows are float32 without gaps, and y lies elsewhere
-    reads_y   y is read where it lies: its rows are float32 without gaps, as long as those of dst, and lie elsewhere
+    in_dst    a tile is computed where dst lies: its rows are float32 without gaps
+    reads_x   x is read where it lies: its rows are float32 without gaps, as long as those of dst
+    reads_y   the same of y, and it does not overlap dst
     """
 
     function: int
@@ -58,6 +59,7 @@ class Compute(NamedTuple):
     y: Operand
     ids: Place
     in_dst: int
+    reads_x: int
     reads_y: int
 
 
@@ -87,24 +89,29 @@ def _row_of_y(of, i1, i2, i3):
 
 @compiled
 def compute(p, begin, end, tiles):
-    """A unit is a tile of a row. `tiles` holds a tile of x in float32, followed by one of y."""
+    """A unit is a tile of a row. `tiles` holds a tile of x, and of dst, in float32, followed by one of y."""
     of = record_at(p, Compute)
-    dst, in_dst, reads_y = of.dst, of.in_dst, of.reads_y
+    dst = of.dst
     for tile in range(begin, end):
         row, i0 = tile // of.n_tiles, tile % of.n_tiles * _TILE
         i1, i2, i3 = index_of(row, dst.ne[1], dst.ne[2])
         n = min(_TILE, dst.ne[0] - i0)
-        to, row_of_x = row_of(dst.place, i1, i2, i3) + i0 * dst.place.nb[0], row_of(of.x.place, i1, i2, i3)
-        x, y = to if in_dst else tiles, tiles + 4 * _TILE
-        if x != row_of_x + i0 * of.x.place.nb[0]:
-            _load(of.x, row_of_x, i0, x, n)
-        if reads_y:
+        out = row_of(dst.place, i1, i2, i3) + i0 * dst.place.nb[0]
+        to = out if of.in_dst else tiles
+        y = tiles + 4 * _TILE
+        if of.reads_y:
             y = _row_of_y(of, i1, i2, i3) + 4 * i0
         elif of.y.place.address:
             _load(of.y, _row_of_y(of, i1, i2, i3), i0, y, n)
-        call_kernel(of.function, p + _CONSTANTS, x, y, n)
-        if not in_dst:
-            narrow_run(x, dst.code, to, dst.place.nb[0], n)
+        x = row_of(of.x.place, i1, i2, i3)
+        if of.reads_x:
+            x += 4 * i0
+        else:
+            _load(of.x, x, i0, to, n)
+            x = to
+        call_elementwise(of.function, p + _CONSTANTS, to, x, y, n)
+        if not of.in_dst:
+            narrow_run(to, dst.code, out, dst.place.nb[0], n)
     return 0
 
 
@@ -150,7 +157,8 @@ def computed(
         x=_operand(x, ne[0], flat),
         y=Operand() if y is None else _operand(y, ne[0], flat),
         ids=_NOWHERE if ids is None else ids.place,
-        in_dst=_is_plain(dst) and (y is None or not y.overlaps(dst)),
+        in_dst=_is_plain(dst),
+        reads_x=_is_plain(x) and x.ne[0] == dst.ne[0],
         reads_y=y is not None and _is_plain(y) and y.ne[0] == dst.ne[0] and not y.overlaps(dst),
     )
     n_units = n_tiles * ne[1] * ne[2] * ne[3]

@@ -93,22 +93,33 @@ def callback(signature: Any) -> Callable[[Callable[..., Any]], CFunction]:
     return functools.partial(CFunction, signature=signature)
 
 
-compiled = callback(types.int64(types.int64, types.int64, types.int64, types.int64))
+compiled = callback(types.int64(*[types.int64] * 4))
 """Decorator of a kernel, `kernel(p, begin, end, scratch)`: computes units [begin, end). p is the address of the record
 of its parameters (`quant.kernels.records`), scratch that of the memory that its `Work` has for it. Returns 0, or where
 it cannot do it what its work makes an error of."""
 
 
-@intrinsic
-def call_kernel(typing_context: Any, kernel: Any, parameters: Any, begin: Any, end: Any, scratch: Any) -> Any:
-    """Calls the kernel at an address; returns what it returns."""
+def _caller(n: int) -> Callable[..., Any]:
+    """The code of a call of the function at an address, of n int64."""
 
     def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         i64 = ir.IntType(64)
-        function = builder.inttoptr(arguments[0], ir.FunctionType(i64, [i64] * 4).as_pointer())
+        function = builder.inttoptr(arguments[0], ir.FunctionType(i64, [i64] * n).as_pointer())
         return builder.call(function, arguments[1:])
 
-    return types.int64(*[types.int64] * 5), emit
+    return emit
+
+
+@intrinsic
+def call_kernel(typing_context: Any, kernel: Any, parameters: Any, begin: Any, end: Any, scratch: Any) -> Any:
+    """Calls the kernel at an address; returns what it returns."""
+    return types.int64(*[types.int64] * 5), _caller(4)
+
+
+@intrinsic
+def call_elementwise(typing_context: Any, function: Any, constants: Any, to: Any, x: Any, y: Any, n: Any) -> Any:
+    """Calls the `elementwise` function at an address; returns what it returns."""
+    return types.int64(*[types.int64] * 6), _caller(5)
 
 
 @intrinsic
