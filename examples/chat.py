@@ -7,8 +7,8 @@ import codecs
 import sys
 
 from ggml_backend_npu import default_backend
-from graph_runner.models import model_file
-from graph_runner.session import Sampler, Session, Settings, generate
+from graph_runner.base.models import model_file
+from graph_runner.run.session import Sampler, Session, Settings, generate
 
 ANSWER = 200  # tokens at most
 

@@ -6,9 +6,9 @@ python examples/diff_model.py [MODEL]        MODEL: a path, demo (the default) o
 import sys
 from collections import Counter
 
-from graph_runner.diff import diff
-from graph_runner.models import model_file
-from graph_runner.session import Settings
+from graph_runner.base.models import model_file
+from graph_runner.diff.run import diff
+from graph_runner.run.session import Settings
 
 settings = Settings(flash_attention="on", cache_type_k="q8_0", cache_type_v="q4_0")
 with model_file(sys.argv[1] if len(sys.argv) > 1 else "demo") as file:

@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 
 from ggml_backend_npu import Op, Tensor, default_backend
-from graph_runner.diff import diff
-from graph_runner.models import model_file
+from graph_runner.base.models import model_file
+from graph_runner.diff.run import diff
 from graph_runner.trace import replay
 
 

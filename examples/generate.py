@@ -5,8 +5,8 @@ python examples/generate.py [MODEL] [PROMPT]        MODEL: a path, demo (the def
 
 import sys
 
-from graph_runner.models import model_file
-from graph_runner.session import Sampler, Session, Settings, generate
+from graph_runner.base.models import model_file
+from graph_runner.run.session import Sampler, Session, Settings, generate
 
 model = sys.argv[1] if len(sys.argv) > 1 else "demo"
 prompt = sys.argv[2] if len(sys.argv) > 2 else "Once upon a time"

@@ -14,7 +14,7 @@ import pytest
 
 import ggml_backend_npu
 from ggml_backend_npu import Node, Tensor
-from ggml_backend_npu.abi.replica import Replica
+from ggml_backend_npu.plugin.replica import Replica
 
 
 class Checker:

@@ -15,7 +15,7 @@ import time
 from urllib.error import URLError
 from urllib.request import Request, urlopen
 
-from ggml_backend_npu.abi.embedding import plugin
+from ggml_backend_npu.plugin.embedding import plugin
 
 model, server = sys.argv[1], sys.argv[2] if len(sys.argv) > 2 else "llama-server"
 with socket.socket() as free:

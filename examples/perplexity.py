@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 
 from ggml_backend_npu import default_backend
-from graph_runner.models import model_file
-from graph_runner.session import Session, Settings
+from graph_runner.base.models import model_file
+from graph_runner.run.session import Session, Settings
 
 TEXT = """The tide rises twice a day because the moon pulls at the sea. On the side that faces the moon the water is
 drawn towards it, and on the far side the earth is drawn away from the water. Between the two the sea is low."""

@@ -13,18 +13,18 @@ from os import PathLike
 from typing import TYPE_CHECKING, Any, overload
 
 from ggml_backend_npu import names  # noqa: F401  (first: it refuses a foreign `quant`)
-from ggml_backend_npu.backend import Backend, default_backend, op
-from ggml_backend_npu.buffer import Buffer
-from ggml_backend_npu.device import Device, Program, QueuedDevice
-from ggml_backend_npu.device_backend import DeviceBackend
-from ggml_backend_npu.device_files import check, recorded
+from ggml_backend_npu.backend.backend import Backend, default_backend, op
+from ggml_backend_npu.backend.options import DeviceError, Options
+from ggml_backend_npu.backend.plan import Plan
+from ggml_backend_npu.device.backend import DeviceBackend
+from ggml_backend_npu.device.device import Device, Program, QueuedDevice
+from ggml_backend_npu.device.files import check, recorded
 from ggml_backend_npu.ir import Graph, Memory, Node, Tensor
-from ggml_backend_npu.options import DeviceError, Options
-from ggml_backend_npu.plan import Plan
-from ggml_backend_npu.registry import KernelError, Op
+from ggml_backend_npu.ir.buffer import Buffer
+from ggml_backend_npu.registry.entry import KernelError, Op
 
 if TYPE_CHECKING:
-    from ggml_backend_npu.abi.plugin import Plugin
+    from ggml_backend_npu.plugin.plugin import Plugin
 
 __version__ = version("ggml-backend-npu")
 
@@ -95,12 +95,13 @@ def register(backend: Backend | Device | None = None, *, into: str | PathLike[st
              has one ggml, which the first call chooses
 
     Returns None while a file of devices is loaded, which only lists them; else the registered backend, whose
-    `statistics` count what it computes. Raises `ggml_backend_npu.abi.lib.UnknownGgmlError` where the layouts of that
+    `statistics` count what it computes. Raises `ggml_backend_npu.ggml.lib.UnknownGgmlError` where the layouts of that
     ggml are not known here; DeviceError for an option that cannot be used, and for a name that another device of ggml
     has, and for a device that lacks a method or names a type or an op that ggml does not have;
-    `ggml_backend_npu.abi.places.PlaceError` for an `into` that has no ggml; TypeError for a class.
+    `ggml_backend_npu.ggml.places.PlaceError` for an `into` that has no ggml; TypeError for a class.
     """
-    from ggml_backend_npu.abi import lib, plugin
+    from ggml_backend_npu.ggml import lib
+    from ggml_backend_npu.plugin import plugin
 
     if isinstance(backend, type):
         raise TypeError(f"register({backend.__name__}): needs an instance, register({backend.__name__}())")

@@ -12,25 +12,25 @@ from importlib.metadata import version as _version
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from graph_runner.coverage import cover as cover
-    from graph_runner.errors import SessionError as SessionError
-    from graph_runner.errors import TraceError as TraceError
-    from graph_runner.session import Sampler as Sampler
-    from graph_runner.session import Session as Session
-    from graph_runner.session import Settings as Settings
-    from graph_runner.session import generate as generate
+    from graph_runner.base.errors import SessionError as SessionError
+    from graph_runner.base.errors import TraceError as TraceError
+    from graph_runner.run.session import Sampler as Sampler
+    from graph_runner.run.session import Session as Session
+    from graph_runner.run.session import Settings as Settings
+    from graph_runner.run.session import generate as generate
+    from graph_runner.tools.coverage import cover as cover
     from graph_runner.trace import capture as capture
     from graph_runner.trace import replay as replay
 
 _PUBLIC = {
-    "SessionError": "errors",
-    "TraceError": "errors",
-    "Sampler": "session",
-    "Session": "session",
-    "Settings": "session",
+    "SessionError": "base.errors",
+    "TraceError": "base.errors",
+    "Sampler": "run.session",
+    "Session": "run.session",
+    "Settings": "base.settings",
     "capture": "trace",
-    "cover": "coverage",
-    "generate": "session",
+    "cover": "tools.coverage",
+    "generate": "run.session",
     "replay": "trace",
 }
 __all__ = [*_PUBLIC]

@@ -37,9 +37,9 @@ from rich.console import Console
 from rich.table import Table
 
 from ggml_backend_npu import default_backend
-from graph_runner.diff import diff
-from graph_runner.session import Sampler, Session, SessionError, Settings, generate
-from graph_runner.suites import build
+from graph_runner.diff.run import diff
+from graph_runner.run.session import Sampler, Session, SessionError, Settings, generate
+from graph_runner.tools.suites import build
 
 SETTINGS: dict[str, tuple[str, ...]] = {
     "ops": ("all", "default"),

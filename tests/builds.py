@@ -23,7 +23,7 @@ from pathlib import Path
 import platformdirs
 from llvmlite import binding
 
-from graph_runner import suites
+from graph_runner.tools import suites
 
 _HAS_AVX512 = binding.get_host_cpu_features().get("avx512f", False)
 _V3, _V4 = "-march=x86-64-v3", "-march=x86-64-v4"

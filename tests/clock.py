@@ -19,14 +19,14 @@ import numpy as np
 from gguf import GGMLQuantizationType
 
 from ggml_backend_npu import default_backend
-from ggml_backend_npu.abi import lib
-from ggml_backend_npu.abi.build import Builder
-from ggml_backend_npu.clock import Clock
-from ggml_backend_npu.profiles import Profile
-from graph_runner.coverage import cover
-from graph_runner.models import demo_file
-from graph_runner.session import Session, Settings
-from graph_runner.tiny import TinyModel, spm_vocabulary
+from ggml_backend_npu.ggml import lib
+from ggml_backend_npu.plugin.build import Builder
+from ggml_backend_npu.profiles.clock import Clock
+from ggml_backend_npu.profiles.rules import Profile
+from graph_runner.base.models import demo_file
+from graph_runner.base.tiny import TinyModel, spm_vocabulary
+from graph_runner.run.session import Session, Settings
+from graph_runner.tools.coverage import cover
 
 
 def best(run: Callable[[], object], rounds: int = 7) -> float:

@@ -17,10 +17,10 @@ from pathlib import Path
 
 from support import backend_ops_cases
 
-from ggml_backend_npu.abi import lib
-from ggml_backend_npu.abi.convert import computes
-from ggml_backend_npu.abi.embedding import check_package
-from graph_runner.suites import Case, backend_ops
+from ggml_backend_npu.ggml import lib
+from ggml_backend_npu.ggml.convert import computes
+from ggml_backend_npu.plugin.embedding import check_package
+from graph_runner.tools.suites import Case, backend_ops
 
 DOCUMENT = Path(__file__).resolve().parent.parent / "docs" / "conformance.md"
 _HEAD = "| op | cases | CPU | NPU | passing |\n|---|--:|--:|--:|--:|\n"

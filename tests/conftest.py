@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from commands import Cli
     from models import Models
 
-    from ggml_backend_npu.abi.plugin import Plugin
+    from ggml_backend_npu.plugin.plugin import Plugin
 
 _few = settings(
     deadline=None,
@@ -57,7 +57,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Models:
     """Finds the file of a model by name; a tiny one is written when first asked for."""
     from models import OTHERS, WRITERS
 
-    from graph_runner.models import demo_file
+    from graph_runner.base.models import demo_file
 
     folder = tmp_path_factory.mktemp("models")
 
@@ -96,7 +96,7 @@ def cli(backend: Plugin, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureF
     from commands import Outcome
 
     from ggml_backend_npu import default_backend
-    from ggml_backend_npu.abi import embedding
+    from ggml_backend_npu.plugin import embedding
     from graph_runner.cli import main
 
     options = default_backend().options
@@ -124,7 +124,7 @@ def cli(backend: Plugin, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureF
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The small random llama, as a file."""
-    from graph_runner.tiny import write_tiny_llama
+    from graph_runner.base.tiny import write_tiny_llama
 
     return write_tiny_llama(tmp_path_factory.mktemp("tiny") / "tiny.gguf")
 
@@ -133,7 +133,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def tiny_text(tiny: Path) -> str:
     """64 greedy tokens of the tiny model on the CPU."""
     from graph_runner.cli.options import PROMPT
-    from graph_runner.session import Sampler, Session, Settings, context_for, generate
+    from graph_runner.run.session import Sampler, Session, Settings, context_for, generate
 
     with Session(tiny, Settings(n_ctx=context_for(PROMPT, 64))) as session:
         tokens = session.tokenize(PROMPT)
@@ -143,7 +143,7 @@ def tiny_text(tiny: Path) -> str:
 @pytest.fixture
 def in_python(backend: Plugin, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The graphs that Python was asked to compute."""
-    from ggml_backend_npu.abi import convert
+    from ggml_backend_npu.ggml import convert
 
     backend.forget_plans()
     graphs: list[int] = []
@@ -195,7 +195,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @cache
 def is_older() -> bool:
     """Whether the ggml of this process is older than the newest that is known."""
-    from ggml_backend_npu.abi import layouts, lib
+    from ggml_backend_npu.ggml import layouts, lib
 
     return lib.numbers(lib.ggml().version) < lib.numbers(layouts.NEWEST.versions[0])
 
@@ -204,7 +204,7 @@ def is_older() -> bool:
 def lacking() -> set[str]:
     """Names of our ops and types that an older ggml does not have, or has with another meaning."""
     import quant
-    from ggml_backend_npu.abi import lib
+    from ggml_backend_npu.ggml import lib
     from ggml_backend_npu.ops import OWN
 
     if not is_older():
@@ -225,7 +225,7 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
     """Skips a test of what an older ggml does not have: a function, or a node that its CPU does not compute."""
     from ggml_backend_npu import KernelError
-    from ggml_backend_npu.abi import lib
+    from ggml_backend_npu.ggml import lib
 
     try:
         yield

@@ -20,7 +20,8 @@ SECONDS = 20
 
 _SERVER = """
 import gc, json, os, signal, sys, time
-import graph_runner.cli.app, graph_runner.cli.failures, graph_runner.diff, graph_runner.report, graph_runner.token_graph
+import graph_runner.cli.app, graph_runner.cli.failures, graph_runner.diff.run, graph_runner.reports.report
+import graph_runner.run.token_graph
 from graph_runner.cli import main
 from quant.kernels.jit import CFunction
 

@@ -14,8 +14,8 @@ from support import Placement
 
 import quant
 from ggml_backend_npu import Node, Tensor
-from graph_runner import noise
 from graph_runner.diagnosis import diagnose
+from graph_runner.judging import noise
 
 BINARY = ["add", "sub", "mul", "div"]
 SHAPES = [((32, 5, 3, 1), 4), ((64, 7, 2, 2), 3), ((96, 4, 4, 2), 4)]

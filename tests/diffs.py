@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from ggml_backend_npu.ops import OWN
-from ggml_backend_npu.registry import Op
-from graph_runner.diff import DiffResult, diff
-from graph_runner.results import NodeResult
-from graph_runner.session import Settings
+from ggml_backend_npu.registry.entry import Op
+from graph_runner.diff.run import DiffResult, diff
+from graph_runner.judging.results import NodeResult
+from graph_runner.run.session import Settings
 
 PROMPT = "The capital of France is"
 CELLS = 26  # tokens of the prompt

@@ -12,8 +12,8 @@ import pytest
 from numpy.typing import NDArray
 from support import Scene, choose
 
-from ggml_backend_npu.abi import structs
-from ggml_backend_npu.abi.plugin import Plugin
+from ggml_backend_npu.ggml import structs
+from ggml_backend_npu.plugin.plugin import Plugin
 
 INF = float("inf")
 Build = Callable[[Scene], Sequence[int]]  # makes roots and returns the outputs of a graph

@@ -10,7 +10,7 @@ import numpy as np
 from kernel_cases import Array, Case, floats, node, positive, sevens
 
 from ggml_backend_npu import Node, Tensor
-from ggml_backend_npu.abi import codecs
+from ggml_backend_npu.ggml import codecs
 from ggml_backend_npu.ops import (
     OWN,
     convolution,
@@ -19,11 +19,11 @@ from ggml_backend_npu.ops import (
     norms,
     patches,
     pooling,
-    strided,
     transposed,
     upscale,
     vision,
 )
+from ggml_backend_npu.ops.kernels import strided
 
 IN_PLANE = struct.pack("7i", *[1] * 7)
 

@@ -10,21 +10,8 @@ from support import special_floats
 
 import quant
 from ggml_backend_npu import default_backend
-from ggml_backend_npu.ops import (
-    cells,
-    delta_net,
-    mamba,
-    norms,
-    products,
-    rope,
-    routing,
-    rwkv,
-    softmax,
-    strided,
-    tiles,
-    triangles,
-    unary,
-)
+from ggml_backend_npu.ops import delta_net, mamba, norms, rope, routing, rwkv, softmax, triangles, unary
+from ggml_backend_npu.ops.kernels import cells, products, strided, tiles
 
 WEIGHTS = quant.quantize(np.abs(floats(3, 70, 64)), "q8_0")
 

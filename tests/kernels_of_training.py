@@ -8,7 +8,8 @@ import numpy as np
 from kernel_cases import Array, Case, floats, node, positive, sevens
 from support import special_floats
 
-from ggml_backend_npu.ops import gradients, losses, optimisers, outer, strided, sums, tiles
+from ggml_backend_npu.ops import gradients, losses, optimisers, outer, sums
+from ggml_backend_npu.ops.kernels import strided, tiles
 
 
 def stepped() -> list[Array]:

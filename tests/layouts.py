@@ -1,4 +1,4 @@
-"""Writes ggml_backend_npu/abi/layouts: what ggml's structs and tables of functions look like, read from its headers.
+"""Writes ggml_backend_npu/ggml/layouts: what ggml's structs and tables of functions look like, read from its headers.
 
     python tests/layouts.py                   for each version of VERSIONS, and what is to come
     python tests/layouts.py 0.3.36            prints the layout of a version of llama-cpp-python, and writes nothing
@@ -26,7 +26,7 @@ from cffi import FFI
 
 SUITE = "test-backend-ops.cpp"
 VERSIONS = ("0.3.24", "0.3.28", "0.3.32", "0.3.35", "0.3.36")
-LAYOUTS = Path(__file__).parents[1] / "ggml_backend_npu" / "abi" / "layouts"
+LAYOUTS = Path(__file__).parents[1] / "ggml_backend_npu" / "ggml" / "layouts"
 
 TABLES = tuple(f"ggml_backend_{part}i" for part in ("buffer_type_", "buffer_", "", "device_", "reg_"))
 HOLDERS = tuple(f"ggml_backend{part}" for part in ("_buffer_type", "_buffer", "", "_device", "_reg"))
@@ -41,7 +41,7 @@ _HEADERS = ("include/ggml.h", "include/ggml-backend.h", "src/ggml-backend-impl.h
 
 @dataclass
 class Layout:
-    """What one version has: see `ggml_backend_npu.abi.layouts.Layout`."""
+    """What one version has: see `ggml_backend_npu.ggml.layouts.Layout`."""
 
     versions: tuple[str, ...]
     api_version: int
@@ -152,7 +152,7 @@ def api_3(header: str, *, sizes: bool) -> str:
 def written(found: Layout, what: str, like: tuple[str, Layout] | None = None) -> str:
     """The module of a layout: whole, or what differs from a layout of which there is a module, by its name."""
     parts = {part.name: getattr(found, part.name) for part in fields(found)}
-    package = "ggml_backend_npu.abi.layouts"
+    package = "ggml_backend_npu.ggml.layouts"
     if like is None:
         head, made_of = f"from {package}.layout import Layout", "Layout"
     else:

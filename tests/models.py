@@ -9,7 +9,7 @@ from pathlib import Path
 from gguf import TokenType
 from llama_cpp import llama_cpp
 
-from graph_runner.tiny import TinyModel, Vocabulary, spm_vocabulary, write_tiny_llama
+from graph_runner.base.tiny import TinyModel, Vocabulary, spm_vocabulary, write_tiny_llama
 
 
 def rwkv_vocabulary() -> Vocabulary:

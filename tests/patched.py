@@ -18,7 +18,7 @@ from pathlib import Path
 import platformdirs
 from layouts import VERSIONS, api_3, sources
 
-from graph_runner import suites
+from graph_runner.tools import suites
 
 Change = Callable[[str, str], str]  # of a file, by name: its text -> another
 _OPTIONS = {

@@ -14,12 +14,12 @@ from models import OTHERS, WRITERS, requantized
 from support import choose
 
 from ggml_backend_npu import Memory, Node, Tensor, default_backend
-from ggml_backend_npu.abi import convert, lib
-from ggml_backend_npu.kernel_files import load_kernels
+from ggml_backend_npu.backend.kernel_files import load_kernels
+from ggml_backend_npu.ggml import convert, lib
+from ggml_backend_npu.ir.packed import PACKED_TYPES, Packed
 from ggml_backend_npu.ops import OWN
-from ggml_backend_npu.packed import PACKED_TYPES, Packed
-from graph_runner.session import Sampler, Session, Settings, context_for
-from graph_runner.tiny import TinyModel, spm_vocabulary, write_tiny_llama
+from graph_runner.base.tiny import TinyModel, spm_vocabulary, write_tiny_llama
+from graph_runner.run.session import Sampler, Session, Settings, context_for
 
 FOLDER = Path(__file__).parent / "faults"
 ROUNDED = FOLDER / "right_mul_mat_in_doubles.py"  # right, but for rounding

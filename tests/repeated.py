@@ -9,8 +9,8 @@ import numpy as np
 from recipes import Cast, Copy, GetRows, Same, SetRows
 from support import TRANSPOSED, Placement, Recipe, Scene
 
-from ggml_backend_npu.abi.contexts import Context
-from ggml_backend_npu.abi.plugin import Plugin
+from ggml_backend_npu.plugin.contexts import Context
+from ggml_backend_npu.plugin.plugin import Plugin
 
 RECIPES: dict[str, Recipe] = {
     "get_rows f32": GetRows("f32", (40, 7, 2, 1), 5),

@@ -14,12 +14,12 @@ from paper import copy_of, define
 
 from ggml_backend_npu import Node, Tensor
 from ggml_backend_npu.ops import OWN
-from ggml_backend_npu.ops import exact as formulas
-from ggml_backend_npu.ops.exact import values
-from ggml_backend_npu.ops.probes import tensor
-from graph_runner import noise
-from graph_runner.rules import type_of
-from graph_runner.spans import copied
+from ggml_backend_npu.registry import exact as formulas
+from ggml_backend_npu.registry.exact import values
+from ggml_backend_npu.registry.probes import tensor
+from graph_runner.judging import noise
+from graph_runner.judging.rules import type_of
+from graph_runner.judging.spans import copied
 
 Exact = NDArray[np.float64]
 Fault = Callable[[Node], Exact | Node]  # what a wrong kernel writes, or the node that it computes in place of this one

@@ -22,14 +22,14 @@ from numpy.typing import NDArray
 
 import quant
 from ggml_backend_npu import Memory, Node, Tensor, default_backend
-from ggml_backend_npu.abi import aborts, convert, lib
-from ggml_backend_npu.abi.build import Builder
-from ggml_backend_npu.abi.lib import Ggml
-from ggml_backend_npu.abi.plugin import Plugin
-from graph_runner import suites
-from graph_runner.compare import compare
-from graph_runner.promises import holds
-from graph_runner.rules import Rules
+from ggml_backend_npu.ggml import aborts, convert, lib
+from ggml_backend_npu.ggml.lib import Ggml
+from ggml_backend_npu.plugin.build import Builder
+from ggml_backend_npu.plugin.plugin import Plugin
+from graph_runner.judging.compare import compare
+from graph_runner.judging.promises import holds
+from graph_runner.judging.rules import Rules
+from graph_runner.tools import suites
 from quant import codec
 from quant.kernels import threads
 from quant.kernels.jit import LINE

@@ -20,10 +20,10 @@ import pytest
 from conformance import Counts, documented, every_op, table
 from support import backend_ops_cases
 
-from ggml_backend_npu.abi.embedding import check_package, plugin
-from graph_runner import suites
-from graph_runner.suites import SuiteError, architectures, backend_ops
-from graph_runner.tiny import write_tiny_llama
+from ggml_backend_npu.plugin.embedding import check_package, plugin
+from graph_runner.base.tiny import write_tiny_llama
+from graph_runner.tools import suites
+from graph_runner.tools.suites import SuiteError, architectures, backend_ops
 
 pytestmark = pytest.mark.conformance
 
@@ -81,7 +81,7 @@ def test_every_case_of_an_op_is_as_documented(memory: str, capsys: pytest.Captur
 
 SIMULATED = """
 from ggml_backend_npu import register
-from ggml_backend_npu.sim import Simulator
+from ggml_backend_npu.device.sim import Simulator
 
 class Partial(Simulator):
     def refusal(self, node):

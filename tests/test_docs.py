@@ -15,8 +15,8 @@ from pathlib import Path
 import conformance
 import pytest
 
-from ggml_backend_npu.generations import PROFILES
-from graph_runner.models import model_file
+from ggml_backend_npu.profiles.generations import PROFILES
+from graph_runner.base.models import model_file
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [*sorted(ROOT.glob("docs/*.md")), ROOT / "README.md"]
@@ -160,7 +160,7 @@ def test_links_lead_to_files() -> None:
 
 
 def test_every_variable_is_in_the_table() -> None:
-    from ggml_backend_npu.options import _CHECKS, _READ_ELSEWHERE
+    from ggml_backend_npu.backend.options import _CHECKS, _READ_ELSEWHERE
 
     text = (ROOT / "README.md").read_text()
     known = {f"GGML_NPU_{name.upper()}" for name in (*_CHECKS, *_READ_ELSEWHERE)}

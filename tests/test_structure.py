@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from ggml_backend_npu.abi import lib
+from ggml_backend_npu.ggml import lib
 from ggml_backend_npu.ops import OWN
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -55,7 +55,7 @@ def outside(modules: set[str], *allowed: str) -> set[str]:
 def test_the_sources_are_found() -> None:
     assert {module.parts[0] for module in MODULES} == {*PACKAGES}
     assert "quant/codec.py" in importers("numpy")
-    assert "ggml_backend_npu/ir.py" in importers("quant")
+    assert "ggml_backend_npu/ir/graph.py" in importers("quant")
 
 
 def test_packages_import_downwards_only() -> None:
@@ -65,12 +65,14 @@ def test_packages_import_downwards_only() -> None:
 
 
 def test_llama_cpp_is_imported_where_ggml_is_found_and_where_models_run() -> None:
-    assert not outside(importers("llama_cpp"), "ggml_backend_npu/abi/", "graph_runner/")
+    assert not outside(importers("llama_cpp"), "ggml_backend_npu/ggml/", "graph_runner/")
 
 
 @pytest.mark.parametrize("module", ["ctypes", "_ctypes", "cffi"])
 def test_ctypes_stands_in_the_abi_and_in_the_session_only(module: str) -> None:
-    assert not outside(importers(module), "ggml_backend_npu/abi/", "graph_runner/session.py")
+    assert not outside(
+        importers(module), "ggml_backend_npu/ggml/", "ggml_backend_npu/plugin/", "graph_runner/run/session.py"
+    )
 
 
 def names_of_ops(module: Path) -> Iterator[tuple[ast.AST, list[str]]]:
@@ -102,7 +104,7 @@ def test_an_op_stands_in_one_file() -> None:
 
 def test_no_table_of_ops_stands_elsewhere() -> None:
     """But for what is measured, what other devices take, what an older ggml aborts on, and what llama.cpp asks for."""
-    others = {f"ggml_backend_npu/{name}.py" for name in ("generations", "abi/aborts", "abi/plugin")}
+    others = {f"ggml_backend_npu/{name}.py" for name in ("profiles/generations", "ggml/aborts", "plugin/plugin")}
     tables = [
         f"{module}:{node.lineno} {names}"
         for module in MODULES
@@ -128,12 +130,12 @@ OF_THE_PROCESS = {
     "quant/kernels/cache.py _Files": "that kernels cannot be kept is said once",
     "quant/kernels/processor.py _lanes": "what kernels are compiled for: as wide sums as those of the process's ggml",
     "quant/kernels/memory.py _free": "memory of large results that nobody holds any more, as an allocator has it",
-    "ggml_backend_npu/abi/fenced.py _free": "fenced memory that nobody holds any more",
-    "ggml_backend_npu/abi/fenced.py _Room": "how much that is",
-    "ggml_backend_npu/abi/lib.py _given": "which ggml the process was told to take",
-    "graph_runner/endings.py _open": "what is undone when the process ends",
-    "graph_runner/endings.py _commands": "whether a command is what the process is for",
-    "graph_runner/session.py _log": "llama.cpp has one log",
+    "ggml_backend_npu/ggml/fenced.py _free": "fenced memory that nobody holds any more",
+    "ggml_backend_npu/ggml/fenced.py _Room": "how much that is",
+    "ggml_backend_npu/ggml/lib.py _given": "which ggml the process was told to take",
+    "graph_runner/base/endings.py _open": "what is undone when the process ends",
+    "graph_runner/base/endings.py _commands": "whether a command is what the process is for",
+    "graph_runner/run/session.py _log": "llama.cpp has one log",
 }
 CHANGES = {"add", "append", "clear", "discard", "extend", "insert", "pop", "popitem", "remove", "setdefault", "update"}
 

@@ -9,8 +9,8 @@ from diffs import FLASH_OFF, QUANTISED
 from support import assert_same_bytes
 
 from ggml_backend_npu import Node, Tensor, default_backend
-from graph_runner.copies import Copied, span
-from graph_runner.session import Settings
+from graph_runner.judging.copies import Copied, span
+from graph_runner.run.session import Settings
 from graph_runner.trace import Origin, Recorded
 from quant import quantize
 

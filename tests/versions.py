@@ -218,7 +218,7 @@ def main() -> int:
     for version in chosen.versions:
         at = Environment(version)
         ggml = at.printed(
-            at.python, "-c", "from ggml_backend_npu.abi import lib; print(lib.unchecked().version)"
+            at.python, "-c", "from ggml_backend_npu.ggml import lib; print(lib.unchecked().version)"
         ).strip()
         row = rows.setdefault(version, [version, ggml, *[""] * len(CELLS), ""])
         for name, cell in cells.items():

@@ -10,8 +10,8 @@ from importlib import import_module
 from pkgutil import iter_modules
 from types import MappingProxyType
 
-from ggml_backend_npu.abi import target  # noqa: F401  (before any kernel is made)
-from ggml_backend_npu.registry import Op, recording
+from ggml_backend_npu.ggml import target  # noqa: F401  (before any kernel is made)
+from ggml_backend_npu.registry.entry import Op, recording
 
 with recording() as _made:
     for _module in iter_modules(__path__):

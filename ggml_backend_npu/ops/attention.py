@@ -22,19 +22,19 @@ from typing import Annotated
 import numpy as np
 from numpy.typing import NDArray
 
-from ggml_backend_npu.checks import Cost, Exact, Make, Mistake, Probe, Types
+from ggml_backend_npu.ggml.numerics import PLAIN, Numerics
 from ggml_backend_npu.ir import Node, Tensor
-from ggml_backend_npu.numerics import PLAIN, Numerics
-from ggml_backend_npu.ops import exact, probes
-from ggml_backend_npu.ops.cells import attended
-from ggml_backend_npu.ops.functions import expf, tanhf
-from ggml_backend_npu.ops.functions import fused_multiply_add as fma
+from ggml_backend_npu.ops.kernels.cells import attended
+from ggml_backend_npu.ops.kernels.functions import expf, tanhf
+from ggml_backend_npu.ops.kernels.functions import fused_multiply_add as fma
 from ggml_backend_npu.ops.matmul import VEC_DOT
-from ggml_backend_npu.ops.mistakes import LARGEST, made, with_stride
 from ggml_backend_npu.ops.movers import DECODED, convert
 from ggml_backend_npu.ops.softmax import masked, slopes
-from ggml_backend_npu.params import Instead, Params, f32, i32
-from ggml_backend_npu.registry import Call, op
+from ggml_backend_npu.registry import exact, probes
+from ggml_backend_npu.registry.checks import Cost, Exact, Make, Mistake, Probe, Types
+from ggml_backend_npu.registry.entry import Call, op
+from ggml_backend_npu.registry.mistakes import LARGEST, made, with_stride
+from ggml_backend_npu.registry.params import Instead, Params, f32, i32
 from quant import codec, dequantize
 from quant.kernels.matrices import LANES
 from quant.kernels.orders import STEP

@@ -14,18 +14,18 @@ from typing import NamedTuple
 import numpy as np
 from numba import types
 
-from ggml_backend_npu.checks import Make, Types
+from ggml_backend_npu.ggml.numerics import PLAIN, Numerics
 from ggml_backend_npu.ir import Node, Tensor
-from ggml_backend_npu.numerics import PLAIN, Numerics
-from ggml_backend_npu.ops import probes
-from ggml_backend_npu.ops.functions import wide
+from ggml_backend_npu.ops.kernels.functions import wide
+from ggml_backend_npu.ops.kernels.products import multiply_by_blas
+from ggml_backend_npu.ops.kernels.windows import Moves2d, Moves3d, Windows, find_offsets, in_a_plane, in_space, see
 from ggml_backend_npu.ops.movers import convert
-from ggml_backend_npu.ops.products import multiply_by_blas
-from ggml_backend_npu.ops.shapes import gaps
 from ggml_backend_npu.ops.sums import BOUND
-from ggml_backend_npu.ops.windows import Moves2d, Moves3d, Windows, find_offsets, in_a_plane, in_space, see
-from ggml_backend_npu.params import i32
-from ggml_backend_npu.registry import Call, op
+from ggml_backend_npu.registry import probes
+from ggml_backend_npu.registry.checks import Make, Types
+from ggml_backend_npu.registry.entry import Call, op
+from ggml_backend_npu.registry.params import i32
+from ggml_backend_npu.registry.shapes import gaps
 from quant.kernels.jit import LINE, array_at, compiled, f16_to_f32
 from quant.kernels.matrices import LANES
 from quant.kernels.orders import GROUP, dots_f16, dots_f32, multiply_f32

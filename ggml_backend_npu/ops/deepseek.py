@@ -9,14 +9,14 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
-from ggml_backend_npu.checks import Exact, Make, Probe, Types
+from ggml_backend_npu.ggml.numerics import PLAIN, Numerics
 from ggml_backend_npu.ir import Node, Tensor
-from ggml_backend_npu.numerics import PLAIN, Numerics
-from ggml_backend_npu.ops import exact, probes
 from ggml_backend_npu.ops.movers import DECODED, convert
-from ggml_backend_npu.ops.probes import TOKENS, Rng, node, normal, turned
-from ggml_backend_npu.params import Params, f32, i32
-from ggml_backend_npu.registry import op
+from ggml_backend_npu.registry import exact, probes
+from ggml_backend_npu.registry.checks import Exact, Make, Probe, Types
+from ggml_backend_npu.registry.entry import op
+from ggml_backend_npu.registry.params import Params, f32, i32
+from ggml_backend_npu.registry.probes import TOKENS, Rng, node, normal, turned
 from quant import codec
 
 _STREAMS = 4  # of hyper-connections

@@ -10,14 +10,14 @@ from typing import NamedTuple
 import numpy as np
 from numba import types
 
-from ggml_backend_npu.checks import Make, Probe, Types
 from ggml_backend_npu.ir import Node, Tensor
-from ggml_backend_npu.ops import probes
 from ggml_backend_npu.ops.convolution import TYPES
-from ggml_backend_npu.ops.functions import wide
-from ggml_backend_npu.ops.shapes import gaps
-from ggml_backend_npu.ops.windows import Moves2d, Two
-from ggml_backend_npu.registry import Call, op
+from ggml_backend_npu.ops.kernels.functions import wide
+from ggml_backend_npu.ops.kernels.windows import Moves2d, Two
+from ggml_backend_npu.registry import probes
+from ggml_backend_npu.registry.checks import Make, Probe, Types
+from ggml_backend_npu.registry.entry import Call, op
+from ggml_backend_npu.registry.shapes import gaps
 from quant.kernels.jit import array_at, compiled, fused_multiply_add, inlined
 from quant.kernels.records import record_at
 from quant.kernels.threads import Job, Work

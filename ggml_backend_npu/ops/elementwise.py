@@ -15,18 +15,19 @@ from typing import Annotated, NamedTuple
 import numpy as np
 from numba import types
 
-from ggml_backend_npu.checks import Exact, Formula, Make, Mistake, Probe, Types
+from ggml_backend_npu.ggml.numerics import PLAIN, Numerics
 from ggml_backend_npu.ir import Node, Tensor
-from ggml_backend_npu.numerics import PLAIN, Numerics
-from ggml_backend_npu.ops import cases, elements, exact, probes
-from ggml_backend_npu.ops.functions import fused_multiply_add as fma
-from ggml_backend_npu.ops.mistakes import of_repeated, of_swapped_operands
+from ggml_backend_npu.ops.kernels import elements
+from ggml_backend_npu.ops.kernels.functions import fused_multiply_add as fma
+from ggml_backend_npu.ops.kernels.strided import ids_check
+from ggml_backend_npu.ops.kernels.tiles import computed
 from ggml_backend_npu.ops.movers import DECODED, ENCODED, checked_ids, convert, tiled
-from ggml_backend_npu.ops.shapes import gaps, gaps_in_rows, other_ne
-from ggml_backend_npu.ops.strided import ids_check
-from ggml_backend_npu.ops.tiles import computed
-from ggml_backend_npu.params import Instead, Params, f32
-from ggml_backend_npu.registry import Call, Op, op
+from ggml_backend_npu.registry import cases, exact, probes
+from ggml_backend_npu.registry.checks import Exact, Formula, Make, Mistake, Probe, Types
+from ggml_backend_npu.registry.entry import Call, Op, op
+from ggml_backend_npu.registry.mistakes import of_repeated, of_swapped_operands
+from ggml_backend_npu.registry.params import Instead, Params, f32
+from ggml_backend_npu.registry.shapes import gaps, gaps_in_rows, other_ne
 from quant.kernels.jit import array_at, compiled, fused_multiply_add
 from quant.kernels.records import record_at
 from quant.kernels.threads import Job, Work

@@ -8,15 +8,16 @@ from functools import partial
 
 import numpy as np
 
-from ggml_backend_npu.checks import Exact, Make, Mistake, Probe, Types
 from ggml_backend_npu.ir import Node, Tensor
-from ggml_backend_npu.ops import elements, exact, functions, probes
-from ggml_backend_npu.ops.functions import Floats, mapped
-from ggml_backend_npu.ops.mistakes import of_swapped_operands
-from ggml_backend_npu.ops.shapes import gaps_in_matrices, other_ne
-from ggml_backend_npu.ops.tiles import computed, looked_up
-from ggml_backend_npu.params import Params, f32, i32
-from ggml_backend_npu.registry import Call, Op, op
+from ggml_backend_npu.ops.kernels import elements, functions
+from ggml_backend_npu.ops.kernels.functions import Floats, mapped
+from ggml_backend_npu.ops.kernels.tiles import computed, looked_up
+from ggml_backend_npu.registry import exact, probes
+from ggml_backend_npu.registry.checks import Exact, Make, Mistake, Probe, Types
+from ggml_backend_npu.registry.entry import Call, Op, op
+from ggml_backend_npu.registry.mistakes import of_swapped_operands
+from ggml_backend_npu.registry.params import Params, f32, i32
+from ggml_backend_npu.registry.shapes import gaps_in_matrices, other_ne
 
 _1 = np.float32(1)
 _BOUND = 1e-12  # as of the functions of UNARY

@@ -10,20 +10,21 @@ import numpy as np
 from numba import types
 from numpy.typing import NDArray
 
-from ggml_backend_npu.checks import Exact, Make, Probe, Types
 from ggml_backend_npu.ir import Node, Tensor
-from ggml_backend_npu.ops import elements, exact, functions, probes
-from ggml_backend_npu.ops.functions import Floats, mapped
-from ggml_backend_npu.ops.functions import fused_multiply_add as fma
+from ggml_backend_npu.ops.kernels import elements, functions
+from ggml_backend_npu.ops.kernels.functions import Floats, mapped
+from ggml_backend_npu.ops.kernels.functions import fused_multiply_add as fma
+from ggml_backend_npu.ops.kernels.strided import ids_check
+from ggml_backend_npu.ops.kernels.tiles import computed
 from ggml_backend_npu.ops.movers import checked_ids, convert, tiled
 from ggml_backend_npu.ops.norms import Norm
-from ggml_backend_npu.ops.shapes import gaps, gaps_in_matrices, gaps_in_rows, other_ne
 from ggml_backend_npu.ops.softmax import SoftMax
-from ggml_backend_npu.ops.strided import ids_check
 from ggml_backend_npu.ops.sums import BOUND
-from ggml_backend_npu.ops.tiles import computed
-from ggml_backend_npu.params import Params
-from ggml_backend_npu.registry import Call, op
+from ggml_backend_npu.registry import exact, probes
+from ggml_backend_npu.registry.checks import Exact, Make, Probe, Types
+from ggml_backend_npu.registry.entry import Call, op
+from ggml_backend_npu.registry.params import Params
+from ggml_backend_npu.registry.shapes import gaps, gaps_in_matrices, gaps_in_rows, other_ne
 from quant.kernels.jit import array_at, compiled, fused_multiply_add
 from quant.kernels.orders import dots_f32
 from quant.kernels.records import Dims, Place, index_of, record_at, row_of

@@ -9,14 +9,14 @@ from typing import NamedTuple
 import numpy as np
 from numba import types
 
-from ggml_backend_npu.checks import Types
 from ggml_backend_npu.ir import Node, Tensor
-from ggml_backend_npu.ops import probes
+from ggml_backend_npu.ops.kernels.windows import Moves2d, Moves3d, Two, Windows, find_offsets, in_a_plane, in_space, see
 from ggml_backend_npu.ops.movers import convert
-from ggml_backend_npu.ops.shapes import gaps, gaps_in_rows
-from ggml_backend_npu.ops.windows import Moves2d, Moves3d, Two, Windows, find_offsets, in_a_plane, in_space, see
-from ggml_backend_npu.params import i32
-from ggml_backend_npu.registry import Call, op
+from ggml_backend_npu.registry import probes
+from ggml_backend_npu.registry.checks import Types
+from ggml_backend_npu.registry.entry import Call, op
+from ggml_backend_npu.registry.params import i32
+from ggml_backend_npu.registry.shapes import gaps, gaps_in_rows
 from quant import type_names
 from quant.kernels.jit import array_at, compiled
 from quant.kernels.records import record_at

@@ -9,13 +9,14 @@ from typing import NamedTuple
 import numpy as np
 from numba import types
 
-from ggml_backend_npu.checks import Exact, Make, Probe, Types
 from ggml_backend_npu.ir import Node, Tensor
-from ggml_backend_npu.ops import exact, functions, probes
-from ggml_backend_npu.ops.exponentials import expf, exps, largest, scaled
 from ggml_backend_npu.ops.gradients import FEW, ROWS, lie_apart, one_after_the_other
-from ggml_backend_npu.ops.shapes import gaps, gaps_in_matrices, other_ne
-from ggml_backend_npu.registry import Call, op
+from ggml_backend_npu.ops.kernels import functions
+from ggml_backend_npu.ops.kernels.exponentials import expf, exps, largest, scaled
+from ggml_backend_npu.registry import exact, probes
+from ggml_backend_npu.registry.checks import Exact, Make, Probe, Types
+from ggml_backend_npu.registry.entry import Call, op
+from ggml_backend_npu.registry.shapes import gaps, gaps_in_matrices, other_ne
 from quant.kernels.jit import array_at, compiled, copy
 from quant.kernels.records import Place, record_at
 from quant.kernels.threads import Job, Work

@@ -8,12 +8,9 @@ from typing import NamedTuple
 import numpy as np
 from numba import types
 
-from ggml_backend_npu.checks import Make, Probe, Types
 from ggml_backend_npu.ir import Node, Tensor
-from ggml_backend_npu.ops import probes
-from ggml_backend_npu.ops.exponentials import expf
-from ggml_backend_npu.ops.probes import HEADS, TOKENS, normal
-from ggml_backend_npu.ops.recurrent import (
+from ggml_backend_npu.ops.kernels.exponentials import expf
+from ggml_backend_npu.ops.kernels.recurrent import (
     BOUND,
     Snapshots,
     applied,
@@ -21,7 +18,10 @@ from ggml_backend_npu.ops.recurrent import (
     halves,
     of_other_size,
 )
-from ggml_backend_npu.registry import Call, KernelError, op
+from ggml_backend_npu.registry import probes
+from ggml_backend_npu.registry.checks import Make, Probe, Types
+from ggml_backend_npu.registry.entry import Call, KernelError, op
+from ggml_backend_npu.registry.probes import HEADS, TOKENS, normal
 from quant.kernels.jit import array_at, compiled, copy, fused_multiply_add, inlined
 from quant.kernels.orders import GROUP, STEP, dots_f32
 from quant.kernels.records import Place, record_at, row_of

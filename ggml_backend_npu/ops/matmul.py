@@ -24,18 +24,18 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
-from ggml_backend_npu.checks import Cost, Exact, Make, Mistake, Probe, Types
+from ggml_backend_npu.ggml.numerics import PLAIN, Numerics
 from ggml_backend_npu.ir import Node, Tensor
-from ggml_backend_npu.numerics import PLAIN, Numerics
-from ggml_backend_npu.ops import cases, exact, probes
-from ggml_backend_npu.ops.hadamard import Transform, hadamard, transform
-from ggml_backend_npu.ops.mistakes import LARGEST, altered, made, of_ids
+from ggml_backend_npu.ops.kernels.hadamard import Transform, hadamard, transform
+from ggml_backend_npu.ops.kernels.products import ROUNDINGS, Products, Weights, bytes_of_a_column, products, scratch_of
+from ggml_backend_npu.ops.kernels.strided import ids_check
 from ggml_backend_npu.ops.movers import checked_ids
-from ggml_backend_npu.ops.products import ROUNDINGS, Products, Weights, bytes_of_a_column, products, scratch_of
-from ggml_backend_npu.ops.strided import ids_check
 from ggml_backend_npu.ops.sums import BOUND
-from ggml_backend_npu.params import Params, i32
-from ggml_backend_npu.registry import Call, op
+from ggml_backend_npu.registry import cases, exact, probes
+from ggml_backend_npu.registry.checks import Cost, Exact, Make, Mistake, Probe, Types
+from ggml_backend_npu.registry.entry import Call, op
+from ggml_backend_npu.registry.mistakes import LARGEST, altered, made, of_ids
+from ggml_backend_npu.registry.params import Params, i32
 from quant import codec, dequantize
 from quant.dots import DOTS, NO_DOTS, Q4_0_PACKED, Steps
 from quant.kernels.matrices import LANES

@@ -14,14 +14,15 @@ from typing import Annotated, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ggml_backend_npu.abi import codecs
-from ggml_backend_npu.checks import Cost, Mistake
+from ggml_backend_npu.ggml import codecs
+from ggml_backend_npu.ggml.numerics import PLAIN, Numerics
 from ggml_backend_npu.ir import Node, Tensor
-from ggml_backend_npu.numerics import PLAIN, Numerics
-from ggml_backend_npu.ops import cases, strided
-from ggml_backend_npu.ops.mistakes import Ids, altered, made, of_ids, of_repeated, of_swapped_operands
-from ggml_backend_npu.params import Instead, Params, i32
-from ggml_backend_npu.registry import Call, op
+from ggml_backend_npu.ops.kernels import strided
+from ggml_backend_npu.registry import cases
+from ggml_backend_npu.registry.checks import Cost, Mistake
+from ggml_backend_npu.registry.entry import Call, op
+from ggml_backend_npu.registry.mistakes import Ids, altered, made, of_ids, of_repeated, of_swapped_operands
+from ggml_backend_npu.registry.params import Instead, Params, i32
 from quant import codec, type_names
 from quant.kernels.threads import Job
 from quant.scalars import without_payload

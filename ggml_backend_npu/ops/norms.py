@@ -11,14 +11,14 @@ import numpy as np
 from numba import types
 from numpy.typing import NDArray
 
-from ggml_backend_npu.checks import Exact, Make, Probe, Types
 from ggml_backend_npu.ir import Node, Tensor
-from ggml_backend_npu.ops import cases, exact, probes
-from ggml_backend_npu.ops.exponentials import scaled
-from ggml_backend_npu.ops.functions import Floats
-from ggml_backend_npu.ops.shapes import gaps_in_rows, other_ne
-from ggml_backend_npu.params import Instead, Params, f32, i32
-from ggml_backend_npu.registry import Call, op
+from ggml_backend_npu.ops.kernels.exponentials import scaled
+from ggml_backend_npu.ops.kernels.functions import Floats
+from ggml_backend_npu.registry import cases, exact, probes
+from ggml_backend_npu.registry.checks import Exact, Make, Probe, Types
+from ggml_backend_npu.registry.entry import Call, op
+from ggml_backend_npu.registry.params import Instead, Params, f32, i32
+from ggml_backend_npu.registry.shapes import gaps_in_rows, other_ne
 from quant.kernels.jit import array_at, compiled, copy, inlined, reduced
 from quant.kernels.orders import GROUP, add_rows, itself, square, squares_total
 from quant.kernels.records import Dims, Place, index_of, record_at, row_of

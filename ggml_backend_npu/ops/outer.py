@@ -7,15 +7,15 @@ from typing import NamedTuple
 import numpy as np
 from numba import types
 
-from ggml_backend_npu.checks import Exact, Make, Probe, Types
+from ggml_backend_npu.ggml.numerics import PLAIN, Numerics
 from ggml_backend_npu.ir import Node, Tensor
-from ggml_backend_npu.numerics import PLAIN, Numerics
-from ggml_backend_npu.ops import exact, probes
-from ggml_backend_npu.ops.functions import fused_multiply_add
+from ggml_backend_npu.ops.kernels.functions import fused_multiply_add
 from ggml_backend_npu.ops.movers import DECODED, convert
-from ggml_backend_npu.ops.shapes import gaps, gaps_in_rows
 from ggml_backend_npu.ops.sums import BOUND
-from ggml_backend_npu.registry import Call, op
+from ggml_backend_npu.registry import exact, probes
+from ggml_backend_npu.registry.checks import Exact, Make, Probe, Types
+from ggml_backend_npu.registry.entry import Call, op
+from ggml_backend_npu.registry.shapes import gaps, gaps_in_rows
 from quant import codec
 from quant.kernels.jit import array_at, compiled, copy, inlined
 from quant.kernels.matrices import LANES, multiply

@@ -8,14 +8,14 @@ from typing import NamedTuple
 import numpy as np
 from numba import types
 
-from ggml_backend_npu.checks import Exact, Types
 from ggml_backend_npu.ir import Node, Tensor
-from ggml_backend_npu.ops import exact, probes
-from ggml_backend_npu.ops.functions import Floats, wide
+from ggml_backend_npu.ops.kernels.functions import Floats, wide
 from ggml_backend_npu.ops.movers import convert
-from ggml_backend_npu.ops.shapes import gaps, gaps_in_matrices, other_ne
-from ggml_backend_npu.params import Params, i32
-from ggml_backend_npu.registry import Call, op
+from ggml_backend_npu.registry import exact, probes
+from ggml_backend_npu.registry.checks import Exact, Types
+from ggml_backend_npu.registry.entry import Call, op
+from ggml_backend_npu.registry.params import Params, i32
+from ggml_backend_npu.registry.shapes import gaps, gaps_in_matrices, other_ne
 from quant.kernels.jit import array_at, compiled, inlined
 from quant.kernels.records import Place, record_at
 from quant.kernels.threads import Job, Work

@@ -12,11 +12,11 @@ import numpy as np
 from numba import types
 from numpy.typing import NDArray
 
-from ggml_backend_npu.checks import Exact, Make, Mistake, Types
 from ggml_backend_npu.ir import Node, Tensor
-from ggml_backend_npu.ops import cases, exact, mistakes, probes
-from ggml_backend_npu.params import Instead, Params, f32, i32
-from ggml_backend_npu.registry import Call, op
+from ggml_backend_npu.registry import cases, exact, mistakes, probes
+from ggml_backend_npu.registry.checks import Exact, Make, Mistake, Types
+from ggml_backend_npu.registry.entry import Call, op
+from ggml_backend_npu.registry.params import Instead, Params, f32, i32
 from quant.kernels.jit import array_at, compiled, copy, fused_multiply_add, inlined
 from quant.kernels.records import Dims, Place, record_at, row_of
 from quant.kernels.threads import Job, Work

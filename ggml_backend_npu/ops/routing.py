@@ -9,14 +9,14 @@ import numpy as np
 from numba import types
 from numpy.typing import NDArray
 
-from ggml_backend_npu.checks import Exact
 from ggml_backend_npu.ir import Tensor
-from ggml_backend_npu.ops import cases, exact, probes
-from ggml_backend_npu.ops.exponentials import exps, largest, scaled
-from ggml_backend_npu.ops.strided import mover
+from ggml_backend_npu.ops.kernels.exponentials import exps, largest, scaled
+from ggml_backend_npu.ops.kernels.strided import mover
 from ggml_backend_npu.ops.sums import BOUND, partial_sums
-from ggml_backend_npu.params import Instead, Params, i32
-from ggml_backend_npu.registry import Call, op
+from ggml_backend_npu.registry import cases, exact, probes
+from ggml_backend_npu.registry.checks import Exact
+from ggml_backend_npu.registry.entry import Call, op
+from ggml_backend_npu.registry.params import Instead, Params, i32
 from quant.kernels.jit import array_at, compiled, copy, float_bits, inlined
 from quant.kernels.matrices import LANES
 from quant.kernels.records import Dims, Place, index_of, record_at, row_of

@@ -8,11 +8,8 @@ from typing import NamedTuple
 import numpy as np
 from numba import types
 
-from ggml_backend_npu.checks import Make, Probe, Types
 from ggml_backend_npu.ir import Node, Tensor
-from ggml_backend_npu.ops import probes
-from ggml_backend_npu.ops.probes import HEADS, TOKENS, normal
-from ggml_backend_npu.ops.recurrent import (
+from ggml_backend_npu.ops.kernels.recurrent import (
     BOUND,
     Floats,
     Heads,
@@ -22,8 +19,11 @@ from ggml_backend_npu.ops.recurrent import (
     halves,
     of_other_size,
 )
-from ggml_backend_npu.params import Params, f32
-from ggml_backend_npu.registry import Call, op
+from ggml_backend_npu.registry import probes
+from ggml_backend_npu.registry.checks import Make, Probe, Types
+from ggml_backend_npu.registry.entry import Call, op
+from ggml_backend_npu.registry.params import Params, f32
+from ggml_backend_npu.registry.probes import HEADS, TOKENS, normal
 from quant.kernels.jit import array_at, compiled, copy, fused_multiply_add, inlined
 from quant.kernels.matrices import LANES
 from quant.kernels.orders import GROUP, dots_f32

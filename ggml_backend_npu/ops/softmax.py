@@ -17,13 +17,13 @@ import numpy as np
 from numba import types
 from numpy.typing import NDArray
 
-from ggml_backend_npu.checks import Exact, Mistake, Probe, Types
 from ggml_backend_npu.ir import Node, Tensor
-from ggml_backend_npu.ops import cases, exact, probes
-from ggml_backend_npu.ops.exponentials import expf, exps, largest, scaled
-from ggml_backend_npu.ops.mistakes import of_repeated
-from ggml_backend_npu.params import Instead, Params, f32
-from ggml_backend_npu.registry import Call, op
+from ggml_backend_npu.ops.kernels.exponentials import expf, exps, largest, scaled
+from ggml_backend_npu.registry import cases, exact, probes
+from ggml_backend_npu.registry.checks import Exact, Mistake, Probe, Types
+from ggml_backend_npu.registry.entry import Call, op
+from ggml_backend_npu.registry.mistakes import of_repeated
+from ggml_backend_npu.registry.params import Instead, Params, f32
 from quant.kernels.jit import array_at, compiled, f16_to_f32, fused_multiply_add, inlined
 from quant.kernels.records import Dims, Place, index_of, record_at, row_of
 from quant.kernels.threads import Job, Work

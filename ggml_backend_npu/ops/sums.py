@@ -8,12 +8,12 @@ import numpy as np
 from numba import types
 from numpy.typing import NDArray
 
-from ggml_backend_npu.checks import Exact, Types
 from ggml_backend_npu.ir import Node, Tensor
-from ggml_backend_npu.ops import exact, probes
 from ggml_backend_npu.ops.movers import convert
-from ggml_backend_npu.ops.shapes import gaps_in_rows, other_ne
-from ggml_backend_npu.registry import Call, op
+from ggml_backend_npu.registry import exact, probes
+from ggml_backend_npu.registry.checks import Exact, Types
+from ggml_backend_npu.registry.entry import Call, op
+from ggml_backend_npu.registry.shapes import gaps_in_rows, other_ne
 from quant.kernels.jit import array_at, compiled
 from quant.kernels.orders import GROUP, add_rows, group_of_rows, itself
 from quant.kernels.records import Dims, Place, index_of, record_at, row_of

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 from numba import types
 
-from ggml_backend_npu.registry import Call
+from ggml_backend_npu.registry.entry import Call
 from quant.kernels.jit import (
     array_at,
     compiled,

@@ -10,15 +10,16 @@ import numpy as np
 from numba import types
 from numpy.typing import NDArray
 
-from ggml_backend_npu.checks import Make, Types
 from ggml_backend_npu.ir import Node, Tensor
-from ggml_backend_npu.ops import probes, strided
-from ggml_backend_npu.ops.functions import put, wide
+from ggml_backend_npu.ops.kernels import strided
+from ggml_backend_npu.ops.kernels.functions import put, wide
 from ggml_backend_npu.ops.movers import convert
-from ggml_backend_npu.ops.shapes import gaps, gaps_in_rows
 from ggml_backend_npu.ops.sums import BOUND
-from ggml_backend_npu.params import Params, i32
-from ggml_backend_npu.registry import Call, op
+from ggml_backend_npu.registry import probes
+from ggml_backend_npu.registry.checks import Make, Types
+from ggml_backend_npu.registry.entry import Call, op
+from ggml_backend_npu.registry.params import Params, i32
+from ggml_backend_npu.registry.shapes import gaps, gaps_in_rows
 from quant.kernels.jit import array_at, compiled
 from quant.kernels.orders import dots_f16, dots_f32
 from quant.kernels.records import Dims, record_at

@@ -8,14 +8,14 @@ from typing import NamedTuple
 import numpy as np
 from numba import types
 
-from ggml_backend_npu.checks import Types
 from ggml_backend_npu.ir import Node, Tensor
-from ggml_backend_npu.ops import probes
 from ggml_backend_npu.ops.gradients import lie_apart
-from ggml_backend_npu.ops.shapes import gaps, gaps_in_rows, other_ne
-from ggml_backend_npu.ops.sides import next_row
-from ggml_backend_npu.params import Params, i32
-from ggml_backend_npu.registry import Call, op
+from ggml_backend_npu.ops.kernels.sides import next_row
+from ggml_backend_npu.registry import probes
+from ggml_backend_npu.registry.checks import Types
+from ggml_backend_npu.registry.entry import Call, op
+from ggml_backend_npu.registry.params import Params, i32
+from ggml_backend_npu.registry.shapes import gaps, gaps_in_rows, other_ne
 from quant.kernels.jit import array_at, compiled, copy, fused_multiply_add
 from quant.kernels.records import Dims, Place, index_of, record_at, row_of
 from quant.kernels.threads import Job, Work

@@ -8,16 +8,17 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ggml_backend_npu.abi import codecs
-from ggml_backend_npu.checks import Exact, Make, Probe, Types
+from ggml_backend_npu.ggml import codecs
 from ggml_backend_npu.ir import Node, Tensor
-from ggml_backend_npu.ops import elements, exact, functions, probes
-from ggml_backend_npu.ops.elements import Elementwise
-from ggml_backend_npu.ops.functions import Floats, Function, mapped
-from ggml_backend_npu.ops.shapes import gaps_in_matrices, gaps_in_rows, other_ne
-from ggml_backend_npu.ops.tiles import computed, looked_up
-from ggml_backend_npu.params import Params, f32, i32
-from ggml_backend_npu.registry import Call, Op, op
+from ggml_backend_npu.ops.kernels import elements, functions
+from ggml_backend_npu.ops.kernels.elements import Elementwise
+from ggml_backend_npu.ops.kernels.functions import Floats, Function, mapped
+from ggml_backend_npu.ops.kernels.tiles import computed, looked_up
+from ggml_backend_npu.registry import exact, probes
+from ggml_backend_npu.registry.checks import Exact, Make, Probe, Types
+from ggml_backend_npu.registry.entry import Call, Op, op
+from ggml_backend_npu.registry.params import Params, f32, i32
+from ggml_backend_npu.registry.shapes import gaps_in_matrices, gaps_in_rows, other_ne
 
 _FLOATS = ("f32", "f16", "bf16")
 _SAME = [(name, name) for name in _FLOATS]

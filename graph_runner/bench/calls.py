@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from functools import partial
 
-from ggml_backend_npu.abi.build import Builder
+from ggml_backend_npu.plugin.build import Builder
 from graph_runner.bench import nodes
 from graph_runner.bench.measure import Measurement, against, in_turns
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 
-from ggml_backend_npu.abi import lib
+from ggml_backend_npu.ggml import lib
 
 ELEMENTS = 1 << 24  # of a benchmark of bandwidth: 64 MiB of float32
 OURS, GGML_CPU = "ggml-npu", "ggml CPU"

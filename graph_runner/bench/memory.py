@@ -7,8 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from graph_runner.base.errors import BenchError
 from graph_runner.bench.measure import GGML_CPU, Measurement
-from graph_runner.errors import BenchError
 
 # Programs: arguments are a model, threads, and the tokens of a prompt. What they print last is their own peak; that
 # which the system tells a parent process may be of the parent.
@@ -19,7 +19,7 @@ _ON_THE_NPU = """
 import sys
 from pathlib import Path
 from ggml_backend_npu import default_backend
-from graph_runner.session import Session, Settings
+from graph_runner.run.session import Session, Settings
 backend = default_backend()
 backend.options = backend.options.updated({"ops": "all"})
 model, threads, *tokens = sys.argv[1:]

@@ -15,12 +15,12 @@ from functools import partial
 from pathlib import Path
 
 import ggml_backend_npu
-from ggml_backend_npu.abi.embedding import plugin
-from ggml_backend_npu.abi.plugin import Plugin
-from graph_runner import suites
+from ggml_backend_npu.plugin.embedding import plugin
+from ggml_backend_npu.plugin.plugin import Plugin
 from graph_runner.bench.measure import GGML_CPU, Measurement, against, in_turns
 from graph_runner.bench.memory import bench_memory
-from graph_runner.session import Session, Settings, context_for
+from graph_runner.run.session import Session, Settings, context_for
+from graph_runner.tools import suites
 
 MOVERS, EVERY_NODE = "movers on the NPU", "every node on the NPU"
 _PROMPT = "The history of computing begins with " + "counting boards, gears, relays and valves; " * 12

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import quant
-from ggml_backend_npu.abi.build import Builder
+from ggml_backend_npu.plugin.build import Builder
 from graph_runner.bench import nodes
 from graph_runner.bench.measure import ELEMENTS, Measurement, against, in_turns
 

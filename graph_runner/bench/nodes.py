@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 
 import ggml_backend_npu
 import quant
-from ggml_backend_npu.abi.build import Builder
-from ggml_backend_npu.abi.guard import interrupts_wait
+from ggml_backend_npu.ggml.guard import interrupts_wait
+from ggml_backend_npu.plugin.build import Builder
 from graph_runner.bench.measure import GGML_CPU
 
 HEAD = 64  # elements of an attention head

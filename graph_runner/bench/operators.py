@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import ggml_backend_npu
-from ggml_backend_npu.abi.build import Builder
+from ggml_backend_npu.plugin.build import Builder
 from graph_runner.bench.measure import Measurement, against, in_turns
 from graph_runner.bench.nodes import on_both_devices
 

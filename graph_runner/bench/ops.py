@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 import quant
-from ggml_backend_npu.abi.build import Builder
+from ggml_backend_npu.plugin.build import Builder
 from graph_runner.bench.measure import Measurement, against, in_turns
 from graph_runner.bench.nodes import Run, on_both_devices
 

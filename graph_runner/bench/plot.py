@@ -8,9 +8,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from graph_runner.base.errors import BenchError
 from graph_runner.bench.measure import GGML_CPU, OURS, Measurement, count, groups
 from graph_runner.bench.run import WITH_BANDWIDTH, BenchResult
-from graph_runner.errors import BenchError
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

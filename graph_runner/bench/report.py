@@ -7,9 +7,9 @@ from dataclasses import asdict
 from statistics import median
 from typing import Any
 
+from graph_runner.base.console import Console, Table, table
 from graph_runner.bench.measure import OURS, Measurement, geometric_mean, groups, worst
 from graph_runner.bench.run import BenchResult
-from graph_runner.console import Console, Table, table
 
 BENCH_SCHEMA = "ggml-npu bench 1"
 

@@ -7,6 +7,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 
+from graph_runner.base.models import model_file
 from graph_runner.bench.calls import bench_calls
 from graph_runner.bench.codecs import bench_codecs
 from graph_runner.bench.measure import Header, Measurement, cores, header
@@ -16,7 +17,6 @@ from graph_runner.bench.movers import bench_movers
 from graph_runner.bench.operators import bench_operators
 from graph_runner.bench.ops import bench_ops
 from graph_runner.bench.splits import bench_splits
-from graph_runner.models import model_file
 
 WITH_BANDWIDTH = ("movers", "codecs")
 _WITH_MODEL = ("decode", "diff", "start")

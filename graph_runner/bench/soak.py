@@ -17,8 +17,8 @@ from pathlib import Path
 import numpy as np
 
 import ggml_backend_npu
-from graph_runner.models import model_file
-from graph_runner.session import DeviceName, Sampler, Session, Settings
+from graph_runner.base.models import model_file
+from graph_runner.run.session import DeviceName, Sampler, Session, Settings
 
 PROMPT = "Once upon a time"
 _SAMPLES = 200

@@ -9,11 +9,11 @@ import numpy as np
 
 import ggml_backend_npu
 from ggml_backend_npu import Device, Graph
-from ggml_backend_npu.abi.build import Builder
-from ggml_backend_npu.abi.guard import interrupts_wait
-from ggml_backend_npu.abi.plugin import Plugin, alone
-from ggml_backend_npu.device import Bytes, Program
-from ggml_backend_npu.device_backend import DeviceBackend
+from ggml_backend_npu.device.backend import DeviceBackend
+from ggml_backend_npu.device.device import Bytes, Program
+from ggml_backend_npu.ggml.guard import interrupts_wait
+from ggml_backend_npu.plugin.build import Builder
+from ggml_backend_npu.plugin.plugin import Plugin, alone
 from graph_runner.bench.measure import Measurement, against, in_turns
 from graph_runner.bench.nodes import Run
 

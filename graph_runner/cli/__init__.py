@@ -10,7 +10,7 @@ from contextlib import suppress
 INTERRUPTED, CLOSED_PIPE = 130, 141
 
 try:
-    from graph_runner.endings import ends_when_told
+    from graph_runner.base.endings import ends_when_told
 except KeyboardInterrupt:
     sys.exit(INTERRUPTED)
 

@@ -8,10 +8,10 @@ from typing import Annotated
 import typer
 from rich.progress import Progress, TextColumn
 
+from graph_runner.base.errors import BadInputError
 from graph_runner.cli.common import stderr, stdout
 from graph_runner.cli.options import MODEL_HELP, READS, WRITES, JsonFile, Threads
 from graph_runner.cli.outputs import json_text, save, write
-from graph_runner.errors import BadInputError
 
 
 class Benchmark(StrEnum):

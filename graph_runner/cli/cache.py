@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from graph_runner.console import Console, table
+from graph_runner.base.console import Console, table
 
 
 def cache(

@@ -36,8 +36,8 @@ def capture(
     `ggml-npu replay` computes the file (a GGUF) again without the model. The file also holds the device's options for
     the replay.
     """
-    from graph_runner.models import model_file
-    from graph_runner.report import print_captured
+    from graph_runner.base.models import model_file
+    from graph_runner.reports.report import print_captured
     from graph_runner.trace import Selection, capture, check_output, taken_by_the_npu
 
     text = prompt.text

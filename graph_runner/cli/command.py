@@ -13,10 +13,10 @@ from typing import Annotated, Any, get_type_hints
 
 import typer
 
+from graph_runner.base.errors import SessionError
+from graph_runner.base.files import check_folders, check_outputs
 from graph_runner.cli import CLOSED_PIPE
 from graph_runner.cli.options import KEEPS_TRACES, READS, WRITES
-from graph_runner.errors import SessionError
-from graph_runner.files import check_folders, check_outputs
 
 _READ_BY_VARIABLE = ("GGML_NPU_KERNELS", "GGML_NPU_PROFILE")
 Verbose = Annotated[
@@ -109,7 +109,7 @@ def _files(value: str | Path | Iterable[str | Path] | None) -> Iterator[Path]:
     elif value == "":
         return
     elif value == "demo":
-        from graph_runner.models import demo_file
+        from graph_runner.base.models import demo_file
 
         with suppress(SessionError):  # a command that does not run it does not need it
             yield demo_file()

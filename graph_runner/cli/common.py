@@ -11,10 +11,10 @@ from typing import TextIO
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskProgressColumn, TextColumn
 
+from graph_runner.base.console import Console, printable
+from graph_runner.base.errors import BadInputError
+from graph_runner.base.files import STDOUT
 from graph_runner.cli.options import ComputeOptions, DeviceOptions
-from graph_runner.console import Console, printable
-from graph_runner.errors import BadInputError
-from graph_runner.files import STDOUT
 
 
 def stderr() -> Console:
@@ -104,7 +104,7 @@ def use_kernels(files: list[Path] | None) -> None:
     """Runs a user's kernel files, or those of GGML_NPU_KERNELS if none is given, and says on stderr what they
     registered."""
     from ggml_backend_npu import default_backend
-    from ggml_backend_npu.kernel_files import load_kernels, named_by_the_environment
+    from ggml_backend_npu.backend.kernel_files import load_kernels, named_by_the_environment
 
     for path in files or named_by_the_environment():
         ops = ", ".join(f"{name} ({how})" for name, how in load_kernels(path, default_backend()).items())

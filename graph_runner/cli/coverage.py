@@ -22,9 +22,9 @@ def coverage(
     Runs the prompt and one token with the NPU; counts graph splits and copied bytes, and works out which ops would
     remove the most splits.
     """
-    from graph_runner.coverage import cover
-    from graph_runner.models import model_file
-    from graph_runner.report import coverage_json, print_coverage
+    from graph_runner.base.models import model_file
+    from graph_runner.reports.report import coverage_json, print_coverage
+    from graph_runner.tools.coverage import cover
 
     text = prompt.text
     use_device(npu)

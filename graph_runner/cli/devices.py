@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from graph_runner.base.console import Console, table
 from graph_runner.cli.common import use_device
 from graph_runner.cli.options import DeviceFile, DeviceOptions
-from graph_runner.console import Console, table
 
 
 def devices(*, device_file: DeviceFile = None, options: DeviceOptions) -> None:
@@ -14,9 +14,9 @@ def devices(*, device_file: DeviceFile = None, options: DeviceOptions) -> None:
     Promises are measured once for each ggml. The first time, this takes as long as compiling all kernels.
     """
     import ggml_backend_npu
-    from ggml_backend_npu.abi.lib import list_devices
-    from ggml_backend_npu.device_backend import DeviceBackend
-    from graph_runner.promises import promises
+    from ggml_backend_npu.device.backend import DeviceBackend
+    from ggml_backend_npu.ggml.lib import list_devices
+    from graph_runner.judging.promises import promises
 
     use_device(options)
     npu = ggml_backend_npu.register()

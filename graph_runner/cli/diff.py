@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-from graph_runner.child import begun
+from graph_runner.base.console import Console
+from graph_runner.base.errors import BadInputError
 from graph_runner.cli.common import refuse_without_the_npu, stderr, stdout, warn
 from graph_runner.cli.options import (
     KEEPS_TRACES,
@@ -30,12 +31,11 @@ from graph_runner.cli.options import (
     ToleranceFile,
 )
 from graph_runner.cli.outputs import json_text, write
-from graph_runner.console import Console
-from graph_runner.errors import BadInputError
+from graph_runner.process.child import begun
 
 if TYPE_CHECKING:
-    from graph_runner.diff import DiffResult
-    from graph_runner.results import NodeResult
+    from graph_runner.diff.run import DiffResult
+    from graph_runner.judging.results import NodeResult
 
 _NODES_PER_UPDATE = 64
 Reproducers = Annotated[
@@ -99,9 +99,9 @@ def diff(
     text = prompt.text
     if reproducers is not None and not reproducers.is_dir():
         raise BadInputError(f"--reproducers {str(reproducers)!r}: no such directory")
-    with nullcontext() if in_process else begun("graph_runner.diff") as child:
-        from graph_runner.jobs import DiffJob, NpuOptions, run_diff
-        from graph_runner.models import model_file
+    with nullcontext() if in_process else begun("graph_runner.diff.run") as child:
+        from graph_runner.base.models import model_file
+        from graph_runner.process.jobs import DiffJob, NpuOptions, run_diff
 
         arguments = {
             "steps": steps, "settings": context.settings(), "reference": reference.value.upper(),
@@ -139,9 +139,9 @@ def _comparing(console: Console, steps: int) -> Iterator[Callable[[NodeResult], 
 
 def _write_result(result: DiffResult, json_file: str | None, html_file: str | None, explorer_file: str | None) -> None:
     """Writes the requested files and prints the report."""
-    from graph_runner.diff_report import diff_json, print_diff
-    from graph_runner.explorer import explorer_json
-    from graph_runner.html import diff_html
+    from graph_runner.reports.diff_report import diff_json, print_diff
+    from graph_runner.reports.explorer import explorer_json
+    from graph_runner.reports.html import diff_html
 
     files = (json_file, html_file, explorer_file)
     data = diff_json(result) if any(files) else {}

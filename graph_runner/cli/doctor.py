@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from graph_runner.console import Console, table
+from graph_runner.base.console import Console, table
 
 
 def doctor(
@@ -28,7 +28,7 @@ def doctor(
     Looks at the packages of this Python environment, and at libraries and programs that are named. Exit code 1 where
     the device can go into none of them.
     """
-    from graph_runner.examination import examined
+    from graph_runner.tools.examination import examined
 
     found = examined(places or [], pid)
     shown = table("where", "ggml", "layout", "NPU", "what to type, or why not")

@@ -12,7 +12,7 @@ from typing import Any
 
 import typer
 
-from graph_runner.console import printable
+from graph_runner.base.console import printable
 from quant.errors import UserError
 
 BAD_INPUT, OURS = 2, 3

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from graph_runner.base.console import table
 from graph_runner.cli.common import stdout, use_kernels
 from graph_runner.cli.options import JsonFile, Kernels
 from graph_runner.cli.outputs import json_text, write
-from graph_runner.console import table
 
 
 def ops(json_file: JsonFile = None, kernels: Kernels = None) -> None:

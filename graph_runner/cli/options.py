@@ -13,9 +13,9 @@ from typing import Annotated, Any
 
 import typer
 
-from graph_runner.errors import BadInputError
-from graph_runner.limits import MOST_CELLS, MOST_THREADS
-from graph_runner.settings import CACHE_TYPES, Settings
+from graph_runner.base.errors import BadInputError
+from graph_runner.base.limits import MOST_CELLS, MOST_THREADS
+from graph_runner.base.settings import CACHE_TYPES, Settings
 
 # beside typer's part of an Annotated: it names a file that is read, one that is written, a folder that traces go to
 READS, WRITES, KEEPS_TRACES = "reads", "writes", "keeps traces"

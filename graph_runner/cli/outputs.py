@@ -7,8 +7,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from graph_runner.errors import BadInputError
-from graph_runner.files import STDOUT, write_file
+from graph_runner.base.errors import BadInputError
+from graph_runner.base.files import STDOUT, write_file
 
 
 def json_text(data: Any) -> str:

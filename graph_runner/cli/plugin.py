@@ -12,7 +12,7 @@ def plugin() -> None:
 
     llama-cli, llama-server and llama-completion load plugins only with -dev NPU. llama-bench always loads them.
     """
-    from ggml_backend_npu.abi.embedding import check_package, plugin
+    from ggml_backend_npu.plugin.embedding import check_package, plugin
 
     check_package()
     print(plugin())

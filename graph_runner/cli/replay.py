@@ -8,7 +8,6 @@ from typing import Annotated
 
 import typer
 
-from graph_runner.child import begun
 from graph_runner.cli.common import refuse_without_the_npu, stderr, stdout
 from graph_runner.cli.options import (
     READS,
@@ -22,6 +21,7 @@ from graph_runner.cli.options import (
     ToleranceFile,
 )
 from graph_runner.cli.outputs import json_text, write
+from graph_runner.process.child import begun
 
 
 def replay(
@@ -64,14 +64,14 @@ def replay(
     if device is not None and device.lower() != Device.NPU:
         refuse_without_the_npu(device, npu, kernels=kernels, device_file=device_file)
     with nullcontext() if in_process else begun("graph_runner.trace") as child:
-        from graph_runner.jobs import NpuOptions, ReplayJob, run_replay
+        from graph_runner.process.jobs import NpuOptions, ReplayJob, run_replay
 
         chosen = NpuOptions(npu.chosen, tuple(kernels or ()))
         job = ReplayJob(chosen, trace, tolerances, {"device": device, "repeat": repeat})
         console = stderr()
         with console.status("computing"):
             result = job(lambda _: None) if child is None else run_replay(child, job, node_timeout=node_timeout)
-    from graph_runner.diff_report import print_replay, replay_json
+    from graph_runner.reports.diff_report import print_replay, replay_json
 
     if json_file is not None:
         write("--json", json_file, json_text(replay_json(result)))

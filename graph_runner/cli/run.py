@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from graph_runner.base.console import printable
+from graph_runner.base.settings import context_for
 from graph_runner.cli.common import (
     gpu_layers,
     loading,
@@ -31,11 +33,9 @@ from graph_runner.cli.options import (
     OpOptions,
     PromptOptions,
 )
-from graph_runner.console import printable
-from graph_runner.settings import context_for
 
 if TYPE_CHECKING:
-    from graph_runner.session import Session
+    from graph_runner.run.session import Session
 
 
 def run(
@@ -66,10 +66,10 @@ def run(
     ] = True,
 ) -> None:
     """Generate text. The text goes to stdout; a table of what ran on which device goes to stderr."""
-    from graph_runner.models import model_file
-    from graph_runner.report import print_run
-    from graph_runner.session import Sampler, Session, generate
-    from graph_runner.token_graph import GraphRunner
+    from graph_runner.base.models import model_file
+    from graph_runner.reports.report import print_run
+    from graph_runner.run.session import Sampler, Session, generate
+    from graph_runner.run.token_graph import GraphRunner
 
     if device is Device.CPU:
         refuse_without_the_npu(device, npu, kernels=kernels, no_llama_graph=not llama_graph)

@@ -8,10 +8,10 @@ from typing import Annotated
 
 import typer
 
+from graph_runner.base.console import Console
+from graph_runner.base.errors import BadInputError
 from graph_runner.cli.common import stderr, use_device
 from graph_runner.cli.options import READS, DeviceFile, DeviceOptions
-from graph_runner.console import Console
-from graph_runner.errors import BadInputError
 
 
 def judge(
@@ -46,10 +46,10 @@ def judge(
     case that is supported passes; 1: one fails, or none is supported; 2: bad input.
     """
     from ggml_backend_npu import default_backend
-    from ggml_backend_npu.abi.embedding import check_package
-    from ggml_backend_npu.kernel_files import load_kernels
-    from graph_runner.report import print_cases
-    from graph_runner.suites import backend_ops, build
+    from ggml_backend_npu.backend.kernel_files import load_kernels
+    from ggml_backend_npu.plugin.embedding import check_package
+    from graph_runner.reports.report import print_cases
+    from graph_runner.tools.suites import backend_ops, build
 
     if build_only:
         stderr().print(f"ggml's test programs: {build(stderr())}", highlight=False, soft_wrap=True)

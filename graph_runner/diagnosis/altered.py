@@ -7,7 +7,7 @@ import numpy as np
 from ggml_backend_npu import Node
 from ggml_backend_npu.ops import OWN
 from graph_runner.diagnosis.case import Case, bytes_of
-from graph_runner.mistakes import mistakes
+from graph_runner.judging.mistakes import mistakes
 
 _WORK = 1 << 26  # elements that the mistakes of one node may take to compute, all in all
 

@@ -10,15 +10,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ggml_backend_npu import Memory, Node, Tensor
-from ggml_backend_npu.abi import codecs
-from ggml_backend_npu.checks import Exact, Mistake
+from ggml_backend_npu.ggml import codecs
 from ggml_backend_npu.ops import OWN
-from ggml_backend_npu.ops.exact import values
 from ggml_backend_npu.ops.movers import convert
-from graph_runner import noise
-from graph_runner.compare import compare
-from graph_runner.mistakes import inside
-from graph_runner.rules import Rules
+from ggml_backend_npu.registry.checks import Exact, Mistake
+from ggml_backend_npu.registry.exact import values
+from graph_runner.judging import noise
+from graph_runner.judging.compare import compare
+from graph_runner.judging.mistakes import inside
+from graph_runner.judging.rules import Rules
 
 Bytes = NDArray[np.uint8]
 Flags = NDArray[np.bool_]

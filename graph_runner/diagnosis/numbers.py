@@ -8,11 +8,11 @@ from numpy.typing import NDArray
 from ggml_backend_npu import Node, Tensor
 from ggml_backend_npu.ops import OWN
 from ggml_backend_npu.ops.movers import convert
-from ggml_backend_npu.registry import KernelError
-from graph_runner.blocks import compare_blocks
+from ggml_backend_npu.registry.entry import KernelError
 from graph_runner.diagnosis.case import ROUNDED, Bytes, Case, Flags, error_of, power_of, same_bytes
 from graph_runner.diagnosis.words import rows_of
-from graph_runner.mistakes import inside
+from graph_runner.judging.blocks import compare_blocks
+from graph_runner.judging.mistakes import inside
 from quant import quantize
 
 _NEAR = 1e-2  # NMSE of numbers with 8 or 11 bits, and of sums of them

@@ -8,7 +8,7 @@ import numpy as np
 
 from graph_runner.diagnosis.case import Case, bytes_of, same_bytes, units_of
 from graph_runner.diagnosis.words import rows_of, runs_of
-from graph_runner.mistakes import inside
+from graph_runner.judging.mistakes import inside
 
 
 def written_outside(case: Case) -> str | None:

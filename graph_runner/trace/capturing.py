@@ -13,11 +13,11 @@ from pathlib import Path
 import numpy as np
 
 from ggml_backend_npu import Node, default_backend
-from ggml_backend_npu.abi import convert, lib
-from graph_runner.copies import Copied, span
-from graph_runner.errors import TraceError
-from graph_runner.settings import Settings, context_for
-from graph_runner.spans import Collected
+from ggml_backend_npu.ggml import convert, lib
+from graph_runner.base.errors import TraceError
+from graph_runner.base.settings import Settings, context_for
+from graph_runner.judging.copies import Copied, span
+from graph_runner.judging.spans import Collected
 from graph_runner.trace.format import Bytes, Origin, Recorded
 from graph_runner.trace.writing import TraceWriter, check_output
 
@@ -154,7 +154,7 @@ def capture(
     Raises SessionError for a model or settings that llama.cpp refuses; TraceError for a file that cannot be written, or
     if no node was selected.
     """
-    from graph_runner.session import Sampler, Session
+    from graph_runner.run.session import Sampler, Session
 
     check_output(path)
     if path.exists() and model.exists() and path.samefile(model):

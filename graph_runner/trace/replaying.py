@@ -11,12 +11,12 @@ from pathlib import Path
 import numpy as np
 
 from ggml_backend_npu import Backend, Graph, Memory, Node, Tensor, default_backend
-from ggml_backend_npu.abi import lib
-from ggml_backend_npu.abi.replica import Replica
-from graph_runner.compare import compare
-from graph_runner.copies import blank, continues_dst, span
-from graph_runner.results import NodeResult, Verdict, failure_of, types_of
-from graph_runner.rules import Rules
+from ggml_backend_npu.ggml import lib
+from ggml_backend_npu.plugin.replica import Replica
+from graph_runner.judging.compare import compare
+from graph_runner.judging.copies import blank, continues_dst, span
+from graph_runner.judging.results import NodeResult, Verdict, failure_of, types_of
+from graph_runner.judging.rules import Rules
 from graph_runner.trace.format import NPU, Bytes, Origin, Recorded
 from graph_runner.trace.reading import Trace, read_trace
 

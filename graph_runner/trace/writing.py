@@ -16,11 +16,11 @@ import numpy as np
 from gguf import GGUFWriter
 
 from ggml_backend_npu import Graph, Tensor
-from ggml_backend_npu.abi.fenced import ALIGNMENT
+from ggml_backend_npu.ggml.fenced import ALIGNMENT
 from ggml_backend_npu.ir import overlapping
-from graph_runner.copies import held_by, span
-from graph_runner.errors import TraceError
-from graph_runner.files import replacing
+from graph_runner.base.errors import TraceError
+from graph_runner.base.files import replacing
+from graph_runner.judging.copies import held_by, span
 from graph_runner.trace.format import (
     ARCHITECTURE,
     DIGEST_AT,

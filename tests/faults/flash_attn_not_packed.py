@@ -4,8 +4,8 @@ from dataclasses import replace
 
 from ggml_backend_npu import Node, Tensor, op
 from ggml_backend_npu.ops import OWN
-from ggml_backend_npu.params import Params
-from ggml_backend_npu.registry import Call
+from ggml_backend_npu.registry.entry import Call
+from ggml_backend_npu.registry.params import Params
 
 
 @op(

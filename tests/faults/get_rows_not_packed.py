@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from ggml_backend_npu import Tensor, op
 from ggml_backend_npu.ops import OWN
-from ggml_backend_npu.registry import Call
+from ggml_backend_npu.registry.entry import Call
 
 
 @op("GET_ROWS", types=OWN["GET_ROWS"].types, refuse=OWN["GET_ROWS"].refuse)

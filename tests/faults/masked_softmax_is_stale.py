@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 
 from ggml_backend_npu import default_backend, op
-from ggml_backend_npu.fusion import FUSIONS, Fused, Span
+from ggml_backend_npu.backend.fusion import FUSIONS, Fused, Span
 from ggml_backend_npu.ops import OWN
 
 RESULTS: dict[object, np.ndarray] = {}

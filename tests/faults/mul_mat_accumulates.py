@@ -1,7 +1,7 @@
 """MUL_MAT that adds to what its output holds."""
 
 from ggml_backend_npu import Tensor, op
-from ggml_backend_npu.numerics import Numerics
+from ggml_backend_npu.ggml.numerics import Numerics
 from ggml_backend_npu.ops import OWN
 from ggml_backend_npu.ops.matmul import MulMat
 

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from ggml_backend_npu import Tensor, op
-from ggml_backend_npu.numerics import Numerics
+from ggml_backend_npu.ggml.numerics import Numerics
 from ggml_backend_npu.ops import OWN
 
 

@@ -1,7 +1,7 @@
 """MUL_MAT of q8_0 weights with the first scale of each row for all its blocks."""
 
 from ggml_backend_npu import Node, Tensor, op
-from ggml_backend_npu.numerics import Numerics
+from ggml_backend_npu.ggml.numerics import Numerics
 from ggml_backend_npu.ops import OWN
 
 

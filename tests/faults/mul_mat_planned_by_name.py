@@ -3,7 +3,7 @@
 import numpy as np
 
 from ggml_backend_npu import Node, Tensor, op
-from ggml_backend_npu.numerics import Numerics
+from ggml_backend_npu.ggml.numerics import Numerics
 from ggml_backend_npu.ops import OWN
 
 WEIGHTS: dict[object, np.ndarray] = {}

@@ -4,7 +4,7 @@ import numpy as np
 
 from ggml_backend_npu import Memory, Tensor, op
 from ggml_backend_npu.ops import OWN
-from ggml_backend_npu.params import Params
+from ggml_backend_npu.registry.params import Params
 
 
 @op("RMS_NORM", types=OWN["RMS_NORM"].types, refuse=OWN["RMS_NORM"].refuse, params=OWN["RMS_NORM"].params)

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from ggml_backend_npu import Tensor, op
 from ggml_backend_npu.ops import OWN
-from ggml_backend_npu.params import Params
+from ggml_backend_npu.registry.params import Params
 
 
 @op("ROPE", types=OWN["ROPE"].types, refuse=OWN["ROPE"].refuse, params=OWN["ROPE"].params)

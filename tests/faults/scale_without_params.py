@@ -2,7 +2,7 @@
 
 from ggml_backend_npu import Tensor, op
 from ggml_backend_npu.ops import OWN
-from ggml_backend_npu.params import Params
+from ggml_backend_npu.registry.params import Params
 
 
 @op("SCALE", types=OWN["SCALE"].types, refuse=OWN["SCALE"].refuse, params=OWN["SCALE"].params)

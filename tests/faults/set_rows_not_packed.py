@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from ggml_backend_npu import Tensor, op
 from ggml_backend_npu.ops import OWN
-from ggml_backend_npu.registry import Call
+from ggml_backend_npu.registry.entry import Call
 
 
 @op("SET_ROWS", types=OWN["SET_ROWS"].types, refuse=OWN["SET_ROWS"].refuse)

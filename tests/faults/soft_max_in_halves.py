@@ -4,7 +4,7 @@ import numpy as np
 
 from ggml_backend_npu import Tensor, op
 from ggml_backend_npu.ops import OWN
-from ggml_backend_npu.params import Params
+from ggml_backend_npu.registry.params import Params
 
 
 @op("SOFT_MAX", types=OWN["SOFT_MAX"].types, refuse=OWN["SOFT_MAX"].refuse, params=OWN["SOFT_MAX"].params)

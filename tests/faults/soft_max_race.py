@@ -6,7 +6,7 @@ import numpy as np
 
 from ggml_backend_npu import Tensor, op
 from ggml_backend_npu.ops import OWN
-from ggml_backend_npu.params import Params
+from ggml_backend_npu.registry.params import Params
 
 CALLS = itertools.count(1)
 LAST: dict[tuple[int, ...], np.ndarray] = {}

@@ -4,7 +4,7 @@ import numpy as np
 
 from ggml_backend_npu import Node, Tensor, op
 from ggml_backend_npu.ops import OWN
-from ggml_backend_npu.params import Params
+from ggml_backend_npu.registry.params import Params
 
 RESULTS: dict[object, np.ndarray] = {}
 

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from ggml_backend_npu import Tensor, op
 from ggml_backend_npu.ops import OWN
-from ggml_backend_npu.params import Params
+from ggml_backend_npu.registry.params import Params
 
 
 @op("SWIGLU_OAI", types=OWN["SWIGLU_OAI"].types, refuse=OWN["SWIGLU_OAI"].refuse, params=OWN["SWIGLU_OAI"].params)

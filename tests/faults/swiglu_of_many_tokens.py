@@ -2,7 +2,7 @@
 
 from ggml_backend_npu import Node, Tensor, op
 from ggml_backend_npu.ops import OWN
-from ggml_backend_npu.params import Params
+from ggml_backend_npu.registry.params import Params
 
 
 @op("SWIGLU", types=OWN["SWIGLU"].types, refuse=OWN["SWIGLU"].refuse, params=OWN["SWIGLU"].params)

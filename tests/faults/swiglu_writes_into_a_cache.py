@@ -4,7 +4,7 @@ import itertools
 
 from ggml_backend_npu import Node, Tensor, op
 from ggml_backend_npu.ops import OWN
-from ggml_backend_npu.params import Params
+from ggml_backend_npu.registry.params import Params
 
 CALLS = itertools.count(1)
 CACHES: list[Tensor] = []

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from ggml_backend_npu import default_backend, op
-from ggml_backend_npu.fusion import FUSIONS, Fused, Span
+from ggml_backend_npu.backend.fusion import FUSIONS, Fused, Span
 from ggml_backend_npu.ops import OWN
 
 OPS_OF_IT = ("SOFT_MAX", "ARGSORT", "GET_ROWS", "SUM_ROWS", "CLAMP", "DIV")

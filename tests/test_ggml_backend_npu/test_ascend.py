@@ -16,9 +16,9 @@ import pytest
 from bare import tensor
 
 from ggml_backend_npu import Node, Tensor
-from ggml_backend_npu.abi import lib, structs
-from ggml_backend_npu.generations import PROFILES
-from graph_runner.suites import _fetch as fetch_sources
+from ggml_backend_npu.ggml import lib, structs
+from ggml_backend_npu.profiles.generations import PROFILES
+from graph_runner.tools.suites import _fetch as fetch_sources
 from quant import codec
 
 TYPES = ("f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "i32", "i64", "q4_K")

@@ -17,15 +17,15 @@ from support import Scene, assert_same_bytes, choose
 
 import ggml_backend_npu
 from ggml_backend_npu import Backend, DeviceError, Node, Op, Options, Tensor, default_backend, register
-from ggml_backend_npu.abi.lib import list_devices
-from ggml_backend_npu.abi.plugin import Plugin
-from ggml_backend_npu.abi.replica import Replica
-from ggml_backend_npu.fusion import FUSIONS
-from ggml_backend_npu.generations import PROFILES
+from ggml_backend_npu.backend.fusion import FUSIONS
+from ggml_backend_npu.ggml.lib import list_devices
 from ggml_backend_npu.ops import OWN
-from ggml_backend_npu.registry import KernelError
-from graph_runner.diff import diff
-from graph_runner.session import Sampler, Session, Settings, generate
+from ggml_backend_npu.plugin.plugin import Plugin
+from ggml_backend_npu.plugin.replica import Replica
+from ggml_backend_npu.profiles.generations import PROFILES
+from ggml_backend_npu.registry.entry import KernelError
+from graph_runner.diff.run import diff
+from graph_runner.run.session import Sampler, Session, Settings, generate
 from graph_runner.trace import capture, replay
 from quant import ROUNDINGS
 from quant.kernels.threads import Team

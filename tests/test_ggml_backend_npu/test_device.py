@@ -16,14 +16,14 @@ import pytest
 from models import Models
 
 from ggml_backend_npu import Device, DeviceBackend, DeviceError, Graph, KernelError, Memory, Node, Program, Tensor
-from ggml_backend_npu.abi import lib
-from ggml_backend_npu.abi.build import Builder
-from ggml_backend_npu.abi.plugin import Plugin
-from ggml_backend_npu.buffer import Buffer
-from ggml_backend_npu.opaque import OpaqueMemory
-from ggml_backend_npu.sim import FAULTS, Simulator
-from graph_runner.diff import run_in_step
-from graph_runner.session import Sampler, Session, SessionError, Settings, generate
+from ggml_backend_npu.device.memory import OpaqueMemory
+from ggml_backend_npu.device.sim import FAULTS, Simulator
+from ggml_backend_npu.ggml import lib
+from ggml_backend_npu.ir.buffer import Buffer
+from ggml_backend_npu.plugin.build import Builder
+from ggml_backend_npu.plugin.plugin import Plugin
+from graph_runner.diff.run import run_in_step
+from graph_runner.run.session import Sampler, Session, SessionError, Settings, generate
 
 PROMPT = "The capital of France is"
 ON_DEVICE = Settings(device="npu", gpu_layers=999)
@@ -108,7 +108,7 @@ def test_any_bytes_are_set_got_copied_and_filled() -> None:
 @pytest.mark.slow
 def test_who_reads_an_address_of_it_ends_with_a_signal() -> None:
     code = (
-        "from ggml_backend_npu.opaque import OpaqueMemory; from ggml_backend_npu.sim import Simulator;"
+        "from ggml_backend_npu.device.memory import OpaqueMemory; from ggml_backend_npu.device.sim import Simulator;"
         "import ctypes; d = Simulator(); d.open(); b = OpaqueMemory(d).allocate(4096); ctypes.string_at(b.address, 1)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == -11
@@ -296,7 +296,7 @@ import ctypes, sys
 import numpy as np
 from llama_cpp import llama_cpp as l
 from ggml_backend_npu import register
-from ggml_backend_npu.sim import Simulator
+from ggml_backend_npu.device.sim import Simulator
 npus = [register(Simulator(f"XNPU{i}", delay=1e-4)) for i in range(2)]
 ggml = npus[0].ggml
 quiet = l.llama_log_callback(lambda *_: None)

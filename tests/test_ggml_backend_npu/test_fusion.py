@@ -22,11 +22,12 @@ from fusing import (
 )
 from support import Scene, assert_same_bytes, choose
 
-from ggml_backend_npu import Graph, KernelError, Node, Tensor, default_backend, fusion
-from ggml_backend_npu.abi.plugin import Plugin
-from ggml_backend_npu.fusion import Fused, Span
-from ggml_backend_npu.profiles import ANY, Profile
-from ggml_backend_npu.registry import Call, Op
+from ggml_backend_npu import Graph, KernelError, Node, Tensor, default_backend
+from ggml_backend_npu.backend import fusion
+from ggml_backend_npu.backend.fusion import Fused, Span
+from ggml_backend_npu.plugin.plugin import Plugin
+from ggml_backend_npu.profiles.rules import ANY, Profile
+from ggml_backend_npu.registry.entry import Call, Op
 
 NE_AT = 16  # of a ggml_tensor
 

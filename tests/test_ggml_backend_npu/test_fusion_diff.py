@@ -15,13 +15,14 @@ from models import Models
 from numpy.typing import NDArray
 from support import choose
 
-from ggml_backend_npu import Memory, Node, Tensor, fusion
-from ggml_backend_npu.abi import convert
-from ggml_backend_npu.registry import Call
+from ggml_backend_npu import Memory, Node, Tensor
+from ggml_backend_npu.backend import fusion
+from ggml_backend_npu.ggml import convert
+from ggml_backend_npu.registry.entry import Call
 from graph_runner.cli.options import PROMPT
-from graph_runner.compare import Comparison
-from graph_runner.diff import DiffResult, diff
-from graph_runner.session import Sampler, Session, Settings
+from graph_runner.diff.run import DiffResult, diff
+from graph_runner.judging.compare import Comparison
+from graph_runner.run.session import Sampler, Session, Settings
 
 pytestmark = pytest.mark.usefixtures("all_fused")
 

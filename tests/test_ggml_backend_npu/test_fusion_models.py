@@ -20,10 +20,10 @@ from models import WRITERS, Models
 from numpy.typing import NDArray
 from support import assert_same_bytes, choose, engine
 
-from ggml_backend_npu.abi.plugin import Plugin
-from graph_runner import tiny
+from ggml_backend_npu.plugin.plugin import Plugin
+from graph_runner.base import tiny
 from graph_runner.cli.options import PROMPT
-from graph_runner.session import DeviceName, Sampler, Session, Settings, context_for, generate
+from graph_runner.run.session import DeviceName, Sampler, Session, Settings, context_for, generate
 
 N = 64
 SPANS = {
@@ -121,7 +121,7 @@ from pathlib import Path
 import numpy as np
 from dataclasses import replace
 from ggml_backend_npu import default_backend
-from graph_runner.session import Sampler, Session, Settings, context_for, generate
+from graph_runner.run.session import Sampler, Session, Settings, context_for, generate
 told = {}
 for file in sys.argv[1:]:
     runs = []

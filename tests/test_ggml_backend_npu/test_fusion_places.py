@@ -11,8 +11,8 @@ from fusing import KINDS, Build, Ran, assert_close, floats, route, routed_output
 from support import Scene, choose
 
 from ggml_backend_npu import Graph, Memory, Tensor, default_backend
-from ggml_backend_npu.abi import convert
-from ggml_backend_npu.abi.plugin import Plugin
+from ggml_backend_npu.ggml import convert
+from ggml_backend_npu.plugin.plugin import Plugin
 
 pytestmark = pytest.mark.usefixtures("all_fused")
 

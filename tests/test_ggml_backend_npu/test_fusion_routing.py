@@ -11,7 +11,7 @@ from fusing import INF, KINDS, Route, assert_close, floats, ran, reshaped, route
 from support import Scene
 
 from ggml_backend_npu import default_backend
-from ggml_backend_npu.abi.plugin import Plugin
+from ggml_backend_npu.plugin.plugin import Plugin
 
 pytestmark = pytest.mark.usefixtures("all_fused")
 

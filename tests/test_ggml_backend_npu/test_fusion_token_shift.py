@@ -9,7 +9,7 @@ import pytest
 from fusing import INF, assert_fuses, floats, reshaped, scaled, shift
 from support import Scene, plain_floats
 
-from ggml_backend_npu.abi.plugin import Plugin
+from ggml_backend_npu.plugin.plugin import Plugin
 
 pytestmark = pytest.mark.usefixtures("all_fused")
 

@@ -6,9 +6,9 @@ import pytest
 from bare import STRIDED_F32, STRIDED_Q8, node, tensor
 
 from ggml_backend_npu import Node
-from ggml_backend_npu.abi import lib
-from ggml_backend_npu.generations import PROFILES
-from ggml_backend_npu.profiles import ANY, Profile
+from ggml_backend_npu.ggml import lib
+from ggml_backend_npu.profiles.generations import PROFILES
+from ggml_backend_npu.profiles.rules import ANY, Profile
 
 CANN = ("ascend-910b", "ascend-310p")
 WIDE, NARROW = tensor("f32", (1024, 2, 1, 1)), tensor("f16", (32, 4, 1, 1))

@@ -8,8 +8,8 @@ import pytest
 from commands import Cli, Outcome, assert_refused, kernel_file
 
 from ggml_backend_npu import default_backend, op
-from ggml_backend_npu.registry import recording
-from graph_runner import suites
+from ggml_backend_npu.registry.entry import recording
+from graph_runner.tools import suites
 
 BEGIN = "from ggml_backend_npu import op\n"
 FILES = {

@@ -17,12 +17,13 @@ from support import assert_same_bytes, in_pieces, recorded_works, special_floats
 import ggml_backend_npu
 import quant
 from ggml_backend_npu import Node, Op, Tensor, default_backend
-from ggml_backend_npu.abi import codecs
-from ggml_backend_npu.checks import Types
 from ggml_backend_npu.documents.infiniop import TensorDescriptor, TopKSoftmax
 from ggml_backend_npu.documents.rwkv import token_shift
-from ggml_backend_npu.ops import OWN, elements, groups, hadamard, mamba, pooling, routing, strided, tiles
+from ggml_backend_npu.ggml import codecs
+from ggml_backend_npu.ops import OWN, mamba, pooling, routing
 from ggml_backend_npu.ops import token_shift as shifts
+from ggml_backend_npu.ops.kernels import elements, groups, hadamard, strided, tiles
+from ggml_backend_npu.registry.checks import Types
 from quant import conversions
 from quant.kernels import threads
 from quant.kernels.jit import CFunction, compiled

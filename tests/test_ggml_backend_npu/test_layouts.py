@@ -13,10 +13,10 @@ import layouts as generator
 import patched
 import pytest
 
-from ggml_backend_npu.abi import layouts, lib, probes, structs
-from ggml_backend_npu.abi.layouts.layout import Layout
-from ggml_backend_npu.abi.lib import Ggml, UnknownGgmlError
-from ggml_backend_npu.abi.plugin import Plugin
+from ggml_backend_npu.ggml import layouts, lib, probes, structs
+from ggml_backend_npu.ggml.layouts.layout import Layout
+from ggml_backend_npu.ggml.lib import Ggml, UnknownGgmlError
+from ggml_backend_npu.plugin.plugin import Plugin
 
 # what no public function calls, and this backend leaves NULL
 UNSEEN = {"graph_plan_update", "graph_optimize"}
@@ -165,7 +165,7 @@ def test_a_version_between_those_known_is_served_without_a_word(
 
 REGISTER = """
 import ggml_backend_npu
-from ggml_backend_npu.abi.lib import UnknownGgmlError
+from ggml_backend_npu.ggml.lib import UnknownGgmlError
 
 try:
     print(ggml_backend_npu.register(into=LIBRARY).ggml.layout.api_version)
@@ -178,7 +178,7 @@ import os
 os.environ["GGML_NPU_MEMORY"] = "device"
 import numpy as np
 import ggml_backend_npu
-from ggml_backend_npu.abi.build import Builder
+from ggml_backend_npu.plugin.build import Builder
 
 ggml = ggml_backend_npu.register(into=LIBRARY).ggml
 

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from models import Models
 
 import quant
-from ggml_backend_npu.device_memory import DeviceMemory
 from ggml_backend_npu.ir import Memory
+from ggml_backend_npu.ir.memory import DeviceMemory
 
 CONFIGURATIONS = {
     "host, accel": ("host", "accel"),
@@ -126,8 +126,8 @@ def test_a_model_that_does_not_fit_is_refused_in_one_line() -> None:
 
 STATE = """
 import json, sys
-from graph_runner.models import model_file
-from graph_runner.session import Session, Settings
+from graph_runner.base.models import model_file
+from graph_runner.run.session import Session, Settings
 device, flash_attention, cache_type = sys.argv[1:]
 settings = Settings(
     device=device, flash_attention=flash_attention, cache_type_k=cache_type, cache_type_v=cache_type, gpu_layers=99
@@ -150,7 +150,7 @@ SEQUENCES = """
 import json, sys
 from llama_cpp import llama_cpp
 import ggml_backend_npu
-from graph_runner.models import demo_file
+from graph_runner.base.models import demo_file
 if sys.argv[1] == "npu":
     ggml_backend_npu.register()
 quiet = llama_cpp.llama_log_callback(lambda *_: None)
@@ -189,8 +189,8 @@ def told(script: str, *arguments: str, memory: str, device_type: str) -> Any:
 LENGTHS = """
 import json, sys
 from pathlib import Path
-from graph_runner.diff import diff
-from graph_runner.session import Session, Settings
+from graph_runner.diff.run import diff
+from graph_runner.run.session import Session, Settings
 file, gpu_layers, logits = Path(sys.argv[1]), int(sys.argv[2]), {}
 for cache_type in "q8_0", "q4_0":
     settings = Settings("npu", 256, cache_type, cache_type, "on", threads=1, gpu_layers=gpu_layers)

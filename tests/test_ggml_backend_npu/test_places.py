@@ -11,10 +11,10 @@ from pathlib import Path
 import llama_cpp
 import pytest
 
-from ggml_backend_npu.abi import lib, places
-from ggml_backend_npu.abi.plugin import Plugin
-from graph_runner import examination
-from graph_runner.errors import BadInputError
+from ggml_backend_npu.ggml import lib, places
+from ggml_backend_npu.plugin.plugin import Plugin
+from graph_runner.base.errors import BadInputError
+from graph_runner.tools import examination
 from graph_runner.trace import NPU, read_trace, replay
 
 LIBRARIES = Path(llama_cpp.__file__).parent / "lib"
@@ -74,7 +74,7 @@ def test_a_process_has_one_ggml(copied: Path) -> None:
 import ctypes
 ctypes.CDLL({str(copied)!r})
 import ggml_backend_npu
-from ggml_backend_npu.abi.places import PlaceError
+from ggml_backend_npu.ggml.places import PlaceError
 first = ggml_backend_npu.register(into={str(copied)!r})
 assert ggml_backend_npu.register(into={str(copied)!r}) is first is ggml_backend_npu.register()
 print(first.ggml.cpu_file)
@@ -94,7 +94,7 @@ def test_a_library_that_another_one_stands_in_for(copied: Path) -> None:
 import ggml_backend_npu
 try:
     ggml_backend_npu.register(into={str(copied)!r})
-except ggml_backend_npu.abi.places.PlaceError as error:
+except ggml_backend_npu.ggml.places.PlaceError as error:
     print(error)
 """
     (reason,) = printed(code)
@@ -145,7 +145,7 @@ def test_a_library_that_crashes_is_a_line(tmp_path: Path) -> None:
 PROGRAM = """
 import numpy as np
 import ggml_backend_npu
-from ggml_backend_npu.abi.build import Builder
+from ggml_backend_npu.plugin.build import Builder
 
 plugin = ggml_backend_npu.register()
 with Builder(plugin.ggml, "NPU") as build:

@@ -16,7 +16,7 @@ import pytest
 from typer.testing import CliRunner
 
 import ggml_backend_npu
-from ggml_backend_npu.abi import embedding
+from ggml_backend_npu.plugin import embedding
 from graph_runner.cli.app import app
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -208,7 +208,7 @@ def test_a_virtual_environment_is_found_and_what_is_missing_in_it_is_named(host:
     (packages / "ours.pth").write_text(f"{ROOT}\n{sysconfig.get_path('platlib')}\n")
     kernels = tmp_path / "kernels.py"
     kernels.write_text(KERNELS)
-    code = "from ggml_backend_npu.abi.embedding import plugin; print(plugin())"
+    code = "from ggml_backend_npu.plugin.embedding import plugin; print(plugin())"
     cache = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
     library = subprocess.run([python, "-c", code], env=cache, check=True, capture_output=True, text=True).stdout.strip()
     loaded = (["loaded", "CPU", "NPU"], [f"kernels run in {folder}"])
@@ -237,7 +237,7 @@ def test_a_python_program_has_one_device_whoever_registers_it_first() -> None:
     code = """
 import ctypes, datetime, sys
 import ggml_backend_npu
-from ggml_backend_npu.abi.lib import list_devices
+from ggml_backend_npu.ggml.lib import list_devices
 
 hasattr(datetime.datetime_CAPI, "an attribute")
 ours = ggml_backend_npu.register()

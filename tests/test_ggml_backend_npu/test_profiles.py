@@ -15,14 +15,14 @@ from recipes import Copy, GetRows, SetRows
 from support import choose, supported
 
 from ggml_backend_npu import Backend, DeviceError, Graph, KernelError, Op, default_backend
-from ggml_backend_npu.abi.plugin import Plugin
-from ggml_backend_npu.generations import PROFILES
+from ggml_backend_npu.backend.options import Options
 from ggml_backend_npu.ops.rope import Rope
-from ggml_backend_npu.options import Options
-from ggml_backend_npu.profiles import FULL, Profile, ProfileError, Rule, load
-from graph_runner.diff import diff
-from graph_runner.session import Session, Settings
-from graph_runner.tiny import write_tiny_llama
+from ggml_backend_npu.plugin.plugin import Plugin
+from ggml_backend_npu.profiles.generations import PROFILES
+from ggml_backend_npu.profiles.rules import FULL, Profile, ProfileError, Rule, load
+from graph_runner.base.tiny import write_tiny_llama
+from graph_runner.diff.run import diff
+from graph_runner.run.session import Session, Settings
 
 # rules
 

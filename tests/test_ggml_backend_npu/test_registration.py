@@ -6,8 +6,8 @@ import numpy as np
 from support import Scene, supported
 
 import ggml_backend_npu
-from ggml_backend_npu.abi.lib import list_devices
-from ggml_backend_npu.abi.plugin import Plugin, alone
+from ggml_backend_npu.ggml.lib import list_devices
+from ggml_backend_npu.plugin.plugin import Plugin, alone
 
 
 def test_registering_again_changes_nothing(backend: Plugin) -> None:

@@ -15,8 +15,8 @@ from recipes import Copy, GetRows
 from repeated import RECIPES, chain, scene_of
 from support import Scene, assert_same_bytes
 
-from ggml_backend_npu.abi.plugin import Plugin
-from graph_runner.session import Session, Settings
+from ggml_backend_npu.plugin.plugin import Plugin
+from graph_runner.run.session import Session, Settings
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -158,8 +158,8 @@ MOVED = """
 import numpy as np
 import quant
 import ggml_backend_npu
-from ggml_backend_npu.abi import convert
-from ggml_backend_npu.abi.build import Builder
+from ggml_backend_npu.ggml import convert
+from ggml_backend_npu.plugin.build import Builder
 
 npu = ggml_backend_npu.register()
 asked, key = [], convert.key

@@ -17,8 +17,8 @@ from repeated import RECIPES, context_of, scene_of, some_rows
 from support import Recipe, Scene, assert_same_bytes, choose, engine
 
 from ggml_backend_npu import Op, default_backend
-from ggml_backend_npu.abi import convert, structs
-from ggml_backend_npu.abi.plugin import Plugin
+from ggml_backend_npu.ggml import convert, structs
+from ggml_backend_npu.plugin.plugin import Plugin
 
 TYPE_AT, NE_AT, NB_AT, PARAMS_AT = 0, 16, 48, structs.OP_AT + 4
 I32 = 26  # GGML_TYPE_I32

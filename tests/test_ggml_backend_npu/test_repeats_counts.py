@@ -15,10 +15,10 @@ from models import WRITERS, Models
 from repeated import RECIPES, chain, context_of, scene_of, some_rows
 from support import Scene, choose
 
-from ggml_backend_npu.abi.plugin import Plugin
-from ggml_backend_npu.abi.repeats import Repeats
+from ggml_backend_npu.plugin.plugin import Plugin
+from ggml_backend_npu.plugin.repeats import Repeats
 from graph_runner.cli.options import PROMPT
-from graph_runner.session import Sampler, Session, Settings, generate
+from graph_runner.run.session import Sampler, Session, Settings, generate
 
 
 def test_every_run_is_counted_once(backend: Plugin) -> None:

@@ -17,11 +17,12 @@ from numpy.typing import NDArray
 from support import assert_same_bytes
 
 from ggml_backend_npu import KernelError, Memory, Node, Tensor, default_backend, op
-from ggml_backend_npu.abi import convert, lib, replica
-from ggml_backend_npu.abi.plugin import Plugin
-from ggml_backend_npu.abi.replica import Replica
-from graph_runner.copies import Copied, span
-from graph_runner.session import Session, Settings
+from ggml_backend_npu.ggml import convert, lib
+from ggml_backend_npu.plugin import replica
+from ggml_backend_npu.plugin.plugin import Plugin
+from ggml_backend_npu.plugin.replica import Replica
+from graph_runner.judging.copies import Copied, span
+from graph_runner.run.session import Session, Settings
 
 FLASH_OFF = Settings(flash_attention="off", threads=1)
 
@@ -220,7 +221,7 @@ def test_what_the_npu_refuses_or_fails_at_is_one_error(
 DEVICE_MEMORY = """
 import numpy as np, ggml_backend_npu
 from ggml_backend_npu import Node, Tensor
-from ggml_backend_npu.abi.replica import Replica
+from ggml_backend_npu.plugin.replica import Replica
 from quant import quantize
 ggml = ggml_backend_npu.register().ggml
 x = np.random.default_rng(0).standard_normal((6, 64)).astype(np.float32)

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from ggml_backend_npu.abi.embedding import plugin
-from graph_runner.models import demo_file
-from graph_runner.suites import build
+from ggml_backend_npu.plugin.embedding import plugin
+from graph_runner.base.models import demo_file
+from graph_runner.tools.suites import build
 
 pytestmark = pytest.mark.conformance
 

@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 
 from ggml_backend_npu import DeviceError, QueuedDevice, register
-from ggml_backend_npu.device_files import load_devices
-from ggml_backend_npu.sim import Simulator
+from ggml_backend_npu.device.files import load_devices
+from ggml_backend_npu.device.sim import Simulator
 
 WITHOUT_A_CARD = """
 from ggml_backend_npu import DeviceError, register
-from ggml_backend_npu.sim import Simulator
+from ggml_backend_npu.device.sim import Simulator
 
 class NoCard(Simulator):
     def open(self):

@@ -11,7 +11,7 @@ from models import Models
 from traced import ORIGIN, SETTINGS, everything, get_rows
 
 from ggml_backend_npu import default_backend
-from ggml_backend_npu.abi.plugin import Plugin
+from ggml_backend_npu.plugin.plugin import Plugin
 from graph_runner.trace import capture, write_trace
 
 

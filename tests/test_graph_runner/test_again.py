@@ -12,13 +12,13 @@ from models import Models
 from support import choose
 
 from ggml_backend_npu import Tensor, default_backend
-from ggml_backend_npu.abi.plugin import Plugin
 from ggml_backend_npu.ops import OWN
-from ggml_backend_npu.params import Params
-from graph_runner import again
-from graph_runner.diff import DiffResult, diff
-from graph_runner.logits import Ending, Endings, nmse
-from graph_runner.results import OWN_RUN, Verdict
+from ggml_backend_npu.plugin.plugin import Plugin
+from ggml_backend_npu.registry.params import Params
+from graph_runner.diff import again
+from graph_runner.diff.logits import Ending, Endings, nmse
+from graph_runner.diff.run import DiffResult, diff
+from graph_runner.judging.results import OWN_RUN, Verdict
 
 pytestmark = pytest.mark.usefixtures("as_before")
 

@@ -9,7 +9,7 @@ import pytest
 from architectures import SETTINGS, Case, chosen, design, outcomes, table
 from rich.console import Console
 
-from graph_runner.suites import folder
+from graph_runner.tools.suites import folder
 
 SAMPLE = 100
 

@@ -15,8 +15,9 @@ from commands import Cli, assert_refused, strict_json
 from matplotlib.text import Text
 
 from ggml_backend_npu import Op, Tensor, default_backend
-from ggml_backend_npu.abi.lib import ggml
-from ggml_backend_npu.abi.plugin import Plugin
+from ggml_backend_npu.ggml.lib import ggml
+from ggml_backend_npu.plugin.plugin import Plugin
+from graph_runner.base.tiny import write_tiny_llama
 from graph_runner.bench import (
     BENCH_SCHEMA,
     BenchResult,
@@ -37,7 +38,6 @@ from graph_runner.bench import (
     worst,
 )
 from graph_runner.bench.measure import GGML_CPU, count
-from graph_runner.tiny import write_tiny_llama
 
 ELEMENTS = 1 << 16
 PATTERNS = (operators.token_shift(64, 8), operators.routing(16, 4, 8))

@@ -12,7 +12,7 @@ import pytest
 from commands import MOVERS, WRONG_CONT, Cli, fresh, kernel_file, strict_json
 
 from graph_runner.cli.options import PROMPT
-from graph_runner.diff_report import SCHEMA
+from graph_runner.reports.diff_report import SCHEMA
 
 
 @pytest.mark.usefixtures("backend")

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from commands import COMMAND, assert_refused, fresh, kernel_file, process
 
-from ggml_backend_npu.abi.plugin import Plugin
+from ggml_backend_npu.plugin.plugin import Plugin
 
 # Ctrl-C
 
@@ -82,9 +82,9 @@ def test_ctrl_c_ends_a_kernel_that_catches_it(tmp_path: Path) -> None:
 
 CHILD = """
 import os, sys
-from ggml_backend_npu.abi import embedding
+from ggml_backend_npu.plugin import embedding
 from graph_runner import cli, suites
-from graph_runner.errors import SuiteError
+from graph_runner.base.errors import SuiteError
 
 def backend_ops(*arguments, **keywords):
     for line in suites._lines([sys.executable, "-uc", "import os, time; print(os.getpid()); time.sleep(1000)"]):
@@ -209,12 +209,12 @@ OURS = """
 import sys
 from graph_runner import cli
 from graph_runner.cli import app
-import ggml_backend_npu.registry
+import ggml_backend_npu.registry.entry
 
 def wrong(self):
     raise RuntimeError("of ours")
 
-ggml_backend_npu.registry.Op.signatures = wrong
+ggml_backend_npu.registry.entry.Op.signatures = wrong
 sys.argv = ["ggml-npu", "ops", *sys.argv[1:]]
 cli.main()
 """

@@ -15,9 +15,9 @@ from commands import MOVERS, Cli, assert_refused, fresh, process
 import ggml_backend_npu
 import graph_runner
 import quant
-from ggml_backend_npu.generations import PROFILES
-from graph_runner import suites
+from ggml_backend_npu.profiles.generations import PROFILES
 from graph_runner.cli.app import COMMANDS
+from graph_runner.tools import suites
 
 # help
 

@@ -14,7 +14,7 @@ from commands import Cli, assert_refused, fresh, process
 from gguf import GGUFReader
 
 import ggml_backend_npu
-from ggml_backend_npu.abi.plugin import Plugin
+from ggml_backend_npu.plugin.plugin import Plugin
 
 # words, options, variables
 
@@ -189,7 +189,7 @@ def test_two_outputs_into_one_file_are_refused(cli: Cli, tmp_path: Path, monkeyp
 
 UNKNOWN_GGML = """
 import sys
-from ggml_backend_npu.abi import layouts
+from ggml_backend_npu.ggml import layouts
 from graph_runner.cli import main
 
 layouts.KNOWN = layouts.KNOWN[-1:]

@@ -10,8 +10,8 @@ import pytest
 from commands import Cli, assert_refused, fresh
 from gguf import GGUFReader
 
-from graph_runner.limits import MOST_THREADS
-from graph_runner.session import Sampler, Session, SessionError, Settings, generate
+from graph_runner.base.limits import MOST_THREADS
+from graph_runner.run.session import Sampler, Session, SessionError, Settings, generate
 
 # text and table
 

@@ -15,11 +15,11 @@ from models import Models
 from support import choose
 
 from ggml_backend_npu import Node, Tensor
-from ggml_backend_npu.clock import Clock
-from ggml_backend_npu.profiles import FULL, ProfileError, load
-from graph_runner.coverage import cover
-from graph_runner.prediction import Timer
-from graph_runner.session import Settings
+from ggml_backend_npu.profiles.clock import Clock
+from ggml_backend_npu.profiles.rules import FULL, ProfileError, load
+from graph_runner.run.session import Settings
+from graph_runner.tools.coverage import cover
+from graph_runner.tools.prediction import Timer
 
 PROMPT = "once upon"
 CHIP = Clock(memory=1e9, bus=1e8, launch=1e-6, operations={"f32": 1e9, "elements": 1e12, "f16": 1e10})

@@ -13,9 +13,9 @@ from support import ROWS_APART, Scene, examples, seeds
 
 import quant
 from ggml_backend_npu import Tensor
-from ggml_backend_npu.abi import convert
-from ggml_backend_npu.abi.plugin import Plugin
-from graph_runner.compare import ULP_BINS, compare, heat
+from ggml_backend_npu.ggml import convert
+from ggml_backend_npu.plugin.plugin import Plugin
+from graph_runner.judging.compare import ULP_BINS, compare, heat
 
 FLOATS = {"f32": np.float32, "f16": np.float16}
 

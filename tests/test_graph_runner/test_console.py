@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from commands import Cli, fresh
 
-from graph_runner.console import Console, table
+from graph_runner.base.console import Console, table
 
 
 def test_what_a_model_names_does_not_reach_the_terminal(cli: Cli, tiny: Path, tmp_path: Path) -> None:

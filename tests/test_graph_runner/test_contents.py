@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from support import seeds
 
 from ggml_backend_npu import Memory, Node, Tensor
-from ggml_backend_npu.abi.convert import Read, Storage
-from graph_runner.contents import Changed, Contents, Rest
+from ggml_backend_npu.ggml.convert import Read, Storage
+from graph_runner.diff.contents import Changed, Contents, Rest
 
 _addresses: Iterator[int] = count(64, 64)
 

@@ -18,11 +18,11 @@ from numpy.typing import NDArray
 from support import assert_same_bytes, seeds
 
 from ggml_backend_npu import Memory, Node, Tensor
-from ggml_backend_npu.abi import fenced as fences
-from ggml_backend_npu.abi.fenced import ALIGNMENT, MARGIN, fenced, is_damaged
+from ggml_backend_npu.ggml import fenced as fences
+from ggml_backend_npu.ggml.fenced import ALIGNMENT, MARGIN, fenced, is_damaged
+from ggml_backend_npu.ir.packed import Packed
 from ggml_backend_npu.ops import OWN
-from ggml_backend_npu.packed import Packed
-from graph_runner.copies import Copied, continues_dst, restored, span
+from graph_runner.judging.copies import Copied, continues_dst, restored, span
 from quant import quantize
 
 Bytes = NDArray[np.uint8]
@@ -59,7 +59,7 @@ def test_a_byte_beside_fenced_memory_is_found(seed: int, size: int, after: bool,
 TOUCHES = """
 import sys
 import numpy as np
-from ggml_backend_npu.abi.fenced import fenced
+from ggml_backend_npu.ggml.fenced import fenced
 from ggml_backend_npu.ir import Memory
 
 size, place, writes = (int(argument) for argument in sys.argv[1:])

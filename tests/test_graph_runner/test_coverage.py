@@ -17,12 +17,12 @@ from models import WRITERS, Models
 from support import choose
 
 from ggml_backend_npu import Op, Tensor, default_backend
-from ggml_backend_npu.generations import PROFILES
-from ggml_backend_npu.profiles import Profile, Rule, load
+from ggml_backend_npu.profiles.generations import PROFILES
+from ggml_backend_npu.profiles.rules import Profile, Rule, load
 from graph_runner.cli import main
-from graph_runner.coverage import Coverage, Gain, RanGraph, RanNode, Splits, cover
-from graph_runner.report import COVERAGE_SCHEMA
-from graph_runner.session import Sampler, Session, Settings
+from graph_runner.reports.report import COVERAGE_SCHEMA
+from graph_runner.run.session import Sampler, Session, Settings
+from graph_runner.tools.coverage import Coverage, Gain, RanGraph, RanNode, Splits, cover
 
 PROMPT = "once upon"
 COMMAND = Path(sys.executable).with_name("ggml-npu")

@@ -12,8 +12,8 @@ import pytest
 from damage import Commands, cuts, edits, flips
 from gguf import GGUFReader
 
-from graph_runner.session import Settings
-from graph_runner.tiny import write_tiny_llama
+from graph_runner.base.tiny import write_tiny_llama
+from graph_runner.run.session import Settings
 from graph_runner.trace import capture
 
 Damage = Callable[[bytes, int, np.random.Generator], bytes]

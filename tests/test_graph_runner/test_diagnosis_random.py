@@ -18,9 +18,9 @@ from support import Placement, examples, seeds
 
 from ggml_backend_npu import Node
 from ggml_backend_npu.ops import OWN
-from graph_runner import noise
-from graph_runner.compare import compare
-from graph_runner.rules import Rules
+from graph_runner.judging import noise
+from graph_runner.judging.compare import compare
+from graph_runner.judging.rules import Rules
 
 MOVERS = ["get_rows", "set_rows", "cpy", "cont", "dup", "repeat", "concat"]
 KINDS = [*MOVERS, *BINARY, "scale", "clamp", "soft_max", "sum_rows", "argsort", "rope"]

@@ -14,7 +14,7 @@ from paper import Paper, define
 from support import Placement
 
 from ggml_backend_npu import Node, Tensor
-from graph_runner import noise
+from graph_runner.judging import noise
 
 # strides, dimensions
 

@@ -14,10 +14,10 @@ from models import Models
 from support import choose
 
 from ggml_backend_npu import KernelError, Tensor, default_backend
-from ggml_backend_npu.abi.plugin import Plugin
 from ggml_backend_npu.ops import OWN
-from graph_runner.results import Verdict
-from graph_runner.session import DeviceName, Sampler, Session, Settings, context_for
+from ggml_backend_npu.plugin.plugin import Plugin
+from graph_runner.judging.results import Verdict
+from graph_runner.run.session import DeviceName, Sampler, Session, Settings, context_for
 
 MODELS = [
     *(pytest.param(name, FLASH_OFF, id=f"{name}, flash off") for name in ("llama", "moe", "rwkv7", "mamba")),

@@ -13,10 +13,10 @@ from models import Models
 
 from ggml_backend_npu import Tensor, default_backend
 from ggml_backend_npu.ops import OWN
-from ggml_backend_npu.registry import Op
-from graph_runner.results import NodeResult, Verdict
-from graph_runner.session import Settings
-from graph_runner.state import StateResult
+from ggml_backend_npu.registry.entry import Op
+from graph_runner.diff.state import StateResult
+from graph_runner.judging.results import NodeResult, Verdict
+from graph_runner.run.session import Settings
 
 pytestmark = pytest.mark.usefixtures("as_before")
 
@@ -161,9 +161,9 @@ from dataclasses import asdict
 from pathlib import Path
 from ggml_backend_npu import default_backend, Tensor
 from ggml_backend_npu.ops import OWN
-from ggml_backend_npu.registry import Op
-from graph_runner.diff import diff
-from graph_runner.session import Settings
+from ggml_backend_npu.registry.entry import Op
+from graph_runner.diff.run import diff
+from graph_runner.run.session import Settings
 
 def set_rows(dst, src, ids):
     OWN["SET_ROWS"].define(dst, src, Tensor.of(ids.view() + 1))

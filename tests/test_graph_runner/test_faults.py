@@ -16,20 +16,20 @@ from rich.console import Console
 from support import Scene
 
 from ggml_backend_npu import Memory, Node, Tensor, default_backend
-from ggml_backend_npu.abi import convert, lib
-from ggml_backend_npu.abi.plugin import Plugin
-from ggml_backend_npu.numerics import PLAIN
+from ggml_backend_npu.ggml import convert, lib
+from ggml_backend_npu.ggml.numerics import PLAIN
 from ggml_backend_npu.ops import OWN
 from ggml_backend_npu.ops.movers import convert as to_type
-from ggml_backend_npu.params import Params
-from ggml_backend_npu.registry import Op
-from graph_runner.blocks import swapped
+from ggml_backend_npu.plugin.plugin import Plugin
+from ggml_backend_npu.registry.entry import Op
+from ggml_backend_npu.registry.params import Params
 from graph_runner.cli import main
 from graph_runner.diagnosis import diagnose
-from graph_runner.diff import DiffResult, diff
-from graph_runner.diff_report import print_diff
-from graph_runner.results import Verdict
-from graph_runner.session import Sampler, Session, Settings, context_for
+from graph_runner.diff.run import DiffResult, diff
+from graph_runner.judging.blocks import swapped
+from graph_runner.judging.results import Verdict
+from graph_runner.reports.diff_report import print_diff
+from graph_runner.run.session import Sampler, Session, Settings, context_for
 from graph_runner.trace import read_trace, replay
 from quant import ROUNDINGS
 

@@ -16,10 +16,10 @@ from models import WRITERS, Models
 from support import engine
 
 from ggml_backend_npu import KernelError, Memory, Node, Tensor, default_backend, op
-from ggml_backend_npu.abi import convert, lib
-from ggml_backend_npu.abi.plugin import Plugin
-from graph_runner.diff import DiffResult, NodeResult, diff
-from graph_runner.session import DeviceName, Sampler, Session, SessionError, Settings, context_for, generate
+from ggml_backend_npu.ggml import convert, lib
+from ggml_backend_npu.plugin.plugin import Plugin
+from graph_runner.diff.run import DiffResult, NodeResult, diff
+from graph_runner.run.session import DeviceName, Sampler, Session, SessionError, Settings, context_for, generate
 
 STEPS = 4
 MOVERS = ("GET_ROWS", "SET_ROWS", "CPY", "DUP", "CONT")
@@ -428,7 +428,7 @@ def test_a_failed_node_leaves_the_process_and_later_sessions_as_they_were(backen
 INTERRUPTED = """
 import os, signal, sys, threading
 from pathlib import Path
-from graph_runner.session import Sampler, Session, Settings, generate
+from graph_runner.run.session import Sampler, Session, Settings, generate
 
 signal.signal(signal.SIGINT, signal.default_int_handler)
 for trial in range(5):

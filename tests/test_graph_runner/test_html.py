@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 from browser import CHROMIUM, Browser, chromium
 
-from graph_runner.explorer import COLOURS, explorer_json
-from graph_runner.html import VERDICTS, diff_html
+from graph_runner.reports.explorer import COLOURS, explorer_json
+from graph_runner.reports.html import VERDICTS, diff_html
 
 OPS = ("GET_ROWS", "MUL_MAT", "ADD", "CPY", "CONT", "SET_ROWS", "SOFT_MAX", "ROPE")
 BINS = 24

@@ -17,11 +17,11 @@ from support import seeds
 
 import quant
 from ggml_backend_npu import Memory, Node, Tensor
-from ggml_backend_npu.abi.build import Builder
-from ggml_backend_npu.abi.plugin import Plugin
-from ggml_backend_npu.abi.replica import compute
 from ggml_backend_npu.ops import OWN
-from graph_runner.noise import exact, multiple, noise_multiple, size
+from ggml_backend_npu.plugin.build import Builder
+from ggml_backend_npu.plugin.plugin import Plugin
+from ggml_backend_npu.plugin.replica import compute
+from graph_runner.judging.noise import exact, multiple, noise_multiple, size
 
 NE = (64, 5, 3, 2)
 MATRIX = (64, 6, 3, 2)

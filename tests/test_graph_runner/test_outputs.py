@@ -16,10 +16,10 @@ import pytest
 import typer
 from commands import COMMAND, Cli, assert_refused
 
+from graph_runner.base.files import replacing
 from graph_runner.cli.app import COMMANDS, app
 from graph_runner.cli.command import files_of
 from graph_runner.cli.options import READS, WRITES
-from graph_runner.files import replacing
 
 READING = {name: files_of(command, READS) for name, command in COMMANDS.items()}
 WRITING = {name: files_of(command, WRITES) for name, command in COMMANDS.items()}

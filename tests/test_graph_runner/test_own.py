@@ -14,13 +14,13 @@ from models import Models
 from support import choose
 
 from ggml_backend_npu import Memory, Tensor, default_backend
-from ggml_backend_npu.abi import codecs
-from ggml_backend_npu.abi.plugin import Plugin
+from ggml_backend_npu.ggml import codecs
 from ggml_backend_npu.ops import OWN
-from ggml_backend_npu.registry import Op
-from graph_runner.diff import DiffResult, diff, run_in_step
-from graph_runner.own import Mirrored, OwnRun
-from graph_runner.results import ISOLATED, OWN_RUN, Verdict
+from ggml_backend_npu.plugin.plugin import Plugin
+from ggml_backend_npu.registry.entry import Op
+from graph_runner.diff.own import Mirrored, OwnRun
+from graph_runner.diff.run import DiffResult, diff, run_in_step
+from graph_runner.judging.results import ISOLATED, OWN_RUN, Verdict
 from graph_runner.trace import read_trace, replay
 
 RIGHT = {Verdict.EXACT, Verdict.ROUNDING, Verdict.INHERITED, Verdict.AMPLIFIED}

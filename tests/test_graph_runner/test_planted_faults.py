@@ -37,9 +37,9 @@ from planted import (
 )
 from support import choose
 
-from ggml_backend_npu.abi.plugin import Plugin
-from graph_runner.diff import diff
-from graph_runner.session import Session, context_for
+from ggml_backend_npu.plugin.plugin import Plugin
+from graph_runner.diff.run import diff
+from graph_runner.run.session import Session, context_for
 from graph_runner.trace import replay
 
 Files = Callable[[str], Path]

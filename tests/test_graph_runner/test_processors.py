@@ -15,7 +15,7 @@ import builds
 import pytest
 from models import Models
 
-from graph_runner import suites
+from graph_runner.tools import suites
 from quant.kernels.processor import processor_has
 
 COMMAND = Path(sys.executable).with_name("ggml-npu")

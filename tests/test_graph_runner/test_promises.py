@@ -12,15 +12,15 @@ import pytest
 from support import with_avx2
 
 from ggml_backend_npu import Node
-from ggml_backend_npu.abi import codecs, lib
-from ggml_backend_npu.abi.replica import Replica
-from ggml_backend_npu.numerics import Numerics
+from ggml_backend_npu.ggml import codecs, lib
+from ggml_backend_npu.ggml.numerics import Numerics
 from ggml_backend_npu.ops import OWN
-from ggml_backend_npu.registry import Call
-from graph_runner import promises
-from graph_runner.compare import compare
-from graph_runner.rules import Rules
-from graph_runner.spans import copy
+from ggml_backend_npu.plugin.replica import Replica
+from ggml_backend_npu.registry.entry import Call
+from graph_runner.judging import promises
+from graph_runner.judging.compare import compare
+from graph_runner.judging.rules import Rules
+from graph_runner.judging.spans import copy
 
 PROBES = promises._probes()
 

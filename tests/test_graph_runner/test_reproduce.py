@@ -14,8 +14,8 @@ import pytest
 from support import backend_ops_cases
 
 from ggml_backend_npu import Memory, Node, Tensor
-from graph_runner import suites
-from graph_runner.reproduce import backend_ops_line
+from graph_runner.judging.reproduce import backend_ops_line
+from graph_runner.tools import suites
 from quant import codec
 
 CONTIGUOUS, PERMUTED, SLICED = "contiguous", "permuted", "sliced"

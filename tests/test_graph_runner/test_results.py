@@ -238,7 +238,7 @@ from pathlib import Path
 import numpy as np
 import quant
 import ggml_backend_npu
-from ggml_backend_npu.abi.build import Builder
+from ggml_backend_npu.plugin.build import Builder
 
 MIB = 1 << 20
 total = int(sys.argv[1]) * MIB

@@ -19,18 +19,18 @@ from rounding import FAULTS, in_halves, right, rounds, written, wrong
 from support import examples, seeds
 
 from ggml_backend_npu import Node, Tensor
-from ggml_backend_npu.abi.plugin import Plugin
-from ggml_backend_npu.abi.replica import Replica
-from ggml_backend_npu.checks import Types
-from ggml_backend_npu.fusion import FUSIONS
+from ggml_backend_npu.backend.fusion import FUSIONS
 from ggml_backend_npu.ops import OWN
-from ggml_backend_npu.ops.exact import values
 from ggml_backend_npu.ops.matmul import VEC_DOT
 from ggml_backend_npu.ops.norms import Norm
-from ggml_backend_npu.ops.probes import node, tensor
-from graph_runner.compare import compare
-from graph_runner.rules import Rules, ToleranceError, errors, type_of
-from graph_runner.spans import copied
+from ggml_backend_npu.plugin.plugin import Plugin
+from ggml_backend_npu.plugin.replica import Replica
+from ggml_backend_npu.registry.checks import Types
+from ggml_backend_npu.registry.exact import values
+from ggml_backend_npu.registry.probes import node, tensor
+from graph_runner.judging.compare import compare
+from graph_runner.judging.rules import Rules, ToleranceError, errors, type_of
+from graph_runner.judging.spans import copied
 
 NODES = {name: op.makes for name, op in OWN.items() if op.bound}
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from graph_runner import suites
-from graph_runner.suites import Case, SuiteError, architectures, backend_ops
+from graph_runner.tools import suites
+from graph_runner.tools.suites import Case, SuiteError, architectures, backend_ops
 from quant.kernels import kept
 
 HEADER = """\

@@ -13,8 +13,8 @@ from models import Models
 from ggml_backend_npu import Tensor, default_backend
 from ggml_backend_npu.ops import OWN
 from graph_runner.cli import main
-from graph_runner.results import Verdict
-from graph_runner.rules import Rules, ToleranceError
+from graph_runner.judging.results import Verdict
+from graph_runner.judging.rules import Rules, ToleranceError
 
 pytestmark = pytest.mark.usefixtures("as_before")
 

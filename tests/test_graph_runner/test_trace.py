@@ -14,12 +14,12 @@ from models import WRITERS, Models
 from traced import ORIGIN, assert_same, copied, get_rows
 
 from ggml_backend_npu import Graph, Memory, Node, Tensor, default_backend
-from ggml_backend_npu.abi.plugin import Plugin
-from ggml_backend_npu.packed import Packed
-from graph_runner.copies import span
-from graph_runner.errors import TraceError
-from graph_runner.results import Verdict
-from graph_runner.rules import Rules
+from ggml_backend_npu.ir.packed import Packed
+from ggml_backend_npu.plugin.plugin import Plugin
+from graph_runner.base.errors import TraceError
+from graph_runner.judging.copies import span
+from graph_runner.judging.results import Verdict
+from graph_runner.judging.rules import Rules
 from graph_runner.trace import Recorded, Selection, capture, read_trace, replay, save_nodes, write_trace
 from quant import quantize
 

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from models import Models
 from traced import ORIGIN, assert_same, get_rows
 
-from ggml_backend_npu.abi.plugin import Plugin
-from graph_runner.errors import TraceError
+from ggml_backend_npu.plugin.plugin import Plugin
+from graph_runner.base.errors import TraceError
 from graph_runner.trace import Recorded, Selection, capture, read_trace, replay, write_trace
 from graph_runner.trace.format import DIGEST_AT, digest_of_file
 

@@ -20,10 +20,10 @@ from support import choose
 
 import graph_runner
 from ggml_backend_npu import Op, default_backend
-from graph_runner import token_graph
 from graph_runner.bench.memory import bench_memory
-from graph_runner.session import Decoder, DeviceName, Sampler, Session, SessionError, Settings, generate
-from graph_runner.token_graph import GraphRunner
+from graph_runner.run import token_graph
+from graph_runner.run.session import Decoder, DeviceName, Sampler, Session, SessionError, Settings, generate
+from graph_runner.run.token_graph import GraphRunner
 
 PROMPT = "The capital of France is"
 SETTINGS = Settings(n_ctx=512, threads=2)
@@ -147,7 +147,7 @@ def test_a_graph_is_taken_again_where_a_cache_shows_more_or_begins_anew(
     name: str, n_asked: int, flash_attention: Any, model: Models, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A cache shows 256 cells more at a time; that of gpt-oss's window has no more, and takes the oldest again."""
-    monkeypatch.setattr(graph_runner.session, "N_BATCH", 8)
+    monkeypatch.setattr(graph_runner.run.session, "N_BATCH", 8)
     settings = replace(SETTINGS, device="npu", flash_attention=flash_attention)
     tokens = [260 + token % 90 for token in range(270)]
     with Session(model(name), settings) as session:
@@ -219,8 +219,8 @@ def test_weights_are_in_the_devices_memory_once() -> None:
     script = """
 import ggml_backend_npu
 from ggml_backend_npu import default_backend
-from graph_runner.models import demo_file
-from graph_runner.session import Session, Settings
+from graph_runner.base.models import demo_file
+from graph_runner.run.session import Session, Settings
 default_backend().options = default_backend().options.updated({"ops": "all", "memory": "device", "device_type": "gpu"})
 with Session(demo_file(), Settings(device="npu", gpu_layers=99)) as session:
     memory = ggml_backend_npu.register().memory

@@ -13,7 +13,7 @@ from support import examples, seeds, values
 
 import quant
 from ggml_backend_npu import Tensor
-from graph_runner.blocks import compare_blocks
+from graph_runner.judging.blocks import compare_blocks
 
 QUANTISED = [name for name in quant.type_names() if quant.codec(name).is_quantized]
 NE = (128, 3, 2, 1)

@@ -19,10 +19,10 @@ from support import ENGINES, assert_same_bytes, examples, one_nan, pool, special
 
 import quant
 from ggml_backend_npu import Node, Tensor, default_backend
-from ggml_backend_npu.abi import lib, structs
-from ggml_backend_npu.abi.codecs import Bound
-from ggml_backend_npu.abi.lib import Ggml
-from ggml_backend_npu.abi.plugin import Plugin
+from ggml_backend_npu.ggml import lib, structs
+from ggml_backend_npu.ggml.codecs import Bound
+from ggml_backend_npu.ggml.lib import Ggml
+from ggml_backend_npu.plugin.plugin import Plugin
 from quant import Rounding, codec
 
 Blocks = NDArray[np.uint8]

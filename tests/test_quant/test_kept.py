@@ -12,7 +12,7 @@ import pytest
 from commands import fresh, process
 from test_kernel_cache import FEW, ended, started
 
-from graph_runner import suites
+from graph_runner.tools import suites
 from quant.kernels import kept
 
 MADE_ANEW = "made anew"

@@ -19,8 +19,8 @@ from numba import types
 from support import Scene, assert_same_bytes, examples, recorded_works
 
 import quant
-from ggml_backend_npu.abi.plugin import Plugin
-from graph_runner.session import Session, Settings
+from ggml_backend_npu.plugin.plugin import Plugin
+from graph_runner.run.session import Session, Settings
 from quant.kernels import threads
 from quant.kernels.jit import EngineError, array_at, atomic_add, compiled
 from quant.kernels.records import place_in, record_at
@@ -201,7 +201,7 @@ from quant.kernels import threads
 from quant.kernels.jit import EngineError
 print(threads.working_team().n_threads)
 import ggml_backend_npu
-from ggml_backend_npu.abi.build import Builder
+from ggml_backend_npu.plugin.build import Builder
 try:
     npu = ggml_backend_npu.register()
 except EngineError as error:

@@ -14,12 +14,12 @@ from ggml_npu_opencl import OpenCL
 
 import quant
 from ggml_backend_npu import Backend, DeviceBackend, DeviceError, Node, Options, Tensor
-from ggml_backend_npu.abi import lib
-from ggml_backend_npu.abi.plugin import Plugin
+from ggml_backend_npu.ggml import lib
 from ggml_backend_npu.ops import OWN
-from graph_runner.diff import run_in_step
-from graph_runner.session import Session, Settings
-from graph_runner.tiny import write_tiny_llama
+from ggml_backend_npu.plugin.plugin import Plugin
+from graph_runner.base.tiny import write_tiny_llama
+from graph_runner.diff.run import run_in_step
+from graph_runner.run.session import Session, Settings
 
 PROMPT = "The capital of France is"
 OURS = Backend("ours", options=Options(ops="all", matmul="exact"))

@@ -37,7 +37,8 @@ from ggml_backend_npu.documents.aclnn.operands import (
 )
 from ggml_backend_npu.documents.aclnn.refusals import require
 from ggml_backend_npu.documents.status import Status
-from ggml_backend_npu.ops import groups, movers
+from ggml_backend_npu.ops import movers
+from ggml_backend_npu.ops.kernels import groups
 
 # which types a source is copied to
 COPIES: dict[str, tuple[str, ...]] = {

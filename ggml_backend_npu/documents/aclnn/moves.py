@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from ggml_backend_npu.abi import codecs
 from ggml_backend_npu.documents.aclnn.executors import Call
 from ggml_backend_npu.documents.aclnn.operands import Operand
+from ggml_backend_npu.ggml import codecs
+from ggml_backend_npu.ggml.numerics import Numerics
 from ggml_backend_npu.ir import Tensor
-from ggml_backend_npu.numerics import Numerics
-from ggml_backend_npu.ops import strided
+from ggml_backend_npu.ops.kernels import strided
 from quant.kernels.jit import engine
 
 

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from ggml_backend_npu.documents.aclnn.refusals import RefusedError, brief, invalid, null_argument, require
 from ggml_backend_npu.ir import Tensor
-from ggml_backend_npu.ops.groups import Groups
+from ggml_backend_npu.ops.kernels.groups import Groups
 
 BLOCK = 32  # elements of a block of q8_0 or q4_0
 BLOCKS = ("q8_0", "q4_0")

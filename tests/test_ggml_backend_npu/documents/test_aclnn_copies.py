@@ -34,9 +34,9 @@ from hypothesis import strategies as st
 from support import Scene, assert_same_bytes, outcome, recorded_works, seeds, values
 
 from ggml_backend_npu import Tensor, default_backend
-from ggml_backend_npu.abi import structs
-from ggml_backend_npu.abi.plugin import Plugin
 from ggml_backend_npu.documents.aclnn import AclTensor
+from ggml_backend_npu.ggml import structs
+from ggml_backend_npu.plugin.plugin import Plugin
 from quant import DeviceLayout, to_blocks, to_device
 
 pytestmark = pytest.mark.usefixtures("engine")

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from support import Scene, assert_same_bytes, outcome, seeds
 
 from ggml_backend_npu import Tensor
-from ggml_backend_npu.abi.plugin import Plugin
+from ggml_backend_npu.plugin.plugin import Plugin
 from quant import to_device
 
 pytestmark = pytest.mark.usefixtures("engine")

@@ -16,7 +16,7 @@ from support import assert_same_bytes, examples
 from ggml_backend_npu import Tensor
 from ggml_backend_npu.documents import aclnn
 from ggml_backend_npu.documents.aclnn import AclTensor
-from ggml_backend_npu.packed import Packed
+from ggml_backend_npu.ir.packed import Packed
 
 pytestmark = pytest.mark.usefixtures("engine")
 

@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from scores import causal, close, defined, drawn, f32, one, row
 from support import seeds
 
-from ggml_backend_npu.abi.build import Builder
-from ggml_backend_npu.abi.plugin import Plugin
 from ggml_backend_npu.documents.rbln import dynamic_flash_attn_tile, flash_attn_recompute, masked_softmax
+from ggml_backend_npu.plugin.build import Builder
+from ggml_backend_npu.plugin.plugin import Plugin
 
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
 

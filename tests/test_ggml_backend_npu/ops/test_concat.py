@@ -26,7 +26,7 @@ from support import (
 )
 
 from ggml_backend_npu import default_backend
-from ggml_backend_npu.abi.plugin import Plugin
+from ggml_backend_npu.plugin.plugin import Plugin
 from quant import codec
 
 pytestmark = pytest.mark.usefixtures("every_op")

@@ -26,7 +26,7 @@ from support import (
 
 import quant
 from ggml_backend_npu import Node, Tensor, default_backend
-from ggml_backend_npu.abi.plugin import PROBED, Plugin
+from ggml_backend_npu.plugin.plugin import PROBED, Plugin
 
 NMSE = 1e-12
 

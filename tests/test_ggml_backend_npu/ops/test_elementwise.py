@@ -47,8 +47,8 @@ from support import (
 )
 
 from ggml_backend_npu import KernelError, Node, Tensor, default_backend
-from ggml_backend_npu.abi.plugin import Plugin
 from ggml_backend_npu.ops import OWN
+from ggml_backend_npu.plugin.plugin import Plugin
 from quant import codec
 
 ARITHMETIC = {"ADD": np.add, "SUB": np.subtract, "MUL": np.multiply, "DIV": np.divide}

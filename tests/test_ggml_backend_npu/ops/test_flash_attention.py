@@ -29,8 +29,8 @@ from support import (
 
 import quant
 from ggml_backend_npu import Node, Tensor, default_backend
-from ggml_backend_npu.abi.plugin import Plugin
-from ggml_backend_npu.packed import Packed
+from ggml_backend_npu.ir.packed import Packed
+from ggml_backend_npu.plugin.plugin import Plugin
 from quant import codec
 
 NMSE = 1e-12

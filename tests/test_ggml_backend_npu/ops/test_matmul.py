@@ -46,10 +46,10 @@ from support import values as values_of
 
 import quant
 from ggml_backend_npu import Node, Tensor, default_backend
-from ggml_backend_npu.abi.plugin import Plugin
+from ggml_backend_npu.ir.packed import Packed
 from ggml_backend_npu.ops import matmul
-from ggml_backend_npu.packed import Packed
-from ggml_backend_npu.registry import KernelError
+from ggml_backend_npu.plugin.plugin import Plugin
+from ggml_backend_npu.registry.entry import KernelError
 from quant import codec, dots
 from quant.kernels.jit import compiled
 from quant.kernels.records import packed, record_at

@@ -33,7 +33,7 @@ from support import (
 
 import quant
 from ggml_backend_npu import default_backend
-from ggml_backend_npu.abi.plugin import Plugin
+from ggml_backend_npu.plugin.plugin import Plugin
 from quant import codec
 
 CRASHING = [("f16", "i32"), ("bf16", "i32")]  # ggml's CPU plans no work buffer for them and writes to NULL

@@ -42,7 +42,7 @@ from support import (
     zeros,
 )
 
-from ggml_backend_npu.abi.plugin import Plugin
+from ggml_backend_npu.plugin.plugin import Plugin
 
 NORMS = ["NORM", "RMS_NORM", "L2_NORM"]
 EPS = st.sampled_from([0.0, 1e-12, 1e-6, 1e-5, 0.1])

@@ -38,7 +38,7 @@ from support import (
 )
 
 import quant
-from ggml_backend_npu.abi.plugin import Plugin
+from ggml_backend_npu.plugin.plugin import Plugin
 
 UPPER_DIAG, UPPER, LOWER_DIAG, LOWER = range(4)
 

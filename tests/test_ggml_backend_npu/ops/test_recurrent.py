@@ -32,8 +32,8 @@ from support import (
 )
 
 from ggml_backend_npu import KernelError
-from ggml_backend_npu.abi.plugin import Plugin
-from graph_runner.session import Session, Settings
+from ggml_backend_npu.plugin.plugin import Plugin
+from graph_runner.run.session import Session, Settings
 
 Floats = NDArray[np.float32]
 

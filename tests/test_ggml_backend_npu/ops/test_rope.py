@@ -29,8 +29,8 @@ from support import (
 
 import quant
 from ggml_backend_npu import Node, Tensor, default_backend
-from ggml_backend_npu.abi.plugin import Plugin
 from ggml_backend_npu.ops.rope import Rope as RopeParams
+from ggml_backend_npu.plugin.plugin import Plugin
 
 NORMAL, NEOX, MROPE, VISION, IMROPE = 0, 2, 8, 24, 40
 NMSE = {"f32": 1e-12, "f16": 1e-9}  # the last bit of cos and sin is the C library's

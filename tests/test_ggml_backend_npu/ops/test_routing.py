@@ -27,7 +27,7 @@ from support import (
     values,
 )
 
-from ggml_backend_npu.abi.plugin import Plugin
+from ggml_backend_npu.plugin.plugin import Plugin
 
 ASCENDING, DESCENDING = 0, 1
 

@@ -35,9 +35,9 @@ from support import (
 )
 
 from ggml_backend_npu import Node, Tensor, default_backend
-from ggml_backend_npu.abi.plugin import Plugin
 from ggml_backend_npu.ops import softmax
 from ggml_backend_npu.ops.softmax import Rows, slopes, soft_max
+from ggml_backend_npu.plugin.plugin import Plugin
 
 Floats = NDArray[np.float32]
 NMSE = 1e-11

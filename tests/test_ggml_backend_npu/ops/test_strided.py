@@ -31,8 +31,8 @@ from support import (
 
 import quant
 from ggml_backend_npu import Memory, Node, Tensor, default_backend
-from ggml_backend_npu.abi.plugin import Plugin
-from ggml_backend_npu.ops import strided
+from ggml_backend_npu.ops.kernels import strided
+from ggml_backend_npu.plugin.plugin import Plugin
 from quant import blocks, codec, conversions, runs
 from quant.kernels import threads
 

@@ -17,9 +17,9 @@ from numpy.typing import NDArray
 from support import assert_same_bytes, examples, seeds
 
 from ggml_backend_npu import default_backend
-from ggml_backend_npu.abi.build import Builder
-from ggml_backend_npu.abi.plugin import Plugin
 from ggml_backend_npu.documents.rwkv import token_shift
+from ggml_backend_npu.plugin.build import Builder
+from ggml_backend_npu.plugin.plugin import Plugin
 from quant.kernels import threads
 
 Array = NDArray[Any]

@@ -1,6 +1,7 @@
 """Gradients, losses, steps of optimisers and outer products beside ggml's CPU, by either engine.
 
-Bytes are the CPU's where that is promised on this machine (`graph_runner.promises`); elsewhere the op's rule holds.
+Bytes are the CPU's where that is promised on this machine (`graph_runner.judging.promises`); elsewhere the op's
+rule holds.
 """
 
 from __future__ import annotations
@@ -40,11 +41,11 @@ from support import (
 )
 
 from ggml_backend_npu import KernelError
-from ggml_backend_npu.abi.plugin import Plugin
 from ggml_backend_npu.ops import OWN
 from ggml_backend_npu.ops.norms import Norm
 from ggml_backend_npu.ops.softmax import SoftMax
-from graph_runner.promises import holds
+from ggml_backend_npu.plugin.plugin import Plugin
+from graph_runner.judging.promises import holds
 from quant import codec
 
 pytestmark = pytest.mark.usefixtures("every_op")

@@ -46,8 +46,8 @@ from support import (
     zeros,
 )
 
-from ggml_backend_npu.abi.plugin import Plugin
 from ggml_backend_npu.ops.unary import FUNCTIONS
+from ggml_backend_npu.plugin.plugin import Plugin
 
 OPS_OF_THEIR_OWN = ("SQR", "SQRT", "LOG", "SIN", "COS")
 UNARY = sorted({*FUNCTIONS, "GELU", "GELU_QUICK"})

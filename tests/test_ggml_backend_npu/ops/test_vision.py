@@ -25,7 +25,7 @@ from support import (
     zeros,
 )
 
-from ggml_backend_npu.abi.plugin import Plugin
+from ggml_backend_npu.plugin.plugin import Plugin
 
 pytestmark = pytest.mark.usefixtures("every_op")
 

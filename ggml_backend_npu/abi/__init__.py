@@ -1,1 +1,0 @@
-"""The backend's C side: the only ctypes of this package."""

@@ -1,0 +1,1 @@
+"""A backend: its ops, options, fusions and plans."""

@@ -1,0 +1,1 @@
+"""A device as one class, its memory, and it as a backend."""

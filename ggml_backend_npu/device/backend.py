@@ -1,0 +1,210 @@
+"""A `Device` as a `Backend`: it compiles graphs, and computes nodes in its own memory."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from typing import Any
+
+import numpy as np
+
+from ggml_backend_npu.backend.backend import Backend
+from ggml_backend_npu.backend.options import Options
+from ggml_backend_npu.backend.plan import Plan
+from ggml_backend_npu.device.device import Device, Place, Program
+from ggml_backend_npu.device.files import load_devices
+from ggml_backend_npu.device.memory import OpaqueMemory, in_a_line
+from ggml_backend_npu.ir import Graph, Memory, Node, Tensor, overlapping
+from ggml_backend_npu.registry.entry import Call, KernelError, Op
+
+_MOST_PROGRAMS = 1024
+
+
+class DeviceBackend(Backend):
+    """What a device computes. `plan` compiles a whole graph."""
+
+    runs_without_python = False
+
+    def __init__(self, device: Device, options: Options | None = None) -> None:
+        own = Options(memory="device", memory_limit=device.memory, device_type=device.type, ops="all", fusion="off")
+        self._device_ops = {name: _op(name) for name in device.ops}
+        super().__init__(device.name, ops=self._device_ops.values(), options=options or own, fusions=())
+        self.device = device
+        self._programs: dict[Any, Program] = {}
+        self._own: OpaqueMemory | None = None
+
+    @staticmethod
+    @cache
+    def of(device: Device) -> DeviceBackend:
+        """The backend that a device is registered as; always the same one for a device."""
+        return DeviceBackend(device)
+
+    @property
+    def description(self) -> str:  # type: ignore[override]
+        """The device's own description, which `open` may set."""
+        return self.device.description
+
+    def like(self, name: str | None = None, *, options: Options | None = None) -> Backend:
+        """A backend of the same device, with these options or the device's own. `name` is ignored."""
+        return DeviceBackend(self.device, options)
+
+    def memory(self, moved: Callable[[], None]) -> OpaqueMemory:
+        """The device's memory. Opens the device the first time, which may raise DeviceError. `moved` is ignored."""
+        if not self.device.is_open:
+            self.device.open()
+            self.device.is_open = True
+        return OpaqueMemory(self.device)
+
+    def kernel_refusal(self, node: Node) -> str | None:
+        """Why the device does not take the node. Raises KernelError where it cannot say."""
+        try:
+            op = self.ops.get(node.op)  # coverage asks what another op would bring
+            is_own = op is not None and op is self._device_ops.get(node.op)
+            return self.device.refusal(node) if is_own else super().kernel_refusal(node)
+        except Exception as error:
+            raise KernelError(f"{self.name}: refusal of {node}: {in_a_line(error)}") from error
+
+    def bind(self, node: Node) -> Call:
+        """The call that computes one node, compiled alone; its tensors lie in the device's memory. Raises
+        KernelError."""
+        self.check(node)
+        return self._compiled(Graph((node,), ((None,) * len(node.src),), ((node.dst,),)))
+
+    def plan(self, graph: Graph) -> Plan:
+        """The graph's nodes as one program. Raises KernelError where the device does not take a node, or fails to
+        compile."""
+        graph = graph.without_empty()
+        if not graph.nodes:
+            return Plan((), Counter(), Counter())
+        for node in graph.nodes:
+            self.check(node)
+        n_ops = Counter(node.op for node in graph.nodes)
+        if any(tensor.buffer is None for tensor in graph.tensors()):
+            return Plan(tuple((node, self._by_way_of_the_host(node)) for node in graph.nodes), n_ops, Counter())
+        return Plan(((_Whole(self.name, graph), self._compiled(graph)),), n_ops, Counter())
+
+    def compute(self, node: Node) -> None:
+        """Computes a node whose tensors lie in host memory, over copies in the device's memory. Raises KernelError."""
+        self.check(node)
+        if self._own is None:
+            self._own = self.memory(lambda: None)
+        memory, tensors = self._own, [t for t in (node.dst, *node.src) if t is not None and t.nbytes]
+        groups = [_Group(memory, _over_roots(group)) for group in overlapping(map(_root, tensors))]
+        try:
+            moved = {id(t): group.there(t) for t in tensors for group in groups if group.has(t)}
+            src = tuple(moved.get(id(t), t) if t is not None else None for t in node.src)
+            there = replace(node, dst=moved[id(node.dst)], src=src)
+            Plan(((node, self.bind(there)),), Counter(), Counter()).run()
+            memory.synchronize()
+            for group in groups:
+                group.take_back(writes=group.has(node.dst))
+        finally:
+            for group in groups:
+                group.release()
+
+    def _by_way_of_the_host(self, node: Node) -> Call:
+        """The call that computes a node some of whose tensors lie in host memory. ggml leaves the tensor that a node
+        writes into there, where the CPU computed it (SET_ROWS into a FILL)."""
+
+        def run() -> None:
+            src = tuple(tensor and tensor.unpacked() for tensor in node.src)
+            here = replace(node, dst=node.dst.unpacked(), src=src)
+            self.compute(here)
+            node.dst.take(here.dst)
+
+        return run
+
+    def _compiled(self, graph: Graph) -> Call:
+        if self.device.constants:
+            return self._program(graph)
+        shape = graph.topology()
+        if shape not in self._programs:
+            if len(self._programs) >= _MOST_PROGRAMS:
+                self._programs.clear()
+            self._programs[shape] = self._program(graph)
+        places: list[Place] = [(root.buffer.handle, root.start) for root in graph.roots if root.buffer is not None]
+        return partial(self._programs[shape], places)
+
+    def _program(self, graph: Graph) -> Program:
+        try:
+            program = self.device.compile(graph)
+        except Exception as error:
+            raise KernelError(f"{self.name}: compile of {len(graph.nodes)} nodes: {in_a_line(error)}") from error
+        if not callable(program):
+            raise KernelError(f"{self.name}: compile returned {type(program).__name__}, not a function")
+        return program
+
+
+@cache
+def backends_of(name: str) -> list[DeviceBackend]:
+    """The backends of the devices that a file registers, or an entry point. Raises DeviceError."""
+    return [DeviceBackend.of(device) for device in load_devices(name)]
+
+
+@dataclass(frozen=True)
+class _Whole:
+    """A graph, as messages name it."""
+
+    device: str
+    graph: Graph
+
+    def __str__(self) -> str:
+        nodes = self.graph.nodes
+        if len(nodes) == 1:
+            return f"{self.device}: {nodes[0]}"
+        return f"{self.device}: graph of {len(nodes)} nodes, {nodes[0]} to {nodes[-1]}"
+
+
+class _Group:
+    """Overlapping tensors in host memory, copied into one buffer."""
+
+    def __init__(self, memory: OpaqueMemory, span: Memory) -> None:
+        self._memory, self._span = memory, span
+        buffer = memory.allocate(span.size)
+        if buffer is None:
+            raise KernelError(f"{memory.device.name}: alloc of {span.size} bytes: {memory.free} are free")
+        self._buffer = buffer
+        memory.write(buffer.address, span.bytes())
+
+    def has(self, tensor: Tensor) -> bool:
+        return self._span.address <= tensor.address < self._span.address + self._span.size
+
+    def there(self, tensor: Tensor) -> Tensor:
+        """A tensor of the group, in the buffer."""
+        moved = self._buffer.address + tensor.memory.address - self._span.address
+        return replace(tensor, memory=replace(tensor.memory, address=moved, owner=None), buffer=self._buffer)
+
+    def take_back(self, *, writes: bool) -> None:
+        """Copies the group back, where the node may write to it. Raises KernelError where the node has written to a
+        group that it may only read."""
+        now = self._memory.read(self._buffer.address, self._span.size)
+        if writes:
+            self._span.bytes()[:] = now
+        elif not np.array_equal(now, self._span.bytes()):
+            raise KernelError("writes to a source, which it is only to read")
+
+    def release(self) -> None:
+        self._memory.release(self._buffer)
+
+
+def _root(tensor: Tensor) -> Tensor:
+    """All the memory that a tensor is a view of, as a tensor of bytes; the tensor's own span where it does not lie in
+    that memory."""
+    inside = tensor.offset >= 0 and tensor.offset + tensor.nbytes <= tensor.memory.size
+    size, address = (tensor.memory.size, tensor.memory.address) if inside else (tensor.nbytes, tensor.address)
+    memory = Memory(address, size, tensor.memory.writable, tensor.memory.owner)
+    return Tensor(tensor.name, "i8", (size, 1, 1, 1), (1, size, size, size), memory)
+
+
+def _over_roots(group: list[Tensor]) -> Memory:
+    begin, end = min(t.address for t in group), max(t.end for t in group)
+    return Memory(begin, end - begin, any(t.memory.writable for t in group), [t.memory for t in group])
+
+
+def _op(name: str) -> Op:
+    def computed_by_the_device(dst: Tensor) -> None:
+        raise KernelError(f"{name}: is the device's")
+
+    return Op(name, computed_by_the_device)

@@ -1,0 +1,1 @@
+"""The ggml of this process: found, checked, read."""

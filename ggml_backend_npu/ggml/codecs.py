@@ -1,0 +1,119 @@
+"""Codecs that call the bound ggml's own functions, and those of our codecs that agree with ggml's CPU backend.
+
+Types that this project has no kernel for (the K and IQ quants, mxfp4, ...) go through the type traits of the very ggml
+that runs the graph: exact by construction, on every processor, and also for types newer than any package. libgguf,
+which is used where there is no ggml, rounds iq4_nl differently and lacks q2_0.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+from types import MappingProxyType
+
+import numpy as np
+
+import quant
+from ggml_backend_npu.ggml import blas, lib, structs
+from ggml_backend_npu.ggml.lib import Ggml, TypeInfo
+from ggml_backend_npu.ggml.numerics import PLAIN, Numerics
+from quant.blocks import compiled_types
+from quant.codec import ROUNDINGS, Bytes, Codec, Floats, Rounding
+
+
+class Bound(Codec):
+    """A codec of ggml's: to_float of ggml_get_type_traits, from_float of ggml_get_type_traits_cpu."""
+
+    provider = "ggml"
+
+    def __init__(self, ggml: Ggml, info: TypeInfo) -> None:
+        self.name, self.block_size, self.block_bytes = info.name, info.block_size, info.block_bytes
+        to_float = ggml.ggml_get_type_traits(info.number).contents.to_float
+        self.to_float_at: int = to_float or 0
+        from_float = ggml.ggml_get_type_traits_cpu(info.number).contents.from_float
+        self._to_float = structs.RowFunction(to_float) if to_float else None
+        self._from_float = structs.RowFunction(from_float) if from_float else None
+
+    def encode(self, x: Floats, rounding: Rounding) -> Bytes:
+        """Quantises x, (n, block_size) float32, to (n, block_bytes) bytes by from_float.
+
+        Without a from_float it does what `Codec.encode` does.
+        """
+        if self._from_float is None:
+            return super().encode(x, rounding)
+        x = np.ascontiguousarray(x)
+        blocks = np.zeros((len(x), self.block_bytes), np.uint8)
+        self._from_float(_pointer(x), _pointer(blocks), x.size)
+        return blocks
+
+    def decode(self, blocks: Bytes) -> Floats:
+        """Dequantises blocks, (n, block_bytes) bytes, to (n, block_size) float32 by to_float.
+
+        Without a to_float it does what `Codec.decode` does.
+        """
+        if self._to_float is None:
+            return super().decode(blocks)
+        blocks = np.ascontiguousarray(blocks)
+        x = np.empty((len(blocks), self.block_size), np.float32)
+        self._to_float(_pointer(blocks), _pointer(x), x.size)
+        return x
+
+
+def _pointer(array: Bytes | Floats) -> ctypes.c_void_p:
+    return array.ctypes.data_as(ctypes.c_void_p)
+
+
+def _probe() -> Floats:
+    """Blocks on which the roundings differ: exact ties, values next to a tie, and values of every scale."""
+    ties = np.arange(-127, 129, dtype=np.float32).reshape(-1, 32) / 2
+    ties[:, 0] = 127
+    largest = np.linspace(1, 2, 512, dtype=np.float32)[:, None]
+    nearly = (np.arange(32, dtype=np.float32) % 15 - 7.5) * (largest / 8) * (1 - np.arange(1, 33) % 9 * 2.0**-23)
+    nearly[:, 0] = largest[:, 0]
+    values = np.random.default_rng(0).standard_normal((512, 32)).astype(np.float32)
+    return np.concatenate(
+        [ties, nearly.astype(np.float32), values * np.logspace(-30, 30, 512, dtype=np.float32)[:, None]]
+    )
+
+
+def _fuses(codec: Bound) -> bool:
+    """Whether this ggml's quantize_row_q8_K multiplies and adds in one step, as compilers may (-ffp-contract): products
+    next to a half show it."""
+    largest = np.linspace(1, 2, 64, dtype=np.float32)[:, None]
+    x = ((np.arange(256, dtype=np.float32) - 128) + np.float32(0.5)) * (largest / np.float32(127))
+    x[:, 0], x[:, 255] = largest[:, 0], 0
+    return not np.array_equal(codec.encode(x, "reference"), quant.codec("q8_K").encode(x, "reference"))
+
+
+@cache
+def bound() -> Numerics:
+    """The numerics of the CPU backend of this process's ggml; those of `quant` alone where that ggml is not known.
+
+    Where it rounds q8_0 or q4_0 in a way that `quant` does not have, as a q4_0 compiled for FMA does, its own function
+    encodes.
+    """
+    try:
+        ggml = lib.ggml()
+    except lib.UnknownGgmlError:
+        return PLAIN
+    ggml.ggml_cpu_init()
+    codecs = {info.name: Bound(ggml, info) for info in ggml.types.values()}
+    found: dict[str, Codec] = {
+        name: codec
+        for name, codec in codecs.items()
+        if name in quant.type_names() and quant.codec(name).is_quantized and quant.codec(name).run is None
+    }
+    to_float = {name: codecs[name].to_float_at for name in found}
+    rounding = PLAIN.rounding
+    probe = _probe()
+    for name in codecs.keys() & compiled_types():
+        cpu = codecs[name].encode(probe, "reference")
+        agreeing = [r for r in ROUNDINGS if np.array_equal(cpu, quant.codec(name).encode(probe, r))]
+        if not agreeing:
+            found[name] = codecs[name]
+        elif name == "q8_0":
+            rounding = agreeing[0]
+    return Numerics(
+        rounding, _fuses(codecs["q8_K"]), ggml.contracts, MappingProxyType(found), MappingProxyType(to_float),
+        blas.sgemm(),
+    )  # fmt: skip

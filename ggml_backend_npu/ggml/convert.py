@@ -1,0 +1,329 @@
+"""Converts ggml_tensor and ggml_cgraph, by address, to the IR, without copying the tensors' data."""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from ggml_backend_npu.ggml import structs
+from ggml_backend_npu.ggml.lib import Ggml
+from ggml_backend_npu.ir import Graph, Memory, Node, Tensor, nbytes
+from ggml_backend_npu.ir.buffer import Buffer
+from ggml_backend_npu.ir.packed import PACKED_TYPES, Packed
+from ggml_backend_npu.registry.params import PARAMS_BYTES
+
+_NOTHING_TO_COMPUTE = frozenset({"NONE", "RESHAPE", "VIEW", "PERMUTE", "TRANSPOSE"})
+
+# indices of a struct's fields in what `_read` returns
+_TYPE, _NE, _NB, _OP, _PARAMS, _FLAGS = 0, slice(2, 6), slice(6, 10), 10, 11, 12
+_SRC, _VIEW_SRC, _VIEW_OFFS, _DATA, _NAME = slice(13, 23), 23, 24, 25, 26
+
+
+_NO_PARAMS = bytes(PARAMS_BYTES)
+_ONE_STATE = b"\1" + _NO_PARAMS[1:]
+_UNSCALED = struct.pack("f", 1.0) + _NO_PARAMS[4:]
+_MOST_KNOWN = 8192
+_memcmp = ctypes.CDLL(None).memcmp
+_memcmp.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
+_view_of = ctypes.pythonapi.PyMemoryView_FromMemory
+_view_of.restype, _view_of.argtypes = ctypes.py_object, [ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int]
+_READ_ONLY = 0x100  # PyBUF_READ
+
+PackedAt = Callable[[int], Packed | Buffer | None]
+
+
+def nowhere(_: int) -> None:
+    """The `packed` of host memory: no tensor is packed, and none lies in a device's buffer."""
+
+
+def _read(address: int) -> tuple[Any, ...]:
+    return structs.TENSOR.unpack(ctypes.string_at(address, structs.TENSOR.size))
+
+
+def _first_param(params: bytes) -> int:
+    return int.from_bytes(params[:4], "little", signed=True)
+
+
+def _tensor(ggml: Ggml, fields: tuple[Any, ...], writable: bool, packed: PackedAt) -> Tensor:
+    root, offset = fields, 0
+    if fields[_VIEW_SRC]:
+        root, offset = _read(fields[_VIEW_SRC]), fields[_VIEW_OFFS]
+    if not fields[_DATA]:
+        memory = Memory(0, 0, writable)
+    elif root[_DATA] and root[_DATA] + offset == fields[_DATA]:
+        memory = Memory(root[_DATA], _span(ggml, root), writable)
+    else:
+        memory, offset = Memory(fields[_DATA], _span(ggml, fields), writable), 0
+    name = fields[_NAME].split(b"\0", 1)[0].decode(errors="replace")
+    type = ggml.types[fields[_TYPE]].name
+    found = packed(fields[_DATA]) if fields[_DATA] else None
+    layout = found if isinstance(found, Packed) and type in PACKED_TYPES else None
+    buffer = found if isinstance(found, Buffer) else None
+    return Tensor(name, type, fields[_NE], fields[_NB], memory, offset, layout, buffer)
+
+
+def _span(ggml: Ggml, fields: tuple[Any, ...]) -> int:
+    """ggml_nbytes of a tensor that has been read."""
+    kind = ggml.types[fields[_TYPE]]
+    return nbytes(kind.block_size, kind.block_bytes, fields[_NE], fields[_NB])
+
+
+def tensor(ggml: Ggml, address: int, *, writable: bool = False, packed: PackedAt = nowhere) -> Tensor:
+    """The tensor at an address. `packed` finds the packed tensor, or the device's buffer, that its data lies in."""
+    return _tensor(ggml, _read(address), writable, packed)
+
+
+def root(ggml: Ggml, address: int) -> Tensor | None:
+    """The tensor at an address; None where it is a view."""
+    fields = _read(address)
+    return None if fields[_VIEW_SRC] else _tensor(ggml, fields, True, nowhere)
+
+
+def data_of(address: int) -> int:
+    """Address of a tensor's data: ggml_tensor.data."""
+    return _pointer(address + structs.DATA_AT)
+
+
+def buffer_of(address: int) -> int:
+    """Address of the buffer of a tensor: ggml_tensor.buffer."""
+    return _pointer(address + structs.BUFFER_AT)
+
+
+def view_source_of(address: int) -> int:
+    """Address of the tensor that a tensor is a view of, ggml_tensor.view_src; 0 where it is not a view."""
+    return _pointer(address + structs.VIEW_SRC_AT)
+
+
+def _pointer(address: int) -> int:
+    return int.from_bytes(ctypes.string_at(address, 8), "little")
+
+
+def is_leaf(address: int) -> bool:
+    """Whether no op computes the tensor: a weight, a cache, an input."""
+    return ctypes.string_at(address + structs.OP_AT, 4) == bytes(4)
+
+
+def op_name(ggml: Ggml, address: int) -> str:
+    """ggml_op_desc of the node at an address."""
+    head = ctypes.string_at(address + structs.OP_AT, 8)
+    return ggml.op_name(int.from_bytes(head[:4], "little"), _first_param(head[4:]))
+
+
+def computes(op: str) -> bool:
+    """Whether an op computes anything: NONE, RESHAPE, VIEW, PERMUTE and TRANSPOSE do not."""
+    return op not in _NOTHING_TO_COMPUTE
+
+
+def node(ggml: Ggml, address: int, packed: PackedAt = nowhere) -> Node:
+    """The node at an address, with its sources."""
+    fields = _read(address)
+    sources = list(fields[_SRC])
+    while sources and not sources[-1]:
+        sources.pop()
+    return Node(
+        ggml.op_name(fields[_OP], _first_param(fields[_PARAMS])),
+        _tensor(ggml, fields, True, packed),
+        tuple(tensor(ggml, source, packed=packed) if source else None for source in sources),
+        fields[_PARAMS] if any(fields[_PARAMS]) else _unwritten(ggml, fields[_OP]),
+    )
+
+
+def _unwritten(ggml: Ggml, op: int) -> bytes:
+    """What op_params that are all 0 stand for, as an older ggml leaves them: a scan that keeps one state, streams that
+    are added unscaled."""
+    name = ggml.ops[op]
+    if name == "SSM_SCAN" and name in ggml.uncounted:
+        return _ONE_STATE
+    return _UNSCALED if name == "DSV4_HC_PRE" else _NO_PARAMS
+
+
+@dataclass(frozen=True)
+class Storage:
+    """A tensor that is not a view; views lie in it.
+
+    address  of its ggml_tensor
+    buffer   address of the buffer that it lies in
+    is_set   whether it is set from outside before a graph, or a split of it, is computed: an input, or the copy of a
+             tensor that a scheduler makes for another device
+    """
+
+    address: int
+    tensor: Tensor
+    buffer: int
+    is_set: bool
+
+
+@dataclass(frozen=True, eq=False)
+class Read:
+    """A node as it was read: what `node` and `roots` return, the address of the tensor that its result is a view of, or
+    0, and the storage of its result and of its sources, None for a source that it does not have.
+
+    A node that is read again unchanged gives the same object.
+    """
+
+    address: int
+    node: Node
+    roots: tuple[int, ...]
+    view_source: int
+    dst: Storage
+    src: tuple[Storage | None, ...]
+
+
+class Reader:
+    """Reads nodes that come again and again, step by step: a node that has not changed is not converted twice."""
+
+    def __init__(self, ggml: Ggml, packed: PackedAt = nowhere) -> None:
+        self._ggml, self._packed = ggml, packed
+        self._known: dict[bytes, Read] = {}
+
+    def forget(self) -> None:
+        """Forgets all nodes; called after tensors moved, when other tensors are packed."""
+        self._known.clear()
+
+    def __call__(self, address: int) -> Read:
+        """The node at an address."""
+        head = ctypes.string_at(address, structs.TENSOR.size)
+        parts = [address.to_bytes(8, "little"), head]
+        for at in range(structs.SRC_AT, structs.SRC_AT + 8 * structs.N_SRC, 8):
+            source = int.from_bytes(head[at : at + 8], "little")
+            if source:
+                parts.append(ctypes.string_at(source, structs.TENSOR.size))
+        for part in parts[1:]:
+            root = int.from_bytes(part[structs.VIEW_SRC_AT : structs.VIEW_SRC_AT + 8], "little")
+            if root:
+                parts.append(ctypes.string_at(root, structs.TENSOR_KEY_BYTES))
+        key = b"".join(parts)
+        if key not in self._known:
+            if len(self._known) >= _MOST_KNOWN:
+                self._known.clear()
+            self._known[key] = Read(
+                address,
+                node(self._ggml, address, self._packed),
+                tuple(roots(self._ggml, address)),
+                view_source_of(address),
+                self._storage(address),
+                tuple(self._storage(source) if source else None for source in _sources(address)),
+            )
+        return self._known[key]
+
+    def _storage(self, address: int) -> Storage:
+        address = view_source_of(address) or address
+        buffer = buffer_of(address)
+        usage = self._ggml.ggml_backend_buffer_get_usage(buffer) if buffer else 0
+        found = tensor(self._ggml, address, packed=self._packed)
+        return Storage(address, found, buffer, is_leaf(address) and usage == structs.USAGE_COMPUTE)
+
+
+def same_bytes(a: int, b: int, size: int) -> bool:
+    """Whether two spans of memory of `size` bytes hold the same."""
+    return bool(_memcmp(a, b, size) == 0)
+
+
+def bytes_at(address: int, size: int) -> memoryview:
+    """A span of memory without a copy, to be read while nobody frees it."""
+    view: memoryview = _view_of(address, size, _READ_ONLY)
+    return view
+
+
+def _computing(ggml: Ggml, graph: int) -> Iterator[tuple[int, bytes]]:
+    """Address and leading bytes of each node of a graph that is to be computed."""
+    header = structs.GgmlCGraph.from_address(graph)
+    for address in header.nodes[: header.n_nodes]:
+        head = ctypes.string_at(address, structs.TENSOR_KEY_BYTES)
+        op = int.from_bytes(head[structs.OP_AT : structs.OP_AT + 4], "little")
+        flags = int.from_bytes(head[structs.FLAGS_AT : structs.FLAGS_AT + 4], "little")
+        if flags & structs.FLAG_COMPUTE and ggml.ops[op] not in _NOTHING_TO_COMPUTE:
+            yield address, head
+
+
+def nodes(ggml: Ggml, graph: int, packed: PackedAt = nowhere) -> Iterator[Node]:
+    """The nodes of the graph at an address that are to be computed, each read when the iterator reaches it."""
+    return (node(ggml, address, packed) for address, _ in _computing(ggml, graph))
+
+
+def is_to_be_computed(ggml: Ggml, address: int) -> bool:
+    """Whether a graph's node is to be computed: it has the COMPUTE flag, and its op computes something."""
+    flags = int.from_bytes(ctypes.string_at(address + structs.FLAGS_AT, 4), "little")
+    return bool(flags & structs.FLAG_COMPUTE) and computes(op_name(ggml, address))
+
+
+def key(ggml: Ggml, graph: int, fusible: frozenset[str]) -> bytes:
+    """The bytes that a plan of the graph depends on: its nodes and their sources, without names; where it has ops that
+    may be fused, also its views and how often each node is used."""
+    parts, fuses = [], False
+    for _, head in _computing(ggml, graph):
+        parts.append(head)
+        fuses = fuses or ggml.ops[int.from_bytes(head[structs.OP_AT : structs.OP_AT + 4], "little")] in fusible
+        for at in range(structs.SRC_AT, structs.SRC_AT + 8 * structs.N_SRC, 8):
+            source = int.from_bytes(head[at : at + 8], "little")
+            if source:
+                parts.append(ctypes.string_at(source, structs.TENSOR_KEY_BYTES))
+    if fuses:
+        header = structs.GgmlCGraph.from_address(graph)
+        for address in header.nodes[: header.n_nodes]:
+            parts.append(address.to_bytes(8, "little") + header.uses(address).to_bytes(4, "little", signed=True))
+            parts.append(ctypes.string_at(address, structs.TENSOR_KEY_BYTES))
+    return b"".join(parts)
+
+
+def spans(ggml: Ggml, graph: int) -> tuple[list[int], list[tuple[int, int]]]:
+    """The addresses of a graph's nodes, and (address, bytes) of what their computation depends on: the nodes, and the
+    sources of those that are to be computed."""
+    header = structs.GgmlCGraph.from_address(graph)
+    nodes = [int(address) for address in header.nodes[: header.n_nodes]]
+    sources = [source for address, _ in _computing(ggml, graph) for source in _sources(address) if source]
+    return nodes, [(address, structs.TENSOR_KEY_BYTES) for address in dict.fromkeys([*nodes, *sources])]
+
+
+def _sources(address: int) -> list[int]:
+    """Addresses of the sources of the tensor at an address, without trailing ones that are missing; 0 for other missing
+    ones."""
+    found = list(_read(address)[_SRC])
+    while found and not found[-1]:
+        found.pop()
+    return found
+
+
+def computed(ggml: Ggml, address: int) -> int:
+    """The tensor that a view is a view of, through views of views; the tensor itself where it is not a view."""
+    while True:
+        op = op_name(ggml, address)
+        if op == "NONE" or computes(op):
+            return address
+        address = _sources(address)[0]
+
+
+def roots(ggml: Ggml, address: int) -> list[int]:
+    """For each source of a node, the tensor that it is a view of, or itself; 0 for a source that is missing."""
+    return [computed(ggml, source) if source else 0 for source in _sources(address)]
+
+
+def inputs(ggml: Ggml, address: int) -> list[Tensor]:
+    """The tensors with the INPUT flag that the nodes of the graph at an address read."""
+    read = dict.fromkeys(root for at, _ in _computing(ggml, address) for root in roots(ggml, at) if root)
+    fields = {at: _read(at) for at in read if is_leaf(at)}
+    return [_tensor(ggml, found, True, nowhere) for found in fields.values() if found[_FLAGS] & structs.FLAG_INPUT]
+
+
+def graph(ggml: Ggml, address: int, packed: PackedAt = nowhere) -> Graph:
+    """The nodes of the graph at an address that are to be computed, the producers of their sources, and the tensors
+    that are read outside it."""
+    header = structs.GgmlCGraph.from_address(address)
+    addresses = [at for at, _ in _computing(ggml, address)]
+    index = {at: i for i, at in enumerate(addresses)}
+    nodes = tuple(node(ggml, at, packed) for at in addresses)
+    producers = tuple(tuple(index.get(root) for root in roots(ggml, at)) for at in addresses)
+    used_here = Counter(source for at in header.nodes[: header.n_nodes] for source in _sources(at) if source)
+    beyond: list[list[Tensor]] = [[] for _ in nodes]
+    for at in header.nodes[: header.n_nodes]:
+        made_by = index.get(computed(ggml, at))
+        fields = _read(at)
+        in_place = computes(op_name(ggml, at)) and fields[_VIEW_SRC] != 0
+        read = used_here[at] and used_here[at] == header.uses(at) and not fields[_FLAGS] & structs.FLAG_OUTPUT
+        if made_by is not None and (in_place or not read):
+            beyond[made_by].append(_tensor(ggml, fields, False, packed))
+    return Graph(nodes, producers, tuple(tuple(tensors) for tensors in beyond))

@@ -1,0 +1,1 @@
+"""Compiled kernels, and parts of kernels, that ops bind."""

@@ -1,0 +1,499 @@
+"""A `Backend` as ggml sees it: registry, device and backend, as tables of callbacks (ggml-backend-impl.h)."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from ggml_backend_npu.backend.backend import NO_KERNEL, Backend
+from ggml_backend_npu.backend.options import DeviceError
+from ggml_backend_npu.backend.plan import Plan
+from ggml_backend_npu.device.device import QueuedDevice
+from ggml_backend_npu.device.memory import OpaqueMemory
+from ggml_backend_npu.ggml import convert, structs
+from ggml_backend_npu.ggml.guard import Failures, guarded, stopped_by_interrupts
+from ggml_backend_npu.ggml.lib import Ggml
+from ggml_backend_npu.ir import Graph, Node
+from ggml_backend_npu.ops.kernels import strided
+from ggml_backend_npu.plugin import capture, repeats
+from ggml_backend_npu.plugin.buffers import Buffers
+from ggml_backend_npu.plugin.contexts import Context, Statistics
+from ggml_backend_npu.plugin.queues import Queue
+from ggml_backend_npu.plugin.repeats import Repeats
+from ggml_backend_npu.registry.entry import KernelError
+from quant.kernels import threads
+from quant.kernels.threads import POOL, Team
+
+_DEVICE_TYPES = {"accel": structs.DEVICE_TYPE_ACCEL, "gpu": structs.DEVICE_TYPE_GPU}
+MAX_PLANS = 1024  # of one context
+
+# when llama.cpp makes a context, it looks on which device these would run; if that is not their layer's device, it
+# computes them by some hundred nodes of other ops, in another graph than on the CPU
+PROBED = frozenset(("DSV4_HC_PRE", "DSV4_HC_COMB", "DSV4_HC_POST"))
+
+
+class Plugin:
+    """A backend that can be registered with ggml: a device with the backend's name. It must live as long as ggml has
+    its addresses: for ever, once it is registered.
+
+    contexts  each live ggml_backend, by address
+    claims    while a llama.cpp context is made: those ops of PROBED that supports_op says yes to; else None
+    refusals  by op, why supports_op refused its last node
+    broken    message of the last kernel that raised an error while it was asked about a node
+    handed    called with each node before it is computed, and with the numbers of the graph and of the node in it; may
+              return a function to call after the node. Nodes are then computed one by one
+    """
+
+    def __init__(self, ggml: Ggml, backend: Backend) -> None:
+        threads.limited(1)  # raises where GGML_NPU_THREADS is not a number
+        backend.options.check()
+        if backend.team is POOL:
+            backend.team = Team(ggml.openmp)
+        self.ggml, self.backend = ggml, backend
+        self.failures = Failures()
+        self.statistics = Statistics(self._settle, self.failures)
+        self.contexts: dict[int, Context] = {}
+        self.claims: frozenset[str] | None = None
+        self.refusals: dict[str, str] = {}
+        self._told: set[tuple[str, str]] = set()
+        self.broken: str | None = None
+        self.handed: Callable[[int, int, Node], Callable[[], None] | None] | None = None
+        self._n_handed = 0
+        self._halted: str | None = None
+        self._cpu: int | None = None
+        self.memory = backend.memory(self.forget_plans)
+        texts = backend.name, backend.description
+        self._strings = {text: ctypes.create_string_buffer(text.encode()) for text in texts}
+        self._guid = (ctypes.c_uint8 * 16)(*b"ggml-backend-npu")
+        self.device_type = _DEVICE_TYPES[backend.options.device_type]
+        self._set_n_threads = structs.SetThreads(self.set_n_threads)
+        self._graph_compute = structs.GraphCompute(self.graph_compute)
+        self._graph_repeated = repeats.Repeated(self.graph_repeated)
+        layout = ggml.layout
+        self.device = layout["ggml_backend_device"]()
+        self._queue: Queue | None = None
+        slots: dict[str, Callable[..., Any]] = {}
+        if self.memory is not None:
+            name, device = ctypes.addressof(self._strings[backend.name]), ctypes.addressof(self.device)
+            self._buffers = Buffers(ggml, self.memory, self.failures, name, device)
+        if isinstance(self.memory, OpaqueMemory):
+            slots["synchronize"] = self.synchronize
+            if isinstance(self.memory.device, QueuedDevice):
+                self._queue = Queue(ggml, self.memory, self._buffers, self.failures)
+                slots |= self._queue.of_backend()
+        self._backend_table = structs.fill(
+            layout["ggml_backend_i"],
+            get_name=self.get_name,
+            free=self.free,
+            graph_compute=repeats.graph_compute.address,
+            **slots,
+        )
+        self.device.iface = structs.fill(
+            layout["ggml_backend_device_i"],
+            get_name=self.get_name,
+            get_description=self.get_description,
+            get_memory=self.get_memory,
+            get_type=self.get_type,
+            get_props=self.get_props,
+            init_backend=self.init_backend,
+            get_buffer_type=self.get_buffer_type,
+            buffer_from_host_ptr=self.buffer_from_host_ptr,
+            supports_op=self.supports_op,
+            supports_buft=self.supports_buft,
+            **(self._queue.of_device() if self._queue is not None else {}),
+        )
+        self.registry = layout["ggml_backend_reg"](
+            api_version=layout.api_version,
+            iface=structs.fill(
+                layout["ggml_backend_reg_i"],
+                get_name=self.get_name,
+                get_device_count=self.get_device_count,
+                get_device=self.get_device,
+                get_proc_address=self.get_proc_address,
+            ),
+        )
+        self.device.reg = ctypes.addressof(self.registry)
+
+    # registry and device
+
+    @guarded(None)
+    def get_name(self, _: int) -> int:
+        """get_name of ggml_backend_reg_i, ggml_backend_device_i and ggml_backend_i: the backend's name; NULL on
+        error."""
+        return ctypes.addressof(self._strings[self.backend.name])
+
+    @guarded(None)
+    def get_description(self, _: int) -> int:
+        """ggml_backend_device_i.get_description: address of the backend's description; NULL on error."""
+        return ctypes.addressof(self._strings[self.backend.description])
+
+    @guarded(0)
+    def get_device_count(self, _: int) -> int:
+        """ggml_backend_reg_i.get_device_count: 1; 0 on error."""
+        return 1
+
+    @guarded(None)
+    def get_device(self, _: int, index: int) -> int | None:
+        """ggml_backend_reg_i.get_device: address of device 0; NULL for any other index, and on error."""
+        return ctypes.addressof(self.device) if index == 0 else None
+
+    @guarded(None)
+    def get_proc_address(self, _: int, name: bytes) -> int | None:
+        """ggml_backend_reg_i.get_proc_address: for ggml_backend_set_n_threads; NULL for other names, and on error."""
+        if name == b"ggml_backend_set_n_threads":
+            return ctypes.cast(self._set_n_threads, ctypes.c_void_p).value
+        return None
+
+    @guarded(None)
+    def set_n_threads(self, backend: int, count: int) -> None:
+        """ggml_backend_set_n_threads: the threads of a ggml_backend, at least 1 and no more than GGML_NPU_THREADS."""
+        self.contexts[backend].repeats.n_threads = threads.limited(max(1, count))
+
+    @guarded(None)
+    def get_memory(self, _: int, free: Any, total: Any) -> None:
+        """ggml_backend_device_i.get_memory: free and total bytes of the device's own memory; 0 and 0 without one."""
+        free[0], total[0] = (self.memory.free, self.memory.limit) if self.memory is not None else (0, 0)
+
+    @guarded(structs.DEVICE_TYPE_ACCEL)
+    def get_type(self, _: int) -> int:
+        """ggml_backend_device_i.get_type: a ggml_backend_dev_type, GPU or ACCEL as in the options; ACCEL on error."""
+        return self.device_type
+
+    @guarded(None)
+    def get_props(self, _: int, props: Any) -> None:
+        """ggml_backend_device_i.get_props: fills a ggml_backend_dev_props.
+
+        async and events are set only for a `QueuedDevice`, buffer_from_host_ptr and mmap_support only where the device
+        uses host memory.
+        """
+        free, total = ctypes.c_size_t(), ctypes.c_size_t()
+        self.get_memory(0, ctypes.pointer(free), ctypes.pointer(total))
+        layout = self.ggml.layout
+        props[0] = layout["ggml_backend_dev_props"](
+            memory_free=free.value,
+            memory_total=total.value,
+            name=ctypes.addressof(self._strings[self.backend.name]),
+            description=ctypes.addressof(self._strings[self.backend.description]),
+            type=self.get_type(0),
+            caps=layout.caps(
+                **{"async": self._queue is not None},
+                events=self._queue is not None,
+                buffer_from_host_ptr=self.memory is None,
+                mmap_support=self.memory is None,
+            ),
+        )
+
+    @guarded(None)
+    def init_backend(self, device: int, _: bytes) -> int:
+        """ggml_backend_device_i.init_backend: a new ggml_backend, in `contexts` until `free`; NULL on error."""
+        known = Repeats(_address_of(self._graph_compute), _address_of(self._graph_repeated), self.backend)
+        backend = self.ggml.layout["ggml_backend"](
+            guid=ctypes.addressof(self._guid), iface=self._backend_table, device=device, context=known.address
+        )
+        address = ctypes.addressof(backend)
+        self.contexts[address] = Context(backend, Statistics(self._settle, self.failures), known)
+        return address
+
+    @property
+    def buffer_type(self) -> int | None:
+        """Address of the buffer type of the device's own memory; None where it uses host memory."""
+        return self._buffers.type_address if self.memory is not None else None
+
+    @guarded(None)
+    def get_buffer_type(self, _: int) -> int | None:
+        """ggml_backend_device_i.get_buffer_type: the device's own, or the CPU's in host memory; NULL on error."""
+        if self.memory is not None:
+            return self.buffer_type
+        address: int | None = self.ggml.ggml_backend_cpu_buffer_type()
+        return address
+
+    @guarded(None)
+    def buffer_from_host_ptr(self, _: int, address: int, size: int, max_tensor_size: int) -> int | None:
+        """ggml_backend_device_i.buffer_from_host_ptr: a CPU buffer over `size` bytes of host memory; NULL on error."""
+        buffer: int | None = self.ggml.ggml_backend_cpu_buffer_from_ptr(address, size)
+        return buffer
+
+    @guarded(False)
+    def supports_buft(self, _: int, buffer_type: int) -> bool:
+        """ggml_backend_device_i.supports_buft: whether it is the device's own, or in host memory any host's. False on
+        error."""
+        if self.memory is not None:
+            return buffer_type == self._buffers.type_address
+        return bool(self.ggml.ggml_backend_buft_is_host(buffer_type))
+
+    @guarded(False)
+    def supports_op(self, _: int, node: int) -> bool:
+        """ggml_backend_device_i.supports_op: whether the device computes a node; False on error.
+
+        Always True for ops that compute nothing (VIEW, RESHAPE, ...), and for a node that writes into a tensor in the
+        device's memory. `refusals` keeps the reason where the op's kernel or its output's place is the reason.
+        """
+        op = convert.op_name(self.ggml, node)
+        if not convert.computes(op):
+            return True
+        if self._holds(node):
+            return True  # ggml aborts where no device takes it; here it fails in graph_compute, which says why
+        if self.claims is not None and op in PROBED:
+            return op in self.claims
+        if not self.backend.offers(op):
+            return False
+        reason = self._refusal(op, node) or self._elsewhere(node)
+        if reason is not None:
+            self.refusals[op] = reason
+            self._tell(op, reason)
+        return reason is None
+
+    def _tell(self, op: str, reason: str) -> None:
+        """Says on stderr, with GGML_NPU_VERBOSE, why a node is refused: each reason of an op once."""
+        if os.environ.get("GGML_NPU_VERBOSE") and (op, reason) not in self._told:
+            self._told.add((op, reason))
+            print(f"ggml-npu: {self.backend.name} refuses {op}: {reason}", file=sys.stderr)
+
+    def _refusal(self, op: str, node: int) -> str | None:
+        try:
+            return self.backend.refusal(convert.node(self.ggml, node)) if op in self.backend.ops else NO_KERNEL
+        except KernelError as error:
+            self.broken = str(error)
+            raise
+
+    def _elsewhere(self, node: int) -> str | None:
+        """Why a node's output would not lie in the device's memory: it is a view of a tensor that another device
+        computes. ggml copies a split's inputs before the split begins, and so before the node would write to the
+        view."""
+        root = convert.view_source_of(node)
+        if self.memory is None or root == 0:
+            return None
+        op = convert.op_name(self.ggml, root)
+        taken = not convert.computes(op) or (self.backend.offers(op) and self._refusal(op, root) is None)
+        return None if taken else f"writes into what {op} gives, which the device does not compute"
+
+    def _holds(self, node: int) -> bool:
+        """Whether a node's output is a view of a tensor in the device's memory."""
+        root = convert.view_source_of(node)
+        return self.memory is not None and root != 0 and self._buffers.holds(root)
+
+    # backend
+
+    @guarded(None)
+    def free(self, backend: int) -> None:
+        """ggml_backend_i.free: forgets a ggml_backend, its plans and its repeated graphs."""
+        self._settle()
+        self.contexts.pop(backend, None)
+
+    @guarded(structs.STATUS_FAILED)
+    @stopped_by_interrupts
+    def graph_compute(self, backend: int, graph: int) -> int:
+        """Computes a graph that `repeats.graph_compute` does not know; the Python side of ggml_backend_i.graph_compute.
+
+        Returns GGML_STATUS_SUCCESS, or GGML_STATUS_FAILED where the device is halted, a copy failed before, or a node
+        fails; `failures` has the message.
+        """
+        if self._halted is not None:
+            raise KernelError(self._halted)
+        self._refuse_what_is_lost()
+        context = self.contexts[backend]
+        with context.team.working():
+            if context.instead is not None:
+                context.instead(graph)
+                return structs.STATUS_SUCCESS
+            if self.handed is not None:
+                self._compute_one_by_one(context, graph)
+                return structs.STATUS_SUCCESS
+            if self.backend.options.fallback == "cpu":
+                return self._compute_with_fallback(context, graph)
+            key = self.backend.version, convert.key(self.ggml, graph, self.backend.fusible)
+            bound = context.plans.get(key)
+            if bound is None:
+                bound = self._plan(context, key, graph)
+            bound.run()
+        self._settle()
+        for statistics in (self.statistics, context.statistics):
+            statistics.add(bound)
+        nodes, spans = convert.spans(self.ggml, graph)
+        if nodes:
+            header = structs.GgmlCGraph.from_address(graph)
+            matter = not self.backend.fusible.isdisjoint(bound.counts)
+            context.repeats.learn(bound, nodes, spans, [header.uses(node) for node in nodes] if matter else [])
+        return structs.STATUS_SUCCESS
+
+    @guarded(structs.STATUS_FAILED)
+    @stopped_by_interrupts
+    def graph_repeated(self, backend: int, repeat: int) -> int:
+        """Computes, in Python, a graph that `repeats.graph_compute` knows. Returns GGML_STATUS_SUCCESS or
+        GGML_STATUS_FAILED."""
+        self._refuse_what_is_lost()
+        repeats = self.contexts[backend].repeats
+        with repeats.team.working():
+            repeats.plan_at(repeat).run()
+        return structs.STATUS_SUCCESS
+
+    @guarded(None)
+    def synchronize(self, _: int) -> None:
+        """ggml_backend_i.synchronize: waits for the device. An error makes the next graph fail."""
+        assert self.memory is not None
+        with self._buffers.gets():
+            self.memory.synchronize()
+
+    @property
+    def lost(self) -> str | None:
+        """Message of a copy or of queued work that failed without a status in which to report it, or None."""
+        return self._buffers.lost if self.memory is not None else None
+
+    @lost.setter
+    def lost(self, reason: str | None) -> None:
+        """Sets or clears the message; without effect where the device uses host memory."""
+        if self.memory is not None:
+            self._buffers.lost = reason
+
+    def _refuse_what_is_lost(self) -> None:
+        """Raises KernelError once after a copy failed, and as long as a buffer does not hold what it was set to."""
+        if self.memory is not None:
+            lost, self.lost = self.lost, None
+            if lost is not None:
+                raise KernelError(lost)
+            self.memory.check()
+
+    def bytes_at(self, address: int, size: int) -> Any:
+        """The bytes of a span, wherever it lies: in the device's memory, in its own layout, or in the host's."""
+        if isinstance(self.memory, OpaqueMemory) and (buffer := self.memory.packed(address)) is not None:
+            return buffer.read(address - buffer.address, size)
+        return convert.bytes_at(address, size)
+
+    def _settle(self) -> None:
+        """Counts the graphs that ran without Python."""
+        for context in list(self.contexts.values()):
+            for bound, runs in context.repeats.counted():
+                for statistics in (self.statistics, context.statistics):
+                    statistics.add(bound, runs)
+
+    @property
+    def halted(self) -> str | None:
+        """Why the device fails every graph instead of computing it; None: it computes."""
+        return self._halted
+
+    @halted.setter
+    def halted(self, reason: str | None) -> None:
+        """Halts the device, or lets it go on; known graphs are forgotten, so that the next one comes to Python."""
+        self._halted = reason
+        for context in self.contexts.values():
+            context.repeats.forget()
+
+    def _compute_one_by_one(self, context: Context, graph: int) -> None:
+        """Computes a graph's nodes one by one, and calls `handed` for each."""
+        assert self.handed is not None
+        computed = Counter[str]()
+        for index, node in enumerate(convert.nodes(self.ggml, graph, self._packed)):
+            after = self.handed(self._n_handed, index, node)
+            bound = self.backend.plan(Graph((node,)))
+            bound.run()
+            computed.update(bound.counts)
+            if after is not None:
+                after()
+        self._n_handed += 1
+        for statistics in (self.statistics, context.statistics):
+            statistics.add_nodes(computed)
+
+    @property
+    def _packed(self) -> convert.PackedAt:
+        """The function that finds packed tensors."""
+        return self.memory.packed if self.memory is not None else convert.nowhere
+
+    def _compute_with_fallback(self, context: Context, graph: int) -> int:
+        """Computes the nodes that the device takes here, and all nodes between them on ggml's CPU backend."""
+        header = structs.GgmlCGraph.from_address(graph)
+        begin, computed = 0, Counter[str]()
+        for index in range(header.n_nodes):
+            if not convert.is_to_be_computed(self.ggml, header.nodes[index]):
+                continue
+            node = convert.node(self.ggml, header.nodes[index])
+            if self.backend.offers(node.op) and self.backend.refusal(node) is None:
+                if self._compute_on_cpu(header, begin, index) != structs.STATUS_SUCCESS:
+                    return structs.STATUS_FAILED
+                bound = self.backend.plan(Graph((node,)))
+                bound.run()
+                computed.update(bound.counts)
+                begin = index + 1
+        for statistics in (self.statistics, context.statistics):
+            statistics.add_nodes(computed)
+        return self._compute_on_cpu(header, begin, header.n_nodes)
+
+    def _compute_on_cpu(self, header: structs.GgmlCGraph, begin: int, end: int) -> int:
+        """Computes nodes [begin, end) of a graph, as ggml_graph_view gives them, on ggml's CPU backend."""
+        if begin == end:
+            return structs.STATUS_SUCCESS
+        if self._cpu is None:
+            device = self.ggml.ggml_backend_dev_by_name(b"CPU")
+            self._cpu = self.ggml.ggml_backend_dev_init(device, None)
+        view = structs.GgmlCGraph.from_buffer_copy(header)
+        view.n_nodes, view.n_leafs, view.uid = end - begin, 0, 0
+        first = ctypes.addressof(header.nodes.contents) + begin * ctypes.sizeof(ctypes.c_void_p)
+        view.nodes = ctypes.cast(first, type(view.nodes))
+        return int(self.ggml.ggml_backend_graph_compute(self._cpu, ctypes.addressof(view)))
+
+    def _plan(self, context: Context, key: tuple[int, bytes], graph: int) -> Plan:
+        if len(context.plans) >= MAX_PLANS:
+            context.plans.clear()
+        context.plans[key] = self.backend.plan(convert.graph(self.ggml, graph, self._packed))
+        return context.plans[key]
+
+    def forget_plans(self) -> None:
+        """Drops all plans; called after tensors moved or the engine changed, as plans hold what they were made with."""
+        for context in list(self.contexts.values()):
+            context.plans.clear()
+            context.repeats.forget()
+
+
+def _address_of(callback: Any) -> int:
+    return ctypes.cast(callback, ctypes.c_void_p).value or 0
+
+
+def register(ggml: Ggml, backend: Backend) -> Plugin:
+    """Registers a backend with ggml, once. Raises DeviceError where another device has its name."""
+    with ggml.registering:
+        known = ggml.plugins.get(backend.name)
+        if known is not None and known.backend is backend:
+            return known
+        if known is not None or ggml.ggml_backend_dev_by_name(backend.name.encode()):
+            raise DeviceError(f"name={backend.name!r}: ggml has another device of this name")
+        plugin = Plugin(ggml, backend)
+        strided.make_ready()
+        _ = backend.numerics
+        if wanted := capture.wanted():
+            capture.begin(plugin, wanted)
+        ggml.ggml_backend_register(ctypes.addressof(plugin.registry))
+        ggml.plugins[backend.name] = plugin
+        return plugin
+
+
+@contextmanager
+def alone(ggml: Ggml, chosen: Plugin | None) -> Iterator[None]:
+    """Until the context ends, ggml's registry has this backend of ours, registered or not, and no other one of ours.
+
+    llama.cpp gives every context each ACCEL device that it finds, and every model each GPU. What was given before
+    stays.
+    """
+    with ggml.registering:
+        others = [plugin for plugin in ggml.plugins.values() if plugin is not chosen]
+        guests = [chosen] if chosen is not None and chosen not in ggml.plugins.values() else []
+        _exchange(ggml, others, guests)
+        try:
+            yield
+        finally:
+            _exchange(ggml, guests, others)
+
+
+def _exchange(ggml: Ggml, out: list[Plugin], new: list[Plugin]) -> None:
+    for plugin in out:
+        ggml.ggml_backend_unload(ctypes.addressof(plugin.registry))
+    for plugin in new:
+        ggml.ggml_backend_register(ctypes.addressof(plugin.registry))
+
+
+def failures_of(ggml: Ggml, device: str) -> Failures:
+    """The `Failures` of a device's callbacks, where the device is one of ours; else an empty one."""
+    return ggml.plugins[device].failures if device in ggml.plugins else Failures()

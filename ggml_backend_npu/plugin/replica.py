@@ -1,0 +1,274 @@
+"""One node of the IR computed on any device that ggml has: the inverse of `ggml.convert`.
+
+The tensors are made again in a ggml context of their own, and tensors that overlap in the node's memory also overlap on
+the device: each group of overlapping tensors is one tensor there, and the others are views of it. A device that reads
+host memory computes in place; any other device gets copies, and the output's group is copied back.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from math import prod
+from types import TracebackType
+
+from ggml_backend_npu.ggml import aborts, convert, structs
+from ggml_backend_npu.ggml.guard import interrupts_wait
+from ggml_backend_npu.ggml.lib import Ggml
+from ggml_backend_npu.ir import Graph, Node, Tensor, overlapping
+from ggml_backend_npu.ops import OWN
+from ggml_backend_npu.plugin.plugin import failures_of
+from ggml_backend_npu.registry.entry import KernelError
+from ggml_backend_npu.registry.params import PARAMS_BYTES
+
+_ALIGNMENT = 64  # at least what ggml's CPU needs of a buffer
+_GRAPH_SIZE = 32  # one node, its sources and their groups
+_LIMIT = 1 << 62
+
+# they call a function of the program that made the node
+_CALLBACKS = frozenset({"CUSTOM", "MAP_CUSTOM1", "MAP_CUSTOM2", "MAP_CUSTOM3"})
+
+# how many sources ggml's CPU reads, without checking that they exist, for ops that this backend does not have; 1 for
+# any other op
+_N_SOURCES = {"FLASH_ATTN_BACK": 4}
+
+
+class Replica:
+    """A ggml device that computes nodes whose tensors lie in our memory. A context manager.
+
+        with Replica(ggml, "CPU") as cpu:
+            reason = cpu.refusal(node)
+            cpu.compute(node)
+
+    threads  of ggml's CPU device; 0 = all cores
+
+    Raises KernelError for a device that ggml does not have.
+    """
+
+    def __init__(self, ggml: Ggml, device: str, *, threads: int = 0) -> None:
+        self._ggml = ggml
+        self._device = ggml.ggml_backend_dev_by_name(os.fsencode(device).split(b"\0")[0])
+        if self._device is None:
+            raise KernelError(f"no device {device!r}; ggml has: {' '.join(_devices(ggml))}")
+        self.name: str = ggml.ggml_backend_dev_name(self._device).decode()
+        self._failures = failures_of(ggml, self.name)
+        self._in_host_memory = bool(
+            ggml.ggml_backend_dev_supports_buft(self._device, ggml.ggml_backend_cpu_buffer_type())
+        )
+        self._backend = ggml.ggml_backend_dev_init(self._device, None)
+        if not self._backend:
+            raise KernelError(f"device {self.name} cannot be opened")
+        registry = ggml.ggml_backend_dev_backend_reg(self._device)
+        set_threads = ggml.ggml_backend_reg_get_proc_address(registry, b"ggml_backend_set_n_threads")
+        if set_threads and self.name == "CPU":
+            structs.SetThreads(set_threads)(self._backend, threads or os.cpu_count() or 1)
+
+    def __enter__(self) -> Replica:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._ggml.ggml_backend_free(self._backend)
+
+    def refusal(self, node: Node) -> str | None:
+        """Why the device does not take the node, in a few words; None where it does."""
+        reason = _fault(self._ggml, node)
+        if reason is not None or node.dst.n_elements == 0:
+            return reason
+        with self._made(node) as made:
+            return self._refusal(made)
+
+    def _refusal(self, made: _Made) -> str | None:
+        with self._failures.told_by_the_caller():
+            taken = self._ggml.ggml_backend_dev_supports_op(self._device, made.node)
+            return None if taken else self._failures.message or "not supported"
+
+    def compute(self, node: Node) -> None:
+        """Computes the node into its output's memory. Raises KernelError where the device refuses it, or fails."""
+        reason = _fault(self._ggml, node)
+        if reason is None and node.dst.n_elements == 0:
+            return
+        with ExitStack() as stack:
+            if reason is None:
+                made = stack.enter_context(self._made(node))
+                reason = self._refusal(made)
+            if reason is not None:
+                raise KernelError(f"{node}: device {self.name} does not take it: {reason}")
+            bring_back = (self._in_place if self._in_host_memory else self._on_device)(made, stack)
+            graph = self._ggml.ggml_new_graph_custom(made.context, _GRAPH_SIZE, False)
+            self._ggml.ggml_build_forward_expand(graph, made.node)
+            with self._failures.told_by_the_caller(), interrupts_wait(self._failures):
+                status = self._ggml.ggml_backend_graph_compute(self._backend, graph)
+                failure = self._failures.message
+            if status != structs.STATUS_SUCCESS:
+                raise KernelError(failure or f"{node}: device {self.name} failed: status {status}")
+            bring_back()
+
+    def compute_graph(self, graph: Graph) -> None:
+        """Computes a graph's nodes in order, one by one. Raises KernelError as `compute` does."""
+        for node in graph.nodes:
+            self.compute(node)
+
+    @contextmanager
+    def _made(self, node: Node) -> Iterator[_Made]:
+        """The node and its sources as ggml tensors, without memory."""
+        ggml = self._ggml
+        n_tensors = 2 * (structs.N_SRC + 1)
+        size = n_tensors * ggml.ggml_tensor_overhead() + ggml.ggml_graph_overhead_custom(_GRAPH_SIZE, False)
+        context = ggml.ggml_init(structs.InitParams(size + 4096, None, True))
+        try:
+            yield _Made(ggml, context, node)
+        finally:
+            ggml.ggml_free(context)
+
+    def _in_place(self, made: _Made, stack: ExitStack) -> Callable[[], None]:
+        """Places the tensors where the IR's lie. Returns what is to be done after the computation: nothing."""
+        for group in made.groups:
+            base = group.address & -_ALIGNMENT
+            buffer = self._ggml.ggml_backend_cpu_buffer_from_ptr(base, group.end - base)
+            stack.callback(self._ggml.ggml_backend_buffer_free, buffer)
+            for tensor, offset in group.members:
+                _set_pointer(tensor + structs.BUFFER_AT, buffer)
+                _set_pointer(tensor + structs.DATA_AT, group.address + offset)
+        return lambda: None
+
+    def _on_device(self, made: _Made, stack: ExitStack) -> Callable[[], None]:
+        """Copies the groups to the device's memory. Returns the function that copies the output's group back."""
+        ggml = self._ggml
+        with self._failures.told_by_the_caller():
+            buffer = ggml.ggml_backend_alloc_ctx_tensors(made.context, self._backend)
+        if not buffer:
+            size = sum(group.end - group.address for group in made.groups)
+            raise KernelError(f"device {self.name} has no memory for {size} bytes")
+        stack.callback(ggml.ggml_backend_buffer_free, buffer)
+        for group in made.groups:
+            ggml.ggml_backend_tensor_set(group.root, group.address, 0, group.end - group.address)
+        back = made.group_of_node
+        return lambda: ggml.ggml_backend_tensor_get(back.root, back.address, 0, back.end - back.address)
+
+
+def compute(ggml: Ggml, device_name: str, node: Node) -> None:
+    """Computes one node on a device, by `Replica.compute`. Raises KernelError."""
+    with Replica(ggml, device_name) as replica:
+        replica.compute(node)
+
+
+@dataclass
+class _Group:
+    """Tensors that overlap: [address, end) of our memory. The root is the tensor whose memory the others lie in;
+    members are all of them and the root, with their offsets."""
+
+    address: int
+    end: int
+    root: int
+    members: list[tuple[int, int]]
+
+
+class _Made:
+    """A node's tensors in a context: by group, each root before the tensors that lie in it."""
+
+    def __init__(self, ggml: Ggml, context: int, node: Node) -> None:
+        self._ggml, self.context = ggml, context
+        self.groups: list[_Group] = []
+        self.node = 0
+        self._sources: dict[Tensor, int] = {}
+        self._dst = dst = replace(node.dst)  # a copy: a source may be the same object
+        sources = list(dict.fromkeys(source for source in node.src if source is not None))
+        for group in overlapping([*(source for source in sources if source.nbytes), dst]):
+            self.groups.append(self._group(group))
+        self.group_of_node = next(g for g in self.groups if g.address <= dst.address < g.end)
+        for tensor in sources:
+            if tensor.nbytes == 0:  # nothing of it is read; it lies where the output does
+                self.group_of_node.members.append((self._new(tensor, self.group_of_node.root), 0))
+        op, function = ggml.op_numbers[node.op]
+        params = node.params if function is None else function.to_bytes(4, "little") + node.params[4:]
+        addresses = [self._sources[source] if source is not None else 0 for source in node.src]
+        addresses += [0] * (structs.N_SRC - len(addresses))
+        fields = structs.OPERATION.pack(op, params, structs.FLAG_COMPUTE, *addresses)
+        ctypes.memmove(self.node + structs.OP_AT, fields, len(fields))
+
+    def _group(self, tensors: list[Tensor]) -> _Group:
+        begin, end = tensors[0].address, max(tensor.end for tensor in tensors)
+        whole = next((t for t in tensors if t.address == begin and t.end == end and t.is_contiguous()), None)
+        if whole is not None:
+            root = self._new(whole)
+        else:
+            ne = (ctypes.c_int64 * 1)(end - begin)
+            root = int(self._ggml.ggml_new_tensor(self.context, self._ggml.type_numbers["i8"], 1, ne))
+        group = _Group(begin, end, root, [(root, 0)])
+        for tensor in tensors:
+            if tensor is not whole:
+                offset = tensor.address - begin
+                group.members.append((self._new(tensor, root, offset), offset))
+        return group
+
+    def _new(self, tensor: Tensor, root: int = 0, offset: int = 0) -> int:
+        """A new tensor; a view where a root is given."""
+        address = int(self._ggml.ggml_new_tensor(self.context, 0, 1, (ctypes.c_int64 * 1)(1)))
+        type, name = self._ggml.type_numbers[tensor.type], tensor.name.encode()[: structs.NAME_BYTES - 1]
+        nowhere = 0
+        fields = structs.TENSOR.pack(
+            type, nowhere, *tensor.ne, *tensor.nb, 0, b"", 0, *[0] * structs.N_SRC, root, offset, nowhere, name, 0
+        )
+        ctypes.memmove(address, fields, len(fields))
+        if tensor is self._dst:
+            self.node = address
+        else:
+            self._sources[tensor] = address
+        return address
+
+
+def _set_pointer(at: int, value: int) -> None:
+    ctypes.memmove(at, value.to_bytes(8, "little"), 8)
+
+
+def _devices(ggml: Ggml) -> list[str]:
+    handles = [ggml.ggml_backend_dev_get(index) for index in range(ggml.ggml_backend_dev_count())]
+    return [ggml.ggml_backend_dev_name(handle).decode() for handle in handles]
+
+
+def _fault(ggml: Ggml, node: Node) -> str | None:
+    """Why no device of this ggml can be given the node: on tensors that are inconsistent, ggml ends the process."""
+    if node.op not in ggml.op_numbers:
+        return f"ggml {ggml.version} has no such op"
+    if node.op in ggml.uncounted and not _keeps_one_state(node):
+        return f"ggml {ggml.version} has no number of states"
+    if not convert.computes(node.op):
+        return "computes nothing"
+    if node.op in _CALLBACKS:
+        return "calls a function of the program that made it"
+    if len(node.src) > structs.N_SRC or len(node.params) > PARAMS_BYTES:
+        return f"{len(node.src)} sources and {len(node.params)} bytes of parameters"
+    needed = OWN[node.op].n_required if node.op in OWN else _N_SOURCES.get(node.op, 1)
+    if len(node.src) < needed or None in node.src[:needed]:
+        return f"needs {needed} sources"
+    if not node.dst.memory.writable:
+        return "its output's memory may not be written"
+    named = [("its output", node.dst), *((f"source {i}", tensor) for i, tensor in enumerate(node.src))]
+    bad = (f"{role} {why}" for role, tensor in named if tensor is not None and (why := _bad(ggml, tensor)))
+    return next(bad, None) or aborts.why(ggml, node)
+
+
+def _keeps_one_state(node: Node) -> bool:
+    return node.op == "SSM_SCAN" and node.params[:4] == b"\1\0\0\0"
+
+
+def _bad(ggml: Ggml, tensor: Tensor) -> str | None:
+    """What is inconsistent in a tensor; None where nothing is."""
+    if tensor.type not in ggml.type_numbers:
+        return f"has type {tensor.type}, which ggml {ggml.version} has not"
+    if tensor.packed is not None:
+        return "is packed"
+    if tensor.buffer is not None:
+        return "lies in a device's memory"
+    if min(*tensor.ne, *tensor.nb, tensor.offset) < 0 or max(*tensor.ne, *tensor.nb, prod(tensor.ne)) >= _LIMIT:
+        return f"has ne {list(tensor.ne)}, nb {list(tensor.nb)}, offset {tensor.offset}"
+    if tensor.ne[0] % tensor.codec.block_size:
+        return f"has rows of {tensor.ne[0]} elements, no whole {tensor.type} blocks"
+    if tensor.offset + tensor.nbytes > tensor.memory.size:
+        return f"ends at byte {tensor.offset + tensor.nbytes} of a memory of {tensor.memory.size}"
+    return None

@@ -1,0 +1,1 @@
+"""Device generations: which nodes each takes."""

@@ -1,0 +1,1 @@
+"""What every room needs: errors, settings, files, the console, small models."""

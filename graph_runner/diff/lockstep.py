@@ -1,0 +1,172 @@
+"""Two runs of one model in step, node by node: while one computes a node, the other waits after the same node.
+
+They are two greenlets of one thread that switch to each other within llama.cpp's callbacks. So both results of a node
+exist at the same time, and no copy of a whole graph is needed. (Two threads would work but take longer: they wake each
+other at every node, and each has its own workers that spin.)
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from types import TracebackType
+from typing import Any, Protocol
+
+from greenlet import getcurrent, greenlet
+
+from ggml_backend_npu.ggml import convert, lib
+from ggml_backend_npu.ggml.guard import INTERRUPTS
+from ggml_backend_npu.plugin.plugin import Plugin
+from graph_runner.run.session import Session, SessionError
+
+_ENDED = 1 << 62
+
+
+@contextmanager
+def _handlers_of_interrupts_stay() -> Iterator[None]:
+    """Restores signal handlers at the end: both runs install handlers, and remove them in the order in which they
+    end."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    handlers = {number: signal.getsignal(number) for number in INTERRUPTS}
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+
+
+class Onlooker(Protocol):
+    """Is told of each node of both runs, by address and by place among the step's nodes."""
+
+    def before(self, address: int, place: int) -> None:
+        """Called before the reference computes a node."""
+
+    def between(self) -> str | None:
+        """Called after the reference and before the device computes a node. Returns why the device must not compute it,
+        or None."""
+
+    def own_before(self, address: int, place: int) -> bool:
+        """Called when the device's run has come to a node. Returns whether to run it now, with those before it that
+        have not run."""
+
+    def own_after(self) -> None:
+        """Called after the device has computed the nodes up to the last one that it came to."""
+
+    def after(self, address: int, place: int, own: int | None) -> None:
+        """Called after both have computed a node.
+
+        address  of the reference's tensor
+        own      the address of the device's tensor; None if the device computed it together with later nodes, or has
+                 stopped
+        """
+
+
+class Lockstep:
+    """The observers of both runs, which make them wait for each other.
+
+    npu      the device's plugin, if it is ours: it fails if the judge says that it must not compute
+    judge    is told of each node
+    stopped  why the device's run ended before the reference's, or None
+    """
+
+    def __init__(
+        self,
+        npu: Plugin | None,
+        judge: Onlooker,
+    ) -> None:
+        self.reference, self.device = _Runner(self), _Runner(self)
+        self._npu, self._judge = npu, judge
+        self.stopped: str | None = None
+        self._failed = False
+
+    def decode(self, reference: Session, device: Session, tokens: list[int]) -> None:
+        """Runs tokens through both sessions, or through the reference alone if the device has stopped."""
+        self.reference.place = self.device.place = -1
+        self._failed = False
+        self._main, self._other = getcurrent(), greenlet(partial(self._decode_device, device, tokens))
+        with _handlers_of_interrupts_stay():
+            try:
+                reference.decode(tokens)
+            except BaseException:
+                self._failed = True
+                raise
+            finally:
+                while self.device.place != _ENDED:
+                    self._let_device_go_on()
+
+    def __enter__(self) -> Lockstep:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._halt(None)
+
+    def _decode_device(self, device: Session, tokens: list[int]) -> None:
+        try:
+            if not self._failed and self.stopped is None:
+                device.decode(tokens)
+        except SessionError as error:
+            self.stopped = str(error)
+        finally:
+            self.device.place = _ENDED
+
+    def _let_device_go_on(self) -> None:
+        """Lets the device run until it has computed a node that it computes alone, or the last one."""
+        self._other.switch()
+
+    def _halt(self, reason: str | None) -> None:
+        if self._npu is not None:
+            self._npu.halted = reason
+
+    def wants(self, runner: _Runner, address: int) -> bool:
+        """Called before a run computes a node. Returns whether to observe the node."""
+        if self._failed:
+            raise SessionError("the other run has failed")
+        if not convert.computes(convert.op_name(lib.ggml(), address)):
+            return False
+        runner.place += 1
+        if runner is self.device:
+            return self._judge.own_before(address, runner.place)
+        self._judge.before(address, runner.place)
+        return True
+
+    def done(self, runner: _Runner, address: int) -> None:
+        """Called after a run has computed a node."""
+        runner.address = address
+        if runner is self.device:
+            self._judge.own_after()
+            self._main.switch()
+            return
+        reason = self._judge.between()
+        while self.device.place < runner.place:
+            self._halt(reason)
+            self._let_device_go_on()
+        same = self.device.place == runner.place
+        self._judge.after(address, runner.place, self.device.address if same else None)
+
+
+class _Runner:
+    """The observer of one run: its place among the nodes that compute something, and the last node that ran."""
+
+    def __init__(self, lockstep: Lockstep) -> None:
+        self._lockstep = lockstep
+        self.place = -1
+        self.address = 0
+
+    def before(self, node: int) -> bool:
+        return self._lockstep.wants(self, node)
+
+    def after(self, node: int) -> None:
+        self._lockstep.done(self, node)
+
+    def __hash__(self) -> int:
+        return id(self)
+
+    def __eq__(self, other: Any) -> bool:
+        return self is other

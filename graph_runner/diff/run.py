@@ -1,0 +1,357 @@
+"""Runs a model on two devices in step, and tells for each node how large its error is and where the error comes from.
+
+Each node is compared twice from equal inputs. Isolated: the device computes it again from what the reference's run
+read. Mirrored: the reference computes it again from what the device's own run read, and that is compared with what the
+device's run wrote. The verdict follows from both, and from how far the two runs have diverged.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from ggml_backend_npu import Backend, Graph, Node, Tensor, default_backend
+from ggml_backend_npu.ggml import lib
+from ggml_backend_npu.ops.kernels import strided
+from ggml_backend_npu.plugin.plugin import Plugin
+from ggml_backend_npu.plugin.replica import Replica
+from graph_runner.base.console import printable
+from graph_runner.base.errors import BadInputError, TraceError
+from graph_runner.base.settings import DeviceName, Settings, context_for
+from graph_runner.diff.again import Again
+from graph_runner.diff.judge import Judge, Stray
+from graph_runner.diff.lockstep import Lockstep
+from graph_runner.diff.logits import Ending, Endings
+from graph_runner.diff.state import StateResult
+from graph_runner.judging.results import NodeResult
+from graph_runner.judging.rules import Rules
+from graph_runner.run.session import Observer, Sampler, Session
+from graph_runner.trace import Origin, save_nodes
+
+AboutTo = Callable[[str, int, int, Node | None], None]
+
+
+@dataclass
+class DiffResult:
+    """The diff of one model. Falsy if a node or anything else of the device's own run is wrong, or if no node was
+    compared.
+
+    nodes    all nodes of the run, in order, with the spans among them
+    states   cells of caches and recurrent states that differ from the reference's, at the step when they first did
+    strays   tensors that no longer held what the last node had written into them
+    ending   how far apart the two runs end; None if the device's run ended early
+    stopped  why the device's own run ended before the reference's, or None
+    ops      names of the chosen ops and fusions; None: all
+    refused  nodes of the chosen ops that the device does not take, by op and reason
+    device_options  of the NPU, by name
+    strict   whether every buffer of the own run was checked after every node
+    """
+
+    model: str
+    description: str
+    reference: str
+    device: str
+    prompt: str
+    text: str
+    n_prompt: int
+    steps: int
+    settings: Settings
+    ggml: str
+    rounding: str
+    device_options: dict[str, str]
+    strict: bool = False
+    nodes: list[NodeResult] = field(default_factory=list)
+    states: list[StateResult] = field(default_factory=list)
+    strays: list[Stray] = field(default_factory=list)
+    ending: Ending | None = None
+    stopped: str | None = None
+    ops: Collection[str] | None = None
+    refused: Counter[tuple[str, str]] = field(default_factory=Counter)
+
+    @property
+    def stray(self) -> list[StateResult]:
+        """Cells that differ although no node that writes to their tensor wrote them."""
+        return [state for state in self.states if state.node is None]
+
+    @property
+    def compared(self) -> list[NodeResult]:
+        """Nodes that the device computed by itself, from the reference's inputs."""
+        return [node for node in self.nodes if node.compared]
+
+    @property
+    def wrong(self) -> list[NodeResult]:
+        """Nodes that introduce an error, and nodes that failed."""
+        return [node for node in self.nodes if not node]
+
+    @property
+    def is_unexplained(self) -> bool:
+        """Whether the run is wrong but no node is, or whether a stray write was found no later than the first wrong
+        node."""
+        first = min(((node.step, node.index) for node in self.wrong), default=None)
+        off = bool(self.stray) or (self.ending is not None and not self.ending)
+        found = [(stray.step, stray.index) for stray in self.strays]
+        return (first is None and off) or (bool(found) and (first is None or min(found) <= first))
+
+    def __bool__(self) -> bool:
+        off = self.wrong or self.strays or self.stray or (self.ending is not None and not self.ending)
+        return bool(self.compared) and not off and self.stopped is None
+
+
+class _Reproducers:
+    """Saves wrong nodes as traces in a folder, until that fails; saves nothing without a folder."""
+
+    def __init__(self, folder: Path | None, origin: Origin) -> None:
+        self._folder, self.origin = folder, origin
+
+    def node(self, node: Node, expected: Tensor, found: NodeResult) -> str | None:
+        """Saves a node as it was before it ran, with its expected output. Returns the path, or None."""
+        return self._save(Graph((node,)), {0: expected}, found)
+
+    def span(self, graph: Graph, expected: dict[int, Tensor], found: NodeResult) -> str | None:
+        """Saves nodes that run as one operator, as they were before, with the expected outputs by place. Returns the
+        path, or None."""
+        return self._save(graph, expected, found)
+
+    def _save(self, graph: Graph, expected: dict[int, Tensor], found: NodeResult) -> str | None:
+        if self._folder is None:
+            return None
+        path = self._folder / f"{found.step}-{found.index}-{found.op}.gguf"
+        try:
+            save_nodes(path, graph, expected, self.origin, step=found.step, index=found.index)
+        except TraceError as error:
+            self._folder = None
+            print(printable(f"ggml-npu: wrong nodes are not kept: {error}"), file=sys.stderr)
+            return None
+        return str(path)
+
+
+@dataclass(frozen=True)
+class DiffOptions:
+    """How two devices are compared.
+
+    steps      greedy tokens to decode after the prompt
+    settings   of the contexts, with flash attention off if omitted; device and n_ctx are set here
+    ops        names of the ops and fusions to compute again from the reference's inputs; all if omitted
+    reference  "CPU", or "NPU": the project's own kernels, node by node
+    device     "NPU" or "CPU"
+    backend    what the NPU is; the default backend if omitted
+    rules      which differences are right; the built-in rules if omitted
+    reproducers  a folder for traces of the first wrong nodes of each op and type
+    strict     check every buffer of the device's own run after every node, not only what the node reads
+    repeat     how often the device runs the tokens; a node whose result changes between runs is wrong
+    progress   called with 0..1 while the model loads
+    seen       called with each node's result
+    about_to   called before the device computes a node, with how ("isolated", "own", "fused N"), step, place and node;
+               and with how "" after it
+    begun      called with the result before it has any nodes
+    notes      additions to `device_options`: a user's kernel files
+    """
+
+    steps: int = 4
+    settings: Settings | None = None
+    ops: Collection[str] | None = None
+    reference: str = "CPU"
+    device: str = "NPU"
+    backend: Backend | None = None
+    rules: Rules | None = None
+    reproducers: Path | None = None
+    strict: bool = False
+    repeat: int = 1
+    progress: Callable[[float], None] | None = None
+    seen: Callable[[NodeResult], None] = lambda node: None
+    about_to: AboutTo = lambda how, step, place, node: None
+    begun: Callable[[DiffResult], None] = lambda result: None
+    notes: Mapping[str, str] | None = None
+
+
+def diff(model: Path, prompt: str, *, strict: bool = False, **options: Any) -> DiffResult:
+    """Runs `run_in_step`. If the run is wrong but no node is, runs it again and checks every buffer after every
+    node."""
+    result = run_in_step(model, prompt, strict=strict, **options)
+    if strict or not result.is_unexplained or result.device != "NPU":
+        return result
+    again = run_in_step(model, prompt, strict=True, **options)
+    return result if again else again
+
+
+def run_in_step(model: Path, prompt: str, **options: Any) -> DiffResult:
+    """Runs a prompt and greedy tokens on two devices in step, and compares every node.
+
+    options  the fields of `DiffOptions`
+
+    Matrices are multiplied as on ggml's CPU, unless the backend's options say otherwise. Raises SessionError for a
+    model or settings that llama.cpp refuses.
+    """
+    return _InStep(model, prompt, DiffOptions(**options)).run()
+
+
+class _InStep:
+    """A model on two devices, and the result so far.
+
+    ours, npu  the backend and the plugin of the device; the plugin is None if the device is the CPU
+    theirs, reference  the same for the reference
+    """
+
+    def __init__(self, model: Path, prompt: str, asked: DiffOptions) -> None:
+        self._model, self._prompt, self._asked = model, prompt, asked
+        self._ggml = ggml = lib.ggml()
+        given = asked.backend or default_backend()
+        self._ours = ours = given.like(options=given.options.to_compare)
+        self._theirs = Backend(
+            "NPU's own kernels", options=replace(ours.options, fusion="off"), numerics=given.numerics
+        )
+        strided.make_ready()
+        self._reference = Plugin(ggml, self._theirs) if asked.reference == "NPU" else None
+        self._npu = Plugin(ggml, ours) if asked.device == "NPU" else None
+        settings = asked.settings or Settings(flash_attention="off")
+        self._settings = replace(
+            settings, n_ctx=context_for(prompt, asked.steps), threads=settings.threads or os.cpu_count() or 1,
+            gpu_layers=_ALL_LAYERS if ours.options.device_type == "gpu" else 0,
+        )  # fmt: skip
+        self._options = ours.options.chosen() | dict(asked.notes or {})
+        origin = Origin(
+            "", prompt, asked.reference, ggml.version, ours.numerics.rounding, self._settings.threads, self._options
+        )
+        self._keeper = _Reproducers(asked.reproducers, origin)
+        self._result: DiffResult
+
+    def run(self) -> DiffResult:
+        """Runs the tokens on both devices, and again if nothing is wrong."""
+        with ExitStack() as stack:
+            cpu = stack.enter_context(Replica(self._ggml, "CPU", threads=self._settings.threads))
+            judge = self._judge(cpu)
+            lockstep = stack.enter_context(Lockstep(self._npu, judge))
+            first, second = self._sessions(stack, lockstep)
+            self._keeper.origin = replace(self._keeper.origin, model=first.description)
+            tokens = first.tokenize(self._prompt)
+            self._result = result = self._begin(first.description, len(tokens), judge)
+            self._asked.begun(result)
+            text, endings = self._decode(first, second, lockstep, judge, tokens)
+            result.text = b"".join(map(first.piece, text)).decode(errors="replace")
+            result.stopped = lockstep.stopped
+        if result.stopped is None:
+            result.ending = endings.ending()
+        if result.stopped is None and self._npu is not None and not result.wrong:
+            self._look_again([tokens, *([token] for token in text)], endings, judge.fingerprints)
+        return result
+
+    def _add(self, node: NodeResult) -> None:
+        self._result.nodes.append(node)
+        self._asked.seen(node)
+
+    def _judge(self, cpu: Replica) -> Judge:
+        asked, npu = self._asked, self._npu
+        return Judge(
+            self._ggml, npu, self._ours,
+            computer=cpu if npu is None else self._ours,
+            reference=cpu if self._reference is None else self._theirs,
+            ops=_names(self._ours) if asked.ops is None and npu is not None else asked.ops,
+            rules=asked.rules or Rules(),
+            seen=self._add,
+            fuses=npu is not None and self._ours.fuses,
+            packs=npu is not None and npu.memory is not None and npu.memory.packs,
+            strict=asked.strict,
+            keep=self._keeper,
+            about_to=asked.about_to,
+        )  # fmt: skip
+
+    def _sessions(self, stack: ExitStack, lockstep: Lockstep) -> tuple[Session, Session]:
+        """Returns the reference's session and the device's."""
+        on_device = replace(self._settings, device=_DEVICES[self._asked.device])
+        second = stack.enter_context(self._opened(on_device, lockstep.device))
+        if self._reference is None:
+            self._settings = replace(self._settings, without=second.lacks)
+        on_reference = replace(self._settings, device=_DEVICES[self._asked.reference])
+        first = stack.enter_context(self._session(on_reference, lockstep.reference, self._reference))
+        return first, second
+
+    def _opened(self, settings: Settings, observer: Observer | None) -> Session:
+        """Opens a session on the device."""
+        return self._session(settings, observer, self._npu)
+
+    def _session(self, settings: Settings, observer: Observer | None, npu: Plugin | None) -> Session:
+        progress = self._asked.progress
+        return Session(self._model, settings, npu=npu, observer=observer, counts_nodes=False, progress=progress)
+
+    def _begin(self, description: str, n_prompt: int, judge: Judge) -> DiffResult:
+        """Returns the result before any node."""
+        asked = self._asked
+        return DiffResult(
+            model=str(self._model),
+            description=description,
+            reference=asked.reference,
+            device=asked.device,
+            prompt=self._prompt,
+            text="",
+            n_prompt=n_prompt,
+            steps=asked.steps,
+            settings=self._settings,
+            ggml=self._ggml.version,
+            rounding=self._ours.numerics.rounding,
+            device_options=self._options,
+            strict=asked.strict,
+            states=judge.state_results,
+            strays=judge.strays,
+            ops=asked.ops,
+            refused=judge.refused,
+        )
+
+    def _decode(
+        self, first: Session, second: Session, lockstep: Lockstep, judge: Judge, tokens: list[int]
+    ) -> tuple[list[int], Endings]:
+        """Runs the prompt and the greedy tokens after it. Returns these tokens, and both runs' logits after each
+        step."""
+        text: list[int] = []
+        endings = Endings()
+        lockstep.decode(first, second, tokens)
+        for step in range(self._asked.steps + 1):
+            if lockstep.stopped is None:
+                endings.add(first.logits(), second.logits())
+            if step == self._asked.steps:
+                break
+            text.append(Sampler()(first.logits()))
+            judge.next_step(stopped=lockstep.stopped is not None)
+            lockstep.decode(first, second, text[-1:])
+        judge.finish(stopped=lockstep.stopped is not None)
+        return text, endings
+
+    def _look_again(self, batches: list[list[int]], endings: Endings, fingerprints: dict[tuple[int, int], int]) -> None:
+        """Checks whether the device gives the same results again, and also if it is not observed; and how far rounding
+        alone would move the ending if it is off."""
+        result = self._result
+        again = Again(self._ggml, self._opened, self._ours, self._settings, batches)
+        first, second = ([pair[side] for pair in endings.steps] for side in (0, 1))
+        found = again.repeated(fingerprints, self._asked.repeat, fuses=result.device_options["fusion"] == "on")
+        if found is None and result.reference == "CPU" and not result.is_unexplained:
+            found = again.unwatched(second, first, fingerprints)
+        if found is not None:
+            self._add(found)
+        elif result.ending is not None and result.ending.nmse > 0:
+            result.ending = again.natural(result.ending, first, result.nodes)
+
+
+_ALL_LAYERS = 999
+_DEVICES: dict[str, DeviceName] = {"CPU": "cpu", "NPU": "npu"}
+
+
+def _names(backend: Backend) -> set[str]:
+    return {*backend.ops, *(fusion.name for fusion in backend.fusions)}
+
+
+def chosen_ops(ops: str | None, backend: Backend) -> set[str] | None:
+    """Returns the names of a backend's ops and fusions in a comma-separated text. Raises BadInputError for an unknown
+    one."""
+    if ops is None:
+        return None
+    known = {name.upper(): name for name in _names(backend)}
+    chosen = {name.strip().upper() for name in ops.split(",") if name.strip()}
+    unknown = sorted(chosen - set(known)) or ([ops] if not chosen else [])
+    if unknown:
+        raise BadInputError(f"unknown op {unknown[0]!r} in --ops; the backend has: {' '.join(sorted(known.values()))}")
+    return {known[name] for name in chosen}

@@ -1,0 +1,269 @@
+"""Runs untrusted kernels in a child process, so that the node is known at which the process ended or hung.
+
+The child reads a pickled job from its standard input and sends its results through a pipe. Before the device computes a
+node, the child writes the node into shared memory: the trail. Results that are not yet sent are in shared memory too.
+"""
+
+from __future__ import annotations
+
+import gc
+import io
+import mmap
+import os
+import pickle
+import signal
+import struct
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from importlib import import_module
+from multiprocessing.connection import Connection
+from typing import IO, TYPE_CHECKING, Any, Protocol
+
+from graph_runner.base.errors import InternalError
+
+if TYPE_CHECKING:
+    from ggml_backend_npu import Node
+
+_TRAIL_BYTES = 1 << 16
+_UNSENT_BYTES = 1 << 18
+_UNSENT = 0.1  # seconds after which what was found is sent
+_SIZE = struct.Struct("<q")
+_HEAD = struct.Struct("<qqq")  # how many were begun, nanoseconds of the monotonic clock, bytes of what follows
+_POLL = 0.2  # seconds
+_CHILD = "from graph_runner.process.child import main; main()"
+_MESSAGE, _RESULT, _ERROR, _INTERNAL = range(4)
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """What the device computes: how ("isolated", "own", "fused N" for N nodes as one operator), and the node."""
+
+    how: str
+    step: int
+    place: int
+    op: str
+    name: str
+    types: str
+    ne: tuple[int, int, int, int]
+
+
+class EndedError(Exception):
+    """The child ended or hung before it was done.
+
+    reason  "ended by SIGSEGV", "ended the process with exit code 3", "was not done after 60 s (--node-timeout)"
+    at      what the device was computing; None if it was not computing
+    last    what it had computed last, or None
+    """
+
+    def __init__(self, reason: str, at: Footprint | None, last: Footprint | None) -> None:
+        super().__init__(reason)
+        self.reason, self.at, self.last = reason, at, last
+
+
+class Trail:
+    """Shared memory: the child writes it, the parent reads it."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        file.truncate(_TRAIL_BYTES + _UNSENT_BYTES)
+        self._page = mmap.mmap(file.fileno(), _TRAIL_BYTES)
+        self.unsent = mmap.mmap(file.fileno(), _UNSENT_BYTES, offset=_TRAIL_BYTES)
+        self._begun = 0
+
+    def about_to(self, how: str, step: int, place: int, node: Node | None) -> None:
+        """Called before the device computes a node, and with how "" after it has."""
+        from graph_runner.judging.results import types_of
+
+        self._begun += 1
+        data = b""
+        if how and node is not None:
+            data = pickle.dumps(Footprint(how, step, place, node.op, node.name, types_of(node), node.dst.ne))
+            self._page[_HEAD.size : _HEAD.size + len(data)] = data
+        self._page[: _HEAD.size] = _HEAD.pack(self._begun, time.monotonic_ns(), len(data))
+
+    def is_moving(self) -> None:
+        """Restarts the clock of the current node: its kernel is being compiled."""
+        begun, _, size = _HEAD.unpack(self._page[: _HEAD.size])
+        self._page[: _HEAD.size] = _HEAD.pack(begun, time.monotonic_ns(), size)
+
+    def read(self) -> tuple[int, float, Footprint | None]:
+        """Returns how many computations have begun, the seconds since the last change, and what is being computed."""
+        begun, at, size = _HEAD.unpack(self._page[: _HEAD.size])
+        data = self._page[_HEAD.size : _HEAD.size + size]
+        now = begun, (time.monotonic_ns() - at) / 1e9
+        return *now, pickle.loads(data) if size else None
+
+    def last(self) -> Footprint | None:
+        """Returns what was computed last, or None."""
+        with suppress(Exception):
+            found = pickle.loads(self._page[_HEAD.size :])
+            return found if isinstance(found, Footprint) else None
+        return None
+
+
+class _Mail:
+    """Messages from the child. Many are sent at once, since each wakes the parent while the device is waiting for a
+    processor. Messages that wait are in shared memory, so that the parent finds them if the child ends."""
+
+    def __init__(self, pipe: Connection, trail: Trail) -> None:
+        self._pipe, self._unsent = pipe, trail.unsent
+        self._end, self._sent = _SIZE.size, time.monotonic()
+
+    def add(self, value: object) -> None:
+        """Adds a message."""
+        data = pickle.dumps((_MESSAGE, value), pickle.HIGHEST_PROTOCOL)
+        if self._end + len(data) > _UNSENT_BYTES:
+            self._send()
+        if self._end + len(data) > _UNSENT_BYTES:
+            self._pipe.send_bytes(data)
+            return
+        self._unsent[self._end : self._end + len(data)] = data
+        self._end += len(data)
+        self._unsent[: _SIZE.size] = _SIZE.pack(self._end - _SIZE.size)
+        if time.monotonic() - self._sent > _UNSENT:
+            self._send()
+
+    def last(self, kind: int, value: object) -> None:
+        """Sends the waiting messages, then the last one."""
+        self._send()
+        self._pipe.send_bytes(pickle.dumps((kind, value), pickle.HIGHEST_PROTOCOL))
+
+    def _send(self) -> None:
+        data = _unsent(self._unsent)
+        self._unsent[: _SIZE.size] = _SIZE.pack(0)
+        self._end, self._sent = _SIZE.size, time.monotonic()
+        if data:
+            self._pipe.send_bytes(data)
+
+
+def _unsent(memory: mmap.mmap) -> bytes:
+    (size,) = _SIZE.unpack(memory[: _SIZE.size])
+    return memory[_SIZE.size : _SIZE.size + size]
+
+
+def _messages(data: bytes) -> Iterator[tuple[int, Any]]:
+    stream = io.BytesIO(data)
+    while stream.tell() < len(data):
+        yield pickle.load(stream)
+
+
+class Job(Protocol):
+    """The work of a child; it is pickled."""
+
+    def __call__(self, send: Callable[[object], None], trail: Trail) -> object:
+        """Does the work and returns the result. What it passes to `send` goes to the parent's `receive`."""
+
+
+class Child:
+    """A process that does one job."""
+
+    def __init__(self, process: subprocess.Popen[bytes], pipe: Connection, trail: Trail) -> None:
+        self._process, self._pipe, self._trail = process, pipe, trail
+
+    def run(self, job: Job, *, receive: Callable[[Any], None], node_timeout: float) -> Any:
+        """Does the job. Returns its result, or raises its error.
+
+        receive  called with each value that the job sends
+        node_timeout  seconds that the device may take for one node
+
+        Raises EndedError if the child ends before it is done or a node takes too long; InternalError, with the child's
+        traceback, for an error that is not one of this project's own exceptions.
+        """
+        assert self._process.stdin is not None
+        with suppress(BrokenPipeError):
+            pickle.dump(job, self._process.stdin)
+            self._process.stdin.close()
+        while (data := self._received(node_timeout)) is not None:
+            for kind, value in _messages(data):
+                if kind == _MESSAGE:
+                    receive(value)
+                elif kind == _RESULT:
+                    return value
+                elif kind == _ERROR:
+                    raise value
+                else:
+                    raise InternalError(value)
+        _, _, at = self._trail.read()
+        reason, last = self._reason(), self._trail.last()
+        if reason is None:
+            reason, last = f"was not done after {node_timeout:g} s (--node-timeout)", at
+        for _, value in _messages(_unsent(self._trail.unsent)):
+            receive(value)
+        raise EndedError(reason, at, last)
+
+    def _received(self, node_timeout: float) -> bytes | None:
+        """Returns the child's next data; None if it has ended or a node takes too long."""
+        while not self._pipe.poll(_POLL):
+            _, seconds, at = self._trail.read()
+            if at is not None and seconds > node_timeout:
+                return None
+        try:
+            return self._pipe.recv_bytes()
+        except EOFError:
+            self._process.wait()
+            return None
+
+    def _reason(self) -> str | None:
+        """Returns why the child has ended; None if it has not."""
+        code = self._process.poll()
+        if code is None:
+            return None
+        return f"ended by {signal.Signals(-code).name}" if code < 0 else f"ended the process with exit code {code}"
+
+
+@contextmanager
+def begun(module: str) -> Iterator[Child]:
+    """Yields a child process that imports a module while the parent prepares a job. The process ends with the
+    context."""
+    with tempfile.TemporaryFile() as file:
+        trail = Trail(file)
+        ours, theirs = os.pipe()
+        line = [sys.executable, "-c", _CHILD, str(theirs), str(file.fileno()), module]
+        process = subprocess.Popen(
+            line, stdin=subprocess.PIPE, pass_fds=(theirs, file.fileno()), start_new_session=True,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+        )  # fmt: skip
+        os.close(theirs)
+        with Connection(ours, writable=False) as pipe:
+            try:
+                yield Child(process, pipe, trail)
+            finally:
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+                assert process.stdin is not None
+                with suppress(BrokenPipeError):
+                    process.stdin.close()
+
+
+def main() -> None:
+    """Runs the child process."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    from ggml_backend_npu.ggml.guard import end_with_parent
+
+    end_with_parent()
+    to_parent, page = map(int, sys.argv[1:3])
+    pipe = Connection(to_parent, readable=False)
+    with os.fdopen(page, "r+b") as file:
+        trail = Trail(file)
+        mail = _Mail(pipe, trail)
+        try:
+            import_module(sys.argv[3])
+            from quant.kernels.jit import while_compiling
+
+            while_compiling(trail.is_moving)
+            gc.freeze()  # what was loaded stays, and results of nodes make no cycles
+            gc.set_threshold(20_000, 20, 20)
+            job = pickle.load(sys.stdin.buffer)
+            mail.last(_RESULT, job(mail.add, trail))
+        except Exception as error:
+            told = type(error).__module__.partition(".")[0] in ("graph_runner", "ggml_backend_npu", "quant")
+            mail.last(_ERROR if told else _INTERNAL, error if told else traceback.format_exc())
+        sys.stdout.flush()
+        pipe.close()
+        os._exit(0)  # what kernels left running, and what they damaged, is of no interest any more

@@ -1,0 +1,238 @@
+"""Runs the work of commands with untrusted kernels in a child process, and makes a result of it if the child ends."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from graph_runner.base.console import printable
+from graph_runner.base.errors import SessionError, TraceError
+from graph_runner.process.child import Child, EndedError, Footprint, Trail, begun
+
+if TYPE_CHECKING:
+    from ggml_backend_npu import Backend
+    from graph_runner.diff.run import DiffResult
+    from graph_runner.judging.results import NodeResult
+    from graph_runner.trace import ReplayResult
+
+
+@dataclass(frozen=True)
+class NpuOptions:
+    """The device's options by field name, and a user's kernel files."""
+
+    options: dict[str, str | None]
+    kernels: tuple[Path, ...] = ()
+
+    def use(self) -> Backend:
+        """Sets up the default backend and returns it. Says on stderr what the kernel files registered."""
+        from ggml_backend_npu import default_backend
+        from ggml_backend_npu.backend.kernel_files import load_kernels
+
+        backend = default_backend()
+        chosen = backend.options.updated(self.options)
+        chosen.check()
+        backend.options = chosen
+        for path in self._files:
+            ops = ", ".join(f"{name} ({how})" for name, how in load_kernels(path, backend).items())
+            print(printable(f"kernels of {path}: {ops}"), file=sys.stderr)
+        return backend
+
+    @property
+    def _files(self) -> Sequence[Path]:
+        from ggml_backend_npu.backend.kernel_files import named_by_the_environment
+
+        return self.kernels or named_by_the_environment()
+
+    @property
+    def described(self) -> dict[str, str]:
+        """The kernel files with their SHA-256 and the device's file, as a trace and a report name them."""
+        texts = [f"{path} sha256:{hashlib.sha256(path.read_bytes()).hexdigest()}" for path in self._files]
+        given = {"kernels": ", ".join(texts), "device_file": os.environ.get("GGML_NPU_DEVICE_FILE", "")}
+        return {name: text for name, text in given.items() if text}
+
+
+@dataclass(frozen=True)
+class DiffJob:
+    """A diff. `arguments` are fields of `graph_runner.diff.DiffOptions`; `ops` is the user's text."""
+
+    device: NpuOptions
+    model: Path
+    prompt: str
+    ops: str | None
+    rules: str | None
+    arguments: dict[str, Any] = field(default_factory=dict)
+
+    def __call__(self, send: Callable[[object], None], trail: Trail | None = None) -> DiffResult:
+        """Sends the result when it begins, and then each node. Returns the result, without nodes if there is a trail,
+        since they have been sent."""
+        from graph_runner.diff.run import chosen_ops, diff
+        from graph_runner.judging.rules import Rules
+
+        backend = self.device.use()
+
+        def about_to(*what: Any) -> None:
+            if trail is not None:
+                trail.about_to(*what)
+
+        result = diff(
+            self.model, self.prompt, ops=chosen_ops(self.ops, backend), backend=backend,
+            rules=Rules(self.rules, backend.ops), begun=send, seen=send,
+            about_to=about_to, notes=self.device.described, **self.arguments,
+        )  # fmt: skip
+        return result if trail is None else replace(result, nodes=[])
+
+
+def run_diff(child: Child, job: DiffJob, *, node_timeout: float, seen: Callable[[NodeResult], None]) -> DiffResult:
+    """Runs a diff in a child process. If the child ends or hangs, the node that it was at has failed.
+
+    node_timeout  seconds that the device may take for one node
+    seen  called with each node's result
+
+    Raises what `diff` raises, and SessionError if the child ends before any node.
+    """
+    from graph_runner.judging.results import NodeResult
+
+    found: list[DiffResult] = []
+    nodes: list[NodeResult] = []
+
+    def receive(value: DiffResult | NodeResult) -> None:
+        if isinstance(value, NodeResult):
+            nodes.append(value)
+            seen(value)
+        else:
+            found.append(value)
+            nodes.clear()
+
+    try:
+        result: DiffResult = child.run(job, receive=receive, node_timeout=node_timeout)
+    except EndedError as error:
+        at = error.at or error.last
+        if not found or at is None:
+            raise SessionError(f"model {str(job.model)!r}: llama.cpp {error.reason}") from None
+        result = found[-1]
+        nodes.append(_ended(error, at, _captured(job, result, at)))
+        result.stopped = nodes[-1].failure
+    result.nodes = nodes
+    return result
+
+
+def _ended(error: EndedError, at: Footprint, reproducer: str | None) -> NodeResult:
+    from graph_runner.judging.results import ISOLATED, OWN_RUN, NodeResult, Verdict
+
+    when = " in its own run" if at.how == "own" else ""
+    what = f"{error.reason}{when}" if error.at else f"{error.reason} after it{when}, where no kernel ran"
+    return NodeResult(
+        at.step, at.place, at.op, at.name, at.types, at.ne, Verdict.FAILED, "NPU", failure=what,
+        wrong_in=OWN_RUN if at.how == "own" else ISOLATED, reproducer=reproducer,
+    )  # fmt: skip
+
+
+def _captured(job: DiffJob, result: DiffResult, at: Footprint) -> str | None:
+    """Saves the node that ended a child, as on ggml's CPU, in the folder for reproducers."""
+    folder = job.arguments.get("reproducers")
+    if folder is None or result.reference != "CPU":
+        return None
+    path: Path = folder / f"{at.step}-{at.place}-{at.op}.gguf"
+    capture = CaptureJob(job.model, job.prompt, path, at, result, job.device.described)
+    try:
+        with begun("graph_runner.trace") as child:
+            child.run(capture, receive=lambda _: None, node_timeout=float("inf"))
+    except (EndedError, SessionError, TraceError):
+        return None
+    return str(path)
+
+
+@dataclass(frozen=True)
+class CaptureJob:
+    """Writes a trace of one node of a run on ggml's CPU, or of the nodes of a span that ends there."""
+
+    model: Path
+    prompt: str
+    path: Path
+    at: Footprint
+    result: DiffResult
+    notes: dict[str, str]
+
+    def __call__(self, send: Callable[[object], None], trail: Trail | None = None) -> None:
+        from ggml_backend_npu.backend.fusion import FUSIONS
+        from graph_runner.trace import capture
+
+        length = (
+            next((len(each.ops) for each in FUSIONS if each.name == self.at.op), 1) if self.at.how == "fused" else 1
+        )
+        places = range(self.at.place - length + 1, self.at.place + 1)
+        capture(
+            self.model, self.prompt, self.path, steps=self.at.step, settings=self.result.settings,
+            select=lambda step, index, node: step == self.at.step and index in places,
+            options=self.result.device_options, together=length > 1,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class ReplayJob:
+    """A replay. `arguments` are those of `graph_runner.trace.replay`."""
+
+    device: NpuOptions
+    path: Path
+    rules: str | None
+    arguments: dict[str, Any] = field(default_factory=dict)
+
+    def __call__(self, send: Callable[[object], None], trail: Trail | None = None) -> ReplayResult:
+        import ggml_backend_npu
+        from graph_runner.judging.rules import Rules
+        from graph_runner.trace import NPU, read_trace, replay
+
+        recorded = read_trace(self.path).origin.options
+        chosen = {name: value for name, value in self.device.options.items() if value is not None}
+        backend = replace(self.device, options={**_known(recorded), **chosen}).use()
+        if (self.arguments.get("device") or NPU).upper() != NPU:
+            ggml_backend_npu.register(backend)  # so that it is among the devices that ggml has
+        about_to = trail.about_to if trail is not None else _nothing
+        return replay(
+            self.path,
+            backend=backend,
+            rules=Rules(self.rules, backend.ops),
+            about_to=about_to,
+            seen=send,
+            **self.arguments,
+        )
+
+
+def _nothing(*_: object) -> None:
+    pass
+
+
+def _known(options: dict[str, str]) -> dict[str, str]:
+    """Returns those of a trace's options that the device has; its profile only if that is not a file."""
+    from ggml_backend_npu.backend.options import OPTIONS
+
+    return {
+        name: value
+        for name, value in options.items()
+        if name in OPTIONS and not (name == "profile" and value.endswith(".toml"))
+    }
+
+
+def run_replay(child: Child, job: ReplayJob, *, node_timeout: float) -> ReplayResult:
+    """Runs a replay in a child process. If the child ends or hangs, the node that it was at has failed.
+
+    node_timeout  seconds that the device may take for one node
+
+    Raises what `replay` raises, and TraceError if the child ends before any node.
+    """
+    from graph_runner.trace import ReplayResult, read_trace
+
+    nodes: list[NodeResult] = []
+    try:
+        result: ReplayResult = child.run(job, receive=nodes.append, node_timeout=node_timeout)
+    except EndedError as error:
+        at = error.at or error.last
+        if at is None:
+            raise TraceError(f"trace {str(job.path)!r}: replaying it {error.reason}") from None
+        result = ReplayResult(str(job.path), "NPU", read_trace(job.path).origin, [*nodes, _ended(error, at, None)])
+    return result

@@ -1,0 +1,392 @@
+"""The results of a diff or a replay, as text and tables on a terminal and as JSON."""
+
+from __future__ import annotations
+
+import shlex
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
+from math import isfinite
+from typing import TYPE_CHECKING, Any
+
+from graph_runner.base.console import Console, table
+from graph_runner.diff.state import StateResult
+from graph_runner.judging.blocks import BlockComparison
+from graph_runner.judging.compare import Comparison
+from graph_runner.judging.promises import promises
+from graph_runner.judging.results import OWN_RUN, NodeResult, Verdict
+
+if TYPE_CHECKING:  # a replay on the NPU reports without llama.cpp
+    from graph_runner.diff.logits import Ending
+    from graph_runner.diff.run import DiffResult
+    from graph_runner.trace import ReplayResult
+
+SCHEMA = "ggml-npu diff 5"
+REPLAY_SCHEMA = "ggml-npu replay 2"
+
+_TRIED = (
+    "strides, offsets, swapped dimensions, ids, broadcasts, parameters, operands, heads, sources left out, rows moved"
+)
+_REPEATS = 8  # of the replay of a node that is wrong in its own run alone
+
+RIGHT, ROUNDING, WRONG = "right", "right within rounding", "wrong"
+
+
+def _verdict(result: DiffResult) -> str:
+    """Returns the diff in one line. It begins with RIGHT, ROUNDING or WRONG if a node was compared."""
+    compared, wrong = result.compared, result.wrong
+    who = "ggml's CPU" if result.reference == "CPU" else f"the {result.reference}"
+    if wrong:
+        return f"{WRONG}: {len(wrong):,} of {len(result.nodes):,} nodes differ from {who}"
+    if not compared:
+        return f"no node was compared{_why_none(result)}"
+    if result.strays:
+        return f"{WRONG}: {result.strays[0]}"
+    if result.stray:
+        return f"{WRONG}: cells of {result.stray[0].tensor} differ that no node wrote"
+    if result.ending is not None and not result.ending:
+        return f"{WRONG}: every node is right, but the logits differ by more than rounding explains"
+    if result.stopped:
+        return f"{WRONG}: the {result.device} stopped: {result.stopped}"
+    counts = Counter(node.verdict for node in result.nodes)
+    if counts[Verdict.EXACT] == len(result.nodes):
+        return f"{RIGHT}: {len(compared):,} nodes compared, every byte equals {who}"
+    rounded, later = counts[Verdict.ROUNDING], counts[Verdict.INHERITED] + counts[Verdict.AMPLIFIED]
+    parts = [f"{len(compared):,} nodes compared, {rounded:,} differ from {who} by rounding"]
+    parts += [f"{later:,} have inputs that differ"] if later else []
+    return f"{ROUNDING}: {'; '.join(parts)}"
+
+
+def _why_none(result: DiffResult) -> str:
+    """Returns why no node of the chosen ops was compared, if the model has none of them."""
+    ops = {node.op for node in result.nodes}
+    if result.ops is None or not ops.isdisjoint(result.ops):
+        return ""
+    return f": the model has no {' and no '.join(sorted(result.ops))}"
+
+
+def _groups(nodes: Iterable[NodeResult]) -> dict[tuple[str, str], list[NodeResult]]:
+    groups: dict[tuple[str, str], list[NodeResult]] = defaultdict(list)
+    for node in nodes:
+        groups[node.op, node.types].append(node)
+    return dict(sorted(groups.items()))
+
+
+def _number(x: float) -> str:
+    return "0" if x == 0 else f"{x:.2e}"
+
+
+def print_diff(result: DiffResult, console: Console, *, first: int = 5) -> None:
+    """Prints the first wrong node with what to do next, a table by op and type, the device's own run, and a verdict.
+
+    first  how many wrong nodes to list
+    """
+    if result.wrong:
+        console.print("the first wrong node:", style="bold red", highlight=False)
+        _print_lines(console, [_describe(result.wrong[0])], style="red")
+        _print_lines(console, _explanation(result.wrong[0]), style="bold red")
+        _print_lines(console, _next_steps(result.wrong[0], result.device_options))
+    _print_lines(console, [f"{result.description}  {_configuration(result)}"], style="bold")
+    line = f"prompt of {result.n_prompt} tokens and {result.steps} steps: {result.prompt!r} -> {result.text!r}"
+    _print_lines(console, [line])
+    _print_nodes(result.compared, console)
+    lines = [f"{op}: {count:,} nodes left to the CPU: {why}" for (op, why), count in sorted(result.refused.items())]
+    _print_lines(console, lines)
+    _print_wrong(result.wrong[1:], console, first - 1)
+    _print_lines(console, _own_run(result))
+    if result.states:
+        _print_lines(console, [_states(result.states)])
+    _print_lines(console, [_verdict(result)], style="bold green" if result else "bold red")
+
+
+def _print_lines(console: Console, lines: Iterable[str], style: str | None = None) -> None:
+    for line in lines:
+        console.print(line, style=style, highlight=False, markup=False, soft_wrap=True)
+
+
+def _configuration(result: DiffResult) -> str:
+    settings, options = result.settings, result.device_options
+    caches = f"cache {settings.cache_type_k}/{settings.cache_type_v}, flash attention {settings.flash_attention}"
+    usual = {"memory": "host", "device_type": "accel", "profile": "full", "ops": "default", "fusion": "on"}
+    unusual = [f"{name} {options[name]}" for name, value in usual.items() if options.get(name, value) != value]
+    chosen = [*unusual, f"matmul {options.get('matmul', 'exact')}", f"{settings.threads} threads"]
+    return f"ggml {result.ggml}; {caches}; {result.device}: {', '.join(chosen)}"
+
+
+def _print_nodes(results: Iterable[NodeResult], console: Console) -> None:
+    """Prints nodes that were computed again, as a table by op and type."""
+    shown = table("op", "types")
+    for column in ("equal", "rounded", "wrong", "NMSE", "max abs"):
+        shown.add_column(column, justify="right")
+    for (op, types), nodes in _groups(results).items():
+        wrong = sum(not node for node in nodes)
+        differ = [each for node in nodes for each in (node.isolated, node.mirrored) if each is not None]
+        equal = sum(_gives_every_byte(node) for node in nodes)
+        shown.add_row(
+            op,
+            types,
+            f"{equal:,}",
+            f"{len(nodes) - equal - wrong:,}",
+            f"[red]{wrong:,}[/]" if wrong else "0",
+            _number(max((each.nmse for each in differ), default=0.0)),
+            _number(max((each.max_abs for each in differ), default=0.0)),
+        )
+    console.print(shown)
+
+
+def _gives_every_byte(node: NodeResult) -> bool:
+    return bool(node) and not any(each is not None and not each for each in (node.isolated, node.mirrored))
+
+
+def _print_wrong(wrong: Sequence[NodeResult], console: Console, first: int) -> None:
+    """Prints the first wrong nodes, one line each."""
+    _print_lines(console, map(_describe, wrong[:first]), style="red")
+    if len(wrong) > first:
+        console.print(f"... and {len(wrong) - first:,} more", highlight=False)
+
+
+def _own_run(result: DiffResult) -> list[str]:
+    """Returns lines on the device's own run: where nodes ran, their results, and how the run ended."""
+    nodes = [node for node in result.nodes if node.cumulative is not None]
+    if result.stopped is not None:
+        return [f"own run of the {result.device}: stopped after {len(nodes):,} nodes: {result.stopped}"]
+    on = ", ".join(f"{count:,} on the {name}" for name, count in Counter(node.on for node in nodes).most_common())
+    counts = Counter(node.verdict for node in nodes)
+    verdicts = ", ".join(f"{counts[verdict]:,} {verdict}" for verdict in Verdict if counts[verdict])
+    line = f"own run of the {result.device}: {len(nodes):,} nodes ({on}): {verdicts}"
+    off = [(node.cumulative.error, node) for node in nodes if node.cumulative is not None and not node.cumulative]
+    if off:
+        error, worst = max(off, key=lambda pair: pair[0])
+        where = f"step {worst.step} node {worst.index}, {worst.op} {worst.name!r}"
+        line += f"; largest NMSE {_number(error)} at {where}"
+    lines = [line]
+    if counts[Verdict.INHERITED] or counts[Verdict.AMPLIFIED]:
+        lines.append("inherited and amplified: the node itself is right, but its inputs already differ")
+    return lines + ([_ending(result.ending)] if result.ending is not None and result.ending.nmse else [])
+
+
+def _ending(ending: Ending) -> str:
+    token = "the same tokens" if ending.first_token is None else f"another token first after step {ending.first_token}"
+    line = f"logits: NMSE {_number(ending.nmse)}, KL divergence {_number(ending.kl)} nats, {token}"
+    if ending.natural is None or ending.limit is None:
+        return line
+    return (
+        f"{line}; rounding alone moves the CPU by NMSE {_number(ending.natural)}, the limit is {_number(ending.limit)}"
+    )
+
+
+def _states(states: list[StateResult]) -> str:
+    first = states[0]
+    cells = ", ".join(map(str, first.cells[:8])) + (", ..." if len(first.cells) > 8 else "")
+    tensors = len({state.tensor for state in states})
+    wrote = f"written by {first.node}" if first.node is not None else "and no node wrote them"
+    return (
+        f"caches and states: cells differ in {tensors:,} tensors, first at step {first.step} of {first.tensor!r}: "
+        f"cells {cells} of {first.n_cells:,}, {wrote}"
+    )
+
+
+def _describe(node: NodeResult) -> str:
+    where = f"step {node.step} node {node.index}: {node.op} {node.name!r} {node.types} ne {list(node.ne)}"
+    if node.failure is not None:
+        return f"{where}: failed: {node.failure}"
+    found = node.shown
+    if found is None:
+        return where
+    first = f", first at [{', '.join(map(str, found.where))}]" if found.where else ""
+    outside = ", wrote outside its output" if found.outside else ""
+    run = " in the device's own run, though not alone" if node.wrong_in == OWN_RUN else ""
+    noise = f", {node.noise:,.1f} times as far from the exact value as the reference" if node.noise is not None else ""
+    return (
+        f"{where}: {found.n_different:,} of {found.n_bytes:,} bytes differ{run}{first}{outside}, "
+        f"NMSE {_number(found.nmse)}, max abs {_number(found.max_abs)}{noise}"
+    )
+
+
+def _explanation(node: NodeResult) -> list[str]:
+    """Returns what is known about why a node is wrong, one sentence each."""
+    if node.diagnosis is not None:
+        return [node.diagnosis]
+    if node.verdict is not Verdict.INTRODUCED or node.test is None:
+        return []
+    blocks = [] if node.blocks is None else [node.blocks.sentence()]
+    return [*(text for text in blocks if text), f"no common mistake gives exactly these bytes; tried: {_TRIED}"]
+
+
+def _next_steps(node: NodeResult, options: dict[str, str]) -> list[str]:
+    """Returns what to do next about a wrong node, one line each."""
+    lines = []
+    command = _replay_command(node, options)
+    if command is not None:
+        lines.append(f"compute it again without the model: {command}")
+    if node.test is not None:
+        command = shlex.join(["ggml-npu", "test", *_kernel_files(options), *_device_file(options)])
+        lines.append(f"nearest test cases of ggml: {command} {node.test.removeprefix('test-backend-ops test ')}")
+    return lines
+
+
+def _replay_command(node: NodeResult, options: dict[str, str]) -> str | None:
+    """Returns the command that replays a node's reproducer with the diff's kernel files and device."""
+    if node.reproducer is None:
+        return None
+    command = ["ggml-npu", "replay", node.reproducer]
+    for name in _kernel_files(options):
+        command += ["--kernels", name]
+    command += _device_file(options)
+    if node.wrong_in == OWN_RUN:
+        command += ["--repeat", str(_REPEATS)]
+    return shlex.join(command)
+
+
+def _kernel_files(options: dict[str, str]) -> list[str]:
+    return [name.rpartition(" sha256:")[0] for name in options.get("kernels", "").split(", ") if name]
+
+
+def _device_file(options: dict[str, str]) -> list[str]:
+    return ["--device-file", options["device_file"]] if "device_file" in options else []
+
+
+def diff_json(result: DiffResult) -> dict[str, Any]:
+    """Returns the diff as data: schema, settings, verdict, a summary by op and type, and every node."""
+    wrong = result.wrong
+    return {
+        "schema": SCHEMA,
+        "model": result.model,
+        "description": result.description,
+        "ggml": result.ggml,
+        "reference": result.reference,
+        "device": result.device,
+        "device_options": result.device_options,
+        "q8_0_rounding": result.rounding,
+        "promises": [asdict(each) for each in promises({node.op for node in result.compared})]
+        if result.device == "NPU"
+        else [],
+        "prompt": result.prompt,
+        "text": result.text,
+        "n_prompt": result.n_prompt,
+        "steps": result.steps,
+        "threads": result.settings.threads,
+        "cache_type_k": result.settings.cache_type_k,
+        "cache_type_v": result.settings.cache_type_v,
+        "flash_attention": result.settings.flash_attention,
+        "strict": result.strict,
+        "passed": bool(result),
+        "verdict": _verdict(result),
+        "stopped": result.stopped,
+        "first_introduced": result.nodes.index(wrong[0]) if wrong else None,
+        "states": [asdict(state) for state in result.states],
+        "strays": [str(stray) for stray in result.strays],
+        "ending": None if result.ending is None else _ending_json(result.ending),
+        **_nodes_json(result.nodes, result.refused, result.device_options),
+    }
+
+
+def _ending_json(ending: Ending) -> dict[str, Any]:
+    return {name: _finite(value) if isinstance(value, float) else value for name, value in asdict(ending).items()} | {
+        "passed": bool(ending)
+    }
+
+
+def _nodes_json(nodes: list[NodeResult], refused: Counter[tuple[str, str]], options: dict[str, str]) -> dict[str, Any]:
+    groups = _groups(node for node in nodes if node.compared)
+    return {
+        "summary": [_summary_json(op, types, alike) for (op, types), alike in groups.items()],
+        "refused": [{"op": op, "reason": reason, "nodes": count} for (op, reason), count in sorted(refused.items())],
+        "nodes": [_node_json(node, options) for node in nodes],
+    }
+
+
+def _summary_json(op: str, types: str, nodes: list[NodeResult]) -> dict[str, Any]:
+    counts = Counter(node.verdict for node in nodes)
+    compared = [node.isolated for node in nodes if node.isolated is not None]
+    return {
+        "op": op,
+        "types": types,
+        "nodes": len(nodes),
+        **{str(verdict): counts[verdict] for verdict in Verdict},
+        "nmse": _finite(max((c.nmse for c in compared), default=0.0)),
+        "max_abs": _finite(max((c.max_abs for c in compared), default=0.0)),
+    }
+
+
+def _finite(x: float) -> float | None:
+    """Returns a number that JSON can hold: JSON has no inf and no NaN."""
+    return x if isfinite(x) else None
+
+
+def _node_json(node: NodeResult, options: dict[str, str]) -> dict[str, Any]:
+    return {
+        "step": node.step,
+        "index": node.index,
+        "op": node.op,
+        "name": node.name,
+        "types": node.types,
+        "ne": list(node.ne),
+        "device": node.on,
+        "verdict": str(node.verdict),
+        "passed": bool(node),
+        "wrong_in": node.wrong_in,
+        "failure": node.failure,
+        "diagnosis": node.diagnosis,
+        "reproducer": node.reproducer,
+        "replay": _replay_command(node, options),
+        "test": node.test,
+        "noise": None if node.noise is None else _finite(node.noise),
+        "isolated": _comparison_json(node.isolated, node.blocks),
+        "mirrored": _comparison_json(node.mirrored),
+        "cumulative": _comparison_json(node.cumulative),
+        "heat": None if node.heat is None else asdict(node.heat) | {"values": [_finite(x) for x in node.heat.values]},
+    }
+
+
+def _comparison_json(found: Comparison | None, blocks: BlockComparison | None = None) -> dict[str, Any] | None:
+    if found is None:
+        return None
+    data: dict[str, Any] = {"n_bytes": found.n_bytes, "n_different": found.n_different, "outside": found.outside}
+    if found:
+        return data
+    numbers = {name: _finite(getattr(found, name)) for name in ("nmse", "max_abs", "max_rel", "cosine")}
+    if blocks is not None:
+        data["blocks"] = asdict(blocks)
+    return data | numbers | {"ulp": found.ulp, "nan": found.nan, "inf": found.inf, "where": found.where}
+
+
+def _replay_verdict(result: ReplayResult) -> str:
+    wrong, rounded = len(result.wrong), sum(not node.isolated for node in result.nodes)
+    total = f"{len(result.nodes):,} nodes replayed"
+    if not result.nodes:
+        return "no node was replayed"
+    if wrong:
+        return f"{WRONG}: {wrong:,} of {total} differ from the trace"
+    if rounded:
+        return f"{ROUNDING}: {total}, {rounded:,} differ from the trace by rounding"
+    return f"{RIGHT}: {total}, every byte as in the trace"
+
+
+def print_replay(result: ReplayResult, console: Console, *, first: int = 5) -> None:
+    """Prints the replay as a table by op and type, the first nodes that differ, and a verdict.
+
+    first  how many wrong nodes to list
+    """
+    origin = result.origin
+    model = origin.model or "any program"
+    line = f"{result.path}  on {result.device}; {model}, computed on {origin.device} by ggml {origin.ggml}"
+    _print_lines(console, [line])
+    _print_nodes(result.nodes, console)
+    _print_lines(console, [f"{op}: {n:,} nodes not taken: {why}" for (op, why), n in sorted(result.refused.items())])
+    _print_wrong(result.wrong, console, first)
+    _print_lines(console, [_replay_verdict(result)], style="bold green" if result else "bold red")
+
+
+def replay_json(result: ReplayResult) -> dict[str, Any]:
+    """Returns the replay as data: schema, where the trace comes from, verdict, a summary by op and type, and every
+    node."""
+    return {
+        "schema": REPLAY_SCHEMA,
+        "trace": result.path,
+        "device": result.device,
+        "origin": vars(result.origin),
+        "passed": bool(result),
+        "verdict": _replay_verdict(result),
+        **_nodes_json(result.nodes, result.refused, {}),
+    }

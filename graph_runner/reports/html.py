@@ -1,0 +1,77 @@
+"""A diff as one HTML file: no network, no libraries, and no data interpreted as markup."""
+
+from __future__ import annotations
+
+import json
+from base64 import b64encode
+from hashlib import sha256
+from typing import Any
+from urllib.parse import quote
+
+from jinja2 import ChainableUndefined, Environment, PackageLoader
+from markupsafe import Markup
+
+VERDICTS = ("exact", "rounding", "inherited", "amplified", "introduced", "failed")
+"""Of a node, from harmless to worst."""
+
+_FOR_SCRIPT = str.maketrans({character: f"\\u{ord(character):04x}" for character in "<>&"})
+
+
+def diff_html(data: dict[str, Any]) -> str:
+    """Returns the page of a diff, from its JSON (`diff_report.diff_json`). Keys of it may be missing, except `nodes`.
+
+    The page runs only its own script, since it tells the browser the script's digest, whatever a tensor's name holds.
+    Its state (search, filters, chosen node) is in the address's fragment: "#q=blk.0&verdict=introduced,failed&node=12".
+    """
+    loader = PackageLoader("graph_runner.reports")
+    templates = Environment(
+        loader=loader, autoescape=True, undefined=ChainableUndefined, trim_blocks=True, keep_trailing_newline=True
+    )
+    templates.filters |= {"number": _number, "quoted": _quoted, "fragment": _fragment, "ranges": _ranges}
+    script, style = (loader.get_source(templates, name)[0] for name in ("diff.js", "diff.css"))
+    place = data.get("first_introduced")
+    page = templates.get_template("diff.html.j2").render(
+        data=data,
+        json=Markup(_json(data)),
+        script=Markup(script),
+        style=Markup(style),
+        script_digest=_digest(script),
+        style_digest=_digest(style),
+        first=None if place is None else data["nodes"][place],
+        verdicts=VERDICTS,
+    )
+    return page.encode(errors="replace").decode()  # a name may hold half a surrogate pair
+
+
+def _json(data: dict[str, Any]) -> str:
+    """Returns JSON in which no HTML parser finds a tag: ASCII only, brackets and ampersands as escapes."""
+    return json.dumps(data, separators=(",", ":"), allow_nan=False).translate(_FOR_SCRIPT)
+
+
+def _digest(text: str) -> str:
+    return b64encode(sha256(text.encode()).digest()).decode()
+
+
+def _number(x: float | None) -> str:
+    if x is None:
+        return "not finite"
+    return "0" if x == 0 else f"{x:.2e}"
+
+
+def _ranges(numbers: list[int]) -> str:
+    """Returns ascending numbers as text, with consecutive ones as a range: "0-25, 40"."""
+    found: list[list[int]] = []
+    for number in numbers:
+        if found and number == found[-1][1] + 1:
+            found[-1][1] = number
+        else:
+            found.append([number, number])
+    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in found)
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _fragment(text: str) -> str:
+    return quote(text, safe="", errors="replace")

@@ -1,0 +1,1 @@
+"""Runs models through llama.cpp."""

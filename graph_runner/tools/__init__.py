@@ -1,0 +1,1 @@
+"""What the command offers beside runs and diffs."""

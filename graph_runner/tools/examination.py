@@ -1,0 +1,102 @@
+"""Finds the ggml libraries of an environment, and whether the device can go into them: what `ggml-npu doctor`
+prints."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ggml_backend_npu.ggml import places
+from ggml_backend_npu.user_files import no_file
+from graph_runner.base.errors import BadInputError
+
+_PLUGIN = 'GGML_BACKEND_PATH="$(ggml-npu plugin)"'
+_STATIC = (
+    "its ggml, if it has one, is linked statically: build it with -DBUILD_SHARED_LIBS=ON, or link it with -rdynamic"
+)
+_TIMEOUT = 120
+
+
+@dataclass(frozen=True)
+class Examined:
+    """A place that may have a ggml.
+
+    advice  what to type, or why the device cannot go in
+    """
+
+    where: str
+    version: str
+    layout: str
+    fits: bool
+    advice: str
+
+
+def examined(files: Sequence[Path], pid: int | None = None) -> list[Examined]:
+    """Examines the packages of this environment, then files: libraries, or programs by the libraries that they load. If
+    pid is given, only that running process. Raises BadInputError if a file or process does not exist or cannot be
+    read."""
+    if pid is not None:
+        return [_running(pid)]
+    found = [_examined(name, name, _for_package(name)) for name in places.packages()]
+    return found + [_file(file) for file in files]
+
+
+def _for_package(name: str) -> str:
+    into = "" if name.replace("-", "_").lower() == "llama_cpp_python" else f'into="{name}"'
+    return f"ggml_backend_npu.register({into})"
+
+
+def _file(file: Path) -> Examined:
+    if not file.is_file():
+        raise BadInputError(f"{str(file)!r}: {no_file(file)}")
+    if ".so" in file.name:
+        return _examined(str(file), str(file.resolve()), f'ggml_backend_npu.register(into="{file}")')
+    done = subprocess.run(["ldd", file], capture_output=True, text=True, check=False)
+    libraries = [Path(line.split(" => ")[1].split(" (")[0]) for line in done.stdout.splitlines() if " => /" in line]
+    return _program(str(file), libraries, f"{_PLUGIN} {file}")
+
+
+def _running(pid: int) -> Examined:
+    try:
+        libraries = places.loaded(pid)
+        name = Path(f"/proc/{pid}/comm").read_text().strip()
+    except OSError as error:
+        raise BadInputError(f"--pid {pid}: {error.strerror}") from None
+    return _program(f"{name} ({pid})", libraries, f"{_PLUGIN} {name}, started anew")
+
+
+def _program(where: str, libraries: Sequence[Path], advice: str) -> Examined:
+    """Examines a program by the libraries that it loads: the one that registers backends has ggml."""
+    for library in libraries:
+        if "ggml" in library.name and places.has_ggml(library):
+            return _examined(where, str(library), advice)
+    return Examined(where, "", "", False, _STATIC)
+
+
+def _examined(where: str, target: str, advice: str) -> Examined:
+    found = _asked(target)
+    refused = found.get("refused")
+    layout = ", ".join(found.get("layout", ()))
+    if refused is None and not found["known"]:
+        advice += "  (a version that was not tried; its layouts fit)"
+    return Examined(where, found.get("version", ""), layout, refused is None, refused or advice)
+
+
+def _asked(target: str) -> dict[str, Any]:
+    """Asks another process, so that a library that crashes does not end this one."""
+    command = [sys.executable, "-m", "ggml_backend_npu.ggml.doctor", target]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT, check=False)
+    except subprocess.TimeoutExpired:
+        return {"refused": f"did not answer within {_TIMEOUT} seconds"}
+    lines = done.stdout.splitlines()
+    if done.returncode or not lines:
+        told = done.stderr.strip().splitlines()
+        return {"refused": f"ends the process that loads it ({told[-1] if told else done.returncode})"}
+    answer: dict[str, Any] = json.loads(lines[-1])
+    return answer
