@@ -1,39 +1,16 @@
-"""The command ggml-npu, as it is installed: it checks that our packages are the ones that Python finds, then runs it.
-
-`quant` and `graph_runner` are names that other distributions have, too. One of those may hide ours, by its place in
-sys.path, or overwrite it in the same site-packages.
-"""
+"""The command ggml-npu, as it is installed: it checks that Python finds our packages, then runs it."""
 
 from __future__ import annotations
 
 import sys
-from importlib.metadata import packages_distributions
-from importlib.util import find_spec
-from pathlib import Path
-
-_OURS = 'version("ggml-backend-npu")'  # stands in the __init__.py of each of our packages
-
-
-def check(*packages: str) -> None:
-    """Raises ImportError for the first package that is somebody else's. It does not import any."""
-    for package in packages:
-        spec = find_spec(package)
-        if spec is None:
-            raise ImportError(f"package {package!r} is missing; install ggml-backend-npu again")
-        origin = spec.origin or ", ".join(spec.submodule_search_locations or ())
-        if spec.origin is None or _OURS not in Path(spec.origin).read_text(encoding="utf-8", errors="replace"):
-            others = sorted({*packages_distributions().get(package, ())} - {"ggml-backend-npu"})
-            remedy = f"uninstall {' and '.join(others)}, then " if others else "take its folder out of sys.path or "
-            raise ImportError(
-                f"package {package!r} at {origin!r} is not ggml-backend-npu's: {remedy}install ggml-backend-npu "
-                "again, or in a virtual environment of its own"
-            )
 
 
 def main() -> None:
     """Runs the command."""
     try:
-        check("quant", "graph_runner")
+        from ggml_backend_npu import names  # it refuses a foreign `quant`
+
+        names.check("graph_runner")
     except ImportError as error:
         print(f"ggml-npu: {error}", file=sys.stderr)
         sys.exit(2)

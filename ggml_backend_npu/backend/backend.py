@@ -5,16 +5,15 @@ A process may have several, each registered with ggml as its own device (`ggml_b
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import cache
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from ggml_backend_npu.backend import NO_KERNEL
 from ggml_backend_npu.backend.fusion import FUSIONS, Fused, Fusion, Span, longest
 from ggml_backend_npu.backend.options import Options
 from ggml_backend_npu.backend.plan import Plan
@@ -23,17 +22,13 @@ from ggml_backend_npu.ggml.numerics import Numerics
 from ggml_backend_npu.ir import Graph, Node
 from ggml_backend_npu.ir.memory import DeviceMemory
 from ggml_backend_npu.ops import OWN
-from ggml_backend_npu.registry import entry as registry
-from ggml_backend_npu.registry.checks import Types
 from ggml_backend_npu.registry.entry import Call, KernelError, Op
-from ggml_backend_npu.registry.params import Params
 from quant.kernels.jit import engine
 from quant.kernels.threads import POOL, Team
 
 if TYPE_CHECKING:
     from ggml_backend_npu.device.memory import OpaqueMemory
 
-NO_KERNEL = "no kernel"
 _MEMORY = 8 << 30  # bytes of the device's own memory, where no limit is given
 
 
@@ -267,55 +262,3 @@ class Backend:
         """Computes a graph's nodes in order, patterns as one operator. Raises KernelError."""
         with self.team.working():
             self.plan(graph).run()
-
-
-@cache
-def default_backend() -> Backend:
-    """The backend that `ggml_backend_npu.register()` registers and that `ggml_backend_npu.op` adds to.
-
-    It is that of the first device of GGML_NPU_DEVICE_FILE, where that is set. Raises DeviceError.
-    """
-    name = os.environ.get("GGML_NPU_DEVICE_FILE")
-    if not name:
-        return Backend()
-    from ggml_backend_npu.device.backend import backends_of
-
-    return backends_of(name)[0]
-
-
-def op(
-    name: str,
-    *,
-    types: Iterable[Types] | None = None,
-    refuse: Callable[..., str | None] | None = None,
-    default: bool = False,
-    params: type[Params] | None = None,
-) -> Callable[[Callable[..., None]], Op]:
-    """Decorator: makes a function a kernel of the ggml op `name`, in the default backend, or, in a file of kernels, in
-    the backend that the file is loaded for.
-
-        @op("SQRT", types=[("f32", "f32")], refuse=lambda dst, x: "one row" if x.ne[1] < 2 else None)
-        def sqrt(dst, x):
-            dst.view()[...] = np.sqrt(x.view())
-
-    name     ggml_op_desc of the nodes that it computes ("GET_ROWS", "SOFT_MAX", "SILU", ...)
-    types    the type combinations (dst, src0, src1, ...) that it takes; default: any
-    refuse   called like the kernel: returns a reason why such a node is not taken, or None
-    default  has no effect on an op that a user registers, which the device always takes
-    params   the record of the node's op_params (`ggml_backend_npu.registry.params`)
-
-    The kernel gets `Tensor`s, reads its sources with `.view()` and writes into `dst.view()`. A source that a node
-    leaves out is None. A keyword `params` gets the node's op_params: as the record, or without one as bytes, for
-    `struct.unpack_from("2f", params)`. An exception in the kernel fails the node, not the process.
-
-    Raises TypeError where `name` is not a string, and where `Op` does.
-    """
-    make = registry.op(name, types=types, refuse=refuse, default=default, params=params)
-
-    def added(define: Callable[..., None]) -> Op:
-        entry = make(define)
-        if not registry.is_recorded():
-            default_backend().ops.add(entry)
-        return entry
-
-    return added

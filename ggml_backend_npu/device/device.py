@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ggml_backend_npu.backend.backend import NO_KERNEL
-from ggml_backend_npu.ir import Graph, Node
+from ggml_backend_npu.backend import NO_KERNEL
+
+if TYPE_CHECKING:
+    from ggml_backend_npu.ir import Graph, Node
 
 Bytes = NDArray[np.uint8]
 Place = tuple[Any, int]  # a handle, and an offset in bytes

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from ggml_backend_npu.backend.backend import default_backend
+from ggml_backend_npu.default import default_backend
 
 
 def run(call: Callable[[], None]) -> None:

@@ -11,10 +11,9 @@ from typing import Any
 
 from ggml_backend_npu.ggml import structs
 from ggml_backend_npu.ggml.lib import Ggml
-from ggml_backend_npu.ir import Graph, Memory, Node, Tensor, nbytes
+from ggml_backend_npu.ir import PARAMS_BYTES, Graph, Memory, Node, Tensor, nbytes
 from ggml_backend_npu.ir.buffer import Buffer
 from ggml_backend_npu.ir.packed import PACKED_TYPES, Packed
-from ggml_backend_npu.registry.params import PARAMS_BYTES
 
 _NOTHING_TO_COMPUTE = frozenset({"NONE", "RESHAPE", "VIEW", "PERMUTE", "TRANSPOSE"})
 

@@ -12,15 +12,11 @@ from ctypes import POINTER, c_bool, c_char_p, c_float, c_int, c_int64, c_size_t,
 from dataclasses import dataclass
 from functools import cache, cached_property
 from itertools import count, takewhile
-from threading import RLock
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ggml_backend_npu.ggml import layouts, places, probes, structs
 from ggml_backend_npu.ggml.layouts.layout import Layout
 from quant.errors import UserError
-
-if TYPE_CHECKING:
-    from ggml_backend_npu.plugin.plugin import Plugin
 
 _NAME = re.compile(rb"[A-Z][A-Z0-9_]*")  # of an op or a function
 _MOST_BYTES = 1 << 16  # of a block of any type
@@ -133,15 +129,11 @@ class TypeInfo:
 class Ggml:
     """ggml's functions, typed, by their C names: `ggml.ggml_nbytes(tensor)`. Raises UnknownGgmlError.
 
-    library      the library that exports the functions
-    cpu_file     the file that its CPU backend was loaded from: a library, or a program
-    plugins      our backends that are registered with it, by the name of the device
-    registering  lock that is held while its registry must not change
+    library   the library that exports the functions
+    cpu_file  the file that its CPU backend was loaded from: a library, or a program
     """
 
     def __init__(self, library: ctypes.CDLL) -> None:
-        self.plugins: dict[str, Plugin] = {}
-        self.registering = RLock()
         self.library = library
         self._take(library, {"ggml_version": (c_char_p, [])})
         self._take(library, _FUNCTIONS)
@@ -199,13 +191,15 @@ class Ggml:
         known = [*map(numbers, layouts.VERSIONS)]
         return self.layout.api_version == layouts.NEWEST.api_version and known[0] <= numbers(self.version) <= known[-1]
 
-    def __getattr__(self, name: str) -> Any:
-        """A function that makes a node, or changes one, typed as its op says."""
-        from ggml_backend_npu.ops import OWN  # late: kernels are compiled for the ggml found here
+    if TYPE_CHECKING:
 
-        kinds = next((op.functions[name] for op in OWN.values() if name in op.functions), None)
-        if kinds is None or not hasattr(self.library, name):
-            raise AttributeError(f"ggml: no function {name} is known here, or in this version")
+        def __getattr__(self, name: str) -> Any: ...
+
+    def typed(self, name: str, kinds: str) -> Any:
+        """A function that makes a node, or changes one, typed as its op says (`Op.functions`). Raises AttributeError
+        where this ggml has none."""
+        if not hasattr(self.library, name):
+            raise AttributeError(f"ggml: no function {name} in this version")
         result = c_void_p if kinds.startswith("c") else None
         self._take(self.library, {name: (result, [_KINDS[kind] for kind in kinds.replace(" ", "")])})
         return self.__dict__[name]

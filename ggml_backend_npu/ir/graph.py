@@ -17,6 +17,8 @@ from quant import Codec, codec
 from quant.kernels.records import Dims as Dims
 from quant.kernels.records import Place
 
+PARAMS_BYTES = 64  # of a node: GGML_MAX_OP_PARAMS
+
 
 @dataclass(frozen=True, slots=True)
 class Memory:

@@ -9,14 +9,13 @@ from typing import NamedTuple
 import numpy as np
 from numba import types
 
-from ggml_backend_npu.ir import Node, Tensor
+from ggml_backend_npu.ir import PARAMS_BYTES, Node, Tensor
 from ggml_backend_npu.ops.gradients import FEW
 from ggml_backend_npu.ops.kernels.functions import Floats
 from ggml_backend_npu.ops.kernels.functions import fused_multiply_add as fma
 from ggml_backend_npu.registry import exact, probes
 from ggml_backend_npu.registry.checks import Exact, Make, Probe, Types
 from ggml_backend_npu.registry.entry import Call, op
-from ggml_backend_npu.registry.params import PARAMS_BYTES
 from ggml_backend_npu.registry.shapes import gaps, gaps_in_rows, other_ne
 from quant.kernels.jit import array_at, compiled, fused_multiply_add
 from quant.kernels.records import Dims, Place, index_of, record_at, row_of

@@ -423,7 +423,7 @@ def _make(op: str, mode: int, positions: list[int], ext: float = 0.0) -> Make:
 
 
 def _mistaken(node: Node, x: Tensor, positions: Tensor, factors: Tensor | None) -> Iterator[Mistake]:
-    rows, who = positions.view(), mistakes.role(node, 1)
+    rows, who = positions.view(), mistakes.source_in_words(1)
     others = {
         f"takes position + 1 for each of {who}": rows + 1,
         f"takes position - 1 for each of {who}": rows - 1,

@@ -15,7 +15,8 @@ from ggml_backend_npu.ggml import convert, structs
 from ggml_backend_npu.ggml.guard import interrupts_wait
 from ggml_backend_npu.ggml.lib import Ggml
 from ggml_backend_npu.ir import Node, Tensor
-from ggml_backend_npu.plugin.plugin import failures_of
+from ggml_backend_npu.ops import OWN
+from ggml_backend_npu.plugin.registration import failures_of
 
 _CONTEXT_BYTES = 1 << 22
 
@@ -43,7 +44,7 @@ class Builder:
         handle = ggml.ggml_backend_dev_by_name(device.encode())
         if handle is None:
             raise ValueError(f"unknown device {device!r}")
-        self._device, self.failures = handle, failures_of(ggml, device)
+        self._device, self.failures = handle, failures_of(device)
         self._backend = ggml.ggml_backend_dev_init(handle, None)
         self._context = ggml.ggml_init(structs.InitParams(_CONTEXT_BYTES, None, True))
         self.inputs: list[int] = []
@@ -77,9 +78,15 @@ class Builder:
         """ggml_permute: dimension i of the source becomes dimension axes[i]."""
         return int(self.ggml.ggml_permute(self._context, source, *axes))
 
+    def function(self, name: str) -> Any:
+        """ggml_<name>, typed as the op that it makes or changes says. Raises AttributeError."""
+        name = f"ggml_{name}"
+        kinds = next((op.functions[name] for op in OWN.values() if name in op.functions), None)
+        return getattr(self.ggml, name) if kinds is None else self.ggml.typed(name, kinds)
+
     def op(self, function: str, *arguments: Any) -> int:
         """Calls ggml_<function>(context, *arguments), and returns the node."""
-        return int(getattr(self.ggml, f"ggml_{function}")(self._context, *arguments))
+        return int(self.function(function)(self._context, *arguments))
 
     def supported(self, node: int) -> bool:
         """ggml_backend_dev_supports_op: whether the device takes the node."""

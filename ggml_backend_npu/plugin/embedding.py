@@ -2,13 +2,12 @@
 
 `GGML_BACKEND_PATH=$(ggml-npu plugin) program` makes ggml_backend_load_all open the library and call its
 ggml_backend_init. That starts the Python environment in which the library was built, ignoring PYTHONHOME and
-PYTHONPATH, and asks `registry` for the backend. Where something is missing, one line on stderr says what, and ggml gets
-NULL: the program goes on without the device. cffi generates the C code around it.
+PYTHONPATH, and asks `default.registry` for the backend. Where something is missing, one line on stderr says what, and
+ggml gets NULL: the program goes on without the device. cffi generates the C code around it.
 """
 
 from __future__ import annotations
 
-import ctypes
 import hashlib
 import json
 import os
@@ -18,16 +17,10 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
-from functools import cache
 from pathlib import Path
 
 import platformdirs
 
-import ggml_backend_npu
-from ggml_backend_npu.backend.backend import default_backend
-from ggml_backend_npu.backend.kernel_files import load_kernels, named_by_the_environment
-from ggml_backend_npu.device.backend import backends_of
-from ggml_backend_npu.ggml import lib
 from quant.errors import UserError
 from quant.kernels import kept
 
@@ -48,8 +41,8 @@ def say_why(kind, error, trace):
 @ffi.def_extern(onerror=say_why)
 def npu_registry(caller):
     _ggml_npu.caller = int(ffi.cast("uintptr_t", caller))
-    from ggml_backend_npu.plugin import embedding
-    return ffi.cast("void *", embedding.registry(_ggml_npu.caller))
+    from ggml_backend_npu import default
+    return ffi.cast("void *", default.registry(_ggml_npu.caller))
 """
 
 _C = """
@@ -106,27 +99,6 @@ class PluginError(UserError):
     """The plugin cannot be built: one line that says why."""
 
 
-@cache
-def registry(caller: int) -> int:
-    """The address of the backend's ggml_backend_reg, made for the ggml of the code at the address `caller`.
-
-    Reads the device's options and GGML_NPU_KERNELS from the environment. Raises whatever error these, that ggml, or the
-    installation cause.
-    """
-    lib.unchecked()
-    lib.check_caller(caller)
-    lib.ggml()
-    backend = default_backend()
-    backend.options.check()
-    for file in named_by_the_environment():
-        load_kernels(file, backend)
-    plugin = ggml_backend_npu.register()
-    name = os.environ.get("GGML_NPU_DEVICE_FILE")
-    for other in backends_of(name)[1:] if name else ():
-        ggml_backend_npu.register(other)
-    return ctypes.addressof(plugin.registry)
-
-
 def plugin() -> Path:
     """The plugin's library, built at the first call and kept in the user's cache directory.
 
@@ -164,7 +136,7 @@ def check_package() -> None:
 
     Nothing is started to find that out where this package is installed.
     """
-    own = Path(ggml_backend_npu.__file__).resolve().parent
+    own = Path(__file__).resolve().parents[1]
     installed = {Path(sysconfig.get_path(name)).resolve() for name in ("purelib", "platlib")}
     if own.parent in installed or own.parent not in {Path(entry).resolve() for entry in sys.path}:
         return  # where a finder of an editable install finds it, sys.path does not have it

@@ -6,12 +6,11 @@ import ctypes
 import os
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
-from ggml_backend_npu.backend.backend import NO_KERNEL, Backend
-from ggml_backend_npu.backend.options import DeviceError
+from ggml_backend_npu.backend import NO_KERNEL
+from ggml_backend_npu.backend.backend import Backend
 from ggml_backend_npu.backend.plan import Plan
 from ggml_backend_npu.device.device import QueuedDevice
 from ggml_backend_npu.device.memory import OpaqueMemory
@@ -19,8 +18,7 @@ from ggml_backend_npu.ggml import convert, structs
 from ggml_backend_npu.ggml.guard import Failures, guarded, stopped_by_interrupts
 from ggml_backend_npu.ggml.lib import Ggml
 from ggml_backend_npu.ir import Graph, Node
-from ggml_backend_npu.ops.kernels import strided
-from ggml_backend_npu.plugin import capture, repeats
+from ggml_backend_npu.plugin import repeats
 from ggml_backend_npu.plugin.buffers import Buffers
 from ggml_backend_npu.plugin.contexts import Context, Statistics
 from ggml_backend_npu.plugin.queues import Queue
@@ -198,6 +196,11 @@ class Plugin:
         address = ctypes.addressof(backend)
         self.contexts[address] = Context(backend, Statistics(self._settle, self.failures), known)
         return address
+
+    @property
+    def registry_address(self) -> int:
+        """Address of its ggml_backend_reg."""
+        return ctypes.addressof(self.registry)
 
     @property
     def buffer_type(self) -> int | None:
@@ -450,50 +453,3 @@ class Plugin:
 
 def _address_of(callback: Any) -> int:
     return ctypes.cast(callback, ctypes.c_void_p).value or 0
-
-
-def register(ggml: Ggml, backend: Backend) -> Plugin:
-    """Registers a backend with ggml, once. Raises DeviceError where another device has its name."""
-    with ggml.registering:
-        known = ggml.plugins.get(backend.name)
-        if known is not None and known.backend is backend:
-            return known
-        if known is not None or ggml.ggml_backend_dev_by_name(backend.name.encode()):
-            raise DeviceError(f"name={backend.name!r}: ggml has another device of this name")
-        plugin = Plugin(ggml, backend)
-        strided.make_ready()
-        _ = backend.numerics
-        if wanted := capture.wanted():
-            capture.begin(plugin, wanted)
-        ggml.ggml_backend_register(ctypes.addressof(plugin.registry))
-        ggml.plugins[backend.name] = plugin
-        return plugin
-
-
-@contextmanager
-def alone(ggml: Ggml, chosen: Plugin | None) -> Iterator[None]:
-    """Until the context ends, ggml's registry has this backend of ours, registered or not, and no other one of ours.
-
-    llama.cpp gives every context each ACCEL device that it finds, and every model each GPU. What was given before
-    stays.
-    """
-    with ggml.registering:
-        others = [plugin for plugin in ggml.plugins.values() if plugin is not chosen]
-        guests = [chosen] if chosen is not None and chosen not in ggml.plugins.values() else []
-        _exchange(ggml, others, guests)
-        try:
-            yield
-        finally:
-            _exchange(ggml, guests, others)
-
-
-def _exchange(ggml: Ggml, out: list[Plugin], new: list[Plugin]) -> None:
-    for plugin in out:
-        ggml.ggml_backend_unload(ctypes.addressof(plugin.registry))
-    for plugin in new:
-        ggml.ggml_backend_register(ctypes.addressof(plugin.registry))
-
-
-def failures_of(ggml: Ggml, device: str) -> Failures:
-    """The `Failures` of a device's callbacks, where the device is one of ours; else an empty one."""
-    return ggml.plugins[device].failures if device in ggml.plugins else Failures()

@@ -18,11 +18,10 @@ from types import TracebackType
 from ggml_backend_npu.ggml import aborts, convert, structs
 from ggml_backend_npu.ggml.guard import interrupts_wait
 from ggml_backend_npu.ggml.lib import Ggml
-from ggml_backend_npu.ir import Graph, Node, Tensor, overlapping
+from ggml_backend_npu.ir import PARAMS_BYTES, Graph, Node, Tensor, overlapping
 from ggml_backend_npu.ops import OWN
-from ggml_backend_npu.plugin.plugin import failures_of
+from ggml_backend_npu.plugin.registration import failures_of
 from ggml_backend_npu.registry.entry import KernelError
-from ggml_backend_npu.registry.params import PARAMS_BYTES
 
 _ALIGNMENT = 64  # at least what ggml's CPU needs of a buffer
 _GRAPH_SIZE = 32  # one node, its sources and their groups
@@ -54,7 +53,7 @@ class Replica:
         if self._device is None:
             raise KernelError(f"no device {device!r}; ggml has: {' '.join(_devices(ggml))}")
         self.name: str = ggml.ggml_backend_dev_name(self._device).decode()
-        self._failures = failures_of(ggml, self.name)
+        self._failures = failures_of(self.name)
         self._in_host_memory = bool(
             ggml.ggml_backend_dev_supports_buft(self._device, ggml.ggml_backend_cpu_buffer_type())
         )

@@ -13,9 +13,9 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from ggml_backend_npu.ir import Node, Tensor
+from ggml_backend_npu.ir import PARAMS_BYTES, Node, Tensor
 from ggml_backend_npu.profiles.clock import Clock
-from ggml_backend_npu.registry.params import PARAMS_BYTES, Params
+from ggml_backend_npu.registry.params import Params
 from quant import type_names
 from quant.errors import UserError
 

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ggml_backend_npu import ops
 from ggml_backend_npu.ir import Dims, Node, Tensor
 from ggml_backend_npu.registry.checks import Mistake
 
@@ -19,11 +18,9 @@ LARGEST = 1 << 22  # elements of a source that is copied in another order
 Ids = NDArray[np.int64]
 
 
-def role(node: Node, index: int) -> str:
-    """A source in words: "src1 (the mask)"."""
-    own = ops.OWN.get(node.op)
-    meaning = own.roles.get(own.sources[index]) if own is not None and index < own.n_src else None
-    return f"src{index} ({meaning})" if meaning else f"src{index}"
+def source_in_words(index: int) -> str:
+    """A source in the text of a mistake; who prints the text says what it is for."""
+    return f"{{src{index}}}"
 
 
 def altered(node: Node, index: int, source: Tensor | None) -> Node:
@@ -73,7 +70,7 @@ def of_ids(
     ids = node.src[index]
     if ids is None:
         return
-    who, rows = role(node, index), ids.view()
+    who, rows = source_in_words(index), ids.view()
     for step in (1, -1):
         moved = rows.astype(np.int64) + step
         outside = (moved < 0) | (moved >= n_rows)
@@ -102,7 +99,7 @@ def of_repeated(node: Node, index: int, target: Dims, *, in_dst: bool = False) -
     source = node.src[index]
     if source is None or source.ne == target or source.codec.is_quantized:
         return
-    who, view = role(node, index), source.view()
+    who, view = source_in_words(index), source.view()
     if any(n % m for n, m in zip(target, source.ne, strict=True)) or prod(target) > LARGEST:
         return
     for k in range(4):
@@ -134,5 +131,5 @@ def _of_a_part(node: Node, index: int, source: Tensor, target: Dims) -> Iterator
         if index and src[0] is not None:
             src = (replace(src[0], ne=part), *src[1:])
         dims = " and ".join(map(str, chosen))
-        text = f"does not repeat {role(node, index)} along dimension {dims}: of dst only ne {part} is written"
+        text = f"does not repeat {source_in_words(index)} along dimension {dims}: of dst only ne {part} is written"
         yield Mistake(text, replace(node, dst=replace(node.dst, ne=part), src=src))

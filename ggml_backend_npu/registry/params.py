@@ -6,7 +6,7 @@ import struct
 from dataclasses import dataclass, fields
 from typing import Annotated, ClassVar, NamedTuple, Self, get_origin, get_type_hints
 
-PARAMS_BYTES = 64  # GGML_MAX_OP_PARAMS
+from ggml_backend_npu.ir import PARAMS_BYTES
 
 i32 = Annotated[int, "i"]
 f32 = Annotated[float, "f"]

@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 
 import quant
 from ggml_backend_npu.ggml import codecs
-from ggml_backend_npu.ir import Node, Tensor
+from ggml_backend_npu.ir import PARAMS_BYTES, Node, Tensor
 from ggml_backend_npu.registry.checks import Make, Probe, Types
-from ggml_backend_npu.registry.params import PARAMS_BYTES, Params
+from ggml_backend_npu.registry.params import Params
 from quant import Codec, codec
 
 Rng = np.random.Generator

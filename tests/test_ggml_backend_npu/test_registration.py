@@ -7,7 +7,8 @@ from support import Scene, supported
 
 import ggml_backend_npu
 from ggml_backend_npu.ggml.lib import list_devices
-from ggml_backend_npu.plugin.plugin import Plugin, alone
+from ggml_backend_npu.plugin.plugin import Plugin
+from ggml_backend_npu.plugin.registration import alone
 
 
 def test_registering_again_changes_nothing(backend: Plugin) -> None:

@@ -106,7 +106,7 @@ def test_the_exact_softmax(backend: Plugin, bias: float, sinks: bool) -> None:
         )
         node = builder.op("soft_max_ext", x, mask, 0.5, bias)
         if sinks:
-            builder.ggml.ggml_soft_max_add_sinks(node, sink)
+            builder.function("soft_max_add_sinks")(node, sink)
         builder.set(x, rng.standard_normal(2 * 6 * 5 * 40).astype(np.float32))
         added = rng.standard_normal((8, 40)).astype(np.float16)
         added[:, ::3] = -np.inf

@@ -5,19 +5,11 @@ from __future__ import annotations
 import inspect
 import subprocess
 import sys
-from typing import Any
 
 import pytest
 
 import ggml_backend_npu
-from ggml_backend_npu.documents import aclnn, infiniop, rbln, rwkv
-
-
-@pytest.mark.parametrize("module", [aclnn, infiniop, rbln, rwkv])
-def test_an_operator_is_importable_from_the_package_for_a_release_more(module: Any) -> None:
-    for name in ggml_backend_npu.MOVED[module.__name__.rpartition(".")[2]].split():
-        with pytest.warns(DeprecationWarning, match=f"{name} has moved to {module.__name__}"):
-            assert getattr(ggml_backend_npu, name) is getattr(module, name)
+from ggml_backend_npu.documents import rbln
 
 
 def test_what_the_package_has_not_is_told() -> None:
