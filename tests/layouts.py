@@ -134,19 +134,17 @@ def _type(ctype: Any) -> str:
     return "int" if ctype.kind == "enum" else str(ctype.cname).removeprefix("struct ").removeprefix("_").lower()
 
 
-# what is to come: llama.cpp's pull request 23671, as it was proposed and as it has been since
+# what is to come: llama.cpp's pull request 23671
 
 
-def api_3(header: str, *, sizes: bool) -> str:
-    """ggml-backend-impl.h with alloc_buffer_n, and with get_alloc_size_n where `sizes`."""
+def api_3(header: str) -> str:
+    """ggml-backend-impl.h with alloc_buffer_n and get_alloc_size_n."""
     type = "(ggml_backend_buffer_type_t buft, struct ggml_tensor ** tensors, int n_tensors);\n"
     header = header.replace("API_VERSION 2", "API_VERSION 3")
     new = f"ggml_backend_buffer_t (*alloc_buffer_n){type}"
     header = re.sub(r"(.*// tensor alignment)", rf"{new}\1", header, count=1)
-    if sizes:
-        new = f"size_t (*get_alloc_size_n){type}"
-        header = re.sub(r"(.*// \(optional\) check if tensor data is in host)", rf"{new}\1", header, count=1)
-    return header
+    new = f"size_t (*get_alloc_size_n){type}"
+    return re.sub(r"(.*// \(optional\) check if tensor data is in host)", rf"{new}\1", header, count=1)
 
 
 def written(found: Layout, what: str, like: tuple[str, Layout] | None = None) -> str:
@@ -188,10 +186,7 @@ def modules() -> dict[str, str]:
         name: written(each, f"ggml {', '.join(each.versions)}", None if name == newest[0] else newest)
         for name, each in named.items()
     }
-    for sizes, name in ((False, "api_3"), (True, "api_3_sizes")):
-        to_come = layout(sources(VERSIONS[-1]), lambda text, sizes=sizes: api_3(text, sizes=sizes))
-        what = f"llama.cpp's pull request 23671, {'with' if sizes else 'without'} get_alloc_size_n"
-        texts[name] = written(to_come, what, newest)
+    texts["api_3"] = written(layout(sources(VERSIONS[-1]), api_3), "llama.cpp's pull request 23671", newest)
     return texts
 
 

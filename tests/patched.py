@@ -42,12 +42,11 @@ def _swapped(name: str, text: str, *, a: str, b: str) -> str:
     return "".join(lines)
 
 
-def _to_come(name: str, text: str, *, sizes: bool) -> str:
+def _to_come(name: str, text: str) -> str:
     """What the pull request makes of the tables."""
     if name == "ggml-backend-impl.h":
-        return api_3(text, sizes=sizes)
-    new = {"alloc_buffer": "alloc_buffer_n"} | ({"get_alloc_size": "get_alloc_size_n"} if sizes else {})
-    for slot, added in new.items():
+        return api_3(text)
+    for slot, added in {"alloc_buffer": "alloc_buffer_n", "get_alloc_size": "get_alloc_size_n"}.items():
         text = re.sub(rf"(.*/\* \.{slot}\s*= \*/.*\n)", rf"\1/* .{added} = */ NULL,\n", text)
     return text
 
@@ -60,10 +59,7 @@ SHUFFLED: dict[str, Change] = {
     "ggml_backend_buffer_type": partial(_swapped, a="alloc_buffer", b="get_alignment"),
     "ggml_backend_buffer": partial(_swapped, a="set_tensor", b="get_tensor"),
 }
-TO_COME: dict[str, Change] = {
-    "api_3": partial(_to_come, sizes=False),
-    "api_3_sizes": partial(_to_come, sizes=True),
-}
+TO_COME: dict[str, Change] = {"api_3": _to_come}
 
 
 def build(name: str) -> Path:

@@ -148,6 +148,7 @@ def _refuse_acc(dst: Tensor, a: Tensor, b: Tensor, params: SetPart) -> str | Non
     "ACC",
     types=[("f32", "f32", "f32")],
     refuse=_refuse_acc,
+    keeps=True,
     params=SetPart,
     built_by={"ggml_acc": "ctt zzzz", "ggml_acc_inplace": "ctt zzzz"},
 )

@@ -22,7 +22,6 @@ from quant.errors import UserError
 Types = tuple[str, ...]
 
 ROLES = ("dst", *(f"src{i}" for i in range(10)))
-_WORDS = tuple(str(i) for i in range(PARAMS_BYTES // 4))  # of op_params
 
 _NUMBER = r"(?:dst|src\d)\.n[eb][0-3]|params\.(?:\d|1[0-5]|[A-Za-z_]\w*)|-?\d+"
 _SIDE = rf"({_NUMBER})(?: ([*%]) ({_NUMBER}))?"

@@ -18,7 +18,6 @@ from ggml_backend_npu.ops import OWN
 Bytes = NDArray[np.uint8]
 Packs = Callable[[Tensor], bool]
 
-_KEEP = {"ACC"}  # leaves bytes of dst as they were; of the backend's own ops `Op.keeps` says so
 _DO_NOT_READ = {"CPY": 1}  # the source that is dst itself, of which nothing is read
 
 
@@ -35,7 +34,7 @@ def is_read(node: Node, index: int) -> bool:
 
 def continues_dst(node: Node) -> bool:
     """Whether the node's result depends on the old content of dst: it keeps a part of it, or a source overlaps dst."""
-    if node.op in _KEEP or (node.op in OWN and OWN[node.op].keeps):
+    if node.op in OWN and OWN[node.op].keeps:
         return True
     sources = [source for index, source in enumerate(node.src) if source is not None and is_read(node, index)]
     return any(source.overlaps(node.dst) for source in sources)

@@ -16,7 +16,7 @@ from ggml_backend_npu import Graph, Memory, Node, Tensor
 from quant.codec import Rounding
 
 NPU = "NPU"
-FORMAT = 2  # 1 has a single node in each entry, and no options
+FORMAT = 2
 
 ARCHITECTURE = "ggml-npu-trace"
 NO_DIGEST = b"0" * 64

@@ -133,13 +133,13 @@ def _check_digest(path: Path, where: str) -> None:
 
 def _parsed(reader: GGUFReader, where: str) -> Trace:
     values = {name: found.contents() for name, found in reader.fields.items() if name.startswith("trace.")}
-    if values.get("trace.format") not in (1, FORMAT):
-        raise TraceError(f"{where}: is of format {values.get('trace.format')}; formats 1 and {FORMAT} are read here")
+    if values.get("trace.format") != FORMAT:
+        raise TraceError(f"{where}: is of format {values.get('trace.format')}; format {FORMAT} is read here")
     texts = {name: str(values.get(f"trace.{name}", "")) for name in ("model", "prompt", "device", "ggml")}
     rounding = next((known for known in ROUNDINGS if known == values.get("trace.rounding")), None)
     if rounding is None:
         raise TraceError(f"{where}: has q8_0 rounding {values.get('trace.rounding')!r}, not {' or '.join(ROUNDINGS)}")
-    options = {str(name): str(value) for name, value in json.loads(values.get("trace.options", "{}")).items()}
+    options = {str(name): str(value) for name, value in json.loads(values["trace.options"]).items()}
     data = {int(t.name.removeprefix("bytes.")): np.asarray(t.data).view(np.uint8) for t in reader.tensors}
     nodes = [_stored(json.loads(text), data) for text in values["trace.nodes"]]
     origin = Origin(**texts, rounding=rounding, threads=int(values["trace.threads"]), options=options)
@@ -149,10 +149,10 @@ def _parsed(reader: GGUFReader, where: str) -> Trace:
 def _stored(found: dict[str, Any], data: dict[int, Bytes]) -> _Stored:
     groups = [(int(group["bytes"]), int(group["beyond"]) % ALIGNMENT) for group in found["groups"]]
     stored = _Stored(
-        tuple(_node(each, groups, data) for each in found.get("nodes", [found])),
+        tuple(_node(each, groups, data) for each in found["nodes"]),
         groups,
         int(found["expected"]),
-        [(_tensor(each["tensor"], groups, data, True), int(each["bytes"])) for each in found.get("wanted", [])],
+        [(_tensor(each["tensor"], groups, data, True), int(each["bytes"])) for each in found["wanted"]],
         int(found["step"]),
         int(found["index"]),
     )

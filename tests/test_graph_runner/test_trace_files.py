@@ -14,7 +14,7 @@ from gguf import GGUFReader, GGUFWriter
 from hypothesis import given
 from hypothesis import strategies as st
 from models import Models
-from traced import ORIGIN, assert_same, get_rows
+from traced import ORIGIN, get_rows
 
 from ggml_backend_npu.plugin.plugin import Plugin
 from graph_runner.base.errors import TraceError
@@ -127,31 +127,8 @@ def test_a_crafted_file_with_the_right_digest_is_refused_too(
 def test_a_file_of_another_format_or_rounding_is_refused(small: Path) -> None:
     path = small.with_name("crafted.gguf")
     assert read_trace(crafted(path, lambda entry: None))
-    assert "is of format 3; formats 1 and 2 are read here" in refusal(crafted(path, lambda entry: None, format=3))
+    assert "is of format 3; format 2 is read here" in refusal(crafted(path, lambda entry: None, format=3))
     assert "q8_0 rounding 'up'" in refusal(crafted(path, lambda entry: None, rounding="up"))
-
-
-def as_format_1(entry: dict[str, Any]) -> None:
-    """Its one node lies in the entry itself."""
-    (node,) = entry.pop("nodes")
-    assert entry.pop("wanted") == []
-    entry.update(node)
-
-
-def test_a_file_of_format_1_is_read(backend: Plugin, small: Path) -> None:
-    """It has a single node in each entry, and no options."""
-    path = crafted(small.with_name("crafted.gguf"), as_format_1, without=("options",), format=1)
-    fields = GGUFReader(path).fields
-    assert "trace.options" not in fields
-    assert json.loads(fields["trace.nodes"].contents()[0])["op"] == "GET_ROWS"
-    found = read_trace(path)
-    assert found.origin == ORIGIN
-    (recorded,) = found
-    assert_same(recorded, get_rows())
-    assert (recorded.lead, recorded.wanted) == ((), ())
-    for device in ("NPU", "CPU"):
-        (node,) = replay(path, device).nodes
-        assert node.isolated
 
 
 def test_an_op_of_a_crafted_file_that_calls_an_address_is_not_run(backend: Plugin, small: Path) -> None:

@@ -1,4 +1,4 @@
-"""llama.cpp's pull request 23671, without get_alloc_size_n, where it is not ggml_0_25. Written by tests/layouts.py."""
+"""llama.cpp's pull request 23671, where it is not ggml_0_25. Written by tests/layouts.py."""
 
 from ggml_backend_npu.ggml.layouts import ggml_0_25
 
@@ -13,14 +13,15 @@ LAYOUT = ggml_0_25.LAYOUT.but(
             "get_alignment": "size_t(pointer)",
             "get_max_size": "size_t(pointer)",
             "get_alloc_size": "size_t(pointer, pointer)",
+            "get_alloc_size_n": "size_t(pointer, pointer, int)",
             "is_host": "bool(pointer)",
         }
     },
     structs={
         "ggml_backend_buffer_type": {
             "iface": (0, "ggml_backend_buffer_type_i"),
-            "device": (56, "pointer"),
-            "context": (64, "pointer"),
+            "device": (64, "pointer"),
+            "context": (72, "pointer"),
         }
     },
 )
