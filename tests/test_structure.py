@@ -10,18 +10,17 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from tools import structure
+from tools.structure import PACKAGES, ROOT
 
 from ggml_backend_npu.ggml import lib
 from ggml_backend_npu.ops import OWN
 
-ROOT = Path(__file__).resolve().parent.parent
-PACKAGES = ("quant", "ggml_backend_npu", "graph_runner")
-MODULES = sorted(path.relative_to(ROOT) for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
+MODULES = sorted(path.relative_to(ROOT) for path in structure.modules().values())
 
 
-@cache
 def parsed(module: Path) -> ast.Module:
-    return ast.parse((ROOT / module).read_text())
+    return structure.parsed(ROOT / module)
 
 
 @cache
@@ -53,15 +52,33 @@ def outside(modules: set[str], *allowed: str) -> set[str]:
 
 
 def test_the_sources_are_found() -> None:
-    assert {module.parts[0] for module in MODULES} == {*PACKAGES}
+    assert {module.parts[0] for module in MODULES} == {*PACKAGES, "ggml_npu.py"}
     assert "quant/codec.py" in importers("numpy")
     assert "ggml_backend_npu/ir/graph.py" in importers("quant")
 
 
 def test_packages_import_downwards_only() -> None:
     """graph_runner -> ggml_backend_npu -> quant"""
-    assert not outside(importers("graph_runner"), "graph_runner/")
-    assert not outside(importers("ggml_backend_npu"), "ggml_backend_npu/", "graph_runner/")
+    assert not outside(importers("graph_runner"), "graph_runner/", "ggml_npu.py")
+    assert not outside(importers("ggml_backend_npu"), "ggml_backend_npu/", "graph_runner/", "ggml_npu.py")
+
+
+def test_rooms_import_downwards_only() -> None:
+    """Late imports and type-only ones too."""
+    assert [f"{each.importer}:{each.line} imports {each.imported}" for each in structure.upward()] == []
+
+
+def test_no_files_import_each_other_in_a_circle() -> None:
+    assert structure.circles() == []
+
+
+def test_every_room_is_in_the_list_and_every_entry_is_a_room() -> None:
+    rooms = {name for name in structure.modules() if name.count(".") <= 1 and not name.startswith("quant.")}
+    assert rooms == {room for room in structure.ROOMS if room != "quant"} | {"quant"}
+
+
+def test_few_modules_stand_at_the_root() -> None:
+    assert len([*(ROOT / "ggml_backend_npu").glob("*.py")]) <= 6
 
 
 def test_llama_cpp_is_imported_where_ggml_is_found_and_where_models_run() -> None:
@@ -133,10 +150,27 @@ OF_THE_PROCESS = {
     "ggml_backend_npu/ggml/fenced.py _free": "fenced memory that nobody holds any more",
     "ggml_backend_npu/ggml/fenced.py _Room": "how much that is",
     "ggml_backend_npu/ggml/lib.py _given": "which ggml the process was told to take",
+    "ggml_backend_npu/plugin/registration.py PLUGINS": "the backends that its ggml has",
     "graph_runner/base/endings.py _open": "what is undone when the process ends",
     "graph_runner/base/endings.py _commands": "whether a command is what the process is for",
     "graph_runner/run/session.py _log": "llama.cpp has one log",
 }
+# the same, kept by `@cache`: functions that return what changes
+KEPT = {
+    "quant/kernels/records.py _fields": "of a record's class, which does not change",
+    "quant/kernels/threads.py _pool": "the threads of the process, where ggml has none",
+    "ggml_backend_npu/ggml/codecs.py bound": "what the CPU backend of the process's ggml computes",
+    "ggml_backend_npu/ggml/blas.py _library": "the BLAS of the process",
+    "ggml_backend_npu/ggml/lib.py ggml": "the ggml of the process",
+    "ggml_backend_npu/ops/kernels/tiles.py _table": "of a function, which does not change",
+    "ggml_backend_npu/default.py default_backend": "what `op` adds to and `register` registers",
+    "ggml_backend_npu/device/backend.py of": "the backend of a device",
+    "ggml_backend_npu/device/backend.py backends_of": "those of a file of devices, which is run once",
+    "graph_runner/judging/promises.py _probes": "of the ops, which do not change",
+    "graph_runner/diff/contents.py _read_by": "of nodes, which do not change",
+    "graph_runner/diff/own.py _overwritten": "of nodes, which do not change",
+}
+FIXED = {"bool", "int", "str", "Path", "Part", "CFunction | None"}  # types of results that cannot change
 CHANGES = {"add", "append", "clear", "discard", "extend", "insert", "pop", "popitem", "remove", "setdefault", "update"}
 
 
@@ -199,6 +233,18 @@ def test_nothing_of_a_module_changes_but_what_a_process_has_one_of() -> None:
     found = {f"{module.as_posix()} {name}" for module in MODULES for name in Changed(parsed(module)).names}
     assert sorted(found - OF_THE_PROCESS.keys()) == []
     assert sorted(OF_THE_PROCESS.keys() - found) == []
+
+
+def test_what_is_kept_by_cache_is_fixed_or_listed() -> None:
+    kept = {
+        f"{module.as_posix()} {node.name}"
+        for module in MODULES
+        for node in ast.walk(parsed(module))
+        if isinstance(node, ast.FunctionDef) and ast.unparse(node.returns or ast.Constant(None)) not in FIXED
+        for decorator in node.decorator_list
+        if ast.unparse(decorator).partition("(")[0].rpartition(".")[2] in ("cache", "lru_cache")
+    }
+    assert sorted(kept ^ KEPT.keys()) == []
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -20,14 +19,11 @@ from ggml_backend_npu.backend.plan import Plan
 from ggml_backend_npu.ggml import codecs
 from ggml_backend_npu.ggml.numerics import Numerics
 from ggml_backend_npu.ir import Graph, Node
-from ggml_backend_npu.ir.memory import DeviceMemory
+from ggml_backend_npu.ir.memory import DeviceMemory, OwnMemory
 from ggml_backend_npu.ops import OWN
 from ggml_backend_npu.registry.entry import Call, KernelError, Op
 from quant.kernels.jit import engine
 from quant.kernels.threads import POOL, Team
-
-if TYPE_CHECKING:
-    from ggml_backend_npu.device.memory import OpaqueMemory
 
 _MEMORY = 8 << 30  # bytes of the device's own memory, where no limit is given
 
@@ -173,7 +169,7 @@ class Backend:
             fusions=self._fusions,
         )  # fmt: skip
 
-    def memory(self, moved: Callable[[], None]) -> DeviceMemory | OpaqueMemory | None:
+    def memory(self, moved: Callable[[], None]) -> OwnMemory | None:
         """Memory of the device's own; None where tensors stay in ggml's buffers.
 
         moved  called whenever a tensor becomes packed or stops being packed

@@ -11,7 +11,8 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from ggml_backend_npu.profiles.rules import FULL, Profile, ProfileError, load
+from ggml_backend_npu.profiles import load
+from ggml_backend_npu.profiles.rules import FULL, Profile, ProfileError
 from quant.errors import UserError
 
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}

@@ -10,13 +10,12 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Iterator
 from ctypes import CFUNCTYPE, Structure, c_char_p, c_int, c_int64, c_size_t, c_void_p
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from ggml_backend_npu.ggml import structs
 from ggml_backend_npu.ggml.layouts.layout import Layout
 
-if TYPE_CHECKING:
-    from ggml_backend_npu.ggml.lib import Ggml
+Ggml = Any  # `lib.Ggml`, which asks these functions where its parts are
 
 _WORD = ctypes.sizeof(c_void_p)
 _N_WORDS = 48  # more than any of the structs has

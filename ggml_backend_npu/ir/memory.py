@@ -6,6 +6,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -30,8 +31,78 @@ class Transfers:
         self.bytes[direction] += size
 
 
+class OwnMemory(Protocol):
+    """Memory of a device's own: buffers, and the bytes at an address, in ggml's layout of blocks, whatever layout they
+    have there. A buffer is whatever `allocate` returns.
+
+    transfers  counts of what is copied in and out
+    """
+
+    transfers: Transfers
+
+    @property
+    def alignment(self) -> int:
+        """Of tensors in a buffer, in bytes."""
+
+    @property
+    def largest(self) -> int | None:
+        """The largest buffer in bytes; None: any size."""
+
+    @property
+    def packs(self) -> bool:
+        """Whether some tensors lie there in a layout of its own that our kernels know."""
+
+    @property
+    def moves(self) -> int:
+        """How often a tensor changed its layout."""
+
+    @property
+    def limit(self) -> int:
+        """Bytes in all."""
+
+    @property
+    def free(self) -> int:
+        """Bytes that may still be allocated."""
+
+    def allocate(self, size: int) -> Any:
+        """A buffer of `size` bytes, with its `address`; None if the limit does not allow it."""
+
+    def release(self, buffer: Any) -> None:
+        """Frees a buffer."""
+
+    def place(self, type: str, address: int, size: int, *, pack: bool) -> None:
+        """Notes that a tensor now lies at an address, and that tensors which lay there are gone."""
+
+    def packed(self, address: int) -> Any:
+        """What the bytes at an address lie in, if they have a layout or a place of their own; else None."""
+
+    def read(self, address: int, size: int) -> Bytes:
+        """The bytes at an address."""
+
+    def write(self, address: int, data: Bytes) -> None:
+        """Sets the bytes at an address."""
+
+    def set(self, address: int, size: int, value: int) -> None:
+        """Sets bytes to one value."""
+
+    def copy(self, source: int, target: int, size: int) -> None:
+        """Copies bytes from one address to another."""
+
+    def fill(self, buffer: Any, value: int) -> None:
+        """Sets every byte of a buffer to one value."""
+
+    def spoil(self, address: int, why: str) -> None:
+        """Marks the buffer at an address as spoilt, because a write to it failed."""
+
+    def check(self) -> None:
+        """Raises KernelError if a buffer is spoilt."""
+
+    def synchronize(self) -> None:
+        """Waits until everything that the device was told to do is done."""
+
+
 class DeviceMemory:
-    """Buffers up to a limit in bytes. `opaque.OpaqueMemory` has the same methods to place, copy and compute tensors.
+    """Buffers up to a limit in bytes, in the host's memory.
 
     moved  called whenever a tensor becomes packed or stops being packed: plans that know its layout are then void
     moves  how often that happened

@@ -6,13 +6,12 @@ import ctypes
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from ggml_backend_npu.device.memory import OpaqueMemory
 from ggml_backend_npu.ggml import convert, structs
 from ggml_backend_npu.ggml.guard import Failures, guarded
 from ggml_backend_npu.ggml.lib import Ggml
 from ggml_backend_npu.ir import Memory
 from ggml_backend_npu.ir.buffer import Buffer, Bytes
-from ggml_backend_npu.ir.memory import ALIGNMENT, ON_DEVICE, TO_DEVICE, TO_HOST, DeviceMemory
+from ggml_backend_npu.ir.memory import ALIGNMENT, ON_DEVICE, TO_DEVICE, TO_HOST, OwnMemory
 
 _ANY = (1 << 64) - 1  # SIZE_MAX
 
@@ -23,9 +22,7 @@ class Buffers:
     lost  the message of the last copy that failed; ggml does not hear of it, as these callbacks return no status
     """
 
-    def __init__(
-        self, ggml: Ggml, memory: DeviceMemory | OpaqueMemory, failures: Failures, name: int, device: int
-    ) -> None:
+    def __init__(self, ggml: Ggml, memory: OwnMemory, failures: Failures, name: int, device: int) -> None:
         self.ggml, self.memory, self.failures = ggml, memory, failures
         self._name = name
         self.lost: str | None = None
@@ -90,7 +87,7 @@ class Buffers:
     @guarded(None)
     def free_buffer(self, buffer: int) -> None:
         """ggml_backend_buffer_i.free_buffer: frees the buffer's memory. An error is only recorded in `failures`."""
-        self.memory.release(self._buffers.pop(buffer))  # type: ignore[arg-type]  # it is one of its own
+        self.memory.release(self._buffers.pop(buffer))
 
     @guarded(None)
     def get_base(self, buffer: int) -> int:
@@ -173,7 +170,7 @@ class Buffers:
         """ggml_backend_buffer_i.clear: sets every byte of the buffer to one value. Errors: see `sets`."""
         memory = self._buffers[buffer]
         with self.sets(buffer, memory.address):
-            self.memory.fill(memory, value)  # type: ignore[arg-type]  # it is one of its own
+            self.memory.fill(memory, value)
 
 
 def of_host(address: int, size: int, *, writable: bool = True) -> Bytes:

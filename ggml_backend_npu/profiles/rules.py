@@ -10,10 +10,10 @@ import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
-from pathlib import Path
 from typing import Any
 
 from ggml_backend_npu.ir import PARAMS_BYTES, Node, Tensor
+from ggml_backend_npu.ops import OWN
 from ggml_backend_npu.profiles.clock import Clock
 from ggml_backend_npu.registry.params import Params
 from quant import type_names
@@ -61,8 +61,6 @@ def _tensor(node: Node, role: str) -> Tensor | None:
 
 def _record(op: str) -> type[Params] | None:
     """The backend's record of an op's parameters, even where a user has replaced the kernel."""
-    from ggml_backend_npu.ops import OWN  # late: ops know this module
-
     return OWN[op].params if op in OWN else None
 
 
@@ -218,19 +216,3 @@ def _refusal(rules: tuple[Rule, ...], node: Node) -> str | None:
 
 
 FULL = Profile("full", "whatever the backend has a kernel for", "the registry", None)
-
-
-def load(name: str) -> Profile:
-    """The profile with a name, or that of a TOML file. Raises ProfileError where there is none, or the file is not a
-    profile."""
-    from ggml_backend_npu.profiles.generations import (
-        PROFILES,  # late: they name parameters of ops, which know this module
-    )
-
-    if name in PROFILES:
-        return PROFILES[name]
-    if not name.endswith(".toml"):
-        raise ProfileError(f"must be one of {', '.join(PROFILES)}, or FILE.toml")
-    from ggml_backend_npu.profiles.files import read
-
-    return read(Path(name))

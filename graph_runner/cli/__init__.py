@@ -7,7 +7,7 @@ import os
 import sys
 from contextlib import suppress
 
-INTERRUPTED, CLOSED_PIPE = 130, 141
+from graph_runner.cli.codes import CLOSED_PIPE, INTERRUPTED
 
 try:
     from graph_runner.base.endings import ends_when_told

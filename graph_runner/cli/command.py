@@ -15,7 +15,7 @@ import typer
 
 from graph_runner.base.errors import SessionError
 from graph_runner.base.files import check_folders, check_outputs
-from graph_runner.cli import CLOSED_PIPE
+from graph_runner.cli.codes import CLOSED_PIPE
 from graph_runner.cli.options import KEEPS_TRACES, READS, WRITES
 
 _READ_BY_VARIABLE = ("GGML_NPU_KERNELS", "GGML_NPU_PROFILE")

@@ -9,8 +9,9 @@ from bare import STRIDED_F32, node, tensor
 
 from ggml_backend_npu import DeviceError
 from ggml_backend_npu.backend.options import Options
+from ggml_backend_npu.profiles import load
 from ggml_backend_npu.profiles.generations import PROFILES
-from ggml_backend_npu.profiles.rules import ProfileError, load
+from ggml_backend_npu.profiles.rules import ProfileError
 
 BASES = [name for name, profile in PROFILES.items() if profile.ops is not None]
 OWN = """\

@@ -18,8 +18,9 @@ from ggml_backend_npu import Backend, DeviceError, Graph, KernelError, Op, defau
 from ggml_backend_npu.backend.options import Options
 from ggml_backend_npu.ops.rope import Rope
 from ggml_backend_npu.plugin.plugin import Plugin
+from ggml_backend_npu.profiles import load
 from ggml_backend_npu.profiles.generations import PROFILES
-from ggml_backend_npu.profiles.rules import FULL, Profile, ProfileError, Rule, load
+from ggml_backend_npu.profiles.rules import FULL, Profile, ProfileError, Rule
 from graph_runner.base.tiny import write_tiny_llama
 from graph_runner.diff.run import diff
 from graph_runner.run.session import Session, Settings

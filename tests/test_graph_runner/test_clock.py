@@ -15,8 +15,9 @@ from models import Models
 from support import choose
 
 from ggml_backend_npu import Node, Tensor
+from ggml_backend_npu.profiles import load
 from ggml_backend_npu.profiles.clock import Clock
-from ggml_backend_npu.profiles.rules import FULL, ProfileError, load
+from ggml_backend_npu.profiles.rules import FULL, ProfileError
 from graph_runner.run.session import Settings
 from graph_runner.tools.coverage import cover
 from graph_runner.tools.prediction import Timer

@@ -17,8 +17,9 @@ from models import WRITERS, Models
 from support import choose
 
 from ggml_backend_npu import Op, Tensor, default_backend
+from ggml_backend_npu.profiles import load
 from ggml_backend_npu.profiles.generations import PROFILES
-from ggml_backend_npu.profiles.rules import Profile, Rule, load
+from ggml_backend_npu.profiles.rules import Profile, Rule
 from graph_runner.cli import main
 from graph_runner.reports.report import COVERAGE_SCHEMA
 from graph_runner.run.session import Sampler, Session, Settings
