@@ -21,8 +21,8 @@ import pytest
 from hypothesis import HealthCheck, Phase, settings
 
 if TYPE_CHECKING:
-    from commands import Cli
-    from models import Models
+    from kit.commands import Cli
+    from kit.models import Models
 
     from ggml_backend_npu.plugin.plugin import Plugin
 
@@ -55,7 +55,7 @@ def backend() -> Plugin:
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Models:
     """Finds the file of a model by name; a tiny one is written when first asked for."""
-    from models import OTHERS, WRITERS
+    from kit.models import OTHERS, WRITERS
 
     from graph_runner.base.models import demo_file
 
@@ -72,7 +72,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Models:
 def every_op(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The device takes every op, and what a kernel does to numbers warns nobody."""
     import numpy as np
-    from support import choose
+    from kit.support import choose
 
     choose(monkeypatch, ops="all")
     with np.errstate(all="raise", under="ignore"):
@@ -82,7 +82,7 @@ def every_op(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.fixture
 def all_fused(backend: Plugin, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The device takes every op and runs known patterns of nodes as one operator; no plan of another test is left."""
-    from support import choose
+    from kit.support import choose
 
     choose(monkeypatch, ops="all", fusion="on")
     backend.forget_plans()
@@ -93,7 +93,7 @@ def all_fused(backend: Plugin, monkeypatch: pytest.MonkeyPatch) -> Iterator[None
 @pytest.fixture
 def cli(backend: Plugin, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Iterator[Cli]:
     """The command with some arguments, in this process; its kernels and options are gone after the test."""
-    from commands import Outcome
+    from kit.commands import Outcome
 
     from ggml_backend_npu import default_backend
     from ggml_backend_npu.plugin import embedding

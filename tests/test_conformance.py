@@ -17,8 +17,7 @@ from itertools import product
 from pathlib import Path
 
 import pytest
-from conformance import Counts, documented, every_op, table
-from support import backend_ops_cases
+from tools.conformance import Counts, backend_ops_cases, documented, every_op, table
 
 from ggml_backend_npu.plugin.embedding import check_package, plugin
 from graph_runner.base.tiny import write_tiny_llama

@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import conformance
 import pytest
+from tools import conformance
 
 from ggml_backend_npu.profiles.generations import PROFILES
 from graph_runner.base.models import model_file
@@ -176,7 +176,7 @@ def test_every_profile_is_in_the_table() -> None:
 
 @pytest.mark.conformance
 def test_every_op_of_ggml_is_documented() -> None:
-    assert conformance.documented().keys() == conformance.every_op(), "python tests/conformance.py OP writes a row"
+    assert conformance.documented().keys() == conformance.every_op(), "tests/tools/conformance.py OP writes a row"
 
 
 def test_rows_of_ops_are_written_as_they_stand() -> None:

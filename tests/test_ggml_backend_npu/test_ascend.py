@@ -13,7 +13,7 @@ from random import Random
 
 import llama_cpp
 import pytest
-from bare import tensor
+from kit.bare import tensor
 
 from ggml_backend_npu import Node, Tensor
 from ggml_backend_npu.ggml import lib, structs

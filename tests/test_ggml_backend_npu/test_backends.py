@@ -12,8 +12,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from models import Models
-from support import Scene, assert_same_bytes, choose
+from kit.models import Models
+from kit.support import Scene, assert_same_bytes, choose
 
 import ggml_backend_npu
 from ggml_backend_npu import Backend, DeviceError, Node, Op, Options, Tensor, default_backend, register

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from models import Models
+from kit.models import Models
 
 from ggml_backend_npu import Device, DeviceBackend, DeviceError, Graph, KernelError, Memory, Node, Program, Tensor
 from ggml_backend_npu.device.memory import OpaqueMemory

@@ -8,9 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from numpy.typing import NDArray
-from recipes import Copy, GetRows, SetRows
-from support import (
+from kit.recipes import Copy, GetRows, SetRows
+from kit.support import (
     ENGINES,
     ROWS_APART,
     TRANSPOSED,
@@ -22,6 +21,7 @@ from support import (
     engine,
     outcome,
 )
+from numpy.typing import NDArray
 
 from ggml_backend_npu import default_backend, op
 from ggml_backend_npu.plugin.plugin import Plugin

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fusing import (
+from kit.fusing import (
     INF,
     Build,
     assert_close,
@@ -20,7 +20,7 @@ from fusing import (
     shift,
     without_its_last_node,
 )
-from support import Scene, assert_same_bytes, choose
+from kit.support import Scene, assert_same_bytes, choose
 
 from ggml_backend_npu import Graph, KernelError, Node, Tensor, default_backend
 from ggml_backend_npu.backend import fusion

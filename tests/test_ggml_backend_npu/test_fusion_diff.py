@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fusing import INF
-from models import Models
+from kit.fusing import INF
+from kit.models import Models
+from kit.support import choose
 from numpy.typing import NDArray
-from support import choose
 
 from ggml_backend_npu import Memory, Node, Tensor
 from ggml_backend_npu.backend import fusion

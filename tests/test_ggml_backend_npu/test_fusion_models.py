@@ -13,12 +13,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from commands import Outcome, fresh
-from fusing import nmse
 from gguf import GGMLQuantizationType
-from models import WRITERS, Models
+from kit.commands import Outcome, fresh
+from kit.fusing import nmse
+from kit.models import WRITERS, Models
+from kit.support import assert_same_bytes, choose, engine
 from numpy.typing import NDArray
-from support import assert_same_bytes, choose, engine
 
 from ggml_backend_npu.plugin.plugin import Plugin
 from graph_runner.base import tiny

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from fusing import KINDS, Build, Ran, assert_close, floats, route, routed_outputs
-from support import Scene, choose
+from kit.fusing import KINDS, Build, Ran, assert_close, floats, route, routed_outputs
+from kit.support import Scene, choose
 
 from ggml_backend_npu import Graph, Memory, Tensor, default_backend
 from ggml_backend_npu.ggml import convert

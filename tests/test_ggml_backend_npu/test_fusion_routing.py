@@ -7,8 +7,20 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from fusing import INF, KINDS, Route, assert_close, floats, ran, reshaped, route, routed_outputs, routed_right, scaled
-from support import Scene
+from kit.fusing import (
+    INF,
+    KINDS,
+    Route,
+    assert_close,
+    floats,
+    ran,
+    reshaped,
+    route,
+    routed_outputs,
+    routed_right,
+    scaled,
+)
+from kit.support import Scene
 
 from ggml_backend_npu import default_backend
 from ggml_backend_npu.plugin.plugin import Plugin

@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from fusing import INF, assert_fuses, floats, reshaped, scaled, shift
-from support import Scene, plain_floats
+from kit.fusing import INF, assert_fuses, floats, reshaped, scaled, shift
+from kit.support import Scene, plain_floats
 
 from ggml_backend_npu.plugin.plugin import Plugin
 

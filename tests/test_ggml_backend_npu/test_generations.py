@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from bare import STRIDED_F32, STRIDED_Q8, node, tensor
+from kit.bare import STRIDED_F32, STRIDED_Q8, node, tensor
 
 from ggml_backend_npu import Node
 from ggml_backend_npu.ggml import lib

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from commands import Cli, Outcome, assert_refused, kernel_file
+from kit.commands import Cli, Outcome, assert_refused, kernel_file
 
 from ggml_backend_npu import default_backend, op
 from ggml_backend_npu.registry.entry import recording

@@ -8,11 +8,11 @@ import struct
 
 import numpy as np
 import pytest
-from kernel_cases import Array, Case, floats, node
-from kernels_of_images import OF_IMAGES
-from kernels_of_models import OF_MODELS, scanned
-from kernels_of_training import OF_TRAINING
-from support import assert_same_bytes, in_pieces, recorded_works, special_floats
+from kit.kernel_cases import Array, Case, floats, node
+from kit.kernels_of_images import OF_IMAGES
+from kit.kernels_of_models import OF_MODELS, scanned
+from kit.kernels_of_training import OF_TRAINING
+from kit.support import assert_same_bytes, in_pieces, recorded_works, special_floats
 
 import ggml_backend_npu
 import quant

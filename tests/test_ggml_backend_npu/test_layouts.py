@@ -9,9 +9,9 @@ from contextlib import contextmanager
 from dataclasses import replace
 from itertools import pairwise
 
-import layouts as generator
-import patched
 import pytest
+from kit import patched
+from tools import layouts as generator
 
 from ggml_backend_npu.ggml import layouts, lib, probes, structs
 from ggml_backend_npu.ggml.layouts.layout import Layout

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from models import Models
+from kit.models import Models
 
 import quant
 from ggml_backend_npu.ir import Memory

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from bare import STRIDED_F32, node, tensor
+from kit.bare import STRIDED_F32, node, tensor
 
 from ggml_backend_npu import DeviceError
 from ggml_backend_npu.backend.options import Options

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from bare import ROW, STRIDED_F32, node, tensor
-from commands import Outcome, fresh
-from recipes import Copy, GetRows, SetRows
-from support import choose, supported
+from kit.bare import ROW, STRIDED_F32, node, tensor
+from kit.commands import Outcome, fresh
+from kit.recipes import Copy, GetRows, SetRows
+from kit.support import choose, supported
 
 from ggml_backend_npu import Backend, DeviceError, Graph, KernelError, Op, default_backend
 from ggml_backend_npu.backend.options import Options

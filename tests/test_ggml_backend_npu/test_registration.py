@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
-from support import Scene, supported
+from kit.support import Scene, supported
 
 import ggml_backend_npu
 from ggml_backend_npu.ggml.lib import list_devices

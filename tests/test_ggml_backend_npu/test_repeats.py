@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from models import Models
-from recipes import Copy, GetRows
-from repeated import RECIPES, chain, scene_of
-from support import Scene, assert_same_bytes
+from kit.models import Models
+from kit.recipes import Copy, GetRows
+from kit.repeated import RECIPES, chain, scene_of
+from kit.support import Scene, assert_same_bytes
 
 from ggml_backend_npu.plugin.plugin import Plugin
 from graph_runner.run.session import Session, Settings

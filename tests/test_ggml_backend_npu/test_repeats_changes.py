@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fusing import route, without_its_last_node
-from recipes import Copy, GetRows, Same
-from repeated import RECIPES, context_of, scene_of, some_rows
-from support import Recipe, Scene, assert_same_bytes, choose, engine
+from kit.fusing import route, without_its_last_node
+from kit.recipes import Copy, GetRows, Same
+from kit.repeated import RECIPES, context_of, scene_of, some_rows
+from kit.support import Recipe, Scene, assert_same_bytes, choose, engine
 
 from ggml_backend_npu import Op, default_backend
 from ggml_backend_npu.ggml import convert, structs

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from models import WRITERS, Models
-from repeated import RECIPES, chain, context_of, scene_of, some_rows
-from support import Scene, choose
+from kit.models import WRITERS, Models
+from kit.repeated import RECIPES, chain, context_of, scene_of, some_rows
+from kit.support import Scene, choose
 
 from ggml_backend_npu.plugin.plugin import Plugin
 from ggml_backend_npu.plugin.repeats import Repeats

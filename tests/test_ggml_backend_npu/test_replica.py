@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from models import WRITERS, Models
+from kit.models import WRITERS, Models
+from kit.support import assert_same_bytes
 from numpy.typing import NDArray
-from support import assert_same_bytes
 
 from ggml_backend_npu import KernelError, Memory, Node, Tensor, default_backend, op
 from ggml_backend_npu.ggml import convert, lib

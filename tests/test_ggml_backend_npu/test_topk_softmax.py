@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from kit.support import assert_same_bytes, computed, examples, seeds, zeros
 from numpy.typing import NDArray
-from support import assert_same_bytes, computed, examples, seeds, zeros
 
 from ggml_backend_npu import default_backend
 from ggml_backend_npu.documents.infiniop import TensorDescriptor, TopKSoftmax

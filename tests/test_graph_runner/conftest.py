@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from diffs import PROMPT
-from models import Models
-from traced import ORIGIN, SETTINGS, everything, get_rows
+from kit.diffs import PROMPT
+from kit.models import Models
+from kit.traced import ORIGIN, SETTINGS, everything, get_rows
 
 from ggml_backend_npu import default_backend
 from ggml_backend_npu.plugin.plugin import Plugin

@@ -7,9 +7,9 @@ from itertools import count
 
 import numpy as np
 import pytest
-from diffs import FLASH_OFF, PROMPT, planted
-from models import Models
-from support import choose
+from kit.diffs import FLASH_OFF, PROMPT, planted
+from kit.models import Models
+from kit.support import choose
 
 from ggml_backend_npu import Tensor, default_backend
 from ggml_backend_npu.ops import OWN

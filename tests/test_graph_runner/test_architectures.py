@@ -6,8 +6,8 @@ from datetime import UTC, datetime
 from itertools import combinations, product
 
 import pytest
-from architectures import SETTINGS, Case, chosen, design, outcomes, table
 from rich.console import Console
+from tools.architectures import SETTINGS, Case, chosen, design, outcomes, table
 
 from graph_runner.tools.suites import folder
 
@@ -47,7 +47,7 @@ def test_an_unmodified_device_is_right_in_every_model(capsys: pytest.CaptureFixt
     seed = int(f"{datetime.now(UTC):%Y%m%d}")
     models = folder().with_name("models")
     with capsys.disabled():
-        print(f"\n\n{SAMPLE} diffs: python tests/architectures.py {models} --sample {SAMPLE} --seed {seed}")
+        print(f"\n\n{SAMPLE} diffs: python tests/tools/architectures.py {models} --sample {SAMPLE} --seed {seed}")
         found = list(outcomes(models, chosen(models, SAMPLE, seed)))
         Console(width=120).print(table(found))
     assert len(found) == SAMPLE

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from commands import Cli, assert_refused, strict_json
+from kit.commands import Cli, assert_refused, strict_json
 from matplotlib.text import Text
 
 from ggml_backend_npu import Op, Tensor, default_backend

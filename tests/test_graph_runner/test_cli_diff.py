@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from commands import MOVERS, WRONG_CONT, Cli, fresh, kernel_file, strict_json
+from kit.commands import MOVERS, WRONG_CONT, Cli, fresh, kernel_file, strict_json
 
 from graph_runner.cli.options import PROMPT
 from graph_runner.reports.diff_report import SCHEMA

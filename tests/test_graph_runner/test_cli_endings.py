@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
-from commands import COMMAND, assert_refused, fresh, kernel_file, process
+from kit.commands import COMMAND, assert_refused, fresh, kernel_file, process
 
 from ggml_backend_npu.plugin.plugin import Plugin
 

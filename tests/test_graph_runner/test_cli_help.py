@@ -10,7 +10,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 import pytest
-from commands import MOVERS, Cli, assert_refused, fresh, process
+from kit.commands import MOVERS, Cli, assert_refused, fresh, process
 
 import ggml_backend_npu
 import graph_runner

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from commands import WRONG_CONT, Cli, assert_refused, fresh, kernel_file
+from kit.commands import WRONG_CONT, Cli, assert_refused, fresh, kernel_file
 
 from ggml_backend_npu import default_backend
 

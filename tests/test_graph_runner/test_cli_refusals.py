@@ -10,8 +10,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from commands import Cli, assert_refused, fresh, process
 from gguf import GGUFReader
+from kit.commands import Cli, assert_refused, fresh, process
 
 import ggml_backend_npu
 from ggml_backend_npu.plugin.plugin import Plugin

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from commands import Cli, assert_refused, fresh
 from gguf import GGUFReader
+from kit.commands import Cli, assert_refused, fresh
 
 from graph_runner.base.limits import MOST_THREADS
 from graph_runner.run.session import Sampler, Session, SessionError, Settings, generate

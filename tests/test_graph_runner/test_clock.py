@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from models import Models
-from support import choose
+from kit.models import Models
+from kit.support import choose
 
 from ggml_backend_npu import Node, Tensor
 from ggml_backend_npu.profiles import load

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support import ROWS_APART, Scene, examples, seeds
+from kit.support import ROWS_APART, Scene, examples, seeds
 
 import quant
 from ggml_backend_npu import Tensor

@@ -10,7 +10,7 @@ from io import StringIO
 from pathlib import Path
 
 import pytest
-from commands import Cli, fresh
+from kit.commands import Cli, fresh
 
 from graph_runner.base.console import Console, table
 

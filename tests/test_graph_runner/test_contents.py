@@ -8,7 +8,7 @@ from itertools import count
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
-from support import seeds
+from kit.support import seeds
 
 from ggml_backend_npu import Memory, Node, Tensor
 from ggml_backend_npu.ggml.convert import Read, Storage

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from kit.support import assert_same_bytes, seeds
 from numpy.typing import NDArray
-from support import assert_same_bytes, seeds
 
 from ggml_backend_npu import Memory, Node, Tensor
 from ggml_backend_npu.ggml import fenced as fences

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from models import WRITERS, Models
-from support import choose
+from kit.models import WRITERS, Models
+from kit.support import choose
 
 from ggml_backend_npu import Op, Tensor, default_backend
 from ggml_backend_npu.profiles import load

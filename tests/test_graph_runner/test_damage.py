@@ -9,8 +9,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from damage import Commands, cuts, edits, flips
 from gguf import GGUFReader
+from kit.damage import Commands, cuts, edits, flips
 
 from graph_runner.base.tiny import write_tiny_llama
 from graph_runner.run.session import Settings

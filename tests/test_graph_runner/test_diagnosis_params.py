@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from diagnoses import altered, floats, found, ints, multiplied, rope, soft_max
-from paper import Paper, define
-from support import Placement
+from kit.diagnoses import altered, floats, found, ints, multiplied, rope, soft_max
+from kit.paper import Paper, define
+from kit.support import Placement
 
 from ggml_backend_npu import Node, Tensor
 from ggml_backend_npu.ops import OWN

@@ -9,12 +9,12 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from diagnoses import BINARY, floats, found, rope, said, soft_max
 from hypothesis import given
 from hypothesis import strategies as st
-from paper import Paper, define, results
-from recipes import Copy, GetRows, Same, SetRows
-from support import Placement, examples, seeds
+from kit.diagnoses import BINARY, floats, found, rope, said, soft_max
+from kit.paper import Paper, define, results
+from kit.recipes import Copy, GetRows, Same, SetRows
+from kit.support import Placement, examples, seeds
 
 from ggml_backend_npu import Node
 from ggml_backend_npu.ops import OWN

@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from diagnoses import floats, found, ints
+from kit.diagnoses import floats, found, ints
+from kit.paper import Paper, define
+from kit.support import Placement
 from numpy.typing import NDArray
-from paper import Paper, define
-from support import Placement
 
 from ggml_backend_npu import Node
 

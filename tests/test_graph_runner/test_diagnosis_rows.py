@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from diagnoses import SHAPES, floats, found, ids_of, ints
+from kit.diagnoses import SHAPES, floats, found, ids_of, ints
+from kit.paper import Paper, define
+from kit.support import Placement
 from numpy.typing import NDArray
-from paper import Paper, define
-from support import Placement
 
 import quant
 from ggml_backend_npu import Node, Tensor

@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from diagnoses import BINARY, altered, floats, found, multiplied, swap
+from kit.diagnoses import BINARY, altered, floats, found, multiplied, swap
+from kit.paper import Paper, define
+from kit.support import Placement
 from numpy.typing import NDArray
-from paper import Paper, define
-from support import Placement
 
 from ggml_backend_npu import Node, Tensor
 from graph_runner.judging import noise

@@ -6,9 +6,9 @@ from math import prod
 
 import numpy as np
 import pytest
-from diagnoses import SHAPES, floats, found, ids_of, swap
-from paper import Paper, define
-from support import Placement
+from kit.diagnoses import SHAPES, floats, found, ids_of, swap
+from kit.paper import Paper, define
+from kit.support import Placement
 
 import quant
 from ggml_backend_npu import Node, Tensor

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from diffs import FLASH_OFF, FLASH_ON, PROMPT, QUANTISED, is_off, planted, run
-from models import Models
-from support import choose
+from kit.diffs import FLASH_OFF, FLASH_ON, PROMPT, QUANTISED, is_off, planted, run
+from kit.models import Models
+from kit.support import choose
 
 from ggml_backend_npu import KernelError, Tensor, default_backend
 from ggml_backend_npu.ops import OWN

@@ -8,8 +8,8 @@ import subprocess
 import sys
 
 import pytest
-from diffs import CELLS, FLASH_OFF, FLASH_ON, N_CELLS, PROMPT, QUANTISED, is_off, planted, run
-from models import Models
+from kit.diffs import CELLS, FLASH_OFF, FLASH_ON, N_CELLS, PROMPT, QUANTISED, is_off, planted, run
+from kit.models import Models
 
 from ggml_backend_npu import Tensor, default_backend
 from ggml_backend_npu.ops import OWN

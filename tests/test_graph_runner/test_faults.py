@@ -10,10 +10,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from diffs import FLASH_OFF, FLASH_ON, PROMPT, QUANTISED
-from models import Models
+from kit.diffs import FLASH_OFF, FLASH_ON, PROMPT, QUANTISED
+from kit.models import Models
+from kit.support import Scene
 from rich.console import Console
-from support import Scene
 
 from ggml_backend_npu import Memory, Node, Tensor, default_backend
 from ggml_backend_npu.ggml import convert, lib

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from diffs import PROMPT
-from models import WRITERS, Models
-from support import engine
+from kit.diffs import PROMPT
+from kit.models import WRITERS, Models
+from kit.support import engine
 
 from ggml_backend_npu import KernelError, Memory, Node, Tensor, default_backend, op
 from ggml_backend_npu.ggml import convert, lib

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from browser import CHROMIUM, Browser, chromium
+from kit.browser import CHROMIUM, Browser, chromium
 
 from graph_runner.reports.explorer import COLOURS, explorer_json
 from graph_runner.reports.html import VERDICTS, diff_html

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 from hypothesis import given
+from kit.paper import Paper, define
+from kit.support import seeds
 from numpy.typing import NDArray
-from paper import Paper, define
-from support import seeds
 
 import quant
 from ggml_backend_npu import Memory, Node, Tensor

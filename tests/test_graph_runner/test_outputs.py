@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import typer
-from commands import COMMAND, Cli, assert_refused
+from kit.commands import COMMAND, Cli, assert_refused
 
 from graph_runner.base.files import replacing
 from graph_runner.cli.app import COMMANDS, app

@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from damage import Commands
-from diffs import FLASH_OFF, PROMPT
-from planted import (
+from kit.damage import Commands
+from kit.diffs import FLASH_OFF, PROMPT
+from kit.planted import (
     ENDS,
     FUSED,
     ISOLATED,
@@ -35,7 +35,7 @@ from planted import (
     shows,
     spills,
 )
-from support import choose
+from kit.support import choose
 
 from ggml_backend_npu.plugin.plugin import Plugin
 from graph_runner.diff.run import diff

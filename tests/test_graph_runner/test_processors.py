@@ -1,6 +1,6 @@
 """Whole models on other builds of ggml: the diff finds no fault, whatever a compiler made of ggml's loops.
 
-pytest -m builds makes the builds of tests/builds.py, in some minutes each; pytest -m conformance uses ggml's own
+pytest -m builds makes the builds of tests/tools/builds.py, in some minutes each; pytest -m conformance uses ggml's own
 programs, which are built for AVX2 on every processor.
 """
 
@@ -11,9 +11,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-import builds
 import pytest
-from models import Models
+from kit.models import Models
+from tools import builds
 
 from graph_runner.tools import suites
 from quant.kernels.processor import processor_has

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from support import with_avx2
+from kit.support import with_avx2
 
 from ggml_backend_npu import Node
 from ggml_backend_npu.ggml import codecs, lib

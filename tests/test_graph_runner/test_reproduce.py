@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from support import backend_ops_cases
+from tools.conformance import backend_ops_cases
 
 from ggml_backend_npu import Memory, Node, Tensor
 from graph_runner.judging.reproduce import backend_ops_line

@@ -11,12 +11,12 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-import rounding
 from hypothesis import given
+from kit import rounding
+from kit.paper import copy_of
+from kit.rounding import FAULTS, in_halves, right, rounds, written, wrong
+from kit.support import examples, seeds
 from numpy.typing import NDArray
-from paper import copy_of
-from rounding import FAULTS, in_halves, right, rounds, written, wrong
-from support import examples, seeds
 
 from ggml_backend_npu import Node, Tensor
 from ggml_backend_npu.backend.fusion import FUSIONS

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from diffs import planted, run
-from models import Models
+from kit.diffs import planted, run
+from kit.models import Models
 
 from ggml_backend_npu import Tensor, default_backend
 from ggml_backend_npu.ops import OWN

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from diffs import FLASH_OFF, PROMPT
 from gguf import GGUFReader
-from models import WRITERS, Models
-from traced import ORIGIN, assert_same, copied, get_rows
+from kit.diffs import FLASH_OFF, PROMPT
+from kit.models import WRITERS, Models
+from kit.traced import ORIGIN, assert_same, copied, get_rows
 
 from ggml_backend_npu import Graph, Memory, Node, Tensor, default_backend
 from ggml_backend_npu.ir.packed import Packed

@@ -9,12 +9,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from diffs import FLASH_OFF, PROMPT
 from gguf import GGUFReader, GGUFWriter
 from hypothesis import given
 from hypothesis import strategies as st
-from models import Models
-from traced import ORIGIN, get_rows
+from kit.diffs import FLASH_OFF, PROMPT
+from kit.models import Models
+from kit.traced import ORIGIN, get_rows
 
 from ggml_backend_npu.plugin.plugin import Plugin
 from graph_runner.base.errors import TraceError

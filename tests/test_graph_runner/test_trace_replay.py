@@ -12,10 +12,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from commands import Cli, assert_refused, fresh, kernel_file, process
-from diffs import PROMPT
-from models import Models
-from traced import ORIGIN, copied, get_rows
+from kit.commands import Cli, assert_refused, fresh, kernel_file, process
+from kit.diffs import PROMPT
+from kit.models import Models
+from kit.traced import ORIGIN, copied, get_rows
 
 from ggml_backend_npu import Node, Tensor, default_backend, op
 from ggml_backend_npu.plugin.plugin import Plugin

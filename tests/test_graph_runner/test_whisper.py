@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import whisper
+from kit import whisper
 
 from graph_runner.trace import replay
 

@@ -13,10 +13,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from commands import Cli, assert_refused, fresh, process
-from models import Models, requantized
+from kit.commands import Cli, assert_refused, fresh, process
+from kit.models import Models, requantized
+from kit.support import choose
 from numpy.typing import NDArray
-from support import choose
 
 import graph_runner
 from ggml_backend_npu import Op, default_backend

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from kit.support import examples, seeds, values
 from numpy.typing import NDArray
-from support import examples, seeds, values
 
 import quant
 from ggml_backend_npu import Tensor

@@ -14,8 +14,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
+from kit.support import ENGINES, assert_same_bytes, examples, one_nan, pool, special_floats
 from numpy.typing import NDArray
-from support import ENGINES, assert_same_bytes, examples, one_nan, pool, special_floats
 
 import quant
 from ggml_backend_npu import Node, Tensor, default_backend

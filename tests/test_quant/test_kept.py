@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from commands import fresh, process
+from kit.commands import fresh, process
 from test_kernel_cache import FEW, ended, started
 
 from graph_runner.tools import suites

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from kit.support import assert_same_bytes, seeds
 from numpy.typing import NDArray
-from support import assert_same_bytes, seeds
 
 import quant
 from quant import DeviceLayout, codec, to_blocks, to_device

@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from models import Models
+from kit.models import Models
+from kit.support import Scene, assert_same_bytes, examples, recorded_works
 from numba import types
-from support import Scene, assert_same_bytes, examples, recorded_works
 
 import quant
 from ggml_backend_npu.plugin.plugin import Plugin

@@ -1,4 +1,4 @@
-"""ggml's private structs and tables of functions: one module per layout, written by tests/layouts.py."""
+"""ggml's private structs and tables of functions: one module per layout, written by tests/tools/layouts.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""llama.cpp's pull request 23671, where it is not ggml_0_25. Written by tests/layouts.py."""
+"""llama.cpp's pull request 23671, where it is not ggml_0_25. Written by tests/tools/layouts.py."""
 
 from ggml_backend_npu.ggml.layouts import ggml_0_25
 

@@ -1,4 +1,4 @@
-"""ggml 0.20.0, where it is not ggml_0_25. Written by tests/layouts.py."""
+"""ggml 0.20.0, where it is not ggml_0_25. Written by tests/tools/layouts.py."""
 
 from ggml_backend_npu.ggml.layouts import ggml_0_25
 

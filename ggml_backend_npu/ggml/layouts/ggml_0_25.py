@@ -1,4 +1,4 @@
-"""ggml 0.25.3. Written by tests/layouts.py."""
+"""ggml 0.25.3. Written by tests/tools/layouts.py."""
 
 from ggml_backend_npu.ggml.layouts.layout import Layout
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from support import ENGINES
+from kit.support import ENGINES
 
 
 @pytest.fixture(params=ENGINES)

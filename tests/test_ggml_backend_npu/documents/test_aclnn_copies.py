@@ -7,7 +7,9 @@ from math import prod
 
 import numpy as np
 import pytest
-from acl_tensors import (
+from hypothesis import given
+from hypothesis import strategies as st
+from kit.acl_tensors import (
     BITS,
     BLOCKS,
     FLOATS,
@@ -29,9 +31,7 @@ from acl_tensors import (
     times,
     unpacked,
 )
-from hypothesis import given
-from hypothesis import strategies as st
-from support import Scene, assert_same_bytes, outcome, recorded_works, seeds, values
+from kit.support import Scene, assert_same_bytes, outcome, recorded_works, seeds, values
 
 from ggml_backend_npu import Tensor, default_backend
 from ggml_backend_npu.documents.aclnn import AclTensor

@@ -9,8 +9,8 @@ from functools import partial
 
 import numpy as np
 import pytest
-from acl_tensors import INVALID, NAMES, NULL, RUNTIME, TYPES, Array, filled, first
-from support import assert_same_bytes
+from kit.acl_tensors import INVALID, NAMES, NULL, RUNTIME, TYPES, Array, filled, first
+from kit.support import assert_same_bytes
 
 from ggml_backend_npu.documents import aclnn
 from ggml_backend_npu.documents.aclnn import AclOpExecutor

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from acl_tensors import BITS, BLOCKS, TYPES, Layout, filled, layouts, only_changed, run, shapes, tensor_of
 from hypothesis import given
 from hypothesis import strategies as st
+from kit.acl_tensors import BITS, BLOCKS, TYPES, Layout, filled, layouts, only_changed, run, shapes, tensor_of
+from kit.support import Scene, assert_same_bytes, outcome, seeds
 from numpy.typing import NDArray
-from support import Scene, assert_same_bytes, outcome, seeds
 
 from ggml_backend_npu import Tensor
 from ggml_backend_npu.plugin.plugin import Plugin

@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from acl_tensors import FLOATS, INVALID, NAMES, NULL, Array, first, run, stored_shape
 from hypothesis import given
 from hypothesis import strategies as st
-from support import assert_same_bytes, examples
+from kit.acl_tensors import FLOATS, INVALID, NAMES, NULL, Array, first, run, stored_shape
+from kit.support import assert_same_bytes, examples
 
 from ggml_backend_npu import Tensor
 from ggml_backend_npu.documents import aclnn

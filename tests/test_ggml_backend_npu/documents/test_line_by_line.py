@@ -10,8 +10,8 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from acl_tensors import packed, run
-from documented import (
+from kit.acl_tensors import packed, run
+from kit.documented import (
     BF16,
     F16,
     F32,

@@ -9,8 +9,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from acl_tensors import packed, run, unpacked
-from documented import (
+from hypothesis import given
+from hypothesis import strategies as st
+from kit.acl_tensors import packed, run, unpacked
+from kit.documented import (
     F16,
     F32,
     F64,
@@ -36,9 +38,7 @@ from documented import (
     softmax_of,
     tile_of,
 )
-from hypothesis import given
-from hypothesis import strategies as st
-from support import examples
+from kit.support import examples
 
 from ggml_backend_npu import Tensor
 from ggml_backend_npu.documents import rbln

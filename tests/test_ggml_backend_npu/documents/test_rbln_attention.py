@@ -10,11 +10,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from documented import F16, F32, Array, either_engine
 from hypothesis import given
 from hypothesis import strategies as st
-from scores import causal, close, defined, drawn, f32, one, row
-from support import seeds
+from kit.documented import F16, F32, Array, either_engine
+from kit.scores import causal, close, defined, drawn, f32, one, row
+from kit.support import seeds
 
 from ggml_backend_npu.documents.rbln import dynamic_flash_attn_tile, flash_attn_recompute, masked_softmax
 from ggml_backend_npu.plugin.build import Builder

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from documented import F16, F32
-from scores import LAYOUTS, drawn, marks
+from kit.documented import F16, F32
+from kit.scores import LAYOUTS, drawn, marks
 
 from ggml_backend_npu.documents.rbln import (
     dynamic_flash_attn_tile,

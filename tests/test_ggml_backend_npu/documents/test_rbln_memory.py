@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from documented import BF16, F16, F32, FLOATS, Array
 from hypothesis import given
 from hypothesis import strategies as st
-from scores import LAYOUTS, any_layout, drawn, f32
-from support import examples, seeds
+from kit.documented import BF16, F16, F32, FLOATS, Array
+from kit.scores import LAYOUTS, any_layout, drawn, f32
+from kit.support import examples, seeds
 
 from ggml_backend_npu.documents.rbln import (
     dynamic_load,

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from documented import Array
-from scores import f32
+from kit.documented import Array
+from kit.scores import f32
 
 from ggml_backend_npu.documents.rbln import (
     dynamic_flash_attn_tile,

@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from documented import F32, FLOATS, LOWEST, ROUNDING, assert_near, either_engine
 from hypothesis import given
 from hypothesis import strategies as st
-from scores import (
+from kit.documented import F32, FLOATS, LOWEST, ROUNDING, assert_near, either_engine
+from kit.scores import (
     LAYOUTS,
     any_float,
     any_index,
@@ -33,7 +33,7 @@ from scores import (
     spoiled,
     windowed,
 )
-from support import examples, seeds
+from kit.support import examples, seeds
 
 from ggml_backend_npu import default_backend
 from ggml_backend_npu.documents.rbln import (

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support import (
+from kit.support import (
     NO_ELEMENTS,
     PLAIN,
     TRANSPOSED,

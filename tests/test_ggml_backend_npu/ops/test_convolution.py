@@ -13,8 +13,7 @@ import numpy as np
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from numpy.typing import NDArray
-from support import (
+from kit.support import (
     ENGINES,
     PLAIN,
     Placement,
@@ -31,6 +30,7 @@ from support import (
     values,
     zeros,
 )
+from numpy.typing import NDArray
 
 from ggml_backend_npu.plugin.plugin import Plugin
 

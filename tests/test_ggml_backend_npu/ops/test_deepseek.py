@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from numpy.typing import NDArray
-from support import (
+from kit.support import (
     Placement,
     Recipe,
     Scene,
@@ -23,6 +22,7 @@ from support import (
     seeds,
     supported,
 )
+from numpy.typing import NDArray
 
 import quant
 from ggml_backend_npu import Node, Tensor, default_backend

@@ -15,9 +15,8 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from numpy.typing import NDArray
-from recipes import of_one
-from support import (
+from kit.recipes import of_one
+from kit.support import (
     ENGINES,
     EVENLY_APART,
     FLOATS,
@@ -45,6 +44,7 @@ from support import (
     supported,
     values,
 )
+from numpy.typing import NDArray
 
 from ggml_backend_npu import KernelError, Node, Tensor, default_backend
 from ggml_backend_npu.ops import OWN

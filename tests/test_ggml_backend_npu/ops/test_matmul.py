@@ -19,9 +19,7 @@ import numpy as np
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
-from llvmlite import binding
-from numpy.typing import NDArray
-from support import (
+from kit.support import (
     ENGINES,
     PLAIN,
     Dims,
@@ -42,7 +40,9 @@ from support import (
     supported,
     with_avx2,
 )
-from support import values as values_of
+from kit.support import values as values_of
+from llvmlite import binding
+from numpy.typing import NDArray
 
 import quant
 from ggml_backend_npu import Node, Tensor, default_backend

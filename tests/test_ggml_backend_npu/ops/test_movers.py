@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from recipes import COPIES, ROW_SOURCES, ROW_TARGETS, SAME, Cast, Copy, GetRows, Same, SetRows, copies
-from support import (
+from kit.recipes import COPIES, ROW_SOURCES, ROW_TARGETS, SAME, Cast, Copy, GetRows, Same, SetRows, copies
+from kit.support import (
     ENGINES,
     NO_ELEMENTS,
     ROWS_APART,

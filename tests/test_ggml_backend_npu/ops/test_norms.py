@@ -13,9 +13,8 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from numpy.typing import NDArray
-from recipes import of_one
-from support import (
+from kit.recipes import of_one
+from kit.support import (
     ENGINES,
     PLAIN,
     TRANSPOSED,
@@ -41,6 +40,7 @@ from support import (
     with_avx2,
     zeros,
 )
+from numpy.typing import NDArray
 
 from ggml_backend_npu.plugin.plugin import Plugin
 

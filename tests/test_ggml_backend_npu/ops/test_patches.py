@@ -13,8 +13,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from numpy.typing import NDArray
-from support import (
+from kit.support import (
     ENGINES,
     EVENLY_APART,
     PLAIN,
@@ -36,6 +35,7 @@ from support import (
     values,
     zeros,
 )
+from numpy.typing import NDArray
 
 import quant
 from ggml_backend_npu.plugin.plugin import Plugin

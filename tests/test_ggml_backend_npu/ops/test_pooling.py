@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from numpy.typing import NDArray
-from support import (
+from kit.support import (
     Dims,
     Scene,
     assert_equals_cpu,
@@ -24,6 +23,7 @@ from support import (
     values,
     zeros,
 )
+from numpy.typing import NDArray
 
 from ggml_backend_npu.plugin.plugin import Plugin
 

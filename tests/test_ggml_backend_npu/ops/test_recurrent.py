@@ -15,9 +15,8 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from models import Models
-from numpy.typing import NDArray
-from support import (
+from kit.models import Models
+from kit.support import (
     ENGINES,
     PLAIN,
     Placement,
@@ -30,6 +29,7 @@ from support import (
     seeds,
     zeros,
 )
+from numpy.typing import NDArray
 
 from ggml_backend_npu import KernelError
 from ggml_backend_npu.plugin.plugin import Plugin

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from kit.support import refusal, zeros
 from numpy.typing import NDArray
-from support import refusal, zeros
 
 from ggml_backend_npu import Tensor
 

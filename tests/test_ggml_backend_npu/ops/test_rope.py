@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support import (
+from kit.support import (
     ENGINES,
     PLAIN,
     Dims,

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from recipes import of_one
-from support import (
+from kit.recipes import of_one
+from kit.support import (
     NO_ELEMENTS,
     ROWS_APART,
     Dims,

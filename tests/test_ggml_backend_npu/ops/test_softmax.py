@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from numpy.typing import NDArray
-from support import (
+from kit.support import (
     ENGINES,
     PLAIN,
     Dims,
@@ -33,6 +32,7 @@ from support import (
     with_avx2,
     zeros,
 )
+from numpy.typing import NDArray
 
 from ggml_backend_npu import Node, Tensor, default_backend
 from ggml_backend_npu.ops import softmax

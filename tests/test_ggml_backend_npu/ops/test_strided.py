@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from numpy.typing import NDArray
-from recipes import Copy, Same
-from support import (
+from kit.recipes import Copy, Same
+from kit.support import (
     IN_ORDER,
     Bytes,
     Dims,
@@ -28,6 +27,7 @@ from support import (
     seeds,
     values,
 )
+from numpy.typing import NDArray
 
 import quant
 from ggml_backend_npu import Memory, Node, Tensor, default_backend

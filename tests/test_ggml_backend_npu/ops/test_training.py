@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from numpy.typing import NDArray
-from support import (
+from kit.support import (
     ENGINES,
     EVENLY_APART,
     PLAIN,
@@ -39,6 +38,7 @@ from support import (
     values,
     zeros,
 )
+from numpy.typing import NDArray
 
 from ggml_backend_npu import KernelError
 from ggml_backend_npu.ops import OWN

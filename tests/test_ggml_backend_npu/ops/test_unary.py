@@ -14,9 +14,8 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from numpy.typing import NDArray
-from recipes import of_one
-from support import (
+from kit.recipes import of_one
+from kit.support import (
     ENGINES,
     EVENLY_APART,
     FLOATS,
@@ -45,6 +44,7 @@ from support import (
     values,
     zeros,
 )
+from numpy.typing import NDArray
 
 from ggml_backend_npu.ops.unary import FUNCTIONS
 from ggml_backend_npu.plugin.plugin import Plugin

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from numpy.typing import NDArray
-from support import (
+from kit.support import (
     Dims,
     Placement,
     Scene,
@@ -24,6 +23,7 @@ from support import (
     values,
     zeros,
 )
+from numpy.typing import NDArray
 
 from ggml_backend_npu.plugin.plugin import Plugin
 

@@ -1,8 +1,8 @@
 """The default tests on other builds of ggml: other instructions, vectors, processors, another compiler.
 
-    python tests/builds.py                    what there is, and what has been built
-    python tests/builds.py v3 v4-256          builds these and runs the default tests with each
-    python tests/builds.py v3 -- -k norm      arguments after -- go to pytest
+    python tests/tools/builds.py                    what there is, and what has been built
+    python tests/tools/builds.py v3 v4-256          builds these and runs the default tests with each
+    python tests/tools/builds.py v3 -- -k norm      arguments after -- go to pytest
 
 A build is made once from the sources of the installed llama-cpp-python, in two minutes, and kept in the user's cache
 directory beside the installed libllama. LLAMA_CPP_LIB_PATH says which one a process has. A build for a processor with

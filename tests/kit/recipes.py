@@ -8,7 +8,20 @@ from typing import Any
 
 import numpy as np
 from hypothesis import strategies as st
-from support import PLAIN, Dims, Kind, Placement, Recipe, Scene, kind_for, placements, reshapes, seeds, sizes, values
+from kit.support import (
+    PLAIN,
+    Dims,
+    Kind,
+    Placement,
+    Recipe,
+    Scene,
+    kind_for,
+    placements,
+    reshapes,
+    seeds,
+    sizes,
+    values,
+)
 
 from ggml_backend_npu import default_backend
 from quant import codec

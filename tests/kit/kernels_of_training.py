@@ -5,8 +5,8 @@ from __future__ import annotations
 import struct
 
 import numpy as np
-from kernel_cases import Array, Case, floats, node, positive, sevens
-from support import special_floats
+from kit.kernel_cases import Array, Case, floats, node, positive, sevens
+from kit.support import special_floats
 
 from ggml_backend_npu.ops import gradients, losses, optimisers, outer, sums
 from ggml_backend_npu.ops.kernels import strided, tiles

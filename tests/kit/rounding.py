@@ -9,8 +9,8 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+from kit.paper import copy_of, define
 from numpy.typing import NDArray
-from paper import copy_of, define
 
 from ggml_backend_npu import Node, Tensor
 from ggml_backend_npu.ops import OWN

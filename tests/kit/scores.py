@@ -7,8 +7,8 @@ from itertools import product
 from typing import Any
 
 import numpy as np
-from documented import BF16, F16, F32, FLOATS, LOWEST, Array
 from hypothesis import strategies as st
+from kit.documented import BF16, F16, F32, FLOATS, LOWEST, Array
 
 
 def f32(*values: Any) -> Array:

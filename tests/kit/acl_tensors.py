@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 from hypothesis import strategies as st
+from kit.support import reshapes, values
 from numpy.typing import NDArray
-from support import reshapes, values
 
 from ggml_backend_npu import Tensor
 from ggml_backend_npu.documents import aclnn

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import numpy as np
-from recipes import Cast, Copy, GetRows, Same, SetRows
-from support import TRANSPOSED, Placement, Recipe, Scene
+from kit.recipes import Cast, Copy, GetRows, Same, SetRows
+from kit.support import TRANSPOSED, Placement, Recipe, Scene
 
 from ggml_backend_npu.plugin.contexts import Context
 from ggml_backend_npu.plugin.plugin import Plugin

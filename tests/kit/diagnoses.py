@@ -8,9 +8,9 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+from kit.paper import Paper, Results, define, results
+from kit.support import Placement
 from numpy.typing import NDArray
-from paper import Paper, Results, define, results
-from support import Placement
 
 import quant
 from ggml_backend_npu import Node, Tensor

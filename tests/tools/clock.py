@@ -1,6 +1,6 @@
 """How well a clock predicts the time of ggml's own CPU.
 
-    python tests/clock.py
+    python tests/tools/clock.py
 
 Measures the clock of this machine's CPU, one thread, by single nodes; predicts a prompt and a token of the demo model
 and of llamas of F16 and of Q8_0; and prints each beside the time of llama.cpp.

@@ -1,7 +1,7 @@
 """Builds of ggml whose private structs are others: shuffled, or as llama.cpp's pull request 23671 makes them.
 
-Of the ggml that the newest version of tests/layouts.py has; ggml alone, in some minutes for the first, and some seconds
-for each other one. Kept in the user's cache directory.
+Of the ggml that the newest version of tests/tools/layouts.py has; ggml alone, in some minutes for the first, and some
+seconds for each other one. Kept in the user's cache directory.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 
 import platformdirs
-from layouts import VERSIONS, api_3, sources
+from tools.layouts import VERSIONS, api_3, sources
 
 from graph_runner.tools import suites
 

@@ -1,8 +1,8 @@
 """The default tests on other Pythons.
 
-    python tests/pythons.py                  which Pythons are here
-    python tests/pythons.py 3.12 3.13        installs the checkout for each and runs its tests
-    python tests/pythons.py 3.13 -- -k norm  arguments after -- go to pytest
+    python tests/tools/pythons.py                  which Pythons are here
+    python tests/tools/pythons.py 3.12 3.13        installs the checkout for each and runs its tests
+    python tests/tools/pythons.py 3.13 -- -k norm  arguments after -- go to pytest
 
 Each has a virtual environment in the user's cache directory. Exits with 1 where tests fail on one of them.
 """
@@ -16,7 +16,7 @@ from pathlib import Path
 import platformdirs
 
 VERSIONS = ("3.11", "3.12", "3.13", "3.14")
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 
 def interpreter(version: str) -> str:

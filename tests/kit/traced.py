@@ -5,8 +5,8 @@ from __future__ import annotations
 from functools import cache
 
 import numpy as np
-from diffs import FLASH_OFF, QUANTISED
-from support import assert_same_bytes
+from kit.diffs import FLASH_OFF, QUANTISED
+from kit.support import assert_same_bytes
 
 from ggml_backend_npu import Node, Tensor, default_backend
 from graph_runner.judging.copies import Copied, span

@@ -1,9 +1,9 @@
 """The backend on other versions of llama-cpp-python, each with its ggml.
 
-    python tests/versions.py                    each of VERSIONS; writes the table of docs/versions.md
-    python tests/versions.py 0.3.24 0.3.35      these, in that table
-    python tests/versions.py --only diff,movers 0.3.24
-    python tests/versions.py --short 0.3.24     whether it registers, and a small diff; the table stays
+    python tests/tools/versions.py                    each of VERSIONS; writes the table of docs/versions.md
+    python tests/tools/versions.py 0.3.24 0.3.35      these, in that table
+    python tests/tools/versions.py --only diff,movers 0.3.24
+    python tests/tools/versions.py --short 0.3.24     whether it registers, and a small diff; the table stays
 
 A version has a virtual environment in the user's cache directory, with this checkout; building one takes some minutes.
 Exits with 1 where a cell is wrong.
@@ -25,7 +25,7 @@ from pathlib import Path
 import platformdirs
 from layouts import SUITE, VERSIONS, sources
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 TABLE = ROOT / "docs" / "versions.md"
 MOVERS = "GET_ROWS,SET_ROWS,CPY,DUP,CONT"
 _MARK = "<!-- table -->\n"

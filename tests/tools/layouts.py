@@ -1,7 +1,7 @@
 """Writes ggml_backend_npu/ggml/layouts: what ggml's structs and tables of functions look like, read from its headers.
 
-    python tests/layouts.py                   for each version of VERSIONS, and what is to come
-    python tests/layouts.py 0.3.36            prints the layout of a version of llama-cpp-python, and writes nothing
+    python tests/tools/layouts.py                   for each version of VERSIONS, and what is to come
+    python tests/tools/layouts.py 0.3.36            prints the layout of a version of llama-cpp-python, writes nothing
 
 The headers are those of llama-cpp-python's sdists, fetched once into the user's cache directory. Versions with equal
 layouts share a module. The C compiler runs the preprocessor; cffi lays the structs out.
@@ -26,7 +26,7 @@ from cffi import FFI
 
 SUITE = "test-backend-ops.cpp"
 VERSIONS = ("0.3.24", "0.3.28", "0.3.32", "0.3.35", "0.3.36")
-LAYOUTS = Path(__file__).parents[1] / "ggml_backend_npu" / "ggml" / "layouts"
+LAYOUTS = Path(__file__).parents[2] / "ggml_backend_npu" / "ggml" / "layouts"
 
 TABLES = tuple(f"ggml_backend_{part}i" for part in ("buffer_type_", "buffer_", "", "device_", "reg_"))
 HOLDERS = tuple(f"ggml_backend{part}" for part in ("_buffer_type", "_buffer", "", "_device", "_reg"))
@@ -159,7 +159,7 @@ def written(found: Layout, what: str, like: tuple[str, Layout] | None = None) ->
         head = f"from {package} import {module}"
         parts = {name: _differing(part, getattr(other, name)) for name, part in parts.items()}
     given = ", ".join(f"{name}={part!r}" for name, part in parts.items() if part is not None)
-    text = f'"""{what}. Written by tests/layouts.py."""\n\n{head}\n\nLAYOUT = {made_of}({given})\n'
+    text = f'"""{what}. Written by tests/tools/layouts.py."""\n\n{head}\n\nLAYOUT = {made_of}({given})\n'
     command = ["ruff", "format", "-q", "--line-length", "120", "-"]
     return subprocess.run(command, input=text, text=True, capture_output=True, check=True).stdout
 

@@ -7,7 +7,7 @@ import struct
 from dataclasses import replace
 
 import numpy as np
-from kernel_cases import Array, Case, floats, node, positive, sevens
+from kit.kernel_cases import Array, Case, floats, node, positive, sevens
 
 from ggml_backend_npu import Node, Tensor
 from ggml_backend_npu.ggml import codecs

@@ -1,8 +1,8 @@
 """No false alarm: an unmodified device is right, by a diff, in every model that ggml's test-llama-archs writes.
 
-    python tests/architectures.py FOLDER                        each pair of settings for each model, some 1,300 diffs
-    python tests/architectures.py FOLDER --sample 100 --seed 7  so many of them
-    python tests/architectures.py FOLDER --text                 not the nodes: 12 greedy tokens beside the CPU's
+    python tests/tools/architectures.py FOLDER                        each pair of settings for each model: 1,300 diffs
+    python tests/tools/architectures.py FOLDER --sample 100 --seed 7  so many of them
+    python tests/tools/architectures.py FOLDER --text                 not the nodes: 12 greedy tokens beside the CPU's
 
 The models are made in FOLDER where it has none. Exits with 1 where a diff is wrong, or a text is another one than the
 CPU's though every logit before it was the CPU's.

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from diffs import FLASH_OFF, FLASH_ON, PROMPT, QUANTISED
-from models import OTHERS, WRITERS, requantized
-from support import choose
+from kit.diffs import FLASH_OFF, FLASH_ON, PROMPT, QUANTISED
+from kit.models import OTHERS, WRITERS, requantized
+from kit.support import choose
 
 from ggml_backend_npu import Memory, Node, Tensor, default_backend
 from ggml_backend_npu.backend.kernel_files import load_kernels
@@ -21,7 +21,7 @@ from ggml_backend_npu.ops import OWN
 from graph_runner.base.tiny import TinyModel, spm_vocabulary, write_tiny_llama
 from graph_runner.run.session import Sampler, Session, Settings, context_for
 
-FOLDER = Path(__file__).parent / "faults"
+FOLDER = Path(__file__).parents[1] / "faults"
 ROUNDED = FOLDER / "right_mul_mat_in_doubles.py"  # right, but for rounding
 
 ALL = {"ops": "all"}

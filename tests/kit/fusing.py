@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from kit.support import Scene, choose
 from numpy.typing import NDArray
-from support import Scene, choose
 
 from ggml_backend_npu.ggml import structs
 from ggml_backend_npu.plugin.plugin import Plugin

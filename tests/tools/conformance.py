@@ -1,7 +1,7 @@
 """The table of docs/conformance.md: how many cases of each op test-backend-ops has, and how many pass.
 
-    python tests/conformance.py ROLL ...    runs the cases of these ops, and writes their rows
-    python tests/conformance.py             of all ops; it takes an hour or more
+    python tests/tools/conformance.py ROLL ...    runs the cases of these ops, and writes their rows
+    python tests/tools/conformance.py             of all ops; it takes an hour or more
 
 Exits with 1 where a case fails, and with 2 for an op that ggml does not have.
 """
@@ -9,20 +9,22 @@ Exits with 1 where a case fails, and with 2 for an op that ggml does not have.
 from __future__ import annotations
 
 import argparse
+import csv
+import io
 import re
+import subprocess
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from support import backend_ops_cases
-
 from ggml_backend_npu.ggml import lib
 from ggml_backend_npu.ggml.convert import computes
 from ggml_backend_npu.plugin.embedding import check_package
+from graph_runner.tools import suites
 from graph_runner.tools.suites import Case, backend_ops
 
-DOCUMENT = Path(__file__).resolve().parent.parent / "docs" / "conformance.md"
+DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "conformance.md"
 _HEAD = "| op | cases | CPU | NPU | passing |\n|---|--:|--:|--:|--:|\n"
 _ROW = re.compile(r"\| ([A-Z0-9_]+) \| ([\d,]+) \| ([\d,]+) \| ([\d,]+) \| ([\d,]+) \|\n")
 
@@ -40,6 +42,16 @@ class Counts:
     def of(cases: list[Case]) -> Counts:
         by_cpu, by_npu = (sum(name not in case.refused_by for case in cases) for name in ("CPU", "NPU"))
         return Counts(len(cases), by_cpu, by_npu, sum(case.verdict == "passed" for case in cases))
+
+
+def backend_ops_cases() -> dict[str, list[str]]:
+    """The parameters of each case that test-backend-ops has, by op, whether or not it is computed."""
+    command = [suites.build() / "test-backend-ops", "support", "-b", "CPU", "--output", "csv"]
+    cases: dict[str, list[str]] = {}
+    listed = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
+    for row in csv.DictReader(io.StringIO(listed)):
+        cases.setdefault(row["op_name"], []).append(row["op_params"])
+    return cases
 
 
 def documented() -> dict[str, Counts]:

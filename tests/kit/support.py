@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import csv
 import ctypes
-import io
-import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -29,7 +26,6 @@ from ggml_backend_npu.plugin.plugin import Plugin
 from graph_runner.judging.compare import compare
 from graph_runner.judging.promises import holds
 from graph_runner.judging.rules import Rules
-from graph_runner.tools import suites
 from quant import codec
 from quant.kernels import threads
 from quant.kernels.jit import LINE
@@ -461,13 +457,3 @@ seeds = st.integers(0, 1 << 32)
 def examples(n: int) -> settings:
     """Decorator of a test: n examples where others have 20, and in each profile as many times more or fewer."""
     return settings(max_examples=max(1, n * settings.default.max_examples // 20))
-
-
-def backend_ops_cases() -> dict[str, list[str]]:
-    """The parameters of each case that test-backend-ops has, by op, whether or not it is computed."""
-    command = [suites.build() / "test-backend-ops", "support", "-b", "CPU", "--output", "csv"]
-    cases: dict[str, list[str]] = {}
-    listed = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
-    for row in csv.DictReader(io.StringIO(listed)):
-        cases.setdefault(row["op_name"], []).append(row["op_params"])
-    return cases
