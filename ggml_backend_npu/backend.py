@@ -19,7 +19,7 @@ from ggml_backend_npu import registry
 from ggml_backend_npu.abi import codecs
 from ggml_backend_npu.checks import Types
 from ggml_backend_npu.device_memory import DeviceMemory
-from ggml_backend_npu.fusion import FUSIONS, Fused, Fusion, Span, longest
+from ggml_backend_npu.fusion import FUSIONS, Fused, Fusion, Joined, Span, longest
 from ggml_backend_npu.ir import Graph, Node
 from ggml_backend_npu.numerics import Numerics
 from ggml_backend_npu.ops import OWN
@@ -162,8 +162,8 @@ class Backend:
 
     @property
     def fuses(self) -> bool:
-        """Whether patterns of nodes run as one operator."""
-        return self.options.fusion == "on"
+        """Whether patterns of nodes run as one operator. With `options.fallback` "cpu" nodes run one by one."""
+        return self.options.fusion == "on" and self.options.fallback == "none"
 
     @property
     def fusible(self) -> frozenset[str]:
@@ -239,7 +239,7 @@ class Backend:
     def plan(self, graph: Graph) -> Plan:
         """Binds every non-empty node of a graph, patterns as one operator. Raises KernelError where the backend does
         not take a node."""
-        steps: list[tuple[Node | Span, Call]] = []
+        steps: list[tuple[Node | Joined, Call]] = []
         counts, fused = Counter[str](), Counter[str]()
         fuses = graph.producers and self.fuses and engine() == "compiled"
         begin = 0
@@ -257,7 +257,7 @@ class Backend:
                 span = Span(graph, begin, end)
                 for each in span.nodes:
                     self.check(each)
-                steps.append((span, bound.call))
+                steps.append((Joined(fusion.name, span, bound), bound.call))
                 counts.update(each.op for each in span.nodes)
                 fused[fusion.name] += 1
             begin = end
