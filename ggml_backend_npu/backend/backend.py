@@ -13,7 +13,7 @@ from dataclasses import replace
 import numpy as np
 
 from ggml_backend_npu.backend import NO_KERNEL
-from ggml_backend_npu.backend.fusion import FUSIONS, Fused, Fusion, Span, longest
+from ggml_backend_npu.backend.fusion import FUSIONS, Fused, Fusion, Joined, Span, longest
 from ggml_backend_npu.backend.options import Options
 from ggml_backend_npu.backend.plan import Plan
 from ggml_backend_npu.ggml import codecs
@@ -153,8 +153,8 @@ class Backend:
 
     @property
     def fuses(self) -> bool:
-        """Whether patterns of nodes run as one operator."""
-        return self.options.fusion == "on"
+        """Whether patterns of nodes run as one operator. With `options.fallback` "cpu" nodes run one by one."""
+        return self.options.fusion == "on" and self.options.fallback == "none"
 
     @property
     def fusible(self) -> frozenset[str]:
@@ -230,7 +230,7 @@ class Backend:
     def plan(self, graph: Graph) -> Plan:
         """Binds every non-empty node of a graph, patterns as one operator. Raises KernelError where the backend does
         not take a node."""
-        steps: list[tuple[Node | Span, Call]] = []
+        steps: list[tuple[Node | Joined, Call]] = []
         counts, fused = Counter[str](), Counter[str]()
         fuses = graph.producers and self.fuses and engine() == "compiled"
         begin = 0
@@ -248,7 +248,7 @@ class Backend:
                 span = Span(graph, begin, end)
                 for each in span.nodes:
                     self.check(each)
-                steps.append((span, bound.call))
+                steps.append((Joined(fusion.name, span, bound), bound.call))
                 counts.update(each.op for each in span.nodes)
                 fused[fusion.name] += 1
             begin = end

@@ -103,6 +103,18 @@ class Span:
 
 
 @dataclass(frozen=True)
+class Joined:
+    """Nodes of a plan that run as one operator, of that name."""
+
+    name: str
+    span: Span
+    fused: Fused
+
+    def __str__(self) -> str:
+        return str(self.span)
+
+
+@dataclass(frozen=True)
 class Fusion:
     """A pattern of nodes that runs as one operator.
 
@@ -122,12 +134,16 @@ class Fusion:
         """The names of its ops, in order."""
         return tuple(op.name for op in self.ops)
 
+    def replaces(self, ops: Mapping[str, Op]) -> bool:
+        """Whether its kernels are those of a backend with these ops."""
+        return all(ops.get(op.name) is op for op in self.ops)
+
     def of(self, graph: Graph, begin: int, ops: Mapping[str, Op]) -> Fused | None:
         """The nodes from `begin` on as one call, in a backend with these ops; None where they are not this pattern."""
         span = Span(graph, begin, begin + len(self.ops))
         if tuple(node.op for node in span.nodes) != self.op_names:
             return None
-        if any(ops.get(op.name) is not op for op in self.ops):
+        if not self.replaces(ops):
             return None
         found = self.match(span)
         if found is None or not span.leaves_out_only_what_nobody_reads(found):

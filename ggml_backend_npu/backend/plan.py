@@ -12,7 +12,8 @@ from ggml_backend_npu.registry.entry import Call, KernelError, said_by
 class Plan:
     """The calls that compute a graph.
 
-    steps   what computes something, with its call: a node, a fused span of nodes, or a device's whole graph
+    steps   what computes something, with its call: a node, nodes that run as one operator (`Joined`), or a device's
+            whole graph
     counts  how many nodes of each op one run computes, alone or in a span
     fused   how many spans of each fusion are among the steps
     """
@@ -24,11 +25,16 @@ class Plan:
     def run(self) -> None:
         """Makes the calls in order. Raises KernelError, which names the op and the node, where one fails."""
         for what, call in self.steps:
-            try:
-                call()
-            except KernelError as error:
-                raise KernelError(f"{what}: {error}") from None
-            except KeyboardInterrupt:
-                raise
-            except BaseException as error:
-                raise KernelError(f"{what}: {said_by(error)}") from error
+            run_step(what, call)
+
+
+def run_step(what: object, call: Call) -> None:
+    """Makes the call of one step of a plan. Raises KernelError, which names the op and the node, where it fails."""
+    try:
+        call()
+    except KernelError as error:
+        raise KernelError(f"{what}: {error}") from None
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        raise KernelError(f"{what}: {said_by(error)}") from error

@@ -239,6 +239,11 @@ def _computing(ggml: Ggml, graph: int) -> Iterator[tuple[int, bytes]]:
             yield address, head
 
 
+def computing(ggml: Ggml, graph: int) -> list[int]:
+    """The addresses of the nodes of the graph at an address that are to be computed."""
+    return [address for address, _ in _computing(ggml, graph)]
+
+
 def nodes(ggml: Ggml, graph: int, packed: PackedAt = nowhere) -> Iterator[Node]:
     """The nodes of the graph at an address that are to be computed, each read when the iterator reaches it."""
     return (node(ggml, address, packed) for address, _ in _computing(ggml, graph))
@@ -312,7 +317,7 @@ def graph(ggml: Ggml, address: int, packed: PackedAt = nowhere) -> Graph:
     """The nodes of the graph at an address that are to be computed, the producers of their sources, and the tensors
     that are read outside it."""
     header = structs.GgmlCGraph.from_address(address)
-    addresses = [at for at, _ in _computing(ggml, address)]
+    addresses = computing(ggml, address)
     index = {at: i for i, at in enumerate(addresses)}
     nodes = tuple(node(ggml, at, packed) for at in addresses)
     producers = tuple(tuple(index.get(root) for root in roots(ggml, at)) for at in addresses)

@@ -45,6 +45,7 @@ class Plugin:
     broken    message of the last kernel that raised an error while it was asked about a node
     handed    called with each node before it is computed, and with the numbers of the graph and of the node in it; may
               return a function to call after the node. Nodes are then computed one by one
+    run       runs a plan of the graph at an address
     """
 
     def __init__(self, ggml: Ggml, backend: Backend) -> None:
@@ -61,12 +62,12 @@ class Plugin:
         self._told: set[tuple[str, str]] = set()
         self.broken: str | None = None
         self.handed: Callable[[int, int, Node], Callable[[], None] | None] | None = None
+        self.run: Callable[[Plan, int], None] = lambda plan, graph: plan.run()
         self._n_handed = 0
         self._halted: str | None = None
         self._cpu: int | None = None
         self.memory = backend.memory(self.forget_plans)
-        texts = backend.name, backend.description
-        self._strings = {text: ctypes.create_string_buffer(text.encode()) for text in texts}
+        self._strings = {x: ctypes.create_string_buffer(x.encode()) for x in (backend.name, backend.description)}
         self._guid = (ctypes.c_uint8 * 16)(*b"ggml-backend-npu")
         self.device_type = _DEVICE_TYPES[backend.options.device_type]
         self._set_n_threads = structs.SetThreads(self.set_n_threads)
@@ -309,11 +310,8 @@ class Plugin:
                 return structs.STATUS_SUCCESS
             if self.backend.options.fallback == "cpu":
                 return self._compute_with_fallback(context, graph)
-            key = self.backend.version, convert.key(self.ggml, graph, self.backend.fusible)
-            bound = context.plans.get(key)
-            if bound is None:
-                bound = self._plan(context, key, graph)
-            bound.run()
+            bound = self._plan(context, graph)
+            self.run(bound, graph)
         self._settle()
         for statistics in (self.statistics, context.statistics):
             statistics.add(bound)
@@ -438,10 +436,12 @@ class Plugin:
         view.nodes = ctypes.cast(first, type(view.nodes))
         return int(self.ggml.ggml_backend_graph_compute(self._cpu, ctypes.addressof(view)))
 
-    def _plan(self, context: Context, key: tuple[int, bytes], graph: int) -> Plan:
-        if len(context.plans) >= MAX_PLANS:
-            context.plans.clear()
-        context.plans[key] = self.backend.plan(convert.graph(self.ggml, graph, self._packed))
+    def _plan(self, context: Context, graph: int) -> Plan:
+        key = self.backend.version, convert.key(self.ggml, graph, self.backend.fusible)
+        if key not in context.plans:
+            if len(context.plans) >= MAX_PLANS:
+                context.plans.clear()
+            context.plans[key] = self.backend.plan(convert.graph(self.ggml, graph, self._packed))
         return context.plans[key]
 
     def forget_plans(self) -> None:

@@ -92,7 +92,7 @@ def diff(
 
     Runs the prompt and a few decoding steps on both, node by node. Each node is judged twice from equal inputs: the
     device computes it from what the reference read, and the reference computes it from what the device's own run read.
-    Exit code 0: right; 1: a node or the device's run is wrong; 2: bad input; 3: an internal error.
+    Exit code 0: right; 1: a node or the device's run is wrong, or was not judged; 2: bad input; 3: an internal error.
     """
     if device is reference is Device.CPU:
         refuse_without_the_npu(device, npu, kernels=kernels)

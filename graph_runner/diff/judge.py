@@ -15,16 +15,16 @@ from ggml_backend_npu.plugin.plugin import Plugin
 from ggml_backend_npu.plugin.replica import Replica
 from graph_runner.diagnosis import diagnose, quantised_values
 from graph_runner.diff.contents import Changed, digest_of
-from graph_runner.diff.own import Mirrored, OwnRun, Together
+from graph_runner.diff.own import Mirrored, OwnNode, OwnRun, Together
 from graph_runner.diff.state import StateResult, States
 from graph_runner.judging.blocks import compare_blocks
 from graph_runner.judging.compare import Comparison, Heat, compare, heat
 from graph_runner.judging.copies import Copied, Layout, restored, span
 from graph_runner.judging.noise import noise_multiple
 from graph_runner.judging.reproduce import backend_ops_line
-from graph_runner.judging.results import ISOLATED, OWN_RUN, NodeResult, Verdict, failure_of, types_of
+from graph_runner.judging.results import ISOLATED, OWN_RUN, STOPPED, NodeResult, Verdict, failure_of, types_of
 from graph_runner.judging.rules import Rules
-from graph_runner.judging.spans import Spans, copy
+from graph_runner.judging.spans import Spans, between_gaps_of, copy
 from graph_runner.run.session import SessionError
 
 _LEAST = 1e-300  # of an error that shows in no number: another zero, another NaN
@@ -159,10 +159,9 @@ class Judge:
         self.strays: list[Stray] = []
         self.fingerprints: dict[tuple[int, int], int] = {}  # of what nodes of the own run gave, by step and place
         self.own = OwnRun(
-            ggml, npu, backend, reference, computer, lambda: (self._before, self._place), fuses=fuses, strict=strict
-        )
-        # what is taken to be the error of a result inside of a span, which the device does not make
-        self._within_span = 1e-14 if fuses else 0.0
+            ggml, npu, backend, reference, lambda: (self._before, self._place), self._about_to_run_own,
+            fuses=fuses, strict=strict,
+        )  # fmt: skip
         self._spans = Spans(
             backend,
             [fusion for fusion in backend.fusions if fuses and (ops is None or fusion.name in ops)],
@@ -244,44 +243,45 @@ class Judge:
 
     def own_before(self, address: int, place: int) -> bool:
         """Called when the device's own run has come to a node. Returns whether to run it now."""
-        runs = self.own.before(address, place)
-        if runs:
-            self._about_to("own", self.step, place, self.own.next.node)
-        return runs
+        return self.own.before(address, place)
+
+    def _about_to_run_own(self, place: int, node: Node) -> None:
+        self._about_to("own", self.step, place, node)
 
     def own_after(self) -> None:
         """Called after the device's own run has computed the nodes up to the last one that it came to."""
-        self.own.after()
+        last = self.own.after()
         self._about_to("", 0, 0, self._before)
-        dst = self.own.last.reads[-1].node.dst
+        dst = last.node.dst
         read = self._npu.bytes_at if self._npu is not None else convert.bytes_at
-        self.fingerprints[self.step, self.own.last.places[-1]] = digest_of(dst.address, dst.nbytes, read)
+        self.fingerprints[self.step, last.place] = digest_of(dst.address, dst.nbytes, read)
 
-    def after(self, address: int, place: int, own: int | None) -> None:
-        """Called after both runs have computed a node.
+    def own_ended(self) -> None:
+        """Called after the device's own run has computed all nodes of a step."""
+        self.own.ended()
+        self._about_to("", 0, 0, self._before)
 
-        own  the address of the device's tensor, or None
-        """
+    def after(self, address: int, place: int) -> None:
+        """Called after both runs have computed a node, or after the reference has if the device's run has stopped."""
         self._spans.after(address)
         isolated, node = self._isolated, self._read.node
+        own = self.own.take(place)
         if node.dst.n_elements == 0:
             return
-        nodes = self.own.last if own is not None else None
-        ran, cumulative, mirrored = None, None, None
-        if nodes is not None:
-            ran = self.own.ran()
-            cumulative = self._cumulative(ran.node)
-            self.strays += [Stray(changed, self.step, place, str(node)) for changed in nodes.found]
-            mirrored = self._mirrored(cumulative)
-            nodes.found.clear()
-        verdict = self._verdict(address, isolated, mirrored, cumulative)
-        if ran is not None:
-            self._look_at_state(ran)
+        cumulative, mirrored = None, None
+        if own is not None:
+            cumulative = self._cumulative(own)
+            self.strays += [Stray(changed, self.step, place, str(node)) for changed in own.found]
+            mirrored = self._mirrored(own, cumulative)
+        verdict = self._verdict(address, isolated, mirrored, cumulative, own)
+        if own is not None:
+            self._look_at_state(own.read)
         found = NodeResult(
             self.step, place, node.op, node.name, types_of(node), node.dst.ne, verdict,
-            "" if nodes is None else "NPU" if nodes.on_npu else "CPU",
+            "" if own is None else "NPU" if own.on_npu else "CPU",
             None if isolated is None else isolated.found, cumulative,
             None if mirrored is None else mirrored.found,
+            fused="" if own is None else own.fused, not_judged=_why_not_judged(own, mirrored),
         )  # fmt: skip
         looked_at = [each for each in (isolated, mirrored) if each is not None]
         wrong = next((each for each in looked_at if not each), None)
@@ -291,34 +291,43 @@ class Judge:
             wrong = next((each for each in looked_at if each.found is not None and not each.found), None)
         if verdict not in (Verdict.EXACT, Verdict.ROUNDING) and self._heats < _HEATS:
             self._heats += 1
-            found = replace(found, heat=self._heat(node, wrong, None if ran is None else ran.node.dst))
+            found = replace(found, heat=self._heat(wrong, own))
         if wrong is not None:
             found = self._explained(found, wrong)
         self._seen(found)
 
-    def _cumulative(self, other: Node) -> Comparison:
-        node, result = self._read.node, other.dst
-        if (other.op, result.type, result.ne) != (node.op, node.dst.type, node.dst.ne):
+    def _cumulative(self, own: OwnNode) -> Comparison | None:
+        node, other = self._read.node, own.node
+        if (other.op, other.dst.type, other.dst.ne) != (node.op, node.dst.type, node.dst.ne):
             raise SessionError(
                 f"llama.cpp makes different graphs of the two runs, so that nodes cannot be compared: step {self.step} "
                 f"node {self._place} is {node.op} {node.name!r} in one, {other.op} {other.name!r} in the other"
             )
-        return compare(node.dst, _as_laid_out(result, node.dst))
+        both = self._both(own)
+        return None if both is None else compare(*both)
 
-    def _mirrored(self, cumulative: Comparison) -> _Compared | None:
-        """Compares the last nodes of the own run with what the reference computes from what they read."""
-        nodes = self.own.last
-        if not nodes.on_npu:
+    def _both(self, own: OwnNode) -> tuple[Tensor, Tensor] | None:
+        """Returns the results of the two runs, laid out alike; None if nothing is left of the device's."""
+        dst = self._read.node.dst
+        if own.result is None:
             return None
-        spoilt = nodes.spoilt[0] if nodes.spoilt else None
+        reference = own.part_of(dst)
+        if reference is not dst:
+            return reference, between_gaps_of(reference, own.result)
+        return dst, _as_laid_out(own.result, dst)
+
+    def _mirrored(self, own: OwnNode, cumulative: Comparison | None) -> _Compared | None:
+        """Compares a node of the own run with what the reference computes from what it read."""
+        if not own.on_npu:
+            return None
+        spoilt = own.spoilt[0] if own.spoilt else None
         failure = f"in the own run writes to {spoilt}, beside its output" if spoilt else None
-        if nodes.is_fed_alike:
-            node = self._before
-            actual = _as_laid_out(nodes.reads[0].node.dst, node.dst)
-            alike = Mirrored(self._place, nodes.reads[0].node, node, self._read.node.dst, actual)
+        if own.is_fed_alike and own.result is not None and cumulative is not None:
+            actual = _as_laid_out(own.result, self._before.dst)
+            alike = Mirrored(own.node, self._before, self._read.node.dst, actual)
             return self._compared(alike, cumulative, failure)
-        looked_at = [self._compared(each, compare(each.expected, each.actual), failure) for each in self.own.mirrored()]
-        return next((each for each in looked_at if not each), looked_at[-1] if looked_at else None)
+        each = self.own.mirrored(own)
+        return None if each is None else self._compared(each, compare(each.expected, each.actual), failure)
 
     def _compared(self, each: Mirrored, found: Comparison, failure: str | None) -> _Compared:
         right = bool(found) or self._rules.allows(each.node, each.expected, each.actual, found)
@@ -362,10 +371,11 @@ class Judge:
                 root, read.dst.tensor, own.dst.tensor, self.step, str(read.node), by_element=by_element
             )
 
-    def _heat(self, node: Node, wrong: _Compared | None, own: Tensor | None) -> Heat | None:
+    def _heat(self, wrong: _Compared | None, own: OwnNode | None) -> Heat | None:
         if wrong is not None and wrong.found is not None and not wrong.found:
             return heat(wrong.expected, wrong.actual)
-        return heat(node.dst, _as_laid_out(own, node.dst)) if own is not None else None
+        both = None if own is None else self._both(own)
+        return None if both is None else heat(*both)
 
     def _recompute(self) -> _Compared | None:
         copied, node = self._copied, self._read.node
@@ -391,11 +401,17 @@ class Judge:
         )
 
     def _verdict(
-        self, address: int, isolated: _Compared | None, mirrored: _Compared | None, cumulative: Comparison | None
+        self,
+        address: int,
+        isolated: _Compared | None,
+        mirrored: _Compared | None,
+        cumulative: Comparison | None,
+        own: OwnNode | None,
     ) -> Verdict:
         errors = self._errors
         inputs = max((errors.get(root, 0.0) for root in self._read.roots if root), default=0.0)
-        error = self._within_span if cumulative is None else 0.0 if cumulative else max(cumulative.error, _LEAST)
+        # a result that nobody has seen is taken to be as far off as what the node reads
+        error = inputs if cumulative is None else 0.0 if cumulative else max(cumulative.error, _LEAST)
         errors[address] = errors[self._read.view_source] = error
         looked_at = [each for each in (isolated, mirrored) if each is not None]
         if any(each.failure is not None for each in looked_at):
@@ -405,12 +421,14 @@ class Judge:
         exact = all(each.found is None or bool(each.found) for each in looked_at)
         if cumulative is None or cumulative:
             return Verdict.EXACT if exact else Verdict.ROUNDING
-        if mirrored is not None and self.own.last.is_fed_alike:
+        if mirrored is not None and own is not None and own.is_fed_alike:
             return Verdict.ROUNDING
         if inputs == 0 and self._reads_what_is_off():
             return Verdict.INHERITED
         if mirrored is None and inputs == 0:
             return Verdict.INTRODUCED
+        if inputs == 0 and own is not None and own.is_ahead:  # whether it was fed alike, nobody has looked
+            return Verdict.ROUNDING
         return Verdict.AMPLIFIED if error > _AMPLIFIES * max(inputs, 1e-14) else Verdict.INHERITED
 
     def _reads_what_is_off(self) -> bool:
@@ -418,6 +436,12 @@ class Judge:
         states, written = self._states, self._read.view_source
         roots = {root for root in self._read.roots if root}
         return states.is_off(written) or any(states.is_read(root, self.step) for root in roots - {written})
+
+
+def _why_not_judged(own: OwnNode | None, mirrored: _Compared | None) -> str:
+    if own is None:
+        return STOPPED
+    return own.why_not if own.on_npu and mirrored is None and not own.fused else ""
 
 
 def _name(tensor: Tensor | None) -> str:

@@ -57,12 +57,13 @@ class Onlooker(Protocol):
     def own_after(self) -> None:
         """Called after the device has computed the nodes up to the last one that it came to."""
 
-    def after(self, address: int, place: int, own: int | None) -> None:
-        """Called after both have computed a node.
+    def own_ended(self) -> None:
+        """Called after the device has computed all nodes of a step."""
+
+    def after(self, address: int, place: int) -> None:
+        """Called after both have computed a node, or after the reference has if the device's run has stopped.
 
         address  of the reference's tensor
-        own      the address of the device's tensor; None if the device computed it together with later nodes, or has
-                 stopped
         """
 
 
@@ -111,6 +112,7 @@ class Lockstep:
         try:
             if not self._failed and self.stopped is None:
                 device.decode(tokens)
+                self._judge.own_ended()
         except SessionError as error:
             self.stopped = str(error)
         finally:
@@ -138,7 +140,6 @@ class Lockstep:
 
     def done(self, runner: _Runner, address: int) -> None:
         """Called after a run has computed a node."""
-        runner.address = address
         if runner is self.device:
             self._judge.own_after()
             self._main.switch()
@@ -147,17 +148,15 @@ class Lockstep:
         while self.device.place < runner.place:
             self._halt(reason)
             self._let_device_go_on()
-        same = self.device.place == runner.place
-        self._judge.after(address, runner.place, self.device.address if same else None)
+        self._judge.after(address, runner.place)
 
 
 class _Runner:
-    """The observer of one run: its place among the nodes that compute something, and the last node that ran."""
+    """The observer of one run: its place among the nodes that compute something."""
 
     def __init__(self, lockstep: Lockstep) -> None:
         self._lockstep = lockstep
         self.place = -1
-        self.address = 0
 
     def before(self, node: int) -> bool:
         return self._lockstep.wants(self, node)

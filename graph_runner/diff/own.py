@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 from ggml_backend_npu import Backend, Graph, Node, Tensor
+from ggml_backend_npu.backend.fusion import Joined
+from ggml_backend_npu.backend.plan import Plan, run_step
 from ggml_backend_npu.ggml import convert
 from ggml_backend_npu.ggml.convert import Read, Storage, same_bytes
 from ggml_backend_npu.ggml.lib import Ggml
@@ -14,38 +16,16 @@ from ggml_backend_npu.ir.buffer import Buffer
 from ggml_backend_npu.ir.packed import Packed
 from ggml_backend_npu.plugin.plugin import Plugin
 from ggml_backend_npu.plugin.replica import Replica
+from ggml_backend_npu.registry.entry import Call
 from graph_runner.diff.contents import Changed, Contents, Rest
 from graph_runner.judging.copies import continues_dst, is_read, span
-from graph_runner.judging.rules import free_order
+from graph_runner.judging.results import UNSEEN
 from graph_runner.judging.spans import Chain, Collected, between_gaps_of, copy
-
-
-@dataclass
-class OwnNodes:
-    """Nodes of the own run that run together: one node, or several that may be a span.
-
-    reads   the nodes, in order
-    places  their places among the step's nodes
-    before  a single node over copies of what it reads; None for several nodes, or if it is fed alike
-    is_fed_alike  whether a single node reads the same bytes as in the reference's run
-    found   tensors that had changed since they were written, before these nodes ran
-    spoilt  tensors other than their outputs that these nodes changed
-    on_npu  whether the device ran them
-    """
-
-    reads: list[Read] = field(default_factory=list)
-    places: list[int] = field(default_factory=list)
-    before: Node | None = None
-    is_fed_alike: bool = False
-    found: list[Changed] = field(default_factory=list)
-    spoilt: list[Changed] = field(default_factory=list)
-    on_npu: bool = False
-    collected: Collected = field(default_factory=Collected)
 
 
 @dataclass(frozen=True)
 class Together:
-    """Nodes that ran together, over what they read, with their expected outputs by place among them."""
+    """Nodes that ran as one, over what they read, with their expected outputs by place among them."""
 
     graph: Graph
     expected: dict[int, Tensor]
@@ -55,15 +35,13 @@ class Together:
 class Mirrored:
     """A node of the own run: what the reference computes from what it read, and what the own run computed.
 
-    place     among the step's nodes
     like      the node as it is in the run
-    node      the node over what it read; if it ran together with earlier ones, over the reference's results of these
-    expected  its output, or the part of it that a span writes
+    node      the node over what it read; if it ran as one with earlier ones, over the reference's results of these
+    expected  its output, or the part of it that an operator writes
     actual    the same of the own run
-    whole     the nodes that it ran together with, if any
+    whole     the nodes that it ran as one with, if any
     """
 
-    place: int
     like: Node
     node: Node
     expected: Tensor
@@ -71,13 +49,63 @@ class Mirrored:
     whole: Together | None = None
 
 
+@dataclass
+class OwnNode:
+    """A node of the own run.
+
+    place    among the step's nodes
+    found    tensors that had changed since they were written, before it ran
+    before   the node over what it reads, if the reference is to compute it from that
+    is_fed_alike  whether it reads the same bytes as in the reference's run
+    is_ahead  whether it ran before the reference had come to it, or as one with later nodes; then nobody knows whether
+              it is fed alike
+    spoilt   tensors other than its output that it changed
+    on_npu   whether the device ran it
+    fused    the operator that it was run by, with other nodes or alone; "" if it ran as the node that it is
+    why_not  why nobody knows what it gave, if nothing is left of that and no operator ran it
+    result   what it gave: its output or, if an operator ran it, what that writes of it; None if nothing is left of it
+    offset   of `result` in its output
+    mirrored  the comparison with what the reference makes of the same inputs, if that was computed when the node ran
+    """
+
+    read: Read
+    place: int
+    found: list[Changed]
+    before: Node | None = None
+    is_fed_alike: bool = False
+    is_ahead: bool = False
+    spoilt: list[Changed] = field(default_factory=list)
+    on_npu: bool = False
+    fused: str = ""
+    why_not: str = UNSEEN
+    result: Tensor | None = None
+    offset: int = 0
+    mirrored: Mirrored | None = None
+
+    @property
+    def node(self) -> Node:
+        """The node as it is in the run."""
+        return self.read.node
+
+    def part_of(self, dst: Tensor) -> Tensor:
+        """Returns the part of a node's output, like this one's, that `result` is."""
+        part = self.result
+        if part is None or part.ne == dst.ne:
+            return dst
+        return part.over(dst.memory, dst.offset + self.offset)
+
+
 class OwnRun:
     """Watches the device's own run, node by node.
 
+    Where a fusion may begin, a node is held back to run with the next ones. Which of these the device does run as one
+    operator is seen in its plan, step by step; every other node is looked at alone, before the next one runs.
+
     backend    whose fusions the device may run as one operator
     computer   the reference, as one that computes a node
-    device     the device, as one that computes a node
     reference  returns the node that the reference has just computed, over what it read, and the node's place
+    about_to   called before the device may run a node, with its place
+    fuses      whether the device runs patterns of nodes as one operator
     strict     check every buffer after every node that the device runs, not only what the node reads
     """
 
@@ -87,134 +115,198 @@ class OwnRun:
         npu: Plugin | None,
         backend: Backend,
         computer: Backend | Replica,
-        device: Backend | Replica,
         reference: Callable[[], tuple[Node, int]],
+        about_to: Callable[[int, Node], None],
         *,
         fuses: bool,
         strict: bool,
     ) -> None:
-        self._ggml, self._npu, self._backend = ggml, npu, backend
-        self._computer, self._device = computer, device
-        self._reference = reference
-        self._fuses, self._strict = fuses, strict
+        self._ggml, self._npu = ggml, npu
+        self._computer, self._reference, self._about_to = computer, reference, about_to
+        self._strict = strict
         self._reader = convert.Reader(ggml, self._packed)
         self._n_moves = 0
-        self._chain = Chain(backend, backend.fusions)
+        self._chain = Chain(backend, backend.fusions if fuses else ())
         self._contents = Contents(npu.bytes_at if npu is not None else convert.bytes_at)
         self._constants: dict[tuple[int, int], bool] = {}  # whether they are alike, by where they lie in both runs
         self._rest: Rest | None = None
         self._n_graphs = 0
-        self._next = OwnNodes()
-        self.last = OwnNodes()
+        self._coming: list[OwnNode] = []  # which the run has come to, and which may not have run
+        self._are_together = False  # whether these run together
+        self._ran: dict[int, OwnNode] = {}  # by place, until `take`
+        if npu is not None:
+            npu.run = self._run
 
     def _packed(self, address: int) -> Packed | Buffer | None:
         memory = self._npu.memory if self._npu is not None else None
         return memory.packed(address) if memory is not None else None
 
-    def _have_moved(self) -> bool:
-        """Whether tensors were packed or unpacked since the last node was read."""
+    def _read(self, address: int) -> Read:
+        """Returns a node as it lies in memory now: tensors may have been packed or unpacked."""
         moves = self._npu.memory.moves if self._npu is not None and self._npu.memory is not None else 0
-        moved, self._n_moves = moves != self._n_moves, moves
-        if moved:
+        if moves != self._n_moves:
+            self._n_moves = moves
             self._reader.forget()
-        return moved
-
-    @property
-    def next(self) -> Read:
-        """The last node that the run has come to."""
-        return self._next.reads[-1]
-
-    def ran(self) -> Read:
-        """Returns the last node that has run, as it lies in memory now."""
-        read = self.last.reads[-1]
-        return self._reader(read.address) if self._have_moved() else read
+        return self._reader(address)
 
     def before(self, address: int, place: int) -> bool:
         """Called when the run has come to a node. Returns whether to run it now, with those before it that have not
         run."""
-        self._have_moved()
-        read, nodes = self._reader(address), self._next
-        alone = not self._fuses or self._chain.is_at_end(read.node.op, lambda: read.node)
-        nodes.found += self._contents.changed([read], {each.dst.address for each in nodes.reads})
-        if not alone or nodes.reads:
-            nodes.collected.add(read, place)
-        nodes.reads.append(read)
-        nodes.places.append(place)
-        if alone:
-            self._about_to_run(nodes)
-        return alone
+        read = self._read(address)
+        self._coming = [each for each in self._coming if each.place not in self._ran]
+        now = self._chain.is_at_end(read.node.op, lambda: read.node)
+        found = self._contents.changed([read], {each.read.dst.address for each in self._coming})
+        self._coming.append(OwnNode(read, place, found))
+        self._are_together = not now or len(self._coming) > 1
+        if not self._are_together:
+            self._about_to_run(self._coming)
+            self._n_graphs = self._n_run
+        self._about_to(place, read.node)
+        return now
 
-    def _about_to_run(self, nodes: OwnNodes) -> None:
-        if len(nodes.reads) == 1:
-            nodes.is_fed_alike, nodes.before = self._taken_down(nodes.reads[0], nodes.places[0])
-        spans = [(each.tensor.address, each.tensor.end) for each in _overwritten(*nodes.reads)]
-        self._rest = self._contents.rest(self._contents.buffers(self._ggml) if self._strict else spans, nodes.reads)
-        self._n_graphs = self._npu.statistics.graphs if self._npu is not None else 0
+    def after(self) -> OwnNode:
+        """Called after the run has computed the nodes up to the last one that it came to. Returns that."""
+        last = self._coming[-1]
+        if not self._are_together:
+            last.on_npu = self._n_run != self._n_graphs
+            self._have_run(self._coming)
+            last.read = self._read(last.read.address)
+            last.result = last.node.dst
+        self.ended()
+        return last
 
-    def after(self) -> None:
-        """Called after the run has computed the nodes up to the last one that it came to."""
-        nodes, self._next = self._next, OwnNodes()
-        nodes.on_npu = self._npu is not None and self._npu.statistics.graphs != self._n_graphs
-        if nodes.on_npu:
-            nodes.spoilt = self._contents.changed(nodes.reads, {each.address for each in _overwritten(*nodes.reads)})
-            if not nodes.spoilt and self._rest is not None and self._rest.has_changed():
-                overwritten = {read.dst.address for read in nodes.reads}
-                nodes.spoilt = self._contents.differing(overwritten) or [Changed(nodes.reads[-1].dst.tensor.name, None)]
-        for read in nodes.reads:
-            self._contents.written(read)
-        self.last = nodes
+    def ended(self) -> None:
+        """Called after the run has computed all nodes that it came to."""
+        coming, self._coming, self._are_together = self._coming, [], False
+        self._ended(coming)
 
-    def mirrored(self) -> list[Mirrored]:
-        """Returns what the reference computes from what the last nodes read, for those whose results are still there.
-        Not for nodes that are fed alike: for these it is the reference's own result."""
-        nodes = self.last
-        if len(nodes.reads) == 1:
-            if nodes.before is None:
-                return []
-            expected = copy(nodes.before.dst)
-            self._computer.compute(replace(nodes.before, dst=expected))
-            own = nodes.reads[0].node
-            return [Mirrored(nodes.places[0], own, nodes.before, expected, own.dst.unpacked())]
-        outputs = [read.node.dst for read in nodes.reads]
-        gone = [_is_gone(outputs, place) for place in range(len(outputs))]
-        free = any(each and free_order(read.node.op) for each, read in zip(gone, nodes.reads, strict=True))
-        # in which order such a result was, whoever has computed it knows; alone it is judged
-        for orders in (self._computer, self._device) if free else (self._computer,):
-            graph = nodes.collected.graph()
-            results = list(self._results(graph, outputs, gone, orders))
-            if all(_hold_the_same(actual, expected) for _, expected, actual in results):
-                break
-        whole = Together(graph, {at: expected for at, expected, _ in results})
-        return [
-            Mirrored(nodes.places[at], nodes.reads[at].node, graph.nodes[at], expected, actual, whole)
-            for at, expected, actual in results
-        ]
+    def _ended(self, coming: list[OwnNode]) -> None:
+        """Called after nodes have run: those that were not seen on the device ran on the CPU."""
+        coming = [each for each in coming if each.place not in self._ran]
+        outputs = [each.node.dst for each in coming]
+        for at, each in enumerate(coming):
+            if each.result is None and not _is_gone(outputs, at):
+                each.result = copy(outputs[at])
+                self._contents.written(each.read)
+            self._ran[each.place] = each
+
+    def take(self, place: int) -> OwnNode | None:
+        """Returns the node at a place of the step; None if the run has stopped before it."""
+        return self._ran.pop(place, None)
+
+    def mirrored(self, own: OwnNode) -> Mirrored | None:
+        """Returns what the reference computes from what a node read. Not if it was fed alike: then it is the
+        reference's own result."""
+        if own.before is None or own.result is None:
+            return own.mirrored
+        expected = copy(own.before.dst)
+        self._computer.compute(replace(own.before, dst=expected))
+        return Mirrored(own.node, own.before, expected, own.result.unpacked())
+
+    @property
+    def _n_run(self) -> int:
+        return self._npu.statistics.graphs if self._npu is not None else 0
+
+    # nodes that run together
+
+    def _run(self, plan: Plan, graph: int) -> None:
+        """Runs a plan, in place of the plugin. If it is of nodes that were held back, looks at each step of it."""
+        if not self._are_together or not plan.steps:
+            plan.run()
+            for each, (what, _) in zip(self._coming, plan.steps, strict=False):
+                each.fused = what.name if isinstance(what, Joined) else ""
+            return
+        coming = {each.read.address: each for each in self._coming}
+        nodes = [coming[address] for address in convert.computing(self._ggml, graph)]
+        self._ended([each for each in self._coming if each.place < nodes[0].place])
+        nodes = [each for each in nodes if each.node.dst.n_elements]
+        for what, call in plan.steps:
+            n = len(what.span.nodes) if isinstance(what, Joined) else 1 if isinstance(what, Node) else len(nodes)
+            self._run_step(what, call, nodes[:n])
+            nodes = nodes[n:]
+        last = self._coming[-1]
+        self._about_to(last.place, last.node)
+
+    def _run_step(self, what: object, call: Call, nodes: list[OwnNode]) -> None:
+        """Runs a node, or nodes as one, and has the reference compute the same at once, as long as all that they read
+        is there."""
+        collected, addresses = Collected(), {each.read.dst.address for each in nodes}
+        for each in nodes:
+            each.read, each.on_npu = self._read(each.read.address), True
+            each.is_ahead = len(nodes) > 1 or each.place != self._reference()[1]
+            each.found += self._contents.changed([each.read], addresses)
+            if len(nodes) > 1:
+                collected.add(each.read, each.place)
+        self._about_to(nodes[-1].place, nodes[-1].node)
+        self._about_to_run(nodes)
+        run_step(what, call)
+        self._have_run(nodes)
+        self._ran.update({each.place: each for each in nodes})
+        if isinstance(what, Joined):
+            for each in nodes:
+                each.fused = what.name
+        if len(nodes) == 1:
+            nodes[0].result = copy(nodes[0].node.dst)
+            nodes[0].mirrored, nodes[0].before = self.mirrored(nodes[0]), None
+        else:
+            self._look_at(nodes, collected.graph(), what.fused.written if isinstance(what, Joined) else None)
+
+    def _look_at(self, nodes: list[OwnNode], graph: Graph, written: Mapping[int, Tensor] | None) -> None:
+        """Looks at nodes that ran as one.
+
+        graph    the nodes over what they read
+        written  by place among them, what an operator writes; None: they are no operator
+        """
+        outputs = [each.node.dst for each in nodes]
+        if written is None:
+            written = {at: output for at, output in enumerate(outputs) if not _is_gone(outputs, at)}
+            for at in {*range(len(nodes))} - {*written}:
+                nodes[at].why_not = f"a later node of one program wrote over it: {nodes[-1].node}"
+        whole = Together(graph, {})
+        for at, expected, actual in self._results(graph, outputs, written):
+            own = nodes[at]
+            whole.expected[at] = expected
+            own.result, own.offset = actual, written[at].address - own.node.dst.address
+            own.mirrored = Mirrored(own.node, graph.nodes[at], expected, actual, whole)
 
     def _results(
-        self, graph: Graph, outputs: list[Tensor], gone: list[bool], orders: Backend | Replica
+        self, graph: Graph, outputs: list[Tensor], written: Mapping[int, Tensor]
     ) -> Iterator[tuple[int, Tensor, Tensor]]:
-        """Yields, for nodes that ran together, place, expected and actual result. For a span that may have run as one
-        operator: what that writes; for others, what no later node wrote over. A node continues from the actual results
-        before it, since there may be more than one right order.
-
-        gone    whether a later node wrote over a result
-        orders  computes what has more than one right order, if the result is gone
-        """
-        found = self._backend.longest_fusion(graph, 0)
-        fused = {} if found is None else found[1].written
-        n_fused = 0 if found is None else len(found[0].ops)
+        """Yields, for nodes that ran as one, place, expected and actual result of those that were written. A node
+        continues from the actual results before it, since there may be more than one right order."""
         for place, (node, output) in enumerate(zip(graph.nodes, outputs, strict=True)):
-            if not output.nbytes:
+            self._computer.compute(node)
+            if place not in written:
                 continue
-            (orders if gone[place] and free_order(node.op) else self._computer).compute(node)
-            if gone[place] or (place < n_fused and place not in fused):
-                continue
-            part = fused.get(place, node.dst) if place < n_fused else node.dst
-            offset = output.offset + part.address - node.dst.address
-            actual, expected = replace(part, memory=output.memory, offset=offset), copy(part)
-            actual = between_gaps_of(expected, actual) if part.ne != output.ne else actual
+            wrote = written[place]
+            offset = wrote.address - output.address
+            part = wrote.over(node.dst.memory, node.dst.offset + offset)
+            actual, expected = replace(wrote, memory=output.memory, offset=output.offset + offset), copy(part)
+            actual = between_gaps_of(expected, actual) if part.ne != output.ne else copy(actual)
             part.memory.bytes()[part.offset : part.offset + part.nbytes] = span(actual)
             yield place, expected, actual
+
+    # what is looked at around each run
+
+    def _about_to_run(self, nodes: list[OwnNode]) -> None:
+        """Called before a node runs, or nodes as one."""
+        reads = [each.read for each in nodes]
+        if len(nodes) == 1:
+            nodes[0].is_fed_alike, nodes[0].before = self._taken_down(reads[0], nodes[0].place)
+        spans = [(each.tensor.address, each.tensor.end) for each in _overwritten(*reads)]
+        self._rest = self._contents.rest(self._contents.buffers(self._ggml) if self._strict else spans, reads)
+
+    def _have_run(self, nodes: list[OwnNode]) -> None:
+        """Called after they ran."""
+        reads = [each.read for each in nodes]
+        if nodes[0].on_npu:
+            spoilt = self._contents.changed(reads, {each.address for each in _overwritten(*reads)})
+            if not spoilt and self._rest is not None and self._rest.has_changed():
+                overwritten = {read.dst.address for read in reads}
+                spoilt = self._contents.differing(overwritten) or [Changed(reads[-1].dst.tensor.name, None)]
+            nodes[-1].spoilt = spoilt
+        for read in reads:
+            self._contents.written(read)
 
     def _taken_down(self, read: Read, place: int) -> tuple[bool, Node | None]:
         """Returns whether a node that is about to run reads the same as in the reference's run; if not, also the node
@@ -249,9 +341,9 @@ class OwnRun:
         return self._constants[key]
 
 
-def _is_gone(outputs: list[Tensor], place: int) -> bool:
-    """Whether a later output overlaps this one."""
-    return any(outputs[place].overlaps(later) for later in outputs[place + 1 :])
+def _is_gone(outputs: list[Tensor], at: int) -> bool:
+    """Whether nothing is left of an output: it is empty, or a later one overlaps it."""
+    return not outputs[at].nbytes or any(outputs[at].overlaps(later) for later in outputs[at + 1 :])
 
 
 def _hold_the_same(a: Tensor, b: Tensor) -> bool:

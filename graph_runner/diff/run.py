@@ -29,7 +29,7 @@ from graph_runner.diff.judge import Judge, Stray
 from graph_runner.diff.lockstep import Lockstep
 from graph_runner.diff.logits import Ending, Endings
 from graph_runner.diff.state import StateResult
-from graph_runner.judging.results import NodeResult
+from graph_runner.judging.results import Fate, NodeResult
 from graph_runner.judging.rules import Rules
 from graph_runner.run.session import Observer, Sampler, Session
 from graph_runner.trace import Origin, save_nodes
@@ -39,8 +39,8 @@ AboutTo = Callable[[str, int, int, Node | None], None]
 
 @dataclass
 class DiffResult:
-    """The diff of one model. Falsy if a node or anything else of the device's own run is wrong, or if no node was
-    compared.
+    """The diff of one model. Falsy if a node or anything else of the device's own run is wrong, if a node that the
+    device ran was not judged, or if no node was compared.
 
     nodes    all nodes of the run, in order, with the spans among them
     states   cells of caches and recurrent states that differ from the reference's, at the step when they first did
@@ -90,6 +90,17 @@ class DiffResult:
         return [node for node in self.nodes if not node]
 
     @property
+    def fates(self) -> Counter[Fate]:
+        """How many nodes of the device's own run were judged, fused away, not judged, and run by ggml's CPU. Their
+        total is the number of the graph's nodes that compute something, over all steps."""
+        return Counter(node.fate for node in self.nodes if node.fate is not None)
+
+    @property
+    def not_judged(self) -> list[NodeResult]:
+        """Nodes of which nobody knows what they gave in the device's own run."""
+        return [node for node in self.nodes if node.fate is Fate.NOT_JUDGED]
+
+    @property
     def is_unexplained(self) -> bool:
         """Whether the run is wrong but no node is, or whether a stray write was found no later than the first wrong
         node."""
@@ -100,7 +111,7 @@ class DiffResult:
 
     def __bool__(self) -> bool:
         off = self.wrong or self.strays or self.stray or (self.ending is not None and not self.ending)
-        return bool(self.compared) and not off and self.stopped is None
+        return bool(self.compared) and not off and self.stopped is None and not self.not_judged
 
 
 class _Reproducers:

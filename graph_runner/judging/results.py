@@ -12,6 +12,22 @@ from graph_runner.judging.blocks import BlockComparison
 from graph_runner.judging.compare import Comparison, Heat
 
 ISOLATED, OWN_RUN = "isolated", "own run"
+STOPPED, UNSEEN = "the device's run had stopped", "nobody has looked at its result"
+
+
+class Fate(StrEnum):
+    """What became of a node in the device's own run.
+
+    judged  the device ran it, and its result was compared with what the reference computes from the same inputs
+    fused   the device ran an operator in its place, which does not write its result; what that writes is judged
+    not_judged  nobody knows what it gave
+    on_cpu  ggml's CPU ran it, in the device's run
+    """
+
+    JUDGED = "judged"
+    FUSED = "fused"
+    NOT_JUDGED = "not judged"
+    ON_CPU = "on the CPU"
 
 
 class Verdict(StrEnum):
@@ -45,7 +61,9 @@ class NodeResult:
     isolated    the device's result from the reference's inputs; None if the device does not take the node
     cumulative  the result of the device's own run against the reference's; None if there is none
     mirrored    the result of the device's own run against what the reference computes from what the node read there;
-                None if the device did not compute it
+                None if the device did not compute it. Of a node that an operator ran: what that writes of it
+    fused       the operator that ran it in the device's own run; "" if none did
+    not_judged  why nobody knows what it gave in the device's own run; "" if that is known
     failure     why the device could not compute it, or what else it damaged
     heat        where the errors are
     blocks      for a quantised output that differs, the comparison by block
@@ -75,6 +93,20 @@ class NodeResult:
     noise: float | None = None
     reproducer: str | None = None
     wrong_in: str = ""
+    fused: str = ""
+    not_judged: str = ""
+
+    @property
+    def fate(self) -> Fate | None:
+        """What became of it in the device's own run; None if it is no node of that: nodes that were compared as one
+        operator, or a node of a run that was repeated."""
+        if self.not_judged:
+            return Fate.NOT_JUDGED
+        if self.mirrored is not None:
+            return Fate.JUDGED
+        if self.fused:
+            return Fate.FUSED
+        return Fate.ON_CPU if self.on == "CPU" else None
 
     @property
     def shown(self) -> Comparison | None:

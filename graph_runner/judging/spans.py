@@ -16,10 +16,11 @@ from graph_runner.judging.rules import Rules
 
 
 class Chain:
-    """The ops of the last nodes, while they are the beginning of one of a backend's fusions."""
+    """The ops of the last nodes, while they are the beginning of one of a backend's fusions. A fusion one of whose
+    kernels was replaced is none of its fusions any more."""
 
     def __init__(self, backend: Backend, fusions: Collection[Fusion]) -> None:
-        names = [fusion.op_names for fusion in fusions]
+        names = [fusion.op_names for fusion in fusions if fusion.replaces(backend.ops)]
         self._backend, self._fusions = backend, fusions
         self._beginnings = {ops[:n] for ops in names for n in range(1, len(ops) + 1)}
         self._unfinished = {ops[:n] for ops in names for n in range(1, len(ops))}
@@ -38,10 +39,14 @@ class Chain:
         self._ops = ()
 
     def is_at_end(self, op: str, node: Callable[[], Node]) -> bool:
-        """Appends the next op. Returns whether a fusion ends with it, or whether it cannot be a part of any."""
+        """Appends the next op. Returns whether a fusion ends with it, or whether it cannot be a part of any, as a node
+        that the device does not take."""
         if not self.continues(op):
             self.clear()
         if not self.continues(op):
+            return True
+        if not self._backend.offers(op) or self._backend.refusal(node()) is not None:
+            self.clear()
             return True
         self.add(op)
         ended = self._ops not in self._unfinished or (len(self._ops) == 1 and self._is_fused_alone(node()))

@@ -14,7 +14,7 @@ from graph_runner.diff.state import StateResult
 from graph_runner.judging.blocks import BlockComparison
 from graph_runner.judging.compare import Comparison
 from graph_runner.judging.promises import promises
-from graph_runner.judging.results import OWN_RUN, NodeResult, Verdict
+from graph_runner.judging.results import OWN_RUN, Fate, NodeResult, Verdict
 
 if TYPE_CHECKING:  # a replay on the NPU reports without llama.cpp
     from graph_runner.diff.logits import Ending
@@ -29,11 +29,16 @@ _TRIED = (
 )
 _REPEATS = 8  # of the replay of a node that is wrong in its own run alone
 
-RIGHT, ROUNDING, WRONG = "right", "right within rounding", "wrong"
+RIGHT, ROUNDING, WRONG, UNDECIDED = "right", "right within rounding", "wrong", "not judged"
 
 
 def _verdict(result: DiffResult) -> str:
-    """Returns the diff in one line. It begins with RIGHT, ROUNDING or WRONG if a node was compared."""
+    """Returns the diff in one line. It begins with RIGHT, ROUNDING, WRONG or UNDECIDED if a node was compared."""
+    found, n = _found(result), result.fates[Fate.NOT_JUDGED]
+    return f"{found}; {n:,} nodes of the own run not judged" if n and not found.startswith(UNDECIDED) else found
+
+
+def _found(result: DiffResult) -> str:
     compared, wrong = result.compared, result.wrong
     who = "ggml's CPU" if result.reference == "CPU" else f"the {result.reference}"
     if wrong:
@@ -48,6 +53,8 @@ def _verdict(result: DiffResult) -> str:
         return f"{WRONG}: every node is right, but the logits differ by more than rounding explains"
     if result.stopped:
         return f"{WRONG}: the {result.device} stopped: {result.stopped}"
+    if result.not_judged:
+        return f"{UNDECIDED}: {_first_not_judged(result)}; what was judged is right"
     counts = Counter(node.verdict for node in result.nodes)
     if counts[Verdict.EXACT] == len(result.nodes):
         return f"{RIGHT}: {len(compared):,} nodes compared, every byte equals {who}"
@@ -55,6 +62,12 @@ def _verdict(result: DiffResult) -> str:
     parts = [f"{len(compared):,} nodes compared, {rounded:,} differ from {who} by rounding"]
     parts += [f"{later:,} have inputs that differ"] if later else []
     return f"{ROUNDING}: {'; '.join(parts)}"
+
+
+def _first_not_judged(result: DiffResult) -> str:
+    first, n = result.not_judged[0], result.fates[Fate.NOT_JUDGED]
+    of = f"{n:,} of {result.fates.total():,} nodes of the own run"
+    return f"{of}, first step {first.step} node {first.index}, {first.op} {first.name!r}: {first.not_judged}"
 
 
 def _why_none(result: DiffResult) -> str:
@@ -96,7 +109,9 @@ def print_diff(result: DiffResult, console: Console, *, first: int = 5) -> None:
     _print_lines(console, _own_run(result))
     if result.states:
         _print_lines(console, [_states(result.states)])
-    _print_lines(console, [_verdict(result)], style="bold green" if result else "bold red")
+    verdict = _verdict(result)
+    style = "bold green" if result else "bold yellow" if verdict.startswith(UNDECIDED) else "bold red"
+    _print_lines(console, [verdict], style=style)
 
 
 def _print_lines(console: Console, lines: Iterable[str], style: str | None = None) -> None:
@@ -147,13 +162,15 @@ def _print_wrong(wrong: Sequence[NodeResult], console: Console, first: int) -> N
 
 def _own_run(result: DiffResult) -> list[str]:
     """Returns lines on the device's own run: where nodes ran, their results, and how the run ended."""
-    nodes = [node for node in result.nodes if node.cumulative is not None]
+    nodes = [node for node in result.nodes if node.fate is not None and node.on]
     if result.stopped is not None:
         return [f"own run of the {result.device}: stopped after {len(nodes):,} nodes: {result.stopped}"]
     on = ", ".join(f"{count:,} on the {name}" for name, count in Counter(node.on for node in nodes).most_common())
     counts = Counter(node.verdict for node in nodes)
     verdicts = ", ".join(f"{counts[verdict]:,} {verdict}" for verdict in Verdict if counts[verdict])
     line = f"own run of the {result.device}: {len(nodes):,} nodes ({on}): {verdicts}"
+    if skipped := Counter(node.fused for node in nodes if node.fate is Fate.FUSED):
+        line += f"; {', '.join(f'{count:,} left out by {name}' for name, count in skipped.most_common())}"
     off = [(node.cumulative.error, node) for node in nodes if node.cumulative is not None and not node.cumulative]
     if off:
         error, worst = max(off, key=lambda pair: pair[0])
@@ -195,7 +212,8 @@ def _describe(node: NodeResult) -> str:
         return where
     first = f", first at [{', '.join(map(str, found.where))}]" if found.where else ""
     outside = ", wrote outside its output" if found.outside else ""
-    run = " in the device's own run, though not alone" if node.wrong_in == OWN_RUN else ""
+    by = f" by {node.fused}" if node.fused else ""
+    run = f" in the device's own run{by}, though not alone" if node.wrong_in == OWN_RUN else ""
     noise = f", {node.noise:,.1f} times as far from the exact value as the reference" if node.noise is not None else ""
     return (
         f"{where}: {found.n_different:,} of {found.n_bytes:,} bytes differ{run}{first}{outside}, "
@@ -272,6 +290,7 @@ def diff_json(result: DiffResult) -> dict[str, Any]:
         "strict": result.strict,
         "passed": bool(result),
         "verdict": _verdict(result),
+        "own_run": {fate.name.lower(): result.fates[fate] for fate in Fate},
         "stopped": result.stopped,
         "first_introduced": result.nodes.index(wrong[0]) if wrong else None,
         "states": [asdict(state) for state in result.states],
@@ -326,6 +345,9 @@ def _node_json(node: NodeResult, options: dict[str, str]) -> dict[str, Any]:
         "verdict": str(node.verdict),
         "passed": bool(node),
         "wrong_in": node.wrong_in,
+        "own_run": node.fate,
+        "fused": node.fused,
+        "not_judged": node.not_judged,
         "failure": node.failure,
         "diagnosis": node.diagnosis,
         "reproducer": node.reproducer,

@@ -84,6 +84,26 @@ def write_tiny_gpt_oss(path: Path) -> Path:
     return model.save()
 
 
+def write_tiny_mpt(path: Path) -> Path:
+    """An MPT of 2 layers, 4 heads of 16, whose attention knows the places of tokens by ALiBi alone.
+
+    Exercises SOFT_MAX with max_bias, which no fusion takes.
+    """
+    model = TinyModel(path, "mpt", spm_vocabulary())
+    model.writer.add_head_count(4)
+    model.writer.add_layer_norm_eps(1e-5)
+    model.writer.add_max_alibi_bias(8.0)
+    model.embeddings()
+    for block in model.blocks():
+        model.norm(f"{block}.attn_norm")
+        model.linear(f"{block}.attn_qkv", model.n_embd, 3 * model.n_embd)
+        model.linear(f"{block}.attn_output", model.n_embd, model.n_embd)
+        model.norm(f"{block}.ffn_norm")
+        model.linear(f"{block}.ffn_up", model.n_embd, model.n_ff)
+        model.linear(f"{block}.ffn_down", model.n_ff, model.n_embd)
+    return model.save()
+
+
 def write_tiny_rwkv7(path: Path) -> Path:
     """An RWKV-7 of 2 layers: n_embd 128, 2 heads (ggml's kernel takes multiples of 64), n_ff 512, ranks 32.
 
@@ -287,4 +307,5 @@ OTHERS: dict[str, Callable[[Path], Path]] = {
     "mamba2": write_tiny_mamba2,
     "rwkv6": write_tiny_rwkv6,
     "qwen35": write_tiny_qwen35,
+    "mpt": write_tiny_mpt,
 }

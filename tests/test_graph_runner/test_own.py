@@ -16,11 +16,12 @@ from kit.support import choose
 from ggml_backend_npu import Memory, Tensor, default_backend
 from ggml_backend_npu.ggml import codecs
 from ggml_backend_npu.ops import OWN
+from ggml_backend_npu.ops.norms import Norm
 from ggml_backend_npu.plugin.plugin import Plugin
 from ggml_backend_npu.registry.entry import Op
-from graph_runner.diff.own import Mirrored, OwnRun
+from graph_runner.diff.own import Mirrored, OwnNode, OwnRun
 from graph_runner.diff.run import DiffResult, diff, run_in_step
-from graph_runner.judging.results import ISOLATED, OWN_RUN, Verdict
+from graph_runner.judging.results import ISOLATED, OWN_RUN, Fate, Verdict
 from graph_runner.trace import read_trace, replay
 
 RIGHT = {Verdict.EXACT, Verdict.ROUNDING, Verdict.INHERITED, Verdict.AMPLIFIED}
@@ -41,9 +42,9 @@ def mirrored(monkeypatch: pytest.MonkeyPatch) -> list[Mirrored]:
     made: list[Mirrored] = []
     right = OwnRun.mirrored
 
-    def spy(own: OwnRun) -> list[Mirrored]:
-        found = right(own)
-        made.extend(found)
+    def spy(run: OwnRun, own: OwnNode) -> Mirrored | None:
+        found = right(run, own)
+        made.extend([found] if found is not None else [])
         return found
 
     monkeypatch.setattr(OwnRun, "mirrored", spy)
@@ -60,7 +61,14 @@ def embedding_off_by_an_ulp(dst: Tensor, src: Tensor, ids: Tensor) -> None:
         dst.view()[...] = np.nextafter(dst.view(), np.float32(np.inf))
 
 
+def first_norm_off_by_an_ulp(dst: Tensor, src: Tensor, params: Norm) -> None:
+    OWN["RMS_NORM"].define(dst, src, params=params)
+    if dst.name == "norm-0":
+        dst.view()[...] = np.nextafter(dst.view(), np.float32(np.inf))
+
+
 OFF = planted("GET_ROWS", embedding_off_by_an_ulp)
+FIRST_NORM_OFF = planted("RMS_NORM", first_norm_off_by_an_ulp)
 
 
 def in_the_own_run(op: str, name: str, damage: Callable[..., None], nth: int = 1) -> Op:
@@ -218,14 +226,20 @@ def test_a_strict_diff_of_right_kernels_finds_nothing(model: Models) -> None:
         assert result.strict
 
 
-@pytest.mark.parametrize("name", ["moe", "rwkv7"])
+@pytest.mark.parametrize(
+    ("name", "off", "operator"), [("moe", FIRST_NORM_OFF, "TopKSoftmax"), ("rwkv7", OFF, "token_shift")]
+)
 def test_with_inputs_that_are_off_what_runs_as_one_operator_is_right(
-    model: Models, name: str, monkeypatch: pytest.MonkeyPatch, mirrored: list[Mirrored]
+    model: Models, name: str, off: Op, operator: str, monkeypatch: pytest.MonkeyPatch, mirrored: list[Mirrored]
 ) -> None:
     choose(monkeypatch, fusion="on")
-    with default_backend().ops.having(OFF):
+    with default_backend().ops.having(off):
         result = run(model(name))
-    assert {node.name for node in result.wrong} == {"embd"}
+    assert {node.name for node in result.wrong} <= {"embd"}
     together = [each for each in mirrored if each.whole is not None]
     assert together
     assert all(len(each.whole.graph.nodes) > 1 for each in together if each.whole is not None)
+    of_operator = [node for node in result.nodes if node.fused == operator]
+    assert {node.fate for node in of_operator} == {Fate.JUDGED, Fate.FUSED}
+    assert all(node.mirrored for node in of_operator if node.fate is Fate.JUDGED)
+    assert {node.verdict for node in of_operator} <= RIGHT

@@ -47,7 +47,7 @@ let errors = {};  // by series, of each node
 let shown = [];  // places of the nodes that pass the filters, sorted
 let isShown = [];
 const words = nodes.map((n) =>
-  [`${n.step}/${n.index}`, n.op, n.name, n.types, n.device, n.diagnosis, n.failure].join(" ").toLowerCase());
+  [`${n.step}/${n.index}`, n.op, n.name, n.types, n.device, n.fused, n.not_judged, n.diagnosis, n.failure].join(" ").toLowerCase());
 
 function readAddress() {
   const given = new URLSearchParams(location.hash.slice(1));
@@ -371,7 +371,7 @@ function showDetail() {
   }
   const n = nodes[i];
   const about = make("p", { className: "place" }, make("b", { className: n.verdict }, n.verdict),
-    ` · ${stepName(n.step)}, node ${n.index}${n.device ? ` · computed by ${n.device}` : ""}${n.wrong_in ? ` · wrong: ${n.wrong_in}` : ""}`);
+    ` · ${stepName(n.step)}, node ${n.index}${n.device ? ` · computed by ${n.device}` : ""}${n.fused ? `, by ${n.fused}` : ""}${n.not_judged ? ` · not judged: ${n.not_judged}` : ""}${n.wrong_in ? ` · wrong: ${n.wrong_in}` : ""}`);
   const parts = [make("p", { className: "title" }, `${n.op} `, make("code", {}, n.name)), about];
   if (n.diagnosis || n.failure) {
     parts.push(make("p", { className: `diagnosis ${n.verdict}` }, make("span", {}, n.diagnosis ?? n.failure)));
