@@ -14,6 +14,7 @@ from graph_runner.compare import Comparison
 from graph_runner.console import Console, table
 from graph_runner.promises import promises
 from graph_runner.results import OWN_RUN, NodeResult, Verdict
+from graph_runner.rules import Judged
 from graph_runner.state import StateResult
 
 if TYPE_CHECKING:  # a replay on the NPU reports without llama.cpp
@@ -197,10 +198,16 @@ def _describe(node: NodeResult) -> str:
     outside = ", wrote outside its output" if found.outside else ""
     run = " in the device's own run, though not alone" if node.wrong_in == OWN_RUN else ""
     noise = f", {node.noise:,.1f} times as far from the exact value as the reference" if node.noise is not None else ""
+    judged = "" if node.judged is None else f"; judged: {_judged(node.judged)}"
     return (
         f"{where}: {found.n_different:,} of {found.n_bytes:,} bytes differ{run}{first}{outside}, "
-        f"NMSE {_number(found.nmse)}, max abs {_number(found.max_abs)}{noise}"
+        f"NMSE {_number(found.nmse)}, max abs {_number(found.max_abs)}{noise}{judged}"
     )
+
+
+def _judged(row: Judged) -> str:
+    which = f"row {row.row:,} of {row.n_rows:,} rows"
+    return f"{which} is {_number(row.error)} from {row.against}, the limit is {_number(row.limit)}"
 
 
 def _explanation(node: NodeResult) -> list[str]:
@@ -332,6 +339,7 @@ def _node_json(node: NodeResult, options: dict[str, str]) -> dict[str, Any]:
         "replay": _replay_command(node, options),
         "test": node.test,
         "noise": None if node.noise is None else _finite(node.noise),
+        "judged": None if node.judged is None else asdict(node.judged) | {"error": _finite(node.judged.error)},
         "isolated": _comparison_json(node.isolated, node.blocks),
         "mirrored": _comparison_json(node.mirrored),
         "cumulative": _comparison_json(node.cumulative),

@@ -230,14 +230,15 @@ class Spans:
         reference: Tensor,
     ) -> NodeResult:
         last, node = nodes[len(fusion.ops) - 1], nodes[place].read.node
-        verdict = Verdict.FAILED if failure is not None else Verdict.EXACT
+        verdict, judged = Verdict.FAILED if failure is not None else Verdict.EXACT, None
         if comparison is not None and not comparison:
             whole = replace(node, op=fusion.name)
             allowed = self._rules.allows(whole, reference, written, comparison)
             verdict = Verdict.ROUNDING if allowed else Verdict.INTRODUCED
+            judged = None if allowed else self._rules.judged(whole, reference, written)
         return NodeResult(
             self._step, last.index, fusion.name, node.name, f"{' '.join(fusion.op_names)} -> {written.type}",
-            written.ne, verdict, isolated=comparison, failure=failure,
+            written.ne, verdict, isolated=comparison, failure=failure, judged=judged,
             heat=None if comparison is None or comparison else heat(reference, written),
         )  # fmt: skip
 
