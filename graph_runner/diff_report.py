@@ -50,7 +50,7 @@ def _verdict(result: DiffResult) -> str:
     if result.stopped:
         return f"{WRONG}: the {result.device} stopped: {result.stopped}"
     counts = Counter(node.verdict for node in result.nodes)
-    if counts[Verdict.EXACT] == len(result.nodes):
+    if counts[Verdict.EXACT] == len(result.nodes) and not result.remarks:
         return f"{RIGHT}: {len(compared):,} nodes compared, every byte equals {who}"
     rounded, later = counts[Verdict.ROUNDING], counts[Verdict.INHERITED] + counts[Verdict.AMPLIFIED]
     parts = [f"{len(compared):,} nodes compared, {rounded:,} differ from {who} by rounding"]
@@ -163,6 +163,7 @@ def _own_run(result: DiffResult) -> list[str]:
     lines = [line]
     if counts[Verdict.INHERITED] or counts[Verdict.AMPLIFIED]:
         lines.append("inherited and amplified: the node itself is right, but its inputs already differ")
+    lines += result.remarks
     return lines + ([_ending(result.ending)] if result.ending is not None and result.ending.nmse else [])
 
 
@@ -283,6 +284,7 @@ def diff_json(result: DiffResult) -> dict[str, Any]:
         "first_introduced": result.nodes.index(wrong[0]) if wrong else None,
         "states": [asdict(state) for state in result.states],
         "strays": [str(stray) for stray in result.strays],
+        "remarks": result.remarks,
         "ending": None if result.ending is None else _ending_json(result.ending),
         **_nodes_json(result.nodes, result.refused, result.device_options),
     }

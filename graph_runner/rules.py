@@ -189,10 +189,10 @@ def _measures(node: Node, expected: Tensor, actual: Tensor) -> Iterator[_Measure
     truth = noise.exact(node)
     if truth is None:
         return
-    rounding = _half_ulp(a, actual.type)
+    rounding = half_ulp(a, actual.type)
     yield _Measure(_TRUTH, _errors(node, a, truth, np.abs(truth), rounding))
     size = noise.size(node, truth)
-    own = _parts(node, e, truth, np.fmax(np.abs(e), size), _half_ulp(e, expected.type)).mean(axis=-1)
+    own = _parts(node, e, truth, np.fmax(np.abs(e), size), half_ulp(e, expected.type)).mean(axis=-1)
     as_near = _AS_NEAR * np.where(np.isfinite(own), own, 0.0)
     yield _Measure(_REFERENCE, _errors(node, a, e, np.fmax(np.abs(e), size)), as_near)
     yield _Measure(_TRUTH, _errors(node, a, truth, np.fmax(np.abs(truth), size), rounding))
@@ -227,7 +227,7 @@ def _row(node: Node, result: Exact) -> int:
     return max(1, x.ne[0] if x is not None else result.shape[-1])
 
 
-def _half_ulp(x: Exact, type: str) -> Exact | float:
+def half_ulp(x: Exact, type: str) -> Exact | float:
     """Returns the largest distance of a number from its rounded value; 0 for types whose rounding is within the
     bounds."""
     if type not in _ROUNDING:
