@@ -34,6 +34,7 @@ OPERATION = struct.Struct("=i64si10Q")  # its fields from OP_AT on: op, op_param
 FLAG_INPUT, FLAG_OUTPUT, FLAG_COMPUTE = 1, 2, 16
 
 STATUS_FAILED, STATUS_SUCCESS = -1, 0
+USAGE_WEIGHTS = 1  # of a buffer that a model's weights lie in
 USAGE_COMPUTE = 2  # of a buffer for tensors of graphs, which share its addresses in turns
 DEVICE_TYPE_CPU, DEVICE_TYPE_GPU, DEVICE_TYPE_IGPU, DEVICE_TYPE_ACCEL = 0, 1, 2, 3
 

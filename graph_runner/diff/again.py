@@ -5,105 +5,48 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from ggml_backend_npu import Backend, Node
+from ggml_backend_npu import Node
 from ggml_backend_npu.ggml import convert
 from ggml_backend_npu.ggml.lib import Ggml
-from graph_runner.diff.contents import digest_of
-from graph_runner.diff.logits import Ending, Logits, nmse
+from ggml_backend_npu.plugin.plugin import Plugin
+from graph_runner.diff.logits import Ending, Endings, Logits, nmse
+from graph_runner.diff.together import Computer, Grouped, ends_of
+from graph_runner.diff.walks import Course, Place, Walk
 from graph_runner.judging.results import OWN_RUN, NodeResult, Verdict, types_of
 from graph_runner.judging.spans import Chain
 from graph_runner.run.session import Observer, Session, SessionError, Settings
 from quant import codec, type_names
 
 Opened = Callable[[Settings, Observer | None], Session]
-Place = tuple[int, int]  # a node's step, and its place in that
 _FAR = 100.0  # times what is natural, which the end of a run may be off by
 _FEW_ULP = 1e-6  # of float32, in parts of an element
 _DRAWS = 4  # of errors, at most, to find out what is natural
 _NOTHING = 1e-9  # an nmse that is small whatever is natural
+_SIZES = (8, 64)  # of groups of nodes that run together; what larger ones change shows at the end of the run
+_FEWER = (2, 4, 8)  # nodes of a group, to find out which of those in a wrong one it takes
+_TOGETHER = "gives other bytes when nodes run together, not one by one"
 
 
-class _Walk:
-    """An observer that counts nodes in the same way as a diff.
-
-    step  the current step; incremented before each step but the first
-    read  returns the bytes of a span of the run's memory
-    """
-
-    read: Callable[[int, int], Any] = staticmethod(convert.bytes_at)
-
-    def __init__(self, ggml: Ggml) -> None:
-        self.ggml, self.step, self._place = ggml, 0, -1
-
-    def next_step(self) -> None:
-        self.step, self._place = self.step + 1, -1
-
-    def before(self, address: int) -> bool:
-        """Returns whether to observe the node after it has run."""
-        if not convert.computes(convert.op_name(self.ggml, address)):
-            return False
-        self._place += 1
-        return self.looks_at((self.step, self._place), address)
-
-    def after(self, address: int) -> None:
-        self.saw((self.step, self._place), address)
-
-    def _digest(self, address: int) -> int:
-        dst = convert.tensor(self.ggml, address)
-        return digest_of(dst.address, dst.nbytes, self.read)
-
-    def looks_at(self, place: Place, address: int) -> bool:
-        """Returns whether to observe the node after it has run."""
-        return True
-
-    def saw(self, place: Place, address: int) -> None:
-        """Called after an observed node has run."""
-
-
-class _Same(_Walk):
-    """Compares nodes with their results in an earlier run.
-
-    differs  the first node that is not the same: its place, and the node
-    """
-
-    def __init__(self, ggml: Ggml, backend: Backend, before: Mapping[Place, int], fuses: bool) -> None:
-        super().__init__(ggml)
-        self._before, self._chain = before, Chain(backend, backend.fusions if fuses else ())
-        self.differs: tuple[Place, Node] | None = None
-
-    def looks_at(self, place: Place, address: int) -> bool:
-        node = convert.node(self.ggml, address)
-        return self._chain.is_at_end(node.op, lambda: node)
-
-    def saw(self, place: Place, address: int) -> None:
-        if self.differs is None and self._before.get(place, -1) not in (-1, self._digest(address)):
-            self.differs = place, convert.node(self.ggml, address)
-
-
-class _One(_Walk):
+class _One(Walk):
     """Observes one node alone; the nodes before it run as they do without an observer."""
 
     def __init__(self, ggml: Ggml, place: Place) -> None:
         super().__init__(ggml)
         self._wanted = place
-        self.digest, self.node = -1, None
+        self.found: tuple[int, Node] | None = None  # the digest of its result, and the node
 
     def looks_at(self, place: Place, address: int) -> bool:
         return place == self._wanted
 
     def saw(self, place: Place, address: int) -> None:
-        self.digest, self.node = self._digest(address), convert.node(self.ggml, address)
-
-    digest: int
-    node: Node | None
+        self.found = self.digest(address), convert.node(self.ggml, address)
 
 
-class _Noise(_Walk):
+class _Noise(Walk):
     """Adds rounding errors to nodes: for each node of the given size, relative to the node's values."""
 
     def __init__(self, ggml: Ggml, errors: Mapping[Place, float], seed: int) -> None:
@@ -121,20 +64,57 @@ class _Noise(_Walk):
                 values[...] += noise.astype(values.dtype)
 
 
+@dataclass(frozen=True)
+class Watched:
+    """The device's run while each node was observed.
+
+    logits, reference  of both runs, after each step
+    fingerprints       digests of the nodes' results
+    nodes              the results of the nodes
+    """
+
+    logits: Sequence[Logits]
+    reference: Sequence[Logits]
+    fingerprints: Mapping[Place, int]
+    nodes: Collection[NodeResult]
+
+    @property
+    def left_to_the_cpu(self) -> set[Place]:
+        """The nodes that the CPU computed in the device's run."""
+        return {(node.step, node.index) for node in self.nodes if node.on == "CPU"}
+
+
 class Again:
     """Runs the same model on the same tokens again.
 
-    opened   opens a new session
-    backend  the backend of the device
+    opened    opens a new session
+    backend   the backend of the device; npu: its plugin
+    computer  the reference and the rules
+    watched   the run before
+    fuses     whether the device runs patterns of nodes as one operator
+    remarks   what was found that is not wrong: results that are rounded otherwise than in the run before
     """
 
     def __init__(
-        self, ggml: Ggml, opened: Opened, backend: Backend, settings: Settings, batches: Sequence[list[int]]
+        self,
+        ggml: Ggml,
+        opened: Opened,
+        npu: Plugin,
+        computer: Computer,
+        settings: Settings,
+        batches: Sequence[list[int]],
+        watched: Watched,
+        *,
+        fuses: bool,
     ) -> None:
-        self._ggml, self._opened, self._backend = ggml, opened, backend
-        self._settings, self._batches = settings, batches
+        self._ggml, self._opened, self._npu, self._computer = ggml, opened, npu, computer
+        self._settings, self._batches, self._watched = settings, batches, watched
+        self._fuses, self._course = fuses, Course()
+        self._errors: dict[Place, float] = {}  # NMSE of results in runs of several nodes together, or in repeated runs
+        self._on_device = replace(settings, device="npu")
+        self.remarks: list[str] = []
 
-    def _run(self, settings: Settings, observer: _Walk | None = None) -> list[Logits]:
+    def _run(self, settings: Settings, observer: Walk | None = None) -> list[Logits]:
         found = []
         with self._opened(settings, observer) as session:
             if observer is not None and session.npu is not None:
@@ -146,65 +126,127 @@ class Again:
                 found.append(session.logits())
         return found
 
-    def repeated(self, fingerprints: Mapping[Place, int], times: int, *, fuses: bool) -> NodeResult | None:
-        """Returns the first node whose result on the device changes between runs; None if all runs are the same.
+    def repeated(self, times: int) -> NodeResult | None:
+        """Returns the first node whose result on the device changes between runs, and is not right each time. None if
+        all runs are the same, or each result is right: then a remark says that the runs are not the same.
 
-        fingerprints  digests of the nodes' results in the first run
         times  the number of runs, the first one included
         """
         for run in range(2, times + 1):
-            same = _Same(self._ggml, self._backend, fingerprints, fuses)
-            self._run(replace(self._settings, device="npu"), same)
-            if same.differs is not None:
-                place, node = same.differs
-                return _unlike(place, node, f"is not the same each time: run {run} of {times} gives other bytes")
+            backend = self._npu.backend
+            chain = Chain(backend, backend.fusions if self._fuses else ())
+            found = self._grouped(lambda place, node, chain=chain: chain.is_at_end(node.op, lambda: node))  # type: ignore[misc]
+            self._course = found.course
+            text = f"is not the same each time: run {run} of {times} gives other bytes"
+            wrong = self._first_wrong(found, text)
+            if wrong is not None or self.remarks:
+                return wrong
         return None
 
-    def unwatched(
-        self, device: Sequence[Logits], reference: Sequence[Logits], fingerprints: Mapping[Place, int]
-    ) -> NodeResult | None:
-        """Returns the first node whose result changes if the device's run is not observed node by node. Returns None if
-        the run ends the same, or if ggml's CPU shows such a difference too.
-
-        device, reference  the logits of both runs while they were observed
-        fingerprints       digests of the nodes' results in that run
-        """
-        on_device = replace(self._settings, device="npu")
-        if _alike(self._run(on_device), device) or not _alike(self._run(replace(on_device, device="cpu")), reference):
+    def unwatched(self) -> NodeResult | None:
+        """Returns the first node whose result is wrong if the device's run is not observed node by node. Returns None
+        if the run ends the same, or if ggml's CPU shows such a difference too, or if results are rounded otherwise: a
+        remark says so."""
+        watched = self._watched
+        logits = self._run(self._on_device)
+        on_cpu = replace(self._on_device, device="cpu")
+        if _alike(logits, watched.logits) or not _alike(self._run(on_cpu), watched.reference):
             return None
-        low, high = 0, len(places := sorted(fingerprints)) - 1
+        wrong = None if self._course.ops else self.repeated(2)
+        if wrong is None:
+            wrong = self._in_groups()
+        return self._ends_wrong(logits) if wrong is None else wrong
+
+    def _in_groups(self) -> NodeResult | None:
+        """Returns the first node whose result is wrong when a group of nodes runs together, by the smallest groups in
+        which one is."""
+        varies = bool(self.remarks)
+        for size in _SIZES:
+            wrong = self._of_size(size, remarks=not varies)
+            if wrong is not None:
+                closer = (self._of_size(fewer, remarks=False) for fewer in _FEWER if fewer < size)
+                return next((each for each in closer if each is not None), wrong)
+        return None
+
+    def _of_size(self, size: int, *, remarks: bool) -> NodeResult | None:
+        """Returns the first node whose result is wrong when groups of a size run together."""
+        found = []
+        for shift in (0, size // 2):
+            ends = ends_of(self._course, size, shift, self._watched.left_to_the_cpu)
+            grouped = self._grouped(lambda place, _, ends=ends: place in ends, self._course)  # type: ignore[misc]
+            found.append(self._first_wrong(grouped, _TOGETHER, remarks=remarks and not self.remarks))
+        wrong = [each for each in found if each is not None]
+        return min(wrong, key=lambda each: (each.step, each.index), default=None)
+
+    def _ends_wrong(self, logits: Sequence[Logits]) -> NodeResult | None:
+        """Returns the first node that changes if the logits of a run that nobody observed are off by more than
+        rounding explains."""
+        watched, endings = self._watched, Endings()
+        for reference, device in zip(watched.reference, logits, strict=True):
+            endings.add(reference, device)
+        if self.natural(endings.ending()):
+            self.remarks = self.remarks or [f"the run ends otherwise: it {_TOGETHER}, within rounding"]
+            return None
+        places = sorted(watched.fingerprints)
+        low, high = 0, len(places) - 1
         while low < high:
             middle = (low + high) // 2
-            if self._gives(on_device, places[middle], fingerprints) is None:
+            if self._is_same(places[middle]):
                 low = middle + 1
             else:
                 high = middle
-        found = self._gives(on_device, places[low], fingerprints) if places else None
-        if found is None:
-            return None
-        return _unlike(places[low], found, "gives other bytes when nodes run together, not one by one")
+        found = self._alone(places[low])
+        return None if found is None else _unlike(places[low], found[1], _TOGETHER)
 
-    def _gives(self, settings: Settings, place: Place, fingerprints: Mapping[Place, int]) -> Node | None:
-        """Returns the node if its result changes when only this node is observed, else None."""
+    def _is_same(self, place: Place) -> bool:
+        """Whether a node gives the same result when only this node is observed."""
+        found = self._alone(place)
+        return found is not None and found[0] == self._watched.fingerprints[place]
+
+    def _alone(self, place: Place) -> tuple[int, Node] | None:
+        """Returns the digest of a node's result and the node, when only this node is observed."""
         one = _One(self._ggml, place)
         with suppress(SessionError):
-            self._run(settings, one)
-        return one.node if one.digest != fingerprints[place] else None
+            self._run(self._on_device, one)
+        return one.found
 
-    def natural(self, ending: Ending, reference: Sequence[Logits], nodes: Collection[NodeResult]) -> Ending:
+    def _grouped(self, ends: Callable[[Place, Node], bool], course: Course | None = None) -> Grouped:
+        """Runs the tokens on the device in groups of nodes."""
+        watched = self._watched
+        left_out = watched.left_to_the_cpu if course is not None else ()
+        grouped = Grouped(
+            self._ggml, self._npu, self._computer, ends, left_out=left_out, before=watched.fingerprints, course=course
+        )
+        self._run(self._on_device, grouped)
+        return grouped
+
+    def _first_wrong(self, grouped: Grouped, text: str, *, remarks: bool = True) -> NodeResult | None:
+        """Returns the wrong result, if there is one. Otherwise remarks on the first that has changed."""
+        for each in grouped.found:
+            if not each:
+                return _unlike(each.place, each.node, text)
+            self._errors[each.place] = max(self._errors.get(each.place, 0.0), each.error)
+        if grouped.changed is not None and remarks:
+            (step, index), node = grouped.changed
+            self.remarks.append(f"step {step} node {index}: {node.op} {node.name!r} {text}, within rounding")
+        return None
+
+    def natural(self, ending: Ending) -> Ending:
         """Returns the ending with `natural` and `limit` set: how far rounding alone moves the reference from itself.
         The reference is run with errors as large as those of the device's nodes, and with flash attention switched. If
         values are quantised, errors are at least a few units in the last place, since it is chance which of two quants
         a value at the edge gets. So errors are drawn again, a few times, while the ending is too far off."""
-        errors: dict[Place, float] = {}
+        nodes, reference = self._watched.nodes, self._watched.reference
         least = _FEW_ULP if any(map(_quantises, nodes)) else 0.0
+        errors = {place: max(float(np.sqrt(error)), least) for place, error in self._errors.items() if error > 0}
         for node in nodes:
             found = [each.error for each in (node.isolated, node.mirrored) if each is not None and not each]
             if found and np.isfinite(max(found)):
-                errors[node.step, node.index] = max(float(np.sqrt(max(found))), least)
+                place = node.step, node.index
+                errors[place] = max(float(np.sqrt(max(found))), least, errors.get(place, 0.0))
         on_cpu = replace(self._settings, device="cpu")
         switched = replace(on_cpu, flash_attention="off" if on_cpu.flash_attention == "on" else "on")
-        runs: list[tuple[Settings, _Walk | None]] = [(switched, None)]
+        runs: list[tuple[Settings, Walk | None]] = [(switched, None)]
         runs += [(on_cpu, _Noise(self._ggml, errors, seed)) for seed in range(_DRAWS)]
         natural = 0.0
         for settings, observer in runs:

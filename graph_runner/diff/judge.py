@@ -353,8 +353,11 @@ class Judge:
             blocks = compare_blocks(wrong.expected, result, quantised_values(node))
         if found.verdict is Verdict.INTRODUCED:
             diagnosis = diagnose(node, wrong.expected, result, wrong.before(), wrong.found.outside)
-        noise = noise_multiple(node, wrong.expected, result)
-        return replace(found, blocks=blocks, diagnosis=diagnosis, noise=noise, test=line, reproducer=kept)
+        return replace(
+            found, blocks=blocks, diagnosis=diagnosis, test=line, reproducer=kept,
+            judged=self._rules.judged(node, wrong.expected, result),
+            noise=noise_multiple(node, wrong.expected, result),
+        )  # fmt: skip
 
     def _kept(self, wrong: _Compared, found: NodeResult) -> str | None:
         if wrong.whole is not None:

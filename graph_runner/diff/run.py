@@ -24,11 +24,12 @@ from ggml_backend_npu.plugin.replica import Replica
 from graph_runner.base.console import printable
 from graph_runner.base.errors import BadInputError, TraceError
 from graph_runner.base.settings import DeviceName, Settings, context_for
-from graph_runner.diff.again import Again
+from graph_runner.diff.again import Again, Watched
 from graph_runner.diff.judge import Judge, Stray
 from graph_runner.diff.lockstep import Lockstep
 from graph_runner.diff.logits import Ending, Endings
 from graph_runner.diff.state import StateResult
+from graph_runner.diff.together import Computer
 from graph_runner.judging.results import Fate, NodeResult
 from graph_runner.judging.rules import Rules
 from graph_runner.run.session import Observer, Sampler, Session
@@ -46,6 +47,7 @@ class DiffResult:
     states   cells of caches and recurrent states that differ from the reference's, at the step when they first did
     strays   tensors that no longer held what the last node had written into them
     ending   how far apart the two runs end; None if the device's run ended early
+    remarks  what is not the same each time, or when nodes run together, though right
     stopped  why the device's own run ended before the reference's, or None
     ops      names of the chosen ops and fusions; None: all
     refused  nodes of the chosen ops that the device does not take, by op and reason
@@ -70,6 +72,7 @@ class DiffResult:
     states: list[StateResult] = field(default_factory=list)
     strays: list[Stray] = field(default_factory=list)
     ending: Ending | None = None
+    remarks: list[str] = field(default_factory=list)
     stopped: str | None = None
     ops: Collection[str] | None = None
     refused: Counter[tuple[str, str]] = field(default_factory=Counter)
@@ -249,7 +252,7 @@ class _InStep:
         if result.stopped is None:
             result.ending = endings.ending()
         if result.stopped is None and self._npu is not None and not result.wrong:
-            self._look_again([tokens, *([token] for token in text)], endings, judge.fingerprints)
+            self._look_again(self._npu, [tokens, *([token] for token in text)], endings, judge.fingerprints)
         return result
 
     def _add(self, node: NodeResult) -> None:
@@ -332,19 +335,28 @@ class _InStep:
         judge.finish(stopped=lockstep.stopped is not None)
         return text, endings
 
-    def _look_again(self, batches: list[list[int]], endings: Endings, fingerprints: dict[tuple[int, int], int]) -> None:
-        """Checks whether the device gives the same results again, and also if it is not observed; and how far rounding
+    def _look_again(
+        self, npu: Plugin, batches: list[list[int]], endings: Endings, fingerprints: dict[tuple[int, int], int]
+    ) -> None:
+        """Checks whether the device gives right results again, and also if it is not observed; and how far rounding
         alone would move the ending if it is off."""
         result = self._result
-        again = Again(self._ggml, self._opened, self._ours, self._settings, batches)
         first, second = ([pair[side] for pair in endings.steps] for side in (0, 1))
-        found = again.repeated(fingerprints, self._asked.repeat, fuses=result.device_options["fusion"] == "on")
-        if found is None and result.reference == "CPU" and not result.is_unexplained:
-            found = again.unwatched(second, first, fingerprints)
+        with Replica(self._ggml, "CPU", threads=self._settings.threads) as cpu:
+            again = Again(
+                self._ggml, self._opened, npu,
+                Computer(cpu if self._reference is None else self._theirs, self._asked.rules or Rules()),
+                self._settings, batches, Watched(second, first, fingerprints, result.nodes),
+                fuses=result.device_options["fusion"] == "on",
+            )  # fmt: skip
+            found = again.repeated(self._asked.repeat)
+            if found is None and result.reference == "CPU" and not result.is_unexplained:
+                found = again.unwatched()
+        result.remarks = again.remarks
         if found is not None:
             self._add(found)
         elif result.ending is not None and result.ending.nmse > 0:
-            result.ending = again.natural(result.ending, first, result.nodes)
+            result.ending = again.natural(result.ending)
 
 
 _ALL_LAYERS = 999

@@ -10,6 +10,7 @@ from ggml_backend_npu.ops import OWN
 from ggml_backend_npu.registry.entry import said_by
 from graph_runner.judging.blocks import BlockComparison
 from graph_runner.judging.compare import Comparison, Heat
+from graph_runner.judging.rules import Judged
 
 ISOLATED, OWN_RUN = "isolated", "own run"
 STOPPED, UNSEEN = "the device's run had stopped", "nobody has looked at its result"
@@ -69,6 +70,7 @@ class NodeResult:
     blocks      for a quantised output that differs, the comparison by block
     diagnosis   which common mistake gives these bytes, if any; for the first wrong nodes of each op and type
     test        the test-backend-ops line that runs ggml's cases nearest to it; for the same nodes, if wrong
+    judged      the row that decides by the op's bound; for the same nodes, if the op has a bound
     noise       its error against a float64 evaluation, as a multiple of the reference's; for the same nodes
     reproducer  the trace that computes it again; for the same nodes, if one was saved
     wrong_in    where a wrong node shows its error: ISOLATED, or only in the device's OWN_RUN
@@ -90,6 +92,7 @@ class NodeResult:
     blocks: BlockComparison | None = None
     diagnosis: str | None = None
     test: str | None = None
+    judged: Judged | None = None
     noise: float | None = None
     reproducer: str | None = None
     wrong_in: str = ""

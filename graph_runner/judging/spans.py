@@ -98,7 +98,7 @@ class Collected:
         if root in self._copies:
             original, copied = self._copies[root]
             if original.address <= source.address and source.end <= original.end:
-                return _within(source, original, copied)
+                return within(source, original, copied)
         self._copies[root] = source, copy(source)
         return self._copies[root][1]
 
@@ -110,7 +110,7 @@ class Collected:
             sources = [
                 source
                 if place is None or original is None
-                else _within(original, self.nodes[place].read.node.dst, made[place].dst)
+                else within(original, self.nodes[place].read.node.dst, made[place].dst)
                 for source, place, original in zip(each.copies, each.producers, each.read.node.src, strict=True)
             ]
             dst = copy(each.read.node.dst)
@@ -120,7 +120,7 @@ class Collected:
         return Graph(tuple(made), producers, (*[()] * (len(made) - 1), (made[-1].dst,)))
 
 
-def _within(view: Tensor, whole: Tensor, copied: Tensor) -> Tensor:
+def within(view: Tensor, whole: Tensor, copied: Tensor) -> Tensor:
     """Returns a view of a tensor as the same view of its copy."""
     return view.over(copied.memory, copied.offset + view.address - whole.address)
 
@@ -215,7 +215,7 @@ class Spans:
             result = collected.nodes[place].result
             assert result is not None
             dst = graph.nodes[place].dst
-            wanted[place] = reference = _within(written, dst, result)
+            wanted[place] = reference = within(written, dst, result)
             damaged = is_damaged(dst.memory, dst.offset, dst.nbytes)
             actual = between_gaps_of(reference, written) if written.ne != dst.ne else written
             comparison = compare(reference, actual, damaged) if failure is None else None
@@ -235,14 +235,15 @@ class Spans:
         reference: Tensor,
     ) -> NodeResult:
         last, node = nodes[len(fusion.ops) - 1], nodes[place].read.node
-        verdict = Verdict.FAILED if failure is not None else Verdict.EXACT
+        verdict, judged = Verdict.FAILED if failure is not None else Verdict.EXACT, None
         if comparison is not None and not comparison:
             whole = replace(node, op=fusion.name)
             allowed = self._rules.allows(whole, reference, written, comparison)
             verdict = Verdict.ROUNDING if allowed else Verdict.INTRODUCED
+            judged = None if allowed else self._rules.judged(whole, reference, written)
         return NodeResult(
             self._step, last.index, fusion.name, node.name, f"{' '.join(fusion.op_names)} -> {written.type}",
-            written.ne, verdict, isolated=comparison, failure=failure,
+            written.ne, verdict, isolated=comparison, failure=failure, judged=judged,
             heat=None if comparison is None or comparison else heat(reference, written),
         )  # fmt: skip
 

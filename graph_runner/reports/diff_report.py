@@ -15,6 +15,7 @@ from graph_runner.judging.blocks import BlockComparison
 from graph_runner.judging.compare import Comparison
 from graph_runner.judging.promises import promises
 from graph_runner.judging.results import OWN_RUN, Fate, NodeResult, Verdict
+from graph_runner.judging.rules import Judged
 
 if TYPE_CHECKING:  # a replay on the NPU reports without llama.cpp
     from graph_runner.diff.logits import Ending
@@ -56,7 +57,7 @@ def _found(result: DiffResult) -> str:
     if result.not_judged:
         return f"{UNDECIDED}: {_first_not_judged(result)}; what was judged is right"
     counts = Counter(node.verdict for node in result.nodes)
-    if counts[Verdict.EXACT] == len(result.nodes):
+    if counts[Verdict.EXACT] == len(result.nodes) and not result.remarks:
         return f"{RIGHT}: {len(compared):,} nodes compared, every byte equals {who}"
     rounded, later = counts[Verdict.ROUNDING], counts[Verdict.INHERITED] + counts[Verdict.AMPLIFIED]
     parts = [f"{len(compared):,} nodes compared, {rounded:,} differ from {who} by rounding"]
@@ -179,6 +180,7 @@ def _own_run(result: DiffResult) -> list[str]:
     lines = [line]
     if counts[Verdict.INHERITED] or counts[Verdict.AMPLIFIED]:
         lines.append("inherited and amplified: the node itself is right, but its inputs already differ")
+    lines += result.remarks
     return lines + ([_ending(result.ending)] if result.ending is not None and result.ending.nmse else [])
 
 
@@ -215,10 +217,16 @@ def _describe(node: NodeResult) -> str:
     by = f" by {node.fused}" if node.fused else ""
     run = f" in the device's own run{by}, though not alone" if node.wrong_in == OWN_RUN else ""
     noise = f", {node.noise:,.1f} times as far from the exact value as the reference" if node.noise is not None else ""
+    judged = "" if node.judged is None else f"; judged: {_judged(node.judged)}"
     return (
         f"{where}: {found.n_different:,} of {found.n_bytes:,} bytes differ{run}{first}{outside}, "
-        f"NMSE {_number(found.nmse)}, max abs {_number(found.max_abs)}{noise}"
+        f"NMSE {_number(found.nmse)}, max abs {_number(found.max_abs)}{noise}{judged}"
     )
+
+
+def _judged(row: Judged) -> str:
+    which = f"row {row.row:,} of {row.n_rows:,} rows"
+    return f"{which} is {_number(row.error)} from {row.against}, the limit is {_number(row.limit)}"
 
 
 def _explanation(node: NodeResult) -> list[str]:
@@ -295,6 +303,7 @@ def diff_json(result: DiffResult) -> dict[str, Any]:
         "first_introduced": result.nodes.index(wrong[0]) if wrong else None,
         "states": [asdict(state) for state in result.states],
         "strays": [str(stray) for stray in result.strays],
+        "remarks": result.remarks,
         "ending": None if result.ending is None else _ending_json(result.ending),
         **_nodes_json(result.nodes, result.refused, result.device_options),
     }
@@ -354,6 +363,7 @@ def _node_json(node: NodeResult, options: dict[str, str]) -> dict[str, Any]:
         "replay": _replay_command(node, options),
         "test": node.test,
         "noise": None if node.noise is None else _finite(node.noise),
+        "judged": None if node.judged is None else asdict(node.judged) | {"error": _finite(node.judged.error)},
         "isolated": _comparison_json(node.isolated, node.blocks),
         "mirrored": _comparison_json(node.mirrored),
         "cumulative": _comparison_json(node.cumulative),

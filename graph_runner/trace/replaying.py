@@ -145,7 +145,7 @@ def _compared(recorded: Recorded, computer: Backend | Replica, rules: Rules, hel
     if not recorded.lead and not continues_dst(node):
         blank(node.dst)
     around = held | {node.dst.memory.address: node.dst.memory.bytes().copy()}
-    failure, comparison, verdict = None, None, Verdict.FAILED
+    failure, comparison, judged, verdict = None, None, None, Verdict.FAILED
     try:
         computer.compute_graph(graph)
     except Exception as error:
@@ -159,10 +159,11 @@ def _compared(recorded: Recorded, computer: Backend | Replica, rules: Rules, hel
             right = bool(found) or rules.allows(saved, expected, actual.unpacked(), found)
             verdicts.append(Verdict.EXACT if found else Verdict.ROUNDING if right else Verdict.INTRODUCED)
             comparison = found if comparison is None or not right else comparison
+            judged = judged if right else rules.judged(saved, expected, actual.unpacked())
         verdict = max(verdicts, key=list(Verdict).index)
     return NodeResult(
         recorded.step, recorded.index, node.op, node.name, types_of(node), node.dst.ne, verdict,
-        isolated=comparison, failure=failure,
+        isolated=comparison, failure=failure, judged=judged,
     )  # fmt: skip
 
 

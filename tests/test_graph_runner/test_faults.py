@@ -28,7 +28,7 @@ from graph_runner.diagnosis import diagnose
 from graph_runner.diff.run import DiffResult, diff
 from graph_runner.judging.blocks import swapped
 from graph_runner.judging.results import Verdict
-from graph_runner.reports.diff_report import print_diff
+from graph_runner.reports.diff_report import diff_json, print_diff
 from graph_runner.run.session import Sampler, Session, Settings, context_for
 from graph_runner.trace import read_trace, replay
 from quant import ROUNDINGS
@@ -369,3 +369,25 @@ def test_get_rows_that_ignores_a_stride_between_matrices_that_lie_apart(backend:
         )
         OWN["GET_ROWS"].define(actual, first, rows)
         assert diagnose(node, node.dst, actual, before, False) is None
+
+
+@pytest.mark.usefixtures("as_before")
+def test_the_report_names_the_row_that_was_judged(model: Models) -> None:
+    """Its error and its limit, not only the error of the whole tensor, which one row hardly moves."""
+
+    def one_row(dst: Tensor, x: Tensor, params: Params) -> None:
+        OWN["RMS_NORM"].define(dst, x, params=params)
+        if dst.ne[1] > 3:
+            dst.view()[0, 0, 3] *= np.float32(1 + 1e-5)
+
+    of = OWN["RMS_NORM"]
+    with default_backend().ops.having(Op("RMS_NORM", one_row, of.types, of.refuse, params=of.params)):
+        result = diff(model("llama"), PROMPT, steps=0, settings=FLASH_OFF)
+    judged = result.wrong[0].judged
+    assert judged is not None
+    assert judged.row == 3
+    assert judged.limit < judged.error < 1e-9
+    (line,) = [line for line in printed(result) if line.startswith("step 0") and "; judged: " in line][:1]
+    assert f"; judged: row 3 of {judged.n_rows} rows is {judged.error:.2e} from the " in line
+    assert line.endswith(f", the limit is {judged.limit:.2e}")
+    assert diff_json(result)["nodes"][result.nodes.index(result.wrong[0])]["judged"]["row"] == 3

@@ -59,7 +59,7 @@ def made_node(random: np.random.Generator, step: int, index: int, verdict: str) 
         "types": "f32 i64 -> q8_0" if op == "SET_ROWS" else "f32 f32 -> f32", "ne": [64, 26, 1, 1],
         "device": "CPU" if op == "MUL_MAT" else "NPU", "verdict": verdict, "failure": None, "diagnosis": None,
         "noise": None, "isolated": exact, "mirrored": exact, "cumulative": exact, "heat": None, "wrong_in": "",
-        "reproducer": None, "replay": None, "test": None,
+        "reproducer": None, "replay": None, "test": None, "judged": None,
     }  # fmt: skip
     if verdict == "failed":
         node |= {"isolated": None, "cumulative": None, "failure": "KernelError: a kernel that does not come back"}
@@ -67,6 +67,7 @@ def made_node(random: np.random.Generator, step: int, index: int, verdict: str) 
         spread = 10 ** random.normal(0, 0.6, 2)
         isolated, cumulative = (float(error * more) for error, more in zip(WRONG[verdict], spread, strict=True))
         node["noise"] = float(isolated * 1e14)
+        node["judged"] = {"row": 3, "n_rows": 26, "error": isolated, "limit": 1e-11, "against": "the reference"}
         node["isolated"] = comparison(random, n_bytes, isolated, [0, 0, 3, 17])
         node["cumulative"] = comparison(random, n_bytes, cumulative, [0, 0, 0, 0])
     if verdict == "introduced":

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 from kit.diffs import FLASH_OFF, PROMPT, planted
 from kit.models import OTHERS, WRITERS, Models
-from kit.own_nodes import WAYS, Way, counted_diff, counting, found, missing, table
 from kit.support import choose
+from tools.own_nodes import WAYS, Way, counted_diff, counting, found, missing, table
 
 from ggml_backend_npu import Backend, Graph, Node, Tensor, default_backend
 from ggml_backend_npu.backend import fusion

@@ -254,6 +254,56 @@ def test_sources_that_lie_where_the_output_does(cpu: Replica) -> None:
     assert not allows(Rules(), of, apart.dst, written(of, rounding.fewer_bits(rounding.exact(of), "f32")))
 
 
+# what is as near to the exact value as the reference
+
+
+@pytest.mark.parametrize(
+    ("op", "types"),
+    [
+        ("FLASH_ATTN_EXT", ("f32", "f32", "q8_0", "q8_0")),
+        ("FLASH_ATTN_EXT", ("f32", "f32", "q4_0", "q4_0")),
+        ("MUL_MAT", ("f32", "q4_1", "f32")),
+    ],
+)
+def test_a_row_is_right_that_differs_by_a_hundredth_of_the_references_own_error(
+    cpu: Replica, op: str, types: Types
+) -> None:
+    """The CPU rounds the other source of quantised weights: two results that add it up otherwise are equally near."""
+    of, expected = made(cpu, op, 0, types)
+    own = values(expected) - rounding.exact(of)
+    turned = own[..., ::-1]  # as large in each row, but another error
+    for part, is_right in ((0.003, True), (0.1, False)):
+        actual = written(of, values(expected) + part * turned)
+        assert min(errors(of, expected, actual)) > Rules().bound(op, type_of(of)), (
+            "the bound alone does not let it through"
+        )
+        assert allows(Rules(), of, expected, actual) == is_right, part
+
+
+def test_an_op_that_the_reference_computes_exactly_has_its_bound_alone(cpu: Replica) -> None:
+    of, expected = made(cpu, "RMS_NORM", 0, ("f32", "f32"))
+    for factor, is_right in ((1 + 1e-7, True), (1 + 1e-5, False)):
+        assert allows(Rules(), of, expected, written(of, values(expected) * factor)) == is_right
+
+
+def test_the_row_is_told_that_decides(cpu: Replica) -> None:
+    """Of 2,000 rows the one that is off, though the whole is within the bound."""
+    x = 100 * np.random.default_rng(0).standard_normal((1, 1, 2000, 64))
+    x[..., 1234, :] *= 1e-5
+    of = node("RMS_NORM", "f32", x.shape, tensor("f32", x), params=Norm(1e-6))
+    cpu.compute(of)
+    off = copy_of(of.dst)
+    off.view()[0, 0, 1234] *= np.float32(1 + 1e-4)
+    judged = Rules().judged(of, of.dst, off)
+    assert judged is not None
+    assert not judged
+    assert (judged.row, judged.n_rows) == (1234, 2000)
+    assert 1e-9 < judged.error < 2e-8
+    assert judged.limit == Rules().bound("RMS_NORM", "f32") < judged.error
+    assert judged.against in ("the reference", "the exact value")
+    assert Rules().judged(Node("CONT", of.dst, of.src, bytes(64)), of.dst, off) is None
+
+
 # sets and orders
 
 

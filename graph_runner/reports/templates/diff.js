@@ -417,6 +417,10 @@ function metrics(n) {
   if (compared) shape.push(["bytes", count(compared.n_bytes)]);
   if (n.nb) shape.push(["strides nb", n.nb.join(", ")]);
   if (typeof n.noise === "number") shape.push(["times the noise floor", number(n.noise)]);
+  if (n.judged) {
+    const { row, n_rows, error, limit, against } = n.judged;
+    shape.push(["judged", `row ${count(row)} of ${count(n_rows)}: ${number(error)} from ${against}, limit ${number(limit)}`]);
+  }
   return [make("h3", {}, "Tensor"), rowsOf([], shape), rowsOf(["", ...series], rows)];
 }
 

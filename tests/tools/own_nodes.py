@@ -1,7 +1,7 @@
 """Every node of a diff's own run was judged, or left out by an operator that ran, or ran on the CPU: it adds up.
 
-    python tests/kit/own_nodes.py FOLDER                   8 diffs of each model that ggml's test-llama-archs writes
-    python tests/kit/own_nodes.py FOLDER --models REGEX    of those in whose names it is found
+    python tests/tools/own_nodes.py FOLDER                   8 diffs of each model that ggml's test-llama-archs writes
+    python tests/tools/own_nodes.py FOLDER --models REGEX    of those in whose names it is found
 
 The models are made in FOLDER where it has none. Exits with 1 where nodes are missing, were not judged, or are wrong.
 """
@@ -21,6 +21,9 @@ from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
+
+if __name__ == "__main__":  # what tests share lies beside this folder
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import pytest
 from kit.diffs import FLASH_OFF, planted
