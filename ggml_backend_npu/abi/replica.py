@@ -23,6 +23,7 @@ from ggml_backend_npu.ir import Graph, Node, Tensor, overlapping
 from ggml_backend_npu.ops import OWN
 from ggml_backend_npu.params import PARAMS_BYTES
 from ggml_backend_npu.registry import KernelError
+from quant.kernels.processor import processors
 
 _ALIGNMENT = 64  # at least what ggml's CPU needs of a buffer
 _GRAPH_SIZE = 32  # one node, its sources and their groups
@@ -64,7 +65,7 @@ class Replica:
         registry = ggml.ggml_backend_dev_backend_reg(self._device)
         set_threads = ggml.ggml_backend_reg_get_proc_address(registry, b"ggml_backend_set_n_threads")
         if set_threads and self.name == "CPU":
-            structs.SetThreads(set_threads)(self._backend, threads or os.cpu_count() or 1)
+            structs.SetThreads(set_threads)(self._backend, threads or processors())
 
     def __enter__(self) -> Replica:
         return self

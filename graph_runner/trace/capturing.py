@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -16,10 +15,12 @@ from ggml_backend_npu import Node, default_backend
 from ggml_backend_npu.abi import convert, lib
 from graph_runner.copies import Copied, span
 from graph_runner.errors import TraceError
+from graph_runner.files import parts_of
 from graph_runner.settings import Settings, context_for
 from graph_runner.spans import Collected
 from graph_runner.trace.format import Bytes, Origin, Recorded
 from graph_runner.trace.writing import TraceWriter, check_output
+from quant.kernels.processor import processors
 
 
 class Selection:
@@ -157,7 +158,7 @@ def capture(
     from graph_runner.session import Sampler, Session
 
     check_output(path)
-    if path.exists() and model.exists() and path.samefile(model):
+    if any(path.exists() and part.exists() and path.samefile(part) for part in parts_of(model)):
         raise TraceError(f"trace {str(path)!r}: is the model")
     ggml = lib.ggml()
     backend = default_backend()
@@ -173,7 +174,7 @@ def capture(
     if together:
         observer = _CaptureTogether(ggml, select, take)
     with Session(model, settings, observer=observer, progress=progress) as session:
-        threads = settings.threads or os.cpu_count() or 1
+        threads = settings.threads or processors()
         chosen = dict(options or backend.options.to_compare.chosen())
         origin = Origin(session.description, prompt, "CPU", ggml.version, backend.numerics.rounding, threads, chosen)
         with TraceWriter(path, origin) as writer:
