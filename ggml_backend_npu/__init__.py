@@ -13,7 +13,7 @@ from os import PathLike
 from typing import TYPE_CHECKING, Any, overload
 
 from ggml_backend_npu import names  # noqa: F401  (first: it refuses a foreign `quant`)
-from ggml_backend_npu.backend import Backend, default_backend, op
+from ggml_backend_npu.backend import Backend, default_backend, default_backends, op
 from ggml_backend_npu.buffer import Buffer
 from ggml_backend_npu.device import Device, Program, QueuedDevice
 from ggml_backend_npu.device_backend import DeviceBackend
@@ -90,11 +90,12 @@ def register(backend: Backend | Device | None = None, *, into: str | PathLike[st
     nothing.
 
     backend  a `Backend` or a `Device`. Default: the default backend, a device called NPU, whose options come from the
-             environment where nobody has set them. Each of several backends needs its own name
+             environment where nobody has set them; or all devices of GGML_NPU_DEVICE_FILE. Each of several backends
+             needs its own name
     into     another ggml: that of a Python package, by name ("pywhispercpp"), or that of a library, by path. A process
              has one ggml, which the first call chooses
 
-    Returns None while a file of devices is loaded, which only lists them; else the registered backend, whose
+    Returns None while a file of devices is loaded, which only lists them; else the (first) registered backend, whose
     `statistics` count what it computes. Raises `ggml_backend_npu.abi.lib.UnknownGgmlError` where the layouts of that
     ggml are not known here; DeviceError for an option that cannot be used, and for a name that another device of ggml
     has, and for a device that lacks a method or names a type or an op that ggml does not have;
@@ -113,4 +114,8 @@ def register(backend: Backend | Device | None = None, *, into: str | PathLike[st
     if isinstance(backend, Device):
         check(backend)
         backend = DeviceBackend.of(backend)
-    return plugin.register(lib.ggml(), backend or default_backend())
+    first, *others = default_backends() if backend is None else (backend,)
+    registered = plugin.register(lib.ggml(), first)
+    for other in others:
+        plugin.register(lib.ggml(), other)
+    return registered

@@ -23,7 +23,7 @@ from ggml_backend_npu.fusion import FUSIONS, Fused, Fusion, Span, longest
 from ggml_backend_npu.ir import Graph, Node
 from ggml_backend_npu.numerics import Numerics
 from ggml_backend_npu.ops import OWN
-from ggml_backend_npu.options import Options
+from ggml_backend_npu.options import DeviceError, Options
 from ggml_backend_npu.params import Params
 from ggml_backend_npu.plan import Plan
 from ggml_backend_npu.registry import Call, KernelError, Op
@@ -270,17 +270,31 @@ class Backend:
 
 
 @cache
-def default_backend() -> Backend:
-    """The backend that `ggml_backend_npu.register()` registers and that `ggml_backend_npu.op` adds to.
-
-    It is that of the first device of GGML_NPU_DEVICE_FILE, where that is set. Raises DeviceError.
-    """
+def default_backends() -> tuple[Backend, ...]:
+    """The backends that `ggml_backend_npu.register()` registers: those of the devices of GGML_NPU_DEVICE_FILE, where
+    that is set, else this project's own. Raises DeviceError."""
     name = os.environ.get("GGML_NPU_DEVICE_FILE")
     if not name:
-        return Backend()
+        return (Backend(),)
     from ggml_backend_npu.device_backend import backends_of
 
-    return backends_of(name)[0]
+    return tuple(backends_of(name))
+
+
+def default_backend() -> Backend:
+    """The backend that `ggml_backend_npu.op` adds to, and that is meant where none is named: the first of
+    `default_backends`. Raises DeviceError."""
+    return default_backends()[0]
+
+
+def only_backend() -> Backend:
+    """The default backend, where one device runs a model. Raises DeviceError where GGML_NPU_DEVICE_FILE names
+    several."""
+    first, *others = default_backends()
+    if others:
+        name, names = os.environ["GGML_NPU_DEVICE_FILE"], " and ".join(each.name for each in (first, *others))
+        raise DeviceError(f"device {name!r}: registers {names}, and one runs here: choose it, as {name}:{first.name}")
+    return first
 
 
 def op(

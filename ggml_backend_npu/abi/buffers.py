@@ -21,6 +21,7 @@ class Buffers:
     """The buffer type, and the buffers that ggml allocated with it.
 
     lost  the message of the last copy that failed; ggml does not hear of it, as these callbacks return no status
+    read_later  host memory that queued copies will fill
     """
 
     def __init__(
@@ -29,6 +30,7 @@ class Buffers:
         self.ggml, self.memory, self.failures = ggml, memory, failures
         self._name = name
         self.lost: str | None = None
+        self.read_later: list[Bytes] = []
         self._buffers: dict[int, Memory | Buffer] = {}
         layout = ggml.layout
         self.type = layout["ggml_backend_buffer_type"](
@@ -124,13 +126,23 @@ class Buffers:
             raise
 
     @contextmanager
-    def gets(self) -> Iterator[None]:
-        """Context in which bytes are read: if that fails, the reader does not hear of it, and the next graph fails."""
+    def gets(self, *out: Bytes) -> Iterator[None]:
+        """Context in which bytes are read: if that fails, the reader does not hear of it, and the next graph fails.
+        What was to be read is then 0xff, which is NaN, so that nobody takes what was there before for a result."""
         try:
             yield
         except Exception as error:
             self.lost = str(error)
+            for each in out:
+                each[:] = 0xFF
             raise
+
+    @contextmanager
+    def settles(self) -> Iterator[None]:
+        """Context in which the device does all that is queued; as `gets` of what was to be read in it."""
+        out, self.read_later = self.read_later, []
+        with self.gets(*out):
+            yield
 
     @guarded(None)
     def memset_tensor(self, buffer: int, tensor: int, value: int, offset: int, size: int) -> None:
@@ -150,8 +162,9 @@ class Buffers:
     @guarded(None)
     def get_tensor(self, _: int, tensor: int, data: int, offset: int, size: int) -> None:
         """ggml_backend_buffer_i.get_tensor: copies `size` bytes at a tensor's `offset` out. Errors: see `gets`."""
-        with self.gets():
-            of_host(data, size)[:] = self.memory.read(convert.data_of(tensor) + offset, size)
+        out = of_host(data, size)
+        with self.gets(out):
+            out[:] = self.memory.read(convert.data_of(tensor) + offset, size)
         self.memory.transfers.count(TO_HOST, size)
 
     @guarded(False)

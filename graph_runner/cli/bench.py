@@ -12,6 +12,7 @@ from graph_runner.cli.common import stderr, stdout
 from graph_runner.cli.options import MODEL_HELP, READS, WRITES, JsonFile, Threads
 from graph_runner.cli.outputs import json_text, save, write
 from graph_runner.errors import BadInputError
+from graph_runner.limits import MOST_TIMES
 
 
 class Benchmark(StrEnum):
@@ -38,7 +39,7 @@ def bench(
         WRITES,
     ] = None,
     model: Annotated[str, typer.Option(metavar="MODEL", help=MODEL_HELP), READS] = "demo",
-    rounds: Annotated[int, typer.Option(min=1, help="Rounds to measure, after one warm-up round.")] = 5,
+    rounds: Annotated[int, typer.Option(min=1, max=MOST_TIMES, help="Rounds to measure, after one warm-up round.")] = 5,
     threads: Threads = 0,
 ) -> None:
     """Measure speed against other implementations in the same run.

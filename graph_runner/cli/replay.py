@@ -22,6 +22,7 @@ from graph_runner.cli.options import (
     ToleranceFile,
 )
 from graph_runner.cli.outputs import json_text, write
+from graph_runner.limits import MOST_TIMES
 
 
 def replay(
@@ -48,6 +49,7 @@ def replay(
         int,
         typer.Option(
             min=1,
+            max=MOST_TIMES,
             help="Compute each node this many times, with other values at the same addresses in between. This shows "
             "whether a kernel reuses data of an earlier call.",
         ),
