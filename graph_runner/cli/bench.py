@@ -54,6 +54,7 @@ def bench(
     diff: of a model, against a run of it.
     start: fresh processes that import and register, and a whole diff.
     """
+    from ggml_backend_npu.backend import only_backend
     from graph_runner.bench import WITH_BANDWIDTH, Measurement, bench, bench_json, check_plot, draw, print_bench
 
     names = [name.value for name in Benchmark if what in (name, Benchmark.ALL) and name != Benchmark.ALL]
@@ -63,6 +64,7 @@ def bench(
                 f"--plot {plot_file!r}: {what} has no bandwidth to draw; {' and '.join(WITH_BANDWIDTH)} do"
             )
         check_plot(plot_file)
+    only_backend()
     console = stderr()
     with Progress(
         TextColumn("{task.description}"), console=console, transient=True, auto_refresh=False,  # no thread beside

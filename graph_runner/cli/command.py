@@ -18,7 +18,7 @@ from graph_runner.cli import CLOSED_PIPE
 from graph_runner.cli.options import KEEPS_TRACES, READS, WRITES
 from graph_runner.errors import SessionError
 from graph_runner.files import check_folders, check_outputs, parts_of
-from quant.folders import tidy_all
+from quant.folders import tidy, tidy_all
 
 _READ_BY_VARIABLE = ("GGML_NPU_KERNELS", "GGML_NPU_PROFILE", "GGML_NPU_DEVICE_FILE")
 _WRITTEN_BY_VARIABLE = ("GGML_NPU_CAPTURE",)
@@ -40,6 +40,7 @@ def as_command(function: Callable[..., None]) -> Callable[..., None]:
         if verbose:
             os.environ["GGML_NPU_VERBOSE"] = "1"
         tidy_all()
+        tidy(Path())
         outputs = {option: _text(arguments[name]) for name, option in writes.items()}
         outputs |= {name: os.environ.get(name) or None for name in _WRITTEN_BY_VARIABLE}
         kept = {option: _text(arguments[name]) for name, option in folders.items()}

@@ -52,11 +52,11 @@ class Selection:
 
 
 def _matches(item: str, step: int, index: int, node: Node) -> bool:
-    if in_step := re.match(r"(\d+):", item):
+    if in_step := re.match(r"([0-9]{1,18}):", item):
         if int(in_step[1]) != step:
             return False
         item = item[in_step.end() :]
-    if places := re.fullmatch(r"(\d+)(?:-(\d+))?", item):
+    if places := re.fullmatch(r"([0-9]{1,18})(?:-([0-9]{1,18}))?", item):
         return int(places[1]) <= index <= int(places[2] or places[1])
     return item.upper() == node.op or fnmatchcase(node.name, item)
 
