@@ -10,6 +10,7 @@ from typing import overload
 
 from ggml_backend_npu.backend.backend import Backend
 from ggml_backend_npu.backend.kernel_files import load_kernels, named_by_the_environment
+from ggml_backend_npu.backend.options import DeviceError
 from ggml_backend_npu.device.backend import DeviceBackend, backends_of
 from ggml_backend_npu.device.device import Device
 from ggml_backend_npu.device.files import check, recorded
@@ -23,15 +24,26 @@ from ggml_backend_npu.registry.params import Params
 
 
 @cache
-def default_backend() -> Backend:
-    """The backend that `ggml_backend_npu.register()` registers and that `ggml_backend_npu.op` adds to.
-
-    It is that of the first device of GGML_NPU_DEVICE_FILE, where that is set. Raises DeviceError.
-    """
+def default_backends() -> tuple[Backend, ...]:
+    """The backends that `ggml_backend_npu.register()` registers: those of the devices of GGML_NPU_DEVICE_FILE, if that
+    is set, else this project's own. Raises DeviceError."""
     name = os.environ.get("GGML_NPU_DEVICE_FILE")
-    if not name:
-        return Backend()
-    return backends_of(name)[0]
+    return tuple(backends_of(name)) if name else (Backend(),)
+
+
+def default_backend() -> Backend:
+    """The backend that `ggml_backend_npu.op` adds to, and that is meant if none is named: the first of
+    `default_backends`. Raises DeviceError."""
+    return default_backends()[0]
+
+
+def only_backend() -> Backend:
+    """The default backend, if one device runs a model. Raises DeviceError if GGML_NPU_DEVICE_FILE names several."""
+    first, *others = default_backends()
+    if others:
+        name, names = os.environ["GGML_NPU_DEVICE_FILE"], " and ".join(each.name for each in (first, *others))
+        raise DeviceError(f"device {name!r}: registers {names}, and one runs here: choose it, as {name}:{first.name}")
+    return first
 
 
 def op(
@@ -87,11 +99,12 @@ def register(backend: Backend | Device | None = None, *, into: str | PathLike[st
     nothing.
 
     backend  a `Backend` or a `Device`. Default: the default backend, a device called NPU, whose options come from the
-             environment where nobody has set them. Each of several backends needs its own name
+             environment where nobody has set them; or all devices of GGML_NPU_DEVICE_FILE. Each of several
+             backends needs its own name
     into     another ggml: that of a Python package, by name ("pywhispercpp"), or that of a library, by path. A process
              has one ggml, which the first call chooses
 
-    Returns None while a file of devices is loaded, which only lists them; else the registered backend, whose
+    Returns None while a file of devices is loaded, which only lists them; else the (first) registered backend, whose
     `statistics` count what it computes. Raises `ggml_backend_npu.ggml.lib.UnknownGgmlError` where the layouts of that
     ggml are not known here; DeviceError for an option that cannot be used, and for a name that another device of ggml
     has, and for a device that lacks a method or names a type or an op that ggml does not have;
@@ -108,7 +121,11 @@ def register(backend: Backend | Device | None = None, *, into: str | PathLike[st
     if isinstance(backend, Device):
         check(backend)
         backend = DeviceBackend.of(backend)
-    return registration.register(lib.ggml(), backend or default_backend())
+    first, *others = default_backends() if backend is None else (backend,)
+    registered = registration.register(lib.ggml(), first)
+    for other in others:
+        registration.register(lib.ggml(), other)
+    return registered
 
 
 @cache
@@ -125,8 +142,4 @@ def registry(caller: int) -> int:
     backend.options.check()
     for file in named_by_the_environment():
         load_kernels(file, backend)
-    plugin = register()
-    name = os.environ.get("GGML_NPU_DEVICE_FILE")
-    for other in backends_of(name)[1:] if name else ():
-        register(other)
-    return plugin.registry_address
+    return register().registry_address

@@ -15,6 +15,7 @@ from ggml_backend_npu.profiles import load
 from ggml_backend_npu.profiles.rules import FULL, Profile, ProfileError
 from quant.errors import UserError
 
+_MOST_BYTES = 1 << 60
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 
@@ -29,10 +30,11 @@ def _choice(name: str, value: str, allowed: tuple[str, ...]) -> str:
 
 
 def _bytes(name: str, value: str) -> int:
-    found = re.fullmatch(r"(\d+)([KMG]?)i?B?", value.strip(), re.IGNORECASE)
-    if found is None or int(found[1]) == 0:
+    found = re.fullmatch(r"0*([1-9][0-9]{,18})([KMG]?)i?B?", value.strip(), re.IGNORECASE)
+    size = int(found[1]) * _UNITS[found[2].upper()] if found else 0
+    if not 0 < size <= _MOST_BYTES:
         raise DeviceError(f"{name}={value!r}: must be a size such as 512M or 2G")
-    return int(found[1]) * _UNITS[found[2].upper()]
+    return size
 
 
 def _profile(name: str, value: str) -> Profile:

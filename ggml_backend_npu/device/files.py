@@ -49,19 +49,31 @@ def check(device: Device) -> None:
 
 
 def load_devices(name: str) -> list[Device]:
-    """The devices of a Python file, which is run, or of an entry point by its name. Raises DeviceError where there are
-    none, and where `check` does."""
+    """The devices of a Python file, which is run, or of an entry point by its name; FILE.py:NAME is one of several.
+    Raises DeviceError where there are none, or none of that name, and where `check` does."""
+    where, chosen = place_of(name)
     with recording() as kernels:
-        devices = _of_file(Path(name)) if name.endswith(".py") else _of_entry_point(name)
+        devices = _of_file(Path(where)) if where.endswith(".py") else _of_entry_point(where)
     if not devices:
         found = "kernels (@op) and no device; use --kernels" if kernels else "no device"
         raise DeviceError(f"device {name!r}: registers {found}")
+    if chosen:
+        names = " and ".join(device.name for device in devices)
+        devices = [device for device in devices if device.name == chosen]
+        if not devices:
+            raise DeviceError(f"device {name!r}: registers {names}")
     for device in devices:
         try:
             check(device)
         except DeviceError as error:
             raise DeviceError(f"device {name!r}: {error}") from None
     return devices
+
+
+def place_of(name: str) -> tuple[str, str]:
+    """The file or entry point, and the device's name or "", of what GGML_NPU_DEVICE_FILE holds."""
+    where, _, chosen = name.rpartition(":")
+    return (where, chosen) if where and not name.endswith(".py") else (name, "")
 
 
 def _of_file(path: Path) -> list[Device]:

@@ -98,9 +98,9 @@ def _import_all(name: str, found: metadata.Distribution) -> None:
 def loaded(pid: int | None = None) -> list[Path]:
     """The files that are mapped as code into this process, or into another one. Raises OSError where that is not
     allowed."""
-    with open(f"/proc/{'self' if pid is None else pid}/maps") as maps:
-        lines = [line.split(maxsplit=5) for line in maps]
-    files = dict.fromkeys(line[5].rstrip("\n") for line in lines if len(line) == 6 and "x" in line[1])
+    maps = os.fsdecode(Path(f"/proc/{'self' if pid is None else pid}/maps").read_bytes())
+    lines = [line.split(maxsplit=5) for line in maps.split("\n")]
+    files = dict.fromkeys(line[5] for line in lines if len(line) == 6 and "x" in line[1])
     return [Path(file) for file in files if file.startswith("/")]
 
 

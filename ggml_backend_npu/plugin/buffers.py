@@ -20,12 +20,14 @@ class Buffers:
     """The buffer type, and the buffers that ggml allocated with it.
 
     lost  the message of the last copy that failed; ggml does not hear of it, as these callbacks return no status
+    read_later  host memory that queued copies will fill
     """
 
     def __init__(self, ggml: Ggml, memory: OwnMemory, failures: Failures, name: int, device: int) -> None:
         self.ggml, self.memory, self.failures = ggml, memory, failures
         self._name = name
         self.lost: str | None = None
+        self.read_later: list[Bytes] = []
         self._buffers: dict[int, Memory | Buffer] = {}
         layout = ggml.layout
         self.type = layout["ggml_backend_buffer_type"](
@@ -121,13 +123,30 @@ class Buffers:
             raise
 
     @contextmanager
-    def gets(self) -> Iterator[None]:
-        """Context in which bytes are read: if that fails, the reader does not hear of it, and the next graph fails."""
+    def gets(self, *out: Bytes) -> Iterator[None]:
+        """Context in which bytes are read: if that fails, the reader does not hear of it, and the next graph fails.
+        What was to be read is then 0xff, which is NaN, so that nobody takes what was there before for a result."""
         try:
             yield
         except Exception as error:
             self.lost = str(error)
+            for each in out:
+                each[:] = 0xFF
             raise
+
+    def withholds(self, out: Bytes) -> bool:
+        """Whether something failed that nobody has heard of: then the device may hold what was there before, and what
+        was to be read is 0xff."""
+        if self.lost is not None:
+            out[:] = 0xFF
+        return self.lost is not None
+
+    @contextmanager
+    def settles(self) -> Iterator[None]:
+        """Context in which the device does all that is queued; as `gets` of what was to be read in it."""
+        out, self.read_later = self.read_later, []
+        with self.gets(*out):
+            yield
 
     @guarded(None)
     def memset_tensor(self, buffer: int, tensor: int, value: int, offset: int, size: int) -> None:
@@ -147,8 +166,10 @@ class Buffers:
     @guarded(None)
     def get_tensor(self, _: int, tensor: int, data: int, offset: int, size: int) -> None:
         """ggml_backend_buffer_i.get_tensor: copies `size` bytes at a tensor's `offset` out. Errors: see `gets`."""
-        with self.gets():
-            of_host(data, size)[:] = self.memory.read(convert.data_of(tensor) + offset, size)
+        out = of_host(data, size)
+        if not self.withholds(out):
+            with self.gets(out):
+                out[:] = self.memory.read(convert.data_of(tensor) + offset, size)
         self.memory.transfers.count(TO_HOST, size)
 
     @guarded(False)

@@ -16,11 +16,9 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-import tempfile
 from pathlib import Path
 
-import platformdirs
-
+from quant import folders
 from quant.errors import UserError
 from quant.kernels import kept
 
@@ -102,8 +100,8 @@ class PluginError(UserError):
 def plugin() -> Path:
     """The plugin's library, built at the first call and kept in the user's cache directory.
 
-    There is one per Python environment and content of this module. Raises PluginError where there is no C compiler, or
-    no shared libpython to link with.
+    There is one per Python environment and content of this module. Raises PluginError where there is no C compiler, no
+    shared libpython to link with, or no folder to keep it in.
     """
     libpython = _libpython()
     command = [
@@ -115,14 +113,16 @@ def plugin() -> Path:
     ]
     parts = [sys.version, _API, _C, _PYTHON, *command]
     digest = hashlib.sha256("\0".join(parts).encode(errors="surrogateescape")).hexdigest()[:16]
-    library = platformdirs.user_cache_path("ggml-npu") / f"plugin-{digest}" / "libggml-npu.so"
+    try:
+        library = folders.kept(folders.cache_root() / f"plugin-{digest}") / "libggml-npu.so"
+    except folders.FolderError as error:
+        raise PluginError(f"plugin: cannot be kept: {error}") from None
     wrong = kept.damage(library.parent)
     if wrong is not None:
         if library.exists():
             kept.say_damaged(f"the plugin in {library.parent}: {wrong}")
-        library.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix="plugin-", dir=library.parent.parent) as folder:
-            source, built = Path(folder, "plugin.c"), Path(folder, library.name)
+        with folders.temporary_folder(library.parent.parent) as folder:
+            source, built = folder / "plugin.c", folder / library.name
             _write_source(source)
             _compile([*command, str(source), str(libpython), "-o", str(built)])
             built.replace(library)

@@ -337,7 +337,7 @@ class Plugin:
     def synchronize(self, _: int) -> None:
         """ggml_backend_i.synchronize: waits for the device. An error makes the next graph fail."""
         assert self.memory is not None
-        with self._buffers.gets():
+        with self._buffers.settles():
             self.memory.synchronize()
 
     @property

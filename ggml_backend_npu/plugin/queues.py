@@ -62,9 +62,13 @@ class Queue:
 
         An error makes the next graph fail.
         """
-        with self.buffers.gets(), self.memory.calling("copy_out_async", size):
+        out = of_host(data, size)
+        if self.buffers.withholds(out):
+            return
+        with self.buffers.gets(out), self.memory.calling("copy_out_async", size):
             buffer, at = self.memory.at(convert.data_of(tensor) + offset, size)
-            self.device.copy_out_async(buffer.handle, at, of_host(data, size))
+            self.device.copy_out_async(buffer.handle, at, out)
+        self.buffers.read_later.append(out)
         self.memory.transfers.count(TO_HOST, size)
 
     @guarded(False)

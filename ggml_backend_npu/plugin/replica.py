@@ -22,6 +22,7 @@ from ggml_backend_npu.ir import PARAMS_BYTES, Graph, Node, Tensor, overlapping
 from ggml_backend_npu.ops import OWN
 from ggml_backend_npu.plugin.registration import failures_of
 from ggml_backend_npu.registry.entry import KernelError
+from quant.kernels.processor import processors
 
 _ALIGNMENT = 64  # at least what ggml's CPU needs of a buffer
 _GRAPH_SIZE = 32  # one node, its sources and their groups
@@ -63,7 +64,7 @@ class Replica:
         registry = ggml.ggml_backend_dev_backend_reg(self._device)
         set_threads = ggml.ggml_backend_reg_get_proc_address(registry, b"ggml_backend_set_n_threads")
         if set_threads and self.name == "CPU":
-            structs.SetThreads(set_threads)(self._backend, threads or os.cpu_count() or 1)
+            structs.SetThreads(set_threads)(self._backend, threads or processors())
 
     def __enter__(self) -> Replica:
         return self

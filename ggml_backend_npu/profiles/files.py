@@ -36,7 +36,7 @@ def read(path: Path) -> Profile:
     Raises ProfileError for a file that cannot be read or is not a profile.
     """
     try:
-        text = path.read_text()
+        text = path.read_text(encoding="utf-8")
         return _profile(tomllib.loads(text), path)
     except OSError as error:
         raise ProfileError(error.strerror or str(error)) from None

@@ -6,7 +6,6 @@ import os
 import select
 import shutil
 import signal
-import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -43,9 +42,10 @@ def undo_all() -> None:
 @contextmanager
 def temporary_folder() -> Iterator[Path]:
     """Yields a folder that is deleted at the end of the context."""
-    name = tempfile.mkdtemp(prefix="ggml-npu-")
-    with undone(partial(shutil.rmtree, name, ignore_errors=True)):
-        yield Path(name)
+    from quant import folders  # late: a command is to end when told before numba is imported
+
+    with folders.temporary_folder() as folder, undone(partial(shutil.rmtree, folder, ignore_errors=True)):
+        yield folder
 
 
 @contextmanager

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
-import tempfile
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from graph_runner.base.endings import undone
 from graph_runner.base.errors import BadInputError
+from quant import folders
 
 STDOUT = "-"
 
@@ -31,15 +32,15 @@ def check_outputs(outputs: Mapping[str, str | None], inputs: Mapping[str, Iterab
         written[option] = path
         if file == STDOUT:
             continue
+        for other, files in (inputs or {}).items():
+            if any(_same(path, Path(each)) for each in files):
+                raise BadInputError(f"{option} {file!r}: is what {other} reads")
         if path.is_dir():
             raise BadInputError(f"{option} {file!r}: is a directory")
         if not path.parent.is_dir():
             raise BadInputError(f"{option} {file!r}: no such directory")
         if not os.access(path if path.exists() else path.parent, os.W_OK):
             raise BadInputError(f"{option} {file!r}: may not be written")
-        for other, files in (inputs or {}).items():
-            if any(_same(path, Path(each)) for each in files):
-                raise BadInputError(f"{option} {file!r}: is what {other} reads")
 
 
 def check_folders(folders: Mapping[str, str | None], inputs: Mapping[str, Iterable[str | Path]]) -> None:
@@ -55,6 +56,16 @@ def check_folders(folders: Mapping[str, str | None], inputs: Mapping[str, Iterab
                     raise BadInputError(f"{option} {folder!r}: a trace could be written over what {other} reads")
 
 
+def parts_of(file: Path) -> list[Path]:
+    """Returns the files that are read where this one is: all parts of a model that was split, whose names llama.cpp
+    takes from that of the first (m-00001-of-00003.gguf), or itself."""
+    found = re.fullmatch(r"(.*)-\d{5}-of-(\d{5})\.gguf", file.name, re.DOTALL)
+    if found is None:
+        return [file]
+    names = (f"{found[1]}-{number:05}-of-{found[2]}.gguf" for number in range(1, int(found[2]) + 1))
+    return [file, *(file.with_name(name) for name in names if name != file.name)]
+
+
 def _same(a: Path, b: Path) -> bool:
     """Whether two paths are the same file, even by a link, or will be."""
     try:
@@ -68,13 +79,20 @@ def replacing(path: Path) -> Iterator[Path]:
     """Yields a new file beside `path`, to be written. It replaces `path` at the end of the context, or is deleted on an
     error."""
     path = path.resolve()
-    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".part", dir=path.parent)
-    partial = Path(name)
-    with undone(lambda: partial.unlink(missing_ok=True)):
+    with folders.partial_file(path.parent) as (partial, handle), undone(lambda: partial.unlink(missing_ok=True)):
         os.fchmod(handle, _mode(path))
-        os.close(handle)
         yield partial
         partial.replace(path)
+
+
+def folder_for_traces(folder: Path) -> Path:
+    """Returns a folder; makes it if it is in the user's cache directory. Raises FolderError if that cannot be done, or
+    if others could have made it."""
+    try:
+        is_kept = folder.is_relative_to(folders.cache_root())
+    except folders.FolderError:
+        is_kept = False
+    return folders.kept(folder) if is_kept else folder
 
 
 def _mode(path: Path) -> int:

@@ -13,6 +13,9 @@ QUANTISED_CACHE_TYPES = ("q8_0", "q4_0", "q4_1", "iq4_nl", "q5_0", "q5_1")
 CACHE_TYPES = ("f32", "f16", "bf16", *QUANTISED_CACHE_TYPES)
 
 
+N_BATCH = 512  # tokens that a graph has at most
+
+
 @dataclass(frozen=True)
 class Settings:
     """The settings of a context.
@@ -22,7 +25,7 @@ class Settings:
     cache_type_k  ggml type of the K cache
     cache_type_v  ggml type of the V cache (a quantised one needs flash attention)
     flash_attention  "auto", "on" or "off"
-    threads     of the CPU backend; 0 = all cores
+    threads     of the CPU backend; 0 = as many as the process may use
     gpu_layers  layers to offload to a device of type "gpu", with their weights and caches
     weights     whether to load the model's weights; without them splits can be counted, but nothing can be decoded
     without     on the CPU: fused ops that the graph must not have, so that it matches the graph of a device without

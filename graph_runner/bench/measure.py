@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import platform
 import statistics
 import time
@@ -12,6 +11,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from ggml_backend_npu.ggml import lib
+from quant.kernels.processor import processors
 
 ELEMENTS = 1 << 24  # of a benchmark of bandwidth: 64 MiB of float32
 OURS, GGML_CPU = "ggml-npu", "ggml CPU"
@@ -117,7 +117,7 @@ def worst(measurements: Sequence[Measurement], other: str) -> Measurement:
 
 def cores() -> int:
     """Returns the number of threads that stands for "all cores"."""
-    return os.cpu_count() or 1
+    return processors()
 
 
 @dataclass(frozen=True)

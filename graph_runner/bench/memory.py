@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 from graph_runner.base.errors import BenchError
+from graph_runner.base.python import environment, python
 from graph_runner.bench.measure import GGML_CPU, Measurement
 
 # Programs: arguments are a model, threads, and the tokens of a prompt. What they print last is their own peak; that
@@ -30,6 +30,7 @@ with Session(Path(model), settings, counts_nodes=False) as session:
         session.decode([int(tokens[0])])
 """
 _LLAMA_CPP = """
+import os
 import sys
 from llama_cpp import llama_cpp
 quiet = llama_cpp.llama_log_callback(lambda *_: None)
@@ -37,7 +38,7 @@ llama_cpp.llama_log_set(quiet, None)
 model, threads, *tokens = sys.argv[1:]
 params = llama_cpp.llama_model_default_params()
 params.use_extra_bufts = False
-model = llama_cpp.llama_model_load_from_file(model.encode(), params)
+model = llama_cpp.llama_model_load_from_file(os.fsencode(model), params)
 params = llama_cpp.llama_context_default_params()
 params.n_ctx = params.n_batch = params.n_ubatch = len(tokens) + 16
 params.n_threads = params.n_threads_batch = int(threads)
@@ -58,8 +59,8 @@ def bench_memory(model: Path, tokens: list[int], *, threads: int) -> Measurement
 
 def _peak(program: str, model: Path, tokens: list[int], threads: int) -> int:
     """Returns the peak resident memory of a process in bytes."""
-    command = [sys.executable, "-c", program + _PEAK, model, threads, *tokens]
-    done = subprocess.run([*map(str, command)], capture_output=True, text=True, check=False)
+    command = python("-c", program + _PEAK, model, str(threads), *map(str, tokens))
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, errors="replace", check=False)
     found = re.search(r"VmHWM:\s*(\d+) kB", done.stdout)
     if done.returncode or found is None:
         reason = done.stderr.strip() or "this system does not tell"

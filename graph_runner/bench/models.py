@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import subprocess
 import sys
@@ -17,6 +16,7 @@ from pathlib import Path
 import ggml_backend_npu
 from ggml_backend_npu.plugin.embedding import plugin
 from ggml_backend_npu.plugin.plugin import Plugin
+from graph_runner.base.python import environment, python
 from graph_runner.bench.measure import GGML_CPU, Measurement, against, in_turns
 from graph_runner.bench.memory import bench_memory
 from graph_runner.run.session import Session, Settings, context_for
@@ -99,9 +99,9 @@ def bench_start(model: Path, *, rounds: int, threads: int) -> Iterator[Measureme
     If ggml's own programs have been built, also the plugin in one of them: test-backend-ops, which lists its devices.
     """
     jobs = {
-        "import and register": _process(sys.executable, "-c", "import ggml_backend_npu; ggml_backend_npu.register()"),
+        "import and register": _process(*python("-c", "import ggml_backend_npu; ggml_backend_npu.register()")),
         "diff": _process(_command(), "diff", str(model), "--threads", str(threads)),
-        "Python itself": _process(sys.executable, "-c", "pass"),
+        "Python itself": _process(*python("-c", "pass")),
     }
     if suites.folder().is_dir():
         lists_devices = [str(suites.folder() / "test-backend-ops"), "-b", "none"]
@@ -114,7 +114,7 @@ def _command() -> str:
     return shutil.which("ggml-npu", path=str(Path(sys.executable).parent)) or "ggml-npu"
 
 
-def _process(*command: str, **environment: str) -> Callable[[], object]:
+def _process(*command: str, **variables: str) -> Callable[[], object]:
     """Returns a call that runs a command, which has to end with exit code 0."""
     silent = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    return partial(subprocess.run, command, env={**os.environ, **environment}, check=True, **silent)
+    return partial(subprocess.run, command, env=environment(**variables), check=True, **silent)

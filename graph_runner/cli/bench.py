@@ -9,6 +9,7 @@ import typer
 from rich.progress import Progress, TextColumn
 
 from graph_runner.base.errors import BadInputError
+from graph_runner.base.limits import MOST_TIMES
 from graph_runner.cli.common import stderr, stdout
 from graph_runner.cli.options import MODEL_HELP, READS, WRITES, JsonFile, Threads
 from graph_runner.cli.outputs import json_text, save, write
@@ -38,7 +39,7 @@ def bench(
         WRITES,
     ] = None,
     model: Annotated[str, typer.Option(metavar="MODEL", help=MODEL_HELP), READS] = "demo",
-    rounds: Annotated[int, typer.Option(min=1, help="Rounds to measure, after one warm-up round.")] = 5,
+    rounds: Annotated[int, typer.Option(min=1, max=MOST_TIMES, help="Rounds to measure, after one warm-up round.")] = 5,
     threads: Threads = 0,
 ) -> None:
     """Measure speed against other implementations in the same run.
@@ -53,6 +54,7 @@ def bench(
     diff: of a model, against a run of it.
     start: fresh processes that import and register, and a whole diff.
     """
+    from ggml_backend_npu.default import only_backend
     from graph_runner.bench import WITH_BANDWIDTH, Measurement, bench, bench_json, check_plot, draw, print_bench
 
     names = [name.value for name in Benchmark if what in (name, Benchmark.ALL) and name != Benchmark.ALL]
@@ -62,6 +64,7 @@ def bench(
                 f"--plot {plot_file!r}: {what} has no bandwidth to draw; {' and '.join(WITH_BANDWIDTH)} do"
             )
         check_plot(plot_file)
+    only_backend()
     console = stderr()
     with Progress(
         TextColumn("{task.description}"), console=console, transient=True, auto_refresh=False,  # no thread beside

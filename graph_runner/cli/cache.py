@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
 
@@ -15,11 +16,13 @@ def cache(
     clear: Annotated[bool, typer.Option("--clear", help="Delete all of it; it is made again when needed.")] = False,
 ) -> None:
     """Show what is cached between runs: compiled kernels, the plugin, ggml's test programs, wrong nodes of diffs."""
-    import platformdirs
-
+    from quant.folders import FolderError, cache_root
     from quant.kernels.cache import cache_directory
 
-    folders = {platformdirs.user_cache_path("ggml-npu"), cache_directory().parent}
+    folders = set[Path]()
+    with suppress(FolderError):
+        folders.add(cache_directory().parent)
+        folders.add(cache_root())
     kinds = {
         "kernels-": "compiled kernels",
         "plugin-": "the plugin",

@@ -13,12 +13,15 @@ from typing import Annotated, Any, get_type_hints
 
 import typer
 
+from ggml_backend_npu.device import files as device_files
 from graph_runner.base.errors import SessionError
-from graph_runner.base.files import check_folders, check_outputs
+from graph_runner.base.files import check_folders, check_outputs, parts_of
 from graph_runner.cli.codes import CLOSED_PIPE
 from graph_runner.cli.options import KEEPS_TRACES, READS, WRITES
+from quant.folders import tidy, tidy_all
 
-_READ_BY_VARIABLE = ("GGML_NPU_KERNELS", "GGML_NPU_PROFILE")
+_READ_BY_VARIABLE = ("GGML_NPU_KERNELS", "GGML_NPU_PROFILE", "GGML_NPU_DEVICE_FILE")
+_WRITTEN_BY_VARIABLE = ("GGML_NPU_CAPTURE",)
 Verbose = Annotated[
     bool, typer.Option("--verbose", help="Also show tracebacks, llama.cpp's log and refused ops (GGML_NPU_VERBOSE=1).")
 ]
@@ -36,7 +39,10 @@ def as_command(function: Callable[..., None]) -> Callable[..., None]:
     def command(*, verbose: bool, **arguments: Any) -> None:
         if verbose:
             os.environ["GGML_NPU_VERBOSE"] = "1"
+        tidy_all()
+        tidy(Path())
         outputs = {option: _text(arguments[name]) for name, option in writes.items()}
+        outputs |= {name: os.environ.get(name) or None for name in _WRITTEN_BY_VARIABLE}
         kept = {option: _text(arguments[name]) for name, option in folders.items()}
         if any({**outputs, **kept}.values()):
             inputs = {option: [*_files(arguments[name])] for name, option in reads.items()}
@@ -101,17 +107,16 @@ def _text(value: str | Path | None) -> str | None:
 
 def _files(value: str | Path | Iterable[str | Path] | None) -> Iterator[Path]:
     """Yields the files that an option's value names, if any: it may be the name of something else."""
-    if value is None:
+    if value is None or value == "":
         return
     if not isinstance(value, str | Path):
         for each in value:
             yield from _files(each)
-    elif value == "":
         return
-    elif value == "demo":
+    yield from parts_of(Path(value))
+    yield Path(device_files.place_of(str(value))[0])
+    if value == "demo":
         from graph_runner.base.models import demo_file
 
         with suppress(SessionError):  # a command that does not run it does not need it
             yield demo_file()
-    else:
-        yield Path(value)

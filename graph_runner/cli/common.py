@@ -86,10 +86,10 @@ def reading(console: Console, n_tokens: int) -> Iterator[Callable[[int], None]]:
 
 
 def use_device(npu: DeviceOptions) -> None:
-    """Sets the options of the default backend."""
-    from ggml_backend_npu import default_backend
+    """Sets the options of the default backend. Raises DeviceError if the device file has several devices."""
+    from ggml_backend_npu.default import only_backend
 
-    backend = default_backend()
+    backend = only_backend()
     backend.options = backend.options.updated(npu.chosen)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from graph_runner.base.console import Console, table
-from graph_runner.cli.common import use_device
 from graph_runner.cli.options import DeviceFile, DeviceOptions
 
 
@@ -14,11 +13,13 @@ def devices(*, device_file: DeviceFile = None, options: DeviceOptions) -> None:
     Promises are measured once for each ggml. The first time, this takes as long as compiling all kernels.
     """
     import ggml_backend_npu
+    from ggml_backend_npu.default import default_backends
     from ggml_backend_npu.device.backend import DeviceBackend
     from ggml_backend_npu.ggml.lib import list_devices
     from graph_runner.judging.promises import promises
 
-    use_device(options)
+    for backend in default_backends():
+        backend.options = backend.options.updated(options.chosen)
     npu = ggml_backend_npu.register()
     ggml = npu.ggml
     shown = table("device", "type", "backend", "description")
@@ -27,8 +28,9 @@ def devices(*, device_file: DeviceFile = None, options: DeviceOptions) -> None:
     console = Console()
     console.print(shown)
     if isinstance(npu.backend, DeviceBackend):
-        computed = " ".join(sorted(npu.backend.ops))
-        console.print(f"ggml {ggml.version}; {npu.backend.name} may take: {computed}", highlight=False)
+        for backend in default_backends():
+            computed = " ".join(sorted(backend.ops))
+            console.print(f"ggml {ggml.version}; {backend.name} may take: {computed}", highlight=False)
         return
     chosen = npu.backend.options.profile
     console.print(f"ggml {ggml.version}; profile {chosen.name}: {chosen.description}", highlight=False)

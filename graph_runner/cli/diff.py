@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from hashlib import sha256
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -13,7 +16,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from graph_runner.base.console import Console
 from graph_runner.base.errors import BadInputError
-from graph_runner.cli.common import refuse_without_the_npu, stderr, stdout, warn
+from graph_runner.base.limits import MOST_CELLS, MOST_TIMES
+from graph_runner.cli.common import refuse_without_the_npu, stderr, stdout
 from graph_runner.cli.options import (
     KEEPS_TRACES,
     Device,
@@ -32,6 +36,7 @@ from graph_runner.cli.options import (
 )
 from graph_runner.cli.outputs import json_text, write
 from graph_runner.process.child import begun
+from quant.folders import FolderError, cache_root
 
 if TYPE_CHECKING:
     from graph_runner.diff.run import DiffResult
@@ -60,7 +65,9 @@ def diff(
     model: Model,
     *,
     prompt: PromptOptions,
-    steps: Annotated[int, typer.Option("-n", "--steps", min=0, help="Tokens to decode after the prompt.")] = 4,
+    steps: Annotated[
+        int, typer.Option("-n", "--steps", min=0, max=MOST_CELLS, help="Tokens to decode after the prompt.")
+    ] = 4,
     ops: Annotated[
         str | None, typer.Option(metavar="OP,OP,...", help="Compare only these ops, e.g. GET_ROWS,CPY.")
     ] = None,
@@ -83,7 +90,11 @@ def diff(
     strict: Strict = False,
     repeat: Annotated[
         int,
-        typer.Option(min=1, help="Number of runs on the device; a node whose result changes between runs is wrong."),
+        typer.Option(
+            min=1,
+            max=MOST_TIMES,
+            help="Number of runs on the device; a node whose result changes between runs is wrong.",
+        ),
     ] = 1,
     node_timeout: NodeTimeout = 60.0,
     in_process: InProcess = False,
@@ -155,13 +166,12 @@ def _write_result(result: DiffResult, json_file: str | None, html_file: str | No
 
 
 def _folder(model: str) -> Path | None:
-    """Returns the folder for wrong nodes of a model, in the user's cache directory; None if that cannot be written."""
-    import platformdirs
-
-    folder = Path(platformdirs.user_cache_dir("ggml-npu")) / "reproducers" / Path(model).stem
+    """Returns the folder for wrong nodes of a model, in the user's cache directory; None for a user without one. Two
+    models of one name have two folders."""
+    name = re.sub(r"[^A-Za-z0-9_.-]", "_", Path(model).stem).lstrip(".")[:64]
+    if model not in ("demo", "tiny"):
+        name += f"-{sha256(os.fsencode(Path(model).resolve())).hexdigest()[:12]}"
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        warn(f"wrong nodes are not kept: {str(folder)!r}: {error.strerror}")
+        return cache_root() / "reproducers" / name
+    except FolderError:
         return None
-    return folder

@@ -20,7 +20,10 @@ def doctor(
         ),
     ] = None,
     pid: Annotated[
-        int | None, typer.Option(metavar="PID", help="A program that runs, in place of them.", show_default=False)
+        int | None,
+        typer.Option(
+            metavar="PID", min=1, max=(1 << 31) - 1, help="A program that runs, in place of them.", show_default=False
+        ),
     ] = None,
 ) -> None:
     """Say which ggml there are, whether the device NPU can go into each, and what to type.

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from enum import StrEnum
+from math import isfinite
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -67,6 +68,13 @@ def device_of_file(name: str | None) -> str | None:
     return name
 
 
+def finite(number: float) -> float:
+    """Returns the number. Raises BadParameter if it is NaN or infinite, which ranges let pass."""
+    if not isfinite(number):
+        raise typer.BadParameter(f"{number} is not a finite number")
+    return number
+
+
 Prompt = Annotated[str, typer.Option("-p", "--prompt", callback=utf8, help="Text for the model to continue.")]
 PromptFile = Annotated[
     Path | None, typer.Option("-f", "--file", metavar="FILE", help="Read the prompt from a file."), READS
@@ -104,7 +112,8 @@ Threads = Annotated[
     typer.Option(
         min=0,
         max=MOST_THREADS,
-        help="Threads of llama.cpp's CPU backend and of the kernels; 0 = one per core. At most 4 per core.",
+        help="Threads of llama.cpp's CPU backend and of the kernels; 0 = one per processor that this process may use. "
+        "At most 4 per processor.",
     ),
 ]
 
@@ -161,11 +170,11 @@ DeviceType = Annotated[
 DeviceFile = Annotated[
     str | None,
     typer.Option(
-        metavar="FILE.py|NAME",
+        metavar="FILE.py[:DEVICE]|NAME",
         callback=device_of_file,
         is_eager=True,
-        help="What the NPU is: a device of your own, by its file or the name of its entry point; sim is a simulated "
-        "one (GGML_NPU_DEVICE_FILE, docs/vendor.md).",
+        help="What the NPU is: a device of your own, by its file or the name of its entry point; :DEVICE chooses one "
+        "of several; sim is a simulated one (GGML_NPU_DEVICE_FILE, docs/vendor.md).",
         show_default=False,
     ),
     READS,
@@ -198,7 +207,11 @@ ToleranceFile = Annotated[
 NodeTimeout = Annotated[
     float,
     typer.Option(
-        metavar="SECONDS", min=0.1, help="Time limit of a node; a node that takes longer has failed.", show_default=True
+        metavar="SECONDS",
+        min=0.1,
+        callback=finite,
+        help="Time limit of a node; a node that takes longer has failed.",
+        show_default=True,
     ),
 ]
 InProcess = Annotated[

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from graph_runner.base.limits import MOST_TIMES
 from graph_runner.cli.common import refuse_without_the_npu, stderr, stdout
 from graph_runner.cli.options import (
     READS,
@@ -48,6 +49,7 @@ def replay(
         int,
         typer.Option(
             min=1,
+            max=MOST_TIMES,
             help="Compute each node this many times, with other values at the same addresses in between. This shows "
             "whether a kernel reuses data of an earlier call.",
         ),

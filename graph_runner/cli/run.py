@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from graph_runner.base.console import printable
+from graph_runner.base.limits import MOST_CELLS
 from graph_runner.base.settings import context_for
 from graph_runner.cli.common import (
     gpu_layers,
@@ -32,6 +33,7 @@ from graph_runner.cli.options import (
     Model,
     OpOptions,
     PromptOptions,
+    finite,
 )
 
 if TYPE_CHECKING:
@@ -43,18 +45,21 @@ def run(
     *,
     prompt: PromptOptions,
     n_ctx: Context = 0,
-    n: Annotated[int, typer.Option("-n", "--n-predict", min=1, help="Tokens to generate.")] = 64,
+    n: Annotated[int, typer.Option("-n", "--n-predict", min=1, max=MOST_CELLS, help="Tokens to generate.")] = 64,
     device: Annotated[
         Device, typer.Option(case_sensitive=False, help="Device for the nodes that the NPU supports.")
     ] = Device.NPU,
     context: ContextOptions,
     temperature: Annotated[
-        float, typer.Option(min=0.0, help="Sampling temperature; 0 = always the most likely token.")
+        float, typer.Option(min=0.0, callback=finite, help="Sampling temperature; 0 = always the most likely token.")
     ] = 0.0,
     top_p: Annotated[
-        float, typer.Option(min=0.0, max=1.0, help="Probability mass to sample from, if the temperature is above 0.")
+        float,
+        typer.Option(
+            min=0.0, max=1.0, callback=finite, help="Probability mass to sample from, if the temperature is above 0."
+        ),
     ] = 0.95,
-    seed: Annotated[int, typer.Option(min=0, help="Random seed of the sampling.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=(1 << 64) - 1, help="Random seed of the sampling.")] = 0,
     kernels: Kernels = None,
     device_file: DeviceFile = None,
     npu: OpOptions,

@@ -7,7 +7,6 @@ device's run wrote. The verdict follows from both, and from how far the two runs
 
 from __future__ import annotations
 
-import os
 import sys
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
@@ -23,6 +22,7 @@ from ggml_backend_npu.plugin.plugin import Plugin
 from ggml_backend_npu.plugin.replica import Replica
 from graph_runner.base.console import printable
 from graph_runner.base.errors import BadInputError, TraceError
+from graph_runner.base.files import folder_for_traces
 from graph_runner.base.settings import DeviceName, Settings, context_for
 from graph_runner.diff.again import Again, Watched
 from graph_runner.diff.judge import Judge, Stray
@@ -34,6 +34,8 @@ from graph_runner.judging.results import Fate, NodeResult
 from graph_runner.judging.rules import Rules
 from graph_runner.run.session import Observer, Sampler, Session
 from graph_runner.trace import Origin, save_nodes
+from quant.folders import FolderError
+from quant.kernels.processor import processors
 
 AboutTo = Callable[[str, int, int, Node | None], None]
 
@@ -135,10 +137,11 @@ class _Reproducers:
     def _save(self, graph: Graph, expected: dict[int, Tensor], found: NodeResult) -> str | None:
         if self._folder is None:
             return None
-        path = self._folder / f"{found.step}-{found.index}-{found.op}.gguf"
+        name = f"{found.step}-{found.index}-{found.op}.gguf"
         try:
+            path = folder_for_traces(self._folder) / name
             save_nodes(path, graph, expected, self.origin, step=found.step, index=found.index)
-        except TraceError as error:
+        except (TraceError, FolderError) as error:
             self._folder = None
             print(printable(f"ggml-npu: wrong nodes are not kept: {error}"), file=sys.stderr)
             return None
@@ -225,7 +228,7 @@ class _InStep:
         self._npu = Plugin(ggml, ours) if asked.device == "NPU" else None
         settings = asked.settings or Settings(flash_attention="off")
         self._settings = replace(
-            settings, n_ctx=context_for(prompt, asked.steps), threads=settings.threads or os.cpu_count() or 1,
+            settings, n_ctx=context_for(prompt, asked.steps), threads=settings.threads or processors(),
             gpu_layers=_ALL_LAYERS if ours.options.device_type == "gpu" else 0,
         )  # fmt: skip
         self._options = ours.options.chosen() | dict(asked.notes or {})

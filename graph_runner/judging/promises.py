@@ -30,7 +30,8 @@ from graph_runner.base.files import write_file
 from graph_runner.judging.compare import compare
 from graph_runner.judging.rules import Rules, type_of
 from graph_runner.judging.spans import copied
-from quant.kernels.cache import cache_directory
+from quant.folders import FolderError
+from quant.kernels.cache import PACKAGES, kept_in, sources
 from quant.kernels.processor import target
 
 _SEEDS = 2
@@ -86,9 +87,10 @@ def holds(name: str) -> bool:
     """Whether the kernels give the bytes of the bound ggml's CPU for a probe: an op, or an op and which of its nodes.
     Measured once, and cached beside the compiled kernels."""
     ggml = lib.ggml()
-    kept = cache_directory() / f"promises-{_identity(ggml)}.json"
+    kept: Path | None = None
     found: dict[str, bool] = {}
-    with suppress(OSError, ValueError):
+    with suppress(OSError, ValueError, FolderError):
+        kept = kept_in() / f"promises-{_identity(ggml)}.json"
         found = {name: holds is True for name, holds in json.loads(kept.read_text()).items()}
     if name not in found:
         strided.make_ready()
@@ -97,17 +99,17 @@ def holds(name: str) -> bool:
             nodes = [each for each in _probes()[name].nodes() if cpu.refusal(each) is None]
             found[name] = bool(nodes) and all(_is_equal(cpu, exactly, each) for each in nodes)
         with suppress(OSError):
-            write_file(kept, json.dumps(found, indent=1).encode())
+            if kept is not None:
+                write_file(kept, json.dumps(found, indent=1).encode())
     return found[name]
 
 
 @cache
 def _identity(ggml: lib.Ggml) -> str:
-    """Returns a digest of a ggml, of the processor that kernels are compiled for, and of the sources that are
-    measured."""
-    ops = sorted(Path(strided.__file__).parents[1].rglob("*.py"))
-    sources = [file.read_bytes() for file in (Path(__file__), *ops)]
-    parts = (target().encode(), ggml.version.encode(), ggml.cpu_file.read_bytes(), *sources)
+    """Returns a digest of a ggml, of the processor that kernels are compiled for, and of all sources: of what is
+    measured, and of what measures it."""
+    made_of = sources(*PACKAGES, "graph_runner").encode()
+    parts = (target().encode(), ggml.version.encode(), ggml.cpu_file.read_bytes(), made_of)
     return xxhash.xxh3_64_hexdigest(b"\0".join(parts))
 
 

@@ -253,7 +253,7 @@ def _gaps_differ(expected: Tensor, actual: Tensor, found: Comparison) -> bool:
 
 def _read(path: Path) -> dict[str, Bounds]:
     try:
-        table = tomllib.loads(path.read_text())
+        table = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ToleranceError(f"tolerances {str(path)!r}: {error.strerror}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:

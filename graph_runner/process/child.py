@@ -26,6 +26,7 @@ from multiprocessing.connection import Connection
 from typing import IO, TYPE_CHECKING, Any, Protocol
 
 from graph_runner.base.errors import InternalError
+from graph_runner.base.python import environment, python
 
 if TYPE_CHECKING:
     from ggml_backend_npu import Node
@@ -223,10 +224,9 @@ def begun(module: str) -> Iterator[Child]:
     with tempfile.TemporaryFile() as file:
         trail = Trail(file)
         ours, theirs = os.pipe()
-        line = [sys.executable, "-c", _CHILD, str(theirs), str(file.fileno()), module]
         process = subprocess.Popen(
-            line, stdin=subprocess.PIPE, pass_fds=(theirs, file.fileno()), start_new_session=True,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+            python("-c", _CHILD, str(theirs), str(file.fileno()), module), env=environment(), stdin=subprocess.PIPE,
+            pass_fds=(theirs, file.fileno()), start_new_session=True,
         )  # fmt: skip
         os.close(theirs)
         with Connection(ours, writable=False) as pipe:

@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 from graph_runner.base.console import printable
 from graph_runner.base.errors import SessionError, TraceError
+from graph_runner.base.files import folder_for_traces
 from graph_runner.process.child import Child, EndedError, Footprint, Trail, begun
+from quant.folders import FolderError
 
 if TYPE_CHECKING:
     from ggml_backend_npu import Backend
@@ -30,10 +32,10 @@ class NpuOptions:
 
     def use(self) -> Backend:
         """Sets up the default backend and returns it. Says on stderr what the kernel files registered."""
-        from ggml_backend_npu import default_backend
         from ggml_backend_npu.backend.kernel_files import load_kernels
+        from ggml_backend_npu.default import only_backend
 
-        backend = default_backend()
+        backend = only_backend()
         chosen = backend.options.updated(self.options)
         chosen.check()
         backend.options = chosen
@@ -137,12 +139,12 @@ def _captured(job: DiffJob, result: DiffResult, at: Footprint) -> str | None:
     folder = job.arguments.get("reproducers")
     if folder is None or result.reference != "CPU":
         return None
-    path: Path = folder / f"{at.step}-{at.place}-{at.op}.gguf"
-    capture = CaptureJob(job.model, job.prompt, path, at, result, job.device.described)
     try:
+        path = folder_for_traces(folder) / f"{at.step}-{at.place}-{at.op}.gguf"
+        capture = CaptureJob(job.model, job.prompt, path, at, result, job.device.described)
         with begun("graph_runner.trace") as child:
             child.run(capture, receive=lambda _: None, node_timeout=float("inf"))
-    except (EndedError, SessionError, TraceError):
+    except (EndedError, SessionError, TraceError, FolderError):
         return None
     return str(path)
 

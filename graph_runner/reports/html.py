@@ -11,6 +11,8 @@ from urllib.parse import quote
 from jinja2 import ChainableUndefined, Environment, PackageLoader
 from markupsafe import Markup
 
+from graph_runner.base.console import encodable
+
 VERDICTS = ("exact", "rounding", "inherited", "amplified", "introduced", "failed")
 """Of a node, from harmless to worst."""
 
@@ -40,7 +42,7 @@ def diff_html(data: dict[str, Any]) -> str:
         first=None if place is None else data["nodes"][place],
         verdicts=VERDICTS,
     )
-    return page.encode(errors="replace").decode()  # a name may hold half a surrogate pair
+    return encodable(page).encode(errors="replace").decode()  # a name may hold half a surrogate pair
 
 
 def _json(data: dict[str, Any]) -> str:

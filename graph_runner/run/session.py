@@ -28,18 +28,21 @@ from ggml_backend_npu.plugin.registration import alone
 from graph_runner.base import endings
 from graph_runner.base.console import printable
 from graph_runner.base.errors import SessionError as SessionError
-from graph_runner.base.limits import MOST_THREADS
+from graph_runner.base.limits import MOST_CELLS, MOST_THREADS, free_memory
 from graph_runner.base.models import check_file
-from graph_runner.base.settings import CACHE_TYPES, QUANTISED_CACHE_TYPES
+from graph_runner.base.settings import CACHE_TYPES, N_BATCH, QUANTISED_CACHE_TYPES
 from graph_runner.base.settings import DeviceName as DeviceName
 from graph_runner.base.settings import Settings as Settings
 from graph_runner.base.settings import context_for as context_for
 from graph_runner.run.llama_log import Log
+from graph_runner.run.sampling import Decoder as Decoder
+from graph_runner.run.sampling import Sampler as Sampler
+from graph_runner.run.sampling import generate as generate
 from quant.kernels.jit import array_at, callback
+from quant.kernels.processor import processors
 
 _FLASH_ATTENTION = {"auto": -1, "off": 0, "on": 1}
 _FUNCTIONS_PER_OP = 64
-N_BATCH = 512  # tokens that a graph has at most
 
 LEFT_BY_THE_SCHEDULER = "supported, but the scheduler left it where its data lies"
 
@@ -133,6 +136,7 @@ class Session:
         self._vocabulary = llama_cpp.llama_model_get_vocab(self._model)
         try:
             self._refuse_encoder(model)
+            self._refuse_caches_without_memory()
             self._open(model, types_kv)
         except BaseException:
             llama_cpp.llama_model_free(self._model)
@@ -143,6 +147,8 @@ class Session:
         settings = self.settings
         if not 0 <= settings.threads <= MOST_THREADS:
             raise SessionError(f"threads {settings.threads}: must be 0 to {MOST_THREADS}, 4 for each processor")
+        if not 0 < settings.n_ctx <= MOST_CELLS:
+            raise SessionError(f"context of {settings.n_ctx} cells: must be 1 to {MOST_CELLS}")
         if settings.cache_type_v in QUANTISED_CACHE_TYPES and settings.flash_attention == "off":
             raise SessionError(
                 f"cache type {settings.cache_type_v} of V: a quantised V cache needs flash attention, which is off"
@@ -170,7 +176,7 @@ class Session:
             params.progress_callback = self._progress
         _log.clear()
         with alone(self.ggml, self.npu), self._inside():
-            self._model = llama_cpp.llama_model_load_from_file(str(model).encode(), params)
+            self._model = llama_cpp.llama_model_load_from_file(os.fsencode(model), params)
         if not self._model:
             why = self._failures.message if self.npu is not None and self.npu.memory is not None else None
             raise SessionError(f"model {str(model)!r}: {why or _log.reason()}")
@@ -201,9 +207,23 @@ class Session:
         if llama_cpp.llama_model_has_encoder(self._model) or not llama_cpp.llama_model_has_decoder(self._model):
             raise SessionError(f"model {str(model)!r}: has an encoder; models that only decode are run here")
 
+    def _refuse_caches_without_memory(self) -> None:
+        """Raises SessionError for caches that are larger than the memory that is free: llama.cpp fills them with zeros,
+        and the system would end the process, or another one."""
+        settings, of_model = self.settings, self._model
+        heads = llama_cpp.llama_model_n_head(of_model), llama_cpp.llama_model_n_head_kv(of_model)
+        row = llama_cpp.llama_model_n_embd(of_model) // max(1, heads[0]) * heads[1]
+        types = (self.ggml.types[self._type_number(name)] for name in ("cache_type_k", "cache_type_v"))
+        cell = sum(-(-row // each.block_size) * each.block_bytes for each in types)
+        needed, free = settings.n_ctx * llama_cpp.llama_model_n_layer(of_model) * cell, free_memory()
+        on_host = self.npu is None or self.npu.buffer_type is None
+        if on_host and settings.weights and free is not None and needed > free:
+            sizes = f"its caches take some {needed / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free"
+            raise SessionError(f"context of {settings.n_ctx} cells: {sizes}")
+
     def _open(self, model: Path, types_kv: list[int]) -> None:
         settings = self.settings
-        threads = settings.threads or os.cpu_count() or 1
+        threads = settings.threads or processors()
         params = llama_cpp.llama_context_default_params()
         params.n_ctx = settings.n_ctx
         params.n_batch = params.n_ubatch = min(settings.n_ctx, N_BATCH)
@@ -379,6 +399,8 @@ class Session:
             _log.clear()
             with self._inside():
                 status = llama_cpp.llama_decode(self._context, batch)
+                if self.npu is not None and self.npu.buffer_type is not None:
+                    llama_cpp.llama_synchronize(self._context)  # what is queued may fail, and no status tells it
             if self._error is not None:
                 error, self._error = self._error, None
                 raise error
@@ -432,54 +454,3 @@ class Session:
         if not pointer:
             raise SessionError("logits: no token has been decoded")
         return np.ctypeslib.as_array(pointer, (n_vocabulary,)).copy()
-
-
-class Sampler:
-    """Picks the next token: the most likely one, or with a temperature above 0 a random one from the smallest set of
-    most likely tokens that holds the probability mass `top_p`."""
-
-    def __init__(self, temperature: float = 0.0, top_p: float = 0.95, seed: int = 0) -> None:
-        self._temperature, self._top_p = temperature, top_p
-        self._random = np.random.default_rng(seed)
-
-    def __call__(self, logits: NDArray[np.float32]) -> int:
-        if self._temperature <= 0:
-            return int(logits.argmax())
-        scaled = (logits - logits.max()) / self._temperature
-        p = np.exp(scaled, dtype=np.float64)
-        p /= p.sum()
-        order = np.argsort(-p, kind="stable")
-        kept = order[: int(np.searchsorted(np.cumsum(p[order]), self._top_p)) + 1]
-        return int(self._random.choice(kept, p=p[kept] / p[kept].sum()))
-
-
-class Decoder(Protocol):
-    """Decodes tokens one after another: a session, or a runner of its graph."""
-
-    def decode(self, tokens: list[int]) -> None:
-        """Runs tokens through the model, after the previous ones."""
-
-    def logits(self) -> NDArray[np.float32]:
-        """Returns the logits of the last token, (n_vocab,)."""
-
-    def ends(self, token: int) -> bool:
-        """Whether a token ends the text."""
-
-
-def generate(
-    session: Decoder, tokens: list[int], n: int, sampler: Sampler, seen: Callable[[int], object] = lambda done: None
-) -> Iterator[int]:
-    """Runs a prompt and then yields up to n tokens, each as soon as it is known; stops at a token that ends the text.
-
-    seen  called with the number of prompt tokens that have run
-    """
-    for begin in range(0, len(tokens), N_BATCH):
-        session.decode(tokens[begin : begin + N_BATCH])
-        seen(min(begin + N_BATCH, len(tokens)))
-    for left in range(n, 0, -1):
-        token = sampler(session.logits())
-        if session.ends(token):
-            return
-        yield token
-        if left > 1:
-            session.decode([token])

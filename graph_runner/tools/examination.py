@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 from ggml_backend_npu.ggml import places
 from ggml_backend_npu.user_files import no_file
 from graph_runner.base.errors import BadInputError
+from graph_runner.base.python import environment, python
 
 _PLUGIN = 'GGML_BACKEND_PATH="$(ggml-npu plugin)"'
 _STATIC = (
@@ -56,7 +56,7 @@ def _file(file: Path) -> Examined:
         raise BadInputError(f"{str(file)!r}: {no_file(file)}")
     if ".so" in file.name:
         return _examined(str(file), str(file.resolve()), f'ggml_backend_npu.register(into="{file}")')
-    done = subprocess.run(["ldd", file], capture_output=True, text=True, check=False)
+    done = subprocess.run(["ldd", file], capture_output=True, text=True, errors="surrogateescape", check=False)
     libraries = [Path(line.split(" => ")[1].split(" (")[0]) for line in done.stdout.splitlines() if " => /" in line]
     return _program(str(file), libraries, f"{_PLUGIN} {file}")
 
@@ -89,9 +89,11 @@ def _examined(where: str, target: str, advice: str) -> Examined:
 
 def _asked(target: str) -> dict[str, Any]:
     """Asks another process, so that a library that crashes does not end this one."""
-    command = [sys.executable, "-m", "ggml_backend_npu.ggml.doctor", target]
+    command = python("-m", "ggml_backend_npu.ggml.doctor", target)
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT, check=False)
+        done = subprocess.run(
+            command, env=environment(), capture_output=True, text=True, errors="replace", timeout=_TIMEOUT, check=False
+        )
     except subprocess.TimeoutExpired:
         return {"refused": f"did not answer within {_TIMEOUT} seconds"}
     lines = done.stdout.splitlines()

@@ -15,7 +15,6 @@ import shutil
 import subprocess
 import sys
 import tarfile
-import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,13 +22,13 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Literal
 
-import platformdirs
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from ggml_backend_npu.plugin.embedding import plugin
 from graph_runner.base.console import Console
 from graph_runner.base.endings import undone
 from graph_runner.base.errors import SuiteError as SuiteError
+from quant import folders
 from quant.kernels import kept
 
 PROGRAMS = ("test-backend-ops", "test-llama-archs", "ggml-rpc-server", "llama-completion")
@@ -169,17 +168,21 @@ def _with_plugin(program: str, arguments: Sequence[str], options: Mapping[str, s
 
 
 def folder() -> Path:
-    """Returns the folder for programs that fit the installed llama-cpp-python; they are there after `build`."""
+    """Returns the folder for programs that fit the installed llama-cpp-python; they are there after `build`. Raises
+    FolderError for a user without a home."""
     made_of = hashlib.sha256(repr((PROGRAMS, _OPTIONS, _LOAD_PLUGINS)).encode()).hexdigest()[:8]
-    return platformdirs.user_cache_path("ggml-npu") / f"programs-{version('llama-cpp-python')}-{made_of}" / "bin"
+    return folders.cache_root() / f"programs-{version('llama-cpp-python')}-{made_of}" / "bin"
 
 
 def build(console: Console | None = None) -> Path:
     """Returns the folder of ggml's programs. They are built at the first call and kept in the user's cache directory.
 
-    A second process that needs them meanwhile waits. Raises SuiteError if a step fails.
+    A second process that needs them meanwhile waits. Raises SuiteError if a step fails, or if nothing can be kept.
     """
-    programs = folder()
+    try:
+        programs = folders.kept(folder().parent) / folder().name
+    except folders.FolderError as error:
+        raise SuiteError(f"ggml's programs cannot be kept: {error}") from None
     if kept.damage(programs) is not None:
         with building_in(programs.parent):
             wrong = kept.damage(programs)
@@ -227,10 +230,9 @@ def _build(programs: Path, console: Console) -> None:
 def _fetch(source: Path) -> None:
     """Downloads llama.cpp's sources from the sdist of the installed llama-cpp-python."""
     package = "llama-cpp-python"
-    with tempfile.TemporaryDirectory(dir=source.parent) as name:
-        here = Path(name)
-        options = ["--no-deps", "--no-binary", package, "--dest", name]  # not :all:, which builds cmake as well
-        _run([sys.executable, "-m", "pip", "download", *options, f"{package}=={version(package)}"])
+    with folders.temporary_folder(source.parent) as here:
+        options = ["--no-deps", "--no-binary", package, "--dest", str(here)]  # not :all:, which builds cmake as well
+        _run([sys.executable, "-P", "-m", "pip", "download", *options, f"{package}=={version(package)}"])
         (archive,) = here.glob("*.tar.gz")
         with tarfile.open(archive) as sdist:
             sdist.extractall(here, filter="data")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from graph_runner.trace.capturing import Captured, Selection, capture, taken_by_the_npu
 from graph_runner.trace.format import FORMAT, NPU, Origin, Recorded
-from graph_runner.trace.reading import Trace, read_trace
+from graph_runner.trace.reading import Trace, is_trace, read_trace
 from graph_runner.trace.replaying import ReplayResult, replay
 from graph_runner.trace.writing import TraceWriter, check_output, save_nodes, write_trace
 
@@ -23,6 +23,7 @@ __all__ = [
     "TraceWriter",
     "capture",
     "check_output",
+    "is_trace",
     "read_trace",
     "replay",
     "save_nodes",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -15,11 +14,13 @@ import numpy as np
 from ggml_backend_npu import Node, default_backend
 from ggml_backend_npu.ggml import convert, lib
 from graph_runner.base.errors import TraceError
+from graph_runner.base.files import parts_of
 from graph_runner.base.settings import Settings, context_for
 from graph_runner.judging.copies import Copied, span
 from graph_runner.judging.spans import Collected
 from graph_runner.trace.format import Bytes, Origin, Recorded
 from graph_runner.trace.writing import TraceWriter, check_output
+from quant.kernels.processor import processors
 
 
 class Selection:
@@ -51,11 +52,11 @@ class Selection:
 
 
 def _matches(item: str, step: int, index: int, node: Node) -> bool:
-    if in_step := re.match(r"(\d+):", item):
+    if in_step := re.match(r"([0-9]{1,18}):", item):
         if int(in_step[1]) != step:
             return False
         item = item[in_step.end() :]
-    if places := re.fullmatch(r"(\d+)(?:-(\d+))?", item):
+    if places := re.fullmatch(r"([0-9]{1,18})(?:-([0-9]{1,18}))?", item):
         return int(places[1]) <= index <= int(places[2] or places[1])
     return item.upper() == node.op or fnmatchcase(node.name, item)
 
@@ -157,7 +158,7 @@ def capture(
     from graph_runner.run.session import Sampler, Session
 
     check_output(path)
-    if path.exists() and model.exists() and path.samefile(model):
+    if any(path.exists() and part.exists() and path.samefile(part) for part in parts_of(model)):
         raise TraceError(f"trace {str(path)!r}: is the model")
     ggml = lib.ggml()
     backend = default_backend()
@@ -173,7 +174,7 @@ def capture(
     if together:
         observer = _CaptureTogether(ggml, select, take)
     with Session(model, settings, observer=observer, progress=progress) as session:
-        threads = settings.threads or os.cpu_count() or 1
+        threads = settings.threads or processors()
         chosen = dict(options or backend.options.to_compare.chosen())
         origin = Origin(session.description, prompt, "CPU", ggml.version, backend.numerics.rounding, threads, chosen)
         with TraceWriter(path, origin) as writer:

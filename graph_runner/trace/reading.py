@@ -120,6 +120,13 @@ def read_trace(path: Path) -> Trace:
         raise TraceError(f"{where}: cannot be read: {type(error).__name__}: {error}") from None
 
 
+def is_trace(path: Path) -> bool:
+    """Whether a file begins as a trace. Raises OSError."""
+    with path.open("rb") as file:
+        head = file.read(DIGEST_AT)
+    return head[:4] == b"GGUF" and head[HEADER_BYTES:] == PREFIX
+
+
 def _check_digest(path: Path, where: str) -> None:
     with path.open("rb") as file:
         head = file.read(DIGEST_AT + len(NO_DIGEST))

@@ -17,7 +17,7 @@ from ggml_backend_npu.plugin.capture import Capture
 from ggml_backend_npu.plugin.plugin import Plugin
 from graph_runner.base.errors import TraceError
 from graph_runner.judging.copies import Copied, span
-from graph_runner.trace import NPU, Origin, Recorded, Selection, TraceWriter
+from graph_runner.trace import NPU, Origin, Recorded, Selection, TraceWriter, is_trace
 from quant.kernels import threads
 
 
@@ -26,6 +26,10 @@ class _Record:
 
     def __init__(self, plugin: Plugin, wanted: Capture) -> None:
         self._select = Selection(wanted.nodes)
+        if wanted.path.is_file() and wanted.path.stat().st_size and not is_trace(wanted.path):
+            raise TraceError(
+                f"GGML_NPU_CAPTURE={str(wanted.path)!r}: is a file that is no trace; it is not overwritten"
+            )
         self._path, self._lock, self._kept = wanted.path, Lock(), ExitStack()
         backend = plugin.backend
         backend.options = backend.options.to_compare

@@ -10,62 +10,62 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from tempfile import TemporaryFile
 from typing import Any
 
 import numba
-import platformdirs
 from numba.core.caching import FunctionCache, IndexDataCacheFile
 
+from quant import folders
 from quant.kernels.kept import say_damaged
 from quant.kernels.processor import lanes
 
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGES = ("quant", "ggml_backend_npu")  # what a kernel is made of, and what it is compiled by
+
 
 def cache_directory() -> Path:
-    """The folder of compiled kernels: one for each content of the modules that hold kernels, and for each value of
-    `lanes`.
+    """The folder of compiled kernels: one for each content of the packages that kernels are made of, and for each value
+    of `lanes`.
 
     numba notices a change only in the file of the cached function, not in those of the functions it calls; a folder
-    named by all their sources cannot go stale. `NUMBA_CACHE_DIR`, where set, replaces the user's cache directory.
+    named by all the sources cannot go stale. `NUMBA_CACHE_DIR`, where set, replaces the user's cache directory. Raises
+    FolderError for a user without a home.
     """
-    return _directory(lanes())
+    root = os.environ.get("NUMBA_CACHE_DIR") or folders.cache_root()
+    return Path(root) / f"kernels-{sources(*PACKAGES, salt=bytes([lanes()]))[:16]}"
 
 
 @functools.cache
-def _directory(n_lanes: int) -> Path:
-    root = os.environ.get("NUMBA_CACHE_DIR") or platformdirs.user_cache_dir("ggml-npu")
-    root_of_sources = Path(__file__).resolve().parents[2]
-    sources = sorted(path for name in ("quant", "ggml_backend_npu") for path in (root_of_sources / name).rglob("*.py"))
-    digest = hashlib.sha256(bytes([n_lanes]))
-    for text in (source.read_bytes() for source in sources):
-        if b"quant.kernels.jit" in text or b"@intrinsic" in text:
-            digest.update(text)
-    return Path(root) / f"kernels-{digest.hexdigest()[:16]}"
+def sources(*packages: str, salt: bytes = b"", root: Path = ROOT) -> str:
+    """A digest of all sources of packages of this project, which lie in a folder."""
+    digest = hashlib.sha256(salt)
+    for source in sorted(path for name in packages for path in (root / name).rglob("*.py")):
+        digest.update(f"{source.relative_to(root)}\0".encode(errors="surrogateescape"))
+        digest.update(hashlib.sha256(source.read_bytes()).digest())
+    return digest.hexdigest()
 
 
-def is_kept() -> bool:
-    """Whether `cache_directory` can be written to. Where it cannot, numba would choose another folder by itself."""
-    try:
-        cache_directory().mkdir(parents=True, exist_ok=True)
-        TemporaryFile(dir=cache_directory()).close()
-    except OSError:
-        return False
-    return True
+def kept_in() -> Path:
+    """`cache_directory`, made where it is missing. Raises FolderError where nothing can be kept in it."""
+    return folders.kept(cache_directory())
 
 
 @contextmanager
-def own_cache() -> Iterator[None]:
-    """numba keeps what it compiles in `cache_directory` until the context ends."""
-    before = numba.config.CACHE_DIR
-    numba.config.CACHE_DIR = str(cache_directory())
+def own_cache() -> Iterator[str | None]:
+    """numba keeps what it compiles in `cache_directory` until the context ends. Yields why it cannot, or None."""
+    before, why = numba.config.CACHE_DIR, None
     try:
-        yield
+        numba.config.CACHE_DIR = str(kept_in())
+    except folders.FolderError as error:
+        why = str(error)
+    try:
+        yield why
     finally:
         numba.config.CACHE_DIR = before
 
 
 class _DamagedError(Exception):
-    """A file of the cache does not hold what was written."""
+    """A file of the cache does not hold what was written; the message says so."""
 
 
 class _Files(IndexDataCacheFile):
@@ -76,10 +76,10 @@ class _Files(IndexDataCacheFile):
     def load(self, key: Any) -> Any:
         try:
             return super().load(key)
-        except _DamagedError:
+        except _DamagedError as error:
             if not _Files.said:
                 _Files.said = True
-                say_damaged(f"a compiled kernel in {self._cache_path} is damaged")
+                say_damaged(f"a compiled kernel in {self._cache_path} {error}")
             return None
 
     def _load_index(self) -> Any:
@@ -100,14 +100,19 @@ class _Files(IndexDataCacheFile):
 
     def _write(self, path: str, data: Any) -> None:
         content = self._dump(data)
-        with self._open_for_write(path) as file:
-            file.write(hashlib.sha256(content).digest() + content)
+        with folders.partial_file(Path(self._cache_path)) as (partial, handle):
+            with open(handle, "wb", closefd=False) as file:
+                file.write(hashlib.sha256(content).digest() + content)
+            partial.replace(path)
 
     def _read(self, path: str) -> Any:
-        content = Path(path).read_bytes()
+        with open(path, "rb") as file:
+            if not folders.is_ours(file.fileno()):
+                raise _DamagedError("can be another user's")
+            content = file.read()
         size = hashlib.sha256().digest_size
         if hashlib.sha256(content[size:]).digest() != content[:size]:
-            raise _DamagedError(path)
+            raise _DamagedError("is damaged")
         return pickle.loads(content[size:])
 
     def save(self, key: Any, data: Any) -> None:

@@ -21,7 +21,8 @@ from numba.core.ccallback import CFunc
 from numba.extending import intrinsic, register_jitable
 
 from quant.errors import UserError
-from quant.kernels.cache import Cache, cache_directory, is_kept, own_cache
+from quant.folders import FolderError
+from quant.kernels.cache import Cache, kept_in, own_cache
 
 Part = Callable[..., Any]
 
@@ -60,10 +61,10 @@ class CFunction:
 
     @functools.cached_property
     def _compiled(self) -> Any:
-        with own_cache():
+        with own_cache() as why_not:
             options = {"nopython": True, "error_model": "numpy"}
             made = _CFunc(self._function, sigutils.normalize_signature(self._signature), locals={}, options=options)
-            if is_kept():
+            if why_not is None:
                 made.enable_caching()
             made.compile()
             return made
@@ -185,8 +186,11 @@ class _Announcement(event.Listener):
             tell()
         if not self.said and compilation.data["qualname"] in _ours:
             self.said = True
-            kept = f"kept in {cache_directory()}" if is_kept() else f"not kept: {cache_directory()} is not writable"
-            print(f"ggml-npu: compiling kernels not used before; {kept}", file=sys.stderr)
+            try:
+                where = f"kept in {kept_in()}"
+            except FolderError as error:
+                where = f"not kept: {error}"
+            print(f"ggml-npu: compiling kernels not used before; {where}", file=sys.stderr)
 
     def on_end(self, compilation: Any) -> None:
         for tell in self.told:

@@ -1,8 +1,13 @@
-"""The processor that kernels are compiled for."""
+"""The processor that kernels are compiled for, and how many there are for this process."""
 
 from __future__ import annotations
 
 import functools
+import os
+from collections.abc import Iterator
+from contextlib import suppress
+from math import ceil
+from pathlib import Path
 
 from llvmlite import binding
 from numba.core import config
@@ -47,3 +52,55 @@ def follow(n: int) -> None:
         config.CPU_NAME = binding.get_host_cpu_name()
         config.CPU_FEATURES = ",".join(f"-{each[1:]}" if each[1:].startswith("avx512") else each for each in features)
         processor_has.cache_clear()
+
+
+@functools.cache
+def processors() -> int:
+    """How many processors this process may use at once: those of its affinity, or fewer where the quota of a cgroup
+    that it is in allows less time."""
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min([allowed, *(ceil(quota) for quota in quotas())]))
+
+
+def quotas(root: Path = Path("/")) -> Iterator[float]:
+    """The processor time per time that each cgroup allows this process, where it limits that: 1.5 is one processor and
+    a half. Version 2 says so in cpu.max, version 1 in cpu.cfs_quota_us and cpu.cfs_period_us.
+
+    root  what /proc and /sys lie in
+    """
+    with suppress(OSError, ValueError, IndexError):
+        groups = [line.split(":", 2) for line in _lines(root / "proc/self/cgroup")]
+        for line in _lines(root / "proc/self/mountinfo"):
+            before, _, after = line.partition(" - ")
+            top, mounted = before.split()[3:5]
+            kind, _, options = after.split(maxsplit=2)
+            is_version_1 = kind == "cgroup" and "cpu" in options.split(",")
+            if not is_version_1 and kind != "cgroup2":
+                continue
+            for _, controllers, group in groups:
+                if "cpu" in controllers.split(",") if is_version_1 else controllers == "":
+                    yield from _quotas_of(root / mounted.lstrip("/"), os.path.relpath(group, top))
+
+
+def _quotas_of(mounted: Path, group: str) -> Iterator[float]:
+    """The quotas of a cgroup, by its path below the mount, and of those that it is in."""
+    folder = mounted if group.startswith("..") else mounted / group
+    for each in (folder, *folder.parents):
+        if each.is_relative_to(mounted):
+            with suppress(OSError, ValueError):
+                quota, period = _quota(each)
+                if quota > 0 and period > 0:
+                    yield quota / period
+
+
+def _quota(folder: Path) -> tuple[int, int]:
+    """The microseconds of processor time that a cgroup has in each period, and that period. Raises OSError, or
+    ValueError for "max"."""
+    with suppress(FileNotFoundError):
+        quota, period = (folder / "cpu.max").read_text().split()
+        return int(quota), int(period)
+    return int((folder / "cpu.cfs_quota_us").read_text()), int((folder / "cpu.cfs_period_us").read_text())
+
+
+def _lines(file: Path) -> list[str]:
+    return file.read_text(errors="surrogateescape").splitlines()

@@ -13,6 +13,7 @@ holds for whatever its Python thread does within `Team.working`.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -35,10 +36,10 @@ from quant.kernels.jit import (
     inlined,
     keep,
 )
+from quant.kernels.processor import processors
 from quant.kernels.records import Record, packed, place_in, shared_record_at
 
 GRAIN = 256 * 1024  # bytes below which a second thread costs more than it brings
-_PROCESSORS = os.cpu_count() or 1
 _CHUNKS = 4  # that a thread takes, where there is enough to do
 
 
@@ -218,7 +219,8 @@ class Team:
     """Threads that run works.
 
     openmp  the address of GOMP_parallel in the OpenMP runtime that has these threads; 0: the pool's threads
-    size    how many threads a work may use; None: one per processor. GGML_NPU_THREADS is always the limit
+    size    how many threads a work may use; None: one per processor that the process may use. GGML_NPU_THREADS is
+            always the limit
     """
 
     openmp: int = 0
@@ -227,7 +229,7 @@ class Team:
     @property
     def n_threads(self) -> int:
         """How many threads a work may use. Raises EngineError where GGML_NPU_THREADS is not a number of threads."""
-        return limited(self.size or _PROCESSORS)
+        return limited(self.size or processors())
 
     @contextmanager
     def working(self) -> Iterator[None]:
@@ -250,7 +252,7 @@ def working_team() -> Team:
 
 @cache
 def _pool() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(_PROCESSORS, thread_name_prefix="npu")
+    return ThreadPoolExecutor(processors(), thread_name_prefix="npu")
 
 
 os.register_at_fork(after_in_child=_pool.cache_clear)  # a child has none of its parent's threads
@@ -260,7 +262,7 @@ def limited(count: int) -> int:
     """`count`, or GGML_NPU_THREADS where that is less. Raises EngineError where GGML_NPU_THREADS is not a number of 1
     or more."""
     text = os.environ.get("GGML_NPU_THREADS", str(count))
-    if not text.isdecimal() or not int(text):
+    if not re.fullmatch(r"0*[1-9][0-9]{,8}", text):
         raise EngineError(f"GGML_NPU_THREADS={text!r}: must be a number of threads, 1 or more")
     return min(count, int(text))
 

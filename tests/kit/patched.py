@@ -15,10 +15,10 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-import platformdirs
 from tools.layouts import VERSIONS, api_3, sources
 
 from graph_runner.tools import suites
+from quant.folders import cache_root
 
 Change = Callable[[str, str], str]  # of a file, by name: its text -> another
 _OPTIONS = {
@@ -64,7 +64,7 @@ TO_COME: dict[str, Change] = {"api_3": _to_come}
 
 def build(name: str) -> Path:
     """The folder of a build's libraries, made where it is not there. Raises SuiteError where a step fails."""
-    home = platformdirs.user_cache_path("ggml-npu") / f"patched-{VERSIONS[-1]}"
+    home = cache_root() / f"patched-{VERSIONS[-1]}"
     with suites.building_in(home):
         if not (home / name).is_dir():
             _make(name, home)

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 from kit.models import Models
+from llama_cpp import llama_cpp
 
 from ggml_backend_npu import Device, DeviceBackend, DeviceError, Graph, KernelError, Memory, Node, Program, Tensor
 from ggml_backend_npu.device.memory import OpaqueMemory
@@ -348,6 +349,31 @@ def test_each_fault_is_told_in_a_line(fault: str, model: Models) -> None:
         text(model("llama"), npu)
     assert_told(fault, str(raised.value))
     assert device.n_buffers == 0
+
+
+def test_a_fault_in_the_queue_fails_the_decode_that_it_is_in(model: Models) -> None:
+    device = Simulator()
+    with plugged(device) as npu, Session(model("llama"), ON_DEVICE, npu=npu) as session:
+        session.decode(session.tokenize(PROMPT))
+        device.faults = {"run": 1.0}
+        with pytest.raises(SessionError, match=r"^XNPU0: .*: a fault in run of [0-9]+ nodes, on purpose$"):
+            session.decode([300])
+
+
+def test_what_a_queue_could_not_read_is_no_number(model: Models) -> None:
+    """llama_decode returns before the device has computed; a program that looks at no more than logits sees NaN, and
+    not the logits of before."""
+    device = Simulator()
+    with plugged(device) as npu, Session(model("llama"), ON_DEVICE, npu=npu) as session:
+        session.decode(session.tokenize(PROMPT))
+        n = session.logits().size
+        device.faults = {"run": 1.0}
+        batch = llama_cpp.llama_batch_get_one((llama_cpp.llama_token * 1)(300), 1)
+        assert llama_cpp.llama_decode(session._context, batch) == 0
+        logits = np.ctypeslib.as_array(llama_cpp.llama_get_logits_ith(session._context, -1), (n,))
+        assert np.isnan(logits).all()
+        assert llama_cpp.llama_decode(session._context, batch) != 0  # the next call tells it
+        device.faults = {}
 
 
 SIZED = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import subprocess
@@ -10,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from ggml_backend_npu import DeviceError, QueuedDevice, register
+from ggml_backend_npu import DeviceError, QueuedDevice, default, register
+from ggml_backend_npu.device.backend import backends_of
 from ggml_backend_npu.device.files import load_devices
 from ggml_backend_npu.device.sim import Simulator
 
@@ -150,3 +152,60 @@ def test_a_file_that_is_no_device_is_told_in_a_line(tmp_path: Path, text: str, s
     assert done.returncode == 2, done.stdout + done.stderr
     assert said in done.stderr
     assert len(done.stderr.strip().splitlines()) == 1, done.stderr
+
+
+TWO = """
+from ggml_backend_npu import register
+from ggml_backend_npu.device.sim import Simulator
+
+register(Simulator("XNPU0"))
+register(Simulator("XNPU1"))
+"""
+REGISTERED = """
+import ggml_backend_npu
+from ggml_backend_npu.ggml import lib
+print(ggml_backend_npu.register().backend.name, *(device.name for device in lib.list_devices(lib.ggml())))
+"""
+
+
+@pytest.fixture
+def two(tmp_path: Path) -> Path:
+    """A file of two devices."""
+    path = tmp_path / "two.py"
+    path.write_text(TWO)
+    return path
+
+
+def test_one_of_two_devices_is_chosen_by_its_name(two: Path) -> None:
+    for name, names in ("", ["XNPU0", "XNPU1"]), (":XNPU0", ["XNPU0"]), (":XNPU1", ["XNPU1"]):
+        assert [device.name for device in load_devices(f"{two}{name}")] == names
+    with pytest.raises(DeviceError, match=r"two.py:XNPU2': registers XNPU0 and XNPU1$"):
+        load_devices(f"{two}:XNPU2")
+
+
+def test_a_command_that_runs_one_device_says_that_there_are_two(two: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GGML_NPU_DEVICE_FILE", str(two))
+    monkeypatch.setattr(default, "default_backends", lambda: backends_of(str(two)))
+    with pytest.raises(DeviceError, match=f"registers XNPU0 and XNPU1, and one runs here: choose it, as {two}:XNPU0$"):
+        default.only_backend()
+
+
+def test_all_devices_of_a_file_are_registered(two: Path) -> None:
+    environment = os.environ | {"GGML_NPU_DEVICE_FILE": str(two)}
+    line = [sys.executable, "-c", REGISTERED]
+    done = subprocess.run(line, env=environment, capture_output=True, text=True, check=False)
+    first, *names = done.stdout.split()
+    assert (first, {"XNPU0", "XNPU1"} - {*names}) == ("XNPU0", set()), done.stderr
+
+
+@pytest.mark.slow
+def test_commands_with_a_file_of_two_devices(two: Path) -> None:
+    listed = run("devices", "--device-file", two)
+    assert "XNPU0 may take: " in listed.stdout
+    assert "XNPU1 may take: " in listed.stdout
+    for words in "run tiny -n 1", "diff tiny -n 0", "coverage tiny", "test -o ADD", "capture tiny -o {}":
+        done = run(*words.format(two.with_suffix(".gguf")).split(), "--device-file", two)
+        assert (done.returncode, len(done.stderr.splitlines())) == (2, 1), done.stderr
+        assert "registers XNPU0 and XNPU1" in done.stderr
+    ran = run("run", "tiny", "-n", "1", "--all", "--device-file", f"{two}:XNPU1")
+    assert ran.returncode == 0, ran.stderr

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -15,6 +16,13 @@ from kit.commands import Cli, assert_refused, fresh, process
 
 import ggml_backend_npu
 from ggml_backend_npu.plugin.plugin import Plugin
+from graph_runner.base.errors import SessionError
+from graph_runner.cli.app import COMMANDS
+from graph_runner.cli.command import parameters_of
+from graph_runner.run import session
+from graph_runner.run.session import Sampler
+from quant.kernels.jit import EngineError
+from quant.kernels.threads import limited
 
 # words, options, variables
 
@@ -204,3 +212,73 @@ main()
 def test_an_unknown_ggml(backend: Plugin, arguments: list[str]) -> None:
     outcome = process(sys.executable, "-c", UNKNOWN_GGML, *arguments)
     assert_refused(outcome, f"ggml {backend.ggml.version} is not known")
+
+
+# numbers
+
+
+def numbers() -> list[tuple[str, str, type]]:
+    """Every option that is a number: the command, the option, and its type."""
+    found = []
+    for name, command in COMMANDS.items():
+        for parameter in parameters_of(command):
+            kinds = {int, float} & {*get_args(parameter.annotation)[:1], *get_args(get_args(parameter.annotation)[0])}
+            declared = [
+                each for each in parameter.annotation.__metadata__[0].param_decls or () if each.startswith("--")
+            ]
+            found += [(name, [*declared, f"--{parameter.name.replace('_', '-')}"][0], kind) for kind in kinds]
+    return found
+
+
+NEEDED = {name: ["tiny"] for name in ("run", "diff", "coverage")}
+NEEDED |= {"replay": ["t.gguf"], "capture": ["tiny", "-o", "t.gguf"]}
+
+
+@pytest.mark.parametrize(("command", "option", "kind"), numbers(), ids=str)
+def test_every_number_has_bounds(cli: Cli, command: str, option: str, kind: type) -> None:
+    wrong = ["4294967297000000000000", "1" * 5000, "-1"] if kind is int else ["nan", "inf", "1e999", "-inf"]
+    for number in wrong:
+        assert_refused(cli(command, *NEEDED.get(command, []), f"{option}={number}"), option)
+
+
+def test_the_numbers_are_found() -> None:
+    assert {"--n-predict", "--steps", "--ctx-size", "--temperature", "--rounds"} <= {
+        option for _, option, _ in numbers()
+    }
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ("run tiny -n 16777216", "context of 16777472 cells: must be 1 to 16777216"),
+        ("diff tiny --in-process -n 16777216", "context of 16777472 cells: must be 1 to 16777216"),
+        ("capture tiny -o {} -n 16777216", "context of 16777472 cells: must be 1 to 16777216"),
+        ("run tiny -n 16000000", "cells: its caches take some "),
+        ("run tiny -n 1 --memory device --memory-limit 99999999999999999999G", "must be a size such as 512M or 2G"),
+        (f"run tiny -n 1 --memory device --memory-limit {'9' * 5000}", "must be a size such as 512M or 2G"),
+    ],
+    ids=lambda text: text[:40],
+)
+def test_a_context_has_bounds(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: str, says: str) -> None:
+    monkeypatch.setattr(session, "free_memory", lambda: 1 << 30)
+    assert_refused(cli(*words.format(tmp_path / "t.gguf").split()), says)
+
+
+@pytest.mark.parametrize("temperature", [1e-308, 5e-324, 1e308])
+def test_any_temperature_draws_a_token(temperature: float) -> None:
+    logits = np.float32([-np.inf, 3, 1, 3.4e38 if temperature > 1 else 4])
+    tokens = {Sampler(temperature, 1.0, seed)(logits) for seed in range(8)}
+    assert tokens == {3} if temperature < 1 else 0 not in tokens
+
+
+@pytest.mark.parametrize("wrong", [np.nan, np.inf])
+def test_no_token_is_drawn_from_what_is_no_number(wrong: float) -> None:
+    with pytest.raises(SessionError, match="no token can be drawn"):
+        Sampler(1.0)(np.float32([1, wrong, 2]))
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "1e3", "9" * 5000, "1.5", ""])
+def test_a_number_of_threads_in_the_environment(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    monkeypatch.setenv("GGML_NPU_THREADS", text)
+    with pytest.raises(EngineError, match="must be a number of threads, 1 or more"):
+        limited(4)

@@ -16,10 +16,14 @@ import pytest
 import typer
 from kit.commands import COMMAND, Cli, assert_refused
 
+from ggml_backend_npu.plugin.capture import Capture
+from ggml_backend_npu.plugin.plugin import Plugin
+from graph_runner.base.errors import TraceError
 from graph_runner.base.files import replacing
 from graph_runner.cli.app import COMMANDS, app
 from graph_runner.cli.command import files_of
 from graph_runner.cli.options import READS, WRITES
+from graph_runner.trace.taken import record
 
 READING = {name: files_of(command, READS) for name, command in COMMANDS.items()}
 WRITING = {name: files_of(command, WRITES) for name, command in COMMANDS.items()}
@@ -96,18 +100,71 @@ def test_no_trace_of_a_wrong_node_is_written_over_the_model(cli: Cli, tmp_path: 
     assert model.read_bytes() == b"GGUF and more"
 
 
-@pytest.mark.parametrize("variable", ["GGML_NPU_KERNELS", "GGML_NPU_PROFILE"])
+VARIABLES = ("GGML_NPU_KERNELS", "GGML_NPU_PROFILE", "GGML_NPU_DEVICE_FILE")
+
+
+@pytest.mark.parametrize("variable", VARIABLES)
+@pytest.mark.parametrize(("command", "write"), [(name, write) for name in COMMANDS for write in WRITING[name]], ids=str)
 def test_no_output_is_what_a_variable_names(
-    cli: Cli,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    variable: str,
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str, write: str, variable: str
 ) -> None:
-    file = tmp_path / "mine"
+    file = tmp_path / "mine.png"
     file.write_text("x = 1")
-    monkeypatch.setenv(variable, str(file))
-    assert_refused(cli("coverage", "tiny", "--json", file), variable, "reads")
+    monkeypatch.setenv(variable, f"{tmp_path / 'other'}:{file}" if variable == "GGML_NPU_KERNELS" else str(file))
+    assert_refused(cli(*line(command, tmp_path, **{write: file})), WRITING[command][write], variable, "reads")
     assert file.read_text() == "x = 1"
+
+
+@pytest.mark.parametrize(("command", "read"), [(name, read) for name in COMMANDS for read in READING[name]], ids=str)
+def test_no_capture_is_what_the_command_reads(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str, read: str
+) -> None:
+    file, link = tmp_path / "mine.gguf", tmp_path / "link.gguf"
+    file.write_bytes(b"GGUF and more")
+    link.hardlink_to(file)
+    monkeypatch.setenv("GGML_NPU_CAPTURE", str(link))
+    outcome = cli(*line(command, tmp_path, **{read: file}))
+    assert_refused(outcome, "GGML_NPU_CAPTURE", READING[command][read], "reads")
+    assert file.read_bytes() == b"GGUF and more"
+
+
+@pytest.mark.parametrize("part", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("command", "write"),
+    [(name, write) for name in COMMANDS if "model" in READING[name] for write in (*WRITING[name], "GGML_NPU_CAPTURE")],
+    ids=str,
+)
+def test_no_output_is_a_part_of_a_split_model(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str, write: str, part: int
+) -> None:
+    parts = [tmp_path / f"m.png-{number:05}-of-00003.gguf" for number in (1, 2, 3)]
+    for file in parts:
+        file.write_bytes(b"GGUF and more")
+    target = tmp_path / "link.png"
+    target.symlink_to(parts[part - 1])
+    if write == "GGML_NPU_CAPTURE":
+        monkeypatch.setenv(write, str(target))
+        outcome = cli(*line(command, tmp_path, model=parts[0]))
+    else:
+        outcome = cli(*line(command, tmp_path, model=parts[0], **{write: target}))
+    assert_refused(outcome, WRITING[command].get(write, write), READING[command]["model"], "reads")
+    assert [file.read_bytes() for file in parts] == [b"GGUF and more"] * 3
+
+
+def test_no_trace_of_a_wrong_node_is_a_part_of_the_model(cli: Cli, tmp_path: Path) -> None:
+    parts = [tmp_path / f"0-9-CONT-{number:05}-of-00002.gguf" for number in (1, 2)]
+    for part in parts:
+        part.write_bytes(b"GGUF and more")
+    assert_refused(cli("diff", parts[0], "--reproducers", tmp_path), "--reproducers", "MODEL reads")
+
+
+def test_a_capture_is_not_written_over_what_is_no_trace(backend: Plugin, tmp_path: Path) -> None:
+    """Any program may have the variable: which files it reads is known to nobody."""
+    other = tmp_path / "other.gguf"
+    other.write_bytes(b"GGUF and more")
+    with pytest.raises(TraceError, match="is a file that is no trace"):
+        record(backend, Capture(other))
+    assert other.read_bytes() == b"GGUF and more"
 
 
 def test_a_file_takes_the_place_of_another_when_it_is_whole(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ PROBES = promises._probes()
 
 @pytest.fixture(autouse=True)
 def kept_elsewhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    monkeypatch.setattr(promises, "cache_directory", lambda: tmp_path)
+    monkeypatch.setattr(promises, "kept_in", lambda: tmp_path)
     monkeypatch.setattr(promises, "holds", cache(promises.holds.__wrapped__))
     return tmp_path
 

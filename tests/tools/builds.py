@@ -20,10 +20,10 @@ from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 
-import platformdirs
 from llvmlite import binding
 
 from graph_runner.tools import suites
+from quant.folders import cache_root
 
 _HAS_AVX512 = binding.get_host_cpu_features().get("avx512f", False)
 _V3, _V4 = "-march=x86-64-v3", "-march=x86-64-v4"
@@ -63,7 +63,7 @@ def lacking(name: str) -> str:
 
 def folder(name: str) -> Path:
     """Where a build's libraries are."""
-    return platformdirs.user_cache_path("ggml-npu") / f"builds-{version('llama-cpp-python')}" / name
+    return cache_root() / f"builds-{version('llama-cpp-python')}" / name
 
 
 def build(name: str) -> Path:

@@ -21,8 +21,9 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-import platformdirs
 from cffi import FFI
+
+from quant.folders import cache_root
 
 SUITE = "test-backend-ops.cpp"
 VERSIONS = ("0.3.24", "0.3.28", "0.3.32", "0.3.35", "0.3.36")
@@ -52,7 +53,7 @@ class Layout:
 
 def sources(version: str) -> Path:
     """llama.cpp's folder ggml as the sdist of a version of llama-cpp-python has it; beside it test-backend-ops.cpp."""
-    folder = platformdirs.user_cache_path("ggml-npu") / "sdists" / version
+    folder = cache_root() / "sdists" / version
     if not folder.is_dir():
         package = "llama-cpp-python"
         folder.parent.mkdir(parents=True, exist_ok=True)

@@ -13,7 +13,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-import platformdirs
+from quant.folders import cache_root
 
 VERSIONS = ("3.11", "3.12", "3.13", "3.14")
 ROOT = Path(__file__).parents[2]
@@ -30,7 +30,7 @@ def interpreter(version: str) -> str:
 
 def environment(version: str) -> Path:
     """The Python of a virtual environment that has the checkout and what its tests need."""
-    folder = platformdirs.user_cache_path("ggml-npu") / "pythons" / version
+    folder = cache_root() / "pythons" / version
     python = folder / "bin" / "python"
     if not python.exists():
         subprocess.run([interpreter(version), "-m", "venv", folder], check=True)

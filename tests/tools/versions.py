@@ -22,8 +22,9 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
-import platformdirs
 from layouts import SUITE, VERSIONS, sources
+
+from quant.folders import cache_root
 
 ROOT = Path(__file__).parents[2]
 TABLE = ROOT / "docs" / "versions.md"
@@ -81,7 +82,7 @@ class Environment:
 
     def __init__(self, version: str) -> None:
         self.version = version
-        self.folder = platformdirs.user_cache_path("ggml-npu") / "versions" / version
+        self.folder = cache_root() / "versions" / version
         self.python = self.folder / "bin" / "python"
         if not self.python.exists():
             subprocess.run([sys.executable, "-m", "venv", self.folder], check=True)
