@@ -163,7 +163,7 @@ KEPT = {
     "ggml_backend_npu/ggml/blas.py _library": "the BLAS of the process",
     "ggml_backend_npu/ggml/lib.py ggml": "the ggml of the process",
     "ggml_backend_npu/ops/kernels/tiles.py _table": "of a function, which does not change",
-    "ggml_backend_npu/default.py default_backend": "what `op` adds to and `register` registers",
+    "ggml_backend_npu/default.py default_backends": "what `op` adds to and `register` registers",
     "ggml_backend_npu/device/backend.py of": "the backend of a device",
     "ggml_backend_npu/device/backend.py backends_of": "those of a file of devices, which is run once",
     "graph_runner/judging/promises.py _probes": "of the ops, which do not change",
