@@ -10,10 +10,11 @@ from importlib.metadata import entry_points
 from pathlib import Path
 
 from ggml_backend_npu.abi import lib
+from ggml_backend_npu.calls import said_by
 from ggml_backend_npu.device import Device, QueuedDevice
 from ggml_backend_npu.ops import OWN
 from ggml_backend_npu.options import DeviceError
-from ggml_backend_npu.registry import recording, said_by
+from ggml_backend_npu.registry import recording
 from ggml_backend_npu.user_files import line_in, no_file, run_file
 
 GROUP = "ggml_backend_npu.devices"
@@ -70,7 +71,7 @@ def _of_file(path: Path) -> list[Device]:
     with _recording() as found:
         try:
             run_file(path, f"device_{path.stem}")
-        except (Exception, SystemExit) as error:
+        except (Exception, SystemExit, GeneratorExit) as error:
             text = error.msg if isinstance(error, SyntaxError) else error
             raise DeviceError(f"device {str(path)!r}{line_in(path, error)}: {type(error).__name__}: {text}") from None
     return found
@@ -86,7 +87,7 @@ def _of_entry_point(name: str) -> list[Device]:
     try:
         with _recording() as found:
             made = known[name].load()()
-    except Exception as error:
+    except (Exception, SystemExit, GeneratorExit) as error:
         raise DeviceError(f"device {name!r}: {said_by(error)}") from None
     return [*found, *(made if isinstance(made, list) else [made] if isinstance(made, Device) else [])]
 

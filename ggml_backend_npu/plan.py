@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
-from ggml_backend_npu.registry import Call, KernelError, said_by
+from ggml_backend_npu.calls import KernelError, Watched, said_by
+from ggml_backend_npu.registry import Call
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,8 @@ class Plan:
         """Makes the calls in order. Raises KernelError, which names the op and the node, where one fails."""
         for what, call in self.steps:
             try:
-                call()
+                with Watched(what):
+                    call()
             except KernelError as error:
                 raise KernelError(f"{what}: {error}") from None
             except KeyboardInterrupt:

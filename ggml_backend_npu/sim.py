@@ -19,10 +19,10 @@ from typing import Any, Literal
 import numpy as np
 
 from ggml_backend_npu.backend import Backend
+from ggml_backend_npu.calls import said_by
 from ggml_backend_npu.device import Bytes, Program, QueuedDevice
 from ggml_backend_npu.ir import Graph, Node, Tensor
 from ggml_backend_npu.options import DeviceError, Options
-from ggml_backend_npu.registry import said_by
 from quant.kernels.threads import POOL, Team
 
 FAULTS = ("open", "alloc", "copy_in", "copy_out", "copy", "fill", "refusal", "compile", "run", "event", "gone")

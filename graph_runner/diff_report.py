@@ -38,7 +38,7 @@ def _verdict(result: DiffResult) -> str:
     who = "ggml's CPU" if result.reference == "CPU" else f"the {result.reference}"
     if wrong:
         return f"{WRONG}: {len(wrong):,} of {len(result.nodes):,} nodes differ from {who}"
-    if not compared:
+    if not compared and result.stopped is None:
         return f"no node was compared{_why_none(result)}"
     if result.strays:
         return f"{WRONG}: {result.strays[0]}"

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from ggml_backend_npu import KernelError, Node
+from ggml_backend_npu.calls import said_by
 from ggml_backend_npu.ops import OWN
-from ggml_backend_npu.registry import said_by
 from graph_runner.blocks import BlockComparison
 from graph_runner.compare import Comparison, Heat
 

@@ -117,10 +117,10 @@ class Buffers:
         graph until the buffer is freed."""
         try:
             yield
-        except Exception as error:
-            self.lost = str(error)
+        except BaseException as error:
+            self.lost = str(error) or type(error).__name__
             if self.ggml.ggml_backend_buffer_get_usage(buffer) != structs.USAGE_COMPUTE:
-                self.memory.spoil(address, str(error))
+                self.memory.spoil(address, self.lost)
             raise
 
     @contextmanager
@@ -128,8 +128,8 @@ class Buffers:
         """Context in which bytes are read: if that fails, the reader does not hear of it, and the next graph fails."""
         try:
             yield
-        except Exception as error:
-            self.lost = str(error)
+        except BaseException as error:
+            self.lost = str(error) or type(error).__name__
             raise
 
     @guarded(None)
