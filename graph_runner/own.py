@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
-from ggml_backend_npu import Backend, Graph, Node, Tensor
+from ggml_backend_npu import Backend, Graph, Memory, Node, Tensor
 from ggml_backend_npu.abi import convert
 from ggml_backend_npu.abi.convert import Read, Storage, same_bytes
 from ggml_backend_npu.abi.lib import Ggml
@@ -27,6 +27,7 @@ class OwnNodes:
     reads   the nodes, in order
     places  their places among the step's nodes
     before  a single node over copies of what it reads; None for several nodes, or if it is fed alike
+    held    the output of a single node before it runs; None if it is not known
     is_fed_alike  whether a single node reads the same bytes as in the reference's run
     found   tensors that had changed since they were written, before these nodes ran
     spoilt  tensors other than their outputs that these nodes changed
@@ -36,6 +37,7 @@ class OwnNodes:
     reads: list[Read] = field(default_factory=list)
     places: list[int] = field(default_factory=list)
     before: Node | None = None
+    held: Tensor | None = None
     is_fed_alike: bool = False
     found: list[Changed] = field(default_factory=list)
     spoilt: list[Changed] = field(default_factory=list)
@@ -60,6 +62,7 @@ class Mirrored:
     node      the node over what it read; if it ran together with earlier ones, over the reference's results of these
     expected  its output, or the part of it that a span writes
     actual    the same of the own run
+    before    what its output held; None if it is not known, as of nodes that ran together
     whole     the nodes that it ran together with, if any
     """
 
@@ -68,6 +71,7 @@ class Mirrored:
     node: Node
     expected: Tensor
     actual: Tensor
+    before: Tensor | None = None
     whole: Together | None = None
 
 
@@ -147,6 +151,8 @@ class OwnRun:
     def _about_to_run(self, nodes: OwnNodes) -> None:
         if len(nodes.reads) == 1:
             nodes.is_fed_alike, nodes.before = self._taken_down(nodes.reads[0], nodes.places[0])
+            dst = nodes.reads[0].node.dst
+            nodes.held = dst.over(Memory.of(span(dst))) if dst.buffer is None else None
         spans = [(each.tensor.address, each.tensor.end) for each in _overwritten(*nodes.reads)]
         self._rest = self._contents.rest(self._contents.buffers(self._ggml) if self._strict else spans, nodes.reads)
         self._n_graphs = self._npu.statistics.graphs if self._npu is not None else 0
@@ -174,7 +180,8 @@ class OwnRun:
             expected = copy(nodes.before.dst)
             self._computer.compute(replace(nodes.before, dst=expected))
             own = nodes.reads[0].node
-            return [Mirrored(nodes.places[0], own, nodes.before, expected, own.dst.unpacked())]
+            before = nodes.before.dst
+            return [Mirrored(nodes.places[0], own, nodes.before, expected, own.dst.unpacked(), before)]
         outputs = [read.node.dst for read in nodes.reads]
         gone = [_is_gone(outputs, place) for place in range(len(outputs))]
         free = any(each and free_order(read.node.op) for each, read in zip(gone, nodes.reads, strict=True))
@@ -186,7 +193,7 @@ class OwnRun:
                 break
         whole = Together(graph, {at: expected for at, expected, _ in results})
         return [
-            Mirrored(nodes.places[at], nodes.reads[at].node, graph.nodes[at], expected, actual, whole)
+            Mirrored(nodes.places[at], nodes.reads[at].node, graph.nodes[at], expected, actual, whole=whole)
             for at, expected, actual in results
         ]
 
