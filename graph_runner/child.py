@@ -28,6 +28,7 @@ from multiprocessing.connection import Connection
 from typing import IO, TYPE_CHECKING, Any, Protocol
 
 from graph_runner.errors import InternalError
+from graph_runner.limits import Outside
 
 if TYPE_CHECKING:
     from ggml_backend_npu import Node
@@ -207,6 +208,7 @@ class Child:
 
     def __init__(self, process: subprocess.Popen[bytes], pipe: Connection, trail: Trail) -> None:
         self._process, self._pipe, self._trail = process, pipe, trail
+        self._outside = Outside()
 
     def run(self, job: Job, *, receive: Callable[[Any], None], node_timeout: float) -> Any:
         """Does the job. Returns its result, or raises its error.
@@ -215,7 +217,8 @@ class Child:
         node_timeout  seconds that the device may take for one node, and for one call of a method of it
 
         Raises EndedError if the child ends before it is done or one of these takes too long; InternalError, with the
-        child's traceback, for an error that is not one of this project's own exceptions.
+        child's traceback, for an error that is not one of this project's own exceptions; LimitError if the machine has
+        ended the child.
         """
         assert self._process.stdin is not None
         with suppress(BrokenPipeError):
@@ -250,10 +253,11 @@ class Child:
             return None
 
     def _reason(self) -> str | None:
-        """Returns why the child has ended; None if it has not."""
+        """Returns why the child has ended; None if it has not. Raises LimitError if the machine has ended it."""
         code = self._process.poll()
         if code is None:
             return None
+        self._outside.refuse(-code)
         return f"ended by {signal.Signals(-code).name}" if code < 0 else f"ended the process with exit code {code}"
 
 

@@ -20,6 +20,7 @@ from greenlet import getcurrent, greenlet
 from ggml_backend_npu.abi import convert, lib
 from ggml_backend_npu.abi.guard import INTERRUPTS
 from ggml_backend_npu.abi.plugin import Plugin
+from graph_runner.limits import refuse_where_memory_is_limited
 from graph_runner.session import Session, SessionError
 
 _ENDED = 1 << 62
@@ -112,6 +113,7 @@ class Lockstep:
             if not self._failed and self.stopped is None:
                 device.decode(tokens)
         except SessionError as error:
+            refuse_where_memory_is_limited(error)
             self.stopped = str(error)
         finally:
             self.device.place = _ENDED

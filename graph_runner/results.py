@@ -10,6 +10,7 @@ from ggml_backend_npu.calls import said_by
 from ggml_backend_npu.ops import OWN
 from graph_runner.blocks import BlockComparison
 from graph_runner.compare import Comparison, Heat
+from graph_runner.limits import refuse_where_memory_is_limited
 
 ISOLATED, OWN_RUN = "isolated", "own run"
 
@@ -100,5 +101,7 @@ def types_of(node: Node) -> str:
 
 
 def failure_of(error: BaseException) -> str:
-    """Returns what a kernel raised, in one line; with file and line if it was not a KernelError."""
+    """Returns what a kernel raised, in one line; with file and line if it was not a KernelError. Raises LimitError if
+    it was for want of memory that the process is not given."""
+    refuse_where_memory_is_limited(error)
     return str(error) if isinstance(error, KernelError) else said_by(error)
