@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -10,7 +11,7 @@ import typer
 
 from graph_runner.cli.common import stderr, use_device
 from graph_runner.cli.options import READS, DeviceFile, DeviceOptions
-from graph_runner.console import Console
+from graph_runner.console import Console, printable
 from graph_runner.errors import BadInputError
 
 
@@ -74,6 +75,7 @@ def judge(
             pattern=pattern,
             device=default_backend().name,
             seen=lambda case: status.update(f"{case.group}({case.name})"),
+            printed=lambda line: print(printable(line), file=sys.stderr),
         )
     without = [name for name in names if not any(case.group == name for case in cases)]
     if without:
