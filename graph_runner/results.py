@@ -54,6 +54,8 @@ class NodeResult:
     test        the test-backend-ops line that runs ggml's cases nearest to it; for the same nodes, if wrong
     noise       its error against a float64 evaluation, as a multiple of the reference's; for the same nodes
     reproducer  the trace that computes it again; for the same nodes, if one was saved
+    repeats     how often a replay of that was seen to have to compute it until it was wrong; 0: it was right each time;
+                None: it was not tried
     wrong_in    where a wrong node shows its error: ISOLATED, or only in the device's OWN_RUN
     """
 
@@ -75,6 +77,7 @@ class NodeResult:
     test: str | None = None
     noise: float | None = None
     reproducer: str | None = None
+    repeats: int | None = None
     wrong_in: str = ""
 
     @property

@@ -102,6 +102,7 @@ def diff(
     with nullcontext() if in_process else begun("graph_runner.diff") as child:
         from graph_runner.jobs import DiffJob, NpuOptions, run_diff
         from graph_runner.models import model_file
+        from graph_runner.retried import retried
 
         arguments = {
             "steps": steps, "settings": context.settings(), "reference": reference.value.upper(),
@@ -114,7 +115,7 @@ def diff(
             if child is None:
                 result = job(lambda _: None)
             else:
-                result = run_diff(child, job, node_timeout=node_timeout, seen=seen)
+                result = retried(run_diff(child, job, node_timeout=node_timeout, seen=seen), chosen, node_timeout)
     raise typer.Exit(_delivered(result, json_file, html_file, explorer_file))
 
 

@@ -30,7 +30,7 @@ def mul(dst, a, b):
     {does}
 """
 BURNS = "end = time.process_time() + 2\n    while time.process_time() < end: pass"
-NEEDS = "kept = [np.ones(1 << 27, np.uint8) for _ in range(64)]"
+NEEDS = "kept = [np.empty(1 << 27, np.uint8) for _ in range(64)]"
 SLEEPS = "time.sleep(0.4)"
 
 
