@@ -9,6 +9,8 @@ from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import CodeType
 
+from ggml_backend_npu.ggml import modes
+
 
 class _Uncached(SourceFileLoader):
     """Compiles a file each time: bytecode kept beside it would be stale after two edits within one second."""
@@ -33,7 +35,11 @@ def run_file(path: Path, name: str) -> None:
     if folder not in sys.path:
         sys.path.append(folder)
     sys.modules[name] = module  # dataclasses look up their module
-    loader.exec_module(module)
+    before = modes.modes()
+    try:
+        loader.exec_module(module)
+    finally:
+        modes.put_back(before)  # a library that it loads may have changed them
 
 
 def line_in(path: Path, error: BaseException) -> str:

@@ -147,6 +147,7 @@ OF_THE_PROCESS = {
     "quant/kernels/cache.py _Files": "that kernels cannot be kept is said once",
     "quant/kernels/processor.py _lanes": "what kernels are compiled for: as wide sums as those of the process's ggml",
     "quant/kernels/memory.py _free": "memory of large results that nobody holds any more, as an allocator has it",
+    "ggml_backend_npu/registry/calls.py _watchers": "who is told of each call of a user's code",
     "ggml_backend_npu/ggml/fenced.py _free": "fenced memory that nobody holds any more",
     "ggml_backend_npu/ggml/fenced.py _Room": "how much that is",
     "ggml_backend_npu/ggml/lib.py _given": "which ggml the process was told to take",

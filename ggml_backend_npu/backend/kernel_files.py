@@ -36,7 +36,7 @@ def load_kernels(path: Path, backend: Backend) -> dict[str, str]:
         try:
             run_file(path, f"kernels_{path.stem}")
             _check(added)
-        except (Exception, SystemExit) as error:
+        except (Exception, SystemExit, GeneratorExit) as error:
             text = error.msg if isinstance(error, SyntaxError) else error
             kind = "" if isinstance(error, KernelFileError) else f"{type(error).__name__}: "
             raise KernelFileError(f"kernels {str(path)!r}{line_in(path, error)}: {kind}{text}") from None

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
-from ggml_backend_npu.registry.entry import Call, KernelError, said_by
+from ggml_backend_npu.registry.calls import KernelError, Watched, said_by
+from ggml_backend_npu.registry.entry import Call
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,8 @@ class Plan:
 def run_step(what: object, call: Call) -> None:
     """Makes the call of one step of a plan. Raises KernelError, which names the op and the node, where it fails."""
     try:
-        call()
+        with Watched(what):
+            call()
     except KernelError as error:
         raise KernelError(f"{what}: {error}") from None
     except KeyboardInterrupt:

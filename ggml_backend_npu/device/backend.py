@@ -11,13 +11,15 @@ from typing import Any
 import numpy as np
 
 from ggml_backend_npu.backend.backend import Backend
-from ggml_backend_npu.backend.options import Options
+from ggml_backend_npu.backend.options import DeviceError, Options
 from ggml_backend_npu.backend.plan import Plan
 from ggml_backend_npu.device.device import Device, Place, Program
 from ggml_backend_npu.device.files import load_devices
-from ggml_backend_npu.device.memory import OpaqueMemory, in_a_line
+from ggml_backend_npu.device.memory import OpaqueMemory
+from ggml_backend_npu.ggml import modes
 from ggml_backend_npu.ir import Graph, Memory, Node, Tensor, overlapping
-from ggml_backend_npu.registry.entry import Call, KernelError, Op
+from ggml_backend_npu.registry.calls import KernelError, UserCode, calling
+from ggml_backend_npu.registry.entry import Call, Op
 
 _MOST_PROGRAMS = 1024
 
@@ -53,18 +55,26 @@ class DeviceBackend(Backend):
     def memory(self, moved: Callable[[], None]) -> OpaqueMemory:
         """The device's memory. Opens the device the first time, which may raise DeviceError. `moved` is ignored."""
         if not self.device.is_open:
-            self.device.open()
+            before = modes.modes()
+            try:
+                with calling(self.name, "open"):
+                    self.device.open()
+                    modes.put_back(before)  # an SDK's library may change them when it is loaded
+            except KernelError as error:
+                raise error.__cause__ if isinstance(error.__cause__, DeviceError) else DeviceError(str(error)) from None
             self.device.is_open = True
         return OpaqueMemory(self.device)
 
     def kernel_refusal(self, node: Node) -> str | None:
         """Why the device does not take the node. Raises KernelError where it cannot say."""
-        try:
-            op = self.ops.get(node.op)  # coverage asks what another op would bring
-            is_own = op is not None and op is self._device_ops.get(node.op)
-            return self.device.refusal(node) if is_own else super().kernel_refusal(node)
-        except Exception as error:
-            raise KernelError(f"{self.name}: refusal of {node}: {in_a_line(error)}") from error
+        op = self.ops.get(node.op)  # coverage asks what another op would bring
+        if op is None or op is not self._device_ops.get(node.op):
+            return super().kernel_refusal(node)
+        with calling(self.name, f"refusal of {node}"):
+            reason: object = self.device.refusal(node)  # a user's may return anything
+        if reason is not None and not isinstance(reason, str):
+            raise KernelError(f"{self.name}: refusal of {node}: must give a reason or None, and gave {reason!r}")
+        return reason
 
     def bind(self, node: Node) -> Call:
         """The call that computes one node, compiled alone; its tensors lie in the device's memory. Raises
@@ -128,13 +138,16 @@ class DeviceBackend(Backend):
         return partial(self._programs[shape], places)
 
     def _program(self, graph: Graph) -> Program:
-        try:
+        with calling(self.name, f"compile of {len(graph.nodes)} nodes"):
             program = self.device.compile(graph)
-        except Exception as error:
-            raise KernelError(f"{self.name}: compile of {len(graph.nodes)} nodes: {in_a_line(error)}") from error
         if not callable(program):
             raise KernelError(f"{self.name}: compile returned {type(program).__name__}, not a function")
-        return program
+
+        def run(*places: list[Place]) -> None:
+            with UserCode():
+                program(*places)
+
+        return run
 
 
 @cache

@@ -13,7 +13,8 @@ from ggml_backend_npu.backend.options import DeviceError
 from ggml_backend_npu.device.device import Device, QueuedDevice
 from ggml_backend_npu.ggml import lib
 from ggml_backend_npu.ops import OWN
-from ggml_backend_npu.registry.entry import recording, said_by
+from ggml_backend_npu.registry.calls import said_by
+from ggml_backend_npu.registry.entry import recording
 from ggml_backend_npu.user_files import line_in, no_file, run_file
 
 GROUP = "ggml_backend_npu.devices"
@@ -82,7 +83,7 @@ def _of_file(path: Path) -> list[Device]:
     with _recording() as found:
         try:
             run_file(path, f"device_{path.stem}")
-        except (Exception, SystemExit) as error:
+        except (Exception, SystemExit, GeneratorExit) as error:
             text = error.msg if isinstance(error, SyntaxError) else error
             raise DeviceError(f"device {str(path)!r}{line_in(path, error)}: {type(error).__name__}: {text}") from None
     return found
@@ -98,7 +99,7 @@ def _of_entry_point(name: str) -> list[Device]:
     try:
         with _recording() as found:
             made = known[name].load()()
-    except Exception as error:
+    except (Exception, SystemExit, GeneratorExit) as error:
         raise DeviceError(f"device {name!r}: {said_by(error)}") from None
     return [*found, *(made if isinstance(made, list) else [made] if isinstance(made, Device) else [])]
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right, insort
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from threading import Lock
 
 import numpy as np
@@ -12,7 +11,8 @@ import numpy as np
 from ggml_backend_npu.device.device import Bytes, Device
 from ggml_backend_npu.ir.buffer import Buffer
 from ggml_backend_npu.ir.memory import Transfers
-from ggml_backend_npu.registry.entry import KernelError, said_by
+from ggml_backend_npu.registry import calls
+from ggml_backend_npu.registry.calls import KernelError
 
 
 class OpaqueMemory:
@@ -140,21 +140,9 @@ class OpaqueMemory:
         for why in self._spoilt.values():
             raise KernelError(why)
 
-    @contextmanager
-    def calling(self, call: str, size: int | None = None) -> Iterator[None]:
-        """Surrounds a call of the device: whatever it raises becomes a KernelError."""
-        try:
-            yield
-        except KernelError:
-            raise
-        except Exception as error:
-            of = "" if size is None else f" of {size} bytes"
-            raise KernelError(f"{self.device.name}: {call}{of}: {in_a_line(error)}") from error
-
-
-def in_a_line(error: BaseException) -> str:
-    """The message of a device's exception in one line: an SDK may use many."""
-    return " ".join(said_by(error).split())
+    def calling(self, call: str, size: int | None = None) -> AbstractContextManager[None]:
+        """A context around a call of the device: see `calls.calling`."""
+        return calls.calling(self.device.name, call, size)
 
 
 def _address(buffer: Buffer) -> int:

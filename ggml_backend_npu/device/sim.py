@@ -22,7 +22,7 @@ from ggml_backend_npu.backend.backend import Backend
 from ggml_backend_npu.backend.options import DeviceError, Options
 from ggml_backend_npu.device.device import Bytes, Program, QueuedDevice
 from ggml_backend_npu.ir import Graph, Node, Tensor
-from ggml_backend_npu.registry.entry import said_by
+from ggml_backend_npu.registry.calls import said_by
 from quant.kernels.threads import POOL, Team
 
 FAULTS = ("open", "alloc", "copy_in", "copy_out", "copy", "fill", "refusal", "compile", "run", "event", "gone")

@@ -22,17 +22,19 @@ class Failures:
     """The exceptions of one owner's callbacks, which became failure values.
 
     message      of the last exception, or None
+    error        that exception
     printed      whether a message goes to stderr at once: not while a caller is going to raise it
     interrupted  whether it was a KeyboardInterrupt, which `interrupts_wait` raises again
     """
 
     message: str | None = None
+    error: BaseException | None = None
     printed: bool = True
     interrupted: bool = False
 
     def add(self, error: BaseException) -> None:
         """Records an exception that became a failure value."""
-        self.message = type(error).__name__
+        self.message, self.error = type(error).__name__, error
         self.interrupted = self.interrupted or isinstance(error, KeyboardInterrupt)
         self.message = " ".join(str(error).split()) or self.message
         if self.printed:
@@ -41,7 +43,7 @@ class Failures:
     @contextmanager
     def told_by_the_caller(self) -> Iterator[None]:
         """Clears the message; until the context ends, none is printed, as the caller of C raises it."""
-        printed, self.message, self.printed = self.printed, None, False
+        printed, self.message, self.error, self.printed = self.printed, None, None, False
         try:
             yield
         finally:

@@ -116,10 +116,10 @@ class Buffers:
         graph until the buffer is freed."""
         try:
             yield
-        except Exception as error:
-            self.lost = str(error)
+        except BaseException as error:
+            self.lost = str(error) or type(error).__name__
             if self.ggml.ggml_backend_buffer_get_usage(buffer) != structs.USAGE_COMPUTE:
-                self.memory.spoil(address, str(error))
+                self.memory.spoil(address, self.lost)
             raise
 
     @contextmanager
@@ -128,8 +128,8 @@ class Buffers:
         What was to be read is then 0xff, which is NaN, so that nobody takes what was there before for a result."""
         try:
             yield
-        except Exception as error:
-            self.lost = str(error)
+        except BaseException as error:
+            self.lost = str(error) or type(error).__name__
             for each in out:
                 each[:] = 0xFF
             raise

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import traceback
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -11,39 +10,19 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import takewhile
-from pathlib import Path
 from types import NoneType
 from typing import Any, get_args, get_type_hints
 
 from ggml_backend_npu.ggml.numerics import PLAIN, Numerics
 from ggml_backend_npu.ir import Node, Tensor
+from ggml_backend_npu.registry.calls import KernelError as KernelError
+from ggml_backend_npu.registry.calls import UserCode, said_by
 from ggml_backend_npu.registry.checks import Checks, Types
 from ggml_backend_npu.registry.params import Params
 from quant import codec, type_names
-from quant.errors import UserError
 from quant.kernels.jit import engine
 
 Call = Callable[[], None]
-
-
-class KernelError(UserError):
-    """A node that a kernel cannot compute: the message names the op, the node and the value."""
-
-
-_PACKAGES = Path(__file__).resolve().parents[2]
-_NOT_A_USERS = (*(str(_PACKAGES / name) for name in ("ggml_backend_npu", "graph_runner", "quant")), "<")
-
-
-def said_by(error: BaseException) -> str:
-    """An exception's type and message, and where in a user's file it was raised."""
-    frames = traceback.extract_tb(error.__traceback__)
-    users = [
-        frame
-        for frame in frames
-        if not frame.filename.startswith(_NOT_A_USERS) and "site-packages" not in frame.filename
-    ]
-    where = f" ({Path(users[-1].filename).name} line {users[-1].lineno})" if users else ""
-    return f"{type(error).__name__}: {error}{where}"
 
 
 @dataclass
@@ -171,7 +150,8 @@ class Op(Checks):
         if self.refuse is None:
             return None
         try:
-            reason = self.refuse(*self._tensors(node), **self._params(node))
+            with UserCode():
+                reason = self.refuse(*self._tensors(node), **self._params(node))
         except Exception as error:
             raise KernelError(f"{node}: refuse: {said_by(error)}") from error
         if reason is not None and not isinstance(reason, str):
@@ -192,7 +172,8 @@ class Op(Checks):
 
     def _define(self, tensors: Iterable[Tensor | None], keywords: dict[str, Any]) -> None:
         kernel: Callable[..., object] = self.define  # a user's may return anything
-        returned = kernel(*tensors, **keywords)
+        with UserCode():
+            returned = kernel(*tensors, **keywords)
         if returned is not None:
             raise KernelError(
                 f"returned {type(returned).__name__}; a kernel returns nothing and writes into dst.view()"

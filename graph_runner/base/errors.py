@@ -21,6 +21,10 @@ class BadInputError(UserError):
     """A command cannot use the user's input. The message is one line."""
 
 
+class LimitError(UserError):
+    """The machine does not let a process go on: CPU time, memory. The message is one line that names the limit."""
+
+
 class InternalError(Exception):
     """A bug of this project in a child process. The message is the last line of its traceback; a note holds all of
     it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from enum import StrEnum
 from typing import Annotated
 
@@ -12,7 +13,7 @@ from graph_runner.base.errors import BadInputError
 from graph_runner.base.limits import MOST_TIMES
 from graph_runner.cli.common import stderr, stdout
 from graph_runner.cli.options import MODEL_HELP, READS, WRITES, JsonFile, Threads
-from graph_runner.cli.outputs import json_text, save, write
+from graph_runner.cli.outputs import delivered, json_text, save, write
 
 
 class Benchmark(StrEnum):
@@ -76,8 +77,9 @@ def bench(
             progress.update(task, description=f"{name}: {found.what}", refresh=True)
 
         result = bench(names, model=model, rounds=rounds, threads=threads, seen=seen)
+    outputs: list[Callable[[], None]] = [lambda: print_bench(result, stdout(json_file))]
     if json_file is not None:
-        write("--json", json_file, json_text(bench_json(result)))
+        outputs.append(lambda: write("--json", json_file, json_text(bench_json(result))))
     if plot_file is not None:
-        save("--plot", plot_file, draw(result, plot_file))
-    print_bench(result, stdout(json_file))
+        outputs.append(lambda: save("--plot", plot_file, draw(result, plot_file)))
+    raise typer.Exit(delivered(True, *outputs))

@@ -6,7 +6,7 @@ import functools
 import inspect
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
@@ -15,9 +15,10 @@ import typer
 
 from ggml_backend_npu.device import files as device_files
 from graph_runner.base.errors import SessionError
-from graph_runner.base.files import check_folders, check_outputs, parts_of
+from graph_runner.base.files import STDOUT, check_folders, check_outputs, parts_of
 from graph_runner.cli.codes import CLOSED_PIPE
 from graph_runner.cli.options import KEEPS_TRACES, READS, WRITES
+from graph_runner.cli.outputs import stdout_apart
 from quant.folders import tidy, tidy_all
 
 _READ_BY_VARIABLE = ("GGML_NPU_KERNELS", "GGML_NPU_PROFILE", "GGML_NPU_DEVICE_FILE")
@@ -50,7 +51,8 @@ def as_command(function: Callable[..., None]) -> Callable[..., None]:
             check_outputs(outputs, inputs)
             check_folders(kept, inputs)
         try:
-            function(**_grouped(function, arguments))
+            with stdout_apart() if STDOUT in outputs.values() else nullcontext():
+                function(**_grouped(function, arguments))
         except BrokenPipeError:  # typer would make it exit code 1
             raise SystemExit(CLOSED_PIPE) from None
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TextIO
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskProgressColumn, TextColumn
 
@@ -15,6 +13,7 @@ from graph_runner.base.console import Console, printable
 from graph_runner.base.errors import BadInputError
 from graph_runner.base.files import STDOUT
 from graph_runner.cli.options import ComputeOptions, DeviceOptions
+from graph_runner.cli.outputs import is_seen_with_stderr
 
 
 def stderr() -> Console:
@@ -27,14 +26,7 @@ def stdout(*files: str | None) -> Console:
     stderr are the same terminal or file."""
     if STDOUT not in files:
         return Console()
-    return Console(stderr=True, quiet=_is_one(sys.stdout, sys.stderr))
-
-
-def _is_one(a: TextIO, b: TextIO) -> bool:
-    try:
-        return os.path.sameopenfile(a.fileno(), b.fileno())
-    except (OSError, ValueError):
-        return False
+    return Console(stderr=True, quiet=is_seen_with_stderr())
 
 
 def warn(text: str) -> None:

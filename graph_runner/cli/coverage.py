@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import typer
+
 from graph_runner.cli.common import gpu_layers, stderr, stdout, use_device, use_kernels
 from graph_runner.cli.options import ContextOptions, DeviceFile, JsonFile, Kernels, Model, OpOptions, PromptOptions
-from graph_runner.cli.outputs import json_text, write
+from graph_runner.cli.outputs import delivered, json_text, write
 
 
 def coverage(
@@ -33,6 +37,7 @@ def coverage(
     console = stderr()
     with model_file(model) as file, console.status("running the model"):
         found = cover(file, text, settings=settings)
+    outputs: list[Callable[[], None]] = [lambda: print_coverage(found, stdout(json_file))]
     if json_file is not None:
-        write("--json", json_file, json_text(coverage_json(found)))
-    print_coverage(found, stdout(json_file))
+        outputs.append(lambda: write("--json", json_file, json_text(coverage_json(found))))
+    raise typer.Exit(delivered(True, *outputs))

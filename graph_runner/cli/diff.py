@@ -34,7 +34,7 @@ from graph_runner.cli.options import (
     PromptOptions,
     ToleranceFile,
 )
-from graph_runner.cli.outputs import json_text, write
+from graph_runner.cli.outputs import delivered, json_text, write
 from graph_runner.process.child import begun
 from quant.folders import FolderError, cache_root
 
@@ -113,6 +113,7 @@ def diff(
     with nullcontext() if in_process else begun("graph_runner.diff.run") as child:
         from graph_runner.base.models import model_file
         from graph_runner.process.jobs import DiffJob, NpuOptions, run_diff
+        from graph_runner.process.retried import retried
 
         arguments = {
             "steps": steps, "settings": context.settings(), "reference": reference.value.upper(),
@@ -125,9 +126,8 @@ def diff(
             if child is None:
                 result = job(lambda _: None)
             else:
-                result = run_diff(child, job, node_timeout=node_timeout, seen=seen)
-    _write_result(result, json_file, html_file, explorer_file)
-    raise typer.Exit(0 if result else 1)
+                result = retried(run_diff(child, job, node_timeout=node_timeout, seen=seen), chosen, node_timeout)
+    raise typer.Exit(_delivered(result, json_file, html_file, explorer_file))
 
 
 @contextmanager
@@ -148,21 +148,22 @@ def _comparing(console: Console, steps: int) -> Iterator[Callable[[NodeResult], 
         yield seen
 
 
-def _write_result(result: DiffResult, json_file: str | None, html_file: str | None, explorer_file: str | None) -> None:
-    """Writes the requested files and prints the report."""
+def _delivered(result: DiffResult, json_file: str | None, html_file: str | None, explorer_file: str | None) -> int:
+    """Prints the report and writes the requested files. Returns the exit code."""
     from graph_runner.reports.diff_report import diff_json, print_diff
     from graph_runner.reports.explorer import explorer_json
     from graph_runner.reports.html import diff_html
 
     files = (json_file, html_file, explorer_file)
+    outputs: list[Callable[[], None]] = [lambda: print_diff(result, stdout(*files))]
     data = diff_json(result) if any(files) else {}
     if json_file is not None:
-        write("--json", json_file, json_text(data))
+        outputs.append(lambda: write("--json", json_file, json_text(data)))
     if html_file is not None:
-        write("--html", html_file, diff_html(data))
+        outputs.append(lambda: write("--html", html_file, diff_html(data)))
     if explorer_file is not None:
-        write("--model-explorer", explorer_file, json_text(explorer_json(data)))
-    print_diff(result, stdout(*files))
+        outputs.append(lambda: write("--model-explorer", explorer_file, json_text(explorer_json(data))))
+    return delivered(bool(result), *outputs)
 
 
 def _folder(model: str) -> Path | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated
@@ -21,7 +22,7 @@ from graph_runner.cli.options import (
     NodeTimeout,
     ToleranceFile,
 )
-from graph_runner.cli.outputs import json_text, write
+from graph_runner.cli.outputs import delivered, json_text, write
 from graph_runner.process.child import begun
 
 
@@ -75,7 +76,7 @@ def replay(
             result = job(lambda _: None) if child is None else run_replay(child, job, node_timeout=node_timeout)
     from graph_runner.reports.diff_report import print_replay, replay_json
 
+    outputs: list[Callable[[], None]] = [lambda: print_replay(result, stdout(json_file))]
     if json_file is not None:
-        write("--json", json_file, json_text(replay_json(result)))
-    print_replay(result, stdout(json_file))
-    raise typer.Exit(0 if result else 1)
+        outputs.append(lambda: write("--json", json_file, json_text(replay_json(result))))
+    raise typer.Exit(delivered(bool(result), *outputs))

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from graph_runner.base.console import Console
+from graph_runner.base.console import Console, printable
 from graph_runner.base.errors import BadInputError
 from graph_runner.cli.common import stderr, use_device
 from graph_runner.cli.options import READS, DeviceFile, DeviceOptions
@@ -74,6 +75,7 @@ def judge(
             pattern=pattern,
             device=default_backend().name,
             seen=lambda case: status.update(f"{case.group}({case.name})"),
+            printed=lambda line: print(printable(line), file=sys.stderr),
         )
     without = [name for name in names if not any(case.group == name for case in cases)]
     if without:

@@ -2,33 +2,37 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 
 from ggml_backend_npu import Node
 from ggml_backend_npu.ops import OWN
-from graph_runner.diagnosis.case import Case, bytes_of
+from graph_runner.diagnosis.case import Case, Finding, bytes_of
 from graph_runner.judging.mistakes import mistakes
 
 _WORK = 1 << 26  # elements that the mistakes of one node may take to compute, all in all
 
 
-def known_mistake(case: Case) -> str | None:
+def known_mistake(case: Case) -> Iterator[Finding]:
     """Finds a mistake whose node, computed here, gives the device's bytes."""
     if case.baseline is None and case.node.op not in OWN:
-        return None
+        return
     work = 0
     for mistake in mistakes(case.node):
         work += _cost(mistake.node)
         if work > _WORK:
-            return None
+            return
         result = case.run(mistake)
-        if result is not None and case.explains(result, mistake.unknown):
-            same = "bytes" if np.array_equal(bytes_of(result), bytes_of(case.actual)) else "values"
-            exactly = "exactly these bytes" if same == "bytes" else "these values"
-            but = " in all rows that it is known of" if mistake.unknown is not None else ""
-            joined = " it gives" if ": with" in mistake.text else ", which gives"
-            return f"{mistake.text}{joined} {exactly}{but}"
-    return None
+        if result is None:
+            continue
+        if mistake.unknown is not None:
+            result.view()[mistake.unknown] = case.actual.view()[mistake.unknown]
+        same = np.array_equal(bytes_of(result), bytes_of(case.actual))
+        exactly = "exactly these bytes" if same else "these values"
+        but = " in all rows that it is known of" if mistake.unknown is not None else ""
+        joined = " it gives" if ": with" in mistake.text else ", which gives"
+        yield Finding(f"{mistake.text}{joined} {exactly}{but}", result, mistake.unknown)
 
 
 def _cost(node: Node) -> int:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import inf
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,24 +19,53 @@ from ggml_backend_npu.registry.checks import Exact, Mistake
 from ggml_backend_npu.registry.exact import values
 from graph_runner.judging import noise
 from graph_runner.judging.compare import compare
+from graph_runner.judging.copies import blank
 from graph_runner.judging.mistakes import inside
 from graph_runner.judging.rules import Rules
 
 Bytes = NDArray[np.uint8]
 Flags = NDArray[np.bool_]
+Again = Callable[[], tuple[Tensor, Tensor] | None]  # what dst holds in place of what it held, and the device's result
 
 ROUNDED = {"f32": 1e-9, "f16": 1e-6, "bf16": 1e-4}  # NMSE that rounding explains, by dst's type
 _ELSEWHERE = 1e-3  # the same for ops that are computed with other sums and roundings than here
 
 
+@dataclass(frozen=True)
+class Finding:
+    """What a finder says of a node.
+
+    text     the sentence, without the op
+    gives    what dst holds if it is true: a tensor, elements as `units_of` gives them, or values; None if the text says
+             no more than what is seen in the results
+    unknown  elements (or blocks) of that tensor that are not known
+    left     elements (or blocks) that the node has not written, if the text says so
+    """
+
+    text: str
+    gives: Tensor | Bytes | Exact | None = None
+    unknown: Flags | None = None
+    left: Flags | None = None
+
+
 class Case:
     """A node with its results, as the finders see it."""
 
-    def __init__(self, node: Node, expected: Tensor, actual: Tensor, before: Tensor, outside: bool) -> None:
+    def __init__(
+        self,
+        node: Node,
+        expected: Tensor,
+        actual: Tensor,
+        before: Tensor | None,
+        outside: bool,
+        again: Again | None = None,
+    ) -> None:
         sources = tuple(source.unpacked() if source is not None else None for source in node.src)
         self.node = replace(node, src=sources)
         self.expected, self.actual, self.before, self.outside = expected, actual, before, outside
-        self.e, self.a, self.b = (units_of(tensor) for tensor in (expected, actual, before))
+        self.e, self.a = units_of(expected), units_of(actual)
+        self.b = None if before is None else units_of(before)
+        self._again = again
         own = OWN.get(node.op)
         rounds_alike = own is not None and not (own.bound and own.takes_blocks)  # else it need not quantise as the CPU
         self.is_exact = (own is not None and not own.has_formula) or expected.type not in ROUNDED
@@ -88,7 +119,7 @@ class Case:
 
     def run(self, mistake: Mistake) -> Tensor | None:
         """Returns what the altered node writes over `before`; None if it cannot be computed within its memory."""
-        node, dst = mistake.node, self.before
+        node, dst = mistake.node, self._start
         if not all(source is None or inside(source) for source in node.src):
             return None
         shift = node.dst.offset - self.node.dst.offset
@@ -106,25 +137,94 @@ class Case:
             return None
         return replace(dst, memory=memory, offset=-begin)
 
-    def explains(self, result: Tensor, unknown: Flags | None = None) -> bool:
-        """Whether a result is the device's, and not the right one.
+    def bears_out(self, finding: Finding) -> bool:
+        """Whether the results show that a finding is true: it gives what the device gave, but for rounding, and that is
+        neither the right result nor what dst held before. If it says that something was not written, what dst held must
+        be something that no kernel leaves by writing."""
+        gives = finding.gives
+        if finding.left is not None:
+            return self._is_left(finding.left)
+        if gives is None:
+            return True
+        if isinstance(gives, Tensor):
+            differs = self._differs(gives, finding.unknown)
+            return bool(differs.any()) and (not self.is_as_before[differs].all() or self._is_left(differs))
+        if not self.gaps_are_right:
+            return False
+        if gives.dtype == np.uint8:
+            units: Bytes = gives.astype(np.uint8, copy=False)
+            differs = self._where(units != self.e) if self.holds(units) else self._nowhere
+        else:
+            numbers: Exact = gives.astype(np.float64, copy=False)
+            differs = ~same_numbers(numbers, self.values_e)
+            if self.before is not None:
+                differs &= ~same_numbers(numbers, values(self.before))
+        return bool((differs & ~self.is_as_before).any())
 
-        unknown  elements (or blocks) of the result to ignore
-        """
-        if unknown is not None:
-            result.view()[unknown] = self.actual.view()[unknown]
-        h, a = bytes_of(result), bytes_of(self.actual)
-        if np.array_equal(h, bytes_of(self.expected)):
-            return False
-        if unknown is not None and not (self.e != self.a)[~unknown].any():
-            return False
+    def _differs(self, result: Tensor, unknown: Flags | None) -> Flags:
+        """Returns where the result of an altered node differs from the right one; nowhere if it is not the
+        device's."""
+        h = bytes_of(result)
         if self.baseline is not None and np.array_equal(h, bytes_of(self.baseline)):
-            return False
-        return np.array_equal(h, a) or self.is_close(result)
+            return self._nowhere
+        if not np.array_equal(h, bytes_of(self.actual)) and (self.is_exact or not self.fits(values(result))):
+            return self._nowhere
+        differs = self._where(units_of(result) != self.e)
+        if not differs.any() and not np.array_equal(h, bytes_of(self.expected)):
+            return ~self._nowhere  # in the gaps
+        if unknown is not None:
+            differs[unknown] = False
+        return differs
 
-    def is_close(self, result: Tensor) -> bool:
-        """Whether a result is the device's except for rounding, while the right result is much further off."""
-        return not self.is_exact and self.fits(values(result))
+    @property
+    def _nowhere(self) -> Flags:
+        """Flags of elements or blocks, (ne3, ne2, ne1, n), none of which is set."""
+        return np.zeros(self.a.shape[:-1], np.bool_)
+
+    @staticmethod
+    def _where(bytes: Any) -> Flags:
+        """Returns in which elements or blocks some byte is flagged."""
+        flags: Flags = np.logical_or.reduce(bytes, axis=-1)
+        return flags
+
+    @cached_property
+    def is_as_before(self) -> Flags:
+        """Which elements or blocks are what dst held before, (ne3, ne2, ne1, n)."""
+        return self._nowhere if self.b is None else ~self._where(self.a != self.b)
+
+    def _is_left(self, left: Flags) -> bool:
+        """Whether elements were not written. A kernel that adds to dst, or multiplies it, leaves a NaN and a 0 as they
+        are, too: then others must show that it does not, or the node computed over another content of dst."""
+        if self.b is None or not left.any() or not self.is_as_before[left].all():
+            return False
+        is_zero = ~self._where(self.b != 0)
+        if not (is_zero | self._are_nan(self.b))[left].all() or not is_zero[~left].all():
+            return True
+        if self.again is None:
+            return False
+        before, after = map(units_of, self.again)
+        return np.array_equal(before[left], after[left])
+
+    def _are_nan(self, units: Bytes) -> Flags:
+        """Returns which elements are NaN, or are bytes of 0xFF as a blank block is."""
+        nan: Flags = ~self._where(units != 0xFF)
+        if self.expected.type in ROUNDED:
+            return nan | self._where(np.isnan(self.rows_of_values(units).reshape(*nan.shape, 1)))
+        return nan
+
+    @cached_property
+    def again(self) -> tuple[Tensor, Tensor] | None:
+        """What dst held and what the device gave when it computed the node once more, over another content of dst."""
+        return self._again() if self._again is not None else None
+
+    @cached_property
+    def _start(self) -> Tensor:
+        """What an altered node is computed over: dst before the node ran, or blank if that is not known."""
+        if self.before is not None:
+            return self.before
+        start = replace(self.expected, memory=Memory.of(bytes_of(self.expected).copy()), offset=0)
+        blank(start)
+        return start
 
     def fits(self, values: Exact) -> bool:
         """Whether values, (ne3, ne2, ne1, ne0), are the actual ones except for rounding, and much closer than the right
@@ -133,9 +233,7 @@ class Case:
         return error <= self.tolerance * power_of(self.values_a) and error <= self.ratio * self.least
 
     def holds(self, units: Bytes) -> bool:
-        """Whether these elements are those of actual except for rounding, and not those of expected."""
-        if np.array_equal(units, self.e):
-            return False
+        """Whether these elements are those of actual except for rounding."""
         if np.array_equal(units, self.a):
             return True
         return not self.is_exact and self.fits(self.rows_of_values(units).reshape(self.expected.ne[::-1]))
@@ -174,6 +272,12 @@ def same_bytes(x: Bytes, y: Bytes) -> Flags:
     return same
 
 
+def same_numbers(x: Exact, y: Exact) -> Flags:
+    """Returns where numbers are equal, or are both NaN."""
+    same: Flags = (x == y) | (np.isnan(x) & np.isnan(y))
+    return same
+
+
 def _dtype(tensor: Tensor) -> np.dtype[np.generic]:
     dtype = tensor.codec.dtype
     assert dtype is not None
@@ -183,8 +287,7 @@ def _dtype(tensor: Tensor) -> np.dtype[np.generic]:
 def error_of(x: Exact, y: Exact) -> float:
     """Returns the sum of squared differences; inf if one value is not finite and the other is not the same."""
     with np.errstate(all="ignore"):
-        same = (x == y) | (np.isnan(x) & np.isnan(y))
-        error = float(np.square(np.where(same, 0.0, x - y)).sum())
+        error = float(np.square(np.where(same_numbers(x, y), 0.0, x - y)).sum())
     return error if error == error else inf
 
 

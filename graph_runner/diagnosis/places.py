@@ -9,36 +9,39 @@ from itertools import combinations
 import numpy as np
 from numpy.typing import NDArray
 
-from graph_runner.diagnosis.case import Bytes, Case, Flags
+from graph_runner.diagnosis.case import Bytes, Case, Finding, Flags
 
 _MOST_ROWS = 256  # rows that are compared with each other where they are equal but for rounding
 
 
-def transposed(case: Case) -> str | None:
+def transposed(case: Case) -> Iterator[Finding]:
     """Finds the right result with two dimensions swapped."""
-    if not case.gaps_are_right:
-        return None
     for i, j in combinations(range(4), 2):
         sizes = (case.expected.n_blocks, *case.expected.ne[1:])
         if sizes[i] == 1 or sizes[j] == 1:
             continue
         changed = np.ascontiguousarray(np.swapaxes(case.e, 3 - i, 3 - j)).reshape(case.e.shape)
-        if case.holds(changed):
-            how = "transposed: dimensions 0 and 1" if (i, j) == (0, 1) else f"with dimensions {i} and {j}"
-            return f"writes its result {how} swapped"
-    return None
+        how = "transposed: dimensions 0 and 1" if (i, j) == (0, 1) else f"with dimensions {i} and {j}"
+        yield Finding(f"writes its result {how} swapped", changed)
 
 
-def permuted(case: Case) -> str | None:
+def permuted(case: Case) -> Iterator[Finding]:
     """Finds the right rows at other places."""
-    n1 = case.expected.ne[1]
     right = case.same_rows(case.a, case.e)
-    n = len(right)
-    if n == 1 or right.all() or not case.gaps_are_right:
-        return None
+    if len(right) == 1 or right.all():
+        return
     source = _whose_rows(case, right)
-    if source is None or len(np.unique(source)) == 1:
-        return None
+    if source is not None and len(np.unique(source)) > 1:
+        gives = case.e.reshape(len(right), *case.e.shape[3:])[source].reshape(case.e.shape)
+        yield Finding(_moved(source, case.expected.ne[1]), gives)
+
+
+def _moved(source: NDArray[np.int64], n1: int) -> str:
+    """Returns in words which rows lie where.
+
+    source  which row each place holds, of matrices of n1 rows
+    """
+    n = len(source)
     is_permutation = len(np.unique(source)) == n
     if is_permutation:
         if np.array_equal(source, np.arange(n)[::-1]):
@@ -98,10 +101,8 @@ def _whose_rows(case: Case, right: Flags) -> NDArray[np.int64] | None:
     return source
 
 
-def shifted(case: Case) -> str | None:
+def shifted(case: Case) -> Iterator[Finding]:
     """Finds the right elements, all shifted by the same number of places."""
-    if not case.gaps_are_right:
-        return None
     size = case.e.shape[-1]
     block = case.expected.codec.block_size
     unit = "elements" if block == 1 else f"blocks of {block}"
@@ -116,8 +117,8 @@ def shifted(case: Case) -> str | None:
             if 2 * x.shape[1] < e.shape[1] or not np.array_equal(x, y) or np.array_equal(y, in_place):
                 continue
             text = f"writes {what} {abs(n)} {unit} too {'late' if n > 0 else 'early'}"
-            return f"{text}, in a circle" if np.array_equal(np.roll(e, n, axis=1), a) else text
-    return None
+            in_a_circle = np.array_equal(np.roll(e, n, axis=1), a)
+            yield Finding(f"{text}, in a circle" if in_a_circle else text, case.a)
 
 
 def _candidates(e: Bytes, a: Bytes) -> Iterator[int]:

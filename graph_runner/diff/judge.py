@@ -19,7 +19,7 @@ from graph_runner.diff.own import Mirrored, OwnNode, OwnRun, Together
 from graph_runner.diff.state import StateResult, States
 from graph_runner.judging.blocks import compare_blocks
 from graph_runner.judging.compare import Comparison, Heat, compare, heat
-from graph_runner.judging.copies import Copied, Layout, restored, span
+from graph_runner.judging.copies import Copied, Layout, blank, continues_dst, restored, span
 from graph_runner.judging.noise import noise_multiple
 from graph_runner.judging.reproduce import backend_ops_line
 from graph_runner.judging.results import ISOLATED, OWN_RUN, STOPPED, NodeResult, Verdict, failure_of, types_of
@@ -31,6 +31,7 @@ _LEAST = 1e-300  # of an error that shows in no number: another zero, another Na
 _AMPLIFIES = 10.0  # times the error of its inputs
 _MOST_KNOWN = 8192  # nodes of the reference
 _HEATS = 200  # nodes that differ of which a heat map is kept
+_ANOTHER = 0x3F  # each byte of dst: 0.747 as f32, 1.81 as f16
 _EXPLANATIONS = 3  # nodes of an op, its types and a verdict that are explained
 
 
@@ -51,7 +52,7 @@ class _Compared:
     where    ISOLATED, or in the device's OWN_RUN
     like     the node as it is in its run
     node     the same node, with sources that hold what they held
-    before   returns what its output held
+    before   returns what its output held; None if it is not known
     found    the comparison; None if there is no result
     right    whether the result is right, rounding included
     failure  why there is no result, or what else the device damaged
@@ -61,7 +62,7 @@ class _Compared:
     where: str
     like: Node
     node: Node
-    before: Callable[[], Tensor]
+    before: Callable[[], Tensor | None]
     expected: Tensor
     actual: Tensor
     found: Comparison | None
@@ -324,7 +325,8 @@ class Judge:
         failure = f"in the own run writes to {spoilt}, beside its output" if spoilt else None
         if own.is_fed_alike and own.result is not None and cumulative is not None:
             actual = _as_laid_out(own.result, self._before.dst)
-            alike = Mirrored(own.node, self._before, self._read.node.dst, actual)
+            before = None if own.held is None else _as_laid_out(own.held, self._before.dst)
+            alike = Mirrored(own.node, self._before, self._read.node.dst, actual, before)
             return self._compared(alike, cumulative, failure)
         each = self.own.mirrored(own)
         return None if each is None else self._compared(each, compare(each.expected, each.actual), failure)
@@ -332,7 +334,7 @@ class Judge:
     def _compared(self, each: Mirrored, found: Comparison, failure: str | None) -> _Compared:
         right = bool(found) or self._rules.allows(each.node, each.expected, each.actual, found)
         return _Compared(
-            OWN_RUN, each.like, each.node, lambda: each.node.dst, each.expected, each.actual, found, right, failure,
+            OWN_RUN, each.like, each.node, lambda: each.before, each.expected, each.actual, found, right, failure,
             each.whole,
         )  # fmt: skip
 
@@ -352,7 +354,8 @@ class Judge:
         if wrong.expected.codec.is_quantized:
             blocks = compare_blocks(wrong.expected, result, quantised_values(node))
         if found.verdict is Verdict.INTRODUCED:
-            diagnosis = diagnose(node, wrong.expected, result, wrong.before(), wrong.found.outside)
+            again = self._once_more if wrong.where == ISOLATED else None
+            diagnosis = diagnose(node, wrong.expected, result, wrong.before(), wrong.found.outside, again)
         return replace(
             found, blocks=blocks, diagnosis=diagnosis, test=line, reproducer=kept,
             judged=self._rules.judged(node, wrong.expected, result),
@@ -362,7 +365,7 @@ class Judge:
     def _kept(self, wrong: _Compared, found: NodeResult) -> str | None:
         if wrong.whole is not None:
             return self._keep.span(wrong.whole.graph, wrong.whole.expected, found)
-        held = replace(wrong.node, dst=wrong.before())
+        held = replace(wrong.node, dst=wrong.before() or wrong.node.dst)
         return self._keep.node(restored(wrong.like, held), wrong.expected, found)
 
     def _look_at_state(self, own: convert.Read) -> None:
@@ -402,6 +405,23 @@ class Judge:
         return _Compared(
             ISOLATED, copied.node, self._before, lambda: copied.before, node.dst, result, found, right, failure
         )
+
+    def _once_more(self) -> tuple[Tensor, Tensor] | None:
+        """Has the device compute the node again, over another content of dst than a blank one. Returns that content and
+        the result; None if the node continues from what dst held, or fails."""
+        if self._copied is None or continues_dst(self._copied.node):
+            return None
+        node = Copied.of(self._copied.node, lambda tensor: tensor.packed is not None).node
+        blank(node.dst, _ANOTHER)
+        before = copy(node.dst)
+        self._about_to("isolated", self.step, self._place, node)
+        try:
+            self._computer.compute(node)
+        except Exception:
+            return None
+        finally:
+            self._about_to("", 0, 0, node)
+        return before, copy(node.dst)
 
     def _verdict(
         self,

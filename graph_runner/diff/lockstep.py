@@ -20,6 +20,7 @@ from greenlet import getcurrent, greenlet
 from ggml_backend_npu.ggml import convert, lib
 from ggml_backend_npu.ggml.guard import INTERRUPTS
 from ggml_backend_npu.plugin.plugin import Plugin
+from graph_runner.base.limits import refuse_where_memory_is_limited
 from graph_runner.run.session import Session, SessionError
 
 _ENDED = 1 << 62
@@ -114,6 +115,7 @@ class Lockstep:
                 device.decode(tokens)
                 self._judge.own_ended()
         except SessionError as error:
+            refuse_where_memory_is_limited(error)
             self.stopped = str(error)
         finally:
             self.device.place = _ENDED

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
-from ggml_backend_npu import Backend, Graph, Node, Tensor
+from ggml_backend_npu import Backend, Graph, Memory, Node, Tensor
 from ggml_backend_npu.backend.fusion import Joined
 from ggml_backend_npu.backend.plan import Plan, run_step
 from ggml_backend_npu.ggml import convert
@@ -39,6 +39,7 @@ class Mirrored:
     node      the node over what it read; if it ran as one with earlier ones, over the reference's results of these
     expected  its output, or the part of it that an operator writes
     actual    the same of the own run
+    before    what its output held; None if it is not known, as of nodes that ran as one
     whole     the nodes that it ran as one with, if any
     """
 
@@ -46,6 +47,7 @@ class Mirrored:
     node: Node
     expected: Tensor
     actual: Tensor
+    before: Tensor | None = None
     whole: Together | None = None
 
 
@@ -56,6 +58,7 @@ class OwnNode:
     place    among the step's nodes
     found    tensors that had changed since they were written, before it ran
     before   the node over what it reads, if the reference is to compute it from that
+    held     what its output held before it ran; None if it is not known
     is_fed_alike  whether it reads the same bytes as in the reference's run
     is_ahead  whether it ran before the reference had come to it, or as one with later nodes; then nobody knows whether
               it is fed alike
@@ -72,6 +75,7 @@ class OwnNode:
     place: int
     found: list[Changed]
     before: Node | None = None
+    held: Tensor | None = None
     is_fed_alike: bool = False
     is_ahead: bool = False
     spoilt: list[Changed] = field(default_factory=list)
@@ -201,7 +205,7 @@ class OwnRun:
             return own.mirrored
         expected = copy(own.before.dst)
         self._computer.compute(replace(own.before, dst=expected))
-        return Mirrored(own.node, own.before, expected, own.result.unpacked())
+        return Mirrored(own.node, own.before, expected, own.result.unpacked(), own.before.dst)
 
     @property
     def _n_run(self) -> int:
@@ -267,7 +271,7 @@ class OwnRun:
             own = nodes[at]
             whole.expected[at] = expected
             own.result, own.offset = actual, written[at].address - own.node.dst.address
-            own.mirrored = Mirrored(own.node, graph.nodes[at], expected, actual, whole)
+            own.mirrored = Mirrored(own.node, graph.nodes[at], expected, actual, whole=whole)
 
     def _results(
         self, graph: Graph, outputs: list[Tensor], written: Mapping[int, Tensor]
@@ -293,6 +297,8 @@ class OwnRun:
         reads = [each.read for each in nodes]
         if len(nodes) == 1:
             nodes[0].is_fed_alike, nodes[0].before = self._taken_down(reads[0], nodes[0].place)
+            dst = reads[0].node.dst
+            nodes[0].held = dst.over(Memory.of(span(dst))) if dst.buffer is None else None
         spans = [(each.tensor.address, each.tensor.end) for each in _overwritten(*reads)]
         self._rest = self._contents.rest(self._contents.buffers(self._ggml) if self._strict else spans, reads)
 

@@ -40,16 +40,16 @@ def continues_dst(node: Node) -> bool:
     return any(source.overlaps(node.dst) for source in sources)
 
 
-def blank(dst: Tensor) -> None:
-    """Sets each element of a tensor to bytes of 0xFF: NaN, -1, blocks whose scale is NaN. Gaps stay as they are."""
+def blank(dst: Tensor, byte: int = 0xFF) -> None:
+    """Sets each byte of a tensor's elements to one value: 0xFF makes NaN, -1, blocks whose scale is NaN. Gaps stay as
+    they are."""
     target = dst.unpacked()
-    view = target.view()
-    (view if target.codec.dtype is None else view.view(f"u{target.codec.block_bytes}"))[...] = _all_ones(target)
+    view, size = target.view(), target.codec.block_bytes
+    if target.codec.dtype is None:
+        view[...] = byte
+    else:
+        view.view(f"u{size}")[...] = int.from_bytes([byte] * size)
     dst.take(target)
-
-
-def _all_ones(tensor: Tensor) -> int:
-    return 0xFF if tensor.codec.dtype is None else (1 << 8 * tensor.codec.block_bytes) - 1
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,8 @@ from enum import StrEnum
 
 from ggml_backend_npu import KernelError, Node
 from ggml_backend_npu.ops import OWN
-from ggml_backend_npu.registry.entry import said_by
+from ggml_backend_npu.registry.calls import said_by
+from graph_runner.base.limits import refuse_where_memory_is_limited
 from graph_runner.judging.blocks import BlockComparison
 from graph_runner.judging.compare import Comparison, Heat
 from graph_runner.judging.rules import Judged
@@ -73,6 +74,8 @@ class NodeResult:
     judged      the row that decides by the op's bound; for the same nodes, if the op has a bound
     noise       its error against a float64 evaluation, as a multiple of the reference's; for the same nodes
     reproducer  the trace that computes it again; for the same nodes, if one was saved
+    repeats     how often a replay of that was seen to have to compute it until it was wrong; 0: it was right each time;
+                None: it was not tried
     wrong_in    where a wrong node shows its error: ISOLATED, or only in the device's OWN_RUN
     """
 
@@ -95,6 +98,7 @@ class NodeResult:
     judged: Judged | None = None
     noise: float | None = None
     reproducer: str | None = None
+    repeats: int | None = None
     wrong_in: str = ""
     fused: str = ""
     not_judged: str = ""
@@ -135,5 +139,7 @@ def types_of(node: Node) -> str:
 
 
 def failure_of(error: BaseException) -> str:
-    """Returns what a kernel raised, in one line; with file and line if it was not a KernelError."""
+    """Returns what a kernel raised, in one line; with file and line if it was not a KernelError. Raises LimitError if
+    it was for want of memory that the process is not given."""
+    refuse_where_memory_is_limited(error)
     return str(error) if isinstance(error, KernelError) else said_by(error)

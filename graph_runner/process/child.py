@@ -1,7 +1,8 @@
 """Runs untrusted kernels in a child process, so that the node is known at which the process ended or hung.
 
 The child reads a pickled job from its standard input and sends its results through a pipe. Before the device computes a
-node, the child writes the node into shared memory: the trail. Results that are not yet sent are in shared memory too.
+node, and before each call into a device, the child writes that down in shared memory: the trail. Results that are not
+yet sent are in shared memory too.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import struct
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -26,6 +28,7 @@ from multiprocessing.connection import Connection
 from typing import IO, TYPE_CHECKING, Any, Protocol
 
 from graph_runner.base.errors import InternalError
+from graph_runner.base.limits import Outside
 from graph_runner.base.python import environment, python
 
 if TYPE_CHECKING:
@@ -35,7 +38,8 @@ _TRAIL_BYTES = 1 << 16
 _UNSENT_BYTES = 1 << 18
 _UNSENT = 0.1  # seconds after which what was found is sent
 _SIZE = struct.Struct("<q")
-_HEAD = struct.Struct("<qqq")  # how many were begun, nanoseconds of the monotonic clock, bytes of what follows
+_HEAD = struct.Struct("<qq")  # nanoseconds of the monotonic clock, bytes of what follows
+_CALL = _TRAIL_BYTES // 2  # where the trail has the call
 _POLL = 0.2  # seconds
 _CHILD = "from graph_runner.process.child import main; main()"
 _MESSAGE, _RESULT, _ERROR, _INTERNAL = range(4)
@@ -58,46 +62,86 @@ class EndedError(Exception):
     """The child ended or hung before it was done.
 
     reason  "ended by SIGSEGV", "ended the process with exit code 3", "was not done after 60 s (--node-timeout)"
+    call    the device's call that did not return: "XNPU0: copy_in of 4096 bytes"; "" if it was in none
     at      what the device was computing; None if it was not computing
     last    what it had computed last, or None
     """
 
-    def __init__(self, reason: str, at: Footprint | None, last: Footprint | None) -> None:
+    def __init__(self, reason: str, call: str, at: Footprint | None, last: Footprint | None) -> None:
         super().__init__(reason)
-        self.reason, self.at, self.last = reason, at, last
+        self.reason, self.call, self.at, self.last = reason, call, at, last
 
 
 class Trail:
-    """Shared memory: the child writes it, the parent reads it."""
+    """Shared memory: the child writes it, the parent reads it. A `Watcher` of calls."""
 
     def __init__(self, file: IO[bytes]) -> None:
         file.truncate(_TRAIL_BYTES + _UNSENT_BYTES)
         self._page = mmap.mmap(file.fileno(), _TRAIL_BYTES)
         self.unsent = mmap.mmap(file.fileno(), _UNSENT_BYTES, offset=_TRAIL_BYTES)
-        self._begun = 0
+        self._lock = threading.Lock()
+        self._calls: dict[int, list[tuple[str, int]]] = {}  # that have begun, with the time, by thread
 
     def about_to(self, how: str, step: int, place: int, node: Node | None) -> None:
         """Called before the device computes a node, and with how "" after it has."""
         from graph_runner.judging.results import types_of
 
-        self._begun += 1
         data = b""
         if how and node is not None:
             data = pickle.dumps(Footprint(how, step, place, node.op, node.name, types_of(node), node.dst.ne))
-            self._page[_HEAD.size : _HEAD.size + len(data)] = data
-        self._page[: _HEAD.size] = _HEAD.pack(self._begun, time.monotonic_ns(), len(data))
+        self._write(0, time.monotonic_ns(), data)
+
+    def begins(self, what: str) -> None:
+        """Called before a call into a device."""
+        with self._lock:
+            self._calls.setdefault(threading.get_ident(), []).append((what, time.monotonic_ns()))
+            self._write_call()
+
+    def ends(self) -> None:
+        """Called after the last call that has begun in this thread and not ended."""
+        with self._lock:
+            begun = self._calls[threading.get_ident()]
+            begun.pop()
+            if not begun:
+                del self._calls[threading.get_ident()]
+            self._write_call()
+
+    def _write_call(self) -> None:
+        """Writes the last call of the thread that has been in calls for longest."""
+        what, began = next(iter(self._calls.values()))[-1] if self._calls else ("", 0)
+        self._write(_CALL, began, what.encode()[: _CALL - _HEAD.size])
+
+    def _write(self, place: int, began: int, data: bytes) -> None:
+        if data:
+            self._page[place + _HEAD.size : place + _HEAD.size + len(data)] = data
+        self._page[place : place + _HEAD.size] = _HEAD.pack(began, len(data))
 
     def is_moving(self) -> None:
-        """Restarts the clock of the current node: its kernel is being compiled."""
-        begun, _, size = _HEAD.unpack(self._page[: _HEAD.size])
-        self._page[: _HEAD.size] = _HEAD.pack(begun, time.monotonic_ns(), size)
+        """Restarts the clocks of the current node and of all calls: a kernel is being compiled."""
+        now = time.monotonic_ns()
+        _, size = _HEAD.unpack(self._page[: _HEAD.size])
+        self._page[: _HEAD.size] = _HEAD.pack(now, size)
+        with self._lock:
+            self._calls = {thread: [(what, now) for what, _ in begun] for thread, begun in self._calls.items()}
+            self._write_call()
 
-    def read(self) -> tuple[int, float, Footprint | None]:
-        """Returns how many computations have begun, the seconds since the last change, and what is being computed."""
-        begun, at, size = _HEAD.unpack(self._page[: _HEAD.size])
-        data = self._page[_HEAD.size : _HEAD.size + size]
-        now = begun, (time.monotonic_ns() - at) / 1e9
-        return *now, pickle.loads(data) if size else None
+    def seconds(self) -> float:
+        """Returns for how long the device has been at what it is at: a node, or a call that is none of a node's."""
+        heads = [_HEAD.unpack(self._page[place : place + _HEAD.size]) for place in (0, _CALL)]
+        return max((time.monotonic_ns() - began) / 1e9 if size else 0.0 for began, size in heads)
+
+    def at(self) -> Footprint | None:
+        """Returns what is being computed, or None."""
+        data = self._read(0)
+        return pickle.loads(data) if data else None
+
+    def call(self) -> str:
+        """Returns the call that has not returned; "" if there is none."""
+        return self._read(_CALL).decode(errors="replace")
+
+    def _read(self, place: int) -> bytes:
+        _, size = _HEAD.unpack(self._page[place : place + _HEAD.size])
+        return self._page[place + _HEAD.size : place + _HEAD.size + size]
 
     def last(self) -> Footprint | None:
         """Returns what was computed last, or None."""
@@ -165,15 +209,17 @@ class Child:
 
     def __init__(self, process: subprocess.Popen[bytes], pipe: Connection, trail: Trail) -> None:
         self._process, self._pipe, self._trail = process, pipe, trail
+        self._outside = Outside()
 
     def run(self, job: Job, *, receive: Callable[[Any], None], node_timeout: float) -> Any:
         """Does the job. Returns its result, or raises its error.
 
         receive  called with each value that the job sends
-        node_timeout  seconds that the device may take for one node
+        node_timeout  seconds that the device may take for one node, and for one call of a method of it
 
-        Raises EndedError if the child ends before it is done or a node takes too long; InternalError, with the child's
-        traceback, for an error that is not one of this project's own exceptions.
+        Raises EndedError if the child ends before it is done or one of these takes too long; InternalError, with the
+        child's traceback, for an error that is not one of this project's own exceptions; LimitError if the machine has
+        ended the child.
         """
         assert self._process.stdin is not None
         with suppress(BrokenPipeError):
@@ -189,19 +235,17 @@ class Child:
                     raise value
                 else:
                     raise InternalError(value)
-        _, _, at = self._trail.read()
-        reason, last = self._reason(), self._trail.last()
+        at, last, call, reason = self._trail.at(), self._trail.last(), "", self._reason()
         if reason is None:
-            reason, last = f"was not done after {node_timeout:g} s (--node-timeout)", at
+            reason, call = f"was not done after {node_timeout:g} s (--node-timeout)", self._trail.call()
         for _, value in _messages(_unsent(self._trail.unsent)):
             receive(value)
-        raise EndedError(reason, at, last)
+        raise EndedError(reason, call, at, last)
 
     def _received(self, node_timeout: float) -> bytes | None:
-        """Returns the child's next data; None if it has ended or a node takes too long."""
+        """Returns the child's next data; None if it has ended, or a node or a call takes too long."""
         while not self._pipe.poll(_POLL):
-            _, seconds, at = self._trail.read()
-            if at is not None and seconds > node_timeout:
+            if self._trail.seconds() > node_timeout:
                 return None
         try:
             return self._pipe.recv_bytes()
@@ -210,10 +254,11 @@ class Child:
             return None
 
     def _reason(self) -> str | None:
-        """Returns why the child has ended; None if it has not."""
+        """Returns why the child has ended; None if it has not. Raises LimitError if the machine has ended it."""
         code = self._process.poll()
         if code is None:
             return None
+        self._outside.refuse(-code)
         return f"ended by {signal.Signals(-code).name}" if code < 0 else f"ended the process with exit code {code}"
 
 
@@ -254,8 +299,10 @@ def main() -> None:
         mail = _Mail(pipe, trail)
         try:
             import_module(sys.argv[3])
+            from ggml_backend_npu.registry.calls import watched_by
             from quant.kernels.jit import while_compiling
 
+            watched_by(trail)
             while_compiling(trail.is_moving)
             gc.freeze()  # what was loaded stays, and results of nodes make no cycles
             gc.set_threshold(20_000, 20, 20)

@@ -90,9 +90,10 @@ class DiffJob:
 
 
 def run_diff(child: Child, job: DiffJob, *, node_timeout: float, seen: Callable[[NodeResult], None]) -> DiffResult:
-    """Runs a diff in a child process. If the child ends or hangs, the node that it was at has failed.
+    """Runs a diff in a child process. If the child ends or hangs, the node that it was at has failed; if it hangs in a
+    call of the device between nodes, the device's run has stopped there.
 
-    node_timeout  seconds that the device may take for one node
+    node_timeout  seconds that the device may take for one node, and for one call of a method of it
     seen  called with each node's result
 
     Raises what `diff` raises, and SessionError if the child ends before any node.
@@ -113,12 +114,14 @@ def run_diff(child: Child, job: DiffJob, *, node_timeout: float, seen: Callable[
     try:
         result: DiffResult = child.run(job, receive=receive, node_timeout=node_timeout)
     except EndedError as error:
-        at = error.at or error.last
-        if not found or at is None:
-            raise SessionError(f"model {str(job.model)!r}: llama.cpp {error.reason}") from None
+        at = error.at if error.call else error.at or error.last  # no node is to blame for a call between nodes
+        if not found or (at is None and not error.call):
+            raise SessionError(f"model {str(job.model)!r}: {error.call or 'llama.cpp'} {error.reason}") from None
         result = found[-1]
-        nodes.append(_ended(error, at, _captured(job, result, at)))
-        result.stopped = nodes[-1].failure
+        result.stopped = f"{error.call} {error.reason}"
+        if at is not None:
+            nodes.append(_ended(error, at, _captured(job, result, at)))
+            result.stopped = nodes[-1].failure
     result.nodes = nodes
     return result
 
@@ -127,7 +130,8 @@ def _ended(error: EndedError, at: Footprint, reproducer: str | None) -> NodeResu
     from graph_runner.judging.results import ISOLATED, OWN_RUN, NodeResult, Verdict
 
     when = " in its own run" if at.how == "own" else ""
-    what = f"{error.reason}{when}" if error.at else f"{error.reason} after it{when}, where no kernel ran"
+    call = f"{error.call} " if error.call not in ("", f"{at.op} node {at.name!r}") else ""
+    what = f"{call}{error.reason}{when}" if error.at else f"{error.reason} after it{when}, where no kernel ran"
     return NodeResult(
         at.step, at.place, at.op, at.name, at.types, at.ne, Verdict.FAILED, "NPU", failure=what,
         wrong_in=OWN_RUN if at.how == "own" else ISOLATED, reproducer=reproducer,
@@ -235,6 +239,6 @@ def run_replay(child: Child, job: ReplayJob, *, node_timeout: float) -> ReplayRe
     except EndedError as error:
         at = error.at or error.last
         if at is None:
-            raise TraceError(f"trace {str(job.path)!r}: replaying it {error.reason}") from None
+            raise TraceError(f"trace {str(job.path)!r}: {error.call or 'replaying it'} {error.reason}") from None
         result = ReplayResult(str(job.path), "NPU", read_trace(job.path).origin, [*nodes, _ended(error, at, None)])
     return result

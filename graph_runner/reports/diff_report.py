@@ -28,7 +28,7 @@ REPLAY_SCHEMA = "ggml-npu replay 2"
 _TRIED = (
     "strides, offsets, swapped dimensions, ids, broadcasts, parameters, operands, heads, sources left out, rows moved"
 )
-_REPEATS = 8  # of the replay of a node that is wrong in its own run alone
+_REPEATS = 8  # of the replay of a node that is wrong in its own run alone, where no replay was tried
 
 RIGHT, ROUNDING, WRONG, UNDECIDED = "right", "right within rounding", "wrong", "not judged"
 
@@ -44,7 +44,7 @@ def _found(result: DiffResult) -> str:
     who = "ggml's CPU" if result.reference == "CPU" else f"the {result.reference}"
     if wrong:
         return f"{WRONG}: {len(wrong):,} of {len(result.nodes):,} nodes differ from {who}"
-    if not compared:
+    if not compared and result.stopped is None:
         return f"no node was compared{_why_none(result)}"
     if result.strays:
         return f"{WRONG}: {result.strays[0]}"
@@ -245,6 +245,8 @@ def _next_steps(node: NodeResult, options: dict[str, str]) -> list[str]:
     command = _replay_command(node, options)
     if command is not None:
         lines.append(f"compute it again without the model: {command}")
+    elif node.reproducer is not None:
+        lines.append(f"computed again without the model it is right each time: {shlex.quote(node.reproducer)}")
     if node.test is not None:
         command = shlex.join(["ggml-npu", "test", *_kernel_files(options), *_device_file(options)])
         lines.append(f"nearest test cases of ggml: {command} {node.test.removeprefix('test-backend-ops test ')}")
@@ -252,15 +254,17 @@ def _next_steps(node: NodeResult, options: dict[str, str]) -> list[str]:
 
 
 def _replay_command(node: NodeResult, options: dict[str, str]) -> str | None:
-    """Returns the command that replays a node's reproducer with the diff's kernel files and device."""
-    if node.reproducer is None:
+    """Returns the command that replays a node's reproducer with the diff's kernel files and device: the one that was
+    seen to show it wrong, if that was tried. None if none did."""
+    if node.reproducer is None or node.repeats == 0:
         return None
     command = ["ggml-npu", "replay", node.reproducer]
     for name in _kernel_files(options):
         command += ["--kernels", name]
     command += _device_file(options)
-    if node.wrong_in == OWN_RUN:
-        command += ["--repeat", str(_REPEATS)]
+    repeats = node.repeats or (_REPEATS if node.wrong_in == OWN_RUN else 1)
+    if repeats > 1:
+        command += ["--repeat", str(repeats)]
     return shlex.join(command)
 
 

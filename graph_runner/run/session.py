@@ -410,7 +410,8 @@ class Session:
                 raise SessionError(self.npu.broken)
             self._refuse_what_is_lost()
             if status != 0:
-                raise SessionError(self._failures.message or f"llama.cpp failed to decode: {_log.reason()}")
+                said = self._failures.message or f"llama.cpp failed to decode: {_log.reason()}"
+                raise SessionError(said) from self._failures.error
 
     def _refuse_what_is_lost(self) -> None:
         """Raises SessionError if the device failed in something that llama.cpp does not notice."""

@@ -51,6 +51,7 @@ _LOAD_PLUGINS = "\nstatic const bool plugins_are_loaded = (ggml_backend_load_all
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 _BACKEND = re.compile(r"Backend \d+/\d+: (\w+)")
 _HEADER = re.compile(r"$|Testing \d+ devices|Backend \d+/\d+: |  Skipping|  Device \w+: |load_backend: ")
+_FOOTER = re.compile(r"(  )?\d+/\d+ (tests|backends) passed$|  Backend \w+: |(OK|FAIL)$|Failing tests:$|ggml_\w+: ")
 _COMPILING = "ggml-npu: compiling "
 _CASE = re.compile(r".*?  (\w+)\((.*)\): (OK|FAIL|not supported \[(.*)\])")
 _FAILING_CASE = re.compile(r"  (\w+)\((.*)\)")
@@ -84,12 +85,14 @@ def backend_ops(
     seen: Callable[[Case], object] = lambda case: None,
     pattern: str | None = None,
     device: str = "NPU",
+    printed: Callable[[str], object] = lambda line: None,
 ) -> list[Case]:
     """Runs the cases of test-backend-ops for some ops on a device of the plugin.
 
     options  environment variables for the plugin: GGML_NPU_MEMORY, GGML_NPU_KERNELS, ...
     seen     called with each case when it is done
     pattern  a regular expression for the parameters of cases; all if omitted
+    printed  called with each line that is neither the program's nor the plugin's: kernels print it
 
     Raises SuiteError if the programs cannot be built, the plugin was not loaded or the program crashed.
     """
@@ -108,6 +111,8 @@ def backend_ops(
             log = []
         elif found := _FAILING_CASE.fullmatch(line):
             failing.append((found[1], found[2]))
+        elif not _HEADER.match(line) and not _FOOTER.match(line) and not line.startswith("ggml-npu: "):
+            printed(line)
     if not loaded:
         raise SuiteError(f"test-backend-ops has no device {device}")
     # a case that ends before it is computed, for want of memory, has no line of its own

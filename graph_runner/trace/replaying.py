@@ -20,6 +20,8 @@ from graph_runner.judging.rules import Rules
 from graph_runner.trace.format import NPU, Bytes, Origin, Recorded
 from graph_runner.trace.reading import Trace, read_trace
 
+AboutTo = Callable[[str, int, int, Node | None], None]
+
 
 @dataclass
 class ReplayResult:
@@ -51,7 +53,7 @@ def replay(
     rules: Rules | None = None,
     repeat: int = 1,
     seen: Callable[[NodeResult], None] = lambda node: None,
-    about_to: Callable[[str, int, int, Node | None], None] = lambda how, step, place, node: None,
+    about_to: AboutTo = lambda how, step, place, node: None,
 ) -> ReplayResult:
     """Computes each node of a trace on a device and compares with the expected output.
 
@@ -62,7 +64,7 @@ def replay(
     repeat    how often to compute each node at the same addresses, with other values in its sources in between: this
               shows whether a kernel reuses data of an earlier call
     seen      called with each node's result
-    about_to  called before the device computes a node, and with how "" after it
+    about_to  called before the device computes a node, each time that it does, and with how "" after it
 
     Raises TraceError for a file that is not a whole trace, KernelError for a device that ggml does not have.
     """
@@ -77,9 +79,7 @@ def replay(
             if refused:
                 result.refused[refused[0]] += 1
                 continue
-            about_to("isolated", recorded.step, recorded.index, recorded.node)
-            result.nodes.append(_replayed(recorded, computer, rules, repeat))
-            about_to("", 0, 0, None)
+            result.nodes.append(_replayed(recorded, computer, rules, repeat, about_to))
             seen(result.nodes[-1])
     return result
 
@@ -96,8 +96,18 @@ def _computer(device: str, backend: Backend, trace: Trace) -> Iterator[Backend |
     yield like
 
 
-def _replayed(recorded: Recorded, computer: Backend | Replica, rules: Rules, repeat: int) -> NodeResult:
+def _replayed(
+    recorded: Recorded, computer: Backend | Replica, rules: Rules, repeat: int, about_to: AboutTo
+) -> NodeResult:
     """Returns the first wrong result of the runs, or the last result."""
+
+    def compute() -> None:
+        about_to("isolated", recorded.step, recorded.index, recorded.node)
+        try:
+            computer.compute_graph(recorded.graph)
+        finally:
+            about_to("", 0, 0, None)
+
     nodes = recorded.graph.nodes
     memories = {
         tensor.memory.address: tensor.memory
@@ -116,9 +126,9 @@ def _replayed(recorded: Recorded, computer: Backend | Replica, rules: Rules, rep
             if disturbed:
                 _disturb(recorded)
                 with suppress(Exception):
-                    computer.compute_graph(recorded.graph)
+                    compute()
             elif found is None or found:
-                found = _compared(recorded, computer, rules, held)
+                found = _compared(recorded, compute, rules, held)
     assert found is not None
     return found
 
@@ -138,7 +148,7 @@ def _disturb(recorded: Recorded) -> None:
                     view[...] *= 0.5
 
 
-def _compared(recorded: Recorded, computer: Backend | Replica, rules: Rules, held: dict[int, Bytes]) -> NodeResult:
+def _compared(recorded: Recorded, compute: Callable[[], None], rules: Rules, held: dict[int, Bytes]) -> NodeResult:
     node, graph = recorded.node, recorded.graph
     before = {id(source): span(source) for each in graph.nodes for source in each.src if source is not None}
     saved = replace(node, src=tuple(_over(source, before) for source in node.src))
@@ -147,7 +157,7 @@ def _compared(recorded: Recorded, computer: Backend | Replica, rules: Rules, hel
     around = held | {node.dst.memory.address: node.dst.memory.bytes().copy()}
     failure, comparison, judged, verdict = None, None, None, Verdict.FAILED
     try:
-        computer.compute_graph(graph)
+        compute()
     except Exception as error:
         failure = failure_of(error)
     if failure is None:
