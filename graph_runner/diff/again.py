@@ -26,8 +26,7 @@ _FAR = 100.0  # times what is natural, which the end of a run may be off by
 _FEW_ULP = 1e-6  # of float32, in parts of an element
 _DRAWS = 4  # of errors, at most, to find out what is natural
 _NOTHING = 1e-9  # an nmse that is small whatever is natural
-_SIZES = (8, 64)  # of groups of nodes that run together; what larger ones change shows at the end of the run
-_FEWER = (2, 4, 8)  # nodes of a group, to find out which of those in a wrong one it takes
+_SIZES = (2, 8, 64)  # of groups of nodes that run together; what larger ones change shows at the end of the run
 _TOGETHER = "gives other bytes when nodes run together, not one by one"
 
 
@@ -138,8 +137,8 @@ class Again:
             found = self._grouped(lambda place, node, chain=chain: chain.is_at_end(node.op, lambda: node))  # type: ignore[misc]
             self._course = found.course
             text = f"is not the same each time: run {run} of {times} gives other bytes"
-            wrong = self._first_wrong(found, text)
-            if wrong is not None or self.remarks:
+            wrong = self._first_wrong(found, text, remarks=not self.remarks)
+            if wrong is not None:
                 return wrong
         return None
 
@@ -164,8 +163,7 @@ class Again:
         for size in _SIZES:
             wrong = self._of_size(size, remarks=not varies)
             if wrong is not None:
-                closer = (self._of_size(fewer, remarks=False) for fewer in _FEWER if fewer < size)
-                return next((each for each in closer if each is not None), wrong)
+                return wrong
         return None
 
     def _of_size(self, size: int, *, remarks: bool) -> NodeResult | None:
@@ -220,7 +218,7 @@ class Again:
         self._run(self._on_device, grouped)
         return grouped
 
-    def _first_wrong(self, grouped: Grouped, text: str, *, remarks: bool = True) -> NodeResult | None:
+    def _first_wrong(self, grouped: Grouped, text: str, *, remarks: bool) -> NodeResult | None:
         """Returns the wrong result, if there is one. Otherwise remarks on the first that has changed."""
         for each in grouped.found:
             if not each:
