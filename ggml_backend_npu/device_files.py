@@ -14,7 +14,7 @@ from ggml_backend_npu.device import Device, QueuedDevice
 from ggml_backend_npu.ops import OWN
 from ggml_backend_npu.options import DeviceError
 from ggml_backend_npu.registry import recording, said_by
-from ggml_backend_npu.user_files import line_in, no_file, run_file
+from ggml_backend_npu.user_files import FileError, no_file, run_file
 
 GROUP = "ggml_backend_npu.devices"
 
@@ -70,9 +70,8 @@ def _of_file(path: Path) -> list[Device]:
     with _recording() as found:
         try:
             run_file(path, f"device_{path.stem}")
-        except (Exception, SystemExit) as error:
-            text = error.msg if isinstance(error, SyntaxError) else error
-            raise DeviceError(f"device {str(path)!r}{line_in(path, error)}: {type(error).__name__}: {text}") from None
+        except FileError as error:
+            raise DeviceError(f"device {str(path)!r}{error}") from None
     return found
 
 

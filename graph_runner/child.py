@@ -15,7 +15,6 @@ import signal
 import struct
 import subprocess
 import sys
-import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -220,7 +219,7 @@ class Child:
 def begun(module: str) -> Iterator[Child]:
     """Yields a child process that imports a module while the parent prepares a job. The process ends with the
     context."""
-    with tempfile.TemporaryFile() as file:
+    with os.fdopen(os.memfd_create("ggml-npu"), "r+b") as file:  # on no disk, which could be full
         trail = Trail(file)
         ours, theirs = os.pipe()
         line = [sys.executable, "-c", _CHILD, str(theirs), str(file.fileno()), module]

@@ -42,8 +42,13 @@ def undo_all() -> None:
 
 @contextmanager
 def temporary_folder() -> Iterator[Path]:
-    """Yields a folder that is deleted at the end of the context."""
-    name = tempfile.mkdtemp(prefix="ggml-npu-")
+    """Yields a folder that is deleted at the end of the context. Raises BadInputError if there can be none."""
+    try:
+        name = tempfile.mkdtemp(prefix="ggml-npu-")
+    except OSError as error:
+        from graph_runner.errors import BadInputError  # late: it loads numba
+
+        raise BadInputError(f"TMPDIR: {error.strerror}") from None
     with undone(partial(shutil.rmtree, name, ignore_errors=True)):
         yield Path(name)
 

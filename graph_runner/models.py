@@ -21,7 +21,12 @@ def model_file(model: str) -> Iterator[Path]:
         yield demo_file()
     elif model == "tiny":
         with temporary_folder() as folder:
-            yield write_tiny_llama(folder / "tiny-llama.gguf")
+            try:
+                file = write_tiny_llama(folder / "tiny-llama.gguf")
+            except OSError as error:
+                why = error.strerror or "No space left on device"  # of which NumPy says only how much it wrote
+                raise SessionError(f"model 'tiny': cannot be written to {str(folder.parent)!r}: {why}") from None
+            yield file
     else:
         path = Path(model)
         if not path.exists():

@@ -8,7 +8,6 @@ quantised weights, and takes GELU from a table of float16), and a kernel that is
 from __future__ import annotations
 
 import math
-import tomllib
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -21,12 +20,15 @@ from ggml_backend_npu.checks import Exact
 from ggml_backend_npu.fusion import FUSIONS
 from ggml_backend_npu.ops import OWN
 from ggml_backend_npu.ops.exact import values
+from ggml_backend_npu.user_texts import TextError, read_text, read_toml
 from graph_runner import noise
 from graph_runner.compare import Comparison
 from quant import type_names
 from quant.errors import UserError
 
 GPU = "gpu"
+
+_MOST = 1e300  # of a bound, which a float can hold
 
 _EVERY = "*"  # in a file, every op that has a bound
 
@@ -191,10 +193,8 @@ def _gaps_differ(expected: Tensor, actual: Tensor, found: Comparison) -> bool:
 
 def _read(path: Path) -> dict[str, Bounds]:
     try:
-        table = tomllib.loads(path.read_text())
-    except OSError as error:
-        raise ToleranceError(f"tolerances {str(path)!r}: {error.strerror}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        table = read_toml(read_text(path))
+    except (TextError, ValueError) as error:
         raise ToleranceError(f"tolerances {str(path)!r}: {error}") from None
     return {op: _bounds(path, op, bounds) for op, bounds in table.items()}
 
@@ -203,7 +203,7 @@ def _bounds(path: Path, op: str, bounds: Any) -> Bounds:
     if not isinstance(bounds, dict):
         raise ToleranceError(f"tolerances {str(path)!r}: {op} = {bounds!r}: must be a table of types")
     for type, bound in bounds.items():
-        if isinstance(bound, bool) or not isinstance(bound, int | float) or not math.isfinite(bound) or bound < 0:
+        if isinstance(bound, bool) or not isinstance(bound, int | float) or not 0 <= bound < _MOST:
             raise ToleranceError(f"tolerances {str(path)!r}: {op}.{type} = {bound!r}: must be a number of 0 or more")
         if type != "*" and type not in type_names():
             raise ToleranceError(

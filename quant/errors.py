@@ -2,6 +2,21 @@
 
 from __future__ import annotations
 
+import re
+import sys
+
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+
 
 class UserError(Exception):
     """Something that a user gave cannot be used: one line that says what, with its value, and why."""
+
+
+def printable(text: str) -> str:
+    """The text with control characters, but for tabs and line ends, written as escapes: \\x1b."""
+    return _CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
+
+
+def say(text: str) -> None:
+    """Prints a text on stderr, in one line, as the command's."""
+    print(printable(f"ggml-npu: {' '.join(text.split())}"), file=sys.stderr)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -26,6 +25,7 @@ from ggml_backend_npu.ops import strided
 from ggml_backend_npu.options import DeviceError
 from ggml_backend_npu.plan import Plan
 from ggml_backend_npu.registry import KernelError
+from quant.errors import say
 from quant.kernels import threads
 from quant.kernels.threads import POOL, Team
 
@@ -252,7 +252,7 @@ class Plugin:
         """Says on stderr, with GGML_NPU_VERBOSE, why a node is refused: each reason of an op once."""
         if os.environ.get("GGML_NPU_VERBOSE") and (op, reason) not in self._told:
             self._told.add((op, reason))
-            print(f"ggml-npu: {self.backend.name} refuses {op}: {reason}", file=sys.stderr)
+            say(f"{self.backend.name} refuses {op}: {reason}")
 
     def _refusal(self, op: str, node: int) -> str | None:
         try:

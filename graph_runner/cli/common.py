@@ -15,6 +15,7 @@ from graph_runner.cli.options import ComputeOptions, DeviceOptions
 from graph_runner.console import Console, printable
 from graph_runner.errors import BadInputError
 from graph_runner.files import STDOUT
+from quant.errors import say
 
 
 def stderr() -> Console:
@@ -39,7 +40,7 @@ def _is_one(a: TextIO, b: TextIO) -> bool:
 
 def warn(text: str) -> None:
     """Prints a warning on stderr, in one line."""
-    print(printable(f"ggml-npu: {text}"), file=sys.stderr)
+    say(text)
 
 
 def refuse_without_the_npu(device: str, npu: ComputeOptions, **others: object) -> None:

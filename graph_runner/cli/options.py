@@ -226,12 +226,14 @@ class PromptOptions:
             return self.prompt
         if self.prompt != PROMPT:
             raise BadInputError(f"--file {str(file)!r}: --prompt is given too")
+        from ggml_backend_npu.user_texts import TextError, read_text
+
         try:
-            return utf8(file.read_text(encoding="utf-8"))
+            return utf8(read_text(file))
         except UnicodeDecodeError as error:
             raise BadInputError(f"--file {str(file)!r}: is not UTF-8 at byte {error.start}") from None
-        except OSError as error:
-            raise BadInputError(f"--file {str(file)!r}: {error.strerror}") from None
+        except TextError as error:
+            raise BadInputError(f"--file {str(file)!r}: {error}") from None
 
 
 @dataclass(frozen=True)
