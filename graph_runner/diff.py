@@ -30,7 +30,7 @@ from graph_runner.logits import Ending, Endings
 from graph_runner.results import NodeResult
 from graph_runner.rules import Rules
 from graph_runner.session import Observer, Sampler, Session
-from graph_runner.settings import DeviceName, Settings, context_for
+from graph_runner.settings import ALL_LAYERS, DeviceName, Settings, context_for
 from graph_runner.state import StateResult
 from graph_runner.trace import Origin, save_nodes
 
@@ -210,9 +210,10 @@ class _InStep:
         self._reference = Plugin(ggml, self._theirs) if asked.reference == "NPU" else None
         self._npu = Plugin(ggml, ours) if asked.device == "NPU" else None
         settings = asked.settings or Settings(flash_attention="off")
+        layers = ALL_LAYERS if settings.gpu_layers is None else settings.gpu_layers
         self._settings = replace(
             settings, n_ctx=context_for(prompt, asked.steps), threads=settings.threads or os.cpu_count() or 1,
-            gpu_layers=_ALL_LAYERS if ours.options.device_type == "gpu" else 0,
+            gpu_layers=layers if ours.options.device_type == "gpu" else 0,
         )  # fmt: skip
         self._options = ours.options.chosen() | dict(asked.notes or {})
         origin = Origin(
@@ -336,7 +337,6 @@ class _InStep:
             result.ending = again.natural(result.ending, first, result.nodes)
 
 
-_ALL_LAYERS = 999
 _DEVICES: dict[str, DeviceName] = {"CPU": "cpu", "NPU": "npu"}
 
 

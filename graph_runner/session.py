@@ -28,9 +28,12 @@ from ggml_backend_npu.user_files import no_file
 from graph_runner import endings
 from graph_runner.console import printable
 from graph_runner.errors import SessionError as SessionError
+from graph_runner.generation import Decoder as Decoder
+from graph_runner.generation import generate as generate
 from graph_runner.limits import MOST_THREADS
 from graph_runner.llama_log import Log
 from graph_runner.settings import CACHE_TYPES, QUANTISED_CACHE_TYPES
+from graph_runner.settings import N_BATCH as N_BATCH
 from graph_runner.settings import DeviceName as DeviceName
 from graph_runner.settings import Settings as Settings
 from graph_runner.settings import context_for as context_for
@@ -38,7 +41,6 @@ from quant.kernels.jit import array_at, callback
 
 _FLASH_ATTENTION = {"auto": -1, "off": 0, "on": 1}
 _FUNCTIONS_PER_OP = 64
-N_BATCH = 512  # tokens that a graph has at most
 
 LEFT_BY_THE_SCHEDULER = "supported, but the scheduler left it where its data lies"
 
@@ -80,17 +82,17 @@ def _count_node(node: int, ask: bool, counts: int) -> bool:
     return False
 
 
-def check_file(path: Path) -> None:
+def check_file(path: Path, what: str = "model") -> None:
     """Raises SessionError if path is not a file or, by its first bytes, not a GGUF file."""
     if not path.is_file():
-        raise SessionError(f"model {str(path)!r}: {no_file(path)}")
+        raise SessionError(f"{what} {str(path)!r}: {no_file(path)}")
     try:
         with path.open("rb") as file:
             magic = file.read(4)
     except OSError as error:
-        raise SessionError(f"model {str(path)!r}: {error.strerror}") from None
+        raise SessionError(f"{what} {str(path)!r}: {error.strerror}") from None
     if magic != b"GGUF":
-        raise SessionError(f"model {str(path)!r}: not a GGUF file (begins with {magic!r})")
+        raise SessionError(f"{what} {str(path)!r}: not a GGUF file (begins with {magic!r})")
 
 
 def _end(model: Path, what: str) -> None:
@@ -146,6 +148,7 @@ class Session:
         try:
             self._refuse_encoder(model)
             self._open(model, types_kv)
+            self._adapt()
         except BaseException:
             llama_cpp.llama_model_free(self._model)
             self._told.close()
@@ -174,7 +177,7 @@ class Session:
             params.load_mode = llama_cpp.LLAMA_LOAD_MODE_NONE
         elif params.no_alloc:
             params.use_mmap = False
-        params.n_gpu_layers = self.settings.gpu_layers if self.npu is not None else 0
+        params.n_gpu_layers = (self.settings.gpu_layers or 0) if self.npu is not None else 0
         places = self._places_of_weights()
         params.tensor_buft_overrides = ctypes.addressof(places)
         if progress is not None:
@@ -248,6 +251,22 @@ class Session:
         self.n_batch = int(params.n_batch)
         self._graph_line = _log.find("splits =")
         self.lacks = frozenset(op for name, op in _FUSED.items() if _log.find(f"{name} not supported, set to disabled"))
+
+    def _adapt(self) -> None:
+        """Adds the LoRA adapters to the context; the model frees them."""
+        adapters = []
+        for file in self.settings.loras:
+            check_file(file, "adapter")
+            _log.clear()
+            with alone(self.ggml, self.npu), self._inside():
+                adapters.append(llama_cpp.llama_adapter_lora_init(self._model, os.fsencode(file)))
+            if not adapters[-1]:
+                llama_cpp.llama_free(self._context)
+                raise SessionError(f"adapter {str(file)!r}: {_log.reason()}")
+        if adapters:
+            pointers = (llama_cpp.llama_adapter_lora_p_ctypes * len(adapters))(*adapters)
+            scales = (ctypes.c_float * len(adapters))(*(1.0 for _ in adapters))
+            llama_cpp.llama_set_adapters_lora(self._context, pointers, len(adapters), scales)
 
     def _without(self, ops: frozenset[str]) -> Plugin:
         """Returns a device that claims to compute ops while the context is made, and takes none."""
@@ -394,6 +413,7 @@ class Session:
             if self._error is not None:
                 error, self._error = self._error, None
                 raise error
+            self._graph_line = _log.find("splits =") or self._graph_line  # adapters make it another graph
             if status == 1:
                 raise SessionError(f"context of {self.settings.n_ctx} cells is full")
             if self.npu is not None and self.npu.broken is not None:
@@ -463,35 +483,3 @@ class Sampler:
         order = np.argsort(-p, kind="stable")
         kept = order[: int(np.searchsorted(np.cumsum(p[order]), self._top_p)) + 1]
         return int(self._random.choice(kept, p=p[kept] / p[kept].sum()))
-
-
-class Decoder(Protocol):
-    """Decodes tokens one after another: a session, or a runner of its graph."""
-
-    def decode(self, tokens: list[int]) -> None:
-        """Runs tokens through the model, after the previous ones."""
-
-    def logits(self) -> NDArray[np.float32]:
-        """Returns the logits of the last token, (n_vocab,)."""
-
-    def ends(self, token: int) -> bool:
-        """Whether a token ends the text."""
-
-
-def generate(
-    session: Decoder, tokens: list[int], n: int, sampler: Sampler, seen: Callable[[int], object] = lambda done: None
-) -> Iterator[int]:
-    """Runs a prompt and then yields up to n tokens, each as soon as it is known; stops at a token that ends the text.
-
-    seen  called with the number of prompt tokens that have run
-    """
-    for begin in range(0, len(tokens), N_BATCH):
-        session.decode(tokens[begin : begin + N_BATCH])
-        seen(min(begin + N_BATCH, len(tokens)))
-    for left in range(n, 0, -1):
-        token = sampler(session.logits())
-        if session.ends(token):
-            return
-        yield token
-        if left > 1:
-            session.decode([token])

@@ -104,7 +104,7 @@ def diff(
         from graph_runner.models import model_file
 
         arguments = {
-            "steps": steps, "settings": context.settings(), "reference": reference.value.upper(),
+            "steps": steps, "settings": context.settings(gpu_layers=npu.layers), "reference": reference.value.upper(),
             "device": device.value.upper(), "strict": strict, "repeat": repeat,
             "reproducers": reproducers or _folder(model),
         }  # fmt: skip
