@@ -77,4 +77,4 @@ def bench(
         write("--json", json_file, json_text(bench_json(result)))
     if plot_file is not None:
         save("--plot", plot_file, draw(result, plot_file))
-    print_bench(result, stdout(json_file))
+    print_bench(result, stdout())

@@ -17,6 +17,7 @@ import typer.core
 
 from graph_runner.cli import CLOSED_PIPE
 from graph_runner.cli.options import KEEPS_TRACES, READS, WRITES
+from graph_runner.cli.outputs import stdout_for
 from graph_runner.errors import SessionError
 from graph_runner.files import check_folders, check_outputs
 
@@ -83,7 +84,8 @@ def as_command(function: Callable[..., None]) -> Callable[..., None]:
             check_outputs(outputs, inputs)
             check_folders(kept, inputs)
         try:
-            function(**_grouped(function, arguments))
+            with stdout_for(outputs.values()):
+                function(**_grouped(function, arguments))
         except BrokenPipeError:  # typer would make it exit code 1
             raise SystemExit(CLOSED_PIPE) from None
 

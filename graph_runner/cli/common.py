@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TextIO
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskProgressColumn, TextColumn
 
 from graph_runner.cli.options import ComputeOptions, DeviceOptions, OpOptions
+from graph_runner.cli.outputs import stdout_is_taken
 from graph_runner.console import Console, printable
 from graph_runner.errors import BadInputError
-from graph_runner.files import STDOUT
 from quant.errors import say
 
 
@@ -23,19 +21,11 @@ def stderr() -> Console:
     return Console(stderr=True)
 
 
-def stdout(*files: str | None) -> Console:
-    """Returns the console for results. If one of the output files is stdout, it is stderr, and silent if stdout and
+def stdout() -> Console:
+    """Returns the console for results. If an output file has stdout for itself, it is stderr, and silent if stdout and
     stderr are the same terminal or file."""
-    if STDOUT not in files:
-        return Console()
-    return Console(stderr=True, quiet=_is_one(sys.stdout, sys.stderr))
-
-
-def _is_one(a: TextIO, b: TextIO) -> bool:
-    try:
-        return os.path.sameopenfile(a.fileno(), b.fileno())
-    except (OSError, ValueError):
-        return False
+    taken, on_stderr = stdout_is_taken()
+    return Console(stderr=True, quiet=on_stderr) if taken else Console()
 
 
 def warn(text: str) -> None:

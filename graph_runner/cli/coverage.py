@@ -35,4 +35,4 @@ def coverage(
         found = cover(file, text, settings=settings)
     if json_file is not None:
         write("--json", json_file, json_text(coverage_json(found)))
-    print_coverage(found, stdout(json_file))
+    print_coverage(found, stdout())

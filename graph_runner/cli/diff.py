@@ -90,8 +90,8 @@ def diff(
 ) -> None:
     """Compare each node of a model on two devices.
 
-    Runs the prompt and a few decoding steps on both, node by node. Each node is judged twice from equal inputs: the
-    device computes it from what the reference read, and the reference computes it from what the device's own run read.
+    Runs the prompt and a few decoding steps on both, node by node. A node is judged from equal inputs: the device
+    computes it from what the reference read, and the reference from what the device's own run read, if that differs.
     Exit code 0: right; 1: a node or the device's run is wrong; 2: bad input; 3: an internal error.
     """
     if device is reference is Device.CPU:
@@ -151,7 +151,7 @@ def _write_result(result: DiffResult, json_file: str | None, html_file: str | No
         write("--html", html_file, diff_html(data))
     if explorer_file is not None:
         write("--model-explorer", explorer_file, json_text(explorer_json(data)))
-    print_diff(result, stdout(*files))
+    print_diff(result, stdout())
 
 
 def _folder(model: str) -> Path | None:

@@ -25,4 +25,4 @@ def ops(json_file: JsonFile = None, kernels: Kernels = None) -> None:
     for name, found in signatures.items():
         for place, (sources, outputs) in enumerate(found):
             shown.add_row("" if place else name, sources, outputs)
-    stdout(json_file).print(shown)
+    stdout().print(shown)

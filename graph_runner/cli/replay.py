@@ -75,5 +75,5 @@ def replay(
 
     if json_file is not None:
         write("--json", json_file, json_text(replay_json(result)))
-    print_replay(result, stdout(json_file))
+    print_replay(result, stdout())
     raise typer.Exit(0 if result else 1)
