@@ -17,6 +17,9 @@ from urllib.request import Request, urlopen
 
 from ggml_backend_npu.abi.embedding import plugin
 
+if not 2 <= len(sys.argv) <= 3:
+    print("usage: python examples/llama_server.py MODEL.gguf [LLAMA_SERVER]", file=sys.stderr)
+    sys.exit(2)
 model, server = sys.argv[1], sys.argv[2] if len(sys.argv) > 2 else "llama-server"
 with socket.socket() as free:
     free.bind(("127.0.0.1", 0))
