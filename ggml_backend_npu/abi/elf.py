@@ -11,7 +11,7 @@ _SEGMENT = struct.Struct("<IIQQQQQQ")
 _SECTION = struct.Struct("<IIQQQQIIQQ")
 _SYMBOL = struct.Struct("<IBBHQQ")
 _DYNAMIC = struct.Struct("<qQ")
-_PT_DYNAMIC, _SHT_DYNSYM, _DT_FLAGS_1, _DF_1_PIE = 2, 11, 0x6FFFFFFB, 0x08000000
+_ET_DYN, _PT_DYNAMIC, _SHT_DYNSYM, _DT_FLAGS_1, _DF_1_PIE = 3, 2, 11, 0x6FFFFFFB, 0x08000000
 
 
 def exports(file: Path, name: str) -> bool:
@@ -37,11 +37,13 @@ def _defined(data: bytes) -> set[bytes]:
     return found
 
 
-def as_library(program: Path, copy: Path) -> None:
+def as_library(program: Path, copy: Path) -> bool:
     """Writes a copy of a position-independent program that the loader takes for a library: without the flag by which it
-    refuses programs."""
+    refuses programs. Returns False for a program with a fixed place, of which there can be none."""
     data = bytearray(program.read_bytes())
-    _, _, _, _, _, at, _, _, _, size, count, *_ = _HEADER.unpack_from(data)
+    _, kind, _, _, _, at, _, _, _, size, count, *_ = _HEADER.unpack_from(data)
+    if kind != _ET_DYN:
+        return False
     for i in range(count):
         kind, _, offset, _, _, length, _, _ = _SEGMENT.unpack_from(data, at + i * size)
         for place in range(offset, offset + length, _DYNAMIC.size) if kind == _PT_DYNAMIC else ():
@@ -49,3 +51,4 @@ def as_library(program: Path, copy: Path) -> None:
             if tag == _DT_FLAGS_1:
                 _DYNAMIC.pack_into(data, place, tag, value & ~_DF_1_PIE)
     copy.write_bytes(data)
+    return True

@@ -197,7 +197,7 @@ def test_a_trace_that_cannot_be_written(tmp_path: Path) -> None:
     assert "no such directory" in done.stderr.splitlines()[-1]
 
 
-PROGRAM = """
+OF_C = """
 #include <stdio.h>
 const char * ggml_version(void);
 void ggml_backend_load_all(void);
@@ -219,13 +219,13 @@ def test_the_doctor_on_programs_with_their_libraries_beside_them(
 ) -> None:
     folder, name = copied.parent, copied.name
     linked = [f"-L{folder}", f"-l:{name}", "-l:libggml-base.so.0", "-Wl,--allow-shlib-undefined"]
-    program = built(folder, PROGRAM, *linked, "-Wl,-rpath,$ORIGIN", "-Wl,--disable-new-dtags")
+    program = built(folder, OF_C, *linked, "-Wl,-rpath,$ORIGIN", "-Wl,--disable-new-dtags")
     monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
     for given in (program, Path("program")):
         found = examination.examined([given])[-1]
         assert (found.fits, found.version) == (True, backend.ggml.version)
         assert found.advice == f'GGML_BACKEND_PATH="$(ggml-npu plugin)" {program}'
-    program = built(folder, PROGRAM, *linked)
+    program = built(folder, OF_C, *linked)
     found = examination.examined([program])[-1]
     assert (found.fits, found.version) == (True, backend.ggml.version)
     assert found.advice.startswith(f'LD_LIBRARY_PATH="{folder}" GGML_BACKEND_PATH=')
@@ -248,6 +248,10 @@ def test_the_doctor_looks_into_a_program_that_exports_ggml(tmp_path: Path) -> No
     found = examination.examined([program])[-1]
     assert not found.fits
     assert "no function ggml_" in found.advice
+    fixed = built(tmp_path, text, "-rdynamic", "-no-pie")
+    found = examination.examined([fixed])[-1]
+    assert found.fits
+    assert "when it starts" in found.advice
 
 
 @pytest.mark.conformance
