@@ -7,6 +7,7 @@ It needs a llama-server with a shared ggml of a version that the plugin knows.
 
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -17,7 +18,13 @@ from urllib.request import Request, urlopen
 
 from ggml_backend_npu.plugin.embedding import plugin
 
+if not 2 <= len(sys.argv) <= 3:
+    print("usage: python examples/llama_server.py MODEL.gguf [LLAMA_SERVER]", file=sys.stderr)
+    sys.exit(2)
 model, server = sys.argv[1], sys.argv[2] if len(sys.argv) > 2 else "llama-server"
+if shutil.which(server) is None:
+    print(f"{server}: no such program; name llama-server's path after the model", file=sys.stderr)
+    sys.exit(2)
 with socket.socket() as free:
     free.bind(("127.0.0.1", 0))
     port = str(free.getsockname()[1])

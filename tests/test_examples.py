@@ -26,6 +26,15 @@ def test_the_notebook_runs() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("arguments", "says"), [([], "usage: "), (["m.gguf", "no-such-server"], "no-such-server: ")])
+def test_the_server_says_what_it_needs(arguments: list[str], says: str) -> None:
+    command = [sys.executable, EXAMPLES / "llama_server.py", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    (line,) = done.stderr.splitlines()
+    assert (done.returncode, done.stdout, line.startswith(says)) == (2, "", True)
+
+
+@pytest.mark.slow
 def test_the_chat_answers() -> None:
     command = [sys.executable, EXAMPLES / "chat.py", "tiny"]
     done = subprocess.run(command, input="hello\n\n", capture_output=True, text=True, timeout=300, check=False)

@@ -9,7 +9,8 @@ from ggml_backend_npu.backend.backend import Backend
 from ggml_backend_npu.ggml import lib
 from ggml_backend_npu.ops import OWN
 from ggml_backend_npu.registry.entry import Op, recording
-from ggml_backend_npu.user_files import line_in, no_file, run_file
+from ggml_backend_npu.registry.user_files import FileError, run_file
+from ggml_backend_npu.user_texts import no_file
 from quant.errors import UserError
 
 
@@ -36,10 +37,10 @@ def load_kernels(path: Path, backend: Backend) -> dict[str, str]:
         try:
             run_file(path, f"kernels_{path.stem}")
             _check(added)
-        except (Exception, SystemExit, GeneratorExit) as error:
-            text = error.msg if isinstance(error, SyntaxError) else error
-            kind = "" if isinstance(error, KernelFileError) else f"{type(error).__name__}: "
-            raise KernelFileError(f"kernels {str(path)!r}{line_in(path, error)}: {kind}{text}") from None
+        except FileError as error:
+            raise KernelFileError(f"kernels {str(path)!r}{error}") from None
+        except KernelFileError as error:
+            raise KernelFileError(f"kernels {str(path)!r}: {error}") from None
     found = {op.name: "replaced" if op.name in backend.ops else "new" for op in added}
     backend.ops.add(*added)
     return found

@@ -15,7 +15,8 @@ from ggml_backend_npu.ggml import lib
 from ggml_backend_npu.ops import OWN
 from ggml_backend_npu.registry.calls import said_by
 from ggml_backend_npu.registry.entry import recording
-from ggml_backend_npu.user_files import line_in, no_file, run_file
+from ggml_backend_npu.registry.user_files import FileError, run_file
+from ggml_backend_npu.user_texts import no_file
 
 GROUP = "ggml_backend_npu.devices"
 
@@ -83,9 +84,8 @@ def _of_file(path: Path) -> list[Device]:
     with _recording() as found:
         try:
             run_file(path, f"device_{path.stem}")
-        except (Exception, SystemExit, GeneratorExit) as error:
-            text = error.msg if isinstance(error, SyntaxError) else error
-            raise DeviceError(f"device {str(path)!r}{line_in(path, error)}: {type(error).__name__}: {text}") from None
+        except FileError as error:
+            raise DeviceError(f"device {str(path)!r}{error}") from None
     return found
 
 

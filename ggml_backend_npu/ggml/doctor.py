@@ -27,5 +27,10 @@ def examine(where: str) -> dict[str, object]:
     return found
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """Examines what the command line names."""
     print(json.dumps(examine(sys.argv[1])))
+
+
+if __name__ == "__main__":
+    main()

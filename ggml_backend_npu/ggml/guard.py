@@ -6,13 +6,14 @@ from __future__ import annotations
 import ctypes
 import functools
 import signal
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any, ParamSpec, TypeVar
+
+from quant.errors import say
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
@@ -38,7 +39,7 @@ class Failures:
         self.interrupted = self.interrupted or isinstance(error, KeyboardInterrupt)
         self.message = " ".join(str(error).split()) or self.message
         if self.printed:
-            print(f"ggml-npu: {self.message}", file=sys.stderr)
+            say(self.message)
 
     @contextmanager
     def told_by_the_caller(self) -> Iterator[None]:

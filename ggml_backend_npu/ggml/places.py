@@ -15,7 +15,7 @@ from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
 from ggml_backend_npu.ggml import structs
-from ggml_backend_npu.user_files import no_file
+from ggml_backend_npu.user_texts import no_file
 from quant.errors import UserError
 
 _REGISTERS = "ggml_backend_register"

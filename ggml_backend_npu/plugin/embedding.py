@@ -34,7 +34,8 @@ def say_why(kind, error, trace):
     while error.__cause__ is not None:
         error = error.__cause__
     reason = " ".join(str(error).split()) or kind.__name__
-    print(f"ggml-npu: no device NPU: {reason}", file=sys.stderr)
+    shown = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in reason)
+    print(f"ggml-npu: no device NPU: {shown}", file=sys.stderr)
 
 @ffi.def_extern(onerror=say_why)
 def npu_registry(caller):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import sys
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -24,6 +23,7 @@ from ggml_backend_npu.plugin.contexts import Context, Statistics
 from ggml_backend_npu.plugin.queues import Queue
 from ggml_backend_npu.plugin.repeats import Repeats
 from ggml_backend_npu.registry.entry import KernelError
+from quant.errors import say
 from quant.kernels import threads
 from quant.kernels.threads import POOL, Team
 
@@ -256,7 +256,7 @@ class Plugin:
         """Says on stderr, with GGML_NPU_VERBOSE, why a node is refused: each reason of an op once."""
         if os.environ.get("GGML_NPU_VERBOSE") and (op, reason) not in self._told:
             self._told.add((op, reason))
-            print(f"ggml-npu: {self.backend.name} refuses {op}: {reason}", file=sys.stderr)
+            say(f"{self.backend.name} refuses {op}: {reason}")
 
     def _refusal(self, op: str, node: int) -> str | None:
         try:

@@ -6,7 +6,6 @@ import re
 import tomllib
 from collections.abc import Sequence
 from dataclasses import replace
-from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ from ggml_backend_npu.ggml import lib
 from ggml_backend_npu.profiles.clock import Clock
 from ggml_backend_npu.profiles.generations import PROFILES
 from ggml_backend_npu.profiles.rules import ANY, ROLES, Profile, ProfileError, Rule, one_of
+from ggml_backend_npu.user_texts import TextError, read_text, read_toml
 from quant import type_names
 
 Keys = tuple[str | int, ...]
@@ -22,6 +22,7 @@ _TEXTS = ("name", "description", "source", "base")
 _KEYS = (*_TEXTS, "ops", "op", "clock", "host")
 _SPEEDS = ("memory", "bus", "launch")
 _LAYOUTS = ("contiguous", "rows", "where")
+_MOST = 1e300  # of a speed, which a float can hold
 
 
 def read(path: Path) -> Profile:
@@ -36,13 +37,13 @@ def read(path: Path) -> Profile:
     Raises ProfileError for a file that cannot be read or is not a profile.
     """
     try:
-        text = path.read_text(encoding="utf-8")
-        return _profile(tomllib.loads(text), path)
-    except OSError as error:
-        raise ProfileError(error.strerror or str(error)) from None
+        text = read_text(path)
+        return _profile(read_toml(text), path)
+    except TextError as error:
+        raise ProfileError(str(error)) from None
     except UnicodeDecodeError:
         raise ProfileError("is not text") from None
-    except tomllib.TOMLDecodeError as error:
+    except ValueError as error:
         raise ProfileError(_syntax_error(text, str(error))) from None
     except _KeyError as error:
         raise ProfileError(f"line {_line(text, error.keys, error.word)}: {error}", error.word) from None
@@ -115,7 +116,7 @@ def _clock(keys: Keys, table: Any) -> Clock:
 
 def _positive(keys: Keys, value: Any, *, zero: bool = False) -> None:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not (0 < value < inf or (zero and value == 0)):
+    if not is_number or not (0 < value < _MOST or (zero and value == 0)):
         raise _KeyError(keys, f"{keys[-1]}={value!r}: must be a number above zero")
 
 

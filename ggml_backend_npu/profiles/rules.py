@@ -137,9 +137,11 @@ class Rule:
         for name in (name for names in self.types.values() for name in names):
             one_of("type", name, known)
         for condition in self.where:
-            types = _TYPES.fullmatch(condition)
-            if not types and not _NUMBERS.fullmatch(condition):
+            types, numbers = _TYPES.fullmatch(condition), _NUMBERS.fullmatch(condition)
+            if not types and not numbers:
                 raise ProfileError(f"condition {condition!r}: must be {_CONDITIONS}", condition)
+            if numbers and any(re.fullmatch(r"% -?0+", side) for side in re.findall(r"% \S+", condition)):
+                raise ProfileError(f"condition {condition!r}: divides by 0", condition)
             if types and "." not in types[3]:
                 one_of("type", types[3], (*known, "none"))
 

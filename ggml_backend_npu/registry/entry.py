@@ -62,6 +62,12 @@ class Op(Checks):
         self.sources = tensors[1:]
         self.wants_params, self.wants_numerics = "params" in parameters, "numerics" in parameters
         if self.types is not None:
+            for types in self.types:
+                if not all(isinstance(name, str) for name in types):
+                    raise TypeError(
+                        f"op {self.name}: types {types!r}: must be names of types; a source that nodes may leave out "
+                        "has none: its kernel takes it as `Tensor | None`"
+                    )
             if len({len(types) for types in self.types}) != 1:
                 raise TypeError(f"op {self.name}: types must be combinations of one length, got {sorted(self.types)}")
             combination = min(self.types)

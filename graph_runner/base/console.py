@@ -3,7 +3,6 @@ not executed."""
 
 from __future__ import annotations
 
-import re
 import sys
 from collections.abc import Iterable
 from typing import Any
@@ -13,20 +12,10 @@ from rich.console import ConsoleOptions, RenderableType
 from rich.segment import Segment
 from rich.table import Table as RichTable
 
-_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
-_NOT_UTF8 = re.compile(r"[\udc80-\udcff]")  # bytes of a path, as os.fsdecode has them
+from quant.errors import encodable as encodable
+from quant.errors import printable as printable
+
 _NOT_WRAPPED = 100_000  # columns where there is no terminal
-
-
-def printable(text: str) -> str:
-    """The text with control characters, but for tabs and line ends, written as escapes: \\x1b; and so are bytes that
-    are no UTF-8."""
-    return encodable(_CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", text))
-
-
-def encodable(text: str) -> str:
-    """The text with bytes of a path that are no UTF-8 written as escapes: \\xe9."""
-    return _NOT_UTF8.sub(lambda found: f"\\x{ord(found[0]) - 0xDC00:02x}", text)
 
 
 def _printable(value: Any) -> Any:

@@ -8,7 +8,7 @@ import shutil
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
@@ -41,10 +41,17 @@ def undo_all() -> None:
 
 @contextmanager
 def temporary_folder() -> Iterator[Path]:
-    """Yields a folder that is deleted at the end of the context."""
+    """Yields a folder that is deleted at the end of the context. Raises BadInputError if there can be none."""
     from quant import folders  # late: a command is to end when told before numba is imported
 
-    with folders.temporary_folder() as folder, undone(partial(shutil.rmtree, folder, ignore_errors=True)):
+    with ExitStack() as stack:
+        try:
+            folder = stack.enter_context(folders.temporary_folder())
+        except OSError as error:
+            from graph_runner.base.errors import BadInputError  # late: as above
+
+            raise BadInputError(f"TMPDIR: {error.strerror}") from None
+        stack.enter_context(undone(partial(shutil.rmtree, folder, ignore_errors=True)))
         yield folder
 
 

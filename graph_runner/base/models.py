@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from ggml_backend_npu.user_files import no_file
+from ggml_backend_npu.user_texts import no_file
 from graph_runner.base.endings import temporary_folder
 from graph_runner.base.errors import SessionError
 from graph_runner.base.tiny import write_tiny_llama
@@ -20,7 +20,12 @@ def model_file(model: str) -> Iterator[Path]:
         yield demo_file()
     elif model == "tiny":
         with temporary_folder() as folder:
-            yield write_tiny_llama(folder / "tiny-llama.gguf")
+            try:
+                file = write_tiny_llama(folder / "tiny-llama.gguf")
+            except OSError as error:
+                why = error.strerror or "No space left on device"  # of which NumPy says only how much it wrote
+                raise SessionError(f"model 'tiny': cannot be written to {str(folder.parent)!r}: {why}") from None
+            yield file
     else:
         path = Path(model)
         if not path.exists():
@@ -40,14 +45,14 @@ def demo_file() -> Path:
     return next(Path(spec.origin).parent.glob("*.gguf"))
 
 
-def check_file(path: Path) -> None:
+def check_file(path: Path, what: str = "model") -> None:
     """Raises SessionError if path is not a file or, by its first bytes, not a GGUF file."""
     if not path.is_file():
-        raise SessionError(f"model {str(path)!r}: {no_file(path)}")
+        raise SessionError(f"{what} {str(path)!r}: {no_file(path)}")
     try:
         with path.open("rb") as file:
             magic = file.read(4)
     except OSError as error:
-        raise SessionError(f"model {str(path)!r}: {error.strerror}") from None
+        raise SessionError(f"{what} {str(path)!r}: {error.strerror}") from None
     if magic != b"GGUF":
-        raise SessionError(f"model {str(path)!r}: not a GGUF file (begins with {magic!r})")
+        raise SessionError(f"{what} {str(path)!r}: not a GGUF file (begins with {magic!r})")

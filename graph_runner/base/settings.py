@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 DeviceName = Literal["npu", "cpu"]
@@ -14,6 +15,7 @@ CACHE_TYPES = ("f32", "f16", "bf16", *QUANTISED_CACHE_TYPES)
 
 
 N_BATCH = 512  # tokens that a graph has at most
+ALL_LAYERS = 999  # more than any model has
 
 
 @dataclass(frozen=True)
@@ -26,7 +28,8 @@ class Settings:
     cache_type_v  ggml type of the V cache (a quantised one needs flash attention)
     flash_attention  "auto", "on" or "off"
     threads     of the CPU backend; 0 = as many as the process may use
-    gpu_layers  layers to offload to a device of type "gpu", with their weights and caches
+    gpu_layers  layers to offload to a device of type "gpu", with their weights and caches; None: 0, in a diff all
+    loras       LoRA adapters, each added with the scale 1
     weights     whether to load the model's weights; without them splits can be counted, but nothing can be decoded
     without     on the CPU: fused ops that the graph must not have, so that it matches the graph of a device without
                 them
@@ -38,7 +41,8 @@ class Settings:
     cache_type_v: str = "f16"
     flash_attention: FlashAttention = "auto"
     threads: int = 0
-    gpu_layers: int = 0
+    gpu_layers: int | None = None
+    loras: tuple[Path, ...] = ()
     weights: bool = True
     without: frozenset[str] = frozenset()
 

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from graph_runner.cli import bench, cache, capture, coverage, devices, diff, doctor, ops, plugin, replay, run, test
-from graph_runner.cli.command import as_command
+from graph_runner.cli.command import Command, as_command
 
 app = typer.Typer(
     name="ggml-npu",
@@ -34,7 +34,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "bench": bench.bench,
 }
 for name, command in COMMANDS.items():
-    app.command(name)(as_command(command))
+    app.command(name, cls=Command)(as_command(command))
 
 
 def _print_version(wanted: bool) -> None:

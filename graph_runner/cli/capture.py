@@ -17,7 +17,7 @@ Output = Annotated[
 NODES_HELP = (
     "Nodes to save, separated by commas: an op (GET_ROWS), a node's name (ffn_out-*; * and ? are wildcards), indices "
     "within a step (17, 17-40). A step's number in front limits an item to that step (2:GET_ROWS). Default: every node "
-    "that the NPU takes."
+    "that the NPU has a kernel for, as a diff compares them, also those that it takes only with --all."
 )
 
 

@@ -5,13 +5,15 @@ from __future__ import annotations
 import functools
 import inspect
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import nullcontext, suppress
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
 import typer
+import typer.core
 
 from ggml_backend_npu.device import files as device_files
 from graph_runner.base.errors import SessionError
@@ -23,9 +25,46 @@ from quant.folders import tidy, tidy_all
 
 _READ_BY_VARIABLE = ("GGML_NPU_KERNELS", "GGML_NPU_PROFILE", "GGML_NPU_DEVICE_FILE")
 _WRITTEN_BY_VARIABLE = ("GGML_NPU_CAPTURE",)
+_SPELLINGS = {
+    "-fa": "--flash-attn", "-ctk": "--cache-type-k", "-ctv": "--cache-type-v", "-t": "--threads",
+    "-ngl": "--gpu-layers", "--n-gpu-layers": "--gpu-layers", "-dev": "--device", "-s": "--seed",
+    "--temp": "--temperature", "--predict": "--n-predict", "-m": "--model",
+}  # fmt: skip
+_VALUES = {"1": "on", "true": "on", "enabled": "on", "0": "off", "false": "off", "disabled": "off", "-1": "auto"}
 Verbose = Annotated[
     bool, typer.Option("--verbose", help="Also show tracebacks, llama.cpp's log and refused ops (GGML_NPU_VERBOSE=1).")
 ]
+
+
+class Command(typer.core.TyperCommand):
+    """A command that also takes options as llama.cpp's programs spell them."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parses the words of a command line, in our own spelling."""
+        options = {name: each for each in self.get_params(ctx) for name in each.opts if name.startswith("-")}
+        taking = {name for name, each in options.items() if not getattr(each, "is_flag", False)}
+        return super().parse_args(ctx, [*_spelled(args, options, taking)])
+
+
+def _spelled(words: Iterable[str], options: Collection[str], taking: Collection[str]) -> Iterator[str]:
+    """Yields the words of a command line with llama.cpp's names of options in ours, and MODEL without its -m.
+
+    taking  the options that have a value
+    """
+    left = deque(words)
+    while left:
+        word = left.popleft()
+        if word == "--":
+            yield from (word, *left)
+            return
+        ours = _SPELLINGS.get(word, word)
+        if ours == "--model" and ours not in options:
+            continue
+        yield ours if ours in options else word
+        if ours == "--flash-attn" and (not left or left[0] in _VALUES or left[0].startswith("-")):
+            yield _VALUES[left.popleft()] if left and left[0] in _VALUES else "on"
+        elif ours in taking and left:
+            yield left.popleft()
 
 
 def as_command(function: Callable[..., None]) -> Callable[..., None]:

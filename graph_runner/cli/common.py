@@ -12,8 +12,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskProgressC
 from graph_runner.base.console import Console, printable
 from graph_runner.base.errors import BadInputError
 from graph_runner.base.files import STDOUT
-from graph_runner.cli.options import ComputeOptions, DeviceOptions
+from graph_runner.cli.options import ComputeOptions, DeviceOptions, OpOptions
 from graph_runner.cli.outputs import is_seen_with_stderr
+from quant.errors import say
 
 
 def stderr() -> Console:
@@ -31,14 +32,14 @@ def stdout(*files: str | None) -> Console:
 
 def warn(text: str) -> None:
     """Prints a warning on stderr, in one line."""
-    print(printable(f"ggml-npu: {text}"), file=sys.stderr)
+    say(text)
 
 
 def refuse_without_the_npu(device: str, npu: ComputeOptions, **others: object) -> None:
     """Raises BadInputError for the first NPU option that is given although another device computes everything."""
     given = others | vars(npu) | {"fusion": None, "no_fusion": not npu.fusion}
     for name, value in given.items():
-        if value:
+        if value and (name, value) != ("gpu_layers", "0"):
             option = {"all_ops": "--all"}.get(name, f"--{name.replace('_', '-')}")
             raise BadInputError(f"{option}: applies to the NPU, but --device is {device}")
 
@@ -85,11 +86,11 @@ def use_device(npu: DeviceOptions) -> None:
     backend.options = backend.options.updated(npu.chosen)
 
 
-def gpu_layers() -> int:
-    """Returns the number of layers to offload: all (999) for a device of type gpu, else 0."""
+def gpu_layers(npu: OpOptions) -> int:
+    """Returns the number of layers to offload: 0 for a device that is not of type gpu."""
     from ggml_backend_npu import default_backend
 
-    return 999 if default_backend().options.device_type == "gpu" else 0
+    return npu.layers if default_backend().options.device_type == "gpu" else 0
 
 
 def use_kernels(files: list[Path] | None) -> None:

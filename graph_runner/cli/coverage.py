@@ -33,7 +33,7 @@ def coverage(
     text = prompt.text
     use_device(npu)
     use_kernels(kernels)
-    settings = context.settings(gpu_layers=gpu_layers())
+    settings = context.settings(gpu_layers=gpu_layers(npu))
     console = stderr()
     with model_file(model) as file, console.status("running the model"):
         found = cover(file, text, settings=settings)

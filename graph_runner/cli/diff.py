@@ -101,8 +101,8 @@ def diff(
 ) -> None:
     """Compare each node of a model on two devices.
 
-    Runs the prompt and a few decoding steps on both, node by node. Each node is judged twice from equal inputs: the
-    device computes it from what the reference read, and the reference computes it from what the device's own run read.
+    Runs the prompt and a few decoding steps on both, node by node. A node is judged from equal inputs: the device
+    computes it from what the reference read, and the reference from what the device's own run read, if that differs.
     Exit code 0: right; 1: a node or the device's run is wrong, or was not judged; 2: bad input; 3: an internal error.
     """
     if device is reference is Device.CPU:
@@ -116,7 +116,7 @@ def diff(
         from graph_runner.process.retried import retried
 
         arguments = {
-            "steps": steps, "settings": context.settings(), "reference": reference.value.upper(),
+            "steps": steps, "settings": context.settings(gpu_layers=npu.layers), "reference": reference.value.upper(),
             "device": device.value.upper(), "strict": strict, "repeat": repeat,
             "reproducers": reproducers or _folder(model),
         }  # fmt: skip

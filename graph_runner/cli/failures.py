@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import sys
 import traceback
 from contextlib import suppress
 from pathlib import Path
@@ -12,8 +11,7 @@ from typing import Any
 
 import typer
 
-from graph_runner.base.console import printable
-from quant.errors import UserError
+from quant.errors import UserError, say
 
 BAD_INPUT, OURS = 2, 3
 VERBOSE = "GGML_NPU_VERBOSE"
@@ -27,25 +25,21 @@ def told(error: BaseException) -> int:
         if os.environ.get(VERBOSE):
             traceback.print_exception(error)
         if isinstance(error, UserError):
-            _say(str(error))
+            say(str(error))
         elif isinstance(error, _UsageError):
             _say_usage(error)
         elif isinstance(error, OSError) and error.strerror:
-            _say(f"{error.filename or 'stdout or a file'}: {error.strerror}")
+            say(f"{error.filename or 'stdout or a file'}: {error.strerror}")
         else:
-            _say(f"internal error: {_where(error)}; --verbose shows the traceback")
+            say(f"internal error: {_where(error)}; --verbose shows the traceback")
             return OURS
     return BAD_INPUT
-
-
-def _say(text: str) -> None:
-    print(printable(f"ggml-npu: {' '.join(text.split())}"), file=sys.stderr)
 
 
 def _say_usage(error: Any) -> None:
     """Prints a usage error. Without a command, help was printed, and there is no message."""
     if message := _with_value(error.format_message(), error.__cause__):
-        _say(message if error.ctx is None else f"{message.rstrip('.')}; see {error.ctx.command_path} -h")
+        say(message if error.ctx is None else f"{message.rstrip('.')}; see {error.ctx.command_path} -h")
 
 
 def _with_value(message: str, cause: Any) -> str:

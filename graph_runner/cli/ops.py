@@ -2,27 +2,90 @@
 
 from __future__ import annotations
 
-from graph_runner.base.console import table
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from graph_runner.base.console import Console, table
+from graph_runner.base.errors import BadInputError
 from graph_runner.cli.common import stdout, use_kernels
 from graph_runner.cli.options import JsonFile, Kernels
 from graph_runner.cli.outputs import json_text, write
 
+if TYPE_CHECKING:
+    from ggml_backend_npu.registry.entry import Op
 
-def ops(json_file: JsonFile = None, kernels: Kernels = None) -> None:
-    """List the ops that the backend supports, by type."""
+_WIDEST = 100  # columns of a table
+_KINDS = {"i": "i32", "f": "f32"}
+Names = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="[OP]...", help="Ops to describe: sources, parameters, combinations of types.", show_default=False
+    ),
+]
+
+
+def ops(names: Names = None, json_file: JsonFile = None, kernels: Kernels = None) -> None:
+    """List the ops that the backend supports, and the types of each source; or describe those that are named."""
     from ggml_backend_npu import default_backend
+    from ggml_backend_npu.ggml.lib import ggml
 
     use_kernels(kernels)
     known = default_backend().ops
-    signatures = {name: known[name].signatures() for name in sorted(known)}
+    chosen = [name.upper() for name in names or sorted(known)]
+    for name in chosen:
+        if name not in known:
+            raise BadInputError(f"no kernel for {name}" if name in ggml().op_names else ggml().has_no_op(name))
     if json_file is not None:
+        signatures = {name: known[name].signatures() for name in chosen}
         data = {
             name: [{"sources": sources, "outputs": outputs} for sources, outputs in found]
             for name, found in signatures.items()
         }
         write("--json", json_file, json_text({"schema": "ggml-npu ops 1", "ops": data}))
-    shown = table("op", "sources", "output", padding=(0, 2, 0, 0))
-    for name, found in signatures.items():
-        for place, (sources, outputs) in enumerate(found):
-            shown.add_row("" if place else name, sources, outputs)
-    stdout(json_file).print(shown)
+    console = stdout()
+    if names:
+        for name in chosen:
+            _describe(known[name], console)
+    else:
+        _list([known[name] for name in chosen], console)
+
+
+def _list(known: list[Op], console: Console) -> None:
+    shown = table("op", "types of each source", "output", padding=(0, 2, 0, 0), width=min(console.width, _WIDEST))
+    for op in known:
+        sources, outputs = _united(op)
+        shown.add_row(op.name, " + ".join(sources), outputs)
+    console.print(shown)
+
+
+def _united(op: Op) -> tuple[list[str], str]:
+    """Returns the types that each source has in any combination, and those of the output; "same" is an output of the
+    first source's type."""
+    if op.types is None:
+        return ["any"], "any"
+    _, *sources = (sorted(set(place)) for place in zip(*op.types, strict=True))
+    outputs = {"same" if types[:1] == types[1:] else types[0] for types in op.types}
+    return [" ".join(types) for types in sources] or ["none"], " ".join(sorted(outputs))
+
+
+def _describe(op: Op, console: Console) -> None:
+    from ggml_backend_npu.ops import OWN
+
+    optional = op.sources[op.n_required :]
+    sources = [f"src{i} {name}{' (may be left out)' if name in optional else ''}" for i, name in enumerate(op.sources)]
+    params = [] if op.params is None else zip(op.params.names(), op.params.kinds(), strict=True)
+    words = [f"{name} ({_KINDS[kind]})" for name, kind in params]
+    lines = {
+        "": op.name,
+        "sources": ", ".join(sources) or "none",
+        "parameters": ", ".join(words) or ("bytes" if op.wants_params else "none"),
+        "taken": "always" if op.default or op is not OWN.get(op.name) else "with --all",
+    }
+    for title, text in lines.items():
+        console.print(f"{title}: {text}" if title else text, highlight=False, markup=False, soft_wrap=True)
+    shown = table("sources", "output", padding=(0, 2, 0, 0), width=min(console.width, _WIDEST))
+    for types, outputs in op.signatures():
+        shown.add_row(types, outputs)
+    console.print(shown)
+    console.print()

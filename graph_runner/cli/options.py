@@ -6,6 +6,7 @@ A group is a dataclass: a command that has a parameter of that type has an optio
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import dataclass
 from enum import StrEnum
 from math import isfinite
@@ -16,7 +17,7 @@ import typer
 
 from graph_runner.base.errors import BadInputError
 from graph_runner.base.limits import MOST_CELLS, MOST_THREADS
-from graph_runner.base.settings import CACHE_TYPES, Settings
+from graph_runner.base.settings import ALL_LAYERS, CACHE_TYPES, Settings
 
 # beside typer's part of an Annotated: it names a file that is read, one that is written, a folder that traces go to
 READS, WRITES, KEEPS_TRACES = "reads", "writes", "keeps traces"
@@ -61,6 +62,13 @@ def cache_type(name: str) -> str:
     return name
 
 
+def gpu_layers(text: str | None) -> str | None:
+    """Returns the text. Raises BadParameter if it is no number of layers."""
+    if text is not None and text not in ("all", "auto") and not re.fullmatch("[0-9]{1,9}", text):
+        raise typer.BadParameter(f"{text!r} is not a number, 'all' or 'auto'")
+    return text
+
+
 def device_of_file(name: str | None) -> str | None:
     """Makes the device of a file the default backend, in this process and in those that it starts."""
     if name is not None:
@@ -87,14 +95,16 @@ Context = Annotated[
 ]
 CacheTypeK = Annotated[
     str,
-    typer.Option(metavar="TYPE", callback=cache_type, help="ggml type of the K cache: f16, f32, q8_0, q4_0, ..."),
+    typer.Option(
+        metavar="TYPE", callback=cache_type, help="ggml type of the K cache (-ctk): f16, f32, q8_0, q4_0, ..."
+    ),
 ]
 CacheTypeV = Annotated[
     str,
     typer.Option(
         metavar="TYPE",
         callback=cache_type,
-        help="ggml type of the V cache; a quantised one needs --flash-attn on.",
+        help="ggml type of the V cache (-ctv); a quantised one needs --flash-attn on.",
     ),
 ]
 Kernels = Annotated[
@@ -112,11 +122,20 @@ Threads = Annotated[
     typer.Option(
         min=0,
         max=MOST_THREADS,
-        help="Threads of llama.cpp's CPU backend and of the kernels; 0 = one per processor that this process may use. "
-        "At most 4 per processor.",
+        help="Threads (-t) of llama.cpp's CPU backend and of the kernels; 0 = one per processor that this process may "
+        "use. At most 4 per processor.",
     ),
 ]
 
+LoraFiles = Annotated[
+    list[Path] | None,
+    typer.Option(
+        metavar="FILE.gguf",
+        help="A LoRA adapter, whose nodes are part of the graph. Repeat the option for more files.",
+        show_default=False,
+    ),
+    READS,
+]
 ProfileName = Annotated[
     str | None,
     typer.Option(
@@ -185,6 +204,15 @@ AllOps = Annotated[
         "--all", help="The NPU takes every op it has a kernel for, not only SCALE and data movement (GGML_NPU_OPS=all)."
     ),
 ]
+GpuLayers = Annotated[
+    str | None,
+    typer.Option(
+        metavar="N|all",
+        callback=gpu_layers,
+        help="Layers to offload (-ngl); above 0 the device is of type gpu. Default: all to a device of type gpu.",
+        show_default=False,
+    ),
+]
 Fuse = Annotated[bool, typer.Option(help="Run patterns of nodes as one operator (GGML_NPU_FUSION).")]
 Matmul = Annotated[
     str | None,
@@ -239,28 +267,31 @@ class PromptOptions:
             return self.prompt
         if self.prompt != PROMPT:
             raise BadInputError(f"--file {str(file)!r}: --prompt is given too")
+        from ggml_backend_npu.user_texts import TextError, read_text
+
         try:
-            return utf8(file.read_text(encoding="utf-8"))
+            return utf8(read_text(file))
         except UnicodeDecodeError as error:
             raise BadInputError(f"--file {str(file)!r}: is not UTF-8 at byte {error.start}") from None
-        except OSError as error:
-            raise BadInputError(f"--file {str(file)!r}: {error.strerror}") from None
+        except TextError as error:
+            raise BadInputError(f"--file {str(file)!r}: {error}") from None
 
 
 @dataclass(frozen=True)
 class ContextOptions:
     """How a model's context is made."""
 
-    flash_attn: Annotated[FlashAttention, typer.Option(help="Flash attention.")] = FlashAttention.AUTO
+    flash_attn: Annotated[FlashAttention, typer.Option(help="Flash attention (-fa).")] = FlashAttention.AUTO
     cache_type_k: CacheTypeK = "f16"
     cache_type_v: CacheTypeV = "f16"
     threads: Threads = 0
+    lora: LoraFiles = None
 
     def settings(self, **others: Any) -> Settings:
         """Returns the settings of a session: these options and others."""
         return Settings(
             flash_attention=self.flash_attn.value, cache_type_k=self.cache_type_k, cache_type_v=self.cache_type_v,
-            threads=self.threads, **others,
+            threads=self.threads, loras=tuple(self.lora or ()), **others,
         )  # fmt: skip
 
 
@@ -270,7 +301,7 @@ class NodesContextOptions(ContextOptions):
 
     flash_attn: Annotated[
         FlashAttention,
-        typer.Option(help="Flash attention; with off, a graph has CONT nodes and more kinds of SET_ROWS."),
+        typer.Option(help="Flash attention (-fa); with off, a graph has CONT nodes and more kinds of SET_ROWS."),
     ] = FlashAttention.OFF
 
 
@@ -310,11 +341,17 @@ class OpOptions(ComputeOptions):
     """The options of the device, how it computes nodes, and which ops it takes."""
 
     all_ops: AllOps = False
+    gpu_layers: GpuLayers = None
+
+    @property
+    def layers(self) -> int:
+        """How many layers to offload to a device of type gpu."""
+        return int(self.gpu_layers) if self.gpu_layers and self.gpu_layers.isdigit() else ALL_LAYERS
 
     @property
     def chosen(self) -> dict[str, str | None]:
-        """Options of the device by field name, with ops. For a whole model in the device's own memory the type is gpu,
-        since llama.cpp offloads a whole model only to a GPU."""
-        whole = self.memory == "device" and self.all_ops
-        device_type = self.device_type or ("gpu" if whole else None)
+        """Options of the device by field name, with ops. For a whole model in the device's own memory, and for layers
+        to offload, the type is gpu, since llama.cpp offloads layers only to a GPU."""
+        offloads = (self.memory == "device" and self.all_ops) or (self.gpu_layers is not None and self.layers > 0)
+        device_type = self.device_type or ("gpu" if offloads else None)
         return super().chosen | {"ops": "all" if self.all_ops else None, "device_type": device_type}

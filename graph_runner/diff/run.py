@@ -23,7 +23,7 @@ from ggml_backend_npu.plugin.replica import Replica
 from graph_runner.base.console import printable
 from graph_runner.base.errors import BadInputError, TraceError
 from graph_runner.base.files import folder_for_traces
-from graph_runner.base.settings import DeviceName, Settings, context_for
+from graph_runner.base.settings import ALL_LAYERS, DeviceName, Settings, context_for
 from graph_runner.diff.again import Again, Watched
 from graph_runner.diff.judge import Judge, Stray
 from graph_runner.diff.lockstep import Lockstep
@@ -227,9 +227,10 @@ class _InStep:
         self._reference = Plugin(ggml, self._theirs) if asked.reference == "NPU" else None
         self._npu = Plugin(ggml, ours) if asked.device == "NPU" else None
         settings = asked.settings or Settings(flash_attention="off")
+        layers = ALL_LAYERS if settings.gpu_layers is None else settings.gpu_layers
         self._settings = replace(
             settings, n_ctx=context_for(prompt, asked.steps), threads=settings.threads or processors(),
-            gpu_layers=_ALL_LAYERS if ours.options.device_type == "gpu" else 0,
+            gpu_layers=layers if ours.options.device_type == "gpu" else 0,
         )  # fmt: skip
         self._options = ours.options.chosen() | dict(asked.notes or {})
         origin = Origin(
@@ -362,7 +363,6 @@ class _InStep:
             result.ending = again.natural(result.ending)
 
 
-_ALL_LAYERS = 999
 _DEVICES: dict[str, DeviceName] = {"CPU": "cpu", "NPU": "npu"}
 
 

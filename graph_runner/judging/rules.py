@@ -10,7 +10,6 @@ exact value.
 from __future__ import annotations
 
 import math
-import tomllib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,12 +23,15 @@ from ggml_backend_npu.ggml.lib import ggml
 from ggml_backend_npu.ops import OWN
 from ggml_backend_npu.registry.checks import Exact
 from ggml_backend_npu.registry.exact import values
+from ggml_backend_npu.user_texts import TextError, read_text, read_toml
 from graph_runner.judging import noise
 from graph_runner.judging.compare import Comparison
 from quant import type_names
 from quant.errors import UserError
 
 GPU = "gpu"
+
+_MOST = 1e300  # of a bound, which a float can hold
 
 _EVERY = "*"  # in a file, every op that has a bound
 
@@ -253,10 +255,8 @@ def _gaps_differ(expected: Tensor, actual: Tensor, found: Comparison) -> bool:
 
 def _read(path: Path) -> dict[str, Bounds]:
     try:
-        table = tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ToleranceError(f"tolerances {str(path)!r}: {error.strerror}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        table = read_toml(read_text(path))
+    except (TextError, ValueError) as error:
         raise ToleranceError(f"tolerances {str(path)!r}: {error}") from None
     return {op: _bounds(path, op, bounds) for op, bounds in table.items()}
 
@@ -265,7 +265,7 @@ def _bounds(path: Path, op: str, bounds: Any) -> Bounds:
     if not isinstance(bounds, dict):
         raise ToleranceError(f"tolerances {str(path)!r}: {op} = {bounds!r}: must be a table of types")
     for type, bound in bounds.items():
-        if isinstance(bound, bool) or not isinstance(bound, int | float) or not math.isfinite(bound) or bound < 0:
+        if isinstance(bound, bool) or not isinstance(bound, int | float) or not 0 <= bound < _MOST:
             raise ToleranceError(f"tolerances {str(path)!r}: {op}.{type} = {bound!r}: must be a number of 0 or more")
         if type != "*" and type not in type_names():
             raise ToleranceError(

@@ -16,7 +16,6 @@ import signal
 import struct
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 import traceback
@@ -266,7 +265,7 @@ class Child:
 def begun(module: str) -> Iterator[Child]:
     """Yields a child process that imports a module while the parent prepares a job. The process ends with the
     context."""
-    with tempfile.TemporaryFile() as file:
+    with os.fdopen(os.memfd_create("ggml-npu"), "r+b") as file:  # on no disk, which could be full
         trail = Trail(file)
         ours, theirs = os.pipe()
         process = subprocess.Popen(

@@ -247,10 +247,18 @@ def _next_steps(node: NodeResult, options: dict[str, str]) -> list[str]:
         lines.append(f"compute it again without the model: {command}")
     elif node.reproducer is not None:
         lines.append(f"computed again without the model it is right each time: {shlex.quote(node.reproducer)}")
-    if node.test is not None:
-        command = shlex.join(["ggml-npu", "test", *_kernel_files(options), *_device_file(options)])
-        lines.append(f"nearest test cases of ggml: {command} {node.test.removeprefix('test-backend-ops test ')}")
+    test = _test_command(node, options)
+    if test is not None:
+        lines.append(f"nearest test cases of ggml: {test}")
     return lines
+
+
+def _test_command(node: NodeResult, options: dict[str, str]) -> str | None:
+    """Returns the command that runs ggml's nearest test cases with the diff's kernel files and device."""
+    if node.test is None:
+        return None
+    command = shlex.join(["ggml-npu", "test", *_kernel_files(options), *_device_file(options)])
+    return f"{command} {node.test.removeprefix('test-backend-ops test ')}"
 
 
 def _replay_command(node: NodeResult, options: dict[str, str]) -> str | None:
@@ -365,7 +373,7 @@ def _node_json(node: NodeResult, options: dict[str, str]) -> dict[str, Any]:
         "diagnosis": node.diagnosis,
         "reproducer": node.reproducer,
         "replay": _replay_command(node, options),
-        "test": node.test,
+        "test": _test_command(node, options),
         "noise": None if node.noise is None else _finite(node.noise),
         "judged": None if node.judged is None else asdict(node.judged) | {"error": _finite(node.judged.error)},
         "isolated": _comparison_json(node.isolated, node.blocks),

@@ -53,10 +53,14 @@ def generate(
     """Runs a prompt and then yields up to n tokens, each as soon as it is known; stops at a token that ends the text.
 
     seen  called with the number of prompt tokens that have run
+
+    Raises SessionError for a model that gives no logits.
     """
     for begin in range(0, len(tokens), N_BATCH):
         session.decode(tokens[begin : begin + N_BATCH])
         seen(min(begin + N_BATCH, len(tokens)))
+    if not session.logits().any():
+        raise SessionError("the model has no text: its logits are all 0, as those of a model that makes embeddings")
     for left in range(n, 0, -1):
         token = sampler(session.logits())
         if session.ends(token):

@@ -138,6 +138,7 @@ class Session:
             self._refuse_encoder(model)
             self._refuse_caches_without_memory()
             self._open(model, types_kv)
+            self._adapt()
         except BaseException:
             llama_cpp.llama_model_free(self._model)
             self._told.close()
@@ -168,7 +169,7 @@ class Session:
             params.load_mode = llama_cpp.LLAMA_LOAD_MODE_NONE
         elif params.no_alloc:
             params.use_mmap = False
-        params.n_gpu_layers = self.settings.gpu_layers if self.npu is not None else 0
+        params.n_gpu_layers = (self.settings.gpu_layers or 0) if self.npu is not None else 0
         places = self._places_of_weights()
         params.tensor_buft_overrides = ctypes.addressof(places)
         if progress is not None:
@@ -256,6 +257,22 @@ class Session:
         self.n_batch = int(params.n_batch)
         self._graph_line = _log.find("splits =")
         self.lacks = frozenset(op for name, op in _FUSED.items() if _log.find(f"{name} not supported, set to disabled"))
+
+    def _adapt(self) -> None:
+        """Adds the LoRA adapters to the context; the model frees them."""
+        adapters = []
+        for file in self.settings.loras:
+            check_file(file, "adapter")
+            _log.clear()
+            with alone(self.ggml, self.npu), self._inside():
+                adapters.append(llama_cpp.llama_adapter_lora_init(self._model, os.fsencode(file)))
+            if not adapters[-1]:
+                llama_cpp.llama_free(self._context)
+                raise SessionError(f"adapter {str(file)!r}: {_log.reason()}")
+        if adapters:
+            pointers = (llama_cpp.llama_adapter_lora_p_ctypes * len(adapters))(*adapters)
+            scales = (ctypes.c_float * len(adapters))(*(1.0 for _ in adapters))
+            llama_cpp.llama_set_adapters_lora(self._context, pointers, len(adapters), scales)
 
     def _without(self, ops: frozenset[str]) -> Plugin:
         """Returns a device that claims to compute ops while the context is made, and takes none."""
@@ -404,6 +421,7 @@ class Session:
             if self._error is not None:
                 error, self._error = self._error, None
                 raise error
+            self._graph_line = _log.find("splits =") or self._graph_line  # adapters make it another graph
             if status == 1:
                 raise SessionError(f"context of {self.settings.n_ctx} cells is full")
             if self.npu is not None and self.npu.broken is not None:

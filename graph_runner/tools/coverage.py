@@ -203,12 +203,12 @@ def cover(model: Path, prompt: str, *, settings: Settings | None = None) -> Cove
     graphs = []
     with Session(model, settings, observer=recorder) as session:
         tokens = session.tokenize(prompt)[: session.n_batch]
-        for part, splits in zip((tokens, None), _splits(session), strict=True):
+        for place, part in enumerate((tokens, None)):
             recorder.begin()
             before = _copied(npu)
             session.decode(part or [Sampler()(session.logits())])
             copied = {direction: n - before[direction] for direction, n in _copied(npu).items()}
-            graphs.append(RanGraph(recorder.nodes, splits, copied, recorder.timer))
+            graphs.append(RanGraph(recorder.nodes, _splits(session)[place], copied, recorder.timer))
         description = session.description
     missing: dict[str, set[str]] = defaultdict(set)
     with_all = set()

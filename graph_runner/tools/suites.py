@@ -15,6 +15,7 @@ import shutil
 import subprocess
 import sys
 import tarfile
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -52,6 +53,8 @@ _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 _BACKEND = re.compile(r"Backend \d+/\d+: (\w+)")
 _HEADER = re.compile(r"$|Testing \d+ devices|Backend \d+/\d+: |  Skipping|  Device \w+: |load_backend: ")
 _FOOTER = re.compile(r"(  )?\d+/\d+ (tests|backends) passed$|  Backend \w+: |(OK|FAIL)$|Failing tests:$|ggml_\w+: ")
+_BUILDING = "building ggml's own programs, once"
+_TOLD_EVERY = 10.0  # seconds between lines, if there is no terminal
 _COMPILING = "ggml-npu: compiling "
 _CASE = re.compile(r".*?  (\w+)\((.*)\): (OK|FAIL|not supported \[(.*)\])")
 _FAILING_CASE = re.compile(r"  (\w+)\((.*)\)")
@@ -209,22 +212,26 @@ def building_in(folder: Path) -> Iterator[None]:
 
 def _build(programs: Path, console: Console) -> None:
     cmake, ninja = _tool("cmake", "CMAKE_BIN_DIR"), _tool("ninja", "BIN_DIR")
-    console.print(
-        f"building ggml's own programs, once, some 4 minutes; kept in {programs}", highlight=False, soft_wrap=True
-    )
+    console.print(f"{_BUILDING}, some 4 minutes; kept in {programs}", highlight=False, soft_wrap=True)
     source, built = programs.with_name("source"), programs.with_name("build")
     if not source.is_dir():
-        _fetch(source)
+        with console.status("fetching their sources"):
+            _fetch(source)
     options = [f"-D{name}={value}" for name, value in _OPTIONS.items()]
-    _run([cmake, "-S", source, "-B", built, "-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={ninja}", *options])
+    with console.status("configuring"):
+        _run([cmake, "-S", source, "-B", built, "-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={ninja}", *options])
     with Progress(
         TextColumn("building"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
         console=console, transient=True, disable=not console.is_terminal,
     ) as progress:  # fmt: skip
         task = progress.add_task("building", total=None)
+        told = time.monotonic()
         for line in _lines([ninja, "-C", built, *PROGRAMS]):
             if step := re.match(r"\[(\d+)/(\d+)\]", line):
                 progress.update(task, completed=int(step[1]), total=int(step[2]))
+                if not console.is_terminal and time.monotonic() - told > _TOLD_EVERY:
+                    console.print(f"{_BUILDING}: step {step[1]} of {step[2]}", highlight=False)
+                    told = time.monotonic()
     kept.seal(built / "bin")
     shutil.rmtree(programs, ignore_errors=True)
     (built / "bin").replace(programs)

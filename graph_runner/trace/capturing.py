@@ -62,7 +62,7 @@ def _matches(item: str, step: int, index: int, node: Node) -> bool:
 
 
 def taken_by_the_npu(step: int, index: int, node: Node) -> bool:
-    """The default selection of a capture: nodes that the NPU's kernels and its profile take."""
+    """The default selection of a capture: nodes that the NPU's kernels and its profile take, with --all or without."""
     return default_backend().refusal(node) is None
 
 

@@ -15,7 +15,7 @@ from ggml_backend_npu import Memory, Node, Tensor
 from ggml_backend_npu.ggml.fenced import ALIGNMENT, fenced
 from ggml_backend_npu.ir import Dims
 from ggml_backend_npu.ir.packed import PACKED_TYPES, Packed
-from ggml_backend_npu.user_files import no_file
+from ggml_backend_npu.user_texts import no_file
 from graph_runner.base.errors import TraceError
 from graph_runner.trace.format import (
     DIGEST_AT,

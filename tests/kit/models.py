@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from gguf import TokenType
+import numpy as np
+from gguf import GGUFWriter, PoolingType, TokenType
 from llama_cpp import llama_cpp
 
 from graph_runner.base.tiny import TinyModel, Vocabulary, spm_vocabulary, write_tiny_llama
@@ -137,6 +138,49 @@ def write_tiny_rwkv7(path: Path) -> Path:
         model.linear(f"{block}.channel_mix_key", n_embd, n_ff)
         model.linear(f"{block}.channel_mix_value", n_ff, n_embd)
     return model.save()
+
+
+def write_tiny_bert(path: Path) -> Path:
+    """A BERT of 2 layers, which makes embeddings and no logits."""
+    vocabulary = Vocabulary("bert", ["[PAD]", "[UNK]", "[CLS]", "[SEP]", *map(chr, range(33, 127))], [], slice(4, None))
+    vocabulary.types.extend([TokenType.CONTROL] * 4 + [TokenType.NORMAL] * (len(vocabulary.tokens) - 4))
+    model = TinyModel(path, "bert", vocabulary)
+    n_embd, n_ff = model.n_embd, model.n_ff
+    model.writer.add_head_count(2)
+    model.writer.add_layer_norm_eps(1e-5)
+    model.writer.add_causal_attention(False)
+    model.writer.add_pooling_type(PoolingType.MEAN)
+    model.writer.add_token_type_count(2)
+    for add, token in (("pad", 0), ("unk", 1), ("bos", 2), ("eos", 3), ("sep", 3)):
+        getattr(model.writer, f"add_{add}_token_id")(token)
+    model.weight("token_embd.weight", model.random(n_embd, len(vocabulary.tokens)))
+    model.weight("position_embd.weight", model.random(n_embd, 512))
+    model.weight("token_types.weight", model.random(n_embd, 2))
+    model.norm("token_embd_norm", bias=True)
+    for block in model.blocks():
+        for name in ("q", "k", "v", "output"):
+            model.linear(f"{block}.attn_{name}", n_embd, n_embd, bias=True)
+        model.norm(f"{block}.attn_output_norm", bias=True)
+        model.linear(f"{block}.ffn_up", n_embd, n_ff, bias=True)
+        model.linear(f"{block}.ffn_down", n_ff, n_embd, bias=True)
+        model.norm(f"{block}.layer_output_norm", bias=True)
+    return model.save()
+
+
+def write_lora(path: Path, sizes: Mapping[str, tuple[int, int]]) -> Path:
+    """A LoRA adapter of rank 4 for a llama: of some matrices {n_in, n_out}, by their names."""
+    rng, writer = np.random.default_rng(0), GGUFWriter(path, "llama")
+    writer.add_type("adapter")
+    writer.add_string("adapter.type", "lora")
+    writer.add_float32("adapter.lora.alpha", 8.0)
+    for name, (n_in, n_out) in sizes.items():
+        writer.add_tensor(f"{name}.weight.lora_a", 0.1 * rng.standard_normal((4, n_in), np.float32))
+        writer.add_tensor(f"{name}.weight.lora_b", 0.1 * rng.standard_normal((n_out, 4), np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
 
 
 def write_tiny_mamba(path: Path) -> Path:

@@ -11,10 +11,11 @@ from pathlib import Path
 import llama_cpp
 import pytest
 
-from ggml_backend_npu.ggml import lib, places
+from ggml_backend_npu.ggml import elf, lib, places
 from ggml_backend_npu.plugin.plugin import Plugin
 from graph_runner.base.errors import BadInputError
 from graph_runner.tools import examination
+from graph_runner.tools.suites import PROGRAMS, build
 from graph_runner.trace import NPU, read_trace, replay
 
 LIBRARIES = Path(llama_cpp.__file__).parent / "lib"
@@ -194,3 +195,67 @@ def test_a_trace_that_cannot_be_written(tmp_path: Path) -> None:
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=300)
     assert done.returncode
     assert "no such directory" in done.stderr.splitlines()[-1]
+
+
+OF_C = """
+#include <stdio.h>
+const char * ggml_version(void);
+void ggml_backend_load_all(void);
+int main(void) { ggml_backend_load_all(); puts(ggml_version()); return 0; }
+"""
+
+
+def built(folder: Path, text: str, *options: object) -> Path:
+    """A program made of C."""
+    (folder / "program.c").write_text(text)
+    program = folder / "program"
+    subprocess.run(["gcc", folder / "program.c", "-o", program, *map(str, options)], check=True)
+    return program
+
+
+@pytest.mark.slow
+def test_the_doctor_on_programs_with_their_libraries_beside_them(
+    backend: Plugin, copied: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, name = copied.parent, copied.name
+    linked = [f"-L{folder}", f"-l:{name}", "-l:libggml-base.so.0", "-Wl,--allow-shlib-undefined"]
+    program = built(folder, OF_C, *linked, "-Wl,-rpath,$ORIGIN", "-Wl,--disable-new-dtags")
+    monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
+    for given in (program, Path("program")):
+        found = examination.examined([given])[-1]
+        assert (found.fits, found.version) == (True, backend.ggml.version)
+        assert found.advice == f'GGML_BACKEND_PATH="$(ggml-npu plugin)" {program}'
+    program = built(folder, OF_C, *linked)
+    found = examination.examined([program])[-1]
+    assert (found.fits, found.version) == (True, backend.ggml.version)
+    assert found.advice.startswith(f'LD_LIBRARY_PATH="{folder}" GGML_BACKEND_PATH=')
+    copied.unlink()
+    found = examination.examined([program])[-1]
+    assert (found.fits, found.advice) == (False, f"{name} is not found: LD_LIBRARY_PATH has to name its folder")
+
+
+@pytest.mark.slow
+def test_the_doctor_looks_into_a_program_that_exports_ggml(tmp_path: Path) -> None:
+    names = ("ggml_backend_register", "ggml_version")
+    text = "".join(f"const char * {name}(void) {{ return 0; }}\n" for name in names) + "int main(void) { return 0; }\n"
+    hidden = built(tmp_path, text, "-pie", "-fPIE")
+    assert not elf.exports(hidden, names[0])
+    assert examination.examined([hidden])[-1].advice == examination._STATIC
+    program = built(tmp_path, text, "-rdynamic", "-pie", "-fPIE")
+    assert elf.exports(program, names[0])
+    assert not elf.exports(program, "ggml_backend_load_all")
+    assert not elf.exports(Path(__file__), names[0])
+    found = examination.examined([program])[-1]
+    assert not found.fits
+    assert "no function ggml_" in found.advice
+    fixed = built(tmp_path, text, "-rdynamic", "-no-pie")
+    found = examination.examined([fixed])[-1]
+    assert found.fits
+    assert "when it starts" in found.advice
+
+
+@pytest.mark.conformance
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_the_doctor_on_ggmls_own_programs(backend: Plugin, program: str) -> None:
+    found = examination.examined([build() / program])[-1]
+    assert (found.fits, found.version) == (True, backend.ggml.version)

@@ -4,7 +4,7 @@ import os
 import sys
 from pathlib import Path
 
-from ggml_backend_npu.user_files import run_file
+from ggml_backend_npu.registry.user_files import run_file
 
 
 def test_a_file_that_was_edited_twice_in_a_second_is_run_as_it_is(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import os
 import re
 import stat
@@ -204,3 +205,16 @@ def test_a_diff_goes_on_where_wrong_nodes_cannot_be_kept(cli: Cli, tmp_path: Pat
     assert outcome.code == 1
     assert outcome.err.count("ggml-npu: wrong nodes are not kept: trace '") == 1
     assert "wrong: " in outcome.out
+
+
+def test_the_test_of_a_node_is_one_command_everywhere(cli: Cli, tmp_path: Path) -> None:
+    """On the terminal, in the JSON and on the page."""
+    kernels = kernel_file(tmp_path, WRONG_CONT.format(value="x + 1"))
+    words = ["diff", "tiny", "-n", "0", "--ops", "CONT", "--in-process", "--kernels", kernels]
+    outcome = cli(*words, "--json", tmp_path / "diff.json", "--html", tmp_path / "diff.html")
+    assert outcome.code == 1
+    data = strict_json((tmp_path / "diff.json").read_text())
+    test = data["nodes"][data["first_introduced"]]["test"]
+    assert test.startswith(f"ggml-npu test {kernels} -o CONT -p ")
+    assert f"nearest test cases of ggml: {test}\n" in outcome.out
+    assert f"{html.escape(test).replace('&#x27;', '&#39;')}</code>" in (tmp_path / "diff.html").read_text()

@@ -111,6 +111,22 @@ def test_ops_lists_the_ops_by_type(cli: Cli) -> None:
         assert re.search(rf"\b{type_name}\b", outcome.out)
 
 
+def test_ops_fits_a_terminal(cli: Cli) -> None:
+    assert max(map(len, cli("ops").out.splitlines())) <= 100
+
+
+def test_ops_describes_an_op(cli: Cli) -> None:
+    outcome = cli("ops", "soft_max", "ROPE")
+    assert outcome.code == 0
+    assert "src0 x, src1 mask (may be left out), src2 sinks (may be left out)\n" in outcome.out
+    assert "parameters: scale (f32), max_bias (f32)\n" in outcome.out
+    assert "freq_base (f32)" in outcome.out
+    assert re.search(r"^f32 \+ i32 +f32", outcome.out, re.MULTILINE)
+    assert set(json.loads(cli("ops", "ROPE", "--json", "-").out)["ops"]) == {"ROPE"}
+    assert_refused(cli("ops", "SOFTMAX"), "no op 'SOFTMAX'; did you mean 'SOFT_MAX'?")
+    assert_refused(cli("ops", "MAP_CUSTOM1"), "MAP_CUSTOM1")
+
+
 def test_ops_as_json(cli: Cli) -> None:
     found = json.loads(cli("ops", "--json", "-").out)
     assert found["ops"]["CONT"]

@@ -76,7 +76,7 @@ def made_node(random: np.random.Generator, step: int, index: int, verdict: str) 
             "wrong_in": "isolated",
             "reproducer": f"kept/{step}-{index}.gguf",
             "replay": f"ggml-npu replay kept/{step}-{index}.gguf",
-            "test": f"test-backend-ops test -o {op}",
+            "test": f"ggml-npu test -o {op}",
         }
         node["heat"] = heat(random, 26, 64, 64, 26)
         blocks = {"n_blocks": 52, "n_different": 17, "n_scale": 0, "n_quants": 17, "off_by_one": 30, "off_by_more": 4}
@@ -454,6 +454,17 @@ def test_the_verdict_is_in_sight_on_any_screen(opened: Open, width: int) -> None
     page.resize(width, 800)
     right = page.run("document.querySelector('#rows .row td:nth-child(5)').getBoundingClientRect().right")
     assert 0 < right <= width
+    assert page.run("document.documentElement.scrollWidth") <= width
+
+
+@pytest.mark.parametrize("width", [400, 1200])
+def test_no_fact_is_cut_off(opened: Open, width: int) -> None:
+    data = made_diff(40)
+    data["device_options"] = {"memory": "host", "ops": "default", "kernels": f"cont.py sha256:{'0a' * 32}"}
+    page = opened(data)
+    page.resize(width, 800)
+    cut = "[...document.querySelectorAll('.facts dd')].filter(d => d.scrollWidth > d.clientWidth).length"
+    assert page.run(cut) == 0
     assert page.run("document.documentElement.scrollWidth") <= width
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import sys
 import time
 from collections.abc import Callable
@@ -147,3 +148,23 @@ def test_what_the_programs_cannot_be_built_without(tmp_path: Path, monkeypatch: 
     monkeypatch.setitem(sys.modules, "ninja", None)
     with pytest.raises(SuiteError, match="pip install ninja"):
         suites.build()
+
+
+def test_a_build_says_how_far_it_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Where there is no terminal, in lines; the first one says that it takes minutes."""
+
+    def lines(command: list[object], *_: object) -> list[str]:
+        if "--build" not in command and "-C" in command:
+            (tmp_path / "build" / "bin").mkdir(parents=True)
+            return [f"[{step}/30] Building" for step in range(1, 31)]
+        return []
+
+    monkeypatch.setattr(suites, "_TOLD_EVERY", -1.0)
+    monkeypatch.setattr(suites, "_lines", lines)
+    monkeypatch.setattr(suites, "_tool", lambda package, folder: Path(package))
+    (tmp_path / "source").mkdir()
+    out = io.StringIO()
+    suites._build(tmp_path / "bin", Console(file=out, width=200))
+    first, *told = out.getvalue().splitlines()
+    assert "some 4 minutes" in first
+    assert told == [f"building ggml's own programs, once: step {step} of 30" for step in range(1, 31)]

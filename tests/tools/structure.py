@@ -45,7 +45,7 @@ ROOMS = (
     "ggml_backend_npu.registry",
     "ggml_backend_npu.ggml",
     "ggml_backend_npu.ir",
-    "ggml_backend_npu.user_files",
+    "ggml_backend_npu.user_texts",
     "ggml_backend_npu.names",
     "quant",
 )
