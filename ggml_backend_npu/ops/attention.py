@@ -10,6 +10,8 @@ ggml's CPU rounds in three ways, which the definition and the kernels follow:
 With float16 k and v and fewer queries, every step is the CPU's: the order of ggml_vec_dot_f16, C's expf and tanhf, and
 what GCC fuses. There the result is byte-equal where ggml was built for this processor, and that is an x86 with AVX2 or
 AVX-512 but without AVX512-FP16, with which v is added up in float16 itself.
+
+NaN and infinity do in the kernels what they do on ggml's CPU; the definition leaves out what the mask excludes.
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ from ggml_backend_npu.checks import Cost, Exact, Make, Mistake, Probe, Types
 from ggml_backend_npu.ir import Node, Tensor
 from ggml_backend_npu.numerics import PLAIN, Numerics
 from ggml_backend_npu.ops import exact, probes
-from ggml_backend_npu.ops.cells import attended
+from ggml_backend_npu.ops.cells import attention, in_tiles
+from ggml_backend_npu.ops.cells_in_halves import in_halves
 from ggml_backend_npu.ops.functions import expf, tanhf
 from ggml_backend_npu.ops.functions import fused_multiply_add as fma
 from ggml_backend_npu.ops.matmul import VEC_DOT
@@ -79,6 +82,13 @@ def _n_sums(q: Tensor, k: Tensor, v: Tensor) -> int:
     """In how many parts the cells of a query are added up, joined at the end; 0 where they are not split."""
     alone = q.ne[1] == q.ne[3] == 1
     return working_team().n_threads if alone and k.type == v.type and k.ne[1] >= _LONG else 0
+
+
+def _chunk(q: Tensor) -> int:
+    """How many rows (query, head, sequence) a thread of ggml's CPU takes at once."""
+    n_rows, n_threads = prod(q.ne[1:]), working_team().n_threads
+    n_chunks = -(-n_rows // -(-n_rows // (4 * n_threads)))
+    return -(-n_rows // (n_threads if n_threads == 1 or n_chunks < n_threads else n_chunks))
 
 
 def _refuse(
@@ -267,7 +277,8 @@ def _flash_attn_ext(
     params: FlashAttn,
     numerics: Numerics,
 ) -> Call | None:
-    return attended(
+    by_head = slopes(q.ne[2], params.max_bias) if mask is not None else None
+    of = attention(
         dst,
         q,
         k,
@@ -276,12 +287,15 @@ def _flash_attn_ext(
         sinks,
         scale=params.scale,
         softcap=params.logit_softcap,
-        by_head=slopes(q.ne[2], params.max_bias) if mask is not None else None,
+        by_head=by_head,
         query_type=_query_type(q, k, v),
-        in_halves=_in_halves(q, k, v),
-        n_sums=_n_sums(q, k, v),
         numerics=numerics,
     )
+    if of is None:
+        return None
+    if _in_halves(q, k, v):
+        return in_halves(of, _n_sums(q, k, v), by_head)
+    return in_tiles(of, _chunk(q) if _is_product(q, k, v) else 0, by_head)
 
 
 @flash_attn_ext.formula
