@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -25,6 +25,7 @@ from graph_runner.results import ISOLATED, OWN_RUN, NodeResult, Verdict, failure
 from graph_runner.rules import Rules
 from graph_runner.session import SessionError
 from graph_runner.spans import Spans, copy
+from graph_runner.spoilt import Watch
 from graph_runner.state import StateResult, States
 
 _LEAST = 1e-300  # of an error that shows in no number: another zero, another NaN
@@ -157,6 +158,7 @@ class Judge:
         self.state_results: list[StateResult] = []
         self._states = States(self.state_results.append)
         self.strays: list[Stray] = []
+        self.watch = Watch()  # for NaN in the reference's run
         self.fingerprints: dict[tuple[int, int], int] = {}  # of what nodes of the own run gave, by step and place
         self.own = OwnRun(
             ggml, npu, backend, reference, computer, lambda: (self._before, self._place), fuses=fuses, strict=strict
@@ -266,6 +268,7 @@ class Judge:
         isolated, node = self._isolated, self._read.node
         if node.dst.n_elements == 0:
             return
+        self.watch.look(self.step, place, self._before, node.dst, self._leaves())
         nodes = self.own.last if own is not None else None
         ran, cumulative, mirrored = None, None, None
         if nodes is not None:
@@ -295,6 +298,12 @@ class Judge:
         if wrong is not None:
             found = self._explained(found, wrong)
         self._seen(found)
+
+    def _leaves(self) -> Iterator[str]:
+        """Yields the names of the sources that no node computes."""
+        for source, storage in zip(self._read.node.src, self._read.src, strict=True):
+            if source is not None and storage is not None and convert.is_leaf(storage.address):
+                yield source.name
 
     def _cumulative(self, other: Node) -> Comparison:
         node, result = self._read.node, other.dst

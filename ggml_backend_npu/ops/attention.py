@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from ggml_backend_npu.checks import Cost, Exact, Make, Mistake, Probe, Types
 from ggml_backend_npu.ir import Node, Tensor
 from ggml_backend_npu.numerics import PLAIN, Numerics
-from ggml_backend_npu.ops import exact, probes
+from ggml_backend_npu.ops import exact, probes, undefined
 from ggml_backend_npu.ops.cells import attention, in_tiles
 from ggml_backend_npu.ops.cells_in_halves import in_halves
 from ggml_backend_npu.ops.functions import expf, tanhf
@@ -323,6 +323,13 @@ def _exact(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tensor |
         kept = (weights != 0).any(axis=0)
         result[i3, :, i2] = weights[:, kept] @ gains[kept]
     return result
+
+
+@flash_attn_ext.undefined
+def _undefined(dst: Tensor, q: Tensor, k: Tensor, *_: object, **__: object) -> undefined.Flags:
+    if not codec(VEC_DOT[k.type]).is_quantized:
+        return undefined.NOTHING
+    return np.broadcast_to(undefined.spoilt_rows(q).swapaxes(1, 2)[..., None], dst.ne[::-1])
 
 
 @flash_attn_ext.costs

@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from ggml_backend_npu.checks import Cost, Exact, Make, Mistake, Probe, Types
 from ggml_backend_npu.ir import Node, Tensor
 from ggml_backend_npu.numerics import PLAIN, Numerics
-from ggml_backend_npu.ops import cases, exact, probes
+from ggml_backend_npu.ops import cases, exact, probes, undefined
 from ggml_backend_npu.ops.hadamard import Transform, hadamard, transform
 from ggml_backend_npu.ops.mistakes import LARGEST, altered, made, of_ids
 from ggml_backend_npu.ops.movers import checked_ids
@@ -364,6 +364,21 @@ def _nearest_mul_mat(dst: Tensor, a: Tensor, b: Tensor, params: MulMat) -> list[
 @mul_mat_id.cases
 def _nearest_mul_mat_id(dst: Tensor, a: Tensor, b: Tensor, ids: Tensor) -> list[str]:
     return [cases.has("type_a", a.type), cases.has("type_b", b.type)]
+
+
+@mul_mat.undefined
+def _undefined(dst: Tensor, a: Tensor, b: Tensor, params: MulMat = MulMat()) -> undefined.Flags:
+    if params.hint == HADAMARD or not codec(VEC_DOT[a.type]).is_quantized:
+        return undefined.NOTHING
+    return np.broadcast_to(undefined.spoilt_rows(b)[..., None], dst.ne[::-1])
+
+
+@mul_mat_id.undefined
+def _undefined_id(dst: Tensor, a: Tensor, b: Tensor, ids: Tensor) -> undefined.Flags:
+    if not codec(VEC_DOT[a.type]).is_quantized:
+        return undefined.NOTHING
+    columns = np.tile(undefined.spoilt_rows(b), (1, 1, ids.ne[0] // b.ne[1]))
+    return np.broadcast_to(columns[..., None], dst.ne[::-1])
 
 
 @mul_mat.costs

@@ -18,7 +18,7 @@ from ggml_backend_npu.abi import codecs
 from ggml_backend_npu.checks import Cost, Mistake
 from ggml_backend_npu.ir import Node, Tensor
 from ggml_backend_npu.numerics import PLAIN, Numerics
-from ggml_backend_npu.ops import cases, strided
+from ggml_backend_npu.ops import cases, strided, undefined
 from ggml_backend_npu.ops.mistakes import Ids, altered, made, of_ids, of_repeated, of_swapped_operands
 from ggml_backend_npu.params import Instead, Params, i32
 from ggml_backend_npu.registry import Call, op
@@ -445,3 +445,13 @@ def _nearest_concat(dst: Tensor, a: Tensor, b: Tensor, params: Concat) -> list[s
     bits = (4, 8) if a.codec.is_quantized else (1, 2)
     views = sum(bit for bit, tensor in zip(bits, (a, b), strict=True) if not tensor.is_contiguous())
     return [cases.has("type", a.type), cases.has("dim", params.dim), cases.has("v", views)]
+
+
+@set_rows.undefined
+def _undefined_rows(dst: Tensor, src: Tensor, ids: Tensor) -> undefined.Flags:
+    return undefined.blocks(dst, src, ids)
+
+
+@cpy.undefined
+def _undefined(dst: Tensor, src: Tensor) -> undefined.Flags:
+    return undefined.blocks(dst, src)
