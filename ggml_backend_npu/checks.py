@@ -28,6 +28,7 @@ class Probe:
     types  of dst and of the sources
     fixed  whether ggml's source, as written for x86-64 with AVX2 and with AVX-512, determines every bit
     fused  whether it still does where a compiler makes one step of a product and its sum
+    covers which of the op's nodes they speak for, where not all; called as the kernel is, with dst and without params
     """
 
     of: str
@@ -35,6 +36,7 @@ class Probe:
     types: Types = ("f32",) * 8
     fixed: bool = False
     fused: bool = False
+    covers: Callable[..., bool] | None = None
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ NaN and infinity do in the kernels what they do on ggml's CPU; the definition le
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Annotated
@@ -385,9 +385,21 @@ flash_attn_ext.nodes(_FEW, _ALONE, _make(cells=50, queries=70, softcap=0))
 def _of_types() -> Iterator[Probe]:
     halves = "f32", "f32", "f16", "f16"
     of_widths = probes.of_widths(lambda n: _make(widths=(64, n), sinks=False), (64, 65, 66, 79, 80, 130))
-    yield Probe("of f16, fewer than 64 queries", (_ALONE, *of_widths), halves, fused=True)
+    few = _is_of_halves(lambda q, sinks: q.ne[1] < _MANY and not sinks)
+    yield Probe("of f16, fewer than 64 queries", (_ALONE, *of_widths), halves, fused=True, covers=few)
     of_sinks = tuple(_make(cells=n, queries=16) for n in (1, 2, 3, 9, 50))
-    yield Probe("of f16 with sinks, fewer than 64 queries", of_sinks, halves)
-    yield Probe("of f16, 64 queries or more", (_make(queries=70),), halves)
-    yield Probe("of q8_0", (_FEW,), ("f32", "f32", "q8_0", "q8_0"))
-    yield Probe("of f32", (_FEW,))
+    with_sinks = _is_of_halves(lambda q, sinks: q.ne[1] < _MANY and sinks)
+    yield Probe("of f16 with sinks, fewer than 64 queries", of_sinks, halves, covers=with_sinks)
+    many = _is_of_halves(lambda q, sinks: q.ne[1] >= _MANY)
+    yield Probe("of f16, 64 queries or more", (_make(queries=70),), halves, covers=many)
+    yield Probe("of q8_0", (_FEW,), ("f32", "f32", "q8_0", "q8_0"), covers=lambda dst, q, k, v, *_: k.type == "q8_0")
+    yield Probe("of f32", (_FEW,), covers=lambda dst, q, k, v, *_: k.type == "f32")
+
+
+def _is_of_halves(also: Callable[[Tensor, bool], bool]) -> Callable[..., bool]:
+    """Whether k and v are float16, and q and whether there are sinks are so, too."""
+
+    def covers(dst: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Tensor | None) -> bool:
+        return k.type == v.type == "f16" and also(q, len(rest) > 1 and rest[1] is not None)
+
+    return covers
