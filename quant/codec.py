@@ -109,11 +109,12 @@ def quantize(x: NDArray[Any], type: str, rounding: Rounding = "reference") -> By
     x         (..., n) of any float or integer type, taken as float32; n is a multiple of the type's block size. An
               array of the type's own `Codec.dtype` is copied as it is (uint16 is taken as the bits of bf16)
     type      name of a ggml type
-    rounding  only q8_0 has two: "reference" (quantize_row_q8_0_ref, which model files are made with) and "simd"
-              (quantize_row_q8_0 of ggml's x86 CPU backend, which runs inside a graph)
+    rounding  q8_0, q8_1 and iq4_nl have two: "reference" (as ggml_quantize_chunk, which model files are made with, and
+              quantize_row_q8_1_ref) and "simd" (as ggml's x86 CPU backend, which runs inside a graph)
 
     Returns uint8 (..., n / block_size * block_bytes). Raises ValueError for an unknown type or rounding, for an n that
-    is not a multiple of the block size, and for masked and complex arrays; TypeError for anything that is not an array
+    is not a multiple of the block size, for masked and complex arrays, and for a value of iq1, iq2 or iq3 that is not
+    finite or too large for ggml's own C (2 ** 27; iq2_s and iq3: 2 ** 38); TypeError for anything that is not an array
     of numbers.
     """
     kind = codec(type)

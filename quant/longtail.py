@@ -1,18 +1,26 @@
 """Every other ggml type: from libgguf, a package of ggml's own quantisation code, where it has the type.
 
-libgguf equals ggml bit for bit in every decoder, and in every encoder but that of iq4_nl: there it is the one that
-makes model files (ggml_quantize_chunk searches for a better scale than quantize_row_iq4_nl of the CPU backend).
-gguf.quants decodes as exactly but has few encoders, so it is not used. Three types exist in neither and are defined
-here.
+libgguf equals ggml bit for bit in every decoder and in every encoder of ggml_quantize_chunk, which makes model files.
+The CPU backend's iq4_nl is another one (quantize_row_iq4_nl looks for no better scale) and is defined here, as are
+three types that libgguf lacks. gguf.quants decodes as exactly but has few encoders, so it is not used.
 """
 
 from __future__ import annotations
 
 import libgguf
 import numpy as np
+from libgguf import GGMLQuantizationType
+from numpy.typing import NDArray
 
 from quant.blocks import halves, largest_magnitude, low_byte, reciprocal, round_half_away, split
 from quant.codec import Bytes, Codec, Floats, Rounding, type_names
+
+# The largest magnitude that a type can have. Beyond, sums of weight * x * quant in float32 overflow in ggml's C: it
+# chooses nothing then, reads quants that it never set, and ends the process or gives what was in memory.
+_LARGEST = {
+    **dict.fromkeys(("iq1_s", "iq1_m", "iq2_xxs", "iq2_xs"), 2.0**27),  # weights are as x ** 3: importance is x ** 2
+    **dict.fromkeys(("iq2_s", "iq3_xxs", "iq3_s"), 2.0**38),  # and as x ** 2
+}
 
 
 class Library(Codec):
@@ -23,9 +31,14 @@ class Library(Codec):
     type_number: int
 
     def encode(self, x: Floats, rounding: Rounding) -> Bytes:
-        """As `Codec.encode`, by libgguf's quantize_rows; the type has one rounding."""
+        """As `Codec.encode`, by libgguf's quantize_rows; the type has one rounding. Raises ValueError for a value of
+        iq1, iq2 or iq3 that ggml's C is not defined for: one that is not finite, or too large."""
         if not len(x):
             return np.empty((0, self.block_bytes), np.uint8)
+        largest = _LARGEST.get(self.name)
+        if largest is not None and not (np.abs(x) <= largest).all():
+            value = x[~(np.abs(x) <= largest)][0]
+            raise ValueError(f"x holds {value:g}: {self.name} takes finite values of at most {largest:g} in magnitude")
         return np.asarray(libgguf.quantize_rows(x, self.type_number))
 
     def decode(self, blocks: Bytes) -> Floats:
@@ -53,6 +66,38 @@ def _define_library_types() -> None:
 _define_library_types()
 
 
+class IQ4_NL(Library):
+    """libgguf's iq4_nl, whose "simd" rounding is that of ggml's CPU backend."""
+
+    name, block_size, block_bytes = "iq4_nl", 32, 18
+    type_number = int(GGMLQuantizationType.IQ4_NL)
+
+    def encode(self, x: Floats, rounding: Rounding) -> Bytes:
+        """Blocks of 2 + 16 bytes: "reference" as ggml_quantize_chunk, "simd" as quantize_row_iq4_nl. That leaves the
+        quants of a block without values of 1e-15 or more as they are in memory; here they stand for 0."""
+        if rounding == "reference":
+            return super().encode(x, rounding)
+        extreme = x[np.arange(len(x)), np.where(np.isnan(x), 0, np.abs(x)).argmax(axis=1), None]
+        extreme = np.where(np.abs(extreme) >= _LEAST_OF_GROUP, extreme, np.float32(0))
+        with np.errstate(all="ignore"):
+            quants = _nearest_of_table(x * (1 / np.where(extreme == 0, np.inf, extreme / _TABLE[0])).astype(np.float32))
+            weights, chosen = x * x, _TABLE[quants]
+            both = (weights * chosen * x, weights * chosen * chosen)
+            sum_qx, sum_q2 = (np.add.accumulate(each, axis=1, dtype=np.float32)[:, -1:] for each in both)
+            d = np.where((sum_q2 > 0) & (extreme != 0), sum_qx / sum_q2, np.float32(0)).astype(np.float32)
+        return np.hstack([halves(d), (quants[:, :16] | (quants[:, 16:] << 4)).astype(np.uint8)])
+
+
+_TABLE = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.float32)
+_LEAST_OF_GROUP = np.float32(1e-15)  # GROUP_MAX_EPS
+
+
+def _nearest_of_table(x: Floats) -> NDArray[np.intp]:
+    """The indices of the numbers of iq4_nl's table nearest to x, as best_index_int8."""
+    above = np.searchsorted(_TABLE, x, "right").clip(1, 15)
+    return np.where(x - _TABLE[above - 1] < _TABLE[above] - x, above - 1, above)
+
+
 class Q2_0(Codec):
     """A float16 scale d, then 64 quants of 2 bits (block_q2_0): quantize_row_q2_0_ref, dequantize_row_q2_0."""
 
@@ -76,18 +121,26 @@ class Q2_0(Codec):
 
 
 class Q8_1(Codec):
-    """q8_0 with a float16 d * (sum of the quants) after the scale, for activations (block_q8_1):
-    quantize_row_q8_1_ref."""
+    """q8_0 with a float16 d * (sum of the quants) after the scale, for activations (block_q8_1).
+
+    encode  "reference": quantize_row_q8_1_ref; "simd": quantize_row_q8_1 of ggml-cpu/arch/x86/quants.c
+    """
 
     name, block_size, block_bytes = "q8_1", 32, 36
 
     def encode(self, x: Floats, rounding: Rounding) -> Bytes:
         """Blocks of 2 + 2 + 32 bytes: d = max |x| / 127 and d * (sum of quants) as float16, then x / d as int8; as
-        quantize_row_q8_1_ref."""
-        d: Floats = largest_magnitude(x) / np.float32(127)
+        quantize_row_q8_1(_ref)."""
+        largest = largest_magnitude(x)
+        d: Floats = largest / np.float32(127)
         with np.errstate(all="ignore"):
-            quants = low_byte(round_half_away(x * reciprocal(d)))
-            total = quants.sum(axis=1, keepdims=True, dtype=np.int32).astype(np.float32) * d
+            if rounding == "reference":
+                whole = quants = low_byte(round_half_away(x * reciprocal(d)))
+            else:
+                inverse = np.where(largest == 0, np.float32(0), np.float32(127) / largest)
+                whole = np.rint(x * inverse).astype(np.int32)
+                quants = whole.clip(-128, 127).astype(np.int8)
+            total = whole.sum(axis=1, keepdims=True, dtype=np.int32).astype(np.float32) * d
         return np.hstack([halves(d), halves(total), quants.view(np.uint8)])
 
     def decode(self, blocks: Bytes) -> Floats:

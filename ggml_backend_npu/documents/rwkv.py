@@ -1,7 +1,7 @@
 """token_shift of the RWKV and Ascend document: RWKV-7's time-mixing shift, the lerp of six projections at once.
 
-Where the document contradicts itself: rwkvag has 6 rows (its docstring says 5), ht is always [B, 1, C], and h0 must be
-too. Its int8 has no meaning without scales, which it does not name: here they are arguments.
+Where the document contradicts itself: rwkvag has 6 rows (its docstring says 5), and ht is always [B, 1, C]. h0 may be
+[B, C], as its code views it. Its int8 has no meaning without scales, which it does not name: here they are arguments.
 
 Its table gives x and rwkvag their types independently: all nine pairs are supported. An operand is first converted to
 float32, without rounding for float32 and float16, and with one rounding, of quant times scale, for int8; SUB, MUL and
@@ -41,10 +41,10 @@ def token_shift(
 
     x       [B, T, C] float32, float16 or int8; any strides from row to row
     rwkvag  [6, 1, 1, C] or [6, C], float32, float16 or int8 whatever x is, in the order r, w, k, v, a, g
-    h0      [B, 1, C] float32 or float16: the row before the first token of each sequence
+    h0      [B, 1, C] or [B, C], float32 or float16: the row before the first token of each sequence
     x_scale, mu_scale, out_scale  the value of one step of an int8 x, rwkvag and output; out_scale one for all or six.
             Outputs are rounded to nearest, ties to even, and saturate
-    out     seven arrays to write into, of the shapes and dtypes below; ht may be h0 itself
+    out     seven arrays to write into, of the shapes and dtypes below; ht may be h0 itself, viewed so
 
     The outputs are [B, T, C] of x's dtype; ht is [B, 1, C] of h0's: the last token, dequantised where x is int8, to be
     used as the next h0. A sequence in chunks gives the bits of one call. Computed in float32, in the order of ggml's
@@ -52,6 +52,7 @@ def token_shift(
     nothing is done. Raises ValueError, before anything is written, for any other shape, dtype or scale.
     """
     batch, n_tokens, width = _checked(x, rwkvag, h0)
+    h0 = h0[:, None] if h0.ndim == 2 else h0
     quantized = x.dtype == np.int8
     scales = _checked_scales(x_scale, mu_scale, out_scale, quantized=quantized, mu_quantized=rwkvag.dtype == np.int8)
     if out is None:
@@ -87,8 +88,8 @@ def _checked(x: Array, rwkvag: Array, h0: Array) -> tuple[int, int, int]:
     batch, n_tokens, width = x.shape
     if rwkvag.shape not in ((6, 1, 1, width), (6, width)):
         raise ValueError(f"rwkvag of shape {rwkvag.shape}: must be [6, 1, 1, {width}] or [6, {width}]")
-    if h0.shape != (batch, 1, width):
-        raise ValueError(f"h0 of shape {h0.shape}: must be [{batch}, 1, {width}]")
+    if h0.shape not in ((batch, 1, width), (batch, width)):
+        raise ValueError(f"h0 of shape {h0.shape}: must be [{batch}, 1, {width}] or [{batch}, {width}]")
     if x.dtype.name not in _TYPES or not x.dtype.isnative:
         raise ValueError(f"x of dtype {x.dtype}: must be float32, float16 or int8")
     if rwkvag.dtype.name not in _TYPES or not rwkvag.dtype.isnative:
@@ -149,7 +150,7 @@ def _checked_outputs(out: Iterable[Array], x: Array, h0: Array, rwkvag: Array) -
         if name != "ht" and array.size and (array.strides != strides or array.strides[2] != array.itemsize):
             raise ValueError(f"{name} of strides {array.strides}: must be those of xr, {strides}, without gaps in rows")
         others = {"x": x, "rwkvag": rwkvag, "h0": h0, **dict(zip(_NAMES[:i], out[:i], strict=True))}
-        if name == "ht" and array.size and _address(array) == _address(h0) and array.strides == h0.strides:
+        if name == "ht" and array.size and _address(array) == _address(h0) and array.strides[::2] == h0.strides[::2]:
             del others["h0"]
         for other, memory in others.items():
             if np.may_share_memory(array, memory, max_work=-1):  # exact: interleaved arrays share none

@@ -1,8 +1,8 @@
 """Codecs that call the bound ggml's own functions, and those of our codecs that agree with ggml's CPU backend.
 
 Types that this project has no kernel for (the K and IQ quants, mxfp4, ...) go through the type traits of the very ggml
-that runs the graph: exact by construction, on every processor, and also for types newer than any package. libgguf,
-which is used where there is no ggml, rounds iq4_nl differently and lacks q2_0.
+that runs the graph: exact by construction, on every processor, and also for types newer than any package. libgguf is
+used where there is no ggml.
 """
 
 from __future__ import annotations

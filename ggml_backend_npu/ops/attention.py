@@ -10,11 +10,13 @@ ggml's CPU rounds in three ways, which the definition and the kernels follow:
 With float16 k and v and fewer queries, every step is the CPU's: the order of ggml_vec_dot_f16, C's expf and tanhf, and
 what GCC fuses. There the result is byte-equal where ggml was built for this processor, and that is an x86 with AVX2 or
 AVX-512 but without AVX512-FP16, with which v is added up in float16 itself.
+
+NaN and infinity do in the kernels what they do on ggml's CPU; the definition leaves out what the mask excludes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Annotated
@@ -24,7 +26,9 @@ from numpy.typing import NDArray
 
 from ggml_backend_npu.ggml.numerics import PLAIN, Numerics
 from ggml_backend_npu.ir import Node, Tensor
-from ggml_backend_npu.ops.kernels.cells import attended
+from ggml_backend_npu.ops import undefined
+from ggml_backend_npu.ops.kernels.cells import attention, in_tiles
+from ggml_backend_npu.ops.kernels.cells_in_halves import in_halves
 from ggml_backend_npu.ops.kernels.functions import expf, tanhf
 from ggml_backend_npu.ops.kernels.functions import fused_multiply_add as fma
 from ggml_backend_npu.ops.matmul import VEC_DOT
@@ -79,6 +83,13 @@ def _n_sums(q: Tensor, k: Tensor, v: Tensor) -> int:
     """In how many parts the cells of a query are added up, joined at the end; 0 where they are not split."""
     alone = q.ne[1] == q.ne[3] == 1
     return working_team().n_threads if alone and k.type == v.type and k.ne[1] >= _LONG else 0
+
+
+def _chunk(q: Tensor) -> int:
+    """How many rows (query, head, sequence) a thread of ggml's CPU takes at once."""
+    n_rows, n_threads = prod(q.ne[1:]), working_team().n_threads
+    n_chunks = -(-n_rows // -(-n_rows // (4 * n_threads)))
+    return -(-n_rows // (n_threads if n_threads == 1 or n_chunks < n_threads else n_chunks))
 
 
 def _refuse(
@@ -267,7 +278,8 @@ def _flash_attn_ext(
     params: FlashAttn,
     numerics: Numerics,
 ) -> Call | None:
-    return attended(
+    by_head = slopes(q.ne[2], params.max_bias) if mask is not None else None
+    of = attention(
         dst,
         q,
         k,
@@ -276,12 +288,15 @@ def _flash_attn_ext(
         sinks,
         scale=params.scale,
         softcap=params.logit_softcap,
-        by_head=slopes(q.ne[2], params.max_bias) if mask is not None else None,
+        by_head=by_head,
         query_type=_query_type(q, k, v),
-        in_halves=_in_halves(q, k, v),
-        n_sums=_n_sums(q, k, v),
         numerics=numerics,
     )
+    if of is None:
+        return None
+    if _in_halves(q, k, v):
+        return in_halves(of, _n_sums(q, k, v), by_head)
+    return in_tiles(of, _chunk(q) if _is_product(q, k, v) else 0, by_head)
 
 
 @flash_attn_ext.formula
@@ -309,6 +324,13 @@ def _exact(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tensor |
         kept = (weights != 0).any(axis=0)
         result[i3, :, i2] = weights[:, kept] @ gains[kept]
     return result
+
+
+@flash_attn_ext.undefined
+def _undefined(dst: Tensor, q: Tensor, k: Tensor, *_: object, **__: object) -> undefined.Flags:
+    if not codec(VEC_DOT[k.type]).is_quantized:
+        return undefined.NOTHING
+    return np.broadcast_to(undefined.spoilt_rows(q).swapaxes(1, 2)[..., None], dst.ne[::-1])
 
 
 @flash_attn_ext.costs
@@ -364,9 +386,21 @@ flash_attn_ext.nodes(_FEW, _ALONE, _make(cells=50, queries=70, softcap=0))
 def _of_types() -> Iterator[Probe]:
     halves = "f32", "f32", "f16", "f16"
     of_widths = probes.of_widths(lambda n: _make(widths=(64, n), sinks=False), (64, 65, 66, 79, 80, 130))
-    yield Probe("of f16, fewer than 64 queries", (_ALONE, *of_widths), halves, fused=True)
+    few = _is_of_halves(lambda q, sinks: q.ne[1] < _MANY and not sinks)
+    yield Probe("of f16, fewer than 64 queries", (_ALONE, *of_widths), halves, fused=True, covers=few)
     of_sinks = tuple(_make(cells=n, queries=16) for n in (1, 2, 3, 9, 50))
-    yield Probe("of f16 with sinks, fewer than 64 queries", of_sinks, halves)
-    yield Probe("of f16, 64 queries or more", (_make(queries=70),), halves)
-    yield Probe("of q8_0", (_FEW,), ("f32", "f32", "q8_0", "q8_0"))
-    yield Probe("of f32", (_FEW,))
+    with_sinks = _is_of_halves(lambda q, sinks: q.ne[1] < _MANY and sinks)
+    yield Probe("of f16 with sinks, fewer than 64 queries", of_sinks, halves, covers=with_sinks)
+    many = _is_of_halves(lambda q, sinks: q.ne[1] >= _MANY)
+    yield Probe("of f16, 64 queries or more", (_make(queries=70),), halves, covers=many)
+    yield Probe("of q8_0", (_FEW,), ("f32", "f32", "q8_0", "q8_0"), covers=lambda dst, q, k, v, *_: k.type == "q8_0")
+    yield Probe("of f32", (_FEW,), covers=lambda dst, q, k, v, *_: k.type == "f32")
+
+
+def _is_of_halves(also: Callable[[Tensor, bool], bool]) -> Callable[..., bool]:
+    """Whether k and v are float16, and q and whether there are sinks are so, too."""
+
+    def covers(dst: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Tensor | None) -> bool:
+        return k.type == v.type == "f16" and also(q, len(rest) > 1 and rest[1] is not None)
+
+    return covers

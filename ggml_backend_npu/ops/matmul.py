@@ -17,7 +17,7 @@ src0 is not read.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 
 from ggml_backend_npu.ggml.numerics import PLAIN, Numerics
 from ggml_backend_npu.ir import Node, Tensor
+from ggml_backend_npu.ops import undefined
 from ggml_backend_npu.ops.kernels.hadamard import Transform, hadamard, transform
 from ggml_backend_npu.ops.kernels.products import ROUNDINGS, Products, Weights, bytes_of_a_column, products, scratch_of
 from ggml_backend_npu.ops.kernels.strided import ids_check
@@ -366,6 +367,21 @@ def _nearest_mul_mat_id(dst: Tensor, a: Tensor, b: Tensor, ids: Tensor) -> list[
     return [cases.has("type_a", a.type), cases.has("type_b", b.type)]
 
 
+@mul_mat.undefined
+def _undefined(dst: Tensor, a: Tensor, b: Tensor, params: MulMat = MulMat()) -> undefined.Flags:
+    if params.hint == HADAMARD or not codec(VEC_DOT[a.type]).is_quantized:
+        return undefined.NOTHING
+    return np.broadcast_to(undefined.spoilt_rows(b)[..., None], dst.ne[::-1])
+
+
+@mul_mat_id.undefined
+def _undefined_id(dst: Tensor, a: Tensor, b: Tensor, ids: Tensor) -> undefined.Flags:
+    if not codec(VEC_DOT[a.type]).is_quantized:
+        return undefined.NOTHING
+    columns = np.tile(undefined.spoilt_rows(b), (1, 1, ids.ne[0] // b.ne[1]))
+    return np.broadcast_to(columns[..., None], dst.ne[::-1])
+
+
 @mul_mat.costs
 def _cost_of_mul_mat(dst: Tensor, a: Tensor, b: Tensor, params: MulMat) -> Cost:
     return Cost(2 * a.ne[0] * dst.n_elements, matrix=a.type)
@@ -376,12 +392,12 @@ def _cost_of_mul_mat_id(dst: Tensor, a: Tensor, b: Tensor, ids: Tensor) -> Cost:
     return Cost(2 * a.ne[0] * dst.n_elements, matrix=a.type, touched={1: min(1.0, ids.n_elements / a.ne[2])})
 
 
-def _make(k: int = 256, columns: int = 5) -> Make:
+def _make(k: int = 256, columns: int = 5, rows: int = 24) -> Make:
     """A MUL_MAT of rows of k elements, each matrix of weights shared by two matrices of columns."""
 
     def make(rng: probes.Rng, types: Types) -> Node:
-        weights, x = probes.normal(rng, types[1], 1, 2, 24, k), probes.normal(rng, types[2], 1, 4, columns, k)
-        return probes.node("MUL_MAT", "f32", (1, 4, columns, 24), weights, x)
+        weights, x = probes.normal(rng, types[1], 1, 2, rows, k), probes.normal(rng, types[2], 1, 4, columns, k)
+        return probes.node("MUL_MAT", "f32", (1, 4, columns, rows), weights, x)
 
     return make
 
@@ -389,27 +405,89 @@ def _make(k: int = 256, columns: int = 5) -> Make:
 mul_mat.nodes(_make())
 
 
+_BY_INTEGERS = "q8_0", "q4_0", "q4_1", "q5_0", "q5_1"
+_IN_TILES = "q4_K", "q6_K"  # by integers too, but ggml's CPU multiplies tiles from 8 columns on
+
+
+_OTHERS = "bf16", "q2_K", "q3_K", "q5_K", "iq4_nl", "iq4_xs", "mxfp4", "nvfp4", "tq1_0", "tq2_0"
+
+
+def _of_type(type: str) -> Make:
+    """A node of a column of weights of this type."""
+    return lambda rng, types: _make(max(256, codec(type).block_size), columns=1)(rng, ("f32", type, "f32"))
+
+
+def _is_other(dst: Tensor, a: Tensor, b: Tensor) -> bool:
+    return a.type in _OTHERS
+
+
+def _has_few(dst: Tensor, a: Tensor, b: Tensor, ids: Tensor | None = None) -> bool:
+    return b.ne[1] < _MANY
+
+
+def _has_many(dst: Tensor, a: Tensor, b: Tensor, ids: Tensor | None = None) -> bool:
+    return not _has_few(dst, a, b)
+
+
+def _is_of(type: str, also: Callable[..., bool] | None = None) -> Callable[..., bool]:
+    """Whether weights are of a type, and columns float32."""
+
+    def covers(dst: Tensor, a: Tensor, b: Tensor, *ids: Tensor) -> bool:
+        return (a.type, b.type) == (type, "f32") and (also is None or also(dst, a, b, *ids))
+
+    return covers
+
+
 @mul_mat.probes
 def _products() -> Iterator[Probe]:
     of_widths = partial(probes.of_widths, _make)
-    yield Probe("of f16", of_widths(), ("f32", "f16", "f32"), fixed=True)
-    yield Probe("of f32, rows of whole 64s", of_widths((64, 128, 576)), fixed=True)
-    yield Probe("of f32, other rows", of_widths((7, 33, 48, 63, 80, 121)))
-    for type in ("q8_0", "q4_0", "q4_1", "q5_0", "q5_1"):
-        yield Probe(f"of {type}", (_make(),), ("f32", type, "f32"), fixed=True)
-    for type in ("q4_K", "q6_K"):
-        yield Probe(f"of {type}", (_make(columns=1),), ("f32", type, "f32"))
+    few, many = (1, 2, 3, 5, 7), (8, 9, 16, 33, 64)
+
+    def drawn(type: str, columns: tuple[int, ...]) -> tuple[Make, ...]:
+        """Nodes of one and of several blocks in a row, of few and many rows, of each number of columns."""
+        block = codec(type).block_size
+        return tuple(_make(block * n, c, rows) for c in columns for n, rows in ((1, 24), (3, 5)))
+
+    yield Probe(
+        "of f16", (*of_widths(), *drawn("f16", few + many)), ("f32", "f16", "f32"), fixed=True, covers=_is_of("f16")
+    )
+    whole, other = (lambda dst, a, b: a.ne[0] % 64 == 0), (lambda dst, a, b: a.ne[0] % 64 != 0)
+    sizes = tuple(_make(k, c, rows) for k in (64, 192) for c in many for rows in (5, 24))
+    yield Probe(
+        "of f32, rows of whole 64s", (*of_widths((64, 128, 576)), *sizes), fixed=True, covers=_is_of("f32", also=whole)
+    )
+    yield Probe("of f32, other rows", of_widths((7, 33, 48, 63, 80, 121)), covers=_is_of("f32", also=other))
+    for type in _BY_INTEGERS:
+        types = "f32", type, "f32"
+        yield Probe(f"of {type}", drawn(type, few + many), types, fixed=True, covers=_is_of(type))
+    for type in _IN_TILES:
+        types = "f32", type, "f32"
+        yield Probe(f"of {type}, up to 7 columns", drawn(type, few), types, covers=_is_of(type, also=_has_few))
+        yield Probe(f"of {type}, 8 columns or more", drawn(type, many), types, covers=_is_of(type, also=_has_many))
+    yield Probe("of other types", tuple(_of_type(type) for type in _OTHERS), covers=_is_other)
 
 
 @mul_mat_id.nodes
 def _make_of_experts(rng: probes.Rng, types: Types) -> Node:
-    """6 experts, 2 for each of 5 tokens."""
-    weights, x = probes.normal(rng, types[1], 1, 6, 24, 256), probes.normal(rng, types[2], 1, 5, 1, 256)
-    ids = np.stack([rng.permutation(6)[:2] for _ in range(5)]).astype(np.int32)
-    return probes.node("MUL_MAT_ID", "f32", (1, 5, 2, 24), weights, x, Tensor.of(ids))
+    return _of_experts(rng, types, 5)
+
+
+def _of_experts(rng: probes.Rng, types: Types, tokens: int) -> Node:
+    """6 experts, 2 for each token."""
+    weights, x = probes.normal(rng, types[1], 1, 6, 24, 256), probes.normal(rng, types[2], 1, tokens, 1, 256)
+    ids = np.stack([rng.permutation(6)[:2] for _ in range(tokens)]).astype(np.int32)
+    return probes.node("MUL_MAT_ID", "f32", (1, tokens, 2, 24), weights, x, Tensor.of(ids))
 
 
 @mul_mat_id.probes
 def _products_of_experts() -> Iterator[Probe]:
-    for type in ("f16", "q8_0"):
-        yield Probe(f"of {type}", (_make_of_experts,), ("f32", type, "f32"), fixed=True)
+    few, many = (tuple(partial(_of_experts, tokens=n) for n in counts) for counts in ((1, 5, 7), (25, 64)))
+    for type in ("f16", *_BY_INTEGERS):
+        yield Probe(f"of {type}", few + many, ("f32", type, "f32"), fixed=True, covers=_is_of(type))
+    for type in _IN_TILES:
+        tiles = _is_of(type, also=lambda dst, a, b, ids: ids.ne[1] >= _MANY)
+        yield Probe(
+            f"of {type}, up to 7 tokens", few, ("f32", type, "f32"),
+            covers=_is_of(type, also=lambda dst, a, b, ids: ids.ne[1] < _MANY),
+        )  # fmt: skip
+        yield Probe(f"of {type}, 8 tokens or more", many, ("f32", type, "f32"), covers=tiles)

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from ggml_backend_npu.ggml import codecs
 from ggml_backend_npu.ggml.numerics import PLAIN, Numerics
 from ggml_backend_npu.ir import Node, Tensor
+from ggml_backend_npu.ops import undefined
 from ggml_backend_npu.ops.kernels import strided
 from ggml_backend_npu.registry import cases
 from ggml_backend_npu.registry.checks import Cost, Mistake
@@ -446,3 +447,13 @@ def _nearest_concat(dst: Tensor, a: Tensor, b: Tensor, params: Concat) -> list[s
     bits = (4, 8) if a.codec.is_quantized else (1, 2)
     views = sum(bit for bit, tensor in zip(bits, (a, b), strict=True) if not tensor.is_contiguous())
     return [cases.has("type", a.type), cases.has("dim", params.dim), cases.has("v", views)]
+
+
+@set_rows.undefined
+def _undefined_rows(dst: Tensor, src: Tensor, ids: Tensor) -> undefined.Flags:
+    return undefined.blocks(dst, src, ids)
+
+
+@cpy.undefined
+def _undefined(dst: Tensor, src: Tensor) -> undefined.Flags:
+    return undefined.blocks(dst, src)

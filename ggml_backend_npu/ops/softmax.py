@@ -3,7 +3,9 @@
 `softmax` processes rows of a strided tensor: each is scaled, masked, and becomes e ** (x - max), divided by its sum or,
 for a tile of flash attention, stored beside it. A masked element is excluded: it counts neither in the maximum nor in
 the sum, whatever it holds, and gives 0; a row that is masked altogether gives zeros. A NaN that is not masked makes its
-row NaN. The steps are those of ggml's CPU: SOFT_MAX is byte-equal to it on x86 with AVX2 or AVX-512.
+row NaN. So it is in the documents, whose masks are marks. The mask of SOFT_MAX is numbers, of which -inf is one: it is
+added, as ggml's CPU does, so that a NaN or +inf makes its row NaN even there, and so does a row of -inf alone. The
+steps are those of ggml's CPU: SOFT_MAX is byte-equal to it on x86 with AVX2 or AVX-512.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ from quant.runs import CODES, F16, F32, narrow_run, widen_run
 _TILE = 256  # elements of a row in work where dst cannot hold float32
 LOWEST = -3.4028234663852886e38  # of float32; a tile's maximum is never less, as x - -inf may be NaN
 
-# kinds of mask: numbers to add, of which -inf excludes; or marks, of which 0 excludes
+# kinds of mask: numbers to add; or marks, of which 0 excludes
 _NONE, _ADD_F32, _ADD_F16, _MARK_F32, _MARK_F16, _MARK_BYTE = range(6)
 _MASKS = {"f32": _ADD_F32, "f16": _ADD_F16}
 _MARKS = {"float32": _MARK_F32, "float16": _MARK_F16, "bool": _MARK_BYTE}
@@ -72,8 +74,8 @@ class Softmax(NamedTuple):
 
 
 @inlined
-def _exclude(of, mask, slope, y, begin, count):
-    """For `count` scores at y, columns from `begin` on: adds the mask, and -inf where it excludes."""
+def _mask(of, mask, slope, y, begin, count):
+    """For `count` scores at y, columns from `begin` on: adds the mask, or puts -inf where a mark excludes."""
     row = array_at(y, types.float32, count)
     nb0, kind = of.mask.nb[0], of.mask_kind
     at = mask + begin * nb0
@@ -81,11 +83,11 @@ def _exclude(of, mask, slope, y, begin, count):
     if kind == _ADD_F32:
         for i in range(count):
             value = array_at(at + i * nb0, types.float32, 1)[0]
-            row[i] = excluded if value == excluded else fused_multiply_add(slope, value, row[i])
+            row[i] = fused_multiply_add(slope, value, row[i])
     elif kind == _ADD_F16:
         for i in range(count):
             value = f16_to_f32(array_at(at + i * nb0, types.uint16, 1)[0])
-            row[i] = excluded if value == excluded else fused_multiply_add(slope, value, row[i])
+            row[i] = fused_multiply_add(slope, value, row[i])
     elif kind == _MARK_F32:
         for i in range(count):
             row[i] = row[i] if array_at(at + i * nb0, types.float32, 1)[0] != types.float32(0) else excluded
@@ -106,18 +108,18 @@ def _scores(of, src, mask, slope, y, begin, count):
     if of.scale != types.float32(1):
         scaled(y, count, of.scale)
     if mask:
-        _exclude(of, mask, slope, y, begin, count)
+        _mask(of, mask, slope, y, begin, count)
 
 
 @inlined
 def _any_is_left(of, mask, work, first, last):
-    """Whether a row's mask leaves at least one of the elements [first, last)."""
-    if mask == 0:
+    """Whether a row's marks leave at least one of the elements [first, last); a mask that is added leaves all."""
+    if of.mask_kind < _MARK_F32:
         return first < last
     score = array_at(work, types.float32, 1)
     for column in range(first, last):
         score[0] = 0
-        _exclude(of, mask, types.float32(1), work, column, 1)
+        _mask(of, mask, types.float32(1), work, column, 1)
         if score[0] != types.float32(-np.inf):
             return True
     return False
@@ -314,13 +316,13 @@ def slopes(n_head: int, max_bias: float) -> Floats | None:
     return np.where(heads < power, m0 ** (heads + 1), m1 ** (2 * (heads - power) + 1)).astype(np.float32)
 
 
-def _maximum(scores: Floats, kept: NDArray[np.bool_], sink: Floats | None) -> Floats:
+def _maximum(scores: Floats, kept: NDArray[np.bool_] | np.bool_, sink: Floats | None) -> Floats:
     maximum: Floats = np.fmax.reduce(np.where(kept, scores, np.float32(-np.inf)), -1, keepdims=True, initial=-np.inf)
     return maximum if sink is None else np.fmax(maximum, sink)
 
 
 def _exps(
-    scores: Floats, kept: NDArray[np.bool_], sink: Floats | None, maximum: Floats
+    scores: Floats, kept: NDArray[np.bool_] | np.bool_, sink: Floats | None, maximum: Floats
 ) -> tuple[Floats, NDArray[np.float64]]:
     e = np.where(kept, np.exp(scores - maximum), np.float32(0))
     total = e.sum(-1, keepdims=True, dtype=np.float64)
@@ -329,7 +331,7 @@ def _exps(
     return e, total
 
 
-def masked(scores: Floats, kept: NDArray[np.bool_], sink: Floats | None) -> Floats:
+def masked(scores: Floats, kept: NDArray[np.bool_] | np.bool_, sink: Floats | None) -> Floats:
     """softmax over the last axis of what is kept, float32; the definition that `softmax` equals but for rounding.
 
     sink  one more score, broadcast to (..., 1); None without one
@@ -341,7 +343,7 @@ def masked(scores: Floats, kept: NDArray[np.bool_], sink: Floats | None) -> Floa
 
 
 def masked_tile(
-    scores: Floats, kept: NDArray[np.bool_], sink: Floats | None, before: Floats | None
+    scores: Floats, kept: NDArray[np.bool_] | np.bool_, sink: Floats | None, before: Floats | None
 ) -> tuple[Floats, Floats, Floats]:
     """As `masked`, for a tile of a flash attention: the rows' maxima, e ** (x - maximum) of what is kept, and its sums.
 
@@ -396,22 +398,20 @@ def soft_max(dst: Tensor, x: Tensor, mask: Tensor | None, sinks: Tensor | None, 
     """dst = softmax of x * scale + slope * mask over each row, with a head's sink in its sum.
 
     x and dst (n, rows, heads, ...), mask (n, at least as many rows, ...), which repeats in dimensions 2 and 3, sinks
-    (heads). Equals ggml_compute_forward_soft_max (the definition but for rounding), except for a row that the mask
-    excludes altogether: zeros here, NaN there. dst may be x.
+    (heads). Equals ggml_compute_forward_soft_max (the definition but for rounding): a row of
+    which -inf alone is left is NaN. dst may be x.
     """
     with np.errstate(invalid="ignore", over="ignore"):
         scores = x.view() * np.float32(params.scale)
-    kept = np.ones((1, 1, 1, 1), np.bool_)
     if mask is not None:
         _, n2, n1, _ = scores.shape
         added = mask.view()[:, :, :n1].astype(np.float32)
         added = np.tile(added, (scores.shape[0] // added.shape[0], n2 // added.shape[1], 1, 1))
-        kept = ~np.isneginf(added)
         slope = slopes(n2, params.max_bias)
         with np.errstate(invalid="ignore", over="ignore"):
             scores += added if slope is None else added * slope[:, None, None]
     sink = None if sinks is None else sinks.view().reshape(1, -1, 1, 1)
-    dst.view()[...] = masked(scores, np.broadcast_to(kept, scores.shape), sink)
+    dst.view()[...] = masked(scores, np.True_, sink)
 
 
 @soft_max.compiled

@@ -28,6 +28,7 @@ class Probe:
     types  of dst and of the sources
     fixed  whether ggml's source, as written for x86-64 with AVX2 and with AVX-512, determines every bit
     fused  whether it still does where a compiler makes one step of a product and its sum
+    covers which of the op's nodes they speak for, where not all; called as the kernel is, with dst and without params
     """
 
     of: str
@@ -35,6 +36,7 @@ class Probe:
     types: Types = ("f32",) * 8
     fixed: bool = False
     fused: bool = False
+    covers: Callable[..., bool] | None = None
 
 
 @dataclass(frozen=True)
@@ -105,6 +107,7 @@ class Checks:
     mistaken: Callable[..., Iterator[Mistake]] | None = field(default=None, init=False)
     nearest: Callable[..., list[str]] | None = field(default=None, init=False)
     cost: Callable[..., Cost] | None = field(default=None, init=False)
+    unset: Callable[..., NDArray[np.bool_]] | None = field(default=None, init=False)
 
     @property
     def has_formula(self) -> bool:
@@ -155,6 +158,12 @@ class Checks:
         in the order of these parameters (`ops.cases`). It is called as the kernel is."""
         self.nearest = nearest
         return nearest
+
+    def undefined(self, unset: Callable[..., NDArray[np.bool_]]) -> Callable[..., NDArray[np.bool_]]:
+        """Decorator: which elements or blocks of dst ggml leaves undefined, (ne3, ne2, ne1, ne0); empty where it leaves
+        none. It is called as the kernel is, with dst."""
+        self.unset = unset
+        return unset
 
     def costs(self, cost: Callable[..., Cost]) -> Callable[..., Cost]:
         """Decorator: what a node asks of a device, where that is not one operation per element. It is called as the

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -25,6 +25,7 @@ from graph_runner.judging.reproduce import backend_ops_line
 from graph_runner.judging.results import ISOLATED, OWN_RUN, STOPPED, NodeResult, Verdict, failure_of, types_of
 from graph_runner.judging.rules import Rules
 from graph_runner.judging.spans import Spans, between_gaps_of, copy
+from graph_runner.judging.spoilt import Watch
 from graph_runner.run.session import SessionError
 
 _LEAST = 1e-300  # of an error that shows in no number: another zero, another NaN
@@ -158,6 +159,7 @@ class Judge:
         self.state_results: list[StateResult] = []
         self._states = States(self.state_results.append)
         self.strays: list[Stray] = []
+        self.watch = Watch()  # for NaN in the reference's run
         self.fingerprints: dict[tuple[int, int], int] = {}  # of what nodes of the own run gave, by step and place
         self.own = OwnRun(
             ggml, npu, backend, reference, lambda: (self._before, self._place), self._about_to_run_own,
@@ -269,6 +271,7 @@ class Judge:
         own = self.own.take(place)
         if node.dst.n_elements == 0:
             return
+        self.watch.look(self.step, place, self._before, node.dst, self._leaves())
         cumulative, mirrored = None, None
         if own is not None:
             cumulative = self._cumulative(own)
@@ -296,6 +299,12 @@ class Judge:
         if wrong is not None:
             found = self._explained(found, wrong)
         self._seen(found)
+
+    def _leaves(self) -> Iterator[str]:
+        """Yields the names of the sources that no node computes."""
+        for source, storage in zip(self._read.node.src, self._read.src, strict=True):
+            if source is not None and storage is not None and convert.is_leaf(storage.address):
+                yield source.name
 
     def _cumulative(self, own: OwnNode) -> Comparison | None:
         node, other = self._read.node, own.node

@@ -54,18 +54,35 @@ class Endings:
 
 
 def nmse(a: Logits, b: Logits) -> float:
-    """Returns sum of squared differences / sum of squares of a; inf if a value is not finite."""
-    x, y = a.astype(np.float64), b.astype(np.float64)
+    """Returns sum of squared differences / sum of squares of a, over finite values; inf if a value that is not finite
+    is not the same in both."""
+    finite = _finite_in_both(a, b)
+    if finite is None:
+        return float("inf")
+    x, y = (each[finite].astype(np.float64) for each in (a, b))
     power = float(np.square(x).sum())
     found = float(np.square(x - y).sum()) / power if power else float(np.square(y).sum())
     return found if np.isfinite(found) else float("inf")
 
 
 def _kl(a: Logits, b: Logits) -> float:
-    """Returns the Kullback-Leibler divergence of b's distribution from a's, in nats."""
-    p, q = (_log_softmax(each) for each in (a, b))
+    """Returns the Kullback-Leibler divergence of b's distribution from a's, in nats, over finite values; inf if a value
+    that is not finite is not the same in both."""
+    finite = _finite_in_both(a, b)
+    if finite is None:
+        return float("inf")
+    if not finite.any():
+        return 0.0
+    p, q = (_log_softmax(each[finite]) for each in (a, b))
     found = float((np.exp(p) * (p - q)).sum())
     return max(0.0, found) if np.isfinite(found) else float("inf")
+
+
+def _finite_in_both(a: Logits, b: Logits) -> NDArray[np.bool_] | None:
+    """Returns where both are finite; None if elsewhere one is not what the other is. NaN equals NaN."""
+    finite = np.isfinite(a) & np.isfinite(b)
+    same = finite | (a == b) | (np.isnan(a) & np.isnan(b))
+    return finite if same.all() else None
 
 
 def _log_softmax(logits: Logits) -> NDArray[np.float64]:

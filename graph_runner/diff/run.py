@@ -32,6 +32,7 @@ from graph_runner.diff.state import StateResult
 from graph_runner.diff.together import Computer
 from graph_runner.judging.results import Fate, NodeResult
 from graph_runner.judging.rules import Rules
+from graph_runner.judging.spoilt import Spoilt
 from graph_runner.run.session import Observer, Sampler, Session
 from graph_runner.trace import Origin, save_nodes
 from quant.folders import FolderError
@@ -50,6 +51,7 @@ class DiffResult:
     strays   tensors that no longer held what the last node had written into them
     ending   how far apart the two runs end; None if the device's run ended early
     remarks  what is not the same each time, or when nodes run together, though right
+    spoilt   where NaN or infinity began in the reference's run; None if it has none
     stopped  why the device's own run ended before the reference's, or None
     ops      names of the chosen ops and fusions; None: all
     refused  nodes of the chosen ops that the device does not take, by op and reason
@@ -75,6 +77,7 @@ class DiffResult:
     strays: list[Stray] = field(default_factory=list)
     ending: Ending | None = None
     remarks: list[str] = field(default_factory=list)
+    spoilt: Spoilt | None = None
     stopped: str | None = None
     ops: Collection[str] | None = None
     refused: Counter[tuple[str, str]] = field(default_factory=Counter)
@@ -106,16 +109,22 @@ class DiffResult:
         return [node for node in self.nodes if node.fate is Fate.NOT_JUDGED]
 
     @property
+    def ends_apart(self) -> bool:
+        """Whether the logits are further apart than rounding explains, where ggml defines what they are."""
+        undefined = self.spoilt is not None and self.spoilt.n_undefined > 0
+        return self.ending is not None and not self.ending and not undefined
+
+    @property
     def is_unexplained(self) -> bool:
         """Whether the run is wrong but no node is, or whether a stray write was found no later than the first wrong
         node."""
         first = min(((node.step, node.index) for node in self.wrong), default=None)
-        off = bool(self.stray) or (self.ending is not None and not self.ending)
+        off = bool(self.stray) or self.ends_apart
         found = [(stray.step, stray.index) for stray in self.strays]
         return (first is None and off) or (bool(found) and (first is None or min(found) <= first))
 
     def __bool__(self) -> bool:
-        off = self.wrong or self.strays or self.stray or (self.ending is not None and not self.ending)
+        off = self.wrong or self.strays or self.stray or self.ends_apart
         return bool(self.compared) and not off and self.stopped is None and not self.not_judged
 
 
@@ -253,6 +262,7 @@ class _InStep:
             text, endings = self._decode(first, second, lockstep, judge, tokens)
             result.text = b"".join(map(first.piece, text)).decode(errors="replace")
             result.stopped = lockstep.stopped
+            result.spoilt = judge.watch.found
         if result.stopped is None:
             result.ending = endings.ending()
         if result.stopped is None and self._npu is not None and not result.wrong:

@@ -121,6 +121,18 @@ def _is_equal(cpu: Replica, numerics: Numerics, of: Node) -> bool:
     return bool(compare(expected.dst, actual.dst))
 
 
+def promised(node: Node) -> bool:
+    """Whether the bytes of the bound ggml's CPU are promised for a node: those of its op, of its types and of whatever
+    else decides."""
+    op = OWN[node.op]
+    probes = [probe for probe in _probes().values() if probe.op == node.op]
+    if not probes:
+        return not op.bound and op.order is None
+    tensors, _ = op.arguments(node)
+    about = [each for each in probes if each.covers is None or each.covers(*tensors[: 1 + len(node.src)])]
+    return bool(about) and all(holds(each.name) for each in about)
+
+
 def promises(ops: Collection[str] | None = None) -> list[Promise]:
     """Returns the promises for these ops, or for all that the device and the bound ggml have, on this machine."""
     wanted = {*OWN} & {*(OWN if ops is None else ops)} & lib.ggml().op_names

@@ -50,7 +50,7 @@ def _found(result: DiffResult) -> str:
         return f"{WRONG}: {result.strays[0]}"
     if result.stray:
         return f"{WRONG}: cells of {result.stray[0].tensor} differ that no node wrote"
-    if result.ending is not None and not result.ending:
+    if result.ends_apart:
         return f"{WRONG}: every node is right, but the logits differ by more than rounding explains"
     if result.stopped:
         return f"{WRONG}: the {result.device} stopped: {result.stopped}"
@@ -110,6 +110,8 @@ def print_diff(result: DiffResult, console: Console, *, first: int = 5) -> None:
     _print_lines(console, _own_run(result))
     if result.states:
         _print_lines(console, [_states(result.states)])
+    if result.spoilt is not None:
+        _print_lines(console, [str(result.spoilt)], style="yellow")
     verdict = _verdict(result)
     style = "bold green" if result else "bold yellow" if verdict.startswith(UNDECIDED) else "bold red"
     _print_lines(console, [verdict], style=style)
@@ -181,7 +183,11 @@ def _own_run(result: DiffResult) -> list[str]:
     if counts[Verdict.INHERITED] or counts[Verdict.AMPLIFIED]:
         lines.append("inherited and amplified: the node itself is right, but its inputs already differ")
     lines += result.remarks
-    return lines + ([_ending(result.ending)] if result.ending is not None and result.ending.nmse else [])
+    if result.ending is None or not result.ending.nmse:
+        return lines
+    if not result.ending and not result.ends_apart:
+        return [*lines, "logits: not compared, as they come from what ggml leaves undefined"]
+    return [*lines, _ending(result.ending)]
 
 
 def _ending(ending: Ending) -> str:
@@ -316,6 +322,7 @@ def diff_json(result: DiffResult) -> dict[str, Any]:
         "states": [asdict(state) for state in result.states],
         "strays": [str(stray) for stray in result.strays],
         "remarks": result.remarks,
+        "spoilt": None if result.spoilt is None else asdict(result.spoilt) | {"text": str(result.spoilt)},
         "ending": None if result.ending is None else _ending_json(result.ending),
         **_nodes_json(result.nodes, result.refused, result.device_options),
     }

@@ -11,7 +11,7 @@ from kit.support import special_floats
 import quant
 from ggml_backend_npu import default_backend
 from ggml_backend_npu.ops import delta_net, mamba, norms, rope, routing, rwkv, softmax, triangles, unary
-from ggml_backend_npu.ops.kernels import cells, products, strided, tiles
+from ggml_backend_npu.ops.kernels import cells, cells_in_halves, products, strided, tiles
 
 WEIGHTS = quant.quantize(np.abs(floats(3, 70, 64)), "q8_0")
 
@@ -226,6 +226,8 @@ OF_MODELS = {
         ulp=16,
     ),
     "GATED_DELTA_NET": Case(gated_delta_net, (delta_net.delta_net,), ulp=16),
-    "FLASH_ATTN_EXT": Case(attended, (cells.attend, cells.attend_in_halves, cells.join_parts), ulp=16),
+    "FLASH_ATTN_EXT": Case(
+        attended, (cells.attend, cells_in_halves.attend_in_halves, cells_in_halves.join_parts), ulp=16
+    ),
     **{op: Case(lambda op=op: rotated(op), (rope.rotate,), ulp=64) for op in ("ROPE", "ROPE_BACK")},
 }

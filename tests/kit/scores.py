@@ -76,7 +76,8 @@ def windowed(shape: tuple[int, ...], index: Array | int, window: int) -> Array:
     kept = np.zeros(shape, np.bool_)
     for n in range(shape[0]):
         first = int(np.broadcast_to(index, shape[0])[n])
-        kept[n, ..., :size] = band[first : first + n_rows]
+        columns = min(size, shape[-1])
+        kept[n, ..., :columns] = band[first : first + n_rows, :columns]
     return kept
 
 

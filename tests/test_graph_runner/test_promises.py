@@ -17,10 +17,12 @@ from ggml_backend_npu.ggml.numerics import Numerics
 from ggml_backend_npu.ops import OWN
 from ggml_backend_npu.plugin.replica import Replica
 from ggml_backend_npu.registry.entry import Call
+from ggml_backend_npu.registry.probes import node, normal
 from graph_runner.judging import promises
 from graph_runner.judging.compare import compare
 from graph_runner.judging.rules import Rules
 from graph_runner.judging.spans import copy
+from quant import codec
 
 PROBES = promises._probes()
 
@@ -109,3 +111,35 @@ def test_what_is_measured_is_not_nothing() -> None:
                 cpu.compute(replace(of, dst=result))
                 results.append(bool(result.view().any()))
             assert np.mean(results) > 0.9, name
+
+
+def drawn(rng: np.random.Generator, type: str) -> Node:
+    """A MUL_MAT of weights of a type with 1 to 600 columns, of any k, rows, matrices and strides."""
+    block = codec(type).block_size
+    k = block * int(rng.integers(1, 9 if block > 1 else 300))
+    columns = int(rng.choice([1, rng.integers(2, 8), rng.integers(8, 64), rng.integers(64, 601)]))
+    rows, n, shared = int(rng.integers(1, 40)), int(rng.integers(1, 3)), int(rng.integers(1, 3))
+    weights, x = normal(rng, type, 1, n, rows, k), normal(rng, "f32", 1, n * shared, columns, k)
+    return node("MUL_MAT", "f32", (1, n * shared, columns, rows), weights, x)
+
+
+MULTIPLIED = ("f16", "f32", "bf16", "q8_0", "q4_0", "q4_1", "q5_0", "q5_1", "q4_K", "q6_K", "q5_K", "mxfp4")
+
+
+@with_avx2
+@pytest.mark.parametrize("n", [3, pytest.param(200, marks=pytest.mark.conformance)])
+@pytest.mark.parametrize("type", MULTIPLIED)
+def test_where_bytes_are_promised_they_are_given(type: str, n: int) -> None:
+    rng = np.random.default_rng(n)
+    found = []
+    with Replica(lib.ggml(), "CPU") as cpu:
+        for of in (drawn(rng, type) for _ in range(n)):
+            if promises.promised(of) and not promises._is_equal(cpu, replace(codecs.bound(), matmul="exact"), of):
+                found.append(str(of))
+    assert found == []
+
+
+@pytest.mark.parametrize(("type", "columns", "few"), [("q4_K", 7, True), ("q4_K", 8, False), ("bf16", 1, False)])
+def test_a_promise_is_of_what_decides(type: str, columns: int, few: bool) -> None:
+    weights, x = (normal(np.random.default_rng(0), each, 1, 1, columns, 256) for each in (type, "f32"))
+    assert not promises.promised(node("MUL_MAT", "f32", (1, 1, columns, columns), weights, x)) or few

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import platform
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
@@ -32,6 +35,7 @@ TYPES = quant.type_names()
 OURS = [("q8_0", "reference"), ("q8_0", "simd"), ("q4_0", "reference")]
 ON_X86 = platform.machine().lower() in ("x86_64", "amd64")
 BUILT_SLOWLY = ("iq1_m", "iq1_s", "iq2_s", "iq2_xs", "iq2_xxs")  # seconds for tables, once
+IQ_BY_TABLE = ("iq1", "iq2", "iq3")  # ggml looks for the nearest points of a grid
 WITHOUT_REFERENCE = ("iq1", "iq2", "iq3", "iq4_nl")  # ggml's function needs tables, or is another one than the CPU's
 
 
@@ -288,6 +292,79 @@ def test_the_two_roundings_of_q8_0_differ_in_the_inverse_scale_too() -> None:
     x = normal(40000, 32)
     reference, simd = (quant.quantize(x, "q8_0", rounding) for rounding in quant.ROUNDINGS)
     assert 0 < (reference != simd).sum() < 100
+
+
+def quantize_chunk(ggml: Ggml, name: str, x: Floats) -> Blocks:
+    """ggml_quantize_chunk of rows, without an importance matrix."""
+    function = ggml.library.ggml_quantize_chunk
+    function.argtypes = [ctypes.c_int, *[ctypes.c_void_p] * 2, *[ctypes.c_int64] * 3, ctypes.c_void_p]
+    function.restype = ctypes.c_size_t
+    blocks = np.zeros((len(x), x.shape[1] // codec(name).block_size * codec(name).block_bytes), np.uint8)
+    function(ggml.type_numbers[name], x.ctypes.data, blocks.ctypes.data, 0, *x.shape, None)
+    return blocks
+
+
+@pytest.mark.skipif(not ON_X86, reason="this ggml's CPU backend is not the x86 one")
+@pytest.mark.parametrize("name", [name for name in TYPES if codec(name).is_quantized and name[:3] not in IQ_BY_TABLE])
+def test_each_type_has_the_roundings_of_model_files_and_of_ggmls_cpu(backend: Plugin, name: str) -> None:
+    """q8_0, q8_1 and iq4_nl have two; of any other type they are one."""
+    block = codec(name).block_size
+    x = np.concatenate([hard_blocks(), normal(3072, 32)])
+    x = x[: len(x) // 8 * 8]
+    if name == "iq4_nl":  # ggml leaves the quants of smaller ones as they are in memory
+        x = np.where(np.abs(x).max(axis=1, keepdims=True) < 1e-15, np.float32(1), x)
+    x = np.ascontiguousarray(x.reshape(-1, block))
+    simd, reference = (quant.quantize(x, name, rounding) for rounding in ("simd", "reference"))
+    if not contracts():
+        assert_same_bytes(simd, bound(backend.ggml, name).encode(x, "simd"))
+        if name not in ("q8_1", "q8_K"):  # ggml_quantize_chunk has them not
+            assert_same_bytes(reference, quantize_chunk(backend.ggml, name, x))
+    assert np.array_equal(simd, reference) == (name not in ("q8_0", "q8_1", "iq4_nl"))
+
+
+HOSTILE = """
+import sys
+import numpy as np
+import quant
+
+np.seterr(all="ignore")
+rng = np.random.default_rng(1)
+for name in sys.argv[1:]:
+    n = 32 * quant.codec(name).block_size
+    for value in (np.nan, np.inf, -np.inf, 3.4028235e38, 3e9, 1e14, 1e20, 1e30, 1e8, 1e-14, 1e-30, 1e-45):
+        some, row, all_ = (rng.standard_normal((4, n)).astype(np.float32) for _ in range(3))
+        some[1, 7], row[1], all_[...] = value, value, all_ * np.float32(value)
+        for x in (some, row, all_):
+            for rounding in quant.ROUNDINGS:
+                try:
+                    quant.quantize(x, name, rounding)
+                except ValueError as error:
+                    print(error)
+"""
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        pytest.param([name for name in TYPES if name[:3] not in IQ_BY_TABLE and codec(name).is_quantized], id="others"),
+        *(pytest.param([name], id=name, marks=pytest.mark.slow) for name in TYPES if name[:3] in IQ_BY_TABLE),
+    ],
+)
+def test_no_value_of_any_type_ends_the_process(names: list[str]) -> None:
+    done = subprocess.run([sys.executable, "-c", HOSTILE, *names], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    refused = done.stdout.splitlines()
+    assert all("takes finite values of at most" in line for line in refused)
+    assert bool(refused) == (names[0][:3] in IQ_BY_TABLE)
+
+
+@pytest.mark.parametrize("name", [name for name in TYPES if name[:3] in IQ_BY_TABLE])
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf, 3e12])
+def test_a_value_that_ggmls_own_c_is_not_defined_for_is_refused(name: str, value: float) -> None:
+    x = normal(2, 512)
+    x[1, 300] = value
+    with pytest.raises(ValueError, match=rf"^x holds {value:g}: ".replace("+", r"\+") + f"{name} takes finite values"):
+        quant.quantize(x, name)
 
 
 def test_other_types_have_one_rounding() -> None:

@@ -244,7 +244,7 @@ def window_softmax(
 ) -> Array:
     """softmax along an axis over a window: row i of Seq has the window_size columns that end with index + i.
 
-    input        (Nmb, Head, Group, Seq, Channel) or (Nmb, Head x Group, Seq, Channel), Channel >= window_size + Seq
+    input        (Nmb, Head, Group, Seq, Channel) or (Nmb, Head x Group, Seq, Channel), Channel >= index + Seq
     index        how many tokens of the window came before row 0: 0 to window_size
     sink         see masked_softmax
     window_size  at least 128, and a multiple of 64; required, though the document has a default
@@ -261,9 +261,11 @@ def window_softmax(
     if strict and (window < 128 or window % 64):
         raise ValueError(f"window_size {window}: must be at least 128 and a multiple of 64")
     integer("pad_c", pad_c)
-    if x.shape[-1] < window + x.shape[-2]:
-        raise ValueError(f"input of shape {x.shape}: a window of {window} and {x.shape[-2]} rows need more columns")
-    return _softmax(x, along, None, logits, _offsets(index, x, window), window)
+    offsets = _offsets(index, x, window)
+    last = int(offsets.max(initial=0))
+    if x.shape[-1] < last + x.shape[-2]:
+        raise ValueError(f"input of shape {x.shape}: {x.shape[-2]} rows from index {last} on need more columns")
+    return _softmax(x, along, None, logits, offsets, window)
 
 
 def flash_attn_tile(input: ArrayLike, mask: ArrayLike, row_max_i: ArrayLike | None = None) -> Statistics:

@@ -234,28 +234,26 @@ def test_compiled_equals_the_definition_but_for_rounding(
 def exact(x: Floats, mask: Any, sinks: Any, scale: float, max_bias: float) -> NDArray[np.float64]:
     """softmax in float64 of what float32 makes of the scores less their maximum."""
     with np.errstate(all="ignore"):
-        scores, kept, sink = x * np.float32(scale), np.True_, np.float32([-INF])
+        scores, sink = x * np.float32(scale), np.float32([-INF])
         if mask is not None:
             slope = slopes(x.shape[1], max_bias)
-            kept = ~np.isneginf(mask)
             scores += mask.astype(np.float32) * (1 if slope is None else slope[:, None, None])
         if sinks is not None:
             sink = sinks[:, None, None]
-        maximum = np.fmax(np.where(kept, scores, -INF).max(-1, keepdims=True), sink)
-        e = np.where(kept, np.exp((scores - maximum).astype(np.float64)), 0)
+        maximum = np.fmax(scores.max(-1, keepdims=True), sink)
+        e = np.exp((scores - maximum).astype(np.float64))
         total = e.sum(-1, keepdims=True) + np.where(np.isneginf(sink), 0, np.exp((sink - maximum).astype(np.float64)))
         y: NDArray[np.float64] = np.where(total == 0, 0, e / total)
     return y
 
 
 @pytest.mark.usefixtures("either")
-@pytest.mark.parametrize("garbage", [np.nan, INF, -INF, 3e38])
 @pytest.mark.parametrize("kind", [np.float32, np.float16])
-def test_what_a_mask_excludes_is_0_and_is_not_looked_at(kind: Any, garbage: float) -> None:
+def test_what_a_mask_of_minus_infinity_hides_is_0(kind: Any) -> None:
     rng = np.random.default_rng(3)
     kept = rng.random((2, 3, 4, 37)) < 0.6
     kept[..., 5] = True
-    x = np.where(kept, rng.standard_normal(kept.shape), np.float32(garbage)).astype(np.float32)
+    x = np.where(kept, rng.standard_normal(kept.shape), np.float32(3e38)).astype(np.float32)
     y = soft_maxed(x, np.where(kept, 0, -INF).astype(kind))
     alone = soft_maxed(np.where(kept, x, np.float32(-1e30)))
     assert (y[~kept] == 0).all()
@@ -263,32 +261,41 @@ def test_what_a_mask_excludes_is_0_and_is_not_looked_at(kind: Any, garbage: floa
     assert_within_ulp(y, alone, 1)
 
 
-@pytest.mark.usefixtures("either")
-@pytest.mark.parametrize("sink", [None, 0.0, 700.0, -INF])
-def test_a_row_of_which_the_mask_excludes_all_is_zeros(sink: float | None) -> None:
-    """Nothing is there to attend to. ggml's CPU gives NaN: it takes -inf from -inf."""
-    x = np.float32([[[[1, 2, np.nan], [1, 1, 1]]]])
-    mask = np.float32([[-INF] * 3, [0, 0, -INF]])
-    y = soft_maxed(x, mask, None if sink is None else np.float32([sink]))
-    assert y[0, 0, 0].tolist() == [0, 0, 0]
-    if sink is None:
-        assert y[0, 0, 1].tolist() == [0.5, 0.5, 0]
+@dataclass(frozen=True)
+class Special:
+    """SOFT_MAX of rows of n, each with another number that is none, or another mask; see `x`, `mask`."""
+
+    n: int
+    kind: str
+    sink: float | None
+    max_bias: float = 0.0
+
+    def __call__(self, scene: Scene) -> int:
+        x = np.random.default_rng(self.n).standard_normal((2, 8, self.n)).astype(np.float32)
+        mask = np.zeros((8, self.n), np.float32)
+        mask[:, ::3] = -INF
+        mask[1] = -INF
+        x[0, 2, 3] = x[0, 3, 1] = x[0, 5, 4] = np.nan  # the mask hides the first
+        x[1, 3, 0], x[1, 4, 2], x[1, 5] = INF, INF, -INF  # and the first
+        x[1, 1, 2], mask[0, 1], mask[2, 2] = np.nan, np.nan, INF
+        data = mask.astype(np.float16 if self.kind == "f16" else np.float32)
+        added = scene.root(self.kind, (self.n, 8), data)
+        node = scene.op("soft_max_ext", scene.root("f32", (self.n, 8, 2), x), added, 0.6, self.max_bias)
+        if self.sink is not None:
+            sinks = scene.root("f32", (2,), np.float32([self.sink, 0.1]))
+            scene.ggml.ggml_soft_max_add_sinks(node, sinks)
+        return node
 
 
-@pytest.mark.usefixtures("either")
-@pytest.mark.parametrize("sink", [INF, np.nan])
-def test_a_sink_that_is_no_number_is_not_hidden_by_a_mask(sink: float) -> None:
-    y = soft_maxed(np.float32([[[[1, 2]]]]), np.float32([[-INF, -INF]]), np.float32([sink]))
-    assert np.isnan(y).all()
-
-
-def test_ggml_makes_nan_of_a_row_of_which_the_mask_excludes_all(backend: Plugin) -> None:
-    def recipe(scene: Scene) -> int:
-        x = scene.root("f32", (3,), np.zeros(3, np.float32))
-        return scene.op("soft_max_ext", x, scene.root("f32", (3,), np.full(3, -INF, np.float32)), 1.0, 0.0)
-
-    assert np.isnan(rows_of(outcome(backend, "CPU", recipe))).all()
-    assert (rows_of(outcome(backend, "NPU", recipe)) == 0).all()
+@pytest.mark.parametrize("sink", [None, 0.3, 700.0, np.nan, INF, -INF])
+@pytest.mark.parametrize("n", [5, 16, 33])
+def test_nan_and_infinity_under_a_mask_give_what_ggml_gives(backend: Plugin, n: int, sink: float | None) -> None:
+    """ggml adds -inf to what it hides: NaN stays NaN, and of a row of -inf alone it makes NaN."""
+    for recipe in (Special(n, "f16", sink), Special(n, "f32", sink, 8.0)):
+        assert_as_promised(backend, recipe, "SOFT_MAX of a mask that slopes of 2 ** n scale", floats="f32")
+        result = outcome(backend, "NPU", recipe).after[0].view(np.float32).reshape(2, 8, n)
+        assert np.isnan(result[0, 2]).all()
+        assert np.isnan(result[0, 1]).all() == (sink is None or not np.isfinite(sink))
 
 
 @pytest.mark.usefixtures("either")

@@ -437,7 +437,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "rwkvag dimension 1": ({"rwkvag": np.zeros((6, 2, 1, 4), F32)}, "rwkvag of shape (6, 2, 1, 4)"),
     "rwkvag of other columns": ({"rwkvag": np.zeros((6, 5), F32)}, "rwkvag of shape (6, 5)"),
     "rwkvag of one column": ({"rwkvag": np.zeros((6, 1), F32)}, "rwkvag of shape (6, 1)"),
-    "h0 of rank 2": ({"h0": np.zeros((2, 4), F32)}, "h0 of shape (2, 4)"),
+    "h0 of rank 2": ({"h0": np.zeros((4, 2), F32)}, "h0 of shape (4, 2)"),
+    "h0 of rank 1": ({"h0": np.zeros(4, F32)}, "h0 of shape (4,)"),
     "h0 of 2 rows": ({"h0": np.zeros((2, 2, 4), F32)}, "h0 of shape (2, 2, 4)"),
     "h0 of other sequences": ({"h0": np.zeros((1, 1, 4), F32)}, "h0 of shape (1, 1, 4)"),
     "h0 of other columns": ({"h0": np.zeros((2, 1, 3), F32)}, "h0 of shape (2, 1, 3)"),
@@ -516,3 +517,17 @@ def test_scales_that_are_refused(name: str) -> None:
     changes, message = SCALES[name]
     out = [*np.full((6, BATCH, TOKENS, WIDTH), 5, I8), np.full((BATCH, 1, WIDTH), 5, F32)]
     assert_refused({**arguments(I8), "out": out, **changes}, message)
+
+
+def test_the_state_may_have_two_axes() -> None:
+    x, mu, h0 = Case((3, 4, 17), (F32, F32, F16), seed=2).inputs()
+    flat = np.ascontiguousarray(h0[:, 0])
+    expected = token_shift(x, mu, h0)
+    for actual, wanted in zip(token_shift(x, mu, flat), expected, strict=True):
+        assert_same_bytes(actual, wanted)
+    outputs = (*(np.empty_like(each) for each in expected[:6]), flat.reshape(h0.shape))
+    token_shift(x, mu, flat, out=outputs)
+    for actual, wanted in zip(outputs, expected, strict=True):
+        assert_same_bytes(actual, wanted)
+    with pytest.raises(ValueError, match=r"h0 of shape \(17, 3\): must be \[3, 1, 17\] or \[3, 17\]"):
+        token_shift(x, mu, flat.T)

@@ -1,0 +1,35 @@
+"""What ggml leaves undefined of a result: blocks that it quantises from values of which one is NaN or infinite."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ggml_backend_npu.ir import Tensor
+from ggml_backend_npu.registry import exact
+
+Flags = NDArray[np.bool_]  # of dst's elements or blocks, (ne3, ne2, ne1, ne0); empty where there is none
+
+NOTHING: Flags = np.zeros(0, np.bool_)
+
+
+def spoilt_rows(x: Tensor) -> Flags:
+    """Which rows of a tensor hold NaN or an infinity, (ne3, ne2, ne1)."""
+    finite: Flags = np.isfinite(exact.values(x))
+    return np.logical_not(finite.all(axis=-1))
+
+
+def blocks(dst: Tensor, source: Tensor, ids: Tensor | None = None) -> Flags:
+    """Which blocks of a quantised dst are made of floats of which one is not finite: all of dst's, in order, or rows of
+    it by ids."""
+    if not dst.codec.is_quantized or source.codec.is_quantized:
+        return NOTHING
+    shape = (*dst.ne[:0:-1], dst.n_blocks)
+    finite: Flags = np.isfinite(exact.values(source)).reshape(-1, dst.codec.block_size)
+    spoilt = np.logical_not(finite.all(axis=-1))
+    if ids is None:
+        return spoilt.reshape(shape)
+    flags, rows = np.zeros(shape, np.bool_), spoilt.reshape(*source.ne[:0:-1], dst.n_blocks)
+    for i3, i2 in np.ndindex(*rows.shape[:2]):
+        flags[i3, i2, ids.view()[0, i3 % ids.ne[2], i2 % ids.ne[1]]] |= rows[i3, i2]
+    return flags

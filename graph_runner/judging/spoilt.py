@@ -1,0 +1,113 @@
+"""NaN and infinity in a run: where they began, and what ggml leaves undefined about them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ggml_backend_npu import Memory, Node, Tensor
+from ggml_backend_npu.ops import OWN
+from graph_runner.judging.compare import values
+from quant import codec
+
+_FLOATS = ("f32", "f16", "bf16")
+
+
+@dataclass
+class Spoilt:
+    """A run that holds NaN or +inf. -inf alone is what masks hold.
+
+    step, index, node  the first node whose result holds one
+    began     what it had that from: a source that holds one, or the node itself
+    n_nodes   how many nodes have such results
+    n_undefined  how many nodes quantise one, so that ggml does not define their bytes
+    """
+
+    step: int
+    index: int
+    node: str
+    began: str
+    n_nodes: int = 1
+    n_undefined: int = 0
+
+    def __str__(self) -> str:
+        line = (
+            f"NaN or infinity from step {self.step} node {self.index}, {self.node}, on: {self.began}; of the "
+            f"{self.n_nodes:,} nodes with such results it is compared where these are, not what they would be"
+        )
+        if not self.n_undefined:
+            return line
+        return (
+            f"{line}; {self.n_undefined:,} quantise them, which ggml leaves undefined: after these, bytes say nothing"
+        )
+
+
+class Watch:
+    """Looks for NaN and +inf in the results of a run."""
+
+    def __init__(self) -> None:
+        self.found: Spoilt | None = None
+
+    def look(self, step: int, index: int, node: Node, result: Tensor, leaves: Iterable[str]) -> None:
+        """Looks at a node of the reference's run, whose sources hold what it read, and at its result.
+
+        leaves  names of the sources that no node computes
+        """
+        if self.found is not None and is_undefined(node).any():
+            self.found.n_undefined += 1
+        if _is_a_part(node) or not _is_spoilt(result):
+            return
+        if self.found is not None:
+            self.found.n_nodes += 1
+            return
+        source = next((each for each in node.src if each is not None and _is_spoilt(each, every_type=True)), None)
+        began = "its inputs hold none"
+        if source is not None:
+            role = "the weight or input" if source.name in leaves else "its source"
+            began = f"{role} {source.name!r} holds {_first(source)}"
+        self.found = Spoilt(step, index, str(node), began)
+
+
+def _is_a_part(node: Node) -> bool:
+    """Whether the node writes a part of its dst, which may be a whole cache."""
+    return node.op in OWN and OWN[node.op].keeps
+
+
+def _is_spoilt(tensor: Tensor, *, every_type: bool = False) -> bool:
+    """Whether a tensor of floats, or of blocks if `every_type`, holds NaN or +inf."""
+    if tensor.type in _FLOATS:
+        view = tensor.view()
+        with np.errstate(all="ignore"):
+            return not bool(np.less(view, np.inf).all())
+    return every_type and codec(tensor.type).is_quantized and not bool((values(tensor) < np.inf).all())
+
+
+def _first(tensor: Tensor) -> str:
+    """The first NaN or +inf of a tensor, and its place."""
+    x = values(tensor)
+    at = np.unravel_index(int(np.argmin(x < np.inf)), x.shape)
+    return f"{x[at]:g} at [{', '.join(str(i) for i in at)}]"
+
+
+def is_undefined(node: Node) -> NDArray[np.bool_]:
+    """Which elements or blocks of dst ggml leaves undefined, (ne3, ne2, ne1, ne0); empty where it leaves none."""
+    op = OWN.get(node.op)
+    if op is None or op.unset is None or op.lacks_sources(node):
+        return np.zeros(0, np.bool_)
+    tensors, keywords = op.arguments(node)
+    return op.unset(*tensors, **keywords)
+
+
+def defined(node: Node, expected: Tensor, actual: Tensor) -> Tensor:
+    """A node's result, with the expected one's elements or blocks where ggml leaves them undefined; the result itself
+    where it leaves none."""
+    flags = is_undefined(node)
+    if not flags.any():
+        return actual
+    span = Memory(actual.address, actual.nbytes, owner=actual.memory).bytes().copy()
+    patched = replace(actual, memory=Memory.of(span), offset=0)
+    patched.view()[flags] = expected.view()[flags]
+    return patched

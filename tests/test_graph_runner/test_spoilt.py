@@ -1,0 +1,103 @@
+"""NaN in a run: where it began is said; equal NaNs are equal; what ggml leaves undefined blames no kernel."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+from kit.commands import Cli, strict_json
+
+from ggml_backend_npu import Node, Tensor
+from graph_runner.base.models import model_file
+from graph_runner.diff.logits import Endings
+from graph_runner.judging.compare import compare
+from graph_runner.judging.rules import Rules
+from graph_runner.judging.spoilt import is_undefined
+
+NAN = float("nan")
+
+
+def spoilt_model(folder: Path, name: str) -> Path:
+    """The tiny model with one NaN in a weight."""
+    path = folder / "nan.gguf"
+    with model_file("tiny") as tiny:
+        shutil.copy(tiny, path)
+    reader = gguf.GGUFReader(path, "r+")
+    values = next(tensor for tensor in reader.tensors if tensor.name == name).data.reshape(-1)
+    if values.dtype == np.uint8:  # the scale of a q8_0 block
+        values[34 * 3 : 34 * 3 + 2] = np.frombuffer(np.float16(NAN).tobytes(), np.uint8)
+    else:
+        values[len(values) // 3] = NAN
+    reader.data.flush()
+    return path
+
+
+CACHES = [[], ["--flash-attn", "on", "--cache-type-k", "q8_0", "--cache-type-v", "q8_0"]]
+
+
+@pytest.mark.parametrize("options", CACHES, ids=["f16", "q8_0"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "token_embd.weight",
+        *(pytest.param(each, marks=pytest.mark.slow) for each in ("blk.0.attn_k.weight", "output_norm.weight")),
+    ],
+)
+def test_a_nan_in_a_weight_is_named_and_blames_no_kernel(
+    cli: Cli, tmp_path: Path, name: str, options: list[str]
+) -> None:
+    report, page = tmp_path / "diff.json", tmp_path / "diff.html"
+    model = spoilt_model(tmp_path, name)
+    outcome = cli("diff", model, "--all", "-n", "1", *options, "--json", report, "--html", page)
+    assert outcome.code == 0, outcome.out
+    said = next(line for line in outcome.out.splitlines() if line.startswith("NaN or infinity from step 0 node "))
+    assert f"the weight or input {name!r} holds nan at" in said
+    assert "NMSE inf" not in outcome.out.replace("largest NMSE inf", "")
+    assert ("leaves undefined" in said) == (bool(options) and name != "output_norm.weight")
+    assert strict_json(report.read_text())["spoilt"]["text"] == said
+    assert "holds nan at" in page.read_text()
+
+
+def test_a_model_without_nan_says_nothing_of_it(cli: Cli) -> None:
+    assert "NaN" not in cli("diff", "tiny", "--all", "-n", "0").out
+
+
+@pytest.mark.parametrize(
+    ("device", "nmse"),
+    [([1, 2, NAN, 4], 0), ([1, 2, NAN, 2], 4 / 21), ([1, 2, 3, 4], np.inf), ([NAN, 2, NAN, 4], np.inf)],
+)
+def test_equal_nans_of_logits_are_equal(device: list[float], nmse: float) -> None:
+    endings = Endings()
+    endings.add(np.float32([1, 2, NAN, 4]), np.float32(device))
+    ending = endings.ending()
+    assert ending.nmse == pytest.approx(nmse)
+    assert (ending.kl == np.inf) == (nmse == np.inf)
+    assert (ending.kl == 0) == (nmse == 0)
+
+
+@pytest.mark.parametrize("op", ["SET_ROWS", "CPY", "MUL_MAT", "FLASH_ATTN_EXT"])
+def test_what_quantises_a_nan_is_judged_by_the_rest(op: str) -> None:
+    x = np.ones((1, 1, 3, 64), np.float32)
+    x[0, 0, 1, 40] = NAN
+    blocks = Tensor.of(np.zeros((1, 1, 5, 68), np.uint8), "q8_0")
+    if op == "SET_ROWS":
+        of = Node(op, blocks, (Tensor.of(x), Tensor.of(np.int64([[[[4, 2, 0]]]]))))
+        places = [(0, 0, 2, 1)]
+    elif op == "CPY":
+        of, places = Node(op, Tensor.of(np.zeros((1, 1, 3, 68), np.uint8), "q8_0"), (Tensor.of(x),)), [(0, 0, 1, 1)]
+    elif op == "MUL_MAT":
+        of = Node(op, Tensor.of(np.zeros((1, 1, 3, 5), np.float32)), (blocks, Tensor.of(x)))
+        places = [(0, 0, 1, i) for i in range(5)]
+    else:
+        of = Node(op, Tensor.of(np.zeros((1, 3, 1, 64), np.float32)), (Tensor.of(x), blocks, blocks, None, None))
+        places = [(0, 1, 0, i) for i in range(64)]
+    flags = is_undefined(of)
+    assert [tuple(map(int, at)) for at in np.argwhere(flags)] == places
+    other = Tensor.of(of.dst.view().copy().reshape(*of.dst.ne[:0:-1], -1), of.dst.type)
+    other.view()[places[0]] = 7
+    assert Rules().allows(of, of.dst, other, compare(of.dst, other))
+    other.view()[0, 0, 0, 0] = 7
+    assert not Rules().allows(of, of.dst, other, compare(of.dst, other))
