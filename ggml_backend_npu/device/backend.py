@@ -13,7 +13,10 @@ import numpy as np
 from ggml_backend_npu.backend.backend import Backend
 from ggml_backend_npu.backend.options import DeviceError, Options
 from ggml_backend_npu.backend.plan import Plan
-from ggml_backend_npu.device.device import Device, Place, Program
+from ggml_backend_npu.device.checked import CheckedMemory
+from ggml_backend_npu.device.checked_queue import CheckedQueue
+from ggml_backend_npu.device.device import Device, Place, Program, QueuedDevice
+from ggml_backend_npu.device.faults import Checks
 from ggml_backend_npu.device.files import load_devices
 from ggml_backend_npu.device.memory import OpaqueMemory
 from ggml_backend_npu.ggml import modes
@@ -25,7 +28,10 @@ _MOST_PROGRAMS = 1024
 
 
 class DeviceBackend(Backend):
-    """What a device computes. `plan` compiles a whole graph."""
+    """What a device computes. `plan` compiles a whole graph.
+
+    checks  of each call that concerns the device's memory, from the time `memory` is called; None: none is checked
+    """
 
     runs_without_python = False
 
@@ -34,6 +40,7 @@ class DeviceBackend(Backend):
         self._device_ops = {name: _op(name) for name in device.ops}
         super().__init__(device.name, ops=self._device_ops.values(), options=options or own, fusions=())
         self.device = device
+        self.checks: Checks | None = None
         self._programs: dict[Any, Program] = {}
         self._own: OpaqueMemory | None = None
 
@@ -63,7 +70,11 @@ class DeviceBackend(Backend):
             except KernelError as error:
                 raise error.__cause__ if isinstance(error.__cause__, DeviceError) else DeviceError(str(error)) from None
             self.device.is_open = True
-        return OpaqueMemory(self.device)
+        if self.checks is None:
+            return OpaqueMemory(self.device)
+        if isinstance(self.device, QueuedDevice):
+            return CheckedQueue(self.device, self.checks)
+        return CheckedMemory(self.device, self.checks)
 
     def kernel_refusal(self, node: Node) -> str | None:
         """Why the device does not take the node. Raises KernelError where it cannot say."""
@@ -147,7 +158,7 @@ class DeviceBackend(Backend):
             with UserCode():
                 program(*places)
 
-        return run
+        return run if self.checks is None else self.checks.counted(run)
 
 
 @cache

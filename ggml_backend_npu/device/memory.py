@@ -5,10 +5,11 @@ from __future__ import annotations
 from bisect import bisect_right, insort
 from contextlib import AbstractContextManager
 from threading import Lock
+from typing import Any
 
 import numpy as np
 
-from ggml_backend_npu.device.device import Bytes, Device
+from ggml_backend_npu.device.device import Bytes, Device, QueuedDevice
 from ggml_backend_npu.ir.buffer import Buffer
 from ggml_backend_npu.ir.memory import Transfers
 from ggml_backend_npu.registry import calls
@@ -128,6 +129,44 @@ class OpaqueMemory:
         if data.size:
             self.synchronize()
             self.write(buffer.address + offset, data)
+
+    @property
+    def _queued(self) -> QueuedDevice:
+        assert isinstance(self.device, QueuedDevice)
+        return self.device
+
+    def write_later(self, address: int, data: Bytes) -> None:
+        """Queues `write`, on a `QueuedDevice`."""
+        buffer, offset = self.at(address, data.size)
+        with self.calling("copy_in_async", data.size):
+            self._queued.copy_in_async(buffer.handle, offset, data)
+
+    def read_later(self, address: int, out: Bytes) -> None:
+        """Queues a copy of the bytes at an address to an array, on a `QueuedDevice`."""
+        buffer, offset = self.at(address, out.size)
+        with self.calling("copy_out_async", out.size):
+            self._queued.copy_out_async(buffer.handle, offset, out)
+
+    def copy_later(self, source: int, target: int, size: int) -> None:
+        """Queues `copy`, on a `QueuedDevice`."""
+        (first, begin), (second, to) = self.at(source, size), self.at(target, size)
+        with self.calling("copy_async", size):
+            self._queued.copy_async(first.handle, begin, second.handle, to, size)
+
+    def record(self) -> Any:
+        """An event of a `QueuedDevice`, for everything that is queued now."""
+        with self.calling("record"):
+            return self._queued.record()
+
+    def wait(self, event: Any) -> None:
+        """Makes what is queued from now on wait for an event."""
+        with self.calling("wait"):
+            self._queued.wait(event)
+
+    def wait_for(self, event: Any) -> None:
+        """Returns when an event has happened."""
+        with self.calling("wait_for"):
+            self._queued.wait_for(event)
 
     def spoil(self, address: int, why: str) -> None:
         """Marks the buffer at an address as spoilt, because a write to it failed: no graph runs until it is freed."""

@@ -8,11 +8,11 @@ import os
 import re
 import sys
 from bisect import bisect_right
-from ctypes import POINTER, c_bool, c_char_p, c_float, c_int, c_int64, c_size_t, c_uint16, c_uint32, c_void_p
+from ctypes import POINTER, c_bool, c_char_p, c_float, c_int, c_int64, c_size_t, c_uint8, c_uint16, c_uint32, c_void_p
 from dataclasses import dataclass
 from functools import cache, cached_property
 from itertools import count, takewhile
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from ggml_backend_npu.ggml import layouts, places, probes, structs
 from ggml_backend_npu.ggml.layouts.layout import Layout
@@ -90,6 +90,26 @@ _FUNCTIONS: _Functions = {
     "ggml_backend_tensor_set": (None, [c_void_p, c_void_p, c_size_t, c_size_t]),
     "ggml_backend_tensor_get": (None, [c_void_p, c_void_p, c_size_t, c_size_t]),
     "ggml_log_set": (None, [c_void_p, c_void_p]),
+}
+
+# what moves bytes between the host and devices; taken when they are first asked for, as older versions lack some
+_OF_MEMORY: _Functions = {
+    "ggml_backend_buft_alloc_buffer": (c_void_p, [c_void_p, c_size_t]),
+    "ggml_backend_buffer_clear": (None, [c_void_p, c_uint8]),
+    "ggml_backend_tensor_alloc": (c_int, [c_void_p] * 3),
+    "ggml_backend_tensor_memset": (None, [c_void_p, c_uint8, c_size_t, c_size_t]),
+    "ggml_backend_tensor_copy": (None, [c_void_p] * 2),
+    "ggml_backend_tensor_set_2d": (None, [c_void_p, c_void_p, *[c_size_t] * 5]),
+    "ggml_backend_tensor_get_2d": (None, [c_void_p, c_void_p, *[c_size_t] * 5]),
+    "ggml_backend_tensor_set_async": (None, [c_void_p, c_void_p, c_void_p, c_size_t, c_size_t]),
+    "ggml_backend_tensor_get_async": (None, [c_void_p, c_void_p, c_void_p, c_size_t, c_size_t]),
+    "ggml_backend_tensor_copy_async": (None, [c_void_p] * 4),
+    "ggml_backend_synchronize": (None, [c_void_p]),
+    "ggml_backend_event_new": (c_void_p, [c_void_p]),
+    "ggml_backend_event_free": (None, [c_void_p]),
+    "ggml_backend_event_record": (None, [c_void_p] * 2),
+    "ggml_backend_event_synchronize": (None, [c_void_p]),
+    "ggml_backend_event_wait": (None, [c_void_p] * 2),
 }
 
 # arguments of functions that make nodes, as `Op.functions` has them
@@ -191,9 +211,12 @@ class Ggml:
         known = [*map(numbers, layouts.VERSIONS)]
         return self.layout.api_version == layouts.NEWEST.api_version and known[0] <= numbers(self.version) <= known[-1]
 
-    if TYPE_CHECKING:
-
-        def __getattr__(self, name: str) -> Any: ...
+    def __getattr__(self, name: str) -> Any:
+        """A function that moves bytes, typed. Raises AttributeError for any other, and if this version has none."""
+        if name not in _OF_MEMORY or not hasattr(self.library, name):
+            raise AttributeError(f"ggml: no function {name} is known here, or in this version")
+        self._take(self.library, {name: _OF_MEMORY[name]})
+        return self.__dict__[name]
 
     def typed(self, name: str, kinds: str) -> Any:
         """A function that makes a node, or changes one, typed as its op says (`Op.functions`). Raises AttributeError

@@ -22,7 +22,7 @@ class Queue:
 
     def __init__(self, ggml: Ggml, memory: OpaqueMemory, buffers: Buffers, failures: Failures) -> None:
         assert isinstance(memory.device, QueuedDevice)
-        self.ggml, self.memory, self.device, self.buffers = ggml, memory, memory.device, buffers
+        self.ggml, self.memory, self.buffers = ggml, memory, buffers
         self.failures = failures
         self._events: dict[int, tuple[structs.GgmlBackendEvent, list[Any]]] = {}
 
@@ -51,9 +51,8 @@ class Queue:
         An error makes the next graph fail, as in `Buffers.sets`.
         """
         address = convert.data_of(tensor) + offset
-        with self.buffers.sets(convert.buffer_of(tensor), address), self.memory.calling("copy_in_async", size):
-            buffer, at = self.memory.at(address, size)
-            self.device.copy_in_async(buffer.handle, at, of_host(data, size, writable=False))
+        with self.buffers.sets(convert.buffer_of(tensor), address):
+            self.memory.write_later(address, of_host(data, size, writable=False))
         self.memory.transfers.count(TO_DEVICE, size)
 
     @guarded(None)
@@ -65,9 +64,8 @@ class Queue:
         out = of_host(data, size)
         if self.buffers.withholds(out):
             return
-        with self.buffers.gets(out), self.memory.calling("copy_out_async", size):
-            buffer, at = self.memory.at(convert.data_of(tensor) + offset, size)
-            self.device.copy_out_async(buffer.handle, at, out)
+        with self.buffers.gets(out):
+            self.memory.read_later(convert.data_of(tensor) + offset, out)
         self.buffers.read_later.append(out)
         self.memory.transfers.count(TO_HOST, size)
 
@@ -80,9 +78,8 @@ class Queue:
         if not (self.buffers.holds(src) and self.buffers.holds(dst)):
             return False  # ggml then waits for both, and copies
         size, to = convert.tensor(self.ggml, src).nbytes, convert.data_of(dst)
-        with self.buffers.sets(convert.buffer_of(dst), to), self.memory.calling("copy_async", size):
-            (first, begin), (second, at) = self.memory.at(convert.data_of(src), size), self.memory.at(to, size)
-            self.device.copy_async(first.handle, begin, second.handle, at, size)
+        with self.buffers.sets(convert.buffer_of(dst), to):
+            self.memory.copy_later(convert.data_of(src), to, size)
         self.memory.transfers.count(ON_DEVICE, size)
         return True
 
@@ -104,8 +101,8 @@ class Queue:
 
         An error makes the next graph fail.
         """
-        with self.buffers.gets(), self.memory.calling("record"):
-            self._events[event][1][:] = [self.device.record()]
+        with self.buffers.gets():
+            self._events[event][1][:] = [self.memory.record()]
 
     @guarded(None)
     def event_wait(self, _: int, event: int) -> None:
@@ -119,9 +116,9 @@ class Queue:
             handle = self.ggml.layout["ggml_backend_device"].from_address(device)
             handle.iface.event_synchronize(device, event)
             return
-        with self.buffers.gets(), self.memory.calling("wait"):
+        with self.buffers.gets():
             for each in found[1]:
-                self.device.wait(each)
+                self.memory.wait(each)
 
     @guarded(None)
     def event_synchronize(self, _: int, event: int) -> None:
@@ -129,6 +126,6 @@ class Queue:
 
         An error makes the next graph fail.
         """
-        with self.buffers.gets(), self.memory.calling("wait_for"):
+        with self.buffers.gets():
             for each in self._events[event][1]:
-                self.device.wait_for(each)
+                self.memory.wait_for(each)

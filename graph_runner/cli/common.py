@@ -12,7 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskProgressC
 from graph_runner.base.console import Console, printable
 from graph_runner.base.errors import BadInputError
 from graph_runner.base.files import STDOUT
-from graph_runner.cli.options import ComputeOptions, DeviceOptions, OpOptions
+from graph_runner.cli.options import ComputeOptions, KindOptions, OpOptions
 from graph_runner.cli.outputs import is_seen_with_stderr
 from quant.errors import say
 
@@ -78,7 +78,7 @@ def reading(console: Console, n_tokens: int) -> Iterator[Callable[[int], None]]:
         yield update
 
 
-def use_device(npu: DeviceOptions) -> None:
+def use_device(npu: KindOptions) -> None:
     """Sets the options of the default backend. Raises DeviceError if the device file has several devices."""
     from ggml_backend_npu.default import only_backend
 

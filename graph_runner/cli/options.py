@@ -306,21 +306,29 @@ class NodesContextOptions(ContextOptions):
 
 
 @dataclass(frozen=True)
-class DeviceOptions:
-    """The options of the device."""
+class KindOptions:
+    """The options of the device, but for where it keeps tensors."""
 
     profile: ProfileName = None
-    memory: DeviceMemory = None
     memory_limit: MemoryLimit = None
     device_type: DeviceType = None
 
     @property
     def chosen(self) -> dict[str, str | None]:
         """Options of the device by field name; None leaves one unchanged."""
-        return {
-            "profile": self.profile, "memory": self.memory, "memory_limit": self.memory_limit,
-            "device_type": self.device_type,
-        }  # fmt: skip
+        return {"profile": self.profile, "memory_limit": self.memory_limit, "device_type": self.device_type}
+
+
+@dataclass(frozen=True)
+class DeviceOptions(KindOptions):
+    """The options of the device."""
+
+    memory: DeviceMemory = None
+
+    @property
+    def chosen(self) -> dict[str, str | None]:
+        """Options of the device by field name, with memory."""
+        return super().chosen | {"memory": self.memory}
 
 
 @dataclass(frozen=True)

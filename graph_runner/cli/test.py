@@ -12,7 +12,7 @@ import typer
 from graph_runner.base.console import Console, printable
 from graph_runner.base.errors import BadInputError
 from graph_runner.cli.common import stderr, use_device
-from graph_runner.cli.options import READS, DeviceFile, DeviceOptions
+from graph_runner.cli.options import READS, DeviceFile, KindOptions
 
 
 def judge(
@@ -37,8 +37,16 @@ def judge(
     build_only: Annotated[
         bool, typer.Option("--build", help="Only build ggml's test programs: some 4 minutes the first time.")
     ] = False,
+    memory: Annotated[
+        bool,
+        typer.Option(
+            "--memory",
+            help="Test the device's memory in place of kernels, by ggml's own calls: every size and offset, fill, "
+            "copies, queue, events, reuse. Kernels are tested in the memory of GGML_NPU_MEMORY.",
+        ),
+    ] = False,
     device_file: DeviceFile = None,
-    device: DeviceOptions,
+    device: KindOptions,
 ) -> None:
     """Test kernels: run ggml's own test cases (test-backend-ops) for the ops that a file registers.
 
@@ -56,6 +64,10 @@ def judge(
         stderr().print(f"ggml's test programs: {build(stderr())}", highlight=False, soft_wrap=True)
         return
     check_package()
+    if memory:
+        if kernels or ops or pattern:
+            raise BadInputError("test: --memory is about a device, and takes no kernels, -o or -p")
+        raise typer.Exit(_memory(device))
     use_device(device)
     registered = [name for file in kernels or () for name in load_kernels(file, default_backend())]
     names = [name.strip().upper() for name in (ops or "").split(",") if name.strip()] or registered
@@ -84,3 +96,23 @@ def judge(
     print_cases(names, cases, Console())
     verdicts = {case.verdict for case in cases}
     raise typer.Exit(0 if "passed" in verdicts and "failed" not in verdicts else 1)
+
+
+def _memory(options: KindOptions) -> int:
+    """Tests the memory of the device of --device-file, and of others that the file registers, or of the NPU in memory
+    of its own. Returns the exit code."""
+    from ggml_backend_npu import default_backend
+    from ggml_backend_npu.device.backend import backends_of
+    from ggml_backend_npu.ggml.lib import ggml
+    from graph_runner.reports.report import print_battery
+    from graph_runner.tools.battery import run_battery
+
+    backend = default_backend()
+    chosen = backend.options.updated({**options.chosen, "memory": "device"})
+    chosen.check()
+    file = os.environ.get("GGML_NPU_DEVICE_FILE")
+    backends = [each.like() for each in backends_of(file)] if file else [backend.like(options=chosen)]
+    with stderr().status("memory") as status:
+        found = run_battery(ggml(), backends, status.update)
+    print_battery(found, Console())
+    return 1 if any(each.faults for each in found) else 0

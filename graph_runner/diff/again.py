@@ -31,18 +31,23 @@ _TOGETHER = "gives other bytes when nodes run together, not one by one"
 
 
 class _One(Walk):
-    """Observes one node alone; the nodes before it run as they do without an observer."""
+    """Observes one node alone; the nodes before it run as they do without an observer, or only those after `cut`
+    together with it."""
 
-    def __init__(self, ggml: Ggml, place: Place) -> None:
+    def __init__(self, ggml: Ggml, place: Place, cut: Place | None = None) -> None:
         super().__init__(ggml)
-        self._wanted = place
+        self._wanted, self._cut = place, cut
         self.found: tuple[int, Node] | None = None  # the digest of its result, and the node
+        self.began: Node | None = None  # the first node after the cut
 
     def looks_at(self, place: Place, address: int) -> bool:
-        return place == self._wanted
+        if self._cut is not None and place == (self._cut[0], self._cut[1] + 1):
+            self.began = convert.node(self.ggml, address)
+        return place in (self._wanted, self._cut)
 
     def saw(self, place: Place, address: int) -> None:
-        self.found = self.digest(address), convert.node(self.ggml, address)
+        if place == self._wanted:
+            self.found = self.digest(address), convert.node(self.ggml, address)
 
 
 class _Noise(Walk):
@@ -194,7 +199,29 @@ class Again:
             else:
                 high = middle
         found = self._alone(places[low])
-        return None if found is None else _unlike(places[low], found[1], _TOGETHER)
+        if found is None:
+            return None
+        result, since = _unlike(places[low], found[1], _TOGETHER), self._since(places[low])
+        if since is None:
+            return result
+        why = "one of these nodes gives other bytes when they run as one program, not one by one; which is not known"
+        return replace(result, since=since, failure=why)
+
+    def _since(self, place: Place) -> str | None:
+        """Returns the first of the fewest nodes that must run together up to a node for its result to change; None if
+        it is that node."""
+        step, last = place
+        low, high, first = -1, last - 1, (0, "")
+        while low < high:  # the result changes with a cut after `low`, and not after `high`
+            middle = (low + high + 1) // 2
+            one = self._alone_after(place, (step, middle))
+            if one.found is not None and one.found[0] != self._watched.fingerprints[place] and one.began is not None:
+                low, first = middle, (middle + 1, str(one.began))
+            else:
+                high = middle - 1
+        if low + 1 == last:
+            return None
+        return f"step {step} node {first[0]}: {first[1]}" if first[1] else f"the begin of step {step}"
 
     def _is_same(self, place: Place) -> bool:
         """Whether a node gives the same result when only this node is observed."""
@@ -203,10 +230,14 @@ class Again:
 
     def _alone(self, place: Place) -> tuple[int, Node] | None:
         """Returns the digest of a node's result and the node, when only this node is observed."""
-        one = _One(self._ggml, place)
+        return self._alone_after(place, None).found
+
+    def _alone_after(self, place: Place, cut: Place | None) -> _One:
+        """Runs the tokens with one node observed, and the node at `cut`, if there is one."""
+        one = _One(self._ggml, place, cut)
         with suppress(SessionError):
             self._run(self._on_device, one)
-        return one.found
+        return one
 
     def _grouped(self, ends: Callable[[Place, Node], bool], course: Course | None = None) -> Grouped:
         """Runs the tokens on the device in groups of nodes."""

@@ -8,6 +8,8 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from ggml_backend_npu import Backend, Graph, Memory, Node, Tensor
+from ggml_backend_npu.device.backend import DeviceBackend
+from ggml_backend_npu.device.faults import MemoryFault
 from ggml_backend_npu.ggml import convert
 from ggml_backend_npu.ggml.lib import Ggml
 from ggml_backend_npu.ops import OWN
@@ -15,6 +17,7 @@ from ggml_backend_npu.plugin.plugin import Plugin
 from ggml_backend_npu.plugin.replica import Replica
 from graph_runner.diagnosis import diagnose, quantised_values
 from graph_runner.diff.contents import Changed, digest_of
+from graph_runner.diff.leaves import Leaves
 from graph_runner.diff.own import Mirrored, OwnNode, OwnRun, Together
 from graph_runner.diff.state import StateResult, States
 from graph_runner.judging.blocks import compare_blocks
@@ -145,6 +148,7 @@ class Judge:
         self._ggml, self._npu, self._computer, self._ops = ggml, npu, computer, ops
         self._rules, self._seen, self._keep, self._packs = rules, seen, keep, packs
         self._about_to = about_to
+        self._checks = computer.checks if isinstance(computer, DeviceBackend) else None
         self.refused: Counter[tuple[str, str]] = Counter()
         self.step = 0
         self._reader = convert.Reader(ggml)
@@ -158,6 +162,10 @@ class Judge:
         self._explanations: Counter[tuple[str, str, Verdict]] = Counter()
         self.state_results: list[StateResult] = []
         self._states = States(self.state_results.append)
+        self.faults: list[MemoryFault] = [] if self._checks is None else self._checks.faults
+        self._leaves: Leaves | None = None
+        if npu is not None and isinstance(reference, Replica):
+            self._leaves = Leaves(ggml, self.faults.append, lambda own: self._states.begins(own, self.step))
         self.strays: list[Stray] = []
         self.watch = Watch()  # for NaN in the reference's run
         self.fingerprints: dict[tuple[int, int], int] = {}  # of what nodes of the own run gave, by step and place
@@ -196,6 +204,8 @@ class Judge:
         self._read = read = self._reader(address)
         self._place = place
         self._copied = None
+        if self._leaves is not None:
+            self._leaves.reference(read)
         node = read.node
         self._spans.before(read, self.step, place)
         if read not in self._known:
@@ -236,17 +246,25 @@ class Judge:
     def between(self) -> str | None:
         """Called after the reference has computed a node. The device computes it from the same inputs, between fences.
         Returns why it must not compute the node in its own run, if it fails or does damage here, else None."""
-        self._isolated = found = self._recompute()
+        self._isolated = found = self._recompute() if self._memory_errs is None else None
         if found is None:
-            return None
+            return self._memory_errs
         if found.failure is not None:
             return f"{found.node}: {found.failure}"
         outside = found.found is not None and found.found.outside
         return f"{found.node}: writes outside its output" if outside else None
 
+    @property
+    def _memory_errs(self) -> str | None:
+        """What the device's memory does not hold as it was set; then what is computed from it says nothing."""
+        return None if self._checks is None else self._checks.unrepaired
+
     def own_before(self, address: int, place: int) -> bool:
         """Called when the device's own run has come to a node. Returns whether to run it now."""
-        return self.own.before(address, place)
+        runs = self.own.before(address, place)
+        if self._leaves is not None and not self.faults:  # else what is read of them may be wrong
+            self._leaves.own(self.own.next)
+        return runs
 
     def _about_to_run_own(self, place: int, node: Node) -> None:
         self._about_to("own", self.step, place, node)
@@ -271,7 +289,7 @@ class Judge:
         own = self.own.take(place)
         if node.dst.n_elements == 0:
             return
-        self.watch.look(self.step, place, self._before, node.dst, self._leaves())
+        self.watch.look(self.step, place, self._before, node.dst, self._leaf_names())
         cumulative, mirrored = None, None
         if own is not None:
             cumulative = self._cumulative(own)
@@ -300,7 +318,7 @@ class Judge:
             found = self._explained(found, wrong)
         self._seen(found)
 
-    def _leaves(self) -> Iterator[str]:
+    def _leaf_names(self) -> Iterator[str]:
         """Yields the names of the sources that no node computes."""
         for source, storage in zip(self._read.node.src, self._read.src, strict=True):
             if source is not None and storage is not None and convert.is_leaf(storage.address):
@@ -328,7 +346,7 @@ class Judge:
 
     def _mirrored(self, own: OwnNode, cumulative: Comparison | None) -> _Compared | None:
         """Compares a node of the own run with what the reference computes from what it read."""
-        if not own.on_npu:
+        if not own.on_npu or self._memory_errs is not None:
             return None
         spoilt = own.spoilt[0] if own.spoilt else None
         failure = f"in the own run writes to {spoilt}, beside its output" if spoilt else None
@@ -403,6 +421,8 @@ class Judge:
         except Exception as error:
             failure = failure_of(error)
         self._about_to("", 0, 0, node)
+        if self._memory_errs is not None:
+            return None
         result = copied.result
         changed = copied.changed()
         if failure is None and changed:

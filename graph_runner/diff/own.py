@@ -168,6 +168,11 @@ class OwnRun:
         self._about_to(place, read.node)
         return now
 
+    @property
+    def next(self) -> Read:
+        """The last node that the run has come to."""
+        return self._coming[-1].read
+
     def after(self) -> OwnNode:
         """Called after the run has computed the nodes up to the last one that it came to. Returns that."""
         last = self._coming[-1]

@@ -10,12 +10,14 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from ggml_backend_npu import Backend, Graph, Node, Tensor, default_backend
+from ggml_backend_npu.device.backend import DeviceBackend
+from ggml_backend_npu.device.faults import Checks, MemoryFault
 from ggml_backend_npu.ggml import lib
 from ggml_backend_npu.ops.kernels import strided
 from ggml_backend_npu.plugin.plugin import Plugin
@@ -49,6 +51,7 @@ class DiffResult:
     nodes    all nodes of the run, in order, with the spans among them
     states   cells of caches and recurrent states that differ from the reference's, at the step when they first did
     strays   tensors that no longer held what the last node had written into them
+    faults   what the memory of the device was caught at
     ending   how far apart the two runs end; None if the device's run ended early
     remarks  what is not the same each time, or when nodes run together, though right
     spoilt   where NaN or infinity began in the reference's run; None if it has none
@@ -75,6 +78,7 @@ class DiffResult:
     nodes: list[NodeResult] = field(default_factory=list)
     states: list[StateResult] = field(default_factory=list)
     strays: list[Stray] = field(default_factory=list)
+    faults: list[MemoryFault] = field(default_factory=list)
     ending: Ending | None = None
     remarks: list[str] = field(default_factory=list)
     spoilt: Spoilt | None = None
@@ -124,7 +128,7 @@ class DiffResult:
         return (first is None and off) or (bool(found) and (first is None or min(found) <= first))
 
     def __bool__(self) -> bool:
-        off = self.wrong or self.strays or self.stray or self.ends_apart
+        off = self.wrong or self.faults or self.strays or self.stray or self.ends_apart
         return bool(self.compared) and not off and self.stopped is None and not self.not_judged
 
 
@@ -200,7 +204,7 @@ def diff(model: Path, prompt: str, *, strict: bool = False, **options: Any) -> D
     """Runs `run_in_step`. If the run is wrong but no node is, runs it again and checks every buffer after every
     node."""
     result = run_in_step(model, prompt, strict=strict, **options)
-    if strict or not result.is_unexplained or result.device != "NPU":
+    if strict or not result.is_unexplained or result.faults or result.device != "NPU":
         return result
     again = run_in_step(model, prompt, strict=True, **options)
     return result if again else again
@@ -229,6 +233,9 @@ class _InStep:
         self._ggml = ggml = lib.ggml()
         given = asked.backend or default_backend()
         self._ours = ours = given.like(options=given.options.to_compare)
+        self._checks = Checks() if isinstance(ours, DeviceBackend) else None
+        if isinstance(ours, DeviceBackend):
+            ours.checks = self._checks
         self._theirs = Backend(
             "NPU's own kernels", options=replace(ours.options, fusion="off"), numerics=given.numerics
         )
@@ -265,7 +272,7 @@ class _InStep:
             result.spoilt = judge.watch.found
         if result.stopped is None:
             result.ending = endings.ending()
-        if result.stopped is None and self._npu is not None and not result.wrong:
+        if result.stopped is None and self._npu is not None and not result.wrong and not result.faults:
             self._look_again(self._npu, [tokens, *([token] for token in text)], endings, judge.fingerprints)
         return result
 
@@ -286,8 +293,14 @@ class _InStep:
             packs=npu is not None and npu.memory is not None and npu.memory.packs,
             strict=asked.strict,
             keep=self._keeper,
-            about_to=asked.about_to,
+            about_to=self._about_to,
         )  # fmt: skip
+
+    def _about_to(self, how: str, step: int, place: int, node: Node | None) -> None:
+        if self._checks is not None and how:
+            where = "in the own run" if how == "own" else "alone"
+            self._checks.when = f"step {step}, when node {place} ran {where}"
+        self._asked.about_to(how, step, place, node)
 
     def _sessions(self, stack: ExitStack, lockstep: Lockstep) -> tuple[Session, Session]:
         """Returns the reference's session and the device's."""
@@ -326,6 +339,7 @@ class _InStep:
             strict=asked.strict,
             states=judge.state_results,
             strays=judge.strays,
+            faults=judge.faults,
             ops=asked.ops,
             refused=judge.refused,
         )
@@ -365,7 +379,8 @@ class _InStep:
             )  # fmt: skip
             found = again.repeated(self._asked.repeat)
             if found is None and result.reference == "CPU" and not result.is_unexplained:
-                found = again.unwatched()
+                with nullcontext() if self._checks is None else self._checks.paused():
+                    found = again.unwatched()
         result.remarks = again.remarks
         if found is not None:
             self._add(found)

@@ -53,14 +53,24 @@ class States:
 
     found: Callable[[StateResult], None]
     _states: dict[int, _State] = field(default_factory=dict)
+    _off: dict[str, NDArray[np.bool_]] = field(default_factory=dict)  # bytes that were not cleared
+
+    def begins(self, device: Tensor, step: int) -> None:
+        """Called with a tensor that was cleared, and is to be 0, before a node reads or writes it: cells that are not
+        are no node's."""
+        off: NDArray[np.bool_] = np.not_equal(device.unpacked().view().reshape(-1).view(np.uint8), 0)
+        self._off[device.name] = off
+        wrong = _cells(off, device, transposed=False)
+        self.found(StateResult(device.name, step, None, tuple(map(int, np.flatnonzero(wrong))), wrong.size))
 
     def written(self, root: int, reference: Tensor, device: Tensor, step: int, node: str, *, by_element: bool) -> None:
         """Called after a node has written to the tensor, which is identified by the reference's address.
 
         by_element  whether it scattered single elements: then the tensor holds transposed values
         """
-        n_cells = reference.ne[1]
-        state = self._states.setdefault(root, _State(reference, device, by_element, np.zeros(n_cells, np.bool_)))
+        off = self._off.get(device.name)
+        known = np.zeros(reference.ne[1], np.bool_) if off is None else _cells(off, reference, transposed=by_element)
+        state = self._states.setdefault(root, _State(reference, device, by_element, known))
         self._look(state, step, node)
 
     def is_off(self, root: int) -> bool:
@@ -94,7 +104,11 @@ class States:
     def _differing(self, state: _State) -> NDArray[np.bool_]:
         a, b = (tensor.unpacked().view() for tensor in (state.reference, state.device))
         differs = a.reshape(-1).view(np.uint8) != b.reshape(-1).view(np.uint8)
-        n_cells = state.reference.ne[1]
-        size = state.reference.codec.block_bytes if state.transposed else state.reference.nb[1]
-        found: NDArray[np.bool_] = differs.reshape(-1, n_cells, size).any(axis=(0, 2))
-        return found
+        return _cells(differs, state.reference, transposed=state.transposed)
+
+
+def _cells(differs: NDArray[np.bool_], tensor: Tensor, *, transposed: bool) -> NDArray[np.bool_]:
+    """Returns which cells of a tensor have a byte that differs, from which bytes differ."""
+    size = tensor.codec.block_bytes if transposed else tensor.nb[1]
+    found: NDArray[np.bool_] = np.logical_or.reduce(differs.reshape(-1, tensor.ne[1], size), axis=(0, 2))
+    return found

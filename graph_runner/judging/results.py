@@ -76,6 +76,7 @@ class NodeResult:
     reproducer  the trace that computes it again; for the same nodes, if one was saved
     repeats     how often a replay of that was seen to have to compute it until it was wrong; 0: it was right each time;
                 None: it was not tried
+    since       the first of several nodes up to this one, one of which is wrong; "" if it is this node
     wrong_in    where a wrong node shows its error: ISOLATED, or only in the device's OWN_RUN
     """
 
@@ -100,6 +101,7 @@ class NodeResult:
     reproducer: str | None = None
     repeats: int | None = None
     wrong_in: str = ""
+    since: str = ""
     fused: str = ""
     not_judged: str = ""
 

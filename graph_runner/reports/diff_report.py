@@ -16,6 +16,7 @@ from graph_runner.judging.compare import Comparison
 from graph_runner.judging.promises import promises
 from graph_runner.judging.results import OWN_RUN, Fate, NodeResult, Verdict
 from graph_runner.judging.rules import Judged
+from graph_runner.reports.report import print_faults
 
 if TYPE_CHECKING:  # a replay on the NPU reports without llama.cpp
     from graph_runner.diff.logits import Ending
@@ -42,6 +43,8 @@ def _verdict(result: DiffResult) -> str:
 def _found(result: DiffResult) -> str:
     compared, wrong = result.compared, result.wrong
     who = "ggml's CPU" if result.reference == "CPU" else f"the {result.reference}"
+    if result.faults:
+        return f"{WRONG}: the memory of the device errs: {result.faults[0]}"
     if wrong:
         return f"{WRONG}: {len(wrong):,} of {len(result.nodes):,} nodes differ from {who}"
     if not compared and result.stopped is None:
@@ -95,7 +98,12 @@ def print_diff(result: DiffResult, console: Console, *, first: int = 5) -> None:
 
     first  how many wrong nodes to list
     """
-    if result.wrong:
+    if result.faults:
+        console.print("the memory of the device errs:", style="bold red", highlight=False)
+        print_faults(result.faults, console, first)
+        command = shlex.join(["ggml-npu", "test", "--memory", *_device_file(result.device_options)])
+        _print_lines(console, [f"its memory alone: {command}"])
+    elif result.wrong:
         console.print("the first wrong node:", style="bold red", highlight=False)
         _print_lines(console, [_describe(result.wrong[0])], style="red")
         _print_lines(console, _explanation(result.wrong[0]), style="bold red")
@@ -106,7 +114,9 @@ def print_diff(result: DiffResult, console: Console, *, first: int = 5) -> None:
     _print_nodes(result.compared, console)
     lines = [f"{op}: {count:,} nodes left to the CPU: {why}" for (op, why), count in sorted(result.refused.items())]
     _print_lines(console, lines)
-    _print_wrong(result.wrong[1:], console, first - 1)
+    if result.faults and result.wrong:
+        console.print("nodes that differ; the memory may be why:", highlight=False)
+    _print_wrong(result.wrong[0 if result.faults else 1 :], console, first - 1)
     _print_lines(console, _own_run(result))
     if result.states:
         _print_lines(console, [_states(result.states)])
@@ -213,6 +223,8 @@ def _states(states: list[StateResult]) -> str:
 
 def _describe(node: NodeResult) -> str:
     where = f"step {node.step} node {node.index}: {node.op} {node.name!r} {node.types} ne {list(node.ne)}"
+    if node.since:
+        return f"between {node.since} and {where}: {node.failure}"
     if node.failure is not None:
         return f"{where}: failed: {node.failure}"
     found = node.shown
@@ -323,6 +335,7 @@ def diff_json(result: DiffResult) -> dict[str, Any]:
         "strays": [str(stray) for stray in result.strays],
         "remarks": result.remarks,
         "spoilt": None if result.spoilt is None else asdict(result.spoilt) | {"text": str(result.spoilt)},
+        "faults": [asdict(fault) for fault in result.faults],
         "ending": None if result.ending is None else _ending_json(result.ending),
         **_nodes_json(result.nodes, result.refused, result.device_options),
     }
@@ -376,6 +389,7 @@ def _node_json(node: NodeResult, options: dict[str, str]) -> dict[str, Any]:
         "own_run": node.fate,
         "fused": node.fused,
         "not_judged": node.not_judged,
+        "since": node.since,
         "failure": node.failure,
         "diagnosis": node.diagnosis,
         "reproducer": node.reproducer,

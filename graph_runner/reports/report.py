@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -10,13 +11,16 @@ from rich.markup import escape
 from graph_runner.base.console import Console, table
 
 if TYPE_CHECKING:  # a replay on the NPU reports without llama.cpp
+    from ggml_backend_npu.device.faults import MemoryFault
     from graph_runner.run.session import Session, Settings
     from graph_runner.run.token_graph import GraphRunner
+    from graph_runner.tools.battery import BatteryResult
     from graph_runner.tools.coverage import Coverage, Gain, RanGraph
     from graph_runner.tools.prediction import Prediction
     from graph_runner.tools.suites import Case
     from graph_runner.trace import Captured
 
+_MOST_FAULTS = 8  # of a method, that are printed
 COVERAGE_SCHEMA = "ggml-npu coverage 1"
 
 
@@ -235,3 +239,27 @@ def print_cases(ops: Iterable[str], cases: list[Case], console: Console) -> None
     for kind, case in firsts:
         console.print(f"first {kind} case of {case.group}:", style="bold red", highlight=False)
         console.print(case.log, highlight=False, markup=False, soft_wrap=True)
+
+
+def print_faults(faults: Iterable[MemoryFault], console: Console, most: int = _MOST_FAULTS) -> None:
+    """Prints what memory was caught at, a line each; of each method no more than `most`."""
+    by_method: dict[str, list[MemoryFault]] = defaultdict(list)
+    for fault in faults:
+        by_method[fault.method].append(fault)
+    for method, alike in by_method.items():
+        for fault in alike[:most]:
+            console.print(str(fault), style="red", highlight=False, markup=False, soft_wrap=True)
+        if len(alike) > most:
+            console.print(f"... and {len(alike) - most:,} more of {method}", highlight=False)
+
+
+def print_battery(results: list[BatteryResult], console: Console) -> None:
+    """Prints for each device what of its memory is wrong, what was left out, and a verdict."""
+    for result in results:
+        print_faults(result.faults, console)
+        for text in result.left_out:
+            console.print(f"left out: {text}", highlight=False, markup=False, soft_wrap=True)
+        methods = ", ".join(dict.fromkeys(fault.method for fault in result.faults))
+        checks = f"{result.n_checks:,} checks of {result.device}'s memory"
+        line = f"wrong: {methods}: {checks}" if result.faults else f"right: {checks}"
+        console.print(line, style="bold red" if result.faults else "bold green", highlight=False, soft_wrap=True)
