@@ -138,8 +138,9 @@ SNIPPETS = ("README.md", "docs/operators.md")
 def test_snippets_of_python_run(page: str) -> None:
     found = [block["body"] for block in FENCE.finditer((ROOT / page).read_text()) if block["language"] == "python"]
     assert found
-    for body in found:
-        exec(compile(body, page, "exec"), {"__name__": "snippet"})
+    with default_backend().ops.having():  # a snippet may replace a kernel
+        for body in found:
+            exec(compile(body, page, "exec"), {"__name__": "snippet"})
 
 
 @pytest.mark.usefixtures("backend")

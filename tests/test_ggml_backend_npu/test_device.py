@@ -283,7 +283,9 @@ class Forgets(Simulator):
 def test_a_synchronise_that_is_left_out_is_seen(model: Models) -> None:
     device = Forgets(delay=3e-2)
     with plugged(device) as npu, Session(model("llama"), ON_DEVICE, npu=npu) as session:
-        found = list(generate(session, session.tokenize(PROMPT), 12, Sampler()))
+        found: list[int] = []
+        with suppress(SessionError):  # of logits that are all 0, since nothing was read yet
+            found.extend(generate(session, session.tokenize(PROMPT), 12, Sampler()))
         device.forgets = False
         with suppress(DeviceError):  # of a kernel that read what was not there yet
             device.synchronize()  # or its copies come when their memory is gone

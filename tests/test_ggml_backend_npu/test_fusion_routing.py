@@ -214,7 +214,7 @@ def test_sinks_in_the_softmax_of_a_routing(backend: Plugin) -> None:
     def build(scene: Scene) -> list[int]:
         sink = floats(scene, 1, seed=8)
         nodes = route(scene)
-        backend.ggml.ggml_soft_max_add_sinks(nodes.probs, sink)
+        scene.function("soft_max_add_sinks")(nodes.probs, sink)
         return routed_outputs(scene, nodes)
 
     routed_right(backend, build)

@@ -142,7 +142,7 @@ def cases() -> Iterator[Case]:
 
     def from_the_third(b: Builder) -> int:
         node = b.op("rope_ext", x(b), positions(b, 4), None, 4, 0, 512, *FLOATS)
-        b.ggml.ggml_rope_set_offset(node, 2)
+        b.function("rope_set_offset")(node, 2)
         return node
 
     yield "ROPE", from_the_third, {"n_dims": 4, "n_offs": 2}
@@ -168,8 +168,8 @@ def cases() -> Iterator[Case]:
 
     def product(b: Builder) -> int:
         node = b.op("mul_mat", x(b, 8, 8), x(b, 8, 3))
-        b.ggml.ggml_mul_mat_set_prec(node, 10)
-        b.ggml.ggml_mul_mat_set_hint(node, 1)
+        b.function("mul_mat_set_prec")(node, 10)
+        b.function("mul_mat_set_hint")(node, 1)
         return node
 
     yield "MUL_MAT", product, {"prec": 10, "hint": 1}

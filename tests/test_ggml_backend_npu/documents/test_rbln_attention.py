@@ -85,7 +85,7 @@ class Scenario:
             node = build.op("soft_max_ext", x, mask, self.scale, 0.0)
             logits = build.tensor("f32", (head * group,))
             if sink is not None:
-                build.ggml.ggml_soft_max_add_sinks(node, logits)
+                build.function("soft_max_add_sinks")(node, logits)
                 build.set(logits, sink)
             build.set(x, scores)
             build.set(mask, self.added.astype({"f16": np.float16, "f32": np.float32}[mask_type]))
@@ -101,7 +101,7 @@ class Scenario:
             mask, logits = build.tensor("f16", (n, n)), build.tensor("f32", (head * group,))
             node = build.op("flash_attn_ext", q, k, v, mask, self.scale, 0.0, 0.0)
             if sink is not None:
-                build.ggml.ggml_flash_attn_ext_add_sinks(node, logits)
+                build.function("flash_attn_ext_add_sinks")(node, logits)
                 build.set(logits, sink)
             for tensor, data in ((q, self.q), (k, self.k), (v, self.v), (mask, self.added.astype(np.float16))):
                 build.set(tensor, data)
@@ -181,7 +181,7 @@ def test_masked_softmax_gives_what_ggmls_soft_max_gives(
         logits = build.tensor("f32", (hg,))
         node = build.op("soft_max_ext", tensor, mask, 1.0, 0.0)
         if sink is not None:
-            build.ggml.ggml_soft_max_add_sinks(node, logits)
+            build.function("soft_max_add_sinks")(node, logits)
             build.set(logits, sink)
         build.set(tensor, x)
         build.set(mask, np.where(kept, 0, -np.inf).astype(mask_type))

@@ -87,7 +87,7 @@ class Attention:
         node = scene.op("flash_attn_ext", q, *rows, mask, self.n_k**-0.5, self.max_bias, self.softcap)
         if self.sinks:
             sinks = (2 * rng.standard_normal(heads)).astype(np.float32)
-            scene.ggml.ggml_flash_attn_ext_add_sinks(node, scene.root("f32", (heads,), sinks))
+            scene.function("flash_attn_ext_add_sinks")(node, scene.root("f32", (heads,), sinks))
         return node
 
     def added(self, rng: np.random.Generator) -> NDArray[np.float16]:
@@ -324,7 +324,7 @@ class Special:
         added = scene.root("f16", (self.cells, self.queries), mask.astype(np.float16))
         node = scene.op("flash_attn_ext", *rows, added, 0.125, 0.0, 0.0)
         if self.where == "sink":
-            scene.ggml.ggml_flash_attn_ext_add_sinks(node, scene.root("f32", (4,), sinks))
+            scene.function("flash_attn_ext_add_sinks")(node, scene.root("f32", (4,), sinks))
         return node
 
 

@@ -428,7 +428,7 @@ def transformed(type: str, ne: Dims, seed: int, place: Placement = PLAIN, n_rows
         a = scene.root("f32", (ne[0], n_rows or ne[0]), np.ones(ne[0] * (n_rows or ne[0]), np.float32))
         b = place.put(scene, type, ne, lambda n: values_of(type, n, np.random.default_rng(seed), "number"))
         node = scene.op("mul_mat", a, b)
-        scene.ggml.ggml_mul_mat_set_hint(node, matmul.HADAMARD)
+        scene.function("mul_mat_set_hint")(node, matmul.HADAMARD)
         return node
 
     return recipe

@@ -69,7 +69,7 @@ class Rope:
         name = f"rope_{'multi' if several else 'ext'}{self.how}"
         node = scene.op(name, x, positions, factors, self.n_dims, *kind, *numbers)
         if self.n_offs:
-            scene.ggml.ggml_rope_set_offset(node, self.n_offs)
+            scene.function("rope_set_offset")(node, self.n_offs)
         return node
 
 

@@ -83,7 +83,7 @@ class SoftMax:
         node = scene.op("soft_max_ext", x, mask, self.scale, self.max_bias)
         if self.sinks:
             sinks = (2 * rng.standard_normal(self.ne[2])).astype(np.float32)
-            scene.ggml.ggml_soft_max_add_sinks(node, scene.root("f32", (self.ne[2],), sinks))
+            scene.function("soft_max_add_sinks")(node, scene.root("f32", (self.ne[2],), sinks))
         return node
 
 
@@ -283,7 +283,7 @@ class Special:
         node = scene.op("soft_max_ext", scene.root("f32", (self.n, 8, 2), x), added, 0.6, self.max_bias)
         if self.sink is not None:
             sinks = scene.root("f32", (2,), np.float32([self.sink, 0.1]))
-            scene.ggml.ggml_soft_max_add_sinks(node, sinks)
+            scene.function("soft_max_add_sinks")(node, sinks)
         return node
 
 

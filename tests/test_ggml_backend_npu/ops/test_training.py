@@ -242,7 +242,7 @@ def step(op: str, ne: Dims, seed: int, place: Placement = PLAIN) -> Recipe:
     def recipe(scene: Scene) -> int:
         rng = np.random.default_rng(seed)
         w, g = normal(scene, ne, rng, place), normal(scene, ne, rng, place)
-        scene.ggml.ggml_set_param(w)
+        scene.function("set_param")(w)
         if op == "opt_step_sgd":
             return scene.op(op, w, g, scene.root("f32", (2,), np.float32([0.03, 0.2])))
         m, v = normal(scene, ne, rng, place), place.put(scene, "f32", ne, lambda n: rng.random(n, np.float32))
