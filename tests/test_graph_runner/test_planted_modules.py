@@ -13,6 +13,7 @@ import pytest
 from kit.commands import fresh
 from kit.every_command import COMMANDS, Files
 
+import graph_runner
 from graph_runner.cli.app import COMMANDS as KNOWN
 from graph_runner.process.child import begun
 
@@ -74,7 +75,7 @@ def test_a_child_imports_what_its_parent_imports(tmp_path: Path, monkeypatch: py
     monkeypatch.syspath_prepend(str(tmp_path / "before"))
     with begun("json") as child:
         job = importlib.import_module("only_here").job
-        assert child.run(job, receive=print, node_timeout=60) == str(ROOT / "graph_runner" / "__init__.py")
+        assert child.run(job, receive=print, node_timeout=60) == graph_runner.__file__
     assert not told.exists()
 
 
