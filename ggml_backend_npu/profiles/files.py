@@ -164,20 +164,24 @@ def _syntax_error(text: str, message: str) -> str:
 
 
 def _line(text: str, keys: Keys, word: str) -> int:
-    """The line of the word in the statement that sets a key. TOML libraries do not tell it, but what the first lines of
-    a file parse to does."""
+    """The line of the word in the statement that sets a key. TOML libraries do not tell it, but what the lines before
+    and up to a statement's end parse to does."""
     lines = text.splitlines()
-    begin = end = 0
-    for end in range(1, len(lines) + 1):
-        try:
-            data = tomllib.loads("\n".join(lines[:end]))
-        except tomllib.TOMLDecodeError:
-            continue
-        if _has(data, keys):
-            break
-        begin = end
     whole = re.compile(rf"(?<!\w){re.escape(word)}(?!\w)")
-    return next((n + 1 for n in range(begin, end) if whole.search(lines[n])), begin + 1)
+    for at in (n for n, line in enumerate(lines) if whole.search(line)):
+        before = next(filter(None, (_parsed(lines[:end]) for end in range(at, 0, -1))), {})
+        after = next(filter(None, (_parsed(lines[:end]) for end in range(at + 1, len(lines) + 1))), {})
+        if _has(after, keys) and not _has(before, keys):
+            return at + 1
+    return 1
+
+
+def _parsed(lines: list[str]) -> dict[str, Any]:
+    """What lines set; nothing if they end within a statement."""
+    try:
+        return tomllib.loads("\n".join(lines))
+    except tomllib.TOMLDecodeError:
+        return {}
 
 
 def _has(data: Any, keys: Keys) -> bool:

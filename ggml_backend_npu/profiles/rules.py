@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
-from typing import Any
+from typing import Any, NamedTuple
 
 from ggml_backend_npu.ir import PARAMS_BYTES, Node, Tensor
 from ggml_backend_npu.ops import OWN
@@ -92,23 +92,45 @@ def _type(operand: str, node: Node) -> str:
     return "none" if tensor is None else tensor.type
 
 
-def _unmet(condition: str, node: Node) -> str | None:
-    """Why the node does not meet the condition, with its own value; None where it meets it."""
-    if types := _TYPES.fullmatch(condition):
+class _Condition(NamedTuple):
+    """A condition, read: `left relation right`, each a type, or a number or two with an operator between them."""
+
+    text: str
+    left: tuple[str, ...]
+    relation: str
+    right: tuple[str, ...]
+    is_of_types: bool
+
+    def unmet(self, node: Node) -> str | None:
+        """Why the node does not meet the condition, with its own value; None if it meets it."""
+        value = _type if self.is_of_types else _number
+        left, right = (_value(side, node, value) for side in (self.left, self.right))
+        met = _OPERATORS[self.relation](left, right)
+        return None if met else f"needs {self.text}, {self.left[0]} is {value(self.left[0], node)}"
+
+
+def _value(side: tuple[str, ...], node: Node, value: Callable[[str, Node], Any]) -> Any:
+    if len(side) == 1:
+        return value(side[0], node)
+    a, by, b = side
+    return _OPERATORS[by](value(a, node), value(b, node))
+
+
+def _condition(text: str) -> _Condition:
+    """Reads a condition. Raises ProfileError."""
+    if types := _TYPES.fullmatch(text):
         left, relation, right = types.groups()
-        value: object = _type(left, node)
-        met = _OPERATORS[relation](value, _type(right, node))
-    else:
-        numbers = _NUMBERS.fullmatch(condition)
-        assert numbers is not None
-        left, *first, relation, right, by, factor = numbers.groups()
-        value = _number(left, node)
-        sides = [
-            _OPERATORS[by](_number(a, node), _number(b, node)) if by else _number(a, node)
-            for a, by, b in ((left, *first), (right, by, factor))
-        ]
-        met = _OPERATORS[relation](*sides)
-    return None if met else f"needs {condition}, {left} is {value}"
+        if "." not in right:
+            one_of("type", right, (*type_names(), "none"))
+        return _Condition(text, (left,), relation, (right,), True)
+    numbers = _NUMBERS.fullmatch(text)
+    if numbers is None:
+        raise ProfileError(f"condition {text!r}: must be {_CONDITIONS}", text)
+    first, relation, second = numbers.groups()[:3], numbers[4], numbers.groups()[4:]
+    if any(by == "%" and re.fullmatch(r"-?0+", b) for _, by, b in (first, second)):
+        raise ProfileError(f"condition {text!r}: divides by 0", text)
+    left, right = (tuple(part for part in side if part is not None) for side in (first, second))
+    return _Condition(text, left, relation, right, False)
 
 
 @dataclass(frozen=True)
@@ -129,6 +151,7 @@ class Rule:
     contiguous: Types = ()
     rows: Types = ()
     where: Types = ()
+    _conditions: tuple[_Condition, ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         known = type_names()
@@ -136,14 +159,7 @@ class Rule:
             one_of("tensor", role, ROLES)
         for name in (name for names in self.types.values() for name in names):
             one_of("type", name, known)
-        for condition in self.where:
-            types, numbers = _TYPES.fullmatch(condition), _NUMBERS.fullmatch(condition)
-            if not types and not numbers:
-                raise ProfileError(f"condition {condition!r}: must be {_CONDITIONS}", condition)
-            if numbers and any(re.fullmatch(r"% -?0+", side) for side in re.findall(r"% \S+", condition)):
-                raise ProfileError(f"condition {condition!r}: divides by 0", condition)
-            if types and "." not in types[3]:
-                one_of("type", types[3], (*known, "none"))
+        object.__setattr__(self, "_conditions", tuple(map(_condition, self.where)))
 
     def check_parameters(self, op: str) -> None:
         """Raises ProfileError where a condition names a parameter that the op does not have."""
@@ -171,7 +187,7 @@ class Rule:
             tensor = _tensor(node, role)
             if tensor is not None and not tensor.has_contiguous_rows():
                 return f"{role} rows have gaps: nb0 {tensor.nb[0]}"
-        return next((unmet for condition in self.where if (unmet := _unmet(condition, node))), None)
+        return next((unmet for condition in self._conditions if (unmet := condition.unmet(node))), None)
 
 
 ANY = (Rule(),)
