@@ -1,4 +1,4 @@
-"""GATED_DELTA_NET: the gated delta rule (`ops.recurrent`)."""
+"""GATED_DELTA_NET: the gated delta rule (`ops.kernels.recurrent`)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""SSM_CONV, SSM_SCAN: Mamba's convolution, and the scan of its states (`ops.recurrent`)."""
+"""SSM_CONV, SSM_SCAN: Mamba's convolution, and the scan of its states (`ops.kernels.recurrent`)."""
 
 from __future__ import annotations
 

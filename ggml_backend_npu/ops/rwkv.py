@@ -1,4 +1,4 @@
-"""RWKV_WKV6, RWKV_WKV7, GATED_LINEAR_ATTN: attention by means of a state (`ops.recurrent`)."""
+"""RWKV_WKV6, RWKV_WKV7, GATED_LINEAR_ATTN: attention by means of a state (`ops.kernels.recurrent`)."""
 
 from __future__ import annotations
 

@@ -155,7 +155,7 @@ class Checks:
 
     def cases(self, nearest: Callable[..., list[str]]) -> Callable[..., list[str]]:
         """Decorator: regular expressions that match the parameters of the cases of test-backend-ops nearest to a node,
-        in the order of these parameters (`ops.cases`). It is called as the kernel is."""
+        in the order of these parameters (`registry.cases`). It is called as the kernel is."""
         self.nearest = nearest
         return nearest
 
