@@ -25,7 +25,7 @@ from ggml_backend_npu.profiles.rules import ProfileError
 from ggml_backend_npu.registry.entry import op
 from graph_runner.base.models import model_file
 from graph_runner.cli.options import Device
-from graph_runner.diff.run import diff
+from graph_runner.diff.run import DiffOptions, diff
 from graph_runner.judging.rules import Rules
 from graph_runner.trace import capture
 
@@ -159,7 +159,7 @@ def test_a_node_is_judged_as_the_page_says(model: Models) -> None:
     """Isolated wherever the device has a kernel; mirrored only where its own run read other bytes."""
     page = (ROOT / "docs" / "diff.md").read_text()
     assert "twice, from" not in page
-    result = diff(model("llama"), "abc", steps=0)
+    result = diff(model("llama"), "abc", DiffOptions(steps=0))
     assert all(node.isolated is not None for node in result.nodes)
     mirrored = [node for node in result.nodes if node.mirrored is not None]
     assert all(node.on == "NPU" for node in mirrored)

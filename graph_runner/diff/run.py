@@ -13,7 +13,6 @@ from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 from ggml_backend_npu import Backend, Graph, Node, Tensor, default_backend
 from ggml_backend_npu.device.backend import DeviceBackend
@@ -41,6 +40,10 @@ from quant.folders import FolderError
 from quant.kernels.processor import processors
 
 AboutTo = Callable[[str, int, int, Node | None], None]
+
+
+def _nothing(*_: object) -> None:
+    """Of an observer that is not asked for: a function of a module, since options are sent to other processes."""
 
 
 @dataclass
@@ -194,31 +197,32 @@ class DiffOptions:
     strict: bool = False
     repeat: int = 1
     progress: Callable[[float], None] | None = None
-    seen: Callable[[NodeResult], None] = lambda node: None
-    about_to: AboutTo = lambda how, step, place, node: None
-    begun: Callable[[DiffResult], None] = lambda result: None
+    seen: Callable[[NodeResult], None] = _nothing
+    about_to: AboutTo = _nothing
+    begun: Callable[[DiffResult], None] = _nothing
     notes: Mapping[str, str] | None = None
 
 
-def diff(model: Path, prompt: str, *, strict: bool = False, **options: Any) -> DiffResult:
+_DEFAULT = DiffOptions()
+
+
+def diff(model: Path, prompt: str, options: DiffOptions = _DEFAULT) -> DiffResult:
     """Runs `run_in_step`. If the run is wrong but no node is, runs it again and checks every buffer after every
     node."""
-    result = run_in_step(model, prompt, strict=strict, **options)
-    if strict or not result.is_unexplained or result.faults or result.device != "NPU":
+    result = run_in_step(model, prompt, options)
+    if options.strict or not result.is_unexplained or result.faults or result.device != "NPU":
         return result
-    again = run_in_step(model, prompt, strict=True, **options)
+    again = run_in_step(model, prompt, replace(options, strict=True))
     return result if again else again
 
 
-def run_in_step(model: Path, prompt: str, **options: Any) -> DiffResult:
+def run_in_step(model: Path, prompt: str, options: DiffOptions = _DEFAULT) -> DiffResult:
     """Runs a prompt and greedy tokens on two devices in step, and compares every node.
-
-    options  the fields of `DiffOptions`
 
     Matrices are multiplied as on ggml's CPU, unless the backend's options say otherwise. Raises SessionError for a
     model or settings that llama.cpp refuses.
     """
-    return _InStep(model, prompt, DiffOptions(**options)).run()
+    return _InStep(model, prompt, options).run()
 
 
 class _InStep:

@@ -18,7 +18,7 @@ from quant.folders import FolderError
 
 if TYPE_CHECKING:
     from ggml_backend_npu import Backend
-    from graph_runner.diff.run import DiffResult
+    from graph_runner.diff.run import DiffOptions, DiffResult
     from graph_runner.judging.results import NodeResult
     from graph_runner.trace import ReplayResult
 
@@ -60,14 +60,19 @@ class NpuOptions:
 
 @dataclass(frozen=True)
 class DiffJob:
-    """A diff. `arguments` are fields of `graph_runner.diff.DiffOptions`; `ops` is the user's text."""
+    """A diff.
+
+    options  all that is known before the device's process runs: not the backend, and what is asked of its ops
+    ops      names of ops, as the user writes them
+    rules    the file of rules
+    """
 
     device: NpuOptions
     model: Path
     prompt: str
-    ops: str | None
-    rules: str | None
-    arguments: dict[str, Any] = field(default_factory=dict)
+    options: DiffOptions
+    ops: str | None = None
+    rules: str | None = None
 
     def __call__(self, send: Callable[[object], None], trail: Trail | None = None) -> DiffResult:
         """Sends the result when it begins, and then each node. Returns the result, without nodes if there is a trail,
@@ -77,15 +82,13 @@ class DiffJob:
 
         backend = self.device.use()
 
-        def about_to(*what: Any) -> None:
-            if trail is not None:
-                trail.about_to(*what)
-
-        result = diff(
-            self.model, self.prompt, ops=chosen_ops(self.ops, backend), backend=backend,
-            rules=Rules(self.rules, backend.ops), begun=send, seen=send,
-            about_to=about_to, notes=self.device.described, **self.arguments,
+        options = replace(
+            self.options, ops=chosen_ops(self.ops, backend), backend=backend, rules=Rules(self.rules, backend.ops),
+            begun=send, seen=send, notes=self.device.described,
         )  # fmt: skip
+        if trail is not None:
+            options = replace(options, about_to=trail.about_to)
+        result = diff(self.model, self.prompt, options)
         return result if trail is None else replace(result, nodes=[])
 
 
@@ -140,7 +143,7 @@ def _ended(error: EndedError, at: Footprint, reproducer: str | None) -> NodeResu
 
 def _captured(job: DiffJob, result: DiffResult, at: Footprint) -> str | None:
     """Saves the node that ended a child, as on ggml's CPU, in the folder for reproducers."""
-    folder = job.arguments.get("reproducers")
+    folder = job.options.reproducers
     if folder is None or result.reference != "CPU":
         return None
     try:

@@ -25,7 +25,7 @@ from ggml_backend_npu.plugin.registration import PLUGINS
 from ggml_backend_npu.plugin.replica import Replica
 from ggml_backend_npu.profiles.generations import PROFILES
 from ggml_backend_npu.registry.entry import KernelError
-from graph_runner.diff.run import diff
+from graph_runner.diff.run import DiffOptions, diff
 from graph_runner.run.session import Sampler, Session, Settings, generate
 from graph_runner.trace import capture, replay
 from quant import ROUNDINGS
@@ -295,10 +295,10 @@ def test_a_diff_is_of_the_backend_that_it_is_given(
     wrong = Backend("another", ops=[*OWN.values(), of_cont(twice)], options=replace(ALL, fusion="off"))
     plan = backend.backend.version, default_backend().options, dict(default_backend().ops)
     for reference in ("CPU", "NPU"):
-        found = diff(file, PROMPT, steps=1, settings=settings, backend=wrong, reference=reference)
+        found = diff(file, PROMPT, DiffOptions(steps=1, settings=settings, backend=wrong, reference=reference))
         assert {node.op for node in found.wrong} == {"CONT"}
         assert (found.device_options["fusion"], found.device_options["ops"]) == ("off", "all")
-        right = diff(file, PROMPT, steps=1, settings=settings, reference=reference)
+        right = diff(file, PROMPT, DiffOptions(steps=1, settings=settings, reference=reference))
         assert (bool(right), right.device_options["fusion"]) == (True, "on")
     assert plan == (backend.backend.version, default_backend().options, dict(default_backend().ops))
     assert wrong.options.fusion == "off"
