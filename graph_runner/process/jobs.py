@@ -123,20 +123,20 @@ def run_diff(child: Child, job: DiffJob, *, node_timeout: float, seen: Callable[
         result = found[-1]
         result.stopped = f"{error.call} {error.reason}"
         if at is not None:
-            nodes.append(_ended(error, at, _captured(job, result, at)))
+            nodes.append(_ended(error, at, result.device, _captured(job, result, at)))
             result.stopped = nodes[-1].failure
     result.nodes = nodes
     return result
 
 
-def _ended(error: EndedError, at: Footprint, reproducer: str | None) -> NodeResult:
+def _ended(error: EndedError, at: Footprint, device: str, reproducer: str | None) -> NodeResult:
     from graph_runner.judging.results import ISOLATED, OWN_RUN, NodeResult, Verdict
 
     when = " in its own run" if at.how == "own" else ""
     call = f"{error.call} " if error.call not in ("", f"{at.op} node {at.name!r}") else ""
     what = f"{call}{error.reason}{when}" if error.at else f"{error.reason} after it{when}, where no kernel ran"
     return NodeResult(
-        at.step, at.place, at.op, at.name, at.types, at.ne, Verdict.FAILED, "NPU", failure=what,
+        at.step, at.place, at.op, at.name, at.types, at.ne, Verdict.FAILED, device, failure=what,
         wrong_in=OWN_RUN if at.how == "own" else ISOLATED, reproducer=reproducer,
     )  # fmt: skip
 
@@ -234,7 +234,7 @@ def run_replay(child: Child, job: ReplayJob, *, node_timeout: float) -> ReplayRe
 
     Raises what `replay` raises, and TraceError if the child ends before any node.
     """
-    from graph_runner.trace import ReplayResult, read_trace
+    from graph_runner.trace import NPU, ReplayResult, read_trace
 
     nodes: list[NodeResult] = []
     try:
@@ -243,5 +243,7 @@ def run_replay(child: Child, job: ReplayJob, *, node_timeout: float) -> ReplayRe
         at = error.at or error.last
         if at is None:
             raise TraceError(f"trace {str(job.path)!r}: {error.call or 'replaying it'} {error.reason}") from None
-        result = ReplayResult(str(job.path), "NPU", read_trace(job.path).origin, [*nodes, _ended(error, at, None)])
+        device = job.arguments.get("device") or NPU
+        failed = _ended(error, at, device, None)
+        result = ReplayResult(str(job.path), device, read_trace(job.path).origin, [*nodes, failed])
     return result

@@ -53,7 +53,8 @@ def test_a_device_that_fuses_is_right(file: Files, name: str, model: str) -> Non
     result = diff(file(model), PROMPT, options)
     assert result, (result.wrong[:1], result.ending)
     assert device.n_fused
-    assert {node.on for node in result.nodes} == {"NPU"}
+    assert result.device == device.name
+    assert {node.on for node in result.nodes} == {device.name}
 
 
 def test_what_differs_together_is_told(file: Files) -> None:

@@ -78,12 +78,12 @@ def counting() -> Iterator[Counted]:
     counted = Counted()
 
     def after(judge: Judge, address: int, place: int, *rest: Any, right: Callable[..., None] = Judge.after) -> None:
-        counted.nodes += judge._read.node.dst.n_elements > 0
+        counted.nodes += judge._turn.node.dst.n_elements > 0
         right(judge, address, place, *rest)
 
     def finish(judge: Judge, *, right: Callable[..., None] = Judge.finish, **keywords: bool) -> None:
-        if judge._npu is not None:
-            counted.on_device = judge._npu.statistics.computed.total()
+        if judge._device.plugin is not None:
+            counted.on_device = judge._device.plugin.statistics.computed.total()
         right(judge, **keywords)
 
     with pytest.MonkeyPatch.context() as patch:
