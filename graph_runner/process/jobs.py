@@ -169,17 +169,18 @@ class CaptureJob:
 
     def __call__(self, send: Callable[[object], None], trail: Trail | None = None) -> None:
         from ggml_backend_npu.backend.fusion import FUSIONS
-        from graph_runner.trace import capture
+        from graph_runner.trace import CaptureOptions, capture
 
         length = (
             next((len(each.ops) for each in FUSIONS if each.name == self.at.op), 1) if self.at.how == "fused" else 1
         )
         places = range(self.at.place - length + 1, self.at.place + 1)
-        capture(
-            self.model, self.prompt, self.path, steps=self.at.step, settings=self.result.settings,
+        options = CaptureOptions(
+            steps=self.at.step, settings=self.result.settings,
             select=lambda step, index, node: step == self.at.step and index in places,
-            options=self.result.device_options, together=length > 1,
+            device_options=self.result.device_options, together=length > 1,
         )  # fmt: skip
+        capture(self.model, self.prompt, self.path, options)
 
 
 @dataclass(frozen=True)
