@@ -27,7 +27,7 @@ from graph_runner.diff.again import Again, Watched
 from graph_runner.diff.judge import Asked, Judge, Stray
 from graph_runner.diff.lockstep import Lockstep
 from graph_runner.diff.logits import Ending, Endings
-from graph_runner.diff.sides import CPU, Cpu, Own, Side, Sides
+from graph_runner.diff.sides import CPU, NPU, Side, Sides, side
 from graph_runner.diff.state import StateResult
 from graph_runner.diff.together import Computer
 from graph_runner.judging.footprints import AboutTo, Footprints
@@ -254,18 +254,13 @@ class _InStep:
     def run(self) -> DiffResult:
         """Runs the tokens on both devices, and again if nothing is wrong."""
         with Replica(self._ggml, CPU, threads=self._settings.threads) as cpu:
-            self._sides = Sides(self._reference(cpu), self._device(cpu))
+            plain = replace(self._ours.options, fusion="off")
+            own_kernels = Backend("NPU's own kernels", options=plain, numerics=self._ours.numerics)
+            self._sides = Sides(
+                side(self._asked.reference, self._ggml, cpu, own_kernels, NPU),
+                side(self._asked.device, self._ggml, cpu, self._ours),
+            )
             return self._run()
-
-    def _reference(self, cpu: Replica) -> Side:
-        if self._asked.reference == CPU:
-            return Cpu(cpu)
-        options = replace(self._ours.options, fusion="off")
-        backend = Backend("NPU's own kernels", options=options, numerics=self._ours.numerics)
-        return Own(self._ggml, backend, self._asked.reference)
-
-    def _device(self, cpu: Replica) -> Side:
-        return Cpu(cpu) if self._asked.device == CPU else Own(self._ggml, self._ours)
 
     def _run(self) -> DiffResult:
         device = self._sides.device

@@ -19,9 +19,10 @@ from ggml_backend_npu.ir.buffer import Buffer
 from ggml_backend_npu.ir.packed import Packed
 from ggml_backend_npu.plugin.plugin import Plugin
 from ggml_backend_npu.plugin.replica import Replica
+from graph_runner.base.errors import BadInputError
 from graph_runner.base.settings import DeviceName, Settings
 
-CPU = "CPU"
+CPU, NPU = "CPU", "NPU"
 
 
 class Side(ABC):
@@ -130,10 +131,7 @@ class Cpu(Side):
 
 
 class Own(Side):
-    """A backend of this project: llama.cpp gives it the nodes that it takes, and computes the others.
-
-    name  that of the backend if omitted
-    """
+    """A backend of this project: llama.cpp gives it the nodes that it takes, and computes the others on the CPU."""
 
     device = "npu"
 
@@ -148,6 +146,19 @@ class Own(Side):
 
     def compute(self, node: Node) -> None:
         self.backend.compute(node)
+
+
+def side(kind: str, ggml: Ggml, cpu: Replica, backend: Backend, name: str | None = None) -> Side:
+    """Returns a side of a kind: "CPU", or "NPU", a backend of this project. Raises BadInputError for any other kind.
+
+    cpu   computes nodes on ggml's CPU
+    name  what each page calls the backend: its own name if omitted
+    """
+    if kind == CPU:
+        return Cpu(cpu)
+    if kind == NPU:
+        return Own(ggml, backend, name)
+    raise BadInputError(f"device {kind!r}: must be {CPU} or {NPU}")
 
 
 @dataclass(frozen=True)
