@@ -11,7 +11,7 @@ import numpy as np
 
 from ggml_backend_npu import Op, Tensor, default_backend
 from graph_runner.base.models import model_file
-from graph_runner.diff.run import diff
+from graph_runner.diff.run import DiffOptions, diff
 from graph_runner.trace import replay
 
 
@@ -24,7 +24,7 @@ def cont(dst: Tensor, x: Tensor) -> None:
 
 with model_file(sys.argv[1] if len(sys.argv) > 1 else "demo") as model, tempfile.TemporaryDirectory() as folder:
     with default_backend().ops.having(Op("CONT", cont, frozenset({("f32", "f32")}))):
-        result = diff(model, "The capital of France is", steps=1, reproducers=Path(folder))
+        result = diff(model, "The capital of France is", DiffOptions(steps=1, reproducers=Path(folder)))
     first = result.wrong[0]
     print(f"{len(result.wrong)} of {len(result.compared)} nodes are wrong, the first one is {first.op} {first.name!r}:")
     print(first.diagnosis)

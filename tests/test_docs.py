@@ -25,9 +25,9 @@ from ggml_backend_npu.profiles.rules import ProfileError
 from ggml_backend_npu.registry.entry import op
 from graph_runner.base.models import model_file
 from graph_runner.cli.options import Device
-from graph_runner.diff.run import diff
+from graph_runner.diff.run import DiffOptions, diff
 from graph_runner.judging.rules import Rules
-from graph_runner.trace import capture
+from graph_runner.trace import CaptureOptions, capture
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [*sorted(ROOT.glob("docs/*.md")), ROOT / "README.md"]
@@ -148,7 +148,7 @@ def test_the_default_of_a_capture_is_what_the_page_says(model: Models, tmp_path:
     """Of what a run without --all takes, and of the other nodes that there are kernels for."""
     text = " ".join((ROOT / "docs" / "traces.md").read_text().split())
     assert "The default is every node that the NPU has a kernel for and its profile takes" in text
-    found = capture(model("llama"), "abc", tmp_path / "t.gguf", steps=0)
+    found = capture(model("llama"), "abc", tmp_path / "t.gguf", CaptureOptions(steps=0))
     taken = {op for op in found.ops if default_backend().offers(op)}
     assert taken
     assert taken < set(found.ops)
@@ -159,7 +159,7 @@ def test_a_node_is_judged_as_the_page_says(model: Models) -> None:
     """Isolated wherever the device has a kernel; mirrored only where its own run read other bytes."""
     page = (ROOT / "docs" / "diff.md").read_text()
     assert "twice, from" not in page
-    result = diff(model("llama"), "abc", steps=0)
+    result = diff(model("llama"), "abc", DiffOptions(steps=0))
     assert all(node.isolated is not None for node in result.nodes)
     mirrored = [node for node in result.nodes if node.mirrored is not None]
     assert all(node.on == "NPU" for node in mirrored)

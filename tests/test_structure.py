@@ -81,6 +81,12 @@ def test_few_modules_stand_at_the_root() -> None:
     assert len([*(ROOT / "ggml_backend_npu").glob("*.py")]) <= 6
 
 
+def test_no_call_of_the_runner_takes_many_parameters() -> None:
+    """What belongs together is one object. Commands have a parameter for each option."""
+    found = structure.long_signatures("graph_runner", most=7)
+    assert [each for each in found if not each.startswith("graph_runner.cli.")] == []
+
+
 def test_llama_cpp_is_imported_where_ggml_is_found_and_where_models_run() -> None:
     assert not outside(importers("llama_cpp"), "ggml_backend_npu/ggml/", "graph_runner/")
 

@@ -41,7 +41,7 @@ def capture(
     """
     from graph_runner.base.models import model_file
     from graph_runner.reports.report import print_captured
-    from graph_runner.trace import Selection, capture, check_output, taken_by_the_npu
+    from graph_runner.trace import CaptureOptions, Selection, capture, check_output, taken_by_the_npu
 
     text = prompt.text
     use_device(npu)
@@ -49,5 +49,5 @@ def capture(
     select = taken_by_the_npu if nodes is None else Selection(nodes)
     console = stderr()
     with model_file(model) as file, console.status("running the model"):
-        captured = capture(file, text, output, steps=steps, settings=context.settings(), select=select)
+        captured = capture(file, text, output, CaptureOptions(steps=steps, settings=context.settings(), select=select))
     print_captured(captured, str(output), console)

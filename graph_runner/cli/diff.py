@@ -112,17 +112,17 @@ def diff(
         raise BadInputError(f"--reproducers {str(reproducers)!r}: no such directory")
     with nullcontext() if in_process else begun("graph_runner.diff.run") as child:
         from graph_runner.base.models import model_file
+        from graph_runner.diff.run import DiffOptions
         from graph_runner.process.jobs import DiffJob, NpuOptions, run_diff
         from graph_runner.process.retried import retried
 
-        arguments = {
-            "steps": steps, "settings": context.settings(gpu_layers=npu.layers), "reference": reference.value.upper(),
-            "device": device.value.upper(), "strict": strict, "repeat": repeat,
-            "reproducers": reproducers or _folder(model),
-        }  # fmt: skip
+        options = DiffOptions(
+            steps=steps, settings=context.settings(gpu_layers=npu.layers), reference=reference.value.upper(),
+            device=device.value.upper(), strict=strict, repeat=repeat, reproducers=reproducers or _folder(model),
+        )  # fmt: skip
         chosen = NpuOptions(npu.chosen, tuple(kernels or ()))
         with _comparing(stderr(), steps) as seen, model_file(model) as file:
-            job = DiffJob(chosen, file, text, ops, tolerances, arguments)
+            job = DiffJob(chosen, file, text, options, ops, tolerances)
             if child is None:
                 result = job(lambda _: None)
             else:

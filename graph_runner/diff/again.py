@@ -12,8 +12,8 @@ import numpy as np
 from ggml_backend_npu import Node
 from ggml_backend_npu.ggml import convert
 from ggml_backend_npu.ggml.lib import Ggml
-from ggml_backend_npu.plugin.plugin import Plugin
 from graph_runner.diff.logits import Ending, Endings, Logits, nmse
+from graph_runner.diff.sides import CPU, Side
 from graph_runner.diff.together import Computer, Grouped, ends_of
 from graph_runner.diff.walks import Course, Place, Walk
 from graph_runner.judging.results import OWN_RUN, NodeResult, Verdict, types_of
@@ -85,17 +85,16 @@ class Watched:
     @property
     def left_to_the_cpu(self) -> set[Place]:
         """The nodes that the CPU computed in the device's run."""
-        return {(node.step, node.index) for node in self.nodes if node.on == "CPU"}
+        return {(node.step, node.index) for node in self.nodes if node.on == CPU}
 
 
 class Again:
     """Runs the same model on the same tokens again.
 
     opened    opens a new session
-    backend   the backend of the device; npu: its plugin
+    device    the side that runs again
     computer  the reference and the rules
     watched   the run before
-    fuses     whether the device runs patterns of nodes as one operator
     remarks   what was found that is not wrong: results that are rounded otherwise than in the run before
     """
 
@@ -103,19 +102,17 @@ class Again:
         self,
         ggml: Ggml,
         opened: Opened,
-        npu: Plugin,
+        device: Side,
         computer: Computer,
         settings: Settings,
         batches: Sequence[list[int]],
         watched: Watched,
-        *,
-        fuses: bool,
     ) -> None:
-        self._ggml, self._opened, self._npu, self._computer = ggml, opened, npu, computer
+        self._ggml, self._opened, self._device, self._computer = ggml, opened, device, computer
         self._settings, self._batches, self._watched = settings, batches, watched
-        self._fuses, self._course = fuses, Course()
+        self._course = Course()
         self._errors: dict[Place, float] = {}  # NMSE of results in runs of several nodes together, or in repeated runs
-        self._on_device = replace(settings, device="npu")
+        self._on_device = device.runs_with(settings)
         self.remarks: list[str] = []
 
     def _run(self, settings: Settings, observer: Walk | None = None) -> list[Logits]:
@@ -137,8 +134,7 @@ class Again:
         times  the number of runs, the first one included
         """
         for run in range(2, times + 1):
-            backend = self._npu.backend
-            chain = Chain(backend, backend.fusions if self._fuses else ())
+            chain = Chain(self._device.backend, self._device.fusions)
             found = self._grouped(lambda place, node, chain=chain: chain.is_at_end(node.op, lambda: node))  # type: ignore[misc]
             self._course = found.course
             text = f"is not the same each time: run {run} of {times} gives other bytes"
@@ -201,7 +197,7 @@ class Again:
         found = self._alone(places[low])
         if found is None:
             return None
-        result, since = _unlike(places[low], found[1], _TOGETHER), self._since(places[low])
+        result, since = self._unlike(places[low], found[1], _TOGETHER), self._since(places[low])
         if since is None:
             return result
         why = "one of these nodes gives other bytes when they run as one program, not one by one; which is not known"
@@ -244,7 +240,13 @@ class Again:
         watched = self._watched
         left_out = watched.left_to_the_cpu if course is not None else ()
         grouped = Grouped(
-            self._ggml, self._npu, self._computer, ends, left_out=left_out, before=watched.fingerprints, course=course
+            self._ggml,
+            self._device,
+            self._computer,
+            ends,
+            left_out=left_out,
+            before=watched.fingerprints,
+            course=course,
         )
         self._run(self._on_device, grouped)
         return grouped
@@ -253,12 +255,19 @@ class Again:
         """Returns the wrong result, if there is one. Otherwise remarks on the first that has changed."""
         for each in grouped.found:
             if not each:
-                return _unlike(each.place, each.node, text)
+                return self._unlike(each.place, each.node, text)
             self._errors[each.place] = max(self._errors.get(each.place, 0.0), each.error)
         if grouped.changed is not None and remarks:
             (step, index), node = grouped.changed
             self.remarks.append(f"step {step} node {index}: {node.op} {node.name!r} {text}, within rounding")
         return None
+
+    def _unlike(self, place: Place, node: Node, failure: str) -> NodeResult:
+        step, index = place
+        return NodeResult(
+            step, index, node.op, node.name, types_of(node), node.dst.ne, Verdict.FAILED, self._device.name,
+            failure=failure, wrong_in=OWN_RUN,
+        )  # fmt: skip
 
     def natural(self, ending: Ending) -> Ending:
         """Returns the ending with `natural` and `limit` set: how far rounding alone moves the reference from itself.
@@ -298,11 +307,3 @@ def _alike(a: Sequence[Logits], b: Sequence[Logits]) -> bool:
 
 def _apart(a: Sequence[Logits], b: Sequence[Logits]) -> float:
     return max((nmse(x, y) for x, y in zip(a, b, strict=True)), default=0.0)
-
-
-def _unlike(place: Place, node: Node, failure: str) -> NodeResult:
-    step, index = place
-    return NodeResult(
-        step, index, node.op, node.name, types_of(node), node.dst.ne, Verdict.FAILED, "NPU",
-        failure=failure, wrong_in=OWN_RUN,
-    )  # fmt: skip

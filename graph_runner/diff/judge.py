@@ -7,22 +7,22 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from ggml_backend_npu import Backend, Graph, Memory, Node, Tensor
-from ggml_backend_npu.device.backend import DeviceBackend
+from ggml_backend_npu import Graph, Memory, Node, Tensor
 from ggml_backend_npu.device.faults import MemoryFault
 from ggml_backend_npu.ggml import convert
 from ggml_backend_npu.ggml.lib import Ggml
 from ggml_backend_npu.ops import OWN
-from ggml_backend_npu.plugin.plugin import Plugin
-from ggml_backend_npu.plugin.replica import Replica
 from graph_runner.diagnosis import diagnose, quantised_values
 from graph_runner.diff.contents import Changed, digest_of
 from graph_runner.diff.leaves import Leaves
-from graph_runner.diff.own import Mirrored, OwnNode, OwnRun, Together
+from graph_runner.diff.own import Mirrored, OwnNode, OwnRun
+from graph_runner.diff.sides import Sides
 from graph_runner.diff.state import StateResult, States
+from graph_runner.diff.turns import Compared, Known, Turn
 from graph_runner.judging.blocks import compare_blocks
 from graph_runner.judging.compare import Comparison, Heat, compare, heat
 from graph_runner.judging.copies import Copied, Layout, blank, continues_dst, restored, span
+from graph_runner.judging.footprints import Footprints
 from graph_runner.judging.noise import noise_multiple
 from graph_runner.judging.reproduce import backend_ops_line
 from graph_runner.judging.results import ISOLATED, OWN_RUN, STOPPED, NodeResult, Verdict, failure_of, types_of
@@ -50,35 +50,6 @@ class Keeper(Protocol):
 
 
 @dataclass(frozen=True)
-class _Compared:
-    """One comparison of a node from equal inputs: the device's result against the reference's.
-
-    where    ISOLATED, or in the device's OWN_RUN
-    like     the node as it is in its run
-    node     the same node, with sources that hold what they held
-    before   returns what its output held; None if it is not known
-    found    the comparison; None if there is no result
-    right    whether the result is right, rounding included
-    failure  why there is no result, or what else the device damaged
-    whole    the nodes that it ran together with, if any
-    """
-
-    where: str
-    like: Node
-    node: Node
-    before: Callable[[], Tensor | None]
-    expected: Tensor
-    actual: Tensor
-    found: Comparison | None
-    right: bool
-    failure: str | None = None
-    whole: Together | None = None
-
-    def __bool__(self) -> bool:
-        return self.right and self.failure is None
-
-
-@dataclass(frozen=True)
 class Stray:
     """A tensor that was changed although no node writes there.
 
@@ -98,89 +69,54 @@ class Stray:
 
 
 @dataclass(frozen=True)
-class _Known:
-    """What is the same each time a node of the reference comes.
+class Asked:
+    """What a judge is asked, and whom it tells.
 
-    overlapped  sources that share a byte with its output
-    refusal     why the device does not take it
-    layout      of copies of it, if the device is to compute it
+    rules   which differences are right
+    ops     the ops to compute again; all if None
+    strict  whether to check every buffer after every node of the own run
+    keeper  saves wrong nodes
+    seen    called with each result
+    footprints  told before the device computes something
     """
 
-    overlapped: tuple[Tensor, ...]
-    refusal: str | None = None
-    layout: Layout | None = None
+    rules: Rules
+    ops: Collection[str] | None
+    strict: bool
+    keeper: Keeper
+    seen: Callable[[NodeResult], None]
+    footprints: Footprints
 
 
 class Judge:
-    """Judges each node of two runs in step.
+    """Judges each node of two runs in step: whether the device computes it as the reference does."""
 
-    npu        the device's plugin; None if the device is the CPU
-    backend    whose fusions the device may run as one operator
-    computer   the device, which computes a node again
-    reference  the reference, as one that computes a node
-    ops        the ops to compute again; all if None
-    rules      which differences are right
-    seen       called with each result
-    fuses      whether the device runs patterns of nodes as one operator
-    packs      whether the device's memory has tensors in a layout of its own
-    strict     whether to check every buffer after every node of the own run
-    keep       saves wrong nodes
-    about_to   called before the device computes something: how, step, place, node
-    """
-
-    def __init__(
-        self,
-        ggml: Ggml,
-        npu: Plugin | None,
-        backend: Backend,
-        computer: Backend | Replica,
-        reference: Backend | Replica,
-        ops: Collection[str] | None,
-        rules: Rules,
-        seen: Callable[[NodeResult], None],
-        *,
-        fuses: bool,
-        packs: bool,
-        strict: bool,
-        keep: Keeper,
-        about_to: Callable[[str, int, int, Node], None],
-    ) -> None:
-        self._ggml, self._npu, self._computer, self._ops = ggml, npu, computer, ops
-        self._rules, self._seen, self._keep, self._packs = rules, seen, keep, packs
-        self._about_to = about_to
-        self._checks = computer.checks if isinstance(computer, DeviceBackend) else None
+    def __init__(self, ggml: Ggml, sides: Sides, asked: Asked) -> None:
+        self._device, self._asked = sides.device, asked
+        self._rules, self._footprints, self._checks = asked.rules, asked.footprints, sides.device.checks
         self.refused: Counter[tuple[str, str]] = Counter()
         self.step = 0
         self._reader = convert.Reader(ggml)
-        self._known: dict[convert.Read, _Known] = {}
+        self._turn: Turn
+        self._known: dict[convert.Read, Known] = {}
         self._errors: dict[int, float] = {}  # of results in the device's own run, by the reference's tensor
-        self._copied: Copied | None = None
-        self._isolated: _Compared | None = None
-        self._saved: Node | None = None
-        self._place = 0
         self._heats = 0
         self._explanations: Counter[tuple[str, str, Verdict]] = Counter()
         self.state_results: list[StateResult] = []
         self._states = States(self.state_results.append)
         self.faults: list[MemoryFault] = [] if self._checks is None else self._checks.faults
         self._leaves: Leaves | None = None
-        if npu is not None and isinstance(reference, Replica):
+        if sides.reference.is_cpu and not sides.device.is_cpu:
             self._leaves = Leaves(ggml, self.faults.append, lambda own: self._states.begins(own, self.step))
         self.strays: list[Stray] = []
         self.watch = Watch()  # for NaN in the reference's run
         self.fingerprints: dict[tuple[int, int], int] = {}  # of what nodes of the own run gave, by step and place
         self.own = OwnRun(
-            ggml, npu, backend, reference, lambda: (self._before, self._place), self._about_to_run_own,
-            fuses=fuses, strict=strict,
-        )  # fmt: skip
-        self._spans = Spans(
-            backend,
-            [fusion for fusion in backend.fusions if fuses and (ops is None or fusion.name in ops)],
-            rules,
-            seen,
-            self._keep.span,
-            about_to,
+            ggml, sides, lambda: (self._turn.before, self._turn.place), self._about_to_run_own, strict=asked.strict
         )
+        ops = asked.ops
+        fusions = [fusion for fusion in sides.device.fusions if ops is None or fusion.name in ops]
+        self._spans = Spans(sides.device.backend, fusions, asked.rules, asked.seen, asked.keeper.span, asked.footprints)
 
     def next_step(self, *, stopped: bool = False) -> None:
         """Finishes the current step and begins the next one.
@@ -201,9 +137,7 @@ class Judge:
 
     def before(self, address: int, place: int) -> None:
         """Called before the reference computes a node: records what it reads."""
-        self._read = read = self._reader(address)
-        self._place = place
-        self._copied = None
+        read = self._reader(address)
         if self._leaves is not None:
             self._leaves.reference(read)
         node = read.node
@@ -215,23 +149,25 @@ class Judge:
         known = self._known[read]
         overlapped = {id(source): _over_root(source) for source in known.overlapped}
         sources = tuple([overlapped.get(id(source), source) for source in node.src]) if overlapped else node.src
-        self._before = Node(node.op, _held(node.dst), sources, node.params)
+        before = Node(node.op, _held(node.dst), sources, node.params)
+        copied = None
         if known.refusal is not None:
             self.refused[node.op, known.refusal] += 1
         elif known.layout is not None:
-            self._copied = known.layout.copied(blanks=True)
+            copied = known.layout.copied(blanks=True)
+        self._turn = Turn(self.step, place, read, before, copied)
 
-    def _seen_first(self, read: convert.Read) -> _Known:
+    def _seen_first(self, read: convert.Read) -> Known:
         """Returns what is the same each time a node comes."""
         node = read.node
         overlapped = tuple(source for source in node.src if source is not None and source.overlaps(node.dst))
-        if node.dst.n_elements == 0 or (self._ops is not None and node.op not in self._ops):
-            return _Known(overlapped)
-        refusal = self._computer.refusal(node)
+        if node.dst.n_elements == 0 or (self._asked.ops is not None and node.op not in self._asked.ops):
+            return Known(overlapped)
+        refusal = self._device.refusal(node)
         if refusal is not None:
-            return _Known(overlapped, refusal)
-        kept = self._in_device_layout(read) if self._packs else set()
-        return _Known(overlapped, layout=Layout(node, lambda tensor: id(tensor) in kept))
+            return Known(overlapped, refusal)
+        kept = self._in_device_layout(read) if self._device.packs else set()
+        return Known(overlapped, layout=Layout(node, lambda tensor: id(tensor) in kept))
 
     def _in_device_layout(self, read: convert.Read) -> set[int]:
         """Returns the tensors of a node that the device's memory may have in its own layout: those that no op
@@ -246,7 +182,7 @@ class Judge:
     def between(self) -> str | None:
         """Called after the reference has computed a node. The device computes it from the same inputs, between fences.
         Returns why it must not compute the node in its own run, if it fails or does damage here, else None."""
-        self._isolated = found = self._recompute() if self._memory_errs is None else None
+        self._turn.isolated = found = self._recompute() if self._memory_errs is None else None
         if found is None:
             return self._memory_errs
         if found.failure is not None:
@@ -267,40 +203,39 @@ class Judge:
         return runs
 
     def _about_to_run_own(self, place: int, node: Node) -> None:
-        self._about_to("own", self.step, place, node)
+        self._footprints.begin("own", self.step, place, node)
 
     def own_after(self) -> None:
         """Called after the device's own run has computed the nodes up to the last one that it came to."""
         last = self.own.after()
-        self._about_to("", 0, 0, self._before)
+        self._footprints.end()
         dst = last.node.dst
-        read = self._npu.bytes_at if self._npu is not None else convert.bytes_at
-        self.fingerprints[self.step, last.place] = digest_of(dst.address, dst.nbytes, read)
+        self.fingerprints[self.step, last.place] = digest_of(dst.address, dst.nbytes, self._device.bytes_at)
 
     def own_ended(self) -> None:
         """Called after the device's own run has computed all nodes of a step."""
         self.own.ended()
-        self._about_to("", 0, 0, self._before)
+        self._footprints.end()
 
     def after(self, address: int, place: int) -> None:
         """Called after both runs have computed a node, or after the reference has if the device's run has stopped."""
         self._spans.after(address)
-        isolated, node = self._isolated, self._read.node
+        turn, isolated, node = self._turn, self._turn.isolated, self._turn.node
         own = self.own.take(place)
         if node.dst.n_elements == 0:
             return
-        self.watch.look(self.step, place, self._before, node.dst, self._leaf_names())
+        self.watch.look(self.step, place, turn.before, node.dst, self._leaf_names())
         cumulative, mirrored = None, None
         if own is not None:
             cumulative = self._cumulative(own)
             self.strays += [Stray(changed, self.step, place, str(node)) for changed in own.found]
             mirrored = self._mirrored(own, cumulative)
-        verdict = self._verdict(address, isolated, mirrored, cumulative, own)
+        verdict = self._verdict(address, mirrored, cumulative, own)
         if own is not None:
             self._look_at_state(own.read)
         found = NodeResult(
             self.step, place, node.op, node.name, types_of(node), node.dst.ne, verdict,
-            "" if own is None else "NPU" if own.on_npu else "CPU",
+            "" if own is None else self._device.on(own.on_device),
             None if isolated is None else isolated.found, cumulative,
             None if mirrored is None else mirrored.found,
             fused="" if own is None else own.fused, not_judged=_why_not_judged(own, mirrored),
@@ -316,27 +251,27 @@ class Judge:
             found = replace(found, heat=self._heat(wrong, own))
         if wrong is not None:
             found = self._explained(found, wrong)
-        self._seen(found)
+        self._asked.seen(found)
 
     def _leaf_names(self) -> Iterator[str]:
         """Yields the names of the sources that no node computes."""
-        for source, storage in zip(self._read.node.src, self._read.src, strict=True):
+        for source, storage in zip(self._turn.node.src, self._turn.read.src, strict=True):
             if source is not None and storage is not None and convert.is_leaf(storage.address):
                 yield source.name
 
     def _cumulative(self, own: OwnNode) -> Comparison | None:
-        node, other = self._read.node, own.node
+        node, other = self._turn.node, own.node
         if (other.op, other.dst.type, other.dst.ne) != (node.op, node.dst.type, node.dst.ne):
             raise SessionError(
                 f"llama.cpp makes different graphs of the two runs, so that nodes cannot be compared: step {self.step} "
-                f"node {self._place} is {node.op} {node.name!r} in one, {other.op} {other.name!r} in the other"
+                f"node {self._turn.place} is {node.op} {node.name!r} in one, {other.op} {other.name!r} in the other"
             )
         both = self._both(own)
         return None if both is None else compare(*both)
 
     def _both(self, own: OwnNode) -> tuple[Tensor, Tensor] | None:
         """Returns the results of the two runs, laid out alike; None if nothing is left of the device's."""
-        dst = self._read.node.dst
+        dst = self._turn.node.dst
         if own.result is None:
             return None
         reference = own.part_of(dst)
@@ -344,28 +279,29 @@ class Judge:
             return reference, between_gaps_of(reference, own.result)
         return dst, _as_laid_out(own.result, dst)
 
-    def _mirrored(self, own: OwnNode, cumulative: Comparison | None) -> _Compared | None:
+    def _mirrored(self, own: OwnNode, cumulative: Comparison | None) -> Compared | None:
         """Compares a node of the own run with what the reference computes from what it read."""
-        if not own.on_npu or self._memory_errs is not None:
+        if not own.on_device or self._memory_errs is not None:
             return None
         spoilt = own.spoilt[0] if own.spoilt else None
         failure = f"in the own run writes to {spoilt}, beside its output" if spoilt else None
         if own.is_fed_alike and own.result is not None and cumulative is not None:
-            actual = _as_laid_out(own.result, self._before.dst)
-            before = None if own.held is None else _as_laid_out(own.held, self._before.dst)
-            alike = Mirrored(own.node, self._before, self._read.node.dst, actual, before)
+            turn = self._turn
+            actual = _as_laid_out(own.result, turn.before.dst)
+            before = None if own.held is None else _as_laid_out(own.held, turn.before.dst)
+            alike = Mirrored(own.node, turn.before, turn.node.dst, actual, before)
             return self._compared(alike, cumulative, failure)
         each = self.own.mirrored(own)
         return None if each is None else self._compared(each, compare(each.expected, each.actual), failure)
 
-    def _compared(self, each: Mirrored, found: Comparison, failure: str | None) -> _Compared:
+    def _compared(self, each: Mirrored, found: Comparison, failure: str | None) -> Compared:
         right = bool(found) or self._rules.allows(each.node, each.expected, each.actual, found)
-        return _Compared(
+        return Compared(
             OWN_RUN, each.like, each.node, lambda: each.before, each.expected, each.actual, found, right, failure,
             each.whole,
         )  # fmt: skip
 
-    def _explained(self, found: NodeResult, wrong: _Compared) -> NodeResult:
+    def _explained(self, found: NodeResult, wrong: Compared) -> NodeResult:
         """Returns the result with details that take time to find, for the first nodes of each op, type and verdict."""
         kind = (found.op, found.types, found.verdict)
         self._explanations[kind] += 1
@@ -389,38 +325,37 @@ class Judge:
             noise=noise_multiple(node, wrong.expected, result),
         )  # fmt: skip
 
-    def _kept(self, wrong: _Compared, found: NodeResult) -> str | None:
+    def _kept(self, wrong: Compared, found: NodeResult) -> str | None:
         if wrong.whole is not None:
-            return self._keep.span(wrong.whole.graph, wrong.whole.expected, found)
+            return self._asked.keeper.span(wrong.whole.graph, wrong.whole.expected, found)
         held = replace(wrong.node, dst=wrong.before() or wrong.node.dst)
-        return self._keep.node(restored(wrong.like, held), wrong.expected, found)
+        return self._asked.keeper.node(restored(wrong.like, held), wrong.expected, found)
 
     def _look_at_state(self, own: convert.Read) -> None:
         """Compares the tensor that the node wrote to, if no node computes that tensor."""
-        read, root = self._read, self._read.view_source
+        read, root = self._turn.read, self._turn.read.view_source
         if root and convert.is_leaf(root):
             by_element = read.node.op == "SET_ROWS" and read.node.dst.ne[0] == 1 != read.dst.tensor.ne[0]
             self._states.written(
                 root, read.dst.tensor, own.dst.tensor, self.step, str(read.node), by_element=by_element
             )
 
-    def _heat(self, wrong: _Compared | None, own: OwnNode | None) -> Heat | None:
+    def _heat(self, wrong: Compared | None, own: OwnNode | None) -> Heat | None:
         if wrong is not None and wrong.found is not None and not wrong.found:
             return heat(wrong.expected, wrong.actual)
         both = None if own is None else self._both(own)
         return None if both is None else heat(*both)
 
-    def _recompute(self) -> _Compared | None:
-        copied, node = self._copied, self._read.node
+    def _recompute(self) -> Compared | None:
+        turn, copied, node = self._turn, self._turn.copied, self._turn.node
         if copied is None:
             return None
-        self._about_to("isolated", self.step, self._place, node)
         failure, found, right = None, None, False
         try:
-            self._computer.compute(copied.node)
+            with self._footprints.about_to("isolated", turn.step, turn.place, node):
+                self._device.compute(copied.node)
         except Exception as error:
             failure = failure_of(error)
-        self._about_to("", 0, 0, node)
         if self._memory_errs is not None:
             return None
         result = copied.result
@@ -430,41 +365,35 @@ class Judge:
             failure = f"changes {roles}, which it is only to read"
         if failure is None:
             found = compare(node.dst, result, copied.outside())
-            right = bool(found) or (not found.outside and self._rules.allows(self._before, node.dst, result, found))
-        return _Compared(
-            ISOLATED, copied.node, self._before, lambda: copied.before, node.dst, result, found, right, failure
+            right = bool(found) or (not found.outside and self._rules.allows(turn.before, node.dst, result, found))
+        return Compared(
+            ISOLATED, copied.node, turn.before, lambda: copied.before, node.dst, result, found, right, failure
         )
 
     def _once_more(self) -> tuple[Tensor, Tensor] | None:
         """Has the device compute the node again, over another content of dst than a blank one. Returns that content and
         the result; None if the node continues from what dst held, or fails."""
-        if self._copied is None or continues_dst(self._copied.node):
+        turn = self._turn
+        if turn.copied is None or continues_dst(turn.copied.node):
             return None
-        node = Copied.of(self._copied.node, lambda tensor: tensor.packed is not None).node
+        node = Copied.of(turn.copied.node, lambda tensor: tensor.packed is not None).node
         blank(node.dst, _ANOTHER)
         before = copy(node.dst)
-        self._about_to("isolated", self.step, self._place, node)
         try:
-            self._computer.compute(node)
+            with self._footprints.about_to("isolated", turn.step, turn.place, node):
+                self._device.compute(node)
         except Exception:
             return None
-        finally:
-            self._about_to("", 0, 0, node)
         return before, copy(node.dst)
 
     def _verdict(
-        self,
-        address: int,
-        isolated: _Compared | None,
-        mirrored: _Compared | None,
-        cumulative: Comparison | None,
-        own: OwnNode | None,
+        self, address: int, mirrored: Compared | None, cumulative: Comparison | None, own: OwnNode | None
     ) -> Verdict:
-        errors = self._errors
-        inputs = max((errors.get(root, 0.0) for root in self._read.roots if root), default=0.0)
+        errors, read, isolated = self._errors, self._turn.read, self._turn.isolated
+        inputs = max((errors.get(root, 0.0) for root in read.roots if root), default=0.0)
         # a result that nobody has seen is taken to be as far off as what the node reads
         error = inputs if cumulative is None else 0.0 if cumulative else max(cumulative.error, _LEAST)
-        errors[address] = errors[self._read.view_source] = error
+        errors[address] = errors[read.view_source] = error
         looked_at = [each for each in (isolated, mirrored) if each is not None]
         if any(each.failure is not None for each in looked_at):
             return Verdict.FAILED
@@ -485,15 +414,15 @@ class Judge:
 
     def _reads_what_is_off(self) -> bool:
         """Whether the node reads or writes a cache or state that differs."""
-        states, written = self._states, self._read.view_source
-        roots = {root for root in self._read.roots if root}
-        return states.is_off(written) or any(states.is_read(root, self.step) for root in roots - {written})
+        states, read = self._states, self._turn.read
+        roots = {root for root in read.roots if root} - {read.view_source}
+        return states.is_off(read.view_source) or any(states.is_read(root, self.step) for root in roots)
 
 
-def _why_not_judged(own: OwnNode | None, mirrored: _Compared | None) -> str:
+def _why_not_judged(own: OwnNode | None, mirrored: Compared | None) -> str:
     if own is None:
         return STOPPED
-    return own.why_not if own.on_npu and mirrored is None and not own.fused else ""
+    return own.why_not if own.on_device and mirrored is None and not own.fused else ""
 
 
 def _name(tensor: Tensor | None) -> str:

@@ -19,8 +19,8 @@ from greenlet import getcurrent, greenlet
 
 from ggml_backend_npu.ggml import convert, lib
 from ggml_backend_npu.ggml.guard import INTERRUPTS
-from ggml_backend_npu.plugin.plugin import Plugin
 from graph_runner.base.limits import refuse_where_memory_is_limited
+from graph_runner.diff.sides import Side
 from graph_runner.run.session import Session, SessionError
 
 _ENDED = 1 << 62
@@ -71,18 +71,14 @@ class Onlooker(Protocol):
 class Lockstep:
     """The observers of both runs, which make them wait for each other.
 
-    npu      the device's plugin, if it is ours: it fails if the judge says that it must not compute
+    device   fails if the judge says that it must not compute
     judge    is told of each node
     stopped  why the device's run ended before the reference's, or None
     """
 
-    def __init__(
-        self,
-        npu: Plugin | None,
-        judge: Onlooker,
-    ) -> None:
+    def __init__(self, device: Side, judge: Onlooker) -> None:
         self.reference, self.device = _Runner(self), _Runner(self)
-        self._npu, self._judge = npu, judge
+        self._side, self._judge = device, judge
         self.stopped: str | None = None
         self._failed = False
 
@@ -125,8 +121,7 @@ class Lockstep:
         self._other.switch()
 
     def _halt(self, reason: str | None) -> None:
-        if self._npu is not None:
-            self._npu.halted = reason
+        self._side.halt(reason)
 
     def wants(self, runner: _Runner, address: int) -> bool:
         """Called before a run computes a node. Returns whether to observe the node."""

@@ -6,18 +6,15 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
-from ggml_backend_npu import Backend, Graph, Memory, Node, Tensor
+from ggml_backend_npu import Graph, Memory, Node, Tensor
 from ggml_backend_npu.backend.fusion import Joined
 from ggml_backend_npu.backend.plan import Plan, run_step
 from ggml_backend_npu.ggml import convert
 from ggml_backend_npu.ggml.convert import Read, Storage, same_bytes
 from ggml_backend_npu.ggml.lib import Ggml
-from ggml_backend_npu.ir.buffer import Buffer
-from ggml_backend_npu.ir.packed import Packed
-from ggml_backend_npu.plugin.plugin import Plugin
-from ggml_backend_npu.plugin.replica import Replica
 from ggml_backend_npu.registry.entry import Call
 from graph_runner.diff.contents import Changed, Contents, Rest
+from graph_runner.diff.sides import NodesOf, Sides
 from graph_runner.judging.copies import continues_dst, is_read, span
 from graph_runner.judging.results import UNSEEN
 from graph_runner.judging.spans import Chain, Collected, between_gaps_of, copy
@@ -63,7 +60,7 @@ class OwnNode:
     is_ahead  whether it ran before the reference had come to it, or as one with later nodes; then nobody knows whether
               it is fed alike
     spoilt   tensors other than its output that it changed
-    on_npu   whether the device ran it
+    on_device  whether the device ran it, not llama.cpp's CPU
     fused    the operator that it was run by, with other nodes or alone; "" if it ran as the node that it is
     why_not  why nobody knows what it gave, if nothing is left of that and no operator ran it
     result   what it gave: its output or, if an operator ran it, what that writes of it; None if nothing is left of it
@@ -79,7 +76,7 @@ class OwnNode:
     is_fed_alike: bool = False
     is_ahead: bool = False
     spoilt: list[Changed] = field(default_factory=list)
-    on_npu: bool = False
+    on_device: bool = False
     fused: str = ""
     why_not: str = UNSEEN
     result: Tensor | None = None
@@ -105,53 +102,33 @@ class OwnRun:
     Where a fusion may begin, a node is held back to run with the next ones. Which of these the device does run as one
     operator is seen in its plan, step by step; every other node is looked at alone, before the next one runs.
 
-    backend    whose fusions the device may run as one operator
-    computer   the reference, as one that computes a node
+    sides      the device whose run it is, and the reference, which computes its nodes again
     reference  returns the node that the reference has just computed, over what it read, and the node's place
     about_to   called before the device may run a node, with its place
-    fuses      whether the device runs patterns of nodes as one operator
     strict     check every buffer after every node that the device runs, not only what the node reads
     """
 
     def __init__(
         self,
         ggml: Ggml,
-        npu: Plugin | None,
-        backend: Backend,
-        computer: Backend | Replica,
+        sides: Sides,
         reference: Callable[[], tuple[Node, int]],
         about_to: Callable[[int, Node], None],
         *,
-        fuses: bool,
         strict: bool,
     ) -> None:
-        self._ggml, self._npu = ggml, npu
-        self._computer, self._reference, self._about_to = computer, reference, about_to
-        self._strict = strict
-        self._reader = convert.Reader(ggml, self._packed)
-        self._n_moves = 0
-        self._chain = Chain(backend, backend.fusions if fuses else ())
-        self._contents = Contents(npu.bytes_at if npu is not None else convert.bytes_at)
+        self._ggml, self._device, self._computer = ggml, sides.device, sides.reference
+        self._reference, self._about_to, self._strict = reference, about_to, strict
+        self._read = NodesOf(ggml, sides.device)
+        self._chain = Chain(sides.device.backend, sides.device.fusions)
+        self._contents = Contents(sides.device.bytes_at)
         self._constants: dict[tuple[int, int], bool] = {}  # whether they are alike, by where they lie in both runs
         self._rest: Rest | None = None
         self._n_graphs = 0
         self._coming: list[OwnNode] = []  # which the run has come to, and which may not have run
         self._are_together = False  # whether these run together
         self._ran: dict[int, OwnNode] = {}  # by place, until `take`
-        if npu is not None:
-            npu.run = self._run
-
-    def _packed(self, address: int) -> Packed | Buffer | None:
-        memory = self._npu.memory if self._npu is not None else None
-        return memory.packed(address) if memory is not None else None
-
-    def _read(self, address: int) -> Read:
-        """Returns a node as it lies in memory now: tensors may have been packed or unpacked."""
-        moves = self._npu.memory.moves if self._npu is not None and self._npu.memory is not None else 0
-        if moves != self._n_moves:
-            self._n_moves = moves
-            self._reader.forget()
-        return self._reader(address)
+        sides.device.runs_plans_by(self._run)
 
     def before(self, address: int, place: int) -> bool:
         """Called when the run has come to a node. Returns whether to run it now, with those before it that have not
@@ -164,7 +141,7 @@ class OwnRun:
         self._are_together = not now or len(self._coming) > 1
         if not self._are_together:
             self._about_to_run(self._coming)
-            self._n_graphs = self._n_run
+            self._n_graphs = self._device.n_graphs
         self._about_to(place, read.node)
         return now
 
@@ -177,7 +154,7 @@ class OwnRun:
         """Called after the run has computed the nodes up to the last one that it came to. Returns that."""
         last = self._coming[-1]
         if not self._are_together:
-            last.on_npu = self._n_run != self._n_graphs
+            last.on_device = self._device.n_graphs != self._n_graphs
             self._have_run(self._coming)
             last.read = self._read(last.read.address)
             last.result = last.node.dst
@@ -212,10 +189,6 @@ class OwnRun:
         self._computer.compute(replace(own.before, dst=expected))
         return Mirrored(own.node, own.before, expected, own.result.unpacked(), own.before.dst)
 
-    @property
-    def _n_run(self) -> int:
-        return self._npu.statistics.graphs if self._npu is not None else 0
-
     # nodes that run together
 
     def _run(self, plan: Plan, graph: int) -> None:
@@ -241,7 +214,7 @@ class OwnRun:
         is there."""
         collected, addresses = Collected(), {each.read.dst.address for each in nodes}
         for each in nodes:
-            each.read, each.on_npu = self._read(each.read.address), True
+            each.read, each.on_device = self._read(each.read.address), True
             each.is_ahead = len(nodes) > 1 or each.place != self._reference()[1]
             each.found += self._contents.changed([each.read], addresses)
             if len(nodes) > 1:
@@ -310,7 +283,7 @@ class OwnRun:
     def _have_run(self, nodes: list[OwnNode]) -> None:
         """Called after they ran."""
         reads = [each.read for each in nodes]
-        if nodes[0].on_npu:
+        if nodes[0].on_device:
             spoilt = self._contents.changed(reads, {each.address for each in _overwritten(*reads)})
             if not spoilt and self._rest is not None and self._rest.has_changed():
                 overwritten = {read.dst.address for read in reads}

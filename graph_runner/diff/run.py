@@ -13,25 +13,24 @@ from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 from ggml_backend_npu import Backend, Graph, Node, Tensor, default_backend
-from ggml_backend_npu.device.backend import DeviceBackend
-from ggml_backend_npu.device.faults import Checks, MemoryFault
+from ggml_backend_npu.device.faults import MemoryFault
 from ggml_backend_npu.ggml import lib
 from ggml_backend_npu.ops.kernels import strided
-from ggml_backend_npu.plugin.plugin import Plugin
 from ggml_backend_npu.plugin.replica import Replica
 from graph_runner.base.console import printable
 from graph_runner.base.errors import BadInputError, TraceError
 from graph_runner.base.files import folder_for_traces
-from graph_runner.base.settings import ALL_LAYERS, DeviceName, Settings, context_for
+from graph_runner.base.settings import ALL_LAYERS, Settings, context_for
 from graph_runner.diff.again import Again, Watched
-from graph_runner.diff.judge import Judge, Stray
+from graph_runner.diff.judge import Asked, Judge, Stray
 from graph_runner.diff.lockstep import Lockstep
 from graph_runner.diff.logits import Ending, Endings
+from graph_runner.diff.sides import CPU, NPU, Side, Sides, side
 from graph_runner.diff.state import StateResult
 from graph_runner.diff.together import Computer
+from graph_runner.judging.footprints import AboutTo, Footprints
 from graph_runner.judging.results import Fate, NodeResult
 from graph_runner.judging.rules import Rules
 from graph_runner.judging.spoilt import Spoilt
@@ -40,7 +39,9 @@ from graph_runner.trace import Origin, save_nodes
 from quant.folders import FolderError
 from quant.kernels.processor import processors
 
-AboutTo = Callable[[str, int, int, Node | None], None]
+
+def _nothing(*_: object) -> None:
+    """Of an observer that is not asked for: a function of a module, since options are sent to other processes."""
 
 
 @dataclass
@@ -58,7 +59,8 @@ class DiffResult:
     stopped  why the device's own run ended before the reference's, or None
     ops      names of the chosen ops and fusions; None: all
     refused  nodes of the chosen ops that the device does not take, by op and reason
-    device_options  of the NPU, by name
+    reference, device  names of the two sides
+    device_options  of the backend, by name
     strict   whether every buffer of the own run was checked after every node
     """
 
@@ -169,8 +171,8 @@ class DiffOptions:
     settings   of the contexts, with flash attention off if omitted; device and n_ctx are set here
     ops        names of the ops and fusions to compute again from the reference's inputs; all if omitted
     reference  "CPU", or "NPU": the project's own kernels, node by node
-    device     "NPU" or "CPU"
-    backend    what the NPU is; the default backend if omitted
+    device     "NPU": `backend`; or "CPU"
+    backend    a backend of this project, whose name pages call the device by; the default backend if omitted
     rules      which differences are right; the built-in rules if omitted
     reproducers  a folder for traces of the first wrong nodes of each op and type
     strict     check every buffer of the device's own run after every node, not only what the node reads
@@ -194,38 +196,38 @@ class DiffOptions:
     strict: bool = False
     repeat: int = 1
     progress: Callable[[float], None] | None = None
-    seen: Callable[[NodeResult], None] = lambda node: None
-    about_to: AboutTo = lambda how, step, place, node: None
-    begun: Callable[[DiffResult], None] = lambda result: None
+    seen: Callable[[NodeResult], None] = _nothing
+    about_to: AboutTo = _nothing
+    begun: Callable[[DiffResult], None] = _nothing
     notes: Mapping[str, str] | None = None
 
 
-def diff(model: Path, prompt: str, *, strict: bool = False, **options: Any) -> DiffResult:
+_DEFAULT = DiffOptions()
+
+
+def diff(model: Path, prompt: str, options: DiffOptions = _DEFAULT) -> DiffResult:
     """Runs `run_in_step`. If the run is wrong but no node is, runs it again and checks every buffer after every
     node."""
-    result = run_in_step(model, prompt, strict=strict, **options)
-    if strict or not result.is_unexplained or result.faults or result.device != "NPU":
+    result = run_in_step(model, prompt, options)
+    if options.strict or not result.is_unexplained or result.faults or options.device == CPU:
         return result
-    again = run_in_step(model, prompt, strict=True, **options)
+    again = run_in_step(model, prompt, replace(options, strict=True))
     return result if again else again
 
 
-def run_in_step(model: Path, prompt: str, **options: Any) -> DiffResult:
+def run_in_step(model: Path, prompt: str, options: DiffOptions = _DEFAULT) -> DiffResult:
     """Runs a prompt and greedy tokens on two devices in step, and compares every node.
-
-    options  the fields of `DiffOptions`
 
     Matrices are multiplied as on ggml's CPU, unless the backend's options say otherwise. Raises SessionError for a
     model or settings that llama.cpp refuses.
     """
-    return _InStep(model, prompt, DiffOptions(**options)).run()
+    return _InStep(model, prompt, options).run()
 
 
 class _InStep:
-    """A model on two devices, and the result so far.
+    """A model on two sides, and the result so far.
 
-    ours, npu  the backend and the plugin of the device; the plugin is None if the device is the CPU
-    theirs, reference  the same for the reference
+    ours   the backend that options apply to, as it is compared
     """
 
     def __init__(self, model: Path, prompt: str, asked: DiffOptions) -> None:
@@ -233,15 +235,7 @@ class _InStep:
         self._ggml = ggml = lib.ggml()
         given = asked.backend or default_backend()
         self._ours = ours = given.like(options=given.options.to_compare)
-        self._checks = Checks() if isinstance(ours, DeviceBackend) else None
-        if isinstance(ours, DeviceBackend):
-            ours.checks = self._checks
-        self._theirs = Backend(
-            "NPU's own kernels", options=replace(ours.options, fusion="off"), numerics=given.numerics
-        )
         strided.make_ready()
-        self._reference = Plugin(ggml, self._theirs) if asked.reference == "NPU" else None
-        self._npu = Plugin(ggml, ours) if asked.device == "NPU" else None
         settings = asked.settings or Settings(flash_attention="off")
         layers = ALL_LAYERS if settings.gpu_layers is None else settings.gpu_layers
         self._settings = replace(
@@ -253,14 +247,26 @@ class _InStep:
             "", prompt, asked.reference, ggml.version, ours.numerics.rounding, self._settings.threads, self._options
         )
         self._keeper = _Reproducers(asked.reproducers, origin)
+        self._rules = asked.rules or Rules()
+        self._sides: Sides
         self._result: DiffResult
 
     def run(self) -> DiffResult:
         """Runs the tokens on both devices, and again if nothing is wrong."""
+        with Replica(self._ggml, CPU, threads=self._settings.threads) as cpu:
+            plain = replace(self._ours.options, fusion="off")
+            own_kernels = Backend("NPU's own kernels", options=plain, numerics=self._ours.numerics)
+            self._sides = Sides(
+                side(self._asked.reference, self._ggml, cpu, own_kernels, NPU),
+                side(self._asked.device, self._ggml, cpu, self._ours),
+            )
+            return self._run()
+
+    def _run(self) -> DiffResult:
+        device = self._sides.device
+        judge = self._judge()
         with ExitStack() as stack:
-            cpu = stack.enter_context(Replica(self._ggml, "CPU", threads=self._settings.threads))
-            judge = self._judge(cpu)
-            lockstep = stack.enter_context(Lockstep(self._npu, judge))
+            lockstep = stack.enter_context(Lockstep(device, judge))
             first, second = self._sessions(stack, lockstep)
             self._keeper.origin = replace(self._keeper.origin, model=first.description)
             tokens = first.tokenize(self._prompt)
@@ -272,53 +278,47 @@ class _InStep:
             result.spoilt = judge.watch.found
         if result.stopped is None:
             result.ending = endings.ending()
-        if result.stopped is None and self._npu is not None and not result.wrong and not result.faults:
-            self._look_again(self._npu, [tokens, *([token] for token in text)], endings, judge.fingerprints)
+        if result.stopped is None and not device.is_cpu and not result.wrong and not result.faults:
+            self._look_again([tokens, *([token] for token in text)], endings, judge.fingerprints)
         return result
 
     def _add(self, node: NodeResult) -> None:
         self._result.nodes.append(node)
         self._asked.seen(node)
 
-    def _judge(self, cpu: Replica) -> Judge:
-        asked, npu = self._asked, self._npu
+    def _judge(self) -> Judge:
+        asked, device = self._asked, self._sides.device
+        ops = _names(device.backend) if asked.ops is None and not device.is_cpu else asked.ops
+        footprints = Footprints(self._about_to)
         return Judge(
-            self._ggml, npu, self._ours,
-            computer=cpu if npu is None else self._ours,
-            reference=cpu if self._reference is None else self._theirs,
-            ops=_names(self._ours) if asked.ops is None and npu is not None else asked.ops,
-            rules=asked.rules or Rules(),
-            seen=self._add,
-            fuses=npu is not None and self._ours.fuses,
-            packs=npu is not None and npu.memory is not None and npu.memory.packs,
-            strict=asked.strict,
-            keep=self._keeper,
-            about_to=self._about_to,
-        )  # fmt: skip
+            self._ggml, self._sides, Asked(self._rules, ops, asked.strict, self._keeper, self._add, footprints)
+        )
 
     def _about_to(self, how: str, step: int, place: int, node: Node | None) -> None:
-        if self._checks is not None and how:
+        checks = self._sides.device.checks
+        if checks is not None and how:
             where = "in the own run" if how == "own" else "alone"
-            self._checks.when = f"step {step}, when node {place} ran {where}"
+            checks.when = f"step {step}, when node {place} ran {where}"
         self._asked.about_to(how, step, place, node)
 
     def _sessions(self, stack: ExitStack, lockstep: Lockstep) -> tuple[Session, Session]:
         """Returns the reference's session and the device's."""
-        on_device = replace(self._settings, device=_DEVICES[self._asked.device])
+        sides = self._sides
+        on_device = sides.device.runs_with(self._settings)
         second = stack.enter_context(self._opened(on_device, lockstep.device))
-        if self._reference is None:
+        if sides.reference.is_cpu:
             self._settings = replace(self._settings, without=second.lacks)
-        on_reference = replace(self._settings, device=_DEVICES[self._asked.reference])
-        first = stack.enter_context(self._session(on_reference, lockstep.reference, self._reference))
+        on_reference = sides.reference.runs_with(self._settings)
+        first = stack.enter_context(self._session(on_reference, lockstep.reference, sides.reference))
         return first, second
 
     def _opened(self, settings: Settings, observer: Observer | None) -> Session:
-        """Opens a session on the device."""
-        return self._session(settings, observer, self._npu)
+        """Opens a session on the device, or on llama.cpp's CPU if the settings say so."""
+        return self._session(settings, observer, self._sides.device)
 
-    def _session(self, settings: Settings, observer: Observer | None, npu: Plugin | None) -> Session:
+    def _session(self, settings: Settings, observer: Observer | None, side: Side) -> Session:
         progress = self._asked.progress
-        return Session(self._model, settings, npu=npu, observer=observer, counts_nodes=False, progress=progress)
+        return Session(self._model, settings, npu=side.plugin, observer=observer, counts_nodes=False, progress=progress)
 
     def _begin(self, description: str, n_prompt: int, judge: Judge) -> DiffResult:
         """Returns the result before any node."""
@@ -326,8 +326,8 @@ class _InStep:
         return DiffResult(
             model=str(self._model),
             description=description,
-            reference=asked.reference,
-            device=asked.device,
+            reference=self._sides.reference.name,
+            device=self._sides.device.name,
             prompt=self._prompt,
             text="",
             n_prompt=n_prompt,
@@ -363,32 +363,24 @@ class _InStep:
         judge.finish(stopped=lockstep.stopped is not None)
         return text, endings
 
-    def _look_again(
-        self, npu: Plugin, batches: list[list[int]], endings: Endings, fingerprints: dict[tuple[int, int], int]
-    ) -> None:
+    def _look_again(self, batches: list[list[int]], endings: Endings, fingerprints: dict[tuple[int, int], int]) -> None:
         """Checks whether the device gives right results again, and also if it is not observed; and how far rounding
         alone would move the ending if it is off."""
-        result = self._result
+        result, sides = self._result, self._sides
         first, second = ([pair[side] for pair in endings.steps] for side in (0, 1))
-        with Replica(self._ggml, "CPU", threads=self._settings.threads) as cpu:
-            again = Again(
-                self._ggml, self._opened, npu,
-                Computer(cpu if self._reference is None else self._theirs, self._asked.rules or Rules()),
-                self._settings, batches, Watched(second, first, fingerprints, result.nodes),
-                fuses=result.device_options["fusion"] == "on",
-            )  # fmt: skip
-            found = again.repeated(self._asked.repeat)
-            if found is None and result.reference == "CPU" and not result.is_unexplained:
-                with nullcontext() if self._checks is None else self._checks.paused():
-                    found = again.unwatched()
+        again = Again(
+            self._ggml, self._opened, sides.device, Computer(sides.reference, self._rules), self._settings, batches,
+            Watched(second, first, fingerprints, result.nodes),
+        )  # fmt: skip
+        found = again.repeated(self._asked.repeat)
+        if found is None and sides.reference.is_cpu and not result.is_unexplained:
+            with nullcontext() if sides.device.checks is None else sides.device.checks.paused():
+                found = again.unwatched()
         result.remarks = again.remarks
         if found is not None:
             self._add(found)
         elif result.ending is not None and result.ending.nmse > 0:
             result.ending = again.natural(result.ending)
-
-
-_DEVICES: dict[str, DeviceName] = {"CPU": "cpu", "NPU": "npu"}
 
 
 def _names(backend: Backend) -> set[str]:

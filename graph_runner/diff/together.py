@@ -13,17 +13,14 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from ggml_backend_npu import Backend, KernelError, Node, Tensor
-from ggml_backend_npu.ggml import convert, structs
+from ggml_backend_npu import KernelError, Node, Tensor
+from ggml_backend_npu.ggml import structs
 from ggml_backend_npu.ggml.convert import Read, Storage
 from ggml_backend_npu.ggml.lib import Ggml
-from ggml_backend_npu.ir.buffer import Buffer
-from ggml_backend_npu.ir.packed import Packed
 from ggml_backend_npu.ops import OWN
-from ggml_backend_npu.plugin.plugin import Plugin
-from ggml_backend_npu.plugin.replica import Replica
 from ggml_backend_npu.registry.checks import Exact
 from ggml_backend_npu.registry.exact import values
+from graph_runner.diff.sides import NodesOf, Side
 from graph_runner.diff.walks import Course, Place, Walk
 from graph_runner.judging import noise
 from graph_runner.judging.compare import compare
@@ -44,7 +41,7 @@ _OUTLIER = 64  # times the mean of its row, which a squared difference may be
 class Computer:
     """The reference, as one that computes a node, and the rules for its results."""
 
-    reference: Backend | Replica
+    reference: Side
     rules: Rules
 
 
@@ -96,7 +93,7 @@ class _Group:
 class Grouped(Walk):
     """Observes the last node of each group, and judges the results of the group that are read after it.
 
-    npu       the device's plugin
+    device    the side whose run it is
     computer  the reference and the rules
     ends      whether a group ends with a node
     left_out  nodes that another device computes: they are in no group
@@ -109,7 +106,7 @@ class Grouped(Walk):
     def __init__(
         self,
         ggml: Ggml,
-        npu: Plugin | None,
+        device: Side,
         computer: Computer,
         ends: Callable[[Place, Node], bool],
         *,
@@ -118,9 +115,8 @@ class Grouped(Walk):
         course: Course | None = None,
     ) -> None:
         super().__init__(ggml)
-        self._npu, self._computer, self._ends = npu, computer, ends
+        self._computer, self._ends, self._read = computer, ends, NodesOf(ggml, device)
         self._left_out, self._before, self._known = left_out, before or {}, course
-        self._reader, self._n_moves = convert.Reader(ggml, self._packed), 0
         self._group, self._constants = _Group(), dict[int, Tensor]()
         self.course = Course()
         self.changed: tuple[Place, Node] | None = None
@@ -147,18 +143,6 @@ class Grouped(Walk):
     def _is_asked(self, place: Place, last: Place) -> bool:
         """Whether the result of a node is read after its group."""
         return place == last or (self._known is not None and self._known.is_read_after(place, last[1]))
-
-    def _read(self, address: int) -> Read:
-        """Returns a node as it lies in memory now: tensors may have been packed or unpacked since it was read."""
-        moves = self._npu.memory.moves if self._npu is not None and self._npu.memory is not None else 0
-        if moves != self._n_moves:
-            self._n_moves = moves
-            self._reader.forget()
-        return self._reader(address)
-
-    def _packed(self, address: int) -> Packed | Buffer | None:
-        memory = self._npu.memory if self._npu is not None else None
-        return memory.packed(address) if memory is not None else None
 
     def _add(self, place: Place, read: Read) -> None:
         group = self._group

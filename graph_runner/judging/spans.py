@@ -11,6 +11,7 @@ from ggml_backend_npu.ggml import convert
 from ggml_backend_npu.ggml.fenced import ALIGNMENT, fenced, is_damaged
 from graph_runner.judging.compare import Comparison, compare, heat
 from graph_runner.judging.copies import blank
+from graph_runner.judging.footprints import Footprints
 from graph_runner.judging.results import NodeResult, Verdict, failure_of
 from graph_runner.judging.rules import Rules
 
@@ -161,9 +162,9 @@ class Spans:
         rules: Rules,
         seen: Callable[[NodeResult], None],
         save: Callable[[Graph, dict[int, Tensor], NodeResult], str | None],
-        about_to: Callable[[str, int, int, Node], None],
+        footprints: Footprints,
     ) -> None:
-        self._rules, self._seen, self._save, self._about_to = rules, seen, save, about_to
+        self._rules, self._seen, self._save, self._footprints = rules, seen, save, footprints
         self._backend, self._fusions = backend, fusions
         self._chain = Chain(backend, fusions)
         self._collected = Collected()
@@ -203,13 +204,12 @@ class Spans:
         failure = None
         last = collected.nodes[len(fusion.ops) - 1]
         whole = replace(graph.nodes[len(fusion.ops) - 1], op=fusion.name)
-        self._about_to(f"fused {len(fusion.ops)}", self._step, last.index, whole)
+        how = f"fused {len(fusion.ops)}"
         try:
-            with self._backend.team.working():
+            with self._footprints.about_to(how, self._step, last.index, whole), self._backend.team.working():
                 fused.call()
         except Exception as error:
             failure = failure_of(error)
-        self._about_to("", 0, 0, whole)
         results, wanted = [], {}
         for place, written in fused.written.items():
             result = collected.nodes[place].result

@@ -18,7 +18,7 @@ from quant.folders import FolderError
 
 if TYPE_CHECKING:
     from ggml_backend_npu import Backend
-    from graph_runner.diff.run import DiffResult
+    from graph_runner.diff.run import DiffOptions, DiffResult
     from graph_runner.judging.results import NodeResult
     from graph_runner.trace import ReplayResult
 
@@ -60,14 +60,19 @@ class NpuOptions:
 
 @dataclass(frozen=True)
 class DiffJob:
-    """A diff. `arguments` are fields of `graph_runner.diff.DiffOptions`; `ops` is the user's text."""
+    """A diff.
+
+    options  all that is known before the device's process runs: not the backend, and what is asked of its ops
+    ops      names of ops, as the user writes them
+    rules    the file of rules
+    """
 
     device: NpuOptions
     model: Path
     prompt: str
-    ops: str | None
-    rules: str | None
-    arguments: dict[str, Any] = field(default_factory=dict)
+    options: DiffOptions
+    ops: str | None = None
+    rules: str | None = None
 
     def __call__(self, send: Callable[[object], None], trail: Trail | None = None) -> DiffResult:
         """Sends the result when it begins, and then each node. Returns the result, without nodes if there is a trail,
@@ -77,15 +82,13 @@ class DiffJob:
 
         backend = self.device.use()
 
-        def about_to(*what: Any) -> None:
-            if trail is not None:
-                trail.about_to(*what)
-
-        result = diff(
-            self.model, self.prompt, ops=chosen_ops(self.ops, backend), backend=backend,
-            rules=Rules(self.rules, backend.ops), begun=send, seen=send,
-            about_to=about_to, notes=self.device.described, **self.arguments,
+        options = replace(
+            self.options, ops=chosen_ops(self.ops, backend), backend=backend, rules=Rules(self.rules, backend.ops),
+            begun=send, seen=send, notes=self.device.described,
         )  # fmt: skip
+        if trail is not None:
+            options = replace(options, about_to=trail.about_to)
+        result = diff(self.model, self.prompt, options)
         return result if trail is None else replace(result, nodes=[])
 
 
@@ -120,27 +123,27 @@ def run_diff(child: Child, job: DiffJob, *, node_timeout: float, seen: Callable[
         result = found[-1]
         result.stopped = f"{error.call} {error.reason}"
         if at is not None:
-            nodes.append(_ended(error, at, _captured(job, result, at)))
+            nodes.append(_ended(error, at, result.device, _captured(job, result, at)))
             result.stopped = nodes[-1].failure
     result.nodes = nodes
     return result
 
 
-def _ended(error: EndedError, at: Footprint, reproducer: str | None) -> NodeResult:
+def _ended(error: EndedError, at: Footprint, device: str, reproducer: str | None) -> NodeResult:
     from graph_runner.judging.results import ISOLATED, OWN_RUN, NodeResult, Verdict
 
     when = " in its own run" if at.how == "own" else ""
     call = f"{error.call} " if error.call not in ("", f"{at.op} node {at.name!r}") else ""
     what = f"{call}{error.reason}{when}" if error.at else f"{error.reason} after it{when}, where no kernel ran"
     return NodeResult(
-        at.step, at.place, at.op, at.name, at.types, at.ne, Verdict.FAILED, "NPU", failure=what,
+        at.step, at.place, at.op, at.name, at.types, at.ne, Verdict.FAILED, device, failure=what,
         wrong_in=OWN_RUN if at.how == "own" else ISOLATED, reproducer=reproducer,
     )  # fmt: skip
 
 
 def _captured(job: DiffJob, result: DiffResult, at: Footprint) -> str | None:
     """Saves the node that ended a child, as on ggml's CPU, in the folder for reproducers."""
-    folder = job.arguments.get("reproducers")
+    folder = job.options.reproducers
     if folder is None or result.reference != "CPU":
         return None
     try:
@@ -166,17 +169,18 @@ class CaptureJob:
 
     def __call__(self, send: Callable[[object], None], trail: Trail | None = None) -> None:
         from ggml_backend_npu.backend.fusion import FUSIONS
-        from graph_runner.trace import capture
+        from graph_runner.trace import CaptureOptions, capture
 
         length = (
             next((len(each.ops) for each in FUSIONS if each.name == self.at.op), 1) if self.at.how == "fused" else 1
         )
         places = range(self.at.place - length + 1, self.at.place + 1)
-        capture(
-            self.model, self.prompt, self.path, steps=self.at.step, settings=self.result.settings,
+        options = CaptureOptions(
+            steps=self.at.step, settings=self.result.settings,
             select=lambda step, index, node: step == self.at.step and index in places,
-            options=self.result.device_options, together=length > 1,
+            device_options=self.result.device_options, together=length > 1,
         )  # fmt: skip
+        capture(self.model, self.prompt, self.path, options)
 
 
 @dataclass(frozen=True)
@@ -231,7 +235,7 @@ def run_replay(child: Child, job: ReplayJob, *, node_timeout: float) -> ReplayRe
 
     Raises what `replay` raises, and TraceError if the child ends before any node.
     """
-    from graph_runner.trace import ReplayResult, read_trace
+    from graph_runner.trace import NPU, ReplayResult, read_trace
 
     nodes: list[NodeResult] = []
     try:
@@ -240,5 +244,7 @@ def run_replay(child: Child, job: ReplayJob, *, node_timeout: float) -> ReplayRe
         at = error.at or error.last
         if at is None:
             raise TraceError(f"trace {str(job.path)!r}: {error.call or 'replaying it'} {error.reason}") from None
-        result = ReplayResult(str(job.path), "NPU", read_trace(job.path).origin, [*nodes, _ended(error, at, None)])
+        device = job.arguments.get("device") or NPU
+        failed = _ended(error, at, device, None)
+        result = ReplayResult(str(job.path), device, read_trace(job.path).origin, [*nodes, failed])
     return result

@@ -315,7 +315,7 @@ def diff_json(result: DiffResult) -> dict[str, Any]:
         "device_options": result.device_options,
         "q8_0_rounding": result.rounding,
         "promises": [asdict(each) for each in promises({node.op for node in result.compared})]
-        if result.device == "NPU"
+        if result.device != "CPU"
         else [],
         "prompt": result.prompt,
         "text": result.text,

@@ -5,7 +5,7 @@ docs/traces.md describes the file. A replay on the NPU needs neither the model n
 
 from __future__ import annotations
 
-from graph_runner.trace.capturing import Captured, Selection, capture, taken_by_the_npu
+from graph_runner.trace.capturing import Captured, CaptureOptions, Selection, capture, taken_by_the_npu
 from graph_runner.trace.format import FORMAT, NPU, Origin, Recorded
 from graph_runner.trace.reading import Trace, is_trace, read_trace
 from graph_runner.trace.replaying import ReplayResult, replay
@@ -14,6 +14,7 @@ from graph_runner.trace.writing import TraceWriter, check_output, save_nodes, wr
 __all__ = [
     "FORMAT",
     "NPU",
+    "CaptureOptions",
     "Captured",
     "Origin",
     "Recorded",

@@ -130,27 +130,33 @@ class _CaptureTogether(_Capture):
         self._take(Recorded(last, self._expected, *self._place, tuple(lead)))
 
 
-def capture(
-    model: Path,
-    prompt: str,
-    path: Path,
-    *,
-    steps: int = 4,
-    settings: Settings | None = None,
-    select: Callable[[int, int, Node], bool] = taken_by_the_npu,
-    options: Mapping[str, str] | None = None,
-    together: bool = False,
-    progress: Callable[[float], None] | None = None,
-    seen: Callable[[Recorded], None] = lambda recorded: None,
-) -> Captured:
-    """Runs a prompt and `steps` greedy tokens on llama.cpp's CPU, and writes the selected nodes to a trace.
+@dataclass(frozen=True)
+class CaptureOptions:
+    """What is captured of a run.
 
+    steps     greedy tokens to decode after the prompt
     settings  of the context, with flash attention off if omitted; device and n_ctx are set here
     select    called with a node's step, its place in the step, and the node; nodes without elements are left out
-    options   of the NPU for a replay; those of the default backend if omitted
+    device_options  of a backend, for a replay; those of the default backend if omitted
     together  whether the selected nodes form one operator
     progress  called with 0..1 while the model loads
     seen      called with each node that is written
+    """
+
+    steps: int = 4
+    settings: Settings | None = None
+    select: Callable[[int, int, Node], bool] = taken_by_the_npu
+    device_options: Mapping[str, str] | None = None
+    together: bool = False
+    progress: Callable[[float], None] | None = None
+    seen: Callable[[Recorded], None] = lambda recorded: None
+
+
+_DEFAULT = CaptureOptions()
+
+
+def capture(model: Path, prompt: str, path: Path, asked: CaptureOptions = _DEFAULT) -> Captured:
+    """Runs a prompt and greedy tokens on llama.cpp's CPU, and writes the selected nodes to a trace.
 
     Raises SessionError for a model or settings that llama.cpp refuses; TraceError for a file that cannot be written, or
     if no node was selected.
@@ -162,29 +168,28 @@ def capture(
         raise TraceError(f"trace {str(path)!r}: is the model")
     ggml = lib.ggml()
     backend = default_backend()
-    settings = replace(settings or Settings(flash_attention="off"), device="cpu", n_ctx=context_for(prompt, steps))
+    settings = asked.settings or Settings(flash_attention="off")
+    settings = replace(settings, device="cpu", n_ctx=context_for(prompt, asked.steps))
     ops = Counter[str]()
 
     def take(recorded: Recorded) -> None:
         writer.add(recorded)
         ops[recorded.node.op] += 1
-        seen(recorded)
+        asked.seen(recorded)
 
-    observer = _Capture(ggml, select, take)
-    if together:
-        observer = _CaptureTogether(ggml, select, take)
-    with Session(model, settings, observer=observer, progress=progress) as session:
+    observer = (_CaptureTogether if asked.together else _Capture)(ggml, asked.select, take)
+    with Session(model, settings, observer=observer, progress=asked.progress) as session:
         threads = settings.threads or processors()
-        chosen = dict(options or backend.options.to_compare.chosen())
+        chosen = dict(asked.device_options or backend.options.to_compare.chosen())
         origin = Origin(session.description, prompt, "CPU", ggml.version, backend.numerics.rounding, threads, chosen)
         with TraceWriter(path, origin) as writer:
             session.decode(session.tokenize(prompt))
-            for _ in range(steps):
+            for _ in range(asked.steps):
                 token = Sampler()(session.logits())
                 observer.next_step()
                 session.decode([token])
             observer.finish()
-            missing = select.without_node if isinstance(select, Selection) else []
+            missing = asked.select.without_node if isinstance(asked.select, Selection) else []
             if missing:
                 raise TraceError(f"nodes {missing[0]!r}: no node of this run is that")
     return Captured(origin, ops, writer.n_bytes)

@@ -10,17 +10,16 @@ from pathlib import Path
 
 import numpy as np
 
-from ggml_backend_npu import Backend, Graph, Memory, Node, Tensor, default_backend
+from ggml_backend_npu import Backend, Graph, Memory, Tensor, default_backend
 from ggml_backend_npu.ggml import lib
 from ggml_backend_npu.plugin.replica import Replica
 from graph_runner.judging.compare import compare
 from graph_runner.judging.copies import blank, continues_dst, span
+from graph_runner.judging.footprints import AboutTo, Footprints
 from graph_runner.judging.results import NodeResult, Verdict, failure_of, types_of
 from graph_runner.judging.rules import Rules
 from graph_runner.trace.format import NPU, Bytes, Origin, Recorded
 from graph_runner.trace.reading import Trace, read_trace
-
-AboutTo = Callable[[str, int, int, Node | None], None]
 
 
 @dataclass
@@ -79,7 +78,7 @@ def replay(
             if refused:
                 result.refused[refused[0]] += 1
                 continue
-            result.nodes.append(_replayed(recorded, computer, rules, repeat, about_to))
+            result.nodes.append(_replayed(recorded, computer, rules, repeat, Footprints(about_to)))
             seen(result.nodes[-1])
     return result
 
@@ -97,16 +96,13 @@ def _computer(device: str, backend: Backend, trace: Trace) -> Iterator[Backend |
 
 
 def _replayed(
-    recorded: Recorded, computer: Backend | Replica, rules: Rules, repeat: int, about_to: AboutTo
+    recorded: Recorded, computer: Backend | Replica, rules: Rules, repeat: int, footprints: Footprints
 ) -> NodeResult:
     """Returns the first wrong result of the runs, or the last result."""
 
     def compute() -> None:
-        about_to("isolated", recorded.step, recorded.index, recorded.node)
-        try:
+        with footprints.about_to("isolated", recorded.step, recorded.index, recorded.node):
             computer.compute_graph(recorded.graph)
-        finally:
-            about_to("", 0, 0, None)
 
     nodes = recorded.graph.nodes
     memories = {

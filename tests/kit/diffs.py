@@ -8,7 +8,7 @@ from typing import Any
 
 from ggml_backend_npu.ops import OWN
 from ggml_backend_npu.registry.entry import Op
-from graph_runner.diff.run import DiffResult, diff
+from graph_runner.diff.run import DiffOptions, DiffResult, diff
 from graph_runner.judging.results import NodeResult
 from graph_runner.run.session import Settings
 
@@ -25,7 +25,7 @@ def planted(name: str, kernel: Callable[..., None]) -> Op:
 
 
 def run(file: Path, settings: Settings = FLASH_OFF, steps: int = 2, **options: Any) -> DiffResult:
-    return diff(file, PROMPT, steps=steps, settings=settings, **options)
+    return diff(file, PROMPT, DiffOptions(steps=steps, settings=settings, **options))
 
 
 def is_off(node: NodeResult) -> bool:

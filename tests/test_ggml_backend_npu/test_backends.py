@@ -25,9 +25,9 @@ from ggml_backend_npu.plugin.registration import PLUGINS
 from ggml_backend_npu.plugin.replica import Replica
 from ggml_backend_npu.profiles.generations import PROFILES
 from ggml_backend_npu.registry.entry import KernelError
-from graph_runner.diff.run import diff
+from graph_runner.diff.run import DiffOptions, diff
 from graph_runner.run.session import Sampler, Session, Settings, generate
-from graph_runner.trace import capture, replay
+from graph_runner.trace import CaptureOptions, capture, replay
 from quant import ROUNDINGS
 from quant.kernels.threads import Team
 
@@ -295,10 +295,10 @@ def test_a_diff_is_of_the_backend_that_it_is_given(
     wrong = Backend("another", ops=[*OWN.values(), of_cont(twice)], options=replace(ALL, fusion="off"))
     plan = backend.backend.version, default_backend().options, dict(default_backend().ops)
     for reference in ("CPU", "NPU"):
-        found = diff(file, PROMPT, steps=1, settings=settings, backend=wrong, reference=reference)
+        found = diff(file, PROMPT, DiffOptions(steps=1, settings=settings, backend=wrong, reference=reference))
         assert {node.op for node in found.wrong} == {"CONT"}
         assert (found.device_options["fusion"], found.device_options["ops"]) == ("off", "all")
-        right = diff(file, PROMPT, steps=1, settings=settings, reference=reference)
+        right = diff(file, PROMPT, DiffOptions(steps=1, settings=settings, reference=reference))
         assert (bool(right), right.device_options["fusion"]) == (True, "on")
     assert plan == (backend.backend.version, default_backend().options, dict(default_backend().ops))
     assert wrong.options.fusion == "off"
@@ -307,6 +307,6 @@ def test_a_diff_is_of_the_backend_that_it_is_given(
 
 def test_a_replay_is_of_the_backend_that_it_is_given(backend: Plugin, model: Models, tmp_path: Path) -> None:
     trace = tmp_path / "trace.gguf"
-    capture(model("llama"), PROMPT, trace, steps=0, select=lambda step, index, node: node.op == "CONT")
+    capture(model("llama"), PROMPT, trace, CaptureOptions(steps=0, select=lambda step, index, node: node.op == "CONT"))
     wrong = Backend("another", ops=[*OWN.values(), of_cont(twice)], options=Options())
     assert [bool(replay(trace, backend=each)) for each in (None, wrong, None)] == [True, False, True]

@@ -23,7 +23,7 @@ from ggml_backend_npu.ggml import lib
 from ggml_backend_npu.ir.buffer import Buffer
 from ggml_backend_npu.plugin.build import Builder
 from ggml_backend_npu.plugin.plugin import Plugin
-from graph_runner.diff.run import run_in_step
+from graph_runner.diff.run import DiffOptions, run_in_step
 from graph_runner.run.session import Sampler, Session, SessionError, Settings, generate
 
 PROMPT = "The capital of France is"
@@ -254,7 +254,7 @@ def test_all_nodes_run_on_it_in_one_piece(model: Models) -> None:
 @pytest.mark.slow
 def test_each_node_is_compared_by_copies(model: Models) -> None:
     device = Simulator(delay=1e-4)
-    result = run_in_step(model("llama"), PROMPT, steps=2, backend=DeviceBackend(device), strict=True)
+    result = run_in_step(model("llama"), PROMPT, DiffOptions(steps=2, backend=DeviceBackend(device), strict=True))
     assert result
     assert {node.verdict.name for node in result.nodes} == {"EXACT"}
     assert device.n_buffers == 0

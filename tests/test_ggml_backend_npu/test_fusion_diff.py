@@ -20,7 +20,7 @@ from ggml_backend_npu.backend import fusion
 from ggml_backend_npu.ggml import convert
 from ggml_backend_npu.registry.entry import Call
 from graph_runner.cli.options import PROMPT
-from graph_runner.diff.run import DiffResult, diff
+from graph_runner.diff.run import DiffOptions, DiffResult, diff
 from graph_runner.judging.compare import Comparison
 from graph_runner.run.session import Sampler, Session, Settings
 
@@ -42,7 +42,7 @@ EXPECTED = {
 
 @pytest.mark.parametrize("name", EXPECTED)
 def test_a_diff_compares_the_outputs_of_every_span(model: Models, name: str) -> None:
-    result = diff(model(name), PROMPT, steps=2)
+    result = diff(model(name), PROMPT, DiffOptions(steps=2))
     assert result, result.wrong[:1]
     assert rows(result) == {row: count * 3 for row, count in EXPECTED[name].items()}
     for node in result.compared:
@@ -56,24 +56,24 @@ def test_a_diff_compares_the_outputs_of_every_span(model: Models, name: str) -> 
 @pytest.mark.parametrize("name", EXPECTED)
 def test_a_diff_without_fusion_has_no_spans(model: Models, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     choose(monkeypatch, fusion="off")
-    result = diff(model(name), PROMPT, steps=0)
+    result = diff(model(name), PROMPT, DiffOptions(steps=0))
     assert result
     assert not rows(result)
 
 
 def test_a_diff_of_one_fusion_compares_nothing_else(model: Models) -> None:
-    result = diff(model("moe"), PROMPT, steps=1, ops={"TopKSoftmax"})
+    result = diff(model("moe"), PROMPT, DiffOptions(steps=1, ops={"TopKSoftmax"}))
     assert result
     assert len(result.compared) == 8
     assert {node.op for node in result.compared} == {"TopKSoftmax"}
-    assert not diff(model("moe"), PROMPT, steps=0, ops={"token_shift"}).compared
+    assert not diff(model("moe"), PROMPT, DiffOptions(steps=0, ops={"token_shift"})).compared
 
 
 @pytest.mark.some(1)
 @pytest.mark.parametrize("name", EXPECTED)
 def test_a_diff_of_several_batches_compares_the_spans_of_each(model: Models, name: str) -> None:
     prompt = "one two three " * 40
-    result = diff(model(name), prompt, steps=0)
+    result = diff(model(name), prompt, DiffOptions(steps=0))
     assert result, result.wrong[:1]
     assert result.n_prompt > 512
     assert rows(result) == {row: count * 2 for row, count in EXPECTED[name].items()}
@@ -200,7 +200,7 @@ def test_a_wrong_fused_kernel_is_found_while_single_nodes_are_right(
     choose(monkeypatch, ops="default")  # in its own run, the device does not compute them
     right = getattr(fusion, kernel)
     monkeypatch.setattr(fusion, kernel, lambda *args, **keywords: wrong(*args, right=right, **keywords))
-    result = diff(model(name), PROMPT, steps=2)
+    result = diff(model(name), PROMPT, DiffOptions(steps=2))
     assert not result
     assert {node.op for node in result.wrong} == {next(iter(EXPECTED[name]))[0]}
     first = result.wrong[0]
@@ -257,7 +257,7 @@ def test_an_error_is_rounding_up_to_the_ops_nmse(
     """Its square root is 3.2e-6, of the mean over rows of which most is masked."""
     choose(monkeypatch, ops="default")
     monkeypatch.setattr(fusion, "soft_max", Softmax(change))
-    result = diff(model("moe"), PROMPT, steps=0, ops={"masked_softmax", "SOFT_MAX"})
+    result = diff(model("moe"), PROMPT, DiffOptions(steps=0, ops={"masked_softmax", "SOFT_MAX"}))
     assert bool(result) == passes
     assert all(node for node in result.compared if node.op == "SOFT_MAX")
     spans = [node for node in result.compared if node.op == "masked_softmax"]

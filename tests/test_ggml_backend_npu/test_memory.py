@@ -189,7 +189,7 @@ def told(script: str, *arguments: str, memory: str, device_type: str) -> Any:
 LENGTHS = """
 import json, sys
 from pathlib import Path
-from graph_runner.diff.run import diff
+from graph_runner.diff.run import DiffOptions, diff
 from graph_runner.run.session import Session, Settings
 file, gpu_layers, logits = Path(sys.argv[1]), int(sys.argv[2]), {}
 for cache_type in "q8_0", "q4_0":
@@ -201,7 +201,8 @@ for cache_type in "q8_0", "q4_0":
                 session.decode(tokens)
                 logits[f"{cache_type}, {n} tokens and {len(tokens)}"] = session.logits().tolist()
     left = list(session.left_to_the_cpu)
-nodes = [node for n in (2, 4, 10) for node in diff(file, "two by two"[:n], steps=2, settings=settings).nodes]
+options = DiffOptions(steps=2, settings=settings)
+nodes = [node for n in (2, 4, 10) for node in diff(file, "two by two"[:n], options).nodes]
 errors = {f"{i} {node.name}": node.cumulative.error for i, node in enumerate(nodes) if node.cumulative is not None}
 print(json.dumps({"logits": logits, "left": left, "errors": errors}))
 """

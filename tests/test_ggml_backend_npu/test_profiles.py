@@ -22,7 +22,7 @@ from ggml_backend_npu.profiles import load
 from ggml_backend_npu.profiles.generations import PROFILES
 from ggml_backend_npu.profiles.rules import FULL, Profile, ProfileError, Rule
 from graph_runner.base.tiny import write_tiny_llama
-from graph_runner.diff.run import diff
+from graph_runner.diff.run import DiffOptions, diff
 from graph_runner.run.session import Session, Settings
 
 # rules
@@ -174,7 +174,7 @@ def test_a_model_runs_the_same_with_less_of_it_on_the_device(
 
 def test_a_diff_lists_nodes_outside_the_profile_as_refused(options: pytest.MonkeyPatch, tmp_path: Path) -> None:
     choose(options, profile=load("ascend-required"))
-    result = diff(write_tiny_llama(tmp_path / "tiny.gguf"), "once", steps=0)
+    result = diff(write_tiny_llama(tmp_path / "tiny.gguf"), "once", DiffOptions(steps=0))
     assert result
     assert {node.op for node in result.compared} == {"GET_ROWS"}
     counts = {"SET_ROWS": 4, "CONT": 2, "ADD": 4, "MUL": 5, "ROPE": 4, "SOFT_MAX": 2}

@@ -12,7 +12,7 @@ from kit.traced import ORIGIN, SETTINGS, everything, get_rows
 
 from ggml_backend_npu import default_backend
 from ggml_backend_npu.plugin.plugin import Plugin
-from graph_runner.trace import capture, write_trace
+from graph_runner.trace import CaptureOptions, capture, write_trace
 
 
 @pytest.fixture
@@ -39,7 +39,7 @@ def traces(model: Models, tmp_path_factory: pytest.TempPathFactory) -> Callable[
     def find(name: str) -> Path:
         path = folder / f"{name}.gguf"
         if not path.exists():
-            capture(model(name), PROMPT, path, steps=1, settings=SETTINGS[name], select=everything)
+            capture(model(name), PROMPT, path, CaptureOptions(steps=1, settings=SETTINGS[name], select=everything))
         return path
 
     return find

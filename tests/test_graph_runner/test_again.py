@@ -15,7 +15,7 @@ from ggml_backend_npu import Tensor, default_backend
 from ggml_backend_npu.ops import OWN
 from ggml_backend_npu.plugin.plugin import Plugin
 from ggml_backend_npu.registry.params import Params
-from graph_runner.diff import again
+from graph_runner.diff import DiffOptions, again
 from graph_runner.diff.logits import Ending, Endings, nmse
 from graph_runner.diff.run import DiffResult, diff
 from graph_runner.judging.results import OWN_RUN, Verdict
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.usefixtures("as_before")
 
 
 def run(model: Models, repeat: int = 1) -> DiffResult:
-    return diff(model("llama"), PROMPT, steps=1, settings=FLASH_OFF, repeat=repeat)
+    return diff(model("llama"), PROMPT, DiffOptions(steps=1, settings=FLASH_OFF, repeat=repeat))
 
 
 @pytest.mark.slow

@@ -14,7 +14,7 @@ from kit.damage import Commands, cuts, edits, flips
 
 from graph_runner.base.tiny import write_tiny_llama
 from graph_runner.run.session import Settings
-from graph_runner.trace import capture
+from graph_runner.trace import CaptureOptions, capture
 
 Damage = Callable[[bytes, int, np.random.Generator], bytes]
 
@@ -77,7 +77,7 @@ def test_damaged_models(tmp_path: Path, kind: str) -> None:
 def test_damaged_traces(tmp_path: Path, kind: str, end: str) -> None:
     model = write_tiny_llama(tmp_path / "tiny.gguf")
     good = tmp_path / "trace.gguf"
-    capture(model, "abc", good, steps=1, settings=Settings(flash_attention="off", threads=1))
+    capture(model, "abc", good, CaptureOptions(steps=1, settings=Settings(flash_attention="off", threads=1)))
     fuzz(tmp_path, good, kind, TRACES[kind] // (2 if end else 1), "replay", end=end)
 
 

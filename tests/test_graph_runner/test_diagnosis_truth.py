@@ -19,7 +19,7 @@ from ggml_backend_npu.backend.fusion import FUSIONS, Fused, Span
 from ggml_backend_npu.ops import OWN
 from ggml_backend_npu.plugin.plugin import Plugin
 from graph_runner.diagnosis import diagnose
-from graph_runner.diff.run import DiffResult, run_in_step
+from graph_runner.diff.run import DiffOptions, DiffResult, run_in_step
 from graph_runner.judging.results import ISOLATED, OWN_RUN
 
 Kernel = Callable[[Any, Any], None]  # of what dst is to hold and of dst's view
@@ -203,7 +203,7 @@ def leave_dst(dst: Tensor, a: Tensor, b: Tensor) -> None:
 )
 def test_a_diff_computes_such_a_node_once_more(model: Models, kernel: Any, text: str) -> None:
     with default_backend().ops.having(planted("MUL", kernel)):
-        result = run_in_step(model("llama"), PROMPT, steps=0, settings=FLASH_OFF)
+        result = run_in_step(model("llama"), PROMPT, DiffOptions(steps=0, settings=FLASH_OFF))
     isolated = [node for node in result.wrong if node.wrong_in == ISOLATED]
     assert {node.diagnosis for node in isolated} - {None} == {text}
 
@@ -230,7 +230,7 @@ def test_an_operator_wrong_in_a_row_has_written_it(model: Models, writes: float)
     before = backend.fusions
     try:
         backend.fusions = [replace(right, match=match) if each is right else each for each in before]
-        result = run_in_step(model("llama"), PROMPT, steps=0, settings=FLASH_OFF)
+        result = run_in_step(model("llama"), PROMPT, DiffOptions(steps=0, settings=FLASH_OFF))
     finally:
         backend.fusions = before
     own = [node for node in result.wrong if node.wrong_in == OWN_RUN]
@@ -250,7 +250,7 @@ def test_what_the_own_run_held_is_what_a_row_not_written_keeps(model: Models) ->
             dst.view()[0, 0, 3] = held[0, 0, 3]
 
     with default_backend().ops.having(planted("MUL", mul)):
-        result = run_in_step(model("llama"), PROMPT, steps=0, settings=FLASH_OFF)
+        result = run_in_step(model("llama"), PROMPT, DiffOptions(steps=0, settings=FLASH_OFF))
     first = result.wrong[0]
     assert first.wrong_in == OWN_RUN
     assert first.diagnosis == "MUL does not write row 3: it is as before"

@@ -16,6 +16,7 @@ from kit.support import choose
 from ggml_backend_npu import KernelError, Tensor, default_backend
 from ggml_backend_npu.ops import OWN
 from ggml_backend_npu.plugin.plugin import Plugin
+from graph_runner.base.errors import BadInputError
 from graph_runner.judging.results import Verdict
 from graph_runner.run.session import DeviceName, Sampler, Session, Settings, context_for
 
@@ -67,6 +68,12 @@ def test_on_which_device_a_node_ran_is_known(model: Models, monkeypatch: pytest.
 def twice(dst: Tensor, src: Tensor) -> None:
     OWN["CONT"].define(dst, src)
     dst.view()[...] *= 2
+
+
+@pytest.mark.parametrize("side", ["device", "reference"])
+def test_another_kind_of_side_is_refused(model: Models, side: str) -> None:
+    with pytest.raises(BadInputError, match="device 'TPU': must be CPU or NPU"):
+        run(model("llama"), **{side: "TPU"})
 
 
 @pytest.mark.parametrize("device", ["CPU", "NPU"])

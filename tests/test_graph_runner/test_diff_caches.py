@@ -162,7 +162,7 @@ from pathlib import Path
 from ggml_backend_npu import default_backend, Tensor
 from ggml_backend_npu.ops import OWN
 from ggml_backend_npu.registry.entry import Op
-from graph_runner.diff.run import diff
+from graph_runner.diff.run import DiffOptions, diff
 from graph_runner.run.session import Settings
 
 def set_rows(dst, src, ids):
@@ -176,7 +176,7 @@ def run():
     settings = Settings(
         flash_attention="on", cache_type_k="q8_0", cache_type_v="q4_0", gpu_layers=999, threads=1
     )
-    result = diff(Path(sys.argv[1]), sys.argv[2], steps=2, settings=settings)
+    result = diff(Path(sys.argv[1]), sys.argv[2], DiffOptions(steps=2, settings=settings))
     return {
         "passed": bool(result), "stopped": result.stopped, "on": sorted({node.on for node in result.nodes}),
         "verdicts": sorted({node.verdict for node in result.nodes}), "states": [asdict(s) for s in result.states],

@@ -25,7 +25,7 @@ from ggml_backend_npu.registry.entry import Op
 from ggml_backend_npu.registry.params import Params
 from graph_runner.cli import main
 from graph_runner.diagnosis import diagnose
-from graph_runner.diff.run import DiffResult, diff
+from graph_runner.diff.run import DiffOptions, DiffResult, diff
 from graph_runner.judging.blocks import swapped
 from graph_runner.judging.results import Verdict
 from graph_runner.reports.diff_report import diff_json, print_diff
@@ -222,7 +222,7 @@ def test_a_fault_is_found_and_named(
     fault, file = FAULTS[name], model(FAULTS[name].model)
     prompt, step, index, node = first_wrong(file, fault)
     with default_backend().ops.having(fault.planted):
-        result = diff(file, prompt, steps=1, settings=fault.settings, reproducers=tmp_path)
+        result = diff(file, prompt, DiffOptions(steps=1, settings=fault.settings, reproducers=tmp_path))
     assert not result
     first = result.wrong[0]
     assert (first.step, first.index, first.op, first.name) == (step, index, node.op, node.name)
@@ -277,7 +277,7 @@ def test_behind_a_fault_nothing_is_blamed_for_it(model: Models, name: str) -> No
     fault, file = FAULTS[name], model(FAULTS[name].model)
     prompt, step, index, node = first_wrong(file, fault)
     with default_backend().ops.having(only(fault, node.name)):
-        result = diff(file, prompt, steps=1, settings=fault.settings)
+        result = diff(file, prompt, DiffOptions(steps=1, settings=fault.settings))
     assert (result.wrong[0].step, result.wrong[0].index) == (step, index)
     assert {(each.op, each.name) for each in result.wrong} == {(node.op, node.name)}
     assert all(each.verdict in BEHIND for each in result.nodes if each.name != node.name)
@@ -312,7 +312,7 @@ def test_a_kernel_that_fails_is_named_and_saved(
     fault = Fault(fails, "CONT", "llama", FLASH_OFF, any_of_op, "")
     prompt, step, index, node = first_wrong(model("llama"), fault)
     with default_backend().ops.having(fault.planted):
-        result = diff(model("llama"), prompt, steps=0, settings=FLASH_OFF, reproducers=tmp_path)
+        result = diff(model("llama"), prompt, DiffOptions(steps=0, settings=FLASH_OFF, reproducers=tmp_path))
     first = result.wrong[0]
     assert (first.step, first.index, first.name, first.verdict) == (step, index, node.name, Verdict.FAILED)
     where = f"({Path(__file__).name} line {fails.__code__.co_firstlineno + 1})"
@@ -382,7 +382,7 @@ def test_the_report_names_the_row_that_was_judged(model: Models) -> None:
 
     of = OWN["RMS_NORM"]
     with default_backend().ops.having(Op("RMS_NORM", one_row, of.types, of.refuse, params=of.params)):
-        result = diff(model("llama"), PROMPT, steps=0, settings=FLASH_OFF)
+        result = diff(model("llama"), PROMPT, DiffOptions(steps=0, settings=FLASH_OFF))
     judged = result.wrong[0].judged
     assert judged is not None
     assert judged.row == 3

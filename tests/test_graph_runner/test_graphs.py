@@ -18,7 +18,7 @@ from kit.support import engine
 from ggml_backend_npu import KernelError, Memory, Node, Tensor, default_backend, op
 from ggml_backend_npu.ggml import convert, lib
 from ggml_backend_npu.plugin.plugin import Plugin
-from graph_runner.diff.run import DiffResult, NodeResult, diff
+from graph_runner.diff.run import DiffOptions, DiffResult, NodeResult, diff
 from graph_runner.run.session import DeviceName, Sampler, Session, SessionError, Settings, context_for, generate
 
 STEPS = 4
@@ -105,7 +105,7 @@ def overlap(a: Tensor, b: Tensor) -> bool:
 def test_every_mover_of_a_model_equals_the_cpu(
     model: Models, name: str, settings: Settings, expected: set[tuple[str, str]]
 ) -> None:
-    result = diff(model(name), PROMPT, steps=STEPS, settings=settings, ops=MOVERS)
+    result = diff(model(name), PROMPT, DiffOptions(steps=STEPS, settings=settings, ops=MOVERS))
     assert result, result.wrong[:1]
     assert not result.refused
     assert {(node.op, node.types) for node in result.compared} == expected
@@ -119,13 +119,13 @@ def test_every_mover_of_a_model_equals_the_cpu(
 def test_the_definitions_equal_the_cpu_too(backend: Plugin, model: Models, name: str) -> None:
     settings = FLASH_OFF if name in ("rwkv7", "mamba") else QUANTISED
     with engine(backend, "reference"):
-        result = diff(model(name), PROMPT, steps=1, settings=settings)
+        result = diff(model(name), PROMPT, DiffOptions(steps=1, settings=settings))
     assert result, result.wrong[:1]
 
 
 def test_the_diff_covers_a_prompt_of_several_batches(model: Models) -> None:
     prompt = "one two three " * 40
-    result = diff(model("llama"), prompt, steps=0)
+    result = diff(model("llama"), prompt, DiffOptions(steps=0))
     assert result, result.wrong[:1]
     assert result.n_prompt > 512
     assert sum(node.name == "embd" for node in result.compared) == 2
@@ -137,7 +137,7 @@ def test_ids_of_experts_are_strided(model: Models) -> None:
     strided = [index for index, node in enumerate(prompt) if node.op == "GET_ROWS" and not _ids(node).is_contiguous()]
     assert strided
     assert all(_ids(prompt[index]).ne[:2] == (2, 26) for index in strided)
-    compared = {node.index for node in diff(model("moe"), PROMPT, steps=0, settings=FLASH_OFF).nodes}
+    compared = {node.index for node in diff(model("moe"), PROMPT, DiffOptions(steps=0, settings=FLASH_OFF)).nodes}
     assert compared.issuperset(strided)
 
 
@@ -156,7 +156,7 @@ def test_the_diff_takes_copies_of_sources_that_a_node_overwrites(model: Models) 
     nodes = [node for step in record(model("llama"), FLASH_OFF) for node in step if node.op == "ADD"]
     in_place = [node for node in nodes if any(source and overlap(source, node.dst) for source in node.src)]
     assert in_place
-    result = diff(model("llama"), PROMPT, steps=STEPS, settings=FLASH_OFF, ops={"ADD"})
+    result = diff(model("llama"), PROMPT, DiffOptions(steps=STEPS, settings=FLASH_OFF, ops={"ADD"}))
     assert result, result.wrong[:1]
     assert len(result.compared) == len(nodes)
 
@@ -167,7 +167,7 @@ def test_nodes_that_the_npu_refuses_are_counted_with_the_reason(model: Models) -
     def mul(dst: Tensor, a: Tensor, b: Tensor) -> None:
         raise AssertionError("not called")
 
-    result = diff(model("llama"), PROMPT, steps=0, ops={"MUL"})
+    result = diff(model("llama"), PROMPT, DiffOptions(steps=0, ops={"MUL"}))
     assert not result
     assert result.compared == []
     assert list(result.refused) == [("MUL", "types f32 f32 -> f32")]
@@ -233,7 +233,7 @@ def first_different(file: Path, register: Callable[[], None], op_name: str, step
     settings = FLASH_ON if op_name == "SET_ROWS" else FLASH_OFF
     expected = next((index, node) for index, node in enumerate(record(file, settings)[step]) if node.op == op_name)
     register()
-    result = diff(file, PROMPT, steps=STEPS, settings=settings)
+    result = diff(file, PROMPT, DiffOptions(steps=STEPS, settings=settings))
     assert not result
     first = result.wrong[0]
     assert (first.step, first.index, first.op, first.name) == (step, expected[0], op_name, expected[1].name)
@@ -386,7 +386,7 @@ def test_a_diff_beside_a_session_disturbs_neither(model: Models) -> None:
     with Session(model("llama"), settings_for("npu")) as session:
         text = decoded(session, 16)
         begun = [next(text) for _ in range(4)]
-        assert diff(model("llama"), PROMPT, steps=1)
+        assert diff(model("llama"), PROMPT, DiffOptions(steps=1))
         finished = [*begun, *text]
         assert movers(session.nodes) == movers(session.npu_nodes)
     with Session(model("llama"), settings_for("cpu")) as session:

@@ -16,7 +16,7 @@ from graph_runner.base.errors import LimitError
 from graph_runner.base.limits import Outside
 from graph_runner.judging.results import failure_of
 from graph_runner.run.session import Settings
-from graph_runner.trace import capture, replay
+from graph_runner.trace import CaptureOptions, capture, replay
 
 KERNEL = """
 import os, time
@@ -50,7 +50,7 @@ def trace(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         chosen.extend([index] if node.op == "MUL" and len(chosen) < 2 else [])
         return index in chosen
 
-    capture(tiny, "a", path, steps=0, settings=Settings(flash_attention="off"), select=select)
+    capture(tiny, "a", path, CaptureOptions(steps=0, settings=Settings(flash_attention="off"), select=select))
     return path
 
 

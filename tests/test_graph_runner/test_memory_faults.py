@@ -13,7 +13,7 @@ from ggml_backend_npu import Backend, Options
 from ggml_backend_npu.device.backend import DeviceBackend
 from ggml_backend_npu.device.sim import Simulator
 from ggml_backend_npu.ggml import lib
-from graph_runner.diff.run import DiffResult, run_in_step
+from graph_runner.diff.run import DiffOptions, DiffResult, run_in_step
 from graph_runner.reports.diff_report import diff_json
 from graph_runner.tools.battery import BatteryResult, run_battery
 
@@ -30,7 +30,7 @@ def battery(*devices: Simulator) -> BatteryResult:
 
 
 def diff(device: Simulator, model: Models, steps: int = 1) -> DiffResult:
-    return run_in_step(model("llama"), "The capital", steps=steps, backend=DeviceBackend(device))
+    return run_in_step(model("llama"), "The capital", DiffOptions(steps=steps, backend=DeviceBackend(device)))
 
 
 @pytest.mark.parametrize("name", some(IN_BATTERY, SOON))

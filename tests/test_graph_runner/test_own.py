@@ -20,7 +20,7 @@ from ggml_backend_npu.ops.norms import Norm
 from ggml_backend_npu.plugin.plugin import Plugin
 from ggml_backend_npu.registry.entry import Op
 from graph_runner.diff.own import Mirrored, OwnNode, OwnRun
-from graph_runner.diff.run import DiffResult, diff, run_in_step
+from graph_runner.diff.run import DiffOptions, DiffResult, diff, run_in_step
 from graph_runner.judging.results import ISOLATED, OWN_RUN, Fate, Verdict
 from graph_runner.trace import read_trace, replay
 
@@ -52,7 +52,7 @@ def mirrored(monkeypatch: pytest.MonkeyPatch) -> list[Mirrored]:
 
 
 def run(file: Path, steps: int = 1, **options: Any) -> DiffResult:
-    return diff(file, PROMPT, steps=steps, settings=FLASH_OFF, **options)
+    return diff(file, PROMPT, DiffOptions(steps=steps, settings=FLASH_OFF, **options))
 
 
 def embedding_off_by_an_ulp(dst: Tensor, src: Tensor, ids: Tensor) -> None:
@@ -198,7 +198,7 @@ def writes_into_the_embedding() -> tuple[Op, Op]:
 def test_a_write_into_another_tensor_is_seen_by_who_reads_that(model: Models) -> None:
     """The reader is right, and is not blamed."""
     with default_backend().ops.having(*writes_into_the_embedding()):
-        result = run_in_step(model("llama"), PROMPT, steps=1, settings=FLASH_OFF)
+        result = run_in_step(model("llama"), PROMPT, DiffOptions(steps=1, settings=FLASH_OFF))
     assert not result
     assert result.wrong == []
     assert result.is_unexplained

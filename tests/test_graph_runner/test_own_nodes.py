@@ -26,7 +26,7 @@ from ggml_backend_npu.ops.softmax import SoftMax
 from ggml_backend_npu.plugin.plugin import Plugin
 from ggml_backend_npu.registry.entry import Call, Op
 from graph_runner.base.console import Console
-from graph_runner.diff.run import DiffResult, diff
+from graph_runner.diff.run import DiffOptions, DiffResult, diff
 from graph_runner.judging.results import OWN_RUN, STOPPED, Fate, Verdict
 from graph_runner.reports.diff_report import diff_json, print_diff
 from graph_runner.reports.html import diff_html
@@ -41,7 +41,7 @@ def as_before(backend: Plugin) -> Iterator[None]:
 
 
 def run(file: Path, steps: int = 1, **options: Any) -> DiffResult:
-    return diff(file, PROMPT, steps=steps, settings=FLASH_OFF, **options)
+    return diff(file, PROMPT, DiffOptions(steps=steps, settings=FLASH_OFF, **options))
 
 
 # it adds up

@@ -38,7 +38,7 @@ from kit.planted import (
 from kit.support import choose
 
 from ggml_backend_npu.plugin.plugin import Plugin
-from graph_runner.diff.run import diff
+from graph_runner.diff.run import DiffOptions, diff
 from graph_runner.run.session import Session, context_for
 from graph_runner.trace import replay
 
@@ -146,7 +146,7 @@ def test_a_kernel_ends_a_run(file: Files, fault: Fault) -> None:
 @pytest.mark.parametrize("name", ["llama", "gpt-oss", "mamba", "moe", "rwkv7"])
 def test_rounding_alone_is_right(file: Files, name: str) -> None:
     with loaded(ROUNDED):
-        assert diff(file(name), PROMPT, steps=2, settings=FLASH_OFF)
+        assert diff(file(name), PROMPT, DiffOptions(steps=2, settings=FLASH_OFF))
 
 
 # what a diff makes of it
@@ -172,7 +172,7 @@ def assert_found(model: Path, fault: Fault, folder: Path, *beside: Path) -> None
     """By a diff in this process; its reproducer is wrong with the fault, and right without."""
     places = known(model, fault)
     with loaded(fault.path, *beside):
-        result = diff(model, PROMPT, steps=fault.steps, settings=fault.settings, reproducers=folder)
+        result = diff(model, PROMPT, DiffOptions(steps=fault.steps, settings=fault.settings, reproducers=folder))
         assert not result
         first = result.wrong[0]
         assert_first(Place(first.step, first.index, first.op, first.name), fault, places)
@@ -256,7 +256,7 @@ def test_a_failure_names_file_and_line(file: Files) -> None:
     fault = next(each for each in ENDS if each.file == "cont_raises")
     line = next(i for i, text in enumerate(fault.path.read_text().splitlines(), 1) if text.strip().startswith("raise "))
     with loaded(fault.path):
-        result = diff(file(fault.model), PROMPT, steps=0, settings=fault.settings)
+        result = diff(file(fault.model), PROMPT, DiffOptions(steps=0, settings=fault.settings))
     failure = result.wrong[0].failure
     assert failure is not None
     assert "ValueError: no rows today" in failure

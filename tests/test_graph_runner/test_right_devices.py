@@ -14,7 +14,7 @@ from kit.support import choose
 from ggml_backend_npu import default_backend
 from ggml_backend_npu.device.backend import DeviceBackend
 from graph_runner.base import tiny
-from graph_runner.diff.run import diff
+from graph_runner.diff.run import DiffOptions, diff
 from graph_runner.judging.results import OWN_RUN, Verdict
 from graph_runner.judging.rules import Rules
 
@@ -46,18 +46,20 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Files:
 def test_a_device_that_fuses_is_right(file: Files, name: str, model: str) -> None:
     right = DEVICES[name]
     device = right.device()
-    result = diff(
-        file(model), PROMPT, steps=1, settings=FLASH_OFF, backend=DeviceBackend(device), rules=Rules(right.tolerances),
+    options = DiffOptions(
+        steps=1, settings=FLASH_OFF, backend=DeviceBackend(device), rules=Rules(right.tolerances),
         repeat=3 if "f32" in model else 1,
     )  # fmt: skip
+    result = diff(file(model), PROMPT, options)
     assert result, (result.wrong[:1], result.ending)
     assert device.n_fused
-    assert {node.on for node in result.nodes} == {"NPU"}
+    assert result.device == device.name
+    assert {node.on for node in result.nodes} == {device.name}
 
 
 def test_what_differs_together_is_told(file: Files) -> None:
     device = DeviceBackend(Fusing("RMS_NORM MUL"))
-    result = diff(file("llama f32"), PROMPT, steps=0, settings=FLASH_OFF, backend=device)
+    result = diff(file("llama f32"), PROMPT, DiffOptions(steps=0, settings=FLASH_OFF, backend=device))
     assert result
     (remark,) = result.remarks
     assert "gives other bytes when nodes run together, not one by one, within rounding" in remark
@@ -73,9 +75,8 @@ def test_a_kernel_that_adds_up_otherwise_is_right(
     choose(monkeypatch, ops=ops)
     settings = FLASH_ON if "attention" in name else FLASH_OFF
     with default_backend().ops.having(kernel(name)):
-        result = diff(
-            file("llama f32"), PROMPT, steps=1, settings=settings, repeat=repeat, rules=Rules(tolerances)
-        )  # fmt: skip
+        options = DiffOptions(steps=1, settings=settings, repeat=repeat, rules=Rules(tolerances))
+        result = diff(file("llama f32"), PROMPT, options)
     assert result, (result.wrong[:1], result.ending)
     by_chance = "random" in name or "atomics" in name
     assert any("is not the same each time" in remark for remark in result.remarks) == by_chance
@@ -85,7 +86,7 @@ def test_a_kernel_that_adds_up_otherwise_is_right(
 @pytest.mark.parametrize("name", [name for name, _ in wrong_devices()])
 def test_what_is_wrong_only_where_nodes_run_together_is_found(file: Files, name: str) -> None:
     device = dict(wrong_devices())[name]
-    result = diff(file("llama f32"), PROMPT, steps=1, settings=FLASH_OFF, backend=DeviceBackend(device))
+    result = diff(file("llama f32"), PROMPT, DiffOptions(steps=1, settings=FLASH_OFF, backend=DeviceBackend(device)))
     assert not result
     (wrong,) = result.wrong
     assert (wrong.step, wrong.verdict, wrong.wrong_in) == (0, Verdict.FAILED, OWN_RUN)

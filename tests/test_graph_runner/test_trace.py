@@ -20,7 +20,7 @@ from graph_runner.base.errors import TraceError
 from graph_runner.judging.copies import span
 from graph_runner.judging.results import Verdict
 from graph_runner.judging.rules import Rules
-from graph_runner.trace import Recorded, Selection, capture, read_trace, replay, save_nodes, write_trace
+from graph_runner.trace import CaptureOptions, Recorded, Selection, capture, read_trace, replay, save_nodes, write_trace
 from quant import quantize
 
 # what is written is read
@@ -195,7 +195,7 @@ def test_the_traces_hold_what_is_hard(traces: Callable[[str], Path]) -> None:
 
 
 def test_of_a_run_without_a_selection_the_nodes_of_the_npu_are_kept(model: Models, tmp_path: Path) -> None:
-    found = capture(model("llama"), PROMPT, tmp_path / "t.gguf", steps=0, settings=FLASH_OFF)
+    found = capture(model("llama"), PROMPT, tmp_path / "t.gguf", CaptureOptions(steps=0, settings=FLASH_OFF))
     arithmetic = {"MUL_MAT", "RMS_NORM", "ADD", "MUL", "ROPE", "SOFT_MAX", "SWIGLU"}
     assert set(found.ops) == {"GET_ROWS", "SET_ROWS", "CONT", *arithmetic}
     assert found.n_bytes < (tmp_path / "t.gguf").stat().st_size

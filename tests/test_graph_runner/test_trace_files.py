@@ -18,7 +18,7 @@ from kit.traced import ORIGIN, get_rows
 
 from ggml_backend_npu.plugin.plugin import Plugin
 from graph_runner.base.errors import TraceError
-from graph_runner.trace import Recorded, Selection, capture, read_trace, replay, write_trace
+from graph_runner.trace import CaptureOptions, Recorded, Selection, capture, read_trace, replay, write_trace
 from graph_runner.trace.format import DIGEST_AT, digest_of_file
 
 
@@ -151,7 +151,7 @@ def test_what_cannot_be_written_is_one_line_and_leaves_nothing(model: Models, tm
     with pytest.raises(TraceError, match="no node to write"):
         write_trace(file, [], ORIGIN)
     with pytest.raises(TraceError, match=r"nodes 'FOO': no node of this run is that"):
-        capture(model("llama"), PROMPT, file, steps=0, settings=FLASH_OFF, select=Selection("CONT,FOO"))
+        capture(model("llama"), PROMPT, file, CaptureOptions(steps=0, settings=FLASH_OFF, select=Selection("CONT,FOO")))
 
     def fails() -> Iterator[Recorded]:
         yield get_rows()

@@ -42,7 +42,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ggml_backend_npu import default_backend
-from graph_runner.diff.run import diff
+from graph_runner.diff.run import DiffOptions, diff
 from graph_runner.run.session import Sampler, Session, SessionError, Settings, generate
 from graph_runner.tools.suites import build
 
@@ -186,7 +186,7 @@ def design(names: Iterable[str], runs: Callable[[str, str, str], bool], seed: in
 
 def judged(model: Path, case: Case) -> Outcome:
     """A diff of the case."""
-    result = diff(model, case.prompt, steps=N_STEPS, settings=case.settings)
+    result = diff(model, case.prompt, DiffOptions(steps=N_STEPS, settings=case.settings))
     why = ""
     if not result:
         places = [f"{node.op} {node.name!r} ({node.types}), step {node.step}: {node.verdict}" for node in result.wrong]

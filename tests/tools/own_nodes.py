@@ -34,7 +34,7 @@ from tools.architectures import models
 from ggml_backend_npu import default_backend
 from ggml_backend_npu.ops import OWN
 from graph_runner.diff.judge import Judge
-from graph_runner.diff.run import DiffResult, diff
+from graph_runner.diff.run import DiffOptions, DiffResult, diff
 from graph_runner.judging.results import Fate
 
 USERS = ("SOFT_MAX", "ARGSORT")  # ops of fusions, for which a user has kernels
@@ -78,12 +78,12 @@ def counting() -> Iterator[Counted]:
     counted = Counted()
 
     def after(judge: Judge, address: int, place: int, *rest: Any, right: Callable[..., None] = Judge.after) -> None:
-        counted.nodes += judge._read.node.dst.n_elements > 0
+        counted.nodes += judge._turn.node.dst.n_elements > 0
         right(judge, address, place, *rest)
 
     def finish(judge: Judge, *, right: Callable[..., None] = Judge.finish, **keywords: bool) -> None:
-        if judge._npu is not None:
-            counted.on_device = judge._npu.statistics.computed.total()
+        if judge._device.plugin is not None:
+            counted.on_device = judge._device.plugin.statistics.computed.total()
         right(judge, **keywords)
 
     with pytest.MonkeyPatch.context() as patch:
@@ -100,7 +100,7 @@ def counted_diff(model: Path, way: Way, steps: int = 1) -> tuple[DiffResult, Cou
     backend.options = before.updated({"ops": way.ops, "fusion": way.fusion})
     try:
         with backend.ops.having(*users), counting() as counted:
-            return diff(model, PROMPT, steps=steps, settings=FLASH_OFF), counted
+            return diff(model, PROMPT, DiffOptions(steps=steps, settings=FLASH_OFF)), counted
     finally:
         backend.options = before
 

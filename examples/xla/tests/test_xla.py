@@ -18,7 +18,7 @@ from ggml_backend_npu.ggml import lib
 from ggml_backend_npu.ops import OWN
 from ggml_backend_npu.plugin.plugin import Plugin
 from graph_runner.base.tiny import write_tiny_llama
-from graph_runner.diff.run import run_in_step
+from graph_runner.diff.run import DiffOptions, run_in_step
 from graph_runner.run.session import Session, Settings
 
 PROMPT = "The capital of France is"
@@ -100,7 +100,7 @@ def test_every_node_of_a_llama_is_on_it_and_right(device: DeviceBackend, tmp_pat
         session.decode(session.tokenize(PROMPT))
         assert session.splits == "1"
         assert not session.left_to_the_cpu
-    result = run_in_step(model, PROMPT, steps=2, backend=device)
+    result = run_in_step(model, PROMPT, DiffOptions(steps=2, backend=device))
     assert result, result.wrong
     assert result.ending is not None
     assert result.ending.nmse < 1e-5

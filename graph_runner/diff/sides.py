@@ -1,0 +1,184 @@
+"""The two sides of a diff. A side computes single nodes, and runs a model's graphs in llama.cpp."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ggml_backend_npu import Backend, Node
+from ggml_backend_npu.backend.fusion import Fusion
+from ggml_backend_npu.backend.plan import Plan
+from ggml_backend_npu.device.backend import DeviceBackend
+from ggml_backend_npu.device.faults import Checks
+from ggml_backend_npu.ggml import convert
+from ggml_backend_npu.ggml.convert import Read
+from ggml_backend_npu.ggml.lib import Ggml
+from ggml_backend_npu.ir.buffer import Buffer
+from ggml_backend_npu.ir.packed import Packed
+from ggml_backend_npu.plugin.plugin import Plugin
+from ggml_backend_npu.plugin.replica import Replica
+from graph_runner.base.errors import BadInputError
+from graph_runner.base.settings import DeviceName, Settings
+
+CPU, NPU = "CPU", "NPU"
+
+
+class Side(ABC):
+    """One side of a diff.
+
+    name     what each page calls it
+    device   of the settings of its sessions
+    plugin   of its sessions; None if llama.cpp's CPU computes every node
+    backend  whose fusions it may run as one operator
+    checks   of each call into its memory; None if calls are not checked
+    """
+
+    name: str
+    device: DeviceName
+    backend: Backend
+    plugin: Plugin | None = None
+    checks: Checks | None = None
+
+    @abstractmethod
+    def refusal(self, node: Node) -> str | None:
+        """Returns why it does not take a node; None if it does."""
+
+    @abstractmethod
+    def compute(self, node: Node) -> None:
+        """Computes a node over host memory into that of its output. Raises KernelError if it refuses it or fails."""
+
+    @property
+    def is_cpu(self) -> bool:
+        """Whether it is ggml's CPU alone."""
+        return self.plugin is None
+
+    # its runs
+
+    def runs_with(self, settings: Settings) -> Settings:
+        """Returns the settings of a session on this side."""
+        return replace(settings, device=self.device)
+
+    def halt(self, reason: str | None) -> None:
+        """Makes a run fail at its next graph, with a reason; None: no longer."""
+        if self.plugin is not None:
+            self.plugin.halted = reason
+
+    def runs_plans_by(self, run: Callable[[Plan, int], None]) -> None:
+        """Has a function run each plan of a graph, which is called with the plan and the graph's address."""
+        if self.plugin is not None:
+            self.plugin.run = run
+
+    @property
+    def n_graphs(self) -> int:
+        """How many graphs it has run; 0 if llama.cpp's CPU runs them."""
+        return self.plugin.statistics.graphs if self.plugin is not None else 0
+
+    @property
+    def fusions(self) -> Sequence[Fusion]:
+        """The patterns of nodes that it may run as one operator."""
+        return self.backend.fusions if self.backend.fuses else ()
+
+    def on(self, computed: bool) -> str:
+        """Returns which device ran a node of its run.
+
+        computed  whether the side itself did, not llama.cpp's CPU
+        """
+        return self.name if computed else CPU
+
+    # the memory of its runs
+
+    def bytes_at(self, address: int, size: int) -> Any:
+        """Returns the bytes of a span: a copy, unless it lies in the host's memory."""
+        return self.plugin.bytes_at(address, size) if self.plugin is not None else convert.bytes_at(address, size)
+
+    def packed(self, address: int) -> Packed | Buffer | None:
+        """Returns how its own memory has the tensor at an address; None if that lies in ggml's layout in the host's."""
+        memory = self.plugin.memory if self.plugin is not None else None
+        return memory.packed(address) if memory is not None else None
+
+    @property
+    def packs(self) -> bool:
+        """Whether its memory has tensors in a layout of its own."""
+        memory = self.plugin.memory if self.plugin is not None else None
+        return memory is not None and memory.packs
+
+    @property
+    def moves(self) -> int:
+        """How often a tensor of its memory was packed or unpacked."""
+        memory = self.plugin.memory if self.plugin is not None else None
+        return memory.moves if memory is not None else 0
+
+
+class Cpu(Side):
+    """ggml's CPU: llama.cpp runs graphs on it alone.
+
+    replica  of it, which computes nodes
+    """
+
+    name, device = CPU, "cpu"
+
+    def __init__(self, replica: Replica) -> None:
+        self.backend = Backend(CPU, ops=(), fusions=())
+        self._replica = replica
+
+    def refusal(self, node: Node) -> str | None:
+        return self._replica.refusal(node)
+
+    def compute(self, node: Node) -> None:
+        self._replica.compute(node)
+
+
+class Own(Side):
+    """A backend of this project: llama.cpp gives it the nodes that it takes, and computes the others on the CPU."""
+
+    device = "npu"
+
+    def __init__(self, ggml: Ggml, backend: Backend, name: str | None = None) -> None:
+        self.name, self.backend = name or backend.name, backend
+        if isinstance(backend, DeviceBackend):
+            self.checks = backend.checks = Checks()
+        self.plugin = Plugin(ggml, backend)
+
+    def refusal(self, node: Node) -> str | None:
+        return self.backend.refusal(node)
+
+    def compute(self, node: Node) -> None:
+        self.backend.compute(node)
+
+
+def side(kind: str, ggml: Ggml, cpu: Replica, backend: Backend, name: str | None = None) -> Side:
+    """Returns a side of a kind: "CPU", or "NPU", a backend of this project. Raises BadInputError for any other kind.
+
+    cpu   computes nodes on ggml's CPU
+    name  what each page calls the backend: its own name if omitted
+    """
+    if kind == CPU:
+        return Cpu(cpu)
+    if kind == NPU:
+        return Own(ggml, backend, name)
+    raise BadInputError(f"device {kind!r}: must be {CPU} or {NPU}")
+
+
+@dataclass(frozen=True)
+class Sides:
+    """Both sides: the device is compared with the reference, which is taken to be right."""
+
+    reference: Side
+    device: Side
+
+
+class NodesOf:
+    """Reads nodes of a side's run as they lie in memory now: tensors may have been packed or unpacked since they were
+    last read."""
+
+    def __init__(self, ggml: Ggml, side: Side) -> None:
+        self._side, self._reader, self._n_moves = side, convert.Reader(ggml, side.packed), 0
+
+    def __call__(self, address: int) -> Read:
+        """Returns the node whose tensor is at an address."""
+        if self._side.moves != self._n_moves:
+            self._n_moves = self._side.moves
+            self._reader.forget()
+        return self._reader(address)
