@@ -14,27 +14,8 @@ import numpy as np
 import pytest
 from kit.damage import Commands
 from kit.diffs import FLASH_OFF, PROMPT
-from kit.planted import (
-    ENDS,
-    FUSED,
-    ISOLATED,
-    LATE,
-    LIVE,
-    MODELS,
-    PACKED,
-    ROUNDED,
-    RUNS,
-    SOURCES,
-    STRAYS,
-    Fault,
-    Place,
-    any_node,
-    known,
-    loaded,
-    misreads,
-    shows,
-    spills,
-)
+from kit.faults import Fault, any_node, corpus, of
+from kit.planted import MODELS, Place, known, loaded, misreads, raised_at, shows, spills
 from kit.support import choose
 
 from ggml_backend_npu.plugin.plugin import Plugin
@@ -45,6 +26,7 @@ from graph_runner.trace import replay
 Files = Callable[[str], Path]
 
 TIMEOUT = 5  # seconds, of a node
+(ROUNDED,) = of("right")
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +58,7 @@ def spread(faults: list[Fault], every: int) -> list[Any]:
 # the corpus itself
 
 
-@pytest.mark.parametrize("fault", spread([*ISOLATED, *SOURCES, *RUNS, *LIVE], every=8))
+@pytest.mark.parametrize("fault", spread(of("isolated", "sources", "runs", "live"), every=8))
 def test_a_kernel_is_wrong_where_it_is_said_to_be(file: Files, fault: Fault) -> None:
     """Without a diff: the kernel, on ggml's own memory, beside the project's own."""
     model = file(fault.model)
@@ -84,13 +66,13 @@ def test_a_kernel_is_wrong_where_it_is_said_to_be(file: Files, fault: Fault) -> 
     assert wrong in places if fault.scattered else wrong == places[0]
 
 
-@pytest.mark.parametrize("fault", STRAYS, ids=str)
+@pytest.mark.parametrize("fault", of("strays"), ids=str)
 def test_a_kernel_writes_beside_its_output(file: Files, fault: Fault) -> None:
     model = file(fault.model)
     assert spills(model, fault)[0] == known(model, fault)[0]
 
 
-@pytest.mark.parametrize("fault", FUSED, ids=str)
+@pytest.mark.parametrize("fault", of("fused"), ids=str)
 def test_an_operator_is_wrong_where_it_takes_the_place_of_its_nodes(
     file: Files, fault: Fault, backend: Plugin, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -98,7 +80,7 @@ def test_an_operator_is_wrong_where_it_takes_the_place_of_its_nodes(
     for option, value in fault.options.items():
         choose(monkeypatch, **{option: value})
     right = logits(file(fault.model), fault, backend)
-    with loaded(fault.path):
+    with loaded(fault):
         assert not np.array_equal(logits(file(fault.model), fault, backend), right)
         choose(monkeypatch, fusion="off")
         unfused = logits(file(fault.model), fault, backend)
@@ -114,7 +96,7 @@ def logits(model: Path, fault: Fault, backend: Plugin) -> np.ndarray:
         return np.array(session.logits())
 
 
-@pytest.mark.parametrize("fault", PACKED, ids=str)
+@pytest.mark.parametrize("fault", of("packed"), ids=str)
 def test_a_kernel_is_wrong_where_tensors_are_packed(file: Files, fault: Fault) -> None:
     assert misreads(file(fault.model), fault)[0] == known(file(fault.model), fault)[0]
 
@@ -130,9 +112,9 @@ def options(fault: Fault) -> list[object]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fault", ENDS, ids=str)
-def test_a_kernel_ends_a_run(file: Files, fault: Fault) -> None:
-    words = ["run", file(fault.model), "-n", 3, "--kernels", fault.path, *options(fault)]
+@pytest.mark.parametrize("fault", of("ends"), ids=str)
+def test_a_kernel_ends_a_run(file: Files, fault: Fault, tmp_path: Path) -> None:
+    words = ["run", file(fault.model), "-n", 3, "--kernels", fault.written(tmp_path), *options(fault)]
     line = [sys.executable, "-c", "from graph_runner.cli import main; main()", *map(str, words)]
     try:
         done = subprocess.run(line, text=True, capture_output=True, timeout=15, check=False)
@@ -168,10 +150,10 @@ def assert_first(found: Place, fault: Fault, places: list[Place]) -> None:
     assert found in places if fault.scattered else found == places[0]
 
 
-def assert_found(model: Path, fault: Fault, folder: Path, *beside: Path) -> None:
+def assert_found(model: Path, fault: Fault, folder: Path, *beside: Fault) -> None:
     """By a diff in this process; its reproducer is wrong with the fault, and right without."""
     places = known(model, fault)
-    with loaded(fault.path, *beside):
+    with loaded(fault, *beside):
         result = diff(model, PROMPT, steps=fault.steps, settings=fault.settings, reproducers=folder)
         assert not result
         first = result.wrong[0]
@@ -192,14 +174,14 @@ def of_device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.some(6)
 @pytest.mark.usefixtures("of_device")
-@pytest.mark.parametrize("fault", spread([*ISOLATED, *SOURCES, *RUNS, *FUSED], every=6))
+@pytest.mark.parametrize("fault", spread(of("isolated", "sources", "runs", "fused"), every=6))
 def test_a_fault_is_found(file: Files, fault: Fault, tmp_path: Path) -> None:
     assert_found(file(fault.model), fault, tmp_path)
 
 
 @pytest.mark.some(3)
 @pytest.mark.usefixtures("of_device")
-@pytest.mark.parametrize("fault", spread([each for each in (*SOURCES, *RUNS, *FUSED) if each.rounded], every=4))
+@pytest.mark.parametrize("fault", spread([each for each in of("sources", "runs", "fused") if each.rounded], every=4))
 def test_a_fault_is_found_after_rounding(file: Files, fault: Fault, tmp_path: Path) -> None:
     """The device's own run is off from the first product on; that hides nothing."""
     if fault.remembers:
@@ -213,10 +195,10 @@ def commands(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Commands]:
         yield command
 
 
-def assert_command_finds(command: Commands, model: Path, fault: Fault, folder: Path, *kernels: Path) -> None:
+def assert_command_finds(command: Commands, model: Path, fault: Fault, folder: Path, *beside: Fault) -> None:
     """By the command, whatever the kernels do to the process that they run in."""
     places = known(model, fault)
-    planted = [word for path in kernels for word in ("--kernels", path)]
+    planted = [word for each in (*beside, fault) for word in ("--kernels", each.written(folder))]
     written = folder / "result.json"
     done = command(
         "diff", model, "-n", fault.steps, *planted, "--reproducers", folder, "--json", written,
@@ -238,24 +220,26 @@ def assert_command_finds(command: Commands, model: Path, fault: Fault, folder: P
 
 
 @pytest.mark.some(1)
-@pytest.mark.parametrize("fault", spread([*ENDS, *STRAYS, *LIVE, *PACKED, *LATE], every=6))
+@pytest.mark.parametrize("fault", spread(of("ends", "strays", "live", "packed", "late"), every=6))
 def test_the_command_finds_a_fault(file: Files, fault: Fault, commands: Commands, tmp_path: Path) -> None:
-    assert_command_finds(commands, file(fault.model), fault, tmp_path, fault.path)
+    assert_command_finds(commands, file(fault.model), fault, tmp_path)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fault", [*PACKED, *STRAYS, *LIVE, *LATE, *(each for each in ENDS if each.rounded)], ids=str)
+@pytest.mark.parametrize(
+    "fault", [each for each in of("packed", "strays", "live", "late", "ends") if each.rounded], ids=str
+)
 def test_the_command_finds_a_fault_after_rounding(
     file: Files, fault: Fault, commands: Commands, tmp_path: Path
 ) -> None:
-    assert_command_finds(commands, file(fault.model), fault, tmp_path, ROUNDED, fault.path)
+    assert_command_finds(commands, file(fault.model), fault, tmp_path, ROUNDED)
 
 
 def test_a_failure_names_file_and_line(file: Files) -> None:
     """Of the kernel, where it raises."""
-    fault = next(each for each in ENDS if each.file == "cont_raises")
-    line = next(i for i, text in enumerate(fault.path.read_text().splitlines(), 1) if text.strip().startswith("raise "))
-    with loaded(fault.path):
+    fault = corpus()["cont_raises"]
+    line = raised_at(fault)
+    with loaded(fault):
         result = diff(file(fault.model), PROMPT, steps=0, settings=fault.settings)
     failure = result.wrong[0].failure
     assert failure is not None
