@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 from kit.diffs import PROMPT
 from kit.faults import Fault, load
-from kit.models import OTHERS, WRITERS, requantized
 from kit.support import choose
 
 from ggml_backend_npu import Memory, Node, Tensor, default_backend
@@ -20,33 +19,7 @@ from ggml_backend_npu.ggml import convert, lib
 from ggml_backend_npu.ir.packed import PACKED_TYPES, Packed
 from ggml_backend_npu.ops import OWN
 from ggml_backend_npu.registry.entry import recording
-from graph_runner.base.tiny import TinyModel, spm_vocabulary, write_tiny_llama
 from graph_runner.run.session import Sampler, Session, context_for
-
-
-def write_tiny_gpt2(path: Path) -> Path:
-    """A gpt2 of 2 layers: positions are embedded, q, k and v are one matrix; GELU stands where a llama has SWIGLU."""
-    model = TinyModel(path, "gpt2", spm_vocabulary())
-    model.attention_heads(n_head=2, n_head_kv=2)
-    model.writer.add_layer_norm_eps(1e-5)
-    model.embeddings(bias=True)
-    model.weight("position_embd.weight", model.random(model.n_embd, 512))
-    for block in model.blocks():
-        model.norm(f"{block}.attn_norm", bias=True)
-        model.linear(f"{block}.attn_qkv", model.n_embd, 3 * model.n_embd, bias=True)
-        model.linear(f"{block}.attn_output", model.n_embd, model.n_embd, bias=True)
-        model.norm(f"{block}.ffn_norm", bias=True)
-        model.linear(f"{block}.ffn_up", model.n_embd, model.n_ff, bias=True)
-        model.linear(f"{block}.ffn_down", model.n_ff, model.n_embd, bias=True)
-    return model.save()
-
-
-def write_quantised(path: Path) -> Path:
-    """A tiny llama with its matrices in the type that the file's name ends with."""
-    return requantized(write_tiny_llama(path.with_name(f"float-{path.name}")), path.stem.split("-")[1], path)
-
-
-MODELS = WRITERS | OTHERS | {"gpt2": write_tiny_gpt2, "llama-q4_0": write_quantised, "llama-q8_0": write_quantised}
 
 
 @contextmanager
