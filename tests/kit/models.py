@@ -7,9 +7,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import numpy as np
+import pytest
 from gguf import GGUFWriter, PoolingType, TokenType
 from llama_cpp import llama_cpp
 
+from graph_runner.base import tiny
 from graph_runner.base.tiny import TinyModel, Vocabulary, spm_vocabulary, write_tiny_llama
 
 
@@ -323,9 +325,6 @@ def write_tiny_qwen35(path: Path) -> Path:
     return model.save()
 
 
-Models = Callable[[str], Path]  # the file of a model by name: `demo`, or one of WRITERS or OTHERS
-
-
 def requantized(model: Path, type: str, path: Path) -> Path:
     """A model with its matrices as q8_0 or q4_0, written by llama.cpp."""
     params = llama_cpp.llama_model_quantize_default_params()
@@ -335,7 +334,36 @@ def requantized(model: Path, type: str, path: Path) -> Path:
     return path
 
 
-Models = Callable[[str], Path]  # the file of a model by name: `demo` or one of WRITERS
+def write_tiny_gpt2(path: Path) -> Path:
+    """A gpt2 of 2 layers: positions are embedded, q, k and v are one matrix; GELU stands where a llama has SWIGLU."""
+    model = TinyModel(path, "gpt2", spm_vocabulary())
+    model.attention_heads(n_head=2, n_head_kv=2)
+    model.writer.add_layer_norm_eps(1e-5)
+    model.embeddings(bias=True)
+    model.weight("position_embd.weight", model.random(model.n_embd, 512))
+    for block in model.blocks():
+        model.norm(f"{block}.attn_norm", bias=True)
+        model.linear(f"{block}.attn_qkv", model.n_embd, 3 * model.n_embd, bias=True)
+        model.linear(f"{block}.attn_output", model.n_embd, model.n_embd, bias=True)
+        model.norm(f"{block}.ffn_norm", bias=True)
+        model.linear(f"{block}.ffn_up", model.n_embd, model.n_ff, bias=True)
+        model.linear(f"{block}.ffn_down", model.n_ff, model.n_embd, bias=True)
+    return model.save()
+
+
+def write_quantised(path: Path) -> Path:
+    """A tiny llama with its matrices in the type that the file's name ends with."""
+    return requantized(write_tiny_llama(path.with_name(f"float-{path.name}")), path.stem.split("-")[1], path)
+
+
+def write_floats(path: Path) -> Path:
+    """A tiny llama with its matrices as floats of 32 bits."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tiny, "F16", tiny.F32)
+        return write_tiny_llama(path)
+
+
+Models = Callable[[str], Path]  # the file of a model by name: `demo`, or one of WRITERS, OTHERS or VARIED
 
 WRITERS: dict[str, Callable[[Path], Path]] = {
     "llama": write_tiny_llama,
@@ -352,4 +380,12 @@ OTHERS: dict[str, Callable[[Path], Path]] = {
     "rwkv6": write_tiny_rwkv6,
     "qwen35": write_tiny_qwen35,
     "mpt": write_tiny_mpt,
+}
+
+# and others of the first, for tests of wrong kernels
+VARIED: dict[str, Callable[[Path], Path]] = {
+    "gpt2": write_tiny_gpt2,
+    "llama-q4_0": write_quantised,
+    "llama-q8_0": write_quantised,
+    "llama f32": write_floats,
 }

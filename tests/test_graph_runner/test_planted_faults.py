@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,27 +14,9 @@ import numpy as np
 import pytest
 from kit.damage import Commands
 from kit.diffs import FLASH_OFF, PROMPT
-from kit.planted import (
-    ENDS,
-    FUSED,
-    ISOLATED,
-    LATE,
-    LIVE,
-    MODELS,
-    PACKED,
-    ROUNDED,
-    RUNS,
-    SOURCES,
-    STRAYS,
-    Fault,
-    Place,
-    any_node,
-    known,
-    loaded,
-    misreads,
-    shows,
-    spills,
-)
+from kit.faults import Fault, any_node, corpus, of
+from kit.models import Models
+from kit.planted import Place, known, loaded, misreads, raised_at, shows, spills
 from kit.support import choose
 
 from ggml_backend_npu.plugin.plugin import Plugin
@@ -42,21 +24,8 @@ from graph_runner.diff.run import DiffOptions, diff
 from graph_runner.run.session import Session, context_for
 from graph_runner.trace import replay
 
-Files = Callable[[str], Path]
-
 TIMEOUT = 5  # seconds, of a node
-
-
-@pytest.fixture(scope="module")
-def file(tmp_path_factory: pytest.TempPathFactory) -> Files:
-    """Finds the file of a model by name; it is written when first asked for."""
-    folder = tmp_path_factory.mktemp("models")
-
-    def find(name: str) -> Path:
-        path = folder / f"{name}.gguf"
-        return path if path.exists() else MODELS[name](path)
-
-    return find
+(ROUNDED,) = of("right")
 
 
 @pytest.fixture(autouse=True)
@@ -76,32 +45,32 @@ def spread(faults: list[Fault], every: int) -> list[Any]:
 # the corpus itself
 
 
-@pytest.mark.parametrize("fault", spread([*ISOLATED, *SOURCES, *RUNS, *LIVE], every=8))
-def test_a_kernel_is_wrong_where_it_is_said_to_be(file: Files, fault: Fault) -> None:
+@pytest.mark.parametrize("fault", spread(of("isolated", "sources", "runs", "live"), every=8))
+def test_a_kernel_is_wrong_where_it_is_said_to_be(model: Models, fault: Fault) -> None:
     """Without a diff: the kernel, on ggml's own memory, beside the project's own."""
-    model = file(fault.model)
-    wrong, places = shows(model, fault)[0], known(model, fault)
+    file = model(fault.model)
+    wrong, places = shows(file, fault)[0], known(file, fault)
     assert wrong in places if fault.scattered else wrong == places[0]
 
 
-@pytest.mark.parametrize("fault", STRAYS, ids=str)
-def test_a_kernel_writes_beside_its_output(file: Files, fault: Fault) -> None:
-    model = file(fault.model)
-    assert spills(model, fault)[0] == known(model, fault)[0]
+@pytest.mark.parametrize("fault", of("strays"), ids=str)
+def test_a_kernel_writes_beside_its_output(model: Models, fault: Fault) -> None:
+    file = model(fault.model)
+    assert spills(file, fault)[0] == known(file, fault)[0]
 
 
-@pytest.mark.parametrize("fault", FUSED, ids=str)
+@pytest.mark.parametrize("fault", of("fused"), ids=str)
 def test_an_operator_is_wrong_where_it_takes_the_place_of_its_nodes(
-    file: Files, fault: Fault, backend: Plugin, monkeypatch: pytest.MonkeyPatch
+    model: Models, fault: Fault, backend: Plugin, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With fusion a run takes another way, without it does not."""
     for option, value in fault.options.items():
         choose(monkeypatch, **{option: value})
-    right = logits(file(fault.model), fault, backend)
-    with loaded(fault.path):
-        assert not np.array_equal(logits(file(fault.model), fault, backend), right)
+    right = logits(model(fault.model), fault, backend)
+    with loaded(fault):
+        assert not np.array_equal(logits(model(fault.model), fault, backend), right)
         choose(monkeypatch, fusion="off")
-        unfused = logits(file(fault.model), fault, backend)
+        unfused = logits(model(fault.model), fault, backend)
     assert np.allclose(unfused, right, rtol=1e-3, atol=1e-4)
 
 
@@ -114,9 +83,9 @@ def logits(model: Path, fault: Fault, backend: Plugin) -> np.ndarray:
         return np.array(session.logits())
 
 
-@pytest.mark.parametrize("fault", PACKED, ids=str)
-def test_a_kernel_is_wrong_where_tensors_are_packed(file: Files, fault: Fault) -> None:
-    assert misreads(file(fault.model), fault)[0] == known(file(fault.model), fault)[0]
+@pytest.mark.parametrize("fault", of("packed"), ids=str)
+def test_a_kernel_is_wrong_where_tensors_are_packed(model: Models, fault: Fault) -> None:
+    assert misreads(model(fault.model), fault)[0] == known(model(fault.model), fault)[0]
 
 
 def options(fault: Fault) -> list[object]:
@@ -130,9 +99,9 @@ def options(fault: Fault) -> list[object]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fault", ENDS, ids=str)
-def test_a_kernel_ends_a_run(file: Files, fault: Fault) -> None:
-    words = ["run", file(fault.model), "-n", 3, "--kernels", fault.path, *options(fault)]
+@pytest.mark.parametrize("fault", of("ends"), ids=str)
+def test_a_kernel_ends_a_run(model: Models, fault: Fault, tmp_path: Path) -> None:
+    words = ["run", model(fault.model), "-n", 3, "--kernels", fault.written(tmp_path), *options(fault)]
     line = [sys.executable, "-c", "from graph_runner.cli import main; main()", *map(str, words)]
     try:
         done = subprocess.run(line, text=True, capture_output=True, timeout=15, check=False)
@@ -144,9 +113,9 @@ def test_a_kernel_ends_a_run(file: Files, fault: Fault) -> None:
 
 @pytest.mark.some(2)
 @pytest.mark.parametrize("name", ["llama", "gpt-oss", "mamba", "moe", "rwkv7"])
-def test_rounding_alone_is_right(file: Files, name: str) -> None:
+def test_rounding_alone_is_right(model: Models, name: str) -> None:
     with loaded(ROUNDED):
-        assert diff(file(name), PROMPT, DiffOptions(steps=2, settings=FLASH_OFF))
+        assert diff(model(name), PROMPT, DiffOptions(steps=2, settings=FLASH_OFF))
 
 
 # what a diff makes of it
@@ -168,10 +137,10 @@ def assert_first(found: Place, fault: Fault, places: list[Place]) -> None:
     assert found in places if fault.scattered else found == places[0]
 
 
-def assert_found(model: Path, fault: Fault, folder: Path, *beside: Path) -> None:
+def assert_found(model: Path, fault: Fault, folder: Path, *beside: Fault) -> None:
     """By a diff in this process; its reproducer is wrong with the fault, and right without."""
     places = known(model, fault)
-    with loaded(fault.path, *beside):
+    with loaded(fault, *beside):
         result = diff(model, PROMPT, DiffOptions(steps=fault.steps, settings=fault.settings, reproducers=folder))
         assert not result
         first = result.wrong[0]
@@ -192,19 +161,19 @@ def of_device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.some(6)
 @pytest.mark.usefixtures("of_device")
-@pytest.mark.parametrize("fault", spread([*ISOLATED, *SOURCES, *RUNS, *FUSED], every=6))
-def test_a_fault_is_found(file: Files, fault: Fault, tmp_path: Path) -> None:
-    assert_found(file(fault.model), fault, tmp_path)
+@pytest.mark.parametrize("fault", spread(of("isolated", "sources", "runs", "fused"), every=6))
+def test_a_fault_is_found(model: Models, fault: Fault, tmp_path: Path) -> None:
+    assert_found(model(fault.model), fault, tmp_path)
 
 
 @pytest.mark.some(3)
 @pytest.mark.usefixtures("of_device")
-@pytest.mark.parametrize("fault", spread([each for each in (*SOURCES, *RUNS, *FUSED) if each.rounded], every=4))
-def test_a_fault_is_found_after_rounding(file: Files, fault: Fault, tmp_path: Path) -> None:
+@pytest.mark.parametrize("fault", spread([each for each in of("sources", "runs", "fused") if each.rounded], every=4))
+def test_a_fault_is_found_after_rounding(model: Models, fault: Fault, tmp_path: Path) -> None:
     """The device's own run is off from the first product on; that hides nothing."""
     if fault.remembers:
         fault = replace(fault, at=any_node, step=0, scattered=True)
-    assert_found(file(fault.model), fault, tmp_path, ROUNDED)
+    assert_found(model(fault.model), fault, tmp_path, ROUNDED)
 
 
 @pytest.fixture(scope="module")
@@ -213,10 +182,10 @@ def commands(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Commands]:
         yield command
 
 
-def assert_command_finds(command: Commands, model: Path, fault: Fault, folder: Path, *kernels: Path) -> None:
+def assert_command_finds(command: Commands, model: Path, fault: Fault, folder: Path, *beside: Fault) -> None:
     """By the command, whatever the kernels do to the process that they run in."""
     places = known(model, fault)
-    planted = [word for path in kernels for word in ("--kernels", path)]
+    planted = [word for each in (*beside, fault) for word in ("--kernels", each.written(folder))]
     written = folder / "result.json"
     done = command(
         "diff", model, "-n", fault.steps, *planted, "--reproducers", folder, "--json", written,
@@ -238,25 +207,27 @@ def assert_command_finds(command: Commands, model: Path, fault: Fault, folder: P
 
 
 @pytest.mark.some(1)
-@pytest.mark.parametrize("fault", spread([*ENDS, *STRAYS, *LIVE, *PACKED, *LATE], every=6))
-def test_the_command_finds_a_fault(file: Files, fault: Fault, commands: Commands, tmp_path: Path) -> None:
-    assert_command_finds(commands, file(fault.model), fault, tmp_path, fault.path)
+@pytest.mark.parametrize("fault", spread(of("ends", "strays", "live", "packed", "late"), every=6))
+def test_the_command_finds_a_fault(model: Models, fault: Fault, commands: Commands, tmp_path: Path) -> None:
+    assert_command_finds(commands, model(fault.model), fault, tmp_path)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fault", [*PACKED, *STRAYS, *LIVE, *LATE, *(each for each in ENDS if each.rounded)], ids=str)
+@pytest.mark.parametrize(
+    "fault", [each for each in of("packed", "strays", "live", "late", "ends") if each.rounded], ids=str
+)
 def test_the_command_finds_a_fault_after_rounding(
-    file: Files, fault: Fault, commands: Commands, tmp_path: Path
+    model: Models, fault: Fault, commands: Commands, tmp_path: Path
 ) -> None:
-    assert_command_finds(commands, file(fault.model), fault, tmp_path, ROUNDED, fault.path)
+    assert_command_finds(commands, model(fault.model), fault, tmp_path, ROUNDED)
 
 
-def test_a_failure_names_file_and_line(file: Files) -> None:
+def test_a_failure_names_file_and_line(model: Models) -> None:
     """Of the kernel, where it raises."""
-    fault = next(each for each in ENDS if each.file == "cont_raises")
-    line = next(i for i, text in enumerate(fault.path.read_text().splitlines(), 1) if text.strip().startswith("raise "))
-    with loaded(fault.path):
-        result = diff(file(fault.model), PROMPT, DiffOptions(steps=0, settings=fault.settings))
+    fault = corpus()["cont_raises"]
+    line = raised_at(fault)
+    with loaded(fault):
+        result = diff(model(fault.model), PROMPT, DiffOptions(steps=0, settings=fault.settings))
     failure = result.wrong[0].failure
     assert failure is not None
     assert "ValueError: no rows today" in failure

@@ -45,7 +45,7 @@ LACKING: tuple[tuple[str, str, str], ...] = (
     ("0.3.32", f"{OPS}/test_recurrent.py::test_gated_delta_net", "its states have other dimensions"),
     ("0.3.32", f"{OPS}/test_recurrent.py::test_a_model_says_what_it_says_on_the_cpu[mamba2-ops1]", "other tensors"),
     ("0.3.32", f"{OPS}/test_recurrent.py::test_a_model_says_what_it_says_on_the_cpu[qwen35-ops4]", "other states"),
-    ("0.3.36", f"{OPS}/test_flash_attention.py::test_flash_attention", "its CPU adds products of f16 up in f16"),
+    ("0.3.36", f"{OPS}/test_attention.py::test_flash_attention", "its CPU adds products of f16 up in f16"),
     ("0.3.35", f"{OPS}/test_matmul.py::test_columns_are_rounded_to_the_types_that_ggml_rounds_them_to", "no q2_0"),
     ("0.3.35", "tests/test_quant/test_codecs.py::test_types_measure_as_in_the_live_ggml", "no q2_0"),
     *(("0.3.35", f"{DEVICE}/{test}", "its SET_ROWS takes f32 alone") for test in _OF_ROWS_OF_F16),

@@ -1,9 +1,0 @@
-"""SET_ROWS with ids off by one."""
-
-from ggml_backend_npu import Tensor, op
-from ggml_backend_npu.ops import OWN
-
-
-@op("SET_ROWS", types=OWN["SET_ROWS"].types, refuse=OWN["SET_ROWS"].refuse)
-def set_rows(dst: Tensor, src: Tensor, ids: Tensor) -> None:
-    OWN["SET_ROWS"].define(dst, src, Tensor.of(ids.view() + 1))
