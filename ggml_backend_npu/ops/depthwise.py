@@ -214,4 +214,8 @@ def _of_kernels() -> Iterator[Probe]:
     sizes, channels, orders = (1, 2, 3, 5), (3, 16, 37), (False, True)
     makes = [_make_conv_2d_dw(size, n, together=order) for size in sizes for n in channels for order in orders]
     for type in ("f32", "f16"):
-        yield Probe(f"of {type}", tuple(makes), ("f32", type, "f32"))
+
+        def covers(dst: Tensor, kernel: Tensor, x: Tensor, type: str = type) -> bool:
+            return kernel.type == type and max(kernel.ne[:2]) <= max(sizes)
+
+        yield Probe(f"of {type}, up to {max(sizes)} wide", tuple(makes), ("f32", type, "f32"), covers=covers)

@@ -70,6 +70,8 @@ def _refuse_im2col(dst: Tensor, kernel: Tensor, x: Tensor, params: Im2col | Im2c
         fits = dst.ne == (w.n_seen, width, *((height, w.n_images) if params.is_2d else (w.n_images, 1)))
     if not fits:
         return f"kernel of ne {kernel.ne}, x of ne {x.ne} do not fit dst of ne {dst.ne}"
+    if isinstance(params, Im2col) and params.is_2d and x.ne[1] > 1 and x.nb[1] != x.ne[0] * x.nb[0]:
+        return f"x rows lie apart: nb {x.nb}; ggml's CPU reads them side by side"
     return gaps_in_rows(x=x) or gaps(dst=dst)
 
 

@@ -485,9 +485,12 @@ def _products_of_experts() -> Iterator[Probe]:
     for type in ("f16", *_BY_INTEGERS):
         yield Probe(f"of {type}", few + many, ("f32", type, "f32"), fixed=True, covers=_is_of(type))
     for type in _IN_TILES:
-        tiles = _is_of(type, also=lambda dst, a, b, ids: ids.ne[1] >= _MANY)
-        yield Probe(
-            f"of {type}, up to 7 tokens", few, ("f32", type, "f32"),
-            covers=_is_of(type, also=lambda dst, a, b, ids: ids.ne[1] < _MANY),
-        )  # fmt: skip
-        yield Probe(f"of {type}, 8 tokens or more", many, ("f32", type, "f32"), covers=tiles)
+        types = "f32", type, "f32"
+        rows, tiles = (_is_of(type, also=lambda *tensors, of=of: _in_tiles(*tensors) == of) for of in (False, True))
+        yield Probe(f"of {type}, up to 7 tokens of an expert", few, types, covers=rows)
+        yield Probe(f"of {type}, 8 tokens of an expert or more", many, types, covers=tiles)
+
+
+def _in_tiles(dst: Tensor, a: Tensor, b: Tensor, ids: Tensor) -> bool:
+    """Whether ggml's CPU multiplies tiles of an expert: it does so if enough rows of columns meet that one."""
+    return bool(np.unique(ids.view(), return_counts=True)[1].max(initial=0) >= _MANY)

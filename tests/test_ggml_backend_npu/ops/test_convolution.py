@@ -331,7 +331,7 @@ def test_conv_2d_dw(
             return scene.op("conv_2d_dw_direct", a, floats("f32", x, 1, BY_PIXELS)(scene), *step, *pad, *apart)
         return scene.op("conv_2d_dw_direct", kernels(scene), floats("f32", x, 1)(scene), *step, *pad, *apart)
 
-    assert_as_promised(backend, recipe, f"CONV_2D_DW of {type}")
+    assert_as_promised(backend, recipe, f"CONV_2D_DW of {type}, up to 5 wide")
 
 
 # CONV_TRANSPOSE_1D, CONV_TRANSPOSE_2D, COL2IM_1D
