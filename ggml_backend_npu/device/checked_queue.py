@@ -120,7 +120,8 @@ class CheckedQueue(CheckedMemory):
             self._culprits += [who] if who is not None else []
         if self._culprits:
             return Counter(self._culprits).most_common(1)[0][0]
-        is_there = queued.method != "copy_out_async" and np.array_equal(now, queued.wanted)
+        is_last = queued.changes == self.checks.changes
+        is_there = is_last and queued.method != "copy_out_async" and np.array_equal(now, queued.wanted)
         return "copy_out_async" if is_there else queued.method
 
     def release(self, buffer: Buffer) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Protocol
 
 from ggml_backend_npu import Backend, Graph, Memory, Node, Tensor
@@ -36,6 +37,7 @@ _AMPLIFIES = 10.0  # times the error of its inputs
 _MOST_KNOWN = 8192  # nodes of the reference
 _HEATS = 200  # nodes that differ of which a heat map is kept
 _ANOTHER = 0x3F  # each byte of dst: 0.747 as f32, 1.81 as f16
+_CARELESS = 16  # careful looks in vain: then wrong nodes are the kernels' fault
 _EXPLANATIONS = 3  # nodes of an op, its types and a verdict that are explained
 
 
@@ -158,6 +160,7 @@ class Judge:
         self._isolated: _Compared | None = None
         self._saved: Node | None = None
         self._place = 0
+        self._careless = 0  # careful looks that have found nothing
         self._heats = 0
         self._explanations: Counter[tuple[str, str, Verdict]] = Counter()
         self.state_results: list[StateResult] = []
@@ -259,6 +262,19 @@ class Judge:
         """What the device's memory does not hold as it was set; then what is computed from it says nothing."""
         return None if self._checks is None else self._checks.unrepaired
 
+    def _found_carefully(self, again: Callable[[], object]) -> str | None:
+        """Does again what has shown a wrong result, now also with copies that the device makes of what is read. Returns
+        the fault of the device's memory that is found so, if there is one."""
+        if self._checks is None or self._careless >= _CARELESS:
+            return None
+        n = len(self.faults)
+        with self._checks.carefully():
+            again()
+        if len(self.faults) > n:
+            return str(self.faults[n])
+        self._careless += 1
+        return None
+
     def own_before(self, address: int, place: int) -> bool:
         """Called when the device's own run has come to a node. Returns whether to run it now."""
         runs = self.own.before(address, place)
@@ -290,11 +306,13 @@ class Judge:
         if node.dst.n_elements == 0:
             return
         self.watch.look(self.step, place, self._before, node.dst, self._leaf_names())
-        cumulative, mirrored = None, None
-        if own is not None:
+        cumulative, mirrored, errs = None, None, self._memory_errs
+        if own is not None and errs is None:
             cumulative = self._cumulative(own)
             self.strays += [Stray(changed, self.step, place, str(node)) for changed in own.found]
             mirrored = self._mirrored(own, cumulative)
+            errs = None if mirrored is None or mirrored else self._found_carefully(partial(_read_again, own))
+            cumulative, mirrored = (cumulative, mirrored) if errs is None else (None, None)
         verdict = self._verdict(address, isolated, mirrored, cumulative, own)
         if own is not None:
             self._look_at_state(own.read)
@@ -303,7 +321,7 @@ class Judge:
             "" if own is None else "NPU" if own.on_npu else "CPU",
             None if isolated is None else isolated.found, cumulative,
             None if mirrored is None else mirrored.found,
-            fused="" if own is None else own.fused, not_judged=_why_not_judged(own, mirrored),
+            fused="" if own is None else own.fused, not_judged=_why_not_judged(own, mirrored, errs),
         )  # fmt: skip
         looked_at = [each for each in (isolated, mirrored) if each is not None]
         wrong = next((each for each in looked_at if not each), None)
@@ -346,7 +364,7 @@ class Judge:
 
     def _mirrored(self, own: OwnNode, cumulative: Comparison | None) -> _Compared | None:
         """Compares a node of the own run with what the reference computes from what it read."""
-        if not own.on_npu or self._memory_errs is not None:
+        if not own.on_npu:
             return None
         spoilt = own.spoilt[0] if own.spoilt else None
         failure = f"in the own run writes to {spoilt}, beside its output" if spoilt else None
@@ -411,9 +429,28 @@ class Judge:
         return None if both is None else heat(*both)
 
     def _recompute(self) -> _Compared | None:
-        copied, node = self._copied, self._read.node
-        if copied is None:
+        """Has the device compute the node from copies. If that is wrong since memory errs, what it gives when each
+        reading is compared with a copy within the device counts."""
+        if self._copied is None:
             return None
+        found = [self._computed(self._copied)]
+        if found[0] or found[0] is None:
+            return found[0]
+
+        def again(copied: Copied = self._copied) -> None:
+            copied.reset()
+            found.append(self._computed(copied))
+
+        errs = self._found_carefully(again)
+        return found[-1] if errs is not None or (self._is_late and found[-1]) else found[0]
+
+    @property
+    def _is_late(self) -> bool:
+        """Whether the device was seen to return from calls before they are done."""
+        return self._checks is not None and self._checks.is_late
+
+    def _computed(self, copied: Copied) -> _Compared | None:
+        node = self._read.node
         self._about_to("isolated", self.step, self._place, node)
         failure, found, right = None, None, False
         try:
@@ -490,7 +527,20 @@ class Judge:
         return states.is_off(written) or any(states.is_read(root, self.step) for root in roots - {written})
 
 
-def _why_not_judged(own: OwnNode | None, mirrored: _Compared | None) -> str:
+def _read_again(own: OwnNode) -> None:
+    """Reads once more what a node of the own run read and wrote."""
+    for tensor in (own.node.dst, *own.node.src):
+        if tensor is not None and tensor.nbytes:
+            tensor.unpacked()
+
+
+def _why_not_judged(own: OwnNode | None, mirrored: _Compared | None, errs: str | None) -> str:
+    """Returns why nobody knows what a node gave in the own run.
+
+    errs  what is wrong with the device's memory, if that is why
+    """
+    if errs is not None and (own is None or (own.on_npu and own.result is not None)):
+        return f"the memory of the device errs: {errs}"
     if own is None:
         return STOPPED
     return own.why_not if own.on_npu and mirrored is None and not own.fused else ""

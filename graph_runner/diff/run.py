@@ -375,7 +375,7 @@ class _InStep:
                 self._ggml, self._opened, npu,
                 Computer(cpu if self._reference is None else self._theirs, self._asked.rules or Rules()),
                 self._settings, batches, Watched(second, first, fingerprints, result.nodes),
-                fuses=result.device_options["fusion"] == "on",
+                fuses=result.device_options["fusion"] == "on", about_to=self._about_to,
             )  # fmt: skip
             found = again.repeated(self._asked.repeat)
             if found is None and result.reference == "CPU" and not result.is_unexplained:

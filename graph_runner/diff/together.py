@@ -50,12 +50,18 @@ class Computer:
 
 @dataclass(frozen=True)
 class Unlike:
-    """A result whose bytes are not the expected ones, and its NMSE. Falsy if it is not only rounded otherwise."""
+    """A result whose bytes are not the expected ones, and its NMSE. Falsy if it is not only rounded otherwise.
+
+    since  place and node of the first of its group; None if it ran by itself
+    why    there is no result
+    """
 
     place: Place
     node: Node
     right: bool
     error: float
+    since: tuple[Place, Node] | None
+    why: str = ""
 
     def __bool__(self) -> bool:
         return self.right
@@ -72,6 +78,11 @@ class _Group:
     places: list[Place] = field(default_factory=list)
     held: dict[int, Tensor] = field(default_factory=dict)
     constant: set[int] = field(default_factory=set)
+
+    @property
+    def since(self) -> tuple[Place, Node] | None:
+        """Place and node of the first of several; None if there is only one."""
+        return (self.places[0], self.reads[0].node) if len(self.reads) > 1 else None
 
     def nodes(self) -> list[Node]:
         """Returns the nodes over memory of their own, with what they read before them in it."""
@@ -104,6 +115,7 @@ class Grouped(Walk):
     course    of an earlier run; of this one if omitted
     changed   the first result that is not that of the earlier run
     found     results whose bytes are not those of the reference from the same inputs, up to the first wrong one
+    about_to  called before a group runs, with how, step, place and its last node; and with how "" after it
     """
 
     def __init__(
@@ -116,8 +128,10 @@ class Grouped(Walk):
         left_out: Collection[Place] = (),
         before: Mapping[Place, int] | None = None,
         course: Course | None = None,
+        about_to: Callable[[str, int, int, Node], None] = lambda how, step, place, node: None,
     ) -> None:
         super().__init__(ggml)
+        self._about_to = about_to
         self._npu, self._computer, self._ends = npu, computer, ends
         self._left_out, self._before, self._known = left_out, before or {}, course
         self._reader, self._n_moves = convert.Reader(ggml, self._packed), 0
@@ -132,10 +146,19 @@ class Grouped(Walk):
         if place in self._left_out:
             return False
         self._add(place, read)
-        return self._ends(place, read.node)
+        is_end = self._ends(place, read.node)
+        if is_end:
+            self._about_to("own", *place, read.node)
+        return is_end
+
+    def failed(self) -> Unlike | None:
+        """Returns the last node of the group that was to run, as a wrong one; None if none was."""
+        group = self._group
+        return Unlike(group.places[-1], group.reads[-1].node, False, np.inf, group.since) if group.places else None
 
     def saw(self, place: Place, address: int) -> None:
         group, self._group = self._group, _Group()
+        self._about_to("", *place, group.reads[-1].node)
         asked = [i for i, at in enumerate(group.places) if group.reads[i].node.dst.nbytes and self._is_asked(at, place)]
         changed = [i for i in asked if self._before.get(group.places[i]) != self.digest(group.reads[i].address)]
         known = [i for i in changed if group.places[i] in self._before]
@@ -202,7 +225,7 @@ class Grouped(Walk):
             if not right and len(group.reads) > 1:
                 draws = draws or [self._drawn(group, seed) for seed in range(_DRAWS)]
                 right = _is_moved_as_far(node, actual, [drawn[i] for drawn in draws])
-            yield Unlike(group.places[i], group.reads[i].node, right, found.nmse)
+            yield Unlike(group.places[i], group.reads[i].node, right, found.nmse, group.since)
             if not right:
                 return
 
