@@ -12,6 +12,7 @@ import numpy as np
 from ggml_backend_npu import Node
 from ggml_backend_npu.ggml import convert
 from ggml_backend_npu.ggml.lib import Ggml
+from graph_runner.base.limits import refuse_where_memory_is_limited
 from graph_runner.diff.logits import Ending, Endings, Logits, nmse
 from graph_runner.diff.sides import CPU, Side
 from graph_runner.diff.together import Computer, Grouped, ends_of
@@ -148,7 +149,13 @@ class Again:
         if the run ends the same, or if ggml's CPU shows such a difference too, or if results are rounded otherwise: a
         remark says so."""
         watched = self._watched
-        logits = self._run(self._on_device)
+        try:
+            logits = self._run(self._on_device)
+        except SessionError:
+            wrong = self.repeated(2) or self._in_groups()
+            if wrong is None:
+                raise
+            return wrong
         on_cpu = replace(self._on_device, device="cpu")
         if _alike(logits, watched.logits) or not _alike(self._run(on_cpu), watched.reference):
             return None
@@ -197,27 +204,21 @@ class Again:
         found = self._alone(places[low])
         if found is None:
             return None
-        result, since = self._unlike(places[low], found[1], _TOGETHER), self._since(places[low])
-        if since is None:
-            return result
-        why = "one of these nodes gives other bytes when they run as one program, not one by one; which is not known"
-        return replace(result, since=since, failure=why)
+        return self._unlike(places[low], found[1], _TOGETHER, self._since(places[low]))
 
-    def _since(self, place: Place) -> str | None:
-        """Returns the first of the fewest nodes that must run together up to a node for its result to change; None if
-        it is that node."""
+    def _since(self, place: Place) -> str:
+        """Returns the first of the fewest nodes that must run together up to a node for its result to change; "" if it
+        is that node."""
         step, last = place
-        low, high, first = -1, last - 1, (0, "")
+        low, high, first = -1, last - 1, ""
         while low < high:  # the result changes with a cut after `low`, and not after `high`
             middle = (low + high + 1) // 2
             one = self._alone_after(place, (step, middle))
             if one.found is not None and one.found[0] != self._watched.fingerprints[place] and one.began is not None:
-                low, first = middle, (middle + 1, str(one.began))
+                low, first = middle, _named((step, middle + 1), one.began)
             else:
                 high = middle - 1
-        if low + 1 == last:
-            return None
-        return f"step {step} node {first[0]}: {first[1]}" if first[1] else f"the begin of step {step}"
+        return "" if low + 1 == last else first or f"the begin of step {step}"
 
     def _is_same(self, place: Place) -> bool:
         """Whether a node gives the same result when only this node is observed."""
@@ -236,37 +237,42 @@ class Again:
         return one
 
     def _grouped(self, ends: Callable[[Place, Node], bool], course: Course | None = None) -> Grouped:
-        """Runs the tokens on the device in groups of nodes."""
+        """Runs the tokens on the device in groups of nodes; without a course as they ran when they were observed."""
         watched = self._watched
         left_out = watched.left_to_the_cpu if course is not None else ()
         grouped = Grouped(
-            self._ggml,
-            self._device,
-            self._computer,
-            ends,
-            left_out=left_out,
-            before=watched.fingerprints,
+            self._ggml, self._device, self._computer, ends, left_out=left_out, before=watched.fingerprints,
             course=course,
-        )
-        self._run(self._on_device, grouped)
+        )  # fmt: skip
+        try:
+            self._run(self._on_device, grouped)
+        except SessionError as error:
+            refuse_where_memory_is_limited(error)
+            failed = grouped.failed()
+            if failed is None:
+                raise
+            grouped.found.append(replace(failed, why=str(error)))
         return grouped
 
     def _first_wrong(self, grouped: Grouped, text: str, *, remarks: bool) -> NodeResult | None:
         """Returns the wrong result, if there is one. Otherwise remarks on the first that has changed."""
         for each in grouped.found:
             if not each:
-                return self._unlike(each.place, each.node, text)
+                since = "" if each.since is None else _named(*each.since)
+                return self._unlike(each.place, each.node, f"{text}: {each.why}" if each.why else text, since)
             self._errors[each.place] = max(self._errors.get(each.place, 0.0), each.error)
         if grouped.changed is not None and remarks:
             (step, index), node = grouped.changed
             self.remarks.append(f"step {step} node {index}: {node.op} {node.name!r} {text}, within rounding")
         return None
 
-    def _unlike(self, place: Place, node: Node, failure: str) -> NodeResult:
+    def _unlike(self, place: Place, node: Node, failure: str, since: str) -> NodeResult:
+        """A node that gives other bytes; or one of several since an earlier one does, and which is not known."""
         step, index = place
+        failure = f"one of these nodes {failure}; which is not known" if since else failure
         return NodeResult(
             step, index, node.op, node.name, types_of(node), node.dst.ne, Verdict.FAILED, self._device.name,
-            failure=failure, wrong_in=OWN_RUN,
+            failure=failure, wrong_in=OWN_RUN, since=since,
         )  # fmt: skip
 
     def natural(self, ending: Ending) -> Ending:
@@ -307,3 +313,7 @@ def _alike(a: Sequence[Logits], b: Sequence[Logits]) -> bool:
 
 def _apart(a: Sequence[Logits], b: Sequence[Logits]) -> float:
     return max((nmse(x, y) for x, y in zip(a, b, strict=True)), default=0.0)
+
+
+def _named(place: Place, node: Node) -> str:
+    return f"step {place[0]} node {place[1]}: {node}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Protocol
 
 from ggml_backend_npu import Graph, Memory, Node, Tensor
@@ -36,6 +37,7 @@ _AMPLIFIES = 10.0  # times the error of its inputs
 _MOST_KNOWN = 8192  # nodes of the reference
 _HEATS = 200  # nodes that differ of which a heat map is kept
 _ANOTHER = 0x3F  # each byte of dst: 0.747 as f32, 1.81 as f16
+_CARELESS = 16  # careful looks in vain: then wrong nodes are the kernels' fault
 _EXPLANATIONS = 3  # nodes of an op, its types and a verdict that are explained
 
 
@@ -100,6 +102,7 @@ class Judge:
         self._turn: Turn
         self._known: dict[convert.Read, Known] = {}
         self._errors: dict[int, float] = {}  # of results in the device's own run, by the reference's tensor
+        self._careless = 0  # careful looks that have found nothing
         self._heats = 0
         self._explanations: Counter[tuple[str, str, Verdict]] = Counter()
         self.state_results: list[StateResult] = []
@@ -195,6 +198,19 @@ class Judge:
         """What the device's memory does not hold as it was set; then what is computed from it says nothing."""
         return None if self._checks is None else self._checks.unrepaired
 
+    def _found_carefully(self, again: Callable[[], object]) -> str | None:
+        """Does again what has shown a wrong result, now also with copies that the device makes of what is read. Returns
+        the fault of the device's memory that is found so, if there is one."""
+        if self._checks is None or self._careless >= _CARELESS:
+            return None
+        n = len(self.faults)
+        with self._checks.carefully():
+            again()
+        if len(self.faults) > n:
+            return str(self.faults[n])
+        self._careless += 1
+        return None
+
     def own_before(self, address: int, place: int) -> bool:
         """Called when the device's own run has come to a node. Returns whether to run it now."""
         runs = self.own.before(address, place)
@@ -225,11 +241,13 @@ class Judge:
         if node.dst.n_elements == 0:
             return
         self.watch.look(self.step, place, turn.before, node.dst, self._leaf_names())
-        cumulative, mirrored = None, None
-        if own is not None:
+        cumulative, mirrored, errs = None, None, self._memory_errs
+        if own is not None and errs is None:
             cumulative = self._cumulative(own)
             self.strays += [Stray(changed, self.step, place, str(node)) for changed in own.found]
             mirrored = self._mirrored(own, cumulative)
+            errs = None if mirrored is None or mirrored else self._found_carefully(partial(_read_again, own))
+            cumulative, mirrored = (cumulative, mirrored) if errs is None else (None, None)
         verdict = self._verdict(address, mirrored, cumulative, own)
         if own is not None:
             self._look_at_state(own.read)
@@ -238,7 +256,7 @@ class Judge:
             "" if own is None else self._device.on(own.on_device),
             None if isolated is None else isolated.found, cumulative,
             None if mirrored is None else mirrored.found,
-            fused="" if own is None else own.fused, not_judged=_why_not_judged(own, mirrored),
+            fused="" if own is None else own.fused, not_judged=_why_not_judged(own, mirrored, errs),
         )  # fmt: skip
         looked_at = [each for each in (isolated, mirrored) if each is not None]
         wrong = next((each for each in looked_at if not each), None)
@@ -281,7 +299,7 @@ class Judge:
 
     def _mirrored(self, own: OwnNode, cumulative: Comparison | None) -> Compared | None:
         """Compares a node of the own run with what the reference computes from what it read."""
-        if not own.on_device or self._memory_errs is not None:
+        if not own.on_device:
             return None
         spoilt = own.spoilt[0] if own.spoilt else None
         failure = f"in the own run writes to {spoilt}, beside its output" if spoilt else None
@@ -347,9 +365,29 @@ class Judge:
         return None if both is None else heat(*both)
 
     def _recompute(self) -> Compared | None:
-        turn, copied, node = self._turn, self._turn.copied, self._turn.node
+        """Has the device compute the node from copies. If that is wrong since memory errs, what it gives when each
+        reading is compared with a copy within the device counts."""
+        copied = self._turn.copied
         if copied is None:
             return None
+        found = [self._computed(copied)]
+        if found[0] or found[0] is None:
+            return found[0]
+
+        def again() -> None:
+            copied.reset()
+            found.append(self._computed(copied))
+
+        errs = self._found_carefully(again)
+        return found[-1] if errs is not None or (self._is_late and found[-1]) else found[0]
+
+    @property
+    def _is_late(self) -> bool:
+        """Whether the device was seen to return from calls before they are done."""
+        return self._checks is not None and self._checks.is_late
+
+    def _computed(self, copied: Copied) -> Compared | None:
+        turn, node = self._turn, self._turn.node
         failure, found, right = None, None, False
         try:
             with self._footprints.about_to("isolated", turn.step, turn.place, node):
@@ -419,7 +457,20 @@ class Judge:
         return states.is_off(read.view_source) or any(states.is_read(root, self.step) for root in roots)
 
 
-def _why_not_judged(own: OwnNode | None, mirrored: Compared | None) -> str:
+def _read_again(own: OwnNode) -> None:
+    """Reads once more what a node of the own run read and wrote."""
+    for tensor in (own.node.dst, *own.node.src):
+        if tensor is not None and tensor.nbytes:
+            tensor.unpacked()
+
+
+def _why_not_judged(own: OwnNode | None, mirrored: Compared | None, errs: str | None) -> str:
+    """Returns why nobody knows what a node gave in the own run.
+
+    errs  what is wrong with the device's memory, if that is why
+    """
+    if errs is not None and (own is None or (own.on_device and own.result is not None)):
+        return f"the memory of the device errs: {errs}"
     if own is None:
         return STOPPED
     return own.why_not if own.on_device and mirrored is None and not own.fused else ""

@@ -369,7 +369,8 @@ class _InStep:
         result, sides = self._result, self._sides
         first, second = ([pair[side] for pair in endings.steps] for side in (0, 1))
         again = Again(
-            self._ggml, self._opened, sides.device, Computer(sides.reference, self._rules), self._settings, batches,
+            self._ggml, self._opened, sides.device,
+            Computer(sides.reference, self._rules, Footprints(self._about_to)), self._settings, batches,
             Watched(second, first, fingerprints, result.nodes),
         )  # fmt: skip
         found = again.repeated(self._asked.repeat)

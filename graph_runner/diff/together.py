@@ -24,6 +24,7 @@ from graph_runner.diff.sides import NodesOf, Side
 from graph_runner.diff.walks import Course, Place, Walk
 from graph_runner.judging import noise
 from graph_runner.judging.compare import compare
+from graph_runner.judging.footprints import Footprints
 from graph_runner.judging.rules import Rules, free_order, half_ulp, type_of
 from graph_runner.judging.spans import copy, within
 
@@ -39,20 +40,27 @@ _OUTLIER = 64  # times the mean of its row, which a squared difference may be
 
 @dataclass(frozen=True)
 class Computer:
-    """The reference, as one that computes a node, and the rules for its results."""
+    """The reference, as one that computes a node, the rules for its results, and who is told before nodes run."""
 
     reference: Side
     rules: Rules
+    footprints: Footprints
 
 
 @dataclass(frozen=True)
 class Unlike:
-    """A result whose bytes are not the expected ones, and its NMSE. Falsy if it is not only rounded otherwise."""
+    """A result whose bytes are not the expected ones, and its NMSE. Falsy if it is not only rounded otherwise.
+
+    since  place and node of the first of its group; None if it ran by itself
+    why    there is no result
+    """
 
     place: Place
     node: Node
     right: bool
     error: float
+    since: tuple[Place, Node] | None
+    why: str = ""
 
     def __bool__(self) -> bool:
         return self.right
@@ -69,6 +77,11 @@ class _Group:
     places: list[Place] = field(default_factory=list)
     held: dict[int, Tensor] = field(default_factory=dict)
     constant: set[int] = field(default_factory=set)
+
+    @property
+    def since(self) -> tuple[Place, Node] | None:
+        """Place and node of the first of several; None if there is only one."""
+        return (self.places[0], self.reads[0].node) if len(self.reads) > 1 else None
 
     def nodes(self) -> list[Node]:
         """Returns the nodes over memory of their own, with what they read before them in it."""
@@ -128,10 +141,20 @@ class Grouped(Walk):
         if place in self._left_out:
             return False
         self._add(place, read)
-        return self._ends(place, read.node)
+        is_end = self._ends(place, read.node)
+        if is_end and self._known is None:
+            self._computer.footprints.begin("own", *place, read.node)
+        return is_end
+
+    def failed(self) -> Unlike | None:
+        """Returns the last node of the group that was to run, as a wrong one; None if none was."""
+        group = self._group
+        return Unlike(group.places[-1], group.reads[-1].node, False, np.inf, group.since) if group.places else None
 
     def saw(self, place: Place, address: int) -> None:
         group, self._group = self._group, _Group()
+        if self._known is None:
+            self._computer.footprints.end()
         asked = [i for i, at in enumerate(group.places) if group.reads[i].node.dst.nbytes and self._is_asked(at, place)]
         changed = [i for i in asked if self._before.get(group.places[i]) != self.digest(group.reads[i].address)]
         known = [i for i in changed if group.places[i] in self._before]
@@ -186,7 +209,7 @@ class Grouped(Walk):
             if not right and len(group.reads) > 1:
                 draws = draws or [self._drawn(group, seed) for seed in range(_DRAWS)]
                 right = _is_moved_as_far(node, actual, [drawn[i] for drawn in draws])
-            yield Unlike(group.places[i], group.reads[i].node, right, found.nmse)
+            yield Unlike(group.places[i], group.reads[i].node, right, found.nmse, group.since)
             if not right:
                 return
 

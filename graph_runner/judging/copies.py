@@ -150,6 +150,10 @@ class Copied:
         storage = self._before[at : at + dst.packed.size]
         return replace(held, packed=Packed(held.type, held.memory.address + at, storage)).unpacked()
 
+    def reset(self) -> None:
+        """Puts back what dst and the memory around it held before the node was computed."""
+        self._around.bytes()[:] = self._before
+
     def changed(self) -> list[int]:
         """Returns the indices of sources whose memory was changed: the source, or what it is a view of, if the node's
         output does not lie in it."""

@@ -88,6 +88,17 @@ class InLaterInTheRun(Counts):
         super().copy_in(handle, offset, data[:-1] if self.n > 150 and data.size > 16 else data)
 
 
+@fault(*IN, battery=False)
+class InBeyondRepair(Counts):
+    """In the run, the first byte is never what it is set to."""
+
+    def copy_in(self, handle: Any, offset: int, data: Any) -> None:
+        super().copy_in(handle, offset, data)
+        self.n += 1
+        if self.n > 600:
+            handle[offset] ^= 1
+
+
 @fault(*IN)
 class InReordered(Counts):
     """A call is done when the next one comes."""
@@ -197,6 +208,30 @@ class OutLastByteInTheRun(Counts):
         self.n += 1
         if self.n > 400 and out.size > 16 and self.n % 3 == 0:
             out[-1] ^= 0x80
+
+
+@fault("copy_out", battery=False)
+class OutStaleAfterPrograms(Simulator):
+    """The host has a copy of each buffer, which programs do not change."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.known: dict[int, Any] = {}
+
+    def copy_in(self, handle: Any, offset: int, data: Any) -> None:
+        super().copy_in(handle, offset, data)
+        self.known[handle.ctypes.data] = handle.copy()
+
+    def fill(self, handle: Any, offset: int, size: int, value: int) -> None:
+        super().fill(handle, offset, size, value)
+        self.known[handle.ctypes.data] = handle.copy()
+
+    def copy(self, source: Any, source_offset: int, target: Any, target_offset: int, size: int) -> None:
+        super().copy(source, source_offset, target, target_offset, size)
+        self.known[target.ctypes.data] = target.copy()
+
+    def copy_out(self, handle: Any, offset: int, out: Any) -> None:
+        super().copy_out(self.known.get(handle.ctypes.data, handle), offset, out)
 
 
 # fill

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import inspect
+import json
 from itertools import count
+from pathlib import Path
 
 import numpy as np
 import pytest
+from kit.commands import fresh
 from kit.diffs import FLASH_OFF, PROMPT, planted
 from kit.models import Models
 from kit.support import choose
@@ -19,6 +22,28 @@ from graph_runner.diff import DiffOptions, again
 from graph_runner.diff.logits import Ending, Endings, nmse
 from graph_runner.diff.run import DiffResult, diff
 from graph_runner.judging.results import OWN_RUN, Verdict
+
+KERNELS = """
+import os
+from itertools import count
+import numpy as np
+from ggml_backend_npu import op
+
+calls = count()
+
+@op("CONT")
+def cont(dst, src):
+    if next(calls) >= 60:
+        {ends}
+    dst.view()[...] = src.view().reshape(dst.view().shape)
+
+@op("MUL_MAT", types=[("f32", "f32", "f32"), ("f32", "f16", "f32")])
+def mul_mat(dst, a, b, *_):
+    rows = np.repeat(np.repeat(a.view().astype(np.float32), b.ne[2] // a.ne[2], 1), b.ne[3] // a.ne[3], 0)
+    order = np.random.default_rng().permutation(a.ne[0])
+    columns = b.view().astype(a.view().dtype).astype(np.float32)
+    dst.view()[...] = columns[..., order] @ rows[..., order].swapaxes(2, 3)
+"""
 
 pytestmark = pytest.mark.usefixtures("as_before")
 
@@ -49,6 +74,20 @@ def test_a_node_that_is_not_the_same_each_time_is_named(model: Models, backend: 
     assert "is not the same each time: run" in (result.wrong[0].failure or "")
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("ends", ["raise ValueError('no more')", "os.abort()"])
+def test_a_node_that_fails_in_a_repeated_run_is_named(ends: str, tmp_path: Path) -> None:
+    """Beside products that are right, and not the same each time."""
+    kernels = tmp_path / "kernels.py"
+    kernels.write_text(KERNELS.format(ends=ends))
+    done = fresh("diff", "tiny", "--kernels", kernels, "--repeat", "12", "--json", tmp_path / "found.json")
+    assert done.code == 1, done.err
+    found = json.loads((tmp_path / "found.json").read_text())
+    (wrong,) = [node for node in found["nodes"] if not node["passed"]]
+    assert (wrong["op"], wrong["wrong_in"]) == ("CONT", OWN_RUN)
+    assert ("no more" if "no more" in ends else "ended by SIGABRT in its own run") in wrong["failure"]
+
+
 def test_a_node_that_is_right_only_when_it_is_looked_at_is_named(model: Models) -> None:
     """Wrong where it runs in one graph with another node, in the second layer."""
     last = -1  # how many graphs had run when a node of one did
@@ -76,7 +115,11 @@ def test_a_node_that_is_right_only_when_it_is_looked_at_is_named(model: Models) 
     (wrong,) = result.wrong
     assert (wrong.op, wrong.step) == ("SET_ROWS", 0)
     assert wrong.name.startswith("cache_v_l1")
-    assert wrong.failure == "gives other bytes when nodes run together, not one by one"
+    assert (
+        wrong.failure
+        == "one of these nodes gives other bytes when nodes run together, not one by one; which is not known"
+    )
+    assert wrong.since.startswith(f"step 0 node {wrong.index - 1}: "), "a group of two"
 
 
 def test_a_run_that_rounds_ends_within_what_is_natural(model: Models) -> None:

@@ -14,6 +14,7 @@ from ggml_backend_npu.device.backend import DeviceBackend
 from ggml_backend_npu.device.sim import Simulator
 from ggml_backend_npu.ggml import lib
 from graph_runner.diff.run import DiffOptions, DiffResult, run_in_step
+from graph_runner.judging.results import Fate
 from graph_runner.reports.diff_report import diff_json
 from graph_runner.tools.battery import BatteryResult, run_battery
 
@@ -51,6 +52,17 @@ def test_a_diff_names_the_method_and_no_kernel(name: str, model: Models) -> None
     said = diff_json(result)
     assert said["verdict"].startswith("wrong: the memory of the device errs: ")
     assert not result.wrong
+
+
+def test_what_memory_does_not_hold_is_not_judged(model: Models) -> None:
+    device = IN_A_DIFF["InBeyondRepair"][0]()
+    result, right = diff(device, model, steps=0), diff(Simulator(memory=1 << 28), model, steps=0)
+    assert sum(right.fates.values()) == right.fates[Fate.JUDGED] > 40
+    assert 0 < result.fates[Fate.JUDGED] < right.fates[Fate.JUDGED], "it errs in the run"
+    assert result.fates.total() == right.fates.total()
+    assert {node.not_judged for node in result.not_judged} == {
+        f"the memory of the device errs: {device_errs}" for device_errs in [result.stopped]
+    }
 
 
 def test_there_are_many_kinds_of_faults() -> None:

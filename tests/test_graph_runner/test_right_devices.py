@@ -67,4 +67,7 @@ def test_what_is_wrong_only_where_nodes_run_together_is_found(model: Models, nam
     assert not result
     (wrong,) = result.wrong
     assert (wrong.step, wrong.verdict, wrong.wrong_in) == (0, Verdict.FAILED, OWN_RUN)
-    assert wrong.failure == "gives other bytes when nodes run together, not one by one"
+    assert (
+        wrong.failure
+        == "one of these nodes gives other bytes when nodes run together, not one by one; which is not known"
+    )
