@@ -334,6 +334,8 @@ class CheckedMemory(OpaqueMemory):
         super().release(buffer)
         for (other, place), sample in self._samples(buffer).items():
             held = before[other, place]
+            if self.checks.is_careful and np.array_equal(self._agreed(other, place, held.size), held):
+                continue
             if np.array_equal(sample, held) or np.array_equal(self._sure(other, place, held.size), held):
                 continue
             self._err("free", other, place, held.size, f"of {name}: {differing(held, sample, place)}")

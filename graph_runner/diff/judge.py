@@ -37,6 +37,7 @@ _AMPLIFIES = 10.0  # times the error of its inputs
 _MOST_KNOWN = 8192  # nodes of the reference
 _HEATS = 200  # nodes that differ of which a heat map is kept
 _ANOTHER = 0x3F  # each byte of dst: 0.747 as f32, 1.81 as f16
+_READ = "copy_out", "copy_out_async", "synchronize"  # methods that, if they err, leave nothing that can be read
 _CARELESS = 16  # careful looks in vain: then wrong nodes are the kernels' fault
 _EXPLANATIONS = 3  # nodes of an op, its types and a verdict that are explained
 
@@ -201,7 +202,11 @@ class Judge:
     def _found_carefully(self, again: Callable[[], object]) -> str | None:
         """Does again what has shown a wrong result, now also with copies that the device makes of what is read. Returns
         the fault of the device's memory that is found so, if there is one."""
-        if self._checks is None or self._careless >= _CARELESS:
+        if self._checks is None:
+            return None
+        if (known := next((each for each in self.faults if each.method in _READ), None)) is not None:
+            return str(known)
+        if self._careless >= _CARELESS:
             return None
         n = len(self.faults)
         with self._checks.carefully():
@@ -379,7 +384,9 @@ class Judge:
             found.append(self._computed(copied))
 
         errs = self._found_carefully(again)
-        return found[-1] if errs is not None or (self._is_late and found[-1]) else found[0]
+        if errs is None and not self._is_late:
+            return found[0]
+        return found[-1] if found[-1] else None  # what memory that errs shows blames no kernel
 
     @property
     def _is_late(self) -> bool:

@@ -218,6 +218,11 @@ class OutStaleAfterPrograms(Simulator):
         super().__init__(**options)
         self.known: dict[int, Any] = {}
 
+    def alloc(self, size: int) -> Any:
+        handle = super().alloc(size)
+        self.known.pop(handle.ctypes.data, None)
+        return handle
+
     def copy_in(self, handle: Any, offset: int, data: Any) -> None:
         super().copy_in(handle, offset, data)
         self.known[handle.ctypes.data] = handle.copy()
