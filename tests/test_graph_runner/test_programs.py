@@ -10,12 +10,12 @@ from kit.models import Models
 from kit.programs_that_err import PROGRAMS, LeavesOutTheLastAdd, Programs
 
 from ggml_backend_npu.device.backend import DeviceBackend
-from graph_runner.diff.run import DiffResult, diff
+from graph_runner.diff.run import DiffOptions, DiffResult, diff
 from graph_runner.reports.diff_report import diff_json
 
 
 def run(model: Models, device: Programs) -> DiffResult:
-    return diff(model("llama"), PROMPT, steps=2, settings=FLASH_OFF, backend=DeviceBackend(device))
+    return diff(model("llama"), PROMPT, DiffOptions(steps=2, settings=FLASH_OFF, backend=DeviceBackend(device)))
 
 
 def some() -> list[object]:
