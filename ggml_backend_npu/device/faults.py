@@ -85,6 +85,10 @@ class Checks:
         if len(self.faults) < _MOST:
             self.faults.append(MemoryFault(method, self.name(buffer), offset, size, what, self.when))
 
+    def errs(self, method: str) -> bool:
+        """Whether a method was caught."""
+        return any(fault.method == method for fault in self.faults)
+
     def name(self, buffer: Buffer | None) -> str:
         """A buffer, as faults name it."""
         return "" if buffer is None else f"buffer {self._numbers.get(buffer.address, 0)} of {buffer.size:,} bytes"
