@@ -39,6 +39,7 @@ _WHOLE: dict[str, tuple[int, ...]] = {
         ("GATED_DELTA_NET", "GATED_LINEAR_ATTN", "RWKV_WKV6", "RWKV_WKV7", "SSM_SCAN", "SSM_CONV"), (*range(8),)
     ),
     "SOFT_MAX": (1, 2), "ARGSORT": (0,), "TOP_K": (0,), "SUM_ROWS": (0,),
+    "CLAMP": (0,),  # whose CPU goes from row to row by nb1 alone
 }  # fmt: skip
 
 

@@ -29,7 +29,7 @@ def test_random_nodes() -> None:
 
 
 @with_avx2
-@pytest.mark.conformance
+@pytest.mark.fuzz
 @pytest.mark.parametrize("seed", range(10))
 def test_many_random_nodes(seed: int) -> None:
     found = outcomes([*series(seed, 0, 2_000, OPS, special=False)])
@@ -37,7 +37,7 @@ def test_many_random_nodes(seed: int) -> None:
 
 
 @with_avx2
-@pytest.mark.conformance
+@pytest.mark.fuzz
 @pytest.mark.parametrize("op", OPS)
 def test_bytes_of_random_nodes_where_they_are_promised(op: str) -> None:
     """200 nodes for each probe of the op."""
