@@ -171,6 +171,11 @@ def team(request: pytest.FixtureRequest, backend: Plugin, monkeypatch: pytest.Mo
         yield kind
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """An exception that would leave a callback, and reach C, fails the test."""
+    config.addinivalue_line("filterwarnings", "error::pytest.PytestUnraisableExceptionWarning")
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Of a test marked `some(n)`, n cases run by default, evenly spaced; the others are slow."""

@@ -90,7 +90,8 @@ def _import_all(name: str, found: metadata.Distribution) -> None:
         for suffix in EXTENSION_SUFFIXES
         if str(file).endswith(suffix) and not file.name.startswith("lib")
     }
-    for module in (name.replace("-", "_"), *sorted(extensions)):
+    its_own = {module for module, names in metadata.packages_distributions().items() if found.name in names}
+    for module in (name.replace("-", "_"), *sorted(its_own | extensions)):
         with suppress(ModuleNotFoundError):
             importlib.import_module(module)
 

@@ -43,7 +43,7 @@ def ops(names: Names = None, json_file: JsonFile = None, kernels: Kernels = None
             for name, found in signatures.items()
         }
         write("--json", json_file, json_text({"schema": "ggml-npu ops 1", "ops": data}))
-    console = stdout()
+    console = stdout(json_file)
     if names:
         for name in chosen:
             _describe(known[name], console)

@@ -83,8 +83,9 @@ def test_ctrl_c_ends_a_kernel_that_catches_it(tmp_path: Path) -> None:
 CHILD = """
 import os, sys
 from ggml_backend_npu.plugin import embedding
-from graph_runner import cli, suites
+from graph_runner import cli
 from graph_runner.base.errors import SuiteError
+from graph_runner.tools import suites
 
 def backend_ops(*arguments, **keywords):
     for line in suites._lines([sys.executable, "-uc", "import os, time; print(os.getpid()); time.sleep(1000)"]):
@@ -199,7 +200,7 @@ def test_a_folder_that_cannot_be_written_is_told_in_a_line(tmp_path: Path) -> No
     file = tmp_path / "file"
     file.touch()
     environment = os.environ | {"XDG_CACHE_HOME": str(file)}
-    assert_refused(fresh("plugin", env=environment), file, "Not a directory")
+    assert_refused(fresh("plugin", env=environment), file, "File exists")
 
 
 # mistakes of ours
@@ -208,13 +209,12 @@ def test_a_folder_that_cannot_be_written_is_told_in_a_line(tmp_path: Path) -> No
 OURS = """
 import sys
 from graph_runner import cli
-from graph_runner.cli import app
-import ggml_backend_npu.registry.entry
+from graph_runner.cli import app, ops
 
-def wrong(self):
+def wrong(*_):
     raise RuntimeError("of ours")
 
-ggml_backend_npu.registry.entry.Op.signatures = wrong
+ops._list = wrong
 sys.argv = ["ggml-npu", "ops", *sys.argv[1:]]
 cli.main()
 """

@@ -75,7 +75,7 @@ def test_floats_are_narrowed_to_the_nearest_half(functions: Functions) -> None:
 _RUNS = """
 import numpy as np
 import ggml_backend_npu
-from graph_runner import promises
+from graph_runner.judging import promises
 from quant.kernels.processor import processor_has
 assert not processor_has("f16c")
 names = [

@@ -27,7 +27,7 @@ print(threads._run.address > 0, threads._take_chunks.address > 0)
 ALL = """
 import gc, sys
 import ggml_backend_npu
-from graph_runner import session
+from graph_runner.run import session
 from quant.kernels.jit import CFunction
 
 ggml_backend_npu.register()
