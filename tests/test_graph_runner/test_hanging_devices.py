@@ -60,7 +60,9 @@ def test_between_nodes(tmp_path: Path, method: str, first: int, hangs: str) -> N
 
 
 @pytest.mark.some(1)
-@pytest.mark.parametrize(("method", "first"), [("compile", 3), ("copy_out", 400), ("synchronize", 5), ("free", 1), ("copy_in", 40)])
+@pytest.mark.parametrize(
+    ("method", "first"), [("compile", 3), ("copy_out", 400), ("synchronize", 5), ("free", 1), ("copy_in", 40)]
+)
 def test_in_a_node(tmp_path: Path, method: str, first: int) -> None:
     outcome = diff(tmp_path, method, first)
     assert outcome.code == 1, outcome.err
