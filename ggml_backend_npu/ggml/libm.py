@@ -7,9 +7,9 @@ import os
 from collections.abc import Callable
 
 
-def function(name: str) -> Callable[[float], float]:
-    """A function of one float, by its C name."""
+def function(name: str, n: int = 1) -> Callable[..., float]:
+    """A function of n floats, by its C name."""
     found = getattr(ctypes.CDLL("ucrtbase" if os.name == "nt" else None), name)
-    found.argtypes, found.restype = [ctypes.c_float], ctypes.c_float
-    called: Callable[[float], float] = found
+    found.argtypes, found.restype = [ctypes.c_float] * n, ctypes.c_float
+    called: Callable[..., float] = found
     return called

@@ -95,7 +95,7 @@ def _exact_indexer(q: Tensor, k: Tensor, weights: Tensor, mask: Tensor) -> Exact
     total = np.tile(added[:, 0], (len(queries) // len(added), 1, 1))
     for head in range(q.ne[1]):
         products = queries[:, :, head] @ keys[:, :, 0].swapaxes(1, 2)
-        total += np.maximum(products, 0) * by_head[:, 0, :, head, None]
+        total += np.fmax(products, 0) * by_head[:, 0, :, head, None]
     return total[:, None]
 
 

@@ -17,6 +17,7 @@ from numba import types
 
 from ggml_backend_npu.ggml.numerics import PLAIN, Numerics
 from ggml_backend_npu.ir import Node, Tensor
+from ggml_backend_npu.ops import undefined
 from ggml_backend_npu.ops.kernels import elements
 from ggml_backend_npu.ops.kernels.functions import fused_multiply_add as fma
 from ggml_backend_npu.ops.kernels.strided import ids_check
@@ -172,6 +173,8 @@ def add(dst: Tensor, a: Tensor, b: Tensor, numerics: Numerics = PLAIN) -> None:
         _compute(np.add, dst, a, b)
 
 
+add.undefined(undefined.blocks_of_sums)
+
 _ADD1 = [
     ("f32", "f32", "f32"),
     *((type, type, other) for type in ("f16", "bf16") for other in (type, "f32")),
@@ -194,6 +197,9 @@ def _refuse_add1(dst: Tensor, a: Tensor, b: Tensor) -> str | None:
 def add1(dst: Tensor, a: Tensor, b: Tensor, numerics: Numerics = PLAIN) -> None:
     """dst = a + b, where b is a single number, ne (1, 1, 1, 1). Equals ggml_compute_forward_add1."""
     add.define(dst, a, b, numerics=numerics)
+
+
+add1.undefined(undefined.blocks_of_sums)
 
 
 @add1.compiled

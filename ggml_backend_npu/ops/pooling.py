@@ -15,7 +15,7 @@ from ggml_backend_npu.registry import exact, probes
 from ggml_backend_npu.registry.checks import Exact, Types
 from ggml_backend_npu.registry.entry import Call, op
 from ggml_backend_npu.registry.params import Params, i32
-from ggml_backend_npu.registry.shapes import gaps, gaps_in_matrices, other_ne
+from ggml_backend_npu.registry.shapes import apart, gaps, gaps_in_matrices, other_ne
 from quant.kernels.jit import array_at, compiled, inlined
 from quant.kernels.records import Place, record_at
 from quant.kernels.threads import Job, Work
@@ -190,7 +190,8 @@ def _pooled(dst: Tensor, x: Tensor, window0: Window, window1: Window, is_max: bo
     """The windows move over dimensions 0 and 1."""
     if x.overlaps(dst) or window0.s < 1:
         return None
-    of = PoolRows(x.place, dst.place, x.ne[:2], dst.ne[:2], window0, window1, CODES[x.type], is_max, area)
+    rows, pooled = (Place(tensor.address, (tensor.nb[0], apart(tensor), 0, 0)) for tensor in (x, dst))
+    of = PoolRows(rows, pooled, x.ne[:2], dst.ne[:2], window0, window1, CODES[x.type], is_max, area)
     n_bytes, scratch = x.nbytes + dst.nbytes * window0.k * window1.k, 4 * x.ne[0]
     return Job(Work(pool_rows, of, dst.ne[1] * dst.ne[2] * dst.ne[3], n_bytes, scratch=scratch, keep=(dst, x)))
 

@@ -19,6 +19,7 @@ import numpy as np
 from numba import types
 from numpy.typing import NDArray
 
+from ggml_backend_npu.ggml import libm
 from ggml_backend_npu.ir import Node, Tensor
 from ggml_backend_npu.ops.kernels.exponentials import expf, exps, largest, scaled
 from ggml_backend_npu.registry import cases, exact, probes
@@ -310,10 +311,10 @@ def slopes(n_head: int, max_bias: float) -> Floats | None:
     """ALiBi's slope for each head; None for a bias of 0, where all are 1."""
     if max_bias <= 0:
         return None
-    power = 1 << (n_head.bit_length() - 1)
-    m0, m1 = (np.float64(np.float32(2.0 ** (-bias / power))) for bias in (max_bias, max_bias / 2.0))
-    heads = np.arange(n_head)
-    return np.where(heads < power, m0 ** (heads + 1), m1 ** (2 * (heads - power) + 1)).astype(np.float32)
+    powf, n = libm.function("powf", 2), 1 << (n_head.bit_length() - 1)
+    m0, m1 = (powf(2.0, -bias / n) for bias in (max_bias, max_bias / 2.0))
+    found = [powf(m0, head + 1) if head < n else powf(m1, 2 * (head - n) + 1) for head in range(n_head)]
+    return np.array(found, np.float32)
 
 
 def _maximum(scores: Floats, kept: NDArray[np.bool_] | np.bool_, sink: Floats | None) -> Floats:

@@ -25,11 +25,25 @@ def blocks(dst: Tensor, source: Tensor, ids: Tensor | None = None) -> Flags:
     if not dst.codec.is_quantized or source.codec.is_quantized:
         return NOTHING
     shape = (*dst.ne[:0:-1], dst.n_blocks)
-    finite: Flags = np.isfinite(exact.values(source)).reshape(-1, dst.codec.block_size)
-    spoilt = np.logical_not(finite.all(axis=-1))
+    spoilt = _spoilt(exact.values(source), dst)
     if ids is None:
         return spoilt.reshape(shape)
     flags, rows = np.zeros(shape, np.bool_), spoilt.reshape(*source.ne[:0:-1], dst.n_blocks)
     for i3, i2 in np.ndindex(*rows.shape[:2]):
         flags[i3, i2, ids.view()[0, i3 % ids.ne[2], i2 % ids.ne[1]]] |= rows[i3, i2]
     return flags
+
+
+def blocks_of_sums(dst: Tensor, a: Tensor, b: Tensor) -> Flags:
+    """Which blocks of a quantised dst are made of float32 sums a + b of which one is not finite, b repeated."""
+    if not dst.codec.is_quantized:
+        return NOTHING
+    with np.errstate(all="ignore"):
+        total = exact.values(a).astype(np.float32) + exact.values(b).astype(np.float32)
+    return _spoilt(total, dst).reshape(*dst.ne[:0:-1], dst.n_blocks)
+
+
+def _spoilt(numbers: NDArray[np.floating], dst: Tensor) -> Flags:
+    """Which blocks of dst's type have a number that is not finite among those that they are made of."""
+    finite: Flags = np.isfinite(numbers).reshape(-1, dst.codec.block_size)
+    return np.logical_not(finite.all(axis=-1))

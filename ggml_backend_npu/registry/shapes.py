@@ -29,6 +29,12 @@ def gaps_in_matrices(**tensors: Tensor) -> str | None:
     return gaps_in_rows(**tensors)
 
 
+def apart(tensor: Tensor) -> int:
+    """Returns the bytes from a row to the next one, of a tensor whose rows are evenly apart. That is nb1 unless a
+    matrix has one row, since its nb1 may be anything."""
+    return next((nb for n, nb in zip(tensor.ne[1:], tensor.nb[1:], strict=True) if n != 1), tensor.nb[1])
+
+
 def gaps(**tensors: Tensor) -> str | None:
     """Names a tensor that is not contiguous; None where there is none."""
     for role, tensor in tensors.items():

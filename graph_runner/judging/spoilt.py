@@ -102,12 +102,22 @@ def is_undefined(node: Node) -> NDArray[np.bool_]:
 
 
 def defined(node: Node, expected: Tensor, actual: Tensor) -> Tensor:
-    """A node's result, with the expected one's elements or blocks where ggml leaves them undefined; the result itself
-    where it leaves none."""
-    flags = is_undefined(node)
-    if not flags.any():
+    """A node's result, with the expected one's elements or blocks if ggml leaves them undefined, and its NaN if both
+    computed one: which NaN is chosen by the compiler, by the order of operands. The result itself if there are none."""
+    flags = [each for each in (is_undefined(node), _computed_nan(node, expected, actual)) if each.any()]
+    if not flags:
         return actual
     span = Memory(actual.address, actual.nbytes, owner=actual.memory).bytes().copy()
     patched = replace(actual, memory=Memory.of(span), offset=0)
-    patched.view()[flags] = expected.view()[flags]
+    for each in flags:
+        patched.view()[each] = expected.view()[each]
     return patched
+
+
+def _computed_nan(node: Node, expected: Tensor, actual: Tensor) -> NDArray[np.bool_]:
+    """Which elements are NaN in both results; empty for an op that moves the NaN of its sources."""
+    op = OWN.get(node.op)
+    if op is None or not op.has_formula or actual.type not in _FLOATS:
+        return np.zeros(0, np.bool_)
+    found: NDArray[np.bool_] = np.isnan(values(expected)) & np.isnan(values(actual))
+    return found

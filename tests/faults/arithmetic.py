@@ -209,7 +209,7 @@ def mul_aborts(dst: Tensor, a: Tensor, b: Tensor) -> None:
     os.abort()
 
 
-@fault("ADD", "ends", failure=("exit",), rounded=False)
+@fault("ADD", "ends", failure=("SystemExit",), rounded=False)
 def add_calls_sys_exit(dst: Tensor, a: Tensor, b: Tensor) -> None:
     """ADD that calls sys.exit."""
     sys.exit(0)

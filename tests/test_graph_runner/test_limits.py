@@ -76,7 +76,7 @@ def test_a_limit_of_the_machine_is_told_in_a_line(
     if command == "replay":
         arguments += ["--repeat", 8]
     outcome = limited(limit, tmp_path, does, *arguments)
-    assert outcome.code == 2, outcome
+    assert outcome.code == 2, outcome.out + outcome.err
     assert outcome.out == ""
     assert said in outcome.err.splitlines()[-1]
 

@@ -48,6 +48,18 @@ def test_pool_1d(backend: Plugin, type: str, op: int, ne: Dims, along: tuple[int
     assert_equals_cpu(backend, recipe, "f32")
 
 
+@pytest.mark.parametrize("kind", [MAX, MEAN])
+def test_images_of_one_row(backend: Plugin, kind: int) -> None:
+    """Their nb1 is not how far apart rows are: ggml_is_contiguous does not look at it."""
+    x = np.random.default_rng(1).standard_normal((3, 39)).astype(np.float32)
+
+    def recipe(scene: Scene) -> int:
+        rows = scene.op("permute", scene.root("f32", (39, 3), x), 0, 2, 1, 3)
+        return scene.op("pool_2d", rows, kind, 3, 2, 2, 1, 1.0, 1.0)
+
+    assert_equals_cpu(backend, recipe, "f32")
+
+
 @pytest.mark.parametrize("type", ["f32", "f16"])
 @pytest.mark.parametrize("kind", [MAX, MEAN])
 @given(ne=sizes(), height=st.integers(1, 9), k=st.tuples(*[st.integers(1, 4)] * 2), seed=seeds, data=st.data())

@@ -358,6 +358,18 @@ def test_slopes_of_heads_that_are_no_power_of_two() -> None:
     assert slopes(6, 0.0) is None
 
 
+@pytest.mark.parametrize(("n_head", "max_bias"), [(33, 1.5), (60, 1.5), (52, 7.581733703613281), (120, 0.3)])
+def test_slopes_are_rounded_as_powf_does(backend: Plugin, n_head: int, max_bias: float) -> None:
+    """powf of the C library is not always the nearest float32."""
+    values = np.random.default_rng(n_head).standard_normal((n_head + 1, 6, 8)).astype(np.float32)
+
+    def recipe(scene: Scene) -> int:
+        x, mask = scene.root("f32", (8, 6, n_head), values[1:]), scene.root("f32", (8, 6), values[0])
+        return scene.op("soft_max_ext", x, mask, 1.0, max_bias)
+
+    assert_as_promised(backend, recipe, "SOFT_MAX of a mask that other slopes scale")
+
+
 # exp
 
 
