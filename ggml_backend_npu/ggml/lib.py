@@ -84,6 +84,9 @@ _FUNCTIONS: _Functions = {
     "ggml_backend_buffer_get_base": (c_void_p, [c_void_p]),
     "ggml_backend_buffer_get_size": (c_size_t, [c_void_p]),
     "ggml_backend_buffer_get_usage": (c_int, [c_void_p]),
+    "ggml_backend_buffer_get_type": (c_void_p, [c_void_p]),
+    "ggml_backend_buffer_is_host": (c_bool, [c_void_p]),
+    "ggml_backend_buft_get_device": (c_void_p, [c_void_p]),
     "ggml_backend_buft_is_host": (c_bool, [c_void_p]),
     "ggml_backend_cpu_buffer_type": (c_void_p, []),
     "ggml_backend_cpu_buffer_from_ptr": (c_void_p, [c_void_p, c_size_t]),
@@ -358,18 +361,19 @@ class DeviceInfo(NamedTuple):
 _DEVICE_TYPES = {0: "CPU", 1: "GPU", 2: "IGPU", 3: "ACCEL", 4: "META"}
 
 
+def describe(found: Ggml, device: int) -> DeviceInfo:
+    """What a device says of itself. device: its ggml_backend_dev_t."""
+    return DeviceInfo(
+        found.ggml_backend_dev_name(device).decode(),
+        _DEVICE_TYPES[found.ggml_backend_dev_type(device)],
+        found.ggml_backend_reg_name(found.ggml_backend_dev_backend_reg(device)).decode(),
+        found.ggml_backend_dev_description(device).decode(),
+    )
+
+
 def list_devices(found: Ggml) -> list[DeviceInfo]:
     """Every device of this process, in the order of registration."""
-    handles = [found.ggml_backend_dev_get(index) for index in range(found.ggml_backend_dev_count())]
-    return [
-        DeviceInfo(
-            found.ggml_backend_dev_name(handle).decode(),
-            _DEVICE_TYPES[found.ggml_backend_dev_type(handle)],
-            found.ggml_backend_reg_name(found.ggml_backend_dev_backend_reg(handle)).decode(),
-            found.ggml_backend_dev_description(handle).decode(),
-        )
-        for handle in handles
-    ]
+    return [describe(found, found.ggml_backend_dev_get(index)) for index in range(found.ggml_backend_dev_count())]
 
 
 _given: dict[str, ctypes.CDLL] = {}  # the library whose ggml this process was told to `take`, by its argument

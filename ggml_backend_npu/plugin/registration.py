@@ -6,9 +6,10 @@ REGISTERING  lock that is held while ggml's registry must not change
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from threading import RLock
+from typing import Protocol
 
 from ggml_backend_npu.backend.backend import Backend
 from ggml_backend_npu.backend.options import DeviceError
@@ -40,16 +41,24 @@ def register(ggml: Ggml, backend: Backend) -> Plugin:
         return plugin
 
 
+class Registrable(Protocol):
+    """A backend that can be registered with ggml."""
+
+    @property
+    def registry_address(self) -> int:
+        """Its ggml_backend_reg_t."""
+
+
 @contextmanager
-def alone(ggml: Ggml, chosen: Plugin | None) -> Iterator[None]:
-    """Until the context ends, ggml's registry has this backend of ours, registered or not, and no other one of ours.
+def alone(ggml: Ggml, chosen: Registrable | None) -> Iterator[None]:
+    """Until the context ends, ggml's registry has this backend, registered or not, and no other one of ours.
 
     llama.cpp gives every context each ACCEL device that it finds, and every model each GPU. What was given before
     stays.
     """
     with REGISTERING:
         others = [plugin for plugin in PLUGINS.values() if plugin is not chosen]
-        guests = [chosen] if chosen is not None and chosen not in PLUGINS.values() else []
+        guests = [chosen] if chosen is not None and not _is_registered(ggml, chosen) else []
         _exchange(ggml, others, guests)
         try:
             yield
@@ -57,7 +66,12 @@ def alone(ggml: Ggml, chosen: Plugin | None) -> Iterator[None]:
             _exchange(ggml, guests, others)
 
 
-def _exchange(ggml: Ggml, out: list[Plugin], new: list[Plugin]) -> None:
+def _is_registered(ggml: Ggml, backend: Registrable) -> bool:
+    known = (ggml.ggml_backend_reg_get(index) for index in range(ggml.ggml_backend_reg_count()))
+    return backend.registry_address in known
+
+
+def _exchange(ggml: Ggml, out: Sequence[Registrable], new: Sequence[Registrable]) -> None:
     for plugin in out:
         ggml.ggml_backend_unload(plugin.registry_address)
     for plugin in new:

@@ -43,14 +43,16 @@ class Replica:
             reason = cpu.refusal(node)
             cpu.compute(node)
 
+    device   its name, if ggml has registered it; or its ggml_backend_dev_t
     threads  of ggml's CPU device; 0 = all cores
 
     Raises KernelError for a device that ggml does not have.
     """
 
-    def __init__(self, ggml: Ggml, device: str, *, threads: int = 0) -> None:
+    def __init__(self, ggml: Ggml, device: str | int, *, threads: int = 0) -> None:
         self._ggml = ggml
-        self._device = ggml.ggml_backend_dev_by_name(os.fsencode(device).split(b"\0")[0])
+        by_name = ggml.ggml_backend_dev_by_name
+        self._device = device if isinstance(device, int) else by_name(os.fsencode(device).split(b"\0")[0])
         if self._device is None:
             raise KernelError(f"no device {device!r}; ggml has: {' '.join(_devices(ggml))}")
         self.name: str = ggml.ggml_backend_dev_name(self._device).decode()

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-DeviceName = Literal["npu", "cpu"]
+DeviceName = Literal["npu", "cpu", "foreign"]
 FlashAttention = Literal["auto", "on", "off"]
 
 # what llama.cpp's own programs let a cache be; of other types its kernels crash
@@ -22,7 +22,8 @@ ALL_LAYERS = 999  # more than any model has
 class Settings:
     """The settings of a context.
 
-    device      "npu": the NPU takes the nodes it supports; "cpu": llama.cpp's CPU takes all
+    device      "npu": the NPU takes the nodes it supports; "cpu": llama.cpp's CPU takes all;
+                "foreign": a device of somebody else's backend takes what llama.cpp gives it
     n_ctx       context size in tokens (cells)
     cache_type_k  ggml type of the K cache
     cache_type_v  ggml type of the V cache (a quantised one needs flash attention)

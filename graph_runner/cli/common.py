@@ -35,11 +35,14 @@ def warn(text: str) -> None:
     say(text)
 
 
-def refuse_without_the_npu(device: str, npu: ComputeOptions, **others: object) -> None:
-    """Raises BadInputError for the first NPU option that is given although another device computes everything."""
+def refuse_without_the_npu(device: str, npu: ComputeOptions, *, takes_layers: bool = False, **others: object) -> None:
+    """Raises BadInputError for the first NPU option that is given although another device computes everything.
+
+    takes_layers  whether that device may be given layers
+    """
     given = others | vars(npu) | {"fusion": None, "no_fusion": not npu.fusion}
     for name, value in given.items():
-        if value and (name, value) != ("gpu_layers", "0"):
+        if value and (name, value) != ("gpu_layers", "0") and not (takes_layers and name == "gpu_layers"):
             option = {"all_ops": "--all"}.get(name, f"--{name.replace('_', '-')}")
             raise BadInputError(f"{option}: applies to the NPU, but --device is {device}")
 

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 from graph_runner.base.console import Console, table
-from graph_runner.cli.options import DeviceFile, DeviceOptions
+from graph_runner.cli.options import BackendLibraries, DeviceFile, DeviceOptions, RpcServers
 
 
-def devices(*, device_file: DeviceFile = None, options: DeviceOptions) -> None:
+def devices(
+    *,
+    device_file: DeviceFile = None,
+    libraries: BackendLibraries = None,
+    servers: RpcServers = None,
+    options: DeviceOptions,
+) -> None:
     """List ggml's devices, the NPU's profile, and what the NPU promises for each op on this machine: the bytes of this
     ggml's CPU, or a bound. For a device of your own, list the ops that it may take.
 
@@ -15,16 +21,16 @@ def devices(*, device_file: DeviceFile = None, options: DeviceOptions) -> None:
     import ggml_backend_npu
     from ggml_backend_npu.default import default_backends
     from ggml_backend_npu.device.backend import DeviceBackend
-    from ggml_backend_npu.ggml.lib import list_devices
     from graph_runner.judging.promises import promises
+    from graph_runner.run.devices import Devices
 
     for backend in default_backends():
         backend.options = backend.options.updated(options.chosen)
     npu = ggml_backend_npu.register()
     ggml = npu.ggml
     shown = table("device", "type", "backend", "description")
-    for device in list_devices(ggml):
-        shown.add_row(device.name, device.type, device.backend, device.description)
+    for device in Devices(tuple(libraries or ()), tuple(servers or ())).all(ggml):
+        shown.add_row(*device.info)
     console = Console()
     console.print(shown)
     if isinstance(npu.backend, DeviceBackend):

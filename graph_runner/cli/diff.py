@@ -20,7 +20,7 @@ from graph_runner.base.limits import MOST_CELLS, MOST_TIMES
 from graph_runner.cli.common import refuse_without_the_npu, stderr, stdout
 from graph_runner.cli.options import (
     KEEPS_TRACES,
-    Device,
+    BackendLibraries,
     DeviceFile,
     ExplorerFile,
     HtmlFile,
@@ -32,6 +32,7 @@ from graph_runner.cli.options import (
     NodeTimeout,
     OpOptions,
     PromptOptions,
+    RpcServers,
     ToleranceFile,
 )
 from graph_runner.cli.outputs import delivered, json_text, write
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
     from graph_runner.judging.results import NodeResult
 
 _NODES_PER_UPDATE = 64
+_OURS = ("cpu", "npu")  # names of devices that may be written in any case
 Reproducers = Annotated[
     Path | None,
     typer.Option(
@@ -80,12 +82,16 @@ def diff(
     npu: OpOptions,
     reproducers: Reproducers = None,
     reference: Annotated[
-        Device,
-        typer.Option(case_sensitive=False, help="Reference device, taken as right; npu: this project's kernels."),
-    ] = Device.CPU,
+        str, typer.Option(metavar="DEVICE", help="Reference device, taken as right: cpu; npu: this project's kernels.")
+    ] = "cpu",
     device: Annotated[
-        Device, typer.Option(case_sensitive=False, help="Device to compare with the reference.")
-    ] = Device.NPU,
+        str,
+        typer.Option(
+            metavar="DEVICE", help="Device to compare with the reference: npu, cpu, or any that ggml has, by its name."
+        ),
+    ] = "npu",
+    libraries: BackendLibraries = None,
+    servers: RpcServers = None,
     tolerances: ToleranceFile = None,
     strict: Strict = False,
     repeat: Annotated[
@@ -105,8 +111,9 @@ def diff(
     computes it from what the reference read, and the reference from what the device's own run read, if that differs.
     Exit code 0: right; 1: a node or the device's run is wrong, or was not judged; 2: bad input; 3: an internal error.
     """
-    if device is reference is Device.CPU:
-        refuse_without_the_npu(device, npu, kernels=kernels)
+    if "npu" not in (reference.lower(), device.lower()):
+        refuse_without_the_npu(device, npu, kernels=kernels, takes_layers=device.lower() != "cpu")
+    reference, device = (name.upper() if name.lower() in _OURS else name for name in (reference, device))
     text = prompt.text
     if reproducers is not None and not reproducers.is_dir():
         raise BadInputError(f"--reproducers {str(reproducers)!r}: no such directory")
@@ -115,10 +122,12 @@ def diff(
         from graph_runner.diff.run import DiffOptions
         from graph_runner.process.jobs import DiffJob, NpuOptions, run_diff
         from graph_runner.process.retried import retried
+        from graph_runner.run.devices import Devices
 
         options = DiffOptions(
-            steps=steps, settings=context.settings(gpu_layers=npu.layers), reference=reference.value.upper(),
-            device=device.value.upper(), strict=strict, repeat=repeat, reproducers=reproducers or _folder(model),
+            steps=steps, settings=context.settings(gpu_layers=npu.layers), reference=reference, device=device,
+            devices=Devices(tuple(libraries or ()), tuple(servers or ())), strict=strict, repeat=repeat,
+            reproducers=reproducers or _folder(model),
         )  # fmt: skip
         chosen = NpuOptions(npu.chosen, tuple(kernels or ()))
         with _comparing(stderr(), steps) as seen, model_file(model) as file:
@@ -126,7 +135,7 @@ def diff(
             if child is None:
                 result = job(lambda _: None)
             else:
-                result = retried(run_diff(child, job, node_timeout=node_timeout, seen=seen), chosen, node_timeout)
+                result = retried(run_diff(child, job, node_timeout=node_timeout, seen=seen), job, node_timeout)
     raise typer.Exit(_delivered(result, json_file, html_file, explorer_file))
 
 

@@ -186,6 +186,25 @@ DeviceType = Annotated[
         help="Device type for ggml (GGML_NPU_DEVICE_TYPE). Default: gpu with --all and --memory device, else accel.",
     ),
 ]
+BackendLibraries = Annotated[
+    list[Path] | None,
+    typer.Option(
+        "--backend",
+        metavar="LIBRARY",
+        help="A backend library of ggml, whose devices can be named: libggml-vulkan.so. Repeat the option for more.",
+        show_default=False,
+    ),
+    READS,
+]
+RpcServers = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--rpc",
+        metavar="HOST:PORT",
+        help="A ggml-rpc-server, whose devices can be named; with --backend libggml-rpc.so. Repeat it for more.",
+        show_default=False,
+    ),
+]
 DeviceFile = Annotated[
     str | None,
     typer.Option(

@@ -9,10 +9,12 @@ from typing import Annotated
 
 import typer
 
+from graph_runner.base.errors import BadInputError
 from graph_runner.base.limits import MOST_TIMES
 from graph_runner.cli.common import refuse_without_the_npu, stderr, stdout
 from graph_runner.cli.options import (
     READS,
+    BackendLibraries,
     ComputeOptions,
     Device,
     DeviceFile,
@@ -20,6 +22,7 @@ from graph_runner.cli.options import (
     JsonFile,
     Kernels,
     NodeTimeout,
+    RpcServers,
     ToleranceFile,
 )
 from graph_runner.cli.outputs import delivered, json_text, write
@@ -41,6 +44,8 @@ def replay(
             show_default=False,
         ),
     ] = None,
+    libraries: BackendLibraries = None,
+    servers: RpcServers = None,
     json_file: JsonFile = None,
     kernels: Kernels = None,
     device_file: DeviceFile = None,
@@ -70,7 +75,12 @@ def replay(
         from graph_runner.process.jobs import NpuOptions, ReplayJob, run_replay
 
         chosen = NpuOptions(npu.chosen, tuple(kernels or ()))
-        job = ReplayJob(chosen, trace, tolerances, {"device": device, "repeat": repeat})
+        from graph_runner.run.devices import Devices
+
+        devices = Devices(tuple(libraries or ()), tuple(servers or ())) if libraries or servers else None
+        if devices is not None and device is None:
+            raise BadInputError("--backend and --rpc: --device says which of their devices it is")
+        job = ReplayJob(chosen, trace, tolerances, {"device": device, "repeat": repeat}, devices)
         console = stderr()
         with console.status("computing"):
             result = job(lambda _: None) if child is None else run_replay(child, job, node_timeout=node_timeout)

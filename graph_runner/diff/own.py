@@ -154,7 +154,7 @@ class OwnRun:
         """Called after the run has computed the nodes up to the last one that it came to. Returns that."""
         last = self._coming[-1]
         if not self._are_together:
-            last.on_device = self._device.n_graphs != self._n_graphs
+            last.on_device = self._device.has_run(last.read.address, self._n_graphs)
             self._have_run(self._coming)
             last.read = self._read(last.read.address)
             last.result = last.node.dst

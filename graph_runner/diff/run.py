@@ -27,13 +27,14 @@ from graph_runner.diff.again import Again, Watched
 from graph_runner.diff.judge import Asked, Judge, Stray
 from graph_runner.diff.lockstep import Lockstep
 from graph_runner.diff.logits import Ending, Endings
-from graph_runner.diff.sides import CPU, NPU, Side, Sides, side
+from graph_runner.diff.sides import CPU, NPU, Cpu, Foreign, Own, Side, Sides
 from graph_runner.diff.state import StateResult
 from graph_runner.diff.together import Computer
 from graph_runner.judging.footprints import AboutTo, Footprints
 from graph_runner.judging.results import Fate, NodeResult
 from graph_runner.judging.rules import Rules
 from graph_runner.judging.spoilt import Spoilt
+from graph_runner.run.devices import Devices
 from graph_runner.run.session import Observer, Sampler, Session
 from graph_runner.trace import Origin, save_nodes
 from quant.folders import FolderError
@@ -170,8 +171,9 @@ class DiffOptions:
     steps      greedy tokens to decode after the prompt
     settings   of the contexts, with flash attention off if omitted; device and n_ctx are set here
     ops        names of the ops and fusions to compute again from the reference's inputs; all if omitted
-    reference  "CPU", or "NPU": the project's own kernels, node by node
-    device     "NPU": `backend`; or "CPU"
+    reference  "CPU"; "NPU": the project's own kernels, node by node; or a device of ggml's that works in host memory
+    device     "NPU": `backend`; "CPU"; or any device of ggml's, by the name that ggml gives it
+    devices    where such devices are, besides those that ggml has by itself
     backend    a backend of this project, whose name pages call the device by; the default backend if omitted
     rules      which differences are right; the built-in rules if omitted
     reproducers  a folder for traces of the first wrong nodes of each op and type
@@ -190,6 +192,7 @@ class DiffOptions:
     ops: Collection[str] | None = None
     reference: str = "CPU"
     device: str = "NPU"
+    devices: Devices = field(default_factory=Devices)
     backend: Backend | None = None
     rules: Rules | None = None
     reproducers: Path | None = None
@@ -237,12 +240,13 @@ class _InStep:
         self._ours = ours = given.like(options=given.options.to_compare)
         strided.make_ready()
         settings = asked.settings or Settings(flash_attention="off")
-        layers = ALL_LAYERS if settings.gpu_layers is None else settings.gpu_layers
+        self._layers = layers = ALL_LAYERS if settings.gpu_layers is None else settings.gpu_layers
         self._settings = replace(
             settings, n_ctx=context_for(prompt, asked.steps), threads=settings.threads or processors(),
             gpu_layers=layers if ours.options.device_type == "gpu" else 0,
         )  # fmt: skip
-        self._options = ours.options.chosen() | dict(asked.notes or {})
+        is_ours = NPU in (asked.device, asked.reference)
+        self._options = (ours.options.chosen() if is_ours else {}) | dict(asked.notes or {})
         origin = Origin(
             "", prompt, asked.reference, ggml.version, ours.numerics.rounding, self._settings.threads, self._options
         )
@@ -253,14 +257,30 @@ class _InStep:
 
     def run(self) -> DiffResult:
         """Runs the tokens on both devices, and again if nothing is wrong."""
-        with Replica(self._ggml, CPU, threads=self._settings.threads) as cpu:
+        with ExitStack() as stack:
             plain = replace(self._ours.options, fusion="off")
             own_kernels = Backend("NPU's own kernels", options=plain, numerics=self._ours.numerics)
-            self._sides = Sides(
-                side(self._asked.reference, self._ggml, cpu, own_kernels, NPU),
-                side(self._asked.device, self._ggml, cpu, self._ours),
-            )
+            device = self._side(stack, self._asked.device, self._ours)
+            reference = self._side(stack, self._asked.reference, own_kernels, NPU)
+            if reference.foreign is not None and reference.foreign.takes_layers:
+                why = "its memory is its own; a reference works in the host's"
+                raise BadInputError(f"--reference {self._asked.reference!r}: {why}")
+            self._sides = Sides(reference, device)
             return self._run()
+
+    def _side(self, stack: ExitStack, name: str, backend: Backend, called: str | None = None) -> Side:
+        """Returns a side: "CPU", "NPU", or a device that ggml calls so.
+
+        backend  of "NPU"
+        called   what each page calls it: its own name if omitted
+        """
+        if name == NPU:
+            return Own(self._ggml, backend, called)
+        if name == CPU:
+            return Cpu(stack.enter_context(Replica(self._ggml, CPU, threads=self._settings.threads)))
+        found = self._asked.devices.named(self._ggml, name)
+        replica = stack.enter_context(Replica(self._ggml, found.handle))
+        return Foreign(self._ggml, found, replica, self._layers)
 
     def _run(self) -> DiffResult:
         device = self._sides.device
@@ -288,7 +308,7 @@ class _InStep:
 
     def _judge(self) -> Judge:
         asked, device = self._asked, self._sides.device
-        ops = _names(device.backend) if asked.ops is None and not device.is_cpu else asked.ops
+        ops = device.ops if asked.ops is None else asked.ops
         footprints = Footprints(self._about_to)
         return Judge(
             self._ggml, self._sides, Asked(self._rules, ops, asked.strict, self._keeper, self._add, footprints)
@@ -318,7 +338,10 @@ class _InStep:
 
     def _session(self, settings: Settings, observer: Observer | None, side: Side) -> Session:
         progress = self._asked.progress
-        return Session(self._model, settings, npu=side.plugin, observer=observer, counts_nodes=False, progress=progress)
+        return Session(
+            self._model, settings, npu=side.plugin, foreign=side.foreign, observer=observer, counts_nodes=False,
+            progress=progress,
+        )  # fmt: skip
 
     def _begin(self, description: str, n_prompt: int, judge: Judge) -> DiffResult:
         """Returns the result before any node."""
@@ -384,16 +407,13 @@ class _InStep:
             result.ending = again.natural(result.ending)
 
 
-def _names(backend: Backend) -> set[str]:
-    return {*backend.ops, *(fusion.name for fusion in backend.fusions)}
-
-
-def chosen_ops(ops: str | None, backend: Backend) -> set[str] | None:
-    """Returns the names of a backend's ops and fusions in a comma-separated text. Raises BadInputError for an unknown
-    one."""
+def chosen_ops(ops: str | None, backend: Backend, device: str = NPU) -> set[str] | None:
+    """Returns the names of ops and fusions in a comma-separated text: of a backend, or of ggml if the device is another
+    one. Raises BadInputError for an unknown one."""
     if ops is None:
         return None
-    known = {name.upper(): name for name in _names(backend)}
+    ours = {*backend.ops, *(fusion.name for fusion in backend.fusions)}
+    known = {name.upper(): name for name in (ours if device in (CPU, NPU) else lib.ggml().op_names)}
     chosen = {name.strip().upper() for name in ops.split(",") if name.strip()}
     unknown = sorted(chosen - set(known)) or ([ops] if not chosen else [])
     if unknown:

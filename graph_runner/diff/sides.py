@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,10 +17,10 @@ from ggml_backend_npu.ggml.convert import Read
 from ggml_backend_npu.ggml.lib import Ggml
 from ggml_backend_npu.ir.buffer import Buffer
 from ggml_backend_npu.ir.packed import Packed
+from ggml_backend_npu.plugin.foreign import ForeignDevice, ForeignMemory
 from ggml_backend_npu.plugin.plugin import Plugin
 from ggml_backend_npu.plugin.replica import Replica
-from graph_runner.base.errors import BadInputError
-from graph_runner.base.settings import DeviceName, Settings
+from graph_runner.base.settings import ALL_LAYERS, DeviceName, Settings
 
 CPU, NPU = "CPU", "NPU"
 
@@ -30,7 +30,8 @@ class Side(ABC):
 
     name     what each page calls it
     device   of the settings of its sessions
-    plugin   of its sessions; None if llama.cpp's CPU computes every node
+    plugin   of its sessions, if it is a backend of this project
+    foreign  of its sessions, if it is a device of somebody else's backend
     backend  whose fusions it may run as one operator
     checks   of each call into its memory; None if calls are not checked
     """
@@ -39,6 +40,7 @@ class Side(ABC):
     device: DeviceName
     backend: Backend
     plugin: Plugin | None = None
+    foreign: ForeignDevice | None = None
     checks: Checks | None = None
 
     @abstractmethod
@@ -50,9 +52,14 @@ class Side(ABC):
         """Computes a node over host memory into that of its output. Raises KernelError if it refuses it or fails."""
 
     @property
+    def ops(self) -> Collection[str] | None:
+        """The names of the ops and fusions that it may take; None: any."""
+        return {*self.backend.ops, *(fusion.name for fusion in self.backend.fusions)}
+
+    @property
     def is_cpu(self) -> bool:
         """Whether it is ggml's CPU alone."""
-        return self.plugin is None
+        return False
 
     # its runs
 
@@ -72,8 +79,15 @@ class Side(ABC):
 
     @property
     def n_graphs(self) -> int:
-        """How many graphs it has run; 0 if llama.cpp's CPU runs them."""
+        """How many graphs it has run, if it counts them."""
         return self.plugin.statistics.graphs if self.plugin is not None else 0
+
+    def has_run(self, node: int, n_graphs: int) -> bool:
+        """Whether it, and not llama.cpp's CPU, has just run a node of its run, given by its address.
+
+        n_graphs  as it was before
+        """
+        return self.n_graphs != n_graphs
 
     @property
     def fusions(self) -> Sequence[Fusion]:
@@ -88,6 +102,10 @@ class Side(ABC):
         return self.name if computed else CPU
 
     # the memory of its runs
+
+    def sees(self, node: int) -> None:
+        """Called with the address of a node of its run, before that is read."""
+        return
 
     def bytes_at(self, address: int, size: int) -> Any:
         """Returns the bytes of a span: a copy, unless it lies in the host's memory."""
@@ -123,6 +141,14 @@ class Cpu(Side):
         self.backend = Backend(CPU, ops=(), fusions=())
         self._replica = replica
 
+    @property
+    def ops(self) -> None:
+        return None
+
+    @property
+    def is_cpu(self) -> bool:
+        return True
+
     def refusal(self, node: Node) -> str | None:
         return self._replica.refusal(node)
 
@@ -148,17 +174,49 @@ class Own(Side):
         self.backend.compute(node)
 
 
-def side(kind: str, ggml: Ggml, cpu: Replica, backend: Backend, name: str | None = None) -> Side:
-    """Returns a side of a kind: "CPU", or "NPU", a backend of this project. Raises BadInputError for any other kind.
+class Foreign(Side):
+    """A device of a ggml backend that somebody else wrote: llama.cpp gives it nodes as it would in any program.
 
-    cpu   computes nodes on ggml's CPU
-    name  what each page calls the backend: its own name if omitted
+    replica  of it, which computes nodes
+    layers   that llama.cpp offloads to it, if it takes any
     """
-    if kind == CPU:
-        return Cpu(cpu)
-    if kind == NPU:
-        return Own(ggml, backend, name)
-    raise BadInputError(f"device {kind!r}: must be {CPU} or {NPU}")
+
+    device = "foreign"
+
+    def __init__(self, ggml: Ggml, device: ForeignDevice, replica: Replica, layers: int = ALL_LAYERS) -> None:
+        self.name, self.foreign, self._own = device.name, device, device
+        self._layers = layers if device.takes_layers else 0
+        self.backend = Backend(device.name, ops=(), fusions=())
+        self._ggml, self._replica, self._memory = ggml, replica, ForeignMemory(ggml)
+
+    @property
+    def ops(self) -> None:
+        return None
+
+    def refusal(self, node: Node) -> str | None:
+        return self._replica.refusal(node)
+
+    def compute(self, node: Node) -> None:
+        self._replica.compute(node)
+
+    def runs_with(self, settings: Settings) -> Settings:
+        return replace(settings, device=self.device, gpu_layers=self._layers)
+
+    def has_run(self, node: int, n_graphs: int) -> bool:
+        """A node runs where its result lies; on an ACCEL device, whose memory is the host's, if that takes it."""
+        ggml, handle, buffer = self._ggml, self._own.handle, convert.buffer_of(node)
+        if not self._own.takes_layers:
+            return bool(ggml.ggml_backend_dev_supports_op(handle, node))
+        return bool(buffer) and handle == ggml.ggml_backend_buft_get_device(ggml.ggml_backend_buffer_get_type(buffer))
+
+    def sees(self, node: int) -> None:
+        self._memory.sees(node)
+
+    def bytes_at(self, address: int, size: int) -> Any:
+        return self._memory.bytes_at(address, size)
+
+    def packed(self, address: int) -> Packed | Buffer | None:
+        return self._memory.buffer_at(address)
 
 
 @dataclass(frozen=True)
@@ -178,6 +236,7 @@ class NodesOf:
 
     def __call__(self, address: int) -> Read:
         """Returns the node whose tensor is at an address."""
+        self._side.sees(address)
         if self._side.moves != self._n_moves:
             self._n_moves = self._side.moves
             self._reader.forget()

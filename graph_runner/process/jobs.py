@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from ggml_backend_npu import Backend
     from graph_runner.diff.run import DiffOptions, DiffResult
     from graph_runner.judging.results import NodeResult
+    from graph_runner.run.devices import Devices
     from graph_runner.trace import ReplayResult
 
 
@@ -82,9 +83,10 @@ class DiffJob:
 
         backend = self.device.use()
 
+        ops = chosen_ops(self.ops, backend, self.options.device)
         options = replace(
-            self.options, ops=chosen_ops(self.ops, backend), backend=backend, rules=Rules(self.rules, backend.ops),
-            begun=send, seen=send, notes=self.device.described,
+            self.options, ops=ops, backend=backend, rules=Rules(self.rules, backend.ops),
+            begun=send, seen=send, notes=self.device.described | self.options.devices.described(self.options.device),
         )  # fmt: skip
         if trail is not None:
             options = replace(options, about_to=trail.about_to)
@@ -185,22 +187,30 @@ class CaptureJob:
 
 @dataclass(frozen=True)
 class ReplayJob:
-    """A replay. `arguments` are those of `graph_runner.trace.replay`."""
+    """A replay. `arguments` are those of `graph_runner.trace.replay`.
+
+    devices  where the device of this name is, if not the NPU's and ggml's own ones are meant
+    """
 
     device: NpuOptions
     path: Path
     rules: str | None
     arguments: dict[str, Any] = field(default_factory=dict)
+    devices: Devices | None = None
 
     def __call__(self, send: Callable[[object], None], trail: Trail | None = None) -> ReplayResult:
         import ggml_backend_npu
+        from ggml_backend_npu.ggml import lib
         from graph_runner.judging.rules import Rules
         from graph_runner.trace import NPU, read_trace, replay
 
         recorded = read_trace(self.path).origin.options
         chosen = {name: value for name, value in self.device.options.items() if value is not None}
         backend = replace(self.device, options={**_known(recorded), **chosen}).use()
-        if (self.arguments.get("device") or NPU).upper() != NPU:
+        arguments = dict(self.arguments)
+        if self.devices is not None:
+            arguments["device"] = self.devices.named(lib.ggml(), arguments["device"])
+        elif (arguments.get("device") or NPU).upper() != NPU:
             ggml_backend_npu.register(backend)  # so that it is among the devices that ggml has
         about_to = trail.about_to if trail is not None else _nothing
         return replay(
@@ -209,7 +219,7 @@ class ReplayJob:
             rules=Rules(self.rules, backend.ops),
             about_to=about_to,
             seen=send,
-            **self.arguments,
+            **arguments,
         )
 
 

@@ -16,11 +16,12 @@ from typing import TYPE_CHECKING
 
 from graph_runner.base.errors import LimitError
 from graph_runner.process.child import EndedError, Trail, begun
-from graph_runner.process.jobs import NpuOptions, ReplayJob
+from graph_runner.process.jobs import DiffJob, NpuOptions, ReplayJob
 from quant.errors import UserError
 
 if TYPE_CHECKING:
     from graph_runner.diff.run import DiffResult
+    from graph_runner.run.devices import Devices
 
 _WAYS = (1, 8, 64)  # how often the node is computed, with other values in between
 _SECONDS = 30.0  # that all replays may take; what is left then is not tried
@@ -33,10 +34,13 @@ class RetryJob:
     """Replays traces in order, each until it shows that a node is wrong.
 
     device   the options that the printed command has
+    name     of the device, and where it is; None if it is the NPU
     seconds  that one replay may take
     """
 
     device: NpuOptions
+    name: str | None
+    where: Devices | None
     paths: list[Path]
     seconds: float
 
@@ -71,7 +75,9 @@ class RetryJob:
             sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115
             for number in (1, 2):
                 os.dup2(sys.stdout.fileno(), number)
-            result = ReplayJob(self.device, path, None, {"repeat": times})(lambda _: None)
+            result = ReplayJob(self.device, path, None, {"device": self.name, "repeat": times}, self.where)(
+                lambda _: None
+            )
             code = _RIGHT if result or not result.nodes else _WRONG
         except UserError:
             code = _REFUSED
@@ -79,15 +85,17 @@ class RetryJob:
             os._exit(code)
 
 
-def retried(result: DiffResult, device: NpuOptions, node_timeout: float) -> DiffResult:
+def retried(result: DiffResult, job: DiffJob, node_timeout: float) -> DiffResult:
     """Returns a diff whose wrong nodes say how often a replay has to compute them until they are wrong again."""
     paths = [Path(node.reproducer) for node in result.wrong if node.reproducer is not None]
     if not paths:
         return result
     try:
         with begun("graph_runner.trace") as child:
-            job = RetryJob(replace(device, options={}), paths, node_timeout)
-            found: dict[Path, int] = child.run(job, receive=lambda _: None, node_timeout=float("inf"))
+            where = job.options.devices if job.options.devices.described(job.options.device) else None
+            name = None if where is None else job.options.device
+            retry = RetryJob(replace(job.device, options={}), name, where, paths, node_timeout)
+            found: dict[Path, int] = child.run(retry, receive=lambda _: None, node_timeout=float("inf"))
     except (EndedError, LimitError):
         return result
     nodes = [

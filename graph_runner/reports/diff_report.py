@@ -42,7 +42,7 @@ def _verdict(result: DiffResult) -> str:
 
 def _found(result: DiffResult) -> str:
     compared, wrong = result.compared, result.wrong
-    who = "ggml's CPU" if result.reference == "CPU" else f"the {result.reference}"
+    who = "ggml's CPU" if result.reference == "CPU" else _the(result.reference)
     if result.faults:
         return f"{WRONG}: the memory of the device errs: {result.faults[0]}"
     if wrong:
@@ -56,7 +56,7 @@ def _found(result: DiffResult) -> str:
     if result.ends_apart:
         return f"{WRONG}: every node is right, but the logits differ by more than rounding explains"
     if result.stopped:
-        return f"{WRONG}: the {result.device} stopped: {result.stopped}"
+        return f"{WRONG}: {_the(result.device)} stopped: {result.stopped}"
     if result.not_judged:
         return f"{UNDECIDED}: {_first_not_judged(result)}; what was judged is right"
     counts = Counter(node.verdict for node in result.nodes)
@@ -66,6 +66,11 @@ def _found(result: DiffResult) -> str:
     parts = [f"{len(compared):,} nodes compared, {rounded:,} differ from {who} by rounding"]
     parts += [f"{later:,} have inputs that differ"] if later else []
     return f"{ROUNDING}: {'; '.join(parts)}"
+
+
+def _the(device: str) -> str:
+    """Returns a device's name in a sentence: another backend's numbers its devices."""
+    return f"the {device}" if not device[-1].isdigit() else device
 
 
 def _first_not_judged(result: DiffResult) -> str:
@@ -177,11 +182,11 @@ def _own_run(result: DiffResult) -> list[str]:
     """Returns lines on the device's own run: where nodes ran, their results, and how the run ended."""
     nodes = [node for node in result.nodes if node.fate is not None and node.on]
     if result.stopped is not None:
-        return [f"own run of the {result.device}: stopped after {len(nodes):,} nodes: {result.stopped}"]
-    on = ", ".join(f"{count:,} on the {name}" for name, count in Counter(node.on for node in nodes).most_common())
+        return [f"own run of {_the(result.device)}: stopped after {len(nodes):,} nodes: {result.stopped}"]
+    on = ", ".join(f"{count:,} on {_the(name)}" for name, count in Counter(node.on for node in nodes).most_common())
     counts = Counter(node.verdict for node in nodes)
     verdicts = ", ".join(f"{counts[verdict]:,} {verdict}" for verdict in Verdict if counts[verdict])
-    line = f"own run of the {result.device}: {len(nodes):,} nodes ({on}): {verdicts}"
+    line = f"own run of {_the(result.device)}: {len(nodes):,} nodes ({on}): {verdicts}"
     if skipped := Counter(node.fused for node in nodes if node.fate is Fate.FUSED):
         line += f"; {', '.join(f'{count:,} left out by {name}' for name, count in skipped.most_common())}"
     off = [(node.cumulative.error, node) for node in nodes if node.cumulative is not None and not node.cumulative]
@@ -273,7 +278,7 @@ def _next_steps(node: NodeResult, options: dict[str, str]) -> list[str]:
 
 def _test_command(node: NodeResult, options: dict[str, str]) -> str | None:
     """Returns the command that runs ggml's nearest test cases with the diff's kernel files and device."""
-    if node.test is None:
+    if node.test is None or "device" in options:
         return None
     command = shlex.join(["ggml-npu", "test", *_kernel_files(options), *_device_file(options)])
     return f"{command} {node.test.removeprefix('test-backend-ops test ')}"
@@ -287,7 +292,7 @@ def _replay_command(node: NodeResult, options: dict[str, str]) -> str | None:
     command = ["ggml-npu", "replay", node.reproducer]
     for name in _kernel_files(options):
         command += ["--kernels", name]
-    command += _device_file(options)
+    command += [*_device_file(options), *_foreign(options)]
     repeats = node.repeats or (_REPEATS if node.wrong_in == OWN_RUN else 1)
     if repeats > 1:
         command += ["--repeat", str(repeats)]
@@ -296,6 +301,12 @@ def _replay_command(node: NodeResult, options: dict[str, str]) -> str | None:
 
 def _kernel_files(options: dict[str, str]) -> list[str]:
     return [name.rpartition(" sha256:")[0] for name in options.get("kernels", "").split(", ") if name]
+
+
+def _foreign(options: dict[str, str]) -> list[str]:
+    """Returns the options that name a device of another backend."""
+    given = [(name, each) for name in ("device", "backend", "rpc") for each in options.get(name, "").split(", ")]
+    return [word for name, each in given if each for word in (f"--{name}", each)]
 
 
 def _device_file(options: dict[str, str]) -> list[str]:

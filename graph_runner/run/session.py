@@ -23,6 +23,7 @@ from ggml_backend_npu.ggml import convert, lib, structs
 from ggml_backend_npu.ggml.crash import crashes_told
 from ggml_backend_npu.ggml.guard import Failures, interrupts_wait, stopped_by_interrupts
 from ggml_backend_npu.plugin.contexts import Context
+from ggml_backend_npu.plugin.foreign import ForeignDevice
 from ggml_backend_npu.plugin.plugin import PROBED, Plugin
 from ggml_backend_npu.plugin.registration import alone
 from graph_runner.base import endings
@@ -94,6 +95,8 @@ class Session:
 
     npu       the plugin that computes nodes if settings.device is "npu", registered with ggml or not; that of the
               default backend if omitted. The context has no other backend of this project
+    foreign   a device of another backend, if settings.device is "foreign": llama.cpp gives it `settings.gpu_layers`
+              if it takes layers, and computes what it does not take on the CPU
     observer  sees every node
     counts_nodes  whether to count nodes in `nodes`, if there is no observer
     progress  called with 0..1 while the model loads
@@ -108,6 +111,7 @@ class Session:
         settings: Settings,
         *,
         npu: Plugin | None = None,
+        foreign: ForeignDevice | None = None,
         observer: Observer | None = None,
         counts_nodes: bool = True,
         progress: Callable[[float], None] | None = None,
@@ -121,6 +125,7 @@ class Session:
         types_kv = [self._type_number(name) for name in ("cache_type_k", "cache_type_v")]
         self._check_settings()
         self.npu = (npu or ggml_backend_npu.register()) if settings.device == "npu" else None
+        self._foreign = foreign if settings.device == "foreign" else None
         self._lacking = self._without(settings.without) if settings.without and self.npu is None else None
         self._failures = self.npu.failures if self.npu is not None else Failures()
         self.npu_context: Context | None = None
@@ -143,6 +148,11 @@ class Session:
             llama_cpp.llama_model_free(self._model)
             self._told.close()
             raise
+
+    @property
+    def _chosen(self) -> Plugin | ForeignDevice | None:
+        """The device that computes beside llama.cpp's CPU."""
+        return self.npu or self._foreign
 
     def _check_settings(self) -> None:
         settings = self.settings
@@ -169,14 +179,18 @@ class Session:
             params.load_mode = llama_cpp.LLAMA_LOAD_MODE_NONE
         elif params.no_alloc:
             params.use_mmap = False
-        params.n_gpu_layers = (self.settings.gpu_layers or 0) if self.npu is not None else 0
+        foreign = self._foreign if self._foreign is not None and self._foreign.takes_layers else None
+        params.n_gpu_layers = (self.settings.gpu_layers or 0) if self.npu is not None or foreign is not None else 0
+        if foreign is not None:
+            self._devices = (ctypes.c_void_p * 2)(foreign.handle, None)
+            params.devices = ctypes.addressof(self._devices)
         places = self._places_of_weights()
         params.tensor_buft_overrides = ctypes.addressof(places)
         if progress is not None:
             self._progress = llama_cpp.llama_progress_callback(lambda done, _: (progress(done), True)[1])
             params.progress_callback = self._progress
         _log.clear()
-        with alone(self.ggml, self.npu), self._inside():
+        with alone(self.ggml, self._chosen), self._inside():
             self._model = llama_cpp.llama_model_load_from_file(os.fsencode(model), params)
         if not self._model:
             why = self._failures.message if self.npu is not None and self.npu.memory is not None else None
@@ -238,7 +252,7 @@ class Session:
             params.cb_eval = ctypes.cast(_count_node.address, type(params.cb_eval))
             params.cb_eval_user_data = self._counts.ctypes.data
         _log.clear()
-        with alone(self.ggml, self._lacking or self.npu), self._inside():
+        with alone(self.ggml, self._lacking or self._chosen), self._inside():
             if self.npu is not None:
                 self.npu.refusals.clear()
                 self.npu.broken = None
@@ -264,7 +278,7 @@ class Session:
         for file in self.settings.loras:
             check_file(file, "adapter")
             _log.clear()
-            with alone(self.ggml, self.npu), self._inside():
+            with alone(self.ggml, self._chosen), self._inside():
                 adapters.append(llama_cpp.llama_adapter_lora_init(self._model, os.fsencode(file)))
             if not adapters[-1]:
                 llama_cpp.llama_free(self._context)
@@ -416,7 +430,7 @@ class Session:
             _log.clear()
             with self._inside():
                 status = llama_cpp.llama_decode(self._context, batch)
-                if self.npu is not None and self.npu.buffer_type is not None:
+                if self._foreign is not None or (self.npu is not None and self.npu.buffer_type is not None):
                     llama_cpp.llama_synchronize(self._context)  # what is queued may fail, and no status tells it
             if self._error is not None:
                 error, self._error = self._error, None

@@ -12,6 +12,7 @@ import numpy as np
 
 from ggml_backend_npu import Backend, Graph, Memory, Tensor, default_backend
 from ggml_backend_npu.ggml import lib
+from ggml_backend_npu.plugin.foreign import ForeignDevice
 from ggml_backend_npu.plugin.replica import Replica
 from graph_runner.judging.compare import compare
 from graph_runner.judging.copies import blank, continues_dst, span
@@ -46,7 +47,7 @@ class ReplayResult:
 
 def replay(
     path: Path,
-    device: str | None = None,
+    device: str | ForeignDevice | None = None,
     *,
     backend: Backend | None = None,
     rules: Rules | None = None,
@@ -56,7 +57,7 @@ def replay(
 ) -> ReplayResult:
     """Computes each node of a trace on a device and compares with the expected output.
 
-    device    "NPU": the kernels of a backend, without llama.cpp; or any other device of ggml. If omitted: the NPU, or
+    device    "NPU": the kernels of a backend, without llama.cpp; or any other device. If omitted: the NPU, or
               the CPU if the results are the NPU's
     backend   what the NPU is; the default backend if omitted
     rules     which differences are right; the built-in rules if omitted
@@ -84,9 +85,10 @@ def replay(
 
 
 @contextmanager
-def _computer(device: str, backend: Backend, trace: Trace) -> Iterator[Backend | Replica]:
-    if device.upper() != NPU:
-        with Replica(lib.ggml(), device, threads=trace.origin.threads) as replica:
+def _computer(device: str | ForeignDevice, backend: Backend, trace: Trace) -> Iterator[Backend | Replica]:
+    if not isinstance(device, str) or device.upper() != NPU:
+        found = device if isinstance(device, str) else device.handle
+        with Replica(lib.ggml(), found, threads=trace.origin.threads) as replica:
             yield replica
         return
     like = backend.like(NPU, options=backend.options.to_compare)

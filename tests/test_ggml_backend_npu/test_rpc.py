@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import socket
 import subprocess
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from kit.backends import served
 
-from ggml_backend_npu.plugin.embedding import plugin
 from graph_runner.base.models import demo_file
 from graph_runner.tools.suites import build
 
@@ -33,35 +30,11 @@ def telling(dst, src, ids):
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[tuple[str, Path]]:
     """A server with the NPU: its address, and what it prints."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     kernels, log = tmp_path / "telling.py", tmp_path / "log"
     kernels.write_text(TELLING)
-    environment = {
-        **os.environ,
-        "GGML_BACKEND_PATH": str(plugin()),
-        "GGML_NPU_FALLBACK": "cpu",
-        "GGML_NPU_KERNELS": str(kernels),
-    }
-    command = [build() / "ggml-rpc-server", "-d", "NPU", "-H", "127.0.0.1", "-p", str(port)]
-    with log.open("w") as output, subprocess.Popen(command, env=environment, stdout=output, stderr=output) as process:
-        try:
-            _wait_for(port, process)
-            yield f"127.0.0.1:{port}", log
-            assert process.poll() is None, "the server lives"
-        finally:
-            process.terminate()
-
-
-def _wait_for(port: int, process: subprocess.Popen[bytes]) -> None:
-    for _ in range(300):
-        assert process.poll() is None, "the server ended"
-        with socket.socket() as client:
-            if client.connect_ex(("127.0.0.1", port)) == 0:
-                return
-        time.sleep(0.1)
-    pytest.fail("the server does not answer")
+    with served(log, "NPU", GGML_NPU_KERNELS=str(kernels)) as (address, process):
+        yield address, log
+        assert process.poll() is None, "the server lives"
 
 
 def text(*devices: str) -> str:

@@ -1,0 +1,203 @@
+"""Devices of ggml backends that other people wrote: from backend libraries, RPC servers, and ggml's own registry.
+
+A backend of a library is in ggml's registry only while a session that uses it is made (`registration.alone`): llama.cpp
+gives every context each ACCEL device that it finds, and every model each GPU.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+import socket
+import struct
+from bisect import bisect_right
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from ggml_backend_npu.ggml import convert, places, structs
+from ggml_backend_npu.ggml.lib import DeviceInfo, Ggml, describe
+from ggml_backend_npu.ir.buffer import Buffer, Bytes
+from ggml_backend_npu.user_texts import no_file
+from quant.errors import UserError
+
+_RPC = "ggml_backend_rpc_add_server"
+_SOURCES = struct.Struct(f"={structs.N_SRC}Q")
+_ENDPOINT = re.compile(r"([^:\s]+):(\d{1,5})")
+_SECONDS = 10.0  # that a server may take to answer
+_NAME = re.compile(r"libggml-([a-z0-9]+)")  # of the library of a backend
+
+
+class ForeignError(UserError):
+    """A backend library, server or device that cannot be used: one line that says why."""
+
+
+@dataclass(frozen=True)
+class ForeignDevice:
+    """A device of a ggml backend that is none of this project's.
+
+    info      as it describes itself
+    handle    its ggml_backend_dev_t
+    registry_address  its ggml_backend_reg_t
+    """
+
+    info: DeviceInfo
+    handle: int
+    registry_address: int
+
+    @property
+    def name(self) -> str:
+        """As ggml calls it."""
+        return self.info.name
+
+    @property
+    def takes_layers(self) -> bool:
+        """Whether llama.cpp offloads layers to it, with weights and caches; an ACCEL device works in host memory."""
+        return self.info.type in ("GPU", "IGPU", "META")
+
+
+def of_library(ggml: Ggml, path: Path) -> list[ForeignDevice]:
+    """The devices of a backend library: libggml-blas.so, libggml-vulkan.so. It stays loaded until the process ends.
+
+    Raises ForeignError for a file that is no library of a backend, or one of another ggml.
+    """
+    return _devices(ggml, _registry(ggml, path), f"--backend {str(path)!r}", str(path))
+
+
+def of_server(ggml: Ggml, endpoint: str, library: Path) -> list[ForeignDevice]:
+    """The devices of an RPC server at "HOST:PORT". Raises ForeignError if no server answers.
+
+    library  libggml-rpc.so
+    """
+    named = _ENDPOINT.fullmatch(endpoint)
+    if named is None:
+        raise ForeignError(f"--rpc {endpoint!r}: must be HOST:PORT")
+    try:  # of a server that does not answer ggml ends the process
+        socket.create_connection((named[1], int(named[2])), _SECONDS).close()
+    except (OSError, OverflowError) as error:
+        raise ForeignError(f"--rpc {endpoint!r}: no server answers: {error}") from None
+    loaded = _loaded(library)
+    if not hasattr(loaded, _RPC):
+        raise ForeignError(f"--backend {str(library)!r}: is no libggml-rpc")
+    add = getattr(loaded, _RPC)
+    add.restype, add.argtypes = ctypes.c_void_p, [ctypes.c_char_p]
+    registry = add(endpoint.encode())
+    if not registry:
+        raise ForeignError(f"--rpc {endpoint!r}: no ggml-rpc-server answers")
+    return _devices(ggml, int(registry), f"--rpc {endpoint!r}", endpoint)
+
+
+def of_ggml(ggml: Ggml) -> list[ForeignDevice]:
+    """The devices that ggml has by itself: those built into it, and those that it loaded."""
+    handles = [int(ggml.ggml_backend_dev_get(index)) for index in range(ggml.ggml_backend_dev_count())]
+    return [ForeignDevice(describe(ggml, each), each, int(ggml.ggml_backend_dev_backend_reg(each))) for each in handles]
+
+
+def _loaded(path: Path) -> ctypes.CDLL:
+    if not path.is_file():
+        raise ForeignError(f"--backend {str(path)!r}: {no_file(path)}")
+    try:
+        return ctypes.CDLL(os.path.realpath(path))
+    except OSError as error:
+        raise ForeignError(f"--backend {str(path)!r}: cannot be loaded: {error}") from None
+
+
+def _registry(ggml: Ggml, path: Path) -> int:
+    """The ggml_backend_reg_t of a library: a plugin's ggml_backend_init, or ggml_backend_NAME_reg of libggml-NAME."""
+    loaded, named = _loaded(path), _NAME.match(path.name)
+    names = ["ggml_backend_init", *([f"ggml_backend_{named[1]}_reg"] if named else [])]
+    function = next((getattr(loaded, name) for name in names if hasattr(loaded, name)), None)
+    if function is None:
+        raise ForeignError(f"--backend {str(path)!r}: is no backend of ggml: it exports no {' and no '.join(names)}")
+    _refuse_another_ggml(ggml, path)
+    function.restype, function.argtypes = ctypes.c_void_p, []
+    registry = function()
+    if not registry:
+        raise ForeignError(f"--backend {str(path)!r}: does not work on this machine: it gives no backend")
+    return int(registry)
+
+
+def _refuse_another_ggml(ggml: Ggml, path: Path) -> None:
+    """Raises ForeignError if loading a library has brought a second ggml with it: tensors of one are no tensors of the
+    other. The libraries are found by where the process has mapped a libggml-base."""
+    bases = {os.path.realpath(file) for file in places.loaded() if file.name.startswith("libggml-base")}
+    if len(bases) > 1:
+        raise ForeignError(f"--backend {str(path)!r}: needs a ggml of its own, beside that of {ggml.cpu_file}")
+
+
+def _devices(ggml: Ggml, registry: int, option: str, where: str) -> list[ForeignDevice]:
+    version = ctypes.c_int.from_address(registry).value
+    if version != ggml.layout.api_version:
+        wanted = ggml.layout.api_version
+        raise ForeignError(f"{option}: has GGML_BACKEND_API_VERSION {version}, ggml {ggml.version} has {wanted}")
+    handles = [
+        int(ggml.ggml_backend_reg_dev_get(registry, index))
+        for index in range(ggml.ggml_backend_reg_dev_count(registry))
+    ]
+    if not handles:
+        raise ForeignError(f"{option}: has no device on this machine")
+    return [ForeignDevice(describe(ggml, each), each, registry) for each in handles]
+
+
+class ForeignMemory:
+    """Memory of devices that the host cannot read, as one run uses it: it is read and written by ggml's copies.
+
+    Buffers are known from the tensors that are shown to `sees`.
+    """
+
+    def __init__(self, ggml: Ggml) -> None:
+        self._ggml = ggml
+        self._spans: list[int] = []  # addresses where buffers begin, in order
+        self._buffers: dict[int, Buffer] = {}  # by these
+
+    def sees(self, tensor: int) -> None:
+        """Called with a node's address before it is read: learns of the buffers that it and its sources lie in."""
+        sources = _SOURCES.unpack(ctypes.string_at(tensor + structs.SRC_AT, _SOURCES.size))
+        for handle in {convert.buffer_of(address) for address in (tensor, *sources) if address} - {0}:
+            if not self._ggml.ggml_backend_buffer_is_host(handle):
+                self._learns(handle)
+
+    def _learns(self, handle: int) -> None:
+        begin = int(self._ggml.ggml_backend_buffer_get_base(handle) or 0)
+        size = int(self._ggml.ggml_backend_buffer_get_size(handle))
+        known = self._buffers.get(begin)
+        if known is None or (known.handle, known.size) != (handle, size):
+            self._buffers[begin] = Buffer(handle, size, begin, self, None)
+            self._spans = sorted(self._buffers)
+
+    def buffer_at(self, address: int) -> Buffer | None:
+        """The buffer that an address lies in; None if it is the host's."""
+        place = bisect_right(self._spans, address) - 1
+        if place < 0:
+            return None
+        found = self._buffers[self._spans[place]]
+        return found if address < found.address + found.size else None
+
+    def bytes_at(self, address: int, size: int) -> Bytes | memoryview:
+        """The bytes of a span: a copy, unless it lies in the host's memory."""
+        found = self.buffer_at(address)
+        return convert.bytes_at(address, size) if found is None else found.read(address - found.address, size)
+
+    def copied_out(self, buffer: Buffer, offset: int, size: int) -> Bytes:
+        """As `ir.buffer.Copies` says, by ggml_backend_tensor_get."""
+        found = np.empty(size, np.uint8)
+        if size:
+            self._ggml.ggml_backend_tensor_get(self._whole(buffer), found.ctypes.data, offset, size)
+        return found
+
+    def copied_in(self, buffer: Buffer, offset: int, data: Bytes) -> None:
+        """As `ir.buffer.Copies` says, by ggml_backend_tensor_set."""
+        data = np.ascontiguousarray(data)
+        if data.size:
+            self._ggml.ggml_backend_tensor_set(self._whole(buffer), data.ctypes.data, offset, data.size)
+
+    def _whole(self, buffer: Buffer) -> int:
+        """The address of a tensor of bytes that is the whole buffer."""
+        fields = structs.TENSOR.pack(
+            self._ggml.type_numbers["i8"], buffer.handle, buffer.size, 1, 1, 1, 1, *[buffer.size] * 3, 0, b"", 0,
+            *[0] * structs.N_SRC, 0, 0, buffer.address, b"", 0,
+        )  # fmt: skip
+        self._tensor = ctypes.create_string_buffer(fields, len(fields) + 8)
+        return ctypes.addressof(self._tensor)

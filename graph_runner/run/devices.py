@@ -1,0 +1,52 @@
+"""Devices of ggml by their names: those that it has by itself, and those of backend libraries and RPC servers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from ggml_backend_npu.ggml.lib import Ggml
+from ggml_backend_npu.plugin import foreign
+from ggml_backend_npu.plugin.foreign import ForeignDevice
+from graph_runner.base.errors import BadInputError
+
+_OURS = ("CPU", "NPU")
+
+
+@dataclass(frozen=True)
+class Devices:
+    """Where devices are looked for, besides those that ggml has by itself.
+
+    libraries  of backends: libggml-blas.so
+    servers    "HOST:PORT" of ggml-rpc-server; among the libraries must be libggml-rpc.so
+    """
+
+    libraries: tuple[Path, ...] = ()
+    servers: tuple[str, ...] = ()
+
+    def named(self, ggml: Ggml, name: str) -> ForeignDevice:
+        """Returns the device of a name, as ggml writes it, in any case. Raises BadInputError if there is none, and
+        ForeignError for a library or a server that cannot be used."""
+        found = [each for each in self.all(ggml) if each.info.backend not in _OURS]
+        for each in found:
+            if each.name.upper() == name.upper():
+                return each
+        known = " ".join([*_OURS, *(each.name for each in found)])
+        raise BadInputError(f"device {name!r}: there is none of this name; there are: {known}")
+
+    def all(self, ggml: Ggml) -> list[ForeignDevice]:
+        """Returns every device. Raises BadInputError and ForeignError."""
+        rpc = next((each for each in self.libraries if each.name.startswith("libggml-rpc")), None)
+        found = foreign.of_ggml(ggml)
+        for path in self.libraries:
+            found += foreign.of_library(ggml, path) if path != rpc or not self.servers else []
+        for endpoint in self.servers:
+            if rpc is None:
+                raise BadInputError(f"--rpc {endpoint!r}: needs --backend libggml-rpc.so")
+            found += foreign.of_server(ggml, endpoint, rpc)
+        return found
+
+    def described(self, name: str) -> dict[str, str]:
+        """Returns how a trace and a report name a device of these: what the options of a command were."""
+        texts = {"device": name, "backend": ", ".join(map(str, self.libraries)), "rpc": ", ".join(self.servers)}
+        return {} if name in _OURS else {option: text for option, text in texts.items() if text}

@@ -1,0 +1,169 @@
+"""Diffs of devices of other ggml backends, from their libraries and from RPC servers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from kit.backends import blas, rpc_library, served
+from kit.commands import Cli, Outcome, assert_refused, fresh
+
+PROMPT = "The capital of France is a city that many people visit each year, and its name is"  # 32 tokens and more
+FAULTY = """
+import numpy as np
+from ggml_backend_npu.ops import OWN
+from ggml_backend_npu import op
+
+ours = OWN["{op}"]
+
+@op("{op}", types=ours.types, refuse=ours.refuse, params=ours.params)
+def wrong(dst, {sources}, params=None, numerics=None):
+    keywords = {{}}
+    if ours.params is not None:
+        keywords["params"] = params
+    if ours.wants_numerics:
+        keywords["numerics"] = numerics
+    ours.define(dst, {sources}, **keywords)
+    {does}
+"""
+SCALED = "dst.view()[...] = (dst.view() * np.float32(1.01)).astype(dst.view().dtype)"
+ROW = "dst.view()[0, 0, -1] = 0"
+WRONG = {
+    "SOFT_MAX": ("src0, mask=None, sinks=None", SCALED),
+    "RMS_NORM": ("src0", SCALED),
+    "ADD": ("a, b", ROW),
+    "MUL": ("a, b", SCALED),
+    "SWIGLU": ("a, b=None", ROW),
+    "GET_ROWS": ("src0, ids", SCALED),
+}
+
+
+def diff(tmp_path: Path, *arguments: object) -> tuple[Outcome, dict[str, Any]]:
+    """What the command and its JSON say of the tiny model."""
+    result = tmp_path / "result.json"
+    options = ["--json", result, "--reproducers", tmp_path, "--node-timeout", 20]
+    outcome = fresh("diff", "tiny", *arguments, *options)
+    return outcome, json.loads(result.read_text()) if result.exists() else {}
+
+
+# bad input
+
+
+def test_a_device_that_there_is_not(cli: Cli) -> None:
+    outcome = cli("diff", "tiny", "--device", "Vulkan0", "--in-process")
+    assert_refused(outcome, "device 'Vulkan0': there is none of this name; there are: CPU NPU")
+
+
+def test_a_library_that_is_none(cli: Cli, tmp_path: Path) -> None:
+    text = tmp_path / "libggml-blas.so"
+    text.write_text("no library")
+    assert_refused(cli("diff", "tiny", "--device", "BLAS", "--backend", text, "--in-process"), "cannot be loaded")
+    missing = tmp_path / "libggml-vulkan.so"
+    outcome = cli("diff", "tiny", "--device", "Vulkan0", "--backend", missing, "--in-process")
+    assert_refused(outcome, f"--backend {str(missing)!r}: no such file")
+
+
+def test_a_server_without_its_library(cli: Cli) -> None:
+    outcome = cli("diff", "tiny", "--device", "RPC0", "--rpc", "127.0.0.1:1", "--in-process")
+    assert_refused(outcome, "--rpc '127.0.0.1:1': needs --backend libggml-rpc.so")
+
+
+def test_options_of_the_npu_are_not_for_others(cli: Cli) -> None:
+    assert_refused(cli("diff", "tiny", "--device", "BLAS", "--all"), "--all: applies to the NPU, but --device is BLAS")
+
+
+# a library: BLAS
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return blas(tmp_path_factory.mktemp("blas"))
+
+
+@pytest.mark.conformance
+def test_a_library_is_right(library: Path, tmp_path: Path) -> None:
+    outcome, result = diff(tmp_path, "--device", "blas", "--backend", library, "--prompt", PROMPT, "-n", 1)
+    assert outcome.code == 0, outcome.out + outcome.err
+    assert (result["reference"], result["device"]) == ("CPU", "BLAS")
+    assert {node["op"] for node in result["nodes"] if node["device"] == "BLAS"} == {"MUL_MAT"}
+    assert "own run of the BLAS" in outcome.out
+
+
+@pytest.mark.conformance
+@pytest.mark.parametrize("fault", ["STRIDE_IGNORED", "SHORT", "SCALED", "SELDOM", "ROW_LEFT_OUT", "SWAPPED"])
+def test_a_library_is_wrong(fault: str, tmp_path: Path) -> None:
+    library = blas(tmp_path, fault)
+    outcome, result = diff(tmp_path, "--device", "BLAS", "--backend", library, "--prompt", PROMPT, "-n", 1)
+    assert outcome.code == 1, outcome.out + outcome.err
+    first = result["nodes"][result["first_introduced"]]
+    assert (first["op"], first["device"]) == ("MUL_MAT", "BLAS")
+    if fault != "SELDOM":
+        assert first["replay"].endswith(f"--device BLAS --backend {library}"), first["replay"]
+        replayed = fresh(*first["replay"].split()[1:])
+        assert replayed.code == 1, replayed.out + replayed.err
+
+
+@pytest.mark.conformance
+@pytest.mark.parametrize(("fault", "said"), [("CRASHES", "ended by SIGSEGV"), ("HANGS", "was not done after 20 s")])
+def test_a_library_ends_the_process(fault: str, said: str, tmp_path: Path) -> None:
+    library = blas(tmp_path, fault)
+    outcome, result = diff(tmp_path, "--device", "BLAS", "--backend", library, "--prompt", PROMPT, "-n", 1)
+    assert outcome.code == 1, outcome.out + outcome.err
+    assert said in result["nodes"][-1]["failure"]
+    assert result["nodes"][-1]["op"] == "MUL_MAT"
+
+
+@pytest.mark.conformance
+def test_a_library_is_the_reference(library: Path, tmp_path: Path) -> None:
+    """ggml's CPU rounds the second factor to f16 first: it is further from the exact value."""
+    arguments = ["--reference", "BLAS", "--device", "CPU", "--backend", library, "--prompt", PROMPT, "-n", 1]
+    outcome, result = diff(tmp_path, *arguments)
+    assert outcome.code == 1, outcome.out + outcome.err
+    assert {node["op"] for node in result["nodes"] if node["verdict"] == "introduced"} == {"MUL_MAT"}
+    assert (result["reference"], result["device"]) == ("BLAS", "CPU")
+
+
+# a server
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[str]:
+    with served(tmp_path / "log") as (address, _):
+        yield address
+
+
+@pytest.mark.conformance
+def test_a_server_is_right(server: str, tmp_path: Path) -> None:
+    outcome, result = diff(tmp_path, "--device", "RPC0", "--backend", rpc_library(), "--rpc", server)
+    assert outcome.code == 0, outcome.out + outcome.err
+    assert result["device"] == "RPC0"
+    assert "own run of RPC0: 250 nodes (245 on RPC0, 5 on the CPU)" in outcome.out
+    listed = fresh("devices", "--backend", rpc_library(), "--rpc", server).out
+    assert "RPC0" in listed
+
+
+@pytest.mark.conformance
+@pytest.mark.parametrize("op", sorted(WRONG))
+def test_a_server_is_wrong(op: str, tmp_path: Path) -> None:
+    kernels = tmp_path / "faulty.py"
+    sources, does = WRONG[op]
+    kernels.write_text(FAULTY.format(op=op, sources=sources, does=does))
+    with served(tmp_path / "log", "NPU", GGML_NPU_KERNELS=str(kernels), GGML_NPU_OPS="all") as (address, _):
+        outcome, result = diff(tmp_path, "--device", "RPC0", "--backend", rpc_library(), "--rpc", address)
+    assert outcome.code == 1, outcome.out + outcome.err
+    first = result["nodes"][result["first_introduced"]]
+    assert (first["op"], first["device"]) == (op, "RPC0")
+
+
+@pytest.mark.conformance
+def test_a_server_that_is_gone(tmp_path: Path) -> None:
+    kernels = tmp_path / "ends.py"
+    kernels.write_text(FAULTY.format(op="SWIGLU", sources="a, b=None", does="import os; os._exit(1)"))
+    with served(tmp_path / "log", "NPU", GGML_NPU_KERNELS=str(kernels), GGML_NPU_OPS="all") as (address, _):
+        outcome, result = diff(tmp_path, "--device", "RPC0", "--backend", rpc_library(), "--rpc", address)
+    assert outcome.code == 1, outcome.out + outcome.err
+    assert result["nodes"][-1]["op"] == "SWIGLU"
+    assert "ended by SIGABRT" in result["nodes"][-1]["failure"]
