@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import ast
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
 
@@ -98,9 +98,10 @@ def test_ctypes_stands_in_the_abi_and_in_the_session_only(module: str) -> None:
     )
 
 
-def names_of_ops(module: Path) -> Iterator[tuple[ast.AST, list[str]]]:
+def names_of_ops(module: Path) -> Iterator[tuple[ast.expr, list[str]]]:
     """What names ops: an expression of a module, and those among the strings that are it or stand in it."""
     for node in ast.walk(parsed(module)):
+        parts: Sequence[ast.expr | None]
         match node:
             case ast.Constant():
                 parts = [node]
@@ -109,7 +110,7 @@ def names_of_ops(module: Path) -> Iterator[tuple[ast.AST, list[str]]]:
             case ast.Tuple() | ast.List() | ast.Set():
                 parts = node.elts
             case _:
-                parts = []
+                continue
         values = (part.value for part in parts if isinstance(part, ast.Constant))
         yield node, [value for value in values if isinstance(value, str) and value in OWN]
 

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from ggml_backend_npu import Memory, Node, Tensor
 from ggml_backend_npu.backend import fusion
 from ggml_backend_npu.ggml import convert
+from ggml_backend_npu.ops.softmax import soft_max
 from ggml_backend_npu.registry.entry import Call
 from graph_runner.cli.options import PROMPT
 from graph_runner.diff.run import DiffOptions, DiffResult, diff
@@ -145,10 +146,11 @@ def first_span(file: Path, ops: str, step: int) -> int:
     seen: list[list[str]] = [[]]
 
     class Names:
-        def before(self, node: int) -> None:
+        def before(self, node: int) -> bool:
             op = convert.op_name(session.ggml, node)
             if convert.computes(op):
                 seen[-1].append(op)
+            return False
 
         def after(self, node: int) -> None:
             pass
@@ -224,7 +226,7 @@ class Softmax:
     """SOFT_MAX whose result is changed after it."""
 
     def __init__(self, change: Callable[[NDArray[Any]], None]) -> None:
-        self.right, self.change = fusion.soft_max, change
+        self.right, self.change = soft_max, change
 
     def bind(self, node: Node) -> Call:
         call = self.right.bind(node)

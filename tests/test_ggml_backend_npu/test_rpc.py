@@ -44,7 +44,7 @@ def server(tmp_path: Path) -> Iterator[tuple[str, Path]]:
         "GGML_NPU_FALLBACK": "cpu",
         "GGML_NPU_KERNELS": str(kernels),
     }
-    command = [build() / "ggml-rpc-server", "-d", "NPU", "-H", "127.0.0.1", "-p", str(port)]
+    command: list[str | Path] = [build() / "ggml-rpc-server", "-d", "NPU", "-H", "127.0.0.1", "-p", str(port)]
     with log.open("w") as output, subprocess.Popen(command, env=environment, stdout=output, stderr=output) as process:
         try:
             _wait_for(port, process)
@@ -67,7 +67,15 @@ def _wait_for(port: int, process: subprocess.Popen[bytes]) -> None:
 def text(*devices: str) -> str:
     """What llama-completion writes."""
     options = ["-nr", "-fa", "on", "-no-cnv", "--no-display-prompt", "-n", "24", "--temp", "0", "-ngl", "99"]
-    command = [build() / "llama-completion", "-m", demo_file(), "-p", "The capital of France is", *options, *devices]
+    command: list[str | Path] = [
+        build() / "llama-completion",
+        "-m",
+        demo_file(),
+        "-p",
+        "The capital of France is",
+        *options,
+        *devices,
+    ]
     result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert result.returncode == 0, result.stderr
     return result.stdout

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -22,7 +23,7 @@ SOON = {"InShort", "OutSeldomStale", "FillIgnored", "CopySeldomIgnored", "Queued
 SOON_IN_A_DIFF = {"InOneBitAtLoad", "OutShifted", "FillIgnored"}
 
 
-def some(faults: dict[str, object], soon: set[str]) -> list[object]:
+def some(faults: Iterable[str], soon: set[str]) -> list[object]:
     return [name if name in soon else pytest.param(name, marks=pytest.mark.slow) for name in faults]
 
 
