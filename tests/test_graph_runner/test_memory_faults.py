@@ -19,7 +19,7 @@ from graph_runner.judging.results import Fate
 from graph_runner.reports.diff_report import diff_json
 from graph_runner.tools.battery import BatteryResult, run_battery
 
-SOON = {"InShort", "OutSeldomStale", "FillIgnored", "CopySeldomIgnored", "QueuedCopyIgnored", "AllocGivesTheSameTwice"}
+SOON = {"OutSeldomStale", "FillIgnored", "CopySeldomIgnored", "QueuedCopyIgnored", "AllocGivesTheSameTwice"}
 SOON_IN_A_DIFF = {"InOneBitAtLoad", "OutShifted", "FillIgnored"}
 
 
