@@ -77,6 +77,11 @@ def test_every_room_is_in_the_list_and_every_entry_is_a_room() -> None:
     assert rooms == {room for room in structure.ROOMS if room != "quant"} | {"quant"}
 
 
+def test_every_room_has_a_readme() -> None:
+    folders = [path.parent for room in structure.ROOMS if (path := structure.modules()[room]).stem == "__init__"]
+    assert [str(folder) for folder in folders if not (folder / "README.md").exists()] == []
+
+
 def test_few_modules_stand_at_the_root() -> None:
     assert len([*(ROOT / "ggml_backend_npu").glob("*.py")]) <= 6
 

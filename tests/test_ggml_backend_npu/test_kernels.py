@@ -80,8 +80,8 @@ def grouped(bits: int) -> list[Array]:
     x, back = floats(5, 128), np.zeros((5, 128), np.float32)
     quants, scales = np.zeros((5, 128 * bits // 8), np.int8), np.zeros((5, 4), np.float32)
     held = groups.Groups(bits, 32, Tensor.of(quants), Tensor.of(scales))
-    groups.quantizer(held, Tensor.of(x))()
-    groups.dequantizer(Tensor.of(back), held)()
+    groups.bind_quantize(held, Tensor.of(x))()
+    groups.bind_dequantize(Tensor.of(back), held)()
     return [quants, scales, back]
 
 
