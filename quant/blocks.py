@@ -31,7 +31,7 @@ def halves(x: Floats) -> Bytes:
 
 
 def reciprocal(d: Floats) -> Floats:
-    """1 / d, or 0 where d is 0."""
+    """1 / d, or 0 if d is 0."""
     with np.errstate(divide="ignore", over="ignore"):
         return np.where(d == 0, np.float32(0), np.float32(1) / d)
 
@@ -135,7 +135,7 @@ def magnitudes(x: Value) -> Value:
 
 
 def _reciprocal(d: Value) -> Value:
-    """1 / d, or 0 where d is 0."""
+    """1 / d, or 0 if d is 0."""
     return (1.0 / d).where(d.differs(0.0), 0.0)
 
 

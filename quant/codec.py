@@ -17,7 +17,7 @@ Floats = NDArray[np.float32]
 Bytes = NDArray[np.uint8]
 Rounding = Literal["reference", "simd"]
 ROUNDINGS: tuple[Rounding, ...] = get_args(Rounding)
-_CHUNK = 1 << 15  # elements converted at a time, where a codec needs temporaries
+_CHUNK = 1 << 15  # elements converted at a time, if a codec needs temporaries
 
 
 class Codec:
@@ -51,12 +51,12 @@ class Codec:
         return self.dtype is None
 
     def encode(self, x: Floats, rounding: Rounding) -> Bytes:
-        """float32 (n_blocks, block_size) -> uint8 (n_blocks, block_bytes). Raises NotImplementedError where a type has
+        """float32 (n_blocks, block_size) -> uint8 (n_blocks, block_bytes). Raises NotImplementedError if a type has
         no encoder."""
         raise NotImplementedError(f"type {self.name}: no encoder")
 
     def decode(self, blocks: Bytes) -> Floats:
-        """uint8 (n_blocks, block_bytes) -> float32 (n_blocks, block_size). Raises NotImplementedError where a type has
+        """uint8 (n_blocks, block_bytes) -> float32 (n_blocks, block_size). Raises NotImplementedError if a type has
         no decoder."""
         raise NotImplementedError(f"type {self.name}: no decoder")
 

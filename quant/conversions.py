@@ -1,6 +1,6 @@
 """Conversion of runs from one type to another, at any strides: a C function for each pair of types.
 
-A unit is one element, or one block where either type has blocks. The elements of a unit are adjacent; from one unit to
+A unit is one element, or one block if either type has blocks. The elements of a unit are adjacent; from one unit to
 the next there may be any number of bytes. The functions are compiled when a pair is first needed. They equal, byte for
 byte, the NumPy definitions in `quant.scalars` and `quant.blocks`.
 """
@@ -166,7 +166,7 @@ def conversion(src: Run | None, dst: Run | None, rounding: str) -> CFunction | N
     units; steps in bytes. There is one from any type to f32, from a type of floats to any, and from a type of blocks to
     itself; None elsewhere.
 
-    Where a side lies in a tensor packed in the device layout, `packed` and `n` are that tensor's address and its number
+    If a side lies in a tensor packed in the device layout, `packed` and `n` are that tensor's address and its number
     of blocks; otherwise n is 0.
     """
     made = None

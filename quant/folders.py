@@ -54,7 +54,7 @@ def _home_of_the_user() -> str:
 def kept(folder: Path) -> Path:
     """Makes a folder for what is kept, with all above it, for this user alone (mode 0700). Returns it.
 
-    Raises FolderError where it cannot be made or written to, and where it, or a folder above it up to the one that a
+    Raises FolderError if it cannot be made or written to, and if it, or a folder above it up to the one that a
     variable names, belongs to somebody else or can be written by others.
     """
     variable, top = _named_by_a_variable(folder)
@@ -86,7 +86,7 @@ def _named_by_a_variable(folder: Path) -> tuple[str, Path]:
 
 
 def _why_not(found: os.stat_result, *, is_shared: bool = False) -> str | None:
-    """Why a file or folder may hold what somebody else wrote; None where it cannot.
+    """Why a file or folder may hold what somebody else wrote; None if it cannot.
 
     is_shared  whether it may be a folder like /tmp, in which nobody can replace what is another's
     """
@@ -103,7 +103,7 @@ def is_ours(file: int) -> bool:
 
 
 def _is_locked(descriptor: int) -> bool:
-    """Locks a file or folder until its descriptor is closed; False where somebody else has."""
+    """Locks a file or folder until its descriptor is closed; False if somebody else has."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
@@ -114,7 +114,7 @@ def _is_locked(descriptor: int) -> bool:
 @contextmanager
 def temporary_folder(inside: Path | None = None) -> Iterator[Path]:
     """Yields a folder, in the system's folder for temporary ones or inside another one, that is deleted at the end of
-    the context. Where the process is killed before, `tidy` deletes it."""
+    the context. If the process is killed before, `tidy` deletes it."""
     tidy(inside)
     while True:
         folder = Path(tempfile.mkdtemp(prefix=_FOLDER[0], suffix=_FOLDER[1], dir=inside))
@@ -133,7 +133,7 @@ def temporary_folder(inside: Path | None = None) -> Iterator[Path]:
 @contextmanager
 def partial_file(folder: Path) -> Iterator[tuple[Path, int]]:
     """Yields the path of a new file in a folder, and its descriptor. The file is deleted at the end of the context if
-    it is still there; where the process is killed before, `tidy` deletes it. Raises OSError."""
+    it is still there; if the process is killed before, `tidy` deletes it. Raises OSError."""
     tidy(folder)
     handle, name = tempfile.mkstemp(prefix=_FILE[0], suffix=_FILE[1], dir=folder)
     _is_locked(handle)

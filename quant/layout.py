@@ -33,7 +33,7 @@ def to_device(blocks: Bytes, type: str, group_size: int = _BLOCK) -> DeviceLayou
 
     group_size  elements that share a scale; divides n; 0 = one scale for a whole row
 
-    Raises ValueError where a group spans blocks of different scales, for other types, and for a group size that does
+    Raises ValueError if a group spans blocks of different scales, for other types, and for a group size that does
     not divide n.
     """
     kind = _checked(type)
@@ -50,7 +50,7 @@ def to_device(blocks: Bytes, type: str, group_size: int = _BLOCK) -> DeviceLayou
 
 def to_blocks(device: DeviceLayout, type: str, group_size: int = _BLOCK) -> Bytes:
     """Device layout -> blocks: the inverse of `to_device`, with the same group size. Raises ValueError as `to_device`
-    does, and where quants and scales do not fit each other; TypeError for anything that is not a DeviceLayout."""
+    does, and if quants and scales do not fit each other; TypeError for anything that is not a DeviceLayout."""
     kind = _checked(type)
     if not isinstance(device, DeviceLayout):
         raise TypeError(f"device of type {type_of(device)}: must be a DeviceLayout")

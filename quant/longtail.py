@@ -1,4 +1,4 @@
-"""Every other ggml type: from libgguf, a package of ggml's own quantisation code, where it has the type.
+"""Every other ggml type: from libgguf, a package of ggml's own quantisation code, if it has the type.
 
 libgguf equals ggml bit for bit in every decoder and in every encoder of ggml_quantize_chunk, which makes model files.
 The CPU backend's iq4_nl is another one (quantize_row_iq4_nl looks for no better scale) and is defined here, as are

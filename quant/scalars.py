@@ -18,7 +18,7 @@ def quieted(x: Floats) -> Floats:
 
 
 def without_payload(x: Floats) -> Floats:
-    """x with every NaN made 7fc00000 or ffc00000: this is what remains of a NaN where ggml converts element by
+    """x with every NaN made 7fc00000 or ffc00000: this is what remains of a NaN if ggml converts element by
     element."""
     return np.where(np.isnan(x), np.copysign(np.float32(np.nan), x), x)
 

@@ -185,7 +185,7 @@ def test_the_command_judges_a_file_of_kernels(
 ) -> None:
     kernels = tmp_path / "own kernels.py"
     kernels.write_text(KERNEL.format(types=types, value=value))
-    command = [sys.executable, "-c", "from graph_runner.cli import main; main()", "test", kernels]
+    command: list[str | Path] = [sys.executable, "-c", "from graph_runner.cli import main; main()", "test", kernels]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert (done.returncode, done.stderr) == (code, "")
     heading, counts, *rest = done.stdout.splitlines()

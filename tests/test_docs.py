@@ -10,6 +10,8 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -282,3 +284,19 @@ def test_every_op_of_ggml_is_documented() -> None:
 def test_rows_of_ops_are_written_as_they_stand() -> None:
     text = conformance.DOCUMENT.read_text()
     assert conformance.with_rows(text, conformance.documented()) == text
+
+
+IMPORT = re.compile(r"^from ((?:ggml_backend_npu|graph_runner|quant)\b[\w.]*) import (\w+(?:, \w+)*)$", re.MULTILINE)
+IMPORTS = sorted(
+    {
+        (page.name, module, name)
+        for page in PAGES
+        for module, names in IMPORT.findall(page.read_text())
+        for name in names.split(", ")
+    }
+)
+
+
+@pytest.mark.parametrize(("page", "module", "name"), IMPORTS)
+def test_what_a_page_imports_is_there(page: str, module: str, name: str) -> None:
+    assert hasattr(import_module(module), name) or find_spec(f"{module}.{name}") is not None

@@ -28,7 +28,7 @@ def test_the_notebook_runs() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("arguments", "says"), [([], "usage: "), (["m.gguf", "no-such-server"], "no-such-server: ")])
 def test_the_server_says_what_it_needs(arguments: list[str], says: str) -> None:
-    command = [sys.executable, EXAMPLES / "llama_server.py", *arguments]
+    command: list[str | Path] = [sys.executable, EXAMPLES / "llama_server.py", *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     (line,) = done.stderr.splitlines()
     assert (done.returncode, done.stdout, line.startswith(says)) == (2, "", True)
@@ -36,7 +36,7 @@ def test_the_server_says_what_it_needs(arguments: list[str], says: str) -> None:
 
 @pytest.mark.slow
 def test_the_chat_answers() -> None:
-    command = [sys.executable, EXAMPLES / "chat.py", "tiny"]
+    command: list[str | Path] = [sys.executable, EXAMPLES / "chat.py", "tiny"]
     done = subprocess.run(command, input="hello\n\n", capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
     computed, nodes = done.stdout.splitlines()[-1].removeprefix("> ").split(" nodes ")[0].split(" of ")
@@ -74,7 +74,7 @@ def test_the_fixture_tells_a_wrong_kernel(tmp_path: Path) -> None:
     ],
 )
 def test_an_example_runs(name: str, says: str) -> None:
-    command = [sys.executable, EXAMPLES / name, "tiny"]
+    command: list[str | Path] = [sys.executable, EXAMPLES / name, "tiny"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
     assert says in done.stdout
@@ -102,6 +102,6 @@ def test_the_server_is_started_with_the_plugin_and_asked(tmp_path: Path) -> None
     server = tmp_path / "server"
     server.write_text(f"#!{sys.executable}{STAND_IN}")
     server.chmod(0o755)
-    command = [sys.executable, EXAMPLES / "llama_server.py", "model.gguf", server]
+    command: list[str | Path] = [sys.executable, EXAMPLES / "llama_server.py", "model.gguf", server]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.stdout == "/completion True ['-m', 'model.gguf', '-dev', 'NPU']\n", done.stderr

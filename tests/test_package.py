@@ -30,7 +30,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("package")
     shutil.copytree(ROOT, folder / "tree", ignore=NO_SOURCES)
     shutil.copytree(ROOT / ".ci", folder / "tree" / ".ci")
-    command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", folder, folder / "tree"]
+    command: list[str | Path] = [sys.executable, "-m", "build", "--no-isolation", "--outdir", folder, folder / "tree"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return folder

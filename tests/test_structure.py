@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import ast
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
 
@@ -77,6 +77,11 @@ def test_every_room_is_in_the_list_and_every_entry_is_a_room() -> None:
     assert rooms == {room for room in structure.ROOMS if room != "quant"} | {"quant"}
 
 
+def test_every_room_has_a_readme() -> None:
+    folders = [path.parent for room in structure.ROOMS if (path := structure.modules()[room]).stem == "__init__"]
+    assert [str(folder) for folder in folders if not (folder / "README.md").exists()] == []
+
+
 def test_few_modules_stand_at_the_root() -> None:
     assert len([*(ROOT / "ggml_backend_npu").glob("*.py")]) <= 6
 
@@ -98,9 +103,10 @@ def test_ctypes_stands_in_the_abi_and_in_the_session_only(module: str) -> None:
     )
 
 
-def names_of_ops(module: Path) -> Iterator[tuple[ast.AST, list[str]]]:
+def names_of_ops(module: Path) -> Iterator[tuple[ast.expr, list[str]]]:
     """What names ops: an expression of a module, and those among the strings that are it or stand in it."""
     for node in ast.walk(parsed(module)):
+        parts: Sequence[ast.expr | None]
         match node:
             case ast.Constant():
                 parts = [node]
@@ -109,7 +115,7 @@ def names_of_ops(module: Path) -> Iterator[tuple[ast.AST, list[str]]]:
             case ast.Tuple() | ast.List() | ast.Set():
                 parts = node.elts
             case _:
-                parts = []
+                continue
         values = (part.value for part in parts if isinstance(part, ast.Constant))
         yield node, [value for value in values if isinstance(value, str) and value in OWN]
 
@@ -287,3 +293,59 @@ def test_everything_public_is_documented(module: Path) -> None:
     text = (ROOT / module).read_text()
     assert not text.strip() or ast.get_docstring(ast.parse(text)), f"{module}: no docstring"
     assert not [*undocumented(module)]
+
+
+# modules that no test file bears the name of: other tests run them. The list only gets shorter
+WITHOUT_TESTS = {
+    "ggml_backend_npu": "default user_texts",
+    "ggml_backend_npu/backend": "backend kernel_files options plan",
+    "ggml_backend_npu/device": "backend checked checked_queue faults files queue_trial sim",
+    "ggml_backend_npu/documents": "rwkv status",
+    "ggml_backend_npu/documents/aclnn": "moves operands",
+    "ggml_backend_npu/documents/rbln": "arguments",
+    "ggml_backend_npu/ggml": (
+        "aborts blas codecs convert crash doctor elf endings fenced guard lib libm modes numerics probes structs target"
+    ),
+    "ggml_backend_npu/ggml/layouts": "api_3 ggml_0_13 ggml_0_20 ggml_0_25 layout",
+    "ggml_backend_npu/ir": "buffer graph packed",
+    "ggml_backend_npu/ops": (
+        "delta_net depthwise glu gradients im2col losses mamba optimisers outer rwkv sums transposed "
+        "triangles undefined upscale"
+    ),
+    "ggml_backend_npu/ops/kernels": (
+        "cells cells_in_halves elements exponentials functions groups hadamard products sides tiles windows"
+    ),
+    "ggml_backend_npu/plugin": "buffers build capture contexts embedding queues transfers",
+    "ggml_backend_npu/profiles": "files rules",
+    "ggml_backend_npu/registry": "cases checks entry exact mistakes probes shapes",
+    "graph_runner/base": "endings errors files models python settings tiny",
+    "graph_runner/bench": "calls codecs measure memcpy models movers nodes operators ops plot report run splits",
+    "graph_runner/cli": "app cache capture codes command common devices doctor failures ops options plugin replay test",
+    "graph_runner/diagnosis": "altered case numbers places words written",
+    "graph_runner/diff": "judge leaves lockstep logits run sides state together turns walks",
+    "graph_runner/judging": "footprints mistakes results spans",
+    "graph_runner/process": "child jobs",
+    "graph_runner/reports": "diff_report explorer report",
+    "graph_runner/run": "llama_log sampling session token_graph",
+    "graph_runner/tools": "battery examination prediction",
+    "graph_runner/trace": "capturing format reading replaying taken writing",
+    "quant": "blocks codec conversions dots errors longtail rows runs scalars",
+    "quant/kernels": "cache jit matrices orders records vectors",
+}
+
+
+def has_tests(module: Path) -> bool:
+    """Whether a test file of the module's package bears its name, or the names of its folder and it; a topic may
+    follow: test_diff.py, test_diff_caches.py, test_kernels_memory.py."""
+    folder = ROOT / "tests" / f"test_{module.parts[0]}"
+    names = (module.stem, f"{module.parent.name}_{module.stem}")
+    found = [path.stem.removeprefix("test_") for path in folder.rglob("test_*.py")]
+    return any(f"{each}_".startswith(f"{name}_") for name in names for each in found)
+
+
+def test_a_module_has_a_test_file_of_its_name_or_is_listed() -> None:
+    modules = {module.with_suffix("").as_posix() for module in MODULES if "/" in module.as_posix()}
+    without = {name for name in modules if not Path(name).name.startswith("__") and not has_tests(Path(name))}
+    listed = {f"{folder}/{name}" for folder, names in WITHOUT_TESTS.items() for name in names.split()}
+    assert sorted(without - listed) == [], "new: a test file bears the name of the module that it is about"
+    assert sorted(listed - without) == [], "no longer without tests, or gone"

@@ -14,9 +14,9 @@ from itertools import combinations
 from ggml_backend_npu.ir import Dims, Graph, Node, Tensor
 from ggml_backend_npu.ops import OWN
 from ggml_backend_npu.ops.elementwise import Clamp
-from ggml_backend_npu.ops.routing import DESCENDING, Argsort, routed
+from ggml_backend_npu.ops.routing import DESCENDING, Argsort, bind_routing
 from ggml_backend_npu.ops.softmax import SoftMax, soft_max
-from ggml_backend_npu.ops.token_shift import Operand, shifted
+from ggml_backend_npu.ops.token_shift import SequenceRows, bind_token_shift
 from ggml_backend_npu.registry.entry import Call, Op
 
 _SOFTMAX_ALONE = SoftMax(scale=1.0, max_bias=0.0)
@@ -204,12 +204,12 @@ def _token_shift(span: Span) -> Fused | None:
         return None
     if not span.reads_from_outside(2, 1) or not span.reads_from_outside(3, 1):
         return None
-    call = shifted(
-        Operand("f32", x.address, x.nb[1], x.nb[2]),
+    call = bind_token_shift(
+        SequenceRows("f32", x.address, x.nb[1], x.nb[2]),
         previous.address,
-        Operand("f32", mu.address, mu.nb[3], 0),
+        SequenceRows("f32", mu.address, mu.nb[3], 0),
         [dst.address + i * dst.nb[3] for i in range(n)],
-        Operand("f32", 0, dst.nb[1], dst.nb[2]),
+        SequenceRows("f32", 0, dst.nb[1], dst.nb[2]),
         ne=(width, n_rows, n_sequences),
     )
     return Fused(call, {3: dst})
@@ -252,7 +252,7 @@ def _routed(span: Span, weights: Tensor, *, norm: bool = False, least: float = 0
     if ids is None or not span.reads(1, 0, 0) or not span.reads(2, 0, 0) or not weights.is_contiguous():
         return None
     last = len(span.nodes) - 1
-    call = routed(_flat(weights, ids), ids, logits, norm=norm, least=least, of_nodes=True)
+    call = bind_routing(_flat(weights, ids), ids, logits, norm=norm, least=least, of_nodes=True)
     return Fused(call, {1: ids, last: weights}, in_place=frozenset({last}))
 
 
@@ -292,7 +292,7 @@ def _softmax_of_top_k(span: Span) -> Fused | None:
         return None
     if not _is_alone(softmax) or weights.ne != ids.ne:
         return None
-    call = routed(_flat(weights, ids), ids, scores, selected_only=True, of_nodes=True)
+    call = bind_routing(_flat(weights, ids), ids, scores, selected_only=True, of_nodes=True)
     return Fused(call, {0: ids, 2: weights}, in_place=frozenset({2}))
 
 

@@ -24,7 +24,7 @@ from numpy.typing import DTypeLike, NDArray
 from ggml_backend_npu.documents import run
 from ggml_backend_npu.documents.status import Status
 from ggml_backend_npu.ir import Tensor
-from ggml_backend_npu.ops.routing import routed
+from ggml_backend_npu.ops.routing import bind_routing
 
 INFINI_STATUS_SUCCESS = Status(0, "INFINI_STATUS_SUCCESS")
 _CODES = {
@@ -141,7 +141,7 @@ class TopKSoftmax:
         assert indices is not None
         assert x is not None
         if self.N:
-            run(routed(*(Tensor.of(_plain(array)) for array in (values, indices, x)), norm=bool(norm)))
+            run(bind_routing(*(Tensor.of(_plain(array)) for array in (values, indices, x)), norm=bool(norm)))
         return INFINI_STATUS_SUCCESS
 
     def _refusal(self, values: Any, indices: Any, x: Any, topk: Any, norm: Any) -> Status | None:

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from ggml_backend_npu.documents import run
-from ggml_backend_npu.ops.token_shift import Operand, shifted
+from ggml_backend_npu.ops.token_shift import SequenceRows, bind_token_shift
 
 Array = NDArray[Any]
 
@@ -62,14 +62,14 @@ def token_shift(
     if x.size:
         rows, mu, before = (_rows(array) for array in (x, rwkvag.reshape(6, 1, width), h0))
         first = outputs[0]
-        call = shifted(
-            _operand(rows, scales[0]),
+        call = bind_token_shift(
+            _sequence_rows(rows, scales[0]),
             _address(rows) - rows.strides[1],
-            Operand(_TYPES[mu.dtype.name], _address(mu), mu.strides[0], 0, scales[1]),
+            SequenceRows(_TYPES[mu.dtype.name], _address(mu), mu.strides[0], 0, scales[1]),
             [_address(output) for output in outputs[:6]],
-            _operand(first),
+            _sequence_rows(first),
             ne=(width, n_tokens, batch),
-            first=_operand(before),
+            first=_sequence_rows(before),
             scales=scales[2:],
         )
         run(call)
@@ -164,8 +164,8 @@ def _rows(array: Array) -> Array:
     return array if whole and min(array.strides) >= 0 else np.ascontiguousarray(array)
 
 
-def _operand(array: Array, scale: float = 1.0) -> Operand:
-    return Operand(_TYPES[array.dtype.name], _address(array), array.strides[1], array.strides[0], scale)
+def _sequence_rows(array: Array, scale: float = 1.0) -> SequenceRows:
+    return SequenceRows(_TYPES[array.dtype.name], _address(array), array.strides[1], array.strides[0], scale)
 
 
 def _address(array: Array) -> int:

@@ -3,12 +3,12 @@
 ggml's CPU rounds in three ways, which the definition and the kernels follow:
 
 - q is rounded to the type that k's dot product takes: to float16 for a float16 k, to q8_0 for a q8_0 or q4_0 one ...
-- where v is float16, a query's sum of v is float16 too: it is rounded after every cell, and once more where a larger
+- if v is float16, a query's sum of v is float16 too: it is rounded after every cell, and once more if a larger
   score makes it smaller. A single query over 512 cells or more has one such sum per thread.
-- neither, where k and v are both float32 or both float16 and there are 64 queries or more.
+- neither, if k and v are both float32 or both float16 and there are 64 queries or more.
 
 With float16 k and v and fewer queries, every step is the CPU's: the order of ggml_vec_dot_f16, C's expf and tanhf, and
-what GCC fuses. There the result is byte-equal where ggml was built for this processor, and that is an x86 with AVX2 or
+what GCC fuses. There the result is byte-equal if ggml was built for this processor, and that is an x86 with AVX2 or
 AVX-512 but without AVX512-FP16, with which v is added up in float16 itself.
 
 NaN and infinity do in the kernels what they do on ggml's CPU; the definition leaves out what the mask excludes.
@@ -27,8 +27,8 @@ from numpy.typing import NDArray
 from ggml_backend_npu.ggml.numerics import PLAIN, Numerics
 from ggml_backend_npu.ir import Node, Tensor
 from ggml_backend_npu.ops import undefined
-from ggml_backend_npu.ops.kernels.cells import attention, in_tiles
-from ggml_backend_npu.ops.kernels.cells_in_halves import in_halves
+from ggml_backend_npu.ops.kernels.cells import attention, bind_attend
+from ggml_backend_npu.ops.kernels.cells_in_halves import bind_attend_in_halves
 from ggml_backend_npu.ops.kernels.functions import expf, tanhf
 from ggml_backend_npu.ops.kernels.functions import fused_multiply_add as fma
 from ggml_backend_npu.ops.matmul import VEC_DOT
@@ -46,7 +46,7 @@ from quant.kernels.threads import working_team
 
 _PRECISIONS = (0, 10)  # GGML_PREC_DEFAULT, GGML_PREC_F32
 _MANY = 64  # queries that ggml's CPU multiplies as matrices
-_LONG = 512  # cells that its threads share where there is one query
+_LONG = 512  # cells that its threads share if there is one query
 
 _VALUES = ("f32", "f16", "bf16", *DECODED)
 
@@ -80,7 +80,7 @@ def _in_halves(q: Tensor, k: Tensor, v: Tensor) -> bool:
 
 
 def _n_sums(q: Tensor, k: Tensor, v: Tensor) -> int:
-    """In how many parts the cells of a query are added up, joined at the end; 0 where they are not split."""
+    """In how many parts the cells of a query are added up, joined at the end; 0 if they are not split."""
     alone = q.ne[1] == q.ne[3] == 1
     return working_team().n_threads if alone and k.type == v.type and k.ne[1] >= _LONG else 0
 
@@ -191,7 +191,7 @@ def _with_sink(found: list[Floats], sink: Floats) -> list[Floats]:
 
 
 def _sum_of_parts(scores: Floats, kept: NDArray[np.bool_], v: Floats, n_sums: int, sink: Floats | None) -> Floats:
-    """softmax(scores) v, added up in n_sums parts of the cells; n_sums is 0 where they are not split."""
+    """softmax(scores) v, added up in n_sums parts of the cells; n_sums is 0 if they are not split."""
     size = max(1, -(-scores.shape[-1] // max(n_sums, 1)))
     whole: list[Floats] = []
     for begin in range(0, max(1, scores.shape[-1]), size):
@@ -235,7 +235,7 @@ def flash_attn_ext(
     """dst = softmax(cap * tanh(scale * q k^T / cap) + slope * mask) v for each head, with the head's sink in the sum.
 
     q (dk, queries, heads, sequences), k (dk, cells, heads of k, sequences of k) and v (dv, cells, ...), whose heads and
-    sequences repeat to q's; mask (cells, queries, ...), -inf where a cell is excluded; dst (dv, heads, queries,
+    sequences repeat to q's; mask (cells, queries, ...), -inf if a cell is excluded; dst (dv, heads, queries,
     sequences). With a cap of 0 there is no tanh. Equals ggml_compute_forward_flash_attn_ext but for rounding.
     """
     scale, max_bias, softcap = params.scale, params.max_bias, params.logit_softcap
@@ -295,8 +295,8 @@ def _flash_attn_ext(
     if of is None:
         return None
     if _in_halves(q, k, v):
-        return in_halves(of, _n_sums(q, k, v), by_head)
-    return in_tiles(of, _chunk(q) if _is_product(q, k, v) else 0, by_head)
+        return bind_attend_in_halves(of, _n_sums(q, k, v), by_head)
+    return bind_attend(of, _chunk(q) if _is_product(q, k, v) else 0, by_head)
 
 
 @flash_attn_ext.formula

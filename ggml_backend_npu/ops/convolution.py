@@ -37,7 +37,7 @@ TYPES = [("f32", kernel, "f32") for kernel in ("f32", "f16")]
 
 _WORK_BYTES = 16 << 20  # GGML_IM2COL_WORK_SIZE
 _TILE_BYTES = 1 << 18  # of what places see, that is multiplied with all kernels
-_PARTS, _LEAST_KERNELS = 4, 128  # where there are few tiles: in how many parts kernels are cut, and how small at least
+_PARTS, _LEAST_KERNELS = 4, 128  # if there are few tiles: in how many parts kernels are cut, and how small at least
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ def _n_kernels(kernel: Tensor, p: Moves2d | Conv3d) -> int:
 
 
 def _sgemm(numerics: Numerics) -> int:
-    """Address of cblas_sgemm; 0 where ggml's own order is wanted."""
+    """Address of cblas_sgemm; 0 if ggml's own order is wanted."""
     return numerics.sgemm if numerics.matmul == "fast" else 0
 
 
@@ -243,7 +243,9 @@ def convolution(p, begin, end, columns):
     return 0
 
 
-def _conv_job(dst: Tensor, kernel: Tensor, x: Tensor, params: Moves2d | Conv3d, numerics: Numerics) -> Call | None:
+def _bind_convolution(
+    dst: Tensor, kernel: Tensor, x: Tensor, params: Moves2d | Conv3d, numerics: Numerics
+) -> Call | None:
     if not dst.is_contiguous() or not dst.n_elements:
         return None
     w = _conv_windows(dst, kernel, x, params)
@@ -276,8 +278,8 @@ def _conv_job(dst: Tensor, kernel: Tensor, x: Tensor, params: Moves2d | Conv3d, 
     return Job(Work(convolution, of, n_units, n_bytes, scratch=scratch.end, keep=(dst, kernel, x)))
 
 
-conv_2d.compiled(_conv_job)
-conv_3d.compiled(_conv_job)
+conv_2d.compiled(_bind_convolution)
+conv_3d.compiled(_bind_convolution)
 
 
 # what they are measured by

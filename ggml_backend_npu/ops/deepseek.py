@@ -231,7 +231,7 @@ def _refuse_post(dst: Tensor, x: Tensor, residual: Tensor, post: Tensor, comb: T
 
 @op("DSV4_HC_POST", types=[("f32",) * 4], refuse=_refuse_post, bound=1e-12, wide=True)
 def dsv4_hc_post(dst: Tensor, x: Tensor, residual: Tensor, post: Tensor, comb: Tensor | None) -> None:
-    """dst = x * post + the token's residual streams, mixed by comb where there is one.
+    """dst = x * post + the token's residual streams, mixed by comb if there is one.
 
     x (n, tokens), residual and dst (n, streams, tokens), post (streams, tokens), comb (to, from, tokens). Equals
     ggml_compute_forward_dsv4_hc_post.

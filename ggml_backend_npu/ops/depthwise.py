@@ -123,7 +123,7 @@ def _add_line(factor, source, n_x, step, to, count):
 
 @compiled
 def depthwise(p, begin, end, all_factors):
-    """A unit is one row of dst: of a plane, or of an image where the channels of a pixel lie together. Products are
+    """A unit is one row of dst: of a plane, or of an image if the channels of a pixel lie together. Products are
     added one after the other, each fused with its addition."""
     of = record_at(p, Depthwise)
     (n_y, n_x), n_c, (ky, kx), (oy, ox) = of.size, of.n_channels, of.kernel_size, of.places

@@ -21,7 +21,7 @@ from ggml_backend_npu.ops import undefined
 from ggml_backend_npu.ops.kernels import elements
 from ggml_backend_npu.ops.kernels.functions import fused_multiply_add as fma
 from ggml_backend_npu.ops.kernels.strided import ids_check
-from ggml_backend_npu.ops.kernels.tiles import computed
+from ggml_backend_npu.ops.kernels.tiles import bind_elementwise
 from ggml_backend_npu.ops.movers import DECODED, ENCODED, checked_ids, convert, tiled
 from ggml_backend_npu.registry import cases, exact, probes
 from ggml_backend_npu.registry.checks import Exact, Formula, Make, Mistake, Probe, Types
@@ -99,7 +99,7 @@ def scale(dst: Tensor, x: Tensor, params: Scale) -> None:
 @scale.compiled
 def _scale(dst: Tensor, x: Tensor, params: Scale) -> Call | None:
     function = elements.scale if _is_product_alone(x, params.bias) else elements.scale_bias
-    return computed(function, dst, x, a=params.scale, b=params.bias)
+    return bind_elementwise(function, dst, x, a=params.scale, b=params.bias)
 
 
 @scale.formula
@@ -161,7 +161,7 @@ def _compute(function: np.ufunc, dst: Tensor, a: Tensor, b: Tensor) -> None:
     built_by={"ggml_add": "ctt", "ggml_add_cast": "ctti"},
 )
 def add(dst: Tensor, a: Tensor, b: Tensor, numerics: Numerics = PLAIN) -> None:
-    """dst = a + b, b repeated to the ne of a, which is dst's; a may be quantised where b has the same size.
+    """dst = a + b, b repeated to the ne of a, which is dst's; a may be quantised if b has the same size.
 
     Equals ggml_compute_forward_add_non_quantized and ggml_compute_forward_add_q_f32.
     """
@@ -204,7 +204,7 @@ add1.undefined(undefined.blocks_of_sums)
 
 @add1.compiled
 def _add1(dst: Tensor, a: Tensor, b: Tensor, numerics: Numerics) -> Call | None:
-    return None if a.codec.is_quantized else computed(elements.add, dst, a, b)
+    return None if a.codec.is_quantized else bind_elementwise(elements.add, dst, a, b)
 
 
 @op("SUB", types=_BINARY, refuse=_refuse_binary)
@@ -227,22 +227,22 @@ def div(dst: Tensor, a: Tensor, b: Tensor) -> None:
 
 @add.compiled
 def _add(dst: Tensor, a: Tensor, b: Tensor, numerics: Numerics) -> Call | None:
-    return None if a.codec.is_quantized else computed(elements.add, dst, a, b)
+    return None if a.codec.is_quantized else bind_elementwise(elements.add, dst, a, b)
 
 
 @sub.compiled
 def _sub(dst: Tensor, a: Tensor, b: Tensor) -> Call | None:
-    return computed(elements.sub, dst, a, b)
+    return bind_elementwise(elements.sub, dst, a, b)
 
 
 @mul.compiled
 def _mul(dst: Tensor, a: Tensor, b: Tensor) -> Call | None:
-    return computed(elements.mul, dst, a, b)
+    return bind_elementwise(elements.mul, dst, a, b)
 
 
 @div.compiled
 def _div(dst: Tensor, a: Tensor, b: Tensor) -> Call | None:
-    return computed(elements.div, dst, a, b)
+    return bind_elementwise(elements.div, dst, a, b)
 
 
 # of broadcasts, those that ggml's cases of the four have: which dimensions repeat; the last two not of a second source
@@ -308,7 +308,7 @@ def add_id(dst: Tensor, a: Tensor, b: Tensor, ids: Tensor) -> None:
 
 @add_id.compiled
 def _add_id(dst: Tensor, a: Tensor, b: Tensor, ids: Tensor) -> Call | None:
-    added = computed(elements.add, dst, a, b, ids=ids)
+    added = bind_elementwise(elements.add, dst, a, b, ids=ids)
     return None if added is None else Job(ids_check(ids, b.ne[1]), *added.works)
 
 
@@ -326,7 +326,7 @@ def _refuse_clamp(dst: Tensor, x: Tensor, params: Clamp) -> str | None:
 def clamp(dst: Tensor, x: Tensor, params: Clamp) -> None:
     """dst = x, at least min and at most max, in x's ne; NaN becomes max.
 
-    Equals ggml_compute_forward_clamp; which, where x has gaps between rows, reads past them.
+    Equals ggml_compute_forward_clamp; which, if x has gaps between rows, reads past them.
     """
     low, high = np.float32(params.min), np.float32(params.max)
     values = convert(x.view(), x.type, "f32")
@@ -336,7 +336,7 @@ def clamp(dst: Tensor, x: Tensor, params: Clamp) -> None:
 
 @clamp.compiled
 def _clamp(dst: Tensor, x: Tensor, params: Clamp) -> Call | None:
-    return computed(elements.clamp, dst, x, a=params.min, b=params.max)
+    return bind_elementwise(elements.clamp, dst, x, a=params.min, b=params.max)
 
 
 @clamp.formula
@@ -362,7 +362,7 @@ def fill(dst: Tensor, x: Tensor, params: Fill) -> None:
 
 @fill.compiled
 def _fill(dst: Tensor, x: Tensor, params: Fill) -> Call | None:
-    return computed(elements.clamp, dst, x, a=params.c, b=params.c)
+    return bind_elementwise(elements.clamp, dst, x, a=params.c, b=params.c)
 
 
 def _refuse_arange(dst: Tensor, params: Arange) -> str | None:

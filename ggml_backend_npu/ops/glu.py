@@ -11,7 +11,7 @@ import numpy as np
 from ggml_backend_npu.ir import Node, Tensor
 from ggml_backend_npu.ops.kernels import elements, functions
 from ggml_backend_npu.ops.kernels.functions import Floats, mapped
-from ggml_backend_npu.ops.kernels.tiles import computed, looked_up
+from ggml_backend_npu.ops.kernels.tiles import bind_elementwise, bind_lookup
 from ggml_backend_npu.registry import exact, probes
 from ggml_backend_npu.registry.checks import Exact, Make, Mistake, Probe, Types
 from ggml_backend_npu.registry.entry import Call, Op, op
@@ -136,25 +136,27 @@ def _geglu(gate: Floats, up: Floats, type: str) -> Floats:
 _register(
     "REGLU",
     lambda gate, up, type: np.where(gate > 0, gate * up, np.float32(0)),
-    partial(computed, elements.reglu),
+    partial(bind_elementwise, elements.reglu),
     exact.relu,
     bound=0,
 )
-_register("GEGLU", _geglu, partial(looked_up, functions.gelu, elements.geglu), exact.gelu, terms=exact.half)
+_register("GEGLU", _geglu, partial(bind_lookup, functions.gelu, elements.geglu), exact.gelu, terms=exact.half)
 _register(
     "GEGLU_QUICK",
     lambda gate, up, type: functions.gelu_quick(gate, type) * up,
-    partial(looked_up, functions.gelu_quick, elements.geglu_quick),
+    partial(bind_lookup, functions.gelu_quick, elements.geglu_quick),
     exact.gelu_quick,
 )
 _register(
     "GEGLU_ERF",
     lambda gate, up, type: functions.gelu_erf(gate) * up,
-    partial(computed, elements.geglu_erf),
+    partial(bind_elementwise, elements.geglu_erf),
     exact.gelu_erf,
     terms=exact.half,
 )
-_register("SWIGLU", lambda gate, up, type: functions.silu(gate) * up, partial(computed, elements.swiglu), exact.silu)
+_register(
+    "SWIGLU", lambda gate, up, type: functions.silu(gate) * up, partial(bind_elementwise, elements.swiglu), exact.silu
+)
 
 
 def _refuse_limited(dst: Tensor, a: Tensor, b: Tensor | None, params: Glu) -> str | None:
@@ -207,12 +209,12 @@ def swiglu_clamp(dst: Tensor, a: Tensor, b: Tensor | None, params: Glu) -> None:
 
 @swiglu_oai.compiled
 def _swiglu_oai(dst: Tensor, a: Tensor, b: Tensor | None, params: Glu) -> Call | None:
-    return computed(elements.swiglu_oai, dst, *_gate_and_up(a, b, params), a=params.alpha, b=params.limit)
+    return bind_elementwise(elements.swiglu_oai, dst, *_gate_and_up(a, b, params), a=params.alpha, b=params.limit)
 
 
 @swiglu_clamp.compiled
 def _swiglu_clamp(dst: Tensor, a: Tensor, b: Tensor | None, params: Glu) -> Call | None:
-    return computed(elements.swiglu_clamp, dst, *_gate_and_up(a, b, params), b=params.limit)
+    return bind_elementwise(elements.swiglu_clamp, dst, *_gate_and_up(a, b, params), b=params.limit)
 
 
 def _exact_swiglu_oai(gate: Exact, up: Exact, params: Glu) -> Exact:

@@ -15,7 +15,7 @@ from ggml_backend_npu.ops.kernels import elements, functions
 from ggml_backend_npu.ops.kernels.functions import Floats, mapped
 from ggml_backend_npu.ops.kernels.functions import fused_multiply_add as fma
 from ggml_backend_npu.ops.kernels.strided import ids_check
-from ggml_backend_npu.ops.kernels.tiles import computed
+from ggml_backend_npu.ops.kernels.tiles import bind_elementwise
 from ggml_backend_npu.ops.movers import checked_ids, convert, tiled
 from ggml_backend_npu.ops.norms import Norm
 from ggml_backend_npu.ops.softmax import SoftMax
@@ -242,7 +242,7 @@ def silu_back(dst: Tensor, gradient: Tensor, x: Tensor) -> None:
 
 @silu_back.compiled
 def _silu_back(dst: Tensor, gradient: Tensor, x: Tensor) -> Call | None:
-    return computed(elements.silu_back, dst, gradient, x)
+    return bind_elementwise(elements.silu_back, dst, gradient, x)
 
 
 @silu_back.formula

@@ -151,15 +151,15 @@ def rows_of_places(p, begin, end, scratch):
     return 0
 
 
-def _im2col_job(dst: Tensor, kernel: Tensor, x: Tensor, params: Im2col | Im2col3d) -> Call:
+def _bind_im2col(dst: Tensor, kernel: Tensor, x: Tensor, params: Im2col | Im2col3d) -> Call:
     w = _im2col_windows(dst, kernel, x, params)
     of = Rows(w, w.n_places, w.n_seen, dst.address, x.type == "f16", x.type != dst.type)
     n_units = w.n_images * w.n_places
     return Job(Work(rows_of_places, of, n_units, 2 * dst.nbytes, scratch=12 * w.n_seen, keep=(dst, x)))
 
 
-im2col.compiled(_im2col_job)
-im2col_3d.compiled(_im2col_job)
+im2col.compiled(_bind_im2col)
+im2col_3d.compiled(_bind_im2col)
 
 
 # IM2COL_BACK

@@ -1,7 +1,7 @@
 """MUL_MAT and MUL_MAT_ID: rows of src0 times columns of src1, for any type of weights.
 
 GGML_NPU_MATMUL says how quantised weights are multiplied. exact: the columns are rounded to the type that ggml's CPU
-rounds them to (`VEC_DOT`), so that the result is the CPU's but for the rounding of the sum; the very bytes where rows
+rounds them to (`VEC_DOT`), so that the result is the CPU's but for the rounding of the sum; the very bytes if rows
 are multiplied as integers, and, with AVX2 or AVX-512, for f16 and f32 weights (`quant.kernels.orders`; f32 rows in
 whole 64s). fast: the same for few columns of quantised weights; many columns are not rounded, and are multiplied with
 tiles of dequantised weights, which is closer to the true product than the CPU, and not equal to it.
@@ -77,7 +77,7 @@ _TYPES = [
     for weights, rounded in VEC_DOT.items()
     for columns in sorted({"f32", rounded, *(["bf16"] if rounded == "f32" else [])} & _COLUMN_TYPES)
 ]
-_TRANSFORMED = ("f32", "f32", "f16")  # alone where src0 is a Hadamard matrix
+_TRANSFORMED = ("f32", "f32", "f16")  # alone if src0 is a Hadamard matrix
 
 
 def _refuse(dst: Tensor, a: Tensor, b: Tensor) -> str | None:
@@ -172,7 +172,7 @@ def mul_mat(dst: Tensor, a: Tensor, b: Tensor, params: MulMat, numerics: Numeric
     """dst[i3, i2] = b[i3, i2] @ a[i3 / r3, i2 / r2].T, for r2, r3 = b.ne[2] / a.ne[2], b.ne[3] / a.ne[3].
 
     a (k, rows, a2, a3), b (k, columns, b2, b3), dst (rows, columns, b2, b3). Equals ggml_compute_forward_mul_mat but
-    for the rounding of sums, where columns are rounded (see this module).
+    for the rounding of sums, if columns are rounded (see this module).
     """
     if params.hint == HADAMARD:
         with np.errstate(all="ignore"):
@@ -197,7 +197,7 @@ def mul_mat_id(dst: Tensor, a: Tensor, b: Tensor, ids: Tensor, numerics: Numeric
     """dst[t, s] = b[t, s % b.ne[1]] @ a[ids[t, s]].T: each of a token's experts applied to the token.
 
     a (k, rows, experts), b (k, used or a divisor of it, tokens), ids (used, tokens), dst (rows, used, tokens). Equals
-    ggml_compute_forward_mul_mat_id but for the rounding of sums, where columns are rounded (see this module).
+    ggml_compute_forward_mul_mat_id but for the rounding of sums, if columns are rounded (see this module).
     """
     chosen, x = checked_ids(ids, a.ne[2])[0], _decoded(b.view(), b.type, numerics)[0]
     for expert in np.unique(chosen):

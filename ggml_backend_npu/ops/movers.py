@@ -133,7 +133,7 @@ def get_rows(dst: Tensor, src: Tensor, ids: Tensor, numerics: Numerics = PLAIN) 
 
 @get_rows.compiled
 def _get_rows(dst: Tensor, src: Tensor, ids: Tensor, numerics: Numerics) -> Call | None:
-    return strided.mover(dst, src, src_ids=ids, numerics=numerics)
+    return strided.bind_move(dst, src, src_ids=ids, numerics=numerics)
 
 
 @get_rows.mistakes
@@ -178,10 +178,10 @@ def _refuse_set_rows(dst: Tensor, src: Tensor, ids: Tensor) -> str | None:
     built_by={"ggml_set_rows": "cttt"},
 )
 def set_rows(dst: Tensor, src: Tensor, ids: Tensor, numerics: Numerics = PLAIN) -> None:
-    """dst[i3, i2, ids[i3 % n, i2 % m, i1], :] = src[i3, i2, i1, :], quantised where dst is; other rows of dst stay.
+    """dst[i3, i2, ids[i3 % n, i2 % m, i1], :] = src[i3, i2, i1, :], quantised if dst is; other rows of dst stay.
 
     src (ne0, k, ne2, ne3), ids (k, m, n), where m and n divide ne2 and ne3, dst (ne0, rows, ne2, ne3). Equals
-    ggml_compute_forward_set_rows; where an id occurs twice, the last row counts. Raises KernelError, before anything is
+    ggml_compute_forward_set_rows; if an id occurs twice, the last row counts. Raises KernelError, before anything is
     written, for an id outside dst's rows.
     """
     if src.n_elements == 0:
@@ -199,7 +199,7 @@ def set_rows(dst: Tensor, src: Tensor, ids: Tensor, numerics: Numerics = PLAIN) 
 
 @set_rows.compiled
 def _set_rows(dst: Tensor, src: Tensor, ids: Tensor, numerics: Numerics) -> Call | None:
-    return strided.mover(dst, src, dst_ids=ids, numerics=numerics)
+    return strided.bind_move(dst, src, dst_ids=ids, numerics=numerics)
 
 
 @set_rows.mistakes
@@ -263,7 +263,7 @@ _COPIES = [
 
 @op("CPY", types=_COPIES, refuse=_refuse_copy, default=True, built_by={"ggml_cpy": "ctt", "ggml_cast": "cti"})
 def cpy(dst: Tensor, src: Tensor, numerics: Numerics = PLAIN) -> None:
-    """dst = src, converted, element by element in logical order; ne may differ where the element counts agree.
+    """dst = src, converted, element by element in logical order; ne may differ if the element counts agree.
 
     Equals ggml_compute_forward_dup. f32 -> i32 truncates; float -> quantised needs a contiguous dst and rows without
     gaps in src; quantised -> f32 needs dst rows without gaps; nothing else is converted.
@@ -304,7 +304,7 @@ def _in_units(view: NDArray[Any], tensor: Tensor, unit: int) -> NDArray[Any]:
 
 @op("DUP", types=_SAME, refuse=_refuse_copy, default=True)
 def dup(dst: Tensor, src: Tensor) -> None:
-    """dst = src, of the same type; ne may differ where the element counts agree. Equals ggml_compute_forward_dup."""
+    """dst = src, of the same type; ne may differ if the element counts agree. Equals ggml_compute_forward_dup."""
     copy(dst, src)
 
 
@@ -316,13 +316,13 @@ def cont(dst: Tensor, src: Tensor) -> None:
 
 @cpy.compiled
 def _cpy(dst: Tensor, src: Tensor, numerics: Numerics) -> Call | None:
-    return strided.mover(dst, src, numerics=numerics)
+    return strided.bind_move(dst, src, numerics=numerics)
 
 
 @dup.compiled
 @cont.compiled
 def _copy(dst: Tensor, src: Tensor) -> Call | None:
-    return strided.mover(dst, src)
+    return strided.bind_move(dst, src)
 
 
 @cpy.cases
@@ -369,7 +369,7 @@ def repeat(dst: Tensor, src: Tensor) -> None:
 
 @repeat.compiled
 def _repeat(dst: Tensor, src: Tensor) -> Call | None:
-    return None if _gap_in_rows(src=src, dst=dst) else strided.repeater(dst, src)
+    return None if _gap_in_rows(src=src, dst=dst) else strided.bind_repeat(dst, src)
 
 
 @repeat.mistakes
@@ -433,7 +433,7 @@ def _concat(dst: Tensor, a: Tensor, b: Tensor, params: Concat) -> Call | None:
     dim = params.dim
     behind = dst.offset + _units(a, dim) * dst.nb[dim]
     parts = (replace(dst, ne=a.ne), a), (replace(dst, ne=b.ne, offset=behind), b)
-    moves = [strided.mover(part, tensor) for part, tensor in parts]
+    moves = [strided.bind_move(part, tensor) for part, tensor in parts]
     return Job(*(work for move in moves if move is not None for work in move.works))
 
 

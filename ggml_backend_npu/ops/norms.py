@@ -28,7 +28,7 @@ _NORM, _RMS_NORM, _L2_NORM = range(3)
 
 _1 = np.float32(1)
 
-# one factor for a row: an eps of 1e-6 left out shows where the mean square is below 0.5; a sum of 4,096 squares in
+# one factor for a row: an eps of 1e-6 left out shows if the mean square is below 0.5; a sum of 4,096 squares in
 # float32, one after the other, gives 5e-13
 _BOUND = 1e-12
 
@@ -184,7 +184,7 @@ def normalise(p, begin, end, scratch):
     return 0
 
 
-def _normalised(kind: int, dst: Tensor, x: Tensor, params: Norm) -> Call | None:
+def _bind_norm(kind: int, dst: Tensor, x: Tensor, params: Norm) -> Call | None:
     if gaps_in_rows(x=x, dst=dst) or (dst.overlaps(x) and (dst.address, dst.nb) != (x.address, x.nb)):
         return None
     of = Normalise(kind, np.float32(params.eps), x.ne, x.place, dst.place)
@@ -192,9 +192,9 @@ def _normalised(kind: int, dst: Tensor, x: Tensor, params: Norm) -> Call | None:
     return Job(Work(normalise, of, n_rows, 8 * x.n_elements, scratch=8 * GROUP, keep=(dst, x)))
 
 
-norm.compiled(partial(_normalised, _NORM))
-rms_norm.compiled(partial(_normalised, _RMS_NORM))
-l2_norm.compiled(partial(_normalised, _L2_NORM))
+norm.compiled(partial(_bind_norm, _NORM))
+rms_norm.compiled(partial(_bind_norm, _RMS_NORM))
+l2_norm.compiled(partial(_bind_norm, _L2_NORM))
 
 
 class NormaliseGroups(NamedTuple):

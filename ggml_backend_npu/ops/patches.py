@@ -12,7 +12,7 @@ from numba import types
 from ggml_backend_npu.ir import Node, Tensor
 from ggml_backend_npu.ops.kernels import elements, strided
 from ggml_backend_npu.ops.kernels.sides import next_row
-from ggml_backend_npu.ops.kernels.tiles import computed
+from ggml_backend_npu.ops.kernels.tiles import bind_elementwise
 from ggml_backend_npu.registry import probes
 from ggml_backend_npu.registry.checks import Types
 from ggml_backend_npu.registry.entry import Call, op
@@ -123,7 +123,7 @@ def _set_part(dst: Tensor, a: Tensor, b: Tensor, params: SetPart) -> Call | None
     if b.overlaps(dst):
         return None
     part = _part(dst, b, params)
-    moves = [strided.mover(part, b)] if params.inplace else [strided.mover(dst, a), strided.mover(part, b)]
+    moves = [strided.bind_move(part, b)] if params.inplace else [strided.bind_move(dst, a), strided.bind_move(part, b)]
     return Job(*(work for move in moves if move is not None for work in move.works))
 
 
@@ -168,10 +168,10 @@ def acc(dst: Tensor, a: Tensor, b: Tensor, params: SetPart) -> None:
 def _acc(dst: Tensor, a: Tensor, b: Tensor, params: SetPart) -> Call | None:
     if b.overlaps(dst):
         return None
-    added = computed(elements.add, _part(dst, b, params), _part(a, b, params), b)
+    added = bind_elementwise(elements.add, _part(dst, b, params), _part(a, b, params), b)
     if added is None or params.inplace:
         return added
-    moved = strided.mover(dst, a)
+    moved = strided.bind_move(dst, a)
     return None if moved is None else Job(*moved.works, *added.works)
 
 
@@ -192,7 +192,7 @@ def _refuse_pad(dst: Tensor, x: Tensor, params: Pad) -> str | None:
     built_by={"ggml_pad_ext": "ct iiiiiiii", "ggml_pad_ext_circular": "ct iiiiiiii"},
 )
 def pad(dst: Tensor, x: Tensor, params: Pad) -> None:
-    """dst = x with zeros, or x again where circular, before and after it in each dimension; a negative number removes
+    """dst = x with zeros, or x again if circular, before and after it in each dimension; a negative number removes
     elements.
 
     dst.ne[i] = x.ne[i] + before[i] + behind[i]. Equals ggml_compute_forward_pad.
@@ -320,7 +320,7 @@ def roll(dst: Tensor, x: Tensor, params: Roll) -> None:
 @compiled
 def roll_rows(p, begin, end, scratch):
     """A unit is a row of dst. Rows that follow each other in x too are found together: a division takes as long as
-    the copy of a short row. Where dst is larger, x comes around again."""
+    the copy of a short row. If dst is larger, x comes around again."""
     of = record_at(p, Shifted)
     n0, n1, n2, _ = of.ne
     m0, m1, m2, m3 = of.x_ne

@@ -186,7 +186,7 @@ def pool_rows(p, begin, end, scratch):
     return 0
 
 
-def _pooled(dst: Tensor, x: Tensor, window0: Window, window1: Window, is_max: bool, area: int) -> Call | None:
+def _bind_pool(dst: Tensor, x: Tensor, window0: Window, window1: Window, is_max: bool, area: int) -> Call | None:
     """The windows move over dimensions 0 and 1."""
     if x.overlaps(dst) or window0.s < 1:
         return None
@@ -200,7 +200,7 @@ def _pooled(dst: Tensor, x: Tensor, window0: Window, window1: Window, is_max: bo
 def _pool_2d(dst: Tensor, x: Tensor, params: Pool2d) -> Call | None:
     p, is_max = params, params.op == _MAX
     area = 0 if is_max else p.k0 * p.k1
-    return _pooled(dst, x, Window(p.k0, p.s0, p.p0), Window(p.k1, p.s1, p.p1), is_max, area)
+    return _bind_pool(dst, x, Window(p.k0, p.s0, p.p0), Window(p.k1, p.s1, p.p1), is_max, area)
 
 
 @pool_2d.formula
@@ -253,7 +253,7 @@ def pool_1d(dst: Tensor, x: Tensor, params: Pool1d) -> None:
 @pool_1d.compiled
 def _pool_1d(dst: Tensor, x: Tensor, params: Pool1d) -> Call | None:
     p = params
-    return _pooled(dst, x, Window(p.k0, p.s0, p.p0), Window(1, 1, 0), p.op == _MAX, 0)
+    return _bind_pool(dst, x, Window(p.k0, p.s0, p.p0), Window(1, 1, 0), p.op == _MAX, 0)
 
 
 @pool_1d.nodes

@@ -319,7 +319,9 @@ def rotate(p, begin, end, scratch):
     return 0
 
 
-def _rotation(dst: Tensor, x: Tensor, positions: Tensor, factors: Tensor | None, p: Rope, sign: int) -> Call | None:
+def _bind_rotation(
+    dst: Tensor, x: Tensor, positions: Tensor, factors: Tensor | None, p: Rope, sign: int
+) -> Call | None:
     if dst.overlaps(x) and (dst.address, dst.nb) != (x.address, x.nb):
         return None
     ramp, (axes, restarts) = _ramp(p), _axes(p)
@@ -348,12 +350,12 @@ def _rotation(dst: Tensor, x: Tensor, positions: Tensor, factors: Tensor | None,
 
 @rope.compiled
 def _rope(dst: Tensor, x: Tensor, positions: Tensor, factors: Tensor | None, params: Rope) -> Call | None:
-    return _rotation(dst, x, positions, factors, params, 1)
+    return _bind_rotation(dst, x, positions, factors, params, 1)
 
 
 @rope_back.compiled
 def _rope_back(dst: Tensor, x: Tensor, positions: Tensor, factors: Tensor | None, params: Rope) -> Call | None:
-    return _rotation(dst, x, positions, factors, params, -1)
+    return _bind_rotation(dst, x, positions, factors, params, -1)
 
 
 def _turns(p: Rope) -> tuple[list[int], list[int]]:

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from ggml_backend_npu.ir import Tensor
 from ggml_backend_npu.ops.kernels.exponentials import exps, largest, scaled
-from ggml_backend_npu.ops.kernels.strided import mover
+from ggml_backend_npu.ops.kernels.strided import bind_move
 from ggml_backend_npu.ops.sums import BOUND, partial_sums
 from ggml_backend_npu.registry import cases, exact, probes
 from ggml_backend_npu.registry.checks import Exact
@@ -45,7 +45,7 @@ def _refuse_argsort(dst: Tensor, x: Tensor, params: Argsort) -> str | None:
 def argsort(dst: Tensor, x: Tensor, params: Argsort) -> None:
     """dst = the indices of each row's elements in ascending or descending order; in x's ne.
 
-    Equal elements stay in the order of the row, NaN counts as -inf. Equals ggml_compute_forward_argsort where no
+    Equal elements stay in the order of the row, NaN counts as -inf. Equals ggml_compute_forward_argsort if no
     elements are equal: the order of equal ones is left to std::sort there.
     """
     for i3, i2 in np.ndindex(x.ne[3], x.ne[2]):
@@ -81,7 +81,7 @@ class Sort(NamedTuple):
 
 @compiled
 def sort(p, begin, end, scratch):
-    """A unit is a row: the indices of its first k elements, in order; where `swaps`, the second one comes first."""
+    """A unit is a row: the indices of its first k elements, in order; if `swaps`, the second one comes first."""
     of = record_at(p, Sort)
     width = of.ne[0]
     keys = array_at(scratch, types.uint64, width)
@@ -98,7 +98,7 @@ def sort(p, begin, end, scratch):
     return 0
 
 
-def _sorted(dst: Tensor, x: Tensor, *, descending: bool, swaps: bool = False) -> Call:
+def _bind_sort(dst: Tensor, x: Tensor, *, descending: bool, swaps: bool = False) -> Call:
     width, n1, n2, n3 = x.ne
     of = Sort(descending, dst.ne[0], swaps, x.ne, x.place, dst.place)
     n_bytes = 16 * x.n_elements * width.bit_length()
@@ -107,7 +107,7 @@ def _sorted(dst: Tensor, x: Tensor, *, descending: bool, swaps: bool = False) ->
 
 @argsort.compiled
 def _argsort(dst: Tensor, x: Tensor, params: Argsort) -> Call:
-    return _sorted(dst, x, descending=params.order != ASCENDING)
+    return _bind_sort(dst, x, descending=params.order != ASCENDING)
 
 
 @argsort.rule("the same order, but of equal elements")
@@ -121,7 +121,7 @@ def _is_same_order(ids: Tensor, x: Tensor, params: Argsort) -> bool:
 
 
 def _chosen(ids: Tensor, x: Tensor) -> tuple[Exact, Exact] | None:
-    """The scores, NaN as the least of all, and those that each row's ids name; None where one is no id, or occurs
+    """The scores, NaN as the least of all, and those that each row's ids name; None if one is no id, or occurs
     twice."""
     if x.ne[1:] != ids.ne[1:]:
         return None
@@ -153,7 +153,7 @@ def largest_k(dst: Tensor, x: Tensor) -> None:
     """dst = the indices of the largest elements of each row, x (n, ...) -> dst (k, ...); the second largest comes
     first.
 
-    Equals ggml_compute_forward_top_k where no elements are equal; it swaps the first two to show that their order means
+    Equals ggml_compute_forward_top_k if no elements are equal; it swaps the first two to show that their order means
     nothing. NaN counts as -inf.
     """
     k = dst.ne[0]
@@ -163,7 +163,7 @@ def largest_k(dst: Tensor, x: Tensor) -> None:
 
 @largest_k.compiled
 def _largest_k(dst: Tensor, x: Tensor) -> Call:
-    return _sorted(dst, x, descending=True, swaps=True)
+    return _bind_sort(dst, x, descending=True, swaps=True)
 
 
 @largest_k.rule("the same set in any order")
@@ -297,10 +297,10 @@ class TopK(NamedTuple):
     """Rows of x, of `width` scores; the k largest of each go to dst and their indices to ids.
 
     kind      what the values are: _SOFTMAX or _SOFTMAX_OF_SELECTED
-    norm      the values are divided by their sum, or by `least` where that is larger
+    norm      the values are divided by their sum, or by `least` if that is larger
     lanes     a row's end is filled with -inf to a multiple of this, for exponentials
     by_score  the largest of a softmax are found among the scores
-    n_sorted  scores of a row, where all of it is sorted; 0: the largest are selected one by one
+    n_sorted  scores of a row, if all of it is sorted; 0: the largest are selected one by one
     """
 
     kind: int
@@ -381,7 +381,7 @@ def top_k(p, begin, end, scratch):
     return 0
 
 
-def routed(
+def bind_routing(
     values: Tensor,
     ids: Tensor,
     x: Tensor,
@@ -394,10 +394,10 @@ def routed(
     """The call that fills values, float32 (k, n), and ids, int32 (k, n), from the rows of x, (width, n).
 
     They are the k largest of each row's softmax; with selected_only, the k largest scores, and the softmax of those.
-    norm divides by their sum, or by `least` where that is larger. Where the softmax of a row is NaN, so are the values,
+    norm divides by their sum, or by `least` if that is larger. If the softmax of a row is NaN, so are the values,
     and the ids are 0 to k - 1. Equal values are in the order of their scores, the first of equal scores first. values
     may lie on x. of_nodes gives what SOFT_MAX and the nodes after it give node by node: there, equal scores may differ
-    in the last bit where one of them is at the end of its row, and equal values are in the order of the row.
+    in the last bit if one of them is at the end of its row, and equal values are in the order of the row.
     """
     k, n_rows = values.ne[:2]
     by_score = not (of_nodes or selected_only)
@@ -419,6 +419,6 @@ def routed(
     select = Work(top_k, of, n_rows, 4 * x.ne[0] * n_rows, scratch=scratch_of(of), keep=into)
     if into is values:
         return Job(select)
-    move = mover(values, into)
+    move = bind_move(values, into)
     assert move is not None
     return Job(select, *move.works)

@@ -143,7 +143,7 @@ def _heads_of(dst: Tensor, x: Tensor, state: Tensor) -> Heads:
 
 
 class GatedAttention(NamedTuple):
-    """Addresses of the sources. first: 0 where there is none; scale: of q."""
+    """Addresses of the sources. first: 0 if there is none; scale: of q."""
 
     heads: Heads
     k: int

@@ -32,7 +32,7 @@ from quant.kernels.records import Dims, Place, index_of, record_at, row_of
 from quant.kernels.threads import Job, Work
 from quant.runs import CODES, F16, F32, narrow_run, widen_run
 
-_TILE = 256  # elements of a row in work where dst cannot hold float32
+_TILE = 256  # elements of a row in work if dst cannot hold float32
 LOWEST = -3.4028234663852886e38  # of float32; a tile's maximum is never less, as x - -inf may be NaN
 
 # kinds of mask: numbers to add; or marks, of which 0 excludes
@@ -76,7 +76,7 @@ class Softmax(NamedTuple):
 
 @inlined
 def _mask(of, mask, slope, y, begin, count):
-    """For `count` scores at y, columns from `begin` on: adds the mask, or puts -inf where a mark excludes."""
+    """For `count` scores at y, columns from `begin` on: adds the mask, or puts -inf if a mark excludes."""
     row = array_at(y, types.float32, count)
     nb0, kind = of.mask.nb[0], of.mask_kind
     at = mask + begin * nb0
@@ -103,7 +103,7 @@ def _mask(of, mask, slope, y, begin, count):
 
 @inlined
 def _scores(of, src, mask, slope, y, begin, count):
-    """float32 scores of columns [begin, begin + count) of a row into y, -inf where excluded."""
+    """float32 scores of columns [begin, begin + count) of a row into y, -inf if excluded."""
     nb0 = of.src.nb[0]
     widen_run(of.src_code, src + begin * nb0, nb0, y, count)
     if of.scale != types.float32(1):
@@ -141,7 +141,7 @@ def _any_nan(of, src, mask, slope, work, first, last):
 
 @inlined
 def _greater(a, b):
-    """The greater of two; a where b is NaN."""
+    """The greater of two; a if b is NaN."""
     return b if b > a else a
 
 
@@ -168,7 +168,7 @@ def _columns(of, i1, i3):
 
 @compiled
 def softmax(p, begin, end, stage):
-    """A unit is a row. The stage holds a tile of a row where dst cannot hold float32."""
+    """A unit is a row. The stage holds a tile of a row if dst cannot hold float32."""
     of = record_at(p, Softmax)
     n = of.ne[0]
     in_place = of.dst_code == F32
@@ -242,7 +242,7 @@ class Rows:
     scale    of x
     mask     numbers to add to x * scale; see `marks`. Broadcast over dimensions 1 to 3 as ggml does it
     slopes   factors of the mask, one per index of dimension 2
-    marks    instead of a mask: float32, float16 or bool, 0 where x is excluded, broadcast by strides of 0
+    marks    instead of a mask: float32, float16 or bool, 0 if x is excluded, broadcast by strides of 0
     sinks    float32 (n3, n2, n1), broadcast by strides of 0: one more score of a row, in its sum only
     offsets  row i1 of batch i3 is at position offsets[i3] + i1 and has the columns up to that
     window   and at most this many of them; 0 for all

@@ -143,7 +143,7 @@ def _make_sum(rng: probes.Rng, types: Types) -> Node:
 
 
 def partial_sums(x: Exact) -> Exact:
-    """For each element of a row, up to it: the root of the sum of squared terms, or, where that is larger, the root
+    """For each element of a row, up to it: the root of the sum of squared terms, or, if that is larger, the root
     mean square of the partial sums."""
     places = np.arange(1, x.shape[-1] + 1)
     on_the_way: Exact = np.sqrt(np.cumsum(np.square(np.cumsum(x, axis=-1)), axis=-1) / places)
@@ -227,7 +227,7 @@ class RunningSums(NamedTuple):
 
 @compiled
 def running_sums(p, begin, end, scratch):
-    """A unit is a row. A GROUP is added up side by side; where fewer are left, one is, as all of a group."""
+    """A unit is a row. A GROUP is added up side by side; if fewer are left, one is, as all of a group."""
     of = record_at(p, RunningSums)
     n, n1, n2, _ = of.ne
     row = begin
@@ -277,7 +277,7 @@ def _refuse_argmax(dst: Tensor, x: Tensor) -> str | None:
 def argmax(dst: Tensor, x: Tensor) -> None:
     """dst = the index of each row's largest element, the last of equal ones, x (n, rows) -> dst (rows).
 
-    Elements before a NaN are ignored where a number follows it; 0 where a row is only NaN. Equals
+    Elements before a NaN are ignored if a number follows it; 0 if a row is only NaN. Equals
     ggml_compute_forward_argmax.
     """
     for row, scores in enumerate(x.view()[0, 0]):

@@ -59,7 +59,7 @@ def _quantize(x, scale, dst, count):
 
 
 class Rows(NamedTuple):
-    """An `Operand` as the kernel reads it. element: bytes of one element."""
+    """An `SequenceRows` as the kernel reads it. element: bytes of one element."""
 
     code: int
     element: int
@@ -143,7 +143,7 @@ def shift(p, begin, end, w0):
 
 
 @dataclass(frozen=True)
-class Operand:
+class SequenceRows:
     """Rows of a sequence, without gaps in them: type f32, f16 or i8, address, bytes from row to row and from sequence
     to sequence, and for i8 the scale."""
 
@@ -159,15 +159,15 @@ class Operand:
         return Rows(_code(self.type), _BYTES[self.type], np.float32(self.scale), self.address, self.nb1, self.nb2)
 
 
-def shifted(
-    x: Operand,
+def bind_token_shift(
+    x: SequenceRows,
     before: int,
-    mu: Operand,
+    mu: SequenceRows,
     outputs: Sequence[int],
-    out: Operand,
+    out: SequenceRows,
     *,
     ne: tuple[int, int, int],
-    first: Operand | None = None,
+    first: SequenceRows | None = None,
     scales: Sequence[float] | None = None,
 ) -> Call:
     """The call that fills each output with x + (previous row - x) * its row of mu.

@@ -206,12 +206,12 @@ def _turned(x: Tensor, order: Dims, type: str) -> tuple[Tensor, list[Work]]:
     i, j, k, m = order
     turned = replace(x, ne=(x.ne[i], x.ne[j], x.ne[k], x.ne[m]), nb=(x.nb[i], x.nb[j], x.nb[k], x.nb[m]))
     made = Tensor.of(np.empty(turned.ne[::-1], np.float16 if type == "f16" else np.float32))
-    job = strided.mover(made, turned)
+    job = strided.bind_move(made, turned)
     assert job is not None
     return made, list(job.works)
 
 
-def _job(dst: Tensor, kernel: Tensor, x: Tensor, stride: int) -> Call:
+def _bind(dst: Tensor, kernel: Tensor, x: Tensor, stride: int) -> Call:
     """For two dimensions."""
     pixels, first = _turned(x, (2, 0, 1, 3), kernel.type)
     factors, second = _turned(kernel, (3, 0, 1, 2), "f32")
@@ -237,12 +237,12 @@ def _job(dst: Tensor, kernel: Tensor, x: Tensor, stride: int) -> Call:
 
 @conv_transpose_1d.compiled
 def _conv_transpose_1d(dst: Tensor, kernel: Tensor, x: Tensor, params: Transpose1d) -> Call:
-    return _job(*_as_2d(dst, kernel, x), params.s0)
+    return _bind(*_as_2d(dst, kernel, x), params.s0)
 
 
 @conv_transpose_2d.compiled
 def _conv_transpose_2d(dst: Tensor, kernel: Tensor, x: Tensor, params: Transpose2d) -> Call:
-    return _job(dst, kernel, x, params.stride)
+    return _bind(dst, kernel, x, params.stride)
 
 
 def _make_1d(channels: int) -> Make:

@@ -69,8 +69,8 @@ def keep_band(p, begin, end, scratch):
     return 0
 
 
-def _kept_band(dst: Tensor, x: Tensor, before: int, behind: int, value: float = 0) -> Call | None:
-    """The call of `keep_band`; None where x and dst share bytes otherwise than row by row."""
+def _bind_band(dst: Tensor, x: Tensor, before: int, behind: int, value: float = 0) -> Call | None:
+    """The call of `keep_band`; None if x and dst share bytes otherwise than row by row."""
     if not lie_apart(dst, x):
         return None
     of = KeepBand(dst.ne, before, behind, np.float32(value), x.place, dst.place)
@@ -91,7 +91,7 @@ def tri(dst: Tensor, x: Tensor, params: Tri) -> None:
 def _tri(dst: Tensor, x: Tensor, params: Tri) -> Call | None:
     n = x.ne[0]
     before, behind = ((0, n), (-1, n), (n, 0), (n, -1))[params.type]
-    return _kept_band(dst, x, before, behind)
+    return _bind_band(dst, x, before, behind)
 
 
 def _refuse_diag(dst: Tensor, x: Tensor) -> str | None:
@@ -114,7 +114,7 @@ def diag(dst: Tensor, x: Tensor) -> None:
 @diag.compiled
 def _diag(dst: Tensor, x: Tensor) -> Call | None:
     repeated = replace(x, ne=dst.ne, nb=(x.nb[0], 0, *x.nb[2:]))
-    return _kept_band(dst, repeated, before=0, behind=0)
+    return _bind_band(dst, repeated, before=0, behind=0)
 
 
 @dataclass(frozen=True)
@@ -138,7 +138,7 @@ def _register_diag_mask(name: str, value: float) -> None:
 
     @op(name, types=[("f32", "f32")], refuse=_refuse_diag_mask, params=DiagMask, built_by=functions)
     def diag_mask(dst: Tensor, x: Tensor, params: DiagMask) -> None:
-        """dst = x, but `value` where the column is more than n_past after the row; in x's ne.
+        """dst = x, but `value` if the column is more than n_past after the row; in x's ne.
 
         Equals ggml_compute_forward_diag_mask_f32.
         """
@@ -147,7 +147,7 @@ def _register_diag_mask(name: str, value: float) -> None:
 
     @diag_mask.compiled
     def _diag_mask(dst: Tensor, x: Tensor, params: DiagMask) -> Call | None:
-        return _kept_band(dst, x, before=x.ne[1], behind=params.n_past, value=value)
+        return _bind_band(dst, x, before=x.ne[1], behind=params.n_past, value=value)
 
 
 _register_diag_mask("DIAG_MASK_INF", -np.inf)

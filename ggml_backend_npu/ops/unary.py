@@ -13,7 +13,7 @@ from ggml_backend_npu.ir import Node, Tensor
 from ggml_backend_npu.ops.kernels import elements, functions
 from ggml_backend_npu.ops.kernels.elements import Elementwise
 from ggml_backend_npu.ops.kernels.functions import Floats, Function, mapped
-from ggml_backend_npu.ops.kernels.tiles import computed, looked_up
+from ggml_backend_npu.ops.kernels.tiles import bind_elementwise, bind_lookup
 from ggml_backend_npu.registry import exact, probes
 from ggml_backend_npu.registry.checks import Exact, Make, Probe, Types
 from ggml_backend_npu.registry.entry import Call, Op, op
@@ -125,7 +125,7 @@ def _register(name: str, function: _Function) -> None:
         """dst = function(x), in x's ne."""
         mapped(function.of, dst, x)
 
-    unary.compiled(partial(computed, function.compiled))
+    unary.compiled(partial(bind_elementwise, function.compiled))
     _measure(unary, function.exact, function.low, function.high, function.terms)
 
 
@@ -160,8 +160,8 @@ def _of_halves(op: str) -> Make:
     return make
 
 
-gelu.compiled(partial(looked_up, functions.gelu, elements.gelu))
-gelu_quick.compiled(partial(looked_up, functions.gelu_quick, elements.gelu_quick))
+gelu.compiled(partial(bind_lookup, functions.gelu, elements.gelu))
+gelu_quick.compiled(partial(bind_lookup, functions.gelu_quick, elements.gelu_quick))
 _measure(gelu, exact.gelu, -6, 6, exact.half, _of_halves("GELU"))
 _measure(gelu_quick, exact.gelu_quick, -6, 6, None, _of_halves("GELU_QUICK"))
 
@@ -203,7 +203,7 @@ def xielu(dst: Tensor, x: Tensor, params: Xielu) -> None:
 
 @xielu.compiled
 def _xielu(dst: Tensor, x: Tensor, params: Xielu) -> Call | None:
-    return computed(elements.xielu, dst, x, table=params.constants)
+    return bind_elementwise(elements.xielu, dst, x, table=params.constants)
 
 
 @xielu.formula
@@ -252,11 +252,11 @@ def leaky_relu(dst: Tensor, x: Tensor, params: LeakyRelu) -> None:
 
 @leaky_relu.compiled
 def _leaky_relu(dst: Tensor, x: Tensor, params: LeakyRelu) -> Call | None:
-    return computed(elements.leaky_relu, dst, x, a=params.negative_slope, b=float(_zero()))
+    return bind_elementwise(elements.leaky_relu, dst, x, a=params.negative_slope, b=float(_zero()))
 
 
 def _zero() -> np.float32:
-    """What is added to a product of LEAKY_RELU that may be -0, which stays only where ggml fuses it with its sum."""
+    """What is added to a product of LEAKY_RELU that may be -0, which stays only if ggml fuses it with its sum."""
     return np.float32(-0.0 if codecs.bound().contracts else 0.0)
 
 

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from ggml_backend_npu.ir import Tensor
 from ggml_backend_npu.registry import exact
 
-Flags = NDArray[np.bool_]  # of dst's elements or blocks, (ne3, ne2, ne1, ne0); empty where there is none
+Flags = NDArray[np.bool_]  # of dst's elements or blocks, (ne3, ne2, ne1, ne0); empty if there is none
 
 NOTHING: Flags = np.zeros(0, np.bool_)
 

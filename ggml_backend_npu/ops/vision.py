@@ -111,8 +111,8 @@ def move_windows(p, begin, end, scratch):
     return 0
 
 
-def _moved(image: Tensor, windows: Tensor, back: bool) -> Call | None:
-    """The call of `move_windows`; None where the two share bytes."""
+def _bind_windows(image: Tensor, windows: Tensor, back: bool) -> Call | None:
+    """The call of `move_windows`; None if the two share bytes."""
     if image.overlaps(windows):
         return None
     n, width, height, _ = image.ne
@@ -124,7 +124,7 @@ def _moved(image: Tensor, windows: Tensor, back: bool) -> Call | None:
 
 @win_part.compiled
 def _win_part(dst: Tensor, x: Tensor, params: WinPart) -> Call | None:
-    return _moved(x, dst, back=False)
+    return _bind_windows(x, dst, back=False)
 
 
 def _refuse_unpart(dst: Tensor, x: Tensor, params: WinUnpart) -> str | None:
@@ -156,7 +156,7 @@ def win_unpart(dst: Tensor, x: Tensor, params: WinUnpart) -> None:
 
 @win_unpart.compiled
 def _win_unpart(dst: Tensor, x: Tensor, params: WinUnpart) -> Call | None:
-    return _moved(dst, x, back=True)
+    return _bind_windows(dst, x, back=True)
 
 
 def _refuse_get(dst: Tensor, x: Tensor) -> str | None:

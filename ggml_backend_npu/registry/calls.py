@@ -81,7 +81,7 @@ class Watched:
 
 class UserCode:
     """A context around a call of a user's code. Ordinary exceptions and KeyboardInterrupt leave it as they are. Raises
-    KernelError in place of any other one, and where modes of the processor were left changed."""
+    KernelError in place of any other one, and if modes of the processor were left changed."""
 
     __slots__ = ("_modes", "_process")
 

@@ -26,7 +26,7 @@ def is_permuted(tensor: Tensor) -> bool:
 
 
 def repeats(ne: tuple[int, ...], of: tuple[int, ...]) -> str:
-    """For each dimension "n" where a tensor of size ne is repeated to `of`, else "1"."""
+    """For each dimension "n" if a tensor of size ne is repeated to `of`, else "1"."""
     return "".join("1" if a == b else "n" for a, b in zip(ne, of, strict=True))
 
 

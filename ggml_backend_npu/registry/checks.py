@@ -23,12 +23,12 @@ Make = Callable[[np.random.Generator, Types], Node]
 class Probe:
     """Nodes that a promise is measured on.
 
-    of     which of the op's nodes they are, where not all
+    of     which of the op's nodes they are, if not all
     makes  functions that make them
     types  of dst and of the sources
     fixed  whether ggml's source, as written for x86-64 with AVX2 and with AVX-512, determines every bit
-    fused  whether it still does where a compiler makes one step of a product and its sum
-    covers which of the op's nodes they speak for, where not all; called as the kernel is, with dst and without params
+    fused  whether it still does if a compiler makes one step of a product and its sum
+    covers which of the op's nodes they speak for, if not all; called as the kernel is, with dst and without params
     """
 
     of: str
@@ -60,8 +60,8 @@ class Cost:
     """What a node asks of a device.
 
     operations  multiplications and additions of a matrix product, or elements
-    matrix      the type of the matrix whose rows are multiplied; None where there is none
-    touched     the share of a tensor's bytes that is read or written, where that is not all: 0 is dst, 1 the first
+    matrix      the type of the matrix whose rows are multiplied; None if there is none
+    touched     the share of a tensor's bytes that is read or written, if that is not all: 0 is dst, 1 the first
                 source
     """
 
@@ -76,8 +76,8 @@ class Checks:
 
     bound      the normalised mean squared error that rounding may cause (`graph_runner.judging.rules`), by the type of
                the first source, "*" for any other; without one the bytes have to be equal
-    bound_by   the source whose type selects the bound, where that is not the first
-    judged_by  the source whose ne0 says how many elements of a result are judged together, where that is not dst's
+    bound_by   the source whose type selects the bound, if that is not the first
+    judged_by  the source whose ne0 says how many elements of a result are judged together, if that is not dst's
     wide       whether the definition computes in the type of its sources: on float64 it is the formula
     products   whether dst is sums of products with a factor from each source
     weights    whether the first source is weights: rows that are multiplied with those of the second
@@ -138,12 +138,12 @@ class Checks:
 
     def nodes(self, *makes: Make) -> Make:
         """Small nodes of the op, of any types: rules are tested with them, and promises are measured on them. It is a
-        decorator where it gets one function."""
+        decorator if it gets one function."""
         self.makes = makes
         return makes[0]
 
     def probes(self, measured: Callable[[], Iterable[Probe]]) -> Callable[[], Iterable[Probe]]:
-        """Decorator: what promises are measured on, where that is not `nodes` of f32."""
+        """Decorator: the nodes used to measure byte equality. Default: the op's `nodes`, in f32."""
         self.measured = measured
         return measured
 
@@ -160,13 +160,13 @@ class Checks:
         return nearest
 
     def undefined(self, unset: Callable[..., NDArray[np.bool_]]) -> Callable[..., NDArray[np.bool_]]:
-        """Decorator: which elements or blocks of dst ggml leaves undefined, (ne3, ne2, ne1, ne0); empty where it leaves
+        """Decorator: which elements or blocks of dst ggml leaves undefined, (ne3, ne2, ne1, ne0); empty if it leaves
         none. It is called as the kernel is, with dst."""
         self.unset = unset
         return unset
 
     def costs(self, cost: Callable[..., Cost]) -> Callable[..., Cost]:
-        """Decorator: what a node asks of a device, where that is not one operation per element. It is called as the
+        """Decorator: what a node asks of a device, if that is not one operation per element. It is called as the
         kernel is."""
         self.cost = cost
         return cost

@@ -31,11 +31,11 @@ class Op(Checks):
 
     name     ggml's name of it, as in `Node.op`
     define   the kernel: it fills dst from its sources. It is called with dst, with as many sources as it names, and
-             with `params` and `numerics` (the backend's arithmetic) where it names these keywords
+             with `params` and `numerics` (the backend's arithmetic) if it names these keywords
     types    the type combinations that it takes, (dst, src0, src1, ...); None: any
     refuse   gives a reason why a node of these types is not taken, or None
     default  for the backend's own ops: whether the device takes it when it does not take all ops
-    prepare  for ops with a compiled kernel: called as `define`, it returns the bound call, or None where this node has
+    prepare  for ops with a compiled kernel: called as `define`, it returns the bound call, or None if this node has
              no compiled kernel
     params   the record of its op_params, which define, refuse and prepare get as `params`; None: they get the bytes
 
@@ -125,7 +125,7 @@ class Op(Checks):
         ]
 
     def keywords(self, node: Node, numerics: Numerics = PLAIN) -> dict[str, Any]:
-        """What the kernel gets besides tensors: the node's `params`, and `numerics`, where it names them."""
+        """What the kernel gets besides tensors: the node's `params`, and `numerics`, if it names them."""
         return self._params(node) | ({"numerics": numerics} if self.wants_numerics else {})
 
     def _params(self, node: Node) -> dict[str, Any]:
@@ -135,7 +135,7 @@ class Op(Checks):
 
     def arguments(self, node: Node) -> tuple[tuple[Tensor | None, ...], dict[str, Any]]:
         """What the functions of `Checks` are called with: dst and as many sources as the kernel names; and `params`,
-        where it names them."""
+        if it names them."""
         return self._tensors(node), self._params(node)
 
     def _tensors(self, node: Node) -> tuple[Tensor | None, ...]:
@@ -146,7 +146,7 @@ class Op(Checks):
         return len(node.src) < self.n_required or None in node.src[: self.n_required]
 
     def refusal(self, node: Node) -> str | None:
-        """Why the op does not take the node, in a few words; None where it does. Raises KernelError where `refuse`
+        """Why the op does not take the node, in a few words; None if it does. Raises KernelError if `refuse`
         fails."""
         if self.types is not None:
             length = len(next(iter(self.types)))
@@ -165,7 +165,7 @@ class Op(Checks):
         return reason
 
     def bind(self, node: Node, numerics: Numerics = PLAIN) -> Call:
-        """The call that computes the node, as often as it is wanted: the compiled kernel where there is one, else the
+        """The call that computes the node, as often as it is wanted: the compiled kernel if there is one, else the
         definition."""
         arguments, keywords = self._tensors(node), self.keywords(node, numerics)
         if self.prepare is not None and engine() == "compiled":
@@ -238,11 +238,11 @@ def op(
              node whose output is part of a tensor in the device's memory, and every op that a user registers
 
     The kernel gets `Tensor`s, reads its sources with `.view()` and writes into `dst.view()`. A source that a node
-    leaves out is None. A keyword `params` gets the node's op_params, as the record, or as bytes where no record is
+    leaves out is None. A keyword `params` gets the node's op_params, as the record, or as bytes if no record is
     given. A keyword `numerics` gets the backend's arithmetic, for a kernel that runs one of ours. An exception in the
     kernel fails the node, not the process.
 
-    Raises TypeError where `name` is not a string or `types` no list of tuples, and where `Op` does.
+    Raises TypeError if `name` is not a string or `types` no list of tuples, and if `Op` does.
     """
 
     if not isinstance(name, str):

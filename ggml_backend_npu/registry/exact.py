@@ -46,7 +46,7 @@ def silu(x: Exact) -> Exact:
 
 
 def relu(x: Exact) -> Exact:
-    """x where it is above 0, else 0"""
+    """x if it is above 0, else 0"""
     return np.maximum(x, 0)
 
 

@@ -6,14 +6,14 @@ from ggml_backend_npu.ir import Tensor
 
 
 def other_ne(**tensors: Tensor) -> str | None:
-    """Names tensors that do not all have one ne; None where they do."""
+    """Names tensors that do not all have one ne; None if they do."""
     if len({tensor.ne for tensor in tensors.values()}) == 1:
         return None
     return ", ".join(f"{role} of ne {tensor.ne}" for role, tensor in tensors.items())
 
 
 def gaps_in_rows(**tensors: Tensor) -> str | None:
-    """Names a tensor whose elements of a row are not adjacent; None where there is none."""
+    """Names a tensor whose elements of a row are not adjacent; None if there is none."""
     for role, tensor in tensors.items():
         if not tensor.has_contiguous_rows():
             return f"{role} rows have gaps: nb0 is {tensor.nb[0]}"
@@ -36,7 +36,7 @@ def apart(tensor: Tensor) -> int:
 
 
 def gaps(**tensors: Tensor) -> str | None:
-    """Names a tensor that is not contiguous; None where there is none."""
+    """Names a tensor that is not contiguous; None if there is none."""
     for role, tensor in tensors.items():
         if not tensor.is_contiguous():
             return f"{role} is not contiguous: nb {tensor.nb}"

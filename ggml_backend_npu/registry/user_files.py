@@ -33,7 +33,7 @@ class FileError(Exception):
 def run_file(path: Path, name: str) -> None:
     """Runs a Python file as the module `name`. It can import other files of its folder.
 
-    Raises FileError for whatever it raises, and where it would end the process; KeyboardInterrupt only for Ctrl-C.
+    Raises FileError for whatever it raises, and if it would end the process; KeyboardInterrupt only for Ctrl-C.
     """
     loader = _Uncached(name, str(path))
     spec = importlib.util.spec_from_file_location(name, path, loader=loader)

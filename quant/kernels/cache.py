@@ -28,7 +28,7 @@ def cache_directory() -> Path:
     of `lanes`.
 
     numba notices a change only in the file of the cached function, not in those of the functions it calls; a folder
-    named by all the sources cannot go stale. `NUMBA_CACHE_DIR`, where set, replaces the user's cache directory. Raises
+    named by all the sources cannot go stale. `NUMBA_CACHE_DIR`, if set, replaces the user's cache directory. Raises
     FolderError for a user without a home.
     """
     root = os.environ.get("NUMBA_CACHE_DIR") or folders.cache_root()
@@ -46,7 +46,7 @@ def sources(*packages: str, salt: bytes = b"", root: Path = ROOT) -> str:
 
 
 def kept_in() -> Path:
-    """`cache_directory`, made where it is missing. Raises FolderError where nothing can be kept in it."""
+    """`cache_directory`, made if it is missing. Raises FolderError if nothing can be kept in it."""
     return folders.kept(cache_directory())
 
 
@@ -124,7 +124,7 @@ class _Files(IndexDataCacheFile):
 
 
 class Cache(FunctionCache):
-    """numba's cache of one function, with checked files. Where the folder cannot be written to, nothing is kept."""
+    """numba's cache of one function, with checked files. If the folder cannot be written to, nothing is kept."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__(function)
@@ -136,7 +136,7 @@ class Cache(FunctionCache):
         return signature, codegen.magic_tuple()
 
     def save_overload(self, signature: Any, data: Any) -> None:
-        """As numba's; where the file cannot be written, says so once on stderr instead of raising."""
+        """As numba's; if the file cannot be written, says so once on stderr instead of raising."""
         try:
             super().save_overload(signature, data)
         except OSError as error:

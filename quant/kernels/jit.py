@@ -52,7 +52,7 @@ class _CFunc(CFunc):  # type: ignore[misc,unused-ignore]
 
 
 class CFunction:
-    """A C function, compiled when it is first needed, and kept on disk where that is possible. It runs without the GIL,
+    """A C function, compiled when it is first needed, and kept on disk if that is possible. It runs without the GIL,
     in any thread."""
 
     def __init__(self, function: Callable[..., Any], signature: Any) -> None:
@@ -76,7 +76,7 @@ class CFunction:
 
     @functools.cached_property
     def address(self) -> int:
-        """The address of the C function; compiles it where that has not been done."""
+        """The address of the C function; compiles it if that has not been done."""
         address: int = self._compiled.address
         return address
 
@@ -96,7 +96,7 @@ def callback(signature: Any) -> Callable[[Callable[..., Any]], CFunction]:
 
 compiled = callback(types.int64(*[types.int64] * 4))
 """Decorator of a kernel, `kernel(p, begin, end, scratch)`: computes units [begin, end). p is the address of the record
-of its parameters (`quant.kernels.records`), scratch that of the memory that its `Work` has for it. Returns 0, or where
+of its parameters (`quant.kernels.records`), scratch that of the memory that its `Work` has for it. Returns 0, or if
 it cannot do it what its work makes an error of."""
 
 

@@ -17,7 +17,7 @@ def seal(folder: Path) -> None:
 
 
 def damage(folder: Path) -> str | None:
-    """What is wrong with a sealed folder: a file's name and how it differs; None where nothing is."""
+    """What is wrong with a sealed folder: a file's name and how it differs; None if nothing is."""
     try:
         contents = json.loads((folder / _SEAL).read_text())
         for name, expected in contents.items():

@@ -233,7 +233,7 @@ def group_of_rows(x: int, row_step: int, n: int) -> Any:
 @inlined
 def add_rows(term: Any, kind: Any, x: int, row_step: int, n: int, n_rows: int, to: int) -> None:
     """Adds to each of n_rows float64 at `to` the terms of a row of n float32, one after the other in a float kind:
-    where terms cancel, even float64 shows the order. Rows at x are row_step bytes apart; a GROUP of them is added up
+    if terms cancel, even float64 shows the order. Rows at x are row_step bytes apart; a GROUP of them is added up
     side by side, as an addition waits for the one before it."""
     sums, r = array_at(to, types.float64, n_rows), 0
     while r + GROUP <= n_rows:

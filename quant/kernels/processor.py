@@ -56,14 +56,14 @@ def follow(n: int) -> None:
 
 @functools.cache
 def processors() -> int:
-    """How many processors this process may use at once: those of its affinity, or fewer where the quota of a cgroup
+    """How many processors this process may use at once: those of its affinity, or fewer if the quota of a cgroup
     that it is in allows less time."""
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, min([allowed, *(ceil(quota) for quota in quotas())]))
 
 
 def quotas(root: Path = Path("/")) -> Iterator[float]:
-    """The processor time per time that each cgroup allows this process, where it limits that: 1.5 is one processor and
+    """The processor time per time that each cgroup allows this process, if it limits that: 1.5 is one processor and
     a half. Version 2 says so in cpu.max, version 1 in cpu.cfs_quota_us and cpu.cfs_period_us.
 
     root  what /proc and /sys lie in

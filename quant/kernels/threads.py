@@ -40,7 +40,7 @@ from quant.kernels.processor import processors
 from quant.kernels.records import Record, packed, place_in, shared_record_at
 
 GRAIN = 256 * 1024  # bytes below which a second thread costs more than it brings
-_CHUNKS = 4  # that a thread takes, where there is enough to do
+_CHUNKS = 4  # that a thread takes, if there is enough to do
 
 
 class Block(NamedTuple):
@@ -138,7 +138,7 @@ class Work:
     n_bytes     how many it moves, which decides whether a second thread is worth it; 0 = always one thread
     scratch     bytes that the kernel needs for itself: it gets the address of that many, different ones in each thread
     keep        objects that have to live as long as the work
-    failed      makes an exception of what the kernel returned, where that is not 0
+    failed      makes an exception of what the kernel returned, if that is not 0
 
     It has as attributes:
 
@@ -228,7 +228,7 @@ class Team:
 
     @property
     def n_threads(self) -> int:
-        """How many threads a work may use. Raises EngineError where GGML_NPU_THREADS is not a number of threads."""
+        """How many threads a work may use. Raises EngineError if GGML_NPU_THREADS is not a number of threads."""
         return limited(self.size or processors())
 
     @contextmanager
@@ -259,7 +259,7 @@ os.register_at_fork(after_in_child=_pool.cache_clear)  # a child has none of its
 
 
 def limited(count: int) -> int:
-    """`count`, or GGML_NPU_THREADS where that is less. Raises EngineError where GGML_NPU_THREADS is not a number of 1
+    """`count`, or GGML_NPU_THREADS if that is less. Raises EngineError if GGML_NPU_THREADS is not a number of 1
     or more."""
     text = os.environ.get("GGML_NPU_THREADS", str(count))
     if not re.fullmatch(r"0*[1-9][0-9]{,8}", text):

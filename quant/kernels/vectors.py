@@ -1,6 +1,6 @@
 """LLVM vectors for blocks: a function on them reads like its formula, and is inlined into the kernels that call it.
 
-LLVM's own vectoriser fails on loops over the 32 elements of a block, above all where they end in bytes. Here the 32
+LLVM's own vectoriser fails on loops over the 32 elements of a block, above all if they end in bytes. Here the 32
 lanes are written down, and LLVM cuts them into the vectors that the processor has. `part` makes functions that kernels
 can call.
 """
@@ -123,7 +123,7 @@ class Value:
         return value
 
     def where(self, condition: Value, other: Value | float) -> Value:
-        """Self where the condition holds, else the other; lane by lane."""
+        """Self if the condition holds, else the other; lane by lane."""
         return self._of(self._builder.select(condition._value, *self._pair(other)))
 
     def bits(self) -> Value:

@@ -12,7 +12,7 @@ from kit.faults import fault, in_place, named, of_one_token
 
 from ggml_backend_npu import Memory, Node, Tensor
 from ggml_backend_npu.ops import OWN
-from ggml_backend_npu.registry.params import Params
+from ggml_backend_npu.ops.glu import Glu
 
 CALLS = itertools.count(1)
 RESULTS: dict[object, np.ndarray] = {}
@@ -20,13 +20,13 @@ WRITTEN: list[Tensor] = []
 
 
 @fault("SWIGLU", says="swaps src0 and src1")
-def swiglu_of_swapped_operands(dst: Tensor, a: Tensor, b: Tensor | None, params: Params) -> None:
+def swiglu_of_swapped_operands(dst: Tensor, a: Tensor, b: Tensor | None, params: Glu) -> None:
     """SWIGLU with gate and up swapped."""
     OWN["SWIGLU"].define(dst, b, a, params=params)
 
 
 @fault("SWIGLU_OAI", model="gpt-oss")
-def swiglu_oai_without_alpha(dst: Tensor, a: Tensor, b: Tensor | None, params: Params) -> None:
+def swiglu_oai_without_alpha(dst: Tensor, a: Tensor, b: Tensor | None, params: Glu) -> None:
     """SWIGLU_OAI with 1 in place of its alpha."""
     OWN["SWIGLU_OAI"].define(dst, a, b, params=replace(params, alpha=1.0))
 
@@ -51,7 +51,7 @@ def sigmoid_not_in_place(dst: Tensor, x: Tensor) -> None:
 
 
 @fault("SWIGLU", "runs", repeat=8, scattered=True)
-def swiglu_race(dst: Tensor, a: Tensor, b: Tensor | None, params: Params) -> None:
+def swiglu_race(dst: Tensor, a: Tensor, b: Tensor | None, params: Glu) -> None:
     """SWIGLU that is wrong at every second call."""
     OWN["SWIGLU"].bind(Node("SWIGLU", dst, (a, b), params.packed))()
     if next(CALLS) % 2 == 0:
@@ -59,7 +59,7 @@ def swiglu_race(dst: Tensor, a: Tensor, b: Tensor | None, params: Params) -> Non
 
 
 @fault("SWIGLU", "runs", at=named("ffn_swiglu-1"), step=1, repeat=8, remembers=True)
-def swiglu_cached_by_name(dst: Tensor, a: Tensor, b: Tensor | None, params: Params) -> None:
+def swiglu_cached_by_name(dst: Tensor, a: Tensor, b: Tensor | None, params: Glu) -> None:
     """SWIGLU that keeps results by the output's name and shape."""
     key = dst.name, dst.ne
     if key not in RESULTS:
@@ -69,7 +69,7 @@ def swiglu_cached_by_name(dst: Tensor, a: Tensor, b: Tensor | None, params: Para
 
 
 @fault("SWIGLU", "runs", step=1, repeat=8, remembers=True)
-def swiglu_cached_by_shape(dst: Tensor, a: Tensor, b: Tensor | None, params: Params) -> None:
+def swiglu_cached_by_shape(dst: Tensor, a: Tensor, b: Tensor | None, params: Glu) -> None:
     """SWIGLU that keeps results by the output's shape."""
     if dst.ne not in RESULTS:
         OWN["SWIGLU"].bind(Node("SWIGLU", dst, (a, b), params.packed))()
@@ -78,7 +78,7 @@ def swiglu_cached_by_shape(dst: Tensor, a: Tensor, b: Tensor | None, params: Par
 
 
 @fault("SWIGLU", "runs", alone=False, step=1, steps=2, repeat=8, scattered=True, remembers=True)
-def swiglu_cached_by_address(dst: Tensor, a: Tensor, b: Tensor | None, params: Params) -> None:
+def swiglu_cached_by_address(dst: Tensor, a: Tensor, b: Tensor | None, params: Glu) -> None:
     """SWIGLU that keeps results by the output's name, address and shape."""
     key = dst.name, dst.address, dst.ne
     if key not in RESULTS:
@@ -88,7 +88,7 @@ def swiglu_cached_by_address(dst: Tensor, a: Tensor, b: Tensor | None, params: P
 
 
 @fault("SWIGLU", "runs", at=of_one_token)
-def swiglu_of_many_tokens(dst: Tensor, a: Tensor, b: Tensor | None, params: Params) -> None:
+def swiglu_of_many_tokens(dst: Tensor, a: Tensor, b: Tensor | None, params: Glu) -> None:
     """SWIGLU that is wrong where there is one token."""
     OWN["SWIGLU"].bind(Node("SWIGLU", dst, (a, b), params.packed))()
     if dst.ne[1] == 1:
@@ -101,7 +101,7 @@ def keeps_the_cache(dst: Tensor, src: Tensor, ids: Tensor) -> None:
 
 
 @fault("SWIGLU", "live", (planted("SET_ROWS", keeps_the_cache),), alone=False)
-def swiglu_writes_into_a_cache(dst: Tensor, a: Tensor, b: Tensor | None, params: Params) -> None:
+def swiglu_writes_into_a_cache(dst: Tensor, a: Tensor, b: Tensor | None, params: Glu) -> None:
     """SWIGLU that writes into the cache that SET_ROWS wrote to last."""
     OWN["SWIGLU"].bind(Node("SWIGLU", dst, (a, b), params.packed))()
     for cache in WRITTEN:
@@ -114,7 +114,7 @@ def keeps_the_sum(dst: Tensor, a: Tensor, b: Tensor) -> None:
 
 
 @fault("SWIGLU", "live", (planted("ADD", keeps_the_sum),), alone=False)
-def swiglu_writes_into_an_activation(dst: Tensor, a: Tensor, b: Tensor | None, params: Params) -> None:
+def swiglu_writes_into_an_activation(dst: Tensor, a: Tensor, b: Tensor | None, params: Glu) -> None:
     """SWIGLU that writes into what an ADD before it gave, and one after it reads."""
     OWN["SWIGLU"].bind(Node("SWIGLU", dst, (a, b), params.packed))()
     for result in WRITTEN:
@@ -122,20 +122,20 @@ def swiglu_writes_into_an_activation(dst: Tensor, a: Tensor, b: Tensor | None, p
 
 
 @fault("SWIGLU", "strays")
-def swiglu_writes_8_kib_after(dst: Tensor, a: Tensor, b: Tensor | None, params: Params) -> None:
+def swiglu_writes_8_kib_after(dst: Tensor, a: Tensor, b: Tensor | None, params: Glu) -> None:
     """SWIGLU that writes a float 8 KiB after its output."""
     OWN["SWIGLU"].bind(Node("SWIGLU", dst, (a, b), params.packed))()
     Memory(dst.end + (8 << 10), 4).bytes()[...] ^= 0xFF
 
 
 @fault("SWIGLU", "ends", failure=("SIGKILL",), rounded=False)
-def swiglu_is_killed(dst: Tensor, a: Tensor, b: Tensor | None, params: Params) -> None:
+def swiglu_is_killed(dst: Tensor, a: Tensor, b: Tensor | None, params: Glu) -> None:
     """SWIGLU that is killed."""
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 @fault("SWIGLU", "ends", at=of_one_token, failure=("time",))
-def swiglu_sleeps_in_c(dst: Tensor, a: Tensor, b: Tensor | None, params: Params) -> None:
+def swiglu_sleeps_in_c(dst: Tensor, a: Tensor, b: Tensor | None, params: Glu) -> None:
     """SWIGLU that waits in C, without Python's lock, where there is one token."""
     OWN["SWIGLU"].bind(Node("SWIGLU", dst, (a, b), params.packed))()
     if dst.ne[1] == 1:

@@ -8,11 +8,12 @@ import threading
 import time
 
 import numpy as np
-from kit.faults import fault, in_place, named, src
+from kit.faults import fault, in_place, named
+from kit.nodes import src
 
 from ggml_backend_npu import Memory, Tensor
 from ggml_backend_npu.ops import OWN
-from ggml_backend_npu.registry.params import Params
+from ggml_backend_npu.ops.elementwise import Scale
 
 CALLS = itertools.count(1)
 RNG = np.random.default_rng(0)
@@ -83,7 +84,7 @@ def div_in_halves(dst: Tensor, a: Tensor, b: Tensor) -> None:
 
 
 @fault("SCALE", at=lambda node: bool(src(node).view().any()), model="rwkv7", never=("writes nothing",))
-def scale_without_params(dst: Tensor, x: Tensor, params: Params) -> None:
+def scale_without_params(dst: Tensor, x: Tensor, params: Scale) -> None:
     """SCALE that ignores its factor and its bias."""
     dst.view()[...] = x.view()
 

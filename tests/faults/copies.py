@@ -4,11 +4,12 @@ import ctypes
 from dataclasses import replace
 
 import numpy as np
-from kit.faults import fault, src
+from kit.faults import fault
+from kit.nodes import src
 
 from ggml_backend_npu import Memory, Tensor
 from ggml_backend_npu.ops import OWN
-from ggml_backend_npu.registry.params import Params
+from ggml_backend_npu.ops.movers import Concat
 
 
 @fault("CPY", at=lambda node: src(node).offset > 0, model="rwkv7", says="ignores the offset of src0")
@@ -46,7 +47,7 @@ def cont_nan_in_a_row(dst: Tensor, src: Tensor) -> None:
 
 
 @fault("CONCAT", model="mamba")
-def concat_of_swapped_sources(dst: Tensor, a: Tensor, b: Tensor, params: Params) -> None:
+def concat_of_swapped_sources(dst: Tensor, a: Tensor, b: Tensor, params: Concat) -> None:
     """CONCAT with its sources swapped."""
     dst.view()[...] = np.concatenate([b.view(), a.view()], axis=3 - params.dim)
 

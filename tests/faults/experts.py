@@ -8,7 +8,7 @@ from kit.faults import fault
 from ggml_backend_npu import Tensor
 from ggml_backend_npu.ggml.numerics import Numerics
 from ggml_backend_npu.ops import OWN
-from ggml_backend_npu.registry.params import Params
+from ggml_backend_npu.ops.routing import Argsort
 
 
 @fault("ADD_ID", model="gpt-oss", never=("permutes",))
@@ -37,7 +37,7 @@ def mul_mat_id_half_an_expert(dst: Tensor, a: Tensor, b: Tensor, ids: Tensor, nu
 
 
 @fault("ARGSORT", model="moe")
-def argsort_ascending(dst: Tensor, x: Tensor, params: Params) -> None:
+def argsort_ascending(dst: Tensor, x: Tensor, params: Argsort) -> None:
     """ARGSORT in the other order."""
     OWN["ARGSORT"].define(dst, x, params=replace(params, order=1 - params.order))
 

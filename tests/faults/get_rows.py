@@ -4,7 +4,8 @@ from dataclasses import replace
 
 import numpy as np
 from kit.diffs import QUANTISED
-from kit.faults import PACKING, fault, src
+from kit.faults import PACKING, fault
+from kit.nodes import src
 
 from ggml_backend_npu import Memory, Tensor
 from ggml_backend_npu.ops import OWN

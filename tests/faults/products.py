@@ -3,7 +3,8 @@
 from dataclasses import replace
 
 import numpy as np
-from kit.faults import fault, named, src
+from kit.faults import fault, named
+from kit.nodes import src
 
 from ggml_backend_npu import Memory, Node, Tensor
 from ggml_backend_npu.ggml.numerics import Numerics

@@ -9,39 +9,39 @@ from kit.faults import fault, in_place
 
 from ggml_backend_npu import Tensor
 from ggml_backend_npu.ops import OWN
-from ggml_backend_npu.registry.params import Params
+from ggml_backend_npu.ops.softmax import SoftMax
 
 CALLS = itertools.count(1)
 LAST: dict[tuple[int, ...], np.ndarray] = {}
 
 
 @fault("SOFT_MAX", says="leaves out src1 (the mask)")
-def soft_max_without_mask(dst: Tensor, x: Tensor, mask: Tensor | None, sinks: Tensor | None, params: Params) -> None:
+def soft_max_without_mask(dst: Tensor, x: Tensor, mask: Tensor | None, sinks: Tensor | None, params: SoftMax) -> None:
     """SOFT_MAX without its mask."""
     OWN["SOFT_MAX"].define(dst, x, None, sinks, params=params)
 
 
 @fault("SOFT_MAX", never=("mask",))
-def soft_max_without_scale(dst: Tensor, x: Tensor, mask: Tensor | None, sinks: Tensor | None, params: Params) -> None:
+def soft_max_without_scale(dst: Tensor, x: Tensor, mask: Tensor | None, sinks: Tensor | None, params: SoftMax) -> None:
     """SOFT_MAX without its scale."""
     OWN["SOFT_MAX"].define(dst, x, mask, sinks, params=replace(params, scale=1.0))
 
 
 @fault("SOFT_MAX", model="gpt-oss", never=("mask",))
-def soft_max_without_sinks(dst: Tensor, x: Tensor, mask: Tensor | None, sinks: Tensor | None, params: Params) -> None:
+def soft_max_without_sinks(dst: Tensor, x: Tensor, mask: Tensor | None, sinks: Tensor | None, params: SoftMax) -> None:
     """SOFT_MAX without its sinks."""
     OWN["SOFT_MAX"].define(dst, x, mask, None, params=params)
 
 
 @fault("SOFT_MAX", never=("mask",), says="gives each row times a number of its own")
-def soft_max_in_halves(dst: Tensor, x: Tensor, mask: Tensor | None, sinks: Tensor | None, params: Params) -> None:
+def soft_max_in_halves(dst: Tensor, x: Tensor, mask: Tensor | None, sinks: Tensor | None, params: SoftMax) -> None:
     """SOFT_MAX with its sum in float16."""
     OWN["SOFT_MAX"].define(dst, x, mask, sinks, params=params)
     dst.view()[...] /= np.add.accumulate(dst.view(), axis=-1, dtype=np.float16)[..., -1:].astype(np.float32)
 
 
 @fault("SOFT_MAX", "runs", at=in_place())
-def soft_max_not_in_place(dst: Tensor, x: Tensor, mask: Tensor | None, sinks: Tensor | None, params: Params) -> None:
+def soft_max_not_in_place(dst: Tensor, x: Tensor, mask: Tensor | None, sinks: Tensor | None, params: SoftMax) -> None:
     """SOFT_MAX that takes each row's maximum after it has written the row before: wrong in place."""
     OWN["SOFT_MAX"].define(dst, x, mask, sinks, params=params)
     if dst.overlaps(x):
@@ -49,7 +49,7 @@ def soft_max_not_in_place(dst: Tensor, x: Tensor, mask: Tensor | None, sinks: Te
 
 
 @fault("SOFT_MAX", "runs", steps=3, repeat=8, scattered=True, remembers=True)
-def soft_max_race(dst: Tensor, x: Tensor, mask: Tensor | None, sinks: Tensor | None, params: Params) -> None:
+def soft_max_race(dst: Tensor, x: Tensor, mask: Tensor | None, sinks: Tensor | None, params: SoftMax) -> None:
     """SOFT_MAX whose last row is now and then that of the call before."""
     OWN["SOFT_MAX"].define(dst, x, mask, sinks, params=params)
     row = dst.view()[..., -1, :].copy()
@@ -59,6 +59,6 @@ def soft_max_race(dst: Tensor, x: Tensor, mask: Tensor | None, sinks: Tensor | N
 
 
 @fault("SOFT_MAX", "ends", failure=("exit", "ended"), rounded=False)
-def soft_max_calls_os_exit(dst: Tensor, x: Tensor, mask: Tensor | None, sinks: Tensor | None, params: Params) -> None:
+def soft_max_calls_os_exit(dst: Tensor, x: Tensor, mask: Tensor | None, sinks: Tensor | None, params: SoftMax) -> None:
     """SOFT_MAX that ends the process."""
     os._exit(0)

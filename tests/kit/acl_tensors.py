@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 from hypothesis import strategies as st
+from kit.nodes import dims
 from kit.support import reshapes, values
 from numpy.typing import NDArray
 
@@ -81,7 +82,7 @@ def layouts(draw: st.DrawFn, rows: bool = False) -> Layout:
     axes = (*draw(st.permutations(range(3))), 3) if rows else tuple(draw(st.permutations(range(4))))
     steps = [draw(st.integers(1, 2)) for _ in range(4)]
     backwards = () if rows else draw(st.just(()) | st.sets(st.integers(0, 3)).map(tuple))
-    return Layout(axes, (*steps[:3], 1 if rows else steps[3]), backwards)
+    return Layout(dims(axes), dims((*steps[:3], 1 if rows else steps[3])), backwards)
 
 
 def only_changed(array: Array, memory: NDArray[np.uint8]) -> bool:

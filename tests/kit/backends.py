@@ -58,7 +58,7 @@ def blas(folder: Path, fault: str = "NONE") -> Path:
     (folder / "cblas.h").write_text(f"{numbers}\n{_BLAS}")
     ggml, library = sources(version("llama-cpp-python")), folder / "libggml-blas.so"
     base = next(lib.ggml().cpu_file.parent.glob("libggml-base.so*"))
-    command = ["c++", "-std=c++17", "-O2", "-fPIC", "-shared", f"-DFAULT={fault}", "-I", folder]
+    command: list[str | Path] = ["c++", "-std=c++17", "-O2", "-fPIC", "-shared", f"-DFAULT={fault}", "-I", folder]
     command += ["-DGGML_BACKEND_DL", "-DGGML_BACKEND_BUILD", "-DGGML_BACKEND_SHARED", "-DGGML_SHARED"]
     command += ["-I", ggml / "include", "-I", ggml / "src", ggml / "src" / "ggml-blas" / "ggml-blas.cpp"]
     subprocess.run([*command, base, "-o", library], check=True)
@@ -83,7 +83,7 @@ def served(log: Path, device: str = "CPU", **environment: str) -> Iterator[tuple
     variables = {**os.environ, **environment}
     if device != "CPU":
         variables |= {"GGML_BACKEND_PATH": str(plugin()), "GGML_NPU_FALLBACK": "cpu"}
-    command = [build() / "ggml-rpc-server", "-d", device, "-H", "127.0.0.1", "-p", str(port)]
+    command: list[str | Path] = [build() / "ggml-rpc-server", "-d", device, "-H", "127.0.0.1", "-p", str(port)]
     with log.open("w") as output, subprocess.Popen(command, env=variables, stdout=output, stderr=output) as process:
         try:
             _wait_for(port, process)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import struct
 from math import prod
 
+from kit.nodes import dims
+
 from ggml_backend_npu import Memory, Node, Tensor
 from quant import codec
 
@@ -16,7 +18,7 @@ def tensor(type: str, ne: tuple[int, ...] = ROW, gap: int = 0) -> Tensor:
     of = codec(type)
     units = [of.block_bytes, ne[0] // of.block_size, *ne[1:3]]
     nb = [prod(units[: i + 1]) * (2 if gap and i >= gap - 1 else 1) for i in range(4)]
-    return Tensor(type, type, ne, tuple(nb), Memory(0, 0))
+    return Tensor(type, type, dims(ne), dims(nb), Memory(0, 0))
 
 
 def node(op: str, dst: str | Tensor, *src: str | Tensor | None, **params: int | float) -> Node:

@@ -15,6 +15,7 @@ from ggml_backend_npu import Node, Tensor
 from ggml_backend_npu.ir import PARAMS_BYTES
 from ggml_backend_npu.ops import OWN
 from ggml_backend_npu.ops.im2col import Im2col, Im2col3d
+from ggml_backend_npu.ops.movers import Concat
 from ggml_backend_npu.ops.patches import Pad, PadReflect, SetPart
 from ggml_backend_npu.ops.vision import WinPart, WinUnpart
 from ggml_backend_npu.registry.checks import Types
@@ -109,9 +110,9 @@ def _concat(rng: Rng, op: str, types: Types) -> Node:
     a, dim = _ne(rng, types[1]), int(rng.integers(0, 4))
     more = a[0] if dim == 0 else int(rng.integers(1, 5))
     b, whole = (tuple(n if i == dim else m for i, m in enumerate(a)) for n in (more, a[dim] + more))
-    kind = OWN[op].params
-    assert kind is not None
-    return _node(op, tensor(rng, types[0], whole), *(tensor(rng, types[1], each) for each in (a, b)), params=kind(dim))
+    return _node(
+        op, tensor(rng, types[0], whole), *(tensor(rng, types[1], each) for each in (a, b)), params=Concat(dim)
+    )
 
 
 def _binary(rng: Rng, op: str, types: Types) -> Node:
@@ -178,7 +179,7 @@ def _pad(rng: Rng, op: str, types: Types) -> Node:
     ne = _ne(rng, "f32")
     ends = np.minimum(rng.integers(0, 4, (4, 2)), np.array(ne)[:, None])  # ggml's CPU comes around once
     to = tuple(int(n) for n in ne + ends.sum(axis=1))
-    params = Pad(*(int(n) for n in ends.reshape(-1)), circular=int(rng.integers(0, 2)))
+    params = Pad(*(int(n) for n in (*ends.reshape(-1), rng.integers(0, 2))))
     return _node(op, tensor(rng, "f32", to), tensor(rng, "f32", ne), params=params)
 
 
@@ -206,7 +207,7 @@ def _im2col(rng: Rng, op: str, types: Types) -> Node:
     kernel, image = tensor(rng, "f16", (*k, channels, 2)), tensor(rng, types[2], (*x, channels, images))
     dst = tensor(rng, types[0], (int(np.prod(k)) * channels, *places, images))
     rest = (0,) if flat else ()
-    params = Im2col(*s, *rest, *p, *rest, *d, *rest, is_2d=not flat)
+    params = Im2col(*[*s, *rest, *p, *rest, *d, *rest, not flat])
     return _node(op, dst, kernel, image, params=params)
 
 
@@ -215,7 +216,7 @@ def _im2col_3d(rng: Rng, op: str, types: Types) -> Node:
     channels, images = (int(n) for n in rng.integers(1, 4, 2))
     kernel, image = tensor(rng, "f16", (*k, 2 * channels)), tensor(rng, types[2], (*x, channels * images))
     dst = tensor(rng, types[0], (int(np.prod(k)) * channels, *places[:2], places[2] * images))
-    return _node(op, dst, kernel, image, params=Im2col3d(*s, *p, *d, channels))
+    return _node(op, dst, kernel, image, params=Im2col3d(*[*s, *p, *d, channels]))
 
 
 def _windows(rng: Rng, op: str, types: Types) -> Node:

@@ -92,7 +92,8 @@ class Browser:
         return answer["result"].get("value")
 
     def texts(self, selector: str) -> list[str]:
-        return self.run(f"[...document.querySelectorAll({json.dumps(selector)})].map(e => e.textContent)")
+        found: list[str] = self.run(f"[...document.querySelectorAll({json.dumps(selector)})].map(e => e.textContent)")
+        return found
 
     def click(self, selector: str) -> None:
         """A press of the mouse in the middle of an element."""

@@ -54,7 +54,11 @@ def fresh(*arguments: object, **keywords: Any) -> Outcome:
 
 
 def process(*command: object, **keywords: Any) -> Outcome:
-    options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "env": os.environ | {"COLUMNS": "200"}}
+    options: dict[str, Any] = {
+        "stdout": subprocess.PIPE,
+        "stderr": subprocess.PIPE,
+        "env": os.environ | {"COLUMNS": "200"},
+    }
     done = subprocess.run([*map(str, command)], text=True, timeout=300, check=False, **options | keywords)
     return Outcome(done.returncode, done.stdout or "", done.stderr or "")
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+from kit.nodes import src as given
 from kit.paper import Paper, Results, define, results
 from kit.support import Placement
 from numpy.typing import NDArray
@@ -38,7 +39,7 @@ def floats(paper: Paper, ne: tuple[int, ...], place: Placement | None = None, ty
 
 
 def ints(paper: Paper, values: Any, place: Placement | None = None, dtype: type = np.int32) -> Tensor:
-    array = np.array(values, dtype)
+    array: NDArray[Any] = np.array(values, dtype)
     array = array.reshape((1,) * (4 - array.ndim) + array.shape)
     return (place or Placement()).hold(paper, array.dtype.name.replace("int", "i"), array, 0)
 
@@ -57,7 +58,7 @@ def altered(index: int, **changes: Any) -> Callable[[Node], None]:
 
     def kernel(node: Node) -> None:
         src = [*node.src]
-        src[index] = replace(src[index], **changes)
+        src[index] = replace(given(node, index), **changes)
         define(replace(node, src=tuple(src)))
 
     return kernel

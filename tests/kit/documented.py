@@ -86,7 +86,7 @@ def softmax_of(x: Array, kept: Any = True, sink: Array | None = None, axis: int 
     largest = s.max(axis, keepdims=True)
     e = np.exp(s - np.where(np.isneginf(largest), 0, largest))
     total = e.sum(axis, keepdims=True)
-    output = e / np.where(total == 0, 1, total)
+    output: Array = e / np.where(total == 0, 1, total)
     return output if sink is None else output[..., :-1]
 
 
@@ -144,11 +144,12 @@ def rounding(dtype: Any, x: Array) -> Array | float:
     return 2.0**-11 * np.abs(x) + 2.0**-25 if dtype == F16 else 0.0
 
 
-def assert_shifted(x: Array, mu: Array, h0: Array, scales: dict[str, float]) -> None:
+def assert_shifted(x: Array, mu: Array, h0: Array, scales: dict[str, Any]) -> None:
     *mixed, ht = token_shift(x, mu, h0, **scales)
     real = x.astype(F64) * scales.get("x_scale", 1)
     exact, size = shifted(real, mu.astype(F64) * scales.get("mu_scale", 1), h0.astype(F64))
     bound = 1e-6 * size  # of float32: three roundings, and those of the scales
+    last: Array | float
     for y, wanted, few in zip(mixed, exact, bound, strict=True):
         assert (y.shape, y.dtype) == (x.shape, x.dtype)
         if x.dtype == I8:

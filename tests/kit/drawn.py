@@ -10,6 +10,7 @@ from math import lcm, prod
 
 import numpy as np
 from kit.bases import Rng, base, size
+from kit.nodes import dims
 
 from ggml_backend_npu import Memory, Node, Tensor
 from ggml_backend_npu.ops import OWN
@@ -211,7 +212,7 @@ def _view(rng: Rng, x: Tensor, in_rows: bool = False) -> Tensor:
         nb[axis] = stride * int(1 + steps[axis])
         offset += stride * int(before[axis])
         stride *= int(before[axis] + units[axis] * (1 + steps[axis]) + after[axis])
-    made = replace(x, nb=tuple(nb), memory=Memory.of(np.full(stride, _GAP, np.uint8)), offset=offset)
+    made = replace(x, nb=dims(nb), memory=Memory.of(np.full(stride, _GAP, np.uint8)), offset=offset)
     made.view()[...] = x.view()
     return made
 

@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from kit.diffs import FLASH_OFF, planted
+from kit.nodes import src
 
-from ggml_backend_npu import Node, Tensor, default_backend
+from ggml_backend_npu import Node, default_backend
 from ggml_backend_npu.backend.fusion import Fused, Fusion, Span
 from ggml_backend_npu.ops import OWN
 from ggml_backend_npu.registry.entry import Call, Op, op
@@ -37,12 +38,6 @@ def in_place(place: int = 0) -> Callable[[Node], bool]:
 
 def of_one_token(node: Node) -> bool:
     return node.dst.ne[1] == 1
-
-
-def src(node: Node, place: int = 0) -> Tensor:
-    found = node.src[place]
-    assert found is not None
-    return found
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from functools import partial
 
 import numpy as np
 from kit.kernel_cases import Array, Case, floats, node, positive, sevens
@@ -20,7 +21,7 @@ def scanned(n_decays: int) -> list[Array]:
     """SSM_SCAN of 2 sequences of 5 tokens, 4 heads of 3 rows of 33 elements, and 2 states of each."""
     s, x, dt = positive(3, 4, 3, 33), positive(2, 5, 4, 3, seed=1), positive(2, 5, 4, seed=2)
     b, c = (positive(2, 5, 2, 33, seed=seed) for seed in (3, 4))
-    decays, ids = -positive(4, n_decays, seed=5), np.int32([2, 0])
+    decays, ids = -positive(4, n_decays, seed=5), np.array([2, 0], np.int32)
     n_states = 1 if n_decays > 1 else 2
     dst = np.zeros(120 + n_states * 792, np.float32)
     return node("SSM_SCAN", dst, s, x, dt, decays, b, c, ids, params=struct.pack("i", n_states))
@@ -111,11 +112,14 @@ OF_MODELS = {
         (triangles.keep_band,),
     ),
     "DIAG": Case(lambda: node("DIAG", sevens(2, 3, 19, 19), floats(2, 3, 1, 19)), (triangles.keep_band,)),
-    **{op: Case(lambda op=op: masked(op), (triangles.keep_band,)) for op in ("DIAG_MASK_INF", "DIAG_MASK_ZERO")},
+    **{op: Case(partial(masked, op), (triangles.keep_band,)) for op in ("DIAG_MASK_INF", "DIAG_MASK_ZERO")},
     **{name: each(name) for name in EACH},
     "GET_ROWS": Case(
         lambda: node(
-            "GET_ROWS", np.zeros((5, 64), np.float32), floats(8, 64).astype(np.float16), np.int32([7, 0, 3, 3, 1])
+            "GET_ROWS",
+            np.zeros((5, 64), np.float32),
+            floats(8, 64).astype(np.float16),
+            np.array([7, 0, 3, 3, 1], np.int32),
         ),
         (strided.check_ids, strided.walk),
     ),
@@ -175,7 +179,7 @@ OF_MODELS = {
             np.zeros((3, 2, 37), np.float32),
             floats(3, 2, 37),
             floats(5, 37, seed=1),
-            np.int32([[4, 0], [1, 1], [2, 4]]),
+            np.array([[4, 0], [1, 1], [2, 4]], np.int32),
         ),
         (strided.check_ids, tiles.compute),
     ),
@@ -192,7 +196,7 @@ OF_MODELS = {
             np.zeros((5, 2, 70), np.float32),
             WEIGHTS,
             np.abs(floats(5, 1, 64)),
-            np.int32([[0, 1], [1, 2], [2, 0], [2, 1], [0, 2]]),
+            np.array([[0, 1], [1, 2], [2, 0], [2, 1], [0, 2]], np.int32),
             types=("f32", "q8_0", None, None),
         ),
         (strided.check_ids, products.products),
@@ -229,5 +233,5 @@ OF_MODELS = {
     "FLASH_ATTN_EXT": Case(
         attended, (cells.attend, cells_in_halves.attend_in_halves, cells_in_halves.join_parts), ulp=16
     ),
-    **{op: Case(lambda op=op: rotated(op), (rope.rotate,), ulp=64) for op in ("ROPE", "ROPE_BACK")},
+    **{op: Case(partial(rotated, op), (rope.rotate,), ulp=64) for op in ("ROPE", "ROPE_BACK")},
 }

@@ -16,7 +16,7 @@ def stepped() -> list[Array]:
     """What a step of AdamW leaves of weights and of the momenta."""
     w, g, m = (floats(9, 70, seed=seed) for seed in range(3))
     v = positive(9, 70)
-    numbers = np.float32([0.03, 0.9, 0.97, 1e-3, 0.2, 1.3, 1.1])
+    numbers = np.array([0.03, 0.9, 0.97, 1e-3, 0.2, 1.3, 1.1], np.float32)
     return [*node("OPT_STEP_ADAMW", w, w, g, m, v, numbers), m, v]
 
 
@@ -51,9 +51,9 @@ OF_TRAINING = {
     "GET_ROWS_BACK": Case(
         lambda: [
             array
-            for type in (np.float32, np.float16)
+            for type in ("f4", "f2")
             for array in node(
-                "GET_ROWS_BACK", sevens(8, 1300), -floats(6, 1300).astype(type), np.int32([7, 0, 3, 3, 1, 3])
+                "GET_ROWS_BACK", sevens(8, 1300), -floats(6, 1300).astype(type), np.array([7, 0, 3, 3, 1, 3], np.int32)
             )
         ],
         (strided.check_ids, gradients.add_rows),
@@ -73,7 +73,7 @@ OF_TRAINING = {
         lambda: node(
             "CROSS_ENTROPY_LOSS_BACK",
             np.zeros((9, 70), np.float32),
-            np.float32([3]),
+            np.array([3], np.float32),
             floats(9, 70),
             positive(9, 70) + 1,
         ),

@@ -8,9 +8,11 @@ from math import prod
 from typing import Any
 
 import numpy as np
+from kit.nodes import dims
 from numpy.typing import NDArray
 
 from ggml_backend_npu import Memory, Node, Tensor
+from ggml_backend_npu.ir import Dims
 from ggml_backend_npu.ops import OWN
 from quant import codec
 
@@ -27,21 +29,20 @@ class Paper:
     def root(self, type: str, ne: tuple[int, ...], data: NDArray[Any]) -> Tensor:
         kind = codec(type)
         data = np.ascontiguousarray(data)
-        dims = (*ne, *[1] * (4 - len(ne)))
-        sizes = (kind.block_bytes, dims[0] // kind.block_size * kind.block_bytes, dims[1], dims[2])
-        nb = tuple(int(n) for n in np.cumprod([sizes[0], sizes[1] // sizes[0], *sizes[2:]]))
-        tensor = Tensor("", type, dims, nb, Memory.of(data.reshape(-1).view(np.uint8)))
+        whole = dims((*ne, *[1] * (4 - len(ne))))
+        nb = dims(np.cumprod([kind.block_bytes, whole[0] // kind.block_size, *whole[1:3]]))
+        tensor = Tensor("", type, whole, nb, Memory.of(data.reshape(-1).view(np.uint8)))
         self.roots.append((tensor, data))
         return tensor
 
-    def view(self, source: Tensor, ne: Any, nb: tuple[int, ...], offset: int = 0) -> Tensor:
-        return replace(source, ne=tuple(ne), nb=(source.nb[0], *nb), offset=source.offset + offset)
+    def view(self, source: Tensor, ne: Dims, nb: tuple[int, int, int], offset: int = 0) -> Tensor:
+        return replace(source, ne=ne, nb=(source.nb[0], *nb), offset=source.offset + offset)
 
-    def permute(self, source: Tensor, axes: tuple[int, ...]) -> Tensor:
+    def permute(self, source: Tensor, axes: Dims) -> Tensor:
         ne, nb = [0] * 4, [0] * 4
         for i, axis in enumerate(axes):
             ne[axis], nb[axis] = source.ne[i], source.nb[i]
-        return replace(source, ne=tuple(ne), nb=tuple(nb))
+        return replace(source, ne=dims(ne), nb=dims(nb))
 
     def fresh(self, type: str, ne: tuple[int, ...]) -> Tensor:
         """A contiguous tensor of what lay there before: any finite values."""

@@ -176,7 +176,7 @@ def misreads(file: Path, fault: Fault) -> list[Place]:
                 ops[node.op].bind(replace(node, dst=dst, src=sources), default_backend().numerics)()
                 results.append(Memory(dst.address, dst.nbytes).bytes().copy())
         wrong, right = results[:2], results[2:]
-        if not np.array_equal(*wrong) and np.array_equal(*right):
+        if not np.array_equal(wrong[0], wrong[1]) and np.array_equal(right[0], right[1]):
             found.append(place)
 
     with loaded(fault):

@@ -12,9 +12,12 @@ from kit.support import (
     PLAIN,
     Dims,
     Kind,
+    N,
     Placement,
     Recipe,
     Scene,
+    Sketch,
+    T,
     kind_for,
     placements,
     reshapes,
@@ -44,7 +47,7 @@ class GetRows:
     src: Placement = PLAIN
     ids: Placement = PLAIN
 
-    def __call__(self, scene: Scene) -> int:
+    def __call__(self, scene: Sketch[T, N]) -> N:
         rng = np.random.default_rng(self.seed)
         table = self.src.put(scene, self.type, self.ne, lambda n: values(self.type, n, rng))
         rows = rng.integers(0, max(1, self.ne[1]), (1, self.ne[3], self.ne[2], self.n_ids), dtype=np.int32)
@@ -68,7 +71,7 @@ class SetRows:
     src: Placement = PLAIN
     ids: Placement = PLAIN
 
-    def __call__(self, scene: Scene) -> int:
+    def __call__(self, scene: Sketch[T, N]) -> N:
         target, source, ids = self.types
         rng = np.random.default_rng(self.seed)
         dst = self.dst.put(scene, target, self.ne, lambda n: values(target, n, rng))
@@ -92,7 +95,7 @@ class Copy:
     src: Placement = PLAIN
     dst: Placement = PLAIN
 
-    def __call__(self, scene: Scene) -> int:
+    def __call__(self, scene: Sketch[T, N]) -> N:
         source, target = self.types
         rng = np.random.default_rng(self.seed)
         src = self.src.put(scene, source, self.ne, lambda n: values(source, n, rng, kind_for(source, target)))
@@ -110,7 +113,7 @@ class Same:
     seed: int = 0
     src: Placement = PLAIN
 
-    def __call__(self, scene: Scene) -> int:
+    def __call__(self, scene: Sketch[T, N]) -> N:
         rng = np.random.default_rng(self.seed)
         return scene.op(self.function, self.src.put(scene, self.type, self.ne, lambda n: values(self.type, n, rng)))
 

@@ -9,6 +9,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+from kit.nodes import record_of, src
 from kit.paper import copy_of, define
 from numpy.typing import NDArray
 
@@ -73,7 +74,7 @@ def in_halves(of: Node) -> Tensor:
 
 def in_order(of: Node) -> Iterator[tuple[str, Exact]]:
     """Sums in float32, one product after the other."""
-    floats = [values(x).astype(np.float32) for x in of.src]
+    floats = [values(x).astype(np.float32) for x in of.src if x is not None]
     x = floats[0].reshape(1, 1, 1, -1) if of.op == "SUM" else floats[0]
     if of.op == "MUL_MAT":
         x = floats[1][..., None, :] * x.repeat(floats[1].shape[1] // x.shape[1], axis=1)[:, :, None]
@@ -106,8 +107,9 @@ def rounded_sources(of: Node) -> Node:
     """The node with sources of fewer bits; of a quantised one, and of a sum of which no other bits are left, itself."""
 
     def less(x: Tensor | None) -> Tensor | None:
-        fine = x is None or x.type not in FEWER or of.op == "SUM"
-        return x if fine else tensor(x.type, fewer_bits(values(x), x.type))
+        if x is None or x.type not in FEWER or of.op == "SUM":
+            return x
+        return tensor(x.type, fewer_bits(values(x), x.type))
 
     return replace(of, src=tuple(less(x) for x in of.src))
 
@@ -121,7 +123,7 @@ def times(name: str, factor: float) -> Fault:
 
 
 def with_param(of: Node, name: str, changed: Callable[[float], float]) -> Node:
-    params = OWN[of.op].params.of(of.params)
+    params = record_of(of.op).of(of.params)
     return replace(of, params=replace(params, **{name: changed(getattr(params, name))}).packed)
 
 
@@ -129,7 +131,7 @@ def without_last(place: int, axis: int = -1) -> Fault:
     """The last element along an axis of a source counts as zero."""
 
     def fault(of: Node) -> Node:
-        x = values(of.src[place]).copy()
+        x = values(src(of, place)).copy()
         np.moveaxis(x, axis, -1)[..., -1] = 0
         return with_source(of, place, tensor("f32", x))
 
@@ -141,9 +143,10 @@ def with_source(of: Node, place: int, x: Tensor | None) -> Node:
 
 
 def norm_without_last(of: Node) -> Exact:
-    x, y = values(of.src[0]), exact(of)
+    x, y = values(src(of)), exact(of)
     squares = np.square(x).sum(axis=-1, keepdims=True)
-    return y * np.sqrt(squares / (squares - np.square(x[..., -1:])))
+    larger: Exact = y * np.sqrt(squares / (squares - np.square(x[..., -1:])))
+    return larger
 
 
 def swapped(first: int, second: int) -> Fault:
@@ -160,20 +163,20 @@ def as_op(op: str) -> Fault:
 
 
 def ids_off_by_one(of: Node) -> Node:
-    n = of.src[0].ne[2]
-    return with_source(of, 2, Tensor.of((of.src[2].view() + 1) % n))
+    n = src(of).ne[2]
+    return with_source(of, 2, Tensor.of((src(of, 2).view() + 1) % n))
 
 
 def last_cell_left_out(of: Node) -> Node:
-    mask = copy_of(of.src[3])
+    mask = copy_of(src(of, 3))
     mask.view()[..., -1] = -np.inf
     return with_source(of, 3, mask)
 
 
 def heads_in_turn(of: Node) -> Node:
     """Each head of q with the next one of k and v."""
-    rolled = [tensor("f32", np.roll(values(x), 1, axis=1)) for x in of.src[1:3]]
-    return replace(of, src=(of.src[0], *rolled, *of.src[3:]))
+    rolled = [tensor("f32", np.roll(values(src(of, place)), 1, axis=1)) for place in (1, 2)]
+    return replace(of, src=(src(of), *rolled, *of.src[3:]))
 
 
 FAULTS: dict[str, dict[str, Fault]] = {
@@ -207,7 +210,7 @@ FAULTS: dict[str, dict[str, Fault]] = {
     },
     "MUL_MAT": {
         "the last element left out": without_last(1),
-        "another column": lambda of: with_source(of, 1, tensor("f32", np.roll(values(of.src[1]), 1, axis=2))),
+        "another column": lambda of: with_source(of, 1, tensor("f32", np.roll(values(src(of, 1)), 1, axis=2))),
     },
     "MUL_MAT_ID": {"the last element left out": without_last(1), "ids off by one": ids_off_by_one},
     "FLASH_ATTN_EXT": {
@@ -220,14 +223,14 @@ FAULTS: dict[str, dict[str, Fault]] = {
         op: {
             "another base": times("freq_base", 1 + 1e-4),
             "another scale": times("freq_scale", 1.001),
-            "positions off by one": lambda of: with_source(of, 1, Tensor.of(of.src[1].view() + 1)),
+            "positions off by one": lambda of: with_source(of, 1, Tensor.of(src(of, 1).view() + 1)),
         }
         for op in ("ROPE", "ROPE_BACK")
     },
     "SSM_CONV": {"the last weight left out": without_last(1)},
     "SSM_SCAN": {
         "the last element of B left out": without_last(4),
-        "no B": lambda of: with_source(of, 4, tensor("f32", 0 * of.src[4].view())),
+        "no B": lambda of: with_source(of, 4, tensor("f32", 0 * src(of, 4).view())),
     },
     "RWKV_WKV6": {"k and v swapped": swapped(0, 1), "the last element left out": without_last(2)},
     "RWKV_WKV7": {"k and v swapped": swapped(2, 3), "the last element left out": without_last(0)},
@@ -235,22 +238,22 @@ FAULTS: dict[str, dict[str, Fault]] = {
     "GATED_DELTA_NET": {"the last element left out": without_last(0), "q and k swapped": swapped(0, 1)},
     "SOLVE_TRI": {
         "the last column left out": lambda of: with_source(
-            of, 0, tensor("f32", of.src[0].view() * (1 - np.eye(24, k=-1)))
+            of, 0, tensor("f32", src(of).view() * (1 - np.eye(24, k=-1)))
         )
     },
     "LIGHTNING_INDEXER": {
         "the last head left out": without_last(2),
-        "no mask": lambda of: with_source(of, 3, tensor("f16", 0 * np.nan_to_num(of.src[3].view(), neginf=0))),
+        "no mask": lambda of: with_source(of, 3, tensor("f16", 0 * np.nan_to_num(src(of, 3).view(), neginf=0))),
     },
     "DSV4_HC_COMB": {"one round less": param("n_iter", 3), "no eps": param("eps", 0)},
     "DSV4_HC_PRE": {"another scale": times("scale", 1 + 1e-5), "a stream left out": without_last(0, 2)},
     "DSV4_HC_POST": {
-        "comb transposed": lambda of: with_source(of, 3, tensor("f32", of.src[3].view().swapaxes(2, 3))),
-        "no post": lambda of: with_source(of, 2, tensor("f32", 0 * of.src[2].view())),
+        "comb transposed": lambda of: with_source(of, 3, tensor("f32", src(of, 3).view().swapaxes(2, 3))),
+        "no post": lambda of: with_source(of, 2, tensor("f32", 0 * src(of, 2).view())),
     },
     "OUT_PROD": {
         "the last element left out": without_last(1, 2),
-        "another column": lambda of: with_source(of, 1, tensor("f32", np.roll(noise.values(of.src[1]), 1, axis=3))),
+        "another column": lambda of: with_source(of, 1, tensor("f32", np.roll(values(src(of, 1)), 1, axis=3))),
     },
     "GET_ROWS_BACK": {"the last row left out": without_last(0, 2)},
     "REPEAT_BACK": {"the last part left out": without_last(0, 0)},
@@ -260,12 +263,12 @@ FAULTS: dict[str, dict[str, Fault]] = {
     "CROSS_ENTROPY_LOSS": {"swapped": swapped(0, 1), "the last element left out": without_last(0)},
     "CROSS_ENTROPY_LOSS_BACK": {"swapped": swapped(1, 2), "the last element left out": without_last(1)},
     "OPT_STEP_ADAMW": {
-        "no gradient": lambda of: with_source(of, 1, tensor("f32", 0 * of.src[1].view())),
-        "another rate": lambda of: with_source(of, 4, tensor("f32", 1.0001 * of.src[4].view())),
+        "no gradient": lambda of: with_source(of, 1, tensor("f32", 0 * src(of, 1).view())),
+        "another rate": lambda of: with_source(of, 4, tensor("f32", 1.0001 * src(of, 4).view())),
     },
     "OPT_STEP_SGD": {
-        "no gradient": lambda of: with_source(of, 1, tensor("f32", 0 * of.src[1].view())),
-        "another rate": lambda of: with_source(of, 2, tensor("f32", 1.01 * of.src[2].view())),
+        "no gradient": lambda of: with_source(of, 1, tensor("f32", 0 * src(of, 1).view())),
+        "another rate": lambda of: with_source(of, 2, tensor("f32", 1.01 * src(of, 2).view())),
     },
 }
 
@@ -273,8 +276,8 @@ FAULTS: dict[str, dict[str, Fault]] = {
 def rounds(of: Node) -> bool:
     """Whether the node's result has more bits than a wrong kernel would leave of it: a maximum of float16 has not."""
     truth = exact(of)
-    fewer = (values(written(of, x)) for x in (truth, fewer_bits(truth, of.dst.type)))
-    return not np.array_equal(*fewer, equal_nan=True)
+    whole, fewer = (values(written(of, x)) for x in (truth, fewer_bits(truth, of.dst.type)))
+    return not np.array_equal(whole, fewer, equal_nan=True)
 
 
 def wrong(of: Node) -> Iterator[tuple[str, Tensor]]:

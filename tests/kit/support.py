@@ -9,18 +9,20 @@ from dataclasses import dataclass, replace
 from functools import cache
 from itertools import pairwise
 from math import prod
-from typing import Any, Literal
+from typing import Any, Literal, Protocol, TypeVar
 
 import numpy as np
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
+from kit.nodes import dims
 from numpy.typing import NDArray
 
 import quant
 from ggml_backend_npu import Memory, Node, Tensor, default_backend
 from ggml_backend_npu.ggml import aborts, convert, lib
 from ggml_backend_npu.ggml.lib import Ggml
+from ggml_backend_npu.ir import Dims as Dims
 from ggml_backend_npu.plugin.build import Builder
 from ggml_backend_npu.plugin.plugin import Plugin
 from graph_runner.judging.compare import compare
@@ -31,7 +33,6 @@ from quant.kernels import threads
 from quant.kernels.jit import LINE
 
 Bytes = NDArray[np.uint8]
-Dims = tuple[int, int, int, int]
 Kind = Literal["any", "number", "plain", "dense"]  # floats: any bits; not NaN; quantisable; no block of zeros
 ENGINES = ("compiled", "reference")
 IN_ORDER: Dims = (0, 1, 2, 3)
@@ -89,6 +90,21 @@ def in_pieces(rng: np.random.Generator, n: int = 4) -> Iterator[None]:
         patch.setattr(threads, "GRAIN", 1)
         patch.setattr(threads.Work, "run", run)
         yield
+
+
+T = TypeVar("T")
+N = TypeVar("N", covariant=True)
+
+
+class Sketch(Protocol[T, N]):
+    """What a recipe makes tensors and a node in: a `Scene` of ggml's, or `kit.paper.Paper`."""
+
+    roots: list[tuple[T, NDArray[Any]]]
+
+    def root(self, type: str, ne: tuple[int, ...], data: NDArray[Any], /) -> T: ...
+    def view(self, source: T, ne: Dims, nb: tuple[int, int, int], offset: int, /) -> T: ...
+    def permute(self, source: T, axes: Dims, /) -> T: ...
+    def op(self, function: str, /, *arguments: Any) -> N: ...
 
 
 class Scene(Builder):
@@ -259,7 +275,7 @@ def assert_near(actual: NDArray[Any], expected: NDArray[Any], ulp: int, least: f
 
 def one_nan(data: NDArray[Any], type: str) -> NDArray[Any]:
     """Floats of a type, as bytes, with one bit pattern for every NaN."""
-    values = data.view(codec(type).dtype).copy()
+    values = data.view(dtype_of(type)).copy()
     values[np.isnan(values)] = np.nan
     return values
 
@@ -291,7 +307,16 @@ def assert_same_bytes(actual: NDArray[Any], expected: NDArray[Any], what: str = 
 
 
 _POOL = 1 << 16
-FLOATS = {type: codec(type).dtype for type in ("f32", "f16", "bf16")}
+
+
+def dtype_of(type: str) -> np.dtype[Any]:
+    """NumPy's type of the elements of a type that is not quantised."""
+    dtype = codec(type).dtype
+    assert dtype is not None, type
+    return dtype
+
+
+FLOATS = {type: dtype_of(type) for type in ("f32", "f16", "bf16")}
 
 
 def zeros(*shape: int, dtype: Any = np.float32) -> NDArray[Any]:
@@ -308,10 +333,10 @@ def plain_floats() -> NDArray[np.float32]:
     """Finite values: normal, exact ties of a quantiser, zeros of both signs, whole blocks of zeros, tiny ones."""
     rng = np.random.default_rng(5)
     x = rng.standard_normal(_POOL).astype(np.float32)
-    x *= rng.choice(np.float32([0.01, 1, 100]), _POOL // 256).repeat(256)
+    x *= rng.choice(np.array([0.01, 1, 100], np.float32), _POOL // 256).repeat(256)
     kind = rng.integers(0, 10, _POOL)
     x = np.where(kind == 0, rng.integers(-254, 255, _POOL).astype(np.float32) / 2, x)
-    x = np.where(kind == 1, rng.choice(np.float32([0.0, -0.0, 127.0, -127.0, 1e-7, -1e-7]), _POOL), x)
+    x = np.where(kind == 1, rng.choice(np.array([0.0, -0.0, 127.0, -127.0, 1e-7, -1e-7], np.float32), _POOL), x)
     x[(rng.integers(0, 8, _POOL // 32) == 0).repeat(32)] = 0
     return x
 
@@ -389,7 +414,7 @@ class Placement:
     before: Dims = (0, 0, 0, 0)
     after: Dims = (0, 0, 0, 0)
 
-    def put(self, scene: Scene, type: str, ne: Dims, fill: Callable[[int], NDArray[Any]]) -> int:
+    def put(self, scene: Sketch[T, Any], type: str, ne: tuple[int, ...], fill: Callable[[int], NDArray[Any]]) -> T:
         """The tensor of size ne, a view of a root that begins with fill(its elements)."""
         root_ne, own, nb, offset = self._in_root(type, ne)
         tensor = scene.root(type, root_ne, fill(prod(root_ne)))
@@ -398,7 +423,7 @@ class Placement:
         view = scene.view(tensor, own, nb[1:], offset)
         return view if self.axes == IN_ORDER else scene.permute(view, self.axes)
 
-    def hold(self, scene: Scene, type: str, array: NDArray[Any], rest: int) -> int:
+    def hold(self, scene: Sketch[T, Any], type: str, array: NDArray[Any], rest: int) -> T:
         """The tensor of these values, axes reversed; what lies around them in the root is `rest`."""
         tensor = self.put(scene, type, array.shape[::-1], lambda n: np.full(n, rest, array.dtype))
         _, data = scene.roots[-1]
@@ -410,13 +435,13 @@ class Placement:
     def _in_root(self, type: str, ne: tuple[int, ...]) -> tuple[Dims, Dims, Dims, int]:
         """The root's ne; ne, nb and offset of the view, in the order of the memory."""
         kind = codec(type)
-        own = tuple(ne[axis] for axis in self.axes)
+        own = dims(ne[axis] for axis in self.axes)
         units = (own[0] // kind.block_size, *own[1:])
         sizes = [b + n * s + a for b, n, s, a in zip(self.before, units, self.steps, self.after, strict=True)]
         nb = [kind.block_bytes * prod(sizes[:i]) for i in range(4)]
         offset = sum(b * stride for b, stride in zip(self.before, nb, strict=True))
-        stepped = tuple(s * stride for s, stride in zip(self.steps, nb, strict=True))
-        return (sizes[0] * kind.block_size, *sizes[1:]), own, stepped, offset
+        stepped = dims(s * stride for s, stride in zip(self.steps, nb, strict=True))
+        return dims((sizes[0] * kind.block_size, *sizes[1:])), own, stepped, offset
 
 
 PLAIN = Placement()
@@ -432,14 +457,14 @@ def placements(draw: st.DrawFn, rows: bool = False) -> Placement:
     axes = (0, *draw(st.permutations((1, 2, 3)))) if rows else tuple(draw(st.permutations(IN_ORDER)))
     steps = (1, *(draw(st.integers(1, 2)) for _ in range(3)))
     before, after = (tuple(draw(few) for _ in range(4)) for _ in range(2))
-    return Placement(axes, steps, before, after)
+    return Placement(dims(axes), dims(steps), dims(before), dims(after))
 
 
 @st.composite
 def sizes(draw: st.DrawFn, block: int = 1) -> Dims:
     """ne of a small tensor, its rows whole blocks."""
     row = block * draw(st.integers(1, 3 if block > 1 else 40))
-    return (row, *(draw(st.integers(1, 3)) for _ in range(3)))
+    return dims((row, *(draw(st.integers(1, 3)) for _ in range(3))))
 
 
 @st.composite
@@ -448,7 +473,7 @@ def reshapes(draw: st.DrawFn, ne: Dims, block: int = 1) -> Dims:
     factors = draw(st.permutations([ne[0] // block, *ne[1:]]))
     merged = draw(st.integers(0, 3))
     factors = [prod(factors[: merged + 1]), *factors[merged + 1 :], *[1] * merged]
-    return (factors[0] * block, *factors[1:])
+    return dims((factors[0] * block, *factors[1:]))
 
 
 seeds = st.integers(0, 1 << 32)
@@ -456,4 +481,6 @@ seeds = st.integers(0, 1 << 32)
 
 def examples(n: int) -> settings:
     """Decorator of a test: n examples where others have 20, and in each profile as many times more or fewer."""
-    return settings(max_examples=max(1, n * settings.default.max_examples // 20))
+    profile = settings.default
+    assert profile is not None
+    return settings(max_examples=max(1, n * profile.max_examples // 20))

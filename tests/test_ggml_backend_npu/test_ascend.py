@@ -77,7 +77,7 @@ def in_c(node: Node) -> ctypes.Array[ctypes.c_char]:
 
     sources = [ggml_tensor(t, 0, b"", []) if t is not None else None for t in node.src]
     result = ggml_tensor(node.dst, op or 0, params, [ctypes.addressof(s) if s is not None else 0 for s in sources])
-    result.sources = sources
+    result.__dict__["sources"] = sources
     return result
 
 

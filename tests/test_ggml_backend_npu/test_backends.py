@@ -67,7 +67,8 @@ def computed(plugin: Plugin, device: str) -> list[float]:
         node = cont_of(scene)
         scene.fill(node)
         assert scene.run(scene.graph_of(node)) == 0
-        return scene.get(node).view(np.float32).tolist()
+        result: list[float] = scene.get(node).view(np.float32).tolist()
+        return result
 
 
 # registered with ggml

@@ -22,7 +22,7 @@ from graph_runner.run.session import Sampler, Session, SessionError, Settings, g
 from quant.kernels.threads import Team
 
 PROMPT = "The capital of France is"
-SET = getattr(ctypes.PyDLL(None), "fesetmode", None)
+SET: Any = getattr(ctypes.PyDLL(None), "fesetmode", None)
 TOWARD_ZERO, FTZ, DAZ = 3 << 45, 1 << 47, 1 << 38
 
 on_x86 = pytest.mark.skipif(SET is None or os.uname().machine != "x86_64", reason="modes of x86")
@@ -107,6 +107,7 @@ def test_other_threads_of_the_team_get_their_modes_back() -> None:
     before = modes.modes()
     flushing = ctypes.c_uint64(before ^ FTZ)
     function = ctypes.cast(SET, ctypes.c_void_p).value
+    assert function is not None
     seen: list[int] = []
     look = ctypes.CFUNCTYPE(None, ctypes.c_size_t)(lambda _: seen.append(modes.modes()))
     with Team(openmp, 2).working(), pytest.raises(KernelError, match="FTZ"), UserCode():

@@ -138,7 +138,7 @@ def test_a_kernel_that_fails_names_the_span(backend: Plugin, monkeypatch: pytest
 
         return call
 
-    monkeypatch.setattr(fusion, "shifted", failing)
+    monkeypatch.setattr(fusion, "bind_token_shift", failing)
     with pytest.raises(AssertionError, match=r"SUB REPEAT MUL ADD up to '.*': no shift today"):
         ran(backend, tokens_shifted)
 

@@ -90,7 +90,7 @@ def test_logits_without_a_softmax_are_nan_and_ids_stay_in_range(backend: Plugin,
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_of_equal_logits_the_first_are_selected(backend: Plugin, kind: str) -> None:
-    logits = np.float32([[1, 2, 2, 1, 2, 0, 2, 1], [3] * 8])
+    logits = np.array([[1, 2, 2, 1, 2, 0, 2, 1], [3] * 8], np.float32)
 
     def build(scene: Scene) -> list[int]:
         nodes = route(scene, kind, 8, 2, 5, logits=scene.root("f32", (8, 2), logits))

@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 import pkgutil
 import struct
+from functools import partial
+from typing import Any, TypeGuard
 
 import numpy as np
 import pytest
@@ -40,7 +42,8 @@ def by_its_nodes(op: Op) -> Case:
             op.bind(of, codecs.bound())()
         return [of.dst.view() for of in nodes]
 
-    named = (op.prepare.__globals__.get(name) for name in op.prepare.__code__.co_names)
+    prepare: Any = op.prepare
+    named = (prepare.__globals__.get(name) for name in prepare.__code__.co_names)
     kernels = tuple(kernel for kernel in named if is_kernel(kernel))
     return Case(run, kernels, names=lambda: [f"{op.name} of {' '.join(types_of(of))}" for of in made(op)])
 
@@ -55,8 +58,10 @@ def types_of(of: Node) -> Types:
     return tuple(x.type for x in (of.dst, *of.src) if x is not None)
 
 
-def is_kernel(value: object) -> bool:
-    return isinstance(value, CFunction) and value._signature == compiled.keywords["signature"]
+def is_kernel(value: object) -> TypeGuard[CFunction]:
+    """Whether a value is a function that `compiled` has made."""
+    decorator: Any = compiled
+    return isinstance(value, CFunction) and value._signature == decorator.keywords["signature"]
 
 
 OF_OPS |= {
@@ -75,8 +80,8 @@ def grouped(bits: int) -> list[Array]:
     x, back = floats(5, 128), np.zeros((5, 128), np.float32)
     quants, scales = np.zeros((5, 128 * bits // 8), np.int8), np.zeros((5, 4), np.float32)
     held = groups.Groups(bits, 32, Tensor.of(quants), Tensor.of(scales))
-    groups.quantizer(held, Tensor.of(x))()
-    groups.dequantizer(Tensor.of(back), held)()
+    groups.bind_quantize(held, Tensor.of(x))()
+    groups.bind_dequantize(Tensor.of(back), held)()
     return [quants, scales, back]
 
 
@@ -131,11 +136,8 @@ CASES = {
         (hadamard.transform,),
     ),
     "transposed f16": Case(lambda: node("CPY", np.zeros((70, 33), np.float16), floats(33, 70).T), (strided.transpose,)),
-    **{f"codec {type}": Case(lambda type=type: codec(type), (conversions.convert,)) for type in ("q8_0", "q4_0")},
-    **{
-        f"groups of int{bits}": Case(lambda bits=bits: grouped(bits), (groups._quantize, groups._dequantize))
-        for bits in (8, 4)
-    },
+    **{f"codec {type}": Case(partial(codec, type), (conversions.convert,)) for type in ("q8_0", "q4_0")},
+    **{f"groups of int{bits}": Case(partial(grouped, bits), (groups._quantize, groups._dequantize)) for bits in (8, 4)},
     "a scan with one decay for a head": Case(lambda: scanned(1), (mamba.scan,), ulp=16),
     "token_shift": Case(lambda: [*token_shift(X, MU, H0)], (shifts.shift,), shifted_by_hand),
     "top_k": Case(lambda: top(floats(9, 300)), (routing.top_k,), lambda: top_by_hand(floats(9, 300)), ulp=4),

@@ -6,6 +6,7 @@ import ctypes
 import struct
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from math import inf
 from typing import Any
 
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from kit.nodes import record_of
 
 from ggml_backend_npu import Node, Op, Tensor, default_backend
 from ggml_backend_npu.ggml import lib
@@ -22,9 +24,10 @@ from ggml_backend_npu.ops.elementwise import Scale
 from ggml_backend_npu.plugin.build import Builder
 from ggml_backend_npu.registry.params import Params, f32, i32
 
-RECORDS = {name: op.params for name, op in OWN.items() if op.params is not None}
+RECORDS: dict[str, type[Params]] = {name: op.params for name, op in OWN.items() if op.params is not None}
 
-records = pytest.mark.parametrize("record", sorted(set(RECORDS.values()), key=lambda kind: kind.__name__))
+ORDERED: list[type[Params]] = sorted(set(RECORDS.values()), key=lambda kind: kind.__name__)
+records = pytest.mark.parametrize("record", ORDERED)
 
 
 @dataclass(frozen=True)
@@ -128,14 +131,17 @@ def cases() -> Iterator[Case]:
     for op, name in (("ROPE", "ext"), ("ROPE_BACK", "ext_back")):
         yield (
             op,
-            lambda b, name=name: b.op(f"rope_{name}", x(b), positions(b, 4), None, 6, 2, 512, *FLOATS),
+            partial(lambda name, b: b.op(f"rope_{name}", x(b), positions(b, 4), None, 6, 2, 512, *FLOATS), name),
             taken | {"n_dims": 6, "mode": 2, "n_ctx_orig": 512} | yarn | dict.fromkeys(sections, 0) | {"n_offs": 0},
         )
     for op, name in (("ROPE", "multi"), ("ROPE_BACK", "multi_back")):
         yield (
             op,
-            lambda b, name=name: b.op(
-                f"rope_{name}", x(b), positions(b, 16), None, 8, (ctypes.c_int * 4)(1, 2, 3, 4), 8, 512, *FLOATS
+            partial(
+                lambda name, b: b.op(
+                    f"rope_{name}", x(b), positions(b, 16), None, 8, (ctypes.c_int * 4)(1, 2, 3, 4), 8, 512, *FLOATS
+                ),
+                name,
             ),
             taken | {"n_dims": 8, "mode": 8, "n_ctx_orig": 512} | yarn | sections | {"n_offs": 0},
         )
@@ -148,7 +154,7 @@ def cases() -> Iterator[Case]:
     yield "ROPE", from_the_third, {"n_dims": 4, "n_offs": 2}
     for number, op in sorted(lib.ggml().functions["GLU"].items()):
         if op in OWN and op not in ("SWIGLU_OAI", "SWIGLU_CLAMP"):
-            yield op, lambda b, number=number: b.op("glu", x(b), number, True), {"op": number, "swapped": 1}
+            yield op, partial(lambda number, b: b.op("glu", x(b), number, True), number), {"op": number, "swapped": 1}
     yield "SWIGLU_OAI", lambda b: b.op("swiglu_oai", x(b), x(b), 0.5, 2.25), {"alpha": 0.5, "limit": 2.25}
     yield "SWIGLU_CLAMP", lambda b: b.op("swiglu_clamp", x(b), x(b), 2.25), {"limit": 2.25}
     (xielu,) = (number for number, op in lib.ggml().functions["UNARY"].items() if op == "XIELU")
@@ -158,11 +164,23 @@ def cases() -> Iterator[Case]:
     }  # fmt: skip
     part = {"nb1": 32, "nb2": 192, "nb3": 768, "offset": 4}
     for name, in_place in (("set", 0), ("set_inplace", 1)):
-        yield "SET", lambda b, name=name: b.op(name, x(b), x(b, 4, 3), *part.values()), part | {"inplace": in_place}
+        yield (
+            "SET",
+            partial(lambda name, b: b.op(name, x(b), x(b, 4, 3), *part.values()), name),
+            part | {"inplace": in_place},
+        )
     for name, in_place in (("acc", 0), ("acc_inplace", 1)):
-        yield "ACC", lambda b, name=name: b.op(name, x(b), x(b, 4, 3), *part.values()), part | {"inplace": in_place}
+        yield (
+            "ACC",
+            partial(lambda name, b: b.op(name, x(b), x(b, 4, 3), *part.values()), name),
+            part | {"inplace": in_place},
+        )
     for kind in ("inf", "zero"):
-        yield f"DIAG_MASK_{kind.upper()}", lambda b, kind=kind: b.op(f"diag_mask_{kind}", x(b), 3), {"n_past": 3}
+        yield (
+            f"DIAG_MASK_{kind.upper()}",
+            partial(lambda kind, b: b.op(f"diag_mask_{kind}", x(b), 3), kind),
+            {"n_past": 3},
+        )
     yield "LEAKY_RELU", lambda b: b.op("leaky_relu", x(b), 0.25, False), {"negative_slope": 0.25}
     yield "SOFT_MAX_BACK", lambda b: b.op("soft_max_ext_back", x(b), x(b), 0.5, 0.0), {"scale": 0.5, "max_bias": 0.0}
 
@@ -175,15 +193,19 @@ def cases() -> Iterator[Case]:
     yield "MUL_MAT", product, {"prec": 10, "hint": 1}
     edges = dict(zip(("lp0", "rp0", "lp1", "rp1", "lp2", "rp2", "lp3", "rp3"), range(1, 9), strict=True))
     for name, circular in (("pad_ext", 0), ("pad_ext_circular", 1)):
-        yield "PAD", lambda b, name=name: b.op(name, x(b), *range(1, 9)), edges | {"circular": circular}
+        yield "PAD", partial(lambda name, b: b.op(name, x(b), *range(1, 9)), name), edges | {"circular": circular}
     yield "POOL_2D", lambda b: b.op("pool_2d", x(b, 32, 32), 1, 3, 4, 5, 6, 1.0, 2.0), {
         "op": 1, "k0": 3, "k1": 4, "s0": 5, "s1": 6, "p0": 1, "p1": 2,
     }  # fmt: skip
     for is_2d, kernel in ((1, (3, 3, 4)), (0, (3, 6))):
         yield (
             "IM2COL",
-            lambda b, is_2d=is_2d, kernel=kernel: b.op(
-                "im2col", x(b, *kernel), x(b, 16, 16, 4) if is_2d else x(b, 16, 6), 1, 2, 3, 4, 5, 6, bool(is_2d), 0
+            partial(
+                lambda is_2d, kernel, b: b.op(
+                    "im2col", x(b, *kernel), x(b, 16, 16, 4) if is_2d else x(b, 16, 6), 1, 2, 3, 4, 5, 6, bool(is_2d), 0
+                ),
+                is_2d,
+                kernel,
             ),
             {"s0": 1, "s1": 2, "p0": 3, "p1": 4, "d0": 5, "d1": 6, "is_2d": is_2d},
         )
@@ -211,7 +233,7 @@ def cases() -> Iterator[Case]:
     yield "WIN_PART", lambda b: b.op("win_part", x(b, 4, 5, 9), 2), {"nep0": 3, "nep1": 5, "w": 2}
     yield "WIN_UNPART", lambda b: b.op("win_unpart", x(b, 4, 2, 2, 15), 5, 9, 2), {"w": 2}
     for name, in_place in (("add_rel_pos", 0), ("add_rel_pos_inplace", 1)):
-        yield "ADD_REL_POS", lambda b, name=name: b.op(name, x(b, 9, 6), x(b, 3, 3, 2), x(b, 3, 3, 2)), {
+        yield "ADD_REL_POS", partial(lambda name, b: b.op(name, x(b, 9, 6), x(b, 3, 3, 2), x(b, 3, 3, 2)), name), {
             "inplace": in_place,
         }  # fmt: skip
     yield "DSV4_HC_PRE", lambda b: b.op("dsv4_hc_pre", x(b, 8, 4, 5), x(b, 4, 5)), {"scale": 1.0, "gated": 0}
@@ -237,12 +259,12 @@ def by_its_nodes(op: Op) -> Case:
     """An op whose function takes the sources, and the parameters in the order of its record. That each has the right
     name, the op's comparison with the CPU shows."""
     made = op.makes[0](np.random.default_rng(0), next(iter(sorted(op.types or ()))))
-    params = OWN[op.name].params.of(made.params)
+    params = record_of(op.name).of(made.params)
     fields = {name: getattr(params, name) for name in params.names()}
     (function,) = op.functions
 
     def build(b: Builder) -> int:
-        sources = [b.tensor(x.type, x.ne) for x in made.src]
+        sources = [b.tensor(x.type, x.ne) for x in made.src if x is not None]
         return b.op(function.removeprefix("ggml_"), *sources, *fields.values())
 
     return op.name, build, fields

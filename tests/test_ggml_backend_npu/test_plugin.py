@@ -130,10 +130,10 @@ def test_a_command_of_another_tree_than_the_plugins_is_refused(command: str, tmp
 
 def test_nothing_is_started_where_the_package_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     here = str(Path(ggml_backend_npu.__file__).resolve().parents[1])
-    monkeypatch.setattr(embedding.subprocess, "run", None)
+    monkeypatch.setattr(subprocess, "run", None)
     for path, packages in (([], "/nowhere"), ([here], here)):  # found by a finder; in site-packages
         monkeypatch.setattr(sys, "path", path)
-        monkeypatch.setattr(embedding.sysconfig, "get_path", {"purelib": packages, "platlib": packages}.get)
+        monkeypatch.setattr(sysconfig, "get_path", {"purelib": packages, "platlib": packages}.get)
         embedding.check_package()
 
 
@@ -253,11 +253,11 @@ print(*[device.name for device in list_devices(ours.ggml)])
 def test_what_the_library_cannot_be_built_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     with monkeypatch.context() as patch:
-        patch.setattr(embedding.sysconfig, "get_config_var", {"INSTSONAME": "libpython3.a"}.get)
+        patch.setattr(sysconfig, "get_config_var", {"INSTSONAME": "libpython3.a"}.get)
         with pytest.raises(embedding.PluginError, match="no shared libpython"):
             embedding.plugin()
     with monkeypatch.context() as patch:
-        patch.setattr(embedding.shutil, "which", lambda name: None)
+        patch.setattr(shutil, "which", lambda name: None)
         with pytest.raises(embedding.PluginError, match="no C compiler"):
             embedding.plugin()
     monkeypatch.setenv("CC", "false")

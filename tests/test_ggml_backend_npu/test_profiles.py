@@ -84,7 +84,8 @@ def test_conditions_compare_types_sizes_strides_and_parameters(condition: str, h
 )
 def test_conditions_name_parameters(op: str, condition: str, holds: bool) -> None:
     """Of the backend's own op, floats as floats; what op_params are too short for is 0."""
-    numbers = {"ROPE": {"i1": 64, "i2": 2}, "CLAMP": {"f0": -0.5, "f1": 0.5}}.get(op, {})
+    known: dict[str, dict[str, float]] = {"ROPE": {"i1": 64, "i2": 2}, "CLAMP": {"f0": -0.5, "f1": 0.5}}
+    numbers: dict[str, Any] = known.get(op, {})
     named = Profile("named", "", "", {op: (Rule(where=(condition,)),)})
     of = node(op, "f32", "f32", **numbers)
     of = replace(of, params=of.params if numbers else b"")

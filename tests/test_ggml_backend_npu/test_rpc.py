@@ -40,7 +40,15 @@ def server(tmp_path: Path) -> Iterator[tuple[str, Path]]:
 def text(*devices: str) -> str:
     """What llama-completion writes."""
     options = ["-nr", "-fa", "on", "-no-cnv", "--no-display-prompt", "-n", "24", "--temp", "0", "-ngl", "99"]
-    command = [build() / "llama-completion", "-m", demo_file(), "-p", "The capital of France is", *options, *devices]
+    command: list[str | Path] = [
+        build() / "llama-completion",
+        "-m",
+        demo_file(),
+        "-p",
+        "The capital of France is",
+        *options,
+        *devices,
+    ]
     result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert result.returncode == 0, result.stderr
     return result.stdout

@@ -97,7 +97,7 @@ def test_a_node_that_is_right_only_when_it_is_looked_at_is_named(model: Models) 
         npu = next((f.frame.f_locals["self"] for f in inspect.stack(0) if f.function == "graph_compute"), None)
         if npu is None:
             return False
-        before, last = last, npu.statistics.graphs
+        before, last = last, int(npu.statistics.graphs)
         return before == last
 
     def get_rows(dst: Tensor, table: Tensor, ids: Tensor) -> None:

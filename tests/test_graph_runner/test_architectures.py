@@ -71,7 +71,7 @@ def shapes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {path.stem: path for path in written(tmp_path_factory.mktemp("shapes"))}
 
 
-@pytest.mark.some(3)
+@pytest.mark.some(2)
 @pytest.mark.parametrize("name", SHAPES)
 @pytest.mark.parametrize("cache_type", SETTINGS["cache_type"])
 def test_attention_of_real_shapes_is_right(

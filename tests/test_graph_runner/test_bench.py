@@ -38,6 +38,7 @@ from graph_runner.bench import (
     worst,
 )
 from graph_runner.bench.measure import GGML_CPU, count
+from graph_runner.bench.operators import bench_operators
 
 ELEMENTS = 1 << 16
 PATTERNS = (operators.token_shift(64, 8), operators.routing(16, 4, 8))
@@ -54,7 +55,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """The command's benchmarks at small sizes."""
     for name in ("bench_memcpy", "bench_movers", "bench_codecs"):
         monkeypatch.setattr(run, name, partial(getattr(run, name), elements=ELEMENTS))
-    monkeypatch.setattr(run, "bench_operators", partial(run.bench_operators, patterns=PATTERNS))
+    monkeypatch.setattr(run, "bench_operators", partial(bench_operators, patterns=PATTERNS))
 
 
 def assert_sane(found: list[Measurement], others: list[str], unit: str, rounds: int) -> None:

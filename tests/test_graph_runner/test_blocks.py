@@ -32,7 +32,8 @@ def random_floats(seed: int = 0, shape: tuple[int, ...] = (2, 3, 128)) -> NDArra
 
 
 def with_ties(seed: int = 0, shape: tuple[int, ...] = (2, 3, 128)) -> NDArray[np.float32]:
-    x = np.random.default_rng(seed).integers(-252, 253, shape).astype(np.float32) / 2
+    x = np.random.default_rng(seed).integers(-252, 253, shape).astype(np.float32)
+    x /= 2
     x[..., ::32] = 127
     return x
 

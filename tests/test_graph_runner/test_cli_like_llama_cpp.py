@@ -109,8 +109,14 @@ def _count(data: dict[str, list[dict[str, str]]], op: str) -> int:
 
 @pytest.mark.slow
 def test_an_adapter_in_every_command(cli: Cli, lora: Path, tmp_path: Path) -> None:
-    added = ["--lora", lora]
-    ways = [], added, [*added, "--all"], [*added, "--no-llama-graph"], [*added, "--device", "cpu"]
+    added: list[str | Path] = ["--lora", lora]
+    ways: tuple[list[str | Path], ...] = (
+        [],
+        added,
+        [*added, "--all"],
+        [*added, "--no-llama-graph"],
+        [*added, "--device", "cpu"],
+    )
     plain, *adapted = (cli("run", "tiny", "-n", "8", *words).out for words in ways)
     assert {plain, *adapted} == {plain, adapted[0]}
     assert plain != adapted[0]

@@ -266,7 +266,7 @@ def test_a_context_has_bounds(cli: Cli, tmp_path: Path, monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize("temperature", [1e-308, 5e-324, 1e308])
 def test_any_temperature_draws_a_token(temperature: float) -> None:
-    logits = np.float32([-np.inf, 3, 1, 3.4e38 if temperature > 1 else 4])
+    logits = np.array([-np.inf, 3, 1, 3.4e38 if temperature > 1 else 4], np.float32)
     tokens = {Sampler(temperature, 1.0, seed)(logits) for seed in range(8)}
     assert tokens == {3} if temperature < 1 else 0 not in tokens
 
@@ -274,7 +274,7 @@ def test_any_temperature_draws_a_token(temperature: float) -> None:
 @pytest.mark.parametrize("wrong", [np.nan, np.inf])
 def test_no_token_is_drawn_from_what_is_no_number(wrong: float) -> None:
     with pytest.raises(SessionError, match="no token can be drawn"):
-        Sampler(1.0)(np.float32([1, wrong, 2]))
+        Sampler(1.0)(np.array([1, wrong, 2], np.float32))
 
 
 @pytest.mark.parametrize("text", ["0", "-1", "1e3", "9" * 5000, "1.5", ""])

@@ -26,7 +26,9 @@ def bits(type: str, n: int, rng: np.random.Generator) -> np.ndarray:
     any_bits = rng.integers(0, np.iinfo(width).max, n, dtype=width, endpoint=True)
     if type == "f32":
         any_bits = np.where(rng.random(n) < 0.5, rng.standard_normal(n).astype(np.float32).view(width), any_bits)
-    special = quant.quantize(np.float32([0.0, -0.0, np.inf, -np.inf, np.nan, 1.0, -1.0, 6e-8]), type).view(width)
+    special = quant.quantize(np.array([0.0, -0.0, np.inf, -np.inf, np.nan, 1.0, -1.0, 6e-8], np.float32), type).view(
+        width
+    )
     return np.where(rng.random(n) < 0.1, rng.choice(special.reshape(-1), n), any_bits).astype(width)
 
 

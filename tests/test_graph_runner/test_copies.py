@@ -7,6 +7,7 @@ import signal
 import struct
 import subprocess
 import sys
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -98,7 +99,7 @@ def test_fenced_memory_is_used_again_when_nobody_has_any_of_it() -> None:
 
 
 def test_no_more_fenced_memory_is_kept_than_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fences, "_free", type(fences._free)(list))
+    monkeypatch.setattr(fences, "_free", defaultdict(list))
     monkeypatch.setattr(fences._Room, "n_free", 0)
     monkeypatch.setattr(fences, "_KEPT", 1 << 20)
     held = [fenced(Memory.of(any_bytes(0, 300_000))) for _ in range(9)]

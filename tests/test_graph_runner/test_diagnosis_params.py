@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from kit.diagnoses import altered, floats, found, ints, multiplied, rope, soft_max
+from kit.nodes import src
 from kit.paper import Paper, define
 from kit.support import Placement
 
@@ -19,7 +20,7 @@ from ggml_backend_npu.ops import OWN
 def plain_soft_max(node: Node, mask: bool = True, sinks: bool = True, scale: float | None = None) -> None:
     """softmax in float64, with or without its sources."""
     factor, bias = struct.unpack("2f", node.params)
-    x, m, s = node.src
+    x, m, s = (src(node, place) for place in range(3))
     y = x.view().astype(np.float64) * (factor if scale is None else scale)
     if mask:
         heads = np.arange(1, x.ne[2] + 1)
@@ -60,7 +61,7 @@ def test_a_softmax_that_reads_its_mask_wrongly() -> None:
     assert found(node, altered(1, nb=(4, row, 5 * row, cube))) == text
     heads = Tensor.of(np.repeat(mask.view(), 2, 1))
     text = "SOFT_MAX repeats src1 (the mask) element by element along dimension 2, not as a whole"
-    kernel = found(node, lambda node: define(replace(node, src=(node.src[0], heads))))
+    kernel = found(node, lambda node: define(replace(node, src=(src(node), heads))))
     assert kernel == f"{text}, which gives exactly these bytes"
 
 
@@ -84,7 +85,7 @@ def test_a_parameter_that_is_ignored(function: str, format: str, right: Any, wro
 def test_a_rope_that_is_wrong() -> None:
     paper = Paper()
     node = rope(paper)
-    x, positions, factors = node.src
+    x, positions, factors = (src(node, place) for place in range(3))
     factors.view()[...] = np.abs(factors.view()) + 1
 
     def other(**changes: Any) -> str:
@@ -104,7 +105,7 @@ def test_a_rope_that_is_wrong() -> None:
 def test_operands() -> None:
     paper = Paper()
     node = paper.op("sub", floats(paper, (6, 4)), floats(paper, (6, 4)))
-    a, b = node.src
+    a, b = src(node), src(node, 1)
     assert str(found(node, lambda node: define(replace(node, src=(b, a))))).startswith("SUB swaps src0 and src1")
     node = paper.op("add", *node.src)
     assert "ADD gives src0 as it is: src1 has no effect" in str(
@@ -117,7 +118,7 @@ def test_an_eps_that_is_ignored() -> None:
     node = paper.op("rms_norm", floats(paper, (16, 5)), params=struct.pack("f", 0.125))
 
     def kernel(node: Node) -> None:
-        x = node.src[0].view()
+        x = src(node).view()
         node.dst.view()[...] = x / np.sqrt(np.square(x).mean(-1, keepdims=True))
 
     assert str(found(node, kernel, multiplied)).startswith(

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from kit.diagnoses import BINARY, floats, found, rope, said, soft_max
+from kit.nodes import dims
 from kit.paper import Paper, define, results
 from kit.recipes import Copy, GetRows, Same, SetRows
 from kit.support import Placement, examples, seeds
@@ -33,13 +34,13 @@ def random_node(seed: int) -> Node:
     n = int(rng.integers(1, 5))
 
     def place(rows: bool = False) -> Placement:
-        axes = (0, *rng.permutation([1, 2, 3])) if rows else tuple(rng.permutation(4))
-        few = [tuple(int(i) for i in rng.integers(0, 2, 4)) for _ in range(2)]
-        steps = (1, *(int(i) for i in rng.integers(1, 3, 3)))
-        return Placement(tuple(int(i) for i in axes), steps, *few)
+        axes = dims((0, *rng.permutation([1, 2, 3])) if rows else rng.permutation(4))
+        before, after = (dims(rng.integers(0, 2, 4)) for _ in range(2))
+        steps = dims((1, *rng.integers(1, 3, 3)))
+        return Placement(axes, steps, before, after)
 
     type = str(rng.choice(["f32", "f16", "q8_0", "q4_0"]))
-    ne = tuple(int(i) for i in rng.integers(1, 5, 4))
+    ne = dims(rng.integers(1, 5, 4))
     rows_of = (32 * ne[0], *ne[1:])
     if kind == "get_rows":
         return GetRows(type, rows_of, n, seed, place(True), place())(paper)
@@ -59,8 +60,8 @@ def random_node(seed: int) -> Node:
     if kind == "concat":
         dim = int(rng.integers(4))
         first, second = floats(paper, ne, place()), floats(paper, (*ne[:dim], n, *ne[dim + 1 :]), place())
-        dst = paper.fresh("f32", (*ne[:dim], ne[dim] + n, *ne[dim + 1 :]))
-        return Node("CONCAT", dst, (first, second), struct.pack("i", dim))
+        joined = paper.fresh("f32", (*ne[:dim], ne[dim] + n, *ne[dim + 1 :]))
+        return Node("CONCAT", joined, (first, second), struct.pack("i", dim))
     if kind == "argsort":
         return paper.op(kind, floats(paper, ne), params=struct.pack("i", int(rng.integers(2))))
     if kind in BINARY:
@@ -124,9 +125,9 @@ def alarm(node: Node, kernel: Callable[[Node], None], right: Callable[[Node], No
     """Whether a diff calls a node wrong: its result is not within the tolerance, or a mistake explains equal bytes."""
     made = results(node, kernel, right)
     comparison = compare(made.expected, made.actual, made.outside)
-    right = bool(comparison) or Rules().allows(node, made.expected, made.actual, comparison)
+    allowed = bool(comparison) or Rules().allows(node, made.expected, made.actual, comparison)
     explained = (bool(comparison) or node.op in OWN) and said(node, made) is not None
-    return explained or not right
+    return explained or not allowed
 
 
 @pytest.mark.slow

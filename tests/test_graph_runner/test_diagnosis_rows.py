@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from kit.diagnoses import SHAPES, floats, found, ids_of, ints
+from kit.nodes import src as given
 from kit.paper import Paper, define
 from kit.support import Placement
 from numpy.typing import NDArray
@@ -26,7 +27,7 @@ def reads_rows(nb2: str = "right", offset: bool = True, step: int = 0) -> Callab
     """GET_ROWS that may be wrong about its source."""
 
     def kernel(node: Node) -> None:
-        src, ids = node.src[:2]
+        src, ids = given(node), given(node, 1)
         stride = {"right": src.nb[2], "dense": src.nb[1] * src.ne[1], "none": 0}[nb2]
         for i3, i2, i1 in np.ndindex(node.dst.ne[3], node.dst.ne[2], node.dst.ne[1]):
             row = (int(ids.view()[0, i3, i2, i1]) + step) % src.ne[1]
@@ -70,7 +71,7 @@ def test_cpy_that_ignores_the_offset_of_its_source(types: tuple[str, str], rows:
     node = paper.op("cpy", src, paper.fresh(types[1], (64, 5, 2, 1)))
 
     def kernel(node: Node) -> None:
-        define(replace(node, src=(replace(node.src[0], offset=0),)))
+        define(replace(node, src=(replace(given(node), offset=0),)))
 
     assert f"CPY ignores the offset of src0: it reads from byte 0 of the root in place of byte {src.offset}" in str(
         found(node, kernel)
@@ -108,7 +109,7 @@ def test_set_rows_with_ids_off_by_one(type: str, ne: tuple[int, ...], n: int, st
     node = paper.op("set_rows", dst, src, ids_of(paper, ne, n, dtype=np.int64))
 
     def kernel(node: Node) -> None:
-        src, ids = node.src[:2]
+        src, ids = given(node), given(node, 1)
         for i3, i2, i1 in np.ndindex(src.ne[3], src.ne[2], src.ne[1]):
             row = int(ids.view()[0, i3, i2, i1]) + step
             if end == "circle":
@@ -134,7 +135,7 @@ def test_get_rows_with_ids_off_by_one_past_the_end(step: int) -> None:
 
     def garbage(node: Node) -> None:
         reads_rows(step=step)(node)
-        moved = node.src[1].view()[0] + step
+        moved = given(node, 1).view()[0] + step
         node.dst.view()[(moved < 0) | (moved > 5)] = 123
 
     assert f"takes row id {'+-'[step < 0]} 1 in place" in str(found(node, garbage))

@@ -73,7 +73,7 @@ def twice(dst: Tensor, src: Tensor) -> None:
 @pytest.mark.parametrize("side", ["device", "reference"])
 def test_another_kind_of_side_is_refused(model: Models, side: str) -> None:
     with pytest.raises(BadInputError, match="device 'TPU': there is none of this name; there are: CPU NPU"):
-        run(model("llama"), **{side: "TPU"})
+        run(model("llama"), FLASH_OFF, 2, **{side: "TPU"})
 
 
 @pytest.mark.parametrize("device", ["CPU", "NPU"])

@@ -11,11 +11,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 from kit.diffs import FLASH_OFF, PROMPT, QUANTISED, planted
-from kit.faults import Fault, corpus, fault, src
+from kit.faults import Fault, corpus, fault
 from kit.models import Models
+from kit.nodes import src
 from kit.planted import Place, known, raised_at, walk
 from kit.support import Scene
-from rich.console import Console
 
 from ggml_backend_npu import Node, Tensor, default_backend
 from ggml_backend_npu.ggml import convert
@@ -25,6 +25,7 @@ from ggml_backend_npu.ops.movers import convert as to_type
 from ggml_backend_npu.plugin.plugin import Plugin
 from ggml_backend_npu.registry.entry import Op
 from ggml_backend_npu.registry.params import Params
+from graph_runner.base.console import Console
 from graph_runner.cli import main
 from graph_runner.diagnosis import diagnose
 from graph_runner.diff.run import DiffOptions, DiffResult, diff
@@ -41,7 +42,7 @@ def rounds_apart(node: Node) -> bool:
     """Whether the two q8_0 quantisers give other blocks for what the node quantises."""
     values = src(node).view()
     blocks = [to_type(values, "f32", "q8_0", numerics=replace(PLAIN, rounding=rounding)) for rounding in ROUNDINGS]
-    return node.dst.type == "q8_0" and not np.array_equal(*blocks)
+    return node.dst.type == "q8_0" and not np.array_equal(blocks[0], blocks[1])
 
 
 @fault("SET_ROWS", settings=QUANTISED, at=rounds_apart)
@@ -193,7 +194,8 @@ def only(fault: Fault, name: str) -> Op:
     def plain(dst: Tensor, src: Tensor) -> None:
         (fault.kernel if dst.name == name else right.define)(dst, src)
 
-    return planted(fault.op, {0: plain, 1: with_ids, 2: soft_max}[right.n_src - 1])
+    kernels: dict[int, Kernel] = {1: plain, 2: with_ids, 3: soft_max}
+    return planted(fault.op, kernels[right.n_src])
 
 
 @pytest.mark.some(2)

@@ -18,7 +18,8 @@ from kit.support import engine
 from ggml_backend_npu import KernelError, Memory, Node, Tensor, default_backend, op
 from ggml_backend_npu.ggml import convert, lib
 from ggml_backend_npu.plugin.plugin import Plugin
-from graph_runner.diff.run import DiffOptions, DiffResult, NodeResult, diff
+from graph_runner.diff.run import DiffOptions, DiffResult, diff
+from graph_runner.judging.results import NodeResult
 from graph_runner.run.session import DeviceName, Sampler, Session, SessionError, Settings, context_for, generate
 
 STEPS = 4

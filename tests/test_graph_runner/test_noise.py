@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from kit.paper import Paper, define
+from kit.rounding import exact
 from kit.support import seeds
 from numpy.typing import NDArray
 
@@ -21,7 +22,8 @@ from ggml_backend_npu.ops import OWN
 from ggml_backend_npu.plugin.build import Builder
 from ggml_backend_npu.plugin.plugin import Plugin
 from ggml_backend_npu.plugin.replica import compute
-from graph_runner.judging.noise import exact, multiple, noise_multiple, size
+from graph_runner.judging import noise
+from graph_runner.judging.noise import multiple, noise_multiple, size
 
 NE = (64, 5, 3, 2)
 MATRIX = (64, 6, 3, 2)
@@ -214,15 +216,15 @@ def test_the_exact_value_of_every_op_that_rounds(backend: Plugin, op: str) -> No
 
 
 def test_how_large_the_numbers_are_on_the_way() -> None:
-    x = Tensor.of(np.float32([[3, 4, -3, -4]]))
+    x = Tensor.of(np.array([[3, 4, -3, -4]], np.float32))
     ones = Tensor.of(np.ones((1, 4), np.float32))
     node = Node("MUL_MAT", Tensor.of(np.zeros((1, 1), np.float32)), (x, ones))
     assert 1 < size(node, np.zeros((1, 1, 1, 1)))[0, 0, 0, 0] < 15
     node = Node("SUM_ROWS", Tensor.of(np.zeros((1, 1), np.float32)), (x,))
     assert size(node, np.zeros((1, 1, 1, 1)))[0, 0, 0, 0] >= np.sqrt(50) - 1e-3
-    node = Node("GELU", Tensor.of(np.zeros((1, 1), np.float32)), (Tensor.of(np.float32([[-6]])),))
+    node = Node("GELU", Tensor.of(np.zeros((1, 1), np.float32)), (Tensor.of(np.array([[-6]], np.float32)),))
     assert size(node, np.zeros((1, 1, 1, 1)))[0, 0, 0, 0] == 3
-    positions = Tensor.of(np.int32([0, 1000]))
+    positions = Tensor.of(np.array([0, 1000], np.int32))
     node = Node(
         "ROPE",
         Tensor.of(np.zeros((2, 1, 2), np.float32)),
@@ -248,7 +250,7 @@ def test_what_has_no_exact_value() -> None:
         Node("ROPE", x, (x, x), struct.pack("5i6f5i", 0, 64, 8, 0, 0, 1, 1, 0, 1, 1, 1, 0, 0, 0, 0, 0)),
         Node("SILU", x, ()),
     ):
-        assert exact(node) is None
+        assert noise.exact(node) is None
         assert noise_multiple(node, x, x) is None
 
 

@@ -20,7 +20,7 @@ from ggml_backend_npu import Backend, Graph, Node, Tensor, default_backend
 from ggml_backend_npu.backend import fusion
 from ggml_backend_npu.backend.options import Options
 from ggml_backend_npu.backend.plan import Plan
-from ggml_backend_npu.ops import OWN
+from ggml_backend_npu.ops import OWN, routing
 from ggml_backend_npu.ops.rope import Rope
 from ggml_backend_npu.ops.softmax import SoftMax
 from ggml_backend_npu.plugin.plugin import Plugin
@@ -185,7 +185,7 @@ def test_an_operator_that_is_wrong_in_the_own_run_alone_is_named(
     model: Models, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     choose(monkeypatch, ops="all")
-    right, calls = fusion.routed, count()
+    right, calls = routing.bind_routing, count()
 
     def routed(values: Tensor, ids: Tensor, x: Tensor, **keywords: Any) -> Call:
         call = right(values, ids, x, **keywords)
@@ -197,14 +197,14 @@ def test_an_operator_that_is_wrong_in_the_own_run_alone_is_named(
 
         return wrong
 
-    monkeypatch.setattr(fusion, "routed", routed)
+    monkeypatch.setattr(fusion, "bind_routing", routed)
     result = run(model("moe"), reproducers=tmp_path)
     assert {(node.op, node.fused, node.fate, node.wrong_in) for node in result.wrong} == {
         ("DIV", "TopKSoftmax", Fate.JUDGED, OWN_RUN)
     }
     assert "bytes differ in the device's own run by TopKSoftmax, though not alone" in text(result)
     assert result.wrong[0].reproducer is not None
-    monkeypatch.setattr(fusion, "routed", right)
+    monkeypatch.setattr(fusion, "bind_routing", right)
     assert replay(Path(result.wrong[0].reproducer))
 
 

@@ -222,6 +222,7 @@ def test_the_command_finds_a_fault_after_rounding(
     assert_command_finds(commands, model(fault.model), fault, tmp_path, ROUNDED)
 
 
+@pytest.mark.slow
 def test_a_failure_names_file_and_line(model: Models) -> None:
     """Of the kernel, where it raises."""
     fault = corpus()["cont_raises"]

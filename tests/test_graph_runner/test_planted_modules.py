@@ -24,7 +24,7 @@ NAMES = (
     "xxhash", "sitecustomize", "usercustomize", "pip", "readline", "encodings", "os", "site", "random", "struct",
     "ggml_npu", "_cffi_backend", "matplotlib", "scipy", "yaml", "kernels_copy",
 )  # fmt: skip
-FIRST = [name for name in COMMANDS if name in ("diff", "replay")]
+FIRST = ["replay"]
 
 
 def planted(folder: Path) -> Path:

@@ -8,9 +8,11 @@ import shlex
 import struct
 import subprocess
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
+from kit.nodes import dims
 from tools.conformance import backend_ops_cases
 
 from ggml_backend_npu import Memory, Node, Tensor
@@ -61,7 +63,7 @@ def nodes(cases: dict[str, list[str]]) -> Iterator[Node]:
             if op in ("SCALE", "RMS_NORM"):
                 yield Node(op, source, (source,))
     for op, repeats, a in itertools.product(("ADD", "SUB", "MUL", "DIV"), itertools.product((1, 2), repeat=4), LAYOUTS):
-        ne = tuple(n // r for n, r in zip((256, 4, 6, 2), repeats, strict=True))
+        ne = dims(n // r for n, r in zip((256, 4, 6, 2), repeats, strict=True))
         for kind in ("f32", "f16", "bf16"):
             whole = tensor(kind, (256, 4, 6, 2))
             yield Node(op, whole, (whole, tensor(kind, ne, a)))
@@ -79,10 +81,10 @@ def nodes(cases: dict[str, list[str]]) -> Iterator[Node]:
     for a, b in types("MUL_MAT_ID", cases, "type_a", "type_b"):
         yield Node("MUL_MAT_ID", tensor("f32"), (tensor(a), tensor(b), tensor("i32")))
     for (kind,), a, b, dim in itertools.product(types("CONCAT", cases, "type"), LAYOUTS, LAYOUTS, range(4)):
-        sources = (tensor(kind, layout=a), tensor(kind, layout=b))
-        yield Node("CONCAT", tensor(kind), sources, struct.pack("<i", dim))
+        pair = (tensor(kind, layout=a), tensor(kind, layout=b))
+        yield Node("CONCAT", tensor(kind), pair, struct.pack("<i", dim))
     for (kind,), repeats in itertools.product(types("REPEAT", cases, "type"), itertools.product((1, 2), repeat=4)):
-        ne = tuple(n // r for n, r in zip((256, 4, 6, 2), repeats, strict=True))
+        ne = dims(n // r for n, r in zip((256, 4, 6, 2), repeats, strict=True))
         yield Node("REPEAT", tensor(kind, (256, 4, 6, 2)), (tensor(kind, ne),))
     for order in (0, 1):
         yield Node("ARGSORT", tensor("i32"), (tensor("f32"),), struct.pack("<i", order))
@@ -119,7 +121,7 @@ def test_every_line_finds_a_case_where_ggml_has_one_of_the_types() -> None:
 )
 def test_the_program_itself_reads_the_pattern(node: Node) -> None:
     _, *words = shlex.split(backend_ops_line(node))
-    command = [suites.build() / "test-backend-ops", *words, "-b", "CPU"]
+    command: list[str | Path] = [suites.build() / "test-backend-ops", *words, "-b", "CPU"]
     printed = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False).stdout
     found = re.search(r"(\d+)/(\d+) tests passed", printed)
     assert found, printed

@@ -35,7 +35,7 @@ from graph_runner.judging.spans import copied
 NODES = {name: op.makes for name, op in OWN.items() if op.bound}
 
 # of ops that take many types, those of the other sources that are tried by default
-COMMON = {
+COMMON: dict[str, set[Types]] = {
     "MUL_MAT": {("f32", "f32"), ("f16", "f32"), ("f16", "f16"), ("bf16", "f32"), ("q4_1", "f32"), ("q4_K", "f32")},
     "OUT_PROD": {("f32", "f32"), ("f16", "f32"), ("q4_1", "f32"), ("q4_K", "f32")},
     "MUL_MAT_ID": {("f16", "f32", "i32"), ("q8_0", "f32", "i32")},

@@ -71,7 +71,7 @@ def test_a_model_without_nan_says_nothing_of_it(cli: Cli) -> None:
 )
 def test_equal_nans_of_logits_are_equal(device: list[float], nmse: float) -> None:
     endings = Endings()
-    endings.add(np.float32([1, 2, NAN, 4]), np.float32(device))
+    endings.add(np.array([1, 2, NAN, 4], np.float32), np.array(device, np.float32))
     ending = endings.ending()
     assert ending.nmse == pytest.approx(nmse)
     assert (ending.kl == np.inf) == (nmse == np.inf)
@@ -84,7 +84,7 @@ def test_what_quantises_a_nan_is_judged_by_the_rest(op: str) -> None:
     x[0, 0, 1, 40] = NAN
     blocks = Tensor.of(np.zeros((1, 1, 5, 68), np.uint8), "q8_0")
     if op == "SET_ROWS":
-        of = Node(op, blocks, (Tensor.of(x), Tensor.of(np.int64([[[[4, 2, 0]]]]))))
+        of = Node(op, blocks, (Tensor.of(x), Tensor.of(np.array([[[[4, 2, 0]]]], np.int64))))
         places = [(0, 0, 2, 1)]
     elif op == "CPY":
         of, places = Node(op, Tensor.of(np.zeros((1, 1, 3, 68), np.uint8), "q8_0"), (Tensor.of(x),)), [(0, 0, 1, 1)]

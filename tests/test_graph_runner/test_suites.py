@@ -10,8 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
+from graph_runner.base.console import Console
 from graph_runner.tools import suites
 from graph_runner.tools.suites import Case, SuiteError, architectures, backend_ops
 from quant.kernels import kept

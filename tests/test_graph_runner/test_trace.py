@@ -158,7 +158,8 @@ def test_of_nodes_that_run_together_each_result_is_compared(backend: Plugin, tmp
     (node,) = result.nodes
     assert node.verdict is Verdict.INTRODUCED
     assert node.isolated is not None
-    assert (node.isolated.where, node.isolated.max_abs) == ((0, 0, 0, 7), pytest.approx(1))
+    assert node.isolated.where == (0, 0, 0, 7)
+    assert node.isolated.max_abs == pytest.approx(1)
 
 
 # models

@@ -23,7 +23,7 @@ from graph_runner.judging.results import Verdict
 from graph_runner.judging.rules import Rules
 from graph_runner.reports.diff_report import REPLAY_SCHEMA
 from graph_runner.trace import Recorded, read_trace, replay, write_trace
-from quant import quantize
+from quant import ROUNDINGS, quantize
 
 WRONG = """
 from ggml_backend_npu import default_backend, op
@@ -151,7 +151,7 @@ def test_the_rounding_of_q8_0_is_the_one_of_the_trace(backend: Plugin, tmp_path:
     x = np.zeros((1, 32), np.float32)
     x[0, :3] = 127, 0.5, 2.5
     node = Node("CPY", Tensor.of(np.zeros((1, 34), np.uint8), "q8_0"), (Tensor.of(x),))
-    expected = {rounding: quantize(x, "q8_0", rounding).reshape(-1) for rounding in ("reference", "simd")}
+    expected = {rounding: quantize(x, "q8_0", rounding).reshape(-1) for rounding in ROUNDINGS}
     assert (expected["reference"] != expected["simd"]).any()
     for rounding, data in expected.items():
         path = tmp_path / f"{rounding}.gguf"

@@ -135,6 +135,7 @@ def test_types_measure_as_in_the_live_ggml(backend: Plugin) -> None:
 def test_any_array_is_taken_by_value(name: str) -> None:
     x = (np.arange(-256, 256) // 4).reshape(2, 256)
     want = quant.quantize(x.astype(np.float32), name)
+    same: Any
     for same in (
         x,
         x.astype(np.int8),
@@ -167,10 +168,10 @@ def test_blocks_of_another_dtype_are_taken_as_bytes() -> None:
         (lambda: quant.quantize(np.zeros(32), "q8_0", "up"), "unknown rounding 'up'.*reference simd"),  # type: ignore[arg-type]
         (lambda: quant.quantize(np.zeros((2, 33)), "q8_0"), r"x of shape \(2, 33\).*q8_0's block size 32"),
         (lambda: quant.quantize(np.zeros(128), "q4_K"), r"x of shape \(128,\).*q4_K's block size 256"),
-        (lambda: quant.quantize(np.float32(1), "f32"), r"x of shape \(\)"),
+        (lambda: quant.quantize(np.array(1, np.float32), "f32"), r"x of shape \(\)"),
         (lambda: quant.dequantize(np.zeros((2, 35), np.uint8), "q8_0"), "blocks of 35 bytes a row.*q8_0's 34"),
         (lambda: quant.dequantize(np.zeros(3, np.uint8), "f16"), "blocks of 3 bytes a row.*f16's 2"),
-        (lambda: quant.dequantize(np.uint8(1), "i8"), r"blocks of shape \(\): must have at least one axis"),
+        (lambda: quant.dequantize(np.array(1, np.uint8), "i8"), r"blocks of shape \(\): must have at least one axis"),
     ],
 )
 def test_bad_input_is_refused_by_name_and_value(call: Callable[[], Any], message: str) -> None:
@@ -434,7 +435,7 @@ def test_compiled_runs_of_half_floats_equal_their_definitions(
         monkeypatch.setenv("GGML_NPU_ENGINE", engine)
         results.append(np.zeros((len(x), codec(name).block_bytes), np.uint8))
         default_backend().bind(Node("CPY", Tensor.of(results[-1], name), (Tensor.of(x),)))()
-    assert_same_bytes(*results)
+    assert_same_bytes(results[0], results[1])
 
 
 @pytest.mark.parametrize("engine", ENGINES)

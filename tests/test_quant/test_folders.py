@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import pickle
 import signal
 import stat
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -104,7 +106,7 @@ def test_a_file_that_can_be_anothers_is_not_unpickled(tmp_path: Path, how: str) 
 def spoil(path: Path, told: Path) -> None:
     """Replaces a kernel by a pickle with a right checksum."""
     content = pickle.dumps(Planted(told))
-    path.write_bytes(cache.hashlib.sha256(content).digest() + content)
+    path.write_bytes(hashlib.sha256(content).digest() + content)
 
 
 @pytest.mark.parametrize(
@@ -247,7 +249,7 @@ def test_what_a_killed_process_left_is_deleted(tmp_path: Path, monkeypatch: pyte
     with waits:
         assert waits.stdout is not None
         folder, partial = map(Path, waits.stdout.readline().split())
-        monkeypatch.setattr(folders.tempfile, "tempdir", str(system))
+        monkeypatch.setattr(tempfile, "tempdir", str(system))
         tidy()
         tidy(own)
         assert left(system) == sorted([*mine, folder.name])  # that of a process that lives stays

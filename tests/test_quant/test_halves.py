@@ -63,7 +63,7 @@ def test_floats_are_narrowed_to_the_nearest_half(functions: Functions) -> None:
     halfs = np.arange(1 << 16, dtype=np.uint16)[::7].view(np.float16)
     halfs = halfs[np.isfinite(halfs)].astype(np.float32)
     between = np.nextafter(halfs.astype(np.float16), np.float16(np.inf)).astype(np.float32) / 2 + halfs / 2
-    ends = np.float32([65504, 65519.996, 65520, 65536, 3e38, np.inf, 2**-24, 2**-25, 2**-26, 0.0])
+    ends = np.array([65504, 65519.996, 65520, 65536, 3e38, np.inf, 2**-24, 2**-25, 2**-26, 0.0], np.float32)
     x = np.concatenate([halfs, between, np.nextafter(between, np.float32(0)), ends, -ends])
     with np.errstate(over="ignore", under="ignore"):
         expected = x.astype(np.float16).view(np.uint16)

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from kit.commands import fresh, process
-from test_kernel_cache import FEW, ended, started
+from kit.kept import FEW, ended, started
 
 from graph_runner.tools import suites
 from quant.kernels import kept

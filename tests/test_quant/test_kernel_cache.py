@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import ast
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from kit.kept import FEW, ended, started
 
 from graph_runner.judging import promises
 from quant.kernels import cache
@@ -20,10 +18,6 @@ ROOT = Path(__file__).resolve().parents[2]
 COMPILING = "ggml-npu: compiling kernels not used before; "
 
 WHERE = "from quant.kernels.cache import cache_directory; print(cache_directory().name)"
-FEW = """
-from quant.kernels import threads
-print(threads._run.address > 0, threads._take_chunks.address > 0)
-"""
 ALL = """
 import gc, sys
 import ggml_backend_npu
@@ -40,22 +34,6 @@ from graph_runner.cli import main
 sys.argv = ["ggml-npu", "run", "tiny", "-n", "2", "--all"]
 main()
 """
-
-
-def started(code: str, **variables: str | Path) -> subprocess.Popen[str]:
-    """A Python whose cache of kernels is where the variables say."""
-    environment = {name: value for name, value in os.environ.items() if name != "NUMBA_CACHE_DIR"}
-    environment |= {name: str(value) for name, value in variables.items()}
-    return subprocess.Popen(
-        [sys.executable, "-c", code], env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    )
-
-
-def ended(process: subprocess.Popen[str]) -> tuple[str, list[str]]:
-    """What it printed, and the lines on stderr."""
-    output, notes = process.communicate(timeout=600)
-    assert process.returncode == 0, notes
-    return output.strip(), notes.splitlines()
 
 
 def kept(folder: Path) -> dict[str, int]:

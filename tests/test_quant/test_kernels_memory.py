@@ -40,7 +40,7 @@ def at(array: NDArray[Any]) -> int:
     return int(array.__array_interface__["data"][0])
 
 
-VIEWS: dict[str, Callable[[NDArray[Any]], Any]] = {
+VIEWS: dict[str, Callable[[Any], Any]] = {
     "itself": lambda x: x,
     "a slice": lambda x: x[7:9],
     "one element": lambda x: x[-1:, -1:],
@@ -114,7 +114,7 @@ def test_a_result_is_like_any_array(free: dict[int, Any]) -> None:
     for dtype in (np.uint8, np.float32):
         for _ in range(2):
             result = memory.empty((2, 1024, 1024), dtype)
-            assert (result.shape, result.dtype) == ((2, 1024, 1024), dtype)
+            assert (result.shape, result.dtype) == ((2, 1024, 1024), np.dtype(dtype))
             assert result.flags.c_contiguous
             assert result.flags.writeable
             assert result.flags.aligned

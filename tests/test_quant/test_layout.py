@@ -98,8 +98,9 @@ def test_quants_times_scales_are_what_the_blocks_decode_to(
 @pytest.mark.parametrize("type", TYPES)
 @given(quants=st.binary(min_size=64, max_size=64), scales=st.binary(min_size=8, max_size=8))
 def test_any_device_layout_comes_back(type: str, quants: bytes, scales: bytes) -> None:
+    dtype: Any = np.int8 if type == "q8_0" else np.uint8
     layout = DeviceLayout(
-        np.frombuffer(quants, np.int8 if type == "q8_0" else np.uint8).reshape(2, -1),
+        np.frombuffer(quants, dtype).reshape(2, -1),
         np.frombuffer(scales, np.float16).reshape(2, -1)[:, : 1 if type == "q8_0" else 2],
     )
     back = to_device(to_blocks(layout, type), type)

@@ -37,7 +37,7 @@ class Visits(NamedTuple):
 
 
 @compiled
-def visit(p, begin, end, scratch):
+def visit(p: Any, begin: int, end: int, scratch: int) -> Any:
     """Counts each unit, and the call; returns `status` where it has the unit `bad`."""
     of = record_at(p, Visits)
     atomic_add(of.calls, types.int64(1))

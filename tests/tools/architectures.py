@@ -143,7 +143,7 @@ def models(folder: Path) -> list[Path]:
     """The models of test-llama-archs and of SHAPES in a folder, made there where there are none."""
     if {file.stem for file in folder.glob("*.gguf")} <= SHAPES.keys():
         folder.mkdir(parents=True, exist_ok=True)
-        command = [build() / "test-llama-archs", "-s", SEED, "-o", folder]
+        command: list[str | Path] = [build() / "test-llama-archs", "-s", SEED, "-o", folder]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     written(folder)
     return sorted(folder.glob("*.gguf"))
@@ -169,7 +169,10 @@ def design(names: Iterable[str], runs: Callable[[str, str, str], bool], seed: in
     """
     cases = []
     for name in names:
-        possible = [Case(name, *values, n_prompt=int(n)) for *values, n in product(*SETTINGS.values())]
+        possible = [
+            Case(name, ops, flash_attention, memory, kind, cache, int(n))
+            for ops, flash_attention, memory, kind, cache, n in product(*SETTINGS.values())
+        ]
         ways = product(SETTINGS["flash_attention"], ("f16", _QUANTISED))
         allowed = {way for way in ways if runs(name, *way)}
         possible = [case for case in possible if (case.flash_attention, _like(case.cache_type)) in allowed]

@@ -46,7 +46,7 @@ class Counts:
 
 def backend_ops_cases() -> dict[str, list[str]]:
     """The parameters of each case that test-backend-ops has, by op, whether or not it is computed."""
-    command = [suites.build() / "test-backend-ops", "support", "-b", "CPU", "--output", "csv"]
+    command: list[str | Path] = [suites.build() / "test-backend-ops", "support", "-b", "CPU", "--output", "csv"]
     cases: dict[str, list[str]] = {}
     listed = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
     for row in csv.DictReader(io.StringIO(listed)):

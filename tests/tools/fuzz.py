@@ -47,17 +47,17 @@ class Numbered(NamedTuple):
     """A node's place in the series of a seed."""
 
     seed: int
-    index: int
+    place: int
     op: str
     special: bool
 
     def node(self) -> Node:
-        words = (self.seed, self.index, *self.op.encode(), self.special)
+        words = (self.seed, self.place, *self.op.encode(), self.special)
         return drawn(np.random.default_rng(words), self.op, special=self.special)
 
     def __str__(self) -> str:
         flag = " --special" if self.special else ""
-        return f"python tests/tools/fuzz.py --seed {self.seed} --first {self.index} --nodes 1 --ops {self.op}{flag}"
+        return f"python tests/tools/fuzz.py --seed {self.seed} --first {self.place} --nodes 1 --ops {self.op}{flag}"
 
 
 def series(seed: int, first: int, nodes: int, ops: Sequence[str], special: bool) -> Iterator[Numbered]:

@@ -182,8 +182,8 @@ def main() -> None:
         print(f"  {len(circle)} files: {' '.join(circle)}")
     at_root = sorted(path.name for path in (ROOT / "ggml_backend_npu").glob("*.py"))
     print(f"modules at the root of ggml_backend_npu: {len(at_root)}: {' '.join(at_root)}")
-    for each in long_signatures("graph_runner"):
-        print(f"  more than 7 parameters: {each}")
+    for signature in long_signatures("graph_runner"):
+        print(f"  more than 7 parameters: {signature}")
     for name in (*PACKAGES, "tests"):
         files = sorted((ROOT / name).rglob("*.py"))
         print(f"{name}: {len(files)} files, {sum(map(code_lines, files))} lines of code")

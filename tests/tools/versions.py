@@ -22,7 +22,10 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
-from layouts import SUITE, VERSIONS, sources
+if __name__ == "__main__":  # what tests share, in place of what lies beside this file
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+from tools.layouts import SUITE, VERSIONS, sources
 
 from quant.folders import cache_root
 
@@ -94,7 +97,7 @@ class Environment:
         self._pip("install", "--editable", str(ROOT), "--no-deps")  # it may have been made by another checkout
 
     def _pip(self, *arguments: str, **variables: str) -> None:
-        command = [self.python, "-m", "pip", "--quiet", *arguments]
+        command: list[str | Path] = [self.python, "-m", "pip", "--quiet", *arguments]
         subprocess.run(command, check=True, env={**os.environ, **variables})
 
     def run(self, *command: str | Path, **variables: str) -> subprocess.CompletedProcess[str]:
@@ -121,7 +124,7 @@ class Environment:
             libraries = Path(self.printed(self.python, "-c", "import llama_cpp; print(llama_cpp.__path__[0])").strip())
             libraries /= "lib"
             named = [f"-l:lib{name}.so.0" for name in ("ggml", "ggml-base", "ggml-cpu")]
-            files = [f"-I{ggml / 'include'}", ggml.parent / SUITE, "-o", program]
+            files: list[str | Path] = [f"-I{ggml / 'include'}", ggml.parent / SUITE, "-o", program]
             linked = [f"-L{libraries}", *named, f"-Wl,-rpath,{libraries}", "-lpthread"]
             subprocess.run(["c++", "-std=c++17", "-O1", "-w", *files, *linked], check=True)
         return program

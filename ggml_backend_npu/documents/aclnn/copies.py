@@ -162,7 +162,7 @@ def _quantised(target: Operand, source: Operand, scale: Any, size: Any) -> Call:
     require_apart(scales, target, source)
     if source.size == 0:
         return nothing
-    return with_copies(groups.quantizer(quants, source.tensor), [source], target, scales)
+    return with_copies(groups.bind_quantize(quants, source.tensor), [source], target, scales)
 
 
 def _dequantised(target: Operand, source: Operand, scale: Any, size: Any) -> Call:
@@ -170,7 +170,7 @@ def _dequantised(target: Operand, source: Operand, scale: Any, size: Any) -> Cal
     require_apart(target, scales)
     if source.size == 0:
         return nothing
-    return with_copies(groups.dequantizer(target.tensor, quants), [source, scales], target)
+    return with_copies(groups.bind_dequantize(target.tensor, quants), [source, scales], target)
 
 
 def _require_blocks(target: Operand, source: Operand, scale: Any, size: Any) -> None:

@@ -101,7 +101,7 @@ def _get_rows(src: Any, indices: Any, scale: Any, size: Any, out: Any) -> Bound:
     if target.size == 0:
         return nothing, changed
     if source.type in BITS:
-        return with_copies(groups.dequantizer(target.tensor, quants, ids.tensor), inputs, target), changed
+        return with_copies(groups.bind_dequantize(target.tensor, quants, ids.tensor), inputs, target), changed
     move = None
     if source.type not in BLOCKS or target.tensor.has_contiguous_rows():
         move = compiled_move(target.tensor, source.tensor, src_ids=ids.tensor)

@@ -31,7 +31,7 @@ def with_copies(call: Call, inputs: Sequence[Operand], *outputs: Operand) -> Cal
 
 def compiled_move(dst: Tensor, src: Tensor, src_ids: Tensor | None = None) -> Call | None:
     """The compiled move of elements; None where there is none, or kernels are not compiled."""
-    return strided.mover(dst, src, src_ids, numerics=reference_numerics()) if engine() == "compiled" else None
+    return strided.bind_move(dst, src, src_ids, numerics=reference_numerics()) if engine() == "compiled" else None
 
 
 def reference_numerics() -> Numerics:

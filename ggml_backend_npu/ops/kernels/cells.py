@@ -58,7 +58,7 @@ class Attention(NamedTuple):
     dst      its address; dst has no gaps
     parts, n_parts  of `attend_in_halves`: where a row's sums are stored, and how many parts; 0: it finishes `dst`
     n_rows   of `attend`: the most rows of a unit
-    chunk    of `attend`: rows (query, head, sequence) of a chunk of ggml's, where its CPU multiplies matrices; 0: it
+    chunk    of `attend`: rows (query, head, sequence) of a chunk of ggml's, if its CPU multiplies matrices; 0: it
              takes cell by cell
     """
 
@@ -126,7 +126,7 @@ def slope_of(of, head):
 
 @inlined
 def capped(of, y, n):
-    """n scores that are already divided by the cap: y = cap * tanh(y), where there is a cap."""
+    """n scores that are already divided by the cap: y = cap * tanh(y), if there is a cap."""
     cap = of.softcap
     if cap != 0:
         scores = array_at(y, types.float32, n)
@@ -207,7 +207,7 @@ def _add_masks(of, group, first_row, used, masks, first, count, scores):
 
 @inlined
 def _exponentiate(scores, count, n_rows, maxima, totals, shrunk):
-    """Turns each row's scores into e ** (score - maximum); where they raise the maximum, what was added up so far
+    """Turns each row's scores into e ** (score - maximum); if they raise the maximum, what was added up so far
     shrinks: its total here, its sums by the factor `shrunk`."""
     for r in range(n_rows):
         shrunk[r] = maxima[r]
@@ -391,7 +391,7 @@ def attention(
     query_type: str,
     numerics: Numerics,
 ) -> Attention | None:
-    """What the kernels are told of a node; None where a type has no kernel.
+    """What the kernels are told of a node; None if a type has no kernel.
 
     by_head     the slope of each head, which the mask is multiplied by
     query_type  the type that q is rounded to
@@ -423,10 +423,10 @@ def attention(
     )
 
 
-def in_tiles(of: Attention, chunk: int, keep: object) -> Job | None:
-    """The work of a node; None where k and v are not shared by the same heads.
+def bind_attend(of: Attention, chunk: int, keep: object) -> Job | None:
+    """The work of a node; None if k and v are not shared by the same heads.
 
-    chunk  rows of a chunk of ggml's, where its CPU multiplies matrices; else 0
+    chunk  rows of a chunk of ggml's, if its CPU multiplies matrices; else 0
     """
     if of.k.shared[0] != of.v.shared[0]:
         return None

@@ -1,4 +1,4 @@
-"""The kernels of FLASH_ATTN_EXT (`ops.attention`) where v and its sums are float16: cell after cell of a query."""
+"""The kernels of FLASH_ATTN_EXT (`ops.attention`) if v and its sums are float16: cell after cell of a query."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def scratch_in_halves(of: Attention) -> int:
 def attend_in_halves(p, begin, end, scratch):
     """A unit is one part of the cells of one row (query, head, sequence). v and its sums are float16.
 
-    `join_parts` joins the parts, unless there is only one, where n_parts is 0.
+    `join_parts` joins the parts, unless there is only one: n_parts is 0 then.
     """
     of = record_at(p, Attention)
     dk, dv, n_cells, n_parts = of.dk, of.dv, of.n_cells, max(of.n_parts, 1)
@@ -167,7 +167,7 @@ def join_parts(p, begin, end, scratch):
     return 0
 
 
-def in_halves(of: Attention, n_parts: int, keep: object) -> Job:
+def bind_attend_in_halves(of: Attention, n_parts: int, keep: object) -> Job:
     """The works of a node, whose rows are added up in n_parts parts that are joined at the end; 0: in one."""
     n_rows = of.n_queries * of.n_heads * of.n_sequences
     parts = np.empty((n_rows, max(n_parts, 1), 2 + of.dv), np.float32)

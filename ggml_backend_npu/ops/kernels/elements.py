@@ -51,7 +51,7 @@ class Elementwise(NamedTuple):
 
     apply       the C function: of the address of the `Constants`, those of `to`, x and y, and the number of elements
     cost        how many times as long it takes as moving the elements
-    in_vectors  the same for rows of f32, with another function for whole vectors; None where they have no other
+    in_vectors  the same for rows of f32, with another function for whole vectors; None if they have no other
     """
 
     apply: CFunction
@@ -407,7 +407,7 @@ xielu = Elementwise(_xielu, _COST)
 
 @inlined
 def _look_up(of, gated, to, x, y, n):
-    """to = table[x], by the bits of a half float, times y where it is gated; from a on x itself, up to -a 0."""
+    """to = table[x], by the bits of a half float, times y if it is gated; from a on x itself, up to -a 0."""
     found = array_at(of.table, types.uint16, 1 << 16)
     out, source = array_at(to, types.float32, n), array_at(x, types.float32, n)
     other = array_at(y, types.float32, n)

@@ -76,12 +76,12 @@ def silu(x: Floats) -> Floats:
 
 
 def relu(x: Floats) -> Floats:
-    """x where it is above 0, else 0"""
+    """x if it is above 0, else 0"""
     return np.where(x > 0, x, np.float32(0))
 
 
 def elu(x: Floats) -> Floats:
-    """x where it is above 0, else e ** x - 1"""
+    """x if it is above 0, else e ** x - 1"""
     return np.where(x > 0, x, expm1f(x))
 
 
@@ -91,7 +91,7 @@ def softplus(x: Floats) -> Floats:
 
 
 def step(x: Floats) -> Floats:
-    """1 where x is above 0, else 0"""
+    """1 if x is above 0, else 0"""
     return (x > 0).astype(np.float32)
 
 

@@ -1,9 +1,9 @@
 """Integers in groups that share a float32 scale: int8, or int4 two to a byte, with the scales in a tensor of their own.
 
 The device layout of q8_0 and q4_0 (`quant.layout`) with groups of any size, as the `scale` and `antiquantGroupSize` of
-aclnn calls describe it. `dequantizer` and `quantizer` bind a call to tensors: the definition in NumPy, or the compiled
-kernel that equals it byte for byte. Quants are rounded as ggml's reference functions round them (quantize_row_q8_0_ref,
-quantize_row_q4_0_ref), whatever the device's rounding is.
+aclnn calls describe it. `bind_dequantize` and `bind_quantize` bind a call to tensors: the definition in NumPy, or the
+compiled kernel that equals it byte for byte. Quants are rounded as ggml's reference functions round them
+(quantize_row_q8_0_ref, quantize_row_q4_0_ref), whatever the device's rounding is.
 """
 
 from __future__ import annotations
@@ -86,26 +86,26 @@ class Groups:
             pairs[at] = (pairs[at] & kept) | (nibbles[half] << shift)
 
 
-def dequantizer(dst: Tensor, src: Groups, ids: Tensor | None = None) -> Call:
+def bind_dequantize(dst: Tensor, src: Groups, ids: Tensor | None = None) -> Call:
     """The call that fills dst: f32, of any strides; its rows are whole groups, and it shares no bytes with src.
 
     ids  i32, ne (x, b, a, 1), already checked: dst, ne (d, x, b, a), gets these rows of src. Without ids dst gets all
-         elements in logical order; shapes may differ where the element counts agree.
+         elements in logical order; shapes may differ if the element counts agree.
     """
     if engine() == "reference":
         return partial(define_dequantize, dst, src, ids)
     rows = dst.ne[1:] if ids is not None else None
-    return _job(_dequantize, src, dst, _quants_side(src, ids, rows), _scales_side(src, ids, rows))
+    return _bind(_dequantize, src, dst, _quants_side(src, ids, rows), _scales_side(src, ids, rows))
 
 
-def quantizer(dst: Groups, src: Tensor) -> Call:
+def bind_quantize(dst: Groups, src: Tensor) -> Call:
     """The call that fills quants and scales of dst from src: f32 or f16, whose rows are whole groups.
 
-    All may have any strides. Shapes may differ where the element counts agree.
+    All may have any strides. Shapes may differ if the element counts agree.
     """
     if engine() == "reference":
         return partial(define_quantize, dst, src)
-    return _job(_quantize, dst, src, _quants_side(dst), _scales_side(dst))
+    return _bind(_quantize, dst, src, _quants_side(dst), _scales_side(dst))
 
 
 # definitions
@@ -136,7 +136,7 @@ def define_quantize(dst: Groups, src: Tensor) -> None:
     int8  d = max |x| / 127,                     quant = round(x / d), halves away from zero
     int4  d = m / -8, m the first largest by |x|, quant = min(15, trunc(x / d + 8.5)) - 8
 
-    where x / d is x * (1 / d), and 0 where d is 0. The scale is d rounded to float16.
+    where x / d is x * (1 / d), and 0 if d is 0. The scale is d rounded to float16.
     """
     shape = (*src.ne[:0:-1], src.ne[0] // dst.size)
     for numbers in _chunks(prod(shape), dst.size):
@@ -221,7 +221,7 @@ def _floats_side(tensor: Tensor, size: int) -> Side:
     return side_at(tensor.address, (tensor.ne[0] // size, *tensor.ne[1:]), (tensor.nb[0] * size, *tensor.nb[1:]))
 
 
-def _job(kernel: CFunction, of: Groups, floats: Tensor, quants: Side, scales: Side) -> Job:
+def _bind(kernel: CFunction, of: Groups, floats: Tensor, quants: Side, scales: Side) -> Job:
     """The kernel over all groups."""
     together = 2 if of.bits == 4 and of.size % 2 else 1
     is_half, sides = floats.type == "f16", (quants, scales, _floats_side(floats, of.size))
@@ -267,7 +267,7 @@ def _here(side, at):
 
 @inlined
 def _pairs(side, at, size, step):
-    """For a group of int4: the address of its first element's byte, and 1 where it is the high nibble, else 0."""
+    """For a group of int4: the address of its first element's byte, and 1 if it is the high nibble, else 0."""
     high = at[0] * size % 2
     return (_here(side, at) - high * step) // 2, high
 

@@ -1,4 +1,4 @@
-"""Rows times a Hadamard matrix, without the matrix: what MUL_MAT computes where its hint says that src0 is one."""
+"""Rows times a Hadamard matrix, without the matrix: what MUL_MAT computes if its hint says that src0 is one."""
 
 from __future__ import annotations
 

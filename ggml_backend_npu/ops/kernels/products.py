@@ -44,7 +44,7 @@ def multiply_by_blas(typing_context, function, m, n, k, a, lda, b, ldb, c, ldc):
 
 @inlined
 def _step(addresses, count):
-    """The distance of equally spaced addresses; 0 where they are not equally spaced, or there is only one."""
+    """The distance of equally spaced addresses; 0 if they are not equally spaced, or there is only one."""
     if count < 2:
         return types.int64(0)
     step = addresses[1] - addresses[0]

@@ -53,7 +53,7 @@ def row_id(side, i1, i2, i3):
 
 @inlined
 def row_address(side, i1, i2, i3):
-    """Address of row (i1, i2, i3) of a side; i1 goes through the side's ids, where it has any."""
+    """Address of row (i1, i2, i3) of a side; i1 goes through the side's ids, if it has any."""
     if side.ids.address:
         i1 = row_id(side, i1, i2, i3)
     return side.address + i1 * side.nb[1] + i2 * side.nb[2] + i3 * side.nb[3]
@@ -84,7 +84,7 @@ def next_row(side, i1, i2, i3):
 
 
 def side_at(address: int, ne: Dims, nb: Dims, ids: Tensor | None = None, n_rows: int = 0) -> Side:
-    """A side of a walk: ne units and nb bytes per dimension, fastest first; ids, where given, name its n_rows rows."""
+    """A side of a walk: ne units and nb bytes per dimension, fastest first; ids, if given, name its n_rows rows."""
     if ids is None:
         return Side(address, *_merged(ne, nb))
     named = Ids(ids.address, ids.codec.block_bytes, ids.nb[:3], ids.ne[1:3], n_rows)

@@ -2,8 +2,8 @@
 ids.
 
 GET_ROWS, SET_ROWS, CPY, DUP, CONT and the parts of CONCAT differ only in how a row is found: GET_ROWS reads rows by
-ids, SET_ROWS writes them by ids, the others go in order. `mover` makes the bound call for all of them, and `repeater`
-that of REPEAT.
+ids, SET_ROWS writes them by ids, the others go in order. `bind_move` makes the bound call for all of them, and
+`bind_repeat` that of REPEAT.
 """
 
 from __future__ import annotations
@@ -247,7 +247,7 @@ def _first_bad_id(side):
 
 @inlined
 def _all_differ(side):
-    """Whether no id occurs twice in a matrix; also False where finding out would take long."""
+    """Whether no id occurs twice in a matrix; also False if finding out would take long."""
     n_rows = side.ids.n_rows
     seen = np.zeros(0, np.uint8)
     for i3 in range(side.ids.ne[1]):
@@ -279,9 +279,9 @@ class CheckIds(NamedTuple):
 
 @compiled
 def check_ids(p, begin, end, scratch):
-    """There is one unit. Returns 1 + the logical index of a side's first id that names no row; 0 where all name one.
+    """There is one unit. Returns 1 + the logical index of a side's first id that names no row; 0 if all name one.
 
-    A work that writes rows by these ids is split only where no row is written twice, so that of two the last one stays.
+    A work that writes rows by these ids is split only if no row is written twice, so that of two the last one stays.
     """
     of = record_at(p, CheckIds)
     bad = _first_bad_id(of.side)
@@ -301,14 +301,14 @@ def _side(tensor: Tensor, ne: Dims, unit: int, ids: Tensor | None) -> Side:
     return side._replace(packed=tensor.packed.address, n_packed=tensor.packed.n_blocks)
 
 
-def mover(
+def bind_move(
     dst: Tensor,
     src: Tensor,
     src_ids: Tensor | None = None,
     dst_ids: Tensor | None = None,
     numerics: Numerics = PLAIN,
 ) -> Job | None:
-    """The call that moves src to dst, reading or writing rows by ids; None where a type has no compiled run.
+    """The call that moves src to dst, reading or writing rows by ids; None if a type has no compiled run.
 
     numerics  whose codecs and rounding are used
     """
@@ -356,7 +356,7 @@ def mover(
     return Job(move)
 
 
-def repeater(dst: Tensor, src: Tensor) -> Call:
+def bind_repeat(dst: Tensor, src: Tensor) -> Call:
     """The call that fills dst with src, repeated in each dimension; the rows of both have no gaps."""
     src_row, dst_row = (tensor.ne[0] * tensor.codec.block_bytes for tensor in (src, dst))
     of = Repeat(src.place, src_row, src.ne, dst.place, dst_row, dst.ne)
@@ -384,7 +384,7 @@ def _tile(unit_bytes: int) -> tuple[int, int]:
 
 
 def _turned(dst: Tensor, src: Tensor) -> tuple[tuple[Side, Side], int] | None:
-    """Both as the sides of `transpose`, with their dimensions in its order, and the elements of a unit; None where it
+    """Both as the sides of `transpose`, with their dimensions in its order, and the elements of a unit; None if it
     is not a transposition."""
     if src.ne != dst.ne:
         return None
@@ -410,7 +410,7 @@ def _dense_axis(tensor: Tensor, axes: list[int], per_unit: int) -> int | None:
 
 
 def _flat_if(tensor: Tensor, unit: int) -> Dims:
-    """ne, or one dimension where rows are not whole units: q -> f32 into a contiguous tensor of any shape."""
+    """ne, or one dimension if rows are not whole units: q -> f32 into a contiguous tensor of any shape."""
     return tensor.ne if tensor.ne[0] % unit == 0 else (tensor.n_elements, 1, 1, 1)
 
 

@@ -32,7 +32,7 @@ _NOWHERE = Place(0, (0, 0, 0, 0))
 
 
 class Operand(NamedTuple):
-    """A tensor, whose rows of ne[0] elements are repeated. code: of its type, one of CODES."""
+    """An operand. Its rows have ne[0] elements and repeat. code: its type's number in CODES."""
 
     code: int = 0
     place: Place = _NOWHERE
@@ -123,7 +123,7 @@ def _table(function: Callable[[Floats, str], Floats]) -> NDArray[np.float16]:
         return function(x.astype(np.float32), "f16").astype(np.float16)
 
 
-def computed(
+def bind_elementwise(
     function: Elementwise,
     dst: Tensor,
     x: Tensor,
@@ -134,7 +134,7 @@ def computed(
     table: NDArray[np.generic] | None = None,
     ids: Tensor | None = None,
 ) -> Job | None:
-    """The call of a function of `elements`; None where dst overlaps a source but is not the same memory.
+    """The call of a function of `elements`; None if dst overlaps a source but is not the same memory.
 
     a, b   its parameters
     table  more of them
@@ -165,15 +165,15 @@ def computed(
     return Job(Work(compute, of, n_units, n_bytes, scratch=2 * 4 * _TILE, keep=(dst, *sources, table, ids)))
 
 
-def looked_up(
+def bind_lookup(
     function: Callable[[Floats, str], Floats], exactly: Elementwise, dst: Tensor, x: Tensor, y: Tensor | None = None
 ) -> Job | None:
     """The call of `functions.gelu` or `gelu_quick`, times y if there is one: of f32 and f16 by a table, of bf16 by
-    `exactly`; None as of `computed`."""
+    `exactly`; None as of `bind_elementwise`."""
     if x.type == "bf16":
-        return computed(exactly, dst, x, y)
+        return bind_elementwise(exactly, dst, x, y)
     limit = 10 if x.type == "f32" and function is functions.gelu else math.nan
-    return computed(look_up if y is None else look_up_gated, dst, x, y, a=limit, table=_table(function))
+    return bind_elementwise(look_up if y is None else look_up_gated, dst, x, y, a=limit, table=_table(function))
 
 
 def _operand(tensor: Tensor, n: int, flat: bool) -> Operand:

@@ -9,5 +9,6 @@ from kit.support import ENGINES
 @pytest.fixture(params=ENGINES)
 def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Compiled kernels, then the definitions."""
-    monkeypatch.setenv("GGML_NPU_ENGINE", request.param)
-    return request.param
+    name: str = request.param
+    monkeypatch.setenv("GGML_NPU_ENGINE", name)
+    return name

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from math import prod
+from typing import Any
 
 import numpy as np
 import pytest
@@ -87,7 +88,8 @@ def test_cpy_quantises(
     stored, around = data.draw(layouts(rows=type in BLOCKS)).empty(stored_shape(type, shape), dtype_of(type))
     if type in BLOCKS:
         run("aclnnCpy", Tensor.of(stored, type), src.hold(x), None, 32)
-        device = DeviceLayout(codes if type == "q8_0" else packed(codes), wanted.reshape(*shape[:3], -1))
+        scale: Any = wanted.reshape(*shape[:3], -1)
+        device = DeviceLayout(codes if type == "q8_0" else packed(codes), scale)
         assert_same_bytes(stored, to_blocks(device, type))
         assert only_changed(stored, around)
         return
@@ -231,7 +233,8 @@ def test_cpy_gives_what_ggmls_cpu_gives(backend: Plugin, types: tuple[str, str])
         assert_same_bytes(result, expected)
     if target in BLOCKS:
         device = to_device(expected, target)
-        pairs, scale = np.zeros_like(device.quants), np.zeros(device.scales.shape, np.float32)
+        pairs: Any = np.zeros_like(device.quants)
+        scale = np.zeros(device.scales.shape, np.float32)
         run("aclnnCpy", AclTensor(pairs, shape), data, scale, 32)
         assert_same_bytes(pairs, device.quants)
         assert_same_bytes(scale, device.scales.astype(np.float32))

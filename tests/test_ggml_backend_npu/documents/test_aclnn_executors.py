@@ -93,8 +93,8 @@ def test_an_executor_of_another_call_is_refused_and_stays_good(call: str) -> Non
 def test_what_is_no_executor_is_refused(call: str) -> None:
     run_it = partial(getattr(aclnn, call), None, 0)
     for function in (run_it, aclnn.aclSetAclOpExecutorRepeatable, aclnn.aclDestroyAclOpExecutor):
-        assert_status(function(None), NULL, "executor is None: must be one that a first phase gave")
-        assert_status(function(7), INVALID, "executor is of type int: must be one that a first phase gave")
+        assert_status(function(None), NULL, "executor is None: must be one that a first phase gave")  # type: ignore[arg-type]
+        assert_status(function(7), INVALID, "executor is of type int: must be one that a first phase gave")  # type: ignore[arg-type]
 
 
 def test_a_workspace_of_a_size_must_be_there() -> None:

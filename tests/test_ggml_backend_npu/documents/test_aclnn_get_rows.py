@@ -57,7 +57,7 @@ def test_broadcast_sources_are_read_with_strides_of_zero() -> None:
     out = np.zeros((2, 3, 4, 8), np.float32)
     run("aclnnGetRows", src, indices, scale, 4, out)
     assert_same_bytes(out, np.broadcast_to(row.real, out.shape))
-    column = np.broadcast_to(np.float32([[[[1.5], [2.5]]]]), (1, 1, 2, 4))
+    column = np.broadcast_to(np.array([[[[1.5], [2.5]]]], np.float32), (1, 1, 2, 4))
     copy = np.zeros((1, 1, 2, 4), np.float16)
     run("aclnnCpy", copy, column, None, 0)
     assert copy.tolist() == [[[[1.5] * 4, [2.5] * 4]]]
@@ -106,14 +106,14 @@ def test_get_rows_prints_as_the_requirements_third_example() -> None:
 
 def test_a_quant_is_multiplied_by_the_scale_of_its_source_row() -> None:
     """d = float16(0.1), q = 15 in row 1; 2 is the scale of row 0."""
-    src, scale = np.full((1, 1, 2, 32), 15, np.int8), np.float32([2, np.float16(0.1)]).reshape(1, 1, 2, 1)
+    src, scale = np.full((1, 1, 2, 32), 15, np.int8), np.array([2, np.float16(0.1)], np.float32).reshape(1, 1, 2, 1)
     out = np.zeros((1, 1, 3, 32), np.float32)
     run("aclnnGetRows", src, np.array([[[[1, 0, 1]]]], np.int32), scale, 32, out)
-    assert_same_bytes(out, np.repeat(np.float32([1.4996337890625, 30, 1.4996337890625]), 32))
+    assert_same_bytes(out, np.repeat(np.array([1.4996337890625, 30, 1.4996337890625], np.float32), 32))
 
 
 def test_a_block_is_multiplied_by_the_scale_inside() -> None:
-    block = np.hstack([np.float16([0.1]).view(np.uint8), np.full(32, 15, np.uint8)]).reshape(1, 1, 1, 34)
+    block = np.hstack([np.array([0.1], np.float16).view(np.uint8), np.full(32, 15, np.uint8)]).reshape(1, 1, 1, 34)
     out = np.zeros((1, 1, 1, 32), np.float32)
     run("aclnnGetRows", Tensor.of(block, "q8_0"), np.zeros((1, 1, 1, 1), np.int32), None, 32, out)
     assert_same_bytes(out, np.full(32, 1.4996337890625, np.float32))

@@ -61,7 +61,7 @@ def test_the_documents_sample_with_the_numbers_that_are_right() -> None:
 
     Its second token is the first one less 0.5, so that both give the same.
     """
-    x = np.float32([[1, 3, 2, 4], [0.5, 2.5, 1.5, 3.5]])
+    x = np.array([[1, 3, 2, 4], [0.5, 2.5, 1.5, 3.5]], np.float32)
     for norm, expected in ((True, [0.7310586, 0.2689414]), (False, [0.6439143, 0.2368828])):
         values, indices = top(x, 2, norm)
         assert values == pytest.approx(np.array([expected] * 2), abs=2e-7)
@@ -101,7 +101,8 @@ def softmax(x: Array) -> Array:
     that is rounded by more than 1e-6."""
     scores = x.astype(np.float32)
     e = np.exp((scores - scores.max(axis=1, keepdims=True)).astype(np.float64))
-    return e / e.sum(axis=1, keepdims=True)
+    p: Array = e / e.sum(axis=1, keepdims=True)
+    return p
 
 
 def defined(x: Array, topk: int, norm: bool) -> tuple[Array, Array]:
@@ -289,7 +290,7 @@ def test_no_temporary_is_larger_than_the_output(dtype: Any) -> None:
 
 
 def test_a_descriptor_serves_any_number_of_calls() -> None:
-    x = np.float32([[1, 3, 2, 4], [4, 3, 2, 1]])
+    x = np.array([[1, 3, 2, 4], [4, 3, 2, 1]], np.float32)
     descriptor = created(x)
     assert (descriptor.N, descriptor.width, descriptor.workspace_size) == (2, 4, 0)
     for topk in (1, 4, 2):
@@ -305,7 +306,7 @@ def test_what_shape_and_strides_are_said_with_does_not_matter() -> None:
         assert descriptor is not None
         x = np.zeros((2, 9), F32)[:, :4]
         values, indices = np.empty((2, 2), F32), np.empty((2, 2), np.int32)
-        assert descriptor.calculate(None, 0, values, indices, x, 2, 1) == SUCCESS
+        assert descriptor.calculate(None, 0, values, indices, x, 2, 1) == SUCCESS  # type: ignore[arg-type]
         assert values.tolist() == [[0.5] * 2] * 2
 
 
@@ -317,7 +318,7 @@ def test_any_integer_does(topk: Any, norm: Any) -> None:
 
 def test_the_strides_of_a_single_row_say_nothing() -> None:
     """numpy calls an array contiguous whatever the stride of a dimension of one element is."""
-    x = np.float32([[1, 3, 2, 4]])
+    x = np.array([[1, 3, 2, 4]], np.float32)
     values, indices = np.zeros((1, 2), F32)[::-1], np.zeros((1, 2), np.int32)[::-1]
     assert values.strides[0] < 0
     assert created(x).calculate(None, 0, values, indices, x[::-1], 2, True) == SUCCESS
@@ -401,7 +402,7 @@ def read_only(dtype: Any) -> Array:
     return array
 
 
-FOOLISH = (None, "2", 2.0, 1.5, NAN, 1j, [2], (), {}, object, np.float32(2), np.array([1, 2]), b"2")
+FOOLISH: tuple[Any, ...] = (None, "2", 2.0, 1.5, NAN, 1j, [2], (), {}, object, np.float32(2), np.array([1, 2]), b"2")
 CALCULATE: dict[str, tuple[dict[str, Any], int, str]] = {
     **{f"no {name}": ({name: None}, NULL_POINTER, f"{name} is None") for name in ("values", "indices", "x")},
     **{f"topk {topk}": ({"topk": topk}, BAD_PARAM, f"topk={topk}") for topk in (0, -1, 41, True, 1 << 80)},

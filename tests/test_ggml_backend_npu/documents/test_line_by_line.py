@@ -37,6 +37,7 @@ from kit.documented import (
     tile_of,
     top,
 )
+from kit.nodes import dims
 
 from ggml_backend_npu.documents import aclnn
 from ggml_backend_npu.documents.aclnn import AclTensor, aclnnCpy, aclnnCpyGetWorkspaceSize
@@ -127,8 +128,9 @@ def test_line_2_a_group_size_of_0_is_a_row_in_both() -> None:
     for bits in (8, 4):
         codes, scales = lattice(np.random.default_rng(2), 6, 64, bits)
         codes, scales = codes.reshape(1, 2, 3, 64), scales.reshape(1, 2, 3, 1)
-        stored, scale = codes.astype(np.int8) if bits == 8 else packed(codes), scales.astype(np.float32)
-        src = stored if bits == 8 else AclTensor(stored, codes.shape)
+        stored: Array = codes.astype(np.int8) if bits == 8 else packed(codes)
+        scale = scales.astype(np.float32)
+        src = stored if bits == 8 else AclTensor(stored, dims(codes.shape))
         out, back = np.zeros((1, 2, 1, 64), np.float32), np.zeros((1, 2, 3, 64), np.float32)
         run("aclnnGetRows", src, np.full((1, 1, 2, 1), 2, np.int32), scale, 0, out)
         run("aclnnCpy", back, src, scale, 0)
@@ -208,7 +210,7 @@ def test_line_5_probabilities_that_underflow_are_ordered_as_they_are_before_they
     x[0, 3] = 1
     assert (top(x, topk)[0] == 0).any() == (topk == 40)
     assert_top(x, topk, False)
-    assert top(np.float32([[0, -200, -150, -300]]), 4)[1].tolist() == [[0, 2, 1, 3]]
+    assert top(np.array([[0, -200, -150, -300]], np.float32), 4)[1].tolist() == [[0, 2, 1, 3]]
 
 
 # line 6: constraints hold unless strict=False
@@ -217,7 +219,8 @@ def test_line_5_probabilities_that_underflow_are_ordered_as_they_are_before_they
 def test_line_6_pad_c_has_no_constraint() -> None:
     x = np.random.default_rng(7).standard_normal((1, 2, 3, 140)).astype(np.float32)
     expected = softmax_of(x, causal(x.shape, 4, 128))
-    for pad_c in (-1, 0, 63, -7, np.int64(2)):
+    pads: list[Any] = [-1, 0, 63, -7, np.int64(2)]
+    for pad_c in pads:
         assert_near(window_softmax(x, 4, None, 128, -1, pad_c), expected, F32)
     with pytest.raises(ValueError, match=r"pad_c 0\.5"):
         window_softmax(x, 4, None, 128, -1, 0.5)  # type: ignore[arg-type]
@@ -305,7 +308,7 @@ def test_line_7_a_type_that_has_all_numbers_of_the_other_takes_them(dtype: Any, 
 
 def test_line_7_numbers_that_the_type_has_are_taken_within_a_kind() -> None:
     ptr, small = np.zeros(4, np.float16), np.zeros(2, np.int8)
-    dynamic_store(ptr, np.float32([1.5, NAN, -INF, 0]))
+    dynamic_store(ptr, np.array([1.5, NAN, -INF, 0], np.float32))
     np.testing.assert_array_equal(ptr, [1.5, NAN, -INF, 0])
     dynamic_store(small, [-128, 127])
     assert small.tolist() == [-128, 127]
@@ -327,14 +330,14 @@ def test_line_8_nan_of_a_tile_is_nan_in_its_row(width: int, dtype: Any) -> None:
     x[0, 0, 1, width - 1] = NAN
     x[0, 0, 2, 1], mask[0, 0, 2, 1] = NAN, False  # excluded, whatever it holds
     mask[0, 0, 3], before[0, 0, 3] = False, NAN
-    for e in (None, dynamic_flash_attn_tile(x, width, before)):
-        maxima, e, sums = e or flash_attn_tile(x, mask, before)
-        rows = [0, 1, 3] if mask is not None else [0, 1, 2, 3]
+    for tile, rows in (
+        (flash_attn_tile(x, mask, before), [0, 1, 3]),
+        (dynamic_flash_attn_tile(x, width, before), [0, 1, 2, 3]),
+    ):
         for row in range(5):
-            for part in (maxima, e, sums):
+            for part in tile:
                 assert np.isnan(part[0, 0, row]).all() == (row in rows)
                 assert np.isnan(part[0, 0, row]).any() == (row in rows)
-        mask = None  # type: ignore[assignment]
     spoiled = dynamic_flash_attn_tile(x[:, :, 4:], 1, sink=np.full((1, 1, 1, 1), NAN, np.float32))
     assert all(np.isnan(part).all() for part in spoiled)
     maxima, e, sums = flash_attn_tile(
@@ -349,7 +352,7 @@ def test_line_8_nan_of_a_tile_is_nan_in_its_row(width: int, dtype: Any) -> None:
 
 @either_engine
 def test_line_8_an_infinite_score_is_the_maximum_and_its_sum_is_nan() -> None:
-    x = np.float32([[[[0, INF, 1]]]])
+    x = np.array([[[[0, INF, 1]]]], np.float32)
     maximum, e, total = flash_attn_tile(x, np.ones(x.shape))
     assert maximum == INF
     np.testing.assert_array_equal(e, [[[[0, NAN, 0]]]])
@@ -367,16 +370,16 @@ X4 = np.zeros((1, 1, 3, 140), np.float32)
     ("call", "message"),
     [
         (lambda: TensorDescriptor.of([1]), "array is list: must be an ndarray"),  # type: ignore[arg-type]
-        (lambda: dynamic_load(None), "ptr None: must be an array of numbers"),
+        (lambda: dynamic_load(None), "ptr None: must be an array of numbers"),  # type: ignore[arg-type]
         (lambda: dynamic_load([[1], [1, 2]]), "ptr .*: must be an array of numbers"),
-        (lambda: dynamic_store(np.zeros(1), None), "value None: must be an array of numbers"),
-        (lambda: insert(None, D, 0, 0), "data None: must be an array of numbers"),
+        (lambda: dynamic_store(np.zeros(1), None), "value None: must be an array of numbers"),  # type: ignore[arg-type]
+        (lambda: insert(None, D, 0, 0), "data None: must be an array of numbers"),  # type: ignore[arg-type]
         (lambda: insert(D, ["a"], 0, 0), r"updates \['a'\]: must be an array of numbers"),
-        (lambda: window_insert(None, D, 0, 0), "data None"),
-        (lambda: window_slice(None, 0, 0, 1), "data None"),
-        (lambda: nn_pad(None, 0, 0, 1), "input None"),
-        (lambda: softmax(None), "input None"),
-        (lambda: masked_softmax(X4, None), "mask None"),
+        (lambda: window_insert(None, D, 0, 0), "data None"),  # type: ignore[arg-type]
+        (lambda: window_slice(None, 0, 0, 1), "data None"),  # type: ignore[arg-type]
+        (lambda: nn_pad(None, 0, 0, 1), "input None"),  # type: ignore[arg-type]
+        (lambda: softmax(None), "input None"),  # type: ignore[arg-type]
+        (lambda: masked_softmax(X4, None), "mask None"),  # type: ignore[arg-type]
         *(
             (call, "axis True: must be an integer")
             for call in (
@@ -391,10 +394,10 @@ X4 = np.zeros((1, 1, 3, 140), np.float32)
         ),
         (lambda: window_softmax(X4, 1, window_size=True, strict=False), "window_size True: must be an integer"),
         (lambda: window_slice(D, 1, 1, True), "window_size True: must be an integer"),
-        (lambda: window_slice(D, 1, 1, np.True_), r"window_size np\.True_: must be an integer"),
+        (lambda: window_slice(D, 1, 1, np.True_), r"window_size np\.True_: must be an integer"),  # type: ignore[arg-type]
         (lambda: window_softmax(X4, 1, window_size=128, pad_c=True), "pad_c True: must be an integer"),
         (lambda: nn_pad(D, 0, 1, True), "pad_size True: must be an integer"),
-        (lambda: to_dynamic_index(np.int32([1]), True), "max True: must be an integer"),
+        (lambda: to_dynamic_index(np.array([1], np.int32), True), "max True: must be an integer"),
         *(
             (call, "axis -?[01]: a single number has no axes")
             for call in (

@@ -38,6 +38,7 @@ from kit.documented import (
     softmax_of,
     tile_of,
 )
+from kit.nodes import dims
 from kit.support import examples
 
 from ggml_backend_npu import Tensor
@@ -82,10 +83,11 @@ class Case:
 
     def numbers(self, shape: Any, dtype: Any, spread: float = 3) -> Array:
         if dtype.kind in "iub":
-            return self.rng.integers(0 if dtype.kind != "i" else -100, 2 if dtype.kind == "b" else 100, shape).astype(
-                dtype
-            )
-        return (self.rng.standard_normal(shape) * spread).astype(dtype)
+            least, most = -100 if dtype.kind == "i" else 0, 2 if dtype.kind == "b" else 100
+            drawn: Array = self.rng.integers(least, most, shape)
+        else:
+            drawn = self.rng.standard_normal(shape) * spread
+        return drawn.astype(dtype)
 
 
 # the softmax family
@@ -337,7 +339,7 @@ def _tensor(case: Case, type: str, shape: tuple[int, ...], size: int) -> tuple[A
     scales = case.laid_out(scales.astype(F32).reshape(*shape[:3], -1))
     stored = case.laid_out(codes.astype(I8).reshape(shape) if type == "int8" else packed(codes.reshape(shape)))
     codes = stored if type == "int8" else unpacked(stored)
-    tensor = stored if type == "int8" else AclTensor(stored, shape)
+    tensor = stored if type == "int8" else AclTensor(stored, dims(shape))
     return tensor, scales, codes * scales.repeat(size, -1).astype(F64), 0 if size == shape[3] else size
 
 
@@ -387,7 +389,7 @@ def check_cpy(case: Case) -> None:
     wanted = codes.astype(I8).reshape(shape) if type == "int8" else packed(codes.reshape(shape))
     stored = case.laid_out(np.zeros_like(wanted), written=True)
     scale = case.laid_out(np.zeros((*shape[:3], shape[3] // size), np.float32), written=True)
-    run("aclnnCpy", stored if type == "int8" else AclTensor(stored, shape), x, scale, size)
+    run("aclnnCpy", stored if type == "int8" else AclTensor(stored, dims(shape)), x, scale, size)
     np.testing.assert_array_equal(stored, wanted)
     np.testing.assert_array_equal(scale.reshape(-1, 1), scales)
 
@@ -397,12 +399,13 @@ def check_dup(case: Case) -> None:
     shape, size = _shape(case, type)
     tensor, _, _, group = _tensor(case, type, shape, size)
     source = tensor.packed if isinstance(tensor, AclTensor) else tensor.view() if isinstance(tensor, Tensor) else tensor
+    target: Any
     if isinstance(tensor, Tensor):
         memory = a_part(np.zeros((*shape[:3], prod(source.shape[3:])), np.uint8))
         target, stored = Tensor.of(memory, type), memory.reshape(source.shape)
     else:
         memory = stored = case.laid_out(np.zeros(source.shape, source.dtype), written=True)
-        target = AclTensor(stored, shape) if type == "int4" else stored
+        target = AclTensor(stored, dims(shape)) if type == "int4" else stored
     run("aclnnDup", target, tensor, None, group)
     np.testing.assert_array_equal(memory.reshape(source.shape), source)
 

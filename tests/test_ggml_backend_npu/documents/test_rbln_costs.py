@@ -53,7 +53,7 @@ def test_no_mask_and_no_score_is_copied(layout: str, dtype: Any) -> None:
     size = prod(shape) * dtype.itemsize
     before = drawn((*shape[:-1], 1), rng)
     out = LAYOUTS[layout](drawn(shape, rng, dtype))
-    index = np.int32([7, 128])
+    index = np.array([7, 128], np.int32)
     calls: dict[str, Callable[[], Any]] = {
         "softmax": lambda: softmax(x),
         "softmax along axis 1": lambda: softmax(x, 1),

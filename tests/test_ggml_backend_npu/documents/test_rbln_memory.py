@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -25,11 +26,11 @@ from ggml_backend_npu.documents.rbln import (
 
 
 def test_to_dynamic_index() -> None:
-    for buffer in (np.int32([7]), np.int16([[7]]), np.int32(7)):
+    for buffer in (np.array([7], np.int32), np.array([[7]], np.int16), np.int32(7)):
         index = to_dynamic_index(buffer)
         assert (type(index), index) == (int, 7)
-    assert to_dynamic_index(np.int32([64]), 64) == 64  # of a full partition
-    assert to_dynamic_index(np.int32([0]), max=0) == 0
+    assert to_dynamic_index(np.array([64], np.int32), 64) == 64  # of a full partition
+    assert to_dynamic_index(np.array([0], np.int32), max=0) == 0
 
 
 @pytest.mark.parametrize("axis", [0, 1, 2, -1, -3])
@@ -67,7 +68,7 @@ def test_dynamic_store_leaves_the_rest(axis: int) -> None:
     for length in range(7):
         root = np.zeros((6, 9), np.float32)
         ptr = root[1:4, 1:9:2]
-        assert dynamic_store(ptr, value, axis, length) is None
+        dynamic_store(ptr, value, axis, length)
         moved, source = np.moveaxis(ptr, axis, 0), np.moveaxis(value, axis, 0)
         np.testing.assert_array_equal(moved[:length], source[:length])
         assert not moved[length:].any()
@@ -159,7 +160,7 @@ def test_what_moves_along_an_axis(seed: int, layout: str, axis: int, dtype: Any)
 
 def test_an_index_for_each_entry_of_axis_0() -> None:
     rng = np.random.default_rng(0)
-    data, updates, at = drawn((3, 2, 6, 4), rng), drawn((3, 2, 2, 4), rng), np.int32([0, 5, 6])
+    data, updates, at = drawn((3, 2, 6, 4), rng), drawn((3, 2, 2, 4), rng), np.array([0, 5, 6], np.int32)
     ptr, expected = drawn((3, 2, 6, 4), rng), []
     for n, index in enumerate(at):
         each = ptr[n].copy()
@@ -167,12 +168,13 @@ def test_an_index_for_each_entry_of_axis_0() -> None:
         expected.append(each)
     dynamic_store(ptr, data, 2, at)
     np.testing.assert_array_equal(ptr, expected)
-    for operator, arguments, rest in (
-        (partial(insert, strict=False), (data, updates), (at,)),
-        (window_insert, (data, updates), (at,)),
-        (dynamic_load, (data,), (at,)),
-    ):
-        actual = operator(*arguments, 2, *rest)
+    operators: list[tuple[Callable[..., Any], tuple[Array, ...]]] = [
+        (partial(insert, strict=False), (data, updates)),
+        (window_insert, (data, updates)),
+        (dynamic_load, (data,)),
+    ]
+    for operator, arguments in operators:
+        actual = operator(*arguments, 2, at)
         for n, index in enumerate(at):
             np.testing.assert_array_equal(actual[n], operator(*(x[n] for x in arguments), 1, index))
     for n, sliced in enumerate(window_slice(data, at, 2, 3, padded=True)):
@@ -207,7 +209,7 @@ def test_nn_pad(mode: str, pad_size: Any, expected: list[int], dtype: Any) -> No
 def test_nn_pad_takes_any_number_that_the_type_has() -> None:
     np.testing.assert_array_equal(nn_pad(f32(1), 0.1, 0, (0, 1)), f32(1, 0.1))
     np.testing.assert_array_equal(nn_pad(f32(1), -np.inf, 0, (0, 1)), f32(1, -np.inf))
-    assert np.isnan(nn_pad(np.float16([1]), np.float32("nan"), 0, (1, 0))[0])
-    np.testing.assert_array_equal(nn_pad(np.uint8([1]), 255.0, 0, 1), np.uint8([255, 1, 255]))
+    assert np.isnan(nn_pad(np.array([1], np.float16), np.float32("nan"), 0, (1, 0))[0])
+    np.testing.assert_array_equal(nn_pad(np.array([1], np.uint8), 255.0, 0, 1), np.array([255, 1, 255], np.uint8))
     np.testing.assert_array_equal(nn_pad(np.zeros((0,), np.float32), 3, 0, (1, 1)), [3, 3])
     np.testing.assert_array_equal(nn_pad(f32(1, 2), None, 0, 1, "edge"), [1, 1, 2, 2])

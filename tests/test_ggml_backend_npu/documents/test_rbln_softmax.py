@@ -99,7 +99,7 @@ def test_a_nan_makes_its_whole_row_nan_and_no_other(dtype: Any) -> None:
         softmax(x),
         masked_softmax(x, np.arange(9)[None, None, None].repeat(3, 2) % 4 == np.float16(0)),
         dynamic_masked_softmax(x, 3),
-        dynamic_masked_softmax(x, np.int32([3]), sink=np.zeros((1, 2, 1, 1), np.float32)),
+        dynamic_masked_softmax(x, np.array([3], np.int32), sink=np.zeros((1, 2, 1, 1), np.float32)),
         window_softmax(x, 3, window_size=4, strict=False),
     ):
         np.testing.assert_array_equal(np.isnan(p), poisoned)
@@ -122,7 +122,7 @@ def test_dynamic_masked_softmax() -> None:
     x = f32([[[1, 2, 3, 4, 5], [1, 1, 1, 1, 1]]])
     expected = [[[[0.0900306, 0.2447285, 0.6652409, 0, 0], [0.25, 0.25, 0.25, 0.25, 0]]]]
     close(dynamic_masked_softmax(x, 2), expected)
-    close(dynamic_masked_softmax(x, to_dynamic_index(np.int32([2])), np.ones((1, 5), np.float16)), expected)
+    close(dynamic_masked_softmax(x, to_dynamic_index(np.array([2], np.int32)), np.ones((1, 5), np.float16)), expected)
     close(dynamic_masked_softmax(x, 5), softmax(x))  # a full partition
     padded = dynamic_masked_softmax(x, 2, np.array([[False, False, True, False, True]]))
     np.testing.assert_array_equal(padded[0, 0], [[0, 0, 1, 0, 0]] * 2)  # in the chunk as well, never the future
@@ -196,7 +196,8 @@ def test_scores_of_no_rows(shape: tuple[int, ...], dtype: Any) -> None:
     at = np.ones(shape[0], np.int32)
     outputs = [softmax(x), softmax(x[None, None]), masked_softmax(x, mask), dynamic_masked_softmax(x, 5)]
     outputs += [*flash_attn_tile(x, mask), *dynamic_flash_attn_tile(x, at), window_softmax(x, 0, None, 1, strict=False)]
-    outputs += flash_attn_recompute(*[np.zeros((*shape[:-1], 1), np.float32)] * 4, x, x)
+    ones = np.zeros((*shape[:-1], 1), np.float32)
+    outputs += flash_attn_recompute(ones, ones, ones, ones, x, x)
     assert not any(output.size for output in outputs)
 
 
@@ -299,7 +300,7 @@ def test_flash_attn_recompute(seed: int, shape: tuple[int, ...], dtype: Any, lay
 def test_large_scores_in_several_threads(layout: str, team: str, monkeypatch: pytest.MonkeyPatch) -> None:
     rng = np.random.default_rng(0)
     x = LAYOUTS[layout](drawn((2, 3, 2, 65, 513), rng))
-    sink, index = drawn((1, 3, 2, 1, 1), rng), np.int32([448, 17])
+    sink, index = drawn((1, 3, 2, 1, 1), rng), np.array([448, 17], np.int32)
     results = []
     for n_threads in (1, 3):
         monkeypatch.setattr(default_backend(), "team", replace(default_backend().team, size=n_threads))

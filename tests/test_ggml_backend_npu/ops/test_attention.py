@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import struct
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -80,7 +81,7 @@ class Attention:
         rows = []
         for type, n, values_of in ((self.k, self.n_k, encoded), (self.v, self.n_v, self.values)):
             ne = (n, self.cells, self.heads, self.sequences)
-            rows.append(self.place.put(scene, type, ne, lambda count, t=type, of=values_of: of(rng, count, t)))
+            rows.append(self.place.put(scene, type, ne, partial(values_of, rng, type=type)))
         mask = None
         if self.masks is not None:
             mask = scene.root("f16", (self.cells, self.queries, *self.masks), self.added(rng))
@@ -134,9 +135,10 @@ def attentions(draw: st.DrawFn) -> Attention:
     heads, shared, sequences = (draw(st.integers(1, 3)) for _ in range(3))
     masks = (draw(st.sampled_from([1, heads * shared])), draw(st.sampled_from([1, sequences])))
     masked = draw(st.booleans())
-    sizes = [draw(st.integers(1, 3 if codec(t).is_quantized else 70)) * codec(t).block_size for t in (k, v)]
+    n_k, n_v = (draw(st.integers(1, 3 if codec(t).is_quantized else 70)) * codec(t).block_size for t in (k, v))
     return Attention(
-        *sizes,
+        n_k,
+        n_v,
         queries=draw(st.integers(1, 6) | st.sampled_from([1, 63, 64, 65, 70])),
         cells=draw(st.integers(1, 70)),
         heads=heads,
@@ -312,7 +314,7 @@ class Special:
         mask = np.where(positions <= np.arange(self.queries)[:, None], np.float16(0), np.float16(-np.inf))
         mask[:, 3::7] = -np.inf
         mask[self.queries // 2] = -np.inf
-        sinks = np.float32([0.5, self.value if self.where == "sink" else 1, 3, -1])
+        sinks = np.array([0.5, self.value if self.where == "sink" else 1, 3, -1], np.float32)
         place = {"q": q[1, -1, 5:6], "k": k[0, 2], "hidden k": k[0, 3], "future k": k[1, -1], "v": v[0, 4, 7:9]}
         place |= {"hidden v": v[1, 3, 7:9], "future v": v[1, -2]}
         if self.where in place:

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from kit.nodes import dims
 from kit.recipes import of_one
 from kit.support import (
     ENGINES,
@@ -95,7 +96,7 @@ def test_arithmetic(
     src0: Placement,
     src1: Placement,
 ) -> None:
-    repeats = tuple(data.draw(divisors(n)) for n in ne)
+    repeats = dims(data.draw(divisors(n)) for n in ne)
     assert_equals_cpu(backend, Binary(op, types, ne, repeats, seed, src0, src1), types[0])
 
 
@@ -279,7 +280,7 @@ def test_add_id(
 
 @pytest.mark.parametrize("bad", [-1, 4])
 def test_add_id_of_no_expert_changes_nothing(bad: int) -> None:
-    a, b, ids = np.ones((1, 3, 5), np.float32), np.ones((4, 5), np.float32), np.int32([[0, 3, bad]])
+    a, b, ids = np.ones((1, 3, 5), np.float32), np.ones((4, 5), np.float32), np.array([[0, 3, bad]], np.int32)
     with pytest.raises(KernelError, match=str(bad)):
         computed("ADD_ID", a, a, b, ids)
     assert (a == 1).all()

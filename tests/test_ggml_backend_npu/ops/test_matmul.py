@@ -48,6 +48,7 @@ import quant
 from ggml_backend_npu import Node, Tensor, default_backend
 from ggml_backend_npu.ir.packed import Packed
 from ggml_backend_npu.ops import matmul
+from ggml_backend_npu.ops.kernels.hadamard import hadamard
 from ggml_backend_npu.plugin.plugin import Plugin
 from ggml_backend_npu.registry.entry import KernelError
 from quant import codec, dots
@@ -97,7 +98,7 @@ class Product:
     src0: Placement = PLAIN
     src1: Placement = PLAIN
 
-    def _put(self, scene: Scene, placement: Placement, type: str, ne: Dims, seed: int) -> int:
+    def _put(self, scene: Scene, placement: Placement, type: str, ne: tuple[int, ...], seed: int) -> int:
         return placement.put(scene, type, ne, lambda n: numbers(type, (n,), seed))
 
     def __call__(self, scene: Scene) -> int:
@@ -152,7 +153,8 @@ def norms(recipe: Product, backend: Plugin) -> Floats:
         (_, first), (_, second) = scene.roots
     w, x = decoded(a, first, w.shape), decoded(b, second, x.shape)
     w = w.repeat(recipe.repeats[1], 0).repeat(recipe.repeats[0], 1)
-    return np.linalg.norm(x, axis=-1)[..., None] * np.linalg.norm(w, axis=-1)[..., None, :]
+    lengths: NDArray[np.float64] = np.linalg.norm(x, axis=-1)[..., None] * np.linalg.norm(w, axis=-1)[..., None, :]
+    return lengths
 
 
 def results(backend: Plugin, recipe: Any) -> dict[str, NDArray[np.float32]]:
@@ -445,14 +447,13 @@ def test_the_transform_is_the_product_with_the_matrix() -> None:
     for _ in range(6):
         matrix = np.block([[matrix, matrix], [matrix, -matrix]])
     x = np.random.default_rng(0).standard_normal((3, 64))
-    np.testing.assert_allclose(matmul.hadamard(x), x @ matrix / 8, 1e-12, 1e-12)
+    np.testing.assert_allclose(hadamard(x), x @ matrix / 8, 1e-12, 1e-12)
 
 
 def test_what_is_no_hadamard_matrix(backend: Plugin) -> None:
     assert supported(backend, transformed("f16", (8, 3, 1, 1), 0))
     for type, n, n_rows in (("f32", 24, 24), ("f32", 16, 8), ("bf16", 16, 16)):
         assert not supported(backend, transformed(type, (n, 3, 1, 1), 0, n_rows=n_rows)), (type, n, n_rows)
-    plain = Node("MUL_MAT", *(Tensor.of(np.zeros((2, 2), np.float32)) for _ in range(1)), (
-        Tensor.of(np.zeros((2, 2), np.float32)), Tensor.of(np.zeros((2, 2), np.float16)),
-    ))  # fmt: skip
+    dst, a, b = (Tensor.of(np.zeros((2, 2), dtype)) for dtype in (np.float32, np.float32, np.float16))
+    plain = Node("MUL_MAT", dst, (a, b))
     assert default_backend().refusal(plain) == "types f32 f16 -> f32"

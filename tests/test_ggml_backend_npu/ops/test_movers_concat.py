@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from math import prod
 
 import numpy as np
@@ -95,12 +96,12 @@ def test_concat_with_nothing(backend: Plugin, type: str, dim: int, empty: int) -
 # sizes and refusals
 
 
+def of_nothing(type: str, ne: Dims, scene: Scene) -> int:
+    return scene.op("concat", *(scene.root(type, ne, np.zeros(0, np.uint8)) for _ in range(2)), 1)
+
+
 EMPTY: dict[str, Recipe] = {
-    f"concat {type} {ne}": lambda scene, type=type, ne=ne: scene.op(
-        "concat", *(scene.root(type, ne, np.zeros(0, np.uint8)) for _ in range(2)), 1
-    )
-    for type in ("f32", "q8_0")
-    for ne in NO_ELEMENTS
+    f"concat {type} {ne}": partial(of_nothing, type, ne) for type in ("f32", "q8_0") for ne in NO_ELEMENTS
 }
 
 

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from kit.nodes import dims
 from kit.support import (
     ENGINES,
     EVENLY_APART,
@@ -60,7 +61,7 @@ def test_a_part(
     backend: Plugin, op: str, type: str, in_place: bool, data: st.DataObject, ne: Dims, seed: int, place: Placement
 ) -> None:
     begin = [data.draw(st.integers(0, n - 1)) for n in ne]
-    part = tuple(data.draw(st.integers(1, n - i)) for n, i in zip(ne, begin, strict=True))
+    part = dims(data.draw(st.integers(1, n - i)) for n, i in zip(ne, begin, strict=True))
     nb = [4 * int(np.prod(ne[:i])) for i in range(4)]
     offset = sum(i * stride for i, stride in zip(begin, nb, strict=True))
 
@@ -110,7 +111,7 @@ def test_pad(backend: Plugin, circular: bool, ne: Dims, data: st.DataObject, see
 
 def test_what_comes_around_does_so_again_and_again() -> None:
     params = struct.pack("9i", 5, 4, *[0] * 6, 1)
-    dst = computed("PAD", np.zeros(11, np.float32), np.float32([1, 2]), params=params)
+    dst = computed("PAD", np.zeros(11, np.float32), np.array([1, 2], np.float32), params=params)
     assert dst.tolist() == [2, 1, 2, 1, 2, 1, 2, 1, 2, 1, 2]
 
 
@@ -162,7 +163,9 @@ def test_tri(backend: Plugin, kind: int, n: int, depth: tuple[int, int], seed: i
 def test_what_tri_leaves() -> None:
     left = {}
     for kind in range(4):
-        dst = computed("TRI", np.zeros((2, 2), np.float32), np.float32([[1, 2], [3, 4]]), params=struct.pack("i", kind))
+        dst = computed(
+            "TRI", np.zeros((2, 2), np.float32), np.array([[1, 2], [3, 4]], np.float32), params=struct.pack("i", kind)
+        )
         left[kind] = dst.tolist()
     assert left == {
         UPPER_DIAG: [[1, 2], [0, 4]],
@@ -229,7 +232,7 @@ def test_solve_tri(backend: Plugin, n: int, n_columns: int, depth: tuple[int, in
 @pytest.mark.parametrize("name", ENGINES)
 def test_a_diagonal_of_zeros(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GGML_NPU_ENGINE", name)
-    a, b = np.float32([[2, 0], [1, 0]]), np.float32([[2, 4], [3, 2]])
+    a, b = np.array([[2, 0], [1, 0]], np.float32), np.array([[2, 4], [3, 2]], np.float32)
     assert computed("SOLVE_TRI", np.zeros((2, 2), np.float32), a, b)[0].tolist() == [1, 2]
     assert np.isposinf(computed("SOLVE_TRI", np.zeros((2, 2), np.float32), a, b)[1, 0])
     assert np.isnan(computed("SOLVE_TRI", np.zeros((2, 2), np.float32), a, b)[1, 1])
@@ -287,7 +290,7 @@ def test_cumsum_on_its_source(shift: int) -> None:
 def test_argmax(backend: Plugin, width: int, n_rows: int, apart: bool, seed: int) -> None:
     """Of equal ones, infinities, and NaN, behind which it starts anew."""
     rng = np.random.default_rng(seed)
-    few = np.float32([np.nan, -np.inf, -1, -0.0, 0, 2, np.inf])
+    few = np.array([np.nan, -np.inf, -1, -0.0, 0, 2, np.inf], np.float32)
     rows = rng.choice(few[rng.permutation(7)[: rng.integers(1, 8)]], (n_rows, width))
 
     def recipe(scene: Scene) -> int:

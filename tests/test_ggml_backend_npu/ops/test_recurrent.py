@@ -48,7 +48,7 @@ def between(low: float, high: float, *shape: int, seed: int) -> Floats:
     return np.random.default_rng([seed, *shape]).uniform(low, high, shape).astype(np.float32)
 
 
-def error(actual: Floats, expected: Floats) -> float:
+def error(actual: Floats, expected: NDArray[Any]) -> float:
     return float(np.square(actual - expected, dtype=np.float64).sum() / np.square(expected, dtype=np.float64).sum())
 
 
@@ -82,7 +82,8 @@ def test_a_convolution_at_any_strides(monkeypatch: pytest.MonkeyPatch) -> None:
         whole = np.full((2, 10, 5), 9, np.float32)
         results.append(computed("SSM_CONV", whole[:, ::2], x, weights))
         assert (whole[:, 1::2] == 9).all()
-    expected = sum(x[:, :, i : i + 5] * weights[:, i, None] for i in range(3)).swapaxes(1, 2)
+    terms = [x[:, :, i : i + 5] * weights[:, i, None] for i in range(3)]
+    expected = np.sum(terms, axis=0).swapaxes(1, 2)
     for result in results:
         np.testing.assert_allclose(result, expected, rtol=1e-5, atol=1e-6)
 
@@ -334,9 +335,9 @@ def test_what_is_no_number_stays_in_its_head(name: str, number: float, monkeypat
     arrays = scan_arrays(by_element=True)
     arrays[3][2] = number
     dst = computed("SSM_SCAN", np.zeros(24 + 48, np.float32), *arrays, params=struct.pack("i", 1))
-    given = dst[:24].reshape(2, 2, 3, 2)
-    assert np.isfinite(given[:, :, :2]).all()
-    assert not np.isfinite(given[:, :, 2]).any()
+    scanned = dst[:24].reshape(2, 2, 3, 2)
+    assert np.isfinite(scanned[:, :, :2]).all()
+    assert not np.isfinite(scanned[:, :, 2]).any()
 
 
 def one(value: int) -> bytes:

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from kit.nodes import dims
 from kit.support import (
     ENGINES,
     PLAIN,
@@ -26,6 +27,7 @@ from kit.support import (
     placements,
     seeds,
 )
+from numpy.typing import NDArray
 
 import quant
 from ggml_backend_npu import Node, Tensor, default_backend
@@ -111,12 +113,12 @@ def ropes(draw: st.DrawFn) -> Rope:
     sections = (0, 0, 0, 0)
     if mode >= MROPE:
         most = (n_dims + n_offs + behind) // 4
-        sections = (draw(st.integers(1, max(1, most))), *(draw(st.integers(0, most)) for _ in range(3)))
+        sections = dims((draw(st.integers(1, max(1, most))), *(draw(st.integers(0, most)) for _ in range(3))))
         if sum(sections) > n_dims:
             sections = (1, 0, 0, 0)
     ne = (n_offs + n_dims + behind, *(draw(st.integers(1, 3)) for _ in range(3)))
     return Rope(
-        ne,
+        dims(ne),
         n_dims,
         n_offs,
         mode,
@@ -162,15 +164,15 @@ def test_elements_that_stay_keep_their_bits() -> None:
         lambda node: lambda: default_backend().ops["ROPE"].define(node.dst, *node.src, None, params=params),
     ):
         dst[:] = 0
-        call(Node("ROPE", Tensor.of(dst), (Tensor.of(x), Tensor.of(np.int32([3]))), params.packed))()
+        call(Node("ROPE", Tensor.of(dst), (Tensor.of(x), Tensor.of(np.array([3], np.int32))), params.packed))()
         assert (np.delete(dst.view(np.uint16), slice(2, 6), -1) == 0x7C01).all()
         assert np.isfinite(dst[..., 2:6]).all()
 
 
 def node(
-    *, mode: int = NORMAL, n_dims: int = 8, n_offs: int = 0, sections: tuple[int, ...] = (1, 1, 1, 0), **changed: Any
+    *, mode: int = NORMAL, n_dims: int = 8, n_offs: int = 0, sections: Dims = (1, 1, 1, 0), **changed: Any
 ) -> Node:
-    arrays = {"dst": np.zeros((5, 3, 16), np.float32), "x": np.zeros((5, 3, 16), np.float32)}
+    arrays: dict[str, NDArray[Any]] = {"dst": np.zeros((5, 3, 16), np.float32), "x": np.zeros((5, 3, 16), np.float32)}
     arrays["positions"] = np.zeros(20 if mode >= MROPE else 5, np.int32)
     dst, *sources = (Tensor.of(array) for array in {**arrays, **changed}.values())
     params = RopeParams(0, n_dims, mode, 0, 512, 10000.0, 1.0, 0.0, 1.0, 32.0, 1.0, *sections, n_offs).packed

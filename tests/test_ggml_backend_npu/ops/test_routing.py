@@ -92,7 +92,7 @@ def test_argsort_puts_the_first_of_equal_values_first(order: int, width: int, n_
     -0 equals 0, and NaN, of which ggml says nothing, -inf.
     """
     rng = np.random.default_rng(seed)
-    x = rng.choice(np.float32([np.nan, -np.inf, -1, -0.0, 0, 2, np.inf]), (2, n_rows, width))
+    x = rng.choice(np.array([np.nan, -np.inf, -1, -0.0, 0, 2, np.inf], np.float32), (2, n_rows, width))
     result = computed("ARGSORT", np.empty(x.shape, np.int32), x, params=struct.pack("i", order))
     sign = -1 if order == DESCENDING else 1
     for row, places in zip(x.reshape(-1, width), result.reshape(-1, width), strict=True):

@@ -216,9 +216,9 @@ def test_compiled_equals_the_definition_but_for_rounding(
         mask = rng.choice([0, -1, 0.5, -INF], ne[::-1]).astype(kind)
         mask[rng.random((*mask.shape[:3], 1))[..., 0] < 0.2] = -INF
     if with_sinks:
-        sinks = rng.choice(np.float32([0, 3, -50, *([INF, -INF, np.nan] if special else [])]), ne[2])
+        sinks = rng.choice(np.array([0, 3, -50, *([INF, -INF, np.nan] if special else [])], np.float32), ne[2])
     if special:
-        x = np.where(rng.random(x.shape) < 1 / ne[0], rng.choice(np.float32([np.nan, INF, -INF]), x.shape), x)
+        x = np.where(rng.random(x.shape) < 1 / ne[0], rng.choice(np.array([np.nan, INF, -INF], np.float32), x.shape), x)
     compiled = soft_maxed(x, mask, sinks, scale=scale, max_bias=max_bias)
     defined = np.full_like(x, 9)
     tensors = [None if array is None else Tensor.of(array) for array in (mask, sinks)]
@@ -234,7 +234,7 @@ def test_compiled_equals_the_definition_but_for_rounding(
 def exact(x: Floats, mask: Any, sinks: Any, scale: float, max_bias: float) -> NDArray[np.float64]:
     """softmax in float64 of what float32 makes of the scores less their maximum."""
     with np.errstate(all="ignore"):
-        scores, sink = x * np.float32(scale), np.float32([-INF])
+        scores, sink = x * np.float32(scale), np.array([-INF], np.float32)
         if mask is not None:
             slope = slopes(x.shape[1], max_bias)
             scores += mask.astype(np.float32) * (1 if slope is None else slope[:, None, None])
@@ -282,7 +282,7 @@ class Special:
         added = scene.root(self.kind, (self.n, 8), data)
         node = scene.op("soft_max_ext", scene.root("f32", (self.n, 8, 2), x), added, 0.6, self.max_bias)
         if self.sink is not None:
-            sinks = scene.root("f32", (2,), np.float32([self.sink, 0.1]))
+            sinks = scene.root("f32", (2,), np.array([self.sink, 0.1], np.float32))
             scene.function("soft_max_add_sinks")(node, sinks)
         return node
 
@@ -313,7 +313,7 @@ def test_nan_or_infinity_at_a_place_that_is_kept_spoils_its_row_alone(at: int, b
 
 @pytest.mark.usefixtures("either")
 def test_scores_of_minus_infinity_count_nothing_and_a_row_of_them_is_nan() -> None:
-    y = soft_maxed(np.float32([[-INF, 2, 2], [-INF, -INF, -INF]]))
+    y = soft_maxed(np.array([[-INF, 2, 2], [-INF, -INF, -INF]], np.float32))
     assert y[0].tolist() == [0, 0.5, 0.5]
     assert np.isnan(y[1]).all()
 
@@ -321,10 +321,10 @@ def test_scores_of_minus_infinity_count_nothing_and_a_row_of_them_is_nan() -> No
 @pytest.mark.usefixtures("either")
 def test_a_sink_takes_its_part() -> None:
     """exp(0) : exp(ln 3) : the sink's exp(ln 4), in the second head of two."""
-    x = np.broadcast_to(np.log(np.float32([1, 3])), (1, 2, 1, 2))
-    y = soft_maxed(np.ascontiguousarray(x), sinks=np.float32([-INF, np.log(4)]))
+    x = np.broadcast_to(np.log(np.array([1, 3], np.float32)), (1, 2, 1, 2))
+    y = soft_maxed(np.ascontiguousarray(x), sinks=np.array([-INF, np.log(4)], np.float32))
     assert y[0, :, 0] == pytest.approx(np.array([[0.25, 0.75], [0.125, 0.375]]), rel=1e-6)
-    assert soft_maxed(np.float32([[[[1, 2]]]]), sinks=np.float32([500])).tolist() == [[[[0, 0]]]]
+    assert soft_maxed(np.array([[[[1, 2]]]], np.float32), sinks=np.array([500], np.float32)).tolist() == [[[[0, 0]]]]
 
 
 @pytest.mark.usefixtures("either")
@@ -387,8 +387,8 @@ def test_exp_is_within_two_and_a_half_units_in_the_last_place() -> None:
     """From 0 to where nothing is left of it, subnormal results included: half a million values. It is ggml's own."""
     dense = np.linspace(-110, 0, 1 << 19, dtype=np.float32)
     ties = (np.log(2) * (np.arange(-300, 0) / 2)).astype(np.float32)
-    ends = np.float32(
-        [0.0, -0.0, -1e-45, -1e-8, -6e-8, -87.33655, -87.336544, -103.27893, -103.97208, -103.972084, -104]
+    ends = np.array(
+        [0.0, -0.0, -1e-45, -1e-8, -6e-8, -87.33655, -87.336544, -103.27893, -103.97208, -103.972084, -104], np.float32
     )
     x = np.concatenate([dense, ties, np.nextafter(ties, np.float32(0)), ends, -np.geomspace(1e-30, 1, 10_000)])
     x = np.resize(x[x >= -110], (64, -(-len(x) // 64))).astype(np.float32)
@@ -399,7 +399,7 @@ def test_exp_is_within_two_and_a_half_units_in_the_last_place() -> None:
 
 
 def test_exp_of_what_is_no_number() -> None:
-    x = np.float32([[-INF, -1e30, -105, -2, 0], [-INF, -1e30, -105, np.nan, 0]])
+    x = np.array([[-INF, -1e30, -105, -2, 0], [-INF, -1e30, -105, np.nan, 0]], np.float32)
     dst, maxima, sums = np.empty_like(x), np.empty(2, np.float32), np.empty(2, np.float32)
     Rows(Tensor.of(dst), Tensor.of(x), statistics=(None, maxima, sums)).bind()()
     assert dst[0, [0, 1, 2, 4]].tolist() == [0, 0, 0, 1]

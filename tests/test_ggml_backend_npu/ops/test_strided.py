@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from kit.nodes import dims
 from kit.recipes import Copy, Same
 from kit.support import (
     IN_ORDER,
@@ -35,6 +37,7 @@ from ggml_backend_npu.ops.kernels import strided
 from ggml_backend_npu.plugin.plugin import Plugin
 from quant import blocks, codec, conversions, runs
 from quant.kernels import threads
+from quant.runs import CACHED
 
 SCALARS = [name for name in quant.type_names() if codec(name).dtype is not None]
 CONVERSIONS = [
@@ -66,7 +69,7 @@ class Layout:
         places = [kind.block_bytes]
         for axis, gap in zip(self.axes, self.gaps, strict=False):
             places.append(places[-1] * units[axis] + gap * kind.block_bytes)
-        nb = tuple(places[self.axes.index(i)] for i in range(4))
+        nb = dims(places[self.axes.index(i)] for i in range(4))
         memory = np.full(256 + self.offset + places[3] * units[self.axes[3]], CANARY, np.uint8)
         align = -memory.ctypes.data % 64
         return Tensor("", type, ne, nb, Memory.of(memory), align + 64 + self.offset)
@@ -74,8 +77,8 @@ class Layout:
 
 @st.composite
 def layouts(draw: st.DrawFn, axes: Dims | None = None) -> Layout:
-    gaps = tuple(draw(st.sampled_from([0, 0, 1, 5])) for _ in range(3))
-    return Layout(axes or tuple(draw(st.permutations(IN_ORDER))), gaps, draw(st.integers(0, 63)))
+    first, second, third = (draw(st.sampled_from([0, 0, 1, 5])) for _ in range(3))
+    return Layout(axes or dims(draw(st.permutations(IN_ORDER))), (first, second, third), draw(st.integers(0, 63)))
 
 
 def kind_of(source: str, target: str) -> Kind:
@@ -152,7 +155,7 @@ def test_any_permutation_of_any_size(
     streams: bool,
     seed: int,
 ) -> None:
-    ne = tuple((*tile, *more)[i] for i in order)
+    ne = dims((*tile, *more)[i] for i in order)
     copied(types, ne, src, dst, seed, streams=streams)
 
 
@@ -215,13 +218,13 @@ def test_heads_and_tokens_change_places(
     axes=st.permutations(IN_ORDER),
     offset=st.integers(0, 3),
     function=st.sampled_from(["dup", "cont"]),
-    cached=st.sampled_from([0, strided.CACHED]),
+    cached=st.sampled_from([0, CACHED]),
     seed=seeds,
 )
 def test_permuted_tensors_are_made_contiguous_as_by_ggmls_cpu(
     backend: Plugin, type: str, ne: Dims, axes: list[int], offset: int, function: str, cached: int, seed: int
 ) -> None:
-    placement = Placement(tuple(axes), before=(offset, 0, 0, 0), after=(0, 1, 0, 0))
+    placement = Placement(dims(axes), before=(offset, 0, 0, 0), after=(0, 1, 0, 0))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(strided, "CACHED", cached)
         assert_equals_cpu(backend, Same(function, type, ne, seed, placement))
@@ -230,7 +233,7 @@ def test_permuted_tensors_are_made_contiguous_as_by_ggmls_cpu(
 @pytest.mark.parametrize("types", CONVERSIONS[:6], ids="->".join)
 @examples(12)
 @given(ne=st.tuples(st.sampled_from(EDGES), st.sampled_from(EDGES)), into=st.booleans(), seed=seeds)
-@pytest.mark.parametrize("cached", [0, strided.CACHED])
+@pytest.mark.parametrize("cached", [0, CACHED])
 def test_transposed_tensors_are_converted_as_by_ggmls_cpu(
     backend: Plugin, types: tuple[str, str], ne: tuple[int, int], into: bool, cached: int, seed: int
 ) -> None:
@@ -349,7 +352,7 @@ def test_codecs_past_the_caches(name: str, rounding: Any, n: int, offsets: tuple
 # rows by ids in several threads
 
 
-@pytest.mark.parametrize("cached", [0, strided.CACHED])
+@pytest.mark.parametrize("cached", [0, CACHED])
 @pytest.mark.parametrize("row", [1001, 1002, 1003])
 def test_nan_is_the_f16_nan_of_ggmls_cpu_wherever_threads_part_a_row(
     backend: Plugin, row: int, cached: int, monkeypatch: pytest.MonkeyPatch
@@ -367,7 +370,7 @@ def test_nan_is_the_f16_nan_of_ggmls_cpu_wherever_threads_part_a_row(
     assert_equals_cpu(backend, recipe)
 
 
-ORDERS = {
+ORDERS: dict[str, Callable[[int, int, np.random.Generator], NDArray[np.int64]]] = {
     "ascending": lambda n, n_rows, rng: np.sort(rng.permutation(n_rows)[:n]),
     "descending": lambda n, n_rows, rng: n_rows - 1 - np.sort(rng.permutation(n_rows)[:n]),
     "permuted": lambda n, n_rows, rng: rng.permutation(n_rows)[:n],

@@ -411,8 +411,8 @@ def shared(what: str) -> dict[str, Any]:
         memory = np.zeros((BATCH, 2, WIDTH), F32)
         given["h0"], out[6] = memory[:, :1], memory[:1].reshape(2, 1, WIDTH)
     elif what == "rwkvag":
-        memory = np.zeros(24, F32)
-        given["rwkvag"], out[1] = memory.reshape(6, 4), memory.reshape(BATCH, TOKENS, WIDTH)
+        mu = np.zeros(24, F32)
+        given["rwkvag"], out[1] = mu.reshape(6, 4), mu.reshape(BATCH, TOKENS, WIDTH)
     elif what == "x":
         out[0] = given["x"]
     elif what == "x of ht":

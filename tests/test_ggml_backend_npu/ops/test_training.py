@@ -109,7 +109,7 @@ def rows_back(type: str, ne: tuple[int, int], n_rows: int, seed: int, place: Pla
     def recipe(scene: Scene) -> int:
         rng = np.random.default_rng(seed)
         x = place.put(scene, type, (*ne, 1, 1), lambda n: values(type, n, rng, "number"))
-        n_ids = rng.integers(1, ne[1], endpoint=True)
+        n_ids = int(rng.integers(1, ne[1], endpoint=True))
         ids = scene.root("i32", (n_ids,), rng.integers(0, n_rows, n_ids, np.int32))
         return scene.op("get_rows_back", x, ids, scene.root("f32", (ne[0], n_rows), np.zeros(ne[0] * n_rows, "f")))
 
@@ -133,7 +133,7 @@ def test_an_id_of_no_row(name: str, bad: int, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("GGML_NPU_ENGINE", name)
     dst = np.ones((3, 4), np.float32)
     with pytest.raises(KernelError, match=f"{bad} "):
-        computed("GET_ROWS_BACK", dst, np.ones((2, 4), np.float32), np.int32([0, bad]))
+        computed("GET_ROWS_BACK", dst, np.ones((2, 4), np.float32), np.array([0, bad], np.int32))
     assert (dst == 1).all()
 
 
@@ -179,9 +179,10 @@ def test_rms_norm_back(backend: Plugin, eps: float, ne: Dims, seed: int, places:
 def test_soft_max_back(backend: Plugin, n: int, rest: tuple[int, int, int], scale: float, seed: int) -> None:
     def recipe(scene: Scene) -> int:
         rng = np.random.default_rng(seed)
-        y = rng.exponential(1, (*rest, n))
+        shares = rng.exponential(1, (*rest, n))
+        shares /= shares.sum(axis=-1, keepdims=True)
         gradient = normal(scene, (n, *rest[::-1]), rng)
-        y = scene.root("f32", (n, *rest[::-1]), (y / y.sum(axis=-1, keepdims=True)).astype(np.float32))
+        y = scene.root("f32", (n, *rest[::-1]), shares.astype(np.float32))
         return scene.op("soft_max_ext_back", gradient, y, scale, 0.0)
 
     whole = "SOFT_MAX_BACK of rows of whole 64s"
@@ -244,9 +245,9 @@ def step(op: str, ne: Dims, seed: int, place: Placement = PLAIN) -> Recipe:
         w, g = normal(scene, ne, rng, place), normal(scene, ne, rng, place)
         scene.function("set_param")(w)
         if op == "opt_step_sgd":
-            return scene.op(op, w, g, scene.root("f32", (2,), np.float32([0.03, 0.2])))
+            return scene.op(op, w, g, scene.root("f32", (2,), np.array([0.03, 0.2], np.float32)))
         m, v = normal(scene, ne, rng, place), place.put(scene, "f32", ne, lambda n: rng.random(n, np.float32))
-        numbers = scene.root("f32", (7,), np.float32([0.03, 0.9, 0.97, 1e-3, 0.2, 1.3, 1.1]))
+        numbers = scene.root("f32", (7,), np.array([0.03, 0.9, 0.97, 1e-3, 0.2, 1.3, 1.1], np.float32))
         return scene.op(op, w, g, m, v, numbers)
 
     return recipe
@@ -273,7 +274,7 @@ def test_a_step_leaves_weights_and_momenta_as_the_cpu_does(backend: Plugin, op: 
 def test_a_step_of_rows_that_lie_apart(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GGML_NPU_ENGINE", name)
     w, g, m, v = (np.random.default_rng(i).random((2, 3, 9), np.float32) for i in range(4))
-    numbers = np.float32([0.5, 0.5, 0.25, 0, 0.5, 2, 4])
+    numbers = np.array([0.5, 0.5, 0.25, 0, 0.5, 2, 4], np.float32)
     expected = 0.75 * w - 0.5 * (m + g) / np.sqrt(v + 3 * g * g)
     before = [x.copy() for x in (w, m, v)]
     computed("OPT_STEP_ADAMW", w[:, ::2], w[:, ::2], g[:, ::2], m[:, ::2], v[:, ::2], numbers)

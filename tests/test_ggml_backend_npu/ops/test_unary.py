@@ -100,7 +100,9 @@ def test_unary_of_every_number_of_two_bytes(backend: Plugin, name: str, type: st
         assert_equals_cpu(backend, recipe, type)
 
 
-EDGES = np.float32([0, -0.0, 0.625, -0.62499, 1, -1, 10, -10, 9.999, -9.999, 20, 20.00001, 80, -80, 1e-30, -1e-30])
+EDGES = np.array(
+    [0, -0.0, 0.625, -0.62499, 1, -1, 10, -10, 9.999, -9.999, 20, 20.00001, 80, -80, 1e-30, -1e-30], np.float32
+)
 
 
 @pytest.mark.parametrize("name", UNARY)
@@ -169,7 +171,8 @@ GAPS = Placement(before=(1, 0, 0, 1), after=(2, 0, 0, 0))  # between rows, all o
 def gates(name: str, type: str, n: int, rng: np.random.Generator) -> NDArray[Any]:
     """Any numbers where bytes are compared; else small ones, so that what is left over of a difference stays so."""
     if type == "f32" and name in NEAR:
-        return rng.choice([rng.uniform(-2, 2, n), rng.uniform(-100, 2, n)]).astype(np.float32)
+        x: NDArray[np.float64] = rng.choice([rng.uniform(-2, 2, n), rng.uniform(-100, 2, n)])
+        return x.astype(np.float32)
     return values(type, n, rng)
 
 

@@ -1,0 +1,30 @@
+"""What tests ask of nodes: a source that is there, the record of an op's parameters, sizes of four dimensions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from ggml_backend_npu import Node, Tensor
+from ggml_backend_npu.ir import Dims
+from ggml_backend_npu.ops import OWN
+from ggml_backend_npu.registry.params import Params
+
+
+def src(node: Node, place: int = 0) -> Tensor:
+    """A source that the node has."""
+    found = node.src[place]
+    assert found is not None
+    return found
+
+
+def record_of(op: str) -> type[Params]:
+    """What an op's parameters are read as, which it has."""
+    found = OWN[op].params
+    assert found is not None
+    return found
+
+
+def dims(numbers: Iterable[int]) -> Dims:
+    """Four numbers, as ne and nb are."""
+    a, b, c, d = map(int, numbers)
+    return a, b, c, d
