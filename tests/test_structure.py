@@ -320,7 +320,7 @@ WITHOUT_TESTS = {
     "ggml_backend_npu/registry": "cases checks entry exact mistakes probes shapes",
     "graph_runner/base": "endings errors files models python settings tiny",
     "graph_runner/bench": "calls codecs measure memcpy models movers nodes operators ops plot report run splits",
-    "graph_runner/cli": "app cache capture codes command common devices doctor failures ops options plugin replay test",
+    "graph_runner/cli": "app cache capture codes command common doctor failures ops options plugin replay test",
     "graph_runner/diagnosis": "altered case numbers places words written",
     "graph_runner/diff": "judge leaves lockstep logits run sides state together turns walks",
     "graph_runner/judging": "footprints mistakes results spans",
