@@ -1,0 +1,75 @@
+"""Devices of other backends beside ggml's CPU, by a diff, in models that ggml's test-llama-archs writes: ggml-blas with
+a BLAS of our own (ACCEL, host memory), and a ggml-rpc-server on loopback (GPU, memory of its own).
+
+    python tests/tools/partners.py FOLDER             20 models on each partner
+    python tests/tools/partners.py FOLDER --every 1   all 140
+
+Prints a table: models, nodes of the own run by what became of them, verdicts, seconds; and each node that is wrong.
+Exits with 1 if one is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+if __name__ == "__main__":  # what tests share lies beside this folder
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+from kit.backends import blas, rpc_library, served
+from rich.console import Console
+from rich.table import Table
+from tools.architectures import models
+
+from graph_runner.base.settings import Settings
+from graph_runner.diff.run import DiffOptions, DiffResult, diff
+from graph_runner.run.devices import Devices
+
+_TOKENS = 40  # of a prompt: ggml-blas takes products of 32 columns and more
+_CHARACTERS = 5  # that a token of these models has
+
+
+def compared(model: Path, device: str, devices: Devices) -> DiffResult:
+    """A diff of a model on a partner, without flash attention."""
+    letters = random.Random(model.stem).choices("abcdefghijklmnopqrstuvwxyz ", k=_CHARACTERS * _TOKENS)
+    settings = Settings(flash_attention="off")
+    return diff(model, "".join(letters), DiffOptions(steps=1, device=device, devices=devices, settings=settings))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path, metavar="FOLDER", help="for models and what is built")
+    parser.add_argument("--every", type=int, default=7, metavar="N", help="each N-th model")
+    options = parser.parse_args()
+    os.environ["GGML_NO_BACKTRACE"] = "1"
+    files, wrong = models(options.folder)[:: options.every], 0
+    shown = Table("partner", "models", "judged", "on the CPU", "verdicts", "wrong", "seconds")
+    with served(options.folder / "server.log") as (address, _):
+        devices = Devices((rpc_library(), blas(options.folder)), (address,))
+        for device in ("RPC0", "BLAS"):
+            fates, verdicts, begin = Counter[str](), Counter[str](), time.perf_counter()
+            for file in files:
+                result = compared(file, device, devices)
+                fates.update({str(fate.value): n for fate, n in result.fates.items()})
+                verdicts.update(str(node.verdict) for node in result.nodes)
+                for node in result.wrong:
+                    wrong += 1
+                    print(f"{device}, {file.stem}: {node.op} {node.name!r}, step {node.step}: {node.verdict}")
+                if not result and not result.wrong:
+                    wrong += 1
+                    print(f"{device}, {file.stem}: {result.stopped or 'the run ends elsewhere'}")
+            words = ", ".join(f"{count:,} {name}" for name, count in verdicts.most_common())
+            seconds = f"{time.perf_counter() - begin:.0f}"
+            counts = (f"{len(files)}", f"{fates['judged']:,}", f"{fates['on the CPU']:,}")
+            shown.add_row(device, *counts, words, str(wrong), seconds)
+    Console(width=None if sys.stdout.isatty() else 140).print(shown)
+    return int(wrong > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
