@@ -164,6 +164,9 @@ class ForeignMemory:
         size = int(self._ggml.ggml_backend_buffer_get_size(handle))
         known = self._buffers.get(begin)
         if known is None or (known.handle, known.size) != (handle, size):
+            gone = [at for at, each in self._buffers.items() if at < begin + size and begin < at + each.size]
+            for at in gone:  # of a graph or a session before
+                del self._buffers[at]
             self._buffers[begin] = Buffer(handle, size, begin, self, None)
             self._spans = sorted(self._buffers)
 

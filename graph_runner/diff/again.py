@@ -119,8 +119,8 @@ class Again:
     def _run(self, settings: Settings, observer: Walk | None = None) -> list[Logits]:
         found = []
         with self._opened(settings, observer) as session:
-            if observer is not None and session.npu is not None:
-                observer.read = session.npu.bytes_at
+            if observer is not None and settings.device != "cpu":
+                observer.side = self._device
             for step, tokens in enumerate(self._batches):
                 if step and observer is not None:
                     observer.next_step()

@@ -260,27 +260,28 @@ class _InStep:
         with ExitStack() as stack:
             plain = replace(self._ours.options, fusion="off")
             own_kernels = Backend("NPU's own kernels", options=plain, numerics=self._ours.numerics)
-            device = self._side(stack, self._asked.device, self._ours)
-            reference = self._side(stack, self._asked.reference, own_kernels, NPU)
+            cpu = stack.enter_context(Replica(self._ggml, CPU, threads=self._settings.threads))
+            device = self._side(stack, cpu, self._asked.device, self._ours)
+            reference = self._side(stack, cpu, self._asked.reference, own_kernels, is_reference=True)
             if reference.foreign is not None and reference.foreign.takes_layers:
                 why = "its memory is its own; a reference works in the host's"
                 raise BadInputError(f"--reference {self._asked.reference!r}: {why}")
             self._sides = Sides(reference, device)
             return self._run()
 
-    def _side(self, stack: ExitStack, name: str, backend: Backend, called: str | None = None) -> Side:
+    def _side(self, stack: ExitStack, cpu: Replica, name: str, backend: Backend, *, is_reference: bool = False) -> Side:
         """Returns a side: "CPU", "NPU", or a device that ggml calls so.
 
+        cpu      computes nodes on ggml's CPU
         backend  of "NPU"
-        called   what each page calls it: its own name if omitted
         """
         if name == NPU:
-            return Own(self._ggml, backend, called)
+            return Own(self._ggml, backend, NPU if is_reference else None)
         if name == CPU:
-            return Cpu(stack.enter_context(Replica(self._ggml, CPU, threads=self._settings.threads)))
+            return Cpu(cpu)
         found = self._asked.devices.named(self._ggml, name)
         replica = stack.enter_context(Replica(self._ggml, found.handle))
-        return Foreign(self._ggml, found, replica, self._layers)
+        return Foreign(self._ggml, found, replica, self._layers, cpu if is_reference else None)
 
     def _run(self) -> DiffResult:
         device = self._sides.device

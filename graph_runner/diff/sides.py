@@ -20,7 +20,7 @@ from ggml_backend_npu.ir.packed import Packed
 from ggml_backend_npu.plugin.foreign import ForeignDevice, ForeignMemory
 from ggml_backend_npu.plugin.plugin import Plugin
 from ggml_backend_npu.plugin.replica import Replica
-from graph_runner.base.settings import ALL_LAYERS, DeviceName, Settings
+from graph_runner.base.settings import DeviceName, Settings
 
 CPU, NPU = "CPU", "NPU"
 
@@ -179,13 +179,16 @@ class Foreign(Side):
 
     replica  of it, which computes nodes
     layers   that llama.cpp offloads to it, if it takes any
+    instead  computes the nodes that it does not take, if it is a reference
     """
 
     device = "foreign"
 
-    def __init__(self, ggml: Ggml, device: ForeignDevice, replica: Replica, layers: int = ALL_LAYERS) -> None:
+    def __init__(
+        self, ggml: Ggml, device: ForeignDevice, replica: Replica, layers: int, instead: Replica | None = None
+    ) -> None:
         self.name, self.foreign, self._own = device.name, device, device
-        self._layers = layers if device.takes_layers else 0
+        self._layers, self._instead = layers if device.takes_layers else 0, instead
         self.backend = Backend(device.name, ops=(), fusions=())
         self._ggml, self._replica, self._memory = ggml, replica, ForeignMemory(ggml)
 
@@ -197,7 +200,8 @@ class Foreign(Side):
         return self._replica.refusal(node)
 
     def compute(self, node: Node) -> None:
-        self._replica.compute(node)
+        takes = self._instead is None or self._replica.refusal(node) is None
+        (self._replica if takes else self._instead or self._replica).compute(node)
 
     def runs_with(self, settings: Settings) -> Settings:
         return replace(settings, device=self.device, gpu_layers=self._layers)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 from ggml_backend_npu.ggml import convert
 from ggml_backend_npu.ggml.lib import Ggml
 from graph_runner.diff.contents import digest_of
+from graph_runner.diff.sides import Side
 
 Place = tuple[int, int]  # a node's step, and its place in that
 
@@ -17,10 +16,10 @@ class Walk:
     """An observer that counts nodes in the same way as a diff.
 
     step  the current step; incremented before each step but the first
-    read  returns the bytes of a span of the run's memory
+    side  whose memory the run's tensors may lie in; None: the host's
     """
 
-    read: Callable[[int, int], Any] = staticmethod(convert.bytes_at)
+    side: Side | None = None
 
     def __init__(self, ggml: Ggml) -> None:
         self.ggml, self.step, self._place = ggml, 0, -1
@@ -41,7 +40,10 @@ class Walk:
     def digest(self, address: int) -> int:
         """Returns the digest of a node's result."""
         dst = convert.tensor(self.ggml, address)
-        return digest_of(dst.address, dst.nbytes, self.read)
+        if self.side is None:
+            return digest_of(dst.address, dst.nbytes)
+        self.side.sees(address)
+        return digest_of(dst.address, dst.nbytes, self.side.bytes_at)
 
     def looks_at(self, place: Place, address: int) -> bool:
         """Returns whether to observe the node after it has run."""

@@ -126,6 +126,16 @@ def test_a_library_is_the_reference(library: Path, tmp_path: Path) -> None:
     assert (result["reference"], result["device"]) == ("BLAS", "CPU")
 
 
+@pytest.mark.conformance
+def test_a_library_is_compared_with_a_server(library: Path, tmp_path: Path) -> None:
+    """Neither side is the CPU or the NPU. What BLAS does not take, the CPU computes in its place."""
+    with served(tmp_path / "log") as (address, _):
+        devices = ["--backend", library, "--backend", rpc_library(), "--rpc", address]
+        outcome, result = diff(tmp_path, "--reference", "BLAS", "--device", "RPC0", *devices, "--steps", 1)
+    assert outcome.code == 0, outcome.out + outcome.err
+    assert (result["reference"], result["device"]) == ("BLAS", "RPC0")
+
+
 # a server
 
 
@@ -143,6 +153,13 @@ def test_a_server_is_right(server: str, tmp_path: Path) -> None:
     assert "own run of RPC0: 250 nodes (245 on RPC0, 5 on the CPU)" in outcome.out
     listed = fresh("devices", "--backend", rpc_library(), "--rpc", server).out
     assert "RPC0" in listed
+
+
+@pytest.mark.conformance
+def test_a_server_gives_the_same_each_time(server: str, tmp_path: Path) -> None:
+    options = ["--device", "RPC0", "--backend", rpc_library(), "--rpc", server, "--steps", 1, "--repeat", 3, "--strict"]
+    outcome, _ = diff(tmp_path, *options)
+    assert outcome.code == 0, outcome.out + outcome.err
 
 
 @pytest.mark.conformance
