@@ -40,7 +40,7 @@ _WHOLE: dict[str, tuple[int, ...]] = {
         ("GATED_DELTA_NET", "GATED_LINEAR_ATTN", "RWKV_WKV6", "RWKV_WKV7", "SSM_SCAN", "SSM_CONV"), (*range(8),)
     ),
     "SOFT_MAX": (1, 2), "ARGSORT": (0,), "TOP_K": (0,), "SUM_ROWS": (0,),
-    "CLAMP": (0,), "SOFT_MAX_BACK": (0, 1), "POOL_2D": (0,),  # whose CPU goes on by nb1 or nb2 alone
+    "CLAMP": (0,),  # whose CPU goes from row to row by nb1 alone
 }  # fmt: skip
 
 
@@ -213,6 +213,8 @@ def _view(rng: Rng, x: Tensor, in_rows: bool = False) -> Tensor:
         offset += stride * int(before[axis])
         stride *= int(before[axis] + units[axis] * (1 + steps[axis]) + after[axis])
     made = replace(x, nb=dims(nb), memory=Memory.of(np.full(stride, _GAP, np.uint8)), offset=offset)
+    if made.is_contiguous():  # where a dimension has one element, ggml's CPU may still go from row to row by its nb
+        made = replace(made, nb=x.nb)
     made.view()[...] = x.view()
     return made
 
