@@ -14,7 +14,6 @@ def devices(*, device_file: DeviceFile = None, options: DeviceOptions) -> None:
     """
     import ggml_backend_npu
     from ggml_backend_npu.default import default_backends
-    from ggml_backend_npu.device.backend import DeviceBackend
     from ggml_backend_npu.ggml.lib import list_devices
     from graph_runner.judging.promises import promises
 
@@ -27,9 +26,9 @@ def devices(*, device_file: DeviceFile = None, options: DeviceOptions) -> None:
         shown.add_row(device.name, device.type, device.backend, device.description)
     console = Console()
     console.print(shown)
-    if isinstance(npu.backend, DeviceBackend):
+    if not npu.backend.ops:
         for backend in default_backends():
-            computed = " ".join(sorted(backend.ops))
+            computed = " ".join(sorted(backend.op_names))
             console.print(f"ggml {ggml.version}; {backend.name} may take: {computed}", highlight=False)
         return
     chosen = npu.backend.options.profile

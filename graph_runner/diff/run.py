@@ -14,7 +14,7 @@ from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from ggml_backend_npu import Backend, Graph, Node, Tensor, default_backend
+from ggml_backend_npu import AnyBackend, Backend, Graph, Node, Tensor, default_backend
 from ggml_backend_npu.device.faults import MemoryFault
 from ggml_backend_npu.ggml import lib
 from ggml_backend_npu.ops.kernels import strided
@@ -190,7 +190,7 @@ class DiffOptions:
     ops: Collection[str] | None = None
     reference: str = "CPU"
     device: str = "NPU"
-    backend: Backend | None = None
+    backend: AnyBackend | None = None
     rules: Rules | None = None
     reproducers: Path | None = None
     strict: bool = False
@@ -384,11 +384,11 @@ class _InStep:
             result.ending = again.natural(result.ending)
 
 
-def _names(backend: Backend) -> set[str]:
-    return {*backend.ops, *(fusion.name for fusion in backend.fusions)}
+def _names(backend: AnyBackend) -> set[str]:
+    return {*backend.op_names, *(fusion.name for fusion in backend.fusions)}
 
 
-def chosen_ops(ops: str | None, backend: Backend) -> set[str] | None:
+def chosen_ops(ops: str | None, backend: AnyBackend) -> set[str] | None:
     """Returns the names of a backend's ops and fusions in a comma-separated text. Raises BadInputError for an unknown
     one."""
     if ops is None:

@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ggml_backend_npu import Backend, Node
+from ggml_backend_npu import AnyBackend, Backend, Node
 from ggml_backend_npu.backend.fusion import Fusion
 from ggml_backend_npu.backend.plan import Plan
-from ggml_backend_npu.device.backend import DeviceBackend
+from ggml_backend_npu.device.backend import checks_of
 from ggml_backend_npu.device.faults import Checks
 from ggml_backend_npu.ggml import convert
 from ggml_backend_npu.ggml.convert import Read
@@ -37,7 +37,7 @@ class Side(ABC):
 
     name: str
     device: DeviceName
-    backend: Backend
+    backend: AnyBackend
     plugin: Plugin | None = None
     checks: Checks | None = None
 
@@ -135,10 +135,9 @@ class Own(Side):
 
     device = "npu"
 
-    def __init__(self, ggml: Ggml, backend: Backend, name: str | None = None) -> None:
+    def __init__(self, ggml: Ggml, backend: AnyBackend, name: str | None = None) -> None:
         self.name, self.backend = name or backend.name, backend
-        if isinstance(backend, DeviceBackend):
-            self.checks = backend.checks = Checks()
+        self.checks = checks_of(backend)
         self.plugin = Plugin(ggml, backend)
 
     def refusal(self, node: Node) -> str | None:
@@ -148,7 +147,7 @@ class Own(Side):
         self.backend.compute(node)
 
 
-def side(kind: str, ggml: Ggml, cpu: Replica, backend: Backend, name: str | None = None) -> Side:
+def side(kind: str, ggml: Ggml, cpu: Replica, backend: AnyBackend, name: str | None = None) -> Side:
     """Returns a side of a kind: "CPU", or "NPU", a backend of this project. Raises BadInputError for any other kind.
 
     cpu   computes nodes on ggml's CPU

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ggml_backend_npu import Backend, Graph, Memory, Tensor, default_backend
+from ggml_backend_npu import AnyBackend, Graph, Memory, Tensor, default_backend
 from ggml_backend_npu.ggml import lib
 from ggml_backend_npu.plugin.replica import Replica
 from graph_runner.judging.compare import compare
@@ -48,7 +48,7 @@ def replay(
     path: Path,
     device: str | None = None,
     *,
-    backend: Backend | None = None,
+    backend: AnyBackend | None = None,
     rules: Rules | None = None,
     repeat: int = 1,
     seen: Callable[[NodeResult], None] = lambda node: None,
@@ -84,19 +84,19 @@ def replay(
 
 
 @contextmanager
-def _computer(device: str, backend: Backend, trace: Trace) -> Iterator[Backend | Replica]:
+def _computer(device: str, backend: AnyBackend, trace: Trace) -> Iterator[AnyBackend | Replica]:
     if device.upper() != NPU:
         with Replica(lib.ggml(), device, threads=trace.origin.threads) as replica:
             yield replica
         return
-    like = backend.like(NPU, options=backend.options.to_compare)
+    like = backend.like(options=backend.options.to_compare)
     like.numerics = replace(backend.numerics, rounding=trace.origin.rounding)
     like.team = replace(backend.team, size=trace.origin.threads)
     yield like
 
 
 def _replayed(
-    recorded: Recorded, computer: Backend | Replica, rules: Rules, repeat: int, footprints: Footprints
+    recorded: Recorded, computer: AnyBackend | Replica, rules: Rules, repeat: int, footprints: Footprints
 ) -> NodeResult:
     """Returns the first wrong result of the runs, or the last result."""
 
