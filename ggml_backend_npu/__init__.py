@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from ggml_backend_npu import names
 
 if TYPE_CHECKING:
+    from ggml_backend_npu.backend.backend import AnyBackend as AnyBackend
     from ggml_backend_npu.backend.backend import Backend as Backend
     from ggml_backend_npu.backend.options import DeviceError as DeviceError
     from ggml_backend_npu.backend.options import Options as Options
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 names.check("quant")
 
 _PUBLIC = {
+    "AnyBackend": "backend.backend",
     "Backend": "backend.backend",
     "Buffer": "ir.buffer",
     "Device": "device.device",

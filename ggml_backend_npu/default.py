@@ -8,7 +8,7 @@ from functools import cache
 from os import PathLike
 from typing import overload
 
-from ggml_backend_npu.backend.backend import Backend
+from ggml_backend_npu.backend.backend import AnyBackend, Backend
 from ggml_backend_npu.backend.kernel_files import load_kernels, named_by_the_environment
 from ggml_backend_npu.backend.options import DeviceError
 from ggml_backend_npu.device.backend import DeviceBackend, backends_of
@@ -24,20 +24,20 @@ from ggml_backend_npu.registry.params import Params
 
 
 @cache
-def default_backends() -> tuple[Backend, ...]:
+def default_backends() -> tuple[AnyBackend, ...]:
     """The backends that `ggml_backend_npu.register()` registers: those of the devices of GGML_NPU_DEVICE_FILE, if that
     is set, else this project's own. Raises DeviceError."""
     name = os.environ.get("GGML_NPU_DEVICE_FILE")
     return tuple(backends_of(name)) if name else (Backend(),)
 
 
-def default_backend() -> Backend:
+def default_backend() -> AnyBackend:
     """The backend that `ggml_backend_npu.op` adds to, and that is meant if none is named: the first of
     `default_backends`. Raises DeviceError."""
     return default_backends()[0]
 
 
-def only_backend() -> Backend:
+def only_backend() -> AnyBackend:
     """The default backend, if one device runs a model. Raises DeviceError if GGML_NPU_DEVICE_FILE names several."""
     first, *others = default_backends()
     if others:
@@ -85,7 +85,7 @@ def op(
 
 
 @overload
-def register(backend: Backend | None = None, *, into: str | PathLike[str] | None = None) -> Plugin:
+def register(backend: AnyBackend | None = None, *, into: str | PathLike[str] | None = None) -> Plugin:
     """Registers a backend, or the default one. Always returns the registered backend."""
 
 
@@ -94,7 +94,7 @@ def register(backend: Device, *, into: str | PathLike[str] | None = None) -> Plu
     """Registers a device. Returns None while a file of devices is loaded."""
 
 
-def register(backend: Backend | Device | None = None, *, into: str | PathLike[str] | None = None) -> Plugin | None:
+def register(backend: AnyBackend | Device | None = None, *, into: str | PathLike[str] | None = None) -> Plugin | None:
     """Makes a backend's device known to the ggml inside llama-cpp-python. A second call for the same one changes
     nothing.
 

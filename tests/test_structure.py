@@ -92,6 +92,15 @@ def test_no_call_of_the_runner_takes_many_parameters() -> None:
     assert [each for each in found if not each.startswith("graph_runner.cli.")] == []
 
 
+def test_backends_and_memory_are_what_their_types_say() -> None:
+    """No override that a type checker must overlook; one place asks whether a backend is a device's."""
+    texts = {module.as_posix(): (ROOT / module).read_text() for module in MODULES}
+    rooms = tuple(f"ggml_backend_npu/{room}/" for room in ("backend", "device", "ir", "plugin"))
+    assert [name for name, text in texts.items() if name.startswith(rooms) and "type: ignore" in text] == []
+    asks = [name for name, text in texts.items() if ", DeviceBackend)" in text]
+    assert asks == ["ggml_backend_npu/device/backend.py"]
+
+
 def test_llama_cpp_is_imported_where_ggml_is_found_and_where_models_run() -> None:
     assert not outside(importers("llama_cpp"), "ggml_backend_npu/ggml/", "graph_runner/")
 

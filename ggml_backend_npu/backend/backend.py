@@ -1,12 +1,13 @@
-"""A backend: the ops, options, numerics and threads of one device in one object, and what follows from them.
+"""A backend: what it takes, and how its nodes and graphs are computed; and the one whose kernels are in Python.
 
 A process may have several, each registered with ggml as its own device (`ggml_backend_npu.register`).
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -19,7 +20,8 @@ from ggml_backend_npu.backend.plan import Plan
 from ggml_backend_npu.ggml import codecs
 from ggml_backend_npu.ggml.numerics import Numerics
 from ggml_backend_npu.ir import Graph, Node
-from ggml_backend_npu.ir.memory import DeviceMemory, OwnMemory
+from ggml_backend_npu.ir.buffer import OwnMemory
+from ggml_backend_npu.ir.memory import DeviceMemory
 from ggml_backend_npu.ops import OWN
 from ggml_backend_npu.registry.entry import Call, KernelError, Op
 from quant.kernels.jit import engine
@@ -65,42 +67,30 @@ class Ops(Mapping[str, Op]):
             self._changed()
 
 
-class Backend:
-    """What one device computes, and how.
+class AnyBackend(ABC):
+    """One device of ggml: what it takes, and how its nodes and graphs are computed. `Backend` computes by kernels in
+    Python, `DeviceBackend` by a `Device`. Another one has its own `description`, `op_names`, `kernel_refusal`,
+    `compute`, `plan` and `like`.
 
-        register(Backend("NPU1", ops=[*OWN.values(), mine], options=Options(memory="device")))
-
-    name     of the device in ggml's registry
-    ops      default: the project's own
+    name, description  of the device in ggml's registry
+    ops      its kernels in Python, by name; a user's are added to them
     options  default: those of the environment
-    fusions  patterns of nodes that it runs as one operator; default: the project's own
-
-    A process has one ggml. From it come two more defaults, which all backends share:
-
-    numerics  what ggml's CPU computes, with `options.matmul`
-    team      the threads that run its kernels: ggml's, once the backend is registered; a pool before
+    team     the threads that run its kernels: ggml's, once the backend is registered; a pool before
+    runs_without_python  whether it runs graphs that come again without Python
 
     Options are read when they are first needed: a program may add ops before that, and hears of a wrong variable only
     then. Every change gives a new `version`, because older plans hold the old kernels.
     """
 
-    description = "Python kernels (ggml-backend-npu)"
-    runs_without_python = True  # runs graphs that come again
+    description: str
+    runs_without_python = False
 
-    def __init__(
-        self,
-        name: str = "NPU",
-        *,
-        ops: Iterable[Op] | None = None,
-        options: Options | None = None,
-        numerics: Numerics | None = None,
-        team: Team = POOL,
-        fusions: Iterable[Fusion] = FUSIONS,
-    ) -> None:
-        self.name = name
-        self.ops = Ops(OWN.values() if ops is None else ops, self._changed)
-        self.team = team
-        self._options, self._numerics, self._fusions = options, numerics, tuple(fusions)
+    def __init__(self, name: str, options: Options | None = None, ops: Iterable[Op] = ()) -> None:
+        self.name, self._options = name, options
+        self.ops = Ops(ops, self._changed)
+        self.team = POOL
+        self._numerics: Numerics | None = None
+        self._fusions: tuple[Fusion, ...] = ()
         self._version = np.zeros(1, np.int64)
 
     def _changed(self) -> None:
@@ -130,17 +120,6 @@ class Backend:
         self._changed()
 
     @property
-    def fusions(self) -> tuple[Fusion, ...]:
-        """The patterns of nodes that it may run as one operator; `options.fusion` says whether it does."""
-        return self._fusions
-
-    @fusions.setter
-    def fusions(self, fusions: Iterable[Fusion]) -> None:
-        """Sets the fusions, which makes older plans void."""
-        self._fusions = tuple(fusions)
-        self._changed()
-
-    @property
     def numerics(self) -> Numerics:
         """Its arithmetic: as given, or that of the bound ggml's CPU; always with `options.matmul`."""
         return replace(self._numerics or codecs.bound(), matmul=self.options.matmul)
@@ -149,6 +128,28 @@ class Backend:
     def numerics(self, numerics: Numerics) -> None:
         """Sets the arithmetic, which makes older plans void."""
         self._numerics = numerics
+        self._changed()
+
+    @abstractmethod
+    def like(self, *, options: Options | None = None) -> AnyBackend:
+        """Another backend of the same device, with the same or other options."""
+
+    def memory(self) -> OwnMemory | None:
+        """New memory of the device's own; None if tensors stay in ggml's buffers. Raises DeviceError for a device that
+        cannot be opened."""
+        return None
+
+    # fusions
+
+    @property
+    def fusions(self) -> tuple[Fusion, ...]:
+        """The patterns of nodes that it may run as one operator; `options.fusion` says whether it does."""
+        return self._fusions
+
+    @fusions.setter
+    def fusions(self, fusions: Iterable[Fusion]) -> None:
+        """Sets the fusions, which makes older plans void."""
+        self._fusions = tuple(fusions)
         self._changed()
 
     @property
@@ -161,6 +162,93 @@ class Backend:
         """The ops with which a fused pattern may begin; none where `fuses` is False."""
         return frozenset(fusion.ops[0].name for fusion in self._fusions) if self.fuses else frozenset()
 
+    def longest_fusion(
+        self, graph: Graph, begin: int, among: Iterable[Fusion] | None = None
+    ) -> tuple[Fusion, Fused] | None:
+        """The longest pattern of nodes, from node `begin` on, that the backend runs as one operator; None where there
+        is none.
+
+        among  the fusions to try; default: all of the backend's
+        """
+        return longest(graph, begin, self._fusions if among is None else among, self.ops)
+
+    # nodes
+
+    @property
+    def op_names(self) -> Collection[str]:
+        """The ops of which it may take nodes."""
+        return self.ops
+
+    def offers(self, op: str) -> bool:
+        """Whether nodes of an op may be placed on the device, if no kernel refuses them. Also True of an op that is not
+        among `op_names`; `refusal` turns it away."""
+        return True
+
+    def refusal(self, node: Node) -> str | None:
+        """Why the backend does not take the node: no kernel does, or the profile does not. None where it takes it."""
+        return self.kernel_refusal(node) or self.options.profile.refusal(node)
+
+    def kernel_refusal(self, node: Node) -> str | None:
+        """Why no kernel takes the node; None if one does. Raises KernelError if it cannot say."""
+        op = self.ops.get(node.op)
+        return NO_KERNEL if op is None else op.refusal(node)
+
+    def check(self, node: Node) -> None:
+        """Raises KernelError where the backend does not take the node."""
+        reason = self.refusal(node)
+        if reason is not None:
+            raise KernelError(f"{node}: {reason}")
+
+    @abstractmethod
+    def compute(self, node: Node) -> None:
+        """Computes a node over host memory into its output's. Raises what a kernel raises, and KernelError if the
+        backend does not take the node."""
+
+    # graphs
+
+    @abstractmethod
+    def plan(self, graph: Graph) -> Plan:
+        """Makes a graph ready to run, its empty nodes left out. Raises KernelError if the backend does not take a
+        node."""
+
+    def compute_graph(self, graph: Graph) -> None:
+        """Computes a graph's nodes in order, patterns as one operator. Raises KernelError."""
+        with self.team.working():
+            self.plan(graph).run()
+
+
+class Backend(AnyBackend):
+    """What one device computes by kernels in Python, and how.
+
+        register(Backend("NPU1", ops=[*OWN.values(), mine], options=Options(memory="device")))
+
+    name     of the device in ggml's registry
+    ops      default: the project's own
+    options  default: those of the environment
+    fusions  patterns of nodes that it runs as one operator; default: the project's own
+
+    A process has one ggml. From it come two more defaults, which all backends share:
+
+    numerics  what ggml's CPU computes, with `options.matmul`
+    team      the threads that run its kernels: ggml's, once the backend is registered; a pool before
+    """
+
+    description = "Python kernels (ggml-backend-npu)"
+    runs_without_python = True
+
+    def __init__(
+        self,
+        name: str = "NPU",
+        *,
+        ops: Iterable[Op] | None = None,
+        options: Options | None = None,
+        numerics: Numerics | None = None,
+        team: Team = POOL,
+        fusions: Iterable[Fusion] = FUSIONS,
+    ) -> None:
+        super().__init__(name, options, OWN.values() if ops is None else ops)
+        self.team, self._numerics, self._fusions = team, numerics, tuple(fusions)
+
     def like(self, name: str | None = None, *, options: Options | None = None) -> Backend:
         """Another backend with the same ops, and with the same or other options."""
         chosen = options or self.options
@@ -169,13 +257,11 @@ class Backend:
             fusions=self._fusions,
         )  # fmt: skip
 
-    def memory(self, moved: Callable[[], None]) -> OwnMemory | None:
-        """Memory of the device's own; None where tensors stay in ggml's buffers.
-
-        moved  called whenever a tensor becomes packed or stops being packed
-        """
+    def memory(self) -> DeviceMemory | None:
+        """New memory of the device's own, with `options.memory` "device"; None if tensors stay in ggml's buffers. A
+        tensor that is packed there, or no longer, makes older plans void."""
         limit = self.options.memory_limit or _MEMORY
-        return DeviceMemory(limit, moved) if self.options.memory == "device" else None
+        return DeviceMemory(limit, self._changed) if self.options.memory == "device" else None
 
     # nodes
 
@@ -187,21 +273,6 @@ class Backend:
         """
         kernel = self.ops.get(op)
         return kernel is None or self.options.ops == "all" or kernel.default or kernel is not OWN.get(op)
-
-    def refusal(self, node: Node) -> str | None:
-        """Why the backend does not take the node: no kernel does, or the profile does not. None where it takes it."""
-        return self.kernel_refusal(node) or self.options.profile.refusal(node)
-
-    def kernel_refusal(self, node: Node) -> str | None:
-        """Why no kernel takes the node; None where one does."""
-        op = self.ops.get(node.op)
-        return NO_KERNEL if op is None else op.refusal(node)
-
-    def check(self, node: Node) -> None:
-        """Raises KernelError where the backend does not take the node."""
-        reason = self.refusal(node)
-        if reason is not None:
-            raise KernelError(f"{node}: {reason}")
 
     def bind(self, node: Node) -> Call:
         """The call that computes the node, in the team that is working where it is called. Raises KernelError where the
@@ -216,16 +287,6 @@ class Backend:
             self.bind(node)()
 
     # graphs
-
-    def longest_fusion(
-        self, graph: Graph, begin: int, among: Iterable[Fusion] | None = None
-    ) -> tuple[Fusion, Fused] | None:
-        """The longest pattern of nodes, from node `begin` on, that the backend runs as one operator; None where there
-        is none.
-
-        among  the fusions to try; default: all of the backend's
-        """
-        return longest(graph, begin, self._fusions if among is None else among, self.ops)
 
     def plan(self, graph: Graph) -> Plan:
         """Binds every non-empty node of a graph, patterns as one operator. Raises KernelError where the backend does
@@ -253,8 +314,3 @@ class Backend:
                 fused[fusion.name] += 1
             begin = end
         return Plan(tuple(steps), counts, fused)
-
-    def compute_graph(self, graph: Graph) -> None:
-        """Computes a graph's nodes in order, patterns as one operator. Raises KernelError."""
-        with self.team.working():
-            self.plan(graph).run()

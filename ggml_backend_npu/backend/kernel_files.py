@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from ggml_backend_npu.backend.backend import Backend
+from ggml_backend_npu.backend.backend import AnyBackend
 from ggml_backend_npu.ggml import lib
 from ggml_backend_npu.ops import OWN
 from ggml_backend_npu.registry.entry import Op, recording
@@ -23,7 +23,7 @@ def named_by_the_environment() -> list[Path]:
     return [Path(name) for name in os.environ.get("GGML_NPU_KERNELS", "").split(os.pathsep) if name]
 
 
-def load_kernels(path: Path, backend: Backend) -> dict[str, str]:
+def load_kernels(path: Path, backend: AnyBackend) -> dict[str, str]:
     """Runs a file of kernels, and adds the ops that it registers to a backend. Returns what became of each: {"SQR":
     "new", "CONT": "replaced"}.
 
@@ -41,7 +41,7 @@ def load_kernels(path: Path, backend: Backend) -> dict[str, str]:
             raise KernelFileError(f"kernels {str(path)!r}{error}") from None
         except KernelFileError as error:
             raise KernelFileError(f"kernels {str(path)!r}: {error}") from None
-    found = {op.name: "replaced" if op.name in backend.ops else "new" for op in added}
+    found = {op.name: "replaced" if op.name in backend.op_names else "new" for op in added}
     backend.ops.add(*added)
     return found
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any
 
 import numpy as np
 
-from ggml_backend_npu.backend.backend import Backend
+from ggml_backend_npu.backend.backend import AnyBackend
 from ggml_backend_npu.backend.options import DeviceError, Options
 from ggml_backend_npu.backend.plan import Plan
 from ggml_backend_npu.device.checked import CheckedMemory
@@ -18,28 +18,25 @@ from ggml_backend_npu.device.checked_queue import CheckedQueue
 from ggml_backend_npu.device.device import Device, Place, Program, QueuedDevice
 from ggml_backend_npu.device.faults import Checks
 from ggml_backend_npu.device.files import load_devices
-from ggml_backend_npu.device.memory import OpaqueMemory
+from ggml_backend_npu.device.memory import OpaqueMemory, OpaqueQueue
 from ggml_backend_npu.ggml import modes
 from ggml_backend_npu.ir import Graph, Memory, Node, Tensor, overlapping
 from ggml_backend_npu.registry.calls import KernelError, UserCode, calling
-from ggml_backend_npu.registry.entry import Call, Op
+from ggml_backend_npu.registry.entry import Call
 
 _MOST_PROGRAMS = 1024
 
 
-class DeviceBackend(Backend):
+class DeviceBackend(AnyBackend):
     """What a device computes. `plan` compiles a whole graph.
 
     checks  of each call that concerns the device's memory, from the time `memory` is called; None: none is checked
     """
 
-    runs_without_python = False
-
     def __init__(self, device: Device, options: Options | None = None) -> None:
         own = Options(memory="device", memory_limit=device.memory, device_type=device.type, ops="all", fusion="off")
-        self._device_ops = {name: _op(name) for name in device.ops}
-        super().__init__(device.name, ops=self._device_ops.values(), options=options or own, fusions=())
-        self.device = device
+        super().__init__(device.name, options=options or own)
+        self.device, self.description = device, device.description
         self.checks: Checks | None = None
         self._programs: dict[Any, Program] = {}
         self._own: OpaqueMemory | None = None
@@ -50,17 +47,12 @@ class DeviceBackend(Backend):
         """The backend that a device is registered as; always the same one for a device."""
         return DeviceBackend(device)
 
-    @property
-    def description(self) -> str:  # type: ignore[override]
-        """The device's own description, which `open` may set."""
-        return self.device.description
+    def like(self, *, options: Options | None = None) -> DeviceBackend:
+        """A backend of the same device, with the same or other options."""
+        return DeviceBackend(self.device, options or self.options)
 
-    def like(self, name: str | None = None, *, options: Options | None = None) -> Backend:
-        """A backend of the same device, with these options or the device's own. `name` is ignored."""
-        return DeviceBackend(self.device, options)
-
-    def memory(self, moved: Callable[[], None]) -> OpaqueMemory:
-        """The device's memory. Opens the device the first time, which may raise DeviceError. `moved` is ignored."""
+    def memory(self) -> OpaqueMemory:
+        """The device's memory. Opens the device the first time, which may raise DeviceError."""
         if not self.device.is_open:
             before = modes.modes()
             try:
@@ -70,16 +62,19 @@ class DeviceBackend(Backend):
             except KernelError as error:
                 raise error.__cause__ if isinstance(error.__cause__, DeviceError) else DeviceError(str(error)) from None
             self.device.is_open = True
-        if self.checks is None:
-            return OpaqueMemory(self.device)
+        self.description = self.device.description  # `open` may set it
         if isinstance(self.device, QueuedDevice):
-            return CheckedQueue(self.device, self.checks)
-        return CheckedMemory(self.device, self.checks)
+            return OpaqueQueue(self.device) if self.checks is None else CheckedQueue(self.device, self.checks)
+        return OpaqueMemory(self.device) if self.checks is None else CheckedMemory(self.device, self.checks)
+
+    @property
+    def op_names(self) -> Collection[str]:
+        """The device's ops, and those of `ops`."""
+        return {*self.device.ops, *self.ops}
 
     def kernel_refusal(self, node: Node) -> str | None:
-        """Why the device does not take the node. Raises KernelError where it cannot say."""
-        op = self.ops.get(node.op)  # coverage asks what another op would bring
-        if op is None or op is not self._device_ops.get(node.op):
+        """Why the device does not take the node. Raises KernelError if it cannot say."""
+        if node.op in self.ops or node.op not in self.device.ops:  # coverage asks what another op would bring
             return super().kernel_refusal(node)
         with calling(self.name, f"refusal of {node}"):
             reason: object = self.device.refusal(node)  # a user's may return anything
@@ -110,7 +105,7 @@ class DeviceBackend(Backend):
         """Computes a node whose tensors lie in host memory, over copies in the device's memory. Raises KernelError."""
         self.check(node)
         if self._own is None:
-            self._own = self.memory(lambda: None)
+            self._own = self.memory()
         memory, tensors = self._own, [t for t in (node.dst, *node.src) if t is not None and t.nbytes]
         groups = [_Group(memory, _over_roots(group)) for group in overlapping(map(_root, tensors))]
         try:
@@ -155,16 +150,27 @@ class DeviceBackend(Backend):
             raise KernelError(f"{self.name}: compile returned {type(program).__name__}, not a function")
 
         def run(*places: list[Place]) -> None:
+            if self.checks is not None:
+                self.checks.changes += 1
             with UserCode():
                 program(*places)
 
-        return run if self.checks is None else self.checks.counted(run)
+        return run
 
 
 @cache
 def backends_of(name: str) -> list[DeviceBackend]:
     """The backends of the devices that a file registers, or an entry point. Raises DeviceError."""
     return [DeviceBackend.of(device) for device in load_devices(name)]
+
+
+def checks_of(backend: AnyBackend) -> Checks | None:
+    """Has every call looked at that concerns the memory of a backend's device, from the time its `memory` is called;
+    None if no `Device` computes. Returns what the checks find."""
+    if isinstance(backend, DeviceBackend):
+        backend.checks = Checks()
+        return backend.checks
+    return None
 
 
 @dataclass(frozen=True)
@@ -225,10 +231,3 @@ def _root(tensor: Tensor) -> Tensor:
 def _over_roots(group: list[Tensor]) -> Memory:
     begin, end = min(t.address for t in group), max(t.end for t in group)
     return Memory(begin, end - begin, any(t.memory.writable for t in group), [t.memory for t in group])
-
-
-def _op(name: str) -> Op:
-    def computed_by_the_device(dst: Tensor) -> None:
-        raise KernelError(f"{name}: is the device's")
-
-    return Op(name, computed_by_the_device)

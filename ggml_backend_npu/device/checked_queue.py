@@ -17,6 +17,7 @@ import numpy as np
 from ggml_backend_npu.device.checked import PAUSE, CheckedMemory
 from ggml_backend_npu.device.device import Bytes, QueuedDevice
 from ggml_backend_npu.device.faults import Checks, differing
+from ggml_backend_npu.device.memory import OpaqueQueue
 from ggml_backend_npu.device.queue_trial import Trial
 from ggml_backend_npu.ir.buffer import Buffer
 
@@ -46,7 +47,7 @@ class _Queued:
         return self.buffer is other.buffer and self.offset < other_end and other.offset < end
 
 
-class CheckedQueue(CheckedMemory):
+class CheckedQueue(CheckedMemory, OpaqueQueue):
     """A `CheckedMemory` of a device with a queue."""
 
     def __init__(self, device: QueuedDevice, checks: Checks) -> None:
@@ -128,7 +129,7 @@ class CheckedQueue(CheckedMemory):
             return "copy_in"  # what it sets comes at any time, in a trial too
         if self._n_trials < _MOST_TRIALS:
             self._n_trials += 1
-            who = Trial(self._queued, queued.wanted.size, queued.offset % 64).culprit()
+            who = Trial(self._queue, queued.wanted.size, queued.offset % 64).culprit()
             self._culprits += [who] if who is not None else []
         if self._culprits:
             return Counter(self._culprits).most_common(1)[0][0]
@@ -191,7 +192,7 @@ class CheckedQueue(CheckedMemory):
         checks.marks += 1
         self._marks.append(np.array([checks.marks], np.int64).view(np.uint8))
         with self.calling("copy_in_async", 8):
-            self._queued.copy_in_async(checks.mark_at, 0, self._marks[-1])
+            self._queue.copy_in_async(checks.mark_at, 0, self._marks[-1])
         return checks.marks
 
     def _is_there(self, mark: int) -> bool:

@@ -111,15 +111,6 @@ class Checks:
         finally:
             self.is_careful = False
 
-    def counted(self, program: Any) -> Any:
-        """A program that counts as a change of memory each time it runs."""
-
-        def run(*places: Any) -> Any:
-            self.changes += 1
-            return program(*places)
-
-        return run
-
 
 def differing(wanted: Bytes, found: Bytes, offset: int) -> str:
     """Which bytes of a span differ, in a few words.

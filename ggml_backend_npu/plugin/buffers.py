@@ -10,8 +10,7 @@ from ggml_backend_npu.ggml import convert, structs
 from ggml_backend_npu.ggml.guard import Failures, guarded
 from ggml_backend_npu.ggml.lib import Ggml
 from ggml_backend_npu.ir import Memory
-from ggml_backend_npu.ir.buffer import Buffer, Bytes
-from ggml_backend_npu.ir.memory import ALIGNMENT, ON_DEVICE, TO_DEVICE, TO_HOST, OwnMemory
+from ggml_backend_npu.ir.buffer import ALIGNMENT, ON_DEVICE, TO_DEVICE, TO_HOST, Buffer, Bytes, OwnMemory
 
 _ANY = (1 << 64) - 1  # SIZE_MAX
 

@@ -183,18 +183,24 @@ class ForeignMemory:
         found = self.buffer_at(address)
         return convert.bytes_at(address, size) if found is None else found.read(address - found.address, size)
 
-    def copied_out(self, buffer: Buffer, offset: int, size: int) -> Bytes:
-        """As `ir.buffer.Copies` says, by ggml_backend_tensor_get."""
-        found = np.empty(size, np.uint8)
-        if size:
-            self._ggml.ggml_backend_tensor_get(self._whole(buffer), found.ctypes.data, offset, size)
+    def read(self, address: int, size: int) -> Bytes:
+        """A copy of the bytes at an address of a buffer, by ggml_backend_tensor_get."""
+        found, buffer = np.empty(size, np.uint8), self._buffer(address)
+        self._ggml.ggml_backend_tensor_get(self._whole(buffer), found.ctypes.data, address - buffer.address, size)
         return found
 
-    def copied_in(self, buffer: Buffer, offset: int, data: Bytes) -> None:
-        """As `ir.buffer.Copies` says, by ggml_backend_tensor_set."""
-        data = np.ascontiguousarray(data)
-        if data.size:
-            self._ggml.ggml_backend_tensor_set(self._whole(buffer), data.ctypes.data, offset, data.size)
+    def write(self, address: int, data: Bytes) -> None:
+        """Sets the bytes at an address of a buffer, by ggml_backend_tensor_set."""
+        data, buffer = np.ascontiguousarray(data), self._buffer(address)
+        self._ggml.ggml_backend_tensor_set(self._whole(buffer), data.ctypes.data, address - buffer.address, data.size)
+
+    def synchronize(self) -> None:
+        """Nothing: ggml's copies wait for what was queued before them."""
+
+    def _buffer(self, address: int) -> Buffer:
+        found = self.buffer_at(address)
+        assert found is not None
+        return found
 
     def _whole(self, buffer: Buffer) -> int:
         """The address of a tensor of bytes that is the whole buffer."""

@@ -9,14 +9,14 @@ from collections.abc import Callable
 from typing import Any
 
 from ggml_backend_npu.backend import NO_KERNEL
-from ggml_backend_npu.backend.backend import Backend
+from ggml_backend_npu.backend.backend import AnyBackend
 from ggml_backend_npu.backend.plan import Plan
-from ggml_backend_npu.device.device import QueuedDevice
-from ggml_backend_npu.device.memory import OpaqueMemory
+from ggml_backend_npu.device.memory import OpaqueQueue
 from ggml_backend_npu.ggml import convert, structs
 from ggml_backend_npu.ggml.guard import Failures, guarded, stopped_by_interrupts
 from ggml_backend_npu.ggml.lib import Ggml
 from ggml_backend_npu.ir import Graph, Node
+from ggml_backend_npu.ir.buffer import Buffer
 from ggml_backend_npu.plugin import repeats
 from ggml_backend_npu.plugin.buffers import Buffers
 from ggml_backend_npu.plugin.contexts import Context, Statistics
@@ -48,7 +48,7 @@ class Plugin:
     run       runs a plan of the graph at an address
     """
 
-    def __init__(self, ggml: Ggml, backend: Backend) -> None:
+    def __init__(self, ggml: Ggml, backend: AnyBackend) -> None:
         threads.limited(1)  # raises where GGML_NPU_THREADS is not a number
         backend.options.check()
         if backend.team is POOL:
@@ -66,7 +66,7 @@ class Plugin:
         self._n_handed = 0
         self._halted: str | None = None
         self._cpu: int | None = None
-        self.memory = backend.memory(self.forget_plans)
+        self.memory = backend.memory()
         self._strings = {x: ctypes.create_string_buffer(x.encode()) for x in (backend.name, backend.description)}
         self._guid = (ctypes.c_uint8 * 16)(*b"ggml-backend-npu")
         self.device_type = _DEVICE_TYPES[backend.options.device_type]
@@ -80,11 +80,11 @@ class Plugin:
         if self.memory is not None:
             name, device = ctypes.addressof(self._strings[backend.name]), ctypes.addressof(self.device)
             self._buffers = Buffers(ggml, self.memory, self.failures, name, device)
-        if isinstance(self.memory, OpaqueMemory):
-            slots["synchronize"] = self.synchronize
-            if isinstance(self.memory.device, QueuedDevice):
-                self._queue = Queue(ggml, self.memory, self._buffers, self.failures)
-                slots |= self._queue.of_backend()
+            if self.memory.works_later:
+                slots["synchronize"] = self.synchronize
+        if isinstance(self.memory, OpaqueQueue):
+            self._queue = Queue(ggml, self.memory, self._buffers, self.failures)
+            slots |= self._queue.of_backend()
         self._backend_table = structs.fill(
             layout["ggml_backend_i"],
             get_name=self.get_name,
@@ -260,7 +260,7 @@ class Plugin:
 
     def _refusal(self, op: str, node: int) -> str | None:
         try:
-            return self.backend.refusal(convert.node(self.ggml, node)) if op in self.backend.ops else NO_KERNEL
+            return self.backend.refusal(convert.node(self.ggml, node)) if op in self.backend.op_names else NO_KERNEL
         except KernelError as error:
             self.broken = str(error)
             raise
@@ -361,7 +361,8 @@ class Plugin:
 
     def bytes_at(self, address: int, size: int) -> Any:
         """The bytes of a span, wherever it lies: in the device's memory, in its own layout, or in the host's."""
-        if isinstance(self.memory, OpaqueMemory) and (buffer := self.memory.packed(address)) is not None:
+        buffer = self._packed(address)
+        if isinstance(buffer, Buffer):
             return buffer.read(address - buffer.address, size)
         return convert.bytes_at(address, size)
 
@@ -445,7 +446,7 @@ class Plugin:
         return context.plans[key]
 
     def forget_plans(self) -> None:
-        """Drops all plans; called after tensors moved or the engine changed, as plans hold what they were made with."""
+        """Drops all plans; called after the engine changed, as plans hold what they were made with."""
         for context in list(self.contexts.values()):
             context.plans.clear()
             context.repeats.forget()

@@ -1,4 +1,4 @@
-"""What a `QueuedDevice` does asynchronously, as ggml sees it: copies in a queue, events, and waiting for them."""
+"""What a device with a queue does asynchronously, as ggml sees it: copies in a queue, events, and waiting for them."""
 
 from __future__ import annotations
 
@@ -6,12 +6,11 @@ import ctypes
 from collections.abc import Callable
 from typing import Any
 
-from ggml_backend_npu.device.device import QueuedDevice
-from ggml_backend_npu.device.memory import OpaqueMemory
+from ggml_backend_npu.device.memory import OpaqueQueue
 from ggml_backend_npu.ggml import convert, structs
 from ggml_backend_npu.ggml.guard import Failures, guarded
 from ggml_backend_npu.ggml.lib import Ggml
-from ggml_backend_npu.ir.memory import ON_DEVICE, TO_DEVICE, TO_HOST
+from ggml_backend_npu.ir.buffer import ON_DEVICE, TO_DEVICE, TO_HOST
 from ggml_backend_npu.plugin.buffers import Buffers, of_host
 
 Slots = dict[str, Callable[..., Any]]
@@ -20,8 +19,7 @@ Slots = dict[str, Callable[..., Any]]
 class Queue:
     """The asynchronous slots of one device. All its ggml_backends share one queue."""
 
-    def __init__(self, ggml: Ggml, memory: OpaqueMemory, buffers: Buffers, failures: Failures) -> None:
-        assert isinstance(memory.device, QueuedDevice)
+    def __init__(self, ggml: Ggml, memory: OpaqueQueue, buffers: Buffers, failures: Failures) -> None:
         self.ggml, self.memory, self.buffers = ggml, memory, buffers
         self.failures = failures
         self._events: dict[int, tuple[structs.GgmlBackendEvent, list[Any]]] = {}

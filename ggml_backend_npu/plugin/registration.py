@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from threading import RLock
 from typing import Protocol
 
-from ggml_backend_npu.backend.backend import Backend
+from ggml_backend_npu.backend.backend import AnyBackend
 from ggml_backend_npu.backend.options import DeviceError
 from ggml_backend_npu.ggml.guard import Failures
 from ggml_backend_npu.ggml.lib import Ggml
@@ -23,7 +23,7 @@ PLUGINS: dict[str, Plugin] = {}
 REGISTERING = RLock()
 
 
-def register(ggml: Ggml, backend: Backend) -> Plugin:
+def register(ggml: Ggml, backend: AnyBackend) -> Plugin:
     """Registers a backend with ggml, once. Raises DeviceError where another device has its name."""
     with REGISTERING:
         known = PLUGINS.get(backend.name)

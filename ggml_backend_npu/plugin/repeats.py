@@ -16,7 +16,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from ggml_backend_npu.backend.backend import Backend
+from ggml_backend_npu.backend.backend import AnyBackend
 from ggml_backend_npu.backend.plan import Plan
 from ggml_backend_npu.ggml import structs
 from ggml_backend_npu.ggml.layouts import NEWEST
@@ -244,7 +244,7 @@ class Repeats:
     backend   the backend that plans the graphs
     """
 
-    def __init__(self, python: int, repeated: int, backend: Backend) -> None:
+    def __init__(self, python: int, repeated: int, backend: AnyBackend) -> None:
         self._backend = backend  # holds the cell of the version
         team = backend.team
         table = Table(python, repeated, 0, team.n_threads, team.openmp, backend.version_at)

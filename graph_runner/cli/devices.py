@@ -20,7 +20,6 @@ def devices(
     """
     import ggml_backend_npu
     from ggml_backend_npu.default import default_backends
-    from ggml_backend_npu.device.backend import DeviceBackend
     from graph_runner.judging.promises import promises
     from graph_runner.run.devices import Devices
 
@@ -33,9 +32,9 @@ def devices(
         shown.add_row(*device.info)
     console = Console()
     console.print(shown)
-    if isinstance(npu.backend, DeviceBackend):
+    if not npu.backend.ops:
         for backend in default_backends():
-            computed = " ".join(sorted(backend.ops))
+            computed = " ".join(sorted(backend.op_names))
             console.print(f"ggml {ggml.version}; {backend.name} may take: {computed}", highlight=False)
         return
     chosen = npu.backend.options.profile

@@ -31,13 +31,14 @@ def ops(names: Names = None, json_file: JsonFile = None, kernels: Kernels = None
     from ggml_backend_npu.ggml.lib import ggml
 
     use_kernels(kernels)
-    known = default_backend().ops
+    backend = default_backend()
+    known = {name: backend.ops.get(name) for name in backend.op_names}
     chosen = [name.upper() for name in names or sorted(known)]
     for name in chosen:
         if name not in known:
             raise BadInputError(f"no kernel for {name}" if name in ggml().op_names else ggml().has_no_op(name))
     if json_file is not None:
-        signatures = {name: known[name].signatures() for name in chosen}
+        signatures = {name: _signatures(known[name]) for name in chosen}
         data = {
             name: [{"sources": sources, "outputs": outputs} for sources, outputs in found]
             for name, found in signatures.items()
@@ -46,46 +47,54 @@ def ops(names: Names = None, json_file: JsonFile = None, kernels: Kernels = None
     console = stdout(json_file)
     if names:
         for name in chosen:
-            _describe(known[name], console)
+            _describe(name, known[name], console)
     else:
-        _list([known[name] for name in chosen], console)
+        _list({name: known[name] for name in chosen}, console)
 
 
-def _list(known: list[Op], console: Console) -> None:
+def _list(known: dict[str, Op | None], console: Console) -> None:
     shown = table("op", "types of each source", "output", padding=(0, 2, 0, 0), width=min(console.width, _WIDEST))
-    for op in known:
+    for name, op in known.items():
         sources, outputs = _united(op)
-        shown.add_row(op.name, " + ".join(sources), outputs)
+        shown.add_row(name, " + ".join(sources), outputs)
     console.print(shown)
 
 
-def _united(op: Op) -> tuple[list[str], str]:
+def _signatures(op: Op | None) -> list[tuple[str, str]]:
+    """Returns the types that an op takes: any, if a `Device` computes it."""
+    return [("any", "any")] if op is None else op.signatures()
+
+
+def _united(op: Op | None) -> tuple[list[str], str]:
     """Returns the types that each source has in any combination, and those of the output; "same" is an output of the
     first source's type."""
-    if op.types is None:
+    if op is None or op.types is None:
         return ["any"], "any"
     _, *sources = (sorted(set(place)) for place in zip(*op.types, strict=True))
     outputs = {"same" if types[:1] == types[1:] else types[0] for types in op.types}
     return [" ".join(types) for types in sources] or ["none"], " ".join(sorted(outputs))
 
 
-def _describe(op: Op, console: Console) -> None:
+def _describe(name: str, op: Op | None, console: Console) -> None:
     from ggml_backend_npu.ops import OWN
 
-    optional = op.sources[op.n_required :]
-    sources = [f"src{i} {name}{' (may be left out)' if name in optional else ''}" for i, name in enumerate(op.sources)]
-    params = [] if op.params is None else zip(op.params.names(), op.params.kinds(), strict=True)
-    words = [f"{name} ({_KINDS[kind]})" for name, kind in params]
-    lines = {
-        "": op.name,
-        "sources": ", ".join(sources) or "none",
-        "parameters": ", ".join(words) or ("bytes" if op.wants_params else "none"),
-        "taken": "always" if op.default or op is not OWN.get(op.name) else "with --all",
-    }
+    lines = {"": name}
+    if op is not None:
+        optional = op.sources[op.n_required :]
+        sources = [
+            f"src{i} {each}{' (may be left out)' if each in optional else ''}" for i, each in enumerate(op.sources)
+        ]
+        params = [] if op.params is None else zip(op.params.names(), op.params.kinds(), strict=True)
+        words = [f"{each} ({_KINDS[kind]})" for each, kind in params]
+        lines |= {
+            "sources": ", ".join(sources) or "none",
+            "parameters": ", ".join(words) or ("bytes" if op.wants_params else "none"),
+            "taken": "always" if op.default or op is not OWN.get(op.name) else "with --all",
+        }
     for title, text in lines.items():
         console.print(f"{title}: {text}" if title else text, highlight=False, markup=False, soft_wrap=True)
     shown = table("sources", "output", padding=(0, 2, 0, 0), width=min(console.width, _WIDEST))
-    for types, outputs in op.signatures():
+    for types, outputs in _signatures(op):
         shown.add_row(types, outputs)
     console.print(shown)
     console.print()

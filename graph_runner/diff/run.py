@@ -14,7 +14,7 @@ from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from ggml_backend_npu import Backend, Graph, Node, Tensor, default_backend
+from ggml_backend_npu import AnyBackend, Backend, Graph, Node, Tensor, default_backend
 from ggml_backend_npu.device.faults import MemoryFault
 from ggml_backend_npu.ggml import lib
 from ggml_backend_npu.ops.kernels import strided
@@ -193,7 +193,7 @@ class DiffOptions:
     reference: str = "CPU"
     device: str = "NPU"
     devices: Devices = field(default_factory=Devices)
-    backend: Backend | None = None
+    backend: AnyBackend | None = None
     rules: Rules | None = None
     reproducers: Path | None = None
     strict: bool = False
@@ -269,7 +269,9 @@ class _InStep:
             self._sides = Sides(reference, device)
             return self._run()
 
-    def _side(self, stack: ExitStack, cpu: Replica, name: str, backend: Backend, *, is_reference: bool = False) -> Side:
+    def _side(
+        self, stack: ExitStack, cpu: Replica, name: str, backend: AnyBackend, *, is_reference: bool = False
+    ) -> Side:
         """Returns a side: "CPU", "NPU", or a device that ggml calls so.
 
         cpu      computes nodes on ggml's CPU
@@ -408,12 +410,12 @@ class _InStep:
             result.ending = again.natural(result.ending)
 
 
-def chosen_ops(ops: str | None, backend: Backend, device: str = NPU) -> set[str] | None:
+def chosen_ops(ops: str | None, backend: AnyBackend, device: str = NPU) -> set[str] | None:
     """Returns the names of ops and fusions in a comma-separated text: of a backend, or of ggml if the device is another
     one. Raises BadInputError for an unknown one."""
     if ops is None:
         return None
-    ours = {*backend.ops, *(fusion.name for fusion in backend.fusions)}
+    ours = {*backend.op_names, *(fusion.name for fusion in backend.fusions)}
     known = {name.upper(): name for name in (ours if device in (CPU, NPU) else lib.ggml().op_names)}
     chosen = {name.strip().upper() for name in ops.split(",") if name.strip()}
     unknown = sorted(chosen - set(known)) or ([ops] if not chosen else [])

@@ -7,10 +7,10 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ggml_backend_npu import Backend, Node
+from ggml_backend_npu import AnyBackend, Backend, Node
 from ggml_backend_npu.backend.fusion import Fusion
 from ggml_backend_npu.backend.plan import Plan
-from ggml_backend_npu.device.backend import DeviceBackend
+from ggml_backend_npu.device.backend import checks_of
 from ggml_backend_npu.device.faults import Checks
 from ggml_backend_npu.ggml import convert
 from ggml_backend_npu.ggml.convert import Read
@@ -38,7 +38,7 @@ class Side(ABC):
 
     name: str
     device: DeviceName
-    backend: Backend
+    backend: AnyBackend
     plugin: Plugin | None = None
     foreign: ForeignDevice | None = None
     checks: Checks | None = None
@@ -54,7 +54,7 @@ class Side(ABC):
     @property
     def ops(self) -> Collection[str] | None:
         """The names of the ops and fusions that it may take; None: any."""
-        return {*self.backend.ops, *(fusion.name for fusion in self.backend.fusions)}
+        return {*self.backend.op_names, *(fusion.name for fusion in self.backend.fusions)}
 
     @property
     def is_cpu(self) -> bool:
@@ -161,10 +161,9 @@ class Own(Side):
 
     device = "npu"
 
-    def __init__(self, ggml: Ggml, backend: Backend, name: str | None = None) -> None:
+    def __init__(self, ggml: Ggml, backend: AnyBackend, name: str | None = None) -> None:
         self.name, self.backend = name or backend.name, backend
-        if isinstance(backend, DeviceBackend):
-            self.checks = backend.checks = Checks()
+        self.checks = checks_of(backend)
         self.plugin = Plugin(ggml, backend)
 
     def refusal(self, node: Node) -> str | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 
-from ggml_backend_npu import Backend, Graph, Memory, Node, Tensor
+from ggml_backend_npu import AnyBackend, Graph, Memory, Node, Tensor
 from ggml_backend_npu.backend.fusion import Fusion
 from ggml_backend_npu.ggml import convert
 from ggml_backend_npu.ggml.fenced import ALIGNMENT, fenced, is_damaged
@@ -20,7 +20,7 @@ class Chain:
     """The ops of the last nodes, while they are the beginning of one of a backend's fusions. A fusion one of whose
     kernels was replaced is none of its fusions any more."""
 
-    def __init__(self, backend: Backend, fusions: Collection[Fusion]) -> None:
+    def __init__(self, backend: AnyBackend, fusions: Collection[Fusion]) -> None:
         names = [fusion.op_names for fusion in fusions if fusion.replaces(backend.ops)]
         self._backend, self._fusions = backend, fusions
         self._beginnings = {ops[:n] for ops in names for n in range(1, len(ops) + 1)}
@@ -157,7 +157,7 @@ class Spans:
 
     def __init__(
         self,
-        backend: Backend,
+        backend: AnyBackend,
         fusions: Collection[Fusion],
         rules: Rules,
         seen: Callable[[NodeResult], None],

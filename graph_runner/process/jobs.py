@@ -17,7 +17,7 @@ from graph_runner.process.child import Child, EndedError, Footprint, Trail, begu
 from quant.folders import FolderError
 
 if TYPE_CHECKING:
-    from ggml_backend_npu import Backend
+    from ggml_backend_npu import AnyBackend
     from graph_runner.diff.run import DiffOptions, DiffResult
     from graph_runner.judging.results import NodeResult
     from graph_runner.run.devices import Devices
@@ -31,7 +31,7 @@ class NpuOptions:
     options: dict[str, str | None]
     kernels: tuple[Path, ...] = ()
 
-    def use(self) -> Backend:
+    def use(self) -> AnyBackend:
         """Sets up the default backend and returns it. Says on stderr what the kernel files registered."""
         from ggml_backend_npu.backend.kernel_files import load_kernels
         from ggml_backend_npu.default import only_backend
@@ -85,7 +85,7 @@ class DiffJob:
 
         ops = chosen_ops(self.ops, backend, self.options.device)
         options = replace(
-            self.options, ops=ops, backend=backend, rules=Rules(self.rules, backend.ops),
+            self.options, ops=ops, backend=backend, rules=Rules(self.rules, backend.op_names),
             begun=send, seen=send, notes=self.device.described | self.options.devices.described(self.options.device),
         )  # fmt: skip
         if trail is not None:
@@ -216,7 +216,7 @@ class ReplayJob:
         return replay(
             self.path,
             backend=backend,
-            rules=Rules(self.rules, backend.ops),
+            rules=Rules(self.rules, backend.op_names),
             about_to=about_to,
             seen=send,
             **arguments,

@@ -210,7 +210,7 @@ class Session:
 
     def _takes(self, op: str) -> bool:
         """Whether the NPU has the op and its options let it take the op."""
-        return self.npu is not None and op in self.npu.backend.ops and self.npu.backend.offers(op)
+        return self.npu is not None and op in self.npu.backend.op_names and self.npu.backend.offers(op)
 
     def _flash_attention(self) -> int:
         """Returns llama.cpp's flash attention type. With "auto" it is off if the op is not on the device of the layers,
@@ -380,7 +380,7 @@ class Session:
         """Returns why the NPU did not compute nodes of an op."""
         if self.npu is None:
             return LEFT_BY_THE_SCHEDULER
-        usual = LEFT_BY_THE_SCHEDULER if op in self.npu.backend.ops else NO_KERNEL
+        usual = LEFT_BY_THE_SCHEDULER if op in self.npu.backend.op_names else NO_KERNEL
         return self.npu.refusals.get(op, usual)
 
     @property

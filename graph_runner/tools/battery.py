@@ -6,7 +6,7 @@ then with every call checked (`ggml_backend_npu.device.checked`), which names th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,10 +14,10 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from ggml_backend_npu import Backend
-from ggml_backend_npu.device.backend import DeviceBackend
+from ggml_backend_npu import AnyBackend
+from ggml_backend_npu.device.backend import checks_of
 from ggml_backend_npu.device.device import QueuedDevice
-from ggml_backend_npu.device.faults import Checks, MemoryFault, differing
+from ggml_backend_npu.device.faults import MemoryFault, differing
 from ggml_backend_npu.ggml.lib import Ggml
 from ggml_backend_npu.plugin.plugin import Plugin
 from ggml_backend_npu.plugin.transfers import Allocation, Piece, Transfers
@@ -49,6 +49,13 @@ class BatteryResult:
     faults: list[MemoryFault] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)
     kept: list[Bytes] = field(default_factory=list, repr=False)  # arrays that a queue may still write to, if it errs
+
+    def take(self, again: BatteryResult, named: list[MemoryFault]) -> None:
+        """Takes what was found with every call checked: what the checks named takes the place of what was found
+        without."""
+        self.n_checks += again.n_checks
+        raised = [fault for fault in self.faults if fault.what.startswith("raised: ")]
+        self.faults = [*named, *raised] if named else self.faults or again.faults
 
 
 @dataclass
@@ -385,7 +392,7 @@ def _around(size: int) -> Iterator[int]:
     yield from (0, 1 << 30, (1 << 31) - 4097, size - 4097, size - 1)
 
 
-def run_battery(ggml: Ggml, backends: list[Backend], seen: Callable[[str], object]) -> list[BatteryResult]:
+def run_battery(ggml: Ggml, backends: Sequence[AnyBackend], seen: Callable[[str], object]) -> list[BatteryResult]:
     """Runs the battery on each of some devices of a kind. Returns what was found on each.
 
     seen  called with what is being done
@@ -399,36 +406,27 @@ def run_battery(ggml: Ggml, backends: list[Backend], seen: Callable[[str], objec
         big = _has_room(backend, result)
         seen(f"{backend.name}: as llama.cpp does it")
         _run(ggml, backend, others, result, big=big)
-        if isinstance(backend, DeviceBackend):
+        checked = backend.like()
+        if (checks := checks_of(checked)) is not None:
             seen(f"{backend.name}: every call checked")
-            _run_checked(ggml, backend, others, result)
+            checks.when = ""
+            again = BatteryResult(backend.name)
+            _run(ggml, checked, others, again, big=False)
+            result.take(again, checks.faults)
         found.append(result)
     return found
 
 
-def _run(ggml: Ggml, backend: Backend, others: list[Backend], result: BatteryResult, *, big: bool) -> None:
+def _run(ggml: Ggml, backend: AnyBackend, others: list[AnyBackend], result: BatteryResult, *, big: bool) -> None:
     with ExitStack() as stack:
         first, *rest = [stack.enter_context(Transfers(Plugin(ggml, each))) for each in (backend, *others)]
         Battery(first, rest, result).run(big=big)
 
 
-def _run_checked(ggml: Ggml, backend: DeviceBackend, others: list[Backend], result: BatteryResult) -> None:
-    """Runs it with every call checked. What this names takes the place of what was found without."""
-    checked = backend.like()
-    assert isinstance(checked, DeviceBackend)
-    checks = checked.checks = Checks(when="")
-    again = BatteryResult(backend.name)
-    _run(ggml, checked, others, again, big=False)
-    result.n_checks += again.n_checks
-    raised = [fault for fault in result.faults if fault.what.startswith("raised: ")]
-    result.faults = [*checks.faults, *raised] if checks.faults else result.faults or again.faults
-
-
-def _has_room(backend: Backend, result: BatteryResult) -> bool:
+def _has_room(backend: AnyBackend, result: BatteryResult) -> bool:
     """Whether the device and this machine have the memory for the largest buffer."""
-    device = backend.device if isinstance(backend, DeviceBackend) else None
-    largest = device.memory if device is not None else backend.options.memory_limit
-    fits = (largest is None or int(largest) >= _BIG) and (device is None or (device.largest or _BIG) >= _BIG)
+    memory = backend.memory()
+    fits = memory is None or (memory.limit >= _BIG and (memory.largest or _BIG) >= _BIG)
     if fits and _available() >= 4 * _BIG:
         return True
     why = "this machine has no memory for it" if fits else "the device's memory is smaller"

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ggml_backend_npu import Backend, Graph, Memory, Tensor, default_backend
+from ggml_backend_npu import AnyBackend, Graph, Memory, Tensor, default_backend
 from ggml_backend_npu.ggml import lib
 from ggml_backend_npu.plugin.foreign import ForeignDevice
 from ggml_backend_npu.plugin.replica import Replica
@@ -49,7 +49,7 @@ def replay(
     path: Path,
     device: str | ForeignDevice | None = None,
     *,
-    backend: Backend | None = None,
+    backend: AnyBackend | None = None,
     rules: Rules | None = None,
     repeat: int = 1,
     seen: Callable[[NodeResult], None] = lambda node: None,
@@ -85,20 +85,20 @@ def replay(
 
 
 @contextmanager
-def _computer(device: str | ForeignDevice, backend: Backend, trace: Trace) -> Iterator[Backend | Replica]:
+def _computer(device: str | ForeignDevice, backend: AnyBackend, trace: Trace) -> Iterator[AnyBackend | Replica]:
     if not isinstance(device, str) or device.upper() != NPU:
         found = device if isinstance(device, str) else device.handle
         with Replica(lib.ggml(), found, threads=trace.origin.threads) as replica:
             yield replica
         return
-    like = backend.like(NPU, options=backend.options.to_compare)
+    like = backend.like(options=backend.options.to_compare)
     like.numerics = replace(backend.numerics, rounding=trace.origin.rounding)
     like.team = replace(backend.team, size=trace.origin.threads)
     yield like
 
 
 def _replayed(
-    recorded: Recorded, computer: Backend | Replica, rules: Rules, repeat: int, footprints: Footprints
+    recorded: Recorded, computer: AnyBackend | Replica, rules: Rules, repeat: int, footprints: Footprints
 ) -> NodeResult:
     """Returns the first wrong result of the runs, or the last result."""
 

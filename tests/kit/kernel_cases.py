@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from kit.nodes import bind
 from numpy.typing import NDArray
 
-from ggml_backend_npu import Node, Tensor, default_backend
+from ggml_backend_npu import Node, Tensor
 from quant.kernels.jit import CFunction
 
 Array = NDArray[Any]
@@ -49,5 +50,5 @@ def node(op: str, dst: Array, *src: Array, params: bytes = b"", types: tuple[str
     """What the kernel of an op leaves in dst."""
     types = (*types, *(None,) * 8)
     sources = tuple(Tensor.of(array, type) for array, type in zip(src, types[1:], strict=False))
-    default_backend().bind(Node(op, Tensor.of(dst, types[0]), sources, params))()
+    bind(Node(op, Tensor.of(dst, types[0]), sources, params))()
     return [dst]

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from ggml_backend_npu import Node, Tensor
+from ggml_backend_npu import Backend, Node, Tensor, default_backend
 from ggml_backend_npu.ir import Dims
 from ggml_backend_npu.ops import OWN
+from ggml_backend_npu.registry.entry import Call
 from ggml_backend_npu.registry.params import Params
 
 
@@ -28,3 +29,10 @@ def dims(numbers: Iterable[int]) -> Dims:
     """Four numbers, as ne and nb are."""
     a, b, c, d = map(int, numbers)
     return a, b, c, d
+
+
+def bind(node: Node) -> Call:
+    """The call of the default backend's kernel that computes a node."""
+    backend = default_backend()
+    assert isinstance(backend, Backend)
+    return backend.bind(node)

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from kit.diffs import PROMPT
 from kit.faults import Fault, load
+from kit.nodes import bind
 from kit.support import choose
 
 from ggml_backend_npu import Memory, Node, Tensor, default_backend
@@ -118,7 +119,7 @@ def shows(file: Path, fault: Fault) -> list[Place]:
             return results
 
         planted, right = (
-            computed_by(default_backend().bind(node)),
+            computed_by(bind(node)),
             computed_by(OWN[node.op].bind(node, default_backend().numerics)),
         )
         if not all(np.array_equal(a, b) for a, b in zip(planted, right, strict=True)):

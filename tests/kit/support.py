@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from kit.nodes import dims
+from kit.nodes import bind, dims
 from numpy.typing import NDArray
 
 import quant
@@ -282,7 +282,7 @@ def one_nan(data: NDArray[Any], type: str) -> NDArray[Any]:
 
 def computed(op: str, dst: NDArray[Any], *src: NDArray[Any], params: bytes = b"") -> NDArray[Any]:
     """dst, after the kernel of an op, of the engine in force, has filled it from arrays: without ggml."""
-    default_backend().bind(Node(op, Tensor.of(dst), tuple(Tensor.of(array) for array in src), params))()
+    bind(Node(op, Tensor.of(dst), tuple(Tensor.of(array) for array in src), params))()
     return dst
 
 

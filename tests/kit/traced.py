@@ -6,9 +6,10 @@ from functools import cache
 
 import numpy as np
 from kit.diffs import FLASH_OFF, QUANTISED
+from kit.nodes import bind
 from kit.support import assert_same_bytes
 
-from ggml_backend_npu import Node, Tensor, default_backend
+from ggml_backend_npu import Node, Tensor
 from graph_runner.judging.copies import Copied, span
 from graph_runner.run.session import Settings
 from graph_runner.trace import Origin, Recorded
@@ -42,7 +43,7 @@ def get_rows() -> Recorded:
     room = np.full((6, 64), 5, np.float32)
     node = copied(Node("GET_ROWS", Tensor.of(room[1::2], name="rows"), (table, ids)))
     done = copied(node)
-    default_backend().bind(done)()
+    bind(done)()
     return Recorded(node, span(done.dst), 2, 17)
 
 

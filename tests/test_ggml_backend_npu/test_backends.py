@@ -5,9 +5,11 @@ from __future__ import annotations
 import ctypes
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -16,8 +18,23 @@ from kit.models import Models
 from kit.support import Scene, assert_same_bytes, choose
 
 import ggml_backend_npu
-from ggml_backend_npu import Backend, DeviceError, Node, Op, Options, Tensor, default_backend, register
+from ggml_backend_npu import (
+    AnyBackend,
+    Backend,
+    DeviceBackend,
+    DeviceError,
+    Graph,
+    Node,
+    Op,
+    Options,
+    Plan,
+    Tensor,
+    default_backend,
+    register,
+)
 from ggml_backend_npu.backend.fusion import FUSIONS
+from ggml_backend_npu.device.sim import Simulator
+from ggml_backend_npu.ggml import lib
 from ggml_backend_npu.ggml.lib import list_devices
 from ggml_backend_npu.ops import OWN
 from ggml_backend_npu.plugin.plugin import Plugin
@@ -311,3 +328,55 @@ def test_a_replay_is_of_the_backend_that_it_is_given(backend: Plugin, model: Mod
     capture(model("llama"), PROMPT, trace, CaptureOptions(steps=0, select=lambda step, index, node: node.op == "CONT"))
     wrong = Backend("another", ops=[*OWN.values(), of_cont(twice)], options=Options())
     assert [bool(replay(trace, backend=each)) for each in (None, wrong, None)] == [True, False, True]
+
+
+# kinds of backends
+
+
+class OfGgml(AnyBackend):
+    """Any device that ggml has."""
+
+    description = "a device of ggml"
+
+    def __init__(self, replica: Replica, options: Options | None = None) -> None:
+        super().__init__(f"{replica.name} of ggml", options or ALL)
+        self._replica = replica
+
+    @property
+    def op_names(self) -> Collection[str]:
+        return lib.ggml().op_names
+
+    def like(self, *, options: Options | None = None) -> AnyBackend:
+        return OfGgml(self._replica, options or self.options)
+
+    def kernel_refusal(self, node: Node) -> str | None:
+        placed = all(tensor.memory.size for tensor in (node.dst, *node.src) if tensor is not None)
+        return self._replica.refusal(node) if placed else None  # asked before tensors have memory
+
+    def compute(self, node: Node) -> None:
+        self._replica.compute(node)
+
+    def plan(self, graph: Graph) -> Plan:
+        nodes = graph.without_empty().nodes
+        return Plan(
+            tuple((node, partial(self.compute, node)) for node in nodes), Counter(n.op for n in nodes), Counter()
+        )
+
+
+def test_a_third_kind_of_backend_is_a_side_of_a_diff(backend: Plugin, model: Models) -> None:
+    with Replica(backend.ggml, "CPU", threads=1) as cpu:
+        result = diff(model("llama"), PROMPT, DiffOptions(steps=2, backend=OfGgml(cpu)))
+    assert result
+    assert {node.verdict.name for node in result.nodes} == {"EXACT"}
+    assert {node.on for node in result.nodes} == {"CPU of ggml"}
+
+
+def test_a_device_is_a_backend_without_kernels_in_python() -> None:
+    device = Simulator()
+    of_device = DeviceBackend(device)
+    assert (isinstance(of_device, Backend), isinstance(of_device, AnyBackend)) == (False, True)
+    assert (dict(of_device.ops), set(of_device.op_names)) == ({}, set(device.ops))
+    again = of_device.like(options=replace(of_device.options, profile=PROFILES["ascend-310p"]))
+    assert (again.name, again.like().options) == (device.name, again.options)
+    with of_device.ops.having(Op("NEW", lambda dst: None)):
+        assert "NEW" in of_device.op_names

@@ -216,13 +216,13 @@ def test_a_refusal_that_is_no_text_is_a_users_error(model: Models, answer: objec
 @pytest.mark.parametrize("error", [*UNUSUAL, RuntimeError("no\n card"), OSError(5, "I/O error")], ids=repr)
 def test_an_exception_of_an_sdk_in_open_is_a_users_error(error: BaseException) -> None:
     with pytest.raises(DeviceError, match=rf"^XNPU8: open: {type(error).__name__}: ") as told:
-        DeviceBackend(Broken("open", error)).memory(lambda: None)
+        DeviceBackend(Broken("open", error)).memory()
     assert "\n" not in str(told.value)
 
 
 def test_what_a_device_says_in_open_is_said_as_it_is() -> None:
     with pytest.raises(DeviceError, match=r"^no card in slot 0$"):
-        DeviceBackend(Broken("open", DeviceError("no card in slot 0"))).memory(lambda: None)
+        DeviceBackend(Broken("open", DeviceError("no card in slot 0"))).memory()
 
 
 @on_x86

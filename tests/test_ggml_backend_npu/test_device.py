@@ -129,6 +129,17 @@ def test_a_tensor_in_it_has_no_view_and_gives_its_bytes_by_a_copy() -> None:
     assert tensor.within(buffer.handle).view().ravel().tolist() == [6, 7, 8, 9]
 
 
+def test_a_devices_class_imports_no_kernel_and_starts_at_once() -> None:
+    code = (
+        "import sys, time; before = time.process_time(); from ggml_backend_npu import Device;"
+        "print(time.process_time() - before, 'numba' in sys.modules, any('kernel' in name for name in sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    seconds, *imported = done.stdout.split()
+    assert imported == ["False", "False"]
+    assert float(seconds) < 0.3
+
+
 # programs
 
 
@@ -155,7 +166,7 @@ def test_a_topology_is_also_how_tensors_lie_to_each_other() -> None:
 def test_a_node_may_write_to_host_memory() -> None:
     device = OfNumpy()
     backend = DeviceBackend(device)
-    memory = backend.memory(lambda: None)
+    memory = backend.memory()
     buffer = memory.allocate(16)
     assert buffer is not None
     node = squared(np.zeros(4, np.float32))

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from ggml_backend_npu.ggml import convert, lib
-from ggml_backend_npu.ir.buffer import Buffer
 from ggml_backend_npu.plugin.foreign import ForeignError, ForeignMemory, of_ggml, of_library, of_server
 
 
@@ -48,11 +47,14 @@ def test_memory_is_read_and_written_by_copies() -> None:
     data = np.arange(256, dtype=np.uint8)
     address = data.ctypes.data & -64
     handle = ggml.ggml_backend_cpu_buffer_from_ptr(address, data.ctypes.data + 256 - address)
-    buffer = Buffer(handle, data.ctypes.data + 256 - address, address, memory, None)
-    at = data.ctypes.data - address
+    assert bytes(memory.bytes_at(data.ctypes.data, 4)) == bytes(convert.bytes_at(data.ctypes.data, 4))
+    memory._learns(handle)
+    buffer, at = memory.buffer_at(data.ctypes.data), data.ctypes.data - address
+    assert buffer is not None
     assert (buffer.read(at + 16, 8) == data[16:24]).all()
+    assert bytes(memory.bytes_at(data.ctypes.data + 4, 4)) == bytes(data[4:8])
     buffer.write(at + 16, np.full(8, 7, np.uint8))
     assert (data[16:24] == 7).all()
-    assert memory.buffer_at(data.ctypes.data) is None
-    assert bytes(memory.bytes_at(data.ctypes.data, 4)) == bytes(convert.bytes_at(data.ctypes.data, 4))
+    assert memory.buffer_at(address - 1) is None
+    assert memory.buffer_at(data.ctypes.data + 256) is None
     ggml.ggml_backend_buffer_free(handle)

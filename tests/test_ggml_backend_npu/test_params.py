@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from kit.nodes import record_of
+from kit.nodes import bind, record_of
 
 from ggml_backend_npu import Node, Op, Tensor, default_backend
 from ggml_backend_npu.ggml import lib
@@ -80,7 +80,7 @@ def test_a_kernel_gets_the_record_or_the_bytes() -> None:
     node = Node("SCALE", x, (x,), Scale(2, 3).packed)
     for record in (Scale, None):
         with default_backend().ops.having(Op("SCALE", kernel, params=record)):
-            default_backend().bind(node)()
+            bind(node)()
     assert got == [Scale(2, 3), node.params]
     assert Op("SCALE", plain, params=Scale).keywords(node) == {}
 

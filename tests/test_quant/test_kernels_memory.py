@@ -17,10 +17,11 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from kit.nodes import bind
 from numpy.typing import NDArray
 
 import quant
-from ggml_backend_npu import Node, Tensor, default_backend
+from ggml_backend_npu import Node, Tensor
 from quant.kernels import memory, threads
 
 MIB = 1 << 20
@@ -205,11 +206,11 @@ def test_many_threads_make_results_at_once(free: dict[int, Any], monkeypatch: py
 )
 def test_a_mover_makes_no_large_temporary(op: str, dst: NDArray[Any], sources: list[NDArray[Any]]) -> None:
     tensors = [Tensor.of(each.astype(np.int32) if each.dtype == np.int64 else each) for each in sources]
-    default_backend().bind(Node(op, Tensor.of(dst), tuple(tensors)))()
+    bind(Node(op, Tensor.of(dst), tuple(tensors)))()
     with threads.allowing(2):
         tracemalloc.start()
         try:
-            default_backend().bind(Node(op, Tensor.of(dst), tuple(tensors)))()
+            bind(Node(op, Tensor.of(dst), tuple(tensors)))()
             _, peak = tracemalloc.get_traced_memory()
         finally:
             tracemalloc.stop()

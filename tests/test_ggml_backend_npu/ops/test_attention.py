@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from kit.nodes import bind
 from kit.support import (
     ENGINES,
     PLAIN,
@@ -249,7 +250,7 @@ def test_a_cache_in_the_device_layout(backend: Plugin, type: str, v_type: str) -
     params = struct.pack("3fi", 0.125, 0.0, 0.0, 0)
     with recorded_works() as works:
         for dst, cache in zip(found, (plain, packed), strict=True):
-            default_backend().bind(Node("FLASH_ATTN_EXT", Tensor.of(dst), (Tensor.of(q), *cache, None, None), params))()
+            bind(Node("FLASH_ATTN_EXT", Tensor.of(dst), (Tensor.of(q), *cache, None, None), params))()
     assert len(works) == 2
     assert_same_bytes(*found)
     assert found.any()

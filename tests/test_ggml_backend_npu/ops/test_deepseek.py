@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from kit.nodes import bind
 from kit.support import (
     Placement,
     Recipe,
@@ -153,9 +154,7 @@ def test_lightning_indexer(
 def test_the_indexer_leaves_masked_cells_out() -> None:
     q, k, weights = np.ones((1, 1, 1, 32), np.float32), np.ones((1, 2, 1, 32), np.float32), np.ones((1, 1), np.float32)
     mask, dst = np.array([[0, -np.inf]], np.float16), np.zeros((1, 2), np.float32)
-    default_backend().bind(
-        Node("LIGHTNING_INDEXER", Tensor.of(dst), tuple(Tensor.of(array) for array in (q, k, weights, mask)))
-    )()
+    bind(Node("LIGHTNING_INDEXER", Tensor.of(dst), tuple(Tensor.of(array) for array in (q, k, weights, mask))))()
     assert dst.tolist() == [[32, -np.inf]]
 
 

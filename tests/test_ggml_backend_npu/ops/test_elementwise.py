@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from kit.nodes import dims
+from kit.nodes import bind, dims
 from kit.recipes import of_one
 from kit.support import (
     ENGINES,
@@ -225,7 +225,7 @@ def test_quantised_sum_in_place() -> None:
     x, b = values("q8_0", 128, np.random.default_rng(0)).reshape(2, 68).copy(), np.ones((2, 64), np.float32)
     expected = np.zeros_like(x)
     for dst in (expected, x):
-        default_backend().bind(Node("ADD", Tensor.of(dst, "q8_0"), (Tensor.of(x, "q8_0"), Tensor.of(b))))()
+        bind(Node("ADD", Tensor.of(dst, "q8_0"), (Tensor.of(x, "q8_0"), Tensor.of(b))))()
     assert_same_bytes(x, expected)
 
 

@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
+from kit.nodes import bind
 from kit.support import (
     ENGINES,
     PLAIN,
@@ -289,7 +290,7 @@ def test_an_expert_that_is_none_is_named() -> None:
     a, b = np.ones((4, 3, 32), np.float32), np.ones((2, 1, 32), np.float32)
     ids = np.array([[1, 3], [2, 4]], np.int32)
     tensors = [Tensor.of(a), Tensor.of(b), Tensor.of(ids, name="topk")]
-    call = default_backend().bind(Node("MUL_MAT_ID", Tensor.of(np.zeros((2, 2, 3), np.float32)), tuple(tensors)))
+    call = bind(Node("MUL_MAT_ID", Tensor.of(np.zeros((2, 2, 3), np.float32)), tuple(tensors)))
     with pytest.raises(KernelError, match=r"row id 4 at topk\[0, 1, 1\] is outside 0..3"):
         call()
 
@@ -303,11 +304,11 @@ def test_weights_in_the_device_layout(type: str, n_columns: int, way: str, monke
     x = numbers("f32", (2, n_columns, 64), 4).view(np.float32).reshape(2, n_columns, 64)
     plain, packed = (np.zeros((2, n_columns, 20), np.float32) for _ in range(2))
     weights = Tensor.of(blocks[:, 1:], type)
-    default_backend().bind(Node("MUL_MAT", Tensor.of(plain), (weights, Tensor.of(x))))()
+    bind(Node("MUL_MAT", Tensor.of(plain), (weights, Tensor.of(x))))()
     storage = blocks.copy()
     held = Tensor.of(storage[:, 1:], type)
     device = Packed.of(type, held.address - storage.strides[1], storage.reshape(-1))
-    default_backend().bind(Node("MUL_MAT", Tensor.of(packed), (replace(held, packed=device), Tensor.of(x))))()
+    bind(Node("MUL_MAT", Tensor.of(packed), (replace(held, packed=device), Tensor.of(x))))()
     assert np.array_equal(plain, packed)
     assert plain.any()
 

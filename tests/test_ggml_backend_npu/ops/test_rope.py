@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from kit.nodes import dims
+from kit.nodes import bind, dims
 from kit.support import (
     ENGINES,
     PLAIN,
@@ -160,7 +160,7 @@ def test_elements_that_stay_keep_their_bits() -> None:
     dst = np.zeros_like(x)
     params = RopeParams(0, 4, NEOX, 0, 512, 10000.0, 1.0, 0.0, 1.0, 32.0, 1.0, 0, 0, 0, 0, 2)
     for call in (
-        default_backend().bind,
+        bind,
         lambda node: lambda: default_backend().ops["ROPE"].define(node.dst, *node.src, None, params=params),
     ):
         dst[:] = 0

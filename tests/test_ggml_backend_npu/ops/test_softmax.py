@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from kit.nodes import bind
 from kit.support import (
     ENGINES,
     PLAIN,
@@ -178,7 +179,7 @@ def soft_maxed(
 ) -> Floats:
     dst = np.full_like(x, 9, order="C") if dst is None else dst
     src = tuple(None if array is None else Tensor.of(np.asarray(array)) for array in (x, mask, sinks))
-    default_backend().bind(Node("SOFT_MAX", Tensor.of(dst), src, struct.pack("2f", scale, max_bias)))()
+    bind(Node("SOFT_MAX", Tensor.of(dst), src, struct.pack("2f", scale, max_bias)))()
     return np.asarray(dst)
 
 

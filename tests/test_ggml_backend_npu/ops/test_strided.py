@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from kit.nodes import dims
+from kit.nodes import bind, dims
 from kit.recipes import Copy, Same
 from kit.support import (
     IN_ORDER,
@@ -111,7 +111,7 @@ def assert_defined(
         if streams:
             patch.setattr(strided, "CACHED", 0)
         with in_pieces(rng):
-            call = default_backend().bind(node)
+            call = bind(node)
             assert isinstance(call, threads.Job)
             for _ in range(2):
                 dst.memory.bytes()[:] = before
@@ -421,7 +421,7 @@ def test_ids_of_a_graph_are_looked_at_in_every_run() -> None:
     rows, src = np.arange(20), np.random.default_rng(0).standard_normal((20, 4)).astype(np.float32)
     dst = np.zeros((40, 4), np.float32)
     with in_pieces(np.random.default_rng(1)):
-        call = default_backend().bind(Node("SET_ROWS", Tensor.of(dst), (Tensor.of(src), Tensor.of(rows))))
+        call = bind(Node("SET_ROWS", Tensor.of(dst), (Tensor.of(src), Tensor.of(rows))))
         assert isinstance(call, threads.Job)
         for ids, cut in ((np.arange(20), True), (np.arange(20) // 3, False), (np.arange(20)[::-1], True)):
             rows[:] = ids
@@ -455,7 +455,7 @@ def test_rows_are_set_by_several_threads(team: str, order: str) -> None:
     for i, row in enumerate(rows):
         expected[row] = src[i]
     with recorded_works() as works, threads.allowing(3):
-        call = default_backend().bind(Node("SET_ROWS", Tensor.of(dst), (Tensor.of(src), Tensor.of(rows))))
+        call = bind(Node("SET_ROWS", Tensor.of(dst), (Tensor.of(src), Tensor.of(rows))))
         for _ in range(5):
             dst[:] = 0
             call()
