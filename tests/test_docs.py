@@ -26,7 +26,6 @@ from ggml_backend_npu.profiles.generations import PROFILES
 from ggml_backend_npu.profiles.rules import ProfileError
 from ggml_backend_npu.registry.entry import op
 from graph_runner.base.models import model_file
-from graph_runner.cli.options import Device
 from graph_runner.diff.run import DiffOptions, diff
 from graph_runner.judging.rules import Rules
 from graph_runner.trace import CaptureOptions, capture
@@ -220,7 +219,7 @@ def test_the_vendors_page_says_what_a_swiglu_is_and_what_is_compared() -> None:
     assert "A SWIGLU may have one source" in page
     assert "compares it as it compared the class" not in page
     assert OWN["SWIGLU"].n_required == 1
-    assert {each.value for each in Device} == {"npu", "cpu"}, "what --device and --reference of a diff may be"
+    assert "A backend in C++ is compared by the same diff" in page
 
 
 @pytest.fixture(scope="module")
@@ -240,7 +239,8 @@ def reader(commands: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-PLACEHOLDERS = re.compile(r"\bFILE\b|\bOP\b|roll\.py|--ops ROLL|\bbench all\b")
+# libraries of backends: test_devices.py builds some, and runs the commands with them
+PLACEHOLDERS = re.compile(r"\bFILE\b|\bOP\b|roll\.py|--ops ROLL|\bbench all\b|\blibggml-")
 
 
 @pytest.mark.slow

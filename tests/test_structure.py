@@ -4,6 +4,7 @@ documented."""
 from __future__ import annotations
 
 import ast
+import re
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from functools import cache
@@ -55,6 +56,14 @@ def test_the_sources_are_found() -> None:
     assert {module.parts[0] for module in MODULES} == {*PACKAGES, "ggml_npu.py"}
     assert "quant/codec.py" in importers("numpy")
     assert "ggml_backend_npu/ir/graph.py" in importers("quant")
+
+
+def test_one_module_groups_tensors_that_share_memory() -> None:
+    """The loop keeps the furthest end so far; the class holds the tensors of a group."""
+    sources = {module.as_posix(): (ROOT / module).read_text() for module in MODULES}
+    loops = [name for name, text in sources.items() if re.search(r"\bends?(\[-1\])? = max\(ends?\b", text)]
+    classes = [name for name, text in sources.items() if re.search(r"^class _?Group\b", text, re.MULTILINE)]
+    assert loops == classes == ["ggml_backend_npu/ir/sharing.py"]
 
 
 def test_packages_import_downwards_only() -> None:

@@ -20,7 +20,9 @@ from ggml_backend_npu.device.faults import Checks
 from ggml_backend_npu.device.files import load_devices
 from ggml_backend_npu.device.memory import OpaqueMemory, OpaqueQueue
 from ggml_backend_npu.ggml import modes
-from ggml_backend_npu.ir import Graph, Memory, Node, Tensor, overlapping
+from ggml_backend_npu.ir import Graph, Node, Tensor
+from ggml_backend_npu.ir.buffer import Buffer
+from ggml_backend_npu.ir.sharing import Group, sharing, viewed
 from ggml_backend_npu.registry.calls import KernelError, UserCode, calling
 from ggml_backend_npu.registry.entry import Call
 
@@ -107,18 +109,25 @@ class DeviceBackend(AnyBackend):
         if self._own is None:
             self._own = self.memory()
         memory, tensors = self._own, [t for t in (node.dst, *node.src) if t is not None and t.nbytes]
-        groups = [_Group(memory, _over_roots(group)) for group in overlapping(map(_root, tensors))]
+        buffers: dict[Group, Buffer] = {}
         try:
-            moved = {id(t): group.there(t) for t in tensors for group in groups if group.has(t)}
+            for group in sharing(tensors, viewed):
+                buffers[group] = _allocated(memory, group.size)
+                memory.write(buffers[group].address, group.memory.bytes())
+            moved = {id(t): _there(t, group, buffer) for group, buffer in buffers.items() for t in group.tensors}
             src = tuple(moved.get(id(t), t) if t is not None else None for t in node.src)
             there = replace(node, dst=moved[id(node.dst)], src=src)
             Plan(((node, self.bind(there)),), Counter(), Counter()).run()
             memory.synchronize()
-            for group in groups:
-                group.take_back(writes=group.has(node.dst))
+            for group, buffer in buffers.items():
+                now, before = memory.read(buffer.address, group.size), group.memory.bytes()
+                if node.dst in group:
+                    before[:] = now
+                elif not np.array_equal(now, before):
+                    raise KernelError("writes to a source, which it is only to read")
         finally:
-            for group in groups:
-                group.release()
+            for buffer in buffers.values():
+                memory.release(buffer)
 
     def _by_way_of_the_host(self, node: Node) -> Call:
         """The call that computes a node some of whose tensors lie in host memory. ggml leaves the tensor that a node
@@ -187,47 +196,14 @@ class _Whole:
         return f"{self.device}: graph of {len(nodes)} nodes, {nodes[0]} to {nodes[-1]}"
 
 
-class _Group:
-    """Overlapping tensors in host memory, copied into one buffer."""
-
-    def __init__(self, memory: OpaqueMemory, span: Memory) -> None:
-        self._memory, self._span = memory, span
-        buffer = memory.allocate(span.size)
-        if buffer is None:
-            raise KernelError(f"{memory.device.name}: alloc of {span.size} bytes: {memory.free} are free")
-        self._buffer = buffer
-        memory.write(buffer.address, span.bytes())
-
-    def has(self, tensor: Tensor) -> bool:
-        return self._span.address <= tensor.address < self._span.address + self._span.size
-
-    def there(self, tensor: Tensor) -> Tensor:
-        """A tensor of the group, in the buffer."""
-        moved = self._buffer.address + tensor.memory.address - self._span.address
-        return replace(tensor, memory=replace(tensor.memory, address=moved, owner=None), buffer=self._buffer)
-
-    def take_back(self, *, writes: bool) -> None:
-        """Copies the group back, where the node may write to it. Raises KernelError where the node has written to a
-        group that it may only read."""
-        now = self._memory.read(self._buffer.address, self._span.size)
-        if writes:
-            self._span.bytes()[:] = now
-        elif not np.array_equal(now, self._span.bytes()):
-            raise KernelError("writes to a source, which it is only to read")
-
-    def release(self) -> None:
-        self._memory.release(self._buffer)
+def _allocated(memory: OpaqueMemory, size: int) -> Buffer:
+    buffer = memory.allocate(size)
+    if buffer is None:
+        raise KernelError(f"{memory.device.name}: alloc of {size} bytes: {memory.free} are free")
+    return buffer
 
 
-def _root(tensor: Tensor) -> Tensor:
-    """All the memory that a tensor is a view of, as a tensor of bytes; the tensor's own span where it does not lie in
-    that memory."""
-    inside = tensor.offset >= 0 and tensor.offset + tensor.nbytes <= tensor.memory.size
-    size, address = (tensor.memory.size, tensor.memory.address) if inside else (tensor.nbytes, tensor.address)
-    memory = Memory(address, size, tensor.memory.writable, tensor.memory.owner)
-    return Tensor(tensor.name, "i8", (size, 1, 1, 1), (1, size, size, size), memory)
-
-
-def _over_roots(group: list[Tensor]) -> Memory:
-    begin, end = min(t.address for t in group), max(t.end for t in group)
-    return Memory(begin, end - begin, any(t.memory.writable for t in group), [t.memory for t in group])
+def _there(tensor: Tensor, group: Group, buffer: Buffer) -> Tensor:
+    """A tensor of a group, in the buffer that holds a copy of the group."""
+    moved = buffer.address + tensor.memory.address - group.begin
+    return replace(tensor, memory=replace(tensor.memory, address=moved, owner=None), buffer=buffer)

@@ -7,4 +7,3 @@ from ggml_backend_npu.ir.graph import Memory as Memory
 from ggml_backend_npu.ir.graph import Node as Node
 from ggml_backend_npu.ir.graph import Tensor as Tensor
 from ggml_backend_npu.ir.graph import nbytes as nbytes
-from ggml_backend_npu.ir.graph import overlapping as overlapping

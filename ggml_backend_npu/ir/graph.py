@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
@@ -282,19 +282,6 @@ class Graph:
             tuple(tuple(map(moved.get, self.producers[place])) for place in kept) if self.producers else (),
             tuple(self.beyond[place] for place in kept) if self.beyond else (),
         )
-
-
-def overlapping(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
-    """Tensors sorted by address; those that overlap, directly or through others, are in one group."""
-    groups: list[list[Tensor]] = []
-    end = 0
-    for tensor in sorted(tensors, key=lambda tensor: tensor.address):
-        if groups and tensor.address < end:
-            groups[-1].append(tensor)
-        else:
-            groups.append([tensor])
-        end = max(end, tensor.end)
-    return groups
 
 
 def nbytes(block_size: int, block_bytes: int, ne: Dims, nb: Dims) -> int:

@@ -11,14 +11,15 @@ import ctypes
 import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import prod
 from types import TracebackType
 
 from ggml_backend_npu.ggml import aborts, convert, structs
 from ggml_backend_npu.ggml.guard import interrupts_wait
 from ggml_backend_npu.ggml.lib import Ggml
-from ggml_backend_npu.ir import PARAMS_BYTES, Graph, Node, Tensor, overlapping
+from ggml_backend_npu.ir import PARAMS_BYTES, Graph, Node, Tensor
+from ggml_backend_npu.ir.sharing import Group, sharing
 from ggml_backend_npu.ops import OWN
 from ggml_backend_npu.plugin.registration import failures_of
 from ggml_backend_npu.registry.entry import KernelError
@@ -129,13 +130,13 @@ class Replica:
 
     def _in_place(self, made: _Made, stack: ExitStack) -> Callable[[], None]:
         """Places the tensors where the IR's lie. Returns what is to be done after the computation: nothing."""
-        for group in made.groups:
-            base = group.address & -_ALIGNMENT
+        for group, members in made.groups.items():
+            base = group.begin & -_ALIGNMENT
             buffer = self._ggml.ggml_backend_cpu_buffer_from_ptr(base, group.end - base)
             stack.callback(self._ggml.ggml_backend_buffer_free, buffer)
-            for tensor, offset in group.members:
+            for tensor, offset in members:
                 _set_pointer(tensor + structs.BUFFER_AT, buffer)
-                _set_pointer(tensor + structs.DATA_AT, group.address + offset)
+                _set_pointer(tensor + structs.DATA_AT, group.begin + offset)
         return lambda: None
 
     def _on_device(self, made: _Made, stack: ExitStack) -> Callable[[], None]:
@@ -144,13 +145,13 @@ class Replica:
         with self._failures.told_by_the_caller():
             buffer = ggml.ggml_backend_alloc_ctx_tensors(made.context, self._backend)
         if not buffer:
-            size = sum(group.end - group.address for group in made.groups)
+            size = sum(group.size for group in made.groups)
             raise KernelError(f"device {self.name} has no memory for {size} bytes")
         stack.callback(ggml.ggml_backend_buffer_free, buffer)
         for group in made.groups:
-            ggml.ggml_backend_tensor_set(group.root, group.address, 0, group.end - group.address)
+            ggml.ggml_backend_tensor_set(made.root(group), group.begin, 0, group.size)
         back = made.group_of_node
-        return lambda: ggml.ggml_backend_tensor_get(back.root, back.address, 0, back.end - back.address)
+        return lambda: ggml.ggml_backend_tensor_get(made.root(back), back.begin, 0, back.size)
 
 
 def compute(ggml: Ggml, device_name: str, node: Node) -> None:
@@ -159,33 +160,25 @@ def compute(ggml: Ggml, device_name: str, node: Node) -> None:
         replica.compute(node)
 
 
-@dataclass
-class _Group:
-    """Tensors that overlap: [address, end) of our memory. The root is the tensor whose memory the others lie in;
-    members are all of them and the root, with their offsets."""
-
-    address: int
-    end: int
-    root: int
-    members: list[tuple[int, int]]
-
-
 class _Made:
-    """A node's tensors in a context: by group, each root before the tensors that lie in it."""
+    """A node's tensors in a context.
+
+    groups  the tensors of each group, with their offsets: first the root, whose memory the others lie in
+    """
 
     def __init__(self, ggml: Ggml, context: int, node: Node) -> None:
         self._ggml, self.context = ggml, context
-        self.groups: list[_Group] = []
+        self.groups: dict[Group, list[tuple[int, int]]] = {}
         self.node = 0
         self._sources: dict[Tensor, int] = {}
         self._dst = dst = replace(node.dst)  # a copy: a source may be the same object
         sources = list(dict.fromkeys(source for source in node.src if source is not None))
-        for group in overlapping([*(source for source in sources if source.nbytes), dst]):
-            self.groups.append(self._group(group))
-        self.group_of_node = next(g for g in self.groups if g.address <= dst.address < g.end)
+        for group in sharing([*(source for source in sources if source.nbytes), dst]):
+            self.groups[group] = self._tensors(group)
+        self.group_of_node = next(group for group in self.groups if dst in group)
         for tensor in sources:
             if tensor.nbytes == 0:  # nothing of it is read; it lies where the output does
-                self.group_of_node.members.append((self._new(tensor, self.group_of_node.root), 0))
+                self.groups[self.group_of_node].append((self._new(tensor, self.root(self.group_of_node)), 0))
         op, function = ggml.op_numbers[node.op]
         params = node.params if function is None else function.to_bytes(4, "little") + node.params[4:]
         addresses = [self._sources[source] if source is not None else 0 for source in node.src]
@@ -193,20 +186,20 @@ class _Made:
         fields = structs.OPERATION.pack(op, params, structs.FLAG_COMPUTE, *addresses)
         ctypes.memmove(self.node + structs.OP_AT, fields, len(fields))
 
-    def _group(self, tensors: list[Tensor]) -> _Group:
-        begin, end = tensors[0].address, max(tensor.end for tensor in tensors)
-        whole = next((t for t in tensors if t.address == begin and t.end == end and t.is_contiguous()), None)
+    def root(self, group: Group) -> int:
+        """The tensor whose memory the others of the group lie in."""
+        return self.groups[group][0][0]
+
+    def _tensors(self, group: Group) -> list[tuple[int, int]]:
+        begin, end = group.begin, group.end
+        whole = next((t for t in group.tensors if t.address == begin and t.end == end and t.is_contiguous()), None)
         if whole is not None:
             root = self._new(whole)
         else:
-            ne = (ctypes.c_int64 * 1)(end - begin)
+            ne = (ctypes.c_int64 * 1)(group.size)
             root = int(self._ggml.ggml_new_tensor(self.context, self._ggml.type_numbers["i8"], 1, ne))
-        group = _Group(begin, end, root, [(root, 0)])
-        for tensor in tensors:
-            if tensor is not whole:
-                offset = tensor.address - begin
-                group.members.append((self._new(tensor, root, offset), offset))
-        return group
+        views = [(tensor, tensor.address - begin) for tensor in group.tensors if tensor is not whole]
+        return [(root, 0), *((self._new(tensor, root, offset), offset) for tensor, offset in views)]
 
     def _new(self, tensor: Tensor, root: int = 0, offset: int = 0) -> int:
         """A new tensor; a view where a root is given."""

@@ -22,13 +22,13 @@ from graph_runner.diff.state import StateResult, States
 from graph_runner.diff.turns import Compared, Known, Turn
 from graph_runner.judging.blocks import compare_blocks
 from graph_runner.judging.compare import Comparison, Heat, compare, heat
-from graph_runner.judging.copies import Copied, Layout, blank, continues_dst, restored, span
+from graph_runner.judging.copies import Copied, Layout, blank, continues_dst, copy, restored
 from graph_runner.judging.footprints import Footprints
 from graph_runner.judging.noise import noise_multiple
 from graph_runner.judging.reproduce import backend_ops_line
 from graph_runner.judging.results import ISOLATED, OWN_RUN, STOPPED, NodeResult, Verdict, failure_of, types_of
 from graph_runner.judging.rules import Rules
-from graph_runner.judging.spans import Spans, between_gaps_of, copy
+from graph_runner.judging.spans import Spans, between_gaps_of
 from graph_runner.judging.spoilt import Watch
 from graph_runner.run.session import SessionError
 
@@ -153,7 +153,7 @@ class Judge:
         known = self._known[read]
         overlapped = {id(source): _over_root(source) for source in known.overlapped}
         sources = tuple([overlapped.get(id(source), source) for source in node.src]) if overlapped else node.src
-        before = Node(node.op, _held(node.dst), sources, node.params)
+        before = Node(node.op, copy(node.dst), sources, node.params)
         copied = None
         if known.refusal is not None:
             self.refused[node.op, known.refusal] += 1
@@ -485,11 +485,6 @@ def _why_not_judged(own: OwnNode | None, mirrored: Compared | None, errs: str | 
 
 def _name(tensor: Tensor | None) -> str:
     return repr(tensor.name) if tensor is not None else "nothing"
-
-
-def _held(tensor: Tensor) -> Tensor:
-    """Returns the tensor over a copy of its span."""
-    return tensor.over(Memory.of(span(tensor)))
 
 
 def _over_root(tensor: Tensor) -> Tensor:

@@ -15,9 +15,9 @@ from ggml_backend_npu.ggml.lib import Ggml
 from ggml_backend_npu.registry.entry import Call
 from graph_runner.diff.contents import Changed, Contents, Rest
 from graph_runner.diff.sides import NodesOf, Sides
-from graph_runner.judging.copies import continues_dst, is_read, span
+from graph_runner.judging.copies import continues_dst, copy, is_read, span
 from graph_runner.judging.results import UNSEEN
-from graph_runner.judging.spans import Chain, Collected, between_gaps_of, copy
+from graph_runner.judging.spans import Chain, Collected, between_gaps_of
 
 
 @dataclass(frozen=True)

@@ -24,9 +24,10 @@ from graph_runner.diff.sides import NodesOf, Side
 from graph_runner.diff.walks import Course, Place, Walk
 from graph_runner.judging import noise
 from graph_runner.judging.compare import compare
+from graph_runner.judging.copies import copy
 from graph_runner.judging.footprints import Footprints
 from graph_runner.judging.rules import Rules, free_order, half_ulp, type_of
-from graph_runner.judging.spans import copy, within
+from graph_runner.judging.spans import within
 
 _DRAWS = 3  # of errors, to find out how far they move a result
 _FAR = 16.0  # times the squared error that the furthest draw makes, which a result may be off
@@ -67,7 +68,7 @@ class Unlike:
 
 
 @dataclass
-class _Group:
+class _Together:
     """Nodes that run together, and the storages that they use, as they were before.
 
     held  by address of the storage: its content, in ggml's layout
@@ -130,7 +131,7 @@ class Grouped(Walk):
         super().__init__(ggml)
         self._computer, self._ends, self._read = computer, ends, NodesOf(ggml, device)
         self._left_out, self._before, self._known = left_out, before or {}, course
-        self._group, self._constants = _Group(), dict[int, Tensor]()
+        self._group, self._constants = _Together(), dict[int, Tensor]()
         self.course = Course()
         self.changed: tuple[Place, Node] | None = None
         self.found: list[Unlike] = []
@@ -152,7 +153,7 @@ class Grouped(Walk):
         return Unlike(group.places[-1], group.reads[-1].node, False, np.inf, group.since) if group.places else None
 
     def saw(self, place: Place, address: int) -> None:
-        group, self._group = self._group, _Group()
+        group, self._group = self._group, _Together()
         if self._known is None:
             self._computer.footprints.end()
         asked = [i for i, at in enumerate(group.places) if group.reads[i].node.dst.nbytes and self._is_asked(at, place)]
@@ -191,7 +192,7 @@ class Grouped(Walk):
             self._constants[storage.address] = copy(storage.tensor)
         return self._constants[storage.address]
 
-    def _unlike(self, group: _Group, asked: list[int]) -> Iterator[Unlike]:
+    def _unlike(self, group: _Together, asked: list[int]) -> Iterator[Unlike]:
         expected = group.nodes()
         try:
             for node in expected:
@@ -213,7 +214,7 @@ class Grouped(Walk):
             if not right:
                 return
 
-    def _drawn(self, group: _Group, seed: int) -> list[Node]:
+    def _drawn(self, group: _Together, seed: int) -> list[Node]:
         """Returns the nodes of a group with results that are each off by as much as may be: from the reference's, or
         from the exact value, which the rules allow as well. With seed 0 all are exact."""
         random = np.random.default_rng(seed)

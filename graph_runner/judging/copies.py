@@ -3,8 +3,9 @@ detected."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,6 +13,7 @@ from numpy.typing import NDArray
 from ggml_backend_npu import Memory, Node, Tensor
 from ggml_backend_npu.ggml.convert import same_bytes
 from ggml_backend_npu.ggml.fenced import ALIGNMENT, fenced, is_damaged
+from ggml_backend_npu.ir import sharing as shared
 from ggml_backend_npu.ir.packed import PACKED_TYPES, Packed
 from ggml_backend_npu.ops import OWN
 
@@ -23,8 +25,7 @@ _DO_NOT_READ = {"CPY": 1}  # the source that is dst itself, of which nothing is 
 
 def span(tensor: Tensor) -> Bytes:
     """Returns a copy of the bytes of a tensor's span in ggml's layout, gaps included."""
-    whole = tensor.unpacked()
-    return Memory(whole.address, whole.nbytes, owner=whole.memory).bytes().copy()
+    return shared.span(tensor.unpacked()).bytes().copy()
 
 
 def is_read(node: Node, index: int) -> bool:
@@ -52,21 +53,35 @@ def blank(dst: Tensor, byte: int = 0xFF) -> None:
     dst.take(target)
 
 
-@dataclass(frozen=True)
-class _Member:
-    """A tensor in a group of overlapping ones: the offset in the group of what it is a view of, and the size of
-    that."""
+class Room(NamedTuple):
+    """A copy of some bytes between fences: `size` bytes at an offset in memory of its own.
 
-    tensor: Tensor
-    at: int
+    packed  the same bytes in the device's layout; None if they lie as ggml has them
+    """
+
+    memory: Memory
+    offset: int
     size: int
+    packed: Packed | None = None
 
-    def over(self, room: Memory, begin: int, packed: Packed | None) -> Tensor:
-        """Returns the tensor in a copy of the group."""
-        old = self.tensor
-        offset = old.address - _root(old).address
-        memory = Memory(room.address + begin + self.at, self.size, old.memory.writable, room.owner)
-        return Tensor(old.name, old.type, old.ne, old.nb, memory, offset, packed)
+    @staticmethod
+    def of(data: Memory, beyond: int, packed: str | None = None) -> Room:
+        """Returns a copy of some bytes in ggml's layout.
+
+        beyond  how many bytes past a multiple of ALIGNMENT it begins
+        packed  the type of the tensors in it, if it is to have the device's layout
+        """
+        memory, offset = fenced(data, beyond)
+        if packed is None:
+            return Room(memory, offset, data.size)
+        storage = memory.bytes()[offset : offset + data.size]
+        return Room(memory, offset, data.size, Packed.of(packed, memory.address + offset, storage))
+
+
+def copy(tensor: Tensor) -> Tensor:
+    """Returns the tensor over a copy of its span, in ggml's layout, between fences."""
+    room = Room.of(shared.span(tensor.unpacked()), tensor.address % ALIGNMENT)
+    return tensor.over(room.memory, room.offset)
 
 
 class Layout:
@@ -78,15 +93,8 @@ class Layout:
     def __init__(self, node: Node, packs: Packs = lambda tensor: False) -> None:
         self._node, self._continues = node, continues_dst(node)
         tensors = {id(tensor): tensor for tensor in (node.dst, *node.src) if tensor is not None and tensor.nbytes}
-        self._groups: list[tuple[Memory, list[_Member], bool]] = []
-        for group in _sharing(tensors.values()):
-            roots = [_root(tensor) for tensor in group]
-            begin, end = min(root.address for root in roots), max(map(_end, roots))
-            members = [
-                _Member(tensor, root.address - begin, root.size) for tensor, root in zip(group, roots, strict=True)
-            ]
-            is_packed = _is_packed(group, packs, end - begin)
-            self._groups.append((Memory(begin, end - begin, owner=group[0].memory), members, is_packed))
+        groups = shared.sharing(tensors.values(), shared.viewed)
+        self._groups = [(group, _packed_type(group, packs)) for group in groups]
 
     def copied(self, *, blanks: bool) -> Copied:
         """Returns copies of what the tensors hold now.
@@ -97,16 +105,15 @@ class Layout:
         moved: dict[int, Tensor] = {}
         rooms = []
         around = Memory(0, 0)
-        for span, members, is_packed in self._groups:
-            first = members[0].tensor
-            room, offset = fenced(_as_ggml_has(first, span), span.address % ALIGNMENT)
-            packed = None
-            if is_packed:
-                packed = Packed.of(first.type, room.address + offset, room.bytes()[offset : offset + span.size])
-            rooms.append((room, offset, span.size))
-            for member in members:
-                moved[id(member.tensor)] = member.over(room, offset, packed)
-                around = room if member.tensor is node.dst else around
+        for group, packed in self._groups:
+            room = Room.of(group.held(), group.begin % ALIGNMENT, packed)
+            begin, owner = room.memory.address + room.offset - group.begin, room.memory.owner
+            rooms.append(room)
+            for each, root in group.members:
+                memory = Memory(begin + root.address, root.size, each.memory.writable, owner)
+                offset = each.address - root.address
+                moved[id(each)] = Tensor(each.name, each.type, each.ne, each.nb, memory, offset, room.packed)
+                around = room.memory if each is node.dst else around
         src = tuple(moved.get(id(tensor), tensor) if tensor is not None else None for tensor in node.src)
         again = Node(node.op, moved.get(id(node.dst), node.dst), src, node.params)
         if blanks and not self._continues:
@@ -124,7 +131,7 @@ class Copied:
 
     node: Node
     original: Node
-    _rooms: tuple[tuple[Memory, int, int], ...]
+    _rooms: tuple[Room, ...]
     _around: Memory  # the room that dst is in
     _before: Bytes  # what that held
 
@@ -161,7 +168,7 @@ class Copied:
             index
             for index, (source, copy) in enumerate(zip(self.original.src, self.node.src, strict=True))
             if source is not None and copy is not None and source.nbytes and not self._holds_dst(copy)
-            and not _same(_root(source), copy.memory, copy.packed)
+            and not _same(shared.viewed(source), copy.memory, copy.packed)
         ]  # fmt: skip
 
     def _holds_dst(self, tensor: Tensor) -> bool:
@@ -169,7 +176,7 @@ class Copied:
 
     def outside(self) -> bool:
         """Whether bytes around a copy were written, or bytes around dst in what it is a view of."""
-        if any(is_damaged(*room) for room in self._rooms):
+        if any(is_damaged(*room[:3]) for room in self._rooms):
             return True
         dst = self.node.dst
         if dst.packed is not None or not dst.nbytes:
@@ -182,52 +189,15 @@ class Copied:
         )
 
 
-def _root(tensor: Tensor) -> Memory:
-    """Returns the memory that a tensor is a view of; its own span if it does not lie in that memory."""
-    if tensor.offset >= 0 and tensor.offset + tensor.nbytes <= tensor.memory.size:
-        return tensor.memory
-    return Memory(tensor.address, tensor.nbytes, tensor.memory.writable, tensor.memory)
-
-
 def _end(memory: Memory) -> int:
     return memory.address + memory.size
 
 
-def _sharing(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
-    """Groups tensors that are views of the same memory, or of memory that overlaps."""
-    groups: list[list[Tensor]] = []
-    end = 0
-    for tensor in sorted(tensors, key=lambda tensor: _root(tensor).address):
-        root = _root(tensor)
-        if groups and root.address < end:
-            groups[-1].append(tensor)
-        else:
-            groups.append([tensor])
-        end = max(end, _end(root))
-    return groups
-
-
-def held_by(group: list[Tensor], begin: int, end: int) -> Memory:
-    """Returns the content of a group of overlapping tensors, [begin, end), in ggml's layout."""
-    return _as_ggml_has(group[0], Memory(begin, end - begin, owner=group[0].memory))
-
-
-def _as_ggml_has(tensor: Tensor, span: Memory) -> Memory:
-    """Returns a span that contains the tensor, or a copy in ggml's layout if its bytes lie apart."""
-    apart = tensor.apart
-    if apart is None:
-        return span
-    return Memory.of(np.ascontiguousarray(apart.read(span.address - apart.address, span.size)))
-
-
-def _is_packed(group: list[Tensor], packs: Packs, size: int) -> bool:
-    """Whether copies of a group are to lie in the device's layout."""
-    kind = group[0].type
-    return (
-        kind in PACKED_TYPES
-        and all(tensor.type == kind and packs(tensor) for tensor in group)
-        and not size % group[0].codec.block_bytes
-    )
+def _packed_type(group: shared.Group, packs: Packs) -> str | None:
+    """Returns the type of a group whose copies are to lie in the device's layout; else None."""
+    kind, size = group.tensors[0].type, group.tensors[0].codec.block_bytes
+    of_one_kind = all(tensor.type == kind and packs(tensor) for tensor in group.tensors)
+    return kind if kind in PACKED_TYPES and of_one_kind and not group.size % size else None
 
 
 def _same(a: Memory, b: Memory, packed: Packed | None) -> bool:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 
-from ggml_backend_npu import AnyBackend, Graph, Memory, Node, Tensor
+from ggml_backend_npu import AnyBackend, Graph, Node, Tensor
 from ggml_backend_npu.backend.fusion import Fusion
 from ggml_backend_npu.ggml import convert
-from ggml_backend_npu.ggml.fenced import ALIGNMENT, fenced, is_damaged
+from ggml_backend_npu.ggml.fenced import is_damaged
 from graph_runner.judging.compare import Comparison, compare, heat
-from graph_runner.judging.copies import blank
+from graph_runner.judging.copies import blank, copy
 from graph_runner.judging.footprints import Footprints
 from graph_runner.judging.results import NodeResult, Verdict, failure_of
 from graph_runner.judging.rules import Rules
@@ -124,13 +124,6 @@ class Collected:
 def within(view: Tensor, whole: Tensor, copied: Tensor) -> Tensor:
     """Returns a view of a tensor as the same view of its copy."""
     return view.over(copied.memory, copied.offset + view.address - whole.address)
-
-
-def copy(tensor: Tensor) -> Tensor:
-    """Returns the tensor over a copy of its span, in ggml's layout, between fences."""
-    whole = tensor.unpacked()
-    memory, offset = fenced(Memory(whole.address, whole.nbytes, owner=whole.memory), tensor.address % ALIGNMENT)
-    return tensor.over(memory, offset)
 
 
 def copied(node: Node) -> Node:

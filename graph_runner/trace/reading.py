@@ -12,11 +12,12 @@ import numpy as np
 from gguf import GGUFReader
 
 from ggml_backend_npu import Memory, Node, Tensor
-from ggml_backend_npu.ggml.fenced import ALIGNMENT, fenced
+from ggml_backend_npu.ggml.fenced import ALIGNMENT
 from ggml_backend_npu.ir import Dims
 from ggml_backend_npu.ir.packed import PACKED_TYPES, Packed
 from ggml_backend_npu.user_texts import no_file
 from graph_runner.base.errors import TraceError
+from graph_runner.judging.copies import Room
 from graph_runner.trace.format import (
     DIGEST_AT,
     FORMAT,
@@ -49,16 +50,16 @@ class Trace:
     def __getitem__(self, index: int) -> Recorded:
         stored = self._nodes[index]
         packed = {each.memory.address for each in stored.tensors() if each.packed is not None}
-        memories = {
-            number: self._memory(place, beyond, stored.type_of(number) if number in packed else None)
+        rooms = {
+            number: Room.of(Memory.of(self._data[place]), beyond, stored.type_of(number) if number in packed else None)
             for number, (place, beyond) in enumerate(stored.groups)
         }
 
         def over(tensor: Tensor) -> Tensor:
             if tensor.nbytes == 0:
                 return tensor
-            memory, offset, layout = memories[tensor.memory.address]
-            return replace(tensor, memory=memory, offset=offset + tensor.offset, packed=layout)
+            room = rooms[tensor.memory.address]
+            return replace(tensor, memory=room.memory, offset=room.offset + tensor.offset, packed=room.packed)
 
         nodes = tuple(
             replace(node, dst=over(node.dst), src=tuple(over(each) if each is not None else None for each in node.src))
@@ -70,14 +71,6 @@ class Trace:
     def outlines(self) -> Iterator[Node]:
         """Returns the nodes without the content of their tensors."""
         return (node for stored in self._nodes for node in stored.nodes)
-
-    def _memory(self, place: int, beyond: int, packed: str | None) -> tuple[Memory, int, Packed | None]:
-        data = self._data[place]
-        memory, offset = fenced(Memory.of(data), beyond)
-        if packed is None:
-            return memory, offset, None
-        storage = memory.bytes()[offset : offset + data.size]
-        return memory, offset, Packed.of(packed, memory.address + offset, storage)
 
 
 @dataclass(frozen=True)

@@ -17,10 +17,10 @@ from gguf import GGUFWriter
 
 from ggml_backend_npu import Graph, Tensor
 from ggml_backend_npu.ggml.fenced import ALIGNMENT
-from ggml_backend_npu.ir import overlapping
+from ggml_backend_npu.ir.sharing import sharing
 from graph_runner.base.errors import TraceError
 from graph_runner.base.files import replacing
-from graph_runner.judging.copies import held_by, span
+from graph_runner.judging.copies import span
 from graph_runner.trace.format import (
     ARCHITECTURE,
     DIGEST_AT,
@@ -68,14 +68,10 @@ class TraceWriter:
         }
         tensors |= {id(tensor): tensor for tensor, _ in recorded.wanted}
         order = {role: number for number, role in enumerate(tensors)}
-        for group in sorted(
-            overlapping(tensors.values()), key=lambda group: min(order[id(tensor)] for tensor in group)
-        ):
-            begin, end = group[0].address, max(tensor.end for tensor in group)
-            for tensor in group:
-                place[id(tensor)] = len(groups), tensor.address - begin
-            whole = held_by(group, begin, end).bytes()
-            groups.append({"bytes": self._put(whole), "beyond": begin % ALIGNMENT})
+        for group in sorted(sharing(tensors.values()), key=lambda group: min(order[id(t)] for t in group.tensors)):
+            for tensor in group.tensors:
+                place[id(tensor)] = len(groups), tensor.address - group.begin
+            groups.append({"bytes": self._put(group.held().bytes()), "beyond": group.begin % ALIGNMENT})
 
         def described(tensor: Tensor | None) -> dict[str, Any] | None:
             if tensor is None:

@@ -20,8 +20,8 @@ from ggml_backend_npu.registry.entry import Call, Op
 from ggml_backend_npu.registry.probes import node, normal
 from graph_runner.judging import promises
 from graph_runner.judging.compare import compare
+from graph_runner.judging.copies import copy
 from graph_runner.judging.rules import Rules
-from graph_runner.judging.spans import copy
 from quant import codec
 
 PROBES = promises._probes()
