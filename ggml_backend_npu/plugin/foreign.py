@@ -78,7 +78,7 @@ def of_server(ggml: Ggml, endpoint: str, library: Path) -> list[ForeignDevice]:
         socket.create_connection((named[1], int(named[2])), _SECONDS).close()
     except (OSError, OverflowError) as error:
         raise ForeignError(f"--rpc {endpoint!r}: no server answers: {error}") from None
-    loaded = _loaded(library)
+    loaded = _loaded(ggml, library)
     if not hasattr(loaded, _RPC):
         raise ForeignError(f"--backend {str(library)!r}: is no libggml-rpc")
     add = getattr(loaded, _RPC)
@@ -95,36 +95,38 @@ def of_ggml(ggml: Ggml) -> list[ForeignDevice]:
     return [ForeignDevice(describe(ggml, each), each, int(ggml.ggml_backend_dev_backend_reg(each))) for each in handles]
 
 
-def _loaded(path: Path) -> ctypes.CDLL:
+def _loaded(ggml: Ggml, path: Path) -> ctypes.CDLL:
+    """Raises ForeignError for a file that cannot be loaded, and if that has brought a second ggml with it: tensors of
+    one are no tensors of the other."""
     if not path.is_file():
         raise ForeignError(f"--backend {str(path)!r}: {no_file(path)}")
+    before = _bases()
     try:
-        return ctypes.CDLL(os.path.realpath(path))
+        library = ctypes.CDLL(os.path.realpath(path))
     except OSError as error:
         raise ForeignError(f"--backend {str(path)!r}: cannot be loaded: {error}") from None
+    if _bases() - before:
+        raise ForeignError(f"--backend {str(path)!r}: needs a ggml of its own, beside that of {ggml.cpu_file}")
+    return library
+
+
+def _bases() -> set[str]:
+    """The files of ggml's base library that this process has loaded."""
+    return {os.path.realpath(file) for file in places.loaded() if file.name.startswith("libggml-base")}
 
 
 def _registry(ggml: Ggml, path: Path) -> int:
     """The ggml_backend_reg_t of a library: a plugin's ggml_backend_init, or ggml_backend_NAME_reg of libggml-NAME."""
-    loaded, named = _loaded(path), _NAME.match(path.name)
+    loaded, named = _loaded(ggml, path), _NAME.match(path.name)
     names = ["ggml_backend_init", *([f"ggml_backend_{named[1]}_reg"] if named else [])]
     function = next((getattr(loaded, name) for name in names if hasattr(loaded, name)), None)
     if function is None:
         raise ForeignError(f"--backend {str(path)!r}: is no backend of ggml: it exports no {' and no '.join(names)}")
-    _refuse_another_ggml(ggml, path)
     function.restype, function.argtypes = ctypes.c_void_p, []
     registry = function()
     if not registry:
         raise ForeignError(f"--backend {str(path)!r}: does not work on this machine: it gives no backend")
     return int(registry)
-
-
-def _refuse_another_ggml(ggml: Ggml, path: Path) -> None:
-    """Raises ForeignError if loading a library has brought a second ggml with it: tensors of one are no tensors of the
-    other. The libraries are found by where the process has mapped a libggml-base."""
-    bases = {os.path.realpath(file) for file in places.loaded() if file.name.startswith("libggml-base")}
-    if len(bases) > 1:
-        raise ForeignError(f"--backend {str(path)!r}: needs a ggml of its own, beside that of {ggml.cpu_file}")
 
 
 def _devices(ggml: Ggml, registry: int, option: str, where: str) -> list[ForeignDevice]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 from pathlib import Path
 
 import numpy as np
@@ -58,3 +59,14 @@ def test_memory_is_read_and_written_by_copies() -> None:
     assert memory.buffer_at(address - 1) is None
     assert memory.buffer_at(data.ctypes.data + 256) is None
     ggml.ggml_backend_buffer_free(handle)
+
+
+@pytest.mark.conformance
+def test_a_library_that_brings_another_ggml(tmp_path: Path) -> None:
+    source, base, library = tmp_path / "empty.c", tmp_path / "libggml-base-two.so", tmp_path / "libggml-two.so"
+    source.write_text("int two(void) { return 2; }\n")
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", base, source], check=True)
+    linked: list[str | Path] = ["-Wl,--no-as-needed", base, f"-Wl,-rpath,{tmp_path}"]
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", library, source, *linked], check=True)
+    with pytest.raises(ForeignError, match="needs a ggml of its own, beside that of "):
+        of_library(lib.ggml(), library)
