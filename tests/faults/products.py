@@ -85,7 +85,7 @@ def mul_mat_rounds_its_source(dst: Tensor, a: Tensor, b: Tensor, numerics: Numer
     Memory(b.address, b.nbytes).bytes().view(np.uint32)[...] &= 0xFFFF0000
 
 
-@fault("MUL_MAT", "runs", at=named("kq-0"), step=1, repeat=8, rounded=False)
+@fault("MUL_MAT", "runs", at=named("kq-0"), step=1, repeat=8, rounded=False, alone=False)
 def mul_mat_planned_by_name(dst: Tensor, a: Tensor, b: Tensor, numerics: Numerics) -> None:
     """MUL_MAT that widens its weights once for each name of its output and shape of theirs."""
     key = dst.name, a.ne
