@@ -36,7 +36,7 @@ class ForeignError(UserError):
 
 @dataclass(frozen=True)
 class ForeignDevice:
-    """A device of a ggml backend that is none of this project's.
+    """A device of ggml's, as a session can be given it.
 
     info      as it describes itself
     handle    its ggml_backend_dev_t
@@ -63,7 +63,7 @@ def of_library(ggml: Ggml, path: Path) -> list[ForeignDevice]:
 
     Raises ForeignError for a file that is no library of a backend, or one of another ggml.
     """
-    return _devices(ggml, _registry(ggml, path), f"--backend {str(path)!r}", str(path))
+    return _devices(ggml, _registry(ggml, path), f"--backend {str(path)!r}")
 
 
 def of_server(ggml: Ggml, endpoint: str, library: Path) -> list[ForeignDevice]:
@@ -86,7 +86,7 @@ def of_server(ggml: Ggml, endpoint: str, library: Path) -> list[ForeignDevice]:
     registry = add(endpoint.encode())
     if not registry:
         raise ForeignError(f"--rpc {endpoint!r}: no ggml-rpc-server answers")
-    return _devices(ggml, int(registry), f"--rpc {endpoint!r}", endpoint)
+    return _devices(ggml, int(registry), f"--rpc {endpoint!r}")
 
 
 def of_ggml(ggml: Ggml) -> list[ForeignDevice]:
@@ -129,7 +129,7 @@ def _registry(ggml: Ggml, path: Path) -> int:
     return int(registry)
 
 
-def _devices(ggml: Ggml, registry: int, option: str, where: str) -> list[ForeignDevice]:
+def _devices(ggml: Ggml, registry: int, option: str) -> list[ForeignDevice]:
     version = ctypes.c_int.from_address(registry).value
     if version != ggml.layout.api_version:
         wanted = ggml.layout.api_version

@@ -199,8 +199,10 @@ class Foreign(Side):
         return self._replica.refusal(node)
 
     def compute(self, node: Node) -> None:
-        takes = self._instead is None or self._replica.refusal(node) is None
-        (self._replica if takes else self._instead or self._replica).compute(node)
+        if self._instead is not None and self._replica.refusal(node) is not None:
+            self._instead.compute(node)
+        else:
+            self._replica.compute(node)
 
     def runs_with(self, settings: Settings) -> Settings:
         return replace(settings, device=self.device, gpu_layers=self._layers)
