@@ -12,8 +12,9 @@ import pwd
 import shutil
 import stat
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 
 from quant.errors import UserError
@@ -116,13 +117,7 @@ def temporary_folder(inside: Path | None = None) -> Iterator[Path]:
     """Yields a folder, in the system's folder for temporary ones or inside another one, that is deleted at the end of
     the context. If the process is killed before, `tidy` deletes it."""
     tidy(inside)
-    while True:
-        folder = Path(tempfile.mkdtemp(prefix=_FOLDER[0], suffix=_FOLDER[1], dir=inside))
-        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-        _is_locked(descriptor)
-        if folder.exists():  # else another process took it for a stale one before it was locked
-            break
-        os.close(descriptor)
+    folder, descriptor = _made_and_locked(partial(_new_folder, inside))
     try:
         yield folder
     finally:
@@ -135,13 +130,34 @@ def partial_file(folder: Path) -> Iterator[tuple[Path, int]]:
     """Yields the path of a new file in a folder, and its descriptor. The file is deleted at the end of the context if
     it is still there; if the process is killed before, `tidy` deletes it. Raises OSError."""
     tidy(folder)
-    handle, name = tempfile.mkstemp(prefix=_FILE[0], suffix=_FILE[1], dir=folder)
-    _is_locked(handle)
+    path, descriptor = _made_and_locked(partial(tempfile.mkstemp, prefix=_FILE[0], suffix=_FILE[1], dir=folder))
     try:
-        yield Path(name), handle
+        yield path, descriptor
     finally:
-        os.close(handle)
-        Path(name).unlink(missing_ok=True)
+        os.close(descriptor)
+        path.unlink(missing_ok=True)
+
+
+def _new_folder(inside: Path | None) -> tuple[int, str]:
+    name = tempfile.mkdtemp(prefix=_FOLDER[0], suffix=_FOLDER[1], dir=inside)
+    return os.open(name, os.O_RDONLY | os.O_DIRECTORY), name
+
+
+def _made_and_locked(make: Callable[[], tuple[int, str]]) -> tuple[Path, int]:
+    """What `make` makes, and its descriptor, locked. It is made again if `tidy` of another process took it for a stale
+    one before it was locked."""
+    while True:
+        try:
+            descriptor, name = make()
+        except FileNotFoundError as error:
+            if error.filename is None or not Path(error.filename).parent.is_dir():
+                raise
+            continue  # deleted between its making and its opening
+        with suppress(OSError):  # on a file system without locks `tidy` deletes nothing
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        if os.path.exists(name):
+            return Path(name), descriptor
+        os.close(descriptor)
 
 
 def tidy(folder: Path | None = None) -> None:

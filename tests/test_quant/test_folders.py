@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import os
 import pickle
@@ -10,7 +11,9 @@ import stat
 import subprocess
 import sys
 import tempfile
+import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 from kit.commands import fresh, process
@@ -272,6 +275,75 @@ def test_contexts_leave_nothing(tmp_path: Path) -> None:
         (folder / "file").touch()
         assert partial.exists()
     assert left(tmp_path) == []
+
+
+def tidied_once(monkeypatch: pytest.MonkeyPatch, module: object, name: str, folder: Path) -> list[str]:
+    """After the next call of a function that makes or opens something, another process tidies the folder. Returns what
+    it will have found."""
+    made, found = getattr(module, name), list[str]()
+
+    def then_tidied(*args: Any, **kwargs: Any) -> Any:
+        result = made(*args, **kwargs)
+        if not found:
+            found.extend(left(folder))
+            process(sys.executable, "-c", f"from quant.folders import *; tidy(Path({str(folder)!r}))")
+        return result
+
+    monkeypatch.setattr(module, name, then_tidied)
+    return found
+
+
+@pytest.mark.parametrize("where", ["mkdtemp", "open"])
+def test_a_folder_that_is_tidied_before_it_is_locked_is_made_again(
+    where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = tidied_once(monkeypatch, tempfile if where == "mkdtemp" else os, where, tmp_path)
+    with temporary_folder(tmp_path) as folder:
+        assert left(tmp_path) == [folder.name] != found
+        assert len(found) == 1
+        (folder / "file").touch()
+    assert left(tmp_path) == []
+
+
+def test_a_file_that_is_tidied_before_it_is_locked_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = tidied_once(monkeypatch, tempfile, "mkstemp", tmp_path)
+    with partial_file(tmp_path) as (partial, _):
+        assert left(tmp_path) == [partial.name] != found
+        assert len(found) == 1
+        partial.replace(tmp_path / "whole")
+    assert left(tmp_path) == ["whole"]
+
+
+def test_a_file_that_another_process_is_about_to_delete_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen, locks = list[str](), fcntl.flock
+
+    def deleted(path: Path, descriptor: int) -> None:
+        path.unlink(missing_ok=True)
+        os.close(descriptor)
+
+    def locked_by_another(descriptor: int, how: int) -> None:
+        if not seen:
+            (name,) = left(tmp_path)
+            seen.append(name)
+            other = os.open(tmp_path / name, os.O_RDWR)
+            locks(other, fcntl.LOCK_EX)
+            threading.Timer(0.2, deleted, (tmp_path / name, other)).start()
+        locks(descriptor, how)
+
+    monkeypatch.setattr(fcntl, "flock", locked_by_another)
+    with partial_file(tmp_path) as (partial, _):
+        assert left(tmp_path) == [partial.name] != seen
+    assert left(tmp_path) == []
+
+
+def test_a_folder_that_is_missing_is_said(tmp_path: Path) -> None:
+    for context in (temporary_folder, partial_file):
+        with pytest.raises(FileNotFoundError), context(tmp_path / "no" / "such"):
+            pass
 
 
 def test_nothing_is_kept_through_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
