@@ -34,13 +34,22 @@ class Bound(Codec):
         self._to_float = structs.RowFunction(to_float) if to_float else None
         self._from_float = structs.RowFunction(from_float) if from_float else None
 
+    @property
+    def _of_quant(self) -> Codec:
+        """The type's codec in `quant`; one that can do nothing for a type that is not there."""
+        if self.name in quant.type_names():
+            return quant.codec(self.name)
+        nothing = Codec()
+        nothing.name = self.name
+        return nothing
+
     def encode(self, x: Floats, rounding: Rounding) -> Bytes:
         """Quantises x, (n, block_size) float32, to (n, block_bytes) bytes by from_float.
 
-        Without a from_float it does what `Codec.encode` does.
+        Without a from_float it does what the codec of `quant` does.
         """
         if self._from_float is None:
-            return super().encode(x, rounding)
+            return self._of_quant.encode(x, rounding)
         x = np.ascontiguousarray(x)
         blocks = np.zeros((len(x), self.block_bytes), np.uint8)
         self._from_float(_pointer(x), _pointer(blocks), x.size)
@@ -49,10 +58,10 @@ class Bound(Codec):
     def decode(self, blocks: Bytes) -> Floats:
         """Dequantises blocks, (n, block_bytes) bytes, to (n, block_size) float32 by to_float.
 
-        Without a to_float it does what `Codec.decode` does.
+        Without a to_float it does what the codec of `quant` does.
         """
         if self._to_float is None:
-            return super().decode(blocks)
+            return self._of_quant.decode(blocks)
         blocks = np.ascontiguousarray(blocks)
         x = np.empty((len(blocks), self.block_size), np.float32)
         self._to_float(_pointer(blocks), _pointer(x), x.size)

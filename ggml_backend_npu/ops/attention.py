@@ -47,6 +47,7 @@ from quant.kernels.threads import working_team
 _PRECISIONS = (0, 10)  # GGML_PREC_DEFAULT, GGML_PREC_F32
 _MANY = 64  # queries that ggml's CPU multiplies as matrices
 _LONG = 512  # cells that its threads share if there is one query
+_FEW_CELLS = 64  # whose float32 sums the bound is enough for
 
 _VALUES = ("f32", "f16", "bf16", *DECODED)
 
@@ -312,7 +313,7 @@ def _exact(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tensor |
         if params.logit_softcap:
             scores = params.logit_softcap * np.tanh(scores / params.logit_softcap)
         if added is not None:
-            row = added[i3 % len(added), i2 % added.shape[1], : q.ne[1], : k.ne[1]]
+            row = _rows_of_mask(added, q, k, i3, i2)
             scores += row if slope is None else row * float(slope[i2])
             scores[np.isneginf(row)] = -np.inf
         sink = -np.inf if sinks is None else exact.values(sinks).reshape(-1)[i2]
@@ -326,11 +327,49 @@ def _exact(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tensor |
     return result
 
 
+@flash_attn_ext.terms
+def _terms(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tensor | None, params: FlashAttn
+) -> Exact | None:
+    """A float32 sum over n cells is rounded n times, so it is sqrt(n) times as far off as one addition. With hundreds
+    of cells that is more than what the scores add, if the first one has nearly all of the weight. Sums in float16 have
+    a bound of their own."""
+    if v.type == "f16":
+        return None
+    result = np.abs(_exact(q, k, v, mask, sinks, params))
+    added = None if mask is None else exact.values(mask)
+    for i3, i2 in np.ndindex(q.ne[3], q.ne[2]):
+        cells = _seen(q, k, added, i3, i2).sum(axis=-1)
+        result[i3, :, i2] *= np.sqrt(np.maximum(cells / _FEW_CELLS, 1))[:, None]
+    return result
+
+
 @flash_attn_ext.undefined
-def _undefined(dst: Tensor, q: Tensor, k: Tensor, *_: object, **__: object) -> undefined.Flags:
+def _undefined(
+    dst: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *_: object, **__: object
+) -> undefined.Flags:
     if not codec(VEC_DOT[k.type]).is_quantized:
         return undefined.NOTHING
-    return np.broadcast_to(undefined.spoilt_rows(q).swapaxes(1, 2)[..., None], dst.ne[::-1])
+    found, keys = undefined.spoilt_rows(q).swapaxes(1, 2), undefined.spoilt_rows(k)
+    added = None if mask is None else exact.values(mask)
+    for i3, i2 in np.ndindex(q.ne[3], q.ne[2]):
+        spoilt = keys[i3 * k.ne[3] // q.ne[3], i2 * k.ne[2] // q.ne[2]]
+        if spoilt.any():
+            found[i3, :, i2] |= (_seen(q, k, added, i3, i2) & spoilt).any(axis=-1)
+    return np.broadcast_to(found[..., None], dst.ne[::-1])
+
+
+def _seen(q: Tensor, k: Tensor, added: Exact | None, i3: int, i2: int) -> NDArray[np.bool_]:
+    """Which cells the queries of a head see, (queries, cells), by the mask's values."""
+    if added is None:
+        return np.ones((q.ne[1], k.ne[1]), np.bool_)
+    hidden: NDArray[np.bool_] = np.isneginf(_rows_of_mask(added, q, k, i3, i2))
+    return ~hidden
+
+
+def _rows_of_mask(added: Exact, q: Tensor, k: Tensor, i3: int, i2: int) -> Exact:
+    """What the mask adds to the scores of a head, (queries, cells)."""
+    return added[i3 % len(added), i2 % added.shape[1], : q.ne[1], : k.ne[1]]
 
 
 @flash_attn_ext.costs

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from ggml_backend_npu.ggml.numerics import PLAIN, Numerics
 from ggml_backend_npu.ir import Node, Tensor
+from ggml_backend_npu.ops import undefined
 from ggml_backend_npu.ops.movers import DECODED, convert
 from ggml_backend_npu.registry import exact, probes
 from ggml_backend_npu.registry.checks import Exact, Make, Probe, Types
@@ -69,6 +70,7 @@ def _refuse_indexer(dst: Tensor, q: Tensor, k: Tensor, weights: Tensor, mask: Te
     types=[("f32", "f32", k, "f32", "f16") for k in ("f32", "f16", "bf16", *DECODED)],
     refuse=_refuse_indexer,
     bound=1e-11,
+    products=True,
 )
 def lightning_indexer(
     dst: Tensor, q: Tensor, k: Tensor, weights: Tensor, mask: Tensor, numerics: Numerics = PLAIN
@@ -97,6 +99,14 @@ def _exact_indexer(q: Tensor, k: Tensor, weights: Tensor, mask: Tensor) -> Exact
         products = queries[:, :, head] @ keys[:, :, 0].swapaxes(1, 2)
         total += np.fmax(products, 0) * by_head[:, 0, :, head, None]
     return total[:, None]
+
+
+@lightning_indexer.undefined
+def _undefined_indexer(dst: Tensor, q: Tensor, k: Tensor, *_: object) -> undefined.Flags:
+    """max(x, 0) is 0 for a NaN, and the order of a sum decides whether its infinities make one."""
+    tokens, cells = undefined.spoilt_rows(q).any(axis=2, keepdims=True), undefined.spoilt_rows(k)
+    found: undefined.Flags = (tokens | cells.swapaxes(1, 2))[:, None]
+    return found
 
 
 @lightning_indexer.nodes

@@ -166,6 +166,7 @@ def _refuse_solve(dst: Tensor, a: Tensor, b: Tensor) -> str | None:
     refuse=_refuse_solve,
     bound=1e-11,  # sums go from row to row
     wide=True,
+    recurrent=True,
     built_by={"ggml_solve_tri": "ctt bbb"},
 )
 @np.errstate(all="ignore")

@@ -10,13 +10,17 @@ from ggml_backend_npu.registry import exact
 
 Flags = NDArray[np.bool_]  # of dst's elements or blocks, (ne3, ne2, ne1, ne0); empty if there is none
 
+_MOST = float(np.finfo(np.float32).max) / (256 * 63 * 16)  # q4_K: so large are a block's quants times its scales
+
 NOTHING: Flags = np.zeros(0, np.bool_)
 
 
 def spoilt_rows(x: Tensor) -> Flags:
-    """Which rows of a tensor hold NaN or an infinity, (ne3, ne2, ne1)."""
-    finite: Flags = np.isfinite(exact.values(x))
-    return np.logical_not(finite.all(axis=-1))
+    """Which rows of a tensor hold a number that is not finite, or that may not be after its product with a block's sum
+    of whole numbers, (ne3, ne2, ne1)."""
+    with np.errstate(invalid="ignore"):
+        fine: Flags = np.abs(exact.values(x)) < _MOST
+    return np.logical_not(fine.all(axis=-1))
 
 
 def blocks(dst: Tensor, source: Tensor, ids: Tensor | None = None) -> Flags:

@@ -81,6 +81,7 @@ class Checks:
     wide       whether the definition computes in the type of its sources: on float64 it is the formula
     products   whether dst is sums of products with a factor from each source
     weights    whether the first source is weights: rows that are multiplied with those of the second
+    recurrent  whether elements of dst are sums of products with others of dst
     moved      whether integer sources are rounded on the way too
     keeps      whether a part of dst keeps its old bytes
     roles      what sources are for, by name: {"mask": "the mask"}
@@ -95,6 +96,7 @@ class Checks:
     wide: bool = False
     products: bool = False
     weights: bool = False
+    recurrent: bool = False
     moved: bool = False
     keeps: bool = False
     roles: Mapping[str, str] = field(default_factory=dict)
@@ -108,6 +110,11 @@ class Checks:
     nearest: Callable[..., list[str]] | None = field(default=None, init=False)
     cost: Callable[..., Cost] | None = field(default=None, init=False)
     unset: Callable[..., NDArray[np.bool_]] | None = field(default=None, init=False)
+
+    @property
+    def adds(self) -> bool:
+        """Whether dst is sums of products."""
+        return self.products or self.weights or self.recurrent
 
     @property
     def has_formula(self) -> bool:

@@ -9,6 +9,7 @@ from functools import partial
 from math import inf, isfinite
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ggml_backend_npu import Node, Op, Tensor
 from ggml_backend_npu.ggml import codecs
@@ -19,6 +20,8 @@ from ggml_backend_npu.registry.exact import values
 
 _STEP = 2.0**-20  # by which a source's numbers are moved
 _PROBES = 3
+_INTEGERS = ("i8", "i16", "i32", "i64")
+_LARGEST = float(np.finfo(np.float32).max)
 
 
 def exact(node: Node) -> Exact | None:
@@ -56,6 +59,27 @@ def size(node: Node, truth: Exact) -> Exact:
     return found if terms is None else np.fmax(found, terms)
 
 
+def overflows(node: Node, truth: Exact) -> NDArray[np.bool_]:
+    """Which elements of truth, which is `exact` of the node, or terms on the way to them are finite, but too large for
+    float32: the order of the terms decides what becomes of them, a number, an infinity or NaN."""
+    op = OWN.get(node.op)
+    if op is None or not op.adds:
+        return np.zeros(truth.shape, np.bool_)
+    terms = exact(replace(node, src=tuple(map(_magnitudes, node.src))))
+    return _is_too_large(truth) | (False if terms is None else _is_too_large(terms))
+
+
+def _is_too_large(x: Exact) -> NDArray[np.bool_]:
+    found: NDArray[np.bool_] = (np.abs(x) > _LARGEST) & np.isfinite(x)
+    return found
+
+
+def _magnitudes(source: Tensor | None) -> Tensor | None:
+    if source is None or source.type in _INTEGERS:
+        return source
+    return Tensor.of(np.abs(values(source)), "f64", source.name)
+
+
 def _products(node: Node) -> Exact | None:
     """For sums of products with one factor from each source: returns how large the products are together, as
     independent ones."""
@@ -73,7 +97,7 @@ def _moved(node: Node, place: int) -> Iterator[Tensor]:
     """
     op, source = OWN.get(node.op), node.src[place]
     of_weights = op is not None and op.weights and place == 0
-    stays = source is not None and source.type in ("i8", "i16", "i32", "i64") and not (op is not None and op.moved)
+    stays = source is not None and source.type in _INTEGERS and not (op is not None and op.moved)
     if source is None or of_weights or stays:
         return
     x, signs = values(source), np.random.default_rng(place)

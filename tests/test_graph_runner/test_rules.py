@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from ggml_backend_npu import Node, Tensor
 from ggml_backend_npu.backend.fusion import FUSIONS
 from ggml_backend_npu.ops import OWN
+from ggml_backend_npu.ops.attention import FlashAttn
 from ggml_backend_npu.ops.matmul import VEC_DOT
 from ggml_backend_npu.ops.norms import Norm
 from ggml_backend_npu.plugin.plugin import Plugin
@@ -225,6 +226,58 @@ def test_what_is_no_finite_number(cpu: Replica) -> None:
         off = copy_of(near)
         off.view()[..., place] = value
         assert not allows(Rules(), of, of.dst, off), (place, value)
+
+
+LARGE = 3e38
+
+
+@pytest.mark.parametrize("op", ["MUL_MAT", "MUL_MAT_ID", "SOLVE_TRI"])
+def test_what_overflows_depends_on_the_order_of_the_terms(cpu: Replica, op: str) -> None:
+    """Four columns: one that is small, two whose terms are too large for float32, and one that holds an infinity."""
+    k = 8
+    x = np.ones((4, k))
+    x[1], x[2], x[3, 5] = LARGE, np.tile([LARGE, -LARGE], k // 2), np.inf
+    if op == "SOLVE_TRI":
+        lower = np.tril(np.full((k, k), -1.0), -1) + np.eye(k)
+        x[2] = LARGE * np.eye(k)[0]
+        sources: tuple[Tensor, ...] = tensor("f32", lower[None, None]), tensor("f32", x.T.copy()[None, None])
+        of = node(op, "f32", (1, 1, k, 4), *sources)
+    else:
+        weights, ids = tensor("f32", np.ones((1, 1, 2, k))), tensor("i32", np.zeros((1, 1, 4, 1)))
+        shape = (1, 1, 4, k) if op == "MUL_MAT" else (1, 4, 1, k)
+        sources = weights, tensor("f32", x.reshape(shape)), *([ids] if op == "MUL_MAT_ID" else [])
+        of = node(op, "f32", (*shape[:3], 2), *sources)
+    cpu.compute(of)
+    by_column = of.dst.view()[0, 0].T if op == "SOLVE_TRI" else of.dst.view().reshape(4, -1)
+    assert np.isfinite(by_column[0]).all()
+    assert not np.isfinite(by_column[1]).all()
+
+    def is_right(column: int, value: float) -> bool:
+        other = copy_of(of.dst)
+        to = other.view()[0, 0].T if op == "SOLVE_TRI" else other.view().reshape(4, -1)
+        to[column, -1] = value
+        return allows(Rules(), of, of.dst, other)
+
+    assert all(is_right(column, value) for column in (1, 2) for value in (np.inf, -np.inf, np.nan))
+    assert [is_right(0, value) for value in (np.inf, np.nan, 0.0)] == [False] * 3
+    assert [is_right(3, value) for value in (1.0, -np.inf)] == [False] * 2
+
+
+@pytest.mark.parametrize("cells", [64, 600, 4800])
+@pytest.mark.parametrize("seed", range(5))
+def test_float32_sums_over_many_cells_round_as_often(cpu: Replica, cells: int, seed: int) -> None:
+    """The first cell has nearly all of the weight, as in models whose first token takes what no other one needs."""
+    rng = np.random.default_rng(seed)
+    q = np.sign(rng.standard_normal(64)) + 0.1 * rng.standard_normal((1, 4, 64, 64))
+    k, v = rng.standard_normal((2, 1, 1, cells, 64))
+    k[0, 0, 0] = np.sign(q[0, 0, 0]) * np.log(800 * cells) / 8
+    sources = (tensor(type, x) for type, x in (("f32", q), ("q5_1", k), ("q5_1", v)))
+    params = FlashAttn(scale=0.125, max_bias=0.0, logit_softcap=0.0, prec=10, n_kv_max=0)
+    of = node("FLASH_ATTN_EXT", "f32", (1, 64, 4, 64), *sources, None, None, params=params)
+    cpu.compute(of)
+    sums = rounding.computed(of, rounding.compiled)
+    assert allows(Rules(), of, of.dst, sums)
+    assert not allows(Rules(), of, of.dst, written(of, values(of.dst) * (1 + 1e-3)))
 
 
 def test_bytes_between_the_elements_are_judged(cpu: Replica) -> None:

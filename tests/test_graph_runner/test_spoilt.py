@@ -9,6 +9,7 @@ import gguf
 import numpy as np
 import pytest
 from kit.commands import Cli, strict_json
+from numpy.typing import NDArray
 
 from ggml_backend_npu import Node, Tensor
 from graph_runner.base.models import model_file
@@ -101,3 +102,43 @@ def test_what_quantises_a_nan_is_judged_by_the_rest(op: str) -> None:
     assert Rules().allows(of, of.dst, other, compare(of.dst, other))
     other.view()[0, 0, 0, 0] = 7
     assert not Rules().allows(of, of.dst, other, compare(of.dst, other))
+
+
+def undefined_of(op: str, *sources: Tensor | None, ne: tuple[int, ...]) -> NDArray[np.bool_]:
+    """Which rows of dst are undefined, all of each."""
+    flags = is_undefined(Node(op, Tensor.of(np.zeros(ne, np.float32)), sources))
+    assert (flags.all(axis=-1) == flags.any(axis=-1)).all()
+    return np.asarray(flags.all(axis=-1))
+
+
+@pytest.mark.parametrize("value", [3e38, 2e33, 1e30])
+def test_a_column_too_large_for_whole_numbers_is_undefined(value: float) -> None:
+    """The order in which a block's scales and its sum of whole numbers are multiplied is the compiler's."""
+    x = np.ones((1, 1, 3, 256), np.float32)
+    x[0, 0, 1, 40] = value
+    weights, floats = Tensor.of(np.zeros((1, 1, 5, 144), np.uint8), "q4_K"), Tensor.of(np.ones_like(x))
+    assert undefined_of("MUL_MAT", weights, Tensor.of(x), ne=(1, 1, 3, 5)).tolist() == [[[False, value > 1e31, False]]]
+    assert not is_undefined(Node("MUL_MAT", floats, (floats, Tensor.of(x)))).any()
+
+
+def test_a_key_that_is_not_finite_spoils_the_queries_that_see_it() -> None:
+    """Two heads of keys, each for two of queries; the second one's cell 3 holds what nobody wrote."""
+    q, mask = np.ones((1, 4, 3, 64), np.float32), np.zeros((1, 1, 3, 5), np.float16)
+    keys = np.zeros((1, 2, 5, 2, 34), np.uint8)
+    keys[0, 1, 3, 0, :2] = np.array([np.inf], np.float16).view(np.uint8)
+    k = Tensor.of(keys.reshape(1, 2, 5, 68), "q8_0")
+    mask[0, 0, :2, 3] = -np.inf
+    found = undefined_of("FLASH_ATTN_EXT", Tensor.of(q), k, k, Tensor.of(mask), None, ne=(1, 3, 4, 64))
+    assert np.argwhere(found).tolist() == [[0, 2, 2], [0, 2, 3]]
+    found = undefined_of("FLASH_ATTN_EXT", Tensor.of(q), k, k, None, None, ne=(1, 3, 4, 64))
+    assert found[0, :, 2:].all()
+    assert not found[0, :, :2].any()
+
+
+def test_an_indexer_takes_what_is_no_number_for_zero() -> None:
+    q, k = np.ones((1, 2, 3, 64), np.float32), np.ones((1, 5, 1, 64), np.float32)
+    q[0, 1, 2, 7], k[0, 4, 0, 9] = NAN, np.inf
+    weights, mask = np.ones((1, 1, 2, 3), np.float32), np.zeros((1, 1, 2, 5), np.float16)
+    sources = tuple(Tensor.of(x) for x in (q, k, weights, mask))
+    flags = is_undefined(Node("LIGHTNING_INDEXER", Tensor.of(np.zeros((1, 1, 2, 5), np.float32)), sources))
+    assert flags[0, 0].tolist() == [[False] * 4 + [True], [True] * 5]

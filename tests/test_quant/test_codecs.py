@@ -196,6 +196,12 @@ def test_decoding_equals_ggmls_to_float(backend: Plugin, name: str) -> None:
         assert_same_bytes(one_nan(actual, "f32"), one_nan(expected, "f32"))
 
 
+@pytest.mark.parametrize("name", ["q8_1", "q8_K"])
+def test_activations_decode_as_defined_here_where_ggml_has_no_function(backend: Plugin, name: str) -> None:
+    blocks = pool(name, "any")
+    assert_same_bytes(bound(backend.ggml, name).decode(blocks), quant.codec(name).decode(blocks))
+
+
 def test_activations_decode_to_quants_times_scale() -> None:
     """q8_1 and q8_K, for which ggml has no to_float."""
     quants = np.arange(-128, 128, dtype=np.int8)
