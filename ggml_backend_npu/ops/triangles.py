@@ -11,8 +11,8 @@ from numba import types
 from ggml_backend_npu.ir import Node, Tensor
 from ggml_backend_npu.ops.gradients import lie_apart
 from ggml_backend_npu.ops.kernels.sides import next_row
-from ggml_backend_npu.registry import probes
-from ggml_backend_npu.registry.checks import Types
+from ggml_backend_npu.registry import exact, probes
+from ggml_backend_npu.registry.checks import Exact, Types
 from ggml_backend_npu.registry.entry import Call, op
 from ggml_backend_npu.registry.params import Params, i32
 from ggml_backend_npu.registry.shapes import gaps, gaps_in_rows, other_ne
@@ -166,7 +166,6 @@ def _refuse_solve(dst: Tensor, a: Tensor, b: Tensor) -> str | None:
     refuse=_refuse_solve,
     bound=1e-11,  # sums go from row to row
     wide=True,
-    recurrent=True,
     built_by={"ggml_solve_tri": "ctt bbb"},
 )
 @np.errstate(all="ignore")
@@ -220,6 +219,17 @@ def _solve_tri(dst: Tensor, a: Tensor, b: Tensor) -> Call:
     n, n_matrices = a.ne[0], a.ne[2] * a.ne[3]
     of = Solve(a.address, b.address, dst.address, n, b.ne[0])
     return Job(Work(solve, of, n_matrices, 2 * n * b.n_elements, keep=(dst, a, b)))
+
+
+@solve_tri.on_the_way
+def _on_the_way(a: Tensor, b: Tensor) -> Exact:
+    """The terms of a row, of one sign; what became too large in one row is in all below."""
+    dst = Tensor.of(np.empty(b.ne[::-1]), "f64")
+    solve_tri.define(dst, *(Tensor.of(exact.values(x), "f64") for x in (a, b)))
+    x = np.where(np.isfinite(dst.view()), np.abs(dst.view()), 0)
+    terms = np.fmax(np.abs(exact.values(b)) + np.tril(np.abs(exact.values(a))) @ x, x)
+    largest: Exact = np.maximum.accumulate(np.where(np.isfinite(terms), terms, 0), axis=2)
+    return largest
 
 
 @solve_tri.nodes

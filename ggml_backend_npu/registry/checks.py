@@ -81,7 +81,6 @@ class Checks:
     wide       whether the definition computes in the type of its sources: on float64 it is the formula
     products   whether dst is sums of products with a factor from each source
     weights    whether the first source is weights: rows that are multiplied with those of the second
-    recurrent  whether elements of dst are sums of products with others of dst
     moved      whether integer sources are rounded on the way too
     keeps      whether a part of dst keeps its old bytes
     roles      what sources are for, by name: {"mask": "the mask"}
@@ -96,13 +95,13 @@ class Checks:
     wide: bool = False
     products: bool = False
     weights: bool = False
-    recurrent: bool = False
     moved: bool = False
     keeps: bool = False
     roles: Mapping[str, str] = field(default_factory=dict)
     built_by: Mapping[str, str] = field(default_factory=dict)
     exact: Formula | None = field(default=None, init=False)
     size: Formula | None = field(default=None, init=False)
+    largest: Formula | None = field(default=None, init=False)
     order: tuple[Callable[..., bool], str] | None = field(default=None, init=False)
     makes: tuple[Make, ...] = field(default=(), init=False)
     measured: Callable[[], Iterable[Probe]] | None = field(default=None, init=False)
@@ -110,11 +109,6 @@ class Checks:
     nearest: Callable[..., list[str]] | None = field(default=None, init=False)
     cost: Callable[..., Cost] | None = field(default=None, init=False)
     unset: Callable[..., NDArray[np.bool_]] | None = field(default=None, init=False)
-
-    @property
-    def adds(self) -> bool:
-        """Whether dst is sums of products."""
-        return self.products or self.weights or self.recurrent
 
     @property
     def has_formula(self) -> bool:
@@ -131,6 +125,12 @@ class Checks:
         """Decorator: how large the numbers are that are rounded on the way to each element. It is for ops where moving
         the sources does not show this: sums, and functions that end with a difference. It is called as `formula` is."""
         self.size = formula
+        return formula
+
+    def on_the_way(self, formula: FormulaT) -> FormulaT:
+        """Decorator: how large a sum on the way to each element may become, for an op whose sums are not those of
+        `products` or `weights`: if float32 cannot hold it, the order of terms decides. It is called as `formula` is."""
+        self.largest = formula
         return formula
 
     def rule(self, words: str) -> Callable[[Callable[..., bool]], Callable[..., bool]]:

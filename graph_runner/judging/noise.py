@@ -60,18 +60,17 @@ def size(node: Node, truth: Exact) -> Exact:
 
 
 def overflows(node: Node, truth: Exact) -> NDArray[np.bool_]:
-    """Which elements of truth, which is `exact` of the node, or terms on the way to them are finite, but too large for
+    """Which elements of truth, which is `exact` of the node, are sums of finite terms that may become too large for
     float32: the order of the terms decides what becomes of them, a number, an infinity or NaN."""
-    op = OWN.get(node.op)
-    if op is None or not op.adds:
+    op, terms = OWN.get(node.op), None
+    if op is not None and (op.products or op.weights):
+        terms = exact(replace(node, src=tuple(map(_magnitudes, node.src))))
+    elif op is not None:
+        terms = _evaluated(op, node, op.largest)
+    if terms is None:
         return np.zeros(truth.shape, np.bool_)
-    terms = exact(replace(node, src=tuple(map(_magnitudes, node.src))))
-    return _is_too_large(truth) | (False if terms is None else _is_too_large(terms))
-
-
-def _is_too_large(x: Exact) -> NDArray[np.bool_]:
-    found: NDArray[np.bool_] = (np.abs(x) > _LARGEST) & np.isfinite(x)
-    return found
+    too_large: NDArray[np.bool_] = (terms > _LARGEST) & np.isfinite(terms)
+    return too_large
 
 
 def _magnitudes(source: Tensor | None) -> Tensor | None:
