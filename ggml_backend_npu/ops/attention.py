@@ -383,7 +383,11 @@ def _cost(
 def _mistaken(
     node: Node, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tensor | None
 ) -> Iterator[Mistake]:
-    """Wrong mappings from the heads of q to those of k and v."""
+    """Wrong mappings from the sequences and heads of q to those of k and v."""
+    if k.ne[3] > 1:
+        first = (replace(each, nb=with_stride(each.nb, 3, 0)) for each in (k, v))
+        text = "has each sequence of src0 meet sequence 0 of src1 and src2"
+        yield Mistake(text, replace(node, src=(q, *first, *node.src[3:])))
     n_kv, n = k.ne[2], q.ne[2] // max(1, k.ne[2])
     if n_kv == 1 or q.ne[2] * max(k.n_elements, v.n_elements) > LARGEST * n_kv:
         return

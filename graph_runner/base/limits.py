@@ -13,6 +13,7 @@ from graph_runner.base.errors import LimitError
 from quant.kernels.processor import processors
 
 MOST_TIMES = 10_000  # that something is repeated
+MOST_SEQUENCES = 256  # of a context: LLAMA_MAX_SEQ
 MOST_CELLS = 1 << 24  # llama.cpp takes minutes to refuse a context of many more
 MOST_THREADS = 4 * processors()  # beyond that they only wait for each other; llama.cpp has no bound and crashes
 

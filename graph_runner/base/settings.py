@@ -24,7 +24,8 @@ class Settings:
 
     device      "npu": the NPU takes the nodes it supports; "cpu": llama.cpp's CPU takes all;
                 "foreign": a device of somebody else's backend takes what llama.cpp gives it
-    n_ctx       context size in tokens (cells)
+    n_ctx       context size in tokens (cells), of each sequence
+    sequences   that are decoded together, each with caches of its own
     cache_type_k  ggml type of the K cache
     cache_type_v  ggml type of the V cache (a quantised one needs flash attention)
     flash_attention  "auto", "on" or "off"
@@ -38,6 +39,7 @@ class Settings:
 
     device: DeviceName = "cpu"
     n_ctx: int = 512
+    sequences: int = 1
     cache_type_k: str = "f16"
     cache_type_v: str = "f16"
     flash_attention: FlashAttention = "auto"

@@ -16,7 +16,7 @@ from typing import Annotated, Any
 import typer
 
 from graph_runner.base.errors import BadInputError
-from graph_runner.base.limits import MOST_CELLS, MOST_THREADS
+from graph_runner.base.limits import MOST_CELLS, MOST_SEQUENCES, MOST_THREADS
 from graph_runner.base.settings import ALL_LAYERS, CACHE_TYPES, Settings
 
 # beside typer's part of an Annotated: it names a file that is read, one that is written, a folder that traces go to
@@ -322,6 +322,17 @@ class NodesContextOptions(ContextOptions):
         FlashAttention,
         typer.Option(help="Flash attention (-fa); with off, a graph has CONT nodes and more kinds of SET_ROWS."),
     ] = FlashAttention.OFF
+    sequences: Annotated[
+        int,
+        typer.Option(
+            min=1, max=MOST_SEQUENCES,
+            help="Sequences decoded together, each with caches of its own and the prompt's tokens in another order.",
+        ),
+    ] = 1  # fmt: skip
+
+    def settings(self, **others: Any) -> Settings:
+        """Returns the settings of a session: these options and others."""
+        return super().settings(sequences=self.sequences, **others)
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from ggml_backend_npu import Node
 from ggml_backend_npu.ggml import convert
 from ggml_backend_npu.ggml.lib import Ggml
 from graph_runner.base.limits import refuse_where_memory_is_limited
+from graph_runner.diff.lockstep import Batch
 from graph_runner.diff.logits import Ending, Endings, Logits, nmse
 from graph_runner.diff.sides import CPU, Side
 from graph_runner.diff.together import Computer, Grouped, ends_of
@@ -106,7 +107,7 @@ class Again:
         device: Side,
         computer: Computer,
         settings: Settings,
-        batches: Sequence[list[int]],
+        batches: Sequence[Batch],
         watched: Watched,
     ) -> None:
         self._ggml, self._opened, self._device, self._computer = ggml, opened, device, computer
@@ -124,8 +125,8 @@ class Again:
             for step, tokens in enumerate(self._batches):
                 if step and observer is not None:
                     observer.next_step()
-                session.decode(tokens)
-                found.append(session.logits())
+                session.decode(*tokens)
+                found.append(session.logits_of_each())
         return found
 
     def repeated(self, times: int) -> NodeResult | None:

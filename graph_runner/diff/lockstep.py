@@ -23,6 +23,8 @@ from graph_runner.base.limits import refuse_where_memory_is_limited
 from graph_runner.diff.sides import Side
 from graph_runner.run.session import Session, SessionError
 
+Batch = list[list[int]]  # tokens of each sequence
+
 _ENDED = 1 << 62
 
 
@@ -82,14 +84,14 @@ class Lockstep:
         self.stopped: str | None = None
         self._failed = False
 
-    def decode(self, reference: Session, device: Session, tokens: list[int]) -> None:
-        """Runs tokens through both sessions, or through the reference alone if the device has stopped."""
+    def decode(self, reference: Session, device: Session, tokens: Batch) -> None:
+        """Runs tokens of each sequence through both sessions; through the reference alone if the device has stopped."""
         self.reference.place = self.device.place = -1
         self._failed = False
         self._main, self._other = getcurrent(), greenlet(partial(self._decode_device, device, tokens))
         with _handlers_of_interrupts_stay():
             try:
-                reference.decode(tokens)
+                reference.decode(*tokens)
             except BaseException:
                 self._failed = True
                 raise
@@ -105,10 +107,10 @@ class Lockstep:
     ) -> None:
         self._halt(None)
 
-    def _decode_device(self, device: Session, tokens: list[int]) -> None:
+    def _decode_device(self, device: Session, tokens: Batch) -> None:
         try:
             if not self._failed and self.stopped is None:
-                device.decode(tokens)
+                device.decode(*tokens)
                 self._judge.own_ended()
         except SessionError as error:
             refuse_where_memory_is_limited(error)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-Logits = NDArray[np.float32]
+Logits = NDArray[np.float32]  # (sequences, n_vocab)
 
 
 @dataclass(frozen=True)
@@ -40,15 +40,16 @@ class Endings:
     steps: list[tuple[Logits, Logits]] = field(default_factory=list)
 
     def add(self, reference: Logits, device: Logits) -> None:
-        """Adds the logits of a step, (n_vocab,) each."""
+        """Adds the logits of a step."""
         self.steps.append((reference, device))
 
     def ending(self) -> Ending:
         """Returns how far apart the collected logits are."""
-        tokens = [step for step, (a, b) in enumerate(self.steps) if a.argmax() != b.argmax()]
+        tokens = [step for step, (a, b) in enumerate(self.steps) if (a.argmax(axis=-1) != b.argmax(axis=-1)).any()]
+        rows = [pair for a, b in self.steps for pair in zip(a, b, strict=True)]
         return Ending(
-            max((nmse(a, b) for a, b in self.steps), default=0.0),
-            max((_kl(a, b) for a, b in self.steps), default=0.0),
+            max((nmse(a, b) for a, b in rows), default=0.0),
+            max((_kl(a, b) for a, b in rows), default=0.0),
             tokens[0] if tokens else None,
         )
 

@@ -25,7 +25,7 @@ from graph_runner.base.files import folder_for_traces
 from graph_runner.base.settings import ALL_LAYERS, Settings, context_for
 from graph_runner.diff.again import Again, Watched
 from graph_runner.diff.judge import Asked, Judge, Stray
-from graph_runner.diff.lockstep import Lockstep
+from graph_runner.diff.lockstep import Batch, Lockstep
 from graph_runner.diff.logits import Ending, Endings
 from graph_runner.diff.sides import CPU, NPU, Cpu, Foreign, Own, Side, Sides
 from graph_runner.diff.state import StateResult
@@ -292,17 +292,17 @@ class _InStep:
             lockstep = stack.enter_context(Lockstep(device, judge))
             first, second = self._sessions(stack, lockstep)
             self._keeper.origin = replace(self._keeper.origin, model=first.description)
-            tokens = first.tokenize(self._prompt)
-            self._result = result = self._begin(first.description, len(tokens), judge)
+            tokens = first.prompts(self._prompt)
+            self._result = result = self._begin(first.description, len(tokens[0]), judge)
             self._asked.begun(result)
             text, endings = self._decode(first, second, lockstep, judge, tokens)
-            result.text = b"".join(map(first.piece, text)).decode(errors="replace")
+            result.text = b"".join(first.piece(each[0][0]) for each in text).decode(errors="replace")
             result.stopped = lockstep.stopped
             result.spoilt = judge.watch.found
         if result.stopped is None:
             result.ending = endings.ending()
         if result.stopped is None and not device.is_cpu and not result.wrong and not result.faults:
-            self._look_again([tokens, *([token] for token in text)], endings, judge.fingerprints)
+            self._look_again([tokens, *text], endings, judge.fingerprints)
         return result
 
     def _add(self, node: NodeResult) -> None:
@@ -371,25 +371,25 @@ class _InStep:
         )
 
     def _decode(
-        self, first: Session, second: Session, lockstep: Lockstep, judge: Judge, tokens: list[int]
-    ) -> tuple[list[int], Endings]:
-        """Runs the prompt and the greedy tokens after it. Returns these tokens, and both runs' logits after each
+        self, first: Session, second: Session, lockstep: Lockstep, judge: Judge, tokens: Batch
+    ) -> tuple[list[Batch], Endings]:
+        """Runs the prompts and the greedy tokens after them. Returns these tokens, and both runs' logits after each
         step."""
-        text: list[int] = []
+        text: list[Batch] = []
         endings = Endings()
         lockstep.decode(first, second, tokens)
         for step in range(self._asked.steps + 1):
             if lockstep.stopped is None:
-                endings.add(first.logits(), second.logits())
+                endings.add(first.logits_of_each(), second.logits_of_each())
             if step == self._asked.steps:
                 break
-            text.append(Sampler()(first.logits()))
+            text.append([[Sampler()(logits)] for logits in first.logits_of_each()])
             judge.next_step(stopped=lockstep.stopped is not None)
-            lockstep.decode(first, second, text[-1:])
+            lockstep.decode(first, second, text[-1])
         judge.finish(stopped=lockstep.stopped is not None)
         return text, endings
 
-    def _look_again(self, batches: list[list[int]], endings: Endings, fingerprints: dict[tuple[int, int], int]) -> None:
+    def _look_again(self, batches: list[Batch], endings: Endings, fingerprints: dict[tuple[int, int], int]) -> None:
         """Checks whether the device gives right results again, and also if it is not observed; and how far rounding
         alone would move the ending if it is off."""
         result, sides = self._result, self._sides

@@ -140,6 +140,8 @@ def _print_lines(console: Console, lines: Iterable[str], style: str | None = Non
 def _configuration(result: DiffResult) -> str:
     settings, options = result.settings, result.device_options
     caches = f"cache {settings.cache_type_k}/{settings.cache_type_v}, flash attention {settings.flash_attention}"
+    if settings.sequences > 1:
+        caches += f", {settings.sequences} sequences"
     usual = {"memory": "host", "device_type": "accel", "profile": "full", "ops": "default", "fusion": "on"}
     unusual = [f"{name} {options[name]}" for name, value in usual.items() if options.get(name, value) != value]
     chosen = [*unusual, f"matmul {options.get('matmul', 'exact')}", f"{settings.threads} threads"]
@@ -333,6 +335,7 @@ def diff_json(result: DiffResult) -> dict[str, Any]:
         "n_prompt": result.n_prompt,
         "steps": result.steps,
         "threads": result.settings.threads,
+        "sequences": result.settings.sequences,
         "cache_type_k": result.settings.cache_type_k,
         "cache_type_v": result.settings.cache_type_v,
         "flash_attention": result.settings.flash_attention,

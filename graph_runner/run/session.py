@@ -35,6 +35,7 @@ from graph_runner.base.settings import CACHE_TYPES, N_BATCH, QUANTISED_CACHE_TYP
 from graph_runner.base.settings import DeviceName as DeviceName
 from graph_runner.base.settings import Settings as Settings
 from graph_runner.base.settings import context_for as context_for
+from graph_runner.run.batch import Batch, turned
 from graph_runner.run.llama_log import Log
 from graph_runner.run.sampling import Decoder as Decoder
 from graph_runner.run.sampling import Sampler as Sampler
@@ -121,6 +122,7 @@ class Session:
         self.settings = settings
         self._observer, self._counts_nodes = observer, counts_nodes
         self._error: BaseException | None = None
+        self._ends: list[int] = []
         self._counts = np.zeros((len(self.ggml.ops) + 1, _FUNCTIONS_PER_OP), np.int64)
         types_kv = [self._type_number(name) for name in ("cache_type_k", "cache_type_v")]
         self._check_settings()
@@ -230,18 +232,20 @@ class Session:
         row = llama_cpp.llama_model_n_embd(of_model) // max(1, heads[0]) * heads[1]
         types = (self.ggml.types[self._type_number(name)] for name in ("cache_type_k", "cache_type_v"))
         cell = sum(-(-row // each.block_size) * each.block_bytes for each in types)
-        needed, free = settings.n_ctx * llama_cpp.llama_model_n_layer(of_model) * cell, free_memory()
+        n_cells = settings.n_ctx * settings.sequences
+        needed, free = n_cells * llama_cpp.llama_model_n_layer(of_model) * cell, free_memory()
         on_host = self.npu is None or self.npu.buffer_type is None
         if on_host and settings.weights and free is not None and needed > free:
             sizes = f"its caches take some {needed / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free"
-            raise SessionError(f"context of {settings.n_ctx} cells: {sizes}")
+            raise SessionError(f"context of {n_cells} cells: {sizes}")
 
     def _open(self, model: Path, types_kv: list[int]) -> None:
         settings = self.settings
         threads = settings.threads or processors()
         params = llama_cpp.llama_context_default_params()
-        params.n_ctx = settings.n_ctx
-        params.n_batch = params.n_ubatch = min(settings.n_ctx, N_BATCH)
+        params.n_ctx = settings.n_ctx * settings.sequences
+        params.n_seq_max = settings.sequences
+        params.n_batch = params.n_ubatch = min(params.n_ctx, N_BATCH)
         params.n_threads = params.n_threads_batch = threads
         params.flash_attn_type = self._flash_attention()
         params.type_k, params.type_v = types_kv
@@ -420,16 +424,23 @@ class Session:
         """Whether a token ends the text."""
         return bool(llama_cpp.llama_vocab_is_eog(self._vocabulary, token))
 
-    def decode(self, tokens: list[int]) -> None:
-        """Runs tokens through the model, after the previous ones. Raises SessionError if the context is full, or if
-        llama.cpp or a node fails."""
-        for begin in range(0, len(tokens), self.n_batch):
-            part = tokens[begin : begin + self.n_batch]
-            array = (llama_cpp.llama_token * len(part))(*part)
-            batch = llama_cpp.llama_batch_get_one(array, len(part))
+    def prompts(self, text: str) -> list[list[int]]:
+        """Returns the tokens of a text for each sequence: those of `tokenize`, and for others the same ones turned, so
+        that each is another text. The first token stays if the model wants one at the beginning. Raises SessionError
+        as `tokenize` does."""
+        n_fixed = int(bool(llama_cpp.llama_vocab_get_add_bos(self._vocabulary)))
+        return turned(self.tokenize(text), n_fixed, self.settings.sequences)
+
+    def decode(self, *sequences: list[int]) -> None:
+        """Runs tokens of each sequence through the model, after the previous ones, as many of each, all sequences
+        together. Raises SessionError if the context is full, or if llama.cpp or a node fails."""
+        n, n_at_once = len(sequences[0]), max(1, self.n_batch // len(sequences))
+        for begin in range(0, n, n_at_once):
+            batch = Batch([tokens[begin : begin + n_at_once] for tokens in sequences])
+            self._ends = batch.ends
             _log.clear()
             with self._inside():
-                status = llama_cpp.llama_decode(self._context, batch)
+                status = llama_cpp.llama_decode(self._context, batch.batch)
                 if self._foreign is not None or (self.npu is not None and self.npu.buffer_type is not None):
                     llama_cpp.llama_synchronize(self._context)  # what is queued may fail, and no status tells it
             if self._error is not None:
@@ -481,8 +492,17 @@ class Session:
     def logits(self) -> NDArray[np.float32]:
         """Returns a copy of the logits of the last token, (n_vocab,). Raises SessionError if no token was decoded, or
         the device failed to deliver them."""
+        return self._logits_at(-1)
+
+    def logits_of_each(self) -> NDArray[np.float32]:
+        """Returns a copy of the logits of each sequence's last token, (sequences, n_vocab). Raises SessionError as
+        `logits` does."""
+        return np.stack([self._logits_at(end) for end in self._ends])
+
+    def _logits_at(self, place: int) -> NDArray[np.float32]:
+        """Returns the logits of a token of the last batch."""
         n_vocabulary = llama_cpp.llama_vocab_n_tokens(self._vocabulary)
-        pointer = llama_cpp.llama_get_logits_ith(self._context, -1)
+        pointer = llama_cpp.llama_get_logits_ith(self._context, place)
         self._refuse_what_is_lost()
         if not pointer:
             raise SessionError("logits: no token has been decoded")

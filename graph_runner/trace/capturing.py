@@ -183,11 +183,11 @@ def capture(model: Path, prompt: str, path: Path, asked: CaptureOptions = _DEFAU
         chosen = dict(asked.device_options or backend.options.to_compare.chosen())
         origin = Origin(session.description, prompt, "CPU", ggml.version, backend.numerics.rounding, threads, chosen)
         with TraceWriter(path, origin) as writer:
-            session.decode(session.tokenize(prompt))
+            session.decode(*session.prompts(prompt))
             for _ in range(asked.steps):
-                token = Sampler()(session.logits())
+                tokens = [[Sampler()(logits)] for logits in session.logits_of_each()]
                 observer.next_step()
-                session.decode([token])
+                session.decode(*tokens)
             observer.finish()
             missing = asked.select.without_node if isinstance(asked.select, Selection) else []
             if missing:

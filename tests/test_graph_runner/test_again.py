@@ -149,14 +149,14 @@ def test_an_equal_run_ends_equal(model: Models) -> None:
 def test_logits_are_compared_step_by_step() -> None:
     a, b = np.array([1, 2, 3], np.float32), np.array([1, 2, 2.5], np.float32)
     endings = Endings()
-    endings.add(a, a)
-    endings.add(a, b)
+    endings.add(np.stack([a]), np.stack([a]))
+    endings.add(np.stack([a, 9 * a]), np.stack([b, 9 * a]))
     found = endings.ending()
     assert found.nmse == nmse(a, b) == pytest.approx(0.25 / 14)
     p, q = (np.exp(x) / np.exp(x).sum() for x in (a.astype(float), b.astype(float)))
     assert found.kl == pytest.approx(float((p * np.log(p / q)).sum()))
     assert found.first_token is None
-    endings.add(a, -a)
+    endings.add(np.stack([a, a]), np.stack([a, -a]))
     assert endings.ending().first_token == 2
 
 

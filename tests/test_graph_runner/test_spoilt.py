@@ -72,7 +72,7 @@ def test_a_model_without_nan_says_nothing_of_it(cli: Cli) -> None:
 )
 def test_equal_nans_of_logits_are_equal(device: list[float], nmse: float) -> None:
     endings = Endings()
-    endings.add(np.array([1, 2, NAN, 4], np.float32), np.array(device, np.float32))
+    endings.add(np.array([[1, 2, NAN, 4]], np.float32), np.array([device], np.float32))
     ending = endings.ending()
     assert ending.nmse == pytest.approx(nmse)
     assert (ending.kl == np.inf) == (nmse == np.inf)

@@ -1,0 +1,106 @@
+"""Several sequences in one run: what is decoded together, and what a diff of it finds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from kit import models
+from kit.commands import Cli, kernel_file
+
+from graph_runner.base.models import model_file
+from graph_runner.run.batch import turned
+from graph_runner.run.session import Session, Settings
+
+PROMPT = "The bridge was closed in the winter of that year."
+WRITERS = [
+    models.write_tiny_moe, models.write_tiny_gpt_oss, models.write_tiny_rwkv7, models.write_tiny_mamba,
+    models.write_tiny_mamba2, models.write_tiny_qwen35, models.write_tiny_mpt,
+]  # fmt: skip
+OF_STREAM_0 = """
+import numpy as np
+from dataclasses import replace
+from ggml_backend_npu import op, Tensor
+from ggml_backend_npu.ops import OWN
+from ggml_backend_npu.ops.attention import FlashAttn
+
+@op("FLASH_ATTN_EXT", params=FlashAttn)
+def attend(dst, q, k, v, mask, sinks, params):
+    k, v = (Tensor.of(np.repeat(x.view()[:1], x.ne[3], axis=0).copy(), x.type) for x in (k, v))
+    OWN["FLASH_ATTN_EXT"].define(dst, q, k, v, mask, sinks, params=params)
+"""
+
+
+def test_each_sequence_has_the_same_tokens_in_another_order() -> None:
+    assert turned([1, 2, 3, 4, 5, 6, 7], 1, 3) == [[1, 2, 3, 4, 5, 6, 7], [1, 4, 5, 6, 7, 2, 3], [1, 6, 7, 2, 3, 4, 5]]
+    assert turned([5, 6], 0, 1) == [[5, 6]]
+    assert turned([1], 1, 2) == [[1], [1]]
+
+
+@pytest.mark.parametrize("n_prompt", [5, 900])
+def test_what_is_decoded_together_is_what_each_gives_alone(n_prompt: int) -> None:
+    """The prompt of 900 tokens takes several batches."""
+    text = (PROMPT * 40)[:n_prompt]
+    with model_file("tiny") as file:
+        settings = Settings("cpu", n_ctx=1024, flash_attention="off", sequences=3)
+        with Session(file, settings) as session:
+            prompts = session.prompts(text)
+            session.decode(*prompts)
+            session.decode([7], [8], [9])
+            together = session.logits_of_each()
+            assert (together[-1] == session.logits()).all()
+        assert len({tuple(each) for each in prompts}) == 3
+        for i, (prompt, logits) in enumerate(zip(prompts, together, strict=True)):
+            with Session(file, Settings("cpu", n_ctx=1024, flash_attention="off")) as session:
+                session.decode(prompt)
+                session.decode([7 + i])
+                alone = session.logits()
+                assert session.logits_of_each().tolist() == [alone.tolist()]
+            np.testing.assert_allclose(logits, alone, rtol=1e-2, atol=1e-2 * np.abs(alone).max())
+
+
+def test_a_number_of_sequences_that_no_context_has(cli: Cli) -> None:
+    for number in ("0", "257", "many"):
+        outcome = cli("diff", "tiny", "--sequences", number)
+        assert outcome.code == 2
+        assert number in outcome.err
+
+
+@pytest.mark.parametrize("options", [(), ("--all", "--flash-attn", "on", "--cache-type-k", "q8_0")])
+def test_a_diff_of_sequences_is_right(cli: Cli, options: tuple[str, ...]) -> None:
+    outcome = cli("diff", "tiny", "-n", "2", "--sequences", "3", "-p", PROMPT, *options)
+    assert outcome.code == 0, outcome.out
+    assert ", 3 sequences; " in outcome.out
+
+
+def test_a_kernel_that_takes_every_stream_for_the_first(cli: Cli, tmp_path: Path) -> None:
+    """ne[3] ignored: no diff of one sequence can show it."""
+    kernels = kernel_file(tmp_path, OF_STREAM_0)
+    command = ("diff", "tiny", "-n", "1", "-p", PROMPT, "--all", "--flash-attn", "on", "--kernels", kernels)
+    assert cli(*command).code == 0
+    outcome = cli(*command, "--sequences", "2")
+    assert outcome.code == 1
+    assert "FLASH_ATTN_EXT" in outcome.out.splitlines()[1]
+    assert "has each sequence of src0 meet sequence 0 of src1 and src2" in outcome.out
+
+
+@pytest.mark.slow
+def test_a_node_of_sequences_is_captured_and_replayed(cli: Cli, tmp_path: Path) -> None:
+    trace = tmp_path / "trace.gguf"
+    command = ("capture", "tiny", "-o", trace, "-n", "1", "-p", PROMPT, "--sequences", "2", "--flash-attn", "on")
+    assert cli(*command, "--nodes", "FLASH_ATTN_EXT").code == 0
+    assert cli("replay", trace).code == 0
+    kernels = kernel_file(tmp_path, OF_STREAM_0)
+    assert cli("replay", trace, "--kernels", kernels).code == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("write", WRITERS, ids=lambda write: write.__name__)
+@pytest.mark.parametrize("options", [(), ("--all",), ("--all", "--memory", "device", "--flash-attn", "on")], ids=str)
+def test_models_are_right_with_three_sequences(
+    cli: Cli, tmp_path: Path, write: Callable[[Path], Path], options: tuple[str, ...]
+) -> None:
+    outcome = cli("diff", write(tmp_path / "model.gguf"), "-n", "2", "--sequences", "3", "-p", PROMPT, *options)
+    assert outcome.code == 0, outcome.out
