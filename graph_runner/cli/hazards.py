@@ -53,12 +53,12 @@ def hazards(
     from graph_runner.run.devices import Devices
 
     text = prompt.text
-    device = device.upper() if device.upper() in (CPU, NPU) else device
-    if device == NPU:
+    if device.upper() == NPU:
         use_device(npu)
         use_kernels(kernels)
     else:
-        refuse_without_the_npu(device, npu, kernels=kernels, takes_layers=device != CPU)
+        refuse_without_the_npu(device, npu, kernels=kernels, takes_layers=device.upper() != CPU)
+    device = device.upper() if device.upper() in (CPU, NPU) else device
     layers = gpu_layers(npu) if device == NPU else npu.layers
     options = HazardOptions(
         device, Devices(tuple(libraries or ()), tuple(servers or ())), steps, context.settings(gpu_layers=layers)

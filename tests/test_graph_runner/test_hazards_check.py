@@ -58,18 +58,24 @@ def test_random_graphs_have_hazards_of_every_kind_and_none() -> None:
 
 
 def long_graph(layers: int) -> Graph:
-    """Layers of 10 nodes over memory that is used again and again, with a strided cache that all write and read."""
+    """Layers of 10 nodes over memory that is used again and again: sums, a result in the columns of another one, and a
+    strided cache."""
     last = x = row("x", 0, 0, 4096)
     nodes: list[Node] = []
     root = 1
     for layer in range(layers):
         kept = Operand(tensor(f"cache {layer}", 1 << 30 | layer << 16, (64, 64), (2, 256), 2), -1 - layer)
-        for place in range(8):
-            result = row(f"{layer}.{place}", root, 16384 * (1 + (8 * layer + place) % 6), 4096)
+        for place in range(5):
+            result = row(f"{layer}.{place}", root, 16384 * (1 + (5 * layer + place) % 6), 4096)
             nodes.append(node("ADD", result, x, last))
             last, root = result, root + 1
+        whole = Operand(tensor("qkv", 16384 * 8, (96, 32), (4, 384), 4), root)
+        for place in range(3):
+            part = tensor(f"part {place}", whole.tensor.address + 128 * place, (32, 32), (4, 384), 4)
+            nodes.append(node("CPY", Operand(part, root, 128 * place), result))
+        root += 1
         last = x = row("kq", root, 0, 4096)
-        nodes += [node("SET_ROWS", kept, result, kept), node("MUL_MAT", x, kept)]
+        nodes += [node("SET_ROWS", kept, result, kept), node("MUL_MAT", x, kept, whole)]
         root += 1
     return Graph(tuple(nodes))
 
@@ -77,8 +83,8 @@ def long_graph(layers: int) -> Graph:
 def test_ten_thousand_nodes_in_two_seconds() -> None:
     graph, times = long_graph(1000), list[float]()
     for _ in range(3):
-        begin = time.perf_counter()
+        begin = time.process_time()
         assert_no_hazards(graph)
-        times.append(time.perf_counter() - begin)
+        times.append(time.process_time() - begin)
     assert len(graph.nodes) == 10_000
     assert min(times) < 2.0
