@@ -46,6 +46,8 @@ class Extent:
                 run += (number - 1) * stride
             elif steps and stride == steps[-1][0] * steps[-1][1]:
                 steps[-1] = steps[-1][0] * number, steps[-1][1]
+            elif steps and stride == steps[-1][1]:
+                steps[-1] = steps[-1][0] + number - 1, stride
             else:
                 steps.append((number, stride))
         return Extent(begin, run, tuple(steps))

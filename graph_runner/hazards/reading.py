@@ -153,6 +153,8 @@ class Reading:
             if storage.address not in self._set:
                 self._set[storage.address] = len(self._nodes), root
                 self._named[root.name].append((len(self._nodes), root))
+                if self._is_copy(storage.address) and not self._original(root, len(self._nodes)):
+                    self.begins_split()  # as a scheduler does for weights that lie elsewhere
         else:
             self._kept[storage.address] = root
 

@@ -13,8 +13,6 @@ from ggml_backend_npu.ggml.lib import Ggml
 from ggml_backend_npu.plugin.foreign import ForeignDevice
 from ggml_backend_npu.plugin.plugin import Plugin
 from graph_runner.base.settings import Settings, context_for
-from graph_runner.hazards.check import check
-from graph_runner.hazards.findings import Report
 from graph_runner.hazards.graph import Graph
 from graph_runner.hazards.reading import Joined, Reading
 from graph_runner.run.devices import Devices
@@ -155,8 +153,3 @@ class _Run:
                 part = [sample(session.logits())] if step < self.steps else []
             self.lacks = session.lacks
         return watch.graphs
-
-
-def find(model: Path, prompt: str, options: HazardOptions) -> list[Report]:
-    """Runs a model as `watched` does, and returns the check of each of its graphs."""
-    return [check(graph) for graph in watched(model, prompt, options)]

@@ -15,8 +15,11 @@ HAZARDS_SCHEMA = "ggml-npu hazards 1"
 _MOST = 20  # hazards of a graph that are printed
 
 
-def print_hazards(reports: Sequence[Report], device: str, console: Console) -> None:
-    """Prints a line for each graph, its hazards, and the verdict."""
+def print_hazards(reports: Sequence[Report], where: str, console: Console) -> None:
+    """Prints a line for each graph, its hazards, and the verdict.
+
+    where  "on DEVICE" or "of FILE"
+    """
     shown = table("graph")
     for column in ("nodes", "reads", "hazards"):
         shown.add_column(column, justify="right")
@@ -32,24 +35,24 @@ def print_hazards(reports: Sequence[Report], device: str, console: Console) -> N
     if unknown:
         line = f"{', '.join(unknown)}: the CPU's graph has other nodes, so the order is taken to be as built"
         console.print(line, highlight=False, markup=False, soft_wrap=True)
-    console.print(verdict(reports, device), style="bold", highlight=False, markup=False, soft_wrap=True)
+    console.print(verdict(reports, where), style="bold", highlight=False, markup=False, soft_wrap=True)
 
 
-def verdict(reports: Sequence[Report], device: str) -> str:
+def verdict(reports: Sequence[Report], where: str) -> str:
     """Returns how many hazards there are, in a line."""
     found, n = sum(len(each.findings) for each in reports), len(reports)
     reads = sum(each.reads for each in reports)
-    graphs = f"{n:,} {'graph' if n == 1 else 'graphs'} on {device}, {reads:,} reads checked"
+    graphs = f"{n:,} {'graph' if n == 1 else 'graphs'} {where}, {reads:,} reads checked"
     return f"{found:,} {'hazard' if found == 1 else 'hazards'} in {graphs}" if found else f"no hazard in {graphs}"
 
 
-def hazards_json(reports: Sequence[Report], device: str) -> dict[str, Any]:
+def hazards_json(reports: Sequence[Report], where: str) -> dict[str, Any]:
     """Returns the hazards as data for JSON."""
     return {
         "schema": HAZARDS_SCHEMA,
         "passed": all(reports),
-        "verdict": verdict(reports, device),
-        "device": device,
+        "verdict": verdict(reports, where),
+        "of": where,
         "graphs": [
             {
                 "graph": each.graph,

@@ -28,8 +28,8 @@ def test_a_model_without_hazards(cli: Cli, tmp_path: Path) -> None:
 def test_a_model_with_hazards(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     a, b, c = row("a", 1, 0), row("b", 2, 32), row("c", 3, 32)
     graph = Graph((node("SQR", b, a), node("NEG", c, a), node("SQRT", row("d", 4, 96), b)), name="prompt")
-    reports = [check(graph), check(replace(graph, nodes=graph.nodes[:2], is_as_built=False))]
-    monkeypatch.setattr(watching, "find", lambda *_: reports)
+    graphs = [graph, replace(graph, nodes=graph.nodes[:2], is_as_built=False)]
+    monkeypatch.setattr(watching, "watched", lambda *_: graphs)
     outcome = cli("hazards", "tiny", "--json", "-")
     assert outcome.code == 1
     data = strict_json(outcome.out)
@@ -43,22 +43,33 @@ def test_a_model_with_hazards(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None
     assert "prompt: the CPU's graph has other nodes" in outcome.err
 
 
+def test_graphs_that_were_written_give_the_same(cli: Cli, tmp_path: Path) -> None:
+    first = cli("hazards", "tiny", "-n", 1, "--device", "cpu", "--graphs", tmp_path / "graphs.json")
+    again = cli("hazards", tmp_path / "graphs.json", "--json", tmp_path / "found.json")
+    assert (first.code, again.code) == (0, 0)
+    assert again.out.splitlines()[:3] == first.out.splitlines()[:3]
+    assert again.out.splitlines()[3] == f"no hazard in 2 graphs of {tmp_path / 'graphs.json'}, 256 reads checked"
+    assert strict_json((tmp_path / "found.json").read_text())["of"] == f"of {tmp_path / 'graphs.json'}"
+
+
 def test_many_hazards_are_counted(capsys: pytest.CaptureFixture[str]) -> None:
     a, b = row("a", 1, 0), row("b", 2, 32)
     readers = [node("NEG", row(f"c{i}", 3 + i, 64 + 32 * i), b) for i in range(25)]
     report = check(Graph((node("SQR", b, a), node("NEG", row("x", 99, 32), a), *readers)))
-    print_hazards([report], "NPU", Console())
+    print_hazards([report], "on NPU", Console())
     printed = capsys.readouterr().out
     assert printed.count("wrote over") == 20
     assert "graph: 5 more\n25 hazards in 1 graph on NPU, 27 reads checked\n" in printed
-    assert len(hazards_json([report], "NPU")["graphs"][0]["hazards"]) == 25
-    assert verdict([report], "NPU").startswith("25 hazards")
+    assert len(hazards_json([report], "on NPU")["graphs"][0]["hazards"]) == 25
+    assert verdict([report], "on NPU").startswith("25 hazards")
 
 
 @pytest.mark.parametrize(
     ("words", "says"),
     [
         (["none.gguf"], ["none.gguf", "no such file"]),
+        (["none.json"], ["graphs 'none.json'", "No such file"]),
+        (["x.json", "--graphs", "x.json"], ["--graphs 'x.json'", "is what MODEL reads"]),
         (["tiny", "--device", "cpu", "--all"], ["--all", "--device is cpu"]),
         (["tiny", "--device", "Vulkan7"], ["device 'Vulkan7'", "there are: CPU NPU"]),
         (["tiny", "--backend", "none.so", "--device", "x"], ["--backend 'none.so'", "no such file"]),

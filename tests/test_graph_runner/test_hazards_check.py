@@ -46,7 +46,7 @@ def test_many_random_graphs() -> None:
     assert [found for seed in range(1000) if (found := disagreement(seed))] == []
 
 
-@pytest.mark.slow
+@pytest.mark.fuzz
 def test_a_hundred_thousand_random_graphs() -> None:
     assert [found for seed in range(100_000) if (found := disagreement(seed))] == []
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from kit.models import write_tiny_gpt_oss, write_tiny_mamba, write_tiny_moe, write_tiny_rwkv7
+from tools.architectures import models
 
 from ggml_backend_npu import Backend, Options
 from ggml_backend_npu.backend.fusion import Fused, Fusion, Span
@@ -19,6 +20,7 @@ from graph_runner.base.tiny import write_tiny_llama
 from graph_runner.hazards import Kind, check
 from graph_runner.hazards.graph import COPY
 from graph_runner.hazards.watching import HazardOptions, watched
+from graph_runner.tools.suites import folder
 
 PROMPT = "The capital"
 OFF = Settings(flash_attention="off")
@@ -49,6 +51,16 @@ def test_memory_of_a_device_has_none_and_splits_have_their_inputs(llama: Path, o
     copies = [node for graph in graphs for node in graph.nodes if node.op == COPY]
     assert copies
     assert any(copy.reads for copy in copies) == (ops == "default")  # else all are inputs of the graph
+
+
+def test_splits_of_one_device_that_follow_each_other(tmp_path: Path) -> None:
+    """Weights that lie on the device are copied to the CPU where a node reads them, which begins a split: their copies
+    lie in the same memory, one after another."""
+    backend = Backend(options=Options(memory="device"))
+    graphs = watched(write_tiny_gpt_oss(tmp_path / "gpt-oss.gguf"), PROMPT, HazardOptions(settings=OFF), backend)
+    sinks = [node for node in graphs[0].nodes if node.op == COPY and "attn_sinks" in node.name]
+    assert len({node.writes[0].tensor.address for node in sinks}) == 1 < len(sinks)
+    assert [str(found) for graph in graphs for found in check(graph).findings] == []
 
 
 def test_operators_are_seen_as_such(tmp_path: Path) -> None:
@@ -149,3 +161,18 @@ def test_cells_that_an_optimiser_has_written_after_they_were_read(
     assert [each.kind for each in found] == [Kind.TOO_EARLY]
     assert str(found[0]).startswith("read before it is written: MUL_MAT 'kq-0' (at ")
     assert "reads what SET_ROWS 'cache_k_l0 (view)' (at 49) has not written yet" in str(found[0])
+
+
+@pytest.mark.conformance
+@pytest.mark.parametrize("ops", ["default", "all"])
+@pytest.mark.parametrize("memory", ["host", "device"])
+@pytest.mark.parametrize("flash_attention", ["off", "on"])
+def test_no_model_of_test_llama_archs_has_any(ops: str, memory: str, flash_attention: str) -> None:
+    backend = Backend(options=Options(ops=ops, memory=memory))
+    options = HazardOptions(settings=Settings(flash_attention=flash_attention))
+    found = []
+    for model in models(folder().with_name("models")):
+        for graph in watched(model, PROMPT, options, backend):
+            found += [f"{model.stem}, {graph.name}: {each}" for each in check(graph).findings]
+            assert graph.is_as_built, model
+    assert found == []
