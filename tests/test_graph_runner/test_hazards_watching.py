@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 import pytest
 from kit.models import write_tiny_gpt_oss, write_tiny_mamba, write_tiny_moe, write_tiny_rwkv7
@@ -167,7 +168,7 @@ def test_cells_that_an_optimiser_has_written_after_they_were_read(
 @pytest.mark.parametrize("ops", ["default", "all"])
 @pytest.mark.parametrize("memory", ["host", "device"])
 @pytest.mark.parametrize("flash_attention", ["off", "on"])
-def test_no_model_of_test_llama_archs_has_any(ops: str, memory: str, flash_attention: str) -> None:
+def test_no_model_of_test_llama_archs_has_any(ops: str, memory: str, flash_attention: Literal["on", "off"]) -> None:
     backend = Backend(options=Options(ops=ops, memory=memory))
     options = HazardOptions(settings=Settings(flash_attention=flash_attention))
     found = []
