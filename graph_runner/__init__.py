@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from graph_runner.base.errors import SessionError as SessionError
     from graph_runner.base.errors import TraceError as TraceError
+    from graph_runner.hazards import assert_no_hazards as assert_no_hazards
     from graph_runner.run.session import Sampler as Sampler
     from graph_runner.run.session import Session as Session
     from graph_runner.run.session import Settings as Settings
@@ -28,6 +29,7 @@ _PUBLIC = {
     "Sampler": "run.session",
     "Session": "run.session",
     "Settings": "base.settings",
+    "assert_no_hazards": "hazards",
     "capture": "trace",
     "cover": "tools.coverage",
     "generate": "run.session",

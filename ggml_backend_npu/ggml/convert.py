@@ -97,6 +97,23 @@ def view_source_of(address: int) -> int:
     return _pointer(address + structs.VIEW_SRC_AT)
 
 
+def view_offset_of(address: int) -> int:
+    """Where a view begins in what it is a view of, in bytes: ggml_tensor.view_offs."""
+    return _pointer(address + structs.VIEW_SRC_AT + 8)
+
+
+def flags_of(address: int) -> int:
+    """The flags of a tensor: ggml_tensor.flags."""
+    return int.from_bytes(ctypes.string_at(address + structs.FLAGS_AT, 4), "little")
+
+
+def may_be_in_place(ggml: Ggml, address: int) -> bool:
+    """Whether ggml's allocator may put a node's result where one of its sources lies: ggml_op_can_inplace; True if an
+    older ggml does not tell."""
+    op = int.from_bytes(ctypes.string_at(address + structs.OP_AT, 4), "little")
+    return not hasattr(ggml.library, "ggml_op_can_inplace") or bool(ggml.ggml_op_can_inplace(op))
+
+
 def _pointer(address: int) -> int:
     return int.from_bytes(ctypes.string_at(address, 8), "little")
 
@@ -205,7 +222,7 @@ class Reader:
                 tuple(roots(self._ggml, address)),
                 view_source_of(address),
                 self._storage(address),
-                tuple(self._storage(source) if source else None for source in _sources(address)),
+                tuple(self._storage(source) if source else None for source in sources_of(address)),
             )
         return self._known[key]
 
@@ -251,8 +268,7 @@ def nodes(ggml: Ggml, graph: int, packed: PackedAt = nowhere) -> Iterator[Node]:
 
 def is_to_be_computed(ggml: Ggml, address: int) -> bool:
     """Whether a graph's node is to be computed: it has the COMPUTE flag, and its op computes something."""
-    flags = int.from_bytes(ctypes.string_at(address + structs.FLAGS_AT, 4), "little")
-    return bool(flags & structs.FLAG_COMPUTE) and computes(op_name(ggml, address))
+    return bool(flags_of(address) & structs.FLAG_COMPUTE) and computes(op_name(ggml, address))
 
 
 def key(ggml: Ggml, graph: int, fusible: frozenset[str]) -> bytes:
@@ -279,11 +295,11 @@ def spans(ggml: Ggml, graph: int) -> tuple[list[int], list[tuple[int, int]]]:
     sources of those that are to be computed."""
     header = structs.GgmlCGraph.from_address(graph)
     nodes = [int(address) for address in header.nodes[: header.n_nodes]]
-    sources = [source for address, _ in _computing(ggml, graph) for source in _sources(address) if source]
+    sources = [source for address, _ in _computing(ggml, graph) for source in sources_of(address) if source]
     return nodes, [(address, structs.TENSOR_KEY_BYTES) for address in dict.fromkeys([*nodes, *sources])]
 
 
-def _sources(address: int) -> list[int]:
+def sources_of(address: int) -> list[int]:
     """Addresses of the sources of the tensor at an address, without trailing ones that are missing; 0 for other missing
     ones."""
     found = list(_read(address)[_SRC])
@@ -298,12 +314,12 @@ def computed(ggml: Ggml, address: int) -> int:
         op = op_name(ggml, address)
         if op == "NONE" or computes(op):
             return address
-        address = _sources(address)[0]
+        address = sources_of(address)[0]
 
 
 def roots(ggml: Ggml, address: int) -> list[int]:
     """For each source of a node, the tensor that it is a view of, or itself; 0 for a source that is missing."""
-    return [computed(ggml, source) if source else 0 for source in _sources(address)]
+    return [computed(ggml, source) if source else 0 for source in sources_of(address)]
 
 
 def inputs(ggml: Ggml, address: int) -> list[Tensor]:
@@ -321,7 +337,7 @@ def graph(ggml: Ggml, address: int, packed: PackedAt = nowhere) -> Graph:
     index = {at: i for i, at in enumerate(addresses)}
     nodes = tuple(node(ggml, at, packed) for at in addresses)
     producers = tuple(tuple(index.get(root) for root in roots(ggml, at)) for at in addresses)
-    used_here = Counter(source for at in header.nodes[: header.n_nodes] for source in _sources(at) if source)
+    used_here = Counter(source for at in header.nodes[: header.n_nodes] for source in sources_of(at) if source)
     beyond: list[list[Tensor]] = [[] for _ in nodes]
     for at in header.nodes[: header.n_nodes]:
         made_by = index.get(computed(ggml, at))

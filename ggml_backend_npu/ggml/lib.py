@@ -95,7 +95,8 @@ _FUNCTIONS: _Functions = {
     "ggml_log_set": (None, [c_void_p, c_void_p]),
 }
 
-# what moves bytes between the host and devices; taken when they are first asked for, as older versions lack some
+# what moves bytes between the host and devices, and what ggml knows of ops; taken when they are first asked for, as
+# older versions lack some
 _OF_MEMORY: _Functions = {
     "ggml_backend_buft_alloc_buffer": (c_void_p, [c_void_p, c_size_t]),
     "ggml_backend_buffer_clear": (None, [c_void_p, c_uint8]),
@@ -113,6 +114,7 @@ _OF_MEMORY: _Functions = {
     "ggml_backend_event_record": (None, [c_void_p] * 2),
     "ggml_backend_event_synchronize": (None, [c_void_p]),
     "ggml_backend_event_wait": (None, [c_void_p] * 2),
+    "ggml_op_can_inplace": (c_bool, [c_int]),
 }
 
 # arguments of functions that make nodes, as `Op.functions` has them
@@ -215,7 +217,7 @@ class Ggml:
         return self.layout.api_version == layouts.NEWEST.api_version and known[0] <= numbers(self.version) <= known[-1]
 
     def __getattr__(self, name: str) -> Any:
-        """A function that moves bytes, typed. Raises AttributeError for any other, and if this version has none."""
+        """A function of `_OF_MEMORY`, typed. Raises AttributeError for any other, and if this version has none."""
         if name not in _OF_MEMORY or not hasattr(self.library, name):
             raise AttributeError(f"ggml: no function {name} is known here, or in this version")
         self._take(self.library, {name: _OF_MEMORY[name]})

@@ -8,7 +8,21 @@ from typing import Annotated
 
 import typer
 
-from graph_runner.cli import bench, cache, capture, coverage, devices, diff, doctor, ops, plugin, replay, run, test
+from graph_runner.cli import (
+    bench,
+    cache,
+    capture,
+    coverage,
+    devices,
+    diff,
+    doctor,
+    hazards,
+    ops,
+    plugin,
+    replay,
+    run,
+    test,
+)
 from graph_runner.cli.command import Command, as_command
 
 app = typer.Typer(
@@ -25,6 +39,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "capture": capture.capture,
     "replay": replay.replay,
     "coverage": coverage.coverage,
+    "hazards": hazards.hazards,
     "devices": devices.devices,
     "doctor": doctor.doctor,
     "plugin": plugin.plugin,

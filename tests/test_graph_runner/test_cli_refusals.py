@@ -69,7 +69,7 @@ def test_arguments_that_cannot_be_used(cli: Cli, arguments: list[str], words: li
     [["--all"], ["--memory", "device"], ["--kernels", "k.py"], ["--device-type", "gpu"], ["--profile", "full"]],
     ids=" ".join,
 )
-@pytest.mark.parametrize("command", ["run", "diff", "replay"])
+@pytest.mark.parametrize("command", ["run", "diff", "hazards", "replay"])
 def test_options_of_the_npu_are_refused_beside_the_cpu(cli: Cli, command: str, options: list[str]) -> None:
     if (command, *options) != ("replay", "--all"):
         assert_refused(cli(command, "tiny", "--device", "cpu", *options), options[0], "--device is cpu")
@@ -230,7 +230,7 @@ def numbers() -> list[tuple[str, str, type]]:
     return found
 
 
-NEEDED = {name: ["tiny"] for name in ("run", "diff", "coverage")}
+NEEDED = {name: ["tiny"] for name in ("run", "diff", "coverage", "hazards")}
 NEEDED |= {"replay": ["t.gguf"], "capture": ["tiny", "-o", "t.gguf"]}
 
 

@@ -30,6 +30,7 @@ ROOMS = (
     "graph_runner.diff",
     "graph_runner.diagnosis",
     "graph_runner.trace",
+    "graph_runner.hazards",
     "graph_runner.judging",
     "graph_runner.run",
     "graph_runner.base",

@@ -1,0 +1,137 @@
+"""What nodes do to memory: which bytes each reads and writes, in which order they were built and in which they run."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+from ggml_backend_npu import Tensor
+from graph_runner.hazards.extents import Extent
+
+COPY = "split input"  # the op of what a scheduler does before a split: it copies a tensor for another device
+
+
+@dataclass(frozen=True)
+class Operand:
+    """A tensor that a node reads or writes.
+
+    tensor  with the address that it has in the run
+    root    which tensor it is a view of, or which it is: a number for each tensor that is not a view
+    offset  of its first byte in the root, as the graph was built
+    space   of its address: 0 in the host's memory, else the handle of a buffer that the host cannot read
+    """
+
+    tensor: Tensor
+    root: int
+    offset: int = 0
+    space: int = 0
+
+    @property
+    def name(self) -> str:
+        """The tensor's."""
+        return self.tensor.name
+
+    @cached_property
+    def extent(self) -> Extent:
+        """Its bytes, by address."""
+        return Extent.of(self.tensor)
+
+    @property
+    def shift(self) -> int:
+        """The address of the root's first byte, by this view."""
+        return self.tensor.address - self.offset
+
+
+@dataclass(frozen=True)
+class Node:
+    """What a node reads and writes.
+
+    in_place  whether it may write where a source lies that has the same layout, if they are different tensors
+    """
+
+    op: str
+    name: str
+    reads: tuple[Operand, ...]
+    writes: tuple[Operand, ...]
+    in_place: bool = False
+
+    @property
+    def key(self) -> Hashable:
+        """What the node is known by in another run of its graph."""
+        return self.op, self.name, tuple((each.tensor.type, each.tensor.ne) for each in self.writes)
+
+
+@dataclass(frozen=True)
+class Step:
+    """Nodes that run at once as one operator, or a node by itself. It reads everything before it writes anything.
+
+    nodes    their numbers in `Graph.nodes`
+    written  what it writes of their results, by their numbers; None: all
+    in_place those whose results may lie on sources, if it is an operator
+    group    steps that follow each other and have the same group may run at the same time; None: alone
+    """
+
+    nodes: tuple[int, ...]
+    written: Mapping[int, tuple[Operand, ...]] | None = None
+    in_place: frozenset[int] = frozenset()
+    group: int | None = None
+
+
+@dataclass(frozen=True)
+class Graph:
+    """A graph as it was built and as it runs.
+
+    nodes    in the order in which they were built
+    steps    in the order in which they run; empty: one by one, as they were built
+    inputs   tensors that are set before the graph runs
+    outputs  tensors that are read after its end
+    is_as_built  whether the order of `nodes` is known to be that in which they were built
+    """
+
+    nodes: tuple[Node, ...]
+    steps: tuple[Step, ...] = ()
+    inputs: tuple[Operand, ...] = ()
+    outputs: tuple[Operand, ...] = ()
+    name: str = field(default="graph", compare=False)
+    is_as_built: bool = True
+
+    @property
+    def order(self) -> tuple[Step, ...]:
+        """The steps."""
+        return self.steps or tuple(Step((place,)) for place in range(len(self.nodes)))
+
+    def built_as(self, order: Sequence[int]) -> Graph:
+        """The graph, whose nodes run as they do now but were built in another order.
+
+        order  the number that each node has now, in the order in which they were built
+        """
+        place = {node: index for index, node in enumerate(order)}
+
+        def moved(step: Step) -> Step:
+            written = None if step.written is None else {place[node]: each for node, each in step.written.items()}
+            nodes, in_place = tuple(place[node] for node in step.nodes), frozenset(place[n] for n in step.in_place)
+            return replace(step, nodes=nodes, written=written, in_place=in_place)
+
+        return replace(self, nodes=tuple(self.nodes[n] for n in order), steps=tuple(map(moved, self.order)))
+
+    def built_like(self, other: Graph) -> Graph:
+        """The graph, whose nodes were built in the order of another graph of the same nodes: of the same op, name, type
+        and ne. What a scheduler adds comes before its first reader. If the other graph has other nodes,
+        `is_as_built` is False."""
+        added = {place for place, node in enumerate(self.nodes) if node.op == COPY}
+        places: dict[Hashable, list[int]] = defaultdict(list)
+        for place, node in enumerate(self.nodes):
+            if place not in added:
+                places[node.key].append(place)
+        order: list[int] = []
+        for node in other.nodes:
+            if not places[node.key]:
+                return replace(self, is_as_built=False)
+            place = places[node.key].pop(0)
+            roots = {read.root for read in self.nodes[place].reads}
+            before = sorted(each for each in added if self.nodes[each].writes[0].root in roots)
+            added.difference_update(before)
+            order += [*before, place]
+        return self.built_as(order) if len(order) == len(self.nodes) else replace(self, is_as_built=False)

@@ -1,0 +1,179 @@
+"""Hazards of whole models: none in what llama.cpp and this project run, and what is planted into a device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Literal
+
+import pytest
+from kit.models import write_tiny_gpt_oss, write_tiny_mamba, write_tiny_moe, write_tiny_rwkv7
+from tools.architectures import models
+
+from ggml_backend_npu import Backend, Options
+from ggml_backend_npu.backend.fusion import Fused, Fusion, Span
+from ggml_backend_npu.ggml import convert, lib, structs
+from ggml_backend_npu.ops import OWN
+from ggml_backend_npu.plugin.plugin import Plugin
+from graph_runner.base.settings import Settings
+from graph_runner.base.tiny import write_tiny_llama
+from graph_runner.hazards import Kind, check
+from graph_runner.hazards.graph import COPY
+from graph_runner.hazards.watching import HazardOptions, watched
+from graph_runner.tools.suites import folder
+
+PROMPT = "The capital"
+OFF = Settings(flash_attention="off")
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_llama(tmp_path_factory.mktemp("models") / "llama.gguf")
+
+
+@pytest.mark.parametrize("write", [write_tiny_moe, write_tiny_gpt_oss, write_tiny_mamba, write_tiny_rwkv7])
+def test_models_have_none(write: Callable[[Path], Path], tmp_path: Path) -> None:
+    backend = Backend(options=Options(ops="all"))
+    graphs = watched(write(tmp_path / "model.gguf"), PROMPT, HazardOptions(settings=OFF), backend)
+    assert [graph.name for graph in graphs] == ["prompt", "token 1"]
+    assert [str(found) for graph in graphs for found in check(graph).findings] == []
+    assert all(graph.is_as_built for graph in graphs)
+    assert all(len(graph.nodes) > 40 for graph in graphs)
+
+
+@pytest.mark.parametrize("ops", ["default", "all"])
+def test_memory_of_a_device_has_none_and_splits_have_their_inputs(llama: Path, ops: str) -> None:
+    kind = "gpu" if ops == "all" else "accel"
+    backend = Backend(options=Options(ops=ops, memory="device", device_type=kind))
+    settings = replace(OFF, gpu_layers=999 if ops == "all" else 0)
+    graphs = watched(llama, PROMPT, HazardOptions(settings=settings), backend)
+    assert [str(found) for graph in graphs for found in check(graph).findings] == []
+    copies = [node for graph in graphs for node in graph.nodes if node.op == COPY]
+    assert copies
+    assert any(copy.reads for copy in copies) == (ops == "default")  # else all are inputs of the graph
+
+
+def test_splits_of_one_device_that_follow_each_other(tmp_path: Path) -> None:
+    """Weights that lie on the device are copied to the CPU where a node reads them, which begins a split: their copies
+    lie in the same memory, one after another."""
+    backend = Backend(options=Options(memory="device"))
+    graphs = watched(write_tiny_gpt_oss(tmp_path / "gpt-oss.gguf"), PROMPT, HazardOptions(settings=OFF), backend)
+    sinks = [node for node in graphs[0].nodes if node.op == COPY and "attn_sinks" in node.name]
+    assert len({node.writes[0].tensor.address for node in sinks}) == 1 < len(sinks)
+    assert [str(found) for graph in graphs for found in check(graph).findings] == []
+
+
+def test_operators_are_seen_as_such(tmp_path: Path) -> None:
+    backend = Backend(options=Options(ops="all"))
+    graphs = watched(write_tiny_moe(tmp_path / "moe.gguf"), PROMPT, HazardOptions(settings=OFF), backend)
+    sizes = [len(step.nodes) for step in graphs[0].order if len(step.nodes) > 1]
+    assert sizes == [6, 6]  # the routing of each layer
+
+
+class Unchecked(Fusion):
+    """A fusion that nobody asks whether what it leaves out is read."""
+
+    def of(self, graph, begin, ops):  # type: ignore[no-untyped-def]
+        span = Span(graph, begin, begin + len(self.ops))
+        return self.match(span) if tuple(node.op for node in span.nodes) == self.op_names else None
+
+
+def _norm_of_sum(span: Span) -> Fused:
+    """RMS_NORM of a sum, which leaves the sum out: the residual, which a later ADD reads."""
+    add, norm = span.nodes
+    calls = [OWN[node.op].bind(node) for node in (add, norm)]
+
+    def call() -> None:
+        for each in calls:
+            each()
+
+    return Fused(call, {1: norm.dst})
+
+
+def test_a_fusion_that_leaves_out_what_a_later_node_reads(llama: Path) -> None:
+    fusion = Unchecked("norm_of_sum", (OWN["ADD"], OWN["RMS_NORM"]), _norm_of_sum)
+    backend = Backend(options=Options(ops="all"), fusions=[fusion])
+    found = [each for graph in watched(llama, PROMPT, HazardOptions(steps=0, settings=OFF), backend)
+             for each in check(graph).findings]  # fmt: skip
+    assert {each.kind for each in found} == {Kind.LEFT_OUT}
+    assert str(found[0]).startswith("left out by a fusion: ADD 'l_out-0' (at ")
+    assert "reads the result of ADD 'ffn_inp-0'" in str(found[0])
+
+
+@pytest.fixture
+def optimises(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[list[int]], list[int]]], None]:
+    """Gives devices a graph_optimize that puts the nodes of a split in another order."""
+
+    def plant(change: Callable[[list[int]], list[int]]) -> None:
+        begin = Plugin.__init__
+
+        def planted(self: Plugin, *arguments: object, **keywords: object) -> None:
+            begin(self, *arguments, **keywords)  # type: ignore[arg-type]
+
+            def optimize(_: int, graph: int, __: int) -> None:
+                header = structs.GgmlCGraph.from_address(graph)
+                for place, node in enumerate(change([int(each) for each in header.nodes[: header.n_nodes]])):
+                    header.nodes[place] = node
+
+            slot = next(kind for name, kind, *_ in self._backend_table._fields_ if name == "graph_optimize")
+            self._backend_table.graph_optimize = slot(optimize)
+
+        monkeypatch.setattr(Plugin, "__init__", planted)
+
+    return plant
+
+
+def ops_of(nodes: list[int]) -> list[str]:
+    return [convert.op_name(lib.ggml(), node) for node in nodes]
+
+
+def test_an_order_that_an_optimiser_may_choose_is_right(
+    llama: Path, optimises: Callable[[Callable[[list[int]], list[int]]], None]
+) -> None:
+    """Every first product of three that have one source runs last."""
+
+    def change(nodes: list[int]) -> list[int]:
+        first = ops_of(nodes).index("MUL_MAT")
+        later = next(place for place in range(first + 1, len(nodes)) if ops_of(nodes)[place] == "MUL_MAT")
+        return [*nodes[:first], nodes[later], *nodes[first:later], *nodes[later + 1 :]]
+
+    optimises(change)
+    backend = Backend(options=Options(ops="all"))
+    (graph,) = watched(llama, PROMPT, HazardOptions(steps=0, settings=OFF), backend)
+    assert graph.is_as_built
+    assert [step.nodes[0] for step in graph.order] != [*range(len(graph.nodes))]
+    assert [str(each) for each in check(graph).findings] == []
+
+
+def test_cells_that_an_optimiser_has_written_after_they_were_read(
+    llama: Path, optimises: Callable[[Callable[[list[int]], list[int]]], None]
+) -> None:
+    """No source says that attention reads the cells that SET_ROWS sets: both name the cache."""
+
+    def change(nodes: list[int]) -> list[int]:
+        moved = nodes[ops_of(nodes).index("SET_ROWS")]
+        return [*(node for node in nodes if node != moved), moved]
+
+    optimises(change)
+    backend = Backend(options=Options(ops="all"))
+    (graph,) = watched(llama, PROMPT, HazardOptions(steps=0, settings=OFF), backend)
+    found = check(graph).findings
+    assert [each.kind for each in found] == [Kind.TOO_EARLY]
+    assert str(found[0]).startswith("read before it is written: MUL_MAT 'kq-0' (at ")
+    assert "reads what SET_ROWS 'cache_k_l0 (view)' (at 49) has not written yet" in str(found[0])
+
+
+@pytest.mark.conformance
+@pytest.mark.parametrize("ops", ["default", "all"])
+@pytest.mark.parametrize("memory", ["host", "device"])
+@pytest.mark.parametrize("flash_attention", ["off", "on"])
+def test_no_model_of_test_llama_archs_has_any(ops: str, memory: str, flash_attention: Literal["on", "off"]) -> None:
+    backend = Backend(options=Options(ops=ops, memory=memory))
+    options = HazardOptions(settings=Settings(flash_attention=flash_attention))
+    found = []
+    for model in models(folder().with_name("models")):
+        for graph in watched(model, PROMPT, options, backend):
+            found += [f"{model.stem}, {graph.name}: {each}" for each in check(graph).findings]
+            assert graph.is_as_built, model
+    assert found == []
