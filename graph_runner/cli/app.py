@@ -8,7 +8,21 @@ from typing import Annotated
 
 import typer
 
-from graph_runner.cli import bench, cache, capture, coverage, devices, diff, doctor, ops, plugin, replay, run, test
+from graph_runner.cli import (
+    bench,
+    cache,
+    capture,
+    coverage,
+    devices,
+    diff,
+    doctor,
+    matrix,
+    ops,
+    plugin,
+    replay,
+    run,
+    test,
+)
 from graph_runner.cli.command import Command, as_command
 
 app = typer.Typer(
@@ -22,6 +36,7 @@ app = typer.Typer(
 COMMANDS: dict[str, Callable[..., None]] = {
     "run": run.run,
     "diff": diff.diff,
+    "matrix": matrix.matrix,
     "capture": capture.capture,
     "replay": replay.replay,
     "coverage": coverage.coverage,
