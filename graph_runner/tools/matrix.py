@@ -90,7 +90,7 @@ class Result:
     why      in one line
     nodes    that were compared
     nmse     the largest of these, from equal inputs; None if it is not finite
-    first    the op of the first wrong node, or ""
+    first_op  of the first wrong node, or ""
     report   its page, or what it printed if there is none, within the sweep's folder
     """
 
@@ -102,7 +102,7 @@ class Result:
     why: str
     nodes: int
     nmse: float | None
-    first: str
+    first_op: str
     seconds: float
     report: str
 
@@ -165,7 +165,7 @@ class Sweep:
     def is_known(self, result: Result) -> bool:
         """Whether a cell has ended so in the baseline: with the same verdict, and if a node is wrong its op."""
         before = self.before(result)
-        return before is not None and (before.verdict, before.first) == (result.verdict, result.first)
+        return before is not None and (before.verdict, before.first_op) == (result.verdict, result.first_op)
 
 
 # which cells there are
@@ -283,7 +283,7 @@ def run_diff(cell: Cell, folder: Path, timeout: float) -> Result:
         )  # fmt: skip
         with undone(process.kill):
             reason = _waited_for(process, timeout)
-    found: dict[str, Any] = {"verdict": FAILED, "why": reason, "nodes": 0, "nmse": 0.0, "first": "", "report": _LOG}
+    found: dict[str, Any] = {"verdict": FAILED, "why": reason, "nodes": 0, "nmse": 0.0, "first_op": "", "report": _LOG}
     if reason is None and (folder / _JSON).is_file():
         found = judged(json.loads((folder / _JSON).read_bytes())) | {"report": _PAGE}
     elif reason is None:
@@ -322,7 +322,7 @@ def _last_line(log: Path) -> str:
 
 
 def judged(data: dict[str, Any]) -> dict[str, Any]:
-    """Returns verdict, why, nodes, nmse and first of a `Result`, from the JSON of a diff."""
+    """Returns verdict, why, nodes, nmse and first_op of a `Result`, from the JSON of a diff."""
     found, _, why = data["verdict"].partition(": ")
     if found not in (RIGHT, ROUNDING, WRONG, UNDECIDED):
         found, why = UNDECIDED, data["verdict"]
@@ -341,7 +341,7 @@ def judged(data: dict[str, Any]) -> dict[str, Any]:
         "why": " ".join(why.split()),
         "nodes": sum(each["nodes"] for each in data["summary"]),
         "nmse": None if None in errors else max(errors, default=0.0),
-        "first": first["op"] if first else "",
+        "first_op": first["op"] if first else "",
     }
 
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from io import StringIO
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -18,11 +20,13 @@ from kit.backends import blas
 from kit.browser import CHROMIUM, Browser, chromium
 from kit.commands import COMMAND, WRONG_CONT, Cli, assert_refused, fresh, kernel_file, strict_json
 
-from graph_runner.base.errors import BadInputError
+from graph_runner.base.console import Console
+from graph_runner.base.errors import BadInputError, SuiteError
 from graph_runner.base.tiny import write_tiny_llama
-from graph_runner.reports.matrix import junit_xml, matrix_html, matrix_json, verdict
+from graph_runner.reports.matrix import junit_xml, matrix_html, matrix_json, print_matrix, verdict
 from graph_runner.tools import matrix
 from graph_runner.tools.matrix import Cell, Result, Setting, Sweep, cells_of, judged, models_of, run_diff, sweep
+from graph_runner.tools.suites import support
 
 SETTINGS = [Setting(), Setting("-fa on", ("-fa", "on"))]
 
@@ -176,9 +180,8 @@ def of_diff(text: str, first: int | None = None, **node: Any) -> dict[str, Any]:
 
 def test_a_verdict_is_that_of_the_diff() -> None:
     found = judged(of_diff("right within rounding: 5 nodes compared, 1 differ"))
-    assert found == {
-        "verdict": "right within rounding", "why": "5 nodes compared, 1 differ", "nodes": 5, "nmse": 1e-3, "first": "",
-    }  # fmt: skip
+    said = {"verdict": "right within rounding", "why": "5 nodes compared, 1 differ"}
+    assert found == said | {"nodes": 5, "nmse": 1e-3, "first_op": ""}
     assert judged(of_diff("no node was compared: the model has no CONT"))["verdict"] == "not judged"
     assert judged(of_diff("not judged: 3 of 5"))["why"] == "3 of 5"
     assert judged(of_diff("wrong: x", isolated={"nmse": None}))["nmse"] is None
@@ -194,7 +197,7 @@ def test_a_wrong_cell_names_its_node() -> None:
     ):
         found = judged(of_diff("wrong: 1 of 5 nodes differ", 1, **node))
         assert found["why"] == f"step 1 node 5, CONT 'kqv': {says}"
-        assert found["first"] == "CONT"
+        assert found["first_op"] == "CONT"
 
 
 # a baseline
@@ -217,7 +220,7 @@ def test_only_what_is_new_fails(models: dict[str, str], tmp_path: Path) -> None:
 
 def test_another_op_is_another_fault(models: dict[str, str], tmp_path: Path) -> None:
     before = swept(models, tmp_path / "before", a="wrong")
-    known = {each.cell: replace(each, first="ROPE") for each in before.results}
+    known = {each.cell: replace(each, first_op="ROPE") for each in before.results}
     assert len(replace(before, baseline=known).wrong) == 2
 
 
@@ -354,6 +357,17 @@ def test_json_is_json(models: dict[str, str], tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.parametrize("width", [40, 80, 200])
+def test_a_table_fits_a_terminal(models: dict[str, str], tmp_path: Path, width: int) -> None:
+    found = swept(models, tmp_path / "out", a="not judged")
+    console = Console(file=StringIO(), width=width)
+    print_matrix(replace(found, results=[replace(each, settings="-p [bold]x") for each in found.results]), console)
+    lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    rows = [line for line in lines if " on NPU, " not in line and "cells: " not in line]
+    assert max(map(len, rows)) <= width
+    assert "[bold]x" in "".join(lines)
+
+
 # the page
 
 
@@ -471,7 +485,7 @@ def test_a_small_matrix(tmp_path: Path) -> None:
     assert "6 cells: 4 right, 2 wrong" in outcome.out.replace(" within rounding", "")
     found = json.loads((out / "matrix.json").read_text())
     (first, _) = [each for each in found["cells"] if each["verdict"] == "wrong"]
-    assert first["first"] == "CONT"
+    assert first["first_op"] == "CONT"
     assert "CONT" in first["why"]
     known = tmp_path / "known.json"
     known.write_text((out / "matrix.json").read_text())
@@ -515,7 +529,7 @@ def test_a_library_with_a_fault_and_what_it_supports(tmp_path: Path) -> None:
     outcome = fresh("matrix", *words)
     assert outcome.code == 1, outcome.err
     blas_cell, cpu = json.loads((tmp_path / "out" / "matrix.json").read_text())["cells"]
-    assert (blas_cell["verdict"], blas_cell["first"], cpu["verdict"]) == ("wrong", "MUL_MAT", "right")
+    assert (blas_cell["verdict"], blas_cell["first_op"], cpu["verdict"]) == ("wrong", "MUL_MAT", "right")
     assert "MUL_MAT" in outcome.out
     header, *rows = (tmp_path / "ops.csv").read_text().splitlines()
     names = "backend_name op_name op_params test_mode supported error_message backend_reg_name"
@@ -525,12 +539,19 @@ def test_a_library_with_a_fault_and_what_it_supports(tmp_path: Path) -> None:
 
 
 @pytest.mark.conformance
-def test_a_server_is_asked_by_no_test(cli: Cli, models: dict[str, str], tmp_path: Path) -> None:
-    with pytest.raises(Exception, match="test-backend-ops has no device 'RPC0'"):
-        matrix_support(["RPC0"])
+def test_a_server_is_asked_by_no_test() -> None:
+    with pytest.raises(SuiteError, match="test-backend-ops has no device 'RPC0'"):
+        support(["RPC0"])
 
 
-def matrix_support(devices: list[str]) -> str:
-    from graph_runner.tools.suites import support
+# the workflow
 
-    return support(devices)
+
+def test_the_workflow_has_options_that_there_are(cli: Cli, tmp_path: Path) -> None:
+    """But for its library, the command of the workflow is taken, with each of its settings."""
+    text = (Path(__file__).parents[2] / "examples" / "matrix.yml").read_text()
+    (line,) = [line for line in text.replace("\\\n", "").splitlines() if "ggml-npu matrix " in line and "#" not in line]
+    words = shlex.split(line)
+    words[words.index(".github/matrix-known.json")] = str(tmp_path / "none.json")
+    assert words.count("--settings") == 3
+    assert_refused(cli(*words[1:]), "--baseline", "none.json", "No such file")
