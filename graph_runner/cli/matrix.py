@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shlex
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -111,32 +112,34 @@ def matrix(
     model, settings and versions. Exit code 0: every cell is right, or ended as in the baseline; 1: a cell is wrong, was
     not judged, or failed to run; 2: bad input; 3: an internal error.
     """
-    from graph_runner.tools.matrix import Sweep, cells_of, models_of, read_baseline, run_diff, sweep
+    from graph_runner.tools.matrix import Sweep, cells_of, models_of, results_of, run_diff, sweep
 
     chosen = list(dict.fromkeys(map(_setting, settings or [""])))
-    baseline = None if baseline_file is None else read_baseline(baseline_file)
+    baseline = None if baseline_file is None else results_of("--baseline", baseline_file)
     files = models_of(models, folder)
-    _make(folder)
     outputs = {"--json": json_file, "--junit": junit_file, "--ops-csv": ops_file}
     inputs = {"MODEL": [*map(Path, files.values())], "--baseline": [baseline_file] if baseline_file else []}
-    for name in (JSON, PAGE):
-        check_outputs({"--output": str(folder / name), **outputs}, inputs)
-    names, reference = [*dict.fromkeys(map(_name, devices or ["npu"]))], _name(reference)
-    common = ["--reference", reference]
-    common += [word for path in libraries or () for word in ("--backend", str(path))]
-    common += [word for server in servers or () for word in ("--rpc", server)]
-    cells = cells_of(files, names, chosen, common, [*(libraries or ()), *chain(*read_by_variables().values())])
-    found = Sweep(reference, cells, baseline=baseline)
-    _save(folder, found)
-    with _progress(cells) as seen:
+    with alone_in(folder):
+        for name in (JSON, PAGE):
+            check_outputs({"--output": str(folder / name), **outputs}, inputs)
+        if (folder / JSON).exists():
+            results_of("--output", folder / JSON)
+        names, reference = [*dict.fromkeys(map(_name, devices or ["npu"]))], _name(reference)
+        common = ["--reference", reference]
+        common += [word for path in libraries or () for word in ("--backend", str(path))]
+        common += [word for server in servers or () for word in ("--rpc", server)]
+        cells = cells_of(files, names, chosen, common, [*(libraries or ()), *chain(*read_by_variables().values())])
+        found = Sweep(reference, cells, baseline=baseline)
+        _save(folder, found)
+        with _progress(cells) as seen:
 
-        def done(result: Result, kept: bool) -> None:
-            nonlocal found
-            found = replace(found, results=[*found.results, result])
-            _save(folder, found)
-            seen(result, kept)
+            def done(result: Result, kept: bool) -> None:
+                nonlocal found
+                found = replace(found, results=[*found.results, result])
+                _save(folder, found)
+                seen(result, kept)
 
-        sweep(cells, folder, partial(run_diff, timeout=cell_timeout), done)
+            sweep(cells, folder, partial(run_diff, timeout=cell_timeout), done)
     raise typer.Exit(_delivered(found, json_file, junit_file, ops_file, libraries or []))
 
 
@@ -172,12 +175,21 @@ def _setting(text: str) -> Setting:
     return Setting(shlex.join(words), tuple(words), tuple(files))
 
 
-def _make(folder: Path) -> None:
-    """Makes the folder for results. Raises BadInputError if that cannot be."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise BadInputError(f"--output {str(folder)!r}: {error.strerror}") from None
+@contextmanager
+def alone_in(folder: Path) -> Iterator[None]:
+    """Makes the folder for results, and keeps other sweeps from it. Raises BadInputError if that cannot be."""
+    option = f"--output {str(folder)!r}"
+    with ExitStack() as stack:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            handle = os.open(folder, os.O_RDONLY)
+            stack.callback(os.close, handle)
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise BadInputError(f"{option}: another sweep runs there") from None
+        except OSError as error:
+            raise BadInputError(f"{option}: {error.strerror}") from None
+        yield
 
 
 def _save(folder: Path, found: Sweep) -> None:

@@ -181,8 +181,8 @@ def models_of(names: Iterable[str], without: Path) -> dict[str, str]:
             files[name] = name
             continue
         path = Path(name)
-        inside = (each for each in sorted(path.rglob("*.gguf")) if not each.resolve().is_relative_to(without.resolve()))
-        found = [each for each in inside if min(parts_of(each)) == each]
+        inside = [each for each in sorted(path.rglob("*.gguf")) if each.is_file() and min(parts_of(each)) == each]
+        found = [each for each in inside if not each.resolve().is_relative_to(without.resolve())]
         if not path.is_dir():
             check_file(path)
             found = [path]
@@ -358,23 +358,24 @@ def _what(node: dict[str, Any]) -> str | None:
 # a former sweep
 
 
-def read_baseline(file: Path) -> Baseline:
-    """Returns the results of a former sweep, by their cells. Raises BadInputError if the file is not its JSON."""
+def results_of(option: str, file: Path) -> Baseline:
+    """Returns the results of a former sweep, by their cells. Raises BadInputError, which names the option, if the file
+    is not its JSON."""
     try:
         data = json.loads(file.read_bytes())
     except OSError as error:
-        raise BadInputError(f"--baseline {str(file)!r}: {error.strerror}") from None
+        raise BadInputError(f"{option} {str(file)!r}: {error.strerror}") from None
     except (ValueError, RecursionError) as error:
         why = f": {error}" if isinstance(error, json.JSONDecodeError) else ""
-        raise BadInputError(f"--baseline {str(file)!r}: is not JSON{why}") from None
+        raise BadInputError(f"{option} {str(file)!r}: is not JSON{why}") from None
     try:
         if data["schema"] != SCHEMA:
             raise ValueError(f"has the schema {data['schema']!r}, not {SCHEMA!r}")
         results = [_result(each) for each in data["cells"]]
     except (KeyError, TypeError):
-        raise BadInputError(f"--baseline {str(file)!r}: is no JSON of ggml-npu matrix") from None
+        raise BadInputError(f"{option} {str(file)!r}: is no JSON of ggml-npu matrix") from None
     except ValueError as error:
-        raise BadInputError(f"--baseline {str(file)!r}: {error}") from None
+        raise BadInputError(f"{option} {str(file)!r}: {error}") from None
     return {result.cell: result for result in results}
 
 

@@ -23,9 +23,20 @@ from kit.commands import COMMAND, WRONG_CONT, Cli, assert_refused, fresh, kernel
 from graph_runner.base.console import Console
 from graph_runner.base.errors import BadInputError, SuiteError
 from graph_runner.base.tiny import write_tiny_llama
+from graph_runner.cli.matrix import alone_in
 from graph_runner.reports.matrix import junit_xml, matrix_html, matrix_json, print_matrix, verdict
-from graph_runner.tools import matrix
-from graph_runner.tools.matrix import Cell, Result, Setting, Sweep, cells_of, judged, models_of, run_diff, sweep
+from graph_runner.tools.matrix import (
+    Cell,
+    Result,
+    Setting,
+    Sweep,
+    cells_of,
+    judged,
+    models_of,
+    results_of,
+    run_diff,
+    sweep,
+)
 from graph_runner.tools.suites import support
 
 SETTINGS = [Setting(), Setting("-fa on", ("-fa", "on"))]
@@ -244,7 +255,7 @@ def test_a_baseline_is_the_json(models: dict[str, str], tmp_path: Path) -> None:
     found = swept(models, tmp_path / "out", a="wrong", b="not judged")
     file = tmp_path / "known.json"
     file.write_text(json.dumps(matrix_json(found)))
-    assert matrix.read_baseline(file) == {each.cell: each for each in found.results}
+    assert results_of("--baseline", file) == {each.cell: each for each in found.results}
 
 
 @pytest.mark.parametrize(
@@ -273,7 +284,7 @@ def test_every_cut_of_a_baseline_is_refused(models: dict[str, str], tmp_path: Pa
     for end in range(0, len(text) - 1, 37):
         file.write_text(text[:end])
         with pytest.raises(BadInputError, match="--baseline"):
-            matrix.read_baseline(file)
+            results_of("--baseline", file)
 
 
 # bad input
@@ -315,8 +326,18 @@ def test_nothing_is_written_over_what_is_read(cli: Cli, tmp_path: Path, models: 
     outcome = cli("matrix", folder, "-o", out, "--baseline", out / "matrix.json")
     assert_refused(outcome, "--output", "is what --baseline reads")
     assert json.loads((out / "matrix.json").read_text()) == matrix_json(found)
+    (out / "matrix.json").write_text("{}")
+    assert_refused(cli("matrix", folder, "-o", out), "--output", "matrix.json", "is no JSON of ggml-npu matrix")
+    assert (out / "matrix.json").read_text() == "{}"
     (tmp_path / "file").write_text("mine")
     assert_refused(cli("matrix", folder, "-o", tmp_path / "file"), "--output", "File exists")
+
+
+def test_two_sweeps_have_two_folders(cli: Cli, tmp_path: Path, models: dict[str, str]) -> None:
+    out = tmp_path / "out"
+    with alone_in(out):
+        assert_refused(cli("matrix", tmp_path / "models", "-o", out), "--output", "another sweep runs there")
+    assert [*out.iterdir()] == []
 
 
 # files
