@@ -5,7 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import shlex
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -54,8 +54,9 @@ SettingTexts = Annotated[
     list[str] | None,
     typer.Option(
         "--settings",
-        metavar="OPTIONS",
-        help='Options of ggml-npu diff: "-fa on -ctk q8_0". Repeat it for more; "" is a diff without options.',
+        metavar="[NAME:] OPTIONS",
+        help='Options of ggml-npu diff, with a name or without: "q8_0: -fa on -ctk q8_0". Repeat it for more; "" is a '
+        "diff without options.",
         show_default=False,
     ),
 ]
@@ -114,7 +115,7 @@ def matrix(
     """
     from graph_runner.tools.matrix import Sweep, cells_of, models_of, results_of, run_diff, sweep
 
-    chosen = list(dict.fromkeys(map(_setting, settings or [""])))
+    chosen = _settings(settings or [""])
     baseline = None if baseline_file is None else results_of("--baseline", baseline_file)
     files = models_of(models, folder)
     outputs = {"--json": json_file, "--junit": junit_file, "--ops-csv": ops_file}
@@ -147,7 +148,17 @@ def _name(device: str) -> str:
     return device.upper() if device.lower() in OURS else device
 
 
-def _setting(text: str) -> Setting:
+def _settings(texts: Iterable[str]) -> list[Setting]:
+    """Returns the settings of a sweep, each once. Raises BadInputError if two of a name differ."""
+    found: dict[str, Setting] = {}
+    for text in texts:
+        setting = setting_of(text)
+        if found.setdefault(setting.name, setting) != setting:
+            raise BadInputError(f"--settings {text!r}: {setting.name!r} is given twice, with other options")
+    return [*found.values()]
+
+
+def setting_of(text: str) -> Setting:
     """Returns the options of a column. Raises BadInputError if diff does not take them, or if they are the sweep's."""
     from graph_runner.tools.matrix import Setting
 
@@ -157,6 +168,7 @@ def _setting(text: str) -> Setting:
     file = os.environ.get("GGML_NPU_DEVICE_FILE")  # an option of diff sets it
     try:
         words = shlex.split(text)
+        name = words.pop(0)[:-1] if words and words[0].endswith(":") else None
         if {"-h", "--help"} & {*words}:
             raise BadInputError("--help is no setting")
         context = command.make_context("diff", [*words, "--", "tiny"])
@@ -172,7 +184,7 @@ def _setting(text: str) -> Setting:
         if parameter.name in _GIVEN and context.get_parameter_source(parameter.name).name == "COMMANDLINE":
             raise BadInputError(f"--settings {text!r}: {parameter.opts[-1]} is the same for all cells")
     files = [file for name in files_of(diff, READS) if name != "model" for file in files_read(context.params[name])]
-    return Setting(shlex.join(words), tuple(words), tuple(files))
+    return Setting(name or shlex.join(words), tuple(words), tuple(files))
 
 
 @contextmanager

@@ -73,32 +73,35 @@ def _lines(console: Console, lines: Iterable[str], style: str | None) -> None:
 
 def matrix_json(sweep: Sweep) -> dict[str, Any]:
     """Returns the sweep as data: schema, verdict, and every cell."""
+    commands = {each.name: each.command for each in sweep.cells}
     return {
         "schema": SCHEMA,
         "reference": sweep.reference,
         "passed": bool(sweep),
         "verdict": verdict(sweep),
         "complete": len(sweep.results) == len(sweep.cells),
-        "cells": [_cell(sweep, each) for each in sweep.results],
+        "cells": [
+            asdict(each)
+            | {"passed": bool(each), "known": not each and sweep.is_known(each), "command": commands[each.cell]}
+            for each in sweep.results
+        ],
     }
-
-
-def _cell(sweep: Sweep, result: Result) -> dict[str, Any]:
-    return asdict(result) | {"passed": bool(result), "known": not result and sweep.is_known(result)}
 
 
 def matrix_html(sweep: Sweep) -> str:
     """Returns the page of a sweep: a table for each device, of models and settings. It links to the reports of cells,
     from the sweep's folder."""
-    found = {each.cell: each for each in sweep.results}
+    found, commands = {each.cell: each for each in sweep.results}, {each.name: each.command for each in sweep.cells}
     devices, models, settings = (
         [*dict.fromkeys(getattr(each, name) for each in sweep.cells)] for name in ("device", "model", "settings")
     )
+    newly_right = {each.cell for each in sweep.newly_right}
     cells = {
         key: {
-            "verdict": each.verdict, "class": _CLASSES[each.verdict], "why": each.why, "number": _number(each),
-            "nodes": each.nodes, "ran": each.verdict != FAILED, "link": quote(each.report, errors="surrogateescape"),
-            "known": not each and sweep.is_known(each), "right": key in {right.cell for right in sweep.newly_right},
+            "verdict": each.verdict, "class": _CLASSES[each.verdict], "why": each.why, "command": commands[key],
+            "number": _number(each), "nodes": each.nodes, "ran": each.verdict != FAILED,
+            "link": quote(each.report, errors="surrogateescape"), "known": not each and sweep.is_known(each),
+            "right": key in newly_right,
         }
         for key, each in found.items()
     }  # fmt: skip

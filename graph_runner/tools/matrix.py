@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -47,12 +48,12 @@ _KINDS: dict[str, Any] = {"nodes": int, "nmse": (int, float, NoneType), "seconds
 class Setting:
     """Options of `diff`.
 
-    text   as the user gave them
-    words  the same, parsed
+    name   what they are called; their text, if the user gave no name
+    words  the options
     files  that they name
     """
 
-    text: str = ""
+    name: str = ""
     words: tuple[str, ...] = ()
     files: tuple[Path, ...] = ()
 
@@ -63,7 +64,7 @@ class Cell:
 
     model     its name; with device and settings, what a cell is known by
     file      MODEL of the diff
-    settings  text of its `Setting`
+    settings  name of its `Setting`
     words     all options of the diff
     key       a digest of all that its result depends on
     """
@@ -74,6 +75,16 @@ class Cell:
     settings: str
     words: tuple[str, ...]
     key: str
+
+    @property
+    def name(self) -> tuple[str, str, str]:
+        """What it is known by in other sweeps."""
+        return self.model, self.device, self.settings
+
+    @property
+    def command(self) -> str:
+        """The command that runs its diff alone."""
+        return shlex.join(["ggml-npu", "diff", self.file, *self.words])
 
     @property
     def folder(self) -> Path:
@@ -155,7 +166,7 @@ class Sweep:
     @property
     def gone(self) -> list[Result]:
         """Results of the baseline whose cells are none of this sweep."""
-        cells = {(each.model, each.device, each.settings) for each in self.cells}
+        cells = {each.name for each in self.cells}
         return [each for each in (self.baseline or {}).values() if each.cell not in cells]
 
     def before(self, result: Result) -> Result | None:
@@ -216,7 +227,7 @@ def cells_of(
                 words = ("--device", device, *common, *setting.words)
                 parts = [known, of_model, words, [*map(_identity, setting.files)]]
                 key = hashlib.sha256(json.dumps(parts).encode()).hexdigest()
-                made.append(Cell(name, file, device, setting.text, words, key))
+                made.append(Cell(name, file, device, setting.name, words, key))
     return made
 
 

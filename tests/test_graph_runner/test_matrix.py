@@ -23,7 +23,7 @@ from kit.commands import COMMAND, WRONG_CONT, Cli, assert_refused, fresh, kernel
 from graph_runner.base.console import Console
 from graph_runner.base.errors import BadInputError, SuiteError
 from graph_runner.base.tiny import write_tiny_llama
-from graph_runner.cli.matrix import alone_in
+from graph_runner.cli.matrix import alone_in, setting_of
 from graph_runner.reports.matrix import junit_xml, matrix_html, matrix_json, print_matrix, verdict
 from graph_runner.tools.matrix import (
     Cell,
@@ -287,6 +287,18 @@ def test_every_cut_of_a_baseline_is_refused(models: dict[str, str], tmp_path: Pa
             results_of("--baseline", file)
 
 
+def test_a_setting_has_a_name() -> None:
+    assert setting_of("-fa   on") == Setting("-fa on", ("-fa", "on"))
+    assert setting_of("flash: -fa on") == Setting("flash", ("-fa", "on"))
+    assert setting_of("'two words:'") == Setting("two words")
+    assert setting_of("-p x:").name == "-p x:"
+
+
+def test_settings_of_one_name_are_refused(cli: Cli, tmp_path: Path) -> None:
+    words = ("--settings", "a: -n 1", "--settings", "a: -n 2")
+    assert_refused(cli("matrix", "tiny", *words, "-o", tmp_path / "out"), "--settings 'a: -n 2'", "'a' is given twice")
+
+
 # bad input
 
 
@@ -301,6 +313,7 @@ def test_every_cut_of_a_baseline_is_refused(models: dict[str, str], tmp_path: Pa
         ("'", "No closing quotation"),
         ("other.gguf", "other.gguf"),
         ("--help", "--help is no setting"),
+        ("q8_0: --nope", "--nope"),
     ],
 )
 def test_a_setting_that_is_none(cli: Cli, tmp_path: Path, setting: str, says: str) -> None:
