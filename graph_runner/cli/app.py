@@ -17,6 +17,7 @@ from graph_runner.cli import (
     diff,
     doctor,
     hazards,
+    matrix,
     ops,
     plugin,
     replay,
@@ -36,6 +37,7 @@ app = typer.Typer(
 COMMANDS: dict[str, Callable[..., None]] = {
     "run": run.run,
     "diff": diff.diff,
+    "matrix": matrix.matrix,
     "capture": capture.capture,
     "replay": replay.replay,
     "coverage": coverage.coverage,

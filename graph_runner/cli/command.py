@@ -85,8 +85,8 @@ def as_command(function: Callable[..., None]) -> Callable[..., None]:
         outputs |= {name: os.environ.get(name) or None for name in _WRITTEN_BY_VARIABLE}
         kept = {option: _text(arguments[name]) for name, option in folders.items()}
         if any({**outputs, **kept}.values()):
-            inputs = {option: [*_files(arguments[name])] for name, option in reads.items()}
-            inputs |= {name: [*_files(os.environ.get(name, "").split(os.pathsep))] for name in _READ_BY_VARIABLE}
+            inputs = {option: [*files_read(arguments[name])] for name, option in reads.items()}
+            inputs |= read_by_variables()
             check_outputs(outputs, inputs)
             check_folders(kept, inputs)
         try:
@@ -146,13 +146,18 @@ def _text(value: str | Path | None) -> str | None:
     return None if value is None else str(value)
 
 
-def _files(value: str | Path | Iterable[str | Path] | None) -> Iterator[Path]:
+def read_by_variables() -> dict[str, list[Path]]:
+    """Returns the files that variables name, by variable."""
+    return {name: [*files_read(os.environ.get(name, "").split(os.pathsep))] for name in _READ_BY_VARIABLE}
+
+
+def files_read(value: str | Path | Iterable[str | Path] | None) -> Iterator[Path]:
     """Yields the files that an option's value names, if any: it may be the name of something else."""
     if value is None or value == "":
         return
     if not isinstance(value, str | Path):
         for each in value:
-            yield from _files(each)
+            yield from files_read(each)
         return
     yield from parts_of(Path(value))
     yield Path(device_files.place_of(str(value))[0])

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from graph_runner.judging.results import NodeResult
 
 _NODES_PER_UPDATE = 64
-_OURS = ("cpu", "npu")  # names of devices that may be written in any case
+OURS = ("cpu", "npu")  # names of devices that may be written in any case
 Reproducers = Annotated[
     Path | None,
     typer.Option(
@@ -113,7 +113,7 @@ def diff(
     """
     if "npu" not in (reference.lower(), device.lower()):
         refuse_without_the_npu(device, npu, kernels=kernels, takes_layers=device.lower() != "cpu")
-    reference, device = (name.upper() if name.lower() in _OURS else name for name in (reference, device))
+    reference, device = (name.upper() if name.lower() in OURS else name for name in (reference, device))
     text = prompt.text
     if reproducers is not None and not reproducers.is_dir():
         raise BadInputError(f"--reproducers {str(reproducers)!r}: no such directory")

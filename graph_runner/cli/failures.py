@@ -16,7 +16,7 @@ from quant.errors import UserError, say
 BAD_INPUT, OURS = 2, 3
 VERBOSE = "GGML_NPU_VERBOSE"
 
-_UsageError = typer.BadParameter.__bases__[0]  # click's, of which typer may have a copy
+UsageError: type[Exception] = typer.BadParameter.__bases__[0]  # click's, of which typer may have a copy
 
 
 def told(error: BaseException) -> int:
@@ -26,7 +26,7 @@ def told(error: BaseException) -> int:
             traceback.print_exception(error)
         if isinstance(error, UserError):
             say(str(error))
-        elif isinstance(error, _UsageError):
+        elif isinstance(error, UsageError):
             _say_usage(error)
         elif isinstance(error, OSError) and error.strerror:
             say(f"{error.filename or 'stdout or a file'}: {error.strerror}")
@@ -38,8 +38,13 @@ def told(error: BaseException) -> int:
 
 def _say_usage(error: Any) -> None:
     """Prints a usage error. Without a command, help was printed, and there is no message."""
-    if message := _with_value(error.format_message(), error.__cause__):
+    if message := usage(error):
         say(message if error.ctx is None else f"{message.rstrip('.')}; see {error.ctx.command_path} -h")
+
+
+def usage(error: Any) -> str:
+    """Returns the message of a usage error, in which the value is named."""
+    return _with_value(error.format_message(), error.__cause__)
 
 
 def _with_value(message: str, cause: Any) -> str:

@@ -14,6 +14,7 @@ from typing import Any
 from graph_runner.base.errors import BadInputError
 from graph_runner.base.files import STDOUT, write_file
 from graph_runner.cli.failures import told
+from quant.errors import UserError
 
 _kept: ContextVar[int | None] = ContextVar("the number of stdout, where it is for an output file alone", default=None)
 
@@ -78,7 +79,7 @@ def delivered(passed: bool, *outputs: Callable[[], object]) -> int:
             output()
         except BrokenPipeError as error:
             broken = error
-        except (BadInputError, OSError) as error:
+        except (UserError, OSError) as error:
             bad_input = told(error)
             code = code or bad_input
     if broken is not None:

@@ -14,6 +14,8 @@ from graph_runner.judging.compare import Comparison, Heat
 from graph_runner.judging.rules import Judged
 
 ISOLATED, OWN_RUN = "isolated", "own run"
+# with which the verdict of a whole diff begins
+RIGHT, ROUNDING, WRONG, UNDECIDED = "right", "right within rounding", "wrong", "not judged"
 STOPPED, UNSEEN = "the device's run had stopped", "nobody has looked at its result"
 
 

@@ -14,7 +14,7 @@ from graph_runner.diff.state import StateResult
 from graph_runner.judging.blocks import BlockComparison
 from graph_runner.judging.compare import Comparison
 from graph_runner.judging.promises import promises
-from graph_runner.judging.results import OWN_RUN, Fate, NodeResult, Verdict
+from graph_runner.judging.results import OWN_RUN, RIGHT, ROUNDING, UNDECIDED, WRONG, Fate, NodeResult, Verdict
 from graph_runner.judging.rules import Judged
 from graph_runner.reports.report import print_faults
 
@@ -30,8 +30,6 @@ _TRIED = (
     "strides, offsets, swapped dimensions, ids, broadcasts, parameters, operands, heads, sources left out, rows moved"
 )
 _REPEATS = 8  # of the replay of a node that is wrong in its own run alone, where no replay was tried
-
-RIGHT, ROUNDING, WRONG, UNDECIDED = "right", "right within rounding", "wrong", "not judged"
 
 
 def _verdict(result: DiffResult) -> str:

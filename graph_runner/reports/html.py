@@ -1,9 +1,10 @@
-"""A diff as one HTML file: no network, no libraries, and no data interpreted as markup."""
+"""A result as one HTML file: no network, no libraries, and no data interpreted as markup."""
 
 from __future__ import annotations
 
 import json
 from base64 import b64encode
+from collections.abc import Iterable
 from hashlib import sha256
 from typing import Any
 from urllib.parse import quote
@@ -25,24 +26,34 @@ def diff_html(data: dict[str, Any]) -> str:
     The page runs only its own script, since it tells the browser the script's digest, whatever a tensor's name holds.
     Its state (search, filters, chosen node) is in the address's fragment: "#q=blk.0&verdict=introduced,failed&node=12".
     """
+    place = data.get("first_introduced")
+    return page(
+        "diff",
+        styles=("diff.css",),
+        data=data,
+        json=Markup(_json(data)),
+        first=None if place is None else data["nodes"][place],
+        verdicts=VERDICTS,
+    )
+
+
+def page(name: str, *, styles: Iterable[str], **values: Any) -> str:
+    """Returns the page of a template, NAME.html.j2, with the script NAME.js and styles. It runs no other script."""
     loader = PackageLoader("graph_runner.reports")
     templates = Environment(
         loader=loader, autoescape=True, undefined=ChainableUndefined, trim_blocks=True, keep_trailing_newline=True
     )
     templates.filters |= {"number": _number, "quoted": _quoted, "fragment": _fragment, "ranges": _ranges}
-    script, style = (loader.get_source(templates, name)[0] for name in ("diff.js", "diff.css"))
-    place = data.get("first_introduced")
-    page = templates.get_template("diff.html.j2").render(
-        data=data,
-        json=Markup(_json(data)),
+    script = loader.get_source(templates, f"{name}.js")[0]
+    style = "".join(loader.get_source(templates, each)[0] for each in styles)
+    text = templates.get_template(f"{name}.html.j2").render(
         script=Markup(script),
         style=Markup(style),
         script_digest=_digest(script),
         style_digest=_digest(style),
-        first=None if place is None else data["nodes"][place],
-        verdicts=VERDICTS,
+        **values,
     )
-    return encodable(page).encode(errors="replace").decode()  # a name may hold half a surrogate pair
+    return encodable(text).encode(errors="replace").decode()  # a name may hold half a surrogate pair
 
 
 def _json(data: dict[str, Any]) -> str:

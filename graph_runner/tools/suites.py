@@ -154,6 +154,30 @@ def architectures(options: Mapping[str, str] | None = None) -> list[Case]:
     return cases
 
 
+def support(devices: Iterable[str], libraries: Iterable[Path] = ()) -> str:
+    """Returns which cases of test-backend-ops each device supports, as CSV: what ggml's docs/ops is written from.
+
+    devices    by ggml's names: of the NPU's plugin, of ggml itself, or of one of the libraries
+    libraries  of backends
+
+    Raises SuiteError if the programs cannot be built, or for a device that test-backend-ops does not have: it asks no
+    RPC server.
+    """
+    rows: list[str] = []
+    for device in devices:
+        arguments = ["support", "--output", "csv", "-b", device]
+        for library in (plugin(), *libraries):
+            environment = {"GGML_BACKEND_PATH": str(library), "GGML_NO_BACKTRACE": "1", "GGML_NPU_OPS": "all"}
+            lines = _lines([build() / "test-backend-ops", *arguments], environment, ends=(0, 1))
+            header, *found = [line for line in lines if line.startswith('"')]
+            if found:
+                break
+        else:
+            raise SuiteError(f"test-backend-ops has no device {device!r}")
+        rows += found if rows else [header, *found]
+    return "\n".join(rows) + "\n"
+
+
 def _with_plugin(program: str, arguments: Sequence[str], options: Mapping[str, str] | None) -> Iterator[str]:
     """Yields the lines that a program prints with the plugin. Raises SuiteError if it crashed or does not have the
     device.

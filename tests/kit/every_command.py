@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,6 +24,7 @@ def cont(dst, x):
 COMMANDS: dict[str, tuple[str, int]] = {
     "run": ("run {model} -n 1 -f {prompt} --kernels {kernels} --profile {profile}", 0),
     "diff": ("diff {model} -n 0 -f {prompt} --kernels {kernels} --tolerances {tolerances} --ops CONT", 0),
+    "matrix": ("matrix {model} -o {cache}-matrix --settings {setting}", 0),
     "capture": ("capture {model} -n 0 -f {prompt} --nodes CONT -o {trace}", 0),
     "replay": ("replay {trace} --kernels {kernels} --tolerances {tolerances}", 0),
     "coverage": ("coverage {model} -f {prompt} --kernels {kernels} --profile {profile}", 0),
@@ -83,7 +85,13 @@ class Files:
 
     def line(self, command: str) -> list[str]:
         """The words of a command."""
-        return [word.format(**vars(self)) for word in COMMANDS[command][0].split()]
+        return [word.format(**vars(self), setting=self._setting) for word in COMMANDS[command][0].split()]
+
+    @property
+    def _setting(self) -> str:
+        """Options of a diff in one word of a command."""
+        options = ("-n", "0", "-f", self.prompt, "--kernels", self.kernels, "--tolerances", self.tolerances)
+        return shlex.join([*map(str, options), "--ops", "CONT"])
 
     @property
     def environment(self) -> dict[str, str]:

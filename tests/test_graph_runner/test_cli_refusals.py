@@ -230,7 +230,7 @@ def numbers() -> list[tuple[str, str, type]]:
     return found
 
 
-NEEDED = {name: ["tiny"] for name in ("run", "diff", "coverage", "hazards")}
+NEEDED = {name: ["tiny"] for name in ("run", "diff", "matrix", "coverage", "hazards")}
 NEEDED |= {"replay": ["t.gguf"], "capture": ["tiny", "-o", "t.gguf"]}
 
 

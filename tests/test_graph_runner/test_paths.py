@@ -14,6 +14,7 @@ MARKS = {"a byte that is no UTF-8": b"caf\xe9 ", "UTF-8": "café ".encode()}
 WRITTEN = {
     "diff": ["--json", "--html", "--model-explorer"],
     "replay": ["--json"],
+    "matrix": ["--json"],
     "coverage": ["--json"],
     "ops": ["--json"],
 }
