@@ -14,6 +14,7 @@ from ggml_backend_npu.ggml import convert
 from ggml_backend_npu.ggml.lib import Ggml
 from ggml_backend_npu.ops import OWN
 from graph_runner.diagnosis import diagnose, quantised_values
+from graph_runner.diff.blindness import Blindness
 from graph_runner.diff.canary import Planter
 from graph_runner.diff.contents import Changed, digest_of
 from graph_runner.diff.leaves import Leaves
@@ -117,6 +118,7 @@ class Judge:
             self._leaves = Leaves(ggml, self.faults.append, lambda own: self._states.begins(own, self.step))
         self.strays: list[Stray] = []
         self.planter = Planter(asked.rules, asked.seed)
+        self.blindness = Blindness(asked.rules)
         self.watch = Watch()  # for NaN in the reference's run
         self.fingerprints: dict[tuple[int, int], int] = {}  # of what nodes of the own run gave, by step and place
         self.own = OwnRun(
@@ -450,6 +452,7 @@ class Judge:
             return judged(self._mirrored(other, self._cumulative(other)))
 
         if isolated:
+            self.blindness.look(isolated)
             self.planter.look("alone", isolated, alone)
         if mirrored and own is not None:
             how = "from the reference's inputs" if own.is_fed_alike else "from its own inputs"

@@ -25,6 +25,7 @@ from graph_runner.base.errors import BadInputError, BlindError, TraceError
 from graph_runner.base.files import folder_for_traces
 from graph_runner.base.settings import ALL_LAYERS, Settings, context_for
 from graph_runner.diff.again import Again, Watched
+from graph_runner.diff.blindness import Sight
 from graph_runner.diff.canary import Canaries, Planter
 from graph_runner.diff.judge import Asked, Judge, Stray
 from graph_runner.diff.lockstep import Lockstep
@@ -66,6 +67,7 @@ class DiffResult:
     device_options  of the backend, by name
     strict   whether every buffer of the own run was checked after every node
     canaries  faults that were planted into copies of results; None if the run ended early
+    sights   which parameters and sources of the ops a wrong kernel could have been seen to ignore
     counted  how many nodes of its own run the device says that it has computed, by its own counter; None if it has none
     is_unobserved  whether the device also ran the tokens unobserved, in its own order
     """
@@ -94,6 +96,7 @@ class DiffResult:
     ops: Collection[str] | None = None
     refused: Counter[tuple[str, str]] = field(default_factory=Counter)
     canaries: Canaries | None = None
+    sights: list[Sight] = field(default_factory=list)
     counted: int | None = None
     is_unobserved: bool = False
 
@@ -321,6 +324,7 @@ class _InStep:
             result.stopped = lockstep.stopped
             result.spoilt = judge.watch.found
             result.counted = device.n_computed
+        result.sights = judge.blindness.sights
         self._refuse_a_blind_judge(judge.planter)
         if result.stopped is None:
             result.ending = endings.ending()

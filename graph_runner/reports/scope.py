@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from graph_runner.diff.run import DiffResult
 
 _SEQUENCES = 1  # of which a diff runs the tokens
-_MOST_OPS = 4  # named in the line
+_MOST_NAMES = 4  # named in the line
 
 
 def scope_json(result: DiffResult) -> dict[str, Any]:
@@ -29,6 +29,8 @@ def scope_json(result: DiffResult) -> dict[str, Any]:
         "fusions": sorted(operators | {node.fused for node in result.nodes if node.fused}),
         "unobserved": result.is_unobserved,
         "not_compared": dict(Counter(node.op for node in result.nodes if not _is_looked_at(node)).most_common()),
+        "blind": [str(sight) for sight in result.sights if sight.n_tried and not sight.is_shown],
+        "tried": [asdict(sight) for sight in result.sights if sight.n_tried],
         "computed": result.n_computed,
         "counted_by": "the device" if result.counted is not None else "where results lie",
     }
@@ -67,13 +69,16 @@ def _is_looked_at(node: NodeResult) -> bool:
     return node.compared or node.mirrored is not None or bool(node.fused)
 
 
+def _few(names: list[str]) -> str:
+    return ", ".join(names[:_MOST_NAMES]) + (", ..." if len(names) > _MOST_NAMES else "")
+
+
 def _text(scope: dict[str, Any]) -> str:
     not_compared = scope["not_compared"]
     parts = [f"{scope['sequences']} sequence of {scope['tokens']:,} tokens"]
     parts += [f"no types but {' '.join(scope['types'])}"] if scope["types"] else []
     parts += [f"fusions {', '.join(scope['fusions'])}" if scope["fusions"] else "no fusion seen"]
     parts += [f"order of an unobserved run {'' if scope['unobserved'] else 'not '}checked"]
-    if not_compared:
-        ops = ", ".join([*not_compared][:_MOST_OPS]) + (", ..." if len(not_compared) > _MOST_OPS else "")
-        parts += [f"{sum(not_compared.values()):,} nodes not compared: {ops}"]
+    parts += [f"{sum(not_compared.values()):,} nodes not compared: {_few([*not_compared])}"] if not_compared else []
+    parts += [f"blind to {_few(scope['blind'])}"] if scope["blind"] else []
     return "; ".join(parts)

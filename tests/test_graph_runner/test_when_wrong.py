@@ -70,7 +70,9 @@ def test_a_rotation_is_not_seen_at_position_0(model: Models) -> None:
     def none(dst: Tensor, x: Tensor, positions: Tensor, factors: Tensor | None, *, params: Rope) -> None:
         dst.view()[...] = x.view()
 
-    assert of(model("llama"), planted("ROPE", none), prompt="")
+    result = of(model("llama"), planted("ROPE", none), prompt="")
+    assert result
+    assert {"ROPE frequency base", "ROPE frequency scale"} <= {*scope_json(result)["blind"]}
     assert {node.op for node in of(model("llama"), planted("ROPE", none)).wrong} == {"ROPE"}
 
 
