@@ -34,5 +34,10 @@ class InternalError(Exception):
         self.add_note(trace)
 
 
+class BlindError(Exception):
+    """The judge of a diff calls a planted fault right, so that its verdicts say nothing: a bug of this project. The
+    message is one line that begins with "the judge is blind" and names the fault."""
+
+
 class SuiteError(UserError):
     """ggml's programs cannot be built, or did not run to their end. The message is one line that says why."""

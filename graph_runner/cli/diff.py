@@ -61,6 +61,16 @@ Strict = Annotated[
         "is wrong but no node is.",
     ),
 ]
+CanarySeed = Annotated[
+    int | None,
+    typer.Option(
+        "--canary",
+        metavar="SEED",
+        min=0,
+        help="Seed of the faults that are planted into copies of results, to see whether the diff finds them. "
+        "Default: drawn; the report prints it.",
+    ),
+]
 
 
 def diff(
@@ -102,6 +112,7 @@ def diff(
             help="Number of runs on the device; a node whose result changes between runs is wrong.",
         ),
     ] = 1,
+    canary: CanarySeed = None,
     node_timeout: NodeTimeout = 60.0,
     in_process: InProcess = False,
 ) -> None:
@@ -127,7 +138,7 @@ def diff(
         options = DiffOptions(
             steps=steps, settings=context.settings(gpu_layers=npu.layers), reference=reference, device=device,
             devices=Devices(tuple(libraries or ()), tuple(servers or ())), strict=strict, repeat=repeat,
-            reproducers=reproducers or _folder(model),
+            reproducers=reproducers or _folder(model), canary=canary,
         )  # fmt: skip
         chosen = NpuOptions(npu.chosen, tuple(kernels or ()))
         with _comparing(stderr(), steps) as seen, model_file(model) as file:

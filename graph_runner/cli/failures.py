@@ -11,6 +11,7 @@ from typing import Any
 
 import typer
 
+from graph_runner.base.errors import BlindError
 from quant.errors import UserError, say
 
 BAD_INPUT, OURS = 2, 3
@@ -30,6 +31,9 @@ def told(error: BaseException) -> int:
             _say_usage(error)
         elif isinstance(error, OSError) and error.strerror:
             say(f"{error.filename or 'stdout or a file'}: {error.strerror}")
+        elif isinstance(error, BlindError):
+            say(str(error))
+            return OURS
         else:
             say(f"internal error: {_where(error)}; --verbose shows the traceback")
             return OURS

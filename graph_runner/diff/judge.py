@@ -14,6 +14,8 @@ from ggml_backend_npu.ggml import convert
 from ggml_backend_npu.ggml.lib import Ggml
 from ggml_backend_npu.ops import OWN
 from graph_runner.diagnosis import diagnose, quantised_values
+from graph_runner.diff.blindness import Blindness
+from graph_runner.diff.canary import Planter
 from graph_runner.diff.contents import Changed, digest_of
 from graph_runner.diff.leaves import Leaves
 from graph_runner.diff.own import Mirrored, OwnNode, OwnRun
@@ -22,7 +24,7 @@ from graph_runner.diff.state import StateResult, States
 from graph_runner.diff.turns import Compared, Known, Turn
 from graph_runner.judging.blocks import compare_blocks
 from graph_runner.judging.compare import Comparison, Heat, compare, heat
-from graph_runner.judging.copies import Copied, Layout, blank, continues_dst, copy, restored
+from graph_runner.judging.copies import Copied, Layout, blank, continues_dst, copy, put, restored
 from graph_runner.judging.footprints import Footprints
 from graph_runner.judging.noise import noise_multiple
 from graph_runner.judging.reproduce import backend_ops_line
@@ -81,6 +83,7 @@ class Asked:
     keeper  saves wrong nodes
     seen    called with each result
     footprints  told before the device computes something
+    seed    of the faults that are planted into copies
     """
 
     rules: Rules
@@ -89,6 +92,7 @@ class Asked:
     keeper: Keeper
     seen: Callable[[NodeResult], None]
     footprints: Footprints
+    seed: int
 
 
 class Judge:
@@ -113,6 +117,8 @@ class Judge:
         if sides.reference.is_cpu and not sides.device.is_cpu:
             self._leaves = Leaves(ggml, self.faults.append, lambda own: self._states.begins(own, self.step))
         self.strays: list[Stray] = []
+        self.planter = Planter(asked.rules, asked.seed)
+        self.blindness = Blindness(asked.rules)
         self.watch = Watch()  # for NaN in the reference's run
         self.fingerprints: dict[tuple[int, int], int] = {}  # of what nodes of the own run gave, by step and place
         self.own = OwnRun(
@@ -254,6 +260,7 @@ class Judge:
             errs = None if mirrored is None or mirrored else self._found_carefully(partial(_read_again, own))
             cumulative, mirrored = (cumulative, mirrored) if errs is None else (None, None)
         verdict = self._verdict(address, mirrored, cumulative, own)
+        self._plant(own, mirrored)
         if own is not None:
             self._look_at_state(own.read)
         found = NodeResult(
@@ -395,14 +402,21 @@ class Judge:
 
     def _computed(self, copied: Copied) -> Compared | None:
         turn, node = self._turn, self._turn.node
-        failure, found, right = None, None, False
+        failure = None
         try:
             with self._footprints.about_to("isolated", turn.step, turn.place, node):
                 self._device.compute(copied.node)
         except Exception as error:
             failure = failure_of(error)
-        if self._memory_errs is not None:
-            return None
+        return self._judged_alone(copied, failure) if self._memory_errs is None else None
+
+    def _judged_alone(self, copied: Copied, failure: str | None) -> Compared:
+        """Compares what the device has computed from copies with the reference's result.
+
+        failure  why it could not
+        """
+        turn, node = self._turn, self._turn.node
+        found, right = None, False
         result = copied.result
         changed = copied.changed()
         if failure is None and changed:
@@ -414,6 +428,35 @@ class Judge:
         return Compared(
             ISOLATED, copied.node, turn.before, lambda: copied.before, node.dst, result, found, right, failure
         )
+
+    def _plant(self, own: OwnNode | None, mirrored: Compared | None) -> None:
+        """Plants known faults into copies of what the device gave and was judged right, as the judge must see them."""
+        turn, isolated = self._turn, self._turn.isolated
+        if self._memory_errs is not None:
+            return
+
+        def judged(compared: Compared | None) -> NodeResult:
+            node = turn.node
+            verdict = _wrong([] if compared is None else [compared]) or Verdict.EXACT
+            return NodeResult(turn.step, turn.place, node.op, node.name, types_of(node), node.dst.ne, verdict)
+
+        def alone(bad: Tensor) -> NodeResult:
+            assert turn.copied is not None
+            copied = Copied.of(turn.copied.node, lambda tensor: tensor.packed is not None)
+            put(bad, copied.node.dst)
+            return judged(self._judged_alone(copied, None))
+
+        def in_the_own_run(bad: Tensor) -> NodeResult:
+            assert own is not None
+            other = own.giving(bad)
+            return judged(self._mirrored(other, self._cumulative(other)))
+
+        if isolated:
+            self.blindness.look(isolated)
+            self.planter.look("alone", isolated, alone)
+        if mirrored and own is not None:
+            how = "from the reference's inputs" if own.is_fed_alike else "from its own inputs"
+            self.planter.look(f"in the own run {how}", mirrored, in_the_own_run)
 
     def _once_more(self) -> tuple[Tensor, Tensor] | None:
         """Has the device compute the node again, over another content of dst than a blank one. Returns that content and
@@ -440,10 +483,9 @@ class Judge:
         error = inputs if cumulative is None else 0.0 if cumulative else max(cumulative.error, _LEAST)
         errors[address] = errors[read.view_source] = error
         looked_at = [each for each in (isolated, mirrored) if each is not None]
-        if any(each.failure is not None for each in looked_at):
-            return Verdict.FAILED
-        if not all(looked_at):
-            return Verdict.INTRODUCED
+        wrong = _wrong(looked_at)
+        if wrong is not None:
+            return wrong
         exact = all(each.found is None or bool(each.found) for each in looked_at)
         if cumulative is None or cumulative:
             return Verdict.EXACT if exact else Verdict.ROUNDING
@@ -462,6 +504,13 @@ class Judge:
         states, read = self._states, self._turn.read
         roots = {root for root in read.roots if root} - {read.view_source}
         return states.is_off(read.view_source) or any(states.is_read(root, self.step) for root in roots)
+
+
+def _wrong(looked_at: Collection[Compared]) -> Verdict | None:
+    """Returns the verdict of a node that is wrong by its comparisons; None if it is right."""
+    if any(each.failure is not None for each in looked_at):
+        return Verdict.FAILED
+    return None if all(looked_at) else Verdict.INTRODUCED
 
 
 def _read_again(own: OwnNode) -> None:

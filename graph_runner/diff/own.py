@@ -95,6 +95,11 @@ class OwnNode:
             return dst
         return part.over(dst.memory, dst.offset + self.offset)
 
+    def giving(self, result: Tensor) -> OwnNode:
+        """Returns the node as if it had given another result."""
+        mirrored = None if self.mirrored is None else replace(self.mirrored, actual=result)
+        return replace(self, result=result, mirrored=mirrored)
+
 
 class OwnRun:
     """Watches the device's own run, node by node.

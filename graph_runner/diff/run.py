@@ -7,6 +7,7 @@ device's run wrote. The verdict follows from both, and from how far the two runs
 
 from __future__ import annotations
 
+import secrets
 import sys
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
@@ -20,10 +21,12 @@ from ggml_backend_npu.ggml import lib
 from ggml_backend_npu.ops.kernels import strided
 from ggml_backend_npu.plugin.replica import Replica
 from graph_runner.base.console import printable
-from graph_runner.base.errors import BadInputError, TraceError
+from graph_runner.base.errors import BadInputError, BlindError, TraceError
 from graph_runner.base.files import folder_for_traces
 from graph_runner.base.settings import ALL_LAYERS, Settings, context_for
 from graph_runner.diff.again import Again, Watched
+from graph_runner.diff.blindness import Sight
+from graph_runner.diff.canary import Canaries, Planter
 from graph_runner.diff.judge import Asked, Judge, Stray
 from graph_runner.diff.lockstep import Batch, Lockstep
 from graph_runner.diff.logits import Ending, Endings
@@ -48,7 +51,7 @@ def _nothing(*_: object) -> None:
 @dataclass
 class DiffResult:
     """The diff of one model. Falsy if a node or anything else of the device's own run is wrong, if a node that the
-    device ran was not judged, or if no node was compared.
+    device ran was not judged, if the device ran none, or if no node was compared.
 
     nodes    all nodes of the run, in order, with the spans among them
     states   cells of caches and recurrent states that differ from the reference's, at the step when they first did
@@ -63,6 +66,10 @@ class DiffResult:
     reference, device  names of the two sides
     device_options  of the backend, by name
     strict   whether every buffer of the own run was checked after every node
+    canaries  faults that were planted into copies of results; None if the run ended early
+    sights   which parameters and sources of the ops a wrong kernel could have been seen to ignore
+    counted  how many nodes of its own run the device says that it has computed, by its own counter; None if it has none
+    is_unobserved  whether the device also ran the tokens unobserved, in its own order
     """
 
     model: str
@@ -88,6 +95,10 @@ class DiffResult:
     stopped: str | None = None
     ops: Collection[str] | None = None
     refused: Counter[tuple[str, str]] = field(default_factory=Counter)
+    canaries: Canaries | None = None
+    sights: list[Sight] = field(default_factory=list)
+    counted: int | None = None
+    is_unobserved: bool = False
 
     @property
     def stray(self) -> list[StateResult]:
@@ -116,6 +127,16 @@ class DiffResult:
         return [node for node in self.nodes if node.fate is Fate.NOT_JUDGED]
 
     @property
+    def n_computed(self) -> int:
+        """How many nodes of its own run the device computed: as it counts them, or by where their results lie."""
+        return self.counted if self.counted is not None else sum(node.on == self.device for node in self.nodes)
+
+    @property
+    def ran_none(self) -> bool:
+        """Whether the device computed no node of its own run, though the run has come to its end."""
+        return self.stopped is None and self.n_computed == 0
+
+    @property
     def ends_apart(self) -> bool:
         """Whether the logits are further apart than rounding explains, where ggml defines what they are."""
         undefined = self.spoilt is not None and self.spoilt.n_undefined > 0
@@ -132,7 +153,8 @@ class DiffResult:
 
     def __bool__(self) -> bool:
         off = self.wrong or self.faults or self.strays or self.stray or self.ends_apart
-        return bool(self.compared) and not off and self.stopped is None and not self.not_judged
+        unknown = not self.compared or self.not_judged or self.ran_none
+        return not off and not unknown and self.stopped is None
 
 
 class _Reproducers:
@@ -184,6 +206,7 @@ class DiffOptions:
     about_to   called before the device computes a node, with how ("isolated", "own", "fused N"), step, place and node;
                and with how "" after it
     begun      called with the result before it has any nodes
+    canary     seed of the faults that are planted into copies of results; drawn if omitted
     notes      additions to `device_options`: a user's kernel files
     """
 
@@ -202,6 +225,7 @@ class DiffOptions:
     seen: Callable[[NodeResult], None] = _nothing
     about_to: AboutTo = _nothing
     begun: Callable[[DiffResult], None] = _nothing
+    canary: int | None = None
     notes: Mapping[str, str] | None = None
 
 
@@ -299,11 +323,22 @@ class _InStep:
             result.text = b"".join(first.piece(each[0][0]) for each in text).decode(errors="replace")
             result.stopped = lockstep.stopped
             result.spoilt = judge.watch.found
+            result.counted = device.n_computed
+        result.sights = judge.blindness.sights
+        self._refuse_a_blind_judge(judge.planter)
         if result.stopped is None:
             result.ending = endings.ending()
         if result.stopped is None and not device.is_cpu and not result.wrong and not result.faults:
             self._look_again([tokens, *text], endings, judge.fingerprints)
         return result
+
+    def _refuse_a_blind_judge(self, planter: Planter) -> None:
+        """Raises BlindError if a planted fault was called right, or if this diff would be right with one."""
+        result = self._result
+        result.canaries = planter.found
+        planter.found.refuse_a_blind_judge()
+        if planter.example is not None and replace(result, nodes=[*result.nodes, planter.example]):
+            raise BlindError(f"the judge is blind: it calls a diff right in which {planter.found.named} is wrong")
 
     def _add(self, node: NodeResult) -> None:
         self._result.nodes.append(node)
@@ -313,8 +348,9 @@ class _InStep:
         asked, device = self._asked, self._sides.device
         ops = device.ops if asked.ops is None else asked.ops
         footprints = Footprints(self._about_to)
+        seed = secrets.randbits(32) if asked.canary is None else asked.canary
         return Judge(
-            self._ggml, self._sides, Asked(self._rules, ops, asked.strict, self._keeper, self._add, footprints)
+            self._ggml, self._sides, Asked(self._rules, ops, asked.strict, self._keeper, self._add, footprints, seed)
         )
 
     def _about_to(self, how: str, step: int, place: int, node: Node | None) -> None:
@@ -403,6 +439,7 @@ class _InStep:
         if found is None and sides.reference.is_cpu and not result.is_unexplained:
             with nullcontext() if sides.device.checks is None else sides.device.checks.paused():
                 found = again.unwatched()
+            result.is_unobserved = True
         result.remarks = again.remarks
         if found is not None:
             self._add(found)

@@ -82,6 +82,11 @@ class Side(ABC):
         """How many graphs it has run, if it counts them."""
         return self.plugin.statistics.graphs if self.plugin is not None else 0
 
+    @property
+    def n_computed(self) -> int | None:
+        """How many nodes of graphs it says that it has computed; None if it does not count them."""
+        return self.plugin.statistics.computed.total() if self.plugin is not None else None
+
     def has_run(self, node: int, n_graphs: int) -> bool:
         """Whether it, and not llama.cpp's CPU, has just run a node of its run, given by its address.
 

@@ -211,11 +211,15 @@ def restored(like: Node, held: Node) -> Node:
     `held`."""
     made = Copied.of(like, lambda tensor: tensor.packed is not None).node
     for target, source in [(made.dst, held.dst), *zip(made.src, held.src, strict=True)]:
-        if target is None or source is None or not target.nbytes:
-            continue
-        if target.packed is None:
-            memory = replace(target.memory, writable=True)
-            memory.bytes()[target.offset : target.offset + target.nbytes] = span(source)
-        else:
-            target.packed.write(target.address - target.packed.address, span(source))
+        if target is not None and source is not None and target.nbytes:
+            put(source, target)
     return made
+
+
+def put(source: Tensor, target: Tensor) -> None:
+    """Writes a tensor's bytes into another one of its type, ne and nb, however that lies in memory."""
+    if target.packed is None:
+        memory = replace(target.memory, writable=True)
+        memory.bytes()[target.offset : target.offset + target.nbytes] = span(source)
+    else:
+        target.packed.write(target.address - target.packed.address, span(source))

@@ -222,6 +222,24 @@ def _params(node: Node) -> Iterator[Mistake]:
             yield Mistake(text, replace(node, params=replace(params, **{field: other}).packed))
 
 
+def ignored(node: Node) -> Iterator[tuple[str, Node]]:
+    """Yields what a kernel may ignore, in words, and the node without it: each source that is there but need not be,
+    and each parameter that is marked, with the first of its other values."""
+    own = OWN.get(node.op)
+    if own is None or own.lacks_sources(node):
+        return
+    for index, _ in _sources(node):
+        if index >= own.n_required:
+            yield own.sources[index], altered(node, index, None)
+    if own.params is None:
+        return
+    params = own.params.of(node.params)
+    for field, (name, others) in own.params.others.items():
+        other = next((each for each in others if each != getattr(params, field)), None)
+        if other is not None:
+            yield name, replace(node, params=replace(params, **{field: other}).packed)
+
+
 def _own(node: Node) -> Iterator[Mistake]:
     own = OWN.get(node.op)
     if own is not None and own.mistaken is not None and not own.lacks_sources(node):

@@ -60,12 +60,15 @@ class Rules:
            compute in half floats
     ops    ops that the file may name besides those that have a bound
 
+    are_given  whether a user has given a file
+
     Raises ToleranceError for a file that cannot be used.
     """
 
     def __init__(self, extra: str | Path | None = None, ops: Iterable[str] = OWN) -> None:
         self._table: dict[str, Bounds] = {name: op.bound for name, op in OWN.items() if op.bound}
         self._table |= {fusion.name: {"*": fusion.bound} for fusion in FUSIONS if fusion.bound}
+        self.are_given = extra is not None
         if extra is not None:
             path = _PRESETS.get(str(extra), Path(extra))
             added = _read(path)

@@ -17,6 +17,7 @@ from graph_runner.judging.promises import promises
 from graph_runner.judging.results import OWN_RUN, RIGHT, ROUNDING, UNDECIDED, WRONG, Fate, NodeResult, Verdict
 from graph_runner.judging.rules import Judged
 from graph_runner.reports.report import print_faults
+from graph_runner.reports.scope import canary_json, canary_line, scope_json, scope_line
 
 if TYPE_CHECKING:  # a replay on the NPU reports without llama.cpp
     from graph_runner.diff.logits import Ending
@@ -33,9 +34,16 @@ _REPEATS = 8  # of the replay of a node that is wrong in its own run alone, wher
 
 
 def _verdict(result: DiffResult) -> str:
-    """Returns the diff in one line. It begins with RIGHT, ROUNDING, WRONG or UNDECIDED if a node was compared."""
+    """Returns the diff in one line, which begins with RIGHT, ROUNDING, WRONG or UNDECIDED."""
     found, n = _found(result), result.fates[Fate.NOT_JUDGED]
     return f"{found}; {n:,} nodes of the own run not judged" if n and not found.startswith(UNDECIDED) else found
+
+
+def _answer(result: DiffResult) -> str:
+    """Returns which of three answers the verdict is: RIGHT, WRONG or UNDECIDED."""
+    if result:
+        return RIGHT
+    return UNDECIDED if _verdict(result).startswith(UNDECIDED) else WRONG
 
 
 def _found(result: DiffResult) -> str:
@@ -46,7 +54,7 @@ def _found(result: DiffResult) -> str:
     if wrong:
         return f"{WRONG}: {len(wrong):,} of {len(result.nodes):,} nodes differ from {who}"
     if not compared and result.stopped is None:
-        return f"no node was compared{_why_none(result)}"
+        return f"{UNDECIDED}: no node was compared{_why_none(result)}"
     if result.strays:
         return f"{WRONG}: {result.strays[0]}"
     if result.stray:
@@ -57,6 +65,8 @@ def _found(result: DiffResult) -> str:
         return f"{WRONG}: {_the(result.device)} stopped: {result.stopped}"
     if result.not_judged:
         return f"{UNDECIDED}: {_first_not_judged(result)}; what was judged is right"
+    if result.ran_none:
+        return f"{UNDECIDED}: {_the(result.device)} computed no node of its own run; {len(compared):,} alone are right"
     counts = Counter(node.verdict for node in result.nodes)
     if counts[Verdict.EXACT] == len(result.nodes) and not result.remarks:
         return f"{RIGHT}: {len(compared):,} nodes compared, every byte equals {who}"
@@ -125,6 +135,7 @@ def print_diff(result: DiffResult, console: Console, *, first: int = 5) -> None:
         _print_lines(console, [_states(result.states)])
     if result.spoilt is not None:
         _print_lines(console, [str(result.spoilt)], style="yellow")
+    _print_lines(console, [scope_line(result), canary_line(result)])
     verdict = _verdict(result)
     style = "bold green" if result else "bold yellow" if verdict.startswith(UNDECIDED) else "bold red"
     _print_lines(console, [verdict], style=style)
@@ -340,6 +351,9 @@ def diff_json(result: DiffResult) -> dict[str, Any]:
         "strict": result.strict,
         "passed": bool(result),
         "verdict": _verdict(result),
+        "answer": _answer(result),
+        "scope": scope_json(result),
+        "canary": canary_json(result),
         "own_run": {fate.name.lower(): result.fates[fate] for fate in Fate},
         "stopped": result.stopped,
         "first_introduced": result.nodes.index(wrong[0]) if wrong else None,

@@ -49,7 +49,7 @@ def test_diff_of_chosen_ops(cli: Cli, ops: str) -> None:
 def test_diff_that_compared_nothing_fails(cli: Cli) -> None:
     outcome = cli("diff", "tiny", "-n", "0", "--ops", "DUP,SQR")
     assert outcome.code == 1
-    assert outcome.out.splitlines()[-1] == "no node was compared: the model has no DUP and no SQR"
+    assert outcome.out.splitlines()[-1] == "not judged: no node was compared: the model has no DUP and no SQR"
 
 
 @pytest.mark.slow

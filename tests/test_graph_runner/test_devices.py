@@ -11,6 +11,8 @@ import pytest
 from kit.backends import blas, rpc_library, served
 from kit.commands import Cli, Outcome, assert_refused, fresh
 
+from graph_runner.judging.rules import Rules
+
 PROMPT = "The capital of France is a city that many people visit each year, and its name is"  # 32 tokens and more
 FAULTY = """
 import numpy as np
@@ -90,6 +92,17 @@ def test_a_library_is_right(library: Path, tmp_path: Path) -> None:
     assert (result["reference"], result["device"]) == ("CPU", "BLAS")
     assert {node["op"] for node in result["nodes"] if node["device"] == "BLAS"} == {"MUL_MAT"}
     assert "own run of the BLAS" in outcome.out
+    assert {planted["way"] for planted in result["canary"]["planted"] if planted["op"] == "MUL_MAT"} >= {"alone"}
+    n = sum(node["device"] == "BLAS" for node in result["nodes"])
+    assert f"; by where results lie BLAS computed {n} nodes, as it has no counter" in outcome.out
+
+
+@pytest.mark.conformance
+def test_a_blind_judge_of_a_library_is_caught(library: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Rules, "allows", lambda *_: True)
+    outcome = cli("diff", "tiny", "--device", "BLAS", "--backend", library, "--prompt", PROMPT, "-n", 0, "--in-process")
+    assert (outcome.code, outcome.out) == (3, "")
+    assert outcome.err.startswith("ggml-npu: the judge is blind: it calls right what is wrong: MUL_MAT '")
 
 
 @pytest.mark.conformance
@@ -151,6 +164,9 @@ def test_a_server_is_right(server: str, tmp_path: Path) -> None:
     assert outcome.code == 0, outcome.out + outcome.err
     assert result["device"] == "RPC0"
     assert "own run of RPC0: 250 nodes (245 on RPC0, 5 on the CPU)" in outcome.out
+    ways = {planted["way"].partition(" from")[0] for planted in result["canary"]["planted"]}
+    assert ways == {"alone", "in the own run"}
+    assert "; by where results lie RPC0 computed 245 nodes, as it has no counter" in outcome.out
     listed = fresh("devices", "--backend", rpc_library(), "--rpc", server).out
     assert "RPC0" in listed
 

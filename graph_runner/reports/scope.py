@@ -1,0 +1,84 @@
+"""What a diff has looked at and what not, and what became of its canaries: the report's last lines."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from ggml_backend_npu.backend.fusion import FUSIONS
+from graph_runner.judging.results import NodeResult
+from quant import type_names
+
+if TYPE_CHECKING:
+    from graph_runner.diff.run import DiffResult
+
+_SEQUENCES = 1  # of which a diff runs the tokens
+_MOST_NAMES = 4  # named in the line
+
+
+def scope_json(result: DiffResult) -> dict[str, Any]:
+    """Returns the scope of a diff as data: see docs/diff.md."""
+    looked_at = [node for node in result.nodes if _is_looked_at(node)]
+    operators = {fusion.name for fusion in FUSIONS} & {node.op for node in looked_at}
+    words = {word for node in looked_at for word in node.types.split()}
+    scope = {
+        "sequences": _SEQUENCES,
+        "tokens": result.n_prompt + result.steps,
+        "types": sorted(words & {*type_names()}),
+        "fusions": sorted(operators | {node.fused for node in result.nodes if node.fused}),
+        "unobserved": result.is_unobserved,
+        "not_compared": dict(Counter(node.op for node in result.nodes if not _is_looked_at(node)).most_common()),
+        "blind": [str(sight) for sight in result.sights if sight.n_tried and not sight.is_shown],
+        "tried": [asdict(sight) for sight in result.sights if sight.n_tried],
+        "computed": result.n_computed,
+        "counted_by": "the device" if result.counted is not None else "where results lie",
+    }
+    return scope | {"text": _text(scope)}
+
+
+def scope_line(result: DiffResult) -> str:
+    """Returns the scope of a diff in one line."""
+    return f"scope: {scope_json(result)['text']}"
+
+
+def canary_line(result: DiffResult) -> str:
+    """Returns in one line what became of the canaries, and how many nodes the device computed."""
+    n, device = result.n_computed, result.device
+    computed = f"by its own count {device} computed {n:,} nodes"
+    if result.counted is None:
+        computed = f"by where results lie {device} computed {n:,} nodes, as it has no counter"
+    return f"canary: {_canary(result)}; {computed}"
+
+
+def canary_json(result: DiffResult) -> dict[str, Any]:
+    """Returns the canaries of a diff as data."""
+    found = result.canaries
+    data: dict[str, Any] = {"text": _canary(result), "seed": None, "hidden": 0, "planted": []}
+    if found is None:
+        return data
+    return data | {"seed": found.seed, "hidden": found.hidden, "planted": [asdict(each) for each in found.seen]}
+
+
+def _canary(result: DiffResult) -> str:
+    return "none, as the run ended early" if result.canaries is None else str(result.canaries)
+
+
+def _is_looked_at(node: NodeResult) -> bool:
+    """Whether a node's result was compared, or an operator ran in its place."""
+    return node.compared or node.mirrored is not None or bool(node.fused)
+
+
+def _few(names: list[str]) -> str:
+    return ", ".join(names[:_MOST_NAMES]) + (", ..." if len(names) > _MOST_NAMES else "")
+
+
+def _text(scope: dict[str, Any]) -> str:
+    not_compared = scope["not_compared"]
+    parts = [f"{scope['sequences']} sequence of {scope['tokens']:,} tokens"]
+    parts += [f"no types but {' '.join(scope['types'])}"] if scope["types"] else []
+    parts += [f"fusions {', '.join(scope['fusions'])}" if scope["fusions"] else "no fusion seen"]
+    parts += [f"order of an unobserved run {'' if scope['unobserved'] else 'not '}checked"]
+    parts += [f"{sum(not_compared.values()):,} nodes not compared: {_few([*not_compared])}"] if not_compared else []
+    parts += [f"blind to {_few(scope['blind'])}"] if scope["blind"] else []
+    return "; ".join(parts)
