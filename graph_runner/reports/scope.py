@@ -13,7 +13,6 @@ from quant import type_names
 if TYPE_CHECKING:
     from graph_runner.diff.run import DiffResult
 
-_SEQUENCES = 1  # of which a diff runs the tokens
 _MOST_NAMES = 4  # named in the line
 
 
@@ -23,7 +22,7 @@ def scope_json(result: DiffResult) -> dict[str, Any]:
     operators = {fusion.name for fusion in FUSIONS} & {node.op for node in looked_at}
     words = {word for node in looked_at for word in node.types.split()}
     scope = {
-        "sequences": _SEQUENCES,
+        "sequences": result.settings.sequences,
         "tokens": result.n_prompt + result.steps,
         "types": sorted(words & {*type_names()}),
         "fusions": sorted(operators | {node.fused for node in result.nodes if node.fused}),
@@ -75,7 +74,8 @@ def _few(names: list[str]) -> str:
 
 def _text(scope: dict[str, Any]) -> str:
     not_compared = scope["not_compared"]
-    parts = [f"{scope['sequences']} sequence of {scope['tokens']:,} tokens"]
+    n = scope["sequences"]
+    parts = [f"{n} sequence{'s' if n > 1 else ''} of {scope['tokens']:,} tokens"]
     parts += [f"no types but {' '.join(scope['types'])}"] if scope["types"] else []
     parts += [f"fusions {', '.join(scope['fusions'])}" if scope["fusions"] else "no fusion seen"]
     parts += [f"order of an unobserved run {'' if scope['unobserved'] else 'not '}checked"]

@@ -73,6 +73,7 @@ def test_a_diff_of_sequences_is_right(cli: Cli, options: tuple[str, ...]) -> Non
     outcome = cli("diff", "tiny", "-n", "2", "--sequences", "3", "-p", PROMPT, *options)
     assert outcome.code == 0, outcome.out
     assert ", 3 sequences; " in outcome.out
+    assert "scope: 3 sequences of " in outcome.out
 
 
 def test_a_kernel_that_takes_every_stream_for_the_first(cli: Cli, tmp_path: Path) -> None:
