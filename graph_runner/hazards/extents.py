@@ -40,7 +40,7 @@ class Extent:
             return Extent(begin, 0)
         by_stride = sorted(zip((tensor.n_blocks, *tensor.ne[1:]), tensor.nb, strict=True), key=lambda step: step[1])
         for number, stride in by_stride:
-            if number == 1 or not stride:
+            if number == 1:
                 continue
             if not steps and stride <= run:
                 run += (number - 1) * stride

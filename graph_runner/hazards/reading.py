@@ -44,7 +44,7 @@ class Reading:
         self._splits: list[int] = [0]
         self._kept: dict[int, Operand] = {}  # leaves that stay: weights, caches; by address
         self._set: dict[int, tuple[int, Operand]] = {}  # leaves that are set; with the node that reads them first
-        self._named: dict[str, list[tuple[int, Operand]]] = defaultdict(list)  # tensors, by name
+        self._named: dict[str, list[tuple[int, Operand]]] = defaultdict(list)  # with the node that each is there before
         self._outputs: list[Operand] = []
         self.addresses: set[int] = set()  # of all nodes
         self.places: dict[int, int] = {}  # of those that compute something
@@ -54,13 +54,14 @@ class Reading:
         self.addresses.add(address)
         read = self._read(address)
         dst = self._operand(read.node.dst, address, read.dst)
-        self._named[dst.name].append((len(self._nodes), dst))
         if not convert.is_to_be_computed(self._ggml, address) or not read.node.dst.n_elements:
+            self._named[dst.name].append((len(self._nodes), dst))
             return
         if convert.flags_of(address) & structs.FLAG_OUTPUT:
             self._outputs.append(dst)
         self.places[address] = len(self._nodes)
         self._nodes.append((address, self._node(read, dst)))
+        self._named[dst.name].append((len(self._nodes), dst))
 
     def begins_split(self, address: int | None = None) -> None:
         """A split begins with a node that has been added, by its address; None: with the next one."""
@@ -117,14 +118,15 @@ class Reading:
         return not convert.flags_of(address) & structs.FLAG_INPUT and copy.name.count("#") >= 2
 
     def _original(self, copy: Operand, before: int) -> tuple[Operand, ...]:
-        """What a copy is made of: the last tensor of its name before a node; none if nobody has seen one."""
-        name = copy.name.split("#", 1)[1].rpartition("#")[0]
-        found = [
-            each
+        """What a copy is made of: the tensor of its name, type, ne and nb that is there before a node; none if nobody
+        has seen one, or several."""
+        name, like = copy.name.split("#", 1)[1].rpartition("#")[0], _kind(copy)
+        found = {
+            (each.root, each.offset): each
             for place, each in self._named.get(name, ())
-            if place <= before and (each.tensor.type, each.tensor.ne) == (copy.tensor.type, copy.tensor.ne)
-        ]
-        return tuple(found[-1:])
+            if place <= before and _kind(each) == like
+        }
+        return tuple(found.values()) if len(found) == 1 else ()
 
     def _node(self, read: Read, dst: Operand) -> Node:
         node = read.node
@@ -167,6 +169,10 @@ class Reading:
         if buffer not in self._spaces:
             self._spaces[buffer] = 0 if self._ggml.ggml_backend_buffer_is_host(buffer) else buffer
         return self._spaces[buffer]
+
+
+def _kind(operand: Operand) -> tuple[object, ...]:
+    return operand.tensor.type, operand.tensor.ne, operand.tensor.nb
 
 
 def read_graph(ggml: Ggml, address: int) -> Graph:

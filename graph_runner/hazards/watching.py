@@ -54,12 +54,12 @@ class Watch:
     def _begin(self) -> None:
         packed = self._npu.memory.packed if self._npu is not None and self._npu.memory is not None else convert.nowhere
         self._reading, self._joined, self._device = Reading(self._ggml, packed), list[Joined](), 0
+        if self._npu is not None:
+            self._npu.forget_plans()  # a graph that it knows it runs without saying what runs as one
 
     def step(self, name: str) -> None:
-        """Called before a batch: its graphs get the name. Plans are forgotten, so that the device makes them again."""
+        """Called before some tokens are decoded: their graphs get the name."""
         self._name, self._n_graphs = name, 0
-        if self._npu is not None:
-            self._npu.forget_plans()
 
     def end(self) -> None:
         """Called after a batch: its last graph is whole."""
@@ -148,8 +148,9 @@ class _Run:
             part, sample = session.tokenize(self.prompt), Sampler()
             for step in range(self.steps + 1):
                 watch.step(f"token {step}" if step else "prompt")
-                session.decode(part)
-                watch.end()
+                for begin in range(0, len(part), session.n_batch):
+                    session.decode(part[begin : begin + session.n_batch])
+                    watch.end()
                 part = [sample(session.logits())] if step < self.steps else []
             self.lacks = session.lacks
         return watch.graphs

@@ -11,7 +11,8 @@ import pytest
 from ggml_backend_npu.ggml import convert, lib, structs
 from ggml_backend_npu.plugin.build import Builder
 from graph_runner.hazards import Graph, Kind, assert_no_hazards, check
-from graph_runner.hazards.reading import read_graph
+from graph_runner.hazards.graph import COPY
+from graph_runner.hazards.reading import Reading, read_graph
 
 
 @pytest.fixture
@@ -156,4 +157,25 @@ def test_the_moments_of_an_optimiser_are_written(build: Builder) -> None:
     step = build.op("opt_step_adamw", *tensors, build.tensor("f32", (7,)))
     graph = read_graph(build.ggml, build.graph(step))
     assert len(graph.nodes[0].writes) == 3
+    assert_no_hazards(graph)
+
+
+def named(tensor: int, name: str) -> int:
+    """Gives a tensor a name."""
+    ctypes.memmove(tensor + structs.TENSOR_KEY_BYTES, name.encode() + b"\0", len(name) + 1)
+    return tensor
+
+
+@pytest.mark.parametrize("names", [("x", "other"), ("x", "x"), ("other", "other")])
+def test_a_split_input_is_known_by_its_name_if_one_tensor_has_it(build: Builder, names: tuple[str, str]) -> None:
+    a, copy = build.tensor("f32", (64,)), named(build.tensor("f32", (64,)), "NPU#x#0")
+    nodes = [named(build.op(op, a), name) for op, name in zip(("sqr", "sqrt"), names, strict=True)]
+    reading = Reading(build.ggml)
+    for place, address in enumerate(nodes_of(build.graph(*nodes, named(build.op("neg", copy), "x")))):
+        if place == 2:
+            reading.begins_split()
+        reading.add(address)
+    graph = reading.graph("graph")
+    assert [each.op for each in graph.nodes] == ["SQR", "SQRT", COPY, "NEG"]
+    assert [each.name for each in graph.nodes[2].reads] == (["x"] if names == ("x", "other") else [])
     assert_no_hazards(graph)

@@ -54,6 +54,14 @@ def test_memory_of_a_device_has_none_and_splits_have_their_inputs(llama: Path, o
     assert any(copy.reads for copy in copies) == (ops == "default")  # else all are inputs of the graph
 
 
+def test_a_prompt_of_several_batches_has_a_graph_for_each(tmp_path: Path) -> None:
+    backend = Backend(options=Options(ops="all"))
+    graphs = watched(write_tiny_moe(tmp_path / "moe.gguf"), "ab " * 600, HazardOptions(steps=0, settings=OFF), backend)
+    assert [graph.name for graph in graphs][:2] == ["prompt", "prompt, graph 2"]
+    assert [sum(len(step.nodes) == 6 for step in graph.order) for graph in graphs] == [2] * len(graphs)
+    assert all(graph.is_as_built and check(graph) for graph in graphs)
+
+
 def test_splits_of_one_device_that_follow_each_other(tmp_path: Path) -> None:
     """Weights that lie on the device are copied to the CPU where a node reads them, which begins a split: their copies
     lie in the same memory, one after another."""
