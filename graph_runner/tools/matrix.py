@@ -216,7 +216,7 @@ def cells_of(
 
     common  options of each diff, besides its device and settings
     files   that each diff reads, besides those that its settings name
-    """  # fmt: skip
+    """
     known = [SCHEMA, [version(name) for name in _VERSIONS], _variables(), [*map(_identity, files)]]
     made = []
     for name, file in models.items():
@@ -296,7 +296,9 @@ def run_diff(cell: Cell, folder: Path, timeout: float) -> Result:
             reason = _waited_for(process, timeout)
     found: dict[str, Any] = {"verdict": FAILED, "why": reason, "nodes": 0, "nmse": 0.0, "first_op": "", "report": _LOG}
     if reason is None and (folder / _JSON).is_file():
-        found = judged(json.loads((folder / _JSON).read_bytes())) | {"report": _PAGE}
+        found = judged(json.loads((folder / _JSON).read_bytes())) | {
+            "report": _PAGE if (folder / _PAGE).is_file() else _LOG
+        }
     elif reason is None:
         found["why"] = _last_line(folder / _LOG) or f"ended with exit code {process.returncode}"
     seconds = round(time.monotonic() - begin, 1)
@@ -339,7 +341,7 @@ def judged(data: dict[str, Any]) -> dict[str, Any]:
         found, why = UNDECIDED, data["verdict"]
     place = data["first_introduced"]
     first = None if place is None else data["nodes"][place]
-    if first is not None and found == WRONG:
+    if first is not None and found == WRONG and not data["faults"]:
         why = f"step {first['step']} node {first['index']}, {first['op']} {first['name']!r}: {_what(first) or why}"
     errors = [
         each.get("nmse", 0.0)

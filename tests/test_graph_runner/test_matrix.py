@@ -186,7 +186,8 @@ def of_diff(text: str, first: int | None = None, **node: Any) -> dict[str, Any]:
         "diagnosis": None, "failure": None, "judged": None,
     }  # fmt: skip
     nodes = [made | {"isolated": {"n_bytes": 4}}, made | node]
-    return {"verdict": text, "first_introduced": first, "nodes": nodes, "summary": [{"nodes": 2}, {"nodes": 3}]}
+    summary = [{"nodes": 2}, {"nodes": 3}]
+    return {"verdict": text, "first_introduced": first, "nodes": nodes, "summary": summary, "faults": []}
 
 
 def test_a_verdict_is_that_of_the_diff() -> None:
@@ -209,6 +210,8 @@ def test_a_wrong_cell_names_its_node() -> None:
         found = judged(of_diff("wrong: 1 of 5 nodes differ", 1, **node))
         assert found["why"] == f"step 1 node 5, CONT 'kqv': {says}"
         assert found["first_op"] == "CONT"
+    errs = "wrong: the memory of the device errs: copy_in"
+    assert judged(of_diff(errs, 1) | {"faults": [{}]})["why"] == "the memory of the device errs: copy_in"
 
 
 # a baseline
