@@ -75,7 +75,7 @@ def _few(names: list[str]) -> str:
 
 def _text(scope: dict[str, Any]) -> str:
     not_compared = scope["not_compared"]
-    parts = [f"{scope['sequences']} sequence of {scope['tokens']:,} tokens"]
+    parts = [f"{scope['sequences']} sequence of {scope['tokens']:,} token{'s' if scope['tokens'] != 1 else ''}"]
     parts += [f"no types but {' '.join(scope['types'])}"] if scope["types"] else []
     parts += [f"fusions {', '.join(scope['fusions'])}" if scope["fusions"] else "no fusion seen"]
     parts += [f"order of an unobserved run {'' if scope['unobserved'] else 'not '}checked"]
