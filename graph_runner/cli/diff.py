@@ -120,7 +120,8 @@ def diff(
 
     Runs the prompt and a few decoding steps on both, node by node. A node is judged from equal inputs: the device
     computes it from what the reference read, and the reference from what the device's own run read, if that differs.
-    Exit code 0: right; 1: a node or the device's run is wrong, or was not judged; 2: bad input; 3: an internal error.
+    Exit code 0: right; 1: a node or the device's run is wrong, or was not judged; 2: bad input; 3: an internal error,
+    or the diff does not see a fault that it has planted itself.
     """
     if "npu" not in (reference.lower(), device.lower()):
         refuse_without_the_npu(device, npu, kernels=kernels, takes_layers=device.lower() != "cpu")

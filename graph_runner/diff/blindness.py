@@ -47,6 +47,7 @@ class Blindness:
     def __init__(self, rules: Rules) -> None:
         self._rules = rules
         self._sights: dict[tuple[str, str], Sight] = {}
+        self._done: set[tuple[str, bytes, tuple[bool, ...]]] = set()  # kinds of nodes of which all has been shown
 
     @property
     def sights(self) -> list[Sight]:
@@ -55,24 +56,31 @@ class Blindness:
     def look(self, right: Compared) -> None:
         """Called with a node that was judged right."""
         node = right.node
+        alike = node.op, node.params, tuple(source is None for source in node.src)
+        if alike in self._done:
+            return
         op = OWN.get(node.op)
         if op is None or not op.has_formula or right.expected.type not in _FLOATS:
             return
         if sum(each.n_elements for each in (node.dst, *node.src) if each is not None) > _SMALL:
             return
+        is_done = True
         for what, without in ignored(node):
             sight = self._sights.setdefault((node.op, what), Sight(node.op, what))
-            if not sight.is_shown:
-                self._try(sight, without, right)
+            is_done &= sight.is_shown or not self._is_hidden(sight, without, right)
+        if is_done:
+            self._done.add(alike)
 
-    def _try(self, sight: Sight, without: Node, right: Compared) -> None:
+    def _is_hidden(self, sight: Sight, without: Node, right: Compared) -> bool:
+        """Tries a node without something. Returns whether it is right like this; False if there is no such node."""
         numbers = noise.exact(without)
         if numbers is None:
-            return
+            return False
         bad = _rounded(numbers, right.expected)
         found = compare(right.expected, bad)
         sight.n_tried += 1
         sight.is_shown = not found and not self._rules.allows(right.node, right.expected, bad, found)
+        return not sight.is_shown
 
 
 def _rounded(numbers: NDArray[np.float64], like: Tensor) -> Tensor:

@@ -103,6 +103,7 @@ class Planter:
     def __init__(self, rules: Rules, seed: int) -> None:
         self._rules, self._random = rules, np.random.default_rng(seed)
         self._draws: dict[str, _Draw] = {}
+        self._known: dict[object, tuple[float, _Rank] | None] = {}  # bound and rank, by op, ne and types
         self.found = Canaries(seed)
         self.example: NodeResult | None = None
 
@@ -113,10 +114,15 @@ class Planter:
         way    how it was judged; each way has a draw of its own
         again  judges the node as it was judged, but with another result of the device's
         """
-        bound = self._bound(right.node)
-        if bound is None:
+        node = right.node
+        alike = node.op, right.actual.ne, tuple(source and (source.ne, source.type) for source in node.src)
+        if alike not in self._known:
+            bound = self._bound(node)
+            self._known[alike] = None if bound is None else (bound, _rank(right, bound))
+        known = self._known[alike]
+        if known is None:
             return
-        rank = _rank(right, bound)
+        bound, rank = known
         draw = self._draws.setdefault(way, _Draw())
         if not draw.takes(rank, self._random):
             return

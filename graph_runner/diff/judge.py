@@ -442,9 +442,12 @@ class Judge:
 
         def alone(bad: Tensor) -> NodeResult:
             assert turn.copied is not None
-            copied = Copied.of(turn.copied.node, lambda tensor: tensor.packed is not None)
-            put(bad, copied.node.dst)
-            return judged(self._judged_alone(copied, None))
+            good = copy(turn.copied.result)
+            put(bad, turn.copied.node.dst)
+            try:
+                return judged(self._judged_alone(turn.copied, None))
+            finally:
+                put(good, turn.copied.node.dst)
 
         def in_the_own_run(bad: Tensor) -> NodeResult:
             assert own is not None

@@ -74,8 +74,8 @@ def _few(names: list[str]) -> str:
 
 def _text(scope: dict[str, Any]) -> str:
     not_compared = scope["not_compared"]
-    n = scope["sequences"]
-    parts = [f"{n} sequence{'s' if n > 1 else ''} of {scope['tokens']:,} tokens"]
+    n, tokens = scope["sequences"], scope["tokens"]
+    parts = [f"{n} sequence{'s' if n > 1 else ''} of {tokens:,} token{'s' if tokens != 1 else ''}"]
     parts += [f"no types but {' '.join(scope['types'])}"] if scope["types"] else []
     parts += [f"fusions {', '.join(scope['fusions'])}" if scope["fusions"] else "no fusion seen"]
     parts += [f"order of an unobserved run {'' if scope['unobserved'] else 'not '}checked"]
