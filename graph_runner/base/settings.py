@@ -25,7 +25,6 @@ class Settings:
     device      "npu": the NPU takes the nodes it supports; "cpu": llama.cpp's CPU takes all;
                 "foreign": a device of somebody else's backend takes what llama.cpp gives it
     n_ctx       context size in tokens (cells), of each sequence
-    sequences   that are decoded together, each with caches of its own
     cache_type_k  ggml type of the K cache
     cache_type_v  ggml type of the V cache (a quantised one needs flash attention)
     flash_attention  "auto", "on" or "off"
@@ -35,11 +34,11 @@ class Settings:
     weights     whether to load the model's weights; without them splits can be counted, but nothing can be decoded
     without     on the CPU: fused ops that the graph must not have, so that it matches the graph of a device without
                 them
+    sequences   that are decoded together, each with caches of its own
     """
 
     device: DeviceName = "cpu"
     n_ctx: int = 512
-    sequences: int = 1
     cache_type_k: str = "f16"
     cache_type_v: str = "f16"
     flash_attention: FlashAttention = "auto"
@@ -48,6 +47,7 @@ class Settings:
     loras: tuple[Path, ...] = ()
     weights: bool = True
     without: frozenset[str] = frozenset()
+    sequences: int = 1
 
 
 def context_for(prompt: str, n: int) -> int:

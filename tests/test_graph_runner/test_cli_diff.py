@@ -75,8 +75,8 @@ def test_diff_writes_json_to_a_file(cli: Cli, tmp_path: Path) -> None:
             "text",
             "n_prompt",
         ),
-        *("steps", "threads", "cache_type_k", "cache_type_v", "flash_attention", "strict", "passed", "verdict"),
-        *("answer", "scope", "canary"),
+        *("steps", "threads", "sequences", "cache_type_k", "cache_type_v", "flash_attention", "strict"),
+        *("passed", "verdict", "answer", "scope", "canary"),
         *("own_run", "stopped", "first_introduced", "states", "strays", "remarks", "spoilt", "faults", "ending"),
         *("summary", "refused", "nodes"),
     ]
