@@ -67,6 +67,7 @@ CanarySeed = Annotated[
         "--canary",
         metavar="SEED",
         min=0,
+        max=(1 << 64) - 1,
         help="Seed of the faults that are planted into copies of results, to see whether the diff finds them. "
         "Default: drawn; the report prints it.",
     ),
