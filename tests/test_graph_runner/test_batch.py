@@ -76,6 +76,7 @@ def test_a_diff_of_sequences_is_right(cli: Cli, options: tuple[str, ...]) -> Non
     assert "scope: 3 sequences of " in outcome.out
 
 
+@pytest.mark.slow
 def test_a_kernel_that_takes_every_stream_for_the_first(cli: Cli, tmp_path: Path) -> None:
     """ne[3] ignored: no diff of one sequence can show it."""
     kernels = kernel_file(tmp_path, OF_STREAM_0)
