@@ -145,12 +145,14 @@ class _Run:
         """Runs it, and returns its graphs."""
         watch = self.watch
         with Session(self.model, settings, npu=self.npu, foreign=self.foreign, observer=watch) as session:
-            part, sample = session.tokenize(self.prompt), Sampler()
+            parts, sample = session.prompts(self.prompt), Sampler()
+            n_at_once = max(1, session.n_batch // len(parts))
             for step in range(self.steps + 1):
                 watch.step(f"token {step}" if step else "prompt")
-                for begin in range(0, len(part), session.n_batch):
-                    session.decode(part[begin : begin + session.n_batch])
+                for begin in range(0, len(parts[0]), n_at_once):
+                    session.decode(*(part[begin : begin + n_at_once] for part in parts))
                     watch.end()
-                part = [sample(session.logits())] if step < self.steps else []
+                if step < self.steps:
+                    parts = [[sample(logits)] for logits in session.logits_of_each()]
             self.lacks = session.lacks
         return watch.graphs

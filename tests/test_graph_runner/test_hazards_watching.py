@@ -54,6 +54,16 @@ def test_memory_of_a_device_has_none_and_splits_have_their_inputs(llama: Path, o
     assert any(copy.reads for copy in copies) == (ops == "default")  # else all are inputs of the graph
 
 
+@pytest.mark.parametrize("sequences", [1, 2])
+def test_sequences_run_together(llama: Path, sequences: int) -> None:
+    settings = replace(OFF, sequences=sequences)
+    graphs = watched(llama, PROMPT, HazardOptions(settings=settings), Backend(options=Options(ops="all")))
+    assert [str(found) for graph in graphs for found in check(graph).findings] == []
+    for graph in graphs:
+        tensors = [each.tensor for node in graph.nodes for each in (*node.reads, *node.writes)]
+        assert max(tensor.ne[3] for tensor in tensors) == sequences
+
+
 def test_a_prompt_of_several_batches_has_a_graph_for_each(tmp_path: Path) -> None:
     backend = Backend(options=Options(ops="all"))
     graphs = watched(write_tiny_moe(tmp_path / "moe.gguf"), "ab " * 600, HazardOptions(steps=0, settings=OFF), backend)
