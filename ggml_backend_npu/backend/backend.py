@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 
@@ -204,6 +205,11 @@ class AnyBackend(ABC):
         """Computes a node over host memory into its output's. Raises what a kernel raises, and KernelError if the
         backend does not take the node."""
 
+    def bound(self, node: Node) -> Call:
+        """The call that computes a node over host memory as `compute` does, as often as it is wanted. Raises
+        KernelError if the backend does not take the node."""
+        return partial(self.compute, node)
+
     # graphs
 
     @abstractmethod
@@ -283,8 +289,19 @@ class Backend(AnyBackend):
     def compute(self, node: Node) -> None:
         """Computes the node into its output's memory, in the backend's threads. Raises what the kernel raises, and
         KernelError where the backend does not take the node."""
+        self.bound(node)()
+
+    def bound(self, node: Node) -> Call:
+        """The call that computes the node in the backend's threads. Raises KernelError where the backend does not take
+        the node."""
         with self.team.working():
-            self.bind(node)()
+            call = self.bind(node)
+
+        def compute() -> None:
+            with self.team.working():
+                call()
+
+        return compute
 
     # graphs
 

@@ -161,16 +161,18 @@ def _unwritten(ggml: Ggml, op: int) -> bytes:
 class Storage:
     """A tensor that is not a view; views lie in it.
 
-    address  of its ggml_tensor
-    buffer   address of the buffer that it lies in
-    is_set   whether it is set from outside before a graph, or a split of it, is computed: an input, or the copy of a
-             tensor that a scheduler makes for another device
+    address    of its ggml_tensor
+    buffer     address of the buffer that it lies in
+    is_set     whether it is set from outside before a graph, or a split of it, is computed: an input, or the copy of a
+               tensor that a scheduler makes for another device
+    is_weight  whether its buffer is one for a model's weights
     """
 
     address: int
     tensor: Tensor
     buffer: int
     is_set: bool
+    is_weight: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -231,7 +233,8 @@ class Reader:
         buffer = buffer_of(address)
         usage = self._ggml.ggml_backend_buffer_get_usage(buffer) if buffer else 0
         found = tensor(self._ggml, address, packed=self._packed)
-        return Storage(address, found, buffer, is_leaf(address) and usage == structs.USAGE_COMPUTE)
+        is_set = is_leaf(address) and usage == structs.USAGE_COMPUTE
+        return Storage(address, found, buffer, is_set, is_weight=usage == structs.USAGE_WEIGHTS)
 
 
 def same_bytes(a: int, b: int, size: int) -> bool:

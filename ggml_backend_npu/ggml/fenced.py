@@ -76,6 +76,11 @@ def fenced(data: Memory, beyond: int = 0) -> tuple[Memory, int]:
     return Memory(room.address, room.size, owner=room), offset
 
 
+def refill(memory: Memory, offset: int, data: Memory) -> None:
+    """Copies some memory over what `fenced` has copied, as many bytes."""
+    ctypes.memmove(memory.address + offset, data.address, data.size)
+
+
 def is_damaged(memory: Memory, offset: int, size: int) -> bool:
     """Whether the margins around the `size` bytes at an offset were written to."""
     end = offset + size

@@ -24,7 +24,7 @@ from graph_runner.diff.state import StateResult, States
 from graph_runner.diff.turns import Compared, Known, Turn
 from graph_runner.judging.blocks import compare_blocks
 from graph_runner.judging.compare import Comparison, Heat, compare, heat
-from graph_runner.judging.copies import Copied, Layout, blank, continues_dst, copy, put, restored
+from graph_runner.judging.copies import Copied, Kept, Layout, blank, continues_dst, copy, put, restored
 from graph_runner.judging.footprints import Footprints
 from graph_runner.judging.noise import noise_multiple
 from graph_runner.judging.reproduce import backend_ops_line
@@ -106,6 +106,7 @@ class Judge:
         self._reader = convert.Reader(ggml)
         self._turn: Turn
         self._known: dict[convert.Read, Known] = {}
+        self._copies = Kept()
         self._errors: dict[int, float] = {}  # of results in the device's own run, by the reference's tensor
         self._careless = 0  # careful looks that have found nothing
         self._heats = 0
@@ -155,6 +156,7 @@ class Judge:
         if read not in self._known:
             if len(self._known) >= _MOST_KNOWN:
                 self._known.clear()
+                self._copies = Kept()
             self._known[read] = self._seen_first(read)
         known = self._known[read]
         overlapped = {id(source): _over_root(source) for source in known.overlapped}
@@ -176,8 +178,13 @@ class Judge:
         refusal = self._device.refusal(node)
         if refusal is not None:
             return Known(overlapped, refusal)
-        kept = self._in_device_layout(read) if self._device.packs else set()
-        return Known(overlapped, layout=Layout(node, lambda tensor: id(tensor) in kept))
+        packed = self._in_device_layout(read) if self._device.packs else set()
+        weights = {
+            id(tensor)
+            for tensor, storage in zip(node.src, read.src, strict=True)
+            if tensor is not None and tensor.apart is None and storage is not None and storage.is_weight
+        }
+        return Known(overlapped, layout=Layout(node, lambda tensor: id(tensor) in packed, weights, self._copies))
 
     def _in_device_layout(self, read: convert.Read) -> set[int]:
         """Returns the tensors of a node that the device's memory may have in its own layout: those that no op
@@ -383,6 +390,8 @@ class Judge:
         if copied is None:
             return None
         found = [self._computed(copied)]
+        if not found[0]:
+            self._known[self._turn.read].forget()
         if found[0] or found[0] is None:
             return found[0]
 
@@ -405,7 +414,9 @@ class Judge:
         failure = None
         try:
             with self._footprints.about_to("isolated", turn.step, turn.place, node):
-                self._device.compute(copied.node)
+                if copied.call is None:
+                    copied.call = self._device.bound(copied.node)
+                copied.call()
         except Exception as error:
             failure = failure_of(error)
         return self._judged_alone(copied, failure) if self._memory_errs is None else None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from ggml_backend_npu import AnyBackend, Backend, Node
@@ -50,6 +51,10 @@ class Side(ABC):
     @abstractmethod
     def compute(self, node: Node) -> None:
         """Computes a node over host memory into that of its output. Raises KernelError if it refuses it or fails."""
+
+    def bound(self, node: Node) -> Callable[[], object]:
+        """Returns a call that computes a node, as `compute` does, as often as it is wanted. Raises KernelError."""
+        return partial(self.compute, node)
 
     @property
     def ops(self) -> Collection[str] | None:
@@ -176,6 +181,9 @@ class Own(Side):
 
     def compute(self, node: Node) -> None:
         self.backend.compute(node)
+
+    def bound(self, node: Node) -> Callable[[], object]:
+        return self.backend.bound(node)
 
 
 class Foreign(Side):

@@ -54,6 +54,11 @@ class Known:
     refusal: str | None = None
     layout: Layout | None = None
 
+    def forget(self) -> None:
+        """Called after the node may have damaged its copies."""
+        if self.layout is not None:
+            self.layout.forget()
+
 
 @dataclass
 class Turn:

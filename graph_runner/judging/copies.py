@@ -3,8 +3,8 @@ detected."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from ggml_backend_npu import Memory, Node, Tensor
 from ggml_backend_npu.ggml.convert import same_bytes
-from ggml_backend_npu.ggml.fenced import ALIGNMENT, fenced, is_damaged
+from ggml_backend_npu.ggml.fenced import ALIGNMENT, fenced, is_damaged, refill
 from ggml_backend_npu.ir import sharing as shared
 from ggml_backend_npu.ir.packed import PACKED_TYPES, Packed
 from ggml_backend_npu.ops import OWN
@@ -20,6 +20,7 @@ from ggml_backend_npu.ops import OWN
 Bytes = NDArray[np.uint8]
 Packs = Callable[[Tensor], bool]
 
+_MOST_KEPT = 1 << 28
 _DO_NOT_READ = {"CPY": 1}  # the source that is dst itself, of which nothing is read
 
 
@@ -77,6 +78,10 @@ class Room(NamedTuple):
         storage = memory.bytes()[offset : offset + data.size]
         return Room(memory, offset, data.size, Packed.of(packed, memory.address + offset, storage))
 
+    def take(self, data: Memory) -> None:
+        """Copies as many other bytes to where the first ones were, in ggml's layout."""
+        refill(self.memory, self.offset, data)
+
 
 def copy(tensor: Tensor) -> Tensor:
     """Returns the tensor over a copy of its span, in ggml's layout, between fences."""
@@ -84,29 +89,106 @@ def copy(tensor: Tensor) -> Tensor:
     return tensor.over(room.memory, room.offset)
 
 
-class Layout:
-    """How copies of a node's tensors lie in memory; it is the same each time the node comes.
+class Kept:
+    """Copies that are kept for the next node, at most _MOST_KEPT bytes: those of weights, which all nodes that read
+    them share, and those of layouts. A copy is made again only if what it holds may have changed."""
 
-    packs  tells which tensors are to lie in the device's layout
+    def __init__(self) -> None:
+        self._weights: dict[tuple[int, int, str | None], Room] = {}
+        self._free = _MOST_KEPT
+
+    def takes(self, size: int) -> bool:
+        """Whether so many bytes more may be kept; then they count as kept."""
+        takes = size <= self._free
+        self._free -= size if takes else 0
+        return takes
+
+    def gives(self, size: int) -> None:
+        """Called when so many bytes are no longer kept."""
+        self._free += size
+
+    def weight(self, group: shared.Group, packed: str | None) -> Room:
+        """Returns a copy of tensors that no node writes to."""
+        key = group.begin, group.size, packed
+        if key in self._weights:
+            return self._weights[key]
+        room = _room(group, packed)
+        if self.takes(group.size):
+            self._weights[key] = room
+        return room
+
+    def forget_weights(self) -> None:
+        """Called after a node that may have damaged one of their copies."""
+        self.gives(sum(size for _, size, _ in self._weights))
+        self._weights.clear()
+
+
+class _Group(NamedTuple):
+    """Tensors of a node that share memory; the type of their copies if these are to have the device's layout; whether
+    they are weights."""
+
+    group: shared.Group
+    packed: str | None
+    is_weight: bool
+
+
+class Layout:
+    """How copies of a node's tensors lie in memory; it is the same each time the node comes. From the second time on
+    the copies lie where they did.
+
+    packs    tells which tensors are to lie in the device's layout
+    weights  ids of tensors that no node writes to
+    kept     what is kept of nodes of the same run
     """
 
-    def __init__(self, node: Node, packs: Packs = lambda tensor: False) -> None:
-        self._node, self._continues = node, continues_dst(node)
+    def __init__(
+        self, node: Node, packs: Packs = lambda tensor: False, weights: Collection[int] = (), kept: Kept | None = None
+    ) -> None:
+        self._node, self._continues, self._kept = node, continues_dst(node), kept or Kept()
         tensors = {id(tensor): tensor for tensor in (node.dst, *node.src) if tensor is not None and tensor.nbytes}
-        groups = shared.sharing(tensors.values(), shared.viewed)
-        self._groups = [(group, _packed_type(group, packs)) for group in groups]
+        self._groups = [
+            _Group(group, _packed_type(group, packs), {*map(id, group.tensors)} <= {*weights})
+            for group in shared.sharing(tensors.values(), shared.viewed)
+        ]
+        self._size = sum(each.group.size for each in self._groups if not each.is_weight)
+        self._n_times = 0
+        self._again: Copied | None = None
 
     def copied(self, *, blanks: bool) -> Copied:
-        """Returns copies of what the tensors hold now.
+        """Returns copies of what the tensors hold now. Those that were returned before may be the same ones.
 
         blanks  whether to blank dst, if the node does not continue from its old content
         """
+        self._n_times += 1
+        copied = self._again
+        if copied is None:
+            copied = self._made()
+            stays = all(each.is_weight or each.packed is None for each in self._groups)
+            if self._n_times > 1 and stays and self._kept.takes(self._size):
+                self._again = copied
+        else:
+            for each, room in zip(self._groups, copied.rooms, strict=True):
+                if not each.is_weight:
+                    room.take(each.group.held())
+        if blanks and not self._continues:
+            blank(copied.node.dst)
+        copied.hold()
+        return copied
+
+    def forget(self) -> None:
+        """Called after a node that may have damaged its copies."""
+        if self._again is not None:
+            self._again = None
+            self._kept.gives(self._size)
+        self._kept.forget_weights()
+
+    def _made(self) -> Copied:
         node = self._node
         moved: dict[int, Tensor] = {}
         rooms = []
         around = Memory(0, 0)
-        for group, packed in self._groups:
-            room = Room.of(group.held(), group.begin % ALIGNMENT, packed)
+        for group, packed, is_weight in self._groups:
+            room = self._kept.weight(group, packed) if is_weight else _room(group, packed)
             begin, owner = room.memory.address + room.offset - group.begin, room.memory.owner
             rooms.append(room)
             for each, root in group.members:
@@ -115,25 +197,25 @@ class Layout:
                 moved[id(each)] = Tensor(each.name, each.type, each.ne, each.nb, memory, offset, room.packed)
                 around = room.memory if each is node.dst else around
         src = tuple(moved.get(id(tensor), tensor) if tensor is not None else None for tensor in node.src)
-        again = Node(node.op, moved.get(id(node.dst), node.dst), src, node.params)
-        if blanks and not self._continues:
-            blank(again.dst)
-        return Copied(again, node, tuple(rooms), around, around.bytes().copy())
+        return Copied(Node(node.op, moved.get(id(node.dst), node.dst), src, node.params), node, tuple(rooms), around)
 
 
-@dataclass(frozen=True)
+@dataclass
 class Copied:
     """A node over copies, each between fences. Tensors that overlap still overlap.
 
     node      the node over the copies: a view is a view into a copy of everything it is a view of
     original  the node whose tensors were copied
+    rooms     of the copies
+    call      computes the node, if somebody has set it
     """
 
     node: Node
     original: Node
-    _rooms: tuple[Room, ...]
+    rooms: tuple[Room, ...]
     _around: Memory  # the room that dst is in
-    _before: Bytes  # what that held
+    _before: Bytes = field(default_factory=lambda: np.zeros(0, np.uint8))  # what that held
+    call: Callable[[], object] | None = None
 
     @staticmethod
     def of(node: Node, packs: Packs = lambda tensor: False, *, blanks: bool = False) -> Copied:
@@ -157,6 +239,10 @@ class Copied:
         storage = self._before[at : at + dst.packed.size]
         return replace(held, packed=Packed(held.type, held.memory.address + at, storage)).unpacked()
 
+    def hold(self) -> None:
+        """Remembers what dst and the memory around it hold now, before the node is computed."""
+        self._before = self._around.bytes().copy()
+
     def reset(self) -> None:
         """Puts back what dst and the memory around it held before the node was computed."""
         self._around.bytes()[:] = self._before
@@ -176,7 +262,7 @@ class Copied:
 
     def outside(self) -> bool:
         """Whether bytes around a copy were written, or bytes around dst in what it is a view of."""
-        if any(is_damaged(*room[:3]) for room in self._rooms):
+        if any(is_damaged(*room[:3]) for room in self.rooms):
             return True
         dst = self.node.dst
         if dst.packed is not None or not dst.nbytes:
@@ -191,6 +277,10 @@ class Copied:
 
 def _end(memory: Memory) -> int:
     return memory.address + memory.size
+
+
+def _room(group: shared.Group, packed: str | None) -> Room:
+    return Room.of(group.held(), group.begin % ALIGNMENT, packed)
 
 
 def _packed_type(group: shared.Group, packs: Packs) -> str | None:

@@ -56,6 +56,13 @@ class Footprint:
     types: str
     ne: tuple[int, int, int, int]
 
+    @staticmethod
+    def of(data: bytes) -> Footprint:
+        """Reads what a trail has: text, each field ended by a zero byte."""
+        how, step, place, op, name, types, ne, _ = data.decode(errors="replace").split("\0", 7)
+        first, second, third, fourth = map(int, ne.strip("()").split(","))
+        return Footprint(how, int(step), int(place), op, name, types, (first, second, third, fourth))
+
 
 class EndedError(Exception):
     """The child ended or hung before it was done.
@@ -85,10 +92,10 @@ class Trail:
         """Called before the device computes a node, and with how "" after it has."""
         from graph_runner.judging.results import types_of
 
-        data = b""
+        data = ""
         if how and node is not None:
-            data = pickle.dumps(Footprint(how, step, place, node.op, node.name, types_of(node), node.dst.ne))
-        self._write(0, time.monotonic_ns(), data)
+            data = f"{how}\0{step}\0{place}\0{node.op}\0{node.name}\0{types_of(node)}\0{node.dst.ne}\0"
+        self._write(0, time.monotonic_ns(), data.encode(errors="replace"))
 
     def begins(self, what: str) -> None:
         """Called before a call into a device."""
@@ -132,7 +139,7 @@ class Trail:
     def at(self) -> Footprint | None:
         """Returns what is being computed, or None."""
         data = self._read(0)
-        return pickle.loads(data) if data else None
+        return Footprint.of(data) if data else None
 
     def call(self) -> str:
         """Returns the call that has not returned; "" if there is none."""
@@ -144,10 +151,8 @@ class Trail:
 
     def last(self) -> Footprint | None:
         """Returns what was computed last, or None."""
-        with suppress(Exception):
-            found = pickle.loads(self._page[_HEAD.size :])
-            return found if isinstance(found, Footprint) else None
-        return None
+        data = self._page[_HEAD.size : _CALL]
+        return Footprint.of(data) if data[0] else None
 
 
 class _Mail:

@@ -23,7 +23,8 @@ from ggml_backend_npu.ggml import fenced as fences
 from ggml_backend_npu.ggml.fenced import ALIGNMENT, MARGIN, fenced, is_damaged
 from ggml_backend_npu.ir.packed import Packed
 from ggml_backend_npu.ops import OWN
-from graph_runner.judging.copies import Copied, continues_dst, restored, span
+from graph_runner.judging import copies
+from graph_runner.judging.copies import Copied, Kept, Layout, continues_dst, restored, span
 from quant import quantize
 
 Bytes = NDArray[np.uint8]
@@ -301,3 +302,67 @@ def test_tensors_of_no_elements_stay_as_they_are() -> None:
     assert copied.node.dst is empty
     assert copied.node.src == (empty,)
     assert not copied.outside()
+
+
+# a node that comes again
+
+
+def tensors_of(node: Node) -> list[Tensor]:
+    return [tensor for tensor in (node.dst, *node.src) if tensor is not None]
+
+
+@pytest.mark.parametrize("make", NODES.values(), ids=NODES)
+def test_copies_that_are_kept_are_as_new_ones(make: Callable[[], Node]) -> None:
+    node = make()
+    layout = Layout(node)
+    for seed in range(4):
+        if node.op != "GET_ROWS":
+            node.dst.memory.bytes()[:] = any_bytes(seed, node.dst.memory.size) % 60
+        again, new = layout.copied(blanks=True), Copied.of(node, blanks=True)
+        for _ in range(2):
+            define(again.node)
+            define(new.node)
+            for a, b in zip(tensors_of(again.node), tensors_of(new.node), strict=True):
+                assert_same_bytes(span(a), span(b))
+            assert_same_bytes(span(again.before), span(new.before))
+            assert again.changed() == new.changed() == []
+            assert not again.outside()
+            again.reset()
+            new.reset()
+
+
+def test_from_the_second_time_on_copies_lie_where_they_did() -> None:
+    layout = Layout(get_rows())
+    first, second, third = (layout.copied(blanks=True) for _ in range(3))
+    assert third is second is not first
+    layout.forget()
+    assert layout.copied(blanks=True) is not second
+
+
+def test_nodes_share_the_copies_of_weights_until_one_damages_them() -> None:
+    kept, node = Kept(), get_rows()
+    table = node.src[0]
+    assert table is not None
+    layouts = [Layout(node, weights={id(table)}, kept=kept) for _ in range(2)]
+
+    def tables() -> list[Tensor]:
+        sources = [layout.copied(blanks=True).node.src[0] for layout in layouts]
+        return [source for source in sources if source is not None]
+
+    a, b = tables()
+    assert a.address == b.address
+    a.memory.bytes()[0] ^= 1
+    assert layouts[0].copied(blanks=True).changed() == [0]
+    layouts[0].forget()
+    a, b = tables()
+    assert a.address == b.address
+    assert_same_bytes(span(a), span(table))
+
+
+def test_what_is_kept_has_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(copies, "_MOST_KEPT", 100)
+    kept, layout = Kept(), Layout(get_rows())
+    assert [kept.takes(60), kept.takes(60), kept.takes(40), kept.takes(1)] == [True, False, True, False]
+    kept.gives(40)
+    assert kept.takes(1)
+    assert layout.copied(blanks=True) is not layout.copied(blanks=True) is not layout.copied(blanks=True)
