@@ -171,7 +171,7 @@ def setting_of(text: str) -> Setting:
         name = words.pop(0)[:-1] if words and words[0].endswith(":") else None
         if {"-h", "--help"} & {*words}:
             raise BadInputError("--help is no setting")
-        context = command.make_context("diff", [*words, "--", "tiny"])
+        context = command.make_context("diff", ["tiny", *words])
     except (ValueError, UserError) as error:
         raise BadInputError(f"--settings {text!r}: {error}") from None
     except UsageError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,24 +28,30 @@ class Devices:
     def named(self, ggml: Ggml, name: str) -> ForeignDevice:
         """Returns the device of a name, as ggml writes it, in any case. Raises BadInputError if there is none, and
         ForeignError for a library or a server that cannot be used."""
-        found = [each for each in self.all(ggml) if each.info.backend not in _OURS]
-        for each in found:
-            if each.name.upper() == name.upper():
-                return each
+        found = []
+        for each in self._each(ggml):
+            if each.info.backend not in _OURS:
+                found.append(each)
+                if each.name.upper() == name.upper():
+                    return each  # servers that come after it are not asked: they may be gone
         known = " ".join([*_OURS, *(each.name for each in found)])
         raise BadInputError(f"device {name!r}: there is none of this name; there are: {known}")
 
     def all(self, ggml: Ggml) -> list[ForeignDevice]:
         """Returns every device. Raises BadInputError and ForeignError."""
+        return [*self._each(ggml)]
+
+    def _each(self, ggml: Ggml) -> Iterator[ForeignDevice]:
         rpc = next((each for each in self.libraries if each.name.startswith("libggml-rpc")), None)
-        found = foreign.of_ggml(ggml)
+        if self.servers and rpc is None:
+            raise BadInputError(f"--rpc {self.servers[0]!r}: needs --backend libggml-rpc.so")
+        yield from foreign.of_ggml(ggml)
         for path in self.libraries:
-            found += foreign.of_library(ggml, path) if path != rpc or not self.servers else []
+            if path != rpc or not self.servers:
+                yield from foreign.of_library(ggml, path)
         for endpoint in self.servers:
-            if rpc is None:
-                raise BadInputError(f"--rpc {endpoint!r}: needs --backend libggml-rpc.so")
-            found += foreign.of_server(ggml, endpoint, rpc)
-        return found
+            assert rpc is not None
+            yield from foreign.of_server(ggml, endpoint, rpc)
 
     def described(self, name: str) -> dict[str, str]:
         """Returns how a trace and a report name a device of these: what the options of a command were."""

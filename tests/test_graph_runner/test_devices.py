@@ -11,7 +11,11 @@ import pytest
 from kit.backends import blas, rpc_library, served
 from kit.commands import Cli, Outcome, assert_refused, fresh
 
+from ggml_backend_npu.ggml.lib import DeviceInfo, ggml
+from ggml_backend_npu.plugin import foreign
+from ggml_backend_npu.plugin.foreign import ForeignDevice, ForeignError
 from graph_runner.judging.rules import Rules
+from graph_runner.run.devices import Devices
 
 PROMPT = "The capital of France is a city that many people visit each year, and its name is"  # 32 tokens and more
 FAULTY = """
@@ -71,6 +75,16 @@ def test_a_library_that_is_none(cli: Cli, tmp_path: Path) -> None:
 def test_a_server_without_its_library(cli: Cli) -> None:
     outcome = cli("diff", "tiny", "--device", "RPC0", "--rpc", "127.0.0.1:1", "--in-process")
     assert_refused(outcome, "--rpc '127.0.0.1:1': needs --backend libggml-rpc.so")
+
+
+def test_a_server_is_not_asked_for_a_device_that_comes_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else one that is gone would spoil all cells of a matrix."""
+    library = ForeignDevice(DeviceInfo("BLAS", "ACCEL", "BLAS", "in a test"), 0, 0)
+    monkeypatch.setattr(foreign, "of_library", lambda ggml, path: [library])
+    where = Devices((Path("libggml-blas.so"), Path("libggml-rpc.so")), ("127.0.0.1:1",))
+    assert where.named(ggml(), "blas") is library
+    with pytest.raises(ForeignError, match="no server answers"):
+        where.named(ggml(), "RPC0")
 
 
 def test_options_of_the_npu_are_not_for_others(cli: Cli) -> None:

@@ -314,7 +314,7 @@ def test_settings_of_one_name_are_refused(cli: Cli, tmp_path: Path) -> None:
         ("-dev CPU", "--device is the same for all cells"),
         ("--steps=-1", "--steps"),
         ("'", "No closing quotation"),
-        ("other.gguf", "other.gguf"),
+        ("other.gguf", "extra argument(s) (other.gguf)"),
         ("--help", "--help is no setting"),
         ("q8_0: --nope", "--nope"),
     ],
