@@ -16,7 +16,7 @@ from graph_runner.base.models import model_file
 from graph_runner.diff.logits import Endings
 from graph_runner.judging.compare import compare
 from graph_runner.judging.rules import Rules
-from graph_runner.judging.spoilt import is_undefined
+from graph_runner.judging.spoilt import defined, is_undefined
 
 NAN = float("nan")
 
@@ -102,6 +102,24 @@ def test_what_quantises_a_nan_is_judged_by_the_rest(op: str) -> None:
     assert Rules().allows(of, of.dst, other, compare(of.dst, other))
     other.view()[0, 0, 0, 0] = 7
     assert not Rules().allows(of, of.dst, other, compare(of.dst, other))
+
+
+def test_quants_of_a_block_without_a_scale_may_be_any() -> None:
+    """quantize_row_iq4_nl does not set them. A scale that one result has is seen."""
+    x, blocks = Tensor.of(np.zeros((1, 1, 1, 96), np.float32)), np.zeros((1, 1, 1, 3, 18), np.uint8)
+    blocks[..., 1, 0] = 60
+
+    def result(other: int) -> Tensor:
+        found = blocks.copy()
+        found[..., 2:] = other
+        return Tensor.of(found.reshape(1, 1, 1, 54), "iq4_nl")
+
+    of = Node("ADD", result(0x88), (x, x))
+    same = defined(of, of.dst, result(0x12))
+    assert [bool((same.view() == of.dst.view())[0, 0, 0, block].all()) for block in range(3)] == [True, False, True]
+    scaled = result(0x88)
+    scaled.view()[..., 0, :2] = 60
+    assert not (defined(of, of.dst, scaled).view() == of.dst.view())[0, 0, 0, 0].all()
 
 
 def undefined_of(op: str, *sources: Tensor | None, ne: tuple[int, ...]) -> NDArray[np.bool_]:
