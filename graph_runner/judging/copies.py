@@ -123,7 +123,7 @@ class Kept:
         self._weights.clear()
 
 
-class _Group(NamedTuple):
+class _Part(NamedTuple):
     """Tensors of a node that share memory; the type of their copies if these are to have the device's layout; whether
     they are weights."""
 
@@ -146,11 +146,11 @@ class Layout:
     ) -> None:
         self._node, self._continues, self._kept = node, continues_dst(node), kept or Kept()
         tensors = {id(tensor): tensor for tensor in (node.dst, *node.src) if tensor is not None and tensor.nbytes}
-        self._groups = [
-            _Group(group, _packed_type(group, packs), {*map(id, group.tensors)} <= {*weights})
+        self._parts = [
+            _Part(group, _packed_type(group, packs), {*map(id, group.tensors)} <= {*weights})
             for group in shared.sharing(tensors.values(), shared.viewed)
         ]
-        self._size = sum(each.group.size for each in self._groups if not each.is_weight)
+        self._size = sum(each.group.size for each in self._parts if not each.is_weight)
         self._n_times = 0
         self._again: Copied | None = None
 
@@ -163,11 +163,11 @@ class Layout:
         copied = self._again
         if copied is None:
             copied = self._made()
-            stays = all(each.is_weight or each.packed is None for each in self._groups)
+            stays = all(each.is_weight or each.packed is None for each in self._parts)
             if self._n_times > 1 and stays and self._kept.takes(self._size):
                 self._again = copied
         else:
-            for each, room in zip(self._groups, copied.rooms, strict=True):
+            for each, room in zip(self._parts, copied.rooms, strict=True):
                 if not each.is_weight:
                     room.take(each.group.held())
         if blanks and not self._continues:
@@ -187,7 +187,7 @@ class Layout:
         moved: dict[int, Tensor] = {}
         rooms = []
         around = Memory(0, 0)
-        for group, packed, is_weight in self._groups:
+        for group, packed, is_weight in self._parts:
             room = self._kept.weight(group, packed) if is_weight else _room(group, packed)
             begin, owner = room.memory.address + room.offset - group.begin, room.memory.owner
             rooms.append(room)

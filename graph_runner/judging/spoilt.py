@@ -120,8 +120,8 @@ def _without_scale(expected: Tensor, actual: Tensor) -> NDArray[np.bool_]:
     memory if no value is 1e-15 or more."""
     if expected.type != "iq4_nl":
         return np.zeros(0, np.bool_)
-    scales = (each.view()[..., :2].any(axis=-1) for each in (expected, actual))
-    return np.logical_not(np.logical_or(*scales))
+    scales = np.concatenate([each.view()[..., :2] for each in (expected, actual)], axis=-1)
+    return np.logical_not(np.asarray(scales.any(axis=-1)))
 
 
 def _computed_nan(node: Node, expected: Tensor, actual: Tensor) -> NDArray[np.bool_]:
