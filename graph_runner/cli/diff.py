@@ -61,6 +61,13 @@ Strict = Annotated[
         "is wrong but no node is.",
     ),
 ]
+StrictCoverage = Annotated[
+    bool,
+    typer.Option(
+        "--strict-coverage",
+        help="The run is not judged if no node could have shown that a parameter is ignored: exit code 1.",
+    ),
+]
 CanarySeed = Annotated[
     int | None,
     typer.Option(
@@ -105,6 +112,7 @@ def diff(
     servers: RpcServers = None,
     tolerances: ToleranceFile = None,
     strict: Strict = False,
+    strict_coverage: StrictCoverage = False,
     repeat: Annotated[
         int,
         typer.Option(
@@ -140,7 +148,7 @@ def diff(
         options = DiffOptions(
             steps=steps, settings=context.settings(gpu_layers=npu.layers), reference=reference, device=device,
             devices=Devices(tuple(libraries or ()), tuple(servers or ())), strict=strict, repeat=repeat,
-            reproducers=reproducers or _folder(model), canary=canary,
+            reproducers=reproducers or _folder(model), canary=canary, strict_coverage=strict_coverage,
         )  # fmt: skip
         chosen = NpuOptions(npu.chosen, tuple(kernels or ()))
         with _comparing(stderr(), steps) as seen, model_file(model) as file:

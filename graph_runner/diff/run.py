@@ -70,6 +70,7 @@ class DiffResult:
     sights   which parameters and sources of the ops a wrong kernel could have been seen to ignore
     counted  how many nodes of its own run the device says that it has computed, by its own counter; None if it has none
     is_unobserved  whether the device also ran the tokens unobserved, in its own order
+    strict_coverage  whether the result is falsy too if no node could have shown that a parameter is ignored
     """
 
     model: str
@@ -99,6 +100,7 @@ class DiffResult:
     sights: list[Sight] = field(default_factory=list)
     counted: int | None = None
     is_unobserved: bool = False
+    strict_coverage: bool = False
 
     @property
     def stray(self) -> list[StateResult]:
@@ -132,6 +134,16 @@ class DiffResult:
         return self.counted if self.counted is not None else sum(node.on == self.device for node in self.nodes)
 
     @property
+    def blind(self) -> list[Sight]:
+        """Parameters and sources that a wrong kernel could have ignored unseen."""
+        return [sight for sight in self.sights if sight.n_tried and not sight.is_shown]
+
+    @property
+    def is_covered(self) -> bool:
+        """Whether each parameter could be seen, if that is asked for."""
+        return not (self.strict_coverage and self.blind)
+
+    @property
     def ran_none(self) -> bool:
         """Whether the device computed no node of its own run, though the run has come to its end."""
         return self.stopped is None and self.n_computed == 0
@@ -154,7 +166,7 @@ class DiffResult:
     def __bool__(self) -> bool:
         off = self.wrong or self.faults or self.strays or self.stray or self.ends_apart
         unknown = not self.compared or self.not_judged or self.ran_none
-        return not off and not unknown and self.stopped is None
+        return not off and not unknown and self.stopped is None and self.is_covered
 
 
 class _Reproducers:
@@ -207,6 +219,7 @@ class DiffOptions:
                and with how "" after it
     begun      called with the result before it has any nodes
     canary     seed of the faults that are planted into copies of results; drawn if omitted
+    strict_coverage  the result is falsy too if no node could have shown that a parameter is ignored
     notes      additions to `device_options`: a user's kernel files
     """
 
@@ -227,6 +240,7 @@ class DiffOptions:
     begun: Callable[[DiffResult], None] = _nothing
     canary: int | None = None
     notes: Mapping[str, str] | None = None
+    strict_coverage: bool = False
 
 
 _DEFAULT = DiffOptions()
@@ -404,6 +418,7 @@ class _InStep:
             faults=judge.faults,
             ops=asked.ops,
             refused=judge.refused,
+            strict_coverage=asked.strict_coverage,
         )
 
     def _decode(

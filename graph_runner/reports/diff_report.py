@@ -67,6 +67,9 @@ def _found(result: DiffResult) -> str:
         return f"{UNDECIDED}: {_first_not_judged(result)}; what was judged is right"
     if result.ran_none:
         return f"{UNDECIDED}: {_the(result.device)} computed no node of its own run; {len(compared):,} alone are right"
+    if not result.is_covered:
+        blind = ", ".join(map(str, result.blind))
+        return f"{UNDECIDED}: a device could ignore unseen {blind}; what was judged is right"
     counts = Counter(node.verdict for node in result.nodes)
     if counts[Verdict.EXACT] == len(result.nodes) and not result.remarks:
         return f"{RIGHT}: {len(compared):,} nodes compared, every byte equals {who}"

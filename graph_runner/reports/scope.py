@@ -28,7 +28,7 @@ def scope_json(result: DiffResult) -> dict[str, Any]:
         "fusions": sorted(operators | {node.fused for node in result.nodes if node.fused}),
         "unobserved": result.is_unobserved,
         "not_compared": dict(Counter(node.op for node in result.nodes if not _is_looked_at(node)).most_common()),
-        "blind": [str(sight) for sight in result.sights if sight.n_tried and not sight.is_shown],
+        "blind": [*map(str, result.blind)],
         "tried": [asdict(sight) for sight in result.sights if sight.n_tried],
         "computed": result.n_computed,
         "counted_by": "the device" if result.counted is not None else "where results lie",

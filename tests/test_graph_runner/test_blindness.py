@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from kit.commands import Cli
 from kit.diffs import run
 from kit.models import Models
 
@@ -113,3 +114,16 @@ def test_a_run_names_what_it_could_not_have_shown(model: Models) -> None:
         f"{each['op']} {each['what']}" for each in scope_json(result)["tried"] if each["is_shown"]
     }
     assert "blind" not in scope_line(result)
+
+
+def test_strict_coverage_does_not_judge_a_run_that_is_blind(cli: Cli) -> None:
+    """A prompt of one token, at position 0."""
+    words = ("diff", "tiny", "--in-process", "--all", "-n", 0)
+    assert cli(*words, "-p", "").code == 0
+    outcome = cli(*words, "-p", "", "--strict-coverage")
+    assert outcome.code == 1
+    last = outcome.out.splitlines()[-1]
+    assert last.startswith(
+        "not judged: a device could ignore unseen ROPE mode (0 normal, 2 neox), ROPE frequency base,"
+    )
+    assert cli(*words, "--strict-coverage").code == 0
