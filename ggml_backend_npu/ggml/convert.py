@@ -43,6 +43,11 @@ def _read(address: int) -> tuple[Any, ...]:
     return structs.TENSOR.unpack(ctypes.string_at(address, structs.TENSOR.size))
 
 
+def _name(fields: tuple[Any, ...]) -> str:
+    """The name of a tensor that has been read."""
+    return str(fields[_NAME].split(b"\0", 1)[0].decode(errors="replace"))
+
+
 def _first_param(params: bytes) -> int:
     return int.from_bytes(params[:4], "little", signed=True)
 
@@ -57,7 +62,7 @@ def _tensor(ggml: Ggml, fields: tuple[Any, ...], writable: bool, packed: PackedA
         memory = Memory(root[_DATA], _span(ggml, root), writable)
     else:
         memory, offset = Memory(fields[_DATA], _span(ggml, fields), writable), 0
-    name = fields[_NAME].split(b"\0", 1)[0].decode(errors="replace")
+    name = _name(fields)
     type = ggml.types[fields[_TYPE]].name
     found = packed(fields[_DATA]) if fields[_DATA] else None
     layout = found if isinstance(found, Packed) and type in PACKED_TYPES else None
@@ -85,6 +90,11 @@ def root(ggml: Ggml, address: int) -> Tensor | None:
 def data_of(address: int) -> int:
     """Address of a tensor's data: ggml_tensor.data."""
     return _pointer(address + structs.DATA_AT)
+
+
+def name_of(address: int) -> str:
+    """ggml_tensor.name."""
+    return _name(_read(address))
 
 
 def buffer_of(address: int) -> int:

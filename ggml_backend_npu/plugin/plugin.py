@@ -78,7 +78,7 @@ class Plugin:
         self._queue: Queue | None = None
         slots: dict[str, Callable[..., Any]] = {}
         if self.memory is not None:
-            name, device = ctypes.addressof(self._strings[backend.name]), ctypes.addressof(self.device)
+            name, device = ctypes.addressof(self._strings[backend.name]), self.handle
             self._buffers = Buffers(ggml, self.memory, self.failures, name, device)
             if self.memory.works_later:
                 slots["synchronize"] = self.synchronize
@@ -118,6 +118,11 @@ class Plugin:
         )
         self.device.reg = ctypes.addressof(self.registry)
 
+    @property
+    def handle(self) -> int:
+        """Its ggml_backend_dev_t."""
+        return ctypes.addressof(self.device)
+
     # registry and device
 
     @guarded(None)
@@ -139,7 +144,7 @@ class Plugin:
     @guarded(None)
     def get_device(self, _: int, index: int) -> int | None:
         """ggml_backend_reg_i.get_device: address of device 0; NULL for any other index, and on error."""
-        return ctypes.addressof(self.device) if index == 0 else None
+        return self.handle if index == 0 else None
 
     @guarded(None)
     def get_proc_address(self, _: int, name: bytes) -> int | None:

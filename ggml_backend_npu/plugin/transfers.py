@@ -73,7 +73,7 @@ class Transfers:
             raise KernelError(f"{plugin.backend.name}: has no memory of its own")
         self._ggml, self._plugin = plugin.ggml, plugin
         self._type: int = plugin.buffer_type
-        self._device = ctypes.addressof(plugin.device)
+        self._device = plugin.handle
         self._backend = self._ggml.ggml_backend_dev_init(self._device, None)
         if not self._backend:
             raise KernelError(f"{plugin.backend.name}: cannot be opened")

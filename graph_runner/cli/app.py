@@ -10,6 +10,7 @@ import typer
 
 from graph_runner.cli import (
     bench,
+    bisect,
     cache,
     capture,
     coverage,
@@ -42,6 +43,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "replay": replay.replay,
     "coverage": coverage.coverage,
     "hazards": hazards.hazards,
+    "bisect": bisect.bisect,
     "devices": devices.devices,
     "doctor": doctor.doctor,
     "plugin": plugin.plugin,

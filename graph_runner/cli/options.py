@@ -76,9 +76,9 @@ def device_of_file(name: str | None) -> str | None:
     return name
 
 
-def finite(number: float) -> float:
+def finite(number: float | None) -> float | None:
     """Returns the number. Raises BadParameter if it is NaN or infinite, which ranges let pass."""
-    if not isfinite(number):
+    if number is not None and not isfinite(number):
         raise typer.BadParameter(f"{number} is not a finite number")
     return number
 

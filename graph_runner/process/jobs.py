@@ -31,8 +31,11 @@ class NpuOptions:
     options: dict[str, str | None]
     kernels: tuple[Path, ...] = ()
 
-    def use(self) -> AnyBackend:
-        """Sets up the default backend and returns it. Says on stderr what the kernel files registered."""
+    def use(self, *, tells: bool = True) -> AnyBackend:
+        """Sets up the default backend and returns it.
+
+        tells  whether to say on stderr what the kernel files registered
+        """
         from ggml_backend_npu.backend.kernel_files import load_kernels
         from ggml_backend_npu.default import only_backend
 
@@ -42,7 +45,8 @@ class NpuOptions:
         backend.options = chosen
         for path in self._files:
             ops = ", ".join(f"{name} ({how})" for name, how in load_kernels(path, backend).items())
-            print(printable(f"kernels of {path}: {ops}"), file=sys.stderr)
+            if tells:
+                print(printable(f"kernels of {path}: {ops}"), file=sys.stderr)
         return backend
 
     @property

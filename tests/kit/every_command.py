@@ -28,6 +28,7 @@ COMMANDS: dict[str, tuple[str, int]] = {
     "capture": ("capture {model} -n 0 -f {prompt} --nodes CONT -o {trace}", 0),
     "replay": ("replay {trace} --kernels {kernels} --tolerances {tolerances}", 0),
     "coverage": ("coverage {model} -f {prompt} --kernels {kernels} --profile {profile}", 0),
+    "bisect": ("bisect {model} -n 0 -f {prompt} --kernels {kernels} --profile {profile} --repeat 1", 0),
     "hazards": ("hazards {model} -n 0 -f {prompt} --kernels {kernels} --profile {profile}", 0),
     "devices": ("devices --device-file {device}", 0),
     "doctor": ("doctor {device}", 0),

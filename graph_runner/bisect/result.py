@@ -1,0 +1,78 @@
+"""What a bisection has found."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from graph_runner.base.settings import Settings
+
+
+@dataclass(frozen=True)
+class Unit:
+    """A node of the run; in each step the one of that name.
+
+    name   of its tensor; nodes of one name go together
+    types  of its output and sources, as a diff writes them
+    """
+
+    name: str
+    op: str
+    types: str
+    ne: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return f"{self.op} {self.name!r}"
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A whole run with some nodes on the device.
+
+    nodes  which, as ranges of their numbers
+    nmse   of the logits, the largest of all steps; None if the run did not end
+    first_token  the first step after which another token is the most likely; None if there is none
+    error  why it did not end, or ""
+    """
+
+    nodes: str
+    nmse: float | None
+    first_token: int | None
+    seconds: float
+    error: str = ""
+
+    def fails(self, limit: float) -> bool:
+        """Whether it is wrong."""
+        return self.nmse is None or not self.nmse <= limit
+
+
+@dataclass
+class Bisection:
+    """A bisection. Truthy if the run with all nodes on the device is right.
+
+    units    the nodes that may be on the device, in their order
+    limit    of the NMSE of logits, beyond which a run is wrong
+    threshold  the same while nodes are looked for: a hundredth of the whole run's, if that is more
+    trials   all runs, in their order
+    needed   numbers of the nodes with which alone the run is wrong; empty if it is right, or if `why` says why not
+    is_whole whether these are all; False if there may be more
+    rate     the part of runs with all nodes on the device that fail; less than 1: each trial is repeated
+    why      why nothing was looked for though the run is wrong, or ""
+    """
+
+    model: str
+    device: str
+    n_prompt: int
+    steps: int
+    settings: Settings
+    units: Sequence[Unit] = ()
+    limit: float = 0.0
+    threshold: float = 0.0
+    trials: list[Trial] = field(default_factory=list)
+    needed: list[int] = field(default_factory=list)
+    is_whole: bool = True
+    rate: float = 0.0
+    why: str = ""
+
+    def __bool__(self) -> bool:
+        return not self.needed and not self.why

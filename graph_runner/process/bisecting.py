@@ -1,0 +1,82 @@
+"""Runs a bisection in child processes: a run that ends its process, or hangs, has failed, and the next one goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from graph_runner.base.errors import SessionError
+from graph_runner.process.child import EndedError, Trail, begun
+from graph_runner.process.jobs import NpuOptions
+
+if TYPE_CHECKING:
+    from graph_runner.bisect.result import Bisection, Trial
+    from graph_runner.bisect.running import BisectOptions
+
+_A_RUN = "a run of the model"
+
+
+@dataclass(frozen=True)
+class BisectJob:
+    """A bisection.
+
+    known  trials that were made before
+    """
+
+    device: NpuOptions
+    model: Path
+    prompt: str
+    options: BisectOptions
+    known: tuple[Trial, ...] = field(default=())
+
+    def __call__(self, send: Callable[[object], None], trail: Trail | None = None) -> Bisection:
+        """Sends the nodes of each run before it, as text, and its trial after it."""
+        from graph_runner.bisect.running import Runs
+
+        def told(nodes: str) -> None:
+            send(nodes)
+            if trail is not None:
+                trail.begins(_A_RUN)
+
+        def seen(trial: Trial) -> None:
+            if trail is not None:
+                trail.ends()
+            send(trial)
+
+        backend = self.device.use(tells=not self.known)
+        return Runs(self.model, self.prompt, self.options, backend, told, seen, self.known).bisected()
+
+
+def run_bisect(job: BisectJob, *, timeout: float, seen: Callable[[Trial], None]) -> Bisection:
+    """Runs a bisection.
+
+    timeout  seconds that a run may take
+    seen     called with each trial that is made
+
+    Raises what `Runs` raises, and SessionError if the process ends before the first trial.
+    """
+    from graph_runner.bisect.result import Trial
+
+    while True:
+        made: list[Trial] = []
+        begun_with: list[str] = []
+
+        def receive(value: str | Trial, made: list[Trial] = made, begun_with: list[str] = begun_with) -> None:
+            if isinstance(value, str):
+                begun_with.append(value)
+                return
+            made.append(value)
+            seen(value)
+
+        try:
+            with begun("graph_runner.bisect.running") as child:
+                result: Bisection = child.run(job, receive=receive, node_timeout=timeout)
+                return result
+        except EndedError as error:
+            if len(begun_with) <= len(made):
+                raise SessionError(f"model {str(job.model)!r}: llama.cpp {error.reason}") from None
+            trial = Trial(begun_with[-1], None, None, 0.0, error.reason)
+            seen(trial)
+            job = BisectJob(job.device, job.model, job.prompt, job.options, (*job.known, *made, trial))

@@ -1,0 +1,191 @@
+"""Whole runs with some nodes on the device find those with which the run is wrong: `graph_runner.bisect.running`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import pytest
+from kit.backends import blas
+from kit.commands import Cli, assert_refused, fresh, strict_json
+
+from ggml_backend_npu import Backend, Op, Options, Tensor, op
+from ggml_backend_npu.ops import OWN
+from graph_runner.base.settings import Settings
+from graph_runner.base.tiny import write_tiny_llama
+from graph_runner.bisect.result import Bisection
+from graph_runner.bisect.running import BisectOptions, Runs
+
+PROMPT = "The capital of France is"
+OPTIONS = BisectOptions(settings=Settings(flash_attention="off"), steps=2)
+Spoils = Callable[[Tensor], None]
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_llama(tmp_path_factory.mktemp("models") / "llama.gguf")
+
+
+def bisected(
+    model: Path,
+    faults: dict[str, Spoils],
+    options: BisectOptions = OPTIONS,
+    *,
+    memory: Literal["host", "device"] = "host",
+) -> Bisection:
+    """A bisection of a device that gives a result of each of some ops to a function, which may spoil it."""
+    ops = {**OWN}
+    for name, spoils in faults.items():
+        ops[name] = _spoiling(name, spoils)
+    kind: Literal["gpu", "accel"] = "gpu" if memory == "device" else "accel"
+    backend = Backend(ops=ops.values(), options=Options(ops="all", memory=memory, device_type=kind))
+    return Runs(model, PROMPT, options, backend).bisected()
+
+
+def _spoiling(name: str, spoils: Spoils) -> Op:
+    own = OWN[name]
+
+    def with_params(dst: Tensor, src0: Tensor, src1: Tensor | None = None, *, params: object) -> None:
+        own.define(dst, src0, src1, params=params)
+        spoils(dst)
+
+    def without(dst: Tensor, src0: Tensor, src1: Tensor) -> None:
+        own.define(dst, src0, src1)
+        spoils(dst)
+
+    kernel = without if own.params is None else with_params
+    return op(name, types=own.types, refuse=own.refuse, params=own.params)(kernel)
+
+
+def half_as_much_again(dst: Tensor) -> None:
+    dst.view()[..., :8] *= np.float32(1.5)
+
+
+def names(result: Bisection) -> list[str]:
+    return [result.units[number].name for number in result.needed]
+
+
+@pytest.mark.parametrize("memory", ["host", "device"])
+def test_a_node_of_one_layer_is_found(llama: Path, memory: Literal["host", "device"]) -> None:
+    def spoils(dst: Tensor) -> None:
+        if dst.name == "ffn_swiglu-1":
+            half_as_much_again(dst)
+
+    result = bisected(llama, {"SWIGLU": spoils}, memory=memory)
+    assert not result
+    assert names(result) == ["ffn_swiglu-1"]
+    assert result.units[result.needed[0]].op == "SWIGLU"
+    assert result.rate == 1
+    assert len(result.trials) <= 2 * np.log2(len(result.units)) + 10
+
+
+def test_nodes_that_are_wrong_together_alone_are_found(llama: Path) -> None:
+    """The device keeps something from one node to the other."""
+    seen: list[str] = []
+
+    def first(dst: Tensor) -> None:
+        seen.append(dst.name)
+
+    def second(dst: Tensor) -> None:
+        if dst.name == "ffn_swiglu-1" and "ffn_norm-0" in seen:
+            half_as_much_again(dst)
+        if dst.name == "ffn_swiglu-1":
+            seen.clear()
+
+    result = bisected(llama, {"MUL": first, "SWIGLU": second})
+    assert names(result) == ["ffn_norm-0", "ffn_swiglu-1"]
+    assert result.is_whole
+
+
+def test_a_device_that_is_right_is_right(llama: Path) -> None:
+    result = bisected(llama, {})
+    assert result
+    assert result.trials[0].nmse == 0
+    assert len(result.trials) == OPTIONS.repeat
+
+
+def test_a_fault_that_comes_in_every_third_run_is_found(llama: Path) -> None:
+    calls = 0
+
+    def spoils(dst: Tensor) -> None:
+        nonlocal calls
+        if dst.name == "ffn_swiglu-0" and dst.ne[1] > 1:
+            calls += 1
+        if dst.name == "ffn_swiglu-0" and calls % 3 == 0:
+            half_as_much_again(dst)
+
+    result = bisected(llama, {"SWIGLU": spoils}, replace(OPTIONS, repeat=6))
+    assert 0 < result.rate < 1
+    assert names(result) == ["ffn_swiglu-0"]
+
+
+def test_a_limit_says_what_is_wrong(llama: Path) -> None:
+    def spoils(dst: Tensor) -> None:
+        dst.view()[..., :8] *= np.float32(1.001)
+
+    assert not bisected(llama, {"SWIGLU": spoils}, replace(OPTIONS, limit=0.0))
+    assert bisected(llama, {"SWIGLU": spoils}, replace(OPTIONS, limit=0.5))
+
+
+# the command
+
+FAULT = """
+import os
+from ggml_backend_npu.ops import OWN
+from ggml_backend_npu import op
+
+ours = OWN["SWIGLU"]
+
+@op("SWIGLU", types=ours.types, refuse=ours.refuse, params=ours.params)
+def wrong(dst, a, b=None, params=None):
+    ours.define(dst, a, b, params=params)
+    if dst.name == "ffn_swiglu-1":
+        {does}
+"""
+
+
+@pytest.mark.parametrize(
+    ("does", "error"), [("dst.view()[...] = 0", ""), ("os.kill(os.getpid(), 11)", "ended by SIGSEGV")]
+)
+@pytest.mark.some(1)
+def test_the_command(does: str, error: str, tmp_path: Path) -> None:
+    kernels, result = tmp_path / "wrong.py", tmp_path / "result.json"
+    kernels.write_text(FAULT.format(does=does))
+    words = ("--all", "--kernels", kernels, "-n", 1, "--repeat", 1, "--json", result)
+    outcome = fresh("bisect", "tiny", *words)
+    assert outcome.code == 1, outcome.err
+    last = outcome.out.splitlines()[-1]
+    assert last.startswith("wrong: SWIGLU 'ffn_swiglu-1': with it alone on NPU the run is wrong; ")
+    data = strict_json(result.read_text())
+    assert [data["nodes"][number]["name"] for number in data["needed"]] == ["ffn_swiglu-1"]
+    assert data["runs"][0]["error"] == error
+    assert data["passed"] is False
+    assert outcome.err.count("kernels of") == 1
+
+
+@pytest.mark.slow
+def test_a_run_that_hangs_is_wrong(tmp_path: Path) -> None:
+    kernels = tmp_path / "hangs.py"
+    kernels.write_text(FAULT.format(does="import time; time.sleep(1000)"))
+    words = ("--all", "--kernels", kernels, "-n", 0, "--repeat", 1, "--run-timeout", 2)
+    outcome = fresh("bisect", "tiny", *words)
+    assert outcome.code == 1, outcome.err
+    assert "was not done after 2 s" in outcome.out
+    assert "SWIGLU 'ffn_swiglu-1'" in outcome.out.splitlines()[-1]
+
+
+def test_the_cpu_is_no_device_to_bisect(cli: Cli) -> None:
+    assert_refused(cli("bisect", "tiny", "--device", "cpu"), "--device 'cpu'", "compared with")
+
+
+@pytest.mark.conformance
+def test_a_library_is_bisected(tmp_path: Path) -> None:
+    library = blas(tmp_path, "SCALED")
+    prompt = "The capital of France is a city that many people visit each year, and its name is"
+    words = ("--device", "BLAS", "--backend", library, "-p", prompt, "-n", 1, "--repeat", 1, "--nmse", 1e-12)
+    outcome = fresh("bisect", "tiny", *words)
+    assert outcome.code == 1, outcome.out + outcome.err
+    assert outcome.out.splitlines()[-1].startswith("wrong: MUL_MAT ")
