@@ -123,9 +123,9 @@ class Kept:
         self._weights.clear()
 
 
-class _Group(NamedTuple):
-    """Tensors of a node that share memory; the type of their copies if these are to have the device's layout; whether
-    they are weights."""
+class _Part(NamedTuple):
+    """What one room holds: tensors of a node that share memory; the type of their copies if these are to have the
+    device's layout; whether they are weights."""
 
     group: shared.Group
     packed: str | None
@@ -147,7 +147,7 @@ class Layout:
         self._node, self._continues, self._kept = node, continues_dst(node), kept or Kept()
         tensors = {id(tensor): tensor for tensor in (node.dst, *node.src) if tensor is not None and tensor.nbytes}
         self._groups = [
-            _Group(group, _packed_type(group, packs), {*map(id, group.tensors)} <= {*weights})
+            _Part(group, _packed_type(group, packs), {*map(id, group.tensors)} <= {*weights})
             for group in shared.sharing(tensors.values(), shared.viewed)
         ]
         self._size = sum(each.group.size for each in self._groups if not each.is_weight)
