@@ -344,7 +344,7 @@ WITHOUT_TESTS = {
     "graph_runner/bench": "calls codecs measure memcpy models movers nodes operators ops plot report run splits",
     "graph_runner/cli": "app cache capture codes command common doctor failures ops options plugin replay test",
     "graph_runner/diagnosis": "altered case numbers places words written",
-    "graph_runner/diff": "judge leaves lockstep logits run sides state together turns walks",
+    "graph_runner/diff": "alone erring explaining judge leaves lockstep logits run sides state together turns walks",
     "graph_runner/judging": "footprints mistakes results spans",
     "graph_runner/process": "child jobs",
     "graph_runner/reports": "diff_report explorer report",
