@@ -120,8 +120,9 @@ def test_ctypes_stands_in_the_abi_and_in_the_session_only(module: str) -> None:
         importers(module),
         "ggml_backend_npu/ggml/",
         "ggml_backend_npu/plugin/",
-        "graph_runner/run/session.py",
         "graph_runner/run/batch.py",
+        "graph_runner/run/model.py",
+        "graph_runner/run/session.py",
     )
 
 
@@ -188,7 +189,7 @@ OF_THE_PROCESS = {
     "ggml_backend_npu/plugin/registration.py PLUGINS": "the backends that its ggml has",
     "graph_runner/base/endings.py _open": "what is undone when the process ends",
     "graph_runner/base/endings.py _commands": "whether a command is what the process is for",
-    "graph_runner/run/session.py _log": "llama.cpp has one log",
+    "graph_runner/run/llama_log.py _lines": "llama.cpp has one log",
 }
 # the same, kept by `@cache`: functions that return what changes
 KEPT = {
@@ -345,11 +346,11 @@ WITHOUT_TESTS = {
     "graph_runner/bisect": "result",
     "graph_runner/cli": "app cache capture codes command common doctor failures ops options plugin replay test",
     "graph_runner/diagnosis": "altered case numbers places words written",
-    "graph_runner/diff": "judge leaves lockstep logits run sides state together turns walks",
+    "graph_runner/diff": "alone erring explaining judge leaves lockstep logits run sides state together turns walks",
     "graph_runner/judging": "footprints mistakes results spans",
     "graph_runner/process": "bisecting child jobs",
     "graph_runner/reports": "diff_report explorer report",
-    "graph_runner/run": "llama_log sampling session token_graph",
+    "graph_runner/run": "llama_log model observing placement sampling session token_graph",
     "graph_runner/tools": "battery examination prediction",
     "graph_runner/trace": "capturing format reading replaying taken writing",
     "quant": "blocks codec conversions dots errors longtail rows runs scalars",

@@ -70,7 +70,7 @@ class Ops(Mapping[str, Op]):
 
 class AnyBackend(ABC):
     """One device of ggml: what it takes, and how its nodes and graphs are computed. `Backend` computes by kernels in
-    Python, `DeviceBackend` by a `Device`. Another one has its own `description`, `op_names`, `kernel_refusal`,
+    Python, `DeviceBackend` by a `Device`. Another one has its own `description`, `op_names`, `kernel_refusal`, `bind`,
     `compute`, `plan` and `like`.
 
     name, description  of the device in ggml's registry
@@ -199,6 +199,11 @@ class AnyBackend(ABC):
         reason = self.refusal(node)
         if reason is not None:
             raise KernelError(f"{node}: {reason}")
+
+    @abstractmethod
+    def bind(self, node: Node) -> Call:
+        """The call that computes a node whose tensors lie where a graph's do: in the device's own memory if it has one,
+        else in the host's. Raises KernelError if the backend does not take the node."""
 
     @abstractmethod
     def compute(self, node: Node) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from graph_runner.base.errors import BadInputError
-from graph_runner.base.limits import MOST_CELLS, MOST_TIMES
+from graph_runner.base.limits import MOST_TIMES
 from graph_runner.cli.common import refuse_without_the_npu, stderr, stdout
 from graph_runner.cli.diff import OURS
 from graph_runner.cli.options import (
@@ -22,6 +22,7 @@ from graph_runner.cli.options import (
     OpOptions,
     PromptOptions,
     RpcServers,
+    Steps,
     finite,
 )
 from graph_runner.cli.outputs import delivered, json_text, write
@@ -34,9 +35,7 @@ def bisect(
     model: Model,
     *,
     prompt: PromptOptions,
-    steps: Annotated[
-        int, typer.Option("-n", "--steps", min=0, max=MOST_CELLS, help="Tokens to decode after the prompt.")
-    ] = 4,
+    steps: Steps = 4,
     context: NodesContextOptions,
     json_file: JsonFile = None,
     kernels: Kernels = None,

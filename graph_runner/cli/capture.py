@@ -7,9 +7,8 @@ from typing import Annotated
 
 import typer
 
-from graph_runner.base.limits import MOST_CELLS
 from graph_runner.cli.common import stderr, use_device
-from graph_runner.cli.options import WRITES, DeviceFile, Model, NodesContextOptions, OpOptions, PromptOptions
+from graph_runner.cli.options import WRITES, DeviceFile, Model, NodesContextOptions, OpOptions, PromptOptions, Steps
 
 Output = Annotated[
     Path, typer.Option("-o", "--output", metavar="FILE.gguf", help="Trace file to write.", show_default=False), WRITES
@@ -26,9 +25,7 @@ def capture(
     output: Output,
     *,
     prompt: PromptOptions,
-    steps: Annotated[
-        int, typer.Option("-n", "--steps", min=0, max=MOST_CELLS, help="Tokens to decode after the prompt.")
-    ] = 1,
+    steps: Steps = 1,
     nodes: Annotated[str | None, typer.Option(metavar="ITEM,ITEM,...", help=NODES_HELP)] = None,
     context: NodesContextOptions,
     device_file: DeviceFile = None,

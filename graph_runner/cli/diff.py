@@ -16,7 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from graph_runner.base.console import Console
 from graph_runner.base.errors import BadInputError
-from graph_runner.base.limits import MOST_CELLS, MOST_TIMES
+from graph_runner.base.limits import MOST_TIMES
 from graph_runner.cli.common import refuse_without_the_npu, stderr, stdout
 from graph_runner.cli.options import (
     KEEPS_TRACES,
@@ -33,6 +33,7 @@ from graph_runner.cli.options import (
     OpOptions,
     PromptOptions,
     RpcServers,
+    Steps,
     ToleranceFile,
 )
 from graph_runner.cli.outputs import delivered, json_text, write
@@ -45,6 +46,24 @@ if TYPE_CHECKING:
 
 _NODES_PER_UPDATE = 64
 OURS = ("cpu", "npu")  # names of devices that may be written in any case
+Ops = Annotated[str | None, typer.Option(metavar="OP,OP,...", help="Compare only these ops, e.g. GET_ROWS,CPY.")]
+Reference = Annotated[
+    str, typer.Option(metavar="DEVICE", help="Reference device, taken as right: cpu; npu: this project's kernels.")
+]
+DeviceName = Annotated[
+    str,
+    typer.Option(
+        metavar="DEVICE", help="Device to compare with the reference: npu, cpu, or any that ggml has, by its name."
+    ),
+]
+Repeat = Annotated[
+    int,
+    typer.Option(
+        min=1,
+        max=MOST_TIMES,
+        help="Number of runs on the device; a node whose result changes between runs is wrong.",
+    ),
+]
 Reproducers = Annotated[
     Path | None,
     typer.Option(
@@ -85,12 +104,8 @@ def diff(
     model: Model,
     *,
     prompt: PromptOptions,
-    steps: Annotated[
-        int, typer.Option("-n", "--steps", min=0, max=MOST_CELLS, help="Tokens to decode after the prompt.")
-    ] = 4,
-    ops: Annotated[
-        str | None, typer.Option(metavar="OP,OP,...", help="Compare only these ops, e.g. GET_ROWS,CPY.")
-    ] = None,
+    steps: Steps = 4,
+    ops: Ops = None,
     context: NodesContextOptions,
     json_file: JsonFile = None,
     html_file: HtmlFile = None,
@@ -99,28 +114,14 @@ def diff(
     device_file: DeviceFile = None,
     npu: OpOptions,
     reproducers: Reproducers = None,
-    reference: Annotated[
-        str, typer.Option(metavar="DEVICE", help="Reference device, taken as right: cpu; npu: this project's kernels.")
-    ] = "cpu",
-    device: Annotated[
-        str,
-        typer.Option(
-            metavar="DEVICE", help="Device to compare with the reference: npu, cpu, or any that ggml has, by its name."
-        ),
-    ] = "npu",
+    reference: Reference = "cpu",
+    device: DeviceName = "npu",
     libraries: BackendLibraries = None,
     servers: RpcServers = None,
     tolerances: ToleranceFile = None,
     strict: Strict = False,
     strict_coverage: StrictCoverage = False,
-    repeat: Annotated[
-        int,
-        typer.Option(
-            min=1,
-            max=MOST_TIMES,
-            help="Number of runs on the device; a node whose result changes between runs is wrong.",
-        ),
-    ] = 1,
+    repeat: Repeat = 1,
     canary: CanarySeed = None,
     node_timeout: NodeTimeout = 60.0,
     in_process: InProcess = False,

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from graph_runner.base.limits import MOST_CELLS
 from graph_runner.cli.common import gpu_layers, refuse_without_the_npu, stderr, stdout, use_device, use_kernels
 from graph_runner.cli.options import (
     MODEL_HELP,
@@ -22,6 +21,7 @@ from graph_runner.cli.options import (
     OpOptions,
     PromptOptions,
     RpcServers,
+    Steps,
 )
 from graph_runner.cli.outputs import delivered, json_text, write
 
@@ -48,9 +48,7 @@ def hazards(
     model: ModelOrGraphs,
     *,
     prompt: PromptOptions,
-    steps: Annotated[
-        int, typer.Option("-n", "--steps", min=0, max=MOST_CELLS, help="Tokens to decode after the prompt.")
-    ] = 1,
+    steps: Steps = 1,
     context: NodesContextOptions,
     json_file: JsonFile = None,
     graphs_file: GraphsFile = None,

@@ -87,6 +87,7 @@ Prompt = Annotated[str, typer.Option("-p", "--prompt", callback=utf8, help="Text
 PromptFile = Annotated[
     Path | None, typer.Option("-f", "--file", metavar="FILE", help="Read the prompt from a file."), READS
 ]
+Steps = Annotated[int, typer.Option("-n", "--steps", min=0, max=MOST_CELLS, help="Tokens to decode after the prompt.")]
 Context = Annotated[
     int,
     typer.Option(

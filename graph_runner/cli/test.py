@@ -14,37 +14,41 @@ from graph_runner.base.errors import BadInputError
 from graph_runner.cli.common import stderr, use_device
 from graph_runner.cli.options import READS, DeviceFile, KindOptions
 
+KernelFiles = Annotated[
+    list[Path] | None,
+    typer.Argument(metavar="FILE.py", help="Files of your own kernels, as for --kernels. They are run as code."),
+    READS,
+]
+Ops = Annotated[
+    str | None,
+    typer.Option(
+        "-o",
+        "--ops",
+        metavar="OP,OP,...",
+        help="Run the cases of these ops. Default: the ops that the files register.",
+    ),
+]
+Pattern = Annotated[str | None, typer.Option("-p", metavar="REGEX", help="Run only cases whose parameters match.")]
+BuildOnly = Annotated[
+    bool, typer.Option("--build", help="Only build ggml's test programs: some 4 minutes the first time.")
+]
+Memory = Annotated[
+    bool,
+    typer.Option(
+        "--memory",
+        help="Test the device's memory in place of kernels, by ggml's own calls: every size and offset, fill, copies, "
+        "queue, events, reuse. Kernels are tested in the memory of GGML_NPU_MEMORY.",
+    ),
+]
+
 
 def judge(
-    kernels: Annotated[
-        list[Path] | None,
-        typer.Argument(metavar="FILE.py", help="Files of your own kernels, as for --kernels. They are run as code."),
-        READS,
-    ] = None,
+    kernels: KernelFiles = None,
     *,
-    ops: Annotated[
-        str | None,
-        typer.Option(
-            "-o",
-            "--ops",
-            metavar="OP,OP,...",
-            help="Run the cases of these ops. Default: the ops that the files register.",
-        ),
-    ] = None,
-    pattern: Annotated[
-        str | None, typer.Option("-p", metavar="REGEX", help="Run only cases whose parameters match.")
-    ] = None,
-    build_only: Annotated[
-        bool, typer.Option("--build", help="Only build ggml's test programs: some 4 minutes the first time.")
-    ] = False,
-    memory: Annotated[
-        bool,
-        typer.Option(
-            "--memory",
-            help="Test the device's memory in place of kernels, by ggml's own calls: every size and offset, fill, "
-            "copies, queue, events, reuse. Kernels are tested in the memory of GGML_NPU_MEMORY.",
-        ),
-    ] = False,
+    ops: Ops = None,
+    pattern: Pattern = None,
+    build_only: BuildOnly = False,
+    memory: Memory = False,
     device_file: DeviceFile = None,
     device: KindOptions,
 ) -> None:

@@ -29,6 +29,25 @@ class Changed:
         return repr(self.tensor) + (f", which {self.written} wrote" if self.written else "")
 
 
+@dataclass(frozen=True)
+class Stray:
+    """A tensor that was changed although no node writes there.
+
+    what  the tensor that was found to hold something else
+    step, index  when: before which node
+    seen  that node, which was about to read it
+    """
+
+    what: Changed
+    step: int
+    index: int
+    seen: str
+
+    def __str__(self) -> str:
+        comma = "," if self.what.written else ""
+        return f"step {self.step}: before {self.seen}, {self.what}{comma} holds something else than it did"
+
+
 @dataclass
 class _Known:
     storage: Storage

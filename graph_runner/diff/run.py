@@ -27,7 +27,8 @@ from graph_runner.base.settings import ALL_LAYERS, Settings, context_for
 from graph_runner.diff.again import Again, Watched
 from graph_runner.diff.blindness import Sight
 from graph_runner.diff.canary import Canaries, Planter
-from graph_runner.diff.judge import Asked, Judge, Stray
+from graph_runner.diff.contents import Stray
+from graph_runner.diff.judge import Asked, Judge
 from graph_runner.diff.lockstep import Batch, Lockstep
 from graph_runner.diff.logits import Ending, Endings
 from graph_runner.diff.sides import CPU, NPU, Cpu, Foreign, Own, Side, Sides

@@ -9,7 +9,7 @@ from ggml_backend_npu import Node, Tensor
 from ggml_backend_npu.ggml.convert import Read
 from graph_runner.diff.own import Together
 from graph_runner.judging.compare import Comparison
-from graph_runner.judging.copies import Copied, Layout
+from graph_runner.judging.copies import Copied
 
 
 @dataclass(frozen=True)
@@ -39,25 +39,6 @@ class Compared:
 
     def __bool__(self) -> bool:
         return self.right and self.failure is None
-
-
-@dataclass(frozen=True)
-class Known:
-    """What is the same each time a node of the reference comes.
-
-    overlapped  sources that share a byte with its output
-    refusal     why the device does not take it
-    layout      of copies of it, if the device is to compute it
-    """
-
-    overlapped: tuple[Tensor, ...]
-    refusal: str | None = None
-    layout: Layout | None = None
-
-    def forget(self) -> None:
-        """Called after the node may have damaged its copies."""
-        if self.layout is not None:
-            self.layout.forget()
 
 
 @dataclass

@@ -41,7 +41,7 @@ from ggml_backend_npu.plugin.plugin import Plugin
 from ggml_backend_npu.plugin.registration import PLUGINS
 from ggml_backend_npu.plugin.replica import Replica
 from ggml_backend_npu.profiles.generations import PROFILES
-from ggml_backend_npu.registry.entry import KernelError
+from ggml_backend_npu.registry.entry import Call, KernelError
 from graph_runner.diff.run import DiffOptions, diff
 from graph_runner.run.session import Sampler, Session, Settings, generate
 from graph_runner.trace import CaptureOptions, capture, replay
@@ -353,14 +353,19 @@ class OfGgml(AnyBackend):
         placed = all(tensor.memory.size for tensor in (node.dst, *node.src) if tensor is not None)
         return self._replica.refusal(node) if placed else None  # asked before tensors have memory
 
+    def bind(self, node: Node) -> Call:
+        return partial(self.compute, node)
+
     def compute(self, node: Node) -> None:
         self._replica.compute(node)
 
     def plan(self, graph: Graph) -> Plan:
         nodes = graph.without_empty().nodes
-        return Plan(
-            tuple((node, partial(self.compute, node)) for node in nodes), Counter(n.op for n in nodes), Counter()
-        )
+        return Plan(tuple((node, self.bind(node)) for node in nodes), Counter(n.op for n in nodes), Counter())
+
+
+def test_a_third_kind_of_backend_cannot_leave_out_how_it_computes() -> None:
+    assert AnyBackend.__abstractmethods__ == {"bind", "compute", "like", "plan"}
 
 
 def test_a_third_kind_of_backend_is_a_side_of_a_diff(backend: Plugin, model: Models) -> None:

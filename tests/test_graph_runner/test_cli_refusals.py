@@ -19,7 +19,7 @@ from ggml_backend_npu.plugin.plugin import Plugin
 from graph_runner.base.errors import SessionError
 from graph_runner.cli.app import COMMANDS
 from graph_runner.cli.command import parameters_of
-from graph_runner.run import session
+from graph_runner.run import model
 from graph_runner.run.session import Sampler
 from quant.kernels.jit import EngineError
 from quant.kernels.threads import limited
@@ -260,7 +260,7 @@ def test_the_numbers_are_found() -> None:
     ids=lambda text: text[:40],
 )
 def test_a_context_has_bounds(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: str, says: str) -> None:
-    monkeypatch.setattr(session, "free_memory", lambda: 1 << 30)
+    monkeypatch.setattr(model, "free_memory", lambda: 1 << 30)
     assert_refused(cli(*words.format(tmp_path / "t.gguf").split()), says)
 
 

@@ -1,0 +1,110 @@
+"""A model that llama.cpp has loaded, with its adapters."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+from llama_cpp import llama_cpp
+
+from ggml_backend_npu.ggml.lib import Ggml
+from graph_runner.base.errors import SessionError
+from graph_runner.base.limits import free_memory
+from graph_runner.base.models import check_file
+from graph_runner.base.settings import Settings
+from graph_runner.run import llama_log
+from graph_runner.run.placement import Placement
+
+_EMBEDDINGS = rb"^(token_embd|position_embd|token_types|per_layer_token_embd)\."
+
+
+class _Override(ctypes.Structure):
+    """struct llama_model_tensor_buft_override: the buffer type for tensors whose name matches a pattern."""
+
+    _fields_ = [("pattern", ctypes.c_char_p), ("buffer_type", ctypes.c_void_p)]
+
+
+class Model:
+    """A model that llama.cpp has loaded.
+
+    progress  called with 0..1 while it loads
+    handle    llama.cpp's
+
+    Raises SessionError if llama.cpp refuses it, or the device cannot hold it.
+    """
+
+    def __init__(
+        self, path: Path, settings: Settings, placement: Placement, progress: Callable[[float], None] | None
+    ) -> None:
+        self._path, self._settings, self._placement = path, settings, placement
+        params = llama_cpp.llama_model_default_params()
+        params.use_extra_bufts = False  # repacked weights are invisible to any backend but the CPU's own
+        params.no_alloc = not settings.weights
+        if params.no_alloc and hasattr(params, "load_mode"):
+            params.load_mode = llama_cpp.LLAMA_LOAD_MODE_NONE
+        elif params.no_alloc:
+            params.use_mmap = False
+        params.n_gpu_layers = placement.n_layers
+        if placement.of_layers is not None:
+            self._devices = (ctypes.c_void_p * 2)(placement.of_layers.handle, None)
+            params.devices = ctypes.addressof(self._devices)
+        embeddings = placement.of_embeddings
+        own = [_Override(_EMBEDDINGS, embeddings)] if embeddings is not None else []
+        overrides = (_Override * (len(own) + 1))(*own, _Override())
+        params.tensor_buft_overrides = ctypes.addressof(overrides)
+        if progress is not None:
+            self._progress = llama_cpp.llama_progress_callback(lambda done, _: (progress(done), True)[1])
+            params.progress_callback = self._progress
+        llama_log.forget()
+        with placement.loading():
+            self.handle = llama_cpp.llama_model_load_from_file(os.fsencode(path), params)
+        if not self.handle:
+            npu = placement.npu
+            why = placement.failures.message if npu is not None and npu.memory is not None else None
+            raise SessionError(f"model {str(path)!r}: {why or llama_log.reason()}")
+        try:
+            placement.refuse_what_is_lost()
+        except SessionError:
+            self.free()
+            raise
+
+    def free(self) -> None:
+        """Frees the model and its adapters."""
+        llama_cpp.llama_model_free(self.handle)
+
+    def refuse_encoder(self) -> None:
+        """Raises SessionError if the model does not only decode."""
+        if llama_cpp.llama_model_has_encoder(self.handle) or not llama_cpp.llama_model_has_decoder(self.handle):
+            raise SessionError(f"model {str(self._path)!r}: has an encoder; models that only decode are run here")
+
+    def refuse_caches_without_memory(self, ggml: Ggml) -> None:
+        """Raises SessionError for caches that are larger than the memory that is free: llama.cpp fills them with zeros,
+        and the system would end the process, or another one."""
+        settings, model, npu = self._settings, self.handle, self._placement.npu
+        heads = llama_cpp.llama_model_n_head(model), llama_cpp.llama_model_n_head_kv(model)
+        row = llama_cpp.llama_model_n_embd(model) // max(1, heads[0]) * heads[1]
+        types = (ggml.types[ggml.type_numbers[name]] for name in (settings.cache_type_k, settings.cache_type_v))
+        cell = sum(-(-row // each.block_size) * each.block_bytes for each in types)
+        n_cells = settings.n_ctx * settings.sequences
+        needed, free = n_cells * llama_cpp.llama_model_n_layer(model) * cell, free_memory()
+        on_host = npu is None or npu.buffer_type is None
+        if on_host and settings.weights and free is not None and needed > free:
+            sizes = f"its caches take some {needed / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free"
+            raise SessionError(f"context of {n_cells} cells: {sizes}")
+
+    def adapt(self, context: int) -> None:
+        """Adds the LoRA adapters of the settings to a context. Raises SessionError for one that llama.cpp refuses."""
+        adapters = []
+        for file in self._settings.loras:
+            check_file(file, "adapter")
+            llama_log.forget()
+            with self._placement.loading():
+                adapters.append(llama_cpp.llama_adapter_lora_init(self.handle, os.fsencode(file)))
+            if not adapters[-1]:
+                raise SessionError(f"adapter {str(file)!r}: {llama_log.reason()}")
+        if adapters:
+            pointers = (llama_cpp.llama_adapter_lora_p_ctypes * len(adapters))(*adapters)
+            scales = (ctypes.c_float * len(adapters))(*(1.0 for _ in adapters))
+            llama_cpp.llama_set_adapters_lora(context, pointers, len(adapters), scales)
