@@ -4,7 +4,10 @@ documented."""
 from __future__ import annotations
 
 import ast
+import os
 import re
+import subprocess
+import sys
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from functools import cache
@@ -89,6 +92,18 @@ def test_every_room_is_in_the_list_and_every_entry_is_a_room() -> None:
 def test_every_room_has_a_readme() -> None:
     folders = [path.parent for room in structure.ROOMS if (path := structure.modules()[room]).stem == "__init__"]
     assert [str(folder) for folder in folders if not (folder / "README.md").exists()] == []
+
+
+def test_the_way_of_a_graph_is_no_longer_than_the_page_says() -> None:
+    command = [sys.executable, str(ROOT / "tests/tools/journey.py")]
+    env = {name: value for name, value in os.environ.items() if not name.startswith("GGML_NPU_")}
+    printed = subprocess.run(command, capture_output=True, text=True, check=True, env=env).stdout
+    page = (ROOT / "docs/architecture.md").read_text()
+    (stays, returns), (most, most_returns) = (
+        map(int, re.findall(r"(\d+) stays, (\d+) of them returns", text)[-1]) for text in (printed, page)
+    )
+    assert stays <= most, printed
+    assert returns <= most_returns, printed
 
 
 def test_few_modules_stand_at_the_root() -> None:

@@ -146,14 +146,14 @@ def computes(op: str) -> bool:
 
 def node(ggml: Ggml, address: int, packed: PackedAt = nowhere) -> Node:
     """The node at an address, with its sources."""
-    fields = _read(address)
-    sources = list(fields[_SRC])
-    while sources and not sources[-1]:
-        sources.pop()
+    return _node(ggml, _read(address), packed)
+
+
+def _node(ggml: Ggml, fields: tuple[Any, ...], packed: PackedAt) -> Node:
     return Node(
         ggml.op_name(fields[_OP], _first_param(fields[_PARAMS])),
         _tensor(ggml, fields, True, packed),
-        tuple(tensor(ggml, source, packed=packed) if source else None for source in sources),
+        tuple(tensor(ggml, source, packed=packed) if source else None for source in _sources(fields)),
         fields[_PARAMS] if any(fields[_PARAMS]) else _unwritten(ggml, fields[_OP]),
     )
 
@@ -315,7 +315,11 @@ def spans(ggml: Ggml, graph: int) -> tuple[list[int], list[tuple[int, int]]]:
 def sources_of(address: int) -> list[int]:
     """Addresses of the sources of the tensor at an address, without trailing ones that are missing; 0 for other missing
     ones."""
-    found = list(_read(address)[_SRC])
+    return _sources(_read(address))
+
+
+def _sources(fields: tuple[Any, ...]) -> list[int]:
+    found = list(fields[_SRC])
     while found and not found[-1]:
         found.pop()
     return found
@@ -324,8 +328,8 @@ def sources_of(address: int) -> list[int]:
 def computed(ggml: Ggml, address: int) -> int:
     """The tensor that a view is a view of, through views of views; the tensor itself where it is not a view."""
     while True:
-        op = op_name(ggml, address)
-        if op == "NONE" or computes(op):
+        op = ggml.ops[int.from_bytes(ctypes.string_at(address + structs.OP_AT, 4), "little")]
+        if op == "NONE" or op not in _NOTHING_TO_COMPUTE:
             return address
         address = sources_of(address)[0]
 
@@ -346,16 +350,17 @@ def graph(ggml: Ggml, address: int, packed: PackedAt = nowhere) -> Graph:
     """The nodes of the graph at an address that are to be computed, the producers of their sources, and the tensors
     that are read outside it."""
     header = structs.GgmlCGraph.from_address(address)
+    read_at = {at: _read(at) for at in header.nodes[: header.n_nodes]}
+    sources = {at: _sources(fields) for at, fields in read_at.items()}
     addresses = computing(ggml, address)
     index = {at: i for i, at in enumerate(addresses)}
-    nodes = tuple(node(ggml, at, packed) for at in addresses)
-    producers = tuple(tuple(index.get(root) for root in roots(ggml, at)) for at in addresses)
-    used_here = Counter(source for at in header.nodes[: header.n_nodes] for source in sources_of(at) if source)
+    nodes = tuple(_node(ggml, read_at[at], packed) for at in addresses)
+    producers = tuple(tuple(index.get(computed(ggml, x)) if x else None for x in sources[at]) for at in addresses)
+    used_here = Counter(source for each in sources.values() for source in each if source)
     beyond: list[list[Tensor]] = [[] for _ in nodes]
-    for at in header.nodes[: header.n_nodes]:
+    for at, fields in read_at.items():
         made_by = index.get(computed(ggml, at))
-        fields = _read(at)
-        in_place = computes(op_name(ggml, at)) and fields[_VIEW_SRC] != 0
+        in_place = ggml.ops[fields[_OP]] not in _NOTHING_TO_COMPUTE and fields[_VIEW_SRC] != 0
         read = used_here[at] and used_here[at] == header.uses(at) and not fields[_FLAGS] & structs.FLAG_OUTPUT
         if made_by is not None and (in_place or not read):
             beyond[made_by].append(_tensor(ggml, fields, False, packed))
