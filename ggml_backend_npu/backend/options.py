@@ -85,7 +85,7 @@ class Options:
     memory_limit  bytes of its memory; None: 8 GiB, or no limit where tensors stay in ggml's own buffers
     device_type   "accel": every context uses it at once; "gpu": when n_gpu_layers or a model's device list says so
     fallback      "cpu": ggml's CPU backend computes a node that the device does not take but is given all the same:
-                  behind RPC, where clients do not ask. "none": such a node fails
+                  on an RPC server, which clients do not ask. "none": such a node fails
     ops           "default": SCALE and the ops that move data, which cost a scheduler little; "all": every op there is
     fusion        "on": patterns of nodes run as one operator
     matmul        how weights are multiplied, see `ops.matmul`: "exact" as ggml's CPU does, "fast" by BLAS where columns
