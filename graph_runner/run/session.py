@@ -175,7 +175,7 @@ class Session:
 
     def _load(self, model: Path, progress: Callable[[float], None] | None) -> None:
         params = llama_cpp.llama_model_default_params()
-        params.use_extra_bufts = False  # repacked weights are invisible to any backend but the CPU's own
+        params.use_extra_bufts = self.settings.repack  # repacked weights are invisible to any backend but the CPU's own
         params.no_alloc = not self.settings.weights
         if params.no_alloc and hasattr(params, "load_mode"):
             params.load_mode = llama_cpp.LLAMA_LOAD_MODE_NONE
@@ -249,6 +249,7 @@ class Session:
         params.n_threads = params.n_threads_batch = threads
         params.flash_attn_type = self._flash_attention()
         params.type_k, params.type_v = types_kv
+        params.op_offload = settings.op_offload
         if self._observer is not None:
             self._callback = structs.EvalCallback(self._observe)
             params.cb_eval = ctypes.cast(self._callback, type(params.cb_eval))
