@@ -8,14 +8,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import SequenceMatcher
 
-from ggml_backend_npu import Node, Tensor
+from ggml_backend_npu import Tensor
 from ggml_backend_npu.ggml import convert
 from ggml_backend_npu.ggml.lib import Ggml
 from graph_runner.diff.walks import Place, Walk
 from graph_runner.judging.results import types_of
 
 _NUMBERED = re.compile(r"(node|leaf)_\d+")  # names that ggml gives by place
-_MOST = 8  # that are named
+_MOST = 8  # ops that are named
 
 Key = tuple[object, ...]
 
@@ -23,32 +23,37 @@ Key = tuple[object, ...]
 class Listing(Walk):
     """An observer that observes no node, and notes by what each is known.
 
-    keys  by step: op, name, types and ne of each node; of one without a name of its own also the names of its sources
+    keys  by step: op, name, types and ne of each node; of one without a name of its own what it computes, from what
     """
 
     def __init__(self, ggml: Ggml) -> None:
         super().__init__(ggml)
         self.keys: list[list[Key]] = [[]]
+        self._made: dict[int, int] = {}  # digests of keys, by the nodes' addresses
 
     def next_step(self) -> None:
         super().next_step()
         self.keys.append([])
 
     def looks_at(self, place: Place, address: int) -> bool:
-        self.keys[-1].append(_key(convert.node(self.ggml, address)))
+        node = convert.node(self.ggml, address)
+        name: object = _name(node.dst)
+        if name is None:
+            pairs = zip(node.src, convert.roots(self.ggml, address), strict=True)
+            name = node.params, *(self._source(source, root) for source, root in pairs)
+        key = node.op, name, types_of(node), node.dst.ne
+        self.keys[-1].append(key)
+        self._made[address] = hash(key)
         return False
 
-
-def _key(node: Node) -> Key:
-    """Returns what two nodes have in common that are the same. Nothing is the same as a node that has no name of its
-    own, nor has one of its sources."""
-    name, sources = _name(node.dst), tuple(_name(source) for source in node.src if source is not None)
-    named: object = name or (sources if all(sources) else object())
-    return node.op, named, types_of(node), node.dst.ne
+    def _source(self, source: Tensor | None, root: int) -> object:
+        """Returns what a source is known by: its name, or the node that computes it."""
+        return None if source is None else (_name(source) or self._made.get(root), source.type, source.ne, source.nb)
 
 
-def _name(tensor: Tensor) -> str:
-    return _NUMBERED.sub("", tensor.name)
+def _name(tensor: Tensor) -> str | None:
+    """Returns a tensor's name; None if it has none of its own."""
+    return None if _NUMBERED.match(tensor.name) else tensor.name
 
 
 @dataclass(frozen=True)
@@ -76,6 +81,11 @@ class Pairs:
             for n, keys, paired in ((0, a, {*pairs}), (1, b, {*pairs.values()})):
                 alone[n].update(str(key[0]) for place, key in enumerate(keys) if place not in paired)
         return cls(devices, [{b: a for a, b in pairs.items()} for pairs in devices], alone)
+
+    @property
+    def differ(self) -> bool:
+        """Whether a node has no partner."""
+        return any(self.alone)
 
     def device(self, step: int, place: int) -> int | None:
         """Returns the place of the device's node that is the reference's at a place; None if there is none."""

@@ -337,7 +337,7 @@ class _InStep:
             self._keeper.origin = replace(self._keeper.origin, model=first.description)
             tokens = first.prompts(self._prompt)
             self._result = result = self._begin(first.description, len(tokens[0]), judge)
-            result.notes = [] if pairs.devices is None else [pairs.said(result.reference, result.device)]
+            result.notes = [pairs.said(result.reference, result.device)] if pairs.differ else []
             self._asked.begun(result)
             text, endings = self._decode(first, second, lockstep, judge, tokens)
             result.text = b"".join(first.piece(each[0][0]) for each in text).decode(errors="replace")
@@ -350,7 +350,7 @@ class _InStep:
         if result.stopped is None:
             result.ending = endings.ending()
         if result.stopped is None and not result.wrong and not result.faults:
-            self._look_again([tokens, *text], endings, judge.fingerprints)
+            self._look_again([tokens, *text], endings, judge.fingerprints, is_one_graph=not pairs.differ)
         return result
 
     def _refuse_a_blind_judge(self, planter: Planter) -> None:
@@ -463,7 +463,9 @@ class _InStep:
         judge.finish(stopped=lockstep.stopped is not None)
         return text, endings
 
-    def _look_again(self, batches: list[Batch], endings: Endings, fingerprints: dict[tuple[int, int], int]) -> None:
+    def _look_again(
+        self, batches: list[Batch], endings: Endings, fingerprints: dict[tuple[int, int], int], *, is_one_graph: bool
+    ) -> None:
         """Checks whether the device gives right results again, and also if it is not observed, unless it is ggml's CPU;
         and how far rounding alone would move the ending if it is off, unless the two have other graphs."""
         result, sides = self._result, self._sides
@@ -481,7 +483,7 @@ class _InStep:
         result.remarks = again.remarks
         if found is not None:
             self._add(found)
-        elif result.ending is not None and result.ending.nmse > 0 and not self._asked.variants.has("flash-attn"):
+        elif result.ending is not None and result.ending.nmse > 0 and is_one_graph:
             result.ending = again.natural(result.ending)
 
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from gguf import GGMLQuantizationType
 from kit.commands import Cli, assert_refused
-from kit.diffs import FLASH_OFF, QUANTISED, run
-from kit.models import Models
+from kit.diffs import FLASH_OFF, FLASH_ON, QUANTISED, run
+from kit.models import Models, add_experts
 from llama_cpp import llama_cpp
 
 from graph_runner.base import variants
@@ -17,7 +17,7 @@ from graph_runner.base.errors import BadInputError, SessionError
 from graph_runner.base.settings import Settings
 from graph_runner.base.tiny import TinyModel, spm_vocabulary
 from graph_runner.base.variants import Variant, Variants
-from graph_runner.diff.run import DiffResult
+from graph_runner.diff.run import DiffOptions, DiffResult, diff
 from graph_runner.diff.sides import Cpu
 from graph_runner.judging.results import Fate, Verdict
 from graph_runner.reports.diff_report import diff_json
@@ -192,6 +192,45 @@ def test_graphs_that_differ_are_compared_where_they_are_the_same(model: Models) 
     assert off
     assert {node.verdict for node in off} == {Verdict.INHERITED}
     assert all(node.mirrored for node in off), "from the same inputs they are the same"
+
+
+def test_a_model_without_attention_has_one_graph(model: Models) -> None:
+    result = beside(model("mamba"), "flash-attn=off", "flash-attn=on", steps=0)
+    assert result
+    assert result.notes == []
+    assert {node.verdict for node in result.nodes} == {Verdict.EXACT}
+
+
+def test_threads_show_in_attention_to_many_cells(model: Models) -> None:
+    """Threads take parts of 512 cells or more, for one token: ggml-cpu adds each part in half floats."""
+    found = Variants.of(("CPU", ["threads=1"]), ("CPU", ["threads=2"]))
+    options = DiffOptions(
+        steps=1, settings=FLASH_ON, device="CPU", variants=found, ops=["FLASH_ATTN_EXT", "ROPE"], canary=1
+    )
+    result = diff(model("llama"), "a" * 280, options)
+    off = {(node.step, node.op) for node in result.nodes if node.mirrored is not None and not node.mirrored}
+    assert off == {(1, "FLASH_ATTN_EXT")}
+    alone = {(node.step, node.op) for node in result.nodes if node.isolated is not None and not node.isolated}
+    assert alone == off, "nodes that are computed alone have the side's threads too"
+
+
+@repacks
+def test_repacked_experts(tmp_path: Path) -> None:
+    made = Quantised(tmp_path / "moe.gguf", "llama", spm_vocabulary(), n_layer=1)
+    made.attention_heads()
+    made.writer.add_expert_count(4)
+    made.writer.add_expert_used_count(2)
+    made.embeddings()
+    made.attention("blk.0")
+    made.norm("blk.0.ffn_norm")
+    add_experts(made, "blk.0", 4)
+    result = beside(made.save(), "", "repack=on", steps=0)
+    assert result, result.wrong[:1]
+    experts = [node for node in result.nodes if node.op == "MUL_MAT_ID"]
+    assert len(experts) == 3
+    assert all(node.isolated is not None and node.mirrored is not None for node in experts)
+    (note,) = result.notes
+    assert note.startswith("CPU repack=on: 7 weights lie repacked")
 
 
 def test_a_quantised_cache_needs_flash_attention_on_both_sides(model: Models) -> None:
