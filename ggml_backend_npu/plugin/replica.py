@@ -85,7 +85,7 @@ class Replica:
         with self._made(node) as made:
             return self._refusal(made)
 
-    def _refusal(self, made: _Made) -> str | None:
+    def _refusal(self, made: Made) -> str | None:
         with self._failures.told_by_the_caller():
             taken = self._ggml.ggml_backend_dev_supports_op(self._device, made.node)
             return None if taken else self._failures.message or "not supported"
@@ -117,29 +117,29 @@ class Replica:
             self.compute(node)
 
     @contextmanager
-    def _made(self, node: Node) -> Iterator[_Made]:
+    def _made(self, node: Node) -> Iterator[Made]:
         """The node and its sources as ggml tensors, without memory."""
         ggml = self._ggml
         n_tensors = 2 * (structs.N_SRC + 1)
         size = n_tensors * ggml.ggml_tensor_overhead() + ggml.ggml_graph_overhead_custom(_GRAPH_SIZE, False)
         context = ggml.ggml_init(structs.InitParams(size + 4096, None, True))
         try:
-            yield _Made(ggml, context, node)
+            yield Made(ggml, context, node)
         finally:
             ggml.ggml_free(context)
 
-    def _in_place(self, made: _Made, stack: ExitStack) -> Callable[[], None]:
+    def _in_place(self, made: Made, stack: ExitStack) -> Callable[[], None]:
         """Places the tensors where the IR's lie. Returns what is to be done after the computation: nothing."""
         for group, members in made.groups.items():
             base = group.begin & -_ALIGNMENT
             buffer = self._ggml.ggml_backend_cpu_buffer_from_ptr(base, group.end - base)
             stack.callback(self._ggml.ggml_backend_buffer_free, buffer)
             for tensor, offset in members:
-                _set_pointer(tensor + structs.BUFFER_AT, buffer)
-                _set_pointer(tensor + structs.DATA_AT, group.begin + offset)
+                set_pointer(tensor + structs.BUFFER_AT, buffer)
+                set_pointer(tensor + structs.DATA_AT, group.begin + offset)
         return lambda: None
 
-    def _on_device(self, made: _Made, stack: ExitStack) -> Callable[[], None]:
+    def _on_device(self, made: Made, stack: ExitStack) -> Callable[[], None]:
         """Copies the groups to the device's memory. Returns the function that copies the output's group back."""
         ggml = self._ggml
         with self._failures.told_by_the_caller():
@@ -160,14 +160,15 @@ def compute(ggml: Ggml, device_name: str, node: Node) -> None:
         replica.compute(node)
 
 
-class _Made:
+class Made:
     """A node's tensors in a context.
 
+    of      the node
     groups  the tensors of each group, with their offsets: first the root, whose memory the others lie in
     """
 
     def __init__(self, ggml: Ggml, context: int, node: Node) -> None:
-        self._ggml, self.context = ggml, context
+        self._ggml, self.context, self.of = ggml, context, node
         self.groups: dict[Group, list[tuple[int, int]]] = {}
         self.node = 0
         self._sources: dict[Tensor, int] = {}
@@ -185,6 +186,10 @@ class _Made:
         addresses += [0] * (structs.N_SRC - len(addresses))
         fields = structs.OPERATION.pack(op, params, structs.FLAG_COMPUTE, *addresses)
         ctypes.memmove(self.node + structs.OP_AT, fields, len(fields))
+
+    def tensor(self, source: Tensor) -> int:
+        """The address of a source's tensor."""
+        return self._sources[source]
 
     def root(self, group: Group) -> int:
         """The tensor whose memory the others of the group lie in."""
@@ -217,7 +222,8 @@ class _Made:
         return address
 
 
-def _set_pointer(at: int, value: int) -> None:
+def set_pointer(at: int, value: int) -> None:
+    """Sets a pointer of a ggml_tensor."""
     ctypes.memmove(at, value.to_bytes(8, "little"), 8)
 
 

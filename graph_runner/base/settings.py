@@ -35,6 +35,8 @@ class Settings:
     without     on the CPU: fused ops that the graph must not have, so that it matches the graph of a device without
                 them
     sequences   that are decoded together, each with caches of its own
+    repack      whether ggml's CPU may have weights in an order of its own, in memory that cannot be read
+    op_offload  whether a device computes large nodes of layers that it was not given
     """
 
     device: DeviceName = "cpu"
@@ -48,6 +50,8 @@ class Settings:
     weights: bool = True
     without: frozenset[str] = frozenset()
     sequences: int = 1
+    repack: bool = False
+    op_offload: bool = True
 
 
 def context_for(prompt: str, n: int) -> int:

@@ -160,6 +160,8 @@ def files_read(value: str | Path | Iterable[str | Path] | None) -> Iterator[Path
             yield from files_read(each)
         return
     yield from parts_of(Path(value))
+    if isinstance(value, str) and "=" in value:  # a setting: kernels=FILE.py
+        yield Path(value.partition("=")[2])
     yield Path(device_files.place_of(str(value))[0])
     if value == "demo":
         from graph_runner.base.models import demo_file

@@ -33,6 +33,7 @@ from graph_runner.cli.options import (
     OpOptions,
     PromptOptions,
     RpcServers,
+    SettingsOfSides,
     Steps,
     ToleranceFile,
 )
@@ -116,6 +117,7 @@ def diff(
     reproducers: Reproducers = None,
     reference: Reference = "cpu",
     device: DeviceName = "npu",
+    settings: SettingsOfSides,
     libraries: BackendLibraries = None,
     servers: RpcServers = None,
     tolerances: ToleranceFile = None,
@@ -136,6 +138,7 @@ def diff(
     if "npu" not in (reference.lower(), device.lower()):
         refuse_without_the_npu(device, npu, kernels=kernels, takes_layers=device.lower() != "cpu")
     reference, device = (name.upper() if name.lower() in OURS else name for name in (reference, device))
+    variants = settings.of(reference, device)
     text = prompt.text
     if reproducers is not None and not reproducers.is_dir():
         raise BadInputError(f"--reproducers {str(reproducers)!r}: no such directory")
@@ -148,10 +151,11 @@ def diff(
 
         options = DiffOptions(
             steps=steps, settings=context.settings(gpu_layers=npu.layers), reference=reference, device=device,
-            devices=Devices(tuple(libraries or ()), tuple(servers or ())), strict=strict, repeat=repeat,
-            reproducers=reproducers or _folder(model), canary=canary, strict_coverage=strict_coverage,
+            variants=variants, devices=Devices(tuple(libraries or ()), tuple(servers or ())), strict=strict,
+            repeat=repeat, reproducers=reproducers or _folder(model), canary=canary, strict_coverage=strict_coverage,
         )  # fmt: skip
-        chosen = NpuOptions(npu.chosen, tuple(kernels or ()))
+        own = variants.device
+        chosen = NpuOptions(npu.chosen | own.options, (*(kernels or ()), *own.kernels))
         with _comparing(stderr(), steps) as seen, model_file(model) as file:
             job = DiffJob(chosen, file, text, options, ops, tolerances)
             if child is None:

@@ -18,6 +18,7 @@ import typer
 from graph_runner.base.errors import BadInputError
 from graph_runner.base.limits import MOST_CELLS, MOST_SEQUENCES, MOST_THREADS
 from graph_runner.base.settings import ALL_LAYERS, CACHE_TYPES, Settings
+from graph_runner.base.variants import Variants
 
 # beside typer's part of an Annotated: it names a file that is read, one that is written, a folder that traces go to
 READS, WRITES, KEEPS_TRACES = "reads", "writes", "keeps traces"
@@ -243,6 +244,25 @@ Matmul = Annotated[
         show_default=False,
     ),
 ]
+_OF_A_SIDE = "cpu: threads, flash-attn, repack; npu: matmul, kernels; others: op-offload"
+ReferenceWith = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="NAME=VALUE",
+        help=f"A setting of the reference alone: threads=1. Repeat the option for more. {_OF_A_SIDE}.",
+        show_default=False,
+    ),
+    READS,
+]
+DeviceWith = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="NAME=VALUE",
+        help="A setting of the device alone; with --device cpu, it is compared with the CPU under other settings.",
+        show_default=False,
+    ),
+    READS,
+]
 ToleranceFile = Annotated[
     str | None,
     typer.Option(
@@ -334,6 +354,18 @@ class NodesContextOptions(ContextOptions):
     def settings(self, **others: Any) -> Settings:
         """Returns the settings of a session: these options and others."""
         return super().settings(sequences=self.sequences, **others)
+
+
+@dataclass(frozen=True)
+class SettingsOfSides:
+    """Settings that only one side of a diff has."""
+
+    reference_with: ReferenceWith = None
+    device_with: DeviceWith = None
+
+    def of(self, reference: str, device: str) -> Variants:
+        """Returns them, for the devices of these names. Raises BadInputError as `Variants.of` does."""
+        return Variants.of((reference, self.reference_with or ()), (device, self.device_with or ()))
 
 
 @dataclass(frozen=True)

@@ -111,10 +111,13 @@ class Again:
         watched: Watched,
     ) -> None:
         self._ggml, self._opened, self._device, self._computer = ggml, opened, device, computer
-        self._settings, self._batches, self._watched = settings, batches, watched
+        self._batches, self._watched = batches, watched
         self._course = Course()
         self._errors: dict[Place, float] = {}  # NMSE of results in runs of several nodes together, or in repeated runs
         self._on_device = device.runs_with(settings)
+        self._on_cpu = replace(settings, device="cpu")
+        if computer.reference.is_cpu:
+            self._on_cpu = computer.reference.runs_with(settings)
         self.remarks: list[str] = []
 
     def _run(self, settings: Settings, observer: Walk | None = None) -> list[Logits]:
@@ -157,8 +160,7 @@ class Again:
             if wrong is None:
                 raise
             return wrong
-        on_cpu = replace(self._on_device, device="cpu")
-        if _alike(logits, watched.logits) or not _alike(self._run(on_cpu), watched.reference):
+        if _alike(logits, watched.logits) or not _alike(self._run(self._on_cpu), watched.reference):
             return None
         wrong = None if self._course.ops else self.repeated(2)
         if wrong is None:
@@ -289,7 +291,7 @@ class Again:
             if found and np.isfinite(max(found)):
                 place = node.step, node.index
                 errors[place] = max(float(np.sqrt(max(found))), least, errors.get(place, 0.0))
-        on_cpu = replace(self._settings, device="cpu")
+        on_cpu = self._on_cpu
         switched = replace(on_cpu, flash_attention="off" if on_cpu.flash_attention == "on" else "on")
         runs: list[tuple[Settings, Walk | None]] = [(switched, None)]
         runs += [(on_cpu, _Noise(self._ggml, errors, seed)) for seed in range(_DRAWS)]

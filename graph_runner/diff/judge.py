@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
+from math import inf
 
 from ggml_backend_npu import Node, Tensor
 from ggml_backend_npu.device.faults import MemoryFault
@@ -20,6 +21,7 @@ from graph_runner.diff.erring import Erring
 from graph_runner.diff.explaining import Explainer, Keeper, Pair
 from graph_runner.diff.leaves import Leaves
 from graph_runner.diff.own import Mirrored, OwnNode, OwnRun
+from graph_runner.diff.pairs import Pairs
 from graph_runner.diff.sides import Sides
 from graph_runner.diff.state import StateResult, States
 from graph_runner.diff.turns import Compared, Turn
@@ -34,6 +36,7 @@ from graph_runner.run.session import SessionError
 
 _LEAST = 1e-300  # of an error that shows in no number: another zero, another NaN
 _AMPLIFIES = 10.0  # times the error of its inputs
+_NO_PARTNER = "the graph of {} has no such node"
 
 
 @dataclass(frozen=True)
@@ -47,6 +50,7 @@ class Asked:
     seen    called with each result
     footprints  told before the device computes something
     seed    of the faults that are planted into copies
+    pairs   which nodes of the two graphs are the same
     """
 
     rules: Rules
@@ -56,13 +60,14 @@ class Asked:
     seen: Callable[[NodeResult], None]
     footprints: Footprints
     seed: int
+    pairs: Pairs
 
 
 class Judge:
     """Judges each node of two runs in step: whether the device computes it as the reference does."""
 
     def __init__(self, ggml: Ggml, sides: Sides, asked: Asked) -> None:
-        self._device, self._asked = sides.device, asked
+        self._sides, self._device, self._asked = sides, sides.device, asked
         self._rules, self._footprints = asked.rules, asked.footprints
         self.step = 0
         self._reader = convert.Reader(ggml)
@@ -82,8 +87,9 @@ class Judge:
         self.watch = Watch()  # for NaN in the reference's run
         self.fingerprints: dict[tuple[int, int], int] = {}  # of what nodes of the own run gave, by step and place
         self.own = OwnRun(
-            ggml, sides, lambda: (self._turn.before, self._turn.place), self._about_to_run_own, strict=asked.strict
-        )
+            ggml, sides, lambda: (self._turn.before, self.partner(self._turn.place)), self._about_to_run_own,
+            strict=asked.strict,
+        )  # fmt: skip
         ops = asked.ops
         fusions = [fusion for fusion in sides.device.fusions if ops is None or fusion.name in ops]
         self._spans = Spans(sides.device.backend, fusions, asked.rules, asked.seen, asked.keeper.span, asked.footprints)
@@ -123,6 +129,10 @@ class Judge:
         self._spans.before(read, self.step, place)
         self._turn = self._alone.turn(read, self.step, place)
 
+    def partner(self, place: int) -> int | None:
+        """Returns the place of the same node in the device's graph of this step; None if that has no such node."""
+        return self._asked.pairs.device(self.step, place)
+
     def between(self) -> str | None:
         """Called after the reference has computed a node. The device computes it from the same inputs, between fences.
         Returns why it must not compute the node in its own run, if it fails or does damage here, else None."""
@@ -150,6 +160,24 @@ class Judge:
         self._footprints.end()
         dst = last.node.dst
         self.fingerprints[self.step, last.place] = digest_of(dst.address, dst.nbytes, self._device.bytes_at)
+        if self._asked.pairs.reference(self.step, last.place) is None:
+            self._has_no_partner(last)
+
+    @property
+    def _has_none_such(self) -> str:
+        """Why a node of the reference is not judged if the device's graph does not have it."""
+        return _NO_PARTNER.format(self._device.name)
+
+    def _has_no_partner(self, own: OwnNode) -> None:
+        """Tells of a node of the own run that the reference's graph does not have."""
+        self.own.take(own.place)
+        node, why = own.node, _NO_PARTNER.format(self._sides.reference.name)
+        if node.dst.n_elements:
+            found = NodeResult(
+                self.step, own.place, node.op, node.name, types_of(node), node.dst.ne, Verdict.EXACT,
+                self._device.on(own.on_device), not_judged=why,
+            )  # fmt: skip
+            self._asked.seen(found)
 
     def own_ended(self) -> None:
         """Called after the device's own run has computed all nodes of a step."""
@@ -160,7 +188,8 @@ class Judge:
         """Called after both runs have computed a node, or after the reference has if the device's run has stopped."""
         self._spans.after(address)
         turn, isolated, node = self._turn, self._turn.isolated, self._turn.node
-        own = self.own.take(place)
+        partner = self.partner(place)
+        own = None if partner is None else self.own.take(partner)
         if node.dst.n_elements == 0:
             return
         self.watch.look(self.step, place, turn.before, node.dst, self._leaf_names())
@@ -180,7 +209,8 @@ class Judge:
             "" if own is None else self._device.on(own.on_device),
             None if isolated is None else isolated.found, cumulative,
             None if mirrored is None else mirrored.found,
-            fused="" if own is None else own.fused, not_judged=_why_not_judged(own, mirrored, errs),
+            fused="" if own is None else own.fused,
+            not_judged=_why_not_judged(own, mirrored, errs) if partner is not None else self._has_none_such,
         )  # fmt: skip
         looked_at = [each for each in (isolated, mirrored) if each is not None]
         wrong = next((each for each in looked_at if not each), None)
@@ -278,8 +308,10 @@ class Judge:
     ) -> Verdict:
         errors, read, isolated = self._errors, self._turn.read, self._turn.isolated
         inputs = max((errors.get(root, 0.0) for root in read.roots if root), default=0.0)
-        # a result that nobody has seen is taken to be as far off as what the node reads
-        error = inputs if cumulative is None else 0.0 if cumulative else max(cumulative.error, _LEAST)
+        # a result that nobody has seen is taken to be as far off as what the node reads; of one that the device's graph
+        # does not have nobody knows how far off what comes in its place is
+        unseen = inputs if self.partner(self._turn.place) is not None else inf
+        error = unseen if cumulative is None else 0.0 if cumulative else max(cumulative.error, _LEAST)
         errors[address] = errors[read.view_source] = error
         looked_at = [each for each in (isolated, mirrored) if each is not None]
         wrong = _wrong(looked_at)

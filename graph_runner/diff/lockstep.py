@@ -49,6 +49,9 @@ class Onlooker(Protocol):
     def before(self, address: int, place: int) -> None:
         """Called before the reference computes a node."""
 
+    def partner(self, place: int) -> int | None:
+        """Returns the place of the same node in the device's graph of the step; None if that has no such node."""
+
     def between(self) -> str | None:
         """Called after the reference and before the device computes a node. Returns why the device must not compute it,
         or None."""
@@ -143,8 +146,8 @@ class Lockstep:
             self._judge.own_after()
             self._main.switch()
             return
-        reason = self._judge.between()
-        while self.device.place < runner.place:
+        reason, partner = self._judge.between(), self._judge.partner(runner.place)
+        while partner is not None and self.device.place < partner:
             self._halt(reason)
             self._let_device_go_on()
         self._judge.after(address, runner.place)

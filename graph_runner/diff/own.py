@@ -108,7 +108,8 @@ class OwnRun:
     operator is seen in its plan, step by step; every other node is looked at alone, before the next one runs.
 
     sides      the device whose run it is, and the reference, which computes its nodes again
-    reference  returns the node that the reference has just computed, over what it read, and the node's place
+    reference  returns the node that the reference has just computed, over what it read, and the place of the same node
+               in this run; None if that has no such node
     about_to   called before the device may run a node, with its place
     strict     check every buffer after every node that the device runs, not only what the node reads
     """
@@ -117,7 +118,7 @@ class OwnRun:
         self,
         ggml: Ggml,
         sides: Sides,
-        reference: Callable[[], tuple[Node, int]],
+        reference: Callable[[], tuple[Node, int | None]],
         about_to: Callable[[int, Node], None],
         *,
         strict: bool,
@@ -322,6 +323,8 @@ class OwnRun:
             return source is reference
         if (source.type, source.ne, source.nb) != (reference.type, reference.ne, reference.nb):
             return False
+        if self._device.hides(storage):  # both come from one file
+            return source.name == reference.name
         if storage.is_set or not self._contents.is_constant(storage):
             return _hold_the_same(source, reference)
         key = source.address, reference.address

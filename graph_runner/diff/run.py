@@ -16,14 +16,17 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from ggml_backend_npu import AnyBackend, Backend, Graph, Node, Tensor, default_backend
+from ggml_backend_npu.backend.kernel_files import load_kernels
 from ggml_backend_npu.device.faults import MemoryFault
 from ggml_backend_npu.ggml import lib
 from ggml_backend_npu.ops.kernels import strided
+from ggml_backend_npu.plugin.repacking import Repacking
 from ggml_backend_npu.plugin.replica import Replica
 from graph_runner.base.console import printable
 from graph_runner.base.errors import BadInputError, BlindError, TraceError
 from graph_runner.base.files import folder_for_traces
 from graph_runner.base.settings import ALL_LAYERS, Settings, context_for
+from graph_runner.base.variants import Variant, Variants
 from graph_runner.diff.again import Again, Watched
 from graph_runner.diff.blindness import Sight
 from graph_runner.diff.canary import Canaries, Planter
@@ -31,6 +34,7 @@ from graph_runner.diff.contents import Stray
 from graph_runner.diff.judge import Asked, Judge
 from graph_runner.diff.lockstep import Batch, Lockstep
 from graph_runner.diff.logits import Ending, Endings
+from graph_runner.diff.pairs import Listing, Pairs
 from graph_runner.diff.sides import CPU, NPU, Cpu, Foreign, Own, Side, Sides
 from graph_runner.diff.state import StateResult
 from graph_runner.diff.together import Computer
@@ -64,7 +68,7 @@ class DiffResult:
     stopped  why the device's own run ended before the reference's, or None
     ops      names of the chosen ops and fusions; None: all
     refused  nodes of the chosen ops that the device does not take, by op and reason
-    reference, device  names of the two sides
+    reference, device  names of the two sides, with their variants
     device_options  of the backend, by name
     strict   whether every buffer of the own run was checked after every node
     canaries  faults that were planted into copies of results; None if the run ended early
@@ -72,6 +76,8 @@ class DiffResult:
     counted  how many nodes of its own run the device says that it has computed, by its own counter; None if it has none
     is_unobserved  whether the device also ran the tokens unobserved, in its own order
     strict_coverage  whether the result is falsy too if no node could have shown that a parameter is ignored
+    variants  settings that only one side has
+    notes    what cannot be compared with these
     """
 
     model: str
@@ -102,6 +108,8 @@ class DiffResult:
     counted: int | None = None
     is_unobserved: bool = False
     strict_coverage: bool = False
+    variants: Variants = field(default_factory=Variants)
+    notes: list[str] = field(default_factory=list)
 
     @property
     def stray(self) -> list[StateResult]:
@@ -208,6 +216,7 @@ class DiffOptions:
     ops        names of the ops and fusions to compute again from the reference's inputs; all if omitted
     reference  "CPU"; "NPU": the project's own kernels, node by node; or a device of ggml's that works in host memory
     device     "NPU": `backend`; "CPU"; or any device of ggml's, by the name that ggml gives it
+    variants   settings that only one of them has
     devices    where such devices are, besides those that ggml has by itself
     backend    a backend of this project, whose name pages call the device by; the default backend if omitted
     rules      which differences are right; the built-in rules if omitted
@@ -229,6 +238,7 @@ class DiffOptions:
     ops: Collection[str] | None = None
     reference: str = "CPU"
     device: str = "NPU"
+    variants: Variants = field(default_factory=Variants)
     devices: Devices = field(default_factory=Devices)
     backend: AnyBackend | None = None
     rules: Rules | None = None
@@ -289,7 +299,7 @@ class _InStep:
         origin = Origin(
             "", prompt, asked.reference, ggml.version, ours.numerics.rounding, self._settings.threads, self._options
         )
-        self._keeper = _Reproducers(asked.reproducers, origin)
+        self._keeper = _Reproducers(None if asked.reference == asked.device == CPU else asked.reproducers, origin)
         self._rules = asked.rules or Rules()
         self._sides: Sides
         self._result: DiffResult
@@ -297,54 +307,65 @@ class _InStep:
     def run(self) -> DiffResult:
         """Runs the tokens on both devices, and again if nothing is wrong."""
         with ExitStack() as stack:
-            plain = replace(self._ours.options, fusion="off")
-            own_kernels = Backend("NPU's own kernels", options=plain, numerics=self._ours.numerics)
-            cpu = stack.enter_context(Replica(self._ggml, CPU, threads=self._settings.threads))
-            device = self._side(stack, cpu, self._asked.device, self._ours)
-            reference = self._side(stack, cpu, self._asked.reference, own_kernels, is_reference=True)
+            device = self._side(stack, self._asked.device, self._asked.variants.device)
+            reference = self._side(stack, self._asked.reference, self._asked.variants.reference, is_reference=True)
             if reference.foreign is not None and reference.foreign.takes_layers:
                 why = "its memory is its own; a reference works in the host's"
                 raise BadInputError(f"--reference {self._asked.reference!r}: {why}")
             self._sides = Sides(reference, device)
             return self._run()
 
-    def _side(
-        self, stack: ExitStack, cpu: Replica, name: str, backend: AnyBackend, *, is_reference: bool = False
-    ) -> Side:
-        """Returns a side: "CPU", "NPU", or a device that ggml calls so.
-
-        cpu      computes nodes on ggml's CPU
-        backend  of "NPU"
-        """
+    def _side(self, stack: ExitStack, name: str, variant: Variant, *, is_reference: bool = False) -> Side:
+        """Returns a side: "CPU", "NPU", or a device that ggml calls so."""
+        ggml, settings = self._ggml, variant.over(self._settings)
         if name == NPU:
-            return Own(self._ggml, backend, NPU if is_reference else None)
+            if is_reference:
+                return Own(ggml, self._own_kernels(variant), variant.named(NPU))
+            return Own(ggml, self._ours, variant.named(self._ours.name))
         if name == CPU:
-            return Cpu(cpu)
-        found = self._asked.devices.named(self._ggml, name)
-        replica = stack.enter_context(Replica(self._ggml, found.handle))
-        return Foreign(self._ggml, found, replica, self._layers, cpu if is_reference else None)
+            kind = Repacking if settings.repack else Replica
+            cpu = stack.enter_context(kind(ggml, CPU, threads=settings.threads))
+            return Cpu(ggml, cpu, variant, is_rival=self._asked.reference == CPU and bool(self._asked.variants))
+        found = self._asked.devices.named(ggml, name)
+        if variant and not found.takes_layers:
+            option = "--reference-with" if is_reference else "--device-with"
+            raise BadInputError(f"{option} op-offload={variant.texts['op-offload']}: {found.name} is given no layers")
+        replica = stack.enter_context(Replica(ggml, found.handle))
+        instead = stack.enter_context(Replica(ggml, CPU, threads=settings.threads)) if is_reference else None
+        return Foreign(ggml, found, replica, self._layers, variant, instead)
+
+    def _own_kernels(self, variant: Variant) -> Backend:
+        """Returns the project's own kernels, node by node, with a variant's file of kernels."""
+        plain = replace(self._ours.options.updated(variant.options), fusion="off")
+        backend = Backend("NPU's own kernels", options=plain, numerics=self._ours.numerics)
+        for path in variant.kernels:
+            load_kernels(path, backend)
+        return backend
 
     def _run(self) -> DiffResult:
         device = self._sides.device
-        judge = self._judge()
+        pairs = self._pairs()
+        judge = self._judge(pairs)
         with ExitStack() as stack:
             lockstep = stack.enter_context(Lockstep(device, judge))
             first, second = self._sessions(stack, lockstep)
             self._keeper.origin = replace(self._keeper.origin, model=first.description)
             tokens = first.prompts(self._prompt)
             self._result = result = self._begin(first.description, len(tokens[0]), judge)
+            result.notes = [pairs.said(result.reference, result.device)] if pairs.differ else []
             self._asked.begun(result)
             text, endings = self._decode(first, second, lockstep, judge, tokens)
             result.text = b"".join(first.piece(each[0][0]) for each in text).decode(errors="replace")
             result.stopped = lockstep.stopped
             result.spoilt = judge.watch.found
             result.counted = device.n_computed
+            result.notes += device.notes
         result.sights = judge.blindness.sights
         self._refuse_a_blind_judge(judge.planter)
         if result.stopped is None:
             result.ending = endings.ending()
-        if result.stopped is None and not device.is_cpu and not result.wrong and not result.faults:
-            self._look_again([tokens, *text], endings, judge.fingerprints)
+        if result.stopped is None and not result.wrong and not result.faults:
+            self._look_again([tokens, *text], endings, judge.fingerprints, is_one_graph=not pairs.differ)
         return result
 
     def _refuse_a_blind_judge(self, planter: Planter) -> None:
@@ -359,14 +380,30 @@ class _InStep:
         self._result.nodes.append(node)
         self._asked.seen(node)
 
-    def _judge(self) -> Judge:
+    def _pairs(self) -> Pairs:
+        """Returns which nodes of the two graphs are the same. If settings make them differ, runs tokens on both to see
+        the graphs."""
+        if not self._asked.variants.has("flash-attn"):
+            return Pairs()
+        listed = []
+        for side in (self._sides.reference, self._sides.device):
+            listing = Listing(self._ggml)
+            with self._session(side.runs_with(self._settings), listing, side) as session:
+                tokens = session.prompts(self._prompt)
+                session.decode(*tokens)
+                for _ in range(self._asked.steps):  # whichever token it is, the graph is the same
+                    listing.next_step()
+                    session.decode(*[each[-1:] for each in tokens])
+            listed.append(listing)
+        return Pairs.of(*listed)
+
+    def _judge(self, pairs: Pairs) -> Judge:
         asked, device = self._asked, self._sides.device
         ops = device.ops if asked.ops is None else asked.ops
         footprints = Footprints(self._about_to)
         seed = secrets.randbits(32) if asked.canary is None else asked.canary
-        return Judge(
-            self._ggml, self._sides, Asked(self._rules, ops, asked.strict, self._keeper, self._add, footprints, seed)
-        )
+        wanted = Asked(self._rules, ops, asked.strict, self._keeper, self._add, footprints, seed, pairs)
+        return Judge(self._ggml, self._sides, wanted)
 
     def _about_to(self, how: str, step: int, place: int, node: Node | None) -> None:
         checks = self._sides.device.checks
@@ -420,6 +457,7 @@ class _InStep:
             ops=asked.ops,
             refused=judge.refused,
             strict_coverage=asked.strict_coverage,
+            variants=asked.variants,
         )
 
     def _decode(
@@ -441,9 +479,11 @@ class _InStep:
         judge.finish(stopped=lockstep.stopped is not None)
         return text, endings
 
-    def _look_again(self, batches: list[Batch], endings: Endings, fingerprints: dict[tuple[int, int], int]) -> None:
-        """Checks whether the device gives right results again, and also if it is not observed; and how far rounding
-        alone would move the ending if it is off."""
+    def _look_again(
+        self, batches: list[Batch], endings: Endings, fingerprints: dict[tuple[int, int], int], *, is_one_graph: bool
+    ) -> None:
+        """Checks whether the device gives right results again, and also if it is not observed, unless it is ggml's CPU;
+        and how far rounding alone would move the ending if it is off, unless the two have other graphs."""
         result, sides = self._result, self._sides
         first, second = ([pair[side] for pair in endings.steps] for side in (0, 1))
         again = Again(
@@ -451,15 +491,15 @@ class _InStep:
             Computer(sides.reference, self._rules, Footprints(self._about_to)), self._settings, batches,
             Watched(second, first, fingerprints, result.nodes),
         )  # fmt: skip
-        found = again.repeated(self._asked.repeat)
-        if found is None and sides.reference.is_cpu and not result.is_unexplained:
+        found = None if sides.device.is_cpu else again.repeated(self._asked.repeat)
+        if found is None and sides.reference.is_cpu and not sides.device.is_cpu and not result.is_unexplained:
             with nullcontext() if sides.device.checks is None else sides.device.checks.paused():
                 found = again.unwatched()
             result.is_unobserved = True
         result.remarks = again.remarks
         if found is not None:
             self._add(found)
-        elif result.ending is not None and result.ending.nmse > 0:
+        elif result.ending is not None and result.ending.nmse > 0 and is_one_graph:
             result.ending = again.natural(result.ending)
 
 

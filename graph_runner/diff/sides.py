@@ -14,7 +14,7 @@ from ggml_backend_npu.backend.plan import Plan
 from ggml_backend_npu.device.backend import checks_of
 from ggml_backend_npu.device.faults import Checks
 from ggml_backend_npu.ggml import convert
-from ggml_backend_npu.ggml.convert import Read
+from ggml_backend_npu.ggml.convert import Read, Storage
 from ggml_backend_npu.ggml.lib import Ggml
 from ggml_backend_npu.ir.buffer import Buffer
 from ggml_backend_npu.ir.packed import Packed
@@ -22,6 +22,7 @@ from ggml_backend_npu.plugin.foreign import ForeignDevice, ForeignMemory
 from ggml_backend_npu.plugin.plugin import Plugin
 from ggml_backend_npu.plugin.replica import Replica
 from graph_runner.base.settings import DeviceName, Settings
+from graph_runner.base.variants import Variant
 
 CPU, NPU = "CPU", "NPU"
 
@@ -92,6 +93,11 @@ class Side(ABC):
         """How many nodes of graphs it says that it has computed; None if it does not count them."""
         return self.plugin.statistics.computed.total() if self.plugin is not None else None
 
+    @property
+    def notes(self) -> list[str]:
+        """What of its run could not be compared, once that has ended."""
+        return []
+
     def has_run(self, node: int, n_graphs: int) -> bool:
         """Whether it, and not llama.cpp's CPU, has just run a node of its run, given by its address.
 
@@ -126,6 +132,10 @@ class Side(ABC):
         memory = self.plugin.memory if self.plugin is not None else None
         return memory.packed(address) if memory is not None else None
 
+    def hides(self, storage: Storage) -> bool:
+        """Whether a tensor of its run lies in memory that nobody can read: weights that ggml's CPU has repacked."""
+        return False
+
     @property
     def packs(self) -> bool:
         """Whether its memory has tensors in a layout of its own."""
@@ -143,13 +153,16 @@ class Cpu(Side):
     """ggml's CPU: llama.cpp runs graphs on it alone.
 
     replica  of it, which computes nodes
+    variant  its own settings
+    is_rival  whether it is compared with itself under other settings: then its own run is judged
     """
 
-    name, device = CPU, "cpu"
+    device = "cpu"
 
-    def __init__(self, replica: Replica) -> None:
-        self.backend = Backend(CPU, ops=(), fusions=())
-        self._replica = replica
+    def __init__(self, ggml: Ggml, replica: Replica, variant: Variant, *, is_rival: bool = False) -> None:
+        self.name, self.backend = variant.named(CPU), Backend(CPU, ops=(), fusions=())
+        self._ggml, self._replica, self._variant, self._is_rival = ggml, replica, variant, is_rival
+        self._hidden: set[str] = set()  # names of the weights that lie repacked
 
     @property
     def ops(self) -> None:
@@ -164,6 +177,26 @@ class Cpu(Side):
 
     def compute(self, node: Node) -> None:
         self._replica.compute(node)
+
+    def runs_with(self, settings: Settings) -> Settings:
+        return self._variant.over(super().runs_with(settings))
+
+    def has_run(self, node: int, n_graphs: int) -> bool:
+        return self._is_rival
+
+    def hides(self, storage: Storage) -> bool:
+        hides = storage.is_weight and not self._ggml.ggml_backend_buffer_is_host(storage.buffer)
+        self._hidden |= {storage.tensor.name} if hides else set()
+        return hides
+
+    @property
+    def notes(self) -> list[str]:
+        if not self._variant.over(Settings()).repack:
+            return []
+        if not self._hidden:
+            return [f"{self.name}: no weight of this model lies repacked"]
+        n, why = len(self._hidden), "memory that nobody can read"
+        return [f"{self.name}: {n:,} weights lie repacked, in {why}: they are not compared, but taken to be the file's"]
 
 
 class Own(Side):
@@ -191,15 +224,22 @@ class Foreign(Side):
 
     replica  of it, which computes nodes
     layers   that llama.cpp offloads to it, if it takes any
+    variant  its own settings
     instead  computes the nodes that it does not take, if it is a reference
     """
 
     device = "foreign"
 
     def __init__(
-        self, ggml: Ggml, device: ForeignDevice, replica: Replica, layers: int, instead: Replica | None = None
+        self,
+        ggml: Ggml,
+        device: ForeignDevice,
+        replica: Replica,
+        layers: int,
+        variant: Variant,
+        instead: Replica | None = None,
     ) -> None:
-        self.name, self.foreign, self._own = device.name, device, device
+        self.name, self.foreign, self._own, self._variant = variant.named(device.name), device, device, variant
         self._layers, self._instead = layers if device.takes_layers else 0, instead
         self.backend = Backend(device.name, ops=(), fusions=())
         self._ggml, self._replica, self._memory = ggml, replica, ForeignMemory(ggml)
@@ -218,7 +258,7 @@ class Foreign(Side):
             self._replica.compute(node)
 
     def runs_with(self, settings: Settings) -> Settings:
-        return replace(settings, device=self.device, gpu_layers=self._layers)
+        return self._variant.over(replace(settings, device=self.device, gpu_layers=self._layers))
 
     def has_run(self, node: int, n_graphs: int) -> bool:
         """A node runs where its result lies; on an ACCEL device, whose memory is the host's, if that takes it."""

@@ -80,8 +80,8 @@ def _found(result: DiffResult) -> str:
 
 
 def _the(device: str) -> str:
-    """Returns a device's name in a sentence: another backend's numbers its devices."""
-    return f"the {device}" if not device[-1].isdigit() else device
+    """Returns a device's name in a sentence: another backend's numbers its devices, and one may have settings."""
+    return f"the {device}" if not device[-1].isdigit() and "=" not in device else device
 
 
 def _first_not_judged(result: DiffResult) -> str:
@@ -151,13 +151,18 @@ def _print_lines(console: Console, lines: Iterable[str], style: str | None = Non
 
 def _configuration(result: DiffResult) -> str:
     settings, options = result.settings, result.device_options
-    caches = f"cache {settings.cache_type_k}/{settings.cache_type_v}, flash attention {settings.flash_attention}"
+    caches = f"cache {settings.cache_type_k}/{settings.cache_type_v}"
+    if not result.variants.has("flash-attn"):
+        caches += f", flash attention {settings.flash_attention}"
     if settings.sequences > 1:
         caches += f", {settings.sequences} sequences"
     usual = {"memory": "host", "device_type": "accel", "profile": "full", "ops": "default", "fusion": "on"}
     unusual = [f"{name} {options[name]}" for name, value in usual.items() if options.get(name, value) != value]
-    chosen = [*unusual, f"matmul {options.get('matmul', 'exact')}", f"{settings.threads} threads"]
-    return f"ggml {result.ggml}; {caches}; {result.device}: {', '.join(chosen)}"
+    is_ours = "matmul" in options and not result.variants.has("matmul")
+    chosen = [*unusual, *([f"matmul {options['matmul']}"] if is_ours else [])]
+    chosen += [] if result.variants.has("threads") else [f"{settings.threads} threads"]
+    sides = f"{result.reference} beside {result.device}" if result.variants else result.device
+    return f"ggml {result.ggml}; {caches}; {': '.join([sides, *([', '.join(chosen)] if chosen else [])])}"
 
 
 def _print_nodes(results: Iterable[NodeResult], console: Console) -> None:
@@ -198,9 +203,11 @@ def _own_run(result: DiffResult) -> list[str]:
     if result.stopped is not None:
         return [f"own run of {_the(result.device)}: stopped after {len(nodes):,} nodes: {result.stopped}"]
     on = ", ".join(f"{count:,} on {_the(name)}" for name, count in Counter(node.on for node in nodes).most_common())
-    counts = Counter(node.verdict for node in nodes)
-    verdicts = ", ".join(f"{counts[verdict]:,} {verdict}" for verdict in Verdict if counts[verdict])
-    line = f"own run of {_the(result.device)}: {len(nodes):,} nodes ({on}): {verdicts}"
+    known = [node for node in nodes if node.fate is not Fate.NOT_JUDGED]
+    counts = Counter(node.verdict for node in known)
+    verdicts = [f"{counts[verdict]:,} {verdict}" for verdict in Verdict if counts[verdict]]
+    verdicts += [f"{len(nodes) - len(known):,} {Fate.NOT_JUDGED}"] if len(nodes) > len(known) else []
+    line = f"own run of {_the(result.device)}: {len(nodes):,} nodes ({on}): {', '.join(verdicts)}"
     if skipped := Counter(node.fused for node in nodes if node.fate is Fate.FUSED):
         line += f"; {', '.join(f'{count:,} left out by {name}' for name, count in skipped.most_common())}"
     off = [(node.cumulative.error, node) for node in nodes if node.cumulative is not None and not node.cumulative]
@@ -211,7 +218,7 @@ def _own_run(result: DiffResult) -> list[str]:
     lines = [line]
     if counts[Verdict.INHERITED] or counts[Verdict.AMPLIFIED]:
         lines.append("inherited and amplified: the node itself is right, but its inputs already differ")
-    lines += result.remarks
+    lines += [*result.notes, *result.remarks]
     if result.ending is None or not result.ending.nmse:
         return lines
     if not result.ending and not result.ends_apart:
@@ -337,10 +344,12 @@ def diff_json(result: DiffResult) -> dict[str, Any]:
         "ggml": result.ggml,
         "reference": result.reference,
         "device": result.device,
+        "reference_with": dict(result.variants.reference.texts),
+        "device_with": dict(result.variants.device.texts),
         "device_options": result.device_options,
         "q8_0_rounding": result.rounding,
         "promises": [asdict(each) for each in promises({node.op for node in result.compared})]
-        if result.device != "CPU"
+        if result.device.split()[0] != "CPU"
         else [],
         "prompt": result.prompt,
         "text": result.text,
@@ -363,6 +372,7 @@ def diff_json(result: DiffResult) -> dict[str, Any]:
         "states": [asdict(state) for state in result.states],
         "strays": [str(stray) for stray in result.strays],
         "remarks": result.remarks,
+        "notes": result.notes,
         "spoilt": None if result.spoilt is None else asdict(result.spoilt) | {"text": str(result.spoilt)},
         "faults": [asdict(fault) for fault in result.faults],
         "ending": None if result.ending is None else _ending_json(result.ending),

@@ -40,7 +40,7 @@ class Model:
     ) -> None:
         self._path, self._settings, self._placement = path, settings, placement
         params = llama_cpp.llama_model_default_params()
-        params.use_extra_bufts = False  # repacked weights are invisible to any backend but the CPU's own
+        params.use_extra_bufts = settings.repack  # repacked weights are invisible to any backend but the CPU's own
         params.no_alloc = not settings.weights
         if params.no_alloc and hasattr(params, "load_mode"):
             params.load_mode = llama_cpp.LLAMA_LOAD_MODE_NONE

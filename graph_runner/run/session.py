@@ -125,6 +125,7 @@ class Session:
         params.n_threads = params.n_threads_batch = threads
         params.flash_attn_type = self._placement.flash_attention
         params.type_k, params.type_v = types_kv
+        params.op_offload = settings.op_offload
         if self._observed is not None:
             params.cb_eval = ctypes.cast(self._observed.callback, type(params.cb_eval))
         elif counts_nodes:

@@ -104,3 +104,10 @@ def _quota(folder: Path) -> tuple[int, int]:
 
 def _lines(file: Path) -> list[str]:
     return file.read_text(errors="surrogateescape").splitlines()
+
+
+def announces_amx(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
+    """Whether the system says that the processor has AMX; some virtual machines say so and cannot run it."""
+    with suppress(OSError):
+        return any(line.startswith("flags") and " amx_" in line for line in _lines(cpuinfo))
+    return False

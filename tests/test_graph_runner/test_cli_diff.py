@@ -68,6 +68,8 @@ def test_diff_writes_json_to_a_file(cli: Cli, tmp_path: Path) -> None:
             "ggml",
             "reference",
             "device",
+            "reference_with",
+            "device_with",
             "device_options",
             "q8_0_rounding",
             "promises",
@@ -77,7 +79,18 @@ def test_diff_writes_json_to_a_file(cli: Cli, tmp_path: Path) -> None:
         ),
         *("steps", "threads", "sequences", "cache_type_k", "cache_type_v", "flash_attention", "strict"),
         *("passed", "verdict", "answer", "scope", "canary"),
-        *("own_run", "stopped", "first_introduced", "states", "strays", "remarks", "spoilt", "faults", "ending"),
+        *(
+            "own_run",
+            "stopped",
+            "first_introduced",
+            "states",
+            "strays",
+            "remarks",
+            "notes",
+            "spoilt",
+            "faults",
+            "ending",
+        ),
         *("summary", "refused", "nodes"),
     ]
     assert (data["schema"], data["passed"], data["prompt"], data["n_prompt"]) == (SCHEMA, True, PROMPT, 26)
