@@ -395,6 +395,12 @@ def _mistaken(
         tiles = (made(each, np.concatenate([each.view()] * n, axis=1)) for each in (k, v))
         text = f"has head h of src0 meet head h % {n_kv} of src1 and src2, not h // {n}"
         yield Mistake(text, replace(node, src=(q, *tiles, *node.src[3:])))
+    padded = 1 << (n - 1).bit_length()
+    if padded > n:
+        heads = np.minimum(np.arange(q.ne[2]) // padded, n_kv - 1)
+        groups = (made(each, each.view()[:, heads]) for each in (k, v))
+        text = f"has head h of src0 meet head h // {padded} of src1 and src2, a power of two, not h // {n}"
+        yield Mistake(text, replace(node, src=(q, *groups, *node.src[3:])))
     first = (replace(each, nb=with_stride(each.nb, 2, 0)) for each in (k, v))
     yield Mistake("has each head of src0 meet head 0 of src1 and src2", replace(node, src=(q, *first, *node.src[3:])))
 

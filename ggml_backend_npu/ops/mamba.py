@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
@@ -19,8 +21,9 @@ from ggml_backend_npu.ops.kernels.recurrent import (
     of_other_size,
 )
 from ggml_backend_npu.registry import probes
-from ggml_backend_npu.registry.checks import Make, Probe, Types
+from ggml_backend_npu.registry.checks import Make, Mistake, Probe, Types
 from ggml_backend_npu.registry.entry import Call, KernelError, op
+from ggml_backend_npu.registry.mistakes import made
 from ggml_backend_npu.registry.probes import HEADS, TOKENS, normal
 from quant.kernels.jit import array_at, compiled, copy, fused_multiply_add, inlined
 from quant.kernels.orders import GROUP, STEP, dots_f32
@@ -319,6 +322,19 @@ def _ssm_scan(
         return _bad_sequence(ids, status - 1, s.ne[3])
 
     return Job(Work(scan, of, n_head * n_sequences, n_bytes, keep=kept, failed=failed))
+
+
+@ssm_scan.mistakes
+def _mistaken(
+    node: Node, s: Tensor, x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, ids: Tensor
+) -> Iterator[Mistake]:
+    """A wrong mapping from heads to the groups of B and C."""
+    n_head, n_group = x.ne[1], b.ne[1]
+    if 1 < n_group < n_head:
+        of_heads = np.arange(n_head) % n_group
+        groups = (made(each, each.view()[:, :, of_heads]) for each in (b, c))
+        text = f"has head h take group h % {n_group} of src4 and src5, not h // {n_head // n_group}"
+        yield Mistake(text, replace(node, src=(s, x, dt, a, *groups, ids)))
 
 
 def _make_scan(n_state: int = 32, dim: int = 16) -> Make:

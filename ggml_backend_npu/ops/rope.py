@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Annotated, NamedTuple
 
@@ -434,6 +434,17 @@ def _mistaken(node: Node, x: Tensor, positions: Tensor, factors: Tensor | None) 
     }
     for text, ids in others.items():
         yield Mistake(text, mistakes.altered(node, 1, mistakes.made(positions, ids.astype(rows.dtype))))
+    params = Rope.of(node.params)
+    if params.n_dims < x.ne[0] and not x.is_contiguous():
+
+        def compute(dst: Tensor) -> None:
+            rope.define(dst, x, positions, factors, params=params)
+            as_it_lies = replace(x, nb=mistakes.following(x, 1)).view()
+            dst.view()[..., params.n_dims :] = as_it_lies[..., params.n_dims :]
+
+        text = f"copies what it does not rotate of src0, elements {params.n_dims} and on, as if there were no gaps"
+        if node.op == rope.name:
+            yield Mistake(text, node, compute)
 
 
 @rope.cases

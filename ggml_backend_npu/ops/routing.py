@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from typing import Annotated, NamedTuple
 
 import numpy as np
 from numba import types
 from numpy.typing import NDArray
 
-from ggml_backend_npu.ir import Tensor
+from ggml_backend_npu.ir import Node, Tensor
 from ggml_backend_npu.ops.kernels.exponentials import exps, largest, scaled
 from ggml_backend_npu.ops.kernels.strided import bind_move
 from ggml_backend_npu.ops.sums import BOUND, partial_sums
 from ggml_backend_npu.registry import cases, exact, probes
-from ggml_backend_npu.registry.checks import Exact
+from ggml_backend_npu.registry.checks import Exact, Mistake
 from ggml_backend_npu.registry.entry import Call, op
 from ggml_backend_npu.registry.params import Instead, Params, i32
 from quant.kernels.jit import array_at, compiled, copy, float_bits, inlined
@@ -131,6 +132,19 @@ def _chosen(ids: Tensor, x: Tensor) -> tuple[Exact, Exact] | None:
     if (order < 0).any() or (order >= x.ne[0]).any() or (np.diff(order, axis=-1) == 0).any():
         return None
     return scores, np.take_along_axis(scores, places, axis=-1)
+
+
+@argsort.mistakes
+def _mistaken_argsort(node: Node, x: Tensor) -> Iterator[Mistake]:
+    n = 1 << (x.ne[0].bit_length() - 1)
+    if n < x.ne[0]:
+
+        def compute(dst: Tensor) -> None:
+            first, part = (replace(tensor, ne=(n, *tensor.ne[1:])) for tensor in (dst, x))
+            argsort.define(first, part, params=Argsort.of(node.params))
+            dst.view()[..., n:] = np.arange(n, x.ne[0])
+
+        yield Mistake(f"sorts the first {n} elements of each row, a power of two, and no others", node, compute)
 
 
 @argsort.cases

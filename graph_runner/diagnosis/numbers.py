@@ -89,9 +89,10 @@ def not_finite(case: Case, others_right: bool = True) -> Iterator[Finding]:
         return
     shape = (-1, case.expected.ne[0])
     e, a = case.values_e.reshape(shape), case.values_a.reshape(shape)
-    new: Flags = np.logical_or.reduce(~np.isfinite(a) & np.isfinite(e), axis=1)
-    as_before: Flags = np.logical_and.reduce(case.is_as_before.reshape(len(new), -1), axis=1)
-    if not new.any() or not case.gaps_are_right or (others_right and as_before[new].all()):
+    spoilt: Flags = ~np.isfinite(a) & np.isfinite(e)
+    new: Flags = np.logical_or.reduce(spoilt, axis=1)
+    not_written = case.is_as_before.reshape(spoilt.shape)[spoilt].all()
+    if not new.any() or not case.gaps_are_right or (others_right and not_written):
         return
     kinds = [name for name, test in (("NaN", np.isnan), ("Inf", np.isinf)) if (test(a) & np.isfinite(e)).any()]
     text = f"gives {' and '.join(kinds)} in {rows_of(new, case)}, where the reference has none"

@@ -104,7 +104,7 @@ def added(case: Case) -> Iterator[Finding]:
 
 
 def stale_rows(case: Case) -> Iterator[Finding]:
-    """Finds rows, or elements of all rows, that are as they were before, while all others are right."""
+    """Finds rows, or elements, that are as they were before, while all others are right."""
     if not case.gaps_are_right or case.b is None:
         return
     right = case.same_rows(case.a, case.e)
@@ -119,9 +119,9 @@ def stale_rows(case: Case) -> Iterator[Finding]:
     if not stale.any() or not (right | stale).all() or case.expected.n_blocks == 1:
         return
     columns = stale.reshape(-1, stale.shape[-1]).any(axis=0)
-    if columns.all():
-        return
     size = case.expected.codec.block_size
     unit = "elements" if size == 1 else f"blocks of {size}"
-    text = f"does not write {unit} {runs_of(np.flatnonzero(columns).tolist())} of its rows: they are as before"
+    which = f"{unit} {runs_of(np.flatnonzero(columns).tolist())} of its rows"
+    which = f"{int(stale.sum()):,} of its {stale.size:,} {unit}" if columns.all() else which
+    text = f"does not write {which}: they are as before"
     yield Finding(text, left=stale)

@@ -15,6 +15,7 @@ from kit.support import Placement
 
 from ggml_backend_npu import Node, Tensor
 from ggml_backend_npu.ops import OWN
+from ggml_backend_npu.ops.attention import FlashAttn
 
 
 def plain_soft_max(node: Node, mask: bool = True, sinks: bool = True, scale: float | None = None) -> None:
@@ -124,3 +125,53 @@ def test_an_eps_that_is_ignored() -> None:
     assert str(found(node, kernel, multiplied)).startswith(
         "RMS_NORM ignores the eps 0.125: with 0 in its place it gives"
     )
+
+
+def test_groups_of_heads_that_are_padded_to_a_power_of_two() -> None:
+    paper = Paper()
+    q, (k, v) = floats(paper, (32, 3, 6)), (floats(paper, (32, 20, 2), type="f16") for _ in range(2))
+    params = FlashAttn(0.2, 0.0, 0.0, 0, 0).packed
+    node = Node("FLASH_ATTN_EXT", paper.fresh("f32", (32, 6, 3, 1)), (q, k, v), params)
+    heads = [0, 0, 0, 0, 1, 1]  # of 3 padded to 4
+    k, v = (Tensor.of(np.ascontiguousarray(each.view()[:, heads]), "f16") for each in (k, v))
+    text = "FLASH_ATTN_EXT has head h of src0 meet head h // 4 of src1 and src2, a power of two, not h // 3"
+    assert str(found(node, lambda node: define(replace(node, src=(q, k, v))))).startswith(text)
+
+
+def test_groups_of_heads_that_repeat_as_a_whole() -> None:
+    paper = Paper()
+    n_state, dim, n_head, n_group, n_tokens = 8, 4, 4, 2, 3
+    s, x = floats(paper, (n_state, dim, n_head)), floats(paper, (dim, n_head, n_tokens))
+    dt, a = floats(paper, (n_head, n_tokens)), floats(paper, (1, n_head))
+    b, c = (floats(paper, (n_state, n_group, n_tokens)) for _ in range(2))
+    dst = paper.fresh("f32", (x.n_elements + s.n_elements, 1, 1, 1))
+    node = Node("SSM_SCAN", dst, (s, x, dt, a, b, c, ints(paper, [0])), struct.pack("i", 1))
+    wide = (Tensor.of(np.ascontiguousarray(each.view()[:, :, [0, 1, 0, 1]])) for each in (b, c))
+    text = "SSM_SCAN has head h take group h % 2 of src4 and src5, not h // 2"
+    assert str(found(node, lambda node: define(replace(node, src=(s, x, dt, a, *wide, node.src[6]))))).startswith(text)
+
+
+def test_a_rope_that_copies_the_rest_as_it_lies() -> None:
+    paper = Paper()
+    node = rope(paper)
+    x = floats(paper, (24, 3, 5), Placement(after=(8, 0, 0, 0)))
+    node = replace(node, src=(x, *node.src[1:]))
+
+    def kernel(node: Node) -> None:
+        define(node)
+        flat = x.memory.bytes()[x.offset : x.offset + 4 * x.n_elements].view(np.float32)
+        node.dst.view()[..., 16:] = flat.reshape(x.ne[::-1])[..., 16:]
+
+    text = "ROPE copies what it does not rotate of src0, elements 16 and on, as if there were no gaps"
+    assert str(found(node, kernel)).startswith(text)
+
+
+def test_an_argsort_of_a_power_of_two() -> None:
+    paper = Paper()
+    node = paper.op("argsort", floats(paper, (9, 5)), params=struct.pack("i", 1))
+
+    def kernel(node: Node) -> None:
+        order = np.argsort(-src(node).view()[..., :8], kind="stable")
+        node.dst.view()[...] = np.concatenate([order, np.full_like(order[..., :1], 8)], axis=-1)
+
+    assert str(found(node, kernel)).startswith("ARGSORT sorts the first 8 elements of each row, a power of two")

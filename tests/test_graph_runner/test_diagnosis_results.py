@@ -70,6 +70,27 @@ def test_a_row_not_written_where_there_was_nan(any_node: Node) -> None:
     assert wrong(any_node, change) == text
 
 
+def test_elements_not_written_where_there_was_nan(any_node: Node) -> None:
+    any_node.dst.view()[..., 4:] = np.nan
+    text = f"{any_node.op} does not write elements 4 to 5 of its rows: they are as before"
+
+    def change(view: NDArray[Any], before: NDArray[Any]) -> None:
+        view[0, 1, :, 4:] = before[0, 1, :, 4:]
+
+    assert wrong(any_node, change) == text
+
+
+def test_elements_not_written_in_several_ways(any_node: Node) -> None:
+    """A row, and half of another: of no rows the same."""
+
+    def change(view: NDArray[Any], before: NDArray[Any]) -> None:
+        view[0, 1, 2] = before[0, 1, 2]
+        view[0, 0, 0, 3:] = before[0, 0, 0, 3:]
+
+    text = "does not write 9 of its 90 elements: they are as before"
+    assert wrong(any_node, change) == f"{any_node.op} {text}"
+
+
 def test_a_row_not_written_is_not_called_cut_off() -> None:
     paper = Paper()
     src = floats(paper, (8, 3))
