@@ -6,28 +6,30 @@ from collections.abc import Callable
 
 import numpy as np
 
-from .bounded import U16, B, dot, exact, several
+from .bounded import U16, B, dot, exact, partial, several
 from .movers import Result, decoded
-from .products import product
+from .products import brought
 from .sums import masked, shares
 from .tensors import Node, UnknownError
 
 
 def flash_attn_ext(node: Node) -> Result:
-    """softmax(scale q k + slope mask) v; q (d, n, heads), k and v (d, kv, heads kv), dst (d, heads, n)."""
-    q, k, v = node.x(0), node.source(1), node.source(2)
-    scale, max_bias, cap = (node.f32(i) for i in range(3))
+    """softmax(scale q k + slope mask) v; q (d, n, heads), k and v (d, kv, heads kv), dst (d, heads, n). Of q as it is,
+    and of q as ggml brings it to the type that it multiplies k with."""
     if node.source(0).type != "f32":
         raise UnknownError(f"q {node.source(0).type}")
-    keys, values = decoded(k), decoded(v)
-    n3, heads = q.shape[:2]
-    scores = []
-    for i3, h in np.ndindex(n3, heads):
-        part = keys[i3 * keys.v.shape[0] // n3, h * keys.v.shape[1] // heads]
-        found = product(part.v, q[i3, h], k.type)
-        scores.append(found.with_error(dot(np.abs(q[i3, h]), exact(part.e), "nk,mk->nm").v))
-    t = B(np.stack([s.v for s in scores]), np.stack([s.e for s in scores]))
-    t = t.reshape(n3, heads, *t.v.shape[1:])
+    ways = (exact(node.x(0)), brought(node.source(1).type, node.x(0)))
+    return tuple(_attention(node, q) for q in ways if q is not None)
+
+
+def _attention(node: Node, q: B) -> B:
+    v = node.source(2)
+    scale, max_bias, cap = (node.f32(i) for i in range(3))
+    keys, values = decoded(node.source(1)), decoded(v)
+    n3, heads = q.v.shape[:2]
+    k = keys[np.arange(n3) * keys.v.shape[0] // n3][:, np.arange(heads) * keys.v.shape[1] // heads]
+    t = dot(k.v, q, "abmk,abnk->abnm")
+    t = t.with_error(np.einsum("abmk,abnk->abnm", k.e, np.abs(q.v), optimize=True))
     t = cap * ((t * (scale / cap)).smooth(np.tanh, 1.0)) if cap else t * scale
     t = masked(t, node.x(3) if node.has(3) else None, max_bias)
     weights, total = shares(t, node.x(4) if node.has(4) else None)
@@ -45,7 +47,10 @@ def _weighted(weights: B, values: B, kind: str) -> B:
         found = found.with_error(np.einsum("abnk,abkd->abnd", weights.v, e, optimize=True))
         if kind == "f16":
             most = np.einsum("abnk,abkd->abnd", weights.v, np.abs(v), optimize=True)
-            found = found.with_error(2 * several(kv) * U16 * most + kv * 2.0**-24)
+            squares = np.einsum("abnk,abkd->abnd", weights.v**2, v**2, optimize=True)
+            # partial sums grow evenly: the squares of their roundings add up to a third of kv times the last one's
+            rounded = (several(kv / 3) + 4) * partial(found.v, most, squares) + np.sqrt(squares)
+            found = found.with_error(U16 * rounded + np.sqrt(kv) * 2.0**-24)
     return found
 
 

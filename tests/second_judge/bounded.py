@@ -18,6 +18,12 @@ def several(n: float) -> float:
     return min(n, 7 * np.sqrt(n))
 
 
+def partial(total: np.ndarray, most: np.ndarray, squares: np.ndarray) -> np.ndarray:
+    """How large the partial sums of terms are: at most the sum of their magnitudes; in an order that has nothing to do
+    with their signs, no more than 7 roots of their squares' sum beyond the total."""
+    return np.minimum(most, np.abs(total) + 7 * np.sqrt(squares))
+
+
 @dataclass
 class B:
     """Values and bounds of their errors; arrays of one shape. An infinite bound: nothing is known."""
@@ -36,7 +42,8 @@ class B:
     def rounded(self, u: float = U32, tiny: float = TINY32, large: float = LARGE32) -> B:
         """After one rounding."""
         with np.errstate(all="ignore"):
-            e = self.e + u * (np.abs(self.v) + self.e) + tiny
+            size = np.abs(self.v) + self.e
+            e = self.e + u * size + np.where(size > 0, tiny, 0.0)
             e = np.where(np.isnan(self.v) | np.isnan(e), np.inf, e)
             gone = np.isfinite(self.v) & (np.abs(self.v) + self.e >= large)
         return B(self.v, np.where(gone, np.inf, e))
@@ -86,8 +93,10 @@ class B:
         with np.errstate(all="ignore"):
             v = self.v.sum(axis, keepdims=keepdims)
             n = self.v.size // max(v.size, 1)
-            magnitude = (np.abs(self.v) + self.e).sum(axis, keepdims=keepdims)
-            return B(v, self.e.sum(axis, keepdims=keepdims) + several(n) * u * magnitude).rounded(tiny=0.0)
+            most = (np.abs(self.v) + self.e).sum(axis, keepdims=keepdims)
+            squares = np.square(np.abs(self.v) + self.e).sum(axis, keepdims=keepdims)
+            e = self.e.sum(axis, keepdims=keepdims) + several(n) * u * partial(v, most, squares)
+            return B(v, e).rounded(tiny=0.0)
 
     def max(self, axis: int, keepdims: bool = True) -> B:
         return B(self.v.max(axis, keepdims=keepdims), self.e.max(axis, keepdims=keepdims))
@@ -148,11 +157,13 @@ def dot(a: np.ndarray, b: B | np.ndarray, spec: str) -> B:
     b = B.of(b)
     with np.errstate(all="ignore"):
         v = np.einsum(spec, a, b.v, optimize=True)
-        magnitude = np.einsum(spec, np.abs(a), np.abs(b.v) + b.e, optimize=True)
+        most = np.einsum(spec, np.abs(a), np.abs(b.v) + b.e, optimize=True)
+        squares = np.einsum(spec, a * a, np.square(np.abs(b.v) + b.e), optimize=True)
         carried = np.einsum(spec, np.abs(a), b.e, optimize=True)
         n = 1
         names, out = spec.split("->")
         first = names.split(",")[0]
         for name, size in zip(first, a.shape, strict=True):
             n *= size if name not in out else 1
-        return B(v, carried + (several(n) + 1) * U32 * magnitude).rounded()
+        roundings = several(n) * partial(v, most, squares) + np.sqrt(squares)
+        return B(v, carried + U32 * roundings).rounded()

@@ -8,9 +8,9 @@ from math import erf
 
 import numpy as np
 
-from .bounded import TINY16, U16, B, exact, where
+from .bounded import U32, B, exact, where
 from .movers import Result, decoded, view_of
-from .tensors import Given, Node, UnknownError, tiled
+from .tensors import Node, UnknownError, tiled
 
 _erf = np.vectorize(erf, otypes=[float])
 _ROOT = np.sqrt(2 / np.pi)
@@ -32,14 +32,16 @@ def silu(x: B) -> B:
     return x * x.sigmoid()
 
 
-def by_table(f: Callable[[B], B]) -> Callable[[B], B]:
-    """A function that ggml looks up in a table of f16: x and the result are rounded to f16. Its slope is below 1.2."""
-
-    def looked_up(x: B) -> B:
-        found = f(x)
-        return found.with_error(1.2 * (U16 * np.abs(x.v) + TINY16)).to_f16()
-
-    return looked_up
+def ways(f: Callable[[B], B], x: np.ndarray) -> tuple[B, ...]:
+    """A function of exact values; if it is one that ggml looks up in a table of f16, also with x and the result rounded
+    to f16."""
+    plain = f(exact(x))
+    if f not in (gelu, gelu_quick):
+        return (plain,)
+    with np.errstate(all="ignore"):
+        found = f(exact(x.astype(np.float16).astype(np.float64)))
+        low, high = ((found.v + side * found.e).astype(np.float16).astype(np.float64) for side in (-1, 1))
+        return plain, B((low + high) / 2, (high - low) / 2)
 
 
 def _relu(x: B) -> B:
@@ -74,7 +76,7 @@ def _round(x: np.ndarray) -> np.ndarray:
 
 
 SMOOTH: dict[str, Callable[[B], B]] = {
-    "SILU": silu, "GELU": by_table(gelu), "GELU_QUICK": by_table(gelu_quick), "GELU_ERF": gelu_erf,
+    "SILU": silu, "GELU": gelu, "GELU_QUICK": gelu_quick, "GELU_ERF": gelu_erf,
     "SIGMOID": B.sigmoid, "TANH": lambda x: x.smooth(np.tanh, 1.0), "EXP": B.exp,
     "ELU": _elu, "SOFTPLUS": _softplus, "HARDSWISH": lambda x: x * _hard(x), "HARDSIGMOID": _hard,
     "EXPM1": lambda x: x.exp() - 1.0, "SQR": lambda x: x * x, "SQRT": B.sqrt, "LOG": B.log,
@@ -94,7 +96,7 @@ def _floats(node: Node) -> B:
 
 
 def smooth(node: Node) -> Result:
-    return SMOOTH[node.op](_floats(node))
+    return ways(SMOOTH[node.op], _floats(node).v)
 
 
 def sharp(node: Node) -> Result:
@@ -158,9 +160,10 @@ def acc(node: Node) -> Result:
 def add_rel_pos(node: Node) -> Result:
     """Of each group of n x n elements, row i gets src2[i], column i gets src1[i]."""
     a, n = node.source(0), node.source(1).ne[0]
-    wide, high = (node.x(k).reshape(-1, 1, n) for k in (1, 2))
-    found = exact(a.exact.reshape(-1, n, n)) + np.swapaxes(high, 1, 2) + wide
-    return found.reshape(*a.shape)
+    wide, high = node.x(1).reshape(-1, 1, n), node.x(2).reshape(-1, n, 1)
+    terms = a.exact.reshape(-1, n, n), wide, high  # which is added first depends on the place
+    most = np.abs(terms[0]) + np.abs(wide) + np.abs(high)
+    return B(terms[0] + wide + high, 2 * U32 * most).reshape(*a.shape)
 
 
 def opt_step_sgd(node: Node) -> Result:
@@ -179,36 +182,30 @@ def opt_step_adamw(node: Node) -> Result:
 # GLU
 
 
-def _halves(node: Node) -> tuple[Given, np.ndarray, np.ndarray]:
-    """The gate's source, and the other's."""
+def _halves(node: Node) -> tuple[np.ndarray, np.ndarray]:
+    """The gate, and what it is multiplied with."""
     a = node.source(0)
     if node.has(1):
-        return a, a.exact, node.x(1)
+        return a.exact, node.x(1)
     n = a.ne[0] // 2
     first, second = a.exact[..., :n], a.exact[..., n:]
-    return (a, second, first) if node.i32(1) else (a, first, second)
+    return (second, first) if node.i32(1) else (first, second)
 
 
 def glu(f: Callable[[B], B], node: Node) -> Result:
-    a, x, g = _halves(node)
-    gate = f(exact(x))
-    if a.type != "f32" and f in (by_gelu, by_quick):
-        gate = gate.to_f16() if a.type == "f16" else gate
-    return gate * exact(g)
-
-
-by_gelu, by_quick = by_table(gelu), by_table(gelu_quick)
+    x, g = _halves(node)
+    return tuple(gate * exact(g) for gate in ways(f, x))
 
 
 def swiglu_oai(node: Node) -> Result:
-    _, x, g = _halves(node)
+    x, g = _halves(node)
     alpha, limit = node.f32(2), node.f32(3)
     x, g = np.minimum(x, limit), np.clip(g, -limit, limit)
     return exact(x) * (alpha * exact(x)).sigmoid() * (exact(g) + 1.0)
 
 
 def swiglu_clamp(node: Node) -> Result:
-    _, x, g = _halves(node)
+    x, g = _halves(node)
     limit = node.f32(3)
     return silu(exact(np.minimum(x, limit))) * exact(np.clip(g, -limit, limit))
 
@@ -223,7 +220,7 @@ OPS: dict[str, Callable[[Node], Result]] = {
     "ADD": partial(_binary, lambda a, b: a + b), "SUB": partial(_binary, lambda a, b: a - b),
     "MUL": partial(_binary, lambda a, b: a * b), "DIV": partial(_binary, lambda a, b: a / b),
     "ADD1": add1, "ADD_ID": add_id, "ACC": acc, "ADD_REL_POS": add_rel_pos, "OPT_STEP_SGD": opt_step_sgd,
-    "OPT_STEP_ADAMW": opt_step_adamw, "REGLU": partial(glu, _relu), "GEGLU": partial(glu, by_gelu),
-    "SWIGLU": partial(glu, silu), "GEGLU_ERF": partial(glu, gelu_erf), "GEGLU_QUICK": partial(glu, by_quick),
+    "OPT_STEP_ADAMW": opt_step_adamw, "REGLU": partial(glu, _relu), "GEGLU": partial(glu, gelu),
+    "SWIGLU": partial(glu, silu), "GEGLU_ERF": partial(glu, gelu_erf), "GEGLU_QUICK": partial(glu, gelu_quick),
     "SWIGLU_OAI": swiglu_oai, "SWIGLU_CLAMP": swiglu_clamp, "ARANGE": arange,
 }  # fmt: skip

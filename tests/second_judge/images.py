@@ -10,7 +10,7 @@ import numpy as np
 
 from .bounded import U16, U32, B, dot, exact
 from .movers import Result, bytes_of, gathered, placed
-from .products import product
+from .products import brought, product
 from .tensors import Node, UnknownError
 
 Span = tuple[int, int, int]  # stride, padding, dilation
@@ -62,8 +62,12 @@ def conv_2d(node: Node) -> Result:
     n, _, oh, ow = node.dst.shape
     windows = patches(x, k.shape[2:], _spans(node, 2), (oh, ow)).transpose(0, 2, 3, 1, 4, 5)
     found = product(k.exact.reshape(k.ne[3], -1), windows.reshape(n * oh * ow, -1), k.type)
-    found = found.reshape(n, oh, ow, k.ne[3])
-    return B(found.v.transpose(0, 3, 1, 2), found.e.transpose(0, 3, 1, 2))
+    return tuple(_channels_first(way.reshape(n, oh, ow, k.ne[3]), node) for way in found)
+
+
+def _channels_first(x: B, node: Node) -> B:
+    v, e = (np.moveaxis(t, -1, 1).reshape(node.dst.shape) for t in (x.v, x.e))
+    return B(v, e)
 
 
 def conv_3d(node: Node) -> Result:
@@ -73,9 +77,7 @@ def conv_3d(node: Node) -> Result:
         0, 2, 3, 4, 1, 5, 6, 7
     )
     found = product(k.exact.reshape(oc, -1), windows.reshape(n * int(np.prod(out)), -1), k.type)
-    found = found.reshape(n, *out, oc)
-    v, e = (t.transpose(0, 4, 1, 2, 3).reshape(node.dst.shape) for t in (found.v, found.e))
-    return B(v, e)
+    return tuple(_channels_first(way.reshape(n, *out, oc), node) for way in found)
 
 
 def conv_2d_dw(node: Node) -> Result:
@@ -85,15 +87,21 @@ def conv_2d_dw(node: Node) -> Result:
     return dot(windows, exact(k[:, 0]), "nchwij,cij->nchw")
 
 
-def _scattered(node: Node, w: np.ndarray, x: np.ndarray, stride: int, kind: str) -> B:
+def _transposed(node: Node, w: np.ndarray, x: np.ndarray) -> Result:
     """Transposed convolution of the last axes: w (cin, cout, *k), x (n, cin, *size)."""
+    other = brought(node.source(0).type, x)
+    return tuple(_scattered(node, w, each) for each in (exact(x), other) if each is not None)
+
+
+def _scattered(node: Node, w: np.ndarray, whole: B) -> B:
+    x, stride = whole.v, node.i32(0)
     n = x.shape[0]
     v, e = (np.zeros((n, w.shape[1], *node.dst.shape[-(x.ndim - 2) :])) for _ in range(2))
     flat = np.moveaxis(x, 1, -1)
     for at in each(*map(range, w.shape[2:])):
         place: tuple[Any, ...] = (slice(None), slice(None), *at)
         part = w[place].T  # (cout, cin)
-        found = product(part, flat.reshape(-1, flat.shape[-1]), kind)
+        found = dot(part, exact(flat.reshape(-1, flat.shape[-1])), "mk,nk->nm")
         where: tuple[Any, ...] = (
             ...,
             *(slice(a, a + stride * size, stride) for a, size in zip(at, x.shape[2:], strict=True)),
@@ -106,11 +114,11 @@ def _scattered(node: Node, w: np.ndarray, x: np.ndarray, stride: int, kind: str)
 
 
 def conv_transpose_1d(node: Node) -> Result:
-    return _scattered(node, node.x(0)[0], node.x(1)[0], node.i32(0), node.source(0).type)
+    return _transposed(node, node.x(0)[0], node.x(1)[0])
 
 
 def conv_transpose_2d(node: Node) -> Result:
-    return _scattered(node, node.x(0), node.x(1), node.i32(0), node.source(0).type)
+    return _transposed(node, node.x(0), node.x(1))
 
 
 def col2im_1d(node: Node) -> Result:
@@ -275,18 +283,27 @@ def _bicubic(out: int, n: int, factor: float, half: float) -> Taps:
     return _spread(out, n, [(first.astype(int) + k - 1, w, 3 * error + 64 * U32) for k, w in enumerate(weights)])
 
 
+def _window(out: int, n: int, factor: float, half: float) -> tuple[np.ndarray, np.ndarray]:
+    """Which sources an output takes: whole numbers that float32 decides, since a tap more is not a small one."""
+    f, h = np.float32(factor), np.float32(half)
+    support = np.maximum(np.float32(1), np.float32(1) / f)
+    x = (np.arange(out, dtype=np.float32) + h) / f
+    low, high = np.trunc(x - support + h), np.trunc(x + support + h)
+    return np.maximum(low, 0)[:, None], np.minimum(high, n)[:, None]
+
+
 def _antialias(out: int, n: int, factor: float, half: float) -> Taps:
     support = max(1.0, 1.0 / factor)
     x, error = _positions(out, factor, half)
     x = x + half
     source = np.arange(n)
-    low = np.maximum(np.trunc(x - support + half), 0)[:, None]
-    high = np.minimum(np.trunc(x + support + half), n)[:, None]
+    low, high = _window(out, n, factor, half)
     inside = (source >= low) & (source < high)
     w = np.where(inside, np.maximum(1 - np.abs(source - x[:, None] + half) / support, 0), 0)
     total = np.where(w.sum(1) > 0, w.sum(1), 1)[:, None]
-    slip = np.where(np.abs(source - x[:, None] + half) < support + 1, error[:, None] / support + 8 * U32, 0)
-    return w / total, 3 * (slip + w * slip.sum(1, keepdims=True)) / total
+    slip = np.where(inside, error[:, None] / support + 8 * U32, 0)
+    others = slip * (total - w) + w * (slip.sum(1, keepdims=True) - slip)  # one tap alone weighs 1, whatever it weighed
+    return w / total, 3 * others / total**2 + 8 * U32 * w / total
 
 
 OPS: dict[str, Callable[[Node], Result]] = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 
@@ -25,36 +26,59 @@ class Verdict:
     error  the largest error in units of the bound; 0 if bytes are equal, infinite if a byte must be equal and is not
     why    of an opinion, where the largest error is; else why there is none
     judged how much of dst it judged: elements with a finite bound
+    row    the largest error in units of the element's bound, or of its row's median bound if that is larger
     """
 
     right: bool | None
     error: float = 0.0
     why: str = ""
     judged: float = 1.0
+    row: float = 0.0
+
+
+class Judge:
+    """Judges results of one node, which it computes once.
+
+    ggml  what ggml's CPU made of the node, if known: a quantised dst may be equal to it
+    """
+
+    def __init__(self, node: Node, ggml: bytes | None = None) -> None:
+        self._node = node
+        self._ggml = None if ggml is None else replace(node.dst, data=ggml)
+
+    @cached_property
+    def _found(self) -> movers.Result | str:
+        if self._node.op not in OPS:
+            return f"no opinion on {self._node.op}"
+        try:
+            return OPS[self._node.op](self._node)
+        except UnknownError as error:
+            return str(error)
+
+    def verdict(self, candidate: bytes) -> Verdict:
+        """Judges dst's bytes after the node ran, as many as node.dst.data."""
+        dst, found = self._node.dst, self._found
+        if isinstance(found, str):
+            return Verdict(None, why=found, judged=0.0)
+        result = replace(dst, data=candidate)
+        try:
+            if (outside := _outside(dst, candidate)) is not None:
+                return Verdict(False, np.inf, f"byte {outside}, outside of dst's elements, changed", row=np.inf)
+            if isinstance(found, np.ndarray):
+                return _bytes(found, result)
+            if dst.quantised and self._ggml is not None and np.array_equal(self._ggml.raw, result.raw):
+                return Verdict(True)
+            if isinstance(found, B | tuple):
+                ways = found if isinstance(found, tuple) else (found,)
+                return _blocks(ways[0], result) if dst.quantised else _values(ways, result)
+            return _verdict(found(result))
+        except UnknownError as error:
+            return Verdict(None, why=str(error), judged=0.0)
 
 
 def judge(node: Node, candidate: bytes, ggml: bytes | None = None) -> Verdict:
-    """Judges a result.
-
-    candidate  dst's bytes after the node ran, as many as node.dst.data
-    ggml       what ggml's CPU made of the node, if known: a quantised dst may be equal to it
-    """
-    if node.op not in OPS:
-        return Verdict(None, why=f"no opinion on {node.op}")
-    result = replace(node.dst, data=candidate)
-    try:
-        if (outside := _outside(node.dst, candidate)) is not None:
-            return Verdict(False, np.inf, f"byte {outside}, outside of dst's elements, changed")
-        found = OPS[node.op](node)
-        if isinstance(found, np.ndarray):
-            return _bytes(found, result)
-        if callable(found):
-            return _verdict(found(result))
-        if result.quantised:
-            return _blocks(found, result, None if ggml is None else replace(node.dst, data=ggml))
-        return _values(found, result)
-    except UnknownError as error:
-        return Verdict(None, why=str(error))
+    """The verdict on one result, as of `Judge`."""
+    return Judge(node, ggml).verdict(candidate)
 
 
 def _outside(dst: Given, candidate: bytes) -> int | None:
@@ -79,34 +103,42 @@ def _bytes(expected: np.ndarray, result: Given) -> Verdict:
     if not differ.any():
         return Verdict(True)
     where = tuple(int(i) for i in np.argwhere(differ)[0])
-    return Verdict(False, np.inf, f"{int(differ.sum())} elements or blocks differ, the first at {where[::-1]}")
+    return Verdict(False, np.inf, f"{int(differ.sum())} elements or blocks differ, first {where[::-1]}", row=np.inf)
 
 
-def _values(found: B, result: Given) -> Verdict:
+def _values(ways: tuple[B, ...], result: Given) -> Verdict:
+    """Each element by the way that it is nearest to."""
     if result.type not in _ROUNDING:
         raise UnknownError(f"dst {result.type}")
-    if result.type != "f32":  # of f32 the last operation rounded
-        found = found.rounded(*_ROUNDING[result.type])
-    shaped = B(np.broadcast_to(found.v, result.shape), np.broadcast_to(found.e, result.shape))
-    return _verdict(_units(shaped, result.exact))
+    with np.errstate(all="ignore"):
+        if result.type != "f32":  # of f32 the last operation rounded
+            ways = tuple(found.rounded(*_ROUNDING[result.type]) for found in ways)
+        ways = tuple(B(*(np.broadcast_to(t, result.shape) for t in (found.v, found.e + TINY32))) for found in ways)
+        most = np.max([found.e for found in ways], 0)
+        units = np.fmin.reduce([_units(found, result.exact) for found in ways])
+        rows = np.fmin.reduce([_units(B(found.v, _of_rows(found.v, most)), result.exact) for found in ways])
+    return replace(_verdict(units), row=float(np.nan_to_num(rows, nan=0.0, posinf=np.inf).max(initial=0.0)))
+
+
+def _of_rows(v: np.ndarray, e: np.ndarray) -> np.ndarray:
+    """Bounds in the scale of the row: at least its median bound, and a rounding of its median value."""
+    least = np.maximum(np.where(np.isfinite(e), e, 0.0), U32 * np.where(np.isfinite(v), np.abs(v), 0.0))
+    return np.where(np.isfinite(e), np.maximum(least, np.median(least, -1, keepdims=True)), np.inf)
 
 
 def _units(found: B, actual: np.ndarray) -> np.ndarray:
     """Each element's error in units of its bound; NaN where nothing is known."""
     with np.errstate(all="ignore"):
-        known = np.isfinite(found.v) & np.isfinite(found.e)
+        known = (np.isfinite(found.v) & np.isfinite(found.e)) | (found.v == -np.inf)  # which masks hold
         off = np.abs(actual - found.v)
-        units = np.where(off == 0, 0.0, off / np.maximum(found.e, 1e-300))
-        units = np.where(np.isnan(actual), np.inf, units)
+        units = np.where((off == 0) | (actual == found.v), 0.0, off / np.maximum(found.e, 1e-300))
+        units = np.where(np.isnan(units), np.inf, units)
     return np.where(known, units, np.nan)
 
 
-def _blocks(found: B, result: Given, ggml: Given | None) -> Verdict:
-    """A result in blocks: ggml's bytes, or each value within a step of its block."""
-    if ggml is not None and np.array_equal(ggml.raw, result.raw):
-        return Verdict(True)
-    step = movers.step(result.type, found.v)
-    return _verdict(_units(found.with_error(step), result.exact))
+def _blocks(found: B, result: Given) -> Verdict:
+    """A result in blocks: each value within a step of its block."""
+    return _verdict(_units(found.with_error(movers.step(result.type, found.v)), result.exact))
 
 
 def _verdict(units: np.ndarray) -> Verdict:
@@ -118,7 +150,7 @@ def _verdict(units: np.ndarray) -> Verdict:
     worst = float(units[known].max())
     place = np.unravel_index(int(np.nanargmax(np.where(known, units, -1))), units.shape)
     at = tuple(int(i) for i in reversed(place))
-    return Verdict(worst <= 1, worst, f"at {at}", float(known.mean()))
+    return Verdict(worst <= 1, worst, f"at {at}", float(known.mean()), worst)
 
 
 __all__ = ["OPS", "PLAIN", "Verdict", "judge"]

@@ -9,13 +9,24 @@ import numpy as np
 from .bounded import U16, U32, B, exact
 from .tensors import Given, Node, UnknownError, tiled
 
-Result = B | np.ndarray | Callable[[Given], np.ndarray]
+# values with bounds, several of them if a node may be computed in several ways; bytes; or each element's error
+Result = B | tuple[B, ...] | np.ndarray | Callable[[Given], np.ndarray]
 
 # types whose values d * q are exact in float32; what a block's scale is a part of
-_EXACT = ("f32", "f16", "bf16", "q4_0", "q5_0", "q8_0", "tq1_0", "tq2_0", "iq4_nl", "mxfp4")
+_EXACT = ("f32", "f16", "bf16", "q4_0", "q5_0", "q8_0", "tq1_0", "tq2_0", "iq4_nl", "mxfp4", "q1_0", "q2_0")
 _SIGNED = {"q8_0": 127, "q4_0": 8, "q5_0": 16}
 _RANGED = {"q4_1": 15, "q5_1": 31}
-_COARSE = {"iq4_nl": 24 / 127, "mxfp4": 0.5, "nvfp4": 0.4, "tq1_0": 0.51, "tq2_0": 0.51, "iq4_xs": 0.3}
+_COARSE = {
+    "q1_0": 1.0,
+    "q2_0": 1.0,
+    "iq4_nl": 24 / 127,
+    "mxfp4": 0.5,
+    "nvfp4": 0.4,
+    "tq1_0": 0.51,
+    "tq2_0": 0.51,
+    "iq4_xs": 0.3,
+}
+_LENGTHS = {"nvfp4": 64, "q2_0": 64, "q1_0": 128}
 _SUPER = {"q2_K": (3, 15), "q3_K": (4, 31), "q4_K": (15, 63), "q5_K": (31, 63), "q6_K": (32, 127)}
 
 
@@ -23,7 +34,7 @@ def step(kind: str, x: np.ndarray) -> np.ndarray:
     """How far quantising may move a value: half a step if the type rounds to the nearest, a step at the end of a range
     that is cut off, and the rounding of its f16 scale."""
     kind = kind.replace("_k", "_K")
-    n = 256 if kind in _SUPER or kind in ("tq1_0", "tq2_0", "iq4_xs") else 64 if kind == "nvfp4" else 32
+    n = 256 if kind in _SUPER or kind in ("tq1_0", "tq2_0", "iq4_xs") else _LENGTHS.get(kind, 32)
     if x.shape[-1] % n:
         raise UnknownError(f"rows of {x.shape[-1]} in {kind}")
     blocks = x.reshape(*x.shape[:-1], -1, n)

@@ -6,66 +6,50 @@ from collections.abc import Callable
 
 import numpy as np
 
-from .bounded import LARGE16, U16, U32, B, dot, exact, several
-from .movers import Result
+from .bounded import U32, B, dot, exact, several
+from .movers import Result, bf16
 from .tensors import Given, Node, UnknownError
 
 # the type that src1 is brought to, for types of src0
 _TO_Q8 = ("q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q8_1", "mxfp4", "nvfp4", "iq4_nl", "q1_0", "q2_0")
 _TO_Q8K = ("q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "tq1_0", "tq2_0")
-LOOSE = 7  # roundings of one sum are independent: more than this many times half their root of squares, once in 2e10
 
 
-def rounding_of(kind: str, x: np.ndarray) -> tuple[np.ndarray, float]:
-    """How far bringing values to the type that is multiplied with `kind` moves each: steps of each element that are
-    independent, and a part that is common to a block (its scale's rounding), relative."""
+def brought(kind: str, x: np.ndarray) -> B | None:
+    """x as ggml's CPU brings it to the type that it multiplies `kind` with; None if that is float32. Values within 1e-4
+    of the middle between two steps may go to either."""
     kind = kind.lower()
-    if kind in ("f32",):
-        return np.zeros(x.shape), 0.0
-    if kind == "f16":
-        return U16 * np.abs(x) * 2 + 2.0**-24, 0.0
-    if kind == "bf16":
-        return 2.0**-8 * np.abs(x), 0.0
-    if kind in _TO_Q8:
-        return _steps(x, 32) + 0.0, U16
-    if kind in _TO_Q8K or kind.startswith("iq"):
-        return _steps(x, 256), 0.0
+    if kind == "f32":
+        return None
+    with np.errstate(all="ignore"):
+        if kind == "f16":
+            return exact(x.astype(np.float16).astype(np.float64))
+        if kind == "bf16":
+            return exact((bf16(x).astype(np.uint32) << 16).view(np.float32).astype(np.float64))
+        if kind in _TO_Q8:
+            return _in_steps(x, 32, np.float16)
+        if kind in _TO_Q8K or kind.startswith("iq"):
+            return _in_steps(x, 256, np.float32)
     raise UnknownError(f"products with {kind}")
 
 
-def _steps(x: np.ndarray, n: int) -> np.ndarray:
+def _in_steps(x: np.ndarray, n: int, scale: type[np.floating]) -> B:
+    """Blocks of n values in 127 steps up to the largest; the scale of a block is stored as `scale`."""
     if x.shape[-1] % n:
         raise UnknownError(f"rows of {x.shape[-1]} in blocks of {n}")
     blocks = x.reshape(*x.shape[:-1], -1, n)
-    d = np.abs(blocks).max(-1, keepdims=True) / 127 + 2.0**-24
-    return np.broadcast_to(d, blocks.shape).reshape(x.shape)
+    d = np.abs(blocks).max(-1, keepdims=True) / 127
+    steps = np.where(d > 0, blocks / np.where(d > 0, d, 1), 0.0)
+    either = np.abs(np.abs(steps - np.trunc(steps)) - 0.5) < 1e-4
+    stored = d.astype(np.float32).astype(scale).astype(np.float64)
+    return B((np.rint(steps) * stored).reshape(x.shape), (either * d).reshape(x.shape))
 
 
-def product(w: np.ndarray, x: np.ndarray, kind: str, spec: str = "mk,nk->nm") -> B:
-    """Rows of w (m, k) with rows of x (n, k): (n, m), as a device may compute it: in float32, or after bringing x to
-    the type that ggml multiplies `kind` with."""
-    found = dot(w, exact(x), spec)
-    steps, common = rounding_of(kind, x)
-    if not steps.any():
-        return found
-    with np.errstate(all="ignore"):
-        most = np.einsum(spec, np.abs(w), steps, optimize=True) / 2
-        likely = LOOSE / 2 * np.sqrt(np.einsum(spec, w * w, steps * steps, optimize=True))
-        e = np.minimum(most, likely)
-        if common:
-            e = e + common * _by_blocks(w, x, spec)
-        e = e * (1 + 1e-3) + found.e
-    if kind.lower() == "f16":
-        e = np.where((np.abs(x) > LARGE16).any(-1)[..., None], np.inf, e)
-    return B(found.v, e)
-
-
-def _by_blocks(w: np.ndarray, x: np.ndarray, spec: str) -> np.ndarray:
-    """Sum of the magnitudes of each block's share, which a wrong scale moves as one."""
-    total = np.zeros(1)
-    for i in range(0, x.shape[-1], 32):
-        total = total + np.abs(np.einsum(spec, w[..., i : i + 32], x[..., i : i + 32], optimize=True))
-    return total
+def product(w: np.ndarray, x: np.ndarray, kind: str) -> tuple[B, ...]:
+    """Rows of w (m, k) with rows of x (n, k): (n, m), as a device may compute it: from x as it is, and after bringing x
+    to the type that ggml multiplies `kind` with."""
+    other = brought(kind, x)
+    return tuple(dot(w, each, "mk,nk->nm") for each in (exact(x), other) if each is not None)
 
 
 def weights(x: Given) -> np.ndarray:
@@ -84,34 +68,62 @@ def mul_mat(node: Node) -> Result:
     found = []
     for i3 in range(x.shape[0]):
         for i2 in range(x.shape[1]):
-            part = w[i3 * w.shape[0] // x.shape[0], i2 * w.shape[1] // x.shape[1]]
-            found.append(_with_minimum(a, part, x[i3, i2], product(part, x[i3, i2], a.type)))
-    return B(np.stack([f.v for f in found]), np.stack([f.e for f in found])).reshape(*node.dst.shape)
+            at = i3 * w.shape[0] // x.shape[0], i2 * w.shape[1] // x.shape[1]
+            part = w[at]
+            found.append(_with_minimum(a, a.raw[at], part, x[i3, i2], product(part, x[i3, i2], a.type)))
+    return _stacked(found, node.dst.shape)
 
 
-def _with_minimum(a: Given, w: np.ndarray, x: np.ndarray, found: B) -> B:
-    """Types of d * q + m add up both apart: magnitudes up to twice the block's largest, and q8_1's sum in f16."""
+def _stacked(found: list[tuple[B, ...]], shape: tuple[int, ...]) -> tuple[B, ...]:
+    """Each way of computing the parts, all parts together."""
+    ways = zip(*found, strict=True)
+    return tuple(B(np.stack([f.v for f in way]), np.stack([f.e for f in way])).reshape(*shape) for way in ways)
+
+
+def _with_minimum(a: Given, raw: np.ndarray, w: np.ndarray, x: np.ndarray, found: tuple[B, ...]) -> tuple[B, ...]:
+    """Types of d * q + m add up both apart, so that magnitudes are larger than the values'. Of q4_1 and q5_1, m is
+    multiplied with the sum of a block of src1, which ggml takes before it rounds the block's scale and keeps in f16.
+
+    raw  the blocks of w
+    """
     if a.type not in ("q4_1", "q5_1", "q2_K", "q4_K", "q5_K", "q2_k", "q4_k", "q5_k", "iq1_s", "iq1_m"):
         return found
     n = 32
     top = np.abs(w.reshape(w.shape[0], -1, n)).max(-1)
     whole = np.abs(x).reshape(x.shape[0], -1, n).sum(-1)
+    if a.type in ("q4_1", "q5_1"):
+        least = np.ascontiguousarray(raw[..., 2:4]).view(np.float16)[..., 0].astype(np.float64)  # each block's m
+        top = np.maximum(top, np.abs(least))
+        more = dot(least, _sums(x) + -_blocks_of(brought(a.type, x), n), "mb,nb->nm")
+        found = (found[0], B(found[1].v + more.v, found[1].e + more.e))
     magnitude = np.einsum("mb,nb->nm", top, whole)
-    rounded = np.abs(x.reshape(x.shape[0], -1, n).sum(-1))
-    f16 = U16 * np.einsum("mb,nb->nm", top, rounded) if a.type in ("q4_1", "q5_1") else 0.0
-    return found.with_error(4 * several(x.shape[-1]) * U32 * magnitude + f16)
+    return tuple(way.with_error(4 * several(x.shape[-1]) * U32 * magnitude) for way in found)
+
+
+def _blocks_of(x: B | None, n: int) -> B:
+    assert x is not None
+    v, e = (t.reshape(t.shape[0], -1, n).sum(-1) for t in (x.v, x.e))
+    return B(v, e)
+
+
+def _sums(x: np.ndarray) -> B:
+    """q8_1's sums of blocks: of the steps times the scale before it is rounded, in f16."""
+    found = _blocks_of(_in_steps(x, 32, np.float32), 32)
+    with np.errstate(all="ignore"):
+        off = found.e + 4 * U32 * np.abs(found.v)
+        low, high = ((found.v + side * off).astype(np.float16).astype(np.float64) for side in (-1, 1))
+    return B((low + high) / 2, (high - low) / 2)
 
 
 def mul_mat_id(node: Node) -> Result:
     """dst[t, u] = src0[src2[t, u]] with src1[t, u]."""
     a, x, ids = node.source(0), node.x(1)[0], node.x(2)[0, 0]
     w = weights(a)[0]
-    found = np.zeros(node.dst.shape), np.zeros(node.dst.shape)
+    found = []
     for t, u in np.ndindex(*ids.shape):
         part, row = w[ids[t, u]], x[t, u % x.shape[1]][None]
-        each = _with_minimum(a, part, row, product(part, row, a.type))
-        found[0][0, t, u], found[1][0, t, u] = each.v[0], each.e[0]
-    return B(*found)
+        found.append(_with_minimum(a, a.raw[0, ids[t, u]], part, row, product(part, row, a.type)))
+    return _stacked(found, node.dst.shape)
 
 
 def out_prod(node: Node) -> Result:

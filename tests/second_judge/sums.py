@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from .bounded import U16, U32, B, concatenated, exact, where
+from .bounded import U32, B, concatenated, exact, where
 from .movers import Result
 from .tensors import Given, Node, UnknownError
 
@@ -45,8 +45,7 @@ def get_rows_back(node: Node) -> Result:
     np.add.at(found[0, 0], rows, grad.reshape(rows.size, -1))
     np.add.at(error[0, 0], rows, np.abs(grad.reshape(rows.size, -1)))
     n = np.bincount(rows, minlength=node.dst.ne[1])[:, None]
-    u = U16 if node.source(0).type == "f16" else U32
-    return B(found, n * u * error)
+    return B(found, n * U32 * error)
 
 
 def count_equal(node: Node) -> Result:

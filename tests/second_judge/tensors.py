@@ -13,6 +13,10 @@ from gguf.constants import GGML_QUANT_SIZES
 PLAIN = {"f32": "<f4", "f16": "<f2", "bf16": "<u2", "f64": "<f8", "i8": "i1", "i16": "<i2", "i32": "<i4", "i64": "<i8"}
 
 
+# what gguf-py does not decode: elements of a block, and how many lie in a byte; an f16 scale comes first
+PACKED = {"q1_0": (128, 8), "q2_0": (64, 4)}
+
+
 class UnknownError(Exception):
     """The judge has no opinion, and why."""
 
@@ -29,6 +33,9 @@ class Given:
     @property
     def block(self) -> tuple[int, int]:
         """Elements and bytes of a block."""
+        if self.type in PACKED:
+            elements, each = PACKED[self.type]
+            return elements, 2 + elements // each
         try:
             return GGML_QUANT_SIZES[GGMLQuantizationType[self.type.upper()]]
         except KeyError:
@@ -67,6 +74,8 @@ class Given:
             if self.type == "bf16":
                 return (found.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
             return found.astype(np.float64) if found.dtype.kind == "f" else found.astype(np.int64)
+        if self.type in PACKED:
+            return _unpacked(self.raw, *PACKED[self.type]).reshape(self.shape)
         try:
             kind = GGMLQuantizationType[self.type.upper()]
             with np.errstate(all="ignore"):
@@ -78,6 +87,15 @@ class Given:
     @property
     def quantised(self) -> bool:
         return self.type not in PLAIN
+
+
+def _unpacked(raw: np.ndarray, elements: int, each: int) -> np.ndarray:
+    """Blocks of a scale and numbers of 8 / each bits: 0 and 1 are -1 and 1 of one bit; of two bits, -1 to 2."""
+    bits = 8 // each
+    numbers = (raw[..., 2:, None] >> (bits * np.arange(each))) & ((1 << bits) - 1)
+    q = numbers.reshape(*raw.shape[:-1], elements).astype(np.float64)
+    scales = np.ascontiguousarray(raw[..., :2]).view(np.float16).astype(np.float64)
+    return (2 * q - 1 if bits == 1 else q - 1) * scales
 
 
 @dataclass(frozen=True)
