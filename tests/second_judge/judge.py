@@ -15,6 +15,7 @@ OPS = {
     **movers.OPS, **functions.OPS, **sums.OPS, **products.OPS, **attention.OPS, **rotations.OPS, **recurrent.OPS,
     **images.OPS, **hyper.OPS,
 }  # fmt: skip
+_MASKS = {"SOFT_MAX": 1, "FLASH_ATTN_EXT": 3, "LIGHTNING_INDEXER": 3}  # the source that is one
 _ROUNDING = {"f32": (U32, TINY32, LARGE32), "f16": (U16, TINY16, LARGE16), "bf16": (UBF16, TINY32, LARGE32)}
 
 
@@ -51,9 +52,12 @@ class Judge:
         if self._node.op not in OPS:
             return f"no opinion on {self._node.op}"
         try:
-            return OPS[self._node.op](self._node)
+            found = OPS[self._node.op](self._node)
         except UnknownError as error:
             return str(error)
+        if isinstance(found, B | tuple) and (place := _not_finite(self._node)) is not None:
+            return f"NaN or infinity in source {place}"
+        return found
 
     def verdict(self, candidate: bytes) -> Verdict:
         """Judges dst's bytes after the node ran, as many as node.dst.data."""
@@ -79,6 +83,17 @@ class Judge:
 def judge(node: Node, candidate: bytes, ggml: bytes | None = None) -> Verdict:
     """The verdict on one result, as of `Judge`."""
     return Judge(node, ggml).verdict(candidate)
+
+
+def _not_finite(node: Node) -> int | None:
+    """The first source that holds NaN or infinity; of masks -inf is a number."""
+    for place, x in enumerate(node.src):
+        if x is None or x.exact.dtype.kind != "f":
+            continue
+        good = np.isfinite(x.exact) | ((x.exact == -np.inf) & (place == _MASKS.get(node.op)))
+        if not good.all():
+            return place
+    return None
 
 
 def _outside(dst: Given, candidate: bytes) -> int | None:
@@ -107,7 +122,7 @@ def _bytes(expected: np.ndarray, result: Given) -> Verdict:
 
 
 def _values(ways: tuple[B, ...], result: Given) -> Verdict:
-    """Each element by the way that it is nearest to."""
+    """By the way of computing it that it is nearest to, the same for all elements."""
     if result.type not in _ROUNDING:
         raise UnknownError(f"dst {result.type}")
     with np.errstate(all="ignore"):
@@ -115,9 +130,12 @@ def _values(ways: tuple[B, ...], result: Given) -> Verdict:
             ways = tuple(found.rounded(*_ROUNDING[result.type]) for found in ways)
         ways = tuple(B(*(np.broadcast_to(t, result.shape) for t in (found.v, found.e + TINY32))) for found in ways)
         most = np.max([found.e for found in ways], 0)
-        units = np.fmin.reduce([_units(found, result.exact) for found in ways])
-        rows = np.fmin.reduce([_units(B(found.v, _of_rows(found.v, most)), result.exact) for found in ways])
-    return replace(_verdict(units), row=float(np.nan_to_num(rows, nan=0.0, posinf=np.inf).max(initial=0.0)))
+    verdicts = []
+    for found in ways:
+        row = _units(B(found.v, _of_rows(found.v, most)), result.exact)
+        row = np.nan_to_num(row, nan=0.0, posinf=np.inf).max(initial=0.0)
+        verdicts.append(replace(_verdict(_units(found, result.exact)), row=float(row)))
+    return min(verdicts, key=lambda verdict: (verdict.right is None, verdict.error))
 
 
 def _of_rows(v: np.ndarray, e: np.ndarray) -> np.ndarray:

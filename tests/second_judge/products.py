@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from .bounded import U32, B, dot, exact, several
+from .bounded import U32, B, dot, exact, partial, several
 from .movers import Result, bf16
 from .tensors import Given, Node, UnknownError
 
@@ -96,8 +96,15 @@ def _with_minimum(a: Given, raw: np.ndarray, w: np.ndarray, x: np.ndarray, found
         top = np.maximum(top, np.abs(least))
         more = dot(least, _sums(x) + -_blocks_of(brought(a.type, x), n), "mb,nb->nm")
         found = (found[0], B(found[1].v + more.v, found[1].e + more.e))
-    magnitude = np.einsum("mb,nb->nm", top, whole)
-    return tuple(way.with_error(4 * several(x.shape[-1]) * U32 * magnitude) for way in found)
+    most, squares, each = (
+        np.einsum("mb,nb->nm", *pair)
+        for pair in ((top, whole), (top**2, whole**2), (top**2, np.square(x).reshape(x.shape[0], -1, n).sum(-1)))
+    )
+    return tuple(
+        # two roundings of each block's terms, which add up as blocks do, and two of each value that was decoded
+        way.with_error(U32 * (several(2 * top.shape[1]) * partial(way.v, most, squares) + 14 * np.sqrt(each)))
+        for way in found
+    )
 
 
 def _blocks_of(x: B | None, n: int) -> B:
