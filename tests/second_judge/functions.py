@@ -41,8 +41,8 @@ def ways(f: Callable[[B], B], x: np.ndarray) -> tuple[B, ...]:
     with np.errstate(all="ignore"):
         found = f(exact(x.astype(np.float16).astype(np.float64)))
         low, high = ((found.v + side * found.e).astype(np.float16).astype(np.float64) for side in (-1, 1))
-        near = np.abs(x) < 10  # beyond, ggml takes x or 0
-        return plain, where(near, B((low + high) / 2, (high - low) / 2), plain)
+        near = np.abs(x) < (10 if f is gelu else np.inf)  # beyond, ggml takes x or 0
+        return plain, where(near, B((low + high) / 2, (high - low) / 2).rounded(), plain)
 
 
 def _relu(x: B) -> B:

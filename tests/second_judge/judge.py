@@ -135,7 +135,8 @@ def _values(ways: tuple[B, ...], result: Given) -> Verdict:
         row = _units(B(found.v, _of_rows(found.v, most)), result.exact)
         row = np.nan_to_num(row, nan=0.0, posinf=np.inf).max(initial=0.0)
         verdicts.append(replace(_verdict(_units(found, result.exact)), row=float(row)))
-    return min(verdicts, key=lambda verdict: (verdict.right is None, verdict.error))
+    best = min(verdicts, key=lambda verdict: (verdict.right is None, verdict.error))
+    return replace(best, row=min(verdict.row for verdict in verdicts))
 
 
 def _of_rows(v: np.ndarray, e: np.ndarray) -> np.ndarray:
