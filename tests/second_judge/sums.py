@@ -62,7 +62,7 @@ def norm(node: Node) -> Result:
 
 def _normed(x: B, axis: int | tuple[int, ...], eps: float) -> B:
     n = float(np.prod([x.v.shape[a] for a in np.atleast_1d(axis)]))
-    away = x - x.sum(axis, keepdims=True) / n
+    away = x - x.sum(axis, keepdims=True) / n if n > 1 else exact(np.zeros(x.v.shape))
     return away * ((away * away).sum(axis, keepdims=True) / n + eps).sqrt().reciprocal()
 
 
