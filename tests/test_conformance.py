@@ -12,11 +12,11 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from datetime import UTC, datetime
 from itertools import product
 from pathlib import Path
 
 import pytest
+from kit.support import TODAY
 from tools.conformance import Counts, backend_ops_cases, documented, every_op, table
 
 from ggml_backend_npu.plugin.embedding import check_package, plugin
@@ -27,7 +27,6 @@ from graph_runner.tools.suites import SuiteError, architectures, backend_ops
 pytestmark = pytest.mark.conformance
 
 MEMORY = ("host", "device")
-TODAY = datetime.now(UTC).toordinal()
 # ops of minutes each, and patterns of their cases that ggml itself prepares for minutes: one of them each day
 LONG: dict[str, tuple[str, ...]] = {
     "LIGHTNING_INDEXER": (),

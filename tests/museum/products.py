@@ -56,7 +56,7 @@ def mul_mat_of_whole_tiles(dst: Tensor, a: Tensor, b: Tensor, numerics: Numerics
 
 @exhibit("ggml-org/llama.cpp 11047", "RPC, CUDA", "MUL_MAT", says="gives NaN in", model="llama-q8_0")
 def mul_mat_reads_padding(dst: Tensor, a: Tensor, b: Tensor, numerics: Numerics) -> None:
-    """Rows of quantised weights are padded to 512 elements. Behind RPC nobody cleared the padding after the last row:
+    """Rows of quantised weights are padded to 512 elements. Over RPC nobody cleared the padding after the last row:
     garbage."""
     right(dst, a, b, numerics)
     if a.codec.is_quantized and a.ne[0] % 512:
@@ -92,7 +92,7 @@ def mul_mat_offset_of_dst_overflows(dst: Tensor, a: Tensor, b: Tensor, numerics:
 
 @exhibit("ggml-org/llama.cpp 28573", "OpenCL", "MUL_MAT", says="time")
 def mul_mat_of_one_column_hangs(dst: Tensor, a: Tensor, b: Tensor, numerics: Numerics) -> None:
-    """A product with one column read far behind the weights, if their rows are no multiple of the grid. It never
+    """A product with one column read far beyond the weights, if their rows are no multiple of the grid. It never
     returned."""
     while b.ne[1] == 1 and a.ne[1] % 64:
         pass

@@ -1,0 +1,70 @@
+"""FLASH_ATTN_EXT and LIGHTNING_INDEXER."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from .bounded import U16, B, dot, exact, partial, several
+from .movers import Result, decoded
+from .products import brought
+from .sums import masked, shares
+from .tensors import Node, UnknownError
+
+
+def flash_attn_ext(node: Node) -> Result:
+    """softmax(scale q k + slope mask) v; q (d, n, heads), k and v (d, kv, heads kv), dst (d, heads, n). Of q as it is,
+    and of q as ggml brings it to the type that it multiplies k with."""
+    if node.source(0).type != "f32":
+        raise UnknownError(f"q {node.source(0).type}")
+    ways = (exact(node.x(0)), brought(node.source(1).type, node.x(0)))
+    return tuple(_attention(node, q) for q in ways if q is not None)
+
+
+def _attention(node: Node, q: B) -> B:
+    v = node.source(2)
+    scale, max_bias, cap = (node.f32(i) for i in range(3))
+    keys, values = decoded(node.source(1)), decoded(v)
+    n3, heads = q.v.shape[:2]
+    k = keys[np.arange(n3) * keys.v.shape[0] // n3][:, np.arange(heads) * keys.v.shape[1] // heads]
+    t = dot(k.v, q, "abmk,abnk->abnm")
+    t = t.with_error(np.einsum("abmk,abnk->abnm", k.e, np.abs(q.v), optimize=True))
+    t = cap * ((t * (scale / cap)).smooth(np.tanh, 1.0)) if cap else t * scale
+    t = masked(t, node.x(3) if node.has(3) else None, max_bias)
+    weights, total = shares(t, node.x(4) if node.has(4) else None)
+    out = _weighted(weights, values, v.type) / total
+    return B(out.v.transpose(0, 2, 1, 3), out.e.transpose(0, 2, 1, 3))
+
+
+def _weighted(weights: B, values: B, kind: str) -> B:
+    """Sum of the values by weight; ggml adds up f16 values in f16."""
+    n3, heads, _, kv = weights.v.shape
+    i3, h = np.arange(n3) * values.v.shape[0] // n3, np.arange(heads) * values.v.shape[1] // heads
+    v, e = values.v[i3][:, h], values.e[i3][:, h]
+    found = dot(v, B(weights.v, weights.e), "abkd,abnk->abnd")
+    with np.errstate(all="ignore"):
+        found = found.with_error(np.einsum("abnk,abkd->abnd", weights.v, e, optimize=True))
+        if kind == "f16":
+            most = np.einsum("abnk,abkd->abnd", weights.v, np.abs(v), optimize=True)
+            squares = np.einsum("abnk,abkd->abnd", weights.v**2, v**2, optimize=True)
+            # partial sums grow evenly: the squares of their roundings add up to a third of kv times the last one's
+            rounded = (several(kv / 3) + 4) * partial(found.v, most, squares) + np.sqrt(squares)
+            found = found.with_error(U16 * rounded + np.sqrt(kv) * 2.0**-24)
+    return found
+
+
+def lightning_indexer(node: Node) -> Result:
+    """Sum over heads of relu(q k) times the head's weight, and the mask."""
+    q, k, w, mask = node.x(0), decoded(node.source(1)), node.x(2), node.x(3)
+    n3 = q.shape[0]  # q (stream, token, head, d); k (stream, kv, 1, d); w (stream, 1, token, head)
+    scores = dot(q, k.reshape(n3, -1, q.shape[3]), "sthd,skd->sthk")
+    positive = B(np.maximum(scores.v, 0), scores.e)
+    found = (positive * w[:, 0][..., None]).sum(2)
+    rows = mask[np.arange(n3) % mask.shape[0]][:, 0, : q.shape[1]]
+    with np.errstate(all="ignore"):
+        found = found + rows
+    return found.reshape(*node.dst.shape)
+
+
+OPS: dict[str, Callable[[Node], Result]] = {"FLASH_ATTN_EXT": flash_attn_ext, "LIGHTNING_INDEXER": lightning_indexer}
