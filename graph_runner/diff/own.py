@@ -235,7 +235,7 @@ class OwnRun:
                 each.fused = what.name
         if len(nodes) == 1:
             nodes[0].result = copy(nodes[0].node.dst)
-            nodes[0].mirrored, nodes[0].before = self.mirrored(nodes[0]), None
+            nodes[0].mirrored, nodes[0].before = _held(self.mirrored(nodes[0])), None
         else:
             self._look_at(nodes, collected.graph(), what.fused.written if isinstance(what, Joined) else None)
 
@@ -331,6 +331,15 @@ class OwnRun:
         if key not in self._constants:
             self._constants[key] = _hold_the_same(source, reference)
         return self._constants[key]
+
+
+def _held(each: Mirrored | None) -> Mirrored | None:
+    """Returns what is compared of a node that is judged later. If results differ, rules ask what it read, which other
+    nodes may have written over by then: so copies of that."""
+    if each is None or _hold_the_same(each.expected, each.actual):
+        return each
+    src = tuple(source if source is None or not source.nbytes else copy(source) for source in each.node.src)
+    return replace(each, node=replace(each.node, src=src))
 
 
 def _is_gone(outputs: list[Tensor], at: int) -> bool:

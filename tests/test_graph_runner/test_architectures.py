@@ -66,6 +66,20 @@ def test_a_graph_without_fused_ops_is_compared_with_one_like_it(model: str) -> N
     assert [outcome.why for outcome in outcomes(folder().with_name("models"), [case]) if not outcome] == []
 
 
+@pytest.mark.conformance
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(
+            "glm5-next-moe", "all", "off", "device", "accel", "f16", 71
+        ),  # a sort of scores that later nodes overwrite
+        Case("dream-dense", "default", "on", "device", "gpu", "q8_0", 71),  # of which the device computes no node
+    ],
+)
+def test_cases_that_were_wrong(case: Case) -> None:
+    assert [outcome.why for outcome in outcomes(folder().with_name("models"), [case]) if not outcome] == []
+
+
 @pytest.fixture(scope="module")
 def shapes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {path.stem: path for path in written(tmp_path_factory.mktemp("shapes"))}

@@ -13,15 +13,18 @@ from kit.diffs import FLASH_OFF, PROMPT, planted
 from kit.models import Models
 from kit.support import choose
 
-from ggml_backend_npu import Memory, Tensor, default_backend
+from ggml_backend_npu import Memory, Node, Tensor, default_backend
 from ggml_backend_npu.ggml import codecs
 from ggml_backend_npu.ops import OWN
 from ggml_backend_npu.ops.norms import Norm
+from ggml_backend_npu.ops.routing import Argsort
 from ggml_backend_npu.plugin.plugin import Plugin
 from ggml_backend_npu.registry.entry import Op
-from graph_runner.diff.own import Mirrored, OwnNode, OwnRun
+from graph_runner.diff.own import Mirrored, OwnNode, OwnRun, _held
 from graph_runner.diff.run import DiffOptions, DiffResult, diff, run_in_step
+from graph_runner.judging.compare import compare
 from graph_runner.judging.results import ISOLATED, OWN_RUN, Fate, Verdict
+from graph_runner.judging.rules import Rules
 from graph_runner.trace import read_trace, replay
 
 RIGHT = {Verdict.EXACT, Verdict.ROUNDING, Verdict.INHERITED, Verdict.AMPLIFIED}
@@ -94,6 +97,21 @@ def skip_where_products_are_rounded() -> None:
     """Before they are added: then no bytes are promised of ROPE, and attention."""
     if not codecs.bound().contracts:
         pytest.skip("this ggml was built without contraction of products and sums")
+
+
+def test_rules_see_what_a_node_read_though_others_have_written_over_it() -> None:
+    """A sort of equal scores, judged after a node that lies in their place."""
+    scores, params = Tensor.of(np.zeros((1, 1, 1, 4), np.float32)), Argsort(1)
+    expected, actual = (Tensor.of(np.array([[[order]]], np.int32)) for order in ([0, 1, 2, 3], [3, 0, 1, 2]))
+    node = Node("ARGSORT", expected, (scores,), params.packed)
+    same = Mirrored(node, node, expected, expected)
+    assert _held(same) is same
+    held = _held(Mirrored(node, node, expected, actual))
+    scores.view()[...] = [1, 2, 3, 4]
+    assert held is not None
+    found = compare(expected, actual)
+    assert Rules().allows(held.node, expected, actual, found)
+    assert not Rules().allows(node, expected, actual, found)
 
 
 def test_what_is_fed_alike_is_not_computed_once_more(model: Models, mirrored: list[Mirrored]) -> None:
