@@ -348,6 +348,8 @@ def _terms(
 def _undefined(
     dst: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *_: object, **__: object
 ) -> undefined.Flags:
+    if _is_product(q, k, v):  # tiles are filled up with zeros, and infinity times 0 is NaN; sums may overflow
+        return np.broadcast_to(undefined.spoilt_rows(q).swapaxes(1, 2)[..., None], dst.ne[::-1])
     if not codec(VEC_DOT[k.type]).is_quantized:
         return undefined.NOTHING
     found, keys = undefined.spoilt_rows(q).swapaxes(1, 2), undefined.spoilt_rows(k)

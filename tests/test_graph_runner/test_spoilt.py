@@ -153,6 +153,15 @@ def test_a_key_that_is_not_finite_spoils_the_queries_that_see_it() -> None:
     assert not found[0, :, :2].any()
 
 
+@pytest.mark.parametrize("value", [np.inf, 3e38, 1e30])
+def test_many_queries_of_which_one_is_not_finite_or_may_overflow(value: float) -> None:
+    """From 64 queries on, ggml's CPU multiplies tiles that are filled up with zeros, and infinity times 0 is NaN."""
+    q, k = np.ones((1, 2, 64, 32), np.float32), Tensor.of(np.ones((1, 1, 5, 32), np.float16))
+    q[0, 1, 7, 3] = value
+    found = undefined_of("FLASH_ATTN_EXT", Tensor.of(q), k, k, None, None, ne=(1, 64, 2, 32))
+    assert np.argwhere(found).tolist() == ([[0, 7, 1]] if value > 1e31 else [])
+
+
 def test_an_indexer_takes_what_is_no_number_for_zero() -> None:
     q, k = np.ones((1, 2, 3, 64), np.float32), np.ones((1, 5, 1, 64), np.float32)
     q[0, 1, 2, 7], k[0, 4, 0, 9] = NAN, np.inf
