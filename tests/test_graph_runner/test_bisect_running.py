@@ -12,8 +12,9 @@ import pytest
 from kit.backends import blas
 from kit.commands import Cli, assert_refused, fresh, strict_json
 
-from ggml_backend_npu import Backend, Op, Options, Tensor, op
+from ggml_backend_npu import Backend, Op, Options, Tensor
 from ggml_backend_npu.ops import OWN
+from ggml_backend_npu.registry.entry import op
 from graph_runner.base.settings import Settings
 from graph_runner.base.tiny import write_tiny_llama
 from graph_runner.bisect.result import Bisection
