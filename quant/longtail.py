@@ -168,4 +168,5 @@ class Q8_K(Codec):
     def decode(self, blocks: Bytes) -> Floats:
         """quant * d of blocks of 4 + 256 + 32 bytes, as dequantize_row_q8_K."""
         d, quants, _ = split(blocks, 4, 256, 32)
-        return quants.view(np.int8).astype(np.float32) * d.view(np.float32)
+        with np.errstate(over="ignore", invalid="ignore"):
+            return quants.view(np.int8).astype(np.float32) * d.view(np.float32)
