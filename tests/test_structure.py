@@ -361,7 +361,9 @@ WITHOUT_TESTS = {
     "graph_runner/bisect": "result",
     "graph_runner/cli": "app cache capture codes command common doctor failures ops options plugin replay test",
     "graph_runner/diagnosis": "altered case numbers places words written",
-    "graph_runner/diff": "alone erring explaining judge leaves lockstep logits run sides state together turns walks",
+    "graph_runner/diff": (
+        "alone erring explaining judge leaves lockstep logits result run sides state together turns walks"
+    ),
     "graph_runner/judging": "footprints mistakes results spans",
     "graph_runner/process": "bisecting child jobs",
     "graph_runner/reports": "diff_report explorer report",

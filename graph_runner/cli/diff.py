@@ -42,7 +42,7 @@ from graph_runner.process.child import begun
 from quant.folders import FolderError, cache_root
 
 if TYPE_CHECKING:
-    from graph_runner.diff.run import DiffResult
+    from graph_runner.diff.result import DiffResult
     from graph_runner.judging.results import NodeResult
 
 _NODES_PER_UPDATE = 64

@@ -6,8 +6,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from graph_runner.diff.result import DiffResult as DiffResult
     from graph_runner.diff.run import DiffOptions as DiffOptions
-    from graph_runner.diff.run import DiffResult as DiffResult
     from graph_runner.diff.run import diff as diff
     from graph_runner.diff.run import run_in_step as run_in_step
 

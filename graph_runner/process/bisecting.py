@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -29,7 +29,7 @@ class BisectJob:
     model: Path
     prompt: str
     options: BisectOptions
-    known: tuple[Trial, ...] = field(default=())
+    known: tuple[Trial, ...] = ()
 
     def __call__(self, send: Callable[[object], None], trail: Trail | None = None) -> Bisection:
         """Sends the nodes of each run before it, as text, and its trial after it."""
@@ -59,24 +59,22 @@ def run_bisect(job: BisectJob, *, timeout: float, seen: Callable[[Trial], None])
     """
     from graph_runner.bisect.result import Trial
 
-    while True:
-        made: list[Trial] = []
-        begun_with: list[str] = []
+    told: list[str | Trial] = []
 
-        def receive(value: str | Trial, made: list[Trial] = made, begun_with: list[str] = begun_with) -> None:
-            if isinstance(value, str):
-                begun_with.append(value)
-                return
-            made.append(value)
+    def receive(value: str | Trial) -> None:
+        told.append(value)
+        if isinstance(value, Trial):
             seen(value)
 
+    while True:
+        told.clear()
         try:
             with begun("graph_runner.bisect.running") as child:
                 result: Bisection = child.run(job, receive=receive, node_timeout=timeout)
                 return result
         except EndedError as error:
-            if len(begun_with) <= len(made):
+            nodes = told[-1] if told else None
+            if not isinstance(nodes, str):
                 raise SessionError(f"model {str(job.model)!r}: llama.cpp {error.reason}") from None
-            trial = Trial(begun_with[-1], None, None, 0.0, error.reason)
-            seen(trial)
-            job = BisectJob(job.device, job.model, job.prompt, job.options, (*job.known, *made, trial))
+            receive(Trial(nodes, None, None, 0.0, error.reason))
+            job = replace(job, known=(*job.known, *(each for each in told if isinstance(each, Trial))))

@@ -18,7 +18,8 @@ from quant.folders import FolderError
 
 if TYPE_CHECKING:
     from ggml_backend_npu import AnyBackend
-    from graph_runner.diff.run import DiffOptions, DiffResult
+    from graph_runner.diff.result import DiffResult
+    from graph_runner.diff.run import DiffOptions
     from graph_runner.judging.results import NodeResult
     from graph_runner.run.devices import Devices
     from graph_runner.trace import ReplayResult

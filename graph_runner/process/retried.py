@@ -20,7 +20,7 @@ from graph_runner.process.jobs import DiffJob, NpuOptions, ReplayJob
 from quant.errors import UserError
 
 if TYPE_CHECKING:
-    from graph_runner.diff.run import DiffResult
+    from graph_runner.diff.result import DiffResult
     from graph_runner.run.devices import Devices
 
 _WAYS = (1, 8, 64)  # how often the node is computed, with other values in between

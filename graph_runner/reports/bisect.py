@@ -31,7 +31,7 @@ def print_bisection(result: Bisection, console: Console) -> None:
 
 
 def _word(result: Bisection, trial: Trial) -> str:
-    limit = result.limit if trial is result.trials[0] else result.threshold or result.limit
+    limit = result.limit if trial.nodes == result.trials[0].nodes else result.threshold
     return "wrong" if trial.fails(limit) else "right"
 
 

@@ -21,7 +21,7 @@ from graph_runner.reports.scope import canary_json, canary_line, scope_json, sco
 
 if TYPE_CHECKING:  # a replay on the NPU reports without llama.cpp
     from graph_runner.diff.logits import Ending
-    from graph_runner.diff.run import DiffResult
+    from graph_runner.diff.result import DiffResult
     from graph_runner.trace import ReplayResult
 
 SCHEMA = "ggml-npu diff 5"

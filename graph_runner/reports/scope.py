@@ -11,7 +11,7 @@ from graph_runner.judging.results import NodeResult
 from quant import type_names
 
 if TYPE_CHECKING:
-    from graph_runner.diff.run import DiffResult
+    from graph_runner.diff.result import DiffResult
 
 _MOST_NAMES = 4  # named in the line
 

@@ -334,6 +334,16 @@ def requantized(model: Path, type: str, path: Path) -> Path:
     return path
 
 
+def add_gpt2_block(model: TinyModel, block: str) -> None:
+    """Adds a block whose q, k and v are one matrix, with biases everywhere."""
+    model.norm(f"{block}.attn_norm", bias=True)
+    model.linear(f"{block}.attn_qkv", model.n_embd, 3 * model.n_embd, bias=True)
+    model.linear(f"{block}.attn_output", model.n_embd, model.n_embd, bias=True)
+    model.norm(f"{block}.ffn_norm", bias=True)
+    model.linear(f"{block}.ffn_up", model.n_embd, model.n_ff, bias=True)
+    model.linear(f"{block}.ffn_down", model.n_ff, model.n_embd, bias=True)
+
+
 def write_tiny_gpt2(path: Path) -> Path:
     """A gpt2 of 2 layers: positions are embedded, q, k and v are one matrix; GELU stands where a llama has SWIGLU."""
     model = TinyModel(path, "gpt2", spm_vocabulary())
@@ -342,12 +352,7 @@ def write_tiny_gpt2(path: Path) -> Path:
     model.embeddings(bias=True)
     model.weight("position_embd.weight", model.random(model.n_embd, 512))
     for block in model.blocks():
-        model.norm(f"{block}.attn_norm", bias=True)
-        model.linear(f"{block}.attn_qkv", model.n_embd, 3 * model.n_embd, bias=True)
-        model.linear(f"{block}.attn_output", model.n_embd, model.n_embd, bias=True)
-        model.norm(f"{block}.ffn_norm", bias=True)
-        model.linear(f"{block}.ffn_up", model.n_embd, model.n_ff, bias=True)
-        model.linear(f"{block}.ffn_down", model.n_ff, model.n_embd, bias=True)
+        add_gpt2_block(model, block)
     return model.save()
 
 

@@ -20,7 +20,7 @@ def write_llama(path: Path, n_head: int, n_head_kv: int, head_size: int) -> Path
     model.embeddings()
     for block in model.blocks():
         model.attention(block)
-        _feed_forward(model, block)
+        feed_forward(model, block)
     return model.save()
 
 
@@ -41,7 +41,7 @@ def write_gemma(path: Path, arch: str, n_head: int, n_head_kv: int, head_size: i
         if arch == "gemma3":
             for norm in ("attn_q_norm", "attn_k_norm"):
                 model.weight(f"{block}.{norm}.weight", model.random(head_size, mean=2.0, std=0.5))
-        _feed_forward(model, block)
+        feed_forward(model, block)
         model.norm(f"{block}.post_ffw_norm")
     return model.save()
 
@@ -63,7 +63,8 @@ def write_gpt_oss(path: Path, n_head: int, n_head_kv: int, head_size: int, *, wi
     return model.save()
 
 
-def _feed_forward(model: TinyModel, block: str) -> None:
+def feed_forward(model: TinyModel, block: str) -> None:
+    """Adds the feed-forward part of a llama's block."""
     model.norm(f"{block}.ffn_norm")
     model.linear(f"{block}.ffn_gate", model.n_embd, model.n_ff)
     model.linear(f"{block}.ffn_up", model.n_embd, model.n_ff)

@@ -6,7 +6,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from gguf import GGUFReader
-from kit.models import write_tiny_gpt2, write_tiny_moe
+from kit.models import add_gpt2_block, write_tiny_gpt2, write_tiny_moe
+from kit.shapes import feed_forward
 
 from graph_runner.base.tiny import TinyModel, spm_vocabulary, write_tiny_llama
 
@@ -20,12 +21,7 @@ def write_gptneox(path: Path) -> Path:
     model.writer.add_parallel_residual(False)
     model.embeddings(bias=True)
     for block in model.blocks():
-        model.norm(f"{block}.attn_norm", bias=True)
-        model.linear(f"{block}.attn_qkv", model.n_embd, 3 * model.n_embd, bias=True)
-        model.linear(f"{block}.attn_output", model.n_embd, model.n_embd, bias=True)
-        model.norm(f"{block}.ffn_norm", bias=True)
-        model.linear(f"{block}.ffn_up", model.n_embd, model.n_ff, bias=True)
-        model.linear(f"{block}.ffn_down", model.n_ff, model.n_embd, bias=True)
+        add_gpt2_block(model, block)
     return model.save()
 
 
@@ -37,7 +33,7 @@ def write_factors(path: Path) -> Path:
     model.weight("rope_freqs.weight", model.random(model.head_size // 2, mean=4.0, std=1.0))
     for block in model.blocks():
         model.attention(block)
-        _feed_forward(model, block)
+        feed_forward(model, block)
     return model.save()
 
 
@@ -52,15 +48,8 @@ def write_qwen3(path: Path) -> Path:
         model.linear(f"{block}.attn_output", model.n_head * model.head_size, model.n_embd)
         for norm in ("attn_q_norm", "attn_k_norm"):
             model.weight(f"{block}.{norm}.weight", model.random(model.head_size, mean=1.0))
-        _feed_forward(model, block)
+        feed_forward(model, block)
     return model.save()
-
-
-def _feed_forward(model: TinyModel, block: str) -> None:
-    model.norm(f"{block}.ffn_norm")
-    model.linear(f"{block}.ffn_gate", model.n_embd, model.n_ff)
-    model.linear(f"{block}.ffn_up", model.n_embd, model.n_ff)
-    model.linear(f"{block}.ffn_down", model.n_ff, model.n_embd)
 
 
 def scaled(path: Path, factors: Mapping[str, float]) -> Path:

@@ -22,7 +22,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 if __name__ == "__main__":  # what tests share lies beside this folder
     sys.path[0] = str(Path(__file__).resolve().parents[1])
@@ -75,7 +75,7 @@ class Judge:
         self._cpu = self._stack.enter_context(Replica(lib.ggml(), "CPU", threads=1))
         self._numerics = replace(codecs.bound(), matmul="exact")
 
-    def __enter__(self) -> Judge:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -87,12 +87,17 @@ class Judge:
         aborts = node.op == "MUL_MAT_ID" and [x and x.type for x in node.src[:2]] == ["f32", "bf16"]
         return not aborts and self._cpu.refusal(node) is None
 
-    def wrong(self, node: Node) -> str | None:
-        """What is wrong with the result of the node's kernel; None if nothing is."""
+    def computed(self, node: Node) -> tuple[Copied, Copied]:
+        """The node over copies, computed by ggml's CPU and by its kernel."""
         expected, actual = (Copied.of(node, blanks=True) for _ in range(2))
         self._cpu.compute(expected.node)
         with allowing(1):  # attention adds up its cells in as many parts as there are threads
             OWN[node.op].bind(actual.node, self._numerics)()
+        return expected, actual
+
+    def wrong(self, node: Node) -> str | None:
+        """What is wrong with the result of the node's kernel; None if nothing is."""
+        expected, actual = self.computed(node)
         if (changed := actual.changed()) != expected.changed():  # an optimiser's are its results too
             return f"changes sources {changed}, not {expected.changed()}"
         found = compare(expected.node.dst, actual.node.dst, actual.outside())

@@ -24,7 +24,6 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from multiprocessing import get_context
 from pathlib import Path
@@ -38,15 +37,14 @@ from numpy.typing import NDArray
 from second_judge import Given, Verdict
 from second_judge import Judge as Second
 from second_judge import Node as Bare
+from tools.fuzz import Judge as Computing
 from tools.fuzz import Numbered, series
 
 from ggml_backend_npu import Memory, Node, Tensor
-from ggml_backend_npu.ggml import codecs, lib
 from ggml_backend_npu.ops import OWN
-from ggml_backend_npu.plugin.replica import Replica
 from graph_runner.judging.compare import compare
 from graph_runner.judging.copies import Copied, span
-from graph_runner.judging.rules import Rules, type_of
+from graph_runner.judging.rules import type_of
 
 BAND = 30.0
 CPU, KERNEL = "ggml's CPU", "the kernel"
@@ -202,31 +200,14 @@ def given(tensor: Tensor) -> Given:
     return Given(tensor.type, tuple(tensor.ne), tuple(tensor.nb), span(tensor).tobytes())
 
 
-class Both:
+class Both(Computing):
     """The two judges. A context manager."""
-
-    def __init__(self) -> None:
-        self._stack, self._rules = ExitStack(), Rules()
-        self._cpu = self._stack.enter_context(Replica(lib.ggml(), "CPU", threads=1))
-        self._numerics = replace(codecs.bound(), matmul="exact")
-
-    def __enter__(self) -> Both:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._stack.close()
-
-    def takes(self, node: Node) -> bool:
-        """Whether ggml's CPU takes the node."""
-        return self._cpu.refusal(node) is None
 
     def results(self, node: Node, rng: Rng, faults: Sequence[Fault]) -> Iterator[Candidate]:
         """ggml's CPU's, the kernel's, and faulty ones: a quarter of them computed from a wrong source instead."""
-        expected, actual = (Copied.of(node, blanks=True) for _ in range(2))
+        expected, actual = self.computed(node)
         self._before = expected.before
-        self._cpu.compute(expected.node)
         yield Candidate(CPU, expected.node.dst)
-        OWN[node.op].bind(actual.node, self._numerics)()
         yield Candidate(KERNEL, actual.node.dst)
         for fault in faults:
             size = float(10 ** rng.uniform(-8, 1) * rng.choice([-1, 1]))
