@@ -67,6 +67,9 @@ CellTimeout = Annotated[
     float,
     typer.Option(metavar="SECONDS", min=1, callback=finite, help="Time limit of a cell.", show_default=True),
 ]
+Jobs = Annotated[
+    int, typer.Option("-j", "--jobs", metavar="N", min=1, max=1024, help="Cells that run at once.", show_default=True)
+]
 JunitFile = Annotated[
     str | None, typer.Option("--junit", metavar="FILE", help="Also write the cells as test cases of JUnit."), WRITES
 ]
@@ -101,6 +104,7 @@ def matrix(
     servers: RpcServers = None,
     settings: SettingTexts = None,
     folder: Folder = Path("matrix"),
+    jobs: Jobs = 1,
     cell_timeout: CellTimeout = 1800.0,
     json_file: JsonFile = None,
     junit_file: JunitFile = None,
@@ -140,7 +144,7 @@ def matrix(
                 _save(folder, found)
                 seen(result, kept)
 
-            sweep(cells, folder, partial(run_diff, timeout=cell_timeout), done)
+            sweep(cells, folder, partial(run_diff, timeout=cell_timeout), done, jobs)
     raise typer.Exit(_delivered(found, json_file, junit_file, ops_file, libraries or []))
 
 

@@ -13,9 +13,11 @@ import subprocess
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, fields, replace
 from importlib.metadata import version
 from pathlib import Path
+from threading import Event
 from types import NoneType
 from typing import Any
 
@@ -40,6 +42,7 @@ _NO_MATTER = ("GGML_NPU_VERBOSE", "GGML_NO_BACKTRACE")
 _JSON, _PAGE, _LOG, _CELL = "diff.json", "diff.html", "log.txt", "cell.json"
 _PATIENCE = 2.5  # seconds that a diff has to end after it was told
 _HASTE = 0.8  # the same, if the sweep itself was told to end
+_LOOK = 0.2  # seconds after which a thread that waits for a diff looks whether the sweep has ended
 _SAID = "ggml-npu: "
 _KINDS: dict[str, Any] = {"nodes": int, "nmse": (int, float, NoneType), "seconds": (int, float)}  # others are texts
 
@@ -128,7 +131,11 @@ class Result:
 
 
 Baseline = Mapping[tuple[str, str, str], Result]
-Runner = Callable[[Cell, Path], Result]
+Runner = Callable[[Cell, Path, Event], Result]
+
+
+class StoppedError(Exception):
+    """A cell that is not run, or not to its end, since the sweep has ended."""
 
 
 @dataclass(frozen=True)
@@ -249,27 +256,44 @@ def _identity(file: Path) -> list[str | int]:
 
 
 def sweep(
-    cells: Iterable[Cell], folder: Path, run: Runner, seen: Callable[[Result, bool], object] = lambda result, kept: None
+    cells: Iterable[Cell],
+    folder: Path,
+    run: Runner,
+    seen: Callable[[Result, bool], object] = lambda result, kept: None,
+    jobs: int = 1,
 ) -> list[Result]:
     """Returns the result of each cell. One that stands in the folder is not run again, unless it failed to run.
 
-    run   runs a cell in an empty folder of its own
-    seen  called with each result, and whether it stood there
+    run   runs a cell in an empty folder of its own; raises StoppedError if its event is set before the end
+    seen  called with each result, in the order of cells, and whether it stood there
+    jobs  cells that run at once
     """
-    found = []
-    for cell in cells:
-        place = folder / cell.folder
-        result = _standing(cell, folder)
-        kept = result is not None
-        if result is None:
-            shutil.rmtree(place, ignore_errors=True)
-            place.mkdir(parents=True)
-            result = run(cell, place)
-            result = replace(result, report=str(cell.folder / result.report))
-            write_file(place / _CELL, json.dumps(asdict(result), indent=1).encode())
-        found.append(result)
-        seen(result, kept)
+    found, stopped = [], Event()
+    with ThreadPoolExecutor(jobs) as pool:
+        running = [pool.submit(_ran, cell, folder, run, stopped) for cell in cells]
+        try:
+            for each in running:
+                result, kept = each.result()
+                found.append(result)
+                seen(result, kept)
+        finally:
+            stopped.set()
     return found
+
+
+def _ran(cell: Cell, folder: Path, run: Runner, stopped: Event) -> tuple[Result, bool]:
+    """Returns the result of a cell, and whether it stood in the folder."""
+    if stopped.is_set():
+        raise StoppedError
+    result, place = _standing(cell, folder), folder / cell.folder
+    if result is not None:
+        return result, True
+    shutil.rmtree(place, ignore_errors=True)
+    place.mkdir(parents=True)
+    result = run(cell, place, stopped)
+    result = replace(result, report=str(cell.folder / result.report))
+    write_file(place / _CELL, json.dumps(asdict(result), indent=1).encode())
+    return result, False
 
 
 def _standing(cell: Cell, folder: Path) -> Result | None:
@@ -282,8 +306,9 @@ def _standing(cell: Cell, folder: Path) -> Result | None:
     return replace(result, model=cell.model, device=cell.device, settings=cell.settings) if stands else None
 
 
-def run_diff(cell: Cell, folder: Path, timeout: float) -> Result:
-    """Runs the diff of a cell in a process of its own, which is ended after `timeout` seconds."""
+def run_diff(cell: Cell, folder: Path, stopped: Event, timeout: float) -> Result:
+    """Runs the diff of a cell in a process of its own, which is ended after `timeout` seconds, or if the event is set:
+    then it raises StoppedError."""
     files = ("--json", folder / _JSON, "--html", folder / _PAGE, "--reproducers", folder)
     command = [*python("-c", _DIFF, "diff", *cell.words, *files), "--", cell.file]
     begin = time.monotonic()
@@ -293,7 +318,7 @@ def run_diff(cell: Cell, folder: Path, timeout: float) -> Result:
             stderr=subprocess.STDOUT, start_new_session=True,
         )  # fmt: skip
         with undone(process.kill):
-            reason = _waited_for(process, timeout)
+            reason = _waited_for(process, timeout, stopped)
     found: dict[str, Any] = {"verdict": FAILED, "why": reason, "nodes": 0, "nmse": 0.0, "first_op": "", "report": _LOG}
     if reason is None and (folder / _JSON).is_file():
         found = judged(json.loads((folder / _JSON).read_bytes())) | {
@@ -305,17 +330,20 @@ def run_diff(cell: Cell, folder: Path, timeout: float) -> Result:
     return Result(model=cell.model, device=cell.device, settings=cell.settings, key=cell.key, seconds=seconds, **found)
 
 
-def _waited_for(process: subprocess.Popen[bytes], timeout: float) -> str | None:
+def _waited_for(process: subprocess.Popen[bytes], timeout: float, stopped: Event) -> str | None:
     """Waits for the end of a diff. Returns why it was no result, if that is known by its end."""
-    try:
-        code = process.wait(timeout)
-    except subprocess.TimeoutExpired:
-        _end(process, _PATIENCE)
-        return f"was not done after {timeout:g} s (--cell-timeout)"
-    except BaseException:
-        _end(process, _HASTE)
-        raise
-    return f"ended by {signal.Signals(-code).name}" if code < 0 else None
+    end = time.monotonic() + timeout
+    while not stopped.is_set():
+        try:
+            code = process.wait(max(0.0, min(_LOOK, end - time.monotonic())))
+        except subprocess.TimeoutExpired:
+            if time.monotonic() < end:
+                continue
+            _end(process, _PATIENCE)
+            return f"was not done after {timeout:g} s (--cell-timeout)"
+        return f"ended by {signal.Signals(-code).name}" if code < 0 else None
+    _end(process, _HASTE)
+    raise StoppedError
 
 
 def _end(process: subprocess.Popen[bytes], patience: float) -> None:

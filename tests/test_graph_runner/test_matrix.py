@@ -11,7 +11,9 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from io import StringIO
+from itertools import chain
 from pathlib import Path
+from threading import Barrier, Event
 from typing import Any
 from xml.etree import ElementTree
 
@@ -29,6 +31,7 @@ from graph_runner.tools.matrix import (
     Cell,
     Result,
     Setting,
+    StoppedError,
     Sweep,
     cells_of,
     judged,
@@ -58,7 +61,7 @@ class Runner:
     def __init__(self, **verdicts: str) -> None:
         self.verdicts, self.ran = verdicts, list[tuple[str, str]]()
 
-    def __call__(self, cell: Cell, folder: Path) -> Result:
+    def __call__(self, cell: Cell, folder: Path, stopped: Event) -> Result:
         assert [*folder.iterdir()] == []
         (folder / "diff.html").write_text("a page")
         self.ran.append((cell.model, cell.settings))
@@ -164,16 +167,36 @@ def test_what_failed_to_run_is_run_again(models: dict[str, str], tmp_path: Path)
 
 def test_what_is_done_stays_if_a_sweep_ends(models: dict[str, str], tmp_path: Path) -> None:
     class Interrupted(Runner):
-        def __call__(self, cell: Cell, folder: Path) -> Result:
+        def __call__(self, cell: Cell, folder: Path, stopped: Event) -> Result:
             if len(self.ran) == 2:
-                raise KeyboardInterrupt
-            return super().__call__(cell, folder)
+                assert stopped.wait(10)
+                raise StoppedError
+            return super().__call__(cell, folder, stopped)
+
+    def seen(result: Result, kept: bool) -> None:
+        if result.settings:
+            raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        sweep(cells(models), tmp_path / "out", Interrupted())
+        sweep(cells(models), tmp_path / "out", Interrupted(), seen)
     again = Runner()
     sweep(cells(models), tmp_path / "out", again)
     assert again.ran == [("b", ""), ("b", "-fa on")]
+
+
+def test_cells_run_at_once(models: dict[str, str], tmp_path: Path) -> None:
+    """Two do, in threads that wait for each other; the results are in the order of the cells."""
+    meeting = Barrier(2, timeout=30)
+
+    class Together(Runner):
+        def __call__(self, cell: Cell, folder: Path, stopped: Event) -> Result:
+            meeting.wait()
+            return super().__call__(cell, folder, stopped)
+
+    seen: list[Result] = []
+    found = sweep(cells(models), tmp_path / "out", Together(), lambda result, kept: seen.append(result), jobs=2)
+    assert [each.cell for each in found] == [each.name for each in cells(models)]
+    assert seen == found
 
 
 # the verdict of a diff
@@ -459,7 +482,7 @@ def cell_of(*words: str, file: str = "tiny") -> Cell:
 
 
 def test_a_diff_that_takes_no_options_says_why(tmp_path: Path) -> None:
-    result = run_diff(cell_of("--kernels", str(tmp_path / "none.py")), tmp_path, 300)
+    result = run_diff(cell_of("--kernels", str(tmp_path / "none.py")), tmp_path, Event(), 300)
     assert (result.verdict, result.report) == ("failed to run", "log.txt")
     assert "none.py" in result.why
 
@@ -477,8 +500,8 @@ def slow(dst, x):
 
 def children(process: int) -> list[int]:
     """Processes that a process has started, and that these have."""
-    told = Path(f"/proc/{process}/task/{process}/children").read_text()
-    return [each for child in map(int, told.split()) for each in (child, *children(child))]
+    told = [each.read_text().split() for each in Path(f"/proc/{process}/task").glob("*/children")]  # of each thread
+    return [each for child in map(int, chain(*told)) for each in (child, *children(child))]
 
 
 def is_alive(process: int) -> bool:
@@ -491,7 +514,7 @@ def is_alive(process: int) -> bool:
 @pytest.mark.slow
 def test_a_diff_that_takes_too_long(tmp_path: Path) -> None:
     kernels = kernel_file(tmp_path, SLOW.format(str(tmp_path / "told")))
-    result = run_diff(cell_of("--kernels", str(kernels)), tmp_path, 15)
+    result = run_diff(cell_of("--kernels", str(kernels)), tmp_path, Event(), 15)
     assert (result.verdict, result.why) == ("failed to run", "was not done after 15 s (--cell-timeout)")
 
 
