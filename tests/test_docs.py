@@ -16,7 +16,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from kit.diffs import FLASH_OFF, PROMPT
 from kit.models import Models
+from kit.right_devices import by_int8, kernel
 from tools import conformance
 
 from ggml_backend_npu import Node, Tensor, default_backend
@@ -179,6 +181,18 @@ def test_the_tolerances_that_the_page_shows(tmp_path: Path) -> None:
     assert [rules.bound("MUL_MAT", type) for type in ("f16", "q8_0")] == [1e-6, 1e-4]
     assert rules.bound("SOFT_MAX", "f32") == 1e-8
     assert rules.bound("CONT", "f32") == 0
+
+
+@pytest.mark.parametrize("tolerances", [None, "gpu", "cuda.toml"])
+def test_products_rounded_as_the_page_says_are_right_by_its_table(
+    model: Models, tmp_path: Path, tolerances: str | None
+) -> None:
+    """As ggml-cuda's did on an NVIDIA H100."""
+    (tmp_path / "cuda.toml").write_text(block_of("docs/found.md", "cuda.toml"))
+    rules = Rules(tmp_path / tolerances if tolerances == "cuda.toml" else tolerances)
+    with default_backend().ops.having(kernel("MUL_MAT", by_int8)):
+        result = diff(model("llama-q4_0"), PROMPT, DiffOptions(steps=1, settings=FLASH_OFF, rules=rules))
+    assert bool(result) == (tolerances == "cuda.toml"), (result.wrong[:1], result.ending)
 
 
 def test_bases_and_clocks_are_as_the_page_says(tmp_path: Path) -> None:

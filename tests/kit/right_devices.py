@@ -148,6 +148,22 @@ def repacked(dst: Tensor, a: Tensor, b: Tensor, params: Params) -> None:
     dst.view()[...] = products.reshape(*columns.shape[:3], 4 * n)[..., : rows.shape[2]]
 
 
+def by_int8(dst: Tensor, a: Tensor, b: Tensor, params: Params) -> None:
+    """Weights of q4_0 as ggml-cuda multiplies them: quants from 0 to 15 by columns rounded to int8, and -8 scales by
+    the sum of the columns' values, not of what they were rounded to (ggml-cuda/quantize.cu, mmq.cuh)."""
+    if a.type != "q4_0":
+        in_doubles(dst, a, b, params)
+        return
+    rows, columns = np.repeat(values(a), b.ne[2] // a.ne[2], 1), values(b)
+    blocks = columns.reshape(*columns.shape[:-1], -1, 32)
+    scales = np.abs(blocks).max(-1, keepdims=True) / 127
+    rounded = (np.round(blocks / np.where(scales, scales, 1)) * scales).reshape(columns.shape)
+    of_blocks = rows.reshape(*rows.shape[:-1], -1, 32)
+    largest = np.take_along_axis(of_blocks, np.abs(of_blocks).argmax(-1, keepdims=True), -1)  # -8 scales, or nearly 8
+    offsets = np.broadcast_to(largest, of_blocks.shape).reshape(rows.shape)
+    dst.view()[...] = rounded @ (rows - offsets).swapaxes(2, 3) + columns @ offsets.swapaxes(2, 3)
+
+
 def in_doubles(dst: Tensor, a: Tensor, b: Tensor, params: Params) -> None:
     found = noise.exact(Node("MUL_MAT", dst, (a, b)))
     dst.view()[...] = found
@@ -183,8 +199,7 @@ KERNELS: dict[str, tuple[str, Callable[..., None]]] = {
 }
 
 
-def kernel(name: str) -> Op:
-    op, define = KERNELS[name]
+def kernel(op: str, define: Callable[..., None]) -> Op:
     own = OWN[op]
     return Op(op, define, own.types, own.refuse, params=own.params)
 

@@ -51,7 +51,7 @@ def test_a_kernel_that_adds_up_otherwise_is_right(
 ) -> None:
     choose(monkeypatch, ops=ops)
     settings = FLASH_ON if "attention" in name else FLASH_OFF
-    with default_backend().ops.having(kernel(name)):
+    with default_backend().ops.having(kernel(*KERNELS[name])):
         options = DiffOptions(steps=1, settings=settings, repeat=repeat, rules=Rules(tolerances))
         result = diff(model("llama f32"), PROMPT, options)
     assert result, (result.wrong[:1], result.ending)
