@@ -41,10 +41,6 @@ class Trial:
     seconds: float
     error: str = ""
 
-    def fails(self, limit: float) -> bool:
-        """Whether it is wrong."""
-        return self.nmse is None or not self.nmse <= limit
-
 
 @dataclass
 class Bisection:
@@ -58,6 +54,8 @@ class Bisection:
     is_whole whether these are all; False if there may be more
     rate     the part of runs with all nodes on the device that fail; less than 1: each trial is repeated
     why      why nothing was looked for though the run is wrong, or ""
+    by_token whether a run is wrong if another token follows, whatever the NMSE
+    ends     whether nothing is looked for, and the run alone is judged
     """
 
     model: str
@@ -73,6 +71,14 @@ class Bisection:
     is_whole: bool = True
     rate: float = 0.0
     why: str = ""
+    by_token: bool = False
+    ends: bool = False
 
     def __bool__(self) -> bool:
-        return not self.needed and not self.why
+        return not self.rate
+
+    def is_wrong(self, trial: Trial, limit: float) -> bool:
+        """Whether a run is wrong, by a limit of its NMSE."""
+        if trial.nmse is None:
+            return True
+        return trial.first_token is not None if self.by_token else not trial.nmse <= limit

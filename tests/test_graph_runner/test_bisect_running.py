@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 import pytest
 from kit.backends import blas
 from kit.commands import Cli, assert_refused, fresh, strict_json
+from kit.whole import FAULT, Memory, Spoils, at, half_as_much_again, spoiling
 
-from ggml_backend_npu import Backend, Op, Options, Tensor
-from ggml_backend_npu.ops import OWN
-from ggml_backend_npu.registry.entry import op
+from ggml_backend_npu import Tensor
 from graph_runner.base.settings import Settings
 from graph_runner.base.tiny import write_tiny_llama
 from graph_runner.bisect.result import Bisection
@@ -22,7 +19,6 @@ from graph_runner.bisect.running import BisectOptions, Runs
 
 PROMPT = "The capital of France is"
 OPTIONS = BisectOptions(settings=Settings(flash_attention="off"), steps=2)
-Spoils = Callable[[Tensor], None]
 
 
 @pytest.fixture(scope="module")
@@ -31,38 +27,9 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def bisected(
-    model: Path,
-    faults: dict[str, Spoils],
-    options: BisectOptions = OPTIONS,
-    *,
-    memory: Literal["host", "device"] = "host",
+    model: Path, faults: dict[str, Spoils], options: BisectOptions = OPTIONS, *, memory: Memory = "host"
 ) -> Bisection:
-    """A bisection of a device that gives a result of each of some ops to a function, which may spoil it."""
-    ops = {**OWN}
-    for name, spoils in faults.items():
-        ops[name] = _spoiling(name, spoils)
-    kind: Literal["gpu", "accel"] = "gpu" if memory == "device" else "accel"
-    backend = Backend(ops=ops.values(), options=Options(ops="all", memory=memory, device_type=kind))
-    return Runs(model, PROMPT, options, backend).bisected()
-
-
-def _spoiling(name: str, spoils: Spoils) -> Op:
-    own = OWN[name]
-
-    def with_params(dst: Tensor, src0: Tensor, src1: Tensor | None = None, *, params: object) -> None:
-        own.define(dst, src0, src1, params=params)
-        spoils(dst)
-
-    def without(dst: Tensor, src0: Tensor, src1: Tensor) -> None:
-        own.define(dst, src0, src1)
-        spoils(dst)
-
-    kernel = without if own.params is None else with_params
-    return op(name, types=own.types, refuse=own.refuse, params=own.params)(kernel)
-
-
-def half_as_much_again(dst: Tensor) -> None:
-    dst.view()[..., :8] *= np.float32(1.5)
+    return Runs(model, PROMPT, options, spoiling(faults, memory=memory)).bisected()
 
 
 def names(result: Bisection) -> list[str]:
@@ -70,12 +37,8 @@ def names(result: Bisection) -> list[str]:
 
 
 @pytest.mark.parametrize("memory", ["host", "device"])
-def test_a_node_of_one_layer_is_found(llama: Path, memory: Literal["host", "device"]) -> None:
-    def spoils(dst: Tensor) -> None:
-        if dst.name == "ffn_swiglu-1":
-            half_as_much_again(dst)
-
-    result = bisected(llama, {"SWIGLU": spoils}, memory=memory)
+def test_a_node_of_one_layer_is_found(llama: Path, memory: Memory) -> None:
+    result = bisected(llama, {"SWIGLU": at("ffn_swiglu-1")}, memory=memory)
     assert not result
     assert names(result) == ["ffn_swiglu-1"]
     assert result.units[result.needed[0]].op == "SWIGLU"
@@ -132,20 +95,6 @@ def test_a_limit_says_what_is_wrong(llama: Path) -> None:
 
 
 # the command
-
-FAULT = """
-import os
-from ggml_backend_npu.ops import OWN
-from ggml_backend_npu import op
-
-ours = OWN["SWIGLU"]
-
-@op("SWIGLU", types=ours.types, refuse=ours.refuse, params=ours.params)
-def wrong(dst, a, b=None, params=None):
-    ours.define(dst, a, b, params=params)
-    if dst.name == "ffn_swiglu-1":
-        {does}
-"""
 
 
 @pytest.mark.parametrize(
