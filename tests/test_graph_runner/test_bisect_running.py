@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from graph_runner.base.settings import Settings
 from graph_runner.base.tiny import write_tiny_llama
 from graph_runner.bisect.result import Bisection
 from graph_runner.bisect.running import BisectOptions, Runs
+from graph_runner.reports.bisect import verdict
 
 PROMPT = "The capital of France is"
 OPTIONS = BisectOptions(settings=Settings(flash_attention="off"), steps=2)
@@ -114,6 +116,40 @@ def test_the_command(does: str, error: str, tmp_path: Path) -> None:
     assert data["runs"][0]["error"] == error
     assert data["passed"] is False
     assert outcome.err.count("kernels of") == 1
+
+
+def test_another_token_is_what_makes_a_run_wrong(llama: Path) -> None:
+    """Not an NMSE that is large."""
+    faults = {"SWIGLU": at("ffn_swiglu-1")}
+    result = bisected(llama, faults, replace(OPTIONS, by_token=True, ends=True, repeat=1, steps=0))
+    assert result
+    assert (result.trials[0].nmse or 0) > result.limit
+    assert "the same tokens" in verdict(result)
+
+
+def test_ends_look_for_no_node(llama: Path) -> None:
+    result = bisected(llama, {"SWIGLU": at("ffn_swiglu-1")}, replace(OPTIONS, ends=True, repeat=2))
+    assert not result
+    assert len(result.trials) == 2
+    assert verdict(result).startswith(f"wrong: all {len(result.units)} nodes on NPU, NMSE ")
+
+
+@pytest.mark.slow
+def test_a_bisection_goes_on_where_it_stopped(tmp_path: Path) -> None:
+    kernels, runs = tmp_path / "wrong.py", tmp_path / "runs.json"
+    kernels.write_text(FAULT.format(does="dst.view()[...] = 0"))
+    words = ("--all", "--kernels", kernels, "-n", 0, "--repeat", 1, "--resume", runs)
+    first = fresh("bisect", "tiny", *words)
+    data = strict_json(runs.read_text())
+    made = data["runs"]
+    runs.write_text(json.dumps(data | {"runs": made[:4]}))
+    again = fresh("bisect", "tiny", *words)
+    assert (first.code, again.code) == (1, 1)
+    assert first.out == again.out
+    after = strict_json(runs.read_text())["runs"]
+    assert after[:4] == made[:4]
+    assert [each["nodes"] for each in after] == [each["nodes"] for each in made]
+    assert_refused(fresh("bisect", "tiny", *words, "-p", "another"), "prompt", "'another'")
 
 
 @pytest.mark.slow
