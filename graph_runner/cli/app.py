@@ -25,6 +25,7 @@ from graph_runner.cli import (
     replay,
     run,
     test,
+    triage,
 )
 from graph_runner.cli.command import Command, as_command
 
@@ -46,6 +47,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "hazards": hazards.hazards,
     "bisect": bisect.bisect,
     "flaky": flaky.flaky,
+    "triage": triage.triage,
     "devices": devices.devices,
     "doctor": doctor.doctor,
     "plugin": plugin.plugin,

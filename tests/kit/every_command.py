@@ -31,6 +31,7 @@ COMMANDS: dict[str, tuple[str, int]] = {
     "bisect": ("bisect {model} -n 0 -f {prompt} --kernels {kernels} --profile {profile} --repeat 1", 0),
     "flaky": ("flaky {model} -n 0 -f {prompt} --kernels {kernels} --profile {profile} --repeat 2", 0),
     "hazards": ("hazards {model} -n 0 -f {prompt} --kernels {kernels} --profile {profile}", 0),
+    "triage": ("triage {model} -n 0 -f {prompt} --kernels {kernels} --profile {profile}", 0),
     "devices": ("devices --device-file {device}", 0),
     "doctor": ("doctor {device}", 0),
     "plugin": ("plugin", 0),
