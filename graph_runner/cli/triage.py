@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from enum import StrEnum
 from itertools import count
@@ -63,7 +64,7 @@ def triage(
         console.print(step_line(next(numbers), step), highlight=False, markup=False, soft_wrap=True)
 
     with stderr().status("looking"):
-        found = order.triage([*_words(given), "--", model], order.run_command, seen)
+        found = order.triage([*_words(given), "--", model], _movers(device_file), order.run_command, seen)
 
     def conclude() -> None:
         for line in conclusion(found):
@@ -72,7 +73,16 @@ def triage(
     outputs: list[Callable[[], None]] = [conclude]
     if json_file is not None:
         outputs.append(lambda: write("--json", json_file, json_text(triage_json(found))))
-    raise typer.Exit(delivered(all(found), *outputs))
+    raise typer.Exit(delivered(conclusion(found)[-1].startswith("right"), *outputs))
+
+
+def _movers(device_file: str | None) -> list[str]:
+    """Returns the names of the ops that move data; none for a device of the user's, which need not have them."""
+    from ggml_backend_npu.ops import OWN
+
+    if device_file or os.environ.get("GGML_NPU_DEVICE_FILE"):
+        return []
+    return [name for name, op in OWN.items() if op.default]
 
 
 def _words(given: dict[str, Any]) -> Iterator[str]:

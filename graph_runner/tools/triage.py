@@ -16,6 +16,8 @@ from typing import Any
 from graph_runner.base.endings import undone
 from graph_runner.base.errors import BadInputError
 from graph_runner.base.python import environment, python
+from graph_runner.judging.results import UNDECIDED
+from graph_runner.tools.matrix import what_is_wrong
 
 _COMMAND = (
     "from ggml_backend_npu.ggml.guard import end_with_parent; end_with_parent()\n"
@@ -24,7 +26,6 @@ _COMMAND = (
 _SAID = "ggml-npu: "
 _WRONG, _BAD_INPUT = 1, 2
 _RUNS = "10"  # of flaky, and of bisect if only some runs are wrong
-ALL = "--all"  # the option without which the NPU moves data alone
 
 
 @dataclass(frozen=True)
@@ -47,30 +48,36 @@ class Step:
     data: dict[str, Any]
 
     def __bool__(self) -> bool:
-        return self.code == 0
+        return self.code == 0 or self.is_open
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it could not tell: no node was compared, or one was not judged."""
+        return self.said.startswith(UNDECIDED)
 
 
 Run = Callable[[str, Sequence[str]], Step]
 
 
-def triage(words: Sequence[str], run: Run, seen: Callable[[Step], object]) -> list[Step]:
+def triage(words: Sequence[str], movers: Sequence[str], run: Run, seen: Callable[[Step], object]) -> list[Step]:
     """Runs commands until the fault has a name, or there is none. Returns them.
 
     words  of each command: the model and options that all of them have
+    movers names of the ops that move data, which are quickly compared; none: these come with all others
     run    runs a command, given what it does and its words
     seen   called with each step
     """
     done: list[Step] = []
 
-    def step(what: str, command: str, *more: str, given: Sequence[str] = words) -> Step:
-        done.append(run(what, [command, *more, *given]))
+    def step(what: str, command: str, *more: str) -> Step:
+        done.append(run(what, [command, *more, *words]))
         seen(done[-1])
         return done[-1]
 
     if step("order", "hazards").name:
         return done
     ends = step("ends", "bisect", "--ends", "--repeat", "1")
-    if ALL in words and step("movers", "diff", given=[word for word in words if word != ALL]).name:
+    if movers and step("movers", "diff", "--ops", ",".join(movers)).name:
         return done
     if step("all nodes", "diff").name:
         return done
@@ -129,5 +136,5 @@ def _of_diff(data: dict[str, Any]) -> str:
         return str(data["verdict"]) if data["strays"] or data["stopped"] else ""
     node = data["nodes"][data["first_introduced"]]
     where = f"step {node['step']} node {node['index']}: {node['op']} {node['name']!r}"
-    what = node["diagnosis"] or node["failure"] or "gives other values"
+    what = what_is_wrong(node) or "gives other values"
     return f"between {node['since']} and {where}: {what}" if node["since"] else f"{where}: {what}"

@@ -17,15 +17,17 @@ from graph_runner.tools.triage import Step, named, triage
 WORDS = ("--all", "--", "m.gguf")
 
 
-def looked(found: Mapping[str, tuple[int, str]], words: Sequence[str] = WORDS) -> list[Step]:
+def looked(
+    found: Mapping[str, tuple[int, str]], movers: Sequence[str] = ("CPY", "CONT"), said: str = "said"
+) -> list[Step]:
     """A triage in which some steps end with a code and a name; the others are right."""
     seen: list[Step] = []
 
     def run(what: str, words: Sequence[str]) -> Step:
         code, name = found.get(what, (0, ""))
-        return Step(what, " ".join(words), code, "said", name, 0.1, {})
+        return Step(what, " ".join(words), code, said, name, 0.1, {})
 
-    steps = triage(words, run, seen.append)
+    steps = triage(WORDS, movers, run, seen.append)
     assert steps == seen
     return steps
 
@@ -51,10 +53,15 @@ def test_a_run_that_is_right_is_not_halved() -> None:
     assert triage_json(steps)["passed"] is True
 
 
-def test_movers_are_all_that_a_device_takes_without_the_option() -> None:
-    assert "movers" not in whats(looked({}, ("--", "m.gguf")))
+def test_movers_are_compared_first_if_they_are_known() -> None:
+    assert "movers" not in whats(looked({}, movers=()))
     movers, every = (step.command for step in looked({}) if step.command.startswith("diff"))
-    assert (movers, every) == ("diff -- m.gguf", "diff --all -- m.gguf")
+    assert (movers, every) == ("diff --ops CPY,CONT --all -- m.gguf", "diff --all -- m.gguf")
+
+
+def test_what_was_not_judged_is_not_right() -> None:
+    steps = looked({}, said="not judged: no node was compared")
+    assert conclusion(steps)[-1] == "not judged: no node was compared"
 
 
 def test_runs_that_are_apart_are_halved_often() -> None:
@@ -95,12 +102,8 @@ def test_the_command(tmp_path: Path) -> None:
     assert outcome.code == 1, outcome.err
     assert outcome.out.splitlines()[-1].startswith("wrong: step 0 node ")
     assert "SWIGLU 'ffn_swiglu-1'" in outcome.out.splitlines()[-1]
-    assert [step["what"] for step in strict_json(written.read_text())["steps"]] == [
-        "order",
-        "ends",
-        "movers",
-        "all nodes",
-    ]
+    steps = strict_json(written.read_text())["steps"]
+    assert [step["what"] for step in steps] == ["order", "ends", "movers"]
 
 
 @pytest.mark.slow
