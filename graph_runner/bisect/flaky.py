@@ -30,6 +30,7 @@ from quant.kernels.processor import processors
 _PAUSE = 2e-3  # seconds, at most, before and after a split
 _BLOCK = 1 << 23  # bytes, at most, of a block that moves addresses
 _BLOCKS = 16
+_MOST_REPEATS = 400  # of a run in which a node is looked at
 
 
 class _Seen(Walk):
@@ -132,7 +133,7 @@ class Repeats:
         """
         listed = self._observed(way, None)
         places = [place for place in sorted(listed.units) if place[0] <= last_step]
-        times, n_runs = few_enough(rate), 1
+        times, n_runs = few_enough(rate, _MOST_REPEATS), 1
 
         def parts(place: Place) -> bool:
             nonlocal n_runs

@@ -37,9 +37,10 @@ class BisectOptions(WholeOptions):
     ends: bool = False
 
 
-def few_enough(rate: float) -> int:
-    """Returns how often a run has to be right, if it fails at a rate, to say that it does not."""
-    return 1 if rate >= 1 else min(_MOST_REPEATS, math.ceil(math.log(_MISSED) / math.log(1 - rate)))
+def few_enough(rate: float, most: int = _MOST_REPEATS) -> int:
+    """Returns how often a run has to be right, if it fails at a rate, to say that it does not; at most as many as are
+    allowed."""
+    return 1 if rate >= 1 else min(most, math.ceil(math.log(_MISSED) / math.log(1 - rate)))
 
 
 class Runs:

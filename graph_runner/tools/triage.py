@@ -4,6 +4,7 @@ process of its own, which the user can run alone."""
 from __future__ import annotations
 
 import json
+import re
 import shlex
 import subprocess
 import time
@@ -25,6 +26,7 @@ _COMMAND = (
 )
 _SAID = "ggml-npu: "
 _WRONG, _BAD_INPUT = 1, 2
+_NEAR = 8  # nodes: one of them is wrong, and no command need look for it
 _RUNS = "10"  # of flaky, and of bisect if only some runs are wrong
 
 
@@ -137,4 +139,8 @@ def _of_diff(data: dict[str, Any]) -> str:
     node = data["nodes"][data["first_introduced"]]
     where = f"step {node['step']} node {node['index']}: {node['op']} {node['name']!r}"
     what = what_is_wrong(node) or "gives other values"
-    return f"between {node['since']} and {where}: {what}" if node["since"] else f"{where}: {what}"
+    if not node["since"]:
+        return f"{where}: {what}"
+    first = re.match(r"step (\d+) node (\d+):", node["since"])
+    is_near = first is not None and int(first[1]) == node["step"] and node["index"] - int(first[2]) <= _NEAR
+    return f"between {node['since']} and {where}: {what}" if is_near else ""

@@ -89,6 +89,16 @@ def test_names_are_read(data: dict[str, Any], name: str) -> None:
     assert named(data | {"passed": True}) == ""
 
 
+@pytest.mark.parametrize(("since", "is_named"), [(40, True), (0, False)])
+def test_one_of_many_nodes_is_no_name(since: int, is_named: bool) -> None:
+    node = {
+        "step": 0, "index": 43, "op": "MUL_MAT", "name": "a", "since": f"step 0 node {since}: ADD node 'b'",
+        "judged": None, "diagnosis": None, "failure": "gives other bytes",
+    }  # fmt: skip
+    data = {"schema": "ggml-npu diff 5", "passed": False, "faults": [], "first_introduced": 0, "nodes": [node]}
+    assert bool(named(data | {"strays": [], "stopped": None})) == is_named
+
+
 def test_options_are_handed_on() -> None:
     given = {"prompt": "a b", "all_ops": True, "fusion": False, "steps": 4, "kernels": [Path("a.py"), Path("b.py")]}
     assert [*_words(given)] == ["--prompt", "a b", "--kernels", "a.py", "--kernels", "b.py", "--no-fusion", "--all"]
