@@ -133,7 +133,8 @@ class Repeats:
         """
         listed = self._observed(way, None)
         places = [place for place in sorted(listed.units) if place[0] <= last_step]
-        times, n_runs = few_enough(rate, _MOST_REPEATS), 1
+        of_a_node = min(rate, 0.5) / 2  # runs may be apart by several nodes, and each in another way
+        times, n_runs = few_enough(of_a_node, _MOST_REPEATS), 1
 
         def parts(place: Place) -> bool:
             nonlocal n_runs

@@ -178,6 +178,7 @@ def diff(
                 result = job(lambda _: None)
             else:
                 result = retried(run_diff(child, job, node_timeout=node_timeout, seen=seen), job, node_timeout)
+            if replaces or child is not None:
                 result = with_replaced(result, job, replaces or ())
     raise typer.Exit(_delivered(result, json_file, html_file, explorer_file))
 
