@@ -52,6 +52,7 @@ class Bisection:
     trials   all runs, in their order
     needed   numbers of the nodes with which alone the run is wrong; empty if it is right, or if `why` says why not
     is_whole whether these are all; False if there may be more
+    span     if there may be more: the shortest range of nodes, up to the last of these, with which the run is wrong
     rate     the part of runs with all nodes on the device that fail; less than 1: each trial is repeated
     why      why nothing was looked for though the run is wrong, or ""
     by_token whether a run is wrong if another token follows, whatever the NMSE
@@ -69,6 +70,7 @@ class Bisection:
     trials: list[Trial] = field(default_factory=list)
     needed: list[int] = field(default_factory=list)
     is_whole: bool = True
+    span: range | None = None
     rate: float = 0.0
     why: str = ""
     by_token: bool = False

@@ -12,7 +12,7 @@ from pathlib import Path
 from ggml_backend_npu import AnyBackend
 from graph_runner.base.errors import SessionError
 from graph_runner.bisect.result import Bisection, Trial
-from graph_runner.bisect.search import Nodes, smallest, text_of
+from graph_runner.bisect.search import Nodes, shortest, smallest, text_of
 from graph_runner.bisect.whole import Whole, WholeOptions
 
 _MUCH = 0.01  # of what the whole run is off by: less is another fault, or rounding
@@ -90,6 +90,8 @@ class Runs:
             return result
         result.needed = smallest(len(every), self._fails, _MOST_NODES)
         result.is_whole = len(result.needed) < _MOST_NODES
+        if not result.is_whole:
+            result.span = shortest(result.needed[-1], self._fails)
         return result
 
     def _fails(self, nodes: Nodes) -> bool:

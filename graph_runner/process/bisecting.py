@@ -95,6 +95,6 @@ def run_bisect(job: BisectJob, *, timeout: float, seen: Callable[[Trial], None],
             nodes = told[-1] if told else None
             if not isinstance(nodes, str):
                 raise SessionError(f"model {str(job.model)!r}: llama.cpp {error.reason}") from None
-            receive(Trial(nodes, None, None, 0.0, error.reason))
+            receive(Trial(nodes, None, None, 0.0, error.reason.replace("--node-timeout", "--run-timeout")))
             made = tuple(each for each in told if isinstance(each, Trial))
             job = replace(job, known=(*job.known, *made), is_first=False)

@@ -96,7 +96,8 @@ def run_flaky(
         except EndedError as error:
             if not known:
                 raise SessionError(f"model {str(job.model)!r}: llama.cpp {error.reason}") from None
-            receive(Repeat(ways[len(repeats)], process, (), 0.0, error.reason))
+            reason = error.reason.replace("--node-timeout", "--run-timeout")
+            receive(Repeat(ways[len(repeats)], process, (), 0.0, reason))
         process += 1
     name, batches = known[0]
     options = job.options

@@ -60,8 +60,12 @@ def verdict(result: Bisection) -> str:
         end = "the same tokens" if result and result.by_token else f"NMSE {worst:.3g} of {result.limit:.3g}"
         often = f" in {result.rate:.0%} of the runs" if 0 < result.rate < 1 else ""
         return f"{word}{often}: all {len(result.units):,} nodes on {result.device}, {end}; {runs}"
+    if result.span is not None:
+        first, last = (result.units[number] for number in (result.span[0], result.span[-1]))
+        each = f"the {len(result.span)} nodes from {first} to {last}"
+        return f"wrong: {each}: with these together on {result.device} the run is wrong; {runs}"
     names = " and ".join(str(result.units[number]) for number in result.needed)
-    alone = "with it alone" if n == 1 else f"with these {n} together" if result.is_whole else "with these and more"
+    alone = "with it alone" if n == 1 else f"with these {n} together"
     return f"wrong: {names}: {alone} on {result.device} the run is wrong; {runs}"
 
 
@@ -79,5 +83,6 @@ def bisect_json(result: Bisection) -> dict[str, Any]:
         "is_whole": result.is_whole,
         "nodes": [asdict(unit) for unit in result.units],
         "needed": result.needed,
+        "span": None if result.span is None else [result.span[0], result.span[-1]],
         "runs": [asdict(trial) for trial in result.trials],
     }

@@ -128,6 +128,8 @@ def named(data: dict[str, Any]) -> str:
     if kind == "flaky":
         parting = data["parting"]
         return str(parting["text"]) if parting is not None and parting["place"] is not None else ""
+    if data["span"] is not None:
+        return str(data["verdict"]).removeprefix("wrong: ")
     return " and ".join(f"{unit['op']} {unit['name']!r}" for unit in (data["nodes"][n] for n in data["needed"]))
 
 

@@ -14,6 +14,7 @@ from graph_runner.cli.triage import _words
 from graph_runner.reports.triage import conclusion, triage_json
 from graph_runner.tools.triage import Step, named, triage
 
+BISECT = {"schema": "ggml-npu bisect 1", "span": None}
 WORDS = ("--all", "--", "m.gguf")
 
 
@@ -80,8 +81,12 @@ def test_runs_that_are_apart_are_halved_often() -> None:
         ({"schema": "ggml-npu flaky 1", "parting": None}, ""),
         ({"schema": "ggml-npu flaky 1", "parting": {"place": None, "text": "none"}}, ""),
         ({"schema": "ggml-npu flaky 1", "parting": {"place": [0, 3], "text": "step 0 node 3"}}, "step 0 node 3"),
-        ({"schema": "ggml-npu bisect 1", "nodes": [{"op": "MUL", "name": "a"}], "needed": [0]}, "MUL 'a'"),
-        ({"schema": "ggml-npu bisect 1", "nodes": [], "needed": []}, ""),
+        (
+            {"schema": "ggml-npu bisect 1", "nodes": [{"op": "MUL", "name": "a"}], "needed": [0], "span": None},
+            "MUL 'a'",
+        ),
+        (BISECT | {"nodes": [], "needed": []}, ""),
+        (BISECT | {"span": [0, 9], "verdict": "wrong: the 10 nodes"}, "the 10 nodes"),
     ],
 )
 def test_names_are_read(data: dict[str, Any], name: str) -> None:
