@@ -93,18 +93,18 @@ def test_every_way_comes_and_one_with_threads_of_its_own_has_a_partner() -> None
 @pytest.mark.parametrize(
     ("does", "said"),
     [
-        ("import random; dst.view()[...] *= 1 + (random.random() < 0.3)", "SWIGLU 'ffn_swiglu-1'"),
-        ("import random; random.random() < 0.3 and os.kill(os.getpid(), 11)", "runs on NPU are apart"),
+        ("import random; dst.view()[...] *= 1 + (random.random() < 0.5)", "SWIGLU 'ffn_swiglu-1'"),
+        ("seen.append(1); len(seen) == 3 and os.kill(os.getpid(), 11)", "runs on NPU are apart"),
     ],
 )
 def test_the_command(does: str, said: str, tmp_path: Path) -> None:
     kernels, written = tmp_path / "wrong.py", tmp_path / "result.json"
-    kernels.write_text(FAULT.format(does=does))
-    outcome = fresh("flaky", "tiny", "--all", "--kernels", kernels, "-n", 1, "--repeat", 12, "--json", written)
+    kernels.write_text(f"seen = []\n{FAULT.format(does=does)}")
+    outcome = fresh("flaky", "tiny", "--all", "--kernels", kernels, "-n", 0, "--repeat", 8, "--json", written)
     assert outcome.code == 1, outcome.err
     assert said in outcome.out.splitlines()[-1]
     data = strict_json(written.read_text())
-    assert len(data["runs"]) == 12
+    assert len(data["runs"]) == 8
     assert 0 < data["rate"] < 1
 
 
