@@ -358,15 +358,15 @@ WITHOUT_TESTS = {
     "ggml_backend_npu/registry": "cases checks entry exact mistakes probes shapes",
     "graph_runner/base": "endings errors files models python settings tiny",
     "graph_runner/bench": "calls codecs measure memcpy models movers nodes operators ops plot report run splits",
-    "graph_runner/bisect": "result",
+    "graph_runner/bisect": "flakiness result",
     "graph_runner/cli": "app cache capture codes command common doctor failures ops options plugin replay test",
     "graph_runner/diagnosis": "altered case numbers places words written",
     "graph_runner/diff": (
         "alone erring explaining judge leaves lockstep logits result run sides state together turns walks"
     ),
     "graph_runner/judging": "footprints mistakes results spans",
-    "graph_runner/process": "bisecting child jobs",
-    "graph_runner/reports": "diff_report explorer report",
+    "graph_runner/process": "bisecting child flaking jobs",
+    "graph_runner/reports": "diff_report explorer replaced report",
     "graph_runner/run": "llama_log model observing placement sampling session token_graph",
     "graph_runner/tools": "battery examination prediction",
     "graph_runner/trace": "capturing format reading replaying taken writing",

@@ -41,10 +41,6 @@ class Trial:
     seconds: float
     error: str = ""
 
-    def fails(self, limit: float) -> bool:
-        """Whether it is wrong."""
-        return self.nmse is None or not self.nmse <= limit
-
 
 @dataclass
 class Bisection:
@@ -56,8 +52,11 @@ class Bisection:
     trials   all runs, in their order
     needed   numbers of the nodes with which alone the run is wrong; empty if it is right, or if `why` says why not
     is_whole whether these are all; False if there may be more
+    span     if there may be more: the shortest range of nodes, up to the last of these, with which the run is wrong
     rate     the part of runs with all nodes on the device that fail; less than 1: each trial is repeated
     why      why nothing was looked for though the run is wrong, or ""
+    by_token whether a run is wrong if another token follows, whatever the NMSE
+    ends     whether nothing is looked for, and the run alone is judged
     """
 
     model: str
@@ -71,8 +70,17 @@ class Bisection:
     trials: list[Trial] = field(default_factory=list)
     needed: list[int] = field(default_factory=list)
     is_whole: bool = True
+    span: range | None = None
     rate: float = 0.0
     why: str = ""
+    by_token: bool = False
+    ends: bool = False
 
     def __bool__(self) -> bool:
-        return not self.needed and not self.why
+        return not self.rate
+
+    def is_wrong(self, trial: Trial, limit: float) -> bool:
+        """Whether a run is wrong, by a limit of its NMSE."""
+        if trial.nmse is None:
+            return True
+        return trial.first_token is not None if self.by_token else not trial.nmse <= limit

@@ -31,6 +31,22 @@ def smallest(n: int, fails: Callable[[Nodes], bool], most: int) -> list[int]:
     return sorted(needed)
 
 
+def shortest(end: int, fails: Callable[[Nodes], bool]) -> range:
+    """Returns the shortest range of nodes up to one with which a run fails, by halving; log2(end) + 1 runs.
+
+    end    the last node; the run is known to fail with 0 to `end`
+    fails  whether a run does with some nodes
+    """
+    wrong, right = 0, end + 1  # a range from the one on fails, from the other on it does not
+    while right - wrong > 1:
+        middle = (wrong + right) // 2
+        if fails(frozenset(range(middle, end + 1))):
+            wrong = middle
+        else:
+            right = middle
+    return range(wrong, end + 1)
+
+
 def text_of(nodes: Nodes) -> str:
     """Returns a set of nodes as ranges: "0-74 88"; "none" for an empty one."""
     ranges: list[list[int]] = []

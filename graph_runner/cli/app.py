@@ -17,6 +17,7 @@ from graph_runner.cli import (
     devices,
     diff,
     doctor,
+    flaky,
     hazards,
     matrix,
     ops,
@@ -24,6 +25,7 @@ from graph_runner.cli import (
     replay,
     run,
     test,
+    triage,
 )
 from graph_runner.cli.command import Command, as_command
 
@@ -44,6 +46,8 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "coverage": coverage.coverage,
     "hazards": hazards.hazards,
     "bisect": bisect.bisect,
+    "flaky": flaky.flaky,
+    "triage": triage.triage,
     "devices": devices.devices,
     "doctor": doctor.doctor,
     "plugin": plugin.plugin,

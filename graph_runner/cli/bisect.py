@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Annotated
+from pathlib import Path
+from typing import Annotated
 
 import typer
 
 from graph_runner.base.errors import BadInputError
 from graph_runner.base.limits import MOST_TIMES
 from graph_runner.cli.common import refuse_without_the_npu, stderr, stdout
-from graph_runner.cli.diff import OURS
 from graph_runner.cli.options import (
+    WRITES,
     BackendLibraries,
     DeviceFile,
     JsonFile,
@@ -27,8 +28,12 @@ from graph_runner.cli.options import (
 )
 from graph_runner.cli.outputs import delivered, json_text, write
 
-if TYPE_CHECKING:
-    from graph_runner.bisect.result import Trial
+RunDevice = Annotated[
+    str, typer.Option("--device", metavar="DEVICE", help="Device to run on: npu, or any that ggml has, by its name.")
+]
+RunTimeout = Annotated[
+    float, typer.Option(metavar="SECONDS", min=1, max=1e6, callback=finite, help="Time limit of a run.")
+]
 
 
 def bisect(
@@ -41,9 +46,7 @@ def bisect(
     kernels: Kernels = None,
     device_file: DeviceFile = None,
     npu: OpOptions,
-    device: Annotated[
-        str, typer.Option(metavar="DEVICE", help="Device to run on: npu, or any that ggml has, by its name.")
-    ] = "npu",
+    device: RunDevice = "npu",
     libraries: BackendLibraries = None,
     servers: RpcServers = None,
     limit: Annotated[
@@ -61,21 +64,35 @@ def bisect(
     repeat: Annotated[
         int, typer.Option(min=1, max=MOST_TIMES, help="Runs of all nodes on the device, to see how many are wrong.")
     ] = 3,
-    run_timeout: Annotated[
-        float, typer.Option(metavar="SECONDS", min=1, max=1e6, callback=finite, help="Time limit of a run.")
-    ] = 600.0,
+    by_token: Annotated[
+        bool, typer.Option("--text", help="A run is wrong if another token is the most likely, whatever the NMSE.")
+    ] = False,
+    ends: Annotated[
+        bool, typer.Option("--ends", help="Only tell whether the end is wrong with all nodes on the device.")
+    ] = False,
+    resume: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Write each run into this file, and do not make those again that it has.",
+            show_default=False,
+        ),
+        WRITES,
+    ] = None,
+    run_timeout: RunTimeout = 600.0,
 ) -> None:
     """Find the nodes with which a whole run is wrong, without looking at any.
 
     Runs the model whole, with all nodes on the device, then with some of them: the others run on the CPU. Compares the
     logits at the end with those of the CPU alone. For faults that vanish when nodes are run one by one.
+    --resume goes on where a bisection was stopped.
     Exit code 0: the run is right; 1: it is wrong; 2: bad input; 3: an internal error.
     """
-    if device.lower() == "cpu":
-        raise BadInputError(f"--device {device!r}: the CPU is what runs are compared with")
-    if device.lower() != "npu":
-        refuse_without_the_npu(device, npu, kernels=kernels, takes_layers=True)
+    if by_token and limit is not None:
+        raise BadInputError(f"--nmse {limit}: with --text, tokens say whether a run is wrong")
+    name = device_named(device, npu, kernels)
     from graph_runner.base.models import model_file
+    from graph_runner.bisect.kept import Kept
     from graph_runner.bisect.running import BisectOptions
     from graph_runner.process.bisecting import BisectJob, run_bisect
     from graph_runner.process.jobs import NpuOptions
@@ -83,25 +100,37 @@ def bisect(
     from graph_runner.run.devices import Devices
 
     options = BisectOptions(
-        device.upper() if device.lower() in OURS else device, Devices(tuple(libraries or ()), tuple(servers or ())),
-        steps, context.settings(gpu_layers=npu.layers), limit, repeat,
+        name, Devices(tuple(libraries or ()), tuple(servers or ())), steps, context.settings(gpu_layers=npu.layers),
+        limit, repeat, by_token, ends,
     )  # fmt: skip
-    with model_file(model) as file, _running() as seen:
+    with model_file(model) as file, running() as seen:
         job = BisectJob(NpuOptions(npu.chosen, tuple(kernels or ())), file, prompt.text, options)
-        result = run_bisect(job, timeout=run_timeout, seen=seen)
+        kept = None if resume is None else Kept(resume, job.asked)
+        result = run_bisect(job, timeout=run_timeout, seen=seen, kept=kept)
     outputs: list[Callable[[], None]] = [lambda: print_bisection(result, stdout(json_file))]
     if json_file is not None:
         outputs.append(lambda: write("--json", json_file, json_text(bisect_json(result))))
     raise typer.Exit(delivered(bool(result), *outputs))
 
 
+def device_named(device: str, npu: OpOptions, kernels: list[Path] | None) -> str:
+    """Returns the name of a device to run on. Raises BadInputError for the CPU, and for options of the NPU with another
+    one."""
+    if device.lower() == "cpu":
+        raise BadInputError(f"--device {device!r}: the CPU is what runs are compared with")
+    if device.lower() == "npu":
+        return "NPU"
+    refuse_without_the_npu(device, npu, kernels=kernels, takes_layers=True)
+    return device
+
+
 @contextmanager
-def _running() -> Iterator[Callable[[Trial], None]]:
+def running() -> Iterator[Callable[[object], None]]:
     """Yields what is called with each run, and says on a terminal how many there were."""
     n = 0
     with stderr().status("running the model") as status:
 
-        def seen(trial: Trial) -> None:
+        def seen(_: object) -> None:
             nonlocal n
             n += 1
             status.update(f"{n} runs")

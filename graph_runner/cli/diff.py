@@ -88,6 +88,17 @@ StrictCoverage = Annotated[
         help="The run is not judged if no node could have shown that a parameter is ignored: exit code 1.",
     ),
 ]
+Replace = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--replace",
+        metavar="ITEM,ITEM,...",
+        help="Run the model whole once more with these nodes on the CPU, which tells whether they make its end wrong: "
+        "an op (MUL_MAT), a node's name (ffn_out-*), places within a step (17, 17-40), layers (layer3, layers3-5). "
+        "Repeat the option for more runs. If several nodes are wrong, the first is tried by itself.",
+        show_default=False,
+    ),
+]
 CanarySeed = Annotated[
     int | None,
     typer.Option(
@@ -124,6 +135,7 @@ def diff(
     strict: Strict = False,
     strict_coverage: StrictCoverage = False,
     repeat: Repeat = 1,
+    replaces: Replace = None,
     canary: CanarySeed = None,
     node_timeout: NodeTimeout = 60.0,
     in_process: InProcess = False,
@@ -146,6 +158,7 @@ def diff(
         from graph_runner.base.models import model_file
         from graph_runner.diff.run import DiffOptions
         from graph_runner.process.jobs import DiffJob, NpuOptions, run_diff
+        from graph_runner.process.replacing import may_be_replaced, with_replaced
         from graph_runner.process.retried import retried
         from graph_runner.run.devices import Devices
 
@@ -154,6 +167,9 @@ def diff(
             variants=variants, devices=Devices(tuple(libraries or ()), tuple(servers or ())), strict=strict,
             repeat=repeat, reproducers=reproducers or _folder(model), canary=canary, strict_coverage=strict_coverage,
         )  # fmt: skip
+        if replaces and not may_be_replaced(options):
+            why = "needs --reference cpu, another device, and no settings of one side"
+            raise BadInputError(f"--replace {replaces[0]!r}: {why}")
         own = variants.device
         chosen = NpuOptions(npu.chosen | own.options, (*(kernels or ()), *own.kernels))
         with _comparing(stderr(), steps) as seen, model_file(model) as file:
@@ -162,6 +178,8 @@ def diff(
                 result = job(lambda _: None)
             else:
                 result = retried(run_diff(child, job, node_timeout=node_timeout, seen=seen), job, node_timeout)
+            if replaces or child is not None:
+                result = with_replaced(result, job, replaces or ())
     raise typer.Exit(_delivered(result, json_file, html_file, explorer_file))
 
 

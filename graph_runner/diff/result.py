@@ -18,6 +18,29 @@ from graph_runner.judging.results import Fate, NodeResult
 from graph_runner.judging.spoilt import Spoilt
 
 
+@dataclass(frozen=True)
+class Replaced:
+    """The end of a whole run in which the reference computed some of the device's nodes, from what the device's own run
+    read there. Truthy if that heals it.
+
+    what    the nodes, in words
+    nodes   their names; in each step the ones of these names
+    before, after  NMSE of the logits when the device computes all nodes, and without these; None if the run did not end
+    limit   of what is healed
+    why     why the run did not end, or which node was not replaced, or ""
+    """
+
+    what: str
+    nodes: tuple[str, ...]
+    before: float
+    after: float | None
+    limit: float
+    why: str = ""
+
+    def __bool__(self) -> bool:
+        return self.after is not None and self.after <= self.limit < self.before
+
+
 @dataclass
 class DiffResult:
     """The diff of one model. Falsy if a node or anything else of the device's own run is wrong, if a node that the
@@ -43,6 +66,7 @@ class DiffResult:
     strict_coverage  whether the result is falsy too if no node could have shown that a parameter is ignored
     variants  settings that only one side has
     notes    what cannot be compared with these
+    replaced  what becomes of the end if the reference computes nodes
     """
 
     model: str
@@ -75,6 +99,7 @@ class DiffResult:
     strict_coverage: bool = False
     variants: Variants = field(default_factory=Variants)
     notes: list[str] = field(default_factory=list)
+    replaced: list[Replaced] = field(default_factory=list)
 
     @property
     def stray(self) -> list[StateResult]:

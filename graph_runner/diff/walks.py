@@ -27,6 +27,10 @@ class Walk:
     def next_step(self) -> None:
         self.step, self._place = self.step + 1, -1
 
+    def begins_again(self) -> None:
+        """Called before the first step, if other tokens ran before."""
+        self.step, self._place = 0, -1
+
     def before(self, address: int) -> bool:
         """Returns whether to observe the node after it has run."""
         if not convert.computes(convert.op_name(self.ggml, address)):

@@ -32,7 +32,7 @@ def print_bisection(result: Bisection, console: Console) -> None:
 
 def _word(result: Bisection, trial: Trial) -> str:
     limit = result.limit if trial.nodes == result.trials[0].nodes else result.threshold
-    return "wrong" if trial.fails(limit) else "right"
+    return "wrong" if result.is_wrong(trial, limit) else "right"
 
 
 def _found(result: Bisection) -> list[str]:
@@ -56,11 +56,16 @@ def verdict(result: Bisection) -> str:
         return f"wrong: {result.why}; {runs}"
     if not n:
         worst = max((trial.nmse or 0.0 for trial in result.trials), default=0.0)
-        return (
-            f"right: all {len(result.units):,} nodes on {result.device}, NMSE {worst:.3g} of {result.limit:.3g}; {runs}"
-        )
+        word = "right" if result else "wrong"
+        end = "the same tokens" if result and result.by_token else f"NMSE {worst:.3g} of {result.limit:.3g}"
+        often = f" in {result.rate:.0%} of the runs" if 0 < result.rate < 1 else ""
+        return f"{word}{often}: all {len(result.units):,} nodes on {result.device}, {end}; {runs}"
+    if result.span is not None:
+        first, last = (result.units[number] for number in (result.span[0], result.span[-1]))
+        each = f"the {len(result.span)} nodes from {first} to {last}"
+        return f"wrong: {each}: with these together on {result.device} the run is wrong; {runs}"
     names = " and ".join(str(result.units[number]) for number in result.needed)
-    alone = "with it alone" if n == 1 else f"with these {n} together" if result.is_whole else "with these and more"
+    alone = "with it alone" if n == 1 else f"with these {n} together"
     return f"wrong: {names}: {alone} on {result.device} the run is wrong; {runs}"
 
 
@@ -78,5 +83,6 @@ def bisect_json(result: Bisection) -> dict[str, Any]:
         "is_whole": result.is_whole,
         "nodes": [asdict(unit) for unit in result.units],
         "needed": result.needed,
+        "span": None if result.span is None else [result.span[0], result.span[-1]],
         "runs": [asdict(trial) for trial in result.trials],
     }

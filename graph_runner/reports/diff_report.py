@@ -16,6 +16,7 @@ from graph_runner.judging.compare import Comparison
 from graph_runner.judging.promises import promises
 from graph_runner.judging.results import OWN_RUN, RIGHT, ROUNDING, UNDECIDED, WRONG, Fate, NodeResult, Verdict
 from graph_runner.judging.rules import Judged
+from graph_runner.reports.replaced import replaced_json, replaced_line
 from graph_runner.reports.report import print_faults
 from graph_runner.reports.scope import canary_json, canary_line, scope_json, scope_line
 
@@ -138,6 +139,7 @@ def print_diff(result: DiffResult, console: Console, *, first: int = 5) -> None:
         _print_lines(console, [_states(result.states)])
     if result.spoilt is not None:
         _print_lines(console, [str(result.spoilt)], style="yellow")
+    _print_lines(console, map(replaced_line, result.replaced), style="bold")
     _print_lines(console, [scope_line(result), canary_line(result)])
     verdict = _verdict(result)
     style = "bold green" if result else "bold yellow" if verdict.startswith(UNDECIDED) else "bold red"
@@ -373,6 +375,7 @@ def diff_json(result: DiffResult) -> dict[str, Any]:
         "strays": [str(stray) for stray in result.strays],
         "remarks": result.remarks,
         "notes": result.notes,
+        "replaced": [*map(replaced_json, result.replaced)],
         "spoilt": None if result.spoilt is None else asdict(result.spoilt) | {"text": str(result.spoilt)},
         "faults": [asdict(fault) for fault in result.faults],
         "ending": None if result.ending is None else _ending_json(result.ending),

@@ -370,7 +370,8 @@ def judged(data: dict[str, Any]) -> dict[str, Any]:
     place = data["first_introduced"]
     first = None if place is None else data["nodes"][place]
     if first is not None and found == WRONG and not data["faults"]:
-        why = f"step {first['step']} node {first['index']}, {first['op']} {first['name']!r}: {_what(first) or why}"
+        what = what_is_wrong(first) or why
+        why = f"step {first['step']} node {first['index']}, {first['op']} {first['name']!r}: {what}"
     errors = [
         each.get("nmse", 0.0)
         for node in data["nodes"]
@@ -386,7 +387,7 @@ def judged(data: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _what(node: dict[str, Any]) -> str | None:
+def what_is_wrong(node: dict[str, Any]) -> str | None:
     """Returns what is known of a wrong node, in a sentence."""
     if node["judged"] is not None and not node["diagnosis"]:
         row = node["judged"]

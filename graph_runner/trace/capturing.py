@@ -56,9 +56,14 @@ def _matches(item: str, step: int, index: int, node: Node) -> bool:
         if int(in_step[1]) != step:
             return False
         item = item[in_step.end() :]
+    return is_item_of(item, index, node.op, node.name)
+
+
+def is_item_of(item: str, index: int, op: str, name: str) -> bool:
+    """Whether an item of a selection, without a step, selects a node by its place in its step, its op or its name."""
     if places := re.fullmatch(r"([0-9]{1,18})(?:-([0-9]{1,18}))?", item):
         return int(places[1]) <= index <= int(places[2] or places[1])
-    return item.upper() == node.op or fnmatchcase(node.name, item)
+    return item.upper() == op or fnmatchcase(name, item)
 
 
 def taken_by_the_npu(step: int, index: int, node: Node) -> bool:

@@ -2,27 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 import pytest
 from kit.backends import blas
 from kit.commands import Cli, assert_refused, fresh, strict_json
+from kit.whole import FAULT, Memory, Spoils, at, half_as_much_again, spoiling
 
-from ggml_backend_npu import Backend, Op, Options, Tensor
-from ggml_backend_npu.ops import OWN
-from ggml_backend_npu.registry.entry import op
+from ggml_backend_npu import Tensor
 from graph_runner.base.settings import Settings
 from graph_runner.base.tiny import write_tiny_llama
 from graph_runner.bisect.result import Bisection
 from graph_runner.bisect.running import BisectOptions, Runs
+from graph_runner.reports.bisect import verdict
 
 PROMPT = "The capital of France is"
 OPTIONS = BisectOptions(settings=Settings(flash_attention="off"), steps=2)
-Spoils = Callable[[Tensor], None]
 
 
 @pytest.fixture(scope="module")
@@ -31,38 +29,9 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def bisected(
-    model: Path,
-    faults: dict[str, Spoils],
-    options: BisectOptions = OPTIONS,
-    *,
-    memory: Literal["host", "device"] = "host",
+    model: Path, faults: dict[str, Spoils], options: BisectOptions = OPTIONS, *, memory: Memory = "host"
 ) -> Bisection:
-    """A bisection of a device that gives a result of each of some ops to a function, which may spoil it."""
-    ops = {**OWN}
-    for name, spoils in faults.items():
-        ops[name] = _spoiling(name, spoils)
-    kind: Literal["gpu", "accel"] = "gpu" if memory == "device" else "accel"
-    backend = Backend(ops=ops.values(), options=Options(ops="all", memory=memory, device_type=kind))
-    return Runs(model, PROMPT, options, backend).bisected()
-
-
-def _spoiling(name: str, spoils: Spoils) -> Op:
-    own = OWN[name]
-
-    def with_params(dst: Tensor, src0: Tensor, src1: Tensor | None = None, *, params: object) -> None:
-        own.define(dst, src0, src1, params=params)
-        spoils(dst)
-
-    def without(dst: Tensor, src0: Tensor, src1: Tensor) -> None:
-        own.define(dst, src0, src1)
-        spoils(dst)
-
-    kernel = without if own.params is None else with_params
-    return op(name, types=own.types, refuse=own.refuse, params=own.params)(kernel)
-
-
-def half_as_much_again(dst: Tensor) -> None:
-    dst.view()[..., :8] *= np.float32(1.5)
+    return Runs(model, PROMPT, options, spoiling(faults, memory=memory)).bisected()
 
 
 def names(result: Bisection) -> list[str]:
@@ -70,12 +39,8 @@ def names(result: Bisection) -> list[str]:
 
 
 @pytest.mark.parametrize("memory", ["host", "device"])
-def test_a_node_of_one_layer_is_found(llama: Path, memory: Literal["host", "device"]) -> None:
-    def spoils(dst: Tensor) -> None:
-        if dst.name == "ffn_swiglu-1":
-            half_as_much_again(dst)
-
-    result = bisected(llama, {"SWIGLU": spoils}, memory=memory)
+def test_a_node_of_one_layer_is_found(llama: Path, memory: Memory) -> None:
+    result = bisected(llama, {"SWIGLU": at("ffn_swiglu-1")}, memory=memory)
     assert not result
     assert names(result) == ["ffn_swiglu-1"]
     assert result.units[result.needed[0]].op == "SWIGLU"
@@ -133,20 +98,6 @@ def test_a_limit_says_what_is_wrong(llama: Path) -> None:
 
 # the command
 
-FAULT = """
-import os
-from ggml_backend_npu.ops import OWN
-from ggml_backend_npu import op
-
-ours = OWN["SWIGLU"]
-
-@op("SWIGLU", types=ours.types, refuse=ours.refuse, params=ours.params)
-def wrong(dst, a, b=None, params=None):
-    ours.define(dst, a, b, params=params)
-    if dst.name == "ffn_swiglu-1":
-        {does}
-"""
-
 
 @pytest.mark.parametrize(
     ("does", "error"), [("dst.view()[...] = 0", ""), ("os.kill(os.getpid(), 11)", "ended by SIGSEGV")]
@@ -165,6 +116,40 @@ def test_the_command(does: str, error: str, tmp_path: Path) -> None:
     assert data["runs"][0]["error"] == error
     assert data["passed"] is False
     assert outcome.err.count("kernels of") == 1
+
+
+def test_another_token_is_what_makes_a_run_wrong(llama: Path) -> None:
+    """Not an NMSE that is large."""
+    faults = {"SWIGLU": at("ffn_swiglu-1")}
+    result = bisected(llama, faults, replace(OPTIONS, by_token=True, ends=True, repeat=1, steps=0))
+    assert result
+    assert (result.trials[0].nmse or 0) > result.limit
+    assert "the same tokens" in verdict(result)
+
+
+def test_ends_look_for_no_node(llama: Path) -> None:
+    result = bisected(llama, {"SWIGLU": at("ffn_swiglu-1")}, replace(OPTIONS, ends=True, repeat=2))
+    assert not result
+    assert len(result.trials) == 2
+    assert verdict(result).startswith(f"wrong: all {len(result.units)} nodes on NPU, NMSE ")
+
+
+@pytest.mark.slow
+def test_a_bisection_goes_on_where_it_stopped(tmp_path: Path) -> None:
+    kernels, runs = tmp_path / "wrong.py", tmp_path / "runs.json"
+    kernels.write_text(FAULT.format(does="dst.view()[...] = 0"))
+    words = ("--all", "--kernels", kernels, "-n", 0, "--repeat", 1, "--resume", runs)
+    first = fresh("bisect", "tiny", *words)
+    data = strict_json(runs.read_text())
+    made = data["runs"]
+    runs.write_text(json.dumps(data | {"runs": made[:4]}))
+    again = fresh("bisect", "tiny", *words)
+    assert (first.code, again.code) == (1, 1)
+    assert first.out == again.out
+    after = strict_json(runs.read_text())["runs"]
+    assert after[:4] == made[:4]
+    assert [each["nodes"] for each in after] == [each["nodes"] for each in made]
+    assert_refused(fresh("bisect", "tiny", *words, "-p", "another"), "prompt", "'another'")
 
 
 @pytest.mark.slow

@@ -7,7 +7,7 @@ from math import ceil, log2
 from hypothesis import given
 from hypothesis import strategies as st
 
-from graph_runner.bisect.search import Nodes, smallest, text_of
+from graph_runner.bisect.search import Nodes, shortest, smallest, text_of
 
 
 @given(st.data())
@@ -35,6 +35,20 @@ def test_one_of_several_faults_is_found(data: st.DataObject) -> None:
 def test_as_many_as_are_asked_for_are_found() -> None:
     wanted = frozenset(range(10, 30))
     assert smallest(100, lambda nodes: wanted <= nodes, most=3) == [27, 28, 29]
+
+
+@given(st.data())
+def test_the_shortest_range_is_found(data: st.DataObject) -> None:
+    first, last = sorted(data.draw(st.lists(st.integers(0, 699), min_size=2, max_size=2)))
+    wanted = frozenset(range(first, last + 1))
+    asked: list[Nodes] = []
+
+    def fails(nodes: Nodes) -> bool:
+        asked.append(nodes)
+        return wanted <= nodes
+
+    assert shortest(last, fails) == range(first, last + 1)
+    assert len(asked) <= ceil(log2(last + 1)) + 1
 
 
 def test_a_run_that_contradicts_itself_ends_the_search() -> None:
