@@ -88,6 +88,14 @@ StrictCoverage = Annotated[
         help="The run is not judged if no node could have shown that a parameter is ignored: exit code 1.",
     ),
 ]
+See = Annotated[
+    bool,
+    typer.Option(
+        "--see",
+        help="Also compare small synthetic nodes that show parameters which no node of the run could have shown to be "
+        "ignored.",
+    ),
+]
 CanarySeed = Annotated[
     int | None,
     typer.Option(
@@ -123,6 +131,7 @@ def diff(
     tolerances: ToleranceFile = None,
     strict: Strict = False,
     strict_coverage: StrictCoverage = False,
+    see: See = False,
     repeat: Repeat = 1,
     canary: CanarySeed = None,
     node_timeout: NodeTimeout = 60.0,
@@ -153,6 +162,7 @@ def diff(
             steps=steps, settings=context.settings(gpu_layers=npu.layers), reference=reference, device=device,
             variants=variants, devices=Devices(tuple(libraries or ()), tuple(servers or ())), strict=strict,
             repeat=repeat, reproducers=reproducers or _folder(model), canary=canary, strict_coverage=strict_coverage,
+            see=see,
         )  # fmt: skip
         own = variants.device
         chosen = NpuOptions(npu.chosen | own.options, (*(kernels or ()), *own.kernels))
