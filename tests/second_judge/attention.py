@@ -27,12 +27,18 @@ def _attention(node: Node, t: B) -> B:
     v = node.source(2)
     scale, max_bias, cap = (node.f32(i) for i in range(3))
     values = decoded(v)
-    t = cap * ((t * (scale / cap)).smooth(np.tanh, 1.0)) if cap else t * scale
+    t = cap * _tanh(t * (scale / cap)) if cap else t * scale
     t = masked(t, node.x(3) if node.has(3) else None, max_bias)
     weights, total = shares(B.of(t.v), node.x(4) if node.has(4) else None)
     out = _weighted(weights, values, v.type) / total
     out = out.with_error(_moved(weights.v / total.v, t.e, values.v, out.v))
     return B(out.v.transpose(0, 2, 1, 3), out.e.transpose(0, 2, 1, 3))
+
+
+def _tanh(x: B) -> B:
+    """tanh, which is flat where x is large."""
+    steepest = 1 - np.square(np.tanh(np.maximum(np.abs(x.v) - x.e, 0)))
+    return x.smooth(np.tanh, steepest)
 
 
 def _moved(shares: np.ndarray, e: np.ndarray, values: np.ndarray, out: np.ndarray) -> np.ndarray:
@@ -62,7 +68,8 @@ def _weighted(weights: B, values: B, kind: str) -> B:
             squares = np.einsum("abnk,abkd->abnd", weights.v**2, v**2, optimize=True)
             rounded = several(kv) * usual_partial(found.v, most, squares)
             rounded += 4 * partial(found.v, most, squares) + np.sqrt(squares)
-            found = found.with_error(U16 * rounded + np.sqrt(kv) * 2.0**-24)
+            # of the sum before the sink is added
+            found = found.with_error(U16 * rounded + np.sqrt(kv) * 2.0**-24 * weights.v.max(-1, keepdims=True))
     return found
 
 

@@ -128,7 +128,7 @@ class B:
             e = np.where(low > 0, np.log1p(self.e / low), np.inf) + FUNCTION * np.abs(v)
             return B(v, e).rounded()
 
-    def smooth(self, f: object, slope: float) -> B:
+    def smooth(self, f: object, slope: float | np.ndarray) -> B:
         """A function of a library, whose slope is nowhere above `slope`."""
         with np.errstate(all="ignore"):
             v = f(self.v)  # type: ignore[operator]
