@@ -146,7 +146,8 @@ def test_a_run_that_rounds_ends_within_what_is_natural(model: Models) -> None:
 def test_nan_of_another_algorithm_is_no_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     """With flash attention switched the reference may give NaN in other places, which lets nothing else be off."""
     right = np.ones((1, 4), np.float32)
-    found = {"on": right * np.float32(np.nan), "off": right * np.float32([1, 1, 1, 1.0001])}
+    off = np.array([[1, 1, 1, 1.0001]], np.float32)
+    found = {"on": np.full((1, 4), np.nan, np.float32), "off": off}
     monkeypatch.setattr(again.Again, "_run", lambda _, settings, observer=None: [found[settings.flash_attention]])
     device: Any = SimpleNamespace(runs_with=lambda settings: settings)
     computer: Any = SimpleNamespace(reference=SimpleNamespace(is_cpu=False))
