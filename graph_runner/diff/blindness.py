@@ -76,10 +76,10 @@ class Blindness:
         is_large = sum(each.n_elements for each in (node.dst, *node.src) if each is not None) > _SMALL
         is_done = True
         for what, without in ignored(node):
-            sight = self._sights.setdefault((node.op, what), Sight(node.op, what))
-            if is_large or sight.is_shown:
-                continue
-            shows = self.shows(node, right.expected, without)
+            sight = self._sights.get((node.op, what), Sight(node.op, what))
+            shows = None if is_large or sight.is_shown else self.shows(node, right.expected, without)
+            if is_large or shows is not None:
+                self._sights[node.op, what] = sight
             if shows is not None:
                 sight.n_tried += 1
                 sight.is_shown = shows
