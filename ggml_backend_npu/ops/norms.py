@@ -45,7 +45,7 @@ class GroupNorm(Params):
     """op_params of GROUP_NORM: ggml_group_norm_impl."""
 
     n_groups: i32
-    eps: f32
+    eps: Annotated[f32, Instead("eps", (0.0, 1e-5, 1e-6))]
 
 
 def _sum(x: NDArray[Any], dtype: type[np.floating[Any]] = np.float64) -> NDArray[Any]:

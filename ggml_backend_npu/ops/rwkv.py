@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import numpy as np
 from numba import types
@@ -22,7 +22,7 @@ from ggml_backend_npu.ops.kernels.recurrent import (
 from ggml_backend_npu.registry import probes
 from ggml_backend_npu.registry.checks import Make, Probe, Types
 from ggml_backend_npu.registry.entry import Call, op
-from ggml_backend_npu.registry.params import Params, f32
+from ggml_backend_npu.registry.params import Instead, Params, f32
 from ggml_backend_npu.registry.probes import HEADS, TOKENS, normal
 from quant.kernels.jit import array_at, compiled, copy, fused_multiply_add, inlined
 from quant.kernels.matrices import LANES
@@ -35,7 +35,7 @@ from quant.kernels.threads import Job, Work
 class LinearAttn(Params):
     """op_params of GATED_LINEAR_ATTN: ggml_gated_linear_attn."""
 
-    scale: f32
+    scale: Annotated[f32, Instead("scale", (1.0,))]
 
 
 def _refuse_heads(dst: Tensor, state: Tensor, first: Tensor | None = None, **tokens: Tensor) -> str | None:

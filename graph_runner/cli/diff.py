@@ -99,6 +99,14 @@ Replace = Annotated[
         show_default=False,
     ),
 ]
+See = Annotated[
+    bool,
+    typer.Option(
+        "--see",
+        help="Also compare small synthetic nodes that show parameters which no node of the run could have shown to be "
+        "ignored.",
+    ),
+]
 CanarySeed = Annotated[
     int | None,
     typer.Option(
@@ -134,6 +142,7 @@ def diff(
     tolerances: ToleranceFile = None,
     strict: Strict = False,
     strict_coverage: StrictCoverage = False,
+    see: See = False,
     repeat: Repeat = 1,
     replaces: Replace = None,
     canary: CanarySeed = None,
@@ -166,6 +175,7 @@ def diff(
             steps=steps, settings=context.settings(gpu_layers=npu.layers), reference=reference, device=device,
             variants=variants, devices=Devices(tuple(libraries or ()), tuple(servers or ())), strict=strict,
             repeat=repeat, reproducers=reproducers or _folder(model), canary=canary, strict_coverage=strict_coverage,
+            see=see,
         )  # fmt: skip
         if replaces and not may_be_replaced(options):
             why = "needs --reference cpu, another device, and no settings of one side"

@@ -347,7 +347,8 @@ class NodesContextOptions(ContextOptions):
         int,
         typer.Option(
             min=1, max=MOST_SEQUENCES,
-            help="Sequences decoded together, each with caches of its own and the prompt's tokens in another order.",
+            help="Sequences decoded together, each with caches of its own and fewer of the prompt's tokens, in another "
+            "order.",
         ),
     ] = 1  # fmt: skip
 

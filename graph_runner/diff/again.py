@@ -298,7 +298,9 @@ class Again:
         natural = 0.0
         for settings, observer in runs:
             with suppress(SessionError):
-                natural = max(natural, _apart(reference, self._run(settings, observer)))
+                apart = _apart(reference, self._run(settings, observer))
+                is_other = observer is None and not np.isfinite(apart)  # another algorithm may give NaN elsewhere
+                natural = natural if is_other else max(natural, apart)
             judged = replace(ending, natural=natural, limit=max(_FAR * natural, _NOTHING))
             if observer is not None and judged:
                 break

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from ggml_backend_npu import Memory, Node, Tensor
 from ggml_backend_npu.ggml import convert
-from ggml_backend_npu.ggml.convert import Read
+from ggml_backend_npu.ggml.convert import Read, Storage
 from graph_runner.diff.erring import Erring
 from graph_runner.diff.sides import Side
 from graph_runner.diff.turns import Compared, Turn
@@ -87,6 +87,16 @@ class Alone:
             if tensor is not None and tensor.apart is None and storage is not None and storage.is_weight
         }
         return _Known(overlapped, layout=Layout(node, lambda tensor: id(tensor) in packed, weights, self._copies))
+
+    def synthetic(self, node: Node, expected: Tensor, step: int, place: int) -> Compared | None:
+        """Has the device compute a node of no run. None if it does not take the node, or if memory errs.
+
+        expected  the reference's result
+        """
+        read = Read(0, node, (), 0, Storage(0, node.dst, 0, is_set=True), (None,) * len(node.src))
+        turn = self.turn(read, step, place)
+        put(expected, node.dst)
+        return self.compared(turn)
 
     def compared(self, turn: Turn) -> Compared | None:
         """Called after the reference has computed a node. Has the device compute it from the copies. If that is wrong
@@ -177,7 +187,7 @@ def _in_device_layout(read: Read) -> set[int]:
     return {
         id(tensor)
         for tensor, storage in pairs
-        if tensor is not None and storage is not None and convert.is_leaf(storage.address) and not storage.is_set
+        if tensor is not None and storage is not None and not storage.is_set and convert.is_leaf(storage.address)
     }
 
 

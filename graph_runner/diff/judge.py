@@ -24,6 +24,7 @@ from graph_runner.diff.own import Mirrored, OwnNode, OwnRun
 from graph_runner.diff.pairs import Pairs
 from graph_runner.diff.sides import Sides
 from graph_runner.diff.state import StateResult, States
+from graph_runner.diff.synthetic import Synthetic
 from graph_runner.diff.turns import Compared, Turn
 from graph_runner.judging.compare import Comparison, compare
 from graph_runner.judging.copies import copy
@@ -120,6 +121,15 @@ class Judge:
         self._spans.finish()
         if not stopped:
             self._states.finish(self.step)
+
+    def see(self, step: int) -> None:
+        """Has the device compute synthetic nodes that show what no node of the run could have shown.
+
+        step  that they are said to belong to
+        """
+        nodes = Synthetic(self._sides.reference, self._alone, self._explainer, self.blindness)
+        for found in nodes.judged(step):
+            self._asked.seen(found)
 
     def before(self, address: int, place: int) -> None:
         """Called before the reference computes a node: records what it reads."""

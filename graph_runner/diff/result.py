@@ -63,6 +63,8 @@ class DiffResult:
     sights   which parameters and sources of the ops a wrong kernel could have been seen to ignore
     counted  how many nodes of its own run the device says that it has computed, by its own counter; None if it has none
     is_unobserved  whether the device also ran the tokens unobserved, in its own order
+    lengths  of the prompts of all sequences, in tokens
+    see      whether synthetic nodes were to show what no node of the run could have shown
     strict_coverage  whether the result is falsy too if no node could have shown that a parameter is ignored
     variants  settings that only one side has
     notes    what cannot be compared with these
@@ -96,6 +98,8 @@ class DiffResult:
     sights: list[Sight] = field(default_factory=list)
     counted: int | None = None
     is_unobserved: bool = False
+    lengths: Collection[int] = ()
+    see: bool = False
     strict_coverage: bool = False
     variants: Variants = field(default_factory=Variants)
     notes: list[str] = field(default_factory=list)
@@ -135,7 +139,7 @@ class DiffResult:
     @property
     def blind(self) -> list[Sight]:
         """Parameters and sources that a wrong kernel could have ignored unseen."""
-        return [sight for sight in self.sights if sight.n_tried and not sight.is_shown]
+        return [sight for sight in self.sights if sight.is_blind]
 
     @property
     def is_covered(self) -> bool:

@@ -100,6 +100,7 @@ class DiffOptions:
     begun      called with the result before it has any nodes
     canary     seed of the faults that are planted into copies of results; drawn if omitted
     strict_coverage  the result is falsy too if no node could have shown that a parameter is ignored
+    see        whether synthetic nodes show what no node of the run could have shown
     notes      additions to `device_options`: a user's kernel files
     """
 
@@ -122,6 +123,7 @@ class DiffOptions:
     canary: int | None = None
     notes: Mapping[str, str] | None = None
     strict_coverage: bool = False
+    see: bool = False
 
 
 _DEFAULT = DiffOptions()
@@ -221,7 +223,7 @@ class _InStep:
             first, second = self._sessions(stack, lockstep)
             self._keeper.origin = replace(self._keeper.origin, model=first.description)
             tokens = first.prompts(self._prompt)
-            self._result = result = self._begin(first.description, len(tokens[0]), judge)
+            self._result = result = self._begin(first.description, [*map(len, tokens)], judge)
             result.notes = [pairs.said(result.reference, result.device)] if pairs.differ else []
             self._asked.begun(result)
             text, endings = self._decode(first, second, lockstep, judge, tokens)
@@ -230,6 +232,8 @@ class _InStep:
             result.spoilt = judge.watch.found
             result.counted = device.n_computed
             result.notes += device.notes
+        if self._asked.see and result.stopped is None and not result.faults:
+            judge.see(self._asked.steps + 1)
         result.sights = judge.blindness.sights
         self._refuse_a_blind_judge(judge.planter)
         if result.stopped is None:
@@ -304,7 +308,7 @@ class _InStep:
             progress=progress,
         )  # fmt: skip
 
-    def _begin(self, description: str, n_prompt: int, judge: Judge) -> DiffResult:
+    def _begin(self, description: str, lengths: list[int], judge: Judge) -> DiffResult:
         """Returns the result before any node."""
         asked = self._asked
         return DiffResult(
@@ -314,7 +318,8 @@ class _InStep:
             device=self._sides.device.name,
             prompt=self._prompt,
             text="",
-            n_prompt=n_prompt,
+            n_prompt=lengths[0],
+            lengths=lengths,
             steps=asked.steps,
             settings=self._settings,
             ggml=self._ggml.version,
@@ -326,6 +331,7 @@ class _InStep:
             faults=judge.faults,
             ops=asked.ops,
             refused=judge.refused,
+            see=asked.see,
             strict_coverage=asked.strict_coverage,
             variants=asked.variants,
         )

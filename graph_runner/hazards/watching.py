@@ -145,14 +145,13 @@ class _Run:
         """Runs it, and returns its graphs."""
         watch = self.watch
         with Session(self.model, settings, npu=self.npu, foreign=self.foreign, observer=watch) as session:
-            parts, sample = session.prompts(self.prompt), Sampler()
-            n_at_once = max(1, session.n_batch // len(parts))
+            tokens, sample = session.prompts(self.prompt), Sampler()
             for step in range(self.steps + 1):
                 watch.step(f"token {step}" if step else "prompt")
-                for begin in range(0, len(parts[0]), n_at_once):
-                    session.decode(*(part[begin : begin + n_at_once] for part in parts))
+                for part in session.parts(*tokens):
+                    session.decode(*part)
                     watch.end()
                 if step < self.steps:
-                    parts = [[sample(logits)] for logits in session.logits_of_each()]
+                    tokens = [[sample(logits)] for logits in session.logits_of_each()]
             self.lacks = session.lacks
         return watch.graphs

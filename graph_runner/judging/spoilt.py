@@ -18,7 +18,7 @@ _FLOATS = ("f32", "f16", "bf16")
 
 @dataclass
 class Spoilt:
-    """A run that holds NaN or +inf. -inf alone is what masks hold.
+    """A run that holds NaN or infinity. -inf alone is what masks hold, and counts in products with weights.
 
     step, index, node  the first node whose result holds one
     began     what it had that from: a source that holds one, or the node itself
@@ -46,7 +46,7 @@ class Spoilt:
 
 
 class Watch:
-    """Looks for NaN and +inf in the results of a run."""
+    """Looks for NaN and infinity in the results of a run."""
 
     def __init__(self) -> None:
         self.found: Spoilt | None = None
@@ -58,17 +58,12 @@ class Watch:
         """
         if self.found is not None and is_undefined(node).any():
             self.found.n_undefined += 1
-        if _is_a_part(node) or not _is_spoilt(result):
+        if _is_a_part(node) or not _is_spoilt(result, minus=_multiplies_weights(node)):
             return
         if self.found is not None:
             self.found.n_nodes += 1
             return
-        source = next((each for each in node.src if each is not None and _is_spoilt(each, every_type=True)), None)
-        began = "its inputs hold none"
-        if source is not None:
-            role = "the weight or input" if source.name in leaves else "its source"
-            began = f"{role} {source.name!r} holds {_first(source)}"
-        self.found = Spoilt(step, index, str(node), began)
+        self.found = Spoilt(step, index, str(node), _began(node, leaves))
 
 
 def _is_a_part(node: Node) -> bool:
@@ -76,19 +71,43 @@ def _is_a_part(node: Node) -> bool:
     return node.op in OWN and OWN[node.op].keeps
 
 
-def _is_spoilt(tensor: Tensor, *, every_type: bool = False) -> bool:
-    """Whether a tensor of floats, or of blocks if `every_type`, holds NaN or +inf."""
+def _multiplies_weights(node: Node) -> bool:
+    """Whether -inf in its result is no mask's."""
+    return node.op in OWN and OWN[node.op].weights
+
+
+def _began(node: Node, leaves: Iterable[str]) -> str:
+    """What the first node whose result holds NaN or infinity had that from: a source that holds NaN or +inf, else one
+    that holds -inf and is no mask."""
+    roles = (*(OWN[node.op].sources if node.op in OWN else ()), *[""] * len(node.src))
+    sources = [(source, role) for source, role in zip(node.src, roles, strict=False) if source is not None]
+    for minus in (False, True):
+        for source, role in sources:
+            if _is_spoilt(source, minus=minus and role != "mask", every_type=True):
+                whose = "the weight or input" if source.name in leaves else "its source"
+                return f"{whose} {source.name!r} holds {_first(source, minus=minus)}"
+    return "its inputs hold none"
+
+
+def _is_spoilt(tensor: Tensor, *, minus: bool, every_type: bool = False) -> bool:
+    """Whether a tensor of floats, or of blocks if `every_type`, holds NaN or +inf, or -inf if `minus`."""
     if tensor.type in _FLOATS:
         view = tensor.view()
         with np.errstate(all="ignore"):
-            return not bool(np.less(view, np.inf).all())
-    return every_type and codec(tensor.type).is_quantized and not bool((values(tensor) < np.inf).all())
+            good = bool(np.less(view, np.inf).all())
+            return not (good and (not minus or bool(np.greater(view, -np.inf).all())))
+    return every_type and codec(tensor.type).is_quantized and not bool(_good(values(tensor), minus).all())
 
 
-def _first(tensor: Tensor) -> str:
-    """The first NaN or +inf of a tensor, and its place."""
+def _good(x: NDArray[np.float64], minus: bool) -> NDArray[np.bool_]:
+    """Which numbers are neither NaN nor +inf, nor -inf if `minus`."""
+    return np.isfinite(x) if minus else x < np.inf
+
+
+def _first(tensor: Tensor, *, minus: bool) -> str:
+    """The first NaN or infinity of a tensor, and its place."""
     x = values(tensor)
-    at = np.unravel_index(int(np.argmin(x < np.inf)), x.shape)
+    at = np.unravel_index(int(np.argmin(_good(x, minus))), x.shape)
     return f"{x[at]:g} at [{', '.join(str(i) for i in at)}]"
 
 

@@ -233,6 +233,8 @@ def _ending(ending: Ending) -> str:
     line = f"logits: NMSE {_number(ending.nmse)}, KL divergence {_number(ending.kl)} nats, {token}"
     if ending.natural is None or ending.limit is None:
         return line
+    if not isfinite(ending.natural):
+        return f"{line}; no limit, as rounding alone has the CPU give NaN or infinity in other places"
     return (
         f"{line}; rounding alone moves the CPU by NMSE {_number(ending.natural)}, the limit is {_number(ending.limit)}"
     )

@@ -24,16 +24,18 @@ def scope_json(result: DiffResult) -> dict[str, Any]:
     scope = {
         "sequences": result.settings.sequences,
         "tokens": result.n_prompt + result.steps,
+        "lengths": [n + result.steps for n in result.lengths],
         "types": sorted(words & {*type_names()}),
         "fusions": sorted(operators | {node.fused for node in result.nodes if node.fused}),
         "unobserved": result.is_unobserved,
         "not_compared": dict(Counter(node.op for node in result.nodes if not _is_looked_at(node)).most_common()),
+        "synthetic": [str(sight) for sight in result.sights if sight.is_synthetic],
         "blind": [*map(str, result.blind)],
         "tried": [asdict(sight) for sight in result.sights if sight.n_tried],
         "computed": result.n_computed,
         "counted_by": "the device" if result.counted is not None else "where results lie",
     }
-    return scope | {"text": _text(scope)}
+    return scope | {"text": _text(scope, result.see)}
 
 
 def scope_line(result: DiffResult) -> str:
@@ -72,13 +74,21 @@ def _few(names: list[str]) -> str:
     return ", ".join(names[:_MOST_NAMES]) + (", ..." if len(names) > _MOST_NAMES else "")
 
 
-def _text(scope: dict[str, Any]) -> str:
+def _proposal(tokens: int) -> str:
+    """Returns what shows parameters to which a run of so many tokens was blind."""
+    return f" ({'a longer prompt, or ' if tokens == 1 else ''}--see, shows them)"
+
+
+def _text(scope: dict[str, Any], see: bool) -> str:
     not_compared = scope["not_compared"]
     n, tokens = scope["sequences"], scope["tokens"]
-    parts = [f"{n} sequence{'s' if n > 1 else ''} of {tokens:,} token{'s' if tokens != 1 else ''}"]
+    least = min(scope["lengths"], default=tokens)
+    lengths = f"{least:,} to {tokens:,}" if least < tokens else f"{tokens:,}"
+    parts = [f"{n} sequence{'s' if n > 1 else ''} of {lengths} token{'s' if tokens != 1 else ''}"]
     parts += [f"no types but {' '.join(scope['types'])}"] if scope["types"] else []
     parts += [f"fusions {', '.join(scope['fusions'])}" if scope["fusions"] else "no fusion seen"]
     parts += [f"order of an unobserved run {'' if scope['unobserved'] else 'not '}checked"]
     parts += [f"{sum(not_compared.values()):,} nodes not compared: {_few([*not_compared])}"] if not_compared else []
-    parts += [f"blind to {_few(scope['blind'])}"] if scope["blind"] else []
+    parts += [f"seen by synthetic nodes: {', '.join(scope['synthetic'])}"] if scope["synthetic"] else []
+    parts += [f"blind to {_few(scope['blind'])}{'' if see else _proposal(tokens)}"] if scope["blind"] else []
     return "; ".join(parts)

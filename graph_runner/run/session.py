@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -29,7 +29,7 @@ from graph_runner.base.settings import DeviceName as DeviceName
 from graph_runner.base.settings import Settings as Settings
 from graph_runner.base.settings import context_for as context_for
 from graph_runner.run import llama_log
-from graph_runner.run.batch import Batch, turned
+from graph_runner.run.batch import Batch, together, turned
 from graph_runner.run.model import Model
 from graph_runner.run.observing import Counts, Observed
 from graph_runner.run.observing import Observer as Observer
@@ -246,18 +246,21 @@ class Session:
         return bool(llama_cpp.llama_vocab_is_eog(self._vocabulary, token))
 
     def prompts(self, text: str) -> list[list[int]]:
-        """Returns the tokens of a text for each sequence: those of `tokenize`, and for others the same ones turned, so
-        that each is another text. The first token stays if the model wants one at the beginning. Raises SessionError
-        as `tokenize` does."""
+        """Returns the tokens of a text for each sequence: those of `tokenize`, and for others fewer of them, turned, so
+        that each is another text of another length. The first token stays if the model wants one at the beginning.
+        Raises SessionError as `tokenize` does."""
         n_fixed = int(bool(llama_cpp.llama_vocab_get_add_bos(self._vocabulary)))
         return turned(self.tokenize(text), n_fixed, self.settings.sequences)
 
+    def parts(self, *sequences: list[int]) -> Iterator[list[list[int]]]:
+        """Yields what is decoded at once, a graph each: see `together`."""
+        return together(sequences, self.n_batch)
+
     def decode(self, *sequences: list[int]) -> None:
-        """Runs tokens of each sequence through the model, after the previous ones, as many of each, all sequences
-        together. Raises SessionError if the context is full, or if llama.cpp or a node fails."""
-        n, n_at_once = len(sequences[0]), max(1, self.n_batch // len(sequences))
-        for begin in range(0, n, n_at_once):
-            batch = Batch([tokens[begin : begin + n_at_once] for tokens in sequences])
+        """Runs tokens of each sequence through the model, after the previous ones, so that all end `together`. Raises
+        SessionError if the context is full, or if llama.cpp or a node fails."""
+        for part in self.parts(*sequences):
+            batch = Batch(part)
             self._ends = batch.ends
             llama_log.forget()
             with self._placement.inside():

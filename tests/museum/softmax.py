@@ -14,9 +14,8 @@ from ggml_backend_npu.registry.mistakes import with_stride
 
 
 @exhibit(
-    "ikawrakow/ik_llama.cpp 607", "Vulkan", "SOFT_MAX", outcome="missed", options=("--sequences", 2),
-    why="The sequences of a diff are of one length, so that their masks are equal. Sequences of other lengths would "
-    "show it.",
+    "ikawrakow/ik_llama.cpp 607", "Vulkan", "SOFT_MAX",
+    says=r"takes index 0 of dimension 3 of src1 \(the mask\) for all", options=("--sequences", 2),
 )  # fmt: skip
 def soft_max_mask_of_one_sequence(
     dst: Tensor, x: Tensor, mask: Tensor | None, sinks: Tensor | None, params: SoftMax

@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 import numpy as np
 
-from .bounded import U16, B, dot, exact, partial, several
+from .bounded import U16, B, dot, partial, several, usual_partial
 from .movers import Result, decoded
-from .products import brought
+from .products import by_matrix
 from .sums import masked, shares
 from .tensors import Node, UnknownError
 
@@ -18,23 +18,41 @@ def flash_attn_ext(node: Node) -> Result:
     and of q as ggml brings it to the type that it multiplies k with."""
     if node.source(0).type != "f32":
         raise UnknownError(f"q {node.source(0).type}")
-    ways = (exact(node.x(0)), brought(node.source(1).type, node.x(0)))
-    return tuple(_attention(node, q) for q in ways if q is not None)
+    q, k = node.x(0), node.source(1)
+    ways = by_matrix(k, q, (*q.shape[:3], k.ne[1]))
+    return tuple(_attention(node, scores) for scores in ways)
 
 
-def _attention(node: Node, q: B) -> B:
+def _attention(node: Node, t: B) -> B:
     v = node.source(2)
     scale, max_bias, cap = (node.f32(i) for i in range(3))
-    keys, values = decoded(node.source(1)), decoded(v)
-    n3, heads = q.v.shape[:2]
-    k = keys[np.arange(n3) * keys.v.shape[0] // n3][:, np.arange(heads) * keys.v.shape[1] // heads]
-    t = dot(k.v, q, "abmk,abnk->abnm")
-    t = t.with_error(np.einsum("abmk,abnk->abnm", k.e, np.abs(q.v), optimize=True))
-    t = cap * ((t * (scale / cap)).smooth(np.tanh, 1.0)) if cap else t * scale
+    values = decoded(v)
+    t = cap * _tanh(t * (scale / cap)) if cap else t * scale
     t = masked(t, node.x(3) if node.has(3) else None, max_bias)
-    weights, total = shares(t, node.x(4) if node.has(4) else None)
+    weights, total = shares(B.of(t.v), node.x(4) if node.has(4) else None)
     out = _weighted(weights, values, v.type) / total
+    out = out.with_error(_moved(weights.v / total.v, t.e, values.v, out.v))
     return B(out.v.transpose(0, 2, 1, 3), out.e.transpose(0, 2, 1, 3))
+
+
+def _tanh(x: B) -> B:
+    """tanh, which is flat where x is large."""
+    steepest = 1 - np.square(np.tanh(np.maximum(np.abs(x.v) - x.e, 0)))
+    return x.smooth(np.tanh, steepest)
+
+
+def _moved(shares: np.ndarray, e: np.ndarray, values: np.ndarray, out: np.ndarray) -> np.ndarray:
+    """How far errors e of the logits move the mean of the values: a larger share of one cell takes from all others, so
+    what counts is how far its values are from the mean."""
+    found = np.empty_like(out)
+    with np.errstate(all="ignore"):
+        more = np.where(shares > 0, shares * np.expm1(e), 0.0)
+        for i3, h in np.ndindex(*out.shape[:2]):
+            of = values[i3 * len(values) // len(out), h * values.shape[1] // out.shape[1]]
+            for i, mean in enumerate(out[i3, h]):
+                found[i3, h, i] = more[i3, h, i] @ np.abs(of - mean)
+        most = np.where(shares > 0, e, 0.0).max(-1, keepdims=True)
+        return np.where(np.isfinite(most), found * np.exp(most), np.inf)
 
 
 def _weighted(weights: B, values: B, kind: str) -> B:
@@ -48,9 +66,10 @@ def _weighted(weights: B, values: B, kind: str) -> B:
         if kind == "f16":
             most = np.einsum("abnk,abkd->abnd", weights.v, np.abs(v), optimize=True)
             squares = np.einsum("abnk,abkd->abnd", weights.v**2, v**2, optimize=True)
-            # partial sums grow evenly: the squares of their roundings add up to a third of kv times the last one's
-            rounded = (several(kv / 3) + 4) * partial(found.v, most, squares) + np.sqrt(squares)
-            found = found.with_error(U16 * rounded + np.sqrt(kv) * 2.0**-24)
+            rounded = several(kv) * usual_partial(found.v, most, squares)
+            rounded += 4 * partial(found.v, most, squares) + np.sqrt(squares)
+            # of the sum before the sink is added
+            found = found.with_error(U16 * rounded + np.sqrt(kv) * 2.0**-24 * weights.v.max(-1, keepdims=True))
     return found
 
 

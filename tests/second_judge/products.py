@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from .bounded import U32, B, dot, exact, partial, several
+from .bounded import U32, B, dot, exact, several, usual_partial
 from .movers import Result, bf16
 from .tensors import Given, Node, UnknownError
 
@@ -15,10 +15,19 @@ _TO_Q8 = ("q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q8_1", "mxfp4", "nvfp4", "iq4
 _TO_Q8K = ("q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "tq1_0", "tq2_0")
 
 
+_LANES = 8  # at least, that the sums of blocks are added up in
+
+
+def _block(kind: str) -> int | None:
+    """How many of src1's values are brought to steps of one scale. Sums of a block are then of whole numbers, exact."""
+    kind = kind.lower()
+    return 32 if kind in _TO_Q8 else 256 if kind in _TO_Q8K or kind.startswith("iq") else None
+
+
 def brought(kind: str, x: np.ndarray) -> B | None:
     """x as ggml's CPU brings it to the type that it multiplies `kind` with; None if that is float32. Values within 1e-4
     of the middle between two steps may go to either."""
-    kind = kind.lower()
+    kind, n = kind.lower(), _block(kind)
     if kind == "f32":
         return None
     with np.errstate(all="ignore"):
@@ -26,10 +35,8 @@ def brought(kind: str, x: np.ndarray) -> B | None:
             return exact(x.astype(np.float16).astype(np.float64))
         if kind == "bf16":
             return exact((bf16(x).astype(np.uint32) << 16).view(np.float32).astype(np.float64))
-        if kind in _TO_Q8:
-            return _in_steps(x, 32, np.float16)
-        if kind in _TO_Q8K or kind.startswith("iq"):
-            return _in_steps(x, 256, np.float32)
+        if n is not None:
+            return _in_steps(x, n, np.float16 if n == 32 else np.float32)
     raise UnknownError(f"products with {kind}")
 
 
@@ -48,8 +55,12 @@ def _in_steps(x: np.ndarray, n: int, scale: type[np.floating]) -> B:
 def product(w: np.ndarray, x: np.ndarray, kind: str) -> tuple[B, ...]:
     """Rows of w (m, k) with rows of x (n, k): (n, m), as a device may compute it: from x as it is, and after bringing x
     to the type that ggml multiplies `kind` with."""
+    found = (dot(w, exact(x), "mk,nk->nm"),)
     other = brought(kind, x)
-    return tuple(dot(w, each, "mk,nk->nm") for each in (exact(x), other) if each is not None)
+    if other is None:
+        return found
+    n = _block(kind)
+    return *found, dot(w, other, "mk,nk->nm", roundings=None if n is None else x.shape[-1] / n + _LANES)
 
 
 def weights(x: Given) -> np.ndarray:
@@ -62,16 +73,18 @@ def weights(x: Given) -> np.ndarray:
 def mul_mat(node: Node) -> Result:
     """dst[i3, i2, n, m] = sum of src0[i3 / r3, i2 / r2, m] * src1[i3, i2, n]."""
     a, b = node.source(0), node.source(1)
-    w, x = weights(a), node.x(1)
     if b.quantised:
         raise UnknownError(f"src1 {b.type}")
-    found = []
-    for i3 in range(x.shape[0]):
-        for i2 in range(x.shape[1]):
-            at = i3 * w.shape[0] // x.shape[0], i2 * w.shape[1] // x.shape[1]
-            part = w[at]
-            found.append(_with_minimum(a, a.raw[at], part, x[i3, i2], product(part, x[i3, i2], a.type)))
-    return _stacked(found, node.dst.shape)
+    return by_matrix(a, node.x(1), node.dst.shape)
+
+
+def by_matrix(a: Given, x: np.ndarray, shape: tuple[int, ...]) -> tuple[B, ...]:
+    """Each matrix of x with that of a at its place, of which there may be fewer: as ggml may compute it."""
+    w, found = weights(a), []
+    for i3, i2 in np.ndindex(*x.shape[:2]):
+        at = i3 * w.shape[0] // x.shape[0], i2 * w.shape[1] // x.shape[1]
+        found.append(_with_minimum(a, a.raw[at], w[at], x[i3, i2], product(w[at], x[i3, i2], a.type)))
+    return _stacked(found, shape)
 
 
 def _stacked(found: list[tuple[B, ...]], shape: tuple[int, ...]) -> tuple[B, ...]:
@@ -89,20 +102,22 @@ def _with_minimum(a: Given, raw: np.ndarray, w: np.ndarray, x: np.ndarray, found
     if a.type not in ("q4_1", "q5_1", "q2_K", "q4_K", "q5_K", "q2_k", "q4_k", "q5_k", "iq1_s", "iq1_m"):
         return found
     n = 32
-    top = np.abs(w.reshape(w.shape[0], -1, n)).max(-1)
-    whole = np.abs(x).reshape(x.shape[0], -1, n).sum(-1)
+    blocks, of_src1 = w.reshape(w.shape[0], -1, n), x.reshape(x.shape[0], -1, n)
+    top, whole = np.abs(blocks).max(-1), np.abs(of_src1).sum(-1)
     if a.type in ("q4_1", "q5_1"):
         least = np.ascontiguousarray(raw[..., 2:4]).view(np.float16)[..., 0].astype(np.float64)  # each block's m
         top = np.maximum(top, np.abs(least))
         more = dot(least, _sums(x) + -_blocks_of(brought(a.type, x), n), "mb,nb->nm")
         found = (found[0], B(found[1].v + more.v, found[1].e + more.e))
-    most, squares, each = (
-        np.einsum("mb,nb->nm", *pair)
-        for pair in ((top, whole), (top**2, whole**2), (top**2, np.square(x).reshape(x.shape[0], -1, n).sum(-1)))
-    )
+        of_m = np.einsum("mb,nbk->nmb", least, of_src1)
+        terms = np.stack([of_m, np.einsum("mbk,nbk->nmb", blocks, of_src1) - of_m])
+        most, squares = np.abs(terms).sum((0, 3)), np.square(terms).sum((0, 3))
+    else:
+        most, squares = (np.einsum("mb,nb->nm", *pair) for pair in ((top, whole), (top**2, whole**2)))
+    each = np.einsum("mb,nb->nm", top**2, np.square(of_src1).sum(-1))
     return tuple(
         # two roundings of each block's terms, which add up as blocks do, and two of each value that was decoded
-        way.with_error(U32 * (several(2 * top.shape[1]) * partial(way.v, most, squares) + 14 * np.sqrt(each)))
+        way.with_error(U32 * (several(2 * top.shape[1]) * usual_partial(way.v, most, squares) + 14 * np.sqrt(each)))
         for way in found
     )
 

@@ -6,6 +6,8 @@ import inspect
 import json
 from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -139,6 +141,21 @@ def test_a_run_that_rounds_ends_within_what_is_natural(model: Models) -> None:
         patch.setattr(again, "_FAR", 0.0)
         patch.setattr(again, "_NOTHING", 0.0)
         assert not run(model), "the end of a run counts"
+
+
+def test_nan_of_another_algorithm_is_no_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With flash attention switched the reference may give NaN in other places, which lets nothing else be off."""
+    right = np.ones((1, 4), np.float32)
+    off = np.array([[1, 1, 1, 1.0001]], np.float32)
+    found = {"on": np.full((1, 4), np.nan, np.float32), "off": off}
+    monkeypatch.setattr(again.Again, "_run", lambda _, settings, observer=None: [found[settings.flash_attention]])
+    device: Any = SimpleNamespace(runs_with=lambda settings: settings)
+    computer: Any = SimpleNamespace(reference=SimpleNamespace(is_cpu=False))
+    watched = again.Watched([right], [right], {}, [])
+    runs = again.Again(None, None, device, computer, FLASH_OFF, [], watched)  # type: ignore[arg-type]
+    ending = runs.natural(Ending(0.1, 0.0, None))
+    assert ending.natural == pytest.approx(2.5e-9, rel=0.01)
+    assert not ending
 
 
 def test_an_equal_run_ends_equal(model: Models) -> None:

@@ -11,7 +11,7 @@ from kit import models
 from kit.commands import Cli, kernel_file
 
 from graph_runner.base.models import model_file
-from graph_runner.run.batch import turned
+from graph_runner.run.batch import together, turned
 from graph_runner.run.session import Session, Settings
 
 PROMPT = "The bridge was closed in the winter of that year."
@@ -32,11 +32,33 @@ def attend(dst, q, k, v, mask, sinks, params):
     OWN["FLASH_ATTN_EXT"].define(dst, q, k, v, mask, sinks, params=params)
 """
 
+MASK_OF_STREAM_0 = """
+from dataclasses import replace
+from ggml_backend_npu import op
+from ggml_backend_npu.ops import OWN
+from ggml_backend_npu.ops.softmax import SoftMax
 
-def test_each_sequence_has_the_same_tokens_in_another_order() -> None:
-    assert turned([1, 2, 3, 4, 5, 6, 7], 1, 3) == [[1, 2, 3, 4, 5, 6, 7], [1, 4, 5, 6, 7, 2, 3], [1, 6, 7, 2, 3, 4, 5]]
+@op("SOFT_MAX", params=SoftMax)
+def soft_max(dst, x, mask, sinks, params):
+    first = replace(mask, nb=(*mask.nb[:3], 0))
+    OWN["SOFT_MAX"].define(dst, x, first, sinks, params=params)
+"""
+
+
+def test_each_sequence_has_fewer_tokens_in_another_order() -> None:
+    assert turned([1, 2, 3, 4, 5, 6, 7], 1, 3) == [[1, 2, 3, 4, 5, 6, 7], [1, 4, 5, 6, 7, 2], [1, 6, 7, 2, 3]]
     assert turned([5, 6], 0, 1) == [[5, 6]]
     assert turned([1], 1, 2) == [[1], [1]]
+    assert turned([5, 6], 0, 3) == [[5, 6], [6], [5]]
+    lengths = [*map(len, turned([*range(256)], 1, 256))]
+    assert lengths == [*range(256, 0, -1)]
+
+
+def test_sequences_of_other_lengths_end_together() -> None:
+    a, b, c = [1, 2, 3, 4, 5], [6, 7, 8], [9]
+    assert [*together([a, b, c], 512)] == [[[1, 2], [], []], [[3, 4], [6, 7], []], [[5], [8], [9]]]
+    assert [*together([b, a], 2)] == [[[], [1, 2]], [[6], [3]], [[7], [4]], [[8], [5]]]
+    assert [*together([[1], [2], [3]], 2)] == [[[1], [2], [3]]]
 
 
 @pytest.mark.parametrize("n_prompt", [5, 900])
@@ -86,6 +108,16 @@ def test_a_kernel_that_takes_every_stream_for_the_first(cli: Cli, tmp_path: Path
     assert outcome.code == 1
     assert "FLASH_ATTN_EXT" in outcome.out.splitlines()[1]
     assert "has each sequence of src0 meet sequence 0 of src1 and src2" in outcome.out
+
+
+def test_a_kernel_that_takes_the_mask_of_the_first_for_all(cli: Cli, tmp_path: Path) -> None:
+    """The prompt alone shows it: sequences of other lengths have other masks."""
+    kernels = kernel_file(tmp_path, MASK_OF_STREAM_0)
+    command = ("diff", "tiny", "-n", "0", "-p", PROMPT, "--ops", "SOFT_MAX", "--kernels", kernels)
+    assert cli(*command).code == 0
+    outcome = cli(*command, "--sequences", "2")
+    assert outcome.code == 1
+    assert "takes index 0 of dimension 3 of src1 (the mask) for all" in outcome.out
 
 
 @pytest.mark.slow

@@ -21,17 +21,17 @@ from graph_runner.judging.spoilt import defined, is_undefined
 NAN = float("nan")
 
 
-def spoilt_model(folder: Path, name: str) -> Path:
-    """The tiny model with one NaN in a weight."""
+def spoilt_model(folder: Path, name: str, number: float = NAN) -> Path:
+    """The tiny model with one number in a weight that is none."""
     path = folder / "nan.gguf"
     with model_file("tiny") as tiny:
         shutil.copy(tiny, path)
     reader = gguf.GGUFReader(path, "r+")
     values = next(tensor for tensor in reader.tensors if tensor.name == name).data.reshape(-1)
     if values.dtype == np.uint8:  # the scale of a q8_0 block
-        values[34 * 3 : 34 * 3 + 2] = np.frombuffer(np.float16(NAN).tobytes(), np.uint8)
+        values[34 * 3 : 34 * 3 + 2] = np.frombuffer(np.float16(number).tobytes(), np.uint8)
     else:
-        values[len(values) // 3] = NAN
+        values[len(values) // 3] = number
     reader.data.flush()
     return path
 
@@ -60,6 +60,14 @@ def test_a_nan_in_a_weight_is_named_and_blames_no_kernel(
     assert ("leaves undefined" in said) == (bool(options) and name != "output_norm.weight")
     assert strict_json(report.read_text())["spoilt"]["text"] == said
     assert "holds nan at" in page.read_text()
+
+
+@pytest.mark.parametrize("name", ["blk.0.attn_norm.weight", "blk.1.ffn_down.weight"])
+def test_a_weight_of_minus_infinity_is_named(cli: Cli, tmp_path: Path, name: str) -> None:
+    """Which is no mask."""
+    outcome = cli("diff", spoilt_model(tmp_path, name, -np.inf), "--in-process", "--all", "-n", "0")
+    assert outcome.code == 0, outcome.out
+    assert f"the weight or input {name!r} holds -inf at" in outcome.out
 
 
 def test_a_model_without_nan_says_nothing_of_it(cli: Cli) -> None:

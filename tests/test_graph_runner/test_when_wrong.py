@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -36,7 +37,8 @@ def as_before(backend: Plugin) -> Iterator[None]:
 def of(file: Path, kernel: Op, prompt: str = "The capital of France is", **options: Any) -> DiffResult:
     """A diff of a device that has a kernel of a user."""
     with default_backend().ops.having(kernel):
-        return diff(file, prompt, DiffOptions(settings=FLASH_OFF, **({"steps": 0} | options)))
+        given: dict[str, Any] = {"steps": 0, "settings": FLASH_OFF}
+        return diff(file, prompt, DiffOptions(**(given | options)))
 
 
 def soft_max_times(factor: float, least: int = 0) -> Op:
@@ -72,6 +74,7 @@ def test_a_rotation_is_not_seen_at_position_0(model: Models) -> None:
 
     result = of(model("llama"), planted("ROPE", none), prompt="")
     assert result
+    assert {node.op for node in of(model("llama"), planted("ROPE", none), prompt="", see=True).wrong} == {"ROPE"}
     assert {"ROPE frequency base", "ROPE frequency scale"} <= {*scope_json(result)["blind"]}
     assert {node.op for node in of(model("llama"), planted("ROPE", none)).wrong} == {"ROPE"}
 
@@ -138,3 +141,34 @@ def test_a_mistake_of_both_is_not_seen(model: Models, monkeypatch: pytest.Monkey
     makes_wrong("CONT", monkeypatch)
     assert run(model("llama"), reference="NPU")
     assert not run(model("llama"), reference="CPU")
+
+
+def test_what_takes_one_sequence_for_another_is_not_seen_in_one(model: Models) -> None:
+    def soft_max(dst: Tensor, x: Tensor, mask: Tensor, sinks: Tensor | None, *, params: SoftMax) -> None:
+        OWN["SOFT_MAX"].define(dst, x, replace(mask, nb=(*mask.nb[:3], 0)), sinks, params=params)
+
+    kernel = planted("SOFT_MAX", soft_max)
+    result = of(model("llama"), kernel)
+    assert result
+    assert scope_json(result)["sequences"] == 1
+    wrong = of(model("llama"), kernel, settings=replace(FLASH_OFF, sequences=2)).wrong
+    assert {node.op for node in wrong} == {"SOFT_MAX"}
+
+
+def test_a_judge_that_errs_in_an_op_without_a_canary_is_not_seen(
+    model: Models, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last ADD of a step, after which other nodes come."""
+
+    def added(dst: Tensor, a: Tensor, b: Tensor) -> None:
+        OWN["ADD"].define(dst, a, b)
+        dst.view()[...] += np.float32(dst.name == "l_out-1")
+
+    right = Rules.allows
+    monkeypatch.setattr(Rules, "allows", lambda rules, node, *rest: node.op == "ADD" or right(rules, node, *rest))
+    result = of(model("llama"), planted("ADD", added))
+    assert result.canaries is not None
+    assert "ADD" not in {each.op for each in result.canaries.seen}
+    assert "ADD" not in {node.op for node in result.wrong}
+    monkeypatch.undo()
+    assert {node.op for node in of(model("llama"), planted("ADD", added)).wrong} == {"ADD"}
