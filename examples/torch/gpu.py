@@ -96,7 +96,7 @@ def speed(model: str) -> str:
                 splits = session.splits
     cpu, npu = found["cpu"], found["npu"]
     nmse = float(np.square(cpu[3] - npu[3]).sum() / np.square(cpu[3]).sum())
-    same = next((i for i, (a, b) in enumerate(zip(cpu[2], npu[2])) if a != b), None)
+    same = next((i for i, (a, b) in enumerate(zip(cpu[2], npu[2], strict=False)) if a != b), None)
     text = "32 tokens equal" if same is None else f"token {same} differs"
     return (
         f"prompt of 512: {npu[0]:.0f} tokens/s, ggml's CPU {cpu[0]:.0f}; generation: {npu[1]:.1f}, CPU {cpu[1]:.1f}; "

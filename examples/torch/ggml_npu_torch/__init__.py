@@ -32,7 +32,7 @@ class Torch(QueuedDevice):
             torch.zeros(1, device=self._device).cpu()
         except (RuntimeError, AssertionError, NotImplementedError) as error:
             raise DeviceError(f"TORCH_DEVICE {name!r}: {str(error).strip().splitlines()[0]}") from None
-        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+        torch.set_float32_matmul_precision("highest")
         self.description, self.memory = _described(self._device)
         self._room = self.memory // 2 if os.environ.get("TORCH_KEEP", "1") != "0" else 0
         self._waits: list[Any] = []  # host memory that the queue is yet to read or write

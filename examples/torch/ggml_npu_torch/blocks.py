@@ -62,8 +62,8 @@ DECODERS: dict[str, Callable[[Array], Array]] = {
 
 
 def apart(b: Array, type: str) -> Array:
-    """Blocks with a minimum (q4_1, q5_1): 32 elements without it, then it. ggml's CPU multiplies it with the rounded sum
-    of a block of x."""
+    """Blocks with a minimum (q4_1, q5_1): 32 elements without it, then it, which ggml's CPU multiplies with the rounded
+    sum of a block of x."""
     q = _nibbles(b[..., 4:]) if type == "q4_1" else _with_fifth_bits(b, 4)
     return torch.cat([q.to(F32) * _half(b, 0), _half(b, 2)], -1)
 

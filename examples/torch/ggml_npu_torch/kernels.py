@@ -9,8 +9,8 @@ from functools import cache
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor as Array
+from torch.nn import functional
 
 from ggml_backend_npu import Backend, Node, Options, Tensor
 from ggml_backend_npu.ops import OWN
@@ -198,7 +198,7 @@ def _rms_norm(of: Bound, node: Node) -> Call:
 
 def _norm(of: Bound, node: Node) -> Call:
     x, out, eps = view(_at(node, 0)), view(node.dst), params(node).eps
-    return lambda: out.copy_(F.layer_norm(x, x.shape[-1:], eps=eps))
+    return lambda: out.copy_(functional.layer_norm(x, x.shape[-1:], eps=eps))
 
 
 def _l2_norm(of: Bound, node: Node) -> Call:
@@ -231,14 +231,25 @@ def _slopes(max_bias: float, n_head: int, device: torch.device) -> Array | None:
     return torch.tensor(slopes, dtype=F32, device=device)[:, None, None]
 
 
-def _masked(scores: Array, mask: Array | None, slopes: Array | None) -> Array:
-    """Scores (ne3, heads, queries, cells) and the mask, whose dimensions 3 and 2 repeat."""
+def _mask(of: Bound, tensor: Tensor, rows: int, n_head: int, max_bias: float) -> Value:
+    """A mask as float32, (1 or ne3, 1 or heads, rows, cells), once for all nodes that use it."""
+    found = view(tensor)[:, :, :rows]
+    slopes = _slopes(max_bias, n_head, found.device)
+
+    def make() -> Array:
+        mask = found.to(F32)
+        if mask.shape[1] not in (1, n_head):
+            mask = mask.repeat(1, n_head // mask.shape[1], 1, 1)
+        return mask if slopes is None else mask * slopes
+
+    return of.shared(("mask", tensor.start), tensor, (rows, n_head, max_bias), make)
+
+
+def _masked(scores: Array, mask: Array | None) -> Array:
+    """Scores and the mask, whose dimension 3 repeats."""
     if mask is None:
         return scores
-    repeats = (scores.shape[0] // mask.shape[0], scores.shape[1] // mask.shape[1])
-    if repeats != (1, 1) and 1 not in mask.shape[:2]:
-        mask = mask.repeat(*repeats, 1, 1)
-    return scores + (mask.to(F32) if slopes is None else mask.to(F32) * slopes)
+    return scores + (mask if len(mask) in (1, len(scores)) else mask.repeat(len(scores) // len(mask), 1, 1, 1))
 
 
 def _softmax(scores: Array, sinks: Array | None) -> Array:
@@ -251,10 +262,9 @@ def _softmax(scores: Array, sinks: Array | None) -> Array:
 
 def _soft_max(of: Bound, node: Node) -> Call:
     x, out, p = view(_at(node, 0)), view(node.dst), params(node)
-    mask = view(_at(node, 1))[:, :, : x.shape[2]] if _has(node, 1) else None
+    mask = _mask(of, _at(node, 1), x.shape[2], x.shape[1], p.max_bias) if _has(node, 1) else lambda: None
     sinks = view(_at(node, 2)).reshape(-1) if _has(node, 2) else None
-    slopes = _slopes(p.max_bias, x.shape[1], x.device)
-    return lambda: out.copy_(_softmax(_masked(x * p.scale, mask, slopes), sinks))
+    return lambda: out.copy_(_softmax(_masked(x * p.scale, mask()), sinks))
 
 
 def _ramp(p, n: int, device: torch.device) -> Array | None:  # type: ignore[no-untyped-def]
@@ -356,28 +366,35 @@ def _mul_mat_id(of: Bound, node: Node) -> Call:
 def _flash_attn_ext(of: Bound, node: Node) -> Call:
     q, k, v = _at(node, 0), _at(node, 1), _at(node, 2)
     out, p = view(node.dst), params(node)
-    rounds = ROUNDED["f32" if q.ne[1] >= _MANY and k.type == v.type and k.type in ("f32", "f16") else k.type]
-    mask = view(_at(node, 3))[:, :, : q.ne[1], : k.ne[1]] if _has(node, 3) else None
+    exact = q.ne[1] >= _MANY and k.type == v.type and k.type in ("f32", "f16")
+    rounds = ROUNDED["f32" if exact or k.type in ("q4_1", "q5_1") else k.type]
+    mask = _mask(of, _at(node, 3), q.ne[1], q.ne[2], p.max_bias) if _has(node, 3) else lambda: None
     sinks = view(_at(node, 4)).reshape(-1) if _has(node, 4) else None
-    slopes = _slopes(p.max_bias, q.ne[2], out.device)
     queries, keys, values = _floats(q), _floats(k), _floats(v)
-    r3, r2 = q.ne[3] // k.ne[3], q.ne[2] // k.ne[2]
-    plain = not p.logit_softcap and slopes is None and sinks is None
-
-    def attend(x: Array, y: Array, z: Array) -> Array:
-        """(ne3, heads, queries, cells of z)"""
-        if plain:
-            m = None if mask is None else _masked(x.new_zeros(()).expand(*x.shape[:2], 1, 1), mask, None)
-            return F.scaled_dot_product_attention(x, y, z, attn_mask=m, scale=p.scale)
-        scores = x @ y.transpose(-1, -2) * (p.scale / (p.logit_softcap or 1))
-        if p.logit_softcap:
-            scores = p.logit_softcap * torch.tanh(scores)
-        return _softmax(_masked(scores, mask, slopes), sinks).nan_to_num(0) @ z
+    n_cells = k.ne[1]
 
     def run() -> None:
-        x = rounds(queries())
-        y, z = (each.repeat_interleave(r3, 0).repeat_interleave(r2, 1) for each in (keys(), values()))
-        out.copy_(attend(x, y, z).transpose(1, 2))
+        x, y, z, m = rounds(queries()), keys(), values(), mask()
+        n3, n_head, n, width = x.shape
+        if len(y) != n3:
+            y, z = y.repeat_interleave(n3 // len(y), 0), z.repeat_interleave(n3 // len(z), 0)
+        if m is not None:
+            m = m[..., :n_cells]
+        if not p.logit_softcap and sinks is None and y.shape[1] == z.shape[1]:
+            x = x.reshape(n3, y.shape[1], -1, width)  # the heads that share a key are queries of one head
+            if m is not None:
+                m = m.repeat(n3 // len(m), 1, 1, 1) if len(m) not in (1, n3) else m
+                shared = n_head // y.shape[1]
+                one = n == m.shape[1] == 1
+                m = m if one or shared == 1 else m.expand(-1, n_head, -1, -1).reshape(len(m), y.shape[1], -1, n_cells)
+            found = functional.scaled_dot_product_attention(x, y, z, attn_mask=m, scale=p.scale)
+        else:
+            y, z = (each.repeat_interleave(n_head // each.shape[1], 1) for each in (y, z))
+            scores = x @ y.transpose(-1, -2) * (p.scale / (p.logit_softcap or 1))
+            if p.logit_softcap:
+                scores = p.logit_softcap * torch.tanh(scores)
+            found = _softmax(_masked(scores, m), sinks).nan_to_num(0) @ z
+        out.copy_(found.reshape(n3, n_head, n, -1).transpose(1, 2))
 
     return run
 
@@ -391,13 +408,13 @@ _UNARY: dict[str, Callable[[Array], Array]] = {
     "SIN": torch.sin,
     "COS": torch.cos,
     "TANH": torch.tanh,
-    "RELU": lambda x: F.threshold(x, 0, 0),
+    "RELU": lambda x: functional.threshold(x, 0, 0),
     "SIGMOID": torch.sigmoid,
-    "SOFTPLUS": F.softplus,
-    "SILU": F.silu,
+    "SOFTPLUS": functional.softplus,
+    "SILU": functional.silu,
     "GELU": _gelu,
     "GELU_QUICK": _gelu_quick,
-    "GELU_ERF": F.gelu,
+    "GELU_ERF": functional.gelu,
 }
 KERNELS: dict[str, Bind] = {
     **{name: _of_one(function) for name, function in _UNARY.items()},
@@ -415,8 +432,8 @@ KERNELS: dict[str, Bind] = {
     "CLAMP": _clamp,
     "GEGLU": _glu(_gelu),
     "GEGLU_QUICK": _glu(_gelu_quick),
-    "GEGLU_ERF": _glu(F.gelu),
-    "SWIGLU": _glu(F.silu),
+    "GEGLU_ERF": _glu(functional.gelu),
+    "SWIGLU": _glu(functional.silu),
     "SWIGLU_OAI": _swiglu_oai,
     "RMS_NORM": _rms_norm,
     "NORM": _norm,
@@ -443,7 +460,10 @@ def refusal(node: Node) -> str | None:
             continue
         if tensor.type not in DTYPES and tensor.type not in (DECODERS if index else ENCODERS) and not copied:
             return f"type {tensor.type}"
-        if any(n > 1 and nb % DTYPES.get(tensor.type, torch.uint8).itemsize for n, nb in zip(tensor.ne, tensor.nb)):
+        if any(
+            n > 1 and nb % DTYPES.get(tensor.type, torch.uint8).itemsize
+            for n, nb in zip(tensor.ne, tensor.nb, strict=True)
+        ):
             return f"strides {tensor.nb}"
     if node.op == "ROPE":
         p = params(node)

@@ -55,8 +55,8 @@ class Memory:
 
 
 def view(tensor: Tensor) -> Array:
-    """Returns a tensor's elements, (ne3, ne2, ne1, ne0); of a quantised one its blocks, (ne3, ne2, ne1, blocks in a row,
-    block bytes), and a row's bytes lie side by side."""
+    """Returns a tensor's elements, (ne3, ne2, ne1, ne0); of a quantised one its blocks, (ne3, ne2, ne1, blocks in a
+    row, block bytes)."""
     assert tensor.buffer is not None
     dtype = DTYPES.get(tensor.type, torch.uint8)
     shape, strides, size = tensor.ne[::-1], tensor.nb[::-1], dtype.itemsize
@@ -101,9 +101,11 @@ class Bound:
 
     def run(self) -> None:
         """Makes the calls."""
-        for call in self.calls:
-            call()
-        self._values.clear()
+        try:
+            for call in self.calls:
+                call()
+        finally:
+            self._values.clear()
 
     def is_right(self) -> bool:
         """Whether the weights are still those that were kept."""
