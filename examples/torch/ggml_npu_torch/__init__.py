@@ -11,7 +11,7 @@ from ggml_backend_npu import DeviceError, Graph, Node, Program, QueuedDevice
 try:
     import torch
 except ImportError as error:
-    raise DeviceError(f"torch cannot be imported ({error}): pip install examples/torch") from None
+    raise DeviceError(f"torch cannot be imported ({error}): pip install torch") from None
 
 from .kernels import KERNELS, refusal
 from .memory import Bound, Memory
