@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
+from collections.abc import Hashable
 from typing import Any
 
 from ggml_backend_npu import DeviceError, Graph, Node, Program, QueuedDevice
@@ -14,7 +15,7 @@ except ImportError as error:
     raise DeviceError(f"torch cannot be imported ({error}): pip install torch") from None
 
 from .kernels import KERNELS, refusal
-from .memory import Bound, Memory
+from .memory import Bound, Memory, Value
 
 warnings.filterwarnings("ignore", "The given NumPy array is not writable")  # it is only read
 
@@ -132,16 +133,18 @@ class Torch(QueuedDevice):
 
     def bind(self, graph: Graph) -> Bound:
         """Returns the calls of a graph. Weights are kept while there is room."""
-        found = Bound(self._takes)
+        found = Bound(self._kept)
         for node in graph.nodes:
             found.add(node, KERNELS[node.op])
         return found
 
-    def _takes(self, size: int) -> bool:
-        if size > self._room:
-            return False
-        self._room -= size
-        return True
+    def _kept(self, memory: Memory, key: Hashable, size: int, make: Value) -> Any:
+        if key not in memory.kept:
+            if not memory.is_fixed or size > self._room:
+                return None
+            memory.kept[key] = make()
+            self._room -= memory.kept[key].nbytes
+        return memory.kept[key]
 
     def captured(self, bound: Bound) -> Any:
         """Returns a CUDA graph of the calls; None if CUDA cannot capture them."""

@@ -89,13 +89,13 @@ class Bound:
 
     calls     in order
     versions  of memory in which weights are kept
-    room      bytes that may be kept
+    keep      gives what is kept in a memory by a key, of a size and made by a function; None if it is not to be kept
     """
 
-    def __init__(self, room: Callable[[int], bool]) -> None:
+    def __init__(self, keep: Callable[[Memory, Hashable, int, Value], Array | None]) -> None:
         self.calls: list[Callable[[], object]] = []
         self.versions: dict[Memory, int] = {}
-        self._room = room
+        self._keep = keep
         self._values: dict[Hashable, Array] = {}
         self._known: dict[Hashable, tuple[Hashable, Tensor]] = {}
 
@@ -119,11 +119,11 @@ class Bound:
     def shared(self, slot: Hashable, of: Tensor, how: Hashable, make: Value) -> Value:
         """Returns a value that is made of a tensor once, for all nodes that want the same until another one takes the
         slot or the tensor is written."""
-        key = (id(of.buffer), _span(of), how)
+        key, values = (id(of.buffer), _span(of), how), self._values
         if self._known.get(slot, (None,))[0] != key:
             self._known[slot] = key, of
-            self.calls.append(lambda: self._values.__setitem__(slot, make()))
-        return lambda: self._values[slot]
+            self.calls.append(lambda: values.__setitem__(slot, make()))
+        return lambda: values[slot]
 
     def rounded(self, x: Tensor, weights: str) -> Value:
         """Returns the elements of x as ggml's CPU rounds them for weights of a type."""
@@ -144,14 +144,11 @@ class Bound:
         def decode() -> Array:
             return apart(found, type).flatten(-2) if type in ("q4_1", "q5_1") else decoded(found, type)
 
-        key = _span(tensor)
-        if memory.is_fixed and (key in memory.kept or self._room(5 * tensor.n_elements)):
-            if key not in memory.kept:
-                memory.kept[key] = decode()
-            self.versions[memory] = memory.version
-            kept = memory.kept[key]
-            return lambda: kept
-        return decode
+        kept = self._keep(memory, _span(tensor), 5 * tensor.n_elements, decode)
+        if kept is None:
+            return decode
+        self.versions[memory] = memory.version
+        return lambda: kept
 
 
 def params(node: Node) -> Any:
