@@ -210,8 +210,9 @@ class ReplayJob:
         from graph_runner.trace import NPU, read_trace, replay
 
         recorded = read_trace(self.path).origin.options
+        own = "device_file" in self.device.described  # whose options no other device's are
         chosen = {name: value for name, value in self.device.options.items() if value is not None}
-        backend = replace(self.device, options={**_known(recorded), **chosen}).use()
+        backend = replace(self.device, options={**({} if own else _known(recorded)), **chosen}).use()
         arguments = dict(self.arguments)
         if self.devices is not None:
             arguments["device"] = self.devices.named(lib.ggml(), arguments["device"])

@@ -56,6 +56,16 @@ def test_the_class_of_the_page_is_right_on_a_model(device_file: Path) -> None:
 
 
 @pytest.mark.slow
+def test_a_device_replays_a_trace_of_another_device(device_file: Path, tmp_path: Path) -> None:
+    """The options in a trace are those of the NPU that wrote it; a device file has its own."""
+    trace = tmp_path / "t.gguf"
+    assert run("capture", "tiny", "-o", trace).returncode == 0
+    for device in ("sim", device_file):
+        done = run("replay", trace, "--device-file", device)
+        assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.slow
 def test_a_wrong_kernel_of_the_class_is_found(device_file: Path, tmp_path: Path) -> None:
     wrong = tmp_path / "wrong_npu.py"
     wrong.write_text(device_file.read_text().replace("dst[...] = a * b", "dst[...] = a * b * 1.01"))
