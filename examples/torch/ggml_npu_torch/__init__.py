@@ -38,6 +38,9 @@ class Torch(QueuedDevice):
         self._room = self.memory // 2 if os.environ.get("TORCH_KEEP", "1") != "0" else 0
         self._waits: list[Any] = []  # host memory that the queue is yet to read or write
         self._pool = torch.cuda.graph_pool_handle() if self._device.type == "cuda" else None
+        self._holder: Any = (
+            None  # the first graph that was captured: a pool of which no graph is left takes no other one
+        )
         self._side = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
 
     # memory
@@ -162,6 +165,7 @@ class Torch(QueuedDevice):
         except RuntimeError as error:
             warnings.warn(f"CUDA captures no graph of {len(bound.calls)} calls: {error}", stacklevel=1)
             return None
+        self._holder = self._holder or graph
         return graph
 
 
