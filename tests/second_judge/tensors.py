@@ -15,6 +15,7 @@ PLAIN = {"f32": "<f4", "f16": "<f2", "bf16": "<u2", "f64": "<f8", "i8": "i1", "i
 
 # what gguf-py does not decode: elements of a block, and how many lie in a byte; an f16 scale comes first
 PACKED = {"q1_0": (128, 8), "q2_0": (64, 4)}
+OTHER_SIZES = {"q8_1": (32, 36)}  # where gguf-py's elements and bytes of a block are not ggml's
 
 
 class UnknownError(Exception):
@@ -36,6 +37,8 @@ class Given:
         if self.type in PACKED:
             elements, each = PACKED[self.type]
             return elements, 2 + elements // each
+        if self.type in OTHER_SIZES:
+            return OTHER_SIZES[self.type]
         try:
             return GGML_QUANT_SIZES[GGMLQuantizationType[self.type.upper()]]
         except KeyError:
