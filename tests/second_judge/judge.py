@@ -53,10 +53,10 @@ class Judge:
             return f"no opinion on {self._node.op}"
         try:
             found = OPS[self._node.op](self._node)
+            if isinstance(found, B | tuple) and (place := _not_finite(self._node)) is not None:
+                return f"NaN or infinity in source {place}"
         except UnknownError as error:
             return str(error)
-        if isinstance(found, B | tuple) and (place := _not_finite(self._node)) is not None:
-            return f"NaN or infinity in source {place}"
         return found
 
     def verdict(self, candidate: bytes) -> Verdict:

@@ -79,6 +79,10 @@ class Given:
             return found.astype(np.float64) if found.dtype.kind == "f" else found.astype(np.int64)
         if self.type in PACKED:
             return _unpacked(self.raw, *PACKED[self.type]).reshape(self.shape)
+        if self.type == "q8_1":
+            scales, _, quants_of = np.split(self.raw, [2, 4], axis=-1)  # the sum is for products
+            d = np.ascontiguousarray(scales).view(np.float16).astype(np.float64)
+            return (d * quants_of.view(np.int8)).reshape(self.shape)
         try:
             kind = GGMLQuantizationType[self.type.upper()]
             with np.errstate(all="ignore"):
