@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
@@ -20,6 +21,7 @@ from ggml_backend_npu.ops.rope import Rope
 from ggml_backend_npu.ops.softmax import SoftMax
 from ggml_backend_npu.plugin.plugin import Plugin
 from ggml_backend_npu.registry.entry import Call, Op
+from graph_runner.base.errors import BlindError
 from graph_runner.diff.run import DiffOptions, DiffResult, diff
 from graph_runner.judging.rules import Rules
 from graph_runner.reports.scope import scope_json
@@ -155,6 +157,17 @@ def test_what_takes_one_sequence_for_another_is_not_seen_in_one(model: Models) -
     assert {node.op for node in wrong} == {"SOFT_MAX"}
 
 
+def unseen(file: Path, kernel: Op, op: str) -> DiffResult:
+    """A diff whose canaries are in no node of an op, by chance."""
+    for seed in range(100):
+        with suppress(BlindError):
+            result = of(file, kernel, canary=seed)
+            assert result.canaries is not None
+            if op not in {each.op for each in result.canaries.seen}:
+                return result
+    pytest.fail(f"each run has a canary in {op}")
+
+
 def test_a_judge_that_errs_in_an_op_without_a_canary_is_not_seen(
     model: Models, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -166,9 +179,7 @@ def test_a_judge_that_errs_in_an_op_without_a_canary_is_not_seen(
 
     right = Rules.allows
     monkeypatch.setattr(Rules, "allows", lambda rules, node, *rest: node.op == "ADD" or right(rules, node, *rest))
-    result = of(model("llama"), planted("ADD", added))
-    assert result.canaries is not None
-    assert "ADD" not in {each.op for each in result.canaries.seen}
+    result = unseen(model("llama"), planted("ADD", added), "ADD")
     assert "ADD" not in {node.op for node in result.wrong}
     monkeypatch.undo()
     assert {node.op for node in of(model("llama"), planted("ADD", added)).wrong} == {"ADD"}
