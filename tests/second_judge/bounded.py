@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-U32, U16, UBF16 = 2.0**-24, 2.0**-11, 2.0**-8  # roundoff: to nearest; bf16 also by truncation
+U32, U16, UBF16 = 2.0**-24, 2.0**-11, 2.0**-9  # roundoff, to nearest
 TINY32, TINY16 = 2.0**-126, 2.0**-24  # denormals may be flushed to zero; of f16 they are not
 LARGE32, LARGE16 = 3.4028235e38, 65504.0
 FUNCTION = 8 * U32  # exp, tanh, ... of a library or of vector code: a few units in the last place
