@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-U32, U16, UBF16 = 2.0**-24, 2.0**-11, 2.0**-9  # roundoff, to nearest
+U32, U16, UBF16 = 2.0**-24, 2.0**-11, 2.0**-8  # roundoff, to nearest
 TINY32, TINY16 = 2.0**-126, 2.0**-24  # denormals may be flushed to zero; of f16 they are not
 LARGE32, LARGE16 = 3.4028235e38, 65504.0
 FUNCTION = 8 * U32  # exp, tanh, ... of a library or of vector code: a few units in the last place
@@ -47,10 +47,10 @@ class B:
         return B(v, np.zeros(v.shape))
 
     def rounded(self, u: float = U32, tiny: float = TINY32, large: float = LARGE32) -> B:
-        """After one rounding."""
+        """After one rounding, of at most half a unit in the last place: u of the power of two below."""
         with np.errstate(all="ignore"):
-            size = np.abs(self.v) + self.e
-            e = self.e + u * size + np.where(size > 0, tiny, 0.0)
+            size = np.ldexp(1.0, np.frexp(np.abs(self.v) + self.e)[1] - 1)
+            e = self.e + np.where(np.abs(self.v) + self.e > 0, u * size + tiny, 0.0)
             e = np.where(np.isnan(self.v) | np.isnan(e), np.inf, e)
             gone = np.isfinite(self.v) & (np.abs(self.v) + self.e >= large)
         return B(self.v, np.where(gone, np.inf, e))
