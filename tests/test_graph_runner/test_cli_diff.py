@@ -87,6 +87,7 @@ def test_diff_writes_json_to_a_file(cli: Cli, tmp_path: Path) -> None:
             "strays",
             "remarks",
             "notes",
+            "replaced",
             "spoilt",
             "faults",
             "ending",
