@@ -6,11 +6,21 @@ import os
 import sys
 from pathlib import Path
 
+_COMMAND = (
+    "from ggml_backend_npu.ggml.guard import end_with_parent; end_with_parent()\n"
+    "from graph_runner.cli import main; main()"
+)
+
 
 def python(*arguments: str | Path) -> list[str]:
     """Returns the command that starts this Python with arguments. -P: neither the current folder nor a script's is
     looked through for modules, where a file beside a model may be called numpy.py."""
     return [sys.executable, "-P", *map(str, arguments)]
+
+
+def command(*words: str | Path) -> list[str]:
+    """Returns the command that runs ggml-npu with words, in a process that ends with this one."""
+    return python("-c", _COMMAND, *words)
 
 
 def environment(**more: str) -> dict[str, str]:

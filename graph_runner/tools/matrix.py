@@ -25,7 +25,7 @@ from graph_runner.base.endings import undone
 from graph_runner.base.errors import BadInputError
 from graph_runner.base.files import parts_of, write_file
 from graph_runner.base.models import check_file, demo_file
-from graph_runner.base.python import environment, python
+from graph_runner.base.python import command, environment
 from graph_runner.judging.results import RIGHT, ROUNDING, UNDECIDED, WRONG
 
 SCHEMA = "ggml-npu matrix 1"
@@ -34,10 +34,6 @@ VERDICTS = (RIGHT, ROUNDING, WRONG, UNDECIDED, FAILED)
 OWN = ("demo", "tiny")  # models that are no files of the user
 
 _VERSIONS = ("ggml-backend-npu", "llama-cpp-python", "numba", "numpy")
-_DIFF = (
-    "from ggml_backend_npu.ggml.guard import end_with_parent; end_with_parent()\n"
-    "from graph_runner.cli import main; main()"
-)
 _NO_MATTER = ("GGML_NPU_VERBOSE", "GGML_NO_BACKTRACE")
 _JSON, _PAGE, _LOG, _CELL = "diff.json", "diff.html", "log.txt", "cell.json"
 _PATIENCE = 2.5  # seconds that a diff has to end after it was told
@@ -310,11 +306,11 @@ def run_diff(cell: Cell, folder: Path, stopped: Event, timeout: float) -> Result
     """Runs the diff of a cell in a process of its own, which is ended after `timeout` seconds, or if the event is set:
     then it raises StoppedError."""
     files = ("--json", folder / _JSON, "--html", folder / _PAGE, "--reproducers", folder)
-    command = [*python("-c", _DIFF, "diff", *cell.words, *files), "--", cell.file]
+    words = command("diff", *cell.words, *files, "--", cell.file)
     begin = time.monotonic()
     with (folder / _LOG).open("wb") as log:
         process = subprocess.Popen(
-            command, env=environment(GGML_NO_BACKTRACE="1", COLUMNS="120"), stdin=subprocess.DEVNULL, stdout=log,
+            words, env=environment(GGML_NO_BACKTRACE="1", COLUMNS="120"), stdin=subprocess.DEVNULL, stdout=log,
             stderr=subprocess.STDOUT, start_new_session=True,
         )  # fmt: skip
         with undone(process.kill):

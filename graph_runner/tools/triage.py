@@ -16,14 +16,10 @@ from typing import Any
 
 from graph_runner.base.endings import undone
 from graph_runner.base.errors import BadInputError
-from graph_runner.base.python import environment, python
+from graph_runner.base.python import command, environment
 from graph_runner.judging.results import UNDECIDED
 from graph_runner.tools.matrix import what_is_wrong
 
-_COMMAND = (
-    "from ggml_backend_npu.ggml.guard import end_with_parent; end_with_parent()\n"
-    "from graph_runner.cli import main; main()"
-)
 _SAID = "ggml-npu: "
 _WRONG, _BAD_INPUT = 1, 2
 _NEAR = 8  # nodes: one of them is wrong, and no command need look for it
@@ -96,7 +92,7 @@ def run_command(what: str, words: Sequence[str]) -> Step:
     with TemporaryDirectory() as folder:
         written = Path(folder) / "result.json"
         process = subprocess.Popen(
-            [*python("-c", _COMMAND, words[0], "--json", str(written)), *words[1:]], stdin=subprocess.DEVNULL,
+            command(words[0], "--json", written, *words[1:]), stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, errors="replace",
             env=environment(GGML_NO_BACKTRACE="1"),
         )  # fmt: skip
