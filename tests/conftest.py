@@ -15,7 +15,7 @@ os.environ["PYTHONSAFEPATH"] = "1"  # processes of the tests import what is inst
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import HealthCheck, Phase, settings
@@ -143,17 +143,17 @@ def tiny_text(tiny: Path) -> str:
 @pytest.fixture
 def in_python(backend: Plugin, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The graphs that Python was asked to compute."""
-    from ggml_backend_npu.ggml import convert
+    from ggml_backend_npu.ggml.graph_read import GraphRead, GraphReader
 
     backend.forget_plans()
     graphs: list[int] = []
-    key = convert.key
+    read = GraphReader.__call__
 
-    def record(ggml: Any, graph: int, fusible: frozenset[str]) -> bytes:
+    def record(reader: GraphReader, graph: int) -> GraphRead:
         graphs.append(graph)
-        return key(ggml, graph, fusible)
+        return read(reader, graph)
 
-    monkeypatch.setattr(convert, "key", record)
+    monkeypatch.setattr(GraphReader, "__call__", record)
     return graphs
 
 

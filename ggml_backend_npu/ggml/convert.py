@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import ctypes
 import struct
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from ggml_backend_npu.ggml import structs
 from ggml_backend_npu.ggml.lib import Ggml
-from ggml_backend_npu.ir import PARAMS_BYTES, Graph, Memory, Node, Tensor, nbytes
+from ggml_backend_npu.ir import PARAMS_BYTES, Memory, Node, Tensor, nbytes
 from ggml_backend_npu.ir.buffer import Buffer
 from ggml_backend_npu.ir.packed import PACKED_TYPES, Packed
 
@@ -150,11 +149,14 @@ def node(ggml: Ggml, address: int, packed: PackedAt = nowhere) -> Node:
 
 
 def _node(ggml: Ggml, fields: tuple[Any, ...], packed: PackedAt) -> Node:
+    sources = (tensor(ggml, source, packed=packed) if source else None for source in _sources(fields))
+    return node_of(ggml, fields[_OP], fields[_PARAMS], _tensor(ggml, fields, True, packed), sources)
+
+
+def node_of(ggml: Ggml, op: int, params: bytes, dst: Tensor, src: Iterable[Tensor | None]) -> Node:
+    """The node with this number of its op, its op_params and its tensors."""
     return Node(
-        ggml.op_name(fields[_OP], _first_param(fields[_PARAMS])),
-        _tensor(ggml, fields, True, packed),
-        tuple(tensor(ggml, source, packed=packed) if source else None for source in _sources(fields)),
-        fields[_PARAMS] if any(fields[_PARAMS]) else _unwritten(ggml, fields[_OP]),
+        ggml.op_name(op, _first_param(params)), dst, tuple(src), params if any(params) else _unwritten(ggml, op)
     )
 
 
@@ -284,34 +286,6 @@ def is_to_be_computed(ggml: Ggml, address: int) -> bool:
     return bool(flags_of(address) & structs.FLAG_COMPUTE) and computes(op_name(ggml, address))
 
 
-def key(ggml: Ggml, graph: int, fusible: frozenset[str]) -> bytes:
-    """The bytes that a plan of the graph depends on: its nodes and their sources, without names; where it has ops that
-    may be fused, also its views and how often each node is used."""
-    parts, fuses = [], False
-    for _, head in _computing(ggml, graph):
-        parts.append(head)
-        fuses = fuses or ggml.ops[int.from_bytes(head[structs.OP_AT : structs.OP_AT + 4], "little")] in fusible
-        for at in range(structs.SRC_AT, structs.SRC_AT + 8 * structs.N_SRC, 8):
-            source = int.from_bytes(head[at : at + 8], "little")
-            if source:
-                parts.append(ctypes.string_at(source, structs.TENSOR_KEY_BYTES))
-    if fuses:
-        header = structs.GgmlCGraph.from_address(graph)
-        for address in header.nodes[: header.n_nodes]:
-            parts.append(address.to_bytes(8, "little") + header.uses(address).to_bytes(4, "little", signed=True))
-            parts.append(ctypes.string_at(address, structs.TENSOR_KEY_BYTES))
-    return b"".join(parts)
-
-
-def spans(ggml: Ggml, graph: int) -> tuple[list[int], list[tuple[int, int]]]:
-    """The addresses of a graph's nodes, and (address, bytes) of what their computation depends on: the nodes, and the
-    sources of those that are to be computed."""
-    header = structs.GgmlCGraph.from_address(graph)
-    nodes = [int(address) for address in header.nodes[: header.n_nodes]]
-    sources = [source for address, _ in _computing(ggml, graph) for source in sources_of(address) if source]
-    return nodes, [(address, structs.TENSOR_KEY_BYTES) for address in dict.fromkeys([*nodes, *sources])]
-
-
 def sources_of(address: int) -> list[int]:
     """Addresses of the sources of the tensor at an address, without trailing ones that are missing; 0 for other missing
     ones."""
@@ -344,24 +318,3 @@ def inputs(ggml: Ggml, address: int) -> list[Tensor]:
     read = dict.fromkeys(root for at, _ in _computing(ggml, address) for root in roots(ggml, at) if root)
     fields = {at: _read(at) for at in read if is_leaf(at)}
     return [_tensor(ggml, found, True, nowhere) for found in fields.values() if found[_FLAGS] & structs.FLAG_INPUT]
-
-
-def graph(ggml: Ggml, address: int, packed: PackedAt = nowhere) -> Graph:
-    """The nodes of the graph at an address that are to be computed, the producers of their sources, and the tensors
-    that are read outside it."""
-    header = structs.GgmlCGraph.from_address(address)
-    read_at = {at: _read(at) for at in header.nodes[: header.n_nodes]}
-    sources = {at: _sources(fields) for at, fields in read_at.items()}
-    addresses = computing(ggml, address)
-    index = {at: i for i, at in enumerate(addresses)}
-    nodes = tuple(_node(ggml, read_at[at], packed) for at in addresses)
-    producers = tuple(tuple(index.get(computed(ggml, x)) if x else None for x in sources[at]) for at in addresses)
-    used_here = Counter(source for each in sources.values() for source in each if source)
-    beyond: list[list[Tensor]] = [[] for _ in nodes]
-    for at, fields in read_at.items():
-        made_by = index.get(computed(ggml, at))
-        in_place = ggml.ops[fields[_OP]] not in _NOTHING_TO_COMPUTE and fields[_VIEW_SRC] != 0
-        read = used_here[at] and used_here[at] == header.uses(at) and not fields[_FLAGS] & structs.FLAG_OUTPUT
-        if made_by is not None and (in_place or not read):
-            beyond[made_by].append(_tensor(ggml, fields, False, packed))
-    return Graph(nodes, producers, tuple(tuple(tensors) for tensors in beyond))

@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import groupby
 
 import numpy as np
+from numba import types
 
 from ggml_backend_npu.ir.graph import Memory, Tensor
+from quant.kernels.jit import array_at, callback, inlined
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,14 +68,37 @@ def sharing(tensors: Iterable[Tensor], memory: Callable[[Tensor], Memory] = span
 
     memory  what counts as a tensor's own: `span`, or `viewed` if views of the same memory are to stay together
     """
-    groups: list[list[tuple[Tensor, Memory]]] = []
-    ends: list[int] = []
-    for member in sorted(((tensor, memory(tensor)) for tensor in tensors), key=lambda member: member[1].address):
-        begin, end = member[1].address, member[1].address + member[1].size
-        if groups and begin < ends[-1]:
-            groups[-1].append(member)
-            ends[-1] = max(ends[-1], end)
-        else:
-            groups.append([member])
-            ends.append(end)
-    return [Group(tuple(group), group[0][1].address, end) for group, end in zip(groups, ends, strict=True)]
+    members = [(tensor, memory(tensor)) for tensor in tensors]
+    spans = np.array([(own.address, own.address + own.size, 0, 0) for _, own in members], np.int64).reshape(-1, 4)
+    _group_spans(spans.ctypes.data, len(spans))
+    groups = groupby(spans[:, 3].tolist(), lambda place: spans[place, 2])
+    return [_group([members[place] for place in places]) for _, places in groups]
+
+
+def _group(members: list[tuple[Tensor, Memory]]) -> Group:
+    return Group(tuple(members), members[0][1].address, max(own.address + own.size for _, own in members))
+
+
+@inlined
+def group_spans(spans: int, n: int) -> None:
+    """Groups n spans of memory that overlap, directly or through others: int64 begin, end, group, order of each at an
+    address. Writes the group of each, numbered by address, and as order the numbers of the spans by address."""
+    span = array_at(spans, types.int64, 4 * n)
+    for i in range(n):
+        j = i
+        while j > 0 and span[4 * span[4 * (j - 1) + 3]] > span[4 * i]:
+            span[4 * j + 3] = span[4 * (j - 1) + 3]
+            j -= 1
+        span[4 * j + 3] = i
+    group, end = types.int64(-1), types.int64(-1)
+    for j in range(n):
+        i = 4 * span[4 * j + 3]
+        if group < 0 or span[i] >= end:
+            group, end = group + 1, span[i + 1]
+        end = max(end, span[i + 1])
+        span[i + 2] = group
+
+
+@callback(types.void(types.int64, types.int64))
+def _group_spans(spans: int, n: int) -> None:
+    group_spans(spans, n)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from ggml_backend_npu.backend.plan import Plan
 from ggml_backend_npu.ggml.guard import Failures
+from ggml_backend_npu.plugin.forms import Forms
 from ggml_backend_npu.plugin.repeats import Repeats
 from quant.kernels.threads import Team
 
@@ -72,13 +73,15 @@ class Statistics:
 class Context:
     """A live ggml_backend: its struct, its statistics, and the graphs that it knows.
 
-    plans    by the backend's version and the bytes of a graph's nodes and their sources
+    forms    plans its graphs
+    plans    of graphs with calls in Python, by the backend's version and a digest of what they depend on
     instead  the function that computes its graphs, by address, in place of the device; None: the device computes them
     """
 
     backend: ctypes.Structure
     statistics: Statistics
     repeats: Repeats
+    forms: Forms
     plans: dict[tuple[int, bytes], Plan] = field(default_factory=dict)
     instead: Callable[[int], None] | None = None
 

@@ -13,13 +13,16 @@ from ggml_backend_npu.backend.backend import AnyBackend
 from ggml_backend_npu.backend.plan import Plan
 from ggml_backend_npu.device.memory import OpaqueQueue
 from ggml_backend_npu.ggml import convert, structs
+from ggml_backend_npu.ggml.graph_read import GraphRead, GraphReader
 from ggml_backend_npu.ggml.guard import Failures, guarded, stopped_by_interrupts
 from ggml_backend_npu.ggml.lib import Ggml
 from ggml_backend_npu.ir import Graph, Node
 from ggml_backend_npu.ir.buffer import Buffer
-from ggml_backend_npu.plugin import repeats
+from ggml_backend_npu.ops import OWN
+from ggml_backend_npu.plugin import answers, repeats
 from ggml_backend_npu.plugin.buffers import Buffers
 from ggml_backend_npu.plugin.contexts import Context, Statistics
+from ggml_backend_npu.plugin.forms import Forms
 from ggml_backend_npu.plugin.queues import Queue
 from ggml_backend_npu.plugin.repeats import Repeats
 from ggml_backend_npu.registry.entry import KernelError
@@ -28,7 +31,7 @@ from quant.kernels import threads
 from quant.kernels.threads import POOL, Team
 
 _DEVICE_TYPES = {"accel": structs.DEVICE_TYPE_ACCEL, "gpu": structs.DEVICE_TYPE_GPU}
-MAX_PLANS = 1024  # of one context
+MAX_PLANS = 1024  # of one context, of graphs with calls in Python
 
 # when llama.cpp makes a context, it looks on which device these would run; if that is not their layer's device, it
 # computes them by some hundred nodes of other ops, in another graph than on the CPU
@@ -64,6 +67,9 @@ class Plugin:
         self.handed: Callable[[int, int, Node], Callable[[], None] | None] | None = None
         self.run: Callable[[Plan, int], None] = lambda plan, graph: plan.run()
         self._n_handed = 0
+        self._read = GraphReader(ggml)
+        self._supports_op = answers.Asked(self.supports_op)
+        self._answers = answers.Answers(_address_of(self._supports_op), backend.version_at, self._read)
         self._halted: str | None = None
         self._cpu: int | None = None
         self.memory = backend.memory()
@@ -74,7 +80,7 @@ class Plugin:
         self._graph_compute = structs.GraphCompute(self.graph_compute)
         self._graph_repeated = repeats.Repeated(self.graph_repeated)
         layout = ggml.layout
-        self.device = layout["ggml_backend_device"]()
+        self.device = layout["ggml_backend_device"](context=self._answers.address)
         self._queue: Queue | None = None
         slots: dict[str, Callable[..., Any]] = {}
         if self.memory is not None:
@@ -102,7 +108,7 @@ class Plugin:
             init_backend=self.init_backend,
             get_buffer_type=self.get_buffer_type,
             buffer_from_host_ptr=self.buffer_from_host_ptr,
-            supports_op=self.supports_op,
+            supports_op=answers.supports_op.address,
             supports_buft=self.supports_buft,
             **(self._queue.of_device() if self._queue is not None else {}),
         )
@@ -200,7 +206,8 @@ class Plugin:
             guid=ctypes.addressof(self._guid), iface=self._backend_table, device=device, context=known.address
         )
         address = ctypes.addressof(backend)
-        self.contexts[address] = Context(backend, Statistics(self._settle, self.failures), known)
+        forms = Forms(self.ggml, self.backend, self._read)
+        self.contexts[address] = Context(backend, Statistics(self._settle, self.failures), known, forms)
         return address
 
     @property
@@ -255,6 +262,8 @@ class Plugin:
         if reason is not None:
             self.refusals[op] = reason
             self._tell(op, reason)
+        elif self.memory is None and op in OWN.keys() - PROBED and self.backend.ops.get(op) is OWN[op]:
+            self._answers.learn(node, self.backend.version)
         return reason is None
 
     def _tell(self, op: str, reason: str) -> None:
@@ -315,16 +324,14 @@ class Plugin:
                 return structs.STATUS_SUCCESS
             if self.backend.options.fallback == "cpu":
                 return self._compute_with_fallback(context, graph)
-            bound = self._plan(context, graph)
+            read = self._read(graph)
+            bound = self._plan(context, read)
             self.run(bound, graph)
         self._settle()
         for statistics in (self.statistics, context.statistics):
             statistics.add(bound)
-        nodes, spans = convert.spans(self.ggml, graph)
-        if nodes:
-            header = structs.GgmlCGraph.from_address(graph)
-            matter = not self.backend.fusible.isdisjoint(bound.counts)
-            context.repeats.learn(bound, nodes, spans, [header.uses(node) for node in nodes] if matter else [])
+        if read.n_nodes:
+            context.repeats.learn(bound, read, fuses=not self.backend.fusible.isdisjoint(bound.counts))
         return structs.STATUS_SUCCESS
 
     @guarded(structs.STATUS_FAILED)
@@ -442,18 +449,23 @@ class Plugin:
         view.nodes = ctypes.cast(first, type(view.nodes))
         return int(self.ggml.ggml_backend_graph_compute(self._cpu, ctypes.addressof(view)))
 
-    def _plan(self, context: Context, graph: int) -> Plan:
-        key = self.backend.version, convert.key(self.ggml, graph, self.backend.fusible)
-        if key not in context.plans:
+    def _plan(self, context: Context, read: GraphRead) -> Plan:
+        """The plan of a graph. One that `repeats` cannot run without Python is kept here."""
+        key = (self.backend.version, read.digest) if context.plans else None
+        if key in context.plans:
+            return context.plans[key]
+        plan = context.forms.plan(read, self._packed)
+        if plan.works is None:
             if len(context.plans) >= MAX_PLANS:
                 context.plans.clear()
-            context.plans[key] = self.backend.plan(convert.graph(self.ggml, graph, self._packed))
-        return context.plans[key]
+            context.plans[self.backend.version, read.digest] = plan
+        return plan
 
     def forget_plans(self) -> None:
         """Drops all plans; called after the engine changed, as plans hold what they were made with."""
         for context in list(self.contexts.values()):
             context.plans.clear()
+            context.forms.forget()
             context.repeats.forget()
 
 

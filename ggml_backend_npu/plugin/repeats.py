@@ -12,19 +12,19 @@ import ctypes
 from typing import Any, NamedTuple
 
 import numpy as np
-from llvmlite import ir
 from numba import types
-from numba.extending import intrinsic
 
 from ggml_backend_npu.backend.backend import AnyBackend
 from ggml_backend_npu.backend.plan import Plan
 from ggml_backend_npu.ggml import structs
+from ggml_backend_npu.ggml.graph_read import NE, ROW, GraphRead, call_python, int64s, nodes_of, uses_of
 from ggml_backend_npu.ggml.layouts import NEWEST
-from quant.kernels.jit import array_at, callback, inlined
-from quant.kernels.records import packed, place_in, record_at, shared_record_at, size_of
-from quant.kernels.threads import Job, Team, run_work
+from quant.kernels.jit import callback, inlined
+from quant.kernels.records import packed, place_in, shared_record_at, size_of
+from quant.kernels.threads import Team, run_work
 
 _N_SLOTS = 1024  # graphs that are known at once
+_MOST_NODES = 1 << 16  # of all of them: some 50 MB
 
 
 class Table(NamedTuple):
@@ -50,7 +50,8 @@ class Known(NamedTuple):
 
     version       the backend's version when the plan was made
     nodes         addresses of the graph's nodes
-    spans         the memory that the plan depends on: `Span`
+    tensors       addresses of the tensors that the plan depends on
+    copies        what these held, ROW words each
     works         addresses of the works to run
     uses          how often each node is used; 0 where that does not matter
     uid           uid of the last graph that was the same
@@ -61,8 +62,9 @@ class Known(NamedTuple):
     version: int
     n_nodes: int
     nodes: int
-    n_spans: int
-    spans: int
+    n_tensors: int
+    tensors: int
+    copies: int
     n_works: int
     works: int
     uses: int
@@ -71,59 +73,18 @@ class Known(NamedTuple):
     runs: int = 0
 
 
-class Span(NamedTuple):
-    """Memory, and the address of a copy of what it held."""
-
-    address: int
-    n_bytes: int
-    copy: int
-
-
-_SLOTS, _SPAN = size_of(Table), 8 * size_of(Span)
+_SLOTS = size_of(Table)
 Repeated = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)  # of a ggml_backend and a repeat
 
-_GRAPH_N_NODES, _GRAPH_NODES = structs.GgmlCGraph.n_nodes.offset, structs.GgmlCGraph.nodes.offset
-_GRAPH_USES, _GRAPH_VISITED = structs.GgmlCGraph.use_counts.offset, structs.GgmlCGraph.visited.offset
 _GRAPH_UID = structs.GgmlCGraph.uid.offset
 _CONTEXT = NEWEST["ggml_backend"].context.offset  # as in every layout
 
 
-@intrinsic
-def _call_python(typing_context: Any, function: Any, backend: Any, graph: Any) -> Any:
-    def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        i64 = ir.IntType(64)
-        kind = ir.FunctionType(ir.IntType(32), [i64, i64])
-        return builder.call(builder.inttoptr(arguments[0], kind.as_pointer()), arguments[1:])
-
-    return types.int32(types.int64, types.int64, types.int64), emit
-
-
 @inlined
-def _int64s(address: int, count: int) -> Any:
-    return array_at(address, types.int64, count)
-
-
-@inlined
-def _slot(first_node: int, n_nodes: int) -> Any:
-    return _SLOTS + (first_node // 16 + n_nodes) % _N_SLOTS
-
-
-@inlined
-def _uses(graph: int, node: int) -> Any:
-    """`structs.GgmlCGraph.uses`"""
-    counts, visited = _int64s(graph + _GRAPH_USES, 1)[0], _int64s(graph + _GRAPH_VISITED, 3)
-    size = visited[0]
-    if counts == 0 or size == 0:
-        return types.int64(-1)
-    used, keys = array_at(visited[1], types.uint32, size // 32 + 1), _int64s(visited[2], size)
-    slot = (node >> 4) % size
-    for _ in range(size):
-        if (types.int64(used[slot // 32]) >> (slot % 32)) & 1 == 0:
-            break
-        if keys[slot] == node:
-            return types.int64(array_at(counts, types.int32, size)[slot])
-        slot = (slot + 1) % size
-    return types.int64(-1)
+def _slot(first_node: int, n_nodes: int, n_columns: int) -> Any:
+    """Where a graph is looked for: by the address of its first node, the number of its nodes, and ne[1] of the first
+    one, which in most graphs is the number of tokens."""
+    return _SLOTS + (first_node // 16 + n_nodes + 61 * n_columns) % _N_SLOTS
 
 
 @inlined
@@ -132,26 +93,25 @@ def _is(repeat: Any, graph: int, nodes: Any, n_nodes: int) -> bool:
 
     A scheduler gives a graph a new uid whenever it makes it anew: under the same uid nothing has changed.
     """
-    uid = _int64s(graph + _GRAPH_UID, 1)[0]
+    uid = int64s(graph + _GRAPH_UID, 1)[0]
     if uid != 0 and uid == repeat.uid:
         return True
     if repeat.n_nodes != n_nodes:
         return False
-    known = _int64s(repeat.nodes, n_nodes)
+    known = int64s(repeat.nodes, n_nodes)
     for i in range(n_nodes):
         if nodes[i] != known[i]:
             return False
     if repeat.uses != 0:
-        uses = _int64s(repeat.uses, n_nodes)
+        uses = int64s(repeat.uses, n_nodes)
         for i in range(n_nodes):
-            if _uses(graph, nodes[i]) != uses[i]:
+            if uses_of(graph, nodes[i]) != uses[i]:
                 return False
-    for i in range(repeat.n_spans):
-        span = record_at(repeat.spans + _SPAN * i, Span)
-        n_words = span.n_bytes // 8
-        now, then = _int64s(span.address, n_words), _int64s(span.copy, n_words)
-        for j in range(n_words):
-            if now[j] != then[j]:
+    tensors, copies = int64s(repeat.tensors, repeat.n_tensors), int64s(repeat.copies, ROW * repeat.n_tensors)
+    for i in range(repeat.n_tensors):
+        now = int64s(tensors[i], ROW)
+        for j in range(ROW):
+            if now[j] != copies[ROW * i + j]:
                 return False
     return True
 
@@ -159,69 +119,61 @@ def _is(repeat: Any, graph: int, nodes: Any, n_nodes: int) -> bool:
 @callback(types.int32(types.int64, types.int64))
 def graph_compute(backend: int, graph: int) -> Any:
     """ggml_backend_i.graph_compute: runs a known graph, or calls Python for it. Returns a ggml_status."""
-    context = _int64s(backend + _CONTEXT, 1)[0]
+    context = int64s(backend + _CONTEXT, 1)[0]
     table = shared_record_at(context, Table)
-    n_nodes = types.int64(array_at(graph + _GRAPH_N_NODES, types.int32, 1)[0])
+    nodes = nodes_of(graph)
+    n_nodes = len(nodes)
     if n_nodes > 0:
-        nodes = _int64s(_int64s(graph + _GRAPH_NODES, 1)[0], n_nodes)
-        address = _int64s(context, _SLOTS + _N_SLOTS)[_slot(nodes[0], n_nodes)]
+        address = int64s(context, _SLOTS + _N_SLOTS)[_slot(nodes[0], n_nodes, int64s(nodes[0], ROW)[NE + 1])]
         if address != 0:
             repeat = shared_record_at(address, Known)
-            same_version = repeat.version == _int64s(table.version_at, 1)[0]
+            same_version = repeat.version == int64s(table.version_at, 1)[0]
             if same_version and _is(repeat, graph, nodes, n_nodes):
                 status, i = 0, 0
                 if repeat.in_python != 0:
-                    status = _call_python(table.repeated, backend, address)
+                    status = call_python(table.repeated, backend, address)
                     if status != 0:
                         return types.int32(status)
-                works = _int64s(repeat.works, repeat.n_works)
+                works = int64s(repeat.works, repeat.n_works)
                 while status == 0 and i < repeat.n_works:
                     status = run_work(works[i], table.threads, table.openmp)
                     i += 1
                 if status == 0:
-                    repeat.uid = _int64s(graph + _GRAPH_UID, 1)[0]
+                    repeat.uid = int64s(graph + _GRAPH_UID, 1)[0]
                     table.runs += 1
                     repeat.runs += 1
                     return types.int32(0)
-    return _call_python(table.python, backend, graph)
+    return call_python(table.python, backend, graph)
 
 
 class Repeat:
     """A plan that `graph_compute` can run.
 
     version  version of the backend that made the plan
-    nodes    addresses of all nodes of the graph
-    spans    (address, bytes) of what the plan depends on, in whole 8 bytes
-    uses     how often each node is used in the whole graph, where nodes may be fused; else empty
+    read     the graph
+    fuses    whether its nodes may be fused: how often each is used in the whole graph matters then
     """
 
-    def __init__(
-        self, plan: Plan, version: int, nodes: list[int], spans: list[tuple[int, int]], uses: list[int]
-    ) -> None:
-        self.plan = plan
-        copies = [np.frombuffer(ctypes.string_at(*span), np.int64) for span in spans]
-        works = [work.address for _, call in plan.steps if isinstance(call, Job) for work in call.works]
-        lists = (
-            np.array(nodes, np.int64),
-            np.array([Span(*span, copy.ctypes.data) for span, copy in zip(spans, copies, strict=True)], np.int64),
-            np.array(works, np.int64),
-            np.array(uses, np.int64),
-        )
-        at_nodes, at_spans, at_works, at_uses = (each.ctypes.data for each in lists)
+    def __init__(self, plan: Plan, version: int, read: GraphRead, *, fuses: bool) -> None:
+        self.plan, self.n_nodes = plan, read.n_nodes
+        works = np.zeros(0, np.int64) if plan.works is None else plan.works
+        lists = read.at, read.tensors, works, read.uses
+        at, copies, at_works, uses = (each.ctypes.data for each in lists)
         self._words = packed(
             Known(
                 version=version,
-                n_nodes=len(nodes),
-                nodes=at_nodes,
-                n_spans=len(spans),
-                spans=at_spans,
+                n_nodes=read.n_nodes,
+                nodes=at,
+                n_tensors=read.n_direct,
+                tensors=at,
+                copies=copies,
                 n_works=len(works),
                 works=at_works,
-                uses=at_uses if uses else 0,
-                in_python=any(not isinstance(call, Job) for _, call in plan.steps),
+                uses=uses if fuses else 0,
+                in_python=plan.works is None,
             )
         )
-        self._kept = copies, lists
+        self._kept = lists
         self._seen = 0
 
     @property
@@ -278,22 +230,24 @@ class Repeats:
         """The threads that its graphs run in."""
         return Team(self._table.openmp, self.n_threads)
 
-    def learn(self, plan: Plan, nodes: list[int], spans: list[tuple[int, int]], uses: list[int]) -> None:
-        """Remembers a graph, replacing one in the same slot; of a backend that runs without Python, only a graph of
-        kernels that do not need Python either.
+    def learn(self, plan: Plan, read: GraphRead, *, fuses: bool) -> None:
+        """Remembers a graph, replacing one in the same slot, and the oldest ones if all have too many nodes; of a
+        backend that runs without Python, only a graph of kernels that do not need Python either.
 
         Called by the thread that computes, when all runs so far have been `counted`.
         """
         self._replaced.clear()
-        jobs = [call for _, call in plan.steps if isinstance(call, Job)]
-        in_python = len(jobs) < len(plan.steps) or (not self.team.openmp and any(job.is_for_threads for job in jobs))
-        if in_python and self._backend.runs_without_python:
+        if self._backend.runs_without_python and (plan.works is None or not (self.team.openmp or plan.is_for_one)):
             return  # without OpenMP Python gives work to threads
-        repeat = Repeat(plan, self._backend.version, nodes, spans, uses)
-        slot = _slot(nodes[0], len(nodes))
+        repeat = Repeat(plan, self._backend.version, read, fuses=fuses)
+        slot = _slot(int(read.at[0]), read.n_nodes, int(read.tensors[0, NE + 1]))
         if slot in self._known:
-            self._replaced.append(self._known[slot])
+            self._replaced.append(self._known.pop(slot))
         self._known[slot] = repeat
+        while sum(each.n_nodes for each in self._known.values()) > _MOST_NODES and len(self._known) > 1:
+            oldest = next(iter(self._known))
+            self._words[oldest] = 0
+            self._replaced.append(self._known.pop(oldest))
         self._by_address = {each.address: each for each in (*self._known.values(), *self._replaced)}
         self._words[slot] = repeat.address
 

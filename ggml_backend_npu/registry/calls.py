@@ -57,6 +57,11 @@ def watched_by(watcher: Watcher) -> None:
     _watchers.append(watcher)
 
 
+def are_watched() -> bool:
+    """Whether somebody is told of calls."""
+    return bool(_watchers)
+
+
 class Watched:
     """A context around a call that may never return.
 

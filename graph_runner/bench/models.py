@@ -24,13 +24,14 @@ from graph_runner.tools import suites
 
 MOVERS, EVERY_NODE = "movers on the NPU", "every node on the NPU"
 _PROMPT = "The history of computing begins with " + "counting boards, gears, relays and valves; " * 12
+_OF_A_NEW_LENGTH, _NEW = "prompt of a new length", 64  # tokens of the first one
 _LONGER = _PROMPT + "counting boards, gears, relays and valves; " * 2
 
 
 def bench_decode(model: Path, *, rounds: int, threads: int, n: int = 64, long: int = 512) -> Iterator[Measurement]:
-    """Measures tokens/s of a prompt (four times), of a prompt of `long` tokens, and of n tokens decoded one by one:
-    with the movers on the NPU and with every node on the NPU, against the CPU alone. Then the memory of a process with
-    every node on the NPU.
+    """Measures tokens/s of a prompt (four times), of a prompt of `long` tokens, of one whose length is new in each
+    round, and of n tokens decoded one by one: with the movers on the NPU and with every node on the NPU, against the
+    CPU alone. Then the memory of a process with every node on the NPU.
 
     All sessions are open at once and take turns; within a round they switch after every 8 generated tokens.
 
@@ -53,17 +54,19 @@ def bench_decode(model: Path, *, rounds: int, threads: int, n: int = 64, long: i
         tokens = session.tokenize(_PROMPT)
         many = (tokens * long)[:long]
         steps = [[token] for token in (tokens * n)[:n]]
-        turns = [(f"prompt of {long}", [many]), *[("prompt", [tokens])] * 4]
-        turns += [("generation", steps[i : i + 8]) for i in range(0, n, 8)]
+        always = [(f"prompt of {long}", [many]), *[("prompt", [tokens])] * 4]
+        always += [("generation", steps[i : i + 8]) for i in range(0, n, 8)]
         for round_ in range(rounds + 1):
             seconds: defaultdict[tuple[str, str], float] = defaultdict(float)
+            new = many[: _NEW + round_]
+            turns = [(_OF_A_NEW_LENGTH, [new]), *always]
             for turn, (what, batches) in enumerate(turns):
                 for name, session in sessions[:: -1 if (turn + round_) % 2 else 1]:
                     if what != "generation":
                         session.clear()
                     seconds[what, name] += _decode(session, batches)
             if round_:  # the first round warms up
-                counts = {"prompt": 4 * len(tokens), "generation": n}
+                counts = {"prompt": 4 * len(tokens), "generation": n, _OF_A_NEW_LENGTH: len(new)}
                 for (what, name), time_ in seconds.items():
                     speeds[what, name].append(counts.get(what, long) / time_)
     for name in (MOVERS, EVERY_NODE):

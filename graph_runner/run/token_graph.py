@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from ggml_backend_npu import Graph, Plan, Tensor
 from ggml_backend_npu.ggml import convert
+from ggml_backend_npu.ggml.graph_read import GraphReader
 from graph_runner.run.session import Session, SessionError
 
 Array = NDArray[Any]
@@ -221,7 +222,7 @@ class GraphRunner:
 
         def compute(address: int) -> None:
             inputs = [(tensor, tensor.view().copy()) for tensor in convert.inputs(self._npu.ggml, address)]
-            graph = convert.graph(self._npu.ggml, address)
+            graph = GraphReader(self._npu.ggml)(address).graph(self._npu.ggml)
             bound = self._npu.backend.plan(graph)
             bound.run()
             self._count(bound)

@@ -18,12 +18,14 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from contextvars import ContextVar
+from copy import copy
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
 from numba import types
+from numpy.typing import NDArray
 
 from quant.kernels.jit import (
     LINE,
@@ -144,6 +146,8 @@ class Work:
 
     most_parts  into how many parts it is worth cutting it, at most; another work may write `parts` = 1 into its `Block`
     words       the words of its `Block`
+    parameters  the words of its record
+    kept        what lives as long as it
     """
 
     def __init__(
@@ -173,13 +177,19 @@ class Work:
             )
         )
         self.address = int(self.words.ctypes.data)
-        self._kept = record, keep
+        self.parameters, self.kept = record, keep
         self._failed = failed
 
     @property
     def block(self) -> Block:
         """Its `Block`, as compiled code sees it now."""
         return Block(*self.words.tolist())
+
+    def placed(self, words: NDArray[np.int64]) -> Work:
+        """The work of another `Block`, which fails as it does."""
+        other = copy(self)
+        other.words, other.address = words, int(words.ctypes.data)
+        return other
 
     def run(self) -> None:
         """Runs it in the working team. Raises what `failed` makes of a kernel's status that is not 0."""

@@ -25,6 +25,7 @@ from ggml_backend_npu.ggml import aborts, convert, lib
 from ggml_backend_npu.ggml.lib import Ggml
 from ggml_backend_npu.ir import Dims as Dims
 from ggml_backend_npu.plugin.build import Builder
+from ggml_backend_npu.plugin.forms import Forms
 from ggml_backend_npu.plugin.plugin import Plugin
 from graph_runner.judging.compare import compare
 from graph_runner.judging.promises import holds
@@ -66,6 +67,7 @@ def recorded_works() -> Iterator[list[threads.Work]]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(threads.Work, "run", record)
+        patch.setattr(Forms, "_may_be_formed", lambda _: False)
         yield works
 
 
@@ -91,6 +93,7 @@ def in_pieces(rng: np.random.Generator, n: int = 4) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(threads, "GRAIN", 1)
         patch.setattr(threads.Work, "run", run)
+        patch.setattr(Forms, "_may_be_formed", lambda _: False)
         yield
 
 

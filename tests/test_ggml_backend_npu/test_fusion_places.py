@@ -11,7 +11,7 @@ from kit.fusing import KINDS, Build, Ran, assert_close, floats, route, routed_ou
 from kit.support import Scene, choose
 
 from ggml_backend_npu import Graph, Memory, Tensor, default_backend
-from ggml_backend_npu.ggml import convert
+from ggml_backend_npu.ggml.graph_read import GraphReader
 from ggml_backend_npu.plugin.plugin import Plugin
 
 pytestmark = pytest.mark.usefixtures("all_fused")
@@ -28,7 +28,7 @@ def laid_out(backend: Plugin, build: Build, places: dict[int, tuple[int, int]]) 
             backend.ggml.ggml_set_output(output)
         address = scene._expanded(tuple(outputs))
         scene._allocate()
-        graph = convert.graph(backend.ggml, address)
+        graph = GraphReader(backend.ggml)(address).graph(backend.ggml)
         roots = [scene.as_tensor(tensor) for tensor, _ in scene.roots]
         homes: dict[int, Memory] = {}
         for tensor in [*(node.dst for node in graph.nodes), *roots]:

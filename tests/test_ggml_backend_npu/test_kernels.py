@@ -25,6 +25,7 @@ from ggml_backend_npu.ggml import codecs
 from ggml_backend_npu.ops import OWN, mamba, pooling, routing
 from ggml_backend_npu.ops import token_shift as shifts
 from ggml_backend_npu.ops.kernels import elements, groups, hadamard, strided, tiles
+from ggml_backend_npu.plugin import forms
 from ggml_backend_npu.registry.checks import Types
 from quant import conversions
 from quant.kernels import threads
@@ -108,7 +109,7 @@ def top_by_hand(x: Array) -> list[Array]:
     return [(values / values.sum(axis=1, keepdims=True)).astype(np.float32), indices.astype(np.int32)]
 
 
-RUNS_OTHERS = threads._run
+RUN_OTHERS = threads._run, forms._run
 CASES = {
     **OF_OPS,
     "SCALE with a bias": Case(
@@ -181,7 +182,7 @@ def kernels() -> dict[int, str]:
 
 
 def test_every_kernel_is_compared_with_its_definition() -> None:
-    compared = {id(RUNS_OTHERS), *(id(kernel) for case in CASES.values() for kernel in case.kernels)}
+    compared = {*map(id, RUN_OTHERS), *(id(kernel) for case in CASES.values() for kernel in case.kernels)}
     assert [name for key, name in kernels().items() if key not in compared] == []
     assert [
         op for op in default_backend().ops if default_backend().ops[op].prepare is not None and op not in OF_OPS

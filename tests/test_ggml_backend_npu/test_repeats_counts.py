@@ -99,7 +99,7 @@ def test_a_models_nodes_are_counted_as_python_counts_them(
     repeated = decoded(model(name))
     asked = len(in_python)
     with monkeypatch.context() as patch:
-        patch.setattr(Repeats, "learn", lambda *_: None)
+        patch.setattr(Repeats, "learn", lambda *_, **__: None)
         assert decoded(model(name)) == repeated
     assert repeated.nodes
     assert asked < len(in_python) - asked or not backend.ggml.openmp, "without OpenMP Python gives work to threads"

@@ -122,7 +122,7 @@ def test_a_works_status_is_of_its_last_run(team: str) -> None:
     with threads.allowing(2):
         with pytest.raises(ValueError, match="7"):
             visited.work.run()
-        visited.work._kept[0][2] = -1
+        visited.work.parameters[2] = -1
         visited.work.run()
 
 

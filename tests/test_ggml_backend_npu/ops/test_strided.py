@@ -280,7 +280,7 @@ def test_streamed_copies(
 
 def streams(work: threads.Work) -> bool:
     """Whether a walk stores past the caches."""
-    return bool(work._kept[0][-1])
+    return bool(work.parameters[-1])
 
 
 @pytest.mark.parametrize("type", ["f32", "f16", "bf16", "i32", "q8_0", "q4_0"])

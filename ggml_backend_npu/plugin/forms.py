@@ -1,0 +1,272 @@
+"""Plans by form: what differs between two nodes of the same form is where their memory lies.
+
+In a model of 30 layers the same nodes come 30 times, at other addresses, and with each prompt again. So a node, or a
+pattern of nodes that may be fused, is bound once, at addresses that do not exist (`plugin.rows.home`). In the words of
+its works these are known from afar; the words are then copied for each node of this form, with the node's addresses.
+
+A form is the bytes of all that binding may depend on: op, parameters, types, ne, nb, and what memory the tensors share.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import groupby, islice
+from typing import Any
+
+import numpy as np
+from numba import types
+from numpy.typing import NDArray
+
+from ggml_backend_npu.backend.backend import AnyBackend, Backend
+from ggml_backend_npu.backend.fusion import FUSIONS
+from ggml_backend_npu.backend.plan import Plan, run_step
+from ggml_backend_npu.ggml import convert
+from ggml_backend_npu.ggml.graph_read import GraphRead, GraphReader, int64s
+from ggml_backend_npu.ggml.lib import Ggml
+from ggml_backend_npu.ops import OWN
+from ggml_backend_npu.plugin.rows import FAR, HOME, Pieces, Rows, graph_in
+from ggml_backend_npu.registry.calls import KernelError, are_watched
+from ggml_backend_npu.registry.entry import Call
+from quant.kernels.jit import callback, engine
+from quant.kernels.threads import Job, run_work, working_team
+
+Ints = NDArray[np.int64]
+
+_MOST_FORMS = 4096
+
+
+def _arrays(kept: object) -> Iterator[Ints]:
+    """The arrays of 8-byte numbers among what a work keeps: they could hold addresses."""
+    if isinstance(kept, np.ndarray):
+        if kept.dtype.kind in "iu" and kept.dtype.itemsize == 8:
+            yield kept
+    elif isinstance(kept, list | tuple):
+        for each in kept:
+            yield from _arrays(each)
+
+
+@dataclass(frozen=True, eq=False)
+class Form:
+    """What was bound of nodes at home.
+
+    words      of its works: their blocks and their parameters
+    tensors    the places of words that are addresses in the memory of tensors, and the group of each
+    own        the places of words that are addresses of words, which begin at 0
+    works      where its works begin, in bytes
+    n_groups   how many groups of memory it has
+    plan       what was bound; it keeps what the works need
+    """
+
+    words: Ints
+    tensors: tuple[Ints, Ints]
+    own: Ints
+    works: Ints
+    n_groups: int
+    plan: Plan
+
+    @staticmethod
+    def of(plan: Plan, n_groups: int) -> Form | None:
+        """A plan that was bound at home, if all that it says of addresses is known."""
+        jobs = [call for _, call in plan.steps if isinstance(call, Job)]
+        if len(jobs) < len(plan.steps):
+            return None
+        works = [work for job in jobs for work in job.works]
+        parts = [part for work in works for part in (work.words, work.parameters)]
+        begins = np.cumsum([0, *(part.size for part in parts)])[:-1]
+        words = np.concatenate([*parts, np.zeros(0, np.int64)])
+        own = np.zeros(len(words), np.bool_)
+        for part, begin in zip(parts, begins.tolist(), strict=True):
+            address = part.ctypes.data
+            inside = (words >= address) & (words < address + part.nbytes)
+            words[inside & ~own] += 8 * begin - address
+            own |= inside
+        half = 1 << (HOME - 1)
+        far = ~own & (np.abs(words) >= half)
+        groups = (words[far] - (1 << FAR) + half) >> HOME
+        held = any((np.abs(each) >= half).any() for work in works for each in _arrays(work.kept))
+        if held or ((groups < 0) | (groups >= n_groups)).any():
+            return None
+        words[far] -= (1 << FAR) + (groups << HOME)
+        return Form(words, (np.flatnonzero(far), groups), np.flatnonzero(own), 8 * begins[::2], n_groups, plan)
+
+    def put(self, into: Ints, bases: Ints) -> list[Placed]:
+        """Writes its words for some nodes, (node, word), whose groups begin at bases, (node, group)."""
+        at, groups = self.tensors
+        begins = into.ctypes.data + into.strides[0] * np.arange(len(into), dtype=np.int64)[:, None]
+        into[:] = self.words
+        into[:, at] += bases[:, groups]
+        into[:, self.own] += begins
+        return [Placed(self, *each) for each in zip(into, begins + self.works, strict=True)]
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Placed:
+    """A form where the memory of some nodes lies: its words, and the addresses of its works."""
+
+    form: Form
+    words: Ints
+    works: Ints
+
+    def calls(self, named: Iterable[Call]) -> Iterator[Call]:
+        """Its calls, which fail as those of the same nodes that were bound one by one."""
+        begins, n = (self.form.works // 8).tolist(), 0
+        for call in named:
+            assert isinstance(call, Job)
+            here = zip(call.works, begins[n : n + len(call.works)], strict=True)
+            yield Job(*(work.placed(self.words[at : at + work.words.size]) for work, at in here))
+            n += len(call.works)
+
+
+class Formed(Plan):
+    """A plan put together of pieces.
+
+    pieces    forms where the memory of nodes lies; plans of nodes that have none
+    of_graph  binds the whole graph node by node: its steps name what is computed
+    """
+
+    def __init__(self, pieces: list[Placed | Plan], of_graph: Callable[[], Plan]) -> None:
+        counts, fused = Counter[str](), Counter[str]()
+        plans = Counter(piece.form.plan if isinstance(piece, Placed) else piece for piece in pieces)
+        for plan, times in plans.items():
+            for total, part in ((counts, plan.counts), (fused, plan.fused)):
+                for name, count in part.items():
+                    total[name] += times * count
+        super().__init__((), counts, fused)
+        self._pieces, self._of_graph = pieces, of_graph
+        self._runs: list[Ints | list[Placed | Plan]] = []
+        for in_python, each in groupby(pieces, lambda piece: piece.works is None):
+            run = [*each]
+            works = [piece.works for piece in run if piece.works is not None]
+            self._runs.append(run if in_python else np.concatenate(works))
+
+    @cached_property
+    def works(self) -> Ints | None:
+        """The addresses of all works, in order; None if a call is Python's own."""
+        works = [run for run in self._runs if isinstance(run, np.ndarray)]
+        return None if len(works) < len(self._runs) else np.concatenate([*works, np.zeros(0, np.int64)])
+
+    @cached_property
+    def steps(self) -> tuple[tuple[object, Call], ...]:
+        """What computes something, with its call."""
+        named, found = iter(self._of_graph().steps), []
+        for piece in self._pieces:
+            plan = piece if isinstance(piece, Plan) else piece.form.plan
+            whats = [*islice(named, len(plan.steps))]
+            own = [call for _, call in (plan.steps if plan is piece else whats)]
+            calls = piece.calls(own) if isinstance(piece, Placed) else own
+            found += [(what, call) for (what, _), call in zip(whats, calls, strict=True)]
+        return tuple(found)
+
+    def run(self) -> None:
+        """Runs it without Python between its works, unless somebody watches or Python gives work to threads. Raises
+        KernelError as any plan."""
+        team = working_team()
+        if are_watched() or not (team.openmp or team.n_threads == 1):
+            super().run()
+            return
+        for run in self._runs:
+            if isinstance(run, np.ndarray):
+                done = _run(run.ctypes.data, len(run), team.n_threads, team.openmp)
+                if done < len(run):
+                    self._fail(int(run[done]))
+            else:
+                for piece in run:
+                    assert isinstance(piece, Plan)
+                    piece.run()
+
+    def _fail(self, address: int) -> None:
+        """Raises what the step says whose work at an address failed."""
+        for what, call in self.steps:
+            works = call.works if isinstance(call, Job) else ()
+            failed = [work for work in works if work.address == address]
+            if failed:
+                run_step(what, Job(*failed))
+                raise KernelError(f"{what}: its kernel failed")
+
+
+@callback(types.int64(types.int64, types.int64, types.int64, types.int64))
+def _run(works: int, count: int, n_threads: int, openmp: int) -> Any:
+    """Runs the works at `count` addresses. Returns how many ran before one failed."""
+    each = int64s(works, count)
+    for i in range(count):
+        if run_work(each[i], n_threads, openmp) != 0:
+            return types.int64(i)
+    return types.int64(count)
+
+
+class Forms:
+    """The forms of what one ggml_backend has planned. Its graphs are computed one after another: what kernels keep for
+    themselves is shared by all nodes of a form.
+
+    backend  plans the forms
+    """
+
+    def __init__(self, ggml: Ggml, backend: AnyBackend, reader: GraphReader) -> None:
+        self._ggml, self._backend, self._reader = ggml, backend, reader
+        self._forms: dict[bytes, Form | None] = {}
+        self._known_for: object = None
+        self._patterns: dict[int, list[tuple[int, ...]]] = {}
+
+    def forget(self) -> None:
+        """Forgets all forms."""
+        self._forms.clear()
+
+    def plan(self, read: GraphRead, packed: convert.PackedAt) -> Plan:
+        """The plan of a graph: by forms, if the backend computes in host memory by kernels of this project."""
+
+        def of_graph() -> Plan:
+            return self._backend.plan(read.graph(self._ggml, packed))
+
+        if not self._may_be_formed():
+            return of_graph()
+        pieces = Pieces.of(read, self._patterns)
+        rows = Rows.read(read, self._reader.blocks, pieces)
+        places: dict[Form, list[int]] = defaultdict(list)
+        found: list[Placed | Plan | None] = [None] * len(pieces.cuts)
+        for piece, key in enumerate(rows.keys):
+            if key not in self._forms:
+                if len(self._forms) >= _MOST_FORMS:
+                    self._forms.clear()
+                self._forms[key] = self._form(rows, piece, pieces.n_nodes(piece))
+            form = self._forms[key]
+            if form is None:
+                found[piece] = self._backend.plan(pieces.graph(self._ggml, read, piece))
+            else:
+                places[form].append(piece)
+        words = np.empty(sum(len(form.words) * len(which) for form, which in places.items()), np.int64)
+        first_base, begin = rows.base_ends - rows.n_groups, 0
+        for form, which in places.items():
+            end = begin + len(which) * len(form.words)
+            into = words[begin:end].reshape(len(which), len(form.words))
+            bases = rows.bases[first_base[which, None] + np.arange(form.n_groups)]
+            for piece, placed in zip(which, form.put(into, bases), strict=True):
+                found[piece] = placed
+            begin = end
+        return Formed([piece for piece in found if piece is not None], of_graph)
+
+    def _form(self, rows: Rows, piece: int, n_nodes: int) -> Form | None:
+        """The form of a piece; None if it is bound where it lies, as a user's kernel has to be."""
+        graph, ops = graph_in(self._ggml, rows.of(piece), n_nodes), self._backend.ops
+        if any(ops.get(node.op) is not OWN.get(node.op) for node in graph.nodes):
+            return None
+        try:
+            return Form.of(self._backend.plan(graph), int(rows.n_groups[piece]))
+        except KernelError:
+            return None  # bound where it lies, it names the node
+
+    def _may_be_formed(self) -> bool:
+        """Whether nodes may be bound at home; drops forms that were bound for something else."""
+        backend = self._backend
+        if type(backend) is not Backend or backend.options.memory == "device" or engine() != "compiled":
+            return False
+        now = backend.version, working_team().n_threads, backend.options
+        if now != self._known_for:
+            self._forms.clear()
+            self._known_for, self._patterns = now, defaultdict(list)
+            for fusion in backend.fusions if backend.fuses else ():
+                numbers = tuple(self._ggml.op_numbers[name][0] for name in fusion.op_names)
+                self._patterns[numbers[0]].append(numbers)
+        return all(fusion in FUSIONS for fusion in backend.fusions)
