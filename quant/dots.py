@@ -15,21 +15,22 @@ from numba import types
 from quant.blocks import magnitudes
 from quant.kernels.jit import LINE, array_at, inlined
 from quant.kernels.records import address_of, size_of
-from quant.kernels.vectors import BIT, FLOAT, HALF, INT8, INT32, part
+from quant.kernels.vectors import BIT, FLOAT, HALF, INT8, INT32, Value, part
 
 # the types of rows, by number; 0 has no integer dots
 NO_DOTS, Q8_0, Q4_0, Q4_0_PACKED, Q4_1, Q5_0, Q5_1, Q4_K, Q6_K = range(9)
 DOTS = {"q8_0": Q8_0, "q4_0": Q4_0, "q4_1": Q4_1, "q5_0": Q5_0, "q5_1": Q5_1, "q4_K": Q4_K, "q6_K": Q6_K}
 
-# a block of 32 of a vector: int8 quants, int32 sums of fours of them, float32 scale and scale * sum of all
-_SUMS, _SCALE, _SCALED_SUM, READY_Q8 = 32, 64, 68, 72
+# a block of 32 of a vector: int8 quants, 8 int32 (sums of fours of them, times what 0 is in the rows' bytes), the
+# float32 scale 8 times, scale * sum of all; so long that no vector crosses a cache line
+_SUMS, _SCALE, _SCALED_SUM, READY_Q8 = 32, 64, 96, 128
 # a block of 256: int8 quants, int32 sums of sixteens, float32 scale
 _SUMS_K, _SCALE_K, READY_Q8_K = 256, 320, 324
 
 
 def _ready(rounding):
     @part
-    def ready(source, target):
+    def ready(source, target, centre):
         """Quantises 32 float32."""
         x = source.load(FLOAT, 32)
         largest = magnitudes(x).largest().as_float()
@@ -42,8 +43,8 @@ def _ready(rounding):
         fours = quants.sums_of_fours()
         total = fours.lanes_from(0, 1, 4) + fours.lanes_from(4, 1, 4)
         target.store(quants.to(INT8))
-        (target + _SUMS).store(fours)
-        (target + _SCALE).store(d.narrowed().widened())
+        (target + _SUMS).store(fours * centre.value(INT32))
+        (target + _SCALE).store(d.narrowed().widened().filled(8))
         (target + _SCALED_SUM).store((total.to_float().total() * d).narrowed().widened())
 
     return ready
@@ -76,14 +77,18 @@ def _sums_of_16(quants, target):
 
 
 @inlined
-def ready_q8(x, target, n_blocks, simd):
+def ready_q8(x, target, n_blocks, simd, code):
     """Quantises n_blocks of 32 float32 at address x as q8_0 and q8_1 do, with either rounding of q8_0:
-    quantize_row_q8_0 (simd) or quantize_row_q8_0_ref. Target gets READY_Q8 bytes a block."""
+    quantize_row_q8_0 (simd) or quantize_row_q8_0_ref. Target gets READY_Q8 bytes a block.
+
+    code  the type of the rows that it is multiplied with, a value of `DOTS` or Q4_0_PACKED
+    """
+    centre = types.int64(-128 if code == Q8_0 else -16 if code == Q5_0 else -8 if code in (Q4_0, Q4_0_PACKED) else 0)
     for i in range(n_blocks):
         if simd:
-            _ready_simd(x + 128 * i, target + READY_Q8 * i)
+            _ready_simd(x + 128 * i, target + READY_Q8 * i, centre)
         else:
-            _ready_reference(x + 128 * i, target + READY_Q8 * i)
+            _ready_reference(x + 128 * i, target + READY_Q8 * i, centre)
 
 
 @inlined
@@ -183,37 +188,48 @@ def _quants_q5(q):
     return _quants_q4(q) | ((q + -4).load(BIT, 32).to(INT8) << 4)
 
 
-def _dots_32(n_rows, quants, centre, *, has_minimum=False):
-    """For rows in blocks of 32: quants(address) gives unsigned bytes, where `centre` means 0."""
+def _columns(y, target, offset, n):
+    """The addresses of n columns and of their results, `offset` bytes further on."""
+    return [y.number_at(i) for i in range(n)], [target.number_at(i) + offset for i in range(n)]
+
+
+def _dots_32(n_rows, n_columns, quants, *, has_minimum=False):
+    """For rows in blocks of 32: quants(address) gives unsigned bytes."""
 
     @part
-    def dots(scale, first, steps, y, target):
+    def dots(scale, first, steps, y, target, offset):
         d_step, q_step, d_row, q_row, n = (steps.number_at(i) for i in range(_N_STEPS))
+        columns, targets = _columns(y, target, offset, n_columns)
+        each = [(row, column) for row in range(n_rows) for column in range(n_columns)]
 
         def add(i, sums):
-            block = y + i * READY_Q8
             _fetch(first, i, q_step, q_row, n_rows, _LARGEST)
-            vector = block.load(INT8, 32)
-            offset = (block + _SUMS).load(INT32, 8) * -centre if centre else y.zeros(INT32, 8)
-            y_scale = (block + _SCALE).load(FLOAT)
-            added = []
+            blocks = [column + i * READY_Q8 for column in columns]
+            vectors = [block.load(INT8, 32) for block in blocks]
+            zeros = y.zeros(INT32, 8)
+            offsets = [zeros if has_minimum else (block + _SUMS).load(INT32, 8) for block in blocks]
+            added: list[Value] = []
             for row in range(n_rows):
-                d = scale + i * d_step + d_row * row
+                d = (scale + i * d_step + d_row * row).load(HALF).widened()
                 x = quants(first + i * q_step + q_row * row)
-                product = offset.plus_fours(x, vector).to_float()
-                added.append(product.fused_multiply_add(d.load(HALF).widened() * y_scale, sums[row]))
+                for column in range(n_columns):
+                    product = offsets[column].plus_fours(x, vectors[column]).to_float()
+                    scales = d * (blocks[column] + _SCALE).load(FLOAT, 8)
+                    added.append(product.fused_multiply_add(scales, sums[len(added)]))
             if has_minimum:
-                y_sum = (block + _SCALED_SUM).load(FLOAT)
                 for row in range(n_rows):
                     minimum = (scale + i * d_step + d_row * row + 2).load(HALF).widened()
-                    added.append(sums[n_rows + row] + minimum * y_sum)
+                    for column in range(n_columns):
+                        y_sum = (blocks[column] + _SCALED_SUM).load(FLOAT)
+                        added.append(sums[len(added)] + minimum * y_sum)
             return added
 
-        start = [y.zeros(FLOAT, 8)] * n_rows + ([y.zeros(FLOAT)] * n_rows if has_minimum else [])
+        start = [y.zeros(FLOAT, 8)] * len(each) + ([y.zeros(FLOAT)] * len(each) if has_minimum else [])
         sums = n.count(add, *start)
-        for row in range(n_rows):
-            total = sums[row].total()
-            (target + 4 * row).store(total + sums[n_rows + row] if has_minimum else total)
+        for place, (row, column) in enumerate(each):
+            total = sums[place].total()
+            total = total + sums[len(each) + place] if has_minimum else total
+            (targets[column] + 4 * row).store(total)
 
     return dots
 
@@ -223,124 +239,170 @@ def _bytes_of(word, index):
     return ((word >> (8 * index)) & 0xFF).filled(8)
 
 
-def _dots_q4_k(n_rows):
+def _dots_q4_k(n_rows, n_columns):
     @part
-    def dots(first, _, steps, y, target):
+    def dots(first, _, steps, y, target, offset):
         step, _, row_step, _, n = (steps.number_at(i) for i in range(_N_STEPS))
+        columns, targets = _columns(y, target, offset, n_columns)
+        each = [(row, column) for row in range(n_rows) for column in range(n_columns)]
 
         def add(i, sums):
-            block = y + i * READY_Q8_K
             _fetch(first, i, step, row_step, n_rows, 144)
-            sixteens = (block + _SUMS_K).load(INT32, 16)
-            y_sums = sixteens.lanes_from(0, 2, 8) + sixteens.lanes_from(1, 2, 8)
-            y_scale = (block + _SCALE_K).load(FLOAT)
-            added, lowered = [], []
+            blocks = [column + i * READY_Q8_K for column in columns]
+            y_scales = [(block + _SCALE_K).load(FLOAT) for block in blocks]
+            y_sums = []
+            for block in blocks:
+                sixteens = (block + _SUMS_K).load(INT32, 16)
+                y_sums.append(sixteens.lanes_from(0, 2, 8) + sixteens.lanes_from(1, 2, 8))
+            added: list[Value] = []
+            lowered: list[Value] = []
             for row in range(n_rows):
                 x = first + i * step + row_step * row
                 a, b, c = ((x + at).load(INT32) for at in (4, 8, 12))
                 scales = a & 0x3F3F3F3F, (c & 0x0F0F0F0F) | (((a >> 6) & 0x03030303) << 4)
                 minima = b & 0x3F3F3F3F, ((c >> 4) & 0x0F0F0F0F) | (((b >> 6) & 0x03030303) << 4)
-                total = y.zeros(INT32, 8)
+                totals = [y.zeros(INT32, 8)] * n_columns
                 for j in range(4):
                     pairs = (x + 16 + 32 * j).load(INT8, 32)
                     for k, codes in ((2 * j, pairs & 15), (2 * j + 1, pairs >> 4)):
-                        fours = y.zeros(INT32, 8).plus_fours(codes, (block + 32 * k).load(INT8, 32))
-                        total = total + fours * _bytes_of(scales[k // 4], k % 4)
+                        factor = _bytes_of(scales[k // 4], k % 4)
+                        for column, block in enumerate(blocks):
+                            fours = y.zeros(INT32, 8).plus_fours(codes, (block + 32 * k).load(INT8, 32))
+                            totals[column] = totals[column] + fours * factor
                 low, high = (word.as_bytes() for word in minima)
-                below = low.followed_by(high).to(INT32) * y_sums
-                below = below.lanes_from(0, 2, 4) + below.lanes_from(1, 2, 4)
-                added.append(total.to_float().fused_multiply_add(x.load(HALF).widened() * y_scale, sums[row]))
-                minimum = (x + 2).load(HALF).widened() * (y_scale * -1.0)
-                lowered.append(below.to_float().fused_multiply_add(minimum, sums[n_rows + row]))
+                factors = low.followed_by(high).to(INT32)
+                d, d_minimum = x.load(HALF).widened(), (x + 2).load(HALF).widened()
+                for column in range(n_columns):
+                    below = factors * y_sums[column]
+                    below = below.lanes_from(0, 2, 4) + below.lanes_from(1, 2, 4)
+                    scale = d * y_scales[column]
+                    added.append(totals[column].to_float().fused_multiply_add(scale, sums[len(added)]))
+                    minimum = d_minimum * (y_scales[column] * -1.0)
+                    lowered.append(below.to_float().fused_multiply_add(minimum, sums[len(each) + len(lowered)]))
             return added + lowered
 
-        sums = n.count(add, *[y.zeros(FLOAT, 8)] * n_rows, *[y.zeros(FLOAT, 4)] * n_rows)
-        for row in range(n_rows):
-            (target + 4 * row).store(sums[row].total() + sums[n_rows + row].total())
+        sums = n.count(add, *[y.zeros(FLOAT, 8)] * len(each), *[y.zeros(FLOAT, 4)] * len(each))
+        for place, (row, column) in enumerate(each):
+            (targets[column] + 4 * row).store(sums[place].total() + sums[len(each) + place].total())
 
     return dots
 
 
-def _dots_q6_k(n_rows):
+def _dots_q6_k(n_rows, n_columns):
     @part
-    def dots(first, _, steps, y, target):
+    def dots(first, _, steps, y, target, offset):
         step, _, row_step, _, n = (steps.number_at(i) for i in range(_N_STEPS))
+        columns, targets = _columns(y, target, offset, n_columns)
+        each = [(row, column) for row in range(n_rows) for column in range(n_columns)]
 
         def add(i, sums):
-            block = y + i * READY_Q8_K
             _fetch(first, i, step, row_step, n_rows, 210)
-            y_sums = (block + _SUMS_K).load(INT32, 16)
-            y_scale = (block + _SCALE_K).load(FLOAT)
-            added = []
+            blocks = [column + i * READY_Q8_K for column in columns]
+            y_sums = [(block + _SUMS_K).load(INT32, 16) for block in blocks]
+            y_scales = [(block + _SCALE_K).load(FLOAT) for block in blocks]
+            added: list[Value] = []
             for row in range(n_rows):
                 x = first + i * step + row_step * row
                 scales = (x + 192).load(INT8, 16).signed(INT32)
-                centre = scales * y_sums * -32
-                total = centre.lanes_from(0, 2, 8) + centre.lanes_from(1, 2, 8)
+                totals = []
+                for column in range(n_columns):
+                    centre = scales * y_sums[column] * -32
+                    totals.append(centre.lanes_from(0, 2, 8) + centre.lanes_from(1, 2, 8))
                 for half in range(2):
                     high = (x + 128 + 32 * half).load(INT8, 32)
                     low = [(x + 64 * half + 32 * j).load(INT8, 32) for j in range(2)]
                     for j, codes in enumerate((low[0] & 15, low[1] & 15, low[0] >> 4, low[1] >> 4)):
                         quants = codes | (((high >> (2 * j)) & 3) << 4)
                         place = 8 * half + 2 * j
-                        fours = y.zeros(INT32, 8).plus_fours(quants, (block + 16 * place).load(INT8, 32))
-                        total = total + fours * scales.picked(scales, [place] * 4 + [place + 1] * 4)
-                added.append(total.to_float().fused_multiply_add((x + 208).load(HALF).widened() * y_scale, sums[row]))
+                        factor = scales.picked(scales, [place] * 4 + [place + 1] * 4)
+                        for column, block in enumerate(blocks):
+                            fours = y.zeros(INT32, 8).plus_fours(quants, (block + 16 * place).load(INT8, 32))
+                            totals[column] = totals[column] + fours * factor
+                d = (x + 208).load(HALF).widened()
+                for column in range(n_columns):
+                    scale = d * y_scales[column]
+                    added.append(totals[column].to_float().fused_multiply_add(scale, sums[len(added)]))
             return added
 
-        sums = n.count(add, *[y.zeros(FLOAT, 8)] * n_rows)
-        for row in range(n_rows):
-            (target + 4 * row).store(sums[row].total())
+        sums = n.count(add, *[y.zeros(FLOAT, 8)] * len(each))
+        for place, (row, column) in enumerate(each):
+            (targets[column] + 4 * row).store(sums[place].total())
 
     return dots
 
 
-_ROWS, _ROWS_K = 4, 2  # at a time
-_four_q8_0, _one_q8_0 = (_dots_32(n, _quants_q8_0, 128) for n in (_ROWS, 1))
-_four_q4_0, _one_q4_0 = (_dots_32(n, _quants_q4, 8) for n in (_ROWS, 1))
-_four_q4_0_packed, _one_q4_0_packed = (_dots_32(n, _quants_q4_packed, 8) for n in (_ROWS, 1))
-_four_q4_1, _one_q4_1 = (_dots_32(n, _quants_q4, 0, has_minimum=True) for n in (_ROWS, 1))
-_four_q5_0, _one_q5_0 = (_dots_32(n, _quants_q5, 16) for n in (_ROWS, 1))
-_four_q5_1, _one_q5_1 = (_dots_32(n, _quants_q5, 0, has_minimum=True) for n in (_ROWS, 1))
-_two_q4_k, _one_q4_k = (_dots_q4_k(n) for n in (_ROWS_K, 1))
-_two_q6_k, _one_q6_k = (_dots_q6_k(n) for n in (_ROWS_K, 1))
+_ROWS, _ROWS_K = 4, 2  # at a time, times one column
+_TILE_ROWS, _TILE = 2, 4  # rows and columns at a time, if there are so many columns
+
+
+def _kernels(dots, n_rows, *of):
+    """For several rows times a column, for one row times one, for a tile of both."""
+    return dots(n_rows, 1, *of), dots(1, 1, *of), dots(_TILE_ROWS, _TILE, *of)
+
+
+def _with_minimum(n_rows, n_columns, quants):
+    return _dots_32(n_rows, n_columns, quants, has_minimum=True)
+
+
+_four_q8_0, _one_q8_0, _tile_q8_0 = _kernels(_dots_32, _ROWS, _quants_q8_0)
+_four_q4_0, _one_q4_0, _tile_q4_0 = _kernels(_dots_32, _ROWS, _quants_q4)
+_four_packed, _one_packed, _tile_packed = _kernels(_dots_32, _ROWS, _quants_q4_packed)
+_four_q4_1, _one_q4_1, _tile_q4_1 = _kernels(_with_minimum, _ROWS, _quants_q4)
+_four_q5_0, _one_q5_0, _tile_q5_0 = _kernels(_dots_32, _ROWS, _quants_q5)
+_four_q5_1, _one_q5_1, _tile_q5_1 = _kernels(_with_minimum, _ROWS, _quants_q5)
+_two_q4_k, _one_q4_k, _tile_q4_k = _kernels(_dots_q4_k, _ROWS_K)
+_two_q6_k, _one_q6_k, _tile_q6_k = _kernels(_dots_q6_k, _ROWS_K)
 
 
 @inlined
-def _all_rows(several, at_once, one, scale, quants, steps, y, target, n_rows):
-    at = address_of(steps)
-    row = 0
-    while row + at_once <= n_rows:
-        several(scale + row * steps.scale_row, quants + row * steps.quants_row, at, y, target + 4 * row)
-        row += at_once
-    while row < n_rows:
-        one(scale + row * steps.scale_row, quants + row * steps.quants_row, at, y, target + 4 * row)
-        row += 1
+def _all_rows(kernels, at_once, rows, columns):
+    several, one, tile = kernels
+    scale, quants, steps, first, n_rows = rows
+    y, target, n_columns = columns
+    at, column = address_of(steps), 0
+    while column < n_columns:
+        x, to, row = y + 8 * column, target + 8 * column, 0
+        width = 1
+        if column + _TILE <= n_columns:
+            width = _TILE
+            while row + _TILE_ROWS <= n_rows:
+                tile(scale + row * steps.scale_row, quants + row * steps.quants_row, at, x, to, 4 * (first + row))
+                row += _TILE_ROWS
+        while width == 1 and row + at_once <= n_rows:
+            several(scale + row * steps.scale_row, quants + row * steps.quants_row, at, x, to, 4 * (first + row))
+            row += at_once
+        while row < n_rows:
+            for i in range(width):
+                d, q = scale + row * steps.scale_row, quants + row * steps.quants_row
+                one(d, q, at, x + 8 * i, to + 8 * i, 4 * (first + row))
+            row += 1
+        column += width
 
 
 @inlined
-def dots(code, scale, quants, steps, y, target, n_rows):
-    """Products of n_rows rows with a vector made by `ready_q8` or `ready_q8_k`: float32 at target.
+def dots(code, rows, columns):
+    """Products of rows with vectors made by `ready_q8` or `ready_q8_k`, as float32. A product is the same number
+    however many rows and vectors there are.
 
-    code   the type of the rows, a value of `DOTS` or Q4_0_PACKED
-    scale, quants  addresses of the scale and the quants in the first row's first block; of the block itself for q4_K
-           and q6_K
-    steps  a `Steps` record in memory
-    y      address of the vector's blocks
+    code     the type of the rows, a value of `DOTS` or Q4_0_PACKED
+    rows     (scale, quants, steps, first, n): addresses of the scale and the quants in the first row's first block, of
+             the block itself for q4_K and q6_K; a `Steps` record in memory; the place of the first row's result in a
+             vector's results; how many rows there are
+    columns  (y, target, n): addresses of n addresses of the vectors' blocks, and of n of their results
     """
     if code == Q8_0:
-        _all_rows(_four_q8_0, _ROWS, _one_q8_0, scale, quants, steps, y, target, n_rows)
+        _all_rows((_four_q8_0, _one_q8_0, _tile_q8_0), _ROWS, rows, columns)
     elif code == Q4_0:
-        _all_rows(_four_q4_0, _ROWS, _one_q4_0, scale, quants, steps, y, target, n_rows)
+        _all_rows((_four_q4_0, _one_q4_0, _tile_q4_0), _ROWS, rows, columns)
     elif code == Q4_0_PACKED:
-        _all_rows(_four_q4_0_packed, _ROWS, _one_q4_0_packed, scale, quants, steps, y, target, n_rows)
+        _all_rows((_four_packed, _one_packed, _tile_packed), _ROWS, rows, columns)
     elif code == Q4_1:
-        _all_rows(_four_q4_1, _ROWS, _one_q4_1, scale, quants, steps, y, target, n_rows)
+        _all_rows((_four_q4_1, _one_q4_1, _tile_q4_1), _ROWS, rows, columns)
     elif code == Q5_0:
-        _all_rows(_four_q5_0, _ROWS, _one_q5_0, scale, quants, steps, y, target, n_rows)
+        _all_rows((_four_q5_0, _one_q5_0, _tile_q5_0), _ROWS, rows, columns)
     elif code == Q5_1:
-        _all_rows(_four_q5_1, _ROWS, _one_q5_1, scale, quants, steps, y, target, n_rows)
+        _all_rows((_four_q5_1, _one_q5_1, _tile_q5_1), _ROWS, rows, columns)
     elif code == Q4_K:
-        _all_rows(_two_q4_k, _ROWS_K, _one_q4_k, scale, quants, steps, y, target, n_rows)
+        _all_rows((_two_q4_k, _one_q4_k, _tile_q4_k), _ROWS_K, rows, columns)
     else:
-        _all_rows(_two_q6_k, _ROWS_K, _one_q6_k, scale, quants, steps, y, target, n_rows)
+        _all_rows((_two_q6_k, _one_q6_k, _tile_q6_k), _ROWS_K, rows, columns)

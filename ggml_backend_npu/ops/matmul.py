@@ -43,6 +43,7 @@ from quant.kernels.matrices import LANES
 from quant.kernels.orders import GROUP
 from quant.kernels.records import Place
 from quant.kernels.threads import Job, Work
+from quant.kernels.vectors import dots_bytes
 from quant.rows import CODES
 
 # the type that ggml's CPU rounds columns to, for each type of weights (type_traits_cpu.vec_dot_type)
@@ -56,7 +57,8 @@ _ROUNDED = {
 }
 VEC_DOT = {weights: rounded for rounded, names in _ROUNDED.items() for weights in names.split()}
 
-_MANY, _MANY_OF_INTEGERS = 8, 32  # columns from which on BLAS is the faster way; if it stands beside integer dots
+_MANY = 8  # columns from which on BLAS is the faster way
+_MANY_OF_INTEGERS = 256, 32  # the same, if it stands beside integer dots: of whole bytes by the processor, or not
 _TILE_BYTES = 1 << 20  # of dequantised weights
 _WEIGHT = 8  # a byte of weights is as much work as so many that are moved
 _QUANTS_AT = {"q8_0": 2, "q4_0": 2, "q4_1": 4, "q5_0": 6, "q5_1": 8}  # bytes from the start of a block
@@ -115,7 +117,7 @@ def _refuse_mul_mat_id(dst: Tensor, a: Tensor, b: Tensor, ids: Tensor) -> str | 
 
 def _least(a: Tensor) -> int:
     """The least number of columns that go to BLAS."""
-    return _MANY_OF_INTEGERS if a.type in DOTS else _MANY
+    return _MANY_OF_INTEGERS[0 if dots_bytes() else 1] if a.type in DOTS else _MANY
 
 
 def _rounds(a: Tensor, b: Tensor, n_columns: int, numerics: Numerics) -> bool:

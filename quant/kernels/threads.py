@@ -31,6 +31,7 @@ from quant.kernels.jit import (
     LINE,
     CFunction,
     EngineError,
+    array_at,
     atomic_add,
     call_kernel,
     call_openmp,
@@ -82,8 +83,11 @@ def begin_work(work: int, n_threads: int) -> None:
 
 @inlined
 def _scratch(memory: Any) -> Any:
-    """The address of the first cache line that begins in an array."""
-    return (types.int64(memory.ctypes.data) + LINE - 1) // LINE * LINE
+    """The address of the first cache line that begins in an array; its first word is 0 if there is one."""
+    address = (types.int64(memory.ctypes.data) + LINE - 1) // LINE * LINE
+    if len(memory) > 0:
+        array_at(address, types.int64, 1)[0] = 0
+    return address
 
 
 @callback(types.void(types.int64))
@@ -94,8 +98,9 @@ def _take_chunks(work: int) -> None:
     if begin >= end:
         return
     memory = np.empty(block.scratch, np.uint8)
+    scratch = _scratch(memory)
     while begin < end:
-        status = call_kernel(block.kernel, block.parameters, begin, min(begin + chunk, end), _scratch(memory))
+        status = call_kernel(block.kernel, block.parameters, begin, min(begin + chunk, end), scratch)
         if status != 0:
             block.status = status
         begin = atomic_add(types.int64(work + _NEXT), chunk)
@@ -138,7 +143,8 @@ class Work:
 
     parameters  the record that the kernel reads
     n_bytes     how many it moves, which decides whether a second thread is worth it; 0 = always one thread
-    scratch     bytes that the kernel needs for itself: it gets the address of that many, different ones in each thread
+    scratch     bytes that the kernel needs for itself: it gets the address of that many, different ones in each thread.
+                The first word is 0 when a thread begins; in its later chunks, it has what the kernel left there
     keep        objects that have to live as long as the work
     failed      makes an exception of what the kernel returned, if that is not 0
 

@@ -21,7 +21,7 @@ HALF, FLOAT = ir.HalfType(), ir.FloatType()
 BIT, INT8, INT16, INT32, INT64 = (ir.IntType(bits) for bits in (1, 8, 16, 32, 64))
 
 
-def _dots_bytes() -> bool:
+def dots_bytes() -> bool:
     """Whether the processor multiplies unsigned by signed bytes and adds the products in fours (AVX-512 VNNI)."""
     return processor_has("avx512vnni", "avx512vl")
 
@@ -174,7 +174,7 @@ class Value:
 
     def plus_fours(self, unsigned: Value, signed: Value) -> Value:
         """Self, 8 int32, plus the sums of fours of the products of 32 unsigned and 32 signed bytes."""
-        if _dots_bytes():
+        if dots_bytes():
             kind = self._value.type
             name, shape = "llvm.x86.avx512.vpdpbusd.256", ir.FunctionType(kind, [kind] * 3)
             function = self._builder.module.declare_intrinsic(name, (), shape)
@@ -270,6 +270,10 @@ class Address:
         """The int64 number `index` of those at this address."""
         return Address(self._builder, (self + 8 * index).load(INT64)._value)
 
+    def value(self, kind: ir.IntType) -> Value:
+        """The low bits of the number, as a scalar of a kind."""
+        return Value(self._builder, self._builder.trunc(self._value, kind))
+
     def load(self, kind: ir.Type, lanes: int = 0) -> Value:
         """The scalar of a kind at this address; with `lanes` a vector of so many."""
         whole = ir.VectorType(kind, lanes) if lanes else kind
@@ -325,7 +329,7 @@ class Variable:
 
 
 def part(function: Callable[..., None]) -> Any:
-    """Decorator: turns a function of two to five Addresses into one that a kernel calls with that many int64."""
+    """Decorator: turns a function of two to six Addresses into one that a kernel calls with that many int64."""
 
     def typed(n_addresses: int) -> tuple[Any, Any]:
         def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
@@ -346,7 +350,11 @@ def part(function: Callable[..., None]) -> Any:
     def of_five(typing_context: Any, a: Any, b: Any, c: Any, d: Any, e: Any) -> Any:
         return typed(5)
 
-    return intrinsic({2: of_two, 3: of_three, 4: of_four, 5: of_five}[function.__code__.co_argcount])
+    def of_six(typing_context: Any, a: Any, b: Any, c: Any, d: Any, e: Any, f: Any) -> Any:
+        return typed(6)
+
+    kinds = {2: of_two, 3: of_three, 4: of_four, 5: of_five, 6: of_six}
+    return intrinsic(kinds[function.__code__.co_argcount])
 
 
 def transposed(rows: list[Value]) -> list[Value]:

@@ -76,7 +76,7 @@ def in_pieces(rng: np.random.Generator, n: int = 4) -> Iterator[None]:
     """Every work that may be cut runs as pieces of any sizes, however small it is, in any order."""
 
     def run(work: threads.Work) -> None:
-        n_units, scratch = work.block.units, np.empty(work.block.scratch, np.uint8)
+        n_units, scratch = work.block.units, np.zeros(work.block.scratch, np.uint8)
         aligned = -(-scratch.ctypes.data // LINE) * LINE
         cuts = (
             sorted({0, n_units, *rng.integers(0, n_units + 1, n - 1).tolist()})

@@ -13,7 +13,7 @@ from quant.dots import NO_DOTS, READY_Q8, READY_Q8_K, Steps, dots, ready_q8, rea
 from quant.kernels.jit import array_at, compiled, copy, f32_to_f16_payload, inlined, keep
 from quant.kernels.matrices import LANES, dot
 from quant.kernels.orders import GROUP, dots_f16, dots_f32, multiply_f16, multiply_f32
-from quant.kernels.records import Place, record_at, row_of
+from quant.kernels.records import Place, record_at, row_of, shared_record_at, size_of
 from quant.rows import decode_row, decode_run
 from quant.runs import BF16, F16, F32, narrow_run, widen_run
 
@@ -66,7 +66,7 @@ def _round(rounding, simd, fused, work, k, row):
         narrow_run(row, types.int64(BF16), work, types.int64(2), k)
         widen_run(types.int64(BF16), work, types.int64(2), row, k)
     elif rounding == _TO_Q8:
-        ready_q8(row, work, k // 32, simd)
+        ready_q8(row, work, k // 32, simd, NO_DOTS)
         rounded_q8(work, row, k // 32)
     elif rounding == _TO_Q8_K:
         ready_q8_k(row, work, k // 256, fused)
@@ -129,10 +129,24 @@ def bytes_of_a_column(rounding: int, k: int) -> int:
     return max(ready, 4 * k)
 
 
+class _Left(NamedTuple):
+    """What `products` leaves at the begin of its scratch memory for the next chunk: which matrix its columns belong to,
+    counted from 1, and what is known of them."""
+
+    matrix: int
+    n_columns: int
+    by_blas: int
+    as_integers: int
+    x_step: int
+
+
+_LEFT = 8 * size_of(_Left)
+
+
 def scratch_of(of: Products) -> int:
-    """Bytes that `products` works in: two addresses and a line per column, a line, a tile of weights, a tile's
-    results."""
-    return of.n_columns * (16 + of.line) + of.line + 4 * of.tile_rows * (of.k + max(of.n_columns, 1))
+    """Bytes that `products` works in: what it leaves for the next chunk, two addresses and a line per column, a line, a
+    tile of weights, a tile's results."""
+    return _LEFT + of.n_columns * (16 + of.line) + of.line + 4 * of.tile_rows * (of.k + max(of.n_columns, 1))
 
 
 @inlined
@@ -177,7 +191,7 @@ def _make_ready(of, x, count, columns, work, as_integers):
         if of.rounding == _TO_Q8_K:
             ready_q8_k(source, row, of.k // 256, of.fused)
         else:
-            ready_q8(source, row, of.k // 32, of.simd)
+            ready_q8(source, row, of.k // 32, of.simd, of.weights.code)
 
 
 @inlined
@@ -239,19 +253,19 @@ def products(p, begin, end, scratch):
     """A unit is a tile of rows of a matrix of src0, times all columns that belong to the matrix; tiles are
     outermost."""
     of = record_at(p, Products)
-    weights, src0 = of.weights, of.src0
-    x_at, y_at = scratch, scratch + 8 * of.n_columns
+    weights, src0, left = of.weights, of.src0, shared_record_at(scratch, _Left)
+    x_at = scratch + _LEFT
+    y_at = x_at + 8 * of.n_columns
     x, y = array_at(x_at, types.int64, of.n_columns), array_at(y_at, types.int64, of.n_columns)
     columns = y_at + 8 * of.n_columns
     work = columns + of.n_columns * of.line
     tile = work + of.line
     out = tile + 4 * of.tile_rows * of.k
-    known, count, by_blas, as_integers, x_step = types.int64(-1), 0, False, False, types.int64(0)
     for unit in range(begin, end):
         matrix, first = unit % of.n_matrices, unit // of.n_matrices * of.tile_rows
         rows = min(of.tile_rows, of.n_rows - first)
-        if matrix != known:
-            known, count = matrix, _find_columns(of, matrix, x, y)
+        if left.matrix != matrix + 1:
+            count = _find_columns(of, matrix, x, y)
             by_blas = of.sgemm != 0 and count >= of.least
             as_integers = weights.code != NO_DOTS and not by_blas
             x_step = _step(x, count)
@@ -259,17 +273,19 @@ def products(p, begin, end, scratch):
             if not as_is or (by_blas and (x_step < 4 * of.k or x_step % 4)):
                 _make_ready(of, x, count, columns, work, as_integers)
                 x_step = of.line
+            left.matrix, left.n_columns, left.x_step = matrix + 1, count, x_step
+            left.by_blas, left.as_integers = by_blas, as_integers
+        count, x_step = left.n_columns, left.x_step
         if count == 0:
             continue
         i2, i3 = matrix % of.src0_ne2, matrix // of.src0_ne2
         at = row_of(src0, first, i2, i3)
-        if as_integers:
+        if left.as_integers != 0:
             scales, quants = row_of(weights.scales, first, i2, i3), row_of(weights.quants, first, i2, i3)
-            for c in range(count):
-                dots(weights.code, scales, quants, weights.steps, x[c], y[c] + 4 * first, rows)
+            dots(weights.code, (scales, quants, weights.steps, first, rows), (x_at, y_at, count))
         elif of.as_blocks:
             _multiply_blocks(of, at, x_at, y_at, count, first, rows)
-        elif by_blas:
+        elif left.by_blas != 0:
             _multiply_tile(of, at, x, x_step, y, count, first, rows, tile, out)
         else:
             _multiply_rows(of, at, x, y, count, first, rows, tile)

@@ -43,6 +43,7 @@ from kit.support import (
 )
 from kit.support import values as values_of
 from llvmlite import binding
+from numba import types
 from numpy.typing import NDArray
 
 import quant
@@ -53,7 +54,7 @@ from ggml_backend_npu.ops.kernels.hadamard import hadamard
 from ggml_backend_npu.plugin.plugin import Plugin
 from ggml_backend_npu.registry.entry import KernelError
 from quant import codec, dots
-from quant.kernels.jit import compiled
+from quant.kernels.jit import array_at, compiled
 from quant.kernels.records import packed, record_at
 
 ULP = 2.0**-23
@@ -237,10 +238,11 @@ def test_fast_products_of_many_columns_are_closer_to_the_truth(
     backend: Plugin, type: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     choose(monkeypatch, matmul="fast")
-    recipe = Product((type, "f32"), 512, 70, 33)
+    n = max(matmul._MANY_OF_INTEGERS) + 1
+    recipe = Product((type, "f32"), 512, 70, n)
     found = results(backend, recipe)
     w = decoded(type, numbers(type, (512 * 70,), 0), (70, 512))
-    x = decoded("f32", numbers("f32", (512 * 33,), 1), (33, 512))
+    x = decoded("f32", numbers("f32", (512 * n,), 1), (n, 512))
     truth = np.ravel(x @ w.T)
     errors = {name: np.square(y - truth).sum() for name, y in found.items()}
     assert errors["compiled"] <= max(errors["CPU"], np.square(norms(recipe, backend) * ULP).sum())
@@ -335,8 +337,10 @@ def _dots_of(p: int, begin: int, end: int, scratch: int) -> int:
     if of.by_256:
         dots.ready_q8_k(of.x, of.y, of.n_blocks, 0)
     else:
-        dots.ready_q8(of.x, of.y, of.n_blocks, 1)
-    dots.dots(of.code, of.scales, of.quants, of.steps, of.y, of.target, of.n)
+        dots.ready_q8(of.x, of.y, of.n_blocks, 1, of.code)
+    where = array_at(scratch, types.int64, 2)
+    where[0], where[1] = of.y, of.target
+    dots.dots(of.code, (of.scales, of.quants, of.steps, 0, of.n), (scratch, scratch + 8, 1))
     return 0
 
 
@@ -350,18 +354,38 @@ def dots_of_each_type() -> dict[str, str]:
         unit, size = codec(type).block_bytes, codec(type).block_size
         row = k // size * unit
         steps = dots.Steps(unit, unit, row, row, k // size)
-        ready, y = np.zeros(4 * k, np.uint8), np.zeros(n_rows, np.float32)
+        ready, y = np.zeros(4 * k + 64, np.uint8), np.zeros(n_rows, np.float32)
         at = weights.ctypes.data
         arrays = ready.ctypes.data, y.ctypes.data
         quants = at + matmul._QUANTS_AT.get(type, 0)
         of = packed(DotsOf(code, at, quants, steps, *arrays, n_rows, x.ctypes.data, k // size, size == 256))
-        _dots_of(of.ctypes.data, 0, 0, 0)
+        where = np.zeros(2, np.int64)
+        _dots_of(of.ctypes.data, 0, 0, where.ctypes.data)
         rounded = quant.dequantize(quant.quantize(x, matmul.VEC_DOT[type], "simd"), matmul.VEC_DOT[type])
         rows = quant.dequantize(weights, type).reshape(n_rows, k).astype(np.float64)
         bound = 1e-3 if matmul.VEC_DOT[type] == "q8_1" else 1e-6  # the sum beside q8_1's quants is rounded to f16
         assert np.abs(y - rows @ rounded.astype(np.float64)).max() <= bound * np.linalg.norm(rows) * np.linalg.norm(x)
         found[type] = y.tobytes().hex()
     return found
+
+
+@pytest.mark.parametrize("type", dots.DOTS)
+@pytest.mark.parametrize("n_rows", [1, 2, 7, 35])
+def test_a_column_gives_the_same_among_others(type: str, n_rows: int) -> None:
+    """Whatever columns stand beside it: rows and columns are multiplied in tiles of both."""
+    k, rng = 512, np.random.default_rng(3)
+    weights = encoded(type, rng.standard_normal((n_rows, k)).astype(np.float32)).reshape(n_rows, -1)
+    x = rng.standard_normal((33, k)).astype(np.float32)
+
+    def products(columns: slice) -> np.ndarray:
+        y = np.full((len(x[columns]), n_rows), 9, np.float32)
+        bind(Node("MUL_MAT", Tensor.of(y), (Tensor.of(weights, type), Tensor.of(x[columns]))))()
+        return y
+
+    alone = np.concatenate([products(slice(i, i + 1)) for i in range(len(x))])
+    for begin, end in ((0, 2), (1, 4), (0, 4), (3, 8), (2, 9), (5, 12), (0, 31)):
+        assert_same_bytes(products(slice(begin, end)), alone[begin:end], f"columns {begin} to {end}")
+    assert len({*alone[:, 0].tolist()}) > 30
 
 
 PORTABLE = """
