@@ -20,6 +20,7 @@ from graph_runner.diff.contents import Stray, digest_of
 from graph_runner.diff.erring import Erring
 from graph_runner.diff.explaining import Explainer, Keeper, Pair
 from graph_runner.diff.leaves import Leaves
+from graph_runner.diff.order import Order
 from graph_runner.diff.own import Mirrored, OwnNode, OwnRun
 from graph_runner.diff.pairs import Pairs
 from graph_runner.diff.sides import Sides
@@ -87,9 +88,11 @@ class Judge:
         self.blindness = Blindness(asked.rules)
         self.watch = Watch()  # for NaN in the reference's run
         self.fingerprints: dict[tuple[int, int], int] = {}  # of what nodes of the own run gave, by step and place
+        self.order = Order(ggml)
+        self.order.step(self.step)
         self.own = OwnRun(
             ggml, sides, lambda: (self._turn.before, self.partner(self._turn.place)), self._about_to_run_own,
-            strict=asked.strict,
+            self.order, strict=asked.strict,
         )  # fmt: skip
         ops = asked.ops
         fusions = [fusion for fusion in sides.device.fusions if ops is None or fusion.name in ops]
@@ -112,6 +115,7 @@ class Judge:
         """
         self.finish(stopped=stopped)
         self.step += 1
+        self.order.step(self.step)
 
     def finish(self, *, stopped: bool = False) -> None:
         """Called after the last node of a step.
@@ -134,6 +138,7 @@ class Judge:
     def before(self, address: int, place: int) -> None:
         """Called before the reference computes a node: records what it reads."""
         read = self._reader(address)
+        self.order.reference(read)
         if self._leaves is not None:
             self._leaves.reference(read)
         self._spans.before(read, self.step, place)
@@ -153,6 +158,10 @@ class Judge:
             return f"{found.node}: {found.failure}"
         outside = found.found is not None and found.found.outside
         return f"{found.node}: writes outside its output" if outside else None
+
+    def own_passes(self, address: int) -> None:
+        """Called when the device's own run has come to a node that computes nothing."""
+        self.own.passes(address)
 
     def own_before(self, address: int, place: int) -> bool:
         """Called when the device's own run has come to a node. Returns whether to run it now."""
@@ -190,9 +199,14 @@ class Judge:
             self._asked.seen(found)
 
     def own_ended(self) -> None:
-        """Called after the device's own run has computed all nodes of a step."""
+        """Called after the device's own run has computed all nodes of a graph."""
         self.own.ended()
+        self.order.own_ended()
         self._footprints.end()
+
+    def ended(self) -> None:
+        """Called after the reference has computed all nodes of a graph."""
+        self.order.reference_ended()
 
     def after(self, address: int, place: int) -> None:
         """Called after both runs have computed a node, or after the reference has if the device's run has stopped."""

@@ -133,7 +133,7 @@ def diff(model: Path, prompt: str, options: DiffOptions = _DEFAULT) -> DiffResul
     """Runs `run_in_step`. If the run is wrong but no node is, runs it again and checks every buffer after every
     node."""
     result = run_in_step(model, prompt, options)
-    if options.strict or not result.is_unexplained or result.faults or options.device == CPU:
+    if options.strict or not result.is_unexplained or result.faults or result.hazards or options.device == CPU:
         return result
     again = run_in_step(model, prompt, replace(options, strict=True))
     return result if again else again
@@ -232,13 +232,17 @@ class _InStep:
             result.spoilt = judge.watch.found
             result.counted = device.n_computed
             result.notes += device.notes
+            result.order = judge.order.reports()
+            if result.stopped is None:
+                elsewhere = f"another process runs the graphs of {result.device}"
+                result.order_unknown = elsewhere if device.runs_elsewhere else ""
         if self._asked.see and result.stopped is None and not result.faults:
             judge.see(self._asked.steps + 1)
         result.sights = judge.blindness.sights
         self._refuse_a_blind_judge(judge.planter)
         if result.stopped is None:
             result.ending = endings.ending()
-        if result.stopped is None and not result.wrong and not result.faults:
+        if result.stopped is None and not result.wrong and not result.faults and not result.hazards:
             self._look_again([tokens, *text], endings, judge.fingerprints, is_one_graph=not pairs.differ)
         return result
 

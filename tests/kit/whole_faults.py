@@ -132,6 +132,8 @@ class Looker:
         result = diff(self._model, PROMPT, options)
         if result.faults:
             return True, str(result.faults[0])
+        if result.hazards:
+            return True, str(result.hazards[0][1])
         if not result.wrong:
             return not result, ""
         node = result.wrong[0]
