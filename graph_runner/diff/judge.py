@@ -65,6 +65,10 @@ class Asked:
     pairs: Pairs
 
 
+class OtherOrderError(SessionError):
+    """A node of the device's own run is another one than the reference's at its place: one of them has moved it."""
+
+
 class Judge:
     """Judges each node of two runs in step: whether the device computes it as the reference does."""
 
@@ -179,8 +183,11 @@ class Judge:
         self._footprints.end()
         dst = last.node.dst
         self.fingerprints[self.step, last.place] = digest_of(dst.address, dst.nbytes, self._device.bytes_at)
-        if self._asked.pairs.reference(self.step, last.place) is None:
+        partner = self._asked.pairs.reference(self.step, last.place)
+        if partner is None:
             self._has_no_partner(last)
+        elif partner != self._turn.place:
+            self.own.hold(last)
 
     @property
     def _has_none_such(self) -> str:
@@ -257,8 +264,8 @@ class Judge:
 
     def _cumulative(self, own: OwnNode) -> Comparison | None:
         node, other = self._turn.node, own.node
-        if (other.op, other.dst.type, other.dst.ne) != (node.op, node.dst.type, node.dst.ne):
-            raise SessionError(
+        if _key(node, self._asked.pairs) != _key(other, self._asked.pairs):
+            raise OtherOrderError(
                 f"llama.cpp makes different graphs of the two runs, so that nodes cannot be compared: step {self.step} "
                 f"node {self._turn.place} is {node.op} {node.name!r} in one, {other.op} {other.name!r} in the other"
             )
@@ -359,6 +366,11 @@ class Judge:
         states, read = self._states, self._turn.read
         roots = {root for root in read.roots if root} - {read.view_source}
         return states.is_off(read.view_source) or any(states.is_read(root, self.step) for root in roots)
+
+
+def _key(node: Node, pairs: Pairs) -> tuple[object, ...]:
+    """By what a node is known as the same one. Names say nothing more once nodes are paired."""
+    return node.op, node.dst.type, node.dst.ne, *([node.name] if pairs.devices is None else [])
 
 
 def _wrong(looked_at: Collection[Compared]) -> Verdict | None:

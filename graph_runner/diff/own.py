@@ -175,6 +175,13 @@ class OwnRun:
         self.ended()
         return last
 
+    def hold(self, own: OwnNode) -> None:
+        """Keeps what a node gave that the reference has not come to, and what the reference makes of the same."""
+        if own.result is not own.node.dst:
+            return  # of nodes that ran together that is kept
+        own.is_ahead, own.result = True, copy(own.node.dst)
+        own.mirrored, own.before = _held(self.mirrored(own)) if own.on_device else None, None
+
     def ended(self) -> None:
         """Called after the run has computed all nodes that it came to."""
         coming, self._coming, self._are_together = self._coming, [], False
