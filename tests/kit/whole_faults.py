@@ -203,7 +203,8 @@ def _norm_of_sum(span: Span) -> Fused:
     return Fused(call, {1: norm.dst})
 
 
-def _fuses_residual() -> AnyBackend:
+def fuses_residual() -> AnyBackend:
+    """A device with a fusion that leaves out a sum that a later node reads."""
     fusion = Unchecked("norm_of_sum", (OWN["ADD"], OWN["RMS_NORM"]), _norm_of_sum)
     return Backend(options=Options(ops="all"), fusions=[fusion])
 
@@ -288,7 +289,7 @@ FAULTS = [
     Fault("IN_DEVICE_MEMORY", "one node is wrong in the device's own memory", "diff", "ffn_swiglu-1",
           lambda: spoiling({"SWIGLU": at("ffn_swiglu-1")}, memory="device")),
     Fault("FUSES_RESIDUAL", "a fusion leaves out the residual, which a later node reads", "hazards",
-          "left out by a fusion: ADD 'l_out-0'", _fuses_residual),
+          "left out by a fusion: ADD 'l_out-0'", fuses_residual),
     Fault("SEQUENCE_0", "two sequences' cells confused: all attend to those of the first", "diff", "FLASH_ATTN_EXT",
           _attends_to_sequence_0, replace(FLASH_ON, sequences=2)),
     Fault("EPS_OF_MUL", "a fused norm takes eps from another node", "diff", TOGETHER,

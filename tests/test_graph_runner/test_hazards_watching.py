@@ -9,13 +9,11 @@ from typing import Literal
 
 import pytest
 from kit.models import write_tiny_gpt_oss, write_tiny_mamba, write_tiny_moe, write_tiny_rwkv7
+from kit.optimising import cells_last, optimise, second_product_first
+from kit.whole_faults import fuses_residual
 from tools.architectures import models
 
 from ggml_backend_npu import Backend, Options
-from ggml_backend_npu.backend.fusion import Fused, Fusion, Span
-from ggml_backend_npu.ggml import convert, lib, structs
-from ggml_backend_npu.ops import OWN
-from ggml_backend_npu.plugin.plugin import Plugin
 from graph_runner.base.settings import Settings
 from graph_runner.base.tiny import write_tiny_llama
 from graph_runner.hazards import Kind, check
@@ -90,74 +88,16 @@ def test_operators_are_seen_as_such(tmp_path: Path) -> None:
     assert sizes == [6, 6]  # the routing of each layer
 
 
-class Unchecked(Fusion):
-    """A fusion that nobody asks whether what it leaves out is read."""
-
-    def of(self, graph, begin, ops):  # type: ignore[no-untyped-def]
-        span = Span(graph, begin, begin + len(self.ops))
-        return self.match(span) if tuple(node.op for node in span.nodes) == self.op_names else None
-
-
-def _norm_of_sum(span: Span) -> Fused:
-    """RMS_NORM of a sum, which leaves the sum out: the residual, which a later ADD reads."""
-    add, norm = span.nodes
-    calls = [OWN[node.op].bind(node) for node in (add, norm)]
-
-    def call() -> None:
-        for each in calls:
-            each()
-
-    return Fused(call, {1: norm.dst})
-
-
 def test_a_fusion_that_leaves_out_what_a_later_node_reads(llama: Path) -> None:
-    fusion = Unchecked("norm_of_sum", (OWN["ADD"], OWN["RMS_NORM"]), _norm_of_sum)
-    backend = Backend(options=Options(ops="all"), fusions=[fusion])
-    found = [each for graph in watched(llama, PROMPT, HazardOptions(steps=0, settings=OFF), backend)
+    found = [each for graph in watched(llama, PROMPT, HazardOptions(steps=0, settings=OFF), fuses_residual())
              for each in check(graph).findings]  # fmt: skip
     assert {each.kind for each in found} == {Kind.LEFT_OUT}
     assert str(found[0]).startswith("left out by a fusion: ADD 'l_out-0' (at ")
     assert "reads the result of ADD 'ffn_inp-0'" in str(found[0])
 
 
-@pytest.fixture
-def optimises(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[list[int]], list[int]]], None]:
-    """Gives devices a graph_optimize that puts the nodes of a split in another order."""
-
-    def plant(change: Callable[[list[int]], list[int]]) -> None:
-        begin = Plugin.__init__
-
-        def planted(self: Plugin, *arguments: object, **keywords: object) -> None:
-            begin(self, *arguments, **keywords)  # type: ignore[arg-type]
-
-            def optimize(_: int, graph: int, __: int) -> None:
-                header = structs.GgmlCGraph.from_address(graph)
-                for place, node in enumerate(change([int(each) for each in header.nodes[: header.n_nodes]])):
-                    header.nodes[place] = node
-
-            slot = next(kind for name, kind, *_ in self._backend_table._fields_ if name == "graph_optimize")
-            self._backend_table.graph_optimize = slot(optimize)
-
-        monkeypatch.setattr(Plugin, "__init__", planted)
-
-    return plant
-
-
-def ops_of(nodes: list[int]) -> list[str]:
-    return [convert.op_name(lib.ggml(), node) for node in nodes]
-
-
-def test_an_order_that_an_optimiser_may_choose_is_right(
-    llama: Path, optimises: Callable[[Callable[[list[int]], list[int]]], None]
-) -> None:
-    """Every first product of three that have one source runs last."""
-
-    def change(nodes: list[int]) -> list[int]:
-        first = ops_of(nodes).index("MUL_MAT")
-        later = next(place for place in range(first + 1, len(nodes)) if ops_of(nodes)[place] == "MUL_MAT")
-        return [*nodes[:first], nodes[later], *nodes[first:later], *nodes[later + 1 :]]
-
-    optimises(change)
+def test_an_order_that_an_optimiser_may_choose_is_right(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    optimise(monkeypatch, second_product_first)
     backend = Backend(options=Options(ops="all"))
     (graph,) = watched(llama, PROMPT, HazardOptions(steps=0, settings=OFF), backend)
     assert graph.is_as_built
@@ -165,16 +105,8 @@ def test_an_order_that_an_optimiser_may_choose_is_right(
     assert [str(each) for each in check(graph).findings] == []
 
 
-def test_cells_that_an_optimiser_has_written_after_they_were_read(
-    llama: Path, optimises: Callable[[Callable[[list[int]], list[int]]], None]
-) -> None:
-    """No source says that attention reads the cells that SET_ROWS sets: both name the cache."""
-
-    def change(nodes: list[int]) -> list[int]:
-        moved = nodes[ops_of(nodes).index("SET_ROWS")]
-        return [*(node for node in nodes if node != moved), moved]
-
-    optimises(change)
+def test_cells_that_an_optimiser_has_written_after_they_were_read(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    optimise(monkeypatch, cells_last)
     backend = Backend(options=Options(ops="all"))
     (graph,) = watched(llama, PROMPT, HazardOptions(steps=0, settings=OFF), backend)
     found = check(graph).findings
