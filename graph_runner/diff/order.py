@@ -10,7 +10,7 @@ from ggml_backend_npu.ggml.convert import Read
 from ggml_backend_npu.ggml.lib import Ggml
 from graph_runner.hazards.check import check
 from graph_runner.hazards.findings import Report
-from graph_runner.hazards.recording import Built, Recording, step_name
+from graph_runner.hazards.recording import Recording, as_built, step_name
 
 
 class Order:
@@ -18,7 +18,7 @@ class Order:
     built, of the device's as it runs them."""
 
     def __init__(self, ggml: Ggml) -> None:
-        self._ggml, self._built, self._ran = ggml, Built(ggml), Recording(ggml)
+        self._ggml, self._built, self._ran = ggml, Recording(ggml), Recording(ggml)
 
     def step(self, step: int) -> None:
         """Called before a step."""
@@ -49,4 +49,4 @@ class Order:
         """Returns what is found in each graph of the device's own run that has ended; of a graph that came again
         unchanged once."""
         graphs = {id(each.nodes): each for each in reversed(self._ran.graphs)}
-        return [check(self._built.order(each)) for each in reversed(graphs.values())]
+        return [check(each) for each in as_built([*reversed(graphs.values())], self._built.graphs)]

@@ -76,7 +76,8 @@ class Finding:
             case Kind.LEFT_OUT:
                 return f"{reader} reads the result of {self.wanted}, which a fusion leaves out"
             case Kind.ELSEWHERE:
-                return f"{reader} reads where {wanted} does not lie"
+                other = "" if self.found is None else f", but what {self.found} wrote"
+                return f"{reader} reads where {wanted} does not lie{other}"
             case Kind.IN_PLACE:
                 return f"{self.found} writes over what {reader} still reads"
             case Kind.AT_ONCE:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -11,7 +10,7 @@ from ggml_backend_npu.backend.plan import Plan
 from ggml_backend_npu.ggml import convert
 from ggml_backend_npu.ggml.convert import Read
 from ggml_backend_npu.ggml.lib import Ggml
-from graph_runner.hazards.graph import Graph, Node, Operand
+from graph_runner.hazards.graph import Graph
 from graph_runner.hazards.reading import Joined, Reading, computes
 
 _OURS, _HOST = -1, -2  # in place of the handle of a device
@@ -22,71 +21,6 @@ def step_name(step: int) -> str:
     return f"token {step}" if step else "prompt"
 
 
-class Graphs(ABC):
-    """Takes the nodes of a run, and tells its graphs apart: each is called after its step, from a step's second on with
-    a number."""
-
-    def __init__(self) -> None:
-        self._step, self._n_graphs = "", 0
-        self._addresses: set[int] = set()
-
-    def step(self, name: str) -> None:
-        """Called before some tokens are decoded: their graphs get the name. Nodes of a graph that has not ended are
-        forgotten."""
-        self._step, self._n_graphs = name, 0
-        self._begin()
-
-    def add(self, read: Read) -> None:
-        """Adds the next node, one that computes nothing too. If it comes again, it begins another graph."""
-        if read.address in self._addresses:
-            self.end()
-        self._addresses.add(read.address)
-        self._add(read)
-
-    def end(self) -> None:
-        """Called after the last node of a graph has run."""
-        if self._addresses:
-            self._n_graphs += 1
-            self._end(self._step + (f", graph {self._n_graphs}" if self._n_graphs > 1 else ""))
-        self._begin()
-
-    def _begin(self) -> None:
-        self._addresses.clear()
-
-    @abstractmethod
-    def _add(self, read: Read) -> None: ...
-
-    @abstractmethod
-    def _end(self, name: str) -> None: ...
-
-
-class Built(Graphs):
-    """The order in which the nodes of a run's graphs were built: that of a run on the CPU, which changes none.
-
-    graphs  by name; their nodes read nothing
-    """
-
-    def __init__(self, ggml: Ggml) -> None:
-        super().__init__()
-        self._ggml, self._nodes = ggml, list[Node]()
-        self.graphs: dict[str, Graph] = {}
-
-    def _begin(self) -> None:
-        super()._begin()
-        self._nodes = []
-
-    def _add(self, read: Read) -> None:
-        if computes(self._ggml, read):
-            self._nodes.append(Node(read.node.op, read.node.name, (), (Operand(read.node.dst, 0),)))
-
-    def _end(self, name: str) -> None:
-        self.graphs[name] = Graph(tuple(self._nodes))
-
-    def order(self, graph: Graph) -> Graph:
-        """Returns a graph of another run, built in the order of this one's."""
-        return graph.built_like(self.graphs.get(graph.name, Graph(())))
-
-
 @dataclass(frozen=True)
 class _Known:
     """A graph, and its nodes as they were read."""
@@ -95,28 +29,38 @@ class _Known:
     graph: Graph
 
 
-class Recording(Graphs):
+class Recording:
     """The graphs of a run as it runs them; nodes are added before they run. A graph that comes again unchanged is not
     read again.
 
-    graphs  those that have ended
+    graphs  those that have ended, each called after its step, from a step's second on with a number
     """
 
     def __init__(self, ggml: Ggml) -> None:
-        super().__init__()
         self._ggml, self.graphs = ggml, list[Graph]()
         self._known: list[_Known] = []
+        self._step, self._n_graphs = "", 0
+        self._begin()
+
+    def step(self, name: str) -> None:
+        """Called before some tokens are decoded: their graphs get the name. Nodes of a graph that has not ended are
+        forgotten."""
+        self._step, self._n_graphs = name, 0
         self._begin()
 
     def _begin(self) -> None:
-        super()._begin()
+        self._addresses: set[int] = set()
         self._reading, self._joined = Reading(self._ggml), list[Joined]()
         self._nodes: list[Read] = []
         self._n_read = 0  # of these; those after them are as in each of `_alike`
         self._alike = list(self._known)
         self._devices: dict[int, int] = {}  # that a node runs on, if it computes something
 
-    def _add(self, read: Read) -> None:
+    def add(self, read: Read) -> None:
+        """Adds the next node, one that computes nothing too. If it comes again, it begins another graph."""
+        if read.address in self._addresses:
+            self.end()
+        self._addresses.add(read.address)
         place = len(self._nodes)
         self._nodes.append(read)
         self._alike = [each for each in self._alike if place < len(each.nodes) and each.nodes[place] is read]
@@ -150,7 +94,12 @@ class Recording(Graphs):
                     )
                 )
 
-    def _end(self, name: str) -> None:
+    def end(self) -> None:
+        """Called after the last node of a graph has run."""
+        if not self._nodes:
+            return
+        self._n_graphs += 1
+        name = self._step + (f", graph {self._n_graphs}" if self._n_graphs > 1 else "")
         same = next((each for each in self._alike if len(each.nodes) == len(self._nodes)), None)
         if same is None:
             self._read()
@@ -158,6 +107,7 @@ class Recording(Graphs):
             same = _Known(tuple(self._nodes), self._reading.graph(name, self._joined))
             self._known.append(same)
         self.graphs.append(replace(same.graph, name=name))
+        self._begin()
 
     def _mark_splits(self) -> None:
         """A split begins where another device goes on."""
@@ -166,3 +116,9 @@ class Recording(Graphs):
             if self._devices[address] != device:
                 device = self._devices[address]
                 self._reading.begins_split(address)
+
+
+def as_built(ran: Sequence[Graph], built: Sequence[Graph]) -> list[Graph]:
+    """Returns graphs as another run has built those of the same names; a run on the CPU changes none."""
+    known = {each.name: each for each in built}
+    return [each.built_like(known.get(each.name, Graph(()))) for each in ran]

@@ -13,7 +13,7 @@ from ggml_backend_npu.plugin.foreign import ForeignDevice
 from ggml_backend_npu.plugin.plugin import Plugin
 from graph_runner.base.settings import Settings, context_for
 from graph_runner.hazards.graph import Graph
-from graph_runner.hazards.recording import Built, Graphs, Recording, step_name
+from graph_runner.hazards.recording import Recording, as_built, step_name
 from graph_runner.run.devices import Devices
 from graph_runner.run.session import Sampler, Session
 
@@ -39,12 +39,11 @@ class HazardOptions:
 class Watch:
     """An observer that notes every node of a run, and lets whole splits run, as they do if nobody looks.
 
-    graphs  take the nodes
-    npu     a device of this project that takes part, and nowhere else: it says which nodes it runs as one operator
+    npu  a device of this project that takes part, and nowhere else: it says which nodes it runs as one operator
     """
 
-    def __init__(self, ggml: Ggml, graphs: Graphs, npu: Plugin | None = None) -> None:
-        self._ggml, self.graphs, self._npu = ggml, graphs, npu
+    def __init__(self, ggml: Ggml, npu: Plugin | None = None) -> None:
+        self._ggml, self.recording, self._npu = ggml, Recording(ggml), npu
         packed = npu.memory.packed if npu is not None and npu.memory is not None else convert.nowhere
         self._read = convert.Reader(ggml, packed)
         if npu is not None:
@@ -56,7 +55,7 @@ class Watch:
             self._npu.forget_plans()  # a graph that it knows it runs without saying what runs as one
 
     def before(self, node: int) -> bool:
-        self.graphs.add(self._read(node))
+        self.recording.add(self._read(node))
         return False
 
     def after(self, node: int) -> None:
@@ -64,8 +63,7 @@ class Watch:
 
     def _run(self, plan: Plan, graph: int) -> None:
         """Runs a split on this project's device."""
-        if isinstance(self.graphs, Recording):
-            self.graphs.runs(plan, convert.computing(self._ggml, graph))
+        self.recording.runs(plan, convert.computing(self._ggml, graph))
         plan.run()
 
 
@@ -79,17 +77,15 @@ def watched(model: Path, prompt: str, options: HazardOptions, backend: AnyBacken
     """
     ggml = lib.ggml()
     settings = replace(options.settings, n_ctx=context_for(prompt, options.steps))
-    recording, built = Recording(ggml), Built(ggml)
     if options.device == CPU:
-        _Run(model, prompt, options.steps, Watch(ggml, recording)).run(settings)
-        return recording.graphs
+        return _Run(model, prompt, options.steps, Watch(ggml)).graphs(settings)
     npu = Plugin(ggml, backend or default_backend()) if options.device == NPU else None
     foreign = None if npu is not None else options.devices.named(ggml, options.device)
     on_device = replace(settings, device="npu" if npu is not None else "foreign")
-    run = _Run(model, prompt, options.steps, Watch(ggml, recording, npu), npu, foreign)
-    run.run(on_device)
-    _Run(model, prompt, options.steps, Watch(ggml, built)).run(replace(settings, without=run.lacks))
-    return [built.order(each) for each in recording.graphs]
+    run = _Run(model, prompt, options.steps, Watch(ggml, npu), npu, foreign)
+    ran = run.graphs(on_device)
+    on_cpu = replace(settings, without=run.lacks)
+    return as_built(ran, _Run(model, prompt, options.steps, Watch(ggml)).graphs(on_cpu))
 
 
 @dataclass
@@ -104,17 +100,18 @@ class _Run:
     foreign: ForeignDevice | None = None
     lacks: frozenset[str] = frozenset()
 
-    def run(self, settings: Settings) -> None:
-        """Runs it, watched."""
+    def graphs(self, settings: Settings) -> list[Graph]:
+        """Runs it, and returns its graphs."""
         watch = self.watch
         with Session(self.model, settings, npu=self.npu, foreign=self.foreign, observer=watch) as session:
             tokens, sample = session.prompts(self.prompt), Sampler()
             for step in range(self.steps + 1):
-                watch.graphs.step(step_name(step))
+                watch.recording.step(step_name(step))
                 for part in session.parts(*tokens):
                     watch.begin()
                     session.decode(*part)
-                    watch.graphs.end()
+                    watch.recording.end()
                 if step < self.steps:
                     tokens = [[sample(logits)] for logits in session.logits_of_each()]
             self.lacks = session.lacks
+        return watch.recording.graphs

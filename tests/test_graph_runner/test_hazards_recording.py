@@ -11,7 +11,7 @@ from ggml_backend_npu.ggml import convert, lib, structs
 from ggml_backend_npu.ggml.convert import Reader
 from ggml_backend_npu.plugin.build import Builder
 from graph_runner.hazards import check
-from graph_runner.hazards.recording import Built, Recording, step_name
+from graph_runner.hazards.recording import Recording, as_built, step_name
 
 
 @pytest.fixture
@@ -83,15 +83,15 @@ def test_a_node_that_has_changed_is_another_one(build: Builder) -> None:
 
 def test_a_graph_is_built_in_the_order_of_its_name(build: Builder) -> None:
     nodes, read = chain(build, "sqr", "sqrt", "neg"), Reader(build.ggml)
-    built, recording = Built(build.ggml), Recording(build.ggml)
+    built, recording = Recording(build.ggml), Recording(build.ggml)
     for graphs, order in ((built, nodes), (recording, [nodes[0], nodes[2], nodes[1]])):
         graphs.step("prompt")
         for node in order:
             graphs.add(read(node))
         graphs.end()
-    graph = built.order(recording.graphs[0])
+    (graph,) = as_built(recording.graphs, built.graphs)
     assert graph.is_as_built
     assert [each.op for each in graph.nodes] == ["SQR", "SQRT", "NEG"]
     assert check(graph).findings[0].what.startswith("NEG 'node_2' (at 1) reads what SQRT 'node_1' (at 2)")
-    built.graphs.clear()
-    assert not built.order(graph).is_as_built
+    (alone,) = as_built(recording.graphs, [])
+    assert not alone.is_as_built
