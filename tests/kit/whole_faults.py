@@ -273,8 +273,7 @@ FAULTS = [
     Fault("COPY_NOT_AWAITED", "a copy not waited for: cells are set once they have been read", "bisect",
           "cache_k_l0|kq-0"),
     Fault("STALE_GRAPH", "a stale graph reused with another shape: rows are left", "", "ffn_out-0",
-          why="the diff names three nodes, of which one is wrong: the sum is put in the place of the product, and nobody "
-          "sees the product alone; with fewer nodes in one submission the fault is gone"),
+          why="the diff names three nodes together, since after them only the last one's result is left"),
     Fault("THIRD_GRAPH", "every third graph of a context is wrong", "bisect", "ffn_out-1"),
     Fault("NOT_CLEARED", "what memory held before is read", "diff", "ffn_out-1"),
     Fault("ONE_RUN_IN_FOUR", "a race of one in four runs", "diff", "ffn_out-1"),

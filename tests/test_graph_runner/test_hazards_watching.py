@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
 import pytest
+from kit.backends import blas, rpc_library, served
 from kit.models import write_tiny_gpt_oss, write_tiny_mamba, write_tiny_moe, write_tiny_rwkv7
 from kit.optimising import cells_last, optimise, second_product_first
+from kit.support import TODAY
 from kit.whole_faults import fuses_residual
 from tools.architectures import models
 
@@ -19,9 +21,11 @@ from graph_runner.base.tiny import write_tiny_llama
 from graph_runner.hazards import Kind, check
 from graph_runner.hazards.graph import COPY
 from graph_runner.hazards.watching import HazardOptions, watched
+from graph_runner.run.devices import Devices
 from graph_runner.tools.suites import folder
 
 PROMPT = "The capital"
+LONG = "abcd " * 40  # of 40 tokens: ggml-blas takes products of 32 columns and more
 OFF = Settings(flash_attention="off")
 
 
@@ -125,6 +129,29 @@ def test_no_model_of_test_llama_archs_has_any(ops: str, memory: str, flash_atten
     found = []
     for model in models(folder().with_name("models")):
         for graph in watched(model, PROMPT, options, backend):
+            found += [f"{model.stem}, {graph.name}: {each}" for each in check(graph).findings]
+            assert graph.is_as_built, model
+    assert found == []
+
+
+@pytest.fixture(scope="module")
+def partners(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Devices]:
+    made = tmp_path_factory.mktemp("partners")
+    with served(made / "server.log") as (address, _):
+        yield Devices((rpc_library(), blas(made)), (address,))
+
+
+@pytest.mark.conformance
+@pytest.mark.parametrize(("device", "layers"), [("RPC0", 999), ("RPC0", 1), ("BLAS", 0)])
+@pytest.mark.parametrize(("flash_attention", "sequences"), [("off", 1), ("on", 2)])
+def test_no_model_of_test_llama_archs_has_any_on_other_devices(
+    partners: Devices, device: str, layers: int, flash_attention: Literal["on", "off"], sequences: int
+) -> None:
+    """An eighth of the models each day, and the one that changes devices most often."""
+    settings = Settings(flash_attention=flash_attention, sequences=sequences, gpu_layers=layers, threads=1)
+    files, found = models(folder().with_name("models")), []
+    for model in {*files[TODAY % 8 :: 8], *(file for file in files if file.stem == "kimi-k3-moe")}:
+        for graph in watched(model, LONG, HazardOptions(device, partners, settings=settings)):
             found += [f"{model.stem}, {graph.name}: {each}" for each in check(graph).findings]
             assert graph.is_as_built, model
     assert found == []
