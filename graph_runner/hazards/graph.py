@@ -155,7 +155,9 @@ def _meant(graph: Graph, built: Mapping[int, Node]) -> Graph:
     if any((len(a.reads), len(a.writes)) != (len(b.reads), len(b.writes)) for a, b in both):
         return graph
     pairs = [pair for a, b in both for pair in zip((*a.reads, *a.writes), (*b.reads, *b.writes), strict=True)]
-    copies = {node.writes[0].root for node in graph.nodes if node.op == COPY}
+    copies = {node.writes[0].root: node.reads for node in graph.nodes if node.op == COPY}
+    if _are_alike(pairs, copies):
+        return graph
     votes: dict[int, Counter[int]] = defaultdict(Counter)
     for own, its in pairs:
         votes[own.root][its.root] += 1
@@ -190,3 +192,18 @@ def _meant(graph: Graph, built: Mapping[int, Node]) -> Graph:
     ]
     inputs, outputs = tuple(map(by_root, graph.inputs)), tuple(map(by_root, graph.outputs))
     return replace(graph, nodes=tuple(nodes), steps=tuple(steps), inputs=inputs, outputs=outputs)
+
+
+def _are_alike(pairs: Sequence[tuple[Operand, Operand]], copies: Mapping[int, tuple[Operand, ...]]) -> bool:
+    """Whether nodes read and write what they were built with: each root is always the same one, at the same offset.
+
+    copies  what each copy is made of, by its root
+    """
+    known, back = dict[int, int](), dict[int, int]()
+    for copy_or_own, its in pairs:
+        for own in copies.get(copy_or_own.root, (copy_or_own,)):
+            if known.setdefault(own.root, its.root) != its.root or back.setdefault(its.root, own.root) != own.root:
+                return False
+            if own.offset != its.offset:
+                return False
+    return True
