@@ -54,7 +54,7 @@ def gate_and_up(nodes: list[int]) -> list[int]:
 @pytest.mark.parametrize("options", [{}, {"memory": "device", "device_type": "gpu"}])
 def test_each_graph_is_checked_once(model: Models, options: dict[str, str]) -> None:
     result = run(model("llama"), steps=3, backend=every_op(**options))
-    assert result
+    assert result, printed(result)
     assert [each.graph for each in result.order] == ["prompt", "token 1"]
     assert all(each.nodes >= 50 and each.reads > 100 and each.is_as_built for each in result.order)
     assert "; order of 2 graphs checked; " in scope_line(result)
@@ -134,5 +134,5 @@ def test_graphs_of_two_kinds_are_checked_as_they_ran(model: Models) -> None:
 def test_what_another_process_runs_is_not_known(model: Models, tmp_path_factory: pytest.TempPathFactory) -> None:
     with served(tmp_path_factory.mktemp("server") / "log") as (address, _):
         result = run(model("llama"), steps=0, device="RPC0", devices=Devices((rpc_library(),), (address,)))
-    assert result
+    assert result, printed(result)
     assert "; order not checked: another process runs the graphs of RPC0; " in scope_line(result)
