@@ -20,6 +20,7 @@ from graph_runner.diff.contents import Stray, digest_of
 from graph_runner.diff.erring import Erring
 from graph_runner.diff.explaining import Explainer, Keeper, Pair
 from graph_runner.diff.leaves import Leaves
+from graph_runner.diff.order import Order
 from graph_runner.diff.own import Mirrored, OwnNode, OwnRun
 from graph_runner.diff.pairs import Pairs
 from graph_runner.diff.sides import Sides
@@ -64,6 +65,10 @@ class Asked:
     pairs: Pairs
 
 
+class OtherOrderError(SessionError):
+    """A node of the device's own run is another one than the reference's at its place: one of them has moved it."""
+
+
 class Judge:
     """Judges each node of two runs in step: whether the device computes it as the reference does."""
 
@@ -87,9 +92,11 @@ class Judge:
         self.blindness = Blindness(asked.rules)
         self.watch = Watch()  # for NaN in the reference's run
         self.fingerprints: dict[tuple[int, int], int] = {}  # of what nodes of the own run gave, by step and place
+        self.order = Order(ggml)
+        self.order.step(self.step)
         self.own = OwnRun(
             ggml, sides, lambda: (self._turn.before, self.partner(self._turn.place)), self._about_to_run_own,
-            strict=asked.strict,
+            self.order, strict=asked.strict,
         )  # fmt: skip
         ops = asked.ops
         fusions = [fusion for fusion in sides.device.fusions if ops is None or fusion.name in ops]
@@ -112,6 +119,7 @@ class Judge:
         """
         self.finish(stopped=stopped)
         self.step += 1
+        self.order.step(self.step)
 
     def finish(self, *, stopped: bool = False) -> None:
         """Called after the last node of a step.
@@ -134,6 +142,7 @@ class Judge:
     def before(self, address: int, place: int) -> None:
         """Called before the reference computes a node: records what it reads."""
         read = self._reader(address)
+        self.order.reference(read)
         if self._leaves is not None:
             self._leaves.reference(read)
         self._spans.before(read, self.step, place)
@@ -154,6 +163,10 @@ class Judge:
         outside = found.found is not None and found.found.outside
         return f"{found.node}: writes outside its output" if outside else None
 
+    def own_passes(self, address: int) -> None:
+        """Called when the device's own run has come to a node that computes nothing."""
+        self.own.passes(address)
+
     def own_before(self, address: int, place: int) -> bool:
         """Called when the device's own run has come to a node. Returns whether to run it now."""
         runs = self.own.before(address, place)
@@ -170,8 +183,11 @@ class Judge:
         self._footprints.end()
         dst = last.node.dst
         self.fingerprints[self.step, last.place] = digest_of(dst.address, dst.nbytes, self._device.bytes_at)
-        if self._asked.pairs.reference(self.step, last.place) is None:
+        partner = self._asked.pairs.reference(self.step, last.place)
+        if partner is None:
             self._has_no_partner(last)
+        elif partner != self._turn.place:
+            self.own.hold(last)
 
     @property
     def _has_none_such(self) -> str:
@@ -190,9 +206,14 @@ class Judge:
             self._asked.seen(found)
 
     def own_ended(self) -> None:
-        """Called after the device's own run has computed all nodes of a step."""
+        """Called after the device's own run has computed all nodes of a graph."""
         self.own.ended()
+        self.order.own_ended()
         self._footprints.end()
+
+    def ended(self) -> None:
+        """Called after the reference has computed all nodes of a graph."""
+        self.order.reference_ended()
 
     def after(self, address: int, place: int) -> None:
         """Called after both runs have computed a node, or after the reference has if the device's run has stopped."""
@@ -243,8 +264,8 @@ class Judge:
 
     def _cumulative(self, own: OwnNode) -> Comparison | None:
         node, other = self._turn.node, own.node
-        if (other.op, other.dst.type, other.dst.ne) != (node.op, node.dst.type, node.dst.ne):
-            raise SessionError(
+        if _key(node, self._asked.pairs) != _key(other, self._asked.pairs):
+            raise OtherOrderError(
                 f"llama.cpp makes different graphs of the two runs, so that nodes cannot be compared: step {self.step} "
                 f"node {self._turn.place} is {node.op} {node.name!r} in one, {other.op} {other.name!r} in the other"
             )
@@ -345,6 +366,11 @@ class Judge:
         states, read = self._states, self._turn.read
         roots = {root for root in read.roots if root} - {read.view_source}
         return states.is_off(read.view_source) or any(states.is_read(root, self.step) for root in roots)
+
+
+def _key(node: Node, pairs: Pairs) -> tuple[object, ...]:
+    """By what a node is known as the same one. Names say nothing more once nodes are paired."""
+    return node.op, node.dst.type, node.dst.ne, *([node.name] if pairs.devices is None else [])
 
 
 def _wrong(looked_at: Collection[Compared]) -> Verdict | None:

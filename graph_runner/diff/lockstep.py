@@ -56,6 +56,9 @@ class Onlooker(Protocol):
         """Called after the reference and before the device computes a node. Returns why the device must not compute it,
         or None."""
 
+    def own_passes(self, address: int) -> None:
+        """Called when the device's run has come to a node that computes nothing."""
+
     def own_before(self, address: int, place: int) -> bool:
         """Called when the device's run has come to a node. Returns whether to run it now, with those before it that
         have not run."""
@@ -64,7 +67,10 @@ class Onlooker(Protocol):
         """Called after the device has computed the nodes up to the last one that it came to."""
 
     def own_ended(self) -> None:
-        """Called after the device has computed all nodes of a step."""
+        """Called after the device has computed all nodes of a graph."""
+
+    def ended(self) -> None:
+        """Called after the reference has computed all nodes of a graph."""
 
     def after(self, address: int, place: int) -> None:
         """Called after both have computed a node, or after the reference has if the device's run has stopped.
@@ -94,7 +100,9 @@ class Lockstep:
         self._main, self._other = getcurrent(), greenlet(partial(self._decode_device, device, tokens))
         with _handlers_of_interrupts_stay():
             try:
-                reference.decode(*tokens)
+                for part in reference.parts(*tokens):
+                    reference.decode(*part)
+                    self._judge.ended()
             except BaseException:
                 self._failed = True
                 raise
@@ -113,8 +121,9 @@ class Lockstep:
     def _decode_device(self, device: Session, tokens: Batch) -> None:
         try:
             if not self._failed and self.stopped is None:
-                device.decode(*tokens)
-                self._judge.own_ended()
+                for part in device.parts(*tokens):
+                    device.decode(*part)
+                    self._judge.own_ended()
         except SessionError as error:
             refuse_where_memory_is_limited(error)
             self.stopped = str(error)
@@ -133,6 +142,8 @@ class Lockstep:
         if self._failed:
             raise SessionError("the other run has failed")
         if not convert.computes(convert.op_name(lib.ggml(), address)):
+            if runner is self.device:
+                self._judge.own_passes(address)
             return False
         runner.place += 1
         if runner is self.device:

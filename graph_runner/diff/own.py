@@ -14,6 +14,7 @@ from ggml_backend_npu.ggml.convert import Read, Storage, same_bytes
 from ggml_backend_npu.ggml.lib import Ggml
 from ggml_backend_npu.registry.entry import Call
 from graph_runner.diff.contents import Changed, Contents, Rest
+from graph_runner.diff.order import Order
 from graph_runner.diff.sides import NodesOf, Sides
 from graph_runner.judging.copies import continues_dst, copy, is_read, span
 from graph_runner.judging.results import UNSEEN
@@ -111,6 +112,7 @@ class OwnRun:
     reference  returns the node that the reference has just computed, over what it read, and the place of the same node
                in this run; None if that has no such node
     about_to   called before the device may run a node, with its place
+    order      takes the nodes in the order in which the run comes to them
     strict     check every buffer after every node that the device runs, not only what the node reads
     """
 
@@ -120,11 +122,12 @@ class OwnRun:
         sides: Sides,
         reference: Callable[[], tuple[Node, int | None]],
         about_to: Callable[[int, Node], None],
+        order: Order,
         *,
         strict: bool,
     ) -> None:
         self._ggml, self._device, self._computer = ggml, sides.device, sides.reference
-        self._reference, self._about_to, self._strict = reference, about_to, strict
+        self._reference, self._about_to, self._order, self._strict = reference, about_to, order, strict
         self._read = NodesOf(ggml, sides.device)
         self._chain = Chain(sides.device.backend, sides.device.fusions)
         self._contents = Contents(sides.device.bytes_at)
@@ -136,10 +139,15 @@ class OwnRun:
         self._ran: dict[int, OwnNode] = {}  # by place, until `take`
         sides.device.runs_plans_by(self._run)
 
+    def passes(self, address: int) -> None:
+        """Called when the run has come to a node that computes nothing."""
+        self._order.own(self._read(address))
+
     def before(self, address: int, place: int) -> bool:
         """Called when the run has come to a node. Returns whether to run it now, with those before it that have not
         run."""
         read = self._read(address)
+        self._order.own(read)
         self._coming = [each for each in self._coming if each.place not in self._ran]
         now = self._chain.is_at_end(read.node.op, lambda: read.node)
         found = self._contents.changed([read], {each.read.dst.address for each in self._coming})
@@ -166,6 +174,13 @@ class OwnRun:
             last.result = last.node.dst
         self.ended()
         return last
+
+    def hold(self, own: OwnNode) -> None:
+        """Keeps what a node gave that the reference has not come to, and what the reference makes of the same."""
+        if own.result is not own.node.dst:
+            return  # of nodes that ran together that is kept
+        own.is_ahead, own.result = True, copy(own.node.dst)
+        own.mirrored, own.before = _held(self.mirrored(own)) if own.on_device else None, None
 
     def ended(self) -> None:
         """Called after the run has computed all nodes that it came to."""
@@ -199,6 +214,7 @@ class OwnRun:
 
     def _run(self, plan: Plan, graph: int) -> None:
         """Runs a plan, in place of the plugin. If it is of nodes that were held back, looks at each step of it."""
+        self._order.runs(plan, graph)
         if not self._are_together or not plan.steps:
             plan.run()
             for each, (what, _) in zip(self._coming, plan.steps, strict=False):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from ggml_backend_npu.device.faults import MemoryFault
@@ -14,6 +14,7 @@ from graph_runner.diff.canary import Canaries
 from graph_runner.diff.contents import Stray
 from graph_runner.diff.logits import Ending
 from graph_runner.diff.state import StateResult
+from graph_runner.hazards.findings import Finding, Report
 from graph_runner.judging.results import Fate, NodeResult
 from graph_runner.judging.spoilt import Spoilt
 
@@ -69,6 +70,8 @@ class DiffResult:
     variants  settings that only one side has
     notes    what cannot be compared with these
     replaced  what becomes of the end if the reference computes nodes
+    order    the check for hazards of each graph of the device's own run that has come to its end
+    order_unknown  why the order of that run is not known, or not of all graphs; "" if it was checked
     """
 
     model: str
@@ -104,6 +107,14 @@ class DiffResult:
     variants: Variants = field(default_factory=Variants)
     notes: list[str] = field(default_factory=list)
     replaced: list[Replaced] = field(default_factory=list)
+    order: Sequence[Report] = ()
+    order_unknown: str = "the run ended early"
+
+    @property
+    def hazards(self) -> list[tuple[str, Finding]]:
+        """What a node of the device's own run reads that it should not, by order and addresses alone; each with the
+        name of the graph."""
+        return [(each.graph, found) for each in self.order for found in each.findings]
 
     @property
     def stray(self) -> list[StateResult]:
@@ -167,6 +178,6 @@ class DiffResult:
         return (first is None and off) or (bool(found) and (first is None or min(found) <= first))
 
     def __bool__(self) -> bool:
-        off = self.wrong or self.faults or self.strays or self.stray or self.ends_apart
+        off = self.wrong or self.faults or self.hazards or self.strays or self.stray or self.ends_apart
         unknown = not self.compared or self.not_judged or self.ran_none
         return not off and not unknown and self.stopped is None and self.is_covered

@@ -27,7 +27,7 @@ from graph_runner.base.settings import ALL_LAYERS, Settings, context_for
 from graph_runner.base.variants import Variant, Variants
 from graph_runner.diff.again import Again, Watched
 from graph_runner.diff.canary import Planter
-from graph_runner.diff.judge import Asked, Judge
+from graph_runner.diff.judge import Asked, Judge, OtherOrderError
 from graph_runner.diff.lockstep import Batch, Lockstep
 from graph_runner.diff.logits import Endings
 from graph_runner.diff.pairs import Listing, Pairs
@@ -133,7 +133,7 @@ def diff(model: Path, prompt: str, options: DiffOptions = _DEFAULT) -> DiffResul
     """Runs `run_in_step`. If the run is wrong but no node is, runs it again and checks every buffer after every
     node."""
     result = run_in_step(model, prompt, options)
-    if options.strict or not result.is_unexplained or result.faults or options.device == CPU:
+    if options.strict or not result.is_unexplained or result.faults or result.hazards or options.device == CPU:
         return result
     again = run_in_step(model, prompt, replace(options, strict=True))
     return result if again else again
@@ -145,17 +145,21 @@ def run_in_step(model: Path, prompt: str, options: DiffOptions = _DEFAULT) -> Di
     Matrices are multiplied as on ggml's CPU, unless the backend's options say otherwise. Raises SessionError for a
     model or settings that llama.cpp refuses.
     """
-    return _InStep(model, prompt, options).run()
+    try:
+        return _InStep(model, prompt, options).run()
+    except OtherOrderError:
+        return _InStep(model, prompt, options, moves=True).run()
 
 
 class _InStep:
     """A model on two sides, and the result so far.
 
     ours   the backend that options apply to, as it is compared
+    moves  whether one side runs the nodes in another order than the other
     """
 
-    def __init__(self, model: Path, prompt: str, asked: DiffOptions) -> None:
-        self._model, self._prompt, self._asked = model, prompt, asked
+    def __init__(self, model: Path, prompt: str, asked: DiffOptions, *, moves: bool = False) -> None:
+        self._model, self._prompt, self._asked, self._moves = model, prompt, asked, moves
         self._ggml = ggml = lib.ggml()
         given = asked.backend or default_backend()
         self._ours = ours = given.like(options=given.options.to_compare)
@@ -224,7 +228,7 @@ class _InStep:
             self._keeper.origin = replace(self._keeper.origin, model=first.description)
             tokens = first.prompts(self._prompt)
             self._result = result = self._begin(first.description, [*map(len, tokens)], judge)
-            result.notes = [pairs.said(result.reference, result.device)] if pairs.differ else []
+            result.notes = pairs.notes(result.reference, result.device)
             self._asked.begun(result)
             text, endings = self._decode(first, second, lockstep, judge, tokens)
             result.text = b"".join(first.piece(each[0][0]) for each in text).decode(errors="replace")
@@ -232,13 +236,17 @@ class _InStep:
             result.spoilt = judge.watch.found
             result.counted = device.n_computed
             result.notes += device.notes
+            result.order = judge.order.reports()
+            if result.stopped is None:
+                elsewhere = f"another process runs the graphs of {result.device}"
+                result.order_unknown = elsewhere if device.runs_elsewhere else ""
         if self._asked.see and result.stopped is None and not result.faults:
             judge.see(self._asked.steps + 1)
         result.sights = judge.blindness.sights
         self._refuse_a_blind_judge(judge.planter)
         if result.stopped is None:
             result.ending = endings.ending()
-        if result.stopped is None and not result.wrong and not result.faults:
+        if result.stopped is None and not result.wrong and not result.faults and not result.hazards:
             self._look_again([tokens, *text], endings, judge.fingerprints, is_one_graph=not pairs.differ)
         return result
 
@@ -255,13 +263,14 @@ class _InStep:
         self._asked.seen(node)
 
     def _pairs(self) -> Pairs:
-        """Returns which nodes of the two graphs are the same. If settings make them differ, runs tokens on both to see
-        the graphs."""
-        if not self._asked.variants.has("flash-attn"):
+        """Returns which nodes of the two graphs are the same. If settings make them differ, or one side moves nodes,
+        runs tokens on both to see the graphs."""
+        has_two = self._asked.variants.has("flash-attn")
+        if not has_two and not self._moves:
             return Pairs()
         listed = []
-        for side in (self._sides.reference, self._sides.device):
-            listing = Listing(self._ggml)
+        for side in (self._sides.device, self._sides.reference):
+            listing = Listing(self._ggml, is_one_graph=not has_two)
             with self._session(side.runs_with(self._settings), listing, side) as session:
                 tokens = session.prompts(self._prompt)
                 session.decode(*tokens)
@@ -269,7 +278,9 @@ class _InStep:
                     listing.next_step()
                     session.decode(*[each[-1:] for each in tokens])
             listed.append(listing)
-        return Pairs.of(*listed)
+            if self._sides.reference.is_cpu:
+                self._settings = replace(self._settings, without=session.lacks)
+        return Pairs.of(*reversed(listed), moves=self._moves)
 
     def _judge(self, pairs: Pairs) -> Judge:
         asked, device = self._asked, self._sides.device

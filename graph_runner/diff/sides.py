@@ -117,6 +117,11 @@ class Side(ABC):
         """
         return self.name if computed else CPU
 
+    @property
+    def runs_elsewhere(self) -> bool:
+        """Whether another process runs its graphs: then nobody knows in which order."""
+        return False
+
     # the memory of its runs
 
     def sees(self, node: int) -> None:
@@ -266,6 +271,10 @@ class Foreign(Side):
         if not self._own.takes_layers:
             return bool(ggml.ggml_backend_dev_supports_op(handle, node))
         return bool(buffer) and handle == ggml.ggml_backend_buft_get_device(ggml.ggml_backend_buffer_get_type(buffer))
+
+    @property
+    def runs_elsewhere(self) -> bool:
+        return self._own.info.backend == "RPC"
 
     def sees(self, node: int) -> None:
         self._memory.sees(node)

@@ -58,6 +58,7 @@ class _Check:
         self._left_out = {
             node for step in self._order if step.written is not None for node in step.nodes if node not in step.written
         }
+        self._stay = (*graph.inputs, *graph.outputs)
         self._memory: dict[int, History] = defaultdict(History)  # by space
         self._should: dict[tuple[int, int], list[Piece]] = {}  # by node and read
         self.findings: list[Finding] = []
@@ -153,7 +154,9 @@ class _Check:
     def _kind(self, reader: int, read: Operand, first: _Differing) -> Kind:
         wanted, at = first.wanted, self._runs_at.get(reader, len(self._order))
         if wanted is None:
-            return Kind.OVERWRITTEN if first.found is not None else Kind.ELSEWHERE
+            stays = {(each.shift, each.space) for each in self._stay if each.root == read.root}
+            is_elsewhere = first.found is None or (stays and (read.shift, read.space) not in stays)
+            return Kind.ELSEWHERE if is_elsewhere else Kind.OVERWRITTEN
         if wanted in self._left_out:
             return Kind.LEFT_OUT
         if wanted < len(self._graph.nodes) and self._runs_at.get(wanted, at) >= at:

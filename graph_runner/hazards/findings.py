@@ -60,11 +60,13 @@ class Finding:
     reuses: bool = False
 
     def __str__(self) -> str:
-        reader = str(self.reader) if self.reader is not None else "what comes after the graph"
         where = f"{self.size:,} bytes at {self.address:#x}, offset {self.offset} of {self.tensor!r}"
-        return f"{self.kind}: {self._what(reader)}: {where}; right: {self.right}"
+        return f"{self.kind}: {self.what}: {where}; right: {self.right}"
 
-    def _what(self, reader: str) -> str:
+    @property
+    def what(self) -> str:
+        """What one node does to what another one reads."""
+        reader = str(self.reader) if self.reader is not None else "what comes after the graph"
         wanted = f"what {self.wanted} wrote" if self.wanted is not None else "what was there before the graph"
         match self.kind:
             case Kind.OVERWRITTEN:
@@ -74,7 +76,8 @@ class Finding:
             case Kind.LEFT_OUT:
                 return f"{reader} reads the result of {self.wanted}, which a fusion leaves out"
             case Kind.ELSEWHERE:
-                return f"{reader} reads where {wanted} does not lie"
+                other = "" if self.found is None else f", but what {self.found} wrote"
+                return f"{reader} reads where {wanted} does not lie{other}"
             case Kind.IN_PLACE:
                 return f"{self.found} writes over what {reader} still reads"
             case Kind.AT_ONCE:

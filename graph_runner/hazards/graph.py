@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -37,6 +37,10 @@ class Operand:
     def extent(self) -> Extent:
         """Its bytes, by address."""
         return Extent.of(self.tensor)
+
+    def built_as(self, other: Operand) -> Operand:
+        """What lies here in the place of another operand: of its root and its name."""
+        return replace(self, tensor=replace(self.tensor, name=other.name), root=other.root, offset=other.offset)
 
     @property
     def shift(self) -> int:
@@ -117,21 +121,89 @@ class Graph:
         return replace(self, nodes=tuple(self.nodes[n] for n in order), steps=tuple(map(moved, self.order)))
 
     def built_like(self, other: Graph) -> Graph:
-        """The graph, whose nodes were built in the order of another graph of the same nodes: of the same op, name, type
-        and ne. What a scheduler adds comes before its first reader. If the other graph has other nodes,
-        `is_as_built` is False."""
+        """The graph, whose nodes were built as those of another graph of the same nodes: of the same op, name, type and
+        ne. So was their order, and what they read and write; they run as they do now, at the addresses that they have
+        now. What a scheduler adds comes before its first reader. If the other graph has other nodes, `is_as_built` is
+        False."""
         added = {place for place, node in enumerate(self.nodes) if node.op == COPY}
         places: dict[Hashable, list[int]] = defaultdict(list)
         for place, node in enumerate(self.nodes):
             if place not in added:
                 places[node.key].append(place)
         order: list[int] = []
+        built: dict[int, Node] = {}
         for node in other.nodes:
             if not places[node.key]:
                 return replace(self, is_as_built=False)
             place = places[node.key].pop(0)
+            built[place] = node
             roots = {read.root for read in self.nodes[place].reads}
             before = sorted(each for each in added if self.nodes[each].writes[0].root in roots)
             added.difference_update(before)
             order += [*before, place]
-        return self.built_as(order) if len(order) == len(self.nodes) else replace(self, is_as_built=False)
+        if len(order) < len(self.nodes):
+            return replace(self, is_as_built=False)
+        return _meant(self, built).built_as(order)
+
+
+def _meant(graph: Graph, built: Mapping[int, Node]) -> Graph:
+    """The graph, whose nodes read and write the tensors that they were built with.
+
+    built  the same nodes as they were built, by their numbers; all but copies
+    """
+    both = [(graph.nodes[place], node) for place, node in built.items()]
+    if any((len(a.reads), len(a.writes)) != (len(b.reads), len(b.writes)) for a, b in both):
+        return graph
+    pairs = [pair for a, b in both for pair in zip((*a.reads, *a.writes), (*b.reads, *b.writes), strict=True)]
+    copies = {node.writes[0].root: node.reads for node in graph.nodes if node.op == COPY}
+    if _are_alike(pairs, copies):
+        return graph
+    votes: dict[int, Counter[int]] = defaultdict(Counter)
+    for own, its in pairs:
+        votes[own.root][its.root] += 1
+    known = {root: votes[root].most_common(1)[0][0] for root in votes if root not in copies}
+    copied = {own.root: its for own, its in pairs if own.root in copies and own.offset == 0}
+
+    def by_root(each: Operand) -> Operand:
+        return replace(each, root=known.get(each.root, -1 - each.root))
+
+    def like(own: tuple[Operand, ...], its: tuple[Operand, ...]) -> tuple[Operand, ...]:
+        return tuple(by_root(a) if a.root in copies else a.built_as(b) for a, b in zip(own, its, strict=True))
+
+    nodes = []
+    for place, node in enumerate(graph.nodes):
+        if place in built:
+            reads, writes = like(node.reads, built[place].reads), like(node.writes, built[place].writes)
+        else:
+            of = copied.get(node.writes[0].root)
+            reads = () if of is None else tuple(each.built_as(of) for each in node.reads)
+            writes = tuple(map(by_root, node.writes))
+        nodes.append(replace(node, reads=reads, writes=writes))
+
+    def moved(place: int, part: Operand) -> Operand:
+        own, its = graph.nodes[place].writes[0], nodes[place].writes[0]
+        return replace(part, root=its.root, offset=its.offset + part.offset - own.offset)
+
+    steps = [
+        step
+        if step.written is None
+        else replace(step, written={n: tuple(moved(n, part) for part in parts) for n, parts in step.written.items()})
+        for step in graph.order
+    ]
+    inputs, outputs = tuple(map(by_root, graph.inputs)), tuple(map(by_root, graph.outputs))
+    return replace(graph, nodes=tuple(nodes), steps=tuple(steps), inputs=inputs, outputs=outputs)
+
+
+def _are_alike(pairs: Sequence[tuple[Operand, Operand]], copies: Mapping[int, tuple[Operand, ...]]) -> bool:
+    """Whether nodes read and write what they were built with: each root is always the same one, at the same offset.
+
+    copies  what each copy is made of, by its root
+    """
+    known, back = dict[int, int](), dict[int, int]()
+    for copy_or_own, its in pairs:
+        for own in copies.get(copy_or_own.root, (copy_or_own,)):
+            if known.setdefault(own.root, its.root) != its.root or back.setdefault(its.root, own.root) != own.root:
+                return False
+            if own.offset != its.offset:
+                return False
+    return True

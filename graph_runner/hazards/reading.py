@@ -32,34 +32,31 @@ class Joined:
 
 
 class Reading:
-    """A graph, read node by node in the order in which it runs and was built. Tensors must have their addresses.
+    """A graph, read node by node in the order in which it runs and was built. Tensors must have their addresses."""
 
-    packed  tells how a device's own memory has a tensor
-    """
-
-    def __init__(self, ggml: Ggml, packed: convert.PackedAt = convert.nowhere) -> None:
-        self._ggml, self._read = ggml, convert.Reader(ggml, packed)
+    def __init__(self, ggml: Ggml) -> None:
+        self._ggml = ggml
         self._spaces: dict[int, int] = {0: 0}
         self._nodes: list[tuple[int, Node]] = []
         self._splits: list[int] = [0]
         self._kept: dict[int, Operand] = {}  # leaves that stay: weights, caches; by address
+        self._weights: set[int] = set()  # roots
         self._set: dict[int, tuple[int, Operand]] = {}  # leaves that are set; with the node that reads them first
         self._named: dict[str, list[tuple[int, Operand]]] = defaultdict(list)  # with the node that each is there before
         self._outputs: list[Operand] = []
-        self.addresses: set[int] = set()  # of all nodes
-        self.places: dict[int, int] = {}  # of those that compute something
+        self._results: dict[int, Operand] = {}
+        self.places: dict[int, int] = {}  # of the nodes that compute something
 
-    def add(self, address: int) -> None:
-        """Adds the next node, by the address of its tensor; one that computes nothing too."""
-        self.addresses.add(address)
-        read = self._read(address)
-        dst = self._operand(read.node.dst, address, read.dst)
-        if not convert.is_to_be_computed(self._ggml, address) or not read.node.dst.n_elements:
+    def add(self, read: Read) -> None:
+        """Adds the next node; one that computes nothing too."""
+        address, dst = read.address, self._operand(read.node.dst, read.address, read.dst)
+        if not computes(self._ggml, read):
             self._named[dst.name].append((len(self._nodes), dst))
             return
         if convert.flags_of(address) & structs.FLAG_OUTPUT:
             self._outputs.append(dst)
         self.places[address] = len(self._nodes)
+        self._results[address] = dst
         self._nodes.append((address, self._node(read, dst)))
         self._named[dst.name].append((len(self._nodes), dst))
 
@@ -96,7 +93,7 @@ class Reading:
 
     def _part(self, address: int, part: Tensor) -> Operand:
         """A part of a node's result."""
-        whole = self._operand(self._read(address).node.dst, address, self._read(address).dst)
+        whole = self._results[address]
         return replace(whole, tensor=part, offset=whole.offset + part.address - whole.tensor.address)
 
     def _with_copies(self) -> list[tuple[int, Node]]:
@@ -131,16 +128,19 @@ class Reading:
     def _node(self, read: Read, dst: Operand) -> Node:
         node = read.node
         sources = convert.sources_of(read.address)
-        reads, writes = [], [dst]
+        reads, writes, copies_a_weight = [], [dst], False
         for index, (tensor, address, storage) in enumerate(zip(node.src, sources, read.src, strict=True)):
             if tensor is None or storage is None or not tensor.n_elements:
                 continue
             operand = self._operand(tensor, address, storage)
             self._note_leaf(operand, storage)
+            copies_a_weight = copies_a_weight or self._copies_a_weight(storage)
             if is_read(node, index):
                 reads.append(operand)
             if index in _WRITES_TOO.get(node.op, ()):
                 writes.append(operand)
+        if copies_a_weight:
+            self.begins_split()  # so that the memory of weights that were copied before can be used again
         self._note_leaf(dst, read.dst)
         if read.view_source and node.op in OWN and OWN[node.op].keeps:
             reads.append(dst)
@@ -155,10 +155,18 @@ class Reading:
             if storage.address not in self._set:
                 self._set[storage.address] = len(self._nodes), root
                 self._named[root.name].append((len(self._nodes), root))
-                if self._is_copy(storage.address) and not self._original(root, len(self._nodes)):
-                    self.begins_split()  # as a scheduler does for weights that lie elsewhere
         else:
             self._kept[storage.address] = root
+            if storage.is_weight:
+                self._weights.add(root.root)
+
+    def _copies_a_weight(self, storage: Storage) -> bool:
+        """Whether a tensor is a scheduler's copy of a weight: of one that nodes read, or that none reads but
+        the copy's readers."""
+        if storage.address not in self._set or not self._is_copy(storage.address):
+            return False
+        begin, copy = self._set[storage.address]
+        return all(each.root in self._weights for each in self._original(copy, begin))
 
     def _operand(self, tensor: Tensor, address: int, storage: Storage) -> Operand:
         offset = convert.view_offset_of(address) if convert.view_source_of(address) else 0
@@ -175,9 +183,14 @@ def _kind(operand: Operand) -> tuple[object, ...]:
     return operand.tensor.type, operand.tensor.ne, operand.tensor.nb
 
 
+def computes(ggml: Ggml, read: Read) -> bool:
+    """Whether a node computes something."""
+    return convert.is_to_be_computed(ggml, read.address) and read.node.dst.n_elements > 0
+
+
 def read_graph(ggml: Ggml, address: int) -> Graph:
     """Returns the ggml_cgraph at an address, allocated, in the order of its nodes."""
-    reading, header = Reading(ggml), structs.GgmlCGraph.from_address(address)
+    reading, header, read = Reading(ggml), structs.GgmlCGraph.from_address(address), convert.Reader(ggml)
     for node in header.nodes[: header.n_nodes]:
-        reading.add(node)
+        reading.add(read(node))
     return reading.graph("graph")

@@ -6,7 +6,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from ggml_backend_npu import AnyBackend, default_backend
-from ggml_backend_npu.backend import fusion
 from ggml_backend_npu.backend.plan import Plan
 from ggml_backend_npu.ggml import convert, lib
 from ggml_backend_npu.ggml.lib import Ggml
@@ -14,7 +13,7 @@ from ggml_backend_npu.plugin.foreign import ForeignDevice
 from ggml_backend_npu.plugin.plugin import Plugin
 from graph_runner.base.settings import Settings, context_for
 from graph_runner.hazards.graph import Graph
-from graph_runner.hazards.reading import Joined, Reading
+from graph_runner.hazards.recording import Recording, as_built, step_name
 from graph_runner.run.devices import Devices
 from graph_runner.run.session import Sampler, Session
 
@@ -38,72 +37,33 @@ class HazardOptions:
 
 
 class Watch:
-    """An observer that reads every node of a run, and lets whole splits run, as they do if nobody looks.
+    """An observer that notes every node of a run, and lets whole splits run, as they do if nobody looks.
 
     npu  a device of this project that takes part, and nowhere else: it says which nodes it runs as one operator
     """
 
     def __init__(self, ggml: Ggml, npu: Plugin | None = None) -> None:
-        self._ggml, self._npu = ggml, npu
-        self.graphs: list[Graph] = []
-        self._name, self._n_graphs = "", 0
+        self._ggml, self.recording, self._npu = ggml, Recording(ggml), npu
+        packed = npu.memory.packed if npu is not None and npu.memory is not None else convert.nowhere
+        self._read = convert.Reader(ggml, packed)
         if npu is not None:
-            npu.run = self.run
-        self._begin()
+            npu.run = self._run
 
-    def _begin(self) -> None:
-        packed = self._npu.memory.packed if self._npu is not None and self._npu.memory is not None else convert.nowhere
-        self._reading, self._joined, self._device = Reading(self._ggml, packed), list[Joined](), 0
+    def begin(self) -> None:
+        """Called before a graph runs."""
         if self._npu is not None:
             self._npu.forget_plans()  # a graph that it knows it runs without saying what runs as one
 
-    def step(self, name: str) -> None:
-        """Called before some tokens are decoded: their graphs get the name."""
-        self._name, self._n_graphs = name, 0
-
-    def end(self) -> None:
-        """Called after a batch: its last graph is whole."""
-        if self._reading.addresses:
-            self._n_graphs += 1
-            number = f", graph {self._n_graphs}" if self._n_graphs > 1 else ""
-            self.graphs.append(self._reading.graph(self._name + number, self._joined))
-            self._begin()
-
     def before(self, node: int) -> bool:
-        if node in self._reading.addresses:
-            self.end()
-        device = self._device_of(node)
-        if device and device != self._device:
-            self._device = device
-            self._reading.begins_split()
-        self._reading.add(node)
+        self.recording.add(self._read(node))
         return False
 
     def after(self, node: int) -> None:
         """Never called: no node is observed after it has run."""
 
-    def _device_of(self, node: int) -> int:
-        """The device in whose memory a node's result lies; 0 for a node that computes nothing."""
-        buffer = convert.buffer_of(node)
-        if not buffer or not convert.is_to_be_computed(self._ggml, node):
-            return 0
-        return int(self._ggml.ggml_backend_buft_get_device(self._ggml.ggml_backend_buffer_get_type(buffer)) or 0)
-
-    def run(self, plan: Plan, graph: int) -> None:
-        """Runs a split on this project's device, and notes which of its nodes run as one."""
-        nodes = convert.computing(self._ggml, graph)
-        self._reading.begins_split(next((node for node in nodes if node in self._reading.places), None))
-        self._reading.begins_split()
-        for what, _ in plan.steps:
-            if isinstance(what, fusion.Joined):
-                begin, fused = what.span.begin, what.fused
-                self._joined.append(
-                    Joined(
-                        tuple(nodes[begin : what.span.end]),
-                        {nodes[begin + place]: tensor for place, tensor in fused.written.items()},
-                        frozenset(nodes[begin + place] for place in fused.in_place),
-                    )
-                )
+    def _run(self, plan: Plan, graph: int) -> None:
+        """Runs a split on this project's device."""
+        self.recording.runs(plan, convert.computing(self._ggml, graph))
         plan.run()
 
 
@@ -123,10 +83,9 @@ def watched(model: Path, prompt: str, options: HazardOptions, backend: AnyBacken
     foreign = None if npu is not None else options.devices.named(ggml, options.device)
     on_device = replace(settings, device="npu" if npu is not None else "foreign")
     run = _Run(model, prompt, options.steps, Watch(ggml, npu), npu, foreign)
-    graphs = run.graphs(on_device)
+    ran = run.graphs(on_device)
     on_cpu = replace(settings, without=run.lacks)
-    built = {each.name: each for each in _Run(model, prompt, options.steps, Watch(ggml)).graphs(on_cpu)}
-    return [each.built_like(built.get(each.name, Graph(()))) for each in graphs]
+    return as_built(ran, _Run(model, prompt, options.steps, Watch(ggml)).graphs(on_cpu))
 
 
 @dataclass
@@ -147,11 +106,12 @@ class _Run:
         with Session(self.model, settings, npu=self.npu, foreign=self.foreign, observer=watch) as session:
             tokens, sample = session.prompts(self.prompt), Sampler()
             for step in range(self.steps + 1):
-                watch.step(f"token {step}" if step else "prompt")
+                watch.recording.step(step_name(step))
                 for part in session.parts(*tokens):
+                    watch.begin()
                     session.decode(*part)
-                    watch.end()
+                    watch.recording.end()
                 if step < self.steps:
                     tokens = [[sample(logits)] for logits in session.logits_of_each()]
             self.lacks = session.lacks
-        return watch.graphs
+        return watch.recording.graphs

@@ -16,6 +16,7 @@ from graph_runner.judging.compare import Comparison
 from graph_runner.judging.promises import promises
 from graph_runner.judging.results import OWN_RUN, RIGHT, ROUNDING, UNDECIDED, WRONG, Fate, NodeResult, Verdict
 from graph_runner.judging.rules import Judged
+from graph_runner.reports.hazards import graphs_json, hazard_lines, hazards_line
 from graph_runner.reports.replaced import replaced_json, replaced_line
 from graph_runner.reports.report import print_faults
 from graph_runner.reports.scope import canary_json, canary_line, scope_json, scope_line
@@ -52,8 +53,11 @@ def _found(result: DiffResult) -> str:
     who = "ggml's CPU" if result.reference == "CPU" else _the(result.reference)
     if result.faults:
         return f"{WRONG}: the memory of the device errs: {result.faults[0]}"
-    if wrong:
-        return f"{WRONG}: {len(wrong):,} of {len(result.nodes):,} nodes differ from {who}"
+    differ = f"{len(wrong):,} of {len(result.nodes):,} nodes differ from {who}" if wrong else ""
+    if result.hazards:
+        return f"{WRONG}: {hazards_line(result.hazards)}{'; ' if differ else ''}{differ}"
+    if differ:
+        return f"{WRONG}: {differ}"
     if not compared and result.stopped is None:
         return f"{UNDECIDED}: no node was compared{_why_none(result)}"
     if result.strays:
@@ -120,7 +124,8 @@ def print_diff(result: DiffResult, console: Console, *, first: int = 5) -> None:
         print_faults(result.faults, console, first)
         command = shlex.join(["ggml-npu", "test", "--memory", *_device_file(result.device_options)])
         _print_lines(console, [f"its memory alone: {command}"])
-    elif result.wrong:
+    _print_lines(console, hazard_lines(result.hazards, first), style="bold red")
+    if result.wrong and not result.faults:
         console.print("the first wrong node:", style="bold red", highlight=False)
         _print_lines(console, [_describe(result.wrong[0])], style="red")
         _print_lines(console, _explanation(result.wrong[0]), style="bold red")
@@ -370,6 +375,7 @@ def diff_json(result: DiffResult) -> dict[str, Any]:
         "answer": _answer(result),
         "scope": scope_json(result),
         "canary": canary_json(result),
+        "order": {"unknown": result.order_unknown, "graphs": graphs_json(result.order)},
         "own_run": {fate.name.lower(): result.fates[fate] for fate in Fate},
         "stopped": result.stopped,
         "first_introduced": result.nodes.index(wrong[0]) if wrong else None,

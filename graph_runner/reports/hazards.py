@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from graph_runner.base.console import Console, table
 
 if TYPE_CHECKING:
-    from graph_runner.hazards.findings import Report
+    from graph_runner.hazards.findings import Finding, Report
 
 HAZARDS_SCHEMA = "ggml-npu hazards 1"
 _MOST = 20  # hazards of a graph that are printed
@@ -46,6 +46,18 @@ def verdict(reports: Sequence[Report], where: str) -> str:
     return f"{found:,} {'hazard' if found == 1 else 'hazards'} in {graphs}" if found else f"no hazard in {graphs}"
 
 
+def hazard_lines(found: Sequence[tuple[str, Finding]], most: int) -> list[str]:
+    """Returns a line for each hazard, with the name of its graph; of no more than `most`."""
+    lines = [f"{graph}: {finding}" for graph, finding in found[:most]]
+    return lines + ([f"... and {len(found) - most:,} more hazards"] if len(found) > most else [])
+
+
+def hazards_line(found: Sequence[tuple[str, Finding]]) -> str:
+    """Returns how many hazards there are and the first of them."""
+    first = found[0][1]
+    return f"{len(found):,} hazard{'s' if len(found) > 1 else ''}: {first.what}; right: {first.right}"
+
+
 def hazards_json(reports: Sequence[Report], where: str) -> dict[str, Any]:
     """Returns the hazards as data for JSON."""
     return {
@@ -53,16 +65,19 @@ def hazards_json(reports: Sequence[Report], where: str) -> dict[str, Any]:
         "passed": all(reports),
         "verdict": verdict(reports, where),
         "of": where,
-        "graphs": [
-            {
-                "graph": each.graph,
-                "nodes": each.nodes,
-                "reads": each.reads,
-                "is_as_built": each.is_as_built,
-                "hazards": [
-                    asdict(finding) | {"right": finding.right, "text": str(finding)} for finding in each.findings
-                ],
-            }
-            for each in reports
-        ],
+        "graphs": graphs_json(reports),
     }
+
+
+def graphs_json(reports: Sequence[Report]) -> list[dict[str, Any]]:
+    """Returns the checks of graphs as data for JSON."""
+    return [
+        {
+            "graph": each.graph,
+            "nodes": each.nodes,
+            "reads": each.reads,
+            "is_as_built": each.is_as_built,
+            "hazards": [asdict(finding) | {"right": finding.right, "text": str(finding)} for finding in each.findings],
+        }
+        for each in reports
+    ]

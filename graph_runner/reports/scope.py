@@ -27,6 +27,7 @@ def scope_json(result: DiffResult) -> dict[str, Any]:
         "lengths": [n + result.steps for n in result.lengths],
         "types": sorted(words & {*type_names()}),
         "fusions": sorted(operators | {node.fused for node in result.nodes if node.fused}),
+        "order": _order(result),
         "unobserved": result.is_unobserved,
         "not_compared": dict(Counter(node.op for node in result.nodes if not _is_looked_at(node)).most_common()),
         "synthetic": [str(sight) for sight in result.sights if sight.is_synthetic],
@@ -65,6 +66,15 @@ def _canary(result: DiffResult) -> str:
     return "none, as the run ended early" if result.canaries is None else str(result.canaries)
 
 
+def _order(result: DiffResult) -> str:
+    """Returns in how many graphs of the device's own run it is known that each node reads what it was built to read."""
+    if result.order_unknown:
+        return f"order not checked: {result.order_unknown}"
+    n, is_as_built = len(result.order), all(each.is_as_built for each in result.order)
+    as_it_ran = "" if is_as_built else f" as it ran, since the graph of {result.reference} has other nodes"
+    return f"order of {n} graph{'s' if n > 1 else ''} checked{as_it_ran}"
+
+
 def _is_looked_at(node: NodeResult) -> bool:
     """Whether a node's result was compared, or an operator ran in its place."""
     return node.compared or node.mirrored is not None or bool(node.fused)
@@ -87,6 +97,7 @@ def _text(scope: dict[str, Any], see: bool) -> str:
     parts = [f"{n} sequence{'s' if n > 1 else ''} of {lengths} token{'s' if tokens != 1 else ''}"]
     parts += [f"no types but {' '.join(scope['types'])}"] if scope["types"] else []
     parts += [f"fusions {', '.join(scope['fusions'])}" if scope["fusions"] else "no fusion seen"]
+    parts += [scope["order"]]
     parts += [f"order of an unobserved run {'' if scope['unobserved'] else 'not '}checked"]
     parts += [f"{sum(not_compared.values()):,} nodes not compared: {_few([*not_compared])}"] if not_compared else []
     parts += [f"seen by synthetic nodes: {', '.join(scope['synthetic'])}"] if scope["synthetic"] else []

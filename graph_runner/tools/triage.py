@@ -132,6 +132,9 @@ def named(data: dict[str, Any]) -> str:
 def _of_diff(data: dict[str, Any]) -> str:
     if data["faults"]:
         return str(data["verdict"])
+    for graph in data.get("order", {}).get("graphs", ()):
+        if graph["hazards"]:
+            return str(graph["hazards"][0]["text"])
     if data["first_introduced"] is None:
         return str(data["verdict"]) if data["strays"] or data["stopped"] else ""
     node = data["nodes"][data["first_introduced"]]

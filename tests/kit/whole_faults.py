@@ -132,6 +132,8 @@ class Looker:
         result = diff(self._model, PROMPT, options)
         if result.faults:
             return True, str(result.faults[0])
+        if result.hazards:
+            return True, str(result.hazards[0][1])
         if not result.wrong:
             return not result, ""
         node = result.wrong[0]
@@ -201,7 +203,8 @@ def _norm_of_sum(span: Span) -> Fused:
     return Fused(call, {1: norm.dst})
 
 
-def _fuses_residual() -> AnyBackend:
+def fuses_residual() -> AnyBackend:
+    """A device with a fusion that leaves out a sum that a later node reads."""
     fusion = Unchecked("norm_of_sum", (OWN["ADD"], OWN["RMS_NORM"]), _norm_of_sum)
     return Backend(options=Options(ops="all"), fusions=[fusion])
 
@@ -255,11 +258,8 @@ FAULTS = [
           "hazards", "cache_v_l0"),
     Fault("READ_BEFORE_WRITTEN", "an optimiser moves a node before one that it reads", "hazards", "ffn_swiglu-0"),
     Fault("RESIDUAL_TOO_EARLY", "a sum runs before the product that it adds", "hazards", "ffn_out-0|l_out-0"),
-    Fault("WRONG_INPUT", "an optimiser gives a product another input of the same shape", "bisect",
-          "to MUL_MAT 'ffn_up-0'"),
-    Fault("CELLS_OF_ANOTHER_LAYER", "cells of one layer are set in the cache of another", "", "cache_k_l",
-          why="the wrong cache stands in the graph itself, which is taken for what was meant; a bisection ends in the "
-          "nodes that read it"),
+    Fault("WRONG_INPUT", "an optimiser gives a product another input of the same shape", "hazards", "ffn_up-0"),
+    Fault("CELLS_OF_ANOTHER_LAYER", "cells of one layer are set in the cache of another", "hazards", "cache_k_l1"),
     Fault("ONE_NODE", "one node of one layer is wrong, in a whole run and alone", "diff", SWIGLU),
     Fault("TWO_NODES", "a node is wrong if a certain other one is in the same submission", "bisect",
           "from MUL 'ffn_norm-0' to SWIGLU 'ffn_swiglu-1'"),
@@ -273,7 +273,7 @@ FAULTS = [
     Fault("COPY_NOT_AWAITED", "a copy not waited for: cells are set once they have been read", "bisect",
           "cache_k_l0|kq-0"),
     Fault("STALE_GRAPH", "a stale graph reused with another shape: rows are left", "", "ffn_out-0",
-          why="a bisection ends in the nodes with which two submissions have as many, not in those that are left"),
+          why="the diff names three nodes together, since after them only the last one's result is left"),
     Fault("THIRD_GRAPH", "every third graph of a context is wrong", "bisect", "ffn_out-1"),
     Fault("NOT_CLEARED", "what memory held before is read", "diff", "ffn_out-1"),
     Fault("ONE_RUN_IN_FOUR", "a race of one in four runs", "diff", "ffn_out-1"),
@@ -286,7 +286,7 @@ FAULTS = [
     Fault("IN_DEVICE_MEMORY", "one node is wrong in the device's own memory", "diff", "ffn_swiglu-1",
           lambda: spoiling({"SWIGLU": at("ffn_swiglu-1")}, memory="device")),
     Fault("FUSES_RESIDUAL", "a fusion leaves out the residual, which a later node reads", "hazards",
-          "left out by a fusion: ADD 'l_out-0'", _fuses_residual),
+          "left out by a fusion: ADD 'l_out-0'", fuses_residual),
     Fault("SEQUENCE_0", "two sequences' cells confused: all attend to those of the first", "diff", "FLASH_ATTN_EXT",
           _attends_to_sequence_0, replace(FLASH_ON, sequences=2)),
     Fault("EPS_OF_MUL", "a fused norm takes eps from another node", "diff", TOGETHER,
@@ -303,7 +303,7 @@ NOTHING = "nothing"
 
 def row(fault: Fault, seen: Named) -> str:
     """A line of the table as Markdown."""
-    said = re.sub(r"\s+", " ", seen.said).replace("|", "/").replace("<", "&lt;")
+    said = re.sub(r"\s+", " ", re.sub(r" at 0x[0-9a-f]+,", ",", seen.said)).replace("|", "/").replace("<", "&lt;")
     said = said if len(said) <= 160 else f"{said[:160].rpartition(' ')[0]} ..."
     found, by, why = seen.found or NOTHING, seen.by or NOTHING, said if seen.by else fault.why
     return f"| {fault.kind} | {fault.where} | {found} | {by} | {why} | {seen.seconds:.1f} |"

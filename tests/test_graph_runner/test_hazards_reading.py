@@ -170,11 +170,11 @@ def named(tensor: int, name: str) -> int:
 def test_a_split_input_is_known_by_its_name_if_one_tensor_has_it(build: Builder, names: tuple[str, str]) -> None:
     a, copy = build.tensor("f32", (64,)), named(build.tensor("f32", (64,)), "NPU#x#0")
     nodes = [named(build.op(op, a), name) for op, name in zip(("sqr", "sqrt"), names, strict=True)]
-    reading = Reading(build.ggml)
+    reading, read = Reading(build.ggml), convert.Reader(build.ggml)
     for place, address in enumerate(nodes_of(build.graph(*nodes, named(build.op("neg", copy), "x")))):
         if place == 2:
             reading.begins_split()
-        reading.add(address)
+        reading.add(read(address))
     graph = reading.graph("graph")
     assert [each.op for each in graph.nodes] == ["SQR", "SQRT", COPY, "NEG"]
     assert [each.name for each in graph.nodes[2].reads] == (["x"] if names == ("x", "other") else [])

@@ -2,28 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
 import pytest
+from kit.backends import blas, rpc_library, served
 from kit.models import write_tiny_gpt_oss, write_tiny_mamba, write_tiny_moe, write_tiny_rwkv7
+from kit.optimising import cells_last, optimise, second_product_first
+from kit.support import TODAY
+from kit.whole_faults import fuses_residual
 from tools.architectures import models
 
 from ggml_backend_npu import Backend, Options
-from ggml_backend_npu.backend.fusion import Fused, Fusion, Span
-from ggml_backend_npu.ggml import convert, lib, structs
-from ggml_backend_npu.ops import OWN
-from ggml_backend_npu.plugin.plugin import Plugin
 from graph_runner.base.settings import Settings
 from graph_runner.base.tiny import write_tiny_llama
 from graph_runner.hazards import Kind, check
 from graph_runner.hazards.graph import COPY
 from graph_runner.hazards.watching import HazardOptions, watched
+from graph_runner.run.devices import Devices
 from graph_runner.tools.suites import folder
 
 PROMPT = "The capital"
+LONG = "abcd " * 40  # of 40 tokens: ggml-blas takes products of 32 columns and more
 OFF = Settings(flash_attention="off")
 
 
@@ -90,74 +92,16 @@ def test_operators_are_seen_as_such(tmp_path: Path) -> None:
     assert sizes == [6, 6]  # the routing of each layer
 
 
-class Unchecked(Fusion):
-    """A fusion that nobody asks whether what it leaves out is read."""
-
-    def of(self, graph, begin, ops):  # type: ignore[no-untyped-def]
-        span = Span(graph, begin, begin + len(self.ops))
-        return self.match(span) if tuple(node.op for node in span.nodes) == self.op_names else None
-
-
-def _norm_of_sum(span: Span) -> Fused:
-    """RMS_NORM of a sum, which leaves the sum out: the residual, which a later ADD reads."""
-    add, norm = span.nodes
-    calls = [OWN[node.op].bind(node) for node in (add, norm)]
-
-    def call() -> None:
-        for each in calls:
-            each()
-
-    return Fused(call, {1: norm.dst})
-
-
 def test_a_fusion_that_leaves_out_what_a_later_node_reads(llama: Path) -> None:
-    fusion = Unchecked("norm_of_sum", (OWN["ADD"], OWN["RMS_NORM"]), _norm_of_sum)
-    backend = Backend(options=Options(ops="all"), fusions=[fusion])
-    found = [each for graph in watched(llama, PROMPT, HazardOptions(steps=0, settings=OFF), backend)
+    found = [each for graph in watched(llama, PROMPT, HazardOptions(steps=0, settings=OFF), fuses_residual())
              for each in check(graph).findings]  # fmt: skip
     assert {each.kind for each in found} == {Kind.LEFT_OUT}
     assert str(found[0]).startswith("left out by a fusion: ADD 'l_out-0' (at ")
     assert "reads the result of ADD 'ffn_inp-0'" in str(found[0])
 
 
-@pytest.fixture
-def optimises(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[list[int]], list[int]]], None]:
-    """Gives devices a graph_optimize that puts the nodes of a split in another order."""
-
-    def plant(change: Callable[[list[int]], list[int]]) -> None:
-        begin = Plugin.__init__
-
-        def planted(self: Plugin, *arguments: object, **keywords: object) -> None:
-            begin(self, *arguments, **keywords)  # type: ignore[arg-type]
-
-            def optimize(_: int, graph: int, __: int) -> None:
-                header = structs.GgmlCGraph.from_address(graph)
-                for place, node in enumerate(change([int(each) for each in header.nodes[: header.n_nodes]])):
-                    header.nodes[place] = node
-
-            slot = next(kind for name, kind, *_ in self._backend_table._fields_ if name == "graph_optimize")
-            self._backend_table.graph_optimize = slot(optimize)
-
-        monkeypatch.setattr(Plugin, "__init__", planted)
-
-    return plant
-
-
-def ops_of(nodes: list[int]) -> list[str]:
-    return [convert.op_name(lib.ggml(), node) for node in nodes]
-
-
-def test_an_order_that_an_optimiser_may_choose_is_right(
-    llama: Path, optimises: Callable[[Callable[[list[int]], list[int]]], None]
-) -> None:
-    """Every first product of three that have one source runs last."""
-
-    def change(nodes: list[int]) -> list[int]:
-        first = ops_of(nodes).index("MUL_MAT")
-        later = next(place for place in range(first + 1, len(nodes)) if ops_of(nodes)[place] == "MUL_MAT")
-        return [*nodes[:first], nodes[later], *nodes[first:later], *nodes[later + 1 :]]
-
-    optimises(change)
+def test_an_order_that_an_optimiser_may_choose_is_right(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    optimise(monkeypatch, second_product_first)
     backend = Backend(options=Options(ops="all"))
     (graph,) = watched(llama, PROMPT, HazardOptions(steps=0, settings=OFF), backend)
     assert graph.is_as_built
@@ -165,16 +109,8 @@ def test_an_order_that_an_optimiser_may_choose_is_right(
     assert [str(each) for each in check(graph).findings] == []
 
 
-def test_cells_that_an_optimiser_has_written_after_they_were_read(
-    llama: Path, optimises: Callable[[Callable[[list[int]], list[int]]], None]
-) -> None:
-    """No source says that attention reads the cells that SET_ROWS sets: both name the cache."""
-
-    def change(nodes: list[int]) -> list[int]:
-        moved = nodes[ops_of(nodes).index("SET_ROWS")]
-        return [*(node for node in nodes if node != moved), moved]
-
-    optimises(change)
+def test_cells_that_an_optimiser_has_written_after_they_were_read(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    optimise(monkeypatch, cells_last)
     backend = Backend(options=Options(ops="all"))
     (graph,) = watched(llama, PROMPT, HazardOptions(steps=0, settings=OFF), backend)
     found = check(graph).findings
@@ -193,6 +129,29 @@ def test_no_model_of_test_llama_archs_has_any(ops: str, memory: str, flash_atten
     found = []
     for model in models(folder().with_name("models")):
         for graph in watched(model, PROMPT, options, backend):
+            found += [f"{model.stem}, {graph.name}: {each}" for each in check(graph).findings]
+            assert graph.is_as_built, model
+    assert found == []
+
+
+@pytest.fixture(scope="module")
+def partners(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Devices]:
+    made = tmp_path_factory.mktemp("partners")
+    with served(made / "server.log") as (address, _):
+        yield Devices((rpc_library(), blas(made)), (address,))
+
+
+@pytest.mark.conformance
+@pytest.mark.parametrize(("device", "layers"), [("RPC0", 999), ("RPC0", 1), ("BLAS", 0)])
+@pytest.mark.parametrize(("flash_attention", "sequences"), [("off", 1), ("on", 2)])
+def test_no_model_of_test_llama_archs_has_any_on_other_devices(
+    partners: Devices, device: str, layers: int, flash_attention: Literal["on", "off"], sequences: int
+) -> None:
+    """An eighth of the models each day, and the one that changes devices most often."""
+    settings = Settings(flash_attention=flash_attention, sequences=sequences, gpu_layers=layers, threads=1)
+    files, found = models(folder().with_name("models")), []
+    for model in {*files[TODAY % 8 :: 8], *(file for file in files if file.stem == "kimi-k3-moe")}:
+        for graph in watched(model, LONG, HazardOptions(device, partners, settings=settings)):
             found += [f"{model.stem}, {graph.name}: {each}" for each in check(graph).findings]
             assert graph.is_as_built, model
     assert found == []
