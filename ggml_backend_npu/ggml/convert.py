@@ -17,7 +17,7 @@ from ggml_backend_npu.ir.packed import PACKED_TYPES, Packed
 _NOTHING_TO_COMPUTE = frozenset({"NONE", "RESHAPE", "VIEW", "PERMUTE", "TRANSPOSE"})
 
 # indices of a struct's fields in what `_read` returns
-_TYPE, _NE, _NB, _OP, _PARAMS, _FLAGS = 0, slice(2, 6), slice(6, 10), 10, 11, 12
+_TYPE, _BUFFER, _NE, _NB, _OP, _PARAMS, _FLAGS = 0, 1, slice(2, 6), slice(6, 10), 10, 11, 12
 _SRC, _VIEW_SRC, _VIEW_OFFS, _DATA, _NAME = slice(13, 23), 23, 24, 25, 26
 
 
@@ -31,10 +31,10 @@ _view_of = ctypes.pythonapi.PyMemoryView_FromMemory
 _view_of.restype, _view_of.argtypes = ctypes.py_object, [ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int]
 _READ_ONLY = 0x100  # PyBUF_READ
 
-PackedAt = Callable[[int], Packed | Buffer | None]
+PackedAt = Callable[[int, int], Packed | Buffer | None]  # of a tensor's data and ggml_tensor.buffer
 
 
-def nowhere(_: int) -> None:
+def nowhere(_: int, __: int) -> None:
     """The `packed` of host memory: no tensor is packed, and none lies in a device's buffer."""
 
 
@@ -55,17 +55,18 @@ def _tensor(ggml: Ggml, fields: tuple[Any, ...], writable: bool, packed: PackedA
     root, offset = fields, 0
     if fields[_VIEW_SRC]:
         root, offset = _read(fields[_VIEW_SRC]), fields[_VIEW_OFFS]
+    type = ggml.types[fields[_TYPE]].name
+    found = packed(fields[_DATA], fields[_BUFFER] or root[_BUFFER]) if fields[_DATA] else None
+    layout = found if isinstance(found, Packed) and type in PACKED_TYPES else None
+    buffer = found if isinstance(found, Buffer) else None
+    moved = buffer.moved if buffer is not None else 0
     if not fields[_DATA]:
         memory = Memory(0, 0, writable)
     elif root[_DATA] and root[_DATA] + offset == fields[_DATA]:
-        memory = Memory(root[_DATA], _span(ggml, root), writable)
+        memory = Memory(root[_DATA] + moved, _span(ggml, root), writable)
     else:
-        memory, offset = Memory(fields[_DATA], _span(ggml, fields), writable), 0
+        memory, offset = Memory(fields[_DATA] + moved, _span(ggml, fields), writable), 0
     name = _name(fields)
-    type = ggml.types[fields[_TYPE]].name
-    found = packed(fields[_DATA]) if fields[_DATA] else None
-    layout = found if isinstance(found, Packed) and type in PACKED_TYPES else None
-    buffer = found if isinstance(found, Buffer) else None
     return Tensor(name, type, fields[_NE], fields[_NB], memory, offset, layout, buffer)
 
 
@@ -76,7 +77,8 @@ def _span(ggml: Ggml, fields: tuple[Any, ...]) -> int:
 
 
 def tensor(ggml: Ggml, address: int, *, writable: bool = False, packed: PackedAt = nowhere) -> Tensor:
-    """The tensor at an address. `packed` finds the packed tensor, or the device's buffer, that its data lies in."""
+    """The tensor at an address. `packed` finds the packed tensor, or the device's buffer, that its data lies in: in
+    that, its address is the one that the buffer has here."""
     return _tensor(ggml, _read(address), writable, packed)
 
 

@@ -119,7 +119,9 @@ class Buffer:
 
     handle   what the device's `alloc` returned: whatever it knows the memory by
     size     in bytes
-    address  the address that ggml has for it, in a range that no process may read or write
+    address  where it begins, in a range that no process may read or write: no other buffer has these addresses
+    moved    by how much that is more than the address that ggml has for it; 0 for a device of this project. Backends
+             may let all their buffers begin at one address: ggml-vulkan does, at 0x1000
     """
 
     handle: Any
@@ -127,13 +129,17 @@ class Buffer:
     address: int
     _memory: Reached = field(repr=False)
     _reserved: object = field(repr=False)
+    moved: int = 0
 
     @staticmethod
-    def of(handle: Any, size: int, memory: Reached) -> Buffer:
-        """A buffer with a range of addresses of its own. Raises OSError where the system has none."""
+    def of(handle: Any, size: int, memory: Reached, base: int | None = None) -> Buffer:
+        """A buffer with a range of addresses of its own. Raises OSError where the system has none.
+
+        base  the address that ggml has for it, if that is another one
+        """
         reserved = mmap.mmap(-1, max(size, 1), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, prot=_NOTHING)
         address = np.frombuffer(reserved, np.uint8).__array_interface__["data"][0]
-        return Buffer(handle, size, address, memory, reserved)
+        return Buffer(handle, size, address, memory, reserved, 0 if base is None else address - base)
 
     def read(self, offset: int, size: int) -> Bytes:
         """A copy of `size` bytes from `offset` on, as ggml lays them out, after everything that the device was told to

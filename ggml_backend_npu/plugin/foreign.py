@@ -10,8 +10,7 @@ import ctypes
 import os
 import re
 import socket
-import struct
-from bisect import bisect_right
+from bisect import bisect_right, insort
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,10 +23,10 @@ from ggml_backend_npu.user_texts import no_file
 from quant.errors import UserError
 
 _RPC = "ggml_backend_rpc_add_server"
-_SOURCES = struct.Struct(f"={structs.N_SRC}Q")
 _ENDPOINT = re.compile(r"([^:\s]+):(\d{1,5})")
 _SECONDS = 10.0  # that a server may take to answer
 _NAME = re.compile(r"libggml-([a-z0-9]+)")  # of the library of a backend
+_OTHERS = {"vulkan": "vk", "hip": "cuda", "musa": "cuda"}  # that ggml_backend_NAME_reg is called by
 
 
 class ForeignError(UserError):
@@ -118,7 +117,7 @@ def _bases() -> set[str]:
 def _registry(ggml: Ggml, path: Path) -> int:
     """The ggml_backend_reg_t of a library: a plugin's ggml_backend_init, or ggml_backend_NAME_reg of libggml-NAME."""
     loaded, named = _loaded(ggml, path), _NAME.match(path.name)
-    names = ["ggml_backend_init", *([f"ggml_backend_{named[1]}_reg"] if named else [])]
+    names = ["ggml_backend_init", *([f"ggml_backend_{_OTHERS.get(named[1], named[1])}_reg"] if named else [])]
     function = next((getattr(loaded, name) for name in names if hasattr(loaded, name)), None)
     if function is None:
         raise ForeignError(f"--backend {str(path)!r}: is no backend of ggml: it exports no {' and no '.join(names)}")
@@ -146,38 +145,35 @@ def _devices(ggml: Ggml, registry: int, option: str) -> list[ForeignDevice]:
 class ForeignMemory:
     """Memory of devices that the host cannot read, as one run uses it: it is read and written by ggml's copies.
 
-    Buffers are known from the tensors that are shown to `sees`.
+    Each buffer has a range of addresses here that no other one has. ggml's own address says too little: all buffers of
+    ggml-vulkan begin at one, and those of an RPC server at addresses of another process.
     """
 
     def __init__(self, ggml: Ggml) -> None:
         self._ggml = ggml
-        self._spans: list[int] = []  # addresses where buffers begin, in order
+        self._known: dict[int, Buffer] = {}  # the last of each ggml_backend_buffer_t
+        self._begins: list[int] = []  # addresses where buffers begin, in order
         self._buffers: dict[int, Buffer] = {}  # by these
 
-    def sees(self, tensor: int) -> None:
-        """Called with a node's address before it is read: learns of the buffers that it and its sources lie in."""
-        sources = _SOURCES.unpack(ctypes.string_at(tensor + structs.SRC_AT, _SOURCES.size))
-        for handle in {convert.buffer_of(address) for address in (tensor, *sources) if address} - {0}:
-            if not self._ggml.ggml_backend_buffer_is_host(handle):
-                self._learns(handle)
-
-    def _learns(self, handle: int) -> None:
-        begin = int(self._ggml.ggml_backend_buffer_get_base(handle) or 0)
+    def packed(self, address: int, handle: int) -> Buffer | None:
+        """The buffer of a tensor, by its ggml_backend_buffer_t; None if the host can read it."""
+        if not handle or self._ggml.ggml_backend_buffer_is_host(handle):
+            return None
+        base = int(self._ggml.ggml_backend_buffer_get_base(handle) or 0)
         size = int(self._ggml.ggml_backend_buffer_get_size(handle))
-        known = self._buffers.get(begin)
-        if known is None or (known.handle, known.size) != (handle, size):
-            gone = [at for at, each in self._buffers.items() if at < begin + size and begin < at + each.size]
-            for at in gone:  # of a graph or a session before
-                del self._buffers[at]
-            self._buffers[begin] = Buffer(handle, size, begin, self, None)
-            self._spans = sorted(self._buffers)
+        known = self._known.get(handle)
+        if known is None or (known.address - known.moved, known.size) != (base, size):
+            known = self._known[handle] = Buffer.of(handle, size, self, base)
+            insort(self._begins, known.address)
+            self._buffers[known.address] = known
+        return known
 
     def buffer_at(self, address: int) -> Buffer | None:
         """The buffer that an address lies in; None if it is the host's."""
-        place = bisect_right(self._spans, address) - 1
+        place = bisect_right(self._begins, address) - 1
         if place < 0:
             return None
-        found = self._buffers[self._spans[place]]
+        found = self._buffers[self._begins[place]]
         return found if address < found.address + found.size else None
 
     def bytes_at(self, address: int, size: int) -> Bytes | memoryview:
@@ -208,7 +204,7 @@ class ForeignMemory:
         """The address of a tensor of bytes that is the whole buffer."""
         fields = structs.TENSOR.pack(
             self._ggml.type_numbers["i8"], buffer.handle, buffer.size, 1, 1, 1, 1, *[buffer.size] * 3, 0, b"", 0,
-            *[0] * structs.N_SRC, 0, 0, buffer.address, b"", 0,
+            *[0] * structs.N_SRC, 0, 0, buffer.address - buffer.moved, b"", 0,
         )  # fmt: skip
         self._tensor = ctypes.create_string_buffer(fields, len(fields) + 8)
         return ctypes.addressof(self._tensor)

@@ -18,6 +18,7 @@ from ggml_backend_npu.ggml.guard import Failures, guarded, stopped_by_interrupts
 from ggml_backend_npu.ggml.lib import Ggml
 from ggml_backend_npu.ir import Graph, Node
 from ggml_backend_npu.ir.buffer import Buffer
+from ggml_backend_npu.ir.packed import Packed
 from ggml_backend_npu.ops import OWN
 from ggml_backend_npu.plugin import answers, repeats
 from ggml_backend_npu.plugin.buffers import Buffers
@@ -373,7 +374,7 @@ class Plugin:
 
     def bytes_at(self, address: int, size: int) -> Any:
         """The bytes of a span, wherever it lies: in the device's memory, in its own layout, or in the host's."""
-        buffer = self._packed(address)
+        buffer = self.packed(address)
         if isinstance(buffer, Buffer):
             return buffer.read(address - buffer.address, size)
         return convert.bytes_at(address, size)
@@ -401,7 +402,7 @@ class Plugin:
         """Computes a graph's nodes one by one, and calls `handed` for each."""
         assert self.handed is not None
         computed = Counter[str]()
-        for index, node in enumerate(convert.nodes(self.ggml, graph, self._packed)):
+        for index, node in enumerate(convert.nodes(self.ggml, graph, self.packed)):
             after = self.handed(self._n_handed, index, node)
             bound = self.backend.plan(Graph((node,)))
             bound.run()
@@ -412,10 +413,9 @@ class Plugin:
         for statistics in (self.statistics, context.statistics):
             statistics.add_nodes(computed)
 
-    @property
-    def _packed(self) -> convert.PackedAt:
-        """The function that finds packed tensors."""
-        return self.memory.packed if self.memory is not None else convert.nowhere
+    def packed(self, address: int, _: int = 0) -> Packed | Buffer | None:
+        """What the bytes at an address lie in, in the device's own memory; None in the host's."""
+        return self.memory.packed(address) if self.memory is not None else None
 
     def _compute_with_fallback(self, context: Context, graph: int) -> int:
         """Computes the nodes that the device takes here, and all nodes between them on ggml's CPU backend."""
@@ -454,7 +454,7 @@ class Plugin:
         key = (self.backend.version, read.digest) if context.plans else None
         if key in context.plans:
             return context.plans[key]
-        plan = context.forms.plan(read, self._packed)
+        plan = context.forms.plan(read, self.packed)
         if plan.works is None:
             if len(context.plans) >= MAX_PLANS:
                 context.plans.clear()

@@ -52,12 +52,9 @@ class _Seen(Walk):
         return place == self._wanted
 
     def saw(self, place: Place, address: int) -> None:
-        dst = convert.tensor(self.ggml, address)
-        if self._npu is not None:
-            self.found = digest_of(dst.address, dst.nbytes, self._npu.bytes_at)
-        else:
-            self._memory.sees(address)
-            self.found = digest_of(dst.address, dst.nbytes, self._memory.bytes_at)
+        memory = self._npu or self._memory
+        dst = convert.tensor(self.ggml, address, packed=memory.packed)
+        self.found = digest_of(dst.address, dst.nbytes, memory.bytes_at)
 
 
 class Repeats:

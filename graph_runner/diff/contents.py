@@ -11,6 +11,7 @@ import xxhash
 
 from ggml_backend_npu.ggml.convert import Read, Storage, bytes_at
 from ggml_backend_npu.ggml.lib import Ggml
+from ggml_backend_npu.ir.buffer import Buffer
 from graph_runner.judging.copies import continues_dst, is_read
 
 
@@ -110,11 +111,14 @@ class Contents:
 
     def buffers(self, ggml: Ggml) -> list[tuple[int, int]]:
         """Returns [begin, end) addresses of the buffers of all tensors seen so far."""
-        found = []
-        for buffer in {each.storage.buffer for each in self._known.values() if each.storage.buffer}:
-            begin = int(ggml.ggml_backend_buffer_get_base(buffer) or 0)
-            found.append((begin, begin + int(ggml.ggml_backend_buffer_get_size(buffer))))
-        return found
+        found = {each.storage.buffer: each.storage.tensor.buffer for each in self._known.values()}
+        return [_extent(ggml, handle, buffer) for handle, buffer in found.items() if handle]
+
+
+def _extent(ggml: Ggml, handle: int, buffer: Buffer | None) -> tuple[int, int]:
+    """Returns [begin, end) of a ggml_backend_buffer_t, which lies in host memory if it is no device's buffer."""
+    begin = int(ggml.ggml_backend_buffer_get_base(handle) or 0) if buffer is None else buffer.address
+    return begin, begin + int(ggml.ggml_backend_buffer_get_size(handle))
 
 
 @lru_cache(8192)

@@ -124,18 +124,14 @@ class Side(ABC):
 
     # the memory of its runs
 
-    def sees(self, node: int) -> None:
-        """Called with the address of a node of its run, before that is read."""
-        return
-
     def bytes_at(self, address: int, size: int) -> Any:
         """Returns the bytes of a span: a copy, unless it lies in the host's memory."""
         return self.plugin.bytes_at(address, size) if self.plugin is not None else convert.bytes_at(address, size)
 
-    def packed(self, address: int) -> Packed | Buffer | None:
-        """Returns how its own memory has the tensor at an address; None if that lies in ggml's layout in the host's."""
-        memory = self.plugin.memory if self.plugin is not None else None
-        return memory.packed(address) if memory is not None else None
+    def packed(self, address: int, buffer: int) -> Packed | Buffer | None:
+        """Returns how its own memory has a tensor, by ggml's address of its data and ggml_backend_buffer_t; None if
+        that lies in ggml's layout in the host's."""
+        return self.plugin.packed(address) if self.plugin is not None else None
 
     def hides(self, storage: Storage) -> bool:
         """Whether a tensor of its run lies in memory that nobody can read: weights that ggml's CPU has repacked."""
@@ -276,14 +272,11 @@ class Foreign(Side):
     def runs_elsewhere(self) -> bool:
         return self._own.info.backend == "RPC"
 
-    def sees(self, node: int) -> None:
-        self._memory.sees(node)
-
     def bytes_at(self, address: int, size: int) -> Any:
         return self._memory.bytes_at(address, size)
 
-    def packed(self, address: int) -> Packed | Buffer | None:
-        return self._memory.buffer_at(address)
+    def packed(self, address: int, buffer: int) -> Packed | Buffer | None:
+        return self._memory.packed(address, buffer)
 
 
 @dataclass(frozen=True)
@@ -303,7 +296,6 @@ class NodesOf:
 
     def __call__(self, address: int) -> Read:
         """Returns the node whose tensor is at an address."""
-        self._side.sees(address)
         if self._side.moves != self._n_moves:
             self._n_moves = self._side.moves
             self._reader.forget()

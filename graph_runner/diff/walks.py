@@ -43,10 +43,10 @@ class Walk:
 
     def digest(self, address: int) -> int:
         """Returns the digest of a node's result."""
-        dst = convert.tensor(self.ggml, address)
         if self.side is None:
+            dst = convert.tensor(self.ggml, address)
             return digest_of(dst.address, dst.nbytes)
-        self.side.sees(address)
+        dst = convert.tensor(self.ggml, address, packed=self.side.packed)
         return digest_of(dst.address, dst.nbytes, self.side.bytes_at)
 
     def looks_at(self, place: Place, address: int) -> bool:

@@ -44,7 +44,7 @@ class Watch:
 
     def __init__(self, ggml: Ggml, npu: Plugin | None = None) -> None:
         self._ggml, self.recording, self._npu = ggml, Recording(ggml), npu
-        packed = npu.memory.packed if npu is not None and npu.memory is not None else convert.nowhere
+        packed = npu.packed if npu is not None else convert.nowhere
         self._read = convert.Reader(ggml, packed)
         if npu is not None:
             npu.run = self._run

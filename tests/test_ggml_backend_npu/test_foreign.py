@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -42,23 +43,69 @@ def test_a_server_that_does_not_answer(tmp_path: Path) -> None:
             of_server(lib.ggml(), endpoint, tmp_path / "libggml-rpc.so")
 
 
+class Opaque(ForeignMemory):
+    """Takes buffers of ggml's CPU for ones that the host cannot read, and lets all begin at one address, as those of
+    ggml-vulkan do."""
+
+    def __init__(self) -> None:
+        super().__init__(Hiding(lib.ggml()))  # type: ignore[arg-type]
+
+
+class Hiding:
+    def __init__(self, ggml: lib.Ggml) -> None:
+        self._ggml = ggml
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._ggml, name)
+
+    def ggml_backend_buffer_is_host(self, handle: int) -> bool:
+        return False
+
+
 def test_memory_is_read_and_written_by_copies() -> None:
-    """Of a buffer of ggml's CPU, as if the host could not read it."""
-    ggml, memory = lib.ggml(), ForeignMemory(lib.ggml())
+    ggml, memory = lib.ggml(), Opaque()
     data = np.arange(256, dtype=np.uint8)
     address = data.ctypes.data & -64
     handle = ggml.ggml_backend_cpu_buffer_from_ptr(address, data.ctypes.data + 256 - address)
     assert bytes(memory.bytes_at(data.ctypes.data, 4)) == bytes(convert.bytes_at(data.ctypes.data, 4))
-    memory._learns(handle)
-    buffer, at = memory.buffer_at(data.ctypes.data), data.ctypes.data - address
+    buffer, at = memory.packed(data.ctypes.data, handle), data.ctypes.data - address
     assert buffer is not None
+    assert buffer is memory.packed(data.ctypes.data + 64, handle)
+    assert buffer.address != address == buffer.address - buffer.moved
     assert (buffer.read(at + 16, 8) == data[16:24]).all()
-    assert bytes(memory.bytes_at(data.ctypes.data + 4, 4)) == bytes(data[4:8])
+    assert bytes(memory.bytes_at(buffer.address + at + 4, 4)) == bytes(data[4:8])
     buffer.write(at + 16, np.full(8, 7, np.uint8))
     assert (data[16:24] == 7).all()
-    assert memory.buffer_at(address - 1) is None
-    assert memory.buffer_at(data.ctypes.data + 256) is None
+    assert memory.buffer_at(buffer.address - 1) is None
+    assert memory.buffer_at(buffer.address + buffer.size) is None
+    assert memory.packed(data.ctypes.data, 0) is None
     ggml.ggml_backend_buffer_free(handle)
+
+
+def test_buffers_that_begin_at_one_address_are_told_apart() -> None:
+    """As those of ggml-vulkan, which all begin at 0x1000."""
+    ggml, memory = lib.ggml(), Opaque()
+    data = np.arange(1024, dtype=np.uint8)
+    begin = -data.ctypes.data % 64
+    handles = [ggml.ggml_backend_cpu_buffer_from_ptr(data.ctypes.data + begin, size) for size in (64, 128)]
+    first, second = (memory.packed(data.ctypes.data + begin, handle) for handle in handles)
+    assert first is not None
+    assert second is not None
+    assert first.address - first.moved == second.address - second.moved
+    assert (first.address + 64 <= second.address) or (second.address + 128 <= first.address)
+    assert memory.buffer_at(first.address + 63) is first
+    assert memory.buffer_at(second.address + 127) is second
+    for handle in handles:
+        ggml.ggml_backend_buffer_free(handle)
+
+
+def test_the_library_of_ggml_vulkan_exports_another_name(tmp_path: Path) -> None:
+    """Built without GGML_BACKEND_DL it has ggml_backend_vk_reg."""
+    source, library = tmp_path / "vulkan.c", tmp_path / "libggml-vulkan.so"
+    source.write_text("void * ggml_backend_vk_reg(void) { return 0; }\n")
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", library, source], check=True)
+    with pytest.raises(ForeignError, match="it gives no backend"):
+        of_library(lib.ggml(), library)
 
 
 @pytest.mark.conformance
