@@ -1,17 +1,25 @@
-"""ggml-vulkan, built from the source of the installed llama-cpp-python: a device of lavapipe, Mesa's Vulkan on the CPU.
+"""ggml-vulkan, built from the source of the installed llama-cpp-python, and a device for it: lavapipe, Mesa's Vulkan on
+the CPU.
 
-Needs Debian's packages glslc, libvulkan-dev and mesa-vulkan-drivers, which root installs. Debian 12's headers are older
-than ggml-vulkan's needs (VK_EXT_layer_settings), so those of the next release are fetched by apt-get and unpacked
-beside: nothing is installed. Built once, in three minutes on two cores, and kept in the user's cache directory.
+Needs Debian 12 with its packages glslc, libvulkan-dev and mesa-vulkan-drivers, which root installs. Two of them are
+too old: the headers (ggml-vulkan wants VK_EXT_layer_settings), and the driver, Mesa 22.3, which uses buffers that are
+freed (docs/found.md). Newer ones, of the next release and of Debian's backports, are fetched by apt-get and unpacked
+beside: nothing is installed. All is made once, in three minutes on two cores, and kept in the user's cache directory.
+
+    python tests/kit/vulkan.py    prints the library and what the environment must be
 """
 
 from __future__ import annotations
 
+import json
 import shutil
 import subprocess
 import sys
 from importlib.metadata import version
 from pathlib import Path
+
+if __name__ == "__main__":  # what tests share lies beside this folder
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from tools.layouts import sources
 
@@ -20,16 +28,19 @@ from quant.folders import cache_root
 
 DEVICE = "Vulkan0"
 _PROGRAMS = ("apt-get", "dpkg-deb", "glslc")
-_HEADERS = ("libvulkan-dev", "spirv-headers")
-_DEBIAN = "deb [signed-by=/usr/share/keyrings/debian-archive-keyring.gpg] http://deb.debian.org/debian trixie main\n"
+_SUITES = ("trixie", "bookworm-backports")  # of Debian, for headers and for the driver
+_PACKAGES = ("libvulkan-dev/trixie", "spirv-headers/trixie", "mesa-vulkan-drivers/bookworm-backports")
+_SOURCE = "deb [signed-by=/usr/share/keyrings/debian-archive-keyring.gpg] http://deb.debian.org/debian {} main\n"
 _DRIVERS = Path("/usr/share/vulkan/icd.d")
 _OPTIONS = {
     "BUILD_SHARED_LIBS": "ON",
     "CMAKE_BUILD_RPATH_USE_ORIGIN": "ON",
     "CMAKE_BUILD_TYPE": "Release",
+    "GGML_BACKEND_DL": "ON",  # ggml's own programs load it by GGML_BACKEND_PATH
     "GGML_BUILD_EXAMPLES": "OFF",
     "GGML_BUILD_TESTS": "OFF",
     "GGML_CCACHE": "OFF",
+    "GGML_NATIVE": "OFF",
     "GGML_VULKAN": "ON",
 }
 # a project of its own: ggml alone wants files that llama.cpp's copy has not
@@ -37,7 +48,7 @@ _PROJECT = 'cmake_minimum_required(VERSION 3.19)\nproject(vulkan C CXX)\nadd_sub
 
 
 def missing() -> str:
-    """What the machine lacks to build ggml-vulkan and to run it; nothing if it can."""
+    """What the machine lacks to build ggml-vulkan and to run it; "" if it can."""
     lacking = [program for program in _PROGRAMS if shutil.which(program) is None]
     if not [*_DRIVERS.glob("lvp_icd*.json")]:
         lacking.append("mesa-vulkan-drivers")
@@ -46,7 +57,7 @@ def missing() -> str:
 
 def library() -> Path:
     """libggml-vulkan.so, built at the first call. Raises SuiteError if a step fails."""
-    home = cache_root() / f"vulkan-{version('llama-cpp-python')}"
+    home = _home()
     kept = home / "libggml-vulkan.so"
     with suites.building_in(home):
         if not kept.is_file():
@@ -56,11 +67,21 @@ def library() -> Path:
     return kept
 
 
+def environment() -> dict[str, str]:
+    """What a process needs that loads the library, once that is built: which driver and which of its devices."""
+    (driver,) = _home().glob("debian/usr/share/vulkan/icd.d/here.json")
+    return {"VK_ICD_FILENAMES": str(driver), "GGML_VK_VISIBLE_DEVICES": "0"}
+
+
+def _home() -> Path:
+    return cache_root() / f"vulkan-{version('llama-cpp-python')}"
+
+
 def _built(home: Path) -> Path:
-    headers, made = _fetched(home / "headers"), home / "build"
+    usr, made = _fetched(home / "debian"), home / "build"
     made.mkdir(exist_ok=True)
     (made / "CMakeLists.txt").write_text(_PROJECT.format(sources(version("llama-cpp-python"))))
-    found = {"Vulkan_INCLUDE_DIR": headers / "include", "SPIRV-Headers_DIR": headers / "share/cmake/SPIRV-Headers"}
+    found = {"Vulkan_INCLUDE_DIR": usr / "include", "SPIRV-Headers_DIR": usr / "share" / "cmake" / "SPIRV-Headers"}
     options = [f"-D{option}={value}" for option, value in {**_OPTIONS, **found}.items()]
     ninja, cmake = suites._tool("ninja", "BIN_DIR"), suites._tool("cmake", "CMAKE_BIN_DIR")
     suites._run([cmake, "-S", made, "-B", made, "-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={ninja}", *options])
@@ -69,21 +90,29 @@ def _built(home: Path) -> Path:
 
 
 def _fetched(folder: Path) -> Path:
-    """The folder usr of the headers."""
-    if not (folder / "usr").is_dir():
+    """The folder usr of the packages."""
+    usr = folder / "usr"
+    if not usr.is_dir():
         for part in ("lists/partial", "cache/archives/partial", "new"):
             (folder / part).mkdir(parents=True, exist_ok=True)
-        (folder / "sources.list").write_text(_DEBIAN)
+        (folder / "sources.list").write_text("".join(map(_SOURCE.format, _SUITES)))
         places = {"Dir::Etc::sourcelist": "sources.list", "Dir::State::lists": "lists", "Dir::Cache": "cache"}
         options = [f"-o={option}={folder / place}" for option, place in places.items()]
         apt: list[str | Path] = ["apt-get", "-qq", *options, "-o=Dir::Etc::sourceparts=-", "-o=APT::Sandbox::User="]
         suites._run([*apt, "update"])
-        subprocess.run([*apt, "download", *_HEADERS], cwd=folder, check=True)
+        subprocess.run([*apt, "download", *_PACKAGES], cwd=folder, check=True)
         for package in folder.glob("*.deb"):
             suites._run(["dpkg-deb", "-x", package, folder / "new"])
-        (folder / "new" / "usr").replace(folder / "usr")
-    return folder / "usr"
+        (folder / "new" / "usr").replace(usr)
+        (theirs,) = usr.glob("share/vulkan/icd.d/lvp_icd*.json")
+        said = json.loads(theirs.read_text())
+        (driver,) = usr.glob(f"lib/*/{said['ICD']['library_path']}")
+        said["ICD"]["library_path"] = str(driver)
+        theirs.with_name("here.json").write_text(json.dumps(said))
+    return usr
 
 
 if __name__ == "__main__":
-    print(missing() or library(), file=sys.stderr if missing() else sys.stdout)
+    if missing():
+        sys.exit(f"missing: {missing()}")
+    print(library(), *(f"{name}={value}" for name, value in environment().items()), sep="\n")

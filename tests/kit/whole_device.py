@@ -54,8 +54,12 @@ static void move(ggml_cgraph * graph, int from, int to) {
     graph->nodes[to] = node;
 }
 
-// a mistake of an optimiser, before memory is given out
+// a mistake of an optimiser, before memory is given out; ANOTHER_ORDER is none
 static void optimize(ggml_backend_t, ggml_cgraph * graph, ggml_backend_graph_optimize_params *) {
+    if (errs("ANOTHER_ORDER") || errs("ANOTHER_ORDER_AND_ONE_NODE")) {
+        move(graph, find(graph, "ffn_up-0"), find(graph, "ffn_gate-0"));
+        move(graph, find(graph, "Vcur-1"), find(graph, "Qcur-1"));
+    }
     if (errs("KEY_SET_TOO_LATE")) { move(graph, find(graph, "cache_k_l1 (view)"), find(graph, "kq-1")); }
     if (errs("VALUE_SET_TOO_LATE")) { move(graph, find(graph, "cache_v_l0 (reshaped) (view)"), find(graph, "kqv-0")); }
     if (errs("READ_BEFORE_WRITTEN")) { move(graph, find(graph, "ffn_swiglu-0"), find(graph, "ffn_gate-0")); }
@@ -108,6 +112,7 @@ static ggml_status compute(ggml_backend_t backend, ggml_cgraph * graph) {
     const bool is_normed = sum >= 0 && sum + 1 < graph->n_nodes && graph->nodes[sum + 1]->op == GGML_OP_RMS_NORM;
     auto larger = [](ggml_tensor * node) { scale(node, 1.5f); };
     if (errs("ONE_NODE") && swiglu >= 0) { return with(device, graph, swiglu, larger); }
+    if (errs("ANOTHER_ORDER_AND_ONE_NODE") && swiglu >= 0) { return with(device, graph, swiglu, larger); }
     if (errs("TWO_NODES") && swiglu >= 0 && norm >= 0) { return with(device, graph, swiglu, larger); }
     if (errs("SUBMITTED_TOGETHER") && up >= 0 && gate >= 0) {
         return with(device, graph, gate > up ? gate : up, larger);

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from kit import vulkan
 from kit.backends import blas, rpc_library, served
 from kit.commands import Cli, Outcome, assert_refused, fresh
 
@@ -214,3 +216,31 @@ def test_a_server_that_is_gone(tmp_path: Path) -> None:
     assert outcome.code == 1, outcome.out + outcome.err
     assert result["nodes"][-1]["op"] == "SWIGLU"
     assert "ended by SIGABRT" in result["nodes"][-1]["failure"]
+
+
+# ggml-vulkan, with memory and an order of its own
+
+
+@pytest.fixture(scope="module")
+def lavapipe() -> list[object]:
+    """The options of a diff with it."""
+    if vulkan.missing():
+        pytest.skip(f"ggml-vulkan needs {vulkan.missing()}")
+    library = vulkan.library()
+    os.environ.update(vulkan.environment())
+    return ["--device", vulkan.DEVICE, "--backend", library]
+
+
+@pytest.mark.conformance
+def test_vulkan_is_right(lavapipe: list[object], tmp_path: Path) -> None:
+    outcome, result = diff(tmp_path, *lavapipe, "--tolerances", "gpu", "--steps", 1)
+    assert outcome.code == 0, outcome.out + outcome.err
+    assert result["own_run"]["judged"] == len(result["nodes"]) == 100
+    assert "order of an unobserved run checked" in outcome.out
+
+
+@pytest.mark.conformance
+def test_no_hazard_on_vulkan_and_the_same_each_time(lavapipe: list[object]) -> None:
+    for command in ("hazards", "flaky"):
+        outcome = fresh(command, "tiny", *lavapipe)
+        assert outcome.code == 0, outcome.out + outcome.err

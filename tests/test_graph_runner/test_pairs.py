@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import pytest
 from kit.models import Models
+from kit.whole_device import NAME, whole
 
 from ggml_backend_npu.ggml import lib
+from graph_runner.base.tiny import write_tiny_llama
 from graph_runner.diff.pairs import Listing, Pairs
+from graph_runner.diff.run import DiffOptions, diff
+from graph_runner.run.devices import Devices
 from graph_runner.run.session import Session, Settings
+
+PROMPT = "The capital of France is"
 
 
 def listing(*steps: str) -> Listing:
@@ -26,6 +35,27 @@ def test_nodes_pair_in_order_step_by_step() -> None:
 
 def test_each_node_is_its_own_partner_if_graphs_are_the_same() -> None:
     assert (Pairs().device(3, 7), Pairs().reference(3, 7)) == (7, 7)
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return whole(tmp_path_factory.mktemp("whole"))
+
+
+@pytest.mark.parametrize(("fault", "wrong"), [("ANOTHER_ORDER", set()), ("ANOTHER_ORDER_AND_ONE_NODE", {"SWIGLU"})])
+def test_a_backend_that_orders_nodes_otherwise_is_judged(
+    library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str, wrong: set[str]
+) -> None:
+    """As ggml's Vulkan and Metal backends do in graph_optimize: ffn_up before ffn_gate, V before Q."""
+    monkeypatch.setenv("WHOLE_FAULT", fault)
+    options = DiffOptions(steps=1, device=NAME, devices=Devices((library,)))
+    result = diff(write_tiny_llama(tmp_path / "llama.gguf"), PROMPT, options)
+    assert {node.op for node in result.wrong} == wrong
+    assert bool(result) == (not wrong)
+    assert result.is_unobserved == (not wrong)
+    names = [node.name for node in result.nodes if node.step == 0]
+    assert names.index("ffn_gate-0") < names.index("ffn_up-0"), "results come in the reference's order"
+    assert all(node.mirrored is not None for node in result.nodes if node.name in ("ffn_up-0", "ffn_gate-0", "Vcur-1"))
 
 
 def test_a_listing_knows_nodes_by_their_names(model: Models) -> None:

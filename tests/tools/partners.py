@@ -1,8 +1,10 @@
 """Devices of other backends beside ggml's CPU, by a diff, in models that ggml's test-llama-archs writes: ggml-blas with
-a BLAS of our own (ACCEL, host memory), and a ggml-rpc-server on loopback (GPU, memory of its own).
+a BLAS of our own (ACCEL, host memory), a ggml-rpc-server on loopback (GPU, memory of its own), and ggml-vulkan on
+Mesa's lavapipe (GPU, memory and order of its own, half floats), where kit/vulkan.py can build that.
 
-    python tests/tools/partners.py FOLDER             20 models on each partner
-    python tests/tools/partners.py FOLDER --every 1   all 140
+    python tests/tools/partners.py FOLDER                  20 models on each partner
+    python tests/tools/partners.py FOLDER --every 1        all 140
+    python tests/tools/partners.py FOLDER --only Vulkan0   on one
 
 Prints a table: models, nodes of the own run by what became of them, verdicts, seconds; and each node that is wrong.
 Exits with 1 if one is.
@@ -16,42 +18,58 @@ import random
 import sys
 import time
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 if __name__ == "__main__":  # what tests share lies beside this folder
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
+from kit import vulkan
 from kit.backends import blas, rpc_library, served
 from rich.console import Console
 from rich.table import Table
 from tools.architectures import models
 
+from ggml_backend_npu import default_backend
 from graph_runner.base.settings import Settings
 from graph_runner.diff.run import DiffOptions, DiffResult, diff
+from graph_runner.judging.rules import Rules
 from graph_runner.run.devices import Devices
 
 _TOKENS = 40  # of a prompt: ggml-blas takes products of 32 columns and more
 _CHARACTERS = 5  # that a token of these models has
+_PARTNERS = ("RPC0", "BLAS", vulkan.DEVICE)
 
 
 def compared(model: Path, device: str, devices: Devices) -> DiffResult:
     """A diff of a model on a partner, without flash attention."""
     letters = random.Random(model.stem).choices("abcdefghijklmnopqrstuvwxyz ", k=_CHARACTERS * _TOKENS)
-    settings = Settings(flash_attention="off")
-    return diff(model, "".join(letters), DiffOptions(steps=1, device=device, devices=devices, settings=settings))
+    options = DiffOptions(steps=1, device=device, devices=devices, settings=Settings(flash_attention="off"))
+    if device == vulkan.DEVICE:
+        options = replace(options, rules=Rules("gpu", default_backend().op_names))
+    return diff(model, "".join(letters), options)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, metavar="FOLDER", help="for models and what is built")
     parser.add_argument("--every", type=int, default=7, metavar="N", help="each N-th model")
+    parser.add_argument("--only", choices=_PARTNERS, action="append", help="a partner; repeat it for more")
     options = parser.parse_args()
     os.environ["GGML_NO_BACKTRACE"] = "1"
+    partners = options.only or [*_PARTNERS]
+    if vulkan.missing() and vulkan.DEVICE in partners:
+        print(f"no {vulkan.DEVICE}: this machine has no {vulkan.missing()}")
+        partners.remove(vulkan.DEVICE)
+    libraries = [rpc_library(), blas(options.folder)]
+    if vulkan.DEVICE in partners:
+        libraries.append(vulkan.library())
+        os.environ.update(vulkan.environment())
     files, wrong = models(options.folder)[:: options.every], 0
     shown = Table("partner", "models", "judged", "on the CPU", "verdicts", "wrong", "seconds")
     with served(options.folder / "server.log") as (address, _):
-        devices = Devices((rpc_library(), blas(options.folder)), (address,))
-        for device in ("RPC0", "BLAS"):
+        devices = Devices(tuple(libraries), (address,))
+        for device in partners:
             fates, verdicts, begin = Counter[str](), Counter[str](), time.perf_counter()
             for file in files:
                 result = compared(file, device, devices)
