@@ -2,47 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator
 
 import numpy as np
-from numpy.typing import NDArray
 
-from ggml_backend_npu import Node, Tensor
-from ggml_backend_npu.registry.checks import Exact
-from ggml_backend_npu.registry.exact import values
+from ggml_backend_npu import Node
+from ggml_backend_npu.ops import OWN
+from ggml_backend_npu.registry.checks import Exact, Sums
 from graph_runner.diagnosis.case import Case, Finding, Flags, error_of, power_of
 from graph_runner.diagnosis.words import rows_of
-from graph_runner.judging import noise
 
-_LARGEST = 1 << 22  # elements of a source, and of the weights of all rows
 _WORK = 1 << 28  # products that one candidate may take, all in all
 _COLUMNS = 128  # of a row, those furthest off, in which the part is looked for
+_PLACES = 1 << 11  # at which a part may begin or end
 _CANDIDATES = 8  # parts of a row that are tried on all rows
 _LEAST = 16  # elements that have to bear a part out, or it may be chance
 
 Place = tuple[int, int, int]  # i3, i2, i1 of a row of dst
 
 
-@dataclass(frozen=True)
-class _Sums:
-    """The rows of a result, each a sum of n terms.
-
-    terms    the weights (n,) and the values (n, ne0) of a row: their product is the row
-    is_mean  whether the weights are shares of 1: if some are left out, the others grow
-    text     what is left out, with a place for which
-    """
-
-    n: int
-    terms: Callable[[Place], tuple[Exact, Exact]]
-    is_mean: bool
-    text: str
-
-
 def left_out(case: Case) -> Iterator[Finding]:
     """Finds terms A to B that are missing in the rows' sums, as if a tile of them had been lost."""
     e, a = case.values_e, case.values_a
-    sums = _SUMS[case.node.op](case.node) if case.node.op in _SUMS else None
+    sums = _sums(case.node)
     if sums is None or not (np.isfinite(e) & np.isfinite(a)).all():
         return
     shape = (-1, e.shape[-1])
@@ -65,14 +47,26 @@ def left_out(case: Case) -> Iterator[Finding]:
     yield Finding(f"leaves out {text}{where}, which gives these values", gives)
 
 
-def _candidates(sums: _Sums, e: Exact, a: Exact, rows: Iterable[int]) -> Iterator[tuple[int, int]]:
+def _sums(node: Node) -> Sums | None:
+    own = OWN.get(node.op)
+    if own is None or own.added_up is None or own.lacks_sources(node):
+        return None
+    (_, *sources), keywords = own.arguments(node)
+    try:
+        return own.added_up(*sources, **keywords)
+    except (ValueError, IndexError, AttributeError, ArithmeticError):  # a node not as ggml makes them
+        return None
+
+
+def _candidates(sums: Sums, e: Exact, a: Exact, rows: Iterable[int]) -> Iterator[tuple[int, int]]:
     """Yields terms A to B whose loss explains a row: e - a is the sum of w (v - a) over them, or of w v."""
     for row in rows:
         place = _place(row, e)
         weights, terms = sums.terms(place)
         columns = np.argsort(-np.square(e[place] - a[place]))[:_COLUMNS]
         each = weights[:, None] * (terms[:, columns] - (a[place][columns] if sums.is_mean else 0.0))
-        upto = np.concatenate([np.zeros((1, each.shape[1])), np.cumsum(each, axis=0)])
+        at = np.append(np.arange(0, sums.n, -(-sums.n // _PLACES)), sums.n)
+        upto = np.concatenate([np.zeros((1, each.shape[1])), np.cumsum(each, axis=0)])[at]
         missing = (e - a)[place][columns]
         begins, ends = upto + missing, upto
         power = float(np.square(missing).sum())
@@ -81,12 +75,12 @@ def _candidates(sums: _Sums, e: Exact, a: Exact, rows: Iterable[int]) -> Iterato
         errors[0, -1] = np.inf  # all of them
         nearest = np.argsort(errors, axis=None)[: 8 * _CANDIDATES]
         nearest = nearest[errors.flat[nearest] <= 0.1 * power]
-        pairs = [(int(i) // len(upto), int(i) % len(upto)) for i in nearest]
+        pairs = [(int(at[i // len(at)]), int(at[i % len(at)])) for i in nearest]
         yield from pairs[: _CANDIDATES // 2]
         yield from sorted(pairs, key=lambda pair: -_alignment(sums, *pair))[: _CANDIDATES // 2]
 
 
-def _without(sums: _Sums, e: Exact, a: Exact, begin: int, end: int) -> tuple[Exact, Flags]:
+def _without(sums: Sums, e: Exact, a: Exact, begin: int, end: int) -> tuple[Exact, Flags]:
     """Returns the right result without some terms in the rows that are nearer to a so, and which rows these are."""
     gives, rows = e.copy(), np.zeros(e[..., 0].size, np.bool_)
     for row in np.flatnonzero((a != e).any(axis=-1)):
@@ -97,14 +91,14 @@ def _without(sums: _Sums, e: Exact, a: Exact, begin: int, end: int) -> tuple[Exa
     return gives, rows
 
 
-def _row_without(sums: _Sums, place: Place, row: Exact, begin: int, end: int) -> Exact:
+def _row_without(sums: Sums, place: Place, row: Exact, begin: int, end: int) -> Exact:
     weights, terms = sums.terms(place)
     left = row - weights[begin:end] @ terms[begin:end]
     share = 1 - weights[begin:end].sum() if sums.is_mean else 1.0
     return left / share if share > 0 else left
 
 
-def _all_that_see_it(sums: _Sums, e: Exact, begin: int, end: int, rows: Flags) -> bool:
+def _all_that_see_it(sums: Sums, e: Exact, begin: int, end: int, rows: Flags) -> bool:
     """Whether no other row would be noticeably off without these terms."""
     for row in np.flatnonzero(~rows):
         place = _place(int(row), e)
@@ -114,7 +108,7 @@ def _all_that_see_it(sums: _Sums, e: Exact, begin: int, end: int, rows: Flags) -
     return True
 
 
-def _alignment(sums: _Sums, begin: int, end: int) -> int:
+def _alignment(sums: Sums, begin: int, end: int) -> int:
     """Returns the power of two that both ends are multiples of; the last end is one of any."""
     both = begin | (end if end < sums.n else 0)
     return both & -both or sums.n
@@ -123,55 +117,3 @@ def _alignment(sums: _Sums, begin: int, end: int) -> int:
 def _place(row: int, e: Exact) -> Place:
     i3, i2, i1 = np.unravel_index(row, e.shape[:-1])
     return int(i3), int(i2), int(i1)
-
-
-# what ops add up
-
-
-def _of_attention(node: Node) -> _Sums | None:
-    """The weights are what attention gives if v is the identity."""
-    _, k, v = node.src[:3]
-    if k is None or v is None or max(k.ne[1] * node.dst.n_elements // max(1, v.ne[0]), k.ne[1] ** 2) > _LARGEST:
-        return None
-    n = k.ne[1]
-    of_cells = replace(node.dst, ne=(n, *node.dst.ne[1:]))
-    each = Tensor.of(np.eye(n).reshape(1, 1, n, n), "f64")
-    weights = noise.exact(replace(node, dst=of_cells, src=(*node.src[:2], each, *node.src[3:])))
-    if weights is None:
-        return None
-    gains, shares = values(v), weights
-
-    def terms(place: Place) -> tuple[Exact, Exact]:
-        i3, _, head = place
-        at = i3 * len(gains) // len(shares), head * gains.shape[1] // shares.shape[2]
-        return shares[place], gains[at]
-
-    return _Sums(n, terms, True, "cells {} of src1 and src2")
-
-
-def _of_product(node: Node) -> _Sums | None:
-    a, b = node.src[:2]
-    if a is None or b is None or max(a.n_elements, b.n_elements) > _LARGEST or noise.exact(node) is None:
-        return None
-    x, y = values(a), values(b)
-
-    def terms(place: Place) -> tuple[Exact, Exact]:
-        i3, i2, _ = place
-        return y[place], x[i3 * len(x) // len(y), i2 * x.shape[1] // y.shape[1]].T
-
-    return _Sums(a.ne[0], terms, False, "elements {} of each row of src0 and src1")
-
-
-def _of_softmax(node: Node) -> _Sums | None:
-    shares, n = noise.exact(node), node.dst.ne[0]
-    if shares is None or n**2 > _LARGEST:
-        return None
-    each: NDArray[np.float64] = np.eye(n)
-    return _Sums(n, lambda place: (shares[place], each), True, "elements {} of each row of src0")
-
-
-_SUMS: dict[str, Callable[[Node], _Sums | None]] = {
-    "FLASH_ATTN_EXT": _of_attention,
-    "MUL_MAT": _of_product,
-    "SOFT_MAX": _of_softmax,
-}
