@@ -16,7 +16,7 @@ from second_judge import Given, judge
 from second_judge import Node as Bare
 from second_judge.judge import OPS
 from tools.fuzz import Numbered, series
-from tools.two_judges import Both, flipped, gross, scaled, verdicts
+from tools.two_judges import Both, flipped, gross, judged, scaled, verdicts
 
 from ggml_backend_npu.ops import OWN
 
@@ -51,6 +51,17 @@ def test_both_judges_agree_and_neither_misses_a_gross_fault() -> None:
     assert wrong == []
     assert sorted(opinions) == sorted(OWN)
     assert sum(opinions.values()) > 4 * len(OWN)
+
+
+@with_avx2
+@pytest.mark.parametrize(
+    ("op", "seed", "place"),
+    [("ARANGE", 301, 478), ("UPSCALE", 303, 232), ("FLASH_ATTN_EXT", 303, 509), ("HARDSIGMOID", 303, 1231)],
+)
+def test_they_agree_where_one_was_mended(op: str, seed: int, place: int) -> None:
+    with Both() as both:
+        found = judged(Numbered(seed, place, op, special=False), both)
+    assert [agreement.text for _, agreement in found if agreement.kind == "disagree"] == []
 
 
 @with_avx2

@@ -35,7 +35,7 @@ from ggml_backend_npu.ops.matmul import VEC_DOT
 from ggml_backend_npu.ops.movers import DECODED, convert
 from ggml_backend_npu.ops.softmax import masked, slopes
 from ggml_backend_npu.registry import exact, probes
-from ggml_backend_npu.registry.checks import Cost, Exact, Make, Mistake, Probe, Types
+from ggml_backend_npu.registry.checks import Cost, Exact, Make, Mistake, Probe, Sums, Types
 from ggml_backend_npu.registry.entry import Call, op
 from ggml_backend_npu.registry.mistakes import LARGEST, made, with_stride
 from ggml_backend_npu.registry.params import Instead, Params, f32, i32
@@ -342,6 +342,22 @@ def _terms(
         cells = _seen(q, k, added, i3, i2).sum(axis=-1)
         result[i3, :, i2] *= np.sqrt(np.maximum(cells / _FEW_CELLS, 1))[:, None]
     return result
+
+
+@flash_attn_ext.sums
+def _sums(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tensor | None, params: FlashAttn) -> Sums | None:
+    """The weights are what attention gives if v is the identity."""
+    n = k.ne[1]
+    if max(n * prod(q.ne[1:]), n * n) > LARGEST:
+        return None
+    shares = _exact(q, k, Tensor.of(np.eye(n).reshape(1, 1, n, n), "f64"), mask, sinks, params)
+    gains = np.nan_to_num(exact.values(v), posinf=0.0, neginf=0.0)  # what is masked may be anything
+
+    def terms(place: tuple[int, int, int]) -> tuple[Exact, Exact]:
+        i3, _, i1 = place
+        return shares[place], gains[i3 * v.ne[3] // q.ne[3], i1 * v.ne[2] // q.ne[2]]
+
+    return Sums(n, terms, True, "cells {} of src1 and src2")
 
 
 @flash_attn_ext.undefined

@@ -66,7 +66,7 @@ class Arange(Params):
     step: f32
 
 
-_BOUND = 1e-12  # a few roundings, one after the other
+_BOUND = 1e-14  # of a product and its sum, two roundings
 
 
 def _refuse_scale(dst: Tensor, x: Tensor, params: Scale) -> str | None:

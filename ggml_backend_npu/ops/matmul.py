@@ -33,7 +33,7 @@ from ggml_backend_npu.ops.kernels.strided import ids_check
 from ggml_backend_npu.ops.movers import checked_ids
 from ggml_backend_npu.ops.sums import BOUND
 from ggml_backend_npu.registry import cases, exact, probes
-from ggml_backend_npu.registry.checks import Cost, Exact, Make, Mistake, Probe, Types
+from ggml_backend_npu.registry.checks import Cost, Exact, Make, Mistake, Probe, Sums, Types
 from ggml_backend_npu.registry.entry import Call, op
 from ggml_backend_npu.registry.mistakes import LARGEST, altered, made, of_ids
 from ggml_backend_npu.registry.params import Params, i32
@@ -327,6 +327,19 @@ def _exact_mul_mat(a: Tensor, b: Tensor, params: MulMat) -> Exact | None:
         for rows, matrix in _exact_rows(weights, i3, i2):
             y[(*part, slice(None), rows)] = x[part] @ matrix.T
     return y
+
+
+@mul_mat.sums
+def _sums(a: Tensor, b: Tensor, params: MulMat) -> Sums | None:
+    if params.hint == HADAMARD or max(a.n_elements, b.n_elements) > LARGEST:
+        return None
+    x, y = exact.values(a), exact.values(b)
+
+    def terms(place: tuple[int, int, int]) -> tuple[Exact, Exact]:
+        i3, i2, _ = place
+        return y[place], x[i3 * a.ne[3] // b.ne[3], i2 * a.ne[2] // b.ne[2]].T
+
+    return Sums(a.ne[0], terms, False, "elements {} of each row of src0 and src1")
 
 
 @mul_mat_id.formula

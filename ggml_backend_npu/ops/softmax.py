@@ -23,9 +23,9 @@ from ggml_backend_npu.ggml import libm
 from ggml_backend_npu.ir import Node, Tensor
 from ggml_backend_npu.ops.kernels.exponentials import expf, exps, largest, scaled
 from ggml_backend_npu.registry import cases, exact, probes
-from ggml_backend_npu.registry.checks import Exact, Mistake, Probe, Types
+from ggml_backend_npu.registry.checks import Exact, Mistake, Probe, Sums, Types
 from ggml_backend_npu.registry.entry import Call, op
-from ggml_backend_npu.registry.mistakes import of_repeated
+from ggml_backend_npu.registry.mistakes import LARGEST, of_repeated
 from ggml_backend_npu.registry.params import Instead, Params, f32
 from quant.kernels.jit import array_at, compiled, f16_to_f32, fused_multiply_add, inlined
 from quant.kernels.records import Dims, Place, index_of, record_at, row_of
@@ -440,6 +440,14 @@ def _exact_soft_max(x: Tensor, mask: Tensor | None, sinks: Tensor | None, params
     total = e.sum(axis=-1, keepdims=True)
     y: Exact = e / (total if sink is None else total + np.exp(sink - maximum))
     return y
+
+
+@soft_max.sums
+def _sums(x: Tensor, mask: Tensor | None, sinks: Tensor | None, params: SoftMax) -> Sums | None:
+    if x.ne[0] ** 2 > LARGEST:
+        return None
+    shares, each = _exact_soft_max(x, mask, sinks, params), np.eye(x.ne[0])
+    return Sums(x.ne[0], lambda place: (shares[place], each), True, "elements {} of each row of src0")
 
 
 def _make(rng: probes.Rng, types: Types, max_bias: float = 8.0) -> Node:

@@ -56,6 +56,21 @@ class Mistake:
 
 
 @dataclass(frozen=True)
+class Sums:
+    """The rows of a result, each a sum of n terms.
+
+    terms    the weights (n,) and the values (n, ne0) of the row at i3, i2, i1: their product is the row
+    is_mean  whether the weights are shares of 1: if some are left out, the others grow
+    text     what is left out, with {} for which
+    """
+
+    n: int
+    terms: Callable[[tuple[int, int, int]], tuple[Exact, Exact]]
+    is_mean: bool
+    text: str
+
+
+@dataclass(frozen=True)
 class Cost:
     """What a node asks of a device.
 
@@ -102,6 +117,7 @@ class Checks:
     exact: Formula | None = field(default=None, init=False)
     size: Formula | None = field(default=None, init=False)
     largest: Formula | None = field(default=None, init=False)
+    added_up: Callable[..., Sums | None] | None = field(default=None, init=False)
     order: tuple[Callable[..., bool], str] | None = field(default=None, init=False)
     makes: tuple[Make, ...] = field(default=(), init=False)
     measured: Callable[[], Iterable[Probe]] | None = field(default=None, init=False)
@@ -132,6 +148,12 @@ class Checks:
         `products` or `weights`: if float32 cannot hold it, the order of terms decides. It is called as `formula` is."""
         self.largest = formula
         return formula
+
+    def sums(self, added_up: Callable[..., Sums | None]) -> Callable[..., Sums | None]:
+        """Decorator: what the rows of a result are sums of, a part of which may get lost; None for a node that is too
+        large. It is called as `formula` is."""
+        self.added_up = added_up
+        return added_up
 
     def rule(self, words: str) -> Callable[[Callable[..., bool]], Callable[..., bool]]:
         """Decorator: whether a result is right, for an op that has more than one right result. It is called as the

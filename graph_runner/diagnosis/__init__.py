@@ -5,7 +5,7 @@ project's own definitions and compared with what the device wrote. Mistakes that
 transposed result, nothing written) are looked for in the two results.
 
 A finder yields findings about a `case`: sentences, each with what dst holds if it is true. The first that the results
-bear out is the diagnosis. The finders are in `written`, `numbers`, `places` and `altered`.
+bear out is the diagnosis. The finders are in `written`, `numbers`, `places`, `parts` and `altered`.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from graph_runner.diagnosis.numbers import (
     times_row_factors,
     zero_rows,
 )
+from graph_runner.diagnosis.parts import left_out
 from graph_runner.diagnosis.places import permuted, shifted, transposed
 from graph_runner.diagnosis.written import added, in_gaps, nothing_written, stale_rows, written_outside
 
@@ -76,6 +77,7 @@ _FINDERS: tuple[Callable[[Case], Iterator[Finding]], ...] = (
     transposed,
     permuted,
     shifted,
+    left_out,
     times_factor,
     in_halves,
     times_row_factors,

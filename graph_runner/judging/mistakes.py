@@ -15,7 +15,7 @@ from math import prod
 
 import numpy as np
 
-from ggml_backend_npu import Node, Tensor
+from ggml_backend_npu import Memory, Node, Tensor
 from ggml_backend_npu.ir import Dims
 from ggml_backend_npu.ops import OWN
 from ggml_backend_npu.ops.movers import copy
@@ -23,6 +23,7 @@ from ggml_backend_npu.registry.checks import Mistake
 from ggml_backend_npu.registry.mistakes import LARGEST, altered, following, made, with_stride
 from graph_runner.judging.blocks import swapped
 
+_BITS = range(12, 25)  # that a kernel may keep the offset of a row in
 _SOURCE = re.compile(r"\{src(\d)\}")  # in the text of a mistake
 
 
@@ -132,6 +133,27 @@ def _strides_of_others(node: Node) -> Iterator[Mistake]:
             if other.ne == tensor.ne and other.type == tensor.type and other.nb != tensor.nb:
                 text = f"reads src{index} with the strides of {name}: nb {other.nb} in place of {tensor.nb}"
                 yield Mistake(text, altered(node, index, replace(tensor, nb=other.nb)))
+
+
+def _wrapped(node: Node) -> Iterator[Mistake]:
+    """Offsets of rows that are kept in too few bits."""
+    for index, tensor in _sources(node):
+        size, (_, n1, n2, n3) = tensor.codec.block_bytes * tensor.n_blocks, tensor.ne
+        if not tensor.has_contiguous_rows() or not 0 < tensor.n_elements <= LARGEST:
+            continue
+        i3, i2, i1 = np.ogrid[:n3, :n2, :n1]
+        offsets = i1 * tensor.nb[1] + i2 * tensor.nb[2] + i3 * tensor.nb[3]
+        raw = tensor.memory.bytes()[tensor.offset :]
+        for bits in _BITS:
+            wrapped = offsets % (1 << bits)
+            if offsets.max() < 1 << bits or wrapped.max() + size > raw.size:
+                continue
+            rows = Memory.of(raw[wrapped[..., None] + np.arange(size)])
+            nb = (tensor.nb[0], size, size * n1, size * n1 * n2)
+            first = tuple(np.argwhere(wrapped != offsets)[0])
+            reads = f"byte {wrapped[first]} in place of byte {offsets[first]}"
+            text = f"keeps the offset of a row of {role(node, index)} in {bits} bits: it reads {reads}, and so on"
+            yield Mistake(text, altered(node, index, replace(tensor, memory=rows, offset=0, nb=nb)))
 
 
 def _exchanged(dims: Dims, i: int, j: int) -> Dims:
@@ -257,6 +279,7 @@ _FAMILIES: tuple[Callable[[Node], Iterator[Mistake]], ...] = (
     _own,
     _other_strides,
     _swapped_dims,
+    _wrapped,
     _strides_of_others,
     _first_as_it_is,
 )

@@ -118,8 +118,8 @@ def flash_attn_adds_values_in_halves(
 
 
 @exhibit(
-    "ggml-org/llama.cpp 17887", "Vulkan", "FLASH_ATTN_EXT", options=(*ON, "-n", 4), outcome="found",
-    why="No mistake of the catalogue loses a tile of cells.",
+    "ggml-org/llama.cpp 17887", "Vulkan", "FLASH_ATTN_EXT", says="leaves out cells 8 to 15 of src1 and src2",
+    options=(*ON, "-n", 4),
 )  # fmt: skip
 def flash_attn_race(dst: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Maybe, sinks: Maybe, params: FlashAttn) -> None:
     """A data race in shared memory. Here a tile of cells is lost at each fifth call."""
@@ -147,8 +147,8 @@ def flash_attn_caps_what_pads_a_tile(
 
 
 @exhibit(
-    "ggml-org/llama.cpp 23610", "CUDA", "FLASH_ATTN_EXT", outcome="found", options=(*ON, "--prompt", LONG),
-    why="No mistake of the catalogue makes an offset overflow. It needs a prompt of more than 64 tokens.",
+    "ggml-org/llama.cpp 23610", "CUDA", "FLASH_ATTN_EXT", says=r"the offset of a row of src3 \(the mask\) in 15 bits",
+    options=(*ON, "--prompt", LONG),
 )  # fmt: skip
 def flash_attn_offset_of_the_mask_overflows(
     dst: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Maybe, sinks: Maybe, params: FlashAttn

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from .bounded import U16, B, dot, partial, several, usual_partial
+from .bounded import U16, B, dot
 from .movers import Result, decoded
 from .products import by_matrix
 from .sums import masked, shares
@@ -64,12 +64,26 @@ def _weighted(weights: B, values: B, kind: str) -> B:
     with np.errstate(all="ignore"):
         found = found.with_error(np.einsum("abnk,abkd->abnd", weights.v, e, optimize=True))
         if kind == "f16":
-            most = np.einsum("abnk,abkd->abnd", weights.v, np.abs(v), optimize=True)
-            squares = np.einsum("abnk,abkd->abnd", weights.v**2, v**2, optimize=True)
-            rounded = several(kv) * usual_partial(found.v, most, squares)
-            rounded += 4 * partial(found.v, most, squares) + np.sqrt(squares)
-            # of the sum before the sink is added
-            found = found.with_error(U16 * rounded + np.sqrt(kv) * 2.0**-24 * weights.v.max(-1, keepdims=True))
+            pairs = zip(weights.v, v, strict=True)
+            rounded = np.stack([[_in_halves(w, x) for w, x in zip(*part, strict=True)] for part in pairs])
+            # also of the sum before the sink is added, and of f16's smallest numbers
+            least = np.sqrt(kv) * 2.0**-24 * weights.v.max(-1, keepdims=True)
+            found = found.with_error(rounded + U16 * np.abs(found.v) + least)
+    return found
+
+
+def _in_halves(weights: np.ndarray, values: np.ndarray) -> np.ndarray:
+    """What rounding to f16 after each cell may make of a head's sums of values (cells, d) by weights (queries, cells):
+    each is at most half a unit of the sum so far, or the whole term. Terms below that are lost, whatever their sum.
+    Before a cell with a new largest weight, the sum is made smaller, and rounded once more."""
+    found = np.empty((len(weights), values.shape[1]))
+    for i, row in enumerate(weights):
+        terms = row[:, None] * values
+        half = U16 * np.ldexp(1.0, np.frexp(1.01 * np.cumsum(terms, 0))[1] - 1)
+        lost = np.abs(np.where(np.abs(terms) < half, terms, 0.0).sum(0))
+        grows = np.flatnonzero(row[1:] > np.maximum.accumulate(row)[:-1])
+        off = np.concatenate([np.minimum(half, np.abs(terms)), half[grows]])
+        found[i] = 7 * np.sqrt(np.square(off).sum(0)) + lost  # more than all of a few: their order may be another
     return found
 
 

@@ -51,7 +51,8 @@ def _relu(x: B) -> B:
 
 def _hard(x: B) -> B:
     found = (x + 3.0) / 6.0
-    return B(np.clip(found.v, 0, 1), found.e)
+    beyond = (found.v + found.e <= 0) | (found.v - found.e >= 1)  # 0 and 1 are not rounded
+    return B(np.clip(found.v, 0, 1), np.where(beyond, 0.0, found.e))
 
 
 def _softplus(x: B) -> B:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from itertools import product as each
 from typing import Any
 
@@ -213,25 +214,62 @@ BILINEAR, BICUBIC, CORNERS, ANTIALIAS = 1, 2, 1 << 8, 1 << 9
 
 
 def upscale(node: Node) -> Result:
+    """Where an output lies in the source is known to float32, and rounded as the description says. A device may know it
+    better; but what it takes for a place holds for the whole row or column."""
     x, flags = node.source(0), node.i32(0)
     mode = flags & 0xFF
-    factors = [float(np.float32(o) / np.float32(n)) for o, n in zip(node.dst.ne, x.ne, strict=True)]
-    half = 0.5
-    if flags & CORNERS:
-        half = 0.0
-        for k in (0, 1):
-            if node.dst.ne[k] > 1 and x.ne[k] > 1:
-                factors[k] = float(np.float32(node.dst.ne[k] - 1) / np.float32(x.ne[k] - 1))
-    place = [
-        (np.arange(o, dtype=np.float32) / np.float32(f)).astype(int) for o, f in zip(node.dst.ne, factors, strict=True)
-    ]
     if mode == 0:
-        return gathered(x.raw, placed(x.shape, place[::-1]))
-    taps = _bicubic if mode == BICUBIC else _antialias if flags & ANTIALIAS else _bilinear
+        corners = bool(flags & CORNERS)
+        axes = [_Axis(node.dst.ne[k], x.ne[k], corners and k < 2, np.float32) for k in range(4)]
+        return gathered(x.raw, placed(x.shape, [axis.nearest for axis in axes][::-1]))
     if mode not in (BILINEAR, BICUBIC):
         raise UnknownError(f"upscale mode {mode}")
-    (wx, ex), (wy, ey) = (taps(node.dst.ne[k], x.ne[k], factors[k], half) for k in (0, 1))
-    slow = x.exact[np.ix_(np.minimum(place[3], x.ne[3] - 1), np.minimum(place[2], x.ne[2] - 1))]
+    return tuple(_interpolated(node, number) for number in (np.float32, np.float64))
+
+
+Number = type[np.floating]
+
+
+@dataclass(frozen=True)
+class _Axis:
+    """n elements resized to `out`, with the places of the outputs in numbers of a type."""
+
+    out: int
+    n: int
+    corners: bool
+    number: Number
+
+    @property
+    def factor(self) -> np.floating:
+        less = int(self.corners and self.out > 1 and self.n > 1)
+        return self.number(self.out - less) / self.number(self.n - less)
+
+    @property
+    def half(self) -> np.floating:
+        return self.number(0 if self.corners else 0.5)
+
+    @property
+    def whole(self) -> np.ndarray:
+        """Where each output lies, from the edge of the source."""
+        return (np.arange(self.out, dtype=self.number) + self.half) / self.factor
+
+    @property
+    def nearest(self) -> np.ndarray:
+        return (np.arange(self.out, dtype=self.number) / self.factor).astype(int)
+
+    @property
+    def between(self) -> np.ndarray:
+        """Where each output lies, from the middle of the source's first element."""
+        return (self.whole - self.half).astype(np.float64)
+
+
+def _interpolated(node: Node, number: Number) -> B:
+    x, flags = node.source(0), node.i32(0)
+    taps = _bicubic if flags & 0xFF == BICUBIC else _antialias if flags & ANTIALIAS else _bilinear
+    columns, rows = (_Axis(node.dst.ne[k], x.ne[k], bool(flags & CORNERS), number) for k in (0, 1))
+    i2, i3 = (_Axis(node.dst.ne[k], x.ne[k], False, np.float32).nearest for k in (2, 3))
+    (wx, ex), (wy, ey) = taps(columns), taps(rows)
+    slow = x.exact[np.ix_(np.minimum(i3, x.ne[3] - 1), np.minimum(i2, x.ne[2] - 1))]
     spec = "abyx,py,qx->abpq"
     v = np.einsum(spec, slow, wy, wx, optimize=True)
     e = sum(
@@ -244,32 +282,24 @@ def upscale(node: Node) -> Result:
 Taps = tuple[np.ndarray, np.ndarray]  # weights (out, in), and their errors
 
 
-def _positions(out: int, factor: float, half: float) -> tuple[np.ndarray, np.ndarray]:
-    """Where each output lies in the source, and how exactly float32 knows it."""
-    whole = (np.arange(out) + half) / factor
-    return whole - half, 4 * U32 * (np.abs(whole) + half)
-
-
-def _spread(out: int, n: int, taps: list[tuple[np.ndarray, np.ndarray, np.ndarray]]) -> Taps:
-    w, e = np.zeros((out, n)), np.zeros((out, n))
-    for place, weight, error in taps:
-        np.add.at(w, (np.arange(out), np.clip(place, 0, n - 1)), weight)
-        np.add.at(e, (np.arange(out), np.clip(place, 0, n - 1)), error)
+def _spread(axis: _Axis, taps: list[tuple[np.ndarray, np.ndarray]], error: float) -> Taps:
+    w, e = np.zeros((2, axis.out, axis.n))
+    for place, weight in taps:
+        at = np.arange(axis.out), np.clip(place, 0, axis.n - 1)
+        np.add.at(w, at, weight)
+        np.add.at(e, at, error)
     return w, e
 
 
-def _bilinear(out: int, n: int, factor: float, half: float) -> Taps:
-    x, error = _positions(out, factor, half)
-    first = np.clip(np.floor(x), 0, n - 1)
+def _bilinear(axis: _Axis) -> Taps:
+    x = axis.between
+    first = np.clip(np.floor(x), 0, axis.n - 1)
     part = np.clip(x - first, 0, 1)
-    error = error + 2 * U32
-    return _spread(
-        out, n, [(first.astype(int), 1 - part, error), (np.clip(np.floor(x) + 1, 0, n - 1).astype(int), part, error)]
-    )
+    return _spread(axis, [(first.astype(int), 1 - part), ((np.floor(x) + 1).astype(int), part)], 2 * U32)
 
 
-def _bicubic(out: int, n: int, factor: float, half: float) -> Taps:
-    x, error = _positions(out, factor, half)
+def _bicubic(axis: _Axis) -> Taps:
+    x = axis.between
     first = np.floor(x)
     t, a = x - first, -0.75
 
@@ -280,28 +310,26 @@ def _bicubic(out: int, n: int, factor: float, half: float) -> Taps:
         return ((a * d - 5 * a) * d + 8 * a) * d - 4 * a
 
     weights = [far(t + 1), near(t), near(1 - t), far(2 - t)]
-    return _spread(out, n, [(first.astype(int) + k - 1, w, 3 * error + 64 * U32) for k, w in enumerate(weights)])
+    return _spread(axis, [(first.astype(int) + k - 1, w) for k, w in enumerate(weights)], 64 * U32)
 
 
-def _window(out: int, n: int, factor: float, half: float) -> tuple[np.ndarray, np.ndarray]:
+def _window(axis: _Axis) -> tuple[np.ndarray, np.ndarray]:
     """Which sources an output takes: whole numbers that float32 decides, since a tap more is not a small one."""
-    f, h = np.float32(factor), np.float32(half)
-    support = np.maximum(np.float32(1), np.float32(1) / f)
-    x = (np.arange(out, dtype=np.float32) + h) / f
-    low, high = np.trunc(x - support + h), np.trunc(x + support + h)
-    return np.maximum(low, 0)[:, None], np.minimum(high, n)[:, None]
+    axis = replace(axis, number=np.float32)
+    support = np.maximum(np.float32(1), np.float32(1) / axis.factor)
+    low, high = (np.trunc(axis.whole + side * support + axis.half) for side in (np.float32(-1), np.float32(1)))
+    return np.maximum(low, 0)[:, None], np.minimum(high, axis.n)[:, None]
 
 
-def _antialias(out: int, n: int, factor: float, half: float) -> Taps:
-    support = max(1.0, 1.0 / factor)
-    x, error = _positions(out, factor, half)
-    x = x + half
-    source = np.arange(n)
-    low, high = _window(out, n, factor, half)
+def _antialias(axis: _Axis) -> Taps:
+    support = max(1.0, 1.0 / float(axis.factor))
+    source = np.arange(axis.n)
+    low, high = _window(axis)
     inside = (source >= low) & (source < high)
-    w = np.where(inside, np.maximum(1 - np.abs(source - x[:, None] + half) / support, 0), 0)
+    far = np.abs(source - axis.whole.astype(np.float64)[:, None] + float(axis.half)) / support
+    w = np.where(inside, np.maximum(1 - far, 0), 0)
     total = np.where(w.sum(1) > 0, w.sum(1), 1)[:, None]
-    slip = np.where(inside, error[:, None] / support + 8 * U32, 0)
+    slip = np.where(inside, 8 * U32, 0)
     others = slip * (total - w) + w * (slip.sum(1, keepdims=True) - slip)  # one tap alone weighs 1, whatever it weighed
     return w / total, 3 * others / total**2 + 8 * U32 * w / total
 
