@@ -56,7 +56,15 @@ def test_both_judges_agree_and_neither_misses_a_gross_fault() -> None:
 @with_avx2
 @pytest.mark.parametrize(
     ("op", "seed", "place"),
-    [("ARANGE", 301, 478), ("UPSCALE", 303, 232), ("FLASH_ATTN_EXT", 303, 509), ("HARDSIGMOID", 303, 1231)],
+    [
+        ("ARANGE", 301, 478),
+        ("UPSCALE", 303, 232),
+        ("FLASH_ATTN_EXT", 303, 509),
+        ("HARDSIGMOID", 303, 1231),
+        ("HARDSIGMOID", 303, 2057),
+        ("HARDSIGMOID", 41, 198),
+        ("ADD", 304, 2008),
+    ],
 )
 def test_they_agree_where_one_was_mended(op: str, seed: int, place: int) -> None:
     with Both() as both:

@@ -47,10 +47,13 @@ class B:
         return B(v, np.zeros(v.shape))
 
     def rounded(self, u: float = U32, tiny: float = TINY32, large: float = LARGE32) -> B:
-        """After one rounding, of at most half a unit in the last place: u of the power of two below."""
+        """After one rounding, of at most half a unit in the last place: u of the power of two below. An exact value
+        that the type has is not rounded."""
         with np.errstate(all="ignore"):
             size = np.ldexp(1.0, np.frexp(np.abs(self.v) + self.e)[1] - 1)
-            e = self.e + np.where(np.abs(self.v) + self.e > 0, u * size + tiny, 0.0)
+            unit = np.maximum(2 * u * size, TINY16 if large == LARGE16 else 0.0)  # in the last place
+            is_kept = (self.e == 0) & (np.abs(self.v) >= TINY32) & (np.fmod(self.v, unit) == 0)
+            e = self.e + np.where((np.abs(self.v) + self.e > 0) & ~is_kept, u * size + tiny, 0.0)
             e = np.where(np.isnan(self.v) | np.isnan(e), np.inf, e)
             gone = np.isfinite(self.v) & (np.abs(self.v) + self.e >= large)
         return B(self.v, np.where(gone, np.inf, e))

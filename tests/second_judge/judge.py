@@ -40,7 +40,7 @@ class Verdict:
 class Judge:
     """Judges results of one node, which it computes once.
 
-    ggml  what ggml's CPU made of the node, if known: a quantised dst may be equal to it
+    ggml  what ggml's CPU made of the node, if known: blocks of a quantised dst may be equal to it
     """
 
     def __init__(self, node: Node, ggml: bytes | None = None) -> None:
@@ -74,7 +74,7 @@ class Judge:
                 return Verdict(True)
             if isinstance(found, B | tuple):
                 ways = found if isinstance(found, tuple) else (found,)
-                return _blocks(ways[0], result) if dst.quantised else _values(ways, result)
+                return _blocks(ways[0], result, self._ggml) if dst.quantised else _values(ways, result)
             return _verdict(found(result))
         except UnknownError as error:
             return Verdict(None, why=str(error), judged=0.0)
@@ -140,9 +140,14 @@ def _values(ways: tuple[B, ...], result: Given) -> Verdict:
 
 
 def _of_rows(v: np.ndarray, e: np.ndarray) -> np.ndarray:
-    """Bounds in the scale of the row: at least its median bound, and a rounding of its median value."""
+    """Bounds in the scale of the row: at least the median bound, and a rounding of the median value, of its elements
+    that are not exactly 0."""
     least = np.maximum(np.where(np.isfinite(e), e, 0.0), U32 * np.where(np.isfinite(v), np.abs(v), 0.0))
-    return np.where(np.isfinite(e), np.maximum(least, np.median(least, -1, keepdims=True)), np.inf)
+    if not least.size:
+        return e
+    falling, n = -np.sort(-least, -1), (least > TINY32).sum(-1, keepdims=True)
+    middle = [np.take_along_axis(falling, place, -1) for place in (np.maximum(n - 1, 0) // 2, n // 2)]
+    return np.where(np.isfinite(e), np.maximum(least, (middle[0] + middle[1]) / 2), np.inf)
 
 
 def _units(found: B, actual: np.ndarray) -> np.ndarray:
@@ -155,9 +160,13 @@ def _units(found: B, actual: np.ndarray) -> np.ndarray:
     return np.where(known, units, np.nan)
 
 
-def _blocks(found: B, result: Given) -> Verdict:
-    """A result in blocks: each value within a step of its block."""
-    return _verdict(_units(found.with_error(movers.step(result.type, found.v)), result.exact))
+def _blocks(found: B, result: Given, ggml: Given | None) -> Verdict:
+    """A result in blocks: each value within a step of its block, or the block is ggml's."""
+    units = _units(found.with_error(movers.step(result.type, found.v)), result.exact)
+    if ggml is not None:
+        same = (ggml.raw == result.raw).all(-1)
+        units[np.repeat(same, units.shape[-1] // same.shape[-1], -1)] = 0
+    return _verdict(units)
 
 
 def _verdict(units: np.ndarray) -> Verdict:
