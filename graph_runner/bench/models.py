@@ -31,7 +31,8 @@ _LONGER = _PROMPT + "counting boards, gears, relays and valves; " * 2
 def bench_decode(model: Path, *, rounds: int, threads: int, n: int = 64, long: int = 512) -> Iterator[Measurement]:
     """Measures tokens/s of a prompt (four times), of a prompt of `long` tokens, of one whose length is new in each
     round, and of n tokens decoded one by one: with the movers on the NPU and with every node on the NPU, against the
-    CPU alone. Then the memory of a process with every node on the NPU.
+    CPU alone. Then of tokens of 4 and 16 sequences decoded together with every node on the NPU, and the memory of a
+    process with that.
 
     All sessions are open at once and take turns; within a round they switch after every 8 generated tokens.
 
@@ -73,7 +74,40 @@ def bench_decode(model: Path, *, rounds: int, threads: int, n: int = 64, long: i
         for what in dict.fromkeys(what for what, _ in turns):
             others = {GGML_CPU: speeds[what, GGML_CPU]}
             yield Measurement(f"{what}, {name}", "tokens/s", speeds[what, name], others, group=name)
+    for sequences in (4, 16):
+        yield _bench_together(model, npus[EVERY_NODE], tokens, n, replace(settings, sequences=sequences), rounds)
     yield bench_memory(model, many, threads=threads)
+
+
+def _bench_together(
+    model: Path, npu: Plugin, tokens: list[int], n: int, settings: Settings, rounds: int
+) -> Measurement:
+    """Measures tokens/s of several sequences, of which each batch has one token; they switch after every 8 batches."""
+    batches = [[[token]] * settings.sequences for token in (tokens * n)[: max(8, n // 4)]]
+    speeds: dict[str, list[float]] = {EVERY_NODE: [], GGML_CPU: []}
+    with ExitStack() as stack:
+        sessions = {
+            EVERY_NODE: stack.enter_context(
+                Session(model, replace(settings, device="npu"), npu=npu, counts_nodes=False)
+            ),
+            GGML_CPU: stack.enter_context(Session(model, replace(settings, device="cpu"), counts_nodes=False)),
+        }
+        for round_ in range(rounds + 1):
+            seconds: defaultdict[str, float] = defaultdict(float)
+            for session in sessions.values():
+                session.clear()
+                session.decode(*[tokens[:32]] * settings.sequences)
+            for begin in range(0, len(batches), 8):
+                for name in [*sessions][:: -1 if (begin // 8 + round_) % 2 else 1]:
+                    start = time.perf_counter()
+                    for batch in batches[begin : begin + 8]:
+                        sessions[name].decode(*batch)
+                    seconds[name] += time.perf_counter() - start
+            if round_:  # the first round warms up
+                for name, time_ in seconds.items():
+                    speeds[name].append(settings.sequences * len(batches) / time_)
+    what = f"{settings.sequences} sequences, {EVERY_NODE}"
+    return Measurement(what, "tokens/s", speeds[EVERY_NODE], {GGML_CPU: speeds[GGML_CPU]}, group="sequences")
 
 
 def _decode(session: Session, batches: list[list[int]]) -> float:

@@ -203,11 +203,12 @@ def test_splits_are_measured_on_a_device_that_is_gone_afterwards() -> None:
 def test_decoding_is_measured_in_tokens_a_second(tmp_path: Path) -> None:
     tiny = write_tiny_llama(tmp_path / "tiny.gguf")
     before = default_backend().version
-    *speeds, memory = models.bench_decode(tiny, rounds=1, threads=1, n=3, long=40)
+    *speeds, memory = models.bench_decode(tiny, rounds=1, threads=1, n=3, long=80)
     assert default_backend().version == before, "plans became void while they were measured"
-    whats = ["prompt of 40", "prompt", "generation"]
-    names = [models.MOVERS, models.EVERY_NODE]
-    assert [measurement.what for measurement in speeds] == [f"{what}, {name}" for name in names for what in whats]
+    whats = ["prompt of a new length", "prompt of 80", "prompt", "generation"]
+    expected = [f"{what}, {name}" for name in (models.MOVERS, models.EVERY_NODE) for what in whats]
+    expected += [f"{n} sequences, {models.EVERY_NODE}" for n in (4, 16)]
+    assert [measurement.what for measurement in speeds] == expected
     assert_sane(speeds, [GGML_CPU], "tokens/s", rounds=1)
     assert_sane([memory], [GGML_CPU], "MB", rounds=1)
     assert memory.ratio(GGML_CPU) == memory.others[GGML_CPU][0] / memory.median
