@@ -83,7 +83,7 @@ class Recording:
     def runs(self, plan: Plan, nodes: Sequence[int]) -> None:
         """Called before this project's device runs a plan of nodes, by their addresses."""
         self._devices.update(dict.fromkeys(nodes, _OURS))
-        for what, _ in plan.steps:
+        for what, _ in plan.steps if plan.fused else ():
             if isinstance(what, fusion.Joined):
                 begin, fused = what.span.begin, what.fused
                 self._joined.append(
