@@ -262,25 +262,15 @@ def bytes_at(address: int, size: int) -> memoryview:
     return view
 
 
-def _computing(ggml: Ggml, graph: int) -> Iterator[tuple[int, bytes]]:
-    """Address and leading bytes of each node of a graph that is to be computed."""
-    header = structs.GgmlCGraph.from_address(graph)
-    for address in header.nodes[: header.n_nodes]:
-        head = ctypes.string_at(address, structs.TENSOR_KEY_BYTES)
-        op = int.from_bytes(head[structs.OP_AT : structs.OP_AT + 4], "little")
-        flags = int.from_bytes(head[structs.FLAGS_AT : structs.FLAGS_AT + 4], "little")
-        if flags & structs.FLAG_COMPUTE and ggml.ops[op] not in _NOTHING_TO_COMPUTE:
-            yield address, head
-
-
 def computing(ggml: Ggml, graph: int) -> list[int]:
     """The addresses of the nodes of the graph at an address that are to be computed."""
-    return [address for address, _ in _computing(ggml, graph)]
+    header = structs.GgmlCGraph.from_address(graph)
+    return [address for address in header.nodes[: header.n_nodes] if is_to_be_computed(ggml, address)]
 
 
 def nodes(ggml: Ggml, graph: int, packed: PackedAt = nowhere) -> Iterator[Node]:
     """The nodes of the graph at an address that are to be computed, each read when the iterator reaches it."""
-    return (node(ggml, address, packed) for address, _ in _computing(ggml, graph))
+    return (node(ggml, address, packed) for address in computing(ggml, graph))
 
 
 def is_to_be_computed(ggml: Ggml, address: int) -> bool:
@@ -317,6 +307,6 @@ def roots(ggml: Ggml, address: int) -> list[int]:
 
 def inputs(ggml: Ggml, address: int) -> list[Tensor]:
     """The tensors with the INPUT flag that the nodes of the graph at an address read."""
-    read = dict.fromkeys(root for at, _ in _computing(ggml, address) for root in roots(ggml, at) if root)
+    read = dict.fromkeys(root for at in computing(ggml, address) for root in roots(ggml, at) if root)
     fields = {at: _read(at) for at in read if is_leaf(at)}
     return [_tensor(ggml, found, True, nowhere) for found in fields.values() if found[_FLAGS] & structs.FLAG_INPUT]

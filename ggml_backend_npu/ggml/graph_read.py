@@ -209,7 +209,7 @@ class GraphRead:
         """How many nodes it has, with those that compute nothing."""
         return len(self.uses)
 
-    @property
+    @cached_property
     def digest(self) -> bytes:
         """Of what a plan of the graph depends on: where its nodes and their sources lie, what they hold but for names,
         and how often each node is used."""

@@ -451,14 +451,13 @@ class Plugin:
 
     def _plan(self, context: Context, read: GraphRead) -> Plan:
         """The plan of a graph. One that `repeats` cannot run without Python is kept here."""
-        key = (self.backend.version, read.digest) if context.plans else None
-        if key in context.plans:
-            return context.plans[key]
-        plan = context.forms.plan(read, self.packed)
-        if plan.works is None:
-            if len(context.plans) >= MAX_PLANS:
-                context.plans.clear()
-            context.plans[self.backend.version, read.digest] = plan
+        plan = context.plans.get((self.backend.version, read.digest)) if context.plans else None
+        if plan is None:
+            plan = context.forms.plan(read, self.packed)
+            if plan.works is None:
+                if len(context.plans) >= MAX_PLANS:
+                    context.plans.clear()
+                context.plans[self.backend.version, read.digest] = plan
         return plan
 
     def forget_plans(self) -> None:
