@@ -177,8 +177,8 @@ class OwnRun:
 
     def hold(self, own: OwnNode) -> None:
         """Keeps what a node gave that the reference has not come to, and what the reference makes of the same."""
-        if own.result is not own.node.dst:
-            return  # of nodes that ran together that is kept
+        if own.result is not own.node.dst or not own.node.dst.nbytes:
+            return  # of nodes that ran together that is kept; an empty one gives nothing
         own.is_ahead, own.result = True, copy(own.node.dst)
         own.mirrored, own.before = _held(self.mirrored(own)) if own.on_device else None, None
 

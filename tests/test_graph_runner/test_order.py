@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from io import StringIO
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,8 @@ from kit.whole import at, spoiling
 from kit.whole_faults import fuses_residual
 
 from ggml_backend_npu import Backend, Options, Tensor
+from ggml_backend_npu.device.backend import DeviceBackend
+from ggml_backend_npu.device.sim import Simulator
 from ggml_backend_npu.ggml import convert, lib
 from ggml_backend_npu.ops import OWN
 from graph_runner.base.console import Console
@@ -78,6 +81,24 @@ def test_nodes_that_a_device_moves_are_compared_with_the_same(
     assert len(result.notes) == 1
     assert result.notes[0].endswith("nodes later than CPU; each is compared with the same one")
     assert "; order of 2 graphs checked; " in scope_line(result)
+
+
+def empty_first(nodes: list[int]) -> list[int]:
+    """A GET_ROWS that gives no element runs before the one that comes before it."""
+    each = [convert.node(lib.ggml(), node) for node in nodes]
+    rows = [place for place, node in enumerate(each) if node.op == "GET_ROWS"]
+    for before, place in pairwise(rows):
+        if not each[place].dst.n_elements:
+            return [*nodes[:before], nodes[place], *nodes[before:place], *nodes[place + 1 :]]
+    return nodes
+
+
+def test_a_moved_node_may_be_empty(model: Models, monkeypatch: pytest.MonkeyPatch) -> None:
+    """That of the states that no sequence has; its ids lie in memory that the host cannot read."""
+    optimise(monkeypatch, empty_first)
+    result = run(model("rwkv7"), steps=0, backend=DeviceBackend(Simulator(memory=1 << 28)))
+    assert result, printed(result)
+    assert "each is compared with the same one" in result.notes[0]
 
 
 def test_a_moved_node_that_is_wrong_is_named(model: Models, monkeypatch: pytest.MonkeyPatch) -> None:
