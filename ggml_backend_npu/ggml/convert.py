@@ -24,7 +24,6 @@ _SRC, _VIEW_SRC, _VIEW_OFFS, _DATA, _NAME = slice(13, 23), 23, 24, 25, 26
 _NO_PARAMS = bytes(PARAMS_BYTES)
 _ONE_STATE = b"\1" + _NO_PARAMS[1:]
 _UNSCALED = struct.pack("f", 1.0) + _NO_PARAMS[4:]
-_MOST_KNOWN = 8192
 _memcmp = ctypes.CDLL(None).memcmp
 _memcmp.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
 _view_of = ctypes.pythonapi.PyMemoryView_FromMemory
@@ -194,7 +193,7 @@ class Read:
     """A node as it was read: what `node` and `roots` return, the address of the tensor that its result is a view of, or
     0, and the storage of its result and of its sources, None for a source that it does not have.
 
-    A node that is read again unchanged gives the same object.
+    A node that a `node_reader.Reader` reads again unchanged gives the same object.
     """
 
     address: int
@@ -203,52 +202,6 @@ class Read:
     view_source: int
     dst: Storage
     src: tuple[Storage | None, ...]
-
-
-class Reader:
-    """Reads nodes that come again and again, step by step: a node that has not changed is not converted twice."""
-
-    def __init__(self, ggml: Ggml, packed: PackedAt = nowhere) -> None:
-        self._ggml, self._packed = ggml, packed
-        self._known: dict[bytes, Read] = {}
-
-    def forget(self) -> None:
-        """Forgets all nodes; called after tensors moved, when other tensors are packed."""
-        self._known.clear()
-
-    def __call__(self, address: int) -> Read:
-        """The node at an address."""
-        head = ctypes.string_at(address, structs.TENSOR.size)
-        parts = [address.to_bytes(8, "little"), head]
-        for at in range(structs.SRC_AT, structs.SRC_AT + 8 * structs.N_SRC, 8):
-            source = int.from_bytes(head[at : at + 8], "little")
-            if source:
-                parts.append(ctypes.string_at(source, structs.TENSOR.size))
-        for part in parts[1:]:
-            root = int.from_bytes(part[structs.VIEW_SRC_AT : structs.VIEW_SRC_AT + 8], "little")
-            if root:
-                parts.append(ctypes.string_at(root, structs.TENSOR_KEY_BYTES))
-        key = b"".join(parts)
-        if key not in self._known:
-            if len(self._known) >= _MOST_KNOWN:
-                self._known.clear()
-            self._known[key] = Read(
-                address,
-                node(self._ggml, address, self._packed),
-                tuple(roots(self._ggml, address)),
-                view_source_of(address),
-                self._storage(address),
-                tuple(self._storage(source) if source else None for source in sources_of(address)),
-            )
-        return self._known[key]
-
-    def _storage(self, address: int) -> Storage:
-        address = view_source_of(address) or address
-        buffer = buffer_of(address)
-        usage = self._ggml.ggml_backend_buffer_get_usage(buffer) if buffer else 0
-        found = tensor(self._ggml, address, packed=self._packed)
-        is_set = is_leaf(address) and usage == structs.USAGE_COMPUTE
-        return Storage(address, found, buffer, is_set, is_weight=usage == structs.USAGE_WEIGHTS)
 
 
 def same_bytes(a: int, b: int, size: int) -> bool:

@@ -12,6 +12,7 @@ from ggml_backend_npu import Node, Tensor
 from ggml_backend_npu.device.faults import MemoryFault
 from ggml_backend_npu.ggml import convert
 from ggml_backend_npu.ggml.lib import Ggml
+from ggml_backend_npu.ggml.node_reader import Reader
 from ggml_backend_npu.ops import OWN
 from graph_runner.diff.alone import Alone
 from graph_runner.diff.blindness import Blindness
@@ -76,7 +77,7 @@ class Judge:
         self._sides, self._device, self._asked = sides, sides.device, asked
         self._rules, self._footprints = asked.rules, asked.footprints
         self.step = 0
-        self._reader = convert.Reader(ggml)
+        self._reader = Reader(ggml)
         self._turn: Turn
         self._erring = Erring(sides.device.checks)
         self._alone = Alone(sides.device, asked.ops, asked.rules, asked.footprints, self._erring)

@@ -16,6 +16,7 @@ from ggml_backend_npu.device.faults import Checks
 from ggml_backend_npu.ggml import convert
 from ggml_backend_npu.ggml.convert import Read, Storage
 from ggml_backend_npu.ggml.lib import Ggml
+from ggml_backend_npu.ggml.node_reader import Reader
 from ggml_backend_npu.ir.buffer import Buffer
 from ggml_backend_npu.ir.packed import Packed
 from ggml_backend_npu.plugin.foreign import ForeignDevice, ForeignMemory
@@ -292,7 +293,7 @@ class NodesOf:
     last read."""
 
     def __init__(self, ggml: Ggml, side: Side) -> None:
-        self._side, self._reader, self._n_moves = side, convert.Reader(ggml, side.packed), 0
+        self._side, self._reader, self._n_moves = side, Reader(ggml, side.packed), 0
 
     def __call__(self, address: int) -> Read:
         """Returns the node whose tensor is at an address."""

@@ -11,6 +11,7 @@ from ggml_backend_npu import Tensor
 from ggml_backend_npu.ggml import convert, structs
 from ggml_backend_npu.ggml.convert import Read, Storage
 from ggml_backend_npu.ggml.lib import Ggml
+from ggml_backend_npu.ggml.node_reader import Reader
 from ggml_backend_npu.ops import OWN
 from graph_runner.hazards.graph import COPY, Graph, Node, Operand, Step
 from graph_runner.judging.copies import is_read
@@ -190,7 +191,7 @@ def computes(ggml: Ggml, read: Read) -> bool:
 
 def read_graph(ggml: Ggml, address: int) -> Graph:
     """Returns the ggml_cgraph at an address, allocated, in the order of its nodes."""
-    reading, header, read = Reading(ggml), structs.GgmlCGraph.from_address(address), convert.Reader(ggml)
+    reading, header, read = Reading(ggml), structs.GgmlCGraph.from_address(address), Reader(ggml)
     for node in header.nodes[: header.n_nodes]:
         reading.add(read(node))
     return reading.graph("graph")

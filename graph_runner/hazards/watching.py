@@ -9,6 +9,7 @@ from ggml_backend_npu import AnyBackend, default_backend
 from ggml_backend_npu.backend.plan import Plan
 from ggml_backend_npu.ggml import convert, lib
 from ggml_backend_npu.ggml.lib import Ggml
+from ggml_backend_npu.ggml.node_reader import Reader
 from ggml_backend_npu.plugin.foreign import ForeignDevice
 from ggml_backend_npu.plugin.plugin import Plugin
 from graph_runner.base.settings import Settings, context_for
@@ -45,7 +46,7 @@ class Watch:
     def __init__(self, ggml: Ggml, npu: Plugin | None = None) -> None:
         self._ggml, self.recording, self._npu = ggml, Recording(ggml), npu
         packed = npu.packed if npu is not None else convert.nowhere
-        self._read = convert.Reader(ggml, packed)
+        self._read = Reader(ggml, packed)
         if npu is not None:
             npu.run = self._run
 

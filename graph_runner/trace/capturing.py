@@ -13,6 +13,7 @@ import numpy as np
 
 from ggml_backend_npu import Node, default_backend
 from ggml_backend_npu.ggml import convert, lib
+from ggml_backend_npu.ggml.node_reader import Reader
 from graph_runner.base.errors import TraceError
 from graph_runner.base.files import parts_of
 from graph_runner.base.settings import Settings, context_for
@@ -114,7 +115,7 @@ class _CaptureTogether(_Capture):
 
     def __init__(self, ggml: lib.Ggml, select: Callable[[int, int, Node], bool], take: Callable[[Recorded], None]):
         super().__init__(ggml, select, take)
-        self._reader, self._collected, self._last = convert.Reader(ggml), Collected(), 0
+        self._reader, self._collected, self._last = Reader(ggml), Collected(), 0
         self._expected: Bytes = np.empty(0, np.uint8)
         self._place = (0, 0)
 

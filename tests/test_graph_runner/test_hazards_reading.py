@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import pytest
 
 from ggml_backend_npu.ggml import convert, lib, structs
+from ggml_backend_npu.ggml.node_reader import Reader
 from ggml_backend_npu.plugin.build import Builder
 from graph_runner.hazards import Graph, Kind, assert_no_hazards, check
 from graph_runner.hazards.graph import COPY
@@ -170,7 +171,7 @@ def named(tensor: int, name: str) -> int:
 def test_a_split_input_is_known_by_its_name_if_one_tensor_has_it(build: Builder, names: tuple[str, str]) -> None:
     a, copy = build.tensor("f32", (64,)), named(build.tensor("f32", (64,)), "NPU#x#0")
     nodes = [named(build.op(op, a), name) for op, name in zip(("sqr", "sqrt"), names, strict=True)]
-    reading, read = Reading(build.ggml), convert.Reader(build.ggml)
+    reading, read = Reading(build.ggml), Reader(build.ggml)
     for place, address in enumerate(nodes_of(build.graph(*nodes, named(build.op("neg", copy), "x")))):
         if place == 2:
             reading.begins_split()

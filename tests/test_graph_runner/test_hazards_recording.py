@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from ggml_backend_npu.ggml import convert, lib, structs
-from ggml_backend_npu.ggml.convert import Reader
+from ggml_backend_npu.ggml.node_reader import Reader
 from ggml_backend_npu.plugin.build import Builder
 from graph_runner.hazards import check
 from graph_runner.hazards.recording import Recording, as_built, step_name
