@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import groupby, islice
 from typing import Any
 
@@ -28,7 +28,7 @@ from ggml_backend_npu.ggml.graph_read import GraphRead, GraphReader, int64s
 from ggml_backend_npu.ggml.lib import Ggml
 from ggml_backend_npu.ops import OWN
 from ggml_backend_npu.plugin.rows import FAR, HOME, Pieces, Rows, graph_in
-from ggml_backend_npu.registry.calls import KernelError, are_watched
+from ggml_backend_npu.registry.calls import KernelError, Watched, are_watched
 from ggml_backend_npu.registry.entry import Call
 from quant.kernels.jit import callback, engine
 from quant.kernels.threads import Job, run_work, working_team
@@ -125,17 +125,18 @@ class Formed(Plan):
 
     pieces    forms where the memory of nodes lies; plans of nodes that have none
     of_graph  binds the whole graph node by node: its steps name what is computed
+    name      names the nodes of a piece, given by its number, without binding them
     """
 
-    def __init__(self, pieces: list[Placed | Plan], of_graph: Callable[[], Plan]) -> None:
+    def __init__(self, pieces: list[Placed | Plan], of_graph: Callable[[], Plan], name: Callable[[int], str]) -> None:
         counts, fused = Counter[str](), Counter[str]()
         plans = Counter(piece.form.plan if isinstance(piece, Placed) else piece for piece in pieces)
         for plan, times in plans.items():
             for total, part in ((counts, plan.counts), (fused, plan.fused)):
-                for name, count in part.items():
-                    total[name] += times * count
+                for what, count in part.items():
+                    total[what] += times * count
         super().__init__((), counts, fused)
-        self._pieces, self._of_graph = pieces, of_graph
+        self._pieces, self._of_graph, self._name = pieces, of_graph, name
         self._runs: list[Ints | list[Placed | Plan]] = []
         for in_python, each in groupby(pieces, lambda piece: piece.works is None):
             run = [*each]
@@ -161,21 +162,30 @@ class Formed(Plan):
         return tuple(found)
 
     def run(self) -> None:
-        """Runs it without Python between its works, unless somebody watches or Python gives work to threads. Raises
-        KernelError as any plan."""
+        """Runs it without Python between its works, or if somebody watches between its pieces; unless Python gives work
+        to threads. Raises KernelError as any plan."""
         team = working_team()
-        if are_watched() or not (team.openmp or team.n_threads == 1):
+        if not (team.openmp or team.n_threads == 1):
             super().run()
-            return
-        for run in self._runs:
-            if isinstance(run, np.ndarray):
-                done = _run(run.ctypes.data, len(run), team.n_threads, team.openmp)
-                if done < len(run):
-                    self._fail(int(run[done]))
-            else:
-                for piece in run:
-                    assert isinstance(piece, Plan)
-                    piece.run()
+        elif are_watched():
+            for number, piece in enumerate(self._pieces):
+                with Watched(self._name(number)):
+                    self._run(piece.works if piece.works is not None else [piece])
+        else:
+            for run in self._runs:
+                self._run(run)
+
+    def _run(self, run: Ints | Iterable[Placed | Plan]) -> None:
+        """Runs the works at some addresses, or pieces whose calls are Python's own."""
+        if isinstance(run, np.ndarray):
+            team = working_team()
+            done = _run(run.ctypes.data, len(run), team.n_threads, team.openmp)
+            if done < len(run):
+                self._fail(int(run[done]))
+        else:
+            for piece in run:
+                assert isinstance(piece, Plan)
+                piece.run()
 
     def _fail(self, address: int) -> None:
         """Raises what the step says whose work at an address failed."""
@@ -245,7 +255,8 @@ class Forms:
             for piece, placed in zip(which, form.put(into, bases), strict=True):
                 found[piece] = placed
             begin = end
-        return Formed([piece for piece in found if piece is not None], of_graph)
+        name = partial(pieces.name, self._ggml, read)
+        return Formed([piece for piece in found if piece is not None], of_graph, name)
 
     def _form(self, rows: Rows, piece: int, n_nodes: int) -> Form | None:
         """The form of a piece; None if it is bound where it lies, as a user's kernel has to be."""

@@ -214,6 +214,13 @@ class Pieces:
         begin, end = self.cuts[piece]
         return int(end - begin)
 
+    def name(self, ggml: Ggml, read: GraphRead, piece: int) -> str:
+        """Names the nodes of a piece, as a node and a span name themselves. The graph that was read must still be
+        there."""
+        nodes = read.at[read.computing[slice(*self.cuts[piece])]].tolist()
+        ops, last = [convert.op_name(ggml, node) for node in nodes], convert.name_of(nodes[-1])
+        return f"{' '.join(ops)} {'node' if len(ops) == 1 else 'up to'} {last!r}"
+
     def graph(self, ggml: Ggml, read: GraphRead, piece: int) -> Graph:
         """A piece as a graph of its own, where its memory lies. The graph that was read must still be there."""
         begin, end = self.cuts[piece].tolist()

@@ -215,10 +215,10 @@ class OwnRun:
     def _run(self, plan: Plan, graph: int) -> None:
         """Runs a plan, in place of the plugin. If it is of nodes that were held back, looks at each step of it."""
         self._order.runs(plan, graph)
-        if not self._are_together or not plan.steps:
+        if not self._are_together or not plan.counts:
             plan.run()
-            for each, (what, _) in zip(self._coming, plan.steps, strict=False):
-                each.fused = what.name if isinstance(what, Joined) else ""
+            for each, name in zip(self._coming, plan.fused, strict=False):
+                each.fused = name
             return
         coming = {each.read.address: each for each in self._coming}
         nodes = [coming[address] for address in convert.computing(self._ggml, graph)]
