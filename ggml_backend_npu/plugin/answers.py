@@ -1,4 +1,5 @@
-"""Nodes that a device has said yes to: `supports_op` is a C function that knows them by their sizes.
+"""What a device has answered: `supports_op` is a C function that knows the nodes that it takes by their sizes, and the
+ops that it leaves to others.
 
 A scheduler asks for each node whenever it makes a graph, and some thousand times for a prompt of a new length. Most of
 these nodes differ from one of another layer in nothing that a refusal may depend on.
@@ -43,12 +44,14 @@ class _Known(NamedTuple):
 
     python      callback for nodes that are not known
     computes    address of int64 by op: whether it computes anything
+    left        address of int64 by op: whether its nodes are left to other devices
     version     of the backend when the nodes were asked about
     version_at  address of the backend's version
     """
 
     python: int
     computes: int
+    left: int
     version: int
     version_at: int
 
@@ -100,12 +103,16 @@ def _learn(slots: int, node: int, version: int) -> Any:
 
 @callback(types.uint8(types.int64, types.int64))
 def supports_op(device: int, node: int) -> Any:
-    """ggml_backend_device_i.supports_op: yes to known nodes and to those that compute nothing; else Python is asked."""
+    """ggml_backend_device_i.supports_op: yes to known nodes and to those that compute nothing, no to ops that are left
+    to others; else Python is asked."""
     at = int64s(device + _CONTEXT, 1)[0]
     known, words = shared_record_at(at, _Known), int64s(node, ROW)
     if int64s(known.computes, 1024)[words[OP] & LOW] == 0:
         return types.uint8(1)
-    if words[VIEW_SRC] == 0 and known.version == int64s(known.version_at, 1)[0]:
+    is_of_now = known.version == int64s(known.version_at, 1)[0]
+    if is_of_now and int64s(known.left, 1024)[words[OP] & LOW] != 0:
+        return types.uint8(0)
+    if is_of_now and words[VIEW_SRC] == 0:
         key = np.empty(_KEY, np.int64)
         found, n = _key(node, key)
         slot = int64s(at + 8 * (_SLOTS + (1 + _KEY) * (found & (_N_SLOTS - 1))), 1 + _KEY)
@@ -119,7 +126,7 @@ def supports_op(device: int, node: int) -> Any:
 
 
 class Answers:
-    """The nodes that a device has said yes to.
+    """What a device has answered.
 
     python      address of the callback for nodes that are not known
     version_at  address of the backend's version
@@ -127,7 +134,8 @@ class Answers:
 
     def __init__(self, python: int, version_at: int, reader: GraphReader) -> None:
         self._reader = reader  # holds the table of ops
-        known = packed(_Known(python, reader.computes.ctypes.data, -1, version_at))
+        self._left = np.zeros_like(reader.computes)
+        known = packed(_Known(python, reader.computes.ctypes.data, self._left.ctypes.data, -1, version_at))
         self._words = np.concatenate([known, np.zeros(_N_SLOTS * (1 + _KEY), np.int64)])
 
     @property
@@ -137,7 +145,17 @@ class Answers:
 
     def learn(self, node: int, version: int) -> None:
         """Remembers that the backend of this version says yes to the node at an address, whose result is no view."""
+        self._begin(version)
+        _learn(self.address + 8 * _SLOTS, node, version)
+
+    def leave(self, number: int, version: int) -> None:
+        """Remembers that the backend of this version says no to all nodes of an op, by its number."""
+        self._begin(version)
+        self._left[number] = 1
+
+    def _begin(self, version: int) -> None:
+        """Forgets the answers of another version."""
         if self._words[_VERSION] != version:
             self._words[_SLOTS :: 1 + _KEY] = 0
+            self._left[:] = 0
             self._words[_VERSION] = version
-        _learn(self.address + 8 * _SLOTS, node, version)

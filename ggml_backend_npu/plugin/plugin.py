@@ -258,6 +258,9 @@ class Plugin:
         if self.claims is not None and op in PROBED:
             return op in self.claims
         if not self.backend.offers(op):
+            number, function = self.ggml.op_numbers[op]
+            if self.memory is None and function is None and op not in PROBED:
+                self._answers.leave(number, self.backend.version)
             return False
         reason = self._refusal(op, node) or self._elsewhere(node)
         if reason is not None:

@@ -75,6 +75,23 @@ def test_a_changed_backend_is_asked_anew(backend: Plugin, asked: list[str]) -> N
     assert asked == ["SILU", "SILU"], "with the movers alone no kernel is asked"
 
 
+def test_ops_that_are_left_to_others_are_refused_without_python(
+    backend: Plugin, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[str] = []
+    offers = Backend.offers
+    monkeypatch.setattr(Backend, "offers", lambda self, op: calls.append(op) or offers(self, op))  # type: ignore[func-returns-value]
+    choose(monkeypatch, ops="default")
+    with Scene(backend.ggml, "NPU") as scene:
+        x = scene.root("f32", (32,), np.zeros(32, np.float32))
+        left, function, taken = scene.op("rms_norm", x, 1e-5), scene.op("silu", x), scene.op("dup", x)
+        for _ in range(3):
+            assert [scene.supported(node) for node in (left, function, taken)] == [False, False, True]
+        assert calls == ["RMS_NORM", "SILU", "DUP", "SILU", "SILU"]
+        choose(monkeypatch, ops="all")
+        assert scene.supported(left), "with other options it is asked anew"
+
+
 def test_a_device_with_its_own_memory_is_asked_each_time(backend: Plugin) -> None:
     """Where a node's result lies is no part of a key."""
     own = Plugin(backend.ggml, Backend("NPU7", options=Options(ops="all", memory="device")))
