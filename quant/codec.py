@@ -27,7 +27,7 @@ class Codec:
     block_size   elements in a block (ggml_blck_size)
     block_bytes  bytes of a block (ggml_type_size)
     dtype        the NumPy type of one element, for types whose block is one element
-    provider     who computes it: "ours", "libgguf" or "ggml"
+    provider     who computes it: "ours", "ggml" or "gguf" (gguf.quants)
     is_compiled  whether it takes any number of blocks at once, without temporaries
     run          what compiled conversions of the type are made from; None: it has none
     """
@@ -114,8 +114,8 @@ def quantize(x: NDArray[Any], type: str, rounding: Rounding = "reference") -> By
 
     Returns uint8 (..., n / block_size * block_bytes). Raises ValueError for an unknown type or rounding, for an n that
     is not a multiple of the block size, for masked and complex arrays, and for a value of iq1, iq2 or iq3 that is not
-    finite or too large for ggml's own C (2 ** 27; iq2_s and iq3: 2 ** 38); TypeError for anything that is not an array
-    of numbers.
+    finite or too large for ggml's own C (2 ** 30; iq2_s and iq3: 2 ** 39); TypeError for anything that is not an array
+    of numbers; UserError for a type that takes a ggml to encode, if there is none (`quant.longtail`).
     """
     kind = codec(type)
     if rounding not in ROUNDINGS:
@@ -155,7 +155,7 @@ def dequantize(blocks: NDArray[Any], type: str) -> Floats:
     Returns float32 (..., m / block_bytes * block_size), equal to ggml's to_float. Raises ValueError for an unknown
     type, for an m that is not a multiple of the block bytes, and for masked and complex arrays; TypeError for anything
     that is not an array: the numbers of a list have no size in bytes, and np.frombuffer(data, np.uint8) makes an array
-    of bytes.
+    of bytes; UserError for q1_0 if there is no ggml.
     """
     kind = codec(type)
     blocks = plain_array("blocks", blocks)

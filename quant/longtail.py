@@ -1,76 +1,139 @@
-"""Every other ggml type: from libgguf, a package of ggml's own quantisation code, if it has the type.
+"""Every other ggml type: its functions in an installed ggml, and what NumPy can do where there is none.
 
-libgguf equals ggml bit for bit in every decoder and in every encoder of ggml_quantize_chunk, which makes model files.
-The CPU backend's iq4_nl is another one (quantize_row_iq4_nl looks for no better scale) and is defined here, as are
-three types that libgguf lacks. gguf.quants decodes as exactly but has few encoders, so it is not used.
+Who finds a ggml says so in its metadata, by an entry point of the group `quant.codecs`: a function that returns the
+codec of model files (ggml_quantize_chunk and to_float) for a type's name, and raises UserError if it has none. Without
+one, gguf.quants decodes, bit for bit as ggml, and has few encoders.
+
+iq4_nl as the CPU backend encodes it (quantize_row_iq4_nl looks for no better scale) is defined here, as are three types
+that ggml_quantize_chunk lacks or has not had for long.
 """
 
 from __future__ import annotations
 
-import libgguf
+from collections.abc import Callable
+from functools import cache
+from importlib.metadata import entry_points
+from typing import Any
+
 import numpy as np
-from libgguf import GGMLQuantizationType
 from numpy.typing import NDArray
 
 from quant.blocks import halves, largest_magnitude, low_byte, reciprocal, round_half_away, split
-from quant.codec import Bytes, Codec, Floats, Rounding, type_names
+from quant.codec import Bytes, Codec, Floats, Rounding
+from quant.errors import UserError
+
+GROUP = "quant.codecs"
 
 # The largest magnitude that a type can have. Beyond, sums of weight * x * quant in float32 overflow in ggml's C: it
 # chooses nothing then, reads quants that it never set, and ends the process or gives what was in memory.
 _LARGEST = {
-    **dict.fromkeys(("iq1_s", "iq1_m", "iq2_xxs", "iq2_xs"), 2.0**27),  # weights are as x ** 3: importance is x ** 2
-    **dict.fromkeys(("iq2_s", "iq3_xxs", "iq3_s"), 2.0**38),  # and as x ** 2
+    **dict.fromkeys(("iq1_s", "iq1_m", "iq2_xxs", "iq2_xs"), 2.0**30),  # sums are as x ** 4, with an importance x ** 2
+    **dict.fromkeys(("iq2_s", "iq3_xxs", "iq3_s"), 2.0**39),  # and as x ** 3
 }
 
 
-class Library(Codec):
-    """A type of libgguf. Types that need an importance matrix (iq2_xxs, iq2_xs, iq1_s, iq1_m) get libgguf's default
-    one."""
+class LongTail(Codec):
+    """A type that ggml's own functions encode and decode. For a type that needs an importance matrix (iq2_xxs, iq2_xs,
+    iq1_s), the importance of each x is x ** 2."""
 
-    provider = "libgguf"
-    type_number: int
+    provider = "ggml"
 
     def encode(self, x: Floats, rounding: Rounding) -> Bytes:
-        """As `Codec.encode`, by libgguf's quantize_rows; the type has one rounding. Raises ValueError for a value of
-        iq1, iq2 or iq3 that ggml's C is not defined for: one that is not finite, or too large."""
-        if not len(x):
-            return np.empty((0, self.block_bytes), np.uint8)
+        """As `Codec.encode`, by ggml_quantize_chunk; the type has one rounding. Raises ValueError for a value of iq1,
+        iq2 or iq3 that ggml's C is not defined for: one that is not finite, or too large. Raises UserError if there is
+        no ggml, and gguf.quants cannot encode the type."""
         largest = _LARGEST.get(self.name)
         if largest is not None and not (np.abs(x) <= largest).all():
             value = x[~(np.abs(x) <= largest)][0]
             raise ValueError(f"x holds {value:g}: {self.name} takes finite values of at most {largest:g} in magnitude")
-        return np.asarray(libgguf.quantize_rows(x, self.type_number))
+        return _computed_by(self.name).encode(x, rounding)
 
     def decode(self, blocks: Bytes) -> Floats:
-        """As `Codec.decode`, by libgguf's dequantize_rows_raw: ggml's to_float of the type."""
-        if not len(blocks):
-            return np.empty((0, self.block_size), np.float32)
-        values = libgguf.dequantize_rows_raw(self.type_number, blocks, len(blocks), self.block_size)
-        return np.frombuffer(values, np.float32).reshape(-1, self.block_size).copy()
+        """As `Codec.decode`, by ggml's to_float of the type. Raises UserError if there is no ggml, and gguf.quants
+        cannot decode the type."""
+        return _computed_by(self.name).decode(blocks)
 
 
-def _define_library_types() -> None:
-    for type_number, (block_size, _) in libgguf.GGML_QUANT_SIZES.items():
-        name = libgguf.type_name(type_number)
-        block_bytes = libgguf.row_size(type_number, block_size)
-        if block_size > 1 and block_bytes and name not in type_names():
-            attributes = {
-                "name": name,
-                "block_size": block_size,
-                "block_bytes": block_bytes,
-                "type_number": int(type_number),
-            }
-            type(name.upper(), (Library,), attributes)
+def _computed_by(name: str) -> Codec:
+    """The codec of a type by a ggml; by gguf.quants if there is none."""
+    find = _found()
+    if find is None:
+        return OfGguf(name, "nothing installed finds one (install ggml-backend-npu again)")
+    try:
+        return find(name)
+    except UserError as error:
+        return OfGguf(name, str(error))
 
 
-_define_library_types()
+@cache
+def _found() -> Callable[[str], Codec] | None:
+    point = next(iter(entry_points(group=GROUP)), None)
+    return None if point is None else point.load()
 
 
-class IQ4_NL(Library):
-    """libgguf's iq4_nl, whose "simd" rounding is that of ggml's CPU backend."""
+class OfGguf(Codec):
+    """A type by gguf.quants, in NumPy.
+
+    why_not  why no ggml computes it
+    """
+
+    provider = "gguf"
+
+    def __init__(self, name: str, why_not: str) -> None:
+        self.name, self._why_not = name, why_not
+
+    def encode(self, x: Floats, rounding: Rounding) -> Bytes:
+        """As `Codec.encode`. Raises UserError if gguf.quants has no encoder of the type."""
+        blocks: Bytes = self._compute("quantize", x)
+        return blocks
+
+    def decode(self, blocks: Bytes) -> Floats:
+        """As `Codec.decode`. Raises UserError if gguf.quants has no decoder of the type."""
+        x: Floats = self._compute("dequantize", blocks)
+        return x
+
+    def _compute(self, function: str, array: NDArray[Any]) -> Any:
+        import gguf  # what has a ggml does not need it
+
+        try:
+            with np.errstate(all="ignore"):
+                return getattr(gguf.quants, function)(array, gguf.GGMLQuantizationType[self.name.upper()])
+        except NotImplementedError:
+            raise UserError(f"type {self.name!r}: to {function} it takes a ggml, and {self._why_not}") from None
+
+
+# block size and block bytes
+_SIZES = {
+    "q4_1": (32, 20),
+    "q5_0": (32, 22),
+    "q5_1": (32, 24),
+    "q2_K": (256, 84),
+    "q3_K": (256, 110),
+    "q4_K": (256, 144),
+    "q5_K": (256, 176),
+    "q6_K": (256, 210),
+    "iq2_xxs": (256, 66),
+    "iq2_xs": (256, 74),
+    "iq3_xxs": (256, 98),
+    "iq1_s": (256, 50),
+    "iq3_s": (256, 110),
+    "iq2_s": (256, 82),
+    "iq4_xs": (256, 136),
+    "iq1_m": (256, 56),
+    "tq1_0": (256, 54),
+    "tq2_0": (256, 66),
+    "mxfp4": (32, 17),
+    "nvfp4": (64, 36),
+    "q1_0": (128, 18),
+}  # fmt: skip
+for _name, (_block_size, _block_bytes) in _SIZES.items():
+    type(_name.upper(), (LongTail,), {"name": _name, "block_size": _block_size, "block_bytes": _block_bytes})
+
+
+class IQ4_NL(LongTail):
+    """iq4_nl, whose "simd" rounding is that of ggml's CPU backend."""
 
     name, block_size, block_bytes = "iq4_nl", 32, 18
-    type_number = int(GGMLQuantizationType.IQ4_NL)
 
     def encode(self, x: Floats, rounding: Rounding) -> Bytes:
         """Blocks of 2 + 16 bytes: "reference" as ggml_quantize_chunk, "simd" as quantize_row_iq4_nl. That leaves the

@@ -208,9 +208,11 @@ OF_THE_PROCESS = {
 }
 # the same, kept by `@cache`: functions that return what changes
 KEPT = {
+    "quant/longtail.py _found": "who finds a ggml, by what is installed",
     "quant/kernels/records.py _fields": "of a record's class, which does not change",
     "quant/kernels/threads.py _pool": "the threads of the process, where ggml has none",
     "ggml_backend_npu/ggml/codecs.py bound": "what the CPU backend of the process's ggml computes",
+    "ggml_backend_npu/ggml/codecs.py of_files": "of the ggml of the process",
     "ggml_backend_npu/ggml/blas.py _library": "the BLAS of the process",
     "ggml_backend_npu/ggml/lib.py ggml": "the ggml of the process",
     "ggml_backend_npu/ops/kernels/tiles.py _table": "of a function, which does not change",
@@ -371,7 +373,7 @@ WITHOUT_TESTS = {
     "graph_runner/run": "llama_log model observing placement sampling session token_graph",
     "graph_runner/tools": "battery examination prediction",
     "graph_runner/trace": "capturing format reading replaying taken writing",
-    "quant": "blocks codec conversions dots errors longtail rows runs scalars",
+    "quant": "blocks codec conversions dots errors rows runs scalars",
     "quant/kernels": "cache jit matrices orders records vectors",
 }
 

@@ -1,14 +1,14 @@
 """Codecs that call the bound ggml's own functions, and those of our codecs that agree with ggml's CPU backend.
 
 Types that this project has no kernel for (the K and IQ quants, mxfp4, ...) go through the type traits of the very ggml
-that runs the graph: exact by construction, on every processor, and also for types newer than any package. libgguf is
-used where there is no ggml.
+that runs the graph: exact by construction, on every processor, and also for types newer than any package. `quant` has
+its long tail of types from here, by an entry point.
 """
 
 from __future__ import annotations
 
 import ctypes
-from functools import cache
+from functools import cache, partial
 from types import MappingProxyType
 
 import numpy as np
@@ -68,8 +68,38 @@ class Bound(Codec):
         return x
 
 
+class OfFiles(Bound):
+    """A codec of ggml's as model files are made: to_float of ggml_get_type_traits, and ggml_quantize_chunk."""
+
+    def __init__(self, ggml: Ggml, info: TypeInfo) -> None:
+        super().__init__(ggml, info)
+        self._quantize = partial(ggml.ggml_quantize_chunk, info.number)
+        self._needs_importance = ggml.ggml_quantize_requires_imatrix(info.number)
+
+    def encode(self, x: Floats, rounding: Rounding) -> Bytes:
+        """Quantises x, (n, block_size) float32, to (n, block_bytes) bytes, as one row of ggml_quantize_chunk: only so
+        each block has an importance matrix of its own, x ** 2. A type that needs none has none."""
+        x = np.ascontiguousarray(x)
+        blocks = np.zeros((len(x), self.block_bytes), np.uint8)
+        importance = _pointer(np.square(x)) if self._needs_importance else None
+        if x.size:  # ggml divides by the length of a row
+            self._quantize(_pointer(x), _pointer(blocks), 0, 1, x.size, importance)
+        return blocks
+
+
 def _pointer(array: Bytes | Floats) -> ctypes.c_void_p:
     return array.ctypes.data_as(ctypes.c_void_p)
+
+
+@cache
+def of_files(name: str) -> Codec:
+    """The codec of model files of a type, by the ggml of this process when it is first asked for. That ggml's private
+    layouts are not read. Raises UnknownGgmlError if there is none, or it lacks the type."""
+    ggml = lib.unchecked()
+    for info in ggml.types.values():
+        if info.name == name:
+            return OfFiles(ggml, info)
+    raise lib.UnknownGgmlError(f"ggml {ggml.version} has no type {name}")
 
 
 def _probe() -> Floats:

@@ -30,6 +30,8 @@ _FUNCTIONS: _Functions = {
     "ggml_op_name": (c_char_p, [c_int]),
     "ggml_unary_op_name": (c_char_p, [c_int]),
     "ggml_glu_op_name": (c_char_p, [c_int]),
+    "ggml_quantize_requires_imatrix": (c_bool, [c_int]),
+    "ggml_quantize_chunk": (c_size_t, [c_int, c_void_p, c_void_p, c_int64, c_int64, c_int64, c_void_p]),
     "ggml_get_type_traits": (POINTER(structs.TypeTraits), [c_int]),
     "ggml_init": (c_void_p, [structs.InitParams]),
     "ggml_free": (None, [c_void_p]),

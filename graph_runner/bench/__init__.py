@@ -1,4 +1,4 @@
-"""Benchmarks: this project against ggml's CPU, libgguf, gguf-py and memcpy, on one machine in one run.
+"""Benchmarks: this project against ggml's CPU and functions, gguf-py and memcpy, on one machine in one run.
 
 measure    a measurement, turns, means, and the header with the machine and the versions
 nodes      nodes to measure, on the NPU and on ggml's CPU

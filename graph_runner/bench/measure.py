@@ -15,6 +15,7 @@ from quant.kernels.processor import processors
 
 ELEMENTS = 1 << 24  # of a benchmark of bandwidth: 64 MiB of float32
 OURS, GGML_CPU = "ggml-npu", "ggml CPU"
+GGML = "ggml"  # its functions, without a graph
 
 _QUIET = 0.02  # seconds in front of a measurement: for so long the CPU's threads spin when they have nothing to do
 _SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6}
@@ -131,7 +132,6 @@ class Header:
     numba: str
     ggml: str
     llama_cpp_python: str
-    libgguf: str
     gguf: str
     threads: int
     rounds: int
@@ -140,7 +140,7 @@ class Header:
         return (
             f"{self.machine}, {count(self.cores, 'core')}; "
             f"Python {self.python}, numpy {self.numpy}, numba {self.numba}, ggml {self.ggml} "
-            f"(llama-cpp-python {self.llama_cpp_python}), libgguf {self.libgguf}, gguf {self.gguf}; "
+            f"(llama-cpp-python {self.llama_cpp_python}), gguf {self.gguf}; "
             f"{count(self.threads, 'thread')}, {count(self.rounds, 'round')}"
         )
 
@@ -152,7 +152,7 @@ def count(n: int, what: str) -> str:
 
 def header(*, rounds: int, threads: int) -> Header:
     """Returns the header for measurements on this machine."""
-    packages = ("numpy", "numba", "llama_cpp_python", "libgguf", "gguf")
+    packages = ("numpy", "numba", "llama_cpp_python", "gguf")
     return Header(
         machine=_processor(),
         cores=cores(),

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from graph_runner.base.errors import BenchError
-from graph_runner.bench.measure import GGML_CPU, OURS, Measurement, count, groups
+from graph_runner.bench.measure import GGML, GGML_CPU, OURS, Measurement, count, groups
 from graph_runner.bench.run import WITH_BANDWIDTH, BenchResult
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 # Okabe and Ito's colours, and a grey: told apart by the colour blind too
-_COLOURS = {OURS: "#0072B2", GGML_CPU: "#E69F00", "libgguf": "#56B4E9", "gguf-py": "#BBBBBB"}
+_COLOURS = {OURS: "#0072B2", GGML_CPU: "#E69F00", GGML: "#56B4E9", "gguf-py": "#BBBBBB"}
 _ROOFS = ("--", ":")
 _SUFFIXES = (".png", ".svg", ".pdf")
 

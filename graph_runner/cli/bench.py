@@ -46,7 +46,7 @@ def bench(
     """Measure speed against other implementations in the same run.
 
     movers: ops that move 64 MiB, against ggml's CPU and memcpy.
-    codecs: q8_0 and q4_0 of 64 MiB, against libgguf, gguf-py and memcpy.
+    codecs: q8_0 and q4_0 of 64 MiB, against ggml's own functions, gguf-py and memcpy.
     calls: graphs of one small node, against ggml's CPU.
     splits: what a split costs on a device in Python whose program does nothing.
     decode: a model with the movers on the NPU, and with every node, against the CPU alone; memory.

@@ -37,7 +37,7 @@ from graph_runner.bench import (
     splits,
     worst,
 )
-from graph_runner.bench.measure import GGML_CPU, count
+from graph_runner.bench.measure import GGML, GGML_CPU, count
 from graph_runner.bench.operators import bench_operators
 
 ELEMENTS = 1 << 16
@@ -134,12 +134,12 @@ def test_the_bytes_of_a_mover_are_those_of_its_wider_side() -> None:
     assert_sane([found], [GGML_CPU], "ms", rounds=2)
 
 
-def test_codecs_stand_beside_libgguf_and_gguf_py() -> None:
+def test_codecs_stand_beside_ggml_and_gguf_py() -> None:
     found = [*codecs.bench_codecs(rounds=1, threads=2, elements=ELEMENTS)]
     whats = ["quantize q8_0", "dequantize q8_0", "quantize q4_0", "dequantize q4_0"]
     assert [measurement.what for measurement in found] == whats
     assert {measurement.nbytes for measurement in found} == {4 * ELEMENTS}
-    assert_sane(found, ["libgguf", "gguf-py"], "ms", rounds=1)
+    assert_sane(found, [GGML, "gguf-py"], "ms", rounds=1)
 
 
 @pytest.mark.parametrize(("threads", "whats"), [(1, ["1 thread"]), (3, ["1 thread", "3 threads"])])
@@ -256,8 +256,8 @@ def test_a_wrong_or_failing_node_raises(backend: Plugin, kernel: Callable[..., N
 
 
 def test_a_codec_whose_bytes_differ_raises() -> None:
-    jobs = {"quant": lambda: np.zeros(4, np.float32), "libgguf": lambda: -np.zeros(4, np.float32)}
-    with pytest.raises(RuntimeError, match="dequantize q8_0: the bytes of libgguf are not those of quant"):
+    jobs = {"quant": lambda: np.zeros(4, np.float32), GGML: lambda: -np.zeros(4, np.float32)}
+    with pytest.raises(RuntimeError, match="dequantize q8_0: the bytes of ggml are not those of quant"):
         codecs.check_equal("dequantize q8_0", jobs)
 
 
@@ -296,7 +296,6 @@ def test_bench_writes_every_round_as_json(cli: Cli, tmp_path: Path) -> None:
         "numba",
         "ggml",
         "llama_cpp_python",
-        "libgguf",
         "gguf",
     }
     assert [line["benchmark"] for line in data["measurements"]] == ["memcpy"] * 2 + ["codecs"] * 4
@@ -309,11 +308,11 @@ def test_bench_writes_every_round_as_json(cli: Cli, tmp_path: Path) -> None:
     )
     assert line["median"] == pytest.approx(sum(line["values"]) / 2)
     assert line["bytes_per_second"] == pytest.approx(line["nbytes"] / (line["median"] / 1e3))
-    for other in ("libgguf", "gguf-py"):
+    for other in (GGML, "gguf-py"):
         ratios = [b / a for a, b in zip(line["values"], line["others"][other]["values"], strict=True)]
         assert line["others"][other]["ratio"] == pytest.approx(sum(ratios) / 2)
     summaries = [(found["group"], found["to"]) for found in data["summaries"]]
-    assert summaries == [(group, to) for group in (None, "quantize", "dequantize") for to in ("libgguf", "gguf-py")]
+    assert summaries == [(group, to) for group in (None, "quantize", "dequantize") for to in (GGML, "gguf-py")]
     assert all(found["worst"]["ratio"] <= found["geometric_mean"] for found in data["summaries"])
 
 
@@ -348,16 +347,16 @@ def made(what: str, group: str, *others: str) -> Measurement:
 
 
 def test_a_drawing_says_what_it_shows() -> None:
-    head = Header("Made-up CPU", 3, "3.12", "2.0", "0.62", "0.25", "0.3.36", "0.2.2", "0.19", threads=3, rounds=5)
+    head = Header("Made-up CPU", 3, "3.12", "2.0", "0.62", "0.25", "0.3.36", "0.19", threads=3, rounds=5)
     movers = [made("CPY f32 -> f16", "CPY", GGML_CPU), made("CPY f16 -> f32", "CPY", GGML_CPU)]
     memcpy = [Measurement(f"{n} threads", "s", [0.5 / n], nbytes=10**9) for n in (1, 3)]
-    quantize = [made("quantize q8_0", "quantize", "libgguf", "gguf-py")]
+    quantize = [made("quantize q8_0", "quantize", GGML, "gguf-py")]
     result = BenchResult(head, {"memcpy": memcpy, "movers": movers, "codecs": quantize})
     text = {found.get_text() for found in plot.figure_of(result).findobj(Text)}
     assert "ggml-npu bench on Made-up CPU, 3 cores, 3 threads" in text
     assert {"CPY", "f32 -> f16", "f16 -> f32", "quantize", "q8_0"} < text
-    assert {"ggml-npu", GGML_CPU, "libgguf", "gguf-py", "memcpy, 1 threads", "memcpy, 3 threads"} < text
-    assert {"2.00x", "2.00x libgguf   2.00x gguf-py"} < text
+    assert {"ggml-npu", GGML_CPU, GGML, "gguf-py", "memcpy, 1 threads", "memcpy, 3 threads"} < text
+    assert {"2.00x", "2.00x ggml   2.00x gguf-py"} < text
 
 
 @pytest.mark.parametrize(
