@@ -9,6 +9,7 @@ import sys
 import tarfile
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -59,6 +60,32 @@ def test_the_sdist_holds_sources_tests_examples_and_docs(built: Path) -> None:
     assert files(*PACKAGES, "examples", "docs", "tests") | pages <= names
     assert {"LICENSE", "CITATION.cff", "pyproject.toml", "ggml_npu.py", "mkdocs.yml", ".ci/run"} <= names
     assert not [name for name in names if name.endswith((".pyc", ".gguf"))]
+
+
+@pytest.mark.slow
+def test_the_core_installs_without_a_compiler_and_says_what_is_missing(built: Path, tmp_path: Path) -> None:
+    """In a fresh environment, with nothing else on PATH, from wheels alone."""
+    (wheel,) = built.glob("*.whl")
+    subprocess.run([sys.executable, "-m", "venv", tmp_path / "v"], check=True)
+    environment = {"PATH": str(tmp_path / "v" / "bin"), "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    environment |= {name: value for name, value in os.environ.items() if name.startswith(("PIP_", "SSL_", "HOME"))}
+
+    def run(*words: object) -> subprocess.CompletedProcess[str]:
+        command = [str(tmp_path / "v" / "bin" / str(words[0])), *map(str, words[1:])]
+        options: dict[str, Any] = {"capture_output": True, "text": True, "timeout": 300, "check": False}
+        return subprocess.run(command, env=environment, cwd=tmp_path, **options)
+
+    done = run("pip", "install", "--quiet", "--only-binary", ":all:", wheel)
+    if "No matching distribution" in done.stderr:
+        pytest.skip("pip finds no packages here")
+    assert done.returncode == 0, done.stderr
+    assert run("python", "-c", "import quant, ggml_backend_npu").returncode == 0
+    assert run("ggml-npu", "ops").stdout.startswith("op ")
+    missing = run("ggml-npu", "run", "tiny")
+    assert missing.returncode == 2
+    assert missing.stderr == "ggml-npu: llama-cpp-python is not installed: pip install 'ggml-backend-npu[llama]'\n"
+    assert run("ggml-npu", "plugin").stderr.startswith("ggml-npu: plugin: no C compiler is installed")
+    assert run("ggml-npu", "doctor").stderr.startswith("ggml-npu: no package here has a ggml: pip install")
 
 
 @pytest.mark.parametrize("package", ["quant", "graph_runner"])

@@ -125,8 +125,8 @@ def test_backends_and_memory_are_what_their_types_say() -> None:
     assert asks == ["ggml_backend_npu/device/backend.py"]
 
 
-def test_llama_cpp_is_imported_where_ggml_is_found_and_where_models_run() -> None:
-    assert not outside(importers("llama_cpp"), "ggml_backend_npu/ggml/", "graph_runner/")
+def test_llama_cpp_which_is_an_extra_is_imported_in_one_place() -> None:
+    assert importers("llama_cpp") == {"ggml_backend_npu/ggml/llama.py"}
 
 
 @pytest.mark.parametrize("module", ["ctypes", "_ctypes", "cffi"])

@@ -14,7 +14,7 @@ from functools import cache, cached_property
 from itertools import count, takewhile
 from typing import Any, NamedTuple
 
-from ggml_backend_npu.ggml import layouts, places, probes, structs
+from ggml_backend_npu.ggml import layouts, llama, places, probes, structs
 from ggml_backend_npu.ggml.layouts.layout import Layout
 from quant.errors import UserError
 
@@ -439,12 +439,11 @@ def _buffer_init(layout: Layout) -> tuple[Any, list[Any]]:
 
 
 def _llama_cpp() -> ctypes.CDLL:
+    """libllama's own handle: it finds the ggml that libllama uses; the wheel holds several copies of it."""
     try:
-        from llama_cpp import llama_cpp
-    except Exception as error:
-        raise UnknownGgmlError(f"llama-cpp-python cannot be imported: {error}") from None
-    # libllama's own handle: it finds the ggml that libllama uses; the wheel holds several copies of it
-    library: ctypes.CDLL = llama_cpp._lib
+        library: ctypes.CDLL = llama.functions()._lib
+    except UserError as error:
+        raise UnknownGgmlError(f"{error}; register(into=...) takes another package's ggml") from None
     return library
 
 

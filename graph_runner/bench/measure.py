@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 
-from ggml_backend_npu.ggml import lib
+from ggml_backend_npu.ggml import lib, llama
 from quant.kernels.processor import processors
 
 ELEMENTS = 1 << 24  # of a benchmark of bandwidth: 64 MiB of float32
@@ -152,12 +152,13 @@ def count(n: int, what: str) -> str:
 
 def header(*, rounds: int, threads: int) -> Header:
     """Returns the header for measurements on this machine."""
-    packages = ("numpy", "numba", "llama_cpp_python", "gguf")
+    packages = ("numpy", "numba", "gguf")
     return Header(
         machine=_processor(),
         cores=cores(),
         python=platform.python_version(),
         ggml=lib.ggml().version,
+        llama_cpp_python=llama.version(),
         threads=threads,
         rounds=rounds,
         **{package: version(package) for package in packages},

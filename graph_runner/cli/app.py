@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from typing import Annotated
 
 import typer
@@ -63,8 +63,15 @@ for name, command in COMMANDS.items():
 def _print_version(wanted: bool) -> None:
     if wanted:
         names = ("ggml-backend-npu", "llama-cpp-python", "numba", "numpy")
-        print(", ".join(f"{name} {version(name)}" for name in names))
+        print(", ".join(f"{name} {_version(name)}" for name in names))
         raise typer.Exit
+
+
+def _version(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return "is not installed"
 
 
 @app.callback()

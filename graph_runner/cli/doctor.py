@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from graph_runner.base.console import Console, table
+from graph_runner.base.errors import BadInputError
 
 
 def doctor(
@@ -34,6 +35,8 @@ def doctor(
     from graph_runner.tools.examination import examined
 
     found = examined(places or [], pid)
+    if not found:
+        raise BadInputError("no package here has a ggml: pip install 'ggml-backend-npu[llama]', or name a library")
     shown = table("where", "ggml", "layout", "NPU", "what to type, or why not")
     for each in found:
         shown.add_row(each.where, each.version, each.layout, "yes" if each.fits else "no", each.advice)

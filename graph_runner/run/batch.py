@@ -5,7 +5,9 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Iterator, Sequence
 
-from llama_cpp import llama_cpp
+from ggml_backend_npu.ggml import llama
+
+llama_cpp = llama.functions()
 
 
 class Batch:

@@ -6,10 +6,10 @@ import os
 import sys
 from typing import Any
 
-from llama_cpp import llama_cpp
-
+from ggml_backend_npu.ggml import llama
 from graph_runner.base.console import printable
 
+llama_cpp = llama.functions()
 _lines: list[str] = []
 
 

@@ -7,8 +7,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from llama_cpp import llama_cpp
-
+from ggml_backend_npu.ggml import llama
 from ggml_backend_npu.ggml.lib import Ggml
 from graph_runner.base.errors import SessionError
 from graph_runner.base.limits import free_memory
@@ -17,6 +16,7 @@ from graph_runner.base.settings import Settings
 from graph_runner.run import llama_log
 from graph_runner.run.placement import Placement
 
+llama_cpp = llama.functions()
 _EMBEDDINGS = rb"^(token_embd|position_embd|token_types|per_layer_token_embd)\."
 
 

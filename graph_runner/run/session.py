@@ -10,11 +10,10 @@ from pathlib import Path
 from types import TracebackType
 
 import numpy as np
-from llama_cpp import llama_cpp
 from numpy.typing import NDArray
 
 from ggml_backend_npu.backend import NO_KERNEL
-from ggml_backend_npu.ggml import lib
+from ggml_backend_npu.ggml import lib, llama
 from ggml_backend_npu.ggml.crash import crashes_told
 from ggml_backend_npu.plugin.contexts import Context
 from ggml_backend_npu.plugin.foreign import ForeignDevice
@@ -39,6 +38,7 @@ from graph_runner.run.sampling import Sampler as Sampler
 from graph_runner.run.sampling import generate as generate
 from quant.kernels.processor import processors
 
+llama_cpp = llama.functions()
 LEFT_BY_THE_SCHEDULER = "supported, but the scheduler left it where its data lies"
 _FUSED = {f"fused DeepSeek V4 HC {part}": f"DSV4_HC_{part.upper()}" for part in ("pre", "comb", "post")}
 

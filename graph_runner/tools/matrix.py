@@ -21,6 +21,7 @@ from threading import Event
 from types import NoneType
 from typing import Any
 
+from ggml_backend_npu.ggml import llama
 from graph_runner.base.endings import undone
 from graph_runner.base.errors import BadInputError
 from graph_runner.base.files import parts_of, write_file
@@ -33,7 +34,7 @@ FAILED = "failed to run"
 VERDICTS = (RIGHT, ROUNDING, WRONG, UNDECIDED, FAILED)
 OWN = ("demo", "tiny")  # models that are no files of the user
 
-_VERSIONS = ("ggml-backend-npu", "llama-cpp-python", "numba", "numpy")
+_VERSIONS = ("ggml-backend-npu", "numba", "numpy")
 _NO_MATTER = ("GGML_NPU_VERBOSE", "GGML_NO_BACKTRACE")
 _JSON, _PAGE, _LOG, _CELL = "diff.json", "diff.html", "log.txt", "cell.json"
 _PATIENCE = 2.5  # seconds that a diff has to end after it was told
@@ -220,7 +221,7 @@ def cells_of(
     common  options of each diff, besides its device and settings
     files   that each diff reads, besides those that its settings name
     """
-    known = [SCHEMA, [version(name) for name in _VERSIONS], _variables(), [*map(_identity, files)]]
+    known = [SCHEMA, [llama.version(), *map(version, _VERSIONS)], _variables(), [*map(_identity, files)]]
     made = []
     for name, file in models.items():
         path = demo_file() if file == "demo" else Path(file)

@@ -19,12 +19,12 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import Literal
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from ggml_backend_npu.ggml import llama
 from ggml_backend_npu.plugin.embedding import plugin
 from graph_runner.base.console import Console
 from graph_runner.base.endings import undone
@@ -203,7 +203,7 @@ def folder() -> Path:
     """Returns the folder for programs that fit the installed llama-cpp-python; they are there after `build`. Raises
     FolderError for a user without a home."""
     made_of = hashlib.sha256(repr((PROGRAMS, _OPTIONS, _LOAD_PLUGINS)).encode()).hexdigest()[:8]
-    return folders.cache_root() / f"programs-{version('llama-cpp-python')}-{made_of}" / "bin"
+    return folders.cache_root() / f"programs-{llama.version()}-{made_of}" / "bin"
 
 
 def build(console: Console | None = None) -> Path:
@@ -268,7 +268,7 @@ def _fetch(source: Path) -> None:
     package = "llama-cpp-python"
     with folders.temporary_folder(source.parent) as here:
         options = ["--no-deps", "--no-binary", package, "--dest", str(here)]  # not :all:, which builds cmake as well
-        _run([sys.executable, "-P", "-m", "pip", "download", *options, f"{package}=={version(package)}"])
+        _run([sys.executable, "-P", "-m", "pip", "download", *options, f"{package}=={llama.version()}"])
         (archive,) = here.glob("*.tar.gz")
         with tarfile.open(archive) as sdist:
             sdist.extractall(here, filter="data")
