@@ -275,6 +275,18 @@ def test_links_lead_to_files() -> None:
                 assert (page.parent / link).exists(), f"{page.name}: {link}"
 
 
+def test_what_stands_in_the_way_of_a_platform_is_where_the_page_says() -> None:
+    """Each word of the first column is in a file of the second, and each file has one of the words."""
+    _, _, page = (ROOT / "docs/portability.md").read_text().partition("## What stands in the way")
+    rows = re.findall(r"^\| (`.*?) \| (`.*?) \|", page, re.MULTILINE)
+    assert len(rows) > 20
+    for row in rows:
+        words, names = (re.findall("`([^`]+)`", column) for column in row)
+        files = {name: (ROOT / name).read_text() for name in names}
+        assert [word for word in words if not any(word in text for text in files.values())] == []
+        assert [name for name, text in files.items() if not any(word in text for word in words)] == []
+
+
 def test_every_variable_is_in_the_table() -> None:
     from ggml_backend_npu.backend.options import _CHECKS, _READ_ELSEWHERE
 
