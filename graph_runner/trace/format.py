@@ -1,53 +1,22 @@
-"""The content of a trace: where its nodes come from, each node with its expected output, and the beginning of the
-file."""
+"""The content of a trace: where its nodes come from, and each node with its expected output."""
 
 from __future__ import annotations
 
-import hashlib
-import os
-import struct
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ggml_backend_npu import Graph, Memory, Node, Tensor
+from graph_runner.base.sealed import Seal
 from quant.codec import Rounding
 
 NPU = "NPU"
 FORMAT = 2
 
-ARCHITECTURE = "ggml-npu-trace"
-NO_DIGEST = b"0" * 64
+SEAL = Seal("trace")
 
 Bytes = NDArray[np.uint8]
-
-
-def _string(text: str) -> bytes:
-    return struct.pack("<Q", len(text)) + text.encode()
-
-
-# a trace begins with a GGUF's header and these two keys; the digest is that of the file with zeros in its place
-HEADER_BYTES = 24
-PREFIX = b"".join(
-    (
-        _string("general.architecture") + struct.pack("<I", 8) + _string(ARCHITECTURE),
-        _string("trace.sha256") + struct.pack("<I", 8) + struct.pack("<Q", len(NO_DIGEST)),
-    )
-)
-DIGEST_AT = HEADER_BYTES + len(PREFIX)
-
-
-def digest_of_file(path: Path) -> bytes:
-    """Returns the SHA-256 of a trace, computed with zeros in place of the digest, as 64 hexadecimal digits."""
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        digest.update(file.read(DIGEST_AT) + NO_DIGEST)
-        file.seek(len(NO_DIGEST), os.SEEK_CUR)
-        while chunk := file.read(1 << 20):
-            digest.update(chunk)
-    return digest.hexdigest().encode()
 
 
 @dataclass(frozen=True)

@@ -19,15 +19,11 @@ from ggml_backend_npu.user_texts import no_file
 from graph_runner.base.errors import TraceError
 from graph_runner.judging.copies import Room
 from graph_runner.trace.format import (
-    DIGEST_AT,
     FORMAT,
-    HEADER_BYTES,
-    NO_DIGEST,
-    PREFIX,
+    SEAL,
     Bytes,
     Origin,
     Recorded,
-    digest_of_file,
 )
 from quant.codec import ROUNDINGS
 
@@ -102,7 +98,8 @@ def read_trace(path: Path) -> Trace:
     if not path.is_file():
         raise TraceError(f"{where}: {no_file(path)}")
     try:
-        _check_digest(path, where)
+        if (why := SEAL.refusal(path)) is not None:
+            raise TraceError(f"{where}: {why}")
         reader = GGUFReader(path, "c")
         return _parsed(reader, where)
     except TraceError:
@@ -115,20 +112,7 @@ def read_trace(path: Path) -> Trace:
 
 def is_trace(path: Path) -> bool:
     """Whether a file begins as a trace. Raises OSError."""
-    with path.open("rb") as file:
-        head = file.read(DIGEST_AT)
-    return head[:4] == b"GGUF" and head[HEADER_BYTES:] == PREFIX
-
-
-def _check_digest(path: Path, where: str) -> None:
-    with path.open("rb") as file:
-        head = file.read(DIGEST_AT + len(NO_DIGEST))
-    if head[:4] != b"GGUF":
-        raise TraceError(f"{where}: not a GGUF file (begins with {head[:4]!r})")
-    if head[HEADER_BYTES:DIGEST_AT] != PREFIX[: max(0, len(head) - HEADER_BYTES)]:
-        raise TraceError(f"{where}: a GGUF file, but no trace")
-    if head[DIGEST_AT:] != digest_of_file(path):
-        raise TraceError(f"{where}: is cut off or was changed: its SHA-256 is another one")
+    return SEAL.begins(path)
 
 
 def _parsed(reader: GGUFReader, where: str) -> Trace:

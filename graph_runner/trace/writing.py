@@ -13,7 +13,6 @@ from types import TracebackType
 from typing import Any
 
 import numpy as np
-from gguf import GGUFWriter
 
 from ggml_backend_npu import Graph, Tensor
 from ggml_backend_npu.ggml.fenced import ALIGNMENT
@@ -22,14 +21,11 @@ from graph_runner.base.errors import TraceError
 from graph_runner.base.files import replacing
 from graph_runner.judging.copies import span
 from graph_runner.trace.format import (
-    ARCHITECTURE,
-    DIGEST_AT,
     FORMAT,
-    NO_DIGEST,
+    SEAL,
     Bytes,
     Origin,
     Recorded,
-    digest_of_file,
 )
 
 
@@ -43,8 +39,7 @@ class TraceWriter:
         check_output(path)
         self._path, self._beside = path, ExitStack()
         self._partial = self._beside.enter_context(replacing(path))
-        self._writer = GGUFWriter(self._partial, ARCHITECTURE, use_temp_file=True)
-        self._writer.add_string("trace.sha256", NO_DIGEST.decode())
+        self._writer = SEAL.writer(self._partial)
         self._writer.add_uint32("trace.format", FORMAT)
         for name, value in (vars(origin) | {"options": json.dumps(origin.options)}).items():
             add = self._writer.add_uint32 if isinstance(value, int) else self._writer.add_string
@@ -135,14 +130,7 @@ class TraceWriter:
 
     def _finish(self) -> None:
         self._writer.add_array("trace.nodes", self._nodes)
-        self._writer.write_header_to_file()
-        self._writer.write_kv_data_to_file()
-        self._writer.write_tensors_to_file()
-        self._writer.close()
-        digest = digest_of_file(self._partial)
-        with self._partial.open("r+b") as file:
-            file.seek(DIGEST_AT)
-            file.write(digest)
+        SEAL.finish(self._writer, self._partial)
 
 
 def check_output(path: Path) -> None:

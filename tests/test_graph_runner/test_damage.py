@@ -55,9 +55,10 @@ def end_of(data: bytes, digest: str) -> bytes:
         return data
     import hashlib
 
-    from graph_runner.trace.format import DIGEST_AT, NO_DIGEST
+    from graph_runner.base.sealed import NO_DIGEST
+    from graph_runner.trace.format import SEAL
 
-    begin, end = DIGEST_AT, DIGEST_AT + len(NO_DIGEST)
+    begin, end = SEAL.digest_at, SEAL.digest_at + len(NO_DIGEST)
     if len(data) < end:
         return data
     blank = data[:begin] + NO_DIGEST + data[end:]

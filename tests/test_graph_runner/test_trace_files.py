@@ -19,7 +19,7 @@ from kit.traced import ORIGIN, get_rows
 from ggml_backend_npu.plugin.plugin import Plugin
 from graph_runner.base.errors import TraceError
 from graph_runner.trace import CaptureOptions, Recorded, Selection, capture, read_trace, replay, write_trace
-from graph_runner.trace.format import DIGEST_AT, digest_of_file
+from graph_runner.trace.format import SEAL
 
 
 def refusal(path: Path) -> str:
@@ -86,7 +86,7 @@ def crafted(path: Path, change: Callable[[dict[str, Any]], object], without: tup
     writer.write_tensors_to_file()
     writer.close()
     content = bytearray(path.read_bytes())
-    content[DIGEST_AT : DIGEST_AT + 64] = digest_of_file(path)
+    content[SEAL.digest_at : SEAL.digest_at + 64] = SEAL.digest(path)
     path.write_bytes(content)
     return path
 
