@@ -8,10 +8,9 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
-from pathlib import Path
 
 from ggml_backend_npu.ggml import lib, llama
-from quant.kernels.processor import processors
+from quant.kernels.processor import processor_name, processors
 
 ELEMENTS = 1 << 24  # of a benchmark of bandwidth: 64 MiB of float32
 OURS, GGML_CPU = "ggml-npu", "ggml CPU"
@@ -154,7 +153,7 @@ def header(*, rounds: int, threads: int) -> Header:
     """Returns the header for measurements on this machine."""
     packages = ("numpy", "numba", "gguf")
     return Header(
-        machine=_processor(),
+        machine=processor_name(),
         cores=cores(),
         python=platform.python_version(),
         ggml=lib.ggml().version,
@@ -163,10 +162,3 @@ def header(*, rounds: int, threads: int) -> Header:
         rounds=rounds,
         **{package: version(package) for package in packages},
     )
-
-
-def _processor() -> str:
-    path = Path("/proc/cpuinfo")
-    lines = path.read_text().splitlines() if path.exists() else []
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()

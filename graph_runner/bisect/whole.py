@@ -14,7 +14,7 @@ from ggml_backend_npu.plugin.foreign import ForeignDevice
 from ggml_backend_npu.plugin.limited import limited
 from ggml_backend_npu.plugin.plugin import Plugin
 from graph_runner.base.errors import SessionError
-from graph_runner.base.settings import ALL_LAYERS, Settings, context_for
+from graph_runner.base.settings import ALL_LAYERS, DeviceName, Settings, context_for
 from graph_runner.bisect.result import Unit
 from graph_runner.diff.logits import Ending, Endings, Logits
 from graph_runner.diff.walks import Place, Walk
@@ -23,7 +23,7 @@ from graph_runner.run.devices import Devices
 from graph_runner.run.session import Observer, Sampler, Session
 from quant.kernels.processor import processors
 
-NPU = "NPU"
+CPU, NPU = "CPU", "NPU"
 _NOTHING = 1e-9  # an NMSE that is small whatever flash attention alone changes
 Batches = Sequence[list[list[int]]]  # tokens of each sequence, step by step
 
@@ -36,7 +36,7 @@ def _nothing(name: str) -> None:
 class WholeOptions:
     """What runs where.
 
-    device   "NPU", or one of `devices`
+    device   "NPU", "CPU", or one of `devices`
     steps    tokens to decode after the prompt
     settings of the context; device and n_ctx are set here
     """
@@ -77,16 +77,17 @@ class Whole:
         ours = backend.like(options=backend.options.to_compare)
         self.npu = Plugin(self.ggml, ours) if options.device == NPU else None
         self.foreign: ForeignDevice | None = None
-        if self.npu is None:
+        if options.device not in (CPU, NPU):
             self.foreign = options.devices.named(self.ggml, options.device)
         settings = options.settings
         layers = ALL_LAYERS if settings.gpu_layers is None else settings.gpu_layers
         takes_layers = ours.options.device_type == "gpu" if self.foreign is None else self.foreign.takes_layers
+        kind: DeviceName = "foreign" if self.foreign is not None else "npu" if self.npu is not None else "cpu"
         self.settings = replace(
-            settings, device="foreign" if self.npu is None else "npu", n_ctx=context_for(prompt, options.steps),
+            settings, device=kind, n_ctx=context_for(prompt, options.steps),
             threads=settings.threads or processors(), gpu_layers=layers if takes_layers else 0,
         )  # fmt: skip
-        self.name = NPU if self.foreign is None else self.foreign.name
+        self.name = options.device if self.foreign is None else self.foreign.name
         self.n_prompt = 0
         self.units: Sequence[Unit] = ()
         self.at: dict[Place, str] = {}

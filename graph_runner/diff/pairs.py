@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import SequenceMatcher
 from itertools import accumulate
+from typing import Protocol
 
 from ggml_backend_npu import Tensor
 from ggml_backend_npu.ggml import convert
@@ -19,6 +20,14 @@ _NUMBERED = re.compile(r"(node|leaf)_\d+")  # names that ggml gives by place
 _MOST = 8  # ops that are named
 
 Key = tuple[object, ...]
+
+
+class Keyed(Protocol):
+    """Nodes by what each is known by, step by step."""
+
+    @property
+    def keys(self) -> Sequence[Sequence[Key]]:
+        """The key of each node."""
 
 
 class Listing(Walk):
@@ -87,7 +96,7 @@ class Pairs:
     alone: tuple[Counter[str], Counter[str]] = field(default_factory=lambda: (Counter(), Counter()))
 
     @classmethod
-    def of(cls, reference: Listing, device: Listing, *, moves: bool = False) -> Pairs:
+    def of(cls, reference: Keyed, device: Keyed, *, moves: bool = False) -> Pairs:
         """Returns the nodes of two runs that are the same and come in the same order.
 
         moves  whether those count too that one side has moved

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from numba import types
@@ -28,11 +28,28 @@ class Observer(Protocol):
         """Called after the node has run."""
 
 
+@runtime_checkable
+class Sieve(Protocol):
+    """An observer with a cb_eval of its own in machine code, which hands to Python what Python has to see.
+
+    callback  its address
+    """
+
+    callback: int
+
+    def over(self, callback: int) -> int:
+        """Returns its user data, given the address of the cb_eval that tells the observer."""
+
+
 class Observed:
-    """A cb_eval that tells an observer, and ends the run if that raises."""
+    """A cb_eval that tells an observer, and ends the run if that raises.
+
+    sieve  what stands before it; None: nothing
+    """
 
     def __init__(self, observer: Observer) -> None:
         self._observer = observer
+        self.sieve = observer if isinstance(observer, Sieve) else None
         self._error: BaseException | None = None
         self.callback = structs.EvalCallback(self._observe)
 

@@ -128,6 +128,9 @@ class Session:
         params.op_offload = settings.op_offload
         if self._observed is not None:
             params.cb_eval = ctypes.cast(self._observed.callback, type(params.cb_eval))
+            if (sieve := self._observed.sieve) is not None:
+                params.cb_eval_user_data = sieve.over(ctypes.cast(self._observed.callback, ctypes.c_void_p).value or 0)
+                params.cb_eval = ctypes.cast(sieve.callback, type(params.cb_eval))
         elif counts_nodes:
             params.cb_eval = ctypes.cast(self._counts.callback, type(params.cb_eval))
             params.cb_eval_user_data = self._counts.address
@@ -166,6 +169,19 @@ class Session:
         text = ctypes.create_string_buffer(256)
         llama_cpp.llama_model_desc(self._model.handle, text, len(text))
         return text.value.decode(errors="replace")
+
+    @property
+    def identity(self) -> dict[str, str]:
+        """What all quantisations of the model have in common."""
+        model, text = self._model.handle, ctypes.create_string_buffer(64)
+        llama_cpp.llama_model_meta_val_str(model, b"general.architecture", text, len(text))
+        return {
+            "architecture": text.value.decode(errors="replace"),
+            "layers": str(llama_cpp.llama_model_n_layer(model)),
+            "width": str(llama_cpp.llama_model_n_embd(model)),
+            "vocabulary": str(llama_cpp.llama_vocab_n_tokens(self._vocabulary)),
+            "parameters": str(llama_cpp.llama_model_n_params(model)),
+        }
 
     @property
     def splits(self) -> str | None:

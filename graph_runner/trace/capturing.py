@@ -42,7 +42,11 @@ class Selection:
         self._found: set[str] = set()
 
     def __call__(self, step: int, index: int, node: Node) -> bool:
-        found = {item for item in self.items if _matches(item, step, index, node)}
+        return self.has(step, index, node.op, node.name)
+
+    def has(self, step: int, index: int, op: str, name: str) -> bool:
+        """Whether it selects a node of this op and name."""
+        found = {item for item in self.items if _matches(item, step, index, op, name)}
         self._found |= found
         return bool(found)
 
@@ -52,12 +56,12 @@ class Selection:
         return [item for item in self.items if item not in self._found]
 
 
-def _matches(item: str, step: int, index: int, node: Node) -> bool:
+def _matches(item: str, step: int, index: int, op: str, name: str) -> bool:
     if in_step := re.match(r"([0-9]{1,18}):", item):
         if int(in_step[1]) != step:
             return False
         item = item[in_step.end() :]
-    return is_item_of(item, index, node.op, node.name)
+    return is_item_of(item, index, op, name)
 
 
 def is_item_of(item: str, index: int, op: str, name: str) -> bool:

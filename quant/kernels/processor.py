@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import platform
 from collections.abc import Iterator
 from contextlib import suppress
 from math import ceil
@@ -111,3 +112,11 @@ def announces_amx(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
     with suppress(OSError):
         return any(line.startswith("flags") and " amx_" in line for line in _lines(cpuinfo))
     return False
+
+
+def processor_name() -> str:
+    """The name of this machine's processor, as /proc/cpuinfo has it; its kind if there is none."""
+    path = Path("/proc/cpuinfo")
+    lines = path.read_text().splitlines() if path.exists() else []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
