@@ -125,14 +125,14 @@ def device_named(device: str, npu: OpOptions, kernels: list[Path] | None) -> str
 
 
 @contextmanager
-def running() -> Iterator[Callable[[object], None]]:
-    """Yields what is called with each run, and says on a terminal how many there were."""
+def running(what: str = "runs") -> Iterator[Callable[[object], None]]:
+    """Yields what is called with each run, or step, and says on a terminal how many there were."""
     n = 0
     with stderr().status("running the model") as status:
 
         def seen(_: object) -> None:
             nonlocal n
             n += 1
-            status.update(f"{n} runs")
+            status.update(f"{n} {what}")
 
         yield seen

@@ -32,6 +32,8 @@ COMMANDS: dict[str, tuple[str, int]] = {
     "flaky": ("flaky {model} -n 0 -f {prompt} --kernels {kernels} --profile {profile} --repeat 2", 0),
     "hazards": ("hazards {model} -n 0 -f {prompt} --kernels {kernels} --profile {profile}", 0),
     "triage": ("triage {model} -n 0 -f {prompt} --kernels {kernels} --profile {profile}", 0),
+    "record": ("record {model} -n 0 -f {prompt} --device npu --kernels {kernels} --profile {profile} -o {record}", 0),
+    "compare": ("compare {record} {record}", 0),
     "devices": ("devices --device-file {device}", 0),
     "doctor": ("doctor {device}", 0),
     "plugin": ("plugin", 0),
@@ -54,6 +56,7 @@ class Files:
     tolerances: Path
     device: Path
     trace: Path
+    record: Path
     cache: Path
 
     @classmethod
@@ -74,7 +77,8 @@ class Files:
             "register(Simulator())\n"
         )
         model = write_tiny_llama(folder / f"{mark}m.gguf")
-        made = cls(model=model, trace=folder / f"{mark}trace.gguf", cache=folder / f"{mark}cache", **paths)
+        paths |= {name: folder / f"{mark}{name}.gguf" for name in ("trace", "record")}
+        made = cls(model=model, cache=folder / f"{mark}cache", **paths)
         made._build_nothing()
         return made
 

@@ -15,6 +15,7 @@ WRITTEN = {
     "diff": ["--json", "--html", "--model-explorer"],
     "replay": ["--json"],
     "matrix": ["--json"],
+    "compare": ["--json"],
     "coverage": ["--json"],
     "ops": ["--json"],
 }
@@ -49,8 +50,9 @@ CASES = [(mark, locale, command) for mark in MARKS for locale in LOCALES for com
 )
 def test_every_command_takes_paths_of_any_bytes(files: Files, locale: str, command: str) -> None:
     environment = files.environment | LOCALES[locale]
-    if command == "replay" and not files.trace.exists():
-        assert fresh(*files.line("capture"), env=environment).code == 0
+    for reads, writes, file in ("replay", "capture", files.trace), ("compare", "record", files.record):
+        if command == reads and not file.exists():
+            assert fresh(*files.line(writes), env=environment).code == 0
     outputs = [files.prompt.with_name(f"{files.prompt.name}{option}") for option in WRITTEN.get(command, [])]
     words = [str(word) for pair in zip(WRITTEN.get(command, []), outputs, strict=True) for word in pair]
     done = fresh(*files.line(command), *words, env=environment, errors="replace")

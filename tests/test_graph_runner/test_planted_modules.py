@@ -45,7 +45,8 @@ def test_the_table_has_every_command() -> None:
 def files(tmp_path_factory: pytest.TempPathFactory) -> Files:
     """Files of each kind, a kernel file called copy.py among them, and modules beside them."""
     made = Files.within(tmp_path_factory.mktemp("planted"))
-    assert fresh(*made.line("capture"), env=made.environment).code == 0
+    for command in ("capture", "record"):
+        assert fresh(*made.line(command), env=made.environment).code == 0
     planted(made.model.parent)
     return made
 

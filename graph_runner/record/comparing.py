@@ -1,0 +1,189 @@
+"""Two recorded runs beside each other: where they part first, how they drift apart, and how they end."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from graph_runner.base.errors import BadInputError
+from graph_runner.diff.logits import Endings, nmse
+from graph_runner.record.aligning import Aligned, aligned, layers
+from graph_runner.record.measures import nmse as estimated
+from graph_runner.record.run import Run, Step, flat
+
+
+@dataclass(frozen=True)
+class Parting:
+    """A node whose result differs.
+
+    step, place  where it is in the first run; other_place: in the second
+    tokens   the first and the last token of the step, counted from 0
+    nmse     an estimate, or of the results themselves if both runs kept them: then is_exact
+    before   how many compared nodes ran before it, all equal
+    """
+
+    step: int
+    place: int
+    other_place: int
+    tokens: tuple[int, int]
+    op: str
+    name: str
+    layer: int | None
+    nmse: float
+    is_exact: bool
+    before: int
+
+    def __str__(self) -> str:
+        first, last = self.tokens
+        when = f"token {first:,}" if first == last else f"tokens {first:,} to {last:,}"
+        return f"{self.op} {self.name!r}, node {self.place} of step {self.step} ({when})"
+
+
+@dataclass
+class Drift:
+    """The nodes of a layer: how many were compared and differ, and the worst of them."""
+
+    layer: int | None
+    compared: int = 0
+    differing: int = 0
+    nmse: float = 0.0
+    worst: str = ""
+    step: int = 0
+
+
+@dataclass(frozen=True)
+class Ends:
+    """The logits after a step: whether they are equal and have the same most likely token, how far apart they are. The
+    NMSE is an estimate, and there is no KL divergence, unless both runs kept the logits."""
+
+    step: int
+    is_equal: bool
+    same_token: bool
+    nmse: float
+    kl: float | None
+
+
+@dataclass
+class Comparison:
+    """Two runs. Falsy if they part.
+
+    differing  settings and versions that differ, with both texts
+    tokens     the first step in which other tokens were decoded; None if there is none. Nothing is compared from there
+    steps      how many steps were compared; of each run
+    shapes, alone_a, alone_b  nodes, by op, that have a partner of another type or shape, or none
+    same_state whether the states at the end have the same bytes; None if the runs have other tokens
+    """
+
+    a: str
+    b: str
+    differing: list[tuple[str, str, str]]
+    n_steps: tuple[int, int]
+    first: Parting | None = None
+    compared: int = 0
+    differ: int = 0
+    shapes: Counter[str] = field(default_factory=Counter)
+    alone_a: Counter[str] = field(default_factory=Counter)
+    alone_b: Counter[str] = field(default_factory=Counter)
+    layers: list[Drift] = field(default_factory=list)
+    ends: list[Ends] = field(default_factory=list)
+    tokens: int | None = None
+    same_state: bool | None = None
+
+    def __bool__(self) -> bool:
+        same_steps = self.tokens is None and self.n_steps[0] == self.n_steps[1]
+        return same_steps and not self.differ and all(each.is_equal for each in self.ends) and self.same_state is True
+
+
+def compare(a: Run, b: Run, path_a: Path, path_b: Path) -> Comparison:
+    """Compares two runs. Raises BadInputError if they are of two models."""
+    if a.about.model != b.about.model:
+        model, other = (" ".join(f"{name} {text}" for name, text in run.about.model.items()) for run in (a, b))
+        raise BadInputError(f"record {str(path_b)!r}: is of another model: {other}; {str(path_a)!r} is of {model}")
+    first, second = flat(a.about), flat(b.about)
+    differing = [
+        (name, str(first.get(name, "")), str(second.get(name, "")))
+        for name in dict.fromkeys((*first, *second))
+        if first.get(name) != second.get(name)
+    ]
+    result = Comparison(str(path_a), str(path_b), differing, (len(a.steps), len(b.steps)))
+    pairs = list(_same_tokens(a.steps, b.steps))
+    if len(pairs) < min(result.n_steps):
+        result.tokens = len(pairs)
+    _compare_nodes(result, a, b, len(pairs))
+    _compare_ends(result, a, b, len(pairs))
+    if result.tokens is None and result.n_steps[0] == result.n_steps[1]:
+        result.same_state = a.state == b.state
+    return result
+
+
+def _same_tokens(a: Sequence[Step], b: Sequence[Step]) -> Iterator[tuple[Step, Step]]:
+    for first, second in zip(a, b, strict=False):
+        if [*map(list, first.tokens)] != [*map(list, second.tokens)]:
+            return
+        yield first, second
+
+
+def _compare_nodes(result: Comparison, a: Run, b: Run, n_steps: int) -> None:
+    known: dict[object, Aligned] = {}
+    drifts: dict[int | None, Drift] = {}
+    of_layers = [layers(form) for form in a.forms]
+    n_tokens = 0
+    for number in range(n_steps):
+        first, second = a.steps[number], b.steps[number]
+        begin, n_tokens = n_tokens, n_tokens + max(map(len, first.tokens))
+        if first.form is None or second.form is None:
+            continue
+        form, other = a.forms[first.form], b.forms[second.form]
+        key = first.form, first.sizes, second.form, second.sizes
+        if key not in known:
+            known[key] = aligned(form, first.sizes, other, second.sizes)
+        pairs = known[key]
+        result.shapes.update(form.nodes[place].op for place, _ in pairs.shapes)
+        result.alone_a.update(form.nodes[place].op for place in pairs.alone_a)
+        result.alone_b.update(other.nodes[place].op for place in pairs.alone_b)
+        rows, others = first.rows[pairs.a], second.rows[pairs.b]
+        apart = np.flatnonzero(rows["hash"] != others["hash"])
+        errors = estimated(rows[apart], others[apart])
+        if apart.size and result.first is None:
+            i = int(apart[0])
+            place, place_b = int(pairs.a[i]), int(pairs.b[i])
+            exact = _exact(a, b, number, place, place_b) if form.nodes[place].type == "f32" else None
+            result.first = Parting(
+                number, place, place_b, (begin, n_tokens - 1), form.nodes[place].op, form.nodes[place].name,
+                of_layers[first.form][place], float(errors[0]) if exact is None else exact, exact is not None,
+                result.compared + i,
+            )  # fmt: skip
+        result.compared += len(pairs.a)
+        result.differ += apart.size
+        for layer, n in Counter(of_layers[first.form][place] for place in pairs.a).items():
+            drifts.setdefault(layer, Drift(layer)).compared += n
+        for place, error in zip(pairs.a[apart].tolist(), errors.tolist(), strict=True):
+            drift = drifts[of_layers[first.form][place]]
+            drift.differing += 1
+            if error >= drift.nmse:
+                drift.nmse, drift.worst, drift.step = error, form.nodes[place].name, number
+    result.layers = sorted(drifts.values(), key=lambda each: (each.layer is None, each.layer or 0))
+
+
+def _exact(a: Run, b: Run, step: int, place: int, place_b: int) -> float | None:
+    """Returns the NMSE of a node's results, if both runs kept them."""
+    if (step, place) not in a.data or (step, place_b) not in b.data:
+        return None
+    return nmse(a.data[step, place].view(np.float32), b.data[step, place_b].view(np.float32))
+
+
+def _compare_ends(result: Comparison, a: Run, b: Run, n_steps: int) -> None:
+    for number in range(n_steps):
+        first, second = a.steps[number].ends, b.steps[number].ends
+        rows, others = (np.concatenate([each.row for each in ends]) for ends in (first, second))
+        same = all(x.tokens[:1] == y.tokens[:1] for x, y in zip(first, second, strict=True))
+        error, kl = float(estimated(rows, others).max()), None
+        if number in a.logits and number in b.logits:
+            endings = Endings([(a.logits[number], b.logits[number])])
+            error, kl = endings.ending().nmse, endings.ending().kl
+        equal = bool((rows["hash"] == others["hash"]).all())
+        result.ends.append(Ends(number, equal, same, error, kl))

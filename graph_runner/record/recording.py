@@ -1,0 +1,148 @@
+"""Records a run of a model."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from ggml_backend_npu import AnyBackend
+from ggml_backend_npu.ggml.lib import Ggml
+from ggml_backend_npu.plugin.foreign import ForeignMemory
+from graph_runner.base.errors import BadInputError
+from graph_runner.base.files import parts_of
+from graph_runner.bisect.whole import NPU, Whole, WholeOptions
+from graph_runner.record.recorder import Recorder, measured
+from graph_runner.record.run import N_TOP, About, End, Run, Step
+from graph_runner.run.session import Sampler, Session
+from graph_runner.trace import Selection
+from quant.kernels.processor import processor_name
+
+_CHUNK = 1 << 24
+_PACKAGES = ("ggml-backend-npu", "llama-cpp-python", "numpy")
+_OF_SESSION = ("device", "n_ctx", "weights", "without")  # settings that are none of a user's
+
+
+@dataclass(frozen=True)
+class RecordOptions(WholeOptions):
+    """What is recorded.
+
+    is_watched  whether nodes are looked at; otherwise the ends alone
+    data     nodes whose results are kept whole, as `Selection` has them; None: none
+    logits   whether all logits of each step are kept
+    batch    tokens of the prompt that are decoded at once; 0: as many as llama.cpp takes
+    tokens   decoded in place of the prompt, step by step; None: the prompt's, and the most likely ones after it
+    notes    additions to the options of the device: a user's kernel files
+    """
+
+    is_watched: bool = True
+    data: str | None = None
+    logits: bool = False
+    batch: int = 0
+    tokens: Sequence[Sequence[Sequence[int]]] | None = None
+    notes: Mapping[str, str] | None = None
+
+
+def record(
+    model: Path,
+    prompt: str,
+    options: RecordOptions,
+    backend: AnyBackend,
+    seen: Callable[[int], object] = lambda step: None,
+) -> Run:
+    """Runs a prompt and greedy tokens on a device. Returns what its nodes gave.
+
+    seen  called after each step with its number
+
+    Raises SessionError for a model or settings that llama.cpp refuses, and BadInputError if a node of `data` did not
+    run.
+    """
+    whole = Whole(model, prompt, options, backend)
+    selection = Selection(options.data) if options.data is not None else None
+    run = Run(About({}, {}, {}, {}, prompt, options.is_watched))
+
+    def selects(place: int, op: str, name: str) -> bool:
+        assert selection is not None
+        return selection.has(len(run.steps), place, op, name)
+
+    def keep(place: int, data: NDArray[np.uint8]) -> None:
+        run.data[len(run.steps), place] = data
+
+    recorder = None
+    if options.is_watched:
+        memory = whole.npu or (ForeignMemory(whole.ggml) if whole.foreign is not None else None)
+        recorder = Recorder(whole.ggml, memory, selects if selection is not None else None, keep)
+    with whole.opened(whole.settings, recorder) as session:
+        for tokens in _tokens(session, prompt, options):
+            session.decode(*tokens)
+            logits = session.logits_of_each()
+            if options.logits:
+                run.logits[len(run.steps)] = logits
+            ends = [_end(each) for each in logits]
+            run.steps.append(Step(tokens, ends, *(recorder.step() if recorder is not None else ())))
+            seen(len(run.steps) - 1)
+        run.state = f"{xxhash.xxh3_64_intdigest(session.save()):016x}"
+        run.about = _about(model, prompt, whole, options, session)
+    if recorder is not None:
+        run.forms = recorder.forms
+    if selection is not None and selection.without_node:
+        raise BadInputError(f"--data {selection.without_node[0]!r}: no node of this run is that")
+    return run
+
+
+def _tokens(session: Session, prompt: str, options: RecordOptions) -> Iterator[list[list[int]]]:
+    """Yields what each llama_decode is given."""
+    if options.tokens is not None:
+        yield from ([[*each] for each in step] for step in options.tokens)
+        return
+    for part in session.parts(*session.prompts(prompt)):
+        most = options.batch or max(map(len, part))
+        for begin in range(0, max(map(len, part)), most):
+            yield [tokens[begin : begin + most] for tokens in part]
+    for _ in range(options.steps):
+        yield [[Sampler()(logits)] for logits in session.logits_of_each()]
+
+
+def _end(logits: NDArray[np.float32]) -> End:
+    top = np.argsort(-logits, kind="stable")[:N_TOP]
+    return End(measured(logits), tuple(top.tolist()), tuple(map(float, logits[top])))
+
+
+def _about(model: Path, prompt: str, whole: Whole, options: RecordOptions, session: Session) -> About:
+    settings = {name: str(value) for name, value in vars(whole.settings).items() if name not in _OF_SESSION}
+    settings["loras"] = " ".join(f"{path.name} {_hash_of(path)}" for path in whole.settings.loras)
+    settings |= {"device": whole.name, "batch": str(options.batch)}
+    settings |= options.devices.described(options.device)
+    if whole.npu is not None and options.device == NPU:
+        settings |= whole.npu.backend.options.chosen()
+    parts = [part for part in parts_of(model) if part.exists()]
+    file = {
+        "name": model.name, "description": session.description,
+        "bytes": str(sum(each.stat().st_size for each in parts)), "xxh3": _hash_of(*parts),
+    }  # fmt: skip
+    machine = {
+        "processor": processor_name(), "system": f"{platform.system()} {platform.machine()}",
+        "python": platform.python_version(), "ggml": whole.ggml.version, "ggml build": _build_of(whole.ggml),
+        **{name: version(name) for name in _PACKAGES},
+    }  # fmt: skip
+    return About(session.identity, file, settings | dict(options.notes or {}), machine, prompt, options.is_watched)
+
+
+def _build_of(ggml: Ggml) -> str:
+    features = " ".join(name for name, value in ggml.features.items() if value != "0")
+    return f"{_hash_of(Path(ggml.cpu_file))} {features}".strip()
+
+
+def _hash_of(*files: Path) -> str:
+    digest = xxhash.xxh3_64()
+    for path in files:
+        with path.open("rb") as file:
+            while chunk := file.read(_CHUNK):
+                digest.update(chunk)
+    return digest.hexdigest()
