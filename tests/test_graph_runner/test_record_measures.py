@@ -69,7 +69,7 @@ DIFFERENCES: dict[str, Callable[[], NDArray[np.float64]]] = {
     "two values": lambda: np.isin(np.arange(2048), RANDOM.choice(2048, 2, replace=False)).astype(float),
     "every eighth": lambda: (np.arange(2048) % 8 == RANDOM.integers(8)) * RANDOM.standard_normal(2048),
     "a row": lambda: (np.arange(2048) // 64 == RANDOM.integers(32)) * RANDOM.standard_normal(2048),
-    "the same in each row": lambda: np.tile(RANDOM.standard_normal(64), 32),
+    "the same in each row": lambda: np.resize(RANDOM.standard_normal(RANDOM.integers(32, 512)), 2048),
 }
 
 
@@ -80,7 +80,7 @@ def test_an_estimate_is_as_good_as_the_page_says(kind: str) -> None:
     for _ in range(1500):
         y = DIFFERENCES[kind]().astype(np.float32)
         ratios.append(np.square(measured(y)["sketch"][0].astype(float)).mean() / np.square(y.astype(float)).sum())
-    assert np.mean(ratios) == pytest.approx(1, abs=0.2)  # the signs are always the same: few differences, few draws
+    assert np.mean(ratios) == pytest.approx(1, abs=0.06)
     assert sum(each < 1 / UNDER for each in ratios) < 30
     assert sum(each > OVER for each in ratios) < 30
 
