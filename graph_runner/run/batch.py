@@ -14,10 +14,11 @@ class Batch:
     """Tokens of each sequence, in some of which there may be none. The last of each has logits; llama.cpp counts
     positions.
 
-    ends  the place of the last token of each sequence that has one
+    ends     the place of the last token of each sequence that has one
+    outputs  how many of the last tokens have logits too
     """
 
-    def __init__(self, sequences: Sequence[list[int]]) -> None:
+    def __init__(self, sequences: Sequence[list[int]], outputs: int = 0) -> None:
         of = len(sequences)
         pairs = [(token, i) for i, tokens in enumerate(sequences) for token in tokens]
         n = len(pairs)
@@ -28,7 +29,7 @@ class Batch:
             (llama_cpp.llama_token * n)(*(token for token, _ in pairs)),
             (ctypes.c_int32 * n)(*[1] * n),
             (ctypes.POINTER(ctypes.c_int32) * n)(*(pointers[i] for _, i in pairs)),
-            (ctypes.c_int8 * n)(*(place in self.ends for place in range(n))),
+            (ctypes.c_int8 * n)(*(place in self.ends or place >= n - outputs for place in range(n))),
         )
         token, n_of_each, of_each, logits = self._keep
         self.batch = llama_cpp.llama_batch(n, token, None, None, n_of_each, of_each, logits)

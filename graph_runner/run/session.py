@@ -239,14 +239,17 @@ class Session:
         """How many spans of nodes the NPU computed as one operator, by its name."""
         return Counter(self.npu_context.statistics.fused if self.npu_context else ())
 
-    def tokenize(self, text: str) -> list[int]:
+    def tokenize(self, text: str, *, special: bool = True) -> list[int]:
         """Returns the tokens of a text, with those that the model wants at the beginning. Raises SessionError if the
-        model has no tokenizer or the text gives no tokens."""
+        model has no tokenizer or the text gives no tokens.
+
+        special  whether a text like "<s>" is the special token of that name
+        """
         if llama_cpp.llama_vocab_type(self._vocabulary) == 0:
             raise SessionError("the model has no tokenizer")
         data = text.encode()
         tokens = (llama_cpp.llama_token * (len(data) + 8))()
-        count = llama_cpp.llama_tokenize(self._vocabulary, data, len(data), tokens, len(tokens), True, True)
+        count = llama_cpp.llama_tokenize(self._vocabulary, data, len(data), tokens, len(tokens), True, special)
         if count < 1:
             raise SessionError(f"prompt {text!r}: has no tokens")
         return list(tokens[:count])
@@ -261,12 +264,17 @@ class Session:
         """Whether a token ends the text."""
         return bool(llama_cpp.llama_vocab_is_eog(self._vocabulary, token))
 
+    @property
+    def begins_with(self) -> list[int]:
+        """The token that the model wants at the beginning, if it wants one."""
+        wanted = llama_cpp.llama_vocab_get_add_bos(self._vocabulary)
+        return [llama_cpp.llama_vocab_bos(self._vocabulary)] if wanted else []
+
     def prompts(self, text: str) -> list[list[int]]:
         """Returns the tokens of a text for each sequence: those of `tokenize`, and for others fewer of them, turned, so
         that each is another text of another length. The first token stays if the model wants one at the beginning.
         Raises SessionError as `tokenize` does."""
-        n_fixed = int(bool(llama_cpp.llama_vocab_get_add_bos(self._vocabulary)))
-        return turned(self.tokenize(text), n_fixed, self.settings.sequences)
+        return turned(self.tokenize(text), len(self.begins_with), self.settings.sequences)
 
     def parts(self, *sequences: list[int]) -> Iterator[list[list[int]]]:
         """Yields what is decoded at once, a graph each: see `together`."""
@@ -276,24 +284,37 @@ class Session:
         """Runs tokens of each sequence through the model, after the previous ones, so that all end `together`. Raises
         SessionError if the context is full, or if llama.cpp or a node fails."""
         for part in self.parts(*sequences):
-            batch = Batch(part)
-            self._ends = batch.ends
-            llama_log.forget()
-            with self._placement.inside():
-                status = llama_cpp.llama_decode(self._context, batch.batch)
-                if self._placement.is_queued:
-                    llama_cpp.llama_synchronize(self._context)  # what is queued may fail, and no status tells it
-            if self._observed is not None:
-                self._observed.refuse_what_was_raised()
-            self._graph_line = llama_log.find("splits =") or self._graph_line  # adapters make it another graph
-            if status == 1:
-                raise SessionError(f"context of {self.settings.n_ctx} cells is full")
-            self._placement.refuse_what_is_broken()
-            self._placement.refuse_what_is_lost()
-            if status != 0:
-                failures = self._placement.failures
-                said = failures.message or f"llama.cpp failed to decode: {llama_log.reason()}"
-                raise SessionError(said) from failures.error
+            self._decode(Batch(part))
+
+    def logits_of_last(self, tokens: list[int], n: int) -> NDArray[np.float32]:
+        """Runs tokens through the model, as `decode` does, and returns the logits of the last n of them, (n, n_vocab).
+        Raises SessionError as `decode` and `logits` do."""
+        found = []
+        for begin in range(0, len(tokens), self.n_batch):
+            part = tokens[begin : begin + self.n_batch]
+            first = max(0, len(tokens) - n - begin)  # place in the part of the first of them
+            self._decode(Batch([part], len(part) - first))
+            found += [self._logits_at(place) for place in range(first, len(part))]
+        return np.stack(found)
+
+    def _decode(self, batch: Batch) -> None:
+        self._ends = batch.ends
+        llama_log.forget()
+        with self._placement.inside():
+            status = llama_cpp.llama_decode(self._context, batch.batch)
+            if self._placement.is_queued:
+                llama_cpp.llama_synchronize(self._context)  # what is queued may fail, and no status tells it
+        if self._observed is not None:
+            self._observed.refuse_what_was_raised()
+        self._graph_line = llama_log.find("splits =") or self._graph_line  # adapters make it another graph
+        if status == 1:
+            raise SessionError(f"context of {self.settings.n_ctx} cells is full")
+        self._placement.refuse_what_is_broken()
+        self._placement.refuse_what_is_lost()
+        if status != 0:
+            failures = self._placement.failures
+            said = failures.message or f"llama.cpp failed to decode: {llama_log.reason()}"
+            raise SessionError(said) from failures.error
 
     def save(self) -> bytes:
         """Returns the state of the context: keys and values of the tokens, recurrent states."""
