@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from graph_runner.base.errors import SessionError as SessionError
     from graph_runner.base.errors import TraceError as TraceError
     from graph_runner.hazards import assert_no_hazards as assert_no_hazards
+    from graph_runner.quantdiff.run import QuantOptions as QuantOptions
+    from graph_runner.quantdiff.run import quantisation as quantisation
     from graph_runner.run.session import Sampler as Sampler
     from graph_runner.run.session import Session as Session
     from graph_runner.run.session import Settings as Settings
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
     from graph_runner.trace import replay as replay
 
 _PUBLIC = {
+    "QuantOptions": "quantdiff.run",
     "SessionError": "base.errors",
     "TraceError": "base.errors",
     "Sampler": "run.session",
@@ -33,6 +36,7 @@ _PUBLIC = {
     "capture": "trace",
     "cover": "tools.coverage",
     "generate": "run.session",
+    "quantisation": "quantdiff.run",
     "replay": "trace",
 }
 __all__ = [*_PUBLIC]

@@ -31,7 +31,7 @@ def diff_html(data: dict[str, Any]) -> str:
         "diff",
         styles=("diff.css",),
         data=data,
-        json=Markup(_json(data)),
+        json=json_for_script(data),
         first=None if place is None else data["nodes"][place],
         verdicts=VERDICTS,
     )
@@ -56,9 +56,9 @@ def page(name: str, *, styles: Iterable[str], **values: Any) -> str:
     return encodable(text).encode(errors="replace").decode()  # a name may hold half a surrogate pair
 
 
-def _json(data: dict[str, Any]) -> str:
+def json_for_script(data: dict[str, Any]) -> Markup:
     """Returns JSON in which no HTML parser finds a tag: ASCII only, brackets and ampersands as escapes."""
-    return json.dumps(data, separators=(",", ":"), allow_nan=False).translate(_FOR_SCRIPT)
+    return Markup(json.dumps(data, separators=(",", ":"), allow_nan=False).translate(_FOR_SCRIPT))
 
 
 def _digest(text: str) -> str:

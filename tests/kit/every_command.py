@@ -7,7 +7,8 @@ import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
-from graph_runner.base.tiny import write_tiny_llama
+from kit.quantised import write_pair
+
 from graph_runner.tools.suites import PROGRAMS, folder
 from quant.kernels import kept
 from quant.kernels.cache import cache_directory
@@ -30,6 +31,7 @@ COMMANDS: dict[str, tuple[str, int]] = {
     "coverage": ("coverage {model} -f {prompt} --kernels {kernels} --profile {profile}", 0),
     "bisect": ("bisect {model} -n 0 -f {prompt} --kernels {kernels} --profile {profile} --repeat 1", 0),
     "flaky": ("flaky {model} -n 0 -f {prompt} --kernels {kernels} --profile {profile} --repeat 2", 0),
+    "quantdiff": ("quantdiff {model} {small} -f {text} -c 16 --tensors 0", 0),
     "hazards": ("hazards {model} -n 0 -f {prompt} --kernels {kernels} --profile {profile}", 0),
     "triage": ("triage {model} -n 0 -f {prompt} --kernels {kernels} --profile {profile}", 0),
     "record": ("record {model} -n 0 -f {prompt} --device npu --kernels {kernels} --profile {profile} -o {record}", 0),
@@ -50,6 +52,8 @@ class Files:
     that are run are in a folder of their own, which they may import from."""
 
     model: Path
+    small: Path
+    text: Path
     kernels: Path
     prompt: Path
     profile: Path
@@ -76,9 +80,11 @@ class Files:
             "from ggml_backend_npu.device.sim import Simulator\n"
             "register(Simulator())\n"
         )
-        model = write_tiny_llama(folder / f"{mark}m.gguf")
+        paths["text"] = folder / f"{mark}text"
+        paths["text"].write_text("hello " * 4)
         paths |= {name: folder / f"{mark}{name}.gguf" for name in ("trace", "record")}
-        made = cls(model=model, cache=folder / f"{mark}cache", **paths)
+        model, small = write_pair(folder, mark=mark)
+        made = cls(model=model, small=small, cache=folder / f"{mark}cache", **paths)
         made._build_nothing()
         return made
 

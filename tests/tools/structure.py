@@ -29,6 +29,7 @@ ROOMS = (
     "graph_runner.tools",
     "graph_runner.record",
     "graph_runner.bisect",
+    "graph_runner.quantdiff",
     "graph_runner.diff",
     "graph_runner.diagnosis",
     "graph_runner.trace",
