@@ -24,7 +24,7 @@ class Cost:
 
     @property
     def per_mib(self) -> float:
-        """Nats by which the KL divergence falls for each MiB by which the model grows."""
+        """Nats by which the KL divergence falls for each MiB by which the model grows; 0 if it does not grow."""
         return self.gain.value / (self.bytes / 2**20) if self.bytes > 0 else 0.0
 
 

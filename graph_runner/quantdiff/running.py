@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from graph_runner.base.errors import SessionError
+from graph_runner.base.limits import free_memory
 from graph_runner.base.settings import Settings
 from graph_runner.quantdiff.files import ModelFile, Weights
 from graph_runner.quantdiff.scores import Base, Scores
@@ -30,14 +31,17 @@ class Text:
     @classmethod
     def of(cls, big: ModelFile, text: str, settings: Settings, most: int) -> Text:
         """Runs the base model over a text, of which `most` chunks are taken, all if that is 0. Raises SessionError for
-        a text that is shorter than one chunk, and as `Session` does."""
+        a text that is shorter than one chunk or longer than memory can hold, and as `Session` does."""
         n = settings.n_ctx
         with Session(big.path, settings, counts_nodes=False) as session:
             tokens = session.tokenize(text.removesuffix("\n"), special=False)  # as llama.cpp reads a file
             if len(tokens) < n:
                 raise SessionError(f"text of {len(tokens):,} tokens: is shorter than a chunk of {n:,} tokens")
             chunks = [tokens[begin : begin + n] for begin in range(0, len(tokens) - n + 1, n)][: most or None]
-            bases = [Base.of(_logits(session, chunk, big.path), chunk[n // 2 + 1 :]) for chunk in chunks]
+            bases: list[Base] = []
+            for chunk in chunks:
+                bases.append(Base.of(_logits(session, chunk, str(big.path)), chunk[n // 2 + 1 :]))
+                _refuse_what_memory_cannot_hold(bases[0].steps.nbytes * (len(chunks) - len(bases)))
         return cls(settings, chunks, bases)
 
     @property
@@ -49,20 +53,30 @@ class Text:
         """Returns its first n chunks."""
         return Text(self.settings, self.chunks[:n], self.bases[:n])
 
-    def scores(self, path: Path) -> Scores:
-        """Runs a model over the text. Raises SessionError."""
+    def scores(self, path: Path, name: str | None = None) -> Scores:
+        """Runs a model over the text. Raises SessionError.
+
+        name  of the model in messages, if that is not its path
+        """
         with Session(path, self.settings, counts_nodes=False) as session:
             pairs = zip(self.chunks, self.bases, strict=True)
-            return Scores.joined([base.scores(_logits(session, chunk, path)) for chunk, base in pairs])
+            return Scores.joined([base.scores(_logits(session, chunk, name or str(path))) for chunk, base in pairs])
 
 
-def _logits(session: Session, chunk: list[int], path: Path) -> np.ndarray:
+def _refuse_what_memory_cannot_hold(n_bytes: int) -> None:
+    free = free_memory()
+    if free is not None and n_bytes > free:
+        sizes = f"{n_bytes / 1e9:.1f} GB more, and {free / 1e9:.1f} GB are free"
+        raise SessionError(f"text: the log-probabilities of all its chunks take {sizes}; --chunks takes fewer")
+
+
+def _logits(session: Session, chunk: list[int], name: str) -> np.ndarray:
     """Returns the logits after each token of the second half of a chunk but the last, (n, n_vocab)."""
     session.clear()
     begin = session.begins_with
     logits = session.logits_of_last([*begin, *chunk[len(begin) :]], len(chunk) - len(chunk) // 2)[:-1]
     if not np.isfinite(logits).all():
-        raise SessionError(f"model {str(path)!r}: its logits hold NaN or infinity")
+        raise SessionError(f"model {name!r}: its logits hold NaN or infinity")
     return logits
 
 
@@ -77,4 +91,4 @@ class Mixed:
         placed = {each.name: each for each in others}
         tensors = [placed.get(name, each) for name, each in self._small.tensors.items()]
         with self._small.with_tensors(tensors) as path:
-            return self._text.scores(path)
+            return self._text.scores(path, f"{self._small.path} with {len(placed):,} other tensors")

@@ -12,6 +12,7 @@ from graph_runner.quantdiff.files import Weights
 from quant import codec, quantize
 
 _AT_ONCE = 1 << 20  # weights
+_SAMPLE = 1 << 17  # weights by which an error is estimated
 _SMALLEST_BLOCK = 32  # of a type without blocks
 OUTLIER = 6.0
 """How many times as large as the tensor's root mean square a weight is that is called an outlier."""
@@ -48,9 +49,9 @@ def weight_error(big: Weights, small: Weights) -> WeightError:
     power, outliers = 0.0, 0
     for begin, end in _parts(big):
         values = big.rows(begin, end)
-        power += float(np.square(values, dtype=np.float64).sum())
-        difference = np.square((values - small.rows(begin, end)).astype(np.float64))
-        errors.append(difference.reshape(-1, size).mean(axis=1))
+        power += float(np.square(values).sum(dtype=np.float64))
+        difference = np.square(values - small.rows(begin, end)).reshape(-1, size)
+        errors.append(difference.mean(axis=1, dtype=np.float64))
     mean_square = power / big.n_weights
     for begin, end in _parts(big):
         outliers += int((np.abs(big.rows(begin, end)) > OUTLIER * mean_square**0.5).sum())
@@ -83,12 +84,12 @@ def squared_error(big: Weights, type: str) -> float:
     """Returns about how large the sum of squared differences is if a tensor is quantised: of rows that are spread over
     it."""
     n_rows = big.n_weights // big.ne[0]
-    wanted = max(1, _AT_ONCE // 4 // big.ne[0])
+    wanted = max(1, _SAMPLE // big.ne[0])
     step = max(1, n_rows // wanted)
     values = np.concatenate([big.rows(row, row + 1) for row in range(0, n_rows, step)])
     back = Weights(big.name, codec(type).name, (big.ne[0], len(values)), quantize(values, type).reshape(-1))
-    difference = np.square((values - back.rows(0, len(values))).astype(np.float64))
-    return float(difference.sum()) * n_rows / len(values)
+    difference = np.square(values - back.rows(0, len(values)))
+    return float(difference.sum(dtype=np.float64)) * n_rows / len(values)
 
 
 def _parts(of: Weights) -> Iterator[tuple[int, int]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import chain
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 from kit.quantised import SETTINGS, TEXT, write_pair
 
 from graph_runner.base.errors import SessionError
+from graph_runner.quantdiff import running
 from graph_runner.quantdiff.files import ModelFile
 from graph_runner.quantdiff.running import Mixed, Text
 from graph_runner.run.session import Session
@@ -53,6 +55,20 @@ def test_logits_are_those_of_tokens_decoded_one_by_one(pair: tuple[ModelFile, Mo
 def test_a_text_that_is_too_short(pair: tuple[ModelFile, ModelFile]) -> None:
     with pytest.raises(SessionError, match="text of 7 tokens: is shorter than a chunk of 64 tokens"):
         Text.of(pair[0], "hello", SETTINGS, 0)
+
+
+def test_a_text_that_memory_cannot_hold(pair: tuple[ModelFile, ModelFile], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(running, "free_memory", lambda: 1000)
+    with pytest.raises(SessionError, match=r"the log-probabilities of all its chunks take .* GB more"):
+        Text.of(pair[0], TEXT, SETTINGS, 0)
+    assert len(Text.of(pair[0], TEXT, SETTINGS, 1).chunks) == 1
+
+
+def test_logits_that_are_no_numbers(pair: tuple[ModelFile, ModelFile], text: Text) -> None:
+    weights = pair[0].tensors["output_norm.weight"]
+    broken = replace(weights, data=np.full(len(weights.data) // 4, np.nan, np.float32).view(np.uint8))
+    with pytest.raises(SessionError, match=r"small.gguf with 1 other tensors': its logits hold NaN or infinity"):
+        Mixed(pair[1], text).scores([broken])
 
 
 def test_mixed_models(pair: tuple[ModelFile, ModelFile], text: Text) -> None:
