@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 
-import numpy as np
 import pytest
 from kit.quantised import SETTINGS, TEXT, in_type, scaled, write_pair, write_with
 
@@ -55,12 +53,8 @@ def test_no_more_than_one_run_for_a_tensor_that_is_a_kind_of_its_own(models: tup
     assert [each.name for each in result.by_cost if each.error.nmse > 1] == [RUINED]
 
 
-def test_the_table(found: Quantisation) -> None:
-    rows = np.array([dataclasses.astuple(row) for row in found.table], dtype=object)
-    assert rows.shape == (7, 13)
+def test_the_table_has_every_tensor(found: Quantisation) -> None:
     assert [row.name for row in found.table] == [each.name for each in found.tensors]
-    ruined = next(row for row in found.table if row.name == RUINED)
-    assert (ruined.layer, ruined.kind, ruined.type_big, ruined.type_small) == (1, "attn_v.weight", "f16", "f16")
 
 
 def test_types_for_a_size(tmp_path: Path) -> None:
