@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 from kit.diffs import FLASH_OFF, PROMPT
 from kit.models import Models
+from kit.quantised import TEXT, write_pair
 from kit.right_devices import by_int8, kernel
 from tools import conformance
 
@@ -242,6 +243,10 @@ def reader(commands: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("reader")
     with model_file("tiny") as file:
         shutil.copy(file, folder / "model.gguf")
+    big, small = write_pair(folder)
+    shutil.copy(big, folder / "f16.gguf")
+    shutil.copy(small, folder / "q4_0.gguf")
+    (folder / "text.txt").write_text(TEXT * 4)
     shutil.copytree(ROOT / "examples", folder / "examples")
     shutil.copy(ROOT / "examples" / "my_kernels.py", folder)
     for page in PAGES:
