@@ -53,6 +53,8 @@ REFUSED = [
     "hazards tiny",
     "bisect tiny",
     "flaky tiny",
+    "record tiny -o record.gguf",
+    "quantdiff text text -f text",
     "triage tiny",
     "devices",
     "test -o SQR",
@@ -81,6 +83,7 @@ def printed(environment: dict[str, str], code: str, *arguments: object, cwd: Pat
 
 
 def test_each_command_works_or_says_in_one_line_what_to_install(without: dict[str, str], tmp_path: Path) -> None:
+    (tmp_path / "text").write_text("hello")
     found = printed(without, RUN, json.dumps(REFUSED + WORKING), cwd=tmp_path)
     for line in REFUSED:
         code, out, err = found[line]
@@ -90,9 +93,9 @@ def test_each_command_works_or_says_in_one_line_what_to_install(without: dict[st
         code, out, err = found[line]
         assert (code, err) == (0, ""), line
     assert "llama-cpp-python is not installed" in found["--version"][1]
-    apart = {"plugin", "doctor", "replay"}  # need no llama-cpp-python; the first two have tests of their own
+    apart = {"plugin", "doctor", "replay", "compare"}  # need no llama-cpp-python; the first two have tests of their own
     assert {line.split()[0] for line in [*REFUSED, *WORKING]} >= COMMANDS.keys() - apart
-    assert {path.name for path in tmp_path.iterdir()} <= {"site", "cache", "matrix"}
+    assert {path.name for path in tmp_path.iterdir()} <= {"site", "cache", "matrix", "text"}
 
 
 OF_WHISPER = """
