@@ -136,6 +136,7 @@ _KINDS: dict[str, Any] = {
 _CPU_FUNCTIONS: _Functions = {
     "ggml_get_type_traits_cpu": (POINTER(structs.TypeTraitsCpu), [c_int]),
     "ggml_cpu_init": (None, []),
+    "ggml_graph_compute_with_ctx": (c_int, [c_void_p, c_void_p, c_int]),
 }
 
 

@@ -16,6 +16,8 @@ class Numerics:
 
     rounding   the q8_0 rounding of the bound ggml's CPU; "simd", as on x86, where none is bound
     fuses      whether q8_K rounds a product once, to a whole number, and not to float32 first
+    halves     of how many elements at a time the CPU multiplies and adds float16 as float16, rounded once, as with
+               AVX512-FP16; 0: it does so in float32
     contracts  whether ggml's compiler fused a product and its sum (-ffp-contract) where one C expression has both
     bound      codecs that are the bound ggml's own functions, by type: for types that this project has no kernel for
     to_float   addresses of ggml's functions that dequantise rows of these types
@@ -29,6 +31,7 @@ class Numerics:
     bound: Mapping[str, Codec] = field(default_factory=lambda: MappingProxyType({}))
     to_float: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
     sgemm: int = 0
+    halves: int = 0
     matmul: str = "fast"
 
     def codec(self, type: str) -> Codec:

@@ -163,8 +163,11 @@ def _products(q: Floats, k: Floats) -> Floats:
     return found
 
 
-def _sum_in_halves(scores: Floats, kept: NDArray[np.bool_], v: Floats) -> list[Floats]:
-    """For all queries: the maximum of the scores, the sum of e ** (score - maximum), and the sum of those times v."""
+def _sum_in_halves(scores: Floats, kept: NDArray[np.bool_], v: Floats, step: int) -> list[Floats]:
+    """For all queries: the maximum of the scores, the sum of e ** (score - maximum), and the sum of those times v.
+
+    step  `Numerics.halves`
+    """
     one = np.float32(1)
     maximum = np.full((*scores.shape[:-1], 1), -np.inf, np.float32)
     total = np.zeros_like(maximum)
@@ -176,8 +179,14 @@ def _sum_in_halves(scores: Floats, kept: NDArray[np.bool_], v: Floats) -> list[F
         maximum = np.where(above, score, maximum)
         weight = np.where(is_kept, expf(score - maximum), 0 * one)
         total = fma(total, shrunk, weight)
-        halves = (halves * shrunk).astype(np.float16)
-        added = fma(v[..., cell : cell + 1, :], weight, halves.astype(np.float32)).astype(np.float16)
+        row = v[..., cell : cell + 1, :]
+        halves, before = (halves * shrunk).astype(np.float16), halves
+        added = fma(row, weight, halves.astype(np.float32)).astype(np.float16)
+        if step:  # float64 holds what is rounded once
+            narrow, factors = slice(v.shape[-1] // step * step), (shrunk.astype(np.float16), weight.astype(np.float16))
+            shrink, times = (factor.astype(np.float64) for factor in factors)
+            halves[..., narrow] = (before[..., narrow] * shrink).astype(np.float16)
+            added[..., narrow] = (row[..., narrow] * times + halves[..., narrow]).astype(np.float16)
         halves = np.where(is_kept, added, halves)
     return [maximum, total, halves.astype(np.float32)]
 
@@ -191,13 +200,15 @@ def _with_sink(found: list[Floats], sink: Floats) -> list[Floats]:
     return [np.where(above, sink, maximum), total * shrunk + weight, y * shrunk]
 
 
-def _sum_of_parts(scores: Floats, kept: NDArray[np.bool_], v: Floats, n_sums: int, sink: Floats | None) -> Floats:
+def _sum_of_parts(
+    scores: Floats, kept: NDArray[np.bool_], v: Floats, n_sums: int, step: int, sink: Floats | None
+) -> Floats:
     """softmax(scores) v, added up in n_sums parts of the cells; n_sums is 0 if they are not split."""
     size = max(1, -(-scores.shape[-1] // max(n_sums, 1)))
     whole: list[Floats] = []
     for begin in range(0, max(1, scores.shape[-1]), size):
         cells = slice(begin, begin + size)
-        found = _sum_in_halves(scores[..., cells], kept[..., cells], v[..., cells, :])
+        found = _sum_in_halves(scores[..., cells], kept[..., cells], v[..., cells, :], step)
         if sink is not None and begin == 0:
             found = _with_sink(found, sink)
         if not whole:
@@ -262,7 +273,7 @@ def flash_attn_ext(
         kept = np.broadcast_to(kept, scores.shape)
         sink = None if sinks is None else sinks.view().reshape(1, -1, 1, 1)
         if _in_halves(q, k, v):
-            y = _sum_of_parts(scores, kept, values, _n_sums(q, k, v), sink)
+            y = _sum_of_parts(scores, kept, values, _n_sums(q, k, v), numerics.halves, sink)
         else:
             y = masked(scores, kept, sink) @ values
     dst.view()[...] = y.swapaxes(1, 2)
@@ -296,7 +307,7 @@ def _flash_attn_ext(
     if of is None:
         return None
     if _in_halves(q, k, v):
-        return bind_attend_in_halves(of, _n_sums(q, k, v), by_head)
+        return bind_attend_in_halves(of, _n_sums(q, k, v), numerics.halves, by_head)
     return bind_attend(of, _chunk(q) if _is_product(q, k, v) else 0, by_head)
 
 

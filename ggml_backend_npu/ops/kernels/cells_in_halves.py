@@ -22,7 +22,16 @@ from ggml_backend_npu.ops.kernels.cells import (
     row_at,
     slope_of,
 )
-from quant.kernels.jit import array_at, compiled, f16_to_f32, f32_to_f16_payload, fused_multiply_add, inlined
+from quant.kernels.jit import (
+    array_at,
+    bits_float,
+    compiled,
+    f16_to_f32,
+    f32_to_f16_payload,
+    float_bits,
+    fused_multiply_add,
+    inlined,
+)
 from quant.kernels.matrices import dot
 from quant.kernels.orders import dots_f16
 from quant.kernels.records import index_of, record_at
@@ -34,16 +43,39 @@ _IN_HALVES = 8  # how much longer than to move a float it takes to multiply and 
 
 
 @inlined
-def _shrink_halves(y, n, factor):
-    halves = array_at(y, types.uint16, n)
-    for i in range(n):
+def _as_half(x):
+    """x rounded to float16, as float32."""
+    return f16_to_f32(f32_to_f16_payload(x))
+
+
+@inlined
+def _half_of_sum(a, b):
+    """Bits of a + b as a float16, rounded once. Between, float32 has an odd last bit where it rounds the sum: then it
+    lies on no boundary of float16."""
+    total = a + b
+    part = total - a
+    error = (a - (total - part)) + (b - part)  # what total lacks, or NaN
+    bits = types.int64(float_bits(total))
+    if error > 0 or error < 0:
+        bits = (bits - types.int64((error > 0) != (total > 0))) | 1
+    return f32_to_f16_payload(bits_float(types.uint32(bits)))
+
+
+@inlined
+def _shrink_halves(y, n, n_narrow, factor):
+    halves, narrow = array_at(y, types.uint16, n), _as_half(factor)
+    for i in range(n_narrow):
+        halves[i] = f32_to_f16_payload(f16_to_f32(halves[i]) * narrow)
+    for i in range(n_narrow, n):
         halves[i] = f32_to_f16_payload(f16_to_f32(halves[i]) * factor)
 
 
 @inlined
-def _add_to_halves(y, v, n, weight):
-    halves, row = array_at(y, types.uint16, n), array_at(v, types.uint16, n)
-    for i in range(n):
+def _add_to_halves(y, v, n, n_narrow, weight):
+    halves, row, narrow = array_at(y, types.uint16, n), array_at(v, types.uint16, n), _as_half(weight)
+    for i in range(n_narrow):
+        halves[i] = _half_of_sum(f16_to_f32(row[i]) * narrow, f16_to_f32(halves[i]))
+    for i in range(n_narrow, n):
         halves[i] = f32_to_f16_payload(fused_multiply_add(f16_to_f32(row[i]), weight, f16_to_f32(halves[i])))
 
 
@@ -130,10 +162,10 @@ def attend_in_halves(p, begin, end, scratch):
                     shrunk = types.float32(math.exp(maximum - scores[i]))
                     maximum, weights[i] = scores[i], types.float32(1)
                     total = fused_multiply_add(total, shrunk, types.float32(1))
-                    _shrink_halves(to, dv, shrunk)
+                    _shrink_halves(to, dv, of.n_narrow, shrunk)
                 else:
                     total += weights[i]
-                _add_to_halves(to, row_at(of.v, first + i, head, i3), dv, weights[i])
+                _add_to_halves(to, row_at(of.v, first + i, head, i3), dv, of.n_narrow, weights[i])
         part = of.parts + 4 * unit * (2 + dv)
         found = array_at(part, types.float32, 2 + dv)
         found[0], found[1] = maximum, total
@@ -167,11 +199,14 @@ def join_parts(p, begin, end, scratch):
     return 0
 
 
-def bind_attend_in_halves(of: Attention, n_parts: int, keep: object) -> Job:
-    """The works of a node, whose rows are added up in n_parts parts that are joined at the end; 0: in one."""
+def bind_attend_in_halves(of: Attention, n_parts: int, step: int, keep: object) -> Job:
+    """The works of a node, whose rows are added up in n_parts parts that are joined at the end; 0: in one.
+
+    step  `Numerics.halves`
+    """
     n_rows = of.n_queries * of.n_heads * of.n_sequences
     parts = np.empty((n_rows, max(n_parts, 1), 2 + of.dv), np.float32)
-    of = of._replace(parts=parts.ctypes.data, n_parts=n_parts)
+    of = of._replace(parts=parts.ctypes.data, n_parts=n_parts, n_narrow=of.dv // step * step if step else 0)
     n_units, kept = n_rows * max(n_parts, 1), (keep, parts)
     work = Work(attend_in_halves, of, n_units, _IN_HALVES * cost_of(of), scratch=scratch_in_halves(of), keep=kept)
     return Job(work, Work(join_parts, of, n_rows, scratch=4 * (2 + of.dv))) if n_parts else Job(work)
