@@ -14,7 +14,7 @@ from types import MappingProxyType
 import numpy as np
 
 import quant
-from ggml_backend_npu.ggml import blas, halves, lib, structs
+from ggml_backend_npu.ggml import blas, float16, lib, structs
 from ggml_backend_npu.ggml.lib import Ggml, TypeInfo
 from ggml_backend_npu.ggml.numerics import PLAIN, Numerics
 from quant.blocks import compiled_types
@@ -154,5 +154,5 @@ def bound() -> Numerics:
             rounding = agreeing[0]
     return Numerics(
         rounding, _fuses(codecs["q8_K"]), ggml.contracts, MappingProxyType(found), MappingProxyType(to_float),
-        blas.sgemm(), halves.step(ggml),
+        blas.sgemm(), float16.step(ggml),
     )  # fmt: skip

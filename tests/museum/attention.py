@@ -9,6 +9,7 @@ import numpy as np
 from kit.museum import LONG, exhibit
 
 from ggml_backend_npu import Node, Tensor
+from ggml_backend_npu.ggml import codecs
 from ggml_backend_npu.ops import OWN
 from ggml_backend_npu.ops.attention import FlashAttn
 from ggml_backend_npu.registry.mistakes import with_stride
@@ -22,7 +23,8 @@ Maybe = Tensor | None
 def right(
     dst: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Maybe, sinks: Maybe, params: FlashAttn
 ) -> None:  # as ggml's CPU
-    OWN["FLASH_ATTN_EXT"].bind(Node("FLASH_ATTN_EXT", dst, (q, k, v, mask, sinks), params.packed))()
+    node = Node("FLASH_ATTN_EXT", dst, (q, k, v, mask, sinks), params.packed)
+    OWN["FLASH_ATTN_EXT"].bind(node, codecs.bound())()
 
 
 def weights(scores: np.ndarray, mask: Tensor, params: FlashAttn) -> np.ndarray:

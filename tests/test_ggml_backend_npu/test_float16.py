@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ggml_backend_npu import Tensor
-from ggml_backend_npu.ggml import codecs, halves, lib
+from ggml_backend_npu.ggml import codecs, float16, lib
 from ggml_backend_npu.ops.attention import FlashAttn, _flash_attn_ext, _sum_in_halves, flash_attn_ext
 
 PARAMS = FlashAttn(0.25, 0.0, 0.0, prec=0, n_kv_max=0)
@@ -42,7 +42,7 @@ def both(tensors: list[Tensor], step: int) -> list[np.ndarray]:
 
 
 def test_ggml_shows_how_many_it_takes_at_once() -> None:
-    step = halves.step(lib.ggml())
+    step = float16.step(lib.ggml())
     assert step in ((0, 128) if "AVX512" in lib.ggml().features else (0,))
     assert codecs.bound().halves == step
 
