@@ -14,7 +14,7 @@ from tools.architectures import SETTINGS, Case, chosen, design, judged, outcomes
 
 from graph_runner.tools.suites import folder
 
-SAMPLE = 100
+SAMPLE = 60
 
 
 def settings(case: Case) -> dict[str, str]:
