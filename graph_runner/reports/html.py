@@ -30,6 +30,7 @@ def diff_html(data: dict[str, Any]) -> str:
     return page(
         "diff",
         styles=("diff.css",),
+        scripts=("tools.js", "diff.js"),
         data=data,
         json=json_for_script(data),
         first=None if place is None else data["nodes"][place],
@@ -37,15 +38,14 @@ def diff_html(data: dict[str, Any]) -> str:
     )
 
 
-def page(name: str, *, styles: Iterable[str], **values: Any) -> str:
-    """Returns the page of a template, NAME.html.j2, with the script NAME.js and styles. It runs no other script."""
+def page(name: str, *, styles: Iterable[str], scripts: Iterable[str], **values: Any) -> str:
+    """Returns the page of a template, NAME.html.j2, with styles and scripts. It runs no other script."""
     loader = PackageLoader("graph_runner.reports")
     templates = Environment(
         loader=loader, autoescape=True, undefined=ChainableUndefined, trim_blocks=True, keep_trailing_newline=True
     )
     templates.filters |= {"number": _number, "quoted": _quoted, "fragment": _fragment, "ranges": _ranges}
-    script = loader.get_source(templates, f"{name}.js")[0]
-    style = "".join(loader.get_source(templates, each)[0] for each in styles)
+    script, style = ("".join(loader.get_source(templates, each)[0] for each in files) for files in (scripts, styles))
     text = templates.get_template(f"{name}.html.j2").render(
         script=Markup(script),
         style=Markup(style),

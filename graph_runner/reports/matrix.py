@@ -109,6 +109,7 @@ def matrix_html(sweep: Sweep) -> str:
     return page(
         "matrix",
         styles=("diff.css", "matrix.css"),
+        scripts=("matrix.js",),
         sweep=sweep,
         passed=bool(sweep),
         complete=len(sweep.results) == len(sweep.cells),

@@ -178,4 +178,10 @@ def _cost_json(cost: Cost) -> dict[str, Any]:
 def quantdiff_html(data: dict[str, Any]) -> str:
     """Returns the page of a comparison, from its JSON: tensors as a heat map of layers and kinds, the blocks of the
     chosen tensor as a histogram, and all tensors as a table. The page's state is in the address's fragment."""
-    return page("quantdiff", styles=("diff.css", "quantdiff.css"), data=data, json=json_for_script(data))
+    return page(
+        "quantdiff",
+        styles=("diff.css", "quantdiff.css"),
+        scripts=("tools.js", "quantdiff.js"),
+        data=data,
+        json=json_for_script(data),
+    )

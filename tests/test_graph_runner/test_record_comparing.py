@@ -3,31 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 from kit.models import Models
+from kit.records import CPU, NPU, TEXT, compared, recorded
 from kit.whole import spoiling
 
-from ggml_backend_npu import Backend, Options, Tensor, default_backend
+from ggml_backend_npu import Backend, Options, Tensor
 from graph_runner.base.errors import BadInputError
 from graph_runner.base.settings import Settings
-from graph_runner.record import Comparison, RecordOptions, Run, compare, record
+from graph_runner.record import Run
 from graph_runner.reports.record import comparison_json, verdict
-
-TEXT = "The capital of France is Paris, and that of Italy is Rome."
-CPU = RecordOptions("CPU", steps=3, settings=Settings(flash_attention="off", threads=1))
-NPU = replace(CPU, device="NPU")
-A, B = Path("a.gguf"), Path("b.gguf")
-
-
-def recorded(file: Path, options: RecordOptions = CPU, backend: Backend | None = None) -> Run:
-    return record(file, TEXT, options, backend or default_backend())
-
-
-def compared(a: Run, b: Run) -> Comparison:
-    return compare(a, b, A, B)
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +60,7 @@ def test_a_planted_fault_is_the_first(model: Models, token: int, layer: int) -> 
 
 
 def test_other_tokens_are_not_compared(model: Models, run: Run) -> None:
-    other = record(model("llama"), TEXT + "!", CPU, default_backend())
+    other = recorded(model("llama"), text=f"{TEXT}!")
     result = compared(run, other)
     assert not result
     assert (result.tokens, result.compared, result.ends) == (0, 0, [])

@@ -3,29 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from kit.models import Models
+from kit.records import CPU, NPU, compared, recorded
 
-from ggml_backend_npu import Backend, Options, default_backend
+from ggml_backend_npu import Backend, Options
 from graph_runner.base.errors import BadInputError
-from graph_runner.base.settings import Settings
-from graph_runner.record import Comparison, RecordOptions, Run, compare, record
+from graph_runner.record import Run
 from graph_runner.reports.record import verdict
-
-TEXT = "The capital of France is Paris, and that of Italy is Rome."
-CPU = RecordOptions("CPU", steps=3, settings=Settings(flash_attention="off", threads=1))
-NPU = replace(CPU, device="NPU")
-A, B = Path("a.gguf"), Path("b.gguf")
-
-
-def recorded(file: Path, options: RecordOptions = CPU, backend: Backend | None = None) -> Run:
-    return record(file, TEXT, options, backend or default_backend())
-
-
-def compared(a: Run, b: Run) -> Comparison:
-    return compare(a, b, A, B)
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +38,7 @@ def test_an_unwatched_run_has_the_same_end(model: Models, run: Run) -> None:
 def test_a_run_like_another_has_its_tokens(model: Models, run: Run) -> None:
     file = model("llama")
     tokens = [[[7, *each[1:]] for each in step.tokens] for step in run.steps]
-    like = record(file, TEXT, replace(CPU, tokens=tokens), default_backend())
+    like = recorded(file, replace(CPU, tokens=tokens))
     assert [step.tokens for step in like.steps] == tokens
 
 

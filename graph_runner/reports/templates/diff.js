@@ -1,4 +1,3 @@
-"use strict";
 (() => {
 const data = JSON.parse(document.getElementById("data").textContent);
 const nodes = data.nodes;
@@ -6,22 +5,6 @@ const VERDICTS = ["exact", "rounding", "inherited", "amplified", "introduced", "
 const SERIES = ["cumulative", "isolated"];  // the latter is drawn over the former
 const DEFAULTS = { q: "", verdict: "", op: "", step: "", metric: "nmse", sort: "order", node: "" };
 const ROW = 28;
-const byId = (id) => document.getElementById(id);
-
-// small tools; strings become text, never markup
-
-function make(tag, properties, ...children) {
-  const element = Object.assign(document.createElement(tag), properties);
-  element.append(...children);
-  return element;
-}
-
-function draw(tag, attributes, ...children) {
-  const element = document.createElementNS("http://www.w3.org/2000/svg", tag);
-  for (const [name, value] of Object.entries(attributes)) element.setAttribute(name, value);
-  element.append(...children);
-  return element;
-}
 
 const count = (n) => n.toLocaleString("en");
 const label = (node) => `step ${node.step}, node ${node.index}: ${node.op} ${node.name}`;

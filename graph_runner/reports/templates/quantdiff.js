@@ -1,8 +1,6 @@
-"use strict";
 (() => {
 const data = JSON.parse(document.getElementById("data").textContent);
 const tensors = data.tensors;
-const byId = (id) => document.getElementById(id);
 const DEFAULTS = { tensor: "", metric: "gain", sort: "per_mib" };
 const METRICS = {
   gain: (t) => t.cost?.gain.value, per_mib: (t) => t.cost?.per_mib, nmse: (t) => t.error.nmse,
@@ -12,21 +10,6 @@ const COLUMNS = [
   ["name", "tensor"], ["type", "type"], ["gain", "KL falls by"], ["per_mib", "for each MiB"], ["nmse", "NMSE"],
   ["worst", "worst block"], ["outliers", "outliers"],
 ];
-
-// small tools; strings become text, never markup
-
-function make(tag, properties, ...children) {
-  const element = Object.assign(document.createElement(tag), properties);
-  element.append(...children);
-  return element;
-}
-
-function draw(tag, attributes, ...children) {
-  const element = document.createElementNS("http://www.w3.org/2000/svg", tag);
-  for (const [name, value] of Object.entries(attributes)) element.setAttribute(name, value);
-  element.append(...children);
-  return element;
-}
 
 function number(x) {
   if (x === undefined) return "not measured";
