@@ -191,11 +191,24 @@ def dsv4_hc_pre(dst: Tensor, x: Tensor, weights: Tensor, params: HcPre) -> None:
         dst.view()[0, 0] = np.float32(params.scale) * total
 
 
+def _weighted(x: Tensor, weights: Tensor, params: HcPre) -> Exact:
+    """x * weight, (tokens, streams, n)"""
+    streams, gates = exact.values(x)[0], exact.values(weights)[0]
+    products: Exact = streams * (exact.sigmoid(gates) if params.gated else gates[0, :, :, None])
+    return products
+
+
 @dsv4_hc_pre.formula
 def _exact_pre(x: Tensor, weights: Tensor, params: HcPre) -> Exact:
-    streams, gates = exact.values(x)[0], exact.values(weights)[0]
-    by_stream = exact.sigmoid(gates) if params.gated else gates[0, :, :, None]
-    total: Exact = params.scale * (streams * by_stream).sum(axis=1)
+    total: Exact = params.scale * _weighted(x, weights, params).sum(axis=1)
+    return total[None, None]
+
+
+@dsv4_hc_pre.on_the_way
+def _on_the_way(x: Tensor, weights: Tensor, params: HcPre) -> Exact:
+    """The finite terms of one sign, before they are scaled."""
+    terms = _weighted(x, weights, params)
+    total: Exact = np.where(np.isfinite(terms), np.abs(terms), 0).sum(axis=1)
     return total[None, None]
 
 
@@ -239,7 +252,7 @@ def _refuse_post(dst: Tensor, x: Tensor, residual: Tensor, post: Tensor, comb: T
     )
 
 
-@op("DSV4_HC_POST", types=[("f32",) * 4], refuse=_refuse_post, bound=1e-12, wide=True)
+@op("DSV4_HC_POST", types=[("f32",) * 4], refuse=_refuse_post, bound=1e-12, wide=True, products=True)
 def dsv4_hc_post(dst: Tensor, x: Tensor, residual: Tensor, post: Tensor, comb: Tensor | None) -> None:
     """dst = x * post + the token's residual streams, mixed by comb if there is one.
 

@@ -60,8 +60,9 @@ def size(node: Node, truth: Exact) -> Exact:
 
 
 def overflows(node: Node, truth: Exact) -> NDArray[np.bool_]:
-    """Which elements of truth, which is `exact` of the node, are sums of finite terms that may become too large for
-    float32: the order of the terms decides what becomes of them, a number, an infinity or NaN."""
+    """Which elements of truth, which is `exact` of the node, are sums whose finite terms may become too large for
+    float32: their order, and whether a product is rounded before it is added, decide what becomes of them: a number, an
+    infinity or NaN; beside a term that is infinite, that infinity or NaN."""
     op, terms = OWN.get(node.op), None
     if op is not None and (op.products or op.weights):
         terms = exact(replace(node, src=tuple(map(_magnitudes, node.src))))
@@ -74,9 +75,11 @@ def overflows(node: Node, truth: Exact) -> NDArray[np.bool_]:
 
 
 def _magnitudes(source: Tensor | None) -> Tensor | None:
+    """The finite numbers of a source, without their signs."""
     if source is None or source.type in _INTEGERS:
         return source
-    return Tensor.of(np.abs(values(source)), "f64", source.name)
+    x = np.abs(values(source))
+    return Tensor.of(np.where(np.isinf(x), 0, x), "f64", source.name)
 
 
 def _products(node: Node) -> Exact | None:

@@ -217,7 +217,8 @@ def _free(node: Node, expected: Exact, actual: Exact, truth: Exact) -> NDArray[n
     reference or as the exact value says, or of a sum that overflows."""
     odd: NDArray[np.bool_] = ~(np.isfinite(expected) & np.isfinite(actual))
     if odd.any():
-        odd &= _same(actual, expected) | _same(actual, truth) | noise.overflows(node, truth)
+        overflows = noise.overflows(node, truth) & (np.isfinite(truth) | np.isnan(actual))
+        odd &= _same(actual, expected) | _same(actual, truth) | overflows
     return odd
 
 

@@ -22,6 +22,7 @@ from ggml_backend_npu import Node, Tensor
 from ggml_backend_npu.backend.fusion import FUSIONS
 from ggml_backend_npu.ops import OWN
 from ggml_backend_npu.ops.attention import FlashAttn
+from ggml_backend_npu.ops.deepseek import HcPre
 from ggml_backend_npu.ops.matmul import VEC_DOT
 from ggml_backend_npu.ops.norms import Norm
 from ggml_backend_npu.plugin.plugin import Plugin
@@ -261,6 +262,34 @@ def test_what_overflows_depends_on_the_order_of_the_terms(cpu: Replica, op: str)
     assert all(is_right(column, value) for column in (1, 2) for value in (np.inf, -np.inf, np.nan))
     assert [is_right(0, value) for value in (np.inf, np.nan, 0.0)] == [False] * 3
     assert [is_right(3, value) for value in (1.0, -np.inf)] == [False] * 2
+
+
+@pytest.mark.parametrize("op", ["DSV4_HC_PRE", "DSV4_HC_POST", "MUL_MAT"])
+def test_a_product_that_overflows_may_be_rounded_before_it_is_added(cpu: Replica, op: str) -> None:
+    """Elements that are small, LARGE + LARGE - LARGE, and infinity less 10 * LARGE: this is infinite where a compiler
+    fuses product and sum, else NaN."""
+    x = np.array([[1, LARGE, np.inf], [1, LARGE, 1], [1, LARGE, LARGE]])  # (terms, elements)
+    by = np.array([1.0, 1.0, -1.0])
+    by[2] = -10 if op != "DSV4_HC_PRE" else -2
+    shape: tuple[int, ...] = 1, 1, 1, 3
+    if op == "MUL_MAT":
+        of = node(op, "f32", (1, 1, 3, 1), tensor("f32", by.reshape(shape)), tensor("f32", x.T.copy()[None, None]))
+    elif op == "DSV4_HC_PRE":
+        sources = tensor("f32", x[None, None]), tensor("f32", by.reshape(shape))
+        of = node(op, "f32", shape, *sources, params=HcPre(0.25, 0))
+    else:
+        arrays = x[:1], x[1:], np.full((1, 2), by[0]), np.tile(by[1:, None], (1, 2))
+        of = node(op, "f32", (1, 1, 2, 3), *(tensor("f32", each[None, None]) for each in arrays))
+    cpu.compute(of)
+
+    def is_right(element: int, value: float) -> bool:
+        other = copy_of(of.dst)
+        other.view().reshape(-1, 3)[-1, element] = value
+        return allows(Rules(), of, of.dst, other)
+
+    assert [is_right(0, value) for value in (np.inf, np.nan)] == [False] * 2
+    assert [is_right(1, value) for value in (np.inf, np.nan)] == [True] * 2
+    assert [is_right(2, value) for value in (np.inf, np.nan, -np.inf, 1.0)] == [True, True, False, False]
 
 
 @pytest.mark.parametrize("cells", [64, 600, 4800])
