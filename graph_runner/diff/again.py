@@ -29,6 +29,7 @@ _FEW_ULP = 1e-6  # of float32, in parts of an element
 _DRAWS = 4  # of errors, at most, to find out what is natural
 _NOTHING = 1e-9  # an nmse that is small whatever is natural
 _SIZES = (2, 8, 64)  # of groups of nodes that run together; what larger ones change shows at the end of the run
+_ONE_BY_ONE = "the run ends right if the prompt's tokens come one by one: it takes a graph of another shape before"
 _TOGETHER = "gives other bytes when nodes run together, not one by one"
 
 
@@ -120,12 +121,14 @@ class Again:
             self._on_cpu = computer.reference.runs_with(settings)
         self.remarks: list[str] = []
 
-    def _run(self, settings: Settings, observer: Walk | None = None) -> list[Logits]:
+    def _run(
+        self, settings: Settings, observer: Walk | None = None, batches: Sequence[Batch] | None = None
+    ) -> list[Logits]:
         found = []
         with self._opened(settings, observer) as session:
             if observer is not None and settings.device != "cpu":
                 observer.side = self._device
-            for step, tokens in enumerate(self._batches):
+            for step, tokens in enumerate(batches or self._batches):
                 if step and observer is not None:
                     observer.next_step()
                 session.decode(*tokens)
@@ -165,7 +168,28 @@ class Again:
         wrong = None if self._course.ops else self.repeated(2)
         if wrong is None:
             wrong = self._in_groups()
-        return self._ends_wrong(logits) if wrong is None else wrong
+        if wrong is None:
+            wrong = self._ends_wrong(logits)
+        if wrong is not None and self._needs_another_shape(logits):
+            return replace(wrong, failure=f"{wrong.failure}; {_ONE_BY_ONE}")
+        return wrong
+
+    def _needs_another_shape(self, logits: Sequence[Logits]) -> bool:
+        """Whether a run that nobody observed is right as far as the prompt, and goes wrong only if the prompt's tokens
+        come together: with all tokens one by one, each graph has the shape of the one before.
+
+        logits  of the run
+        """
+        watched, (prompt, *rest) = self._watched, self._batches
+        n = len(prompt[0])
+        limit = max(_FAR * _apart(watched.reference, watched.logits), _NOTHING)
+        if n < 2 or any(len(each) != n for each in prompt) or not _apart(logits[:1], watched.logits[:1]) <= limit:
+            return False
+        one_by_one = [*([each[i : i + 1] for each in prompt] for i in range(n)), *rest]
+        with suppress(SessionError):
+            runs = (self._run(settings, batches=one_by_one) for settings in (self._on_device, self._on_cpu))
+            return _apart(*runs) <= limit
+        return False
 
     def _in_groups(self) -> NodeResult | None:
         """Returns the first node whose result is wrong when a group of nodes runs together, by the smallest groups in

@@ -48,10 +48,9 @@ class Fault:
     """A planted fault.
 
     kind   what goes wrong, in words
-    by     the cheapest command that names it; "" if none does
+    by     the cheapest command that names it
     says   what a command says that names it: a pattern
     make   the device; None: that in C++, with the fault of this name
-    why    why no command names it
     runs   of flaky
     """
 
@@ -61,7 +60,6 @@ class Fault:
     says: str = ""
     make: Make | None = None
     settings: Settings = SETTINGS
-    why: str = ""
     runs: int = 8
 
     def __str__(self) -> str:
@@ -272,8 +270,8 @@ FAULTS = [
           "ffn_inp-1|l_out-1"),
     Fault("COPY_NOT_AWAITED", "a copy not waited for: cells are set once they have been read", "bisect",
           "cache_k_l0|kq-0"),
-    Fault("STALE_GRAPH", "a stale graph reused with another shape: rows are left", "", "ffn_out-0",
-          why="the diff names three nodes together, since after them only the last one's result is left"),
+    Fault("STALE_GRAPH", "a stale graph reused with another shape: rows are left", "diff",
+          "a graph of another shape before"),
     Fault("THIRD_GRAPH", "every third graph of a context is wrong", "bisect", "ffn_out-1"),
     Fault("NOT_CLEARED", "what memory held before is read", "diff", "ffn_out-1"),
     Fault("ONE_RUN_IN_FOUR", "a race of one in four runs", "diff", "ffn_out-1"),
@@ -304,9 +302,12 @@ NOTHING = "nothing"
 def row(fault: Fault, seen: Named) -> str:
     """A line of the table as Markdown."""
     said = re.sub(r"\s+", " ", re.sub(r" at 0x[0-9a-f]+,", ",", seen.said)).replace("|", "/").replace("<", "&lt;")
+    named = re.search(fault.says, said)
+    if named is not None and named.end() > 160:
+        said = f"... {said[: named.end()][-150:].partition(' ')[2]}"
     said = said if len(said) <= 160 else f"{said[:160].rpartition(' ')[0]} ..."
-    found, by, why = seen.found or NOTHING, seen.by or NOTHING, said if seen.by else fault.why
-    return f"| {fault.kind} | {fault.where} | {found} | {by} | {why} | {seen.seconds:.1f} |"
+    found, by = seen.found or NOTHING, seen.by or NOTHING
+    return f"| {fault.kind} | {fault.where} | {found} | {by} | {said} | {seen.seconds:.1f} |"
 
 
 def report(rows: Sequence[str]) -> list[str]:

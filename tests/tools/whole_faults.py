@@ -36,7 +36,7 @@ def main() -> int:
             seen = looker.look(fault)
             rows[fault.kind] = row(fault, seen)
             is_as_recorded &= seen.by == fault.by
-            mark = "" if seen.by == fault.by else f"  NOT AS RECORDED: {fault.by or 'nothing'}"
+            mark = "" if seen.by == fault.by else f"  NOT AS RECORDED: {fault.by}"
             how = f"found by {seen.found}, named by {seen.by}, {seen.seconds:.1f} s"
             print(f"{fault}: {how}: {seen.said}{mark}", flush=True)
         alarms = looker.is_right() if not options.only else []
