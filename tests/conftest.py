@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import HealthCheck, Phase, settings
+from kit.days import TODAY
 
 if TYPE_CHECKING:
     from kit.commands import Cli
@@ -176,20 +177,41 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("filterwarnings", "error::pytest.PytestUnraisableExceptionWarning")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--every-day", action="store_true", help="all cases of tests marked daily(n), not an nth of them")
+
+
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Of a test marked `some(n)`, n cases run by default, evenly spaced; the others are slow."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Of a test marked `some(n)`, n cases run by default, evenly spaced; the others are slow. Of the slow cases of a
+    test marked `daily(n)` one in n runs, others each day."""
+    for n, cases in _marked("some", [item for item in items if not item.get_closest_marker("slow")]):
+        chosen = {i * len(cases) // n for i in range(n)}
+        for i in {*range(len(cases))} - chosen:
+            cases[i].add_marker("slow")
+    if config.getoption("--every-day"):
+        return
+    left: set[pytest.Item] = set()
+    for n, cases in _marked("daily", [item for item in items if _is_long(item)]):
+        left.update(each for i, each in enumerate(cases) if i % n != TODAY % min(n, len(cases)))
+    config.hook.pytest_deselected(items=[item for item in items if item in left])
+    items[:] = [item for item in items if item not in left]
+
+
+def _marked(name: str, items: list[pytest.Item]) -> Iterator[tuple[int, list[pytest.Item]]]:
+    """For each test with a marker: its argument, and the test's cases among items."""
     cases: dict[str, list[pytest.Item]] = {}
     for item in items:
-        if item.get_closest_marker("some") and not item.get_closest_marker("slow"):
+        if item.get_closest_marker(name):
             cases.setdefault(item.nodeid.split("[")[0], []).append(item)
     for each in cases.values():
-        marker = each[0].get_closest_marker("some")
+        marker = each[0].get_closest_marker(name)
         assert marker is not None
-        (n,) = marker.args
-        chosen = {i * len(each) // n for i in range(n)}
-        for i in {*range(len(each))} - chosen:
-            each[i].add_marker("slow")
+        yield marker.args[0], each
+
+
+def _is_long(item: pytest.Item) -> bool:
+    return any(item.get_closest_marker(tier) for tier in ("slow", "conformance"))
 
 
 @cache

@@ -16,7 +16,7 @@ from itertools import product
 from pathlib import Path
 
 import pytest
-from kit.support import TODAY
+from kit.days import TODAY
 from tools.conformance import Counts, backend_ops_cases, documented, every_op, table
 
 from ggml_backend_npu.plugin.embedding import check_package, plugin

@@ -6,7 +6,6 @@ import ctypes
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime
 from functools import cache
 from itertools import pairwise
 from math import prod
@@ -39,7 +38,6 @@ Kind = Literal["any", "number", "plain", "dense"]  # floats: any bits; not NaN; 
 ENGINES = ("compiled", "reference")
 IN_ORDER: Dims = (0, 1, 2, 3)
 NO_ELEMENTS: list[Dims] = [(0, 3, 2, 1), (32, 0, 2, 1), (32, 3, 0, 1), (32, 3, 2, 0)]
-TODAY = datetime.now(UTC).toordinal()  # of long tests a part is run, another one each day
 LACKING = sorted({"AVX2", "FMA", "F16C"} - lib.unchecked().features.keys())
 with_avx2 = pytest.mark.skipif(bool(LACKING), reason=f"this ggml was built without {', '.join(LACKING)}")
 

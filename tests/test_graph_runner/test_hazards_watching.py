@@ -9,9 +9,9 @@ from typing import Literal
 
 import pytest
 from kit.backends import blas, rpc_library, served
+from kit.days import TODAY
 from kit.models import write_tiny_gpt_oss, write_tiny_mamba, write_tiny_moe, write_tiny_rwkv7
 from kit.optimising import cells_last, optimise, second_product_first
-from kit.support import TODAY
 from kit.whole_faults import fuses_residual
 from tools.architectures import models
 

@@ -48,6 +48,7 @@ def run(file: Path, steps: int = 1, **options: Any) -> DiffResult:
 
 
 @pytest.mark.some(9)
+@pytest.mark.daily(3)
 @pytest.mark.parametrize("way", WAYS, ids=str)
 @pytest.mark.parametrize("name", [*WRITERS, *OTHERS])
 def test_every_node_of_the_own_run_is_accounted_for(model: Models, name: str, way: Way) -> None:

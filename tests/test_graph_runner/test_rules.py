@@ -103,6 +103,7 @@ def allows(rules: Rules, of: Node, expected: Tensor, actual: Tensor) -> bool:
     return bool(found) or rules.allows(of, expected, actual, found)
 
 
+@pytest.mark.daily(6)
 @pytest.mark.parametrize(("op", "i", "types"), EVERY)
 def test_what_is_right_is_let_through_and_what_is_wrong_is_caught(cpu: Replica, op: str, i: int, types: Types) -> None:
     rules = Rules()
