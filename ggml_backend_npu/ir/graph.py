@@ -155,7 +155,7 @@ class Tensor:
 
     def over(self, memory: Memory, offset: int = 0) -> Tensor:
         """The same tensor at an offset into other host memory, which holds its bytes as ggml has them."""
-        return replace(self, memory=memory, offset=offset, packed=None, buffer=None)
+        return Tensor(self.name, self.type, self.ne, self.nb, memory, offset)
 
     def within(self, content: NDArray[np.uint8]) -> Tensor:
         """The same tensor over an array that holds its whole buffer: what a device in host memory needs."""

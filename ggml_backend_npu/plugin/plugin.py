@@ -32,7 +32,7 @@ from quant.kernels import threads
 from quant.kernels.threads import POOL, Team
 
 _DEVICE_TYPES = {"accel": structs.DEVICE_TYPE_ACCEL, "gpu": structs.DEVICE_TYPE_GPU}
-MAX_PLANS = 1024  # of one context, of graphs with calls in Python
+MAX_PLANS = 4096  # of one context, of graphs that come to Python each time
 
 # when llama.cpp makes a context, it looks on which device these would run; if that is not their layer's device, it
 # computes them by some hundred nodes of other ops, in another graph than on the CPU
@@ -72,6 +72,7 @@ class Plugin:
         self._supports_op = answers.Asked(self.supports_op)
         self._answers = answers.Answers(_address_of(self._supports_op), backend.version_at, self._read)
         self._halted: str | None = None
+        self._is_watched = False
         self._cpu: int | None = None
         self.memory = backend.memory()
         self._strings = {x: ctypes.create_string_buffer(x.encode()) for x in (backend.name, backend.description)}
@@ -334,7 +335,7 @@ class Plugin:
         self._settle()
         for statistics in (self.statistics, context.statistics):
             statistics.add(bound)
-        if read.n_nodes:
+        if read.n_nodes and not self._is_watched:
             context.repeats.learn(bound, read, fuses=not self.backend.fusible.isdisjoint(bound.counts))
         return structs.STATUS_SUCCESS
 
@@ -397,7 +398,22 @@ class Plugin:
     @halted.setter
     def halted(self, reason: str | None) -> None:
         """Halts the device, or lets it go on; known graphs are forgotten, so that the next one comes to Python."""
-        self._halted = reason
+        if reason != self._halted:
+            self._halted = reason
+            self._forget_repeats()
+
+    @property
+    def is_watched(self) -> bool:
+        """Whether somebody looks at each graph: all of them come to Python."""
+        return self._is_watched
+
+    @is_watched.setter
+    def is_watched(self, watched: bool) -> None:
+        """Has all graphs come to Python, or no longer those that are known."""
+        self._is_watched = watched
+        self._forget_repeats()
+
+    def _forget_repeats(self) -> None:
         for context in self.contexts.values():
             context.repeats.forget()
 
@@ -453,11 +469,11 @@ class Plugin:
         return int(self.ggml.ggml_backend_graph_compute(self._cpu, ctypes.addressof(view)))
 
     def _plan(self, context: Context, read: GraphRead) -> Plan:
-        """The plan of a graph. One that `repeats` cannot run without Python is kept here."""
+        """The plan of a graph. One that comes to Python each time is kept here."""
         plan = context.plans.get((self.backend.version, read.digest)) if context.plans else None
         if plan is None:
             plan = context.forms.plan(read, self.packed)
-            if plan.works is None:
+            if plan.works is None or self._is_watched:
                 if len(context.plans) >= MAX_PLANS:
                     context.plans.clear()
                 context.plans[self.backend.version, read.digest] = plan

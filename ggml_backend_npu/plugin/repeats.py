@@ -74,6 +74,7 @@ class Known(NamedTuple):
 
 
 _SLOTS = size_of(Table)
+_RUNS = place_in(Table, "runs")
 Repeated = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)  # of a ggml_backend and a repeat
 
 _GRAPH_UID = structs.GgmlCGraph.uid.offset
@@ -263,7 +264,7 @@ class Repeats:
 
     def counted(self) -> list[tuple[Plan, int]]:
         """The plans that ran without Python since the last call, and how often each ran."""
-        runs = self._table.runs
+        runs = int(self._words[_RUNS])
         if runs == self._seen:
             return []
         self._seen = runs

@@ -111,12 +111,14 @@ class Lockstep:
                     self._let_device_go_on()
 
     def __enter__(self) -> Lockstep:
+        self._side.watch(watched=True)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._halt(None)
+        self._side.watch(watched=False)
 
     def _decode_device(self, device: Session, tokens: Batch) -> None:
         try:

@@ -79,6 +79,11 @@ class Side(ABC):
         if self.plugin is not None:
             self.plugin.halted = reason
 
+    def watch(self, *, watched: bool) -> None:
+        """Has each graph come to Python, or no longer."""
+        if self.plugin is not None:
+            self.plugin.is_watched = watched
+
     def runs_plans_by(self, run: Callable[[Plan, int], None]) -> None:
         """Has a function run each plan of a graph, which is called with the plan and the graph's address."""
         if self.plugin is not None:

@@ -225,8 +225,11 @@ class Copied:
     @property
     def result(self) -> Tensor:
         """dst in ggml's layout, with the memory around it that must not be written."""
-        dst = self.node.dst
-        return replace(dst, memory=self._around, offset=dst.address - self._around.address).unpacked()
+        dst, around = self.node.dst, self._around
+        offset = dst.address - around.address
+        if dst.packed is None:
+            return dst.over(around, offset)
+        return replace(dst, memory=around, offset=offset).unpacked()
 
     @property
     def before(self) -> Tensor:

@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from copy import copy
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -277,10 +277,15 @@ os.register_at_fork(after_in_child=_pool.cache_clear)  # a child has none of its
 def limited(count: int) -> int:
     """`count`, or GGML_NPU_THREADS if that is less. Raises EngineError if GGML_NPU_THREADS is not a number of 1
     or more."""
-    text = os.environ.get("GGML_NPU_THREADS", str(count))
+    text = os.environ.get("GGML_NPU_THREADS")
+    return count if text is None else min(count, _threads_of(text))
+
+
+@lru_cache
+def _threads_of(text: str) -> int:
     if not re.fullmatch(r"0*[1-9][0-9]{,8}", text):
         raise EngineError(f"GGML_NPU_THREADS={text!r}: must be a number of threads, 1 or more")
-    return min(count, int(text))
+    return int(text)
 
 
 @contextmanager

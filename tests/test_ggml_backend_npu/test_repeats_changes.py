@@ -17,6 +17,7 @@ from kit.repeated import RECIPES, context_of, scene_of, some_rows
 from kit.support import Recipe, Scene, assert_same_bytes, choose, engine
 
 from ggml_backend_npu import Op, default_backend
+from ggml_backend_npu.backend.plan import Plan
 from ggml_backend_npu.ggml import convert, structs
 from ggml_backend_npu.plugin.plugin import Plugin
 
@@ -260,6 +261,31 @@ def test_a_halted_device_fails_known_graphs_too(backend: Plugin, monkeypatch: py
             scene.fill(node)
             assert scene.run(graph) == 0
             assert_same_bytes(scene.get(node), np.arange(40, 80, dtype=np.float32))
+
+
+def test_each_graph_of_a_watched_device_comes_to_python_and_is_planned_once(
+    backend: Plugin, monkeypatch: pytest.MonkeyPatch, in_python: list[int]
+) -> None:
+    plans: list[Plan] = []
+
+    def run(plan: Plan, graph: int) -> None:
+        plans.append(plan)
+        plan.run()
+
+    monkeypatch.setattr(backend, "run", run)
+    with scene_of(backend, some_rows) as (scene, (node,)):
+        graph = scene.graph_of(node)
+        scene.fill(node)
+        assert [scene.run(graph), scene.run(graph)] == [0, 0]
+        assert len(in_python) == 1
+        backend.is_watched = True
+        assert [scene.run(graph) for _ in range(3)] == [0] * 3
+        backend.is_watched = False
+        assert len(in_python) == 4
+        assert len(plans) == 4
+        assert len({id(plan) for plan in plans[1:]}) == 1
+        assert [scene.run(graph), scene.run(graph)] == [0, 0]
+        assert len(in_python) == 5
 
 
 # fusion
