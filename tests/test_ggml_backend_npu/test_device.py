@@ -407,10 +407,11 @@ def assert_told(fault: str, line: str) -> None:
         assert fault in line or "allocate" in line, line
 
 
-def soak(model: Path, n: int) -> None:
-    """Runs a model until n faults have come, each with its own seed: a right text, or one line, and nothing left."""
+def soak(model: Path, n: int, first: int = 1) -> None:
+    """Runs a model until n faults have come, each with its own seed, from the first on: a right text, or one line, and
+    nothing left."""
     expected = text(model, None, 6)
-    n_lines = seed = 0
+    n_lines, seed = 0, first - 1
     while n_lines < n:
         seed += 1
         fault = FAULTS[seed % len(FAULTS)]
@@ -423,7 +424,7 @@ def soak(model: Path, n: int) -> None:
             assert_told(fault, str(error))
             n_lines += 1
         assert device.n_buffers == 0, (fault, seed)
-        assert seed < 20 * n + 100
+        assert seed < first + 20 * n + 100
 
 
 @pytest.mark.slow
@@ -431,9 +432,11 @@ def test_faults_at_random_leave_a_line_or_the_right_text(model: Models) -> None:
     soak(model("llama"), 25)
 
 
+@pytest.mark.daily(4)
 @pytest.mark.slow
-def test_a_thousand_faults(model: Models) -> None:
-    soak(model("llama"), 1000)
+@pytest.mark.parametrize("first", [1, 10_001, 20_001, 30_001])
+def test_two_hundred_and_fifty_faults(model: Models, first: int) -> None:
+    soak(model("llama"), 250, first)
 
 
 @pytest.mark.slow

@@ -130,6 +130,7 @@ def test_a_node_of_sequences_is_captured_and_replayed(cli: Cli, tmp_path: Path) 
     assert cli("replay", trace, "--kernels", kernels).code == 1
 
 
+@pytest.mark.daily(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("write", WRITERS, ids=lambda write: write.__name__)
 @pytest.mark.parametrize("options", [(), ("--all",), ("--all", "--memory", "device", "--flash-attn", "on")], ids=str)

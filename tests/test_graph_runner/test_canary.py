@@ -272,6 +272,7 @@ def test_a_blind_judge_is_caught_each_time(model: Models, how: str, monkeypatch:
                 run(model("llama"), steps=0, canary=seed)
 
 
+@pytest.mark.daily(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("how", BLIND)
 def test_a_blind_judge_is_caught_in_each_model(model: Models, how: str, monkeypatch: Patch) -> None:

@@ -157,6 +157,7 @@ def good(tiny: Path) -> Gguf:
     return Gguf(tiny.read_bytes(), int(GGUFReader(tiny).data_offset))
 
 
+@pytest.mark.daily(3)
 @pytest.mark.some(3)
 @pytest.mark.parametrize("command", ["run", "diff"])
 @pytest.mark.parametrize("damage", NO_MODEL.values(), ids=NO_MODEL)

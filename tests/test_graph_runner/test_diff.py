@@ -32,6 +32,7 @@ pytestmark = pytest.mark.usefixtures("as_before")
 # verdicts
 
 
+@pytest.mark.daily(3)
 @pytest.mark.some(7)
 @pytest.mark.parametrize(("name", "settings"), MODELS)
 @pytest.mark.parametrize("ops", ["default", "all"])

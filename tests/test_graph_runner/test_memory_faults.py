@@ -37,6 +37,7 @@ def diff(device: Simulator, model: Models, steps: int = 1) -> DiffResult:
     return run_in_step(model("llama"), "The capital", options)
 
 
+@pytest.mark.daily(3)
 @pytest.mark.parametrize("name", some(IN_BATTERY, SOON))
 def test_the_battery_names_the_method(name: str) -> None:
     made, methods = IN_BATTERY[name]
@@ -45,6 +46,7 @@ def test_the_battery_names_the_method(name: str) -> None:
     assert [str(each) for each in found.faults if each.method not in methods] == []
 
 
+@pytest.mark.daily(3)
 @pytest.mark.parametrize("name", some(IN_A_DIFF, SOON_IN_A_DIFF))
 def test_a_diff_names_the_method_and_no_kernel(name: str, model: Models) -> None:
     made, methods = IN_A_DIFF[name]

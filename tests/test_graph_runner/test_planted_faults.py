@@ -98,6 +98,7 @@ def options(fault: Fault) -> list[object]:
     return chosen
 
 
+@pytest.mark.daily(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", of("ends"), ids=str)
 def test_a_kernel_ends_a_run(model: Models, fault: Fault, tmp_path: Path) -> None:

@@ -51,6 +51,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Files:
     return made
 
 
+@pytest.mark.daily(3)
 @pytest.mark.parametrize(
     "command",
     [pytest.param(name, marks=[] if name in FIRST else pytest.mark.slow) for name in COMMANDS],

@@ -71,6 +71,7 @@ def test_a_kernel_prints_beside_the_json_of_a_diff(cli: Cli, tmp_path: Path) -> 
     assert "it runs" not in outcome.out
 
 
+@pytest.mark.daily(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("option", ["--json", "--html", "--model-explorer"])
 @pytest.mark.parametrize("how", [[], ["--in-process"]], ids=["child", "in process"])
@@ -145,6 +146,7 @@ def test_a_kernel_prints_beside_the_cases_of_ggml_in_the_command(tmp_path: Path)
 # full disks
 
 
+@pytest.mark.daily(3)
 @pytest.mark.slow
 @pytest.mark.parametrize(("wrong", "code", "verdict"), [(WRONG, 1, "wrong: "), (RIGHT, 2, "right: ")])
 @pytest.mark.parametrize("option", ["--json", "--html", "--model-explorer"])

@@ -17,6 +17,7 @@ from graph_runner.judging.rules import Rules
 pytestmark = pytest.mark.usefixtures("as_before")
 
 
+@pytest.mark.daily(2)
 @pytest.mark.some(2)
 @pytest.mark.parametrize("weights", ["llama f32", "llama"])
 @pytest.mark.parametrize("name", DEVICES)
@@ -42,6 +43,7 @@ def test_what_differs_together_is_told(model: Models) -> None:
     assert "gives other bytes when nodes run together, not one by one, within rounding" in remark
 
 
+@pytest.mark.daily(3)
 @pytest.mark.some(1)
 @pytest.mark.parametrize("name", KERNELS)
 @pytest.mark.parametrize("repeat", [1, 3])
