@@ -37,8 +37,8 @@ def reciprocal(d: Floats) -> Floats:
 
 
 def largest_magnitude(x: Floats) -> Floats:
-    """max |x| of each block, (n, 1); NaN is ignored."""
-    largest: Floats = np.fmax.reduce(np.abs(x), axis=1, keepdims=True, initial=0)
+    """max |x| of each block, (n, 1); NaN is ignored, also a signalling one, which an ARM's fmax makes a result."""
+    largest: Floats = np.where(np.isnan(x), np.float32(0), np.abs(x)).max(axis=1, keepdims=True, initial=0)
     return largest
 
 

@@ -1,7 +1,7 @@
 """Compiles kernels for the instructions that the ggml of this process was compiled for. Importing this module does so.
 
-ggml's code adds up 16 products side by side with AVX-512, and 8 with AVX2: other sums, other last bits. Which of the
-two a ggml uses is its builder's choice, not the processor's, and it says so itself.
+ggml's code adds up 16 products side by side with AVX-512, 8 with AVX2 and 4 with NEON: other sums, other last bits.
+Which of them a ggml uses is its builder's choice, not the processor's, and it says so itself.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def _as_ggml() -> None:
         features = (lib.unchecked() if already is None else lib.Ggml(already)).features
     except lib.UnknownGgmlError:
         return
-    follow(16 if "AVX512" in features else 8)
+    follow(16 if "AVX512" in features else 4 if "NEON" in features else 8)
 
 
 _as_ggml()

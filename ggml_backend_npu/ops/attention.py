@@ -156,7 +156,7 @@ def _products(q: Floats, k: Floats) -> Floats:
             lanes += products[..., i : i + STEP].reshape(lanes.shape)
         sums = (lanes[..., 0, :] + lanes[..., 2, :]) + (lanes[..., 1, :] + lanes[..., 3, :])
         while (half := sums.shape[-1] // 2) > 0:
-            neighbours = LANES == 8 and half < 4
+            neighbours = LANES == 4 or (LANES == 8 and half < 4)
             sums = sums[..., ::2] + sums[..., 1::2] if neighbours else sums[..., :half] + sums[..., half:]
         rest = np.concatenate([sums, products[..., n:]], axis=-1, dtype=np.float64)
         found[..., cell] = np.add.accumulate(rest, axis=-1)[..., -1]

@@ -14,7 +14,7 @@ from quant.kernels.vectors import FLOAT, Address, Variable
 
 LANES = lanes()  # floats of a vector
 ROWS = 4  # of a block; it is as wide as _WIDE vectors, or one
-_WIDE = 4 if LANES == 16 else 2
+_WIDE = 2 if LANES == 8 else 4
 
 
 def _block(n_vectors: int) -> Any:

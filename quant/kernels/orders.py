@@ -2,7 +2,8 @@
 
 ggml adds products in two orders: in its dot products, four vectors that are added at the end; in its matrix products
 (tinyBLAS), one vector. Exponentials are added vector by vector. All orders are those of a ggml built for a processor
-with the vectors that kernels are compiled for, AVX-512 or AVX2.
+with the vectors that kernels are compiled for, AVX-512, AVX2 or NEON. If that processor computes with float16, ggml for
+NEON rounds each sum of float16 products to float16, which no kernel here does.
 """
 
 from __future__ import annotations
@@ -28,11 +29,20 @@ def _load(address: Address, kind: Any) -> Value:
     return value.widened() if kind is HALF else value
 
 
+def _of_pairs(x: Value, y: Value) -> Value:
+    """The sums of neighbouring lanes of x, then those of y."""
+    both = x.followed_by(y)
+    return both.lanes_from(0, 2, x.lanes) + both.lanes_from(1, 2, x.lanes)
+
+
 def _sums(four: Sequence[Value], neighbours: bool = False) -> Value:
-    """The sum of each of four vectors: the upper half is added to the lower one until one lane is left.
+    """The sum of each of four vectors: the upper half is added to the lower one until one lane is left, or, with NEON,
+    each lane to the one beside it.
 
     neighbours  the last four lanes are added to those beside them, as AVX's horizontal additions do
     """
+    if LANES == 4:
+        return _of_pairs(_of_pairs(*four[:2]), _of_pairs(*four[2:]))
     half = LANES // 2
     first, second = [*range(half), *range(LANES, LANES + half)], [*range(half, LANES), *range(LANES + half, 2 * LANES)]
     ab, cd = (x.picked(y, first) + x.picked(y, second) for x, y in (four[:2], four[2:]))
@@ -173,7 +183,7 @@ def _vector_total(term: Callable[[Value], Value]) -> Any:
     @intrinsic
     def vector_total(typing_context: Any, address: Any) -> Any:
         def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            return term(Address(builder, arguments[0]).load(FLOAT, LANES)).total()._value
+            return term(Address(builder, arguments[0]).load(FLOAT, LANES)).total(neighbours=LANES == 4)._value
 
         return types.float32(types.int64), emit
 

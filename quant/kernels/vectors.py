@@ -22,8 +22,8 @@ BIT, INT8, INT16, INT32, INT64 = (ir.IntType(bits) for bits in (1, 8, 16, 32, 64
 
 
 def dots_bytes() -> bool:
-    """Whether the processor multiplies unsigned by signed bytes and adds the products in fours (AVX-512 VNNI)."""
-    return processor_has("avx512vnni", "avx512vl")
+    """Whether the processor multiplies bytes and adds the products in fours (AVX-512 VNNI, an ARM's dot products)."""
+    return processor_has("avx512vnni", "avx512vl") or processor_has("dotprod")
 
 
 class Value:
@@ -174,6 +174,12 @@ class Value:
 
     def plus_fours(self, unsigned: Value, signed: Value) -> Value:
         """Self, 8 int32, plus the sums of fours of the products of 32 unsigned and 32 signed bytes."""
+        if processor_has("dotprod"):
+            first, second = (
+                self.lanes_from(i, 1, 4)._plus_signed(*(each.lanes_from(4 * i, 1, 16) for each in (unsigned, signed)))
+                for i in (0, 4)
+            )
+            return first.followed_by(second)
         if dots_bytes():
             kind = self._value.type
             name, shape = "llvm.x86.avx512.vpdpbusd.256", ir.FunctionType(kind, [kind] * 3)
@@ -184,12 +190,26 @@ class Value:
         pairs = products.lanes_from(0, 2, 16) + products.lanes_from(1, 2, 16)
         return self + pairs.lanes_from(0, 2, 8) + pairs.lanes_from(1, 2, 8)
 
-    def total(self) -> Value:
-        """The sum of the float lanes, pairwise."""
+    def _plus_signed(self, unsigned: Value, signed: Value) -> Value:
+        """`plus_fours` of 4 int32 and 16 bytes, on an ARM that multiplies signed bytes alone: the unsigned ones are
+        lowered by 128, and 128 times the others is added."""
+        kind, bytes_ = self._value.type, signed._value.type
+        shape = ir.FunctionType(kind, [kind, bytes_, bytes_])
+        function = self._builder.module.declare_intrinsic("llvm.aarch64.neon.sdot.v4i32.v16i8", (), shape)
+        lowered, by = unsigned ^ 0x80, ir.Constant(bytes_, [-128] * 16)
+        products = self._of(self._builder.call(function, [self._value, lowered._value, signed._value]))
+        return products - self._of(self._builder.call(function, [ir.Constant(kind, None), by, signed._value]))
+
+    def total(self, neighbours: bool = False) -> Value:
+        """The sum of the float lanes, pairwise.
+
+        neighbours  each lane is added to the one beside it, and not to the one half a vector away
+        """
         value = self
         while value.lanes > 1:
             half = value.lanes // 2
-            value = value.lanes_from(0, 1, half) + value.lanes_from(half, 1, half)
+            step, second = (2, 1) if neighbours else (1, half)
+            value = value.lanes_from(0, step, half) + value.lanes_from(second, step, half)
         return value.lane(self._of(ir.Constant(INT32, 0)))
 
     def rounded(self, how: str) -> Value:

@@ -535,8 +535,8 @@ def around_every_half_float(name: str) -> Floats:
     if name == "bf16":
         ends = np.array([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF], np.uint32)
         return ((np.arange(65536, dtype=np.uint32) << 16)[:, None] | ends).view(np.float32)
-    exact = np.arange(65536, dtype=np.uint16).view(np.float16).astype(np.float32)
     with np.errstate(all="ignore"):
+        exact = np.arange(65536, dtype=np.uint16).view(np.float16).astype(np.float32)
         ties = np.append((exact[:-1] + exact[1:]) / 2, np.float32(65520))
     around = np.concatenate([x.view(np.uint32) + np.array([[-1], [0], [1]]) for x in (exact, ties)])
     return np.ascontiguousarray(around.astype(np.uint32)).view(np.float32)

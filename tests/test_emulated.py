@@ -1,0 +1,56 @@
+"""The command that runs the project on an emulated machine: what needs no emulator."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from tools import emulated
+
+
+@pytest.mark.parametrize(
+    ("results", "expected"),
+    [
+        ([(0, "a\n")], True),
+        ([(1, "a\n")], False),
+        ([(0, "a\n"), (0, "a\n")], True),
+        ([(0, "a\n"), (0, "b\n")], False),
+        ([(0, "a\n"), (2, "a\n")], False),
+    ],
+)
+def test_a_step_succeeds_if_all_end_with_0_and_print_the_same(results: list[tuple[int, str]], expected: bool) -> None:
+    left = iter(results)
+
+    def run(command: Sequence[str]) -> tuple[int, str]:
+        return next(left)
+
+    assert emulated.succeeds([["run"]] * len(results), run) is expected
+
+
+def test_a_process_of_the_machine_has_its_own_settings_and_not_this_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("OPENBLAS_CORETYPE", "PYTHONPATH", "LLAMA_CPP_LIB_PATH", "NUMBA_DISABLE_JIT"):
+        monkeypatch.setenv(name, "this one's")
+    found = emulated.environment_of(Path("/machine"), "neoverse-n1")
+    assert "this one's" not in found.values()
+    assert found["QEMU_CPU"] == found["NUMBA_CPU_NAME"] == "neoverse-n1"
+    assert found["XDG_CACHE_HOME"] == "/machine/cache"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [(["aarch64", "tinny"], "no step 'tinny'; there are: quant"), (["aarch64"], "no qemu-aarch64: apt-get install ")],
+)
+def test_a_mistake_is_refused_in_one_line(
+    arguments: list[str], says: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.setattr("sys.argv", ["emulated.py", *arguments])
+    with pytest.raises(SystemExit, match="2"):
+        emulated.main()
+    assert says in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_the_workflow_runs_the_same_movers() -> None:
+    workflow = Path(__file__).parents[1] / "examples" / "aarch64.yml"
+    assert f"ggml-npu test --ops {emulated.MOVERS}\n" in workflow.read_text()
