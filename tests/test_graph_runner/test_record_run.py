@@ -45,8 +45,9 @@ def records(model: Models, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_what_was_recorded_is_said(tmp_path: Path) -> None:
-    done = fresh("record", "tiny", "-n", 1, "-o", tmp_path / "run.gguf", "--threads", 1)
-    assert done.err.startswith("27 tokens in 2 steps, 100 results of nodes, ")
+    done = fresh("record", "tiny", "-n", 4, "-o", tmp_path / "run.gguf", "--threads", 1)
+    assert done.err.startswith("30 tokens in 5 steps, 250 results of nodes, ")
+    assert float(done.err.split(" results of nodes, ")[1].split(" bytes each")[0]) <= 64, "of a short run, too"
 
 
 def test_a_record_is_equal_to_itself(cli: Cli, records: Path) -> None:
