@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from graph_runner.diff.pairs import Key, Pairs
-from graph_runner.record.forms import Form
+from graph_runner.record.forms import Form, FormNode
 
 _NUMBERED = re.compile(r"(node|leaf)_\d+")  # names that ggml gives by place
 _COPIED = re.compile(r"[^#]+#(.+)#\d+")  # what a scheduler calls a copy for another device
@@ -72,10 +72,11 @@ def _keys(form: Form) -> list[Key]:
 def _source(form: Form, keys: Sequence[Key], source: int | None) -> object:
     if source is None:
         return None
-    return _named(form.leaves[-1 - source].name) if source < 0 else hash(keys[source])
+    return named(form.leaves[-1 - source].name) if source < 0 else hash(keys[source])
 
 
-def _named(leaf: str) -> str:
+def named(leaf: str) -> str:
+    """Returns the name of a leaf, also of a scheduler's copy of it."""
     copied = _COPIED.fullmatch(leaf)
     return copied[1] if copied else leaf
 
@@ -88,7 +89,7 @@ def _by_dataflow(a: Form, b: Form, pairs: dict[int, int]) -> dict[int, int]:
     def key(form: Form, place: int, numbers: dict[int, int] | None) -> Key:
         node = form.nodes[place]
         sources = (
-            _named(form.leaves[-1 - each].name)
+            named(form.leaves[-1 - each].name)
             if each is not None and each < 0
             else each if each is None or numbers is None else numbers.get(each, ("no partner", each))
             for each in node.sources
@@ -115,3 +116,10 @@ def layers(form: Form) -> list[int | None]:
         else:
             found.append(found[-1] if found and _NUMBERED.match(node.name) else None)
     return found
+
+
+def kind_of(node: FormNode) -> str:
+    """Returns the op and the name of a node, with * in place of its layer: the same in all layers."""
+    if _NUMBERED.match(node.name):
+        return node.op
+    return f"{node.op} {_LAYER.sub(lambda found: f'{found[0].removesuffix(found[1])}*', node.name)}"

@@ -13,6 +13,7 @@ from graph_runner.base.errors import BadInputError
 from graph_runner.diff.logits import Endings, nmse
 from graph_runner.record.aligning import Aligned, aligned, layers
 from graph_runner.record.measures import nmse as estimated
+from graph_runner.record.origins import Origins
 from graph_runner.record.run import Run, Step, flat
 
 
@@ -72,6 +73,7 @@ class Comparison:
     """Two runs. Falsy if they part.
 
     differing  settings and versions that differ, with both texts
+    origins    how nodes came to differ; None if the runs are of two files, whose weights nobody compares
     tokens     the first step in which other tokens were decoded; None if there is none. Nothing is compared from there
     steps      how many steps were compared; of each run
     shapes, alone_a, alone_b  nodes, by op, that have a partner of another type or shape, or none
@@ -92,6 +94,7 @@ class Comparison:
     ends: list[Ends] = field(default_factory=list)
     tokens: int | None = None
     same_state: bool | None = None
+    origins: Origins | None = None
 
     def __bool__(self) -> bool:
         same_steps = self.tokens is None and self.n_steps[0] == self.n_steps[1]
@@ -113,6 +116,8 @@ def compare(a: Run, b: Run, path_a: Path, path_b: Path) -> Comparison:
     pairs = list(_same_tokens(a.steps, b.steps))
     if len(pairs) < min(result.n_steps):
         result.tokens = len(pairs)
+    if a.about.file.get("xxh3") == b.about.file.get("xxh3") is not None:
+        result.origins = Origins()
     _compare_nodes(result, a, b, len(pairs))
     _compare_ends(result, a, b, len(pairs))
     if result.tokens is None and result.n_steps[0] == result.n_steps[1]:
@@ -146,8 +151,11 @@ def _compare_nodes(result: Comparison, a: Run, b: Run, n_steps: int) -> None:
         result.alone_a.update(form.nodes[place].op for place in pairs.alone_a)
         result.alone_b.update(other.nodes[place].op for place in pairs.alone_b)
         rows, others = first.rows[pairs.a], second.rows[pairs.b]
-        apart = np.flatnonzero(rows["hash"] != others["hash"])
-        errors = estimated(rows[apart], others[apart])
+        all_errors, differs = estimated(rows, others), rows["hash"] != others["hash"]
+        apart = np.flatnonzero(differs)
+        errors = all_errors[apart]
+        if result.origins is not None:
+            result.origins.add(form, pairs, differs, all_errors)
         if apart.size and result.first is None:
             i = int(apart[0])
             place, place_b = int(pairs.a[i]), int(pairs.b[i])

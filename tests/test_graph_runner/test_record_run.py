@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from graph_runner.record import RecordOptions, record, write_run
 
 KEYS = {
     "schema", "passed", "verdict", "a", "b", "differing", "steps", "first", "compared", "differ", "not_compared",
-    "layers", "ends", "same_state",
+    "layers", "ends", "same_state", "origins",
 }  # fmt: skip
 FIRST = {
     "step", "place", "other_place", "tokens", "op", "name", "layer", "nmse", "is_exact", "before", "text",
@@ -65,6 +66,9 @@ def test_a_fault_is_found_and_the_json_says_the_same(cli: Cli, records: Path, tm
     assert {*data} == KEYS
     assert {*data["first"]} == FIRST
     assert (data["passed"], data["first"]["layer"]) == (False, 1)
+    (begin,) = data["origins"]["begins"]
+    assert (begin["kind"], begin["nodes"]) == ("SWIGLU ffn_swiglu-*", 2)
+    assert re.search(r"differs, and all that it reads is equal +SWIGLU ffn_swiglu-\* +2 ", done.out)
     assert data["verdict"] == done.out.splitlines()[-1]
 
 

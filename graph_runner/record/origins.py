@@ -1,0 +1,103 @@
+"""Where differences begin: at nodes that differ though all that they read is equal."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ggml_backend_npu.ggml import structs
+from graph_runner.record.aligning import Aligned, Places, kind_of, named
+from graph_runner.record.forms import Form
+
+_WRITTEN = {"SET_ROWS": 2, "CPY": 1}  # which source an op writes into: a cache, a state
+_EQUAL, _UNKNOWN, _DIFFERS = 0, 1, 2  # what is known of a node or a leaf, in the order in which it counts
+
+
+@dataclass
+class Origin:
+    """Nodes of one op and name, in all layers and steps: how many, and the worst NMSE."""
+
+    nodes: int = 0
+    nmse: float = 0.0
+
+
+def _of_kinds() -> defaultdict[str, Origin]:
+    return defaultdict(Origin)
+
+
+@dataclass
+class Origins:
+    """How nodes came to differ, step by step.
+
+    begins    differ, though all that they read is equal; by op and name
+    unknown   differ, and read what a node without a partner gives or has left in a cache, which is not compared
+    inherits  how many differ, and read what differs
+    absorbs   are equal, though they read what differs: it was rounded away
+    """
+
+    begins: dict[str, Origin] = field(default_factory=_of_kinds)
+    unknown: dict[str, Origin] = field(default_factory=_of_kinds)
+    inherits: int = 0
+    absorbs: dict[str, Origin] = field(default_factory=_of_kinds)
+    _leaves: dict[str, int] = field(default_factory=dict)  # what is known of caches, by name
+    _known: dict[int, _Reads] = field(default_factory=dict)
+
+    def add(self, form: Form, pairs: Aligned, differs: NDArray[np.bool_], errors: NDArray[np.float64]) -> None:
+        """Adds a step: which of the pairs differ, and their NMSE, both by pair."""
+        reads = self._known.get(id(form)) or self._known.setdefault(id(form), _Reads.of(form))
+        n = len(form.nodes)
+        known = np.full(n + len(reads.leaves) + 1, _UNKNOWN, np.int8)
+        known[pairs.a] = np.where(differs, _DIFFERS, _EQUAL)
+        known[n:] = [*(self._leaves.get(name, _EQUAL) for name in reads.leaves), _EQUAL]
+        np.maximum.at(known, reads.written, known[reads.writers])
+        self._leaves |= {reads.leaves[place - n]: int(known[place]) for place in reads.written.tolist()}
+        worst = known[reads.sources].max(axis=1)[pairs.a]
+        self.inherits += int((differs & (worst == _DIFFERS)).sum())
+        for found, chosen in (
+            (self.begins, differs & (worst == _EQUAL)),
+            (self.unknown, differs & (worst == _UNKNOWN)),
+            (self.absorbs, ~differs & (worst == _DIFFERS)),
+        ):
+            for place, error in zip(pairs.a[chosen].tolist(), errors[chosen].tolist(), strict=True):
+                origin = found[reads.kinds[place]]
+                origin.nodes, origin.nmse = origin.nodes + 1, max(origin.nmse, error)
+
+
+@dataclass(frozen=True)
+class _Reads:
+    """What the nodes of a form read and write, as places: those of nodes, then of leaves, then one of nothing.
+
+    sources  (nodes, 10)
+    writers, written  nodes that write into a leaf, and which one
+    leaves   their names
+    kinds    of nodes: op and name
+    """
+
+    sources: Places
+    writers: Places
+    written: Places
+    leaves: tuple[str, ...]
+    kinds: tuple[str, ...]
+
+    @classmethod
+    def of(cls, form: Form) -> _Reads:
+        n = len(form.nodes)
+        sources = np.full((n, structs.N_SRC), n + len(form.leaves), np.int64)
+        writers, written = list[int](), list[int]()
+        for place, node in enumerate(form.nodes):
+            for i, source in enumerate(node.sources):
+                if source is None:
+                    continue
+                at = source if source >= 0 else n - 1 - source
+                if _WRITTEN.get(node.op) != i:
+                    sources[place, i] = at
+                elif at >= n:
+                    writers.append(place)
+                    written.append(at)
+        leaves = tuple(named(leaf.name) for leaf in form.leaves)
+        return cls(
+            sources, np.array(writers, np.int64), np.array(written, np.int64), leaves, tuple(map(kind_of, form.nodes))
+        )
