@@ -76,6 +76,11 @@ def _end(end: End) -> tuple[Any, ...]:
     return end.row[0], (*end.tokens, *[-1] * missing), (*end.logits, *[0.0] * missing)
 
 
+def is_run(path: Path) -> bool:
+    """Returns whether a file begins as a record. Raises OSError."""
+    return _SEAL.begins(path)
+
+
 def read_run(path: Path) -> Run:
     """Reads a run. Raises BadInputError for a file that is no record, is not whole, or was changed."""
     where = f"record {str(path)!r}"

@@ -13,6 +13,7 @@ from graph_runner.record.aligning import Aligned, Places, kind_of, named
 from graph_runner.record.forms import Form
 
 _WRITTEN = {"SET_ROWS": 2, "CPY": 1}  # which source an op writes into: a cache, a state
+MUCH = 100  # times as large as what a node reads has it: more than the estimates of two NMSE can be apart
 _EQUAL, _UNKNOWN, _DIFFERS = 0, 1, 2  # what is known of a node or a leaf, in the order in which it counts
 
 
@@ -34,31 +35,38 @@ class Origins:
 
     begins    differ, though all that they read is equal; by op and name
     unknown   differ, and read what a node without a partner gives or has left in a cache, which is not compared
-    inherits  how many differ, and read what differs
+    grows     differ, and read what differs, but their NMSE is more than MUCH times as large
+    inherits  how many others differ, and read what differs
     absorbs   are equal, though they read what differs: it was rounded away
     """
 
     begins: dict[str, Origin] = field(default_factory=_of_kinds)
     unknown: dict[str, Origin] = field(default_factory=_of_kinds)
+    grows: dict[str, Origin] = field(default_factory=_of_kinds)
     inherits: int = 0
     absorbs: dict[str, Origin] = field(default_factory=_of_kinds)
-    _leaves: dict[str, int] = field(default_factory=dict)  # what is known of caches, by name
+    _leaves: dict[str, tuple[int, float]] = field(default_factory=dict)  # of caches, by name: what is known, the NMSE
     _known: dict[int, _Reads] = field(default_factory=dict)
 
     def add(self, form: Form, pairs: Aligned, differs: NDArray[np.bool_], errors: NDArray[np.float64]) -> None:
         """Adds a step: which of the pairs differ, and their NMSE, both by pair."""
         reads = self._known.get(id(form)) or self._known.setdefault(id(form), _Reads.of(form))
         n = len(form.nodes)
-        known = np.full(n + len(reads.leaves) + 1, _UNKNOWN, np.int8)
-        known[pairs.a] = np.where(differs, _DIFFERS, _EQUAL)
-        known[n:] = [*(self._leaves.get(name, _EQUAL) for name in reads.leaves), _EQUAL]
-        np.maximum.at(known, reads.written, known[reads.writers])
-        self._leaves |= {reads.leaves[place - n]: int(known[place]) for place in reads.written.tolist()}
-        worst = known[reads.sources].max(axis=1)[pairs.a]
-        self.inherits += int((differs & (worst == _DIFFERS)).sum())
+        known, apart = np.full(n + len(reads.leaves) + 1, _UNKNOWN, np.int8), np.zeros(n + len(reads.leaves) + 1)
+        known[pairs.a], apart[pairs.a] = np.where(differs, _DIFFERS, _EQUAL), errors
+        leaves = [*(self._leaves.get(name, (_EQUAL, 0.0)) for name in reads.leaves), (_EQUAL, 0.0)]
+        known[n:], apart[n:] = zip(*leaves, strict=True)
+        for each in (known, apart):
+            np.maximum.at(each, reads.written, each[reads.writers])
+        self._leaves |= {reads.leaves[at - n]: (int(known[at]), float(apart[at])) for at in reads.written.tolist()}
+        worst, most = known[reads.sources].max(axis=1)[pairs.a], apart[reads.sources].max(axis=1)[pairs.a]
+        inherits = differs & (worst == _DIFFERS)
+        grows = inherits & (errors > MUCH * most)
+        self.inherits += int((inherits & ~grows).sum())
         for found, chosen in (
             (self.begins, differs & (worst == _EQUAL)),
             (self.unknown, differs & (worst == _UNKNOWN)),
+            (self.grows, grows),
             (self.absorbs, ~differs & (worst == _DIFFERS)),
         ):
             for place, error in zip(pairs.a[chosen].tolist(), errors[chosen].tolist(), strict=True):

@@ -8,6 +8,7 @@ from math import isfinite
 from typing import TYPE_CHECKING, Any
 
 from graph_runner.base.console import Console, table
+from graph_runner.record.origins import MUCH
 
 if TYPE_CHECKING:
     from graph_runner.record import Comparison
@@ -50,7 +51,7 @@ def print_comparison(result: Comparison, console: Console) -> None:
         console.print(shown)
     if result.origins is not None and result.differ:
         _print_origins(result.origins, console)
-    for line in (*_alignment(result), _ends(result)):
+    for line in (*_alignment(result), *_ends(result)):
         say(line)
     say(verdict(result), style="bold")
 
@@ -58,6 +59,7 @@ def print_comparison(result: Comparison, console: Console) -> None:
 _WAYS = {
     "begins": "differs, and all that it reads is equal",
     "unknown": "differs, and reads what is not compared",
+    "grows": f"differs {MUCH} times as much as what it reads",
     "absorbs": "is equal, though it reads what differs",
 }
 
@@ -75,7 +77,7 @@ def _print_origins(origins: Origins, console: Console) -> None:
             shown.add_row("" if i else text, kind, f"{found[kind].nodes:,}", error)
         if left := ordered[_MOST_KINDS:]:
             shown.add_row("", f"and {len(left)} other kinds", f"{sum(found[kind].nodes for kind in left):,}", "")
-    shown.add_row("differs, and reads what differs", "", f"{origins.inherits:,}", "")
+    shown.add_row("differs, and reads what differs", "all others", f"{origins.inherits:,}", "")
     console.print(shown)
 
 
@@ -108,12 +110,14 @@ def _alignment(result: Comparison) -> list[str]:
     return lines
 
 
-def _ends(result: Comparison) -> str:
-    """Returns how the logits compare, in a line."""
+def _ends(result: Comparison) -> list[str]:
+    """Returns how the logits compare, in a line, if the records have any."""
+    if not result.ends:
+        return []
     apart = [each for each in result.ends if not each.is_equal]
     state = {True: "; the states at the end are equal", False: "; the states at the end differ", None: ""}
     if not apart:
-        return f"logits: equal after {len(result.ends):,} steps{state[result.same_state]}"
+        return [f"logits: equal after {len(result.ends):,} steps{state[result.same_state]}"]
     worst = max(apart, key=lambda each: each.nmse)
     known = [each.kl for each in result.ends if each.kl is not None]
     exact = f"NMSE at most {worst.nmse:.1e}, KL divergence at most {max(known, default=0):.1e}"
@@ -121,14 +125,14 @@ def _ends(result: Comparison) -> str:
     others = [each.step for each in apart if not each.same_token]
     tokens = f"another most likely token after {len(others):,}, first step {others[0]}" if others else "the same tokens"
     number = f"{len(apart):,} of {len(result.ends):,} steps"
-    return f"logits: differ after {number}, {error}, {tokens}{state[result.same_state]}"
+    return [f"logits: differ after {number}, {error}, {tokens}{state[result.same_state]}"]
 
 
 def verdict(result: Comparison) -> str:
     """Returns what was found, in a line."""
     if result:
         nodes = f"{result.compared:,} results of nodes" if result.compared else "logits and states"
-        return f"equal: {nodes} in {len(result.ends):,} steps"
+        return f"equal: {nodes} in {result.n_steps[0]:,} steps"
     first = result.first
     if first is None:
         return "part: no compared node differs, but the ends or the tokens do" if result.compared else "part at the end"

@@ -39,6 +39,15 @@ def test_a_difference_begins_where_all_that_is_read_is_equal() -> None:
     assert (origins.inherits, origins.unknown, origins.absorbs) == (3, {}, {})
 
 
+def test_a_difference_that_grows_at_once_is_said() -> None:
+    origins = Origins()
+    for errors in ([1e-9, 1e-9, 0, 0], [0, 0, 1e-6, 1e-5]):  # the second step reads the cache of the first
+        found = np.array(errors)
+        origins.add(FORM, aligned(FORM, SIZES, FORM, SIZES), found > 0, found)
+    assert origins.grows == {"MUL_MAT kq-*": Origin(1, 1e-6)}
+    assert origins.inherits == 2
+
+
 def test_what_is_rounded_away_is_absorbed() -> None:
     origins = seen((FORM, {0}), (FORM, {2}))
     assert {*origins.begins} == {"MUL_MAT Kcur-*", "MUL_MAT kq-*"}
