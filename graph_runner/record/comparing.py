@@ -72,7 +72,7 @@ class Ends:
 
 @dataclass
 class Comparison:
-    """Two runs. Falsy if they part.
+    """Two runs. Falsy if they part, or if nothing of them can be compared.
 
     differing  settings and versions that differ, with both texts
     origins    how nodes came to differ; None if the runs are of two files, whose weights nobody compares
@@ -98,8 +98,13 @@ class Comparison:
     same_state: bool | None = None
     origins: Origins | None = None
 
+    @property
+    def is_of_something(self) -> bool:
+        """Whether anything was compared."""
+        return bool(self.compared or self.ends)
+
     def __bool__(self) -> bool:
-        same_steps = self.tokens is None and self.n_steps[0] == self.n_steps[1]
+        same_steps = self.tokens is None and self.n_steps[0] == self.n_steps[1] and self.is_of_something
         same_ends = all(each.is_equal for each in self.ends) and self.same_state is not False
         return same_steps and not self.differ and same_ends
 

@@ -12,7 +12,6 @@ from ggml_backend_npu.ggml import structs
 from graph_runner.record.aligning import Aligned, Places, kind_of, named
 from graph_runner.record.forms import Form
 
-_WRITTEN = {"SET_ROWS": 2, "CPY": 1}  # which source an op writes into: a cache, a state
 MUCH = 100  # times as large as what a node reads has it: more than the estimates of two NMSE can be apart
 _EQUAL, _UNKNOWN, _DIFFERS = 0, 1, 2  # what is known of a node or a leaf, in the order in which it counts
 
@@ -94,18 +93,19 @@ class _Reads:
     def of(cls, form: Form) -> _Reads:
         n = len(form.nodes)
         sources = np.full((n, structs.N_SRC), n + len(form.leaves), np.int64)
+        leaves = tuple(named(leaf.name) for leaf in form.leaves)
         writers, written = list[int](), list[int]()
         for place, node in enumerate(form.nodes):
             for i, source in enumerate(node.sources):
                 if source is None:
                     continue
                 at = source if source >= 0 else n - 1 - source
-                if _WRITTEN.get(node.op) != i:
-                    sources[place, i] = at
-                elif at >= n:
+                # what SET_ROWS and CPY write into is their last source, of which they are named as a view
+                if at >= n and 0 < i == len(node.sources) - 1 and node.name.startswith(f"{leaves[at - n]} ("):
                     writers.append(place)
                     written.append(at)
-        leaves = tuple(named(leaf.name) for leaf in form.leaves)
+                else:
+                    sources[place, i] = at
         return cls(
             sources, np.array(writers, np.int64), np.array(written, np.int64), leaves, tuple(map(kind_of, form.nodes))
         )

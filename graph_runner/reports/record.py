@@ -134,6 +134,8 @@ def verdict(result: Comparison) -> str:
         nodes = f"{result.compared:,} results of nodes" if result.compared else "logits and states"
         return f"equal: {nodes} in {result.n_steps[0]:,} steps"
     first = result.first
+    if not result.is_of_something:
+        return "part: nothing of them can be compared"
     if first is None:
         return "part: no compared node differs, but the ends or the tokens do" if result.compared else "part at the end"
     error = f"{'' if first.is_exact else 'some '}{first.nmse:.1e}"

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +18,7 @@ from ggml_backend_npu.plugin.capture import Capture
 from ggml_backend_npu.plugin.plugin import Plugin
 from graph_runner.record import Run, compare, read_run, taken
 from graph_runner.record.recorder import measured
+from graph_runner.reports.record import verdict
 
 PROGRAM = """
 import os, sys
@@ -75,6 +77,11 @@ def test_two_of_them_are_compared_step_by_step(
     result = compare(run, other, a, b)
     assert not result
     assert (result.compared, result.differ, result.ends, result.origins) == (4, 4, [], None)
+    (form,) = run.forms
+    strange = replace(form, nodes=tuple(replace(node, op="SQR", name="x") for node in form.nodes[:1]), pattern=(0,) * 4)
+    steps = [replace(step, rows=step.rows[:1]) for step in run.steps]
+    nothing = compare(run, replace(run, forms=[strange], steps=steps), a, b)
+    assert (bool(nothing), verdict(nothing)) == (False, "part: nothing of them can be compared")
     assert str(result.first) == "CONT ' (cont)', node 0 of step 0"
 
 
