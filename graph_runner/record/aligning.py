@@ -52,6 +52,7 @@ def aligned(a: Form, sizes_a: Sequence[int], b: Form, sizes_b: Sequence[int]) ->
         shared = {named(leaf.name) for leaf in a.leaves} & {named(leaf.name) for leaf in b.leaves}
         found = Pairs.of(_Keys([_keys(a, shared)]), _Keys([_keys(b, shared)]), moves=True).devices
         pairs = _by_dataflow(a, b, dict(found[0]) if found else {}, shared)
+        pairs = _by_dataflow(a, b, pairs | _by_name(a, b, pairs), shared)
     ne_a, ne_b = a.ne(sizes_a), b.ne(sizes_b)
     same, shapes = list[tuple[int, int]](), list[tuple[int, int]]()
     for i, j in sorted(pairs.items()):
@@ -108,6 +109,20 @@ def _by_dataflow(a: Form, b: Form, pairs: dict[int, int], shared: AbstractSet[st
                 numbers[place] = left[found].pop(0)
         if n == len(numbers):
             return {place_a: place for place, place_a in numbers.items()}
+
+
+def _by_name(a: Form, b: Form, pairs: Mapping[int, int]) -> dict[int, int]:
+    """Returns those nodes without a partner that have the same name and type, though another op: one graph computes in
+    several nodes what the other does in one. The last node of a name has what the name stands for."""
+    last = [
+        {
+            (node.name, node.type): place
+            for place, node in enumerate(form.nodes)
+            if place not in paired and not _NUMBERED.match(node.name)
+        }
+        for form, paired in ((a, {*pairs}), (b, {*pairs.values()}))
+    ]
+    return {last[0][key]: place for key, place in last[1].items() if key in last[0]}
 
 
 def _read_by(form: Form, place: int, numbers: Mapping[int, int], shared: AbstractSet[str]) -> Key:
