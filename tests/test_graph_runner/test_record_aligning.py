@@ -65,7 +65,9 @@ def test_a_copy_that_only_one_graph_makes_is_taken_for_what_it_copies() -> None:
     nodes = [replace(node, name=f"node_{place}") for place, node in enumerate(FORM.nodes)]
     plain = replace(FORM, nodes=tuple(nodes))
     copy = FormNode("CONT", " (view) (cont)", "f32", "", (0,))
-    moved = [replace(node, sources=tuple(each + 1 if each >= 0 else each for each in node.sources)) for node in nodes]
+    moved = [
+        replace(node, sources=tuple(each + (each >= 0) for each in node.sources if each is not None)) for node in nodes
+    ]
     with_copy = replace(FORM, nodes=(nodes[0], copy, *moved[1:]), pattern=(0, 1, 2, 2) * 5)
     found = aligned(plain, SIZES, with_copy, SIZES)
     assert (found.a.tolist(), found.b.tolist()) == ([0, 1, 2, 3], [0, 2, 3, 4])
