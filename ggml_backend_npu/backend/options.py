@@ -59,7 +59,7 @@ _CHECKS: dict[str, Callable[[str, str], Any]] = {
 OPTIONS = tuple(_CHECKS)
 
 
-_READ_ELSEWHERE = ("capture", "capture_nodes", "device_file", "engine", "kernels", "threads", "verbose")
+_READ_ELSEWHERE = ("capture", "capture_as", "capture_nodes", "device_file", "engine", "kernels", "threads", "verbose")
 _PREFIX = "GGML_NPU_"
 
 

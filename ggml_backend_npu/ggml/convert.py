@@ -215,10 +215,16 @@ def bytes_at(address: int, size: int) -> memoryview:
     return view
 
 
+def in_graph(graph: int) -> list[int]:
+    """The addresses of all nodes of the graph at an address, also of those that are not to be computed."""
+    header = structs.GgmlCGraph.from_address(graph)
+    addresses: list[int] = header.nodes[: header.n_nodes]
+    return addresses
+
+
 def computing(ggml: Ggml, graph: int) -> list[int]:
     """The addresses of the nodes of the graph at an address that are to be computed."""
-    header = structs.GgmlCGraph.from_address(graph)
-    return [address for address in header.nodes[: header.n_nodes] if is_to_be_computed(ggml, address)]
+    return [address for address in in_graph(graph) if is_to_be_computed(ggml, address)]
 
 
 def nodes(ggml: Ggml, graph: int, packed: PackedAt = nowhere) -> Iterator[Node]:

@@ -1,5 +1,5 @@
-"""What GGML_NPU_CAPTURE asks for, and who does it. This package writes no files; a package that writes traces says so
-in its metadata, by an entry point of the group `ggml_backend_npu.capture`."""
+"""What GGML_NPU_CAPTURE asks for, and who does it. This package writes no files; a package that writes some says so in
+its metadata, by an entry point of the group `ggml_backend_npu.capture` that has the name of the kind: trace, record."""
 
 from __future__ import annotations
 
@@ -22,25 +22,29 @@ GROUP = "ggml_backend_npu.capture"
 class Capture:
     """What to capture, and where to.
 
-    path   of the trace
-    nodes  which nodes go into it, in the syntax of `ggml-npu capture --nodes`; "*": all
+    path   of the file
+    nodes  which nodes go into it with their bytes, in the syntax of `ggml-npu capture --nodes`; None: as its kind does
+    kind   of the file
     """
 
     path: Path
-    nodes: str = "*"
+    nodes: str | None = None
+    kind: str = "trace"
 
 
 def wanted() -> Capture | None:
-    """What GGML_NPU_CAPTURE and GGML_NPU_CAPTURE_NODES ask for; None where the first is not set."""
-    path = os.environ.get("GGML_NPU_CAPTURE")
-    return Capture(Path(path), os.environ.get("GGML_NPU_CAPTURE_NODES") or "*") if path else None
+    """What GGML_NPU_CAPTURE, GGML_NPU_CAPTURE_NODES and GGML_NPU_CAPTURE_AS ask for; None where the first is not
+    set."""
+    path, nodes, kind = (os.environ.get(f"GGML_NPU_CAPTURE{each}") for each in ("", "_NODES", "_AS"))
+    return Capture(Path(path), nodes or None, kind or "trace") if path else None
 
 
 def begin(plugin: Plugin, capture: Capture) -> None:
-    """Starts recording the nodes that a plugin is given. Raises DeviceError where no installed package writes traces,
-    and what that package raises for a path."""
-    found = next(iter(entry_points(group=GROUP)), None)
-    if found is None:
-        raise DeviceError(f"GGML_NPU_CAPTURE={str(capture.path)!r}: no installed package writes traces")
-    record: Callable[[Plugin, Capture], None] = found.load()
-    record(plugin, capture)
+    """Starts recording the nodes that a plugin is given. Raises DeviceError where no installed package writes files of
+    this kind, and what that package raises for a path."""
+    found = {each.name: each for each in entry_points(group=GROUP)}
+    if capture.kind not in found:
+        known = " ".join(sorted(found)) or "none"
+        raise DeviceError(f"GGML_NPU_CAPTURE_AS={capture.kind!r}: no such kind of file; there are: {known}")
+    start: Callable[[Plugin, Capture], None] = found[capture.kind].load()
+    start(plugin, capture)

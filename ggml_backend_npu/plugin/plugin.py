@@ -6,6 +6,7 @@ import ctypes
 import os
 from collections import Counter
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 from ggml_backend_npu.backend import NO_KERNEL
@@ -32,6 +33,9 @@ from quant.kernels import threads
 from quant.kernels.threads import POOL, Team
 
 _DEVICE_TYPES = {"accel": structs.DEVICE_TYPE_ACCEL, "gpu": structs.DEVICE_TYPE_GPU}
+Handed = Callable[[int, Node, int], Callable[[], None] | None]
+"""Called before a node of a graph is computed, with its number there, the node and its address; may return a function
+to call after it."""
 MAX_PLANS = 4096  # of one context, of graphs that come to Python each time
 
 # when llama.cpp makes a context, it looks on which device these would run; if that is not their layer's device, it
@@ -47,8 +51,8 @@ class Plugin:
     claims    while a llama.cpp context is made: those ops of PROBED that supports_op says yes to; else None
     refusals  by op, why supports_op refused its last node
     broken    message of the last kernel that raised an error while it was asked about a node
-    handed    called with each node before it is computed, and with the numbers of the graph and of the node in it; may
-              return a function to call after the node. Nodes are then computed one by one
+    handed    called with the address of each graph; the context that it returns is entered while the graph is computed,
+              one node after the other, and what that gives is called before each node
     run       runs a plan of the graph at an address
     """
 
@@ -65,9 +69,8 @@ class Plugin:
         self.refusals: dict[str, str] = {}
         self._told: set[tuple[str, str]] = set()
         self.broken: str | None = None
-        self.handed: Callable[[int, int, Node], Callable[[], None] | None] | None = None
+        self.handed: Callable[[int], AbstractContextManager[Handed]] | None = None
         self.run: Callable[[Plan, int], None] = lambda plan, graph: plan.run()
-        self._n_handed = 0
         self._read = GraphReader(ggml)
         self._supports_op = answers.Asked(self.supports_op)
         self._answers = answers.Answers(_address_of(self._supports_op), backend.version_at, self._read)
@@ -418,17 +421,18 @@ class Plugin:
             context.repeats.forget()
 
     def _compute_one_by_one(self, context: Context, graph: int) -> None:
-        """Computes a graph's nodes one by one, and calls `handed` for each."""
+        """Computes a graph's nodes one by one, as `handed` sees them."""
         assert self.handed is not None
         computed = Counter[str]()
-        for index, node in enumerate(convert.nodes(self.ggml, graph, self.packed)):
-            after = self.handed(self._n_handed, index, node)
-            bound = self.backend.plan(Graph((node,)))
-            bound.run()
-            computed.update(bound.counts)
-            if after is not None:
-                after()
-        self._n_handed += 1
+        with self.handed(graph) as handed:
+            for index, address in enumerate(convert.computing(self.ggml, graph)):
+                node = convert.node(self.ggml, address, self.packed)
+                after = handed(index, node, address)
+                bound = self.backend.plan(Graph((node,)))
+                bound.run()
+                computed.update(bound.counts)
+                if after is not None:
+                    after()
         for statistics in (self.statistics, context.statistics):
             statistics.add_nodes(computed)
 

@@ -84,7 +84,7 @@ def record(
 ) -> None:
     """Record a run in a file, to compare it with another one later.
 
-    Keeps for each node and step a hash of its result, statistics and a sketch, some 56 bytes; the logits' most likely
+    Keeps for each node and step a hash of its result, statistics and a sketch, some 52 bytes; the logits' most likely
     tokens after each step; all settings and versions. `ggml-npu compare` compares two such files.
     """
     if device.lower() != "npu":

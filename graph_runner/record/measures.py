@@ -248,19 +248,19 @@ def _note(tensor: Any, notes: Any) -> None:
 
 @callback(types.boolean(types.intp, types.boolean, types.intp))
 def watch(node: int, ask: bool, notes: int) -> bool:
-    """cb_eval that wants each node which computes something, and hands it to the one in Python. Before a node runs, its
-    ggml_tensor is copied, and those of its sources that no op computes; Python is asked if the memory does not
+    """cb_eval that wants each node which computes something, and hands it to the one in Python. Before a node runs, the
+    ggml_tensors of its sources that no op computes are copied, and then its own; Python is asked if the memory does not
     suffice."""
     kept = array_at(notes, types.int64, 5)
     if not ask:
         return bool(call_kernel(kept[4], node, 0, 0, 0) & 0xFF)
     if kept[2] + ENTRY_BYTES * (structs.N_SRC + 1) > kept[1]:
         call_kernel(kept[4], node, 1, 0, 0)
-    _note(node, kept)
     sources = array_at(node + structs.SRC_AT, types.int64, structs.N_SRC)
     for i in range(structs.N_SRC):
         if sources[i] and array_at(sources[i] + structs.OP_AT, types.int32, 1)[0] == 0:
             _note(sources[i], kept)
+    _note(node, kept)
     op = array_at(node + structs.OP_AT, types.int32, 1)[0]
     return bool(array_at(kept[3] + op, types.uint8, 1)[0])
 

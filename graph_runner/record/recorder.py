@@ -10,7 +10,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from ggml_backend_npu.ggml import convert
+from ggml_backend_npu.ggml import convert, structs
 from ggml_backend_npu.ggml.lib import Ggml
 from graph_runner.record.forms import Form, form_of
 from graph_runner.record.measures import (
@@ -28,7 +28,7 @@ from quant import codec
 
 _MOST_NODES = 1 << 16
 _SCRATCH, _CAPACITY, _ADDRESS, _SIZE, _DATA, _PLACES = 0, 1, 2, 3, 6, 7  # of measures.WORK
-_USED, _PYTHON = 2, 4  # of measures.NOTES
+_ROOM, _USED, _PYTHON = 1, 2, 4  # of measures.NOTES
 
 Keep = Callable[[int, NDArray[np.uint8]], object]  # a node's place in its step, and the bytes of its result
 Selects = Callable[[int, str, str], bool]  # by place, op and name
@@ -90,6 +90,12 @@ class Recorder:
         self._notes[0], self._notes[1] = grown.ctypes.data, grown.size
         return True
 
+    def note(self, node: int) -> None:
+        """Notes a node of a graph that is computed without a cb_eval, before the graph is."""
+        if self._notes[_USED] + ENTRY_BYTES * (structs.N_SRC + 1) > self._notes[_ROOM]:
+            self.before(node)
+        watch(node, True, self._notes_at)
+
     def after(self, node: int) -> None:
         """Measures the result."""
         n = self._n
@@ -140,6 +146,10 @@ class Recorder:
                 values = blocks.reshape(-1).view(kind.dtype).astype(np.float32)
         measure(int(values.ctypes.data), values.size, CODES["f32"], row)
 
+    def forget(self) -> None:
+        """Forgets what was noted and measured since the last step."""
+        self._notes[_USED] = self._n = 0
+
     def step(self) -> tuple[int, tuple[int, ...], Rows]:
         """Called after a step: returns the form of its graph by place, its sizes, and its rows."""
         noted = self._noted[: self._notes[_USED]]
@@ -151,7 +161,7 @@ class Recorder:
             self._known[key] = self.forms.index(form), sizes
         rows = self._rows[: self._n].copy()
         rows["hash"] = self._hashes[: self._n]
-        self._notes[_USED] = self._n = 0
+        self.forget()
         return *self._known[key], rows
 
 

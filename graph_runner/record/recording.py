@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import platform
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 
 import numpy as np
@@ -13,19 +11,16 @@ import xxhash
 from numpy.typing import NDArray
 
 from ggml_backend_npu import AnyBackend
-from ggml_backend_npu.ggml.lib import Ggml
 from ggml_backend_npu.plugin.foreign import ForeignMemory
 from graph_runner.base.errors import BadInputError
 from graph_runner.base.files import parts_of
 from graph_runner.bisect.whole import NPU, Whole, WholeOptions
+from graph_runner.record.machine import hash_of, machine
 from graph_runner.record.recorder import Recorder, measured
 from graph_runner.record.run import N_TOP, About, End, Run, Step
 from graph_runner.run.session import Sampler, Session
 from graph_runner.trace import Selection
-from quant.kernels.processor import processor_name
 
-_CHUNK = 1 << 24
-_PACKAGES = ("ggml-backend-npu", "llama-cpp-python", "numpy")
 _OF_SESSION = ("device", "n_ctx", "weights", "without")  # settings that are none of a user's
 
 
@@ -116,7 +111,7 @@ def _end(logits: NDArray[np.float32]) -> End:
 
 def _about(model: Path, prompt: str, whole: Whole, options: RecordOptions, session: Session) -> About:
     settings = {name: str(value) for name, value in vars(whole.settings).items() if name not in _OF_SESSION}
-    settings["loras"] = " ".join(f"{path.name} {_hash_of(path)}" for path in whole.settings.loras)
+    settings["loras"] = " ".join(f"{path.name} {hash_of(path)}" for path in whole.settings.loras)
     settings |= {"device": whole.name, "batch": str(options.batch)}
     settings |= options.devices.described(options.device)
     if whole.npu is not None and options.device == NPU:
@@ -124,25 +119,8 @@ def _about(model: Path, prompt: str, whole: Whole, options: RecordOptions, sessi
     parts = [part for part in parts_of(model) if part.exists()]
     file = {
         "name": model.name, "description": session.description,
-        "bytes": str(sum(each.stat().st_size for each in parts)), "xxh3": _hash_of(*parts),
+        "bytes": str(sum(each.stat().st_size for each in parts)), "xxh3": hash_of(*parts),
     }  # fmt: skip
-    machine = {
-        "processor": processor_name(), "system": f"{platform.system()} {platform.machine()}",
-        "python": platform.python_version(), "ggml": whole.ggml.version, "ggml build": _build_of(whole.ggml),
-        **{name: version(name) for name in _PACKAGES},
-    }  # fmt: skip
-    return About(session.identity, file, settings | dict(options.notes or {}), machine, prompt, options.is_watched)
-
-
-def _build_of(ggml: Ggml) -> str:
-    features = " ".join(name for name, value in ggml.features.items() if value != "0")
-    return f"{_hash_of(Path(ggml.cpu_file))} {features}".strip()
-
-
-def _hash_of(*files: Path) -> str:
-    digest = xxhash.xxh3_64()
-    for path in files:
-        with path.open("rb") as file:
-            while chunk := file.read(_CHUNK):
-                digest.update(chunk)
-    return digest.hexdigest()
+    return About(
+        session.identity, file, settings | dict(options.notes or {}), machine(whole.ggml), prompt, options.is_watched
+    )

@@ -8,12 +8,15 @@ from math import isfinite
 from typing import TYPE_CHECKING, Any
 
 from graph_runner.base.console import Console, table
+from graph_runner.record.origins import MUCH
 
 if TYPE_CHECKING:
     from graph_runner.record import Comparison
+    from graph_runner.record.origins import Origins
 
 COMPARE_SCHEMA = "ggml-npu compare 1"
 _LONGEST = 60  # characters of a setting
+_MOST_KINDS = 8  # that are printed of each way to differ
 
 
 def print_recorded(found: dict[str, Any], path: str, console: Console) -> None:
@@ -33,7 +36,7 @@ def print_comparison(result: Comparison, console: Console) -> None:
     if result.differing:
         shown = table("differs", result.a, result.b)
         for name, first, second in result.differing:
-            shown.add_row(name, _short(first), _short(second))
+            shown.add_row(name, _short(first, second), _short(second, first))
         console.print(shown)
     drifting = [each for each in result.layers if each.differing]
     if drifting:
@@ -46,13 +49,45 @@ def print_comparison(result: Comparison, console: Console) -> None:
             at = f"{drift.worst}, step {drift.step}" if drift.differing else ""
             shown.add_row(layer, f"{drift.compared:,}", f"{drift.differing:,}", f"{drift.nmse:.1e}", at)
         console.print(shown)
-    for line in (*_alignment(result), _ends(result)):
+    if result.origins is not None and result.differ:
+        _print_origins(result.origins, console)
+    for line in (*_alignment(result), *_ends(result)):
         say(line)
     say(verdict(result), style="bold")
 
 
-def _short(text: str) -> str:
-    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3]}..."
+_WAYS = {
+    "begins": "differs, and all that it reads is equal",
+    "unknown": "differs, and reads what is not compared",
+    "grows": f"differs {MUCH} times as much as what it reads",
+    "absorbs": "is equal, though it reads what differs",
+}
+
+
+def _print_origins(origins: Origins, console: Console) -> None:
+    """Prints how nodes came to differ: of each way the kinds of nodes with the worst NMSE, or the most nodes."""
+    shown = table("what", "node")
+    for column in ("nodes", "worst NMSE"):
+        shown.add_column(column, justify="right")
+    for way, text in _WAYS.items():
+        found = getattr(origins, way)
+        ordered = sorted(found, key=lambda kind: (-found[kind].nmse, -found[kind].nodes))
+        for i, kind in enumerate(ordered[:_MOST_KINDS]):
+            error = "" if way == "absorbs" else f"{found[kind].nmse:.1e}"
+            shown.add_row("" if i else text, kind, f"{found[kind].nodes:,}", error)
+        if left := ordered[_MOST_KINDS:]:
+            shown.add_row("", f"and {len(left)} other kinds", f"{sum(found[kind].nodes for kind in left):,}", "")
+    shown.add_row("differs, and reads what differs", "all others", f"{origins.inherits:,}", "")
+    console.print(shown)
+
+
+def _short(text: str, other: str) -> str:
+    """Returns a text, or of a long one the words that the other has not."""
+    if len(text) <= _LONGEST:
+        return text
+    words = [word for word in text.split() if word not in other.split()]
+    short = f"... {' '.join(words)}" if words else text
+    return short if len(short) <= _LONGEST else f"{short[: _LONGEST - 3]}..."
 
 
 def _ops(ops: Counter[str]) -> str:
@@ -75,12 +110,14 @@ def _alignment(result: Comparison) -> list[str]:
     return lines
 
 
-def _ends(result: Comparison) -> str:
-    """Returns how the logits compare, in a line."""
+def _ends(result: Comparison) -> list[str]:
+    """Returns how the logits compare, in a line, if the records have any."""
+    if not result.ends:
+        return []
     apart = [each for each in result.ends if not each.is_equal]
     state = {True: "; the states at the end are equal", False: "; the states at the end differ", None: ""}
     if not apart:
-        return f"logits: equal after {len(result.ends):,} steps{state[result.same_state]}"
+        return [f"logits: equal after {len(result.ends):,} steps{state[result.same_state]}"]
     worst = max(apart, key=lambda each: each.nmse)
     known = [each.kl for each in result.ends if each.kl is not None]
     exact = f"NMSE at most {worst.nmse:.1e}, KL divergence at most {max(known, default=0):.1e}"
@@ -88,15 +125,17 @@ def _ends(result: Comparison) -> str:
     others = [each.step for each in apart if not each.same_token]
     tokens = f"another most likely token after {len(others):,}, first step {others[0]}" if others else "the same tokens"
     number = f"{len(apart):,} of {len(result.ends):,} steps"
-    return f"logits: differ after {number}, {error}, {tokens}{state[result.same_state]}"
+    return [f"logits: differ after {number}, {error}, {tokens}{state[result.same_state]}"]
 
 
 def verdict(result: Comparison) -> str:
     """Returns what was found, in a line."""
     if result:
         nodes = f"{result.compared:,} results of nodes" if result.compared else "logits and states"
-        return f"equal: {nodes} in {len(result.ends):,} steps"
+        return f"equal: {nodes} in {result.n_steps[0]:,} steps"
     first = result.first
+    if not result.is_of_something:
+        return "part: nothing of them can be compared"
     if first is None:
         return "part: no compared node differs, but the ends or the tokens do" if result.compared else "part at the end"
     error = f"{'' if first.is_exact else 'some '}{first.nmse:.1e}"
@@ -127,7 +166,17 @@ def comparison_json(result: Comparison) -> dict[str, Any]:
         "layers": [asdict(each) | {"nmse": _finite(each.nmse)} for each in result.layers],
         "ends": [asdict(each) | {"nmse": _finite(each.nmse), "kl": _finite(each.kl)} for each in result.ends],
         "same_state": result.same_state,
+        "origins": _origins_json(result.origins) if result.origins is not None else None,
     }  # fmt: skip
+
+
+def _origins_json(origins: Origins) -> dict[str, Any]:
+    ways: dict[str, Any] = {
+        way: [{"kind": kind, "nodes": each.nodes, "nmse": _finite(each.nmse)} for kind, each in found.items()]
+        for way in _WAYS
+        for found in (getattr(origins, way),)
+    }
+    return ways | {"inherits": origins.inherits}
 
 
 def _finite(number: float | None) -> float | None:

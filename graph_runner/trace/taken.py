@@ -7,14 +7,15 @@ fusion. The trace is complete when the process ends.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from threading import Lock
 
 from ggml_backend_npu.ggml.endings import at_end
 from ggml_backend_npu.ir import Node
 from ggml_backend_npu.plugin.capture import Capture
-from ggml_backend_npu.plugin.plugin import Plugin
+from ggml_backend_npu.plugin.plugin import Handed, Plugin
 from graph_runner.base.errors import TraceError
 from graph_runner.judging.copies import Copied, span
 from graph_runner.trace import NPU, Origin, Recorded, Selection, TraceWriter, is_trace
@@ -25,7 +26,7 @@ class _Record:
     """The nodes of a process, as they are computed. A step of the trace is a graph that the device was handed."""
 
     def __init__(self, plugin: Plugin, wanted: Capture) -> None:
-        self._select = Selection(wanted.nodes)
+        self._select, self._n_graphs = Selection(wanted.nodes or "*"), 0
         if wanted.path.is_file() and wanted.path.stat().st_size and not is_trace(wanted.path):
             raise TraceError(
                 f"GGML_NPU_CAPTURE={str(wanted.path)!r}: is a file that is no trace; it is not overwritten"
@@ -39,8 +40,14 @@ class _Record:
         )  # fmt: skip
         self._writer = self._kept.enter_context(TraceWriter(wanted.path, origin))
 
-    def handed(self, step: int, index: int, node: Node) -> Callable[[], None] | None:
-        """Called before a node is computed. Returns a function to call afterwards, or None."""
+    @contextmanager
+    def handed(self, _: int) -> Iterator[Handed]:
+        """A graph is computed: a step. Yields what is called before each node."""
+        step = self._n_graphs
+        self._n_graphs += 1
+        yield partial(self._node, step)
+
+    def _node(self, step: int, index: int, node: Node, _: int) -> Callable[[], None] | None:
         if not node.dst.n_elements or not self._select(step, index, node):
             return None
         before = Copied.of(node, lambda tensor: tensor.packed is not None).node

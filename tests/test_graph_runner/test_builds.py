@@ -13,8 +13,11 @@ from pathlib import Path
 
 import pytest
 from kit.models import Models
+from kit.records import recorded
 from tools import builds
 
+from graph_runner.base.models import model_file
+from graph_runner.record import Run, compare, read_run, write_run
 from graph_runner.tools import suites
 from quant.kernels.processor import processor_has
 
@@ -47,3 +50,24 @@ def test_the_demo_is_exact_or_rounded(build: str, options: tuple[str, ...]) -> N
         pytest.skip(f"the processor has no {builds.lacking(build)}")
     verdict = verdict_of(builds.build(build), "demo", *options)
     assert EXACT in verdict or ROUNDING in verdict
+
+
+@pytest.mark.builds
+def test_what_a_build_computes_otherwise_is_said(tmp_path: Path) -> None:
+    """Nodes that begin to differ do so by the rounding of float32 sums and exponentials."""
+    a, b = tmp_path / "native.gguf", tmp_path / "v3.gguf"
+    write_run(a, recorded_of_tiny())
+    environment = {**os.environ, "LLAMA_CPP_LIB_PATH": str(builds.build("v3"))}
+    command: list[str | Path] = [COMMAND, "record", "tiny", "-o", b, "--threads", "1", "--like", a]
+    subprocess.run(command, env=environment, check=True, timeout=600)
+    result = compare(read_run(a), read_run(b), a, b)
+    assert "machine.ggml build" in [name for name, _, _ in result.differing]
+    assert not result.alone_a
+    assert result.origins is not None
+    assert result.differ == 0 or result.origins.begins
+    assert all(each.nmse < 1e-12 for each in result.origins.begins.values())
+
+
+def recorded_of_tiny() -> Run:
+    with model_file("tiny") as file:
+        return recorded(file)

@@ -52,6 +52,7 @@ def test_a_planted_fault_is_the_first(model: Models, token: int, layer: int) -> 
     assert not result
     assert result.first is not None
     assert (result.first.op, result.first.name, result.first.layer) == ("SWIGLU", name, layer)
+    assert result.first.tokens is not None
     assert result.first.tokens[0] <= token <= result.first.tokens[1]
     assert 0 < result.first.nmse < 1e-3
     assert result.first.before == sum(len(step.rows) for step in right.steps[: result.first.step]) + result.first.place

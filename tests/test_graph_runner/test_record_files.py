@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -24,8 +25,13 @@ def run(model: Models) -> Run:
 
 def test_a_run_comes_back(run: Run, tmp_path: Path) -> None:
     path = tmp_path / "run.gguf"
+    run.steps[1].rows["nan"][7] = 3
     write_run(path, run)
     back = read_run(path)
+    for before, after in zip(run.steps, back.steps, strict=True):
+        assert before.rows.tobytes() == after.rows.tobytes()
+        (end,), (found,) = before.ends, after.ends
+        assert (found.row.tobytes(), found.tokens, found.logits) == (end.row.tobytes(), end.tokens, end.logits)
     assert (back.about, back.forms, back.state) == (run.about, run.forms, run.state)
     assert [(step.form, step.sizes) for step in back.steps] == [(step.form, step.sizes) for step in run.steps]
     assert {place: data.tobytes() for place, data in back.data.items()} == {
@@ -36,6 +42,16 @@ def test_a_run_comes_back(run: Run, tmp_path: Path) -> None:
     assert result
     assert result.compared == run.n_rows
     assert result.ends[0].kl == 0
+
+
+def test_an_end_of_a_small_vocabulary_comes_back(run: Run, tmp_path: Path) -> None:
+    path, end = tmp_path / "run.gguf", run.steps[0].ends[0]
+    small = replace(end, tokens=end.tokens[:3], logits=end.logits[:3])
+    write_run(path, replace(run, steps=[replace(run.steps[0], ends=[small, end, small])], data={}, logits={}))
+    found = read_run(path).steps[0].ends
+    assert [(each.tokens, each.logits) for each in found] == [
+        (each.tokens, each.logits) for each in (small, end, small)
+    ]
 
 
 def test_a_node_and_step_takes_at_most_64_bytes(run: Run, tmp_path: Path) -> None:

@@ -53,6 +53,10 @@ def test_nodes_have_names_sources_and_shapes(recorded: Recorded) -> None:
     assert (form.nodes[by_query].op, form.nodes[by_query].name) == ("ROPE", "Qcur-1")
     assert form.leaves[-1 - key].name == "cache_k_l1"
     assert form.ne(sizes)[place].tolist() == [256, 3, 4, 1]
+    weights = [(node.op, form.leaves[-1 - (node.sources[0] or 0)].name) for node in form.nodes[:4]]
+    assert weights[0] == ("GET_ROWS", "token_embd.weight")
+    assert weights[3] == ("MUL_MAT", "blk.0.attn_q.weight")
+    assert not [node for node in form.nodes if None in node.sources]
     stored = next(place for place, node in enumerate(form.nodes) if node.op == "SET_ROWS")
     assert form.ne(sizes)[stored].tolist() == [64, 3, 1, 1]  # what it writes, not the whole cache
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from graph_runner.record import RecordOptions, record, write_run
 
 KEYS = {
     "schema", "passed", "verdict", "a", "b", "differing", "steps", "first", "compared", "differ", "not_compared",
-    "layers", "ends", "same_state",
+    "layers", "ends", "same_state", "origins",
 }  # fmt: skip
 FIRST = {
     "step", "place", "other_place", "tokens", "op", "name", "layer", "nmse", "is_exact", "before", "text",
@@ -45,8 +46,9 @@ def records(model: Models, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_what_was_recorded_is_said(tmp_path: Path) -> None:
-    done = fresh("record", "tiny", "-n", 1, "-o", tmp_path / "run.gguf", "--threads", 1)
-    assert done.err.startswith("27 tokens in 2 steps, 100 results of nodes, ")
+    done = fresh("record", "tiny", "-n", 4, "-o", tmp_path / "run.gguf", "--threads", 1)
+    assert done.err.startswith("30 tokens in 5 steps, 250 results of nodes, ")
+    assert float(done.err.split(" results of nodes, ")[1].split(" bytes each")[0]) <= 64, "of a short run, too"
 
 
 def test_a_record_is_equal_to_itself(cli: Cli, records: Path) -> None:
@@ -64,6 +66,9 @@ def test_a_fault_is_found_and_the_json_says_the_same(cli: Cli, records: Path, tm
     assert {*data} == KEYS
     assert {*data["first"]} == FIRST
     assert (data["passed"], data["first"]["layer"]) == (False, 1)
+    (begin,) = data["origins"]["begins"]
+    assert (begin["kind"], begin["nodes"]) == ("SWIGLU ffn_swiglu-*", 2)
+    assert re.search(r"differs, and all that it reads is equal +SWIGLU ffn_swiglu-\* +2 ", done.out)
     assert data["verdict"] == done.out.splitlines()[-1]
 
 
