@@ -1,0 +1,56 @@
+"""What this machine can do at most, measured in a moment: the roof over what a timeline shows.
+
+Williams, Waterman, Patterson, Roofline: an insightful visual performance model for multicore architectures, 2009.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+
+from quant.kernels.processor import processors
+
+_ELEMENTS = 1 << 23  # of an array that is copied: 32 MiB
+_SIDE = 768  # of the matrices
+_ROUNDS = 5
+
+
+@dataclass(frozen=True)
+class Roofline:
+    """bytes  read and written a second, by all processors: of a copy of float32
+    operations  a second, of a product of matrices of float32 by NumPy's BLAS; a multiplication and an addition are two
+    """
+
+    bytes: float
+    operations: float
+
+    def seconds(self, nbytes: float, operations: float) -> float:
+        """Returns the least time for so many bytes and operations."""
+        return max(nbytes / self.bytes, operations / self.operations)
+
+
+def measured_roofline() -> Roofline:
+    """Measures this machine: the best of a few rounds, in less than a second."""
+    source, target = np.ones(_ELEMENTS, np.float32), np.zeros(_ELEMENTS, np.float32)
+    n = processors()
+    parts = np.array_split(target, n), np.array_split(source, n)
+    with ThreadPoolExecutor(n) as pool:
+        copy = _least(lambda: [*pool.map(np.copyto, *parts)])
+    a = np.ones((_SIDE, _SIDE), np.float32)
+    product = _least(lambda: a @ a)
+    return Roofline(2 * source.nbytes / copy, 2 * _SIDE**3 / product)
+
+
+def _least(job: Callable[[], object]) -> float:
+    """Returns the least time of a few, in seconds."""
+    job()
+    times = []
+    for _ in range(_ROUNDS):
+        begin = time.perf_counter()
+        job()
+        times.append(time.perf_counter() - begin)
+    return min(times)
