@@ -334,7 +334,7 @@ class Plugin:
             if times is None:
                 self.run(bound, graph)
             else:
-                times.run(bound, read.filled)
+                times.run(bound, read.filled, self._finish)
         self._settle()
         for statistics in (self.statistics, context.statistics):
             statistics.add(bound)
@@ -354,7 +354,7 @@ class Plugin:
             if times is None:
                 known.plan.run()
             else:
-                times.run(known.plan, known.filled)
+                times.run(known.plan, known.filled, self._finish)
         return structs.STATUS_SUCCESS
 
     @guarded(None)
@@ -363,6 +363,12 @@ class Plugin:
         assert self.memory is not None
         with self._buffers.settles():
             self.memory.synchronize()
+
+    def _finish(self) -> None:
+        """Waits for a device that does later what it is asked for."""
+        if self.memory is not None and self.memory.works_later:
+            with self._buffers.settles():
+                self.memory.synchronize()
 
     @property
     def lost(self) -> str | None:

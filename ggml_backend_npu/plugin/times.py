@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from ggml_backend_npu.backend.plan import Plan
 from ggml_backend_npu.ggml.graph_read import int64s
-from quant.kernels.jit import inlined, nanoseconds
+from quant.kernels.jit import inlined, nanoseconds, now
 
 Ints = NDArray[np.int64]
 
@@ -70,9 +70,13 @@ class Times:
         self.log = int(self._words.ctypes.data)
         self._ran: list[Ran] = []
 
-    def run(self, plan: Plan, nodes: Ints) -> None:
-        """Runs a plan of some nodes, from Python."""
-        self._ran.append(Ran(plan, nodes, plan.timed()))
+    def run(self, plan: Plan, nodes: Ints, finish: Callable[[], None]) -> None:
+        """Runs a plan of some nodes, from Python. `finish` waits for what it has only begun."""
+        ran = Ran(plan, nodes, plan.timed())
+        finish()
+        if len(ran.times) > 1:
+            ran.times[-1] = now()
+        self._ran.append(ran)
 
     def taken(self, known: Callable[[int], tuple[Plan, Ints]]) -> list[Ran]:
         """What ran since the last call, in order. Raises TimesError if that was too much.
