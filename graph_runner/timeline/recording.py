@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ggml_backend_npu import AnyBackend
 from ggml_backend_npu.ggml import lib
 from ggml_backend_npu.plugin.plugin import Plugin
 from ggml_backend_npu.plugin.times import Ran
@@ -114,13 +115,16 @@ class _Measuring:
         self._settings = settings
         self.name = options.device if self._foreign is None else self._foreign.name
         self.description = ""
+        self._backend: AnyBackend | None = None
 
     @property
     def how(self) -> dict[str, str]:
         """How the times of each device were taken."""
         alone = "each node runs alone, which the scheduler's eval callback asks for: its graph is cut there"
-        if self._options.device == NPU:
-            return {self.name: "inside of the graph's one call", CPU: alone}
+        if self._backend is not None:
+            compiled = self._backend.runs_without_python
+            ours = "inside of the graph's one call" if compiled else "a graph at once, which is waited for"
+            return {self.name: ours, CPU: alone}
         return dict.fromkeys(dict.fromkeys((self.name, CPU)), alone)
 
     def _opened(self, observer: Watcher | None = None) -> Session:
@@ -134,6 +138,7 @@ class _Measuring:
         with self._opened() as session:
             batches = [*session.parts(session.tokenize(self._prompt))]
             self.description = session.description
+            self._backend = None if session.npu is None else session.npu.backend
             for step in range(len(batches) + self._options.steps):
                 if step == len(batches):
                     batches.append([[Sampler()(session.logits())]])

@@ -16,7 +16,7 @@ from quant.kernels.processor import processors
 
 _ELEMENTS = 1 << 23  # of an array that is copied: 32 MiB
 _SIDE = 768  # of the matrices
-_ROUNDS = 5
+_SECONDS, _ROUNDS = 0.3, 3  # for each of the two, and no fewer rounds
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Roofline:
 
 
 def measured_roofline() -> Roofline:
-    """Measures this machine: the best of a few rounds, in less than a second."""
+    """Measures this machine in less than a second: the best of as many rounds as that allows."""
     source, target = np.ones(_ELEMENTS, np.float32), np.zeros(_ELEMENTS, np.float32)
     n = processors()
     parts = np.array_split(target, n), np.array_split(source, n)
@@ -46,11 +46,10 @@ def measured_roofline() -> Roofline:
 
 
 def _least(job: Callable[[], object]) -> float:
-    """Returns the least time of a few, in seconds."""
+    """Returns the least time of as many as fit, in seconds."""
     job()
-    times = []
-    for _ in range(_ROUNDS):
-        begin = time.perf_counter()
+    times, until = list[float](), time.perf_counter() + _SECONDS
+    while (begin := time.perf_counter()) < until or len(times) < _ROUNDS:
         job()
         times.append(time.perf_counter() - begin)
     return min(times)

@@ -7,7 +7,10 @@ import re
 from pathlib import Path
 
 import pytest
+from kit.backends import rpc_library, served
 from kit.commands import Cli, assert_refused, fresh, strict_json
+
+from graph_runner.timeline.events import COPY, NODE, read_timeline
 
 ABOUT = {
     "schema", "model", "description", "device", "settings", "tokens", "steps", "machine", "processors", "ggml",
@@ -77,3 +80,19 @@ def test_what_cannot_be_is_refused(cli: Cli, written: tuple[Path, str], tmp_path
     ):
         assert_refused(cli("timeline", *words), text)
     assert not (tmp_path / "new.json").exists()
+
+
+@pytest.mark.slow
+def test_a_device_of_an_rpc_server(tmp_path: Path) -> None:
+    """In a process of its own: ggml aborts if a server is gone that its registry still has."""
+    written = tmp_path / "t.json"
+    with served(tmp_path / "log") as (address, _):
+        asked = "-n", 1, "--device", "RPC0", "--backend", rpc_library(), "--rpc", address, "-o", written
+        done = fresh("timeline", "tiny", *asked)
+    assert done.code == 0, done.err
+    timeline = read_timeline(written)
+    assert {("RPC0", "MUL_MAT"), ("CPU", "GET_ROWS")} <= {(event.track, event.name) for event in timeline.of(NODE)}
+    copies = timeline.of(COPY)
+    assert {event.track for event in copies} == {"RPC0"}
+    assert all("embd" in copy.args["tensors"] for copy in copies)
+    assert "RPC0: each node runs alone" in done.out
