@@ -48,7 +48,7 @@ def _lines(timeline: Timeline) -> list[str]:
         f"{about['tokens']:,} tokens in {steps:,} steps, {splits:,} splits, {copies:,} of them after copies; "
         f"{_ms(timeline.wall)} ms, of which nodes {_share(nodes, timeline):.1%}, of the median step {median:.1%}",
         f"{_times(about['with_clocks'], about['without_clocks'])} as the same run without clocks",
-        f"roof: {roof.bytes / 1e9:.1f} GB/s copied, {roof.operations / 1e9:.1f} GFLOP/s of a product of float32, "
+        f"roof: {roof.bytes / 1e9:.1f} GB/s copied, {roof.operations / 1e9:.1f} GFLOP/s of multiply-adds of float32, "
         f"{about['machine']}",
     ]
     used = {event.track for event in timeline.of(NODE)}
