@@ -209,6 +209,13 @@ class GraphRead:
         """How many nodes it has, with those that compute nothing."""
         return len(self.uses)
 
+    @property
+    def filled(self) -> Ints:
+        """The addresses of the nodes that are to be computed and are not empty, in order."""
+        ne = self.tensors[self.computing, NE : NE + 4]
+        found: Ints = self.at[self.computing[(ne > 0).all(1)]]
+        return found
+
     @cached_property
     def digest(self) -> bytes:
         """Of what a plan of the graph depends on: where its nodes and their sources lie, what they hold but for names,

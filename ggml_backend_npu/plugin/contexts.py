@@ -12,6 +12,7 @@ from ggml_backend_npu.backend.plan import Plan
 from ggml_backend_npu.ggml.guard import Failures
 from ggml_backend_npu.plugin.forms import Forms
 from ggml_backend_npu.plugin.repeats import Repeats
+from ggml_backend_npu.plugin.times import Ran, Times
 from quant.kernels.threads import Team
 
 
@@ -89,6 +90,17 @@ class Context:
     def team(self) -> Team:
         """The threads that its graphs run in."""
         return self.repeats.team
+
+    @contextmanager
+    def timed(self) -> Iterator[Callable[[], list[Ran]]]:
+        """Until the context ends, its graphs are measured. Yields what returns those that ran since it was last
+        called."""
+        repeats, times = self.repeats, Times()
+        repeats.times = times
+        try:
+            yield lambda: times.taken(lambda address: (repeats.at(address).plan, repeats.at(address).filled))
+        finally:
+            repeats.times = None
 
     @contextmanager
     def computing(self, instead: Callable[[int], None]) -> Iterator[None]:

@@ -56,6 +56,15 @@ class ForeignDevice:
         """Whether llama.cpp offloads layers to it, with weights and caches; an ACCEL device works in host memory."""
         return self.info.type in ("GPU", "IGPU", "META")
 
+    def runs(self, ggml: Ggml, node: int) -> bool:
+        """Whether it, and not llama.cpp's CPU, runs a node of a session that has it, by the address of its ggml_tensor:
+        a node runs where its result lies; on an ACCEL device, whose memory is the host's, if that takes it."""
+        if not self.takes_layers:
+            return bool(ggml.ggml_backend_dev_supports_op(self.handle, node))
+        buffer = convert.buffer_of(node)
+        kind = ggml.ggml_backend_buffer_get_type(buffer) if buffer else 0
+        return bool(buffer) and self.handle == ggml.ggml_backend_buft_get_device(kind)
+
 
 def of_library(ggml: Ggml, path: Path) -> list[ForeignDevice]:
     """The devices of a backend library: libggml-blas.so, libggml-vulkan.so. It stays loaded until the process ends.

@@ -22,16 +22,16 @@ from numpy.typing import NDArray
 
 from ggml_backend_npu.backend.backend import AnyBackend, Backend
 from ggml_backend_npu.backend.fusion import FUSIONS
-from ggml_backend_npu.backend.plan import Plan, run_step
+from ggml_backend_npu.backend.plan import Part, Plan, run_step
 from ggml_backend_npu.ggml import convert
-from ggml_backend_npu.ggml.graph_read import GraphRead, GraphReader, int64s
+from ggml_backend_npu.ggml.graph_read import GraphRead, GraphReader
 from ggml_backend_npu.ggml.lib import Ggml
 from ggml_backend_npu.ops import OWN
 from ggml_backend_npu.plugin.rows import FAR, HOME, Pieces, Rows, graph_in
 from ggml_backend_npu.registry.calls import KernelError, Watched, are_watched
 from ggml_backend_npu.registry.entry import Call
-from quant.kernels.jit import callback, engine
-from quant.kernels.threads import Job, run_work, working_team
+from quant.kernels.jit import callback, engine, now
+from quant.kernels.threads import Job, run_works, working_team
 
 Ints = NDArray[np.int64]
 
@@ -161,6 +161,12 @@ class Formed(Plan):
             found += [(what, call) for (what, _), call in zip(whats, calls, strict=True)]
         return tuple(found)
 
+    @cached_property
+    def parts(self) -> tuple[Part, ...]:
+        """What each of its steps computes, in order, without the nodes themselves."""
+        plans = (piece.form.plan if isinstance(piece, Placed) else piece for piece in self._pieces)
+        return tuple(part for plan in plans for part in plan.parts)
+
     def run(self) -> None:
         """Runs it without Python between its works, or if somebody watches between its pieces; unless Python gives work
         to threads. Raises KernelError as any plan."""
@@ -175,11 +181,25 @@ class Formed(Plan):
             for run in self._runs:
                 self._run(run)
 
-    def _run(self, run: Ints | Iterable[Placed | Plan]) -> None:
-        """Runs the works at some addresses, or pieces whose calls are Python's own."""
+    def timed(self) -> Ints:
+        """Runs it as `run` does. Returns the time before, and after each work or call of Python's, in ns."""
+        team = working_team()
+        if not (team.openmp or team.n_threads == 1):
+            return super().timed()
+        times = [np.array([now()], np.int64)]
+        for run in self._runs:
+            if isinstance(run, np.ndarray):
+                times.append(np.empty(len(run), np.int64))
+                self._run(run, times[-1].ctypes.data)
+            else:
+                times += [piece.timed()[1:] for piece in run if isinstance(piece, Plan)]
+        return np.concatenate(times)
+
+    def _run(self, run: Ints | Iterable[Placed | Plan], times: int = 0) -> None:
+        """Runs the works at some addresses, or pieces whose calls are Python's own. `times` as in `run_works`."""
         if isinstance(run, np.ndarray):
             team = working_team()
-            done = _run(run.ctypes.data, len(run), team.n_threads, team.openmp)
+            done = _run(run.ctypes.data, len(run), team.n_threads, team.openmp, times)
             if done < len(run):
                 self._fail(int(run[done]))
         else:
@@ -197,14 +217,10 @@ class Formed(Plan):
                 raise KernelError(f"{what}: its kernel failed")
 
 
-@callback(types.int64(types.int64, types.int64, types.int64, types.int64))
-def _run(works: int, count: int, n_threads: int, openmp: int) -> Any:
-    """Runs the works at `count` addresses. Returns how many ran before one failed."""
-    each = int64s(works, count)
-    for i in range(count):
-        if run_work(each[i], n_threads, openmp) != 0:
-            return types.int64(i)
-    return types.int64(count)
+@callback(types.int64(types.int64, types.int64, types.int64, types.int64, types.int64))
+def _run(works: int, count: int, n_threads: int, openmp: int, times: int) -> Any:
+    """`run_works`"""
+    return run_works(works, count, n_threads, openmp, times)
 
 
 class Forms:

@@ -334,7 +334,11 @@ class Plugin:
                 return self._compute_with_fallback(context, graph)
             read = self._read(graph)
             bound = self._plan(context, read)
-            self.run(bound, graph)
+            times = context.repeats.times
+            if times is None:
+                self.run(bound, graph)
+            else:
+                times.run(bound, read.filled, self._finish)
         self._settle()
         for statistics in (self.statistics, context.statistics):
             statistics.add(bound)
@@ -349,8 +353,12 @@ class Plugin:
         GGML_STATUS_FAILED."""
         self._refuse_what_is_lost()
         repeats = self.contexts[backend].repeats
+        known, times = repeats.at(repeat), repeats.times
         with repeats.team.working():
-            repeats.plan_at(repeat).run()
+            if times is None:
+                known.plan.run()
+            else:
+                times.run(known.plan, known.filled, self._finish)
         return structs.STATUS_SUCCESS
 
     @guarded(None)
@@ -359,6 +367,12 @@ class Plugin:
         assert self.memory is not None
         with self._buffers.settles():
             self.memory.synchronize()
+
+    def _finish(self) -> None:
+        """Waits for a device that does later what it is asked for."""
+        if self.memory is not None and self.memory.works_later:
+            with self._buffers.settles():
+                self.memory.synchronize()
 
     @property
     def lost(self) -> str | None:

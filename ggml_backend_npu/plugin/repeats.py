@@ -19,9 +19,10 @@ from ggml_backend_npu.backend.plan import Plan
 from ggml_backend_npu.ggml import structs
 from ggml_backend_npu.ggml.graph_read import NE, ROW, GraphRead, call_python, int64s, nodes_of, uses_of
 from ggml_backend_npu.ggml.layouts import NEWEST
+from ggml_backend_npu.plugin.times import Times, begin_graph
 from quant.kernels.jit import callback, inlined
 from quant.kernels.records import packed, place_in, shared_record_at, size_of
-from quant.kernels.threads import Team, run_work
+from quant.kernels.threads import Team, run_works
 
 _N_SLOTS = 1024  # graphs that are known at once
 _MOST_NODES = 1 << 16  # of all of them: some 50 MB
@@ -35,6 +36,7 @@ class Table(NamedTuple):
     runs      how many graphs it ran
     threads, openmp  how many threads, and the address of GOMP_parallel
     version_at       address of the backend's version
+    log              address of the log of `plugin.times`; 0: nobody measures
     """
 
     python: int
@@ -43,6 +45,7 @@ class Table(NamedTuple):
     threads: int
     openmp: int
     version_at: int
+    log: int = 0
 
 
 class Known(NamedTuple):
@@ -130,16 +133,13 @@ def graph_compute(backend: int, graph: int) -> Any:
             repeat = shared_record_at(address, Known)
             same_version = repeat.version == int64s(table.version_at, 1)[0]
             if same_version and _is(repeat, graph, nodes, n_nodes):
-                status, i = 0, 0
                 if repeat.in_python != 0:
                     status = call_python(table.repeated, backend, address)
                     if status != 0:
                         return types.int32(status)
-                works = int64s(repeat.works, repeat.n_works)
-                while status == 0 and i < repeat.n_works:
-                    status = run_work(works[i], table.threads, table.openmp)
-                    i += 1
-                if status == 0:
+                n = repeat.n_works
+                times = begin_graph(table.log, address, n) if n > 0 else types.int64(0)
+                if run_works(repeat.works, n, table.threads, table.openmp, times) == n:
                     repeat.uid = int64s(graph + _GRAPH_UID, 1)[0]
                     table.runs += 1
                     repeat.runs += 1
@@ -156,7 +156,7 @@ class Repeat:
     """
 
     def __init__(self, plan: Plan, version: int, read: GraphRead, *, fuses: bool) -> None:
-        self.plan, self.n_nodes = plan, read.n_nodes
+        self.plan, self.n_nodes, self.filled = plan, read.n_nodes, read.filled
         works = np.zeros(0, np.int64) if plan.works is None else plan.works
         lists = read.at, read.tensors, works, read.uses
         at, copies, at_works, uses = (each.ctypes.data for each in lists)
@@ -206,6 +206,18 @@ class Repeats:
         self._by_address: dict[int, Repeat] = {}
         self._replaced: list[Repeat] = []
         self._seen = 0
+        self._times: Times | None = None
+
+    @property
+    def times(self) -> Times | None:
+        """Who measures when its graphs run; None: nobody."""
+        return self._times
+
+    @times.setter
+    def times(self, times: Times | None) -> None:
+        """Sets who measures, from the next graph on."""
+        self._times = times
+        self._words[place_in(Table, "log")] = 0 if times is None else times.log
 
     @property
     def address(self) -> int:
@@ -237,7 +249,8 @@ class Repeats:
 
         Called by the thread that computes, when all runs so far have been `counted`.
         """
-        self._replaced.clear()
+        if self._times is None:
+            self._replaced.clear()  # else the log may name them
         if self._backend.runs_without_python and (plan.works is None or not (self.team.openmp or plan.is_for_one)):
             return  # without OpenMP Python gives work to threads
         repeat = Repeat(plan, self._backend.version, read, fuses=fuses)
@@ -252,9 +265,9 @@ class Repeats:
         self._by_address = {each.address: each for each in (*self._known.values(), *self._replaced)}
         self._words[slot] = repeat.address
 
-    def plan_at(self, address: int) -> Plan:
-        """The plan of a known repeat, by the repeat's address."""
-        return self._by_address[address].plan
+    def at(self, address: int) -> Repeat:
+        """A known repeat, by its address."""
+        return self._by_address[address]
 
     def forget(self) -> None:
         """Forgets all graphs. What another thread may be running just now stays in memory until the next `learn`."""

@@ -31,16 +31,20 @@ class Clock:
 
     def seconds(self, node: Node) -> float:
         """The time for a node, in seconds."""
-        cost = _cost(node)
+        cost = cost_of(node)
         kind = ("elements",) if cost.matrix is None else (cost.matrix, "f32")
         rate = next((self.operations[name] for name in (node.op, *kind) if name in self.operations), inf)
-        touched = sum(
-            _size(tensor) * cost.touched.get(i, 1.0) for i, tensor in enumerate((node.dst, *node.src)) if tensor
-        )
-        return self.launch + max(touched / self.memory, cost.operations / rate)
+        return self.launch + max(touched_by(node, cost) / self.memory, cost.operations / rate)
 
 
-def _cost(node: Node) -> Cost:
+def touched_by(node: Node, cost: Cost) -> float:
+    """The bytes that a node of this cost reads and writes."""
+    tensors = enumerate((node.dst, *node.src))
+    return sum(_size(tensor) * cost.touched.get(i, 1.0) for i, tensor in tensors if tensor)
+
+
+def cost_of(node: Node) -> Cost:
+    """What a node has to do: as its op says, else one operation for each element."""
     op = OWN.get(node.op)
     if op is not None and op.cost is not None and not op.lacks_sources(node):
         tensors, keywords = op.arguments(node)

@@ -28,6 +28,7 @@ from graph_runner.cli import (
     replay,
     run,
     test,
+    timeline,
     triage,
 )
 from graph_runner.cli.command import Command, as_command
@@ -53,6 +54,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "record": record.record,
     "compare": compare.compare,
     "quantdiff": quantdiff.quantdiff,
+    "timeline": timeline.timeline,
     "triage": triage.triage,
     "devices": devices.devices,
     "doctor": doctor.doctor,

@@ -268,11 +268,7 @@ class Foreign(Side):
         return self._variant.over(replace(settings, device=self.device, gpu_layers=self._layers))
 
     def has_run(self, node: int, n_graphs: int) -> bool:
-        """A node runs where its result lies; on an ACCEL device, whose memory is the host's, if that takes it."""
-        ggml, handle, buffer = self._ggml, self._own.handle, convert.buffer_of(node)
-        if not self._own.takes_layers:
-            return bool(ggml.ggml_backend_dev_supports_op(handle, node))
-        return bool(buffer) and handle == ggml.ggml_backend_buft_get_device(ggml.ggml_backend_buffer_get_type(buffer))
+        return self._own.runs(self._ggml, node)
 
     @property
     def runs_elsewhere(self) -> bool:

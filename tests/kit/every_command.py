@@ -32,6 +32,7 @@ COMMANDS: dict[str, tuple[str, int]] = {
     "bisect": ("bisect {model} -n 0 -f {prompt} --kernels {kernels} --profile {profile} --repeat 1", 0),
     "flaky": ("flaky {model} -n 0 -f {prompt} --kernels {kernels} --profile {profile} --repeat 2", 0),
     "quantdiff": ("quantdiff {model} {small} -f {text} -c 16 --tensors 0", 0),
+    "timeline": ("timeline {model} -n 0 -f {prompt} --kernels {kernels} --profile {profile}", 0),
     "hazards": ("hazards {model} -n 0 -f {prompt} --kernels {kernels} --profile {profile}", 0),
     "triage": ("triage {model} -n 0 -f {prompt} --kernels {kernels} --profile {profile}", 0),
     "record": ("record {model} -n 0 -f {prompt} --device npu --kernels {kernels} --profile {profile} -o {record}", 0),

@@ -54,6 +54,7 @@ REFUSED = [
     "bisect tiny",
     "flaky tiny",
     "record tiny -o record.gguf",
+    "timeline tiny",
     "quantdiff text text -f text",
     "triage tiny",
     "devices",

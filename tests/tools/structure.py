@@ -27,6 +27,7 @@ ROOMS = (
     "graph_runner.process",
     "graph_runner.reports",
     "graph_runner.tools",
+    "graph_runner.timeline",
     "graph_runner.record",
     "graph_runner.bisect",
     "graph_runner.quantdiff",

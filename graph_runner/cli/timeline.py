@@ -1,0 +1,126 @@
+"""The command timeline."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from graph_runner.base.limits import MOST_CELLS
+from graph_runner.cli.bisect import running
+from graph_runner.cli.common import gpu_layers, refuse_without_the_npu, stdout, use_device, use_kernels
+from graph_runner.cli.options import (
+    READS,
+    WRITES,
+    BackendLibraries,
+    ContextOptions,
+    DeviceFile,
+    Kernels,
+    OpOptions,
+    PromptOptions,
+    RpcServers,
+)
+from graph_runner.cli.outputs import delivered, json_text, write
+
+if TYPE_CHECKING:
+    from graph_runner.timeline.events import Timeline
+
+_OURS = ("cpu", "npu")
+
+
+def timeline(
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL|A.json",
+            help="A GGUF file, [bold]demo[/] or [bold]tiny[/], which is run; or the file of a timeline.",
+            show_default=False,
+        ),
+        READS,
+    ],
+    other: Annotated[
+        Path | None,
+        typer.Argument(metavar="B.json", help="The file of another timeline, to compare.", show_default=False),
+        READS,
+    ] = None,
+    *,
+    output: Annotated[
+        str | None,
+        typer.Option(
+            "-o",
+            "--output",
+            metavar="FILE|-",
+            help="Also write the timeline, which Perfetto opens; - is stdout.",
+            show_default=False,
+        ),
+        WRITES,
+    ] = None,
+    prompt: PromptOptions,
+    steps: Annotated[
+        int, typer.Option("-n", "--steps", min=0, max=MOST_CELLS, help="Tokens to decode after the prompt.")
+    ] = 16,
+    context: ContextOptions,
+    kernels: Kernels = None,
+    device_file: DeviceFile = None,
+    npu: OpOptions,
+    device: Annotated[
+        str, typer.Option(metavar="DEVICE", help="Device to run on: npu, cpu, or any that ggml has, by its name.")
+    ] = "npu",
+    libraries: BackendLibraries = None,
+    servers: RpcServers = None,
+) -> None:
+    """Show when the nodes of a run ran, on each device: a table of ops, and a trace that Perfetto opens.
+
+    The NPU's kernels are timed inside of the call that runs a whole graph; nodes of other devices run alone. With the
+    file of a timeline nothing is run: the table is shown, or two timelines side by side.
+    """  # fmt: skip
+    from graph_runner.base.errors import BadInputError
+    from graph_runner.reports.timeline import print_timeline, print_timelines
+    from graph_runner.timeline.events import read_timeline, trace_json
+
+    second = None if other is None else read_timeline(other)
+    if Path(model).suffix == ".json":
+        if output is not None:
+            raise BadInputError(f"--output {output!r}: nothing is run, {model!r} is a timeline already")
+        first = read_timeline(Path(model))
+    else:
+        if device.lower() != "npu":
+            refuse_without_the_npu(device, npu, kernels=kernels, takes_layers=device.lower() != "cpu")
+        else:
+            use_device(npu)
+            use_kernels(kernels)
+        name = device.upper() if device.lower() in _OURS else device
+        layers = gpu_layers(npu) if name == "NPU" else npu.layers if name != "CPU" else 0
+        first = _run(model, prompt.text, name, steps, context, layers, (tuple(libraries or ()), tuple(servers or ())))
+
+    def show() -> None:
+        console = stdout(output)
+        if second is None:
+            print_timeline(first, console)
+        else:
+            print_timelines(first, second, (model, str(other)), console)
+
+    outputs: list[Callable[[], None]] = [show]
+    if output is not None:
+        outputs.append(lambda: write("--output", output, json_text(trace_json(first))))
+    raise typer.Exit(delivered(True, *outputs))
+
+
+def _run(
+    model: str,
+    prompt: str,
+    device: str,
+    steps: int,
+    context: ContextOptions,
+    layers: int,
+    others: tuple[tuple[Path, ...], tuple[str, ...]],
+) -> Timeline:
+    from graph_runner.base.models import model_file
+    from graph_runner.run.devices import Devices
+    from graph_runner.timeline.recording import TimelineOptions, record_timeline
+
+    options = TimelineOptions(device, Devices(*others), steps, context.settings(gpu_layers=layers))
+    with model_file(model) as file, running("steps") as seen:
+        return record_timeline(file, prompt, options, seen=seen)

@@ -1,0 +1,96 @@
+"""Timelines as text."""
+
+from __future__ import annotations
+
+import statistics
+from pathlib import Path
+
+from graph_runner.base.console import Console, table
+from graph_runner.timeline.events import COPY, NODE, SPLIT, STEP, Timeline
+from graph_runner.timeline.table import Row, both, roofline_of, rows, shares_of_steps
+
+
+def print_timeline(timeline: Timeline, console: Console) -> None:
+    """Prints the table of a timeline, and what it says of the run."""
+    shown = table("device", "op")
+    for column in ("count", "ms", "GB/s", "GFLOP/s", "of roof", "share"):
+        shown.add_column(column, justify="right")
+    for row in rows(timeline):
+        count = f"{row.count:,}" if row.count else ""
+        shown.add_row(row.device, row.op, count, _ms(row.ns), *_rates(row), f"{_share(row.ns, timeline):.1%}")
+    console.print(shown)
+    for line in _lines(timeline):
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+def _rates(row: Row) -> tuple[str, str, str]:
+    """Returns bytes and operations a second, in ns both are billions, and the share of what the machine can do."""
+    if row.ns <= 0 or not row.nbytes:
+        return "", "", ""
+    operations = f"{row.operations / row.ns:.1f}" if row.operations else ""
+    return f"{row.nbytes / row.ns:.1f}", operations, f"{row.least / row.ns:.0%}" if row.least else ""
+
+
+def _ms(ns: float) -> str:
+    return f"{ns / 1e6:,.2f}"
+
+
+def _share(ns: float, timeline: Timeline) -> float:
+    return ns / timeline.wall if timeline.wall else 0.0
+
+
+def _lines(timeline: Timeline) -> list[str]:
+    about, roof = timeline.about, roofline_of(timeline)
+    nodes = sum(event.duration for event in timeline.of(NODE))
+    median = statistics.median(shares_of_steps(timeline))
+    steps, splits, copies = (len(timeline.of(kind)) for kind in (STEP, SPLIT, COPY))
+    lines = [
+        f"{about['tokens']:,} tokens in {steps:,} steps, {splits:,} splits, {copies:,} of them after copies; "
+        f"{_ms(timeline.wall)} ms, of which nodes {_share(nodes, timeline):.1%}, of the median step {median:.1%}",
+        f"{_times(about['with_clocks'], about['without_clocks'])} as the same run without clocks",
+        f"roof: {roof.bytes / 1e9:.1f} GB/s copied, {roof.operations / 1e9:.1f} GFLOP/s of multiply-adds of float32, "
+        f"{about['machine']}",
+    ]
+    used = {event.track for event in timeline.of(NODE)}
+    lines += [f"{device}: {how}" for device, how in about["measured"].items() if device in used]
+    if about["nodes_without_times"]:
+        lines.append(f"{about['nodes_without_times']:,} nodes have no time of their own")
+    return lines
+
+
+def _times(spent: dict[str, int], without: dict[str, int]) -> str:
+    wall, processor = (spent[each] / max(1, without[each]) for each in ("wall_ns", "processor_ns"))
+    return f"{wall:.2f} times as long (by processor time {processor:.2f})"
+
+
+def print_timelines(a: Timeline, b: Timeline, names: tuple[str, str], console: Console) -> None:
+    """Prints two timelines beside each other."""
+    shown = table("device", "op")
+    first, second = map(_short, names)
+    for column in (f"count {first}", second, f"ms {first}", second, "ratio"):
+        shown.add_column(column, justify="right")
+    for each in both(a, b):
+        counts = [f"{row.count:,}" if row and row.count else "" for row in (each.a, each.b)]
+        times = [_ms(row.ns) if row else "" for row in (each.a, each.b)]
+        shown.add_row(each.device, each.op, *counts, *times, "" if each.ratio is None else f"{each.ratio:.2f}")
+    shown.add_row("", "all", "", "", _ms(a.wall), _ms(b.wall), f"{b.wall / a.wall:.2f}" if a.wall else "")
+    console.print(shown)
+    for name, one, other in _differing(a, b):
+        console.print(f"differs: {name}: {one}, {other}", highlight=False, markup=False, soft_wrap=True)
+
+
+def _short(name: str) -> str:
+    return Path(name).name
+
+
+def _differing(a: Timeline, b: Timeline) -> list[tuple[str, object, object]]:
+    """Returns what the runs were that the other was not."""
+    first, second = _flat(a), _flat(b)
+    names = dict.fromkeys((*first, *second))
+    return [(name, first.get(name), second.get(name)) for name in names if first.get(name) != second.get(name)]
+
+
+def _flat(timeline: Timeline) -> dict[str, object]:
+    measured = ("with_clocks", "without_clocks", "roofline", "measured", "settings")
+    about = {name: value for name, value in timeline.about.items() if name not in measured}
+    return about | {f"settings.{name}": value for name, value in timeline.about["settings"].items()}

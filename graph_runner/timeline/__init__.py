@@ -1,0 +1,1 @@
+"""When the nodes of a run ran, on each device."""
