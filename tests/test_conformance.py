@@ -54,6 +54,7 @@ def this_tree() -> None:
     check_package()
 
 
+@pytest.mark.daily(2)
 @pytest.mark.parametrize(("memory", "device_type"), list(product(MEMORY, DEVICE_TYPES)))
 def test_every_case_that_the_cpu_supports_passes(memory: str, device_type: str) -> None:
     cases = backend_ops(CASES, {"GGML_NPU_MEMORY": memory, "GGML_NPU_DEVICE_TYPE": device_type})

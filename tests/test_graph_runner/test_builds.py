@@ -34,6 +34,7 @@ def verdict_of(libraries: Path, *arguments: str | Path) -> str:
     return result.stdout[-300:]
 
 
+@pytest.mark.daily(2)
 @pytest.mark.conformance
 @pytest.mark.skipif(not processor_has("avx2", "fma", "f16c"), reason="the processor has no AVX2")
 @pytest.mark.parametrize("flash_attn", ["on", "off"])

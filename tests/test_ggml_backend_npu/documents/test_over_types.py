@@ -434,6 +434,7 @@ def test_over_types_and_strides(name: str, case: Case) -> None:
     CHECKS[name](case)
 
 
+@pytest.mark.daily(3)
 @pytest.mark.conformance
 @pytest.mark.parametrize("name", CHECKS)
 @given(case=cases)
