@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import struct
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -225,11 +225,6 @@ def in_graph(graph: int) -> list[int]:
 def computing(ggml: Ggml, graph: int) -> list[int]:
     """The addresses of the nodes of the graph at an address that are to be computed."""
     return [address for address in in_graph(graph) if is_to_be_computed(ggml, address)]
-
-
-def nodes(ggml: Ggml, graph: int, packed: PackedAt = nowhere) -> Iterator[Node]:
-    """The nodes of the graph at an address that are to be computed, each read when the iterator reaches it."""
-    return (node(ggml, address, packed) for address in computing(ggml, graph))
 
 
 def is_to_be_computed(ggml: Ggml, address: int) -> bool:
