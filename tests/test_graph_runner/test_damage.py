@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from datetime import UTC, datetime
 from pathlib import Path
 
 import numpy as np
 import pytest
 from gguf import GGUFReader
 from kit.damage import Commands, cuts, edits, flips
+from kit.days import TODAY
 
 from graph_runner.base.tiny import write_tiny_llama
 from graph_runner.run.session import Settings
@@ -32,7 +32,7 @@ def fuzz(folder: Path, good: Path, kind: str, count: int, *arguments: str, end: 
     data, header = good.read_bytes(), int(GGUFReader(good).data_offset)
     damage, random = damages(good)[kind], np.random.default_rng(sum(map(ord, kind + good.name)))
     codes, bad = Counter[object](), []
-    today = datetime.now(UTC).toordinal() % DAYS
+    today = TODAY % DAYS
     with Commands(folder) as command:
         for number in range(count):
             file = folder / f"{kind}-{number}.gguf"

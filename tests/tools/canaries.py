@@ -68,11 +68,11 @@ def of_seeds(name: str, file: Path, seeds: range) -> list[Row]:
     return rows
 
 
-def found(folder: Path, n_diffs: int, at_once: int = 2) -> Iterator[Row]:
-    """The diffs, spread over the models."""
+def found(folder: Path, n_diffs: int, at_once: int = 2, first: int = 0) -> Iterator[Row]:
+    """The diffs, spread over the models, with seeds from the first on."""
     files = [(name, write(folder / f"{name}.gguf")) for name, write in MODELS]
     n = -(-n_diffs // len(files))
-    jobs = [(name, file, range(place * n, place * n + n)) for place, (name, file) in enumerate(files)]
+    jobs = [(name, file, range(first + place * n, first + place * n + n)) for place, (name, file) in enumerate(files)]
     with ProcessPoolExecutor(at_once, mp_context=multiprocessing.get_context("spawn")) as pool:
         for rows in pool.map(of_seeds, *zip(*jobs, strict=True)):
             yield from rows
