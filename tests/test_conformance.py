@@ -120,6 +120,7 @@ def test_every_model_computes_what_it_does_on_the_cpu_on_a_simulated_device(
     assert sum(model.verdict == "passed" for model in models) == MODELS
 
 
+@pytest.mark.daily(3)
 @pytest.mark.parametrize("op", LONG)
 def test_cases_of_an_op_of_minutes_pass(op: str, capsys: pytest.CaptureFixture[str]) -> None:
     others = LONG[op]
