@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import re
 import struct
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ _SRC, _VIEW_SRC, _VIEW_OFFS, _DATA, _NAME = slice(13, 23), 23, 24, 25, 26
 _NO_PARAMS = bytes(PARAMS_BYTES)
 _ONE_STATE = b"\1" + _NO_PARAMS[1:]
 _UNSCALED = struct.pack("f", 1.0) + _NO_PARAMS[4:]
+_COPIED = re.compile(r"[^#]+#(.+)#\d+")
 _memcmp = ctypes.CDLL(None).memcmp
 _memcmp.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
 _view_of = ctypes.pythonapi.PyMemoryView_FromMemory
@@ -95,6 +97,12 @@ def data_of(address: int) -> int:
 def name_of(address: int) -> str:
     """ggml_tensor.name."""
     return _name(_read(address))
+
+
+def copied_name(name: str) -> str | None:
+    """The name of the tensor that a scheduler has copied for another device, by the copy's name; None of others."""
+    found = _COPIED.fullmatch(name)
+    return found[1] if found else None
 
 
 def buffer_of(address: int) -> int:

@@ -183,7 +183,9 @@ class Again:
         watched, (prompt, *rest) = self._watched, self._batches
         n = len(prompt[0])
         limit = max(_FAR * _apart(watched.reference, watched.logits), _NOTHING)
-        if n < 2 or any(len(each) != n for each in prompt) or not _apart(logits[:1], watched.logits[:1]) <= limit:
+        if n < 2 or any(len(each) != n for each in prompt):
+            return False
+        if not _apart(logits[:1], watched.logits[:1]) <= limit or _apart(logits, watched.logits) <= limit:
             return False
         one_by_one = [*([each[i : i + 1] for each in prompt] for i in range(n)), *rest]
         with suppress(SessionError):

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from ggml_backend_npu.ggml import convert
 from graph_runner.diff.pairs import Key, Pairs
 from graph_runner.record.forms import Form, FormNode, Leaf
 
 _NUMBERED = re.compile(r"(node|leaf)_\d+| \(")  # names that ggml gives by place, and of a view of what has no name
 _BY_PLACE = re.compile(r"\b(node|leaf)_\d+")
-_COPIED = re.compile(r"[^#]+#(.+)#\d+")  # what a scheduler calls a copy for another device
 _COPIES = "CONT"
 _LAYER = re.compile(r"(?:-|_l)(\d+)\b")
 
@@ -89,8 +89,7 @@ def _leaf(leaf: Leaf, shared: AbstractSet[str]) -> object:
 
 def named(leaf: str) -> str:
     """Returns the name of a leaf, also of a scheduler's copy of it."""
-    copied = _COPIED.fullmatch(leaf)
-    return copied[1] if copied else leaf
+    return convert.copied_name(leaf) or leaf
 
 
 def _by_dataflow(a: Form, b: Form, pairs: dict[int, int], shared: AbstractSet[str]) -> dict[int, int]:
@@ -99,7 +98,7 @@ def _by_dataflow(a: Form, b: Form, pairs: dict[int, int], shared: AbstractSet[st
     numbers = {place: place_a for place_a, place in pairs.items()}  # those of a, for the nodes of b
     while True:
         left = defaultdict[Key, list[int]](list)
-        of_a = dict(zip(numbers.values(), numbers.values(), strict=True))
+        of_a = {place: place for place in numbers.values()}
         for place in range(len(a.nodes)):
             if place not in of_a:
                 left[_read_by(a, place, of_a, shared)].append(place)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -12,8 +11,6 @@ from ggml_backend_npu.ggml import convert, structs
 from ggml_backend_npu.ggml.lib import Ggml
 from ggml_backend_npu.profiles.clock import cost_of, touched_by
 from graph_runner.judging.results import types_of
-
-_COPIED = re.compile(r"[^#]+#(.+)#\d+")  # what a scheduler calls a copy for another device
 
 
 @dataclass(frozen=True)
@@ -84,7 +81,7 @@ class StepNodes:
     def _copies(self, address: int) -> dict[int, Copied]:
         found = {}
         for source in filter(None, convert.sources_of(address)):
-            named = _COPIED.fullmatch(convert.name_of(source))
-            if named and convert.op_name(self._ggml, source) == "NONE":
-                found[source] = Copied(named[1], convert.tensor(self._ggml, source).nbytes)
+            name = convert.copied_name(convert.name_of(source))
+            if name and convert.op_name(self._ggml, source) == "NONE":
+                found[source] = Copied(name, convert.tensor(self._ggml, source).nbytes)
         return found
