@@ -139,6 +139,15 @@ class InLate(Simulator):
         threading.Timer(2e-3, lambda: Simulator.copy_in(self, handle, offset, kept)).start()
 
 
+@fault(*IN)
+class InSeldomLater(Counts):
+    """It is done by a thread, and each 41st call later than the checks wait for."""
+
+    def copy_in(self, handle: Any, offset: int, data: Any) -> None:
+        kept, seconds = data.copy(), 0.05 if self.nth(41) else 2e-3
+        threading.Timer(seconds, lambda: Simulator.copy_in(self, handle, offset, kept)).start()
+
+
 # copy_out
 
 OUT = "copy_out", "copy_out_async"
