@@ -56,9 +56,8 @@ class CheckedMemory(OpaqueMemory):
         bytes, votes = seen.most_common(1)[0]
         right = np.frombuffer(bytes, np.uint8) if votes > 1 else found[-1]
         wrong = next(each for each in found if not np.array_equal(each, right))
-        if not self.checks.is_late:  # what comes late also looks so
-            what = differing(right, wrong, offset)
-            self._err("copy_out", buffer, offset, size, f"{what}, but not in every reading")
+        what = differing(right, wrong, offset)
+        self._err("copy_out", buffer, offset, size, f"{what}, but not in every reading")
         return right
 
     def _once(self, buffer: Buffer, offset: int, size: int) -> Bytes:
@@ -166,7 +165,7 @@ class CheckedMemory(OpaqueMemory):
         low, high = max(0, offset - _EDGE), min(buffer.size, end + _EDGE)
         before, behind = self._edge(buffer, low, offset), self._edge(buffer, end, high)
         act()
-        if self._is_known_late(method):
+        if method in self.checks.late:
             time.sleep(PAUSE)
         whole = True
         for begin in range(offset, end, _CHUNK):
@@ -223,16 +222,13 @@ class CheckedMemory(OpaqueMemory):
         alike = all(np.array_equal(each, found[0]) for each in found)
         time.sleep(PAUSE)
         comes = np.array_equal(self._once(buffer, at, size), expected)
-        known = self._is_known_late(method) or (alike and wrong is not None)
+        known = method in self.checks.late or (alike and wrong is not None)
         if comes and (known or self._is_late(method, buffer, asked)):
-            self.checks.is_late = True
+            self.checks.late.add(method)
             return method, f"returned before it was done: {what}", False
         if comes or not alike:
             return "copy_out", f"{what}, but not in every reading", False  # what trials set is there
         return self._arbiter(method, buffer, asked, at, expected), what, False
-
-    def _is_known_late(self, method: str) -> bool:
-        return self.checks.is_late and self.checks.blamed[method, method] > 0
 
     def _is_late(self, method: str, buffer: Buffer, asked: tuple[int, int]) -> bool:
         """Whether bytes that the method sets are there a moment later, and not at once: tried with other bytes."""

@@ -125,7 +125,7 @@ class CheckedQueue(CheckedMemory, OpaqueQueue):
     def _culprit(self, queued: _Queued, now: Bytes) -> str:
         """Whose fault it is that a reading in the queue does not give what was queued before it: found by trials in
         memory of their own; else by what memory holds now."""
-        if self._is_known_late("copy_in"):
+        if "copy_in" in self.checks.late:
             return "copy_in"  # what it sets comes at any time, in a trial too
         if self._n_trials < _MOST_TRIALS:
             self._n_trials += 1
@@ -214,11 +214,11 @@ class CheckedQueue(CheckedMemory, OpaqueQueue):
         if not self._is_there(mark):
             self._marks_come = False
             self._err("copy_in_async", None, 0, 8, f"8 bytes are not there {_PATIENCE:.0f} s after {method} returned")
-        elif not self._copies_at_once():
+        elif "copy_in" in self.checks.late or not self._copies_at_once():
+            self.checks.late.add("copy_in")
             self._err("copy_in", None, 0, 8, "returned before it was done: 8 bytes were not there at once")
-            self.checks.is_late = True
         elif stays_away or self._returns_early(wait):
-            self.checks.is_late = True
+            self.checks.late.add(method)
             what = f"returned before what was queued was done, which took {max(took, 1e-4) * 1e3:.1f} ms more"
             self._err(method, None, 0, 0, what)
         else:

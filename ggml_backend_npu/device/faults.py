@@ -51,7 +51,7 @@ class Checks:
     live     buffers that are allocated
     blamed   how often who was found wrong, when a method seemed to be
     unrepaired  what memory could not be made to hold: what is computed from it now is nobody's fault but its own
-    is_late  whether some method was found to return before it was done
+    late     methods that return before they are done: what comes late looks like faults of others, which are not kept
     distrusted  addresses of buffers that are no memory: nothing more is said of them
     mark_at, marks  a handle of 8 bytes, and the last number that was queued to be set there
     """
@@ -64,7 +64,7 @@ class Checks:
     live: list[Buffer] = field(default_factory=list)
     blamed: Counter[tuple[str, str]] = field(default_factory=Counter)
     unrepaired: str | None = None
-    is_late: bool = False
+    late: set[str] = field(default_factory=set)
     distrusted: set[int] = field(default_factory=set)
     mark_at: Any = None
     marks: int = 0
@@ -80,9 +80,14 @@ class Checks:
         if buffer in self.live:
             self.live.remove(buffer)
 
+    @property
+    def is_late(self) -> bool:
+        """Whether some method returns before it is done."""
+        return bool(self.late)
+
     def found(self, method: str, buffer: Buffer | None, offset: int, size: int, what: str) -> None:
-        """Keeps a fault."""
-        if len(self.faults) < _MOST:
+        """Keeps a fault, but one that may be of what another method has set late."""
+        if len(self.faults) < _MOST and (not self.late or method in self.late):
             self.faults.append(MemoryFault(method, self.name(buffer), offset, size, what, self.when))
 
     def errs(self, method: str) -> bool:
