@@ -154,5 +154,6 @@ def bound() -> Numerics:
             rounding = agreeing[0]
     return Numerics(
         rounding, _fuses(codecs["q8_K"]), ggml.contracts, MappingProxyType(found), MappingProxyType(to_float),
-        blas.sgemm(), float16.step(ggml),
+        blas.sgemm(), float16.step(ggml), dots_in_halves=float16.adds(ggml, 1),
+        blocks_in_halves=float16.adds(ggml, 8),
     )  # fmt: skip

@@ -12,7 +12,16 @@ from numba.extending import intrinsic
 from quant.dots import NO_DOTS, READY_Q8, READY_Q8_K, Steps, dots, ready_q8, ready_q8_k, rounded_q8, rounded_q8_k
 from quant.kernels.jit import array_at, compiled, copy, f32_to_f16_payload, inlined, keep
 from quant.kernels.matrices import LANES, dot
-from quant.kernels.orders import GROUP, dots_f16, dots_f32, multiply_f16, multiply_f32
+from quant.kernels.orders import (
+    GROUP,
+    HALVES,
+    dots_f16,
+    dots_f32,
+    dots_in_halves,
+    multiply_f16,
+    multiply_f32,
+    multiply_in_halves,
+)
 from quant.kernels.records import Place, record_at, row_of, shared_record_at, size_of
 from quant.rows import decode_row, decode_run
 from quant.runs import BF16, F16, F32, narrow_run, widen_run
@@ -93,6 +102,7 @@ class Products(NamedTuple):
     simd, fused how ggml's own quantisers round
     sgemm       address of cblas_sgemm, for `least` columns or more; 0: never
     as_blocks   rows and columns are multiplied in ggml's blocks
+    in_halves   products of float16 are added as float16
     """
 
     n_matrices: int
@@ -121,6 +131,7 @@ class Products(NamedTuple):
     sgemm: int
     least: int
     as_blocks: int
+    in_halves: int
 
 
 def bytes_of_a_column(rounding: int, k: int) -> int:
@@ -198,13 +209,15 @@ def _make_ready(of, x, count, columns, work, as_integers):
 def _multiply_blocks(of, at, x, y, count, first, rows):
     """As ggml's tinyBLAS: GROUP rows times as many columns as fit a processor's own caches."""
     where = np.empty(3, np.int64)
-    where[0], where[1] = of.src0.nb[1], of.k // LANES
+    where[0], where[1] = of.src0.nb[1], of.k // (HALVES if of.in_halves else LANES)
     together = max(12, _NEAR_BYTES // (48 * of.k) * 12)
     for c in range(0, count, together):
         some = min(together, count - c)
         for r in range(0, rows, GROUP):
             row, where[2] = at + r * of.src0.nb[1], 4 * (first + r)
-            if of.code == F16:
+            if of.in_halves:
+                multiply_in_halves(row, types.int64(where.ctypes.data), x + 8 * c, y + 8 * c, some)
+            elif of.code == F16:
                 multiply_f16(row, types.int64(where.ctypes.data), x + 8 * c, y + 8 * c, some)
             else:
                 multiply_f32(row, types.int64(where.ctypes.data), x + 8 * c, y + 8 * c, some)
@@ -219,7 +232,9 @@ def _multiply_rows(of, at, x, y, count, first, rows, tile):
         for r in range(0, rows, GROUP):
             row, some = at + r * step, min(GROUP, rows - r)
             for c in range(count):
-                if of.code == F16:
+                if of.in_halves:
+                    dots_in_halves(row, step, x[c], of.k, y[c] + 4 * (first + r), some)
+                elif of.code == F16:
                     dots_f16(row, step, x[c], of.k, y[c] + 4 * (first + r), some)
                 else:
                     dots_f32(row, step, x[c], of.k, y[c] + 4 * (first + r), some)
