@@ -108,10 +108,11 @@ def _probe() -> Floats:
     ties[:, 0] = 127
     largest = np.linspace(1, 2, 512, dtype=np.float32)[:, None]
     nearly = (np.arange(32, dtype=np.float32) % 15 - 7.5) * (largest / 8) * (1 - np.arange(1, 33) % 9 * 2.0**-23)
-    nearly[:, 0] = largest[:, 0]
+    halfway = (np.arange(32, dtype=np.float32) + np.float32(0.5)) * (largest / np.float32(127))
+    nearly[:, 0] = halfway[:, 0] = largest[:, 0]
     values = np.random.default_rng(0).standard_normal((512, 32)).astype(np.float32)
     return np.concatenate(
-        [ties, nearly.astype(np.float32), values * np.logspace(-30, 30, 512, dtype=np.float32)[:, None]]
+        [ties, nearly.astype(np.float32), halfway, values * np.logspace(-30, 30, 512, dtype=np.float32)[:, None]]
     )
 
 

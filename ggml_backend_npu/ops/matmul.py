@@ -24,6 +24,7 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
+import quant
 from ggml_backend_npu.ggml.numerics import PLAIN, Numerics
 from ggml_backend_npu.ir import Node, Tensor
 from ggml_backend_npu.ops import undefined
@@ -259,7 +260,7 @@ def _bind(dst: Tensor, a: Tensor, b: Tensor, ids: Tensor | None, numerics: Numer
         rounding=rounding,
         rounds=plain and exact,
         line=bytes_of_a_column(rounding, k),
-        simd=numerics.rounding == "simd",
+        q8=quant.ROUNDINGS.index(numerics.rounding),
         fused=numerics.fuses,
         sgemm=sgemm,
         least=_least(a),

@@ -64,7 +64,7 @@ def _step(addresses, count):
 
 
 @inlined
-def _round(rounding, simd, fused, work, k, row):
+def _round(rounding, q8, fused, work, k, row):
     """Rounds k float32 at `row` to the type of a rounding, in place."""
     if rounding == _TO_F16:
         x, y = array_at(row, types.float32, k), array_at(work, types.uint16, k)
@@ -75,7 +75,7 @@ def _round(rounding, simd, fused, work, k, row):
         narrow_run(row, types.int64(BF16), work, types.int64(2), k)
         widen_run(types.int64(BF16), work, types.int64(2), row, k)
     elif rounding == _TO_Q8:
-        ready_q8(row, work, k // 32, simd, NO_DOTS)
+        ready_q8(row, work, k // 32, q8, NO_DOTS)
         rounded_q8(work, row, k // 32)
     elif rounding == _TO_Q8_K:
         ready_q8_k(row, work, k // 256, fused)
@@ -99,7 +99,7 @@ class Products(NamedTuple):
     ids         the matrices that a token of src1 belongs to; 0: the i-th matrix of a batch has the i-th of its columns
     rounding    of columns, one of ROUNDINGS; rounds: whether columns that are not made integers are rounded
     line        bytes of a prepared column
-    simd, fused how ggml's own quantisers round
+    q8, fused   how ggml's own quantisers round: the place in quant.ROUNDINGS; whether q8_K rounds a product once
     sgemm       address of cblas_sgemm, for `least` columns or more; 0: never
     as_blocks   rows and columns are multiplied in ggml's blocks
     in_halves   products of float16 are added as float16
@@ -126,7 +126,7 @@ class Products(NamedTuple):
     rounding: int
     rounds: int
     line: int
-    simd: int
+    q8: int
     fused: int
     sgemm: int
     least: int
@@ -194,7 +194,7 @@ def _make_ready(of, x, count, columns, work, as_integers):
         if not as_integers:
             decode_run(of.src1_code, source, 0, 0, row, of.k)
             if of.rounds:
-                _round(of.rounding, of.simd, of.fused, work, of.k, row)
+                _round(of.rounding, of.q8, of.fused, work, of.k, row)
             continue
         if of.src1_code != F32:
             decode_run(of.src1_code, source, 0, 0, work, of.k)
@@ -202,7 +202,7 @@ def _make_ready(of, x, count, columns, work, as_integers):
         if of.rounding == _TO_Q8_K:
             ready_q8_k(source, row, of.k // 256, of.fused)
         else:
-            ready_q8(source, row, of.k // 32, of.simd, of.weights.code)
+            ready_q8(source, row, of.k // 32, of.q8, of.weights.code)
 
 
 @inlined
