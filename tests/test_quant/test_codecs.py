@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 import quant
 from ggml_backend_npu import Node, Tensor, default_backend
 from ggml_backend_npu.ggml import lib, structs
-from ggml_backend_npu.ggml.codecs import Bound
+from ggml_backend_npu.ggml.codecs import Bound, _probe
 from ggml_backend_npu.ggml.lib import Ggml
 from ggml_backend_npu.plugin.plugin import Plugin
 from quant import Rounding, codec
@@ -319,6 +319,11 @@ def test_an_arm_divides_by_the_scale_and_rounds_to_even(
         inverse = np.float32(1) / np.float32(np.abs(row).max() / np.float32(127))
         assert found.tolist() == [round(float(np.float32(float(value) * float(inverse)))) for value in row]
     assert (quants != quant.quantize(x, name, "simd").reshape(64, -1)[:, -32:].view(np.int8)).any()
+
+
+def test_the_probe_tells_the_roundings_of_q8_0_apart() -> None:
+    x = _probe()
+    assert len({quant.quantize(x, "q8_0", rounding).tobytes() for rounding in quant.ROUNDINGS}) == len(quant.ROUNDINGS)
 
 
 def quantize_chunk(ggml: Ggml, name: str, x: Floats, importance: Floats | None = None) -> Blocks:
