@@ -183,15 +183,27 @@ def _unpack_q4_0(quants: Value) -> Value:
     return codes.lanes_from(0, 1, 16) | (codes.lanes_from(16, 1, 16) << 4)
 
 
+def _encode_q8_0_neon(x: Value) -> tuple[Value, Value]:
+    d = magnitudes(x).largest().as_float() / 127.0
+    return d, (x * _reciprocal(d)).rounded("rint").to_int32().to(INT8)
+
+
 class Q8_0(Compiled):
     """A float16 scale d, then 32 int8 quants (block_q8_0).
 
-    encode  "reference": quantize_row_q8_0_ref; "simd": quantize_row_q8_0 of ggml-cpu/arch/x86/quants.c
+    encode  "reference": quantize_row_q8_0_ref; "simd": quantize_row_q8_0 of ggml-cpu/arch/x86/quants.c; "neon": that of
+            arch/arm/quants.c, for blocks without NaN
     decode  dequantize_row_q8_0
     """
 
     name, block_size, block_bytes = "q8_0", 32, 34
-    run = Blocks("q8_0", 32, 32, _decode_q8_0, {"reference": _encode_q8_0_reference, "simd": _encode_q8_0_simd})
+    run = Blocks(
+        "q8_0",
+        32,
+        32,
+        _decode_q8_0,
+        {"reference": _encode_q8_0_reference, "simd": _encode_q8_0_simd, "neon": _encode_q8_0_neon},
+    )
 
     def define_encode(self, x: Floats, rounding: Rounding) -> Bytes:
         """Blocks of 2 + 32 bytes: d = max |x| / 127 as float16, then x / d as int8; as quantize_row_q8_0(_ref)."""
@@ -200,6 +212,8 @@ class Q8_0(Compiled):
         with np.errstate(all="ignore"):
             if rounding == "reference":
                 quants = low_byte(round_half_away(x * reciprocal(d)))
+            elif rounding == "neon":
+                quants = low_byte(np.rint(x * reciprocal(d)))
             else:
                 inverse = np.where(largest == 0, np.float32(0), np.float32(127) / largest)
                 quants = np.rint(x * inverse).astype(np.int32).clip(-128, 127).astype(np.int8)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 Floats = NDArray[np.float32]
 Bytes = NDArray[np.uint8]
-Rounding = Literal["reference", "simd"]
+Rounding = Literal["reference", "simd", "neon"]
 ROUNDINGS: tuple[Rounding, ...] = get_args(Rounding)
 _CHUNK = 1 << 15  # elements converted at a time, if a codec needs temporaries
 
@@ -109,8 +109,9 @@ def quantize(x: NDArray[Any], type: str, rounding: Rounding = "reference") -> By
     x         (..., n) of any float or integer type, taken as float32; n is a multiple of the type's block size. An
               array of the type's own `Codec.dtype` is copied as it is (uint16 is taken as the bits of bf16)
     type      name of a ggml type
-    rounding  q8_0, q8_1 and iq4_nl have two: "reference" (as ggml_quantize_chunk, which model files are made with, and
-              quantize_row_q8_1_ref) and "simd" (as ggml's x86 CPU backend, which runs inside a graph)
+    rounding  q8_0 and q8_1 have three: "reference" (as ggml_quantize_chunk, which model files are made with, and
+              quantize_row_q8_1_ref), "simd" and "neon" (as ggml's CPU backend, which runs inside a graph, on x86 and on
+              ARM); iq4_nl has two, in a file and in a graph
 
     Returns uint8 (..., n / block_size * block_bytes). Raises ValueError for an unknown type or rounding, for an n that
     is not a multiple of the block size, for masked and complex arrays, and for a value of iq1, iq2 or iq3 that is not

@@ -13,6 +13,7 @@ from typing import NamedTuple
 from numba import types
 
 from quant.blocks import magnitudes
+from quant.codec import ROUNDINGS
 from quant.kernels.jit import LINE, array_at, inlined
 from quant.kernels.records import address_of, size_of
 from quant.kernels.vectors import BIT, FLOAT, HALF, INT8, INT32, Value, part
@@ -38,7 +39,8 @@ def _ready(rounding):
         if rounding == "simd":
             quants = (x * (127.0 / largest).where(largest.differs(0.0), 0.0)).rounded("rint").to_int32()
         else:
-            quants = (x * (1.0 / d).where(d.differs(0.0), 0.0)).rounded("round").to_int32()
+            how = "rint" if rounding == "neon" else "round"
+            quants = (x * (1.0 / d).where(d.differs(0.0), 0.0)).rounded(how).to_int32()
         quants = quants.limited(-128, 127)
         fours = quants.sums_of_fours()
         total = fours.lanes_from(0, 1, 4) + fours.lanes_from(4, 1, 4)
@@ -50,8 +52,10 @@ def _ready(rounding):
     return ready
 
 
-_ready_simd, _ready_reference = _ready("simd"), _ready("reference")
+_ready_reference, _ready_simd, _ready_neon = map(_ready, ROUNDINGS)
 
+
+_SIMD, _NEON = (ROUNDINGS.index(rounding) for rounding in ("simd", "neon"))
 
 _SHIFT = 12582912.0  # 1.5 * 2 ** 23: a float32 so large has no fraction
 
@@ -77,15 +81,17 @@ def _sums_of_16(quants, target):
 
 
 @inlined
-def ready_q8(x, target, n_blocks, simd, code):
-    """Quantises n_blocks of 32 float32 at address x as q8_0 and q8_1 do, with either rounding of q8_0:
-    quantize_row_q8_0 (simd) or quantize_row_q8_0_ref. Target gets READY_Q8 bytes a block.
+def ready_q8(x, target, n_blocks, rounding, code):
+    """Quantises n_blocks of 32 float32 at address x as q8_0 and q8_1 do. Target gets READY_Q8 bytes a block.
 
+    rounding  one of ROUNDINGS, by its place there
     code  the type of the rows that it is multiplied with, a value of `DOTS` or Q4_0_PACKED
     """
     centre = types.int64(-128 if code == Q8_0 else -16 if code == Q5_0 else -8 if code in (Q4_0, Q4_0_PACKED) else 0)
     for i in range(n_blocks):
-        if simd:
+        if rounding == _NEON:
+            _ready_neon(x + 128 * i, target + READY_Q8 * i, centre)
+        elif rounding == _SIMD:
             _ready_simd(x + 128 * i, target + READY_Q8 * i, centre)
         else:
             _ready_reference(x + 128 * i, target + READY_Q8 * i, centre)

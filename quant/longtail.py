@@ -131,12 +131,12 @@ for _name, (_block_size, _block_bytes) in _SIZES.items():
 
 
 class IQ4_NL(LongTail):
-    """iq4_nl, whose "simd" rounding is that of ggml's CPU backend."""
+    """iq4_nl, whose "simd" and "neon" rounding is that of ggml's CPU backend."""
 
     name, block_size, block_bytes = "iq4_nl", 32, 18
 
     def encode(self, x: Floats, rounding: Rounding) -> Bytes:
-        """Blocks of 2 + 16 bytes: "reference" as ggml_quantize_chunk, "simd" as quantize_row_iq4_nl. That leaves the
+        """Blocks of 2 + 16 bytes: "reference" as ggml_quantize_chunk, others as quantize_row_iq4_nl. That leaves the
         quants of a block without values of 1e-15 or more as they are in memory; here they stand for 0."""
         if rounding == "reference":
             return super().encode(x, rounding)
@@ -186,7 +186,8 @@ class Q2_0(Codec):
 class Q8_1(Codec):
     """q8_0 with a float16 d * (sum of the quants) after the scale, for activations (block_q8_1).
 
-    encode  "reference": quantize_row_q8_1_ref; "simd": quantize_row_q8_1 of ggml-cpu/arch/x86/quants.c
+    encode  "reference": quantize_row_q8_1_ref; "simd": quantize_row_q8_1 of ggml-cpu/arch/x86/quants.c; "neon": that of
+            arch/arm/quants.c, for blocks without NaN
     """
 
     name, block_size, block_bytes = "q8_1", 32, 36
@@ -201,7 +202,7 @@ class Q8_1(Codec):
                 whole = quants = low_byte(round_half_away(x * reciprocal(d)))
             else:
                 inverse = np.where(largest == 0, np.float32(0), np.float32(127) / largest)
-                whole = np.rint(x * inverse).astype(np.int32)
+                whole = np.rint(x * (inverse if rounding == "simd" else reciprocal(d))).astype(np.int32)
                 quants = whole.clip(-128, 127).astype(np.int8)
             total = whole.sum(axis=1, keepdims=True, dtype=np.int32).astype(np.float32) * d
         return np.hstack([halves(d), halves(total), quants.view(np.uint8)])

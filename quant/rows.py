@@ -9,17 +9,19 @@ from numba.extending import intrinsic
 from quant import runs
 from quant.blocks import Q4_0 as _Q4_0
 from quant.blocks import Q8_0 as _Q8_0
+from quant.codec import ROUNDINGS
 from quant.conversions import block_decoder, block_encoder, decoding
 from quant.kernels.jit import inlined
 from quant.runs import BF16, F16, F32, narrow_run, widen_run
 
 # the types that these functions know, by number; q8_0 has one number for each rounding
-Q8_0, Q8_0_SIMD, Q4_0 = range(len(runs.CODES), len(runs.CODES) + 3)
-CODES = {**runs.CODES, "q8_0": Q8_0, "q8_0 reference": Q8_0, "q8_0 simd": Q8_0_SIMD, "q4_0": Q4_0}
+Q8_0, Q8_0_SIMD, Q8_0_NEON, Q4_0 = range(len(runs.CODES), len(runs.CODES) + 4)
+_ROUNDED = {"q8_0 reference": Q8_0, "q8_0 simd": Q8_0_SIMD, "q8_0 neon": Q8_0_NEON}
+CODES = {**runs.CODES, "q8_0": Q8_0, **_ROUNDED, "q4_0": Q4_0}
 
 _decode_q8_0, _decode_q4_0 = decoding(_Q8_0.run), decoding(_Q4_0.run)
 _decode_block = block_decoder(_Q8_0.run)
-_encode_reference, _encode_simd = (block_encoder(_Q8_0.run, rounding) for rounding in ("reference", "simd"))
+_encode_reference, _encode_simd, _encode_neon = (block_encoder(_Q8_0.run, rounding) for rounding in ROUNDINGS)
 
 
 @inlined
@@ -67,6 +69,8 @@ def round_run(code, x, work, n):
             at = x + block * 128
             if code == Q8_0_SIMD:
                 _encode_simd(at, work, work + 2)
+            elif code == Q8_0_NEON:
+                _encode_neon(at, work, work + 2)
             else:
                 _encode_reference(at, work, work + 2)
             _decode_block(work, work + 2, at)

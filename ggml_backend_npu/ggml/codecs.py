@@ -108,10 +108,11 @@ def _probe() -> Floats:
     ties[:, 0] = 127
     largest = np.linspace(1, 2, 512, dtype=np.float32)[:, None]
     nearly = (np.arange(32, dtype=np.float32) % 15 - 7.5) * (largest / 8) * (1 - np.arange(1, 33) % 9 * 2.0**-23)
-    nearly[:, 0] = largest[:, 0]
+    halfway = (np.arange(32, dtype=np.float32) + np.float32(0.5)) * (largest / np.float32(127))
+    nearly[:, 0] = halfway[:, 0] = largest[:, 0]
     values = np.random.default_rng(0).standard_normal((512, 32)).astype(np.float32)
     return np.concatenate(
-        [ties, nearly.astype(np.float32), values * np.logspace(-30, 30, 512, dtype=np.float32)[:, None]]
+        [ties, nearly.astype(np.float32), halfway, values * np.logspace(-30, 30, 512, dtype=np.float32)[:, None]]
     )
 
 
@@ -154,5 +155,6 @@ def bound() -> Numerics:
             rounding = agreeing[0]
     return Numerics(
         rounding, _fuses(codecs["q8_K"]), ggml.contracts, MappingProxyType(found), MappingProxyType(to_float),
-        blas.sgemm(), float16.step(ggml),
+        blas.sgemm(), float16.step(ggml), dots_in_halves=float16.adds(ggml, 1),
+        blocks_in_halves=float16.adds(ggml, 8),
     )  # fmt: skip

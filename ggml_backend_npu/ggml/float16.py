@@ -1,8 +1,11 @@
-"""Whether ggml's CPU computes with float16 itself, as builds for AVX512-FP16 do. No feature of ggml's tells."""
+"""Whether ggml's CPU computes with float16 itself, as builds for AVX512-FP16 do, and for NEON with float16. No feature
+of ggml's tells where."""
 
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,6 +14,7 @@ from ggml_backend_npu.ggml import convert, structs
 from ggml_backend_npu.ggml.lib import Ggml
 
 _STEP = 128  # elements: GGML_F16_STEP with AVX512-FP16
+_ROWS = 4  # that it multiplies together if there are enough columns
 _BYTES = 1 << 20  # of a context
 
 
@@ -22,22 +26,33 @@ def step(ggml: Ggml) -> int:
     values = np.random.default_rng(0).standard_normal((2, _STEP)).astype(np.float16)
     v = np.concatenate([values, values[:, :-1]], axis=1)
     k = np.repeat(np.array([[1], [2]], np.float16), 32, axis=1)
-    found = _attention(ggml, np.full((1, 32), 0.01, np.float32), k, v)
+    found = _computed(
+        ggml, "ggml_flash_attn_ext", "ctttt fff", [np.full((1, 32), 0.01, np.float32), k, v], None, 1.0, 0.0, 0.0
+    )
     return 0 if np.array_equal(found[: _STEP - 1], found[_STEP:]) else _STEP
 
 
-def _attention(
-    ggml: Ggml, q: NDArray[np.float32], k: NDArray[np.float16], v: NDArray[np.float16]
+def adds(ggml: Ggml, n_columns: int) -> bool:
+    """Whether a ggml adds products of float16 as float16 when it multiplies a matrix with so many columns: 2048 + 1 + 1
+    is then 2048."""
+    rows = np.zeros((_ROWS, 3 * _STEP), np.float16)
+    rows[:, ::_STEP] = 2048, 1, 1
+    found = _computed(ggml, "ggml_mul_mat", "ctt", [rows, np.ones((n_columns, 3 * _STEP), np.float32)])
+    return bool((found != 2050).any())
+
+
+def _computed(
+    ggml: Ggml, function: str, signature: str, sources: Sequence[NDArray[np.float32] | NDArray[np.float16]], *rest: Any
 ) -> NDArray[np.float32]:
-    """ggml_flash_attn_ext on the CPU, of one query: the row of dst."""
+    """What a function of ggml's makes of its sources on the CPU, and of the arguments that follow: dst, flat."""
     context = ggml.ggml_init(structs.InitParams(_BYTES, None, False))
     try:
-        tensors = [_tensor(ggml, context, each) for each in (q, k, v)]
-        node = ggml.typed("ggml_flash_attn_ext", "ctttt fff")(context, *tensors, None, 1.0, 0.0, 0.0)
+        tensors = [_tensor(ggml, context, each) for each in sources]
+        node = ggml.typed(function, signature)(context, *tensors, *rest)
         graph = ggml.ggml_new_graph(context)
         ggml.ggml_build_forward_expand(graph, node)
         ggml.ggml_graph_compute_with_ctx(context, graph, 1)
-        return np.frombuffer(ctypes.string_at(convert.data_of(node), 4 * v.shape[1]), np.float32)
+        return np.frombuffer(ctypes.string_at(convert.data_of(node), ggml.ggml_nbytes(node)), np.float32)
     finally:
         ggml.ggml_free(context)
 

@@ -23,6 +23,8 @@ class Numerics:
     to_float   addresses of ggml's functions that dequantise rows of these types
     sgemm      the address of cblas_sgemm, in a library that computes in the calling thread; 0 where there is none
     matmul     how weights are multiplied, see `ops.matmul`: "exact" or "fast"
+    dots_in_halves    whether the CPU adds the products of its float16 dot products as float16, rounded once
+    blocks_in_halves  the same of the blocks of float16 rows and columns that it multiplies
     """
 
     rounding: Rounding = "simd"
@@ -33,6 +35,8 @@ class Numerics:
     sgemm: int = 0
     halves: int = 0
     matmul: str = "fast"
+    dots_in_halves: bool = False
+    blocks_in_halves: bool = False
 
     def codec(self, type: str) -> Codec:
         """The codec for a node's tensor of a type: ggml's own where it is bound, else that of `quant`."""

@@ -24,6 +24,7 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
+import quant
 from ggml_backend_npu.ggml.numerics import PLAIN, Numerics
 from ggml_backend_npu.ir import Node, Tensor
 from ggml_backend_npu.ops import undefined
@@ -40,7 +41,7 @@ from ggml_backend_npu.registry.params import Params, i32
 from quant import codec, dequantize
 from quant.dots import DOTS, NO_DOTS, Q4_0_PACKED, Steps
 from quant.kernels.matrices import LANES
-from quant.kernels.orders import GROUP
+from quant.kernels.orders import GROUP, HALVES
 from quant.kernels.records import Place
 from quant.kernels.threads import Job, Work
 from quant.kernels.vectors import dots_bytes
@@ -212,7 +213,9 @@ def mul_mat_id(dst: Tensor, a: Tensor, b: Tensor, ids: Tensor, numerics: Numeric
 
 def _as_blocks(a: Tensor, b: Tensor, numerics: Numerics) -> bool:
     """Whether ggml's CPU multiplies blocks of rows and columns (llamafile_sgemm), and does so exactly."""
-    fits = b.ne[1] > 1 and a.ne[0] % LANES == 0 and a.ne[1] % GROUP == 0
+    in_halves = a.type == "f16" and numerics.blocks_in_halves
+    least = 8 if in_halves else 4 if LANES == 4 else 2
+    fits = b.ne[1] >= least and a.ne[0] % (HALVES if in_halves else LANES) == 0 and a.ne[1] % GROUP == 0
     together = b.is_contiguous() or b.type != a.type
     return numerics.matmul == "exact" and a.type in ("f16", "f32") and fits and together
 
@@ -257,11 +260,12 @@ def _bind(dst: Tensor, a: Tensor, b: Tensor, ids: Tensor | None, numerics: Numer
         rounding=rounding,
         rounds=plain and exact,
         line=bytes_of_a_column(rounding, k),
-        simd=numerics.rounding == "simd",
+        q8=quant.ROUNDINGS.index(numerics.rounding),
         fused=numerics.fuses,
         sgemm=sgemm,
         least=_least(a),
         as_blocks=as_blocks,
+        in_halves=exact and a.type == "f16" and (numerics.blocks_in_halves if as_blocks else numerics.dots_in_halves),
     )
     n_units = -(-n_rows // tile_rows) * n_matrices
     n_bytes = _WEIGHT * n_matrices * n_rows * (a.nb[1] + k * n_columns // 4)

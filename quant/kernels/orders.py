@@ -2,8 +2,8 @@
 
 ggml adds products in two orders: in its dot products, four vectors that are added at the end; in its matrix products
 (tinyBLAS), one vector. Exponentials are added vector by vector. All orders are those of a ggml built for a processor
-with the vectors that kernels are compiled for, AVX-512, AVX2 or NEON. If that processor computes with float16, ggml for
-NEON rounds each sum of float16 products to float16, which no kernel here does.
+with the vectors that kernels are compiled for, AVX-512, AVX2 or NEON. Where it computes with float16 itself, it adds
+products of float16 as float16, in vectors of twice as many lanes: the functions that end in `_in_halves`.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from quant.kernels.matrices import LANES
 from quant.kernels.vectors import FLOAT, HALF, Address, Value, part
 
 STEP = 4 * LANES  # elements that a round of a dot product takes
+HALVES = 2 * LANES  # float16 of a vector
 GROUP = 4  # rows that are multiplied together, or added up side by side
 _SHORT = 8 * STEP  # elements of the longest rows that are multiplied together; longer ones are read one by one
 _WIDTHS = (6, 2, 1) if LANES == 16 else (3, 1)  # columns that are multiplied together
@@ -97,12 +98,18 @@ def dots_f16(x: int, row_step: int, y: int, n: int, to: int, count: int) -> None
     """ggml_vec_dot_f16 of `count` rows of n float16 with n float32 that hold float16 values. The results are float32 at
     `to`."""
     _dots(_F16_ROW, _F16_ROWS, x, row_step, y, n, to, count)
-    if n % STEP:
+    _add_rest(x, row_step, y, n // STEP * STEP, n, to, count)
+
+
+@inlined
+def _add_rest(x: int, row_step: int, y: int, begin: int, n: int, to: int, count: int) -> None:
+    """Adds to `count` float32 at `to` the products of elements [begin, n), as float64."""
+    if begin < n:
         right, found = array_at(y, types.float32, n), array_at(to, types.float32, count)
         for r in range(count):
             left = array_at(x + r * row_step, types.uint16, n)
             total = types.float64(found[r])
-            for i in range(n // STEP * STEP, n):
+            for i in range(begin, n):
                 total += types.float64(f16_to_f32(left[i]) * right[i])
             found[r] = types.float32(total)
 
@@ -177,6 +184,60 @@ def multiply_f16(rows: int, where: int, x: int, y: int, count: int) -> None:
 def multiply_f32(rows: int, where: int, x: int, y: int, count: int) -> None:
     """As `multiply_f16`, for rows of float32."""
     _multiply(_F32_WIDE, _F32_FEW, _F32_ONE, rows, where, x, y, count)
+
+
+def _multiplied(rows: Sequence[Address], column: Address, sums: Sequence[Value]) -> list[Value]:
+    """Sums of float16, after a vector of float16 of each row times that many float32 is added: rounded once."""
+    right = column.load(FLOAT, HALVES).narrowed()
+    return [row.load(HALF, HALVES).fused_multiply_add(right, total) for row, total in zip(rows, sums, strict=True)]
+
+
+def _total_of_halves(sums: Value) -> Value:
+    """The sum of float16 lanes as a float32: added as float32 with NEON, and as float16 with AVX512-FP16."""
+    if LANES == 4:
+        low, high = (sums.lanes_from(LANES * i, 1, LANES).widened() for i in range(2))
+        return (low + high).total(neighbours=True)
+    return sums.total().widened()
+
+
+@part
+def _row_in_halves(x: Address, y: Address, n_steps: Address, to: Address) -> None:
+    def step(i: Address, sums: Any) -> list[Value]:
+        at = [i * (4 * HALVES) + HALVES * j for j in range(4)]
+        return [_multiplied([x + each * 2], y + each * 4, [total])[0] for each, total in zip(at, sums, strict=True)]
+
+    first, second, third, fourth = n_steps.count(step, *[x.zeros(HALF, HALVES)] * 4)
+    to.store(_total_of_halves((first + third) + (second + fourth)))
+
+
+@inlined
+def dots_in_halves(x: int, row_step: int, y: int, n: int, to: int, count: int) -> None:
+    """As `dots_f16`, by a ggml that adds products of float16 as float16. The last elements, too few for four vectors,
+    are added as float64."""
+    for r in range(count):
+        _row_in_halves(x + r * row_step, y, n // (4 * HALVES), to + 4 * r)
+    _add_rest(x, row_step, y, n // (4 * HALVES) * 4 * HALVES, n, to, count)
+
+
+@part
+def _column_in_halves(rows: Address, where: Address, x: Address, y: Address) -> None:
+    row_step, n_steps, offset = (where.number_at(i) for i in range(3))
+    column, to = x.number_at(0), y.number_at(0) + offset
+
+    def step(i: Address, sums: Any) -> list[Value]:
+        at = [rows + row_step * r + i * (2 * HALVES) for r in range(GROUP)]
+        return _multiplied(at, column + i * (4 * HALVES), sums)
+
+    for r, total in enumerate(n_steps.count(step, *[rows.zeros(HALF, HALVES)] * GROUP)):
+        (to + 4 * r).store(_total_of_halves(total))
+
+
+@inlined
+def multiply_in_halves(rows: int, where: int, x: int, y: int, count: int) -> None:
+    """As `multiply_f16`, by a ggml that adds products of float16 as float16; `where` counts HALVES in place of
+    LANES."""
+    for c in range(count):
+        _column_in_halves(rows, where, x + 8 * c, y + 8 * c)
 
 
 def _vector_total(term: Callable[[Value], Value]) -> Any:

@@ -26,6 +26,11 @@ def dots_bytes() -> bool:
     return processor_has("avx512vnni", "avx512vl") or processor_has("dotprod")
 
 
+def computes_with_float16() -> bool:
+    """Whether the processor multiplies and adds float16 itself (AVX512-FP16, an ARM's half floats)."""
+    return processor_has("avx512fp16") or processor_has("fullfp16")
+
+
 class Value:
     """A scalar or vector of a kernel that is being compiled. Integers are unsigned, except where a method says
     signed."""
@@ -240,8 +245,20 @@ class Value:
     def fused_multiply_add(self, factor: Value, addend: Value | float) -> Value:
         """self * factor + addend, rounded once; a scalar counts for every lane."""
         kind = self._value.type
+        if self._element is HALF and isinstance(addend, Value) and not computes_with_float16():
+            return (self.widened() * factor.widened())._plus_half(addend.widened())
         function = self._declare("llvm.fma", kind, [kind] * 3)
         return self._of(self._builder.call(function, [self._value, self._pair(factor)[1], self._pair(addend)[1]]))
+
+    def _plus_half(self, other: Value) -> Value:
+        """The sum of two float32 as a float16, rounded once. Between, float32 has an odd last bit where it rounds the
+        sum: then it lies on no boundary of float16."""
+        total = self + other
+        part = total - self
+        error = (self - (total - part)) + (other - part)  # what total lacks, or NaN
+        beyond = (error.bits() ^ total.bits()) >> 31  # total is larger than the sum
+        odd = (total.bits() - beyond) | 1
+        return odd.where(error.differs(0.0) & error.equals(error), total.bits()).as_float().narrowed()
 
     def lane(self, index: Value) -> Value:
         """The lane at an index, which is a scalar."""

@@ -1,7 +1,8 @@
-"""Attention where ggml's CPU computes with float16 itself: sums are rounded once, and kernel and definition agree."""
+"""Attention and products where ggml's CPU computes with float16 itself: sums are rounded once."""
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import numpy as np
@@ -9,9 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ggml_backend_npu import Tensor
+from ggml_backend_npu import Node, Tensor
 from ggml_backend_npu.ggml import codecs, float16, lib
+from ggml_backend_npu.ggml.numerics import Numerics
+from ggml_backend_npu.ops import OWN
 from ggml_backend_npu.ops.attention import FlashAttn, _flash_attn_ext, _sum_in_halves, flash_attn_ext
+from ggml_backend_npu.plugin.replica import Replica
+from quant.kernels.matrices import LANES
 
 PARAMS = FlashAttn(0.25, 0.0, 0.0, prec=0, n_kv_max=0)
 
@@ -82,3 +87,84 @@ def neighbours(exact: int) -> list[np.float16]:
     """The float16 next to a number, in units of 2 ** -48, on both sides."""
     near = np.float16(exact * 2.0**-48)
     return [np.nextafter(near, np.float16(-np.inf)), near, np.nextafter(near, np.float16(np.inf))]
+
+
+# products of float16
+
+
+def plus(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
+    """a * b + c of float16, rounded once: float64 holds what decides."""
+    return (a.astype(np.float64) * b.astype(np.float64) + c.astype(np.float64)).astype(np.float16)
+
+
+def total(sums: np.ndarray) -> np.float32:
+    """The sum of a vector: of ggml for NEON in float32, with AVX512-FP16 in float16."""
+    if LANES == 4:
+        sums = sums[:4].astype(np.float32) + sums[4:].astype(np.float32)
+        return np.float32((sums[0] + sums[1]) + (sums[2] + sums[3]))
+    while len(sums) > 1:
+        sums = sums[: len(sums) // 2] + sums[len(sums) // 2 :]
+    return np.float32(sums[0])
+
+
+def product(x: np.ndarray, y: np.ndarray, n_sums: int) -> np.float32:
+    """The product of two rows of float16 by a loop: in n_sums vectors, and the rest as float64."""
+    step = 2 * LANES * n_sums
+    sums = np.zeros((n_sums, 2 * LANES), np.float16)
+    for i in range(0, len(x) // step * step, step):
+        sums = plus(x[i : i + step].reshape(sums.shape), y[i : i + step].reshape(sums.shape), sums)
+    while len(sums) > 1:
+        sums = sums[: len(sums) // 2] + sums[len(sums) // 2 :]
+    found = np.float64(total(sums[0]))
+    for a, b in zip(x[len(x) // step * step :], y[len(x) // step * step :], strict=True):
+        found += np.float64(np.float32(a) * np.float32(b))
+    return np.float32(found)
+
+
+def multiplied(weights: np.ndarray, x: np.ndarray, dots: bool = False, blocks: bool = False) -> np.ndarray:
+    """MUL_MAT by the kernel: a row of results for each row of x. dots, blocks: they are added as float16."""
+    y = np.zeros((len(x), len(weights)), np.float32)
+    of = Node("MUL_MAT", Tensor.of(y), (Tensor.of(weights, "f16"), Tensor.of(x.astype(np.float32))))
+    OWN["MUL_MAT"].bind(of, Numerics(matmul="exact", dots_in_halves=dots, blocks_in_halves=blocks))()
+    return y
+
+
+@pytest.mark.parametrize("k", [1, 31, 32, 128, 192, 256, 320, 321, 577])
+@pytest.mark.parametrize("columns", [1, 9])
+@pytest.mark.parametrize("blocks", [False, True])
+def test_products_are_added_as_float16_as_a_loop_adds_them(k: int, columns: int, blocks: bool) -> None:
+    rng = np.random.default_rng(k)
+    weights, x = (rng.standard_normal((n, k)) * 2.0 ** rng.integers(-14, 3, (n, k)) for n in (8, columns))
+    weights, x = weights.astype(np.float16), x.astype(np.float16)
+    y = multiplied(weights, x, dots=True, blocks=blocks)
+    in_blocks = blocks and columns >= 8 and k % (2 * LANES) == 0
+    if not blocks and columns > 1 and k % LANES == 0:  # float32 in blocks, as with AVX512-FP16
+        assert y.tolist() == multiplied(weights, x).tolist()
+    else:
+        expected = [[product(row, column, 1 if in_blocks else 4) for row in weights] for column in x]
+        assert y.tolist() == np.array(expected).tolist()
+
+
+@pytest.mark.parametrize("columns", [1, 8])
+def test_a_product_and_its_sum_are_rounded_once(columns: int) -> None:
+    """1 + 2 ** -10 + 2 ** -11 - 2 ** -25 is nearer to 1 + 2 ** -10; a float32 between has not its last bit."""
+    step = 2 * LANES * (4 if columns == 1 else 1)
+    weights, x = np.zeros((4, 8 * LANES * 2), np.float16), np.zeros((columns, 8 * LANES * 2), np.float16)
+    weights[:, [0, step]], x[:, [0, step]] = (1 + 2**-10, 2**-11 * (1 + 2**-7)), (1, 1 - 2**-7)
+    assert (multiplied(weights, x, dots=True, blocks=True) == 1 + 2**-10).all()
+
+
+def test_ggml_shows_which_products_it_adds_as_float16() -> None:
+    """Kernels follow it, and have its bytes."""
+    ggml, rng = lib.ggml(), np.random.default_rng(0)
+    numerics = codecs.bound()
+    assert (numerics.dots_in_halves, numerics.blocks_in_halves) == (float16.adds(ggml, 1), float16.adds(ggml, 8))
+    with Replica(ggml, "CPU", threads=1) as cpu:
+        for k, columns in itertools.product((32, 320, 577), (1, 3, 9)):
+            weights, x = (
+                Tensor.of(rng.standard_normal((n, k)).astype(kind)) for n, kind in ((8, "f2"), (columns, "f4"))
+            )
+            found = [Node("MUL_MAT", Tensor.of(np.zeros((columns, 8), np.float32)), (weights, x)) for _ in range(2)]
+            cpu.compute(found[0])
+            OWN["MUL_MAT"].bind(found[1], replace(numerics, matmul="exact"))()
+            assert found[0].dst.view().tobytes() == found[1].dst.view().tobytes(), (k, columns)

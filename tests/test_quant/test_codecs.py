@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 import quant
 from ggml_backend_npu import Node, Tensor, default_backend
 from ggml_backend_npu.ggml import lib, structs
-from ggml_backend_npu.ggml.codecs import Bound
+from ggml_backend_npu.ggml.codecs import Bound, _probe
 from ggml_backend_npu.ggml.lib import Ggml
 from ggml_backend_npu.plugin.plugin import Plugin
 from quant import Rounding, codec
@@ -32,8 +32,9 @@ Blocks = NDArray[np.uint8]
 Floats = NDArray[np.float32]
 
 TYPES = quant.type_names()
-OURS = [("q8_0", "reference"), ("q8_0", "simd"), ("q4_0", "reference")]
+OURS = [("q8_0", "reference"), ("q8_0", "simd"), ("q8_0", "neon"), ("q4_0", "reference")]
 ON_X86 = platform.machine().lower() in ("x86_64", "amd64")
+ELSEWHERE = "neon" if ON_X86 else "simd"  # how ggml's CPU rounds on other processors
 BUILT_SLOWLY = ("iq1_m", "iq1_s", "iq2_s", "iq2_xs", "iq2_xxs")  # seconds for tables, once
 IQ_BY_TABLE = ("iq1", "iq2", "iq3")  # ggml looks for the nearest points of a grid
 WITHOUT_REFERENCE = ("iq1", "iq2", "iq3", "iq4_nl")  # ggml's function needs tables, or is another one than the CPU's
@@ -59,7 +60,7 @@ def from_float_ref(ggml: Ggml, name: str) -> Callable[[Floats], Blocks]:
 
 
 def expected(ggml: Ggml, name: str, rounding: str, x: Floats) -> Blocks:
-    """What ggml makes of x: its reference encoder, or for "simd" that of its CPU backend."""
+    """What ggml makes of x: its reference encoder, or for another rounding that of its CPU backend."""
     return from_float_ref(ggml, name)(x) if rounding == "reference" else bound(ggml, name).encode(x, "simd")
 
 
@@ -247,8 +248,8 @@ def test_encoding_equals_ggmls(backend: Plugin, name: str) -> None:
 def test_hard_blocks_encode_as_in_ggml(
     backend: Plugin, name: str, rounding: Rounding, engine: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if rounding == "simd" and not ON_X86:
-        pytest.skip("this ggml's CPU backend is not the x86 one")
+    if rounding == ELSEWHERE:
+        pytest.skip("this ggml's CPU backend is another one")
     monkeypatch.setenv("GGML_NPU_ENGINE", engine)
     x = defined(hard_blocks())
     assert_encoded(name, x, quant.quantize(x, name, rounding), expected(backend.ggml, name, rounding, x))
@@ -261,8 +262,8 @@ def test_hard_blocks_encode_as_in_ggml(
 def test_any_finite_block_encodes_as_in_ggml(
     backend: Plugin, name: str, rounding: Rounding, engine: str, x: Floats
 ) -> None:
-    if rounding == "simd" and not ON_X86:
-        pytest.skip("this ggml's CPU backend is not the x86 one")
+    if rounding == ELSEWHERE:
+        pytest.skip("this ggml's CPU backend is another one")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("GGML_NPU_ENGINE", engine)
         assert_encoded(name, x, quant.quantize(x, name, rounding), expected(backend.ggml, name, rounding, x))
@@ -283,22 +284,46 @@ def test_ggmls_cpu_computes_with_the_rounding_and_the_q4_0_that_were_detected(ba
     for name in ("q8_0", "q4_0"):
         detected = default_backend().numerics.codec(name).encode(x, default_backend().numerics.rounding)
         assert_same_bytes(detected, bound(backend.ggml, name).encode(x, "simd"))
-    assert default_backend().numerics.rounding == "simd" or not ON_X86
+    assert default_backend().numerics.rounding not in ("reference", ELSEWHERE)
 
 
-def test_the_two_roundings_of_q8_0_differ_on_ties_only_there() -> None:
+def test_the_roundings_of_q8_0_differ_on_ties() -> None:
     x = np.zeros(32, np.float32)
     x[:6] = 127, 0.5, 2.5, -2.5, 1.5, 0.4
-    away, even = (quant.quantize(x, "q8_0", rounding)[2:8].view(np.int8).tolist() for rounding in quant.ROUNDINGS)
+    away, *even = (quant.quantize(x, "q8_0", rounding)[2:8].view(np.int8).tolist() for rounding in quant.ROUNDINGS)
     assert away == [127, 1, 3, -3, 2, 0]
-    assert even == [127, 0, 2, -2, 2, 0]
+    assert even == [[127, 0, 2, -2, 2, 0]] * 2
 
 
-def test_the_two_roundings_of_q8_0_differ_in_the_inverse_scale_too() -> None:
+def test_the_roundings_of_q8_0_differ_in_the_inverse_scale_too() -> None:
     """1 / (amax / 127) is not 127 / amax: on random data a few quants in a million."""
     x = normal(40000, 32)
-    reference, simd = (quant.quantize(x, "q8_0", rounding) for rounding in quant.ROUNDINGS)
+    reference, simd, neon = (quant.quantize(x, "q8_0", rounding) for rounding in quant.ROUNDINGS)
     assert 0 < (reference != simd).sum() < 100
+    assert 0 < (neon != simd).sum() < 100
+    assert (neon != reference).sum() < 100
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("name", ["q8_0", "q8_1"])
+def test_an_arm_divides_by_the_scale_and_rounds_to_even(
+    name: str, engine: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Value by value, in Python's own numbers: a product of two float32 is exact in float64."""
+    monkeypatch.setenv("GGML_NPU_ENGINE", engine)
+    largest = np.linspace(1, 2, 64, dtype=np.float32)[:, None]
+    x = (np.arange(32, dtype=np.float32) + np.float32(0.5)) * (largest / np.float32(127))
+    x[:, 0], x[::2] = largest[:, 0], -x[::2]
+    quants = quant.quantize(x, name, "neon").reshape(64, -1)[:, -32:].view(np.int8)
+    for row, found in zip(x, quants, strict=True):
+        inverse = np.float32(1) / np.float32(np.abs(row).max() / np.float32(127))
+        assert found.tolist() == [round(float(np.float32(float(value) * float(inverse)))) for value in row]
+    assert (quants != quant.quantize(x, name, "simd").reshape(64, -1)[:, -32:].view(np.int8)).any()
+
+
+def test_the_probe_tells_the_roundings_of_q8_0_apart() -> None:
+    x = _probe()
+    assert len({quant.quantize(x, "q8_0", rounding).tobytes() for rounding in quant.ROUNDINGS}) == len(quant.ROUNDINGS)
 
 
 def quantize_chunk(ggml: Ggml, name: str, x: Floats, importance: Floats | None = None) -> Blocks:
@@ -312,7 +337,7 @@ def quantize_chunk(ggml: Ggml, name: str, x: Floats, importance: Floats | None =
 @pytest.mark.skipif(not ON_X86, reason="this ggml's CPU backend is not the x86 one")
 @pytest.mark.parametrize("name", [name for name in TYPES if codec(name).is_quantized and name[:3] not in IQ_BY_TABLE])
 def test_each_type_has_the_roundings_of_model_files_and_of_ggmls_cpu(backend: Plugin, name: str) -> None:
-    """q8_0, q8_1 and iq4_nl have two; of any other type they are one."""
+    """q8_0, q8_1 and iq4_nl have another one for each; of any other type they are one."""
     block = codec(name).block_size
     x = np.concatenate([hard_blocks(), normal(3072, 32)])
     x = x[: len(x) // 8 * 8]

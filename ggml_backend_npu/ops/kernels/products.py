@@ -12,7 +12,16 @@ from numba.extending import intrinsic
 from quant.dots import NO_DOTS, READY_Q8, READY_Q8_K, Steps, dots, ready_q8, ready_q8_k, rounded_q8, rounded_q8_k
 from quant.kernels.jit import array_at, compiled, copy, f32_to_f16_payload, inlined, keep
 from quant.kernels.matrices import LANES, dot
-from quant.kernels.orders import GROUP, dots_f16, dots_f32, multiply_f16, multiply_f32
+from quant.kernels.orders import (
+    GROUP,
+    HALVES,
+    dots_f16,
+    dots_f32,
+    dots_in_halves,
+    multiply_f16,
+    multiply_f32,
+    multiply_in_halves,
+)
 from quant.kernels.records import Place, record_at, row_of, shared_record_at, size_of
 from quant.rows import decode_row, decode_run
 from quant.runs import BF16, F16, F32, narrow_run, widen_run
@@ -55,7 +64,7 @@ def _step(addresses, count):
 
 
 @inlined
-def _round(rounding, simd, fused, work, k, row):
+def _round(rounding, q8, fused, work, k, row):
     """Rounds k float32 at `row` to the type of a rounding, in place."""
     if rounding == _TO_F16:
         x, y = array_at(row, types.float32, k), array_at(work, types.uint16, k)
@@ -66,7 +75,7 @@ def _round(rounding, simd, fused, work, k, row):
         narrow_run(row, types.int64(BF16), work, types.int64(2), k)
         widen_run(types.int64(BF16), work, types.int64(2), row, k)
     elif rounding == _TO_Q8:
-        ready_q8(row, work, k // 32, simd, NO_DOTS)
+        ready_q8(row, work, k // 32, q8, NO_DOTS)
         rounded_q8(work, row, k // 32)
     elif rounding == _TO_Q8_K:
         ready_q8_k(row, work, k // 256, fused)
@@ -90,9 +99,10 @@ class Products(NamedTuple):
     ids         the matrices that a token of src1 belongs to; 0: the i-th matrix of a batch has the i-th of its columns
     rounding    of columns, one of ROUNDINGS; rounds: whether columns that are not made integers are rounded
     line        bytes of a prepared column
-    simd, fused how ggml's own quantisers round
+    q8, fused   how ggml's own quantisers round: the place in quant.ROUNDINGS; whether q8_K rounds a product once
     sgemm       address of cblas_sgemm, for `least` columns or more; 0: never
     as_blocks   rows and columns are multiplied in ggml's blocks
+    in_halves   products of float16 are added as float16
     """
 
     n_matrices: int
@@ -116,11 +126,12 @@ class Products(NamedTuple):
     rounding: int
     rounds: int
     line: int
-    simd: int
+    q8: int
     fused: int
     sgemm: int
     least: int
     as_blocks: int
+    in_halves: int
 
 
 def bytes_of_a_column(rounding: int, k: int) -> int:
@@ -183,7 +194,7 @@ def _make_ready(of, x, count, columns, work, as_integers):
         if not as_integers:
             decode_run(of.src1_code, source, 0, 0, row, of.k)
             if of.rounds:
-                _round(of.rounding, of.simd, of.fused, work, of.k, row)
+                _round(of.rounding, of.q8, of.fused, work, of.k, row)
             continue
         if of.src1_code != F32:
             decode_run(of.src1_code, source, 0, 0, work, of.k)
@@ -191,20 +202,22 @@ def _make_ready(of, x, count, columns, work, as_integers):
         if of.rounding == _TO_Q8_K:
             ready_q8_k(source, row, of.k // 256, of.fused)
         else:
-            ready_q8(source, row, of.k // 32, of.simd, of.weights.code)
+            ready_q8(source, row, of.k // 32, of.q8, of.weights.code)
 
 
 @inlined
 def _multiply_blocks(of, at, x, y, count, first, rows):
     """As ggml's tinyBLAS: GROUP rows times as many columns as fit a processor's own caches."""
     where = np.empty(3, np.int64)
-    where[0], where[1] = of.src0.nb[1], of.k // LANES
+    where[0], where[1] = of.src0.nb[1], of.k // (HALVES if of.in_halves else LANES)
     together = max(12, _NEAR_BYTES // (48 * of.k) * 12)
     for c in range(0, count, together):
         some = min(together, count - c)
         for r in range(0, rows, GROUP):
             row, where[2] = at + r * of.src0.nb[1], 4 * (first + r)
-            if of.code == F16:
+            if of.in_halves:
+                multiply_in_halves(row, types.int64(where.ctypes.data), x + 8 * c, y + 8 * c, some)
+            elif of.code == F16:
                 multiply_f16(row, types.int64(where.ctypes.data), x + 8 * c, y + 8 * c, some)
             else:
                 multiply_f32(row, types.int64(where.ctypes.data), x + 8 * c, y + 8 * c, some)
@@ -219,7 +232,9 @@ def _multiply_rows(of, at, x, y, count, first, rows, tile):
         for r in range(0, rows, GROUP):
             row, some = at + r * step, min(GROUP, rows - r)
             for c in range(count):
-                if of.code == F16:
+                if of.in_halves:
+                    dots_in_halves(row, step, x[c], of.k, y[c] + 4 * (first + r), some)
+                elif of.code == F16:
                     dots_f16(row, step, x[c], of.k, y[c] + 4 * (first + r), some)
                 else:
                     dots_f32(row, step, x[c], of.k, y[c] + 4 * (first + r), some)

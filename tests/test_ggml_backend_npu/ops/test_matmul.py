@@ -49,7 +49,7 @@ from numpy.typing import NDArray
 import quant
 from ggml_backend_npu import Node, Tensor, default_backend
 from ggml_backend_npu.ir.packed import Packed
-from ggml_backend_npu.ops import matmul
+from ggml_backend_npu.ops import OWN, matmul
 from ggml_backend_npu.ops.kernels.hadamard import hadamard
 from ggml_backend_npu.plugin.plugin import Plugin
 from ggml_backend_npu.registry.entry import KernelError
@@ -330,6 +330,9 @@ class DotsOf(NamedTuple):
     by_256: int
 
 
+_SIMD = quant.ROUNDINGS.index("simd")
+
+
 @compiled
 def _dots_of(p: int, begin: int, end: int, scratch: int) -> int:
     """quant.dots of n rows with a vector that it makes ready."""
@@ -337,7 +340,7 @@ def _dots_of(p: int, begin: int, end: int, scratch: int) -> int:
     if of.by_256:
         dots.ready_q8_k(of.x, of.y, of.n_blocks, 0)
     else:
-        dots.ready_q8(of.x, of.y, of.n_blocks, 1, of.code)
+        dots.ready_q8(of.x, of.y, of.n_blocks, _SIMD, of.code)
     where = array_at(scratch, types.int64, 2)
     where[0], where[1] = of.y, of.target
     dots.dots(of.code, (of.scales, of.quants, of.steps, 0, of.n), (scratch, scratch + 8, 1))
@@ -367,6 +370,20 @@ def dots_of_each_type() -> dict[str, str]:
         assert np.abs(y - rows @ rounded.astype(np.float64)).max() <= bound * np.linalg.norm(rows) * np.linalg.norm(x)
         found[type] = y.tobytes().hex()
     return found
+
+
+@pytest.mark.parametrize("rounding", quant.ROUNDINGS)
+def test_columns_are_rounded_as_the_cpu_of_each_processor_rounds_them(rounding: quant.Rounding) -> None:
+    """Values halfway between two quants, times the unit matrix."""
+    largest = np.linspace(1, 2, 64, dtype=np.float32)[:, None]
+    x = (np.arange(32, dtype=np.float32) + np.float32(0.5)) * (largest / np.float32(127))
+    x[:, 0] = largest[:, 0]
+    weights, y = Tensor.of(encoded("q8_0", 127 * np.eye(32, dtype=np.float32)), "q8_0"), np.zeros_like(x)
+    numerics = replace(default_backend().numerics, rounding=rounding)
+    OWN["MUL_MAT"].bind(Node("MUL_MAT", Tensor.of(y), (weights, Tensor.of(x))), numerics)()
+    blocks = {each: quant.quantize(x, "q8_0", each) for each in quant.ROUNDINGS}
+    assert len({each.tobytes() for each in blocks.values()}) == len(blocks)
+    np.testing.assert_allclose(y, 127 * quant.dequantize(blocks[rounding], "q8_0"), rtol=1e-6)
 
 
 @pytest.mark.parametrize("type", dots.DOTS)
