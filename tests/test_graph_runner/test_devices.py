@@ -253,6 +253,22 @@ def test_no_hazard_on_vulkan_and_the_same_each_time(lavapipe: list[object]) -> N
         assert outcome.code == 0, outcome.out + outcome.err
 
 
+@pytest.mark.conformance
+def test_a_layer_that_computes_nothing_changes_no_graph(
+    lavapipe: list[object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = []
+    for name, variables in {"real": {}, "idle": vulkan.idle(tmp_path)}.items():
+        for variable, value in variables.items():
+            monkeypatch.setenv(variable, value)
+        assert fresh("hazards", "tiny", *lavapipe, "--graphs", tmp_path / f"{name}.json").code == 0
+        graphs = json.loads((tmp_path / f"{name}.json").read_text())["graphs"]
+        addresses = [[each["space"] and each["address"] for each in graph["tensors"]] for graph in graphs]
+        found.append((addresses, [(graph["nodes"], graph.get("steps")) for graph in graphs]))
+    assert any(address for graph in found[0][0] for address in graph)
+    assert found[0] == found[1]
+
+
 @pytest.mark.slow
 def test_no_hazard_on_vulkan_in_contexts_that_cover_pairs_of_settings(tmp_path: Path) -> None:
     """With a layer on the CPU too, on which llama.cpp lets the device compute large products."""
