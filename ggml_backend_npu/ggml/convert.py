@@ -110,6 +110,15 @@ def buffer_of(address: int) -> int:
     return _pointer(address + structs.BUFFER_AT)
 
 
+def device_of(ggml: Ggml, address: int) -> int:
+    """The device in whose own memory a tensor lies, a ggml_backend_dev_t; 0 if there is none. Memory of the host that a
+    device provides for faster copies, as Vulkan_Host and CUDA_Host, is none of its own: ggml's CPU computes there."""
+    buffer = buffer_of(address)
+    kind = ggml.ggml_backend_buffer_get_type(buffer) if buffer else 0
+    device = ggml.ggml_backend_buft_get_device(kind) if kind else 0
+    return int(device) if device and kind != ggml.ggml_backend_dev_host_buffer_type(device) else 0
+
+
 def view_source_of(address: int) -> int:
     """Address of the tensor that a tensor is a view of, ggml_tensor.view_src; 0 where it is not a view."""
     return _pointer(address + structs.VIEW_SRC_AT)

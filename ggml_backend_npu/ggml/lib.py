@@ -72,6 +72,7 @@ _FUNCTIONS: _Functions = {
     "ggml_backend_dev_backend_reg": (c_void_p, [c_void_p]),
     "ggml_backend_dev_init": (c_void_p, [c_void_p, c_char_p]),
     "ggml_backend_dev_supports_op": (c_bool, [c_void_p, c_void_p]),
+    "ggml_backend_dev_host_buffer_type": (c_void_p, [c_void_p]),
     "ggml_backend_dev_supports_buft": (c_bool, [c_void_p, c_void_p]),
     "ggml_backend_guid": (c_void_p, [c_void_p]),
     "ggml_backend_free": (None, [c_void_p]),

@@ -61,9 +61,7 @@ class ForeignDevice:
         a node runs where its result lies; on an ACCEL device, whose memory is the host's, if that takes it."""
         if not self.takes_layers:
             return bool(ggml.ggml_backend_dev_supports_op(self.handle, node))
-        buffer = convert.buffer_of(node)
-        kind = ggml.ggml_backend_buffer_get_type(buffer) if buffer else 0
-        return bool(buffer) and self.handle == ggml.ggml_backend_buft_get_device(kind)
+        return self.handle == convert.device_of(ggml, node)
 
 
 def of_library(ggml: Ggml, path: Path) -> list[ForeignDevice]:

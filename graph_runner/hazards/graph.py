@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from ggml_backend_npu import Tensor
+from ggml_backend_npu.ggml.convert import copied_name
 from graph_runner.hazards.extents import Extent
 
 COPY = "split input"  # the op of what a scheduler does before a split: it copies a tensor for another device
@@ -65,6 +66,11 @@ class Node:
     def key(self) -> Hashable:
         """What the node is known by in another run of its graph."""
         return self.op, self.name, tuple((each.tensor.type, each.tensor.ne) for each in self.writes)
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """The names of what it reads; of a scheduler's copy the name of what it is made of."""
+        return tuple(copied_name(each.name) or each.name for each in self.reads)
 
 
 @dataclass(frozen=True)
@@ -126,16 +132,13 @@ class Graph:
         now. What a scheduler adds comes before its first reader. If the other graph has other nodes, `is_as_built` is
         False."""
         added = {place for place, node in enumerate(self.nodes) if node.op == COPY}
-        places: dict[Hashable, list[int]] = defaultdict(list)
-        for place, node in enumerate(self.nodes):
-            if place not in added:
-                places[node.key].append(place)
+        pairs = self._paired(other)
+        if None in pairs:
+            return replace(self, is_as_built=False)
         order: list[int] = []
         built: dict[int, Node] = {}
-        for node in other.nodes:
-            if not places[node.key]:
-                return replace(self, is_as_built=False)
-            place = places[node.key].pop(0)
+        for node, place in zip(other.nodes, pairs, strict=True):
+            assert place is not None
             built[place] = node
             roots = {read.root for read in self.nodes[place].reads}
             before = sorted(each for each in added if self.nodes[each].writes[0].root in roots)
@@ -144,6 +147,21 @@ class Graph:
         if len(order) < len(self.nodes):
             return replace(self, is_as_built=False)
         return _meant(self, built).built_as(order)
+
+    def _paired(self, other: Graph) -> list[int | None]:
+        """For each node of another graph the place of the same one here: of those of the same key, one that reads what
+        is called the same, or else the first that is left; None if there is none."""
+        pairs: list[int | None] = [None] * len(other.nodes)
+        left = {place for place, node in enumerate(self.nodes) if node.op != COPY}
+        for key in (lambda node: (node.key, node.sources), lambda node: node.key):
+            places: dict[Hashable, list[int]] = defaultdict(list)
+            for place in sorted(left, reverse=True):
+                places[key(self.nodes[place])].append(place)
+            for index, node in enumerate(other.nodes):
+                if pairs[index] is None and places[key(node)]:
+                    pairs[index] = places[key(node)].pop()
+            left.difference_update(place for place in pairs if place is not None)
+        return pairs
 
 
 def _meant(graph: Graph, built: Mapping[int, Node]) -> Graph:
@@ -170,13 +188,17 @@ def _meant(graph: Graph, built: Mapping[int, Node]) -> Graph:
     def like(own: tuple[Operand, ...], its: tuple[Operand, ...]) -> tuple[Operand, ...]:
         return tuple(by_root(a) if a.root in copies else a.built_as(b) for a, b in zip(own, its, strict=True))
 
+    def is_namesake(each: Operand, of: Operand) -> bool:
+        """Whether what a copy is said to be made of, by the name, is another tensor of that name."""
+        return each.name == of.name and (known.get(each.root, of.root), each.offset) != (of.root, of.offset)
+
     nodes = []
     for place, node in enumerate(graph.nodes):
         if place in built:
             reads, writes = like(node.reads, built[place].reads), like(node.writes, built[place].writes)
         else:
             of = copied.get(node.writes[0].root)
-            reads = () if of is None else tuple(each.built_as(of) for each in node.reads)
+            reads = () if of is None else tuple(each.built_as(of) for each in node.reads if not is_namesake(each, of))
             writes = tuple(map(by_root, node.writes))
         nodes.append(replace(node, reads=reads, writes=writes))
 

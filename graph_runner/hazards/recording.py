@@ -13,7 +13,7 @@ from ggml_backend_npu.ggml.lib import Ggml
 from graph_runner.hazards.graph import Graph
 from graph_runner.hazards.reading import Joined, Reading, computes
 
-_OURS, _HOST = -1, -2  # in place of the handle of a device
+_OURS = -1  # in place of the handle of a device
 
 
 def step_name(step: int) -> str:
@@ -71,14 +71,8 @@ class Recording:
         for each in self._nodes[self._n_read :]:
             self._reading.add(each)
             if computes(self._ggml, each):
-                self._devices.setdefault(each.address, self._device_of(each.address))
+                self._devices.setdefault(each.address, convert.device_of(self._ggml, each.address))
         self._n_read = len(self._nodes)
-
-    def _device_of(self, node: int) -> int:
-        """The device in whose memory a node's result lies; not every buffer type has one."""
-        ggml, buffer = self._ggml, convert.buffer_of(node)
-        found = ggml.ggml_backend_buft_get_device(ggml.ggml_backend_buffer_get_type(buffer)) if buffer else 0
-        return int(found or _HOST)
 
     def runs(self, plan: Plan, nodes: Sequence[int]) -> None:
         """Called before this project's device runs a plan of nodes, by their addresses."""

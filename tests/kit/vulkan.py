@@ -21,6 +21,7 @@ from pathlib import Path
 if __name__ == "__main__":  # what tests share lies beside this folder
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
+from kit.idle_vulkan import layer
 from tools.layouts import sources
 
 from graph_runner.tools import suites
@@ -71,6 +72,12 @@ def environment() -> dict[str, str]:
     """What a process needs that loads the library, once that is built: which driver and which of its devices."""
     (driver,) = _home().glob("debian/usr/share/vulkan/icd.d/here.json")
     return {"VK_ICD_FILENAMES": str(driver), "GGML_VK_VISIBLE_DEVICES": "0"}
+
+
+def idle(folder: Path) -> dict[str, str]:
+    """What the environment must be besides, so that the device computes nothing, by a layer that is built in a folder.
+    The library must be there."""
+    return layer(folder, _home() / "debian" / "usr" / "include")
 
 
 def _home() -> Path:

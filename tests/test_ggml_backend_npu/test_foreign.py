@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from ggml_backend_npu.ggml import convert, lib
-from ggml_backend_npu.plugin.foreign import ForeignError, ForeignMemory, of_ggml, of_library, of_server
+from ggml_backend_npu.plugin.build import Builder
+from ggml_backend_npu.plugin.foreign import ForeignDevice, ForeignError, ForeignMemory, of_ggml, of_library, of_server
 
 
 def test_devices_of_ggml() -> None:
@@ -60,6 +61,30 @@ class Hiding:
 
     def ggml_backend_buffer_is_host(self, handle: int) -> bool:
         return False
+
+
+class Providing(Hiding):
+    """ggml, in which the memory of ggml's CPU is of a device 42: its own, or the host's as it provides it."""
+
+    def __init__(self, ggml: lib.Ggml, *, of_host: bool) -> None:
+        super().__init__(ggml)
+        self._of_host = of_host
+
+    def ggml_backend_buft_get_device(self, kind: int) -> int:
+        return 42
+
+    def ggml_backend_dev_host_buffer_type(self, device: int) -> int:
+        return int(self._ggml.ggml_backend_cpu_buffer_type()) if self._of_host else 0
+
+
+def test_the_cpu_computes_in_memory_of_the_host_that_a_device_provides() -> None:
+    """As in Vulkan_Host and CUDA_Host, in which llama.cpp lets its CPU compute beside such a device."""
+    device = ForeignDevice(lib.DeviceInfo("GPU0", "GPU", "Some", ""), 42, 0)
+    with Builder(lib.ggml(), "CPU") as build:
+        node = build.op("neg", build.tensor("f32", (64,)))
+        build.graph(node)
+        for of_host in (False, True):
+            assert device.runs(Providing(build.ggml, of_host=of_host), node) is not of_host  # type: ignore[arg-type]
 
 
 def test_memory_is_read_and_written_by_copies() -> None:

@@ -22,6 +22,16 @@ def test_nodes_are_known_by_op_name_type_and_size() -> None:
     assert [each.kind for each in check(graph).findings] == [Kind.TOO_EARLY]
 
 
+def test_nodes_of_one_name_are_known_by_what_they_read() -> None:
+    """As the norms of one layer, which all have the same name: a device may run the second one first."""
+    first, second = node("NORM", row("norm", 3, 64), B), node("NORM", row("norm", 4, 96), row("e", 5, 128))
+    built = Graph((node("SQR", B, A), node("NEG", row("e", 5, 128), A), first, second))
+    graph = Graph((*built.nodes[:2], second, first), inputs=(A,)).built_like(built)
+    assert [each.reads[0].name for each in graph.nodes] == ["a", "a", "b", "e"]
+    assert [step.nodes for step in graph.order] == [(0,), (1,), (3,), (2,)]
+    assert check(graph)
+
+
 def test_operators_and_groups_stay_what_they_are() -> None:
     steps = (Step((2, 0), {0: (D,)}, frozenset({0}), 5), Step((1,)))
     graph = Graph((ADD, NEG, SQR), steps, inputs=(A,)).built_like(Graph((SQR, NEG, ADD)))
@@ -63,6 +73,26 @@ def test_a_split_input_that_is_the_copy_of_another_tensor() -> None:
         found = check(ran.built_like(Graph((SQR, NEG, ADD)))).findings
         assert len(found) == n
         assert all(each.kind is Kind.ELSEWHERE and each.reader and each.reader.op == COPY for each in found)
+
+
+def test_a_split_input_is_the_copy_of_one_of_two_inputs_of_a_name() -> None:
+    """As of models with two caches, whose inputs have the same names: which of them was copied is not known."""
+    first, second, copy = row("rot", 5, 160), row("rot", 6, 192), row("GPU#rot#0", 9, 128)
+    one, other, over = node("NEG", B, first), node("ADD", D, B, second), node("SQR", row("over", 7, 160), A)
+    ran = Graph((one, over, node(COPY, copy, first), node("ADD", D, B, copy)), inputs=(A, first))
+    graph = ran.built_like(Graph((one, over, other), inputs=(A, first, second)))
+    assert graph.is_as_built
+    assert [str(each) for each in check(graph).findings] == []
+
+
+def test_a_split_input_is_the_copy_of_one_of_two_views_of_a_name() -> None:
+    """As of a sum of the parts of a result, of which all views have the same name."""
+    views, copy = [row("b (view)", 2, 32 + 16 * i, 4, 16 * i) for i in range(2)], row("GPU#b (view)#0", 9, 128, 4)
+    one, other = (node("NEG", row(f"c{i}", 5 + i, 64 + 16 * i, 4), view) for i, view in enumerate(views))
+    ran = Graph((SQR, one, node(COPY, copy, views[0]), replace(other, reads=(copy,))), inputs=(A,))
+    graph = ran.built_like(Graph((SQR, one, other), inputs=(A,)))
+    assert graph.is_as_built
+    assert [str(each) for each in check(graph).findings] == []
 
 
 def test_what_another_node_wrote_to_a_cache_of_the_same_size() -> None:

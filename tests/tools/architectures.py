@@ -36,6 +36,7 @@ if __name__ == "__main__":  # what tests share lies beside this folder
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import numpy as np
+from kit.covering import covering
 from kit.shapes import SHAPES, written
 from numpy.typing import NDArray
 from rich.console import Console
@@ -84,9 +85,7 @@ class Case:
 
     @property
     def prompt(self) -> str:
-        characters = 1 if self.model in SHAPES else CHARACTERS
-        letters = random.Random(self.model).choices("abcdefghijklmnopqrstuvwxyz ", k=characters * self.n_prompt)
-        return "".join(letters)
+        return prompt(self.model, self.n_prompt)
 
     @property
     def settings(self) -> Settings:
@@ -135,8 +134,20 @@ class Outcome:
 _QUANTISED = "q8_0"  # a type of caches that stands for all quantised ones
 
 
-def _like(cache_type: str) -> str:
-    return cache_type if cache_type == "f16" else _QUANTISED
+def prompt(model: str, n_tokens: int) -> str:
+    """Random letters of so many tokens of a model, by its name."""
+    characters = 1 if model in SHAPES else CHARACTERS
+    return "".join(random.Random(model).choices("abcdefghijklmnopqrstuvwxyz ", k=characters * n_tokens))
+
+
+def ways(runs: Callable[[str, str], bool]) -> set[tuple[str, str]]:
+    """With which flash attention and which type of caches a model runs.
+
+    runs  says so; one type is asked for all quantised ones
+    """
+    asked = {way: runs(*way) for way in product(SETTINGS["flash_attention"], ("f16", _QUANTISED))}
+    every = product(SETTINGS["flash_attention"], SETTINGS["cache_type"])
+    return {(flash, cache) for flash, cache in every if asked[flash, cache if cache == "f16" else _QUANTISED]}
 
 
 def models(folder: Path) -> list[Path]:
@@ -173,14 +184,9 @@ def design(names: Iterable[str], runs: Callable[[str, str, str], bool], seed: in
             Case(name, ops, flash_attention, memory, kind, cache, int(n))
             for ops, flash_attention, memory, kind, cache, n in product(*SETTINGS.values())
         ]
-        ways = product(SETTINGS["flash_attention"], ("f16", _QUANTISED))
-        allowed = {way for way in ways if runs(name, *way)}
-        possible = [case for case in possible if (case.flash_attention, _like(case.cache_type)) in allowed]
-        random.Random(f"{seed} {name}").shuffle(possible)  # which pairs meet in a case is another for each model
-        missing = {pair for case in possible for pair in case.pairs}
-        while missing:
-            cases.append(max(possible, key=lambda case: len(case.pairs & missing)))
-            missing -= cases[-1].pairs
+        allowed = ways(lambda *way, name=name: runs(name, *way))
+        possible = [case for case in possible if (case.flash_attention, case.cache_type) in allowed]
+        cases += covering(possible, f"{seed} {name}")
     return cases
 
 
