@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
+from zlib import crc32
 
 import pytest
 from hypothesis import HealthCheck, Phase, settings
@@ -184,7 +185,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Of a test marked `some(n)`, n cases run by default, evenly spaced; the others are slow. Of the slow cases of a
-    test marked `daily(n)` one in n runs, others each day."""
+    test marked `daily(n)` one in n runs, others each day: a single one each n-th day."""
     for n, cases in _marked("some", [item for item in items if not item.get_closest_marker("slow")]):
         chosen = {i * len(cases) // n for i in range(n)}
         for i in {*range(len(cases))} - chosen:
@@ -193,7 +194,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         return
     left: set[pytest.Item] = set()
     for n, cases in _marked("daily", [item for item in items if _is_long(item)]):
-        left.update(each for i, each in enumerate(cases) if i % n != TODAY % min(n, len(cases)))
+        first = crc32(cases[0].nodeid.split("[")[0].encode())  # single cases of several tests are not on the same day
+        left.update(each for i, each in enumerate(cases) if (first + i) % n != TODAY % n)
     config.hook.pytest_deselected(items=[item for item in items if item in left])
     items[:] = [item for item in items if item not in left]
 

@@ -440,6 +440,7 @@ def test_two_hundred_and_fifty_faults(model: Models, first: int) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.daily(3)
 def test_ten_thousand_steps_of_two_contexts_with_delays(model: Models) -> None:
     settings = replace(ON_DEVICE, n_ctx=512)
     expected = text(model("llama"), None, 250, replace(settings, device="cpu"))

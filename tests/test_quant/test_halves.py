@@ -87,6 +87,7 @@ print(*(name for name in names if not promises.holds(name)))
 
 
 @pytest.mark.slow
+@pytest.mark.daily(3)
 def test_kernels_for_a_processor_without_vectors_give_the_same_bytes() -> None:
     """In a process whose kernels are compiled for the first x86-64 of all; elsewhere for the plainest of its kind."""
     environment = {**os.environ, "NUMBA_CPU_NAME": "generic"}

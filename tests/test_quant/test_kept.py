@@ -37,6 +37,7 @@ HOW = ["cut", "empty", "flipped", "foreign", "missing"]
 
 
 @pytest.mark.slow
+@pytest.mark.daily(2)
 @pytest.mark.parametrize("suffix", ["nbi", "nbc"])
 @pytest.mark.parametrize("how", HOW)
 def test_a_damaged_kernel_is_compiled_anew(tmp_path: Path, how: str, suffix: str) -> None:
@@ -50,6 +51,7 @@ def test_a_damaged_kernel_is_compiled_anew(tmp_path: Path, how: str, suffix: str
 
 
 @pytest.mark.slow
+@pytest.mark.daily(3)
 def test_a_hundred_damaged_files(tmp_path: Path) -> None:
     """The next run works, and the one after it finds all whole. Of small kernels, which are soon compiled again."""
     environment = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path)}

@@ -151,6 +151,7 @@ def test_two_processes_compile_at_once_and_a_third_one_nothing(tmp_path: Path) -
 
 
 @pytest.mark.slow
+@pytest.mark.daily(3)
 def test_every_kernel_is_compiled_once(tmp_path: Path) -> None:
     compiled = compiled_by_two(ALL, tmp_path / "cache")
     assert {"walk", "transpose", "graph_compute", "softmax", "_count_node"} <= {*compiled.split()}
