@@ -7,7 +7,6 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
 from typing import Any
 
 import ml_dtypes
@@ -22,8 +21,9 @@ from numpy.typing import NDArray
 
 import quant
 from ggml_backend_npu import Node, Tensor, default_backend
-from ggml_backend_npu.ggml import lib, structs
+from ggml_backend_npu.ggml import structs
 from ggml_backend_npu.ggml.codecs import Bound, _probe
+from ggml_backend_npu.ggml.codecs import bound as bound_codecs
 from ggml_backend_npu.ggml.lib import Ggml
 from ggml_backend_npu.plugin.plugin import Plugin
 from quant import Rounding, codec
@@ -96,11 +96,10 @@ def defined(x: Floats) -> Floats:
     return np.where(np.abs(x).max(axis=1, keepdims=True) < 1e-36, np.float32(0), x)
 
 
-@cache
 def contracts() -> bool:
-    """Whether a compiler made one step of a product and its sum in this ggml's quantisers (-ffp-contract, with FMA)."""
-    x = normal(300, 256)
-    return not np.array_equal(quant.quantize(x, "q4_K"), from_float_ref(lib.ggml(), "q4_K")(x))
+    """Whether a compiler made one step of a product and its sum in this ggml's quantisers (-ffp-contract, with FMA):
+    its q8_K beside that of `quant` tells, as other types are ggml's own there."""
+    return bound_codecs().fuses
 
 
 finite_blocks = hnp.arrays(
@@ -337,7 +336,8 @@ def quantize_chunk(ggml: Ggml, name: str, x: Floats, importance: Floats | None =
 @pytest.mark.skipif(not ON_X86, reason="this ggml's CPU backend is not the x86 one")
 @pytest.mark.parametrize("name", [name for name in TYPES if codec(name).is_quantized and name[:3] not in IQ_BY_TABLE])
 def test_each_type_has_the_roundings_of_model_files_and_of_ggmls_cpu(backend: Plugin, name: str) -> None:
-    """q8_0, q8_1 and iq4_nl have another one for each; of any other type they are one."""
+    """q8_0, q8_1 and iq4_nl have another one for each; of any other type they are one. Of a ggml that contracts nearly
+    all blocks are equal."""
     block = codec(name).block_size
     x = np.concatenate([hard_blocks(), normal(3072, 32)])
     x = x[: len(x) // 8 * 8]
@@ -345,8 +345,11 @@ def test_each_type_has_the_roundings_of_model_files_and_of_ggmls_cpu(backend: Pl
         x = np.where(np.abs(x).max(axis=1, keepdims=True) < 1e-15, np.float32(1), x)
     x = np.ascontiguousarray(x.reshape(-1, block))
     simd, reference = (quant.quantize(x, name, rounding) for rounding in ("simd", "reference"))
-    if not contracts():
-        assert_same_bytes(simd, bound(backend.ggml, name).encode(x, "simd"))
+    cpu = bound(backend.ggml, name).encode(x, "simd")
+    if contracts():
+        assert (simd != cpu).any(axis=1).mean() < 0.02  # a seldom quant or scale of iq4_nl
+    else:
+        assert_same_bytes(simd, cpu)
         if name not in ("q8_1", "q8_K"):  # ggml_quantize_chunk has them not
             assert_same_bytes(reference, quantize_chunk(backend.ggml, name, x))
     assert np.array_equal(simd, reference) == (name not in ("q8_0", "q8_1", "iq4_nl"))
