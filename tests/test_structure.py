@@ -203,6 +203,7 @@ OF_THE_PROCESS = {
     "ggml_backend_npu/ggml/lib.py _given": "which ggml the process was told to take",
     "ggml_backend_npu/plugin/registration.py PLUGINS": "the backends that its ggml has",
     "graph_runner/base/endings.py _open": "what is undone when the process ends",
+    "graph_runner/process/start.py _ahead": "the process that was started for the command before that was imported",
     "graph_runner/base/endings.py _commands": "whether a command is what the process is for",
     "graph_runner/run/llama_log.py _lines": "llama.cpp has one log",
 }

@@ -11,6 +11,7 @@ from graph_runner.cli.codes import CLOSED_PIPE, INTERRUPTED
 
 try:
     from graph_runner.base.endings import ends_when_told
+    from graph_runner.process.start import ahead
 except KeyboardInterrupt:
     sys.exit(INTERRUPTED)
 
@@ -42,6 +43,7 @@ def _run() -> int:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
+    ahead()
     try:
         import numba  # noqa: F401
     except Exception as error:

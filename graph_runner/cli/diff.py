@@ -39,6 +39,7 @@ from graph_runner.cli.options import (
 )
 from graph_runner.cli.outputs import delivered, json_text, write
 from graph_runner.process.child import begun
+from graph_runner.process.start import DIFF
 from quant.folders import FolderError, cache_root
 
 if TYPE_CHECKING:
@@ -163,7 +164,7 @@ def diff(
     text = prompt.text
     if reproducers is not None and not reproducers.is_dir():
         raise BadInputError(f"--reproducers {str(reproducers)!r}: no such directory")
-    with nullcontext() if in_process else begun("graph_runner.diff.run") as child:
+    with nullcontext() if in_process else begun(DIFF) as child:
         from graph_runner.base.models import model_file
         from graph_runner.diff.run import DiffOptions
         from graph_runner.process.jobs import DiffJob, NpuOptions, run_diff

@@ -27,6 +27,7 @@ from graph_runner.cli.options import (
 )
 from graph_runner.cli.outputs import delivered, json_text, write
 from graph_runner.process.child import begun
+from graph_runner.process.start import REPLAY
 
 
 def replay(
@@ -71,7 +72,7 @@ def replay(
     """
     if device is not None and device.lower() != Device.NPU:
         refuse_without_the_npu(device, npu, kernels=kernels, device_file=device_file)
-    with nullcontext() if in_process else begun("graph_runner.trace") as child:
+    with nullcontext() if in_process else begun(REPLAY) as child:
         from graph_runner.process.jobs import NpuOptions, ReplayJob, run_replay
 
         chosen = NpuOptions(npu.chosen, tuple(kernels or ()))

@@ -13,7 +13,7 @@ from graph_runner.diff.erring import Erring
 from graph_runner.diff.sides import Side
 from graph_runner.diff.turns import Compared, Turn
 from graph_runner.judging.compare import compare
-from graph_runner.judging.copies import Copied, Kept, Layout, blank, continues_dst, copy, put
+from graph_runner.judging.copies import Copied, Kept, Layout, blank, continues_dst, copy, held, put
 from graph_runner.judging.footprints import Footprints
 from graph_runner.judging.results import ISOLATED, failure_of
 from graph_runner.judging.rules import Rules
@@ -63,7 +63,7 @@ class Alone:
         known, node = self._known[read], read.node
         overlapped = {id(source): _over_root(source) for source in known.overlapped}
         sources = tuple([overlapped.get(id(source), source) for source in node.src]) if overlapped else node.src
-        before = Node(node.op, copy(node.dst), sources, node.params)
+        before = Node(node.op, held(node.dst), sources, node.params)
         copied = None
         if known.refusal is not None:
             self.refused[node.op, known.refusal] += 1

@@ -23,7 +23,7 @@ from graph_runner.judging.copies import copy
 from graph_runner.judging.results import NodeResult
 from graph_runner.judging.rules import Rules, type_of
 
-_SMALL = 1 << 18  # elements of a node's tensors, of which a judgement takes some milliseconds
+_SMALL = 1 << 16  # elements of a node's tensors, of which a judgement takes some milliseconds
 _WIDEST = 1e-2  # of a user's bounds; beyond it a small fault is right
 _OUR_WIDEST = 1e-4  # of the bounds of ops in this project
 _FAR = 256.0  # times the bound, in squares, which a fault is beyond it; what rounding there is does not hide it

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
-from ggml_backend_npu import Graph, Memory, Node, Tensor
+from ggml_backend_npu import Graph, Node, Tensor
 from ggml_backend_npu.backend.fusion import Joined
 from ggml_backend_npu.backend.plan import Plan, run_step
 from ggml_backend_npu.ggml import convert
@@ -16,7 +16,7 @@ from ggml_backend_npu.registry.entry import Call
 from graph_runner.diff.contents import Changed, Contents, Rest
 from graph_runner.diff.order import Order
 from graph_runner.diff.sides import NodesOf, Sides
-from graph_runner.judging.copies import continues_dst, copy, is_read, span
+from graph_runner.judging.copies import continues_dst, copy, held, is_read, span
 from graph_runner.judging.results import UNSEEN
 from graph_runner.judging.spans import Chain, Collected, between_gaps_of
 
@@ -298,7 +298,7 @@ class OwnRun:
         if len(nodes) == 1:
             nodes[0].is_fed_alike, nodes[0].before = self._taken_down(reads[0], nodes[0].place)
             dst = reads[0].node.dst
-            nodes[0].held = dst.over(Memory.of(span(dst))) if dst.buffer is None else None
+            nodes[0].held = held(dst) if dst.buffer is None else None
         spans = [(each.tensor.address, each.tensor.end) for each in _overwritten(*reads)]
         self._rest = self._contents.rest(self._contents.buffers(self._ggml) if self._strict else spans, reads)
 

@@ -89,6 +89,11 @@ def copy(tensor: Tensor) -> Tensor:
     return tensor.over(room.memory, room.offset)
 
 
+def held(tensor: Tensor) -> Tensor:
+    """Returns the tensor over a plain copy of its span, in ggml's layout: for who reads it, and no kernel."""
+    return tensor.over(Memory.of(span(tensor)))
+
+
 class Kept:
     """Copies that are kept for the next node, at most _MOST_KEPT bytes: those of weights, which all nodes that read
     them share, and those of layouts. A copy is made again only if what it holds may have changed."""

@@ -28,7 +28,7 @@ from typing import IO, TYPE_CHECKING, Any, Protocol
 
 from graph_runner.base.errors import InternalError
 from graph_runner.base.limits import Outside
-from graph_runner.base.python import environment, python
+from graph_runner.process.start import started
 
 if TYPE_CHECKING:
     from ggml_backend_npu import Node
@@ -40,7 +40,6 @@ _SIZE = struct.Struct("<q")
 _HEAD = struct.Struct("<qq")  # nanoseconds of the monotonic clock, bytes of what follows
 _CALL = _TRAIL_BYTES // 2  # where the trail has the call
 _POLL = 0.2  # seconds
-_CHILD = "from graph_runner.process.child import main; main()"
 _MESSAGE, _RESULT, _ERROR, _INTERNAL = range(4)
 
 
@@ -270,24 +269,12 @@ class Child:
 def begun(module: str) -> Iterator[Child]:
     """Yields a child process that imports a module while the parent prepares a job. The process ends with the
     context."""
-    with os.fdopen(os.memfd_create("ggml-npu"), "r+b") as file:  # on no disk, which could be full
-        trail = Trail(file)
-        ours, theirs = os.pipe()
-        process = subprocess.Popen(
-            python("-c", _CHILD, str(theirs), str(file.fileno()), module), env=environment(), stdin=subprocess.PIPE,
-            pass_fds=(theirs, file.fileno()), start_new_session=True,
-        )  # fmt: skip
-        os.close(theirs)
-        with Connection(ours, writable=False) as pipe:
-            try:
-                yield Child(process, pipe, trail)
-            finally:
-                with suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
-                assert process.stdin is not None
-                with suppress(BrokenPipeError):
-                    process.stdin.close()
+    process = started(module)
+    with process.file as file, Connection(process.pipe, writable=False) as pipe:
+        try:
+            yield Child(process.process, pipe, Trail(file))
+        finally:
+            process.end()
 
 
 def main() -> None:
@@ -310,7 +297,10 @@ def main() -> None:
             while_compiling(trail.is_moving)
             gc.freeze()  # what was loaded stays, and results of nodes make no cycles
             gc.set_threshold(20_000, 20, 20)
-            job = pickle.load(sys.stdin.buffer)
+            try:
+                job = pickle.load(sys.stdin.buffer)
+            except EOFError:  # the parent has no job
+                os._exit(0)
             mail.last(_RESULT, job(mail.add, trail))
         except Exception as error:
             told = type(error).__module__.partition(".")[0] in ("graph_runner", "ggml_backend_npu", "quant")
