@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from graph_runner.base.models import model_file
+from graph_runner.bench.best import bench_best
 from graph_runner.bench.calls import bench_calls
 from graph_runner.bench.codecs import bench_codecs
 from graph_runner.bench.measure import Header, Measurement, cores, header
@@ -19,7 +20,7 @@ from graph_runner.bench.ops import bench_ops
 from graph_runner.bench.splits import bench_splits
 
 WITH_BANDWIDTH = ("movers", "codecs")
-_WITH_MODEL = ("decode", "diff", "start")
+_WITH_MODEL = ("decode", "diff", "start", "best")
 
 
 @dataclass(frozen=True)
@@ -40,14 +41,15 @@ def bench(
 ) -> BenchResult:
     """Runs benchmarks in the given order.
 
-    names    any of movers, codecs, calls, splits, decode, operators, ops, diff, start
+    names    any of movers, codecs, calls, splits, decode, operators, ops, diff, start, best
     model    as on the command line, for the benchmarks that run a model
     rounds   rounds to measure, after one warm-up round
     threads  of the CPU and of the kernels; 0 = all cores
     seen     called with each measurement when it is done
 
     Raises SessionError for a model that cannot be used, before anything is measured; RuntimeError if a node fails or
-    bytes that have to be equal differ; BenchError if the memory of a process cannot be measured.
+    bytes that have to be equal differ; BenchError if the memory of a process cannot be measured; SuiteError if
+    llama.cpp's programs cannot be built.
     """
     threads = threads or cores()
     result = BenchResult(header(rounds=rounds, threads=threads), {})
@@ -67,6 +69,7 @@ def bench(
                 "decode": partial(bench_decode, file, rounds=rounds, threads=threads),
                 "diff": partial(bench_diff, file, rounds=rounds, threads=threads),
                 "start": partial(bench_start, file, rounds=rounds, threads=threads),
+                "best": partial(bench_best, file, rounds=rounds, threads=threads),
             }
         roof = ["memcpy"] if any(name in WITH_BANDWIDTH for name in names) else []
         for name in [*roof, *names]:

@@ -28,6 +28,7 @@ class Benchmark(StrEnum):
     OPS = "ops"
     DIFF = "diff"
     START = "start"
+    BEST = "best"
     ALL = "all"
 
 
@@ -54,11 +55,13 @@ def bench(
     ops: convolutions, images, rows and training, against ggml's CPU.
     diff: of a model, against a run of it.
     start: fresh processes that import and register, and a whole diff.
+    best: llama.cpp's own benchmarks, compiled for this processor, without and with the plugin; all leaves it out.
     """
     from ggml_backend_npu.default import only_backend
     from graph_runner.bench import WITH_BANDWIDTH, Measurement, bench, bench_json, check_plot, draw, print_bench
 
-    names = [name.value for name in Benchmark if what in (name, Benchmark.ALL) and name != Benchmark.ALL]
+    all_names = [name for name in Benchmark if name not in (Benchmark.ALL, Benchmark.BEST)]  # which takes half an hour
+    names = [name.value for name in (all_names if what == Benchmark.ALL else [what])]
     if plot_file is not None:
         if not set(names) & set(WITH_BANDWIDTH):
             raise BadInputError(

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from platform import machine
 from typing import Literal
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -32,8 +33,6 @@ from graph_runner.base.errors import SuiteError as SuiteError
 from quant import folders
 from quant.kernels import kept
 
-PROGRAMS = ("test-backend-ops", "test-llama-archs", "ggml-rpc-server", "llama-completion")
-
 _OPTIONS = {
     "CMAKE_BUILD_TYPE": "Release",
     "CMAKE_BUILD_RPATH_USE_ORIGIN": "ON",
@@ -45,6 +44,27 @@ _OPTIONS = {
     "LLAMA_BUILD_SERVER": "OFF",
     "LLAMA_OPENSSL": "OFF",
 }
+_NO_AMX = " ".join(f"-mno-amx-{part}" for part in ("tile", "int8", "bf16"))  # some machines announce it and crash
+
+
+@dataclass(frozen=True)
+class Programs:
+    """Programs of llama.cpp that are built together.
+
+    options  of cmake
+    """
+
+    names: tuple[str, ...]
+    options: Mapping[str, str]
+
+
+TESTS = Programs(("test-backend-ops", "test-llama-archs", "ggml-rpc-server", "llama-completion"), _OPTIONS)
+FASTEST = Programs(
+    ("llama-bench", "llama-batched-bench"),
+    _OPTIONS
+    | {"GGML_NATIVE": "ON", "GGML_RPC": "OFF"}
+    | ({"CMAKE_C_FLAGS": _NO_AMX, "CMAKE_CXX_FLAGS": _NO_AMX} if machine() == "x86_64" else {}),
+)
 
 # of the programs, test-llama-archs alone never looks for plugins
 _LOAD_PLUGINS = "\nstatic const bool plugins_are_loaded = (ggml_backend_load_all(), true);\n"
@@ -168,7 +188,7 @@ def support(devices: Iterable[str], libraries: Iterable[Path] = ()) -> str:
         arguments = ["support", "--output", "csv", "-b", device]
         for library in (plugin(), *libraries):
             environment = {"GGML_BACKEND_PATH": str(library), "GGML_NO_BACKTRACE": "1", "GGML_NPU_OPS": "all"}
-            lines = _lines([build() / "test-backend-ops", *arguments], environment, ends=(0, 1))
+            lines = printed_by([build() / "test-backend-ops", *arguments], environment, ends=(0, 1))
             header, *found = [line for line in lines if line.startswith('"')]
             if found:
                 break
@@ -186,7 +206,7 @@ def _with_plugin(program: str, arguments: Sequence[str], options: Mapping[str, s
     """
     begun = ""
     environment = {"GGML_BACKEND_PATH": str(plugin()), "GGML_NO_BACKTRACE": "1", **(options or {})}
-    for line in _lines([build() / program, *arguments], environment, ends=(0, 1)):
+    for line in printed_by([build() / program, *arguments], environment, ends=(0, 1)):
         if line.startswith("ggml-npu: no device NPU"):
             raise SuiteError(line.removeprefix("ggml-npu: "))
         before, compiling, _ = line.partition(_COMPILING)
@@ -199,30 +219,31 @@ def _with_plugin(program: str, arguments: Sequence[str], options: Mapping[str, s
 # building
 
 
-def folder() -> Path:
+def folder(programs: Programs = TESTS) -> Path:
     """Returns the folder for programs that fit the installed llama-cpp-python; they are there after `build`. Raises
     FolderError for a user without a home."""
-    made_of = hashlib.sha256(repr((PROGRAMS, _OPTIONS, _LOAD_PLUGINS)).encode()).hexdigest()[:8]
+    made_of = hashlib.sha256(repr((programs.names, programs.options, _LOAD_PLUGINS)).encode()).hexdigest()[:8]
     return folders.cache_root() / f"programs-{llama.version()}-{made_of}" / "bin"
 
 
-def build(console: Console | None = None) -> Path:
-    """Returns the folder of ggml's programs. They are built at the first call and kept in the user's cache directory.
+def build(console: Console | None = None, programs: Programs = TESTS) -> Path:
+    """Returns the folder of llama.cpp's programs. They are built at the first call and kept in the user's cache
+    directory.
 
     A second process that needs them meanwhile waits. Raises SuiteError if a step fails, or if nothing can be kept.
     """
     try:
-        programs = folders.kept(folder().parent) / folder().name
+        home = folders.kept(folder(programs).parent) / folder(programs).name
     except folders.FolderError as error:
         raise SuiteError(f"ggml's programs cannot be kept: {error}") from None
-    if kept.damage(programs) is not None:
-        with building_in(programs.parent):
-            wrong = kept.damage(programs)
+    if kept.damage(home) is not None:
+        with building_in(home.parent):
+            wrong = kept.damage(home)
             if wrong is not None:
-                if programs.exists():
-                    kept.say_damaged(f"ggml's programs in {programs}: {wrong}")
-                _build(programs, console or Console(stderr=True))
-    return programs
+                if home.exists():
+                    kept.say_damaged(f"ggml's programs in {home}: {wrong}")
+                _build(home, console or Console(stderr=True), programs)
+    return home
 
 
 @contextmanager
@@ -234,14 +255,14 @@ def building_in(folder: Path) -> Iterator[None]:
         yield
 
 
-def _build(programs: Path, console: Console) -> None:
+def _build(home: Path, console: Console, programs: Programs = TESTS) -> None:
     cmake, ninja = _tool("cmake", "CMAKE_BIN_DIR"), _tool("ninja", "BIN_DIR")
-    console.print(f"{_BUILDING}, some 4 minutes; kept in {programs}", highlight=False, soft_wrap=True)
-    source, built = programs.with_name("source"), programs.with_name("build")
+    console.print(f"{_BUILDING}, some 4 minutes; kept in {home}", highlight=False, soft_wrap=True)
+    source, built = home.with_name("source"), home.with_name("build")
     if not source.is_dir():
         with console.status("fetching their sources"):
             _fetch(source)
-    options = [f"-D{name}={value}" for name, value in _OPTIONS.items()]
+    options = [f"-D{name}={value}" for name, value in programs.options.items()]
     with console.status("configuring"):
         _run([cmake, "-S", source, "-B", built, "-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={ninja}", *options])
     with Progress(
@@ -250,15 +271,15 @@ def _build(programs: Path, console: Console) -> None:
     ) as progress:  # fmt: skip
         task = progress.add_task("building", total=None)
         told = time.monotonic()
-        for line in _lines([ninja, "-C", built, *PROGRAMS]):
+        for line in printed_by([ninja, "-C", built, *programs.names]):
             if step := re.match(r"\[(\d+)/(\d+)\]", line):
                 progress.update(task, completed=int(step[1]), total=int(step[2]))
                 if not console.is_terminal and time.monotonic() - told > _TOLD_EVERY:
                     console.print(f"{_BUILDING}: step {step[1]} of {step[2]}", highlight=False)
                     told = time.monotonic()
     kept.seal(built / "bin")
-    shutil.rmtree(programs, ignore_errors=True)
-    (built / "bin").replace(programs)
+    shutil.rmtree(home, ignore_errors=True)
+    (built / "bin").replace(home)
     shutil.rmtree(source)
     shutil.rmtree(built)
 
@@ -289,11 +310,11 @@ def _tool(package: str, folder: str) -> Path:
 
 
 def _run(command: Sequence[str | Path]) -> None:
-    for _ in _lines(command):
+    for _ in printed_by(command):
         pass
 
 
-def _lines(
+def printed_by(
     command: Sequence[str | Path], environment: Mapping[str, str] | None = None, ends: tuple[int, ...] = (0,)
 ) -> Iterator[str]:
     """Yields what a command prints, on both streams, without colours. Raises SuiteError for an exit code not in

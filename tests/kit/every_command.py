@@ -9,7 +9,7 @@ from pathlib import Path
 
 from kit.quantised import write_pair
 
-from graph_runner.tools.suites import PROGRAMS, folder
+from graph_runner.tools.suites import TESTS, folder
 from quant.kernels import kept
 from quant.kernels.cache import cache_directory
 
@@ -92,7 +92,7 @@ class Files:
     def _build_nothing(self) -> None:
         programs = self.cache / "ggml-npu" / folder().relative_to(folder().parents[1])
         programs.mkdir(parents=True, mode=0o700)
-        for name in PROGRAMS:
+        for name in TESTS.names:
             (programs / name).write_text("#!/bin/sh\n")
             (programs / name).chmod(0o700)
         kept.seal(programs)

@@ -15,7 +15,7 @@ from ggml_backend_npu.ggml import elf, lib, places
 from ggml_backend_npu.plugin.plugin import Plugin
 from graph_runner.base.errors import BadInputError
 from graph_runner.tools import examination
-from graph_runner.tools.suites import PROGRAMS, build
+from graph_runner.tools.suites import TESTS, build
 from graph_runner.trace import NPU, read_trace, replay
 
 LIBRARIES = Path(llama_cpp.__file__).parent / "lib"
@@ -255,7 +255,7 @@ def test_the_doctor_looks_into_a_program_that_exports_ggml(tmp_path: Path) -> No
 
 
 @pytest.mark.conformance
-@pytest.mark.parametrize("program", PROGRAMS)
+@pytest.mark.parametrize("program", TESTS.names)
 def test_the_doctor_on_ggmls_own_programs(backend: Plugin, program: str) -> None:
     found = examination.examined([build() / program])[-1]
     assert (found.fits, found.version) == (True, backend.ggml.version)

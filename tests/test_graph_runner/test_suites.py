@@ -130,7 +130,7 @@ def test_a_suite_without_the_device_or_an_end_is_no_success(
 def test_two_that_want_the_programs_at_once_build_them_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     builds = []
 
-    def build(programs: Path, console: Console) -> None:
+    def build(programs: Path, console: Console, which: suites.Programs) -> None:
         builds.append(programs)
         time.sleep(0.2)
         programs.mkdir()
@@ -160,7 +160,7 @@ def test_a_build_says_how_far_it_is(monkeypatch: pytest.MonkeyPatch, tmp_path: P
         return []
 
     monkeypatch.setattr(suites, "_TOLD_EVERY", -1.0)
-    monkeypatch.setattr(suites, "_lines", lines)
+    monkeypatch.setattr(suites, "printed_by", lines)
     monkeypatch.setattr(suites, "_tool", lambda package, folder: Path(package))
     (tmp_path / "source").mkdir()
     out = io.StringIO()

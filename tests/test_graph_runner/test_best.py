@@ -1,0 +1,69 @@
+"""`bench best`: what llama.cpp's own benchmarks print, with the plugin and without. The programs here print as the real
+ones do (llama-bench -o jsonl, llama-batched-bench --output-format jsonl), which `ggml-npu bench best` builds."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from graph_runner.base.errors import BenchError
+from graph_runner.bench.best import LLAMA_CPP, bench_best
+from graph_runner.bench.measure import Measurement
+from graph_runner.tools import suites
+
+BENCH = """
+fast = 2.0 if has_plugin else 1.0
+for flash in (0, 1):
+    for n_prompt, n_gen in ((512, 0), (0, 32)):
+        speed = fast * (1 + flash) * (n_prompt or n_gen)
+        row = {"backends": backends, "n_prompt": n_prompt, "n_gen": n_gen, "flash_attn": flash, "avg_ts": speed}
+        print(json.dumps(row))
+"""
+BATCHED = """
+flash = sys.argv[sys.argv.index("-fa") + 1]
+print("llama_context: some line of its log")
+for n in map(int, sys.argv[sys.argv.index("-npl") + 1].split(",")):
+    speed = n * (3.0 if has_plugin else 2.0) / (1 if flash == "off" else 2)
+    print(json.dumps({"pl": n, "speed_pp": 10 * speed, "speed_tg": speed}))
+"""
+HEAD = "#!{python}\nimport json, os, sys\nhas_plugin = 'GGML_BACKEND_PATH' in os.environ\nbackends = {backends}\n"
+
+
+@pytest.fixture
+def programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of programs that print."""
+    for name, text in (("llama-bench", BENCH), ("llama-batched-bench", BATCHED)):
+        head = HEAD.format(python=sys.executable, backends="'NPU' if has_plugin else 'CPU'")
+        (tmp_path / name).write_text(head + text)
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setattr(suites, "build", lambda programs: tmp_path)
+    monkeypatch.setenv("GGML_BACKEND_PATH", "of the user")  # which llama.cpp alone must not have
+    return tmp_path
+
+
+def measured() -> dict[str, Measurement]:
+    return {each.what: each for each in bench_best(Path("model.gguf"), rounds=2, threads=2)}
+
+
+@pytest.mark.usefixtures("programs")
+def test_each_setting_is_compared_with_llama_cpps_better_one() -> None:
+    found = measured()
+    assert {each.group for each in found.values()} == {"llama-bench", "sequences"}
+    prompt = found["prompt of 512, flash attention off"]
+    assert prompt.values == [1024.0, 1024.0]
+    assert prompt.others == {LLAMA_CPP: [1024.0, 1024.0]}  # with flash attention
+    assert prompt.ratio(LLAMA_CPP) == 1
+    assert found["32 tokens, flash attention on"].ratio(LLAMA_CPP) == 2
+    assert found["16 tokens, 8 sequences, flash attention off"].ratio(LLAMA_CPP) == 1.5
+    assert found["16 tokens, 8 sequences, flash attention on"].ratio(LLAMA_CPP) == 0.75
+    assert found["prompt of 64, 1 sequence, flash attention off"].values == [30.0, 30.0]
+    assert len(found) == 2 * (2 + 2 * 6)
+
+
+def test_programs_that_do_not_load_the_plugin_are_not_compared(programs: Path) -> None:
+    text = (programs / "llama-bench").read_text()
+    (programs / "llama-bench").write_text(text.replace("'NPU' if has_plugin else 'CPU'", "'CPU'"))
+    with pytest.raises(BenchError, match="llama-bench has no device NPU, but CPU"):
+        measured()
