@@ -47,7 +47,7 @@ def _lines(timeline: Timeline) -> list[str]:
     lines = [
         f"{about['tokens']:,} tokens in {steps:,} steps, {splits:,} splits, {copies:,} of them after copies; "
         f"{_ms(timeline.wall)} ms, of which nodes {_share(nodes, timeline):.1%}, of the median step {median:.1%}",
-        f"{_times(about['with_clocks'], about['without_clocks'])} as the same run without clocks",
+        f"{_times(about['times_as_long'])} as the same steps without clocks, run in turns: the median of steps",
         f"roof: {roof.bytes / 1e9:.1f} GB/s copied, {roof.operations / 1e9:.1f} GFLOP/s of multiply-adds of float32, "
         f"{about['machine']}",
     ]
@@ -58,9 +58,8 @@ def _lines(timeline: Timeline) -> list[str]:
     return lines
 
 
-def _times(spent: dict[str, int], without: dict[str, int]) -> str:
-    wall, processor = (spent[each] / max(1, without[each]) for each in ("wall_ns", "processor_ns"))
-    return f"{wall:.2f} times as long (by processor time {processor:.2f})"
+def _times(ratios: dict[str, float]) -> str:
+    return f"{ratios['wall']:.2f} times as long (by processor time {ratios['processor']:.2f})"
 
 
 def print_timelines(a: Timeline, b: Timeline, names: tuple[str, str], console: Console) -> None:
@@ -91,6 +90,6 @@ def _differing(a: Timeline, b: Timeline) -> list[tuple[str, object, object]]:
 
 
 def _flat(timeline: Timeline) -> dict[str, object]:
-    measured = ("with_clocks", "without_clocks", "roofline", "measured", "settings")
+    measured = ("with_clocks", "without_clocks", "times_as_long", "roofline", "measured", "settings")
     about = {name: value for name, value in timeline.about.items() if name not in measured}
     return about | {f"settings.{name}": value for name, value in timeline.about["settings"].items()}
