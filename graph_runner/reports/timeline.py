@@ -7,7 +7,10 @@ from pathlib import Path
 
 from graph_runner.base.console import Console, table
 from graph_runner.timeline.events import COPY, NODE, SPLIT, STEP, Timeline
+from graph_runner.timeline.logs import Log, nodes_in_both
 from graph_runner.timeline.table import Row, both, roofline_of, rows, shares_of_steps
+
+_LONGEST = 20  # nodes that are shown
 
 
 def print_timeline(timeline: Timeline, console: Console) -> None:
@@ -64,18 +67,56 @@ def _times(ratios: dict[str, float]) -> str:
 
 def print_timelines(a: Timeline, b: Timeline, names: tuple[str, str], console: Console) -> None:
     """Prints two timelines beside each other."""
+    _print_both((rows(a), rows(b)), (a.wall, b.wall), names, console)
+    for name, one, other in _differing(a, b):
+        console.print(f"differs: {name}: {one}, {other}", highlight=False, markup=False, soft_wrap=True)
+
+
+def _print_both(
+    of: tuple[list[Row], list[Row]], walls: tuple[int, int], names: tuple[str, str], console: Console
+) -> None:
     shown = table("device", "op")
     first, second = map(_short, names)
     for column in (f"count {first}", second, f"ms {first}", second, "ratio"):
         shown.add_column(column, justify="right")
-    for each in both(a, b):
+    for each in both(*of):
         counts = [f"{row.count:,}" if row and row.count else "" for row in (each.a, each.b)]
         times = [_ms(row.ns) if row else "" for row in (each.a, each.b)]
         shown.add_row(each.device, each.op, *counts, *times, "" if each.ratio is None else f"{each.ratio:.2f}")
-    shown.add_row("", "all", "", "", _ms(a.wall), _ms(b.wall), f"{b.wall / a.wall:.2f}" if a.wall else "")
+    a, b = walls
+    shown.add_row("", "all", "", "", _ms(a), _ms(b), f"{b / a:.2f}" if a else "")
     console.print(shown)
-    for name, one, other in _differing(a, b):
-        console.print(f"differs: {name}: {one}, {other}", highlight=False, markup=False, soft_wrap=True)
+
+
+def print_log(log: Log, console: Console) -> None:
+    """Prints the table of another backend's log."""
+    shown = table("device", "op")
+    for column in ("count", "ms", "GFLOP/s", "share"):
+        shown.add_column(column, justify="right")
+    all_ns = sum(row.ns for row in log.rows)
+    for row in log.rows:
+        rate = f"{row.operations / row.ns:.1f}" if row.ns and row.operations else ""
+        shown.add_row(row.device, row.op, f"{row.count:,}", _ms(row.ns), rate, f"{row.ns / max(1, all_ns):.1%}")
+    console.print(shown)
+    console.print(f"a log of {log.kind}: {log.says}", highlight=False, markup=False, soft_wrap=True)
+
+
+def print_log_beside(log: Log, timeline: Timeline, names: tuple[str, str], console: Console) -> None:
+    """Prints another backend's log beside a timeline: ops, and the longest nodes if the log names nodes."""
+    _print_both((log.rows, rows(timeline)), (sum(row.ns for row in log.rows), timeline.wall), names, console)
+    same = nodes_in_both(log, timeline)
+    if same:
+        shown = table("node")
+        for column in (f"ms {_short(names[0])}", _short(names[1])):
+            shown.add_column(column, justify="right")
+        for each in same[:_LONGEST]:
+            shown.add_row("; ".join(each.ids) or each.name, _ms(each.ns), _ms(each.timed) if each.ids else "")
+        console.print(shown)
+        found = sum(bool(each.ids) for each in same)
+        console.print(
+            f"{found:,} of {len(same):,} named nodes are in {_short(names[1])}", highlight=False, markup=False
+        )
+    console.print(f"a log of {log.kind}: {log.says}", highlight=False, markup=False, soft_wrap=True)
 
 
 def _short(name: str) -> str:
