@@ -21,6 +21,7 @@ from ggml_backend_npu.ggml.graph_read import (
     PARAMS_END,
     ROW,
     SRC,
+    VIEW_OFFS,
     VIEW_SRC,
     GraphReader,
     call_python,
@@ -31,7 +32,7 @@ from quant.kernels.jit import callback, inlined, stream_ends
 from quant.kernels.records import packed, place_in, shared_record_at, size_of
 
 _N_SLOTS = 2048  # nodes that are known at once
-_SIZES = 9  # words that a tensor has in a key: its type, ne, nb
+_SIZES = 10  # words that a tensor has in a key: its type, ne, nb, and where it begins in the memory of the result
 _PARAMS = PARAMS_END - OP + 1
 _KEY = 1 + _PARAMS + (1 + N_SRC) * _SIZES
 _CONTEXT = NEWEST["ggml_backend_device"].context.offset  # as in every layout
@@ -61,9 +62,10 @@ _SLOTS, _VERSION = size_of(_Known), place_in(_Known, "version")
 
 @inlined
 def _key(node: int, key: Any) -> Any:
-    """Writes what a refusal may depend on: op, parameters, types, ne, nb. Returns a hash of it and the number of
-    words."""
+    """Writes what a refusal may depend on: op, parameters, types, ne, nb, and what shares memory with the result, a
+    view. Returns a hash of it and the number of words."""
     words = int64s(node, ROW)
+    memory = words[VIEW_SRC] if words[VIEW_SRC] != 0 else node
     key[0] = 0
     for k in range(_PARAMS):
         key[1 + k] = words[OP + k]
@@ -78,6 +80,8 @@ def _key(node: int, key: Any) -> Any:
         key[n] = of[0] & LOW
         for j in range(8):
             key[n + 1 + j] = of[NE + j]
+        shares = (of[VIEW_SRC] if of[VIEW_SRC] != 0 else tensor) == memory
+        key[n + 9] = of[VIEW_OFFS] if shares else -1
         n += _SIZES
     found = types.int64(0)
     for k in range(n):
@@ -112,7 +116,7 @@ def supports_op(device: int, node: int) -> Any:
     is_of_now = known.version == int64s(known.version_at, 1)[0]
     if is_of_now and int64s(known.left, 1024)[words[OP] & LOW] != 0:
         return types.uint8(0)
-    if is_of_now and words[VIEW_SRC] == 0:
+    if is_of_now:
         key = np.empty(_KEY, np.int64)
         found, n = _key(node, key)
         slot = int64s(at + 8 * (_SLOTS + (1 + _KEY) * (found & (_N_SLOTS - 1))), 1 + _KEY)
@@ -144,7 +148,7 @@ class Answers:
         return int(self._words.ctypes.data)
 
     def learn(self, node: int, version: int) -> None:
-        """Remembers that the backend of this version says yes to the node at an address, whose result is no view."""
+        """Remembers that the backend of this version says yes to the node at an address."""
         self._begin(version)
         _learn(self.address + 8 * _SLOTS, node, version)
 

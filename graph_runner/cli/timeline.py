@@ -34,8 +34,9 @@ def timeline(
     model: Annotated[
         str,
         typer.Argument(
-            metavar="MODEL|A.json",
-            help="A GGUF file, [bold]demo[/] or [bold]tiny[/], which is run; or the file of a timeline.",
+            metavar="MODEL|A.json|A.log",
+            help="A GGUF file, [bold]demo[/] or [bold]tiny[/], which is run; the file of a timeline; or a log of "
+            "ggml-vulkan, ggml-opencl or ggml-hexagon (.log, .txt, .csv).",
             show_default=False,
         ),
         READS,
@@ -74,13 +75,23 @@ def timeline(
     """Show when the nodes of a run ran, on each device: a table of ops, and a trace that Perfetto opens.
 
     The NPU's kernels are timed inside of the call that runs a whole graph; nodes of other devices run alone. With the
-    file of a timeline nothing is run: the table is shown, or two timelines side by side.
+    file of a timeline, or with another backend's log, nothing is run: the table is shown, or two of them side by side.
     """  # fmt: skip
     from graph_runner.base.errors import BadInputError
-    from graph_runner.reports.timeline import print_timeline, print_timelines
+    from graph_runner.reports.timeline import print_log, print_log_beside, print_timeline, print_timelines
     from graph_runner.timeline.events import read_timeline, trace_json
+    from graph_runner.timeline.logs import LOGS, read_log
 
     second = None if other is None else read_timeline(other)
+    if Path(model).suffix in LOGS:
+        if output is not None:
+            raise BadInputError(f"--output {output!r}: nothing is run, and {model!r} does not say when nodes began")
+        log = read_log(Path(model))
+        if second is None:
+            print_log(log, stdout(None))
+        else:
+            print_log_beside(log, second, (model, str(other)), stdout(None))
+        return
     if Path(model).suffix == ".json":
         if output is not None:
             raise BadInputError(f"--output {output!r}: nothing is run, {model!r} is a timeline already")

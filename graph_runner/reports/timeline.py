@@ -7,7 +7,10 @@ from pathlib import Path
 
 from graph_runner.base.console import Console, table
 from graph_runner.timeline.events import COPY, NODE, SPLIT, STEP, Timeline
+from graph_runner.timeline.logs import Log, nodes_in_both
 from graph_runner.timeline.table import Row, both, roofline_of, rows, shares_of_steps
+
+_LONGEST = 20  # nodes that are shown
 
 
 def print_timeline(timeline: Timeline, console: Console) -> None:
@@ -47,7 +50,7 @@ def _lines(timeline: Timeline) -> list[str]:
     lines = [
         f"{about['tokens']:,} tokens in {steps:,} steps, {splits:,} splits, {copies:,} of them after copies; "
         f"{_ms(timeline.wall)} ms, of which nodes {_share(nodes, timeline):.1%}, of the median step {median:.1%}",
-        f"{_times(about['with_clocks'], about['without_clocks'])} as the same run without clocks",
+        f"{_times(about['times_as_long'])} as the same steps without clocks, run in turns: the median of steps",
         f"roof: {roof.bytes / 1e9:.1f} GB/s copied, {roof.operations / 1e9:.1f} GFLOP/s of multiply-adds of float32, "
         f"{about['machine']}",
     ]
@@ -58,25 +61,62 @@ def _lines(timeline: Timeline) -> list[str]:
     return lines
 
 
-def _times(spent: dict[str, int], without: dict[str, int]) -> str:
-    wall, processor = (spent[each] / max(1, without[each]) for each in ("wall_ns", "processor_ns"))
-    return f"{wall:.2f} times as long (by processor time {processor:.2f})"
+def _times(ratios: dict[str, float]) -> str:
+    return f"{ratios['wall']:.2f} times as long (by processor time {ratios['processor']:.2f})"
 
 
 def print_timelines(a: Timeline, b: Timeline, names: tuple[str, str], console: Console) -> None:
     """Prints two timelines beside each other."""
+    _print_both((rows(a), rows(b)), (a.wall, b.wall), names, console)
+    for name, one, other in _differing(a, b):
+        console.print(f"differs: {name}: {one}, {other}", highlight=False, markup=False, soft_wrap=True)
+
+
+def _print_both(
+    of: tuple[list[Row], list[Row]], walls: tuple[int, int], names: tuple[str, str], console: Console
+) -> None:
     shown = table("device", "op")
     first, second = map(_short, names)
     for column in (f"count {first}", second, f"ms {first}", second, "ratio"):
         shown.add_column(column, justify="right")
-    for each in both(a, b):
+    for each in both(*of):
         counts = [f"{row.count:,}" if row and row.count else "" for row in (each.a, each.b)]
         times = [_ms(row.ns) if row else "" for row in (each.a, each.b)]
         shown.add_row(each.device, each.op, *counts, *times, "" if each.ratio is None else f"{each.ratio:.2f}")
-    shown.add_row("", "all", "", "", _ms(a.wall), _ms(b.wall), f"{b.wall / a.wall:.2f}" if a.wall else "")
+    a, b = walls
+    shown.add_row("", "all", "", "", _ms(a), _ms(b), f"{b / a:.2f}" if a else "")
     console.print(shown)
-    for name, one, other in _differing(a, b):
-        console.print(f"differs: {name}: {one}, {other}", highlight=False, markup=False, soft_wrap=True)
+
+
+def print_log(log: Log, console: Console) -> None:
+    """Prints the table of another backend's log."""
+    shown = table("device", "op")
+    for column in ("count", "ms", "GFLOP/s", "share"):
+        shown.add_column(column, justify="right")
+    all_ns = sum(row.ns for row in log.rows)
+    for row in log.rows:
+        rate = f"{row.operations / row.ns:.1f}" if row.ns and row.operations else ""
+        shown.add_row(row.device, row.op, f"{row.count:,}", _ms(row.ns), rate, f"{row.ns / max(1, all_ns):.1%}")
+    console.print(shown)
+    console.print(f"a log of {log.kind}: {log.says}", highlight=False, markup=False, soft_wrap=True)
+
+
+def print_log_beside(log: Log, timeline: Timeline, names: tuple[str, str], console: Console) -> None:
+    """Prints another backend's log beside a timeline: ops, and the longest nodes if the log names nodes."""
+    _print_both((log.rows, rows(timeline)), (sum(row.ns for row in log.rows), timeline.wall), names, console)
+    same = nodes_in_both(log, timeline)
+    if same:
+        shown = table("node")
+        for column in (f"ms {_short(names[0])}", _short(names[1])):
+            shown.add_column(column, justify="right")
+        for each in same[:_LONGEST]:
+            shown.add_row("; ".join(each.ids) or each.name, _ms(each.ns), _ms(each.timed) if each.ids else "")
+        console.print(shown)
+        found = sum(bool(each.ids) for each in same)
+        console.print(
+            f"{found:,} of {len(same):,} named nodes are in {_short(names[1])}", highlight=False, markup=False
+        )
+    console.print(f"a log of {log.kind}: {log.says}", highlight=False, markup=False, soft_wrap=True)
 
 
 def _short(name: str) -> str:
@@ -91,6 +131,6 @@ def _differing(a: Timeline, b: Timeline) -> list[tuple[str, object, object]]:
 
 
 def _flat(timeline: Timeline) -> dict[str, object]:
-    measured = ("with_clocks", "without_clocks", "roofline", "measured", "settings")
+    measured = ("with_clocks", "without_clocks", "times_as_long", "roofline", "measured", "settings")
     about = {name: value for name, value in timeline.about.items() if name not in measured}
     return about | {f"settings.{name}": value for name, value in timeline.about["settings"].items()}

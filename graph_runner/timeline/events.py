@@ -70,13 +70,13 @@ def trace_json(timeline: Timeline) -> dict[str, Any]:
     """Returns a timeline as data for JSON."""
     tracks = [LLAMA, *dict.fromkeys(event.track for event in timeline.events if event.track != LLAMA)]
     events: list[dict[str, Any]] = [_named("process_name", 0, f"ggml-npu timeline of {timeline.about['model']}")]
-    for number, track in enumerate(tracks):
+    for number, track in enumerate(tracks, start=1):  # to Perfetto, thread 0 is the one that has the process's number
         events.append(_named("thread_name", number, track))
         events.append(_named("thread_sort_index", number, number, key="sort_index"))
     for event in timeline.events:
         events.append(
             {
-                "ph": "X", "pid": _PROCESS, "tid": tracks.index(event.track), "cat": event.kind, "name": event.name,
+                "ph": "X", "pid": _PROCESS, "tid": 1 + tracks.index(event.track), "cat": event.kind, "name": event.name,
                 "ts": event.begin / 1000, "dur": event.duration / 1000, "args": dict(event.args),
             }
         )  # fmt: skip
@@ -121,7 +121,8 @@ def _timeline(data: list[dict[str, Any]], about: dict[str, Any]) -> Timeline:
         events.append(Event(each["cat"], str(each["name"]), names[each["tid"]], begin, begin + duration, args))
     found = Timeline({name: value for name, value in about.items() if name != "schema"}, events)
     float(about["roofline"]["bytes_per_second"]), float(about["roofline"]["operations_per_second"])
-    str(about["model"]), int(about["tokens"]), float(about["without_clocks"]["wall_ns"])
+    str(about["model"]), int(about["tokens"]), float(about["times_as_long"]["wall"])
+    float(about["times_as_long"]["processor"])
     if not [int(step.args["step"]) for step in found.of(STEP)]:
         raise ValueError
     return found

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from graph_runner.timeline.events import LLAMA, STEP, Event, Timeline
 from graph_runner.timeline.laying import lay_out
 from graph_runner.timeline.nodes import StepNodes
 from graph_runner.timeline.roofline import measured_roofline
+from graph_runner.timeline.turns import Turns
 from graph_runner.timeline.watching import Watcher
 from quant.kernels.jit import now
 from quant.kernels.processor import processor_name, processors
@@ -48,19 +49,6 @@ class TimelineOptions:
     settings: Settings = field(default_factory=Settings)
 
 
-@dataclass
-class _Spent:
-    """How long steps took, in ns: by the clock, and of the processors."""
-
-    wall: int = 0
-    processor: int = 0
-
-    @property
-    def json(self) -> dict[str, int]:
-        """As it is in the file."""
-        return {"wall_ns": self.wall, "processor_ns": self.processor}
-
-
 def record_timeline(
     model: Path,
     prompt: str,
@@ -69,7 +57,8 @@ def record_timeline(
     seen: Callable[[int], object] = lambda step: None,
 ) -> Timeline:
     """Runs a prompt and the most likely tokens after it, and returns when its nodes ran. The same tokens run four
-    times: twice without clocks, once to see which nodes this project's device takes, and then measured.
+    times: once without clocks, once to see which nodes this project's device takes, and then in turns, step by step,
+    without clocks and measured.
 
     npu   the plugin of `options.device` "NPU"; that of the default backend if omitted
     seen  called after each step of all runs with its number
@@ -77,20 +66,18 @@ def record_timeline(
     Raises SessionError for a model or settings that llama.cpp refuses, and BadInputError for a device that is not
     there.
     """
-    measuring = _Measuring(model, prompt, options, npu, seen)
-    batches, alone_wall = measuring.without_clocks()
-    events, spent, untimed, session = measuring.with_clocks(batches)
+    measuring, turns = _Measuring(model, prompt, options, npu, seen), Turns()
+    batches, events, untimed = measuring.run(turns)
     roof = measured_roofline()
-    settings = {name: str(getattr(session.settings, name)) for name in _OF_SETTINGS}
-    if session.npu is not None:
-        settings |= session.npu.backend.options.chosen()
+    settings = {name: str(getattr(measuring.settings, name)) for name in _OF_SETTINGS}
+    if measuring.backend is not None:
+        settings |= measuring.backend.options.chosen()
     about: dict[str, Any] = {
         "model": model.name, "description": measuring.description, "device": measuring.name, "settings": settings,
         "tokens": sum(len(tokens) for step in batches for tokens in step), "steps": len(batches),
         "machine": processor_name(), "processors": processors(), "ggml": lib.ggml().version,
         "llama-cpp-python": version("llama-cpp-python"), "ggml-backend-npu": version("ggml-backend-npu"),
-        "with_clocks": spent.json, "without_clocks": alone_wall.json, "nodes_without_times": untimed,
-        "measured": measuring.how,
+        **turns.json, "nodes_without_times": untimed, "measured": measuring.how,
         "roofline": {"bytes_per_second": roof.bytes, "operations_per_second": roof.operations},
     }  # fmt: skip
     return Timeline(about, events)
@@ -112,70 +99,42 @@ class _Measuring:
         if self._foreign is not None:
             layers = ALL_LAYERS if settings.gpu_layers is None else settings.gpu_layers
             settings = replace(settings, gpu_layers=layers if self._foreign.takes_layers else 0)
-        self._settings = settings
+        self.settings = settings
         self.name = options.device if self._foreign is None else self._foreign.name
         self.description = ""
-        self._backend: AnyBackend | None = None
+        self.backend: AnyBackend | None = None
 
     @property
     def how(self) -> dict[str, str]:
         """How the times of each device were taken."""
         alone = "each node runs alone, which the scheduler's eval callback asks for: its graph is cut there"
-        if self._backend is not None:
-            compiled = self._backend.runs_without_python
+        if self.backend is not None:
+            compiled = self.backend.runs_without_python
             ours = "inside of the graph's one call" if compiled else "a graph at once, which is waited for"
             return {self.name: ours, CPU: alone}
         return dict.fromkeys(dict.fromkeys((self.name, CPU)), alone)
 
     def _opened(self, observer: Watcher | None = None) -> Session:
         return Session(
-            self._model, self._settings, npu=self._npu, foreign=self._foreign, observer=observer, counts_nodes=False
+            self._model, self.settings, npu=self._npu, foreign=self._foreign, observer=observer, counts_nodes=False
         )
 
-    def without_clocks(self) -> tuple[Batches, _Spent]:
-        """Runs the prompt and the most likely tokens after it, twice. Returns the tokens of each step, and how long the
-        second run took."""
-        with self._opened() as session:
-            batches = [*session.parts(session.tokenize(self._prompt))]
-            self.description = session.description
-            self._backend = None if session.npu is None else session.npu.backend
-            for step in range(len(batches) + self._options.steps):
-                if step == len(batches):
-                    batches.append([[Sampler()(session.logits())]])
-                session.decode(*batches[step])
-                self._seen(step)
-            session.clear()
-            return batches, self._spent(session, batches)
-
-    def _spent(self, session: Session, batches: Batches) -> _Spent:
-        spent = _Spent()
-        for step, tokens in enumerate(batches):
-            begin, processor = now(), time.process_time_ns()
-            _decode(session, tokens)
-            spent.wall += now() - begin
-            spent.processor += time.process_time_ns() - processor
-            self._seen(step)
-        return spent
-
-    def with_clocks(self, batches: Batches) -> tuple[list[Event], _Spent, int, Session]:
-        """Runs tokens with clocks, twice. Returns the events of the second run, how long it took, how many nodes have
-        no time of their own, and the session, closed."""
-        watcher, spent, untimed = Watcher(), _Spent(), 0
-        events: list[Event] = []
-        with self._opened(watcher) as session:
+    def run(self, turns: Turns) -> tuple[Batches, list[Event], int]:
+        """Runs the prompt and the most likely tokens after it in a session without clocks, the same in one that sees
+        which nodes have to run alone, and then both again in turns. Returns the tokens of each step, the events of the
+        session with clocks, and how many nodes have no time of their own."""
+        watcher, events, untimed = Watcher(), list[Event](), 0
+        with self._opened() as plain, self._opened(watcher) as session:
+            batches = self._drawn(plain)
             context = session.npu_context
             with nullcontext(list) if context is None else context.timed() as taken:
                 alone = [*self._alone(session, watcher, taken, batches)]
-                session.clear()
-                nodes = StepNodes(self._ggml)
-                start = now()
+                for each in (plain, session):
+                    each.clear()
+                nodes, start = StepNodes(self._ggml), now()
                 for step, tokens in enumerate(batches):
                     watcher.begin(alone[step])
-                    processor, begin = time.process_time_ns(), now()
-                    _decode(session, tokens)
-                    end = now()
-                    spent.wall += end - begin
-                    spent.processor += time.process_time_ns() - processor
+                    begin, end = turns.take(partial(_decode, plain, tokens), partial(_decode, session, tokens))
                     entries, ran = watcher.entries(), [(self.name, each) for each in taken()]
                     known = nodes.of(entries[entries[:, 0] != 0, 0].tolist())
                     found, without = lay_out(step, entries, known, ran, self._device_of)
@@ -185,7 +144,19 @@ class _Measuring:
                     events += [replace(each, begin=each.begin - start, end=each.end - start) for each in found]
                     untimed += without
                     self._seen(step)
-        return events, spent, untimed, session
+        return batches, events, untimed
+
+    def _drawn(self, session: Session) -> Batches:
+        """Runs the prompt and the most likely tokens after it. Returns the tokens of each step."""
+        batches = [*session.parts(session.tokenize(self._prompt))]
+        self.description = session.description
+        self.backend = None if session.npu is None else session.npu.backend
+        for step in range(len(batches) + self._options.steps):
+            if step == len(batches):
+                batches.append([[Sampler()(session.logits())]])
+            session.decode(*batches[step])
+            self._seen(step)
+        return batches
 
     def _alone(
         self, session: Session, watcher: Watcher, taken: Callable[[], list[Ran]], batches: Batches

@@ -66,7 +66,7 @@ def shares_of_steps(timeline: Timeline) -> list[float]:
 
 @dataclass(frozen=True)
 class Both:
-    """An op in two timelines; None if one does not have it."""
+    """An op in two runs; None if one does not have it."""
 
     device: str
     op: str
@@ -79,10 +79,9 @@ class Both:
         return None if self.a is None or self.b is None or self.a.ns <= 0 else self.b.ns / self.a.ns
 
 
-def both(a: Timeline, b: Timeline) -> list[Both]:
-    """Returns the ops of two timelines, in the order of the first; ops that ran on other devices are apart, unless each
-    timeline has the op on one device alone."""
-    first, second = rows(a), rows(b)
+def both(first: list[Row], second: list[Row]) -> list[Both]:
+    """Returns the ops of two runs, in the order of the first; ops that ran on other devices are apart, unless each run
+    has the op on one device alone."""
     found, left = [], [*second]
     for row in first:
         same = [each for each in left if (each.device, each.op) == (row.device, row.op)]

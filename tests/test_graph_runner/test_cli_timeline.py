@@ -9,13 +9,14 @@ from pathlib import Path
 import pytest
 from kit.backends import rpc_library, served
 from kit.commands import Cli, assert_refused, fresh, strict_json
+from kit.perfetto import answers, missing
 
-from graph_runner.timeline.events import COPY, NODE, read_timeline
+from graph_runner.timeline.events import COPY, LLAMA, NODE, SPLIT, STEP, read_timeline
 
 ABOUT = {
     "schema", "model", "description", "device", "settings", "tokens", "steps", "machine", "processors", "ggml",
-    "llama-cpp-python", "ggml-backend-npu", "with_clocks", "without_clocks", "nodes_without_times", "measured",
-    "roofline",
+    "llama-cpp-python", "ggml-backend-npu", "with_clocks", "without_clocks", "times_as_long",
+    "nodes_without_times", "measured", "roofline",
 }  # fmt: skip
 
 
@@ -40,6 +41,27 @@ def test_the_table_has_every_op_and_all_of_the_time(written: tuple[Path, str]) -
 
 def test_the_file_says_what_ran(written: tuple[Path, str]) -> None:
     assert strict_json(written[0].read_text())["otherData"].keys() == ABOUT
+
+
+@pytest.mark.slow
+def test_perfetto_reads_the_trace(written: tuple[Path, str]) -> None:
+    if missing():
+        pytest.skip(f"missing: {missing()}")
+    timeline = read_timeline(written[0])
+    errors, slices, ids = answers(
+        written[0],
+        "select name, value from stats where value > 0 and severity in ('error', 'data_loss')",
+        "select t.name, s.category, count(*), sum(s.dur) from slice s "
+        "join thread_track on s.track_id = thread_track.id join thread t using (utid) group by 1, 2",
+        "select display_value from args where key = 'args.id'",
+    )
+    assert not errors
+    expected = []
+    for kind, track in ((NODE, "NPU"), (SPLIT, "NPU"), (STEP, LLAMA)):
+        events = timeline.of(kind)
+        expected.append([track, kind, len(events), sum(event.duration for event in events)])
+    assert sorted(slices) == sorted(expected)
+    assert sorted(ids) == sorted([event.args["id"]] for event in timeline.of(NODE))
 
 
 def test_the_table_of_a_file_is_that_of_the_run(cli: Cli, written: tuple[Path, str]) -> None:

@@ -14,7 +14,7 @@ from graph_runner.timeline.events import LLAMA, NODE, STEP, Event, Timeline, rea
 ABOUT = {
     "model": "m.gguf", "tokens": 3, "settings": {"threads": "1"}, "machine": "a machine", "steps": 1,
     "with_clocks": {"wall_ns": 3001, "processor_ns": 3000}, "without_clocks": {"wall_ns": 3000, "processor_ns": 3000},
-    "nodes_without_times": 0, "measured": {"NPU": "inside"},
+    "times_as_long": {"wall": 1.0, "processor": 1.0}, "nodes_without_times": 0, "measured": {"NPU": "inside"},
     "roofline": {"bytes_per_second": 1e9, "operations_per_second": 2e9},
 }  # fmt: skip
 EVENTS = [

@@ -98,6 +98,7 @@ def test_the_trace_is_of_the_format(timelines: Callable[[str], Timeline], kind: 
         assert each["ph"] in ("M", "X")
         if each["ph"] == "X":
             assert each["tid"] in names
+            assert each["tid"] > 0, "Perfetto takes 0 for the process's own thread"
             assert each["cat"] in (STEP, SPLIT, COPY, NODE)
             assert each["ts"] >= 0
             assert each["dur"] >= 0

@@ -46,7 +46,7 @@ def test_two_timelines() -> None:
     b = timeline(
         node("ADD", 0, 20, track="CPU"), node("MUL", 30, 35), node("MUL", 35, 50, track="CPU"), node("SQR", 50, 51)
     )
-    found = {(each.device, each.op): each.ratio for each in both(a, b)}
+    found = {(each.device, each.op): each.ratio for each in both(rows(a), rows(b))}
     assert found == {
         ("NPU, CPU", "ADD"): 2.0, ("NPU", "MUL"): 0.5, ("CPU", "MUL"): 1.5, ("", OUTSIDE): 59 / 70,
         ("NPU", "SQR"): None,
@@ -55,4 +55,4 @@ def test_two_timelines() -> None:
 
 def test_an_op_that_took_no_time_has_no_ratio() -> None:
     a = timeline(node("ADD", 0, 0))
-    assert {each.op: each.ratio for each in both(a, replace(a))}["ADD"] is None
+    assert {each.op: each.ratio for each in both(rows(a), rows(replace(a)))}["ADD"] is None
