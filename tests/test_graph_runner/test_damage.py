@@ -66,7 +66,7 @@ def end_of(data: bytes, digest: str) -> bytes:
 
 
 @pytest.mark.slow
-@pytest.mark.daily(3)
+@pytest.mark.daily(6)
 @pytest.mark.parametrize("kind", MODELS)
 def test_damaged_models(tmp_path: Path, kind: str) -> None:
     good = write_tiny_llama(tmp_path / "tiny.gguf")
@@ -74,7 +74,7 @@ def test_damaged_models(tmp_path: Path, kind: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.daily(3)
+@pytest.mark.daily(6)
 @pytest.mark.parametrize("end", ["", "right digest"])
 @pytest.mark.parametrize("kind", TRACES)
 def test_damaged_traces(tmp_path: Path, kind: str, end: str) -> None:

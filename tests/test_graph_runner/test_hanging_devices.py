@@ -34,6 +34,7 @@ def diff(tmp_path: Path, method: str, first: int, hangs: str = SLEEPS) -> Outcom
     return fresh("diff", "tiny", *options, "--json", "-")
 
 
+@pytest.mark.daily(2)
 @pytest.mark.slow
 @pytest.mark.some(1)
 @pytest.mark.parametrize("method", ["open", "alloc", "copy_in", "fill", "refusal"])
@@ -45,6 +46,7 @@ def test_while_a_model_is_loaded(tmp_path: Path, method: str) -> None:
     assert f"was not done after {LIMIT} s (--node-timeout)" in line
 
 
+@pytest.mark.daily(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("hangs", [SLEEPS, DEADLOCKS], ids=["sleeps", "deadlocks"])
 @pytest.mark.parametrize(("method", "first"), [("copy_out_async", 2)])
@@ -59,6 +61,7 @@ def test_between_nodes(tmp_path: Path, method: str, first: int, hangs: str) -> N
     assert result["first_introduced"] is None, "no node is to blame"
 
 
+@pytest.mark.daily(2)
 @pytest.mark.some(1)
 @pytest.mark.parametrize(
     ("method", "first"), [("compile", 3), ("copy_out", 400), ("synchronize", 5), ("free", 1), ("copy_in", 40)]

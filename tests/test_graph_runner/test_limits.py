@@ -57,6 +57,7 @@ def trace(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 # CPU time and memory
 
 
+@pytest.mark.daily(2)
 @pytest.mark.slow
 @pytest.mark.some(2)
 @pytest.mark.parametrize(

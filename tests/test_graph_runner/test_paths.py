@@ -43,7 +43,7 @@ def marked(path: Path) -> set[str]:
 CASES = [(mark, locale, command) for mark in MARKS for locale in LOCALES for command in COMMANDS if command != "bench"]
 
 
-@pytest.mark.daily(4)
+@pytest.mark.daily(8)
 @pytest.mark.parametrize(
     ("files", "locale", "command"),
     [pytest.param(*case, marks=[] if case in FIRST else pytest.mark.slow, id=" ".join(case)) for case in CASES],

@@ -98,7 +98,7 @@ def options(fault: Fault) -> list[object]:
     return chosen
 
 
-@pytest.mark.daily(3)
+@pytest.mark.daily(5)
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", of("ends"), ids=str)
 def test_a_kernel_ends_a_run(model: Models, fault: Fault, tmp_path: Path) -> None:
@@ -162,7 +162,7 @@ def of_device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.some(6)
-@pytest.mark.daily(3)
+@pytest.mark.daily(5)
 @pytest.mark.usefixtures("of_device")
 @pytest.mark.parametrize("fault", spread(of("isolated", "sources", "runs", "fused"), every=6))
 def test_a_fault_is_found(model: Models, fault: Fault, tmp_path: Path) -> None:
@@ -170,7 +170,7 @@ def test_a_fault_is_found(model: Models, fault: Fault, tmp_path: Path) -> None:
 
 
 @pytest.mark.some(3)
-@pytest.mark.daily(3)
+@pytest.mark.daily(5)
 @pytest.mark.usefixtures("of_device")
 @pytest.mark.parametrize("fault", spread([each for each in of("sources", "runs", "fused") if each.rounded], every=4))
 def test_a_fault_is_found_after_rounding(model: Models, fault: Fault, tmp_path: Path) -> None:
@@ -211,13 +211,13 @@ def assert_command_finds(command: Commands, model: Path, fault: Fault, folder: P
 
 
 @pytest.mark.some(1)
-@pytest.mark.daily(4)
+@pytest.mark.daily(6)
 @pytest.mark.parametrize("fault", spread(of("ends", "strays", "live", "packed", "late"), every=6))
 def test_the_command_finds_a_fault(model: Models, fault: Fault, commands: Commands, tmp_path: Path) -> None:
     assert_command_finds(commands, model(fault.model), fault, tmp_path)
 
 
-@pytest.mark.daily(4)
+@pytest.mark.daily(6)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "fault", [each for each in of("packed", "strays", "live", "late", "ends") if each.rounded], ids=str
