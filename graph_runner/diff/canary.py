@@ -7,8 +7,9 @@ bound come before those of which every byte counts; small ones and such with sev
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import islice
 
 import numpy as np
 from numpy.typing import NDArray
@@ -126,9 +127,10 @@ class Planter:
         draw = self._draws.setdefault(way, _Draw())
         if not draw.takes(rank, self._random):
             return
-        faults = [*self._faults(right, bound)]
-        if faults and (draw.rank == rank or not rank.is_small):
-            faults = [faults[self._random.integers(len(faults))]]
+        if draw.rank == rank or not rank.is_small:
+            faults = [*islice(self._faults(right, bound, self._random.permutation([*_KINDS])), 1)]
+        else:
+            faults = [*self._faults(right, bound, _KINDS)]
         seen = [planted for kind, bad in faults if (planted := self._planted(way, kind, bad, right, again)) is not None]
         if seen:
             draw.rank = rank
@@ -159,8 +161,8 @@ class Planter:
             return bound if bound <= _WIDEST else None
         return min(op.bound.get(type_of(node), op.bound.get("*", 0.0)), _OUR_WIDEST)
 
-    def _faults(self, right: Compared, bound: float) -> Iterator[tuple[str, Tensor]]:
-        """Yields the kinds of faults that are certain to be wrong, each with the result that has one."""
+    def _faults(self, right: Compared, bound: float, kinds: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
+        """Yields those of some kinds of faults that are certain to be wrong, each with the result that has one."""
         good, before = right.actual.unpacked(), right.before()
         if before is not None:
             before = before.unpacked() if (before.type, before.ne) == (good.type, good.ne) else None
@@ -168,8 +170,8 @@ class Planter:
         if not numbers.any() or not np.isfinite(numbers).all() or _may_be_undefined(right.node):
             return
         size = float(np.abs(numbers).max())
-        for kind, make in _KINDS.items():
-            for bad in make(_Good(good, numbers, before, bound), self._random):
+        for kind in kinds:
+            for bad in _KINDS[kind](_Good(good, numbers, before, bound), self._random):
                 if _is_beyond(_FAR * bound, size, bad, good) and _is_beyond(_FAR * bound, size, bad, right.expected):
                     yield kind, bad
                     break
