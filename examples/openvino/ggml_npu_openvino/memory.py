@@ -12,46 +12,35 @@ from ggml_backend_npu import Memory as Span
 from ggml_backend_npu import Tensor
 
 _ALIGNMENT = 64
-WITH_MINIMA = ("q4_1", "q5_1")
 
 
 class Memory:
-    """A buffer.
-
-    is_fixed  whether no program writes to it
-    version   changes when weights that were decoded are no longer right
-    users     programs whose requests hold views of it
-    """
+    """A buffer."""
 
     def __init__(self, size: int) -> None:
         whole = np.zeros(size + _ALIGNMENT, np.uint8)
         begin = -whole.ctypes.data % _ALIGNMENT
         self.bytes = whole[begin : begin + size]
-        self.is_fixed, self.version = True, 0
-        self.users: set[Any] = set()
         self._decoded: dict[Hashable, Any] = {}
 
-    def view(self, start: int, of: Tensor, dtype: Any) -> Any:
-        """Returns the elements of a tensor whose root is at `start`, (ne3, ne2, ne1, ne0 or the bytes of a row)."""
-        shape, strides = of.ne[::-1], of.nb[::-1]
-        if of.codec.dtype is None:
-            shape, strides = (*shape[:3], of.n_blocks * of.codec.block_bytes), (*strides[:3], 1)
-        return np.ndarray(shape, dtype, self.bytes, start + of.offset, strides)
-
     def forget(self) -> None:
-        """Drops decoded weights, because something was written."""
-        self.version += 1
+        """Drops decoded weights, because something is written."""
         self._decoded.clear()
 
+    def view(self, start: int, of: Tensor) -> Any:
+        """Returns the elements of a tensor whose root is at `start`, (ne3, ne2, ne1, ne0 or the bytes of a row)."""
+        shape, strides, dtype = of.ne[::-1], of.nb[::-1], of.codec.dtype
+        if dtype is None:
+            shape, strides = (*shape[:3], of.n_blocks * of.codec.block_bytes), (*strides[:3], 1)
+        return np.ndarray(shape, dtype or np.uint8, self.bytes, start + of.offset, strides)
+
     def decoded(self, start: int, of: Tensor, apart: bool) -> Any:
-        """Returns weights as float32. They are kept as long as nothing is written to the buffer."""
+        """Returns weights as float32, (ne3, ne2, ne1, ne0), and keeps them until something is written to the buffer. If
+        they are `apart`, a block is 33 columns: without the minimum, then it."""
         key = start, of, apart
-        if key in self._decoded:
-            return self._decoded[key]
-        found = _decoded(self.view(start, of, of.codec.dtype or np.uint8), of, apart)
-        if self.is_fixed:
-            self._decoded[key] = found
-        return found
+        if key not in self._decoded:
+            self._decoded[key] = _decoded(self.view(start, of), of, apart)
+        return self._decoded[key]
 
 
 def placeless(tensor: Tensor) -> Tensor:
@@ -60,15 +49,11 @@ def placeless(tensor: Tensor) -> Tensor:
 
 
 def _decoded(x: Any, of: Tensor, apart: bool) -> Any:
-    """Returns elements as float32, (ne3, ne2, ne1, ne0); if `apart`, blocks of 33: without the minimum, then it. ggml's
-    CPU multiplies a minimum with the rounded sum of a block of x."""
     if of.codec.dtype is not None:
         return np.ascontiguousarray(x, np.float32)
     blocks = np.array(x).reshape(-1, of.codec.block_bytes)
+    columns = []
     if apart:
-        minima = blocks[:, 2:4].copy().view(np.float16).astype(np.float32)
+        columns = [blocks[:, 2:4].copy().view(np.float16).astype(np.float32)]
         blocks[:, 2:4] = 0
-        found = np.concatenate([of.codec.decode(blocks), minima], -1)
-    else:
-        found = of.codec.decode(blocks)
-    return found.reshape(*of.ne[:0:-1], -1)
+    return np.concatenate([of.codec.decode(blocks), *columns], -1).reshape(*of.ne[:0:-1], -1)

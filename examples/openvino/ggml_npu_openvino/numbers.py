@@ -15,6 +15,7 @@ from openvino import opset15 as op
 from quant import codec
 
 Value = Any  # an output of a node of openvino
+select = op.select
 
 _F16, _BF16 = (
     (10, -14, 15),
@@ -46,10 +47,6 @@ def _over(x: float, y: Value) -> Value:
     """Returns x / y, and 0 for a y of 0."""
     is_zero = op.equal(y, scalar(0))
     return select(is_zero, y, divided(select(is_zero, y, scalar(x)), y))
-
-
-def select(where: Value, x: Value, y: Value) -> Value:
-    return op.select(where, x, y)
 
 
 def _nearest(x: Value, format: tuple[int, int, int]) -> Value:
