@@ -90,8 +90,7 @@ def _swiglu(at: Built, node: Node) -> None:
         n, rest = divmod(_at(node, 0).ne[0], 2)
         halves = op.variadic_split(at.read(_at(node, 0)), integers(3), integers([n, n, rest])).outputs()[:2]
         gate, up = halves[::-1] if _params(node).swapped else halves
-    gate = divided(gate, op.add(scalar(1), op.exp(op.negative(gate))))
-    at.write(node.dst, op.multiply(gate, up))
+    at.write(node.dst, op.multiply(divided(gate, op.add(scalar(1), op.exp(op.negative(gate)))), up))
 
 
 # rows
@@ -154,17 +153,14 @@ def _rope(at: Built, node: Node) -> None:
 def _product(x: Value, w: Value, transposed: bool) -> Value:
     """Returns x, (n3, n2, rows, k), times w, (m3, m2, ...), where dimensions 3 and 2 of w repeat one by one."""
     (n3, n2, rows, k), (m3, m2, *_) = _shape(x), _shape(w)
-    if n3 != m3:
-        x, w = reshaped(x, m3, n3 // m3, m2, n2 // m2 * rows, k), op.unsqueeze(w, integers([1]))
-    else:
-        x = reshaped(x, m3, m2, n2 // m2 * rows, k)
+    outer = (m3, m2) if n3 == m3 else (m3, n3 // m3, m2)
+    x, w = reshaped(x, *outer, n2 // m2 * rows, k), w if n3 == m3 else op.unsqueeze(w, integers([1]))
     found = op.matmul(x, w, False, transposed)
     return reshaped(found, n3, n2, rows, _shape(found)[_LAST])
 
 
 def _mul_mat(at: Built, node: Node) -> None:
-    weights = _at(node, 0)
-    at.write(node.dst, _product(at.rounded(_at(node, 1), weights.type), at.weights(weights), True))
+    at.write(node.dst, _product(at.rounded(_at(node, 1), _at(node, 0).type), at.weights(_at(node, 0)), True))
 
 
 def _flash_attn_ext(at: Built, node: Node) -> None:
