@@ -1,0 +1,200 @@
+"""A graph of ggml as a model of OpenVINO: what of memory it is given, and what of its results belongs where."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import openvino as ov
+from openvino import opset15 as op
+
+from ggml_backend_npu import Graph, Tensor
+
+from .memory import Memory, placeless
+from .numbers import DECODERS, ROUNDED, Value, decoded, integers, of_bits, reshaped
+
+HALVES, WITH_MINIMA = ("f16", "bf16"), ("q4_1", "q5_1")
+_DTYPES = {"f32": np.float32, "f16": np.float16, "bf16": np.uint16, "i32": np.int32, "i64": np.int32}
+
+
+@dataclass(frozen=True)
+class Given:
+    """What a parameter is given: the bytes of a root as elements of a type; or a tensor of weights, decoded."""
+
+    root: int
+    size: int
+    dtype: Any
+    weights: Tensor | None = None
+    apart: bool = False
+
+    def array(self, memory: Memory, start: int) -> Any:
+        """Returns it; no copy is made of what is not decoded."""
+        if self.weights is not None:
+            return memory.decoded(start, self.weights, self.apart)
+        return np.require(memory.bytes[start : start + self.size].view(self.dtype), requirements="A")
+
+
+@dataclass(frozen=True)
+class Write:
+    """A result that is copied to a tensor, or to those of its rows that another result names. Both by their numbers."""
+
+    root: int
+    tensor: Tensor
+    values: int
+    ids: int | None
+
+    def put(self, memory: Memory, start: int, outputs: Callable[[int], Any]) -> None:
+        """Copies the result, rounded to the tensor's type."""
+        target, values = memory.view(start, self.tensor), outputs(self.values)
+        if self.ids is None:
+            target[...] = values.reshape(target.shape)
+        else:
+            third, second = np.ogrid[: target.shape[0], : target.shape[1]]
+            target[third[..., None], second[..., None], outputs(self.ids)] = values
+
+
+class Built:
+    """What becomes of a graph. While it is built, `_contents` has all elements of each root that was written, as a
+    vector of float32 or int32, or of the bytes of blocks."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+        self.parameters: dict[Given, Any] = {}
+        self.results: list[Any] = []
+        self.writes: list[Write] = []
+        self._wanted = {graph.root_of(each) for tensors in graph.beyond for each in tensors if each.nbytes}
+        self._contents: dict[int, Value] = {}
+        self._made: dict[Hashable, Value] = {}
+
+    def model(self) -> Any:
+        """Returns the model of what was built."""
+        return ov.Model(self.results, list(self.parameters.values()), "ggml")
+
+    def once(self, how: Hashable, tensor: Tensor, make: Callable[[], Value]) -> Value:
+        """Returns what is made of a tensor: once for all who want it, until something is written to its root."""
+        key = self.graph.root_of(tensor), how, placeless(tensor)
+        if key not in self._made:
+            self._made[key] = make()
+        return self._made[key]
+
+    # what is read
+
+    def moved(self, tensor: Tensor) -> Value:
+        """Returns a tensor's elements, (ne3, ne2, ne1, ne0), as float32 or int32; of blocks the bytes of the rows."""
+        return _strided(self._elements(tensor), *_layout(tensor))
+
+    def read(self, tensor: Tensor) -> Value:
+        """Returns a tensor's elements, (ne3, ne2, ne1, ne0), as float32 or int32."""
+        found = self.moved(tensor)
+        return decoded(found, tensor.type) if tensor.codec.dtype is None else found
+
+    def rows(self, tensor: Tensor) -> tuple[Value, bool]:
+        """Returns a tensor's rows, of which few are wanted, and whether they are bytes, to be decoded."""
+        root, has_blocks = self.graph.root_of(tensor), tensor.codec.dtype is None
+        if tensor.type not in DECODERS:
+            return (self.weights(tensor, apart=False) if has_blocks else self.moved(tensor)), False
+        if root in self._contents or not tensor.has_contiguous_rows():
+            return self.moved(tensor), has_blocks
+        shape = (*tensor.ne[:0:-1], tensor.n_blocks * tensor.codec.block_bytes)
+        return _strided(self._in_memory(root, np.uint8), tensor.offset, shape, (*tensor.nb[:0:-1], 1)), True
+
+    def rounded(self, x: Tensor, type: str) -> Value:
+        """Returns x as ggml's CPU rounds it for weights of a type."""
+        return self.once(("rounded", type), x, lambda: ROUNDED[type](self.read(x)))
+
+    def weights(self, tensor: Tensor, apart: bool = True) -> Value:
+        """Returns weights, (ne3, ne2, ne1, ne0). If `apart`, a block that has a minimum is 33 columns."""
+        root, apart = self.graph.root_of(tensor), apart and tensor.type in WITH_MINIMA
+        if root in self._contents or tensor.type == "f32":
+            return self.read(tensor)
+        width = tensor.ne[0] // 32 * 33 if apart else tensor.ne[0]
+        given = Given(root, tensor.nbytes, np.float32, placeless(tensor), apart)
+        return self._parameter(given, (*tensor.ne[:0:-1], width))
+
+    def _elements(self, tensor: Tensor) -> Value:
+        root, type = self.graph.root_of(tensor), tensor.type
+        if root in self._contents:
+            return self._contents[root]
+        found = self._in_memory(root, _DTYPES.get(type, np.uint8))
+        return op.convert(found, "f32") if type == "f16" else of_bits(found, type) if type == "bf16" else found
+
+    def _in_memory(self, root: int, dtype: Any) -> Value:
+        n = self.graph.roots[root].memory.size // np.dtype(dtype).itemsize
+        return self._parameter(Given(root, n * np.dtype(dtype).itemsize, dtype), (n,))
+
+    def _parameter(self, given: Given, shape: tuple[int, ...]) -> Value:
+        if given not in self.parameters:
+            self.parameters[given] = op.parameter(shape, np.dtype(given.dtype))
+        return self.parameters[given]
+
+    # what is written
+
+    def write(self, tensor: Tensor, value: Value) -> None:
+        """Sets a tensor's elements to float32, which are rounded to its type, or to int32; of blocks to bytes."""
+        self._result(tensor, value)
+        flat = reshaped(value, -1)
+        if not (tensor.is_contiguous() and tensor.nbytes == self.graph.roots[self.graph.root_of(tensor)].memory.size):
+            flat = _scattered(self._elements(tensor), integers(_places(*_layout(tensor))), flat)
+        self._set(tensor, flat)
+
+    def write_rows(self, tensor: Tensor, rows: Value, ids: Value) -> None:
+        """Sets rows of a tensor: float32 (ne3, ne2, n, ne0) and int32 (ne3, ne2, n)."""
+        self._result(tensor, rows, ids)
+        offset, (n3, n2, _, n0), (s3, s2, s1, s0) = _layout(tensor)
+        others = integers(_places(offset, (n3, n2, 1, n0), (s3, s2, s1, s0)))
+        places = op.add(op.multiply(op.unsqueeze(ids, integers([3])), integers(s1)), others)
+        self._set(tensor, _scattered(self._elements(tensor), places, rows))
+
+    def _set(self, tensor: Tensor, flat: Value) -> None:
+        root = self.graph.root_of(tensor)
+        self._contents[root] = ROUNDED[tensor.type](flat) if tensor.type in HALVES else flat
+        self._made = {key: made for key, made in self._made.items() if key[0] != root}
+
+    def _result(self, tensor: Tensor, *values: Value) -> None:
+        root, at = self.graph.root_of(tensor), len(self.results)
+        if root in self._wanted:
+            self.results += [op.result(each) for each in values]
+            self.writes.append(Write(root, placeless(tensor), at, at + 1 if len(values) > 1 else None))
+
+
+def _layout(tensor: Tensor) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
+    """Returns offset, shape and strides in elements, in halves of an int64, or in the bytes of blocks."""
+    shape, strides = tensor.ne[::-1], tensor.nb[::-1]
+    if tensor.codec.dtype is None:
+        return tensor.offset, (*shape[:3], tensor.n_blocks * tensor.codec.block_bytes), (*strides[:3], 1)
+    size = np.dtype(_DTYPES[tensor.type]).itemsize
+    return tensor.offset // size, shape, tuple(stride // size for stride in strides)
+
+
+def _places(offset: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> Any:
+    """Returns the place of each element in its root."""
+    axes = np.ogrid[tuple(slice(n) for n in shape)]
+    return offset + sum(axis * stride for axis, stride in zip(axes, strides, strict=True))
+
+
+def _scattered(flat: Value, places: Value, values: Value) -> Value:
+    return op.scatter_elements_update(flat, reshaped(places, -1), reshaped(values, -1), integers(0))
+
+
+def _strided(flat: Value, offset: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> Value:
+    """Returns elements of a vector, by slices if each stride is a multiple of the next smaller one, else one by one."""
+    axes = sorted((axis for axis, n in enumerate(shape) if n > 1), key=lambda axis: -strides[axis])
+    found, rest, outer, length = flat, offset, [], flat.get_output_shape(0)[0]
+    for place, axis in enumerate(axes):
+        n, stride = shape[axis], max(strides[axis], 1)
+        begin, rest = rest - rest % stride, rest % stride
+        last = rest + sum((shape[inner] - 1) * strides[inner] for inner in axes[place + 1 :])
+        if last >= strides[axis] or begin + n * stride > length:
+            return op.gather(flat, integers(_places(offset, shape, strides)), integers(0))
+        found, length = reshaped(_sliced(found, begin, begin + n * stride), *outer, n, stride), stride
+        outer.append(n)
+    found = reshaped(_sliced(found, rest, rest + 1), *outer)
+    return reshaped(op.transpose(found, integers(np.argsort(axes))) if axes != sorted(axes) else found, *shape)
+
+
+def _sliced(x: Value, begin: int, end: int) -> Value:
+    if (begin, end) == (0, x.get_output_shape(0)[-1]):
+        return x
+    return op.slice(x, *(integers([each]) for each in (begin, end, 1, -1)))

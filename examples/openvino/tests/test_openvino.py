@@ -1,0 +1,201 @@
+"""The OpenVINO device: its kernels beside ggml's CPU and the project's own, and a model with all nodes on it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("openvino", reason="openvino is not installed: pip install examples/openvino")
+
+from fuzz import MOVERS, differing
+from ggml_npu_openvino import OpenVINO
+from ggml_npu_openvino.kernels import KERNELS
+from ggml_npu_openvino.numbers import ROUNDED
+
+import quant
+from ggml_backend_npu import Backend, DeviceBackend, DeviceError, Graph, Node, Options, Tensor
+from ggml_backend_npu.device.memory import OpaqueMemory
+from ggml_backend_npu.ggml import lib
+from ggml_backend_npu.ops import OWN
+from ggml_backend_npu.plugin.plugin import Plugin
+from graph_runner.base.tiny import write_tiny_llama
+from graph_runner.diff.run import DiffOptions, run_in_step
+from graph_runner.run.session import Session, Settings
+
+PROMPT = "The capital of France is"
+OURS = Backend("ours", options=Options(ops="all", matmul="exact"))
+
+
+@pytest.fixture(scope="module")
+def device() -> DeviceBackend:
+    found = OpenVINO()
+    try:
+        found.open()
+    except DeviceError as error:
+        pytest.skip(str(error))
+    found.is_open = True
+    return DeviceBackend(found)
+
+
+def tensor(*shape: int, type: str = "f32", seed: int = 0) -> Tensor:
+    values = np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+    if not quant.codec(type).is_quantized:
+        return Tensor.of(values.astype(quant.codec(type).dtype))
+    codec = quant.codec(type)
+    blocks = codec.encode(values.reshape(-1, codec.block_size), "reference")
+    return Tensor.of(blocks.reshape(*shape[:-1], -1), type)
+
+
+def params(op: str, **given: float) -> bytes:
+    record: Any = OWN[op].params
+    return bytes(record(**{name: given.get(name, 0) for name in record.__annotations__}).packed)
+
+
+IDS = Tensor.of(np.array([1, 4, 2], np.int32))
+ROPE = {"n_dims": 48, "freq_base": 10000.0, "freq_scale": 1.0, "attn_factor": 1.0}
+QKV = tensor(4, 3, 64), tensor(2, 5, 64, type="f16"), tensor(2, 5, 64, type="f16")
+CASES: list[tuple[str, tuple[Tensor, ...], tuple[int, ...], bytes]] = [
+    ("ADD", (tensor(3, 64), tensor(1, 64)), (3, 64), b""),
+    ("MUL", (tensor(2, 3, 64), tensor(3, 32)), (2, 3, 64), b""),
+    ("SCALE", (tensor(3, 64),), (3, 64), params("SCALE", scale=0.5, bias=1.0)),
+    ("CONT", (tensor(3, 64),), (3, 64), b""),
+    ("RMS_NORM", (tensor(3, 64),), (3, 64), params("RMS_NORM", eps=1e-5)),
+    ("RMS_NORM", (tensor(1, 1, 3, 39),), (1, 1, 3, 39), params("RMS_NORM", eps=0.0)),  # fused by OpenVINO's CPU
+    ("SOFT_MAX", (tensor(3, 64), tensor(3, 64, type="f16")), (3, 64), params("SOFT_MAX", scale=0.5)),
+    ("SWIGLU", (tensor(3, 64), tensor(3, 64, seed=1)), (3, 64), params("SWIGLU")),
+    ("SWIGLU", (tensor(3, 128),), (3, 64), params("SWIGLU", swapped=1)),
+    ("ROPE", (tensor(3, 2, 64), IDS), (3, 2, 64), params("ROPE", mode=0, **ROPE)),
+    ("ROPE", (tensor(3, 2, 64), IDS), (3, 2, 64), params("ROPE", mode=2, **ROPE)),
+    ("FLASH_ATTN_EXT", QKV, (3, 4, 64), params("FLASH_ATTN_EXT", scale=0.125)),
+    *(("GET_ROWS", (tensor(5, 256, type=type), IDS), (3, 256), b"") for type in ROUNDED),
+    *(("MUL_MAT", (tensor(2, 5, 256, type=type), tensor(4, 3, 256)), (4, 3, 5), b"") for type in ROUNDED),
+]
+
+
+@pytest.mark.parametrize(("op", "src", "shape", "given"), CASES, ids=[f"{op}-{src[0].type}" for op, src, *_ in CASES])
+def test_a_kernel_gives_what_ours_does(
+    op: str, src: tuple[Tensor, ...], shape: tuple[int, ...], given: bytes, device: DeviceBackend
+) -> None:
+    results = []
+    for backend in (device, OURS):
+        dst = Tensor.of(np.full(shape, np.nan, np.float32))
+        backend.compute(Node(op, dst, src, given.ljust(64, b"\0")))
+        results.append(dst.view())
+    actual, expected = results
+    tolerance = 3e-3 if op == "FLASH_ATTN_EXT" else 1e-5  # ggml's CPU sums float16 values in float16
+    np.testing.assert_allclose(actual, expected, rtol=tolerance, atol=tolerance)
+
+
+def test_what_moves_data_gives_the_bytes_of_ggmls_cpu() -> None:
+    assert not differing(MOVERS, 60).wrong
+
+
+@pytest.mark.slow
+def test_3000_nodes_that_move_data_give_the_bytes_of_ggmls_cpu() -> None:
+    assert not differing(MOVERS, 3_000, seed=1).wrong
+
+
+@pytest.mark.slow
+def test_200_nodes_that_compute_are_right_within_rounding() -> None:
+    assert not differing([op for op in KERNELS if op not in MOVERS], 200, seed=1).wrong
+
+
+def moved(tensor: Tensor, memory: OpaqueMemory) -> Tensor:
+    """The tensor in the device's memory."""
+    buffer = memory.allocate(tensor.nbytes)
+    assert buffer is not None
+    memory.write(buffer.address, tensor.memory.bytes())
+    return replace(tensor, memory=replace(tensor.memory, address=buffer.address, owner=None), buffer=buffer)
+
+
+def on(memory: OpaqueMemory, tensor: Tensor) -> Any:
+    """The float32 that the device has for a tensor."""
+    return memory.read(tensor.address, tensor.nbytes).view(np.float32).reshape(tensor.ne[::-1])
+
+
+def test_weights_that_are_set_again_are_decoded_again(device: DeviceBackend) -> None:
+    memory = device.memory()
+    first, second = (tensor(8, 64, type="q8_0", seed=seed) for seed in (0, 1))
+    x, dst = tensor(2, 64), Tensor.of(np.zeros((2, 8), np.float32))
+    there = [moved(each, memory) for each in (dst, first, x)]
+    node = Node("MUL_MAT", there[0], (there[1], there[2]), bytes(64))
+    plan = device.plan(Graph((node,), ((None,) * 2,), ((there[0],),)))
+    for weights in (first, second):
+        memory.write(there[1].address, weights.memory.bytes())
+        plan.run()
+        OURS.compute(Node("MUL_MAT", dst, (weights, x), bytes(64)))
+        np.testing.assert_allclose(on(memory, there[0]), dst.view(), rtol=1e-5, atol=1e-5)
+
+
+def test_a_program_serves_all_graphs_of_its_topology(device: DeviceBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One model is compiled; it reads and writes where each graph lies."""
+    compiled = []
+    monkeypatch.setattr(
+        OpenVINO, "compile", lambda self, graph, of=OpenVINO.compile: compiled.append(1) or of(self, graph)
+    )
+    memory = device.memory()
+    for seed in range(3):
+        a, b, dst = (moved(tensor(3, 7, seed=seed + add), memory) for add in (0, 10, 20))
+        device.plan(Graph((Node("ADD", dst, (a, b)),), ((None, None),), ((dst,),))).run()
+        assert np.array_equal(on(memory, dst), on(memory, a) + on(memory, b))
+    assert len(compiled) == 1
+
+
+def test_a_cache_is_read_after_it_is_written_in_one_graph(device: DeviceBackend) -> None:
+    """Rows of float16 are rounded before they are read, and the other rows stay."""
+    memory = device.memory()
+    cache, rows, ids = tensor(6, 64, type="f16"), tensor(2, 64, seed=1), Tensor.of(np.array([4, 1], np.int64))
+    expected = cache.view()[0, 0].astype(np.float32)
+    expected[[4, 1]] = rows.view()[0, 0].astype(np.float16)
+    there, given, places, out = (moved(each, memory) for each in (cache, rows, ids, tensor(6, 64)))
+    nodes = Node("SET_ROWS", there, (given, places, there), bytes(64)), Node("CPY", out, (there, out), bytes(64))
+    device.plan(Graph(nodes, ((None,) * 3, (0, None)), ((there,), (out,)))).run()
+    assert np.array_equal(on(memory, out)[0, 0], expected)
+    assert np.array_equal(memory.read(there.address, there.nbytes).view(np.float16).reshape(6, 64), expected)
+
+
+@pytest.mark.parametrize("attention", ["on", "off"])
+def test_every_node_of_a_llama_is_on_it_and_right(attention: Any, device: DeviceBackend, tmp_path: Path) -> None:
+    model = write_tiny_llama(tmp_path / "tiny.gguf")
+    settings = Settings(device="npu", gpu_layers=999, flash_attention=attention)
+    with Session(model, settings, npu=Plugin(lib.ggml(), device)) as session:
+        session.decode(session.tokenize(PROMPT))
+        assert session.splits == "1"
+        assert not session.left_to_the_cpu
+    result = run_in_step(model, PROMPT, DiffOptions(steps=2, settings=settings, backend=device))
+    assert result, result.wrong
+    assert result.ending is not None
+    assert result.ending.nmse < 1e-5
+
+
+def command(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    line = [sys.executable, "-c", "from graph_runner.cli import main; main()", *arguments]
+    return subprocess.run(line, env=os.environ | variables, capture_output=True, text=True, timeout=600, check=False)
+
+
+def test_a_device_that_is_not_there_is_one_line() -> None:
+    done = command("run", "tiny", "--device-file", "openvino", OV_DEVICE="NPU9")
+    assert done.returncode == 2
+    assert len(done.stderr.strip().splitlines()) == 1
+    assert "OV_DEVICE 'NPU9': " in done.stderr
+
+
+def test_without_openvino_there_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "openvino.py").write_text("raise ImportError('No module named openvino')\n")
+    done = command("run", "tiny", "--device-file", "openvino", PYTHONPATH=str(tmp_path))
+    assert done.returncode == 2
+    assert len(done.stderr.strip().splitlines()) == 1
+    assert "openvino cannot be imported (No module named openvino): pip install openvino" in done.stderr
+
+
+@pytest.mark.slow
+def test_its_memory_is_right() -> None:
+    done = command("test", "--memory", "--device-file", "openvino")
+    assert done.returncode == 0, done.stdout
