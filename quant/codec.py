@@ -111,7 +111,7 @@ def quantize(x: NDArray[Any], type: str, rounding: Rounding = "reference") -> By
     type      name of a ggml type
     rounding  q8_0 and q8_1 have three: "reference" (as ggml_quantize_chunk, which model files are made with, and
               quantize_row_q8_1_ref), "simd" and "neon" (as ggml's CPU backend, which runs inside a graph, on x86 and on
-              ARM); iq4_nl has two, in a file and in a graph
+              ARM); iq4_nl has two, in a file and in a graph; f16 has two for NaNs, whose payload "simd" alone keeps
 
     Returns uint8 (..., n / block_size * block_bytes). Raises ValueError for an unknown type or rounding, for an n that
     is not a multiple of the block size, for masked and complex arrays, and for a value of iq1, iq2 or iq3 that is not

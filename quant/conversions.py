@@ -90,8 +90,7 @@ def _i32_to_f32(x):
 
 I32 = Elements("i32", types.int32, 4, _i32_to_f32, truncate_to_int32)
 
-# the whole fours of a row of f16, which ggml_cpu_fp32_to_fp16 converts by the processor's vectors: they keep a NaN's
-# payload
+# the whole fours of a row of f16, which ggml_cpu_fp32_to_fp16 converts by the vectors of x86: they keep a NaN's payload
 F16_FOURS = Elements("f16_fours", types.uint16, 2, f16_to_f32, f32_to_f16_payload)
 
 

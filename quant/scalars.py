@@ -18,8 +18,7 @@ def quieted(x: Floats) -> Floats:
 
 
 def without_payload(x: Floats) -> Floats:
-    """x with every NaN made 7fc00000 or ffc00000: this is what remains of a NaN if ggml converts element by
-    element."""
+    """x with every NaN made 7fc00000 or ffc00000: this is what remains of a NaN where ggml converts in plain C."""
     return np.where(np.isnan(x), np.copysign(np.float32(np.nan), x), x)
 
 
@@ -46,18 +45,18 @@ class F32(Scalar):
 
 
 class F16(Scalar):
-    """GGML_TYPE_F16 with ggml's from_float and to_float: nearest, ties to even, overflow to inf, subnormals kept, NaN
-    made quiet."""
+    """GGML_TYPE_F16 with ggml's from_float and to_float: nearest, ties to even, overflow to inf, subnormals kept. A NaN
+    becomes 7e00 or fe00; with the rounding "simd" it keeps as much of its payload as fits, and is quiet."""
 
     name, block_bytes, dtype = "f16", 2, np.dtype(np.float16)
     run = conversions.F16
 
     def encode(self, x: Floats, rounding: Rounding) -> Bytes:
-        """A block is the 2 bytes of one float16, as ggml_cpu_fp32_to_fp16 converts with the processor's vectors
-        (F16C)."""
+        """A block is the 2 bytes of one float16, as ggml_fp32_to_fp16_row; with "simd" as ggml_cpu_fp32_to_fp16 on x86
+        with vectors (F16C)."""
+        quiet = quieted(x.copy()) if rounding == "simd" else without_payload(x)
         with np.errstate(over="ignore"):
-            halves = quieted(x.copy()).astype(np.float16)
-        return halves.view(np.uint8)
+            return quiet.astype(np.float16).view(np.uint8)
 
     def decode(self, blocks: Bytes) -> Floats:
         """float16 -> float32, exact; a signalling NaN becomes quiet."""

@@ -39,7 +39,11 @@ def test_a_process_of_the_machine_has_its_own_settings_and_not_this_ones(monkeyp
 
 @pytest.mark.parametrize(
     ("arguments", "says"),
-    [(["aarch64", "tinny"], "no step 'tinny'; there are: quant"), (["aarch64"], "no qemu-aarch64: apt-get install ")],
+    [
+        (["aarch64", "tinny"], "no step 'tinny'; there are: quant"),
+        (["aarch64"], "no qemu-aarch64: apt-get install "),
+        (["aarch64", "--cpu", "neoverse-n1", "tiny"], "no qemu-aarch64: apt-get install "),
+    ],
 )
 def test_a_mistake_is_refused_in_one_line(
     arguments: list[str], says: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -45,8 +45,8 @@ def convert(
     """Converts values, as `Tensor.view` returns them, from type src to type dst: (..., n) elements or (..., blocks,
     bytes).
 
-    rows      f16 as ggml_cpu_fp32_to_fp16 converts a row: in whole fours a NaN keeps its payload. Elsewhere no NaN
-              does.
+    rows      f16 as ggml_cpu_fp32_to_fp16 converts a row: on x86 a NaN in whole fours keeps its payload. Elsewhere no
+              NaN does.
     numerics  whose codecs and rounding are used
     """
     if src == dst:

@@ -50,7 +50,8 @@ def functions() -> Iterator[Functions]:
 def test_every_half_is_widened(functions: Functions) -> None:
     widened = functions[0]
     bits = np.arange(1 << 16, dtype=np.uint16)
-    expected = bits.view(np.float16).astype(np.float32)
+    with np.errstate(invalid="ignore"):  # an ARM's conversion says that it met a signalling NaN
+        expected = bits.view(np.float16).astype(np.float32)
     actual = np.array([widened(int(each)) for each in bits], np.float32)
     numbers = ~np.isnan(expected)
     assert np.array_equal(actual[numbers].view(np.uint32), expected[numbers].view(np.uint32))

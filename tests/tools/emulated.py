@@ -189,7 +189,7 @@ def main() -> int:
     parser.add_argument("machine", choices=["aarch64"])
     parser.add_argument("steps", nargs="*", metavar="STEP", help=" ".join(STEPS))
     parser.add_argument("--cpu", choices=CPUS, default=CPUS[0])
-    given = parser.parse_args(arguments[:end])
+    given = parser.parse_intermixed_args(arguments[:end])
     if unknown := [step for step in given.steps if step not in STEPS]:
         parser.error(f"no step {unknown[0]!r}; there are: {' '.join(STEPS)}")
     if missing := [program for program in NEEDED if not shutil.which(program)]:

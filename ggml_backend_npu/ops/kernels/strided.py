@@ -314,7 +314,7 @@ def bind_move(
     """
     convert = after = 0
     if src.type != dst.type or src.packed is not None or dst.packed is not None:
-        in_fours = dst_ids is not None and dst.type == "f16"
+        in_fours = dst_ids is not None and dst.type == "f16" and numerics.rounding == "simd"
         found = conversion(src.codec.run, F16_FOURS if in_fours else dst.codec.run, numerics.rounding)
         if found is None or (dst.type in numerics.bound and src.type != dst.type):
             return None

@@ -258,16 +258,28 @@ def test_cpy_turns_nan_into_the_f16_nan_that_ggml_makes_of_it(backend: Plugin, s
     assert_equals_cpu(backend, recipe)
 
 
-@pytest.mark.parametrize("row", [1, 4, 7, 8, 16, 23])
-def test_set_rows_turns_nan_into_the_f16_nan_that_ggml_makes_of_it(backend: Plugin, row: int) -> None:
-    """Whole vectors of 4 keep a NaN's upper bits, what is left of a row does not."""
-
+def nans_into_a_row_of(n: int) -> Recipe:
     def recipe(scene: Scene) -> int:
-        cache = scene.root("f16", (row, 2), np.zeros((2, row), np.float16))
-        source = scene.root("f32", (row,), np.resize(NAN, row))
+        cache = scene.root("f16", (n, 2), np.zeros((2, n), np.float16))
+        source = scene.root("f32", (n,), np.resize(NAN, n))
         return scene.op("set_rows", cache, source, scene.root("i64", (1,), np.array([1], np.int64)))
 
-    assert_equals_cpu(backend, recipe)
+    return recipe
+
+
+@pytest.mark.parametrize("row", [1, 4, 7, 8, 16, 23])
+def test_set_rows_turns_nan_into_the_f16_nan_that_ggml_makes_of_it(backend: Plugin, row: int) -> None:
+    """On x86 whole vectors of 4 keep a NaN's upper bits, what is left of a row does not."""
+    assert_equals_cpu(backend, nans_into_a_row_of(row))
+
+
+def test_as_on_an_arm_no_part_of_a_row_keeps_a_nans_payload(backend: Plugin, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(default_backend(), "numerics", replace(default_backend().numerics, rounding="neon"))
+    half = np.where(np.signbit(NAN.view(np.float32)), 0xFE00, 0x7E00).astype(np.uint16)
+    for name in ENGINES:
+        with engine(backend, name):
+            left = outcome(backend, "NPU", nans_into_a_row_of(7)).after[0]
+        assert_same_bytes(left.reshape(2, -1)[1], half.view(np.uint8), name)
 
 
 # sizes
