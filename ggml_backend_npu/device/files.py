@@ -99,6 +99,8 @@ def _of_entry_point(name: str) -> list[Device]:
     try:
         with _recording() as found:
             made = known[name].load()()
+    except DeviceError as error:
+        raise DeviceError(f"device {name!r}: {error}") from None
     except (Exception, SystemExit, GeneratorExit) as error:
         raise DeviceError(f"device {name!r}: {said_by(error)}") from None
     return [*found, *(made if isinstance(made, list) else [made] if isinstance(made, Device) else [])]

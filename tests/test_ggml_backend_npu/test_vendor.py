@@ -7,11 +7,13 @@ import re
 import shlex
 import subprocess
 import sys
+from importlib.metadata import EntryPoint
 from pathlib import Path
 
 import pytest
 
 from ggml_backend_npu import DeviceError, QueuedDevice, default, register
+from ggml_backend_npu.device import files
 from ggml_backend_npu.device.backend import backends_of
 from ggml_backend_npu.device.files import load_devices
 from ggml_backend_npu.device.sim import Simulator
@@ -143,6 +145,24 @@ def test_a_folder_is_no_device(tmp_path: Path) -> None:
     for path in (tmp_path, named):
         with pytest.raises(DeviceError, match=r"is a directory$"):
             load_devices(str(path))
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (DeviceError("torch cannot be imported"), r"^device 'torch': torch cannot be imported$"),
+        (ValueError("7"), r"^device 'torch': ValueError: 7 \(test_vendor.py line \d+\)$"),
+    ],
+)
+def test_a_package_that_has_no_device_says_why(error: Exception, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def devices() -> None:
+        raise error
+
+    point = EntryPoint("torch", "a.module:devices", files.GROUP)
+    monkeypatch.setattr(EntryPoint, "load", lambda _: devices)
+    monkeypatch.setattr(files, "entry_points", lambda group: [point])
+    with pytest.raises(DeviceError, match=said):
+        load_devices("torch")
 
 
 @pytest.mark.slow
