@@ -29,7 +29,7 @@ def _inherits() -> object:
         with suppress(OSError):
             about = os.fstat(stream)
             streams.append((stream, about.st_dev, about.st_ino))
-    return environment(), streams, os.getcwd()
+    return environment(), streams
 
 
 @dataclass
@@ -51,11 +51,16 @@ class Started:
         self.inherits = _inherits()
         self.file = os.fdopen(os.memfd_create("ggml-npu"), "r+b")  # on no disk, which could be full
         self.pipe, theirs = os.pipe()
-        self.process = subprocess.Popen(
-            python("-c", _CHILD, str(theirs), str(self.file.fileno()), self.module), env=environment(),
-            stdin=subprocess.PIPE, pass_fds=(theirs, self.file.fileno()), start_new_session=True,
-        )  # fmt: skip
-        os.close(theirs)
+        try:
+            self.process = subprocess.Popen(
+                python("-c", _CHILD, str(theirs), str(self.file.fileno()), self.module), env=environment(),
+                stdin=subprocess.PIPE, pass_fds=(theirs, self.file.fileno()), start_new_session=True,
+            )  # fmt: skip
+        except OSError:
+            self._close()
+            raise
+        finally:
+            os.close(theirs)
 
     def end(self) -> None:
         """Ends the process and all that it has started."""
@@ -69,6 +74,9 @@ class Started:
     def give_up(self) -> None:
         """Ends the process, which nobody has taken."""
         self.end()
+        self._close()
+
+    def _close(self) -> None:
         self.file.close()
         os.close(self.pipe)
 
@@ -77,11 +85,13 @@ _ahead: list[Started] = []
 
 
 def ahead() -> None:
-    """Starts the child process of the command that this process was called for, if that has one."""
+    """Starts the child process of the command that this process was called for, if that has one. If it cannot be
+    started, the command will say so when it needs it."""
     module = _OF_COMMANDS.get(sys.argv[1]) if len(sys.argv) > 1 else None
     if module is not None and _WITHOUT.isdisjoint(sys.argv):
-        _ahead.append(Started(module))
-        atexit.register(_give_up_all)
+        with suppress(OSError):
+            _ahead.append(Started(module))
+            atexit.register(_give_up_all)
 
 
 def _give_up_all() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 from collections.abc import Iterator
 
@@ -56,6 +57,18 @@ def test_commands_without_a_child_start_none(words: list[str], monkeypatch: pyte
     monkeypatch.setattr(sys, "argv", ["ggml-npu", *words])
     ahead()
     assert not start._ahead
+
+
+def test_a_process_that_cannot_be_started_ahead_is_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: object, **__: object) -> None:
+        raise BlockingIOError("no more processes")
+
+    monkeypatch.setattr(sys, "argv", ["ggml-npu", "diff", "tiny"])
+    monkeypatch.setattr(subprocess, "Popen", refused)
+    ahead()
+    assert not start._ahead
+    with pytest.raises(BlockingIOError):
+        started(DIFF)
 
 
 def test_a_command_that_is_refused_leaves_no_process_and_says_one_line() -> None:
