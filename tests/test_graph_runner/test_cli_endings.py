@@ -88,7 +88,7 @@ from graph_runner.base.errors import SuiteError
 from graph_runner.tools import suites
 
 def backend_ops(*arguments, **keywords):
-    for line in suites._lines([sys.executable, "-uc", "import os, time; print(os.getpid()); time.sleep(1000)"]):
+    for line in suites.printed_by([sys.executable, "-uc", "import os, time; print(os.getpid()); time.sleep(1000)"]):
         print(line, flush=True)
     return []
 
