@@ -107,7 +107,7 @@ def test_damaged_programs_are_built_anew(
 ) -> None:
     builds = []
 
-    def build(programs: Path, console: object) -> None:
+    def build(programs: Path, console: object, which: suites.Programs) -> None:
         builds.append(programs)
         programs.mkdir(exist_ok=True)
         (programs / "test-backend-ops").write_bytes(b"a program")
