@@ -23,9 +23,10 @@ _FUZZED = 5_000
 
 def movers() -> str:
     """Random nodes that move data, beside ggml's CPU."""
-    from fuzz import MOVERS, differing
+    from ggml_npu_torch import Torch
+    from kit.beside_cpu import MOVERS, differing
 
-    found = differing(MOVERS, _FUZZED)
+    found = differing(Torch(), MOVERS, _FUZZED)
     for line in found.wrong:
         print(line)
     return f"{found.n} nodes, {len(found.wrong)} wrong"

@@ -7,5 +7,5 @@
 set -u
 root="$(cd "$(dirname "$0")/../.." && pwd)"
 export TORCH_DEVICE="${TORCH_DEVICE:-cuda:0}" GGML_NO_BACKTRACE=1
-export PYTHONPATH="$root:$root/examples/torch:$root/examples/torch/tests:$root/tests${PYTHONPATH:+:$PYTHONPATH}"
+export PYTHONPATH="$root:$root/examples/torch:$root/tests${PYTHONPATH:+:$PYTHONPATH}"
 exec python3 "$root/examples/torch/gpu.py" "$@"

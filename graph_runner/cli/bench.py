@@ -60,8 +60,8 @@ def bench(
     from ggml_backend_npu.default import only_backend
     from graph_runner.bench import WITH_BANDWIDTH, Measurement, bench, bench_json, check_plot, draw, print_bench
 
-    all_names = [name for name in Benchmark if name not in (Benchmark.ALL, Benchmark.BEST)]  # which takes half an hour
-    names = [name.value for name in (all_names if what == Benchmark.ALL else [what])]
+    of_all = [name for name in Benchmark if name not in (Benchmark.ALL, Benchmark.BEST)]  # best builds llama.cpp
+    names = [name.value for name in (of_all if what == Benchmark.ALL else [what])]
     if plot_file is not None:
         if not set(names) & set(WITH_BANDWIDTH):
             raise BadInputError(

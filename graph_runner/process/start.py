@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 from contextlib import suppress
-from dataclasses import dataclass, field
 from typing import IO
 
 from graph_runner.base.python import environment, python
@@ -32,28 +31,25 @@ def _inherits() -> object:
     return environment(), streams
 
 
-@dataclass
 class Started:
     """A process that imports a module and waits for a job.
 
     process  its standard input takes the job
     file     memory that both processes have; closed by who takes it
     pipe     a file descriptor, on which the process sends; closed by who takes it
+    inherits  what it has from this process
+
+    Raises OSError if there can be no process.
     """
 
-    module: str
-    file: IO[bytes] = field(init=False)
-    pipe: int = field(init=False)
-    process: subprocess.Popen[bytes] = field(init=False)
-    inherits: object = field(init=False)
-
-    def __post_init__(self) -> None:
+    def __init__(self, module: str) -> None:
+        self.module = module
         self.inherits = _inherits()
-        self.file = os.fdopen(os.memfd_create("ggml-npu"), "r+b")  # on no disk, which could be full
+        self.file: IO[bytes] = os.fdopen(os.memfd_create("ggml-npu"), "r+b")  # on no disk, which could be full
         self.pipe, theirs = os.pipe()
         try:
             self.process = subprocess.Popen(
-                python("-c", _CHILD, str(theirs), str(self.file.fileno()), self.module), env=environment(),
+                python("-c", _CHILD, str(theirs), str(self.file.fileno()), module), env=environment(),
                 stdin=subprocess.PIPE, pass_fds=(theirs, self.file.fileno()), start_new_session=True,
             )  # fmt: skip
         except OSError:

@@ -101,4 +101,8 @@ const begin = () => {
   ];
   for (const each of asked) port.onmessage({ data: new Uint8Array(each) });
 };
-setTimeout(begin, 3000);
+const waiting = setInterval(() => {
+  if (!port.onmessage) return;  // it is there once the wasm is
+  clearInterval(waiting);
+  begin();
+}, 5);

@@ -17,10 +17,9 @@ from quant import codec
 Value = Any  # an output of a node of openvino
 select = op.select
 
-_F16, _BF16 = (
-    (10, -14, 15),
-    (7, -126, 103),
-)  # bits of the mantissa, least exponent, and the largest that is rounded here
+# bits of the mantissa, least exponent, and the largest that is rounded here
+_F16 = 10, -14, 15
+_BF16 = 7, -126, 103
 
 
 def scalar(x: float) -> Value:

@@ -14,10 +14,10 @@ import pytest
 
 pytest.importorskip("openvino", reason="openvino is not installed: pip install examples/openvino")
 
-from fuzz import MOVERS, differing
 from ggml_npu_openvino import OpenVINO
 from ggml_npu_openvino.kernels import KERNELS
 from ggml_npu_openvino.numbers import ROUNDED
+from kit.beside_cpu import MOVERS, differing
 
 import quant
 from ggml_backend_npu import Backend, DeviceBackend, DeviceError, Graph, Node, Options, Tensor
@@ -94,17 +94,17 @@ def test_a_kernel_gives_what_ours_does(
 
 
 def test_what_moves_data_gives_the_bytes_of_ggmls_cpu() -> None:
-    assert not differing(MOVERS, 60).wrong
+    assert not differing(OpenVINO(), MOVERS, 60).wrong
 
 
 @pytest.mark.slow
 def test_3000_nodes_that_move_data_give_the_bytes_of_ggmls_cpu() -> None:
-    assert not differing(MOVERS, 3_000, seed=1).wrong
+    assert not differing(OpenVINO(), MOVERS, 3_000, seed=1).wrong
 
 
 @pytest.mark.slow
 def test_200_nodes_that_compute_are_right_within_rounding() -> None:
-    assert not differing([op for op in KERNELS if op not in MOVERS], 200, seed=1).wrong
+    assert not differing(OpenVINO(), [op for op in KERNELS if op not in MOVERS], 200, seed=1).wrong
 
 
 def moved(tensor: Tensor, memory: OpaqueMemory) -> Tensor:

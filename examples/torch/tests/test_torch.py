@@ -15,9 +15,9 @@ import pytest
 
 pytest.importorskip("torch", reason="torch is not installed: pip install examples/torch")
 
-from fuzz import MOVERS, differing
 from ggml_npu_torch import Torch
 from ggml_npu_torch.kernels import KERNELS
+from kit.beside_cpu import MOVERS, differing
 from kit.models import write_tiny_bert, write_tiny_gpt_oss, write_tiny_moe
 
 import quant
@@ -103,21 +103,21 @@ def test_a_kernel_gives_what_ours_does(
 
 
 def test_what_moves_data_gives_the_bytes_of_ggmls_cpu() -> None:
-    assert not differing(MOVERS, 150).wrong
+    assert not differing(Torch(), MOVERS, 150).wrong
 
 
 def test_what_computes_is_right_within_rounding() -> None:
-    assert not differing([op for op in KERNELS if op not in MOVERS], 80).wrong
+    assert not differing(Torch(), [op for op in KERNELS if op not in MOVERS], 80).wrong
 
 
 @pytest.mark.slow
 def test_20000_nodes_that_move_data_give_the_bytes_of_ggmls_cpu() -> None:
-    assert not differing(MOVERS, 20_000, seed=1).wrong
+    assert not differing(Torch(), MOVERS, 20_000, seed=1).wrong
 
 
 @pytest.mark.slow
 def test_2000_nodes_that_compute_are_right_within_rounding() -> None:
-    assert not differing([op for op in KERNELS if op not in MOVERS], 2_000, seed=1).wrong
+    assert not differing(Torch(), [op for op in KERNELS if op not in MOVERS], 2_000, seed=1).wrong
 
 
 def test_numbers_that_round_alone_are_encoded_as_on_ggmls_cpu() -> None:

@@ -1,4 +1,5 @@
-"""Random nodes of all sizes and strides, beside ggml's CPU: the bytes of what moves data, else within rounding."""
+"""Random nodes of all sizes and strides on a device, beside ggml's CPU: the bytes of what moves data, else within
+rounding."""
 
 from __future__ import annotations
 
@@ -6,10 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-from ggml_npu_openvino import OpenVINO
 from kit.drawn import drawn
 
-from ggml_backend_npu import DeviceBackend
+from ggml_backend_npu import Device, DeviceBackend
 from ggml_backend_npu.ggml import lib
 from ggml_backend_npu.plugin.replica import Replica
 from graph_runner.judging.compare import compare
@@ -27,9 +27,9 @@ class Found:
     wrong: list[str] = field(default_factory=list)
 
 
-def differing(ops: Sequence[str], n: int, seed: int = 0) -> Found:
-    """Computes n nodes that the device and ggml's CPU take, the ops by turns."""
-    device, found, rules = DeviceBackend(OpenVINO()), Found(), Rules()
+def differing(of: Device, ops: Sequence[str], n: int, seed: int = 0) -> Found:
+    """Computes n nodes that a device and ggml's CPU take, the ops by turns."""
+    device, found, rules = DeviceBackend(of), Found(), Rules()
     device.memory()
     with Replica(lib.ggml(), "CPU", threads=1) as cpu:
         place = -1
