@@ -183,7 +183,6 @@ KERNELS: dict[str, tuple[Kernel, tuple[tuple[str, ...], ...]]] = {
     "GET_ROWS": (_get_rows, (("f32", "i32"), (*_WEIGHTS, "i32"), IDS)),
     "SET_ROWS": (_set_rows, (FLOATS, _SINGLE, IDS, FLOATS)),
     "ADD": (_of_two(op.add), (FLOATS, FLOATS, FLOATS)),
-    "SUB": (_of_two(op.subtract), (FLOATS, FLOATS, FLOATS)),
     "MUL": (_of_two(op.multiply), (FLOATS, FLOATS, FLOATS)),
     "DIV": (_of_two(divided), (FLOATS, FLOATS, FLOATS)),
     "SCALE": (_scale, (_SINGLE, _SINGLE)),
