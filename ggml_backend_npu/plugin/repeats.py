@@ -150,6 +150,7 @@ def graph_compute(backend: int, graph: int) -> Any:
 class Repeat:
     """A plan that `graph_compute` can run.
 
+    address  of its `Known`
     version  version of the backend that made the plan
     read     the graph
     fuses    whether its nodes may be fused: how often each is used in the whole graph matters then
@@ -174,13 +175,9 @@ class Repeat:
                 in_python=plan.works is None,
             )
         )
+        self.address = int(self._words.ctypes.data)
         self._kept = lists
         self._seen = 0
-
-    @property
-    def address(self) -> int:
-        """Address of its `Known`."""
-        return int(self._words.ctypes.data)
 
     def new_runs(self) -> int:
         """How often it ran since the last call of this method."""
