@@ -290,13 +290,15 @@ def main() -> None:
         mail = _Mail(pipe, trail)
         try:
             import_module(sys.argv[3])
+            from ggml_backend_npu.ops.kernels import strided
             from ggml_backend_npu.registry.calls import watched_by
             from quant.kernels.jit import while_compiling
 
             watched_by(trail)
             while_compiling(trail.is_moving)
+            strided.make_ready()  # each job needs them, and the parent is not done importing
             gc.freeze()  # what was loaded stays, and results of nodes make no cycles
-            gc.set_threshold(20_000, 20, 20)
+            gc.set_threshold(200_000, 20, 20)
             try:
                 job = pickle.load(sys.stdin.buffer)
             except EOFError:  # the parent has no job
