@@ -222,6 +222,7 @@ KEPT = {
     "ggml_backend_npu/device/backend.py backends_of": "those of a file of devices, which is run once",
     "graph_runner/judging/promises.py _probes": "of the ops, which do not change",
     "graph_runner/diff/contents.py _read_by": "of nodes, which do not change",
+    "graph_runner/judging/compare.py _equal": "of numbers",
     "graph_runner/diff/own.py _overwritten": "of nodes, which do not change",
 }
 FIXED = {"bool", "int", "str", "Path", "Part", "CFunction | None"}  # types of results that cannot change

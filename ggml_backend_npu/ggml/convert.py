@@ -239,6 +239,13 @@ def in_graph(graph: int) -> list[int]:
     return addresses
 
 
+def copy_of(memory: Memory) -> Memory:
+    """A copy of some memory, which lies elsewhere."""
+    data = (ctypes.c_char * memory.size)()
+    ctypes.memmove(data, memory.address, memory.size)
+    return Memory(ctypes.addressof(data), memory.size, owner=data)
+
+
 def computing(ggml: Ggml, graph: int) -> list[int]:
     """The addresses of the nodes of the graph at an address that are to be computed."""
     return [address for address in in_graph(graph) if is_to_be_computed(ggml, address)]

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 
-from ggml_backend_npu import Memory, Node, Tensor
+from ggml_backend_npu import Node, Tensor
 from ggml_backend_npu.ggml import convert
 from ggml_backend_npu.ggml.convert import Read, Storage
 from graph_runner.diff.erring import Erring
@@ -68,7 +68,7 @@ class Alone:
         if known.refusal is not None:
             self.refused[node.op, known.refusal] += 1
         elif known.layout is not None:
-            copied = known.layout.copied(blanks=True)
+            copied = known.layout.copied()
         return Turn(step, place, read, before, copied)
 
     def _seen_first(self, read: Read) -> _Known:
@@ -86,7 +86,8 @@ class Alone:
             for tensor, storage in zip(node.src, read.src, strict=True)
             if tensor is not None and tensor.apart is None and storage is not None and storage.is_weight
         }
-        return _Known(overlapped, layout=Layout(node, lambda tensor: id(tensor) in packed, weights, self._copies))
+        layout = Layout(node, lambda tensor: id(tensor) in packed, blanks=True, weights=weights, kept=self._copies)
+        return _Known(overlapped, layout=layout)
 
     def synthetic(self, node: Node, expected: Tensor, step: int, place: int) -> Compared | None:
         """Has the device compute a node of no run. None if it does not take the node, or if memory errs.
@@ -197,4 +198,4 @@ def _name(tensor: Tensor | None) -> str:
 
 def _over_root(tensor: Tensor) -> Tensor:
     """Returns the tensor over a copy of all the memory that it is a view of."""
-    return replace(tensor, memory=Memory.of(tensor.memory.bytes().copy()))
+    return replace(tensor, memory=convert.copy_of(tensor.memory))

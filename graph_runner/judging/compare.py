@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -73,7 +74,7 @@ def compare(reference: Tensor, result: Tensor, outside: bool = False) -> Compari
     """
     size = reference.nbytes
     if same_bytes(reference.address, result.address, size):
-        return Comparison(size, 0, outside)
+        return _equal(size, outside)
     expected, actual = (_span(tensor) for tensor in (reference, result))
     a, b = (values(tensor) for tensor in (reference, result))
     with np.errstate(all="ignore"):
@@ -95,6 +96,11 @@ def compare(reference: Tensor, result: Tensor, outside: bool = False) -> Compari
             inf=(int(np.isinf(a).sum()), int(np.isinf(b).sum())),
             where=_first(reference, result),
         )
+
+
+@lru_cache(4096)
+def _equal(n_bytes: int, outside: bool) -> Comparison:
+    return Comparison(n_bytes, 0, outside)
 
 
 def _cosine(x: Floats, y: Floats, power: float) -> float:

@@ -4,14 +4,14 @@ detected."""
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ggml_backend_npu import Memory, Node, Tensor
-from ggml_backend_npu.ggml.convert import same_bytes
+from ggml_backend_npu.ggml.convert import copy_of, same_bytes
 from ggml_backend_npu.ggml.fenced import ALIGNMENT, fenced, is_damaged, refill
 from ggml_backend_npu.ir import sharing as shared
 from ggml_backend_npu.ir.packed import PACKED_TYPES, Packed
@@ -21,6 +21,8 @@ Bytes = NDArray[np.uint8]
 Packs = Callable[[Tensor], bool]
 
 _MOST_KEPT = 1 << 28
+_NOTHING = Memory(0, 0)
+_SMALL = 1 << 16  # bytes of copies that are kept although their node may not come again
 _DO_NOT_READ = {"CPY": 1}  # the source that is dst itself, of which nothing is read
 
 
@@ -91,14 +93,18 @@ def copy(tensor: Tensor) -> Tensor:
 
 def held(tensor: Tensor) -> Tensor:
     """Returns the tensor over a plain copy of its span, in ggml's layout: for who reads it, and no kernel."""
-    return tensor.over(Memory.of(span(tensor)))
+    return tensor.over(copy_of(shared.span(tensor.unpacked())))
 
 
 class Kept:
     """Copies that are kept for the next node, at most _MOST_KEPT bytes: those of weights, which all nodes that read
-    them share, and those of layouts. A copy is made again only if what it holds may have changed."""
+    them share, and those of layouts. A copy is made again only if what it holds may have changed.
+
+    n_forgotten  how often the copies of weights were forgotten
+    """
 
     def __init__(self) -> None:
+        self.n_forgotten = 0
         self._weights: dict[tuple[int, int, str | None], Room] = {}
         self._free = _MOST_KEPT
 
@@ -126,6 +132,7 @@ class Kept:
         """Called after a node that may have damaged one of their copies."""
         self.gives(sum(size for _, size, _ in self._weights))
         self._weights.clear()
+        self.n_forgotten += 1
 
 
 class _Part(NamedTuple):
@@ -138,33 +145,50 @@ class _Part(NamedTuple):
 
 
 class Layout:
-    """How copies of a node's tensors lie in memory; it is the same each time the node comes. From the second time on
-    the copies lie where they did.
+    """How copies of a node's tensors lie in memory; it is the same each time the node comes. From the second time on,
+    small ones from the first time on, the copies lie where they did.
 
     packs    tells which tensors are to lie in the device's layout
+    blanks   whether to blank the copy of dst, if the node does not continue from its old content
     weights  ids of tensors that no node writes to
     kept     what is kept of nodes of the same run
     """
 
     def __init__(
-        self, node: Node, packs: Packs = lambda tensor: False, weights: Collection[int] = (), kept: Kept | None = None
+        self,
+        node: Node,
+        packs: Packs = lambda tensor: False,
+        *,
+        blanks: bool,
+        weights: Collection[int] = (),
+        kept: Kept | None = None,
     ) -> None:
-        self._node, self._continues, self._kept = node, continues_dst(node), kept or Kept()
+        self._node, self._kept = node, kept or Kept()
+        self._blanks = blanks and not continues_dst(node)
         tensors = {id(tensor): tensor for tensor in (node.dst, *node.src) if tensor is not None and tensor.nbytes}
         self._parts = [
             _Part(group, _packed_type(group, packs), {*map(id, group.tensors)} <= {*weights})
             for group in shared.sharing(tensors.values(), shared.viewed)
         ]
         self._size = sum(each.group.size for each in self._parts if not each.is_weight)
-        self._n_times = 0
+        self._n_times = 0 if self._size > _SMALL else 1
         self._again: Copied | None = None
+        self._blank = self._group_of_dst() if self._blanks else None
+        self._n_forgotten = self._kept.n_forgotten  # when `_again` was made
 
-    def copied(self, *, blanks: bool) -> Copied:
-        """Returns copies of what the tensors hold now. Those that were returned before may be the same ones.
+    def _group_of_dst(self) -> shared.Group | None:
+        """Returns the group that holds nothing but dst's elements; None if other bytes lie there too."""
+        dst = self._node.dst
+        if not dst.is_contiguous():
+            return None
+        whole = dst.address, dst.nbytes
+        return next((each.group for each in self._parts if (each.group.begin, each.group.size) == whole), None)
 
-        blanks  whether to blank dst, if the node does not continue from its old content
-        """
+    def copied(self) -> Copied:
+        """Returns copies of what the tensors hold now. Those that were returned before may be the same ones."""
         self._n_times += 1
+        if self._n_forgotten != self._kept.n_forgotten:
+            self._let_go()
         copied = self._again
         if copied is None:
             copied = self._made()
@@ -173,25 +197,32 @@ class Layout:
                 self._again = copied
         else:
             for each, room in zip(self._parts, copied.rooms, strict=True):
-                if not each.is_weight:
+                if not each.is_weight and each.group is not self._blank:
                     room.take(each.group.held())
-        if blanks and not self._continues:
+            if self._blank is not None:
+                copied.reset()
+                return copied
+        if self._blanks:
             blank(copied.node.dst)
         copied.hold()
         return copied
 
     def forget(self) -> None:
         """Called after a node that may have damaged its copies."""
+        self._let_go()
+        self._kept.forget_weights()
+
+    def _let_go(self) -> None:
         if self._again is not None:
             self._again = None
             self._kept.gives(self._size)
-        self._kept.forget_weights()
+        self._n_forgotten = self._kept.n_forgotten
 
     def _made(self) -> Copied:
         node = self._node
         moved: dict[int, Tensor] = {}
         rooms = []
-        around = Memory(0, 0)
+        around = _NOTHING
         for group, packed, is_weight in self._parts:
             room = self._kept.weight(group, packed) if is_weight else _room(group, packed)
             begin, owner = room.memory.address + room.offset - group.begin, room.memory.owner
@@ -219,13 +250,13 @@ class Copied:
     original: Node
     rooms: tuple[Room, ...]
     _around: Memory  # the room that dst is in
-    _before: Bytes = field(default_factory=lambda: np.zeros(0, np.uint8))  # what that held
+    _before: Memory = _NOTHING  # what that held
     call: Callable[[], object] | None = None
 
     @staticmethod
     def of(node: Node, packs: Packs = lambda tensor: False, *, blanks: bool = False) -> Copied:
         """Returns copies of what the node's tensors hold now: see `Layout`."""
-        return Layout(node, packs).copied(blanks=blanks)
+        return Layout(node, packs, blanks=blanks).copied()
 
     @property
     def result(self) -> Tensor:
@@ -240,20 +271,20 @@ class Copied:
     def before(self) -> Tensor:
         """dst before the node is computed, in ggml's layout."""
         dst = self.node.dst
-        held = replace(dst, memory=Memory.of(self._before), offset=dst.address - self._around.address, packed=None)
+        held = replace(dst, memory=self._before, offset=dst.address - self._around.address, packed=None)
         if dst.packed is None:
             return held
         at = dst.packed.address - self._around.address
-        storage = self._before[at : at + dst.packed.size]
+        storage = self._before.bytes()[at : at + dst.packed.size]
         return replace(held, packed=Packed(held.type, held.memory.address + at, storage)).unpacked()
 
     def hold(self) -> None:
         """Remembers what dst and the memory around it hold now, before the node is computed."""
-        self._before = self._around.bytes().copy()
+        self._before = copy_of(self._around)
 
     def reset(self) -> None:
         """Puts back what dst and the memory around it held before the node was computed."""
-        self._around.bytes()[:] = self._before
+        refill(self._around, 0, self._before)
 
     def changed(self) -> list[int]:
         """Returns the indices of sources whose memory was changed: the source, or what it is a view of, if the node's
@@ -275,7 +306,7 @@ class Copied:
         dst = self.node.dst
         if dst.packed is not None or not dst.nbytes:
             return False
-        around, before = self._around, Memory.of(self._before)
+        around, before = self._around, self._before
         begin, end = dst.address - around.address, dst.end - around.address
         return not (
             same_bytes(around.address, before.address, begin)

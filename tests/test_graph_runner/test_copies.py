@@ -314,11 +314,11 @@ def tensors_of(node: Node) -> list[Tensor]:
 @pytest.mark.parametrize("make", NODES.values(), ids=NODES)
 def test_copies_that_are_kept_are_as_new_ones(make: Callable[[], Node]) -> None:
     node = make()
-    layout = Layout(node)
+    layout = Layout(node, blanks=True)
     for seed in range(4):
         if node.op != "GET_ROWS":
             node.dst.memory.bytes()[:] = any_bytes(seed, node.dst.memory.size) % 60
-        again, new = layout.copied(blanks=True), Copied.of(node, blanks=True)
+        again, new = layout.copied(), Copied.of(node, blanks=True)
         for _ in range(2):
             define(again.node)
             define(new.node)
@@ -331,28 +331,30 @@ def test_copies_that_are_kept_are_as_new_ones(make: Callable[[], Node]) -> None:
             new.reset()
 
 
-def test_from_the_second_time_on_copies_lie_where_they_did() -> None:
-    layout = Layout(get_rows())
-    first, second, third = (layout.copied(blanks=True) for _ in range(3))
-    assert third is second is not first
+@pytest.mark.parametrize(("small", "first"), [(0, 1), (1 << 16, 0)])
+def test_copies_lie_where_they_did(small: int, first: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(copies, "_SMALL", small)
+    layout = Layout(get_rows(), blanks=True)
+    seen = [layout.copied() for _ in range(4)]
+    assert [seen.index(each) for each in seen] == [min(each, first) for each in range(4)]
     layout.forget()
-    assert layout.copied(blanks=True) is not second
+    assert layout.copied() is not seen[-1]
 
 
 def test_nodes_share_the_copies_of_weights_until_one_damages_them() -> None:
     kept, node = Kept(), get_rows()
     table = node.src[0]
     assert table is not None
-    layouts = [Layout(node, weights={id(table)}, kept=kept) for _ in range(2)]
+    layouts = [Layout(node, blanks=True, weights={id(table)}, kept=kept) for _ in range(2)]
 
     def tables() -> list[Tensor]:
-        sources = [layout.copied(blanks=True).node.src[0] for layout in layouts]
+        sources = [layout.copied().node.src[0] for layout in layouts]
         return [source for source in sources if source is not None]
 
     a, b = tables()
     assert a.address == b.address
     a.memory.bytes()[0] ^= 1
-    assert layouts[0].copied(blanks=True).changed() == [0]
+    assert layouts[0].copied().changed() == [0]
     layouts[0].forget()
     a, b = tables()
     assert a.address == b.address
@@ -361,8 +363,8 @@ def test_nodes_share_the_copies_of_weights_until_one_damages_them() -> None:
 
 def test_what_is_kept_has_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(copies, "_MOST_KEPT", 100)
-    kept, layout = Kept(), Layout(get_rows())
+    kept, layout = Kept(), Layout(get_rows(), blanks=True)
     assert [kept.takes(60), kept.takes(60), kept.takes(40), kept.takes(1)] == [True, False, True, False]
     kept.gives(40)
     assert kept.takes(1)
-    assert layout.copied(blanks=True) is not layout.copied(blanks=True) is not layout.copied(blanks=True)
+    assert layout.copied() is not layout.copied() is not layout.copied()
