@@ -2,7 +2,8 @@
 wrong, by the code that judges nodes; if it does not, it is blind, and its verdicts say nothing.
 
 Nodes are drawn at random while the run goes on: the n-th that will do is taken with a chance of 1 in n. Those with a
-bound come before those of which every byte counts; small ones and such with several rows come before others.
+bound come before those of which every byte counts; small ones and such with several rows come before others. Of large
+ones, which take longest to judge, the n-th is taken with a chance of 1 in n squared.
 """
 
 from __future__ import annotations
@@ -217,7 +218,7 @@ class _Draw:
         if rank < self.rank:
             return False
         self.n += 1
-        return bool(random.random() * self.n < 1)
+        return bool(random.random() * (self.n if rank.is_small else self.n**2) < 1)
 
 
 def _rank(right: Compared, bound: float) -> _Rank:
