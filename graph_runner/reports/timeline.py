@@ -167,7 +167,6 @@ def timeline_json(timelines: Sequence[Timeline], names: Sequence[str]) -> dict[s
     steps  of each timeline its time, and the times of each layer and op: [layer, place in `ops`, ns]
     """
     nodes = longest(timelines)
-    all_nodes = (node for of_step in nodes.values() for node in of_step)
     return {
         "verdict": _all(timelines[0]) if len(timelines) == 1 else _beside(timelines, names),
         "timelines": [
@@ -193,7 +192,7 @@ def timeline_json(timelines: Sequence[Timeline], names: Sequence[str]) -> dict[s
             }
             for step, parts in steps_of(timelines).items()
         ],
-        "longest": [_node_json(node, timelines) for node in sorted(all_nodes, key=lambda node: -node.ns)[:_LONGEST]],
+        "longest": [_node_json(node, timelines) for node in nodes.get(None, [])[:_LONGEST]],
     }
 
 
@@ -212,13 +211,13 @@ def _part_json(part: Part | None) -> dict[str, Any] | None:
 
 def _node_json(node: Longest, timelines: Sequence[Timeline]) -> dict[str, Any]:
     made: list[dict[str, Any] | None] = []
-    for event, timeline in zip(node.events, timelines, strict=True):
-        if event is None:
-            made.append(None)
-            continue
-        nbytes, operations = float(event.args["bytes"]), float(event.args["operations"])
-        least = 1e9 * roofline_of(timeline).seconds(nbytes, operations)
-        made.append({"ns": event.duration, "nbytes": nbytes, "operations": operations, "least": least})
+    for events, timeline in zip(node.events, timelines, strict=True):
+        roof, row = roofline_of(timeline), Row("", "")
+        for event in events:
+            row.add(event, roof)
+        made.append(
+            {name: value for name, value in asdict(row).items() if name not in ("device", "op")} if events else None
+        )
     return {"id": node.id, "op": node.op, "of": made}
 
 

@@ -27,20 +27,24 @@ class Part:
 
 @dataclass(frozen=True)
 class Longest:
-    """A node, or nodes that ran as one, by the id of the last.
+    """A node, or nodes that ran as one, in a step or in all of them.
 
     op      its place in `ops_of`
-    events  of each timeline; None if it does not have it
+    events  of each timeline, each time that it ran
     """
 
-    id: str
     op: int
-    events: tuple[Event | None, ...]
+    events: tuple[list[Event], ...]
+
+    @property
+    def id(self) -> str:
+        """Its id where it took longest."""
+        return str(max((event for each in self.events for event in each), key=lambda event: event.duration).args["id"])
 
     @property
     def ns(self) -> int:
         """How long it took in all of them."""
-        return sum(event.duration for event in self.events if event is not None)
+        return sum(event.duration for each in self.events for event in each)
 
 
 def ops_of(timelines: Sequence[Timeline]) -> list[tuple[str, str, tuple[Row | None, ...]]]:
@@ -58,23 +62,18 @@ def steps_of(timelines: Sequence[Timeline]) -> dict[int, tuple[Part | None, ...]
     }
 
 
-def longest(timelines: Sequence[Timeline]) -> dict[int, list[Longest]]:
-    """Returns the nodes of each step, those first that took longest in all timelines together."""
-    nodes: dict[int, dict[str, list[Event | None]]] = defaultdict(dict)
+def longest(timelines: Sequence[Timeline]) -> dict[int | None, list[Longest]]:
+    """Returns the nodes of each step, and of all steps (None), those first that took longest in all timelines together.
+    Nodes of all steps are the same if they have the same op and name."""
     places = _places(timelines)
-    ops = dict[str, int]()
+    nodes: dict[int | None, dict[object, Longest]] = defaultdict(dict)
     for k, timeline in enumerate(timelines):
         for event in timeline.of(NODE):
-            of_step, name = nodes[event.args["step"]], str(event.args["id"])
-            of_step.setdefault(name, [None] * len(timelines))[k] = event
-            ops.setdefault(name, places[k][event.track, event.name])
-    return {
-        step: sorted(
-            (Longest(name, ops[name], tuple(events)) for name, events in of_step.items()),
-            key=lambda each: -each.ns,
-        )
-        for step, of_step in nodes.items()
-    }
+            name = str(event.args["id"])
+            for step, key in ((event.args["step"], name), (None, (read_id(name) or (0, name))[1:])):
+                made = Longest(places[k][event.track, event.name], tuple([] for _ in timelines))
+                nodes[step].setdefault(key, made).events[k].append(event)
+    return {step: sorted(found.values(), key=lambda each: -each.ns) for step, found in nodes.items()}
 
 
 def _places(timelines: Sequence[Timeline]) -> list[dict[tuple[str, str], int]]:

@@ -55,8 +55,19 @@ def test_the_longest_nodes_come_first() -> None:
     assert [(each.id, each.ns) for each in found] == [
         ("step 0 node 0, ADD 'l_out-0'", 15), ("step 0 node 1, MUL 'norm-0'", 12), ("step 0 node 2, MUL 'norm-1'", 1),
     ]  # fmt: skip
-    assert [event is None for event in found[1].events] == [False, True]
+    assert [len(events) for events in found[1].events] == [1, 0]
     assert found[0].op == next(i for i, (_, op, _) in enumerate(ops_of([a, b])) if op == "ADD")
+
+
+def test_nodes_of_all_steps_are_known_by_op_and_name() -> None:
+    a = timeline(
+        node(0, 0, "ADD", "l_out-0", 10), node(0, 1, "MUL", "norm-0", 11), node(1, 0, "ADD", "l_out-0", 12),
+        walls=[100, 50],
+    )  # fmt: skip
+    found = longest([a])[None]
+    assert [(each.id, each.ns) for each in found] == [
+        ("step 1 node 0, ADD 'l_out-0'", 22), ("step 0 node 1, MUL 'norm-0'", 11),
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("name", ["it's-3", "both '\"-3", "line\nbreak-3"])

@@ -122,15 +122,15 @@ const layerChart = chart(byId("layers"), {
 function cells(node) {
   const [a, b] = node.of;
   if (timelines.length > 1) {
-    return [a ? ms(a.ns) : "", b ? ms(b.ns) : "", a?.ns > 0 && b ? (b.ns / a.ns).toFixed(2) : ""];
+    return [(a ?? b).count, a ? ms(a.ns) : "", b ? ms(b.ns) : "", a?.ns > 0 && b ? (b.ns / a.ns).toFixed(2) : ""];
   }
   const rate = (value) => (a.ns > 0 && value ? (value / a.ns).toFixed(1) : "");
-  return [ms(a.ns), rate(a.nbytes), rate(a.operations), a.ns > 0 && a.nbytes ? `${(100 * a.least / a.ns).toFixed(0)}%` : ""];
+  return [a.count, ms(a.ns), rate(a.nbytes), rate(a.operations), a.ns > 0 && a.nbytes ? `${(100 * a.least / a.ns).toFixed(0)}%` : ""];
 }
 
 function showLongest() {
   const nodes = state.step === "" ? data.longest : chosen()[0].longest;
-  byId("longest-of").textContent = state.step === "" ? "of all steps" : `of step ${state.step}`;
+  byId("longest-of").textContent = state.step === "" ? "in all steps together" : `of step ${state.step}`;
   byId("longest").tBodies[0].replaceChildren(...nodes.map((node) => make("tr", {},
     make("th", { scope: "row" }, swatch(node.op), make("code", {}, node.id)), ...cells(node).map((text) => make("td", {}, text)))));
 }
