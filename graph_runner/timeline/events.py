@@ -125,13 +125,15 @@ def _timeline(data: list[dict[str, Any]], about: dict[str, Any]) -> Timeline:
         if duration < 0 or each["cat"] not in _KINDS:
             raise ValueError
         if each["cat"] == NODE:
-            round(float(args["bytes"])), round(float(args["operations"])), str(args["id"])
+            if not all(0 <= float(args[what]) < 1 << 63 for what in ("bytes", "operations")):
+                raise ValueError
+            str(args["id"])
         events.append(Event(each["cat"], str(each["name"]), names[each["tid"]], begin, begin + duration, args))
     found = Timeline({name: value for name, value in about.items() if name != "schema"}, events)
     1 / float(about["roofline"]["bytes_per_second"]), 1 / float(about["roofline"]["operations_per_second"])
     str(about["model"]), int(about["tokens"]), float(about["times_as_long"]["wall"])
     float(about["times_as_long"]["processor"]), int(about["nodes_without_times"]), str(about["machine"])
-    dict(about["measured"]), dict(about["settings"])
+    about["measured"].items(), about["settings"].items()
     steps = {step.args["step"]: int(step.args["tokens"]) for step in found.of(STEP)}
     if not steps or any(int(event.args["step"]) not in steps for event in events):
         raise ValueError

@@ -59,7 +59,7 @@ def spoilt(what: str) -> Any:
         case "step":
             data["traceEvents"][-1]["args"]["step"] = 1
         case "measured":
-            del data["otherData"]["measured"]
+            data["otherData"]["measured"] = []
         case "list":
             return []
         case "steps":
