@@ -15,6 +15,7 @@ from graph_runner.timeline.logs import Log, nodes_in_both
 from graph_runner.timeline.parts import Longest, Part, longest, ops_of, steps_of
 from graph_runner.timeline.table import Row, both, roofline_of, rows, shares_of_steps
 
+_ABOUT = ("model", "description", "device", "ggml", "llama-cpp-python")  # on a page
 _LONGEST = 20  # nodes that are shown
 _LONGEST_OF_STEP = 8  # on a page
 
@@ -173,13 +174,19 @@ def timeline_json(timelines: Sequence[Timeline], names: Sequence[str]) -> dict[s
             {
                 "name": name,
                 "short": _short(name),
-                "about": dict(timeline.about),
+                "about": {each: str(timeline.about.get(each, "")) for each in _ABOUT},
+                "settings": {each: str(value) for each, value in timeline.about["settings"].items()},
+                "tokens": int(timeline.about["tokens"]),
+                "steps": len(timeline.of(STEP)),
                 "wall": timeline.wall,
                 "facts": _facts(timeline),
             }
             for name, timeline in zip(names, timelines, strict=True)
         ],
-        "differing": [] if len(timelines) == 1 else [*map(list, _differing(*timelines))],
+        "differing": [
+            [name, *(None if value is None else str(value) for value in values)]
+            for name, *values in (_differing(*timelines) if len(timelines) > 1 else ())
+        ],
         "ops": [
             {"device": device, "op": op, "of": [None if row is None else asdict(row) for row in of]}
             for device, op, of in ops_of(timelines)

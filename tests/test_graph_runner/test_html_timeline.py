@@ -135,7 +135,7 @@ def test_the_page_in_a_browser(browser: Browser, tmp_path: Path) -> None:
     assert page.texts("#longest tbody th")[0] == "step 1 node 1, MUL_MAT 'Qcur-0'"
     page.run("document.querySelector('#layers svg').focus()")
     page.key("End")
-    assert page.texts("#layers .tip p")[:2] == ["in no layer", "6.00 ms"]
+    assert page.texts("#layers .tip p")[:2] == ["in no layer", "1.00 ms"]
     page.click('[data-sort="op"]')
     assert page.texts("#ops tbody th") == ["ADD", "GET_ROWS", "MUL_MAT", "outside of nodes"]
     page.click('[data-sort="ms"]')

@@ -56,15 +56,14 @@ function chart(box, { name, say, parts, chosen = () => null, choose = () => {} }
     return [draw("rect", { class: kind, x: area.x(i) - width / 2, y: area.top, width, height: area.bottom - area.top })];
   }
 
+  /* The names that there is space for: those at round places, and the last. */
   function names() {
-    const made = [];
-    for (let i = 0, free = 0; i < n; i++) {
-      const half = 3.5 * name(i).length;
-      if (area.x(i) - half < free) continue;
-      made.push(draw("text", { x: area.x(i), y: area.bottom + 16, "text-anchor": "middle" }, name(i)));
-      free = area.x(i) + half + 8;
-    }
-    return made;
+    const wide = (i) => 7 * name(i).length + 8, needed = n ? wide(n - 1) / area.each : 1;
+    const power = 10 ** Math.floor(Math.log10(Math.max(1, needed)));
+    const apart = power * [1, 2, 5, 10].find((k) => k * power >= needed);
+    const places = [...Array(n).keys()].filter((i) => i % apart === 0);
+    if (n && (n - 1 - places.at(-1)) * area.each >= wide(n - 1)) places.push(n - 1);
+    return places.map((i) => draw("text", { x: area.x(i), y: area.bottom + 16, "text-anchor": "middle" }, name(i)));
   }
 
   function point(i) {

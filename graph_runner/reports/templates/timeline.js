@@ -96,7 +96,9 @@ const stepChart = chart(byId("steps"), {
 
 // layers
 
-const layers = [...new Set(steps.flatMap((step) => step.of.flatMap((part) => (part?.times ?? []).map(([layer]) => layer))))]
+/* The times of a step that are a node's or a copy's. */
+const inLayers = (part) => (part?.times ?? []).filter(([, place]) => colour(place) !== "op-outside");
+const layers = [...new Set(steps.flatMap((step) => step.of.flatMap((part) => inLayers(part).map(([layer]) => layer))))]
   .sort((a, b) => (a ?? Infinity) - (b ?? Infinity));
 let ofLayers = [];
 
@@ -105,7 +107,7 @@ function addLayers() {
   const times = layers.map(() => timelines.map(() => []));
   for (const step of chosen()) {
     step.of.forEach((part, k) => {
-      for (const [layer, place, ns] of part?.times ?? []) times[at.get(layer)][k].push([place, ns]);
+      for (const [layer, place, ns] of inLayers(part)) times[at.get(layer)][k].push([place, ns]);
     });
   }
   ofLayers = times.map((each) => each.map(added));
