@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -22,7 +23,8 @@ def test_the_notebook_runs() -> None:
     outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
     printed = "".join(output.get("text", "") for output in outputs)
     assert "RMS_NORM ignores the eps" in printed
-    assert sum("image/png" in output.get("data", {}) for output in outputs) == 4
+    assert len(re.findall(r"(?m)^(?:attn|ffn)_\w+ +[01] +-?0\.\d{6} ", printed)) == 14  # tensors of two layers
+    assert sum("image/png" in output.get("data", {}) for output in outputs) == 5
 
 
 @pytest.mark.slow

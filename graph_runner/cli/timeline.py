@@ -17,6 +17,7 @@ from graph_runner.cli.options import (
     BackendLibraries,
     ContextOptions,
     DeviceFile,
+    HtmlFile,
     Kernels,
     OpOptions,
     PromptOptions,
@@ -58,6 +59,7 @@ def timeline(
         ),
         WRITES,
     ] = None,
+    html_file: HtmlFile = None,
     prompt: PromptOptions,
     steps: Annotated[
         int, typer.Option("-n", "--steps", min=0, max=MOST_CELLS, help="Tokens to decode after the prompt.")
@@ -78,14 +80,22 @@ def timeline(
     file of a timeline, or with another backend's log, nothing is run: the table is shown, or two of them side by side.
     """  # fmt: skip
     from graph_runner.base.errors import BadInputError
-    from graph_runner.reports.timeline import print_log, print_log_beside, print_timeline, print_timelines
+    from graph_runner.reports.timeline import (
+        print_log,
+        print_log_beside,
+        print_timeline,
+        print_timelines,
+        timeline_html,
+        timeline_json,
+    )
     from graph_runner.timeline.events import read_timeline, trace_json
     from graph_runner.timeline.logs import LOGS, read_log
 
     second = None if other is None else read_timeline(other)
     if Path(model).suffix in LOGS:
-        if output is not None:
-            raise BadInputError(f"--output {output!r}: nothing is run, and {model!r} does not say when nodes began")
+        for option, file in (("--output", output), ("--html", html_file)):
+            if file is not None:
+                raise BadInputError(f"{option} {file!r}: nothing is run, and {model!r} does not say when nodes began")
         log = read_log(Path(model))
         if second is None:
             print_log(log, stdout(None))
@@ -107,7 +117,7 @@ def timeline(
         first = _run(model, prompt.text, name, steps, context, layers, (tuple(libraries or ()), tuple(servers or ())))
 
     def show() -> None:
-        console = stdout(output)
+        console = stdout(output, html_file)
         if second is None:
             print_timeline(first, console)
         else:
@@ -116,6 +126,9 @@ def timeline(
     outputs: list[Callable[[], None]] = [show]
     if output is not None:
         outputs.append(lambda: write("--output", output, json_text(trace_json(first))))
+    if html_file is not None:
+        shown, names = ([first], [model]) if second is None else ([first, second], [model, str(other)])
+        outputs.append(lambda: write("--html", html_file, timeline_html(timeline_json(shown, names))))
     raise typer.Exit(delivered(True, *outputs))
 
 

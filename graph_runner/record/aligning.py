@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
@@ -137,15 +137,15 @@ def _read_by(form: Form, place: int, numbers: Mapping[int, int], shared: Abstrac
     return node.op, node.type, *read
 
 
-def layers(form: Form) -> list[int | None]:
-    """Returns the layer of each node: by the number in its name; of one that ggml has named by place, that of the node
-    before; None outside of layers."""
+def layers(names: Iterable[str]) -> list[int | None]:
+    """Returns the layer of each node of a graph, from the names in order: by the number in its name; of one that ggml
+    has named by place, that of the node before; None outside of layers."""
     found: list[int | None] = []
-    for node in form.nodes:
-        if number := _LAYER.search(node.name):
+    for name in names:
+        if number := _LAYER.search(name):
             found.append(int(number[1]))
         else:
-            found.append(found[-1] if found and _NUMBERED.match(node.name) else None)
+            found.append(found[-1] if found and _NUMBERED.match(name) else None)
     return found
 
 

@@ -48,7 +48,8 @@ class Parting:
 
 @dataclass
 class Drift:
-    """The nodes of a layer: how many were compared and differ, and the worst of them."""
+    """The nodes of a layer, in all steps, or those of a step, in all layers: how many were compared and differ, and the
+    worst of them, with its layer and step."""
 
     layer: int | None
     compared: int = 0
@@ -56,6 +57,12 @@ class Drift:
     nmse: float = 0.0
     worst: str = ""
     step: int = 0
+
+    def add(self, error: float, name: str, layer: int | None, step: int) -> None:
+        """Adds a node that differs."""
+        self.differing += 1
+        if error >= self.nmse:
+            self.nmse, self.worst, self.layer, self.step = error, name, layer, step
 
 
 @dataclass(frozen=True)
@@ -79,6 +86,7 @@ class Comparison:
     tokens     the first step in which other tokens were decoded; None if there is none. Nothing is compared from there
     steps      how many steps were compared; of each run
     shapes, alone_a, alone_b  nodes, by op, that have a partner of another type or shape, or none
+    layers, by_step  how far they are apart; steps of which no node was recorded are not there
     same_state whether the states at the end have the same bytes; None if the runs have other tokens or no states
     """
 
@@ -93,6 +101,7 @@ class Comparison:
     alone_a: Counter[str] = field(default_factory=Counter)
     alone_b: Counter[str] = field(default_factory=Counter)
     layers: list[Drift] = field(default_factory=list)
+    by_step: list[Drift] = field(default_factory=list)
     ends: list[Ends] = field(default_factory=list)
     tokens: int | None = None
     same_state: bool | None = None
@@ -144,7 +153,7 @@ def _same_tokens(a: Sequence[Step], b: Sequence[Step]) -> Iterator[tuple[Step, S
 def _compare_nodes(result: Comparison, a: Run, b: Run, n_steps: int) -> None:
     known: dict[object, Aligned] = {}
     drifts: dict[int | None, Drift] = {}
-    of_layers = [layers(form) for form in a.forms]
+    of_layers = [layers(node.name for node in form.nodes) for form in a.forms]
     n_tokens = 0
     for number in range(n_steps):
         first, second = a.steps[number], b.steps[number]
@@ -179,11 +188,12 @@ def _compare_nodes(result: Comparison, a: Run, b: Run, n_steps: int) -> None:
         result.differ += apart.size
         for layer, n in Counter(of_layers[first.form][place] for place in pairs.a).items():
             drifts.setdefault(layer, Drift(layer)).compared += n
+        of_step = Drift(None, len(pairs.a), step=number)
+        result.by_step.append(of_step)
         for place, error in zip(pairs.a[apart].tolist(), errors.tolist(), strict=True):
-            drift = drifts[of_layers[first.form][place]]
-            drift.differing += 1
-            if error >= drift.nmse:
-                drift.nmse, drift.worst, drift.step = error, form.nodes[place].name, number
+            layer, name = of_layers[first.form][place], form.nodes[place].name
+            for drift in (drifts[layer], of_step):
+                drift.add(error, name, layer, number)
     result.layers = sorted(drifts.values(), key=lambda each: (each.layer is None, each.layer or 0))
 
 

@@ -29,8 +29,8 @@ def diff_html(data: dict[str, Any]) -> str:
     place = data.get("first_introduced")
     return page(
         "diff",
-        styles=("diff.css",),
-        scripts=("tools.js", "diff.js"),
+        styles=("diff.css", "chart.css"),
+        scripts=("tools.js", "chart.js", "diff.js"),
         data=data,
         json=json_for_script(data),
         first=None if place is None else data["nodes"][place],

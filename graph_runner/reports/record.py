@@ -1,17 +1,20 @@
-"""Recorded runs, as text and as JSON."""
+"""Recorded runs, as text, as JSON and as a page."""
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import asdict
 from math import isfinite
 from typing import TYPE_CHECKING, Any
 
 from graph_runner.base.console import Console, table
 from graph_runner.record.origins import MUCH
+from graph_runner.reports.html import json_for_script, page
 
 if TYPE_CHECKING:
     from graph_runner.record import Comparison
+    from graph_runner.record.comparing import Drift
     from graph_runner.record.origins import Origins
 
 COMPARE_SCHEMA = "ggml-npu compare 1"
@@ -163,11 +166,16 @@ def comparison_json(result: Comparison) -> dict[str, Any]:
             "shapes": dict(result.shapes), "alone_a": dict(result.alone_a), "alone_b": dict(result.alone_b),
             "tokens_from_step": result.tokens,
         },
-        "layers": [asdict(each) | {"nmse": _finite(each.nmse)} for each in result.layers],
+        "layers": _drifts_json(result.layers),
+        "by_step": _drifts_json(result.by_step),
         "ends": [asdict(each) | {"nmse": _finite(each.nmse), "kl": _finite(each.kl)} for each in result.ends],
         "same_state": result.same_state,
         "origins": _origins_json(result.origins) if result.origins is not None else None,
     }  # fmt: skip
+
+
+def _drifts_json(drifts: Iterable[Drift]) -> list[dict[str, Any]]:
+    return [asdict(each) | {"nmse": _finite(each.nmse)} for each in drifts]
 
 
 def _origins_json(origins: Origins) -> dict[str, Any]:
@@ -181,3 +189,17 @@ def _origins_json(origins: Origins) -> dict[str, Any]:
 
 def _finite(number: float | None) -> float | None:
     return number if number is not None and isfinite(number) else None
+
+
+def compare_html(data: dict[str, Any]) -> str:
+    """Returns the page of a comparison, from its JSON: where the runs part, how they drift apart along layers and steps
+    as a picture, how they end, and what could not be compared. The page's state is in the address's fragment:
+    "#along=steps"."""
+    return page(
+        "compare",
+        styles=("diff.css", "chart.css"),
+        scripts=("tools.js", "chart.js", "compare.js"),
+        data=data,
+        json=json_for_script(data),
+        ways=_WAYS,
+    )

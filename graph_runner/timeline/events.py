@@ -7,6 +7,7 @@ process and a thread, of which each device has one; metadata events ("M") name t
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +21,7 @@ STEP, SPLIT, COPY, NODE = "step", "split", "copy", "node"
 LLAMA = "llama.cpp"  # the track of steps
 _KINDS = (STEP, SPLIT, COPY, NODE)
 _PROCESS = 1
+_ID = re.compile(r"step (\d{1,18}) node \d+, (\S+) (['\"])(.*)\3", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -66,6 +68,12 @@ class Timeline:
         return sum(event.duration for event in self.of(STEP))
 
 
+def read_id(text: str) -> tuple[int, str, str] | None:
+    """Returns the step, the op and the name of a node from its id (`laying.node_id`); None if it is none."""
+    match = _ID.fullmatch(text)
+    return None if match is None else (int(match[1]), match[2], match[4])
+
+
 def trace_json(timeline: Timeline) -> dict[str, Any]:
     """Returns a timeline as data for JSON."""
     tracks = [LLAMA, *dict.fromkeys(event.track for event in timeline.events if event.track != LLAMA)]
@@ -103,7 +111,7 @@ def read_timeline(path: Path) -> Timeline:
         if about["schema"] != SCHEMA:
             raise ValueError
         return _timeline(data["traceEvents"], about)
-    except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
+    except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError):
         raise BadInputError(f"timeline {str(path)!r}: is JSON, but no {SCHEMA!r}") from None
 
 
@@ -117,12 +125,16 @@ def _timeline(data: list[dict[str, Any]], about: dict[str, Any]) -> Timeline:
         if duration < 0 or each["cat"] not in _KINDS:
             raise ValueError
         if each["cat"] == NODE:
-            float(args["bytes"]), float(args["operations"]), int(args["step"])
+            if not all(0 <= float(args[what]) < 1 << 63 for what in ("bytes", "operations")):
+                raise ValueError
+            str(args["id"])
         events.append(Event(each["cat"], str(each["name"]), names[each["tid"]], begin, begin + duration, args))
     found = Timeline({name: value for name, value in about.items() if name != "schema"}, events)
-    float(about["roofline"]["bytes_per_second"]), float(about["roofline"]["operations_per_second"])
+    1 / float(about["roofline"]["bytes_per_second"]), 1 / float(about["roofline"]["operations_per_second"])
     str(about["model"]), int(about["tokens"]), float(about["times_as_long"]["wall"])
-    float(about["times_as_long"]["processor"])
-    if not [int(step.args["step"]) for step in found.of(STEP)]:
+    float(about["times_as_long"]["processor"]), int(about["nodes_without_times"]), str(about["machine"])
+    about["measured"].items(), about["settings"].items()
+    steps = {step.args["step"]: int(step.args["tokens"]) for step in found.of(STEP)}
+    if not steps or any(int(event.args["step"]) not in steps for event in events):
         raise ValueError
     return found

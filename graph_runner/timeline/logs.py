@@ -17,7 +17,7 @@ from pathlib import Path
 
 from ggml_backend_npu.user_texts import no_file
 from graph_runner.base.errors import BadInputError
-from graph_runner.timeline.events import NODE, Timeline
+from graph_runner.timeline.events import NODE, Timeline, read_id
 from graph_runner.timeline.table import Row
 
 LOGS = frozenset((".log", ".csv", ".txt"))  # how a log's name ends
@@ -32,7 +32,6 @@ _CONCURRENT = re.compile(r", +(?=[A-Z][A-Z_0-9]+\b)")  # between ops that ran at
 _PROFILE = re.compile(
     r"\bggml-hex: (?P<device>\S+) profile-op (?P<op>[A-Z_0-9+]+)\|(?P<names>[^|]*)\|.*\busec (?P<us>\d{1,18}) cycles "
 )
-_ID = re.compile(r"step (?P<step>\d+) node \d+, (?P<op>\S+) '(?P<name>.*)'")
 
 
 @dataclass(frozen=True)
@@ -163,10 +162,10 @@ def nodes_in_both(log: Log, timeline: Timeline) -> list[Same]:
     has_ops, known = log.kind != _OPENCL, defaultdict[tuple[int, str, str], dict[str, int]](dict)
     for event in timeline.of(NODE):
         for each in event.args.get("nodes", [event.args["id"]]):
-            match = _ID.fullmatch(each)
-            if match is not None:
-                key = int(match["step"]), match["op"] if has_ops else "", match["name"]
-                known[key][event.args["id"]] = event.duration
+            known_as = read_id(each)
+            if known_as is not None:
+                step, op, name = known_as
+                known[step, op if has_ops else "", name][event.args["id"]] = event.duration
     times = defaultdict[tuple[int, str, str], float](float)
     for entry in log.entries:
         if entry.name:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
-from graph_runner.timeline.events import COPY, NODE, STEP, Timeline
+from graph_runner.timeline.events import COPY, NODE, STEP, Event, Timeline
 from graph_runner.timeline.roofline import Roofline
 
 COPIES, OUTSIDE = "copies between devices", "outside of nodes"
@@ -28,6 +28,15 @@ class Row:
     operations: float = 0.0
     least: float = 0.0
 
+    def add(self, event: Event, roof: Roofline) -> None:
+        """Adds a node."""
+        nbytes, operations = float(event.args["bytes"]), float(event.args["operations"])
+        self.count += 1
+        self.ns += event.duration
+        self.nbytes += nbytes
+        self.operations += operations
+        self.least += 1e9 * roof.seconds(nbytes, operations)
+
 
 def roofline_of(timeline: Timeline) -> Roofline:
     """Returns the roofline of the machine on which a timeline was measured."""
@@ -40,13 +49,7 @@ def rows(timeline: Timeline) -> list[Row]:
     found: dict[tuple[str, str], Row] = {}
     roof = roofline_of(timeline)
     for event in timeline.of(NODE):
-        row = found.setdefault((event.track, event.name), Row(event.track, event.name))
-        nbytes, operations = float(event.args["bytes"]), float(event.args["operations"])
-        row.count += 1
-        row.ns += event.duration
-        row.nbytes += nbytes
-        row.operations += operations
-        row.least += 1e9 * roof.seconds(nbytes, operations)
+        found.setdefault((event.track, event.name), Row(event.track, event.name)).add(event, roof)
     made = sorted(found.values(), key=lambda row: -row.ns)
     copies = timeline.of(COPY)
     if copies:

@@ -1,4 +1,4 @@
-"""What several modules need: ops and plans as they were, and traces."""
+"""What several modules need: ops and plans as they were, traces, and a browser."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from kit.browser import CHROMIUM, Browser, chromium
 from kit.diffs import PROMPT
 from kit.models import Models
 from kit.traced import ORIGIN, SETTINGS, everything, get_rows
@@ -51,3 +52,12 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("small") / "small.gguf"
     write_trace(path, [get_rows()], ORIGIN)
     return path
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    """A browser with one page."""
+    if CHROMIUM is None:
+        pytest.skip("no chromium (Debian's package of that name) to open pages in")
+    with chromium(tmp_path_factory.mktemp("chromium")) as opened:
+        yield opened

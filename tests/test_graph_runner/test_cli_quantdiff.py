@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from kit.browser import CHROMIUM, Browser, chromium
+from kit.browser import Browser
 from kit.commands import Cli, assert_refused, strict_json
 from kit.models import write_tiny_moe
 from kit.quantised import TEXT, write_pair
@@ -132,14 +131,6 @@ def test_the_command_writes_the_page(cli: Cli, folder: Path) -> None:
     outcome = cli(*words(folder, "--tensors", 0, "--html", "-"))
     assert outcome.out.startswith("<!doctype html>")
     assert "blk.1.ffn_up.weight" in outcome.out
-
-
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
-    if CHROMIUM is None:
-        pytest.skip("no chromium (Debian's package of that name) to open pages in")
-    with chromium(tmp_path_factory.mktemp("chromium")) as browser:
-        yield browser
 
 
 CHOSEN = "document.querySelector('#heat [aria-selected=true]').dataset.tensor"

@@ -6,13 +6,13 @@ import json
 import re
 import sys
 from collections.abc import Callable, Iterator
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from kit.browser import CHROMIUM, Browser, chromium
+from kit.browser import Browser
+from kit.pages import NASTY, Page, assert_alone
 
 from graph_runner.reports.explorer import COLOURS, explorer_json
 from graph_runner.reports.html import VERDICTS, diff_html
@@ -127,9 +127,6 @@ def made_diff(per_step: int = 200, steps: int = 3, *, clean: bool = False) -> di
     }  # fmt: skip
 
 
-NASTY = "</script><script>alert(1)</script><img src=x onerror=alert(2)>\"'&amp;\u2028\u2029\udc80"
-
-
 def nasty_diff() -> dict[str, Any]:
     """A diff of which every text is an attack."""
     data = made_diff(20)
@@ -141,25 +138,6 @@ def nasty_diff() -> dict[str, Any]:
     data["states"] = [{"tensor": NASTY, "step": 0, "node": NASTY, "cells": [0], "n_cells": 1}]
     data["summary"] = [{"op": NASTY, "types": NASTY, "nodes": 1}]
     return data
-
-
-class Page(HTMLParser):
-    """A page's tags, with attributes, and the text in each script element."""
-
-    def __init__(self, html: str) -> None:
-        super().__init__()
-        self.tags: list[tuple[str, dict[str, str | None]]] = []
-        self.scripts: list[str] = []
-        self.feed(html)
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append((tag, dict(attrs)))
-        if tag == "script":
-            self.scripts.append("")
-
-    def handle_data(self, data: str) -> None:
-        if self.cdata_elem == "script":
-            self.scripts[-1] += data
 
 
 # the file
@@ -183,14 +161,7 @@ def test_no_text_of_the_data_becomes_a_tag_or_ends_the_script() -> None:
 
 
 def test_the_page_names_nothing_that_lies_elsewhere() -> None:
-    page = Page(diff_html(made_diff(20)))
-    policy = next(a["content"] for tag, a in page.tags if tag == "meta" and "http-equiv" in a)
-    assert policy is not None
-    assert "default-src 'none'" in policy
-    assert "unsafe" not in policy
-    assert not [attributes for _, attributes in page.tags if "src" in attributes or "style" in attributes]
-    assert all((attributes["href"] or "").startswith("#") for tag, attributes in page.tags if tag == "a")
-    assert not [tag for tag, _ in page.tags if tag == "link"]
+    assert_alone(Page(diff_html(made_diff(20))))
 
 
 def test_verdict_and_first_wrong_node_are_readable_without_a_script() -> None:
@@ -240,14 +211,6 @@ def test_of_a_node_and_a_fused_operator_on_it_the_worse_is_kept(worse_first: boo
 
 
 # in a browser
-
-
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
-    if CHROMIUM is None:
-        pytest.skip("no chromium (Debian's package of that name) to open pages in")
-    with chromium(tmp_path_factory.mktemp("chromium")) as browser:
-        yield browser
 
 
 Open = Callable[..., Browser]

@@ -8,7 +8,6 @@ import shlex
 import signal
 import subprocess
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from io import StringIO
 from itertools import chain
@@ -19,7 +18,7 @@ from xml.etree import ElementTree
 
 import pytest
 from kit.backends import blas
-from kit.browser import CHROMIUM, Browser, chromium
+from kit.browser import Browser
 from kit.commands import COMMAND, WRONG_CONT, Cli, assert_refused, fresh, kernel_file, strict_json
 
 from graph_runner.base.console import Console
@@ -438,14 +437,6 @@ def test_a_page_takes_texts_as_texts(models: dict[str, str], tmp_path: Path) -> 
     assert "<script>alert" not in text
     assert text.count("<script") == 1
     assert "http" not in text.replace("http-equiv", "")
-
-
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
-    if CHROMIUM is None:
-        pytest.skip("needs Chromium")
-    with chromium(tmp_path_factory.mktemp("chromium")) as opened:
-        yield opened
 
 
 @pytest.mark.slow

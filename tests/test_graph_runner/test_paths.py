@@ -15,7 +15,8 @@ WRITTEN = {
     "diff": ["--json", "--html", "--model-explorer"],
     "replay": ["--json"],
     "matrix": ["--json"],
-    "compare": ["--json"],
+    "compare": ["--json", "--html"],
+    "timeline": ["--output", "--html"],
     "coverage": ["--json"],
     "ops": ["--json"],
 }

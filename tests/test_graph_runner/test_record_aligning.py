@@ -100,4 +100,4 @@ def test_a_node_of_another_shape_or_type_is_not_compared() -> None:
 def test_layers_are_those_of_the_names() -> None:
     names = ["embd", "norm-0", "node_5", "cache_k_l0 (view)", "l_out-11", "result_norm", "node_9"]
     form = replace(FORM, nodes=tuple(replace(FORM.nodes[0], name=name) for name in names))
-    assert layers(form) == [None, 0, 0, 0, 11, None, None]
+    assert layers(node.name for node in form.nodes) == [None, 0, 0, 0, 11, None, None]

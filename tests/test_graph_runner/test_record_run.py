@@ -10,6 +10,7 @@ import pytest
 from kit.commands import Cli, assert_refused, fresh, strict_json
 from kit.diffs import PROMPT
 from kit.models import Models
+from kit.pages import Page
 from kit.whole import FAULT, half_as_much_again, spoiling
 
 from ggml_backend_npu import Tensor
@@ -18,7 +19,7 @@ from graph_runner.record import RecordOptions, record, write_run
 
 KEYS = {
     "schema", "passed", "verdict", "a", "b", "differing", "steps", "first", "compared", "differ", "not_compared",
-    "layers", "ends", "same_state", "origins",
+    "layers", "by_step", "ends", "same_state", "origins",
 }  # fmt: skip
 FIRST = {
     "step", "place", "other_place", "tokens", "op", "name", "layer", "nmse", "is_exact", "before", "text",
@@ -57,9 +58,10 @@ def test_a_record_is_equal_to_itself(cli: Cli, records: Path) -> None:
     assert done.out.endswith("equal: 100 results of nodes in 2 steps\n")
 
 
-def test_a_fault_is_found_and_the_json_says_the_same(cli: Cli, records: Path, tmp_path: Path) -> None:
-    written = tmp_path / "result.json"
-    done = cli("compare", records / "right.gguf", records / "wrong.gguf", "--json", written)
+def test_a_fault_is_found_and_json_and_page_say_the_same(cli: Cli, records: Path, tmp_path: Path) -> None:
+    written, page = tmp_path / "result.json", tmp_path / "result.html"
+    words = "compare", records / "right.gguf", records / "wrong.gguf", "--json", written, "--html", page
+    done = cli(*words)
     assert done.code == 1
     assert "first at SWIGLU 'ffn_swiglu-1', node " in done.out.splitlines()[-1]
     data = strict_json(written.read_text())
@@ -70,6 +72,10 @@ def test_a_fault_is_found_and_the_json_says_the_same(cli: Cli, records: Path, tm
     assert (begin["kind"], begin["nodes"]) == ("SWIGLU ffn_swiglu-*", 2)
     assert re.search(r"differs, and all that it reads is equal +SWIGLU ffn_swiglu-\* +2 ", done.out)
     assert data["verdict"] == done.out.splitlines()[-1]
+    assert [each["step"] for each in data["by_step"]] == [0, 1]
+    assert sum(each["compared"] for each in data["by_step"]) == data["compared"]
+    assert sum(each["differing"] for each in data["by_step"]) == data["differ"]
+    assert Page(page.read_text()).data == data
 
 
 def test_another_prompt(cli: Cli, records: Path) -> None:

@@ -18,7 +18,7 @@ ABOUT = {
     "roofline": {"bytes_per_second": 1e9, "operations_per_second": 2e9},
 }  # fmt: skip
 EVENTS = [
-    Event(STEP, "step 0: 3 tokens", LLAMA, 0, 3001, {"step": 0}),
+    Event(STEP, "step 0: 3 tokens", LLAMA, 0, 3001, {"step": 0, "tokens": 3}),
     Event(NODE, "ADD", "NPU", 1000, 2001, {"id": "step 0 node 0, ADD 'a'", "step": 0, "bytes": 500, "operations": 0}),
 ]
 
@@ -50,6 +50,16 @@ def spoilt(what: str) -> Any:
             first["tid"] = 17
         case "schema":
             data["otherData"]["schema"] = "another 1"
+        case "roof":
+            data["otherData"]["roofline"]["bytes_per_second"] = 0
+        case "bytes":
+            data["traceEvents"][-1]["args"]["bytes"] = float("nan")
+        case "id":
+            del data["traceEvents"][-1]["args"]["id"]
+        case "step":
+            data["traceEvents"][-1]["args"]["step"] = 1
+        case "measured":
+            data["otherData"]["measured"] = []
         case "list":
             return []
         case "steps":
@@ -57,7 +67,10 @@ def spoilt(what: str) -> Any:
     return data
 
 
-@pytest.mark.parametrize("what", ["negative", "kind", "infinite", "track", "schema", "list", "steps"])
+@pytest.mark.parametrize(
+    "what",
+    ["negative", "kind", "infinite", "track", "schema", "roof", "bytes", "id", "step", "measured", "list", "steps"],
+)
 def test_what_is_none_is_refused(tmp_path: Path, what: str) -> None:
     path = tmp_path / "t.json"
     path.write_text(json.dumps(spoilt(what)))

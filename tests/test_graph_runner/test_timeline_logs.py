@@ -74,13 +74,14 @@ def node(step: int, place: int, op: str, name: str, ns: int, *with_it: str) -> E
 TIMELINE = Timeline(
     {
         "model": "m.gguf", "tokens": 14, "roofline": {"bytes_per_second": 1e9, "operations_per_second": 2e9},
-        "times_as_long": {"wall": 1.0, "processor": 1.0},
+        "times_as_long": {"wall": 1.0, "processor": 1.0}, "machine": "a machine", "nodes_without_times": 0,
+        "measured": {"NPU": "inside"}, "settings": {},
     },
     [
-        Event(STEP, "step 0", LLAMA, 0, 9000, {"step": 0}),
+        Event(STEP, "step 0", LLAMA, 0, 9000, {"step": 0, "tokens": 13}),
         node(0, 0, "MUL_MAT", "Qcur-0", 1000), node(0, 1, "ROPE", "Qcur-0", 200),
         node(0, 3, "ADD", "out-0", 30, "step 0 node 2, MUL_MAT 'node_2'"), node(0, 4, "FLASH_ATTN_EXT", "a, b", 5),
-        Event(STEP, "step 1", LLAMA, 9000, 9900, {"step": 1}), node(1, 0, "MUL_MAT", "Qcur-0", 700),
+        Event(STEP, "step 1", LLAMA, 9000, 9900, {"step": 1, "tokens": 1}), node(1, 0, "MUL_MAT", "Qcur-0", 700),
     ],
 )  # fmt: skip
 

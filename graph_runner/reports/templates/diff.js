@@ -33,18 +33,9 @@ const words = nodes.map((n) =>
   [`${n.step}/${n.index}`, n.op, n.name, n.types, n.device, n.fused, n.not_judged, n.diagnosis, n.failure].join(" ").toLowerCase());
 
 function readAddress() {
-  const given = new URLSearchParams(location.hash.slice(1));
-  for (const key of Object.keys(DEFAULTS)) state[key] = given.get(key) ?? DEFAULTS[key];
-  for (const key of ["metric", "op", "step"]) {
-    if (![...byId(key).options].some((option) => option.value === state[key])) state[key] = DEFAULTS[key];
-  }
+  Object.assign(state, fromAddress(DEFAULTS, ["metric", "op", "step"]));
   if (!["order", ...SERIES].includes(state.sort)) state.sort = DEFAULTS.sort;
   if (!/^\d+$/.test(state.node) || Number(state.node) >= nodes.length) state.node = "";
-}
-
-function writeAddress() {
-  const changed = Object.entries(state).filter(([key, value]) => value !== DEFAULTS[key]);
-  history.replaceState(null, "", `#${new URLSearchParams(changed)}`);
 }
 
 /* The error of a node in words; one that failed has none, though it sorts and is plotted as the largest. */
@@ -56,7 +47,7 @@ function chosen() {
 
 function update(change) {
   Object.assign(state, change);
-  writeAddress();
+  toAddress(state, DEFAULTS);
   show();
 }
 
@@ -201,53 +192,25 @@ const table = (() => {
   };
 })();
 
-// the plot: zeros in a band of their own below the logarithmic axis, what is not finite in one above
+// the plot
 
 const plot = (() => {
   const svg = byId("plot"), tip = byId("tip");
-  const LEFT = 74, RIGHT = 14, TOP = 8, BAND = 24, BOTTOM = 24;
+  const LEFT = 74, RIGHT = 14, TOP = 8, BOTTOM = 24;
   let scale, pointed = null;
 
   function makeScale() {
     const width = svg.clientWidth, height = svg.clientHeight;
     const places = state.step === "" ? [0, nodes.length - 1] : [
       nodes.findIndex((n) => String(n.step) === state.step), nodes.findLastIndex((n) => String(n.step) === state.step)];
-    let least = Infinity, most = 0;
-    for (const error of SERIES.flatMap((series) => errors[series])) {
-      if (error > 0 && error < Infinity) { least = Math.min(least, error); most = Math.max(most, error); }
-    }
-    let low = -8, high = 0;
-    if (most > 0) {
-      low = Math.floor(Math.log10(least));
-      high = Math.max(low + 1, Math.ceil(Math.log10(most)));
-    }
     const [from, to] = places, across = (width - LEFT - RIGHT) / (to - from + 1);
-    const upper = TOP + BAND + 6, lower = height - BOTTOM - BAND - 6;
-    return {
-      width, height, from, to, low, high, across, upper, lower,
-      top: TOP + BAND / 2, zero: height - BOTTOM - BAND / 2,
-      x: (i) => LEFT + (i - from + 0.5) * across,
-      y(error) {
-        if (error === 0) return this.zero;
-        if (error === Infinity) return this.top;
-        return lower - (Math.log10(error) - low) / (high - low) * (lower - upper);
-      },
-    };
+    const area = { left: LEFT, right: width - RIGHT, top: TOP, bottom: height - BOTTOM };
+    const x = (i) => LEFT + (i - from + 0.5) * across;
+    return { width, height, from, to, across, x, ...errorAxis(SERIES.flatMap((series) => errors[series]), area) };
   }
 
   function axes() {
-    const s = scale, parts = [];
-    const band = (y, name) => parts.push(
-      draw("rect", { class: "band", x: LEFT, y: y - BAND / 2, width: s.width - LEFT - RIGHT, height: BAND, rx: 3 }),
-      draw("text", { x: LEFT - 8, y: y + 4, "text-anchor": "end" }, name));
-    band(s.top, "no number");
-    band(s.zero, "0");
-    const apart = Math.ceil((s.high - s.low) / 6);
-    for (let power = s.low; power <= s.high; power += apart) {
-      const y = s.y(10 ** power);
-      parts.push(draw("line", { class: "grid", x1: LEFT, x2: s.width - RIGHT, y1: y, y2: y }),
-        draw("text", { x: LEFT - 8, y: y + 4, "text-anchor": "end" }, power === 0 ? "1" : `1e${power}`));
-    }
+    const s = scale, parts = [...s.lines];
     let free = 0;
     for (let i = s.from; i <= s.to; i++) {
       if (i > s.from && nodes[i].step === nodes[i - 1].step) continue;

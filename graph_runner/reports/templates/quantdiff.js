@@ -25,17 +25,13 @@ const kinds = [...new Set(tensors.map((t) => t.kind))];
 const at = new Map(tensors.map((t) => [`${t.layer} ${t.kind}`, t]));
 
 function readAddress() {
-  const given = new URLSearchParams(location.hash.slice(1));
-  for (const key of Object.keys(DEFAULTS)) state[key] = given.get(key) ?? DEFAULTS[key];
-  if (!(state.metric in METRICS)) state.metric = DEFAULTS.metric;
+  Object.assign(state, fromAddress(DEFAULTS, ["metric"]));
   if (!COLUMNS.some(([key]) => key === state.sort)) state.sort = DEFAULTS.sort;
   if (!tensors.some((t) => t.name === state.tensor)) state.tensor = sorted()[0].name;
 }
 
 function go(changes) {
-  const next = { ...state, ...changes };
-  const words = Object.entries(next).filter(([key, value]) => value !== DEFAULTS[key]);
-  history.replaceState(null, "", `#${new URLSearchParams(words)}`);
+  toAddress({ ...state, ...changes }, DEFAULTS);
   show();
 }
 

@@ -15,3 +15,17 @@ function draw(tag, attributes, ...children) {
 }
 
 const byId = (id) => document.getElementById(id);
+
+/* The state of a page, which is what the address's fragment says; of a select element only what it offers. */
+function fromAddress(defaults, selects) {
+  const given = new URLSearchParams(location.hash.slice(1));
+  return Object.fromEntries(Object.entries(defaults).map(([key, value]) => {
+    const text = given.get(key) ?? value;
+    return [key, selects.includes(key) && ![...byId(key).options].some((option) => option.value === text) ? value : text];
+  }));
+}
+
+function toAddress(state, defaults) {
+  const changed = Object.entries(state).filter(([key, value]) => value !== defaults[key]);
+  history.replaceState(null, "", `#${new URLSearchParams(changed)}`);
+}
