@@ -305,6 +305,7 @@ def test_two_run_in_two_threads_at_once(backend: Plugin, registered: Registered,
             assert_same_bytes(found, expected)
 
 
+@pytest.mark.slow
 def test_a_diff_is_of_the_backend_that_it_is_given(
     backend: Plugin, model: Models, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -115,6 +115,8 @@ def compared(backend: Plugin, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[
     backend.forget_plans()
 
 
+@pytest.mark.some(5)
+@pytest.mark.daily(3)
 @pytest.mark.parametrize("flash_attention", ["on", "off"])
 @pytest.mark.parametrize("name", [*WRITERS, *OTHERS])
 def test_the_words_of_a_model_are_what_binding_gives(

@@ -41,6 +41,8 @@ EXPECTED = {
 }
 
 
+@pytest.mark.some(1)
+@pytest.mark.daily(2)
 @pytest.mark.parametrize("name", EXPECTED)
 def test_a_diff_compares_the_outputs_of_every_span(model: Models, name: str) -> None:
     result = diff(model(name), PROMPT, DiffOptions(steps=2))
@@ -54,6 +56,8 @@ def test_a_diff_compares_the_outputs_of_every_span(model: Models, name: str) -> 
             assert node.ne[3] == 6
 
 
+@pytest.mark.some(1)
+@pytest.mark.daily(3)
 @pytest.mark.parametrize("name", EXPECTED)
 def test_a_diff_without_fusion_has_no_spans(model: Models, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     choose(monkeypatch, fusion="off")
@@ -70,7 +74,8 @@ def test_a_diff_of_one_fusion_compares_nothing_else(model: Models) -> None:
     assert not diff(model("moe"), PROMPT, DiffOptions(steps=0, ops={"token_shift"})).compared
 
 
-@pytest.mark.some(1)
+@pytest.mark.slow
+@pytest.mark.daily(2)
 @pytest.mark.parametrize("name", EXPECTED)
 def test_a_diff_of_several_batches_compares_the_spans_of_each(model: Models, name: str) -> None:
     prompt = "one two three " * 40
@@ -171,7 +176,8 @@ AS_IT_IS = "SOFT_MAX ARGSORT GET_ROWS"
 OF_SELECTED = "ARGSORT GET_ROWS SOFT_MAX"
 
 
-@pytest.mark.some(4)
+@pytest.mark.some(1)
+@pytest.mark.daily(3)
 @pytest.mark.parametrize(
     ("name", "kernel", "wrong", "ops", "step", "types"),
     [
@@ -249,6 +255,8 @@ def one_nan(y: NDArray[Any]) -> None:
     y[-1, -1, -1, 0] = np.nan
 
 
+@pytest.mark.some(1)
+@pytest.mark.daily(3)
 @pytest.mark.parametrize(
     ("change", "passes"),
     [(times(1 + 1e-6), True), (times(1 + 2e-6), True), (times(1 + 2e-5), False), (one_nan, False)],

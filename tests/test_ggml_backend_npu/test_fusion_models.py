@@ -78,6 +78,8 @@ def decoded(file: Path, device: DeviceName, fusion: str = "on", cache_type: str 
             return Decoded(b"".join(pieces), np.array(logits), session.npu_spans)
 
 
+@pytest.mark.some(2)
+@pytest.mark.daily(2)
 @pytest.mark.parametrize("name", SPANS)
 def test_a_model_decodes_as_on_the_cpu_with_every_span_counted(f32_model: Models, name: str) -> None:
     file = f32_model(name)

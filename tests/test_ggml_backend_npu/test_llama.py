@@ -83,6 +83,7 @@ def printed(environment: dict[str, str], code: str, *arguments: object, cwd: Pat
     return json.loads(done.stdout.splitlines()[-1])
 
 
+@pytest.mark.slow
 def test_each_command_works_or_says_in_one_line_what_to_install(without: dict[str, str], tmp_path: Path) -> None:
     (tmp_path / "text").write_text("hello")
     found = printed(without, RUN, json.dumps(REFUSED + WORKING), cwd=tmp_path)

@@ -252,6 +252,8 @@ def test_a_device_with_memory_of_its_own_gets_copies() -> None:
     assert (done.returncode, done.stdout) == (0, "same\n"), done.stderr
 
 
+@pytest.mark.slow
+@pytest.mark.daily(2)
 def test_computing_again_and_again_takes_no_memory(backend: Plugin) -> None:
     node = get_rows()
 

@@ -124,6 +124,7 @@ def test_a_node_that_is_right_only_when_it_is_looked_at_is_named(model: Models) 
     assert wrong.since.startswith(f"step 0 node {wrong.index - 1}: "), "a group of two"
 
 
+@pytest.mark.slow
 def test_a_run_that_rounds_ends_within_what_is_natural(model: Models) -> None:
     """One last bit more in each norm: the CPU with as large errors is as far from itself."""
 

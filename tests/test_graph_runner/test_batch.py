@@ -90,6 +90,7 @@ def test_a_number_of_sequences_that_no_context_has(cli: Cli) -> None:
         assert number in outcome.err
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("options", [(), ("--all", "--flash-attn", "on", "--cache-type-k", "q8_0")])
 def test_a_diff_of_sequences_is_right(cli: Cli, options: tuple[str, ...]) -> None:
     outcome = cli("diff", "tiny", "-n", "2", "--sequences", "3", "-p", PROMPT, *options)
@@ -99,6 +100,7 @@ def test_a_diff_of_sequences_is_right(cli: Cli, options: tuple[str, ...]) -> Non
 
 
 @pytest.mark.slow
+@pytest.mark.daily(2)
 def test_a_kernel_that_takes_every_stream_for_the_first(cli: Cli, tmp_path: Path) -> None:
     """ne[3] ignored: no diff of one sequence can show it."""
     kernels = kernel_file(tmp_path, OF_STREAM_0)
@@ -110,6 +112,8 @@ def test_a_kernel_that_takes_every_stream_for_the_first(cli: Cli, tmp_path: Path
     assert "has each sequence of src0 meet sequence 0 of src1 and src2" in outcome.out
 
 
+@pytest.mark.slow
+@pytest.mark.daily(2)
 def test_a_kernel_that_takes_the_mask_of_the_first_for_all(cli: Cli, tmp_path: Path) -> None:
     """The prompt alone shows it: sequences of other lengths have other masks."""
     kernels = kernel_file(tmp_path, MASK_OF_STREAM_0)

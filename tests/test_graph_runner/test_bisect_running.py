@@ -73,6 +73,8 @@ def test_a_device_that_is_right_is_right(llama: Path) -> None:
     assert len(result.trials) == OPTIONS.repeat
 
 
+@pytest.mark.slow
+@pytest.mark.daily(2)
 def test_a_fault_that_comes_in_every_third_run_is_found(llama: Path) -> None:
     calls = 0
 
@@ -99,10 +101,10 @@ def test_a_limit_says_what_is_wrong(llama: Path) -> None:
 # the command
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("does", "error"), [("dst.view()[...] = 0", ""), ("os.kill(os.getpid(), 11)", "ended by SIGSEGV")]
 )
-@pytest.mark.some(1)
 def test_the_command(does: str, error: str, tmp_path: Path) -> None:
     kernels, result = tmp_path / "wrong.py", tmp_path / "result.json"
     kernels.write_text(FAULT.format(does=does))

@@ -116,6 +116,7 @@ def test_a_run_names_what_it_could_not_have_shown(model: Models) -> None:
     assert "blind" not in scope_line(result)
 
 
+@pytest.mark.slow
 def test_strict_coverage_does_not_judge_a_run_that_is_blind(cli: Cli) -> None:
     """A prompt of one token, at position 0."""
     words = ("diff", "tiny", "--in-process", "--all", "-n", 0)

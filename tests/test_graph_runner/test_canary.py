@@ -60,7 +60,7 @@ def printed(result: DiffResult) -> list[str]:
 # seen
 
 
-@pytest.mark.some(3)
+@pytest.mark.some(1)
 @pytest.mark.parametrize("name", [name for name, _ in MODELS])
 def test_each_kind_is_seen_in_each_model(model: Models, name: str) -> None:
     result = run(model(name), steps=1, canary=1)
@@ -263,7 +263,8 @@ BLIND: dict[str, Callable[[Patch], None]] = {
 }
 
 
-@pytest.mark.some(10)
+@pytest.mark.some(2)
+@pytest.mark.daily(4)
 @pytest.mark.parametrize("how", BLIND)
 def test_a_blind_judge_is_caught_each_time(model: Models, how: str, monkeypatch: Patch) -> None:
     for seed in range(3):

@@ -183,6 +183,8 @@ def test_diff_writes_a_page_alone_to_stdout(cli: Cli) -> None:
     assert "nodes compared" in outcome.err
 
 
+@pytest.mark.slow
+@pytest.mark.daily(2)
 def test_diff_says_why_a_kernel_failed(cli: Cli, tmp_path: Path) -> None:
     kernels = kernel_file(tmp_path, WRONG_CONT.format(value="x.shapes"))
     outcome = cli("diff", "tiny", "-n", "0", "--kernels", kernels, "--json", "-")

@@ -54,6 +54,8 @@ LLAMA_CPP = {
 }  # fmt: skip
 
 
+@pytest.mark.some(1)
+@pytest.mark.daily(2)
 @pytest.mark.parametrize("name", LLAMA_CPP)
 def test_every_command_with_an_option_has_its_short_name(cli: Cli, name: str) -> None:
     short, _, wrong = LLAMA_CPP[name]

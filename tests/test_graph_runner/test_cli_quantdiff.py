@@ -67,6 +67,7 @@ def test_its_json(cli: Cli, folder: Path) -> None:
     assert data["proposal"]["types"].keys() == {each["name"] for each in data["tensors"]}
 
 
+@pytest.mark.some(4)
 @pytest.mark.parametrize(
     ("models", "more", "says"),
     [

@@ -64,6 +64,8 @@ def test_arguments_that_cannot_be_used(cli: Cli, arguments: list[str], words: li
     assert_refused(cli(*arguments), *words)
 
 
+@pytest.mark.some(4)
+@pytest.mark.daily(3)
 @pytest.mark.parametrize(
     "options",
     [["--all"], ["--memory", "device"], ["--kernels", "k.py"], ["--device-type", "gpu"], ["--profile", "full"]],
@@ -235,6 +237,8 @@ NEEDED = {name: ["tiny"] for name in ("run", "diff", "matrix", "coverage", "haza
 NEEDED |= {"replay": ["t.gguf"], "capture": ["tiny", "-o", "t.gguf"]}
 
 
+@pytest.mark.some(8)
+@pytest.mark.daily(4)
 @pytest.mark.parametrize(("command", "option", "kind"), numbers(), ids=str)
 def test_every_number_has_bounds(cli: Cli, command: str, option: str, kind: type) -> None:
     wrong = ["4294967297000000000000", "1" * 5000, "-1"] if kind is int else ["nan", "inf", "1e999", "-inf"]
@@ -248,6 +252,7 @@ def test_the_numbers_are_found() -> None:
     }
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize(
     ("words", "says"),
     [

@@ -121,6 +121,7 @@ def test_cells_of_the_context(cli: Cli) -> None:
 # threads and caches
 
 
+@pytest.mark.some(4)
 @pytest.mark.parametrize("count", [MOST_THREADS + 1, 32768, 100_000, 99_999_999_999, -1])
 @pytest.mark.parametrize("command", ["run", "diff", "coverage"])
 def test_threads_have_a_bound(cli: Cli, command: str, count: int) -> None:

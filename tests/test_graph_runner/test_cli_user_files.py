@@ -32,6 +32,7 @@ READS = {
 TEXTS = ("prompt", "profile", "tolerances")
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("reads", READS)
 def test_a_pipe_that_nobody_writes_into_is_not_waited_for(
     cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reads: str
@@ -84,6 +85,8 @@ DEEP = {
 }
 
 
+@pytest.mark.some(3)
+@pytest.mark.daily(4)
 @pytest.mark.parametrize("text", DEEP.values(), ids=DEEP)
 @pytest.mark.parametrize("arguments", [["devices", "--profile"], ["replay", "--in-process", "SMALL", "--tolerances"]])
 def test_toml_without_end_is_one_line(cli: Cli, tmp_path: Path, small: Path, arguments: list[str], text: str) -> None:

@@ -68,6 +68,8 @@ def test_numbers_are_those_of_a_session(model: Models, name: str, settings: Sett
     assert sum(n for _, n in groups.values()) == found.token.n_nodes
 
 
+@pytest.mark.some(4)
+@pytest.mark.daily(2)
 @pytest.mark.parametrize("settings", [FLASH_OFF, FLASH_ON], ids=["flash off", "flash on"])
 @pytest.mark.parametrize("name", [*WRITERS, "demo"])
 def test_the_rule_cuts_a_graph_as_llama_cpp_does(model: Models, name: str, settings: Settings) -> None:
@@ -148,6 +150,7 @@ def test_the_rule(devices: tuple[str, ...], ops: tuple[str, ...], splits: int) -
     assert ran(*devices).splits_with(ops) == splits
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("settings", [FLASH_OFF, FLASH_ON], ids=["flash off", "flash on"])
 @pytest.mark.parametrize("name", ["llama", "moe"])
 def test_kernels_remove_as_many_splits_as_was_said(model: Models, name: str, settings: Settings) -> None:

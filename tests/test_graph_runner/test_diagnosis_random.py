@@ -79,6 +79,8 @@ def random_node(seed: int) -> Node:
 random_nodes = seeds.map(random_node)
 
 
+@pytest.mark.slow
+@pytest.mark.daily(2)
 @examples(250)
 @given(seed=st.integers(0, 1 << 30))
 def test_right_nodes_raise_no_alarm(seed: int) -> None:

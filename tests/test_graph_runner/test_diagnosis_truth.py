@@ -213,6 +213,8 @@ def test_a_diff_computes_such_a_node_once_more(model: Models, kernel: Any, text:
     assert {node.diagnosis for node in isolated} - {None} == {text}
 
 
+@pytest.mark.some(1)
+@pytest.mark.daily(2)
 @pytest.mark.usefixtures("all_ops")
 @pytest.mark.parametrize("writes", [0.0, 0.25, np.nan], ids=str)
 def test_an_operator_wrong_in_a_row_has_written_it(model: Models, writes: float) -> None:

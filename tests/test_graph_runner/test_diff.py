@@ -32,8 +32,8 @@ pytestmark = pytest.mark.usefixtures("as_before")
 # verdicts
 
 
+@pytest.mark.some(2)
 @pytest.mark.daily(3)
-@pytest.mark.some(7)
 @pytest.mark.parametrize(("name", "settings"), MODELS)
 @pytest.mark.parametrize("ops", ["default", "all"])
 @pytest.mark.parametrize("fusion", ["on", "off"])
@@ -159,7 +159,7 @@ def fails_at(call: int, error: Exception) -> Callable[[Tensor, Tensor], None]:
     return cont
 
 
-@pytest.mark.some(2)
+@pytest.mark.some(1)
 @pytest.mark.parametrize("error", [ValueError("no rows today"), KernelError("row 9 of 4")])
 @pytest.mark.parametrize(("call", "step", "name"), [(1, 0, "kqv_out-0"), (3, 0, "kqv_out-1"), (7, 1, "kqv_out-1")])
 def test_where_the_device_fails_nodes_are_compared_one_by_one(

@@ -36,6 +36,8 @@ def next_cell(dst: Tensor, src: Tensor, ids: Tensor) -> None:
     OWN["SET_ROWS"].define(dst, src, Tensor.of(ids.view() + 1))
 
 
+@pytest.mark.some(1)
+@pytest.mark.daily(2)
 @pytest.mark.parametrize("settings", [FLASH_ON, FLASH_OFF, QUANTISED], ids=["flash on", "flash off", "quantised"])
 def test_cells_of_a_cache_that_are_wrong(model: Models, settings: Settings) -> None:
     """Without flash attention a cell of V is a column."""
@@ -82,6 +84,8 @@ def test_a_recurrent_state_that_is_wrong(model: Models, name: str) -> None:
     assert all(state.node is not None for state in result.states)
 
 
+@pytest.mark.slow
+@pytest.mark.daily(2)
 def test_what_goes_wrong_once_is_not_forgotten_for_a_second_look(model: Models) -> None:
     """A write that no node explains, in the first run alone: the strict one that follows finds nothing."""
     caches: list[Tensor] = []

@@ -141,7 +141,8 @@ def printed(result: DiffResult) -> list[str]:
     return text.getvalue().splitlines()
 
 
-@pytest.mark.some(3)
+@pytest.mark.some(1)
+@pytest.mark.daily(2)
 @pytest.mark.usefixtures("as_before")
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_fault_is_found_and_named(

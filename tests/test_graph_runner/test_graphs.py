@@ -101,7 +101,7 @@ def overlap(a: Tensor, b: Tensor) -> bool:
 # every node equals the CPU
 
 
-@pytest.mark.some(5)
+@pytest.mark.some(2)
 @pytest.mark.parametrize(("name", "settings", "expected"), CASES)
 def test_every_mover_of_a_model_equals_the_cpu(
     model: Models, name: str, settings: Settings, expected: set[tuple[str, str]]
@@ -242,6 +242,8 @@ def first_different(file: Path, register: Callable[[], None], op_name: str, step
     return first, result
 
 
+@pytest.mark.some(1)
+@pytest.mark.daily(2)
 @pytest.mark.usefixtures("own_ops")
 @pytest.mark.parametrize(
     ("register", "op_name", "step"),

@@ -61,8 +61,8 @@ def test_between_nodes(tmp_path: Path, method: str, first: int, hangs: str) -> N
     assert result["first_introduced"] is None, "no node is to blame"
 
 
+@pytest.mark.slow
 @pytest.mark.daily(2)
-@pytest.mark.some(1)
 @pytest.mark.parametrize(
     ("method", "first"), [("compile", 3), ("copy_out", 400), ("synchronize", 5), ("free", 1), ("copy_in", 40)]
 )

@@ -42,6 +42,7 @@ def test_random_graphs_as_the_simulator_has_them(seed: int) -> None:
     assert disagreement(seed) is None
 
 
+@pytest.mark.slow
 def test_many_random_graphs() -> None:
     assert [found for seed in range(1000) if (found := disagreement(seed))] == []
 
@@ -80,6 +81,8 @@ def long_graph(layers: int) -> Graph:
     return Graph(tuple(nodes))
 
 
+@pytest.mark.slow
+@pytest.mark.daily(2)
 def test_ten_thousand_nodes_in_two_seconds() -> None:
     graph, times = long_graph(1000), list[float]()
     for _ in range(3):

@@ -34,6 +34,8 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_llama(tmp_path_factory.mktemp("models") / "llama.gguf")
 
 
+@pytest.mark.some(2)
+@pytest.mark.daily(2)
 @pytest.mark.parametrize("write", [write_tiny_moe, write_tiny_gpt_oss, write_tiny_mamba, write_tiny_rwkv7])
 def test_models_have_none(write: Callable[[Path], Path], tmp_path: Path) -> None:
     backend = Backend(options=Options(ops="all"))

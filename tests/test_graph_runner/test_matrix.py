@@ -283,6 +283,8 @@ def test_a_baseline_is_the_json(models: dict[str, str], tmp_path: Path) -> None:
     assert results_of("--baseline", file) == {each.cell: each for each in found.results}
 
 
+@pytest.mark.some(3)
+@pytest.mark.daily(2)
 @pytest.mark.parametrize(
     ("text", "says"),
     [

@@ -46,6 +46,7 @@ def test_the_battery_names_the_method(name: str) -> None:
     assert [str(each) for each in found.faults if each.method not in methods] == []
 
 
+@pytest.mark.some(1)
 @pytest.mark.daily(3)
 @pytest.mark.parametrize("name", some(IN_A_DIFF, SOON_IN_A_DIFF))
 def test_a_diff_names_the_method_and_no_kernel(name: str, model: Models) -> None:
@@ -59,6 +60,8 @@ def test_a_diff_names_the_method_and_no_kernel(name: str, model: Models) -> None
     assert not result.wrong
 
 
+@pytest.mark.slow
+@pytest.mark.daily(2)
 def test_what_memory_does_not_hold_is_not_judged(model: Models) -> None:
     device = IN_A_DIFF["InBeyondRepair"][0]()
     result, right = diff(device, model, steps=0), diff(Simulator(memory=1 << 28), model, steps=0)
@@ -116,6 +119,8 @@ register(Short(memory=1 << 28))
 """
 
 
+@pytest.mark.slow
+@pytest.mark.daily(2)
 def test_the_command_says_method_buffer_offset_and_size(tmp_path: Path) -> None:
     path = tmp_path / "short.py"
     path.write_text(DEVICE)

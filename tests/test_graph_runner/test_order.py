@@ -93,6 +93,8 @@ def empty_first(nodes: list[int]) -> list[int]:
     return nodes
 
 
+@pytest.mark.slow
+@pytest.mark.daily(2)
 def test_a_moved_node_may_be_empty(model: Models, monkeypatch: pytest.MonkeyPatch) -> None:
     """That of the states that no sequence has; its ids lie in memory that the host cannot read."""
     optimise(monkeypatch, empty_first)

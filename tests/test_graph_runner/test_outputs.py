@@ -55,6 +55,8 @@ def test_every_option_that_names_a_file_is_known_as_such() -> None:
     assert len(PAIRS) > 15
 
 
+@pytest.mark.some(20)
+@pytest.mark.daily(8)
 @pytest.mark.parametrize(
     ("command", "read", "write", "link"),
     [(*pair, "itself") for pair in PAIRS]
@@ -103,6 +105,8 @@ def test_no_trace_of_a_wrong_node_is_written_over_the_model(cli: Cli, tmp_path: 
 VARIABLES = ("GGML_NPU_KERNELS", "GGML_NPU_PROFILE", "GGML_NPU_DEVICE_FILE")
 
 
+@pytest.mark.some(10)
+@pytest.mark.daily(8)
 @pytest.mark.parametrize("variable", VARIABLES)
 @pytest.mark.parametrize(("command", "write"), [(name, write) for name in COMMANDS for write in WRITING[name]], ids=str)
 def test_no_output_is_what_a_variable_names(
@@ -115,6 +119,8 @@ def test_no_output_is_what_a_variable_names(
     assert file.read_text() == "x = 1"
 
 
+@pytest.mark.some(12)
+@pytest.mark.daily(8)
 @pytest.mark.parametrize(("command", "read"), [(name, read) for name in COMMANDS for read in READING[name]], ids=str)
 def test_no_capture_is_what_the_command_reads(
     cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str, read: str
@@ -128,6 +134,8 @@ def test_no_capture_is_what_the_command_reads(
     assert file.read_bytes() == b"GGUF and more"
 
 
+@pytest.mark.some(10)
+@pytest.mark.daily(8)
 @pytest.mark.parametrize("part", [1, 2, 3])
 @pytest.mark.parametrize(
     ("command", "write"),
@@ -199,7 +207,7 @@ def slow(dst, x, ids):
 """
 
 
-@pytest.mark.some(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_nothing_is_left_half_written_by_a_signal(tmp_path: Path, number: signal.Signals) -> None:
     kernels, temporary = tmp_path / "slow.py", tmp_path / "tmp"

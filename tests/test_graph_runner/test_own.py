@@ -141,6 +141,7 @@ def test_a_right_node_is_what_the_reference_makes_of_inputs_that_are_off(
         assert each.whole is None
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("upstream", [(), (OFF,)], ids=["alone", "with inputs that are off"])
 def test_a_node_that_is_wrong_in_the_own_run_alone(model: Models, upstream: tuple[Op, ...], tmp_path: Path) -> None:
     def damage(dst: Tensor, src: Tensor) -> None:
@@ -165,6 +166,8 @@ def test_a_node_that_is_wrong_in_the_own_run_alone(model: Models, upstream: tupl
     assert all(each.verdict in RIGHT for each in result.nodes[place + 1 :] if each.name != "embd")
 
 
+@pytest.mark.slow
+@pytest.mark.daily(2)
 def test_what_is_wrong_alone_is_wrong_there_first(model: Models) -> None:
     def twice(dst: Tensor, src: Tensor) -> None:
         OWN["CONT"].define(dst, src)
@@ -226,6 +229,8 @@ def test_a_write_into_another_tensor_is_seen_by_who_reads_that(model: Models) ->
     assert str(result.strays[0]).startswith(words)
 
 
+@pytest.mark.slow
+@pytest.mark.daily(2)
 def test_a_diff_of_which_no_node_is_wrong_looks_at_every_buffer(model: Models) -> None:
     with default_backend().ops.having(*writes_into_the_embedding()):
         result = run(model("llama"))
@@ -237,6 +242,7 @@ def test_a_diff_of_which_no_node_is_wrong_looks_at_every_buffer(model: Models) -
     assert result.wrong[0].failure == words
 
 
+@pytest.mark.slow
 def test_a_strict_diff_of_right_kernels_finds_nothing(model: Models) -> None:
     for name in ("llama", "moe"):
         result = run(model(name), strict=True)
@@ -244,6 +250,7 @@ def test_a_strict_diff_of_right_kernels_finds_nothing(model: Models) -> None:
         assert result.strict
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize(
     ("name", "off", "operator"), [("moe", FIRST_NORM_OFF, "TopKSoftmax"), ("rwkv7", OFF, "token_shift")]
 )

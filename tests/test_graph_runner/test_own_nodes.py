@@ -48,7 +48,7 @@ def run(file: Path, steps: int = 1, **options: Any) -> DiffResult:
 # it adds up
 
 
-@pytest.mark.some(9)
+@pytest.mark.some(3)
 @pytest.mark.daily(3)
 @pytest.mark.parametrize("way", WAYS, ids=str)
 @pytest.mark.parametrize("name", [*WRITERS, *OTHERS])
@@ -61,14 +61,15 @@ def test_every_node_of_the_own_run_is_accounted_for(model: Models, name: str, wa
 
 @pytest.mark.conformance
 def test_every_node_of_every_architecture_is_accounted_for(capsys: pytest.CaptureFixture[str]) -> None:
-    """A third of them each day."""
-    rows = [*found(sorted(folder().with_name("models").glob("*.gguf"))[TODAY % 3 :: 3])]
+    """A sixth of them each day."""
+    rows = [*found(sorted(folder().with_name("models").glob("*.gguf"))[TODAY % 6 :: 6])]
     with capsys.disabled():
         Console(width=140).print(table(rows))
     assert rows
     assert [row for row in rows if row[3]] == []
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize(("name", "operator", "n_left_out"), [("moe", "TopKSoftmax", 4), ("rwkv7", "token_shift", 3)])
 def test_what_an_operator_leaves_out_has_its_name(
     model: Models, name: str, operator: str, n_left_out: int, monkeypatch: pytest.MonkeyPatch
@@ -119,6 +120,8 @@ def assert_wrong_in_the_own_run(result: DiffResult) -> None:
     assert result.wrong == soft_max
 
 
+@pytest.mark.some(1)
+@pytest.mark.daily(3)
 @pytest.mark.parametrize("ops", ["default", "all"])
 @pytest.mark.parametrize("name", ["llama", "mpt", "moe"])
 def test_a_users_kernel_of_a_fusions_op_is_judged_in_the_own_run(
@@ -129,6 +132,7 @@ def test_a_users_kernel_of_a_fusions_op_is_judged_in_the_own_run(
         assert_wrong_in_the_own_run(run(model(name)))
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("ops", ["default", "all"])
 def test_what_runs_after_a_users_kernel_is_not_blamed_for_it(
     model: Models, ops: str, monkeypatch: pytest.MonkeyPatch
@@ -139,6 +143,8 @@ def test_what_runs_after_a_users_kernel_is_not_blamed_for_it(
         assert_wrong_in_the_own_run(run(model("llama")))
 
 
+@pytest.mark.slow
+@pytest.mark.daily(2)
 def test_a_node_that_no_fusion_takes_is_judged_though_it_ran_with_later_ones(
     model: Models, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -168,6 +174,8 @@ def test_a_node_that_no_fusion_takes_is_judged_though_it_ran_with_later_ones(
     assert len(result.wrong) == len(soft_max)
 
 
+@pytest.mark.slow
+@pytest.mark.daily(2)
 def test_what_reads_a_node_that_was_held_back_inherits_its_error(model: Models) -> None:
     """An error of the queries reaches the values through SOFT_MAX alone."""
 
@@ -231,6 +239,8 @@ def text(result: DiffResult) -> str:
     return written.getvalue()
 
 
+@pytest.mark.slow
+@pytest.mark.daily(2)
 def test_a_result_that_is_gone_before_anybody_sees_it_is_not_right(model: Models) -> None:
     options = default_backend().options.updated({"ops": "all"})
     with counting() as counted:

@@ -42,6 +42,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return whole(tmp_path_factory.mktemp("whole"))
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize(("fault", "wrong"), [("ANOTHER_ORDER", set()), ("ANOTHER_ORDER_AND_ONE_NODE", {"SWIGLU"})])
 def test_a_backend_that_orders_nodes_otherwise_is_judged(
     library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str, wrong: set[str]

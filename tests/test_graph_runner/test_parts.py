@@ -46,6 +46,8 @@ def lost(begin: int, end: int, heads: slice = slice(None)) -> Callable[[Node], N
     return kernel
 
 
+@pytest.mark.some(2)
+@pytest.mark.daily(3)
 @pytest.mark.parametrize("type", ["f16", "q8_0"])
 @pytest.mark.parametrize(("begin", "end"), [(16, 32), (0, 8), (64, CELLS - QUERIES), (13, 37)])
 def test_cells_that_attention_leaves_out(begin: int, end: int, type: str) -> None:
@@ -92,6 +94,8 @@ def test_elements_that_a_softmax_leaves_out() -> None:
     assert found(node, kernel) == text
 
 
+@pytest.mark.some(1)
+@pytest.mark.daily(2)
 @pytest.mark.parametrize("seed", range(2))
 def test_other_faults_are_no_lost_parts(seed: int) -> None:
     rng = np.random.default_rng(seed)

@@ -66,12 +66,15 @@ def test_every_command_takes_paths_of_any_bytes(files: Files, locale: str, comma
         assert output.name.endswith("html") or json.loads(text)
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("files", MARKS, indirect=True)
 def test_the_json_of_a_coverage_holds_the_path(files: Files) -> None:
     done = fresh("coverage", files.model, "--json", "-", env=files.environment)
     assert json.loads(done.out)["model"] == str(files.model)
 
 
+@pytest.mark.some(1)
+@pytest.mark.daily(2)
 @pytest.mark.parametrize("locale", LOCALES)
 def test_a_path_that_is_not_there_is_named(tmp_path: Path, locale: str) -> None:
     missing = tmp_path / os.fsdecode(b"caf\xe9.gguf")

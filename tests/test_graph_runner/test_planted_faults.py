@@ -161,7 +161,7 @@ def of_device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
         choose(monkeypatch, **{option: value})
 
 
-@pytest.mark.some(6)
+@pytest.mark.some(2)
 @pytest.mark.daily(5)
 @pytest.mark.usefixtures("of_device")
 @pytest.mark.parametrize("fault", spread(of("isolated", "sources", "runs", "fused"), every=6))
@@ -169,7 +169,7 @@ def test_a_fault_is_found(model: Models, fault: Fault, tmp_path: Path) -> None:
     assert_found(model(fault.model), fault, tmp_path)
 
 
-@pytest.mark.some(3)
+@pytest.mark.some(1)
 @pytest.mark.daily(5)
 @pytest.mark.usefixtures("of_device")
 @pytest.mark.parametrize("fault", spread([each for each in of("sources", "runs", "fused") if each.rounded], every=4))
@@ -210,7 +210,7 @@ def assert_command_finds(command: Commands, model: Path, fault: Fault, folder: P
     assert right.code == 0, right.text
 
 
-@pytest.mark.some(1)
+@pytest.mark.slow
 @pytest.mark.daily(6)
 @pytest.mark.parametrize("fault", spread(of("ends", "strays", "live", "packed", "late"), every=6))
 def test_the_command_finds_a_fault(model: Models, fault: Fault, commands: Commands, tmp_path: Path) -> None:

@@ -60,6 +60,7 @@ def diff(folder: Path, *arguments: object, wrong: str = RIGHT, **keywords: objec
 # prints
 
 
+@pytest.mark.slow
 def test_a_kernel_prints_beside_the_json_of_a_diff(cli: Cli, tmp_path: Path) -> None:
     arguments = ["diff", "tiny", "-n", 0, "--ops", "MUL", "--reproducers", tmp_path, *printing(tmp_path)]
     outcome = cli(*arguments, "--json", "-")

@@ -25,6 +25,7 @@ def some() -> list[object]:
     return [each if each == soon else pytest.param(*each, marks=pytest.mark.slow) for each in every]
 
 
+@pytest.mark.slow
 @pytest.mark.daily(3)
 @pytest.mark.parametrize(("device", "most"), some())
 def test_the_first_and_the_last_of_several_nodes_are_named(device: type[Programs], most: int, model: Models) -> None:

@@ -51,6 +51,8 @@ class WithoutAnEnd:
 TAILED = ["SSM_CONV", "DSV4_HC_PRE with gates", "MUL_MAT of f32, other rows", "MUL_MAT of f16", "SILU", "RMS_NORM"]
 
 
+@pytest.mark.some(2)
+@pytest.mark.daily(2)
 @pytest.mark.parametrize("name", TAILED)
 def test_a_wrong_end_of_a_row_is_no_promise_and_beyond_the_bound(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     probe = PROBES[name]

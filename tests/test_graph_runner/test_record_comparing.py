@@ -34,6 +34,8 @@ def test_a_run_is_equal_to_itself_and_to_that_of_exact_kernels(model: Models, ru
     assert ("settings.device", "CPU", "NPU") in result.differing
 
 
+@pytest.mark.some(1)
+@pytest.mark.daily(2)
 @pytest.mark.parametrize(("token", "layer"), [(0, 1), (21, 0), (60, 0)])
 def test_a_planted_fault_is_the_first(model: Models, token: int, layer: int) -> None:
     """In one value of one token of one layer, a step in batches of 8 tokens."""

@@ -34,6 +34,7 @@ def ends(
     return found
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("memory", ["host", "device"])
 def test_the_wrong_node_alone_heals_the_end(model: Models, memory: Memory) -> None:
     first, wrong, layer, op = ends(model("llama"), "ffn_swiglu-0", "ffn_swiglu-1", "layer1", "swiglu", memory=memory)
@@ -56,6 +57,8 @@ def test_a_node_with_wrong_inputs_does_not_heal_it(model: Models) -> None:
     assert after.after == after.before
 
 
+@pytest.mark.slow
+@pytest.mark.daily(2)
 def test_suspects_are_tried_until_the_end_heals(model: Models) -> None:
     backend = spoiling({"SWIGLU": at("ffn_swiglu-0", "ffn_swiglu-1"), "MUL": at("ffn_norm-1")})
     result = diff(model("llama"), PROMPT, DiffOptions(steps=0, settings=SETTINGS, backend=backend))
@@ -94,6 +97,8 @@ def test_items_select_nodes(model: Models) -> None:
             chosen(text, whole)
 
 
+@pytest.mark.slow
+@pytest.mark.daily(3)
 def test_the_command_offers_it(tmp_path: Path) -> None:
     kernels, written = tmp_path / "wrong.py", tmp_path / "result.json"
     kernels.write_text(FAULT.format(does=SCALES))

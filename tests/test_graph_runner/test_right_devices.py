@@ -17,8 +17,8 @@ from graph_runner.judging.rules import Rules
 pytestmark = pytest.mark.usefixtures("as_before")
 
 
+@pytest.mark.some(1)
 @pytest.mark.daily(2)
-@pytest.mark.some(2)
 @pytest.mark.parametrize("weights", ["llama f32", "llama"])
 @pytest.mark.parametrize("name", DEVICES)
 def test_a_device_that_fuses_is_right(model: Models, name: str, weights: str) -> None:
@@ -35,6 +35,8 @@ def test_a_device_that_fuses_is_right(model: Models, name: str, weights: str) ->
     assert {node.on for node in result.nodes} == {device.name}
 
 
+@pytest.mark.slow
+@pytest.mark.daily(2)
 def test_what_differs_together_is_told(model: Models) -> None:
     device = DeviceBackend(Fusing("RMS_NORM MUL"))
     result = diff(model("llama f32"), PROMPT, DiffOptions(steps=0, settings=FLASH_OFF, backend=device))
@@ -43,8 +45,8 @@ def test_what_differs_together_is_told(model: Models) -> None:
     assert "gives other bytes when nodes run together, not one by one, within rounding" in remark
 
 
+@pytest.mark.slow
 @pytest.mark.daily(3)
-@pytest.mark.some(1)
 @pytest.mark.parametrize("name", KERNELS)
 @pytest.mark.parametrize("repeat", [1, 3])
 @pytest.mark.parametrize(("ops", "tolerances"), [("all", None), ("default", None), ("all", "gpu")])
@@ -61,7 +63,7 @@ def test_a_kernel_that_adds_up_otherwise_is_right(
     assert any("is not the same each time" in remark for remark in result.remarks) == by_chance
 
 
-@pytest.mark.some(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name, _ in wrong_devices()])
 def test_what_is_wrong_only_where_nodes_run_together_is_found(model: Models, name: str) -> None:
     device = dict(wrong_devices())[name]

@@ -103,6 +103,7 @@ def allows(rules: Rules, of: Node, expected: Tensor, actual: Tensor) -> bool:
     return bool(found) or rules.allows(of, expected, actual, found)
 
 
+@pytest.mark.some(60)
 @pytest.mark.daily(6)
 @pytest.mark.parametrize(("op", "i", "types"), EVERY)
 def test_what_is_right_is_let_through_and_what_is_wrong_is_caught(cpu: Replica, op: str, i: int, types: Types) -> None:
@@ -293,6 +294,8 @@ def test_a_product_that_overflows_may_be_rounded_before_it_is_added(cpu: Replica
     assert [is_right(2, value) for value in (np.inf, np.nan, -np.inf, 1.0)] == [True, True, False, False]
 
 
+@pytest.mark.some(2)
+@pytest.mark.daily(4)
 @pytest.mark.parametrize("cells", [64, 600, 4800])
 @pytest.mark.parametrize("seed", range(5))
 def test_float32_sums_over_many_cells_round_as_often(cpu: Replica, cells: int, seed: int) -> None:

@@ -70,6 +70,7 @@ def test_a_weight_of_minus_infinity_is_named(cli: Cli, tmp_path: Path, name: str
     assert f"the weight or input {name!r} holds -inf at" in outcome.out
 
 
+@pytest.mark.slow
 def test_a_model_without_nan_says_nothing_of_it(cli: Cli) -> None:
     assert "NaN" not in cli("diff", "tiny", "--all", "-n", "0").out
 

@@ -71,6 +71,7 @@ def test_a_process_that_cannot_be_started_ahead_is_no_failure(monkeypatch: pytes
         started(DIFF)
 
 
+@pytest.mark.slow
 def test_a_command_that_is_refused_leaves_no_process_and_says_one_line() -> None:
     found = fresh("diff", "nofile.gguf")
     assert (found.code, found.err.count("\n")) == (2, 1)

@@ -235,6 +235,8 @@ def test_the_command_sees_what_its_run_does_not(cli: Cli, tmp_path: Path) -> Non
     assert cli("replay", tmp_path / "1-0-ROPE.gguf").code == 0
 
 
+@pytest.mark.some(1)
+@pytest.mark.daily(2)
 @pytest.mark.parametrize("options", [(), ("--memory", "device"), ("--reference", "npu")], ids=str)
 def test_synthetic_nodes_of_a_right_device_are_right(cli: Cli, options: tuple[str, ...]) -> None:
     outcome = cli("diff", "tiny", "--in-process", "--all", "-n", 0, "-p", "", "--see", "--strict-coverage", *options)

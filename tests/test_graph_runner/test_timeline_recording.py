@@ -59,6 +59,8 @@ def by_step(timeline: Timeline, kind: str) -> dict[int, list[Event]]:
     return found
 
 
+@pytest.mark.some(1)
+@pytest.mark.daily(2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_nodes_of_a_step_lie_within_it_and_do_not_overlap(timelines: Callable[[str], Timeline], kind: str) -> None:
     timeline = timelines(kind)

@@ -41,7 +41,7 @@ LINES = {
 }
 
 
-@pytest.mark.some(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("line", "words"), LINES.items(), ids=LINES)
 def test_a_wrong_kernel_is_found(cli: Cli, small: Path, tmp_path: Path, line: str, words: str) -> None:
     outcome = cli("replay", small, "--kernels", kernel_file(tmp_path, WRONG.format(line=line)))

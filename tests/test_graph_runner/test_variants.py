@@ -201,6 +201,8 @@ def test_a_model_without_attention_has_one_graph(model: Models) -> None:
     assert {node.verdict for node in result.nodes} == {Verdict.EXACT}
 
 
+@pytest.mark.slow
+@pytest.mark.daily(3)
 def test_threads_show_in_attention_to_many_cells(model: Models) -> None:
     """Threads take parts of 512 cells or more, for one token: ggml-cpu adds each part in half floats."""
     found = Variants.of(("CPU", ["threads=1"]), ("CPU", ["threads=2"]))
@@ -247,7 +249,7 @@ def cont(dst, x):
 """
 
 
-@pytest.mark.some(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("wrong", ["reference", "device"])
 def test_a_file_of_kernels_beside_another(cli: Cli, tmp_path: Path, wrong: str) -> None:
     words, page = [], tmp_path / "page.html"

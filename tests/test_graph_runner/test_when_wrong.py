@@ -145,6 +145,8 @@ def test_a_mistake_of_both_is_not_seen(model: Models, monkeypatch: pytest.Monkey
     assert not run(model("llama"), reference="CPU")
 
 
+@pytest.mark.slow
+@pytest.mark.daily(2)
 def test_what_takes_one_sequence_for_another_is_not_seen_in_one(model: Models) -> None:
     def soft_max(dst: Tensor, x: Tensor, mask: Tensor, sinks: Tensor | None, *, params: SoftMax) -> None:
         OWN["SOFT_MAX"].define(dst, x, replace(mask, nb=(*mask.nb[:3], 0)), sinks, params=params)

@@ -169,6 +169,7 @@ def homeless(code: str) -> tuple[int, str, list[str]]:
     return done.returncode, done.stdout, done.stderr.splitlines()
 
 
+@pytest.mark.slow
 def test_without_a_home_nothing_is_kept_and_a_line_says_so() -> None:
     code, out, notes = homeless(QUANTIZE)
     assert (code, out) == (0, "68\n")

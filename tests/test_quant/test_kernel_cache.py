@@ -109,6 +109,8 @@ def edited(copied: Path, part: str, *packages: str) -> str:
     return str(digest)
 
 
+@pytest.mark.slow
+@pytest.mark.daily(3)
 def test_an_edit_of_whatever_a_kernel_imports_makes_another_folder(copied: Path) -> None:
     parts = parts_of_kernels()
     wanted = {

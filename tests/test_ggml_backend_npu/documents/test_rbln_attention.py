@@ -157,6 +157,7 @@ def test_sliding_window_attention(backend: Plugin, window: int, chunks: list[int
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["partitioned_flash_attention", "sliding_window_attention"])
 def test_the_examples_say_what_they_checked(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")

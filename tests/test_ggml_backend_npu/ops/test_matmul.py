@@ -226,6 +226,8 @@ def test_strides(backend: Plugin, type: str, src0: Placement, src1: Placement, n
     assert_equal_but_for_rounding(backend, recipe, norm)
 
 
+@pytest.mark.some(3)
+@pytest.mark.daily(2)
 @pytest.mark.parametrize("type", OFTEN)
 def test_many_rows_in_threads(backend: Plugin, type: str) -> None:
     for n_columns in (1, 40):

@@ -96,6 +96,8 @@ def test_out_prod_of_other_types(backend: Plugin, type: str) -> None:
     assert_as_promised(backend, outer(type, (256, 5, 2, 1), 7, (1, 1), 0, PLAIN, PLAIN), "OUT_PROD")
 
 
+@pytest.mark.slow
+@pytest.mark.daily(2)
 @pytest.mark.parametrize("type", ["f32", "q4_0"])
 def test_out_prod_in_several_tiles(backend: Plugin, type: str) -> None:
     for ne, n_columns in (((576, 300, 1, 1), 65), ((256, 257, 2, 1), 130)):
