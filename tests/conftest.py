@@ -57,6 +57,7 @@ def backend() -> Plugin:
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Models:
     """Finds the file of a model by name; a tiny one is written when first asked for."""
+    from kit.encoders import ENCODERS
     from kit.models import OTHERS, VARIED, WRITERS
 
     from graph_runner.base.models import demo_file
@@ -65,7 +66,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Models:
 
     def find(name: str) -> Path:
         path = demo_file() if name == "demo" else folder / f"{name}.gguf"
-        return path if path.exists() else (WRITERS | OTHERS | VARIED)[name](path)
+        return path if path.exists() else (WRITERS | OTHERS | VARIED | ENCODERS)[name](path)
 
     return find
 

@@ -8,6 +8,7 @@ from typing import Literal
 
 DeviceName = Literal["npu", "cpu", "foreign"]
 FlashAttention = Literal["auto", "on", "off"]
+Gives = Literal["logits", "embeddings"]  # of a step
 
 # what llama.cpp's own programs let a cache be; of other types its kernels crash
 QUANTISED_CACHE_TYPES = ("q8_0", "q4_0", "q4_1", "iq4_nl", "q5_0", "q5_1")
@@ -37,6 +38,7 @@ class Settings:
     sequences   that are decoded together, each with caches of its own
     repack      whether ggml's CPU may have weights in an order of its own, in memory that cannot be read
     op_offload  whether a device computes large nodes of layers that it was not given
+    text        whether a model that decodes and pools embeddings gives logits all the same
     """
 
     device: DeviceName = "cpu"
@@ -52,6 +54,7 @@ class Settings:
     sequences: int = 1
     repack: bool = False
     op_offload: bool = True
+    text: bool = False
 
 
 def context_for(prompt: str, n: int) -> int:

@@ -16,6 +16,7 @@ from pathlib import Path
 import ggml_backend_npu
 from ggml_backend_npu.plugin.embedding import plugin
 from ggml_backend_npu.plugin.plugin import Plugin
+from graph_runner.base.errors import BenchError
 from graph_runner.base.python import environment, python
 from graph_runner.bench.measure import GGML_CPU, Measurement, against, in_turns
 from graph_runner.bench.memory import bench_memory
@@ -36,9 +37,9 @@ def bench_decode(model: Path, *, rounds: int, threads: int, n: int = 64, long: i
 
     All sessions are open at once and take turns; within a round they switch after every 8 generated tokens.
 
-    Raises BenchError if the memory cannot be measured.
+    Raises BenchError for a model with an encoder, and if the memory cannot be measured.
     """
-    settings = Settings(n_ctx=max(context_for(_PROMPT, n), long), threads=threads)
+    settings = Settings(n_ctx=max(context_for(_PROMPT, n), long), threads=threads, text=True)
     ours = ggml_backend_npu.register()
     npus = {
         name: Plugin(ours.ggml, ours.backend.like(options=ours.backend.options.updated({"ops": ops})))
@@ -52,6 +53,8 @@ def bench_decode(model: Path, *, rounds: int, threads: int, n: int = 64, long: i
             whose = replace(settings, device="cpu" if npu is None else "npu")
             session = stack.enter_context(Session(model, whose, npu=npu, counts_nodes=False))
             sessions.append((name, session))
+        if session.encodes:
+            raise BenchError(f"model {str(model)!r}: has an encoder; models that only decode are measured")
         tokens = session.tokenize(_PROMPT)
         many = (tokens * long)[:long]
         steps = [[token] for token in (tokens * n)[:n]]

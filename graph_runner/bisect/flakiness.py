@@ -39,7 +39,7 @@ class Repeat:
     """A run.
 
     process  the number of the process that it ran in
-    digests  of the logits after each step, and of the states at the end; none if it did not end
+    digests  of what each step gives, logits or embeddings, and of the states at the end; none if it did not end
     error    why it did not end, or ""
     """
 
@@ -108,7 +108,7 @@ class Flakiness:
         return len(self.apart) / len(self.repeats) if self.repeats else 0.0
 
     def first_apart(self, repeat: Repeat) -> int:
-        """Returns the first step whose logits are apart; the number of steps, if only the states at the end are."""
+        """Returns the first step that gives what is apart; the number of steps, if only the states at the end are."""
         usual = self._usual.get(repeat.way.threads, ())
         return next((step for step, (a, b) in enumerate(zip(repeat.digests, usual, strict=False)) if a != b), 0)
 

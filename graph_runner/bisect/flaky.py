@@ -77,8 +77,8 @@ class Repeats:
         return self._batches
 
     def run(self, way: Way, process: int) -> Repeat:
-        """Runs the tokens in some way. Returns the digests of the logits after each step, and of the states at the
-        end."""
+        """Runs the tokens in some way. Returns the digests of what each step gives, logits or embeddings, and of the
+        states at the end."""
         begin, batches = time.perf_counter(), self.batches
         try:
             with self._provoked(way), self._opened(way) as session:
@@ -87,7 +87,7 @@ class Repeats:
                 digests = []
                 for tokens in batches:
                     session.decode(*tokens)
-                    digests.append(_digest(session.logits_of_each().tobytes()))
+                    digests.append(_digest(session.outputs().tobytes()))
                 digests.append(_digest(session.save()))
         except SessionError as error:
             return Repeat(way, process, (), time.perf_counter() - begin, str(error))

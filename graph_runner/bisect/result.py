@@ -30,7 +30,7 @@ class Trial:
     """A whole run with some nodes on the device.
 
     nodes  which, as ranges of their numbers
-    nmse   of the logits, the largest of all steps; None if the run did not end
+    nmse   of what the steps give, logits or embeddings, the largest of all steps; None if the run did not end
     first_token  the first step after which another token is the most likely; None if there is none
     error  why it did not end, or ""
     """
@@ -47,7 +47,7 @@ class Bisection:
     """A bisection. Truthy if the run with all nodes on the device is right.
 
     units    the nodes that may be on the device, in their order
-    limit    of the NMSE of logits, beyond which a run is wrong
+    limit    of the NMSE at the end, beyond which a run is wrong
     threshold  the same while nodes are looked for: a hundredth of the whole run's, if that is more
     trials   all runs, in their order
     needed   numbers of the nodes with which alone the run is wrong; empty if it is right, or if `why` says why not

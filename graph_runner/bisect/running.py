@@ -25,7 +25,7 @@ _MOST_NODES = 8  # of a set that is looked for
 class BisectOptions(WholeOptions):
     """What runs where, and when it is wrong.
 
-    limit    of the NMSE of logits; None: what flash attention, on or off, changes on the CPU
+    limit    of the NMSE at the end; None: what flash attention, on or off, changes on the CPU
     repeat   runs of all nodes on the device, to see whether they always fail
     by_token a run is wrong if another token follows, whatever the NMSE
     ends     only tells whether the run is wrong
@@ -72,9 +72,12 @@ class Runs:
         )
 
     def bisected(self) -> Bisection:
-        """Looks for a smallest set of nodes with which alone the run is wrong."""
+        """Looks for a smallest set of nodes with which alone the run is wrong. Raises SessionError for a model without
+        text, if that is to say what is wrong."""
         result, whole, options = self.result, self._whole, self._options
         whole.prepare()
+        if options.by_token and "logits" not in whole.gives:
+            raise SessionError("--text: the model makes embeddings, and has no text")
         result.units, result.n_prompt = whole.units, whole.n_prompt
         result.limit = options.limit if options.limit is not None else whole.natural()
         every = frozenset(range(len(result.units)))

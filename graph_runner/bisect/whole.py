@@ -14,13 +14,13 @@ from ggml_backend_npu.plugin.foreign import ForeignDevice
 from ggml_backend_npu.plugin.limited import limited
 from ggml_backend_npu.plugin.plugin import Plugin
 from graph_runner.base.errors import SessionError
-from graph_runner.base.settings import ALL_LAYERS, DeviceName, Settings, context_for
+from graph_runner.base.settings import ALL_LAYERS, DeviceName, Gives, Settings, context_for
 from graph_runner.bisect.result import Unit
-from graph_runner.diff.logits import Ending, Endings, Logits
+from graph_runner.diff.logits import Ending, Endings, Outputs
 from graph_runner.diff.walks import Place, Walk
 from graph_runner.judging.results import types_of
 from graph_runner.run.devices import Devices
-from graph_runner.run.session import Observer, Sampler, Session
+from graph_runner.run.session import Observer, Session
 from quant.kernels.processor import processors
 
 CPU, NPU = "CPU", "NPU"
@@ -69,6 +69,7 @@ class Whole:
     name   of the device
     units  the nodes that may run on it, in their order, once `prepare` has run
     at     the names of all nodes of the prompt and of the first token, by place as a diff counts them
+    gives  what each step gives
     """
 
     def __init__(self, model: Path, prompt: str, options: WholeOptions, backend: AnyBackend) -> None:
@@ -93,7 +94,8 @@ class Whole:
         self.at: dict[Place, str] = {}
         self._on_cpu = replace(self.settings, device="cpu", gpu_layers=0)
         self._batches: Batches = ()
-        self._reference: list[Logits] = []
+        self._reference: list[Outputs] = []
+        self.gives: list[Gives] = []
 
     def prepare(self) -> None:
         """Lists the nodes of the device's run, and runs the reference."""
@@ -102,31 +104,32 @@ class Whole:
             tokens = session.prompts(self._prompt)
             self.n_prompt = len(tokens[0])
             session.decode(*tokens)
-            if self.options.steps:
+            for _ in range(session.n_steps(min(self.options.steps, 1)) - 1):
                 names.next_step()
-                session.decode(*[[Sampler()(logits)] for logits in session.logits_of_each()])
+                session.decode(*session.next_tokens())
             self._on_cpu = replace(self._on_cpu, without=session.lacks)
         self.units, self.at = [*names.found.values()], names.at
-        self._batches, self._reference = self.greedy(self._on_cpu)
+        self._batches, self._reference, self.gives = self.greedy(self._on_cpu)
 
-    def greedy(self, settings: Settings) -> tuple[Batches, list[Logits]]:
-        """Returns the prompt's tokens and the most likely ones after it, step by step, and the logits after each."""
-        batches, found = [], []
+    def greedy(self, settings: Settings) -> tuple[Batches, list[Outputs], list[Gives]]:
+        """Returns the prompt's tokens and the most likely ones after it, step by step, and what each step gives."""
+        batches, found, gives = [], [], []
         with self.opened(settings) as session:
             batches.append(session.prompts(self._prompt))
-            for step in range(self.options.steps + 1):
+            for left in reversed(range(session.n_steps(self.options.steps))):
                 session.decode(*batches[-1])
-                found.append(session.logits_of_each())
-                if step < self.options.steps:
-                    batches.append([[Sampler()(logits)] for logits in found[-1]])
-        return batches, found
+                found.append(session.outputs())
+                gives.append(session.gives)
+                if left:
+                    batches.append(session.next_tokens())
+        return batches, found, gives
 
     def natural(self) -> float:
-        """Returns a limit: the NMSE of the reference's logits, with flash attention on and off."""
+        """Returns a limit: the NMSE of what the reference gives, with flash attention on and off."""
         on_cpu = self._on_cpu
         switched = replace(on_cpu, flash_attention="off" if on_cpu.flash_attention == "on" else "on")
         try:
-            return max(self._apart(self._logits(switched)).nmse, _NOTHING)
+            return max(self._apart(self._outputs(switched)).nmse, _NOTHING)
         except SessionError:
             return _NOTHING  # a model without flash attention
 
@@ -135,12 +138,12 @@ class Whole:
 
         asked  called with the name of each node that may be on the CPU as well
         """
-        return self._apart(self._logits(self.settings, names, asked))
+        return self._apart(self._outputs(self.settings, names, asked))
 
-    def _logits(
+    def _outputs(
         self, settings: Settings, names: Collection[str] | None = None, asked: Callable[[str], object] = _nothing
-    ) -> list[Logits]:
-        """Returns the logits after each step. Which nodes are on the device is decided after the context was made,
+    ) -> list[Outputs]:
+        """Returns what each step gives. Which nodes are on the device is decided after the context was made,
         which decides of what ops the graph is.
 
         names  of nodes that are on the device; None: all that it takes
@@ -149,7 +152,7 @@ class Whole:
         with self.opened(settings) as session, nullcontext() if names is None else self._with(names, asked):
             for tokens in self._batches:
                 session.decode(*tokens)
-                found.append(session.logits_of_each())
+                found.append(session.outputs())
         return found
 
     def _with(self, names: Collection[str], asked: Callable[[str], object] = _nothing) -> AbstractContextManager[None]:
@@ -162,10 +165,10 @@ class Whole:
         assert self.npu is not None
         return limited(self.ggml, self.npu.handle, takes)
 
-    def _apart(self, logits: list[Logits]) -> Ending:
+    def _apart(self, outputs: list[Outputs]) -> Ending:
         endings = Endings()
-        for reference, other in zip(self._reference, logits, strict=True):
-            endings.add(reference, other)
+        for reference, other, of in zip(self._reference, outputs, self.gives, strict=True):
+            endings.add(reference, other, of)
         return endings.ending()
 
     def opened(self, settings: Settings, observer: Observer | None = None) -> Session:

@@ -57,7 +57,7 @@ def bisect(
             min=0,
             max=1e9,
             callback=finite,
-            help="NMSE of the logits beyond which a run is wrong. Default: what flash attention, on or off, changes on "
+            help="NMSE at the end beyond which a run is wrong. Default: what flash attention, on or off, changes on "
             "the CPU.",
         ),
     ] = None,
@@ -84,7 +84,7 @@ def bisect(
     """Find the nodes with which a whole run is wrong, without looking at any.
 
     Runs the model whole, with all nodes on the device, then with some of them: the others run on the CPU. Compares the
-    logits at the end with those of the CPU alone. For faults that vanish when nodes are run one by one.
+    logits, or embeddings, at the end with those of the CPU alone. For faults that vanish when nodes are run one by one.
     --resume goes on where a bisection was stopped.
     Exit code 0: the run is right; 1: it is wrong; 2: bad input; 3: an internal error.
     """

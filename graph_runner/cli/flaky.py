@@ -43,9 +43,9 @@ def flaky(
 ) -> None:
     """Find out whether a device gives the same each time.
 
-    Runs the same tokens again and again, whole, and looks at no node: the logits after each step, and the states at the
-    end, have to be the same bytes. Runs are provoked: other processes, addresses, threads, memory that holds other
-    content. If two are apart, further runs look for the first node at which they are.
+    Runs the same tokens again and again, whole, and looks at no node: what each step gives, logits or embeddings, and
+    the states at the end have to be the same bytes. Runs are provoked: other processes, addresses, threads, memory that
+    holds other content. If two are apart, further runs look for the first node at which they are.
     Exit code 0: all are the same; 1: some are apart; 2: bad input; 3: an internal error.
     """
     name = device_named(device, npu, kernels)

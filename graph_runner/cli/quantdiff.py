@@ -99,7 +99,7 @@ def quantdiff(
 
     with _progress() as seen:
         options = QuantOptions(
-            context.settings(n_ctx=chunk_size), chunks, put_back, tensors, bpw, types.split(","), seen
+            context.settings(n_ctx=chunk_size, text=True), chunks, put_back, tensors, bpw, types.split(","), seen
         )
         result = quantisation(big, small, text, options)
     outputs: list[Callable[[], None]] = [lambda: print_quantdiff(result, stdout(json_file, html_file))]

@@ -51,7 +51,7 @@ def record(
         bool,
         typer.Option(
             "--unwatched",
-            help="Look at no node: record the logits after each step and the state at the end, which can be read "
+            help="Look at no node: record what each step gives and the state at the end, which can be read "
             "without changing the run.",
         ),
     ] = False,
@@ -64,7 +64,7 @@ def record(
             show_default=False,
         ),
     ] = None,
-    logits: Annotated[bool, typer.Option("--logits", help="Keep all logits after each step.")] = False,
+    logits: Annotated[bool, typer.Option("--logits", help="Keep all logits after each step, or embeddings.")] = False,
     batch: Annotated[
         int,
         typer.Option(min=0, max=N_BATCH, help="Tokens of the prompt that are decoded at once; 0 = as many as fit."),

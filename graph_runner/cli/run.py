@@ -81,7 +81,9 @@ def run(
     text = prompt.text
     use_device(npu if llama_graph else replace(npu, all_ops=True))
     use_kernels(kernels)
-    settings = context.settings(device=device.value, n_ctx=n_ctx or context_for(text, n), gpu_layers=gpu_layers(npu))
+    settings = context.settings(
+        device=device.value, n_ctx=n_ctx or context_for(text, n), gpu_layers=gpu_layers(npu), text=True
+    )
     console = stderr()
     with (
         model_file(model) as file,

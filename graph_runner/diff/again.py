@@ -13,8 +13,9 @@ from ggml_backend_npu import Node
 from ggml_backend_npu.ggml import convert
 from ggml_backend_npu.ggml.lib import Ggml
 from graph_runner.base.limits import refuse_where_memory_is_limited
+from graph_runner.base.settings import Gives
 from graph_runner.diff.lockstep import Batch
-from graph_runner.diff.logits import Ending, Endings, Logits, nmse
+from graph_runner.diff.logits import Ending, Endings, Outputs, nmse
 from graph_runner.diff.sides import CPU, Side
 from graph_runner.diff.together import Computer, Grouped, ends_of
 from graph_runner.diff.walks import Course, Place, Walk
@@ -75,15 +76,17 @@ class _Noise(Walk):
 class Watched:
     """The device's run while each node was observed.
 
-    logits, reference  of both runs, after each step
-    fingerprints       digests of the nodes' results
-    nodes              the results of the nodes
+    outputs, reference  what both runs gave, after each step
+    fingerprints        digests of the nodes' results
+    nodes               the results of the nodes
+    gives               what each step gave
     """
 
-    logits: Sequence[Logits]
-    reference: Sequence[Logits]
+    outputs: Sequence[Outputs]
+    reference: Sequence[Outputs]
     fingerprints: Mapping[Place, int]
     nodes: Collection[NodeResult]
+    gives: Sequence[Gives]
 
     @property
     def left_to_the_cpu(self) -> set[Place]:
@@ -123,7 +126,7 @@ class Again:
 
     def _run(
         self, settings: Settings, observer: Walk | None = None, batches: Sequence[Batch] | None = None
-    ) -> list[Logits]:
+    ) -> list[Outputs]:
         found = []
         with self._opened(settings, observer) as session:
             if observer is not None and settings.device != "cpu":
@@ -132,7 +135,7 @@ class Again:
                 if step and observer is not None:
                     observer.next_step()
                 session.decode(*tokens)
-                found.append(session.logits_of_each())
+                found.append(session.outputs())
         return found
 
     def repeated(self, times: int) -> NodeResult | None:
@@ -157,35 +160,36 @@ class Again:
         remark says so."""
         watched = self._watched
         try:
-            logits = self._run(self._on_device)
+            outputs = self._run(self._on_device)
         except SessionError:
             wrong = self.repeated(2) or self._in_groups()
             if wrong is None:
                 raise
             return wrong
-        if _alike(logits, watched.logits) or not _alike(self._run(self._on_cpu), watched.reference):
+        if _alike(outputs, watched.outputs) or not _alike(self._run(self._on_cpu), watched.reference):
             return None
         wrong = None if self._course.ops else self.repeated(2)
         if wrong is None:
             wrong = self._in_groups()
         if wrong is None:
-            wrong = self._ends_wrong(logits)
-        if wrong is not None and self._needs_another_shape(logits):
+            wrong = self._ends_wrong(outputs)
+        if wrong is not None and self._needs_another_shape(outputs):
             return replace(wrong, failure=f"{wrong.failure}; {_ONE_BY_ONE}")
         return wrong
 
-    def _needs_another_shape(self, logits: Sequence[Logits]) -> bool:
+    def _needs_another_shape(self, outputs: Sequence[Outputs]) -> bool:
         """Whether a run that nobody observed is right as far as the prompt, and goes wrong only if the prompt's tokens
-        come together: with all tokens one by one, each graph has the shape of the one before.
+        come together: with all tokens one by one, each graph has the shape of the one before. They come together where
+        they are encoded, or make embeddings.
 
-        logits  of the run
+        outputs  of the run
         """
         watched, (prompt, *rest) = self._watched, self._batches
         n = len(prompt[0])
-        limit = max(_FAR * _apart(watched.reference, watched.logits), _NOTHING)
-        if n < 2 or any(len(each) != n for each in prompt):
+        limit = max(_FAR * _apart(watched.reference, watched.outputs), _NOTHING)
+        if n < 2 or watched.gives[0] != "logits" or any(len(each) != n for each in prompt):
             return False
-        if not _apart(logits[:1], watched.logits[:1]) <= limit or _apart(logits, watched.logits) <= limit:
+        if not _apart(outputs[:1], watched.outputs[:1]) <= limit or _apart(outputs, watched.outputs) <= limit:
             return False
         one_by_one = [*([each[i : i + 1] for each in prompt] for i in range(n)), *rest]
         with suppress(SessionError):
@@ -213,12 +217,12 @@ class Again:
         wrong = [each for each in found if each is not None]
         return min(wrong, key=lambda each: (each.step, each.index), default=None)
 
-    def _ends_wrong(self, logits: Sequence[Logits]) -> NodeResult | None:
-        """Returns the first node that changes if the logits of a run that nobody observed are off by more than
-        rounding explains."""
+    def _ends_wrong(self, outputs: Sequence[Outputs]) -> NodeResult | None:
+        """Returns the first node that changes if what a run that nobody observed gives is off by more than rounding
+        explains."""
         watched, endings = self._watched, Endings()
-        for reference, device in zip(watched.reference, logits, strict=True):
-            endings.add(reference, device)
+        for reference, device, of in zip(watched.reference, outputs, watched.gives, strict=True):
+            endings.add(reference, device, of)
         if self.natural(endings.ending()):
             self.remarks = self.remarks or [f"the run ends otherwise: it {_TOGETHER}, within rounding"]
             return None
@@ -338,11 +342,11 @@ def _quantises(node: NodeResult) -> bool:
     return node.op != "GET_ROWS" and any(codec(type).is_quantized for type in {*node.types.split()} & {*type_names()})
 
 
-def _alike(a: Sequence[Logits], b: Sequence[Logits]) -> bool:
+def _alike(a: Sequence[Outputs], b: Sequence[Outputs]) -> bool:
     return len(a) == len(b) and all(x.tobytes() == y.tobytes() for x, y in zip(a, b, strict=True))
 
 
-def _apart(a: Sequence[Logits], b: Sequence[Logits]) -> float:
+def _apart(a: Sequence[Outputs], b: Sequence[Outputs]) -> float:
     return max((nmse(x, y) for x, y in zip(a, b, strict=True)), default=0.0)
 
 

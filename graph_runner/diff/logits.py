@@ -1,33 +1,39 @@
-"""How far apart the logits of two runs of one model are, step by step."""
+"""How far apart what two runs of one model give is, step by step: logits, or embeddings."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
+from graph_runner.base.settings import Gives
+
 Logits = NDArray[np.float32]  # (sequences, n_vocab)
+Outputs = NDArray[np.float32]  # logits, or embeddings: (sequences or tokens, n_embd)
 
 
 @dataclass(frozen=True)
 class Ending:
-    """The logits of two runs after each step. Falsy if they are further apart than the reference's rounding explains.
+    """What two runs give after each step. Falsy if that is further apart than the reference's rounding explains.
 
     nmse     sum of squared differences / sum of squares of the reference; the largest of all steps
     kl       Kullback-Leibler divergence of the device's next token from the reference's, in nats; the largest of all
-             steps
+             steps; None if there are no logits
     first_token  the first step after which the most likely token differs; None if there is none
     natural  the largest nmse of the reference against itself, with rounding errors of the size found in nodes, or with
              flash attention switched; None if it was not measured
     limit    the largest nmse allowed; None if it was not measured
+    of       what they give: "logits", "embeddings", or "embeddings and logits" of a model that encodes and decodes
     """
 
     nmse: float
-    kl: float
+    kl: float | None
     first_token: int | None
     natural: float | None = None
     limit: float | None = None
+    of: str = "logits"
 
     def __bool__(self) -> bool:
         return self.limit is None or self.nmse <= self.limit
@@ -35,26 +41,38 @@ class Ending:
 
 @dataclass
 class Endings:
-    """Collects the logits of two runs."""
+    """Collects what two runs give.
 
-    steps: list[tuple[Logits, Logits]] = field(default_factory=list)
+    steps  of the reference and of the device
+    of     what each step gives
+    """
 
-    def add(self, reference: Logits, device: Logits) -> None:
-        """Adds the logits of a step."""
+    steps: list[tuple[Outputs, Outputs]] = field(default_factory=list)
+    of: list[Gives] = field(default_factory=list)
+
+    def add(self, reference: Outputs, device: Outputs, of: Gives = "logits") -> None:
+        """Adds what a step gives."""
         self.steps.append((reference, device))
+        self.of.append(of)
 
     def ending(self) -> Ending:
-        """Returns how far apart the collected logits are."""
-        tokens = [step for step, (a, b) in enumerate(self.steps) if (a.argmax(axis=-1) != b.argmax(axis=-1)).any()]
-        rows = [pair for a, b in self.steps for pair in zip(a, b, strict=True)]
+        """Returns how far apart the collected outputs are."""
+        logits = {step: pair for step, pair in enumerate(self.steps) if self.of[step] == "logits"}
+        tokens = [step for step, (a, b) in logits.items() if (a.argmax(axis=-1) != b.argmax(axis=-1)).any()]
         return Ending(
-            max((nmse(a, b) for a, b in rows), default=0.0),
-            max((_kl(a, b) for a, b in rows), default=0.0),
+            max((nmse(*pair) for pair in _rows(self.steps)), default=0.0),
+            max((_kl(*pair) for pair in _rows(logits.values())), default=0.0) if logits or not self.of else None,
             tokens[0] if tokens else None,
+            of=" and ".join(dict.fromkeys(self.of)) or "logits",
         )
 
 
-def nmse(a: Logits, b: Logits) -> float:
+def _rows(steps: Iterable[tuple[Outputs, Outputs]]) -> Iterator[tuple[Outputs, Outputs]]:
+    """Yields the rows of both sides."""
+    return (pair for a, b in steps for pair in zip(a, b, strict=True))
+
+
+def nmse(a: Outputs, b: Outputs) -> float:
     """Returns sum of squared differences / sum of squares of a, over finite values; inf if a value that is not finite
     is not the same in both."""
     finite = _finite_in_both(a, b)

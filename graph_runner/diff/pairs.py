@@ -142,5 +142,5 @@ class Pairs:
         )
         return (
             f"llama.cpp makes other graphs of the two: {' and '.join(sides)} have no partner and are not judged; "
-            f"{n:,} of the same name, op, types and ne are compared, and the logits after each step"
+            f"{n:,} of the same name, op, types and ne are compared, and what each step gives"
         )

@@ -38,7 +38,7 @@ from graph_runner.judging.footprints import AboutTo, Footprints
 from graph_runner.judging.results import NodeResult
 from graph_runner.judging.rules import Rules
 from graph_runner.run.devices import Devices
-from graph_runner.run.session import Observer, Sampler, Session
+from graph_runner.run.session import Observer, Session
 from graph_runner.trace import Origin, save_nodes
 from quant.folders import FolderError
 from quant.kernels.processor import processors
@@ -227,7 +227,8 @@ class _InStep:
             first, second = self._sessions(stack, lockstep)
             self._keeper.origin = replace(self._keeper.origin, model=first.description)
             tokens = first.prompts(self._prompt)
-            self._result = result = self._begin(first.description, [*map(len, tokens)], judge)
+            n_steps = first.n_steps(self._asked.steps)
+            self._result = result = self._begin(first.description, [*map(len, tokens)], n_steps, judge)
             result.notes = pairs.notes(result.reference, result.device)
             self._asked.begun(result)
             text, endings = self._decode(first, second, lockstep, judge, tokens)
@@ -241,7 +242,7 @@ class _InStep:
                 elsewhere = f"another process runs the graphs of {result.device}"
                 result.order_unknown = elsewhere if device.runs_elsewhere else ""
         if self._asked.see and result.stopped is None and not result.faults:
-            judge.see(self._asked.steps + 1)
+            judge.see(n_steps)
         result.sights = judge.blindness.sights
         self._refuse_a_blind_judge(judge.planter)
         if result.stopped is None:
@@ -272,11 +273,10 @@ class _InStep:
         for side in (self._sides.device, self._sides.reference):
             listing = Listing(self._ggml, is_one_graph=not has_two)
             with self._session(side.runs_with(self._settings), listing, side) as session:
-                tokens = session.prompts(self._prompt)
-                session.decode(*tokens)
-                for _ in range(self._asked.steps):  # whichever token it is, the graph is the same
+                session.decode(*session.prompts(self._prompt))
+                for _ in range(session.n_steps(self._asked.steps) - 1):
                     listing.next_step()
-                    session.decode(*[each[-1:] for each in tokens])
+                    session.decode(*session.next_tokens())
             listed.append(listing)
             if self._sides.reference.is_cpu:
                 self._settings = replace(self._settings, without=session.lacks)
@@ -319,7 +319,7 @@ class _InStep:
             progress=progress,
         )  # fmt: skip
 
-    def _begin(self, description: str, lengths: list[int], judge: Judge) -> DiffResult:
+    def _begin(self, description: str, lengths: list[int], n_steps: int, judge: Judge) -> DiffResult:
         """Returns the result before any node."""
         asked = self._asked
         return DiffResult(
@@ -331,7 +331,7 @@ class _InStep:
             text="",
             n_prompt=lengths[0],
             lengths=lengths,
-            steps=asked.steps,
+            steps=n_steps - 1,
             settings=self._settings,
             ggml=self._ggml.version,
             rounding=self._ours.numerics.rounding,
@@ -350,17 +350,17 @@ class _InStep:
     def _decode(
         self, first: Session, second: Session, lockstep: Lockstep, judge: Judge, tokens: Batch
     ) -> tuple[list[Batch], Endings]:
-        """Runs the prompts and the greedy tokens after them. Returns these tokens, and both runs' logits after each
+        """Runs the prompts and the greedy tokens after them. Returns these tokens, and what both runs give after each
         step."""
         text: list[Batch] = []
         endings = Endings()
         lockstep.decode(first, second, tokens)
-        for step in range(self._asked.steps + 1):
+        for step in range(self._result.steps + 1):
             if lockstep.stopped is None:
-                endings.add(first.logits_of_each(), second.logits_of_each())
-            if step == self._asked.steps:
+                endings.add(first.outputs(), second.outputs(), first.gives)
+            if step == self._result.steps:
                 break
-            text.append([[Sampler()(logits)] for logits in first.logits_of_each()])
+            text.append(first.next_tokens())
             judge.next_step(stopped=lockstep.stopped is not None)
             lockstep.decode(first, second, text[-1])
         judge.finish(stopped=lockstep.stopped is not None)
@@ -376,7 +376,7 @@ class _InStep:
         again = Again(
             self._ggml, self._opened, sides.device,
             Computer(sides.reference, self._rules, Footprints(self._about_to)), self._settings, batches,
-            Watched(second, first, fingerprints, result.nodes),
+            Watched(second, first, fingerprints, result.nodes, endings.of),
         )  # fmt: skip
         found = None if sides.device.is_cpu else again.repeated(self._asked.repeat)
         if found is None and sides.reference.is_cpu and not sides.device.is_cpu and not result.is_unexplained:

@@ -16,7 +16,7 @@ from graph_runner.base.settings import Settings, context_for
 from graph_runner.hazards.graph import Graph
 from graph_runner.hazards.recording import Recording, as_built, step_name
 from graph_runner.run.devices import Devices
-from graph_runner.run.session import Sampler, Session
+from graph_runner.run.session import Session
 
 CPU, NPU = "CPU", "NPU"
 
@@ -105,14 +105,14 @@ class _Run:
         """Runs it, and returns its graphs."""
         watch = self.watch
         with Session(self.model, settings, npu=self.npu, foreign=self.foreign, observer=watch) as session:
-            tokens, sample = session.prompts(self.prompt), Sampler()
-            for step in range(self.steps + 1):
+            tokens, n_steps = session.prompts(self.prompt), session.n_steps(self.steps)
+            for step in range(n_steps):
                 watch.recording.step(step_name(step))
                 for part in session.parts(*tokens):
                     watch.begin()
                     session.decode(*part)
                     watch.recording.end()
-                if step < self.steps:
-                    tokens = [[sample(logits)] for logits in session.logits_of_each()]
+                if step + 1 < n_steps:
+                    tokens = session.next_tokens()
             self.lacks = session.lacks
         return watch.recording.graphs

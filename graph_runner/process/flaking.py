@@ -101,10 +101,10 @@ def run_flaky(
         process += 1
     name, batches = known[0]
     options = job.options
-    result = Flakiness(str(job.model), name, len(batches[0][0]), options.steps, options.settings, repeats)
+    result = Flakiness(str(job.model), name, len(batches[0][0]), len(batches) - 1, options.settings, repeats)
     apart = [each for each in result.apart if not each.error]
     if apart and narrows:
-        last = min(options.steps, max(result.first_apart(each) for each in apart))
+        last = min(result.steps, max(result.first_apart(each) for each in apart))
         way = worst_way(apart)
         rate = sum(each.way == way for each in apart) / sum(each.way == way for each in repeats)
         search = replace(job, ways=[way], process=process, batches=batches, rate=rate, last_step=last)

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from graph_runner.base.errors import BadInputError
+from graph_runner.base.settings import Gives
 from graph_runner.diff.logits import Endings, nmse
 from graph_runner.record.aligning import Aligned, aligned, layers
 from graph_runner.record.measures import nmse as estimated
@@ -67,14 +68,18 @@ class Drift:
 
 @dataclass(frozen=True)
 class Ends:
-    """The logits after a step: whether they are equal and have the same most likely token, how far apart they are. The
-    NMSE is an estimate, and there is no KL divergence, unless both runs kept the logits."""
+    """What a step gives: whether it is equal and has the same most likely token, how far apart it is. The NMSE is an
+    estimate, and there is no KL divergence, unless both runs kept it.
+
+    of  "logits" or "embeddings", which have no KL divergence
+    """
 
     step: int
     is_equal: bool
     same_token: bool
     nmse: float
     kl: float | None
+    of: Gives = "logits"
 
 
 @dataclass
@@ -212,8 +217,9 @@ def _compare_ends(result: Comparison, a: Run, b: Run, n_steps: int) -> None:
         rows, others = (np.concatenate([each.row for each in ends]) for ends in (first, second))
         same = all(x.tokens[:1] == y.tokens[:1] for x, y in zip(first, second, strict=True))
         error, kl = float(estimated(rows, others).max()), None
+        of: Gives = "logits" if first[0].tokens else "embeddings"
         if number in a.logits and number in b.logits:
-            endings = Endings([(a.logits[number], b.logits[number])])
+            endings = Endings([(a.logits[number], b.logits[number])], [of])
             error, kl = endings.ending().nmse, endings.ending().kl
         equal = bool((rows["hash"] == others["hash"]).all())
-        result.ends.append(Ends(number, equal, same, error, kl))
+        result.ends.append(Ends(number, equal, same, error, kl, of))

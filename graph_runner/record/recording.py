@@ -18,10 +18,10 @@ from graph_runner.bisect.whole import NPU, Whole, WholeOptions
 from graph_runner.record.machine import hash_of, machine
 from graph_runner.record.recorder import Recorder, measured
 from graph_runner.record.run import N_TOP, About, End, Run, Step
-from graph_runner.run.session import Sampler, Session
+from graph_runner.run.session import Session
 from graph_runner.trace import Selection
 
-_OF_SESSION = ("device", "n_ctx", "weights", "without")  # settings that are none of a user's
+_OF_SESSION = ("device", "n_ctx", "weights", "without", "text")  # settings that are none of a user's
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class RecordOptions(WholeOptions):
 
     is_watched  whether nodes are looked at; otherwise the ends alone
     data     nodes whose results are kept whole, as `Selection` has them; None: none
-    logits   whether all logits of each step are kept
+    logits   whether all logits of each step are kept, or its embeddings
     batch    tokens of the prompt that are decoded at once; 0: as many as llama.cpp takes
     tokens   decoded in place of the prompt, step by step; None: the prompt's, and the most likely ones after it
     notes    additions to the options of the device: a user's kernel files
@@ -76,10 +76,11 @@ def record(
     with whole.opened(whole.settings, recorder) as session:
         for tokens in _tokens(session, prompt, options):
             session.decode(*tokens)
-            logits = session.logits_of_each()
+            outputs = session.outputs()
             if options.logits:
-                run.logits[len(run.steps)] = logits
-            ends = [_end(each) for each in logits]
+                run.logits[len(run.steps)] = outputs
+            n_top = N_TOP if session.gives == "logits" else 0
+            ends = [_end(each, n_top) for each in outputs]
             run.steps.append(Step(tokens, ends, *(recorder.step() if recorder is not None else ())))
             seen(len(run.steps) - 1)
         run.state = f"{xxhash.xxh3_64_intdigest(session.save()):016x}"
@@ -92,21 +93,23 @@ def record(
 
 
 def _tokens(session: Session, prompt: str, options: RecordOptions) -> Iterator[list[list[int]]]:
-    """Yields what each llama_decode is given."""
+    """Yields what each llama_decode is given, or llama_encode. Raises BadInputError if `batch` cannot be kept."""
     if options.tokens is not None:
         yield from ([[*each] for each in step] for step in options.tokens)
         return
+    if options.batch and session.takes_all:
+        raise BadInputError(f"--batch {options.batch}: this model takes all tokens of a prompt in one graph")
     for part in session.parts(*session.prompts(prompt)):
         most = options.batch or max(map(len, part))
         for begin in range(0, max(map(len, part)), most):
             yield [tokens[begin : begin + most] for tokens in part]
-    for _ in range(options.steps):
-        yield [[Sampler()(logits)] for logits in session.logits_of_each()]
+    for _ in range(session.n_steps(options.steps) - 1):
+        yield session.next_tokens()
 
 
-def _end(logits: NDArray[np.float32]) -> End:
-    top = np.argsort(-logits, kind="stable")[:N_TOP]
-    return End(measured(logits), tuple(top.tolist()), tuple(map(float, logits[top])))
+def _end(output: NDArray[np.float32], n_top: int) -> End:
+    top = np.argsort(-output, kind="stable")[:n_top]
+    return End(measured(output), tuple(top.tolist()), tuple(map(float, output[top])))
 
 
 def _about(model: Path, prompt: str, whole: Whole, options: RecordOptions, session: Session) -> About:

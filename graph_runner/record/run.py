@@ -37,7 +37,7 @@ class About:
 
 @dataclass(frozen=True)
 class End:
-    """The logits of a sequence after a step: a row, the most likely tokens and their logits."""
+    """The logits of a sequence after a step: a row, the most likely tokens and their logits. Or an embedding: a row."""
 
     row: Rows
     tokens: tuple[int, ...]
@@ -49,7 +49,7 @@ class Step:
     """One llama_decode.
 
     tokens  of each sequence
-    ends    of each sequence that had some
+    ends    of each sequence that had some; of embeddings that are not pooled, of each token
     form    of its graph, by place in the run's forms; None if no node was looked at
     sizes   of its graph
     rows    a row for each node
@@ -68,7 +68,7 @@ class Run:
 
     state   hash of the context's state at the end: keys and values, recurrent states
     data    the bytes of a node's result, by step and place
-    logits  of each sequence after a step, if they were kept
+    logits  of each sequence after a step, if they were kept; or embeddings
     """
 
     about: About

@@ -17,7 +17,7 @@ _FEW = 40  # characters of the nodes of a run
 def print_bisection(result: Bisection, console: Console) -> None:
     """Prints a line for each run, what was found, and what to do next."""
     shown = table("nodes on the device")
-    for column in ("NMSE of logits", "other token", "verdict"):
+    for column in ("NMSE at the end", "other token", "verdict"):
         shown.add_column(column, justify="right")
     for trial in result.trials:
         token = "" if trial.first_token is None else f"step {trial.first_token}"

@@ -65,7 +65,8 @@ def _found(result: DiffResult) -> str:
     if result.stray:
         return f"{WRONG}: cells of {result.stray[0].tensor} differ that no node wrote"
     if result.ends_apart:
-        return f"{WRONG}: every node is right, but the logits differ by more than rounding explains"
+        of = "logits" if result.ending is None else result.ending.of
+        return f"{WRONG}: every node is right, but the {of} differ by more than rounding explains"
     if result.stopped:
         return f"{WRONG}: {_the(result.device)} stopped: {result.stopped}"
     if result.not_judged:
@@ -229,13 +230,16 @@ def _own_run(result: DiffResult) -> list[str]:
     if result.ending is None or not result.ending.nmse:
         return lines
     if not result.ending and not result.ends_apart:
-        return [*lines, "logits: not compared, as they come from what ggml leaves undefined"]
+        return [*lines, f"{result.ending.of}: not compared, as they come from what ggml leaves undefined"]
     return [*lines, _ending(result.ending)]
 
 
 def _ending(ending: Ending) -> str:
-    token = "the same tokens" if ending.first_token is None else f"another token first after step {ending.first_token}"
-    line = f"logits: NMSE {_number(ending.nmse)}, KL divergence {_number(ending.kl)} nats, {token}"
+    line = f"{ending.of}: NMSE {_number(ending.nmse)}"
+    if ending.kl is not None:
+        first = ending.first_token
+        tokens = "the same tokens" if first is None else f"another token first after step {first}"
+        line += f", KL divergence {_number(ending.kl)} nats, {tokens}"
     if ending.natural is None or ending.limit is None:
         return line
     if not isfinite(ending.natural):

@@ -39,7 +39,7 @@ def _where(result: Flakiness, repeat: Repeat) -> str:
     if repeat.error:
         return f"{which}: {repeat.error}"
     step = result.first_apart(repeat)
-    what = f"the logits of step {step}" if step <= result.steps else "the states at the end, and no logits"
+    what = f"what step {step} gives" if step <= result.steps else "the states at the end alone"
     return f"{which}: parts from the others in {what}"
 
 

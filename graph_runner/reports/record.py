@@ -114,27 +114,29 @@ def _alignment(result: Comparison) -> list[str]:
 
 
 def _ends(result: Comparison) -> list[str]:
-    """Returns how the logits compare, in a line, if the records have any."""
+    """Returns how the logits or embeddings compare, in a line, if the records have any."""
     if not result.ends:
         return []
-    apart = [each for each in result.ends if not each.is_equal]
+    apart, of = [each for each in result.ends if not each.is_equal], [each.of for each in result.ends]
+    what = " and ".join(dict.fromkeys(of))
     state = {True: "; the states at the end are equal", False: "; the states at the end differ", None: ""}
     if not apart:
-        return [f"logits: equal after {len(result.ends):,} steps{state[result.same_state]}"]
+        return [f"{what}: equal after {len(result.ends):,} steps{state[result.same_state]}"]
     worst = max(apart, key=lambda each: each.nmse)
     known = [each.kl for each in result.ends if each.kl is not None]
     exact = f"NMSE at most {worst.nmse:.1e}, KL divergence at most {max(known, default=0):.1e}"
     error = exact if known else f"NMSE at most some {worst.nmse:.1e}"
     others = [each.step for each in apart if not each.same_token]
-    tokens = f"another most likely token after {len(others):,}, first step {others[0]}" if others else "the same tokens"
+    tokens = f", another most likely token after {len(others):,}, first step {others[0]}" if others else ""
+    tokens = tokens or (", the same tokens" if "logits" in of else "")
     number = f"{len(apart):,} of {len(result.ends):,} steps"
-    return [f"logits: differ after {number}, {error}, {tokens}{state[result.same_state]}"]
+    return [f"{what}: differ after {number}, {error}{tokens}{state[result.same_state]}"]
 
 
 def verdict(result: Comparison) -> str:
     """Returns what was found, in a line."""
     if result:
-        nodes = f"{result.compared:,} results of nodes" if result.compared else "logits and states"
+        nodes = f"{result.compared:,} results of nodes" if result.compared else "ends and states"
         return f"equal: {nodes} in {result.n_steps[0]:,} steps"
     first = result.first
     if not result.is_of_something:

@@ -36,7 +36,7 @@ def scope_json(result: DiffResult) -> dict[str, Any]:
         "computed": result.n_computed,
         "counted_by": "the device" if result.counted is not None else "where results lie",
     }
-    return scope | {"text": _text(scope, result.see)}
+    return scope | {"text": _text(scope, result)}
 
 
 def scope_line(result: DiffResult) -> str:
@@ -89,7 +89,7 @@ def _proposal(tokens: int) -> str:
     return f" ({'a longer prompt, or ' if tokens == 1 else ''}--see, shows them)"
 
 
-def _text(scope: dict[str, Any], see: bool) -> str:
+def _text(scope: dict[str, Any], result: DiffResult) -> str:
     not_compared = scope["not_compared"]
     n, tokens = scope["sequences"], scope["tokens"]
     least = min(scope["lengths"], default=tokens)
@@ -97,9 +97,10 @@ def _text(scope: dict[str, Any], see: bool) -> str:
     parts = [f"{n} sequence{'s' if n > 1 else ''} of {lengths} token{'s' if tokens != 1 else ''}"]
     parts += [f"no types but {' '.join(scope['types'])}"] if scope["types"] else []
     parts += [f"fusions {', '.join(scope['fusions'])}" if scope["fusions"] else "no fusion seen"]
+    parts += [f"ends in {result.ending.of}"] if result.ending is not None and result.ending.of != "logits" else []
     parts += [scope["order"]]
     parts += [f"order of an unobserved run {'' if scope['unobserved'] else 'not '}checked"]
     parts += [f"{sum(not_compared.values()):,} nodes not compared: {_few([*not_compared])}"] if not_compared else []
     parts += [f"seen by synthetic nodes: {', '.join(scope['synthetic'])}"] if scope["synthetic"] else []
-    parts += [f"blind to {_few(scope['blind'])}{'' if see else _proposal(tokens)}"] if scope["blind"] else []
+    parts += [f"blind to {_few(scope['blind'])}{'' if result.see else _proposal(tokens)}"] if scope["blind"] else []
     return "; ".join(parts)

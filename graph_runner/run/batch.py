@@ -12,8 +12,9 @@ llama_cpp = llama.functions()
 
 class Batch:
     """Tokens of each sequence, in some of which there may be none. The last of each has logits; llama.cpp counts
-    positions.
+    positions, and makes embeddings of all tokens.
 
+    n        how many tokens
     ends     the place of the last token of each sequence that has one
     outputs  how many of the last tokens have logits too
     """
@@ -21,7 +22,7 @@ class Batch:
     def __init__(self, sequences: Sequence[list[int]], outputs: int = 0) -> None:
         of = len(sequences)
         pairs = [(token, i) for i, tokens in enumerate(sequences) for token in tokens]
-        n = len(pairs)
+        self.n = n = len(pairs)
         self.ends = [place for place in range(n) if place + 1 == n or pairs[place][1] != pairs[place + 1][1]]
         numbers = (ctypes.c_int32 * of)(*range(of))
         pointers = [ctypes.pointer(ctypes.c_int32.from_buffer(numbers, 4 * i)) for i in range(of)]

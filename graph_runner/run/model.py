@@ -17,6 +17,7 @@ from graph_runner.run import llama_log
 from graph_runner.run.placement import Placement
 
 llama_cpp = llama.functions()
+_DRAFTS = ("eagle3", "dflash")  # they read what another model's layers give
 _EMBEDDINGS = rb"^(token_embd|position_embd|token_types|per_layer_token_embd)\."
 
 
@@ -74,10 +75,56 @@ class Model:
         """Frees the model and its adapters."""
         llama_cpp.llama_model_free(self.handle)
 
-    def refuse_encoder(self) -> None:
-        """Raises SessionError if the model does not only decode."""
-        if llama_cpp.llama_model_has_encoder(self.handle) or not llama_cpp.llama_model_has_decoder(self.handle):
-            raise SessionError(f"model {str(self._path)!r}: has an encoder; models that only decode are run here")
+    def said(self, key: str) -> str:
+        """Returns what its metadata say under a key, "" if nothing. {arch} in the key is the architecture."""
+        arch = "" if key == "general.architecture" else self.said("general.architecture")
+        text = ctypes.create_string_buffer(64)
+        llama_cpp.llama_model_meta_val_str(self.handle, key.format(arch=arch).encode(), text, len(text))
+        return text.value.decode(errors="replace")
+
+    @property
+    def has_encoder(self) -> bool:
+        """Whether a prompt is encoded, by a graph without caches."""
+        return bool(llama_cpp.llama_model_has_encoder(self.handle))
+
+    @property
+    def has_decoder(self) -> bool:
+        """Whether it has a graph that decodes; llama.cpp says so of models without caches too."""
+        return bool(llama_cpp.llama_model_has_decoder(self.handle))
+
+    @property
+    def is_pooled(self) -> bool:
+        """Whether it makes one embedding of each sequence, and is not run for its text."""
+        return bool(self._pooling > llama_cpp.LLAMA_POOLING_TYPE_NONE) and not self._settings.text
+
+    @property
+    def takes_all(self) -> bool:
+        """Whether a prompt must be in one graph: since each token sees all others, or all are pooled."""
+        is_diffusion = bool(llama_cpp.llama_model_is_diffusion(self.handle))
+        sees_all = is_diffusion or self.said("{arch}.attention.causal") == "false"
+        takes_last = bool(self._pooling == llama_cpp.LLAMA_POOLING_TYPE_LAST)
+        return self.has_encoder or sees_all or (self.is_pooled and not takes_last)
+
+    @property
+    def _pooling(self) -> int:
+        found = int(self.said("{arch}.pooling_type") or llama_cpp.LLAMA_POOLING_TYPE_NONE)
+        return found if found <= llama_cpp.LLAMA_POOLING_TYPE_RANK else 0  # -1, without a sign, is unspecified
+
+    @property
+    def decoder_begins_with(self) -> int:
+        """The token that its decoder begins with after a prompt was encoded. Raises SessionError if it has none."""
+        vocabulary = llama_cpp.llama_model_get_vocab(self.handle)
+        found = int(llama_cpp.llama_model_decoder_start_token(self.handle))
+        found = int(llama_cpp.llama_vocab_bos(vocabulary)) if found < 0 else found
+        if not 0 <= found < llama_cpp.llama_vocab_n_tokens(vocabulary):
+            raise SessionError(f"model {str(self._path)!r}: has no token that its decoder begins with")
+        return found
+
+    def refuse_drafts(self) -> None:
+        """Raises SessionError for a model that drafts for another one."""
+        arch = self.said("general.architecture")
+        if arch in _DRAFTS:
+            raise SessionError(f"model {str(self._path)!r}: {arch} reads what layers of another model give")
 
     def refuse_caches_without_memory(self, ggml: Ggml) -> None:
         """Raises SessionError for caches that are larger than the memory that is free: llama.cpp fills them with zeros,

@@ -37,6 +37,9 @@ class Sampler:
 class Decoder(Protocol):
     """Decodes tokens one after another: a session, or a runner of its graph."""
 
+    def begin(self, tokens: list[int]) -> list[int]:
+        """Encodes a prompt, if the model has an encoder. Returns the tokens to decode first."""
+
     def decode(self, tokens: list[int]) -> None:
         """Runs tokens through the model, after the previous ones."""
 
@@ -56,8 +59,9 @@ def generate(
 
     Raises SessionError for a model that gives no logits.
     """
-    for begin in range(0, len(tokens), N_BATCH):
-        session.decode(tokens[begin : begin + N_BATCH])
+    first = session.begin(tokens)
+    for begin in range(0, len(first), N_BATCH):
+        session.decode(first[begin : begin + N_BATCH])
         seen(min(begin + N_BATCH, len(tokens)))
     if not session.logits().any():
         raise SessionError("the model has no text: its logits are all 0, as those of a model that makes embeddings")

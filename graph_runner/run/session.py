@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,7 +24,7 @@ from graph_runner.base.console import printable
 from graph_runner.base.errors import SessionError as SessionError
 from graph_runner.base.limits import MOST_CELLS, MOST_THREADS
 from graph_runner.base.models import check_file
-from graph_runner.base.settings import CACHE_TYPES, N_BATCH, QUANTISED_CACHE_TYPES
+from graph_runner.base.settings import CACHE_TYPES, N_BATCH, QUANTISED_CACHE_TYPES, Gives
 from graph_runner.base.settings import DeviceName as DeviceName
 from graph_runner.base.settings import Settings as Settings
 from graph_runner.base.settings import context_for as context_for
@@ -49,7 +50,10 @@ def _end(model: Path, what: str) -> None:
 
 
 class Session:
-    """A loaded model with one sequence of tokens. A context manager, which frees both at its end.
+    """A loaded model with sequences of tokens. A context manager, which frees both at its end.
+
+    The model says what a step does. A model with an encoder encodes the prompt, and decodes from its start token on. A
+    model that makes embeddings, pooled or one of each token, gives these in place of logits, and has no next token.
 
     npu       the plugin that computes nodes if settings.device is "npu", registered with ggml or not; that of the
               default backend if omitted. The context has no other backend of this project
@@ -79,7 +83,8 @@ class Session:
         self.settings = settings
         self._observed = Observed(observer) if observer is not None else None
         self._counts = Counts(self.ggml)
-        self._ends: list[int] = []
+        self._batch = Batch([])
+        self._gives: Gives = "logits"
         types_kv = [self._type_number(name) for name in ("cache_type_k", "cache_type_v")]
         self._check_settings()
         self._placement = Placement(self.ggml, settings, npu, foreign)
@@ -90,11 +95,12 @@ class Session:
                 stack.enter_context(crashes_told(self.ggml, lambda what: _end(model, what)))
             self._model = Model(model, settings, self._placement, progress)
             stack.callback(self._model.free)
-            self._model.refuse_encoder()
+            self._model.refuse_drafts()
             self._model.refuse_caches_without_memory(self.ggml)
             self._open(model, types_kv, counts_nodes=counts_nodes)
             stack.callback(self._free)
             self._model.adapt(self._context)
+            self._learn_what_it_gives()
             self._opened = stack.pop_all()
         self._vocabulary = llama_cpp.llama_model_get_vocab(self._model.handle)
 
@@ -121,7 +127,10 @@ class Session:
         params = llama_cpp.llama_context_default_params()
         params.n_ctx = settings.n_ctx * settings.sequences
         params.n_seq_max = settings.sequences
-        params.n_batch = params.n_ubatch = min(params.n_ctx, N_BATCH)
+        takes_all = self._model.takes_all
+        params.n_batch = params.n_ubatch = params.n_ctx if takes_all else min(params.n_ctx, N_BATCH)
+        params.embeddings = self._model.is_pooled
+        params.kv_unified = takes_all  # else llama.cpp pools parts of sequences, and T5 has one sequence alone
         params.n_threads = params.n_threads_batch = threads
         params.flash_attn_type = self._placement.flash_attention
         params.type_k, params.type_v = types_kv
@@ -151,6 +160,16 @@ class Session:
             op for name, op in _FUSED.items() if llama_log.find(f"{name} not supported, set to disabled")
         )
 
+    def _learn_what_it_gives(self) -> None:
+        model, has_memory = self._model, bool(llama_cpp.llama_get_memory(self._context))
+        is_diffusion = bool(llama_cpp.llama_model_is_diffusion(model.handle))
+        self._only_encodes = not model.has_decoder or not (has_memory or is_diffusion)
+        self._sees_all = not has_memory or (model.takes_all and not model.has_encoder)
+        self._only_embeds = self._only_encodes or model.is_pooled
+        self._has_encoded = False
+        if self._only_embeds:
+            llama_cpp.llama_set_embeddings(self._context, True)
+
     def __enter__(self) -> Session:
         return self
 
@@ -173,10 +192,9 @@ class Session:
     @property
     def identity(self) -> dict[str, str]:
         """What all quantisations of the model have in common."""
-        model, text = self._model.handle, ctypes.create_string_buffer(64)
-        llama_cpp.llama_model_meta_val_str(model, b"general.architecture", text, len(text))
+        model = self._model.handle
         return {
-            "architecture": text.value.decode(errors="replace"),
+            "architecture": self._model.said("general.architecture"),
             "layers": str(llama_cpp.llama_model_n_layer(model)),
             "width": str(llama_cpp.llama_model_n_embd(model)),
             "vocabulary": str(llama_cpp.llama_vocab_n_tokens(self._vocabulary)),
@@ -276,19 +294,45 @@ class Session:
         Raises SessionError as `tokenize` does."""
         return turned(self.tokenize(text), len(self.begins_with), self.settings.sequences)
 
+    @property
+    def encodes(self) -> bool:
+        """Whether the next step is one of the encoder: the prompt of a model that has one, or all of one that has no
+        decoder."""
+        return self._model.has_encoder and not (self._has_encoded and self._model.has_decoder)
+
+    def n_steps(self, n: int) -> int:
+        """Returns how many steps a prompt and n tokens after it take: one more with an encoder, whose prompt is not
+        decoded, and the prompt's alone if there is no next token."""
+        return 1 if self._only_embeds else n + 1 + self._model.has_encoder
+
+    @property
+    def takes_all(self) -> bool:
+        """Whether the tokens of the next step must be in one graph."""
+        return self.encodes or self._sees_all
+
     def parts(self, *sequences: list[int]) -> Iterator[list[list[int]]]:
-        """Yields what is decoded at once, a graph each: see `together`."""
-        return together(sequences, self.n_batch)
+        """Yields what is run at once, a graph each: see `together`; all tokens if the next step `takes_all`."""
+        if self.takes_all:
+            yield [*sequences]
+        else:
+            yield from together(sequences, self.n_batch)
 
     def decode(self, *sequences: list[int]) -> None:
-        """Runs tokens of each sequence through the model, after the previous ones, so that all end `together`. Raises
-        SessionError if the context is full, or if llama.cpp or a node fails."""
+        """Runs tokens of each sequence through the model, after the previous ones, so that all end `together`. Encodes
+        them if the model `encodes`. Raises SessionError if the context is full, or if llama.cpp or a node fails."""
         for part in self.parts(*sequences):
+            n, longest = sum(map(len, part)), max(map(len, part))
+            if n > self.n_batch:
+                raise SessionError(f"{n:,} tokens: a graph of this context has at most {self.n_batch:,}")
+            if self._sees_all and longest > self.trained_for:
+                raise SessionError(f"{longest:,} tokens: the model takes at most {self.trained_for:,} at once")
             self._decode(Batch(part))
 
     def logits_of_last(self, tokens: list[int], n: int) -> NDArray[np.float32]:
         """Runs tokens through the model, as `decode` does, and returns the logits of the last n of them, (n, n_vocab).
-        Raises SessionError as `decode` and `logits` do."""
+        Raises SessionError as `decode` and `logits` do, and for a model that encodes."""
+        if self._model.has_encoder or self._only_encodes:
+            raise SessionError("the model encodes; those that only decode have logits of each token of a text")
         found = []
         for begin in range(0, len(tokens), self.n_batch):
             part = tokens[begin : begin + self.n_batch]
@@ -298,10 +342,12 @@ class Session:
         return np.stack(found)
 
     def _decode(self, batch: Batch) -> None:
-        self._ends = batch.ends
+        self._batch, encodes = batch, self.encodes
+        self._gives = "embeddings" if self._only_embeds or encodes else "logits"
         llama_log.forget()
         with self._placement.inside():
-            status = llama_cpp.llama_decode(self._context, batch.batch)
+            run = llama_cpp.llama_encode if encodes else llama_cpp.llama_decode
+            status = run(self._context, batch.batch)
             if self._placement.is_queued:
                 llama_cpp.llama_synchronize(self._context)  # what is queued may fail, and no status tells it
         if self._observed is not None:
@@ -313,8 +359,10 @@ class Session:
         self._placement.refuse_what_is_lost()
         if status != 0:
             failures = self._placement.failures
-            said = failures.message or f"llama.cpp failed to decode: {llama_log.reason()}"
+            what = "encode" if encodes else "decode"
+            said = failures.message or f"llama.cpp failed to {what}: {llama_log.reason()}"
             raise SessionError(said) from failures.error
+        self._has_encoded |= encodes
 
     def save(self) -> bytes:
         """Returns the state of the context: keys and values of the tokens, recurrent states."""
@@ -330,6 +378,7 @@ class Session:
 
     def clear(self) -> None:
         """Drops all tokens."""
+        self._has_encoded = False
         llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(self._context), True)
 
     def forget(self, begin: int, end: int) -> None:
@@ -350,13 +399,53 @@ class Session:
     def logits_of_each(self) -> NDArray[np.float32]:
         """Returns a copy of the logits of each sequence's last token, (sequences, n_vocab). Raises SessionError as
         `logits` does."""
-        return np.stack([self._logits_at(end) for end in self._ends])
+        return np.stack([self._logits_at(end) for end in self._batch.ends])
+
+    @property
+    def gives(self) -> Gives:
+        """What the last step gave: `outputs` are that."""
+        return self._gives
+
+    def outputs(self) -> NDArray[np.float32]:
+        """Returns a copy of what the last step gave: the logits of each sequence's last token, (sequences, n_vocab), or
+        embeddings, of each sequence if the model pools them, else of each token: (sequences or tokens, n_embd).
+        Raises SessionError as `logits` does."""
+        if self.gives == "logits":
+            return self.logits_of_each()
+        model, pooling = self._model.handle, llama_cpp.llama_pooling_type(self._context)
+        is_score = pooling == llama_cpp.LLAMA_POOLING_TYPE_RANK
+        n = (llama_cpp.llama_model_n_cls_out if is_score else llama_cpp.llama_model_n_embd_out)(model)
+        is_pooled = pooling != llama_cpp.LLAMA_POOLING_TYPE_NONE
+        get = llama_cpp.llama_get_embeddings_seq if is_pooled else llama_cpp.llama_get_embeddings_ith
+        of = range(len(self._batch.ends) if is_pooled else self._batch.n)
+        return np.stack([self._array(get(self._context, each), n) for each in of])
+
+    def next_tokens(self) -> list[list[int]]:
+        """Returns what the next step decodes: the most likely token of each sequence, or after an encoder the one that
+        the decoder begins with. Raises SessionError as `logits` does, and if there is no next token."""
+        if self.gives == "logits":
+            return [[Sampler()(logits)] for logits in self.logits_of_each()]
+        if self._only_embeds:
+            raise SessionError("the model makes embeddings, and has no next token")
+        return [[self._model.decoder_begins_with] for _ in self._batch.ends]
+
+    def begin(self, tokens: list[int]) -> list[int]:
+        """Encodes a prompt, if the model has an encoder and a decoder. Returns the tokens to decode first. Raises
+        SessionError as `decode` does."""
+        if not self.encodes or self._only_embeds:
+            return tokens
+        self.decode(tokens)
+        return self.next_tokens()[0]
 
     def _logits_at(self, place: int) -> NDArray[np.float32]:
         """Returns the logits of a token of the last batch."""
-        n_vocabulary = llama_cpp.llama_vocab_n_tokens(self._vocabulary)
-        pointer = llama_cpp.llama_get_logits_ith(self._context, place)
+        return self._array(
+            llama_cpp.llama_get_logits_ith(self._context, place), llama_cpp.llama_vocab_n_tokens(self._vocabulary)
+        )
+
+    def _array(self, pointer: Any, n: int) -> NDArray[np.float32]:
+        """Returns a copy of n numbers that llama.cpp points to."""
         self._placement.refuse_what_is_lost()
         if not pointer:
-            raise SessionError("logits: no token has been decoded")
-        return np.ctypeslib.as_array(pointer, (n_vocabulary,)).copy()
+            raise SessionError(f"{self.gives}: no token has been decoded")
+        return np.ctypeslib.as_array(pointer, (n,)).copy()

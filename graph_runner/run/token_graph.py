@@ -173,18 +173,24 @@ class GraphRunner:
     n_asked  tokens for which llama.cpp made a graph
     n_run    tokens that were computed without llama.cpp
 
-    Raises SessionError for a session without the NPU, or with the device's own memory.
+    Raises SessionError for a session without the NPU, or with the device's own memory, or of a model with an encoder.
     """
 
     def __init__(self, session: Session) -> None:
         if session.npu is None or session.npu_context is None or session.npu.memory is not None:
             raise SessionError("a graph is run without llama.cpp on the NPU with host memory alone")
+        if session.encodes:
+            raise SessionError("a graph is run without llama.cpp in models that only decode; this one has an encoder")
         self._session, self._npu, self._context = session, session.npu, session.npu_context
         self._graph: TokenGraph | None = None
         self._position = 0
         self._untold: list[int] = []
         self.n_asked = self.n_run = 0
         self.nodes, self.spans = Counter[str](), Counter[str]()
+
+    def begin(self, tokens: list[int]) -> list[int]:
+        """Returns the tokens to decode first: those of the prompt."""
+        return tokens
 
     def decode(self, tokens: list[int]) -> None:
         """Runs tokens through the model, after the previous ones. Raises SessionError if that cannot be done without

@@ -19,7 +19,7 @@ from ggml_backend_npu.plugin.plugin import Plugin
 from ggml_backend_npu.plugin.times import Ran
 from graph_runner.base.settings import ALL_LAYERS, DeviceName, Settings, context_for
 from graph_runner.run.devices import Devices
-from graph_runner.run.session import Sampler, Session
+from graph_runner.run.session import Session
 from graph_runner.timeline.events import LLAMA, STEP, Event, Timeline
 from graph_runner.timeline.laying import lay_out
 from graph_runner.timeline.nodes import StepNodes
@@ -151,9 +151,9 @@ class _Measuring:
         batches = [*session.parts(session.tokenize(self._prompt))]
         self.description = session.description
         self.backend = None if session.npu is None else session.npu.backend
-        for step in range(len(batches) + self._options.steps):
+        for step in range(len(batches) - 1 + session.n_steps(self._options.steps)):
             if step == len(batches):
-                batches.append([[Sampler()(session.logits())]])
+                batches.append(session.next_tokens())
             session.decode(*batches[step])
             self._seen(step)
         return batches
@@ -179,6 +179,6 @@ class _Measuring:
 
 
 def _decode(session: Session, tokens: list[list[int]]) -> None:
-    """Decodes a step, and has its logits come to the host."""
+    """Runs a step, and has what it gives come to the host."""
     session.decode(*tokens)
-    session.logits()
+    session.outputs()

@@ -14,7 +14,7 @@ from ggml_backend_npu import Op
 from ggml_backend_npu.ggml import convert
 from ggml_backend_npu.plugin.plugin import Plugin
 from graph_runner.judging.results import types_of
-from graph_runner.run.session import LEFT_BY_THE_SCHEDULER, Sampler, Session, Settings, context_for
+from graph_runner.run.session import LEFT_BY_THE_SCHEDULER, Session, Settings, context_for
 from graph_runner.tools.prediction import Prediction, Timer
 
 Splits = tuple[int, int]
@@ -203,10 +203,10 @@ def cover(model: Path, prompt: str, *, settings: Settings | None = None) -> Cove
     graphs = []
     with Session(model, settings, observer=recorder) as session:
         tokens = session.tokenize(prompt)[: session.n_batch]
-        for place, part in enumerate((tokens, None)):
+        for place, part in enumerate(([tokens], None)):
             recorder.begin()
             before = _copied(npu)
-            session.decode(part or [Sampler()(session.logits())])
+            session.decode(*(part or _next(session, tokens)))
             copied = {direction: n - before[direction] for direction, n in _copied(npu).items()}
             graphs.append(RanGraph(recorder.nodes, _splits(session)[place], copied, recorder.timer))
         description = session.description
@@ -275,6 +275,11 @@ def _gains(ops: tuple[str, ...], gain: Callable[..., Gain]) -> tuple[list[Gain],
 
 def _rank(gain: Gain) -> tuple[float, ...]:
     return gain.rank
+
+
+def _next(session: Session, tokens: list[int]) -> list[list[int]]:
+    """Returns the token after a prompt; the prompt's last one, if the model makes embeddings."""
+    return session.next_tokens() if session.n_steps(1) > 1 else [tokens[-1:]]
 
 
 def _splits(session: Session) -> Splits:

@@ -171,7 +171,7 @@ def capture(model: Path, prompt: str, path: Path, asked: CaptureOptions = _DEFAU
     Raises SessionError for a model or settings that llama.cpp refuses; TraceError for a file that cannot be written, or
     if no node was selected.
     """
-    from graph_runner.run.session import Sampler, Session
+    from graph_runner.run.session import Session
 
     check_output(path)
     if any(path.exists() and part.exists() and path.samefile(part) for part in parts_of(model)):
@@ -194,8 +194,8 @@ def capture(model: Path, prompt: str, path: Path, asked: CaptureOptions = _DEFAU
         origin = Origin(session.description, prompt, "CPU", ggml.version, backend.numerics.rounding, threads, chosen)
         with TraceWriter(path, origin) as writer:
             session.decode(*session.prompts(prompt))
-            for _ in range(asked.steps):
-                tokens = [[Sampler()(logits)] for logits in session.logits_of_each()]
+            for _ in range(session.n_steps(asked.steps) - 1):
+                tokens = session.next_tokens()
                 observer.next_step()
                 session.decode(*tokens)
             observer.finish()

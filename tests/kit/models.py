@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from gguf import GGUFWriter, PoolingType, TokenType
+from gguf import GGUFWriter, TokenType
 from llama_cpp import llama_cpp
 
 from graph_runner.base import tiny
@@ -139,33 +139,6 @@ def write_tiny_rwkv7(path: Path) -> Path:
         model.weight(f"{block}.channel_mix_lerp_k.weight", model.random(n_embd, 1, 1, mean=0.5))
         model.linear(f"{block}.channel_mix_key", n_embd, n_ff)
         model.linear(f"{block}.channel_mix_value", n_ff, n_embd)
-    return model.save()
-
-
-def write_tiny_bert(path: Path) -> Path:
-    """A BERT of 2 layers, which makes embeddings and no logits."""
-    vocabulary = Vocabulary("bert", ["[PAD]", "[UNK]", "[CLS]", "[SEP]", *map(chr, range(33, 127))], [], slice(4, None))
-    vocabulary.types.extend([TokenType.CONTROL] * 4 + [TokenType.NORMAL] * (len(vocabulary.tokens) - 4))
-    model = TinyModel(path, "bert", vocabulary)
-    n_embd, n_ff = model.n_embd, model.n_ff
-    model.writer.add_head_count(2)
-    model.writer.add_layer_norm_eps(1e-5)
-    model.writer.add_causal_attention(False)
-    model.writer.add_pooling_type(PoolingType.MEAN)
-    model.writer.add_token_type_count(2)
-    for add, token in (("pad", 0), ("unk", 1), ("bos", 2), ("eos", 3), ("sep", 3)):
-        getattr(model.writer, f"add_{add}_token_id")(token)
-    model.weight("token_embd.weight", model.random(n_embd, len(vocabulary.tokens)))
-    model.weight("position_embd.weight", model.random(n_embd, 512))
-    model.weight("token_types.weight", model.random(n_embd, 2))
-    model.norm("token_embd_norm", bias=True)
-    for block in model.blocks():
-        for name in ("q", "k", "v", "output"):
-            model.linear(f"{block}.attn_{name}", n_embd, n_embd, bias=True)
-        model.norm(f"{block}.attn_output_norm", bias=True)
-        model.linear(f"{block}.ffn_up", n_embd, n_ff, bias=True)
-        model.linear(f"{block}.ffn_down", n_ff, n_embd, bias=True)
-        model.norm(f"{block}.layer_output_norm", bias=True)
     return model.save()
 
 
@@ -368,7 +341,7 @@ def write_floats(path: Path) -> Path:
         return write_tiny_llama(path)
 
 
-Models = Callable[[str], Path]  # the file of a model by name: `demo`, or one of WRITERS, OTHERS or VARIED
+Models = Callable[[str], Path]  # the file of a model by name: `demo`, or one of WRITERS, OTHERS, VARIED or kit.encoders
 
 WRITERS: dict[str, Callable[[Path], Path]] = {
     "llama": write_tiny_llama,

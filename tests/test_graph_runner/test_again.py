@@ -152,7 +152,7 @@ def test_nan_of_another_algorithm_is_no_limit(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(again.Again, "_run", lambda _, settings, observer=None: [found[settings.flash_attention]])
     device: Any = SimpleNamespace(runs_with=lambda settings: settings)
     computer: Any = SimpleNamespace(reference=SimpleNamespace(is_cpu=False))
-    watched = again.Watched([right], [right], {}, [])
+    watched = again.Watched([right], [right], {}, [], ["logits"])
     runs = again.Again(None, None, device, computer, FLASH_OFF, [], watched)  # type: ignore[arg-type]
     ending = runs.natural(Ending(0.1, 0.0, None))
     assert ending.natural == pytest.approx(2.5e-9, rel=0.01)

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 from kit.commands import Cli, assert_refused, strict_json
-from kit.models import write_lora, write_tiny_bert
+from kit.encoders import write_tiny_bert
+from kit.models import write_lora
 
 from graph_runner.cli.app import COMMANDS
 from graph_runner.cli.command import _spelled, parameters_of
