@@ -20,14 +20,7 @@ from .kernels import KERNELS, refusal
 from .memory import Memory
 
 # arithmetic in float32 as it is written: by default a CPU may multiply in bfloat16, and round x to 8 bits
-_EXACT = {
-    "INFERENCE_PRECISION_HINT": "f32",
-    "EXECUTION_MODE_HINT": "ACCURACY",
-    "DYNAMIC_QUANTIZATION_GROUP_SIZE": "0",
-    "KV_CACHE_PRECISION": "f32",
-    "PERFORMANCE_HINT": "LATENCY",
-    "ENABLE_CPU_PINNING": "NO",
-}
+_EXACT = {"EXECUTION_MODE_HINT": "ACCURACY", "INFERENCE_PRECISION_HINT": "f32", "ENABLE_CPU_PINNING": "NO"}
 
 
 class OpenVINO(Device):

@@ -32,7 +32,7 @@ class Given:
     def array(self, memory: Memory, start: int) -> Any:
         """Returns it; no copy is made of what is not decoded."""
         if self.weights is not None:
-            return memory.decoded(start, self.weights, self.apart)
+            return memory.decoded(start, self.weights, self.apart).reshape(-1)
         return np.require(memory.bytes[start : start + self.size].view(self.dtype), requirements="A")
 
 
@@ -70,7 +70,7 @@ class Built:
 
     def model(self) -> Any:
         """Returns the model of what was built."""
-        return ov.Model(self.results, list(self.parameters.values()), "ggml")
+        return ov.Model(self.results, [each.input_value(0).get_node() for each in self.parameters.values()], "ggml")
 
     def once(self, how: Hashable, tensor: Tensor, make: Callable[[], Value]) -> Value:
         """Returns what is made of a tensor: once for all who want it, until something is written to its root."""
@@ -125,8 +125,9 @@ class Built:
         return self._parameter(Given(root, n * np.dtype(dtype).itemsize, dtype), (n,))
 
     def _parameter(self, given: Given, shape: tuple[int, ...]) -> Value:
+        """Returns what is given. OpenVINO allocates memory of its own for a parameter whose length it knows."""
         if given not in self.parameters:
-            self.parameters[given] = op.parameter(shape, np.dtype(given.dtype))
+            self.parameters[given] = reshaped(op.parameter([-1], np.dtype(given.dtype)), *shape)
         return self.parameters[given]
 
     # what is written
