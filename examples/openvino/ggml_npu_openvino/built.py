@@ -13,7 +13,7 @@ from openvino import opset15 as op
 from ggml_backend_npu import Graph, Tensor
 
 from .memory import Memory, placeless
-from .numbers import DECODERS, ROUNDED, Value, decoded, integers, of_bits, reshaped
+from .numbers import ROUNDED, Value, decoded, integers, of_bits, reshaped
 
 HALVES, WITH_MINIMA = ("f16", "bf16"), ("q4_1", "q5_1")
 _DTYPES = {"f32": np.float32, "f16": np.float16, "bf16": np.uint16, "i32": np.int32, "i64": np.int32}
@@ -45,14 +45,14 @@ class Write:
     values: int
     ids: int | None
 
-    def put(self, memory: Memory, start: int, outputs: Callable[[int], Any]) -> None:
+    def put(self, memory: Memory, start: int, request: ov.InferRequest) -> None:
         """Copies the result, rounded to the tensor's type."""
-        target, values = memory.view(start, self.tensor), outputs(self.values)
+        target, values = memory.view(start, self.tensor), request.get_output_tensor(self.values).data
         if self.ids is None:
             target[...] = values.reshape(target.shape)
         else:
             third, second = np.ogrid[: target.shape[0], : target.shape[1]]
-            target[third[..., None], second[..., None], outputs(self.ids)] = values
+            target[third[..., None], second[..., None], request.get_output_tensor(self.ids).data] = values
 
 
 class Built:
@@ -89,16 +89,6 @@ class Built:
         """Returns a tensor's elements, (ne3, ne2, ne1, ne0), as float32 or int32."""
         found = self.moved(tensor)
         return decoded(found, tensor.type) if tensor.codec.dtype is None else found
-
-    def rows(self, tensor: Tensor) -> tuple[Value, bool]:
-        """Returns a tensor's rows, of which few are wanted, and whether they are bytes, to be decoded."""
-        root, has_blocks = self.graph.root_of(tensor), tensor.codec.dtype is None
-        if tensor.type not in DECODERS:
-            return (self.weights(tensor, apart=False) if has_blocks else self.moved(tensor)), False
-        if root in self._contents or not tensor.has_contiguous_rows():
-            return self.moved(tensor), has_blocks
-        shape = (*tensor.ne[:0:-1], tensor.n_blocks * tensor.codec.block_bytes)
-        return _strided(self._in_memory(root, np.uint8), tensor.offset, shape, (*tensor.nb[:0:-1], 1)), True
 
     def rounded(self, x: Tensor, type: str) -> Value:
         """Returns x as ggml's CPU rounds it for weights of a type."""
