@@ -97,7 +97,7 @@ class Built:
     def weights(self, tensor: Tensor, apart: bool = True) -> Value:
         """Returns weights, (ne3, ne2, ne1, ne0). If `apart`, a block that has a minimum is 33 columns."""
         root, apart = self.graph.root_of(tensor), apart and tensor.type in WITH_MINIMA
-        if root in self._contents or tensor.type == "f32":
+        if root in self._contents or tensor.type in ("f32", "f16"):
             return self.read(tensor)
         width = tensor.ne[0] // 32 * 33 if apart else tensor.ne[0]
         given = Given(root, tensor.nbytes, np.float32, placeless(tensor), apart)
