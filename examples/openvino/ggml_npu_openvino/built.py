@@ -13,7 +13,7 @@ from openvino import opset15 as op
 from ggml_backend_npu import Graph, Tensor
 
 from .memory import Memory, placeless
-from .numbers import DECODERS, ROUNDED, Value, decoded, integers, of_bits, reshaped
+from .numbers import ROUNDED, Value, decoded, integers, of_bits, reshaped
 
 HALVES, WITH_MINIMA = ("f16", "bf16"), ("q4_1", "q5_1")
 _DTYPES = {"f32": np.float32, "f16": np.float16, "bf16": np.uint16, "i32": np.int32, "i64": np.int32}
@@ -32,7 +32,7 @@ class Given:
     def array(self, memory: Memory, start: int) -> Any:
         """Returns it; no copy is made of what is not decoded."""
         if self.weights is not None:
-            return memory.decoded(start, self.weights, self.apart)
+            return memory.decoded(start, self.weights, self.apart).reshape(-1)
         return np.require(memory.bytes[start : start + self.size].view(self.dtype), requirements="A")
 
 
@@ -45,14 +45,14 @@ class Write:
     values: int
     ids: int | None
 
-    def put(self, memory: Memory, start: int, outputs: Callable[[int], Any]) -> None:
+    def put(self, memory: Memory, start: int, request: ov.InferRequest) -> None:
         """Copies the result, rounded to the tensor's type."""
-        target, values = memory.view(start, self.tensor), outputs(self.values)
+        target, values = memory.view(start, self.tensor), request.get_output_tensor(self.values).data
         if self.ids is None:
             target[...] = values.reshape(target.shape)
         else:
             third, second = np.ogrid[: target.shape[0], : target.shape[1]]
-            target[third[..., None], second[..., None], outputs(self.ids)] = values
+            target[third[..., None], second[..., None], request.get_output_tensor(self.ids).data] = values
 
 
 class Built:
@@ -70,7 +70,7 @@ class Built:
 
     def model(self) -> Any:
         """Returns the model of what was built."""
-        return ov.Model(self.results, list(self.parameters.values()), "ggml")
+        return ov.Model(self.results, [each.input_value(0).get_node() for each in self.parameters.values()], "ggml")
 
     def once(self, how: Hashable, tensor: Tensor, make: Callable[[], Value]) -> Value:
         """Returns what is made of a tensor: once for all who want it, until something is written to its root."""
@@ -90,16 +90,6 @@ class Built:
         found = self.moved(tensor)
         return decoded(found, tensor.type) if tensor.codec.dtype is None else found
 
-    def rows(self, tensor: Tensor) -> tuple[Value, bool]:
-        """Returns a tensor's rows, of which few are wanted, and whether they are bytes, to be decoded."""
-        root, has_blocks = self.graph.root_of(tensor), tensor.codec.dtype is None
-        if tensor.type not in DECODERS:
-            return (self.weights(tensor, apart=False) if has_blocks else self.moved(tensor)), False
-        if root in self._contents or not tensor.has_contiguous_rows():
-            return self.moved(tensor), has_blocks
-        shape = (*tensor.ne[:0:-1], tensor.n_blocks * tensor.codec.block_bytes)
-        return _strided(self._in_memory(root, np.uint8), tensor.offset, shape, (*tensor.nb[:0:-1], 1)), True
-
     def rounded(self, x: Tensor, type: str) -> Value:
         """Returns x as ggml's CPU rounds it for weights of a type."""
         return self.once(("rounded", type), x, lambda: ROUNDED[type](self.read(x)))
@@ -107,7 +97,7 @@ class Built:
     def weights(self, tensor: Tensor, apart: bool = True) -> Value:
         """Returns weights, (ne3, ne2, ne1, ne0). If `apart`, a block that has a minimum is 33 columns."""
         root, apart = self.graph.root_of(tensor), apart and tensor.type in WITH_MINIMA
-        if root in self._contents or tensor.type == "f32":
+        if root in self._contents or tensor.type in ("f32", "f16"):
             return self.read(tensor)
         width = tensor.ne[0] // 32 * 33 if apart else tensor.ne[0]
         given = Given(root, tensor.nbytes, np.float32, placeless(tensor), apart)
@@ -125,8 +115,9 @@ class Built:
         return self._parameter(Given(root, n * np.dtype(dtype).itemsize, dtype), (n,))
 
     def _parameter(self, given: Given, shape: tuple[int, ...]) -> Value:
+        """Returns what is given. OpenVINO allocates memory of its own for a parameter whose length it knows."""
         if given not in self.parameters:
-            self.parameters[given] = op.parameter(shape, np.dtype(given.dtype))
+            self.parameters[given] = reshaped(op.parameter([-1], np.dtype(given.dtype)), *shape)
         return self.parameters[given]
 
     # what is written

@@ -19,7 +19,6 @@ Kernel = Callable[[Built, Node], None]
 
 _NORMAL, _NEOX = 0, 2
 _MANY = 64  # queries that ggml's CPU does not round
-_LAST = -1
 
 
 def _params(node: Node) -> Any:
@@ -52,7 +51,8 @@ def _copy(at: Built, node: Node) -> None:
 
 def _get_rows(at: Built, node: Node) -> None:
     x, ids = _at(node, 0), at.read(_at(node, 1))
-    rows, are_bytes = at.rows(x)
+    are_bytes = x.type in DECODERS
+    rows = at.moved(x) if are_bytes or x.codec.dtype is not None else at.weights(x, apart=False)
     n3, n2, n1, width = _shape(rows)
     third, second = np.ogrid[: _shape(ids)[1], : _shape(ids)[2]]
     places = op.add(ids, integers(((third * n2 + second) * n1)[None, :, :, None]))
@@ -78,37 +78,52 @@ def _of_two(function: Callable[[Value, Value], Value]) -> Kernel:
     return kernel
 
 
-def _scale(at: Built, node: Node) -> None:
-    p = _params(node)
-    at.write(node.dst, op.add(op.multiply(at.read(_at(node, 0)), scalar(p.scale)), scalar(p.bias)))
+def _of_one(function: Callable[[Value, Any], Value]) -> Kernel:
+    """Of a tensor and the node's parameters."""
+
+    def kernel(at: Built, node: Node) -> None:
+        at.write(node.dst, function(at.read(_at(node, 0)), _params(node)))
+
+    return kernel
 
 
-def _swiglu(at: Built, node: Node) -> None:
-    if _at(node, 1) is not None:
-        gate, up = at.read(_at(node, 0)), at.read(_at(node, 1))
-    else:
-        n, rest = divmod(_at(node, 0).ne[0], 2)
-        halves = op.variadic_split(at.read(_at(node, 0)), integers(3), integers([n, n, rest])).outputs()[:2]
-        gate, up = halves[::-1] if _params(node).swapped else halves
-    at.write(node.dst, op.multiply(divided(gate, op.add(scalar(1), op.exp(op.negative(gate)))), up))
+def _glu(function: Callable[[Value], Value]) -> Kernel:
+    def kernel(at: Built, node: Node) -> None:
+        if _at(node, 1) is not None:
+            gate, up = at.read(_at(node, 0)), at.read(_at(node, 1))
+        else:
+            n, rest = divmod(_at(node, 0).ne[0], 2)
+            halves = op.variadic_split(at.read(_at(node, 0)), integers(3), integers([n, n, rest])).outputs()[:2]
+            gate, up = halves[::-1] if _params(node).swapped else halves
+        at.write(node.dst, op.multiply(function(gate), up))
+
+    return kernel
 
 
 # rows
 
 
-def _rms_norm(at: Built, node: Node) -> None:
-    x = at.read(_at(node, 0))
-    mean = op.reduce_mean(op.multiply(x, x), integers([_LAST]), keep_dims=True)
-    at.write(node.dst, op.divide(x, op.sqrt(op.add(mean, scalar(_params(node).eps)))))
+def _mean(x: Value) -> Value:
+    return op.reduce_mean(x, integers([-1]), keep_dims=True)
+
+
+def _over_root(x: Value, p: Any) -> Value:
+    """Returns rows divided by the root of their mean square."""
+    return op.divide(x, op.sqrt(op.add(_mean(op.multiply(x, x)), scalar(p.eps))))
+
+
+def _argsort(x: Value, p: Any) -> Value:
+    mode = "max" if p.order else "min"
+    return op.topk(x, integers(_shape(x)[-1]), -1, mode, "value", "i32", stable=True).output(1)
 
 
 def _softmax(scores: Value, at: Built, mask: Tensor | None) -> Value:
     """Returns the softmax of scores, (ne3, heads, rows, cells), with a mask added."""
     if mask is None:
-        return op.softmax(scores, _LAST)
+        return op.softmax(scores, -1)
     n3, n_head, rows, cells = _shape(scores)
     found = op.slice(at.read(mask), *map(integers, ([0, 0], [rows, cells], [1, 1], [2, 3])))
-    return op.softmax(op.add(scores, _repeated(found, n3, n_head, rows, cells)), _LAST)
+    return op.softmax(op.add(scores, _repeated(found, n3, n_head, rows, cells)), -1)
 
 
 def _soft_max(at: Built, node: Node) -> None:
@@ -122,7 +137,7 @@ def _turns(at: Built, node: Node) -> tuple[Value, Value]:
     theta = [reshaped(op.convert(at.read(_at(node, 1)), "f32"), 1, -1, 1, 1)]
     while len(theta) < n:
         theta.append(op.multiply(theta[-1], scalar(p.step)))
-    angle = op.concat(theta, _LAST)
+    angle = op.concat(theta, -1)
     if _at(node, 2) is not None:
         angle = divided(angle, at.read(replace(_at(node, 2), ne=(n, 1, 1, 1))))
     angle = op.multiply(angle, scalar(p.freq_scale))
@@ -144,7 +159,7 @@ def _rope(at: Built, node: Node) -> None:
         op.add(op.multiply(u, sin), op.multiply(v, cos)),
         *([rest] if len(order) > 2 * n else []),
     ]
-    at.write(node.dst, op.gather(op.concat(found, _LAST), integers(np.argsort(order)), axis))
+    at.write(node.dst, op.gather(op.concat(found, -1), integers(np.argsort(order)), axis))
 
 
 # products
@@ -156,11 +171,21 @@ def _product(x: Value, w: Value, transposed: bool) -> Value:
     outer = (m3, m2) if n3 == m3 else (m3, n3 // m3, m2)
     x, w = reshaped(x, *outer, n2 // m2 * rows, k), w if n3 == m3 else op.unsqueeze(w, integers([1]))
     found = op.matmul(x, w, False, transposed)
-    return reshaped(found, n3, n2, rows, _shape(found)[_LAST])
+    return reshaped(found, n3, n2, rows, _shape(found)[-1])
 
 
 def _mul_mat(at: Built, node: Node) -> None:
     at.write(node.dst, _product(at.rounded(_at(node, 1), _at(node, 0).type), at.weights(_at(node, 0)), True))
+
+
+def _mul_mat_id(at: Built, node: Node) -> None:
+    """Multiplies all columns with all experts, and takes what is wanted."""
+    w, x, ids = at.weights(_at(node, 0)), at.rounded(_at(node, 1), _at(node, 0).type), at.read(_at(node, 2))
+    (_, n_experts, n, _), (_, tokens, each, k) = _shape(w), _shape(x)
+    found = op.matmul(reshaped(x, 1, 1, tokens * each, k), w, False, True)
+    token, place = np.ogrid[:tokens, : node.dst.ne[1]]
+    places = op.add(op.multiply(ids, integers(tokens * each)), integers(token * each + place % each))
+    at.write(node.dst, op.gather(reshaped(found, n_experts * tokens * each, n), reshaped(places, -1), integers(0)))
 
 
 def _flash_attn_ext(at: Built, node: Node) -> None:
@@ -174,7 +199,7 @@ def _flash_attn_ext(at: Built, node: Node) -> None:
 
 
 FLOATS, IDS = ("f32", "f16", "bf16"), ("i32", "i64")
-_SINGLE, _READ, _WEIGHTS = ("f32",), ("f32", *DECODERS), tuple(ROUNDED)
+_SINGLE, _READ, _WEIGHTS = ("f32",), (*FLOATS, *DECODERS), tuple(ROUNDED)
 _MOVED = (*_READ, "i32")
 
 # op -> its kernel, and the types of its output, then of its sources
@@ -185,12 +210,19 @@ KERNELS: dict[str, tuple[Kernel, tuple[tuple[str, ...], ...]]] = {
     "ADD": (_of_two(op.add), (FLOATS, FLOATS, FLOATS)),
     "MUL": (_of_two(op.multiply), (FLOATS, FLOATS, FLOATS)),
     "DIV": (_of_two(divided), (FLOATS, FLOATS, FLOATS)),
-    "SCALE": (_scale, (_SINGLE, _SINGLE)),
-    "SWIGLU": (_swiglu, (FLOATS, FLOATS, FLOATS)),
-    "RMS_NORM": (_rms_norm, (_SINGLE, _SINGLE)),
+    "SCALE": (_of_one(lambda x, p: op.add(op.multiply(x, scalar(p.scale)), scalar(p.bias))), (_SINGLE, _SINGLE)),
+    "CLAMP": (_of_one(lambda x, p: op.clamp(x, p.min, p.max)), (_SINGLE, _SINGLE)),
+    "GELU": (_of_one(lambda x, _: op.gelu(x, "tanh")), (FLOATS, FLOATS)),
+    "GEGLU": (_glu(lambda x: op.gelu(x, "tanh")), (FLOATS, FLOATS, FLOATS)),
+    "SWIGLU": (_glu(lambda x: divided(x, op.add(scalar(1), op.exp(op.negative(x))))), (FLOATS, FLOATS, FLOATS)),
+    "RMS_NORM": (_of_one(_over_root), (_SINGLE, _SINGLE)),
+    "NORM": (_of_one(lambda x, p: _over_root(op.subtract(x, _mean(x)), p)), (_SINGLE, _SINGLE)),
+    "SUM_ROWS": (_of_one(lambda x, _: op.reduce_sum(x, integers([-1]), keep_dims=True)), (_SINGLE, _SINGLE)),
+    "ARGSORT": (_of_one(_argsort), (("i32",), _SINGLE)),
     "SOFT_MAX": (_soft_max, (_SINGLE, _SINGLE, FLOATS)),
     "ROPE": (_rope, (FLOATS, FLOATS, ("i32",), _SINGLE)),
     "MUL_MAT": (_mul_mat, (_SINGLE, _WEIGHTS, _SINGLE)),
+    "MUL_MAT_ID": (_mul_mat_id, (_SINGLE, _WEIGHTS, _SINGLE, ("i32",))),
     "FLASH_ATTN_EXT": (_flash_attn_ext, (_SINGLE, _SINGLE, _READ, _READ, FLOATS)),
 }
 
@@ -219,6 +251,8 @@ def _of_params(node: Node) -> str | None:
     source, p = _at(node, 0), _params(node)
     if node.op in ("CPY", "DUP", "CONT") and source.type != node.dst.type:
         return None if node.dst.type in FLOATS and source.type in _READ else f"{source.type} to {node.dst.type}"
+    if node.op == "ARGSORT" and source.ne[0] > 4096:  # OpenVINO's time grows with its square
+        return f"rows of {source.ne[0]}"
     if node.op == "ROPE":
         is_plain = p.mode in (_NORMAL, _NEOX) and not p.ext_factor and not p.n_offs
         return None if is_plain else f"mode {p.mode}, ext_factor {p.ext_factor}"

@@ -148,9 +148,9 @@ def _bytes(b: Value, begin: int, end: int) -> Value:
     return op.convert(op.slice(b, integers([begin]), integers([end]), integers([1]), integers([-1])), "i32")
 
 
-def _half(b: Value, at: int, type: str = "f16") -> Value:
+def _half(b: Value, at: int) -> Value:
     low, high = _bytes(b, at, at + 1), _bytes(b, at + 1, at + 2)
-    return of_bits(op.add(low, op.multiply(high, integers(256))), type)
+    return of_bits(op.add(low, op.multiply(high, integers(256))), "f16")
 
 
 def _nibbles(b: Value, at: int) -> Value:
@@ -166,8 +166,6 @@ def _signed(b: Value, at: int) -> Value:
 
 # uint8 (..., block bytes) -> float32 (..., block size)
 DECODERS: dict[str, Callable[[Value], Value]] = {
-    "f16": lambda b: _half(b, 0),
-    "bf16": lambda b: _half(b, 0, "bf16"),
     "q8_0": lambda b: op.multiply(_signed(b, 2), _half(b, 0)),
     "q4_0": lambda b: op.multiply(op.subtract(_nibbles(b, 2), scalar(8)), _half(b, 0)),
     "q4_1": lambda b: op.add(op.multiply(_nibbles(b, 4), _half(b, 0)), _half(b, 2)),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from ggml_npu_openvino import OpenVINO
 from ggml_npu_openvino.kernels import KERNELS
 from ggml_npu_openvino.numbers import ROUNDED
 from kit.beside_cpu import MOVERS, differing
+from kit.models import write_tiny_bert, write_tiny_moe
 
 import quant
 from ggml_backend_npu import Backend, DeviceBackend, DeviceError, Graph, Node, Options, Tensor
@@ -60,12 +62,16 @@ def params(op: str, **given: float) -> bytes:
 
 IDS = Tensor.of(np.array([1, 4, 2], np.int32))
 ROPE = {"n_dims": 48, "freq_base": 10000.0, "freq_scale": 1.0, "attn_factor": 1.0}
+EXPERTS, USED = tensor(6, 5, 256, type="q8_0"), Tensor.of(np.array([[5, 0, 2], [2, 3, 1]], np.int32))
 QKV = tensor(4, 3, 64), tensor(2, 5, 64, type="f16"), tensor(2, 5, 64, type="f16")
 CASES: list[tuple[str, tuple[Tensor, ...], tuple[int, ...], bytes]] = [
     ("ADD", (tensor(3, 64), tensor(1, 64)), (3, 64), b""),
     ("MUL", (tensor(2, 3, 64), tensor(3, 32)), (2, 3, 64), b""),
     ("SCALE", (tensor(3, 64),), (3, 64), params("SCALE", scale=0.5, bias=1.0)),
+    ("CLAMP", (tensor(3, 64),), (3, 64), params("CLAMP", min=-0.5, max=1.0)),
     ("CONT", (tensor(3, 64),), (3, 64), b""),
+    ("SUM_ROWS", (tensor(3, 64),), (3, 1), b""),
+    ("NORM", (tensor(3, 64),), (3, 64), params("NORM", eps=1e-5)),
     ("RMS_NORM", (tensor(3, 64),), (3, 64), params("RMS_NORM", eps=1e-5)),
     ("RMS_NORM", (tensor(1, 1, 3, 39),), (1, 1, 3, 39), params("RMS_NORM", eps=0.0)),  # fused by OpenVINO's CPU
     ("SOFT_MAX", (tensor(3, 64), tensor(3, 64, type="f16")), (3, 64), params("SOFT_MAX", scale=0.5)),
@@ -73,6 +79,8 @@ CASES: list[tuple[str, tuple[Tensor, ...], tuple[int, ...], bytes]] = [
     ("SWIGLU", (tensor(3, 128),), (3, 64), params("SWIGLU", swapped=1)),
     ("ROPE", (tensor(3, 2, 64), IDS), (3, 2, 64), params("ROPE", mode=0, **ROPE)),
     ("ROPE", (tensor(3, 2, 64), IDS), (3, 2, 64), params("ROPE", mode=2, **ROPE)),
+    ("MUL_MAT_ID", (EXPERTS, tensor(2, 1, 256), USED), (2, 3, 5), b""),
+    ("MUL_MAT_ID", (EXPERTS, tensor(2, 3, 256), USED), (2, 3, 5), b""),
     ("FLASH_ATTN_EXT", QKV, (3, 4, 64), params("FLASH_ATTN_EXT", scale=0.125)),
     *(("GET_ROWS", (tensor(5, 256, type=type), IDS), (3, 256), b"") for type in ROUNDED),
     *(("MUL_MAT", (tensor(2, 5, 256, type=type), tensor(4, 3, 256)), (4, 3, 5), b"") for type in ROUNDED),
@@ -162,8 +170,14 @@ def test_a_cache_is_read_after_it_is_written_in_one_graph(device: DeviceBackend)
 
 
 @pytest.mark.parametrize("attention", ["on", "off"])
-def test_every_node_of_a_llama_is_on_it_and_right(attention: Any, device: DeviceBackend, tmp_path: Path) -> None:
-    model = write_tiny_llama(tmp_path / "tiny.gguf")
+@pytest.mark.parametrize(
+    "write",
+    [write_tiny_llama, *(pytest.param(each, marks=pytest.mark.slow) for each in (write_tiny_moe, write_tiny_bert))],
+)
+def test_every_node_of_a_model_is_on_it_and_right(
+    write: Callable[[Path], Path], attention: Any, device: DeviceBackend, tmp_path: Path
+) -> None:
+    model = write(tmp_path / "tiny.gguf")
     settings = Settings(device="npu", gpu_layers=999, flash_attention=attention)
     with Session(model, settings, npu=Plugin(lib.ggml(), device)) as session:
         session.decode(session.tokenize(PROMPT))
@@ -171,8 +185,7 @@ def test_every_node_of_a_llama_is_on_it_and_right(attention: Any, device: Device
         assert not session.left_to_the_cpu
     result = run_in_step(model, PROMPT, DiffOptions(steps=2, settings=settings, backend=device))
     assert result, result.wrong
-    assert result.ending is not None
-    assert result.ending.nmse < 1e-5
+    assert write is write_tiny_bert or (result.ending is not None and result.ending.nmse < 1e-5)
 
 
 def command(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
