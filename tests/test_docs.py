@@ -185,7 +185,7 @@ def test_the_tolerances_that_the_page_shows(tmp_path: Path) -> None:
     assert rules.bound("CONT", "f32") == 0
 
 
-@pytest.mark.some(1)
+@pytest.mark.slow
 @pytest.mark.daily(2)
 @pytest.mark.parametrize("tolerances", [None, "gpu", "cuda.toml"])
 def test_products_rounded_as_the_page_says_are_right_by_its_table(

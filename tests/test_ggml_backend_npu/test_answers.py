@@ -32,7 +32,7 @@ def asked(backend: Plugin, every_op: None, monkeypatch: pytest.MonkeyPatch) -> l
     return found
 
 
-@pytest.mark.some(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("profile", [FULL, ASCEND_310P])
 def test_random_nodes_are_answered_as_python_answers(
     backend: Plugin, asked: list[str], monkeypatch: pytest.MonkeyPatch, profile: Profile

@@ -129,6 +129,7 @@ def test_the_words_of_a_model_are_what_binding_gives(
     assert sum(compared) > 1000
 
 
+@pytest.mark.slow
 def test_a_new_length_binds_what_is_new_alone(backend: Plugin, model: Models, monkeypatch: pytest.MonkeyPatch) -> None:
     choose(monkeypatch, ops="all")
     backend.forget_plans()

@@ -66,6 +66,7 @@ def test_a_diff_without_fusion_has_no_spans(model: Models, name: str, monkeypatc
     assert not rows(result)
 
 
+@pytest.mark.slow
 def test_a_diff_of_one_fusion_compares_nothing_else(model: Models) -> None:
     result = diff(model("moe"), PROMPT, DiffOptions(steps=1, ops={"TopKSoftmax"}))
     assert result

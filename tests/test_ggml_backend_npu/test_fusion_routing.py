@@ -28,6 +28,8 @@ from ggml_backend_npu.plugin.plugin import Plugin
 pytestmark = pytest.mark.usefixtures("all_fused")
 
 
+@pytest.mark.some(6)
+@pytest.mark.daily(2)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("n_expert", "n_tokens"), [(1, 1), (2, 3), (8, 1), (8, 5), (9, 40), (300, 3)])
 def test_a_routing_selects_what_its_nodes_select(backend: Plugin, kind: str, n_expert: int, n_tokens: int) -> None:

@@ -21,6 +21,7 @@ from graph_runner.trace import NPU, read_trace, replay
 LIBRARIES = Path(llama_cpp.__file__).parent / "lib"
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize(
     ("where", "reason"),
     [
@@ -44,6 +45,7 @@ def test_a_library_that_is_none(tmp_path: Path) -> None:
         places.library_of(libm)
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("name", ["llama_cpp", "llama-cpp-python", "llama_cpp_python"])
 def test_a_package_by_any_of_its_names(backend: Plugin, name: str) -> None:
     assert lib.Ggml(places.library_of(name)).cpu_file == backend.ggml.cpu_file
@@ -123,6 +125,7 @@ def test_the_doctor_on_files(tmp_path: Path) -> None:
         examination.examined([tmp_path / "nothing"])
 
 
+@pytest.mark.slow
 def test_the_doctor_on_a_program_that_runs(backend: Plugin) -> None:
     (found,) = examination.examined([], os.getpid())
     assert found.fits

@@ -111,7 +111,7 @@ def test_the_command_prints_the_path(monkeypatch: pytest.MonkeyPatch) -> None:
     assert result.exit_code == 0
 
 
-@pytest.mark.some(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("command", ["plugin", "test -o ROLL"])
 def test_a_command_of_another_tree_than_the_plugins_is_refused(command: str, tmp_path: Path) -> None:
     for package in ("ggml_backend_npu", "graph_runner", "quant"):

@@ -92,6 +92,8 @@ def ops(request: pytest.FixtureRequest, backend: Plugin, monkeypatch: pytest.Mon
     backend.forget_plans()
 
 
+@pytest.mark.some(4)
+@pytest.mark.daily(2)
 @pytest.mark.parametrize("name", WRITERS)
 def test_a_models_nodes_are_counted_as_python_counts_them(
     backend: Plugin, model: Models, ops: str, name: str, in_python: list[int], monkeypatch: pytest.MonkeyPatch

@@ -74,6 +74,7 @@ class Again:
                 assert device.name != "CPU"
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("name", WRITERS)
 def test_every_node_of_a_model_gives_the_same_bytes_again(backend: Plugin, model: Models, name: str) -> None:
     settings = Settings(flash_attention="on", cache_type_k="q8_0", cache_type_v="q4_0", threads=1)

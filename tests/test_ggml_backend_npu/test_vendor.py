@@ -220,6 +220,7 @@ def test_a_command_that_runs_one_device_says_that_there_are_two(two: Path, monke
         default.only_backend()
 
 
+@pytest.mark.slow
 def test_all_devices_of_a_file_are_registered(two: Path) -> None:
     environment = os.environ | {"GGML_NPU_DEVICE_FILE": str(two)}
     line = [sys.executable, "-c", REGISTERED]

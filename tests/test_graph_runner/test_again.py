@@ -90,6 +90,7 @@ def test_a_node_that_fails_in_a_repeated_run_is_named(ends: str, tmp_path: Path)
     assert ("no more" if "no more" in ends else "ended by SIGABRT in its own run") in wrong["failure"]
 
 
+@pytest.mark.slow
 def test_a_node_that_is_right_only_when_it_is_looked_at_is_named(model: Models) -> None:
     """Wrong where it runs in one graph with another node, in the second layer."""
     last = -1  # how many graphs had run when a node of one did

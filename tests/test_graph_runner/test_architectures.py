@@ -85,7 +85,7 @@ def shapes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {path.stem: path for path in written(tmp_path_factory.mktemp("shapes"))}
 
 
-@pytest.mark.some(1)
+@pytest.mark.slow
 @pytest.mark.daily(4)
 @pytest.mark.parametrize("name", SHAPES)
 @pytest.mark.parametrize("cache_type", SETTINGS["cache_type"])

@@ -90,7 +90,7 @@ def test_a_number_of_sequences_that_no_context_has(cli: Cli) -> None:
         assert number in outcome.err
 
 
-@pytest.mark.some(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [(), ("--all", "--flash-attn", "on", "--cache-type-k", "q8_0")])
 def test_a_diff_of_sequences_is_right(cli: Cli, options: tuple[str, ...]) -> None:
     outcome = cli("diff", "tiny", "-n", "2", "--sequences", "3", "-p", PROMPT, *options)

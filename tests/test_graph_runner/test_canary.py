@@ -263,7 +263,7 @@ BLIND: dict[str, Callable[[Patch], None]] = {
 }
 
 
-@pytest.mark.some(2)
+@pytest.mark.some(1)
 @pytest.mark.daily(4)
 @pytest.mark.parametrize("how", BLIND)
 def test_a_blind_judge_is_caught_each_time(model: Models, how: str, monkeypatch: Patch) -> None:

@@ -53,6 +53,7 @@ def test_run_computes_a_new_op_with_a_kernel_of_ones_own(
     assert (on_npu > 0, on_cpu) == (True, 0)
 
 
+@pytest.mark.slow
 def test_diff_compares_a_new_op_too(cli: Cli, tmp_path: Path) -> None:
     outcome = cli("diff", "tiny", "-n", "1", "--ops", "MUL", "--kernels", kernel_file(tmp_path, MUL))
     assert outcome.code == 0

@@ -46,7 +46,7 @@ def test_a_wrong_command_line_is_one_line(cli: Cli, arguments: str, says: str) -
     assert_refused(cli(*arguments.split()), says, " -h")
 
 
-@pytest.mark.some(4)
+@pytest.mark.some(2)
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -237,7 +237,7 @@ NEEDED = {name: ["tiny"] for name in ("run", "diff", "matrix", "coverage", "haza
 NEEDED |= {"replay": ["t.gguf"], "capture": ["tiny", "-o", "t.gguf"]}
 
 
-@pytest.mark.some(8)
+@pytest.mark.some(4)
 @pytest.mark.daily(4)
 @pytest.mark.parametrize(("command", "option", "kind"), numbers(), ids=str)
 def test_every_number_has_bounds(cli: Cli, command: str, option: str, kind: type) -> None:

@@ -189,6 +189,7 @@ def test_embeddings_have_no_most_likely_token() -> None:
     assert endings.ending() == Ending(8 / 14, 0.0, None, of="embeddings and logits")
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize(
     ("name", "op", "of"), [("bert", "NORM", "embeddings"), ("t5", "RMS_NORM", "embeddings and logits")]
 )

@@ -474,6 +474,7 @@ def cell_of(*words: str, file: str = "tiny") -> Cell:
     return made
 
 
+@pytest.mark.slow
 def test_a_diff_that_takes_no_options_says_why(tmp_path: Path) -> None:
     result = run_diff(cell_of("--kernels", str(tmp_path / "none.py")), tmp_path, Event(), 300)
     assert (result.verdict, result.report) == ("failed to run", "log.txt")

@@ -37,6 +37,7 @@ def diff(device: Simulator, model: Models, steps: int = 1) -> DiffResult:
     return run_in_step(model("llama"), "The capital", options)
 
 
+@pytest.mark.some(1)
 @pytest.mark.daily(8)
 @pytest.mark.parametrize("name", some(IN_BATTERY, SOON))
 def test_the_battery_names_the_method(name: str) -> None:

@@ -55,7 +55,7 @@ def test_every_option_that_names_a_file_is_known_as_such() -> None:
     assert len(PAIRS) > 15
 
 
-@pytest.mark.some(20)
+@pytest.mark.some(10)
 @pytest.mark.daily(8)
 @pytest.mark.parametrize(
     ("command", "read", "write", "link"),

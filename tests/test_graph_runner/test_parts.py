@@ -94,7 +94,7 @@ def test_elements_that_a_softmax_leaves_out() -> None:
     assert found(node, kernel) == text
 
 
-@pytest.mark.some(1)
+@pytest.mark.slow
 @pytest.mark.daily(2)
 @pytest.mark.parametrize("seed", range(2))
 def test_other_faults_are_no_lost_parts(seed: int) -> None:

@@ -105,6 +105,7 @@ def test_every_op_has_a_promise() -> None:
     assert all(each.why for each in found)
 
 
+@pytest.mark.slow
 def test_what_is_measured_is_not_nothing() -> None:
     """Of nodes whose results are all zero any kernel gives the same."""
     with Replica(lib.ggml(), "CPU") as cpu:

@@ -17,7 +17,7 @@ from graph_runner.judging.rules import Rules
 pytestmark = pytest.mark.usefixtures("as_before")
 
 
-@pytest.mark.some(1)
+@pytest.mark.slow
 @pytest.mark.daily(2)
 @pytest.mark.parametrize("weights", ["llama f32", "llama"])
 @pytest.mark.parametrize("name", DEVICES)

@@ -131,6 +131,8 @@ def test_a_node_of_an_op_with_a_bound_rounds(op: str) -> None:
     )
 
 
+@pytest.mark.some(24)
+@pytest.mark.daily(2)
 @pytest.mark.parametrize("op", NODES)
 def test_devices_of_half_floats(cpu: Replica, op: str) -> None:
     rules = Rules("gpu")

@@ -56,6 +56,8 @@ def test_cpy_of_numbers(types: tuple[str, str], data: st.DataObject, seed: int, 
     assert only_changed(target, memory)
 
 
+@pytest.mark.some(10)
+@pytest.mark.daily(2)
 @pytest.mark.parametrize("call", ["aclnnCpy", "aclnnDup"])
 @pytest.mark.parametrize("type", TYPES)
 @given(data=st.data(), seed=seeds)
@@ -177,6 +179,8 @@ def test_tensors_without_elements_are_taken(type: str, shape: Shape) -> None:
         run("aclnnCpy", empty(type, shape), np.zeros(shape, np.float32), source.scale, 32)
 
 
+@pytest.mark.some(6)
+@pytest.mark.daily(2)
 @pytest.mark.parametrize("type", BITS)
 @pytest.mark.parametrize("group", [3, 32])
 def test_large_tensors_in_several_threads(

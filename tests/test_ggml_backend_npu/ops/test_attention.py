@@ -334,6 +334,8 @@ class Special:
 SPECIAL = ("q", "k", "hidden k", "future k", "v", "hidden v", "future v", "sink")
 
 
+@pytest.mark.some(12)
+@pytest.mark.daily(2)
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize(("queries", "cells"), [(3, 20), (1, 600), (70, 100), (150, 150)])
 @pytest.mark.parametrize("types", [("f16", "f16"), ("f32", "f32"), ("f16", "f32"), ("f32", "q8_0")])

@@ -316,6 +316,8 @@ LARGE: dict[str, Recipe] = {
 }
 
 
+@pytest.mark.some(12)
+@pytest.mark.daily(2)
 @pytest.mark.parametrize("n_threads", [1, 3])
 @pytest.mark.parametrize("name", LARGE)
 def test_large_tensors_in_several_threads(

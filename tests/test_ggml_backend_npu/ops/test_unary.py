@@ -85,6 +85,8 @@ def test_unary(backend: Plugin, name: str, type: str, ne: Dims, seed: int, src: 
     assert_fits(backend, name, type, unary(name, type, ne, seed, src))
 
 
+@pytest.mark.some(16)
+@pytest.mark.daily(2)
 @pytest.mark.parametrize("type", ["f16", "bf16"])
 @pytest.mark.parametrize("name", UNARY)
 def test_unary_of_every_number_of_two_bytes(backend: Plugin, name: str, type: str) -> None:
