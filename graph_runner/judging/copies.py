@@ -8,10 +8,11 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
+import xxhash
 from numpy.typing import NDArray
 
 from ggml_backend_npu import Memory, Node, Tensor
-from ggml_backend_npu.ggml.convert import copy_of, same_bytes
+from ggml_backend_npu.ggml.convert import bytes_at, copy_of, same_bytes
 from ggml_backend_npu.ggml.fenced import ALIGNMENT, fenced, is_damaged, refill
 from ggml_backend_npu.ir import sharing as shared
 from ggml_backend_npu.ir.packed import PACKED_TYPES, Packed
@@ -223,8 +224,10 @@ class Layout:
         moved: dict[int, Tensor] = {}
         rooms = []
         around = _NOTHING
+        weights = set[int]()
         for group, packed, is_weight in self._parts:
             room = self._kept.weight(group, packed) if is_weight else _room(group, packed)
+            weights.update(map(id, group.tensors if is_weight and packed is None else ()))
             begin, owner = room.memory.address + room.offset - group.begin, room.memory.owner
             rooms.append(room)
             for each, root in group.members:
@@ -233,7 +236,27 @@ class Layout:
                 moved[id(each)] = Tensor(each.name, each.type, each.ne, each.nb, memory, offset, room.packed)
                 around = room.memory if each is node.dst else around
         src = tuple(moved.get(id(tensor), tensor) if tensor is not None else None for tensor in node.src)
-        return Copied(Node(node.op, moved.get(id(node.dst), node.dst), src, node.params), node, tuple(rooms), around)
+        sources = [
+            _Source(index, shared.viewed(source), copied.memory, copied.packed, id(source) in weights)
+            for index, (source, copied) in enumerate(zip(node.src, src, strict=True))
+            if source is not None and copied is not None and source.nbytes and not _lies_in(copied, around)
+        ]
+        copied = Node(node.op, moved.get(id(node.dst), node.dst), src, node.params)
+        return Copied(copied, tuple(rooms), around, tuple(sources))
+
+
+class _Source:
+    """A source of a node, and its copy, which the node is only to read."""
+
+    def __init__(self, index: int, memory: Memory, copied: Memory, packed: Packed | None, is_weight: bool) -> None:
+        self.index, self._memory, self._copied, self._packed = index, memory, copied, packed
+        self._digest = _digest(memory) if is_weight else None  # half as much to read as both
+
+    def has_changed(self) -> bool:
+        """Whether the copy holds something else than the source, or what it is a view of."""
+        if self._digest is not None:
+            return _digest(self._copied) != self._digest
+        return not _same(self._memory, self._copied, self._packed)
 
 
 @dataclass
@@ -241,15 +264,14 @@ class Copied:
     """A node over copies, each between fences. Tensors that overlap still overlap.
 
     node      the node over the copies: a view is a view into a copy of everything it is a view of
-    original  the node whose tensors were copied
     rooms     of the copies
     call      computes the node, if somebody has set it
     """
 
     node: Node
-    original: Node
     rooms: tuple[Room, ...]
     _around: Memory  # the room that dst is in
+    _sources: tuple[_Source, ...]
     _before: Memory = _NOTHING  # what that held
     call: Callable[[], object] | None = None
 
@@ -289,15 +311,7 @@ class Copied:
     def changed(self) -> list[int]:
         """Returns the indices of sources whose memory was changed: the source, or what it is a view of, if the node's
         output does not lie in it."""
-        return [
-            index
-            for index, (source, copy) in enumerate(zip(self.original.src, self.node.src, strict=True))
-            if source is not None and copy is not None and source.nbytes and not self._holds_dst(copy)
-            and not _same(shared.viewed(source), copy.memory, copy.packed)
-        ]  # fmt: skip
-
-    def _holds_dst(self, tensor: Tensor) -> bool:
-        return self._around.address <= tensor.address < _end(self._around)
+        return [source.index for source in self._sources if source.has_changed()]
 
     def outside(self) -> bool:
         """Whether bytes around a copy were written, or bytes around dst in what it is a view of."""
@@ -327,6 +341,14 @@ def _packed_type(group: shared.Group, packs: Packs) -> str | None:
     kind, size = group.tensors[0].type, group.tensors[0].codec.block_bytes
     of_one_kind = all(tensor.type == kind and packs(tensor) for tensor in group.tensors)
     return kind if kind in PACKED_TYPES and of_one_kind and not group.size % size else None
+
+
+def _lies_in(tensor: Tensor, around: Memory) -> bool:
+    return around.address <= tensor.address < _end(around)
+
+
+def _digest(memory: Memory) -> int:
+    return int(xxhash.xxh3_64_intdigest(bytes_at(memory.address, memory.size)))
 
 
 def _same(a: Memory, b: Memory, packed: Packed | None) -> bool:

@@ -23,11 +23,12 @@ from ggml_backend_npu.ops import OWN
 from graph_runner.base.console import Console
 from graph_runner.base.errors import BlindError
 from graph_runner.diff import judge
+from graph_runner.diff.alone import Alone
 from graph_runner.diff.canary import Canaries, Planter
 from graph_runner.diff.judge import Judge
 from graph_runner.diff.own import Mirrored, OwnNode, OwnRun
 from graph_runner.diff.run import DiffResult
-from graph_runner.diff.turns import Compared
+from graph_runner.diff.turns import Compared, Turn
 from graph_runner.judging import noise, rules
 from graph_runner.judging.compare import Comparison, compare
 from graph_runner.judging.copies import Copied, copy
@@ -207,6 +208,17 @@ def mirrored_in_itself(patch: Patch) -> None:
     patch.setattr(OwnRun, "mirrored", mirrored)
 
 
+def result_not_read(patch: Patch) -> None:
+    judged = Alone._judged
+
+    def of_the_reference(own: Alone, turn: Turn, *arguments: Any) -> Compared:
+        with patch.context() as inner:
+            inner.setattr(Copied, "result", turn.node.dst)
+            return judged(own, turn, *arguments)
+
+    patch.setattr(Alone, "_judged", of_the_reference)
+
+
 def tolerance_of_one(patch: Patch) -> None:
     patch.setattr(Rules, "bound", lambda own, op, type: 1.0)
 
@@ -235,7 +247,7 @@ BLIND: dict[str, Callable[[Patch], None]] = {
     "the reference compared with itself": itself,
     "the reference compared with itself in the own run": itself_in_the_own_run,
     "the own run compared with itself": mirrored_in_itself,
-    "the device's result is not read": alone("result", property(lambda copied: copied.original.dst), Copied),
+    "the device's result is not read": result_not_read,
     "the first bytes alone": alone("compare", of_first(32)),
     "the first half alone": alone(
         "compare", lambda a, b, outside=False: of_first(max(1, a.nbytes // 2))(a, b, outside)
