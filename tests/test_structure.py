@@ -371,7 +371,7 @@ WITHOUT_TESTS = {
     ),
     "graph_runner/judging": "footprints mistakes results spans",
     "graph_runner/process": "bisecting child flaking jobs",
-    "graph_runner/reports": "diff_report explorer replaced report",
+    "graph_runner/reports": "diff_report explorer next_steps nodes replaced replay report",
     "graph_runner/run": "llama_log model observing placement sampling session token_graph",
     "graph_runner/tools": "battery examination prediction",
     "graph_runner/trace": "capturing format reading replaying taken writing",

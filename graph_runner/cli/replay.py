@@ -85,7 +85,7 @@ def replay(
         console = stderr()
         with console.status("computing"):
             result = job(lambda _: None) if child is None else run_replay(child, job, node_timeout=node_timeout)
-    from graph_runner.reports.diff_report import print_replay, replay_json
+    from graph_runner.reports.replay import print_replay, replay_json
 
     outputs: list[Callable[[], None]] = [lambda: print_replay(result, stdout(json_file))]
     if json_file is not None:

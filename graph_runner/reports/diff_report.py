@@ -1,38 +1,38 @@
-"""The results of a diff or a replay, as text and tables on a terminal and as JSON."""
+"""The results of a diff, as text and tables on a terminal and as JSON."""
 
 from __future__ import annotations
 
 import shlex
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections import Counter
 from dataclasses import asdict
 from math import isfinite
 from typing import TYPE_CHECKING, Any
 
-from graph_runner.base.console import Console, table
+from graph_runner.base.console import Console
 from graph_runner.diff.state import StateResult
-from graph_runner.judging.blocks import BlockComparison
-from graph_runner.judging.compare import Comparison
 from graph_runner.judging.promises import promises
-from graph_runner.judging.results import OWN_RUN, RIGHT, ROUNDING, UNDECIDED, WRONG, Fate, NodeResult, Verdict
-from graph_runner.judging.rules import Judged
+from graph_runner.judging.results import RIGHT, ROUNDING, UNDECIDED, WRONG, Fate, Verdict
 from graph_runner.reports.hazards import graphs_json, hazard_lines, hazards_line
+from graph_runner.reports.next_steps import device_file, next_steps
+from graph_runner.reports.nodes import (
+    describe,
+    explanation,
+    finite,
+    nodes_json,
+    number,
+    print_lines,
+    print_nodes,
+    print_wrong,
+)
 from graph_runner.reports.replaced import replaced_json, replaced_line
 from graph_runner.reports.report import print_faults
 from graph_runner.reports.scope import canary_json, canary_line, scope_json, scope_line
 
-if TYPE_CHECKING:  # a replay on the NPU reports without llama.cpp
+if TYPE_CHECKING:
     from graph_runner.diff.logits import Ending
     from graph_runner.diff.result import DiffResult
-    from graph_runner.trace import ReplayResult
 
 SCHEMA = "ggml-npu diff 5"
-REPLAY_SCHEMA = "ggml-npu replay 2"
-
-_TRIED = (
-    "strides, offsets, swapped dimensions, ids, broadcasts, parameters, operands, heads, sources left out, rows moved"
-)
-_REPEATS = 8  # of the replay of a node that is wrong in its own run alone, where no replay was tried
 
 
 def _verdict(result: DiffResult) -> str:
@@ -104,17 +104,6 @@ def _why_none(result: DiffResult) -> str:
     return f": the model has no {' and no '.join(sorted(result.ops))}"
 
 
-def _groups(nodes: Iterable[NodeResult]) -> dict[tuple[str, str], list[NodeResult]]:
-    groups: dict[tuple[str, str], list[NodeResult]] = defaultdict(list)
-    for node in nodes:
-        groups[node.op, node.types].append(node)
-    return dict(sorted(groups.items()))
-
-
-def _number(x: float) -> str:
-    return "0" if x == 0 else f"{x:.2e}"
-
-
 def print_diff(result: DiffResult, console: Console, *, first: int = 5) -> None:
     """Prints the first wrong node with what to do next, a table by op and type, the device's own run, and a verdict.
 
@@ -123,38 +112,33 @@ def print_diff(result: DiffResult, console: Console, *, first: int = 5) -> None:
     if result.faults:
         console.print("the memory of the device errs:", style="bold red", highlight=False)
         print_faults(result.faults, console, first)
-        command = shlex.join(["ggml-npu", "test", "--memory", *_device_file(result.device_options)])
-        _print_lines(console, [f"its memory alone: {command}"])
-    _print_lines(console, hazard_lines(result.hazards, first), style="bold red")
+        command = shlex.join(["ggml-npu", "test", "--memory", *device_file(result.device_options)])
+        print_lines(console, [f"its memory alone: {command}"])
+    print_lines(console, hazard_lines(result.hazards, first), style="bold red")
     if result.wrong and not result.faults:
         console.print("the first wrong node:", style="bold red", highlight=False)
-        _print_lines(console, [_describe(result.wrong[0])], style="red")
-        _print_lines(console, _explanation(result.wrong[0]), style="bold red")
-        _print_lines(console, _next_steps(result.wrong[0], result.device_options))
-    _print_lines(console, [f"{result.description}  {_configuration(result)}"], style="bold")
+        print_lines(console, [describe(result.wrong[0])], style="red")
+        print_lines(console, explanation(result.wrong[0]), style="bold red")
+        print_lines(console, next_steps(result.wrong[0], result.device_options))
+    print_lines(console, [f"{result.description}  {_configuration(result)}"], style="bold")
     line = f"prompt of {result.n_prompt} tokens and {result.steps} steps: {result.prompt!r} -> {result.text!r}"
-    _print_lines(console, [line])
-    _print_nodes(result.compared, console)
+    print_lines(console, [line])
+    print_nodes(result.compared, console)
     lines = [f"{op}: {count:,} nodes left to the CPU: {why}" for (op, why), count in sorted(result.refused.items())]
-    _print_lines(console, lines)
+    print_lines(console, lines)
     if result.faults and result.wrong:
         console.print("nodes that differ; the memory may be why:", highlight=False)
-    _print_wrong(result.wrong[0 if result.faults else 1 :], console, first - 1)
-    _print_lines(console, _own_run(result))
+    print_wrong(result.wrong[0 if result.faults else 1 :], console, first - 1)
+    print_lines(console, _own_run(result))
     if result.states:
-        _print_lines(console, [_states(result.states)])
+        print_lines(console, [_states(result.states)])
     if result.spoilt is not None:
-        _print_lines(console, [str(result.spoilt)], style="yellow")
-    _print_lines(console, map(replaced_line, result.replaced), style="bold")
-    _print_lines(console, [scope_line(result), canary_line(result)])
+        print_lines(console, [str(result.spoilt)], style="yellow")
+    print_lines(console, map(replaced_line, result.replaced), style="bold")
+    print_lines(console, [scope_line(result), canary_line(result)])
     verdict = _verdict(result)
     style = "bold green" if result else "bold yellow" if verdict.startswith(UNDECIDED) else "bold red"
-    _print_lines(console, [verdict], style=style)
-
-
-def _print_lines(console: Console, lines: Iterable[str], style: str | None = None) -> None:
-    for line in lines:
-        console.print(line, style=style, highlight=False, markup=False, soft_wrap=True)
+    print_lines(console, [verdict], style=style)
 
 
 def _configuration(result: DiffResult) -> str:
@@ -171,38 +155,6 @@ def _configuration(result: DiffResult) -> str:
     chosen += [] if result.variants.has("threads") else [f"{settings.threads} threads"]
     sides = f"{result.reference} beside {result.device}" if result.variants else result.device
     return f"ggml {result.ggml}; {caches}; {': '.join([sides, *([', '.join(chosen)] if chosen else [])])}"
-
-
-def _print_nodes(results: Iterable[NodeResult], console: Console) -> None:
-    """Prints nodes that were computed again, as a table by op and type."""
-    shown = table("op", "types")
-    for column in ("equal", "rounded", "wrong", "NMSE", "max abs"):
-        shown.add_column(column, justify="right")
-    for (op, types), nodes in _groups(results).items():
-        wrong = sum(not node for node in nodes)
-        differ = [each for node in nodes for each in (node.isolated, node.mirrored) if each is not None]
-        equal = sum(_gives_every_byte(node) for node in nodes)
-        shown.add_row(
-            op,
-            types,
-            f"{equal:,}",
-            f"{len(nodes) - equal - wrong:,}",
-            f"[red]{wrong:,}[/]" if wrong else "0",
-            _number(max((each.nmse for each in differ), default=0.0)),
-            _number(max((each.max_abs for each in differ), default=0.0)),
-        )
-    console.print(shown)
-
-
-def _gives_every_byte(node: NodeResult) -> bool:
-    return bool(node) and not any(each is not None and not each for each in (node.isolated, node.mirrored))
-
-
-def _print_wrong(wrong: Sequence[NodeResult], console: Console, first: int) -> None:
-    """Prints the first wrong nodes, one line each."""
-    _print_lines(console, map(_describe, wrong[:first]), style="red")
-    if len(wrong) > first:
-        console.print(f"... and {len(wrong) - first:,} more", highlight=False)
 
 
 def _own_run(result: DiffResult) -> list[str]:
@@ -222,7 +174,7 @@ def _own_run(result: DiffResult) -> list[str]:
     if off:
         error, worst = max(off, key=lambda pair: pair[0])
         where = f"step {worst.step} node {worst.index}, {worst.op} {worst.name!r}"
-        line += f"; largest NMSE {_number(error)} at {where}"
+        line += f"; largest NMSE {number(error)} at {where}"
     lines = [line]
     if counts[Verdict.INHERITED] or counts[Verdict.AMPLIFIED]:
         lines.append("inherited and amplified: the node itself is right, but its inputs already differ")
@@ -235,18 +187,16 @@ def _own_run(result: DiffResult) -> list[str]:
 
 
 def _ending(ending: Ending) -> str:
-    line = f"{ending.of}: NMSE {_number(ending.nmse)}"
+    line = f"{ending.of}: NMSE {number(ending.nmse)}"
     if ending.kl is not None:
         first = ending.first_token
         tokens = "the same tokens" if first is None else f"another token first after step {first}"
-        line += f", KL divergence {_number(ending.kl)} nats, {tokens}"
+        line += f", KL divergence {number(ending.kl)} nats, {tokens}"
     if ending.natural is None or ending.limit is None:
         return line
     if not isfinite(ending.natural):
         return f"{line}; no limit, as rounding alone has the CPU give NaN or infinity in other places"
-    return (
-        f"{line}; rounding alone moves the CPU by NMSE {_number(ending.natural)}, the limit is {_number(ending.limit)}"
-    )
+    return f"{line}; rounding alone moves the CPU by NMSE {number(ending.natural)}, the limit is {number(ending.limit)}"
 
 
 def _states(states: list[StateResult]) -> str:
@@ -258,93 +208,6 @@ def _states(states: list[StateResult]) -> str:
         f"caches and states: cells differ in {tensors:,} tensors, first at step {first.step} of {first.tensor!r}: "
         f"cells {cells} of {first.n_cells:,}, {wrote}"
     )
-
-
-def _describe(node: NodeResult) -> str:
-    where = f"step {node.step} node {node.index}: {node.op} {node.name!r} {node.types} ne {list(node.ne)}"
-    if node.since:
-        return f"between {node.since} and {where}: {node.failure}"
-    if node.failure is not None:
-        return f"{where}: failed: {node.failure}"
-    found = node.shown
-    if found is None:
-        return where
-    first = f", first at [{', '.join(map(str, found.where))}]" if found.where else ""
-    outside = ", wrote outside its output" if found.outside else ""
-    by = f" by {node.fused}" if node.fused else ""
-    run = f" in the device's own run{by}, though not alone" if node.wrong_in == OWN_RUN else ""
-    noise = f", {node.noise:,.1f} times as far from the exact value as the reference" if node.noise is not None else ""
-    judged = "" if node.judged is None else f"; judged: {_judged(node.judged)}"
-    return (
-        f"{where}: {found.n_different:,} of {found.n_bytes:,} bytes differ{run}{first}{outside}, "
-        f"NMSE {_number(found.nmse)}, max abs {_number(found.max_abs)}{noise}{judged}"
-    )
-
-
-def _judged(row: Judged) -> str:
-    which = f"row {row.row:,} of {row.n_rows:,} rows"
-    return f"{which} is {_number(row.error)} from {row.against}, the limit is {_number(row.limit)}"
-
-
-def _explanation(node: NodeResult) -> list[str]:
-    """Returns what is known about why a node is wrong, one sentence each."""
-    if node.diagnosis is not None:
-        return [node.diagnosis]
-    if node.verdict is not Verdict.INTRODUCED or node.test is None:
-        return []
-    blocks = [] if node.blocks is None else [node.blocks.sentence()]
-    return [*(text for text in blocks if text), f"no common mistake gives exactly these bytes; tried: {_TRIED}"]
-
-
-def _next_steps(node: NodeResult, options: dict[str, str]) -> list[str]:
-    """Returns what to do next about a wrong node, one line each."""
-    lines = []
-    command = _replay_command(node, options)
-    if command is not None:
-        lines.append(f"compute it again without the model: {command}")
-    elif node.reproducer is not None:
-        lines.append(f"computed again without the model it is right each time: {shlex.quote(node.reproducer)}")
-    test = _test_command(node, options)
-    if test is not None:
-        lines.append(f"nearest test cases of ggml: {test}")
-    return lines
-
-
-def _test_command(node: NodeResult, options: dict[str, str]) -> str | None:
-    """Returns the command that runs ggml's nearest test cases with the diff's kernel files and device."""
-    if node.test is None or "device" in options:
-        return None
-    command = shlex.join(["ggml-npu", "test", *_kernel_files(options), *_device_file(options)])
-    return f"{command} {node.test.removeprefix('test-backend-ops test ')}"
-
-
-def _replay_command(node: NodeResult, options: dict[str, str]) -> str | None:
-    """Returns the command that replays a node's reproducer with the diff's kernel files and device: the one that was
-    seen to show it wrong, if that was tried. None if none did."""
-    if node.reproducer is None or node.repeats == 0:
-        return None
-    command = ["ggml-npu", "replay", node.reproducer]
-    for name in _kernel_files(options):
-        command += ["--kernels", name]
-    command += [*_device_file(options), *_foreign(options)]
-    repeats = node.repeats or (_REPEATS if node.wrong_in == OWN_RUN else 1)
-    if repeats > 1:
-        command += ["--repeat", str(repeats)]
-    return shlex.join(command)
-
-
-def _kernel_files(options: dict[str, str]) -> list[str]:
-    return [name.rpartition(" sha256:")[0] for name in options.get("kernels", "").split(", ") if name]
-
-
-def _foreign(options: dict[str, str]) -> list[str]:
-    """Returns the options that name a device of another backend."""
-    given = [(name, each) for name in ("device", "backend", "rpc") for each in options.get(name, "").split(", ")]
-    return [word for name, each in given if each for word in (f"--{name}", each)]
-
-
-def _device_file(options: dict[str, str]) -> list[str]:
-    return ["--device-file", options["device_file"]] if "device_file" in options else []
 
 
 def diff_json(result: DiffResult) -> dict[str, Any]:
@@ -391,121 +254,11 @@ def diff_json(result: DiffResult) -> dict[str, Any]:
         "spoilt": None if result.spoilt is None else asdict(result.spoilt) | {"text": str(result.spoilt)},
         "faults": [asdict(fault) for fault in result.faults],
         "ending": None if result.ending is None else _ending_json(result.ending),
-        **_nodes_json(result.nodes, result.refused, result.device_options),
+        **nodes_json(result.nodes, result.refused, result.device_options),
     }
 
 
 def _ending_json(ending: Ending) -> dict[str, Any]:
-    return {name: _finite(value) if isinstance(value, float) else value for name, value in asdict(ending).items()} | {
+    return {name: finite(value) if isinstance(value, float) else value for name, value in asdict(ending).items()} | {
         "passed": bool(ending)
-    }
-
-
-def _nodes_json(nodes: list[NodeResult], refused: Counter[tuple[str, str]], options: dict[str, str]) -> dict[str, Any]:
-    groups = _groups(node for node in nodes if node.compared)
-    return {
-        "summary": [_summary_json(op, types, alike) for (op, types), alike in groups.items()],
-        "refused": [{"op": op, "reason": reason, "nodes": count} for (op, reason), count in sorted(refused.items())],
-        "nodes": [_node_json(node, options) for node in nodes],
-    }
-
-
-def _summary_json(op: str, types: str, nodes: list[NodeResult]) -> dict[str, Any]:
-    counts = Counter(node.verdict for node in nodes)
-    compared = [node.isolated for node in nodes if node.isolated is not None]
-    return {
-        "op": op,
-        "types": types,
-        "nodes": len(nodes),
-        **{str(verdict): counts[verdict] for verdict in Verdict},
-        "nmse": _finite(max((c.nmse for c in compared), default=0.0)),
-        "max_abs": _finite(max((c.max_abs for c in compared), default=0.0)),
-    }
-
-
-def _finite(x: float) -> float | None:
-    """Returns a number that JSON can hold: JSON has no inf and no NaN."""
-    return x if isfinite(x) else None
-
-
-def _node_json(node: NodeResult, options: dict[str, str]) -> dict[str, Any]:
-    return {
-        "step": node.step,
-        "index": node.index,
-        "op": node.op,
-        "name": node.name,
-        "types": node.types,
-        "ne": list(node.ne),
-        "device": node.on,
-        "verdict": str(node.verdict),
-        "passed": bool(node),
-        "wrong_in": node.wrong_in,
-        "own_run": node.fate,
-        "fused": node.fused,
-        "not_judged": node.not_judged,
-        "since": node.since,
-        "failure": node.failure,
-        "diagnosis": node.diagnosis,
-        "reproducer": node.reproducer,
-        "replay": _replay_command(node, options),
-        "test": _test_command(node, options),
-        "noise": None if node.noise is None else _finite(node.noise),
-        "judged": None if node.judged is None else asdict(node.judged) | {"error": _finite(node.judged.error)},
-        "isolated": _comparison_json(node.isolated, node.blocks),
-        "mirrored": _comparison_json(node.mirrored),
-        "cumulative": _comparison_json(node.cumulative),
-        "heat": None if node.heat is None else asdict(node.heat) | {"values": [_finite(x) for x in node.heat.values]},
-    }
-
-
-def _comparison_json(found: Comparison | None, blocks: BlockComparison | None = None) -> dict[str, Any] | None:
-    if found is None:
-        return None
-    data: dict[str, Any] = {"n_bytes": found.n_bytes, "n_different": found.n_different, "outside": found.outside}
-    if found:
-        return data
-    numbers = {name: _finite(getattr(found, name)) for name in ("nmse", "max_abs", "max_rel", "cosine")}
-    if blocks is not None:
-        data["blocks"] = asdict(blocks)
-    return data | numbers | {"ulp": found.ulp, "nan": found.nan, "inf": found.inf, "where": found.where}
-
-
-def _replay_verdict(result: ReplayResult) -> str:
-    wrong, rounded = len(result.wrong), sum(not node.isolated for node in result.nodes)
-    total = f"{len(result.nodes):,} nodes replayed"
-    if not result.nodes:
-        return "no node was replayed"
-    if wrong:
-        return f"{WRONG}: {wrong:,} of {total} differ from the trace"
-    if rounded:
-        return f"{ROUNDING}: {total}, {rounded:,} differ from the trace by rounding"
-    return f"{RIGHT}: {total}, every byte as in the trace"
-
-
-def print_replay(result: ReplayResult, console: Console, *, first: int = 5) -> None:
-    """Prints the replay as a table by op and type, the first nodes that differ, and a verdict.
-
-    first  how many wrong nodes to list
-    """
-    origin = result.origin
-    model = origin.model or "any program"
-    line = f"{result.path}  on {result.device}; {model}, computed on {origin.device} by ggml {origin.ggml}"
-    _print_lines(console, [line])
-    _print_nodes(result.nodes, console)
-    _print_lines(console, [f"{op}: {n:,} nodes not taken: {why}" for (op, why), n in sorted(result.refused.items())])
-    _print_wrong(result.wrong, console, first)
-    _print_lines(console, [_replay_verdict(result)], style="bold green" if result else "bold red")
-
-
-def replay_json(result: ReplayResult) -> dict[str, Any]:
-    """Returns the replay as data: schema, where the trace comes from, verdict, a summary by op and type, and every
-    node."""
-    return {
-        "schema": REPLAY_SCHEMA,
-        "trace": result.path,
-        "device": result.device,
-        "origin": vars(result.origin),
-        "passed": bool(result),
-        "verdict": _replay_verdict(result),
-        **_nodes_json(result.nodes, result.refused, {}),
     }

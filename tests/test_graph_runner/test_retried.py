@@ -12,7 +12,7 @@ import pytest
 from kit.commands import fresh, kernel_file
 
 from graph_runner.judging.results import OWN_RUN, NodeResult, Verdict
-from graph_runner.reports.diff_report import _next_steps, _replay_command
+from graph_runner.reports.next_steps import next_steps, replay_command
 
 KERNEL = """
 import os
@@ -96,8 +96,8 @@ def wrong(**changes: Any) -> NodeResult:
 )
 def test_the_command_says_how_often(repeats: int | None, where: str, command: str | None) -> None:
     node = wrong(repeats=repeats, wrong_in=where)
-    assert _replay_command(node, {}) == command
-    (line,) = _next_steps(node, {})
+    assert replay_command(node, {}) == command
+    (line,) = next_steps(node, {})
     assert line == (
         f"compute it again without the model: {command}"
         if command is not None

@@ -21,7 +21,7 @@ from ggml_backend_npu import Node, Tensor, default_backend, op
 from ggml_backend_npu.plugin.plugin import Plugin
 from graph_runner.judging.results import Verdict
 from graph_runner.judging.rules import Rules
-from graph_runner.reports.diff_report import REPLAY_SCHEMA
+from graph_runner.reports.replay import REPLAY_SCHEMA
 from graph_runner.trace import Recorded, read_trace, replay, write_trace
 from quant import ROUNDINGS, quantize
 
