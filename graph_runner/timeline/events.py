@@ -125,16 +125,26 @@ def _timeline(data: list[dict[str, Any]], about: dict[str, Any]) -> Timeline:
         if duration < 0 or each["cat"] not in _KINDS:
             raise ValueError
         if each["cat"] == NODE:
-            if not all(0 <= float(args[what]) < 1 << 63 for what in ("bytes", "operations")):
-                raise ValueError
+            _check(args["bytes"], args["operations"])
             str(args["id"])
         events.append(Event(each["cat"], str(each["name"]), names[each["tid"]], begin, begin + duration, args))
     found = Timeline({name: value for name, value in about.items() if name != "schema"}, events)
-    1 / float(about["roofline"]["bytes_per_second"]), 1 / float(about["roofline"]["operations_per_second"])
-    str(about["model"]), int(about["tokens"]), float(about["times_as_long"]["wall"])
-    float(about["times_as_long"]["processor"]), int(about["nodes_without_times"]), str(about["machine"])
-    about["measured"].items(), about["settings"].items()
-    steps = {step.args["step"]: int(step.args["tokens"]) for step in found.of(STEP)}
-    if not steps or any(int(event.args["step"]) not in steps for event in events):
+    roof, ratios = about["roofline"], about["times_as_long"]
+    _check(roof["bytes_per_second"], roof["operations_per_second"], ratios["wall"], ratios["processor"])
+    _check(
+        about["tokens"], about["nodes_without_times"], 1 / roof["bytes_per_second"], 1 / roof["operations_per_second"]
+    )
+    str(about["model"]), str(about["machine"]), about["measured"].items(), about["settings"].items()
+    for step in found.of(STEP):
+        _check(step.args["step"], step.args["tokens"])
+    steps = {step.args["step"] for step in found.of(STEP)}
+    if not steps or any(event.args["step"] not in steps for event in events):
         raise ValueError
     return found
+
+
+def _check(*numbers: object) -> None:
+    """Raises ValueError for what is no number that a count or a time may be: JSON has NaN and infinity here too."""
+    for number in numbers:
+        if isinstance(number, bool) or not isinstance(number, int | float) or not 0 <= number < 1 << 63:
+            raise ValueError

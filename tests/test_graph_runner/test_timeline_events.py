@@ -58,6 +58,10 @@ def spoilt(what: str) -> Any:
             del data["traceEvents"][-1]["args"]["id"]
         case "step":
             data["traceEvents"][-1]["args"]["step"] = 1
+        case "tokens":
+            data["otherData"]["tokens"] = "12"
+        case "ratio":
+            data["otherData"]["times_as_long"]["wall"] = "1.2"
         case "measured":
             data["otherData"]["measured"] = []
         case "list":
@@ -69,7 +73,10 @@ def spoilt(what: str) -> Any:
 
 @pytest.mark.parametrize(
     "what",
-    ["negative", "kind", "infinite", "track", "schema", "roof", "bytes", "id", "step", "measured", "list", "steps"],
+    [
+        *("negative", "kind", "infinite", "track", "schema", "roof", "bytes", "id", "step", "tokens", "ratio"),
+        *("measured", "list", "steps"),
+    ],
 )
 def test_what_is_none_is_refused(tmp_path: Path, what: str) -> None:
     path = tmp_path / "t.json"
