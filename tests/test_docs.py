@@ -267,7 +267,7 @@ def reader(commands: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 PLACEHOLDERS = re.compile(r"\bFILE\b|\bOP\b|roll\.py|--ops ROLL|\bbench all\b|\blibggml-")
 
 
-@pytest.mark.daily(3)
+@pytest.mark.daily(5)
 @pytest.mark.slow
 @pytest.mark.parametrize("line", sorted({line for _, line in unshown() if not PLACEHOLDERS.search(line)}))
 def test_commands_run(line: str, commands: Path, reader: Path, tmp_path: Path) -> None:

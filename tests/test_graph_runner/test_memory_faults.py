@@ -48,7 +48,7 @@ def test_the_battery_names_the_method(name: str) -> None:
 
 
 @pytest.mark.some(1)
-@pytest.mark.daily(3)
+@pytest.mark.daily(9)
 @pytest.mark.parametrize("name", some(IN_A_DIFF, SOON_IN_A_DIFF))
 def test_a_diff_names_the_method_and_no_kernel(name: str, model: Models) -> None:
     made, methods = IN_A_DIFF[name]
