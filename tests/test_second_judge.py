@@ -60,6 +60,7 @@ def test_both_judges_agree_and_neither_misses_a_gross_fault() -> None:
         ("ARANGE", 301, 478),
         ("UPSCALE", 303, 232),
         ("FLASH_ATTN_EXT", 303, 509),
+        ("MUL_MAT", 501, 534),
         ("HARDSIGMOID", 303, 1231),
         ("HARDSIGMOID", 303, 2057),
         ("HARDSIGMOID", 41, 198),

@@ -25,8 +25,8 @@ def _block(kind: str) -> int | None:
 
 
 def brought(kind: str, x: np.ndarray) -> B | None:
-    """x as ggml's CPU brings it to the type that it multiplies `kind` with; None if that is float32. Values within 1e-4
-    of the middle between two steps may go to either."""
+    """x as ggml's CPU brings it to the type that it multiplies `kind` with; None if that is float32. Values as near
+    to the middle between two steps as float32 rounds may go to either."""
     kind, n = kind.lower(), _block(kind)
     if kind == "f32":
         return None
@@ -47,7 +47,7 @@ def _in_steps(x: np.ndarray, n: int, scale: type[np.floating]) -> B:
     blocks = x.reshape(*x.shape[:-1], -1, n)
     d = np.abs(blocks).max(-1, keepdims=True) / 127
     steps = np.where(d > 0, blocks / np.where(d > 0, d, 1), 0.0)
-    either = np.abs(np.abs(steps - np.trunc(steps)) - 0.5) < 1e-4
+    either = np.abs(np.abs(steps - np.trunc(steps)) - 0.5) < 4 * U32 * np.abs(steps)
     stored = d.astype(np.float32).astype(scale).astype(np.float64)
     return B((np.rint(steps) * stored).reshape(x.shape), (either * d).reshape(x.shape))
 
