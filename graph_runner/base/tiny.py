@@ -122,6 +122,17 @@ class TinyModel:
         self.linear(f"{block}.attn_v", self.n_embd, n_kv, bias=bias)
         self.linear(f"{block}.attn_output", n_q, self.n_embd, bias=bias)
 
+    def llama(self) -> None:
+        """Adds all of a llama: heads, embeddings, attention and feed-forward of each layer."""
+        self.attention_heads()
+        self.embeddings()
+        for block in self.blocks():
+            self.attention(block)
+            self.norm(f"{block}.ffn_norm")
+            self.linear(f"{block}.ffn_gate", self.n_embd, self.n_ff)
+            self.linear(f"{block}.ffn_up", self.n_embd, self.n_ff)
+            self.linear(f"{block}.ffn_down", self.n_ff, self.n_embd)
+
     def save(self) -> Path:
         """Writes the file and returns its path."""
         self.writer.write_header_to_file()
@@ -137,12 +148,5 @@ def write_tiny_llama(path: Path, *, seed: int = 0) -> Path:
     It uses GET_ROWS of Q8_0 and F32, SET_ROWS into the KV cache and CONT; greedy text is printable ASCII.
     """
     model = TinyModel(path, "llama", spm_vocabulary(), seed=seed)
-    model.attention_heads()
-    model.embeddings()
-    for block in model.blocks():
-        model.attention(block)
-        model.norm(f"{block}.ffn_norm")
-        model.linear(f"{block}.ffn_gate", model.n_embd, model.n_ff)
-        model.linear(f"{block}.ffn_up", model.n_embd, model.n_ff)
-        model.linear(f"{block}.ffn_down", model.n_ff, model.n_embd)
+    model.llama()
     return model.save()

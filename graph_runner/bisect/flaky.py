@@ -21,8 +21,8 @@ from graph_runner.bisect.flakiness import Parting, Repeat, Way
 from graph_runner.bisect.result import Unit
 from graph_runner.bisect.running import few_enough
 from graph_runner.bisect.whole import Batches, Whole, WholeOptions
-from graph_runner.diff.contents import digest_of
 from graph_runner.diff.walks import Place, Walk
+from graph_runner.judging.copies import digest_of
 from graph_runner.judging.results import types_of
 from graph_runner.run.session import Observer, Session
 from quant.kernels.processor import processors

@@ -7,12 +7,10 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-import xxhash
-
 from ggml_backend_npu.ggml.convert import Read, Storage, bytes_at
 from ggml_backend_npu.ggml.lib import Ggml
 from ggml_backend_npu.ir.buffer import Buffer
-from graph_runner.judging.copies import continues_dst, is_read
+from graph_runner.judging.copies import continues_dst, digest_of, is_read
 
 
 @dataclass(frozen=True)
@@ -168,10 +166,3 @@ def _output(read: Read) -> tuple[int, int]:
     apart."""
     dst = read.node.dst if read.node.dst.packed is None else read.dst.tensor
     return dst.address, dst.end
-
-
-def digest_of(address: int, size: int, read: Callable[[int, int], Any] = bytes_at) -> int:
-    """Returns a digest of `size` bytes of memory, which `read` gives; 0 for an empty span."""
-    if size <= 0:
-        return 0
-    return int(xxhash.xxh3_64_intdigest(read(address, size)))

@@ -17,7 +17,7 @@ from ggml_backend_npu.ops import OWN
 from graph_runner.diff.alone import Alone
 from graph_runner.diff.blindness import Blindness
 from graph_runner.diff.canary import Planter
-from graph_runner.diff.contents import Stray, digest_of
+from graph_runner.diff.contents import Stray
 from graph_runner.diff.erring import Erring
 from graph_runner.diff.explaining import Explainer, Keeper, Pair
 from graph_runner.diff.leaves import Leaves
@@ -29,7 +29,7 @@ from graph_runner.diff.state import StateResult, States
 from graph_runner.diff.synthetic import Synthetic
 from graph_runner.diff.turns import Compared, Turn
 from graph_runner.judging.compare import Comparison, compare
-from graph_runner.judging.copies import copy
+from graph_runner.judging.copies import copy, digest_of
 from graph_runner.judging.footprints import Footprints
 from graph_runner.judging.results import ISOLATED, OWN_RUN, STOPPED, NodeResult, Verdict, types_of
 from graph_runner.judging.rules import Rules

@@ -12,8 +12,7 @@ from ggml_backend_npu.ggml import convert, structs
 from ggml_backend_npu.ggml.convert import Read, Storage
 from ggml_backend_npu.ggml.lib import Ggml
 from ggml_backend_npu.ir import Tensor
-from graph_runner.diff.contents import digest_of
-from graph_runner.judging.copies import span
+from graph_runner.judging.copies import digest_of, span
 
 _Key = tuple[str, str, tuple[int, ...]]
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 
 from ggml_backend_npu.ggml import convert
 from ggml_backend_npu.ggml.lib import Ggml
-from graph_runner.diff.contents import digest_of
 from graph_runner.diff.sides import Side
+from graph_runner.judging.copies import digest_of
 
 Place = tuple[int, int]  # a node's step, and its place in that
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import xxhash
@@ -25,6 +25,13 @@ _MOST_KEPT = 1 << 28
 _NOTHING = Memory(0, 0)
 _SMALL = 1 << 16  # bytes of copies that are kept although their node may not come again
 _DO_NOT_READ = {"CPY": 1}  # the source that is dst itself, of which nothing is read
+
+
+def digest_of(address: int, size: int, read: Callable[[int, int], Any] = bytes_at) -> int:
+    """Returns a digest of `size` bytes of memory, which `read` gives; 0 for an empty span."""
+    if size <= 0:
+        return 0
+    return int(xxhash.xxh3_64_intdigest(read(address, size)))
 
 
 def span(tensor: Tensor) -> Bytes:
@@ -174,7 +181,7 @@ class Layout:
         self._size = sum(each.group.size for each in self._parts if not each.is_weight)
         self._n_times = 0 if self._size > _SMALL else 1
         self._again: Copied | None = None
-        self._blank = self._group_of_dst() if self._blanks else None
+        self._blank = self._group_of_dst() if self._blanks else None  # whose copy takes nothing from the run
         self._n_forgotten = self._kept.n_forgotten  # when `_again` was made
 
     def _group_of_dst(self) -> shared.Group | None:
@@ -250,12 +257,12 @@ class _Source:
 
     def __init__(self, index: int, memory: Memory, copied: Memory, packed: Packed | None, is_weight: bool) -> None:
         self.index, self._memory, self._copied, self._packed = index, memory, copied, packed
-        self._digest = _digest(memory) if is_weight else None  # half as much to read as both
+        self._digest = digest_of(memory.address, memory.size) if is_weight else None  # half as much to read as both
 
     def has_changed(self) -> bool:
         """Whether the copy holds something else than the source, or what it is a view of."""
         if self._digest is not None:
-            return _digest(self._copied) != self._digest
+            return digest_of(self._copied.address, self._copied.size) != self._digest
         return not _same(self._memory, self._copied, self._packed)
 
 
@@ -345,10 +352,6 @@ def _packed_type(group: shared.Group, packs: Packs) -> str | None:
 
 def _lies_in(tensor: Tensor, around: Memory) -> bool:
     return around.address <= tensor.address < _end(around)
-
-
-def _digest(memory: Memory) -> int:
-    return int(xxhash.xxh3_64_intdigest(bytes_at(memory.address, memory.size)))
 
 
 def _same(a: Memory, b: Memory, packed: Packed | None) -> bool:

@@ -82,14 +82,7 @@ def write_tiny_embedder(path: Path, pooling: int = PoolingType.LAST) -> Path:
     """A llama of 2 layers, as write_tiny_llama's, that makes embeddings: the model says how they are pooled."""
     model = TinyModel(path, "llama", spm_vocabulary())
     model.writer.add_uint32("llama.pooling_type", pooling)
-    model.attention_heads()
-    model.embeddings()
-    for block in model.blocks():
-        model.attention(block)
-        model.norm(f"{block}.ffn_norm")
-        model.linear(f"{block}.ffn_gate", model.n_embd, model.n_ff)
-        model.linear(f"{block}.ffn_up", model.n_embd, model.n_ff)
-        model.linear(f"{block}.ffn_down", model.n_ff, model.n_embd)
+    model.llama()
     return model.save()
 
 

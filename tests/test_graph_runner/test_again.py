@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 from itertools import count
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from kit.commands import fresh
-from kit.diffs import FLASH_OFF, PROMPT, planted
+from kit.diffs import FLASH_OFF, PROMPT, beside_another, planted
 from kit.models import Models
 from kit.support import choose
 
@@ -93,15 +92,7 @@ def test_a_node_that_fails_in_a_repeated_run_is_named(ends: str, tmp_path: Path)
 @pytest.mark.slow
 def test_a_node_that_is_right_only_when_it_is_looked_at_is_named(model: Models) -> None:
     """Wrong where it runs in one graph with another node, in the second layer."""
-    last = -1  # how many graphs had run when a node of one did
-
-    def is_beside_another() -> bool:
-        nonlocal last
-        npu = next((f.frame.f_locals["self"] for f in inspect.stack(0) if f.function == "graph_compute"), None)
-        if npu is None:
-            return False
-        before, last = last, int(npu.statistics.graphs)
-        return before == last
+    is_beside_another = beside_another()
 
     def get_rows(dst: Tensor, table: Tensor, ids: Tensor) -> None:
         OWN["GET_ROWS"].define(dst, table, ids)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +11,7 @@ import pytest
 from gguf import PoolingType
 from kit.backends import blas, rpc_library, served
 from kit.commands import Cli, assert_refused, fresh, kernel_file
-from kit.diffs import FLASH_OFF, FLASH_ON, planted
+from kit.diffs import FLASH_OFF, FLASH_ON, beside_another, planted
 from kit.encoders import ENCODERS, write_tiny_embedder
 from kit.models import Models
 from kit.support import choose
@@ -247,15 +246,7 @@ def test_a_fault_in_attention_to_what_was_encoded_is_named(cli: Cli, model: Mode
 
 
 def test_a_node_of_an_encoder_that_is_right_only_when_it_is_looked_at_is_named(model: Models) -> None:
-    last = -1  # how many graphs had run when a node of one did
-
-    def is_beside_another() -> bool:
-        nonlocal last
-        npu = next((f.frame.f_locals["self"] for f in inspect.stack(0) if f.function == "graph_compute"), None)
-        if npu is None:
-            return False
-        before, last = last, int(npu.statistics.graphs)
-        return before == last
+    is_beside_another = beside_another()
 
     def cont(dst: Tensor, src: Tensor) -> None:
         OWN["CONT"].define(dst, src)

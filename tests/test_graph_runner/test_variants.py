@@ -37,14 +37,7 @@ class Quantised(TinyModel):
 @pytest.fixture(scope="module")
 def quantised(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = Quantised(tmp_path_factory.mktemp("q4_0") / "tiny.gguf", "llama", spm_vocabulary(), n_layer=1, n_ff=256)
-    made.attention_heads()
-    made.embeddings()
-    for block in made.blocks():
-        made.attention(block)
-        made.norm(f"{block}.ffn_norm")
-        made.linear(f"{block}.ffn_gate", made.n_embd, made.n_ff)
-        made.linear(f"{block}.ffn_up", made.n_embd, made.n_ff)
-        made.linear(f"{block}.ffn_down", made.n_ff, made.n_embd)
+    made.llama()
     return made.save()
 
 
