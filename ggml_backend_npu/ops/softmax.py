@@ -48,7 +48,7 @@ class Softmax(NamedTuple):
     """Rows of src, of ne elements, into dst, whose rows have no gaps. An address of 0: there is none.
 
     mask_ne     dimensions 1 to 3 of the mask
-    mask_kind   one of those above
+    mask_kind   one of those above; numbers that are added have no gaps within a row
     sinks       of float32, one per row
     slopes      of float32, one per index of dimension 2
     offsets     of int64, one per index of dimension 3
@@ -82,13 +82,13 @@ def _mask(of, mask, slope, y, begin, count):
     at = mask + begin * nb0
     excluded = types.float32(-np.inf)
     if kind == _ADD_F32:
+        floats = array_at(at, types.float32, count)
         for i in range(count):
-            value = array_at(at + i * nb0, types.float32, 1)[0]
-            row[i] = fused_multiply_add(slope, value, row[i])
+            row[i] = fused_multiply_add(slope, floats[i], row[i])
     elif kind == _ADD_F16:
+        halves = array_at(at, types.uint16, count)
         for i in range(count):
-            value = f16_to_f32(array_at(at + i * nb0, types.uint16, 1)[0])
-            row[i] = fused_multiply_add(slope, value, row[i])
+            row[i] = fused_multiply_add(slope, f16_to_f32(halves[i]), row[i])
     elif kind == _MARK_F32:
         for i in range(count):
             row[i] = row[i] if array_at(at + i * nb0, types.float32, 1)[0] != types.float32(0) else excluded
@@ -381,6 +381,8 @@ def _refuse(dst: Tensor, x: Tensor, mask: Tensor | None, sinks: Tensor | None, p
         repeats = all(m and n % m == 0 for n, m in zip(x.ne[2:], mask.ne[2:], strict=True))
         if mask.type not in _MASKS or not (fits and repeats):
             return f"mask of type {mask.type}, ne {mask.ne} does not fit x of ne {x.ne}"
+        if not mask.has_contiguous_rows():
+            return f"mask rows have gaps: nb0 is {mask.nb[0]}"
     if sinks is not None and (sinks.type != "f32" or sinks.ne != (x.ne[2], 1, 1, 1) or not sinks.is_contiguous()):
         return f"sinks of type {sinks.type}, ne {sinks.ne} do not fit x of ne {x.ne}"
     return None

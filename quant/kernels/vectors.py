@@ -115,6 +115,10 @@ class Value:
         compare = self._builder.fcmp_unordered if self._is_float else self._builder.icmp_unsigned
         return self._of(compare("!=", *self._pair(other)))
 
+    def exceeds(self, other: Value | float) -> Value:
+        """Whether self > other, lane by lane, of floats; NaN exceeds nothing, and nothing exceeds it."""
+        return self._of(self._builder.fcmp_ordered(">", *self._pair(other)))
+
     def at_most(self, other: int) -> Value:
         """Whether self <= other, lane by lane, unsigned."""
         return self._of(self._builder.icmp_unsigned("<=", *self._pair(other)))

@@ -6,17 +6,18 @@ import math
 
 import numpy as np
 from numba import types
+from numba.extending import intrinsic
 
 from quant.kernels.jit import (
     array_at,
     bits_float,
     fused_multiply_add,
     inlined,
-    reduced,
     truncate_to_int32,
 )
 from quant.kernels.matrices import LANES
 from quant.kernels.orders import row_total
+from quant.kernels.vectors import FLOAT, INT32, Address
 
 _BEYOND = 104.0  # e ** x is infinite, and e ** -x below half the smallest float32
 _SHIFT = np.float32(float.fromhex("0x1.8p23"))  # added and subtracted again, it rounds to an integer
@@ -38,8 +39,13 @@ def _power_of_2(n):
 
 @inlined
 def v_exp(x):
-    """e ** x, within 2.5 ulp, in the steps of ggml_v_expf, and so equal to it; NaN stays NaN."""
-    bounded = x if x > types.float32(-_BEYOND) else types.float32(-_BEYOND)
+    """e ** x, within 2.5 ulp, in the steps of ggml_v_expf, and so equal to it; NaN stays NaN.
+
+    What gives 0, such as a masked score of -inf, does not go through the steps: their products would be subnormal,
+    which takes a processor a hundred times as long.
+    """
+    positive = x > types.float32(-_BEYOND)
+    bounded = x if positive else types.float32(0)
     bounded = bounded if bounded < types.float32(_BEYOND) else types.float32(_BEYOND)
     n = fused_multiply_add(bounded, _LOG2_E, _SHIFT) - _SHIFT
     b = fused_multiply_add(-n, _LN_2_LOW, fused_multiply_add(-n, _LN_2_HIGH, bounded))
@@ -54,15 +60,36 @@ def v_exp(x):
         second = types.int32(0) if abs(power) <= 126 else types.int32(-125 if power <= 0 else 127)
         scale = _power_of_2(power - second)
         y = fused_multiply_add(fused_multiply_add(p, u, _E1 * b), scale, scale) * _power_of_2(second)
+    y = y if positive else types.float32(0)
     return y if x == x else x
 
 
-@reduced
+@intrinsic
+def _largest_of_vectors(typing_context, address, n):
+    """max of n vectors of float32 at an address, lane by lane, then of the lanes; NaN is skipped."""
+
+    def emit(context, builder, signature, arguments):
+        x, count = (Address(builder, argument) for argument in arguments)
+
+        def step(i, found):
+            y = (x + i * (4 * LANES)).load(FLOAT, LANES)
+            return [y.where(y.exceeds(found[0]), found[0])]
+
+        (found,) = count.count(step, x.zeros(FLOAT, LANES) - np.inf)
+        while found.lanes > 1:
+            half = found.lanes // 2
+            a, b = found.lanes_from(0, 1, half), found.lanes_from(half, 1, half)
+            found = a.where(a.exceeds(b), b)
+        return found.lane(x.zeros(INT32))._value
+
+    return types.float32(types.int64, types.int64), emit
+
+
+@inlined
 def largest(x, n):
     """max of n float32 at an address; NaN is skipped."""
-    row = array_at(x, types.float32, n)
-    found = types.float32(-np.inf)
-    for i in range(n):
+    row, found = array_at(x, types.float32, n), _largest_of_vectors(x, n // LANES)
+    for i in range(n // LANES * LANES, n):
         found = row[i] if row[i] > found else found
     return found
 

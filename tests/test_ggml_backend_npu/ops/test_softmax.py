@@ -434,6 +434,7 @@ X = (2, 6, 4, 8)
         (zeros(*X), zeros(*X), zeros(4, 4, 8), None, "mask of type f32, ne (8, 4, 4, 1) does not fit"),
         (zeros(*X), zeros(*X), zeros(3, 1, 4, 8), None, "mask of type f32, ne (8, 4, 1, 3) does not fit"),
         (zeros(*X), zeros(*X), zeros(0, 1, 4, 8), None, "mask of type f32, ne (8, 4, 1, 0) does not fit"),
+        (zeros(*X), zeros(*X), zeros(4, 16)[..., ::2], None, "mask rows have gaps: nb0 is 8"),
         (zeros(*X), zeros(*X), zeros(4, 8, dtype=np.int32), None, "mask of type i32"),
         (zeros(*X), zeros(*X), zeros(4, 8, dtype=np.float64), None, "mask of type f64"),
         (zeros(*X), zeros(*X), None, zeros(5), "sinks of type f32, ne (5, 1, 1, 1) do not fit"),
