@@ -3,7 +3,7 @@
 The vector is quantised once (`ready_q8`, `ready_q8_k`), with the rounding of the type that ggml's CPU gives it
 (vec_dot_type: q8_0, q8_1, q8_K), into blocks of a layout of its own: quants, their sums, the scale. Then `dots` gives
 its products with rows of weights, four rows at a time (two of q4_K and q6_K). Each product is a sum of integers per
-block, scaled as float32 (ggml_vec_dot_q8_0_q8_0 and its siblings).
+block, scaled as float32 (ggml_vec_dot_q8_0_q8_0 and its siblings). Of several vectors `quant.panels` gives the same.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from quant.blocks import magnitudes
 from quant.codec import ROUNDINGS
 from quant.kernels.jit import LINE, array_at, inlined
 from quant.kernels.records import address_of, size_of
-from quant.kernels.vectors import BIT, FLOAT, HALF, INT8, INT32, Value, part
+from quant.kernels.vectors import BIT, FLOAT, HALF, INT8, INT32, INT64, Value, part
 
 # the types of rows, by number; 0 has no integer dots
 NO_DOTS, Q8_0, Q4_0, Q4_0_PACKED, Q4_1, Q5_0, Q5_1, Q4_K, Q6_K = range(9)
@@ -24,9 +24,9 @@ DOTS = {"q8_0": Q8_0, "q4_0": Q4_0, "q4_1": Q4_1, "q5_0": Q5_0, "q5_1": Q5_1, "q
 
 # a block of 32 of a vector: int8 quants, 8 int32 (sums of fours of them, times what 0 is in the rows' bytes), the
 # float32 scale 8 times, scale * sum of all; so long that no vector crosses a cache line
-_SUMS, _SCALE, _SCALED_SUM, READY_Q8 = 32, 64, 96, 128
+SUMS, SCALE, SCALED_SUM, READY_Q8 = 32, 64, 96, 128
 # a block of 256: int8 quants, int32 sums of sixteens, float32 scale
-_SUMS_K, _SCALE_K, READY_Q8_K = 256, 320, 324
+SUMS_K, SCALE_K, READY_Q8_K = 256, 320, 324
 
 
 def _ready(rounding):
@@ -45,9 +45,9 @@ def _ready(rounding):
         fours = quants.sums_of_fours()
         total = fours.lanes_from(0, 1, 4) + fours.lanes_from(4, 1, 4)
         target.store(quants.to(INT8))
-        (target + _SUMS).store(fours * centre.value(INT32))
-        (target + _SCALE).store(d.narrowed().widened().filled(8))
-        (target + _SCALED_SUM).store((total.to_float().total() * d).narrowed().widened())
+        (target + SUMS).store(fours * centre.value(INT32))
+        (target + SCALE).store(d.narrowed().widened().filled(8))
+        (target + SCALED_SUM).store((total.to_float().total() * d).narrowed().widened())
 
     return ready
 
@@ -72,6 +72,14 @@ def _ready_k(*, fused):
 
 
 _ready_k_fused, _ready_k_plain = _ready_k(fused=True), _ready_k(fused=False)
+
+
+@part
+def _extreme(source, target):
+    """The first of 256 float32 with the largest magnitude; NaN has none."""
+    sizes = magnitudes(source.load(FLOAT, 256))
+    first = sizes.equals(sizes.largest()).bits().first_set()
+    target.store((source + first.to(INT64).as_address() * 4).load(FLOAT))
 
 
 @part
@@ -104,21 +112,18 @@ def ready_q8_k(x, target, n_blocks, fused):
     fused  a product is rounded once, to a whole number; else to a float32 first
     """
     for i in range(n_blocks):
-        row = array_at(x + 1024 * i, types.float32, 256)
         to = target + READY_Q8_K * i
-        scale = array_at(to + _SCALE_K, types.float32, 1)
-        largest, extreme = types.float32(0), types.float32(0)
-        for j in range(256):
-            if abs(row[j]) > largest:
-                largest, extreme = abs(row[j]), row[j]
-        scale[0] = types.float32(-127) / extreme if largest > types.float32(0) else types.float32(0)
+        _extreme(x + 1024 * i, to + SCALE_K)
+        scale = array_at(to + SCALE_K, types.float32, 1)
+        some = abs(scale[0]) > types.float32(0)
+        scale[0] = types.float32(-127) / scale[0] if some else types.float32(0)
         for j in range(0, 256, 16):
             if fused:
-                _ready_k_fused(x + 1024 * i + 4 * j, to + _SCALE_K, to + j)
+                _ready_k_fused(x + 1024 * i + 4 * j, to + SCALE_K, to + j)
             else:
-                _ready_k_plain(x + 1024 * i + 4 * j, to + _SCALE_K, to + j)
-        _sums_of_16(to, to + _SUMS_K)
-        scale[0] = types.float32(1) / scale[0] if largest > types.float32(0) else types.float32(0)
+                _ready_k_plain(x + 1024 * i + 4 * j, to + SCALE_K, to + j)
+        _sums_of_16(to, to + SUMS_K)
+        scale[0] = types.float32(1) / scale[0] if some else types.float32(0)
 
 
 @part
@@ -132,7 +137,7 @@ def _unready(source, step, target):
 def rounded_q8(source, target, n_blocks):
     """Dequantises n_blocks of `ready_q8` to float32."""
     for i in range(n_blocks):
-        _unready(source + READY_Q8 * i, types.int64(_SCALE), target + 128 * i)
+        _unready(source + READY_Q8 * i, types.int64(SCALE), target + 128 * i)
 
 
 @inlined
@@ -141,7 +146,7 @@ def rounded_q8_k(source, target, n_blocks):
     for i in range(n_blocks):
         at = source + READY_Q8_K * i
         for j in range(0, 256, 32):
-            _unready(at + j, types.int64(_SCALE_K - j), target + 1024 * i + 4 * j)
+            _unready(at + j, types.int64(SCALE_K - j), target + 1024 * i + 4 * j)
 
 
 class Steps(NamedTuple):
@@ -159,12 +164,12 @@ class Steps(NamedTuple):
     n_blocks: int
 
 
-_N_STEPS = size_of(Steps)
+N_STEPS = size_of(Steps)
 _AHEAD = 1024  # bytes by which it reads ahead of the rows that come next
-_LARGEST = 34  # bytes of a block of 32: of q8_0
+LARGEST = 34  # bytes of a block of 32: of q8_0
 
 
-def _fetch(rows, i, step, row_step, n_rows, n_bytes):
+def fetch(rows, i, step, row_step, n_rows, n_bytes):
     """Prefetches n_rows * n_bytes bytes of the rows that follow, one cache line after the other, while blocks i of
     n_rows rows are multiplied.
 
@@ -175,67 +180,60 @@ def _fetch(rows, i, step, row_step, n_rows, n_bytes):
             (rows + (row_step + i * step) * n_rows + (_AHEAD + line)).prefetch()
 
 
-def _quants_q8_0(q):
+def quants_q8_0(q):
+    """32 unsigned bytes of the quants at an address, 128 more than these."""
     return q.load(INT8, 32) ^ 0x80
 
 
-def _quants_q4(q):
+def quants_q4(q):
+    """32 unsigned bytes of the nibbles at an address: the low ones, then the high ones."""
     pairs = q.load(INT8, 16)
     return (pairs & 15).followed_by(pairs >> 4)
 
 
-def _quants_q4_packed(q):
+def quants_q4_packed(q):
+    """32 unsigned bytes of signed nibbles in the device layout, 8 more than these."""
     pairs = q.load(INT8, 16) ^ 0x88
     return (pairs & 15).interleaved(pairs >> 4)
 
 
-def _quants_q5(q):
-    """The fifth bits of all quants lie in the 4 bytes before the nibbles."""
-    return _quants_q4(q) | ((q + -4).load(BIT, 32).to(INT8) << 4)
+def quants_q5(q):
+    """As `quants_q4`; the fifth bits of all quants lie in the 4 bytes before the nibbles."""
+    return quants_q4(q) | ((q + -4).load(BIT, 32).to(INT8) << 4)
 
 
-def _columns(y, target, offset, n):
+def columns_of(y, target, offset, n):
     """The addresses of n columns and of their results, `offset` bytes further on."""
     return [y.number_at(i) for i in range(n)], [target.number_at(i) + offset for i in range(n)]
 
 
-def _dots_32(n_rows, n_columns, quants, *, has_minimum=False):
+def _dots_32(n_rows, quants, *, has_minimum=False):
     """For rows in blocks of 32: quants(address) gives unsigned bytes."""
 
     @part
     def dots(scale, first, steps, y, target, offset):
-        d_step, q_step, d_row, q_row, n = (steps.number_at(i) for i in range(_N_STEPS))
-        columns, targets = _columns(y, target, offset, n_columns)
-        each = [(row, column) for row in range(n_rows) for column in range(n_columns)]
+        d_step, q_step, d_row, q_row, n = (steps.number_at(i) for i in range(N_STEPS))
+        (column,), (to,) = columns_of(y, target, offset, 1)
 
         def add(i, sums):
-            _fetch(first, i, q_step, q_row, n_rows, _LARGEST)
-            blocks = [column + i * READY_Q8 for column in columns]
-            vectors = [block.load(INT8, 32) for block in blocks]
-            zeros = y.zeros(INT32, 8)
-            offsets = [zeros if has_minimum else (block + _SUMS).load(INT32, 8) for block in blocks]
+            fetch(first, i, q_step, q_row, n_rows, LARGEST)
+            block = column + i * READY_Q8
+            vector, start = block.load(INT8, 32), y.zeros(INT32, 8) if has_minimum else (block + SUMS).load(INT32, 8)
             added: list[Value] = []
             for row in range(n_rows):
                 d = (scale + i * d_step + d_row * row).load(HALF).widened()
-                x = quants(first + i * q_step + q_row * row)
-                for column in range(n_columns):
-                    product = offsets[column].plus_fours(x, vectors[column]).to_float()
-                    scales = d * (blocks[column] + _SCALE).load(FLOAT, 8)
-                    added.append(product.fused_multiply_add(scales, sums[len(added)]))
+                product = start.plus_fours(quants(first + i * q_step + q_row * row), vector).to_float()
+                added.append(product.fused_multiply_add(d * (block + SCALE).load(FLOAT, 8), sums[row]))
             if has_minimum:
                 for row in range(n_rows):
                     minimum = (scale + i * d_step + d_row * row + 2).load(HALF).widened()
-                    for column in range(n_columns):
-                        y_sum = (blocks[column] + _SCALED_SUM).load(FLOAT)
-                        added.append(sums[len(added)] + minimum * y_sum)
+                    added.append(sums[n_rows + row] + minimum * (block + SCALED_SUM).load(FLOAT))
             return added
 
-        start = [y.zeros(FLOAT, 8)] * len(each) + ([y.zeros(FLOAT)] * len(each) if has_minimum else [])
-        sums = n.count(add, *start)
-        for place, (row, column) in enumerate(each):
-            total = sums[place].total()
-            total = total + sums[len(each) + place] if has_minimum else total
-            (targets[column] + 4 * row).store(total)
+        sums = n.count(add, *[y.zeros(FLOAT, 8)] * n_rows, *[y.zeros(FLOAT)] * (n_rows if has_minimum else 0))
+        for row in range(n_rows):
+            total = sums[row].total()
+            (to + 4 * row).store(total + sums[n_rows + row] if has_minimum else total)
 
     return dots
 
@@ -245,75 +243,66 @@ def _bytes_of(word, index):
     return ((word >> (8 * index)) & 0xFF).filled(8)
 
 
-def _dots_q4_k(n_rows, n_columns):
+def scales_q4_k(a, b, c):
+    """The eight scales and the eight minima of a block, a byte each in two int32, from its three int32."""
+    scales = a & 0x3F3F3F3F, (c & 0x0F0F0F0F) | (((a >> 6) & 0x03030303) << 4)
+    minima = b & 0x3F3F3F3F, ((c >> 4) & 0x0F0F0F0F) | (((b >> 6) & 0x03030303) << 4)
+    return scales, minima
+
+
+def _dots_q4_k(n_rows):
     @part
     def dots(first, _, steps, y, target, offset):
-        step, _, row_step, _, n = (steps.number_at(i) for i in range(_N_STEPS))
-        columns, targets = _columns(y, target, offset, n_columns)
-        each = [(row, column) for row in range(n_rows) for column in range(n_columns)]
+        step, _, row_step, _, n = (steps.number_at(i) for i in range(N_STEPS))
+        (column,), (to,) = columns_of(y, target, offset, 1)
 
         def add(i, sums):
-            _fetch(first, i, step, row_step, n_rows, 144)
-            blocks = [column + i * READY_Q8_K for column in columns]
-            y_scales = [(block + _SCALE_K).load(FLOAT) for block in blocks]
-            y_sums = []
-            for block in blocks:
-                sixteens = (block + _SUMS_K).load(INT32, 16)
-                y_sums.append(sixteens.lanes_from(0, 2, 8) + sixteens.lanes_from(1, 2, 8))
+            fetch(first, i, step, row_step, n_rows, 144)
+            block = column + i * READY_Q8_K
+            y_scale, sixteens = (block + SCALE_K).load(FLOAT), (block + SUMS_K).load(INT32, 16)
+            y_sums = sixteens.lanes_from(0, 2, 8) + sixteens.lanes_from(1, 2, 8)
             added: list[Value] = []
             lowered: list[Value] = []
             for row in range(n_rows):
                 x = first + i * step + row_step * row
-                a, b, c = ((x + at).load(INT32) for at in (4, 8, 12))
-                scales = a & 0x3F3F3F3F, (c & 0x0F0F0F0F) | (((a >> 6) & 0x03030303) << 4)
-                minima = b & 0x3F3F3F3F, ((c >> 4) & 0x0F0F0F0F) | (((b >> 6) & 0x03030303) << 4)
-                totals = [y.zeros(INT32, 8)] * n_columns
+                scales, minima = scales_q4_k(*((x + at).load(INT32) for at in (4, 8, 12)))
+                total = y.zeros(INT32, 8)
                 for j in range(4):
                     pairs = (x + 16 + 32 * j).load(INT8, 32)
                     for k, codes in ((2 * j, pairs & 15), (2 * j + 1, pairs >> 4)):
-                        factor = _bytes_of(scales[k // 4], k % 4)
-                        for column, block in enumerate(blocks):
-                            fours = y.zeros(INT32, 8).plus_fours(codes, (block + 32 * k).load(INT8, 32))
-                            totals[column] = totals[column] + fours * factor
+                        fours = y.zeros(INT32, 8).plus_fours(codes, (block + 32 * k).load(INT8, 32))
+                        total = total + fours * _bytes_of(scales[k // 4], k % 4)
                 low, high = (word.as_bytes() for word in minima)
-                factors = low.followed_by(high).to(INT32)
-                d, d_minimum = x.load(HALF).widened(), (x + 2).load(HALF).widened()
-                for column in range(n_columns):
-                    below = factors * y_sums[column]
-                    below = below.lanes_from(0, 2, 4) + below.lanes_from(1, 2, 4)
-                    scale = d * y_scales[column]
-                    added.append(totals[column].to_float().fused_multiply_add(scale, sums[len(added)]))
-                    minimum = d_minimum * (y_scales[column] * -1.0)
-                    lowered.append(below.to_float().fused_multiply_add(minimum, sums[len(each) + len(lowered)]))
+                below = low.followed_by(high).to(INT32) * y_sums
+                below = below.lanes_from(0, 2, 4) + below.lanes_from(1, 2, 4)
+                scale, minimum = x.load(HALF).widened() * y_scale, (x + 2).load(HALF).widened() * (y_scale * -1.0)
+                added.append(total.to_float().fused_multiply_add(scale, sums[row]))
+                lowered.append(below.to_float().fused_multiply_add(minimum, sums[n_rows + row]))
             return added + lowered
 
-        sums = n.count(add, *[y.zeros(FLOAT, 8)] * len(each), *[y.zeros(FLOAT, 4)] * len(each))
-        for place, (row, column) in enumerate(each):
-            (targets[column] + 4 * row).store(sums[place].total() + sums[len(each) + place].total())
+        sums = n.count(add, *[y.zeros(FLOAT, 8)] * n_rows, *[y.zeros(FLOAT, 4)] * n_rows)
+        for row in range(n_rows):
+            (to + 4 * row).store(sums[row].total() + sums[n_rows + row].total())
 
     return dots
 
 
-def _dots_q6_k(n_rows, n_columns):
+def _dots_q6_k(n_rows):
     @part
     def dots(first, _, steps, y, target, offset):
-        step, _, row_step, _, n = (steps.number_at(i) for i in range(_N_STEPS))
-        columns, targets = _columns(y, target, offset, n_columns)
-        each = [(row, column) for row in range(n_rows) for column in range(n_columns)]
+        step, _, row_step, _, n = (steps.number_at(i) for i in range(N_STEPS))
+        (column,), (to,) = columns_of(y, target, offset, 1)
 
         def add(i, sums):
-            _fetch(first, i, step, row_step, n_rows, 210)
-            blocks = [column + i * READY_Q8_K for column in columns]
-            y_sums = [(block + _SUMS_K).load(INT32, 16) for block in blocks]
-            y_scales = [(block + _SCALE_K).load(FLOAT) for block in blocks]
+            fetch(first, i, step, row_step, n_rows, 210)
+            block = column + i * READY_Q8_K
+            y_sums, y_scale = (block + SUMS_K).load(INT32, 16), (block + SCALE_K).load(FLOAT)
             added: list[Value] = []
             for row in range(n_rows):
                 x = first + i * step + row_step * row
                 scales = (x + 192).load(INT8, 16).signed(INT32)
-                totals = []
-                for column in range(n_columns):
-                    centre = scales * y_sums[column] * -32
-                    totals.append(centre.lanes_from(0, 2, 8) + centre.lanes_from(1, 2, 8))
+                centre = scales * y_sums * -32
+                total = centre.lanes_from(0, 2, 8) + centre.lanes_from(1, 2, 8)
                 for half in range(2):
                     high = (x + 128 + 32 * half).load(INT8, 32)
                     low = [(x + 64 * half + 32 * j).load(INT8, 32) for j in range(2)]
@@ -321,68 +310,55 @@ def _dots_q6_k(n_rows, n_columns):
                         quants = codes | (((high >> (2 * j)) & 3) << 4)
                         place = 8 * half + 2 * j
                         factor = scales.picked(scales, [place] * 4 + [place + 1] * 4)
-                        for column, block in enumerate(blocks):
-                            fours = y.zeros(INT32, 8).plus_fours(quants, (block + 16 * place).load(INT8, 32))
-                            totals[column] = totals[column] + fours * factor
-                d = (x + 208).load(HALF).widened()
-                for column in range(n_columns):
-                    scale = d * y_scales[column]
-                    added.append(totals[column].to_float().fused_multiply_add(scale, sums[len(added)]))
+                        fours = y.zeros(INT32, 8).plus_fours(quants, (block + 16 * place).load(INT8, 32))
+                        total = total + fours * factor
+                scale = (x + 208).load(HALF).widened() * y_scale
+                added.append(total.to_float().fused_multiply_add(scale, sums[row]))
             return added
 
-        sums = n.count(add, *[y.zeros(FLOAT, 8)] * len(each))
-        for place, (row, column) in enumerate(each):
-            (targets[column] + 4 * row).store(sums[place].total())
+        sums = n.count(add, *[y.zeros(FLOAT, 8)] * n_rows)
+        for row in range(n_rows):
+            (to + 4 * row).store(sums[row].total())
 
     return dots
 
 
-_ROWS, _ROWS_K = 4, 2  # at a time, times one column
-_TILE_ROWS, _TILE = 2, 4  # rows and columns at a time, if there are so many columns
+_ROWS, _ROWS_K = 4, 2  # at a time
 
 
 def _kernels(dots, n_rows, *of):
-    """For several rows times a column, for one row times one, for a tile of both."""
-    return dots(n_rows, 1, *of), dots(1, 1, *of), dots(_TILE_ROWS, _TILE, *of)
+    """For several rows times a vector, and for one."""
+    return dots(n_rows, *of), dots(1, *of)
 
 
-def _with_minimum(n_rows, n_columns, quants):
-    return _dots_32(n_rows, n_columns, quants, has_minimum=True)
+def _with_minimum(n_rows, quants):
+    return _dots_32(n_rows, quants, has_minimum=True)
 
 
-_four_q8_0, _one_q8_0, _tile_q8_0 = _kernels(_dots_32, _ROWS, _quants_q8_0)
-_four_q4_0, _one_q4_0, _tile_q4_0 = _kernels(_dots_32, _ROWS, _quants_q4)
-_four_packed, _one_packed, _tile_packed = _kernels(_dots_32, _ROWS, _quants_q4_packed)
-_four_q4_1, _one_q4_1, _tile_q4_1 = _kernels(_with_minimum, _ROWS, _quants_q4)
-_four_q5_0, _one_q5_0, _tile_q5_0 = _kernels(_dots_32, _ROWS, _quants_q5)
-_four_q5_1, _one_q5_1, _tile_q5_1 = _kernels(_with_minimum, _ROWS, _quants_q5)
-_two_q4_k, _one_q4_k, _tile_q4_k = _kernels(_dots_q4_k, _ROWS_K)
-_two_q6_k, _one_q6_k, _tile_q6_k = _kernels(_dots_q6_k, _ROWS_K)
+_four_q8_0, _one_q8_0 = _kernels(_dots_32, _ROWS, quants_q8_0)
+_four_q4_0, _one_q4_0 = _kernels(_dots_32, _ROWS, quants_q4)
+_four_packed, _one_packed = _kernels(_dots_32, _ROWS, quants_q4_packed)
+_four_q4_1, _one_q4_1 = _kernels(_with_minimum, _ROWS, quants_q4)
+_four_q5_0, _one_q5_0 = _kernels(_dots_32, _ROWS, quants_q5)
+_four_q5_1, _one_q5_1 = _kernels(_with_minimum, _ROWS, quants_q5)
+_two_q4_k, _one_q4_k = _kernels(_dots_q4_k, _ROWS_K)
+_two_q6_k, _one_q6_k = _kernels(_dots_q6_k, _ROWS_K)
 
 
 @inlined
 def _all_rows(kernels, at_once, rows, columns):
-    several, one, tile = kernels
+    several, one = kernels
     scale, quants, steps, first, n_rows = rows
     y, target, n_columns = columns
-    at, column = address_of(steps), 0
-    while column < n_columns:
+    at = address_of(steps)
+    for column in range(n_columns):
         x, to, row = y + 8 * column, target + 8 * column, 0
-        width = 1
-        if column + _TILE <= n_columns:
-            width = _TILE
-            while row + _TILE_ROWS <= n_rows:
-                tile(scale + row * steps.scale_row, quants + row * steps.quants_row, at, x, to, 4 * (first + row))
-                row += _TILE_ROWS
-        while width == 1 and row + at_once <= n_rows:
+        while row + at_once <= n_rows:
             several(scale + row * steps.scale_row, quants + row * steps.quants_row, at, x, to, 4 * (first + row))
             row += at_once
         while row < n_rows:
-            for i in range(width):
-                d, q = scale + row * steps.scale_row, quants + row * steps.quants_row
-                one(d, q, at, x + 8 * i, to + 8 * i, 4 * (first + row))
+            one(scale + row * steps.scale_row, quants + row * steps.quants_row, at, x, to, 4 * (first + row))
             row += 1
-        column += width
 
 
 @inlined
@@ -397,18 +373,18 @@ def dots(code, rows, columns):
     columns  (y, target, n): addresses of n addresses of the vectors' blocks, and of n of their results
     """
     if code == Q8_0:
-        _all_rows((_four_q8_0, _one_q8_0, _tile_q8_0), _ROWS, rows, columns)
+        _all_rows((_four_q8_0, _one_q8_0), _ROWS, rows, columns)
     elif code == Q4_0:
-        _all_rows((_four_q4_0, _one_q4_0, _tile_q4_0), _ROWS, rows, columns)
+        _all_rows((_four_q4_0, _one_q4_0), _ROWS, rows, columns)
     elif code == Q4_0_PACKED:
-        _all_rows((_four_packed, _one_packed, _tile_packed), _ROWS, rows, columns)
+        _all_rows((_four_packed, _one_packed), _ROWS, rows, columns)
     elif code == Q4_1:
-        _all_rows((_four_q4_1, _one_q4_1, _tile_q4_1), _ROWS, rows, columns)
+        _all_rows((_four_q4_1, _one_q4_1), _ROWS, rows, columns)
     elif code == Q5_0:
-        _all_rows((_four_q5_0, _one_q5_0, _tile_q5_0), _ROWS, rows, columns)
+        _all_rows((_four_q5_0, _one_q5_0), _ROWS, rows, columns)
     elif code == Q5_1:
-        _all_rows((_four_q5_1, _one_q5_1, _tile_q5_1), _ROWS, rows, columns)
+        _all_rows((_four_q5_1, _one_q5_1), _ROWS, rows, columns)
     elif code == Q4_K:
-        _all_rows((_two_q4_k, _one_q4_k, _tile_q4_k), _ROWS_K, rows, columns)
+        _all_rows((_two_q4_k, _one_q4_k), _ROWS_K, rows, columns)
     else:
-        _all_rows((_two_q6_k, _one_q6_k, _tile_q6_k), _ROWS_K, rows, columns)
+        _all_rows((_two_q6_k, _one_q6_k), _ROWS_K, rows, columns)

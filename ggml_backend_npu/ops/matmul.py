@@ -1,15 +1,16 @@
 """MUL_MAT and MUL_MAT_ID: rows of src0 times columns of src1, for any type of weights.
 
-GGML_NPU_MATMUL says how quantised weights are multiplied. exact: the columns are rounded to the type that ggml's CPU
+GGML_NPU_MATMUL says how weights are multiplied. exact: the columns are rounded to the type that ggml's CPU
 rounds them to (`VEC_DOT`), so that the result is the CPU's but for the rounding of the sum; the very bytes if rows
 are multiplied as integers, and, with AVX2 or AVX-512, for f16 and f32 weights (`quant.kernels.orders`; f32 rows in
-whole 64s). fast: the same for few columns of quantised weights; many columns are not rounded, and are multiplied with
-tiles of dequantised weights, which is closer to the true product than the CPU, and not equal to it.
+whole 64s). fast: the same, but that many columns are not rounded, and are multiplied with tiles of dequantised weights,
+which is closer to the true product than the CPU, and not equal to it. Of integers only a processor that does not
+multiply bytes takes this way.
 
 One kernel does both ops and both ways. A matrix of src0 is multiplied with the columns that belong to it: those of its
 part of the batch, or those whose ids name it. Rows of q8_0, q4_0, q4_1, q5_0, q5_1, q4_K and q6_K are multiplied as
-integers (`quant.dots`), others are dequantised, a row or a tile at a time; many columns go to BLAS (cblas_sgemm, which
-every thread calls for its own tiles).
+integers (`quant.dots`, `quant.panels`), others are dequantised, a row or a tile at a time; many columns go to BLAS
+(cblas_sgemm, which every thread calls for its own tiles).
 
 A MUL_MAT may say by a hint that its src0 is a Hadamard matrix. As on ggml's CPU, rows are then transformed fast, and
 src0 is not read.
@@ -17,6 +18,7 @@ src0 is not read.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -59,7 +61,7 @@ _ROUNDED = {
 VEC_DOT = {weights: rounded for rounded, names in _ROUNDED.items() for weights in names.split()}
 
 _MANY = 8  # columns from which on BLAS is the faster way
-_MANY_OF_INTEGERS = 256, 32  # the same, if it stands beside integer dots: of whole bytes by the processor, or not
+_MANY_OF_INTEGERS = 32  # the same beside integer dots, of a processor that does not multiply bytes
 _TILE_BYTES = 1 << 20  # of dequantised weights
 _WEIGHT = 8  # a byte of weights is as much work as so many that are moved
 _QUANTS_AT = {"q8_0": 2, "q4_0": 2, "q4_1": 4, "q5_0": 6, "q5_1": 8}  # bytes from the start of a block
@@ -118,7 +120,9 @@ def _refuse_mul_mat_id(dst: Tensor, a: Tensor, b: Tensor, ids: Tensor) -> str | 
 
 def _least(a: Tensor) -> int:
     """The least number of columns that go to BLAS."""
-    return _MANY_OF_INTEGERS[0 if dots_bytes() else 1] if a.type in DOTS else _MANY
+    if a.type in DOTS:
+        return sys.maxsize if dots_bytes() else _MANY_OF_INTEGERS
+    return _MANY
 
 
 def _rounds(a: Tensor, b: Tensor, n_columns: int, numerics: Numerics) -> bool:

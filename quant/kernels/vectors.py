@@ -146,8 +146,12 @@ class Value:
         return self._of(self._builder.bitcast(self._value, self._shaped({32: FLOAT, 16: HALF}[self._element.width])))
 
     def as_bytes(self) -> Value:
-        """The 4 bytes of an int32, the lowest first."""
-        return self._of(self._builder.bitcast(self._value, ir.VectorType(INT8, 4)))
+        """The 4 bytes of each int32, the lowest first."""
+        return self._of(self._builder.bitcast(self._value, ir.VectorType(INT8, 4 * max(self.lanes, 1))))
+
+    def as_words(self) -> Value:
+        """Each 4 bytes as one int32, the first the lowest; the other way round of `as_bytes`."""
+        return self._of(self._builder.bitcast(self._value, ir.VectorType(INT32, self.lanes // 4)))
 
     def widened(self) -> Value:
         """float16 -> float32."""
@@ -182,22 +186,25 @@ class Value:
         return first
 
     def plus_fours(self, unsigned: Value, signed: Value) -> Value:
-        """Self, 8 int32, plus the sums of fours of the products of 32 unsigned and 32 signed bytes."""
+        """Self, 4, 8 or 16 int32, plus the sums of fours of the products of as many unsigned and signed bytes."""
+        if self.lanes > (4 if processor_has("dotprod") else 16 if processor_has("avx512vnni") else 8):
+            half = self.lanes // 2
+            parts = [
+                self.lanes_from(i, 1, half).plus_fours(*(x.lanes_from(4 * i, 1, 4 * half) for x in (unsigned, signed)))
+                for i in (0, half)
+            ]
+            return parts[0].followed_by(parts[1])
         if processor_has("dotprod"):
-            first, second = (
-                self.lanes_from(i, 1, 4)._plus_signed(*(each.lanes_from(4 * i, 1, 16) for each in (unsigned, signed)))
-                for i in (0, 4)
-            )
-            return first.followed_by(second)
+            return self._plus_signed(unsigned, signed)
         if dots_bytes():
             kind = self._value.type
-            name, shape = "llvm.x86.avx512.vpdpbusd.256", ir.FunctionType(kind, [kind] * 3)
+            name, shape = f"llvm.x86.avx512.vpdpbusd.{32 * self.lanes}", ir.FunctionType(kind, [kind] * 3)
             function = self._builder.module.declare_intrinsic(name, (), shape)
             bytes_ = (self._builder.bitcast(each._value, kind) for each in (unsigned, signed))
             return self._of(self._builder.call(function, [self._value, *bytes_]))
         products = unsigned.to(INT16).to(INT32) * signed.signed(INT16).signed(INT32)
-        pairs = products.lanes_from(0, 2, 16) + products.lanes_from(1, 2, 16)
-        return self + pairs.lanes_from(0, 2, 8) + pairs.lanes_from(1, 2, 8)
+        pairs = products.lanes_from(0, 2, 2 * self.lanes) + products.lanes_from(1, 2, 2 * self.lanes)
+        return self + pairs.lanes_from(0, 2, self.lanes) + pairs.lanes_from(1, 2, self.lanes)
 
     def _plus_signed(self, unsigned: Value, signed: Value) -> Value:
         """`plus_fours` of 4 int32 and 16 bytes, on an ARM that multiplies signed bytes alone: the unsigned ones are
@@ -263,6 +270,10 @@ class Value:
         beyond = (error.bits() ^ total.bits()) >> 31  # total is larger than the sum
         odd = (total.bits() - beyond) | 1
         return odd.where(error.differs(0.0) & error.equals(error), total.bits()).as_float().narrowed()
+
+    def as_address(self) -> Address:
+        """This int64 as a number that addresses are computed with."""
+        return Address(self._builder, self._value)
 
     def lane(self, index: Value) -> Value:
         """The lane at an index, which is a scalar."""
@@ -396,6 +407,16 @@ def part(function: Callable[..., None]) -> Any:
 
     kinds = {2: of_two, 3: of_three, 4: of_four, 5: of_five, 6: of_six}
     return intrinsic(kinds[function.__code__.co_argcount])
+
+
+def gathered(values: Sequence[Value]) -> Value:
+    """A vector of scalars."""
+    first = values[0]
+    builder, kind = first._builder, first._value.type
+    vector = ir.Constant(ir.VectorType(kind, len(values)), ir.Undefined)
+    for i, value in enumerate(values):
+        vector = builder.insert_element(vector, value._value, ir.Constant(INT32, i))
+    return Value(builder, vector)
 
 
 def transposed(rows: list[Value]) -> list[Value]:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+import numpy as np
+from numpy.typing import NDArray
+
 from ggml_backend_npu import Backend, Node, Tensor, default_backend
 from ggml_backend_npu.ir import Dims
 from ggml_backend_npu.ops import OWN
@@ -36,3 +39,10 @@ def bind(node: Node) -> Call:
     backend = default_backend()
     assert isinstance(backend, Backend)
     return backend.bind(node)
+
+
+def multiplied(weights: NDArray[np.uint8], type: str, x: NDArray[np.float32]) -> NDArray[np.float32]:
+    """What the default backend's MUL_MAT gives of rows of blocks (rows, bytes) and columns (columns, k)."""
+    y = np.full((len(x), len(weights)), 9, np.float32)
+    bind(Node("MUL_MAT", Tensor.of(y), (Tensor.of(weights, type), Tensor.of(x))))()
+    return y

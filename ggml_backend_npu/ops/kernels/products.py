@@ -9,8 +9,9 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
+from quant import panels
 from quant.dots import NO_DOTS, READY_Q8, READY_Q8_K, Steps, dots, ready_q8, ready_q8_k, rounded_q8, rounded_q8_k
-from quant.kernels.jit import array_at, compiled, copy, f32_to_f16_payload, inlined, keep
+from quant.kernels.jit import LINE, array_at, compiled, copy, f32_to_f16_payload, inlined, keep
 from quant.kernels.matrices import LANES, dot
 from quant.kernels.orders import (
     GROUP,
@@ -27,6 +28,7 @@ from quant.rows import decode_row, decode_run
 from quant.runs import BF16, F16, F32, narrow_run, widen_run
 
 _NEAR_BYTES = 1 << 18  # of columns that stay in a processor's own caches
+_SEVERAL = 3  # columns from which on rows are laid out in panels
 _CBLAS = 101, 111, 112  # row-major, as it is, transposed
 
 # how columns are rounded
@@ -156,8 +158,9 @@ _LEFT = 8 * size_of(_Left)
 
 def scratch_of(of: Products) -> int:
     """Bytes that `products` works in: what it leaves for the next chunk, two addresses and a line per column, a line, a
-    tile of weights, a tile's results."""
-    return _LEFT + of.n_columns * (16 + of.line) + of.line + 4 * of.tile_rows * (of.k + max(of.n_columns, 1))
+    tile or a panel of weights, a tile's results."""
+    tile = max(4 * of.tile_rows * of.k, panels.bytes_of(of.k))
+    return _LEFT + of.n_columns * (16 + of.line) + of.line + LINE + tile + 4 * of.tile_rows * max(of.n_columns, 1)
 
 
 @inlined
@@ -274,11 +277,14 @@ def products(p, begin, end, scratch):
     x, y = array_at(x_at, types.int64, of.n_columns), array_at(y_at, types.int64, of.n_columns)
     columns = y_at + 8 * of.n_columns
     work = columns + of.n_columns * of.line
-    tile = work + of.line
+    tile = (work + of.line + LINE - 1) // LINE * LINE
     out = tile + 4 * of.tile_rows * of.k
-    for unit in range(begin, end):
+    unit = begin
+    while unit < end:
         matrix, first = unit % of.n_matrices, unit // of.n_matrices * of.tile_rows
-        rows = min(of.tile_rows, of.n_rows - first)
+        n_units = end - unit if of.n_matrices == 1 and weights.code != NO_DOTS and of.sgemm == 0 else 1
+        rows = min(n_units * of.tile_rows, of.n_rows - first)
+        unit += n_units
         if left.matrix != matrix + 1:
             count = _find_columns(of, matrix, x, y)
             by_blas = of.sgemm != 0 and count >= of.least
@@ -297,7 +303,10 @@ def products(p, begin, end, scratch):
         at = row_of(src0, first, i2, i3)
         if left.as_integers != 0:
             scales, quants = row_of(weights.scales, first, i2, i3), row_of(weights.quants, first, i2, i3)
-            dots(weights.code, (scales, quants, weights.steps, first, rows), (x_at, y_at, count))
+            if count < _SEVERAL or rows < panels.ROWS:
+                dots(weights.code, (scales, quants, weights.steps, first, rows), (x_at, y_at, count))
+            else:
+                panels.dots(weights.code, (scales, quants, weights.steps, first, rows), (x_at, y_at, count), tile)
         elif of.as_blocks:
             _multiply_blocks(of, at, x_at, y_at, count, first, rows)
         elif left.by_blas != 0:

@@ -1,0 +1,294 @@
+"""Products of quantised rows with several quantised vectors, as `quant.dots` gives them, byte for byte.
+
+As many rows as a vector has lanes become a panel: word j of a block, four quants, of one row in each lane. So one
+instruction multiplies a word of each row with the same word of a vector, and nothing is added across lanes. Each word
+has sums of its own, as ggml's CPU has them; they are added up at the end. To lay out a panel takes as long as some
+three products, for any number of vectors.
+"""
+
+from __future__ import annotations
+
+from itertools import product
+
+from numba import types
+
+from quant import dots as rows_
+from quant.dots import (
+    LARGEST,
+    N_STEPS,
+    READY_Q8,
+    READY_Q8_K,
+    SCALE,
+    SCALE_K,
+    SCALED_SUM,
+    SUMS,
+    SUMS_K,
+    columns_of,
+    fetch,
+    quants_q4,
+    quants_q4_packed,
+    quants_q5,
+    quants_q8_0,
+    scales_q4_k,
+)
+from quant.kernels.jit import inlined
+from quant.kernels.matrices import LANES
+from quant.kernels.records import address_of
+from quant.kernels.vectors import FLOAT, HALF, INT8, INT16, INT32, Value, gathered, part, transposed
+
+ROWS = LANES  # of a panel
+COLUMNS = 2 if LANES == 16 else 1  # vectors in blocks of 32 at a time: as many as registers hold the sums of
+
+_NEAR = 1 << 18  # bytes of vectors that stay in a processor's own caches
+_WORD = 4 * ROWS  # bytes of a word of each row
+_D, _MINIMUM, _BLOCK = 8 * _WORD, 9 * _WORD, 10 * _WORD  # of a block of 32: words, scales, minima; float32
+# of a block of 256: words, up to 16 scales, 8 minima, the scales of both; float32
+_SCALES_K, _MINIMA_K, _D_K, _D_MINIMA_K, _BLOCK_K = (n * _WORD for n in (64, 80, 88, 89, 90))
+
+
+def _store_words(rows, to):
+    """Stores eight vectors, of which vector j has word j of each row, of 32 bytes."""
+    words = [row.as_words() for row in rows]
+    if ROWS == 4:
+        lower, upper = ([word.lanes_from(i, 1, 4) for word in words] for i in (0, 4))
+        columns = transposed(lower) + transposed(upper)
+    else:
+        columns = transposed(words[:8])
+        if ROWS == 16:
+            others = transposed(words[8:])
+            columns = [column.followed_by(other) for column, other in zip(columns, others, strict=True)]
+    for j, column in enumerate(columns):
+        (to + _WORD * j).store(column)
+
+
+def _lay_32(quants, *, has_minimum=False):
+    """Lays out rows in blocks of 32."""
+
+    @part
+    def lay(scale, first, steps, panel):
+        d_step, q_step, d_row, q_row, n = (steps.number_at(i) for i in range(N_STEPS))
+
+        def add(i, _):
+            fetch(first, i, q_step, q_row, ROWS, LARGEST)
+            to = panel + i * _BLOCK
+            _store_words([quants(first + i * q_step + q_row * row) for row in range(ROWS)], to)
+            places = [scale + i * d_step + d_row * row for row in range(ROWS)]
+            if has_minimum:
+                both = gathered([place.load(INT32) for place in places])
+                (to + _D).store(both.to(INT16).as_float().widened())
+                (to + _MINIMUM).store((both >> 16).to(INT16).as_float().widened())
+            else:
+                (to + _D).store(gathered([place.load(HALF) for place in places]).widened())
+            return ()
+
+        n.count(add)
+
+    return lay
+
+
+def _dots_32(n_columns, *, has_minimum=False):
+    @part
+    def dots(panel, steps, y, target, offset):
+        n = steps.number_at(N_STEPS - 1)
+        columns, targets = columns_of(y, target, offset, n_columns)
+        zeros, none = y.zeros(FLOAT, ROWS), y.zeros(INT32, ROWS)
+
+        def add(i, sums):
+            at = panel + i * _BLOCK
+            added: list[Value] = []
+            below: list[Value] = []
+            words = [(at + _WORD * j).load(INT32, ROWS).as_bytes() for j in range(8)]
+            d, blocks = (at + _D).load(FLOAT, ROWS), [column + i * READY_Q8 for column in columns]
+            for block in blocks:
+                scales = d * (block + SCALE).load(FLOAT)
+                for j, word in enumerate(words):
+                    y_word = (block + 4 * j).load(INT32).filled(ROWS).as_bytes()
+                    start = none if has_minimum else (block + (SUMS + 4 * j)).load(INT32).filled(ROWS)
+                    fours = start.plus_fours(word, y_word).to_float()
+                    added.append(fours.fused_multiply_add(scales, sums[len(added)]))
+            if has_minimum:
+                minimum = (at + _MINIMUM).load(FLOAT, ROWS)
+                for block in blocks:
+                    below.append(sums[len(added) + len(below)] + minimum * (block + SCALED_SUM).load(FLOAT))
+            return added + below
+
+        sums = n.count(add, *[zeros] * ((9 if has_minimum else 8) * n_columns))
+        for column, to in enumerate(targets):
+            total = _added_up(sums[8 * column : 8 * column + 8])
+            to.store(total + sums[8 * n_columns + column] if has_minimum else total)
+
+    return dots
+
+
+def _added_up(sums):
+    """As `Value.total` adds lanes, of vectors."""
+    while len(sums) > 1:
+        half = len(sums) // 2
+        sums = [sums[i] + sums[half + i] for i in range(half)]
+    return sums[0]
+
+
+@part
+def _lay_q4_k(first, _, steps, panel):
+    step, _, row_step, _, n = (steps.number_at(i) for i in range(N_STEPS))
+
+    def add(i, _):
+        fetch(first, i, step, row_step, ROWS, 144)
+        rows, to = [first + i * step + row_step * row for row in range(ROWS)], panel + i * _BLOCK_K
+        for j in range(4):
+            pairs = [(row + (16 + 32 * j)).load(INT8, 32) for row in rows]
+            _store_words([pair & 15 for pair in pairs], to + 16 * j * _WORD)
+            _store_words([pair >> 4 for pair in pairs], to + (16 * j + 8) * _WORD)
+        words = (gathered([(row + at).load(INT32) for row in rows]) for at in (4, 8, 12))
+        scales, minima = scales_q4_k(*words)
+        for k in range(8):
+            for at, of in ((_SCALES_K, scales), (_MINIMA_K, minima)):
+                (to + (at + _WORD * k)).store(((of[k // 4] >> (8 * (k % 4))) & 0xFF).to_float())
+        both = gathered([row.load(INT32) for row in rows])
+        (to + _D_K).store(both.to(INT16).as_float().widened())
+        (to + _D_MINIMA_K).store((both >> 16).to(INT16).as_float().widened())
+        return ()
+
+    n.count(add)
+
+
+@part
+def _lay_q6_k(first, _, steps, panel):
+    step, _, row_step, _, n = (steps.number_at(i) for i in range(N_STEPS))
+
+    def add(i, _):
+        fetch(first, i, step, row_step, ROWS, 210)
+        rows, to = [first + i * step + row_step * row for row in range(ROWS)], panel + i * _BLOCK_K
+        for half in range(2):
+            high = [(row + (128 + 32 * half)).load(INT8, 32) for row in rows]
+            for j in range(4):
+                low = [(row + (64 * half + 32 * (j % 2))).load(INT8, 32) for row in rows]
+                codes = [each & 15 if j < 2 else each >> 4 for each in low]
+                bits = [((each >> (2 * j)) & 3) << 4 for each in high]
+                quants = [code | bit for code, bit in zip(codes, bits, strict=True)]
+                _store_words(quants, to + 8 * (4 * half + j) * _WORD)
+        for k in range(16):
+            scale = gathered([(row + (192 + k)).load(INT8) for row in rows])
+            (to + (_SCALES_K + _WORD * k)).store(scale.signed(INT32).to_float())
+        (to + _D_K).store(gathered([(row + 208).load(HALF) for row in rows]).widened())
+        return ()
+
+    n.count(add)
+
+
+def _dots_k(*, n_scales):
+    """For rows in blocks of 256: 8 scales and minima (q4_K), or 16 scales and a centre of 32 (q6_K).
+
+    A float32 holds each whole number below 2 ** 24. So do sums of four products of scales and words of q6_K, of all
+    eight of q4_K, and of two products of scales and sums: they are exact.
+    """
+    has_minimum, each = n_scales == 8, n_scales // 8
+
+    @part
+    def dots(panel, steps, y, target, offset):
+        n = steps.number_at(N_STEPS - 1)
+        (column,), (to,) = columns_of(y, target, offset, 1)
+        none, zeros = y.zeros(INT32, ROWS), y.zeros(FLOAT, ROWS)
+
+        def of_block(at, block):
+            """The whole numbers that ggml's CPU has of a block, as float32: of each word, and of minima."""
+            scales = [(at + (_SCALES_K + _WORD * k)).load(FLOAT, ROWS) for k in range(n_scales)]
+            y_sums = [(block + (SUMS_K + 4 * k)).load(INT32).filled(ROWS) for k in range(16)]
+            halves = []
+            for half in range(2):
+                totals = [zeros] * 8
+                for k, j in product(range(4 * half, 4 * half + 4), range(8)):
+                    word = (at + _WORD * (8 * k + j)).load(INT32, ROWS).as_bytes()
+                    fours = none.plus_fours(word, (block + 4 * (8 * k + j)).load(INT32).filled(ROWS).as_bytes())
+                    totals[j] = fours.to_float().fused_multiply_add(scales[each * k + each * j // 8], totals[j])
+                halves.append(totals)
+            if has_minimum:
+                minima = [(at + (_MINIMA_K + _WORD * k)).load(FLOAT, ROWS) for k in range(8)]
+                sums = [(y_sums[2 * k] + y_sums[2 * k + 1]).to_float() for k in range(8)]
+                below = _of_twos(minima, sums)
+                return [a + b for a, b in zip(*halves, strict=True)], below
+            centres = _of_twos(scales, [y_sum.to_float() * -32.0 for y_sum in y_sums])
+            words = zip(*halves, centres, strict=True)
+            return [(a.to_int32() + b.to_int32() + centre.to_int32()).to_float() for a, b, centre in words], []
+
+        def add(i, sums):
+            at, block = panel + i * _BLOCK_K, column + i * READY_Q8_K
+            words, below = of_block(at, block)
+            y_scale = (block + SCALE_K).load(FLOAT)
+            scale = (at + _D_K).load(FLOAT, ROWS) * y_scale
+            lowered = (at + _D_MINIMA_K).load(FLOAT, ROWS) * (y_scale * -1.0)
+            factors = [scale] * len(words) + [lowered] * len(below)
+            return [a.fused_multiply_add(b, c) for a, b, c in zip(words + below, factors, sums, strict=True)]
+
+        sums = n.count(add, *[zeros] * (12 if has_minimum else 8))
+        total = _added_up(sums[:8])
+        to.store(total + _added_up(sums[8:]) if has_minimum else total)
+
+    return dots
+
+
+def _of_twos(factors, numbers):
+    """Sums of two neighbouring products."""
+    pairs = [*zip(factors, numbers, strict=True)]
+    return [a.fused_multiply_add(b, c * d) for (a, b), (c, d) in zip(pairs[::2], pairs[1::2], strict=True)]
+
+
+_several_plain, _one_plain = _dots_32(COLUMNS), _dots_32(1)
+_several_minimum, _one_minimum = _dots_32(COLUMNS, has_minimum=True), _dots_32(1, has_minimum=True)
+_one_q4_k, _one_q6_k = _dots_k(n_scales=8), _dots_k(n_scales=16)
+_lay_q8_0, _lay_q4_0, _lay_packed, _lay_q5_0 = map(_lay_32, (quants_q8_0, quants_q4, quants_q4_packed, quants_q5))
+_lay_q4_1, _lay_q5_1 = (_lay_32(quants, has_minimum=True) for quants in (quants_q4, quants_q5))
+
+
+def bytes_of(k: int) -> int:
+    """Bytes of a panel of rows of k elements."""
+    return k // 256 * _BLOCK_K if k % 256 == 0 else k // 32 * _BLOCK
+
+
+@inlined
+def _all_panels(kernels, at_once, rows, columns, panel):
+    lay, several, one = kernels
+    scale, quants, steps, first, n_rows = rows
+    y, target, n_columns = columns
+    at = address_of(steps)
+    together = max(1, _NEAR // (READY_Q8 * steps.n_blocks)) * at_once
+    for begin in range(0, n_columns, together):
+        end = min(begin + together, n_columns)
+        for row in range(0, n_rows // ROWS * ROWS, ROWS):
+            lay(scale + row * steps.scale_row, quants + row * steps.quants_row, at, panel)
+            offset, column = 4 * (first + row), begin
+            while column + at_once <= end:
+                several(panel, at, y + 8 * column, target + 8 * column, offset)
+                column += at_once
+            while column < end:
+                one(panel, at, y + 8 * column, target + 8 * column, offset)
+                column += 1
+
+
+@inlined
+def dots(code, rows, columns, panel):
+    """As `quant.dots.dots`, for several vectors.
+
+    panel  the address of `bytes_of` bytes to work in, at the begin of a cache line
+    """
+    if code == rows_.Q8_0:
+        _all_panels((_lay_q8_0, _several_plain, _one_plain), COLUMNS, rows, columns, panel)
+    elif code == rows_.Q4_0:
+        _all_panels((_lay_q4_0, _several_plain, _one_plain), COLUMNS, rows, columns, panel)
+    elif code == rows_.Q4_0_PACKED:
+        _all_panels((_lay_packed, _several_plain, _one_plain), COLUMNS, rows, columns, panel)
+    elif code == rows_.Q4_1:
+        _all_panels((_lay_q4_1, _several_minimum, _one_minimum), COLUMNS, rows, columns, panel)
+    elif code == rows_.Q5_0:
+        _all_panels((_lay_q5_0, _several_plain, _one_plain), COLUMNS, rows, columns, panel)
+    elif code == rows_.Q5_1:
+        _all_panels((_lay_q5_1, _several_minimum, _one_minimum), COLUMNS, rows, columns, panel)
+    elif code == rows_.Q4_K:
+        _all_panels((_lay_q4_k, _one_q4_k, _one_q4_k), 1, rows, columns, panel)
+    else:
+        _all_panels((_lay_q6_k, _one_q6_k, _one_q6_k), 1, rows, columns, panel)
+    scale, quants, steps, first, n_rows = rows
+    done = types.int64(n_rows // ROWS * ROWS)
+    if done < n_rows:
+        rest = scale + done * steps.scale_row, quants + done * steps.quants_row, steps, first + done, n_rows - done
+        rows_.dots(code, rest, columns)
