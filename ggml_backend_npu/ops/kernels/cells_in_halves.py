@@ -22,6 +22,7 @@ from ggml_backend_npu.ops.kernels.cells import (
     row_at,
     slope_of,
 )
+from ggml_backend_npu.ops.kernels.exponentials import scaled
 from quant.kernels.jit import (
     array_at,
     bits_float,
@@ -32,10 +33,11 @@ from quant.kernels.jit import (
     fused_multiply_add,
     inlined,
 )
-from quant.kernels.matrices import dot
-from quant.kernels.orders import dots_f16
+from quant.kernels.matrices import LANES, dot
+from quant.kernels.orders import HALVES, dots_f16
 from quant.kernels.records import index_of, record_at
 from quant.kernels.threads import Job, Work
+from quant.kernels.vectors import FLOAT, HALF, part
 from quant.rows import decode_run
 from quant.runs import F16
 
@@ -70,13 +72,53 @@ def _shrink_halves(y, n, n_narrow, factor):
         halves[i] = f32_to_f16_payload(f16_to_f32(halves[i]) * factor)
 
 
+def _add_vectors(kind, lanes):
+    """y += weight * v for vectors of float16, each sum rounded once from products of a kind."""
+
+    @part
+    def add(y, v, weight, n_vectors):
+        factor = weight.load(FLOAT)
+        factor = factor.narrowed() if kind is HALF else factor
+
+        def step(i, _):
+            at = i * (2 * lanes)
+            row, sums = ((address + at).load(HALF, lanes) for address in (v, y))
+            if kind is HALF:
+                (y + at).store(row.fused_multiply_add(factor, sums))
+            else:
+                (y + at).store(row.widened().fused_multiply_add(factor, sums.widened()).narrowed())
+            return ()
+
+        n_vectors.count(step)
+
+    return add
+
+
+_add_narrow, _add_wide = _add_vectors(HALF, HALVES), _add_vectors(FLOAT, LANES)
+
+
 @inlined
-def _add_to_halves(y, v, n, n_narrow, weight):
+def _add_to_halves(y, v, n, n_narrow, at):
+    """y += weight * v for n float16, n_narrow of them multiplied as float16; at: the address of the weight."""
+    done = n_narrow // HALVES * HALVES
+    _add_narrow(y, v, at, done // HALVES)
+    weight = float_at(at)
     halves, row, narrow = array_at(y, types.uint16, n), array_at(v, types.uint16, n), _as_half(weight)
-    for i in range(n_narrow):
+    for i in range(done, n_narrow):
         halves[i] = _half_of_sum(f16_to_f32(row[i]) * narrow, f16_to_f32(halves[i]))
-    for i in range(n_narrow, n):
+    n_vectors = (n - n_narrow) // LANES
+    _add_wide(y + 2 * n_narrow, v + 2 * n_narrow, at, n_vectors)
+    for i in range(n_narrow + n_vectors * LANES, n):
         halves[i] = f32_to_f16_payload(fused_multiply_add(f16_to_f32(row[i]), weight, f16_to_f32(halves[i])))
+
+
+@inlined
+def _all_excluded(mask, count):
+    """Whether the mask at an address leaves out all of `count` cells."""
+    cells, kept = array_at(mask, types.uint16, count), types.uint16(0)
+    for i in range(count):
+        kept |= cells[i] ^ types.uint16(EXCLUDED)
+    return kept == 0
 
 
 @inlined
@@ -128,20 +170,21 @@ def attend_in_halves(p, begin, end, scratch):
         i1, head, i3 = index_of(row, of.n_queries, of.n_heads)
         load_query(of, i1, head, i3, query, work)
         mask, slope = mask_row(of, i1, head, i3), slope_of(of, head)
+        k, v = row_at(of.k, 0, head, i3), row_at(of.v, 0, head, i3)
         maximum, total = types.float32(-np.inf), types.float32(0)
         array_at(to, types.uint16, dv)[:] = 0
         last = min((turn + 1) * size, n_cells)
         for first in range(turn * size, last, CELLS):
             count = min(CELLS, last - first)
-            for i in range(count):
-                if mask and array_at(mask + 2 * (first + i), types.uint16, 1)[0] == EXCLUDED:
-                    continue
-                at = row_at(of.k, first + i, head, i3)
-                if of.k.code == F16:
-                    dots_f16(at, 0, query, dk, y + 4 * i, 1)
-                    scores[i] *= of.scale
-                else:
-                    decode(of.k, at, key, dk)
+            if mask and _all_excluded(mask + 2 * first, count):
+                continue
+            at, step = k + first * of.k.place.nb[1], of.k.place.nb[1]
+            if of.k.code == F16:
+                dots_f16(at, step, query, dk, y, count)
+                scaled(y, count, of.scale)
+            else:
+                for i in range(count):
+                    decode(of.k, at + i * step, key, dk)
                     scores[i] = of.scale * dot(key, query, dk)
             capped(of, y, count)
             if mask:
@@ -154,10 +197,9 @@ def attend_in_halves(p, begin, end, scratch):
                 highest = scores[i] if scores[i] > highest else highest
                 weights[i] = scores[i] - highest
             for i in range(count):
-                weights[i] = types.float32(math.exp(weights[i]))
-            for i in range(count):
                 if mask and array_at(mask + 2 * (first + i), types.uint16, 1)[0] == EXCLUDED:
                     continue
+                weights[i] = types.float32(math.exp(weights[i]))
                 if scores[i] > maximum:
                     shrunk = types.float32(math.exp(maximum - scores[i]))
                     maximum, weights[i] = scores[i], types.float32(1)
@@ -165,7 +207,7 @@ def attend_in_halves(p, begin, end, scratch):
                     _shrink_halves(to, dv, of.n_narrow, shrunk)
                 else:
                     total += weights[i]
-                _add_to_halves(to, row_at(of.v, first + i, head, i3), dv, of.n_narrow, weights[i])
+                _add_to_halves(to, v + (first + i) * of.v.place.nb[1], dv, of.n_narrow, y + 4 * (CELLS + i))
         part = of.parts + 4 * unit * (2 + dv)
         found = array_at(part, types.float32, 2 + dv)
         found[0], found[1] = maximum, total
