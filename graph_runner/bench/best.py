@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ggml_backend_npu.plugin.embedding import plugin
-from graph_runner.base.errors import BenchError
+from graph_runner.base.errors import BenchError, SuiteError
 from graph_runner.bench.measure import OURS, Measurement
 from graph_runner.tools import suites
 
@@ -20,6 +20,9 @@ _SHORT, _FEW = 64, 16  # of each sequence of llama-batched-bench
 _SEQUENCES = (1, 2, 4, 8, 16, 32)
 _FLASH_ATTENTION = ("off", "on")
 _SIDES = (OURS, LLAMA_CPP)
+_BENCH, _BATCHED = "llama-bench", "llama-batched-bench"
+# llama-batched-bench loads backends of GGML_BACKEND_PATH only to look up a buffer type that a tensor is to have
+_LOADS = "-ot", "no_such_tensor=CPU"
 
 Speeds = dict[tuple[str, str], float]  # tokens/s by what was measured and flash attention
 
@@ -33,6 +36,7 @@ def bench_best(model: Path, *, rounds: int, threads: int) -> Iterator[Measuremen
     Raises SuiteError if the programs cannot be built or end with an error, BenchError if they do not have the plugin.
     """
     programs = suites.build(programs=suites.FASTEST)
+    _check_batched(programs)
     found: dict[str, list[Speeds]] = defaultdict(list)
     for round_ in range(rounds + 1):
         for side in _SIDES[:: -1 if round_ % 2 else 1]:
@@ -47,23 +51,37 @@ def bench_best(model: Path, *, rounds: int, threads: int) -> Iterator[Measuremen
         yield Measurement(f"{what}, flash attention {flash}", "tokens/s", values, {LLAMA_CPP: best}, group=group)
 
 
+def _with_plugin() -> list[str]:
+    """The environment of our side, as words of env."""
+    return [f"GGML_BACKEND_PATH={plugin()}", "GGML_NPU_OPS=all", "GGML_NO_BACKTRACE=1"]
+
+
+def _check_batched(programs: Path) -> None:
+    """Raises BenchError if llama-batched-bench, which does not say what it runs on, does not load the plugin: there is
+    no buffer type NPU then."""
+    words = ["-ot", _LOADS[1].replace("CPU", "NPU"), "--list-devices"]
+    try:
+        list(suites.printed_by(["env", *_with_plugin(), "GGML_NPU_MEMORY=device", str(programs / _BATCHED), *words]))
+    except SuiteError as error:
+        raise BenchError(f"{_BATCHED} has no device NPU: {error}") from None
+
+
 def _speeds(programs: Path, side: str, model: Path, threads: int) -> Speeds:
     """Runs both programs."""
     speeds: Speeds = {}
-    with_plugin = [f"GGML_BACKEND_PATH={plugin()}", "GGML_NPU_OPS=all", "GGML_NO_BACKTRACE=1"]
-    variables = with_plugin if side == OURS else ["-u", "GGML_BACKEND_PATH"]
+    variables = _with_plugin() if side == OURS else ["-u", "GGML_BACKEND_PATH"]
     shared = ["-m", model, "-t", threads]
     words = [*shared, "-p", _PROMPT, "-n", _GENERATED, "-r", 1, "-fa", "0,1", "-o", "jsonl"]
-    for row in _rows([*variables, programs / "llama-bench", *words]):
+    for row in _rows([*variables, programs / _BENCH, *words]):
         if side == OURS and "NPU" not in row["backends"]:
-            raise BenchError(f"llama-bench has no device NPU, but {row['backends']}")
+            raise BenchError(f"{_BENCH} has no device NPU, but {row['backends']}")
         what = f"prompt of {_PROMPT}" if row["n_prompt"] else f"{_GENERATED} tokens"
         speeds[what, _FLASH_ATTENTION[int(row["flash_attn"])]] = row["avg_ts"]
     cells = max(_SEQUENCES) * (_SHORT + _FEW)
     for flash in _FLASH_ATTENTION:
         counts = ",".join(map(str, _SEQUENCES))
-        words = [*shared, "-npp", _SHORT, "-ntg", _FEW, "-npl", counts, "-c", cells, "-fa", flash]
-        for row in _rows([*variables, programs / "llama-batched-bench", *words, "--output-format", "jsonl"]):
+        words = [*shared, "-npp", _SHORT, "-ntg", _FEW, "-npl", counts, "-c", cells, "-fa", flash, *_LOADS]
+        for row in _rows([*variables, programs / _BATCHED, *words, "--output-format", "jsonl"]):
             n = f"{row['pl']} sequence{'s' if row['pl'] > 1 else ''}"
             speeds[f"prompt of {_SHORT}, {n}", flash] = row["speed_pp"]
             speeds[f"{_FEW} tokens, {n}", flash] = row["speed_tg"]

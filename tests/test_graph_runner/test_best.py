@@ -22,13 +22,23 @@ for flash in (0, 1):
         print(json.dumps(row))
 """
 BATCHED = """
+types = dict.fromkeys(["CPU", *(["NPU"] if os.environ.get("GGML_NPU_MEMORY") == "device" and loads else [])])
+_, _, buffer_type = sys.argv[sys.argv.index("-ot") + 1].partition("=")
+if buffer_type not in types:
+    sys.exit('error while handling argument "-ot": unknown buffer type')
+if "--list-devices" in sys.argv:
+    sys.exit(0)
 flash = sys.argv[sys.argv.index("-fa") + 1]
 print("llama_context: some line of its log")
 for n in map(int, sys.argv[sys.argv.index("-npl") + 1].split(",")):
     speed = n * (3.0 if has_plugin else 2.0) / (1 if flash == "off" else 2)
     print(json.dumps({"pl": n, "speed_pp": 10 * speed, "speed_tg": speed}))
 """
-HEAD = "#!{python}\nimport json, os, sys\nhas_plugin = 'GGML_BACKEND_PATH' in os.environ\nbackends = {backends}\n"
+HEAD = """#!{python}
+import json, os, sys
+has_plugin = loads = 'GGML_BACKEND_PATH' in os.environ
+backends = {backends}
+"""
 
 
 @pytest.fixture
@@ -66,4 +76,12 @@ def test_programs_that_do_not_load_the_plugin_are_not_compared(programs: Path) -
     text = (programs / "llama-bench").read_text()
     (programs / "llama-bench").write_text(text.replace("'NPU' if has_plugin else 'CPU'", "'CPU'"))
     with pytest.raises(BenchError, match="llama-bench has no device NPU, but CPU"):
+        measured()
+
+
+def test_a_program_of_many_sequences_without_the_plugin_is_not_compared(programs: Path) -> None:
+    """llama-batched-bench does not say what it runs on, and may not read GGML_BACKEND_PATH."""
+    text = (programs / "llama-batched-bench").read_text()
+    (programs / "llama-batched-bench").write_text(text.replace("types =", "loads = False\ntypes ="))
+    with pytest.raises(BenchError, match=r"llama-batched-bench has no device NPU: .*unknown buffer type"):
         measured()
