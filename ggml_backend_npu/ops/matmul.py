@@ -267,7 +267,7 @@ def _bind(dst: Tensor, a: Tensor, b: Tensor, ids: Tensor | None, numerics: Numer
         q8=quant.ROUNDINGS.index(numerics.rounding),
         fused=numerics.fuses,
         sgemm=sgemm,
-        least=_least(a),
+        least=_least(a) if sgemm else 0,
         as_blocks=as_blocks,
         in_halves=exact and a.type == "f16" and (numerics.blocks_in_halves if as_blocks else numerics.dots_in_halves),
     )
