@@ -105,6 +105,9 @@ def compared(backend: Plugin, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[
     def planned(forms: Forms, read: Any, packed: Any) -> Plan:
         made = plan(forms, read, packed)
         assert isinstance(made, Formed)
+        bound = (piece for piece in made._pieces if isinstance(piece, Plan) and piece.works is not None)
+        unformed = [piece.counts for piece in bound if not piece.fused]  # a token_shift keeps a list of addresses
+        assert not unformed, f"bound again wherever they lie: {unformed}"
         found.append(assert_equals_bound(made, made._of_graph()))
         return made
 
@@ -138,7 +141,9 @@ def test_a_new_length_binds_what_is_new_alone(backend: Plugin, model: Models, mo
 
     def counted(plan: Plan, n_groups: int) -> Form | None:
         formed.append(plan.counts.total())
-        return form(plan, n_groups)
+        made = form(plan, n_groups)
+        assert made is not None, f"{plan.counts}: bound again wherever it lies"
+        return made
 
     monkeypatch.setattr(Form, "of", counted)
     counts = []
