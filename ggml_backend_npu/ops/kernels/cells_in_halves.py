@@ -41,6 +41,7 @@ from quant.kernels.vectors import FLOAT, HALF, part
 from quant.rows import decode_run
 from quant.runs import F16
 
+_LEAST_UNITS = 4  # so many that threads have about as much to do each, if heads that share k and v are taken together
 _IN_HALVES = 8  # how much longer than to move a float it takes to multiply and add one in halves
 
 
@@ -72,44 +73,66 @@ def _shrink_halves(y, n, n_narrow, factor):
         halves[i] = f32_to_f16_payload(f16_to_f32(halves[i]) * factor)
 
 
-def _add_vectors(kind, lanes):
-    """y += weight * v for vectors of float16, each sum rounded once from products of a kind."""
+def _add_vectors(kind, lanes, n_vectors):
+    """y += weight * v for some vectors of float16, cell by cell; each sum is rounded once from products of a kind."""
 
     @part
-    def add(y, v, weight, n_vectors):
-        factor = weight.load(FLOAT)
-        factor = factor.narrowed() if kind is HALF else factor
+    def add(y, v, v_step, weights, n_cells):
+        def step(i, sums):
+            weight, added = (weights + i * 4).load(FLOAT), []
+            for j, total in enumerate(sums):
+                row = (v + v_step * i + 2 * lanes * j).load(HALF, lanes)
+                if kind is HALF:
+                    added.append(row.fused_multiply_add(weight.narrowed(), total))
+                else:
+                    added.append(row.widened().fused_multiply_add(weight, total.widened()).narrowed())
+            return added
 
-        def step(i, _):
-            at = i * (2 * lanes)
-            row, sums = ((address + at).load(HALF, lanes) for address in (v, y))
-            if kind is HALF:
-                (y + at).store(row.fused_multiply_add(factor, sums))
-            else:
-                (y + at).store(row.widened().fused_multiply_add(factor, sums.widened()).narrowed())
-            return ()
-
-        n_vectors.count(step)
+        places = [y + 2 * lanes * j for j in range(n_vectors)]
+        for place, total in zip(places, n_cells.count(step, *[y.load(HALF, lanes) for y in places]), strict=True):
+            place.store(total)
 
     return add
 
 
-_add_narrow, _add_wide = _add_vectors(HALF, HALVES), _add_vectors(FLOAT, LANES)
+_TOGETHER = 4  # vectors: to round a sum takes a while
+_add_narrow, _add_one_narrow = (_add_vectors(HALF, HALVES, n) for n in (_TOGETHER, 1))
+_add_wide, _add_one_wide = (_add_vectors(FLOAT, LANES, n) for n in (_TOGETHER, 1))
 
 
 @inlined
-def _add_to_halves(y, v, n, n_narrow, at):
-    """y += weight * v for n float16, n_narrow of them multiplied as float16; at: the address of the weight."""
-    done = n_narrow // HALVES * HALVES
-    _add_narrow(y, v, at, done // HALVES)
-    weight = float_at(at)
-    halves, row, narrow = array_at(y, types.uint16, n), array_at(v, types.uint16, n), _as_half(weight)
-    for i in range(done, n_narrow):
-        halves[i] = _half_of_sum(f16_to_f32(row[i]) * narrow, f16_to_f32(halves[i]))
-    n_vectors = (n - n_narrow) // LANES
-    _add_wide(y + 2 * n_narrow, v + 2 * n_narrow, at, n_vectors)
-    for i in range(n_narrow + n_vectors * LANES, n):
-        halves[i] = f32_to_f16_payload(fused_multiply_add(f16_to_f32(row[i]), weight, f16_to_f32(halves[i])))
+def _add_in_vectors(several, one, lanes, begin, end, y, v, v_step, weights, n_cells):
+    """As `_add_cells`, of elements from `begin` on, as many as fill vectors; returns the first that is left."""
+    at = begin
+    while at + _TOGETHER * lanes <= end:
+        several(y + 2 * at, v + 2 * at, v_step, weights, n_cells)
+        at += _TOGETHER * lanes
+    while at + lanes <= end:
+        one(y + 2 * at, v + 2 * at, v_step, weights, n_cells)
+        at += lanes
+    return at
+
+
+@inlined
+def _add_cells(y, v, v_step, n, n_narrow, weights, n_cells):
+    """y += weight * v for n float16, n_narrow of them multiplied as float16, of some cells in order. v_step: from a row
+    of v to the next; weights: the address of a float32 for each cell."""
+    if n_cells == 0:
+        return
+    begin = _add_in_vectors(
+        _add_narrow, _add_one_narrow, HALVES, types.int64(0), n_narrow, y, v, v_step, weights, n_cells
+    )
+    done = _add_in_vectors(_add_wide, _add_one_wide, LANES, n_narrow, n, y, v, v_step, weights, n_cells)
+    if begin == n_narrow and done == n:
+        return
+    halves = array_at(y, types.uint16, n)
+    for cell in range(n_cells):
+        row, weight = array_at(v + v_step * cell, types.uint16, n), float_at(weights + 4 * cell)
+        narrow = _as_half(weight)
+        for i in range(begin, n_narrow):
+            halves[i] = _half_of_sum(f16_to_f32(row[i]) * narrow, f16_to_f32(halves[i]))
+        for i in range(done, n):
+            halves[i] = f32_to_f16_payload(fused_multiply_add(f16_to_f32(row[i]), weight, f16_to_f32(halves[i])))
 
 
 @inlined
@@ -145,77 +168,106 @@ def _finish(of, row, found):
 
 
 def scratch_in_halves(of: Attention) -> int:
-    """Bytes that `attend_in_halves` works in: a query, a key, scores, weights, what q is rounded in, sums."""
+    """Bytes that `attend_in_halves` works in: for each head sums, a query, a maximum and a total; keys, scores,
+    weights, what a query is rounded in."""
     to_round: int = bytes_to_round(of.dk)
-    return 8 * of.dk + 8 * CELLS + to_round + 2 * of.dv
+    return of.n_together * (2 * of.dv + 4 * of.dk + 8) + 4 * CELLS * (of.dk + 2) + to_round
+
+
+@inlined
+def _score(of, k, keys, query, y, count):
+    """Scores of `count` cells with a query: their keys are float16 at k, or float32 at keys."""
+    if of.k.code == F16:
+        dots_f16(k, of.k.place.nb[1], query, of.dk, y, count)
+    else:
+        scores = array_at(y, types.float32, count)
+        for i in range(count):
+            scores[i] = dot(keys + 4 * of.dk * i, query, of.dk)
+    scaled(y, count, of.scale)
+    capped(of, y, count)
+
+
+@inlined
+def _add_tile(of, mask, slope, v, y, count, state, to):
+    """Adds `count` cells, whose scores are at y, to the maximum and the total of a head, and to its sums of v. mask:
+    the address of the first cell's; 0: there is none."""
+    scores, weights = array_at(y, types.float32, count), array_at(y + 4 * CELLS, types.float32, count)
+    found, v_step, begun = array_at(state, types.float32, 2), of.v.place.nb[1], types.int64(0)
+    maximum, total = found[0], found[1]
+    excluded = types.int64(0)
+    for i in range(count):
+        if mask:
+            value = array_at(mask + 2 * i, types.uint16, 1)[0]
+            excluded = types.int64(value == EXCLUDED)
+            scores[i] += slope * f16_to_f32(value)
+        if excluded or scores[i] > maximum:
+            _add_cells(to, v + begun * v_step, v_step, of.dv, of.n_narrow, y + 4 * (CELLS + begun), i - begun)
+            begun = i + excluded
+        if excluded:
+            continue
+        if scores[i] > maximum:
+            shrunk = types.float32(math.exp(maximum - scores[i]))
+            maximum, weights[i] = scores[i], types.float32(1)
+            total = fused_multiply_add(total, shrunk, types.float32(1))
+            _shrink_halves(to, of.dv, of.n_narrow, shrunk)
+        else:
+            weights[i] = types.float32(math.exp(scores[i] - maximum))
+            total += weights[i]
+    _add_cells(to, v + begun * v_step, v_step, of.dv, of.n_narrow, y + 4 * (CELLS + begun), count - begun)
+    found[0], found[1] = maximum, total
 
 
 @compiled
 def attend_in_halves(p, begin, end, scratch):
-    """A unit is one part of the cells of one row (query, head, sequence). v and its sums are float16.
+    """A unit is one part of the cells of n_together rows (query, head, sequence), whose heads share one of k and v. v
+    and its sums are float16.
 
     `join_parts` joins the parts, unless there is only one: n_parts is 0 then.
     """
     of = record_at(p, Attention)
-    dk, dv, n_cells, n_parts = of.dk, of.dv, of.n_cells, max(of.n_parts, 1)
+    dk, dv, n_cells, n_parts, together = of.dk, of.dv, of.n_cells, max(of.n_parts, 1), of.n_together
     size = -(-n_cells // n_parts)
-    query = scratch
-    key = query + 4 * dk
-    y = key + 4 * dk
+    queries = scratch + 2 * dv * together
+    states = queries + 4 * dk * together
+    keys = states + 8 * together
+    y = keys + 4 * CELLS * dk
     work = y + 8 * CELLS
-    to = work + bytes_to_round(dk)
-    scores, weights = array_at(y, types.float32, CELLS), array_at(y + 4 * CELLS, types.float32, CELLS)
     for unit in range(begin, end):
-        turn, row = unit % n_parts, unit // n_parts
-        i1, head, i3 = index_of(row, of.n_queries, of.n_heads)
-        load_query(of, i1, head, i3, query, work)
-        mask, slope = mask_row(of, i1, head, i3), slope_of(of, head)
+        turn = unit % n_parts
+        i1, group, i3 = index_of(unit // n_parts, of.n_queries, of.n_heads // together)
+        head = group * together
+        for r in range(together):
+            load_query(of, i1, head + r, i3, queries + 4 * dk * r, work)
+            state = array_at(states + 8 * r, types.float32, 2)
+            state[0], state[1] = types.float32(-np.inf), types.float32(0)
+        array_at(scratch, types.uint16, dv * together)[:] = 0
         k, v = row_at(of.k, 0, head, i3), row_at(of.v, 0, head, i3)
-        maximum, total = types.float32(-np.inf), types.float32(0)
-        array_at(to, types.uint16, dv)[:] = 0
+        k_step, v_step = of.k.place.nb[1], of.v.place.nb[1]
         last = min((turn + 1) * size, n_cells)
         for first in range(turn * size, last, CELLS):
-            count = min(CELLS, last - first)
-            if mask and _all_excluded(mask + 2 * first, count):
-                continue
-            at, step = k + first * of.k.place.nb[1], of.k.place.nb[1]
-            if of.k.code == F16:
-                dots_f16(at, step, query, dk, y, count)
-                scaled(y, count, of.scale)
-            else:
-                for i in range(count):
-                    decode(of.k, at + i * step, key, dk)
-                    scores[i] = of.scale * dot(key, query, dk)
-            capped(of, y, count)
-            if mask:
-                added = array_at(mask + 2 * first, types.uint16, count)
-                for i in range(count):
-                    value = f16_to_f32(added[i])
-                    scores[i] = value if added[i] == EXCLUDED else scores[i] + slope * value
-            highest = maximum
-            for i in range(count):
-                highest = scores[i] if scores[i] > highest else highest
-                weights[i] = scores[i] - highest
-            for i in range(count):
-                if mask and array_at(mask + 2 * (first + i), types.uint16, 1)[0] == EXCLUDED:
+            count, decoded = min(CELLS, last - first), of.k.code == F16
+            for r in range(together):
+                mask = mask_row(of, i1, head + r, i3)
+                mask += 2 * first if mask else 0
+                if mask and _all_excluded(mask, count):
                     continue
-                weights[i] = types.float32(math.exp(weights[i]))
-                if scores[i] > maximum:
-                    shrunk = types.float32(math.exp(maximum - scores[i]))
-                    maximum, weights[i] = scores[i], types.float32(1)
-                    total = fused_multiply_add(total, shrunk, types.float32(1))
-                    _shrink_halves(to, dv, of.n_narrow, shrunk)
-                else:
-                    total += weights[i]
-                _add_to_halves(to, v + (first + i) * of.v.place.nb[1], dv, of.n_narrow, y + 4 * (CELLS + i))
-        part = of.parts + 4 * unit * (2 + dv)
-        found = array_at(part, types.float32, 2 + dv)
-        found[0], found[1] = maximum, total
-        decode_run(F16, to, 0, 0, part + 8, dv)
-        if of.sinks and turn == 0:
-            _add_sink(found, dv, float_at(of.sinks + 4 * head))
-        if of.n_parts == 0:
-            _finish(of, row, found)
+                if not decoded:
+                    decoded = True
+                    for i in range(count):
+                        decode(of.k, k + (first + i) * k_step, keys + 4 * dk * i, dk)
+                _score(of, k + first * k_step, keys, queries + 4 * dk * r, y, count)
+                to = scratch + 2 * dv * r
+                _add_tile(of, mask, slope_of(of, head + r), v + first * v_step, y, count, states + 8 * r, to)
+        for r in range(together):
+            row = i1 + of.n_queries * (head + r + of.n_heads * i3)
+            part, state = of.parts + 4 * (row * n_parts + turn) * (2 + dv), array_at(states + 8 * r, types.float32, 2)
+            found = array_at(part, types.float32, 2 + dv)
+            found[0], found[1] = state[0], state[1]
+            decode_run(F16, scratch + 2 * dv * r, 0, 0, part + 8, dv)
+            if of.sinks and turn == 0:
+                _add_sink(found, dv, float_at(of.sinks + 4 * (head + r)))
+            if of.n_parts == 0:
+                _finish(of, row, found)
     return 0
 
 
@@ -249,6 +301,9 @@ def bind_attend_in_halves(of: Attention, n_parts: int, step: int, keep: object) 
     n_rows = of.n_queries * of.n_heads * of.n_sequences
     parts = np.empty((n_rows, max(n_parts, 1), 2 + of.dv), np.float32)
     of = of._replace(parts=parts.ctypes.data, n_parts=n_parts, n_narrow=of.dv // step * step if step else 0)
-    n_units, kept = n_rows * max(n_parts, 1), (keep, parts)
+    n_units, shared = n_rows * max(n_parts, 1), of.k.shared[0]
+    if shared == of.v.shared[0] and n_units // shared >= _LEAST_UNITS:
+        n_units, of = n_units // shared, of._replace(n_together=shared)
+    kept = keep, parts
     work = Work(attend_in_halves, of, n_units, _IN_HALVES * cost_of(of), scratch=scratch_in_halves(of), keep=kept)
     return Job(work, Work(join_parts, of, n_rows, scratch=4 * (2 + of.dv))) if n_parts else Job(work)
