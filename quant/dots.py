@@ -222,7 +222,8 @@ def _dots_32(n_rows, quants, *, has_minimum=False):
             added: list[Value] = []
             for row in range(n_rows):
                 d = (scale + i * d_step + d_row * row).load(HALF).widened()
-                product = start.plus_fours(quants(first + i * q_step + q_row * row), vector).to_float()
+                x = quants(first + i * q_step + q_row * row)
+                product = start.plus_fours(x, vector, below_128=quants is not quants_q8_0).to_float()
                 added.append(product.fused_multiply_add(d * (block + SCALE).load(FLOAT, 8), sums[row]))
             if has_minimum:
                 for row in range(n_rows):
@@ -270,7 +271,8 @@ def _dots_q4_k(n_rows):
                 for j in range(4):
                     pairs = (x + 16 + 32 * j).load(INT8, 32)
                     for k, codes in ((2 * j, pairs & 15), (2 * j + 1, pairs >> 4)):
-                        fours = y.zeros(INT32, 8).plus_fours(codes, (block + 32 * k).load(INT8, 32))
+                        vector = (block + 32 * k).load(INT8, 32)
+                        fours = y.zeros(INT32, 8).plus_fours(codes, vector, below_128=True)
                         total = total + fours * _bytes_of(scales[k // 4], k % 4)
                 low, high = (word.as_bytes() for word in minima)
                 below = low.followed_by(high).to(INT32) * y_sums
@@ -310,7 +312,8 @@ def _dots_q6_k(n_rows):
                         quants = codes | (((high >> (2 * j)) & 3) << 4)
                         place = 8 * half + 2 * j
                         factor = scales.picked(scales, [place] * 4 + [place + 1] * 4)
-                        fours = y.zeros(INT32, 8).plus_fours(quants, (block + 16 * place).load(INT8, 32))
+                        vector = (block + 16 * place).load(INT8, 32)
+                        fours = y.zeros(INT32, 8).plus_fours(quants, vector, below_128=True)
                         total = total + fours * factor
                 scale = (x + 208).load(HALF).widened() * y_scale
                 added.append(total.to_float().fused_multiply_add(scale, sums[row]))

@@ -104,7 +104,7 @@ def _dots_32(n_columns, *, has_minimum=False):
                 for j, word in enumerate(words):
                     y_word = (block + 4 * j).load(INT32).filled(ROWS).as_bytes()
                     start = none if has_minimum else (block + (SUMS + 4 * j)).load(INT32).filled(ROWS)
-                    fours = start.plus_fours(word, y_word).to_float()
+                    fours = start.plus_fours(word, y_word, below_128=has_minimum).to_float()
                     added.append(fours.fused_multiply_add(scales, sums[len(added)]))
             if has_minimum:
                 minimum = (at + _MINIMUM).load(FLOAT, ROWS)
@@ -199,7 +199,8 @@ def _dots_k(*, n_scales):
                 totals = [zeros] * 8
                 for k, j in product(range(4 * half, 4 * half + 4), range(8)):
                     word = (at + _WORD * (8 * k + j)).load(INT32, ROWS).as_bytes()
-                    fours = none.plus_fours(word, (block + 4 * (8 * k + j)).load(INT32).filled(ROWS).as_bytes())
+                    y_word = (block + 4 * (8 * k + j)).load(INT32).filled(ROWS).as_bytes()
+                    fours = none.plus_fours(word, y_word, below_128=True)
                     totals[j] = fours.to_float().fused_multiply_add(scales[each * k + each * j // 8], totals[j])
                 halves.append(totals)
             if has_minimum:

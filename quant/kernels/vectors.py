@@ -185,12 +185,17 @@ class Value:
             first = first + other
         return first
 
-    def plus_fours(self, unsigned: Value, signed: Value) -> Value:
-        """Self, 4, 8 or 16 int32, plus the sums of fours of the products of as many unsigned and signed bytes."""
+    def plus_fours(self, unsigned: Value, signed: Value, *, below_128: bool = False) -> Value:
+        """Self, 4, 8 or 16 int32, plus the sums of fours of the products of as many unsigned and signed bytes.
+
+        below_128  no unsigned byte exceeds 127
+        """
         if self.lanes > (4 if processor_has("dotprod") else 16 if processor_has("avx512vnni") else 8):
             half = self.lanes // 2
             parts = [
-                self.lanes_from(i, 1, half).plus_fours(*(x.lanes_from(4 * i, 1, 4 * half) for x in (unsigned, signed)))
+                self.lanes_from(i, 1, half).plus_fours(
+                    *(x.lanes_from(4 * i, 1, 4 * half) for x in (unsigned, signed)), below_128=below_128
+                )
                 for i in (0, half)
             ]
             return parts[0].followed_by(parts[1])
@@ -202,9 +207,22 @@ class Value:
             function = self._builder.module.declare_intrinsic(name, (), shape)
             bytes_ = (self._builder.bitcast(each._value, kind) for each in (unsigned, signed))
             return self._of(self._builder.call(function, [self._value, *bytes_]))
+        if processor_has("avx2") and self.lanes == 8:
+            low = self._plus_pairs(unsigned if below_128 else unsigned & 0x7F, signed, 1)
+            return low if below_128 else low._plus_pairs(unsigned >> 7, signed, 128)
         products = unsigned.to(INT16).to(INT32) * signed.signed(INT16).signed(INT32)
         pairs = products.lanes_from(0, 2, 2 * self.lanes) + products.lanes_from(1, 2, 2 * self.lanes)
         return self + pairs.lanes_from(0, 2, self.lanes) + pairs.lanes_from(1, 2, self.lanes)
+
+    def _plus_pairs(self, unsigned: Value, signed: Value, factor: int) -> Value:
+        """`plus_fours` of 8 int32, times a factor, by AVX2: its sums of two products are int16, so that no unsigned
+        byte may exceed 127."""
+        half, module = ir.VectorType(INT16, 16), self._builder.module
+        shapes = ir.FunctionType(half, [signed._value.type] * 2), ir.FunctionType(self._value.type, [half] * 2)
+        names = "llvm.x86.avx2.pmadd.ub.sw", "llvm.x86.avx2.pmadd.wd"
+        of_bytes, of_pairs = (module.declare_intrinsic(name, (), to) for name, to in zip(names, shapes, strict=True))
+        pairs = self._builder.call(of_bytes, [unsigned._value, signed._value])
+        return self + self._of(self._builder.call(of_pairs, [pairs, ir.Constant(half, [factor] * 16)]))
 
     def _plus_signed(self, unsigned: Value, signed: Value) -> Value:
         """`plus_fours` of 4 int32 and 16 bytes, on an ARM that multiplies signed bytes alone: the unsigned ones are

@@ -402,20 +402,23 @@ def test_columns_are_rounded_as_the_cpu_of_each_processor_rounds_them(rounding: 
 
 PORTABLE = """
 import json
+import sys
 import test_matmul
 from quant.kernels.processor import processor_has
 
-assert not processor_has("avx512vnni")
+assert not any(map(processor_has, sys.argv[1:]))
 print(json.dumps(test_matmul.dots_of_each_type()))
 """
 
 
 @pytest.mark.slow
-def test_the_processors_dot_products_equal_the_portable_ones() -> None:
-    """The portable ones in a process of their own, which compiles for a processor that has no such products."""
-    without = binding.get_host_cpu_features().flatten().replace("+avx512vnni", "-avx512vnni")
+@pytest.mark.parametrize("lacking", [("avx512vnni",), ("avx512vnni", "avx2")])
+def test_the_processors_dot_products_equal_the_portable_ones(lacking: tuple[str, ...]) -> None:
+    """Those of AVX2, and the portable ones, each in a process that compiles for a processor that lacks the others."""
+    features = binding.get_host_cpu_features().flatten().split(",")
+    without = ",".join(f"-{feature[1:]}" if feature[1:] in lacking else feature for feature in features)
     environment = os.environ | {"NUMBA_CPU_FEATURES": without, "PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, "-c", PORTABLE]
+    command = [sys.executable, "-c", PORTABLE, *lacking]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout) == dots_of_each_type()
