@@ -15,10 +15,14 @@ from graph_runner.hazards.recording import Recording, as_built, step_name
 
 class Order:
     """The graphs of both runs, from the nodes that these come to: of the reference's in the order in which they were
-    built, of the device's as it runs them."""
+    built, of the device's as it runs them.
 
-    def __init__(self, ggml: Ggml) -> None:
+    sees_both  whether both runs are in this process; else nothing is found
+    """
+
+    def __init__(self, ggml: Ggml, *, sees_both: bool = True) -> None:
         self._ggml, self._built, self._ran = ggml, Recording(ggml), Recording(ggml)
+        self._sees_both = sees_both
 
     def step(self, step: int) -> None:
         """Called before a step."""
@@ -31,7 +35,8 @@ class Order:
 
     def own(self, read: Read) -> None:
         """Called when the device's own run comes to a node, one that computes nothing too."""
-        self._ran.add(read)
+        if self._sees_both:
+            self._ran.add(read)
 
     def runs(self, plan: Plan, graph: int) -> None:
         """Called before the device runs the plan of a graph, by the graph's address."""
