@@ -93,7 +93,7 @@ class Judge:
         self.blindness = Blindness(asked.rules)
         self.watch = Watch()  # for NaN in the reference's run
         self.fingerprints: dict[tuple[int, int], int] = {}  # of what nodes of the own run gave, by step and place
-        self.order = Order(ggml, sees_both=not sides.device.is_elsewhere)
+        self.order = Order(ggml, sides.device.recording())
         self.order.step(self.step)
         self.own = OwnRun(
             ggml, sides, lambda: (self._turn.before, self.partner(self._turn.place)), self._about_to_run_own,

@@ -8,6 +8,7 @@ from ggml_backend_npu.backend.plan import Plan
 from ggml_backend_npu.ggml import convert
 from ggml_backend_npu.ggml.convert import Read
 from ggml_backend_npu.ggml.lib import Ggml
+from graph_runner.elsewhere.session import RecordingElsewhere
 from graph_runner.hazards.check import check
 from graph_runner.hazards.findings import Report
 from graph_runner.hazards.recording import Recording, as_built, step_name
@@ -17,12 +18,12 @@ class Order:
     """The graphs of both runs, from the nodes that these come to: of the reference's in the order in which they were
     built, of the device's as it runs them.
 
-    sees_both  whether both runs are in this process; else nothing is found
+    ran  the recording of the device's, if that is not in this process
     """
 
-    def __init__(self, ggml: Ggml, *, sees_both: bool = True) -> None:
-        self._ggml, self._built, self._ran = ggml, Recording(ggml), Recording(ggml)
-        self._sees_both = sees_both
+    def __init__(self, ggml: Ggml, ran: RecordingElsewhere | None = None) -> None:
+        self._ggml, self._built = ggml, Recording(ggml)
+        self._ran = ran or Recording(ggml)
 
     def step(self, step: int) -> None:
         """Called before a step."""
@@ -35,8 +36,7 @@ class Order:
 
     def own(self, read: Read) -> None:
         """Called when the device's own run comes to a node, one that computes nothing too."""
-        if self._sees_both:
-            self._ran.add(read)
+        self._ran.add(read)
 
     def runs(self, plan: Plan, graph: int) -> None:
         """Called before the device runs the plan of a graph, by the graph's address."""

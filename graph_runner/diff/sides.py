@@ -26,7 +26,7 @@ from ggml_backend_npu.plugin.replica import Replica
 from graph_runner.base.settings import DeviceName, Settings
 from graph_runner.base.variants import Variant
 from graph_runner.elsewhere.other import Other
-from graph_runner.elsewhere.session import AnySession, SessionElsewhere
+from graph_runner.elsewhere.session import AnySession, RecordingElsewhere, SessionElsewhere
 from graph_runner.run.session import Observer, Session
 
 CPU, NPU = "CPU", "NPU"
@@ -129,8 +129,12 @@ class Side(ABC):
 
     @property
     def runs_elsewhere(self) -> bool:
-        """Whether another process runs its graphs: then nobody knows in which order."""
-        return self.is_elsewhere
+        """Whether another process runs its graphs, and nobody knows in which order."""
+        return False
+
+    def recording(self) -> RecordingElsewhere | None:
+        """Returns what records the order of its next run; None if that is a run of this process."""
+        return None
 
     @property
     def is_elsewhere(self) -> bool:
@@ -275,6 +279,9 @@ class Elsewhere(Cpu):
     @property
     def is_elsewhere(self) -> bool:
         return True
+
+    def recording(self) -> RecordingElsewhere | None:
+        return RecordingElsewhere(self._other)
 
     def computes(self, address: int) -> bool:
         return True  # it tells of no others

@@ -28,6 +28,7 @@ from graph_runner.base.errors import SessionError
 from graph_runner.base.settings import Settings
 from graph_runner.elsewhere.fits import refuse_other_structs
 from graph_runner.elsewhere.layout import Form, Place, Say, SeenNode
+from graph_runner.hazards.recording import Recording
 from graph_runner.judging.copies import Layout
 from graph_runner.run.session import Session
 
@@ -51,6 +52,7 @@ class Desk:
         self._connection, self._fd = connection, fd
         self._known: dict[int, _Known] = {}
         self._opened = ExitStack()
+        self.recording: Recording | None = None
         self._ggml: Ggml
         self._replica: Replica
         self._session: Session
@@ -74,7 +76,7 @@ class Desk:
     def _answer(self, what: str, arguments: tuple[Any, ...]) -> None:
         answers: dict[str, Callable[..., Any]] = {
             "begin": self._begin, "map": self._map, "refusal": self._refusal, "compute": self._compute,
-            "open": self._open, "close": self._opened.close, "session": self._of_session,
+            "open": self._open, "close": self._opened.close, "session": self._of_session, "order": self._order,
         }  # fmt: skip
         try:
             self.say(Say.DONE, answers[what](*arguments))
@@ -145,6 +147,17 @@ class Desk:
         given = found(*arguments) if callable(found) else found
         return [*given] if name == "parts" else given
 
+    def _order(self, name: str, *arguments: Any) -> Any:
+        """Begins to record the order of the run, calls a method of the recording, or ends it with its graphs."""
+        if name == "begin":
+            self.recording = Recording(self._ggml)
+        elif name == "graphs" and self.recording is not None:
+            graphs, self.recording = self.recording.graphs, None
+            return graphs
+        elif self.recording is not None:
+            getattr(self.recording, name)(*arguments)
+        return None
+
 
 class _Teller:
     """An observer that tells the other process of each node that computes something, and waits before and after it."""
@@ -155,9 +168,11 @@ class _Teller:
 
     def before(self, address: int) -> bool:
 
-        if not convert.computes(convert.op_name(self._ggml, address)):
-            return False
         read = self._reader(address)
+        if self._desk.recording is not None:
+            self._desk.recording.add(read)
+        if not convert.computes(read.node.op):
+            return False
         number, node = self._numbers.get(read), None
         if number is None:
             number, node = len(self._numbers), SeenNode.of(read, self._place)

@@ -1,8 +1,9 @@
-"""A session in another process."""
+"""A session in another process, and the order in which it runs."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from functools import cached_property
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
@@ -10,8 +11,11 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from ggml_backend_npu.backend.plan import Plan
+from ggml_backend_npu.ggml.convert import Read
 from graph_runner.base.settings import Gives, Settings
 from graph_runner.elsewhere.other import Other
+from graph_runner.hazards.graph import Graph
 from graph_runner.run.session import Observer
 
 Batch = list[list[int]]  # tokens of each sequence
@@ -92,4 +96,32 @@ class SessionElsewhere:
     def next_tokens(self) -> Batch:
         """Returns what the next step decodes."""
         found: Batch = self._ask("next_tokens")
+        return found
+
+
+class RecordingElsewhere:
+    """The order of the run in another process, which records it there: see `hazards.recording.Recording`."""
+
+    def __init__(self, other: Other) -> None:
+        self._other = other
+        other.ask("order", "begin")
+
+    def step(self, name: str) -> None:
+        """Called before some tokens are decoded."""
+        self._other.ask("order", "step", name)
+
+    def add(self, read: Read) -> None:
+        """Does nothing: the other process adds its nodes."""
+
+    def runs(self, plan: Plan, nodes: Sequence[int]) -> None:
+        """Does nothing: no plan of this project runs there."""
+
+    def end(self) -> None:
+        """Called after the last node of a graph has run."""
+        self._other.ask("order", "end")
+
+    @cached_property
+    def graphs(self) -> list[Graph]:
+        """Those that have ended. Nothing is recorded any more."""
+        found: list[Graph] = self._other.ask("order", "graphs")
         return found

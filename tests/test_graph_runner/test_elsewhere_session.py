@@ -35,6 +35,8 @@ def test_every_node_is_judged_from_equal_inputs_and_in_the_own_run() -> None:
     assert result.fates == {Fate.JUDGED: len(result.nodes)}
     assert len(result.compared) == len(result.nodes) > 0
     assert result.is_unobserved
+    assert len(result.order) == 2
+    assert result.order_unknown == ""
     assert (result.reference, result.device) == ("CPU", f"CPU build={short(str(INSTALLED))}")
     assert result.builds is not None
     assert [each.where for each in result.builds][1] == str(INSTALLED)
