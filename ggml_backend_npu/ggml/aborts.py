@@ -32,6 +32,8 @@ def _before_0_25(ggml: Ggml, node: Node) -> str | None:
         return f"is {type}, at which ggml {ggml.version} aborts"
     if node.op == "MUL_MAT" and "f32" == sources[0] != sources[1]:
         return f"has columns of {sources[1]}, at which ggml {ggml.version} aborts"
+    if node.op in ("ROPE", "ROPE_BACK") and any(node.params[60:]):
+        return f"rotates from an element after the first on, which ggml {ggml.version} does not know"
     if node.op == "DSV4_HC_PRE" and any(node.params[4:8]):
         return f"has gates, which ggml {ggml.version} does not have"
     if node.op == "DSV4_HC_POST" and not any(sources[3:]):

@@ -196,6 +196,7 @@ class Storage:
     is_set     whether it is set from outside before a graph, or a split of it, is computed: an input, or the copy of a
                tensor that a scheduler makes for another device
     is_weight  whether its buffer is one for a model's weights
+    is_leaf    whether no op computes it
     """
 
     address: int
@@ -203,6 +204,7 @@ class Storage:
     buffer: int
     is_set: bool
     is_weight: bool = False
+    is_leaf: bool = False
 
 
 @dataclass(frozen=True, eq=False)

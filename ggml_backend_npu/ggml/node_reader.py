@@ -84,5 +84,6 @@ class Reader:
         buffer = convert.buffer_of(address)
         usage = self._ggml.ggml_backend_buffer_get_usage(buffer) if buffer else 0
         found = convert.tensor(self._ggml, address, packed=self._packed)
-        is_set = convert.is_leaf(address) and usage == structs.USAGE_COMPUTE
-        return Storage(address, found, buffer, is_set, is_weight=usage == structs.USAGE_WEIGHTS)
+        is_leaf = convert.is_leaf(address)
+        is_set = is_leaf and usage == structs.USAGE_COMPUTE
+        return Storage(address, found, buffer, is_set, usage == structs.USAGE_WEIGHTS, is_leaf)

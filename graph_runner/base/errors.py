@@ -41,3 +41,21 @@ class BlindError(Exception):
 
 class SuiteError(UserError):
     """ggml's programs cannot be built, or did not run to their end. The message is one line that says why."""
+
+
+class EndedElsewhereError(BaseException):
+    """The process of a side of a diff has ended. Not an Exception: nobody who takes what a kernel raises for a node's
+    failure is to take this for one.
+
+    who    "the process of CPU build=before"
+    how    "ended by SIGSEGV"
+    at     " at MUL_MAT node 'kq-0'": the node that it was to compute last, or ""
+    limit  of the machine, if that has ended it: one line; "" if not
+    """
+
+    def __init__(self, who: str, how: str, at: str = "", limit: str = "") -> None:
+        super().__init__(who, how, at, limit)
+        self.who, self.how, self.at, self.limit = who, how, at, limit
+
+    def __str__(self) -> str:
+        return self.limit or f"{self.who} {self.how}{self.at}"

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-DeviceName = Literal["npu", "cpu", "foreign"]
+DeviceName = Literal["npu", "cpu", "foreign", "elsewhere"]
 FlashAttention = Literal["auto", "on", "off"]
 Gives = Literal["logits", "embeddings"]  # of a step
 
@@ -24,7 +24,8 @@ class Settings:
     """The settings of a context.
 
     device      "npu": the NPU takes the nodes it supports; "cpu": llama.cpp's CPU takes all;
-                "foreign": a device of somebody else's backend takes what llama.cpp gives it
+                "foreign": a device of somebody else's backend takes what llama.cpp gives it;
+                "elsewhere": the CPU of another llama.cpp, in another process
     n_ctx       context size in tokens (cells), of each sequence
     cache_type_k  ggml type of the K cache
     cache_type_v  ggml type of the V cache (a quantised one needs flash attention)

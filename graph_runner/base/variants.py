@@ -8,13 +8,17 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from graph_runner.base.builds import Build, short
 from graph_runner.base.errors import BadInputError
 from graph_runner.base.limits import MOST_THREADS
 from graph_runner.base.settings import Settings
 from quant.kernels.processor import announces_amx
 
 _OFF_AND_ON = {"off": False, "on": True}
-_OF: dict[str, tuple[str, ...]] = {"CPU": ("threads", "flash-attn", "repack"), "NPU": ("matmul", "kernels")}
+_OF: dict[str, tuple[str, ...]] = {
+    "CPU": ("threads", "flash-attn", "repack", "build", "python"),
+    "NPU": ("matmul", "kernels"),
+}
 _OF_OTHERS = ("op-offload",)
 
 
@@ -39,7 +43,10 @@ _FIELDS: dict[str, tuple[str, Callable[[str], Any]]] = {  # of Settings
 _CHECKS: dict[str, Callable[[str], Any]] = {name: check for name, (_, check) in _FIELDS.items()} | {
     "matmul": partial(_choice, {"exact": "exact", "fast": "fast"}),
     "kernels": str,
+    "build": Build.of_folder,
+    "python": Build.of_python,
 }
+_BUILDS = ("build", "python")
 
 
 @dataclass(frozen=True)
@@ -52,9 +59,14 @@ class Variant:
     op-offload  whether a device that is given some layers computes large nodes of the others too: off, on
     matmul      of this project's kernels: exact, fast
     kernels     a user's file of kernels
+    build       a folder of another llama.cpp
+    python      a Python whose environment has another llama-cpp-python
+
+    build of a variant is that llama.cpp; None: the command's own
     """
 
     texts: Mapping[str, str] = field(default_factory=dict)
+    build: Build | None = None
 
     @classmethod
     def of(cls, words: Sequence[str], device: str, option: str) -> Variant:
@@ -66,6 +78,7 @@ class Variant:
         option  that the words were given to
         """
         texts: dict[str, str] = {}
+        build = None
         known = _OF.get(device, _OF_OTHERS)
         for word in words:
             name, equals, text = word.partition("=")
@@ -74,20 +87,24 @@ class Variant:
             if name in texts:
                 raise BadInputError(f"{option} {word!r}: {name} is given twice")
             try:
-                _CHECKS[name](text)
+                checked = _CHECKS[name](text)
             except ValueError as error:
                 raise BadInputError(f"{option} {word!r}: {error}") from None
+            if name in _BUILDS and build is not None:
+                raise BadInputError(f"{option} {word!r}: another build is given")
+            build = checked if name in _BUILDS else build
             texts[name] = text
         if texts.get("repack") == "on" and announces_amx():
             raise BadInputError(f"{option} 'repack=on': this processor announces AMX, with which repacking may crash")
-        return cls(texts)
+        return cls(texts, build)
 
     def __bool__(self) -> bool:
         return bool(self.texts)
 
     def named(self, device: str) -> str:
         """Returns the name of a device with these settings: "CPU threads=2"."""
-        return " ".join([device, *(f"{name}={text}" for name, text in self.texts.items())])
+        texts = {name: short(text) if name in _BUILDS else text for name, text in self.texts.items()}
+        return " ".join([device, *(f"{name}={text}" for name, text in texts.items())])
 
     def over(self, settings: Settings) -> Settings:
         """Returns a session's settings with these in place of its own."""
@@ -107,10 +124,14 @@ class Variant:
 
 @dataclass(frozen=True)
 class Variants:
-    """The settings of both sides of a diff. Truthy if one has any."""
+    """The settings of both sides of a diff. Truthy if one has any.
+
+    own  the llama.cpp that the command has by itself
+    """
 
     reference: Variant = field(default_factory=Variant)
     device: Variant = field(default_factory=Variant)
+    own: Build = field(default_factory=Build.of_this_process)
 
     @classmethod
     def of(cls, reference: tuple[str, Sequence[str]], device: tuple[str, Sequence[str]]) -> Variants:
@@ -132,6 +153,11 @@ class Variants:
 
     def __bool__(self) -> bool:
         return bool(self.reference or self.device)
+
+    @property
+    def elsewhere(self) -> Build | None:
+        """The llama.cpp of the device, if that is ggml's CPU and has not the reference's."""
+        return (self.device.build or self.own) if self.device.build or self.reference.build else None
 
     def has(self, name: str) -> bool:
         """Whether a side has a setting of this name."""

@@ -164,7 +164,8 @@ def diff(
     text = prompt.text
     if reproducers is not None and not reproducers.is_dir():
         raise BadInputError(f"--reproducers {str(reproducers)!r}: no such directory")
-    with nullcontext() if in_process else begun(DIFF) as child:
+    build = variants.reference.build
+    with nullcontext() if build is None else build.used(), nullcontext() if in_process else begun(DIFF) as child:
         from graph_runner.base.models import model_file
         from graph_runner.diff.run import DiffOptions
         from graph_runner.process.jobs import DiffJob, NpuOptions, run_diff

@@ -244,7 +244,10 @@ Matmul = Annotated[
         show_default=False,
     ),
 ]
-_OF_A_SIDE = "cpu: threads, flash-attn, repack; npu: matmul, kernels; others: op-offload"
+_OF_A_SIDE = (
+    "cpu: threads, flash-attn, repack, build (a folder of another llama.cpp), python (that has another); "
+    "npu: matmul, kernels; others: op-offload"
+)
 ReferenceWith = Annotated[
     list[str] | None,
     typer.Option(
@@ -258,7 +261,8 @@ DeviceWith = Annotated[
     list[str] | None,
     typer.Option(
         metavar="NAME=VALUE",
-        help="A setting of the device alone; with --device cpu, it is compared with the CPU under other settings.",
+        help="A setting of the device alone; with --device cpu, it is compared with the CPU under other settings, or "
+        "with that of another build.",
         show_default=False,
     ),
     READS,

@@ -19,12 +19,13 @@ from graph_runner.diff.logits import Ending, Endings, Outputs, nmse
 from graph_runner.diff.sides import CPU, Side
 from graph_runner.diff.together import Computer, Grouped, ends_of
 from graph_runner.diff.walks import Course, Place, Walk
+from graph_runner.elsewhere.session import AnySession
 from graph_runner.judging.results import OWN_RUN, NodeResult, Verdict, types_of
 from graph_runner.judging.spans import Chain
-from graph_runner.run.session import Observer, Session, SessionError, Settings
+from graph_runner.run.session import Observer, SessionError, Settings
 from quant import codec, type_names
 
-Opened = Callable[[Settings, Observer | None], Session]
+Opened = Callable[[Settings, Observer | None], AnySession]
 _FAR = 100.0  # times what is natural, which the end of a run may be off by
 _FEW_ULP = 1e-6  # of float32, in parts of an element
 _DRAWS = 4  # of errors, at most, to find out what is natural
@@ -46,12 +47,12 @@ class _One(Walk):
 
     def looks_at(self, place: Place, address: int) -> bool:
         if self._cut is not None and place == (self._cut[0], self._cut[1] + 1):
-            self.began = convert.node(self.ggml, address)
+            self.began = self.read(address).node
         return place in (self._wanted, self._cut)
 
     def saw(self, place: Place, address: int) -> None:
         if place == self._wanted:
-            self.found = self.digest(address), convert.node(self.ggml, address)
+            self.found = self.digest(address), self.read(address).node
 
 
 class _Noise(Walk):

@@ -188,7 +188,7 @@ def _in_device_layout(read: Read) -> set[int]:
     return {
         id(tensor)
         for tensor, storage in pairs
-        if tensor is not None and storage is not None and not storage.is_set and convert.is_leaf(storage.address)
+        if tensor is not None and storage is not None and not storage.is_set and storage.is_leaf
     }
 
 

@@ -115,7 +115,9 @@ class Contents:
 
 def _extent(ggml: Ggml, handle: int, buffer: Buffer | None) -> tuple[int, int]:
     """Returns [begin, end) of a ggml_backend_buffer_t, which lies in host memory if it is no device's buffer."""
-    begin = int(ggml.ggml_backend_buffer_get_base(handle) or 0) if buffer is None else buffer.address
+    if buffer is not None:
+        return buffer.address, buffer.address + buffer.size
+    begin = int(ggml.ggml_backend_buffer_get_base(handle) or 0)
     return begin, begin + int(ggml.ggml_backend_buffer_get_size(handle))
 
 

@@ -87,13 +87,13 @@ class Judge:
         self._states = States(self.state_results.append)
         self._leaves: Leaves | None = None
         if sides.reference.is_cpu and not sides.device.is_cpu:
-            self._leaves = Leaves(ggml, self.faults.append, lambda own: self._states.begins(own, self.step))
+            self._leaves = Leaves(self.faults.append, lambda own: self._states.begins(own, self.step))
         self.strays: list[Stray] = []
         self.planter = Planter(asked.rules, asked.seed)
         self.blindness = Blindness(asked.rules)
         self.watch = Watch()  # for NaN in the reference's run
         self.fingerprints: dict[tuple[int, int], int] = {}  # of what nodes of the own run gave, by step and place
-        self.order = Order(ggml)
+        self.order = Order(ggml, sides.device.recording())
         self.order.step(self.step)
         self.own = OwnRun(
             ggml, sides, lambda: (self._turn.before, self.partner(self._turn.place)), self._about_to_run_own,

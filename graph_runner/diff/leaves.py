@@ -8,9 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from ggml_backend_npu.device.faults import MemoryFault, differing
-from ggml_backend_npu.ggml import convert, structs
+from ggml_backend_npu.ggml import convert
 from ggml_backend_npu.ggml.convert import Read, Storage
-from ggml_backend_npu.ggml.lib import Ggml
 from ggml_backend_npu.ir import Tensor
 from graph_runner.judging.copies import digest_of, span
 
@@ -33,8 +32,8 @@ class Leaves:
     off    called with a cache or state of the device's that differs
     """
 
-    def __init__(self, ggml: Ggml, found: Callable[[MemoryFault], None], off: Callable[[Tensor], None]) -> None:
-        self._ggml, self._found, self._off = ggml, found, off
+    def __init__(self, found: Callable[[MemoryFault], None], off: Callable[[Tensor], None]) -> None:
+        self._found, self._off = found, off
         self._theirs: dict[_Key, _Leaf] = {}
         self._early: dict[_Key, tuple[Tensor, int]] = {}  # of the device's run, where that is ahead
         self._seen: set[Read | int] = set()
@@ -72,9 +71,7 @@ class Leaves:
         for storage in (read.dst, *read.src):
             if storage is None or storage.is_set or storage.address in self._seen or not storage.tensor.nbytes:
                 continue
-            if not convert.is_leaf(storage.address) or not storage.buffer:
-                continue
-            if self._ggml.ggml_backend_buffer_get_usage(storage.buffer) != structs.USAGE_COMPUTE:
+            if storage.is_leaf and storage.buffer:
                 self._seen.add(storage.address)
                 yield storage
 

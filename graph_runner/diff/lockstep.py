@@ -21,6 +21,7 @@ from ggml_backend_npu.ggml import convert, lib
 from ggml_backend_npu.ggml.guard import INTERRUPTS
 from graph_runner.base.limits import refuse_where_memory_is_limited
 from graph_runner.diff.sides import Side
+from graph_runner.elsewhere.session import AnySession
 from graph_runner.run.session import Session, SessionError
 
 Batch = list[list[int]]  # tokens of each sequence
@@ -93,7 +94,7 @@ class Lockstep:
         self.stopped: str | None = None
         self._failed = False
 
-    def decode(self, reference: Session, device: Session, tokens: Batch) -> None:
+    def decode(self, reference: Session, device: AnySession, tokens: Batch) -> None:
         """Runs tokens of each sequence through both sessions; through the reference alone if the device has stopped."""
         self.reference.place = self.device.place = -1
         self._failed = False
@@ -120,7 +121,7 @@ class Lockstep:
         self._halt(None)
         self._side.watch(watched=False)
 
-    def _decode_device(self, device: Session, tokens: Batch) -> None:
+    def _decode_device(self, device: AnySession, tokens: Batch) -> None:
         try:
             if not self._failed and self.stopped is None:
                 for part in device.parts(*tokens):
@@ -143,13 +144,15 @@ class Lockstep:
         """Called before a run computes a node. Returns whether to observe the node."""
         if self._failed:
             raise SessionError("the other run has failed")
-        if not convert.computes(convert.op_name(lib.ggml(), address)):
-            if runner is self.device:
+        if runner is self.device:
+            if not self._side.computes(address):
                 self._judge.own_passes(address)
+                return False
+            runner.place += 1
+            return self._judge.own_before(address, runner.place)
+        if not convert.computes(convert.op_name(lib.ggml(), address)):
             return False
         runner.place += 1
-        if runner is self.device:
-            return self._judge.own_before(address, runner.place)
         self._judge.before(address, runner.place)
         return True
 

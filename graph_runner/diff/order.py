@@ -8,6 +8,7 @@ from ggml_backend_npu.backend.plan import Plan
 from ggml_backend_npu.ggml import convert
 from ggml_backend_npu.ggml.convert import Read
 from ggml_backend_npu.ggml.lib import Ggml
+from graph_runner.elsewhere.session import RecordingElsewhere
 from graph_runner.hazards.check import check
 from graph_runner.hazards.findings import Report
 from graph_runner.hazards.recording import Recording, as_built, step_name
@@ -15,10 +16,14 @@ from graph_runner.hazards.recording import Recording, as_built, step_name
 
 class Order:
     """The graphs of both runs, from the nodes that these come to: of the reference's in the order in which they were
-    built, of the device's as it runs them."""
+    built, of the device's as it runs them.
 
-    def __init__(self, ggml: Ggml) -> None:
-        self._ggml, self._built, self._ran = ggml, Recording(ggml), Recording(ggml)
+    ran  the recording of the device's, if that is not in this process
+    """
+
+    def __init__(self, ggml: Ggml, ran: RecordingElsewhere | None = None) -> None:
+        self._ggml, self._built = ggml, Recording(ggml)
+        self._ran = ran or Recording(ggml)
 
     def step(self, step: int) -> None:
         """Called before a step."""

@@ -15,7 +15,7 @@ from ggml_backend_npu.ggml.lib import Ggml
 from ggml_backend_npu.registry.entry import Call
 from graph_runner.diff.contents import Changed, Contents, Rest
 from graph_runner.diff.order import Order
-from graph_runner.diff.sides import NodesOf, Sides
+from graph_runner.diff.sides import Sides
 from graph_runner.judging.copies import continues_dst, copy, held, is_read, span
 from graph_runner.judging.results import UNSEEN
 from graph_runner.judging.spans import Chain, Collected, between_gaps_of
@@ -128,7 +128,7 @@ class OwnRun:
     ) -> None:
         self._ggml, self._device, self._computer = ggml, sides.device, sides.reference
         self._reference, self._about_to, self._order, self._strict = reference, about_to, order, strict
-        self._read = NodesOf(ggml, sides.device)
+        self._read = sides.device.reader(ggml)
         self._chain = Chain(sides.device.backend, sides.device.fusions)
         self._contents = Contents(sides.device.bytes_at)
         self._constants: dict[tuple[int, int], bool] = {}  # whether they are alike, by where they lie in both runs

@@ -11,7 +11,6 @@ from itertools import accumulate
 from typing import Protocol
 
 from ggml_backend_npu import Tensor
-from ggml_backend_npu.ggml import convert
 from ggml_backend_npu.ggml.lib import Ggml
 from graph_runner.diff.walks import Place, Walk
 from graph_runner.judging.results import types_of
@@ -49,14 +48,15 @@ class Listing(Walk):
         self.keys.append([])
 
     def looks_at(self, place: Place, address: int) -> bool:
-        node = convert.node(self.ggml, address)
+        read = self.read(address)
+        node = read.node
         name: object = node.dst.name if self._is_one_graph else _name(node.dst)
         if name is None:
-            pairs = zip(node.src, convert.roots(self.ggml, address), strict=True)
+            pairs = zip(node.src, read.roots, strict=True)
             name = node.params, *(self._source(source, root) for source, root in pairs)
         key = node.op, name, types_of(node), node.dst.ne
         self.keys[-1].append(key)
-        self._made[address] = hash(key)
+        self._made[read.address] = hash(key)
         return False
 
     def _source(self, source: Tensor | None, root: int) -> object:

@@ -7,6 +7,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from ggml_backend_npu.device.faults import MemoryFault
+from graph_runner.base.builds import About
 from graph_runner.base.settings import Settings
 from graph_runner.base.variants import Variants
 from graph_runner.diff.blindness import Sight
@@ -72,6 +73,7 @@ class DiffResult:
     replaced  what becomes of the end if the reference computes nodes
     order    the check for hazards of each graph of the device's own run that has come to its end
     order_unknown  why the order of that run is not known, or not of all graphs; "" if it was checked
+    builds   what the reference and the device compute with, if they are of two builds of llama.cpp
     """
 
     model: str
@@ -109,6 +111,7 @@ class DiffResult:
     replaced: list[Replaced] = field(default_factory=list)
     order: Sequence[Report] = ()
     order_unknown: str = "the run ended early"
+    builds: tuple[About, About] | None = None
 
     @property
     def hazards(self) -> list[tuple[str, Finding]]:

@@ -20,6 +20,7 @@ from ggml_backend_npu.ggml import lib
 from ggml_backend_npu.ops.kernels import strided
 from ggml_backend_npu.plugin.repacking import Repacking
 from ggml_backend_npu.plugin.replica import Replica
+from graph_runner.base.builds import About, Build
 from graph_runner.base.console import printable
 from graph_runner.base.errors import BadInputError, BlindError, TraceError
 from graph_runner.base.files import folder_for_traces
@@ -32,8 +33,10 @@ from graph_runner.diff.lockstep import Batch, Lockstep
 from graph_runner.diff.logits import Endings
 from graph_runner.diff.pairs import Listing, Pairs
 from graph_runner.diff.result import DiffResult as DiffResult
-from graph_runner.diff.sides import CPU, NPU, Cpu, Foreign, Own, Side, Sides
+from graph_runner.diff.sides import CPU, NPU, Cpu, Elsewhere, Foreign, Own, Side, Sides
 from graph_runner.diff.together import Computer
+from graph_runner.elsewhere.other import Other
+from graph_runner.elsewhere.session import AnySession
 from graph_runner.judging.footprints import AboutTo, Footprints
 from graph_runner.judging.results import NodeResult
 from graph_runner.judging.rules import Rules
@@ -182,6 +185,9 @@ class _InStep:
 
     def run(self) -> DiffResult:
         """Runs the tokens on both devices, and again if nothing is wrong."""
+        build = self._asked.variants.reference.build
+        if build not in (None, Build.of_this_process()):
+            raise BadInputError(f"reference of {build.where}: this process has another llama.cpp")
         with ExitStack() as stack:
             device = self._side(stack, self._asked.device, self._asked.variants.device)
             reference = self._side(stack, self._asked.reference, self._asked.variants.reference, is_reference=True)
@@ -198,6 +204,11 @@ class _InStep:
             if is_reference:
                 return Own(ggml, self._own_kernels(variant), variant.named(NPU))
             return Own(ggml, self._ours, variant.named(self._ours.name))
+        build = self._asked.variants.elsewhere
+        if name == CPU and build is not None and not is_reference:
+            called, threads = variant.named(CPU), settings.threads
+            other = stack.enter_context(Other(called, build, repacks=settings.repack, threads=threads))
+            return Elsewhere(ggml, other, variant)
         if name == CPU:
             kind = Repacking if settings.repack else Replica
             cpu = stack.enter_context(kind(ggml, CPU, threads=settings.threads))
@@ -266,12 +277,13 @@ class _InStep:
     def _pairs(self) -> Pairs:
         """Returns which nodes of the two graphs are the same. If settings make them differ, or one side moves nodes,
         runs tokens on both to see the graphs."""
-        has_two = self._asked.variants.has("flash-attn")
+        has_two = self._asked.variants.has("flash-attn") or (self._moves and self._sides.device.is_elsewhere)
         if not has_two and not self._moves:
             return Pairs()
         listed = []
         for side in (self._sides.device, self._sides.reference):
             listing = Listing(self._ggml, is_one_graph=not has_two)
+            listing.side = side
             with self._session(side.runs_with(self._settings), listing, side) as session:
                 session.decode(*session.prompts(self._prompt))
                 for _ in range(session.n_steps(self._asked.steps) - 1):
@@ -297,7 +309,7 @@ class _InStep:
             checks.when = f"step {step}, when node {place} ran {where}"
         self._asked.about_to(how, step, place, node)
 
-    def _sessions(self, stack: ExitStack, lockstep: Lockstep) -> tuple[Session, Session]:
+    def _sessions(self, stack: ExitStack, lockstep: Lockstep) -> tuple[Session, AnySession]:
         """Returns the reference's session and the device's."""
         sides = self._sides
         on_device = sides.device.runs_with(self._settings)
@@ -306,18 +318,15 @@ class _InStep:
             self._settings = replace(self._settings, without=second.lacks)
         on_reference = sides.reference.runs_with(self._settings)
         first = stack.enter_context(self._session(on_reference, lockstep.reference, sides.reference))
+        assert isinstance(first, Session)
         return first, second
 
-    def _opened(self, settings: Settings, observer: Observer | None) -> Session:
+    def _opened(self, settings: Settings, observer: Observer | None) -> AnySession:
         """Opens a session on the device, or on llama.cpp's CPU if the settings say so."""
         return self._session(settings, observer, self._sides.device)
 
-    def _session(self, settings: Settings, observer: Observer | None, side: Side) -> Session:
-        progress = self._asked.progress
-        return Session(
-            self._model, settings, npu=side.plugin, foreign=side.foreign, observer=observer, counts_nodes=False,
-            progress=progress,
-        )  # fmt: skip
+    def _session(self, settings: Settings, observer: Observer | None, side: Side) -> AnySession:
+        return side.session(self._model, settings, observer, self._asked.progress)
 
     def _begin(self, description: str, lengths: list[int], n_steps: int, judge: Judge) -> DiffResult:
         """Returns the result before any node."""
@@ -345,10 +354,15 @@ class _InStep:
             see=asked.see,
             strict_coverage=asked.strict_coverage,
             variants=asked.variants,
+            builds=self._builds(),
         )
 
+    def _builds(self) -> tuple[About, About] | None:
+        device = self._sides.device
+        return (About.of_this_process(self._ggml), device.about) if isinstance(device, Elsewhere) else None
+
     def _decode(
-        self, first: Session, second: Session, lockstep: Lockstep, judge: Judge, tokens: Batch
+        self, first: Session, second: AnySession, lockstep: Lockstep, judge: Judge, tokens: Batch
     ) -> tuple[list[Batch], Endings]:
         """Runs the prompts and the greedy tokens after them. Returns these tokens, and what both runs give after each
         step."""

@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from ggml_backend_npu import AnyBackend, Backend, Node
@@ -13,7 +14,7 @@ from ggml_backend_npu.backend.fusion import Fusion
 from ggml_backend_npu.backend.plan import Plan
 from ggml_backend_npu.device.backend import checks_of
 from ggml_backend_npu.device.faults import Checks
-from ggml_backend_npu.ggml import convert
+from ggml_backend_npu.ggml import convert, lib
 from ggml_backend_npu.ggml.convert import Read, Storage
 from ggml_backend_npu.ggml.lib import Ggml
 from ggml_backend_npu.ggml.node_reader import Reader
@@ -24,6 +25,9 @@ from ggml_backend_npu.plugin.plugin import Plugin
 from ggml_backend_npu.plugin.replica import Replica
 from graph_runner.base.settings import DeviceName, Settings
 from graph_runner.base.variants import Variant
+from graph_runner.elsewhere.other import Other
+from graph_runner.elsewhere.session import AnySession, RecordingElsewhere, SessionElsewhere
+from graph_runner.run.session import Observer, Session
 
 CPU, NPU = "CPU", "NPU"
 
@@ -125,8 +129,38 @@ class Side(ABC):
 
     @property
     def runs_elsewhere(self) -> bool:
-        """Whether another process runs its graphs: then nobody knows in which order."""
+        """Whether another process runs its graphs, and nobody knows in which order."""
         return False
+
+    def recording(self) -> RecordingElsewhere | None:
+        """Returns what records the order of its next run; None if that is a run of this process."""
+        return None
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether its runs, with all that llama.cpp does, are in another process."""
+        return False
+
+    def computes(self, address: int) -> bool:
+        """Whether a node of its run computes something, by the address that an observer is told."""
+        return convert.computes(convert.op_name(lib.ggml(), address))
+
+    def session(
+        self,
+        model: Path,
+        settings: Settings,
+        observer: Observer | None = None,
+        progress: Callable[[float], None] | None = None,
+    ) -> AnySession:
+        """Opens a session on it, or on llama.cpp's CPU if the settings say so."""
+        return Session(
+            model, settings, npu=self.plugin, foreign=self.foreign, observer=observer, counts_nodes=False,
+            progress=progress,
+        )  # fmt: skip
+
+    def reader(self, ggml: Ggml) -> Callable[[int], Read]:
+        """Returns what reads a node of its run, by the address that an observer is told."""
+        return NodesOf(ggml, self)
 
     # the memory of its runs
 
@@ -164,9 +198,9 @@ class Cpu(Side):
     is_rival  whether it is compared with itself under other settings: then its own run is judged
     """
 
-    device = "cpu"
+    device: DeviceName = "cpu"
 
-    def __init__(self, ggml: Ggml, replica: Replica, variant: Variant, *, is_rival: bool = False) -> None:
+    def __init__(self, ggml: Ggml, replica: Replica | Other, variant: Variant, *, is_rival: bool = False) -> None:
         self.name, self.backend = variant.named(CPU), Backend(CPU, ops=(), fusions=())
         self._ggml, self._replica, self._variant, self._is_rival = ggml, replica, variant, is_rival
         self._hidden: set[str] = set()  # names of the weights that lie repacked
@@ -192,9 +226,12 @@ class Cpu(Side):
         return self._is_rival
 
     def hides(self, storage: Storage) -> bool:
-        hides = storage.is_weight and not self._ggml.ggml_backend_buffer_is_host(storage.buffer)
+        hides = storage.is_weight and self._is_hidden(storage)
         self._hidden |= {storage.tensor.name} if hides else set()
         return hides
+
+    def _is_hidden(self, storage: Storage) -> bool:
+        return not self._ggml.ggml_backend_buffer_is_host(storage.buffer)
 
     @property
     def notes(self) -> list[str]:
@@ -204,6 +241,57 @@ class Cpu(Side):
             return [f"{self.name}: no weight of this model lies repacked"]
         n, why = len(self._hidden), "memory that nobody can read"
         return [f"{self.name}: {n:,} weights lie repacked, in {why}: they are not compared, but taken to be the file's"]
+
+
+class Elsewhere(Cpu):
+    """The CPU of another llama.cpp, in a process of its own, which runs graphs and computes nodes.
+
+    about  that llama.cpp
+    """
+
+    device: DeviceName = "elsewhere"
+
+    def __init__(self, ggml: Ggml, other: Other, variant: Variant) -> None:
+        super().__init__(ggml, other, variant, is_rival=True)
+        self._other, self.about = other, other.about
+
+    @property
+    def is_cpu(self) -> bool:
+        return False
+
+    def bound(self, node: Node) -> Callable[[], object]:
+        return self._other.bound(node)
+
+    def session(
+        self,
+        model: Path,
+        settings: Settings,
+        observer: Observer | None = None,
+        progress: Callable[[float], None] | None = None,
+    ) -> AnySession:
+        if settings.device != self.device:
+            return super().session(model, settings, observer, progress)
+        return SessionElsewhere(self._other, model, replace(settings, device="cpu"), observer)
+
+    def reader(self, ggml: Ggml) -> Callable[[int], Read]:
+        return self._other.read
+
+    @property
+    def is_elsewhere(self) -> bool:
+        return True
+
+    def recording(self) -> RecordingElsewhere | None:
+        return RecordingElsewhere(self._other)
+
+    def computes(self, address: int) -> bool:
+        return True  # it tells of no others
+
+    def bytes_at(self, address: int, size: int) -> Any:
+        return self._other.reach.read(address, size)
+
+    def _is_hidden(self, storage: Storage) -> bool:
+        buffer = storage.tensor.buffer
+        return buffer is not None and not buffer.handle.is_host
 
 
 class Own(Side):

@@ -14,13 +14,12 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from ggml_backend_npu import KernelError, Node, Tensor
-from ggml_backend_npu.ggml import structs
 from ggml_backend_npu.ggml.convert import Read, Storage
 from ggml_backend_npu.ggml.lib import Ggml
 from ggml_backend_npu.ops import OWN
 from ggml_backend_npu.registry.checks import Exact
 from ggml_backend_npu.registry.exact import values
-from graph_runner.diff.sides import NodesOf, Side
+from graph_runner.diff.sides import Side
 from graph_runner.diff.walks import Course, Place, Walk
 from graph_runner.judging import noise
 from graph_runner.judging.compare import compare
@@ -129,7 +128,7 @@ class Grouped(Walk):
         course: Course | None = None,
     ) -> None:
         super().__init__(ggml)
-        self._computer, self._ends, self._read = computer, ends, NodesOf(ggml, device)
+        self._computer, self._ends, self.side = computer, ends, device
         self._left_out, self._before, self._known = left_out, before or {}, course
         self._group, self._constants = _Together(), dict[int, Tensor]()
         self.course = Course()
@@ -137,7 +136,7 @@ class Grouped(Walk):
         self.found: list[Unlike] = []
 
     def looks_at(self, place: Place, address: int) -> bool:
-        read = self._read(address)
+        read = self.read(address)
         self.course.add(place, read)
         if place in self._left_out:
             return False
@@ -173,17 +172,13 @@ class Grouped(Walk):
         for storage in (read.dst, *read.src):
             if storage is None or storage.address in group.held:
                 continue
-            if self._is_constant(storage):
+            if storage.is_weight:  # which no node writes to
                 group.constant.add(storage.address)
                 group.held[storage.address] = self._constant(storage)
             else:
                 group.held[storage.address] = copy(storage.tensor)
         group.reads.append(read)
         group.places.append(place)
-
-    def _is_constant(self, storage: Storage) -> bool:
-        """Whether a tensor is a weight, which no node writes to."""
-        return bool(self.ggml.ggml_backend_buffer_get_usage(storage.buffer) == structs.USAGE_WEIGHTS)
 
     def _constant(self, storage: Storage) -> Tensor:
         if storage.tensor.apart is None:
@@ -202,7 +197,7 @@ class Grouped(Walk):
         draws: list[list[Node]] = []
         for i in asked:
             node, e = expected[i], expected[i].dst
-            actual = _laid_out(self._read(group.reads[i].address).node.dst, e)
+            actual = _laid_out(self.read(group.reads[i].address).node.dst, e)
             found = compare(e, actual)
             if found:
                 continue

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from ggml_backend_npu.ggml import convert
 from ggml_backend_npu.ggml.lib import Ggml
+from ggml_backend_npu.ggml.node_reader import Reader
 from graph_runner.diff.sides import Side
 from graph_runner.judging.copies import digest_of
 
@@ -24,6 +27,11 @@ class Walk:
     def __init__(self, ggml: Ggml) -> None:
         self.ggml, self.step, self._place = ggml, 0, -1
 
+    @cached_property
+    def read(self) -> Callable[[int], convert.Read]:
+        """Reads a node of the run by its address."""
+        return Reader(self.ggml) if self.side is None else self.side.reader(self.ggml)
+
     def next_step(self) -> None:
         self.step, self._place = self.step + 1, -1
 
@@ -33,7 +41,7 @@ class Walk:
 
     def before(self, address: int) -> bool:
         """Returns whether to observe the node after it has run."""
-        if not convert.computes(convert.op_name(self.ggml, address)):
+        if not convert.computes(self.read(address).node.op):
             return False
         self._place += 1
         return self.looks_at((self.step, self._place), address)
@@ -43,11 +51,8 @@ class Walk:
 
     def digest(self, address: int) -> int:
         """Returns the digest of a node's result."""
-        if self.side is None:
-            dst = convert.tensor(self.ggml, address)
-            return digest_of(dst.address, dst.nbytes)
-        dst = convert.tensor(self.ggml, address, packed=self.side.packed)
-        return digest_of(dst.address, dst.nbytes, self.side.bytes_at)
+        dst = self.read(address).node.dst
+        return digest_of(dst.address, dst.nbytes, convert.bytes_at if self.side is None else self.side.bytes_at)
 
     def looks_at(self, place: Place, address: int) -> bool:
         """Returns whether to observe the node after it has run."""
@@ -78,7 +83,7 @@ class Course:
         for root in read.roots:
             if root in self._made:
                 self.read_until[self._made[root]] = place[1]
-        stays = read.view_source != 0 and convert.is_leaf(read.view_source)
+        stays = read.view_source != 0 and read.dst.is_leaf
         self.read_until[place] = float("inf") if stays else place[1]
         self._made[read.address] = place
 

@@ -26,7 +26,7 @@ from importlib import import_module
 from multiprocessing.connection import Connection
 from typing import IO, TYPE_CHECKING, Any, Protocol
 
-from graph_runner.base.errors import InternalError
+from graph_runner.base.errors import EndedElsewhereError, InternalError, LimitError
 from graph_runner.base.limits import Outside
 from graph_runner.process.start import started
 
@@ -40,7 +40,7 @@ _SIZE = struct.Struct("<q")
 _HEAD = struct.Struct("<qq")  # nanoseconds of the monotonic clock, bytes of what follows
 _CALL = _TRAIL_BYTES // 2  # where the trail has the call
 _POLL = 0.2  # seconds
-_MESSAGE, _RESULT, _ERROR, _INTERNAL = range(4)
+_MESSAGE, _RESULT, _ERROR, _INTERNAL, _ENDED = range(5)
 
 
 @dataclass(frozen=True)
@@ -234,6 +234,8 @@ class Child:
                     receive(value)
                 elif kind == _RESULT:
                     return value
+                elif kind == _ENDED:
+                    raise self._ended_elsewhere(value)
                 elif kind == _ERROR:
                     raise value
                 else:
@@ -244,6 +246,12 @@ class Child:
         for _, value in _messages(_unsent(self._trail.unsent)):
             receive(value)
         raise EndedError(reason, call, at, last)
+
+    def _ended_elsewhere(self, error: EndedElsewhereError) -> EndedError | LimitError:
+        """Returns the error for the end of the process of a side."""
+        if error.limit:
+            return LimitError(error.limit)
+        return EndedError(error.how, error.who, self._trail.at(), self._trail.last())
 
     def _received(self, node_timeout: float) -> bytes | None:
         """Returns the child's next data; None if it has ended, or a node or a call takes too long."""
@@ -304,6 +312,8 @@ def main() -> None:
             except EOFError:  # the parent has no job
                 os._exit(0)
             mail.last(_RESULT, job(mail.add, trail))
+        except EndedElsewhereError as error:
+            mail.last(_ENDED, error)
         except Exception as error:
             told = type(error).__module__.partition(".")[0] in ("graph_runner", "ggml_backend_npu", "quant")
             mail.last(_ERROR if told else _INTERNAL, error if told else traceback.format_exc())

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from graph_runner.base.console import printable
-from graph_runner.base.errors import SessionError, TraceError
+from graph_runner.base.errors import EndedElsewhereError, SessionError, TraceError
 from graph_runner.base.files import folder_for_traces
 from graph_runner.process.child import Child, EndedError, Footprint, Trail, begun
 from quant.folders import FolderError
@@ -95,7 +95,12 @@ class DiffJob:
         )  # fmt: skip
         if trail is not None:
             options = replace(options, about_to=trail.about_to)
-        result = diff(self.model, self.prompt, options)
+        try:
+            result = diff(self.model, self.prompt, options)
+        except EndedElsewhereError as error:
+            if trail is None:
+                raise SessionError(str(error)) from None
+            raise
         return result if trail is None else replace(result, nodes=[])
 
 
@@ -151,7 +156,7 @@ def _ended(error: EndedError, at: Footprint, device: str, reproducer: str | None
 def _captured(job: DiffJob, result: DiffResult, at: Footprint) -> str | None:
     """Saves the node that ended a child, as on ggml's CPU, in the folder for reproducers."""
     folder = job.options.reproducers
-    if folder is None or result.reference != "CPU":
+    if folder is None or result.reference != "CPU" or job.options.variants:
         return None
     try:
         path = folder_for_traces(folder) / f"{at.step}-{at.place}-{at.op}.gguf"

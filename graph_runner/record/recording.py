@@ -12,10 +12,11 @@ from numpy.typing import NDArray
 
 from ggml_backend_npu import AnyBackend
 from ggml_backend_npu.plugin.foreign import ForeignMemory
+from graph_runner.base.builds import hash_of
 from graph_runner.base.errors import BadInputError
 from graph_runner.base.files import parts_of
 from graph_runner.bisect.whole import NPU, Whole, WholeOptions
-from graph_runner.record.machine import hash_of, machine
+from graph_runner.record.machine import machine
 from graph_runner.record.recorder import Recorder, measured
 from graph_runner.record.run import N_TOP, About, End, Run, Step
 from graph_runner.run.session import Session

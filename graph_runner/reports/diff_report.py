@@ -121,6 +121,7 @@ def print_diff(result: DiffResult, console: Console, *, first: int = 5) -> None:
         print_lines(console, explanation(result.wrong[0]), style="bold red")
         print_lines(console, next_steps(result.wrong[0], result.device_options))
     print_lines(console, [f"{result.description}  {_configuration(result)}"], style="bold")
+    print_lines(console, _builds(result))
     line = f"prompt of {result.n_prompt} tokens and {result.steps} steps: {result.prompt!r} -> {result.text!r}"
     print_lines(console, [line])
     print_nodes(result.compared, console)
@@ -155,6 +156,12 @@ def _configuration(result: DiffResult) -> str:
     chosen += [] if result.variants.has("threads") else [f"{settings.threads} threads"]
     sides = f"{result.reference} beside {result.device}" if result.variants else result.device
     return f"ggml {result.ggml}; {caches}; {': '.join([sides, *([', '.join(chosen)] if chosen else [])])}"
+
+
+def _builds(result: DiffResult) -> list[str]:
+    """Returns a line on each side, if they are of two builds."""
+    names = (result.reference, result.device)
+    return [f"{name}: {about}" for name, about in zip(names, result.builds or (), strict=False)]
 
 
 def _own_run(result: DiffResult) -> list[str]:
@@ -222,6 +229,7 @@ def diff_json(result: DiffResult) -> dict[str, Any]:
         "device": result.device,
         "reference_with": dict(result.variants.reference.texts),
         "device_with": dict(result.variants.device.texts),
+        "builds": [asdict(each) for each in result.builds or ()],
         "device_options": result.device_options,
         "q8_0_rounding": result.rounding,
         "promises": [asdict(each) for each in promises({node.op for node in result.compared})]

@@ -1,4 +1,5 @@
-"""Builds of ggml whose private structs are others: shuffled, or as llama.cpp's pull request 23671 makes them.
+"""Builds of ggml that are others: private structs shuffled, or as llama.cpp's pull request 23671 makes them; and faults
+of ggml's CPU, with libllama beside them.
 
 Of the ggml that the newest version of tests/tools/layouts.py has; ggml alone, in some minutes for the first, and some
 seconds for each other one. Kept in the user's cache directory.
@@ -13,6 +14,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 
 from tools.layouts import VERSIONS, api_3, sources
@@ -62,6 +64,32 @@ SHUFFLED: dict[str, Change] = {
 TO_COME: dict[str, Change] = {"api_3": _to_come}
 
 
+def _in_function(name: str, text: str, *, file: str, function: str, old: str, new: str) -> str:
+    """A function of a file with what matches `old` as `new`, once or more often."""
+    if name != file:
+        return text
+    begin = re.search(rf"^[^\n;]*\b{function}\([^;{{]*\{{\n", text, re.MULTILINE)
+    assert begin is not None, function
+    end = text.index("\n}", begin.end())
+    body, n = re.subn(old, new, text[begin.end() : end])
+    assert n, function
+    return text[: begin.end()] + body + text[end:]
+
+
+_STARTS, _SWIGLU = r"\A", {"file": "ops.cpp", "function": "ggml_compute_forward_swiglu_f32"}
+WRONG: dict[str, Change] = {
+    "stride": partial(
+        _in_function, file="ops.cpp", function="ggml_compute_forward_dup_bytes",
+        old=r"(?<=src0->data \+ )i01\*nb01 \+ i02\*nb02 (?=\+ i03\*nb03;)", new="i01*rs + i02*rs*ne01 ",
+    ),
+    "scale": partial(
+        _in_function, file="quants.c", function="quantize_row_q8_0", old=r"(?<=maxScalar / 127)\.f", new=".5f"
+    ),
+    "crash": partial(_in_function, **_SWIGLU, old=_STARTS, new="*(volatile int *) 8 = 0;\n"),
+    "hang": partial(_in_function, **_SWIGLU, old=_STARTS, new="for (volatile int i = 0; i < 1; ) {}\n"),
+}  # fmt: skip
+
+
 def build(name: str) -> Path:
     """The folder of a build's libraries, made where it is not there. Raises SuiteError where a step fails."""
     home = cache_root() / f"patched-{VERSIONS[-1]}"
@@ -73,7 +101,7 @@ def build(name: str) -> Path:
 
 def _make(name: str, home: Path) -> None:
     libraries, source, made = home / name, home / "source", home / "build"
-    original, change = sources(VERSIONS[-1]), (SHUFFLED | TO_COME)[name]
+    original, change = sources(VERSIONS[-1]), (SHUFFLED | TO_COME | WRONG)[name]
     if not made.is_dir():
         shutil.copytree(original, source, dirs_exist_ok=True)
         # a project of its own: ggml alone wants files that llama.cpp's copy has not
@@ -86,6 +114,7 @@ def _make(name: str, home: Path) -> None:
         original / "src" / "ggml-backend-impl.h",
         *original.glob("src/*.cpp"),
         *original.glob("src/ggml-cpu/**/*.cpp"),
+        original / "src" / "ggml-cpu" / "arch" / "x86" / "quants.c",
     ]:
         copy, text = source / file.relative_to(original), change(file.name, file.read_text())
         if copy.read_text() != text:
@@ -94,6 +123,12 @@ def _make(name: str, home: Path) -> None:
     libraries.with_suffix(".new").mkdir(exist_ok=True)
     for library in made.glob("**/*.so*"):
         shutil.copy2(library, libraries.with_suffix(".new"), follow_symlinks=True)
+    if name in WRONG:  # a whole llama.cpp, but for what it does not need
+        spec = find_spec("llama_cpp")
+        assert spec is not None
+        assert spec.origin is not None
+        for library in Path(spec.origin).with_name("lib").glob("libllama.so*"):
+            shutil.copy2(library, libraries.with_suffix(".new"))
     libraries.with_suffix(".new").replace(libraries)
 
 

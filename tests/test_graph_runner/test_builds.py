@@ -7,11 +7,14 @@ programs, which are built for AVX2 on every processor.
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from kit import patched
+from kit.commands import fresh
 from kit.models import Models
 from kit.records import recorded
 from tools import builds
@@ -72,3 +75,35 @@ def test_what_a_build_computes_otherwise_is_said(tmp_path: Path) -> None:
 def recorded_of_tiny() -> Run:
     with model_file("tiny") as file:
         return recorded(file)
+
+
+BESIDE = ("diff", "tiny", "-n", "0", "--reference", "cpu", "--device", "cpu", "--device-with")
+FAULTS = {
+    "stride": ((), r"CONT 'kqv_out-0' .*\nCONT ignores the strides from nb\[1\] on of src0: "),
+    "scale": (
+        ("--cache-type-k", "q8_0"),
+        r"SET_ROWS 'cache_k_l0 \(view\)' .*\n\d+ of \d+ q8_0 blocks differ: \d+ in the scale, 0 ",
+    ),
+    "crash": ((), r"SWIGLU 'ffn_swiglu-0' .* failed: the process of CPU build=crash ended by SIGSEGV\n"),
+    "hang": (
+        ("--node-timeout", "5"),
+        r"SWIGLU 'ffn_swiglu-0' .*: the process of CPU build=hang was not done after 5 s",
+    ),
+}
+
+
+@pytest.mark.builds
+@pytest.mark.parametrize("fault", patched.WRONG)
+def test_a_fault_of_a_build_is_found_beside_another(fault: str) -> None:
+    options, says = FAULTS[fault]
+    outcome = fresh(*BESIDE, f"build={patched.build(fault)}", *options)
+    assert outcome.code == 1, outcome
+    assert re.match(rf"the first wrong node:\nstep 0 node \d+: {says}", outcome.out), outcome.out
+
+
+@pytest.mark.builds
+def test_a_build_beside_another_is_right_within_rounding() -> None:
+    outcome = fresh(*BESIDE, f"build={builds.build('v3')}")
+    assert outcome.code == 0, outcome
+    assert re.search(r"own run of CPU build=v3: 50 nodes \(50 on CPU build=v3\): ", outcome.out), outcome.out
+    assert "unobserved run checked" in outcome.out

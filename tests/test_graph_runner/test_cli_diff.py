@@ -70,6 +70,7 @@ def test_diff_writes_json_to_a_file(cli: Cli, tmp_path: Path) -> None:
             "device",
             "reference_with",
             "device_with",
+            "builds",
             "device_options",
             "q8_0_rounding",
             "promises",

@@ -9,6 +9,7 @@ import pytest
 import xxhash
 
 from ggml_backend_npu.ggml import lib
+from graph_runner.base import builds
 from graph_runner.record import machine
 
 
@@ -22,8 +23,8 @@ def test_versions_and_the_build_are_said(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_the_hash_of_parts_is_that_of_all_their_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "_CHUNK", 3)
+    monkeypatch.setattr(builds, "_CHUNK", 3)
     parts = [tmp_path / "a", tmp_path / "b"]
     for part, data in zip(parts, (b"12345", b"6"), strict=True):
         part.write_bytes(data)
-    assert machine.hash_of(*parts) == xxhash.xxh3_64_hexdigest(b"123456")
+    assert builds.hash_of(*parts) == xxhash.xxh3_64_hexdigest(b"123456")

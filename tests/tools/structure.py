@@ -34,6 +34,7 @@ ROOMS = (
     "graph_runner.diff",
     "graph_runner.diagnosis",
     "graph_runner.trace",
+    "graph_runner.elsewhere",
     "graph_runner.hazards",
     "graph_runner.judging",
     "graph_runner.run",

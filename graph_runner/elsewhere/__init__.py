@@ -1,0 +1,1 @@
+"""A ggml in another process: it computes nodes, and runs a model."""
