@@ -58,6 +58,7 @@ class Attention(NamedTuple):
     dst      its address; dst has no gaps
     parts, n_parts  of `attend_in_halves`: where a row's sums are stored, and how many parts; 0: it finishes `dst`
     n_narrow  of `attend_in_halves`: the elements of a row of v that are multiplied and added as float16
+    in_halves  of `attend_in_halves`: whether the products of q with a float16 k are added as float16
     n_rows   of `attend`: the most rows of a unit
     chunk    of `attend`: rows (query, head, sequence) of a chunk of ggml's, if its CPU multiplies matrices; 0: it
              takes cell by cell
@@ -83,6 +84,7 @@ class Attention(NamedTuple):
     parts: int = 0
     n_parts: int = 0
     n_narrow: int = 0
+    in_halves: int = 0
     n_rows: int = 0
     chunk: int = 0
 

@@ -7,6 +7,7 @@ import math
 import numpy as np
 from numba import types
 
+from ggml_backend_npu.ggml.numerics import Numerics
 from ggml_backend_npu.ops.kernels.cells import (
     CELLS,
     EXCLUDED,
@@ -33,7 +34,7 @@ from quant.kernels.jit import (
     inlined,
 )
 from quant.kernels.matrices import dot
-from quant.kernels.orders import dots_f16
+from quant.kernels.orders import dots_f16, dots_in_halves
 from quant.kernels.records import index_of, record_at
 from quant.kernels.threads import Job, Work
 from quant.rows import decode_run
@@ -138,7 +139,10 @@ def attend_in_halves(p, begin, end, scratch):
                     continue
                 at = row_at(of.k, first + i, head, i3)
                 if of.k.code == F16:
-                    dots_f16(at, 0, query, dk, y + 4 * i, 1)
+                    if of.in_halves:
+                        dots_in_halves(at, 0, query, dk, y + 4 * i, 1)
+                    else:
+                        dots_f16(at, 0, query, dk, y + 4 * i, 1)
                     scores[i] *= of.scale
                 else:
                     decode(of.k, at, key, dk)
@@ -199,14 +203,12 @@ def join_parts(p, begin, end, scratch):
     return 0
 
 
-def bind_attend_in_halves(of: Attention, n_parts: int, step: int, keep: object) -> Job:
-    """The works of a node, whose rows are added up in n_parts parts that are joined at the end; 0: in one.
-
-    step  `Numerics.halves`
-    """
+def bind_attend_in_halves(of: Attention, n_parts: int, numerics: Numerics, keep: object) -> Job:
+    """The works of a node, whose rows are added up in n_parts parts that are joined at the end; 0: in one."""
     n_rows = of.n_queries * of.n_heads * of.n_sequences
     parts = np.empty((n_rows, max(n_parts, 1), 2 + of.dv), np.float32)
-    of = of._replace(parts=parts.ctypes.data, n_parts=n_parts, n_narrow=of.dv // step * step if step else 0)
+    n_narrow = of.dv // numerics.halves * numerics.halves if numerics.halves else 0
+    of = of._replace(parts=parts.ctypes.data, n_parts=n_parts, n_narrow=n_narrow, in_halves=numerics.dots_in_halves)
     n_units, kept = n_rows * max(n_parts, 1), (keep, parts)
     work = Work(attend_in_halves, of, n_units, _IN_HALVES * cost_of(of), scratch=scratch_in_halves(of), keep=kept)
     return Job(work, Work(join_parts, of, n_rows, scratch=4 * (2 + of.dv))) if n_parts else Job(work)
