@@ -13,7 +13,9 @@ from numpy.typing import NDArray
 from ggml_backend_npu.ggml import convert, structs
 from ggml_backend_npu.ggml.lib import Ggml
 
-_STEP = 128  # elements: GGML_F16_STEP with AVX512-FP16
+_STEPS = {"AVX512": 128, "NEON": 32}  # elements: GGML_F16_STEP where these vectors are of float16; by feature of ggml
+_APART = 128  # elements: more than a vector of float16 has
+_CELLS = 8  # of a query: a weight may be as good as float16
 _ROWS = 4  # that it multiplies together if there are enough columns
 _BYTES = 1 << 20  # of a context
 
@@ -21,23 +23,24 @@ _BYTES = 1 << 20  # of a context
 def step(ggml: Ggml) -> int:
     """`Numerics.halves` of a ggml, as its own attention shows it: elements of a row that are alike give other results
     if some are computed as float16, and others, too few for that, in float32."""
-    if "AVX512" not in ggml.features:
+    step = next((step for feature, step in _STEPS.items() if feature in ggml.features), 0)
+    if not step:
         return 0
-    values = np.random.default_rng(0).standard_normal((2, _STEP)).astype(np.float16)
+    values = np.random.default_rng(0).standard_normal((_CELLS, step)).astype(np.float16)
     v = np.concatenate([values, values[:, :-1]], axis=1)
-    k = np.repeat(np.array([[1], [2]], np.float16), 32, axis=1)
+    k = np.repeat(np.arange(_CELLS, 0, -1)[:, None], 32, axis=1).astype(np.float16)  # each has a weight of its own
     found = _computed(
         ggml, "ggml_flash_attn_ext", "ctttt fff", [np.full((1, 32), 0.01, np.float32), k, v], None, 1.0, 0.0, 0.0
     )
-    return 0 if np.array_equal(found[: _STEP - 1], found[_STEP:]) else _STEP
+    return 0 if np.array_equal(found[: step - 1], found[step:]) else step
 
 
 def adds(ggml: Ggml, n_columns: int) -> bool:
     """Whether a ggml adds products of float16 as float16 when it multiplies a matrix with so many columns: 2048 + 1 + 1
     is then 2048."""
-    rows = np.zeros((_ROWS, 3 * _STEP), np.float16)
-    rows[:, ::_STEP] = 2048, 1, 1
-    found = _computed(ggml, "ggml_mul_mat", "ctt", [rows, np.ones((n_columns, 3 * _STEP), np.float32)])
+    rows = np.zeros((_ROWS, 3 * _APART), np.float16)
+    rows[:, ::_APART] = 2048, 1, 1
+    found = _computed(ggml, "ggml_mul_mat", "ctt", [rows, np.ones((n_columns, 3 * _APART), np.float32)])
     return bool((found != 2050).any())
 
 

@@ -16,14 +16,15 @@ class Numerics:
 
     rounding   the q8_0 rounding of the bound ggml's CPU; "simd", as on x86, where none is bound
     fuses      whether q8_K rounds a product once, to a whole number, and not to float32 first
-    halves     of how many elements at a time the CPU multiplies and adds float16 as float16, rounded once, as with
-               AVX512-FP16; 0: it does so in float32
+    halves     of how many elements at a time the CPU multiplies and adds float16 as float16, rounded once, in the sums
+               of attention, as with AVX512-FP16 and NEON; 0: it does so in float32
     contracts  whether ggml's compiler fused a product and its sum (-ffp-contract) where one C expression has both
     bound      codecs that are the bound ggml's own functions, by type: for types that this project has no kernel for
     to_float   addresses of ggml's functions that dequantise rows of these types
     sgemm      the address of cblas_sgemm, in a library that computes in the calling thread; 0 where there is none
     matmul     how weights are multiplied, see `ops.matmul`: "exact" or "fast"
-    dots_in_halves    whether the CPU adds the products of its float16 dot products as float16, rounded once
+    dots_in_halves    whether the CPU adds the products of its float16 dot products as float16, rounded once: in
+                      MUL_MAT, convolutions and the scores of attention
     blocks_in_halves  the same of the blocks of float16 rows and columns that it multiplies
     """
 

@@ -8,8 +8,8 @@ ggml's CPU rounds in three ways, which the definition and the kernels follow:
 - neither, if k and v are both float32 or both float16 and there are 64 queries or more.
 
 With float16 k and v and fewer queries, every step is the CPU's: the order of ggml_vec_dot_f16, C's expf and tanhf, and
-what GCC fuses. There the result is byte-equal if ggml was built for this processor, and that is an x86 with AVX2 or
-AVX-512 but without AVX512-FP16, with which v is added up in float16 itself.
+what GCC fuses. Where it multiplies and adds float16 as float16 (`Numerics`), so do they. There the result is byte-equal
+if ggml was built for this processor.
 
 NaN and infinity do in the kernels what they do on ggml's CPU; the definition leaves out what the mask excludes.
 """
@@ -41,7 +41,7 @@ from ggml_backend_npu.registry.mistakes import LARGEST, made, with_stride
 from ggml_backend_npu.registry.params import Instead, Params, f32, i32
 from quant import codec, dequantize
 from quant.kernels.matrices import LANES
-from quant.kernels.orders import STEP
+from quant.kernels.orders import HALVES
 from quant.kernels.threads import working_team
 
 _PRECISIONS = (0, 10)  # GGML_PREC_DEFAULT, GGML_PREC_F32
@@ -145,18 +145,24 @@ def _added(mask: Tensor, q: Tensor, k: Tensor) -> Floats:
     return np.tile(mask.view()[:, :, : q.ne[1], : k.ne[1]].astype(np.float32), (n3, n2, 1, 1))
 
 
-def _products(q: Floats, k: Floats) -> Floats:
-    """q k^T of float16 numbers, added as ggml_vec_dot_f16 does: their products are float32 without rounding."""
-    n = q.shape[-1] // STEP * STEP
+def _products(q: Floats, k: Floats, in_halves: bool) -> Floats:
+    """q k^T of float16 numbers, added as ggml_vec_dot_f16 does: their products are float32 without rounding.
+
+    in_halves  the products are added as float16
+    """
+    width, kind = (HALVES, np.float16) if in_halves else (LANES, np.float32)
+    n = q.shape[-1] // (4 * width) * 4 * width
     found = np.empty((*q.shape[:-1], k.shape[-2]), np.float32)
     for cell in range(k.shape[-2]):
         products = q * k[..., cell : cell + 1, :]
-        lanes = np.zeros((*q.shape[:-1], 4, LANES), np.float32)
-        for i in range(0, n, STEP):
-            lanes += products[..., i : i + STEP].reshape(lanes.shape)
+        lanes = np.zeros((*q.shape[:-1], 4, width), kind)
+        for i in range(0, n, 4 * width):  # float64 holds what is rounded once
+            lanes = (lanes + products[..., i : i + 4 * width].reshape(lanes.shape).astype(np.float64)).astype(kind)
         sums = (lanes[..., 0, :] + lanes[..., 2, :]) + (lanes[..., 1, :] + lanes[..., 3, :])
+        if in_halves and LANES == 4:
+            sums = sums[..., :4].astype(np.float32) + sums[..., 4:].astype(np.float32)
         while (half := sums.shape[-1] // 2) > 0:
-            neighbours = LANES == 4 or (LANES == 8 and half < 4)
+            neighbours = LANES == 4 or (LANES == 8 and half < 4 and not in_halves)
             sums = sums[..., ::2] + sums[..., 1::2] if neighbours else sums[..., :half] + sums[..., half:]
         rest = np.concatenate([sums, products[..., n:]], axis=-1, dtype=np.float64)
         found[..., cell] = np.add.accumulate(rest, axis=-1)[..., -1]
@@ -255,7 +261,7 @@ def flash_attn_ext(
     values = _repeated(v, q, numerics)
     with np.errstate(all="ignore"):
         if k.type == "f16" and _in_halves(q, k, v):
-            scores = _products(queries, _repeated(k, q, numerics))
+            scores = _products(queries, _repeated(k, q, numerics), numerics.dots_in_halves)
         else:
             scores = queries @ _repeated(k, q, numerics).swapaxes(2, 3)
         if VEC_DOT[k.type] == "q8_1":
@@ -307,7 +313,7 @@ def _flash_attn_ext(
     if of is None:
         return None
     if _in_halves(q, k, v):
-        return bind_attend_in_halves(of, _n_sums(q, k, v), numerics.halves, by_head)
+        return bind_attend_in_halves(of, _n_sums(q, k, v), numerics, by_head)
     return bind_attend(of, _chunk(q) if _is_product(q, k, v) else 0, by_head)
 
 

@@ -19,6 +19,7 @@ from ggml_backend_npu.ir import Node, Tensor
 from ggml_backend_npu.ops.kernels.functions import wide
 from ggml_backend_npu.ops.kernels.products import multiply_by_blas
 from ggml_backend_npu.ops.kernels.windows import Moves2d, Moves3d, Windows, find_offsets, in_a_plane, in_space, see
+from ggml_backend_npu.ops.matmul import fits_blocks
 from ggml_backend_npu.ops.movers import convert
 from ggml_backend_npu.ops.sums import BOUND
 from ggml_backend_npu.registry import probes
@@ -28,7 +29,15 @@ from ggml_backend_npu.registry.params import i32
 from ggml_backend_npu.registry.shapes import gaps
 from quant.kernels.jit import LINE, array_at, compiled, f16_to_f32
 from quant.kernels.matrices import LANES
-from quant.kernels.orders import GROUP, dots_f16, dots_f32, multiply_f32
+from quant.kernels.orders import (
+    GROUP,
+    HALVES,
+    dots_f16,
+    dots_f32,
+    dots_in_halves,
+    multiply_f32,
+    multiply_in_halves,
+)
 from quant.kernels.records import record_at
 from quant.kernels.threads import Job, Work
 from quant.runs import F16, f32_to_f16, widen_run
@@ -142,7 +151,7 @@ class Scratch(NamedTuple):
     kernels     converted to float32
     offsets     of the elements under a window
     x, y        addresses of the rows and of their results
-    block       the arguments of `multiply_f32` for its block
+    block       what `multiply_f32` is told of its block
     """
 
     results: int
@@ -165,6 +174,7 @@ class Convolution(NamedTuple):
 
     some_kernels, tile  kernels and places of a unit
     is_half             the kernels are float16; widened: how many are converted to float32 at a time
+    in_halves           their products are added as float16
     way                 one of _BY_DOTS, _IN_BLOCKS, _BY_BLAS; sgemm: the address of cblas_sgemm
     """
 
@@ -177,6 +187,7 @@ class Convolution(NamedTuple):
     some_kernels: int
     k: int
     is_half: int
+    in_halves: int
     widened: int
     dst: int
     way: int
@@ -196,7 +207,7 @@ def convolution(p, begin, end, columns):
         x[i] = columns + 4 * i * k
         y[i] = out + 4 * i * some_kernels
     line, block = k * (2 if is_half else 4), array_at(block_at, types.int64, 3)
-    block[0], block[1] = 4 * k, k // LANES
+    block[0], block[1] = (line, k // HALVES) if of.in_halves else (4 * k, k // LANES)
     find_offsets(of.windows, offsets)
     tiles = -(-n_places // tile)
     per_kernels = of.n_images * tiles
@@ -225,13 +236,18 @@ def convolution(p, begin, end, columns):
             row, some = rows + r * line, min(GROUP, n_rows - r)
             if way == _IN_BLOCKS:
                 block[2] = 4 * r
+                if of.in_halves:
+                    multiply_in_halves(row, block_at, x_at, y_at, count)
+                    continue
                 if is_half:
                     widen_run(types.int64(F16), row, types.int64(2), widened, GROUP * k)
                     row = widened
                 multiply_f32(row, block_at, x_at, y_at, count)
             else:
                 for i in range(count):
-                    if is_half:
+                    if of.in_halves:
+                        dots_in_halves(row, line, x[i], k, y[i] + 4 * r, some)
+                    elif is_half:
                         dots_f16(row, line, x[i], k, y[i] + 4 * r, some)
                     else:
                         dots_f32(row, line, x[i], k, y[i] + 4 * r, some)
@@ -250,7 +266,8 @@ def _bind_convolution(
         return None
     w = _conv_windows(dst, kernel, x, params)
     k, n_kernels = w.n_seen, _n_kernels(kernel, params)
-    as_blocks = k % LANES == 0 and n_kernels % GROUP == 0 and w.n_images * w.n_places > 1
+    as_blocks = fits_blocks(kernel.type, k, n_kernels, w.n_images * w.n_places, numerics)
+    in_halves = numerics.blocks_in_halves if as_blocks else numerics.dots_in_halves
     sgemm = _sgemm(numerics) if k else 0
     tile = min(w.n_places, max(12, (4 if sgemm else 1) * _TILE_BYTES // max(1, 48 * k) * 12))
     n_tiles = w.n_images * -(-w.n_places // tile)
@@ -268,6 +285,7 @@ def _bind_convolution(
         some_kernels=some_kernels,
         k=k,
         is_half=kernel.type == "f16",
+        in_halves=kernel.type == "f16" and in_halves,
         widened=widened,
         dst=dst.address,
         way=_BY_BLAS if sgemm else _IN_BLOCKS if as_blocks else _BY_DOTS,

@@ -26,7 +26,7 @@ from ggml_backend_npu.registry.entry import Call, KernelError, op
 from ggml_backend_npu.registry.mistakes import made
 from ggml_backend_npu.registry.probes import HEADS, TOKENS, normal
 from quant.kernels.jit import array_at, compiled, copy, fused_multiply_add, inlined
-from quant.kernels.orders import GROUP, STEP, dots_f32
+from quant.kernels.orders import GROUP, STEP, VECTOR, dots_f32
 from quant.kernels.records import Place, record_at, row_of
 from quant.kernels.threads import Job, Work
 
@@ -69,11 +69,11 @@ class Convolution(NamedTuple):
 
 @compiled
 def convolve(p, begin, end, scratch):
-    """A unit is one channel of all sequences. Products are added one after the other: in whole groups of 8 weights each
-    is rounded first, in the rest it is fused with its addition."""
+    """A unit is one channel of all sequences. Products are added one after the other: those of whole vectors of
+    weights are rounded first, those of the rest are fused with their additions."""
     of = record_at(p, Convolution)
     x, weights, dst, n_conv = of.x, of.weights, of.dst, of.n_conv
-    rounded = n_conv // 8 * 8
+    rounded = n_conv // VECTOR * VECTOR
     for sequence in range(of.n_sequences):
         for first in range(begin, end, _CHANNELS):
             for t in range(of.n_tokens):

@@ -215,13 +215,18 @@ def mul_mat_id(dst: Tensor, a: Tensor, b: Tensor, ids: Tensor, numerics: Numeric
         dst.view()[0, token, slot] = y
 
 
-def _as_blocks(a: Tensor, b: Tensor, numerics: Numerics) -> bool:
-    """Whether ggml's CPU multiplies blocks of rows and columns (llamafile_sgemm), and does so exactly."""
-    in_halves = a.type == "f16" and numerics.blocks_in_halves
+def fits_blocks(type: str, k: int, n_rows: int, n_columns: int, numerics: Numerics) -> bool:
+    """Whether ggml's CPU multiplies blocks of rows and columns of k elements (llamafile_sgemm), and that exactly."""
+    in_halves = type == "f16" and numerics.blocks_in_halves
     least = 8 if in_halves else 4 if LANES == 4 else 2
-    fits = b.ne[1] >= least and a.ne[0] % (HALVES if in_halves else LANES) == 0 and a.ne[1] % GROUP == 0
+    return n_columns >= least and k % (HALVES if in_halves else LANES) == 0 and n_rows % GROUP == 0
+
+
+def _as_blocks(a: Tensor, b: Tensor, numerics: Numerics) -> bool:
+    """Whether blocks are multiplied as ggml's CPU multiplies them."""
     together = b.is_contiguous() or b.type != a.type
-    return numerics.matmul == "exact" and a.type in ("f16", "f32") and fits and together
+    exact = numerics.matmul == "exact" and a.type in ("f16", "f32") and together
+    return exact and fits_blocks(a.type, a.ne[0], a.ne[1], b.ne[1], numerics)
 
 
 def _bind(dst: Tensor, a: Tensor, b: Tensor, ids: Tensor | None, numerics: Numerics) -> Work | None:

@@ -10,6 +10,7 @@ import numpy as np
 from numba import types
 from numpy.typing import NDArray
 
+from ggml_backend_npu.ggml.numerics import PLAIN, Numerics
 from ggml_backend_npu.ir import Node, Tensor
 from ggml_backend_npu.ops.kernels import strided
 from ggml_backend_npu.ops.kernels.functions import put, wide
@@ -21,7 +22,7 @@ from ggml_backend_npu.registry.entry import Call, op
 from ggml_backend_npu.registry.params import Params, i32
 from ggml_backend_npu.registry.shapes import gaps, gaps_in_rows
 from quant.kernels.jit import array_at, compiled
-from quant.kernels.orders import dots_f16, dots_f32
+from quant.kernels.orders import dots_f16, dots_f32, dots_in_halves
 from quant.kernels.records import Dims, record_at
 from quant.kernels.threads import Job, Work
 from quant.runs import CODES, narrow_run, widen_run
@@ -91,9 +92,10 @@ def _refuse_2d(dst: Tensor, kernel: Tensor, x: Tensor, params: Transpose2d) -> s
     return _refuse(dst, kernel, x, params.stride)
 
 
-def _define(dst: Tensor, kernel: Tensor, x: Tensor, stride: int) -> None:
+def _define(dst: Tensor, kernel: Tensor, x: Tensor, stride: int, numerics: Numerics) -> None:
     """For two dimensions."""
-    images = (convert(x.view(), x.type, "f16") if kernel.type == "f16" else x.view()).astype(dst.view().dtype)
+    rounded = convert(x.view(), x.type, kernel.type, numerics=numerics) if kernel.type == "f16" else x.view()
+    images = rounded.astype(dst.view().dtype)
     factors, (n1, n0) = wide(kernel), images.shape[2:]
     y = np.zeros(dst.view().shape, images.dtype)
     with np.errstate(all="ignore"):
@@ -115,13 +117,13 @@ _TYPES = [("f32", kernel, "f32") for kernel in ("f32", "f16")]
     wide=True,
     products=True,
 )
-def conv_transpose_1d(dst: Tensor, kernel: Tensor, x: Tensor, params: Transpose1d) -> None:
+def conv_transpose_1d(dst: Tensor, kernel: Tensor, x: Tensor, params: Transpose1d, numerics: Numerics = PLAIN) -> None:
     """dst[co, t * s0 + k] = sum over t, k and c of kernel[c, co, k] * x[c, t].
 
     kernel (width, channels of dst, channels of x), x (width, channels), dst (width, channels). Equals
     ggml_compute_forward_conv_transpose_1d but for the order of sums.
     """
-    _define(*_as_2d(dst, kernel, x), params.s0)
+    _define(*_as_2d(dst, kernel, x), params.s0, numerics)
 
 
 @op(
@@ -134,20 +136,20 @@ def conv_transpose_1d(dst: Tensor, kernel: Tensor, x: Tensor, params: Transpose1
     products=True,
     built_by={"ggml_conv_transpose_2d_p0": "ctt i"},
 )
-def conv_transpose_2d(dst: Tensor, kernel: Tensor, x: Tensor, params: Transpose2d) -> None:
+def conv_transpose_2d(dst: Tensor, kernel: Tensor, x: Tensor, params: Transpose2d, numerics: Numerics = PLAIN) -> None:
     """dst[n, co, h * stride + kh, w * stride + kw] = sum over all of kernel[c, co, kh, kw] * x[n, c, h, w].
 
     kernel (width, height, channels of dst, channels of x), x and dst (width, height, channels, images). Equals
     ggml_compute_forward_conv_transpose_2d but for the order of sums.
     """
-    _define(dst, kernel, x, params.stride)
+    _define(dst, kernel, x, params.stride, numerics)
 
 
 class TransposedConvolution(NamedTuple):
     """Addresses of tensors without gaps, and dimensions 0 and 1 of each.
 
     pixels, factors  x and the kernel, permuted so that their k channels of x are dimension 0
-    is_half          pixels are float16
+    is_half          pixels are float16; in_halves: their products are added as float16
     n_channels       of dst
     tile             pixels that are multiplied together
     """
@@ -155,6 +157,7 @@ class TransposedConvolution(NamedTuple):
     pixels: int
     x_ne: tuple[int, int]
     is_half: int
+    in_halves: int
     factors: int
     kernel_ne: tuple[int, int]
     k: int
@@ -184,7 +187,9 @@ def transposed_convolution(p, begin, end, products):
             rows = of.pixels + (image * n1 * n0 + first) * line
             for tap in range(k1 * k0 - 1, -1, -1):
                 column = of.factors + 4 * (channel * k1 * k0 + tap) * k
-                if of.is_half:
+                if of.in_halves:
+                    dots_in_halves(rows, line, column, k, products, last - first)
+                elif of.is_half:
                     dots_f16(rows, line, column, k, products, last - first)
                 else:
                     dots_f32(rows, line, column, k, products, last - first)
@@ -211,7 +216,7 @@ def _turned(x: Tensor, order: Dims, type: str) -> tuple[Tensor, list[Work]]:
     return made, list(job.works)
 
 
-def _bind(dst: Tensor, kernel: Tensor, x: Tensor, stride: int) -> Call:
+def _bind(dst: Tensor, kernel: Tensor, x: Tensor, stride: int, numerics: Numerics) -> Call:
     """For two dimensions."""
     pixels, first = _turned(x, (2, 0, 1, 3), kernel.type)
     factors, second = _turned(kernel, (3, 0, 1, 2), "f32")
@@ -221,6 +226,7 @@ def _bind(dst: Tensor, kernel: Tensor, x: Tensor, stride: int) -> Call:
         pixels=pixels.address,
         x_ne=x.ne[:2],
         is_half=kernel.type == "f16",
+        in_halves=kernel.type == "f16" and numerics.dots_in_halves,
         factors=factors.address,
         kernel_ne=kernel.ne[:2],
         k=k,
@@ -236,13 +242,13 @@ def _bind(dst: Tensor, kernel: Tensor, x: Tensor, stride: int) -> Call:
 
 
 @conv_transpose_1d.compiled
-def _conv_transpose_1d(dst: Tensor, kernel: Tensor, x: Tensor, params: Transpose1d) -> Call:
-    return _bind(*_as_2d(dst, kernel, x), params.s0)
+def _conv_transpose_1d(dst: Tensor, kernel: Tensor, x: Tensor, params: Transpose1d, numerics: Numerics) -> Call:
+    return _bind(*_as_2d(dst, kernel, x), params.s0, numerics)
 
 
 @conv_transpose_2d.compiled
-def _conv_transpose_2d(dst: Tensor, kernel: Tensor, x: Tensor, params: Transpose2d) -> Call:
-    return _bind(dst, kernel, x, params.stride)
+def _conv_transpose_2d(dst: Tensor, kernel: Tensor, x: Tensor, params: Transpose2d, numerics: Numerics) -> Call:
+    return _bind(dst, kernel, x, params.stride, numerics)
 
 
 def _make_1d(channels: int) -> Make:

@@ -8,7 +8,7 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -22,6 +22,7 @@ from graph_runner.bench.measure import GGML_CPU, Measurement, against, in_turns
 from graph_runner.bench.memory import bench_memory
 from graph_runner.run.session import Session, Settings, context_for
 from graph_runner.tools import suites
+from quant.folders import FolderError
 
 MOVERS, EVERY_NODE = "movers on the NPU", "every node on the NPU"
 _PROMPT = "The history of computing begins with " + "counting boards, gears, relays and valves; " * 12
@@ -143,9 +144,10 @@ def bench_start(model: Path, *, rounds: int, threads: int) -> Iterator[Measureme
         "diff": _process(_command(), "diff", str(model), "--threads", str(threads)),
         "Python itself": _process(*python("-c", "pass")),
     }
-    if suites.folder().is_dir():
-        lists_devices = [str(suites.folder() / "test-backend-ops"), "-b", "none"]
-        jobs["plugin in a ggml program"] = _process(*lists_devices, GGML_BACKEND_PATH=str(plugin()))
+    with suppress(FolderError):  # nothing is built for a user without a home
+        if suites.folder().is_dir():
+            lists_devices = [str(suites.folder() / "test-backend-ops"), "-b", "none"]
+            jobs["plugin in a ggml program"] = _process(*lists_devices, GGML_BACKEND_PATH=str(plugin()))
     for what, values in in_turns(jobs, rounds, unit="s").items():
         yield Measurement(what, "s", values)
 

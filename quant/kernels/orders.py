@@ -20,6 +20,7 @@ from quant.kernels.vectors import FLOAT, HALF, Address, Value, part
 
 STEP = 4 * LANES  # elements that a round of a dot product takes
 HALVES = 2 * LANES  # float16 of a vector
+VECTOR = 4 if LANES == 4 else 8  # float32 of a vector that GCC makes of a loop, also for AVX-512
 GROUP = 4  # rows that are multiplied together, or added up side by side
 _SHORT = 8 * STEP  # elements of the longest rows that are multiplied together; longer ones are read one by one
 _WIDTHS = (6, 2, 1) if LANES == 16 else (3, 1)  # columns that are multiplied together
@@ -117,16 +118,16 @@ def _add_rest(x: int, row_step: int, y: int, begin: int, n: int, to: int, count:
 @inlined
 def dots_f32(x: int, row_step: int, y: int, n: int, to: int, count: int) -> None:
     """ggml_vec_dot_f32, as `dots_f16` of rows of float32. In the last n % STEP elements GCC rounds the products of
-    whole eights before it adds them."""
+    whole vectors before it adds them."""
     _dots(_F32_ROW, _F32_ROWS, x, row_step, y, n, to, count)
     if n % STEP:
         right, found = array_at(y, types.float32, n), array_at(to, types.float32, count)
         for r in range(count):
             left = array_at(x + r * row_step, types.float32, n)
             total = found[r]
-            for i in range(n // STEP * STEP, n // 8 * 8):
+            for i in range(n // STEP * STEP, n // VECTOR * VECTOR):
                 total += left[i] * right[i]
-            for i in range(n // 8 * 8, n):
+            for i in range(n // VECTOR * VECTOR, n):
                 total = fused_multiply_add(left[i], right[i], total)
             found[r] = total
 

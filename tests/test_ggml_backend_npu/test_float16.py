@@ -15,24 +15,27 @@ from ggml_backend_npu.ggml import codecs, float16, lib
 from ggml_backend_npu.ggml.numerics import Numerics
 from ggml_backend_npu.ops import OWN
 from ggml_backend_npu.ops.attention import FlashAttn, _flash_attn_ext, _sum_in_halves, flash_attn_ext
+from ggml_backend_npu.ops.kernels.windows import Moves2d
+from ggml_backend_npu.ops.transposed import Transpose1d
 from ggml_backend_npu.plugin.replica import Replica
+from ggml_backend_npu.registry import probes
 from quant.kernels.matrices import LANES
 
 PARAMS = FlashAttn(0.25, 0.0, 0.0, prec=0, n_kv_max=0)
 
 
-def node(rng: np.random.Generator, dv: int, cells: int) -> list[Tensor]:
+def node(rng: np.random.Generator, dv: int, cells: int, dk: int = 32) -> list[Tensor]:
     """q, k and v of one head; v has numbers of each size, subnormal ones too."""
-    q = rng.standard_normal((1, 1, 2, 32)).astype(np.float32)
-    k = rng.standard_normal((1, 1, cells, 32)).astype(np.float16)
+    q = rng.standard_normal((1, 1, 2, dk)).astype(np.float32)
+    k = rng.standard_normal((1, 1, cells, dk)).astype(np.float16)
     v = (rng.standard_normal((1, 1, cells, dv)) * 2.0 ** rng.integers(-25, 12, (1, 1, cells, dv))).astype(np.float16)
     return [Tensor.of(q), Tensor.of(k, "f16"), Tensor.of(v, "f16")]
 
 
-def both(tensors: list[Tensor], step: int) -> list[np.ndarray]:
-    """What the definition gives, and the kernel."""
+def both(tensors: list[Tensor], step: int, dots: bool = False) -> list[np.ndarray]:
+    """What the definition gives, and the kernel. dots: scores are added as float16."""
     q, _, v = tensors
-    numerics = replace(codecs.bound(), halves=step)
+    numerics = replace(codecs.bound(), halves=step, dots_in_halves=dots)
     found = []
     for compiled in (False, True):
         dst = Tensor.of(np.zeros((1, q.ne[1], 1, v.ne[0]), np.float32))
@@ -48,7 +51,7 @@ def both(tensors: list[Tensor], step: int) -> list[np.ndarray]:
 
 def test_ggml_shows_how_many_it_takes_at_once() -> None:
     step = float16.step(lib.ggml())
-    assert step in ((0, 128) if "AVX512" in lib.ggml().features else (0,))
+    assert step in (0, *(n for feature, n in (("AVX512", 128), ("NEON", 32)) if feature in lib.ggml().features))
     assert codecs.bound().halves == step
 
 
@@ -59,6 +62,15 @@ def test_the_kernel_equals_the_definition(dv: int, step: int) -> None:
         tensors = node(np.random.default_rng(seed), dv, 9)
         expected, found = both(tensors, step)
         assert found.tobytes() == expected.tobytes(), seed
+
+
+@pytest.mark.parametrize("dk", [31, 256, 330])
+def test_scores_are_added_as_float16(dk: int) -> None:
+    for seed in range(5):
+        tensors = node(np.random.default_rng(seed), 130, 9, dk)
+        expected, found = both(tensors, 32, dots=True)
+        assert found.tobytes() == expected.tobytes(), seed
+        assert np.array_equal(found, both(tensors, 32)[1]) == (dk == 31), "too few to be added as float16"
 
 
 def test_float16_is_another_arithmetic() -> None:
@@ -152,6 +164,24 @@ def test_a_product_and_its_sum_are_rounded_once(columns: int) -> None:
     weights, x = np.zeros((4, 8 * LANES * 2), np.float16), np.zeros((columns, 8 * LANES * 2), np.float16)
     weights[:, [0, step]], x[:, [0, step]] = (1 + 2**-10, 2**-11 * (1 + 2**-7)), (1, 1 - 2**-7)
     assert (multiplied(weights, x, dots=True, blocks=True) == 1 + 2**-10).all()
+
+
+@pytest.mark.parametrize("k", [31, 128, 320])
+@pytest.mark.parametrize("places", [1, 9])
+def test_a_convolution_of_single_pixels_is_a_product(k: int, places: int) -> None:
+    rng = np.random.default_rng(k)
+    weights, x = (rng.standard_normal((n, k)).astype(np.float16) for n in (8, places))
+    numerics = Numerics(matmul="exact", dots_in_halves=True, blocks_in_halves=True)
+    kernel, pixels = weights.reshape(8, k, 1, 1), x.T.astype(np.float32)
+    image = probes.tensor("f32", pixels.reshape(1, k, 1, places))
+    of = probes.node("CONV_2D", "f32", (8, 1, places), Tensor.of(kernel), image, params=Moves2d(1, 1, 0, 0, 1, 1))
+    OWN["CONV_2D"].bind(of, numerics)()
+    assert of.dst.view()[0, :, 0].T.tolist() == multiplied(weights, x, dots=True, blocks=True).tolist()
+    sources = probes.tensor("f16", weights.T.reshape(1, k, 8, 1)), probes.tensor("f32", pixels.reshape(1, 1, k, places))
+    turned = probes.node("CONV_TRANSPOSE_1D", "f32", (8, places), *sources, params=Transpose1d(1, 0, 1))
+    OWN["CONV_TRANSPOSE_1D"].bind(turned, numerics)()
+    one_by_one = [multiplied(weights, column, dots=True)[0].tolist() for column in np.split(x, places)]
+    assert turned.dst.view()[0, 0].T.tolist() == one_by_one
 
 
 def test_ggml_shows_which_products_it_adds_as_float16() -> None:

@@ -39,6 +39,7 @@ from graph_runner.bench import (
 )
 from graph_runner.bench.measure import GGML, GGML_CPU, count
 from graph_runner.bench.operators import bench_operators
+from quant import folders
 
 ELEMENTS = 1 << 16
 PATTERNS = (operators.token_shift(64, 8), operators.routing(16, 4, 8))
@@ -402,3 +403,12 @@ def test_usage_errors(cli: Cli, arguments: list[str]) -> None:
     outcome = cli("bench", *arguments)
     assert (outcome.code, outcome.out) == (2, "")
     assert "Traceback" not in outcome.err
+
+
+def test_a_user_without_a_home_measures_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr(folders, "_home_of_the_user", lambda: "")
+    monkeypatch.setattr(models, "in_turns", lambda jobs, rounds, unit: dict.fromkeys(jobs, [1.0] * rounds))
+    found = [each.what for each in models.bench_start(Path("model"), rounds=1, threads=1)]
+    assert found == ["import and register", "diff", "Python itself"]

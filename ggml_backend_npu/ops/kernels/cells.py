@@ -59,6 +59,7 @@ class Attention(NamedTuple):
     parts, n_parts  of `attend_in_halves`: where a row's sums are stored, and how many parts; 0: it finishes `dst`
     n_narrow  of `attend_in_halves`: the elements of a row of v that are multiplied and added as float16
     n_together  of `attend_in_halves`: how many heads, which share one of k and v, a unit has
+    in_halves  of `attend_in_halves`: whether the products of q with a float16 k are added as float16
     n_rows   of `attend`: the most rows of a unit
     chunk    of `attend`: rows (query, head, sequence) of a chunk of ggml's, if its CPU multiplies matrices; 0: it
              takes cell by cell
@@ -85,6 +86,7 @@ class Attention(NamedTuple):
     n_parts: int = 0
     n_narrow: int = 0
     n_together: int = 1
+    in_halves: int = 0
     n_rows: int = 0
     chunk: int = 0
 

@@ -7,6 +7,7 @@ import math
 import numpy as np
 from numba import types
 
+from ggml_backend_npu.ggml.numerics import Numerics
 from ggml_backend_npu.ops.kernels.cells import (
     CELLS,
     EXCLUDED,
@@ -34,7 +35,7 @@ from quant.kernels.jit import (
     inlined,
 )
 from quant.kernels.matrices import LANES, dot
-from quant.kernels.orders import HALVES, dots_f16
+from quant.kernels.orders import HALVES, dots_f16, dots_in_halves
 from quant.kernels.records import index_of, record_at
 from quant.kernels.threads import Job, Work
 from quant.kernels.vectors import FLOAT, HALF, part
@@ -178,7 +179,10 @@ def scratch_in_halves(of: Attention) -> int:
 def _score(of, k, keys, query, y, count):
     """Scores of `count` cells with a query: their keys are float16 at k, or float32 at keys."""
     if of.k.code == F16:
-        dots_f16(k, of.k.place.nb[1], query, of.dk, y, count)
+        if of.in_halves:
+            dots_in_halves(k, of.k.place.nb[1], query, of.dk, y, count)
+        else:
+            dots_f16(k, of.k.place.nb[1], query, of.dk, y, count)
     else:
         scores = array_at(y, types.float32, count)
         for i in range(count):
@@ -293,14 +297,12 @@ def join_parts(p, begin, end, scratch):
     return 0
 
 
-def bind_attend_in_halves(of: Attention, n_parts: int, step: int, keep: object) -> Job:
-    """The works of a node, whose rows are added up in n_parts parts that are joined at the end; 0: in one.
-
-    step  `Numerics.halves`
-    """
+def bind_attend_in_halves(of: Attention, n_parts: int, numerics: Numerics, keep: object) -> Job:
+    """The works of a node, whose rows are added up in n_parts parts that are joined at the end; 0: in one."""
     n_rows = of.n_queries * of.n_heads * of.n_sequences
     parts = np.empty((n_rows, max(n_parts, 1), 2 + of.dv), np.float32)
-    of = of._replace(parts=parts.ctypes.data, n_parts=n_parts, n_narrow=of.dv // step * step if step else 0)
+    n_narrow = of.dv // numerics.halves * numerics.halves if numerics.halves else 0
+    of = of._replace(parts=parts.ctypes.data, n_parts=n_parts, n_narrow=n_narrow, in_halves=numerics.dots_in_halves)
     n_units, shared = n_rows * max(n_parts, 1), of.k.shared[0]
     if shared == of.v.shared[0] and n_units // shared >= _LEAST_UNITS:
         n_units, of = n_units // shared, of._replace(n_together=shared)
