@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
-from numba import types
 from numpy.typing import NDArray
 
 from ggml_backend_npu.ir import Node, Tensor
@@ -26,6 +25,7 @@ from ggml_backend_npu.registry.entry import Call, op
 from ggml_backend_npu.registry.params import Params
 from ggml_backend_npu.registry.shapes import gaps, gaps_in_matrices, gaps_in_rows, other_ne
 from quant.kernels.jit import array_at, compiled, fused_multiply_add
+from quant.kernels.late import types
 from quant.kernels.orders import dots_f32
 from quant.kernels.records import Dims, Place, index_of, record_at, row_of
 from quant.kernels.threads import Job, Work

@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from typing import Annotated, NamedTuple
 
 import numpy as np
-from numba import types
 from numpy.typing import NDArray
 
 from ggml_backend_npu.ir import Node, Tensor
@@ -19,6 +18,7 @@ from ggml_backend_npu.registry.checks import Exact, Mistake
 from ggml_backend_npu.registry.entry import Call, op
 from ggml_backend_npu.registry.params import Instead, Params, i32
 from quant.kernels.jit import array_at, compiled, copy, float_bits, inlined
+from quant.kernels.late import types
 from quant.kernels.matrices import LANES
 from quant.kernels.records import Dims, Place, index_of, record_at, row_of
 from quant.kernels.threads import Job, Work

@@ -12,7 +12,6 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import types
 from numpy.typing import NDArray
 
 from ggml_backend_npu.ggml import structs
@@ -27,6 +26,7 @@ from quant.kernels.jit import (
     inlined,
     reduced,
 )
+from quant.kernels.late import types
 
 N_SUMS = 7
 ROW = np.dtype(

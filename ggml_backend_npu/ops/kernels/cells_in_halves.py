@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 
 import numpy as np
-from numba import types
 
 from ggml_backend_npu.ops.kernels.cells import (
     CELLS,
@@ -32,6 +31,7 @@ from quant.kernels.jit import (
     fused_multiply_add,
     inlined,
 )
+from quant.kernels.late import types
 from quant.kernels.matrices import dot
 from quant.kernels.orders import dots_f16
 from quant.kernels.records import index_of, record_at

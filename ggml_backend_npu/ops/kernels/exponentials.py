@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 
 import numpy as np
-from numba import types
 
 from quant.kernels.jit import (
     array_at,
@@ -15,6 +14,7 @@ from quant.kernels.jit import (
     reduced,
     truncate_to_int32,
 )
+from quant.kernels.late import types
 from quant.kernels.matrices import LANES
 from quant.kernels.orders import row_total
 
