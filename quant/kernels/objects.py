@@ -12,14 +12,13 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from quant.folders import FolderError, temporary_folder
 from quant.kernels.cache import kept_in
 from quant.kernels.kept import DamagedError, say_damaged, unsealed, write_sealed
-from quant.kernels.processor import target
+from quant.kernels.processor import release_of, target
 
 SYMBOL = "kernel"  # the name of the function in its object file
 
@@ -56,8 +55,7 @@ def linker() -> str | None:
 @functools.cache
 def _made_by() -> str:
     """What else decides which code is made of a kernel."""
-    versions = " ".join(metadata.version(name) for name in ("numba", "llvmlite"))
-    return f"{versions} {target()}"
+    return f"{release_of('numba')} {release_of('llvmlite')} {target()}"
 
 
 class _Said:

@@ -8,7 +8,7 @@ import os
 import platform
 from collections.abc import Iterator
 from contextlib import suppress
-from importlib import metadata
+from importlib.util import find_spec
 from math import ceil
 from pathlib import Path
 
@@ -47,15 +47,21 @@ def target() -> str:
     return f"{name()} {features()}"
 
 
+def release_of(package: str) -> str:
+    """What a package of numba's says of its release, without importing it: what is compiled by another one differs."""
+    spec = find_spec(package)
+    return "" if spec is None or spec.origin is None else Path(spec.origin).with_name("_version.py").read_text()
+
+
 @functools.cache
 def _host() -> tuple[str, str]:
     """The name and the features of this machine's processor. LLVM is asked once on each kind of processor."""
     about = _lines(CPUINFO) if CPUINFO.exists() else []
     first = about[: about.index("")] if "" in about else about
-    kind = "\n".join([metadata.version("llvmlite"), *(line for line in first if line.startswith(_OF_A_KIND))])
+    kind = "\n".join([release_of("llvmlite"), *(line for line in first if line.startswith(_OF_A_KIND))])
     kept_as = hashlib.sha256(kind.encode()).hexdigest()[:16]
     with suppress(FolderError, OSError, DamagedError, ValueError):
-        if len(kind.splitlines()) > 1:
+        if first:
             found, has = unsealed(kept(kernels_root() / _KINDS) / kept_as).decode().split(" ")
             return found, has
     from llvmlite import binding  # late: it loads LLVM
