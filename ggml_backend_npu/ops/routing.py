@@ -25,7 +25,7 @@ from quant.kernels.threads import Job, Work
 from quant.runs import CODES, widen_run
 
 _TILE = 256  # scores of a row in work at a time
-_BITS = 64  # of a length
+_ENDS = 2 * 64  # of the parts that wait, at most two for each bit of a length
 _INSERTED = 16  # keys that are sorted by insertion
 _FEW = 32  # of a row are selected one by one; of more the row is sorted
 _SOFTMAX, _SOFTMAX_OF_SELECTED = range(2)
@@ -72,7 +72,7 @@ def _key(score, place, descending):
 def _sort_keys(keys):
     """Sorts keys, ascending: splits them about a middle one until few are left. Of two parts the larger waits, so that
     no more wait than a length has bits."""
-    waiting, n_waiting = array_at(on_stack(2 * _BITS), types.int64, 2 * _BITS), 1
+    waiting, n_waiting = array_at(on_stack(_ENDS), types.int64, _ENDS), 1
     waiting[0], waiting[1] = 0, len(keys) - 1
     while n_waiting > 0:
         n_waiting -= 1

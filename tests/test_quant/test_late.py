@@ -7,6 +7,7 @@ import sys
 from typing import Any
 
 import numpy as np
+import pytest
 from numba import types as of_numba
 
 from quant.kernels.jit import array_at, callback, inlined
@@ -19,7 +20,18 @@ STARTS = """
 import sys
 import ggml_backend_npu, graph_runner.cli.app, graph_runner.run.token_graph, graph_runner.diff.run, graph_runner.trace
 ggml_backend_npu.register()
-print(*sorted({name.split(".")[0] for name in sys.modules} & {"numba", "llvmlite", "cffi"}))
+"""
+RUNS = """
+import sys
+from graph_runner.cli import main
+sys.argv = ["ggml-npu", "run", "tiny", "-n", "2", "--all"]
+try:
+    main()
+except SystemExit as end:
+    assert not end.code
+"""
+LOADED = """
+print("loaded:", *sorted({name.split(".")[0] for name in sys.modules} & {"numba", "llvmlite", "jinja2"}))
 """
 
 
@@ -67,7 +79,8 @@ def test_a_part_is_called_from_python_too() -> None:
     assert (add.__name__, add.__doc__) == ("add", "a + b")
 
 
-def test_a_process_whose_kernels_are_kept_loads_no_compiler() -> None:
+@pytest.mark.parametrize("code", [STARTS, pytest.param(RUNS, marks=pytest.mark.slow)])
+def test_a_process_whose_kernels_are_kept_loads_no_compiler(code: str) -> None:
     for _ in range(2):  # the first one may compile them
-        done = subprocess.run([sys.executable, "-c", STARTS], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == ""
+        done = subprocess.run([sys.executable, "-c", code + LOADED], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "loaded:"
