@@ -7,7 +7,6 @@ ggml_backend_npu.register()      # the ggml inside llama-cpp-python now has a de
 from __future__ import annotations
 
 from importlib import import_module
-from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 from ggml_backend_npu import names
@@ -57,11 +56,14 @@ _PUBLIC = {
     "register": "default",
 }
 __all__ = [*_PUBLIC]
-__version__ = version("ggml-backend-npu")
 
 
 def __getattr__(name: str) -> Any:
     """Returns a public name from its module, so that a device's class imports no kernel."""
+    if name == "__version__":
+        from importlib.metadata import version  # late, as it is slow
+
+        return version("ggml-backend-npu")
     if name not in _PUBLIC:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(f"{__name__}.{_PUBLIC[name]}"), name)

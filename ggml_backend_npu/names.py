@@ -6,7 +6,6 @@ sys.path, or overwrite it in the same site-packages.
 
 from __future__ import annotations
 
-from importlib.metadata import packages_distributions
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -21,6 +20,8 @@ def check(*packages: str) -> None:
             raise ImportError(f"package {package!r} is missing; install ggml-backend-npu again")
         origin = spec.origin or ", ".join(spec.submodule_search_locations or ())
         if spec.origin is None or _OURS not in Path(spec.origin).read_text(encoding="utf-8", errors="replace"):
+            from importlib.metadata import packages_distributions  # late, as it is slow
+
             others = sorted({*packages_distributions().get(package, ())} - {"ggml-backend-npu"})
             remedy = f"uninstall {' and '.join(others)}, then " if others else "take its folder out of sys.path or "
             raise ImportError(

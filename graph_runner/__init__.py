@@ -8,7 +8,6 @@ NPU takes. Bad input from a user raises `SessionError`, `TraceError` and the lik
 from __future__ import annotations
 
 from importlib import import_module
-from importlib.metadata import version as _version
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -40,11 +39,14 @@ _PUBLIC = {
     "replay": "trace",
 }
 __all__ = [*_PUBLIC]
-__version__ = _version("ggml-backend-npu")
 
 
 def __getattr__(name: str) -> Any:
     """Returns a public name from its module, so that llama.cpp is loaded only by the names that need it."""
+    if name == "__version__":
+        from importlib.metadata import version  # late, as it is slow
+
+        return version("ggml-backend-npu")
     if name not in _PUBLIC:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(f"{__name__}.{_PUBLIC[name]}"), name)

@@ -1,12 +1,8 @@
 """Block codecs and layouts of ggml's types: q8_0 and q4_0 fast and byte for byte, and every other type."""
 
-from importlib.metadata import version
-
 from quant import blocks, longtail, scalars  # noqa: F401  (codecs register themselves)
 from quant.codec import ROUNDINGS, Codec, Rounding, codec, dequantize, quantize, type_names
 from quant.layout import DeviceLayout, to_blocks, to_device
-
-__version__ = version("ggml-backend-npu")
 
 __all__ = [
     "ROUNDINGS",
@@ -20,3 +16,11 @@ __all__ = [
     "to_device",
     "type_names",
 ]
+
+
+def __getattr__(name: str) -> str:
+    if name != "__version__":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib.metadata import version  # late, as it is slow
+
+    return version("ggml-backend-npu")

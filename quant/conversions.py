@@ -12,10 +12,6 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple
 
-from llvmlite import ir
-from numba import types
-from numba.extending import intrinsic
-
 from quant.kernels.jit import (
     CFunction,
     array_at,
@@ -27,6 +23,7 @@ from quant.kernels.jit import (
     stream_ends,
     truncate_to_int32,
 )
+from quant.kernels.late import intrinsic, ir, types
 from quant.kernels.records import record_at
 from quant.kernels.vectors import FLOAT, HALF, INT8, INT16, INT32, Address, Value, part
 from quant.runs import STAGE_SIZE, bf16_to_f32, f32_to_bf16, f32_to_f16, flush, same

@@ -10,11 +10,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from numba import types
-
 from quant.blocks import magnitudes
 from quant.codec import ROUNDINGS
 from quant.kernels.jit import LINE, array_at, inlined
+from quant.kernels.late import types
 from quant.kernels.records import address_of, size_of
 from quant.kernels.vectors import BIT, FLOAT, HALF, INT8, INT32, INT64, Value, part
 

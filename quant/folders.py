@@ -35,6 +35,11 @@ def cache_root() -> Path:
     return _base() / "ggml-npu"
 
 
+def kernels_root() -> Path:
+    """The folder for what is kept of compiled kernels: NUMBA_CACHE_DIR, if set, or `cache_root`. Raises FolderError."""
+    return Path(os.environ.get("NUMBA_CACHE_DIR") or cache_root())
+
+
 def _base() -> Path:
     told = os.environ.get("XDG_CACHE_HOME", "").strip()
     if os.path.isabs(told):  # a relative one is to be ignored, says the XDG specification

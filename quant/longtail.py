@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
-from importlib.metadata import entry_points
 from typing import Any
 
 import numpy as np
@@ -67,6 +66,8 @@ def _computed_by(name: str) -> Codec:
 
 @cache
 def _found() -> Callable[[str], Codec] | None:
+    from importlib.metadata import entry_points  # late, as it is slow
+
     point = next(iter(entry_points(group=GROUP)), None)
     return None if point is None else point.load()
 

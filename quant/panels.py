@@ -10,8 +10,6 @@ from __future__ import annotations
 
 from itertools import product
 
-from numba import types
-
 from quant import dots as rows_
 from quant.dots import (
     LARGEST,
@@ -32,6 +30,7 @@ from quant.dots import (
     scales_q4_k,
 )
 from quant.kernels.jit import inlined
+from quant.kernels.late import types
 from quant.kernels.matrices import LANES
 from quant.kernels.records import address_of
 from quant.kernels.vectors import FLOAT, HALF, INT8, INT16, INT32, Value, gathered, part, transposed

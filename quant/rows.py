@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from llvmlite import ir
-from numba import types
-from numba.extending import intrinsic
-
 from quant import runs
 from quant.blocks import Q4_0 as _Q4_0
 from quant.blocks import Q8_0 as _Q8_0
 from quant.codec import ROUNDINGS
 from quant.conversions import block_decoder, block_encoder, decoding
 from quant.kernels.jit import inlined
+from quant.kernels.late import intrinsic, ir, types
 from quant.runs import BF16, F16, F32, narrow_run, widen_run
 
 # the types that these functions know, by number; q8_0 has one number for each rounding

@@ -3,8 +3,6 @@ caches. The functions here take addresses and are compiled into kernels."""
 
 from __future__ import annotations
 
-from numba import types
-
 from quant.kernels.jit import (
     LINE,
     array_at,
@@ -16,6 +14,7 @@ from quant.kernels.jit import (
     inlined,
     stream,
 )
+from quant.kernels.late import types
 
 F32, F16, BF16 = range(3)
 CODES = {"f32": F32, "f16": F16, "bf16": BF16}  # the types that these functions know, by number

@@ -138,6 +138,7 @@ def test_ctypes_stands_in_the_abi_and_in_the_session_only(module: str) -> None:
         "graph_runner/run/batch.py",
         "graph_runner/run/model.py",
         "graph_runner/run/session.py",
+        "quant/kernels/objects.py",
     )
 
 
@@ -192,9 +193,8 @@ def test_what_is_known_of_ops_is_whole() -> None:
 # what a process has one of, whoever asks for it; everything else belongs to an object that is handed down
 OF_THE_PROCESS = {
     "quant/codec.py _CODECS": "codecs, which class statements add when they are imported",
-    "quant/kernels/jit.py _ours": "names of C functions, which decorators add when they are imported",
-    "quant/kernels/jit.py _Announcement": "who is told that numba compiles: numba has one list of listeners",
-    "quant/kernels/cache.py _Files": "that kernels cannot be kept is said once",
+    "quant/kernels/jit.py _told": "who is told that numba compiles: the process has one compiler",
+    "quant/kernels/objects.py _Said": "that kernels cannot be kept is said once",
     "quant/kernels/processor.py _lanes": "what kernels are compiled for: as wide sums as those of the process's ggml",
     "quant/kernels/memory.py _free": "memory of large results that nobody holds any more, as an allocator has it",
     "ggml_backend_npu/registry/calls.py _watchers": "who is told of each call of a user's code",
@@ -210,8 +210,11 @@ OF_THE_PROCESS = {
 # the same, kept by `@cache`: functions that return what changes
 KEPT = {
     "quant/longtail.py _found": "who finds a ggml, by what is installed",
-    "quant/kernels/records.py _fields": "of a record's class, which does not change",
+    "quant/kernels/words.py fields_of": "of a record's class, which does not change",
+    "quant/kernels/objects.py linker": "of the process's environment, as it was when a kernel was compiled first",
+    "quant/kernels/processor.py _host": "the processor of this machine",
     "quant/kernels/threads.py _pool": "the threads of the process, where ggml has none",
+    "ggml_backend_npu/registry/params.py _layout": "of a record's class, which does not change",
     "ggml_backend_npu/ggml/codecs.py bound": "what the CPU backend of the process's ggml computes",
     "ggml_backend_npu/ggml/codecs.py of_files": "of the ggml of the process",
     "ggml_backend_npu/ggml/blas.py _library": "the BLAS of the process",
@@ -376,7 +379,7 @@ WITHOUT_TESTS = {
     "graph_runner/tools": "battery examination prediction",
     "graph_runner/trace": "capturing format reading replaying taken writing",
     "quant": "blocks codec conversions dots errors rows runs scalars",
-    "quant/kernels": "cache jit matrices orders records vectors",
+    "quant/kernels": "cache compiler jit llvm matrices orders record_types records vectors words",
 }
 
 

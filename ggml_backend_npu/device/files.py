@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from importlib.metadata import entry_points
 from pathlib import Path
 
 from ggml_backend_npu.backend.options import DeviceError
@@ -90,6 +89,8 @@ def _of_file(path: Path) -> list[Device]:
 
 
 def _of_entry_point(name: str) -> list[Device]:
+    from importlib.metadata import entry_points  # late, as it is slow
+
     known = {each.name: each for each in entry_points(group=GROUP)}
     if name not in known and Path(name).is_dir():
         raise DeviceError(f"device {name!r}: {no_file(Path(name))}")

@@ -8,19 +8,21 @@ from __future__ import annotations
 import ctypes
 import platform
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
-
-import scipy_openblas32
 
 _ENDINGS = {"Darwin": ".dylib", "Windows": ".dll"}
 
 
 @cache
 def _library() -> ctypes.CDLL:
+    """Loaded by its path: the package's own import takes longer than all else here."""
     ending = _ENDINGS.get(platform.system(), ".so")
-    prefix = "" if ending == ".dll" else "lib"
-    name = f"{prefix}{scipy_openblas32.get_library()}{ending}"
-    library = ctypes.CDLL(str(Path(scipy_openblas32.get_lib_dir()) / name))
+    spec = find_spec("scipy_openblas32")
+    if spec is None or spec.origin is None:
+        raise ModuleNotFoundError("No module named 'scipy_openblas32'")
+    path = next(Path(spec.origin).parent.glob(f"lib/*scipy_openblas*{ending}"))
+    library = ctypes.CDLL(str(path))
     library.scipy_openblas_set_num_threads(1)
     return library
 

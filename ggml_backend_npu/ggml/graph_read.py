@@ -8,15 +8,13 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
-from llvmlite import ir
-from numba import types
-from numba.extending import intrinsic
 from numpy.typing import NDArray
 
 from ggml_backend_npu.ggml import convert, structs
 from ggml_backend_npu.ggml.lib import Ggml
 from ggml_backend_npu.ir import Graph, Tensor
 from quant.kernels.jit import array_at, callback, copy, inlined
+from quant.kernels.late import intrinsic, ir, types
 from quant.kernels.records import packed, place_in, shared_record_at
 
 Ints = NDArray[np.int64]

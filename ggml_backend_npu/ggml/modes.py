@@ -11,9 +11,8 @@ import ctypes
 import platform
 from typing import Any
 
-from numba import types
-
 from quant.kernels.jit import call_openmp, callback
+from quant.kernels.late import types
 from quant.kernels.threads import working_team
 
 _IS_X86, _IS_ARM = platform.machine() in ("x86_64", "AMD64"), platform.machine() in ("aarch64", "arm64")

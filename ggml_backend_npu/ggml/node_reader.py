@@ -6,13 +6,13 @@ import ctypes
 from typing import Any
 
 import numpy as np
-from numba import types
 
 from ggml_backend_npu.ggml import convert, structs
 from ggml_backend_npu.ggml.convert import PackedAt, Read, Storage
 from ggml_backend_npu.ggml.graph_read import N_SRC, ROW, SRC, VIEW_SRC, int64s
 from ggml_backend_npu.ggml.lib import Ggml
 from quant.kernels.jit import callback, copy, inlined
+from quant.kernels.late import types
 
 _MOST_KNOWN = 8192
 _WHOLE = structs.TENSOR.size // 8  # words of a tensor, with its name

@@ -10,13 +10,16 @@ import ctypes
 import importlib
 import os
 from contextlib import suppress
-from importlib import metadata
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ggml_backend_npu.ggml import structs
 from ggml_backend_npu.user_texts import no_file
 from quant.errors import UserError
+
+if TYPE_CHECKING:
+    from importlib import metadata
 
 _REGISTERS = "ggml_backend_register"
 
@@ -76,6 +79,8 @@ def file_at(address: ctypes.c_void_p) -> Path:
 
 def distribution(name: str) -> metadata.Distribution | None:
     """The installed distribution of this name, or the one that has a module of this name; None where there is none."""
+    from importlib import metadata  # late here and below, as it is slow
+
     for known in (name, *metadata.packages_distributions().get(name, [])):
         with suppress(metadata.PackageNotFoundError):
             return metadata.distribution(known)
@@ -90,6 +95,8 @@ def _import_all(name: str, found: metadata.Distribution) -> None:
         for suffix in EXTENSION_SUFFIXES
         if str(file).endswith(suffix) and not file.name.startswith("lib")
     }
+    from importlib import metadata
+
     its_own = {module for module, names in metadata.packages_distributions().items() if found.name in names}
     for module in (name.replace("-", "_"), *sorted(its_own | extensions)):
         with suppress(ModuleNotFoundError):
@@ -125,6 +132,8 @@ def has_ggml(file: Path) -> bool:
 
 def packages() -> list[str]:
     """Names of the installed distributions that hold a shared library with a ggml."""
+    from importlib import metadata
+
     names = []
     for found in metadata.distributions():
         libraries = [file for file in found.files or () if ".so" in file.name and found.name not in names]

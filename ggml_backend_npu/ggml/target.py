@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 
-from ggml_backend_npu.ggml import lib, places
+from ggml_backend_npu.ggml import lib, llama, places
 from quant.kernels.processor import follow
 
 
@@ -16,7 +16,7 @@ def _as_ggml() -> None:
     """Without a ggml, kernels are compiled for the processor. A ggml that the process has loaded already is the one:
     importing llama-cpp-python would make it that package's, as the libraries have the same name."""
     try:
-        already = None if "llama_cpp" in sys.modules else places.already_loaded()
+        already = None if llama.FUNCTIONS in sys.modules else places.already_loaded()
         features = (lib.unchecked() if already is None else lib.Ggml(already)).features
     except lib.UnknownGgmlError:
         return

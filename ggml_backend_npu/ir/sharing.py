@@ -8,10 +8,10 @@ from functools import cached_property
 from itertools import groupby
 
 import numpy as np
-from numba import types
 
 from ggml_backend_npu.ir.graph import Memory, Tensor
 from quant.kernels.jit import array_at, callback, inlined
+from quant.kernels.late import types
 
 
 @dataclass(frozen=True, eq=False)

@@ -12,7 +12,6 @@ from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
-from numba import types
 
 from ggml_backend_npu.ggml.numerics import PLAIN, Numerics
 from ggml_backend_npu.ir import Node, Tensor
@@ -28,6 +27,7 @@ from ggml_backend_npu.registry.entry import Call, op
 from ggml_backend_npu.registry.params import i32
 from ggml_backend_npu.registry.shapes import gaps
 from quant.kernels.jit import LINE, array_at, compiled, f16_to_f32
+from quant.kernels.late import types
 from quant.kernels.matrices import LANES
 from quant.kernels.orders import (
     GROUP,

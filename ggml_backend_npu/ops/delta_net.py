@@ -6,7 +6,6 @@ from functools import partial
 from typing import NamedTuple
 
 import numpy as np
-from numba import types
 
 from ggml_backend_npu.ir import Node, Tensor
 from ggml_backend_npu.ops.kernels.exponentials import expf, scaled
@@ -26,6 +25,7 @@ from ggml_backend_npu.registry.checks import Make, Probe, Types
 from ggml_backend_npu.registry.entry import Call, op
 from ggml_backend_npu.registry.probes import HEADS, TOKENS, normal
 from quant.kernels.jit import array_at, compiled, copy, fused_multiply_add, inlined
+from quant.kernels.late import types
 from quant.kernels.orders import GROUP, dots_f32
 from quant.kernels.records import Place, record_at, row_of
 from quant.kernels.threads import Job, Work

@@ -8,7 +8,6 @@ from math import prod
 from typing import NamedTuple
 
 import numpy as np
-from numba import types
 
 from ggml_backend_npu.ir import Node, Tensor
 from ggml_backend_npu.ops.convolution import TYPES
@@ -19,6 +18,7 @@ from ggml_backend_npu.registry.checks import Make, Probe, Types
 from ggml_backend_npu.registry.entry import Call, op
 from ggml_backend_npu.registry.shapes import gaps
 from quant.kernels.jit import array_at, compiled, fused_multiply_add, inlined
+from quant.kernels.late import types
 from quant.kernels.records import record_at
 from quant.kernels.threads import Job, Work
 from quant.runs import F16, F32, widen_run

@@ -13,7 +13,6 @@ from math import inf
 from typing import Annotated, NamedTuple
 
 import numpy as np
-from numba import types
 
 from ggml_backend_npu.ggml.numerics import PLAIN, Numerics
 from ggml_backend_npu.ir import Node, Tensor
@@ -30,6 +29,7 @@ from ggml_backend_npu.registry.mistakes import of_repeated, of_swapped_operands
 from ggml_backend_npu.registry.params import Instead, Params, f32
 from ggml_backend_npu.registry.shapes import gaps, gaps_in_rows, other_ne
 from quant.kernels.jit import array_at, compiled, fused_multiply_add
+from quant.kernels.late import types
 from quant.kernels.records import record_at
 from quant.kernels.threads import Job, Work
 

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
-from numba import types
 from numpy.typing import NDArray
 
 from ggml_backend_npu.ir import Node, Tensor
@@ -25,7 +24,8 @@ from ggml_backend_npu.registry.checks import Exact, Make, Probe, Types
 from ggml_backend_npu.registry.entry import Call, op
 from ggml_backend_npu.registry.params import Params
 from ggml_backend_npu.registry.shapes import gaps, gaps_in_matrices, gaps_in_rows, other_ne
-from quant.kernels.jit import array_at, compiled, fused_multiply_add
+from quant.kernels.jit import allocated, array_at, compiled, fused_multiply_add, release
+from quant.kernels.late import types
 from quant.kernels.orders import dots_f32
 from quant.kernels.records import Dims, Place, index_of, record_at, row_of
 from quant.kernels.threads import Job, Work
@@ -98,7 +98,10 @@ def add_rows(p, begin, end, work):
     `following` the one behind each, or -1."""
     of = record_at(p, AddRows)
     src, dst = of.src, of.dst
-    first, following = np.full(end - begin, -1), np.empty(of.n_ids, np.int64)
+    memory = allocated(8 * (end - begin + of.n_ids))
+    first = array_at(memory, types.int64, end - begin)
+    following = array_at(memory + 8 * (end - begin), types.int64, of.n_ids)
+    first[:] = -1
     ids = array_at(of.ids, types.int32, of.n_ids)
     for i in range(of.n_ids - 1, -1, -1):
         if begin <= ids[i] < end:
@@ -116,6 +119,7 @@ def add_rows(p, begin, end, work):
                 for j in range(n):
                     total[j] += x[j]
             i = following[i]
+    release(memory)
     return 0
 
 

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-from numba import types
 
 from ggml_backend_npu.ir import Node, Tensor
 from ggml_backend_npu.ops.kernels.windows import Moves2d, Moves3d, Two, Windows, find_offsets, in_a_plane, in_space, see
@@ -19,6 +18,7 @@ from ggml_backend_npu.registry.params import i32
 from ggml_backend_npu.registry.shapes import gaps, gaps_in_rows
 from quant import type_names
 from quant.kernels.jit import array_at, compiled
+from quant.kernels.late import types
 from quant.kernels.records import record_at
 from quant.kernels.threads import Job, Work
 from quant.runs import F16, narrow_run

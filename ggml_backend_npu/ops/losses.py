@@ -7,7 +7,6 @@ from functools import partial
 from typing import NamedTuple
 
 import numpy as np
-from numba import types
 
 from ggml_backend_npu.ir import Node, Tensor
 from ggml_backend_npu.ops.gradients import FEW, ROWS, lie_apart, one_after_the_other
@@ -18,6 +17,7 @@ from ggml_backend_npu.registry.checks import Exact, Make, Probe, Types
 from ggml_backend_npu.registry.entry import Call, op
 from ggml_backend_npu.registry.shapes import gaps, gaps_in_matrices, other_ne
 from quant.kernels.jit import array_at, compiled, copy
+from quant.kernels.late import types
 from quant.kernels.records import Place, record_at
 from quant.kernels.threads import Job, Work
 

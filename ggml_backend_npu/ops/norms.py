@@ -8,7 +8,6 @@ from functools import partial
 from typing import Annotated, Any, NamedTuple
 
 import numpy as np
-from numba import types
 from numpy.typing import NDArray
 
 from ggml_backend_npu.ir import Node, Tensor
@@ -20,6 +19,7 @@ from ggml_backend_npu.registry.entry import Call, op
 from ggml_backend_npu.registry.params import Instead, Params, f32, i32
 from ggml_backend_npu.registry.shapes import gaps_in_rows, other_ne
 from quant.kernels.jit import array_at, compiled, copy, inlined, reduced
+from quant.kernels.late import types
 from quant.kernels.orders import GROUP, add_rows, itself, square, squares_total
 from quant.kernels.records import Dims, Place, index_of, record_at, row_of
 from quant.kernels.threads import Job, Work

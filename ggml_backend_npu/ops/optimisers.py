@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
-from numba import types
 
 from ggml_backend_npu.ir import PARAMS_BYTES, Node, Tensor
 from ggml_backend_npu.ops.gradients import FEW
@@ -18,6 +17,7 @@ from ggml_backend_npu.registry.checks import Exact, Make, Probe, Types
 from ggml_backend_npu.registry.entry import Call, op
 from ggml_backend_npu.registry.shapes import gaps, gaps_in_rows, other_ne
 from quant.kernels.jit import array_at, compiled, fused_multiply_add
+from quant.kernels.late import types
 from quant.kernels.records import Dims, Place, index_of, record_at, row_of
 from quant.kernels.threads import Job, Work
 

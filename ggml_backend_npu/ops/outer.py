@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-from numba import types
 
 from ggml_backend_npu.ggml.numerics import PLAIN, Numerics
 from ggml_backend_npu.ir import Node, Tensor
@@ -18,6 +17,7 @@ from ggml_backend_npu.registry.entry import Call, op
 from ggml_backend_npu.registry.shapes import gaps, gaps_in_rows
 from quant import codec
 from quant.kernels.jit import array_at, compiled, copy, inlined
+from quant.kernels.late import types
 from quant.kernels.matrices import LANES, multiply
 from quant.kernels.records import Dims, Place, record_at, row_of
 from quant.kernels.threads import Job, Work

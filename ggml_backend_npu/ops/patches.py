@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
-from numba import types
 
 from ggml_backend_npu.ir import Node, Tensor
 from ggml_backend_npu.ops.kernels import elements, strided
@@ -19,6 +18,7 @@ from ggml_backend_npu.registry.entry import Call, op
 from ggml_backend_npu.registry.params import Params, i32
 from ggml_backend_npu.registry.shapes import gaps, gaps_in_rows, other_ne
 from quant.kernels.jit import array_at, compiled, copy
+from quant.kernels.late import types
 from quant.kernels.records import Dims, Place, index_of, record_at, row_of
 from quant.kernels.threads import Job, Work
 from quant.runs import copy_run

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-from numba import types
 
 from ggml_backend_npu.ir import Node, Tensor
 from ggml_backend_npu.ops.kernels.functions import Floats, wide
@@ -17,6 +16,7 @@ from ggml_backend_npu.registry.entry import Call, op
 from ggml_backend_npu.registry.params import Params, i32
 from ggml_backend_npu.registry.shapes import apart, gaps, gaps_in_matrices, other_ne
 from quant.kernels.jit import array_at, compiled, inlined
+from quant.kernels.late import types
 from quant.kernels.records import Place, record_at
 from quant.kernels.threads import Job, Work
 from quant.runs import CODES, F32, widen_run

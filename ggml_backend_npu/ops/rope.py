@@ -9,7 +9,6 @@ from functools import partial
 from typing import Annotated, NamedTuple
 
 import numpy as np
-from numba import types
 from numpy.typing import NDArray
 
 from ggml_backend_npu.ir import Node, Tensor
@@ -18,6 +17,7 @@ from ggml_backend_npu.registry.checks import Exact, Make, Mistake, Types
 from ggml_backend_npu.registry.entry import Call, op
 from ggml_backend_npu.registry.params import Instead, Params, f32, i32
 from quant.kernels.jit import array_at, compiled, copy, fused_multiply_add, inlined
+from quant.kernels.late import types
 from quant.kernels.records import Dims, Place, record_at, row_of
 from quant.kernels.threads import Job, Work
 from quant.runs import CODES, F32, narrow_run, widen_run

@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from typing import Annotated, NamedTuple
 
 import numpy as np
-from numba import types
 from numpy.typing import NDArray
 
 from ggml_backend_npu.ir import Node, Tensor
@@ -18,13 +17,16 @@ from ggml_backend_npu.registry import cases, exact, probes
 from ggml_backend_npu.registry.checks import Exact, Mistake
 from ggml_backend_npu.registry.entry import Call, op
 from ggml_backend_npu.registry.params import Instead, Params, i32
-from quant.kernels.jit import array_at, compiled, copy, float_bits, inlined
+from quant.kernels.jit import array_at, compiled, copy, float_bits, inlined, on_stack
+from quant.kernels.late import types
 from quant.kernels.matrices import LANES
 from quant.kernels.records import Dims, Place, index_of, record_at, row_of
 from quant.kernels.threads import Job, Work
 from quant.runs import CODES, widen_run
 
 _TILE = 256  # scores of a row in work at a time
+_ENDS = 2 * 64  # of the parts that wait, at most two for each bit of a length
+_INSERTED = 16  # keys that are sorted by insertion
 _FEW = 32  # of a row are selected one by one; of more the row is sorted
 _SOFTMAX, _SOFTMAX_OF_SELECTED = range(2)
 
@@ -66,6 +68,40 @@ def _key(score, place, descending):
     return types.uint64(rank) << types.uint64(32) | types.uint64(place)
 
 
+@inlined
+def _sort_keys(keys):
+    """Sorts keys, ascending: splits them about a middle one until few are left. Of two parts the larger waits, so that
+    no more wait than a length has bits."""
+    waiting, n_waiting = array_at(on_stack(_ENDS), types.int64, _ENDS), 1
+    waiting[0], waiting[1] = 0, len(keys) - 1
+    while n_waiting > 0:
+        n_waiting -= 1
+        low, high = waiting[2 * n_waiting], waiting[2 * n_waiting + 1]
+        while high - low > _INSERTED:
+            a, b, c = keys[low], keys[(low + high) // 2], keys[high]
+            middle, i, j = max(min(a, b), min(max(a, b), c)), low, high
+            while i <= j:
+                while keys[i] < middle:
+                    i += 1
+                while keys[j] > middle:
+                    j -= 1
+                if i <= j:
+                    keys[i], keys[j] = keys[j], keys[i]
+                    i, j = i + 1, j - 1
+            at = 2 * n_waiting
+            if j - low < high - i:
+                waiting[at], waiting[at + 1], high = i, high, j
+            else:
+                waiting[at], waiting[at + 1], low = low, j, i
+            n_waiting += 1
+        for i in range(low + 1, high + 1):
+            key, j = keys[i], i
+            while j > low and keys[j - 1] > key:
+                keys[j] = keys[j - 1]
+                j -= 1
+            keys[j] = key
+
+
 class Sort(NamedTuple):
     """Rows of x, of ne elements; the indices of the first k of each go to dst.
 
@@ -91,7 +127,7 @@ def sort(p, begin, end, scratch):
         x, y = row_of(of.x, i1, i2, i3), row_of(of.dst, i1, i2, i3)
         for i in range(width):
             keys[i] = _key(array_at(x + i * of.x.nb[0], types.float32, 1)[0], i, of.descending)
-        keys.sort()
+        _sort_keys(keys)
         if of.swaps and of.k > 1:
             keys[0], keys[1] = keys[1], keys[0]
         for i in range(of.k):
@@ -291,7 +327,7 @@ def _sort(code, x, nb0, y, keys, places):
         widen_run(code, x + column * nb0, nb0, y, count)
         for i in range(count):
             keys[column + i] = _key(scores[i], column + i, True)
-    keys.sort()
+    _sort_keys(keys)
     for i in range(len(places)):
         places[i] = types.int32(keys[i] & types.uint64(0xFFFFFFFF))
 

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Annotated, NamedTuple
 
 import numpy as np
-from numba import types
 
 from ggml_backend_npu.ir import Node, Tensor
 from ggml_backend_npu.ops.kernels.recurrent import (
@@ -25,6 +24,7 @@ from ggml_backend_npu.registry.entry import Call, op
 from ggml_backend_npu.registry.params import Instead, Params, f32
 from ggml_backend_npu.registry.probes import HEADS, TOKENS, normal
 from quant.kernels.jit import array_at, compiled, copy, fused_multiply_add, inlined
+from quant.kernels.late import types
 from quant.kernels.matrices import LANES
 from quant.kernels.orders import GROUP, dots_f32
 from quant.kernels.records import record_at

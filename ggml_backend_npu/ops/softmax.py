@@ -16,7 +16,6 @@ from functools import partial
 from typing import Annotated, NamedTuple
 
 import numpy as np
-from numba import types
 from numpy.typing import NDArray
 
 from ggml_backend_npu.ggml import libm
@@ -28,6 +27,7 @@ from ggml_backend_npu.registry.entry import Call, op
 from ggml_backend_npu.registry.mistakes import LARGEST, of_repeated
 from ggml_backend_npu.registry.params import Instead, Params, f32
 from quant.kernels.jit import array_at, compiled, f16_to_f32, fused_multiply_add, inlined
+from quant.kernels.late import types
 from quant.kernels.records import Dims, Place, index_of, record_at, row_of
 from quant.kernels.threads import Job, Work
 from quant.runs import CODES, F16, F32, narrow_run, widen_run

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-from numba import types
 from numpy.typing import NDArray
 
 from ggml_backend_npu.ir import Node, Tensor
@@ -15,6 +14,7 @@ from ggml_backend_npu.registry.checks import Exact, Types
 from ggml_backend_npu.registry.entry import Call, op
 from ggml_backend_npu.registry.shapes import gaps_in_rows, other_ne
 from quant.kernels.jit import array_at, compiled
+from quant.kernels.late import types
 from quant.kernels.orders import GROUP, add_rows, group_of_rows, itself
 from quant.kernels.records import Dims, Place, index_of, record_at, row_of
 from quant.kernels.threads import Job, Work

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-from numba import types
 
 from ggml_backend_npu.registry.entry import Call
 from quant.kernels.jit import (
@@ -19,6 +18,7 @@ from quant.kernels.jit import (
     stream_ends,
     truncate_to_int32,
 )
+from quant.kernels.late import types
 from quant.kernels.records import record_at
 from quant.kernels.threads import Job, Work
 from quant.runs import CACHED, CODES, F32, narrow_run, widen_run

@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
-from numba import types
 from numpy.typing import NDArray
 
 from ggml_backend_npu.ggml.numerics import PLAIN, Numerics
@@ -22,6 +21,7 @@ from ggml_backend_npu.registry.entry import Call, op
 from ggml_backend_npu.registry.params import Params, i32
 from ggml_backend_npu.registry.shapes import gaps, gaps_in_rows
 from quant.kernels.jit import array_at, compiled
+from quant.kernels.late import types
 from quant.kernels.orders import dots_f16, dots_f32, dots_in_halves
 from quant.kernels.records import Dims, record_at
 from quant.kernels.threads import Job, Work

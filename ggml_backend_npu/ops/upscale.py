@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
-from numba import types
 from numpy.typing import NDArray
 
 from ggml_backend_npu.ir import Node, Tensor
@@ -19,6 +18,7 @@ from ggml_backend_npu.registry.entry import Call, op
 from ggml_backend_npu.registry.params import Params, i32
 from ggml_backend_npu.registry.shapes import gaps
 from quant.kernels.jit import array_at, compiled, fused_multiply_add
+from quant.kernels.late import types
 from quant.kernels.records import record_at
 from quant.kernels.threads import Job, Work
 

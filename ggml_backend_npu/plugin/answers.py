@@ -11,7 +11,6 @@ import ctypes
 from typing import Any, NamedTuple
 
 import numpy as np
-from numba import types
 
 from ggml_backend_npu.ggml.graph_read import (
     LOW,
@@ -28,7 +27,8 @@ from ggml_backend_npu.ggml.graph_read import (
     int64s,
 )
 from ggml_backend_npu.ggml.layouts import NEWEST
-from quant.kernels.jit import callback, inlined, stream_ends
+from quant.kernels.jit import callback, inlined, on_stack, stream_ends
+from quant.kernels.late import types
 from quant.kernels.records import packed, place_in, shared_record_at, size_of
 
 _N_SLOTS = 2048  # nodes that are known at once
@@ -93,7 +93,7 @@ def _key(node: int, key: Any) -> Any:
 @callback(types.int64(types.int64, types.int64, types.int64))
 def _learn(slots: int, node: int, version: int) -> Any:
     """Writes the key of a node into its slot."""
-    key = np.empty(_KEY, np.int64)
+    key = int64s(on_stack(_KEY), _KEY)
     found, n = _key(node, key)
     slot = int64s(slots + 8 * (1 + _KEY) * (found & (_N_SLOTS - 1)), 1 + _KEY)
     slot[0] = 0
@@ -117,7 +117,7 @@ def supports_op(device: int, node: int) -> Any:
     if is_of_now and int64s(known.left, 1024)[words[OP] & LOW] != 0:
         return types.uint8(0)
     if is_of_now:
-        key = np.empty(_KEY, np.int64)
+        key = int64s(on_stack(_KEY), _KEY)
         found, n = _key(node, key)
         slot = int64s(at + 8 * (_SLOTS + (1 + _KEY) * (found & (_N_SLOTS - 1))), 1 + _KEY)
         if slot[0] == n:

@@ -6,7 +6,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -42,6 +41,8 @@ def wanted() -> Capture | None:
 def begin(plugin: Plugin, capture: Capture) -> None:
     """Starts recording the nodes that a plugin is given. Raises DeviceError where no installed package writes files of
     this kind, and what that package raises for a path."""
+    from importlib.metadata import entry_points  # late, as it is slow
+
     found = {each.name: each for each in entry_points(group=GROUP)}
     if capture.kind not in found:
         known = " ".join(sorted(found)) or "none"

@@ -17,7 +17,6 @@ from itertools import groupby, islice
 from typing import Any
 
 import numpy as np
-from numba import types
 from numpy.typing import NDArray
 
 from ggml_backend_npu.backend.backend import AnyBackend, Backend
@@ -31,6 +30,7 @@ from ggml_backend_npu.plugin.rows import FAR, HOME, Pieces, Rows, graph_in
 from ggml_backend_npu.registry.calls import KernelError, Watched, are_watched
 from ggml_backend_npu.registry.entry import Call
 from quant.kernels.jit import callback, engine, now
+from quant.kernels.late import types
 from quant.kernels.threads import Job, run_works, working_team
 
 Ints = NDArray[np.int64]

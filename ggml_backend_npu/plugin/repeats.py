@@ -12,7 +12,6 @@ import ctypes
 from typing import Any, NamedTuple
 
 import numpy as np
-from numba import types
 
 from ggml_backend_npu.backend.backend import AnyBackend
 from ggml_backend_npu.backend.plan import Plan
@@ -21,6 +20,7 @@ from ggml_backend_npu.ggml.graph_read import NE, ROW, GraphRead, call_python, in
 from ggml_backend_npu.ggml.layouts import NEWEST
 from ggml_backend_npu.plugin.times import Times, begin_graph
 from quant.kernels.jit import callback, inlined
+from quant.kernels.late import types
 from quant.kernels.records import packed, place_in, shared_record_at, size_of
 from quant.kernels.threads import Team, run_works
 

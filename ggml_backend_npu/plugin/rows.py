@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
-from numba import types
 from numpy.typing import NDArray
 
 from ggml_backend_npu.ggml import convert
@@ -34,6 +33,7 @@ from ggml_backend_npu.ir import PARAMS_BYTES, Graph, Memory, Node, Tensor
 from ggml_backend_npu.ir.graph import Dims
 from ggml_backend_npu.ir.sharing import group_spans
 from quant.kernels.jit import callback, inlined
+from quant.kernels.late import types
 from quant.kernels.records import packed, shared_record_at
 
 Ints = NDArray[np.int64]

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numba import types
 from numpy.typing import NDArray
 
 from ggml_backend_npu.backend.plan import Plan
 from ggml_backend_npu.ggml.graph_read import int64s
 from quant.kernels.jit import inlined, nanoseconds, now
+from quant.kernels.late import types
 
 Ints = NDArray[np.int64]
 

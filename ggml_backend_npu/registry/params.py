@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import struct
 from dataclasses import dataclass, fields
-from typing import Annotated, ClassVar, NamedTuple, Self, get_origin, get_type_hints
+from functools import cache
+from typing import Annotated, Any, NamedTuple, Self, get_origin, get_type_hints
 
 from ggml_backend_npu.ir import PARAMS_BYTES
 
@@ -36,29 +37,36 @@ class Params:
     extends come first.
     """
 
-    _layout: ClassVar[struct.Struct]
-    others: ClassVar[dict[str, Instead]]  # of fields that say so
-
-    def __init_subclass__(cls) -> None:
+    @classmethod
+    def _said(cls) -> dict[str, tuple[Any, ...]]:
+        """What the type of each field says: its letter, and what it may be instead."""
         said = get_type_hints(cls, include_extras=True)
-        kinds = {name: said[name].__metadata__ for name in said if get_origin(said[name]) is Annotated}
-        cls._layout = struct.Struct("<" + "".join(kind for kind, *_ in kinds.values()))
-        cls.others = {name: instead for name, (_, *rest) in kinds.items() for instead in rest}
+        return {name: said[name].__metadata__ for name in said if get_origin(said[name]) is Annotated}
+
+    @classmethod
+    @cache
+    def _layout(cls) -> struct.Struct:
+        return struct.Struct("<" + "".join(kind for kind, *_ in cls._said().values()))
+
+    @classmethod
+    def others(cls) -> dict[str, Instead]:
+        """Of the fields that say so, what they may be instead."""
+        return {name: instead for name, (_, *rest) in cls._said().items() for instead in rest}
 
     @classmethod
     def of(cls, data: bytes) -> Self:
         """The record at the start of op_params; bytes after their end count as 0."""
-        return cls(*cls._layout.unpack_from(data.ljust(PARAMS_BYTES, b"\0")))
+        return cls(*cls._layout().unpack_from(data.ljust(PARAMS_BYTES, b"\0")))
 
     @property
     def packed(self) -> bytes:
         """The 64 bytes of op_params: the record, then zeros."""
-        return self._layout.pack(*(getattr(self, name) for name in self.names())).ljust(PARAMS_BYTES, b"\0")
+        return self._layout().pack(*(getattr(self, name) for name in self.names())).ljust(PARAMS_BYTES, b"\0")
 
     @classmethod
     def kinds(cls) -> str:
         """One letter for each field: "i" or "f"."""
-        return cls._layout.format.removeprefix("<")
+        return cls._layout().format.removeprefix("<")
 
     @classmethod
     def names(cls) -> tuple[str, ...]:

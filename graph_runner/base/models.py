@@ -9,7 +9,6 @@ from pathlib import Path
 from ggml_backend_npu.user_texts import no_file
 from graph_runner.base.endings import temporary_folder
 from graph_runner.base.errors import SessionError
-from graph_runner.base.tiny import write_tiny_llama
 
 
 @contextmanager
@@ -19,6 +18,8 @@ def model_file(model: str) -> Iterator[Path]:
     if model == "demo":
         yield demo_file()
     elif model == "tiny":
+        from graph_runner.base.tiny import write_tiny_llama  # late: it imports gguf
+
         with temporary_folder() as folder:
             try:
                 file = write_tiny_llama(folder / "tiny-llama.gguf")

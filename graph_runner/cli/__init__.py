@@ -45,12 +45,6 @@ def _run() -> int:
             stream.reconfigure(errors="replace")
     ahead()
     try:
-        import numba  # noqa: F401
-    except Exception as error:
-        given = ", ".join(f"{name}={value!r}" for name, value in os.environ.items() if name.startswith("NUMBA_"))
-        print(f"ggml-npu: numba cannot be loaded: {error} ({given or 'no NUMBA_ variable is set'})", file=sys.stderr)
-        return 2
-    try:
         from graph_runner.cli.app import app
 
         return int(app(prog_name="ggml-npu", standalone_mode=False) or 0)  # what it refuses is told as the rest is

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from importlib.metadata import PackageNotFoundError, version
 from typing import Annotated
 
 import typer
@@ -76,6 +75,8 @@ def _print_version(wanted: bool) -> None:
 
 
 def _version(name: str) -> str:
+    from importlib.metadata import PackageNotFoundError, version  # late, as it is slow
+
     try:
         return version(name)
     except PackageNotFoundError:

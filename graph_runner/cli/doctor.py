@@ -27,12 +27,14 @@ def doctor(
         ),
     ] = None,
 ) -> None:
-    """Say which ggml there are, whether the device NPU can go into each, and what to type.
+    """Say which ggml there are, whether the device NPU can go into each, and what to type; and how compiled kernels are
+    kept.
 
     Looks at the packages of this Python environment, and at libraries and programs that are named. Exit code 1 where
     the device can go into none of them.
     """
     from graph_runner.tools.examination import examined
+    from quant.kernels.objects import how_kept
 
     found = examined(places or [], pid)
     if not found:
@@ -40,5 +42,7 @@ def doctor(
     shown = table("where", "ggml", "layout", "NPU", "what to type, or why not")
     for each in found:
         shown.add_row(each.where, each.version, each.layout, "yes" if each.fits else "no", each.advice)
-    Console().print(shown)
+    console = Console()
+    console.print(shown)
+    console.print(f"compiled kernels are kept {how_kept()}", highlight=False, soft_wrap=True)
     raise typer.Exit(0 if any(each.fits for each in found) else 1)

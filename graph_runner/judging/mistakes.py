@@ -228,9 +228,9 @@ def _params(node: Node) -> Iterator[Mistake]:
         return
     params = record.of(node.params)
     for field, kind in zip(record.names(), record.kinds(), strict=True):
-        if field not in record.others:
+        if field not in record.others():
             continue
-        name, others = record.others[field]
+        name, others = record.others()[field]
         value = getattr(params, field)
         for other in (float(np.float32(each)) if kind == "f" else each for each in others):
             if other == value:
@@ -256,7 +256,7 @@ def ignored(node: Node) -> Iterator[tuple[str, Node]]:
     if own.params is None:
         return
     params = own.params.of(node.params)
-    for field, (name, others) in own.params.others.items():
+    for field, (name, others) in own.params.others().items():
         other = next((each for each in others if each != getattr(params, field)), None)
         if other is not None:
             yield name, replace(node, params=replace(params, **{field: other}).packed)

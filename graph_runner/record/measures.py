@@ -12,7 +12,6 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import types
 from numpy.typing import NDArray
 
 from ggml_backend_npu.ggml import structs
@@ -25,8 +24,10 @@ from quant.kernels.jit import (
     f16_to_f32,
     float_bits,
     inlined,
+    on_stack,
     reduced,
 )
+from quant.kernels.late import types
 
 N_SUMS = 7
 ROW = np.dtype(
@@ -142,8 +143,9 @@ def _float_of(order: Any) -> Any:
 
 @inlined
 def _measure(address: Any, n: Any, code: Any, row: Any) -> None:
-    sums, ends = np.zeros(9, np.float64), np.zeros(3, np.int64)
-    ends[0], ends[1] = _HIGHEST, _LOWEST
+    sums, ends = array_at(on_stack(9), types.float64, 9), array_at(on_stack(3), types.int64, 3)
+    sums[:] = 0
+    ends[0], ends[1], ends[2] = _HIGHEST, _LOWEST, 0
     if code == 0:
         _add_all(_of_f32, address, n, sums, ends)
     elif code == 1:

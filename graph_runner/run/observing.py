@@ -6,12 +6,12 @@ from collections import Counter
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
-from numba import types
 
 from ggml_backend_npu.ggml import convert, structs
 from ggml_backend_npu.ggml.guard import stopped_by_interrupts
 from ggml_backend_npu.ggml.lib import Ggml
 from quant.kernels.jit import array_at, callback
+from quant.kernels.late import types
 
 _FUNCTIONS_PER_OP = 64
 

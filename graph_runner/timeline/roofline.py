@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numba import types
 
 from quant.kernels.jit import array_at, callback, fused_multiply_add
+from quant.kernels.late import types
 from quant.kernels.processor import processors
 
 _ELEMENTS = 1 << 23  # of an array that is copied: 32 MiB

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import numpy as np
-from numba import types
 from numpy.typing import NDArray
 
 from graph_runner.base.errors import SessionError
 from quant.kernels.jit import array_at, callback, nanoseconds
+from quant.kernels.late import types
 from quant.kernels.records import packed, place_in, shared_record_at
 
 Ints = NDArray[np.int64]

@@ -1,14 +1,11 @@
 """float16 for processors without instructions for it: x86-64 without F16C, older than 2012.
 
-There LLVM calls two functions of its compiler-rt by name, and ends the process if it does not find them. Importing this
-module defines both.
+There LLVM calls two functions of its compiler-rt by name, and ends the process if it does not find them.
 """
 
 from __future__ import annotations
 
 from llvmlite import binding
-
-from quant.kernels.processor import processor_has
 
 _SOURCE = """
 define float @__extendhfsf2(half %x) {
@@ -65,7 +62,8 @@ define half @__truncsfhf2(float %x) {
 """
 
 
-def _define() -> binding.ExecutionEngine:
+def define() -> binding.ExecutionEngine:
+    """Defines both for whatever LLVM loads, as long as what it returns lives."""
     binding.initialize_native_target()
     binding.initialize_native_asmprinter()
     module = binding.parse_assembly(_SOURCE)
@@ -73,6 +71,3 @@ def _define() -> binding.ExecutionEngine:
     for function in module.functions:
         binding.add_symbol(function.name, engine.get_function_address(function.name))
     return engine
-
-
-_defined = None if processor_has("f16c") else _define()

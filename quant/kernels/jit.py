@@ -7,33 +7,25 @@ that numba can index and LLVM can vectorise.
 from __future__ import annotations
 
 import functools
-import itertools
 import os
-import sys
 import time
 from collections.abc import Callable
-from typing import Any, ClassVar
-
-import numba
-from llvmlite import ir
-from numba import types
-from numba.core import bytecode, cgutils, event, sigutils
-from numba.core.ccallback import CFunc
-from numba.extending import intrinsic, register_jitable
+from importlib import import_module
+from typing import Any
 
 from quant.errors import UserError
-from quant.folders import FolderError
-from quant.kernels.cache import Cache, kept_in, own_cache
+from quant.kernels import objects
+from quant.kernels.late import Late, Signature, cgutils, intrinsic, ir, jitable, real, types
 
 Part = Callable[..., Any]
-
-# numba tells parts of kernels with the same name apart by a number that each process counts from 1. So a process that
-# loads kernels which two others have kept could take a part of one kernel for a part of the other
-bytecode.FunctionIdentity._unique_ids = itertools.count(int.from_bytes(os.urandom(6)))
 
 
 class EngineError(UserError, ValueError):
     """GGML_NPU_ENGINE is not the name of an engine, or GGML_NPU_THREADS is not a number of threads."""
+
+
+class CompilerError(UserError):
+    """numba cannot be loaded, as it is broken here or refuses a variable."""
 
 
 def engine() -> str:
@@ -45,53 +37,59 @@ def engine() -> str:
     return name
 
 
-class _CFunc(CFunc):  # type: ignore[misc,unused-ignore]
-    _pyfunc: Callable[..., Any]
-
-    def enable_caching(self) -> None:
-        self._cache = Cache(self._pyfunc)
-
-
 class CFunction:
     """A C function, compiled when it is first needed, and kept on disk if that is possible. It runs without the GIL,
     in any thread."""
 
-    def __init__(self, function: Callable[..., Any], signature: Any) -> None:
+    def __init__(self, function: Callable[..., Any], signature: Signature) -> None:
         self._function, self._signature = function, signature
-        _ours.add(function.__qualname__)
 
     @functools.cached_property
-    def _compiled(self) -> Any:
-        with own_cache() as why_not:
-            options = {"nopython": True, "error_model": "numpy"}
-            made = _CFunc(self._function, sigutils.normalize_signature(self._signature), locals={}, options=options)
-            if why_not is None:
-                made.enable_caching()
-            made.compile()
-            return made
+    def _loaded(self) -> objects.Loaded:
+        kept = objects.Kept(self._function, self._signature.names)
+        loaded = kept.loaded()
+        if loaded is None:
+            loaded = _compiler().compiled(self._function, self._signature, kept, _told)
+        return loaded
 
     @property
     def is_compiled(self) -> bool:
         """Whether it has been needed yet."""
-        return "_compiled" in self.__dict__
+        return "_loaded" in self.__dict__
 
     @functools.cached_property
     def address(self) -> int:
         """The address of the C function; compiles it if that has not been done."""
-        address: int = self._compiled.address
-        return address
+        return self._loaded.address
 
     @functools.cached_property
     def _from_python(self) -> Callable[..., Any]:
-        function: Callable[..., Any] = self._compiled.ctypes
-        return function
+        return objects.prototype(self._signature.names)(self.address)
 
     def __call__(self, *arguments: int) -> Any:
         return self._from_python(*arguments)
 
 
-def callback(signature: Any) -> Callable[[Callable[..., Any]], CFunction]:
-    """Decorator: makes a C function of the given numba signature."""
+_told: list[Callable[[], None]] = []
+
+
+def while_compiling(tell: Callable[[], None]) -> None:
+    """Has `tell` called again and again while kernels are compiled: at the start and the end of each pass of numba."""
+    _told.append(tell)
+
+
+def _compiler() -> Any:
+    """The module `compiler`, which imports numba and LLVM. Raises CompilerError if it cannot."""
+    try:
+        from quant.kernels import compiler
+    except Exception as error:
+        given = ", ".join(f"{name}={value!r}" for name, value in os.environ.items() if name.startswith("NUMBA_"))
+        raise CompilerError(f"numba cannot be loaded: {error} ({given or 'no NUMBA_ variable is set'})") from error
+    return compiler
+
+
+def callback(signature: Signature) -> Callable[[Callable[..., Any]], CFunction]:
+    """Decorator: makes a C function of the given signature."""
     return functools.partial(CFunction, signature=signature)
 
 
@@ -174,14 +172,40 @@ def nanoseconds(typing_context: Any) -> Any:
 
 
 @intrinsic
-def keep(typing_context: Any, array: Any) -> Any:
-    """Does nothing. An array whose address a kernel took lives until this call; without it, only until the address was
-    taken."""
+def on_stack(typing_context: Any, count: Any) -> Any:
+    """The address of `count` int64 on the stack, a constant number, until the function returns that has the call."""
+    if not hasattr(count, "literal_value"):
+        return None
 
     def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        i64 = ir.IntType(64)
+        return builder.ptrtoint(cgutils.alloca_once(builder, i64, size=count.literal_value), i64)
+
+    return types.int64(count), emit
+
+
+@intrinsic
+def allocated(typing_context: Any, n_bytes: Any) -> Any:
+    """The address of n_bytes of memory, by C's malloc: a kernel needs no runtime of numba's. `release` it."""
+
+    def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        i64 = ir.IntType(64)
+        function = cgutils.get_or_insert_function(builder.module, ir.FunctionType(i64, [i64]), "malloc")
+        return builder.call(function, arguments)
+
+    return types.int64(types.int64), emit
+
+
+@intrinsic
+def release(typing_context: Any, address: Any) -> Any:
+    """Frees what `allocated` gave."""
+
+    def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        kind = ir.FunctionType(ir.VoidType(), [ir.IntType(64)])
+        builder.call(cgutils.get_or_insert_function(builder.module, kind, "free"), arguments)
         return context.get_dummy_value()
 
-    return types.void(array), emit
+    return types.void(types.int64), emit
 
 
 def inlined(function: Part) -> Part:
@@ -189,46 +213,13 @@ def inlined(function: Part) -> Part:
 
     It is an overload, not a dispatcher: a kernel that passes dispatchers around cannot be kept on disk.
     """
-    part: Part = register_jitable(error_model="numpy")(function)
-    return part
+    return jitable(error_model="numpy")(function)
 
 
 def reduced(function: Part) -> Part:
     """As `inlined`, for a sum or maximum over a row: LLVM may reorder the terms to suit vectors, and fuse products with
     their addition."""
-    part: Part = register_jitable(error_model="numpy", fastmath={"reassoc", "nsz", "contract"})(function)
-    return part
-
-
-class _Announcement(event.Listener):
-    """Says once per process, on stderr, that kernels are being compiled."""
-
-    said = False
-    told: ClassVar[list[Callable[[], None]]] = []
-
-    def on_start(self, compilation: Any) -> None:
-        for tell in self.told:
-            tell()
-        if not self.said and compilation.data["qualname"] in _ours:
-            self.said = True
-            try:
-                where = f"kept in {kept_in()}"
-            except FolderError as error:
-                where = f"not kept: {error}"
-            print(f"ggml-npu: compiling kernels not used before; {where}", file=sys.stderr)
-
-    def on_end(self, compilation: Any) -> None:
-        for tell in self.told:
-            tell()
-
-
-_ours: set[str] = set()
-event.register("numba:run_pass", _Announcement())
-
-
-def while_compiling(tell: Callable[[], None]) -> None:
-    """Has `tell` called again and again while kernels are compiled: at the start and the end of each pass of numba."""
-    _Announcement.told.append(tell)
+    return jitable(error_model="numpy", fastmath={"reassoc", "nsz", "contract"})(function)
 
 
 @intrinsic
@@ -236,28 +227,31 @@ def _pointer(typing_context: Any, address: Any, dtype: Any) -> Any:
     def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         return builder.inttoptr(arguments[0], context.get_value_type(signature.return_type))
 
-    return types.CPointer(dtype.dtype)(address, dtype), emit
+    return real(types.CPointer)(dtype.dtype)(address, dtype), emit
+
+
+carray: Any = Late(lambda: import_module("numba").carray)
 
 
 @inlined
 def array_at(address: int, dtype: Any, count: int) -> Any:
     """An array of `count` elements of `dtype` at `address`, without a copy."""
-    return numba.carray(_pointer(address, dtype), count)
+    return carray(_pointer(address, dtype), count)
 
 
-def _bit_cast(source: Any, target: Any, target_ir: ir.Type) -> Any:
+def _bit_cast(source: Any, target: Any, bits: Callable[[], Any]) -> Any:
     @intrinsic
     def cast(typing_context: Any, value: Any) -> Any:
         def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            return builder.bitcast(arguments[0], target_ir)
+            return builder.bitcast(arguments[0], bits())
 
         return target(source), emit
 
     return cast
 
 
-float_bits = _bit_cast(types.float32, types.uint32, ir.IntType(32))
-bits_float = _bit_cast(types.uint32, types.float32, ir.FloatType())
+float_bits = _bit_cast(types.float32, types.uint32, lambda: ir.IntType(32))
+bits_float = _bit_cast(types.uint32, types.float32, lambda: ir.FloatType())
 
 
 @intrinsic

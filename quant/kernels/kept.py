@@ -1,4 +1,5 @@
-"""Folders of built files that are kept: sealed with the size and checksum of each file, so that damage is noticed."""
+"""What is built once and kept: files sealed with a checksum, and folders with the sizes and checksums of their files.
+Damage is noticed before anything of it is used."""
 
 from __future__ import annotations
 
@@ -7,7 +8,38 @@ import json
 import sys
 from pathlib import Path
 
+from quant import folders
+
 _SEAL = "contents.json"
+
+
+class DamagedError(Exception):
+    """A file does not hold what was written; the message says so."""
+
+
+def sealed(content: bytes) -> bytes:
+    """What a file holds for `unsealed`: the content, and then its checksum."""
+    return content + hashlib.sha256(content).digest()
+
+
+def unsealed(path: Path) -> bytes:
+    """The content of a sealed file. Raises DamagedError if it is another one or can be another user's, and OSError."""
+    with path.open("rb") as file:
+        if not folders.is_ours(file.fileno()):
+            raise DamagedError("can be another user's")
+        content = file.read()
+    content, checksum = content[: -hashlib.sha256().digest_size], content[-hashlib.sha256().digest_size :]
+    if hashlib.sha256(content).digest() != checksum:
+        raise DamagedError("is damaged")
+    return content
+
+
+def write_sealed(path: Path, content: bytes) -> None:
+    """Writes a sealed file, all of it or nothing. Raises OSError."""
+    with folders.partial_file(path.parent) as (partial, handle):
+        with open(handle, "wb", closefd=False) as file:
+            file.write(sealed(content))
+        partial.replace(path)
 
 
 def seal(folder: Path) -> None:

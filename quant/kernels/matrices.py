@@ -4,11 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from numba import types
-from numba.core import cgutils
-from numba.extending import intrinsic
-
 from quant.kernels.jit import array_at, inlined, reduced
+from quant.kernels.late import cgutils, intrinsic, types
 from quant.kernels.processor import lanes
 from quant.kernels.vectors import FLOAT, Address, Variable
 

@@ -11,10 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from numba import types
-from numba.extending import intrinsic
-
 from quant.kernels.jit import array_at, f16_to_f32, fused_multiply_add, inlined
+from quant.kernels.late import intrinsic, types
 from quant.kernels.matrices import LANES
 from quant.kernels.vectors import FLOAT, HALF, Address, Value, part
 

@@ -3,33 +3,73 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import os
 import platform
 from collections.abc import Iterator
 from contextlib import suppress
+from importlib.util import find_spec
 from math import ceil
 from pathlib import Path
 
-from llvmlite import binding
-from numba.core import config
+from quant.folders import FolderError, kept, kernels_root
+from quant.kernels.kept import DamagedError, unsealed, write_sealed
+
+CPUINFO = Path("/proc/cpuinfo")
+_OF_A_KIND = ("vendor", "cpu family", "model", "stepping", "microcode", "flags", "CPU", "Features")  # lines of CPUINFO
+_KINDS = "kernels-processors"  # the folder of what LLVM calls each kind
+
+
+def name() -> str:
+    """The processor that kernels are compiled for, by LLVM's name: NUMBA_CPU_NAME, or else this machine's."""
+    return os.environ.get("NUMBA_CPU_NAME", _host()[0])
 
 
 @functools.cache
-def processor_has(*features: str) -> bool:
-    """Whether the processor that kernels are compiled for has all of these features, by LLVM's names: "avx512f", ...
+def features() -> str:
+    """The features of that processor as LLVM writes them: NUMBA_CPU_FEATURES, or this machine's, as `follow` said."""
+    if (told := os.environ.get("NUMBA_CPU_FEATURES")) is not None:
+        return told
+    if (named := os.environ.get("NUMBA_CPU_NAME")) is not None:
+        return "" if named.lower() == "generic" else _host()[1]
+    return ",".join(
+        f"-{each[1:]}" if _lanes == 8 and each[1:].startswith("avx512") else each for each in _host()[1].split(",")
+    )
 
-    That is this machine's processor, unless NUMBA_CPU_NAME and NUMBA_CPU_FEATURES tell numba of another.
-    """
-    told = config.CPU_FEATURES
-    found = binding.get_host_cpu_features().flatten() if told is None else told
-    return {f"+{feature}" for feature in features} <= {*found.split(",")}
+
+def processor_has(*wanted: str) -> bool:
+    """Whether the processor that kernels are compiled for has all of these features: "avx512f", ..."""
+    return {f"+{feature}" for feature in wanted} <= {*features().split(",")}
 
 
 def target() -> str:
     """The name and the features of the processor that kernels are compiled for, as LLVM writes them."""
-    name = config.CPU_NAME or binding.get_host_cpu_name()
-    features = config.CPU_FEATURES
-    return f"{name} {binding.get_host_cpu_features().flatten() if features is None else features}"
+    return f"{name()} {features()}"
+
+
+def release_of(package: str) -> str:
+    """What a package of numba's says of its release, without importing it: what is compiled by another one differs."""
+    spec = find_spec(package)
+    return "" if spec is None or spec.origin is None else Path(spec.origin).with_name("_version.py").read_text()
+
+
+@functools.cache
+def _host() -> tuple[str, str]:
+    """The name and the features of this machine's processor. LLVM is asked once on each kind of processor."""
+    about = _lines(CPUINFO) if CPUINFO.exists() else []
+    first = about[: about.index("")] if "" in about else about
+    kind = "\n".join([release_of("llvmlite"), *(line for line in first if line.startswith(_OF_A_KIND))])
+    kept_as = hashlib.sha256(kind.encode()).hexdigest()[:16]
+    with suppress(FolderError, OSError, DamagedError, ValueError):
+        if first:
+            found, has = unsealed(kept(kernels_root() / _KINDS) / kept_as).decode().split(" ")
+            return found, has
+    from llvmlite import binding  # late: it loads LLVM
+
+    found, has = binding.get_host_cpu_name(), binding.get_host_cpu_features().flatten()
+    with suppress(FolderError, OSError):
+        write_sealed(kept(kernels_root() / _KINDS) / kept_as, f"{found} {has}".encode())
+    return found, has
 
 
 _lanes = 0  # as told by `follow`
@@ -43,16 +83,12 @@ def lanes() -> int:
 def follow(n: int) -> None:
     """From now on n float32 (16, 8 or 4) are added side by side, whatever processor kernels are compiled for.
 
-    With 8, that processor becomes this one without AVX-512, unless numba was told of another. Kernels that are already
-    compiled stay as they are.
+    With 8, that processor becomes this one without AVX-512, unless a variable tells of another. Kernels that are
+    already compiled stay as they are.
     """
     global _lanes
     _lanes = n
-    if n == 8 and config.CPU_NAME is None and config.CPU_FEATURES is None:
-        features = binding.get_host_cpu_features().flatten().split(",")
-        config.CPU_NAME = binding.get_host_cpu_name()
-        config.CPU_FEATURES = ",".join(f"-{each[1:]}" if each[1:].startswith("avx512") else each for each in features)
-        processor_has.cache_clear()
+    features.cache_clear()
 
 
 @functools.cache
@@ -107,7 +143,7 @@ def _lines(file: Path) -> list[str]:
     return file.read_text(errors="surrogateescape").splitlines()
 
 
-def announces_amx(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
+def announces_amx(cpuinfo: Path = CPUINFO) -> bool:
     """Whether the system says that the processor has AMX; some virtual machines say so and cannot run it."""
     with suppress(OSError):
         return any(line.startswith("flags") and " amx_" in line for line in _lines(cpuinfo))
@@ -116,7 +152,6 @@ def announces_amx(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
 
 def processor_name() -> str:
     """The name of this machine's processor, as /proc/cpuinfo has it; its kind if there is none."""
-    path = Path("/proc/cpuinfo")
-    lines = path.read_text().splitlines() if path.exists() else []
+    lines = _lines(CPUINFO) if CPUINFO.exists() else []
     names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.machine()

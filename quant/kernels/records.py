@@ -14,22 +14,14 @@ ints. `Work` packs the record that it is given, and `record_at` reads it in the 
 
 from __future__ import annotations
 
-from functools import cache
-from typing import Any, NamedTuple, get_args, get_origin, get_type_hints
-
-import numpy as np
-from llvmlite import ir
-from numba import types
-from numba.core.imputils import lower_getattr_generic, lower_setattr_generic
-from numba.core.typing.templates import AttributeTemplate, infer_getattr
-from numba.extending import intrinsic, models, register_model
-from numpy.typing import NDArray
+from typing import Any, NamedTuple
 
 from quant.kernels.jit import inlined
-
-Record = tuple[Any, ...]  # an instance of a NamedTuple
-_WORD = 8  # bytes
-
+from quant.kernels.late import intrinsic, types
+from quant.kernels.words import Record as Record
+from quant.kernels.words import packed as packed
+from quant.kernels.words import place_in as place_in
+from quant.kernels.words import size_of as size_of
 
 Dims = tuple[int, int, int, int]
 
@@ -53,129 +45,10 @@ def index_of(row: int, n1: int, n2: int) -> Any:
     return row % n1, row // n1 % n2, row // (n1 * n2)
 
 
-def packed(record: Record) -> NDArray[np.int64]:
-    """The words of a record, int64. A bool becomes 0 or 1."""
-    words: list[int] = []
-    _append(record, words)
-    return np.array(words, np.int64)
-
-
-def _append(record: Record, words: list[int]) -> None:
-    for value in record:
-        if isinstance(value, tuple):
-            _append(value, words)
-        else:
-            words.append(int(value.view(np.uint32)) if isinstance(value, np.float32) else value)
-
-
-class _Of(types.Type):  # type: ignore[misc,unused-ignore]
-    """numba's type of a record in memory.
-
-    constant  nobody writes to the record while the kernel runs, so LLVM need not read a field twice
-    """
-
-    def __init__(self, record: type[Record], constant: bool) -> None:
-        self.record, self.constant = record, constant
-        super().__init__(f"{'constant ' if constant else ''}record {record.__module__}.{record.__qualname__}")
-
-
-@register_model(_Of)
-class _Model(models.PrimitiveModel):  # type: ignore[misc,unused-ignore]
-    """An address."""
-
-    def __init__(self, dmm: Any, fe_type: _Of) -> None:
-        super().__init__(dmm, fe_type, ir.IntType(64))
-
-
-@cache
-def _fields(record: type[Record]) -> dict[str, tuple[int, Any]]:
-    """For each field, the word at which it begins and its kind."""
-    found, at = {}, 0
-    for name, kind in get_type_hints(record).items():
-        found[name] = at, kind
-        at += _size(kind)
-    return found
-
-
-def _size(kind: Any) -> int:
-    """How many words a field of this kind takes."""
-    if kind in (int, np.float32):
-        return 1
-    if get_origin(kind) is tuple:
-        return len(get_args(kind))
-    return size_of(kind)
-
-
-def size_of(record: type[Record]) -> int:
-    """How many words a record has."""
-    return sum(_size(kind) for _, kind in _fields(record).values())
-
-
-def place_in(record: type[Record], name: str) -> int:
-    """The word of a record at which a field begins."""
-    return _fields(record)[name][0]
-
-
-def _numba_type(kind: Any, constant: bool) -> Any:
-    if kind is int:
-        return types.int64
-    if kind is np.float32:
-        return types.float32
-    if get_origin(kind) is tuple:
-        return types.UniTuple(types.int64, len(get_args(kind)))
-    return _Of(kind, constant)
-
-
-@infer_getattr
-class _Attributes(AttributeTemplate):  # type: ignore[misc,unused-ignore]
-    key = _Of
-
-    def generic_resolve(self, of: _Of, name: str) -> Any:
-        """numba's type of a field."""
-        field = _fields(of.record).get(name)
-        return None if field is None else _numba_type(field[1], of.constant)
-
-
-def _pointer(builder: Any, of: _Of, address: Any, name: str) -> Any:
-    at, _ = _fields(of.record)[name]
-    return builder.add(address, ir.Constant(ir.IntType(64), at * _WORD))
-
-
-@lower_getattr_generic(_Of)
-def _get(context: Any, builder: Any, of: _Of, address: Any, name: str) -> Any:
-    kind = _fields(of.record)[name][1]
-    at = _pointer(builder, of, address, name)
-
-    def load(place: Any, what: Any) -> Any:
-        value = builder.load(builder.inttoptr(place, what.as_pointer()))
-        if of.constant:
-            value.set_metadata("invariant.load", builder.module.add_metadata([]))
-        return value
-
-    if kind is int:
-        return load(at, ir.IntType(64))
-    if kind is np.float32:
-        return load(at, ir.FloatType())
-    if get_origin(kind) is tuple:
-        places = [builder.add(at, ir.Constant(ir.IntType(64), i * _WORD)) for i in range(_size(kind))]
-        words = [load(place, ir.IntType(64)) for place in places]
-        return context.make_tuple(builder, _numba_type(kind, of.constant), words)
-    return at
-
-
-@lower_setattr_generic(_Of)
-def _set(context: Any, builder: Any, signature: Any, arguments: Any, name: str) -> None:
-    of, given = signature.args
-    at = _pointer(builder, of, arguments[0], name)
-    value = context.cast(builder, arguments[1], given, types.int64)
-    builder.store(value, builder.inttoptr(at, ir.IntType(64).as_pointer()))
-
-
 def _at(address: Any, record: Any, constant: bool) -> Any:
-    if not isinstance(record, types.NamedTupleClass):
-        return None
-    of = _Of(record.instance_class, constant)
-    return of(types.int64, record), lambda context, builder, signature, arguments: arguments[0]
+    from quant.kernels import record_types  # late: it imports numba
+
+    return record_types.at(record, constant)
 
 
 @intrinsic

@@ -24,22 +24,23 @@ from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
-from numba import types
 from numpy.typing import NDArray
 
 from quant.kernels.jit import (
     LINE,
     CFunction,
     EngineError,
+    allocated,
     array_at,
     atomic_add,
     call_kernel,
     call_openmp,
     callback,
     inlined,
-    keep,
     nanoseconds,
+    release,
 )
+from quant.kernels.late import types
 from quant.kernels.processor import processors
 from quant.kernels.records import Record, packed, place_in, shared_record_at
 
@@ -83,10 +84,10 @@ def begin_work(work: int, n_threads: int) -> None:
 
 
 @inlined
-def _scratch(memory: Any) -> Any:
-    """The address of the first cache line that begins in an array; its first word is 0 if there is one."""
-    address = (types.int64(memory.ctypes.data) + LINE - 1) // LINE * LINE
-    if len(memory) > 0:
+def _scratch(memory: int, n_bytes: int) -> Any:
+    """The address of the first cache line that begins in n_bytes of memory; its first word is 0 if there is one."""
+    address = (memory + LINE - 1) // LINE * LINE
+    if n_bytes > 0:
         array_at(address, types.int64, 1)[0] = 0
     return address
 
@@ -98,14 +99,14 @@ def _take_chunks(work: int) -> None:
     begin = atomic_add(types.int64(work + _NEXT), chunk)
     if begin >= end:
         return
-    memory = np.empty(block.scratch, np.uint8)
-    scratch = _scratch(memory)
+    memory = allocated(block.scratch)
+    scratch = _scratch(memory, block.scratch)
     while begin < end:
         status = call_kernel(block.kernel, block.parameters, begin, min(begin + chunk, end), scratch)
         if status != 0:
             block.status = status
         begin = atomic_add(types.int64(work + _NEXT), chunk)
-    keep(memory)
+    release(memory)
 
 
 @inlined
@@ -121,9 +122,10 @@ def run_work(work: int, n_threads: int, openmp: int) -> int:
     elif block.scratch == 0:
         block.status = call_kernel(block.kernel, block.parameters, types.int64(0), block.units, types.int64(0))
     else:
-        memory = np.empty(block.scratch, np.uint8)
-        block.status = call_kernel(block.kernel, block.parameters, types.int64(0), block.units, _scratch(memory))
-        keep(memory)
+        memory = allocated(block.scratch)
+        scratch = _scratch(memory, block.scratch)
+        block.status = call_kernel(block.kernel, block.parameters, types.int64(0), block.units, scratch)
+        release(memory)
     status: int = block.status
     return status
 

@@ -8,17 +8,15 @@ can call.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
-from llvmlite import ir
-from numba import types
-from numba.core import cgutils
-from numba.extending import intrinsic
-
+from quant.kernels.late import Late, cgutils, intrinsic, ir, real, types
 from quant.kernels.processor import processor_has
 
-HALF, FLOAT = ir.HalfType(), ir.FloatType()
-BIT, INT8, INT16, INT32, INT64 = (ir.IntType(bits) for bits in (1, 8, 16, 32, 64))
+# kinds of scalars, and of the lanes of vectors
+HALF, FLOAT = Late(lambda: ir.HalfType()), Late(lambda: ir.FloatType())
+BIT, INT8, INT16, INT32, INT64 = (Late(partial(lambda bits: ir.IntType(bits), n)) for n in (1, 8, 16, 32, 64))
 
 
 def dots_bytes() -> bool:
@@ -35,7 +33,7 @@ class Value:
     """A scalar or vector of a kernel that is being compiled. Integers are unsigned, except where a method says
     signed."""
 
-    def __init__(self, builder: ir.IRBuilder, value: Any) -> None:
+    def __init__(self, builder: Any, value: Any) -> None:
         self._builder, self._value = builder, value
 
     @property
@@ -44,7 +42,7 @@ class Value:
         return self._value.type.count if isinstance(self._value.type, ir.VectorType) else 0
 
     @property
-    def _element(self) -> ir.Type:
+    def _element(self) -> Any:
         return self._value.type.element if self.lanes else self._value.type
 
     @property
@@ -54,8 +52,8 @@ class Value:
     def _of(self, value: Any) -> Value:
         return Value(self._builder, value)
 
-    def _shaped(self, element: ir.Type) -> ir.Type:
-        return ir.VectorType(element, self.lanes) if self.lanes else element
+    def _shaped(self, element: Any) -> Any:
+        return ir.VectorType(real(element), self.lanes) if self.lanes else real(element)
 
     def _pair(self, other: Value | float) -> tuple[Any, Any]:
         """Both operands, in one type: numbers become constants, scalars fill vectors."""
@@ -70,8 +68,8 @@ class Value:
         if self.lanes or not lanes:
             return self
         kind = ir.VectorType(self._element, lanes)
-        first = self._builder.insert_element(ir.Constant(kind, ir.Undefined), self._value, ir.Constant(INT32, 0))
-        everywhere = ir.Constant(ir.VectorType(INT32, lanes), [0] * lanes)
+        first = self._builder.insert_element(ir.Constant(kind, ir.Undefined), self._value, ir.Constant(INT32.real, 0))
+        everywhere = ir.Constant(ir.VectorType(INT32.real, lanes), [0] * lanes)
         return self._of(self._builder.shuffle_vector(first, ir.Constant(kind, ir.Undefined), everywhere))
 
     def __add__(self, other: Value | float) -> Value:
@@ -139,7 +137,9 @@ class Value:
         """A float's bits as an integer; for a vector of conditions one integer, the first lane in its lowest bit."""
         if self._element == ir.IntType(1):
             return self._of(self._builder.bitcast(self._value, ir.IntType(self.lanes)))
-        return self._of(self._builder.bitcast(self._value, self._shaped({FLOAT: INT32, HALF: INT16}[self._element])))
+        return self._of(
+            self._builder.bitcast(self._value, self._shaped({FLOAT.real: INT32, HALF.real: INT16}[self._element]))
+        )
 
     def as_float(self) -> Value:
         """The float that has these bits."""
@@ -147,11 +147,11 @@ class Value:
 
     def as_bytes(self) -> Value:
         """The 4 bytes of each int32, the lowest first."""
-        return self._of(self._builder.bitcast(self._value, ir.VectorType(INT8, 4 * max(self.lanes, 1))))
+        return self._of(self._builder.bitcast(self._value, ir.VectorType(INT8.real, 4 * max(self.lanes, 1))))
 
     def as_words(self) -> Value:
         """Each 4 bytes as one int32, the first the lowest; the other way round of `as_bytes`."""
-        return self._of(self._builder.bitcast(self._value, ir.VectorType(INT32, self.lanes // 4)))
+        return self._of(self._builder.bitcast(self._value, ir.VectorType(INT32.real, self.lanes // 4)))
 
     def widened(self) -> Value:
         """float16 -> float32."""
@@ -169,12 +169,12 @@ class Value:
         """C's (int32_t) of a float; out of range and NaN give what the processor's conversion gives."""
         return self._of(self._builder.fptosi(self._value, self._shaped(INT32)))
 
-    def to(self, kind: ir.IntType) -> Value:
+    def to(self, kind: Late) -> Value:
         """Integers of another width: the low bits, or zeros above."""
-        resize = self._builder.trunc if kind.width < self._element.width else self._builder.zext
+        resize = self._builder.trunc if kind.real.width < self._element.width else self._builder.zext
         return self._of(resize(self._value, self._shaped(kind)))
 
-    def signed(self, kind: ir.IntType) -> Value:
+    def signed(self, kind: Late) -> Value:
         """Signed integers of a greater width."""
         return self._of(self._builder.sext(self._value, self._shaped(kind)))
 
@@ -217,7 +217,7 @@ class Value:
     def _plus_pairs(self, unsigned: Value, signed: Value, factor: int) -> Value:
         """`plus_fours` of 8 int32, times a factor, by AVX2: its sums of two products are int16, so that no unsigned
         byte may exceed 127."""
-        half, module = ir.VectorType(INT16, 16), self._builder.module
+        half, module = ir.VectorType(INT16.real, 16), self._builder.module
         shapes = ir.FunctionType(half, [signed._value.type] * 2), ir.FunctionType(self._value.type, [half] * 2)
         names = "llvm.x86.avx2.pmadd.ub.sw", "llvm.x86.avx2.pmadd.wd"
         of_bytes, of_pairs = (module.declare_intrinsic(name, (), to) for name, to in zip(names, shapes, strict=True))
@@ -244,7 +244,7 @@ class Value:
             half = value.lanes // 2
             step, second = (2, 1) if neighbours else (1, half)
             value = value.lanes_from(0, step, half) + value.lanes_from(second, step, half)
-        return value.lane(self._of(ir.Constant(INT32, 0)))
+        return value.lane(self._of(ir.Constant(INT32.real, 0)))
 
     def rounded(self, how: str) -> Value:
         """A float rounded to a whole number.
@@ -262,19 +262,19 @@ class Value:
         function = self._declare("llvm.cttz", self._value.type, [self._value.type, ir.IntType(1)])
         return self._of(self._builder.call(function, [self._value, ir.Constant(ir.IntType(1), 0)]))
 
-    def _declare(self, name: str, result: ir.Type, arguments: Sequence[ir.Type]) -> Any:
+    def _declare(self, name: str, result: Any, arguments: Sequence[Any]) -> Any:
         kind = self._value.type
         overload = f"v{kind.count}{_letter(kind.element)}" if self.lanes else _letter(kind)
         module = self._builder.module
         return module.declare_intrinsic(f"{name}.{overload}", (), ir.FunctionType(result, arguments))
 
-    def _call(self, name: str, result: ir.Type) -> Value:
+    def _call(self, name: str, result: Any) -> Value:
         return self._of(self._builder.call(self._declare(name, result, [self._value.type]), [self._value]))
 
     def fused_multiply_add(self, factor: Value, addend: Value | float) -> Value:
         """self * factor + addend, rounded once; a scalar counts for every lane."""
         kind = self._value.type
-        if self._element is HALF and isinstance(addend, Value) and not computes_with_float16():
+        if self._element is HALF.real and isinstance(addend, Value) and not computes_with_float16():
             return (self.widened() * factor.widened())._plus_half(addend.widened())
         function = self._declare("llvm.fma", kind, [kind] * 3)
         return self._of(self._builder.call(function, [self._value, self._pair(factor)[1], self._pair(addend)[1]]))
@@ -311,18 +311,18 @@ class Value:
 
     def picked(self, other: Value, order: list[int]) -> Value:
         """A vector of lanes by number: first those of self are numbered, then those of the other."""
-        picks = ir.Constant(ir.VectorType(INT32, len(order)), order)
+        picks = ir.Constant(ir.VectorType(INT32.real, len(order)), order)
         return self._of(self._builder.shuffle_vector(self._value, other._value, picks))
 
 
-def _letter(kind: ir.Type) -> str:
-    return {FLOAT: "f32", HALF: "f16"}.get(kind) or f"i{kind.width}"
+def _letter(kind: Any) -> str:
+    return {FLOAT.real: "f32", HALF.real: "f16"}.get(kind) or f"i{kind.width}"
 
 
 class Address:
     """An address that a part reads from or writes to, or another int64; memory need not be aligned."""
 
-    def __init__(self, builder: ir.IRBuilder, value: Any) -> None:
+    def __init__(self, builder: Any, value: Any) -> None:
         self._builder, self._value = builder, value
 
     def _number(self, other: Address | int) -> Any:
@@ -340,13 +340,13 @@ class Address:
         """The int64 number `index` of those at this address."""
         return Address(self._builder, (self + 8 * index).load(INT64)._value)
 
-    def value(self, kind: ir.IntType) -> Value:
+    def value(self, kind: Late) -> Value:
         """The low bits of the number, as a scalar of a kind."""
-        return Value(self._builder, self._builder.trunc(self._value, kind))
+        return Value(self._builder, self._builder.trunc(self._value, kind.real))
 
-    def load(self, kind: ir.Type, lanes: int = 0) -> Value:
+    def load(self, kind: Late, lanes: int = 0) -> Value:
         """The scalar of a kind at this address; with `lanes` a vector of so many."""
-        whole = ir.VectorType(kind, lanes) if lanes else kind
+        whole = ir.VectorType(kind.real, lanes) if lanes else kind.real
         return Value(
             self._builder, self._builder.load(self._builder.inttoptr(self._value, whole.as_pointer()), align=1)
         )
@@ -375,9 +375,9 @@ class Address:
                 variable.value = value
         return [variable.value for variable in variables]
 
-    def zeros(self, kind: ir.Type, lanes: int = 0) -> Value:
+    def zeros(self, kind: Late, lanes: int = 0) -> Value:
         """A constant: 0 in every lane, or as a scalar."""
-        return Value(self._builder, ir.Constant(ir.VectorType(kind, lanes) if lanes else kind, None))
+        return Value(self._builder, ir.Constant(ir.VectorType(kind.real, lanes) if lanes else kind.real, None))
 
 
 class Variable:
@@ -423,7 +423,7 @@ def part(function: Callable[..., None]) -> Any:
     def of_six(typing_context: Any, a: Any, b: Any, c: Any, d: Any, e: Any, f: Any) -> Any:
         return typed(6)
 
-    kinds = {2: of_two, 3: of_three, 4: of_four, 5: of_five, 6: of_six}
+    kinds: dict[int, Any] = {2: of_two, 3: of_three, 4: of_four, 5: of_five, 6: of_six}
     return intrinsic(kinds[function.__code__.co_argcount])
 
 
@@ -433,7 +433,7 @@ def gathered(values: Sequence[Value]) -> Value:
     builder, kind = first._builder, first._value.type
     vector = ir.Constant(ir.VectorType(kind, len(values)), ir.Undefined)
     for i, value in enumerate(values):
-        vector = builder.insert_element(vector, value._value, ir.Constant(INT32, i))
+        vector = builder.insert_element(vector, value._value, ir.Constant(INT32.real, i))
     return Value(builder, vector)
 
 

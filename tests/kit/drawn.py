@@ -152,7 +152,7 @@ def _with_other_params(rng: Rng, of: Node) -> Node:
         changed = {
             field.name: _other_value(rng, record, field.name)
             for field, letter in zip(fields(record), kinds, strict=True)
-            if rng.random() < 0.5 and (letter == "f" or field.name in kind.others)
+            if rng.random() < 0.5 and (letter == "f" or field.name in kind.others())
         }
         return replace(of, params=replace(record, **changed).packed)
 
@@ -160,7 +160,7 @@ def _with_other_params(rng: Rng, of: Node) -> Node:
 
 
 def _other_value(rng: Rng, record: Params, name: str) -> float:
-    known = record.others[name].values if name in record.others else ()
+    known = record.others()[name].values if name in record.others() else ()
     if known and rng.random() < 0.5:
         return known[int(rng.integers(0, len(known)))]
     value = getattr(record, name)

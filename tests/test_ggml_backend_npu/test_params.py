@@ -39,7 +39,7 @@ class Mixed(Params):
 
 def words(record: type[Params]) -> list[st.SearchStrategy[Any]]:
     kinds = {"i": st.integers(-(2**31), 2**31 - 1), "f": st.floats(width=32, allow_nan=False)}
-    return [kinds[kind] for kind in record._layout.format.removeprefix("<")]
+    return [kinds[kind] for kind in record._layout().format.removeprefix("<")]
 
 
 # bytes

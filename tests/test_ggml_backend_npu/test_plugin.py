@@ -225,8 +225,8 @@ def test_a_virtual_environment_is_found_and_what_is_missing_in_it_is_named(host:
         assert len(notes) == 1
         return notes[0].removeprefix("ggml-npu: no device NPU: ")
 
-    assert reason("numba", "raise ModuleNotFoundError(\"No module named 'numba'\")") == "No module named 'numba'"
-    assert reason("numba", "raise SyntaxError('of\\ntwo lines')") == "of two lines"
+    assert reason("numpy", "raise ModuleNotFoundError(\"No module named 'numpy'\")") == "No module named 'numpy'"
+    assert reason("numpy", "raise SyntaxError('of\\ntwo lines')") == "of two lines"
     assert reason("_cffi_backend", "raise ImportError") == f"cffi is missing from the Python environment of {python}"
     (packages / "ours.pth").unlink()
     assert reason("nothing", "") == f"cffi is missing from the Python environment of {python}"

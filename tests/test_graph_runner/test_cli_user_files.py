@@ -162,9 +162,12 @@ def test_types_that_are_no_names_are_named(cli: Cli, tmp_path: Path, types: str)
 
 @pytest.mark.slow
 @pytest.mark.parametrize("variable", ["NUMBA_NUM_THREADS=0", "NUMBA_NUM_THREADS=-1"])
-def test_a_variable_that_numba_refuses_is_named(variable: str) -> None:
+def test_a_variable_that_numba_refuses_is_named(tmp_path: Path, variable: str) -> None:
+    """Where a kernel is to be compiled; else numba is not loaded."""
     name, value = variable.split("=")
-    assert_refused(fresh("ops", env=os.environ | {name: value}), f"{name}={value!r}", "threads")
+    environment = os.environ | {name: value, "NUMBA_CACHE_DIR": str(tmp_path)}
+    outcome = fresh("run", "tiny", "-n", "1", "--all", env=environment)
+    assert_refused(outcome, f"{name}={value!r}", "threads")
 
 
 IN_A_SMALL_DISK = 'mount -t tmpfs -o size=8k tmpfs "$TMPDIR" && exec "$@"'

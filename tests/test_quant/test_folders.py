@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import fcntl
-import hashlib
 import os
-import pickle
 import signal
 import stat
 import subprocess
@@ -22,6 +20,7 @@ from graph_runner.cli.diff import _folder
 from quant import folders
 from quant.folders import FolderError, cache_root, kept, partial_file, temporary_folder, tidy
 from quant.kernels import cache
+from quant.kernels.kept import DamagedError, sealed, unsealed, write_sealed
 
 IS_ROOT = os.geteuid() == 0
 OTHER = 65534
@@ -79,63 +78,59 @@ def test_a_folder_of_somebody_else_is_not_used(variable: str, tmp_path: Path) ->
         os.chown(path, 0, 0)
 
 
-class Planted:
-    """What is run where it is unpickled."""
+# what a planted kernel is: a library that does something as soon as it is loaded
+PLANTED = """
+#include <stdlib.h>
+#include <sys/stat.h>
+__attribute__((constructor)) static void run(void) { mkdir(getenv("TOLD"), 0700); }
+long kernel(void) { return 0; }
+"""
 
-    def __init__(self, told: Path) -> None:
-        self.told = told
 
-    def __reduce__(self) -> tuple[object, tuple[str, int]]:
-        return os.mkdir, (str(self.told), 0o700)
+@pytest.fixture(scope="module")
+def planted(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    """A kept kernel with a right checksum."""
+    folder = tmp_path_factory.mktemp("planted")
+    (folder / "planted.c").write_text(PLANTED)
+    done = process("cc", "-shared", "-fPIC", "-o", folder / "planted.so", folder / "planted.c")
+    assert done.code == 0, done.err
+    return sealed((folder / "planted.so").read_bytes())
 
 
 @pytest.mark.parametrize("how", ["mine", "shared", pytest.param("of somebody else", marks=as_root)])
-def test_a_file_that_can_be_anothers_is_not_unpickled(tmp_path: Path, how: str) -> None:
-    files = cache._Files(str(tmp_path), "kernel", "stamp")
-    path, told = tmp_path / "kernel.1.nbc", tmp_path / "ran"
-    files._write(str(path), Planted(told))
+def test_a_file_that_can_be_anothers_is_not_read(tmp_path: Path, how: str) -> None:
+    path = tmp_path / "kernel.so"
+    write_sealed(path, b"content")
     if how == "shared":
         path.chmod(0o666)
     elif how == "of somebody else":
         os.chown(path, OTHER, OTHER)
     if how == "mine":
-        files._read(str(path))
+        assert unsealed(path) == b"content"
     else:
-        with pytest.raises(cache._DamagedError, match="can be another user's"):
-            files._read(str(path))
-    assert told.exists() == (how == "mine")
+        with pytest.raises(DamagedError, match="can be another user's"):
+            unsealed(path)
 
 
-def spoil(path: Path, told: Path) -> None:
-    """Replaces a kernel by a pickle with a right checksum."""
-    content = pickle.dumps(Planted(told))
-    path.write_bytes(hashlib.sha256(content).digest() + content)
-
-
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    "how",
-    [
-        pytest.param("a file of somebody else", marks=[as_root, pytest.mark.slow]),
-        pytest.param("a shared file", marks=pytest.mark.slow),
-        pytest.param("a shared folder", marks=pytest.mark.slow),
-    ],
+    "how", ["mine", pytest.param("a file of somebody else", marks=as_root), "a shared file", "a shared folder"]
 )
-def test_no_planted_pickle_is_loaded(tmp_path: Path, how: str) -> None:
-    environment = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path / "cache")}
+def test_no_planted_kernel_is_loaded(tmp_path: Path, planted: bytes, how: str) -> None:
+    environment = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path / "cache"), "TOLD": str(tmp_path / "ran")}
     assert process(sys.executable, "-c", QUANTIZE, env=environment).out == "68\n"
-    for path in (tmp_path / "cache").rglob("*.nb*"):
-        spoil(path, tmp_path / "ran")
+    for path in (tmp_path / "cache").rglob("*.so"):
+        path.write_bytes(planted)
         if how == "a file of somebody else":
             os.chown(path, OTHER, OTHER)
         elif how == "a shared file":
             path.chmod(0o666)
-    if how == "a shared folder":
-        next((tmp_path / "cache").iterdir()).chmod(0o777)
+        elif how == "a shared folder":
+            path.parent.chmod(0o777)
     done = process(sys.executable, "-c", QUANTIZE, env=environment)
     assert (done.code, done.out) == (0, "68\n"), done.err
-    assert not (tmp_path / "ran").exists()
-    if how != "a shared folder":
-        assert "can be another user's: made anew" in done.err
+    assert (tmp_path / "ran").exists() == (how == "mine")
+    assert ("can be another user's: made anew" in done.err) == ("file" in how)
 
 
 # without a home

@@ -37,7 +37,7 @@ define i16 @narrowed(float %x) {
 @pytest.fixture(scope="module")
 def functions() -> Iterator[Functions]:
     """widened, narrowed."""
-    kept = halves._define()
+    kept = halves.define()
     target = binding.Target.from_default_triple().create_target_machine()
     engine = binding.create_mcjit_compiler(binding.parse_assembly(_CALLS), target)
     engine.finalize_object()

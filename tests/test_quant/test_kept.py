@@ -38,16 +38,19 @@ HOW = ["cut", "empty", "flipped", "foreign", "missing"]
 
 @pytest.mark.slow
 @pytest.mark.daily(2)
-@pytest.mark.parametrize("suffix", ["nbi", "nbc"])
+@pytest.mark.parametrize("suffix", ["so", "o"])
 @pytest.mark.parametrize("how", HOW)
 def test_a_damaged_kernel_is_compiled_anew(tmp_path: Path, how: str, suffix: str) -> None:
-    expected, _ = ended(started(FEW, NUMBA_CACHE_DIR=tmp_path))
-    for path in [*tmp_path.rglob(f"*.{suffix}")]:
+    variables = {"NUMBA_CACHE_DIR": tmp_path, "CC": "cc" if suffix == "so" else "no-such-compiler"}
+    expected, _ = ended(started(FEW, **variables))
+    files = [*tmp_path.glob(f"*/*.{suffix}")]
+    assert len(files) == 2
+    for path in files:
         damaged(path, how, np.random.default_rng(0))
-    output, notes = ended(started(FEW, NUMBA_CACHE_DIR=tmp_path))
+    output, notes = ended(started(FEW, **variables))
     assert output == expected
     assert [MADE_ANEW in note for note in notes] == [True, False] if how != "missing" else len(notes) == 1
-    assert ended(started(FEW, NUMBA_CACHE_DIR=tmp_path)) == (expected, [])
+    assert ended(started(FEW, **variables)) == (expected, [])
 
 
 @pytest.mark.slow
@@ -58,8 +61,7 @@ def test_a_hundred_damaged_files(tmp_path: Path) -> None:
     run = ("run", "tiny", "-n", "4", "--all")
     first = fresh(*run, env=environment)
     assert first.code == 0
-    kernels = sorted(tmp_path.rglob("*.nbc"), key=lambda path: path.stat().st_size)
-    files = [file for path in kernels[:6] for file in (path, path.with_suffix("").with_suffix(".nbi"))]
+    files = sorted(tmp_path.rglob("*.so"), key=lambda path: path.stat().st_size)[:12]
     random = np.random.default_rng(1)
     for number in range(9):
         for place, path in enumerate(random.permutation(np.array(files, object))):
@@ -77,9 +79,9 @@ def test_a_hundred_damaged_files(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_cache_on_a_full_disk_is_told_once(tmp_path: Path) -> None:
     code = (
-        "from quant.kernels import cache\n"
-        "def full(self, path, data): raise OSError(28, 'No space left on device')\n"
-        "cache._Files._write = full\n" + FEW
+        "from quant.kernels import objects\n"
+        "def full(path, content): raise OSError(28, 'No space left on device')\n"
+        "objects.write_sealed = full\n" + FEW
     )
     output, notes = ended(started(code, NUMBA_CACHE_DIR=tmp_path))
     assert output == "True True"

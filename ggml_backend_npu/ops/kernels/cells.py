@@ -6,7 +6,6 @@ import math
 from typing import NamedTuple
 
 import numpy as np
-from numba import types
 from numpy.typing import NDArray
 
 from ggml_backend_npu.ggml.numerics import Numerics
@@ -21,6 +20,7 @@ from quant.kernels.jit import (
     fused_multiply_add,
     inlined,
 )
+from quant.kernels.late import types
 from quant.kernels.matrices import LANES, ROWS, multiply
 from quant.kernels.records import Place, index_of, record_at, row_of
 from quant.kernels.threads import Job, Work

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 
 import numpy as np
-from numba import types
 
 from ggml_backend_npu.ggml.numerics import Numerics
 from ggml_backend_npu.ops.kernels.cells import (
@@ -34,6 +33,7 @@ from quant.kernels.jit import (
     fused_multiply_add,
     inlined,
 )
+from quant.kernels.late import types
 from quant.kernels.matrices import LANES, dot
 from quant.kernels.orders import HALVES, dots_f16, dots_in_halves
 from quant.kernels.records import index_of, record_at

@@ -12,7 +12,6 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
-from numba import types
 
 from ggml_backend_npu.ops.kernels.exponentials import expf, v_exp
 from quant.kernels.jit import (
@@ -25,6 +24,7 @@ from quant.kernels.jit import (
     fused_multiply_add,
     inlined,
 )
+from quant.kernels.late import types
 from quant.kernels.matrices import LANES
 from quant.kernels.records import record_at
 from quant.runs import f32_to_f16

@@ -5,8 +5,6 @@ from __future__ import annotations
 import math
 
 import numpy as np
-from numba import types
-from numba.extending import intrinsic
 
 from quant.kernels.jit import (
     array_at,
@@ -15,6 +13,7 @@ from quant.kernels.jit import (
     inlined,
     truncate_to_int32,
 )
+from quant.kernels.late import intrinsic, types
 from quant.kernels.matrices import LANES
 from quant.kernels.orders import row_total
 from quant.kernels.vectors import FLOAT, INT32, Address

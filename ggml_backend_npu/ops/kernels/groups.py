@@ -15,7 +15,6 @@ from math import prod
 from typing import NamedTuple
 
 import numpy as np
-from numba import types
 from numpy.typing import NDArray
 
 from ggml_backend_npu.ir import Tensor
@@ -33,6 +32,7 @@ from quant.kernels.jit import (
     round_half_away,
     truncate_to_int32,
 )
+from quant.kernels.late import types
 from quant.kernels.records import Dims, record_at
 from quant.kernels.threads import Job, Work
 from quant.runs import f32_to_f16

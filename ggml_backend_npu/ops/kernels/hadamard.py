@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import numpy as np
-from numba import types
 from numpy.typing import NDArray
 
 from quant.kernels.jit import array_at, compiled
+from quant.kernels.late import types
 from quant.kernels.records import Dims, Place, index_of, record_at, row_of
 from quant.runs import widen_run
 

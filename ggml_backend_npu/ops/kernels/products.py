@@ -4,14 +4,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import numpy as np
-from llvmlite import ir
-from numba import types
-from numba.extending import intrinsic
-
 from quant import panels
 from quant.dots import NO_DOTS, READY_Q8, READY_Q8_K, Steps, dots, ready_q8, ready_q8_k, rounded_q8, rounded_q8_k
-from quant.kernels.jit import LINE, array_at, compiled, copy, f32_to_f16_payload, inlined, keep
+from quant.kernels.jit import LINE, array_at, compiled, copy, f32_to_f16_payload, inlined, on_stack
+from quant.kernels.late import intrinsic, ir, types
 from quant.kernels.matrices import LANES, dot
 from quant.kernels.orders import (
     GROUP,
@@ -211,7 +207,8 @@ def _make_ready(of, x, count, columns, work, as_integers):
 @inlined
 def _multiply_blocks(of, at, x, y, count, first, rows):
     """As ggml's tinyBLAS: GROUP rows times as many columns as fit a processor's own caches."""
-    where = np.empty(3, np.int64)
+    at_where = on_stack(3)
+    where = array_at(at_where, types.int64, 3)
     where[0], where[1] = of.src0.nb[1], of.k // (HALVES if of.in_halves else LANES)
     together = max(12, _NEAR_BYTES // (48 * of.k) * 12)
     for c in range(0, count, together):
@@ -219,12 +216,11 @@ def _multiply_blocks(of, at, x, y, count, first, rows):
         for r in range(0, rows, GROUP):
             row, where[2] = at + r * of.src0.nb[1], 4 * (first + r)
             if of.in_halves:
-                multiply_in_halves(row, types.int64(where.ctypes.data), x + 8 * c, y + 8 * c, some)
+                multiply_in_halves(row, at_where, x + 8 * c, y + 8 * c, some)
             elif of.code == F16:
-                multiply_f16(row, types.int64(where.ctypes.data), x + 8 * c, y + 8 * c, some)
+                multiply_f16(row, at_where, x + 8 * c, y + 8 * c, some)
             else:
-                multiply_f32(row, types.int64(where.ctypes.data), x + 8 * c, y + 8 * c, some)
-    keep(where)
+                multiply_f32(row, at_where, x + 8 * c, y + 8 * c, some)
 
 
 @inlined

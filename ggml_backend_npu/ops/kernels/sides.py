@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from numba import types
-
 from ggml_backend_npu.ir import Tensor
 from quant.kernels.jit import array_at, inlined
+from quant.kernels.late import types
 from quant.kernels.records import Dims
 
 

@@ -10,15 +10,13 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import numpy as np
-from numba import types
-
 from ggml_backend_npu.ggml.numerics import PLAIN, Numerics
 from ggml_backend_npu.ir import Tensor
 from ggml_backend_npu.ops.kernels.sides import Side, locate, next_row, padded, row_address, row_id, side_at
 from ggml_backend_npu.registry.entry import Call, KernelError
 from quant.conversions import F16, F16_FOURS, conversion, convert_run
-from quant.kernels.jit import LINE, array_at, compiled, copy, inlined, stream, stream_ends
+from quant.kernels.jit import LINE, allocated, array_at, compiled, copy, inlined, release, stream, stream_ends
+from quant.kernels.late import types
 from quant.kernels.records import Dims, Place, record_at, row_of, shared_record_at
 from quant.kernels.threads import Block, Job, Work
 from quant.kernels.vectors import INT8, INT16, INT32, INT64, part, transposed
@@ -249,7 +247,6 @@ def _first_bad_id(side):
 def _all_differ(side):
     """Whether no id occurs twice in a matrix; also False if finding out would take long."""
     n_rows = side.ids.n_rows
-    seen = np.zeros(0, np.uint8)
     for i3 in range(side.ids.ne[1]):
         for i2 in range(side.ids.ne[0]):
             last, i1 = types.int64(-1), 0
@@ -260,12 +257,16 @@ def _all_differ(side):
                 continue
             if n_rows > _MOST_ROWS_MARKED:
                 return False
-            seen = np.zeros(n_rows, np.uint8)
+            memory = allocated(n_rows)
+            seen, differ = array_at(memory, types.uint8, n_rows), True
+            seen[:] = 0
             for i1 in range(side.ne[1]):
                 row = row_id(side, i1, i2, i3)
-                if seen[row]:
-                    return False
+                differ = differ and seen[row] == 0
                 seen[row] = 1
+            release(memory)
+            if not differ:
+                return False
     return True
 
 

@@ -13,7 +13,6 @@ from functools import cache
 from typing import NamedTuple
 
 import numpy as np
-from numba import types
 from numpy.typing import NDArray
 
 from ggml_backend_npu.ir import Tensor
@@ -21,6 +20,7 @@ from ggml_backend_npu.ops.kernels import functions
 from ggml_backend_npu.ops.kernels.elements import Constants, Elementwise, look_up, look_up_gated
 from ggml_backend_npu.ops.kernels.functions import Floats
 from quant.kernels.jit import array_at, call_elementwise, compiled, inlined
+from quant.kernels.late import types
 from quant.kernels.matrices import LANES
 from quant.kernels.records import Dims, Place, index_of, place_in, record_at, row_of
 from quant.kernels.threads import Job, Work

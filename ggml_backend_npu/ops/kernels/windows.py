@@ -7,12 +7,12 @@ from math import prod
 from typing import Any, NamedTuple
 
 import numpy as np
-from numba import types
 from numpy.typing import NDArray
 
 from ggml_backend_npu.ir import Tensor
 from ggml_backend_npu.registry.params import Params, i32
 from quant.kernels.jit import array_at, inlined
+from quant.kernels.late import types
 
 Two = tuple[int, int]  # of height and width
 Three = tuple[int, int, int]  # of depth, height and width
