@@ -21,7 +21,6 @@ def _add(level: int, text: bytes, _: Any) -> None:
 
 
 _callback = llama_cpp.llama_log_callback(_add)
-llama_cpp.llama_log_set(_callback, None)
 
 
 def reason() -> str:
@@ -36,5 +35,10 @@ def find(word: str) -> str | None:
 
 
 def forget() -> None:
-    """Forgets all lines."""
+    """Forgets all lines, and records those that follow, whoever has had the log since: llama_cpp takes it when it is
+    imported."""
     _lines.clear()
+    llama_cpp.llama_log_set(_callback, None)
+
+
+forget()

@@ -7,6 +7,7 @@ import re
 import shlex
 import subprocess
 import sys
+from importlib import metadata
 from importlib.metadata import EntryPoint
 from pathlib import Path
 
@@ -160,7 +161,7 @@ def test_a_package_that_has_no_device_says_why(error: Exception, said: str, monk
 
     point = EntryPoint("torch", "a.module:devices", files.GROUP)
     monkeypatch.setattr(EntryPoint, "load", lambda _: devices)
-    monkeypatch.setattr(files, "entry_points", lambda group: [point])
+    monkeypatch.setattr(metadata, "entry_points", lambda group: [point])
     with pytest.raises(DeviceError, match=said):
         load_devices("torch")
 
