@@ -25,6 +25,7 @@ def cache(
         folders.add(cache_root())
     kinds = {
         "kernels-": "compiled kernels",
+        "kernels-processors": "what LLVM says of processors",
         "plugin-": "the plugin",
         "programs-": "ggml's own test programs",
         "builds-": "other builds of ggml, for tests",
