@@ -14,6 +14,7 @@ from graph_runner.bench.measure import Measurement
 from graph_runner.tools import suites
 
 BENCH = """
+assert ("--repack" in sys.argv) == has_plugin
 fast = 2.0 if has_plugin else 1.0
 for flash in (0, 1):
     for n_prompt, n_gen in ((512, 0), (0, 32)):
@@ -28,6 +29,7 @@ if buffer_type not in types:
     sys.exit('error while handling argument "-ot": unknown buffer type')
 if "--list-devices" in sys.argv:
     sys.exit(0)
+assert ("--no-repack" in sys.argv) == has_plugin
 flash = sys.argv[sys.argv.index("-fa") + 1]
 print("llama_context: some line of its log")
 for n in map(int, sys.argv[sys.argv.index("-npl") + 1].split(",")):
