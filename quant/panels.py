@@ -60,6 +60,13 @@ def _store_words(rows, to):
         (to + _WORD * j).store(column)
 
 
+def _store_pairs(places, first, second):
+    """Stores the two float16 at the place of each row, as float32: a vector of the first, and one of the second."""
+    both = gathered([place.load(INT32) for place in places])
+    first.store(both.to(INT16).as_float().widened())
+    second.store((both >> 16).to(INT16).as_float().widened())
+
+
 def _lay_32(quants, *, has_minimum=False):
     """Lays out rows in blocks of 32."""
 
@@ -73,9 +80,7 @@ def _lay_32(quants, *, has_minimum=False):
             _store_words([quants(first + i * q_step + q_row * row) for row in range(ROWS)], to)
             places = [scale + i * d_step + d_row * row for row in range(ROWS)]
             if has_minimum:
-                both = gathered([place.load(INT32) for place in places])
-                (to + _D).store(both.to(INT16).as_float().widened())
-                (to + _MINIMUM).store((both >> 16).to(INT16).as_float().widened())
+                _store_pairs(places, to + _D, to + _MINIMUM)
             else:
                 (to + _D).store(gathered([place.load(HALF) for place in places]).widened())
             return ()
@@ -143,9 +148,7 @@ def _lay_q4_k(first, _, steps, panel):
         for k in range(8):
             for at, of in ((_SCALES_K, scales), (_MINIMA_K, minima)):
                 (to + (at + _WORD * k)).store(((of[k // 4] >> (8 * (k % 4))) & 0xFF).to_float())
-        both = gathered([row.load(INT32) for row in rows])
-        (to + _D_K).store(both.to(INT16).as_float().widened())
-        (to + _D_MINIMA_K).store((both >> 16).to(INT16).as_float().widened())
+        _store_pairs(rows, to + _D_K, to + _D_MINIMA_K)
         return ()
 
     n.count(add)

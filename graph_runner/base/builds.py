@@ -18,17 +18,8 @@ if TYPE_CHECKING:
 _LIBRARIES, _PACKAGE = "LLAMA_CPP_LIB_PATH", "LLAMA_CPP_PACKAGE"
 _NEEDED = ("libllama.so", "libggml.so")
 _WITHIN = (".", "bin", "build/bin", "lib")  # where in a folder they may lie
-_SAY_NOTHING = {
-    "bin",
-    "build",
-    "lib",
-    "llama_cpp",
-    "python",
-    "python3",
-    "site-packages",
-    ".venv",
-    "venv",
-}  # parts of paths
+# parts of paths
+_SAY_NOTHING = {"bin", "build", "lib", "llama_cpp", "python", "python3", "site-packages", ".venv", "venv"}
 _FIND = "import importlib.util as u; s = u.find_spec('llama_cpp'); print(s.submodule_search_locations[0] if s else '')"
 _CHUNK = 1 << 24
 _SECONDS = 60.0  # that a Python may take to say where its llama_cpp is

@@ -132,17 +132,8 @@ def _linked(path: Path, code: bytes) -> Loaded | None:
     with temporary_folder() as folder:
         made, source = folder / "kernel.so", folder / "kernel.o"
         source.write_bytes(code)
-        words: list[str | Path] = [
-            command,
-            "-shared",
-            "-nostdlib",
-            "-Wl,-z,defs,-Bsymbolic,-s",
-            "-o",
-            made,
-            source,
-            "-lm",
-            "-lc",
-        ]
+        words: list[str | Path] = [command, "-shared", "-nostdlib", "-Wl,-z,defs,-Bsymbolic,-s", "-o", made, source]
+        words += ["-lm", "-lc"]
         if subprocess.run(words, capture_output=True, check=False).returncode:
             return None
         write_sealed(path, made.read_bytes())
