@@ -15,7 +15,7 @@ from quant.codec import ROUNDINGS
 from quant.kernels.jit import LINE, array_at, inlined
 from quant.kernels.late import types
 from quant.kernels.records import address_of, size_of
-from quant.kernels.vectors import BIT, FLOAT, HALF, INT8, INT32, INT64, Value, part
+from quant.kernels.vectors import BIT, FLOAT, HALF, INT8, INT32, INT64, Value, multiplies_unsigned, part
 
 # the types of rows, by number; 0 has no integer dots
 NO_DOTS, Q8_0, Q4_0, Q4_0_PACKED, Q4_1, Q5_0, Q5_1, Q4_K, Q6_K = range(9)
@@ -51,6 +51,7 @@ def _ready(rounding):
     return ready
 
 
+_Q8_0 = -128 if multiplies_unsigned() else 0  # what is a 0 in `quants_q8_0`, lowered
 _ready_reference, _ready_simd, _ready_neon = map(_ready, ROUNDINGS)
 
 
@@ -94,7 +95,7 @@ def ready_q8(x, target, n_blocks, rounding, code):
     rounding  one of ROUNDINGS, by its place there
     code  the type of the rows that it is multiplied with, a value of `DOTS` or Q4_0_PACKED
     """
-    centre = types.int64(-128 if code == Q8_0 else -16 if code == Q5_0 else -8 if code in (Q4_0, Q4_0_PACKED) else 0)
+    centre = types.int64(_Q8_0 if code == Q8_0 else -16 if code == Q5_0 else -8 if code in (Q4_0, Q4_0_PACKED) else 0)
     for i in range(n_blocks):
         if rounding == _NEON:
             _ready_neon(x + 128 * i, target + READY_Q8 * i, centre)
@@ -180,8 +181,9 @@ def fetch(rows, i, step, row_step, n_rows, n_bytes):
 
 
 def quants_q8_0(q):
-    """32 unsigned bytes of the quants at an address, 128 more than these."""
-    return q.load(INT8, 32) ^ 0x80
+    """32 bytes of the quants at an address, as `Value.plus_fours` takes them: unsigned ones are 128 more."""
+    quants = q.load(INT8, 32)
+    return quants ^ 0x80 if multiplies_unsigned() else quants
 
 
 def quants_q4(q):
@@ -222,7 +224,7 @@ def _dots_32(n_rows, quants, *, has_minimum=False):
             for row in range(n_rows):
                 d = (scale + i * d_step + d_row * row).load(HALF).widened()
                 x = quants(first + i * q_step + q_row * row)
-                product = start.plus_fours(x, vector, below_128=quants is not quants_q8_0).to_float()
+                product = start.plus_fours(x, vector, positive=quants is not quants_q8_0).to_float()
                 added.append(product.fused_multiply_add(d * (block + SCALE).load(FLOAT, 8), sums[row]))
             if has_minimum:
                 for row in range(n_rows):
@@ -238,16 +240,16 @@ def _dots_32(n_rows, quants, *, has_minimum=False):
     return dots
 
 
-def _bytes_of(word, index):
-    """Byte `index` of an int32, in all 8 lanes."""
-    return ((word >> (8 * index)) & 0xFF).filled(8)
-
-
 def scales_q4_k(a, b, c):
     """The eight scales and the eight minima of a block, a byte each in two int32, from its three int32."""
     scales = a & 0x3F3F3F3F, (c & 0x0F0F0F0F) | (((a >> 6) & 0x03030303) << 4)
     minima = b & 0x3F3F3F3F, ((c >> 4) & 0x0F0F0F0F) | (((b >> 6) & 0x03030303) << 4)
     return scales, minima
+
+
+def byte_of(word, index):
+    """Byte `index` of an int32."""
+    return (word >> (8 * index)) & 0xFF
 
 
 def _dots_q4_k(n_rows):
@@ -270,9 +272,8 @@ def _dots_q4_k(n_rows):
                 for j in range(4):
                     pairs = (x + 16 + 32 * j).load(INT8, 32)
                     for k, codes in ((2 * j, pairs & 15), (2 * j + 1, pairs >> 4)):
-                        vector = (block + 32 * k).load(INT8, 32)
-                        fours = y.zeros(INT32, 8).plus_fours(codes, vector, below_128=True)
-                        total = total + fours * _bytes_of(scales[k // 4], k % 4)
+                        vector, factor = (block + 32 * k).load(INT8, 32), byte_of(scales[k // 4], k % 4).as_factors()
+                        total = total.plus_fours(codes, vector, positive=True, times=factor)
                 low, high = (word.as_bytes() for word in minima)
                 below = low.followed_by(high).to(INT32) * y_sums
                 below = below.lanes_from(0, 2, 4) + below.lanes_from(1, 2, 4)
@@ -302,7 +303,7 @@ def _dots_q6_k(n_rows):
             for row in range(n_rows):
                 x = first + i * step + row_step * row
                 scales = (x + 192).load(INT8, 16).signed(INT32)
-                centre = scales * y_sums * -32
+                centre, factors = scales * y_sums * -32, scales.as_factors()
                 total = centre.lanes_from(0, 2, 8) + centre.lanes_from(1, 2, 8)
                 for half in range(2):
                     high = (x + 128 + 32 * half).load(INT8, 32)
@@ -310,10 +311,9 @@ def _dots_q6_k(n_rows):
                     for j, codes in enumerate((low[0] & 15, low[1] & 15, low[0] >> 4, low[1] >> 4)):
                         quants = codes | (((high >> (2 * j)) & 3) << 4)
                         place = 8 * half + 2 * j
-                        factor = scales.picked(scales, [place] * 4 + [place + 1] * 4)
+                        factor = factors.picked(factors, [place] * 4 + [place + 1] * 4)
                         vector = (block + 16 * place).load(INT8, 32)
-                        fours = y.zeros(INT32, 8).plus_fours(quants, vector, below_128=True)
-                        total = total + fours * factor
+                        total = total.plus_fours(quants, vector, positive=True, times=factor)
                 scale = (x + 208).load(HALF).widened() * y_scale
                 added.append(total.to_float().fused_multiply_add(scale, sums[row]))
             return added

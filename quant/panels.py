@@ -21,6 +21,7 @@ from quant.dots import (
     SCALED_SUM,
     SUMS,
     SUMS_K,
+    byte_of,
     columns_of,
     fetch,
     quants_q4,
@@ -33,7 +34,19 @@ from quant.kernels.jit import inlined
 from quant.kernels.late import types
 from quant.kernels.matrices import LANES
 from quant.kernels.records import address_of
-from quant.kernels.vectors import FLOAT, HALF, INT8, INT16, INT32, Value, gathered, part, transposed
+from quant.kernels.vectors import (
+    FLOAT,
+    HALF,
+    INT8,
+    INT16,
+    INT32,
+    Value,
+    adds_pairs,
+    gathered,
+    multiplies_unsigned,
+    part,
+    transposed,
+)
 
 ROWS = LANES  # of a panel
 COLUMNS = 2 if LANES == 16 else 1  # vectors in blocks of 32 at a time: as many as registers hold the sums of
@@ -41,8 +54,9 @@ COLUMNS = 2 if LANES == 16 else 1  # vectors in blocks of 32 at a time: as many 
 _NEAR = 1 << 18  # bytes of vectors that stay in a processor's own caches
 _WORD = 4 * ROWS  # bytes of a word of each row
 _D, _MINIMUM, _BLOCK = 8 * _WORD, 9 * _WORD, 10 * _WORD  # of a block of 32: words, scales, minima; float32
-# of a block of 256: words, up to 16 scales, 8 minima, the scales of both; float32
-_SCALES_K, _MINIMA_K, _D_K, _D_MINIMA_K, _BLOCK_K = (n * _WORD for n in (64, 80, 88, 89, 90))
+# of a block of 256: words, up to 16 scales, 8 minima or 16 factors of centres, the scales of scales and minima
+_SCALES_K, _MINIMA_K, _D_K, _D_MINIMA_K, _BLOCK_K = (n * _WORD for n in (64, 80, 96, 97, 98))
+_CENTRES_K = _MINIMA_K if adds_pairs() else _SCALES_K
 
 
 def _store_words(rows, to):
@@ -90,12 +104,13 @@ def _lay_32(quants, *, has_minimum=False):
     return lay
 
 
-def _dots_32(n_columns, *, has_minimum=False):
+def _dots_32(n_columns, *, has_minimum=False, positive=True):
     @part
     def dots(panel, steps, y, target, offset):
         n = steps.number_at(N_STEPS - 1)
         columns, targets = columns_of(y, target, offset, n_columns)
         zeros, none = y.zeros(FLOAT, ROWS), y.zeros(INT32, ROWS)
+        has_centre = not has_minimum and (positive or multiplies_unsigned())
 
         def add(i, sums):
             at = panel + i * _BLOCK
@@ -107,8 +122,8 @@ def _dots_32(n_columns, *, has_minimum=False):
                 scales = d * (block + SCALE).load(FLOAT)
                 for j, word in enumerate(words):
                     y_word = (block + 4 * j).load(INT32).filled(ROWS).as_bytes()
-                    start = none if has_minimum else (block + (SUMS + 4 * j)).load(INT32).filled(ROWS)
-                    fours = start.plus_fours(word, y_word, below_128=has_minimum).to_float()
+                    start = (block + (SUMS + 4 * j)).load(INT32).filled(ROWS) if has_centre else none
+                    fours = start.plus_fours(word, y_word, positive=positive).to_float()
                     added.append(fours.fused_multiply_add(scales, sums[len(added)]))
             if has_minimum:
                 minimum = (at + _MINIMUM).load(FLOAT, ROWS)
@@ -146,8 +161,8 @@ def _lay_q4_k(first, _, steps, panel):
         words = (gathered([(row + at).load(INT32) for row in rows]) for at in (4, 8, 12))
         scales, minima = scales_q4_k(*words)
         for k in range(8):
-            for at, of in ((_SCALES_K, scales), (_MINIMA_K, minima)):
-                (to + (at + _WORD * k)).store(((of[k // 4] >> (8 * (k % 4))) & 0xFF).to_float())
+            (to + (_SCALES_K + _WORD * k)).store(_as_scales(byte_of(scales[k // 4], k % 4)))
+            (to + (_MINIMA_K + _WORD * k)).store(byte_of(minima[k // 4], k % 4).to_float())
         _store_pairs(rows, to + _D_K, to + _D_MINIMA_K)
         return ()
 
@@ -170,12 +185,48 @@ def _lay_q6_k(first, _, steps, panel):
                 quants = [code | bit for code, bit in zip(codes, bits, strict=True)]
                 _store_words(quants, to + 8 * (4 * half + j) * _WORD)
         for k in range(16):
-            scale = gathered([(row + (192 + k)).load(INT8) for row in rows])
-            (to + (_SCALES_K + _WORD * k)).store(scale.signed(INT32).to_float())
+            scale = gathered([(row + (192 + k)).load(INT8) for row in rows]).signed(INT32)
+            (to + (_SCALES_K + _WORD * k)).store(_as_scales(scale))
+            (to + (_CENTRES_K + _WORD * k)).store(scale.to_float())
         (to + _D_K).store(gathered([(row + 208).load(HALF) for row in rows]).widened())
         return ()
 
     n.count(add)
+
+
+def _as_scales(numbers):
+    """Scales of words, as `_sums_of_words` takes them."""
+    return numbers.as_factors() if adds_pairs() else numbers.to_float()
+
+
+def _sums_of_words(at, block, n_scales):
+    """Sums over a block of each word's products, times their scales: float32 of q4_K, int32 of q6_K.
+
+    They are added as float32 in two halves, which hold them exactly; as int32 where AVX2 multiplies by scales on its
+    way.
+    """
+    kind, none, each = INT32 if adds_pairs() else FLOAT, block.zeros(INT32, ROWS), n_scales // 8
+    scales = [(at + (_SCALES_K + _WORD * k)).load(kind, ROWS) for k in range(n_scales)]
+
+    def words(k, j):
+        """Word j of part k: of the rows, and of the vector; its scales."""
+        word = (at + _WORD * (8 * k + j)).load(INT32, ROWS).as_bytes()
+        y_word = (block + 4 * (8 * k + j)).load(INT32).filled(ROWS).as_bytes()
+        return word, y_word, scales[each * k + each * j // 8]
+
+    if adds_pairs():
+        totals = [none] * 8
+        for j, k in product(range(8), range(8)):
+            word, y_word, scale = words(k, j)
+            totals[j] = totals[j].plus_fours(word, y_word, positive=True, times=scale)
+        return [total.to_float() for total in totals] if n_scales == 8 else totals
+    halves = [[block.zeros(FLOAT, ROWS)] * 8 for _ in range(2)]
+    for k, j in product(range(8), range(8)):
+        word, y_word, scale = words(k, j)
+        half, fours = halves[k // 4], none.plus_fours(word, y_word, positive=True).to_float()
+        half[j] = fours.fused_multiply_add(scale, half[j])
+    pairs = zip(*halves, strict=True)
+    return [a + b if n_scales == 8 else a.to_int32() + b.to_int32() for a, b in pairs]
 
 
 def _dots_k(*, n_scales):
@@ -184,35 +235,24 @@ def _dots_k(*, n_scales):
     A float32 holds each whole number below 2 ** 24. So do sums of four products of scales and words of q6_K, of all
     eight of q4_K, and of two products of scales and sums: they are exact.
     """
-    has_minimum, each = n_scales == 8, n_scales // 8
+    has_minimum = n_scales == 8
 
     @part
     def dots(panel, steps, y, target, offset):
         n = steps.number_at(N_STEPS - 1)
         (column,), (to,) = columns_of(y, target, offset, 1)
-        none, zeros = y.zeros(INT32, ROWS), y.zeros(FLOAT, ROWS)
+        zeros = y.zeros(FLOAT, ROWS)
 
         def of_block(at, block):
             """The whole numbers that ggml's CPU has of a block, as float32: of each word, and of minima."""
-            scales = [(at + (_SCALES_K + _WORD * k)).load(FLOAT, ROWS) for k in range(n_scales)]
+            words = _sums_of_words(at, block, n_scales)
             y_sums = [(block + (SUMS_K + 4 * k)).load(INT32).filled(ROWS) for k in range(16)]
-            halves = []
-            for half in range(2):
-                totals = [zeros] * 8
-                for k, j in product(range(4 * half, 4 * half + 4), range(8)):
-                    word = (at + _WORD * (8 * k + j)).load(INT32, ROWS).as_bytes()
-                    y_word = (block + 4 * (8 * k + j)).load(INT32).filled(ROWS).as_bytes()
-                    fours = none.plus_fours(word, y_word, below_128=True)
-                    totals[j] = fours.to_float().fused_multiply_add(scales[each * k + each * j // 8], totals[j])
-                halves.append(totals)
+            factors_at = at + (_MINIMA_K if has_minimum else _CENTRES_K)
+            factors = [(factors_at + _WORD * k).load(FLOAT, ROWS) for k in range(n_scales)]
             if has_minimum:
-                minima = [(at + (_MINIMA_K + _WORD * k)).load(FLOAT, ROWS) for k in range(8)]
-                sums = [(y_sums[2 * k] + y_sums[2 * k + 1]).to_float() for k in range(8)]
-                below = _of_twos(minima, sums)
-                return [a + b for a, b in zip(*halves, strict=True)], below
-            centres = _of_twos(scales, [y_sum.to_float() * -32.0 for y_sum in y_sums])
-            words = zip(*halves, centres, strict=True)
-            return [(a.to_int32() + b.to_int32() + centre.to_int32()).to_float() for a, b, centre in words], []
+                return words, _of_twos(factors, [(y_sums[2 * k] + y_sums[2 * k + 1]).to_float() for k in range(8)])
+            centres = _of_twos(factors, [y_sum.to_float() * -32.0 for y_sum in y_sums])
+            return [(a + b.to_int32()).to_float() for a, b in zip(words, centres, strict=True)], []
 
         def add(i, sums):
             at, block = panel + i * _BLOCK_K, column + i * READY_Q8_K
@@ -236,6 +276,7 @@ def _of_twos(factors, numbers):
     return [a.fused_multiply_add(b, c * d) for (a, b), (c, d) in zip(pairs[::2], pairs[1::2], strict=True)]
 
 
+_several_q8_0, _one_q8_0 = _dots_32(COLUMNS, positive=False), _dots_32(1, positive=False)
 _several_plain, _one_plain = _dots_32(COLUMNS), _dots_32(1)
 _several_minimum, _one_minimum = _dots_32(COLUMNS, has_minimum=True), _dots_32(1, has_minimum=True)
 _one_q4_k, _one_q6_k = _dots_k(n_scales=8), _dots_k(n_scales=16)
@@ -275,7 +316,7 @@ def dots(code, rows, columns, panel):
     panel  the address of `bytes_of` bytes to work in, at the begin of a cache line
     """
     if code == rows_.Q8_0:
-        _all_panels((_lay_q8_0, _several_plain, _one_plain), COLUMNS, rows, columns, panel)
+        _all_panels((_lay_q8_0, _several_q8_0, _one_q8_0), COLUMNS, rows, columns, panel)
     elif code == rows_.Q4_0:
         _all_panels((_lay_q4_0, _several_plain, _one_plain), COLUMNS, rows, columns, panel)
     elif code == rows_.Q4_0_PACKED:

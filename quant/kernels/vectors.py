@@ -19,9 +19,19 @@ HALF, FLOAT = Late(lambda: ir.HalfType()), Late(lambda: ir.FloatType())
 BIT, INT8, INT16, INT32, INT64 = (Late(partial(lambda bits: ir.IntType(bits), n)) for n in (1, 8, 16, 32, 64))
 
 
+def multiplies_unsigned() -> bool:
+    """Whether `Value.plus_fours` takes unsigned bytes (AVX-512 VNNI has no products of signed ones)."""
+    return processor_has("avx512vnni", "avx512vl")
+
+
+def adds_pairs() -> bool:
+    """Whether `Value.plus_fours` is two instructions of AVX2, each of which adds pairs of products."""
+    return processor_has("avx2") and not multiplies_unsigned()
+
+
 def dots_bytes() -> bool:
-    """Whether the processor multiplies bytes and adds the products in fours (AVX-512 VNNI, an ARM's dot products)."""
-    return processor_has("avx512vnni", "avx512vl") or processor_has("dotprod")
+    """Whether the processor multiplies bytes and adds the products (AVX-512 VNNI, AVX2, an ARM's dot products)."""
+    return multiplies_unsigned() or adds_pairs() or processor_has("dotprod")
 
 
 def computes_with_float16() -> bool:
@@ -185,54 +195,65 @@ class Value:
             first = first + other
         return first
 
-    def plus_fours(self, unsigned: Value, signed: Value, *, below_128: bool = False) -> Value:
-        """Self, 4, 8 or 16 int32, plus the sums of fours of the products of as many unsigned and signed bytes.
+    def plus_fours(self, x: Value, y: Value, *, positive: bool = False, times: Value | None = None) -> Value:
+        """Self, 4, 8 or 16 int32, plus the sums of fours of the products of bytes x, unsigned if
+        `multiplies_unsigned()`, else signed, and as many signed bytes y above -128.
 
-        below_128  no unsigned byte exceeds 127
+        positive  no byte of x exceeds 127, and none is negative
+        times     times these numbers, as `as_factors` gives them
         """
-        if self.lanes > (4 if processor_has("dotprod") else 16 if processor_has("avx512vnni") else 8):
+        if self.lanes > (4 if processor_has("dotprod") else 16 if multiplies_unsigned() else 8):
             half = self.lanes // 2
             parts = [
                 self.lanes_from(i, 1, half).plus_fours(
-                    *(x.lanes_from(4 * i, 1, 4 * half) for x in (unsigned, signed)), below_128=below_128
+                    *(each.lanes_from(4 * i, 1, 4 * half) for each in (x, y)),
+                    positive=positive,
+                    times=times and times.filled(self.lanes).lanes_from(i, 1, half),
                 )
                 for i in (0, half)
             ]
             return parts[0].followed_by(parts[1])
+        if self.lanes == 8 and adds_pairs():
+            return self._plus_pairs(x, y, positive, times)
+        if times is not None:
+            return self + self._of(ir.Constant(self._value.type, None)).plus_fours(x, y, positive=positive) * times
+        kind, bytes_ = self._value.type, x._value.type
         if processor_has("dotprod"):
-            return self._plus_signed(unsigned, signed)
-        if dots_bytes():
-            kind = self._value.type
+            shape = ir.FunctionType(kind, [kind, bytes_, bytes_])
+            function = self._builder.module.declare_intrinsic("llvm.aarch64.neon.sdot.v4i32.v16i8", (), shape)
+            return self._of(self._builder.call(function, [self._value, x._value, y._value]))
+        if multiplies_unsigned():
             name, shape = f"llvm.x86.avx512.vpdpbusd.{32 * self.lanes}", ir.FunctionType(kind, [kind] * 3)
             function = self._builder.module.declare_intrinsic(name, (), shape)
-            bytes_ = (self._builder.bitcast(each._value, kind) for each in (unsigned, signed))
-            return self._of(self._builder.call(function, [self._value, *bytes_]))
-        if processor_has("avx2") and self.lanes == 8:
-            low = self._plus_pairs(unsigned if below_128 else unsigned & 0x7F, signed, 1)
-            return low if below_128 else low._plus_pairs(unsigned >> 7, signed, 128)
-        products = unsigned.to(INT16).to(INT32) * signed.signed(INT16).signed(INT32)
+            words = (self._builder.bitcast(each._value, kind) for each in (x, y))
+            return self._of(self._builder.call(function, [self._value, *words]))
+        products = x.signed(INT16).signed(INT32) * y.signed(INT16).signed(INT32)
         pairs = products.lanes_from(0, 2, 2 * self.lanes) + products.lanes_from(1, 2, 2 * self.lanes)
         return self + pairs.lanes_from(0, 2, self.lanes) + pairs.lanes_from(1, 2, self.lanes)
 
-    def _plus_pairs(self, unsigned: Value, signed: Value, factor: int) -> Value:
-        """`plus_fours` of 8 int32, times a factor, by AVX2: its sums of two products are int16, so that no unsigned
-        byte may exceed 127."""
-        half, module = ir.VectorType(INT16.real, 16), self._builder.module
-        shapes = ir.FunctionType(half, [signed._value.type] * 2), ir.FunctionType(self._value.type, [half] * 2)
-        names = "llvm.x86.avx2.pmadd.ub.sw", "llvm.x86.avx2.pmadd.wd"
-        of_bytes, of_pairs = (module.declare_intrinsic(name, (), to) for name, to in zip(names, shapes, strict=True))
-        pairs = self._builder.call(of_bytes, [unsigned._value, signed._value])
-        return self + self._of(self._builder.call(of_pairs, [pairs, ir.Constant(half, [factor] * 16)]))
+    def _plus_pairs(self, x: Value, y: Value, positive: bool, times: Value | None) -> Value:
+        """`plus_fours` of 8 int32 by AVX2, which multiplies unsigned bytes and adds two products as int16: of a
+        negative x, both signs are changed."""
+        bytes_, half = x._value.type, ir.VectorType(INT16.real, 16)
 
-    def _plus_signed(self, unsigned: Value, signed: Value) -> Value:
-        """`plus_fours` of 4 int32 and 16 bytes, on an ARM that multiplies signed bytes alone: the unsigned ones are
-        lowered by 128, and 128 times the others is added."""
-        kind, bytes_ = self._value.type, signed._value.type
-        shape = ir.FunctionType(kind, [kind, bytes_, bytes_])
-        function = self._builder.module.declare_intrinsic("llvm.aarch64.neon.sdot.v4i32.v16i8", (), shape)
-        lowered, by = unsigned ^ 0x80, ir.Constant(bytes_, [-128] * 16)
-        products = self._of(self._builder.call(function, [self._value, lowered._value, signed._value]))
-        return products - self._of(self._builder.call(function, [ir.Constant(kind, None), by, signed._value]))
+        def called(name: str, result: Any, *operands: Any) -> Any:
+            shape = ir.FunctionType(result, [operand.type for operand in operands])
+            return self._builder.call(
+                self._builder.module.declare_intrinsic(f"llvm.x86.avx2.{name}", (), shape), operands
+            )
+
+        sizes, signed = x._value, y._value
+        if not positive:
+            sizes, signed = (called("psign.b", bytes_, each, x._value) for each in (sizes, signed))
+        factors = ir.Constant(half, [1] * 16)
+        if times is not None:
+            factors = self._builder.bitcast(times.filled(8)._value, half)
+        pairs = called("pmadd.ub.sw", half, sizes, signed)
+        return self + self._of(called("pmadd.wd", self._value.type, pairs, factors))
+
+    def as_factors(self) -> Value:
+        """Int32 numbers that int16 holds, as `plus_fours` takes factors: one for all sums, or one each."""
+        return (self & 0xFFFF) | (self << 16) if adds_pairs() else self
 
     def total(self, neighbours: bool = False) -> Value:
         """The sum of the float lanes, pairwise.

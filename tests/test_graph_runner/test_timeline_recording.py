@@ -136,7 +136,7 @@ def test_copies_have_their_bytes(timelines: Callable[[str], Timeline]) -> None:
 def test_a_kernel_that_sleeps_is_the_longest_node(model: Models) -> None:
     def sleeps(dst: Tensor) -> None:
         if dst.name == "ffn_swiglu-1":
-            time.sleep(0.02)
+            time.sleep(0.2)
 
     timeline = record_timeline(
         model("llama"), PROMPT, TimelineOptions(steps=0, settings=FLASH_OFF),

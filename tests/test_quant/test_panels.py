@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from kit.nodes import multiplied
-from kit.support import assert_same_bytes, encoded, examples, seeds
+from kit.support import assert_same_bytes, choose, encoded, examples, seeds
 
 from quant import codec, dots, panels
 
@@ -31,7 +31,8 @@ def test_a_vector_gives_the_same_among_others(type: str, n_rows: int, n_columns:
 
 
 @pytest.mark.parametrize("type", ["q8_0", "q4_K"])
-def test_more_vectors_than_a_cache_holds(type: str) -> None:
+def test_more_vectors_than_a_cache_holds(type: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    choose(monkeypatch, matmul="exact")
     k, n_rows, rng = 512, 3 * panels.ROWS + 1, np.random.default_rng(3)
     n_columns = 2 * panels._NEAR // (dots.READY_Q8 * k // 32) + 5
     weights = encoded(type, rng.standard_normal((n_rows, k)).astype(np.float32)).reshape(n_rows, -1)
