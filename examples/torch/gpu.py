@@ -141,9 +141,13 @@ def _rows(folder: Path, given: list[str]) -> list[tuple[str, list[str]]]:
     device = ("--device-file", str(file))
     small, models = [], [Path(each) for each in given]
     try:
-        from kit import models as kit
+        from kit.encoders import write_tiny_bert
+        from kit.models import write_tiny_gpt_oss, write_tiny_moe
 
-        small = [getattr(kit, f"write_tiny_{name}")(folder / f"{name}.gguf") for name in ("moe", "gpt_oss", "bert")]
+        small = [
+            write(folder / f"{name}.gguf")
+            for name, write in (("moe", write_tiny_moe), ("gpt_oss", write_tiny_gpt_oss), ("bert", write_tiny_bert))
+        ]
     except Exception as error:
         print(f"small models left out: {type(error).__name__}: {error}")
     try:

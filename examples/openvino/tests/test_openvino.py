@@ -19,7 +19,8 @@ from ggml_npu_openvino import OpenVINO
 from ggml_npu_openvino.kernels import KERNELS
 from ggml_npu_openvino.numbers import ROUNDED
 from kit.beside_cpu import MOVERS, differing
-from kit.models import write_tiny_bert, write_tiny_moe
+from kit.encoders import write_tiny_bert
+from kit.models import write_tiny_moe
 
 import quant
 from ggml_backend_npu import Backend, DeviceBackend, DeviceError, Graph, Node, Options, Tensor

@@ -323,42 +323,47 @@ def _rope(of: Bound, node: Node) -> Call:
 
 def _mul_mat(of: Bound, node: Node) -> Call:
     weights, out = _at(node, 0), view(node.dst)
-    w, x = of.weights(weights), of.rounded(_at(node, 1), weights.type)
+    (w, floats, rows), x = of.weights(weights), of.rounded(_at(node, 1), weights.type)
     n3, n2 = weights.ne[3], weights.ne[2]
     if n3 == n2 == 1:
-        if node.dst.is_contiguous():
-            flat = out.reshape(-1, out.shape[-1])
-            return lambda: torch.mm(x().reshape(flat.shape[0], -1), w()[0, 0].t(), out=flat)
-        return lambda: out.copy_(torch.matmul(x(), w()[0, 0].t()))
+        columns, is_flat = math.prod(out.shape[:-1]), node.dst.is_contiguous()
+        parts = list(zip(w[0, 0].split(rows), out.view(columns, -1).split(rows, 1), strict=True)) if is_flat else []
+
+        def flat() -> None:
+            given = x().reshape(columns, -1)
+            for part, found in parts:
+                torch.mm(given, floats(part).t(), out=found)
+
+        return flat if is_flat else lambda: out.copy_(torch.matmul(x(), floats(w[0, 0]).t()))
     r3, r2 = out.shape[0] // n3, out.shape[1] // n2
 
     def run() -> None:
         columns = x()
         columns = columns.reshape(n3, r3, n2, r2 * columns.shape[2], columns.shape[3])
-        out.copy_(torch.matmul(columns, w().transpose(2, 3)[:, None]).reshape(out.shape))
+        out.copy_(torch.matmul(columns, floats(w).transpose(2, 3)[:, None]).reshape(out.shape))
 
     return run
 
 
 def _mul_mat_id(of: Bound, node: Node) -> Call:
     weights, ids, out = _at(node, 0), view(_at(node, 2))[0, 0], view(node.dst)[0]  # (tokens, used, n)
-    w, x = of.weights(weights), of.rounded(_at(node, 1), weights.type)
-    n_experts, used = weights.ne[2], out.shape[1]
-    if ids.numel() <= n_experts:
+    (w, floats, _), x = of.weights(weights), of.rounded(_at(node, 1), weights.type)
+    experts, used = w[0], out.shape[1]
+    if ids.numel() <= len(experts):
 
         def few() -> None:
             columns = x()[0]
-            chosen = w()[0].index_select(0, ids.reshape(-1)).unflatten(0, ids.shape)  # (tokens, used, n, k)
+            chosen = floats(experts.index_select(0, ids.reshape(-1))).unflatten(0, ids.shape)  # (tokens, used, n, k)
             out.copy_((chosen @ columns.repeat(1, used // columns.shape[1], 1)[..., None])[..., 0])
 
         return few
 
     def run() -> None:
-        columns, experts = x()[0], w()[0]
-        for expert in range(n_experts):  # all of them, so that nobody waits for the ids
-            found = torch.matmul(columns, experts[expert].t())
+        columns = x()[0]
+        for number, expert in enumerate(experts):  # all of them, so that nobody waits for the ids
+            found = torch.matmul(columns, floats(expert).t())
             found = found.repeat(1, used // found.shape[1], 1)
-            out.copy_(torch.where((ids == expert)[..., None], found, out))
+            out.copy_(torch.where((ids == number)[..., None], found, out))
 
     return run
 

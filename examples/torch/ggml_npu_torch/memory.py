@@ -25,6 +25,7 @@ DTYPES = {
     "i64": torch.int64,
 }
 FLOATS = ("f32", "f16", "bf16")
+_AT_ONCE = 1 << 18  # elements of weights that are decoded at each use: they stay in a processor's cache
 
 
 class Memory:
@@ -132,23 +133,28 @@ class Bound:
             return lambda: made
         return self.shared("x", x, rounds, lambda: rounds(decoded(made, source)))
 
-    def weights(self, tensor: Tensor) -> Value:
-        """Returns weights as float32, a row of (q4_1, q5_1) with its minima apart. They are decoded once if no program
-        writes where they lie, and there is room; else each time."""
+    def weights(self, tensor: Tensor) -> tuple[Array, Callable[[Array], Array], int]:
+        """Returns what holds weights, what makes float32 of it, or of a part of it, and how many of their rows are to
+        be made at once. A row of (q4_1, q5_1) has its minima apart. They are decoded once if no program writes where
+        they lie, and there is room; else each time."""
         assert tensor.buffer is not None
         memory: Memory = tensor.buffer.handle
         found, type = view(tensor), tensor.type
         if type == "f32":
-            return lambda: found
+            return found, _as_it_is, tensor.ne[1]
 
-        def decode() -> Array:
-            return apart(found, type).flatten(-2) if type in ("q4_1", "q5_1") else decoded(found, type)
+        def decode(x: Array) -> Array:
+            return apart(x, type).flatten(-2) if type in ("q4_1", "q5_1") else decoded(x, type)
 
-        kept = self._keep(memory, _span(tensor), 5 * tensor.n_elements, decode)
+        kept = self._keep(memory, _span(tensor), 5 * tensor.n_elements, lambda: decode(found))
         if kept is None:
-            return decode
+            return found, decode, max(1, _AT_ONCE // tensor.ne[0])
         self.versions[memory] = memory.version
-        return lambda: kept
+        return kept, _as_it_is, tensor.ne[1]
+
+
+def _as_it_is(x: Array) -> Array:
+    return x
 
 
 def params(node: Node) -> Any:

@@ -18,7 +18,8 @@ pytest.importorskip("torch", reason="torch is not installed: pip install example
 from ggml_npu_torch import Torch
 from ggml_npu_torch.kernels import KERNELS
 from kit.beside_cpu import MOVERS, differing
-from kit.models import write_tiny_bert, write_tiny_gpt_oss, write_tiny_moe
+from kit.encoders import write_tiny_bert
+from kit.models import write_tiny_gpt_oss, write_tiny_moe
 
 import quant
 from ggml_backend_npu import Backend, DeviceBackend, DeviceError, Graph, Node, Options, Tensor
@@ -29,6 +30,8 @@ from ggml_backend_npu.plugin.plugin import Plugin
 from graph_runner.base.tiny import write_tiny_llama
 from graph_runner.diff.run import DiffOptions, run_in_step
 from graph_runner.run.session import Session, Settings
+
+pytestmark = pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")  # it is only read
 
 PROMPT = "The capital of France is"
 OURS = Backend("ours", options=Options(ops="all", matmul="exact"))
