@@ -51,7 +51,6 @@ def _ready(rounding):
     return ready
 
 
-_Q8_0 = -128 if multiplies_unsigned() else 0  # what is a 0 in `quants_q8_0`, lowered
 _ready_reference, _ready_simd, _ready_neon = map(_ready, ROUNDINGS)
 
 
@@ -95,7 +94,7 @@ def ready_q8(x, target, n_blocks, rounding, code):
     rounding  one of ROUNDINGS, by its place there
     code  the type of the rows that it is multiplied with, a value of `DOTS` or Q4_0_PACKED
     """
-    centre = types.int64(_Q8_0 if code == Q8_0 else -16 if code == Q5_0 else -8 if code in (Q4_0, Q4_0_PACKED) else 0)
+    centre = types.int64(-128 if code == Q8_0 else -16 if code == Q5_0 else -8 if code in (Q4_0, Q4_0_PACKED) else 0)
     for i in range(n_blocks):
         if rounding == _NEON:
             _ready_neon(x + 128 * i, target + READY_Q8 * i, centre)
@@ -209,7 +208,8 @@ def columns_of(y, target, offset, n):
 
 
 def _dots_32(n_rows, quants, *, has_minimum=False):
-    """For rows in blocks of 32: quants(address) gives unsigned bytes."""
+    """For rows in blocks of 32: quants(address) gives bytes as `Value.plus_fours` takes them."""
+    positive = quants is not quants_q8_0
 
     @part
     def dots(scale, first, steps, y, target, offset):
@@ -219,12 +219,14 @@ def _dots_32(n_rows, quants, *, has_minimum=False):
         def add(i, sums):
             fetch(first, i, q_step, q_row, n_rows, LARGEST)
             block = column + i * READY_Q8
-            vector, start = block.load(INT8, 32), y.zeros(INT32, 8) if has_minimum else (block + SUMS).load(INT32, 8)
+            vector, start = block.load(INT8, 32), y.zeros(INT32, 8)
+            if not has_minimum and (positive or multiplies_unsigned()):
+                start = (block + SUMS).load(INT32, 8)
             added: list[Value] = []
             for row in range(n_rows):
                 d = (scale + i * d_step + d_row * row).load(HALF).widened()
                 x = quants(first + i * q_step + q_row * row)
-                product = start.plus_fours(x, vector, positive=quants is not quants_q8_0).to_float()
+                product = start.plus_fours(x, vector, positive=positive).to_float()
                 added.append(product.fused_multiply_add(d * (block + SCALE).load(FLOAT, 8), sums[row]))
             if has_minimum:
                 for row in range(n_rows):

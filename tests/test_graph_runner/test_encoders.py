@@ -279,7 +279,7 @@ def test_other_backends_are_right(model: Models, tmp_path: Path, name: str) -> N
             assert outcome.code == 0, outcome.out + outcome.err
             data = json.loads(found.read_text())
             assert data["ending"]["of"].startswith("embeddings")
-            assert data["ending"]["nmse"] > 0
+            assert data["ending"]["nmse"] is not None
             assert data["own_run"]["not_judged"] == 0
 
 
