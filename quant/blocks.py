@@ -42,6 +42,15 @@ def largest_magnitude(x: Floats) -> Floats:
     return largest
 
 
+def last_largest_magnitude(x: Floats) -> Floats:
+    """max |x| of each block, (n, 1), as C's `amax = MAX(amax, fabsf(v))` leaves it: NaN takes the place of all before
+    it, and the next number takes its."""
+    nan = np.isnan(x)
+    forgotten = np.logical_or.accumulate(nan[:, ::-1], axis=1)[:, ::-1]  # a NaN comes here or later
+    largest: Floats = np.where(forgotten, np.float32(0), np.abs(x)).max(axis=1, keepdims=True, initial=0)
+    return np.where(nan[:, -1:], np.float32(np.nan), largest)
+
+
 def round_half_away(x: Floats) -> Floats:
     """C's roundf: half goes away from zero."""
     whole = np.trunc(x)
@@ -134,6 +143,16 @@ def magnitudes(x: Value) -> Value:
     return bits.where(bits.at_most(0x7F800000), 0)
 
 
+def _last_largest(x: Value) -> Value:
+    """max |x| of 32 elements, as `last_largest_magnitude`."""
+    sizes = x.bits() & 0x7FFFFFFF
+    forgotten = x.differs(x).bits()
+    for step in (1, 2, 4, 8, 16):
+        forgotten = forgotten | (forgotten >> step)
+    largest = (sizes & 0).where(forgotten.conditions(), sizes).largest()
+    return largest.where((forgotten >> 31).equals(0), 0x7FC00000).as_float()
+
+
 def _reciprocal(d: Value) -> Value:
     """1 / d, or 0 if d is 0."""
     return (1.0 / d).where(d.differs(0.0), 0.0)
@@ -144,7 +163,7 @@ def _decode_q8_0(d: Value, quants: Value) -> Value:
 
 
 def _encode_q8_0_reference(x: Value) -> tuple[Value, Value]:
-    d = magnitudes(x).largest().as_float() / 127.0
+    d = _last_largest(x) / 127.0
     return d, (x * _reciprocal(d)).rounded("round").to_int32().to(INT8)
 
 
@@ -207,7 +226,7 @@ class Q8_0(Compiled):
 
     def define_encode(self, x: Floats, rounding: Rounding) -> Bytes:
         """Blocks of 2 + 32 bytes: d = max |x| / 127 as float16, then x / d as int8; as quantize_row_q8_0(_ref)."""
-        largest = largest_magnitude(x)
+        largest = last_largest_magnitude(x) if rounding == "reference" else largest_magnitude(x)
         d = largest / np.float32(127)
         with np.errstate(all="ignore"):
             if rounding == "reference":

@@ -151,6 +151,10 @@ class Value:
             self._builder.bitcast(self._value, self._shaped({FLOAT.real: INT32, HALF.real: INT16}[self._element]))
         )
 
+    def conditions(self) -> Value:
+        """An integer's bits as a vector of conditions, the lowest as the first lane; the other way round of `bits`."""
+        return self._of(self._builder.bitcast(self._value, ir.VectorType(ir.IntType(1), self._element.width)))
+
     def as_float(self) -> Value:
         """The float that has these bits."""
         return self._of(self._builder.bitcast(self._value, self._shaped({32: FLOAT, 16: HALF}[self._element.width])))

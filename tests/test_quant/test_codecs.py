@@ -356,6 +356,9 @@ def test_each_type_has_the_roundings_of_model_files_and_of_ggmls_cpu(backend: Pl
 
 
 BY_TABLE = [name for name in TYPES if name[:3] in IQ_BY_TABLE]  # seconds each
+FLOATS = ("f32", "f16", "bf16")
+NOT_OF_FILES = ("q8_1", "q8_K", *BY_TABLE)  # ggml_quantize_chunk has them not, or may end the process
+OF_FILES = [name for name in TYPES if (codec(name).is_quantized or name in FLOATS) and name not in NOT_OF_FILES]
 
 
 @pytest.mark.slow
@@ -371,6 +374,31 @@ def test_types_by_table_encode_as_ggml_quantize_chunk(backend: Plugin, name: str
     each = [quantize_chunk(backend.ggml, name, row[None], np.square(row) if needs else None)[0] for row in x]
     assert_same_bytes(quant.quantize(x, name), np.array(each))
     assert_same_bytes(quant.quantize(x[::-1], name)[::-1], np.array(each))
+
+
+def any_bits(rng: np.random.Generator, n_blocks: int, block: int) -> Floats:
+    """Blocks of random bits: of every magnitude, and of one or two; with infinities and any NaN, first, last and
+    between."""
+    bits = rng.integers(0, 1 << 32, (n_blocks, block), dtype=np.uint32)
+    bits[::2] = bits[::2] & 0x80FFFFFF | rng.integers(0, 255, (len(bits[::2]), 1), dtype=np.uint32) << 23
+    few = rng.random(bits.shape) < rng.choice([0, 0.05, 1], (n_blocks, 1), p=[0.6, 0.3, 0.1])
+    few[1::7, 0] = few[2::7, -1] = True
+    bits[few] |= 0x7F800000
+    bits[few & (rng.random(bits.shape) < 0.3)] &= 0xFF800000
+    return bits.view(np.float32)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("name", OF_FILES)
+def test_any_bits_encode_as_ggml_quantize_chunk(
+    backend: Plugin, name: str, engine: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All finite numbers, infinities and NaN."""
+    if contracts():
+        pytest.skip("of what C leaves undefined, this ggml's compiler made something else")
+    monkeypatch.setenv("GGML_NPU_ENGINE", engine)
+    x = any_bits(np.random.default_rng(5), 1000, max(codec(name).block_size, 32))
+    assert_same_bytes(quant.quantize(x, name), quantize_chunk(backend.ggml, name, x))
 
 
 HOSTILE = """
