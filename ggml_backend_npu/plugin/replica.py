@@ -45,7 +45,7 @@ class Replica:
             cpu.compute(node)
 
     device   its name, if ggml has registered it; or its ggml_backend_dev_t
-    threads  of ggml's CPU device; 0 = all cores
+    threads  of a device that takes a number of them, as ggml's CPU does; 0 = all cores
 
     Raises KernelError for a device that ggml does not have.
     """
@@ -66,7 +66,7 @@ class Replica:
             raise KernelError(f"device {self.name} cannot be opened")
         registry = ggml.ggml_backend_dev_backend_reg(self._device)
         set_threads = ggml.ggml_backend_reg_get_proc_address(registry, b"ggml_backend_set_n_threads")
-        if set_threads and self.name == "CPU":
+        if set_threads:
             structs.SetThreads(set_threads)(self._backend, threads or processors())
 
     def __enter__(self) -> Replica:

@@ -265,3 +265,9 @@ def test_computing_again_and_again_takes_no_memory(backend: Plugin) -> None:
 
     before = compute(200)
     assert compute(2000) - before < 4096  # KiB; one context has more than 2 KiB
+
+
+def test_a_device_is_told_how_many_threads(backend: Plugin) -> None:
+    """ggml-blas has four if nobody says a number: more than there are processors, they wait for each other."""
+    with Replica(backend.ggml, "NPU", threads=1) as device:
+        assert backend.contexts[device._backend].repeats.n_threads == 1
