@@ -99,12 +99,16 @@ class Rules:
         return bound > 0 and any(measure.judged(bound) for measure in _measures(node, expected, actual))
 
     def judged(self, node: Node, expected: Tensor, actual: Tensor) -> Judged | None:
-        """Returns the row that decides whether a result is right, by the measure in which it is nearest to its limit;
-        None for an op that has no bound."""
+        """Returns the row that decides whether a result is right: by the first measure that allows it, since the others
+        cost more; if none does, by the one in which it is nearest to its limit. None for an op that has no bound."""
         bound = self.bound(node.op, type_of(node))
         if bound <= 0:
             return None
-        found = (measure.judged(bound) for measure in _measures(node, expected, actual))
+        found = []
+        for measure in _measures(node, expected, actual):
+            found.append(measure.judged(bound))
+            if found[-1]:
+                return found[-1]
         return min(found, key=lambda judged: judged.error / judged.limit)
 
     def bound(self, op: str, type: str) -> float:

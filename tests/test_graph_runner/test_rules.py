@@ -30,6 +30,7 @@ from ggml_backend_npu.plugin.replica import Replica
 from ggml_backend_npu.registry.checks import Types
 from ggml_backend_npu.registry.exact import values
 from ggml_backend_npu.registry.probes import node, tensor
+from graph_runner.judging import noise
 from graph_runner.judging.compare import compare
 from graph_runner.judging.rules import Rules, ToleranceError, errors, type_of
 from graph_runner.judging.spans import copied
@@ -390,6 +391,19 @@ def test_the_row_is_told_that_decides(cpu: Replica) -> None:
     assert judged.limit == Rules().bound("RMS_NORM", "f32") < judged.error
     assert judged.against in ("the reference", "the exact value")
     assert Rules().judged(Node("CONT", of.dst, of.src, bytes(64)), of.dst, off) is None
+
+
+def test_a_right_row_is_told_by_the_first_measure(cpu: Replica, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sizes of terms take several more products of a large matrix."""
+    monkeypatch.setattr(noise, "size", lambda *_: pytest.fail("the sizes of terms are computed"))
+    x = np.random.default_rng(0).standard_normal((1, 1, 2, 64))
+    of = node("RMS_NORM", "f32", x.shape, tensor("f32", x), params=Norm(1e-6))
+    cpu.compute(of)
+    off = copy_of(of.dst)
+    off.view()[0, 0, 0] *= np.float32(1 + 1e-6)
+    judged = Rules().judged(of, of.dst, off)
+    assert judged
+    assert judged.against == "the reference"
 
 
 # sets and orders
