@@ -21,7 +21,7 @@ from ggml_backend_npu.ops import OWN
 Bytes = NDArray[np.uint8]
 Packs = Callable[[Tensor], bool]
 
-_MOST_KEPT = 1 << 28
+_MOST_KEPT = 3 << 26
 _NOTHING = Memory(0, 0)
 _SMALL = 1 << 16  # bytes of copies that are kept although their node may not come again
 _DO_NOT_READ = {"CPY": 1}  # the source that is dst itself, of which nothing is read
