@@ -22,15 +22,15 @@ from ggml_backend_npu.plugin.repacking import Repacking
 from ggml_backend_npu.plugin.replica import Replica
 from graph_runner.base.builds import About, Build
 from graph_runner.base.console import printable
-from graph_runner.base.errors import BadInputError, BlindError, TraceError
+from graph_runner.base.errors import BadInputError, BlindError, SessionError, TraceError
 from graph_runner.base.files import folder_for_traces
-from graph_runner.base.settings import ALL_LAYERS, Settings, context_for
+from graph_runner.base.settings import ALL_LAYERS, Gives, Settings, context_for
 from graph_runner.base.variants import Variant, Variants
 from graph_runner.diff.again import Again, Watched
 from graph_runner.diff.canary import Planter
 from graph_runner.diff.judge import Asked, Judge, OtherOrderError
 from graph_runner.diff.lockstep import Batch, Lockstep
-from graph_runner.diff.logits import Endings
+from graph_runner.diff.logits import Endings, Outputs
 from graph_runner.diff.pairs import Listing, Pairs
 from graph_runner.diff.result import DiffResult as DiffResult
 from graph_runner.diff.sides import CPU, NPU, Cpu, Elsewhere, Foreign, Own, Side, Sides
@@ -217,7 +217,7 @@ class _InStep:
         if variant and not found.takes_layers:
             option = "--reference-with" if is_reference else "--device-with"
             raise BadInputError(f"{option} op-offload={variant.texts['op-offload']}: {found.name} is given no layers")
-        replica = stack.enter_context(Replica(ggml, found.handle))
+        replica = stack.enter_context(Replica(ggml, found.handle, threads=settings.threads))
         instead = stack.enter_context(Replica(ggml, CPU, threads=settings.threads)) if is_reference else None
         return Foreign(ggml, found, replica, self._layers, variant, instead)
 
@@ -258,6 +258,8 @@ class _InStep:
         self._refuse_a_blind_judge(judge.planter)
         if result.stopped is None:
             result.ending = endings.ending()
+        elif device.foreign is not None and not result.wrong:
+            self._run_unobserved([tokens, *text])
         if result.stopped is None and not result.wrong and not result.faults and not result.hazards:
             self._look_again([tokens, *text], endings, judge.fingerprints, is_one_graph=not pairs.differ)
         return result
@@ -380,18 +382,43 @@ class _InStep:
         judge.finish(stopped=lockstep.stopped is not None)
         return text, endings
 
+    def _run_unobserved(self, batches: list[Batch]) -> None:
+        """Runs tokens on both sides once more, unobserved, after the device's run has stopped where it was observed: a
+        device may run nothing but whole graphs."""
+        result, sides, endings = self._result, self._sides, Endings()
+        try:
+            runs = [self._given(side, batches) for side in (sides.reference, sides.device)]
+        except SessionError:
+            return
+        for (reference, of), (device, _) in zip(*runs, strict=True):
+            endings.add(reference, device, of)
+        result.ending = self._again(batches, endings, {}).natural(endings.ending())
+        result.remarks = [f"{result.device} runs to the end if no node is observed; what follows is of such a run"]
+
+    def _given(self, side: Side, batches: list[Batch]) -> list[tuple[Outputs, Gives]]:
+        """Returns what each step of a side's run gives if nobody observes it."""
+        found = []
+        with self._session(side.runs_with(self._settings), None, side) as session:
+            for tokens in batches:
+                session.decode(*tokens)
+                found.append((session.outputs(), session.gives))
+        return found
+
+    def _again(self, batches: list[Batch], endings: Endings, fingerprints: dict[tuple[int, int], int]) -> Again:
+        first, second = ([pair[side] for pair in endings.steps] for side in (0, 1))
+        return Again(
+            self._ggml, self._opened, self._sides.device,
+            Computer(self._sides.reference, self._rules, Footprints(self._about_to)), self._settings, batches,
+            Watched(second, first, fingerprints, self._result.nodes, endings.of),
+        )  # fmt: skip
+
     def _look_again(
         self, batches: list[Batch], endings: Endings, fingerprints: dict[tuple[int, int], int], *, is_one_graph: bool
     ) -> None:
         """Checks whether the device gives right results again, and also if it is not observed, unless it is ggml's CPU;
         and how far rounding alone would move the ending if it is off, unless the two have other graphs."""
         result, sides = self._result, self._sides
-        first, second = ([pair[side] for pair in endings.steps] for side in (0, 1))
-        again = Again(
-            self._ggml, self._opened, sides.device,
-            Computer(sides.reference, self._rules, Footprints(self._about_to)), self._settings, batches,
-            Watched(second, first, fingerprints, result.nodes, endings.of),
-        )  # fmt: skip
+        again = self._again(batches, endings, fingerprints)
         found = None if sides.device.is_cpu else again.repeated(self._asked.repeat)
         if found is None and sides.reference.is_cpu and not sides.device.is_cpu and not result.is_unexplained:
             with nullcontext() if sides.device.checks is None else sides.device.checks.paused():

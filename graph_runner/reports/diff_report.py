@@ -168,7 +168,8 @@ def _own_run(result: DiffResult) -> list[str]:
     """Returns lines on the device's own run: where nodes ran, their results, and how the run ended."""
     nodes = [node for node in result.nodes if node.fate is not None and node.on]
     if result.stopped is not None:
-        return [f"own run of {_the(result.device)}: stopped after {len(nodes):,} nodes: {result.stopped}"]
+        stopped = f"own run of {_the(result.device)}: stopped after {len(nodes):,} nodes: {result.stopped}"
+        return [stopped, *result.remarks, *([_ending(result.ending)] if result.ending is not None else [])]
     on = ", ".join(f"{count:,} on {_the(name)}" for name, count in Counter(node.on for node in nodes).most_common())
     known = [node for node in nodes if node.fate is not Fate.NOT_JUDGED]
     counts = Counter(node.verdict for node in known)

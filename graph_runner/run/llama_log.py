@@ -24,8 +24,8 @@ _callback = llama_cpp.llama_log_callback(_add)
 
 
 def reason() -> str:
-    """Returns the first error since `forget`, without the C function's name."""
-    errors = [line[1:] for line in _lines if line[0] == "E"]
+    """Returns the first error since `forget` in one line, without the C function's name."""
+    errors = [" ".join(line[1:].split()) for line in _lines if line[0] == "E"]
     return errors[0].split(": ", 1)[-1] if errors else "llama.cpp gave no reason"
 
 

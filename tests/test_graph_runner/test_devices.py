@@ -23,6 +23,7 @@ from ggml_backend_npu.plugin import foreign
 from ggml_backend_npu.plugin.foreign import ForeignDevice, ForeignError
 from graph_runner.judging.rules import Rules
 from graph_runner.run.devices import Devices
+from graph_runner.run.session import Session, SessionError
 from graph_runner.tools.suites import folder
 
 TOOLS = Path(__file__).parents[1] / "tools"
@@ -118,6 +119,26 @@ def test_a_library_is_right(library: Path, tmp_path: Path) -> None:
     assert {planted["way"] for planted in result["canary"]["planted"] if planted["op"] == "MUL_MAT"} >= {"alone"}
     n = sum(node["device"] == "BLAS" for node in result["nodes"])
     assert f"; by where results lie BLAS computed {n} nodes, as it has no counter" in outcome.out
+
+
+@pytest.mark.conformance
+def test_a_library_runs_whole_graphs_alone(library: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    decode = Session.decode
+
+    def watched_is_refused(session: Session, *tokens: list[int]) -> None:
+        if session.settings.device == "foreign" and session._observed is not None:
+            raise SessionError("takes whole graphs")
+        decode(session, *tokens)
+
+    monkeypatch.setattr(Session, "decode", watched_is_refused)
+    outcome = cli("diff", "tiny", "--device", "BLAS", "--backend", library, "--prompt", PROMPT, "-n", 1, "--in-process")
+    assert outcome.code == 1, outcome.out + outcome.err
+    lines = outcome.out.splitlines()
+    at = lines.index("own run of the BLAS: stopped after 0 nodes: takes whole graphs")
+    assert lines[at + 1] == "BLAS runs to the end if no node is observed; what follows is of such a run"
+    assert lines[at + 2].startswith("logits: NMSE ")
+    assert ", the limit is " in lines[at + 2]
+    assert lines[-1].startswith("wrong: the BLAS stopped: takes whole graphs")
 
 
 @pytest.mark.conformance
