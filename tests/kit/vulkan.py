@@ -21,8 +21,8 @@ from pathlib import Path
 if __name__ == "__main__":  # what tests share lies beside this folder
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
+from kit import ggml_built
 from kit.idle_vulkan import layer
-from tools.layouts import sources
 
 from graph_runner.tools import suites
 from quant.folders import cache_root
@@ -33,19 +33,6 @@ _SUITES = ("trixie", "bookworm-backports")  # of Debian, for headers and for the
 _PACKAGES = ("libvulkan-dev/trixie", "spirv-headers/trixie", "mesa-vulkan-drivers/bookworm-backports")
 _SOURCE = "deb [signed-by=/usr/share/keyrings/debian-archive-keyring.gpg] http://deb.debian.org/debian {} main\n"
 _DRIVERS = Path("/usr/share/vulkan/icd.d")
-_OPTIONS = {
-    "BUILD_SHARED_LIBS": "ON",
-    "CMAKE_BUILD_RPATH_USE_ORIGIN": "ON",
-    "CMAKE_BUILD_TYPE": "Release",
-    "GGML_BACKEND_DL": "ON",  # ggml's own programs load it by GGML_BACKEND_PATH
-    "GGML_BUILD_EXAMPLES": "OFF",
-    "GGML_BUILD_TESTS": "OFF",
-    "GGML_CCACHE": "OFF",
-    "GGML_NATIVE": "OFF",
-    "GGML_VULKAN": "ON",
-}
-# a project of its own: ggml alone wants files that llama.cpp's copy has not
-_PROJECT = 'cmake_minimum_required(VERSION 3.19)\nproject(vulkan C CXX)\nadd_subdirectory("{}" ggml)\n'
 
 
 def missing() -> str:
@@ -59,13 +46,10 @@ def missing() -> str:
 def library() -> Path:
     """libggml-vulkan.so, built at the first call. Raises SuiteError if a step fails."""
     home = _home()
-    kept = home / "libggml-vulkan.so"
     with suites.building_in(home):
-        if not kept.is_file():
-            shutil.copy2(_built(home), kept.with_suffix(".new"))
-            kept.with_suffix(".new").replace(kept)
-            shutil.rmtree(home / "build")
-    return kept
+        usr = _fetched(home / "debian")
+        found = {"Vulkan_INCLUDE_DIR": usr / "include", "SPIRV-Headers_DIR": usr / "share" / "cmake" / "SPIRV-Headers"}
+        return ggml_built.kept(home, "vulkan", found)
 
 
 def environment() -> dict[str, str]:
@@ -82,18 +66,6 @@ def idle(folder: Path) -> dict[str, str]:
 
 def _home() -> Path:
     return cache_root() / f"vulkan-{version('llama-cpp-python')}"
-
-
-def _built(home: Path) -> Path:
-    usr, made = _fetched(home / "debian"), home / "build"
-    made.mkdir(exist_ok=True)
-    (made / "CMakeLists.txt").write_text(_PROJECT.format(sources(version("llama-cpp-python"))))
-    found = {"Vulkan_INCLUDE_DIR": usr / "include", "SPIRV-Headers_DIR": usr / "share" / "cmake" / "SPIRV-Headers"}
-    options = [f"-D{option}={value}" for option, value in {**_OPTIONS, **found}.items()]
-    ninja, cmake = suites._tool("ninja", "BIN_DIR"), suites._tool("cmake", "CMAKE_BIN_DIR")
-    suites._run([cmake, "-S", made, "-B", made, "-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={ninja}", *options])
-    suites._run([ninja, "-C", made, "ggml-vulkan"])
-    return next(made.glob("**/libggml-vulkan.so"))
 
 
 def _fetched(folder: Path) -> Path:

@@ -1,13 +1,15 @@
 """Devices of other backends beside ggml's CPU, by a diff, in models that ggml's test-llama-archs writes: ggml-blas with
-a BLAS of our own (ACCEL, host memory), a ggml-rpc-server on loopback (GPU, memory of its own), and ggml-vulkan on
-Mesa's lavapipe (GPU, memory and order of its own, half floats), where kit/vulkan.py can build that.
+a BLAS of our own (ACCEL, host memory), a ggml-rpc-server on loopback (GPU, memory of its own), ggml-vulkan on Mesa's
+lavapipe (GPU, memory and order of its own, half floats), where kit/vulkan.py can build that, and ggml-openvino (GPU,
+host memory, whole graphs only) where kit/openvino.py can.
 
     python tests/tools/partners.py FOLDER                  20 models on each partner
     python tests/tools/partners.py FOLDER --every 1        all 140
     python tests/tools/partners.py FOLDER --only Vulkan0   on one
 
 Prints a table: models, nodes of the own run by what became of them, verdicts, seconds; and each node that is wrong.
-Exits with 1 if one is.
+A device that stops where its nodes are observed, and then ends right unobserved, is printed and is not wrong. Exits
+with 1 if one is wrong.
 """
 
 from __future__ import annotations
@@ -24,27 +26,28 @@ from pathlib import Path
 if __name__ == "__main__":  # what tests share lies beside this folder
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from kit import vulkan
+from kit import openvino, vulkan
 from kit.backends import blas, rpc_library, served
 from rich.console import Console
 from rich.table import Table
 from tools.architectures import models
 
 from ggml_backend_npu import default_backend
-from graph_runner.base.settings import Settings
+from graph_runner.base.settings import FlashAttention, Settings
 from graph_runner.diff.run import DiffOptions, DiffResult, diff
 from graph_runner.judging.rules import Rules
 from graph_runner.run.devices import Devices
 
 _TOKENS = 40  # of a prompt: ggml-blas takes products of 32 columns and more
 _CHARACTERS = 5  # that a token of these models has
-_PARTNERS = ("RPC0", "BLAS", vulkan.DEVICE)
+_PARTNERS = ("RPC0", "BLAS", vulkan.DEVICE, openvino.DEVICE)
 
 
 def compared(model: Path, device: str, devices: Devices) -> DiffResult:
-    """A diff of a model on a partner, without flash attention."""
+    """A diff of a model on a partner, without flash attention but on OpenVINO, which cannot run a model without."""
     letters = random.Random(model.stem).choices("abcdefghijklmnopqrstuvwxyz ", k=_CHARACTERS * _TOKENS)
-    options = DiffOptions(steps=1, device=device, devices=devices, settings=Settings(flash_attention="off"))
+    attention: FlashAttention = "on" if device == openvino.DEVICE else "off"
+    options = DiffOptions(steps=1, device=device, devices=devices, settings=Settings(flash_attention=attention))
     if device == vulkan.DEVICE:
         options = replace(options, rules=Rules("gpu", default_backend().op_names))
     return diff(model, "".join(letters), options)
@@ -58,13 +61,16 @@ def main() -> int:
     options = parser.parse_args()
     os.environ["GGML_NO_BACKTRACE"] = "1"
     partners = options.only or [*_PARTNERS]
-    if vulkan.missing() and vulkan.DEVICE in partners:
-        print(f"no {vulkan.DEVICE}: this machine has no {vulkan.missing()}")
-        partners.remove(vulkan.DEVICE)
+    for kit in (vulkan, openvino):
+        if kit.DEVICE in partners and kit.missing():
+            print(f"no {kit.DEVICE}: this machine has no {kit.missing()}")
+            partners.remove(kit.DEVICE)
     libraries = [rpc_library(), blas(options.folder)]
     if vulkan.DEVICE in partners:
         libraries.append(vulkan.library())
         os.environ.update(vulkan.environment())
+    if openvino.DEVICE in partners:
+        libraries.append(openvino.library())
     files, wrong = models(options.folder)[:: options.every], 0
     shown = Table("partner", "models", "judged", "on the CPU", "verdicts", "wrong", "seconds")
     with served(options.folder / "server.log") as (address, _):
@@ -79,8 +85,8 @@ def main() -> int:
                     wrong += 1
                     print(f"{device}, {file.stem}: {node.op} {node.name!r}, step {node.step}: {node.verdict}")
                 if not result and not result.wrong:
-                    wrong += 1
-                    print(f"{device}, {file.stem}: {result.stopped or 'the run ends elsewhere'}")
+                    wrong += not (result.stopped and result.ending)
+                    print(f"{device}, {file.stem}: {result.stopped or 'the run ends elsewhere'}", *result.remarks)
             words = ", ".join(f"{count:,} {name}" for name, count in verdicts.most_common())
             seconds = f"{time.perf_counter() - begin:.0f}"
             counts = (f"{len(files)}", f"{fates['judged']:,}", f"{fates['on the CPU']:,}")
