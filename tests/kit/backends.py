@@ -13,6 +13,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+import scipy_openblas32
 from tools.layouts import sources
 
 from ggml_backend_npu.ggml import lib
@@ -56,12 +57,25 @@ def blas(folder: Path, fault: str = "NONE") -> Path:
     """The library of the backend BLAS, built in a folder."""
     numbers = "\n".join(f"#define {name} {number}" for number, name in enumerate(("NONE", *FAULTS)))
     (folder / "cblas.h").write_text(f"{numbers}\n{_BLAS}")
+    return _with_blas(folder, f"-DFAULT={fault}", "-I", folder)
+
+
+def openblas(folder: Path) -> Path:
+    """The same with OpenBLAS, as the package scipy-openblas32 has it."""
+    where, names = Path(scipy_openblas32.get_lib_dir()), ("cblas_sgemm", "openblas_set_num_threads")
+    renamed = [f"-D{name}=scipy_{name}" for name in names]
+    used = ["-DGGML_BLAS_USE_OPENBLAS", *renamed, "-I", scipy_openblas32.get_include_dir()]
+    return _with_blas(folder, *used, where / "libscipy_openblas.so", f"-Wl,-rpath,{where}")
+
+
+def _with_blas(folder: Path, *used: str | Path) -> Path:
+    """ggml-blas, built in a folder with what it needs of a BLAS."""
     ggml, library = sources(version("llama-cpp-python")), folder / "libggml-blas.so"
     base = next(lib.ggml().cpu_file.parent.glob("libggml-base.so*"))
-    command: list[str | Path] = ["c++", "-std=c++17", "-O2", "-fPIC", "-shared", f"-DFAULT={fault}", "-I", folder]
+    command: list[str | Path] = ["c++", "-std=c++17", "-O2", "-fPIC", "-shared"]
     command += ["-DGGML_BACKEND_DL", "-DGGML_BACKEND_BUILD", "-DGGML_BACKEND_SHARED", "-DGGML_SHARED"]
     command += ["-I", ggml / "include", "-I", ggml / "src", ggml / "src" / "ggml-blas" / "ggml-blas.cpp"]
-    subprocess.run([*command, base, "-o", library], check=True)
+    subprocess.run([*command, *used, base, "-o", library], check=True)
     return library
 
 
