@@ -56,7 +56,6 @@ _WORD = 4 * ROWS  # bytes of a word of each row
 _D, _MINIMUM, _BLOCK = 8 * _WORD, 9 * _WORD, 10 * _WORD  # of a block of 32: words, scales, minima; float32
 # of a block of 256: words, up to 16 scales, 8 minima or 16 factors of centres, the scales of scales and minima
 _SCALES_K, _MINIMA_K, _D_K, _D_MINIMA_K, _BLOCK_K = (n * _WORD for n in (64, 80, 96, 97, 98))
-_CENTRES_K = _MINIMA_K if adds_pairs() else _SCALES_K
 
 
 def _store_words(rows, to):
@@ -187,11 +186,16 @@ def _lay_q6_k(first, _, steps, panel):
         for k in range(16):
             scale = gathered([(row + (192 + k)).load(INT8) for row in rows]).signed(INT32)
             (to + (_SCALES_K + _WORD * k)).store(_as_scales(scale))
-            (to + (_CENTRES_K + _WORD * k)).store(scale.to_float())
+            (to + (_centres_at() + _WORD * k)).store(scale.to_float())
         (to + _D_K).store(gathered([(row + 208).load(HALF) for row in rows]).widened())
         return ()
 
     n.count(add)
+
+
+def _centres_at():
+    """Where a block of q6_K has the factors of its centres: its scales, where these are float32."""
+    return _MINIMA_K if adds_pairs() else _SCALES_K
 
 
 def _as_scales(numbers):
@@ -247,7 +251,7 @@ def _dots_k(*, n_scales):
             """The whole numbers that ggml's CPU has of a block, as float32: of each word, and of minima."""
             words = _sums_of_words(at, block, n_scales)
             y_sums = [(block + (SUMS_K + 4 * k)).load(INT32).filled(ROWS) for k in range(16)]
-            factors_at = at + (_MINIMA_K if has_minimum else _CENTRES_K)
+            factors_at = at + (_MINIMA_K if has_minimum else _centres_at())
             factors = [(factors_at + _WORD * k).load(FLOAT, ROWS) for k in range(n_scales)]
             if has_minimum:
                 return words, _of_twos(factors, [(y_sums[2 * k] + y_sums[2 * k + 1]).to_float() for k in range(8)])
