@@ -107,6 +107,6 @@ def _speeds(programs: Path, side: str, model: Path, threads: int) -> Speeds:
 
 def _rows(words: Sequence[object]) -> Iterator[dict[str, Any]]:
     """Yields what a program prints as JSON, a line each. Words are those of env."""
-    for line in suites.printed_by(["env", *map(str, words)]):
+    for line in suites.output_of(["env", *map(str, words)]):
         if line.startswith("{"):
             yield json.loads(line)

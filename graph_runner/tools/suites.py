@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import reduce
 from pathlib import Path
 from platform import machine
 from typing import Literal
@@ -80,6 +81,7 @@ _CASE = re.compile(r".*?  (\w+)\((.*)\): (OK|FAIL|not supported \[(.*)\])")
 _FAILING_CASE = re.compile(r"  (\w+)\((.*)\)")
 _FAILED_NODE = re.compile(r"ggml-npu: \w+ node ")
 _ERROR = re.compile(r"error|assert", re.IGNORECASE)
+_NOTHING = "it printed nothing"
 _MODEL = re.compile(r"\| *(\S+)\|.*\| *(\S+)\| *(OK|FAIL|SKIP)[^|]*\| *(OK|FAIL|SKIP)\|")
 
 Verdict = Literal["passed", "failed", "not supported"]
@@ -319,16 +321,36 @@ def printed_by(
 ) -> Iterator[str]:
     """Yields what a command prints, on both streams, without colours. Raises SuiteError for an exit code not in
     `ends`."""
-    told = "it printed nothing"
+    told = _NOTHING
     with subprocess.Popen(
         command, env={**os.environ, **(environment or {})}, text=True, errors="replace",
         stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
     ) as process, undone(process.kill):  # fmt: skip
         for raw in process.stdout or ():
             line = _COLOURS.sub("", raw).rstrip()
-            if _ERROR.search(line) or (line and not _ERROR.search(told)):
-                told = line
+            told = _more_telling(told, line)
             yield line
         process.wait()
     if process.returncode not in ends:
-        raise SuiteError(f"{Path(command[0]).name} ended with {process.returncode}: {told.strip()}")
+        raise _ended(command, process.returncode, told)
+
+
+def output_of(command: Sequence[str | Path]) -> list[str]:
+    """Returns the lines that a command writes to its standard output, which no line of its other stream interrupts.
+    Raises SuiteError if it ends with an error."""
+    done = subprocess.run(
+        command, text=True, errors="replace", stdin=subprocess.DEVNULL, capture_output=True, check=False
+    )
+    if done.returncode:
+        lines = _COLOURS.sub("", done.stdout + done.stderr).splitlines()
+        raise _ended(command, done.returncode, reduce(_more_telling, lines, _NOTHING))
+    return done.stdout.splitlines()
+
+
+def _more_telling(told: str, line: str) -> str:
+    """Returns the line of two that says more of an end: an error, or else the later one with text."""
+    return line if _ERROR.search(line) or (line and not _ERROR.search(told)) else told
+
+
+def _ended(command: Sequence[str | Path], code: int, told: str) -> SuiteError:
+    return SuiteError(f"{Path(command[0]).name} ended with {code}: {told.strip()}")

@@ -34,7 +34,10 @@ flash = sys.argv[sys.argv.index("-fa") + 1]
 print("llama_context: some line of its log")
 for n in map(int, sys.argv[sys.argv.index("-npl") + 1].split(",")):
     speed = n * (3.0 if has_plugin else 2.0) / (1 if flash == "off" else 2)
-    print(json.dumps({"pl": n, "speed_pp": 10 * speed, "speed_tg": speed}))
+    row = json.dumps({"pl": n, "speed_pp": 10 * speed, "speed_tg": speed})
+    print(row[:9], end="", flush=True)  # a full buffer ends anywhere
+    print("llama_context: a line of its log", file=sys.stderr, flush=True)
+    print(row[9:], flush=True)
 """
 HEAD = """#!{python}
 import json, os, sys
