@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from graph_runner.quantdiff.scores import Mean, Scores
 
 QUANTDIFF_SCHEMA = "ggml-npu quantdiff 1"
-_MOST = 10  # tensors that are printed
+_MOST = 10  # tensors that are printed, by what they cost for their bytes
+_FEW = 5  # and those that cost most, whatever their size
 _MIB = 2**20
 
 
@@ -28,6 +29,7 @@ def print_quantdiff(result: Quantisation, console: Console) -> None:
     costs = [(kind, cost) for kind, cost in result.kinds.items()]
     _print_costs("kind", sorted(costs, key=lambda pair: -pair[1].per_mib), console)
     _print_costs("layer", ((str(layer), cost) for layer, cost in result.layers.items()), console)
+    _print_lines(console, _costliest(result))
     _print_tensors(result, console)
     if result.proposal is not None:
         _print_lines(console, [result.proposal.command])
@@ -92,6 +94,13 @@ def _cost_cells(cost: Cost | None) -> list[str]:
         return ["", "", "", ""]
     gain = cost.gain
     return [f"{cost.bytes / _MIB:.2f}", f"{gain.value:.6f}", f"{gain.error:.6f}", f"{cost.per_mib:.6f}"]
+
+
+def _costliest(result: Quantisation) -> list[str]:
+    """The tensors that cost most, whatever their size, and what they take more together; none if no cost is known."""
+    most = result.by_gain[:_FEW]
+    mib = sum(each.cost.bytes for each in most if each.cost is not None) / _MIB
+    return [f"cost most, {mib:.2f} MiB more together: {', '.join(each.name for each in most)}"] if most else []
 
 
 def _print_tensors(result: Quantisation, console: Console) -> None:

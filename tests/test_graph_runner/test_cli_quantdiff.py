@@ -38,6 +38,8 @@ def test_what_it_prints(cli: Cli, folder: Path) -> None:
     assert re.search(r"^KL divergence +0\.\d{6} \+- 0\.\d{6} nats +0\.\d{6} \+- 0\.\d{6} nats$", outcome.out, re.M)
     assert re.search(r"^output\.weight +0\.03 +0\.0\d+ +0\.0\d+ +\d\.\d+$", outcome.out, re.M)  # of kinds
     assert re.search(r"^blk\.\d\.\S+ +q4_0 +0\.01 +-?0\.\d+ +0\.\d+ +\S+ +7\.\d+e-03 +\S+ +0$", outcome.out, re.M)
+    (most,) = (line for line in lines if re.match(r"cost most, \d\.\d\d MiB more together: ", line))
+    assert len(re.findall(r"\S+\.weight", most)) == 5
     assert "... and 6 more tensors" in lines
     assert "  --tensor-type '^token_embd\\.weight$=" in outcome.out
     assert re.fullmatch(
