@@ -22,8 +22,8 @@ NO_DOTS, Q8_0, Q4_0, Q4_0_PACKED, Q4_1, Q5_0, Q5_1, Q4_K, Q6_K = range(9)
 DOTS = {"q8_0": Q8_0, "q4_0": Q4_0, "q4_1": Q4_1, "q5_0": Q5_0, "q5_1": Q5_1, "q4_K": Q4_K, "q6_K": Q6_K}
 
 # a block of 32 of a vector: int8 quants, 8 int32 (sums of fours of them, times what 0 is in the rows' bytes), the
-# float32 scale 8 times, scale * sum of all; so long that no vector crosses a cache line
-SUMS, SCALE, SCALED_SUM, READY_Q8 = 32, 64, 96, 128
+# float32 scale 8 times, scale * sum of all, the sum of the int32; so long that no vector crosses a cache line
+SUMS, SCALE, SCALED_SUM, TOTAL, READY_Q8 = 32, 64, 96, 100, 128
 # a block of 256: int8 quants, int32 sums of sixteens, float32 scale
 SUMS_K, SCALE_K, READY_Q8_K = 256, 320, 324
 
@@ -42,11 +42,12 @@ def _ready(rounding):
             quants = (x * (1.0 / d).where(d.differs(0.0), 0.0)).rounded(how).to_int32()
         quants = quants.limited(-128, 127)
         fours = quants.sums_of_fours()
-        total = fours.lanes_from(0, 1, 4) + fours.lanes_from(4, 1, 4)
+        total = (fours.lanes_from(0, 1, 4) + fours.lanes_from(4, 1, 4)).to_float().total()
         target.store(quants.to(INT8))
         (target + SUMS).store(fours * centre.value(INT32))
         (target + SCALE).store(d.narrowed().widened().filled(8))
-        (target + SCALED_SUM).store((total.to_float().total() * d).narrowed().widened())
+        (target + SCALED_SUM).store((total * d).narrowed().widened())
+        (target + TOTAL).store(total.to_int32() * centre.value(INT32))
 
     return ready
 

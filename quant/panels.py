@@ -31,7 +31,6 @@ from quant.dots import (
     scales_q4_k,
 )
 from quant.kernels.jit import inlined
-from quant.kernels.late import types
 from quant.kernels.matrices import LANES
 from quant.kernels.records import address_of
 from quant.kernels.vectors import (
@@ -51,11 +50,11 @@ from quant.kernels.vectors import (
 ROWS = LANES  # of a panel
 COLUMNS = 2 if LANES == 16 else 1  # vectors in blocks of 32 at a time: as many as registers hold the sums of
 
-_NEAR = 1 << 18  # bytes of vectors that stay in a processor's own caches
-_WORD = 4 * ROWS  # bytes of a word of each row
-_D, _MINIMUM, _BLOCK = 8 * _WORD, 9 * _WORD, 10 * _WORD  # of a block of 32: words, scales, minima; float32
+NEAR = 1 << 18  # bytes of vectors that stay in a processor's own caches
+WORD = 4 * ROWS  # bytes of a word of each row
+D, MINIMUM, BLOCK = 8 * WORD, 9 * WORD, 10 * WORD  # of a block of 32: words, scales, minima; float32
 # of a block of 256: words, up to 16 scales, 8 minima or 16 factors of centres, the scales of scales and minima
-_SCALES_K, _MINIMA_K, _D_K, _D_MINIMA_K, _BLOCK_K = (n * _WORD for n in (64, 80, 96, 97, 98))
+SCALES_K, MINIMA_K, D_K, D_MINIMA_K, BLOCK_K = (n * WORD for n in (64, 80, 96, 97, 98))
 
 
 def _store_words(rows, to):
@@ -70,7 +69,7 @@ def _store_words(rows, to):
             others = transposed(words[8:])
             columns = [column.followed_by(other) for column, other in zip(columns, others, strict=True)]
     for j, column in enumerate(columns):
-        (to + _WORD * j).store(column)
+        (to + WORD * j).store(column)
 
 
 def _store_pairs(places, first, second):
@@ -89,13 +88,13 @@ def _lay_32(quants, *, has_minimum=False):
 
         def add(i, _):
             fetch(first, i, q_step, q_row, ROWS, LARGEST)
-            to = panel + i * _BLOCK
+            to = panel + i * BLOCK
             _store_words([quants(first + i * q_step + q_row * row) for row in range(ROWS)], to)
             places = [scale + i * d_step + d_row * row for row in range(ROWS)]
             if has_minimum:
-                _store_pairs(places, to + _D, to + _MINIMUM)
+                _store_pairs(places, to + D, to + MINIMUM)
             else:
-                (to + _D).store(gathered([place.load(HALF) for place in places]).widened())
+                (to + D).store(gathered([place.load(HALF) for place in places]).widened())
             return ()
 
         n.count(add)
@@ -112,11 +111,11 @@ def _dots_32(n_columns, *, has_minimum=False, positive=True):
         has_centre = not has_minimum and (positive or multiplies_unsigned())
 
         def add(i, sums):
-            at = panel + i * _BLOCK
+            at = panel + i * BLOCK
             added: list[Value] = []
             below: list[Value] = []
-            words = [(at + _WORD * j).load(INT32, ROWS).as_bytes() for j in range(8)]
-            d, blocks = (at + _D).load(FLOAT, ROWS), [column + i * READY_Q8 for column in columns]
+            words = [(at + WORD * j).load(INT32, ROWS).as_bytes() for j in range(8)]
+            d, blocks = (at + D).load(FLOAT, ROWS), [column + i * READY_Q8 for column in columns]
             for block in blocks:
                 scales = d * (block + SCALE).load(FLOAT)
                 for j, word in enumerate(words):
@@ -125,7 +124,7 @@ def _dots_32(n_columns, *, has_minimum=False, positive=True):
                     fours = start.plus_fours(word, y_word, positive=positive).to_float()
                     added.append(fours.fused_multiply_add(scales, sums[len(added)]))
             if has_minimum:
-                minimum = (at + _MINIMUM).load(FLOAT, ROWS)
+                minimum = (at + MINIMUM).load(FLOAT, ROWS)
                 for block in blocks:
                     below.append(sums[len(added) + len(below)] + minimum * (block + SCALED_SUM).load(FLOAT))
             return added + below
@@ -147,34 +146,36 @@ def _added_up(sums):
 
 
 @part
-def _lay_q4_k(first, _, steps, panel):
+def lay_q4_k(first, _, steps, panel):
+    """Lays out rows of q4_K."""
     step, _, row_step, _, n = (steps.number_at(i) for i in range(N_STEPS))
 
     def add(i, _):
         fetch(first, i, step, row_step, ROWS, 144)
-        rows, to = [first + i * step + row_step * row for row in range(ROWS)], panel + i * _BLOCK_K
+        rows, to = [first + i * step + row_step * row for row in range(ROWS)], panel + i * BLOCK_K
         for j in range(4):
             pairs = [(row + (16 + 32 * j)).load(INT8, 32) for row in rows]
-            _store_words([pair & 15 for pair in pairs], to + 16 * j * _WORD)
-            _store_words([pair >> 4 for pair in pairs], to + (16 * j + 8) * _WORD)
+            _store_words([pair & 15 for pair in pairs], to + 16 * j * WORD)
+            _store_words([pair >> 4 for pair in pairs], to + (16 * j + 8) * WORD)
         words = (gathered([(row + at).load(INT32) for row in rows]) for at in (4, 8, 12))
         scales, minima = scales_q4_k(*words)
         for k in range(8):
-            (to + (_SCALES_K + _WORD * k)).store(_as_scales(byte_of(scales[k // 4], k % 4)))
-            (to + (_MINIMA_K + _WORD * k)).store(byte_of(minima[k // 4], k % 4).to_float())
-        _store_pairs(rows, to + _D_K, to + _D_MINIMA_K)
+            (to + (SCALES_K + WORD * k)).store(_as_scales(byte_of(scales[k // 4], k % 4)))
+            (to + (MINIMA_K + WORD * k)).store(byte_of(minima[k // 4], k % 4).to_float())
+        _store_pairs(rows, to + D_K, to + D_MINIMA_K)
         return ()
 
     n.count(add)
 
 
 @part
-def _lay_q6_k(first, _, steps, panel):
+def lay_q6_k(first, _, steps, panel):
+    """Lays out rows of q6_K."""
     step, _, row_step, _, n = (steps.number_at(i) for i in range(N_STEPS))
 
     def add(i, _):
         fetch(first, i, step, row_step, ROWS, 210)
-        rows, to = [first + i * step + row_step * row for row in range(ROWS)], panel + i * _BLOCK_K
+        rows, to = [first + i * step + row_step * row for row in range(ROWS)], panel + i * BLOCK_K
         for half in range(2):
             high = [(row + (128 + 32 * half)).load(INT8, 32) for row in rows]
             for j in range(4):
@@ -182,20 +183,20 @@ def _lay_q6_k(first, _, steps, panel):
                 codes = [each & 15 if j < 2 else each >> 4 for each in low]
                 bits = [((each >> (2 * j)) & 3) << 4 for each in high]
                 quants = [code | bit for code, bit in zip(codes, bits, strict=True)]
-                _store_words(quants, to + 8 * (4 * half + j) * _WORD)
+                _store_words(quants, to + 8 * (4 * half + j) * WORD)
         for k in range(16):
             scale = gathered([(row + (192 + k)).load(INT8) for row in rows]).signed(INT32)
-            (to + (_SCALES_K + _WORD * k)).store(_as_scales(scale))
-            (to + (_centres_at() + _WORD * k)).store(scale.to_float())
-        (to + _D_K).store(gathered([(row + 208).load(HALF) for row in rows]).widened())
+            (to + (SCALES_K + WORD * k)).store(_as_scales(scale))
+            (to + (centres_at() + WORD * k)).store(scale.to_float())
+        (to + D_K).store(gathered([(row + 208).load(HALF) for row in rows]).widened())
         return ()
 
     n.count(add)
 
 
-def _centres_at():
+def centres_at():
     """Where a block of q6_K has the factors of its centres: its scales, where these are float32."""
-    return _MINIMA_K if adds_pairs() else _SCALES_K
+    return MINIMA_K if adds_pairs() else SCALES_K
 
 
 def _as_scales(numbers):
@@ -210,11 +211,11 @@ def _sums_of_words(at, block, n_scales):
     way.
     """
     kind, none, each = INT32 if adds_pairs() else FLOAT, block.zeros(INT32, ROWS), n_scales // 8
-    scales = [(at + (_SCALES_K + _WORD * k)).load(kind, ROWS) for k in range(n_scales)]
+    scales = [(at + (SCALES_K + WORD * k)).load(kind, ROWS) for k in range(n_scales)]
 
     def words(k, j):
         """Word j of part k: of the rows, and of the vector; its scales."""
-        word = (at + _WORD * (8 * k + j)).load(INT32, ROWS).as_bytes()
+        word = (at + WORD * (8 * k + j)).load(INT32, ROWS).as_bytes()
         y_word = (block + 4 * (8 * k + j)).load(INT32).filled(ROWS).as_bytes()
         return word, y_word, scales[each * k + each * j // 8]
 
@@ -251,19 +252,19 @@ def _dots_k(*, n_scales):
             """The whole numbers that ggml's CPU has of a block, as float32: of each word, and of minima."""
             words = _sums_of_words(at, block, n_scales)
             y_sums = [(block + (SUMS_K + 4 * k)).load(INT32).filled(ROWS) for k in range(16)]
-            factors_at = at + (_MINIMA_K if has_minimum else _centres_at())
-            factors = [(factors_at + _WORD * k).load(FLOAT, ROWS) for k in range(n_scales)]
+            factors_at = at + (MINIMA_K if has_minimum else centres_at())
+            factors = [(factors_at + WORD * k).load(FLOAT, ROWS) for k in range(n_scales)]
             if has_minimum:
                 return words, _of_twos(factors, [(y_sums[2 * k] + y_sums[2 * k + 1]).to_float() for k in range(8)])
             centres = _of_twos(factors, [y_sum.to_float() * -32.0 for y_sum in y_sums])
             return [(a + b.to_int32()).to_float() for a, b in zip(words, centres, strict=True)], []
 
         def add(i, sums):
-            at, block = panel + i * _BLOCK_K, column + i * READY_Q8_K
+            at, block = panel + i * BLOCK_K, column + i * READY_Q8_K
             words, below = of_block(at, block)
             y_scale = (block + SCALE_K).load(FLOAT)
-            scale = (at + _D_K).load(FLOAT, ROWS) * y_scale
-            lowered = (at + _D_MINIMA_K).load(FLOAT, ROWS) * (y_scale * -1.0)
+            scale = (at + D_K).load(FLOAT, ROWS) * y_scale
+            lowered = (at + D_MINIMA_K).load(FLOAT, ROWS) * (y_scale * -1.0)
             factors = [scale] * len(words) + [lowered] * len(below)
             return [a.fused_multiply_add(b, c) for a, b, c in zip(words + below, factors, sums, strict=True)]
 
@@ -284,13 +285,13 @@ _several_q8_0, _one_q8_0 = _dots_32(COLUMNS, positive=False), _dots_32(1, positi
 _several_plain, _one_plain = _dots_32(COLUMNS), _dots_32(1)
 _several_minimum, _one_minimum = _dots_32(COLUMNS, has_minimum=True), _dots_32(1, has_minimum=True)
 _one_q4_k, _one_q6_k = _dots_k(n_scales=8), _dots_k(n_scales=16)
-_lay_q8_0, _lay_q4_0, _lay_packed, _lay_q5_0 = map(_lay_32, (quants_q8_0, quants_q4, quants_q4_packed, quants_q5))
-_lay_q4_1, _lay_q5_1 = (_lay_32(quants, has_minimum=True) for quants in (quants_q4, quants_q5))
+lay_q8_0, lay_q4_0, lay_packed, lay_q5_0 = map(_lay_32, (quants_q8_0, quants_q4, quants_q4_packed, quants_q5))
+lay_q4_1, lay_q5_1 = (_lay_32(quants, has_minimum=True) for quants in (quants_q4, quants_q5))
 
 
 def bytes_of(k: int) -> int:
     """Bytes of a panel of rows of k elements."""
-    return k // 256 * _BLOCK_K if k % 256 == 0 else k // 32 * _BLOCK
+    return k // 256 * BLOCK_K if k % 256 == 0 else k // 32 * BLOCK
 
 
 @inlined
@@ -299,7 +300,7 @@ def _all_panels(kernels, at_once, rows, columns, panel):
     scale, quants, steps, first, n_rows = rows
     y, target, n_columns = columns
     at = address_of(steps)
-    together = max(1, _NEAR // (READY_Q8 * steps.n_blocks)) * at_once
+    together = max(1, NEAR // (READY_Q8 * steps.n_blocks)) * at_once
     for begin in range(0, n_columns, together):
         end = min(begin + together, n_columns)
         for row in range(0, n_rows // ROWS * ROWS, ROWS):
@@ -315,28 +316,23 @@ def _all_panels(kernels, at_once, rows, columns, panel):
 
 @inlined
 def dots(code, rows, columns, panel):
-    """As `quant.dots.dots`, for several vectors.
+    """As `quant.dots.dots`, for several vectors; of the rows those that fill whole panels.
 
     panel  the address of `bytes_of` bytes to work in, at the begin of a cache line
     """
     if code == rows_.Q8_0:
-        _all_panels((_lay_q8_0, _several_q8_0, _one_q8_0), COLUMNS, rows, columns, panel)
+        _all_panels((lay_q8_0, _several_q8_0, _one_q8_0), COLUMNS, rows, columns, panel)
     elif code == rows_.Q4_0:
-        _all_panels((_lay_q4_0, _several_plain, _one_plain), COLUMNS, rows, columns, panel)
+        _all_panels((lay_q4_0, _several_plain, _one_plain), COLUMNS, rows, columns, panel)
     elif code == rows_.Q4_0_PACKED:
-        _all_panels((_lay_packed, _several_plain, _one_plain), COLUMNS, rows, columns, panel)
+        _all_panels((lay_packed, _several_plain, _one_plain), COLUMNS, rows, columns, panel)
     elif code == rows_.Q4_1:
-        _all_panels((_lay_q4_1, _several_minimum, _one_minimum), COLUMNS, rows, columns, panel)
+        _all_panels((lay_q4_1, _several_minimum, _one_minimum), COLUMNS, rows, columns, panel)
     elif code == rows_.Q5_0:
-        _all_panels((_lay_q5_0, _several_plain, _one_plain), COLUMNS, rows, columns, panel)
+        _all_panels((lay_q5_0, _several_plain, _one_plain), COLUMNS, rows, columns, panel)
     elif code == rows_.Q5_1:
-        _all_panels((_lay_q5_1, _several_minimum, _one_minimum), COLUMNS, rows, columns, panel)
+        _all_panels((lay_q5_1, _several_minimum, _one_minimum), COLUMNS, rows, columns, panel)
     elif code == rows_.Q4_K:
-        _all_panels((_lay_q4_k, _one_q4_k, _one_q4_k), 1, rows, columns, panel)
+        _all_panels((lay_q4_k, _one_q4_k, _one_q4_k), 1, rows, columns, panel)
     else:
-        _all_panels((_lay_q6_k, _one_q6_k, _one_q6_k), 1, rows, columns, panel)
-    scale, quants, steps, first, n_rows = rows
-    done = types.int64(n_rows // ROWS * ROWS)
-    if done < n_rows:
-        rest = scale + done * steps.scale_row, quants + done * steps.quants_row, steps, first + done, n_rows - done
-        rows_.dots(code, rest, columns)
+        _all_panels((lay_q6_k, _one_q6_k, _one_q6_k), 1, rows, columns, panel)

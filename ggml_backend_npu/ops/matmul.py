@@ -3,9 +3,10 @@
 GGML_NPU_MATMUL says how weights are multiplied. exact: the columns are rounded to the type that ggml's CPU
 rounds them to (`VEC_DOT`), so that the result is the CPU's but for the rounding of the sum; the very bytes if rows
 are multiplied as integers, and, with AVX2 or AVX-512, for f16 and f32 weights (`quant.kernels.orders`; f32 rows in
-whole 64s). fast: the same, but that many columns are not rounded, and are multiplied with tiles of dequantised weights,
-which is closer to the true product than the CPU, and not equal to it. Of integers only a processor that does not
-multiply bytes takes this way.
+whole 64s). fast: the same, but that the sums of several columns are rounded otherwise (`quant.panels_fast`), and that
+many columns of other weights are not rounded, and are multiplied with tiles of dequantised weights, which is closer to
+the true product than the CPU, and not equal to it. A processor that does not multiply bytes takes this way of integers
+too.
 
 One kernel does both ops and both ways. A matrix of src0 is multiplied with the columns that belong to it: those of its
 part of the batch, or those whose ids name it. Rows of q8_0, q4_0, q4_1, q5_0, q5_1, q4_K and q6_K are multiplied as
@@ -273,6 +274,7 @@ def _bind(dst: Tensor, a: Tensor, b: Tensor, ids: Tensor | None, numerics: Numer
         fused=numerics.fuses,
         sgemm=sgemm,
         least=_least(a) if sgemm else 0,
+        by_block=not exact,
         as_blocks=as_blocks,
         in_halves=exact and a.type == "f16" and (numerics.blocks_in_halves if as_blocks else numerics.dots_in_halves),
     )

@@ -8,7 +8,7 @@ can call.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import partial, reduce
 from typing import Any
 
 from quant.kernels.late import Late, cgutils, intrinsic, ir, real, types
@@ -235,25 +235,44 @@ class Value:
         pairs = products.lanes_from(0, 2, 2 * self.lanes) + products.lanes_from(1, 2, 2 * self.lanes)
         return self + pairs.lanes_from(0, 2, self.lanes) + pairs.lanes_from(1, 2, self.lanes)
 
+    def plus_words(self, xs: Sequence[Value], ys: Sequence[Value], largest: int, times: Value | None = None) -> Value:
+        """Self plus the sums of fours of each x with its y, as `plus_fours` adds them.
+
+        largest  of the bytes of x, of which none is negative; 0: x is as `plus_fours` takes it
+        """
+        if self.lanes == 8 and adds_pairs() and largest:
+            together, total = 32767 // (2 * 127 * largest), self  # sums of two products that int16 holds
+            pairs = [self._pairs(x._value, y._value) for x, y in zip(xs, ys, strict=True)]
+            for begin in range(0, len(pairs), together):
+                total = total._plus_twos(reduce(self._builder.add, pairs[begin : begin + together]), times)
+            return total
+        total = self
+        for x, y in zip(xs, ys, strict=True):
+            total = total.plus_fours(x, y, positive=largest > 0, times=times)
+        return total
+
     def _plus_pairs(self, x: Value, y: Value, positive: bool, times: Value | None) -> Value:
-        """`plus_fours` of 8 int32 by AVX2, which multiplies unsigned bytes and adds two products as int16: of a
-        negative x, both signs are changed."""
-        bytes_, half = x._value.type, ir.VectorType(INT16.real, 16)
-
-        def called(name: str, result: Any, *operands: Any) -> Any:
-            shape = ir.FunctionType(result, [operand.type for operand in operands])
-            return self._builder.call(
-                self._builder.module.declare_intrinsic(f"llvm.x86.avx2.{name}", (), shape), operands
-            )
-
+        """`plus_fours` of 8 int32 by AVX2, which multiplies unsigned bytes: of a negative x, both signs are changed."""
         sizes, signed = x._value, y._value
         if not positive:
-            sizes, signed = (called("psign.b", bytes_, each, x._value) for each in (sizes, signed))
-        factors = ir.Constant(half, [1] * 16)
+            sizes, signed = (self._avx2("psign.b", each.type, each, x._value) for each in (sizes, signed))
+        return self._plus_twos(self._pairs(sizes, signed), times)
+
+    def _pairs(self, unsigned: Any, signed: Any) -> Any:
+        """Sums of two products of bytes, as int16."""
+        return self._avx2("pmadd.ub.sw", ir.VectorType(INT16.real, 16), unsigned, signed)
+
+    def _plus_twos(self, pairs: Any, times: Value | None) -> Value:
+        """Self plus the sums of two int16, each times a factor of `as_factors`."""
+        factors = ir.Constant(pairs.type, [1] * 16)
         if times is not None:
-            factors = self._builder.bitcast(times.filled(8)._value, half)
-        pairs = called("pmadd.ub.sw", half, sizes, signed)
-        return self + self._of(called("pmadd.wd", self._value.type, pairs, factors))
+            factors = self._builder.bitcast(times.filled(8)._value, pairs.type)
+        return self + self._of(self._avx2("pmadd.wd", self._value.type, pairs, factors))
+
+    def _avx2(self, name: str, result: Any, *operands: Any) -> Any:
+        """An instruction of AVX2."""
+        shape = ir.FunctionType(result, [operand.type for operand in operands])
+        return self._builder.call(self._builder.module.declare_intrinsic(f"llvm.x86.avx2.{name}", (), shape), operands)
 
     def as_factors(self) -> Value:
         """Int32 numbers that int16 holds, as `plus_fours` takes factors: one for all sums, or one each."""

@@ -12,6 +12,11 @@ from kit.support import assert_same_bytes, choose, encoded, examples, seeds
 from quant import codec, dots, panels
 
 
+@pytest.fixture(autouse=True)
+def _exact(monkeypatch: pytest.MonkeyPatch) -> None:
+    choose(monkeypatch, matmul="exact")
+
+
 @pytest.mark.parametrize("type", dots.DOTS)
 @given(
     n_rows=st.sampled_from([1, 7, panels.ROWS, 2 * panels.ROWS + 3, 5 * panels.ROWS]),
@@ -31,10 +36,9 @@ def test_a_vector_gives_the_same_among_others(type: str, n_rows: int, n_columns:
 
 
 @pytest.mark.parametrize("type", ["q8_0", "q4_K"])
-def test_more_vectors_than_a_cache_holds(type: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    choose(monkeypatch, matmul="exact")
+def test_more_vectors_than_a_cache_holds(type: str) -> None:
     k, n_rows, rng = 512, 3 * panels.ROWS + 1, np.random.default_rng(3)
-    n_columns = 2 * panels._NEAR // (dots.READY_Q8 * k // 32) + 5
+    n_columns = 2 * panels.NEAR // (dots.READY_Q8 * k // 32) + 5
     weights = encoded(type, rng.standard_normal((n_rows, k)).astype(np.float32)).reshape(n_rows, -1)
     x = rng.standard_normal((n_columns, k)).astype(np.float32)
     together = multiplied(weights, type, x)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from quant import panels
+from quant import panels, panels_fast
 from quant.dots import NO_DOTS, READY_Q8, READY_Q8_K, Steps, dots, ready_q8, ready_q8_k, rounded_q8, rounded_q8_k
 from quant.kernels.jit import LINE, array_at, compiled, copy, f32_to_f16_payload, inlined, on_stack
 from quant.kernels.late import intrinsic, ir, types
@@ -99,6 +99,7 @@ class Products(NamedTuple):
     line        bytes of a prepared column
     q8, fused   how ggml's own quantisers round: the place in quant.ROUNDINGS; whether q8_K rounds a product once
     sgemm       address of cblas_sgemm, for `least` columns or more; 0: never
+    by_block    of several columns, the products of a block of weights are added as integers before they are scaled
     as_blocks   rows and columns are multiplied in ggml's blocks
     in_halves   products of float16 are added as float16
     """
@@ -128,6 +129,7 @@ class Products(NamedTuple):
     fused: int
     sgemm: int
     least: int
+    by_block: int
     as_blocks: int
     in_halves: int
 
@@ -202,6 +204,23 @@ def _make_ready(of, x, count, columns, work, as_integers):
             ready_q8_k(source, row, of.k // 256, of.fused)
         else:
             ready_q8(source, row, of.k // 32, of.q8, of.weights.code)
+
+
+@inlined
+def _multiply_integers(of, matrix, first, rows, columns, tile):
+    """As integers: several columns with panels of rows, what remains row by row."""
+    code, steps, i2, i3 = of.weights.code, of.weights.steps, matrix % of.src0_ne2, matrix // of.src0_ne2
+    scales, quants = row_of(of.weights.scales, first, i2, i3), row_of(of.weights.quants, first, i2, i3)
+    done = types.int64(0)
+    if columns[2] >= _SEVERAL:
+        done = rows // panels.ROWS * panels.ROWS
+        if of.by_block and columns[2] >= panels_fast.COLUMNS:
+            panels_fast.dots(code, (scales, quants, steps, first, rows), columns, tile)
+        else:
+            panels.dots(code, (scales, quants, steps, first, rows), columns, tile)
+    if done < rows:
+        rest = scales + done * steps.scale_row, quants + done * steps.quants_row
+        dots(code, (rest[0], rest[1], steps, first + done, rows - done), columns)
 
 
 @inlined
@@ -298,11 +317,7 @@ def products(p, begin, end, scratch):
         i2, i3 = matrix % of.src0_ne2, matrix // of.src0_ne2
         at = row_of(src0, first, i2, i3)
         if left.as_integers != 0:
-            scales, quants = row_of(weights.scales, first, i2, i3), row_of(weights.quants, first, i2, i3)
-            if count < _SEVERAL or rows < panels.ROWS:
-                dots(weights.code, (scales, quants, weights.steps, first, rows), (x_at, y_at, count))
-            else:
-                panels.dots(weights.code, (scales, quants, weights.steps, first, rows), (x_at, y_at, count), tile)
+            _multiply_integers(of, matrix, first, rows, (x_at, y_at, count), tile)
         elif of.as_blocks:
             _multiply_blocks(of, at, x_at, y_at, count, first, rows)
         elif left.by_blas != 0:

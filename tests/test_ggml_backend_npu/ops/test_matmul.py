@@ -1,4 +1,5 @@
-"""MUL_MAT and MUL_MAT_ID: exact ones equal ggml's CPU but for the rounding of sums, fast ones come closer to the truth.
+"""MUL_MAT and MUL_MAT_ID: exact ones equal ggml's CPU but for the rounding of sums; so do fast ones of integers, and
+others come closer to the truth.
 
 How far two float32 sums of the same terms may lie apart is measured in units of the last place of the product of the
 norms of row and column, which no sum of theirs exceeds.
@@ -248,7 +249,7 @@ def test_fast_products_of_many_columns_are_closer_to_the_truth(
     choose(monkeypatch, matmul="fast")
     found = results(backend, recipe)
     if type in dots.DOTS and dots_bytes():
-        assert_same_bytes(found["compiled"], exact["compiled"], type)
+        assert (np.abs(found["compiled"] - exact["compiled"]) <= 2 * ULP * np.ravel(norms(recipe, backend))).all()
         return
     w = decoded(type, numbers(type, (512 * 70,), 0), (70, 512))
     x = decoded("f32", numbers("f32", (512 * n,), 1), (n, 512))
