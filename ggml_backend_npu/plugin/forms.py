@@ -13,7 +13,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property, partial
-from itertools import groupby, islice
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -26,7 +26,7 @@ from ggml_backend_npu.ggml import convert
 from ggml_backend_npu.ggml.graph_read import GraphRead, GraphReader
 from ggml_backend_npu.ggml.lib import Ggml
 from ggml_backend_npu.ops import OWN
-from ggml_backend_npu.plugin.rows import FAR, HOME, Pieces, Rows, graph_in
+from ggml_backend_npu.plugin.rows import FAR, HOME, Pieces, Rows, graph_in, home
 from ggml_backend_npu.registry.calls import KernelError, Watched, are_watched
 from ggml_backend_npu.registry.entry import Call
 from quant.kernels.jit import callback, engine, now
@@ -74,32 +74,55 @@ class Form:
         if len(jobs) < len(plan.steps):
             return None
         works = [work for job in jobs for work in job.works]
-        parts = [part for work in works for part in (work.words, work.parameters)]
-        begins = np.cumsum([0, *(part.size for part in parts)])[:-1]
-        words = np.concatenate([*parts, np.zeros(0, np.int64)])
-        own = np.zeros(len(words), np.bool_)
-        for part, begin in zip(parts, begins.tolist(), strict=True):
-            address = part.ctypes.data
-            inside = (words >= address) & (words < address + part.nbytes)
-            words[inside & ~own] += 8 * begin - address
-            own |= inside
-        half = 1 << (HOME - 1)
-        far = ~own & (np.abs(words) >= half)
-        groups = (words[far] - (1 << FAR) + half) >> HOME
-        held = any((np.abs(each) >= half).any() for work in works for each in _arrays(work.kept))
-        if held or ((groups < 0) | (groups >= n_groups)).any():
+        words: list[int] = []
+        parts = []  # address, end, and where it begins among the words
+        for part in (part for work in works for part in (work.words, work.parameters)):
+            parts.append((part.ctypes.data, part.ctypes.data + part.nbytes, 8 * len(words)))
+            words += part.tolist()
+        lowest = min((address for address, _, _ in parts), default=0)
+        half, far, groups, own = 1 << (HOME - 1), [], [], []
+        for place, word in enumerate(words):
+            if abs(word) >= half:
+                group = (word - (1 << FAR) + half) >> HOME
+                if not 0 <= group < n_groups:
+                    return None
+                far.append(place)
+                groups.append(group)
+                words[place] -= home(group)
+            elif word >= lowest:
+                for address, end, begin in parts:
+                    if address <= word < end:
+                        own.append(place)
+                        words[place] += begin - address
+        if any((np.abs(each) >= half).any() for work in works for each in _arrays(work.kept)):
             return None
-        words[far] -= (1 << FAR) + (groups << HOME)
-        return Form(words, (np.flatnonzero(far), groups), np.flatnonzero(own), 8 * begins[::2], n_groups, plan)
+        begins = [begin for _, _, begin in parts[::2]]
+        whole, far_, groups_, own_, begins_ = (np.array(each, np.int64) for each in (words, far, groups, own, begins))
+        return Form(whole, (far_, groups_), own_, begins_, n_groups, plan)
 
-    def put(self, into: Ints, bases: Ints) -> list[Placed]:
-        """Writes its words for some nodes, (node, word), whose groups begin at bases, (node, group)."""
+    def put(self, pieces: list[int], words: Ints, bases: Ints) -> Places:
+        """Writes its words for some pieces, (piece, word), whose groups begin at bases, (piece, group)."""
         at, groups = self.tensors
-        begins = into.ctypes.data + into.strides[0] * np.arange(len(into), dtype=np.int64)[:, None]
-        into[:] = self.words
-        into[:, at] += bases[:, groups]
-        into[:, self.own] += begins
-        return [Placed(self, *each) for each in zip(into, begins + self.works, strict=True)]
+        begins = words.ctypes.data + words.strides[0] * np.arange(len(words), dtype=np.int64)[:, None]
+        words[:] = self.words
+        words[:, at] += bases[:, groups]
+        words[:, self.own] += begins
+        return Places(self, pieces, words, begins + self.works)
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Places:
+    """A form where the memory of some pieces lies.
+
+    pieces  their numbers
+    words   of each, (piece, word)
+    works   the addresses of the works of each, (piece, work)
+    """
+
+    form: Form
+    pieces: list[int]
+    words: Ints
+    works: Ints
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -123,31 +146,59 @@ class Placed:
 class Formed(Plan):
     """A plan put together of pieces.
 
-    pieces    forms where the memory of nodes lies; plans of nodes that have none
+    places    forms where the memory of pieces lies
+    alone     the plans of pieces that have none, by their numbers
     of_graph  binds the whole graph node by node: its steps name what is computed
     name      names the nodes of a piece, given by its number, without binding them
     """
 
-    def __init__(self, pieces: list[Placed | Plan], of_graph: Callable[[], Plan], name: Callable[[int], str]) -> None:
+    def __init__(
+        self, places: list[Places], alone: dict[int, Plan], of_graph: Callable[[], Plan], name: Callable[[int], str]
+    ) -> None:
         counts, fused = Counter[str](), Counter[str]()
-        plans = Counter(piece.form.plan if isinstance(piece, Placed) else piece for piece in pieces)
-        for plan, times in plans.items():
+        plans = [(each.form.plan, len(each.pieces)) for each in places] + [(plan, 1) for plan in alone.values()]
+        for plan, times in plans:
             for total, part in ((counts, plan.counts), (fused, plan.fused)):
                 for what, count in part.items():
                     total[what] += times * count
         super().__init__((), counts, fused)
-        self._pieces, self._of_graph, self._name = pieces, of_graph, name
-        self._runs: list[Ints | list[Placed | Plan]] = []
-        for in_python, each in groupby(pieces, lambda piece: piece.works is None):
-            run = [*each]
-            works = [piece.works for piece in run if piece.works is not None]
-            self._runs.append(run if in_python else np.concatenate(works))
+        self._places, self._alone, self._of_graph, self._name = places, alone, of_graph, name
+        n_works = np.zeros(sum(times for _, times in plans), np.int64)
+        works = [(np.array(each.pieces), each.works) for each in places]
+        works += [(np.array([piece]), plan.works[None]) for piece, plan in alone.items() if plan.works is not None]
+        for pieces, of_pieces in works:
+            n_works[pieces] = of_pieces.shape[1]
+        self._ends = np.cumsum(n_works)
+        self._works = np.empty(n_works.sum(), np.int64)
+        for pieces, of_pieces in works:
+            n = of_pieces.shape[1]
+            self._works[self._ends[pieces, None] + np.arange(-n, 0)] = of_pieces
+
+    @cached_property
+    def _runs(self) -> list[Ints | Plan]:
+        """The works that run one after the other without Python, and the plans between them."""
+        runs: list[Ints | Plan] = []
+        begin = 0
+        for piece, plan in sorted(self._alone.items()):
+            if plan.works is None:
+                end = int(self._ends[piece])
+                runs += [self._works[begin:end], plan]
+                begin = end
+        return [run for run in (*runs, self._works[begin:]) if isinstance(run, Plan) or len(run)]
+
+    @cached_property
+    def _pieces(self) -> list[Placed | Plan]:
+        """Each piece by itself, in order."""
+        found: dict[int, Placed | Plan] = dict(self._alone)
+        for each in self._places:
+            placed = map(partial(Placed, each.form), each.words, each.works)
+            found.update(zip(each.pieces, placed, strict=True))
+        return [found[piece] for piece in range(len(found))]
 
     @cached_property
     def works(self) -> Ints | None:
         """The addresses of all works, in order; None if a call is Python's own."""
-        works = [run for run in self._runs if isinstance(run, np.ndarray)]
-        return None if len(works) < len(self._runs) else np.concatenate([*works, np.zeros(0, np.int64)])
+        return None if any(plan.works is None for plan in self._alone.values()) else self._works
 
     @cached_property
     def steps(self) -> tuple[tuple[object, Call], ...]:
@@ -176,7 +227,7 @@ class Formed(Plan):
         elif are_watched():
             for number, piece in enumerate(self._pieces):
                 with Watched(self._name(number)):
-                    self._run(piece.works if piece.works is not None else [piece])
+                    self._run(piece if piece.works is None else piece.works)
         else:
             for run in self._runs:
                 self._run(run)
@@ -192,20 +243,19 @@ class Formed(Plan):
                 times.append(np.empty(len(run), np.int64))
                 self._run(run, times[-1].ctypes.data)
             else:
-                times += [piece.timed()[1:] for piece in run if isinstance(piece, Plan)]
+                times.append(run.timed()[1:])
         return np.concatenate(times)
 
-    def _run(self, run: Ints | Iterable[Placed | Plan], times: int = 0) -> None:
-        """Runs the works at some addresses, or pieces whose calls are Python's own. `times` as in `run_works`."""
+    def _run(self, run: Ints | Placed | Plan, times: int = 0) -> None:
+        """Runs the works at some addresses, or a plan whose calls are Python's own. `times` as in `run_works`."""
         if isinstance(run, np.ndarray):
             team = working_team()
             done = _run(run.ctypes.data, len(run), team.n_threads, team.openmp, times)
             if done < len(run):
                 self._fail(int(run[done]))
         else:
-            for piece in run:
-                assert isinstance(piece, Plan)
-                piece.run()
+            assert isinstance(run, Plan)
+            run.run()
 
     def _fail(self, address: int) -> None:
         """Raises what the step says whose work at an address failed."""
@@ -250,8 +300,8 @@ class Forms:
             return of_graph()
         pieces = Pieces.of(read, self._patterns)
         rows = Rows.read(read, self._reader.blocks, pieces)
-        places: dict[Form, list[int]] = defaultdict(list)
-        found: list[Placed | Plan | None] = [None] * len(pieces.cuts)
+        which: dict[Form, list[int]] = defaultdict(list)
+        alone: dict[int, Plan] = {}
         for piece, key in enumerate(rows.keys):
             if key not in self._forms:
                 if len(self._forms) >= _MOST_FORMS:
@@ -259,20 +309,18 @@ class Forms:
                 self._forms[key] = self._form(rows, piece, pieces.n_nodes(piece))
             form = self._forms[key]
             if form is None:
-                found[piece] = self._backend.plan(pieces.graph(self._ggml, read, piece))
+                alone[piece] = self._backend.plan(pieces.graph(self._ggml, read, piece))
             else:
-                places[form].append(piece)
-        words = np.empty(sum(len(form.words) * len(which) for form, which in places.items()), np.int64)
+                which[form].append(piece)
+        words = np.empty(sum(len(form.words) * len(numbers) for form, numbers in which.items()), np.int64)
         first_base, begin = rows.base_ends - rows.n_groups, 0
-        for form, which in places.items():
-            end = begin + len(which) * len(form.words)
-            into = words[begin:end].reshape(len(which), len(form.words))
-            bases = rows.bases[first_base[which, None] + np.arange(form.n_groups)]
-            for piece, placed in zip(which, form.put(into, bases), strict=True):
-                found[piece] = placed
+        places = []
+        for form, numbers in which.items():
+            end = begin + len(numbers) * len(form.words)
+            bases = rows.bases[first_base[numbers, None] + np.arange(form.n_groups)]
+            places.append(form.put(numbers, words[begin:end].reshape(len(numbers), len(form.words)), bases))
             begin = end
-        name = partial(pieces.name, self._ggml, read)
-        return Formed([piece for piece in found if piece is not None], of_graph, name)
+        return Formed(places, alone, of_graph, partial(pieces.name, self._ggml, read))
 
     def _form(self, rows: Rows, piece: int, n_nodes: int) -> Form | None:
         """The form of a piece; None if it is bound where it lies, as a user's kernel has to be."""

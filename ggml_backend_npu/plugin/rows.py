@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -280,7 +281,7 @@ class Rows:
         text, ends = self.rows.tobytes(), (8 * _WORDS * self.ends).tolist()
         return [text[begin:end] for begin, end in zip([0, *ends], ends, strict=False)]
 
-    @property
+    @cached_property
     def n_groups(self) -> Ints:
         """How many groups of memory each piece has."""
         return np.diff(self.base_ends, prepend=0)

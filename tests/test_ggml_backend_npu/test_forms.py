@@ -223,12 +223,12 @@ def test_what_is_known_of_addresses() -> None:
     found = Form.of(made, 1)
     assert found is not None
     into = np.zeros((2, len(found.words)), np.int64)
-    placed = found.put(into, np.array([[1000], [2000]]))
+    placed = found.put([4, 7], into, np.array([[1000], [2000]]))
     assert into[:, -1].tolist() == [1064, 2064]
-    assert [each.words.tolist() for each in placed] == into.tolist()
-    begins = [each.words.ctypes.data for each in placed]
+    assert (placed.words is into, placed.pieces) == (True, [4, 7])
+    begins = [row.ctypes.data for row in into]
     assert into[:, 1].tolist() == [begin + work.words.nbytes for begin in begins]
-    assert [each.works.tolist() for each in placed] == [[begin] for begin in begins]
+    assert placed.works.tolist() == [[begin] for begin in begins]
 
 
 def test_a_graph_read_at_once_equals_its_nodes(backend: Plugin) -> None:
