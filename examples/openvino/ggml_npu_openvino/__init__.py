@@ -41,6 +41,7 @@ class OpenVINO(Device):
         self._settings = {key: value for key, value in _EXACT.items() if key in known}
         if self.chip == "CPU":  # generated code for runs of nodes: its time grows with the square of their number
             self._settings["SNIPPETS_MODE"] = "DISABLE"
+        self._rounds = os.environ.get("OV_ROUND", "1") != "0"
         self.description = f"{name} by OpenVINO {ov.__version__.split('-')[0]}"
         self.memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
@@ -63,7 +64,7 @@ class OpenVINO(Device):
 
     def compile(self, graph: Graph) -> Program:
         """Returns the program of a graph, for any places of its roots."""
-        built = Built(graph)
+        built = Built(graph, self._rounds)
         for node in graph.nodes:
             KERNELS[node.op][0](built, node)
         given, writes, written = [*built.parameters], built.writes, {graph.root_of(node.dst) for node in graph.nodes}

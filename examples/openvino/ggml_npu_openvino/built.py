@@ -57,10 +57,10 @@ class Write:
 
 class Built:
     """What becomes of a graph. While it is built, `_contents` has all elements of each root that was written, as a
-    vector of float32 or int32, or of the bytes of blocks."""
+    vector of float32 or int32, or of the bytes of blocks. If it `rounds`, x is rounded for quantised weights."""
 
-    def __init__(self, graph: Graph) -> None:
-        self.graph = graph
+    def __init__(self, graph: Graph, rounds: bool) -> None:
+        self.graph, self._rounds = graph, rounds
         self.parameters: dict[Given, Any] = {}
         self.results: list[Any] = []
         self.writes: list[Write] = []
@@ -92,11 +92,12 @@ class Built:
 
     def rounded(self, x: Tensor, type: str) -> Value:
         """Returns x as ggml's CPU rounds it for weights of a type."""
-        return self.once(("rounded", type), x, lambda: ROUNDED[type](self.read(x)))
+        to = type if self._rounds or type in HALVES else "f32"
+        return self.once(("rounded", to), x, lambda: ROUNDED[to](self.read(x)))
 
     def weights(self, tensor: Tensor, apart: bool = True) -> Value:
-        """Returns weights, (ne3, ne2, ne1, ne0). If `apart`, a block that has a minimum is 33 columns."""
-        root, apart = self.graph.root_of(tensor), apart and tensor.type in WITH_MINIMA
+        """Returns weights, (ne3, ne2, ne1, ne0). If `apart`, and x is rounded, a block with a minimum is 33 columns."""
+        root, apart = self.graph.root_of(tensor), apart and self._rounds and tensor.type in WITH_MINIMA
         if root in self._contents or tensor.type in ("f32", "f16"):
             return self.read(tensor)
         width = tensor.ne[0] // 32 * 33 if apart else tensor.ne[0]

@@ -113,8 +113,7 @@ def _over_root(x: Value, p: Any) -> Value:
 
 
 def _argsort(x: Value, p: Any) -> Value:
-    mode = "max" if p.order else "min"
-    return op.topk(x, integers(_shape(x)[-1]), -1, mode, "value", "i32", stable=True).output(1)
+    return op.topk(x, integers(_shape(x)[-1]), -1, "max" if p.order else "min", "value", "i32", stable=True).output(1)
 
 
 def _softmax(scores: Value, at: Built, mask: Tensor | None) -> Value:
@@ -229,8 +228,7 @@ KERNELS: dict[str, tuple[Kernel, tuple[tuple[str, ...], ...]]] = {
 
 def refusal(node: Node) -> str | None:
     """Returns why a node is not taken: what ggml's CPU does not take either, types, strides, parameters."""
-    reason = OWN[node.op].refusal(node)
-    if reason is not None:
+    if (reason := OWN[node.op].refusal(node)) is not None:
         return reason
     types = KERNELS[node.op][1]
     if len(node.src) >= len(types):
@@ -253,9 +251,8 @@ def _of_params(node: Node) -> str | None:
         return None if node.dst.type in FLOATS and source.type in _READ else f"{source.type} to {node.dst.type}"
     if node.op == "ARGSORT" and source.ne[0] > 4096:  # OpenVINO's time grows with its square
         return f"rows of {source.ne[0]}"
-    if node.op == "ROPE":
-        is_plain = p.mode in (_NORMAL, _NEOX) and not p.ext_factor and not p.n_offs
-        return None if is_plain else f"mode {p.mode}, ext_factor {p.ext_factor}"
+    if node.op == "ROPE" and (p.mode not in (_NORMAL, _NEOX) or p.ext_factor or p.n_offs):
+        return f"mode {p.mode}, ext_factor {p.ext_factor}"
     if node.op in ("SOFT_MAX", "FLASH_ATTN_EXT") and p.max_bias:
         return "ALiBi"
     if node.op == "FLASH_ATTN_EXT" and (p.logit_softcap or len({x.ne[3] for x in node.src[:3]}) > 1):

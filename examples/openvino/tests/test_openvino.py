@@ -129,6 +129,16 @@ def on(memory: OpaqueMemory, tensor: Tensor) -> Any:
     return memory.read(tensor.address, tensor.nbytes).view(np.float32).reshape(tensor.ne[::-1])
 
 
+@pytest.mark.parametrize("type", [each for each in ROUNDED if quant.codec(each).is_quantized])
+def test_x_is_multiplied_as_it_is_if_asked(type: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OV_ROUND", "0")
+    weights, x, dst = tensor(5, 256, type=type), tensor(3, 256), Tensor.of(np.zeros((3, 5), np.float32))
+    DeviceBackend(OpenVINO()).compute(Node("MUL_MAT", dst, (weights, x), bytes(64)))
+    decoded = quant.dequantize(weights.view(), type).reshape(5, 256)
+    exact = x.view()[0, 0] @ decoded.T.astype(np.float64)
+    np.testing.assert_allclose(dst.view()[0, 0], exact, rtol=1e-5, atol=1e-5)
+
+
 def test_weights_that_are_set_again_are_decoded_again(device: DeviceBackend) -> None:
     memory = device.memory()
     first, second = (tensor(8, 64, type="q8_0", seed=seed) for seed in (0, 1))

@@ -35,7 +35,9 @@ class Torch(QueuedDevice):
             raise DeviceError(f"TORCH_DEVICE {name!r}: {str(error).strip().splitlines()[0]}") from None
         torch.set_float32_matmul_precision("highest")
         self.description, self.memory = _described(self._device)
-        self._room = self.memory // 2 if os.environ.get("TORCH_KEEP", "1") != "0" else 0
+        keeps = os.environ.get("TORCH_KEEP", "0" if self._device.type == "cpu" else "1") != "0"
+        self._room = self.memory // 2 if keeps else 0
+        self._rounds = os.environ.get("TORCH_ROUND", "1") != "0"
         self._waits: list[Any] = []  # host memory that the queue is yet to read or write
         self._pool = torch.cuda.graph_pool_handle() if self._device.type == "cuda" else None
         self._holder: Any = (
@@ -136,7 +138,7 @@ class Torch(QueuedDevice):
 
     def bind(self, graph: Graph) -> Bound:
         """Returns the calls of a graph. Weights are kept while there is room."""
-        found = Bound(self._kept)
+        found = Bound(self._kept, self._rounds)
         for node in graph.nodes:
             found.add(node, KERNELS[node.op])
         return found

@@ -91,12 +91,13 @@ class Bound:
     calls     in order
     versions  of memory in which weights are kept
     keep      gives what is kept in a memory by a key, of a size and made by a function; None if it is not to be kept
+    rounds    whether x is rounded as ggml's CPU does it for quantised weights
     """
 
-    def __init__(self, keep: Callable[[Memory, Hashable, int, Value], Array | None]) -> None:
+    def __init__(self, keep: Callable[[Memory, Hashable, int, Value], Array | None], rounds: bool) -> None:
         self.calls: list[Callable[[], object]] = []
         self.versions: dict[Memory, int] = {}
-        self._keep = keep
+        self._keep, self._rounds = keep, rounds
         self._values: dict[Hashable, Array] = {}
         self._known: dict[Hashable, tuple[Hashable, Tensor]] = {}
 
@@ -128,23 +129,25 @@ class Bound:
 
     def rounded(self, x: Tensor, weights: str) -> Value:
         """Returns the elements of x as ggml's CPU rounds them for weights of a type."""
-        made, source, rounds = view(x), x.type, ROUNDED[weights]
-        if source == weights == "f32":
+        made, source = view(x), x.type
+        type = weights if self._rounds or weights in FLOATS else "f32"
+        rounds = ROUNDED[type]
+        if source == type == "f32":
             return lambda: made
         return self.shared("x", x, rounds, lambda: rounds(decoded(made, source)))
 
     def weights(self, tensor: Tensor) -> tuple[Array, Callable[[Array], Array], int]:
         """Returns what holds weights, what makes float32 of it, or of a part of it, and how many of their rows are to
-        be made at once. A row of (q4_1, q5_1) has its minima apart. They are decoded once if no program writes where
-        they lie, and there is room; else each time."""
+        be made at once. If x is rounded, a row of (q4_1, q5_1) has its minima apart. They are decoded once if no
+        program writes where they lie, and there is room; else each time."""
         assert tensor.buffer is not None
         memory: Memory = tensor.buffer.handle
-        found, type = view(tensor), tensor.type
+        found, type, rounds = view(tensor), tensor.type, self._rounds
         if type == "f32":
             return found, _as_it_is, tensor.ne[1]
 
         def decode(x: Array) -> Array:
-            return apart(x, type).flatten(-2) if type in ("q4_1", "q5_1") else decoded(x, type)
+            return apart(x, type).flatten(-2) if rounds and type in ("q4_1", "q5_1") else decoded(x, type)
 
         kept = self._keep(memory, _span(tensor), 5 * tensor.n_elements, lambda: decode(found))
         if kept is None:

@@ -146,7 +146,20 @@ def moved(tensor: Tensor, memory: OpaqueMemory) -> Tensor:
     return replace(tensor, memory=replace(tensor.memory, address=buffer.address, owner=None), buffer=buffer)
 
 
-def test_weights_that_are_set_again_are_decoded_again(device: DeviceBackend) -> None:
+@pytest.mark.parametrize("type", CODECS)
+def test_x_is_multiplied_as_it_is_if_asked(type: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_ROUND", "0")
+    weights, x, dst = tensor(5, 256, type=type), tensor(3, 256), Tensor.of(np.zeros((3, 5), np.float32))
+    DeviceBackend(Torch()).compute(Node("MUL_MAT", dst, (weights, x), bytes(64)))
+    decoded = quant.dequantize(weights.view(), type).reshape(5, 256)
+    exact = x.view()[0, 0] @ decoded.T.astype(np.float64)
+    np.testing.assert_allclose(dst.view()[0, 0], exact, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("keeps", ["0", "1"])
+def test_weights_that_are_set_again_are_decoded_again(keeps: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_KEEP", keeps)
+    device = DeviceBackend(Torch())
     memory = device.memory()
     first, second = (tensor(8, 64, type="q8_0", seed=seed) for seed in (0, 1))
     x, dst = tensor(2, 64), Tensor.of(np.zeros((2, 8), np.float32))
