@@ -12,6 +12,7 @@ from graph_runner.base.settings import Settings
 from graph_runner.base.tiny import write_tiny_llama
 from graph_runner.quantdiff.files import ModelFile, Weights
 from graph_runner.quantdiff.weights import encoded
+from quant import codec
 
 TEXT = "The quick brown fox jumps over the lazy dog. " * 4
 SETTINGS = Settings(n_ctx=64, threads=1)
@@ -45,3 +46,9 @@ def write_pair(folder: Path, type: str = "q4_0", mark: str = "") -> tuple[Path, 
     big = write_tiny_llama(folder / f"{mark}big.gguf")
     matrices = [name for name, each in ModelFile(big).tensors.items() if len(each.ne) > 1]
     return big, write_with(folder / f"{mark}small.gguf", big, dict.fromkeys(matrices, in_type(type)))
+
+
+def write_decoded(path: Path, small: Path) -> Path:
+    """A copy of a model whose quantised tensors are decoded: f32."""
+    tensors = ModelFile(small).tensors.items()
+    return write_with(path, small, {name: in_type("f32") for name, each in tensors if codec(each.type).is_quantized})

@@ -21,6 +21,7 @@ from ggml_npu_openvino.numbers import ROUNDED
 from kit.beside_cpu import MOVERS, differing
 from kit.encoders import write_tiny_bert
 from kit.models import write_tiny_moe
+from kit.quantised import write_decoded, write_pair
 
 import quant
 from ggml_backend_npu import Backend, DeviceBackend, DeviceError, Graph, Node, Options, Tensor
@@ -197,6 +198,25 @@ def test_every_node_of_a_model_is_on_it_and_right(
     result = run_in_step(model, PROMPT, DiffOptions(steps=2, settings=settings, backend=device))
     assert result, result.wrong
     assert write is write_tiny_bert or (result.ending is not None and result.ending.nmse < 1e-5)
+
+
+@pytest.mark.parametrize("type", ["q8_0", "q4_1"])
+def test_logits_are_those_of_decoded_weights_on_ggmls_cpu(
+    type: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("OV_ROUND", "0")
+    _, small = write_pair(tmp_path, type)
+    sides = (
+        (small, Settings(device="npu", gpu_layers=999), Plugin(lib.ggml(), DeviceBackend(OpenVINO()))),
+        (write_decoded(tmp_path / "decoded.gguf", small), Settings(device="cpu"), None),
+    )
+    logits = []
+    for model, settings, plugin in sides:
+        with Session(model, settings, npu=plugin) as session:
+            session.decode(session.tokenize(PROMPT))
+            logits.append(session.logits().copy())
+    actual, expected = logits
+    assert np.square(actual - expected).sum() < 1e-5 * np.square(expected).sum()
 
 
 def command(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
