@@ -26,7 +26,7 @@ from ggml_backend_npu.ggml import convert
 from ggml_backend_npu.ggml.graph_read import GraphRead, GraphReader
 from ggml_backend_npu.ggml.lib import Ggml
 from ggml_backend_npu.ops import OWN
-from ggml_backend_npu.plugin.rows import FAR, HOME, Pieces, Rows, graph_in, home
+from ggml_backend_npu.plugin.rows import FAR, HOME, Pieces, Rows, graph_in
 from ggml_backend_npu.registry.calls import KernelError, Watched, are_watched
 from ggml_backend_npu.registry.entry import Call
 from quant.kernels.jit import callback, engine, now
@@ -88,7 +88,7 @@ class Form:
                     return None
                 far.append(place)
                 groups.append(group)
-                words[place] -= home(group)
+                words[place] -= (1 << FAR) + (group << HOME)
             elif word >= lowest:
                 for address, end, begin in parts:
                     if address <= word < end:

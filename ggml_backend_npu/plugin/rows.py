@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -268,23 +267,20 @@ class Rows:
     ends       of each piece, where its rows end
     bases      the addresses at which the groups of memory of all pieces begin
     base_ends  of each piece, where its groups end
+    n_groups   of each piece, how many groups of memory it has
     """
 
     rows: Ints
     ends: Ints
     bases: Ints
     base_ends: Ints
+    n_groups: Ints
 
     @property
     def keys(self) -> list[bytes]:
         """The bytes of the rows of each piece."""
         text, ends = self.rows.tobytes(), (8 * _WORDS * self.ends).tolist()
         return [text[begin:end] for begin, end in zip([0, *ends], ends, strict=False)]
-
-    @cached_property
-    def n_groups(self) -> Ints:
-        """How many groups of memory each piece has."""
-        return np.diff(self.base_ends, prepend=0)
 
     def of(self, piece: int) -> Ints:
         """The rows of a piece."""
@@ -305,7 +301,7 @@ class Rows:
         )  # fmt: skip
         of = packed(_Forming(n, *(each.ctypes.data for each in lists)))
         _form(of.ctypes.data)
-        return Rows(rows[: ends[-1] if n else 0], ends, bases, base_ends)
+        return Rows(rows[: ends[-1] if n else 0], ends, bases, base_ends, np.diff(base_ends, prepend=0))
 
 
 FAR = 60  # no memory lies from 2^60 on
