@@ -35,6 +35,17 @@ def warn(text: str) -> None:
     say(text)
 
 
+def warn_if_kernels_are_not_kept() -> None:
+    """Says on stderr, before a command starts others whose own words are not shown, that each compiles its kernels."""
+    from quant.folders import FolderError
+    from quant.kernels.cache import kept_in
+
+    try:
+        kept_in()
+    except FolderError as error:
+        warn(f"each process compiles its kernels; not kept: {error}")
+
+
 def refuse_without_the_npu(device: str, npu: ComputeOptions, *, takes_layers: bool = False, **others: object) -> None:
     """Raises BadInputError for the first NPU option that is given although another device computes everything.
 

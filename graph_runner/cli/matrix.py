@@ -20,7 +20,7 @@ from graph_runner.base.console import printable
 from graph_runner.base.errors import BadInputError
 from graph_runner.base.files import check_outputs, write_file
 from graph_runner.cli.command import Command, as_command, files_of, files_read, read_by_variables
-from graph_runner.cli.common import stderr, stdout
+from graph_runner.cli.common import stderr, stdout, warn_if_kernels_are_not_kept
 from graph_runner.cli.diff import OURS, diff
 from graph_runner.cli.failures import UsageError, usage
 from graph_runner.cli.options import MODEL_HELP, READS, WRITES, BackendLibraries, JsonFile, RpcServers, finite
@@ -136,6 +136,7 @@ def matrix(
         cells = cells_of(files, names, chosen, common, [*(libraries or ()), *chain(*read_by_variables().values())])
         found = Sweep(reference, cells, baseline=baseline)
         _save(folder, found)
+        warn_if_kernels_are_not_kept()
         with _progress(cells) as seen:
 
             def done(result: Result, kept: bool) -> None:

@@ -12,7 +12,7 @@ import typer
 
 from graph_runner.cli.bisect import RunDevice, device_named
 from graph_runner.cli.command import parameters_of
-from graph_runner.cli.common import stderr, stdout
+from graph_runner.cli.common import stderr, stdout, warn_if_kernels_are_not_kept
 from graph_runner.cli.options import (
     BackendLibraries,
     DeviceFile,
@@ -63,6 +63,7 @@ def triage(
     def seen(step: order.Step) -> None:
         console.print(step_line(next(numbers), step), highlight=False, markup=False, soft_wrap=True)
 
+    warn_if_kernels_are_not_kept()
     with stderr().status("looking"):
         found = order.triage([*_words(given), "--", model], _movers(device_file), order.run_command, seen)
 

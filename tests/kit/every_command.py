@@ -21,6 +21,9 @@ def cont(dst, x):
     dst.view()[...] = x.view().reshape(dst.ne[::-1])
 """
 
+# of a Python whose user has no entry in passwd
+HOMELESS = "import pwd\ndef nobody(uid): raise KeyError(uid)\npwd.getpwuid = nobody\n"
+
 # the words of each command, in a folder of `files`; and its exit code
 COMMANDS: dict[str, tuple[str, int]] = {
     "run": ("run {model} -n 1 -f {prompt} --kernels {kernels} --profile {profile}", 0),

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 from kit.commands import fresh, process
+from kit.every_command import HOMELESS
 
 from graph_runner.cli.diff import _folder
 from quant import folders
@@ -151,9 +152,6 @@ def test_the_home_of_a_user_without_the_variable_is_that_of_the_system(
     assert cache_root() == Path("/elsewhere/ggml-npu")
 
 
-HOMELESS = "import pwd\ndef nobody(uid): raise KeyError(uid)\npwd.getpwuid = nobody\n"
-
-
 def homeless(code: str) -> tuple[int, str, list[str]]:
     """Runs code as a user without a home; returns the exit code, the output, and lines on stderr."""
     environment = {name: value for name, value in os.environ.items() if name not in ("HOME", "XDG_CACHE_HOME")}
@@ -180,14 +178,6 @@ def test_what_has_to_be_kept_says_what_to_set(words: list[str]) -> None:
     assert (code, out, len(notes)) == (2, "", 1)
     assert "cannot be kept: user" in notes[0]
     assert notes[0].endswith("set XDG_CACHE_HOME to a folder")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("words", ["run tiny -n 1", "diff tiny -n 0 --ops GET_ROWS", "ops", "cache", "coverage tiny"])
-def test_every_command_works_without_a_home(words: str) -> None:
-    code, _, notes = homeless(f"import sys; sys.argv[1:] = {words.split()}; from graph_runner.cli import main; main()")
-    assert code == 0, notes
-    assert sum("not kept" in note for note in notes) <= 1
 
 
 # names of reproducers
