@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from graph_runner.base.errors import BadInputError
 from graph_runner.quantdiff.files import ModelFile, Weights
-from graph_runner.quantdiff.result import Cost, Tensor
+from graph_runner.quantdiff.result import Cost, Quantisation, Tensor
 from graph_runner.quantdiff.weights import squared_error
 from quant import codec, type_names
 
@@ -62,6 +62,13 @@ def expected_costs(
         alike = sum(in_kinds[t.kind] * t.error.squared for t in tensors if t.layer == layer and t.kind in in_kinds)
         found[layer] = max(layers[layer].gain.value, _LEAST * alike) / alike if alike and of_layer[layer] else 1.0
     return {each.name: _expected(each, in_kinds.get(each.kind, 0.0), found) for each in tensors}
+
+
+def costliest(found: Quantisation, count: int) -> list[Tensor]:
+    """Returns the tensors whose cost is known that are expected to cost most, whatever their size."""
+    expected = expected_costs(found.tensors, found.layers, found.kinds)
+    known = [each for each in found.tensors if each.cost is not None]
+    return sorted(known, key=lambda each: expected[each.name], reverse=True)[:count]
 
 
 def _expected(tensor: Tensor, in_kind: float, of_layers: Mapping[int, float]) -> float:

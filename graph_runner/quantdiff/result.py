@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -115,16 +115,8 @@ class Quantisation:
     @property
     def by_cost(self) -> list[Tensor]:
         """The tensors whose cost is known, those first for which the KL divergence falls most for each byte."""
-        return self._sorted(lambda cost: cost.per_mib)
-
-    @property
-    def by_gain(self) -> list[Tensor]:
-        """The tensors whose cost is known, those first for which the KL divergence falls most, whatever their size."""
-        return self._sorted(lambda cost: cost.gain.value)
-
-    def _sorted(self, key: Callable[[Cost], float]) -> list[Tensor]:
-        known = [(key(each.cost), each) for each in self.tensors if each.cost is not None]
-        return [each for _, each in sorted(known, key=lambda pair: pair[0], reverse=True)]
+        known = [each for each in self.tensors if each.cost is not None]
+        return sorted(known, key=lambda each: each.cost.per_mib if each.cost else 0.0, reverse=True)
 
     @property
     def table(self) -> list[Row]:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from rich.markup import escape
 
 from graph_runner.base.console import Console, table
+from graph_runner.quantdiff.mixture import costliest
 from graph_runner.quantdiff.weights import BINS
 from graph_runner.reports.html import json_for_script, page
 
@@ -98,7 +99,7 @@ def _cost_cells(cost: Cost | None) -> list[str]:
 
 def _costliest(result: Quantisation) -> list[str]:
     """The tensors that cost most, whatever their size, and what they take more together; none if no cost is known."""
-    most = result.by_gain[:_FEW]
+    most = costliest(result, _FEW)
     mib = sum(each.cost.bytes for each in most if each.cost is not None) / _MIB
     return [f"cost most, {mib:.2f} MiB more together: {', '.join(each.name for each in most)}"] if most else []
 
@@ -159,6 +160,7 @@ def quantdiff_json(result: Quantisation) -> dict[str, Any]:
             }
             for each in result.tensors
         ],
+        "most": [each.name for each in costliest(result, _FEW)],
         "proposal": None
         if proposal is None
         else {

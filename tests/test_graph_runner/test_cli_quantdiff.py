@@ -53,7 +53,7 @@ def test_its_json(cli: Cli, folder: Path) -> None:
     data = strict_json(outcome.out)
     assert [*data] == [
         "schema", "verdict", "big", "small", "chunk", "threads", "flash_attention", "cache_type_k", "cache_type_v",
-        "n_tokens", "n_put_back", "scores", "kinds", "layers", "bins", "tensors", "proposal",
+        "n_tokens", "n_put_back", "scores", "kinds", "layers", "bins", "tensors", "most", "proposal",
     ]  # fmt: skip
     assert data["schema"] == "ggml-npu quantdiff 1"
     assert [*data["big"]] == ["model", "bytes", "bpw"]

@@ -11,18 +11,20 @@ import pytest
 from kit.quantised import write_pair
 
 from graph_runner.base.errors import BadInputError
+from graph_runner.base.settings import Settings
 from graph_runner.quantdiff.files import ModelFile
 from graph_runner.quantdiff.mixture import (
     TYPES,
     Choice,
     checked_types,
     chosen,
+    costliest,
     expected_costs,
     quantize_command,
     smallest_bpw,
 )
-from graph_runner.quantdiff.result import Cost, Tensor
-from graph_runner.quantdiff.scores import Mean
+from graph_runner.quantdiff.result import Cost, Quantisation, Tensor
+from graph_runner.quantdiff.scores import Mean, Scores
 from graph_runner.quantdiff.weights import WeightError
 
 
@@ -69,6 +71,19 @@ def test_a_tensor_is_expected_to_cost_what_its_kind_and_layer_do() -> None:
     assert expected_costs(sure, layers, kinds)["blk.0.a"] == pytest.approx(0.5)
     unsure = [tensor("blk.0.a", 1.0, Mean(0.5, 1e9)), *tensors[1:]]
     assert expected_costs(unsure, layers, kinds)["blk.0.a"] == pytest.approx(found["blk.0.a"])
+
+
+def test_the_costliest_are_not_those_of_the_luckiest_run() -> None:
+    """blk.0.a's own run says little, its kind and layer cost little; blk.1.b is known to cost more."""
+    lucky, sure = Mean(0.9, 1e9), Mean(0.4, 1e-9)
+    tensors = [tensor("blk.0.a", 1.0, lucky), tensor("blk.1.b", 1.0, sure), tensor("blk.1.a", 1.0, None)]
+    kinds = {"a": Cost(1, Mean(0.1, 0)), "b": Cost(1, Mean(0.4, 0))}
+    layers = {0: Cost(1, Mean(0.1, 0)), 1: Cost(1, Mean(0.4, 0))}
+    scores = Scores(np.zeros(2, np.float32), np.zeros(2, np.float32), np.zeros(2), np.ones(2, bool))
+    sizes = 200, 100, 16.0, 8.0
+    found = Quantisation(Path("big"), Path("small"), *sizes, Settings(), 64, 32, scores, tensors, layers, kinds)
+    assert [each.name for each in costliest(found, 5)] == ["blk.1.b", "blk.0.a"]
+    assert [each.name for each in costliest(found, 1)] == ["blk.1.b"]
 
 
 def test_nothing_costs_less_than_nothing() -> None:

@@ -53,7 +53,7 @@ def main() -> None:
     falls = np.array([fall([*map(str, drawn.choice(names, N, replace=False))]) for _ in range(given.draws)])
     orders = {
         "KL for each byte": lambda each: each["cost"]["per_mib"],
-        "KL": lambda each: each["cost"]["gain"]["value"],
+        "what they are expected to cost": lambda each: each["name"] in data["most"],
     }
     for what, key in orders.items():
         first = sorted(measured, key=key, reverse=True)[:N]
