@@ -358,8 +358,8 @@ def _dots_of(p: int, begin: int, end: int, scratch: int) -> int:
 
 
 def dots_of_each_type() -> dict[str, str]:
-    """What `quant.dots` and `quant.panels` give, as hexadecimal digits: 7 rows of each type times a vector of 512, and
-    35 rows times 5."""
+    """What `quant.dots`, `quant.panels` and `quant.panels_fast` give, as hexadecimal digits: 7 rows of each type times
+    a vector of 512, and 35 rows times 5."""
     k, n_rows, found = 512, 7, {}
     rng = np.random.default_rng(1)
     x, w = (rng.standard_normal(n).astype(np.float32) for n in (k, k * n_rows))
@@ -381,9 +381,11 @@ def dots_of_each_type() -> dict[str, str]:
         assert np.abs(y - rows @ rounded.astype(np.float64)).max() <= bound * np.linalg.norm(rows) * np.linalg.norm(x)
         found[type] = y.tobytes().hex()
         many = encoded(type, rng.standard_normal((35, k)).astype(np.float32)).reshape(35, -1)
-        found[f"{type}, panels"] = (
-            multiplied(many, type, rng.standard_normal((5, k)).astype(np.float32)).tobytes().hex()
-        )
+        columns = rng.standard_normal((5, k)).astype(np.float32)
+        for way in ("exact", "fast"):
+            with pytest.MonkeyPatch.context() as patch:
+                choose(patch, matmul=way)
+                found[f"{type}, panels, {way}"] = multiplied(many, type, columns).tobytes().hex()
     return found
 
 
