@@ -18,7 +18,7 @@ from quant.kernels.vectors import FLOAT, HALF, Address, Value, part
 
 STEP = 4 * LANES  # elements that a round of a dot product takes
 HALVES = 2 * LANES  # float16 of a vector
-VECTOR = 4 if LANES == 4 else 8  # float32 of a vector that GCC makes of a loop, also for AVX-512
+VECTOR = 8 if LANES == 16 else 4  # float32 of the last vectors that GCC makes of a loop; the rest is one by one
 GROUP = 4  # rows that are multiplied together, or added up side by side
 _SHORT = 8 * STEP  # elements of the longest rows that are multiplied together; longer ones are read one by one
 _WIDTHS = (6, 2, 1) if LANES == 16 else (3, 1)  # columns that are multiplied together
