@@ -24,6 +24,7 @@ from ggml_backend_npu.ops import OWN
 from ggml_backend_npu.plugin import answers, repeats
 from ggml_backend_npu.plugin.buffers import Buffers
 from ggml_backend_npu.plugin.contexts import Context, Statistics
+from ggml_backend_npu.plugin.fallback import Fallback
 from ggml_backend_npu.plugin.forms import Forms
 from ggml_backend_npu.plugin.queues import Queue
 from ggml_backend_npu.plugin.repeats import Repeats
@@ -76,7 +77,7 @@ class Plugin:
         self._answers = answers.Answers(_address_of(self._supports_op), backend.version_at, self._read)
         self._halted: str | None = None
         self._is_watched = False
-        self._cpu: int | None = None
+        self._fallback = Fallback(ggml, backend)
         self.memory = backend.memory()
         self._strings = {x: ctypes.create_string_buffer(x.encode()) for x in (backend.name, backend.description)}
         self._guid = (ctypes.c_uint8 * 16)(*b"ggml-backend-npu")
@@ -331,7 +332,10 @@ class Plugin:
                 self._compute_one_by_one(context, graph)
                 return structs.STATUS_SUCCESS
             if self.backend.options.fallback == "cpu":
-                return self._compute_with_fallback(context, graph)
+                computed = self._fallback.compute(graph)
+                for statistics in (self.statistics, context.statistics):
+                    statistics.add_nodes(computed)
+                return structs.STATUS_SUCCESS
             read = self._read(graph)
             bound = self._plan(context, read)
             times = context.repeats.times
@@ -453,38 +457,6 @@ class Plugin:
     def packed(self, address: int, _: int = 0) -> Packed | Buffer | None:
         """What the bytes at an address lie in, in the device's own memory; None in the host's."""
         return self.memory.packed(address) if self.memory is not None else None
-
-    def _compute_with_fallback(self, context: Context, graph: int) -> int:
-        """Computes the nodes that the device takes here, and all nodes between them on ggml's CPU backend."""
-        header = structs.GgmlCGraph.from_address(graph)
-        begin, computed = 0, Counter[str]()
-        for index in range(header.n_nodes):
-            if not convert.is_to_be_computed(self.ggml, header.nodes[index]):
-                continue
-            node = convert.node(self.ggml, header.nodes[index])
-            if self.backend.offers(node.op) and self.backend.refusal(node) is None:
-                if self._compute_on_cpu(header, begin, index) != structs.STATUS_SUCCESS:
-                    return structs.STATUS_FAILED
-                bound = self.backend.plan(Graph((node,)))
-                bound.run()
-                computed.update(bound.counts)
-                begin = index + 1
-        for statistics in (self.statistics, context.statistics):
-            statistics.add_nodes(computed)
-        return self._compute_on_cpu(header, begin, header.n_nodes)
-
-    def _compute_on_cpu(self, header: structs.GgmlCGraph, begin: int, end: int) -> int:
-        """Computes nodes [begin, end) of a graph, as ggml_graph_view gives them, on ggml's CPU backend."""
-        if begin == end:
-            return structs.STATUS_SUCCESS
-        if self._cpu is None:
-            device = self.ggml.ggml_backend_dev_by_name(b"CPU")
-            self._cpu = self.ggml.ggml_backend_dev_init(device, None)
-        view = structs.GgmlCGraph.from_buffer_copy(header)
-        view.n_nodes, view.n_leafs, view.uid = end - begin, 0, 0
-        first = ctypes.addressof(header.nodes.contents) + begin * ctypes.sizeof(ctypes.c_void_p)
-        view.nodes = ctypes.cast(first, type(view.nodes))
-        return int(self.ggml.ggml_backend_graph_compute(self._cpu, ctypes.addressof(view)))
 
     def _plan(self, context: Context, read: GraphRead) -> Plan:
         """The plan of a graph. One that comes to Python each time is kept here."""

@@ -17,7 +17,6 @@ from kit.support import (
     Recipe,
     Scene,
     assert_same_bytes,
-    choose,
     engine,
     outcome,
 )
@@ -257,29 +256,3 @@ def test_a_kernel_that_raised_can_be_replaced(backend: Plugin) -> None:
 
     backend.forget_plans()
     assert outcome(backend, "NPU", sqr).after[0].view(np.float32).tolist() == [1.0] * 4
-
-
-# the fallback
-
-
-@pytest.mark.parametrize(("ops", "taken"), [("default", ["GET_ROWS"]), ("all", ["GET_ROWS", "SUM_ROWS"])])
-def test_the_cpu_computes_what_the_device_is_not_to_take(
-    backend: Plugin, monkeypatch: pytest.MonkeyPatch, ops: str, taken: list[str]
-) -> None:
-    choose(monkeypatch, ops=ops)
-    choose(monkeypatch, fallback="cpu")
-
-    def squares_of_sums_of_rows(scene: Scene) -> int:
-        rows = GetRows("f32", (5, 3, 1, 1), 2)(scene)
-        return scene.op("sqr", scene.op("sum_rows", rows))
-
-    backend.statistics.reset()
-    results = {}
-    for device in ("NPU", "CPU"):
-        with Scene(backend.ggml, device) as scene:
-            node = squares_of_sums_of_rows(scene)
-            scene.fill(node)
-            assert scene.compute(node) == 0, backend.statistics.error
-            results[device] = scene.get(node)
-    assert sorted(backend.statistics.computed) == taken
-    assert_same_bytes(results["NPU"], results["CPU"])
