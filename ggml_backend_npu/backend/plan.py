@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
@@ -39,21 +39,24 @@ class Part(NamedTuple):
         return Part("", 1 if isinstance(what, Node) else 0, n_times)
 
 
+@dataclass(eq=False)
 class Plan:
     """The calls that compute a graph.
 
+    made    its steps, as they were bound
     counts  how many nodes of each op one run computes, alone or in a span
     fused   how many spans of each fusion are among the steps
     """
 
-    def __init__(self, steps: Iterable[tuple[object, Call]], counts: Counter[str], fused: Counter[str]) -> None:
-        self._made, self.counts, self.fused = tuple(steps), counts, fused
+    made: tuple[tuple[object, Call], ...]
+    counts: Counter[str]
+    fused: Counter[str]
 
     @cached_property
     def steps(self) -> tuple[tuple[object, Call], ...]:
         """What computes something, with its call: a node, nodes that run as one operator (`Joined`), or a device's
         whole graph."""
-        return self._made
+        return self.made
 
     @cached_property
     def works(self) -> NDArray[np.int64] | None:

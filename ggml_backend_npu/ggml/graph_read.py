@@ -191,6 +191,7 @@ class GraphRead:
     root       of each the one in whose memory it lies
     uses       of each node how often it is used in the whole graph; -1 if that is not known
     computing  the nodes that are to be computed, in order
+    places     of each tensor its place among them; -1: it is none of them
     """
 
     at: Ints
@@ -201,6 +202,7 @@ class GraphRead:
     root: Ints
     uses: Ints
     computing: Ints
+    places: Ints
 
     @property
     def n_nodes(self) -> int:
@@ -222,13 +224,6 @@ class GraphRead:
         for part in (self.at[: self.n_direct], self.tensors[: self.n_direct], self.uses):
             found.update(part.tobytes())
         return found.digest()
-
-    @cached_property
-    def places(self) -> Ints:
-        """Of each tensor its place among the nodes that are to be computed; -1: it is none of them."""
-        found = np.full(len(self.at), -1)
-        found[self.computing] = np.arange(len(self.computing))
-        return found
 
     @cached_property
     def read_beyond(self) -> Ints:
@@ -302,6 +297,7 @@ class GraphReader:
         nodes = tensors[:n_nodes]
         flags = nodes[:, PARAMS_END] >> 32
         computing = np.flatnonzero((self.computes[nodes[:, OP] & LOW] != 0) & (flags & structs.FLAG_COMPUTE != 0))
-        return GraphRead(
-            at[:n].copy(), tensors[:n].copy(), n_direct, src, made[:n].copy(), root[:n].copy(), uses, computing
-        )
+        places = np.full(n, -1)
+        places[computing] = np.arange(len(computing))
+        at, tensors, made, root = at[:n].copy(), tensors[:n].copy(), made[:n].copy(), root[:n].copy()
+        return GraphRead(at, tensors, n_direct, src, made, root, uses, computing, places)

@@ -6,7 +6,7 @@ import ctypes
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from ggml_backend_npu.backend.plan import Plan
 from ggml_backend_npu.ggml.guard import Failures
@@ -75,7 +75,6 @@ class Context:
     """A live ggml_backend: its struct, its statistics, and the graphs that it knows.
 
     forms    plans its graphs
-    plans    of graphs with calls in Python, by the backend's version and a digest of what they depend on
     instead  the function that computes its graphs, by address, in place of the device; None: the device computes them
     """
 
@@ -83,7 +82,6 @@ class Context:
     statistics: Statistics
     repeats: Repeats
     forms: Forms
-    plans: dict[tuple[int, bytes], Plan] = field(default_factory=dict)
     instead: Callable[[int], None] | None = None
 
     @property

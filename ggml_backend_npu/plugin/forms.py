@@ -31,11 +31,12 @@ from ggml_backend_npu.registry.calls import KernelError, Watched, are_watched
 from ggml_backend_npu.registry.entry import Call
 from quant.kernels.jit import callback, engine, now
 from quant.kernels.late import types
-from quant.kernels.threads import Job, run_works, working_team
+from quant.kernels.threads import Job, Team, run_works, working_team
 
 Ints = NDArray[np.int64]
 
 _MOST_FORMS = 4096
+MOST_PLANS = 4096  # of graphs that come to Python each time
 
 
 def _arrays(kept: object) -> Iterator[Ints]:
@@ -274,8 +275,8 @@ def _run(works: int, count: int, n_threads: int, openmp: int, times: int) -> Any
 
 
 class Forms:
-    """The forms of what one ggml_backend has planned. Its graphs are computed one after another: what kernels keep for
-    themselves is shared by all nodes of a form.
+    """The forms of what one ggml_backend has planned, and its plans of graphs that come to Python each time. Its graphs
+    are computed one after another: what kernels keep for themselves is shared by all nodes of a form.
 
     backend  plans the forms
     """
@@ -283,20 +284,39 @@ class Forms:
     def __init__(self, ggml: Ggml, backend: AnyBackend, reader: GraphReader) -> None:
         self._ggml, self._backend, self._reader = ggml, backend, reader
         self._forms: dict[bytes, Form | None] = {}
+        self._plans: dict[tuple[object, bytes], Plan] = {}
         self._known_for: object = None
+        self._are_formed = False
         self._patterns: dict[int, list[tuple[int, ...]]] = {}
 
     def forget(self) -> None:
-        """Forgets all forms."""
+        """Forgets all forms and plans."""
         self._forms.clear()
+        self._plans.clear()
+        self._known_for = None
 
-    def plan(self, read: GraphRead, packed: convert.PackedAt) -> Plan:
-        """The plan of a graph: by forms, if the backend computes in host memory by kernels of this project."""
+    def plan(self, read: GraphRead, packed: convert.PackedAt, team: Team, *, comes_again: bool) -> Plan:
+        """The plan of a graph, which runs in a team. It is kept if it has calls of Python's, or if the graph comes to
+        Python again for another reason."""
+        now = self._backend.version, self._backend.options, team
+        if now != self._known_for:
+            self._begin(now)
+        plan = self._plans.get((now, read.digest)) if self._plans else None
+        if plan is None:
+            plan = self._planned(read, packed)
+            if comes_again or plan.works is None:
+                if len(self._plans) >= MOST_PLANS:
+                    self._plans.clear()
+                self._plans[now, read.digest] = plan
+        return plan
+
+    def _planned(self, read: GraphRead, packed: convert.PackedAt) -> Plan:
+        """A plan by forms, if the backend computes in host memory by kernels of this project."""
 
         def of_graph() -> Plan:
             return self._backend.plan(read.graph(self._ggml, packed))
 
-        if not self._may_be_formed():
+        if not self._are_formed:
             return of_graph()
         pieces = Pieces.of(read, self._patterns)
         rows = Rows.read(read, self._reader.blocks, pieces)
@@ -332,16 +352,18 @@ class Forms:
         except KernelError:
             return None  # bound where it lies, it names the node
 
+    def _begin(self, now: object) -> None:
+        """Drops forms that were bound for something else."""
+        backend = self._backend
+        self._forms.clear()
+        self._known_for, self._patterns, self._are_formed = now, defaultdict(list), self._may_be_formed()
+        for fusion in backend.fusions if backend.fuses else ():
+            numbers = tuple(self._ggml.op_numbers[name][0] for name in fusion.op_names)
+            self._patterns[numbers[0]].append(numbers)
+
     def _may_be_formed(self) -> bool:
-        """Whether nodes may be bound at home; drops forms that were bound for something else."""
+        """Whether nodes may be bound at home."""
         backend = self._backend
         if type(backend) is not Backend or backend.options.memory == "device" or engine() != "compiled":
             return False
-        now = backend.version, working_team().n_threads, backend.options
-        if now != self._known_for:
-            self._forms.clear()
-            self._known_for, self._patterns = now, defaultdict(list)
-            for fusion in backend.fusions if backend.fuses else ():
-                numbers = tuple(self._ggml.op_numbers[name][0] for name in fusion.op_names)
-                self._patterns[numbers[0]].append(numbers)
         return all(fusion in FUSIONS for fusion in backend.fusions)

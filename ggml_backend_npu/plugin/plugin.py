@@ -14,7 +14,7 @@ from ggml_backend_npu.backend.backend import AnyBackend
 from ggml_backend_npu.backend.plan import Plan
 from ggml_backend_npu.device.memory import OpaqueQueue
 from ggml_backend_npu.ggml import convert, structs
-from ggml_backend_npu.ggml.graph_read import GraphRead, GraphReader
+from ggml_backend_npu.ggml.graph_read import GraphReader
 from ggml_backend_npu.ggml.guard import Failures, guarded, stopped_by_interrupts
 from ggml_backend_npu.ggml.lib import Ggml
 from ggml_backend_npu.ir import Graph, Node
@@ -37,7 +37,6 @@ _DEVICE_TYPES = {"accel": structs.DEVICE_TYPE_ACCEL, "gpu": structs.DEVICE_TYPE_
 Handed = Callable[[int, Node, int], Callable[[], None] | None]
 """Called before a node of a graph is computed, with its number there, the node and its address; may return a function
 to call after it."""
-MAX_PLANS = 4096  # of one context, of graphs that come to Python each time
 
 # when llama.cpp makes a context, it looks on which device these would run; if that is not their layer's device, it
 # computes them by some hundred nodes of other ops, in another graph than on the CPU
@@ -54,7 +53,7 @@ class Plugin:
     broken    message of the last kernel that raised an error while it was asked about a node
     handed    called with the address of each graph; the context that it returns is entered while the graph is computed,
               one node after the other, and what that gives is called before each node
-    run       runs a plan of the graph at an address
+    run       runs a plan of the graph at an address, in place of `Plan.run`; None: nothing does
     """
 
     def __init__(self, ggml: Ggml, backend: AnyBackend) -> None:
@@ -71,7 +70,7 @@ class Plugin:
         self._told: set[tuple[str, str]] = set()
         self.broken: str | None = None
         self.handed: Callable[[int], AbstractContextManager[Handed]] | None = None
-        self.run: Callable[[Plan, int], None] = lambda plan, graph: plan.run()
+        self.run: Callable[[Plan, int], None] | None = None
         self._read = GraphReader(ggml)
         self._supports_op = answers.Asked(self.supports_op)
         self._answers = answers.Answers(_address_of(self._supports_op), backend.version_at, self._read)
@@ -324,7 +323,8 @@ class Plugin:
             raise KernelError(self._halted)
         self._refuse_what_is_lost()
         context = self.contexts[backend]
-        with context.team.working():
+        team = context.team
+        with team.working():
             if context.instead is not None:
                 context.instead(graph)
                 return structs.STATUS_SUCCESS
@@ -337,12 +337,14 @@ class Plugin:
                     statistics.add_nodes(computed)
                 return structs.STATUS_SUCCESS
             read = self._read(graph)
-            bound = self._plan(context, read)
+            bound = context.forms.plan(read, self.packed, team, comes_again=self._is_watched)
             times = context.repeats.times
-            if times is None:
+            if times is not None:
+                times.run(bound, read.filled, self._finish)
+            elif self.run is not None:
                 self.run(bound, graph)
             else:
-                times.run(bound, read.filled, self._finish)
+                bound.run()
         self._settle()
         for statistics in (self.statistics, context.statistics):
             statistics.add(bound)
@@ -458,21 +460,9 @@ class Plugin:
         """What the bytes at an address lie in, in the device's own memory; None in the host's."""
         return self.memory.packed(address) if self.memory is not None else None
 
-    def _plan(self, context: Context, read: GraphRead) -> Plan:
-        """The plan of a graph. One that comes to Python each time is kept here."""
-        plan = context.plans.get((self.backend.version, read.digest)) if context.plans else None
-        if plan is None:
-            plan = context.forms.plan(read, self.packed)
-            if plan.works is None or self._is_watched:
-                if len(context.plans) >= MAX_PLANS:
-                    context.plans.clear()
-                context.plans[self.backend.version, read.digest] = plan
-        return plan
-
     def forget_plans(self) -> None:
         """Drops all plans; called after the engine changed, as plans hold what they were made with."""
         for context in list(self.contexts.values()):
-            context.plans.clear()
             context.forms.forget()
             context.repeats.forget()
 

@@ -20,7 +20,10 @@ from numpy.typing import NDArray
 
 import quant
 from ggml_backend_npu import Memory, Node, Tensor, default_backend
+from ggml_backend_npu.backend.plan import Plan
 from ggml_backend_npu.ggml import aborts, convert, lib
+from ggml_backend_npu.ggml.convert import PackedAt
+from ggml_backend_npu.ggml.graph_read import GraphRead
 from ggml_backend_npu.ggml.lib import Ggml
 from ggml_backend_npu.ir import Dims as Dims
 from ggml_backend_npu.plugin.build import Builder
@@ -65,8 +68,13 @@ def recorded_works() -> Iterator[list[threads.Work]]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(threads.Work, "run", record)
-        patch.setattr(Forms, "_may_be_formed", lambda _: False)
+        patch.setattr(Forms, "_planned", _bound_where_it_lies)
         yield works
+
+
+def _bound_where_it_lies(forms: Forms, read: GraphRead, packed: PackedAt) -> Plan:
+    """`Forms._planned` without forms: its calls are works."""
+    return forms._backend.plan(read.graph(forms._ggml, packed))
 
 
 @contextmanager
@@ -91,7 +99,7 @@ def in_pieces(rng: np.random.Generator, n: int = 4) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(threads, "GRAIN", 1)
         patch.setattr(threads.Work, "run", run)
-        patch.setattr(Forms, "_may_be_formed", lambda _: False)
+        patch.setattr(Forms, "_planned", _bound_where_it_lies)
         yield
 
 

@@ -100,7 +100,7 @@ def assert_equals_bound(formed: Formed, bound: Plan) -> int:
 def compared(backend: Plugin, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     """Compares the plan of each graph that the device computes; the numbers of words that were compared."""
     found: list[int] = []
-    plan = Forms.plan
+    plan = Forms._planned
 
     def planned(forms: Forms, read: Any, packed: Any) -> Plan:
         made = plan(forms, read, packed)
@@ -113,7 +113,7 @@ def compared(backend: Plugin, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[
 
     choose(monkeypatch, ops="all", fusion="on")
     backend.forget_plans()
-    monkeypatch.setattr(Forms, "plan", planned)
+    monkeypatch.setattr(Forms, "_planned", planned)
     yield found
     backend.forget_plans()
 
@@ -213,7 +213,7 @@ def test_what_is_known_of_addresses() -> None:
 
     def plan(word: int, kept: int) -> tuple[Plan, Work]:
         work = Work(sums.sum_of_sums, (1, word), 1, keep=(None, [np.array([kept])]))
-        return Plan([("", Job(work))], Counter(), Counter()), work
+        return Plan((("", Job(work)),), Counter(), Counter()), work
 
     there = home(0) + 64
     assert Form.of(plan(2, there)[0], 1) is None
