@@ -31,7 +31,7 @@ from ggml_backend_npu.ops.kernels.cells import attention, bind_attend
 from ggml_backend_npu.ops.kernels.cells_in_halves import bind_attend_in_halves
 from ggml_backend_npu.ops.kernels.functions import expf, tanhf
 from ggml_backend_npu.ops.kernels.functions import fused_multiply_add as fma
-from ggml_backend_npu.ops.matmul import VEC_DOT
+from ggml_backend_npu.ops.kernels.products import VEC_DOT
 from ggml_backend_npu.ops.movers import DECODED, convert
 from ggml_backend_npu.ops.softmax import masked, slopes
 from ggml_backend_npu.registry import exact, probes

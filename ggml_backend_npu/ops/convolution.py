@@ -16,9 +16,8 @@ import numpy as np
 from ggml_backend_npu.ggml.numerics import PLAIN, Numerics
 from ggml_backend_npu.ir import Node, Tensor
 from ggml_backend_npu.ops.kernels.functions import wide
-from ggml_backend_npu.ops.kernels.products import multiply_by_blas
+from ggml_backend_npu.ops.kernels.products import fits_blocks, multiply_by_blas
 from ggml_backend_npu.ops.kernels.windows import Moves2d, Moves3d, Windows, find_offsets, in_a_plane, in_space, see
-from ggml_backend_npu.ops.matmul import fits_blocks
 from ggml_backend_npu.ops.movers import convert
 from ggml_backend_npu.ops.sums import BOUND
 from ggml_backend_npu.registry import probes

@@ -19,7 +19,6 @@ src0 is not read.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -27,12 +26,11 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
-import quant
 from ggml_backend_npu.ggml.numerics import PLAIN, Numerics
 from ggml_backend_npu.ir import Node, Tensor
 from ggml_backend_npu.ops import undefined
 from ggml_backend_npu.ops.kernels.hadamard import Transform, hadamard, transform
-from ggml_backend_npu.ops.kernels.products import ROUNDINGS, Products, Weights, bytes_of_a_column, products, scratch_of
+from ggml_backend_npu.ops.kernels.products import MANY, ROUNDINGS, TILE_BYTES, VEC_DOT, bind, least_for_blas
 from ggml_backend_npu.ops.kernels.strided import ids_check
 from ggml_backend_npu.ops.movers import checked_ids
 from ggml_backend_npu.ops.sums import BOUND
@@ -42,30 +40,10 @@ from ggml_backend_npu.registry.entry import Call, op
 from ggml_backend_npu.registry.mistakes import LARGEST, altered, made, of_ids
 from ggml_backend_npu.registry.params import Params, i32
 from quant import codec, dequantize
-from quant.dots import DOTS, NO_DOTS, Q4_0_PACKED, Steps
-from quant.kernels.matrices import LANES
-from quant.kernels.orders import GROUP, HALVES
-from quant.kernels.records import Place
+from quant.dots import DOTS
 from quant.kernels.threads import Job, Work
-from quant.kernels.vectors import dots_bytes
 from quant.rows import CODES
 
-# the type that ggml's CPU rounds columns to, for each type of weights (type_traits_cpu.vec_dot_type)
-_ROUNDED = {
-    "f32": "f32",
-    "f16": "f16",
-    "bf16": "bf16",
-    "q8_0": "q1_0 q2_0 q4_0 q5_0 q8_0 mxfp4 nvfp4 iq4_nl",
-    "q8_1": "q4_1 q5_1",
-    "q8_K": "q2_K q3_K q4_K q5_K q6_K iq2_xxs iq2_xs iq3_xxs iq3_s iq2_s iq1_s iq1_m iq4_xs tq1_0 tq2_0",
-}
-VEC_DOT = {weights: rounded for rounded, names in _ROUNDED.items() for weights in names.split()}
-
-_MANY = 8  # columns from which on BLAS is the faster way
-_MANY_OF_INTEGERS = 32  # the same beside integer dots, of a processor that does not multiply bytes
-_TILE_BYTES = 1 << 20  # of dequantised weights
-_WEIGHT = 8  # a byte of weights is as much work as so many that are moved
-_QUANTS_AT = {"q8_0": 2, "q4_0": 2, "q4_1": 4, "q5_0": 6, "q5_1": 8}  # bytes from the start of a block
 _COLUMN_TYPES = {*ROUNDINGS} - {"q8_1", "q8_K"}  # ggml has no to_float of these
 HADAMARD = 1  # GGML_HINT_SRC0_IS_HADAMARD
 
@@ -119,16 +97,9 @@ def _refuse_mul_mat_id(dst: Tensor, a: Tensor, b: Tensor, ids: Tensor) -> str | 
     return _refuse(dst, a, b)
 
 
-def _least(a: Tensor) -> int:
-    """The least number of columns that go to BLAS."""
-    if a.type in DOTS:
-        return sys.maxsize if dots_bytes() else _MANY_OF_INTEGERS
-    return _MANY
-
-
 def _rounds(a: Tensor, b: Tensor, n_columns: int, numerics: Numerics) -> bool:
     """Whether n_columns columns are rounded as the CPU rounds them."""
-    few = a.type in DOTS and n_columns < _least(a)
+    few = a.type in DOTS and n_columns < least_for_blas(a)
     return b.type in ("f32", "f16", "bf16") and (numerics.matmul == "exact" or few)
 
 
@@ -157,7 +128,7 @@ def _define_products(
         if rounded == "q8_1":
             sums = blocks.reshape(len(x), -1, 36)[..., 2:4].copy().view(np.float16)[..., 0]
             below = sums - x.reshape(len(x), -1, 32).sum(-1)
-    rows = max(1, _TILE_BYTES // (4 * a.ne[0]))
+    rows = max(1, TILE_BYTES // (4 * a.ne[0]))
     matrix = a.view()[index]
     for first in range(0, a.ne[1], rows):
         tile = matrix[None, None, first : first + rows]
@@ -216,101 +187,19 @@ def mul_mat_id(dst: Tensor, a: Tensor, b: Tensor, ids: Tensor, numerics: Numeric
         dst.view()[0, token, slot] = y
 
 
-def fits_blocks(type: str, k: int, n_rows: int, n_columns: int, numerics: Numerics) -> bool:
-    """Whether ggml's CPU multiplies blocks of rows and columns of k elements (llamafile_sgemm), and that exactly."""
-    in_halves = type == "f16" and numerics.blocks_in_halves
-    least = 8 if in_halves else 4 if LANES == 4 else 2
-    return n_columns >= least and k % (HALVES if in_halves else LANES) == 0 and n_rows % GROUP == 0
-
-
-def _as_blocks(a: Tensor, b: Tensor, numerics: Numerics) -> bool:
-    """Whether blocks are multiplied as ggml's CPU multiplies them."""
-    together = b.is_contiguous() or b.type != a.type
-    exact = numerics.matmul == "exact" and a.type in ("f16", "f32") and together
-    return exact and fits_blocks(a.type, a.ne[0], a.ne[1], b.ne[1], numerics)
-
-
-def _bind(dst: Tensor, a: Tensor, b: Tensor, ids: Tensor | None, numerics: Numerics) -> Work | None:
-    k, n_rows, n_matrices = a.ne[0], a.ne[1], a.ne[2] * a.ne[3]
-    n_columns = b.ne[1] * b.ne[2] * b.ne[3] // n_matrices if ids is None else ids.n_elements
-    to_float = 0 if a.type in CODES else numerics.to_float.get(a.type, 0)
-    decodes = a.type in CODES or to_float != 0
-    plain = b.type in ("f32", "f16", "bf16")
-    dots_code = DOTS.get(a.type, NO_DOTS) if plain else NO_DOTS
-    if b.type not in CODES or not (decodes or dots_code):
-        return None
-    exact = numerics.matmul == "exact"
-    blas = decodes and n_columns >= _least(a) and not (exact and (dots_code or a.type in ("f16", "f32")))
-    sgemm = numerics.sgemm if blas else 0
-    as_blocks = ids is None and _as_blocks(a, b, numerics)
-    if sgemm or as_blocks:
-        tile_rows = min(256, max(64, _TILE_BYTES // (4 * k)), -(-n_rows // 64) * 16)
-    else:
-        tile_rows = max(16, -(-n_rows // 128) * 16 if n_matrices > 1 else 16)
-    rounding = ROUNDINGS[VEC_DOT[a.type]]
-    of = Products(
-        n_matrices=n_matrices,
-        n_rows=n_rows,
-        k=k,
-        n_columns=n_columns,
-        tile_rows=tile_rows,
-        src0=a.place,
-        src0_ne2=a.ne[2],
-        code=CODES.get(a.type, -1),
-        packed=0 if a.packed is None else a.packed.address,
-        n_packed=0 if a.packed is None else a.packed.n_blocks,
-        to_float=to_float,
-        weights=_weights(a, dots_code),
-        src1=b.place,
-        ne1=b.ne[1:],
-        src1_code=CODES[b.type],
-        dst=dst.place,
-        ids=Place(0, (0, 0, 0, 0)) if ids is None else ids.place,
-        ids_ne=(0, 0) if ids is None else ids.ne[:2],
-        rounding=rounding,
-        rounds=plain and exact,
-        line=bytes_of_a_column(rounding, k),
-        q8=quant.ROUNDINGS.index(numerics.rounding),
-        fused=numerics.fuses,
-        sgemm=sgemm,
-        least=_least(a) if sgemm else 0,
-        by_block=not exact,
-        as_blocks=as_blocks,
-        in_halves=exact and a.type == "f16" and (numerics.blocks_in_halves if as_blocks else numerics.dots_in_halves),
-    )
-    n_units = -(-n_rows // tile_rows) * n_matrices
-    n_bytes = _WEIGHT * n_matrices * n_rows * (a.nb[1] + k * n_columns // 4)
-    return Work(products, of, n_units, n_bytes, scratch=scratch_of(of), keep=(dst, a, b, ids))
-
-
-def _weights(a: Tensor, code: int) -> Weights:
-    """Addresses of the scales and quants of src0's rows, for its integer dots."""
-    unit, n_blocks = a.codec.block_bytes, a.ne[0] // a.codec.block_size
-    if a.packed is None:
-        quants = Place(a.address + _QUANTS_AT.get(a.type, 0), a.nb)
-        return Weights(code, a.place, quants, Steps(unit, unit, a.nb[1], a.nb[1], n_blocks))
-    payload, first = unit - 2, (a.address - a.packed.address) // unit
-    _, row, matrix, batch = (nb // unit for nb in a.nb)
-    at = a.packed.address + payload * a.packed.n_blocks + 2 * first
-    scales = Place(at, (2, 2 * row, 2 * matrix, 2 * batch))
-    quants = Place(a.packed.address + payload * first, (payload, payload * row, payload * matrix, payload * batch))
-    steps = Steps(2, payload, 2 * row, payload * row, n_blocks)
-    return Weights(Q4_0_PACKED if a.type == "q4_0" else code, scales, quants, steps)
-
-
 @mul_mat.compiled
 def _mul_mat(dst: Tensor, a: Tensor, b: Tensor, params: MulMat, numerics: Numerics) -> Call | None:
     if params.hint == HADAMARD:
         of = Transform(b.ne, CODES[b.type], b.place, dst.place)
         n_rows = b.ne[1] * b.ne[2] * b.ne[3]
         return Job(Work(transform, of, n_rows, 4 * dst.n_elements * b.ne[0].bit_length(), keep=(dst, b)))
-    work = _bind(dst, a, b, None, numerics)
+    work = bind(dst, a, b, None, numerics)
     return None if work is None else Job(work)
 
 
 @mul_mat_id.compiled
 def _mul_mat_id(dst: Tensor, a: Tensor, b: Tensor, ids: Tensor, numerics: Numerics) -> Call | None:
-    work = _bind(dst, a, b, ids, numerics)
+    work = bind(dst, a, b, ids, numerics)
     return None if work is None else Job(ids_check(ids, a.ne[2]), work)
 
 
@@ -319,7 +208,7 @@ def _mul_mat_id(dst: Tensor, a: Tensor, b: Tensor, ids: Tensor, numerics: Numeri
 
 def _exact_rows(weights: Tensor, i3: int, i2: int) -> Iterator[tuple[slice, Exact]]:
     """The rows of a matrix of weights, a tile at a time."""
-    step = max(1, _TILE_BYTES // max(1, weights.ne[0]))
+    step = max(1, TILE_BYTES // max(1, weights.ne[0]))
     for begin in range(0, weights.ne[1], step):
         rows = slice(begin, min(begin + step, weights.ne[1]))
         at = weights.offset + i3 * weights.nb[3] + i2 * weights.nb[2] + begin * weights.nb[1]
@@ -452,7 +341,7 @@ def _is_other(dst: Tensor, a: Tensor, b: Tensor) -> bool:
 
 
 def _has_few(dst: Tensor, a: Tensor, b: Tensor, ids: Tensor | None = None) -> bool:
-    return b.ne[1] < _MANY
+    return b.ne[1] < MANY
 
 
 def _has_many(dst: Tensor, a: Tensor, b: Tensor, ids: Tensor | None = None) -> bool:
@@ -523,4 +412,4 @@ def _products_of_experts() -> Iterator[Probe]:
 
 def _in_tiles(dst: Tensor, a: Tensor, b: Tensor, ids: Tensor) -> bool:
     """Whether ggml's CPU multiplies tiles of an expert: it does so if enough rows of columns meet that one."""
-    return bool(np.unique(ids.view(), return_counts=True)[1].max(initial=0) >= _MANY)
+    return bool(np.unique(ids.view(), return_counts=True)[1].max(initial=0) >= MANY)

@@ -23,7 +23,7 @@ from ggml_backend_npu.backend.fusion import FUSIONS
 from ggml_backend_npu.ops import OWN
 from ggml_backend_npu.ops.attention import FlashAttn
 from ggml_backend_npu.ops.deepseek import HcPre
-from ggml_backend_npu.ops.matmul import VEC_DOT
+from ggml_backend_npu.ops.kernels.products import VEC_DOT
 from ggml_backend_npu.ops.norms import Norm
 from ggml_backend_npu.plugin.plugin import Plugin
 from ggml_backend_npu.plugin.replica import Replica

@@ -2,10 +2,26 @@
 
 from __future__ import annotations
 
+import sys
 from typing import NamedTuple
 
+import quant
+from ggml_backend_npu.ggml.numerics import Numerics
+from ggml_backend_npu.ir import Tensor
 from quant import panels, panels_fast
-from quant.dots import NO_DOTS, READY_Q8, READY_Q8_K, Steps, dots, ready_q8, ready_q8_k, rounded_q8, rounded_q8_k
+from quant.dots import (
+    DOTS,
+    NO_DOTS,
+    Q4_0_PACKED,
+    READY_Q8,
+    READY_Q8_K,
+    Steps,
+    dots,
+    ready_q8,
+    ready_q8_k,
+    rounded_q8,
+    rounded_q8_k,
+)
 from quant.kernels.jit import LINE, array_at, compiled, copy, f32_to_f16_payload, inlined, on_stack
 from quant.kernels.late import intrinsic, ir, types
 from quant.kernels.matrices import LANES, dot
@@ -20,12 +36,30 @@ from quant.kernels.orders import (
     multiply_in_halves,
 )
 from quant.kernels.records import Place, record_at, row_of, shared_record_at, size_of
-from quant.rows import decode_row, decode_run
+from quant.kernels.threads import Work
+from quant.kernels.vectors import dots_bytes
+from quant.rows import CODES, decode_row, decode_run
 from quant.runs import BF16, F16, F32, narrow_run, widen_run
 
+MANY = 8  # columns from which on BLAS is the faster way
+_MANY_OF_INTEGERS = 32  # the same beside integer dots, of a processor that does not multiply bytes
+TILE_BYTES = 1 << 20  # of dequantised weights
+_WEIGHT = 8  # a byte of weights is as much work as so many that are moved
+_QUANTS_AT = {"q8_0": 2, "q4_0": 2, "q4_1": 4, "q5_0": 6, "q5_1": 8}  # bytes from the start of a block
 _NEAR_BYTES = 1 << 18  # of columns that stay in a processor's own caches
 _SEVERAL = 3  # columns from which on rows are laid out in panels
 _CBLAS = 101, 111, 112  # row-major, as it is, transposed
+
+# the type that ggml's CPU rounds columns to, for each type of weights (type_traits_cpu.vec_dot_type)
+_ROUNDED = {
+    "f32": "f32",
+    "f16": "f16",
+    "bf16": "bf16",
+    "q8_0": "q1_0 q2_0 q4_0 q5_0 q8_0 mxfp4 nvfp4 iq4_nl",
+    "q8_1": "q4_1 q5_1",
+    "q8_K": "q2_K q3_K q4_K q5_K q6_K iq2_xxs iq2_xs iq3_xxs iq3_s iq2_s iq1_s iq1_m iq4_xs tq1_0 tq2_0",
+}
+VEC_DOT = {weights: rounded for rounded, names in _ROUNDED.items() for weights in names.split()}
 
 # how columns are rounded
 _AS_IS, _TO_F16, _TO_BF16, _TO_Q8, _TO_Q8_K = range(5)
@@ -219,8 +253,8 @@ def _multiply_integers(of, matrix, first, rows, columns, tile):
         else:
             panels.dots(code, (scales, quants, steps, first, rows), columns, tile)
     if done < rows:
-        rest = scales + done * steps.scale_row, quants + done * steps.quants_row
-        dots(code, (rest[0], rest[1], steps, first + done, rows - done), columns)
+        scales, quants = scales + done * steps.scale_row, quants + done * steps.quants_row
+        dots(code, (scales, quants, steps, first + done, rows - done), columns)
 
 
 @inlined
@@ -325,3 +359,96 @@ def products(p, begin, end, scratch):
         else:
             _multiply_rows(of, at, x, y, count, first, rows, tile)
     return 0
+
+
+# what a node binds
+
+
+def least_for_blas(a: Tensor) -> int:
+    """The least number of columns that go to BLAS."""
+    if a.type in DOTS:
+        return sys.maxsize if dots_bytes() else _MANY_OF_INTEGERS
+    return MANY
+
+
+def fits_blocks(type: str, k: int, n_rows: int, n_columns: int, numerics: Numerics) -> bool:
+    """Whether ggml's CPU multiplies blocks of rows and columns of k elements (llamafile_sgemm), and that exactly."""
+    in_halves = type == "f16" and numerics.blocks_in_halves
+    least = 8 if in_halves else 4 if LANES == 4 else 2
+    return n_columns >= least and k % (HALVES if in_halves else LANES) == 0 and n_rows % GROUP == 0
+
+
+def _as_blocks(a: Tensor, b: Tensor, numerics: Numerics) -> bool:
+    """Whether blocks are multiplied as ggml's CPU multiplies them."""
+    together = b.is_contiguous() or b.type != a.type
+    exact = numerics.matmul == "exact" and a.type in ("f16", "f32") and together
+    return exact and fits_blocks(a.type, a.ne[0], a.ne[1], b.ne[1], numerics)
+
+
+def bind(dst: Tensor, a: Tensor, b: Tensor, ids: Tensor | None, numerics: Numerics) -> Work | None:
+    """The product of a MUL_MAT, or with ids of a MUL_MAT_ID; None if no kernel has these types."""
+    k, n_rows, n_matrices = a.ne[0], a.ne[1], a.ne[2] * a.ne[3]
+    n_columns = b.ne[1] * b.ne[2] * b.ne[3] // n_matrices if ids is None else ids.n_elements
+    to_float = 0 if a.type in CODES else numerics.to_float.get(a.type, 0)
+    decodes = a.type in CODES or to_float != 0
+    plain = b.type in ("f32", "f16", "bf16")
+    dots_code = DOTS.get(a.type, NO_DOTS) if plain else NO_DOTS
+    if b.type not in CODES or not (decodes or dots_code):
+        return None
+    exact = numerics.matmul == "exact"
+    blas = decodes and n_columns >= least_for_blas(a) and not (exact and (dots_code or a.type in ("f16", "f32")))
+    sgemm = numerics.sgemm if blas else 0
+    as_blocks = ids is None and _as_blocks(a, b, numerics)
+    if sgemm or as_blocks:
+        tile_rows = min(256, max(64, TILE_BYTES // (4 * k)), -(-n_rows // 64) * 16)
+    else:
+        tile_rows = max(16, -(-n_rows // 128) * 16 if n_matrices > 1 else 16)
+    rounding = ROUNDINGS[VEC_DOT[a.type]]
+    of = Products(
+        n_matrices=n_matrices,
+        n_rows=n_rows,
+        k=k,
+        n_columns=n_columns,
+        tile_rows=tile_rows,
+        src0=a.place,
+        src0_ne2=a.ne[2],
+        code=CODES.get(a.type, -1),
+        packed=0 if a.packed is None else a.packed.address,
+        n_packed=0 if a.packed is None else a.packed.n_blocks,
+        to_float=to_float,
+        weights=_weights(a, dots_code),
+        src1=b.place,
+        ne1=b.ne[1:],
+        src1_code=CODES[b.type],
+        dst=dst.place,
+        ids=Place(0, (0, 0, 0, 0)) if ids is None else ids.place,
+        ids_ne=(0, 0) if ids is None else ids.ne[:2],
+        rounding=rounding,
+        rounds=plain and exact,
+        line=bytes_of_a_column(rounding, k),
+        q8=quant.ROUNDINGS.index(numerics.rounding),
+        fused=numerics.fuses,
+        sgemm=sgemm,
+        least=least_for_blas(a) if sgemm else 0,
+        by_block=not exact,
+        as_blocks=as_blocks,
+        in_halves=exact and a.type == "f16" and (numerics.blocks_in_halves if as_blocks else numerics.dots_in_halves),
+    )
+    n_units = -(-n_rows // tile_rows) * n_matrices
+    n_bytes = _WEIGHT * n_matrices * n_rows * (a.nb[1] + k * n_columns // 4)
+    return Work(products, of, n_units, n_bytes, scratch=scratch_of(of), keep=(dst, a, b, ids))
+
+
+def _weights(a: Tensor, code: int) -> Weights:
+    """Addresses of the scales and quants of src0's rows, for its integer dots."""
+    unit, n_blocks = a.codec.block_bytes, a.ne[0] // a.codec.block_size
+    if a.packed is None:
+        quants = Place(a.address + _QUANTS_AT.get(a.type, 0), a.nb)
+        return Weights(code, a.place, quants, Steps(unit, unit, a.nb[1], a.nb[1], n_blocks))
+    payload, first = unit - 2, (a.address - a.packed.address) // unit
+    _, row, matrix, batch = (nb // unit for nb in a.nb)
+    at = a.packed.address + payload * a.packed.n_blocks + 2 * first
+    scales = Place(at, (2, 2 * row, 2 * matrix, 2 * batch))
+    quants = Place(a.packed.address + payload * first, (payload, payload * row, payload * matrix, payload * batch))
+    steps = Steps(2, payload, 2 * row, payload * row, n_blocks)
+    return Weights(Q4_0_PACKED if a.type == "q4_0" else code, scales, quants, steps)

@@ -51,6 +51,7 @@ import quant
 from ggml_backend_npu import Node, Tensor, default_backend
 from ggml_backend_npu.ir.packed import Packed
 from ggml_backend_npu.ops import OWN, matmul
+from ggml_backend_npu.ops.kernels import products
 from ggml_backend_npu.ops.kernels.hadamard import hadamard
 from ggml_backend_npu.plugin.plugin import Plugin
 from ggml_backend_npu.registry.entry import KernelError
@@ -184,7 +185,7 @@ def assert_equal_but_for_rounding(backend: Plugin, recipe: Any, norm: Floats | f
 
 def block_of(type: str) -> int:
     """k is a multiple of it."""
-    return max(codec(type).block_size, codec(matmul.VEC_DOT[type]).block_size)
+    return max(codec(type).block_size, codec(products.VEC_DOT[type]).block_size)
 
 
 @pytest.mark.parametrize("type", OFTEN + RARE)
@@ -198,7 +199,7 @@ def test_exact_products(
 ) -> None:
     k = blocks * max(block_of(type), 24)
     recipe = Product((type, "f32"), k, n_rows, n_columns, batch, repeats, seed)
-    sums = 2 if matmul.VEC_DOT[type] == "q8_1" else 1  # of quants and of minima, which may cancel
+    sums = 2 if products.VEC_DOT[type] == "q8_1" else 1  # of quants and of minima, which may cancel
     assert_equal_but_for_rounding(backend, recipe, sums * norms(recipe, backend))
 
 
@@ -243,7 +244,7 @@ def test_many_rows_in_threads(backend: Plugin, type: str) -> None:
 def test_fast_products_of_many_columns_are_closer_to_the_truth(
     backend: Plugin, type: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    n = matmul._MANY_OF_INTEGERS + 1
+    n = products._MANY_OF_INTEGERS + 1
     recipe = Product((type, "f32"), 512, 70, n)
     exact = results(backend, recipe)
     choose(monkeypatch, matmul="fast")
@@ -371,13 +372,13 @@ def dots_of_each_type() -> dict[str, str]:
         ready, y = np.zeros(4 * k + 64, np.uint8), np.zeros(n_rows, np.float32)
         at = weights.ctypes.data
         arrays = ready.ctypes.data, y.ctypes.data
-        quants = at + matmul._QUANTS_AT.get(type, 0)
+        quants = at + products._QUANTS_AT.get(type, 0)
         of = packed(DotsOf(code, at, quants, steps, *arrays, n_rows, x.ctypes.data, k // size, size == 256))
         where = np.zeros(2, np.int64)
         _dots_of(of.ctypes.data, 0, 0, where.ctypes.data)
-        rounded = quant.dequantize(quant.quantize(x, matmul.VEC_DOT[type], "simd"), matmul.VEC_DOT[type])
+        rounded = quant.dequantize(quant.quantize(x, products.VEC_DOT[type], "simd"), products.VEC_DOT[type])
         rows = quant.dequantize(weights, type).reshape(n_rows, k).astype(np.float64)
-        bound = 1e-3 if matmul.VEC_DOT[type] == "q8_1" else 1e-6  # the sum beside q8_1's quants is rounded to f16
+        bound = 1e-3 if products.VEC_DOT[type] == "q8_1" else 1e-6  # the sum beside q8_1's quants is rounded to f16
         assert np.abs(y - rows @ rounded.astype(np.float64)).max() <= bound * np.linalg.norm(rows) * np.linalg.norm(x)
         found[type] = y.tobytes().hex()
         many = encoded(type, rng.standard_normal((35, k)).astype(np.float32)).reshape(35, -1)
@@ -430,7 +431,7 @@ def test_the_processors_dot_products_equal_the_portable_ones(lacking: tuple[str,
 def test_columns_are_rounded_to_the_types_that_ggml_rounds_them_to(backend: Plugin) -> None:
     ggml = backend.ggml
     names = {info.number: info.name for info in ggml.types.values()}
-    for name, rounded in matmul.VEC_DOT.items():
+    for name, rounded in products.VEC_DOT.items():
         traits = ggml.ggml_get_type_traits_cpu(ggml.type_numbers[name]).contents
         assert names[traits.vec_dot_type] == rounded
 
