@@ -284,7 +284,7 @@ class Forms:
     def __init__(self, ggml: Ggml, backend: AnyBackend, reader: GraphReader) -> None:
         self._ggml, self._backend, self._reader = ggml, backend, reader
         self._forms: dict[bytes, Form | None] = {}
-        self._plans: dict[tuple[object, bytes], Plan] = {}
+        self._plans: dict[bytes, Plan] = {}
         self._known_for: object = None
         self._are_formed = False
         self._patterns: dict[int, list[tuple[int, ...]]] = {}
@@ -301,13 +301,13 @@ class Forms:
         now = self._backend.version, self._backend.options, team
         if now != self._known_for:
             self._begin(now)
-        plan = self._plans.get((now, read.digest)) if self._plans else None
+        plan = self._plans.get(read.digest) if self._plans else None
         if plan is None:
             plan = self._planned(read, packed)
             if comes_again or plan.works is None:
                 if len(self._plans) >= MOST_PLANS:
                     self._plans.clear()
-                self._plans[now, read.digest] = plan
+                self._plans[read.digest] = plan
         return plan
 
     def _planned(self, read: GraphRead, packed: convert.PackedAt) -> Plan:
@@ -353,9 +353,10 @@ class Forms:
             return None  # bound where it lies, it names the node
 
     def _begin(self, now: object) -> None:
-        """Drops forms that were bound for something else."""
+        """Drops forms and plans that were bound for something else."""
         backend = self._backend
         self._forms.clear()
+        self._plans.clear()
         self._known_for, self._patterns, self._are_formed = now, defaultdict(list), self._may_be_formed()
         for fusion in backend.fusions if backend.fuses else ():
             numbers = tuple(self._ggml.op_numbers[name][0] for name in fusion.op_names)
