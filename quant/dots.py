@@ -1,8 +1,8 @@
 """Products of quantised rows with a quantised vector: integer dots, block by block, as ggml's CPU computes them.
 
 The vector is quantised once (`ready_q8`, `ready_q8_k`), with the rounding of the type that ggml's CPU gives it
-(vec_dot_type: q8_0, q8_1, q8_K), into blocks of a layout of its own: quants, their sums, the scale. Then `dots` gives
-its products with rows of weights, four rows at a time (two of q4_K and q6_K). Each product is a sum of integers per
+(vec_dot_type: q8_0, q8_1, q8_K), into blocks of a layout of its own: quants, their sums, the scale. Then `all_rows`
+gives products with rows of weights, four rows at a time (two of q4_K and q6_K). Each product is a sum of integers per
 block, scaled as float32 (ggml_vec_dot_q8_0_q8_0 and its siblings). Of several vectors `quant.panels` gives the same.
 """
 
@@ -17,9 +17,8 @@ from quant.kernels.late import types
 from quant.kernels.records import address_of, size_of
 from quant.kernels.vectors import BIT, FLOAT, HALF, INT8, INT32, INT64, Value, multiplies_unsigned, part
 
-# the types of rows, by number; 0 has no integer dots
-NO_DOTS, Q8_0, Q4_0, Q4_0_PACKED, Q4_1, Q5_0, Q5_1, Q4_K, Q6_K = range(9)
-DOTS = {"q8_0": Q8_0, "q4_0": Q4_0, "q4_1": Q4_1, "q5_0": Q5_0, "q5_1": Q5_1, "q4_K": Q4_K, "q6_K": Q6_K}
+PACKED = "q4_0 packed"  # as a type of rows: nibbles in the device layout
+CENTRES = {"q8_0": 128, "q4_0": 8, PACKED: 8, "q5_0": 16}  # what 0 is among the bytes that a vector is multiplied with
 
 # a block of 32 of a vector: int8 quants, 8 int32 (sums of fours of them, times what 0 is in the rows' bytes), the
 # float32 scale 8 times, scale * sum of all, the sum of the int32; so long that no vector crosses a cache line
@@ -89,20 +88,19 @@ def _sums_of_16(quants, target):
 
 
 @inlined
-def ready_q8(x, target, n_blocks, rounding, code):
+def ready_q8(x, target, n_blocks, rounding, centre):
     """Quantises n_blocks of 32 float32 at address x as q8_0 and q8_1 do. Target gets READY_Q8 bytes a block.
 
     rounding  one of ROUNDINGS, by its place there
-    code  the type of the rows that it is multiplied with, a value of `DOTS` or Q4_0_PACKED
+    centre    of the rows that it is multiplied with, one of CENTRES, or 0
     """
-    centre = types.int64(-128 if code == Q8_0 else -16 if code == Q5_0 else -8 if code in (Q4_0, Q4_0_PACKED) else 0)
     for i in range(n_blocks):
         if rounding == _NEON:
-            _ready_neon(x + 128 * i, target + READY_Q8 * i, centre)
+            _ready_neon(x + 128 * i, target + READY_Q8 * i, types.int64(-centre))
         elif rounding == _SIMD:
-            _ready_simd(x + 128 * i, target + READY_Q8 * i, centre)
+            _ready_simd(x + 128 * i, target + READY_Q8 * i, types.int64(-centre))
         else:
-            _ready_reference(x + 128 * i, target + READY_Q8 * i, centre)
+            _ready_reference(x + 128 * i, target + READY_Q8 * i, types.int64(-centre))
 
 
 @inlined
@@ -150,7 +148,7 @@ def rounded_q8_k(source, target, n_blocks):
 
 
 class Steps(NamedTuple):
-    """How `dots` goes through rows of blocks, in bytes.
+    """How products go through rows of blocks, in bytes.
 
     scale, quants  from the scale and the quants of a block to those of the next block
     scale_row, quants_row  the same from one row to the next
@@ -328,31 +326,39 @@ def _dots_q6_k(n_rows):
     return dots
 
 
-_ROWS, _ROWS_K = 4, 2  # at a time
-
-
-def _kernels(dots, n_rows, *of):
-    """For several rows times a vector, and for one."""
-    return dots(n_rows, *of), dots(1, *of)
+def _kernels(dots, at_once, *of):
+    """For several rows times a vector, and for one; how many rows are several."""
+    return dots(at_once, *of), dots(1, *of), at_once
 
 
 def _with_minimum(n_rows, quants):
     return _dots_32(n_rows, quants, has_minimum=True)
 
 
-_four_q8_0, _one_q8_0 = _kernels(_dots_32, _ROWS, quants_q8_0)
-_four_q4_0, _one_q4_0 = _kernels(_dots_32, _ROWS, quants_q4)
-_four_packed, _one_packed = _kernels(_dots_32, _ROWS, quants_q4_packed)
-_four_q4_1, _one_q4_1 = _kernels(_with_minimum, _ROWS, quants_q4)
-_four_q5_0, _one_q5_0 = _kernels(_dots_32, _ROWS, quants_q5)
-_four_q5_1, _one_q5_1 = _kernels(_with_minimum, _ROWS, quants_q5)
-_two_q4_k, _one_q4_k = _kernels(_dots_q4_k, _ROWS_K)
-_two_q6_k, _one_q6_k = _kernels(_dots_q6_k, _ROWS_K)
+DOTS = {
+    "q8_0": _kernels(_dots_32, 4, quants_q8_0),
+    "q4_0": _kernels(_dots_32, 4, quants_q4),
+    "q4_1": _kernels(_with_minimum, 4, quants_q4),
+    "q5_0": _kernels(_dots_32, 4, quants_q5),
+    "q5_1": _kernels(_with_minimum, 4, quants_q5),
+    "q4_K": _kernels(_dots_q4_k, 2),
+    "q6_K": _kernels(_dots_q6_k, 2),
+}
+DOTS_PACKED = _kernels(_dots_32, 4, quants_q4_packed)
 
 
 @inlined
-def _all_rows(kernels, at_once, rows, columns):
-    several, one = kernels
+def all_rows(kernels, rows, columns):
+    """Products of rows with vectors made by `ready_q8` or `ready_q8_k`, as float32. A product is the same number
+    however many rows and vectors there are.
+
+    kernels  an entry of `DOTS`
+    rows     (scale, quants, steps, first, n): addresses of the scale and the quants in the first row's first block, of
+             the block itself for q4_K and q6_K; a `Steps` record in memory; the place of the first row's result in a
+             vector's results; how many rows there are
+    columns  (y, target, n): addresses of n addresses of the vectors' blocks, and of n of their results
+    """
+    several, one, at_once = kernels
     scale, quants, steps, first, n_rows = rows
     y, target, n_columns = columns
     at = address_of(steps)
@@ -364,32 +370,3 @@ def _all_rows(kernels, at_once, rows, columns):
         while row < n_rows:
             one(scale + row * steps.scale_row, quants + row * steps.quants_row, at, x, to, 4 * (first + row))
             row += 1
-
-
-@inlined
-def dots(code, rows, columns):
-    """Products of rows with vectors made by `ready_q8` or `ready_q8_k`, as float32. A product is the same number
-    however many rows and vectors there are.
-
-    code     the type of the rows, a value of `DOTS` or Q4_0_PACKED
-    rows     (scale, quants, steps, first, n): addresses of the scale and the quants in the first row's first block, of
-             the block itself for q4_K and q6_K; a `Steps` record in memory; the place of the first row's result in a
-             vector's results; how many rows there are
-    columns  (y, target, n): addresses of n addresses of the vectors' blocks, and of n of their results
-    """
-    if code == Q8_0:
-        _all_rows((_four_q8_0, _one_q8_0), _ROWS, rows, columns)
-    elif code == Q4_0:
-        _all_rows((_four_q4_0, _one_q4_0), _ROWS, rows, columns)
-    elif code == Q4_0_PACKED:
-        _all_rows((_four_packed, _one_packed), _ROWS, rows, columns)
-    elif code == Q4_1:
-        _all_rows((_four_q4_1, _one_q4_1), _ROWS, rows, columns)
-    elif code == Q5_0:
-        _all_rows((_four_q5_0, _one_q5_0), _ROWS, rows, columns)
-    elif code == Q5_1:
-        _all_rows((_four_q5_1, _one_q5_1), _ROWS, rows, columns)
-    elif code == Q4_K:
-        _all_rows((_two_q4_k, _one_q4_k), _ROWS_K, rows, columns)
-    else:
-        _all_rows((_two_q6_k, _one_q6_k), _ROWS_K, rows, columns)

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 from itertools import product
 
-from quant import dots as rows_
 from quant.dots import (
     LARGEST,
     N_STEPS,
+    PACKED,
     READY_Q8,
     READY_Q8_K,
     SCALE,
@@ -146,7 +146,7 @@ def _added_up(sums):
 
 
 @part
-def lay_q4_k(first, _, steps, panel):
+def _lay_q4_k(first, _, steps, panel):
     """Lays out rows of q4_K."""
     step, _, row_step, _, n = (steps.number_at(i) for i in range(N_STEPS))
 
@@ -169,7 +169,7 @@ def lay_q4_k(first, _, steps, panel):
 
 
 @part
-def lay_q6_k(first, _, steps, panel):
+def _lay_q6_k(first, _, steps, panel):
     """Lays out rows of q6_K."""
     step, _, row_step, _, n = (steps.number_at(i) for i in range(N_STEPS))
 
@@ -281,12 +281,33 @@ def _of_twos(factors, numbers):
     return [a.fused_multiply_add(b, c * d) for (a, b), (c, d) in zip(pairs[::2], pairs[1::2], strict=True)]
 
 
-_several_q8_0, _one_q8_0 = _dots_32(COLUMNS, positive=False), _dots_32(1, positive=False)
-_several_plain, _one_plain = _dots_32(COLUMNS), _dots_32(1)
-_several_minimum, _one_minimum = _dots_32(COLUMNS, has_minimum=True), _dots_32(1, has_minimum=True)
-_one_q4_k, _one_q6_k = _dots_k(n_scales=8), _dots_k(n_scales=16)
-lay_q8_0, lay_q4_0, lay_packed, lay_q5_0 = map(_lay_32, (quants_q8_0, quants_q4, quants_q4_packed, quants_q5))
-lay_q4_1, lay_q5_1 = (_lay_32(quants, has_minimum=True) for quants in (quants_q4, quants_q5))
+LAYS = {
+    "q8_0": _lay_32(quants_q8_0),
+    "q4_0": _lay_32(quants_q4),
+    PACKED: _lay_32(quants_q4_packed),
+    "q4_1": _lay_32(quants_q4, has_minimum=True),
+    "q5_0": _lay_32(quants_q5),
+    "q5_1": _lay_32(quants_q5, has_minimum=True),
+    "q4_K": _lay_q4_k,
+    "q6_K": _lay_q6_k,
+}
+"""What lays out rows of a type: lay(scale, quants, steps, panel)."""
+
+_signed = _dots_32(COLUMNS, positive=False), _dots_32(1, positive=False), COLUMNS
+_plain = _dots_32(COLUMNS), _dots_32(1), COLUMNS
+_with_minima = _dots_32(COLUMNS, has_minimum=True), _dots_32(1, has_minimum=True), COLUMNS
+_of_q4_k, _of_q6_k = _dots_k(n_scales=8), _dots_k(n_scales=16)
+PANELS = {
+    "q8_0": _signed,
+    "q4_0": _plain,
+    PACKED: _plain,
+    "q4_1": _with_minima,
+    "q5_0": _plain,
+    "q5_1": _with_minima,
+    "q4_K": (_of_q4_k, _of_q4_k, 1),
+    "q6_K": (_of_q6_k, _of_q6_k, 1),
+}
+"""What multiplies a panel with several vectors, and with one; how many are several."""
 
 
 def bytes_of(k: int) -> int:
@@ -295,8 +316,13 @@ def bytes_of(k: int) -> int:
 
 
 @inlined
-def _all_panels(kernels, at_once, rows, columns, panel):
-    lay, several, one = kernels
+def all_panels(kernels, rows, columns, panel):
+    """As `quant.dots.all_rows`, for several vectors; of the rows those that fill whole panels.
+
+    kernels  (lay, several, one, at_once): entries of `LAYS` and `PANELS`
+    panel    the address of `bytes_of` bytes to work in, at the begin of a cache line
+    """
+    lay, several, one, at_once = kernels
     scale, quants, steps, first, n_rows = rows
     y, target, n_columns = columns
     at = address_of(steps)
@@ -312,27 +338,3 @@ def _all_panels(kernels, at_once, rows, columns, panel):
             while column < end:
                 one(panel, at, y + 8 * column, target + 8 * column, offset)
                 column += 1
-
-
-@inlined
-def dots(code, rows, columns, panel):
-    """As `quant.dots.dots`, for several vectors; of the rows those that fill whole panels.
-
-    panel  the address of `bytes_of` bytes to work in, at the begin of a cache line
-    """
-    if code == rows_.Q8_0:
-        _all_panels((lay_q8_0, _several_q8_0, _one_q8_0), COLUMNS, rows, columns, panel)
-    elif code == rows_.Q4_0:
-        _all_panels((lay_q4_0, _several_plain, _one_plain), COLUMNS, rows, columns, panel)
-    elif code == rows_.Q4_0_PACKED:
-        _all_panels((lay_packed, _several_plain, _one_plain), COLUMNS, rows, columns, panel)
-    elif code == rows_.Q4_1:
-        _all_panels((lay_q4_1, _several_minimum, _one_minimum), COLUMNS, rows, columns, panel)
-    elif code == rows_.Q5_0:
-        _all_panels((lay_q5_0, _several_plain, _one_plain), COLUMNS, rows, columns, panel)
-    elif code == rows_.Q5_1:
-        _all_panels((lay_q5_1, _several_minimum, _one_minimum), COLUMNS, rows, columns, panel)
-    elif code == rows_.Q4_K:
-        _all_panels((lay_q4_k, _one_q4_k, _one_q4_k), 1, rows, columns, panel)
-    else:
-        _all_panels((lay_q6_k, _one_q6_k, _one_q6_k), 1, rows, columns, panel)

@@ -9,35 +9,14 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-from quant import dots as rows_
-from quant.dots import N_STEPS, READY_Q8, READY_Q8_K, SCALE, SCALE_K, SCALED_SUM, SUMS_K, TOTAL, columns_of
+from quant.dots import N_STEPS, PACKED, READY_Q8, READY_Q8_K, SCALE, SCALE_K, SCALED_SUM, SUMS_K, TOTAL, columns_of
 from quant.kernels.jit import inlined
 from quant.kernels.records import address_of
 from quant.kernels.vectors import FLOAT, INT32, INT64, adds_pairs, multiplies_unsigned, part
-from quant.panels import (
-    BLOCK,
-    BLOCK_K,
-    D_K,
-    D_MINIMA_K,
-    MINIMA_K,
-    MINIMUM,
-    NEAR,
-    ROWS,
-    SCALES_K,
-    WORD,
-    D,
-    centres_at,
-    lay_packed,
-    lay_q4_0,
-    lay_q4_1,
-    lay_q4_k,
-    lay_q5_0,
-    lay_q5_1,
-    lay_q6_k,
-    lay_q8_0,
-)
+from quant.panels import BLOCK, BLOCK_K, D_K, D_MINIMA_K, MINIMA_K, MINIMUM, NEAR, ROWS, SCALES_K, WORD, D, centres_at
 
-COLUMNS = 4  # vectors at a time
+COLUMNS = 4  # vectors at a time, or FEW
+FEW = 2
 
 
 def _words_of(block, first, count):
@@ -45,13 +24,13 @@ def _words_of(block, first, count):
     return [(block + 4 * (first + j)).load(INT32).filled(ROWS).as_bytes() for j in range(count)]
 
 
-def _dots_32(largest, *, has_minimum=False):
+def _dots_32(n_columns, largest, *, has_minimum=False):
     """For rows in blocks of 32, whose bytes are at most `largest`; 0: they are signed."""
 
     @part
     def dots(panel, steps, y, target, offset):
         n = steps.number_at(N_STEPS - 1)
-        columns, targets = columns_of(y, target, offset, COLUMNS)
+        columns, targets = columns_of(y, target, offset, n_columns)
         none = y.zeros(INT32, ROWS)
         has_centre = not has_minimum and (largest > 0 or multiplies_unsigned())
 
@@ -72,20 +51,20 @@ def _dots_32(largest, *, has_minimum=False):
                     added[-1] = minimum.fused_multiply_add(scaled.filled(ROWS), added[-1])
             return added
 
-        for to, total in zip(targets, n.count(add, *[y.zeros(FLOAT, ROWS)] * COLUMNS), strict=True):
+        for to, total in zip(targets, n.count(add, *[y.zeros(FLOAT, ROWS)] * n_columns), strict=True):
             to.store(total)
 
     return dots
 
 
-def _dots_k(largest, *, n_scales):
+def _dots_k(n_columns, largest, *, n_scales):
     """For rows in blocks of 256: 8 scales and minima (q4_K), or 16 scales and a centre of 32 (q6_K)."""
     has_minimum = n_scales == 8
 
     @part
     def dots(panel, steps, y, target, offset):
         n, eight = steps.number_at(N_STEPS - 1), y.zeros(INT64).as_address() + 8
-        columns, targets = columns_of(y, target, offset, COLUMNS)
+        columns, targets = columns_of(y, target, offset, n_columns)
         none, zero = y.zeros(INT32, ROWS), y.zeros(FLOAT, ROWS)
         kind, start = (INT32, none) if adds_pairs() else (FLOAT, zero)
 
@@ -116,7 +95,7 @@ def _dots_k(largest, *, n_scales):
                 return added
 
             added = []
-            parts = eight.count(add_part, *[start, zero] * COLUMNS)
+            parts = eight.count(add_part, *[start, zero] * n_columns)
             d = (at + D_K).load(FLOAT, ROWS)
             lowered = (at + D_MINIMA_K).load(FLOAT, ROWS) * -1.0 if has_minimum else d * -32.0
             for block, total, below, whole in zip(blocks, parts[::2], parts[1::2], sums, strict=True):
@@ -125,20 +104,38 @@ def _dots_k(largest, *, n_scales):
                 added.append(below.fused_multiply_add(lowered * y_scale, products))
             return added
 
-        for to, total in zip(targets, n.count(add, *[zero] * COLUMNS), strict=True):
+        for to, total in zip(targets, n.count(add, *[zero] * n_columns), strict=True):
             to.store(total)
 
     return dots
 
 
-_dots_q8_0, _dots_4_bits, _dots_5_bits = _dots_32(0), _dots_32(15), _dots_32(31)
-_dots_q4_1, _dots_q5_1 = _dots_32(15, has_minimum=True), _dots_32(31, has_minimum=True)
-_dots_q4_k, _dots_q6_k = _dots_k(15, n_scales=8), _dots_k(63, n_scales=16)
+def _kernels(ready, dots, *kind, **more):
+    """For COLUMNS vectors, and for FEW; the bytes of a vector's block."""
+    return dots(COLUMNS, *kind, **more), dots(FEW, *kind, **more), ready
+
+
+_4_bits = _kernels(READY_Q8, _dots_32, 15)
+PANELS = {
+    "q8_0": _kernels(READY_Q8, _dots_32, 0),
+    "q4_0": _4_bits,
+    PACKED: _4_bits,
+    "q4_1": _kernels(READY_Q8, _dots_32, 15, has_minimum=True),
+    "q5_0": _kernels(READY_Q8, _dots_32, 31),
+    "q5_1": _kernels(READY_Q8, _dots_32, 31, has_minimum=True),
+    "q4_K": _kernels(READY_Q8_K, _dots_k, 15, n_scales=8),
+    "q6_K": _kernels(READY_Q8_K, _dots_k, 63, n_scales=16),
+}
+"""What multiplies a panel with COLUMNS vectors, and with FEW; the bytes of a block of a vector."""
 
 
 @inlined
-def _all_panels(kernels, ready, rows, columns, panel):
-    lay, several = kernels
+def all_panels(kernels, rows, columns, panel):
+    """As `quant.panels.all_panels`, for FEW vectors or more, but for the rounding of the sums.
+
+    kernels  (lay, four, two, ready): entries of `quant.panels.LAYS` and of `PANELS`
+    """
+    lay, four, two, ready = kernels
     scale, quants, steps, first, n_rows = rows
     y, target, n_columns = columns
     at = address_of(steps)
@@ -147,27 +144,10 @@ def _all_panels(kernels, ready, rows, columns, panel):
         end = min(begin + together, n_columns)
         for row in range(0, n_rows // ROWS * ROWS, ROWS):
             lay(scale + row * steps.scale_row, quants + row * steps.quants_row, at, panel)
-            for column in range(begin, end, COLUMNS):
-                c = min(column, n_columns - COLUMNS)  # the last ones may have been there before
-                several(panel, at, y + 8 * c, target + 8 * c, 4 * (first + row))
-
-
-@inlined
-def dots(code, rows, columns, panel):
-    """As `quant.panels.dots`, for COLUMNS vectors or more, but for the rounding of the sums."""
-    if code == rows_.Q8_0:
-        _all_panels((lay_q8_0, _dots_q8_0), READY_Q8, rows, columns, panel)
-    elif code == rows_.Q4_0:
-        _all_panels((lay_q4_0, _dots_4_bits), READY_Q8, rows, columns, panel)
-    elif code == rows_.Q4_0_PACKED:
-        _all_panels((lay_packed, _dots_4_bits), READY_Q8, rows, columns, panel)
-    elif code == rows_.Q4_1:
-        _all_panels((lay_q4_1, _dots_q4_1), READY_Q8, rows, columns, panel)
-    elif code == rows_.Q5_0:
-        _all_panels((lay_q5_0, _dots_5_bits), READY_Q8, rows, columns, panel)
-    elif code == rows_.Q5_1:
-        _all_panels((lay_q5_1, _dots_q5_1), READY_Q8, rows, columns, panel)
-    elif code == rows_.Q4_K:
-        _all_panels((lay_q4_k, _dots_q4_k), READY_Q8_K, rows, columns, panel)
-    else:
-        _all_panels((lay_q6_k, _dots_q6_k), READY_Q8_K, rows, columns, panel)
+            offset, at_once = 4 * (first + row), COLUMNS if n_columns >= COLUMNS else FEW
+            for column in range(begin, end, at_once):
+                c = min(column, n_columns - at_once)  # the last ones may have been there before
+                if n_columns >= COLUMNS:
+                    four(panel, at, y + 8 * c, target + 8 * c, offset)
+                else:
+                    two(panel, at, y + 8 * c, target + 8 * c, offset)

@@ -210,6 +210,7 @@ OF_THE_PROCESS = {
 # the same, kept by `@cache`: functions that return what changes
 KEPT = {
     "quant/longtail.py _found": "who finds a ggml, by what is installed",
+    "quant/products.py product": "the C function of a type of rows",
     "quant/kernels/words.py fields_of": "of a record's class, which does not change",
     "quant/kernels/objects.py linker": "of the process's environment, as it was when a kernel was compiled first",
     "quant/kernels/processor.py _host": "the processor of this machine",
@@ -378,7 +379,7 @@ WITHOUT_TESTS = {
     "graph_runner/run": "llama_log model observing placement sampling session token_graph",
     "graph_runner/tools": "battery examination prediction",
     "graph_runner/trace": "capturing format reading replaying taken writing",
-    "quant": "blocks codec conversions dots errors rows runs scalars",
+    "quant": "blocks codec conversions errors rows runs scalars",
     "quant/kernels": "cache compiler jit llvm matrices orders record_types records vectors words",
 }
 

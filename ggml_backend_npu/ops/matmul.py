@@ -3,14 +3,14 @@
 GGML_NPU_MATMUL says how weights are multiplied. exact: the columns are rounded to the type that ggml's CPU
 rounds them to (`VEC_DOT`), so that the result is the CPU's but for the rounding of the sum; the very bytes if rows
 are multiplied as integers, and, with AVX2 or AVX-512, for f16 and f32 weights (`quant.kernels.orders`; f32 rows in
-whole 64s). fast: the same, but that the sums of several columns are rounded otherwise (`quant.panels_fast`), and that
-many columns of other weights are not rounded, and are multiplied with tiles of dequantised weights, which is closer to
-the true product than the CPU, and not equal to it. A processor that does not multiply bytes takes this way of integers
-too.
+whole 64s). fast: the same, but that sums are rounded less often (`quant.panels_fast` for two columns and more,
+`quant.dots_fast` for one), and that many columns of other weights are not rounded, and are multiplied with tiles of
+dequantised weights: both are closer to the true product than the CPU, and not equal to it. A processor that does not
+multiply bytes takes this way of integers too.
 
 One kernel does both ops and both ways. A matrix of src0 is multiplied with the columns that belong to it: those of its
 part of the batch, or those whose ids name it. Rows of q8_0, q4_0, q4_1, q5_0, q5_1, q4_K and q6_K are multiplied as
-integers (`quant.dots`, `quant.panels`), others are dequantised, a row or a tile at a time; many columns go to BLAS
+integers (`quant.products`), others are dequantised, a row or a tile at a time; many columns go to BLAS
 (cblas_sgemm, which every thread calls for its own tiles).
 
 A MUL_MAT may say by a hint that its src0 is a Hadamard matrix. As on ggml's CPU, rows are then transformed fast, and

@@ -99,7 +99,7 @@ of its parameters (`quant.kernels.records`), scratch that of the memory that its
 it cannot do it what its work makes an error of."""
 
 
-def _caller(n: int) -> Callable[..., Any]:
+def caller(n: int) -> Callable[..., Any]:
     """The code of a call of the function at an address, of n int64."""
 
     def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
@@ -113,13 +113,13 @@ def _caller(n: int) -> Callable[..., Any]:
 @intrinsic
 def call_kernel(typing_context: Any, kernel: Any, parameters: Any, begin: Any, end: Any, scratch: Any) -> Any:
     """Calls the kernel at an address; returns what it returns."""
-    return types.int64(*[types.int64] * 5), _caller(4)
+    return types.int64(*[types.int64] * 5), caller(4)
 
 
 @intrinsic
 def call_elementwise(typing_context: Any, function: Any, constants: Any, to: Any, x: Any, y: Any, n: Any) -> Any:
     """Calls the `elementwise` function at an address; returns what it returns."""
-    return types.int64(*[types.int64] * 6), _caller(5)
+    return types.int64(*[types.int64] * 6), caller(5)
 
 
 @intrinsic

@@ -8,15 +8,14 @@ from typing import NamedTuple
 import quant
 from ggml_backend_npu.ggml.numerics import Numerics
 from ggml_backend_npu.ir import Tensor
-from quant import panels, panels_fast
+from quant import panels
 from quant.dots import (
+    CENTRES,
     DOTS,
-    NO_DOTS,
-    Q4_0_PACKED,
+    PACKED,
     READY_Q8,
     READY_Q8_K,
     Steps,
-    dots,
     ready_q8,
     ready_q8_k,
     rounded_q8,
@@ -35,9 +34,10 @@ from quant.kernels.orders import (
     multiply_f32,
     multiply_in_halves,
 )
-from quant.kernels.records import Place, record_at, row_of, shared_record_at, size_of
+from quant.kernels.records import Place, address_of, record_at, row_of, shared_record_at, size_of
 from quant.kernels.threads import Work
 from quant.kernels.vectors import dots_bytes
+from quant.products import multiply_at, product
 from quant.rows import CODES, decode_row, decode_run
 from quant.runs import BF16, F16, F32, narrow_run, widen_run
 
@@ -47,7 +47,6 @@ TILE_BYTES = 1 << 20  # of dequantised weights
 _WEIGHT = 8  # a byte of weights is as much work as so many that are moved
 _QUANTS_AT = {"q8_0": 2, "q4_0": 2, "q4_1": 4, "q5_0": 6, "q5_1": 8}  # bytes from the start of a block
 _NEAR_BYTES = 1 << 18  # of columns that stay in a processor's own caches
-_SEVERAL = 3  # columns from which on rows are laid out in panels
 _CBLAS = 101, 111, 112  # row-major, as it is, transposed
 
 # the type that ggml's CPU rounds columns to, for each type of weights (type_traits_cpu.vec_dot_type)
@@ -107,7 +106,7 @@ def _round(rounding, q8, fused, work, k, row):
         narrow_run(row, types.int64(BF16), work, types.int64(2), k)
         widen_run(types.int64(BF16), work, types.int64(2), row, k)
     elif rounding == _TO_Q8:
-        ready_q8(row, work, k // 32, q8, NO_DOTS)
+        ready_q8(row, work, k // 32, q8, types.int64(0))
         rounded_q8(work, row, k // 32)
     elif rounding == _TO_Q8_K:
         ready_q8_k(row, work, k // 256, fused)
@@ -115,9 +114,15 @@ def _round(rounding, q8, fused, work, k, row):
 
 
 class Weights(NamedTuple):
-    """Rows of src0, as its integer dots read them: their scales, their quants and the steps of `dots`."""
+    """Rows of src0 that are multiplied as integers.
 
-    code: int
+    product  the address of the `quant.products.product` of their type; 0: they are not multiplied so
+    centre   as `ready_q8` takes it
+    scales, quants, steps  as `quant.dots.all_rows` takes them
+    """
+
+    product: int
+    centre: int
     scales: Place
     quants: Place
     steps: Steps
@@ -133,7 +138,6 @@ class Products(NamedTuple):
     line        bytes of a prepared column
     q8, fused   how ggml's own quantisers round: the place in quant.ROUNDINGS; whether q8_K rounds a product once
     sgemm       address of cblas_sgemm, for `least` columns or more; 0: never
-    by_block    of several columns, the products of a block of weights are added as integers before they are scaled
     as_blocks   rows and columns are multiplied in ggml's blocks
     in_halves   products of float16 are added as float16
     """
@@ -163,7 +167,6 @@ class Products(NamedTuple):
     fused: int
     sgemm: int
     least: int
-    by_block: int
     as_blocks: int
     in_halves: int
 
@@ -237,24 +240,7 @@ def _make_ready(of, x, count, columns, work, as_integers):
         if of.rounding == _TO_Q8_K:
             ready_q8_k(source, row, of.k // 256, of.fused)
         else:
-            ready_q8(source, row, of.k // 32, of.q8, of.weights.code)
-
-
-@inlined
-def _multiply_integers(of, matrix, first, rows, columns, tile):
-    """As integers: several columns with panels of rows, what remains row by row."""
-    code, steps, i2, i3 = of.weights.code, of.weights.steps, matrix % of.src0_ne2, matrix // of.src0_ne2
-    scales, quants = row_of(of.weights.scales, first, i2, i3), row_of(of.weights.quants, first, i2, i3)
-    done = types.int64(0)
-    if columns[2] >= _SEVERAL:
-        done = rows // panels.ROWS * panels.ROWS
-        if of.by_block and columns[2] >= panels_fast.COLUMNS:
-            panels_fast.dots(code, (scales, quants, steps, first, rows), columns, tile)
-        else:
-            panels.dots(code, (scales, quants, steps, first, rows), columns, tile)
-    if done < rows:
-        scales, quants = scales + done * steps.scale_row, quants + done * steps.quants_row
-        dots(code, (scales, quants, steps, first + done, rows - done), columns)
+            ready_q8(source, row, of.k // 32, of.q8, of.weights.centre)
 
 
 @inlined
@@ -331,13 +317,13 @@ def products(p, begin, end, scratch):
     unit = begin
     while unit < end:
         matrix, first = unit % of.n_matrices, unit // of.n_matrices * of.tile_rows
-        n_units = end - unit if of.n_matrices == 1 and weights.code != NO_DOTS and of.sgemm == 0 else 1
+        n_units = end - unit if of.n_matrices == 1 and weights.product != 0 and of.sgemm == 0 else 1
         rows = min(n_units * of.tile_rows, of.n_rows - first)
         unit += n_units
         if left.matrix != matrix + 1:
             count = _find_columns(of, matrix, x, y)
             by_blas = of.sgemm != 0 and count >= of.least
-            as_integers = weights.code != NO_DOTS and not by_blas
+            as_integers = weights.product != 0 and not by_blas
             x_step = _step(x, count)
             as_is = of.src1_code == F32 and not as_integers and (of.rounding == _AS_IS or not of.rounds)
             if not as_is or (by_blas and (x_step < 4 * of.k or x_step % 4)):
@@ -351,7 +337,9 @@ def products(p, begin, end, scratch):
         i2, i3 = matrix % of.src0_ne2, matrix // of.src0_ne2
         at = row_of(src0, first, i2, i3)
         if left.as_integers != 0:
-            _multiply_integers(of, matrix, first, rows, (x_at, y_at, count), tile)
+            scales, quants = row_of(weights.scales, first, i2, i3), row_of(weights.quants, first, i2, i3)
+            steps = address_of(weights.steps)
+            multiply_at(weights.product, scales, quants, steps, first, rows, x_at, y_at, count, tile)
         elif of.as_blocks:
             _multiply_blocks(of, at, x_at, y_at, count, first, rows)
         elif left.by_blas != 0:
@@ -392,11 +380,11 @@ def bind(dst: Tensor, a: Tensor, b: Tensor, ids: Tensor | None, numerics: Numeri
     to_float = 0 if a.type in CODES else numerics.to_float.get(a.type, 0)
     decodes = a.type in CODES or to_float != 0
     plain = b.type in ("f32", "f16", "bf16")
-    dots_code = DOTS.get(a.type, NO_DOTS) if plain else NO_DOTS
-    if b.type not in CODES or not (decodes or dots_code):
+    as_integers = plain and a.type in DOTS
+    if b.type not in CODES or not (decodes or as_integers):
         return None
     exact = numerics.matmul == "exact"
-    blas = decodes and n_columns >= least_for_blas(a) and not (exact and (dots_code or a.type in ("f16", "f32")))
+    blas = decodes and n_columns >= least_for_blas(a) and not (exact and (as_integers or a.type in ("f16", "f32")))
     sgemm = numerics.sgemm if blas else 0
     as_blocks = ids is None and _as_blocks(a, b, numerics)
     if sgemm or as_blocks:
@@ -416,7 +404,7 @@ def bind(dst: Tensor, a: Tensor, b: Tensor, ids: Tensor | None, numerics: Numeri
         packed=0 if a.packed is None else a.packed.address,
         n_packed=0 if a.packed is None else a.packed.n_blocks,
         to_float=to_float,
-        weights=_weights(a, dots_code),
+        weights=_weights(a, exact=exact) if as_integers else _NO_WEIGHTS,
         src1=b.place,
         ne1=b.ne[1:],
         src1_code=CODES[b.type],
@@ -430,7 +418,6 @@ def bind(dst: Tensor, a: Tensor, b: Tensor, ids: Tensor | None, numerics: Numeri
         fused=numerics.fuses,
         sgemm=sgemm,
         least=least_for_blas(a) if sgemm else 0,
-        by_block=not exact,
         as_blocks=as_blocks,
         in_halves=exact and a.type == "f16" and (numerics.blocks_in_halves if as_blocks else numerics.dots_in_halves),
     )
@@ -439,16 +426,21 @@ def bind(dst: Tensor, a: Tensor, b: Tensor, ids: Tensor | None, numerics: Numeri
     return Work(products, of, n_units, n_bytes, scratch=scratch_of(of), keep=(dst, a, b, ids))
 
 
-def _weights(a: Tensor, code: int) -> Weights:
-    """Addresses of the scales and quants of src0's rows, for its integer dots."""
-    unit, n_blocks = a.codec.block_bytes, a.ne[0] // a.codec.block_size
+def _weights(a: Tensor, *, exact: bool) -> Weights:
+    """What the products of src0's rows as integers take of it."""
+    unit, n_blocks, centre = a.codec.block_bytes, a.ne[0] // a.codec.block_size, CENTRES.get(a.type, 0)
     if a.packed is None:
         quants = Place(a.address + _QUANTS_AT.get(a.type, 0), a.nb)
-        return Weights(code, a.place, quants, Steps(unit, unit, a.nb[1], a.nb[1], n_blocks))
+        steps = Steps(unit, unit, a.nb[1], a.nb[1], n_blocks)
+        return Weights(product(a.type, exact=exact).address, centre, a.place, quants, steps)
     payload, first = unit - 2, (a.address - a.packed.address) // unit
     _, row, matrix, batch = (nb // unit for nb in a.nb)
     at = a.packed.address + payload * a.packed.n_blocks + 2 * first
     scales = Place(at, (2, 2 * row, 2 * matrix, 2 * batch))
     quants = Place(a.packed.address + payload * first, (payload, payload * row, payload * matrix, payload * batch))
     steps = Steps(2, payload, 2 * row, payload * row, n_blocks)
-    return Weights(Q4_0_PACKED if a.type == "q4_0" else code, scales, quants, steps)
+    of_type = product(PACKED if a.type == "q4_0" else a.type, exact=exact)
+    return Weights(of_type.address, centre, scales, quants, steps)
+
+
+_NO_WEIGHTS = Weights(0, 0, Place(0, (0, 0, 0, 0)), Place(0, (0, 0, 0, 0)), Steps(0, 0, 0, 0, 0))

@@ -7,20 +7,16 @@ norms of row and column, which no sum of theirs exceeds.
 
 from __future__ import annotations
 
-import json
-import os
 import platform
-import subprocess
-import sys
 from dataclasses import dataclass, replace
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
-from kit.nodes import bind, multiplied
+from kit.nodes import bind
 from kit.support import (
     ENGINES,
     PLAIN,
@@ -43,8 +39,6 @@ from kit.support import (
     with_avx2,
 )
 from kit.support import values as values_of
-from llvmlite import binding
-from numba import types
 from numpy.typing import NDArray
 
 import quant
@@ -56,8 +50,6 @@ from ggml_backend_npu.ops.kernels.hadamard import hadamard
 from ggml_backend_npu.plugin.plugin import Plugin
 from ggml_backend_npu.registry.entry import KernelError
 from quant import codec, dots
-from quant.kernels.jit import array_at, compiled
-from quant.kernels.records import packed, record_at
 from quant.kernels.vectors import dots_bytes
 
 ULP = 2.0**-23
@@ -326,70 +318,6 @@ def test_weights_in_the_device_layout(type: str, n_columns: int, way: str, monke
     assert plain.any()
 
 
-class DotsOf(NamedTuple):
-    """What `dots.dots` takes; x is made ready at y, in blocks of 256 or of 32."""
-
-    code: int
-    scales: int
-    quants: int
-    steps: dots.Steps
-    y: int
-    target: int
-    n: int
-    x: int
-    n_blocks: int
-    by_256: int
-
-
-_SIMD = quant.ROUNDINGS.index("simd")
-
-
-@compiled
-def _dots_of(p: int, begin: int, end: int, scratch: int) -> int:
-    """quant.dots of n rows with a vector that it makes ready."""
-    of = record_at(p, DotsOf)
-    if of.by_256:
-        dots.ready_q8_k(of.x, of.y, of.n_blocks, 0)
-    else:
-        dots.ready_q8(of.x, of.y, of.n_blocks, _SIMD, of.code)
-    where = array_at(scratch, types.int64, 2)
-    where[0], where[1] = of.y, of.target
-    dots.dots(of.code, (of.scales, of.quants, of.steps, 0, of.n), (scratch, scratch + 8, 1))
-    return 0
-
-
-def dots_of_each_type() -> dict[str, str]:
-    """What `quant.dots`, `quant.panels` and `quant.panels_fast` give, as hexadecimal digits: 7 rows of each type times
-    a vector of 512, and 35 rows times 5."""
-    k, n_rows, found = 512, 7, {}
-    rng = np.random.default_rng(1)
-    x, w = (rng.standard_normal(n).astype(np.float32) for n in (k, k * n_rows))
-    for type, code in dots.DOTS.items():
-        weights = quant.quantize(w, type).reshape(-1)
-        unit, size = codec(type).block_bytes, codec(type).block_size
-        row = k // size * unit
-        steps = dots.Steps(unit, unit, row, row, k // size)
-        ready, y = np.zeros(4 * k + 64, np.uint8), np.zeros(n_rows, np.float32)
-        at = weights.ctypes.data
-        arrays = ready.ctypes.data, y.ctypes.data
-        quants = at + products._QUANTS_AT.get(type, 0)
-        of = packed(DotsOf(code, at, quants, steps, *arrays, n_rows, x.ctypes.data, k // size, size == 256))
-        where = np.zeros(2, np.int64)
-        _dots_of(of.ctypes.data, 0, 0, where.ctypes.data)
-        rounded = quant.dequantize(quant.quantize(x, products.VEC_DOT[type], "simd"), products.VEC_DOT[type])
-        rows = quant.dequantize(weights, type).reshape(n_rows, k).astype(np.float64)
-        bound = 1e-3 if products.VEC_DOT[type] == "q8_1" else 1e-6  # the sum beside q8_1's quants is rounded to f16
-        assert np.abs(y - rows @ rounded.astype(np.float64)).max() <= bound * np.linalg.norm(rows) * np.linalg.norm(x)
-        found[type] = y.tobytes().hex()
-        many = encoded(type, rng.standard_normal((35, k)).astype(np.float32)).reshape(35, -1)
-        columns = rng.standard_normal((5, k)).astype(np.float32)
-        for way in ("exact", "fast"):
-            with pytest.MonkeyPatch.context() as patch:
-                choose(patch, matmul=way)
-                found[f"{type}, panels, {way}"] = multiplied(many, type, columns).tobytes().hex()
-    return found
-
-
 @pytest.mark.parametrize("rounding", quant.ROUNDINGS)
 def test_columns_are_rounded_as_the_cpu_of_each_processor_rounds_them(rounding: quant.Rounding) -> None:
     """Values halfway between two quants, times the unit matrix."""
@@ -402,30 +330,6 @@ def test_columns_are_rounded_as_the_cpu_of_each_processor_rounds_them(rounding: 
     blocks = {each: quant.quantize(x, "q8_0", each) for each in quant.ROUNDINGS}
     assert len({each.tobytes() for each in blocks.values()}) == len(blocks)
     np.testing.assert_allclose(y, 127 * quant.dequantize(blocks[rounding], "q8_0"), rtol=1e-6)
-
-
-PORTABLE = """
-import json
-import sys
-import test_matmul
-from quant.kernels.processor import processor_has
-
-assert not any(map(processor_has, sys.argv[1:]))
-print(json.dumps(test_matmul.dots_of_each_type()))
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("lacking", [("avx512vnni",), ("avx512vnni", "avx2")])
-def test_the_processors_dot_products_equal_the_portable_ones(lacking: tuple[str, ...]) -> None:
-    """Those of AVX2, and the portable ones, each in a process that compiles for a processor that lacks the others."""
-    features = binding.get_host_cpu_features().flatten().split(",")
-    without = ",".join(f"-{feature[1:]}" if feature[1:] in lacking else feature for feature in features)
-    environment = os.environ | {"NUMBA_CPU_FEATURES": without, "PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, "-c", PORTABLE, *lacking]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout) == dots_of_each_type()
 
 
 def test_columns_are_rounded_to_the_types_that_ggml_rounds_them_to(backend: Plugin) -> None:
