@@ -99,6 +99,7 @@ def _axes(p: Rope) -> tuple[Integers, Integers]:
     return axes, restarts
 
 
+@np.errstate(divide="ignore")  # the log of an n_ctx_orig of 0 is -inf, as in ggml
 def _ramp(p: Rope) -> Floats:
     """How much of each angle stays as it is for positions beyond n_ctx_orig; the rest is scaled. 0 without YaRN."""
     if not p.ext_factor:

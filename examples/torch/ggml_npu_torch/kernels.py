@@ -272,10 +272,9 @@ def _ramp(p, n: int, device: torch.device) -> Array | None:  # type: ignore[no-u
     if not p.ext_factor:
         return None
 
-    def dim(rotations: float) -> float:
-        return float(p.n_dims * math.log(p.n_ctx_orig / (rotations * 2 * math.pi)) / (2 * math.log(p.freq_base)))
-
-    low, high = max(0, math.floor(dim(p.beta_fast))), min(p.n_dims - 1, math.ceil(dim(p.beta_slow)))
+    rotations = torch.tensor((p.beta_fast, p.beta_slow), dtype=torch.float64)
+    dims = p.n_dims * torch.log(p.n_ctx_orig / (rotations * 2 * math.pi)) / (2 * math.log(p.freq_base))  # of 0: -inf
+    low, high = max(0, dims[0].floor().item()), min(p.n_dims - 1, dims[1].ceil().item())
     pairs = torch.arange(n, dtype=F32, device=device)
     return (1 - ((pairs - low) / max(0.001, high - low)).clamp(0, 1)) * p.ext_factor
 

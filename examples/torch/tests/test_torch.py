@@ -82,6 +82,7 @@ CASES: list[tuple[str, tuple[Tensor, ...], tuple[int, ...], bytes]] = [
     ("ROPE", (tensor(3, 2, 64), IDS), (3, 2, 64), params("ROPE", mode=0, **ROPE)),
     ("ROPE", (tensor(3, 2, 64), IDS), (3, 2, 64), params("ROPE", mode=2, **ROPE)),
     ("ROPE", (tensor(3, 2, 64), IDS), (3, 2, 64), params("ROPE", mode=2, **YARN)),
+    ("ROPE", (tensor(3, 2, 64), IDS), (3, 2, 64), params("ROPE", mode=2, **YARN | {"n_ctx_orig": 0})),
     ("FLASH_ATTN_EXT", QKV, (3, 4, 64), params("FLASH_ATTN_EXT", scale=0.125)),
     ("FLASH_ATTN_EXT", QKV, (3, 4, 64), params("FLASH_ATTN_EXT", scale=0.125, logit_softcap=10.0)),
     *(("GET_ROWS", (tensor(5, 256, type=type), IDS), (3, 256), b"") for type in ("f32", "f16", *CODECS)),
