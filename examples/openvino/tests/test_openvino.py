@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,20 +17,24 @@ from ggml_npu_openvino.numbers import ROUNDED
 from kit.beside_cpu import MOVERS, differing
 from kit.encoders import write_tiny_bert
 from kit.models import write_tiny_moe
-from kit.quantised import write_decoded, write_pair
+from kit.sdk_devices import (
+    IDS,
+    OURS,
+    ROPE,
+    assert_gives_what_ours_does,
+    assert_multiplies_x_as_it_is,
+    command,
+    in_one_split,
+    moved,
+    nmse_beside_decoded,
+    params,
+    tensor,
+)
 
 import quant
-from ggml_backend_npu import Backend, DeviceBackend, DeviceError, Graph, Node, Options, Tensor
+from ggml_backend_npu import DeviceBackend, DeviceError, Graph, Node, Tensor
 from ggml_backend_npu.device.memory import OpaqueMemory
-from ggml_backend_npu.ggml import lib
-from ggml_backend_npu.ops import OWN
-from ggml_backend_npu.plugin.plugin import Plugin
 from graph_runner.base.tiny import write_tiny_llama
-from graph_runner.diff.run import DiffOptions, run_in_step
-from graph_runner.run.session import Session, Settings
-
-PROMPT = "The capital of France is"
-OURS = Backend("ours", options=Options(ops="all", matmul="exact"))
 
 
 @pytest.fixture(scope="module")
@@ -48,22 +48,6 @@ def device() -> DeviceBackend:
     return DeviceBackend(found)
 
 
-def tensor(*shape: int, type: str = "f32", seed: int = 0) -> Tensor:
-    values = np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
-    if not quant.codec(type).is_quantized:
-        return Tensor.of(values.astype(quant.codec(type).dtype))
-    codec = quant.codec(type)
-    blocks = codec.encode(values.reshape(-1, codec.block_size), "reference")
-    return Tensor.of(blocks.reshape(*shape[:-1], -1), type)
-
-
-def params(op: str, **given: float) -> bytes:
-    record: Any = OWN[op].params
-    return bytes(record(**{name: given.get(name, 0) for name in record.__annotations__}).packed)
-
-
-IDS = Tensor.of(np.array([1, 4, 2], np.int32))
-ROPE = {"n_dims": 48, "freq_base": 10000.0, "freq_scale": 1.0, "attn_factor": 1.0}
 EXPERTS, USED = tensor(6, 5, 256, type="q8_0"), Tensor.of(np.array([[5, 0, 2], [2, 3, 1]], np.int32))
 QKV = tensor(4, 3, 64), tensor(2, 5, 64, type="f16"), tensor(2, 5, 64, type="f16")
 CASES: list[tuple[str, tuple[Tensor, ...], tuple[int, ...], bytes]] = [
@@ -93,14 +77,7 @@ CASES: list[tuple[str, tuple[Tensor, ...], tuple[int, ...], bytes]] = [
 def test_a_kernel_gives_what_ours_does(
     op: str, src: tuple[Tensor, ...], shape: tuple[int, ...], given: bytes, device: DeviceBackend
 ) -> None:
-    results = []
-    for backend in (device, OURS):
-        dst = Tensor.of(np.full(shape, np.nan, np.float32))
-        backend.compute(Node(op, dst, src, given.ljust(64, b"\0")))
-        results.append(dst.view())
-    actual, expected = results
-    tolerance = 3e-3 if op == "FLASH_ATTN_EXT" else 1e-5  # ggml's CPU sums float16 values in float16
-    np.testing.assert_allclose(actual, expected, rtol=tolerance, atol=tolerance)
+    assert_gives_what_ours_does(device, op, src, shape, given)
 
 
 def test_what_moves_data_gives_the_bytes_of_ggmls_cpu() -> None:
@@ -117,14 +94,6 @@ def test_200_nodes_that_compute_are_right_within_rounding() -> None:
     assert not differing(OpenVINO(), [op for op in KERNELS if op not in MOVERS], 200, seed=1).wrong
 
 
-def moved(tensor: Tensor, memory: OpaqueMemory) -> Tensor:
-    """The tensor in the device's memory."""
-    buffer = memory.allocate(tensor.nbytes)
-    assert buffer is not None
-    memory.write(buffer.address, tensor.memory.bytes())
-    return replace(tensor, memory=replace(tensor.memory, address=buffer.address, owner=None), buffer=buffer)
-
-
 def on(memory: OpaqueMemory, tensor: Tensor) -> Any:
     """The float32 that the device has for a tensor."""
     return memory.read(tensor.address, tensor.nbytes).view(np.float32).reshape(tensor.ne[::-1])
@@ -133,11 +102,7 @@ def on(memory: OpaqueMemory, tensor: Tensor) -> Any:
 @pytest.mark.parametrize("type", [each for each in ROUNDED if quant.codec(each).is_quantized])
 def test_x_is_multiplied_as_it_is_if_asked(type: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OV_ROUND", "0")
-    weights, x, dst = tensor(5, 256, type=type), tensor(3, 256), Tensor.of(np.zeros((3, 5), np.float32))
-    DeviceBackend(OpenVINO()).compute(Node("MUL_MAT", dst, (weights, x), bytes(64)))
-    decoded = quant.dequantize(weights.view(), type).reshape(5, 256)
-    exact = x.view()[0, 0] @ decoded.T.astype(np.float64)
-    np.testing.assert_allclose(dst.view()[0, 0], exact, rtol=1e-5, atol=1e-5)
+    assert_multiplies_x_as_it_is(OpenVINO(), type)
 
 
 def test_weights_that_are_set_again_are_decoded_again(device: DeviceBackend) -> None:
@@ -189,13 +154,7 @@ def test_a_cache_is_read_after_it_is_written_in_one_graph(device: DeviceBackend)
 def test_every_node_of_a_model_is_on_it_and_right(
     write: Callable[[Path], Path], attention: Any, device: DeviceBackend, tmp_path: Path
 ) -> None:
-    model = write(tmp_path / "tiny.gguf")
-    settings = Settings(device="npu", gpu_layers=999, flash_attention=attention)
-    with Session(model, settings, npu=Plugin(lib.ggml(), device)) as session:
-        session.decode(session.tokenize(PROMPT))
-        assert session.splits == "1"
-        assert not session.left_to_the_cpu
-    result = run_in_step(model, PROMPT, DiffOptions(steps=2, settings=settings, backend=device))
+    result = in_one_split(device, write(tmp_path / "tiny.gguf"), attention)
     assert result, result.wrong
     assert write is write_tiny_bert or (result.ending is not None and result.ending.nmse < 1e-5)
 
@@ -205,23 +164,7 @@ def test_logits_are_those_of_decoded_weights_on_ggmls_cpu(
     type: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("OV_ROUND", "0")
-    _, small = write_pair(tmp_path, type)
-    sides = (
-        (small, Settings(device="npu", gpu_layers=999), Plugin(lib.ggml(), DeviceBackend(OpenVINO()))),
-        (write_decoded(tmp_path / "decoded.gguf", small), Settings(device="cpu"), None),
-    )
-    logits = []
-    for model, settings, plugin in sides:
-        with Session(model, settings, npu=plugin) as session:
-            session.decode(session.tokenize(PROMPT))
-            logits.append(session.logits().copy())
-    actual, expected = logits
-    assert np.square(actual - expected).sum() < 1e-5 * np.square(expected).sum()
-
-
-def command(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    line = [sys.executable, "-c", "from graph_runner.cli import main; main()", *arguments]
-    return subprocess.run(line, env=os.environ | variables, capture_output=True, text=True, timeout=600, check=False)
+    assert nmse_beside_decoded(OpenVINO(), type, tmp_path) < 1e-5
 
 
 def test_a_device_that_is_not_there_is_one_line() -> None:
