@@ -89,7 +89,7 @@ class Options:
     ops           "default": SCALE and the ops that move data, which cost a scheduler little; "all": every op there is
     fusion        "on": patterns of nodes run as one operator
     matmul        how weights are multiplied, see `ops.matmul`: "exact" as ggml's CPU does, "fast" with sums of other
-                  rounding where columns are several
+                  rounding
     """
 
     profile: Profile = FULL
