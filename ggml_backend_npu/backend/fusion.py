@@ -153,7 +153,9 @@ class Fusion:
 
 def longest(graph: Graph, begin: int, among: Iterable[Fusion], ops: Mapping[str, Op]) -> tuple[Fusion, Fused] | None:
     """The longest fusion of nodes from `begin` on, in a backend with these ops; None where there is none."""
-    for fusion in sorted(among, key=lambda fusion: -len(fusion.ops)):
+    first = graph.nodes[begin].op
+    fitting = [fusion for fusion in among if fusion.ops[0].name == first]
+    for fusion in sorted(fitting, key=lambda fusion: -len(fusion.ops)):
         found = fusion.of(graph, begin, ops)
         if found is not None:
             return fusion, found

@@ -15,7 +15,7 @@ from ggml_backend_npu.ggml.lib import Ggml
 from ggml_backend_npu.ir import Graph, Tensor
 from quant.kernels.jit import array_at, callback, copy, inlined
 from quant.kernels.late import intrinsic, ir, types
-from quant.kernels.records import packed, place_in, shared_record_at
+from quant.kernels.records import place_in, shared_record_at
 
 Ints = NDArray[np.int64]
 
@@ -289,7 +289,7 @@ class GraphReader:
             )  # fmt: skip
             slots, at, tensors, src, made, root, uses = lists
             first, *rest = (each.ctypes.data for each in lists)
-            of = packed(_Reading(graph, self.computes.ctypes.data, first, slots.size, most, *rest))
+            of = np.array(_Reading(graph, self.computes.ctypes.data, first, slots.size, most, *rest), np.int64)
             if _read(of.ctypes.data) == 0:
                 break
             most *= 2

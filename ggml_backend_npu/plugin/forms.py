@@ -10,7 +10,7 @@ A form is the bytes of all that binding may depend on: op, parameters, types, ne
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import islice
@@ -26,7 +26,8 @@ from ggml_backend_npu.ggml import convert
 from ggml_backend_npu.ggml.graph_read import GraphRead, GraphReader
 from ggml_backend_npu.ggml.lib import Ggml
 from ggml_backend_npu.ops import OWN
-from ggml_backend_npu.plugin.rows import FAR, HOME, Pieces, Rows, graph_in
+from ggml_backend_npu.plugin.placing import Bound, Placing, Words, place, take_off
+from ggml_backend_npu.plugin.rows import HOME, Pieces, Rows, graph_in
 from ggml_backend_npu.registry.calls import KernelError, Watched, are_watched
 from ggml_backend_npu.registry.entry import Call
 from quant.kernels.jit import callback, engine, now
@@ -53,77 +54,31 @@ def _arrays(kept: object) -> Iterator[Ints]:
 class Form:
     """What was bound of nodes at home.
 
-    words      of its works: their blocks and their parameters
-    tensors    the places of words that are addresses in the memory of tensors, and the group of each
-    own        the places of words that are addresses of words, which begin at 0
-    works      where its works begin, in bytes
-    n_groups   how many groups of memory it has
-    plan       what was bound; it keeps what the works need
+    words  of its works
+    kept   the arrays in which they are
+    plan   what was bound; it keeps what the works need
     """
 
-    words: Ints
-    tensors: tuple[Ints, Ints]
-    own: Ints
-    works: Ints
-    n_groups: int
+    words: Words
+    kept: tuple[Ints, ...]
     plan: Plan
 
     @staticmethod
     def of(plan: Plan, n_groups: int) -> Form | None:
-        """A plan that was bound at home, if all that it says of addresses is known."""
+        """A plan that was bound at home, if all that it says of addresses in n_groups groups of memory is known."""
         jobs = [call for _, call in plan.steps if isinstance(call, Job)]
         if len(jobs) < len(plan.steps):
             return None
         works = [work for job in jobs for work in job.works]
-        words: list[int] = []
-        parts = []  # address, end, and where it begins among the words
-        for part in (part for work in works for part in (work.words, work.parameters)):
-            parts.append((part.ctypes.data, part.ctypes.data + part.nbytes, 8 * len(words)))
-            words += part.tolist()
-        lowest = min((address for address, _, _ in parts), default=0)
-        half, far, groups, own = 1 << (HOME - 1), [], [], []
-        for place, word in enumerate(words):
-            if abs(word) >= half:
-                group = (word - (1 << FAR) + half) >> HOME
-                if not 0 <= group < n_groups:
-                    return None
-                far.append(place)
-                groups.append(group)
-                words[place] -= (1 << FAR) + (group << HOME)
-            elif word >= lowest:
-                for address, end, begin in parts:
-                    if address <= word < end:
-                        own.append(place)
-                        words[place] += begin - address
-        if any((np.abs(each) >= half).any() for work in works for each in _arrays(work.kept)):
+        if any((np.abs(each) >= 1 << (HOME - 1)).any() for work in works for each in _arrays(work.kept)):
             return None
-        begins = [begin for _, _, begin in parts[::2]]
-        whole, far_, groups_, own_, begins_ = (np.array(each, np.int64) for each in (words, far, groups, own, begins))
-        return Form(whole, (far_, groups_), own_, begins_, n_groups, plan)
-
-    def put(self, pieces: list[int], words: Ints, bases: Ints) -> Places:
-        """Writes its words for some pieces, (piece, word), whose groups begin at bases, (piece, group)."""
-        at, groups = self.tensors
-        begins = words.ctypes.data + words.strides[0] * np.arange(len(words), dtype=np.int64)[:, None]
-        words[:] = self.words
-        words[:, at] += bases[:, groups]
-        words[:, self.own] += begins
-        return Places(self, pieces, words, begins + self.works)
-
-
-@dataclass(frozen=True, eq=False, slots=True)
-class Places:
-    """A form where the memory of some pieces lies.
-
-    pieces  their numbers
-    words   of each, (piece, word)
-    works   the addresses of the works of each, (piece, work)
-    """
-
-    form: Form
-    pieces: list[int]
-    words: Ints
-    works: Ints
+        each = [work.words for work in works]
+        begins, at = np.cumsum([0, *(words.nbytes for words in each)]), np.array([work.address for work in works])
+        words = np.concatenate([np.empty(0, np.int64), *each])
+        kept = words, np.empty_like(words), begins
+        found = Words(len(words), len(works), *(each.ctypes.data for each in kept))
+        of = np.array(Bound(*found, at.ctypes.data, n_groups), np.int64)
+        return None if take_off(of.ctypes.data) else Form(found, kept, plan)
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -136,44 +91,61 @@ class Placed:
 
     def calls(self, named: Iterable[Call]) -> Iterator[Call]:
         """Its calls, which fail as those of the same nodes that were bound one by one."""
-        begins, n = (self.form.works // 8).tolist(), 0
+        begin = 0
         for call in named:
             assert isinstance(call, Job)
-            here = zip(call.works, begins[n : n + len(call.works)], strict=True)
-            yield Job(*(work.placed(self.words[at : at + work.words.size]) for work, at in here))
-            n += len(call.works)
+            works = []
+            for work in call.works:
+                works.append(work.placed(self.words[begin : begin + work.words.size]))
+                begin += work.words.size
+            yield Job(*works)
 
 
 class Formed(Plan):
     """A plan put together of pieces.
 
-    places    forms where the memory of pieces lies
+    rows      of the pieces
+    forms     where the pieces lie that have one
+    which     of each piece the number of its form; -1: none
     alone     the plans of pieces that have none, by their numbers
     of_graph  binds the whole graph node by node: its steps name what is computed
     name      names the nodes of a piece, given by its number, without binding them
     """
 
     def __init__(
-        self, places: list[Places], alone: dict[int, Plan], of_graph: Callable[[], Plan], name: Callable[[int], str]
+        self,
+        rows: Rows,
+        forms: Sequence[Form],
+        which: Ints,
+        alone: dict[int, Plan],
+        *,
+        of_graph: Callable[[], Plan],
+        name: Callable[[int], str],
     ) -> None:
         counts, fused = Counter[str](), Counter[str]()
-        plans = [(each.form.plan, len(each.pieces)) for each in places] + [(plan, 1) for plan in alone.values()]
-        for plan, times in plans:
+        times = np.bincount(which[which >= 0], minlength=len(forms)).tolist()
+        plans = [*zip((form.plan for form in forms), times, strict=True), *((plan, 1) for plan in alone.values())]
+        for plan, n_times in plans:
             for total, part in ((counts, plan.counts), (fused, plan.fused)):
                 for what, count in part.items():
-                    total[what] += times * count
+                    total[what] += n_times * count
         super().__init__((), counts, fused)
-        self._places, self._alone, self._of_graph, self._name = places, alone, of_graph, name
-        n_works = np.zeros(sum(times for _, times in plans), np.int64)
-        works = [(np.array(each.pieces), each.works) for each in places]
-        works += [(np.array([piece]), plan.works[None]) for piece, plan in alone.items() if plan.works is not None]
-        for pieces, of_pieces in works:
-            n_works[pieces] = of_pieces.shape[1]
-        self._ends = np.cumsum(n_works)
-        self._works = np.empty(n_works.sum(), np.int64)
-        for pieces, of_pieces in works:
-            n = of_pieces.shape[1]
-            self._works[self._ends[pieces, None] + np.arange(-n, 0)] = of_pieces
+        self._forms, self._which, self._alone = forms, which, alone
+        self._of_graph, self._name = of_graph, name
+        known = [form.words for form in forms]
+        n_words = np.array([*(words.n_words for words in known), 0])[which]
+        n_works = np.array([*(words.n_works for words in known), 0])[which]
+        for piece, plan in alone.items():
+            n_works[piece] = 0 if plan.works is None else len(plan.works)
+        self._word_ends, self._ends = np.cumsum(n_words), np.cumsum(n_works)
+        self._words, self._works = np.empty(n_words.sum(), np.int64), np.empty(n_works.sum(), np.int64)
+        records, memory = np.array(known, np.int64), (rows.bases, rows.base_ends, rows.n_groups)
+        lists = records, which, *memory, self._words, self._word_ends, self._works, self._ends
+        of = np.array(Placing(len(which), *(each.ctypes.data for each in lists)), np.int64)
+        place(of.ctypes.data)
+        for piece, plan in alone.items():
+            if plan.works is not None:
+                self._works[self._ends[piece] - len(plan.works) : self._ends[piece]] = plan.works
 
     @cached_property
     def _runs(self) -> list[Ints | Plan]:
@@ -190,11 +162,16 @@ class Formed(Plan):
     @cached_property
     def _pieces(self) -> list[Placed | Plan]:
         """Each piece by itself, in order."""
-        found: dict[int, Placed | Plan] = dict(self._alone)
-        for each in self._places:
-            placed = map(partial(Placed, each.form), each.words, each.works)
-            found.update(zip(each.pieces, placed, strict=True))
-        return [found[piece] for piece in range(len(found))]
+        found: list[Placed | Plan] = []
+        ends = zip(self._which.tolist(), self._word_ends.tolist(), self._ends.tolist(), strict=True)
+        for piece, (which, word_end, end) in enumerate(ends):
+            if which < 0:
+                found.append(self._alone[piece])
+            else:
+                form = self._forms[which]
+                words = self._words[word_end - form.words.n_words : word_end]
+                found.append(Placed(form, words, self._works[end - form.words.n_works : end]))
+        return found
 
     @cached_property
     def works(self) -> Ints | None:
@@ -287,6 +264,7 @@ class Forms:
         self._plans: dict[bytes, Plan] = {}
         self._known_for: object = None
         self._are_formed = False
+        self._own: frozenset[str] = frozenset()
         self._patterns: dict[int, list[tuple[int, ...]]] = {}
 
     def forget(self) -> None:
@@ -320,32 +298,27 @@ class Forms:
             return of_graph()
         pieces = Pieces.of(read, self._patterns)
         rows = Rows.read(read, self._reader.blocks, pieces)
-        which: dict[Form, list[int]] = defaultdict(list)
+        forms: list[Form] = []
+        which = np.full(len(rows.ends), -1)
         alone: dict[int, Plan] = {}
-        for piece, key in enumerate(rows.keys):
+        for key, first, numbers in rows.alike:
             if key not in self._forms:
                 if len(self._forms) >= _MOST_FORMS:
                     self._forms.clear()
-                self._forms[key] = self._form(rows, piece, pieces.n_nodes(piece))
+                self._forms[key] = self._form(rows, first, pieces.n_nodes(first))
             form = self._forms[key]
             if form is None:
-                alone[piece] = self._backend.plan(pieces.graph(self._ggml, read, piece))
+                for piece in numbers.tolist():
+                    alone[piece] = self._backend.plan(pieces.graph(self._ggml, read, piece))
             else:
-                which[form].append(piece)
-        words = np.empty(sum(len(form.words) * len(numbers) for form, numbers in which.items()), np.int64)
-        first_base, begin = rows.base_ends - rows.n_groups, 0
-        places = []
-        for form, numbers in which.items():
-            end = begin + len(numbers) * len(form.words)
-            bases = rows.bases[first_base[numbers, None] + np.arange(form.n_groups)]
-            places.append(form.put(numbers, words[begin:end].reshape(len(numbers), len(form.words)), bases))
-            begin = end
-        return Formed(places, alone, of_graph, partial(pieces.name, self._ggml, read))
+                which[numbers] = len(forms)
+                forms.append(form)
+        return Formed(rows, forms, which, alone, of_graph=of_graph, name=partial(pieces.name, self._ggml, read))
 
     def _form(self, rows: Rows, piece: int, n_nodes: int) -> Form | None:
         """The form of a piece; None if it is bound where it lies, as a user's kernel has to be."""
-        graph, ops = graph_in(self._ggml, rows.of(piece), n_nodes), self._backend.ops
-        if any(ops.get(node.op) is not OWN.get(node.op) for node in graph.nodes):
+        graph = graph_in(self._ggml, rows.of(piece), n_nodes)
+        if any(node.op not in self._own for node in graph.nodes):
             return None
         try:
             return Form.of(self._backend.plan(graph), int(rows.n_groups[piece]))
@@ -358,6 +331,7 @@ class Forms:
         self._forms.clear()
         self._plans.clear()
         self._known_for, self._patterns, self._are_formed = now, defaultdict(list), self._may_be_formed()
+        self._own = frozenset(name for name, own in OWN.items() if backend.ops.get(name) is own)
         for fusion in backend.fusions if backend.fuses else ():
             numbers = tuple(self._ggml.op_numbers[name][0] for name in fusion.op_names)
             self._patterns[numbers[0]].append(numbers)

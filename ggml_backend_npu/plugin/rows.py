@@ -34,7 +34,7 @@ from ggml_backend_npu.ir.graph import Dims
 from ggml_backend_npu.ir.sharing import group_spans
 from quant.kernels.jit import callback, inlined
 from quant.kernels.late import types
-from quant.kernels.records import packed, shared_record_at
+from quant.kernels.records import shared_record_at
 
 Ints = NDArray[np.int64]
 
@@ -51,6 +51,7 @@ class _Forming(NamedTuple):
     """What `_form` is given, and gives. Lists are addresses of int64.
 
     n_pieces    pieces, each [begin, end) of the computing nodes
+    n_slots     a power of 2
     pieces      begin and end of each
     computing, src, made, root, tensors  as in `GraphRead`
     places      of each tensor its place among the computing nodes, or -1
@@ -62,10 +63,13 @@ class _Forming(NamedTuple):
     row_ends    of each piece, where its rows end
     bases       where the groups of all pieces begin
     base_ends   of each piece, where its groups end
+    like        of each piece the first one that has the same rows
     spans       begin, end, group, order for each row of a piece: memory to work in
+    slots       a hash table of pieces that have no like before them: 1 + their number, or 0
     """
 
     n_pieces: int
+    n_slots: int
     pieces: int
     computing: int
     src: int
@@ -80,7 +84,9 @@ class _Forming(NamedTuple):
     row_ends: int
     bases: int
     base_ends: int
+    like: int
     spans: int
+    slots: int
 
 
 @inlined
@@ -142,12 +148,37 @@ def _group(spans: int, n: int, bases: int) -> Any:
     return n_groups
 
 
+@inlined
+def _first_like(of: Any, piece: int, first: int, n: int) -> Any:
+    """The first piece with the n words of rows that begin at `first`: those of a piece."""
+    words, slots = int64s(first, n), int64s(of.slots, of.n_slots)
+    ends = int64s(of.row_ends, of.n_pieces)
+    slot = n
+    for k in range(n):
+        slot = (slot ^ words[k]) * 0x9E3779B97F4A7C1
+    slot = (slot >> 24) & (of.n_slots - 1)
+    while slots[slot] != 0:
+        other = slots[slot] - 1
+        begin = ends[other - 1] if other > 0 else types.int64(0)
+        others = int64s(of.rows + 8 * _WORDS * begin, _WORDS * (ends[other] - begin))
+        if len(others) == n:
+            k = 0
+            while k < n and others[k] == words[k]:
+                k += 1
+            if k == n:
+                return other
+        slot = (slot + 1) & (of.n_slots - 1)
+    slots[slot] = piece + 1
+    return types.int64(piece)
+
+
 @callback(types.int64(types.int64))
 def _form(p: int) -> Any:
     """Fills the lists of the `_Forming` at an address. Returns 0."""
     of = shared_record_at(p, _Forming)
     pieces, extra_ends = int64s(of.pieces, 2 * of.n_pieces), int64s(of.extra_ends, of.n_pieces)
     ends, base_ends = int64s(of.row_ends, of.n_pieces), int64s(of.base_ends, of.n_pieces)
+    like = int64s(of.like, of.n_pieces)
     row, base, extra = of.rows, of.bases, types.int64(0)
     for piece in range(of.n_pieces):
         begin, end = pieces[2 * piece], pieces[2 * piece + 1]
@@ -192,6 +223,7 @@ def _form(p: int) -> Any:
                 here[_GROUP], here[_AT] = group, spans[4 * i] - begins[group]
         base += 8 * n_groups
         ends[piece], base_ends[piece] = (row - of.rows) // (8 * _WORDS), (base - of.bases) // 8
+        like[piece] = _first_like(of, piece, first, (row - first) // 8)
     return types.int64(0)
 
 
@@ -268,6 +300,7 @@ class Rows:
     bases      the addresses at which the groups of memory of all pieces begin
     base_ends  of each piece, where its groups end
     n_groups   of each piece, how many groups of memory it has
+    alike      pieces that have the same rows: the bytes of these, the first piece, and all
     """
 
     rows: Ints
@@ -275,12 +308,7 @@ class Rows:
     bases: Ints
     base_ends: Ints
     n_groups: Ints
-
-    @property
-    def keys(self) -> list[bytes]:
-        """The bytes of the rows of each piece."""
-        text, ends = self.rows.tobytes(), (8 * _WORDS * self.ends).tolist()
-        return [text[begin:end] for begin, end in zip([0, *ends], ends, strict=False)]
+    alike: list[tuple[bytes, int, Ints]]
 
     def of(self, piece: int) -> Ints:
         """The rows of a piece."""
@@ -294,14 +322,19 @@ class Rows:
         most = int(of_a_piece.sum())
         rows, ends = np.empty((most, _WORDS), np.int64), np.empty(n, np.int64)
         bases, base_ends = np.empty(most, np.int64), np.empty(n, np.int64)
-        spans = np.empty((of_a_piece.max(initial=1), 4), np.int64)
+        like, spans = np.empty(n, np.int64), np.empty((of_a_piece.max(initial=1), 4), np.int64)
+        slots = np.zeros(2 << n.bit_length(), np.int64)
         lists = (
             pieces.cuts, computing, read.src, read.made, read.root, read.tensors, read.places, blocks, pieces.extra,
-            pieces.extra_ends, rows, ends, bases, base_ends, spans,
+            pieces.extra_ends, rows, ends, bases, base_ends, like, spans, slots,
         )  # fmt: skip
-        of = packed(_Forming(n, *(each.ctypes.data for each in lists)))
+        of = np.array(_Forming(n, slots.size, *(each.ctypes.data for each in lists)), np.int64)
         _form(of.ctypes.data)
-        return Rows(rows[: ends[-1] if n else 0], ends, bases, base_ends, np.diff(base_ends, prepend=0))
+        alike = []
+        for first in np.unique(like).tolist():
+            text = rows[ends[first - 1] if first else 0 : ends[first]].tobytes()
+            alike.append((text, first, np.flatnonzero(like == first)))
+        return Rows(rows[: ends[-1] if n else 0], ends, bases, base_ends, np.diff(base_ends, prepend=0), alike)
 
 
 FAR = 60  # no memory lies from 2^60 on

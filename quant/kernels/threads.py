@@ -42,7 +42,7 @@ from quant.kernels.jit import (
 )
 from quant.kernels.late import types
 from quant.kernels.processor import processors
-from quant.kernels.records import Record, packed, place_in, shared_record_at
+from quant.kernels.records import Record, packed, place_in, shared_record_at, size_of
 
 GRAIN = 256 * 1024  # bytes below which a second thread costs more than it brings
 _CHUNKS = 4  # that a thread takes, if there is enough to do
@@ -70,7 +70,8 @@ class Block(NamedTuple):
     status: int
 
 
-_PARTS, _NEXT = place_in(Block, "parts"), 8 * place_in(Block, "next")
+_PARTS, _PARAMETERS, _SIZE = place_in(Block, "parts"), place_in(Block, "parameters"), size_of(Block)
+_NEXT = 8 * place_in(Block, "next")
 
 
 @inlined
@@ -170,8 +171,7 @@ class Work:
     It has as attributes:
 
     most_parts  into how many parts it is worth cutting it, at most; another work may write `parts` = 1 into its `Block`
-    words       the words of its `Block`
-    parameters  the words of its record
+    words       the words of its `Block`, and after them those of its record
     kept        what lives as long as it
     """
 
@@ -186,32 +186,35 @@ class Work:
         keep: object = None,
         failed: Callable[[int], Exception] | None = None,
     ) -> None:
-        record = packed(parameters)
         self.most_parts = max(1, min(n_units, n_bytes // GRAIN))
-        self.words = packed(
-            Block(
-                kernel=kernel.address,
-                parameters=record.ctypes.data,
-                take=_take_chunks.address,
-                units=n_units,
-                parts=self.most_parts,
-                scratch=scratch and scratch + LINE,
-                chunk=0,
-                next=0,
-                status=0,
-            )
+        block = Block(
+            kernel=kernel.address,
+            parameters=0,
+            take=_take_chunks.address,
+            units=n_units,
+            parts=self.most_parts,
+            scratch=scratch and scratch + LINE,
+            chunk=0,
+            next=0,
+            status=0,
         )
+        self.words = packed((block, parameters))
         self.address = int(self.words.ctypes.data)
-        self.parameters, self.kept = record, keep
-        self._failed = failed
+        self.words[_PARAMETERS] = self.address + 8 * _SIZE
+        self.kept, self._failed = keep, failed
 
     @property
     def block(self) -> Block:
         """Its `Block`, as compiled code sees it now."""
-        return Block(*self.words.tolist())
+        return Block(*self.words[:_SIZE].tolist())
+
+    @property
+    def parameters(self) -> NDArray[np.int64]:
+        """The words of its record."""
+        return self.words[_SIZE:]
 
     def placed(self, words: NDArray[np.int64]) -> Work:
-        """The work of another `Block`, which fails as it does."""
+        """The work of other words, which fails as it does."""
         other = copy(self)
         other.words, other.address = words, int(words.ctypes.data)
         return other

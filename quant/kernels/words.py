@@ -20,7 +20,9 @@ def packed(record: Record) -> NDArray[np.int64]:
 
 def _append(record: Record, words: list[int]) -> None:
     for value in record:
-        if isinstance(value, tuple):
+        if type(value) is int:
+            words.append(value)
+        elif isinstance(value, tuple):
             _append(value, words)
         else:
             words.append(int(value.view(np.uint32)) if isinstance(value, np.float32) else value)

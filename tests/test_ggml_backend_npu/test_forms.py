@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import is_dataclass
 from typing import Any
@@ -17,11 +16,9 @@ from ggml_backend_npu import Tensor, default_backend
 from ggml_backend_npu.backend.plan import Plan
 from ggml_backend_npu.ggml import convert
 from ggml_backend_npu.ggml.graph_read import GraphReader
-from ggml_backend_npu.ops import sums
 from ggml_backend_npu.plugin import repeats
 from ggml_backend_npu.plugin.forms import Form, Formed, Forms, Placed
 from ggml_backend_npu.plugin.plugin import Plugin
-from ggml_backend_npu.plugin.rows import home
 from ggml_backend_npu.registry.entry import op
 from graph_runner.run.session import Session, Settings
 from quant.kernels.threads import Job, Work
@@ -48,7 +45,7 @@ def places(works: list[Work]) -> Callable[[int], tuple[Any, ...]]:
     spans: dict[tuple[Any, ...], np.ndarray] = {}
     for j, work in enumerate(works):
         spans |= {("kept", j, n): array for n, array in enumerate(arrays_of(work.kept))}
-        spans |= {("block", j): work.words, ("parameters", j): work.parameters}
+        spans["words", j] = work.words
 
     def place(word: int) -> tuple[Any, ...]:
         for name, array in spans.items():
@@ -74,24 +71,20 @@ def assert_equals_bound(formed: Formed, bound: Plan) -> int:
         own = [call for _, call in piece.form.plan.steps]
         expected = [work for job in jobs if isinstance(job, Job) for work in job.works]
         like = [work for job in own if isinstance(job, Job) for work in job.works]
-        begins = (piece.form.works // 8).tolist()
+        begins = [(begin - piece.words.ctypes.data) // 8 for begin in piece.works.tolist()]
         assert len(expected) == len(like) == len(begins)
         for work, at in zip(expected, begins, strict=True):
-            block = piece.words[at : at + work.words.size]
-            words = [*block, *piece.words[at + work.words.size : at + work.words.size + work.parameters.size]]
+            words = piece.words[at : at + work.words.size]
             here, there = places(like), places(expected)
             base = piece.words.ctypes.data
-            for word, other in zip(words, [*work.words, *work.parameters], strict=True):
+            for word, other in zip(words, work.words, strict=True):
                 n_words += 1
                 if word == other:
                     continue
                 if base <= word < base + piece.words.nbytes:  # of its own words: where those of its form are
                     begin = (word - base) // 8
                     j = max(j for j, first in enumerate(begins) if first <= begin)
-                    offset = word - base - 8 * begins[j]
-                    n = like[j].words.nbytes
-                    array = like[j].words if offset < n else like[j].parameters
-                    word = array.ctypes.data + offset % n if offset < n else array.ctypes.data + offset - n
+                    word = like[j].address + word - base - 8 * begins[j]
                 assert here(int(word)) == there(int(other)), f"{work}: {word} {other}"
     return n_words
 
@@ -205,30 +198,6 @@ def test_a_users_kernel_stands_among_forms(backend: Plugin, model: Models, monke
     np.testing.assert_allclose(logits[1], logits[0], rtol=1e-3, atol=1e-3)
     assert len(calls) == 15, "five of each graph"
     assert "norm-1" in calls, "it sees the nodes themselves, with their names"
-
-
-def test_what_is_known_of_addresses() -> None:
-    """A word that is an address is one of a tensor's memory or of the works' own words. A work may also keep a list of
-    addresses, which is not among its words: then it has no form."""
-
-    def plan(word: int, kept: int) -> tuple[Plan, Work]:
-        work = Work(sums.sum_of_sums, (1, word), 1, keep=(None, [np.array([kept])]))
-        return Plan((("", Job(work)),), Counter(), Counter()), work
-
-    there = home(0) + 64
-    assert Form.of(plan(2, there)[0], 1) is None
-    assert Form.of(plan(there + home(1), 5)[0], 2) is None, "a sum of addresses"
-    assert Form.of(plan(home(1) - home(0), 5)[0], 2) is None, "a difference"
-    made, work = plan(there, 5)
-    found = Form.of(made, 1)
-    assert found is not None
-    into = np.zeros((2, len(found.words)), np.int64)
-    placed = found.put([4, 7], into, np.array([[1000], [2000]]))
-    assert into[:, -1].tolist() == [1064, 2064]
-    assert (placed.words is into, placed.pieces) == (True, [4, 7])
-    begins = [row.ctypes.data for row in into]
-    assert into[:, 1].tolist() == [begin + work.words.nbytes for begin in begins]
-    assert placed.works.tolist() == [[begin] for begin in begins]
 
 
 def test_a_graph_read_at_once_equals_its_nodes(backend: Plugin) -> None:
