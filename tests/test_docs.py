@@ -123,7 +123,7 @@ def pages_with_steps() -> list[Path]:
     ]
 
 
-@pytest.mark.daily(3)
+@pytest.mark.daily(4)
 @pytest.mark.slow
 @pytest.mark.parametrize("page", pages_with_steps(), ids=lambda page: page.stem)
 def test_commands_print_what_the_page_shows(page: Path, commands: Path, tmp_path: Path) -> None:
@@ -268,7 +268,7 @@ def reader(commands: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 PLACEHOLDERS = re.compile(r"\bFILE\b|\bFOLDER\b|=PATH\b|\bOP\b|roll\.py|--ops ROLL|\bbench (all|best)\b|\blibggml-")
 
 
-@pytest.mark.daily(5)
+@pytest.mark.daily(7)
 @pytest.mark.slow
 @pytest.mark.parametrize("line", sorted({line for _, line in unshown() if not PLACEHOLDERS.search(line)}))
 def test_commands_run(line: str, commands: Path, reader: Path, tmp_path: Path) -> None:

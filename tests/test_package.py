@@ -62,6 +62,7 @@ def test_the_sdist_holds_sources_tests_examples_and_docs(built: Path) -> None:
     assert not [name for name in names if name.endswith((".pyc", ".gguf"))]
 
 
+@pytest.mark.daily(3)
 @pytest.mark.slow
 def test_the_core_installs_without_a_compiler_and_says_what_is_missing(built: Path, tmp_path: Path) -> None:
     """In a fresh environment, with nothing else on PATH, from wheels alone."""

@@ -215,6 +215,7 @@ KEPT = {
     "quant/kernels/objects.py linker": "of the process's environment, as it was when a kernel was compiled first",
     "quant/kernels/processor.py _host": "the processor of this machine",
     "quant/kernels/threads.py _pool": "the threads of the process, where ggml has none",
+    "graph_runner/cli/command.py parameters_of": "of a command's function, which does not change",
     "ggml_backend_npu/registry/params.py _layout": "of a record's class, which does not change",
     "ggml_backend_npu/ggml/codecs.py bound": "what the CPU backend of the process's ggml computes",
     "ggml_backend_npu/ggml/codecs.py of_files": "of the ggml of the process",

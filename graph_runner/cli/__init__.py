@@ -1,4 +1,4 @@
-"""The command ggml-npu, one module per command. `app` combines them; `options` and `common` hold what they share."""
+"""The command ggml-npu, one module per command. `app` finds them; `options` and `common` hold what they share."""
 
 from __future__ import annotations
 
@@ -45,8 +45,9 @@ def _run() -> int:
             stream.reconfigure(errors="replace")
     ahead()
     try:
-        from graph_runner.cli.app import app
+        from graph_runner.cli.app import application
 
+        app = application(sys.argv[1:])
         return int(app(prog_name="ggml-npu", standalone_mode=False) or 0)  # what it refuses is told as the rest is
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else int(end.code is not None)

@@ -2,69 +2,61 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from importlib import import_module
 from typing import Annotated
 
 import typer
 
-from graph_runner.cli import (
-    bench,
-    bisect,
-    cache,
-    capture,
-    compare,
-    coverage,
-    devices,
-    diff,
-    doctor,
-    flaky,
-    hazards,
-    matrix,
-    ops,
-    plugin,
-    quantdiff,
-    record,
-    replay,
-    run,
-    test,
-    timeline,
-    triage,
-)
 from graph_runner.cli.command import Command, as_command
 
-app = typer.Typer(
-    name="ggml-npu",
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-    rich_markup_mode="rich",
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
-
-COMMANDS: dict[str, Callable[..., None]] = {
-    "run": run.run,
-    "diff": diff.diff,
-    "matrix": matrix.matrix,
-    "capture": capture.capture,
-    "replay": replay.replay,
-    "coverage": coverage.coverage,
-    "hazards": hazards.hazards,
-    "bisect": bisect.bisect,
-    "flaky": flaky.flaky,
-    "record": record.record,
-    "compare": compare.compare,
-    "quantdiff": quantdiff.quantdiff,
-    "timeline": timeline.timeline,
-    "triage": triage.triage,
-    "devices": devices.devices,
-    "doctor": doctor.doctor,
-    "plugin": plugin.plugin,
-    "test": test.judge,
-    "ops": ops.ops,
-    "cache": cache.cache,
-    "bench": bench.bench,
+COMMANDS = {
+    "run": "run.run",
+    "diff": "diff.diff",
+    "matrix": "matrix.matrix",
+    "capture": "capture.capture",
+    "replay": "replay.replay",
+    "coverage": "coverage.coverage",
+    "hazards": "hazards.hazards",
+    "bisect": "bisect.bisect",
+    "flaky": "flaky.flaky",
+    "record": "record.record",
+    "compare": "compare.compare",
+    "quantdiff": "quantdiff.quantdiff",
+    "timeline": "timeline.timeline",
+    "triage": "triage.triage",
+    "devices": "devices.devices",
+    "doctor": "doctor.doctor",
+    "plugin": "plugin.plugin",
+    "test": "test.judge",
+    "ops": "ops.ops",
+    "cache": "cache.cache",
+    "bench": "bench.bench",
 }
-for name, command in COMMANDS.items():
-    app.command(name, cls=Command)(as_command(command))
+"""The module and the function of each command."""
+
+
+def function_of(command: str) -> Callable[..., None]:
+    """The function of a command, whose module is imported."""
+    module, _, name = COMMANDS[command].partition(".")
+    function: Callable[..., None] = getattr(import_module(f"graph_runner.cli.{module}"), name)
+    return function
+
+
+def application(words: Sequence[str] = ()) -> typer.Typer:
+    """The application for the words of a command line: with the command that the first one names, or with all of
+    them."""
+    app = typer.Typer(
+        name="ggml-npu",
+        no_args_is_help=True,
+        pretty_exceptions_enable=False,
+        rich_markup_mode="rich",
+        context_settings={"help_option_names": ["-h", "--help"]},
+    )
+    app.callback()(main)
+    for command in words[:1] if words and words[0] in COMMANDS else COMMANDS:
+        app.command(command, cls=Command)(as_command(function_of(command)))
+    return app
 
 
 def _print_version(wanted: bool) -> None:
@@ -83,7 +75,6 @@ def _version(name: str) -> str:
         return "is not installed"
 
 
-@app.callback()
 def main(
     version: Annotated[
         bool, typer.Option("--version", is_eager=True, callback=_print_version, help="Print the versions and exit.")

@@ -15,7 +15,6 @@ from typing import Annotated, Any, get_type_hints
 import typer
 import typer.core
 
-from ggml_backend_npu.device import files as device_files
 from graph_runner.base.errors import SessionError
 from graph_runner.base.files import STDOUT, check_folders, check_outputs, parts_of
 from graph_runner.cli.codes import CLOSED_PIPE
@@ -103,6 +102,7 @@ def as_command(function: Callable[..., None]) -> Callable[..., None]:
     return command
 
 
+@functools.cache
 def parameters_of(function: Callable[..., None]) -> list[inspect.Parameter]:
     """Returns what the user gives to a command: its parameters, with the fields of a group in place of the group."""
     hints = get_type_hints(function, include_extras=True)
@@ -162,7 +162,9 @@ def files_read(value: str | Path | Iterable[str | Path] | None) -> Iterator[Path
     yield from parts_of(Path(value))
     if isinstance(value, str) and "=" in value:  # a setting: kernels=FILE.py
         yield Path(value.partition("=")[2])
-    yield Path(device_files.place_of(str(value))[0])
+    from ggml_backend_npu.device import files  # late, as it is slow
+
+    yield Path(files.place_of(str(value))[0])
     if value == "demo":
         from graph_runner.base.models import demo_file
 

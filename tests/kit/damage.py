@@ -20,11 +20,13 @@ SECONDS = 20
 
 _SERVER = """
 import gc, json, os, signal, sys, time
-import graph_runner.cli.app, graph_runner.cli.failures, graph_runner.diff.run, graph_runner.reports.report
-import graph_runner.run.token_graph
+import graph_runner.cli.failures, graph_runner.diff.run, graph_runner.reports.report, graph_runner.run.token_graph
 from graph_runner.cli import main
+from graph_runner.cli.app import COMMANDS, function_of
 from quant.kernels.jit import CFunction
 
+for command in COMMANDS:
+    function_of(command)
 for each in gc.get_objects():
     if isinstance(each, CFunction):
         each.address

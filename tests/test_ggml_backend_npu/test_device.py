@@ -432,7 +432,7 @@ def test_faults_at_random_leave_a_line_or_the_right_text(model: Models) -> None:
     soak(model("llama"), 25)
 
 
-@pytest.mark.daily(4)
+@pytest.mark.daily(8)
 @pytest.mark.slow
 @pytest.mark.parametrize("first", [1, 10_001, 20_001, 30_001])
 def test_two_hundred_and_fifty_faults(model: Models, first: int) -> None:
@@ -440,7 +440,7 @@ def test_two_hundred_and_fifty_faults(model: Models, first: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.daily(3)
+@pytest.mark.daily(7)
 def test_ten_thousand_steps_of_two_contexts_with_delays(model: Models) -> None:
     settings = replace(ON_DEVICE, n_ctx=512)
     expected = text(model("llama"), None, 250, replace(settings, device="cpu"))

@@ -120,6 +120,7 @@ print(json.dumps([status, equal, plugin.ggml.version, quant.dequantize(blocks, "
 """
 
 
+@pytest.mark.daily(3)
 @pytest.mark.slow
 def test_the_ggml_of_another_package_is_enough(without: dict[str, str]) -> None:
     """Of pywhispercpp: the device computes in it, and it encodes the long tail of types."""

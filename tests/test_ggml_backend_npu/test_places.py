@@ -216,6 +216,7 @@ def built(folder: Path, text: str, *options: object) -> Path:
     return program
 
 
+@pytest.mark.daily(2)
 @pytest.mark.slow
 def test_the_doctor_on_programs_with_their_libraries_beside_them(
     backend: Plugin, copied: Path, monkeypatch: pytest.MonkeyPatch

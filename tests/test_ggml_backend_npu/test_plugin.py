@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 import ggml_backend_npu
 from ggml_backend_npu.plugin import embedding
-from graph_runner.cli.app import app
+from graph_runner.cli.app import application
 
 ROOT = Path(__file__).resolve().parents[2]
 GGML = Path(llama_cpp.__file__).parent / "lib" / "libggml.so"
@@ -106,7 +106,7 @@ def test_the_library_is_built_once_in_a_path_with_spaces(
 
 def test_the_command_prints_the_path(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(embedding, "check_package", lambda: None)  # this checkout may be one on PYTHONPATH
-    result = CliRunner().invoke(app, ["plugin"])
+    result = CliRunner().invoke(application(), ["plugin"])
     assert result.stdout == f"{embedding.plugin()}\n"
     assert result.exit_code == 0
 

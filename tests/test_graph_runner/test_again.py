@@ -75,6 +75,7 @@ def test_a_node_that_is_not_the_same_each_time_is_named(model: Models, backend: 
     assert "is not the same each time: run" in (result.wrong[0].failure or "")
 
 
+@pytest.mark.daily(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("ends", ["raise ValueError('no more')", "os.abort()"])
 def test_a_node_that_fails_in_a_repeated_run_is_named(ends: str, tmp_path: Path) -> None:

@@ -86,7 +86,7 @@ def shapes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.mark.slow
-@pytest.mark.daily(8)
+@pytest.mark.daily(12)
 @pytest.mark.parametrize("name", SHAPES)
 @pytest.mark.parametrize("cache_type", SETTINGS["cache_type"])
 def test_attention_of_real_shapes_is_right(

@@ -184,6 +184,7 @@ def test_ops_are_measured_on_both_devices() -> None:
     assert_sane(found, [GGML_CPU], "ms", rounds=1)
 
 
+@pytest.mark.daily(4)
 @pytest.mark.slow
 @pytest.mark.usefixtures("backend")
 def test_every_op_of_the_benchmark_can_be_measured() -> None:

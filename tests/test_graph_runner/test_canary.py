@@ -72,8 +72,9 @@ def test_each_kind_is_seen_in_each_model(model: Models, name: str) -> None:
     assert canaries(result).missed == []
 
 
+@pytest.mark.daily(4)
 @pytest.mark.slow
-def test_a_hundred_diffs_of_other_seeds_each_day(tmp_path: Path) -> None:
+def test_a_hundred_diffs_of_other_seeds(tmp_path: Path) -> None:
     rows = [*found(tmp_path, 100, first=100 * TODAY)]
     assert len(rows) >= 100
     assert [row for row in rows if row.wrong] == []
@@ -286,7 +287,7 @@ def test_a_blind_judge_is_caught_each_time(model: Models, how: str, monkeypatch:
                 run(model("llama"), steps=0, canary=seed)
 
 
-@pytest.mark.daily(2)
+@pytest.mark.daily(4)
 @pytest.mark.slow
 @pytest.mark.parametrize("how", BLIND)
 def test_a_blind_judge_is_caught_in_each_model(model: Models, how: str, monkeypatch: Patch) -> None:

@@ -204,6 +204,7 @@ def test_diff_says_why_a_kernel_failed(cli: Cli, tmp_path: Path) -> None:
 WRONG = "from ggml_backend_npu import op\n@op('CONT')\ndef cont(dst, x):\n    dst.view()[...] = 0\n"
 
 
+@pytest.mark.daily(4)
 @pytest.mark.slow
 def test_a_diff_needs_no_folder_to_keep_wrong_nodes_in(tmp_path: Path) -> None:
     kernels, file = kernel_file(tmp_path, WRONG), tmp_path / "file"

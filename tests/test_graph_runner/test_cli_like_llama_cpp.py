@@ -10,7 +10,7 @@ from kit.commands import Cli, assert_refused, strict_json
 from kit.encoders import write_tiny_bert
 from kit.models import write_lora
 
-from graph_runner.cli.app import COMMANDS
+from graph_runner.cli.app import COMMANDS, function_of
 from graph_runner.cli.command import _spelled, parameters_of
 
 # names of options
@@ -60,7 +60,7 @@ LLAMA_CPP = {
 @pytest.mark.parametrize("name", LLAMA_CPP)
 def test_every_command_with_an_option_has_its_short_name(cli: Cli, name: str) -> None:
     short, _, wrong = LLAMA_CPP[name]
-    commands = [command for command, run in COMMANDS.items() if name in {each.name for each in parameters_of(run)}]
+    commands = [each for each in COMMANDS if name in {parameter.name for parameter in parameters_of(function_of(each))}]
     assert {"run", "diff", "capture", "coverage"} <= {*commands, *(["capture"] if name == "gpu_layers" else [])}
     for command in commands:
         outcome = cli(command, short, "maybe" if name == "flash_attn" else wrong)

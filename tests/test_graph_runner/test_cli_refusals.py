@@ -17,7 +17,7 @@ from kit.commands import Cli, assert_refused, fresh, process
 import ggml_backend_npu
 from ggml_backend_npu.plugin.plugin import Plugin
 from graph_runner.base.errors import SessionError
-from graph_runner.cli.app import COMMANDS
+from graph_runner.cli.app import COMMANDS, function_of
 from graph_runner.cli.command import parameters_of
 from graph_runner.run import model
 from graph_runner.run.session import Sampler
@@ -223,8 +223,8 @@ def test_an_unknown_ggml(backend: Plugin, arguments: list[str]) -> None:
 def numbers() -> list[tuple[str, str, type]]:
     """Every option that is a number: the command, the option, and its type."""
     found = []
-    for name, command in COMMANDS.items():
-        for parameter in parameters_of(command):
+    for name in COMMANDS:
+        for parameter in parameters_of(function_of(name)):
             kinds = {int, float} & {*get_args(parameter.annotation)[:1], *get_args(get_args(parameter.annotation)[0])}
             declared = [
                 each for each in parameter.annotation.__metadata__[0].param_decls or () if each.startswith("--")

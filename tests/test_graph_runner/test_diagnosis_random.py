@@ -132,6 +132,7 @@ def alarm(node: Node, kernel: Callable[[Node], None], right: Callable[[Node], No
     return explained or not allowed
 
 
+@pytest.mark.daily(3)
 @pytest.mark.slow
 def test_ten_thousand_right_nodes_raise_no_alarm() -> None:
     """Each by two kernels: definition and compiled; of ops that are known exactly: that, and rounded to a neighbour."""

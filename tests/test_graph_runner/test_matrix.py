@@ -512,6 +512,7 @@ def test_a_diff_that_takes_too_long(tmp_path: Path) -> None:
     assert (result.verdict, result.why) == ("failed to run", "was not done after 15 s (--cell-timeout)")
 
 
+@pytest.mark.daily(3)
 @pytest.mark.slow
 def test_a_small_matrix(tmp_path: Path) -> None:
     """Two models under two settings; then nothing runs again; then a kernel is wrong, as a baseline knows."""

@@ -38,7 +38,7 @@ def diff(device: Simulator, model: Models, steps: int = 1) -> DiffResult:
 
 
 @pytest.mark.some(1)
-@pytest.mark.daily(8)
+@pytest.mark.daily(12)
 @pytest.mark.parametrize("name", some(IN_BATTERY, SOON))
 def test_the_battery_names_the_method(name: str) -> None:
     made, methods = IN_BATTERY[name]

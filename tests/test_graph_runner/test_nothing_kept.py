@@ -28,7 +28,7 @@ def as_user(user: str, files: Files, command: str) -> Outcome:
     return fresh(*files.line(command), env=environment | {"PYTHONPATH": str(own)} | USERS[user])
 
 
-@pytest.mark.daily(15)
+@pytest.mark.daily(30)
 @pytest.mark.parametrize(
     ("user", "command"),
     [pytest.param(*case, marks=[] if case in FIRST else pytest.mark.slow, id=" ".join(case)) for case in CASES],

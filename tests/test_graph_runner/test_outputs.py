@@ -20,13 +20,13 @@ from ggml_backend_npu.plugin.capture import Capture
 from ggml_backend_npu.plugin.plugin import Plugin
 from graph_runner.base.errors import TraceError
 from graph_runner.base.files import replacing
-from graph_runner.cli.app import COMMANDS, app
+from graph_runner.cli.app import COMMANDS, application, function_of
 from graph_runner.cli.command import files_of
 from graph_runner.cli.options import READS, WRITES
 from graph_runner.trace.taken import record
 
-READING = {name: files_of(command, READS) for name, command in COMMANDS.items()}
-WRITING = {name: files_of(command, WRITES) for name, command in COMMANDS.items()}
+READING = {name: files_of(function_of(name), READS) for name in COMMANDS}
+WRITING = {name: files_of(function_of(name), WRITES) for name in COMMANDS}
 PAIRS = [(name, read, write) for name in COMMANDS for read in READING[name] for write in WRITING[name]]
 TWO_OUTPUTS = [(name, *pair) for name in COMMANDS for pair in combinations(WRITING[name], 2)]
 
@@ -34,7 +34,7 @@ TWO_OUTPUTS = [(name, *pair) for name in COMMANDS for pair in combinations(WRITI
 def line(command: str, folder: Path, **values: Path) -> list[str]:
     """The arguments of a command with values of some parameters, and files for those that it needs besides."""
     words = [command]
-    for parameter in typer.main.get_command(app).commands[command].params:  # type: ignore[attr-defined]
+    for parameter in typer.main.get_command(application()).commands[command].params:  # type: ignore[attr-defined]
         value = values.get(parameter.name)
         if value is None and parameter.required:
             value = folder / f"its-{parameter.name}.gguf"
@@ -48,7 +48,7 @@ def line(command: str, folder: Path, **values: Path) -> list[str]:
 def test_every_option_that_names_a_file_is_known_as_such() -> None:
     """An option of a new file has to say whether it is read or written: by its metavar it is told here."""
     for name in COMMANDS:
-        for parameter in typer.main.get_command(app).commands[name].params:  # type: ignore[attr-defined]
+        for parameter in typer.main.get_command(application()).commands[name].params:  # type: ignore[attr-defined]
             named = str(parameter.metavar or "")
             if "FILE" in named or ".gguf" in named or named == "MODEL":
                 assert parameter.name in {**READING[name], **WRITING[name]}, f"{name}: {parameter.opts}"

@@ -217,7 +217,7 @@ def test_the_command_finds_a_fault(model: Models, fault: Fault, commands: Comman
     assert_command_finds(commands, model(fault.model), fault, tmp_path)
 
 
-@pytest.mark.daily(6)
+@pytest.mark.daily(8)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "fault", [each for each in of("packed", "strays", "live", "late", "ends") if each.rounded], ids=str

@@ -26,7 +26,7 @@ def some() -> list[object]:
 
 
 @pytest.mark.slow
-@pytest.mark.daily(3)
+@pytest.mark.daily(5)
 @pytest.mark.parametrize(("device", "most"), some())
 def test_the_first_and_the_last_of_several_nodes_are_named(device: type[Programs], most: int, model: Models) -> None:
     result = run(model, device(most))

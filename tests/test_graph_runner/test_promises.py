@@ -98,6 +98,7 @@ def test_what_was_measured_is_kept(kept_elsewhere: Path, monkeypatch: pytest.Mon
     assert promises.holds("SILU") is before
 
 
+@pytest.mark.daily(3)
 @pytest.mark.slow
 def test_every_op_has_a_promise() -> None:
     found = promises.promises()

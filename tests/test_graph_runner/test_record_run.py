@@ -130,7 +130,7 @@ def test_a_run_like_another_has_its_tokens(cli: Cli, records: Path, tmp_path: Pa
 
 
 @pytest.mark.slow
-@pytest.mark.daily(3)
+@pytest.mark.daily(7)
 def test_a_fault_in_token_1500_of_layer_7_is_the_first(tmp_path: Path) -> None:
     """Of SmolLM2 over 2,000 tokens, in one value: found in its step, and with a step for each token, at it."""
     kernels, text = tmp_path / "wrong.py", tmp_path / "text.txt"

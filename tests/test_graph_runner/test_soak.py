@@ -10,6 +10,7 @@ import pytest
 from graph_runner.bench.soak import Held
 
 
+@pytest.mark.daily(3)
 @pytest.mark.slow
 def test_the_process_keeps_its_size_and_the_text_is_the_cpus() -> None:
     command = [sys.executable, "-m", "graph_runner.bench.soak", "0.1"]

@@ -208,6 +208,7 @@ def of_one(cpu: Replica, hidden: Hidden, seed: int) -> tuple[bool, bool, bool]:
     return named.n_tried > 0 and not named.is_shown, shows, bool(without) and all(without)
 
 
+@pytest.mark.daily(2)
 @pytest.mark.slow
 def test_sixty_faults_that_the_inputs_hide(cpu: Replica) -> None:
     found = {(str(hidden), seed): of_one(cpu, hidden, seed) for hidden, seed in FAULTS}

@@ -81,6 +81,7 @@ def test_a_rotation_is_not_seen_at_position_0(model: Models) -> None:
     assert {node.op for node in of(model("llama"), planted("ROPE", none)).wrong} == {"ROPE"}
 
 
+@pytest.mark.daily(3)
 @pytest.mark.slow
 def test_what_begins_beyond_the_context_is_not_seen(model: Models) -> None:
     kernel = soft_max_times(1.01, least=300)

@@ -263,6 +263,7 @@ Bread that has cooled for two hours keeps for four days in a cloth, and for a we
 makes the best toast of all."""
 
 
+@pytest.mark.daily(3)
 @pytest.mark.slow
 @pytest.mark.usefixtures("backend")
 def test_the_perplexity_of_a_page_is_the_cpus(model: Models) -> None:

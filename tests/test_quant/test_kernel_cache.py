@@ -176,6 +176,7 @@ def test_where_nothing_can_be_kept_kernels_are_compiled_all_the_same(tmp_path: P
     assert beside_the_sources() == before
 
 
+@pytest.mark.daily(4)
 @pytest.mark.slow
 def test_the_device_works_where_nothing_can_be_kept() -> None:
     before = beside_the_sources()

@@ -299,6 +299,7 @@ def test_a_large_tensor_needs_little_more_than_its_result() -> None:
     resident(256)
 
 
+@pytest.mark.daily(3)
 @pytest.mark.slow
 def test_a_tensor_of_a_gibibyte_needs_little_more_than_its_result() -> None:
     resident(1024)

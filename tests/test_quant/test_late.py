@@ -18,7 +18,10 @@ KIND = types.float32  # a name at the top of a module
 
 STARTS = """
 import sys
-import ggml_backend_npu, graph_runner.cli.app, graph_runner.run.token_graph, graph_runner.diff.run, graph_runner.trace
+import ggml_backend_npu, graph_runner.run.token_graph, graph_runner.diff.run, graph_runner.trace
+from graph_runner.cli.app import COMMANDS, function_of
+for command in COMMANDS:
+    function_of(command)
 ggml_backend_npu.register()
 """
 RUNS = """
