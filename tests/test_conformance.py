@@ -63,11 +63,11 @@ def test_every_case_that_the_cpu_supports_passes(memory: str, device_type: str) 
     assert Counter(case.group for case in cases if case.verdict == "passed") == CASES
 
 
-@pytest.mark.daily(4)  # 4 minutes each
-@pytest.mark.parametrize(("memory", "half"), list(product(MEMORY, range(2))))
-def test_every_case_of_an_op_is_as_documented(memory: str, half: int, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.daily(6)  # 3 minutes each
+@pytest.mark.parametrize(("memory", "third"), list(product(MEMORY, range(3))))
+def test_every_case_of_an_op_is_as_documented(memory: str, third: int, capsys: pytest.CaptureFixture[str]) -> None:
     device_type = {"host": "accel", "device": "gpu"}[memory]
-    ops = sorted(every_op() - set(LONG))[half::2]
+    ops = sorted(every_op() - set(LONG))[third::3]
     suite = backend_ops_cases().keys() & ops
     cases = backend_ops(suite, {"GGML_NPU_MEMORY": memory, "GGML_NPU_DEVICE_TYPE": device_type, "GGML_NPU_OPS": "all"})
     found = {op: Counts.of([case for case in cases if case.group == op]) for op in ops}
@@ -104,6 +104,7 @@ def simulated(folder: Path, taken: tuple[str, ...] | None = None) -> dict[str, s
     return {"GGML_NPU_DEVICE_FILE": str(file)}
 
 
+@pytest.mark.daily(2)
 def test_every_case_of_an_op_passes_on_a_simulated_device(tmp_path: Path) -> None:
     """The movers, and of the others one in sixteen, others each day."""
     others = sorted(backend_ops_cases().keys() - {*LONG, *CASES})
@@ -112,6 +113,7 @@ def test_every_case_of_an_op_passes_on_a_simulated_device(tmp_path: Path) -> Non
     assert not {(case.group, case.name) for case in cases if case.refused_by == ("NPU",)} - REFUSED
 
 
+@pytest.mark.daily(2)
 @pytest.mark.parametrize("taken", [None, SOME], ids=["all", "some"])
 def test_every_model_computes_what_it_does_on_the_cpu_on_a_simulated_device(
     tmp_path: Path, taken: tuple[str, ...] | None
@@ -121,7 +123,7 @@ def test_every_model_computes_what_it_does_on_the_cpu_on_a_simulated_device(
     assert sum(model.verdict == "passed" for model in models) == MODELS
 
 
-@pytest.mark.daily(3)
+@pytest.mark.daily(6)
 @pytest.mark.parametrize("op", LONG)
 def test_cases_of_an_op_of_minutes_pass(op: str, capsys: pytest.CaptureFixture[str]) -> None:
     others = LONG[op]

@@ -46,6 +46,7 @@ def test_what_llama_cpp_refuses_of_a_model_is_in_no_case() -> None:
     assert {case.cache_type for case in cases} == {"f16"}
 
 
+@pytest.mark.daily(2)
 @pytest.mark.conformance
 def test_an_unmodified_device_is_right_in_every_model(capsys: pytest.CaptureFixture[str]) -> None:
     seed = int(f"{datetime.now(UTC):%Y%m%d}")

@@ -29,7 +29,7 @@ def test_random_nodes() -> None:
 
 
 @with_avx2
-@pytest.mark.daily(5)
+@pytest.mark.daily(10)
 @pytest.mark.conformance
 @pytest.mark.parametrize("seed", range(20))
 def test_many_random_nodes(seed: int) -> None:

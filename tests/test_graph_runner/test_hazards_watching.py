@@ -121,7 +121,7 @@ def test_cells_that_an_optimiser_has_written_after_they_were_read(llama: Path, m
     assert "reads what SET_ROWS 'cache_k_l0 (view)' (at 49) has not written yet" in str(found[0])
 
 
-@pytest.mark.daily(2)
+@pytest.mark.daily(4)
 @pytest.mark.conformance
 @pytest.mark.parametrize("ops", ["default", "all"])
 @pytest.mark.parametrize("memory", ["host", "device"])

@@ -59,6 +59,7 @@ def test_every_node_of_the_own_run_is_accounted_for(model: Models, name: str, wa
     assert result, result.wrong[:1]
 
 
+@pytest.mark.daily(2)
 @pytest.mark.conformance
 def test_every_node_of_every_architecture_is_accounted_for(capsys: pytest.CaptureFixture[str]) -> None:
     """A sixth of them each day."""
