@@ -19,6 +19,7 @@ from ggml_backend_npu.ggml.graph_read import GraphReader
 from ggml_backend_npu.plugin import repeats
 from ggml_backend_npu.plugin.forms import Form, Formed, Forms, Placed
 from ggml_backend_npu.plugin.plugin import Plugin
+from ggml_backend_npu.profiles.generations import PROFILES
 from ggml_backend_npu.registry.entry import op
 from graph_runner.run.session import Session, Settings
 from quant.kernels.threads import Job, Work
@@ -198,6 +199,31 @@ def test_a_users_kernel_stands_among_forms(backend: Plugin, model: Models, monke
     np.testing.assert_allclose(logits[1], logits[0], rtol=1e-3, atol=1e-3)
     assert len(calls) == 15, "five of each graph"
     assert "norm-1" in calls, "it sees the nodes themselves, with their names"
+
+
+@pytest.mark.parametrize("profile", ["full", "ascend-310p"])
+def test_a_graph_that_needs_python_is_planned_once(
+    backend: Plugin, profile: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    planned, plan = [], Forms._planned
+
+    def counted(forms: Forms, *arguments: Any) -> Plan:
+        planned.append(arguments)
+        return plan(forms, *arguments)
+
+    @op("GET_ROWS")
+    def mine(dst: Tensor, x: Tensor, ids: Tensor) -> None:
+        dst.view()[...] = x.view()[0, 0, ids.view()[0, 0]]
+
+    monkeypatch.setattr(Forms, "_planned", counted)
+    choose(monkeypatch, profile=PROFILES[profile])
+    with default_backend().ops.having(mine), Scene(backend.ggml, "NPU") as scene:
+        nodes = [GetRows("f32", (8, 9, 1, 1), n)(scene) for n in (3, 4)]
+        scene.fill(nodes[0])
+        graphs = [scene.graph_of(node) for node in nodes]
+        for graph in (*graphs, *graphs, *graphs):
+            assert scene.run(graph) == 0
+    assert len(planned) == 2
 
 
 def test_a_graph_read_at_once_equals_its_nodes(backend: Plugin) -> None:
