@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -35,6 +36,29 @@ def test_a_process_of_the_machine_has_its_own_settings_and_not_this_ones(monkeyp
     assert "this one's" not in found.values()
     assert found["QEMU_CPU"] == found["NUMBA_CPU_NAME"] == "neoverse-n1"
     assert found["XDG_CACHE_HOME"] == "/machine/cache"
+
+
+def test_the_machine_takes_the_checkout_that_calls_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    binaries, packages = tmp_path / "root/usr/bin", tmp_path / "environment/lib/python3.11/site-packages"
+    binaries.mkdir(parents=True)
+    (binaries / "python3").symlink_to("python3.11")
+    installed: list[Path] = []
+
+    def run(command: list[str | Path]) -> None:
+        target, checkout = Path(command[command.index("--target") + 1]), Path(command[-1])
+        assert target == packages
+        written = target / "ggml_backend_npu-0.1.0.dist-info"
+        written.mkdir(parents=True, exist_ok=True)
+        (written / "METADATA").write_text("Name: ggml-backend-npu\nVersion: 0.1.0\n")
+        (written / "direct_url.json").write_text(json.dumps({"dir_info": {"editable": True}, "url": checkout.as_uri()}))
+        installed.append(checkout)
+
+    monkeypatch.setattr("graph_runner.tools.suites._run", run)
+    first, second = Path("/first"), Path("/second")
+    for checkout in (first, first, second, second, first):
+        monkeypatch.setattr(emulated, "ROOT", checkout)
+        emulated._take_checkout(tmp_path)
+    assert installed == [first, second, first]
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@
 What it needs: apt-get install qemu-user mmdebstrap gcc-aarch64-linux-gnu g++-aarch64-linux-gnu
 
 The machine is a folder in the user's cache directory: the Debian of this one for arm64, unpacked and not installed; the
-wheels that pip has for it; the checkout itself; and ggml from the sources of the installed llama-cpp-python,
+wheels that pip has for it; the checkout that calls it; and ggml from the sources of the installed llama-cpp-python,
 cross-compiled. The emulator is called by a script that stands for Python, and so for each process that Python starts:
 the kernel needs to know nothing of it. A compiler is this machine's own.
 
@@ -19,6 +19,7 @@ the emulated processor orders its reads and writes as this one does. Exits with 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import platform
 import shlex
@@ -28,7 +29,7 @@ import sys
 import time
 import tomllib
 from collections.abc import Callable, Sequence
-from importlib.metadata import distribution, version
+from importlib.metadata import distribution, distributions, version
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -76,6 +77,7 @@ def made() -> Path:
                 with TemporaryDirectory(dir=machine) as name:
                     make(machine, Path(name, part.name))
                     Path(name, part.name).replace(part)
+        _take_checkout(machine)
     return machine
 
 
@@ -115,19 +117,25 @@ def _cross_compile(machine: Path, programs: Path) -> None:
     (build / "bin").replace(programs)
 
 
+def _python(machine: Path) -> str:
+    """The name of the machine's Python, with its version."""
+    return (machine / "root" / "usr" / "bin" / "python3").readlink().name
+
+
+def _packages(machine: Path, environment: Path) -> Path:
+    return environment / "lib" / _python(machine) / "site-packages"
+
+
 def _install(machine: Path, environment: Path) -> None:
     """A virtual environment whose Python is a script that calls the emulator."""
-    usr = machine / "root" / "usr"
-    python = (usr / "bin" / "python3").readlink().name
-    packages = environment / "lib" / python / "site-packages"
+    usr, python, packages = machine / "root" / "usr", _python(machine), _packages(machine, environment)
     with open(ROOT / "pyproject.toml", "rb") as file:
         core = tomllib.load(file)["project"]["dependencies"]
-    pip: list[str | Path] = [sys.executable, "-m", "pip", "install", "--quiet", "--target", packages]
+    pip = _pip_into(packages)
     platforms = [f"--platform={each}" for each in _PLATFORMS]
     foreign = ["--only-binary=:all:", f"--python-version={python.removeprefix('python')}", *platforms]
     suites._run([*pip, *foreign, *core, *_WHEELS])
     suites._run([*pip, "--no-deps", *_OTHERS])
-    suites._run([*pip, "--no-deps", "--editable", ROOT])
     installed = distribution("llama-cpp-python")
     for part in ("llama_cpp", f"llama_cpp_python-{installed.version}.dist-info"):
         ignored = shutil.ignore_patterns("*.so*", "__pycache__")
@@ -140,6 +148,19 @@ def _install(machine: Path, environment: Path) -> None:
     # what lies under /usr for the emulated machine lies under its root for a compiler of this one
     compiler = f'exec aarch64-linux-gnu-gcc "${{@/#\\/usr\\//{usr}/}}" -idirafter {usr}/include'
     _write(environment / "bin" / "cc", compiler)
+
+
+def _take_checkout(machine: Path) -> None:
+    """Installs this checkout as editable, unless the machine has it: another one may have made the machine."""
+    packages = _packages(machine, machine / "environment")
+    for found in distributions(name="ggml-backend-npu", path=[str(packages)]):
+        if json.loads(found.read_text("direct_url.json") or "{}").get("url") == ROOT.as_uri():
+            return
+    suites._run([*_pip_into(packages), "--no-deps", "--upgrade", "--editable", ROOT])
+
+
+def _pip_into(packages: Path) -> list[str | Path]:
+    return [sys.executable, "-m", "pip", "install", "--quiet", "--target", packages]
 
 
 def _write(script: Path, line: str) -> None:
