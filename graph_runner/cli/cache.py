@@ -16,12 +16,11 @@ def cache(
     clear: Annotated[bool, typer.Option("--clear", help="Delete all of it; it is made again when needed.")] = False,
 ) -> None:
     """Show what is cached between runs: compiled kernels, the plugin, ggml's test programs, wrong nodes of diffs."""
-    from quant.folders import FolderError, cache_root
-    from quant.kernels.cache import cache_directory
+    from quant.folders import FolderError, cache_root, kernels_root
 
     folders = set[Path]()
     with suppress(FolderError):
-        folders.add(cache_directory().parent)
+        folders.add(kernels_root())
         folders.add(cache_root())
     kinds = {
         "kernels-": "compiled kernels",
