@@ -10,36 +10,16 @@ import typer
 
 from graph_runner.cli.command import Command, as_command
 
-COMMANDS = {
-    "run": "run.run",
-    "diff": "diff.diff",
-    "matrix": "matrix.matrix",
-    "capture": "capture.capture",
-    "replay": "replay.replay",
-    "coverage": "coverage.coverage",
-    "hazards": "hazards.hazards",
-    "bisect": "bisect.bisect",
-    "flaky": "flaky.flaky",
-    "record": "record.record",
-    "compare": "compare.compare",
-    "quantdiff": "quantdiff.quantdiff",
-    "timeline": "timeline.timeline",
-    "triage": "triage.triage",
-    "devices": "devices.devices",
-    "doctor": "doctor.doctor",
-    "plugin": "plugin.plugin",
-    "test": "test.judge",
-    "ops": "ops.ops",
-    "cache": "cache.cache",
-    "bench": "bench.bench",
-}
-"""The module and the function of each command."""
+COMMANDS = (
+    "run", "diff", "matrix", "capture", "replay", "coverage", "hazards", "bisect", "flaky", "record", "compare",
+    "quantdiff", "timeline", "triage", "devices", "doctor", "plugin", "test", "ops", "cache", "bench",
+)  # fmt: skip
+"""In the order of --help. Each is the function of this name in the module of this name."""
 
 
 def function_of(command: str) -> Callable[..., None]:
     """The function of a command, whose module is imported."""
-    module, _, name = COMMANDS[command].partition(".")
-    function: Callable[..., None] = getattr(import_module(f"graph_runner.cli.{module}"), name)
+    function: Callable[..., None] = getattr(import_module(f"graph_runner.cli.{command}"), command)
     return function
 
 

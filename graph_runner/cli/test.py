@@ -42,7 +42,7 @@ Memory = Annotated[
 ]
 
 
-def judge(
+def test(
     kernels: KernelFiles = None,
     *,
     ops: Ops = None,

@@ -96,7 +96,7 @@ def test_each_command_works_or_says_in_one_line_what_to_install(without: dict[st
         assert (code, err) == (0, ""), line
     assert "llama-cpp-python is not installed" in found["--version"][1]
     apart = {"plugin", "doctor", "replay", "compare"}  # need no llama-cpp-python; the first two have tests of their own
-    assert {line.split()[0] for line in [*REFUSED, *WORKING]} >= COMMANDS.keys() - apart
+    assert {line.split()[0] for line in [*REFUSED, *WORKING]} >= {*COMMANDS} - apart
     assert {path.name for path in tmp_path.iterdir()} <= {"site", "cache", "matrix", "text"}
 
 

@@ -38,7 +38,7 @@ def planted(folder: Path) -> Path:
 
 
 def test_the_table_has_every_command() -> None:
-    assert COMMANDS.keys() == KNOWN.keys()
+    assert COMMANDS.keys() == {*KNOWN}
 
 
 @pytest.fixture(scope="module")
