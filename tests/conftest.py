@@ -20,7 +20,7 @@ from zlib import crc32
 
 import pytest
 from hypothesis import HealthCheck, Phase, settings
-from kit.days import TODAY
+from kit.days import TODAY, turn_of
 
 if TYPE_CHECKING:
     from kit.commands import Cli
@@ -69,6 +69,13 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Models:
         return path if path.exists() else (WRITERS | OTHERS | VARIED | ENCODERS)[name](path)
 
     return find
+
+
+@pytest.fixture
+def turn(request: pytest.FixtureRequest) -> int:
+    """A number that goes up by one each time that the test has its day (`daily`)."""
+    marker = request.node.get_closest_marker("daily")
+    return turn_of(marker.args[0] if marker else 1)
 
 
 @pytest.fixture

@@ -16,7 +16,6 @@ from itertools import product
 from pathlib import Path
 
 import pytest
-from kit.days import TODAY
 from tools.conformance import Counts, backend_ops_cases, documented, every_op, table
 
 from ggml_backend_npu.plugin.embedding import check_package, plugin
@@ -27,7 +26,7 @@ from graph_runner.tools.suites import SuiteError, architectures, backend_ops
 pytestmark = pytest.mark.conformance
 
 MEMORY = ("host", "device")
-# ops of minutes each, and patterns of their cases that ggml itself prepares for minutes: one of them each day
+# ops of minutes each, and patterns of their cases that ggml itself prepares for minutes: one of them each time
 LONG: dict[str, tuple[str, ...]] = {
     "LIGHTNING_INDEXER": (),
     "FLASH_ATTN_EXT": ("hsk=64.*type_K=iq4_nl", "hsk=64.*type_K=q5_1", "hsk=64.*type_K=q4_1"),
@@ -105,10 +104,10 @@ def simulated(folder: Path, taken: tuple[str, ...] | None = None) -> dict[str, s
 
 
 @pytest.mark.daily(2)
-def test_every_case_of_an_op_passes_on_a_simulated_device(tmp_path: Path) -> None:
-    """The movers, and of the others one in sixteen, others each day."""
+def test_every_case_of_an_op_passes_on_a_simulated_device(tmp_path: Path, turn: int) -> None:
+    """The movers, and of the others one in sixteen, others each time."""
     others = sorted(backend_ops_cases().keys() - {*LONG, *CASES})
-    cases = backend_ops({*CASES, *others[TODAY % 16 :: 16]}, simulated(tmp_path))
+    cases = backend_ops({*CASES, *others[turn % 16 :: 16]}, simulated(tmp_path))
     assert not [case.log for case in cases if case.verdict == "failed"]
     assert not {(case.group, case.name) for case in cases if case.refused_by == ("NPU",)} - REFUSED
 
@@ -125,9 +124,9 @@ def test_every_model_computes_what_it_does_on_the_cpu_on_a_simulated_device(
 
 @pytest.mark.daily(6)
 @pytest.mark.parametrize("op", LONG)
-def test_cases_of_an_op_of_minutes_pass(op: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_cases_of_an_op_of_minutes_pass(op: str, turn: int, capsys: pytest.CaptureFixture[str]) -> None:
     others = LONG[op]
-    today = others[TODAY % len(others)] if others else ""
+    today = others[turn % len(others)] if others else ""
     left_out = "|".join(other for other in others if other != today) or "none"
     computed = f"^(?!.*({left_out}))"
     cases = backend_ops([op], {"GGML_NPU_OPS": "all"}, pattern=computed)

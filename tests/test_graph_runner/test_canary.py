@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import pytest
 from kit.commands import WRONG_CONT, Cli, fresh, kernel_file
-from kit.days import TODAY
 from kit.diffs import planted, run
 from kit.models import Models
 from tools.canaries import MODELS, found
@@ -74,8 +73,8 @@ def test_each_kind_is_seen_in_each_model(model: Models, name: str) -> None:
 
 @pytest.mark.daily(4)
 @pytest.mark.slow
-def test_a_hundred_diffs_of_other_seeds(tmp_path: Path) -> None:
-    rows = [*found(tmp_path, 100, first=100 * TODAY)]
+def test_a_hundred_diffs_of_other_seeds(tmp_path: Path, turn: int) -> None:
+    rows = [*found(tmp_path, 100, first=100 * turn)]
     assert len(rows) >= 100
     assert [row for row in rows if row.wrong] == []
 

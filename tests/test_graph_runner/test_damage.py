@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from gguf import GGUFReader
 from kit.damage import Commands, cuts, edits, flips
-from kit.days import TODAY
 
 from graph_runner.base.tiny import write_tiny_llama
 from graph_runner.run.session import Settings
@@ -18,7 +17,7 @@ from graph_runner.trace import CaptureOptions, capture
 
 Damage = Callable[[bytes, int, np.random.Generator], bytes]
 
-DAYS = 3  # in which all files have had their turn
+TURNS = 3  # in which all files have been tried
 MODELS = {"flips": 200, "cuts": 100, "edits": 200}
 TRACES = {"flips": 80, "cuts": 40, "edits": 80}
 
@@ -27,17 +26,16 @@ def damages(path: Path) -> dict[str, Damage]:
     return {"flips": flips, "cuts": cuts, "edits": edits(path)}
 
 
-def fuzz(folder: Path, good: Path, kind: str, count: int, *arguments: str, end: str = "") -> None:
-    """Runs a command over damaged files, a third of them each day; fails with all that it does not end well over."""
+def fuzz(folder: Path, good: Path, kind: str, count: int, turn: int, *arguments: str, end: str = "") -> None:
+    """Runs a command over damaged files, a third of them each turn; fails with all that it does not end well over."""
     data, header = good.read_bytes(), int(GGUFReader(good).data_offset)
     damage, random = damages(good)[kind], np.random.default_rng(sum(map(ord, kind + good.name)))
     codes, bad = Counter[object](), []
-    today = TODAY % DAYS
     with Commands(folder) as command:
         for number in range(count):
             file = folder / f"{kind}-{number}.gguf"
             damaged = damage(data, header, random)
-            if number % DAYS != today:
+            if number % TURNS != turn % TURNS:
                 continue
             file.write_bytes(end_of(damaged, end))
             ended = command(arguments[0], file, *arguments[1:])
@@ -68,20 +66,20 @@ def end_of(data: bytes, digest: str) -> bytes:
 @pytest.mark.slow
 @pytest.mark.daily(6)
 @pytest.mark.parametrize("kind", MODELS)
-def test_damaged_models(tmp_path: Path, kind: str) -> None:
+def test_damaged_models(tmp_path: Path, kind: str, turn: int) -> None:
     good = write_tiny_llama(tmp_path / "tiny.gguf")
-    fuzz(tmp_path, good, kind, MODELS[kind], "run", "-n", "2", "--threads", "1", "--all")
+    fuzz(tmp_path, good, kind, MODELS[kind], turn, "run", "-n", "2", "--threads", "1", "--all")
 
 
 @pytest.mark.slow
 @pytest.mark.daily(6)
 @pytest.mark.parametrize("end", ["", "right digest"])
 @pytest.mark.parametrize("kind", TRACES)
-def test_damaged_traces(tmp_path: Path, kind: str, end: str) -> None:
+def test_damaged_traces(tmp_path: Path, kind: str, end: str, turn: int) -> None:
     model = write_tiny_llama(tmp_path / "tiny.gguf")
     good = tmp_path / "trace.gguf"
     capture(model, "abc", good, CaptureOptions(steps=1, settings=Settings(flash_attention="off", threads=1)))
-    fuzz(tmp_path, good, kind, TRACES[kind] // (2 if end else 1), "replay", end=end)
+    fuzz(tmp_path, good, kind, TRACES[kind] // (2 if end else 1), turn, "replay", end=end)
 
 
 ASSERTED = {

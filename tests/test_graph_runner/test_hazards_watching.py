@@ -9,7 +9,6 @@ from typing import Literal
 
 import pytest
 from kit.backends import blas, rpc_library, served
-from kit.days import TODAY
 from kit.models import write_tiny_gpt_oss, write_tiny_mamba, write_tiny_moe, write_tiny_rwkv7
 from kit.optimising import cells_last, optimise, second_product_first
 from kit.whole_faults import fuses_residual
@@ -148,12 +147,12 @@ def partners(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Devices]:
 @pytest.mark.parametrize(("device", "layers"), [("RPC0", 999), ("RPC0", 1), ("BLAS", 0)])
 @pytest.mark.parametrize(("flash_attention", "sequences"), [("off", 1), ("on", 2)])
 def test_no_model_of_test_llama_archs_has_any_on_other_devices(
-    partners: Devices, device: str, layers: int, flash_attention: Literal["on", "off"], sequences: int
+    partners: Devices, device: str, layers: int, flash_attention: Literal["on", "off"], sequences: int, turn: int
 ) -> None:
     """An eighth of the models each day, and the one that changes devices most often."""
     settings = Settings(flash_attention=flash_attention, sequences=sequences, gpu_layers=layers, threads=1)
     files, found = models(folder().with_name("models")), []
-    for model in {*files[TODAY % 8 :: 8], *(file for file in files if file.stem == "kimi-k3-moe")}:
+    for model in {*files[turn % 8 :: 8], *(file for file in files if file.stem == "kimi-k3-moe")}:
         for graph in watched(model, LONG, HazardOptions(device, partners, settings=settings)):
             found += [f"{model.stem}, {graph.name}: {each}" for each in check(graph).findings]
             assert graph.is_as_built, model
