@@ -372,7 +372,7 @@ WITHOUT_TESTS = {
     "graph_runner/cli": "app cache capture codes command common doctor failures ops options plugin replay test",
     "graph_runner/diagnosis": "altered case numbers places words written",
     "graph_runner/diff": (
-        "alone erring explaining judge leaves lockstep logits result run sides state together turns walks"
+        "alone erring explaining judge kinds leaves lockstep logits result run side state together turns walks"
     ),
     "graph_runner/judging": "footprints mistakes results spans",
     "graph_runner/process": "bisecting child flaking jobs",

@@ -70,7 +70,7 @@ def suspects(result: DiffResult) -> list[tuple[str, ...]]:
     """Returns the nodes of a diff that may be why its end is wrong, if several are off: the first wrong one, the wrong
     ones of its op, all wrong ones. Each by its name."""
     off = [node for node in result.nodes if node.verdict in (Verdict.INHERITED, Verdict.AMPLIFIED) or not node]
-    if result.ending is None or not result.ending.nmse or not result.wrong or len(off) < 2:
+    if not result.is_scheduled or result.ending is None or not result.ending.nmse or not result.wrong or len(off) < 2:
         return []
     first = result.wrong[0]
     of_op = [node for node in result.wrong if node.op == first.op]

@@ -16,7 +16,7 @@ from graph_runner.base.limits import refuse_where_memory_is_limited
 from graph_runner.base.settings import Gives
 from graph_runner.diff.lockstep import Batch
 from graph_runner.diff.logits import Ending, Endings, Outputs, nmse
-from graph_runner.diff.sides import CPU, Side
+from graph_runner.diff.side import CPU, Side
 from graph_runner.diff.together import Computer, Grouped, ends_of
 from graph_runner.diff.walks import Course, Place, Walk
 from graph_runner.elsewhere.session import AnySession

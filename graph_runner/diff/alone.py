@@ -10,7 +10,7 @@ from ggml_backend_npu import Node, Tensor
 from ggml_backend_npu.ggml import convert
 from ggml_backend_npu.ggml.convert import Read, Storage
 from graph_runner.diff.erring import Erring
-from graph_runner.diff.sides import Side
+from graph_runner.diff.side import Side
 from graph_runner.diff.turns import Compared, Turn
 from graph_runner.judging.compare import compare
 from graph_runner.judging.copies import Copied, Kept, Layout, blank, continues_dst, copy, held, put

@@ -20,7 +20,7 @@ from greenlet import getcurrent, greenlet
 from ggml_backend_npu.ggml import convert, lib
 from ggml_backend_npu.ggml.guard import INTERRUPTS
 from graph_runner.base.limits import refuse_where_memory_is_limited
-from graph_runner.diff.sides import Side
+from graph_runner.diff.side import Side
 from graph_runner.elsewhere.session import AnySession
 from graph_runner.run.session import Session, SessionError
 

@@ -74,6 +74,7 @@ class DiffResult:
     order    the check for hazards of each graph of the device's own run that has come to its end
     order_unknown  why the order of that run is not known, or not of all graphs; "" if it was checked
     builds   what the reference and the device compute with, if they are of two builds of llama.cpp
+    is_scheduled  whether ggml's scheduler gives the device its nodes, and could give them to the CPU in its place
     """
 
     model: str
@@ -112,6 +113,7 @@ class DiffResult:
     order: Sequence[Report] = ()
     order_unknown: str = "the run ended early"
     builds: tuple[About, About] | None = None
+    is_scheduled: bool = True
 
     @property
     def hazards(self) -> list[tuple[str, Finding]]:

@@ -14,18 +14,15 @@ from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from ggml_backend_npu import AnyBackend, Backend, Graph, Node, Tensor, default_backend
-from ggml_backend_npu.backend.kernel_files import load_kernels
+from ggml_backend_npu import AnyBackend, Graph, Node, Tensor, default_backend
 from ggml_backend_npu.ggml import lib
 from ggml_backend_npu.ops.kernels import strided
-from ggml_backend_npu.plugin.repacking import Repacking
-from ggml_backend_npu.plugin.replica import Replica
 from graph_runner.base.builds import About, Build
 from graph_runner.base.console import printable
 from graph_runner.base.errors import BadInputError, BlindError, SessionError, TraceError
 from graph_runner.base.files import folder_for_traces
 from graph_runner.base.settings import ALL_LAYERS, Gives, Settings, context_for
-from graph_runner.base.variants import Variant, Variants
+from graph_runner.base.variants import Variants
 from graph_runner.diff.again import Again, Watched
 from graph_runner.diff.canary import Planter
 from graph_runner.diff.judge import Asked, Judge, OtherOrderError
@@ -33,9 +30,9 @@ from graph_runner.diff.lockstep import Batch, Lockstep
 from graph_runner.diff.logits import Endings, Outputs
 from graph_runner.diff.pairs import Listing, Pairs
 from graph_runner.diff.result import DiffResult as DiffResult
-from graph_runner.diff.sides import CPU, NPU, Cpu, Elsewhere, Foreign, Own, Side, Sides
+from graph_runner.diff.side import CPU, NPU, Side, Wanted
+from graph_runner.diff.sides import Sides
 from graph_runner.diff.together import Computer
-from graph_runner.elsewhere.other import Other
 from graph_runner.elsewhere.session import AnySession
 from graph_runner.judging.footprints import AboutTo, Footprints
 from graph_runner.judging.results import NodeResult
@@ -188,46 +185,14 @@ class _InStep:
         build = self._asked.variants.reference.build
         if build not in (None, Build.of_this_process()):
             raise BadInputError(f"reference of {build.where}: this process has another llama.cpp")
-        with ExitStack() as stack:
-            device = self._side(stack, self._asked.device, self._asked.variants.device)
-            reference = self._side(stack, self._asked.reference, self._asked.variants.reference, is_reference=True)
-            if reference.foreign is not None and reference.foreign.takes_layers:
-                why = "its memory is its own; a reference works in the host's"
-                raise BadInputError(f"--reference {self._asked.reference!r}: {why}")
-            self._sides = Sides(reference, device)
+        asked = self._asked
+        with ExitStack() as closing:
+            wanted = Wanted(
+                self._ggml, asked.reference, asked.device, is_reference=False, settings=self._settings,
+                layers=self._layers, variants=asked.variants, devices=asked.devices, ours=self._ours, closing=closing,
+            )  # fmt: skip
+            self._sides = Sides.of(wanted)
             return self._run()
-
-    def _side(self, stack: ExitStack, name: str, variant: Variant, *, is_reference: bool = False) -> Side:
-        """Returns a side: "CPU", "NPU", or a device that ggml calls so."""
-        ggml, settings = self._ggml, variant.over(self._settings)
-        if name == NPU:
-            if is_reference:
-                return Own(ggml, self._own_kernels(variant), variant.named(NPU))
-            return Own(ggml, self._ours, variant.named(self._ours.name))
-        build = self._asked.variants.elsewhere
-        if name == CPU and build is not None and not is_reference:
-            called, threads = variant.named(CPU), settings.threads
-            other = stack.enter_context(Other(called, build, repacks=settings.repack, threads=threads))
-            return Elsewhere(ggml, other, variant)
-        if name == CPU:
-            kind = Repacking if settings.repack else Replica
-            cpu = stack.enter_context(kind(ggml, CPU, threads=settings.threads))
-            return Cpu(ggml, cpu, variant, is_rival=self._asked.reference == CPU and bool(self._asked.variants))
-        found = self._asked.devices.named(ggml, name)
-        if variant and not found.takes_layers:
-            option = "--reference-with" if is_reference else "--device-with"
-            raise BadInputError(f"{option} op-offload={variant.texts['op-offload']}: {found.name} is given no layers")
-        replica = stack.enter_context(Replica(ggml, found.handle, threads=settings.threads))
-        instead = stack.enter_context(Replica(ggml, CPU, threads=settings.threads)) if is_reference else None
-        return Foreign(ggml, found, replica, self._layers, variant, instead)
-
-    def _own_kernels(self, variant: Variant) -> Backend:
-        """Returns the project's own kernels, node by node, with a variant's file of kernels."""
-        plain = replace(self._ours.options.updated(variant.options), fusion="off")
-        backend = Backend("NPU's own kernels", options=plain, numerics=self._ours.numerics)
-        for path in variant.kernels:
-            load_kernels(path, backend)
-        return backend
 
     def _run(self) -> DiffResult:
         device = self._sides.device
@@ -357,11 +322,12 @@ class _InStep:
             strict_coverage=asked.strict_coverage,
             variants=asked.variants,
             builds=self._builds(),
+            is_scheduled=self._sides.device.is_scheduled,
         )
 
     def _builds(self) -> tuple[About, About] | None:
-        device = self._sides.device
-        return (About.of_this_process(self._ggml), device.about) if isinstance(device, Elsewhere) else None
+        about = self._sides.device.about
+        return None if about is None else (About.of_this_process(self._ggml), about)
 
     def _decode(
         self, first: Session, second: AnySession, lockstep: Lockstep, judge: Judge, tokens: Batch

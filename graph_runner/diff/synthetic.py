@@ -15,7 +15,7 @@ from ggml_backend_npu.registry.checks import Types
 from graph_runner.diff.alone import Alone
 from graph_runner.diff.blindness import Blindness, Sight
 from graph_runner.diff.explaining import Explainer
-from graph_runner.diff.sides import Side
+from graph_runner.diff.side import Side
 from graph_runner.diff.turns import Compared
 from graph_runner.judging.copies import Copied
 from graph_runner.judging.mistakes import ignored

@@ -19,7 +19,7 @@ from ggml_backend_npu.ggml.lib import Ggml
 from ggml_backend_npu.ops import OWN
 from ggml_backend_npu.registry.checks import Exact
 from ggml_backend_npu.registry.exact import values
-from graph_runner.diff.sides import Side
+from graph_runner.diff.side import Side
 from graph_runner.diff.walks import Course, Place, Walk
 from graph_runner.judging import noise
 from graph_runner.judging.compare import compare

@@ -9,7 +9,7 @@ from functools import cached_property
 from ggml_backend_npu.ggml import convert
 from ggml_backend_npu.ggml.lib import Ggml
 from ggml_backend_npu.ggml.node_reader import Reader
-from graph_runner.diff.sides import Side
+from graph_runner.diff.side import Side
 from graph_runner.judging.copies import digest_of
 
 Place = tuple[int, int]  # a node's step, and its place in that

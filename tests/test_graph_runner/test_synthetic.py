@@ -21,7 +21,7 @@ from graph_runner.diff.alone import Alone
 from graph_runner.diff.blindness import Blindness
 from graph_runner.diff.erring import Erring
 from graph_runner.diff.explaining import Explainer
-from graph_runner.diff.sides import Cpu
+from graph_runner.diff.kinds import Cpu
 from graph_runner.diff.synthetic import Synthetic
 from graph_runner.judging.copies import Copied
 from graph_runner.judging.footprints import Footprints

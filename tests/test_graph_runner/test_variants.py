@@ -17,8 +17,8 @@ from graph_runner.base.errors import BadInputError, SessionError
 from graph_runner.base.settings import Settings
 from graph_runner.base.tiny import TinyModel, spm_vocabulary
 from graph_runner.base.variants import Variant, Variants
+from graph_runner.diff.kinds import Cpu
 from graph_runner.diff.run import DiffOptions, DiffResult, diff
-from graph_runner.diff.sides import Cpu
 from graph_runner.judging.results import Fate, Verdict
 from graph_runner.reports.diff_report import diff_json
 from graph_runner.run.session import Session
