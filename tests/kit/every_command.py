@@ -6,6 +6,7 @@ import os
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from kit.quantised import write_pair
 
@@ -24,29 +25,48 @@ def cont(dst, x):
 # of a Python whose user has no entry in passwd
 HOMELESS = "import pwd\ndef nobody(uid): raise KeyError(uid)\npwd.getpwuid = nobody\n"
 
-# the words of each command, in a folder of `files`; and its exit code
-COMMANDS: dict[str, tuple[str, int]] = {
-    "run": ("run {model} -n 1 -f {prompt} --kernels {kernels} --profile {profile}", 0),
-    "diff": ("diff {model} -n 0 -f {prompt} --kernels {kernels} --tolerances {tolerances} --ops CONT", 0),
-    "matrix": ("matrix {model} -o {cache}-matrix --settings {setting}", 0),
-    "capture": ("capture {model} -n 0 -f {prompt} --nodes CONT -o {trace}", 0),
-    "replay": ("replay {trace} --kernels {kernels} --tolerances {tolerances}", 0),
-    "coverage": ("coverage {model} -f {prompt} --kernels {kernels} --profile {profile}", 0),
-    "bisect": ("bisect {model} -n 0 -f {prompt} --kernels {kernels} --profile {profile} --repeat 1", 0),
-    "flaky": ("flaky {model} -n 0 -f {prompt} --kernels {kernels} --profile {profile} --repeat 2", 0),
-    "quantdiff": ("quantdiff {model} {small} -f {text} -c 16 --tensors 0", 0),
-    "timeline": ("timeline {model} -n 0 -f {prompt} --kernels {kernels} --profile {profile}", 0),
-    "hazards": ("hazards {model} -n 0 -f {prompt} --kernels {kernels} --profile {profile}", 0),
-    "triage": ("triage {model} -n 0 -f {prompt} --kernels {kernels} --profile {profile}", 0),
-    "record": ("record {model} -n 0 -f {prompt} --device npu --kernels {kernels} --profile {profile} -o {record}", 0),
-    "compare": ("compare {record} {record}", 0),
-    "devices": ("devices --device-file {device}", 0),
-    "doctor": ("doctor {device}", 0),
-    "plugin": ("plugin", 0),
-    "test": ("test {kernels}", 2),  # no program is built
-    "ops": ("ops --kernels {kernels}", 0),
-    "cache": ("cache", 0),
-    "bench": ("bench start --model {model} --rounds 1", 0),
+
+class Row(NamedTuple):
+    """A command.
+
+    words    with files of `Files` in braces
+    refused  words that a process without llama-cpp-python refuses; "" if it works there
+    code     its exit code
+    """
+
+    words: str
+    refused: str
+    code: int = 0
+
+
+COMMANDS = {
+    "run": Row("run {model} -n 1 -f {prompt} --kernels {kernels} --profile {profile}", "run tiny"),
+    "diff": Row(
+        "diff {model} -n 0 -f {prompt} --kernels {kernels} --tolerances {tolerances} --ops CONT",
+        "diff tiny --all",
+    ),
+    "matrix": Row("matrix {model} -o {cache}-matrix --settings {setting}", "matrix tiny -o matrix"),
+    "capture": Row("capture {model} -n 0 -f {prompt} --nodes CONT -o {trace}", "capture tiny -o trace.gguf"),
+    "replay": Row("replay {trace} --kernels {kernels} --tolerances {tolerances}", ""),
+    "coverage": Row("coverage {model} -f {prompt} --kernels {kernels} --profile {profile}", "coverage tiny"),
+    "bisect": Row("bisect {model} -n 0 -f {prompt} --kernels {kernels} --profile {profile} --repeat 1", "bisect tiny"),
+    "flaky": Row("flaky {model} -n 0 -f {prompt} --kernels {kernels} --profile {profile} --repeat 2", "flaky tiny"),
+    "quantdiff": Row("quantdiff {model} {small} -f {text} -c 16 --tensors 0", "quantdiff text text -f text"),
+    "timeline": Row("timeline {model} -n 0 -f {prompt} --kernels {kernels} --profile {profile}", "timeline tiny"),
+    "hazards": Row("hazards {model} -n 0 -f {prompt} --kernels {kernels} --profile {profile}", "hazards tiny"),
+    "triage": Row("triage {model} -n 0 -f {prompt} --kernels {kernels} --profile {profile}", "triage tiny"),
+    "record": Row(
+        "record {model} -n 0 -f {prompt} --device npu --kernels {kernels} --profile {profile} -o {record}",
+        "record tiny -o record.gguf",
+    ),
+    "compare": Row("compare {record} {record}", ""),
+    "devices": Row("devices --device-file {device}", "devices"),
+    "doctor": Row("doctor {device}", ""),
+    "plugin": Row("plugin", ""),
+    "test": Row("test {kernels}", "test -o SQR", code=2),  # no program is built
+    "ops": Row("ops --kernels {kernels}", ""),
+    "cache": Row("cache", ""),
+    "bench": Row("bench start --model {model} --rounds 1", "bench"),
 }
 
 
@@ -102,7 +122,7 @@ class Files:
 
     def line(self, command: str) -> list[str]:
         """The words of a command."""
-        return [word.format(**vars(self), setting=self._setting) for word in COMMANDS[command][0].split()]
+        return [word.format(**vars(self), setting=self._setting) for word in COMMANDS[command].words.split()]
 
     @property
     def _setting(self) -> str:

@@ -58,7 +58,7 @@ def test_every_command_takes_paths_of_any_bytes(files: Files, locale: str, comma
     outputs = [files.prompt.with_name(f"{files.prompt.name}{option}") for option in WRITTEN.get(command, [])]
     words = [str(word) for pair in zip(WRITTEN.get(command, []), outputs, strict=True) for word in pair]
     done = fresh(*files.line(command), *words, env=environment, errors="replace")
-    assert done.code == COMMANDS[command][1], done.err
+    assert done.code == COMMANDS[command].code, done.err
     assert "Traceback" not in done.err
     assert "internal error" not in done.err
     for output in outputs:

@@ -61,7 +61,7 @@ def test_no_command_runs_modules_of_the_current_folder(files: Files, command: st
     folder = files.model.parent
     outcome = fresh(*files.line(command), env=environment, cwd=folder)
     assert not (folder / "ran").exists(), (folder / "ran").read_text()
-    assert outcome.code == COMMANDS[command][1], outcome.err
+    assert outcome.code == COMMANDS[command].code, outcome.err
     assert "Traceback" not in outcome.err
 
 
