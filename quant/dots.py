@@ -14,8 +14,9 @@ from quant.blocks import magnitudes
 from quant.codec import ROUNDINGS
 from quant.kernels.jit import LINE, array_at, inlined
 from quant.kernels.late import types
+from quant.kernels.processor import multiplies_unsigned
 from quant.kernels.records import address_of, size_of
-from quant.kernels.vectors import BIT, FLOAT, HALF, INT8, INT32, INT64, Value, multiplies_unsigned, part
+from quant.kernels.vectors import BIT, FLOAT, HALF, INT8, INT32, INT64, Value, part
 
 PACKED = "q4_0 packed"  # as a type of rows: nibbles in the device layout
 CENTRES = {"q8_0": 128, "q4_0": 8, PACKED: 8, "q5_0": 16}  # what 0 is among the bytes that a vector is multiplied with

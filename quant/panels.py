@@ -32,6 +32,7 @@ from quant.dots import (
 )
 from quant.kernels.jit import inlined
 from quant.kernels.matrices import LANES
+from quant.kernels.processor import adds_pairs, multiplies_unsigned
 from quant.kernels.records import address_of
 from quant.kernels.vectors import (
     FLOAT,
@@ -40,9 +41,7 @@ from quant.kernels.vectors import (
     INT16,
     INT32,
     Value,
-    adds_pairs,
     gathered,
-    multiplies_unsigned,
     part,
     transposed,
 )

@@ -11,8 +11,9 @@ from itertools import pairwise
 
 from quant.dots import N_STEPS, PACKED, READY_Q8, READY_Q8_K, SCALE, SCALE_K, SCALED_SUM, SUMS_K, TOTAL, columns_of
 from quant.kernels.jit import inlined
+from quant.kernels.processor import adds_pairs, multiplies_unsigned
 from quant.kernels.records import address_of
-from quant.kernels.vectors import FLOAT, INT32, INT64, adds_pairs, multiplies_unsigned, part
+from quant.kernels.vectors import FLOAT, INT32, INT64, part
 from quant.panels import BLOCK, BLOCK_K, D_K, D_MINIMA_K, MINIMA_K, MINIMUM, NEAR, ROWS, SCALES_K, WORD, D, centres_at
 
 COLUMNS = 4  # vectors at a time, or FEW

@@ -28,20 +28,17 @@ from ggml_backend_npu.ggml.numerics import PLAIN, Numerics
 from ggml_backend_npu.ir import Node, Tensor
 from ggml_backend_npu.ops import undefined
 from ggml_backend_npu.ops.kernels.cells import attention, bind_attend
-from ggml_backend_npu.ops.kernels.cells_in_halves import bind_attend_in_halves
-from ggml_backend_npu.ops.kernels.functions import expf, tanhf
-from ggml_backend_npu.ops.kernels.functions import fused_multiply_add as fma
+from ggml_backend_npu.ops.kernels.cells_in_halves import bind_attend_in_halves, products, sum_of_parts
+from ggml_backend_npu.ops.kernels.functions import tanhf
 from ggml_backend_npu.ops.kernels.products import VEC_DOT
+from ggml_backend_npu.ops.kernels.softmax import masked, slopes
 from ggml_backend_npu.ops.movers import DECODED, convert
-from ggml_backend_npu.ops.softmax import masked, slopes
 from ggml_backend_npu.registry import exact, probes
 from ggml_backend_npu.registry.checks import Cost, Exact, Make, Mistake, Probe, Sums, Types
 from ggml_backend_npu.registry.entry import Call, op
 from ggml_backend_npu.registry.mistakes import LARGEST, made, with_stride
 from ggml_backend_npu.registry.params import Instead, Params, f32, i32
 from quant import codec, dequantize
-from quant.kernels.matrices import LANES
-from quant.kernels.orders import HALVES
 from quant.kernels.threads import working_team
 
 _PRECISIONS = (0, 10)  # GGML_PREC_DEFAULT, GGML_PREC_F32
@@ -145,90 +142,6 @@ def _added(mask: Tensor, q: Tensor, k: Tensor) -> Floats:
     return np.tile(mask.view()[:, :, : q.ne[1], : k.ne[1]].astype(np.float32), (n3, n2, 1, 1))
 
 
-def _products(q: Floats, k: Floats, in_halves: bool) -> Floats:
-    """q k^T of float16 numbers, added as ggml_vec_dot_f16 does: their products are float32 without rounding.
-
-    in_halves  the products are added as float16
-    """
-    width, kind = (HALVES, np.float16) if in_halves else (LANES, np.float32)
-    n = q.shape[-1] // (4 * width) * 4 * width
-    found = np.empty((*q.shape[:-1], k.shape[-2]), np.float32)
-    for cell in range(k.shape[-2]):
-        products = q * k[..., cell : cell + 1, :]
-        lanes = np.zeros((*q.shape[:-1], 4, width), kind)
-        for i in range(0, n, 4 * width):  # float64 holds what is rounded once
-            lanes = (lanes + products[..., i : i + 4 * width].reshape(lanes.shape).astype(np.float64)).astype(kind)
-        sums = (lanes[..., 0, :] + lanes[..., 2, :]) + (lanes[..., 1, :] + lanes[..., 3, :])
-        if in_halves and LANES == 4:
-            sums = sums[..., :4].astype(np.float32) + sums[..., 4:].astype(np.float32)
-        while (half := sums.shape[-1] // 2) > 0:
-            neighbours = LANES == 4 or (LANES == 8 and half < 4 and not in_halves)
-            sums = sums[..., ::2] + sums[..., 1::2] if neighbours else sums[..., :half] + sums[..., half:]
-        rest = np.concatenate([sums, products[..., n:]], axis=-1, dtype=np.float64)
-        found[..., cell] = np.add.accumulate(rest, axis=-1)[..., -1]
-    return found
-
-
-def _sum_in_halves(scores: Floats, kept: NDArray[np.bool_], v: Floats, step: int) -> list[Floats]:
-    """For all queries: the maximum of the scores, the sum of e ** (score - maximum), and the sum of those times v.
-
-    step  `Numerics.halves`
-    """
-    one = np.float32(1)
-    maximum = np.full((*scores.shape[:-1], 1), -np.inf, np.float32)
-    total = np.zeros_like(maximum)
-    halves = np.zeros((*scores.shape[:-1], v.shape[-1]), np.float16)
-    for cell in range(scores.shape[-1]):
-        score, is_kept = scores[..., cell : cell + 1], kept[..., cell : cell + 1]
-        above = is_kept & (score > maximum)
-        shrunk = np.where(above, expf(maximum - score), one)
-        maximum = np.where(above, score, maximum)
-        weight = np.where(is_kept, expf(score - maximum), 0 * one)
-        total = fma(total, shrunk, weight)
-        row = v[..., cell : cell + 1, :]
-        halves, before = (halves * shrunk).astype(np.float16), halves
-        added = fma(row, weight, halves.astype(np.float32)).astype(np.float16)
-        if step:  # float64 holds what is rounded once
-            narrow, factors = slice(v.shape[-1] // step * step), (shrunk.astype(np.float16), weight.astype(np.float16))
-            shrink, times = (factor.astype(np.float64) for factor in factors)
-            halves[..., narrow] = (before[..., narrow] * shrink).astype(np.float16)
-            added[..., narrow] = (row[..., narrow] * times + halves[..., narrow]).astype(np.float16)
-        halves = np.where(is_kept, added, halves)
-    return [maximum, total, halves.astype(np.float32)]
-
-
-def _with_sink(found: list[Floats], sink: Floats) -> list[Floats]:
-    """A maximum, a sum and the sum of v, after the sink has been added to them."""
-    one, (maximum, total, y) = np.float32(1), found
-    above = sink > maximum
-    shrunk = np.where(above, expf(maximum - sink), one)
-    weight = np.where(above, one, expf(sink - maximum))
-    return [np.where(above, sink, maximum), total * shrunk + weight, y * shrunk]
-
-
-def _sum_of_parts(
-    scores: Floats, kept: NDArray[np.bool_], v: Floats, n_sums: int, step: int, sink: Floats | None
-) -> Floats:
-    """softmax(scores) v, added up in n_sums parts of the cells; n_sums is 0 if they are not split."""
-    size = max(1, -(-scores.shape[-1] // max(n_sums, 1)))
-    whole: list[Floats] = []
-    for begin in range(0, max(1, scores.shape[-1]), size):
-        cells = slice(begin, begin + size)
-        found = _sum_in_halves(scores[..., cells], kept[..., cells], v[..., cells, :], step)
-        if sink is not None and begin == 0:
-            found = _with_sink(found, sink)
-        if not whole:
-            whole = found if not n_sums else [np.full_like(found[0], -np.inf), *(0 * np.abs(x) for x in found[1:])]
-        if n_sums:
-            some, maximum = found[1] != 0, np.fmax(whole[0], found[0])
-            before, now = expf(whole[0] - maximum), expf(found[0] - maximum)
-            joined = [maximum, *(fma(x, before, y * now) for x, y in zip(whole[1:], found[1:], strict=True))]
-            whole = [np.where(some, x, y) for x, y in zip(joined, whole, strict=True)]
-    _, total, y = whole
-    inverse = np.divide(np.float32(1), total, out=np.zeros_like(total), where=total != 0)
-    return y * inverse
-
-
 @op(
     "FLASH_ATTN_EXT",
     types=[("f32", "f32", k, v) for k in VEC_DOT for v in _VALUES],
@@ -261,7 +174,7 @@ def flash_attn_ext(
     values = _repeated(v, q, numerics)
     with np.errstate(all="ignore"):
         if k.type == "f16" and _in_halves(q, k, v):
-            scores = _products(queries, _repeated(k, q, numerics), numerics.dots_in_halves)
+            scores = products(queries, _repeated(k, q, numerics), numerics.dots_in_halves)
         else:
             scores = queries @ _repeated(k, q, numerics).swapaxes(2, 3)
         if VEC_DOT[k.type] == "q8_1":
@@ -279,7 +192,7 @@ def flash_attn_ext(
         kept = np.broadcast_to(kept, scores.shape)
         sink = None if sinks is None else sinks.view().reshape(1, -1, 1, 1)
         if _in_halves(q, k, v):
-            y = _sum_of_parts(scores, kept, values, _n_sums(q, k, v), numerics.halves, sink)
+            y = sum_of_parts(scores, kept, values, _n_sums(q, k, v), numerics.halves, sink)
         else:
             y = masked(scores, kept, sink) @ values
     dst.view()[...] = y.swapaxes(1, 2)

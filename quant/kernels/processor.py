@@ -42,6 +42,26 @@ def processor_has(*wanted: str) -> bool:
     return {f"+{feature}" for feature in wanted} <= {*features().split(",")}
 
 
+def multiplies_unsigned() -> bool:
+    """Whether `vectors.Value.plus_fours` takes unsigned bytes (AVX-512 VNNI has no products of signed ones)."""
+    return processor_has("avx512vnni", "avx512vl")
+
+
+def adds_pairs() -> bool:
+    """Whether `vectors.Value.plus_fours` is two instructions of AVX2, each of which adds pairs of products."""
+    return processor_has("avx2") and not multiplies_unsigned()
+
+
+def dots_bytes() -> bool:
+    """Whether the processor multiplies bytes and adds the products (AVX-512 VNNI, AVX2, an ARM's dot products)."""
+    return multiplies_unsigned() or adds_pairs() or processor_has("dotprod")
+
+
+def computes_with_float16() -> bool:
+    """Whether the processor multiplies and adds float16 itself (AVX512-FP16, an ARM's half floats)."""
+    return processor_has("avx512fp16") or processor_has("fullfp16")
+
+
 def target() -> str:
     """The name and the features of the processor that kernels are compiled for, as LLVM writes them."""
     return f"{name()} {features()}"

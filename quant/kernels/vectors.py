@@ -12,31 +12,11 @@ from functools import partial, reduce
 from typing import Any
 
 from quant.kernels.late import Late, cgutils, intrinsic, ir, real, types
-from quant.kernels.processor import processor_has
+from quant.kernels.processor import adds_pairs, computes_with_float16, multiplies_unsigned, processor_has
 
 # kinds of scalars, and of the lanes of vectors
 HALF, FLOAT = Late(lambda: ir.HalfType()), Late(lambda: ir.FloatType())
 BIT, INT8, INT16, INT32, INT64 = (Late(partial(lambda bits: ir.IntType(bits), n)) for n in (1, 8, 16, 32, 64))
-
-
-def multiplies_unsigned() -> bool:
-    """Whether `Value.plus_fours` takes unsigned bytes (AVX-512 VNNI has no products of signed ones)."""
-    return processor_has("avx512vnni", "avx512vl")
-
-
-def adds_pairs() -> bool:
-    """Whether `Value.plus_fours` is two instructions of AVX2, each of which adds pairs of products."""
-    return processor_has("avx2") and not multiplies_unsigned()
-
-
-def dots_bytes() -> bool:
-    """Whether the processor multiplies bytes and adds the products (AVX-512 VNNI, AVX2, an ARM's dot products)."""
-    return multiplies_unsigned() or adds_pairs() or processor_has("dotprod")
-
-
-def computes_with_float16() -> bool:
-    """Whether the processor multiplies and adds float16 itself (AVX512-FP16, an ARM's half floats)."""
-    return processor_has("avx512fp16") or processor_has("fullfp16")
 
 
 class Value:

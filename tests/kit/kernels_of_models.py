@@ -11,8 +11,8 @@ from kit.support import special_floats
 
 import quant
 from ggml_backend_npu import default_backend
-from ggml_backend_npu.ops import delta_net, mamba, norms, rope, routing, rwkv, softmax, triangles
-from ggml_backend_npu.ops.kernels import cells, cells_in_halves, products, strided, tiles
+from ggml_backend_npu.ops import delta_net, mamba, norms, rope, routing, rwkv, triangles
+from ggml_backend_npu.ops.kernels import cells, cells_in_halves, products, softmax, strided, tiles
 
 WEIGHTS = quant.quantize(np.abs(floats(3, 70, 64)), "q8_0")
 

@@ -14,7 +14,8 @@ from ggml_backend_npu import Node, Tensor
 from ggml_backend_npu.ggml import codecs, float16, lib
 from ggml_backend_npu.ggml.numerics import Numerics
 from ggml_backend_npu.ops import OWN
-from ggml_backend_npu.ops.attention import FlashAttn, _flash_attn_ext, _sum_in_halves, flash_attn_ext
+from ggml_backend_npu.ops.attention import FlashAttn, _flash_attn_ext, flash_attn_ext
+from ggml_backend_npu.ops.kernels.cells_in_halves import _sum_in_halves
 from ggml_backend_npu.ops.kernels.windows import Moves2d
 from ggml_backend_npu.ops.transposed import Transpose1d
 from ggml_backend_npu.plugin.replica import Replica

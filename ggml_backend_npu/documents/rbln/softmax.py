@@ -19,7 +19,7 @@ from ggml_backend_npu.documents.rbln.arguments import (
     integer,
 )
 from ggml_backend_npu.ir import Tensor
-from ggml_backend_npu.ops.softmax import Floats, Rows, masked, masked_tile
+from ggml_backend_npu.ops.kernels.softmax import Floats, Rows, masked, masked_tile
 from quant.kernels.jit import engine
 
 Statistics = tuple[Floats, Array, Floats]

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from ggml_backend_npu.ggml.numerics import Numerics
 from ggml_backend_npu.ir import Tensor
 from ggml_backend_npu.ops.kernels.exponentials import v_exp
-from ggml_backend_npu.ops.softmax import LOWEST
+from ggml_backend_npu.ops.kernels.softmax import LOWEST
 from quant.kernels.jit import (
     array_at,
     compiled,

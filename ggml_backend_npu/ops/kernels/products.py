@@ -34,9 +34,9 @@ from quant.kernels.orders import (
     multiply_f32,
     multiply_in_halves,
 )
+from quant.kernels.processor import dots_bytes
 from quant.kernels.records import Place, address_of, record_at, row_of, shared_record_at, size_of
 from quant.kernels.threads import Work
-from quant.kernels.vectors import dots_bytes
 from quant.products import multiply_at, product
 from quant.rows import CODES, decode_row, decode_run
 from quant.runs import BF16, F16, F32, narrow_run, widen_run

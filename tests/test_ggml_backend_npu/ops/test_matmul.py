@@ -50,7 +50,7 @@ from ggml_backend_npu.ops.kernels.hadamard import hadamard
 from ggml_backend_npu.plugin.plugin import Plugin
 from ggml_backend_npu.registry.entry import KernelError
 from quant import codec, dots
-from quant.kernels.vectors import dots_bytes
+from quant.kernels.processor import dots_bytes
 
 ULP = 2.0**-23
 OFTEN = ["f32", "f16", "bf16", *dots.DOTS]

@@ -37,7 +37,8 @@ from numpy.typing import NDArray
 
 from ggml_backend_npu import Node, Tensor, default_backend
 from ggml_backend_npu.ops import softmax
-from ggml_backend_npu.ops.softmax import Rows, slopes, soft_max
+from ggml_backend_npu.ops.kernels.softmax import Rows, slopes
+from ggml_backend_npu.ops.softmax import soft_max
 from ggml_backend_npu.plugin.plugin import Plugin
 
 Floats = NDArray[np.float32]
