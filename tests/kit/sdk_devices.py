@@ -5,15 +5,17 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 from kit.quantised import write_decoded, write_pair
 
 import quant
-from ggml_backend_npu import Backend, Device, DeviceBackend, Node, Options, Tensor
+from ggml_backend_npu import Backend, Device, DeviceBackend, DeviceError, Node, Options, Tensor
 from ggml_backend_npu.device.memory import OpaqueMemory
 from ggml_backend_npu.ggml import lib
 from ggml_backend_npu.ops import OWN
@@ -26,6 +28,19 @@ PROMPT = "The capital of France is"
 OURS = Backend("ours", options=Options(ops="all", matmul="exact"))
 IDS = Tensor.of(np.array([1, 4, 2], np.int32))
 ROPE = {"n_dims": 48, "freq_base": 10000.0, "freq_scale": 1.0, "attn_factor": 1.0}
+SIMPLE = ("f32", "f16", "q8_0", "q4_0", "q4_1")  # types of weights
+
+Case = tuple[str, tuple[Tensor, ...], tuple[int, ...], bytes]  # op, sources, shape of dst, parameters
+
+
+def opened(device: Device) -> DeviceBackend:
+    """A device as a backend; skips a test whose machine does not have it."""
+    try:
+        device.open()
+    except DeviceError as error:
+        pytest.skip(str(error))
+    device.is_open = True
+    return DeviceBackend(device)
 
 
 def params(op: str, **given: float) -> bytes:
@@ -42,6 +57,33 @@ def tensor(*shape: int, type: str = "f32", seed: int = 0) -> Tensor:
         return Tensor.of(values.astype(codec.dtype))
     blocks = codec.encode(values.reshape(-1, codec.block_size), "reference")
     return Tensor.of(blocks.reshape(*shape[:-1], -1), type)
+
+
+def cases_of_a_llama(types: Sequence[str] = SIMPLE, size: int = 256) -> list[Case]:
+    """Nodes as a llama has them.
+
+    types  of the weights, whose rows have `size` elements
+    """
+    return [
+        ("ADD", (tensor(3, 64), tensor(1, 64)), (3, 64), b""),
+        ("MUL", (tensor(2, 3, 64), tensor(3, 32)), (2, 3, 64), b""),
+        ("SCALE", (tensor(3, 64),), (3, 64), params("SCALE", scale=0.5, bias=1.0)),
+        ("CONT", (tensor(3, 64),), (3, 64), b""),
+        ("RMS_NORM", (tensor(3, 64),), (3, 64), params("RMS_NORM", eps=1e-5)),
+        ("SOFT_MAX", (tensor(3, 64), tensor(3, 64, type="f16")), (3, 64), params("SOFT_MAX", scale=0.5)),
+        ("SWIGLU", (tensor(3, 64), tensor(3, 64, seed=1)), (3, 64), params("SWIGLU")),
+        ("SWIGLU", (tensor(3, 128),), (3, 64), params("SWIGLU", swapped=1)),
+        ("ROPE", (tensor(3, 2, 64), IDS), (3, 2, 64), params("ROPE", mode=0, **ROPE)),
+        ("ROPE", (tensor(3, 2, 64), IDS), (3, 2, 64), params("ROPE", mode=2, **ROPE)),
+        *(("GET_ROWS", (tensor(5, size, type=type), IDS), (3, size), b"") for type in types),
+        *(("MUL_MAT", (tensor(2, 5, size, type=type), tensor(4, 3, size)), (4, 3, 5), b"") for type in types),
+    ]
+
+
+def each(cases: Sequence[Case]) -> pytest.MarkDecorator:
+    """A test of `op`, `src`, `shape` and `given` for each case."""
+    names = [f"{op}-{src[0].type}" for op, src, *_ in cases]
+    return pytest.mark.parametrize(("op", "src", "shape", "given"), cases, ids=names)
 
 
 def moved(tensor: Tensor, memory: OpaqueMemory) -> Tensor:

@@ -18,62 +18,46 @@ from kit.beside_cpu import MOVERS, differing
 from kit.encoders import write_tiny_bert
 from kit.models import write_tiny_moe
 from kit.sdk_devices import (
-    IDS,
     OURS,
-    ROPE,
     assert_gives_what_ours_does,
     assert_multiplies_x_as_it_is,
+    cases_of_a_llama,
     command,
+    each,
     in_one_split,
     moved,
     nmse_beside_decoded,
+    opened,
     params,
     tensor,
 )
 
 import quant
-from ggml_backend_npu import DeviceBackend, DeviceError, Graph, Node, Tensor
+from ggml_backend_npu import DeviceBackend, Graph, Node, Tensor
 from ggml_backend_npu.device.memory import OpaqueMemory
 from graph_runner.base.tiny import write_tiny_llama
 
 
 @pytest.fixture(scope="module")
 def device() -> DeviceBackend:
-    found = OpenVINO()
-    try:
-        found.open()
-    except DeviceError as error:
-        pytest.skip(str(error))
-    found.is_open = True
-    return DeviceBackend(found)
+    return opened(OpenVINO())
 
 
 EXPERTS, USED = tensor(6, 5, 256, type="q8_0"), Tensor.of(np.array([[5, 0, 2], [2, 3, 1]], np.int32))
 QKV = tensor(4, 3, 64), tensor(2, 5, 64, type="f16"), tensor(2, 5, 64, type="f16")
-CASES: list[tuple[str, tuple[Tensor, ...], tuple[int, ...], bytes]] = [
-    ("ADD", (tensor(3, 64), tensor(1, 64)), (3, 64), b""),
-    ("MUL", (tensor(2, 3, 64), tensor(3, 32)), (2, 3, 64), b""),
-    ("SCALE", (tensor(3, 64),), (3, 64), params("SCALE", scale=0.5, bias=1.0)),
+CASES = [
+    *cases_of_a_llama(ROUNDED),
     ("CLAMP", (tensor(3, 64),), (3, 64), params("CLAMP", min=-0.5, max=1.0)),
-    ("CONT", (tensor(3, 64),), (3, 64), b""),
     ("SUM_ROWS", (tensor(3, 64),), (3, 1), b""),
     ("NORM", (tensor(3, 64),), (3, 64), params("NORM", eps=1e-5)),
-    ("RMS_NORM", (tensor(3, 64),), (3, 64), params("RMS_NORM", eps=1e-5)),
     ("RMS_NORM", (tensor(1, 1, 3, 39),), (1, 1, 3, 39), params("RMS_NORM", eps=0.0)),  # fused by OpenVINO's CPU
-    ("SOFT_MAX", (tensor(3, 64), tensor(3, 64, type="f16")), (3, 64), params("SOFT_MAX", scale=0.5)),
-    ("SWIGLU", (tensor(3, 64), tensor(3, 64, seed=1)), (3, 64), params("SWIGLU")),
-    ("SWIGLU", (tensor(3, 128),), (3, 64), params("SWIGLU", swapped=1)),
-    ("ROPE", (tensor(3, 2, 64), IDS), (3, 2, 64), params("ROPE", mode=0, **ROPE)),
-    ("ROPE", (tensor(3, 2, 64), IDS), (3, 2, 64), params("ROPE", mode=2, **ROPE)),
     ("MUL_MAT_ID", (EXPERTS, tensor(2, 1, 256), USED), (2, 3, 5), b""),
     ("MUL_MAT_ID", (EXPERTS, tensor(2, 3, 256), USED), (2, 3, 5), b""),
     ("FLASH_ATTN_EXT", QKV, (3, 4, 64), params("FLASH_ATTN_EXT", scale=0.125)),
-    *(("GET_ROWS", (tensor(5, 256, type=type), IDS), (3, 256), b"") for type in ROUNDED),
-    *(("MUL_MAT", (tensor(2, 5, 256, type=type), tensor(4, 3, 256)), (4, 3, 5), b"") for type in ROUNDED),
 ]
 
 
-@pytest.mark.parametrize(("op", "src", "shape", "given"), CASES, ids=[f"{op}-{src[0].type}" for op, src, *_ in CASES])
+@each(CASES)
 def test_a_kernel_gives_what_ours_does(
     op: str, src: tuple[Tensor, ...], shape: tuple[int, ...], given: bytes, device: DeviceBackend
 ) -> None:

@@ -22,16 +22,19 @@ from kit.sdk_devices import (
     ROPE,
     assert_gives_what_ours_does,
     assert_multiplies_x_as_it_is,
+    cases_of_a_llama,
     command,
+    each,
     in_one_split,
     moved,
     nmse_beside_decoded,
+    opened,
     params,
     tensor,
 )
 
 import quant
-from ggml_backend_npu import DeviceBackend, DeviceError, Graph, Node, Tensor
+from ggml_backend_npu import DeviceBackend, Graph, Node, Tensor
 from ggml_backend_npu.ggml import lib
 from ggml_backend_npu.plugin.plugin import Plugin
 from graph_runner.base.tiny import write_tiny_llama
@@ -45,43 +48,23 @@ CODECS = ("q8_0", "q4_0", "q4_1", "q5_0", "q5_1", "q4_K", "q6_K")
 
 @pytest.fixture(scope="module")
 def device() -> DeviceBackend:
-    found = Torch()
-    try:
-        found.open()
-    except DeviceError as error:
-        pytest.skip(str(error))
-    found.is_open = True
-    return DeviceBackend(found)
+    return opened(Torch())
 
 
 YARN = {**ROPE, "freq_scale": 0.25, "ext_factor": 1.0, "n_ctx_orig": 64, "beta_fast": 32.0, "beta_slow": 1.0}
 QKV = tensor(4, 3, 64), tensor(2, 5, 64, type="f16"), tensor(2, 5, 64, type="f16")
-CASES: list[tuple[str, tuple[Tensor, ...], tuple[int, ...], bytes]] = [
-    ("ADD", (tensor(3, 64), tensor(1, 64)), (3, 64), b""),
-    ("MUL", (tensor(2, 3, 64), tensor(3, 32)), (2, 3, 64), b""),
-    ("SCALE", (tensor(3, 64),), (3, 64), params("SCALE", scale=0.5, bias=1.0)),
-    ("CONT", (tensor(3, 64),), (3, 64), b""),
-    ("RMS_NORM", (tensor(3, 64),), (3, 64), params("RMS_NORM", eps=1e-5)),
-    ("SOFT_MAX", (tensor(3, 64), tensor(3, 64, type="f16")), (3, 64), params("SOFT_MAX", scale=0.5)),
+CASES = [
+    *cases_of_a_llama(("f32", "f16", *CODECS)),
     ("SOFT_MAX", (tensor(3, 3, 64), tensor(3, 64)), (3, 3, 64), params("SOFT_MAX", scale=0.5, max_bias=8.0)),
-    ("SWIGLU", (tensor(3, 64), tensor(3, 64, seed=1)), (3, 64), params("SWIGLU")),
-    ("SWIGLU", (tensor(3, 128),), (3, 64), params("SWIGLU", swapped=1)),
     ("GEGLU", (tensor(3, 128),), (3, 64), params("GEGLU")),
-    ("ROPE", (tensor(3, 2, 64), IDS), (3, 2, 64), params("ROPE", mode=0, **ROPE)),
-    ("ROPE", (tensor(3, 2, 64), IDS), (3, 2, 64), params("ROPE", mode=2, **ROPE)),
     ("ROPE", (tensor(3, 2, 64), IDS), (3, 2, 64), params("ROPE", mode=2, **YARN)),
     ("ROPE", (tensor(3, 2, 64), IDS), (3, 2, 64), params("ROPE", mode=2, **YARN | {"n_ctx_orig": 0})),
     ("FLASH_ATTN_EXT", QKV, (3, 4, 64), params("FLASH_ATTN_EXT", scale=0.125)),
     ("FLASH_ATTN_EXT", QKV, (3, 4, 64), params("FLASH_ATTN_EXT", scale=0.125, logit_softcap=10.0)),
-    *(("GET_ROWS", (tensor(5, 256, type=type), IDS), (3, 256), b"") for type in ("f32", "f16", *CODECS)),
-    *(
-        ("MUL_MAT", (tensor(2, 5, 256, type=type), tensor(4, 3, 256)), (4, 3, 5), b"")
-        for type in ("f32", "f16", *CODECS)
-    ),
 ]
 
 
-@pytest.mark.parametrize(("op", "src", "shape", "given"), CASES, ids=[f"{op}-{src[0].type}" for op, src, *_ in CASES])
+@each(CASES)
 def test_a_kernel_gives_what_ours_does(
     op: str, src: tuple[Tensor, ...], shape: tuple[int, ...], given: bytes, device: DeviceBackend
 ) -> None:

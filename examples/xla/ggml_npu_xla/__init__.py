@@ -54,6 +54,7 @@ class XLA(Device):
             chip = jax.devices()[0]
         except RuntimeError as error:
             raise DeviceError(f"JAX has no device: {error}") from None
+        self._is_host = chip.platform == "cpu"
         self.description = f"{chip.platform} by XLA, jax {jax.__version__}"
 
     def alloc(self, size: int) -> Handle:
@@ -66,7 +67,10 @@ class XLA(Device):
 
     def copy_out(self, handle: Handle, offset: int, out: Any) -> None:
         """Copies bytes to the host; waits for the programs that write them."""
-        out[:] = np.asarray(_get(handle.array, np.int32(offset), out.size))
+        if self._is_host:  # read where it lies: XLA would compile a slice for each size
+            out[:] = np.asarray(handle.array)[offset : offset + out.size]
+        else:
+            out[:] = np.asarray(_get(handle.array, np.int32(offset), out.size))
 
     def fill(self, handle: Handle, offset: int, size: int, value: int) -> None:
         """Sets `size` bytes to one value."""
