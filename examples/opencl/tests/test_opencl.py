@@ -15,6 +15,8 @@ from kit.sdk_devices import assert_gives_what_ours_does, cases_of_a_llama, each,
 from ggml_backend_npu import DeviceBackend, Node, Tensor
 from graph_runner.base.tiny import write_tiny_llama
 
+pytestmark = pytest.mark.filterwarnings("ignore:Non-empty compiler output")  # PoCL says something of each program
+
 
 @pytest.fixture(scope="module")
 def device() -> DeviceBackend:
