@@ -143,8 +143,8 @@ ProfileName = Annotated[
     typer.Option(
         "--profile",
         metavar="NAME|FILE.toml",
-        help="Device generation: its name, e.g. ascend-310p, or a file of your own (GGML_NPU_PROFILE). A wrong name "
-        "lists them.",
+        help="Device generation: full, ascend-910b, ascend-310p, ascend-required, or a file of your own "
+        "(GGML_NPU_PROFILE).",
         show_default=False,
     ),
     READS,
