@@ -369,7 +369,7 @@ WITHOUT_TESTS = {
     "graph_runner/base": "endings errors files models python settings tiny",
     "graph_runner/bench": "calls codecs measure memcpy models movers nodes operators ops plot report run splits",
     "graph_runner/bisect": "flakiness result",
-    "graph_runner/cli": "app cache capture codes command common doctor failures ops options plugin replay test",
+    "graph_runner/cli": "app cache capture codes command common doctor failures ops options plugin replay runs_on test",
     "graph_runner/diagnosis": "altered case numbers places words written",
     "graph_runner/diff": (
         "alone erring explaining judge kinds leaves lockstep logits result run side state together turns walks"

@@ -11,26 +11,19 @@ import typer
 
 from graph_runner.base.errors import BadInputError
 from graph_runner.base.limits import MOST_TIMES
-from graph_runner.cli.common import refuse_without_the_npu, stderr, stdout
+from graph_runner.cli.common import stderr, stdout
 from graph_runner.cli.options import (
     WRITES,
-    BackendLibraries,
-    DeviceFile,
     JsonFile,
-    Kernels,
     Model,
     NodesContextOptions,
-    OpOptions,
     PromptOptions,
-    RpcServers,
     Steps,
     finite,
 )
 from graph_runner.cli.outputs import delivered, json_text, write
+from graph_runner.cli.runs_on import RunsBesideCpu
 
-RunDevice = Annotated[
-    str, typer.Option("--device", metavar="DEVICE", help="Device to run on: npu, or any that ggml has, by its name.")
-]
 RunTimeout = Annotated[
     float, typer.Option(metavar="SECONDS", min=1, max=1e6, callback=finite, help="Time limit of a run.")
 ]
@@ -43,12 +36,7 @@ def bisect(
     steps: Steps = 4,
     context: NodesContextOptions,
     json_file: JsonFile = None,
-    kernels: Kernels = None,
-    device_file: DeviceFile = None,
-    npu: OpOptions,
-    device: RunDevice = "npu",
-    libraries: BackendLibraries = None,
-    servers: RpcServers = None,
+    on: RunsBesideCpu,
     limit: Annotated[
         float | None,
         typer.Option(
@@ -90,38 +78,24 @@ def bisect(
     """
     if by_token and limit is not None:
         raise BadInputError(f"--nmse {limit}: with --text, tokens say whether a run is wrong")
-    name = device_named(device, npu, kernels)
+    name = on.named()
     from graph_runner.base.models import model_file
     from graph_runner.bisect.kept import Kept
     from graph_runner.bisect.running import BisectOptions
     from graph_runner.process.bisecting import BisectJob, run_bisect
-    from graph_runner.process.jobs import NpuOptions
     from graph_runner.reports.bisect import bisect_json, print_bisection
-    from graph_runner.run.devices import Devices
 
     options = BisectOptions(
-        name, Devices(tuple(libraries or ()), tuple(servers or ())), steps, context.settings(gpu_layers=npu.layers),
-        limit, repeat, by_token, ends,
+        name, on.devices, steps, context.settings(gpu_layers=on.layers), limit, repeat, by_token, ends,
     )  # fmt: skip
     with model_file(model) as file, running() as seen:
-        job = BisectJob(NpuOptions(npu.chosen, tuple(kernels or ())), file, prompt.text, options)
+        job = BisectJob(on.npu, file, prompt.text, options)
         kept = None if resume is None else Kept(resume, job.asked)
         result = run_bisect(job, timeout=run_timeout, seen=seen, kept=kept)
     outputs: list[Callable[[], None]] = [lambda: print_bisection(result, stdout(json_file))]
     if json_file is not None:
         outputs.append(lambda: write("--json", json_file, json_text(bisect_json(result))))
     raise typer.Exit(delivered(bool(result), *outputs))
-
-
-def device_named(device: str, npu: OpOptions, kernels: list[Path] | None) -> str:
-    """Returns the name of a device to run on. Raises BadInputError for the CPU, and for options of the NPU with another
-    one."""
-    if device.lower() == "cpu":
-        raise BadInputError(f"--device {device!r}: the CPU is what runs are compared with")
-    if device.lower() == "npu":
-        return "NPU"
-    refuse_without_the_npu(device, npu, kernels=kernels, takes_layers=True)
-    return device
 
 
 @contextmanager

@@ -8,21 +8,17 @@ from typing import Annotated
 import typer
 
 from graph_runner.base.limits import MOST_TIMES
-from graph_runner.cli.bisect import RunDevice, RunTimeout, device_named, running
+from graph_runner.cli.bisect import RunTimeout, running
 from graph_runner.cli.common import stdout
 from graph_runner.cli.options import (
-    BackendLibraries,
-    DeviceFile,
     JsonFile,
-    Kernels,
     Model,
     NodesContextOptions,
-    OpOptions,
     PromptOptions,
-    RpcServers,
     Steps,
 )
 from graph_runner.cli.outputs import delivered, json_text, write
+from graph_runner.cli.runs_on import RunsBesideCpu
 
 
 def flaky(
@@ -32,12 +28,7 @@ def flaky(
     steps: Steps = 4,
     context: NodesContextOptions,
     json_file: JsonFile = None,
-    kernels: Kernels = None,
-    device_file: DeviceFile = None,
-    npu: OpOptions,
-    device: RunDevice = "npu",
-    libraries: BackendLibraries = None,
-    servers: RpcServers = None,
+    on: RunsBesideCpu,
     repeat: Annotated[int, typer.Option(min=2, max=MOST_TIMES, help="Number of runs.")] = 20,
     run_timeout: RunTimeout = 600.0,
 ) -> None:
@@ -48,21 +39,17 @@ def flaky(
     holds other content. If two are apart, further runs look for the first node at which they are.
     Exit code 0: all are the same; 1: some are apart; 2: bad input; 3: an internal error.
     """
-    name = device_named(device, npu, kernels)
+    name = on.named()
     from graph_runner.base.models import model_file
     from graph_runner.bisect.flakiness import planned, ways_of
     from graph_runner.bisect.whole import WholeOptions
     from graph_runner.process.flaking import FlakyJob, run_flaky
-    from graph_runner.process.jobs import NpuOptions
     from graph_runner.reports.flaky import flaky_json, print_flaky
-    from graph_runner.run.devices import Devices
 
-    options = WholeOptions(
-        name, Devices(tuple(libraries or ()), tuple(servers or ())), steps, context.settings(gpu_layers=npu.layers)
-    )
+    options = WholeOptions(name, on.devices, steps, context.settings(gpu_layers=on.layers))
     ways = planned(ways_of(context.threads, is_npu=name == "NPU"), repeat)
     with model_file(model) as file, running() as seen:
-        job = FlakyJob(NpuOptions(npu.chosen, tuple(kernels or ())), file, prompt.text, options)
+        job = FlakyJob(on.npu, file, prompt.text, options)
         result = run_flaky(job, ways, timeout=run_timeout, seen=seen)
     outputs: list[Callable[[], None]] = [lambda: print_flaky(result, stdout(json_file))]
     if json_file is not None:

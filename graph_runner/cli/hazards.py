@@ -8,22 +8,18 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from graph_runner.cli.common import gpu_layers, refuse_without_the_npu, stderr, stdout, use_device, use_kernels
+from graph_runner.cli.common import stderr, stdout
 from graph_runner.cli.options import (
     MODEL_HELP,
     READS,
     WRITES,
-    BackendLibraries,
-    DeviceFile,
     JsonFile,
-    Kernels,
     NodesContextOptions,
-    OpOptions,
     PromptOptions,
-    RpcServers,
     Steps,
 )
 from graph_runner.cli.outputs import delivered, json_text, write
+from graph_runner.cli.runs_on import RunsOn
 
 if TYPE_CHECKING:
     from graph_runner.hazards.graph import Graph
@@ -52,14 +48,7 @@ def hazards(
     context: NodesContextOptions,
     json_file: JsonFile = None,
     graphs_file: GraphsFile = None,
-    kernels: Kernels = None,
-    device_file: DeviceFile = None,
-    npu: OpOptions,
-    device: Annotated[
-        str, typer.Option(metavar="DEVICE", help="Device to run on: npu, cpu, or any that ggml has, by its name.")
-    ] = "npu",
-    libraries: BackendLibraries = None,
-    servers: RpcServers = None,
+    on: RunsOn,
 ) -> None:
     """Find reads of memory that another node wrote over, or has not written yet.
 
@@ -69,23 +58,14 @@ def hazards(
     """
     from graph_runner.hazards.check import check
     from graph_runner.hazards.files import graphs_json, read_graphs
-    from graph_runner.hazards.watching import CPU, NPU, HazardOptions
+    from graph_runner.hazards.watching import HazardOptions
     from graph_runner.reports.hazards import hazards_json, print_hazards
-    from graph_runner.run.devices import Devices
 
-    text, is_npu = prompt.text, device.upper() == NPU
-    if is_npu:
-        use_device(npu)
-        use_kernels(kernels)
-    else:
-        refuse_without_the_npu(device, npu, kernels=kernels, takes_layers=device.upper() != CPU)
-    layers = gpu_layers(npu) if is_npu else npu.layers
-    device = device.upper() if device.upper() in (CPU, NPU) else device
-    devices = Devices(tuple(libraries or ()), tuple(servers or ()))
+    text, layers, device = prompt.text, on.use(), on.named()
     if model.endswith(_SAVED):
         graphs, where = read_graphs(Path(model)), f"of {model}"
     else:
-        options = HazardOptions(device, devices, steps, context.settings(gpu_layers=layers))
+        options = HazardOptions(device, on.devices, steps, context.settings(gpu_layers=layers))
         graphs, where = _watched(model, text, options), f"on {device}"
     reports = [check(graph) for graph in graphs]
     outputs: list[Callable[[], None]] = [lambda: print_hazards(reports, where, stdout(json_file, graphs_file))]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -10,22 +11,23 @@ import typer
 from graph_runner.base.limits import MOST_CELLS
 from graph_runner.base.settings import N_BATCH
 from graph_runner.cli.bisect import running
-from graph_runner.cli.common import refuse_without_the_npu, stderr
+from graph_runner.cli.common import stderr
 from graph_runner.cli.options import (
     READS,
     WRITES,
-    BackendLibraries,
-    DeviceFile,
-    Kernels,
     Model,
     NodesContextOptions,
-    OpOptions,
     PromptOptions,
-    RpcServers,
     finite,
 )
+from graph_runner.cli.runs_on import AnyDevice, RunsOn
 
-_OURS = ("cpu", "npu")
+
+@dataclass(frozen=True)
+class RecordsOn(RunsOn):
+    """The same, with another default."""
+
+    device: AnyDevice = "cpu"
 
 
 def record(
@@ -39,14 +41,7 @@ def record(
         int, typer.Option("-n", "--steps", min=0, max=MOST_CELLS, help="Tokens to decode after the prompt.")
     ] = 4,
     context: NodesContextOptions,
-    kernels: Kernels = None,
-    device_file: DeviceFile = None,
-    npu: OpOptions,
-    device: Annotated[
-        str, typer.Option(metavar="DEVICE", help="Device to run on: cpu, npu, or any that ggml has, by its name.")
-    ] = "cpu",
-    libraries: BackendLibraries = None,
-    servers: RpcServers = None,
+    on: RecordsOn,
     unwatched: Annotated[
         bool,
         typer.Option(
@@ -87,17 +82,12 @@ def record(
     Keeps for each node and step a hash of its result, statistics and a sketch, some 52 bytes; the logits' most likely
     tokens after each step; all settings and versions. `ggml-npu compare` compares two such files.
     """
-    if device.lower() != "npu":
-        refuse_without_the_npu(device, npu, kernels=kernels, takes_layers=device.lower() != "cpu")
-    name = device.upper() if device.lower() in _OURS else device
-    text = prompt.text
+    name, text = on.named(), prompt.text
     from graph_runner.base.errors import BadInputError
     from graph_runner.base.models import model_file
-    from graph_runner.process.jobs import NpuOptions
     from graph_runner.process.recording import RecordJob, run_record
     from graph_runner.record import RecordOptions, read_run
     from graph_runner.reports.record import print_recorded
-    from graph_runner.run.devices import Devices
 
     if unwatched and data is not None:
         raise BadInputError(f"--data {data!r}: --unwatched looks at no node")
@@ -106,10 +96,9 @@ def record(
         known = read_run(like)
         text, tokens, steps = known.about.prompt, [step.tokens for step in known.steps], len(known.steps)
     options = RecordOptions(
-        name, Devices(tuple(libraries or ()), tuple(servers or ())), steps, context.settings(gpu_layers=npu.layers),
-        not unwatched, data, logits, batch, tokens,
+        name, on.devices, steps, context.settings(gpu_layers=on.layers), not unwatched, data, logits, batch, tokens,
     )  # fmt: skip
     with model_file(model) as file, running("steps") as seen:
-        job = RecordJob(NpuOptions(npu.chosen, tuple(kernels or ())), file, text, output, options)
+        job = RecordJob(on.npu, file, text, output, options)
         found = run_record(job, timeout=step_timeout, seen=seen)
     print_recorded(found, str(output), stderr())

@@ -10,25 +10,19 @@ import typer
 
 from graph_runner.base.limits import MOST_CELLS
 from graph_runner.cli.bisect import running
-from graph_runner.cli.common import gpu_layers, refuse_without_the_npu, stdout, use_device, use_kernels
+from graph_runner.cli.common import stdout
 from graph_runner.cli.options import (
     READS,
     WRITES,
-    BackendLibraries,
     ContextOptions,
-    DeviceFile,
     HtmlFile,
-    Kernels,
-    OpOptions,
     PromptOptions,
-    RpcServers,
 )
 from graph_runner.cli.outputs import delivered, json_text, write
+from graph_runner.cli.runs_on import RunsOn
 
 if TYPE_CHECKING:
     from graph_runner.timeline.events import Timeline
-
-_OURS = ("cpu", "npu")
 
 
 def timeline(
@@ -65,14 +59,7 @@ def timeline(
         int, typer.Option("-n", "--steps", min=0, max=MOST_CELLS, help="Tokens to decode after the prompt.")
     ] = 16,
     context: ContextOptions,
-    kernels: Kernels = None,
-    device_file: DeviceFile = None,
-    npu: OpOptions,
-    device: Annotated[
-        str, typer.Option(metavar="DEVICE", help="Device to run on: npu, cpu, or any that ggml has, by its name.")
-    ] = "npu",
-    libraries: BackendLibraries = None,
-    servers: RpcServers = None,
+    on: RunsOn,
 ) -> None:
     """Show when the nodes of a run ran, on each device: a table of ops, and a trace that Perfetto opens.
 
@@ -107,14 +94,7 @@ def timeline(
             raise BadInputError(f"--output {output!r}: nothing is run, {model!r} is a timeline already")
         first = read_timeline(Path(model))
     else:
-        if device.lower() != "npu":
-            refuse_without_the_npu(device, npu, kernels=kernels, takes_layers=device.lower() != "cpu")
-        else:
-            use_device(npu)
-            use_kernels(kernels)
-        name = device.upper() if device.lower() in _OURS else device
-        layers = gpu_layers(npu) if name == "NPU" else npu.layers if name != "CPU" else 0
-        first = _run(model, prompt.text, name, steps, context, layers, (tuple(libraries or ()), tuple(servers or ())))
+        first = _run(model, prompt.text, steps, context, on)
 
     def show() -> None:
         console = stdout(output, html_file)
@@ -132,19 +112,11 @@ def timeline(
     raise typer.Exit(delivered(True, *outputs))
 
 
-def _run(
-    model: str,
-    prompt: str,
-    device: str,
-    steps: int,
-    context: ContextOptions,
-    layers: int,
-    others: tuple[tuple[Path, ...], tuple[str, ...]],
-) -> Timeline:
+def _run(model: str, prompt: str, steps: int, context: ContextOptions, on: RunsOn) -> Timeline:
     from graph_runner.base.models import model_file
-    from graph_runner.run.devices import Devices
     from graph_runner.timeline.recording import TimelineOptions, record_timeline
 
-    options = TimelineOptions(device, Devices(*others), steps, context.settings(gpu_layers=layers))
+    layers = on.use()
+    options = TimelineOptions(on.named(), on.devices, steps, context.settings(gpu_layers=layers))
     with model_file(model) as file, running("steps") as seen:
         return record_timeline(file, prompt, options, seen=seen)

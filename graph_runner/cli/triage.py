@@ -10,22 +10,17 @@ from typing import Any
 
 import typer
 
-from graph_runner.cli.bisect import RunDevice, device_named
 from graph_runner.cli.command import parameters_of
 from graph_runner.cli.common import stderr, stdout, warn_if_kernels_are_not_kept
 from graph_runner.cli.options import (
-    BackendLibraries,
-    DeviceFile,
     JsonFile,
-    Kernels,
     Model,
     NodesContextOptions,
-    OpOptions,
     PromptOptions,
-    RpcServers,
     Steps,
 )
 from graph_runner.cli.outputs import delivered, json_text, write
+from graph_runner.cli.runs_on import RunsBesideCpu
 
 
 def triage(
@@ -35,12 +30,7 @@ def triage(
     steps: Steps = 4,
     context: NodesContextOptions,
     json_file: JsonFile = None,
-    kernels: Kernels = None,
-    device_file: DeviceFile = None,
-    npu: OpOptions,
-    device: RunDevice = "npu",
-    libraries: BackendLibraries = None,
-    servers: RpcServers = None,
+    on: RunsBesideCpu,
 ) -> None:
     """Find out what is wrong with a model on a device, without knowing where to begin.
 
@@ -52,12 +42,8 @@ def triage(
     from graph_runner.reports.triage import conclusion, step_line, triage_json
     from graph_runner.tools import triage as order
 
-    device_named(device, npu, kernels)
-    given = vars(prompt) | vars(context) | vars(npu)
-    given |= {
-        "steps": steps, "kernels": kernels, "device_file": device_file, "device": device, "libraries": libraries,
-        "servers": servers,
-    }  # fmt: skip
+    on.named()
+    given = vars(prompt) | vars(context) | vars(on) | {"steps": steps}
     console, numbers = stdout(json_file), count(1)
 
     def seen(step: order.Step) -> None:
@@ -65,7 +51,7 @@ def triage(
 
     warn_if_kernels_are_not_kept()
     with stderr().status("looking"):
-        found = order.triage([*_words(given), "--", model], _movers(device_file), order.run_command, seen)
+        found = order.triage([*_words(given), "--", model], _movers(on.device_file), order.run_command, seen)
 
     def conclude() -> None:
         for line in conclusion(found):

@@ -106,7 +106,7 @@ def test_one_of_many_nodes_is_no_name(since: int, is_named: bool) -> None:
 
 def test_options_are_handed_on() -> None:
     given = {"prompt": "a b", "all_ops": True, "fusion": False, "steps": 4, "kernels": [Path("a.py"), Path("b.py")]}
-    assert [*_words(given)] == ["--prompt", "a b", "--kernels", "a.py", "--kernels", "b.py", "--no-fusion", "--all"]
+    assert [*_words(given)] == ["--prompt", "a b", "--no-fusion", "--all", "--kernels", "a.py", "--kernels", "b.py"]
 
 
 @pytest.mark.slow
