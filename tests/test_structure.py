@@ -363,7 +363,7 @@ WITHOUT_TESTS = {
     "ggml_backend_npu/ops/kernels": (
         "cells cells_in_halves elements exponentials functions groups hadamard products sides tiles windows"
     ),
-    "ggml_backend_npu/plugin": "buffers build capture contexts embedding queues rows transfers",
+    "ggml_backend_npu/plugin": "buffers build capture contexts embedding handed queues rows transfers",
     "ggml_backend_npu/profiles": "files rules",
     "ggml_backend_npu/registry": "cases checks entry exact mistakes probes shapes",
     "graph_runner/base": "endings errors files models python settings tiny",

@@ -17,7 +17,6 @@ from ggml_backend_npu.ggml import convert, structs
 from ggml_backend_npu.ggml.graph_read import GraphReader
 from ggml_backend_npu.ggml.guard import Failures, guarded, stopped_by_interrupts
 from ggml_backend_npu.ggml.lib import Ggml
-from ggml_backend_npu.ir import Graph, Node
 from ggml_backend_npu.ir.buffer import Buffer
 from ggml_backend_npu.ir.packed import Packed
 from ggml_backend_npu.ops import OWN
@@ -26,6 +25,7 @@ from ggml_backend_npu.plugin.buffers import Buffers
 from ggml_backend_npu.plugin.contexts import Context, Statistics
 from ggml_backend_npu.plugin.fallback import Fallback
 from ggml_backend_npu.plugin.forms import Forms
+from ggml_backend_npu.plugin.handed import Handed, compute_handed
 from ggml_backend_npu.plugin.queues import Queue
 from ggml_backend_npu.plugin.repeats import Repeats
 from ggml_backend_npu.registry.entry import KernelError
@@ -34,10 +34,6 @@ from quant.kernels import threads
 from quant.kernels.threads import POOL, Team
 
 _DEVICE_TYPES = {"accel": structs.DEVICE_TYPE_ACCEL, "gpu": structs.DEVICE_TYPE_GPU}
-Handed = Callable[[int, Node, int], Callable[[], None] | None]
-"""Called before a node of a graph is computed, with its number there, the node and its address; may return a function
-to call after it."""
-
 # when llama.cpp makes a context, it looks on which device these would run; if that is not their layer's device, it
 # computes them by some hundred nodes of other ops, in another graph than on the CPU
 PROBED = frozenset(("DSV4_HC_PRE", "DSV4_HC_COMB", "DSV4_HC_POST"))
@@ -84,27 +80,40 @@ class Plugin:
         self._set_n_threads = structs.SetThreads(self.set_n_threads)
         self._graph_compute = structs.GraphCompute(self.graph_compute)
         self._graph_repeated = repeats.Repeated(self.graph_repeated)
-        layout = ggml.layout
-        self.device = layout["ggml_backend_device"](context=self._answers.address)
+        self.device = ggml.layout["ggml_backend_device"](context=self._answers.address)
         self._queue: Queue | None = None
-        slots: dict[str, Callable[..., Any]] = {}
-        if self.memory is not None:
-            name, device = ctypes.addressof(self._strings[backend.name]), self.handle
-            self._buffers = Buffers(ggml, self.memory, self.failures, name, device)
-            if self.memory.works_later:
-                slots["synchronize"] = self.synchronize
+        self._make_buffers()
+        self._backend_table = self._table_of_backends()
+        self.device.iface = self._table_of_device()
+        self.registry = self._registry()
+        self.device.reg = ctypes.addressof(self.registry)
+
+    def _make_buffers(self) -> None:
+        """Has ggml allocate buffers in the device's own memory, and queue work, if it has either."""
+        if self.memory is None:
+            return
+        name = ctypes.addressof(self._strings[self.backend.name])
+        self._buffers = Buffers(self.ggml, self.memory, self.failures, name, self.handle)
         if isinstance(self.memory, OpaqueQueue):
-            self._queue = Queue(ggml, self.memory, self._buffers, self.failures)
-            slots |= self._queue.of_backend()
-        self._backend_table = structs.fill(
-            layout["ggml_backend_i"],
+            self._queue = Queue(self.ggml, self.memory, self._buffers, self.failures)
+
+    def _table_of_backends(self) -> ctypes.Structure:
+        """ggml_backend_i."""
+        slots: dict[str, Callable[..., Any]] = {}
+        if self.memory is not None and self.memory.works_later:
+            slots["synchronize"] = self.synchronize
+        return structs.fill(
+            self.ggml.layout["ggml_backend_i"],
             get_name=self.get_name,
             free=self.free,
             graph_compute=repeats.graph_compute.address,
-            **slots,
+            **slots | (self._queue.of_backend() if self._queue is not None else {}),
         )
-        self.device.iface = structs.fill(
-            layout["ggml_backend_device_i"],
+
+    def _table_of_device(self) -> ctypes.Structure:
+        """ggml_backend_device_i."""
+        return structs.fill(
+            self.ggml.layout["ggml_backend_device_i"],
             get_name=self.get_name,
             get_description=self.get_description,
             get_memory=self.get_memory,
@@ -117,7 +126,11 @@ class Plugin:
             supports_buft=self.supports_buft,
             **(self._queue.of_device() if self._queue is not None else {}),
         )
-        self.registry = layout["ggml_backend_reg"](
+
+    def _registry(self) -> Any:
+        """ggml_backend_reg, of this device alone."""
+        layout = self.ggml.layout
+        return layout["ggml_backend_reg"](
             api_version=layout.api_version,
             iface=structs.fill(
                 layout["ggml_backend_reg_i"],
@@ -127,7 +140,6 @@ class Plugin:
                 get_proc_address=self.get_proc_address,
             ),
         )
-        self.device.reg = ctypes.addressof(self.registry)
 
     @property
     def handle(self) -> int:
@@ -328,11 +340,8 @@ class Plugin:
             if context.instead is not None:
                 context.instead(graph)
                 return structs.STATUS_SUCCESS
-            if self.handed is not None:
-                self._compute_one_by_one(context, graph)
-                return structs.STATUS_SUCCESS
-            if self.backend.options.fallback == "cpu":
-                computed = self._fallback.compute(graph)
+            if self.handed is not None or self.backend.options.fallback == "cpu":
+                computed = self._computed_by_nodes(graph)
                 for statistics in (self.statistics, context.statistics):
                     statistics.add_nodes(computed)
                 return structs.STATUS_SUCCESS
@@ -351,6 +360,14 @@ class Plugin:
         if read.n_nodes and not self._is_watched:
             context.repeats.learn(bound, read, fuses=not self.backend.fusible.isdisjoint(bound.counts))
         return structs.STATUS_SUCCESS
+
+    def _computed_by_nodes(self, graph: int) -> Counter[str]:
+        """Computes a graph node by node: each is handed to somebody, or the CPU takes some. Returns how many of each op
+        the backend has computed."""
+        if self.handed is None:
+            return self._fallback.compute(graph)
+        with self.handed(graph) as handed:
+            return compute_handed(handed, graph, self.ggml, self.backend, self.packed)
 
     @guarded(structs.STATUS_FAILED)
     @stopped_by_interrupts
@@ -439,22 +456,6 @@ class Plugin:
     def _forget_repeats(self) -> None:
         for context in self.contexts.values():
             context.repeats.forget()
-
-    def _compute_one_by_one(self, context: Context, graph: int) -> None:
-        """Computes a graph's nodes one by one, as `handed` sees them."""
-        assert self.handed is not None
-        computed = Counter[str]()
-        with self.handed(graph) as handed:
-            for index, address in enumerate(convert.computing(self.ggml, graph)):
-                node = convert.node(self.ggml, address, self.packed)
-                after = handed(index, node, address)
-                bound = self.backend.plan(Graph((node,)))
-                bound.run()
-                computed.update(bound.counts)
-                if after is not None:
-                    after()
-        for statistics in (self.statistics, context.statistics):
-            statistics.add_nodes(computed)
 
     def packed(self, address: int, _: int = 0) -> Packed | Buffer | None:
         """What the bytes at an address lie in, in the device's own memory; None in the host's."""

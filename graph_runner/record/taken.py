@@ -20,7 +20,8 @@ from ggml_backend_npu import Node
 from ggml_backend_npu.ggml import convert
 from ggml_backend_npu.ggml.endings import at_end
 from ggml_backend_npu.plugin.capture import Capture
-from ggml_backend_npu.plugin.plugin import Handed, Plugin
+from ggml_backend_npu.plugin.handed import Handed
+from ggml_backend_npu.plugin.plugin import Plugin
 from graph_runner.base.errors import BadInputError
 from graph_runner.base.files import check_outputs
 from graph_runner.record.files import is_run, write_run

@@ -15,7 +15,8 @@ from threading import Lock
 from ggml_backend_npu.ggml.endings import at_end
 from ggml_backend_npu.ir import Node
 from ggml_backend_npu.plugin.capture import Capture
-from ggml_backend_npu.plugin.plugin import Handed, Plugin
+from ggml_backend_npu.plugin.handed import Handed
+from ggml_backend_npu.plugin.plugin import Plugin
 from graph_runner.base.errors import TraceError
 from graph_runner.judging.copies import Copied, span
 from graph_runner.trace import NPU, Origin, Recorded, Selection, TraceWriter, is_trace
