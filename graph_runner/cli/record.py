@@ -25,7 +25,7 @@ from graph_runner.cli.runs_on import AnyDevice, RunsOn
 
 @dataclass(frozen=True)
 class RecordsOn(RunsOn):
-    """The same, with another default."""
+    """The device that a run is recorded on: ggml's CPU, if none is named."""
 
     device: AnyDevice = "cpu"
 

@@ -74,6 +74,6 @@ class RunsBesideCpu(RunsOn):
 
     def named(self) -> str:
         """As `RunsOn.named`. Raises BadInputError for the CPU too."""
-        if (name := super().named()) == CPU:
+        if self.device.upper() == CPU:
             raise BadInputError(f"--device {self.device!r}: the CPU is what runs are compared with")
-        return name
+        return super().named()
