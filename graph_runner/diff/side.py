@@ -60,7 +60,7 @@ class Wanted:
 
     @property
     def name(self) -> str:
-        """Of the side."""
+        """The name of the side."""
         return self.reference if self.is_reference else self.device
 
     @property
