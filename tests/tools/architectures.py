@@ -343,6 +343,7 @@ def main() -> int:
     parser.add_argument("--work", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     os.environ["GGML_NO_BACKTRACE"] = "1"  # read by ggml when it aborts, here and in processes of its own
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # threads that spin take the cores from the other processes'
     if options.work:
         work(options.folder, told if options.text else judged)
         return 0
