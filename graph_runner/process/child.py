@@ -298,12 +298,15 @@ def main() -> None:
         mail = _Mail(pipe, trail)
         try:
             import_module(sys.argv[3])
+            from threadpoolctl import threadpool_limits
+
             from ggml_backend_npu.ops.kernels import strided
             from ggml_backend_npu.registry.calls import watched_by
             from quant.kernels.jit import while_compiling
 
             watched_by(trail)
             while_compiling(trail.is_moving)
+            threadpool_limits(1, "blas")  # NumPy's own: threads that spin after a product take the cores from ggml's
             strided.make_ready()  # each job needs them, and the parent is not done importing
             gc.freeze()  # what was loaded stays, and results of nodes make no cycles
             gc.set_threshold(200_000, 20, 20)

@@ -20,9 +20,9 @@ from graph_runner.process.child import begun
 ROOT = Path(__file__).resolve().parents[2]
 NAMES = (
     "numpy", "quant", "re", "copy", "json", "pickle", "typing", "dataclasses", "numba", "llvmlite",
-    "graph_runner", "ggml_backend_npu", "llama_cpp", "gguf", "cffi", "greenlet", "rich", "typer", "jinja2",
-    "xxhash", "sitecustomize", "usercustomize", "pip", "readline", "encodings", "os", "site", "random", "struct",
-    "ggml_npu", "_cffi_backend", "matplotlib", "scipy", "yaml", "kernels_copy",
+    "graph_runner", "ggml_backend_npu", "llama_cpp", "gguf", "cffi", "greenlet", "threadpoolctl", "rich", "typer",
+    "jinja2", "xxhash", "sitecustomize", "usercustomize", "pip", "readline", "encodings", "os", "site", "random",
+    "struct", "ggml_npu", "_cffi_backend", "matplotlib", "scipy", "yaml", "kernels_copy",
 )  # fmt: skip
 FIRST = ["replay"]
 

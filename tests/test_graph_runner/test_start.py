@@ -9,8 +9,10 @@ from collections.abc import Iterator
 
 import pytest
 from kit.commands import fresh
+from threadpoolctl import threadpool_info
 
 from graph_runner.process import start
+from graph_runner.process.child import begun as child
 from graph_runner.process.start import DIFF, Started, ahead, started
 
 
@@ -69,6 +71,17 @@ def test_a_process_that_cannot_be_started_ahead_is_no_failure(monkeypatch: pytes
     assert not start._ahead
     with pytest.raises(BlockingIOError):
         started(DIFF)
+
+
+def _blas_threads(send: object, trail: object) -> list[int]:
+    """A job: how many threads each BLAS of its process has."""
+    return [pool["num_threads"] for pool in threadpool_info() if pool["user_api"] == "blas"]
+
+
+def test_numpy_multiplies_with_one_thread_in_a_child(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPENBLAS_NUM_THREADS", "2")
+    with child(DIFF) as process:
+        assert set(process.run(_blas_threads, receive=print, node_timeout=60)) == {1}
 
 
 @pytest.mark.slow
