@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,12 +17,10 @@ from ggml_backend_npu.ggml.convert import same_bytes
 Floats = NDArray[np.float64]
 
 ULP_BINS = ("0", "1", "2", "3-4", "5-8", "9-16", "17-32", "33-64", "65-128", "129-256", "more")
+_FIRST = (0, 1, 2, *(2**power + 1 for power in range(1, 9)))  # the smallest of each bin
+_PIECE = 1 << 14  # elements that are compared at a time
 _HEAT = 32  # patches of a heat map in each direction, at most
-_SIGN: dict[str, tuple[np.dtype[Any], int]] = {
-    "f32": (np.dtype(np.int32), 31),
-    "f16": (np.dtype(np.int16), 15),
-    "bf16": (np.dtype(np.int16), 15),
-}
+_ORDERED: dict[str, type[np.signedinteger]] = {"f32": np.int32, "f16": np.int16, "bf16": np.int16}
 
 
 @dataclass(frozen=True)
@@ -76,26 +74,22 @@ def compare(reference: Tensor, result: Tensor, outside: bool = False) -> Compari
     if same_bytes(reference.address, result.address, size):
         return _equal(size, outside)
     expected, actual = (_span(tensor) for tensor in (reference, result))
-    a, b = (values(tensor) for tensor in (reference, result))
-    with np.errstate(all="ignore"):
-        finite = np.isfinite(a) & np.isfinite(b)
-        x, y = np.where(finite, a, 0.0), np.where(finite, b, 0.0)
-        error = x - y
-        power, squares = float(np.square(x).sum()), float(np.square(error).sum())
-        same = finite | (a == b) | (np.isnan(a) & np.isnan(b))
-        return Comparison(
-            n_bytes=size,
-            n_different=int(np.count_nonzero(expected != actual)),
-            outside=outside,
-            nmse=(squares / power if power else squares) if finite.any() else math.nan,
-            max_abs=float(np.abs(error).max(initial=0.0)) if same.all() else math.inf,
-            max_rel=float(np.where(x != 0, np.abs(error / x), 0.0).max(initial=0.0)),
-            cosine=_cosine(x, y, power),
-            ulp=_ulp_histogram(reference, result),
-            nan=(int(np.isnan(a).sum()), int(np.isnan(b).sum())),
-            inf=(int(np.isinf(a).sum()), int(np.isinf(b).sum())),
-            where=_first(reference, result),
-        )
+    found = _Tally(reference.type)
+    for a, b in _pieces(reference, result):
+        found.add(a, b)
+    return Comparison(
+        n_bytes=size,
+        n_different=int(np.count_nonzero(expected != actual)),
+        outside=outside,
+        nmse=found.nmse,
+        max_abs=found.max_abs,
+        max_rel=found.max_rel,
+        cosine=found.cosine,
+        ulp=tuple(found.ulp.tolist()),
+        nan=found.nan,
+        inf=found.inf,
+        where=_first(reference, result),
+    )
 
 
 @lru_cache(4096)
@@ -103,11 +97,64 @@ def _equal(n_bytes: int, outside: bool) -> Comparison:
     return Comparison(n_bytes, 0, outside)
 
 
-def _cosine(x: Floats, y: Floats, power: float) -> float:
-    other = float(np.square(y).sum())
-    if not power or not other:
-        return 1.0 if power == other else 0.0
-    return float((x * y).sum() / math.sqrt(power) / math.sqrt(other))
+def _pieces(*tensors: Tensor) -> Iterator[list[NDArray[np.uint8]]]:
+    """Yields the tensors' blocks, (n, block_bytes) of each, few enough at a time that a cache holds what they give."""
+    all_of = [np.ascontiguousarray(each.view()).view(np.uint8).reshape(-1, each.codec.block_bytes) for each in tensors]
+    n = max(1, _PIECE // tensors[0].codec.block_size)
+    for first in range(0, len(all_of[0]), n):
+        yield [blocks[first : first + n] for blocks in all_of]
+
+
+class _Tally:
+    """What a `Comparison` says of the values of two tensors of a type, after the pieces that were added."""
+
+    def __init__(self, type: str) -> None:
+        self._type = type
+        self._n_finite = 0
+        self._squares = np.zeros(4)  # sums of x * x, y * y, x * y and (x - y) ** 2
+        self.max_abs = self.max_rel = 0.0
+        self.nan = self.inf = (0, 0)
+        self.ulp = np.zeros(len(ULP_BINS) if type in _ORDERED else 0, np.int64)
+
+    def add(self, bits_x: NDArray[np.uint8], bits_y: NDArray[np.uint8]) -> None:
+        """Adds blocks of both, (n, block_bytes) each."""
+        x, y = _decoded(bits_x, self._type), _decoded(bits_y, self._type)
+        with np.errstate(all="ignore"):
+            finite = np.isfinite(x) & np.isfinite(y)
+            numbers = None
+            if not finite.all():
+                numbers = ~(np.isnan(x) | np.isnan(y))
+                self._add_odd(x[~finite], y[~finite])
+                x, y = np.where(finite, x, 0.0), np.where(finite, y, 0.0)
+            error = x - y
+            self._n_finite += int(np.count_nonzero(finite))
+            self._squares += [np.square(x).sum(), np.square(y).sum(), (x * y).sum(), np.square(error).sum()]
+            np.abs(error, out=error)
+            self.max_abs = max(self.max_abs, float(error.max(initial=0.0)))
+            error /= np.abs(x)
+            self.max_rel = max(self.max_rel, float(error.max(initial=0.0, where=x != 0)))
+        if self.ulp.size:
+            apart = np.abs(np.subtract(*(_ordered(bits, self._type) for bits in (bits_x, bits_y)), dtype=np.int64))
+            self.ulp += _in_bins(apart if numbers is None else apart[numbers.reshape(-1)])
+
+    def _add_odd(self, x: Floats, y: Floats) -> None:
+        """Adds pairs of which one is not finite."""
+        if not ((x == y) | (np.isnan(x) & np.isnan(y))).all():
+            self.max_abs = math.inf
+        self.nan = (self.nan[0] + int(np.isnan(x).sum()), self.nan[1] + int(np.isnan(y).sum()))
+        self.inf = (self.inf[0] + int(np.isinf(x).sum()), self.inf[1] + int(np.isinf(y).sum()))
+
+    @property
+    def nmse(self) -> float:
+        power, _, _, squares = map(float, self._squares)
+        return (squares / power if power else squares) if self._n_finite else math.nan
+
+    @property
+    def cosine(self) -> float:
+        power, other, product, _ = map(float, self._squares)
+        if not power or not other:
+            return 1.0 if power == other else 0.0
+        return product / math.sqrt(power) / math.sqrt(other)
 
 
 def _span(tensor: Tensor) -> NDArray[np.uint8]:
@@ -116,29 +163,26 @@ def _span(tensor: Tensor) -> NDArray[np.uint8]:
 
 def values(tensor: Tensor) -> Floats:
     """Returns a tensor's elements as float64, (ne3, ne2, ne1, ne0)."""
-    kind = codecs.bound().codec(tensor.type)
-    data = np.ascontiguousarray(tensor.view()).view(np.uint8).reshape(-1, kind.block_bytes)
+    blocks = np.ascontiguousarray(tensor.view()).view(np.uint8).reshape(-1, tensor.codec.block_bytes)
+    return _decoded(blocks, tensor.type).reshape(tensor.ne[::-1])
+
+
+def _decoded(blocks: NDArray[np.uint8], type: str) -> Floats:
+    """Returns the elements of blocks, (n, block_bytes), as float64, (n, block_size)."""
     with np.errstate(invalid="ignore"):  # signalling NaN
-        return kind.decode(data).astype(np.float64).reshape(tensor.ne[::-1])
+        return codecs.bound().codec(type).decode(blocks).astype(np.float64)
 
 
-def _ulp_histogram(reference: Tensor, result: Tensor) -> tuple[int, ...]:
-    """Counts the elements that are NaN on neither side, by ULP_BINS."""
-    if reference.type not in _SIGN:
-        return ()
-    a, b = (_ordered(tensor) for tensor in (reference, result))
-    nan = np.isnan(values(reference)) | np.isnan(values(result))
-    apart = np.abs(a - b)[~nan]
-    powers = np.ceil(np.log2(np.maximum(apart, 1))).astype(np.int64) + (apart > 0)
-    counts = np.bincount(np.minimum(powers, len(ULP_BINS) - 1), minlength=len(ULP_BINS))
-    return tuple(int(count) for count in counts)
+def _ordered(blocks: NDArray[np.uint8], type: str) -> NDArray[np.signedinteger]:
+    """Returns floats as integers of their width and order, neighbours one apart; both zeros are 0."""
+    bits = blocks.reshape(-1).view(_ORDERED[type])
+    return np.where(bits < 0, np.iinfo(bits.dtype).min - bits, bits)
 
 
-def _ordered(tensor: Tensor) -> NDArray[np.int64]:
-    """Returns floats as integers of the same order, neighbours one apart; both zeros are 0."""
-    dtype, sign = _SIGN[tensor.type]
-    bits: NDArray[np.int64] = np.ascontiguousarray(tensor.view()).view(dtype).astype(np.int64)
-    return np.where(bits < 0, -(bits + (1 << sign)), bits)
+def _in_bins(apart: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Counts distances by ULP_BINS."""
+    counts = np.bincount(np.minimum(apart, _FIRST[-1]), minlength=_FIRST[-1] + 1)
+    return np.add.reduceat(counts, _FIRST)
 
 
 def _first(reference: Tensor, result: Tensor) -> tuple[int, ...] | None:

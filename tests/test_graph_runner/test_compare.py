@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from math import inf, isnan, nan, sqrt
 
@@ -54,6 +56,14 @@ def bin_of(apart: int) -> int:
 
 def float64(t: Tensor) -> np.ndarray:
     return t.view().astype(np.float64).reshape(-1)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _small_pieces() -> Iterator[None]:
+    """Tensors of some elements are several pieces."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys.modules[compare.__module__], "_PIECE", 7)
+        yield
 
 
 @pytest.mark.filterwarnings("error")
