@@ -56,7 +56,9 @@ class _One(Walk):
 
 
 class _Noise(Walk):
-    """Adds rounding errors to nodes: for each node of the given size, relative to the node's values."""
+    """Adds rounding errors to nodes: for each node of the given size, relative to the node's values. The indices that
+    TOP_K gives come in another order, which means nothing, though what is added up in that order is rounded
+    otherwise."""
 
     def __init__(self, ggml: Ggml, errors: Mapping[Place, float], seed: int) -> None:
         super().__init__(ggml)
@@ -65,7 +67,9 @@ class _Noise(Walk):
     def saw(self, place: Place, address: int) -> None:
         error = self._errors.get(place, 0.0)
         dst = convert.tensor(self.ggml, address, writable=True)
-        if error > 0 and dst.type in ("f32", "f16") and dst.nbytes:
+        if error > 0 and self.read(address).node.op == "TOP_K":
+            self._random.permuted(dst.view(), axis=-1, out=dst.view())
+        elif error > 0 and dst.type in ("f32", "f16") and dst.nbytes:
             values = dst.view()
             size = float(np.sqrt(np.square(values, dtype=np.float64).mean()))
             noise = self._random.standard_normal(values.shape) * error * size

@@ -13,9 +13,10 @@ import pytest
 from kit.commands import fresh
 from kit.diffs import FLASH_OFF, PROMPT, beside_another, planted
 from kit.models import Models
-from kit.support import choose
+from kit.support import Scene, choose
 
 from ggml_backend_npu import Tensor, default_backend
+from ggml_backend_npu.ggml import convert
 from ggml_backend_npu.ops import OWN
 from ggml_backend_npu.plugin.plugin import Plugin
 from ggml_backend_npu.registry.params import Params
@@ -150,6 +151,21 @@ def test_nan_of_another_algorithm_is_no_limit(monkeypatch: pytest.MonkeyPatch) -
     ending = runs.natural(Ending(0.1, 0.0, None))
     assert ending.natural == pytest.approx(2.5e-9, rel=0.01)
     assert not ending
+
+
+@pytest.mark.parametrize(("op", "argument"), [("top_k", 8), ("argsort", 0)])
+def test_noise_puts_the_indices_of_top_k_in_another_order(backend: Plugin, op: str, argument: int) -> None:
+    """Their order means nothing, though what is added up in it is rounded otherwise; of other integers none changes."""
+    with Scene(backend.ggml, "CPU") as scene:
+        x = scene.root("f32", (40, 3), np.random.default_rng(0).standard_normal((3, 40), np.float32))
+        node = scene.op(op, x, argument)
+        scene.fill(node)
+        scene.compute(node)
+        result = convert.tensor(backend.ggml, node).view()
+        before = result.copy()
+        again._Noise(backend.ggml, {(0, 0): 0.5}, seed=0).saw((0, 0), node)
+        assert np.array_equal(np.sort(result, axis=-1), np.sort(before, axis=-1))
+        assert np.array_equal(result, before) == (op == "argsort")
 
 
 def test_an_equal_run_ends_equal(model: Models) -> None:

@@ -201,7 +201,8 @@ def judged(model: Path, case: Case) -> Outcome:
     if not result and not (result.ran_none and result.compared and not result.wrong):
         places = [f"{node.op} {node.name!r} ({node.types}), step {node.step}: {node.verdict}" for node in result.wrong]
         stray = [f"{state.tensor!r}, step {state.step}: no node wrote it" for state in result.stray]
-        why = next(iter([*places, *stray]), result.stopped or "no node was compared")
+        end = "the logits are further apart than rounding explains" if result.ends_apart else "no node was compared"
+        why = next(iter([*places, *stray]), result.stopped or end)
     return Outcome(case, why, dict(Counter(str(node.verdict) for node in result.nodes)))
 
 
