@@ -1,7 +1,7 @@
 """Devices of other backends beside ggml's CPU, by a diff, in models that ggml's test-llama-archs writes: ggml-blas with
 a BLAS of our own (ACCEL, host memory), a ggml-rpc-server on loopback (GPU, memory of its own), ggml-vulkan on Mesa's
 lavapipe (GPU, memory and order of its own, half floats), where kit/vulkan.py can build that, and ggml-openvino (GPU,
-host memory, whole graphs only) where kit/openvino.py can.
+host memory, whole graphs only) where kit/openvino.py can. The last two are judged with --tolerances gpu.
 
     python tests/tools/partners.py FOLDER                  20 models on each partner
     python tests/tools/partners.py FOLDER --every 1        all 140
@@ -20,7 +20,6 @@ import random
 import sys
 import time
 from collections import Counter
-from dataclasses import replace
 from pathlib import Path
 
 if __name__ == "__main__":  # what tests share lies beside this folder
@@ -32,25 +31,41 @@ from rich.console import Console
 from rich.table import Table
 from tools.architectures import models
 
-from ggml_backend_npu import default_backend
 from graph_runner.base.settings import FlashAttention, Settings
-from graph_runner.diff.run import DiffOptions, DiffResult, diff
-from graph_runner.judging.rules import Rules
+from graph_runner.diff.run import DiffOptions, DiffResult
+from graph_runner.judging.results import NodeResult
+from graph_runner.judging.rules import GPU
+from graph_runner.process.child import begun
+from graph_runner.process.jobs import DiffJob, NpuOptions, run_diff
+from graph_runner.process.start import DIFF
 from graph_runner.run.devices import Devices
+from quant.errors import UserError
 
 _TOKENS = 40  # of a prompt: ggml-blas takes products of 32 columns and more
 _CHARACTERS = 5  # that a token of these models has
+_SECONDS = 600.0  # that a node may take
+_ROUNDS_OTHERWISE = (vulkan.DEVICE, openvino.DEVICE)  # half floats, and functions of its own
 _PARTNERS = ("RPC0", "BLAS", vulkan.DEVICE, openvino.DEVICE)
 
 
 def compared(model: Path, device: str, devices: Devices) -> DiffResult:
-    """A diff of a model on a partner, without flash attention but on OpenVINO, which cannot run a model without."""
+    """A diff of a model on a partner, in a process of its own, which a partner may end. Without flash attention but on
+    OpenVINO, which cannot run a model without."""
     letters = random.Random(model.stem).choices("abcdefghijklmnopqrstuvwxyz ", k=_CHARACTERS * _TOKENS)
     attention: FlashAttention = "on" if device == openvino.DEVICE else "off"
     options = DiffOptions(steps=1, device=device, devices=devices, settings=Settings(flash_attention=attention))
-    if device == vulkan.DEVICE:
-        options = replace(options, rules=Rules("gpu", default_backend().op_names))
-    return diff(model, "".join(letters), options)
+    rules = GPU if device in _ROUNDS_OTHERWISE else None
+    with begun(DIFF) as child:
+        job = DiffJob(NpuOptions({}), model, "".join(letters), options, rules=rules)
+        return run_diff(child, job, node_timeout=_SECONDS, seen=lambda _: None)
+
+
+def why(node: NodeResult) -> str:
+    """What is wrong with a node, in a line."""
+    found = node.isolated if node.isolated is not None and not node.isolated else node.mirrored
+    words = [str(node.verdict), node.types]
+    words += [f"NMSE {found.error:.2g}"] if found is not None and not found else []
+    return ", ".join([*words, *(text for text in (node.failure, node.diagnosis) if text)])
 
 
 def main() -> int:
@@ -78,15 +93,21 @@ def main() -> int:
         for device in partners:
             fates, verdicts, begin = Counter[str](), Counter[str](), time.perf_counter()
             for file in files:
-                result = compared(file, device, devices)
+                try:
+                    result = compared(file, device, devices)
+                except UserError as error:
+                    wrong += 1
+                    print(f"{device}, {file.stem}: {error}", flush=True)
+                    continue
                 fates.update({str(fate.value): n for fate, n in result.fates.items()})
                 verdicts.update(str(node.verdict) for node in result.nodes)
                 for node in result.wrong:
                     wrong += 1
-                    print(f"{device}, {file.stem}: {node.op} {node.name!r}, step {node.step}: {node.verdict}")
+                    print(f"{device}, {file.stem}: {node.op} {node.name!r}, step {node.step}: {why(node)}", flush=True)
                 if not result and not result.wrong:
                     wrong += not (result.stopped and result.ending)
-                    print(f"{device}, {file.stem}: {result.stopped or 'the run ends elsewhere'}", *result.remarks)
+                    stopped = result.stopped or "the run ends elsewhere"
+                    print(f"{device}, {file.stem}: {stopped}", *result.remarks, flush=True)
             words = ", ".join(f"{count:,} {name}" for name, count in verdicts.most_common())
             seconds = f"{time.perf_counter() - begin:.0f}"
             counts = (f"{len(files)}", f"{fates['judged']:,}", f"{fates['on the CPU']:,}")
