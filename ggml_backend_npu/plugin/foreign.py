@@ -11,7 +11,8 @@ import os
 import re
 import socket
 from bisect import bisect_right, insort
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -35,33 +36,52 @@ class ForeignError(UserError):
 
 @dataclass(frozen=True)
 class ForeignDevice:
-    """A device of ggml's, as a session can be given it.
+    """A device of ggml's, or several that share a model's layers, as a session can be given them.
 
-    info      as it describes itself
+    info      as the first one describes itself
     handle    its ggml_backend_dev_t
     registry_address  its ggml_backend_reg_t
+    others    that get the layers after its own, each by itself
     """
 
     info: DeviceInfo
     handle: int
     registry_address: int
+    others: tuple[ForeignDevice, ...] = ()
+
+    @property
+    def each(self) -> tuple[ForeignDevice, ...]:
+        """The devices one by one, in the order in which they get layers."""
+        return replace(self, others=()), *self.others
 
     @property
     def name(self) -> str:
-        """As ggml calls it."""
-        return self.info.name
+        """As ggml calls it; of several, the names with commas between them."""
+        return ",".join([self.info.name, *(each.name for each in self.others)])
+
+    def together(self, others: Sequence[ForeignDevice]) -> ForeignDevice:
+        """Returns this device and others, among which llama.cpp splits a model's layers. Raises ForeignError for one
+        that takes no layers."""
+        if not others:
+            return self
+        for each in (self, *others):
+            if not each.takes_layers:
+                raise ForeignError(f"device {each.name!r}: takes no layers of a model, so it shares none with another")
+        return replace(self, others=tuple(others))
 
     @property
     def takes_layers(self) -> bool:
         """Whether llama.cpp offloads layers to it, with weights and caches; an ACCEL device works in host memory."""
         return self.info.type in ("GPU", "IGPU", "META")
 
-    def runs(self, ggml: Ggml, node: int) -> bool:
-        """Whether it, and not llama.cpp's CPU, runs a node of a session that has it, by the address of its ggml_tensor:
-        a node runs where its result lies; on an ACCEL device, whose memory is the host's, if that takes it."""
+    def running(self, ggml: Ggml, node: int) -> str:
+        """The name of the one that runs a node of a session that has them, by the address of its ggml_tensor; "" if
+        llama.cpp's CPU does. A node runs where its result lies; on an ACCEL device, whose memory is the host's, if that
+        takes it."""
         if not self.takes_layers:
-            return bool(ggml.ggml_backend_dev_supports_op(self.handle, node))
-        return self.handle == convert.device_of(ggml, node)
+            return self.name if ggml.ggml_backend_dev_supports_op(self.handle, node) else ""
+        where = convert.device_of(ggml, node)
+        return next((each.name for each in self.each if each.handle == where), "")
 
 
 def of_library(ggml: Ggml, path: Path) -> list[ForeignDevice]:

@@ -50,15 +50,16 @@ class Registrable(Protocol):
 
 
 @contextmanager
-def alone(ggml: Ggml, chosen: Registrable | None) -> Iterator[None]:
-    """Until the context ends, ggml's registry has this backend, registered or not, and no other one of ours.
+def alone(ggml: Ggml, *chosen: Registrable) -> Iterator[None]:
+    """Until the context ends, ggml's registry has these backends, registered or not, and no other one of ours.
 
     llama.cpp gives every context each ACCEL device that it finds, and every model each GPU. What was given before
     stays.
     """
     with REGISTERING:
-        others = [plugin for plugin in PLUGINS.values() if plugin is not chosen]
-        guests = [chosen] if chosen is not None and not _is_registered(ggml, chosen) else []
+        others = [plugin for plugin in PLUGINS.values() if plugin not in chosen]
+        unknown = {each.registry_address: each for each in chosen if not _is_registered(ggml, each)}
+        guests = [*unknown.values()]
         _exchange(ggml, others, guests)
         try:
             yield

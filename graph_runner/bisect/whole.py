@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -155,15 +155,17 @@ class Whole:
                 found.append(session.outputs())
         return found
 
-    def _with(self, names: Collection[str], asked: Callable[[str], object] = _nothing) -> AbstractContextManager[None]:
+    @contextmanager
+    def _with(self, names: Collection[str], asked: Callable[[str], object] = _nothing) -> Iterator[None]:
         def takes(name: str) -> bool:
             asked(name)
             return name in names
 
-        if self.foreign is not None:
-            return limited(self.ggml, self.foreign.handle, takes)
-        assert self.npu is not None
-        return limited(self.ggml, self.npu.handle, takes)
+        foreign = () if self.foreign is None else self.foreign.each
+        with ExitStack() as limits:
+            for device in foreign if self.npu is None else (self.npu,):
+                limits.enter_context(limited(self.ggml, device.handle, takes))
+            yield
 
     def _apart(self, outputs: list[Outputs]) -> Ending:
         endings = Endings()

@@ -55,7 +55,8 @@ Reference = Annotated[
 DeviceName = Annotated[
     str,
     typer.Option(
-        metavar="DEVICE", help="Device to compare with the reference: npu, cpu, or any that ggml has, by its name."
+        metavar="DEVICE",
+        help="Device to compare with the reference: npu, cpu, or any that ggml has, by its name; A,B share the layers.",
     ),
 ]
 Repeat = Annotated[

@@ -24,6 +24,7 @@ from graph_runner.diff.leaves import Leaves
 from graph_runner.diff.order import Order
 from graph_runner.diff.own import Mirrored, OwnNode, OwnRun
 from graph_runner.diff.pairs import Pairs
+from graph_runner.diff.side import CPU
 from graph_runner.diff.sides import Sides
 from graph_runner.diff.state import StateResult, States
 from graph_runner.diff.synthetic import Synthetic
@@ -202,7 +203,7 @@ class Judge:
         if node.dst.n_elements:
             found = NodeResult(
                 self.step, own.place, node.op, node.name, types_of(node), node.dst.ne, Verdict.EXACT,
-                self._device.on(own.on_device), not_judged=why,
+                own.device or CPU, not_judged=why,
             )  # fmt: skip
             self._asked.seen(found)
 
@@ -238,7 +239,7 @@ class Judge:
             self._look_at_state(own.read)
         found = NodeResult(
             self.step, place, node.op, node.name, types_of(node), node.dst.ne, verdict,
-            "" if own is None else self._device.on(own.on_device),
+            "" if own is None else own.device or CPU,
             None if isolated is None else isolated.found, cumulative,
             None if mirrored is None else mirrored.found,
             fused="" if own is None else own.fused,
@@ -285,7 +286,7 @@ class Judge:
 
     def _mirrored(self, own: OwnNode, cumulative: Comparison | None) -> Compared | None:
         """Compares a node of the own run with what the reference computes from what it read."""
-        if not own.on_device:
+        if not own.device:
             return None
         spoilt = own.spoilt[0] if own.spoilt else None
         failure = f"in the own run writes to {spoilt}, beside its output" if spoilt else None
@@ -393,11 +394,11 @@ def _why_not_judged(own: OwnNode | None, mirrored: Compared | None, errs: str | 
 
     errs  what is wrong with the device's memory, if that is why
     """
-    if errs is not None and (own is None or (own.on_device and own.result is not None)):
+    if errs is not None and (own is None or (own.device and own.result is not None)):
         return f"the memory of the device errs: {errs}"
     if own is None:
         return STOPPED
-    return own.why_not if own.on_device and mirrored is None and not own.fused else ""
+    return own.why_not if own.device and mirrored is None and not own.fused else ""
 
 
 def _as_laid_out(tensor: Tensor, like: Tensor) -> Tensor:

@@ -67,8 +67,8 @@ class Cpu(Side):
     def runs_with(self, settings: Settings) -> Settings:
         return self._variant.over(super().runs_with(settings))
 
-    def has_run(self, node: int, n_graphs: int) -> bool:
-        return self._is_rival
+    def ran_on(self, node: int, n_graphs: int) -> str:
+        return self.name if self._is_rival else ""
 
     def hides(self, storage: Storage) -> bool:
         hides = storage.is_weight and self._is_hidden(storage)
@@ -232,8 +232,9 @@ class Foreign(Side):
     def runs_with(self, settings: Settings) -> Settings:
         return self._variant.over(replace(settings, device=self.device, gpu_layers=self._layers))
 
-    def has_run(self, node: int, n_graphs: int) -> bool:
-        return self._own.runs(self._ggml, node)
+    def ran_on(self, node: int, n_graphs: int) -> str:
+        name = self._own.running(self._ggml, node)
+        return self._variant.named(name) if name else ""
 
     @property
     def runs_elsewhere(self) -> bool:

@@ -61,7 +61,7 @@ class OwnNode:
     is_ahead  whether it ran before the reference had come to it, or as one with later nodes; then nobody knows whether
               it is fed alike
     spoilt   tensors other than its output that it changed
-    on_device  whether the device ran it, not llama.cpp's CPU
+    device     the name of the one that ran it; "" if llama.cpp's CPU did
     fused    the operator that it was run by, with other nodes or alone; "" if it ran as the node that it is
     why_not  why nobody knows what it gave, if nothing is left of that and no operator ran it
     result   what it gave: its output or, if an operator ran it, what that writes of it; None if nothing is left of it
@@ -77,7 +77,7 @@ class OwnNode:
     is_fed_alike: bool = False
     is_ahead: bool = False
     spoilt: list[Changed] = field(default_factory=list)
-    on_device: bool = False
+    device: str = ""
     fused: str = ""
     why_not: str = UNSEEN
     result: Tensor | None = None
@@ -168,7 +168,7 @@ class OwnRun:
         """Called after the run has computed the nodes up to the last one that it came to. Returns that."""
         last = self._coming[-1]
         if not self._are_together:
-            last.on_device = self._device.has_run(last.read.address, self._n_graphs)
+            last.device = self._device.ran_on(last.read.address, self._n_graphs)
             self._have_run(self._coming)
             last.read = self._read(last.read.address)
             last.result = last.node.dst
@@ -180,7 +180,7 @@ class OwnRun:
         if own.result is not own.node.dst or not own.node.dst.nbytes:
             return  # of nodes that ran together that is kept; an empty one gives nothing
         own.is_ahead, own.result = True, copy(own.node.dst)
-        own.mirrored, own.before = _held(self.mirrored(own)) if own.on_device else None, None
+        own.mirrored, own.before = _held(self.mirrored(own)) if own.device else None, None
 
     def ended(self) -> None:
         """Called after the run has computed all nodes that it came to."""
@@ -236,7 +236,7 @@ class OwnRun:
         is there."""
         collected, addresses = Collected(), {each.read.dst.address for each in nodes}
         for each in nodes:
-            each.read, each.on_device = self._read(each.read.address), True
+            each.read, each.device = self._read(each.read.address), self._device.name
             each.is_ahead = len(nodes) > 1 or each.place != self._reference()[1]
             each.found += self._contents.changed([each.read], addresses)
             if len(nodes) > 1:
@@ -305,7 +305,7 @@ class OwnRun:
     def _have_run(self, nodes: list[OwnNode]) -> None:
         """Called after they ran."""
         reads = [each.read for each in nodes]
-        if nodes[0].on_device:
+        if nodes[0].device:
             spoilt = self._contents.changed(reads, {each.address for each in _overwritten(*reads)})
             if not spoilt and self._rest is not None and self._rest.has_changed():
                 overwritten = {read.dst.address for read in reads}

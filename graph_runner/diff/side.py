@@ -167,24 +167,18 @@ class Side(ABC):
         """What of its run could not be compared, once that has ended."""
         return []
 
-    def has_run(self, node: int, n_graphs: int) -> bool:
-        """Whether it, and not llama.cpp's CPU, has just run a node of its run, given by its address.
+    def ran_on(self, node: int, n_graphs: int) -> str:
+        """Returns the name of the device that has just run a node of its run, given by its address; "" if llama.cpp's
+        CPU has.
 
         n_graphs  as it was before
         """
-        return self.n_graphs != n_graphs
+        return self.name if self.n_graphs != n_graphs else ""
 
     @property
     def fusions(self) -> Sequence[Fusion]:
         """The patterns of nodes that it may run as one operator."""
         return self.backend.fusions if self.backend.fuses else ()
-
-    def on(self, computed: bool) -> str:
-        """Returns which device ran a node of its run.
-
-        computed  whether the side itself did, not llama.cpp's CPU
-        """
-        return self.name if computed else CPU
 
     @property
     def runs_elsewhere(self) -> bool:

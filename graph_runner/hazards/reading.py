@@ -111,9 +111,11 @@ class Reading:
         return nodes
 
     def _is_copy(self, address: int) -> bool:
-        """Whether a scheduler made a leaf, as the copy of a tensor for another device: DEVICE#name#number."""
+        """Whether a scheduler made a leaf, as the copy of a tensor for another device: DEVICE#name#number. Between
+        several devices it makes more than one, for graphs in a row, each marked as an input and as an output."""
         _, copy = self._set[address]
-        return not convert.flags_of(address) & structs.FLAG_INPUT and copy.name.count("#") >= 2
+        marked = convert.flags_of(address) & (structs.FLAG_INPUT | structs.FLAG_OUTPUT)
+        return marked != structs.FLAG_INPUT and copy.name.count("#") >= 2
 
     def _original(self, copy: Operand, before: int) -> tuple[Operand, ...]:
         """What a copy is made of: the tensor of its name, type, ne and nb that is there before a node; none if nobody

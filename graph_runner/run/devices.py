@@ -26,8 +26,17 @@ class Devices:
     servers: tuple[str, ...] = ()
 
     def named(self, ggml: Ggml, name: str) -> ForeignDevice:
-        """Returns the device of a name, as ggml writes it, in any case. Raises BadInputError if there is none, and
-        ForeignError for a library or a server that cannot be used."""
+        """Returns the device of a name, as ggml writes it, in any case; of several with commas between them, those that
+        share a model's layers. Raises BadInputError if there is none, and ForeignError for a library or a server that
+        cannot be used, or a device that cannot share."""
+        names = name.split(",")
+        ours = next((each for each in names if each.upper() in _OURS), None)
+        if ours is not None and len(names) > 1:
+            raise BadInputError(f"device {name!r}: {ours} shares no layers of a model with another")
+        first, *others = [self._named(ggml, each) for each in names]
+        return first.together(others)
+
+    def _named(self, ggml: Ggml, name: str) -> ForeignDevice:
         found = []
         for each in self._each(ggml):
             if each.info.backend not in _OURS:

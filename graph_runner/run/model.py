@@ -49,7 +49,8 @@ class Model:
             params.use_mmap = False
         params.n_gpu_layers = placement.n_layers
         if placement.of_layers is not None:
-            self._devices = (ctypes.c_void_p * 2)(placement.of_layers.handle, None)
+            handles = [each.handle for each in placement.of_layers.each]
+            self._devices = (ctypes.c_void_p * (len(handles) + 1))(*handles, None)
             params.devices = ctypes.addressof(self._devices)
         embeddings = placement.of_embeddings
         own = [_Override(_EMBEDDINGS, embeddings)] if embeddings is not None else []

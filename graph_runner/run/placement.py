@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import ggml_backend_npu
@@ -12,7 +12,7 @@ from ggml_backend_npu.ggml.lib import Ggml
 from ggml_backend_npu.plugin.contexts import Context
 from ggml_backend_npu.plugin.foreign import ForeignDevice
 from ggml_backend_npu.plugin.plugin import PROBED, Plugin
-from ggml_backend_npu.plugin.registration import alone
+from ggml_backend_npu.plugin.registration import Registrable, alone
 from graph_runner.base.errors import SessionError
 from graph_runner.base.settings import Settings
 
@@ -23,7 +23,7 @@ class Placement:
     """The device beside llama.cpp's CPU in one session, if its settings have one.
 
     npu       a plugin, if settings.device is "npu"; that of the default backend if omitted
-    foreign   a device of another backend, if settings.device is "foreign"
+    foreign   a device of another backend, or several, if settings.device is "foreign"
     context   the plugin's side of the session's context, once that is made
     failures  of the device's callbacks
     """
@@ -74,6 +74,10 @@ class Placement:
         chosen = self._settings.flash_attention
         return _FLASH_ATTENTION["on" if chosen == "auto" and self.takes("FLASH_ATTN_EXT") else chosen]
 
+    def _beside(self, plugin: Plugin | None) -> Sequence[Registrable]:
+        """The backends that llama.cpp may find beside its CPU: a plugin if there is one, or those of other people."""
+        return [plugin] if plugin is not None else [] if self.foreign is None else self.foreign.each
+
     # calls of llama.cpp
 
     @contextmanager
@@ -85,14 +89,14 @@ class Placement:
     @contextmanager
     def loading(self) -> Iterator[None]:
         """Within it, llama.cpp loads a model or a part of one, and finds this device and no other one of ours."""
-        with alone(self._ggml, self.npu or self.foreign), self.inside():
+        with alone(self._ggml, *self._beside(self.npu)), self.inside():
             yield
 
     @contextmanager
     def opening(self) -> Iterator[None]:
         """Within it, llama.cpp makes a context, and finds this device and no other one of ours."""
         npu = self.npu
-        with alone(self._ggml, self._lacking or npu or self.foreign), self.inside():
+        with alone(self._ggml, *self._beside(self._lacking or npu)), self.inside():
             if npu is not None:
                 npu.refusals.clear()
                 npu.broken = None

@@ -175,7 +175,7 @@ class _Measuring:
 
     def _device_of(self, node: int) -> str:
         """Returns where a node ran that this project's device did not."""
-        return self._foreign.name if self._foreign is not None and self._foreign.runs(self._ggml, node) else CPU
+        return (self._foreign.running(self._ggml, node) if self._foreign is not None else "") or CPU
 
 
 def _decode(session: Session, tokens: list[list[int]]) -> None:

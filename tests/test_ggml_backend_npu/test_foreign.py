@@ -84,7 +84,7 @@ def test_the_cpu_computes_in_memory_of_the_host_that_a_device_provides() -> None
         node = build.op("neg", build.tensor("f32", (64,)))
         build.graph(node)
         for of_host in (False, True):
-            assert device.runs(Providing(build.ggml, of_host=of_host), node) is not of_host  # type: ignore[arg-type]
+            assert bool(device.running(Providing(build.ggml, of_host=of_host), node)) is not of_host  # type: ignore[arg-type]
 
 
 def test_memory_is_read_and_written_by_copies() -> None:

@@ -21,6 +21,6 @@ def test_a_device_is_hidden_from_llama_cpp_while_it_is_not_to_be_used(backend: P
         return scene.op("cont", scene.root("f32", (4, 2), np.zeros(8, np.float32)))
 
     assert supported(backend, recipe)
-    with alone(backend.ggml, None):
+    with alone(backend.ggml):
         assert "NPU" not in [device.name for device in list_devices(backend.ggml)]
     assert supported(backend, recipe)

@@ -19,12 +19,14 @@ from kit.commands import Cli, Outcome, assert_refused, fresh
 from tools.architectures import models
 
 from ggml_backend_npu.ggml.lib import DeviceInfo, ggml
+from ggml_backend_npu.ops import OWN
 from ggml_backend_npu.plugin import foreign
 from ggml_backend_npu.plugin.foreign import ForeignDevice, ForeignError
 from graph_runner.judging.rules import Rules
 from graph_runner.run.devices import Devices
 from graph_runner.run.session import Session, SessionError
 from graph_runner.tools.suites import folder
+from quant.errors import UserError
 
 TOOLS = Path(__file__).parents[1] / "tools"
 PROMPT = "The capital of France is a city that many people visit each year, and its name is"  # 32 tokens and more
@@ -36,13 +38,8 @@ from ggml_backend_npu import op
 ours = OWN["{op}"]
 
 @op("{op}", types=ours.types, refuse=ours.refuse, params=ours.params)
-def wrong(dst, {sources}, params=None, numerics=None):
-    keywords = {{}}
-    if ours.params is not None:
-        keywords["params"] = params
-    if ours.wants_numerics:
-        keywords["numerics"] = numerics
-    ours.define(dst, {sources}, **keywords)
+def wrong(dst, {takes}):
+    ours.define(dst, {gives})
     {does}
 """
 SCALED = "dst.view()[...] = (dst.view() * np.float32(1.01)).astype(dst.view().dtype)"
@@ -55,6 +52,16 @@ WRONG = {
     "SWIGLU": ("a, b=None", ROW),
     "GET_ROWS": ("src0, ids", SCALED),
 }
+
+
+def faulty(path: Path, name: str, does: str = "") -> Path:
+    """Writes a file of a kernel that is wrong as WRONG says, or that does something else once it has computed."""
+    ours, (sources, wrong) = OWN[name], WRONG[name]
+    taken = [sources, *(["params"] if ours.params else []), *(["numerics"] if ours.wants_numerics else [])]
+    given = [sources.replace("=None", ""), *(f"{word}={word}" for word in taken[1:])]
+    signature = ", ".join([taken[0], *(f"{word}=None" for word in taken[1:])])
+    path.write_text(FAULTY.format(op=name, takes=signature, gives=", ".join(given), does=does or wrong))
+    return path
 
 
 def diff(tmp_path: Path, *arguments: object, node_timeout: int = 300) -> tuple[Outcome, dict[str, Any]]:
@@ -95,6 +102,24 @@ def test_a_server_is_not_asked_for_a_device_that_comes_before_it(monkeypatch: py
     assert where.named(ggml(), "blas") is library
     with pytest.raises(ForeignError, match="no server answers"):
         where.named(ggml(), "RPC0")
+
+
+@pytest.mark.parametrize(
+    ("names", "why"),
+    [
+        ("GPU0,BLAS", "device 'BLAS': takes no layers of a model"),
+        ("GPU0,NPU", "device 'GPU0,NPU': NPU shares no layers"),
+        ("cpu,GPU0", "device 'cpu,GPU0': cpu shares no layers"),
+        ("GPU0,", "device '': there is none of this name"),
+    ],
+)
+def test_devices_that_share_no_layers(names: str, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = [ForeignDevice(DeviceInfo(*each, "in a test", ""), 0, 0) for each in (("GPU0", "GPU"), ("BLAS", "ACCEL"))]
+    monkeypatch.setattr(foreign, "of_library", lambda ggml, path: made)
+    where = Devices((Path("libggml-some.so"),))
+    assert [each.name for each in where.named(ggml(), "gpu0,GPU0").each] == ["GPU0", "GPU0"]
+    with pytest.raises(UserError, match=why):
+        where.named(ggml(), names)
 
 
 def test_options_of_the_npu_are_not_for_others(cli: Cli) -> None:
@@ -226,20 +251,36 @@ def test_a_server_gives_the_same_each_time(server: str, tmp_path: Path) -> None:
 @pytest.mark.conformance
 @pytest.mark.parametrize("op", sorted(WRONG))
 def test_a_server_is_wrong(op: str, tmp_path: Path) -> None:
-    kernels = tmp_path / "faulty.py"
-    sources, does = WRONG[op]
-    kernels.write_text(FAULTY.format(op=op, sources=sources, does=does))
+    kernels = faulty(tmp_path / "faulty.py", op)
     with served(tmp_path / "log", "NPU", GGML_NPU_KERNELS=str(kernels), GGML_NPU_OPS="all") as (address, _):
         outcome, result = diff(tmp_path, "--device", "RPC0", "--backend", rpc_library(), "--rpc", address)
     assert outcome.code == 1, outcome.out + outcome.err
     first = result["nodes"][result["first_introduced"]]
-    assert (first["op"], first["device"]) == (op, "RPC0")
+    on = "CPU" if op == "GET_ROWS" else "RPC0"  # embeddings are looked up on the CPU, so that is wrong alone
+    assert (first["op"], first["device"], first["failure"]) == (op, on, None)
+
+
+@pytest.mark.conformance
+def test_two_servers_share_the_layers(server: str, tmp_path: Path) -> None:
+    """They are right; and the report says which of them is not."""
+    kernels = faulty(tmp_path / "faulty.py", "MUL")
+    options = ["--device", "RPC0,RPC1", "--backend", rpc_library(), "--rpc", server, "--rpc"]
+    with served(tmp_path / "right") as (address, _):
+        outcome, result = diff(tmp_path, *options, address)
+        assert outcome.code == 0, outcome.out + outcome.err
+        assert {node["device"] for node in result["nodes"]} == {"RPC0", "RPC1", "CPU"}
+        outcome = fresh("hazards", "tiny", *options, address)
+        assert (outcome.code, outcome.out.splitlines()[-1][:9]) == (0, "no hazard"), outcome.out + outcome.err
+    with served(tmp_path / "wrong", "NPU", GGML_NPU_KERNELS=str(kernels), GGML_NPU_OPS="all") as (address, _):
+        outcome, result = diff(tmp_path, *options, address)
+    assert outcome.code == 1, outcome.out + outcome.err
+    first = result["nodes"][result["first_introduced"]]
+    assert (first["op"], first["device"]) == ("MUL", "RPC1")
 
 
 @pytest.mark.conformance
 def test_a_server_that_is_gone(tmp_path: Path) -> None:
-    kernels = tmp_path / "ends.py"
-    kernels.write_text(FAULTY.format(op="SWIGLU", sources="a, b=None", does="import os; os._exit(1)"))
+    kernels = faulty(tmp_path / "ends.py", "SWIGLU", "import os; os._exit(1)")
     with served(tmp_path / "log", "NPU", GGML_NPU_KERNELS=str(kernels), GGML_NPU_OPS="all") as (address, _):
         outcome, result = diff(tmp_path, "--device", "RPC0", "--backend", rpc_library(), "--rpc", address)
     assert outcome.code == 1, outcome.out + outcome.err

@@ -161,15 +161,25 @@ def test_the_moments_of_an_optimiser_are_written(build: Builder) -> None:
     assert_no_hazards(graph)
 
 
+def mark(tensor: int, flags: int) -> None:
+    """Gives a tensor flags."""
+    ctypes.memmove(tensor + structs.FLAGS_AT, flags.to_bytes(4, "little"), 4)
+
+
 def named(tensor: int, name: str) -> int:
     """Gives a tensor a name."""
     ctypes.memmove(tensor + structs.TENSOR_KEY_BYTES, name.encode() + b"\0", len(name) + 1)
     return tensor
 
 
+@pytest.mark.parametrize("marked", [0, structs.FLAG_INPUT | structs.FLAG_OUTPUT])
 @pytest.mark.parametrize("names", [("x", "other"), ("x", "x"), ("other", "other")])
-def test_a_split_input_is_known_by_its_name_if_one_tensor_has_it(build: Builder, names: tuple[str, str]) -> None:
+def test_a_split_input_is_known_by_its_name_if_one_tensor_has_it(
+    build: Builder, names: tuple[str, str], marked: int
+) -> None:
+    """marked: as a scheduler of several devices does"""
     a, copy = build.tensor("f32", (64,)), named(build.tensor("f32", (64,)), "NPU#x#0")
+    mark(copy, marked)
     nodes = [named(build.op(op, a), name) for op, name in zip(("sqr", "sqrt"), names, strict=True)]
     reading, read = Reading(build.ggml), Reader(build.ggml)
     for place, address in enumerate(nodes_of(build.graph(*nodes, named(build.op("neg", copy), "x")))):
