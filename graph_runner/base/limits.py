@@ -14,6 +14,7 @@ from quant.kernels.processor import processors
 
 MOST_TIMES = 10_000  # that something is repeated
 MOST_SEQUENCES = 256  # of a context: LLAMA_MAX_SEQ
+MOST_DRAFTED = 64  # tokens of a step besides the next one
 MOST_CELLS = 1 << 24  # llama.cpp takes minutes to refuse a context of many more
 MOST_THREADS = 4 * processors()  # beyond that they only wait for each other; llama.cpp has no bound and crashes
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -37,6 +37,7 @@ class Settings:
     without     on the CPU: fused ops that the graph must not have, so that it matches the graph of a device without
                 them
     sequences   that are decoded together, each with caches of its own
+    draft       tokens that each step after the prompt decodes besides the next one, as a draft's are checked
     repack      whether ggml's CPU may have weights in an order of its own, in memory that cannot be read
     op_offload  whether a device computes large nodes of layers that it was not given
     text        whether a model that decodes and pools embeddings gives logits all the same
@@ -53,9 +54,14 @@ class Settings:
     weights: bool = True
     without: frozenset[str] = frozenset()
     sequences: int = 1
+    draft: int = 0
     repack: bool = False
     op_offload: bool = True
     text: bool = False
+
+    def holding(self, prompt: str, steps: int) -> Settings:
+        """Returns them with a context that surely holds a prompt and the steps after it."""
+        return replace(self, n_ctx=context_for(prompt, steps * (1 + self.draft)))
 
 
 def context_for(prompt: str, n: int) -> int:

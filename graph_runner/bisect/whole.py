@@ -14,7 +14,7 @@ from ggml_backend_npu.plugin.foreign import ForeignDevice
 from ggml_backend_npu.plugin.limited import limited
 from ggml_backend_npu.plugin.plugin import Plugin
 from graph_runner.base.errors import SessionError
-from graph_runner.base.settings import ALL_LAYERS, DeviceName, Gives, Settings, context_for
+from graph_runner.base.settings import ALL_LAYERS, DeviceName, Gives, Settings
 from graph_runner.bisect.result import Unit
 from graph_runner.diff.logits import Ending, Endings, Outputs
 from graph_runner.diff.walks import Place, Walk
@@ -85,7 +85,7 @@ class Whole:
         takes_layers = ours.options.device_type == "gpu" if self.foreign is None else self.foreign.takes_layers
         kind: DeviceName = "foreign" if self.foreign is not None else "npu" if self.npu is not None else "cpu"
         self.settings = replace(
-            settings, device=kind, n_ctx=context_for(prompt, options.steps),
+            settings.holding(prompt, options.steps), device=kind,
             threads=settings.threads or processors(), gpu_layers=layers if takes_layers else 0,
         )  # fmt: skip
         self.name = options.device if self.foreign is None else self.foreign.name

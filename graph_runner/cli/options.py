@@ -16,7 +16,7 @@ from typing import Annotated, Any
 import typer
 
 from graph_runner.base.errors import BadInputError
-from graph_runner.base.limits import MOST_CELLS, MOST_SEQUENCES, MOST_THREADS
+from graph_runner.base.limits import MOST_CELLS, MOST_DRAFTED, MOST_SEQUENCES, MOST_THREADS
 from graph_runner.base.settings import ALL_LAYERS, CACHE_TYPES, Settings
 from graph_runner.base.variants import Variants
 
@@ -355,10 +355,18 @@ class NodesContextOptions(ContextOptions):
             "order.",
         ),
     ] = 1  # fmt: skip
+    draft: Annotated[
+        int,
+        typer.Option(
+            min=0, max=MOST_DRAFTED,
+            help="Tokens that each step after the prompt decodes besides the next one, as a server checks those of a "
+            "draft model: products of few columns.",
+        ),
+    ] = 0  # fmt: skip
 
     def settings(self, **others: Any) -> Settings:
         """Returns the settings of a session: these options and others."""
-        return super().settings(sequences=self.sequences, **others)
+        return super().settings(sequences=self.sequences, draft=self.draft, **others)
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from graph_runner.base.builds import About, Build
 from graph_runner.base.console import printable
 from graph_runner.base.errors import BadInputError, BlindError, SessionError, TraceError
 from graph_runner.base.files import folder_for_traces
-from graph_runner.base.settings import ALL_LAYERS, Gives, Settings, context_for
+from graph_runner.base.settings import ALL_LAYERS, Gives, Settings
 from graph_runner.base.variants import Variants
 from graph_runner.diff.again import Again, Watched
 from graph_runner.diff.canary import Planter
@@ -167,7 +167,7 @@ class _InStep:
         settings = asked.settings or Settings(flash_attention="off")
         self._layers = layers = ALL_LAYERS if settings.gpu_layers is None else settings.gpu_layers
         self._settings = replace(
-            settings, n_ctx=context_for(prompt, asked.steps), threads=settings.threads or processors(),
+            settings.holding(prompt, asked.steps), threads=settings.threads or processors(),
             gpu_layers=layers if ours.options.device_type == "gpu" else 0,
         )  # fmt: skip
         is_ours = NPU in (asked.device, asked.reference)

@@ -12,7 +12,7 @@ from ggml_backend_npu.ggml.lib import Ggml
 from ggml_backend_npu.ggml.node_reader import Reader
 from ggml_backend_npu.plugin.foreign import ForeignDevice
 from ggml_backend_npu.plugin.plugin import Plugin
-from graph_runner.base.settings import Settings, context_for
+from graph_runner.base.settings import Settings
 from graph_runner.hazards.graph import Graph
 from graph_runner.hazards.recording import Recording, as_built, step_name
 from graph_runner.run.devices import Devices
@@ -77,7 +77,7 @@ def watched(model: Path, prompt: str, options: HazardOptions, backend: AnyBacken
     Raises SessionError for a model or settings that cannot be used, BadInputError and ForeignError for a device.
     """
     ggml = lib.ggml()
-    settings = replace(options.settings, n_ctx=context_for(prompt, options.steps))
+    settings = options.settings.holding(prompt, options.steps)
     if options.device == CPU:
         return _Run(model, prompt, options.steps, Watch(ggml)).graphs(settings)
     npu = Plugin(ggml, backend or default_backend()) if options.device == NPU else None

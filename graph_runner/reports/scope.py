@@ -21,10 +21,11 @@ def scope_json(result: DiffResult) -> dict[str, Any]:
     looked_at = [node for node in result.nodes if _is_looked_at(node)]
     operators = {fusion.name for fusion in FUSIONS} & {node.op for node in looked_at}
     words = {word for node in looked_at for word in node.types.split()}
+    n_after = result.steps * (1 + result.settings.draft)
     scope = {
         "sequences": result.settings.sequences,
-        "tokens": result.n_prompt + result.steps,
-        "lengths": [n + result.steps for n in result.lengths],
+        "tokens": result.n_prompt + n_after,
+        "lengths": [n + n_after for n in result.lengths],
         "types": sorted(words & {*type_names()}),
         "fusions": sorted(operators | {node.fused for node in result.nodes if node.fused}),
         "order": _order(result),

@@ -72,3 +72,10 @@ def generate(
         yield token
         if left > 1:
             session.decode([token])
+
+
+def most_likely(logits: NDArray[np.float32], n: int) -> list[int]:
+    """Returns the n most likely tokens: the one that `Sampler` takes by default, then others in descending order."""
+    first = Sampler()(logits)
+    others = np.argsort(-logits, kind="stable") if n > 1 else np.empty(0, np.int64)
+    return [first, *others[others != first][: n - 1].tolist()]

@@ -37,6 +37,7 @@ from graph_runner.run.placement import Placement
 from graph_runner.run.sampling import Decoder as Decoder
 from graph_runner.run.sampling import Sampler as Sampler
 from graph_runner.run.sampling import generate as generate
+from graph_runner.run.sampling import most_likely
 from quant.kernels.processor import processors
 
 llama_cpp = llama.functions()
@@ -421,10 +422,11 @@ class Session:
         return np.stack([self._array(get(self._context, each), n) for each in of])
 
     def next_tokens(self) -> list[list[int]]:
-        """Returns what the next step decodes: the most likely token of each sequence, or after an encoder the one that
-        the decoder begins with. Raises SessionError as `logits` does, and if there is no next token."""
+        """Returns what the next step decodes: the most likely token of each sequence, and as a draft of more the ones
+        that come next in likelihood; or after an encoder the one that the decoder begins with. Raises SessionError as
+        `logits` does, and if there is no next token."""
         if self.gives == "logits":
-            return [[Sampler()(logits)] for logits in self.logits_of_each()]
+            return [most_likely(logits, 1 + self.settings.draft) for logits in self.logits_of_each()]
         if self._only_embeds:
             raise SessionError("the model makes embeddings, and has no next token")
         return [[self._model.decoder_begins_with] for _ in self._batch.ends]

@@ -17,7 +17,7 @@ from ggml_backend_npu import AnyBackend
 from ggml_backend_npu.ggml import lib
 from ggml_backend_npu.plugin.plugin import Plugin
 from ggml_backend_npu.plugin.times import Ran
-from graph_runner.base.settings import ALL_LAYERS, DeviceName, Settings, context_for
+from graph_runner.base.settings import ALL_LAYERS, DeviceName, Settings
 from graph_runner.run.devices import Devices
 from graph_runner.run.session import Session
 from graph_runner.timeline.events import LLAMA, STEP, Event, Timeline
@@ -95,7 +95,7 @@ class _Measuring:
         if options.device not in (CPU, NPU):
             self._foreign = options.devices.named(self._ggml, options.device)
         kind: DeviceName = "foreign" if self._foreign is not None else "npu" if options.device == NPU else "cpu"
-        settings = replace(options.settings, device=kind, n_ctx=context_for(prompt, options.steps))
+        settings = replace(options.settings.holding(prompt, options.steps), device=kind)
         if self._foreign is not None:
             layers = ALL_LAYERS if settings.gpu_layers is None else settings.gpu_layers
             settings = replace(settings, gpu_layers=layers if self._foreign.takes_layers else 0)

@@ -16,7 +16,7 @@ from ggml_backend_npu.ggml import convert, lib
 from ggml_backend_npu.ggml.node_reader import Reader
 from graph_runner.base.errors import TraceError
 from graph_runner.base.files import parts_of
-from graph_runner.base.settings import Settings, context_for
+from graph_runner.base.settings import Settings
 from graph_runner.judging.copies import Copied, span
 from graph_runner.judging.spans import Collected
 from graph_runner.trace.format import Bytes, Origin, Recorded
@@ -179,7 +179,7 @@ def capture(model: Path, prompt: str, path: Path, asked: CaptureOptions = _DEFAU
     ggml = lib.ggml()
     backend = default_backend()
     settings = asked.settings or Settings(flash_attention="off")
-    settings = replace(settings, device="cpu", n_ctx=context_for(prompt, asked.steps))
+    settings = replace(settings.holding(prompt, asked.steps), device="cpu")
     ops = Counter[str]()
 
     def take(recorded: Recorded) -> None:

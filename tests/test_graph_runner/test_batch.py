@@ -12,6 +12,7 @@ from kit.commands import Cli, kernel_file
 
 from graph_runner.base.models import model_file
 from graph_runner.run.batch import together, turned
+from graph_runner.run.sampling import most_likely
 from graph_runner.run.session import Session, Settings
 
 PROMPT = "The bridge was closed in the winter of that year."
@@ -42,6 +43,21 @@ from ggml_backend_npu.ops.softmax import SoftMax
 def soft_max(dst, x, mask, sinks, params):
     first = replace(mask, nb=(*mask.nb[:3], 0))
     OWN["SOFT_MAX"].define(dst, x, first, sinks, params=params)
+"""
+
+
+OF_FEW_COLUMNS = """
+from ggml_backend_npu import op
+from ggml_backend_npu.ops import OWN
+from ggml_backend_npu.ops.matmul import MulMat
+
+ours = OWN["MUL_MAT"]
+
+@op("MUL_MAT", types=ours.types, refuse=ours.refuse, params=MulMat)
+def mul_mat(dst, a, b, params):
+    ours.define(dst, a, b, params=params)
+    if b.ne[1] == 4:
+        dst.view()[:, :, -1] = 0
 """
 
 
@@ -81,6 +97,23 @@ def test_what_is_decoded_together_is_what_each_gives_alone(n_prompt: int) -> Non
                 alone = session.logits()
                 assert session.logits_of_each().tolist() == [alone.tolist()]
             np.testing.assert_allclose(logits, alone, rtol=1e-2, atol=1e-2 * np.abs(alone).max())
+
+
+def test_the_most_likely_tokens() -> None:
+    logits = np.array([0.5, 2.0, -1.0, 2.0, np.nan], np.float32)
+    assert (most_likely(logits[:4], 1), most_likely(logits[:4], 3)) == ([1], [1, 3, 0])
+    assert most_likely(logits, 3) == [4, 1, 3], "NaN is what the sampler takes"
+
+
+def test_a_fault_in_products_of_few_columns_is_seen_by_a_draft(cli: Cli, tmp_path: Path) -> None:
+    command = ["diff", "tiny", "-n", "1", "--kernels", kernel_file(tmp_path, OF_FEW_COLUMNS)]
+    assert cli(*command).code == 0
+    outcome = cli(*command, "--draft", "3")
+    assert outcome.code == 1
+    assert "step 1 node" in outcome.out.partition("the first wrong node:")[2].splitlines()[1]
+    assert "scope: 1 sequence of 30 tokens" in outcome.out
+    refused = cli("diff", "tiny", "--draft", "65")
+    assert (refused.code, refused.err.count("\n")) == (2, 1)
 
 
 def test_a_number_of_sequences_that_no_context_has(cli: Cli) -> None:
