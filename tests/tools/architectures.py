@@ -1,7 +1,7 @@
 """No false alarm: an unmodified device is right, by a diff, in every model that ggml's test-llama-archs writes, and in
 models with the attention of real ones (tests/kit/shapes.py).
 
-    python tests/tools/architectures.py FOLDER                        each pair of settings for each model: 4,200 diffs
+    python tests/tools/architectures.py FOLDER                        each pair of settings for each model: 4,000 diffs
     python tests/tools/architectures.py FOLDER --sample 100 --seed 7  so many of them
     python tests/tools/architectures.py FOLDER --text                 not the nodes: 12 greedy tokens beside the CPU's
 
