@@ -150,7 +150,9 @@ class DiffResult:
     @property
     def n_computed(self) -> int:
         """How many nodes of its own run the device computed: as it counts them, or by where their results lie."""
-        return self.counted if self.counted is not None else sum(node.on not in ("", "CPU") for node in self.nodes)
+        if self.counted is not None:
+            return self.counted
+        return sum(node.on == self.device or node.on not in ("", "CPU") for node in self.nodes)
 
     @property
     def blind(self) -> list[Sight]:
