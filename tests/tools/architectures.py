@@ -44,6 +44,8 @@ from rich.table import Table
 
 from ggml_backend_npu import default_backend
 from graph_runner.diff.run import DiffOptions, diff
+from graph_runner.reports.diff_report import diff_json
+from graph_runner.reports.nodes import describe
 from graph_runner.run.session import Sampler, Session, SessionError, Settings, generate
 from graph_runner.tools.suites import build
 
@@ -199,10 +201,7 @@ def judged(model: Path, case: Case) -> Outcome:
     result = diff(model, case.prompt, DiffOptions(steps=N_STEPS, settings=case.settings))
     why = ""
     if not result and not (result.ran_none and result.compared and not result.wrong):
-        places = [f"{node.op} {node.name!r} ({node.types}), step {node.step}: {node.verdict}" for node in result.wrong]
-        stray = [f"{state.tensor!r}, step {state.step}: no node wrote it" for state in result.stray]
-        end = "the logits are further apart than rounding explains" if result.ends_apart else "no node was compared"
-        why = next(iter([*places, *stray]), result.stopped or end)
+        why = next(map(describe, result.wrong), diff_json(result)["verdict"])
     return Outcome(case, why, dict(Counter(str(node.verdict) for node in result.nodes)))
 
 

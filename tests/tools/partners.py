@@ -33,11 +33,11 @@ from tools.architectures import models
 
 from graph_runner.base.settings import FlashAttention, Settings
 from graph_runner.diff.run import DiffOptions, DiffResult
-from graph_runner.judging.results import NodeResult
 from graph_runner.judging.rules import GPU
 from graph_runner.process.child import begun
 from graph_runner.process.jobs import DiffJob, NpuOptions, run_diff
 from graph_runner.process.start import DIFF
+from graph_runner.reports.nodes import describe, explanation
 from graph_runner.run.devices import Devices
 from quant.errors import UserError
 
@@ -58,14 +58,6 @@ def compared(model: Path, device: str, devices: Devices) -> DiffResult:
     with begun(DIFF) as child:
         job = DiffJob(NpuOptions({}), model, "".join(letters), options, rules=rules)
         return run_diff(child, job, node_timeout=_SECONDS, seen=lambda _: None)
-
-
-def why(node: NodeResult) -> str:
-    """What is wrong with a node, in a line."""
-    found = node.isolated if node.isolated is not None and not node.isolated else node.mirrored
-    words = [str(node.verdict), node.types]
-    words += [f"NMSE {found.error:.2g}"] if found is not None and not found else []
-    return ", ".join([*words, *(text for text in (node.failure, node.diagnosis) if text)])
 
 
 def main() -> int:
@@ -103,7 +95,7 @@ def main() -> int:
                 verdicts.update(str(node.verdict) for node in result.nodes)
                 for node in result.wrong:
                     wrong += 1
-                    print(f"{device}, {file.stem}: {node.op} {node.name!r}, step {node.step}: {why(node)}", flush=True)
+                    print(f"{device}, {file.stem}: {describe(node)}", *explanation(node), sep="; ", flush=True)
                 if not result and not result.wrong:
                     wrong += not (result.stopped and result.ending)
                     stopped = result.stopped or "the run ends elsewhere"
