@@ -91,10 +91,9 @@ class Environment:
             subprocess.run([sys.executable, "-m", "venv", self.folder], check=True)
             ccache = shutil.which("ccache")
             launchers = {f"CMAKE_{language}_COMPILER_LAUNCHER": ccache for language in ("C", "CXX")} if ccache else {}
-            package = f"llama-cpp-python=={version}"
-            self._pip("install", package, "--no-binary", "llama-cpp-python", **launchers)
-            self._pip("install", "--editable", f"{ROOT}[test]", package)
-        self._pip("install", "--editable", str(ROOT), "--no-deps")  # it may have been made by another checkout
+            self._pip("install", f"llama-cpp-python=={version}", "--no-binary", "llama-cpp-python", **launchers)
+        # it may have been made by another checkout, which needed other packages
+        self._pip("install", "--editable", f"{ROOT}[test]", f"llama-cpp-python=={version}")
 
     def _pip(self, *arguments: str, **variables: str) -> None:
         command: list[str | Path] = [self.python, "-m", "pip", "--quiet", *arguments]
