@@ -28,7 +28,7 @@ from typing import Any
 #   type, buffer, ne[4], nb[4], op, op_params[64 bytes], flags, src[10], view_src, view_offs, data, name[64], extra
 TENSOR = struct.Struct("=i4xQ4q4Qi64si10QQQQ64sQ8x")
 TENSOR_KEY_BYTES = 256  # everything before the name: what a plan depends on
-BUFFER_AT, OP_AT, FLAGS_AT, SRC_AT, VIEW_SRC_AT, DATA_AT = 8, 80, 148, 152, 232, 248
+BUFFER_AT, OP_AT, FLAGS_AT, SRC_AT, VIEW_SRC_AT, DATA_AT, EXTRA_AT = 8, 80, 148, 152, 232, 248, 320
 N_SRC, NAME_BYTES = 10, 64
 OPERATION = struct.Struct("=i64si10Q")  # its fields from OP_AT on: op, op_params, flags, src
 FLAG_INPUT, FLAG_OUTPUT, FLAG_COMPUTE = 1, 2, 16

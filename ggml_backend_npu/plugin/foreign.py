@@ -11,7 +11,8 @@ import os
 import re
 import socket
 from bisect import bisect_right, insort
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -181,6 +182,16 @@ class ForeignMemory:
         self._known: dict[int, Buffer] = {}  # the last of each ggml_backend_buffer_t
         self._begins: list[int] = []  # addresses where buffers begin, in order
         self._buffers: dict[int, Buffer] = {}  # by these
+        self._seen: dict[int, Bytes] | None = None  # the longest span read from an address, while all is at rest
+
+    @contextmanager
+    def at_rest(self) -> Iterator[None]:
+        """A time in which no device computes and nobody else writes to it: what was read is not read again."""
+        self._seen = {}
+        try:
+            yield
+        finally:
+            self._seen = None
 
     def packed(self, address: int, handle: int) -> Buffer | None:
         """The buffer of a tensor, by its ggml_backend_buffer_t; None if the host can read it."""
@@ -209,15 +220,23 @@ class ForeignMemory:
         return convert.bytes_at(address, size) if found is None else found.read(address - found.address, size)
 
     def read(self, address: int, size: int) -> Bytes:
-        """A copy of the bytes at an address of a buffer, by ggml_backend_tensor_get."""
+        """The bytes at an address of a buffer, by ggml_backend_tensor_get; they are not to be written."""
+        for begin, seen in (self._seen or {}).items():
+            if begin <= address and address + size <= begin + seen.size:
+                return seen[address - begin : address - begin + size]
         found, buffer = np.empty(size, np.uint8), self._buffer(address)
         self._ggml.ggml_backend_tensor_get(self._whole(buffer), found.ctypes.data, address - buffer.address, size)
+        found.flags.writeable = False
+        if self._seen is not None:
+            self._seen[address] = found
         return found
 
     def write(self, address: int, data: Bytes) -> None:
         """Sets the bytes at an address of a buffer, by ggml_backend_tensor_set."""
         data, buffer = np.ascontiguousarray(data), self._buffer(address)
         self._ggml.ggml_backend_tensor_set(self._whole(buffer), data.ctypes.data, address - buffer.address, data.size)
+        if self._seen is not None:
+            self._seen.clear()
 
     def synchronize(self) -> None:
         """Nothing: ggml's copies wait for what was queued before them."""

@@ -14,6 +14,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from math import prod
 from types import TracebackType
+from typing import NamedTuple
 
 from ggml_backend_npu.ggml import aborts, convert, structs
 from ggml_backend_npu.ggml.guard import interrupts_wait
@@ -28,6 +29,7 @@ from quant.kernels.processor import processors
 _ALIGNMENT = 64  # at least what ggml's CPU needs of a buffer
 _GRAPH_SIZE = 32  # one node, its sources and their groups
 _LIMIT = 1 << 62
+_PLACE = (structs.BUFFER_AT, structs.DATA_AT, structs.EXTRA_AT)  # of a ggml_tensor: where it lies
 
 # they call a function of the program that made the node
 _CALLBACKS = frozenset({"CUSTOM", "MAP_CUSTOM1", "MAP_CUSTOM2", "MAP_CUSTOM3"})
@@ -61,6 +63,9 @@ class Replica:
         self._in_host_memory = bool(
             ggml.ggml_backend_dev_supports_buft(self._device, ggml.ggml_backend_cpu_buffer_type())
         )
+        self._constant: set[tuple[int, int]] = set()  # spans that hold the same each time
+        self._sent: dict[bytes, _Sent] = {}  # which of them lie on the device, by root
+        self._buffers: dict[int, int] = {}  # of the device, in which the other groups of a node lie, by place
         self._backend = ggml.ggml_backend_dev_init(self._device, None)
         if not self._backend:
             raise KernelError(f"device {self.name} cannot be opened")
@@ -75,7 +80,25 @@ class Replica:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self.forget()
+        for buffer in self._buffers.values():
+            self._ggml.ggml_backend_buffer_free(buffer)
         self._ggml.ggml_backend_free(self._backend)
+
+    def keeps(self, tensor: Tensor) -> bool:
+        """Takes a tensor, a model's weight, to hold the same from now on: a device that computes in memory of its own
+        is sent it once, if it takes no more than half of what is free there. Returns whether it is such a device: one
+        that cannot change what lies in the host's."""
+        if self._in_host_memory:
+            return False
+        self._constant.add((tensor.address, tensor.nbytes))
+        return True
+
+    def forget(self) -> None:
+        """Has what was sent be sent again: the device may have changed it."""
+        for sent in self._sent.values():
+            sent.free(self._ggml)
+        self._sent.clear()
 
     def refusal(self, node: Node) -> str | None:
         """Why the device does not take the node, in a few words; None where it does."""
@@ -141,17 +164,73 @@ class Replica:
 
     def _on_device(self, made: Made, stack: ExitStack) -> Callable[[], None]:
         """Copies the groups to the device's memory. Returns the function that copies the output's group back."""
-        ggml = self._ggml
+        ggml, back = self._ggml, made.group_of_node
+        copied = [group for group in made.groups if group is back or not self._is_there(made, group)]
         with self._failures.told_by_the_caller():
-            buffer = ggml.ggml_backend_alloc_ctx_tensors(made.context, self._backend)
-        if not buffer:
-            size = sum(group.size for group in made.groups)
-            raise KernelError(f"device {self.name} has no memory for {size} bytes")
-        stack.callback(ggml.ggml_backend_buffer_free, buffer)
-        for group in made.groups:
-            ggml.ggml_backend_tensor_set(made.root(group), group.begin, 0, group.size)
-        back = made.group_of_node
+            for place, group in enumerate(copied):
+                ggml.ggml_backend_tensor_set(self._placed(made.root(group), place), group.begin, 0, group.size)
+            for members in made.groups.values():
+                for tensor, _ in members[1:]:
+                    ggml.ggml_backend_view_init(tensor)
         return lambda: ggml.ggml_backend_tensor_get(made.root(back), back.begin, 0, back.size)
+
+    def _placed(self, tensor: int, place: int) -> int:
+        """Returns a tensor, in the buffer of the device in which that of this place of the last node lay, or in a
+        larger one. Raises KernelError if the device has no memory for it."""
+        ggml, kind = self._ggml, self._ggml.ggml_backend_get_default_buffer_type(self._backend)
+        size, buffer = int(ggml.ggml_backend_buft_get_alloc_size(kind, tensor)), self._buffers.pop(place, 0)
+        if buffer and ggml.ggml_backend_buffer_get_size(buffer) < size:
+            ggml.ggml_backend_buffer_free(buffer)
+            buffer = 0
+        buffer = buffer or ggml.ggml_backend_buft_alloc_buffer(kind, size)
+        if not buffer:
+            raise KernelError(f"device {self.name} has no memory for {size} bytes")
+        self._buffers[place] = buffer
+        ggml.ggml_backend_tensor_alloc(buffer, tensor, ggml.ggml_backend_buffer_get_base(buffer))
+        return tensor
+
+    def _is_there(self, made: Made, group: Group) -> bool:
+        """Whether a group lies on the device, where it was or is sent now; then its root is placed there."""
+        if (group.begin, group.size) not in self._constant:
+            return False
+        root = made.root(group)
+        key = group.begin.to_bytes(8, "little") + ctypes.string_at(root, structs.OP_AT)
+        sent = self._sent.get(key) or self._send(root, group)
+        if sent is None:
+            return False
+        self._sent[key] = sent
+        for at in _PLACE:
+            ctypes.memmove(root + at, sent.tensor + at, 8)
+        return True
+
+    def _send(self, root: int, group: Group) -> _Sent | None:
+        """Sends a group to the device, to stay there; None if it takes more than half of the memory that is free."""
+        ggml, free = self._ggml, ctypes.c_size_t()
+        ggml.ggml_backend_dev_memory(self._device, free, ctypes.c_size_t())
+        if 2 * group.size > free.value:
+            return None
+        context = ggml.ggml_init(structs.InitParams(2 * ggml.ggml_tensor_overhead(), None, True))
+        tensor = ggml.ggml_new_tensor(context, 0, 1, (ctypes.c_int64 * 1)(1))
+        ctypes.memmove(tensor, root, structs.TENSOR.size)
+        with self._failures.told_by_the_caller():
+            buffer = ggml.ggml_backend_alloc_ctx_tensors(context, self._backend)
+        if not buffer:
+            ggml.ggml_free(context)
+            return None
+        ggml.ggml_backend_tensor_set(tensor, group.begin, 0, group.size)
+        return _Sent(context, buffer, tensor)
+
+
+class _Sent(NamedTuple):
+    """A tensor that lies on the device until it is freed: its ggml_context, its buffer, its address."""
+
+    context: int
+    buffer: int
+    tensor: int
+
+    def free(self, ggml: Ggml) -> None:
+        ggml.ggml_backend_buffer_free(self.buffer)
+        ggml.ggml_free(self.context)
 
 
 def compute(ggml: Ggml, device_name: str, node: Node) -> None:

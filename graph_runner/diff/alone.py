@@ -81,12 +81,16 @@ class Alone:
         if refusal is not None:
             return _Known(overlapped, refusal)
         packed = _in_device_layout(read) if self._device.packs else set()
-        weights = {
-            id(tensor)
+        weights = [
+            tensor
             for tensor, storage in zip(node.src, read.src, strict=True)
             if tensor is not None and tensor.apart is None and storage is not None and storage.is_weight
-        }
-        layout = Layout(node, lambda tensor: id(tensor) in packed, blanks=True, weights=weights, kept=self._copies)
+        ]
+        left = {id(tensor) for tensor in weights if self._device.keeps(tensor)}
+        layout = Layout(
+            node, lambda tensor: id(tensor) in packed, blanks=True, weights={*map(id, weights)} - left, left=left,
+            kept=self._copies,
+        )  # fmt: skip
         return _Known(overlapped, layout=layout)
 
     def synthetic(self, node: Node, expected: Tensor, step: int, place: int) -> Compared | None:
@@ -133,7 +137,8 @@ class Alone:
         return self._judged(turn, copied, failure) if self._erring.unrepaired is None else None
 
     def _forget(self, turn: Turn) -> None:
-        """Called after a node that may have damaged its copies."""
+        """Called after a node that may have damaged its copies, or what the device has of weights."""
+        self._device.forgets()
         layout = self._known[turn.read].layout
         if layout is not None:
             layout.forget()

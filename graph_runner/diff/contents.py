@@ -33,18 +33,19 @@ class Stray:
     """A tensor that was changed although no node writes there.
 
     what  the tensor that was found to hold something else
-    step, index  when: before which node
-    seen  that node, which was about to read it
+    step, index  when: before which node; 0, 0 if it may have been before any
+    seen  that node, which was about to read it; None: it was found after the last step
     """
 
     what: Changed
     step: int
     index: int
-    seen: str
+    seen: str | None
 
     def __str__(self) -> str:
+        when = f"step {self.step}: before {self.seen}" if self.seen is not None else "after the last step"
         comma = "," if self.what.written else ""
-        return f"step {self.step}: before {self.seen}, {self.what}{comma} holds something else than it did"
+        return f"{when}, {self.what}{comma} holds something else than it did"
 
 
 @dataclass
@@ -60,10 +61,11 @@ class Contents:
     Tensors that are set from outside (inputs, a scheduler's copies) are left out: there is no callback for that.
 
     read  returns the bytes of a span, by address and size: of host memory, or of a device
+    looks_at_weights  each time that a node reads them, or the first time alone
     """
 
-    def __init__(self, read: Callable[[int, int], Any] = bytes_at) -> None:
-        self.read = read
+    def __init__(self, read: Callable[[int, int], Any] = bytes_at, *, looks_at_weights: bool = True) -> None:
+        self.read, self._looks_at_weights = read, looks_at_weights
         self._known: dict[int, _Known] = {}
 
     def changed(self, reads: Iterable[Read], besides: Collection[int] = ()) -> list[Changed]:
@@ -74,6 +76,8 @@ class Contents:
         found = []
         for storage in _read_by(*reads):
             if storage.is_set or storage.address in besides or not storage.tensor.nbytes:
+                continue
+            if storage.is_weight and not self._looks_at_weights and storage.address in self._known:
                 continue
             digest = self._digest_of(storage)
             known = self._known.setdefault(storage.address, _Known(storage, digest, None))
@@ -98,6 +102,13 @@ class Contents:
         known = [each for each in self._known.values() if each.storage.address not in besides]
         known = [each for each in known if self._digest_of(each.storage) != each.digest]
         return [Changed(each.storage.tensor.name, each.written) for each in known]
+
+    def weights_changed(self) -> list[Changed]:
+        """Returns the weights that no longer hold the same, if they were not looked at each time."""
+        weights = [each for each in self._known.values() if each.storage.is_weight and not self._looks_at_weights]
+        return [
+            Changed(each.storage.tensor.name, None) for each in weights if self._digest_of(each.storage) != each.digest
+        ]
 
     def _digest_of(self, storage: Storage) -> int:
         """Returns the digest of the bytes as they lie in memory: for a packed tensor, quants and scales."""

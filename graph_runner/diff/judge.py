@@ -132,6 +132,10 @@ class Judge:
         if not stopped:
             self._states.finish(self.step)
 
+    def end(self) -> None:
+        """Called after the last step, if the device's own run has not ended before."""
+        self.strays += [Stray(changed, 0, 0, None) for changed in self.own.weights_changed()]
+
     def see(self, step: int) -> None:
         """Has the device compute synthetic nodes that show what no node of the run could have shown.
 

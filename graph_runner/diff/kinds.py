@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ggml_backend_npu import AnyBackend, Backend, Node
+from ggml_backend_npu import AnyBackend, Backend, Node, Tensor
 from ggml_backend_npu.backend.kernel_files import load_kernels
 from ggml_backend_npu.device.backend import checks_of
 from ggml_backend_npu.ggml.convert import Read, Storage
@@ -229,6 +230,12 @@ class Foreign(Side):
         else:
             self._replica.compute(node)
 
+    def keeps(self, tensor: Tensor) -> bool:
+        return self._replica.keeps(tensor)
+
+    def forgets(self) -> None:
+        self._replica.forget()
+
     def runs_with(self, settings: Settings) -> Settings:
         return self._variant.over(replace(settings, device=self.device, gpu_layers=self._layers))
 
@@ -239,6 +246,13 @@ class Foreign(Side):
     @property
     def runs_elsewhere(self) -> bool:
         return self._own.info.backend == "RPC"
+
+    @property
+    def is_read_slowly(self) -> bool:
+        return self._own.takes_layers
+
+    def at_rest(self) -> AbstractContextManager[None]:
+        return self._memory.at_rest()
 
     def bytes_at(self, address: int, size: int) -> Any:
         return self._memory.bytes_at(address, size)

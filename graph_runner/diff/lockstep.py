@@ -149,7 +149,8 @@ class Lockstep:
                 self._judge.own_passes(address)
                 return False
             runner.place += 1
-            return self._judge.own_before(address, runner.place)
+            with self._side.at_rest():
+                return self._judge.own_before(address, runner.place)
         if not convert.computes(convert.op_name(lib.ggml(), address)):
             return False
         runner.place += 1
@@ -159,8 +160,9 @@ class Lockstep:
     def done(self, runner: _Runner, address: int) -> None:
         """Called after a run has computed a node."""
         if runner is self.device:
-            self._judge.own_after()
-            self._main.switch()
+            with self._side.at_rest():  # until it goes on
+                self._judge.own_after()
+                self._main.switch()
             return
         reason, partner = self._judge.between(), self._judge.partner(runner.place)
         while partner is not None and self.device.place < partner:

@@ -113,7 +113,8 @@ class OwnRun:
                in this run; None if that has no such node
     about_to   called before the device may run a node, with its place
     order      takes the nodes in the order in which the run comes to them
-    strict     check every buffer after every node that the device runs, not only what the node reads
+    strict     check every buffer after every node that the device runs, not only what the node reads; otherwise the
+               weights of a device whose memory is read slowly only before the first node that reads them
     """
 
     def __init__(
@@ -130,7 +131,7 @@ class OwnRun:
         self._reference, self._about_to, self._order, self._strict = reference, about_to, order, strict
         self._read = sides.device.reader(ggml)
         self._chain = Chain(sides.device.backend, sides.device.fusions)
-        self._contents = Contents(sides.device.bytes_at)
+        self._contents = Contents(sides.device.bytes_at, looks_at_weights=strict or not sides.device.is_read_slowly)
         self._constants: dict[tuple[int, int], bool] = {}  # whether they are alike, by where they lie in both runs
         self._rest: Rest | None = None
         self._n_graphs = 0
@@ -196,6 +197,10 @@ class OwnRun:
                 each.result = copy(outputs[at])
                 self._contents.written(each.read)
             self._ran[each.place] = each
+
+    def weights_changed(self) -> list[Changed]:
+        """Called after the run. Returns the weights that it has changed, if nodes were not looked at for that."""
+        return self._contents.weights_changed()
 
     def take(self, place: int) -> OwnNode | None:
         """Returns the node at a place of the step; None if the run has stopped before it."""

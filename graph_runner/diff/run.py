@@ -346,6 +346,8 @@ class _InStep:
             judge.next_step(stopped=lockstep.stopped is not None)
             lockstep.decode(first, second, text[-1])
         judge.finish(stopped=lockstep.stopped is not None)
+        if lockstep.stopped is None:
+            judge.end()
         return text, endings
 
     def _run_unobserved(self, batches: list[Batch]) -> None:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
-from ggml_backend_npu import AnyBackend, Node
+from ggml_backend_npu import AnyBackend, Node, Tensor
 from ggml_backend_npu.backend.fusion import Fusion
 from ggml_backend_npu.backend.plan import Plan
 from ggml_backend_npu.device.faults import Checks
@@ -116,6 +116,14 @@ class Side(ABC):
         """Returns a call that computes a node, as `compute` does, as often as it is wanted. Raises KernelError."""
         return partial(self.compute, node)
 
+    def keeps(self, tensor: Tensor) -> bool:
+        """Takes a model's weight, for nodes that it computes, to hold the same from now on. Returns whether it computes
+        in memory of its own, and cannot change what lies in the host's."""
+        return False
+
+    def forgets(self) -> None:  # noqa: B027  (most have nothing of them)
+        """Called when it may have changed what it has of weights."""
+
     @property
     def ops(self) -> Collection[str] | None:
         """The names of the ops and fusions that it may take; None: any."""
@@ -216,6 +224,15 @@ class Side(ABC):
         return NodesOf(ggml, self)
 
     # the memory of its runs
+
+    def at_rest(self) -> AbstractContextManager[None]:
+        """A time in which its run computes nothing, and nobody writes to its memory."""
+        return nullcontext()
+
+    @property
+    def is_read_slowly(self) -> bool:
+        """Whether to read a weight of its memory may take longer than to compute with it."""
+        return False
 
     def bytes_at(self, address: int, size: int) -> Any:
         """Returns the bytes of a span: a copy, unless it lies in the host's memory."""

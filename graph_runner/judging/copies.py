@@ -159,6 +159,7 @@ class Layout:
     packs    tells which tensors are to lie in the device's layout
     blanks   whether to blank the copy of dst, if the node does not continue from its old content
     weights  ids of tensors that no node writes to
+    left     ids of tensors of which no copy is made
     kept     what is kept of nodes of the same run
     """
 
@@ -169,11 +170,13 @@ class Layout:
         *,
         blanks: bool,
         weights: Collection[int] = (),
+        left: Collection[int] = (),
         kept: Kept | None = None,
     ) -> None:
         self._node, self._kept = node, kept or Kept()
         self._blanks = blanks and not continues_dst(node)
         tensors = {id(tensor): tensor for tensor in (node.dst, *node.src) if tensor is not None and tensor.nbytes}
+        tensors = {key: tensor for key, tensor in tensors.items() if key not in left}
         self._parts = [
             _Part(group, _packed_type(group, packs), {*map(id, group.tensors)} <= {*weights})
             for group in shared.sharing(tensors.values(), shared.viewed)
@@ -246,7 +249,7 @@ class Layout:
         sources = [
             _Source(index, shared.viewed(source), copied.memory, copied.packed, id(source) in weights)
             for index, (source, copied) in enumerate(zip(node.src, src, strict=True))
-            if source is not None and copied is not None and source.nbytes and not _lies_in(copied, around)
+            if source is not None and copied is not None and id(source) in moved and not _lies_in(copied, around)
         ]
         copied = Node(node.op, moved.get(id(node.dst), node.dst), src, node.params)
         return Copied(copied, tuple(rooms), around, tuple(sources))

@@ -33,6 +33,7 @@ _SUITES = ("trixie", "bookworm-backports")  # of Debian, for headers and for the
 _PACKAGES = ("libvulkan-dev/trixie", "spirv-headers/trixie", "mesa-vulkan-drivers/bookworm-backports")
 _SOURCE = "deb [signed-by=/usr/share/keyrings/debian-archive-keyring.gpg] http://deb.debian.org/debian {} main\n"
 _DRIVERS = Path("/usr/share/vulkan/icd.d")
+_LOADER = "*/libvulkan.so"  # below /usr/lib: what ggml-vulkan is linked to
 
 
 def missing() -> str:
@@ -40,6 +41,8 @@ def missing() -> str:
     lacking = [program for program in _PROGRAMS if shutil.which(program) is None]
     if not [*_DRIVERS.glob("lvp_icd*.json")]:
         lacking.append("mesa-vulkan-drivers")
+    if not [*Path("/usr/lib").glob(_LOADER)]:
+        lacking.append("libvulkan-dev")
     return ", ".join(lacking)
 
 

@@ -107,6 +107,27 @@ def test_memory_is_read_and_written_by_copies() -> None:
     ggml.ggml_backend_buffer_free(handle)
 
 
+def test_what_lies_at_rest_is_read_once() -> None:
+    ggml, memory = lib.ggml(), Opaque()
+    data = np.arange(256, dtype=np.uint8)
+    address = data.ctypes.data & -64
+    handle = ggml.ggml_backend_cpu_buffer_from_ptr(address, data.ctypes.data + 256 - address)
+    buffer, at = memory.packed(data.ctypes.data, handle), data.ctypes.data - address
+    assert buffer is not None
+    with memory.at_rest():
+        assert buffer.read(at + 16, 16)[0] == 16
+        data[16:40] = 7
+        assert (buffer.read(at + 20, 4) == range(20, 24)).all()  # of what was read
+        assert (buffer.read(at + 24, 16) == 7).all()  # it goes on beyond that
+        buffer.write(at + 16, np.full(2, 9, np.uint8))
+        assert (buffer.read(at + 16, 4) == (9, 9, 7, 7)).all()
+        with pytest.raises(ValueError, match="read-only"):
+            buffer.read(at + 16, 4)[0] = 1
+    data[16] = 5
+    assert buffer.read(at + 16, 1)[0] == 5
+    ggml.ggml_backend_buffer_free(handle)
+
+
 def test_buffers_that_begin_at_one_address_are_told_apart() -> None:
     """As those of ggml-vulkan, which all begin at 0x1000."""
     ggml, memory = lib.ggml(), Opaque()

@@ -243,6 +243,45 @@ print("same")
 """
 
 
+KEPT = """
+import numpy as np, ggml_backend_npu
+from ggml_backend_npu import Node, Tensor
+from ggml_backend_npu.ir.buffer import TO_DEVICE
+from ggml_backend_npu.plugin.replica import Replica
+plugin = ggml_backend_npu.register()
+bytes_sent = plugin.memory.transfers.bytes
+def weights(n):
+    return Tensor.of(np.arange(n * 64, dtype=np.float32).reshape(n, 64), name="w")
+def rows(of):
+    dst, ids = Tensor.of(np.zeros((2, 64), np.float32)), Tensor.of(np.array([1, 5], np.int32))
+    before = bytes_sent[TO_DEVICE]
+    device.compute(Node("GET_ROWS", dst, (of, ids)))
+    assert (dst.view()[0, 0] == of.view()[0, 0, (1, 5)]).all()
+    return bytes_sent[TO_DEVICE] - before
+with Replica(plugin.ggml, "CPU") as host:
+    assert not host.keeps(weights(8))
+with Replica(plugin.ggml, "NPU") as device:
+    kept, plain, large = weights(8), weights(8), weights(60_000)
+    assert device.keeps(kept) and device.keeps(large)
+    others = rows(plain) - plain.nbytes
+    print(*((rows(kept) - others) // kept.nbytes for _ in range(3)))
+    device.forget()
+    print(*((rows(kept) - others) // kept.nbytes for _ in range(2)))
+    print(*((rows(large) - others) // large.nbytes for _ in range(2)))
+assert plugin.memory.free == plugin.memory.limit
+"""
+
+
+@pytest.mark.slow
+def test_what_a_device_keeps_is_sent_once_if_half_of_its_memory_is_free() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", KEPT],
+        env={**os.environ, "GGML_NPU_MEMORY": "device", "GGML_NPU_DEVICE_TYPE": "gpu", "GGML_NPU_MEMORY_LIMIT": "24M"},
+        text=True, capture_output=True, check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (0, "1 0 0\n1 0\n1 1\n"), done.stderr
+
+
 @pytest.mark.slow
 def test_a_device_with_memory_of_its_own_gets_copies() -> None:
     done = subprocess.run(

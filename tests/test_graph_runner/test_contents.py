@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import count
 
 import numpy as np
@@ -12,7 +13,7 @@ from kit.support import seeds
 
 from ggml_backend_npu import Memory, Node, Tensor
 from ggml_backend_npu.ggml.convert import Read, Storage
-from graph_runner.diff.contents import Changed, Contents, Rest
+from graph_runner.diff.contents import Changed, Contents, Rest, Stray
 
 _addresses: Iterator[int] = count(64, 64)
 
@@ -49,6 +50,22 @@ def test_a_tensor_that_changed_between_writer_and_reader_is_found_once() -> None
     assert found == Changed("weights", None)
     assert str(found) == "'weights'"
     assert str(Changed("y", "MUL node 'y'")) == "'y', which MUL node 'y' wrote"
+
+
+def test_weights_may_be_looked_at_first_and_last_alone() -> None:
+    weights, x, y = replace(storage("weights"), is_weight=True), storage("x"), storage("y")
+    mul = read("MUL", y, x, weights)
+    for looks, found, at_the_end in ((True, [Changed("weights", None)], []), (False, [], [Changed("weights", None)])):
+        contents = Contents(looks_at_weights=looks)
+        assert contents.changed([mul]) == contents.weights_changed() == []
+        spoil(weights)
+        assert contents.changed([mul]) == found
+        assert contents.weights_changed() == at_the_end
+        spoil(x)
+        assert contents.changed([mul]) == [Changed("x", None)]
+    assert str(Stray(Changed("weights", None), 0, 0, None)) == (
+        "after the last step, 'weights' holds something else than it did"
+    )
 
 
 def test_what_is_written_again_is_as_it_is_to_be() -> None:

@@ -1,5 +1,6 @@
 """What a diff of a model of 1.1 billion weights costs: ggml's CPU beside ggml-blas with OpenBLAS, and beside the same
-CPU behind a ggml-rpc-server on loopback, which is to take at most twice the time of the CPU beside itself.
+CPU behind a ggml-rpc-server on loopback, which is to take at most twice the time of the CPU beside itself with as many
+threads: a server computes with half of them if nobody says a number.
 
     python tests/tools/large.py FOLDER    writes 620 MB there
 
@@ -21,6 +22,8 @@ if __name__ == "__main__":  # what tests share lies beside this folder
 
 from kit.backends import openblas, rpc_library, served
 from kit.large import write_large
+
+from quant.kernels.processor import processors
 
 _PROMPT = "the quick brown fox jumps over the lazy dog"  # 45 tokens: ggml-blas takes products of 32 columns and more
 
@@ -46,7 +49,8 @@ def main() -> None:
     folder.mkdir(parents=True, exist_ok=True)
     model = write_large(folder / "large.gguf")
     print("BLAS:", measured(model, "--device", "BLAS", "--backend", openblas(folder)), flush=True)
-    itself = ("--reference", "cpu", "--device", "cpu", "--reference-with", "threads=1", "--device-with", "threads=2")
+    threads = ("--reference-with", f"threads={processors()}", "--device-with", f"threads={max(1, processors() // 2)}")
+    itself = ("--reference", "cpu", "--device", "cpu", *threads)
     print("CPU beside itself:", measured(model, *itself), flush=True)
     with served(folder / "server.log") as (address, _):
         print("RPC0:", measured(model, "--device", "RPC0", "--backend", rpc_library(), "--rpc", address))
