@@ -17,7 +17,10 @@ if TYPE_CHECKING:
 
 CPU, NPU = "CPU", "NPU"
 AnyDevice = Annotated[
-    str, typer.Option(metavar="DEVICE", help="Device to run on: npu, cpu, or any that ggml has, by its name.")
+    str,
+    typer.Option(
+        metavar="DEVICE", help="Device to run on: npu, cpu, or any that ggml has, by its name; A,B share the layers."
+    ),
 ]
 
 

@@ -149,6 +149,8 @@ def _configuration(result: DiffResult) -> str:
         caches += f", flash attention {settings.flash_attention}"
     if settings.sequences > 1:
         caches += f", {settings.sequences} sequences"
+    if settings.draft:
+        caches += f", draft of {settings.draft}"
     usual = {"memory": "host", "device_type": "accel", "profile": "full", "ops": "default", "fusion": "on"}
     unusual = [f"{name} {options[name]}" for name, value in usual.items() if options.get(name, value) != value]
     is_ours = "matmul" in options and not result.variants.has("matmul")
@@ -242,6 +244,7 @@ def diff_json(result: DiffResult) -> dict[str, Any]:
         "steps": result.steps,
         "threads": result.settings.threads,
         "sequences": result.settings.sequences,
+        "draft": result.settings.draft,
         "cache_type_k": result.settings.cache_type_k,
         "cache_type_v": result.settings.cache_type_v,
         "flash_attention": result.settings.flash_attention,

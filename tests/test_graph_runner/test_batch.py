@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -108,8 +109,10 @@ def test_the_most_likely_tokens() -> None:
 def test_a_fault_in_products_of_few_columns_is_seen_by_a_draft(cli: Cli, tmp_path: Path) -> None:
     command = ["diff", "tiny", "-n", "1", "--kernels", kernel_file(tmp_path, OF_FEW_COLUMNS)]
     assert cli(*command).code == 0
-    outcome = cli(*command, "--draft", "3")
+    outcome = cli(*command, "--draft", "3", "--json", tmp_path / "result.json")
     assert outcome.code == 1
+    assert ", draft of 3; NPU" in outcome.out
+    assert json.loads((tmp_path / "result.json").read_text())["draft"] == 3
     assert "step 1 node" in outcome.out.partition("the first wrong node:")[2].splitlines()[1]
     assert "scope: 1 sequence of 30 tokens" in outcome.out
     refused = cli("diff", "tiny", "--draft", "65")
