@@ -16,7 +16,7 @@ Types = tuple[str, ...]  # of dst and of the sources
 Exact = NDArray[np.float64]
 Formula = Callable[..., Exact | None]
 FormulaT = TypeVar("FormulaT", bound=Formula)
-Make = Callable[[np.random.Generator, Types], Node]
+Make = Callable[["np.random.Generator", Types], Node]  # quoted: numpy.random is loaded when it is used
 
 
 @dataclass(frozen=True)
