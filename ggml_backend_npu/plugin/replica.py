@@ -86,16 +86,17 @@ class Replica:
         self._ggml.ggml_backend_free(self._backend)
 
     def keeps(self, tensor: Tensor) -> bool:
-        """Takes a tensor, a model's weight, to hold the same from now on: a device that computes in memory of its own
-        is sent it once, if it takes no more than half of what is free there. Returns whether it is such a device: one
-        that cannot change what lies in the host's."""
+        """Takes a tensor, a model's weight, to hold the same until `forget`: a device that computes in memory of its
+        own is sent it once, if it takes no more than half of what is free there. Returns whether it is such a device:
+        one that cannot change what lies in the host's."""
         if self._in_host_memory:
             return False
         self._constant.add((tensor.address, tensor.nbytes))
         return True
 
     def forget(self) -> None:
-        """Has what was sent be sent again: the device may have changed it."""
+        """Takes nothing to hold the same any more: the device may have changed it, or it may lie there no longer."""
+        self._constant.clear()
         for sent in self._sent.values():
             sent.free(self._ggml)
         self._sent.clear()

@@ -29,11 +29,13 @@ class _Known:
     overlapped  sources that share a byte with its output
     refusal     why the device does not take it
     layout      of copies of it, if the device is to compute it
+    kept        weights that the device keeps, of which no copies are made
     """
 
     overlapped: tuple[Tensor, ...]
     refusal: str | None = None
     layout: Layout | None = None
+    kept: tuple[Tensor, ...] = ()
 
 
 class Alone:
@@ -68,6 +70,8 @@ class Alone:
         if known.refusal is not None:
             self.refused[node.op, known.refusal] += 1
         elif known.layout is not None:
+            for each in known.kept:
+                self._device.keeps(each)
             copied = known.layout.copied()
         return Turn(step, place, read, before, copied)
 
@@ -86,12 +90,13 @@ class Alone:
             for tensor, storage in zip(node.src, read.src, strict=True)
             if tensor is not None and tensor.apart is None and storage is not None and storage.is_weight
         ]
-        left = {id(tensor) for tensor in weights if self._device.keeps(tensor)}
+        kept = tuple(tensor for tensor in weights if self._device.keeps(tensor))
+        left = {*map(id, kept)}
         layout = Layout(
             node, lambda tensor: id(tensor) in packed, blanks=True, weights={*map(id, weights)} - left, left=left,
             kept=self._copies,
         )  # fmt: skip
-        return _Known(overlapped, layout=layout)
+        return _Known(overlapped, layout=layout, kept=kept)
 
     def synthetic(self, node: Node, expected: Tensor, step: int, place: int) -> Compared | None:
         """Has the device compute a node of no run. None if it does not take the node, or if memory errs.

@@ -217,6 +217,7 @@ class _InStep:
             if result.stopped is None:
                 elsewhere = f"another process runs the graphs of {result.device}"
                 result.order_unknown = elsewhere if device.runs_elsewhere else ""
+        device.forgets()
         if self._asked.see and result.stopped is None and not result.faults:
             judge.see(n_steps)
         result.sights = judge.blindness.sights

@@ -117,12 +117,12 @@ class Side(ABC):
         return partial(self.compute, node)
 
     def keeps(self, tensor: Tensor) -> bool:
-        """Takes a model's weight, for nodes that it computes, to hold the same from now on. Returns whether it computes
-        in memory of its own, and cannot change what lies in the host's."""
+        """Takes a model's weight, for nodes that it computes, to hold the same until `forgets`. Returns whether it
+        computes in memory of its own, and cannot change what lies in the host's."""
         return False
 
     def forgets(self) -> None:  # noqa: B027  (most have nothing of them)
-        """Called when it may have changed what it has of weights."""
+        """Called when it may have changed what it has of weights, or when these lie there no longer."""
 
     @property
     def ops(self) -> Collection[str] | None:

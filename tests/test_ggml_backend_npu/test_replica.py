@@ -266,6 +266,7 @@ with Replica(plugin.ggml, "NPU") as device:
     others = rows(plain) - plain.nbytes
     print(*((rows(kept) - others) // kept.nbytes for _ in range(3)))
     device.forget()
+    print((rows(kept) - others) // kept.nbytes, device.keeps(kept))
     print(*((rows(kept) - others) // kept.nbytes for _ in range(2)))
     print(*((rows(large) - others) // large.nbytes for _ in range(2)))
 assert plugin.memory.free == plugin.memory.limit
@@ -279,7 +280,7 @@ def test_what_a_device_keeps_is_sent_once_if_half_of_its_memory_is_free() -> Non
         env={**os.environ, "GGML_NPU_MEMORY": "device", "GGML_NPU_DEVICE_TYPE": "gpu", "GGML_NPU_MEMORY_LIMIT": "24M"},
         text=True, capture_output=True, check=False,
     )  # fmt: skip
-    assert (done.returncode, done.stdout) == (0, "1 0 0\n1 0\n1 1\n"), done.stderr
+    assert (done.returncode, done.stdout) == (0, "1 0 0\n1 True\n1 0\n1 1\n"), done.stderr
 
 
 @pytest.mark.slow
