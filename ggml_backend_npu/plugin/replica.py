@@ -65,6 +65,7 @@ class Replica:
         )
         self._constant: set[tuple[int, int]] = set()  # spans that hold the same each time
         self._sent: dict[bytes, _Sent] = {}  # which of them lie on the device, by root
+        self._has_room = True  # for more than a node
         self._buffers: dict[int, int] = {}  # of the device, in which the other groups of a node lie, by place
         self._backend = ggml.ggml_backend_dev_init(self._device, None)
         if not self._backend:
@@ -80,15 +81,13 @@ class Replica:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.forget()
-        for buffer in self._buffers.values():
-            self._ggml.ggml_backend_buffer_free(buffer)
+        self._let_go()
         self._ggml.ggml_backend_free(self._backend)
 
     def keeps(self, tensor: Tensor) -> bool:
         """Takes a tensor, a model's weight, to hold the same until `forget`: a device that computes in memory of its
-        own is sent it once, if it takes no more than half of what is free there. Returns whether it is such a device:
-        one that cannot change what lies in the host's."""
+        own is sent it once, as long as no more is kept there than stays free. Returns whether it is such a device: one
+        that cannot change what lies in the host's."""
         if self._in_host_memory:
             return False
         self._constant.add((tensor.address, tensor.nbytes))
@@ -100,6 +99,13 @@ class Replica:
         for sent in self._sent.values():
             sent.free(self._ggml)
         self._sent.clear()
+
+    def _let_go(self) -> None:
+        """Frees all that is kept of the device's memory."""
+        self.forget()
+        for buffer in self._buffers.values():
+            self._ggml.ggml_backend_buffer_free(buffer)
+        self._buffers.clear()
 
     def refusal(self, node: Node) -> str | None:
         """Why the device does not take the node, in a few words; None where it does."""
@@ -116,6 +122,16 @@ class Replica:
 
     def compute(self, node: Node) -> None:
         """Computes the node into its output's memory. Raises KernelError where the device refuses it, or fails."""
+        try:
+            self._compute(node)
+        except _NoMemoryError:
+            if not self._sent and not self._buffers:
+                raise
+            self._has_room = False
+            self._let_go()
+            self._compute(node)
+
+    def _compute(self, node: Node) -> None:
         reason = _fault(self._ggml, node)
         if reason is None and node.dst.n_elements == 0:
             return
@@ -169,15 +185,25 @@ class Replica:
         copied = [group for group in made.groups if group is back or not self._is_there(made, group)]
         with self._failures.told_by_the_caller():
             for place, group in enumerate(copied):
-                ggml.ggml_backend_tensor_set(self._placed(made.root(group), place), group.begin, 0, group.size)
-            for members in made.groups.values():
-                for tensor, _ in members[1:]:
-                    ggml.ggml_backend_view_init(tensor)
+                if all(tensor.codec.block_size == 1 for tensor in group.tensors):
+                    self._place(made.root(group), place)
+            # what is left lies in a buffer of its own: a device may have blocks in another layout, by their address
+            buffer = ggml.ggml_backend_alloc_ctx_tensors(made.context, self._backend)
+            if buffer:
+                stack.callback(ggml.ggml_backend_buffer_free, buffer)
+            elif not all(map(convert.buffer_of, map(made.root, made.groups))):
+                raise _NoMemoryError(self.name, sum(group.size for group in copied))
+            else:
+                for members in made.groups.values():
+                    for tensor, _ in members[1:]:
+                        ggml.ggml_backend_view_init(tensor)
+        for group in copied:
+            ggml.ggml_backend_tensor_set(made.root(group), group.begin, 0, group.size)
         return lambda: ggml.ggml_backend_tensor_get(made.root(back), back.begin, 0, back.size)
 
-    def _placed(self, tensor: int, place: int) -> int:
-        """Returns a tensor, in the buffer of the device in which that of this place of the last node lay, or in a
-        larger one. Raises KernelError if the device has no memory for it."""
+    def _place(self, tensor: int, place: int) -> None:
+        """Places a tensor in the buffer of the device in which that of this place of the last node lay, or in a larger
+        one."""
         ggml, kind = self._ggml, self._ggml.ggml_backend_get_default_buffer_type(self._backend)
         size, buffer = int(ggml.ggml_backend_buft_get_alloc_size(kind, tensor)), self._buffers.pop(place, 0)
         if buffer and ggml.ggml_backend_buffer_get_size(buffer) < size:
@@ -185,10 +211,9 @@ class Replica:
             buffer = 0
         buffer = buffer or ggml.ggml_backend_buft_alloc_buffer(kind, size)
         if not buffer:
-            raise KernelError(f"device {self.name} has no memory for {size} bytes")
+            raise _NoMemoryError(self.name, size)
         self._buffers[place] = buffer
         ggml.ggml_backend_tensor_alloc(buffer, tensor, ggml.ggml_backend_buffer_get_base(buffer))
-        return tensor
 
     def _is_there(self, made: Made, group: Group) -> bool:
         """Whether a group lies on the device, where it was or is sent now; then its root is placed there."""
@@ -205,10 +230,11 @@ class Replica:
         return True
 
     def _send(self, root: int, group: Group) -> _Sent | None:
-        """Sends a group to the device, to stay there; None if it takes more than half of the memory that is free."""
+        """Sends a group to the device, to stay there; None if more would be kept than stays free."""
         ggml, free = self._ggml, ctypes.c_size_t()
         ggml.ggml_backend_dev_memory(self._device, free, ctypes.c_size_t())
-        if 2 * group.size > free.value:
+        kept = sum(sent.size for sent in self._sent.values())
+        if not self._has_room or kept + group.size > free.value - group.size:
             return None
         context = ggml.ggml_init(structs.InitParams(2 * ggml.ggml_tensor_overhead(), None, True))
         tensor = ggml.ggml_new_tensor(context, 0, 1, (ctypes.c_int64 * 1)(1))
@@ -219,15 +245,23 @@ class Replica:
             ggml.ggml_free(context)
             return None
         ggml.ggml_backend_tensor_set(tensor, group.begin, 0, group.size)
-        return _Sent(context, buffer, tensor)
+        return _Sent(context, buffer, tensor, group.size)
+
+
+class _NoMemoryError(KernelError):
+    """The device has no memory for so many bytes."""
+
+    def __init__(self, name: str, size: int) -> None:
+        super().__init__(f"device {name} has no memory for {size} bytes")
 
 
 class _Sent(NamedTuple):
-    """A tensor that lies on the device until it is freed: its ggml_context, its buffer, its address."""
+    """A tensor that lies on the device until it is freed: its ggml_context, its buffer, its address, its bytes."""
 
     context: int
     buffer: int
     tensor: int
+    size: int
 
     def free(self, ggml: Ggml) -> None:
         ggml.ggml_backend_buffer_free(self.buffer)

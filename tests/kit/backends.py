@@ -94,9 +94,8 @@ def served(log: Path, device: str = "CPU", **environment: str) -> Iterator[tuple
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    variables = {**os.environ, **environment}
-    if device != "CPU":
-        variables |= {"GGML_BACKEND_PATH": str(plugin()), "GGML_NPU_FALLBACK": "cpu"}
+    plugged = {"GGML_BACKEND_PATH": str(plugin()), "GGML_NPU_FALLBACK": "cpu"} if device != "CPU" else {}
+    variables = {**os.environ, **plugged, **environment}
     command: list[str | Path] = [build() / "ggml-rpc-server", "-d", device, "-H", "127.0.0.1", "-p", str(port)]
     with log.open("w") as output, subprocess.Popen(command, env=variables, stdout=output, stderr=output) as process:
         try:

@@ -248,6 +248,7 @@ import numpy as np, ggml_backend_npu
 from ggml_backend_npu import Node, Tensor
 from ggml_backend_npu.ir.buffer import TO_DEVICE
 from ggml_backend_npu.plugin.replica import Replica
+from ggml_backend_npu.registry.entry import KernelError
 plugin = ggml_backend_npu.register()
 bytes_sent = plugin.memory.transfers.bytes
 def weights(n):
@@ -268,19 +269,32 @@ with Replica(plugin.ggml, "NPU") as device:
     device.forget()
     print((rows(kept) - others) // kept.nbytes, device.keeps(kept))
     print(*((rows(kept) - others) // kept.nbytes for _ in range(2)))
+    device.keeps(kept := weights(30_000))
+    print(*((rows(kept) - others) // kept.nbytes for _ in range(2)))
     print(*((rows(large) - others) // large.nbytes for _ in range(2)))
+    rows(weights(80_000))
+    device.keeps(kept)
+    print(*((rows(kept) - others) // kept.nbytes for _ in range(2)))
+    try:
+        rows(weights(120_000))
+    except KernelError as error:
+        print(error)
 assert plugin.memory.free == plugin.memory.limit
 """
 
 
 @pytest.mark.slow
-def test_what_a_device_keeps_is_sent_once_if_half_of_its_memory_is_free() -> None:
+def test_what_a_device_keeps_is_sent_once_as_long_as_as_much_stays_free() -> None:
+    """If a node then has no room, it keeps nothing any more."""
     done = subprocess.run(
         [sys.executable, "-c", KEPT],
         env={**os.environ, "GGML_NPU_MEMORY": "device", "GGML_NPU_DEVICE_TYPE": "gpu", "GGML_NPU_MEMORY_LIMIT": "24M"},
         text=True, capture_output=True, check=False,
     )  # fmt: skip
-    assert (done.returncode, done.stdout) == (0, "1 0 0\n1 True\n1 0\n1 1\n"), done.stderr
+    assert done.returncode == 0, done.stderr
+    *sent, last = done.stdout.splitlines()
+    assert sent == ["1 0 0", "1 True", "1 0", "1 0", "1 1", "1 1"]
+    assert last == "device NPU has no memory for 30720000 bytes"
 
 
 @pytest.mark.slow

@@ -274,6 +274,23 @@ def test_a_node_that_writes_into_a_weight_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.conformance
+@pytest.mark.parametrize(
+    ("limit", "code", "said"),
+    [("2500K", 0, ""), ("2240K", 1, "device RPC0 has no memory for "), ("1M", 2, "failed to allocate RPC0")],
+)
+def test_a_server_with_little_memory(limit: str, code: int, said: str, tmp_path: Path) -> None:
+    """It has room for a node with its weights, if in turns; or for the run alone: then the node is named; or for
+    nothing."""
+    options = {"GGML_NPU_MEMORY": "device", "GGML_NPU_OPS": "all", "GGML_NPU_FALLBACK": "none"}
+    with served(tmp_path / "log", "NPU", GGML_NPU_MEMORY_LIMIT=limit, **options) as (address, _):
+        outcome, result = diff(tmp_path, "--device", "RPC0", "--backend", rpc_library(), "--rpc", address)
+    failures = [node["failure"] for node in result.get("nodes", ()) if node["failure"]]
+    assert outcome.code == code, outcome.out + outcome.err
+    assert said in (failures[0] if failures else outcome.err)
+    assert bool(failures) == (code == 1)
+
+
+@pytest.mark.conformance
 def test_two_servers_share_the_layers(server: str, tmp_path: Path) -> None:
     """They are right; and the report says which of them is not."""
     kernels = faulty(tmp_path / "faulty.py", "MUL")
