@@ -61,11 +61,11 @@ class Contents:
     Tensors that are set from outside (inputs, a scheduler's copies) are left out: there is no callback for that.
 
     read  returns the bytes of a span, by address and size: of host memory, or of a device
-    looks_at_weights  each time that a node reads them, or the first time alone
+    closely  whether to look at weights each time, or the first time and at the end alone
     """
 
-    def __init__(self, read: Callable[[int, int], Any] = bytes_at, *, looks_at_weights: bool = True) -> None:
-        self.read, self._looks_at_weights = read, looks_at_weights
+    def __init__(self, read: Callable[[int, int], Any] = bytes_at, *, closely: bool = True) -> None:
+        self.read, self._closely = read, closely
         self._known: dict[int, _Known] = {}
 
     def changed(self, reads: Iterable[Read], besides: Collection[int] = ()) -> list[Changed]:
@@ -77,7 +77,7 @@ class Contents:
         for storage in _read_by(*reads):
             if storage.is_set or storage.address in besides or not storage.tensor.nbytes:
                 continue
-            if storage.is_weight and not self._looks_at_weights and storage.address in self._known:
+            if storage.is_weight and not self._closely and storage.address in self._known:
                 continue
             digest = self._digest_of(storage)
             known = self._known.setdefault(storage.address, _Known(storage, digest, None))
@@ -105,7 +105,7 @@ class Contents:
 
     def weights_changed(self) -> list[Changed]:
         """Returns the weights that no longer hold the same, if they were not looked at each time."""
-        weights = [each for each in self._known.values() if each.storage.is_weight and not self._looks_at_weights]
+        weights = [each for each in self._known.values() if each.storage.is_weight and not self._closely]
         return [
             Changed(each.storage.tensor.name, None) for each in weights if self._digest_of(each.storage) != each.digest
         ]

@@ -113,8 +113,8 @@ class OwnRun:
                in this run; None if that has no such node
     about_to   called before the device may run a node, with its place
     order      takes the nodes in the order in which the run comes to them
-    strict     check every buffer after every node that the device runs, not only what the node reads; otherwise the
-               weights of a device whose memory is read slowly only before the first node that reads them
+    strict     check every buffer after every node that the device runs, not only what the node reads; of a device whose
+               memory is read slowly otherwise not even that, and weights before the first node that reads them alone
     """
 
     def __init__(
@@ -131,7 +131,8 @@ class OwnRun:
         self._reference, self._about_to, self._order, self._strict = reference, about_to, order, strict
         self._read = sides.device.reader(ggml)
         self._chain = Chain(sides.device.backend, sides.device.fusions)
-        self._contents = Contents(sides.device.bytes_at, looks_at_weights=strict or not sides.device.is_read_slowly)
+        self._closely = strict or not sides.device.is_read_slowly
+        self._contents = Contents(sides.device.bytes_at, closely=self._closely)
         self._constants: dict[tuple[int, int], bool] = {}  # whether they are alike, by where they lie in both runs
         self._rest: Rest | None = None
         self._n_graphs = 0
@@ -311,10 +312,11 @@ class OwnRun:
         """Called after they ran."""
         reads = [each.read for each in nodes]
         if nodes[0].device:
-            spoilt = self._contents.changed(reads, {each.address for each in _overwritten(*reads)})
+            overwritten = {each.address for each in _overwritten(*reads)}
+            spoilt = self._contents.changed(reads, overwritten) if self._closely else []
             if not spoilt and self._rest is not None and self._rest.has_changed():
-                overwritten = {read.dst.address for read in reads}
-                spoilt = self._contents.differing(overwritten) or [Changed(reads[-1].dst.tensor.name, None)]
+                found = self._contents.differing({read.dst.address for read in reads})
+                spoilt = found or [Changed(reads[-1].dst.tensor.name, None)]
             nodes[-1].spoilt = spoilt
         for read in reads:
             self._contents.written(read)

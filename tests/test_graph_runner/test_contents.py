@@ -55,8 +55,8 @@ def test_a_tensor_that_changed_between_writer_and_reader_is_found_once() -> None
 def test_weights_may_be_looked_at_first_and_last_alone() -> None:
     weights, x, y = replace(storage("weights"), is_weight=True), storage("x"), storage("y")
     mul = read("MUL", y, x, weights)
-    for looks, found, at_the_end in ((True, [Changed("weights", None)], []), (False, [], [Changed("weights", None)])):
-        contents = Contents(looks_at_weights=looks)
+    for closely, found, at_the_end in ((True, [Changed("weights", None)], []), (False, [], [Changed("weights", None)])):
+        contents = Contents(closely=closely)
         assert contents.changed([mul]) == contents.weights_changed() == []
         spoil(weights)
         assert contents.changed([mul]) == found

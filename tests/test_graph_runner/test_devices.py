@@ -261,16 +261,24 @@ def test_a_server_is_wrong(op: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.conformance
-def test_a_node_that_writes_into_a_weight_is_named(tmp_path: Path) -> None:
-    """A server's weights are read when the first node reads them and at the end; then the diff runs again, strictly."""
-    spoils = "import ctypes; dst.name == 'ffn_norm-1' and ctypes.memset(b.address, 0, 64)"
-    kernels = faulty(tmp_path / "spoils.py", "MUL", spoils)
+@pytest.mark.parametrize(
+    ("op", "source", "node", "spoilt"),
+    [("MUL", "b", "ffn_norm-1", "'blk.1.ffn_norm.weight'"), ("RMS_NORM", "src0", "norm-1", "'l_out-0', which ADD ")],
+)
+def test_a_node_that_writes_into_a_source_is_named(
+    op: str, source: str, node: str, spoilt: str, tmp_path: Path
+) -> None:
+    """A server's memory is looked at before a node, its weights before the first one and at the end. What is found then
+    has the diff run again, strictly."""
+    spoils = f"import ctypes; dst.name == {node!r} and ctypes.memset({source}.address, 0, 64)"
+    kernels = faulty(tmp_path / "spoils.py", op, spoils)
     with served(tmp_path / "log", "NPU", GGML_NPU_KERNELS=str(kernels), GGML_NPU_OPS="all") as (address, _):
         outcome, result = diff(tmp_path, "--device", "RPC0", "--backend", rpc_library(), "--rpc", address)
     assert outcome.code == 1, outcome.out + outcome.err
     first = next(node for node in result["nodes"] if node["failure"])
-    assert (result["strict"], first["step"], first["name"]) == (True, 0, "ffn_norm-1")
-    assert first["failure"] == "in the own run writes to 'blk.1.ffn_norm.weight', beside its output"
+    assert (result["strict"], first["step"], first["name"]) == (True, 0, node)
+    assert first["failure"].startswith(f"in the own run writes to {spoilt}")
+    assert first["failure"].endswith(", beside its output")
 
 
 @pytest.mark.conformance
