@@ -103,7 +103,6 @@ _FUNCTIONS: _Functions = {
 _OF_MEMORY: _Functions = {
     "ggml_backend_buft_alloc_buffer": (c_void_p, [c_void_p, c_size_t]),
     "ggml_backend_buffer_clear": (None, [c_void_p, c_uint8]),
-    "ggml_backend_buft_get_alignment": (c_size_t, [c_void_p]),
     "ggml_backend_buft_get_alloc_size": (c_size_t, [c_void_p] * 2),
     "ggml_backend_tensor_alloc": (c_int, [c_void_p] * 3),
     "ggml_backend_view_init": (c_int, [c_void_p]),

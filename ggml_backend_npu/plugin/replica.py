@@ -49,6 +49,8 @@ class Replica:
     device   its name, if ggml has registered it; or its ggml_backend_dev_t
     threads  of a device that takes a number of them, as ggml's CPU does; 0 = all cores
 
+    Afterwards `in_host_memory` says whether it computes in the host's memory.
+
     Raises KernelError for a device that ggml does not have.
     """
 
@@ -60,7 +62,7 @@ class Replica:
             raise KernelError(f"no device {device!r}; ggml has: {' '.join(_devices(ggml))}")
         self.name: str = ggml.ggml_backend_dev_name(self._device).decode()
         self._failures = failures_of(self.name)
-        self._in_host_memory = bool(
+        self.in_host_memory = bool(
             ggml.ggml_backend_dev_supports_buft(self._device, ggml.ggml_backend_cpu_buffer_type())
         )
         self._constant: set[tuple[int, int]] = set()  # spans that hold the same each time
@@ -88,7 +90,7 @@ class Replica:
         """Takes a tensor, a model's weight, to hold the same until `forget`: a device that computes in memory of its
         own is sent it once, as long as no more is kept there than stays free. Returns whether it is such a device: one
         that cannot change what lies in the host's."""
-        if self._in_host_memory:
+        if self.in_host_memory:
             return False
         self._constant.add((tensor.address, tensor.nbytes))
         return True
@@ -141,7 +143,7 @@ class Replica:
                 reason = self._refusal(made)
             if reason is not None:
                 raise KernelError(f"{node}: device {self.name} does not take it: {reason}")
-            bring_back = (self._in_place if self._in_host_memory else self._on_device)(made, stack)
+            bring_back = (self._in_place if self.in_host_memory else self._on_device)(made, stack)
             graph = self._ggml.ggml_new_graph_custom(made.context, _GRAPH_SIZE, False)
             self._ggml.ggml_build_forward_expand(graph, made.node)
             with self._failures.told_by_the_caller(), interrupts_wait(self._failures):

@@ -249,7 +249,7 @@ class Foreign(Side):
 
     @property
     def is_read_slowly(self) -> bool:
-        return self._own.takes_layers
+        return self._own.takes_layers and not self._replica.in_host_memory
 
     def at_rest(self) -> AbstractContextManager[None]:
         return self._memory.at_rest()
