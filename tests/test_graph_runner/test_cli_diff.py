@@ -78,7 +78,7 @@ def test_diff_writes_json_to_a_file(cli: Cli, tmp_path: Path) -> None:
             "text",
             "n_prompt",
         ),
-        *("steps", "threads", "sequences", "cache_type_k", "cache_type_v", "flash_attention", "strict"),
+        *("steps", "threads", "sequences", "draft", "cache_type_k", "cache_type_v", "flash_attention", "strict"),
         *("passed", "verdict", "answer", "scope", "canary", "order"),
         *(
             "own_run",
