@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from math import prod
 from typing import NamedTuple
 
 import numpy as np
@@ -61,6 +62,7 @@ class Attention(NamedTuple):
     n_together  of `attend_in_halves`: how many heads, which share one of k and v, a unit has
     in_halves  of `attend_in_halves`: whether the products of q with a float16 k are added as float16
     n_rows   of `attend`: the most rows of a unit
+    marks    of `attend`: where `mark_masks` stores what masks hold
     chunk    of `attend`: rows (query, head, sequence) of a chunk of ggml's, if its CPU multiplies matrices; 0: it
              takes cell by cell
     """
@@ -88,6 +90,7 @@ class Attention(NamedTuple):
     n_together: int = 1
     in_halves: int = 0
     n_rows: int = 0
+    marks: int = 0
     chunk: int = 0
 
 
@@ -153,15 +156,42 @@ def bytes_to_round(dk: int) -> int:
 
 
 @inlined
-def _mark(masks, n_rows, first, count):
-    """What the masks of n_rows rows hold for `count` cells: bits for numbers other than 0, and whether all are -inf."""
+def mark(mask, count):
+    """What the mask at an address holds for `count` cells: bits for numbers other than 0, and whether it is not all
+    -inf."""
     some, kept = types.uint16(0), types.uint16(0)
-    for r in range(n_rows):
-        mask = array_at(masks[r] + 2 * first, types.uint16, count)
-        for i in range(count):
-            some |= mask[i] & types.uint16(0x7FFF)
-            kept |= mask[i] ^ types.uint16(EXCLUDED)
+    cells = array_at(mask, types.uint16, count)
+    for i in range(count):
+        some |= cells[i] & types.uint16(0x7FFF)
+        kept |= cells[i] ^ types.uint16(EXCLUDED)
     return some, kept
+
+
+_SOME, _KEPT = 1, 2  # bits of a mark: the mask of a query has numbers other than 0, and not only -inf
+
+
+@compiled
+def mark_masks(p, begin, end, scratch):
+    """A unit is a row of the mask: marks of its tiles of CELLS cells. Heads that share a mask read it once so."""
+    of = record_at(p, Attention)
+    n_tiles = -(-of.n_cells // CELLS)
+    for unit in range(begin, end):
+        i1, i2, i3 = index_of(unit, of.n_queries, of.mask_ne[0])
+        mask, marks = (
+            row_of(of.mask, i1, i2, i3),
+            array_at(_marks_of(of, i1, i2, i3), types.uint8, n_tiles * of.n_queries),
+        )
+        for tile in range(n_tiles):
+            first = tile * CELLS
+            some, kept = mark(mask + 2 * first, min(CELLS, of.n_cells - first))
+            marks[tile * of.n_queries] = (_SOME if some != 0 else 0) | (_KEPT if kept != 0 else 0)
+    return 0
+
+
+@inlined
+def _marks_of(of, i1, i2, i3):
+    """Address of a query's mark of the first tile; that of the next tile is n_queries bytes further on."""
+    return of.marks + i1 + of.n_queries * -(-of.n_cells // CELLS) * (i2 + of.mask_ne[0] * i3)
 
 
 @inlined
@@ -172,37 +202,50 @@ def _padded(dv):
 
 def scratch_of(of: Attention) -> int:
     """Bytes that `attend` works in: queries, keys, values, their sums, scores; for each row three numbers and the
-    address of its mask; a query and what it is rounded in."""
+    addresses of its mask and of its first mark; a query and what it is rounded in."""
     wide: int = _padded(of.dv)
     to_round: int = bytes_to_round(of.dk)
     floats = of.dk * of.n_rows + CELLS * (of.dk + wide + of.n_rows) + of.n_rows * (wide + 3) + of.dk
-    return 4 * floats + 8 * of.n_rows + to_round
+    return 4 * floats + 16 * of.n_rows + to_round
 
 
 @inlined
-def _query_of(of, group, row):
+def query_of(of, group, row):
     """The query and the head of one of the rows that share a head of k."""
     return row % of.n_queries, group * of.k.shared[0] + row // of.n_queries
 
 
 @inlined
-def _load_queries(of, group, i3, first_row, used, q, masks, line):
-    """Puts `used` queries, scaled, into the columns of q, and the addresses of their masks into masks."""
+def _load_queries(of, group, i3, first_row, used, q, masks, marks, line):
+    """Puts `used` queries, scaled, into the columns of q, and the addresses of their masks and first marks into masks
+    and marks."""
     dk, work = of.dk, line + 4 * of.dk
     queries, query = array_at(q, types.float32, (dk, of.n_rows)), array_at(line, types.float32, dk)
     queries[:] = 0
     for r in range(used):
-        i1, head = _query_of(of, group, first_row + r)
+        i1, head = query_of(of, group, first_row + r)
         load_query(of, i1, head, i3, line, work)
         for d in range(dk):
             queries[d, r] = of.scale * query[d]
         masks[r] = mask_row(of, i1, head, i3)
+        if of.mask.address:
+            marks[r] = _marks_of(of, i1, head % of.mask_ne[0], i3 % of.mask_ne[1])
+
+
+@inlined
+def _marked(of, marks, used, first):
+    """The bits of the marks of `used` rows, of the tile that begins with a cell. marks: the address of each one's
+    first."""
+    found, further = types.uint8(0), first // CELLS * of.n_queries
+    for r in range(used):
+        found |= array_at(marks[r] + further, types.uint8, 1)[0]
+    return found
 
 
 @inlined
 def _add_masks(of, group, first_row, used, masks, first, count, scores):
     for r in range(used):
-        _, head = _query_of(of, group, first_row + r)
+        _, head = query_of(of, group, first_row + r)
         slope = slope_of(of, head)
         mask = array_at(masks[r] + 2 * first, types.uint16, count)
         for i in range(count):
@@ -230,7 +273,7 @@ def _exponentiate(scores, count, n_rows, maxima, totals, shrunk):
 
 
 @inlined
-def _all_finite(x, n):
+def all_finite(x, n):
     """Whether n float32 at an address are finite."""
     row = array_at(x, types.uint32, n)
     found = types.uint32(0)
@@ -264,7 +307,7 @@ def _leave_out(of, group, i3, first_row, used, first, count, scores):
     takes the tile's maximum for -inf. It looks for that from the last NaN on, and a tile that is not full ends with
     -inf."""
     for r in range(used):
-        i1, head = _query_of(of, group, first_row + r)
+        i1, head = query_of(of, group, first_row + r)
         highest = types.float32(-np.inf)
         for i in range(count):
             highest = highest if highest > scores[i, r] else scores[i, r]
@@ -280,7 +323,7 @@ def _add_one_by_one(of, group, i3, first_row, used, masks, first, count, scores,
     """sums += scores v where v is not finite, for the cells that ggml's CPU multiplies: 0 times NaN is NaN."""
     wide = _padded(of.dv)
     for r in range(used):
-        i1, head = _query_of(of, group, first_row + r)
+        i1, head = query_of(of, group, first_row + r)
         if of.chunk and not _is_met(of, i1, head, i3, first, count):
             continue
         for i in range(count):
@@ -296,7 +339,7 @@ def _add_one_by_one(of, group, i3, first_row, used, masks, first, count, scores,
 def _finish_rows(of, group, i3, first_row, used, maxima, totals, sums):
     """Writes dst of `used` rows, after adding their sinks."""
     for r in range(used):
-        i1, head = _query_of(of, group, first_row + r)
+        i1, head = query_of(of, group, first_row + r)
         factor = types.float32(1)
         if of.sinks:
             sink = float_at(of.sinks + 4 * head)
@@ -328,7 +371,8 @@ def attend(p, begin, end, scratch):
     s = y + 4 * n_rows * wide
     numbers = s + 4 * CELLS * n_rows
     masks = array_at(numbers + 12 * n_rows, types.int64, n_rows)
-    line = numbers + 20 * n_rows
+    marks = array_at(numbers + 20 * n_rows, types.int64, n_rows)
+    line = numbers + 28 * n_rows
     sums, scores = array_at(y, types.float32, (n_rows, wide)), array_at(s, types.float32, (CELLS, n_rows))
     maxima, totals = array_at(numbers, types.float32, n_rows), array_at(numbers + 4 * n_rows, types.float32, n_rows)
     shrunk = array_at(numbers + 8 * n_rows, types.float32, n_rows)
@@ -339,28 +383,29 @@ def attend(p, begin, end, scratch):
         tile, group, i3 = index_of(unit, n_tiles, of.n_groups)
         first_row, cells_head = tile * n_rows, group * of.k.shared[0]
         used = min(n_rows, in_group - first_row)
-        _load_queries(of, group, i3, first_row, used, q, masks, line)
-        queries_finite = _all_finite(q, dk * n_rows)
+        _load_queries(of, group, i3, first_row, used, q, masks, marks, line)
+        queries_finite = all_finite(q, dk * n_rows)
         maxima[:] = types.float32(LOWEST)
         totals[:] = 0
         sums[:] = 0
         for first in range(0, n_cells, CELLS):
             count = min(CELLS, n_cells - first)
-            some, kept = types.uint16(0), types.uint16(1)
+            some, kept = types.uint8(0), types.uint8(1)
             if of.mask.address:
-                some, kept = _mark(masks, used, first, count)
+                bits = _marked(of, marks, used, first)
+                some, kept = bits & types.uint8(_SOME), bits & types.uint8(_KEPT)
                 if kept == 0 and of.chunk == 0:
                     continue
             for i in range(count):
                 decode(of.k, row_at(of.k, first + i, cells_head, i3), k + 4 * i * dk, dk)
                 decode(of.v, row_at(of.v, first + i, cells_head, i3), v + 4 * i * wide, dv)
-            finite = _all_finite(v, count * wide)
-            if kept == 0 and finite and queries_finite and _all_finite(k, count * dk):
+            finite = all_finite(v, count * wide)
+            if kept == 0 and finite and queries_finite and all_finite(k, count * dk):
                 continue
             scores[:] = 0
             multiply(k, 4 * dk, 4, q, 4 * n_rows, s, 4 * n_rows, -(-count // ROWS) * ROWS, dk, n_rows)
             capped(of, s, count * n_rows)
-            spoilt = of.chunk and not _all_finite(s, count * n_rows)
+            spoilt = of.chunk and not all_finite(s, count * n_rows)
             if some != 0:
                 _add_masks(of, group, first_row, used, masks, first, count, scores)
             if spoilt or kept == 0:
@@ -437,9 +482,13 @@ def bind_attend(of: Attention, chunk: int, keep: object) -> Job | None:
     if of.k.shared[0] != of.v.shared[0]:
         return None
     in_group = of.n_queries * of.k.shared[0]
-    of = of._replace(chunk=chunk, n_rows=min(_ROWS, -(-in_group // LANES) * LANES))
+    masked = of.n_queries * prod(of.mask_ne)
+    marks = np.empty((masked, -(-of.n_cells // CELLS)), np.uint8)
+    n_rows = min(_ROWS, -(-in_group // LANES) * LANES)
+    of = of._replace(chunk=chunk, n_rows=n_rows, marks=marks.ctypes.data)
     n_units = -(-in_group // of.n_rows) * of.n_groups * of.n_sequences
-    return Job(Work(attend, of, n_units, cost_of(of) // 2, scratch=scratch_of(of), keep=keep))
+    work = Work(attend, of, n_units, cost_of(of) // 2, scratch=scratch_of(of), keep=(keep, marks))
+    return Job(Work(mark_masks, of, masked, 2 * masked * of.n_cells), work) if masked else Job(work)
 
 
 def cost_of(of: Attention) -> int:
