@@ -22,7 +22,7 @@ class Numerics:
     bound      codecs that are the bound ggml's own functions, by type: for types that this project has no kernel for
     to_float   addresses of ggml's functions that dequantise rows of these types
     sgemm      the address of cblas_sgemm, in a library that computes in the calling thread; 0 where there is none
-    matmul     how weights are multiplied, see `ops.matmul`: "exact" or "fast"
+    matmul     how weights are multiplied, see `ops.matmul`, and q, k and v, see `ops.attention`: "exact" or "fast"
     dots_in_halves    whether the CPU adds the products of its float16 dot products as float16, rounded once: in
                       MUL_MAT, convolutions and the scores of attention
     blocks_in_halves  the same of the blocks of float16 rows and columns that it multiplies

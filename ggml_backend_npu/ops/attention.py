@@ -7,9 +7,12 @@ ggml's CPU rounds in three ways, which the definition and the kernels follow:
   score makes it smaller. A single query over 512 cells or more has one such sum per thread.
 - neither, if k and v are both float32 or both float16 and there are 64 queries or more.
 
-With float16 k and v and fewer queries, every step is the CPU's: the order of ggml_vec_dot_f16, C's expf and tanhf, and
-what GCC fuses. Where it multiplies and adds float16 as float16 (`Numerics`), so do they. There the result is byte-equal
-if ggml was built for this processor.
+With `matmul` "fast" sums of v are float32, and the rows that share a head of k are multiplied together. That is
+nearer to the truth, and gives other bytes.
+
+With "exact", float16 k and v and fewer queries, every step is the CPU's: the order of ggml_vec_dot_f16, C's expf and
+tanhf, and what GCC fuses. Where it multiplies and adds float16 as float16 (`Numerics`), so do they. There the result is
+byte-equal if ggml was built for this processor.
 
 NaN and infinity do in the kernels what they do on ggml's CPU; the definition leaves out what the mask excludes.
 """
@@ -28,6 +31,7 @@ from ggml_backend_npu.ggml.numerics import PLAIN, Numerics
 from ggml_backend_npu.ir import Node, Tensor
 from ggml_backend_npu.ops import undefined
 from ggml_backend_npu.ops.kernels.cells import attention, bind_attend
+from ggml_backend_npu.ops.kernels.cells_fast import bind_attend_few
 from ggml_backend_npu.ops.kernels.cells_in_halves import bind_attend_in_halves, products, sum_of_parts
 from ggml_backend_npu.ops.kernels.functions import tanhf
 from ggml_backend_npu.ops.kernels.products import VEC_DOT
@@ -72,9 +76,9 @@ def _query_type(q: Tensor, k: Tensor, v: Tensor) -> str:
     return "f32" if _is_product(q, k, v) else VEC_DOT[k.type]
 
 
-def _in_halves(q: Tensor, k: Tensor, v: Tensor) -> bool:
+def _in_halves(q: Tensor, k: Tensor, v: Tensor, numerics: Numerics) -> bool:
     """Whether the sums of v are float16."""
-    return v.type == "f16" and not _is_product(q, k, v)
+    return numerics.matmul == "exact" and v.type == "f16" and not _is_product(q, k, v)
 
 
 def _n_sums(q: Tensor, k: Tensor, v: Tensor) -> int:
@@ -173,7 +177,7 @@ def flash_attn_ext(
     queries = _rounded(q.view(), _query_type(q, k, v), numerics)
     values = _repeated(v, q, numerics)
     with np.errstate(all="ignore"):
-        if k.type == "f16" and _in_halves(q, k, v):
+        if k.type == "f16" and _in_halves(q, k, v, numerics):
             scores = products(queries, _repeated(k, q, numerics), numerics.dots_in_halves)
         else:
             scores = queries @ _repeated(k, q, numerics).swapaxes(2, 3)
@@ -191,7 +195,7 @@ def flash_attn_ext(
             scores = scores + (added if slope is None else added * slope[:, None, None])
         kept = np.broadcast_to(kept, scores.shape)
         sink = None if sinks is None else sinks.view().reshape(1, -1, 1, 1)
-        if _in_halves(q, k, v):
+        if _in_halves(q, k, v, numerics):
             y = sum_of_parts(scores, kept, values, _n_sums(q, k, v), numerics.halves, sink)
         else:
             y = masked(scores, kept, sink) @ values
@@ -225,7 +229,9 @@ def _flash_attn_ext(
     )
     if of is None:
         return None
-    if _in_halves(q, k, v):
+    if numerics.matmul == "fast" and (job := bind_attend_few(of, by_head) or bind_attend(of, 0, by_head)):
+        return job
+    if _in_halves(q, k, v, numerics):
         return bind_attend_in_halves(of, _n_sums(q, k, v), numerics, by_head)
     return bind_attend(of, _chunk(q) if _is_product(q, k, v) else 0, by_head)
 

@@ -239,7 +239,7 @@ Matmul = Annotated[
     str | None,
     typer.Option(
         metavar="exact|fast",
-        help="Multiply matrices in ggml's order, or several columns faster (GGML_NPU_MATMUL). Default: "
+        help="Multiply matrices and attend in ggml's order, or faster (GGML_NPU_MATMUL). Default: "
         "exact when nodes are compared, else fast.",
         show_default=False,
     ),

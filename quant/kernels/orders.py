@@ -24,7 +24,8 @@ _SHORT = 8 * STEP  # elements of the longest rows that are multiplied together; 
 _WIDTHS = (6, 2, 1) if LANES == 16 else (3, 1)  # columns that are multiplied together
 
 
-def _load(address: Address, kind: Any) -> Value:
+def load_floats(address: Address, kind: Any) -> Value:
+    """A vector of HALF or FLOAT as float32."""
     value = address.load(kind, LANES)
     return value.widened() if kind is HALF else value
 
@@ -35,7 +36,7 @@ def _of_pairs(x: Value, y: Value) -> Value:
     return both.lanes_from(0, 2, x.lanes) + both.lanes_from(1, 2, x.lanes)
 
 
-def _sums(four: Sequence[Value], neighbours: bool = False) -> Value:
+def sums_of_four(four: Sequence[Value], neighbours: bool = False) -> Value:
     """The sum of each of four vectors: the upper half is added to the lower one until one lane is left, or, with NEON,
     each lane to the one beside it.
 
@@ -65,13 +66,13 @@ def _dot_steps(kind: Any, n_bytes: int, n_rows: int) -> Any:
         def step(i: Address, sums: Any) -> list[Value]:
             right = [(y + i * (4 * STEP) + 4 * LANES * j).load(FLOAT, LANES) for j in range(4)]
             rows = [x + row_step * r + i * (n_bytes * STEP) for r in range(n_rows)]
-            pairs = [(_load(row + n_bytes * LANES * j, kind), right[j]) for row in rows for j in range(4)]
+            pairs = [(load_floats(row + n_bytes * LANES * j, kind), right[j]) for row in rows for j in range(4)]
             return [a.fused_multiply_add(b, total) for (a, b), total in zip(pairs, sums, strict=True)]
 
         sums = n_steps.count(step, *[x.zeros(FLOAT, LANES)] * (4 * n_rows))
         rows = [sums[4 * r : 4 * r + 4] for r in range(n_rows)]
         totals = [(first + third) + (second + fourth) for first, second, third, fourth in rows]
-        found = _sums((totals * GROUP)[:GROUP], neighbours=LANES == 8)
+        found = sums_of_four((totals * GROUP)[:GROUP], neighbours=LANES == 8)
         to.store(found.lanes_from(0, 1, n_rows))
 
     return dot_steps
@@ -138,14 +139,14 @@ def _columns(kind: Any, n_bytes: int, width: int) -> Any:
         columns = [x.number_at(j) for j in range(width)]
 
         def step(i: Address, sums: Any) -> list[Value]:
-            left = [_load(row + i * (n_bytes * LANES), kind) for row in at]
-            right = [_load(column + i * (4 * LANES), FLOAT) for column in columns]
+            left = [load_floats(row + i * (n_bytes * LANES), kind) for row in at]
+            right = [load_floats(column + i * (4 * LANES), FLOAT) for column in columns]
             pairs = [(a, b) for b in right for a in left]
             return [a.fused_multiply_add(b, total) for (a, b), total in zip(pairs, sums, strict=True)]
 
         sums = n_steps.count(step, *[rows.zeros(FLOAT, LANES)] * (GROUP * width))
         for j in range(width):
-            (y.number_at(j) + offset).store(_sums(sums[GROUP * j : GROUP * (j + 1)]))
+            (y.number_at(j) + offset).store(sums_of_four(sums[GROUP * j : GROUP * (j + 1)]))
 
     return multiply_columns
 

@@ -240,7 +240,7 @@ def _all_excluded(mask, count):
 
 
 @inlined
-def _add_sink(found, dv, sink):
+def add_sink(found, dv, sink):
     """Adds the sink to a maximum, a sum and the float32 sums of v."""
     if sink > found[0]:
         shrunk = types.float32(math.exp(found[0] - sink))
@@ -253,7 +253,7 @@ def _add_sink(found, dv, sink):
 
 
 @inlined
-def _finish(of, row, found):
+def finish(of, row, found):
     """Writes dst of a row (query, head, sequence): the float32 sums of v, divided by the sum."""
     i1, head, i3 = index_of(row, of.n_queries, of.n_heads)
     dst = dst_row(of, i1, head, i3)
@@ -363,9 +363,9 @@ def attend_in_halves(p, begin, end, scratch):
             found[0], found[1] = state[0], state[1]
             decode_run(F16, scratch + 2 * dv * r, 0, 0, part + 8, dv)
             if of.sinks and turn == 0:
-                _add_sink(found, dv, float_at(of.sinks + 4 * (head + r)))
+                add_sink(found, dv, float_at(of.sinks + 4 * (head + r)))
             if of.n_parts == 0:
-                _finish(of, row, found)
+                finish(of, row, found)
     return 0
 
 
@@ -387,7 +387,7 @@ def join_parts(p, begin, end, scratch):
             whole[0] = highest
             for d in range(1, 2 + dv):
                 whole[d] = fused_multiply_add(whole[d], before, found[d] * now)
-        _finish(of, row, whole)
+        finish(of, row, whole)
     return 0
 
 

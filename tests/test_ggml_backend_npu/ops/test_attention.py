@@ -1,5 +1,5 @@
 """FLASH_ATTN_EXT: against ggml's CPU, by the kernels and by the definition: byte-equal for a cache of float16 and few
-queries, otherwise within what rounding explains."""
+queries, otherwise within what rounding explains; with `matmul` "fast", what a diff takes for right."""
 
 from __future__ import annotations
 
@@ -21,8 +21,10 @@ from kit.support import (
     Scene,
     assert_as_promised,
     assert_same_bytes,
+    choose,
     engine,
     examples,
+    is_allowed,
     outcome,
     recorded_works,
     seeds,
@@ -32,16 +34,23 @@ from numpy.typing import NDArray
 import quant
 from ggml_backend_npu import Node, Tensor, default_backend
 from ggml_backend_npu.ir.packed import Packed
+from ggml_backend_npu.ops.kernels import cells_fast
 from ggml_backend_npu.plugin.plugin import Plugin
 from quant import codec
 
 NMSE = 1e-12
 NMSE_HALVES = 1e-7  # of a float16 sum: an ulp of a score may round it up instead of down
+NMSE_OF_THE_CPU = 1e-5  # what its own sums in float16 are off
 OF_TERMS = 0.1  # how much of it relative to the terms besides: a sum of few cells may cancel to next to nothing
 CACHE = Placement(axes=(0, 2, 1, 3), after=(0, 0, 3, 0))  # k and v as llama.cpp keeps them: cell by cell, all heads
 TYPES = ("f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "q5_0", "q5_1", "iq4_nl", "mxfp4")
 
 pytestmark = pytest.mark.usefixtures("every_op")
+
+
+@pytest.fixture(autouse=True)
+def exact(monkeypatch: pytest.MonkeyPatch) -> None:
+    choose(monkeypatch, matmul="exact")
 
 
 @dataclass(frozen=True)
@@ -217,6 +226,58 @@ def test_flash_attention_of(backend: Plugin, name: str) -> None:
     assert_close_to_cpu(backend, CASES[name])
 
 
+def squares(x: NDArray[np.float64]) -> float:
+    return float(np.square(x).sum())
+
+
+def fast_results(backend: Plugin, recipe: Attention) -> dict[str, NDArray[np.uint8]]:
+    """By the kernels and the definition, which are float32 both and equal but for rounding, and by ggml's CPU."""
+    with pytest.MonkeyPatch.context() as patch:
+        choose(patch, matmul="fast")
+        found = {"CPU": outcome(backend, "CPU", recipe).after[0]}
+        for name in ENGINES:
+            with engine(backend, name):
+                npu = outcome(backend, "NPU", recipe)
+            assert npu.status == 0, f"{name}: {backend.statistics.error}"
+            for actual, before in zip(npu.after[1:], npu.before[1:], strict=True):
+                assert_same_bytes(actual, before, f"{name}: a source")
+            found[name] = npu.after[0]
+    floats = {name: x.view(np.float32).astype(np.float64) for name, x in found.items()}
+    terms = outcome(backend, "CPU", replace(recipe, unsigned=True)).after[0].view(np.float32).astype(np.float64)
+    power = squares(floats["reference"]) + OF_TERMS * squares(terms)
+    assert squares(floats["compiled"] - floats["reference"]) <= NMSE * recipe.spread * power
+    assert squares(floats["compiled"] - floats["CPU"]) <= (NMSE_OF_THE_CPU if recipe.v == "f16" else NMSE * recipe.spread) * power
+    return found
+
+
+@given(recipe=attentions() | short_prompts())
+@examples(80)
+def test_fast_attention(backend: Plugin, recipe: Attention) -> None:
+    fast_results(backend, recipe)
+
+
+FAST = {
+    "whole tiles and a part of one, one row": Attention(64, 64, queries=1, cells=200, heads=3, shared=1),
+    "three rows": Attention(64, 64, queries=1, cells=200, heads=2, shared=3),
+    "the last keys are not four": Attention(64, 64, queries=1, cells=126, shared=2),
+    "fewer keys than four": Attention(64, 64, queries=2, cells=67, shared=2),
+    "seven rows, 80 numbers": Attention(80, 80, queries=1, cells=130, heads=2, shared=7),
+    "as many rows as are few": Attention(64, 128, queries=cells_fast.FEW // 4, cells=100, shared=4),
+    "one row more": Attention(64, 64, queries=cells_fast.FEW + 1, cells=100, shared=1),
+    "more parts than there may be": Attention(64, 64, queries=1, cells=64 * cells_fast._PARTS + 65),
+    "q8_0, three sequences": Attention(64, 64, queries=1, cells=150, sequences=3, masks=(1, 3), k="q8_0", v="q8_0"),
+    "k of q4_0, v of f16": Attention(64, 64, queries=2, cells=150, k="q4_0", sinks=True, softcap=20.0),
+}
+
+
+@pytest.mark.parametrize("name", [*FAST, *CASES])
+def test_fast_attention_is_what_a_diff_takes_for_right(backend: Plugin, name: str) -> None:
+    recipe = (FAST | CASES)[name]
+    found = fast_results(backend, recipe)
+    for engine_ in ENGINES:
+        assert is_allowed(backend.ggml, recipe, found[engine_], found["CPU"]), engine_
+
+
 @pytest.mark.parametrize(
     ("recipe", "n_works"),
     [
@@ -338,13 +399,23 @@ SPECIAL = ("q", "k", "hidden k", "future k", "v", "hidden v", "future v", "sink"
 @pytest.mark.some(12)
 @pytest.mark.daily(2)
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
-@pytest.mark.parametrize(("queries", "cells"), [(3, 20), (1, 600), (70, 100), (150, 150)])
+@pytest.mark.parametrize(
+    ("way", "queries", "cells"),
+    [("exact", 3, 20), ("exact", 1, 600), ("exact", 70, 100), ("exact", 150, 150), ("fast", 3, 20), ("fast", 1, 600)],
+)
 @pytest.mark.parametrize("types", [("f16", "f16"), ("f32", "f32"), ("f16", "f32"), ("f32", "q8_0")])
 def test_what_is_no_number_gives_what_ggml_gives(
-    backend: Plugin, types: tuple[str, str], queries: int, cells: int, value: float
+    backend: Plugin,
+    types: tuple[str, str],
+    way: str,
+    queries: int,
+    cells: int,
+    value: float,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """From 64 queries on ggml multiplies tiles, in which a hidden cell's NaN spoils other queries, by how its threads
-    share the rows."""
+    share the rows. Fast, it does not."""
+    choose(monkeypatch, matmul=way)
     for where in SPECIAL:
         if "q8_0" in types and where.endswith("v"):
             continue
