@@ -88,8 +88,8 @@ class Options:
                   on an RPC server, which clients do not ask. "none": such a node fails
     ops           "default": SCALE and the ops that move data, which cost a scheduler little; "all": every op there is
     fusion        "on": patterns of nodes run as one operator
-    matmul        how weights are multiplied, see `ops.matmul`, and q, k and v, see `ops.attention`: "exact" as ggml's CPU
-                  does, "fast" with sums of other rounding
+    matmul        how weights are multiplied, see `ops.matmul`, and q, k and v, see `ops.attention`: "exact" as ggml's
+                  CPU does, "fast" with sums of other rounding
     """
 
     profile: Profile = FULL

@@ -6,13 +6,14 @@ import struct
 from functools import partial
 
 import numpy as np
+import pytest
 from kit.kernel_cases import Array, Case, floats, node, positive, sevens
-from kit.support import special_floats
+from kit.support import choose, special_floats
 
 import quant
 from ggml_backend_npu import default_backend
 from ggml_backend_npu.ops import delta_net, mamba, norms, rope, routing, rwkv, triangles
-from ggml_backend_npu.ops.kernels import cells, cells_in_halves, products, softmax, strided, tiles
+from ggml_backend_npu.ops.kernels import cells, cells_fast, cells_in_halves, products, softmax, strided, tiles
 
 WEIGHTS = quant.quantize(np.abs(floats(3, 70, 64)), "q8_0")
 
@@ -75,16 +76,22 @@ def rotated(op: str) -> list[Array]:
 
 
 def attended() -> list[Array]:
-    """Sums of float32 that lose nothing to cancellation, and of float16 whose weights are all 1 or next to nothing."""
+    """Sums of float32 that lose nothing to cancellation, and of float16 whose weights are all 1 or next to nothing;
+    then of few rows, fast."""
     params = struct.pack("3fi", 0.125, 0.0, 0.0, 0)
-    q, k, v = floats(6, 70, 64), floats(2, 90, 64, seed=1), np.abs(floats(2, 90, 24, seed=2))
-    found = node("FLASH_ATTN_EXT", np.zeros((70, 6, 24), np.float32), q, k, v, params=params)
+    q, k, v, mask = floats(6, 70, 64), floats(2, 90, 64, seed=1), np.abs(floats(2, 90, 24, seed=2)), floats(70, 90)
+    found = node("FLASH_ATTN_EXT", np.zeros((70, 6, 24), np.float32), q, k, v, mask.astype(np.float16), params=params)
     q, k = np.ones((6, 1, 64), np.float32), np.zeros((2, 600, 64), np.float16)
     k[..., 0] = np.random.default_rng(3).integers(-3, 4, (2, 600)) * 400
     v = np.random.default_rng(4).integers(-3, 4, (2, 600, 24)).astype(np.float16)
-    for n_cells in (600, 90):
-        cells = k[:, :n_cells], v[:, :n_cells]
-        found += node("FLASH_ATTN_EXT", np.zeros((1, 6, 24), np.float32), q, *cells, params=params)
+    with pytest.MonkeyPatch.context() as patch:
+        choose(patch, matmul="exact")
+        for n_cells in (600, 90):
+            cells = k[:, :n_cells], v[:, :n_cells]
+            found += node("FLASH_ATTN_EXT", np.zeros((1, 6, 24), np.float32), q, *cells, params=params)
+        choose(patch, matmul="fast")
+        q, k, v = floats(6, 2, 64), floats(2, 90, 64, seed=1), np.abs(floats(2, 90, 80, seed=2))
+        found += node("FLASH_ATTN_EXT", np.zeros((2, 6, 80), np.float32), q, k, v, params=params)
     return found
 
 
@@ -224,7 +231,15 @@ OF_MODELS = {
     ),
     "GATED_DELTA_NET": Case(gated_delta_net, (delta_net.delta_net,), ulp=16),
     "FLASH_ATTN_EXT": Case(
-        attended, (cells.attend, cells_in_halves.attend_in_halves, cells_in_halves.join_parts), ulp=16
+        attended,
+        (
+            cells.attend,
+            cells.mark_masks,
+            cells_in_halves.attend_in_halves,
+            cells_in_halves.join_parts,
+            cells_fast.attend_few,
+        ),
+        ulp=16,
     ),
     **{op: Case(partial(rotated, op), (rope.rotate,), ulp=64) for op in ("ROPE", "ROPE_BACK")},
 }
