@@ -265,8 +265,10 @@ def reader(commands: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 # libraries of backends: test_devices.py builds some, and runs the commands with them; other builds of ggml and other
-# Pythons: test_builds.py does; what bench best runs takes minutes to compile
-PLACEHOLDERS = re.compile(r"\bFILE\b|\bFOLDER\b|=PATH\b|\bOP\b|roll\.py|--ops ROLL|\bbench (all|best)\b|\blibggml-")
+# Pythons: test_builds.py does; what bench best and bench depth run takes minutes to compile
+PLACEHOLDERS = re.compile(
+    r"\bFILE\b|\bFOLDER\b|=PATH\b|\bOP\b|roll\.py|--ops ROLL|\bbench (all|best|depth)\b|\blibggml-"
+)
 
 
 @pytest.mark.daily(7)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from graph_runner.base.models import model_file
-from graph_runner.bench.best import bench_best
+from graph_runner.bench.best import bench_best, bench_depth
 from graph_runner.bench.calls import bench_calls
 from graph_runner.bench.codecs import bench_codecs
 from graph_runner.bench.measure import Header, Measurement, cores, header
@@ -20,7 +20,7 @@ from graph_runner.bench.ops import bench_ops
 from graph_runner.bench.splits import bench_splits
 
 WITH_BANDWIDTH = ("movers", "codecs")
-_WITH_MODEL = ("decode", "diff", "start", "best")
+_WITH_MODEL = ("decode", "diff", "start", "best", "depth")
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ def bench(
 ) -> BenchResult:
     """Runs benchmarks in the given order.
 
-    names    any of movers, codecs, calls, splits, decode, operators, ops, diff, start, best
+    names    any of movers, codecs, calls, splits, decode, operators, ops, diff, start, best, depth
     model    as on the command line, for the benchmarks that run a model
     rounds   rounds to measure, after one warm-up round
     threads  of the CPU and of the kernels; 0 = all cores
@@ -70,6 +70,7 @@ def bench(
                 "diff": partial(bench_diff, file, rounds=rounds, threads=threads),
                 "start": partial(bench_start, file, rounds=rounds, threads=threads),
                 "best": partial(bench_best, file, rounds=rounds, threads=threads),
+                "depth": partial(bench_depth, file, rounds=rounds, threads=threads),
             }
         roof = ["memcpy"] if any(name in WITH_BANDWIDTH for name in names) else []
         for name in [*roof, *names]:

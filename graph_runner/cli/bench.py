@@ -29,7 +29,11 @@ class Benchmark(StrEnum):
     DIFF = "diff"
     START = "start"
     BEST = "best"
+    DEPTH = "depth"
     ALL = "all"
+
+
+_BUILD_LLAMA_CPP = (Benchmark.BEST, Benchmark.DEPTH)
 
 
 def bench(
@@ -55,12 +59,13 @@ def bench(
     ops: convolutions, images, rows and training, against ggml's CPU.
     diff: of a model, against a run of it.
     start: fresh processes that import and register, and a whole diff.
-    best: llama.cpp's own benchmarks, compiled for this processor, without and with the plugin; all leaves it out.
+    best: llama.cpp's own benchmarks, compiled for this processor, without and with the plugin.
+    depth: the same after up to 16,384 tokens, and with caches of other types; all leaves out both.
     """
     from ggml_backend_npu.default import only_backend
     from graph_runner.bench import WITH_BANDWIDTH, Measurement, bench, bench_json, check_plot, draw, print_bench
 
-    of_all = [name for name in Benchmark if name not in (Benchmark.ALL, Benchmark.BEST)]  # best builds llama.cpp
+    of_all = [name for name in Benchmark if name not in (Benchmark.ALL, *_BUILD_LLAMA_CPP)]
     names = [name.value for name in (of_all if what == Benchmark.ALL else [what])]
     if plot_file is not None:
         if not set(names) & set(WITH_BANDWIDTH):
