@@ -380,14 +380,16 @@ class Address:
         pointer = self._builder.inttoptr(self._value, value._value.type.as_pointer())
         self._builder.store(value._value, pointer, align=1)
 
-    def prefetch(self) -> None:
-        """Has the processor fetch the cache line here, which is read soon; an address outside of memory does no
-        harm."""
+    def prefetch(self, *, near: bool = True) -> None:
+        """Has the processor fetch the cache line here, which is read soon; an address outside of memory does no harm.
+
+        near  into its first cache; else into the second one
+        """
         i32, pointer = ir.IntType(32), ir.IntType(8).as_pointer()
         kind = ir.FunctionType(ir.VoidType(), [pointer, i32, i32, i32])
         function = self._builder.module.declare_intrinsic("llvm.prefetch", [pointer], kind)
-        read, near, data = (ir.Constant(i32, value) for value in (0, 3, 1))
-        self._builder.call(function, [self._builder.inttoptr(self._value, pointer), read, near, data])
+        read, locality, data = (ir.Constant(i32, value) for value in (0, 3 if near else 2, 1))
+        self._builder.call(function, [self._builder.inttoptr(self._value, pointer), read, locality, data])
 
     def count(self, body: Callable[[Address, Sequence[Value]], Sequence[Value]], *start: Value) -> Sequence[Value]:
         """A loop over i = 0, 1, ... below this number. Values begin as `start`; body(i, values) returns the next ones.
@@ -423,7 +425,7 @@ class Variable:
 
 
 def part(function: Callable[..., None]) -> Any:
-    """Decorator: turns a function of two to six Addresses into one that a kernel calls with that many int64."""
+    """Decorator: turns a function of two to seven Addresses into one that a kernel calls with that many int64."""
 
     def typed(n_addresses: int) -> tuple[Any, Any]:
         def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
@@ -447,7 +449,10 @@ def part(function: Callable[..., None]) -> Any:
     def of_six(typing_context: Any, a: Any, b: Any, c: Any, d: Any, e: Any, f: Any) -> Any:
         return typed(6)
 
-    kinds: dict[int, Any] = {2: of_two, 3: of_three, 4: of_four, 5: of_five, 6: of_six}
+    def of_seven(typing_context: Any, a: Any, b: Any, c: Any, d: Any, e: Any, f: Any, g: Any) -> Any:
+        return typed(7)
+
+    kinds: dict[int, Any] = {2: of_two, 3: of_three, 4: of_four, 5: of_five, 6: of_six, 7: of_seven}
     return intrinsic(kinds[function.__code__.co_argcount])
 
 

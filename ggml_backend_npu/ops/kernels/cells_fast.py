@@ -30,7 +30,7 @@ from ggml_backend_npu.ops.kernels.cells import (
 from ggml_backend_npu.ops.kernels.cells_in_halves import add_sink, finish, join_parts
 from ggml_backend_npu.ops.kernels.exponentials import exps, largest, scaled, v_exp
 from ggml_backend_npu.ops.kernels.softmax import LOWEST
-from quant.kernels.jit import array_at, compiled, copy, f16_to_f32, inlined
+from quant.kernels.jit import LINE, array_at, compiled, copy, f16_to_f32, inlined
 from quant.kernels.late import types
 from quant.kernels.matrices import LANES
 from quant.kernels.orders import load_floats, sums_of_four
@@ -46,17 +46,24 @@ _VECTORS = 4  # of a row of v, whose sums registers hold
 _COST = 2  # how much longer than to move a float it takes to multiply and add one
 
 
+def _prefetch(kind: Any, ahead: Address, i: Address, n_vectors: int) -> None:
+    """Has the processor fetch n_vectors vectors of float16, from number i * n_vectors on. It does not foresee reads of
+    one head in many cells, so what all heads read next is fetched in the order in which it lies. A tile of all heads
+    is more than the first cache holds."""
+    if kind is HALF:
+        for line in range(0, 2 * LANES * n_vectors, LINE):
+            (ahead + i * (2 * LANES * n_vectors) + line).prefetch(near=False)
+
+
 def _score(kind: Any, n_bytes: int, n_rows: int) -> Any:
-    """Products of four keys with each of n_rows queries, at `to`, CELLS float32 from row to row."""
+    """Products of four keys with each of n_rows queries, at `to`, CELLS float32 from row to row. ahead: what is
+    prefetched, as many bytes."""
 
     @part
-    def score(k: Address, k_step: Address, q: Address, n_vectors: Address, to: Address) -> None:
+    def score(k: Address, k_step: Address, q: Address, n_vectors: Address, to: Address, ahead: Address) -> None:
         def step(i: Address, sums: Any) -> list[Value]:
-            keys = [k + k_step * c + i * (n_bytes * LANES) for c in range(4)]
-            if kind is HALF:
-                for key in keys:
-                    (key + k_step * CELLS).prefetch()
-            left = [load_floats(key, kind) for key in keys]
+            _prefetch(kind, ahead, i, 4)
+            left = [load_floats(k + k_step * c + i * (n_bytes * LANES), kind) for c in range(4)]
             right = [(q + n_vectors * (4 * LANES * r) + i * (4 * LANES)).load(FLOAT, LANES) for r in range(n_rows)]
             pairs = [(a, b) for b in right for a in left]
             return [a.fused_multiply_add(b, total) for (a, b), total in zip(pairs, sums, strict=True)]
@@ -70,15 +77,15 @@ def _score(kind: Any, n_bytes: int, n_rows: int) -> Any:
 
 def _add(kind: Any, n_bytes: int, n_rows: int, n_vectors: int) -> Any:
     """Adds to n_rows sums, n_vectors vectors of each, the products of their weights with the cells of v. weights: CELLS
-    float32 from row to row."""
+    float32 from row to row; ahead: as of `_score`."""
 
     @part
-    def add(v: Address, v_step: Address, weights: Address, n_cells: Address, to: Address, to_step: Address) -> None:
+    def add(
+        v: Address, v_step: Address, weights: Address, n_cells: Address, to: Address, to_step: Address, ahead: Address
+    ) -> None:
         def step(i: Address, sums: Any) -> list[Value]:
             cell, added = v + v_step * i, []
-            if kind is HALF:
-                for j in range(0, n_vectors, 2):
-                    (cell + v_step * CELLS + n_bytes * LANES * j).prefetch()
+            _prefetch(kind, ahead, i, n_vectors)
             row = [load_floats(cell + n_bytes * LANES * j, kind) for j in range(n_vectors)]
             for r in range(n_rows):
                 weight = (weights + 4 * CELLS * r + i * 4).load(FLOAT)
@@ -106,54 +113,57 @@ _OF_HALVES, _OF_FLOATS = _by_rows(HALF, 2), _by_rows(FLOAT, 4)
 
 
 @inlined
-def _four_keys(kernels, n_rows, k, k_step, q, n_vectors, to):
+def _four_keys(kernels, n_rows, k, k_step, q, n_vectors, to, ahead):
     ((one, _), (two, _), (three, _), (four, _)), _ = kernels
     r = 0
     while r < n_rows:
         left, queries, scores = n_rows - r, q + 4 * LANES * n_vectors * r, to + 4 * CELLS * r
         if left == 1:
-            one(k, k_step, queries, n_vectors, scores)
+            one(k, k_step, queries, n_vectors, scores, ahead)
         elif left == 2:
-            two(k, k_step, queries, n_vectors, scores)
+            two(k, k_step, queries, n_vectors, scores, ahead)
         elif left == 3 and _TOGETHER > 2:
-            three(k, k_step, queries, n_vectors, scores)
+            three(k, k_step, queries, n_vectors, scores, ahead)
         else:
-            four(k, k_step, queries, n_vectors, scores)
+            four(k, k_step, queries, n_vectors, scores, ahead)
         r += min(left, _TOGETHER)
 
 
 @inlined
-def _all_keys(kernels, n_rows, k, k_step, count, q, n_vectors, to):
+def _all_keys(kernels, n_rows, k, k_step, count, q, n_vectors, to, ahead):
     """Products of `count` keys with n_rows queries. The last four may have been there before; of fewer keys each is
     taken as four that are the same."""
     if count < 4:
         for i in range(count):
-            _four_keys(kernels, n_rows, k + k_step * i, types.int64(0), q, n_vectors, to + 4 * i)
+            _four_keys(kernels, n_rows, k + k_step * i, types.int64(0), q, n_vectors, to + 4 * i, ahead)
         return
     for i in range(0, count, 4):
         first = min(i, count - 4)
-        _four_keys(kernels, n_rows, k + k_step * first, k_step, q, n_vectors, to + 4 * first)
+        further = ahead + 2 * LANES * n_vectors * i
+        _four_keys(kernels, n_rows, k + k_step * first, k_step, q, n_vectors, to + 4 * first, further)
 
 
 @inlined
-def _add_cells(kernels, n_rows, v, n_bytes, v_step, weights, count, to, dv):
+def _add_cells(kernels, n_rows, v, n_bytes, v_step, weights, count, to, dv, ahead):
     """Adds to the sums of n_rows rows their weights times `count` cells of v, which has n_bytes a number."""
     ((_, one), (_, two), (_, three), (_, four)), narrow = kernels
     r, step, wide = 0, 4 * dv, dv // (_VECTORS * LANES) * _VECTORS * LANES
     while r < n_rows:
         left, sums, factors = n_rows - r, to + 4 * dv * r, weights + 4 * CELLS * r
         for d in range(0, wide, _VECTORS * LANES):
+            at, y, further = v + n_bytes * d, sums + 4 * d, ahead + 2 * d * count
             if left == 1:
-                one(v + n_bytes * d, v_step, factors, count, sums + 4 * d, step)
+                one(at, v_step, factors, count, y, step, further)
             elif left == 2:
-                two(v + n_bytes * d, v_step, factors, count, sums + 4 * d, step)
+                two(at, v_step, factors, count, y, step, further)
             elif left == 3 and _TOGETHER > 2:
-                three(v + n_bytes * d, v_step, factors, count, sums + 4 * d, step)
+                three(at, v_step, factors, count, y, step, further)
             else:
-                four(v + n_bytes * d, v_step, factors, count, sums + 4 * d, step)
+                four(at, v_step, factors, count, y, step, further)
         for d in range(wide, dv, LANES):
             for i in range(min(left, _TOGETHER)):
-                narrow(v + n_bytes * d, v_step, factors + 4 * CELLS * i, count, sums + step * i + 4 * d, step)
+                at, y, further = v + n_bytes * d, sums + step * i + 4 * d, ahead + 2 * d * count
+                narrow(at, v_step, factors + 4 * CELLS * i, count, y, step, further)
         r += min(left, _TOGETHER)
 
 
@@ -195,7 +205,8 @@ def _add_some_cells(kernels, n_rows, masks, first, v, n_bytes, v_step, weights, 
         for i in range(count):
             if mask[i] != EXCLUDED:
                 factor = weights + 4 * (CELLS * r + i)
-                _add_cells(kernels, 1, v + v_step * i, n_bytes, v_step, factor, 1, to + 4 * dv * r, dv)
+                row = v + v_step * i
+                _add_cells(kernels, 1, row, n_bytes, v_step, factor, 1, to + 4 * dv * r, dv, row)
 
 
 @inlined
@@ -212,6 +223,16 @@ def _are_finite(v, v_step, count, n, of_halves):
 
 
 @inlined
+def _ahead(source, first, group, i3, n):
+    """Where a head's share of the next tile begins, if all heads of a cell lie side by side: as many bytes as the head
+    has there, in the order of memory; else the head's own cells."""
+    place, shared = source.place, source.shared[0]
+    if place.nb[2] < place.nb[1]:
+        return row_at(source, first + CELLS, 0, i3) + 2 * n * CELLS * group
+    return row_at(source, first + CELLS, group * shared, i3)
+
+
+@inlined
 def _add_tile(of, group, i3, first, count, rows, scores, tile):
     """Adds `count` cells to the numbers and sums of the rows that share a head of k."""
     dk, dv, n_rows, head = of.dk, of.dv, of.n_rows, group * of.k.shared[0]
@@ -225,12 +246,12 @@ def _add_tile(of, group, i3, first, count, rows, scores, tile):
         if kept == 0:
             return
     if of.k.code == F16:
-        k, step = row_at(of.k, first, head, i3), of.k.place.nb[1]
-        _all_keys(_OF_HALVES, n_rows, k, step, count, queries, dk // LANES, scores)
+        k, step, ahead = row_at(of.k, first, head, i3), of.k.place.nb[1], _ahead(of.k, first, group, i3, dk)
+        _all_keys(_OF_HALVES, n_rows, k, step, count, queries, dk // LANES, scores, ahead)
     else:
         for i in range(count):
             decode(of.k, row_at(of.k, first + i, head, i3), tile + 4 * dk * i, dk)
-        _all_keys(_OF_FLOATS, n_rows, tile, 4 * dk, count, queries, dk // LANES, scores)
+        _all_keys(_OF_FLOATS, n_rows, tile, 4 * dk, count, queries, dk // LANES, scores, tile)
     capped(of, scores, CELLS * n_rows)
     if some != 0:
         _add_masks(of, group, masks, first, count, scores)
@@ -238,14 +259,15 @@ def _add_tile(of, group, i3, first, count, rows, scores, tile):
     if of.v.code == F16:
         v, v_step = row_at(of.v, first, head, i3), of.v.place.nb[1]
         if some == 0 or _are_finite(v, v_step, count, dv, True):
-            _add_cells(_OF_HALVES, n_rows, v, 2, v_step, scores, count, sums, dv)
+            ahead = _ahead(of.v, first, group, i3, dv)
+            _add_cells(_OF_HALVES, n_rows, v, 2, v_step, scores, count, sums, dv, ahead)
         else:
             _add_some_cells(_OF_HALVES, n_rows, masks, first, v, 2, v_step, scores, count, sums, dv)
         return
     for i in range(count):
         decode(of.v, row_at(of.v, first + i, head, i3), tile + 4 * dv * i, dv)
     if some == 0 or _are_finite(tile, 0, count, dv, False):
-        _add_cells(_OF_FLOATS, n_rows, tile, 4, 4 * dv, scores, count, sums, dv)
+        _add_cells(_OF_FLOATS, n_rows, tile, 4, 4 * dv, scores, count, sums, dv, tile)
     else:
         _add_some_cells(_OF_FLOATS, n_rows, masks, first, tile, 4, 4 * dv, scores, count, sums, dv)
 
