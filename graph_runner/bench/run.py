@@ -11,7 +11,7 @@ from graph_runner.base.models import model_file
 from graph_runner.bench.best import bench_best, bench_depth
 from graph_runner.bench.calls import bench_calls
 from graph_runner.bench.codecs import bench_codecs
-from graph_runner.bench.measure import Header, Measurement, cores, header
+from graph_runner.bench.measure import ELEMENTS, Header, Measurement, cores, header
 from graph_runner.bench.memcpy import bench_memcpy
 from graph_runner.bench.models import bench_decode, bench_diff, bench_start
 from graph_runner.bench.movers import bench_movers
@@ -37,6 +37,7 @@ def bench(
     model: str = "demo",
     rounds: int = 5,
     threads: int = 0,
+    mib: int | None = None,
     seen: Callable[[str, Measurement], object] = lambda name, found: None,
 ) -> BenchResult:
     """Runs benchmarks in the given order.
@@ -45,6 +46,7 @@ def bench(
     model    as on the command line, for the benchmarks that run a model
     rounds   rounds to measure, after one warm-up round
     threads  of the CPU and of the kernels; 0 = all cores
+    mib      MiB of float32 that memcpy, movers and codecs move; None: 64
     seen     called with each measurement when it is done
 
     Raises SessionError for a model that cannot be used, before anything is measured; RuntimeError if a node fails or
@@ -53,10 +55,11 @@ def bench(
     """
     threads = threads or cores()
     result = BenchResult(header(rounds=rounds, threads=threads), {})
+    elements = ELEMENTS if mib is None else mib << 18
     benchmarks: dict[str, Callable[[], Iterator[Measurement]]] = {
-        "memcpy": partial(bench_memcpy, rounds=rounds, threads=threads),
-        "movers": partial(bench_movers, rounds=rounds, threads=threads),
-        "codecs": partial(bench_codecs, rounds=rounds, threads=threads),
+        "memcpy": partial(bench_memcpy, rounds=rounds, threads=threads, elements=elements),
+        "movers": partial(bench_movers, rounds=rounds, threads=threads, elements=elements),
+        "codecs": partial(bench_codecs, rounds=rounds, threads=threads, elements=elements),
         "calls": partial(bench_calls, rounds=rounds, threads=threads),
         "splits": partial(bench_splits, rounds=rounds, threads=threads),
         "operators": partial(bench_operators, rounds=rounds, threads=threads),

@@ -33,6 +33,7 @@ class Benchmark(StrEnum):
     ALL = "all"
 
 
+_MOST_MIB = 4096  # of which both sides have several tensors
 _BUILD_LLAMA_CPP = (Benchmark.BEST, Benchmark.DEPTH)
 
 
@@ -47,11 +48,20 @@ def bench(
     model: Annotated[str, typer.Option(metavar="MODEL", help=MODEL_HELP), READS] = "demo",
     rounds: Annotated[int, typer.Option(min=1, max=MOST_TIMES, help="Rounds to measure, after one warm-up round.")] = 5,
     threads: Threads = 0,
+    mib: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            max=_MOST_MIB,
+            help="MiB of float32 that movers and codecs move.",
+            show_default="64",
+        ),
+    ] = None,
 ) -> None:
     """Measure speed against other implementations in the same run.
 
-    movers: ops that move 64 MiB, against ggml's CPU and memcpy.
-    codecs: q8_0 and q4_0 of 64 MiB, against ggml's own functions, gguf-py and memcpy.
+    movers: ops that move 64 MiB (--mib), against ggml's CPU and memcpy.
+    codecs: q8_0 and q4_0 of as much, against ggml's own functions, gguf-py and memcpy.
     calls: graphs of one small node, against ggml's CPU.
     splits: what a split costs on a device in Python whose program does nothing.
     decode: a model with the movers on the NPU, and with every node, against the CPU alone; memory.
@@ -84,7 +94,7 @@ def bench(
         def seen(name: str, found: Measurement) -> None:
             progress.update(task, description=f"{name}: {found.what}", refresh=True)
 
-        result = bench(names, model=model, rounds=rounds, threads=threads, seen=seen)
+        result = bench(names, model=model, rounds=rounds, threads=threads, mib=mib, seen=seen)
     outputs: list[Callable[[], None]] = [lambda: print_bench(result, stdout(json_file))]
     if json_file is not None:
         outputs.append(lambda: write("--json", json_file, json_text(bench_json(result))))

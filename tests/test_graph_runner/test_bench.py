@@ -54,8 +54,7 @@ def threads_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """The command's benchmarks at small sizes."""
-    for name in ("bench_memcpy", "bench_movers", "bench_codecs"):
-        monkeypatch.setattr(run, name, partial(getattr(run, name), elements=ELEMENTS))
+    monkeypatch.setattr(run, "ELEMENTS", ELEMENTS)
     monkeypatch.setattr(run, "bench_operators", partial(bench_operators, patterns=PATTERNS))
 
 
