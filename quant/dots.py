@@ -164,7 +164,7 @@ class Steps(NamedTuple):
 
 
 N_STEPS = size_of(Steps)
-_AHEAD = 1024  # bytes by which it reads ahead of the rows that come next
+_AHEAD = 4096  # bytes by which it reads ahead of the rows that come next
 LARGEST = 34  # bytes of a block of 32: of q8_0
 
 
@@ -172,11 +172,12 @@ def fetch(rows, i, step, row_step, n_rows, n_bytes):
     """Prefetches n_rows * n_bytes bytes of the rows that follow, one cache line after the other, while blocks i of
     n_rows rows are multiplied.
 
-    The processor does not foresee reads of several rows at a time, and it cannot fetch all of them at once.
+    The processor does not foresee reads of several rows at a time, and it cannot fetch all of them at once. Into the
+    second cache, as the first one is too small for what is that far ahead.
     """
     if n_rows > 1:
         for line in range(0, n_rows * n_bytes, LINE):
-            (rows + (row_step + i * step) * n_rows + (_AHEAD + line)).prefetch()
+            (rows + (row_step + i * step) * n_rows + (_AHEAD + line)).prefetch(near=False)
 
 
 def quants_q8_0(q):
