@@ -7,8 +7,8 @@ ggml's CPU rounds in three ways, which the definition and the kernels follow:
   score makes it smaller. A single query over 512 cells or more has one such sum per thread.
 - neither, if k and v are both float32 or both float16 and there are 64 queries or more.
 
-With `matmul` "fast" sums of v are float32, and the rows that share a head of k are multiplied together. That is
-nearer to the truth, and gives other bytes.
+With `matmul` "fast" sums of v are float32, unless k is quantised, and the rows that share a head of k are multiplied
+together. That is nearer to the truth, and gives other bytes.
 
 With "exact", float16 k and v and fewer queries, every step is the CPU's: the order of ggml_vec_dot_f16, C's expf and
 tanhf, and what GCC fuses. Where it multiplies and adds float16 as float16 (`Numerics`), so do they. There the result is
@@ -77,8 +77,11 @@ def _query_type(q: Tensor, k: Tensor, v: Tensor) -> str:
 
 
 def _in_halves(q: Tensor, k: Tensor, v: Tensor, numerics: Numerics) -> bool:
-    """Whether the sums of v are float16."""
-    return numerics.matmul == "exact" and v.type == "f16" and not _is_product(q, k, v)
+    """Whether the sums of v are float16. Beside a k whose products take a quantised q they always are: there the exact
+    value is too far from the CPU's to show that float32 sums are right. So they are if k and v have other heads."""
+    if v.type != "f16" or _is_product(q, k, v):
+        return False
+    return numerics.matmul == "exact" or codec(VEC_DOT[k.type]).is_quantized or k.ne[2:] != v.ne[2:]
 
 
 def _n_sums(q: Tensor, k: Tensor, v: Tensor) -> int:
@@ -229,10 +232,10 @@ def _flash_attn_ext(
     )
     if of is None:
         return None
-    if numerics.matmul == "fast" and (job := bind_attend_few(of, by_head) or bind_attend(of, 0, by_head)):
-        return job
     if _in_halves(q, k, v, numerics):
         return bind_attend_in_halves(of, _n_sums(q, k, v), numerics, by_head)
+    if numerics.matmul == "fast":
+        return bind_attend_few(of, by_head) or bind_attend(of, 0, by_head)
     return bind_attend(of, _chunk(q) if _is_product(q, k, v) else 0, by_head)
 
 
