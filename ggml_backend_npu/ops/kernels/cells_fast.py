@@ -311,6 +311,7 @@ def _end_rows(of, i3, turn, rows):
             copy(numbers + 8 * at, part_at, 8)
             copy(sums + 4 * dv * at, part_at + 8, 4 * dv)
             found = array_at(part_at, types.float32, 2 + dv)
+            found[0] = found[0] if found[0] > types.float32(LOWEST) else types.float32(-np.inf)  # as ggml begins
             if of.sinks and turn == 0:
                 add_sink(found, dv, float_at(of.sinks + 4 * head))
             if of.n_parts == 0:
