@@ -206,13 +206,25 @@ def engine(backend: Plugin, name: str) -> Iterator[None]:
     backend.forget_plans()
 
 
-def _outcomes(backend: Plugin, recipe: Recipe) -> tuple[dict[str, Outcome], Outcome]:
-    """The recipe's node as the NPU computes it, by either engine, and as ggml's CPU does."""
+def by_engines(backend: Plugin, recipe: Recipe, in_place: bool = False) -> dict[str, Outcome]:
+    """The recipe's node as the NPU computes it, by either engine. It leaves all roots as they were.
+
+    in_place  whether it may write to its roots
+    """
     results = {}
     for name in ENGINES:
         with engine(backend, name):
             results[name] = outcome(backend, "NPU", recipe)
         assert results[name].status == 0, f"{name}: {backend.statistics.error}"
+        if not in_place:
+            for i, (actual, before) in enumerate(zip(results[name].after[1:], results[name].before[1:], strict=True)):
+                assert_same_bytes(actual, before, f"{name}: root {i}")
+    return results
+
+
+def _outcomes(backend: Plugin, recipe: Recipe) -> tuple[dict[str, Outcome], Outcome]:
+    """The recipe's node as the NPU computes it, by either engine, and as ggml's CPU does."""
+    results = by_engines(backend, recipe, in_place=True)
     cpu = outcome(backend, "CPU", recipe)  # after the NPU: on a node that it does not take ggml may abort
     assert cpu.status == 0
     return results, cpu

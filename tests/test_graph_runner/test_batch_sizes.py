@@ -15,9 +15,9 @@ from graph_runner.run.session import Session
 SIZES = (1, 2, 7, 32)
 
 
-def logits_of_last(model: Path, n_tokens: int, size: int, cache: str = "f16") -> bytes:
+def logits_of_last(model: Path, n_tokens: int, size: int, cache: str = "f16", flash: str = "on") -> bytes:
     """The bytes of the last token's logits, if that many tokens are decoded at once."""
-    settings = Settings("npu", n_ctx=600, threads=2, flash_attention="on", cache_type_k=cache, cache_type_v=cache)
+    settings = Settings("npu", n_ctx=800, threads=2, flash_attention=flash, cache_type_k=cache, cache_type_v=cache)
     tokens = [(17 * i * i + 3) % 200 + 5 for i in range(n_tokens)]
     with Session(model, settings) as session:
         for begin in range(0, n_tokens, size):
@@ -36,6 +36,17 @@ def test_the_size_of_a_batch_changes_no_byte(tmp_path: Path, type: str, cache: s
     _, model = write_pair(tmp_path, type)
     found = {size: logits_of_last(model, 250, size, cache) for size in SIZES}
     assert {size for size in SIZES if found[size] != found[1]} == set()
+
+
+@pytest.mark.parametrize("type", ["q8_0", "f16", "f32"])
+@pytest.mark.parametrize(("flash", "sizes"), [("on", (2, 7, 63)), ("off", (2, 7, 63, 64, 700))])
+def test_two_tokens_at_once_and_more(tmp_path: Path, type: str, flash: str, sizes: tuple[int, ...]) -> None:
+    """Beyond 512 cells, of which ggml's CPU gives each thread some of a single token."""
+    _, model = write_pair(tmp_path, type)
+    found = {size: logits_of_last(model, 700, size, flash=flash) for size in sizes}
+    assert {size for size in sizes if found[size] != found[2]} == set()
+    if type != "q8_0" or flash == "on":
+        assert logits_of_last(model, 700, 1, flash=flash) != found[2]
 
 
 def test_where_ggml_attends_in_tiles_it_changes_bytes(tmp_path: Path) -> None:

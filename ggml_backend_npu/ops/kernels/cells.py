@@ -177,10 +177,8 @@ def mark_masks(p, begin, end, scratch):
     n_tiles = -(-of.n_cells // CELLS)
     for unit in range(begin, end):
         i1, i2, i3 = index_of(unit, of.n_queries, of.mask_ne[0])
-        mask, marks = (
-            row_of(of.mask, i1, i2, i3),
-            array_at(_marks_of(of, i1, i2, i3), types.uint8, n_tiles * of.n_queries),
-        )
+        mask = row_of(of.mask, i1, i2, i3)
+        marks = array_at(_marks_of(of, i1, i2, i3), types.uint8, n_tiles * of.n_queries)
         for tile in range(n_tiles):
             first = tile * CELLS
             some, kept = mark(mask + 2 * first, min(CELLS, of.n_cells - first))

@@ -21,8 +21,8 @@ from kit.support import (
     Scene,
     assert_as_promised,
     assert_same_bytes,
+    by_engines,
     choose,
-    engine,
     examples,
     is_allowed,
     outcome,
@@ -124,18 +124,17 @@ def encoded(rng: np.random.Generator, count: int, type: str, unsigned: bool = Fa
     return quant.quantize(np.abs(values) if unsigned else values, type)
 
 
+def squares(x: NDArray[np.float64]) -> float:
+    return float(np.square(x).sum())
+
+
 def assert_close_to_cpu(backend: Plugin, recipe: Attention) -> None:
     expected = outcome(backend, "CPU", recipe).after[0].view(np.float32).astype(np.float64)
     terms = outcome(backend, "CPU", replace(recipe, unsigned=True)).after[0].view(np.float32).astype(np.float64)
-    for name in ENGINES:
-        with engine(backend, name):
-            npu = outcome(backend, "NPU", recipe)
-        assert npu.status == 0, f"{name}: {backend.statistics.error}"
-        for actual, before in zip(npu.after[1:], npu.before[1:], strict=True):
-            assert_same_bytes(actual, before, f"{name}: a source")
+    for name, npu in by_engines(backend, recipe).items():
         found = npu.after[0].view(np.float32).astype(np.float64)
-        power = np.square(expected).sum() + OF_TERMS * np.square(terms).sum()
-        assert np.square(found - expected).sum() <= recipe.bound * power, name
+        power = squares(expected) + OF_TERMS * squares(terms)
+        assert squares(found - expected) <= recipe.bound * power, name
 
 
 @st.composite
@@ -226,22 +225,12 @@ def test_flash_attention_of(backend: Plugin, name: str) -> None:
     assert_close_to_cpu(backend, CASES[name])
 
 
-def squares(x: NDArray[np.float64]) -> float:
-    return float(np.square(x).sum())
-
-
 def fast_results(backend: Plugin, recipe: Attention) -> dict[str, NDArray[np.uint8]]:
     """By the kernels and the definition, which are float32 both and equal but for rounding, and by ggml's CPU."""
     with pytest.MonkeyPatch.context() as patch:
         choose(patch, matmul="fast")
-        found = {"CPU": outcome(backend, "CPU", recipe).after[0]}
-        for name in ENGINES:
-            with engine(backend, name):
-                npu = outcome(backend, "NPU", recipe)
-            assert npu.status == 0, f"{name}: {backend.statistics.error}"
-            for actual, before in zip(npu.after[1:], npu.before[1:], strict=True):
-                assert_same_bytes(actual, before, f"{name}: a source")
-            found[name] = npu.after[0]
+        found = {name: npu.after[0] for name, npu in by_engines(backend, recipe).items()}
+        found["CPU"] = outcome(backend, "CPU", recipe).after[0]
     floats = {name: x.view(np.float32).astype(np.float64) for name, x in found.items()}
     terms = outcome(backend, "CPU", replace(recipe, unsigned=True)).after[0].view(np.float32).astype(np.float64)
     power = squares(floats["reference"]) + OF_TERMS * squares(terms)

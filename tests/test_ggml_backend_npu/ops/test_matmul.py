@@ -18,7 +18,6 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from kit.nodes import bind
 from kit.support import (
-    ENGINES,
     PLAIN,
     Dims,
     Placement,
@@ -27,9 +26,9 @@ from kit.support import (
     assert_as_promised,
     assert_equals_cpu,
     assert_same_bytes,
+    by_engines,
     choose,
     encoded,
-    engine,
     examples,
     outcome,
     placements,
@@ -156,13 +155,7 @@ def norms(recipe: Product, backend: Plugin) -> Floats:
 
 def results(backend: Plugin, recipe: Any) -> dict[str, NDArray[np.float32]]:
     """What each engine and the CPU leave in the output, flat."""
-    found = {}
-    for name in ENGINES:
-        with engine(backend, name):
-            npu = outcome(backend, "NPU", recipe)
-        assert npu.status == 0, f"{name}: {backend.statistics.error}"
-        assert all(np.array_equal(a, b) for a, b in zip(npu.before[1:], npu.after[1:], strict=True))
-        found[name] = npu.after[0].view(np.float32)
+    found = {name: npu.after[0].view(np.float32) for name, npu in by_engines(backend, recipe).items()}
     found["CPU"] = outcome(backend, "CPU", recipe).after[0].view(np.float32)
     return found
 
