@@ -34,13 +34,14 @@ from quant.kernels.jit import LINE, array_at, compiled, copy, f16_to_f32, inline
 from quant.kernels.late import types
 from quant.kernels.matrices import LANES
 from quant.kernels.orders import load_floats, sums_of_four
-from quant.kernels.records import record_at
+from quant.kernels.records import record_at, row_of
 from quant.kernels.threads import Job, Work
 from quant.kernels.vectors import FLOAT, HALF, Address, Value, part
 from quant.runs import F16
 
 FEW = 12  # rows that share a head, at most
 _PARTS = 16  # of the cells, at most: the same for any number of threads
+_LEAST = 24  # cells of a part
 _TOGETHER = 2 if LANES == 8 else 4  # rows whose sums registers hold, at most
 _VECTORS = 4  # of a row of v, whose sums registers hold
 _COST = 2  # how much longer than to move a float it takes to multiply and add one
@@ -223,18 +224,21 @@ def _are_finite(v, v_step, count, n, of_halves):
 
 
 @inlined
-def _ahead(source, first, group, i3, n):
+def _ahead(source, first, count, ends, group, i3, n):
     """Where a head's share of the next tile begins, if all heads of a cell lie side by side: as many bytes as the head
-    has there, in the order of memory; else the head's own cells."""
+    has there, in the order of memory; else the head's own cells. Of the last tile, where the tile itself begins."""
     place, shared = source.place, source.shared[0]
+    if first + count >= ends:
+        return row_at(source, first, group * shared, i3)
     if place.nb[2] < place.nb[1]:
-        return row_at(source, first + CELLS, 0, i3) + 2 * n * CELLS * group
-    return row_at(source, first + CELLS, group * shared, i3)
+        return row_at(source, first + count, 0, i3) + 2 * n * count * group
+    return row_at(source, first + count, group * shared, i3)
 
 
 @inlined
-def _add_tile(of, group, i3, first, count, rows, scores, tile):
-    """Adds `count` cells to the numbers and sums of the rows that share a head of k."""
+def _add_tile(of, group, i3, first, count, ends, rows, scores, tile):
+    """Adds `count` cells to the numbers and sums of the rows that share a head of k. ends: the last cell, and one, that
+    this thread reads next."""
     dk, dv, n_rows, head = of.dk, of.dv, of.n_rows, group * of.k.shared[0]
     queries, sums, numbers, masks_at = rows
     masks, some = array_at(masks_at, types.int64, n_rows), types.uint16(0)
@@ -246,7 +250,11 @@ def _add_tile(of, group, i3, first, count, rows, scores, tile):
         if kept == 0:
             return
     if of.k.code == F16:
-        k, step, ahead = row_at(of.k, first, head, i3), of.k.place.nb[1], _ahead(of.k, first, group, i3, dk)
+        k, step, ahead = (
+            row_at(of.k, first, head, i3),
+            of.k.place.nb[1],
+            _ahead(of.k, first, count, ends, group, i3, dk),
+        )
         _all_keys(_OF_HALVES, n_rows, k, step, count, queries, dk // LANES, scores, ahead)
     else:
         for i in range(count):
@@ -259,7 +267,7 @@ def _add_tile(of, group, i3, first, count, rows, scores, tile):
     if of.v.code == F16:
         v, v_step = row_at(of.v, first, head, i3), of.v.place.nb[1]
         if some == 0 or _are_finite(v, v_step, count, dv, True):
-            ahead = _ahead(of.v, first, group, i3, dv)
+            ahead = _ahead(of.v, first, count, ends, group, i3, dv)
             _add_cells(_OF_HALVES, n_rows, v, 2, v_step, scores, count, sums, dv, ahead)
         else:
             _add_some_cells(_OF_HALVES, n_rows, masks, first, v, 2, v_step, scores, count, sums, dv)
@@ -299,6 +307,42 @@ def _begin_rows(of, i3, rows, work):
 
 
 @inlined
+def _seen(of, i3):
+    """How many cells there are up to the last one that a row of a sequence sees."""
+    if of.mask.address == 0:
+        return of.n_cells
+    found = 0
+    for i2 in range(of.mask_ne[0]):
+        for i1 in range(of.n_queries):
+            row = array_at(row_of(of.mask, i1, i2, i3 % of.mask_ne[1]), types.uint16, of.n_cells)
+            end = of.n_cells
+            while end > found and row[end - 1] == EXCLUDED:
+                end -= 1
+            found = end
+    return found
+
+
+@inlined
+def _touch(source, i3, first, last, to):
+    """Reads what all heads have of cells [first, last), if they lie side by side, in the order in which it lies: the
+    processor drops many of that many prefetches."""
+    if source.place.nb[2] < source.place.nb[1]:
+        total, begin = types.int64(0), row_at(source, first, 0, i3)
+        for at in range(0, (last - first) * source.place.nb[1] - 7, LINE):
+            total ^= array_at(begin + at, types.int64, 1)[0]
+        array_at(to, types.int64, 1)[0] = total
+
+
+@inlined
+def _leave_empty(of, i3, turn):
+    """Stores that a part has no cells."""
+    for row in range(of.n_queries * of.n_heads):
+        at = (row + of.n_queries * of.n_heads * i3) * of.n_parts + turn
+        found = array_at(of.parts + 4 * at * (2 + of.dv), types.float32, 2)
+        found[0], found[1] = types.float32(-np.inf), types.float32(0)
+
+
+@inlined
 def _end_rows(of, i3, turn, rows):
     """Stores the part of each row, or finishes it if there is only one."""
     _, sums, numbers, _ = rows
@@ -320,8 +364,8 @@ def _end_rows(of, i3, turn, rows):
 
 @compiled
 def attend_few(p, begin, end, scratch):
-    """A unit is a part of the cells, for all rows (query, head) of a sequence. `join_parts` joins the parts, unless
-    there is only one: n_parts is 0 then."""
+    """A unit is a part of the cells that are seen, for all rows (query, head) of a sequence. `join_parts` joins the
+    parts, unless there is only one: n_parts is 0 then."""
     of = record_at(p, Attention)
     dk, dv, n_rows, n_parts = of.dk, of.dv, of.n_rows, max(of.n_parts, 1)
     n_all = of.n_groups * n_rows
@@ -331,17 +375,27 @@ def attend_few(p, begin, end, scratch):
     scores = masks + 8 * n_all
     tile = scores + 4 * CELLS * n_rows + 4 * LANES
     work = tile + 4 * CELLS * max(dk, dv)
-    size = -(-of.n_cells // (n_parts * CELLS)) * CELLS
     for unit in range(begin, end):
         turn, i3 = unit % n_parts, unit // n_parts
+        seen = _seen(of, i3)
+        used = max(1, min(n_parts, -(-seen // _LEAST)))
+        which = turn * used // n_parts
+        if turn > 0 and (turn - 1) * used // n_parts == which:
+            _leave_empty(of, i3, turn)
+            continue
+        size = -(-seen // (4 * used)) * 4
+        first_cell, last = which * size, min((which + 1) * size, seen)
+        ends = min((min(turn + end - unit, n_parts) - 1) * used // n_parts * size + size, seen)
+        if unit == begin or turn == 0:
+            for source in (of.k, of.v):
+                _touch(source, i3, first_cell, min(first_cell + CELLS, last), tile)
         _begin_rows(of, i3, (scratch, sums, numbers, masks), work)
-        last = min((turn + 1) * size, of.n_cells)
-        for first in range(turn * size, last, CELLS):
+        for first in range(first_cell, last, CELLS):
             count = min(CELLS, last - first)
             for group in range(of.n_groups):
                 at = group * n_rows
                 rows = scratch + 4 * dk * at, sums + 4 * dv * at, numbers + 8 * at, masks + 8 * at
-                _add_tile(of, group, i3, first, count, rows, scores, tile)
+                _add_tile(of, group, i3, first, count, ends, rows, scores, tile)
         _end_rows(of, i3, turn, (scratch, sums, numbers, masks))
     return 0
 
