@@ -32,7 +32,8 @@ from ggml_backend_npu.registry.calls import KernelError, Watched, are_watched
 from ggml_backend_npu.registry.entry import Call
 from quant.kernels.jit import callback, engine, now
 from quant.kernels.late import types
-from quant.kernels.threads import Job, Team, run_works, working_team
+from quant.kernels.region import run_works
+from quant.kernels.threads import Job, Team, working_team
 
 Ints = NDArray[np.int64]
 

@@ -22,7 +22,8 @@ from ggml_backend_npu.plugin.times import Times, begin_graph
 from quant.kernels.jit import callback, inlined
 from quant.kernels.late import types
 from quant.kernels.records import packed, place_in, shared_record_at, size_of
-from quant.kernels.threads import Team, run_works
+from quant.kernels.region import run_works
+from quant.kernels.threads import Team
 
 _N_SLOTS = 1024  # graphs that are known at once
 _MOST_NODES = 1 << 16  # of all of them: some 50 MB

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import os
+import platform
 import time
 from collections.abc import Callable
 from importlib import import_module
@@ -145,6 +146,76 @@ def atomic_add(typing_context: Any, address: Any, value: Any) -> Any:
         return builder.atomic_rmw("add", pointer, arguments[1], "seq_cst")
 
     return types.int64(types.int64, types.int64), emit
+
+
+@intrinsic
+def acquired(typing_context: Any, address: Any) -> Any:
+    """The int64 at an address, and with it whatever was written before it was `published`."""
+
+    def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.load_atomic(builder.inttoptr(arguments[0], ir.IntType(64).as_pointer()), "acquire", 8)
+
+    return types.int64(types.int64), emit
+
+
+@intrinsic
+def publish(typing_context: Any, address: Any, value: Any) -> Any:
+    """Writes the int64 at an address, after all that this thread wrote before, for threads that have it `acquired`."""
+
+    def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        pointer = builder.inttoptr(arguments[0], ir.IntType(64).as_pointer())
+        builder.store_atomic(arguments[1], pointer, "release", 8)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), emit
+
+
+@intrinsic
+def pause(typing_context: Any) -> Any:
+    """Tells the processor that this thread waits for another one."""
+
+    def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        void, i32 = ir.VoidType(), ir.IntType(32)
+        if platform.machine() in ("x86_64", "AMD64"):
+            builder.call(builder.module.declare_intrinsic("llvm.x86.sse2.pause", (), ir.FunctionType(void, [])), [])
+        elif platform.machine() in ("aarch64", "arm64"):
+            hint = builder.module.declare_intrinsic("llvm.aarch64.hint", (), ir.FunctionType(void, [i32]))
+            builder.call(hint, [ir.Constant(i32, 1)])  # yield
+        return context.get_dummy_value()
+
+    return types.void(), emit
+
+
+@intrinsic
+def give_way(typing_context: Any) -> Any:
+    """sched_yield: lets another thread have this processor."""
+
+    def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        function = cgutils.get_or_insert_function(builder.module, ir.FunctionType(ir.IntType(32), []), "sched_yield")
+        builder.call(function, [])
+        return context.get_dummy_value()
+
+    return types.void(), emit
+
+
+@intrinsic
+def prefetch(typing_context: Any, address: Any) -> Any:
+    """Has the processor fetch the cache line at an address into its second cache."""
+
+    def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        fetch_line(builder, arguments[0], near=False)
+        return context.get_dummy_value()
+
+    return types.void(types.int64), emit
+
+
+def fetch_line(builder: Any, address: Any, *, near: bool) -> None:
+    """Emits a prefetch of the cache line at an address, into the first cache or the second one."""
+    i32, pointer = ir.IntType(32), ir.IntType(8).as_pointer()
+    kind = ir.FunctionType(ir.VoidType(), [pointer, i32, i32, i32])
+    function = builder.module.declare_intrinsic("llvm.prefetch", [pointer], kind)
+    read, locality, data = (ir.Constant(i32, value) for value in (0, 3 if near else 2, 1))
+    builder.call(function, [builder.inttoptr(address, pointer), read, locality, data])
 
 
 _CLOCK = getattr(time, "CLOCK_MONOTONIC", 0)

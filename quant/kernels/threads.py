@@ -21,141 +21,40 @@ from contextvars import ContextVar
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
-from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from quant.kernels.jit import (
-    LINE,
-    CFunction,
-    EngineError,
-    allocated,
-    array_at,
-    atomic_add,
-    call_kernel,
-    call_openmp,
-    callback,
-    inlined,
-    nanoseconds,
-    release,
-)
+from quant.kernels.jit import LINE, CFunction, EngineError, array_at, callback, on_stack
 from quant.kernels.late import types
 from quant.kernels.processor import processors
 from quant.kernels.records import Record, packed, place_in, shared_record_at, size_of
+from quant.kernels.region import Block, begin_work, run_works, take_chunks, take_works
 
 GRAIN = 256 * 1024  # bytes below which a second thread costs more than it brings
-_CHUNKS = 4  # that a thread takes, if there is enough to do
-
-
-class Block(NamedTuple):
-    """A work as compiled code sees it.
-
-    kernel, parameters, take  addresses: of the kernel, of the record of its parameters, and of the function that takes
-                  its chunks
-    units, parts  how many units it has, and into how many parts it is worth cutting them
-    scratch       bytes of memory that each of its threads has for itself
-    chunk, next   while it runs: units of a chunk, and the first unit that nobody has taken
-    status        what a kernel returned that was not 0
-    """
-
-    kernel: int
-    parameters: int
-    take: int
-    units: int
-    parts: int
-    scratch: int
-    chunk: int
-    next: int
-    status: int
 
 
 _PARTS, _PARAMETERS, _SIZE = place_in(Block, "parts"), place_in(Block, "parameters"), size_of(Block)
-_NEXT = 8 * place_in(Block, "next")
-
-
-@inlined
-def begin_work(work: int, n_threads: int) -> None:
-    """Cuts the work at an address into chunks for n_threads threads."""
-    block = shared_record_at(work, Block)
-    n_chunks = 1 if n_threads == 1 else max(1, min(block.parts, n_threads * _CHUNKS))
-    block.chunk = -(-block.units // n_chunks)
-    block.next = 0
-    block.status = 0
-
-
-@inlined
-def _scratch(memory: int, n_bytes: int) -> Any:
-    """The address of the first cache line that begins in n_bytes of memory; its first word is 0 if there is one."""
-    address = (memory + LINE - 1) // LINE * LINE
-    if n_bytes > 0:
-        array_at(address, types.int64, 1)[0] = 0
-    return address
-
-
-@callback(types.void(types.int64))
-def _take_chunks(work: int) -> None:
-    block = shared_record_at(work, Block)
-    end, chunk = block.units, block.chunk
-    begin = atomic_add(types.int64(work + _NEXT), chunk)
-    if begin >= end:
-        return
-    memory = allocated(block.scratch)
-    scratch = _scratch(memory, block.scratch)
-    while begin < end:
-        status = call_kernel(block.kernel, block.parameters, begin, min(begin + chunk, end), scratch)
-        if status != 0:
-            block.status = status
-        begin = atomic_add(types.int64(work + _NEXT), chunk)
-    release(memory)
-
-
-@inlined
-def run_work(work: int, n_threads: int, openmp: int) -> int:
-    """Runs the work at an address in up to n_threads threads; returns its status, 0 or what a kernel returned.
-
-    openmp  the address of GOMP_parallel of the team; 0: this thread runs it alone
-    """
-    block = shared_record_at(work, Block)
-    begin_work(work, n_threads)
-    if n_threads > 1 and block.parts != 1 and openmp != 0:
-        call_openmp(openmp, block.take, work, n_threads)
-    elif block.scratch == 0:
-        block.status = call_kernel(block.kernel, block.parameters, types.int64(0), block.units, types.int64(0))
-    else:
-        memory = allocated(block.scratch)
-        scratch = _scratch(memory, block.scratch)
-        block.status = call_kernel(block.kernel, block.parameters, types.int64(0), block.units, scratch)
-        release(memory)
-    status: int = block.status
-    return status
-
-
-@inlined
-def run_works(works: int, count: int, n_threads: int, openmp: int, times: int) -> int:
-    """Runs the works at `count` addresses in order, as `run_work` does; returns how many ran before one failed.
-
-    works  where the addresses are
-    times  where the time after each work goes, in ns; 0: nowhere
-    """
-    each = array_at(works, types.int64, count)
-    for i in range(count):
-        if run_work(each[i], n_threads, openmp) != 0:
-            return i
-        if times != 0:
-            array_at(times, types.int64, count)[i] = nanoseconds()
-    return count
 
 
 @callback(types.int64(types.int64, types.int64, types.int64))
 def _run(work: int, n_threads: int, openmp: int) -> int:
-    status: int = run_work(work, n_threads, openmp)
+    """Runs the work at an address, as `run_works` does. Returns its status."""
+    works = on_stack(1)
+    array_at(works, types.int64, 1)[0] = work
+    run_works(works, 1, n_threads, openmp, types.int64(0))
+    status: int = shared_record_at(work, Block).status
     return status
 
 
 @callback(types.void(types.int64, types.int64))
 def _begin(work: int, n_threads: int) -> None:
     begin_work(work, n_threads)
+
+
+@callback(types.void(types.int64))
+def _take(work: int) -> None:
+    take_chunks(work)
 
 
 class Work:
@@ -165,6 +64,7 @@ class Work:
     n_bytes     how many it moves, which decides whether a second thread is worth it; 0 = always one thread
     scratch     bytes that the kernel needs for itself: it gets the address of that many, different ones in each thread.
                 The first word is 0 when a thread begins; in its later chunks, it has what the kernel left there
+    reads       what it reads in the order of its units: the word of `parameters` that is the address, and bytes
     keep        objects that have to live as long as the work
     failed      makes an exception of what the kernel returned, if that is not 0
 
@@ -183,6 +83,7 @@ class Work:
         n_bytes: int = 0,
         *,
         scratch: int = 0,
+        reads: tuple[int, int] = (0, 0),
         keep: object = None,
         failed: Callable[[int], Exception] | None = None,
     ) -> None:
@@ -190,12 +91,15 @@ class Work:
         block = Block(
             kernel=kernel.address,
             parameters=0,
-            take=_take_chunks.address,
+            take=take_works.address,
             units=n_units,
             parts=self.most_parts,
             scratch=scratch and scratch + LINE,
+            reads=reads[0],
+            n_read=reads[1],
             chunk=0,
             next=0,
+            done=0,
             status=0,
         )
         self.words = packed((block, parameters))
@@ -227,8 +131,8 @@ class Work:
             status = _run(self.address, count, team.openmp)
         else:
             _begin(self.address, count)
-            others = [_pool().submit(_take_chunks, self.address) for _ in range(count - 1)]
-            _take_chunks(self.address)
+            others = [_pool().submit(_take, self.address) for _ in range(count - 1)]
+            _take(self.address)
             for other in others:
                 other.result()
             status = self.block.status

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from functools import partial, reduce
 from typing import Any
 
+from quant.kernels.jit import fetch_line
 from quant.kernels.late import Late, cgutils, intrinsic, ir, real, types
 from quant.kernels.processor import adds_pairs, computes_with_float16, multiplies_unsigned, processor_has
 
@@ -385,11 +386,7 @@ class Address:
 
         near  into its first cache; else into the second one
         """
-        i32, pointer = ir.IntType(32), ir.IntType(8).as_pointer()
-        kind = ir.FunctionType(ir.VoidType(), [pointer, i32, i32, i32])
-        function = self._builder.module.declare_intrinsic("llvm.prefetch", [pointer], kind)
-        read, locality, data = (ir.Constant(i32, value) for value in (0, 3 if near else 2, 1))
-        self._builder.call(function, [self._builder.inttoptr(self._value, pointer), read, locality, data])
+        fetch_line(self._builder, self._value, near=near)
 
     def count(self, body: Callable[[Address, Sequence[Value]], Sequence[Value]], *start: Value) -> Sequence[Value]:
         """A loop over i = 0, 1, ... below this number. Values begin as `start`; body(i, values) returns the next ones.

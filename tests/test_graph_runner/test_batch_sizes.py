@@ -9,13 +9,13 @@ import pytest
 from kit.quantised import write_pair
 from kit.support import choose
 
-from graph_runner.base.settings import Settings
+from graph_runner.base.settings import FlashAttention, Settings
 from graph_runner.run.session import Session
 
 SIZES = (1, 2, 7, 32)
 
 
-def logits_of_last(model: Path, n_tokens: int, size: int, cache: str = "f16", flash: str = "on") -> bytes:
+def logits_of_last(model: Path, n_tokens: int, size: int, cache: str = "f16", flash: FlashAttention = "on") -> bytes:
     """The bytes of the last token's logits, if that many tokens are decoded at once."""
     settings = Settings("npu", n_ctx=800, threads=2, flash_attention=flash, cache_type_k=cache, cache_type_v=cache)
     tokens = [(17 * i * i + 3) % 200 + 5 for i in range(n_tokens)]
@@ -40,7 +40,7 @@ def test_the_size_of_a_batch_changes_no_byte(tmp_path: Path, type: str, cache: s
 
 @pytest.mark.parametrize("type", ["q8_0", "f16", "f32"])
 @pytest.mark.parametrize(("flash", "sizes"), [("on", (2, 7, 63)), ("off", (2, 7, 63, 64, 700))])
-def test_two_tokens_at_once_and_more(tmp_path: Path, type: str, flash: str, sizes: tuple[int, ...]) -> None:
+def test_two_tokens_at_once_and_more(tmp_path: Path, type: str, flash: FlashAttention, sizes: tuple[int, ...]) -> None:
     """Beyond 512 cells, of which ggml's CPU gives each thread some of a single token."""
     _, model = write_pair(tmp_path, type)
     found = {size: logits_of_last(model, 700, size, flash=flash) for size in sizes}

@@ -24,7 +24,8 @@ from graph_runner.run.session import Session, Settings
 from quant.kernels import threads
 from quant.kernels.jit import EngineError, array_at, atomic_add, compiled
 from quant.kernels.records import place_in, record_at
-from quant.kernels.threads import GRAIN, Block, Job, Work
+from quant.kernels.region import Block
+from quant.kernels.threads import GRAIN, Job, Work
 
 
 class Visits(NamedTuple):
@@ -90,7 +91,7 @@ def test_no_chunk_is_taken_twice() -> None:
     visited = Visited(1 << 19)
     visited.work.words[place_in(Block, "chunk")] = 1
     with ThreadPoolExecutor(2) as pool:
-        for taken in [pool.submit(threads._take_chunks, visited.work.address) for _ in range(2)]:
+        for taken in [pool.submit(threads._take, visited.work.address) for _ in range(2)]:
             taken.result()
     assert (visited.visits == 1).all()
 

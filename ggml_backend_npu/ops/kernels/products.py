@@ -35,7 +35,7 @@ from quant.kernels.orders import (
     multiply_in_halves,
 )
 from quant.kernels.processor import dots_bytes
-from quant.kernels.records import Place, address_of, record_at, row_of, shared_record_at, size_of
+from quant.kernels.records import Place, address_of, place_in, record_at, row_of, shared_record_at, size_of
 from quant.kernels.threads import Work
 from quant.products import multiply_at, product
 from quant.rows import CODES, decode_row, decode_run
@@ -424,7 +424,14 @@ def bind(dst: Tensor, a: Tensor, b: Tensor, ids: Tensor | None, numerics: Numeri
     )
     n_units = -(-n_rows // tile_rows) * n_matrices
     n_bytes = _WEIGHT * n_matrices * n_rows * (a.nb[1] + k * n_columns // 4)
-    return Work(products, of, n_units, n_bytes, scratch=scratch_of(of), keep=(dst, a, b, ids))
+    return Work(products, of, n_units, n_bytes, scratch=scratch_of(of), reads=_reads(a), keep=(dst, a, b, ids))
+
+
+def _reads(a: Tensor) -> tuple[int, int]:
+    """What a work reads in the order of its units: one matrix of weights whose rows lie side by side."""
+    if a.packed is not None or a.ne[2] * a.ne[3] != 1 or not a.is_contiguous():
+        return 0, 0
+    return place_in(Products, "src0"), a.nbytes
 
 
 def _weights(a: Tensor, *, exact: bool) -> Weights:

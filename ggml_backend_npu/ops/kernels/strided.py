@@ -18,7 +18,8 @@ from quant.conversions import F16, F16_FOURS, conversion, convert_run
 from quant.kernels.jit import LINE, allocated, array_at, compiled, copy, inlined, release, stream, stream_ends
 from quant.kernels.late import types
 from quant.kernels.records import Dims, Place, record_at, row_of, shared_record_at
-from quant.kernels.threads import Block, Job, Work
+from quant.kernels.region import Block
+from quant.kernels.threads import Job, Work
 from quant.kernels.vectors import INT8, INT16, INT32, INT64, part, transposed
 from quant.runs import CACHED, STAGE, STAGE_SIZE, copy_run, flush
 
