@@ -47,7 +47,8 @@ class Block(NamedTuple):
     scratch       bytes of memory that each of its threads has for itself
     reads, n_read  what it reads in the order of its units: the word of its parameters that is the address, and how many
                   bytes; 0 bytes: nobody knows
-    chunk, next, done   while it runs: units of a chunk, the first unit that nobody has taken, how many are computed
+    chunks, next, done  while it runs: how many chunks it has, the first one that nobody has taken, and how many units
+                  are computed
     status        what a kernel returned that was not 0
     """
 
@@ -59,7 +60,7 @@ class Block(NamedTuple):
     scratch: int
     reads: int
     n_read: int
-    chunk: int
+    chunks: int
     next: int
     done: int
     status: int
@@ -92,17 +93,23 @@ _WAITING, _ON = 8 * place_in(Region, "waiting"), 8 * place_in(Region, "on")
 
 
 @inlined
-def chunk_of(block: Any, n_threads: int) -> Any:
-    """How many units of a work are a chunk for n_threads threads."""
-    n_chunks = 1 if n_threads == 1 else max(1, min(block.parts, n_threads * _CHUNKS))
-    return -(-block.units // n_chunks)
+def _chunks_of(block: Any, n_threads: int) -> Any:
+    """Into how many chunks a work is cut for n_threads threads."""
+    return 1 if n_threads == 1 else max(1, min(block.parts, n_threads * _CHUNKS))
+
+
+@inlined
+def _first_of(block: Any, chunks: int, i: int) -> Any:
+    """The first unit of chunk i of so many. Each is smaller than the one before, so that threads end together: of n
+    chunks, chunk i has n - i of n (n + 1) / 2 shares."""
+    return block.units * (i * (2 * chunks + 1 - i)) // (chunks * (chunks + 1))
 
 
 @inlined
 def begin_work(work: int, n_threads: int) -> None:
     """Cuts the work at an address into chunks for n_threads threads."""
     block = shared_record_at(work, Block)
-    block.chunk = chunk_of(block, n_threads)
+    block.chunks = _chunks_of(block, n_threads)
     block.next = 0
     block.done = 0
     block.status = 0
@@ -122,20 +129,22 @@ def take_chunks(work: int) -> Any:
     """Computes chunks of the work at an address until nobody has to take one. Returns whether the last one of all was
     among them."""
     block = shared_record_at(work, Block)
-    end, chunk = block.units, block.chunk
-    begin = atomic_add(types.int64(work + _NEXT), chunk)
-    if begin >= end:
+    chunks = block.chunks
+    i = atomic_add(types.int64(work + _NEXT), types.int64(1))
+    if i >= chunks:
         return False
     memory, taken = allocated(block.scratch), types.int64(0)
     scratch = _scratch(memory, block.scratch)
-    while begin < end:
-        status = call_kernel(block.kernel, block.parameters, begin, min(begin + chunk, end), scratch)
-        if status != 0:
-            block.status = status
-        taken += min(chunk, end - begin)
-        begin = atomic_add(types.int64(work + _NEXT), chunk)
+    while i < chunks:
+        begin, end = _first_of(block, chunks, i), _first_of(block, chunks, i + 1)
+        if begin < end:
+            status = call_kernel(block.kernel, block.parameters, begin, end, scratch)
+            if status != 0:
+                block.status = status
+            taken += end - begin
+        i = atomic_add(types.int64(work + _NEXT), types.int64(1))
     release(memory)
-    return atomic_add(types.int64(work + _DONE), taken) + taken == end
+    return taken > 0 and atomic_add(types.int64(work + _DONE), taken) + taken == block.units
 
 
 @inlined
@@ -187,7 +196,8 @@ def _fetch(region_at: int, i: int) -> None:
     for j in range(i + 1, min(i + _AHEAD, region.n_works)):
         block = shared_record_at(works[j], Block)
         if block.n_read != 0:
-            begin = turn * chunk_of(block, region.n_threads) * (block.n_read // block.units)
+            chunks = _chunks_of(block, region.n_threads)
+            begin = _first_of(block, chunks, min(turn, chunks)) * (block.n_read // block.units)
             address = array_at(block.parameters, types.int64, block.reads + 1)[block.reads]
             for at in range(begin, min(begin + _FETCHED, block.n_read), LINE):
                 prefetch(types.int64(address + at))

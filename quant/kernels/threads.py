@@ -97,7 +97,7 @@ class Work:
             scratch=scratch and scratch + LINE,
             reads=reads[0],
             n_read=reads[1],
-            chunk=0,
+            chunks=0,
             next=0,
             done=0,
             status=0,

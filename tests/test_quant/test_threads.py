@@ -89,7 +89,7 @@ def test_every_unit_is_computed_once(team: str, n_units: int, n_bytes: int, coun
 
 def test_no_chunk_is_taken_twice() -> None:
     visited = Visited(1 << 19)
-    visited.work.words[place_in(Block, "chunk")] = 1
+    visited.work.words[place_in(Block, "chunks")] = 1 << 19
     with ThreadPoolExecutor(2) as pool:
         for taken in [pool.submit(threads._take, visited.work.address) for _ in range(2)]:
             taken.result()
@@ -222,7 +222,7 @@ def test_the_environment_says_how_many_threads() -> None:
 
 def chunks(work: Work) -> int:
     """Into how many parts a work was cut when it ran last."""
-    return -(-work.block.units // work.block.chunk)
+    return work.block.chunks
 
 
 def large_copy(scene: Scene) -> int:
