@@ -255,6 +255,11 @@ def byte_of(word, index):
     return (word >> (8 * index)) & 0xFF
 
 
+def _of_bytes(low, high):
+    """The bytes of two int32 as eight of them."""
+    return low.as_bytes().followed_by(high.as_bytes()).to(INT32)
+
+
 def _dots_q4_k(n_rows):
     @part
     def dots(first, _, steps, y, target, offset):
@@ -270,15 +275,16 @@ def _dots_q4_k(n_rows):
             lowered: list[Value] = []
             for row in range(n_rows):
                 x = first + i * step + row_step * row
-                scales, minima = scales_q4_k(*((x + at).load(INT32) for at in (4, 8, 12)))
-                total = y.zeros(INT32, 8)
+                scales, minima = (
+                    _of_bytes(*words) for words in scales_q4_k(*((x + at).load(INT32) for at in (4, 8, 12)))
+                )
+                total, factors = y.zeros(INT32, 8), scales.as_factors()
                 for j in range(4):
                     pairs = (x + 16 + 32 * j).load(INT8, 32)
                     for k, codes in ((2 * j, pairs & 15), (2 * j + 1, pairs >> 4)):
-                        vector, factor = (block + 32 * k).load(INT8, 32), byte_of(scales[k // 4], k % 4).as_factors()
+                        vector, factor = (block + 32 * k).load(INT8, 32), factors.lanes_from(k, 0, 8)
                         total = total.plus_fours(codes, vector, positive=True, times=factor)
-                low, high = (word.as_bytes() for word in minima)
-                below = low.followed_by(high).to(INT32) * y_sums
+                below = minima * y_sums
                 below = below.lanes_from(0, 2, 4) + below.lanes_from(1, 2, 4)
                 scale, minimum = x.load(HALF).widened() * y_scale, (x + 2).load(HALF).widened() * (y_scale * -1.0)
                 added.append(total.to_float().fused_multiply_add(scale, sums[row]))
@@ -343,8 +349,8 @@ DOTS = {
     "q4_1": _kernels(_with_minimum, 4, quants_q4),
     "q5_0": _kernels(_dots_32, 4, quants_q5),
     "q5_1": _kernels(_with_minimum, 4, quants_q5),
-    "q4_K": _kernels(_dots_q4_k, 2),
-    "q6_K": _kernels(_dots_q6_k, 2),
+    "q4_K": _kernels(_dots_q4_k, 4),
+    "q6_K": _kernels(_dots_q6_k, 4),
 }
 DOTS_PACKED = _kernels(_dots_32, 4, quants_q4_packed)
 

@@ -52,6 +52,11 @@ def adds_pairs() -> bool:
     return processor_has("avx2") and not multiplies_unsigned()
 
 
+def scales_pairs() -> bool:
+    """Whether `vectors.Value.plus_fours` multiplies sums of pairs of products by factors."""
+    return adds_pairs() or multiplies_unsigned()
+
+
 def dots_bytes() -> bool:
     """Whether the processor multiplies bytes and adds the products (AVX-512 VNNI, AVX2, an ARM's dot products)."""
     return multiplies_unsigned() or adds_pairs() or processor_has("dotprod")

@@ -13,7 +13,13 @@ from typing import Any
 
 from quant.kernels.jit import fetch_line
 from quant.kernels.late import Late, cgutils, intrinsic, ir, real, types
-from quant.kernels.processor import adds_pairs, computes_with_float16, multiplies_unsigned, processor_has
+from quant.kernels.processor import (
+    adds_pairs,
+    computes_with_float16,
+    multiplies_unsigned,
+    processor_has,
+    scales_pairs,
+)
 
 # kinds of scalars, and of the lanes of vectors
 HALF, FLOAT = Late(lambda: ir.HalfType()), Late(lambda: ir.FloatType())
@@ -185,7 +191,7 @@ class Value:
         `multiplies_unsigned()`, else signed, and as many signed bytes y above -128.
 
         positive  no byte of x exceeds 127, and none is negative
-        times     times these numbers, as `as_factors` gives them
+        times     times these numbers, as `as_factors` gives them; then x is positive
         """
         if self.lanes > (4 if processor_has("dotprod") else 16 if multiplies_unsigned() else 8):
             half = self.lanes // 2
@@ -200,6 +206,8 @@ class Value:
             return parts[0].followed_by(parts[1])
         if self.lanes == 8 and adds_pairs():
             return self._plus_pairs(x, y, positive, times)
+        if times is not None and self.lanes == 8 and scales_pairs():
+            return self._plus_scaled_pairs(x, y, times)
         if times is not None:
             return self + self._of(ir.Constant(self._value.type, None)).plus_fours(x, y, positive=positive) * times
         kind, bytes_ = self._value.type, x._value.type
@@ -243,6 +251,15 @@ class Value:
         """Sums of two products of bytes, as int16."""
         return self._avx2("pmadd.ub.sw", ir.VectorType(INT16.real, 16), unsigned, signed)
 
+    def _plus_scaled_pairs(self, x: Value, y: Value, times: Value) -> Value:
+        """`plus_fours` of 8 int32 by AVX-512 VNNI, which multiplies sums of pairs by their factors and adds them up."""
+        kind, pairs = self._value.type, self._pairs(x._value, y._value)
+        function = self._builder.module.declare_intrinsic(
+            "llvm.x86.avx512.vpdpwssd.256", (), ir.FunctionType(kind, [kind] * 3)
+        )
+        words = (self._builder.bitcast(each, kind) for each in (pairs, times.filled(8)._value))
+        return self._of(self._builder.call(function, [self._value, *words]))
+
     def _plus_twos(self, pairs: Any, times: Value | None) -> Value:
         """Self plus the sums of two int16, each times a factor of `as_factors`."""
         factors = ir.Constant(pairs.type, [1] * 16)
@@ -257,7 +274,7 @@ class Value:
 
     def as_factors(self) -> Value:
         """Int32 numbers that int16 holds, as `plus_fours` takes factors: one for all sums, or one each."""
-        return (self & 0xFFFF) | (self << 16) if adds_pairs() else self
+        return (self & 0xFFFF) | (self << 16) if scales_pairs() else self
 
     def total(self, neighbours: bool = False) -> Value:
         """The sum of the float lanes, pairwise.
