@@ -7,7 +7,6 @@ import os
 import select
 import stat
 import time
-import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -74,6 +73,8 @@ def _pieces(file: int) -> Iterator[bytes]:
 def read_toml(text: str) -> dict[str, Any]:
     """The data of a TOML document. Raises TextError for what is nested more than 100 deep, and ValueError for what is
     no TOML: a TOMLDecodeError, or of a number with thousands of digits."""
+    import tomllib  # late, as it is slow
+
     try:
         data = tomllib.loads(text)
     except RecursionError:

@@ -14,9 +14,9 @@ from types import MappingProxyType
 import numpy as np
 
 import quant
-from ggml_backend_npu.ggml import blas, float16, lib, structs
+from ggml_backend_npu.ggml import float16, lib, structs
 from ggml_backend_npu.ggml.lib import Ggml, TypeInfo
-from ggml_backend_npu.ggml.numerics import PLAIN, Numerics
+from ggml_backend_npu.ggml.numerics import PLAIN, Numerics, spread
 from quant.blocks import compiled_types
 from quant.codec import ROUNDINGS, Bytes, Codec, Floats, Rounding
 
@@ -110,7 +110,7 @@ def _probe() -> Floats:
     nearly = (np.arange(32, dtype=np.float32) % 15 - 7.5) * (largest / 8) * (1 - np.arange(1, 33) % 9 * 2.0**-23)
     halfway = (np.arange(32, dtype=np.float32) + np.float32(0.5)) * (largest / np.float32(127))
     nearly[:, 0] = halfway[:, 0] = largest[:, 0]
-    values = np.random.default_rng(0).standard_normal((512, 32)).astype(np.float32)
+    values = spread(512 * 32).reshape(512, 32)
     return np.concatenate(
         [ties, nearly.astype(np.float32), halfway, values * np.logspace(-30, 30, 512, dtype=np.float32)[:, None]]
     )
@@ -155,6 +155,6 @@ def bound() -> Numerics:
             rounding = agreeing[0]
     return Numerics(
         rounding, _fuses(codecs["q8_K"]), ggml.contracts, MappingProxyType(found), MappingProxyType(to_float),
-        blas.sgemm(), float16.step(ggml), dots_in_halves=float16.adds(ggml, 1),
+        has_blas=True, halves=float16.step(ggml), dots_in_halves=float16.adds(ggml, 1),
         blocks_in_halves=float16.adds(ggml, 8),
     )  # fmt: skip

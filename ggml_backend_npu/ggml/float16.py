@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from ggml_backend_npu.ggml import convert, structs
 from ggml_backend_npu.ggml.lib import Ggml
+from ggml_backend_npu.ggml.numerics import spread
 
 _STEPS = {"AVX512": 128, "NEON": 32}  # elements: GGML_F16_STEP where these vectors are of float16; by feature of ggml
 _APART = 128  # elements: more than a vector of float16 has
@@ -26,7 +27,7 @@ def step(ggml: Ggml) -> int:
     step = next((step for feature, step in _STEPS.items() if feature in ggml.features), 0)
     if not step:
         return 0
-    values = np.random.default_rng(0).standard_normal((_CELLS, step)).astype(np.float16)
+    values = spread(_CELLS * step).reshape(_CELLS, step).astype(np.float16)
     v = np.concatenate([values, values[:, :-1]], axis=1)
     k = np.repeat(np.arange(_CELLS, 0, -1)[:, None], 32, axis=1).astype(np.float16)  # each has a weight of its own
     found = _computed(

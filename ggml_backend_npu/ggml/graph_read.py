@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
+import xxhash
 from numpy.typing import NDArray
 
 from ggml_backend_npu.ggml import convert, structs
@@ -220,7 +220,7 @@ class GraphRead:
     def digest(self) -> bytes:
         """Of what a plan of the graph depends on: where its nodes and their sources lie, what they hold but for names,
         and how often each node is used."""
-        found = hashlib.blake2b(digest_size=16)
+        found = xxhash.xxh3_128()
         for part in (self.at[: self.n_direct], self.tensors[: self.n_direct], self.uses):
             found.update(part.tobytes())
         return found.digest()

@@ -6,8 +6,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
+import numpy as np
+from numpy.typing import NDArray
+
 import quant
+from ggml_backend_npu.ggml import blas
 from quant import Codec, Rounding
+
+
+def spread(count: int) -> NDArray[np.float32]:
+    """Numbers between -3 and 3 without a pattern, to tell an arithmetic by. numpy.random, which has better ones, takes
+    10 ms to load."""
+    found: NDArray[np.float32] = (np.arange(count) * 0.6180339887 % 1 * 6 - 3).astype(np.float32)
+    return found
 
 
 @dataclass(frozen=True)
@@ -21,7 +32,7 @@ class Numerics:
     contracts  whether ggml's compiler fused a product and its sum (-ffp-contract) where one C expression has both
     bound      codecs that are the bound ggml's own functions, by type: for types that this project has no kernel for
     to_float   addresses of ggml's functions that dequantise rows of these types
-    sgemm      the address of cblas_sgemm, in a library that computes in the calling thread; 0 where there is none
+    has_blas   whether there is a library of products of float32 that computes in the calling thread
     matmul     how weights are multiplied, see `ops.matmul`, and q, k and v, see `ops.attention`: "exact" or "fast"
     dots_in_halves    whether the CPU adds the products of its float16 dot products as float16, rounded once: in
                       MUL_MAT, convolutions and the scores of attention
@@ -33,11 +44,17 @@ class Numerics:
     contracts: bool = True
     bound: Mapping[str, Codec] = field(default_factory=lambda: MappingProxyType({}))
     to_float: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
-    sgemm: int = 0
+    has_blas: bool = False
     halves: int = 0
     matmul: str = "fast"
     dots_in_halves: bool = False
     blocks_in_halves: bool = False
+
+    @property
+    def sgemm(self) -> int:
+        """The address of cblas_sgemm; 0 where there is none. The first who asks loads the library: many models need
+        none of it."""
+        return blas.sgemm() if self.has_blas else 0
 
     def codec(self, type: str) -> Codec:
         """The codec for a node's tensor of a type: ggml's own where it is bound, else that of `quant`."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,7 +16,7 @@ from ggml_backend_npu.registry.checks import Make, Probe, Types
 from ggml_backend_npu.registry.params import Params
 from quant import Codec, codec
 
-Rng = np.random.Generator
+Rng: TypeAlias = "np.random.Generator"  # quoted: numpy.random is loaded when it is used
 
 HEADS, TOKENS = 4, 6
 _LARGE = 100.0

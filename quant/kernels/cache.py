@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
-import hashlib
 from pathlib import Path
+
+import xxhash
 
 from quant import folders
 from quant.kernels.processor import lanes
@@ -26,10 +27,10 @@ def cache_directory() -> Path:
 @functools.cache
 def sources(*packages: str, salt: bytes = b"", root: Path = ROOT) -> str:
     """A digest of all sources of packages of this project, which lie in a folder."""
-    digest = hashlib.sha256(salt)
+    digest = xxhash.xxh3_128(salt)
     for source in sorted(path for name in packages for path in (root / name).rglob("*.py")):
         digest.update(f"{source.relative_to(root)}\0".encode(errors="surrogateescape"))
-        digest.update(hashlib.sha256(source.read_bytes()).digest())
+        digest.update(xxhash.xxh3_128_digest(source.read_bytes()))
     return digest.hexdigest()
 
 

@@ -3,14 +3,16 @@ Damage is noticed before anything of it is used."""
 
 from __future__ import annotations
 
-import hashlib
 import json
 import sys
 from pathlib import Path
 
+import xxhash
+
 from quant import folders
 
 _SEAL = "contents.json"
+_CHECKSUM = 16  # bytes of xxh3-128
 
 
 class DamagedError(Exception):
@@ -19,7 +21,7 @@ class DamagedError(Exception):
 
 def sealed(content: bytes) -> bytes:
     """What a file holds for `unsealed`: the content, and then its checksum."""
-    return content + hashlib.sha256(content).digest()
+    return content + xxhash.xxh3_128_digest(content)
 
 
 def unsealed(path: Path) -> bytes:
@@ -28,8 +30,8 @@ def unsealed(path: Path) -> bytes:
         if not folders.is_ours(file.fileno()):
             raise DamagedError("can be another user's")
         content = file.read()
-    content, checksum = content[: -hashlib.sha256().digest_size], content[-hashlib.sha256().digest_size :]
-    if hashlib.sha256(content).digest() != checksum:
+    content, checksum = content[:-_CHECKSUM], content[-_CHECKSUM:]
+    if xxhash.xxh3_128_digest(content) != checksum:
         raise DamagedError("is damaged")
     return content
 
@@ -71,5 +73,7 @@ def _contents(path: Path) -> list[str | int]:
     """A link's target, or a file's size and checksum."""
     if path.is_symlink():
         return [str(path.readlink())]
+    import hashlib  # late: it loads OpenSSL
+
     with path.open("rb") as file:
         return [path.stat().st_size, hashlib.file_digest(file, "sha256").hexdigest()]

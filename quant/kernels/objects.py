@@ -5,15 +5,15 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import hashlib
 import os
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import xxhash
 
 from quant.folders import FolderError, temporary_folder
 from quant.kernels.cache import kept_in
@@ -86,7 +86,7 @@ class Kept:
 
     def __init__(self, function: Callable[..., Any], names: tuple[str, ...]) -> None:
         name = f"{function.__module__}.{function.__qualname__}-{function.__code__.co_firstlineno}"
-        digest = hashlib.sha256(f"{names} {_made_by()}".encode()).hexdigest()[:16]
+        digest = xxhash.xxh3_64_hexdigest(f"{names} {_made_by()}".encode())
         self._name = f"{name.replace('.<locals>', '')}-{digest}"
 
     def loaded(self) -> Loaded | None:
@@ -126,6 +126,8 @@ def _say_not_kept(why: str) -> None:
 def _linked(path: Path, code: bytes) -> Loaded | None:
     """Links an object file and loads what comes of it. None: there is no linker, the code needs what neither C's
     library nor its mathematics have, or the folder may hold no programs. Raises OSError."""
+    import subprocess  # late, as it is slow
+
     command = linker()
     if command is None:
         return None

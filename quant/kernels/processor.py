@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import hashlib
 import os
 import platform
 from collections.abc import Iterator
@@ -11,6 +10,8 @@ from contextlib import suppress
 from importlib.util import find_spec
 from math import ceil
 from pathlib import Path
+
+import xxhash
 
 from quant.folders import FolderError, kept, kernels_root
 from quant.kernels.kept import DamagedError, unsealed, write_sealed
@@ -84,7 +85,7 @@ def _host() -> tuple[str, str]:
     about = _lines(CPUINFO) if CPUINFO.exists() else []
     first = about[: about.index("")] if "" in about else about
     kind = "\n".join([release_of("llvmlite"), *(line for line in first if line.startswith(_OF_A_KIND))])
-    kept_as = hashlib.sha256(kind.encode()).hexdigest()[:16]
+    kept_as = xxhash.xxh3_64_hexdigest(kind.encode())
     with suppress(FolderError, OSError, DamagedError, ValueError):
         if first:
             found, has = unsealed(kept(kernels_root() / _KINDS) / kept_as).decode().split(" ")

@@ -15,12 +15,12 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from contextvars import ContextVar
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,6 +30,9 @@ from quant.kernels.late import types
 from quant.kernels.processor import processors
 from quant.kernels.records import Record, packed, place_in, shared_record_at, size_of
 from quant.kernels.region import Block, begin_work, run_works, take_chunks, take_works
+
+if TYPE_CHECKING:
+    from concurrent.futures import ThreadPoolExecutor
 
 GRAIN = 256 * 1024  # bytes below which a second thread costs more than it brings
 
@@ -194,6 +197,8 @@ def working_team() -> Team:
 
 @cache
 def _pool() -> ThreadPoolExecutor:
+    from concurrent.futures import ThreadPoolExecutor  # late, as it is slow
+
     return ThreadPoolExecutor(processors(), thread_name_prefix="npu")
 
 
