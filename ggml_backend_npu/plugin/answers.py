@@ -2,7 +2,8 @@
 ops that it leaves to others.
 
 A scheduler asks for each node whenever it makes a graph, and some thousand times for a prompt of a new length. Most of
-these nodes differ from one of another layer in nothing that a refusal may depend on.
+these nodes differ from one of another layer in nothing that a refusal may depend on. About buffer types it asks as
+often.
 """
 
 from __future__ import annotations
@@ -44,6 +45,8 @@ class _Known(NamedTuple):
     """What `supports_op` knows of a device; `_N_SLOTS` keys follow it, each after its number of words.
 
     python      callback for nodes that are not known
+    is_host     address of ggml_backend_buft_is_host
+    buffer_type  of the device's own memory; 0: it computes in host memory
     computes    address of int64 by op: whether it computes anything
     left        address of int64 by op: whether its nodes are left to other devices
     version     of the backend when the nodes were asked about
@@ -51,6 +54,8 @@ class _Known(NamedTuple):
     """
 
     python: int
+    is_host: int
+    buffer_type: int
     computes: int
     left: int
     version: int
@@ -58,6 +63,7 @@ class _Known(NamedTuple):
 
 
 _SLOTS, _VERSION = size_of(_Known), place_in(_Known, "version")
+_BUFFER_TYPE = place_in(_Known, "buffer_type")
 
 
 @inlined
@@ -129,23 +135,42 @@ def supports_op(device: int, node: int) -> Any:
     return types.uint8(call_python(known.python, device, node) & 1)
 
 
+@callback(types.uint8(types.int64, types.int64))
+def supports_buft(device: int, buffer_type: int) -> Any:
+    """ggml_backend_device_i.supports_buft: whether it is the device's own, or in host memory any host's."""
+    known = shared_record_at(int64s(device + _CONTEXT, 1)[0], _Known)
+    if known.buffer_type != 0:
+        return types.uint8(known.buffer_type == buffer_type)
+    return types.uint8(call_python(known.is_host, buffer_type, types.int64(0)) & 1)
+
+
 class Answers:
     """What a device has answered.
 
     python      address of the callback for nodes that are not known
+    is_host     address of ggml_backend_buft_is_host
     version_at  address of the backend's version
     """
 
-    def __init__(self, python: int, version_at: int, reader: GraphReader) -> None:
+    def __init__(self, python: int, is_host: int, version_at: int, reader: GraphReader) -> None:
         self._reader = reader  # holds the table of ops
         self._left = np.zeros_like(reader.computes)
-        known = packed(_Known(python, reader.computes.ctypes.data, self._left.ctypes.data, -1, version_at))
+        known = packed(_Known(python, is_host, 0, reader.computes.ctypes.data, self._left.ctypes.data, -1, version_at))
         self._words = np.concatenate([known, np.zeros(_N_SLOTS * (1 + _KEY), np.int64)])
 
     @property
     def address(self) -> int:
         """What ggml_backend_device.context must be for `supports_op`."""
         return int(self._words.ctypes.data)
+
+    @property
+    def buffer_type(self) -> int:
+        """Address of the buffer type of the device's own memory; 0: it computes in host memory."""
+        return int(self._words[_BUFFER_TYPE])
+
+    @buffer_type.setter
+    def buffer_type(self, address: int) -> None:
+        self._words[_BUFFER_TYPE] = address
 
     def learn(self, node: int, version: int) -> None:
         """Remembers that the backend of this version says yes to the node at an address."""

@@ -69,7 +69,8 @@ class Plugin:
         self.run: Callable[[Plan, int], None] | None = None
         self._read = GraphReader(ggml)
         self._supports_op = answers.Asked(self.supports_op)
-        self._answers = answers.Answers(_address_of(self._supports_op), backend.version_at, self._read)
+        is_host = _address_of(ggml.ggml_backend_buft_is_host)
+        self._answers = answers.Answers(_address_of(self._supports_op), is_host, backend.version_at, self._read)
         self._halted: str | None = None
         self._is_watched = False
         self._fallback = Fallback(ggml, backend)
@@ -94,6 +95,7 @@ class Plugin:
             return
         name = ctypes.addressof(self._strings[self.backend.name])
         self._buffers = Buffers(self.ggml, self.memory, self.failures, name, self.handle)
+        self._answers.buffer_type = self._buffers.type_address
         if isinstance(self.memory, OpaqueQueue):
             self._queue = Queue(self.ggml, self.memory, self._buffers, self.failures)
 
@@ -123,7 +125,7 @@ class Plugin:
             get_buffer_type=self.get_buffer_type,
             buffer_from_host_ptr=self.buffer_from_host_ptr,
             supports_op=answers.supports_op.address,
-            supports_buft=self.supports_buft,
+            supports_buft=answers.supports_buft.address,
             **(self._queue.of_device() if self._queue is not None else {}),
         )
 
@@ -250,14 +252,6 @@ class Plugin:
         """ggml_backend_device_i.buffer_from_host_ptr: a CPU buffer over `size` bytes of host memory; NULL on error."""
         buffer: int | None = self.ggml.ggml_backend_cpu_buffer_from_ptr(address, size)
         return buffer
-
-    @guarded(False)
-    def supports_buft(self, _: int, buffer_type: int) -> bool:
-        """ggml_backend_device_i.supports_buft: whether it is the device's own, or in host memory any host's. False on
-        error."""
-        if self.memory is not None:
-            return buffer_type == self._buffers.type_address
-        return bool(self.ggml.ggml_backend_buft_is_host(buffer_type))
 
     @guarded(False)
     def supports_op(self, _: int, node: int) -> bool:
