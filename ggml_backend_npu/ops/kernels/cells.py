@@ -13,6 +13,8 @@ from ggml_backend_npu.ggml.numerics import Numerics
 from ggml_backend_npu.ir import Tensor
 from ggml_backend_npu.ops.kernels.exponentials import v_exp
 from ggml_backend_npu.ops.kernels.softmax import LOWEST
+from quant.codec import ROUNDINGS
+from quant.dots import READY_Q8, SCALED_SUM, ready_q8, rounded_q8
 from quant.kernels.jit import (
     array_at,
     compiled,
@@ -50,11 +52,15 @@ class Source(NamedTuple):
 
 
 class Attention(NamedTuple):
-    """dk, dv are the row sizes of k and v. An address of 0 means that there is none.
+    """dk, dv are the row sizes of k and v in the kernels. An address of 0 means that there is none.
 
     n_groups  heads of k
     mask_ne  dimensions 2 and 3 of the mask
     sinks, slopes  addresses of one float32 per head
+    n_minima  how many blocks a row of k has, if q is rounded to q8_1: after its elements, a row of k has the minima of
+             its blocks, and one of q what float16 rounds off its sums of as many elements; 0: q is rounded to another
+             type
+    q8       then, how q8_1 rounds: the place in quant.ROUNDINGS
     scale    of a score; softcap: the cap on it after that, 0 for none
     dst      its address; dst has no gaps
     parts, n_parts  of `attend_in_halves`: where a row's sums are stored, and how many parts; 0: it finishes `dst`
@@ -84,6 +90,8 @@ class Attention(NamedTuple):
     scale: np.float32
     softcap: np.float32
     dst: int
+    n_minima: int = 0
+    q8: int = 0
     parts: int = 0
     n_parts: int = 0
     n_narrow: int = 0
@@ -109,14 +117,40 @@ def row_at(source, i1, head, i3):
 @inlined
 def load_query(of, i1, head, i3, query, work):
     """A row of q, rounded, to `query`."""
-    copy(row_at(of.q, i1, head, i3), query, 4 * of.dk)
-    round_run(of.q.code, query, work, of.dk)
+    if of.n_minima == 0:
+        copy(row_at(of.q, i1, head, i3), query, 4 * of.dk)
+        round_run(of.q.code, query, work, of.dk)
+        return
+    n = 32 * of.n_minima
+    row = array_at(query, types.float32, of.dk)
+    ready_q8(row_at(of.q, i1, head, i3), work, of.n_minima, of.q8, types.int64(0))
+    rounded_q8(work, query, of.n_minima)
+    row[n:] = 0
+    for b in range(of.n_minima):
+        total = types.float32(0)
+        for i in range(32 * b, 32 * b + 32):
+            total += row[i]
+        row[n + b] = float_at(work + READY_Q8 * b + SCALED_SUM) - total
 
 
 @inlined
 def decode(source, row, y, n):
     """A row of k or v as float32."""
     decode_row(source.code, source.to_float, row, source.packed, source.n_packed, y, n)
+
+
+@inlined
+def decode_key(of, row, y):
+    """A row of k as float32, and the minima of its blocks where the kernels take them."""
+    if of.n_minima == 0:
+        decode(of.k, row, y, of.dk)
+        return
+    n = 32 * of.n_minima
+    decode(of.k, row, y, n)
+    minima = array_at(y + 4 * n, types.float32, of.dk - n)
+    minima[:] = 0
+    for b in range(of.n_minima):
+        minima[b] = f16_to_f32(array_at(row + b * of.k.place.nb[0] + 2, types.uint16, 1)[0])
 
 
 @inlined
@@ -151,8 +185,8 @@ def dst_row(of, i1, head, i3):
 
 @inlined
 def bytes_to_round(dk: int) -> int:
-    """Bytes that `round_run` works in, for a row of q."""
-    return 2 * dk + 34
+    """Bytes that `load_query` works in."""
+    return max(2 * dk + 34, dk // 32 * READY_Q8)
 
 
 @inlined
@@ -395,9 +429,9 @@ def attend(p, begin, end, scratch):
                 if kept == 0 and of.chunk == 0:
                     continue
             for i in range(count):
-                decode(of.k, row_at(of.k, first + i, cells_head, i3), k + 4 * i * dk, dk)
+                decode_key(of, row_at(of.k, first + i, cells_head, i3), k + 4 * i * dk)
                 decode(of.v, row_at(of.v, first + i, cells_head, i3), v + 4 * i * wide, dv)
-            finite = all_finite(v, count * wide)
+            finite = (some == 0 and of.chunk == 0) or all_finite(v, count * wide)  # else every cell counts
             if kept == 0 and finite and queries_finite and all_finite(k, count * dk):
                 continue
             scores[:] = 0
@@ -445,14 +479,15 @@ def attention(
     by_head     the slope of each head, which the mask is multiplied by
     query_type  the type that q is rounded to
     """
-    code = f"q8_0 {numerics.rounding}" if query_type == "q8_0" else query_type
+    n_minima = q.ne[0] // 32 if query_type == "q8_1" else 0
+    code = f"q8_0 {numerics.rounding}" if query_type in ("q8_0", "q8_1") else query_type
     to_float = {type: numerics.to_float.get(type, 0) for type in {k.type, v.type} - {*CODES}}
     if code not in CODES or 0 in to_float.values():
         return None
     factor = np.float32(scale) / np.float32(softcap) if softcap else np.float32(scale)
     keys, gains = (_source(x, q, CODES.get(x.type, -1), to_float.get(x.type, 0)) for x in (k, v))
     return Attention(
-        dk=q.ne[0],
+        dk=q.ne[0] + -(-n_minima // LANES) * LANES,
         dv=v.ne[0],
         n_cells=k.ne[1],
         n_queries=q.ne[1],
@@ -469,6 +504,8 @@ def attention(
         scale=factor,
         softcap=np.float32(softcap),
         dst=dst.address,
+        n_minima=n_minima,
+        q8=ROUNDINGS.index(numerics.rounding),
     )
 
 

@@ -19,6 +19,7 @@ from ggml_backend_npu.ops.kernels.cells import (
     capped,
     cost_of,
     decode,
+    decode_key,
     float_at,
     load_query,
     mark,
@@ -258,7 +259,7 @@ def _add_tile(of, group, i3, first, count, ends, rows, scores, tile):
         _all_keys(_OF_HALVES, n_rows, k, step, count, queries, dk // LANES, scores, ahead)
     else:
         for i in range(count):
-            decode(of.k, row_at(of.k, first + i, head, i3), tile + 4 * dk * i, dk)
+            decode_key(of, row_at(of.k, first + i, head, i3), tile + 4 * dk * i)
         _all_keys(_OF_FLOATS, n_rows, tile, 4 * dk, count, queries, dk // LANES, scores, tile)
     capped(of, scores, CELLS * n_rows)
     if some != 0:

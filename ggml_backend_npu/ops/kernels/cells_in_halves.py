@@ -16,7 +16,7 @@ from ggml_backend_npu.ops.kernels.cells import (
     bytes_to_round,
     capped,
     cost_of,
-    decode,
+    decode_key,
     dst_row,
     float_at,
     load_query,
@@ -352,7 +352,7 @@ def attend_in_halves(p, begin, end, scratch):
                 if not decoded:
                     decoded = True
                     for i in range(count):
-                        decode(of.k, k + (first + i) * k_step, keys + 4 * dk * i, dk)
+                        decode_key(of, k + (first + i) * k_step, keys + 4 * dk * i)
                 _score(of, k + first * k_step, keys, queries + 4 * dk * r, y, count)
                 to = scratch + 2 * dv * r
                 _add_tile(of, mask, slope_of(of, head + r), v + first * v_step, y, count, states + 8 * r, to)
