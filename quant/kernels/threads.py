@@ -56,7 +56,7 @@ def _begin(work: int, n_threads: int) -> None:
 
 
 @callback(types.void(types.int64))
-def _take(work: int) -> None:
+def _take_chunks(work: int) -> None:
     take_chunks(work)
 
 
@@ -134,8 +134,8 @@ class Work:
             status = _run(self.address, count, team.openmp)
         else:
             _begin(self.address, count)
-            others = [_pool().submit(_take, self.address) for _ in range(count - 1)]
-            _take(self.address)
+            others = [_pool().submit(_take_chunks, self.address) for _ in range(count - 1)]
+            _take_chunks(self.address)
             for other in others:
                 other.result()
             status = self.block.status

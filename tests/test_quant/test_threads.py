@@ -91,7 +91,7 @@ def test_no_chunk_is_taken_twice() -> None:
     visited = Visited(1 << 19)
     visited.work.words[place_in(Block, "chunks")] = 1 << 19
     with ThreadPoolExecutor(2) as pool:
-        for taken in [pool.submit(threads._take, visited.work.address) for _ in range(2)]:
+        for taken in [pool.submit(threads._take_chunks, visited.work.address) for _ in range(2)]:
             taken.result()
     assert (visited.visits == 1).all()
 
