@@ -67,7 +67,7 @@ _N_TENSORS, _N_DIRECT = place_in(_Reading, "n_tensors"), place_in(_Reading, "n_d
 
 @intrinsic
 def call_python(typing_context: Any, function: Any, owner: Any, what: Any) -> Any:
-    """Calls the C function at an address, a callback mostly, with two addresses; returns its int."""
+    """Calls the callback at an address, with two addresses; returns its int."""
 
     def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         i64 = ir.IntType(64)

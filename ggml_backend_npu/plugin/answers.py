@@ -28,8 +28,8 @@ from ggml_backend_npu.ggml.graph_read import (
     int64s,
 )
 from ggml_backend_npu.ggml.layouts import NEWEST
-from quant.kernels.jit import callback, inlined, on_stack, stream_ends
-from quant.kernels.late import types
+from quant.kernels.jit import callback, caller, inlined, on_stack, stream_ends
+from quant.kernels.late import intrinsic, types
 from quant.kernels.records import packed, place_in, shared_record_at, size_of
 
 _N_SLOTS = 2048  # nodes that are known at once
@@ -135,13 +135,19 @@ def supports_op(device: int, node: int) -> Any:
     return types.uint8(call_python(known.python, device, node) & 1)
 
 
+@intrinsic
+def _says(typing_context: Any, function: Any, of: Any) -> Any:
+    """What the C function at an address says of an address: a bool, in the lowest bit."""
+    return types.int64(types.int64, types.int64), caller(1)
+
+
 @callback(types.uint8(types.int64, types.int64))
 def supports_buft(device: int, buffer_type: int) -> Any:
     """ggml_backend_device_i.supports_buft: whether it is the device's own, or in host memory any host's."""
     known = shared_record_at(int64s(device + _CONTEXT, 1)[0], _Known)
     if known.buffer_type != 0:
         return types.uint8(known.buffer_type == buffer_type)
-    return types.uint8(call_python(known.is_host, buffer_type, types.int64(0)) & 1)
+    return types.uint8(_says(known.is_host, buffer_type) & 1)
 
 
 class Answers:

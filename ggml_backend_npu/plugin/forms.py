@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import islice
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,9 +29,8 @@ from ggml_backend_npu.plugin.placing import Bound, Placing, Words, place, take_o
 from ggml_backend_npu.plugin.rows import HOME, Pieces, Rows, graph_in
 from ggml_backend_npu.registry.calls import KernelError, Watched, are_watched
 from ggml_backend_npu.registry.entry import Call
-from quant.kernels.jit import callback, engine, now
-from quant.kernels.late import types
-from quant.kernels.region import run_works
+from quant.kernels import region
+from quant.kernels.jit import engine, now
 from quant.kernels.threads import Job, Team, working_team
 
 Ints = NDArray[np.int64]
@@ -229,7 +227,7 @@ class Formed(Plan):
         """Runs the works at some addresses, or a plan whose calls are Python's own. `times` as in `run_works`."""
         if isinstance(run, np.ndarray):
             team = working_team()
-            done = _run(run.ctypes.data, len(run), team.n_threads, team.openmp, times)
+            done = region.run(run.ctypes.data, len(run), team.n_threads, team.openmp, times)
             if done < len(run):
                 self._fail(int(run[done]))
         else:
@@ -244,12 +242,6 @@ class Formed(Plan):
             if failed:
                 run_step(what, Job(*failed))
                 raise KernelError(f"{what}: its kernel failed")
-
-
-@callback(types.int64(types.int64, types.int64, types.int64, types.int64, types.int64))
-def _run(works: int, count: int, n_threads: int, openmp: int, times: int) -> Any:
-    """`run_works`"""
-    return run_works(works, count, n_threads, openmp, times)
 
 
 class Forms:

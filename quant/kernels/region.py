@@ -236,7 +236,7 @@ def take_works(region_at: int) -> None:
 
 @inlined
 def run_works(works: int, count: int, n_threads: int, openmp: int, times: int) -> int:
-    """Runs the works at `count` addresses in order; returns how many ran before one failed.
+    """Runs the works at `count` addresses in order, none of them twice; returns how many ran before one failed.
 
     works   where the addresses are
     openmp  the address of GOMP_parallel of the team; 0: this thread runs them alone
@@ -255,3 +255,9 @@ def run_works(works: int, count: int, n_threads: int, openmp: int, times: int) -
         call_openmp(openmp, first.take, region_at, n_threads)
     ran: int = region.ran
     return ran
+
+
+@callback(types.int64(types.int64, types.int64, types.int64, types.int64, types.int64))
+def run(works: int, count: int, n_threads: int, openmp: int, times: int) -> Any:
+    """`run_works`, as a C function."""
+    return run_works(works, count, n_threads, openmp, times)

@@ -193,7 +193,8 @@ class Value:
         positive  no byte of x exceeds 127, and none is negative
         times     times these numbers, as `as_factors` gives them; then x is positive
         """
-        if self.lanes > (4 if processor_has("dotprod") else 16 if multiplies_unsigned() else 8):
+        widest = 16 if multiplies_unsigned() and times is None else 8
+        if self.lanes > (4 if processor_has("dotprod") else widest):
             half = self.lanes // 2
             parts = [
                 self.lanes_from(i, 1, half).plus_fours(
@@ -206,7 +207,7 @@ class Value:
             return parts[0].followed_by(parts[1])
         if self.lanes == 8 and adds_pairs():
             return self._plus_pairs(x, y, positive, times)
-        if times is not None and self.lanes == 8 and scales_pairs():
+        if times is not None and self.lanes == 8 and multiplies_unsigned():
             return self._plus_scaled_pairs(x, y, times)
         if times is not None:
             return self + self._of(ir.Constant(self._value.type, None)).plus_fours(x, y, positive=positive) * times

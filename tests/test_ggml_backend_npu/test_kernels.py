@@ -25,10 +25,9 @@ from ggml_backend_npu.ggml import codecs
 from ggml_backend_npu.ops import OWN, mamba, pooling, routing
 from ggml_backend_npu.ops import token_shift as shifts
 from ggml_backend_npu.ops.kernels import elements, groups, hadamard, strided, tiles
-from ggml_backend_npu.plugin import forms
 from ggml_backend_npu.registry.checks import Types
 from quant import conversions
-from quant.kernels import threads
+from quant.kernels import region, threads
 from quant.kernels.jit import CFunction, compiled
 
 OF_OPS = {**OF_MODELS, **OF_TRAINING, **OF_IMAGES}
@@ -115,7 +114,7 @@ def top_by_hand(x: Array) -> list[Array]:
     return [(values / values.sum(axis=1, keepdims=True)).astype(np.float32), indices.astype(np.int32)]
 
 
-RUN_OTHERS = threads._run, forms._run
+RUN_OTHERS = threads._run, region.run
 CASES = {
     **OF_OPS,
     "SCALE with a bias": Case(

@@ -16,10 +16,10 @@ from kit.support import examples
 from numpy.typing import NDArray
 
 from ggml_backend_npu.plugin.plugin import Plugin
-from quant.kernels.jit import array_at, atomic_add, callback, compiled
+from quant.kernels.jit import array_at, atomic_add, compiled
 from quant.kernels.late import types
 from quant.kernels.records import place_in, record_at, size_of
-from quant.kernels.region import Block, run_works
+from quant.kernels.region import Block, run
 from quant.kernels.threads import GRAIN, Work
 
 
@@ -48,13 +48,8 @@ def step(p: Any, begin: int, end: int, scratch: int) -> Any:
     return 7 if begin <= of.bad < end else 0
 
 
-@callback(types.int64(types.int64, types.int64, types.int64, types.int64, types.int64))
-def _run(works: int, count: int, n_threads: int, openmp: int, times: int) -> Any:
-    return run_works(works, count, n_threads, openmp, times)
-
-
 class Steps:
-    """Works of some units, each for one thread or for several; `ran` of them ran."""
+    """Works of some units, each for one thread or for several. bad: the number of the work that fails, and its unit."""
 
     def __init__(self, shapes: list[tuple[int, bool]], bad: tuple[int, int] = (-1, -1)) -> None:
         self.units = np.array([n for n, _ in shapes], np.int64)
@@ -68,7 +63,7 @@ class Steps:
 
     def run(self, n_threads: int, openmp: int) -> int:
         at = np.array([work.address for work in self.works], np.int64)
-        ran: int = _run(at.ctypes.data, len(at), n_threads, openmp, self.times.ctypes.data)
+        ran: int = run(at.ctypes.data, len(at), n_threads, openmp, self.times.ctypes.data)
         return ran
 
 
