@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from quant.kernels.jit import array_at, f16_to_f32, fused_multiply_add, inlined
+from quant.kernels.jit import LINE, array_at, f16_to_f32, fused_multiply_add, inlined
 from quant.kernels.late import intrinsic, types
 from quant.kernels.matrices import LANES
 from quant.kernels.vectors import FLOAT, HALF, Address, Value, part
@@ -21,7 +21,7 @@ HALVES = 2 * LANES  # float16 of a vector
 VECTOR = 8 if LANES == 16 else 4  # float32 of the last vectors that GCC makes of a loop; the rest is one by one
 GROUP = 4  # rows that are multiplied together, or added up side by side
 _SHORT = 8 * STEP  # elements of the longest rows that are multiplied together; longer ones are read one by one
-_WIDTHS = (6, 2, 1) if LANES == 16 else (3, 1)  # columns that are multiplied together
+_WIDE, _FEW = (6, 2) if LANES == 16 else (3, 3)  # columns that are multiplied together; the rest is one by one
 
 
 def load_floats(address: Address, kind: Any) -> Value:
@@ -133,12 +133,15 @@ def dots_f32(x: int, row_step: int, y: int, n: int, to: int, count: int) -> None
 
 def _columns(kind: Any, n_bytes: int, width: int) -> Any:
     @part
-    def multiply_columns(rows: Address, where: Address, x: Address, y: Address) -> None:
+    def multiply_columns(rows: Address, where: Address, x: Address, y: Address, ahead: Address) -> None:
         row_step, n_steps, offset = (where.number_at(i) for i in range(3))
+        lines = 1 if width == _WIDE else max(1, GROUP * n_bytes * LANES // LINE)  # of a step
         at = [rows + row_step * i for i in range(GROUP)]
         columns = [x.number_at(j) for j in range(width)]
 
         def step(i: Address, sums: Any) -> list[Value]:
+            for line in range(lines):
+                (ahead + i * (lines * LINE) + LINE * line).prefetch(near=False)
             left = [load_floats(row + i * (n_bytes * LANES), kind) for row in at]
             right = [load_floats(column + i * (4 * LANES), FLOAT) for column in columns]
             pairs = [(a, b) for b in right for a in left]
@@ -151,22 +154,25 @@ def _columns(kind: Any, n_bytes: int, width: int) -> Any:
     return multiply_columns
 
 
-_F16_WIDE, _F16_FEW, _F16_ONE = (_columns(HALF, 2, width) for width in (_WIDTHS[0], _WIDTHS[-2], 1))
-_F32_WIDE, _F32_FEW, _F32_ONE = (_columns(FLOAT, 4, width) for width in (_WIDTHS[0], _WIDTHS[-2], 1))
-_WIDE, _FEW = _WIDTHS[0], _WIDTHS[-2]
+_F16_WIDE, _F16_FEW, _F16_ONE = (_columns(HALF, 2, width) for width in (_WIDE, _FEW, 1))
+_F32_WIDE, _F32_FEW, _F32_ONE = (_columns(FLOAT, 4, width) for width in (_WIDE, _FEW, 1))
 
 
 @inlined
 def _multiply(wide: Any, few: Any, one: Any, rows: int, where: int, x: int, y: int, count: int) -> None:
-    c = 0
+    c, row_step, n_steps = 0, array_at(where, types.int64, 2)[0], array_at(where, types.int64, 2)[1]
+    ahead, end = rows + GROUP * row_step, rows + 2 * GROUP * row_step
     while c + _WIDE <= count:
-        wide(rows, where, x + 8 * c, y + 8 * c)
+        wide(rows, where, x + 8 * c, y + 8 * c, ahead if ahead < end else rows)
+        ahead += LINE * n_steps
         c += _WIDE
     while c + _FEW <= count:
-        few(rows, where, x + 8 * c, y + 8 * c)
+        few(rows, where, x + 8 * c, y + 8 * c, ahead if ahead < end else rows)
+        ahead = end
         c += _FEW
     while c < count:
-        one(rows, where, x + 8 * c, y + 8 * c)
+        one(rows, where, x + 8 * c, y + 8 * c, ahead if ahead < end else rows)
+        ahead = end
         c += 1
 
 
