@@ -47,8 +47,9 @@ class Block(NamedTuple):
     scratch       bytes of memory that each of its threads has for itself
     reads, n_read  what it reads in the order of its units: the word of its parameters that is the address, and how many
                   bytes; 0 bytes: nobody knows
-    chunks, next, done  while it runs: how many chunks it has, the first one that nobody has taken, and how many units
-                  are computed
+    chunks, shrinks  while it runs: how many chunks it has, and by how many shares of it each is smaller than the one
+                  before; with a chunk for each thread they are equal
+    next, done    the first chunk that nobody has taken, and how many units are computed
     status        what a kernel returned that was not 0
     """
 
@@ -61,6 +62,7 @@ class Block(NamedTuple):
     reads: int
     n_read: int
     chunks: int
+    shrinks: int
     next: int
     done: int
     status: int
@@ -99,9 +101,16 @@ def _chunks_of(block: Any, n_threads: int) -> Any:
 
 
 @inlined
-def _first_of(block: Any, chunks: int, i: int) -> Any:
-    """The first unit of chunk i of so many. Each is smaller than the one before, so that threads end together: of n
-    chunks, chunk i has n - i of n (n + 1) / 2 shares."""
+def _shrinks(chunks: int, n_threads: int) -> Any:
+    """By how many shares of a work a chunk is smaller than the one before: 1, so that threads end together."""
+    return 1 if chunks > n_threads else 0
+
+
+@inlined
+def _first_of(block: Any, chunks: int, shrinks: int, i: int) -> Any:
+    """The first unit of chunk i of so many. Of n chunks that shrink, chunk i has n - i of n (n + 1) / 2 shares."""
+    if shrinks == 0:
+        return block.units * i // chunks
     return block.units * (i * (2 * chunks + 1 - i)) // (chunks * (chunks + 1))
 
 
@@ -110,6 +119,7 @@ def begin_work(work: int, n_threads: int) -> None:
     """Cuts the work at an address into chunks for n_threads threads."""
     block = shared_record_at(work, Block)
     block.chunks = _chunks_of(block, n_threads)
+    block.shrinks = _shrinks(block.chunks, n_threads)
     block.next = 0
     block.done = 0
     block.status = 0
@@ -129,14 +139,14 @@ def take_chunks(work: int) -> Any:
     """Computes chunks of the work at an address until nobody has to take one. Returns whether the last one of all was
     among them."""
     block = shared_record_at(work, Block)
-    chunks = block.chunks
+    chunks, shrinks = block.chunks, block.shrinks
     i = atomic_add(types.int64(work + _NEXT), types.int64(1))
     if i >= chunks:
         return False
     memory, taken = allocated(block.scratch), types.int64(0)
     scratch = _scratch(memory, block.scratch)
     while i < chunks:
-        begin, end = _first_of(block, chunks, i), _first_of(block, chunks, i + 1)
+        begin, end = _first_of(block, chunks, shrinks, i), _first_of(block, chunks, shrinks, i + 1)
         if begin < end:
             status = call_kernel(block.kernel, block.parameters, begin, end, scratch)
             if status != 0:
@@ -197,7 +207,8 @@ def _fetch(region_at: int, i: int) -> None:
         block = shared_record_at(works[j], Block)
         if block.n_read != 0:
             chunks = _chunks_of(block, region.n_threads)
-            begin = _first_of(block, chunks, min(turn, chunks)) * (block.n_read // block.units)
+            first = _first_of(block, chunks, _shrinks(chunks, region.n_threads), min(turn, chunks))
+            begin = first * (block.n_read // block.units)
             address = array_at(block.parameters, types.int64, block.reads + 1)[block.reads]
             for at in range(begin, min(begin + _FETCHED, block.n_read), LINE):
                 prefetch(types.int64(address + at))

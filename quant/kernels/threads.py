@@ -101,6 +101,7 @@ class Work:
             reads=reads[0],
             n_read=reads[1],
             chunks=0,
+            shrinks=0,
             next=0,
             done=0,
             status=0,

@@ -20,7 +20,7 @@ from quant.kernels.jit import array_at, atomic_add, compiled
 from quant.kernels.late import types
 from quant.kernels.records import place_in, record_at, size_of
 from quant.kernels.region import Block, run
-from quant.kernels.threads import GRAIN, Work
+from quant.kernels.threads import GRAIN, Work, _begin
 
 
 class Step(NamedTuple):
@@ -100,6 +100,14 @@ def test_the_first_that_fails_is_the_last(
     assert steps.counts[: bad + 1].tolist() == steps.units[: bad + 1].tolist()
     assert not steps.counts[bad + 1 :].any()
     assert steps.works[bad].block.status == 7
+
+
+def test_chunks_shrink_where_a_thread_takes_several() -> None:
+    steps = Steps([(3, True)])
+    (work,) = steps.works
+    for n_threads, shrinks in ((2, 1), (3, 0), (4, 0)):
+        _begin(work.address, n_threads)
+        assert (work.block.chunks, work.block.shrinks) == (3, shrinks)
 
 
 def test_what_it_reads_may_be_anywhere(openmp: int) -> None:
