@@ -168,11 +168,17 @@ def transpose(p, begin, end, rows):
         i2, i3 = tile // n1 // n0 % src.ne[2], tile // n1 // n0 // src.ne[2]
         count0, count1 = min(tile0, src.ne[0] - i0), min(tile1, src.ne[1] - i1)
         x = row_address(src, i1, i2, i3) + i0 * src.nb[0]
-        if streams and convert == 0 and src_unit >= 128:
-            for i in range(count0):
+        if convert == 0 and src_unit >= 128:
+            if streams:  # in the order of src
+                for i in range(count0):
+                    for j in range(count1):
+                        y = row_address(dst, i1 + j, i2, i3) + (i0 + i) * dst_unit
+                        stream(x + i * src.nb[0] + j * src_unit, y, src_unit)
+            else:
                 for j in range(count1):
-                    y = row_address(dst, i1 + j, i2, i3) + (i0 + i) * dst_unit
-                    stream(x + i * src.nb[0] + j * src_unit, y, src_unit)
+                    y = row_address(dst, i1 + j, i2, i3) + i0 * dst_unit
+                    for i in range(count0):
+                        copy(x + i * src.nb[0] + j * src_unit, y + i * dst_unit, src_unit)
             continue
         if src_unit == 4:
             _gather(_turn_32_bit, 8, types.uint32, 4, x, src.nb[0], count0, count1, rows, step)
