@@ -15,13 +15,14 @@ from quant.kernels.jit import (
     stream,
 )
 from quant.kernels.late import types
+from quant.kernels.processor import last_cache
 
 F32, F16, BF16 = range(3)
 CODES = {"f32": F32, "f16": F16, "bf16": BF16}  # the types that these functions know, by number
 
 STAGE = 2048  # bytes that are collected in the L1 cache before they are stored past the other caches
 STAGE_SIZE = STAGE + LINE  # bytes of the memory that they are collected in
-CACHED = 8 << 20  # bytes of a result that may well stay in the caches
+CACHED = max(8 << 20, min(24 << 20, last_cache() * 3 // 4))  # bytes of a result that may well stay in the caches
 
 
 @inlined

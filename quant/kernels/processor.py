@@ -17,6 +17,7 @@ from quant.folders import FolderError, kept, kernels_root
 from quant.kernels.kept import DamagedError, unsealed, write_sealed
 
 CPUINFO = Path("/proc/cpuinfo")
+LAST_CACHE = Path("/sys/devices/system/cpu/cpu0/cache/index3/size")
 _OF_A_KIND = ("vendor", "cpu family", "model", "stepping", "microcode", "flags", "CPU", "Features")  # lines of CPUINFO
 _KINDS = "kernels-processors"  # the folder of what LLVM calls each kind
 
@@ -41,6 +42,13 @@ def features() -> str:
 def processor_has(*wanted: str) -> bool:
     """Whether the processor that kernels are compiled for has all of these features: "avx512f", ..."""
     return {f"+{feature}" for feature in wanted} <= {*features().split(",")}
+
+
+def last_cache() -> int:
+    """Bytes of the processor's third cache, which its cores share; 0 if Linux does not say."""
+    with suppress(OSError, ValueError):
+        return int(LAST_CACHE.read_text().strip().removesuffix("K")) << 10
+    return 0
 
 
 def multiplies_unsigned() -> bool:

@@ -1,4 +1,4 @@
-"""How many threads there are by default: no more than the process may use at once."""
+"""How many threads there are by default: no more than the process may use at once. How large the last cache is."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from quant.kernels.processor import processors, quotas
+from quant.kernels import processor
+from quant.kernels.processor import last_cache, processors, quotas
 
 ROOT = Path(__file__).resolve().parents[2]
 V2 = "30 25 0:26 / /sys/fs/cgroup rw,nosuid - cgroup2 cgroup2 rw,nsdelegate"
@@ -88,3 +89,12 @@ def test_processors_are_counted_in_one_place() -> None:
         if re.search(r"cpu_count|sched_getaffinity", path.read_text())
     ]
     assert found == ["quant/kernels/processor.py"]
+
+
+@pytest.mark.parametrize(("text", "expected"), [("32768K\n", 32 << 20), ("much\n", 0), (None, 0)])
+def test_the_last_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str | None, expected: int) -> None:
+    path = tmp_path / "size"
+    if text is not None:
+        path.write_text(text)
+    monkeypatch.setattr(processor, "LAST_CACHE", path)
+    assert last_cache() == expected
