@@ -314,10 +314,24 @@ class Value:
     def _call(self, name: str, result: Any) -> Value:
         return self._of(self._builder.call(self._declare(name, result, [self._value.type]), [self._value]))
 
-    def fused_multiply_add(self, factor: Value, addend: Value | float) -> Value:
+    def times_powers_of_2(self, powers: Value) -> Value:
+        """16 float32, each times 2 ** a power, rounded once: an instruction of AVX-512. Powers are whole numbers, as
+        float32."""
+        kind, mask, how = self._value.type, ir.IntType(16), ir.IntType(32)
+        shape = ir.FunctionType(kind, [kind, kind, kind, mask, how])
+        function = self._builder.module.declare_intrinsic("llvm.x86.avx512.mask.scalef.ps.512", (), shape)
+        every_lane, as_usual = ir.Constant(mask, -1), ir.Constant(how, 4)
+        return self._of(self._builder.call(function, [self._value, powers._value, self._value, every_lane, as_usual]))
+
+    def constant(self, number: float) -> Value:
+        """A number in every lane of a value of this kind."""
+        return self._of(ir.Constant(self._element, number)).filled(self.lanes)
+
+    def fused_multiply_add(self, factor: Value | float, addend: Value | float) -> Value:
         """self * factor + addend, rounded once; a scalar counts for every lane."""
         kind = self._value.type
-        if self._element is HALF.real and isinstance(addend, Value) and not computes_with_float16():
+        if self._element is HALF.real and not computes_with_float16():
+            factor, addend = (self._of(self._pair(each)[1]) for each in (factor, addend))
             return (self.widened() * factor.widened())._plus_half(addend.widened())
         function = self._declare("llvm.fma", kind, [kind] * 3)
         return self._of(self._builder.call(function, [self._value, self._pair(factor)[1], self._pair(addend)[1]]))

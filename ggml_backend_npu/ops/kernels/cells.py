@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from ggml_backend_npu.ggml.numerics import Numerics
 from ggml_backend_npu.ir import Tensor
-from ggml_backend_npu.ops.kernels.exponentials import v_exp
+from ggml_backend_npu.ops.kernels.exponentials import v_exp, weigh_columns
 from ggml_backend_npu.ops.kernels.softmax import LOWEST
 from quant.codec import ROUNDINGS
 from quant.dots import READY_Q8, SCALED_SUM, ready_q8, rounded_q8
@@ -287,24 +287,6 @@ def _add_masks(of, group, first_row, used, masks, first, count, scores):
 
 
 @inlined
-def _exponentiate(scores, count, n_rows, maxima, totals, shrunk):
-    """Turns each row's scores into e ** (score - maximum); if they raise the maximum, what was added up so far
-    shrinks: its total here, its sums by the factor `shrunk`."""
-    for r in range(n_rows):
-        shrunk[r] = maxima[r]
-    for i in range(count):
-        for r in range(n_rows):
-            maxima[r] = scores[i, r] if scores[i, r] > maxima[r] else maxima[r]
-    for r in range(n_rows):
-        shrunk[r] = v_exp(shrunk[r] - maxima[r])
-        totals[r] *= shrunk[r]
-    for i in range(count):
-        for r in range(n_rows):
-            scores[i, r] = v_exp(scores[i, r] - maxima[r])
-            totals[r] += scores[i, r]
-
-
-@inlined
 def all_finite(x, n):
     """Whether n float32 at an address are finite."""
     row = array_at(x, types.uint32, n)
@@ -442,7 +424,8 @@ def attend(p, begin, end, scratch):
                 _add_masks(of, group, first_row, used, masks, first, count, scores)
             if spoilt or kept == 0:
                 _leave_out(of, group, i3, first_row, used, first, count, scores)
-            _exponentiate(scores, count, n_rows, maxima, totals, shrunk)
+            for r in range(0, n_rows, LANES):
+                weigh_columns(s + 4 * r, 4 * n_rows, count, numbers + 4 * r, 4 * n_rows)
             for r in range(n_rows):
                 if shrunk[r] != 1:
                     for d in range(wide):

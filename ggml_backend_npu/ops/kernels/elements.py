@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ggml_backend_npu.ops.kernels.exponentials import expf, v_exp
+from ggml_backend_npu.ops.kernels.exponentials import exp_of, expf, in_vectors
 from quant.kernels.jit import (
     CFunction,
     array_at,
@@ -27,6 +27,7 @@ from quant.kernels.jit import (
 from quant.kernels.late import types
 from quant.kernels.matrices import LANES
 from quant.kernels.records import record_at
+from quant.kernels.vectors import Value
 from quant.runs import f32_to_f16
 
 _COST = 4  # how much longer than to move an element it takes, at least, to compute a function like e ** x of it
@@ -73,11 +74,14 @@ def _each(function, to, x, y, a, b, n):
             out[i] = function(source[i], other[i], a, b)
 
 
-def elementwise(cost: int = 1, *, in_vectors: Function | None = None) -> Callable[[Function], Elementwise]:
+def elementwise(
+    cost: int = 1, *, of_vectors: Callable[[Value, Value], Value] | None = None
+) -> Callable[[Function], Elementwise]:
     """Decorator: makes an `Elementwise` of a function of elements; it is compiled when it is needed.
 
-    in_vectors  another function, for the whole vectors of a row of f32
+    of_vectors  another function, for the whole vectors of a row of f32
     """
+    whole_vectors: Any = None if of_vectors is None else in_vectors(of_vectors)
 
     def made(function: Function) -> Elementwise:
         part = inlined(function)
@@ -91,13 +95,13 @@ def elementwise(cost: int = 1, *, in_vectors: Function | None = None) -> Callabl
             of = record_at(p, Constants)
             whole = n // LANES * LANES
             rest = 4 * whole
-            _each(in_vectors, to, x, y, of.a, of.b, whole)
+            whole_vectors(to, x, y, whole // LANES)
             _each(part, to + rest, x + rest, y + rest, of.a, of.b, n - whole)
             return 0
 
         for each in (apply, apply_in_vectors):  # under its name each is kept on disk
             each.__qualname__ = f"{each.__name__}.{function.__name__}"
-        return Elementwise(_c_function(apply), cost, None if in_vectors is None else _c_function(apply_in_vectors))
+        return Elementwise(_c_function(apply), cost, None if of_vectors is None else _c_function(apply_in_vectors))
 
     return made
 
@@ -283,9 +287,8 @@ def sigmoid(x, y, a, b):
     return _1 / (_1 + expf(-x))
 
 
-@inlined
-def _v_silu(x, y, a, b):
-    return x / (_1 + v_exp(_0 - x))
+def _v_silu(x: Value, _: Value) -> Value:
+    return x / (exp_of(x.constant(0.0) - x) + 1.0)
 
 
 @inlined
@@ -293,7 +296,7 @@ def _silu(x, y, a, b):
     return x / (_1 + expf(-x))
 
 
-silu = elementwise(_COST, in_vectors=_v_silu)(_silu)
+silu = elementwise(_COST, of_vectors=_v_silu)(_silu)
 
 
 @elementwise(_COST)
@@ -358,12 +361,11 @@ def geglu_erf(x, y, a, b):
     return _gelu_erf(x, y, a, b) * y
 
 
-@inlined
-def _v_swiglu(x, y, a, b):
-    return _v_silu(x, y, a, b) * y
+def _v_swiglu(x: Value, y: Value) -> Value:
+    return _v_silu(x, y) * y
 
 
-@elementwise(_COST, in_vectors=_v_swiglu)
+@elementwise(_COST, of_vectors=_v_swiglu)
 def swiglu(x, y, a, b):
     """silu(x) * y"""
     return _silu(x, y, a, b) * y
