@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ggml_backend_npu.ir import Node, Tensor
+from ggml_backend_npu.ops.kernels.exponentials import largest
 from ggml_backend_npu.ops.movers import convert
 from ggml_backend_npu.registry import exact, probes
 from ggml_backend_npu.registry.checks import Exact, Types
@@ -298,16 +299,23 @@ class PlaceOfLargest(NamedTuple):
 
 @compiled
 def place_of_largest(p, begin, end, scratch):
-    """A unit is a row."""
+    """A unit is a row. Loops over one without NaN run in vectors."""
     of = record_at(p, PlaceOfLargest)
     width, x, dst = of.width, of.x, of.dst
     for row in range(begin, end):
-        scores = array_at(x.address + row * x.nb[1], types.float32, width)
-        largest, place = types.float32(-np.inf), 0
+        at, place, has_nan = x.address + row * x.nb[1], types.int32(0), types.int32(0)
+        scores, highest = array_at(at, types.float32, width), types.float32(-np.inf)
         for i in range(width):
-            largest = largest if largest > scores[i] else scores[i]
-            if largest == scores[i]:
-                place = i
+            has_nan |= types.int32(scores[i] != scores[i])
+        if has_nan == 0:
+            highest = largest(at, width)
+            for i in range(width):
+                place = max(place, types.int32(i) if scores[i] == highest else types.int32(0))
+        else:
+            for i in range(width):
+                highest = highest if highest > scores[i] else scores[i]
+                if highest == scores[i]:
+                    place = types.int32(i)
         array_at(dst.address + row * dst.nb[0], types.int32, 1)[0] = place
     return 0
 
