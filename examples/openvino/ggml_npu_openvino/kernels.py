@@ -12,8 +12,8 @@ from openvino import opset15 as op
 from ggml_backend_npu import Node, Tensor
 from ggml_backend_npu.ops import OWN
 
-from .built import WITH_MINIMA, Built
-from .numbers import DECODERS, ROUNDED, Value, decoded, divided, integers, reshaped, scalar, select
+from .built import Built
+from .numbers import HALVES, ROUNDED, WITH_MINIMA, Value, divided, integers, reshaped, scalar
 
 Kernel = Callable[[Built, Node], None]
 
@@ -51,13 +51,13 @@ def _copy(at: Built, node: Node) -> None:
 
 def _get_rows(at: Built, node: Node) -> None:
     x, ids = _at(node, 0), at.read(_at(node, 1))
-    are_bytes = x.type in DECODERS
-    rows = at.moved(x) if are_bytes or x.codec.dtype is not None else at.weights(x, apart=False)
+    are_bytes = x.codec.dtype is None and at.calls
+    rows = at.moved(x) if are_bytes else at.read(x)
     n3, n2, n1, width = _shape(rows)
     third, second = np.ogrid[: _shape(ids)[1], : _shape(ids)[2]]
     places = op.add(ids, integers(((third * n2 + second) * n1)[None, :, :, None]))
     found = op.gather(reshaped(rows, n3 * n2 * n1, width), reshaped(places, -1), integers(0))
-    at.write(node.dst, decoded(found, x.type) if are_bytes else found)
+    at.write(node.dst, at.decoded(found, x.type) if are_bytes else found)
 
 
 def _set_rows(at: Built, node: Node) -> None:
@@ -164,12 +164,14 @@ def _rope(at: Built, node: Node) -> None:
 # products
 
 
-def _product(x: Value, w: Value, transposed: bool) -> Value:
-    """Returns x, (n3, n2, rows, k), times w, (m3, m2, ...), where dimensions 3 and 2 of w repeat one by one."""
-    (n3, n2, rows, k), (m3, m2, *_) = _shape(x), _shape(w)
+def _product(x: Value, parts: list[Value], transposed: bool) -> Value:
+    """Returns x, (n3, n2, rows, k), times parts of w, (m3, m2, ...), side by side; dimensions 3 and 2 of w repeat one
+    by one."""
+    (n3, n2, rows, k), (m3, m2, *_) = _shape(x), _shape(parts[0])
     outer = (m3, m2) if n3 == m3 else (m3, n3 // m3, m2)
-    x, w = reshaped(x, *outer, n2 // m2 * rows, k), w if n3 == m3 else op.unsqueeze(w, integers([1]))
-    found = op.matmul(x, w, False, transposed)
+    x = reshaped(x, *outer, n2 // m2 * rows, k)
+    parts = parts if n3 == m3 else [op.unsqueeze(w, integers([1])) for w in parts]
+    found = op.concat([op.matmul(x, w, False, transposed) for w in parts], -1)
     return reshaped(found, n3, n2, rows, _shape(found)[-1])
 
 
@@ -180,8 +182,8 @@ def _mul_mat(at: Built, node: Node) -> None:
 def _mul_mat_id(at: Built, node: Node) -> None:
     """Multiplies all columns with all experts, and takes what is wanted."""
     w, x, ids = at.weights(_at(node, 0)), at.rounded(_at(node, 1), _at(node, 0).type), at.read(_at(node, 2))
-    (_, n_experts, n, _), (_, tokens, each, k) = _shape(w), _shape(x)
-    found = op.matmul(reshaped(x, 1, 1, tokens * each, k), w, False, True)
+    n, n_experts, (_, tokens, each, k) = node.dst.ne[0], _at(node, 0).ne[2], _shape(x)
+    found = op.concat([op.matmul(reshaped(x, 1, 1, tokens * each, k), rows, False, True) for rows in w], -1)
     token, place = np.ogrid[:tokens, : node.dst.ne[1]]
     places = op.add(op.multiply(ids, integers(tokens * each)), integers(token * each + place % each))
     at.write(node.dst, op.gather(reshaped(found, n_experts * tokens * each, n), reshaped(places, -1), integers(0)))
@@ -191,14 +193,14 @@ def _flash_attn_ext(at: Built, node: Node) -> None:
     q, k, v = _at(node, 0), _at(node, 1), _at(node, 2)
     is_rounded = q.ne[1] < _MANY or k.type != v.type or k.type not in ("f32", "f16")
     x = at.rounded(q, k.type) if is_rounded and k.type not in WITH_MINIMA else at.read(q)
-    scores = op.multiply(_product(x, at.read(k), True), scalar(_params(node).scale))
+    scores = op.multiply(_product(x, [at.read(k)], True), scalar(_params(node).scale))
     shares = _softmax(scores, at, _at(node, 3))
-    shares = select(op.is_nan(shares), scalar(0), shares)  # of a row that sees nothing
-    at.write(node.dst, op.transpose(_product(shares, at.read(v), False), integers([0, 2, 1, 3])))
+    shares = op.select(op.is_nan(shares), scalar(0), shares)  # of a row that sees nothing
+    at.write(node.dst, op.transpose(_product(shares, [at.read(v)], False), integers([0, 2, 1, 3])))
 
 
-FLOATS, IDS = ("f32", "f16", "bf16"), ("i32", "i64")
-_SINGLE, _READ, _WEIGHTS = ("f32",), (*FLOATS, *DECODERS), tuple(ROUNDED)
+FLOATS, IDS = ("f32", *HALVES), ("i32", "i64")
+_SINGLE, _READ, _WEIGHTS = ("f32",), (*FLOATS, "q8_0", "q4_0", "q4_1"), tuple(ROUNDED)
 _MOVED = (*_READ, "i32")
 
 # op -> its kernel, and the types of its output, then of its sources

@@ -11,6 +11,8 @@ import numpy as np
 from ggml_backend_npu import Memory as Span
 from ggml_backend_npu import Tensor
 
+from .numbers import floats
+
 _ALIGNMENT = 64
 
 
@@ -35,25 +37,13 @@ class Memory:
         return np.ndarray(shape, dtype or np.uint8, self.bytes, start + of.offset, strides)
 
     def decoded(self, start: int, of: Tensor, apart: bool) -> Any:
-        """Returns weights as float32, (ne3, ne2, ne1, ne0), and keeps them until something is written to the buffer. If
-        they are `apart`, a block is 33 columns: without the minimum, then it."""
+        """Returns weights as `floats`, and keeps them until something is written to the buffer."""
         key = start, of, apart
         if key not in self._decoded:
-            self._decoded[key] = _decoded(self.view(start, of), of, apart)
+            self._decoded[key] = floats(self.view(start, of), of.type, apart)
         return self._decoded[key]
 
 
 def placeless(tensor: Tensor) -> Tensor:
     """Returns a tensor that says nothing of where its root lies."""
     return replace(tensor, name="", memory=Span(0, 0), buffer=None)
-
-
-def _decoded(x: Any, of: Tensor, apart: bool) -> Any:
-    if of.codec.dtype is not None:
-        return np.ascontiguousarray(x, np.float32)
-    blocks = np.array(x).reshape(-1, of.codec.block_bytes)
-    columns = []
-    if apart:
-        columns = [blocks[:, 2:4].copy().view(np.float16).astype(np.float32)]
-        blocks[:, 2:4] = 0
-    return np.concatenate([of.codec.decode(blocks), *columns], -1).reshape(*of.ne[:0:-1], -1)
