@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 
 pytest.importorskip("openvino", reason="openvino is not installed: pip install examples/openvino")
 
-from ggml_npu_openvino import OpenVINO
+from ggml_npu_openvino import OpenVINO, built
 from ggml_npu_openvino.kernels import KERNELS
 from ggml_npu_openvino.numbers import ROUNDED
 from kit.beside_cpu import MOVERS, differing
@@ -35,6 +36,7 @@ from kit.sdk_devices import (
 import quant
 from ggml_backend_npu import DeviceBackend, Graph, Node, Tensor
 from ggml_backend_npu.device.memory import OpaqueMemory
+from ggml_backend_npu.registry.calls import KernelError
 from graph_runner.base.tiny import write_tiny_llama
 
 
@@ -89,7 +91,10 @@ def test_x_is_multiplied_as_it_is_if_asked(type: str, monkeypatch: pytest.Monkey
     assert_multiplies_x_as_it_is(OpenVINO(), type)
 
 
-def test_weights_that_are_set_again_are_decoded_again(device: DeviceBackend) -> None:
+@pytest.mark.parametrize("keeps", ["0", "1"])
+def test_weights_that_are_set_again_are_decoded_again(keeps: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OV_KEEP", keeps)
+    device = opened(OpenVINO())
     memory = device.memory()
     first, second = (tensor(8, 64, type="q8_0", seed=seed) for seed in (0, 1))
     x, dst = tensor(2, 64), Tensor.of(np.zeros((2, 8), np.float32))
@@ -101,6 +106,50 @@ def test_weights_that_are_set_again_are_decoded_again(device: DeviceBackend) -> 
         plan.run()
         OURS.compute(Node("MUL_MAT", dst, (weights, x), bytes(64)))
         np.testing.assert_allclose(on(memory, there[0]), dst.view(), rtol=1e-5, atol=1e-5)
+
+
+def resident() -> int:
+    """The bytes of memory that this process has."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+@pytest.mark.parametrize("keeps", ["0", "1"])
+def test_decoded_weights_are_in_memory_if_they_are_kept_alone(keeps: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 128 MiB a part is decoded at a time, into memory that the model has from then on."""
+    monkeypatch.setenv("OV_KEEP", keeps)
+    device = opened(OpenVINO())
+    memory = device.memory()
+    weights = Tensor.of(np.full((4096, 8192 // 32 * 18), 1, np.uint8), "q4_0")
+    dst, *src = (moved(each, memory) for each in (tensor(1, 4096), weights, tensor(1, 8192)))
+    before = resident()
+    device.plan(Graph((Node("MUL_MAT", dst, tuple(src), bytes(64)),), ((None,) * 2,), ((dst,),))).run()
+    assert (resident() - before > 128 << 20) == (keeps == "1")
+    assert resident() - before < (192 if keeps == "1" else 64) << 20
+
+
+def test_all_rows_are_multiplied_if_they_are_decoded_in_parts(
+    device: DeviceBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Parts have equal inputs; the last one is smaller."""
+    monkeypatch.setattr(built, "_AT_ONCE", 3 * 256)
+    for op, src, shape in (
+        ("MUL_MAT", (tensor(2, 5, 256, type="q4_1"), tensor(4, 3, 256)), (4, 3, 5)),
+        ("MUL_MAT", (tensor(11, 256, type="q4_0"), tensor(3, 256)), (3, 11)),
+        ("MUL_MAT_ID", (EXPERTS, tensor(2, 3, 256), USED), (2, 3, 5)),
+    ):
+        assert_gives_what_ours_does(device, op, src, shape, b"")
+
+
+def test_a_failure_on_the_host_fails_the_graph(device: DeviceBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+    """OpenVINO goes on when what it called raises."""
+
+    def fails(*_: Any) -> None:
+        raise ValueError("no such block")
+
+    monkeypatch.setattr(built, "floats", fails)
+    dst = Tensor.of(np.zeros((2, 7), np.float32))
+    with pytest.raises(KernelError, match="no such block"):
+        device.compute(Node("MUL_MAT", dst, (tensor(7, 96, type="q8_0"), tensor(2, 96)), bytes(64)))
 
 
 def test_a_program_serves_all_graphs_of_its_topology(device: DeviceBackend, monkeypatch: pytest.MonkeyPatch) -> None:
