@@ -113,7 +113,8 @@ def _over_root(x: Value, p: Any) -> Value:
 
 
 def _argsort(x: Value, p: Any) -> Value:
-    return op.topk(x, integers(_shape(x)[-1]), -1, "max" if p.order else "min", "value", "i32", stable=True).output(1)
+    found = op.topk(x, integers(_shape(x)[-1]), -1, "max" if p.order else "min", "value", "i32", stable=True)
+    return op.convert(found.output(1), "i32")  # a node, as others give
 
 
 def _softmax(scores: Value, at: Built, mask: Tensor | None) -> Value:
