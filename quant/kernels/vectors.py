@@ -315,13 +315,19 @@ class Value:
         return self._of(self._builder.call(self._declare(name, result, [self._value.type]), [self._value]))
 
     def times_powers_of_2(self, powers: Value) -> Value:
-        """16 float32, each times 2 ** a power, rounded once: an instruction of AVX-512. Powers are whole numbers, as
-        float32."""
+        """16 float32, each times 2 ** a power, rounded once. Powers are whole numbers, as float32, below 256; what is
+        given for others is not said."""
         kind, mask, how = self._value.type, ir.IntType(16), ir.IntType(32)
-        shape = ir.FunctionType(kind, [kind, kind, kind, mask, how])
-        function = self._builder.module.declare_intrinsic("llvm.x86.avx512.mask.scalef.ps.512", (), shape)
-        every_lane, as_usual = ir.Constant(mask, -1), ir.Constant(how, 4)
-        return self._of(self._builder.call(function, [self._value, powers._value, self._value, every_lane, as_usual]))
+        if processor_has("avx512f"):
+            shape = ir.FunctionType(kind, [kind, kind, kind, mask, how])
+            function = self._builder.module.declare_intrinsic("llvm.x86.avx512.mask.scalef.ps.512", (), shape)
+            options = self._value, ir.Constant(mask, -1), ir.Constant(how, 4)  # every lane, and rounded as usual
+            return self._of(self._builder.call(function, [self._value, powers._value, *options]))
+        is_near = powers.constant(256.0).exceeds((powers.bits() & 0x7FFFFFFF).as_float())
+        power = powers.where(is_near, 0.0).to_int32()
+        half = ((power + 256) >> 1) - 128
+        first, last = (((each + 127) << 23).as_float() for each in (half, power - half))
+        return self * first * last
 
     def constant(self, number: float) -> Value:
         """A number in every lane of a value of this kind."""
