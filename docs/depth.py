@@ -113,6 +113,8 @@ def figure_of(measured: Curves, work: Work, read: float, floats: float, of_bytes
 
 
 if __name__ == "__main__":
+    if len(sys.argv) != 7:
+        sys.exit(__doc__)
     file, model, *limits, out = sys.argv[1:]
     read, floats, of_bytes = (float(limit) * 1e9 for limit in limits)
     measured = curves(json.loads(Path(file).read_text())["measurements"])
