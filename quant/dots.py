@@ -2,8 +2,8 @@
 
 The vector is quantised once (`ready_q8`, `ready_q8_k`), with the rounding of the type that ggml's CPU gives it
 (vec_dot_type: q8_0, q8_1, q8_K), into blocks of a layout of its own: quants, their sums, the scale. Then `all_rows`
-gives products with rows of weights, four rows at a time (two of q4_K and q6_K). Each product is a sum of integers per
-block, scaled as float32 (ggml_vec_dot_q8_0_q8_0 and its siblings). Of several vectors `quant.panels` gives the same.
+gives products with rows of weights, four rows at a time. Each product is a sum of integers per block, scaled as float32
+(ggml_vec_dot_q8_0_q8_0 and its siblings). Of several vectors `quant.panels` gives the same.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from quant.kernels.jit import LINE, array_at, inlined
 from quant.kernels.late import types
 from quant.kernels.processor import multiplies_unsigned
 from quant.kernels.records import address_of, size_of
-from quant.kernels.vectors import BIT, FLOAT, HALF, INT8, INT32, INT64, Value, part
+from quant.kernels.vectors import BIT, FLOAT, HALF, INT8, INT16, INT32, INT64, Value, part
 
 PACKED = "q4_0 packed"  # as a type of rows: nibbles in the device layout
 CENTRES = {"q8_0": 128, "q4_0": 8, PACKED: 8, "q5_0": 16}  # what 0 is among the bytes that a vector is multiplied with
@@ -250,17 +250,27 @@ def scales_q4_k(a, b, c):
     return scales, minima
 
 
+def _in_turn(vectors):
+    """The lanes of one or four vectors, one vector after the other."""
+    while len(vectors) > 1:
+        vectors = [a.followed_by(b) for a, b in zip(vectors[::2], vectors[1::2], strict=True)]
+    return vectors[0]
+
+
 def byte_of(word, index):
     """Byte `index` of an int32."""
     return (word >> (8 * index)) & 0xFF
 
 
-def _of_bytes(low, high):
-    """The bytes of two int32 as eight of them."""
-    return low.as_bytes().followed_by(high.as_bytes()).to(INT32)
+def _bytes_of(first, second):
+    """The bytes of int32 as int32: four of each of the first ones, followed by four of each of the second ones."""
+    n = first.lanes
+    return first.picked(second, [each for i in range(n) for each in (i, n + i)]).as_bytes().to(INT32)
 
 
 def _dots_q4_k(n_rows):
+    """As ggml_vec_dot_q4_K_q8_K; what a block begins with is read of all rows at once."""
+
     @part
     def dots(first, _, steps, y, target, offset):
         step, _, row_step, _, n = (steps.number_at(i) for i in range(N_STEPS))
@@ -268,32 +278,37 @@ def _dots_q4_k(n_rows):
 
         def add(i, sums):
             fetch(first, i, step, row_step, n_rows, 144)
-            block = column + i * READY_Q8_K
+            rows, block = [first + i * step + row_step * row for row in range(n_rows)], column + i * READY_Q8_K
             y_scale, sixteens = (block + SCALE_K).load(FLOAT), (block + SUMS_K).load(INT32, 16)
             y_sums = sixteens.lanes_from(0, 2, 8) + sixteens.lanes_from(1, 2, 8)
+            vectors = [
+                (block + 32 * k).load(INT8, 32).followed_by((block + 32 * (k + 2)).load(INT8, 32)) for k in (0, 1, 4, 5)
+            ]
+            heads = _in_turn([row.load(INT32, 4) for row in rows])
+            of_block, *words = (heads.lanes_from(at, 4, n_rows) for at in range(4))
+            scales, minima = (_bytes_of(*each) for each in scales_q4_k(*words))
+            factors = scales.as_factors()
             added: list[Value] = []
-            lowered: list[Value] = []
+            d = of_block.to(INT16).as_float().widened() * y_scale
             for row in range(n_rows):
-                x = first + i * step + row_step * row
-                scales, minima = (
-                    _of_bytes(*words) for words in scales_q4_k(*((x + at).load(INT32) for at in (4, 8, 12)))
-                )
-                total, factors = y.zeros(INT32, 8), scales.as_factors()
-                for j in range(4):
-                    pairs = (x + 16 + 32 * j).load(INT8, 32)
-                    for k, codes in ((2 * j, pairs & 15), (2 * j + 1, pairs >> 4)):
-                        vector, factor = (block + 32 * k).load(INT8, 32), factors.lanes_from(k, 0, 8)
-                        total = total.plus_fours(codes, vector, positive=True, times=factor)
-                below = minima * y_sums
-                below = below.lanes_from(0, 2, 4) + below.lanes_from(1, 2, 4)
-                scale, minimum = x.load(HALF).widened() * y_scale, (x + 2).load(HALF).widened() * (y_scale * -1.0)
-                added.append(total.to_float().fused_multiply_add(scale, sums[row]))
-                lowered.append(below.to_float().fused_multiply_add(minimum, sums[n_rows + row]))
-            return added + lowered
+                total = y.zeros(INT32, 16)
+                for half in range(2):
+                    pairs = (rows[row] + (16 + 64 * half)).load(INT8, 64)
+                    for k, codes in ((0, pairs & 15), (1, pairs >> 4)):
+                        at = 8 * row + 4 * half + k
+                        factor = factors.picked(factors, [at] * 8 + [at + 2] * 8)
+                        total = total.plus_fours(codes, vectors[2 * half + k], positive=True, times=factor)
+                total = total.lanes_from(0, 1, 8) + total.lanes_from(8, 1, 8)
+                added.append(total.to_float().fused_multiply_add(d.lanes_from(row, 0, 8), sums[row]))
+            below = minima * _in_turn([y_sums] * n_rows)
+            below = below.lanes_from(0, 2, 4 * n_rows) + below.lanes_from(1, 2, 4 * n_rows)
+            minimum = (of_block >> 16).to(INT16).as_float().widened() * (y_scale * -1.0)
+            minimum = minimum.picked(minimum, [row for row in range(n_rows) for _ in range(4)])
+            return [*added, below.to_float().fused_multiply_add(minimum, sums[-1])]
 
-        sums = n.count(add, *[y.zeros(FLOAT, 8)] * n_rows, *[y.zeros(FLOAT, 4)] * n_rows)
+        *sums, lowered = n.count(add, *[y.zeros(FLOAT, 8)] * n_rows, y.zeros(FLOAT, 4 * n_rows))
         for row in range(n_rows):
-            (to + 4 * row).store(sums[row].total() + sums[n_rows + row].total())
+            (to + 4 * row).store(sums[row].total() + lowered.lanes_from(4 * row, 1, 4).total())
 
     return dots
 
@@ -313,16 +328,17 @@ def _dots_q6_k(n_rows):
                 x = first + i * step + row_step * row
                 scales = (x + 192).load(INT8, 16).signed(INT32)
                 centre, factors = scales * y_sums * -32, scales.as_factors()
-                total = centre.lanes_from(0, 2, 8) + centre.lanes_from(1, 2, 8)
+                centre = centre.lanes_from(0, 2, 8) + centre.lanes_from(1, 2, 8)
+                total = y.zeros(INT32, 16)
                 for half in range(2):
-                    high = (x + 128 + 32 * half).load(INT8, 32)
-                    low = [(x + 64 * half + 32 * j).load(INT8, 32) for j in range(2)]
-                    for j, codes in enumerate((low[0] & 15, low[1] & 15, low[0] >> 4, low[1] >> 4)):
-                        quants = codes | (((high >> (2 * j)) & 3) << 4)
-                        place = 8 * half + 2 * j
-                        factor = factors.picked(factors, [place] * 4 + [place + 1] * 4)
-                        vector = (block + 16 * place).load(INT8, 32)
-                        total = total.plus_fours(quants, vector, positive=True, times=factor)
+                    low, high = (x + 64 * half).load(INT8, 64), (x + 128 + 32 * half).load(INT8, 32)
+                    high = high.followed_by(high >> 2)
+                    for k, codes in enumerate(((low & 15) | ((high & 3) << 4), (low >> 4) | (high & 0x30))):
+                        place = 8 * half + 4 * k
+                        factor = factors.picked(factors, [place + i // 4 for i in range(16)])
+                        vector = (block + 16 * place).load(INT8, 64)
+                        total = total.plus_fours(codes, vector, positive=True, times=factor)
+                total = centre + total.lanes_from(0, 1, 8) + total.lanes_from(8, 1, 8)
                 scale = (x + 208).load(HALF).widened() * y_scale
                 added.append(total.to_float().fused_multiply_add(scale, sums[row]))
             return added

@@ -193,7 +193,7 @@ class Value:
         positive  no byte of x exceeds 127, and none is negative
         times     times these numbers, as `as_factors` gives them; then x is positive
         """
-        widest = 16 if multiplies_unsigned() and times is None else 8
+        widest = 16 if multiplies_unsigned() else 8
         if self.lanes > (4 if processor_has("dotprod") else widest):
             half = self.lanes // 2
             parts = [
@@ -207,7 +207,7 @@ class Value:
             return parts[0].followed_by(parts[1])
         if self.lanes == 8 and adds_pairs():
             return self._plus_pairs(x, y, positive, times)
-        if times is not None and self.lanes == 8 and multiplies_unsigned():
+        if times is not None and self.lanes >= 8 and multiplies_unsigned():
             return self._plus_scaled_pairs(x, y, times)
         if times is not None:
             return self + self._of(ir.Constant(self._value.type, None)).plus_fours(x, y, positive=positive) * times
@@ -217,10 +217,8 @@ class Value:
             function = self._builder.module.declare_intrinsic("llvm.aarch64.neon.sdot.v4i32.v16i8", (), shape)
             return self._of(self._builder.call(function, [self._value, x._value, y._value]))
         if multiplies_unsigned():
-            name, shape = f"llvm.x86.avx512.vpdpbusd.{32 * self.lanes}", ir.FunctionType(kind, [kind] * 3)
-            function = self._builder.module.declare_intrinsic(name, (), shape)
             words = (self._builder.bitcast(each._value, kind) for each in (x, y))
-            return self._of(self._builder.call(function, [self._value, *words]))
+            return self._of(self._x86(f"avx512.vpdpbusd.{32 * self.lanes}", kind, self._value, *words))
         products = x.signed(INT16).signed(INT32) * y.signed(INT16).signed(INT32)
         pairs = products.lanes_from(0, 2, 2 * self.lanes) + products.lanes_from(1, 2, 2 * self.lanes)
         return self + pairs.lanes_from(0, 2, self.lanes) + pairs.lanes_from(1, 2, self.lanes)
@@ -245,33 +243,32 @@ class Value:
         """`plus_fours` of 8 int32 by AVX2, which multiplies unsigned bytes: of a negative x, both signs are changed."""
         sizes, signed = x._value, y._value
         if not positive:
-            sizes, signed = (self._avx2("psign.b", each.type, each, x._value) for each in (sizes, signed))
+            sizes, signed = (self._x86("avx2.psign.b", each.type, each, x._value) for each in (sizes, signed))
         return self._plus_twos(self._pairs(sizes, signed), times)
 
     def _pairs(self, unsigned: Any, signed: Any) -> Any:
         """Sums of two products of bytes, as int16."""
-        return self._avx2("pmadd.ub.sw", ir.VectorType(INT16.real, 16), unsigned, signed)
+        kind = ir.VectorType(INT16.real, unsigned.type.count // 2)
+        name = "avx512.pmaddubs.w.512" if kind.count == 32 else "avx2.pmadd.ub.sw"
+        return self._x86(name, kind, unsigned, signed)
 
     def _plus_scaled_pairs(self, x: Value, y: Value, times: Value) -> Value:
-        """`plus_fours` of 8 int32 by AVX-512 VNNI, which multiplies sums of pairs by their factors and adds them up."""
+        """`plus_fours` of 8 or 16 int32 by AVX-512 VNNI, which multiplies sums of pairs by factors and adds them up."""
         kind, pairs = self._value.type, self._pairs(x._value, y._value)
-        function = self._builder.module.declare_intrinsic(
-            "llvm.x86.avx512.vpdpwssd.256", (), ir.FunctionType(kind, [kind] * 3)
-        )
-        words = (self._builder.bitcast(each, kind) for each in (pairs, times.filled(8)._value))
-        return self._of(self._builder.call(function, [self._value, *words]))
+        words = (self._builder.bitcast(each, kind) for each in (pairs, times.filled(self.lanes)._value))
+        return self._of(self._x86(f"avx512.vpdpwssd.{32 * self.lanes}", kind, self._value, *words))
 
     def _plus_twos(self, pairs: Any, times: Value | None) -> Value:
         """Self plus the sums of two int16, each times a factor of `as_factors`."""
         factors = ir.Constant(pairs.type, [1] * 16)
         if times is not None:
             factors = self._builder.bitcast(times.filled(8)._value, pairs.type)
-        return self + self._of(self._avx2("pmadd.wd", self._value.type, pairs, factors))
+        return self + self._of(self._x86("avx2.pmadd.wd", self._value.type, pairs, factors))
 
-    def _avx2(self, name: str, result: Any, *operands: Any) -> Any:
-        """An instruction of AVX2."""
+    def _x86(self, name: str, result: Any, *operands: Any) -> Any:
+        """An instruction of AVX2 or AVX-512."""
         shape = ir.FunctionType(result, [operand.type for operand in operands])
-        return self._builder.call(self._builder.module.declare_intrinsic(f"llvm.x86.avx2.{name}", (), shape), operands)
+        return self._builder.call(self._builder.module.declare_intrinsic(f"llvm.x86.{name}", (), shape), operands)
 
     def as_factors(self) -> Value:
         """Int32 numbers that int16 holds, as `plus_fours` takes factors: one for all sums, or one each."""
