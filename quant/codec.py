@@ -26,7 +26,6 @@ class Codec:
     name         ggml_type_name() of the type
     block_size   elements in a block (ggml_blck_size)
     block_bytes  bytes of a block (ggml_type_size)
-    dtype        the NumPy type of one element, for types whose block is one element
     provider     who computes it: "ours", "ggml" or "gguf" (gguf.quants)
     is_compiled  whether it takes any number of blocks at once, without temporaries
     run          what compiled conversions of the type are made from; None: it has none
@@ -35,7 +34,6 @@ class Codec:
     name: str
     block_size: int = 1
     block_bytes: int
-    dtype: np.dtype[Any] | None = None
     provider: str = "ours"
     is_compiled: bool = False
     run: Run | None = None
@@ -46,9 +44,14 @@ class Codec:
             _CODECS[cls.name] = cls()
 
     @property
+    def dtype(self) -> np.dtype[Any] | None:
+        """The NumPy type of one element, for types whose block is one element."""
+        return None
+
+    @property
     def is_quantized(self) -> bool:
-        """Whether the type has blocks: its elements have no NumPy type."""
-        return self.dtype is None
+        """Whether the type has blocks of several elements, which have no NumPy type."""
+        return self.block_size > 1
 
     def encode(self, x: Floats, rounding: Rounding) -> Bytes:
         """float32 (n_blocks, block_size) -> uint8 (n_blocks, block_bytes). Raises NotImplementedError if a type has

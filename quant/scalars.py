@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-import ml_dtypes
+from functools import cached_property
+from typing import Any
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -68,8 +70,16 @@ class BF16(Scalar):
     """GGML_TYPE_BF16: the upper half of a float32, nearest, ties to even, NaN made quiet (ggml_compute_fp32_to_bf16,
     ggml_compute_bf16_to_fp32)."""
 
-    name, block_bytes, dtype = "bf16", 2, np.dtype(ml_dtypes.bfloat16)
+    name, block_bytes = "bf16", 2
     run = conversions.BF16
+
+    @cached_property
+    def dtype(self) -> np.dtype[Any]:
+        """ml_dtypes.bfloat16."""
+        import ml_dtypes  # late: it takes 3 MB
+
+        bfloat16: np.dtype[Any] = np.dtype(ml_dtypes.bfloat16)
+        return bfloat16
 
     def encode(self, x: Floats, rounding: Rounding) -> Bytes:
         """A block is the 2 bytes of one bfloat16, as ggml_compute_fp32_to_bf16."""

@@ -31,8 +31,8 @@ from quant.scalars import without_payload
 _CHUNK = 1 << 15  # elements converted at a time by the definitions, so that no temporary grows with the tensor
 
 _FLOATS = ("f32", "f16", "bf16")
-_SCALARS = tuple(name for name in type_names() if codec(name).dtype is not None)
-_QUANTIZED = tuple(name for name in type_names() if codec(name).dtype is None)
+_SCALARS = tuple(name for name in type_names() if not codec(name).is_quantized)
+_QUANTIZED = tuple(name for name in type_names() if codec(name).is_quantized)
 DECODED = tuple(name for name in _QUANTIZED if name not in ("q8_1", "q8_K"))
 ENCODED = tuple(
     name for name in _QUANTIZED if not name.startswith(("iq1", "iq2", "iq3"))

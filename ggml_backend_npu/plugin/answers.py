@@ -162,7 +162,8 @@ class Answers:
         self._reader = reader  # holds the table of ops
         self._left = np.zeros_like(reader.computes)
         known = packed(_Known(python, is_host, 0, reader.computes.ctypes.data, self._left.ctypes.data, -1, version_at))
-        self._words = np.concatenate([known, np.zeros(_N_SLOTS * (1 + _KEY), np.int64)])
+        self._words = np.zeros(known.size + _N_SLOTS * (1 + _KEY), np.int64)
+        self._words[: known.size] = known
 
     @property
     def address(self) -> int:
@@ -191,6 +192,7 @@ class Answers:
     def _begin(self, version: int) -> None:
         """Forgets the answers of another version."""
         if self._words[_VERSION] != version:
-            self._words[_SLOTS :: 1 + _KEY] = 0
+            lengths = self._words[_SLOTS :: 1 + _KEY]
+            lengths[lengths > 0] = 0  # to write to the others would take their memory
             self._left[:] = 0
             self._words[_VERSION] = version
