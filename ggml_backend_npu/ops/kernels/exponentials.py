@@ -20,7 +20,7 @@ _LOG2_E, _LN_2_HIGH, _LN_2_LOW = map(float.fromhex, ("0x1.715476p+0", "0x1.62e4p
 _E1, _E2, _E3, _E4, _E5 = map(  # a polynomial's
     float.fromhex, ("0x1.ffffecp-1", "0x1.fffdb6p-2", "0x1.555e66p-3", "0x1.573e2ep-5", "0x1.0e4020p-7")
 )
-_FAR = 192.0  # a power of 2 at which ggml's code for AVX-512 gives 0 or infinity
+_FAR = 192.0  # e ** x is infinite or 0 there, and ggml's code for AVX-512 takes no further steps
 _NEAR = 126  # the largest power of 2 that its other code multiplies by at once
 
 
@@ -30,10 +30,10 @@ def exp_of(x: Value) -> Value:
         return _exp_in_two_steps(x)
     if not x.lanes:
         return exp_of(x.filled(LANES)).lane(x.constant(0).to_int32())
-    n, b, p = _terms(x)
-    y = p.fused_multiply_add(b * b, b.fused_multiply_add(_E1, 1.0)).times_powers_of_2(n)
-    is_far = (n.bits() & 0x7FFFFFFF).as_float().exceeds(_FAR)
-    return x.constant(np.inf).where(n.exceeds(0.0), 0.0).where(is_far, y)
+    lowest, highest = x.constant(-_FAR), x.constant(_FAR)
+    x = lowest.where(lowest.exceeds(x), x)
+    n, b, p = _terms(highest.where(x.exceeds(highest), x))
+    return p.fused_multiply_add(b * b, b.fused_multiply_add(_E1, 1.0)).times_powers_of_2(n)
 
 
 def _terms(x: Value) -> tuple[Value, Value, Value]:

@@ -26,7 +26,7 @@ from quant.kernels.records import Dims, Place, index_of, place_in, record_at, ro
 from quant.kernels.threads import Job, Work
 from quant.runs import CODES, narrow_run, widen_run
 
-_TILE = 1024  # elements
+_TILE = 2048  # elements
 
 _NOWHERE = Place(0, (0, 0, 0, 0))
 
