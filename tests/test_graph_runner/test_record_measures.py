@@ -15,6 +15,13 @@ from graph_runner.record.recorder import measured
 RANDOM = np.random.default_rng(0)
 STORED = {"f16": np.float16, "i32": np.int32}
 SIZES = (1, 7, 511, 512, 513, 5000)
+BEGIN = RANDOM.bit_generator.state
+
+
+@pytest.fixture(autouse=True)
+def begins_anew() -> None:
+    """Numbers depend on no test before: one estimate of a hundred is outside of its bounds."""
+    RANDOM.bit_generator.state = BEGIN
 
 
 def row_of(values: NDArray[np.generic], type: str) -> Rows:
