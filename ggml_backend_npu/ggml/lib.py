@@ -240,12 +240,14 @@ class Ggml:
 
     @cached_property
     def openmp(self) -> int:
-        """Address of GOMP_parallel in the OpenMP runtime that ggml's CPU backend takes its threads from; 0 where it is
-        built without OpenMP."""
+        """Address of the addresses of GOMP_parallel and omp_get_thread_num in the OpenMP runtime whose threads ggml's
+        CPU backend takes; 0 where it is built without OpenMP."""
         try:
-            return ctypes.cast(self._cpu.GOMP_parallel, c_void_p).value or 0
+            functions = self._cpu.GOMP_parallel, self._cpu.omp_get_thread_num
         except AttributeError:
             return 0
+        self._of_openmp = (c_void_p * 2)(*(ctypes.cast(function, c_void_p).value for function in functions))
+        return ctypes.addressof(self._of_openmp)
 
     @cached_property
     def contracts(self) -> bool:

@@ -35,7 +35,7 @@ class Table(NamedTuple):
     python    callback for graphs that are not known
     repeated  callback for known graphs that Python runs
     runs      how many graphs it ran
-    threads, openmp  how many threads, and the address of GOMP_parallel
+    threads, openmp  how many threads, and of which OpenMP runtime, as `jit.call_openmp` takes it
     version_at       address of the backend's version
     log              address of the log of `plugin.times`; 0: nobody measures
     """

@@ -124,17 +124,34 @@ def call_elementwise(typing_context: Any, function: Any, constants: Any, to: Any
 
 
 @intrinsic
-def call_openmp(typing_context: Any, parallel: Any, function: Any, data: Any, n_threads: Any) -> Any:
-    """Calls GOMP_parallel at an address: n_threads threads, this one among them, call function(data)."""
+def call_openmp(typing_context: Any, openmp: Any, function: Any, data: Any, n_threads: Any) -> Any:
+    """Has n_threads threads, this one among them, call function(data).
+
+    openmp  the address of the addresses of GOMP_parallel and omp_get_thread_num of one runtime
+    """
 
     def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         i64, i32 = ir.IntType(64), ir.IntType(32)
         kind = ir.FunctionType(ir.VoidType(), [i64, i64, i32, i32])
         count = builder.trunc(arguments[3], i32)
-        builder.call(builder.inttoptr(arguments[0], kind.as_pointer()), [*arguments[1:3], count, ir.Constant(i32, 0)])
+        parallel = builder.load(builder.inttoptr(arguments[0], kind.as_pointer().as_pointer()))
+        builder.call(parallel, [*arguments[1:3], count, ir.Constant(i32, 0)])
         return context.get_dummy_value()
 
     return types.void(types.int64, types.int64, types.int64, types.int64), emit
+
+
+@intrinsic
+def thread_number(typing_context: Any, openmp: Any) -> Any:
+    """Which thread of those of `call_openmp` this is: 0 or more."""
+
+    def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        i64, kind = ir.IntType(64), ir.FunctionType(ir.IntType(32), [])
+        second = builder.add(arguments[0], ir.Constant(i64, 8))
+        function = builder.load(builder.inttoptr(second, kind.as_pointer().as_pointer()))
+        return builder.zext(builder.call(function, []), i64)
+
+    return types.int64(types.int64), emit
 
 
 @intrinsic
@@ -146,6 +163,17 @@ def atomic_add(typing_context: Any, address: Any, value: Any) -> Any:
         return builder.atomic_rmw("add", pointer, arguments[1], "seq_cst")
 
     return types.int64(types.int64, types.int64), emit
+
+
+@intrinsic
+def exchanged(typing_context: Any, address: Any, before: Any, after: Any) -> Any:
+    """Writes `after` to the int64 at an address if that is `before`; returns what it was."""
+
+    def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        pointer = builder.inttoptr(arguments[0], ir.IntType(64).as_pointer())
+        return builder.extract_value(builder.cmpxchg(pointer, *arguments[1:], "seq_cst", "seq_cst"), 0)
+
+    return types.int64(types.int64, types.int64, types.int64), emit
 
 
 @intrinsic

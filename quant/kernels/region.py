@@ -1,11 +1,12 @@
 """Works one after another in one parallel region, as compiled code runs them.
 
-A thread takes chunks of the work that is on. The one that ends the last chunk begins the next work; works for one
-thread it computes on the way. So a thread waits for chunks that others have, not for the others: one that has lost its
-processor between two works delays nobody.
+The units of a work are dealt to the threads: each has a queue of chunks, the same ones each time, so that what its
+processor's caches hold serves it again. A thread takes its own chunks, then those that others have not begun. The one
+that ends the last chunk of all begins the next work; works for one thread it computes on the way. So a thread waits for
+chunks that others have, not for the others: one that has lost its processor between two works delays nobody.
 
-A thread that finds no chunk left waits. Meanwhile it has its processor fetch what the next work reads first: weights
-come from memory while norms are computed.
+A thread that finds no chunk left waits. Meanwhile it has its processor fetch what it reads first of the next work:
+weights come from memory while norms are computed.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from quant.kernels.jit import (
     call_kernel,
     call_openmp,
     callback,
+    exchanged,
     give_way,
     inlined,
     nanoseconds,
@@ -29,6 +31,7 @@ from quant.kernels.jit import (
     prefetch,
     publish,
     release,
+    thread_number,
 )
 from quant.kernels.late import types
 from quant.kernels.records import place_in, shared_record_at
@@ -47,9 +50,7 @@ class Block(NamedTuple):
     scratch       bytes of memory that each of its threads has for itself
     reads, n_read  what it reads in the order of its units: the word of its parameters that is the address, and how many
                   bytes; 0 bytes: nobody knows
-    chunks, shrinks  while it runs: how many chunks it has, and by how many shares of it each is smaller than the one
-                  before; with a chunk for each thread they are equal
-    next, done    the first chunk that nobody has taken, and how many units are computed
+    queues, chunks  while it runs: to how many threads it is dealt, and how many chunks each of them gets
     status        what a kernel returned that was not 0
     """
 
@@ -61,10 +62,8 @@ class Block(NamedTuple):
     scratch: int
     reads: int
     n_read: int
+    queues: int
     chunks: int
-    shrinks: int
-    next: int
-    done: int
     status: int
 
 
@@ -75,9 +74,10 @@ class Region(NamedTuple):
     n_threads      how many threads there are
     times          where the time after each work goes, in ns; 0: nowhere
     ran            how many ran before one failed
-    waiting        how many threads wait for the work that is on
-    on             the number of the work that is on; `n_works` when all are done, or one has failed. It lies in a line
-                   of the cache of its own
+    openmp         the team, as `call_openmp` takes it
+    queues         where each thread's queue is, a cache line
+    on             the number of the work that is on; `n_works` when all are done, or one has failed
+    done           how many of its units are computed. Both lie in a line of the cache of their own
     """
 
     works: int
@@ -85,76 +85,100 @@ class Region(NamedTuple):
     n_threads: int
     times: int
     ran: int
-    waiting: int
-    unused: tuple[int, int]
+    openmp: int
+    queues: int
+    unused: int
     on: int
+    done: int
 
 
-_NEXT, _DONE = 8 * place_in(Block, "next"), 8 * place_in(Block, "done")
-_WAITING, _ON = 8 * place_in(Region, "waiting"), 8 * place_in(Region, "on")
-
-
-@inlined
-def _chunks_of(block: Any, n_threads: int) -> Any:
-    """Into how many chunks a work is cut for n_threads threads."""
-    return 1 if n_threads == 1 else max(1, min(block.parts, n_threads * _CHUNKS))
+_ON, _DONE = 8 * place_in(Region, "on"), 8 * place_in(Region, "done")
+_LATE = 1 << 31  # in place of a chunk: the work has ended
+_LOW = (1 << 32) - 1
 
 
 @inlined
-def _shrinks(chunks: int, n_threads: int) -> Any:
-    """By how many shares of a work a chunk is smaller than the one before: 1, so that threads end together."""
-    return 1 if chunks > n_threads else 0
+def _queues_of(block: Any, n_threads: int) -> Any:
+    """To how many of n_threads threads the units of a work are dealt, and into how many chunks those of one are cut."""
+    chunks = max(1, min(_CHUNKS, block.parts // n_threads)) if n_threads > 1 else 1
+    return min(n_threads, block.parts), chunks
 
 
 @inlined
-def _first_of(block: Any, chunks: int, shrinks: int, i: int) -> Any:
-    """The first unit of chunk i of so many. Of n chunks that shrink, chunk i has n - i of n (n + 1) / 2 shares."""
-    if shrinks == 0:
-        return block.units * i // chunks
-    return block.units * (i * (2 * chunks + 1 - i)) // (chunks * (chunks + 1))
+def _first_of(units: int, queues: int, queue: int, chunks: int, i: int) -> Any:
+    """The first unit of chunk i of those of a queue. Of n chunks, chunk i has n - i of n (n + 1) / 2 shares: they
+    shrink, so that threads end together."""
+    begin, end = units * queue // queues, units * (queue + 1) // queues
+    return begin + (end - begin) * (i * (2 * chunks + 1 - i)) // (chunks * (chunks + 1))
 
 
 @inlined
 def begin_work(work: int, n_threads: int) -> None:
-    """Cuts the work at an address into chunks for n_threads threads."""
+    """Deals the work at an address to n_threads threads."""
     block = shared_record_at(work, Block)
-    block.chunks = _chunks_of(block, n_threads)
-    block.shrinks = _shrinks(block.chunks, n_threads)
-    block.next = 0
-    block.done = 0
-    block.status = 0
+    queues, chunks = _queues_of(block, n_threads)
+    if block.queues != queues or block.chunks != chunks or block.status != 0:  # else all threads may go on to have it
+        block.queues, block.chunks, block.status = queues, chunks, 0
 
 
 @inlined
-def _scratch(memory: int, n_bytes: int) -> Any:
-    """The address of the first cache line that begins in n_bytes of memory; its first word is 0 if there is one."""
+def _scratch(memory: int) -> Any:
+    """The address of the first cache line that begins in memory; its first word is 0."""
     address = (memory + LINE - 1) // LINE * LINE
-    if n_bytes > 0:
-        array_at(address, types.int64, 1)[0] = 0
+    array_at(address, types.int64, 1)[0] = 0
     return address
 
 
 @inlined
-def take_chunks(work: int) -> Any:
-    """Computes chunks of the work at an address until nobody has to take one. Returns whether the last one of all was
-    among them."""
+def _taken(queue: int, number: int, chunks: int) -> Any:
+    """Takes the next chunk of a work, by its number in the region, from a queue; `chunks` or more: none is left.
+
+    queue  the address of a number of a work, in the upper half of a word, and of how many of its chunks are taken
+    """
+    before = acquired(types.int64(queue))
+    while True:
+        i = before & _LOW if before >> 32 == number else types.int64(0)
+        if before >> 32 > number or i >= chunks:
+            return types.int64(_LATE)
+        found = exchanged(types.int64(queue), before, (types.int64(number) << 32) + i + 1)
+        if found == before:
+            return i
+        before = found
+
+
+@inlined
+def take_chunks(work: int, number: int, queues: int, done: int, me: int, n_threads: int) -> Any:
+    """Computes chunks of the work at an address until nobody has to take one: those dealt to this thread, then those
+    of others. Returns whether the last one of all was among them.
+
+    number  of the work among those for which the queues serve: 1 or more, and more than that of any before
+    queues  the address of a cache line for each thread, which begins with a word of 0
+    done    the address of the number of units that are computed
+    me      which thread this is
+    """
     block = shared_record_at(work, Block)
-    chunks, shrinks = block.chunks, block.shrinks
-    i = atomic_add(types.int64(work + _NEXT), types.int64(1))
-    if i >= chunks:
-        return False
-    memory, taken = allocated(block.scratch), types.int64(0)
-    scratch = _scratch(memory, block.scratch)
-    while i < chunks:
-        begin, end = _first_of(block, chunks, shrinks, i), _first_of(block, chunks, shrinks, i + 1)
-        if begin < end:
-            status = call_kernel(block.kernel, block.parameters, begin, end, scratch)
-            if status != 0:
-                block.status = status
-            taken += end - begin
-        i = atomic_add(types.int64(work + _NEXT), types.int64(1))
+    units, n_queues, chunks = block.units, block.queues, block.chunks
+    memory, scratch, k, is_last = types.int64(0), types.int64(0), types.int64(0), False
+    while k < n_threads and not is_last:
+        queue = (me + k) % n_threads
+        i = _taken(queues + LINE * queue, number, chunks) if queue < n_queues else types.int64(_LATE)
+        taken = types.int64(0)
+        while i < chunks:
+            if memory == 0 and block.scratch != 0:
+                memory = allocated(block.scratch)
+                scratch = _scratch(memory)
+            begin = _first_of(units, n_queues, queue, chunks, i)
+            end = _first_of(units, n_queues, queue, chunks, i + 1)
+            if begin < end:
+                status = call_kernel(block.kernel, block.parameters, begin, end, scratch)
+                if status != 0:
+                    block.status = status
+                taken += end - begin
+            i = _taken(queues + LINE * queue, number, chunks)
+        is_last = taken > 0 and atomic_add(types.int64(done), taken) + taken == units
+        k += 1
     release(memory)
-    return taken > 0 and atomic_add(types.int64(work + _DONE), taken) + taken == block.units
+    return is_last
 
 
 @inlined
@@ -165,7 +189,7 @@ def _run_alone(work: int) -> None:
         block.status = call_kernel(block.kernel, block.parameters, types.int64(0), block.units, types.int64(0))
         return
     memory = allocated(block.scratch)
-    scratch = _scratch(memory, block.scratch)
+    scratch = _scratch(memory)
     block.status = call_kernel(block.kernel, block.parameters, types.int64(0), block.units, scratch)
     release(memory)
 
@@ -192,23 +216,20 @@ def _go_on(region_at: int, i: int) -> None:
             break
         _run_alone(works[i])
         i = region.n_works if _has_ended(region, i) else i + 1
-    region.waiting = 0
+    region.done = 0
     publish(types.int64(region_at + _ON), types.int64(i))
 
 
 @inlined
-def _fetch(region_at: int, i: int) -> None:
-    """Fetches what the next work after number i that says what it reads will read first. Its first chunk is of the
-    thread that begins it; each of those that wait fetches for another one."""
+def _fetch(region_at: int, i: int, me: int) -> None:
+    """Fetches what this thread will read first of the next work after number i that says what it reads."""
     region = shared_record_at(region_at, Region)
     works = array_at(region.works, types.int64, region.n_works)
-    turn = 1 + atomic_add(types.int64(region_at + _WAITING), types.int64(1))
     for j in range(i + 1, min(i + _AHEAD, region.n_works)):
         block = shared_record_at(works[j], Block)
         if block.n_read != 0:
-            chunks = _chunks_of(block, region.n_threads)
-            first = _first_of(block, chunks, _shrinks(chunks, region.n_threads), min(turn, chunks))
-            begin = first * (block.n_read // block.units)
+            queues, chunks = _queues_of(block, region.n_threads)
+            begin = _first_of(block.units, queues, min(me, queues - 1), chunks, 0) * (block.n_read // block.units)
             address = array_at(block.parameters, types.int64, block.reads + 1)[block.reads]
             for at in range(begin, min(begin + _FETCHED, block.n_read), LINE):
                 prefetch(types.int64(address + at))
@@ -218,9 +239,9 @@ def _fetch(region_at: int, i: int) -> None:
 
 
 @inlined
-def _wait(region_at: int, i: int) -> Any:
+def _wait(region_at: int, i: int, me: int) -> Any:
     """Waits as long as work i is on. Returns the number of the next one."""
-    _fetch(region_at, i)
+    _fetch(region_at, i, me)
     pauses, on = 0, acquired(types.int64(region_at + _ON))
     while on == i:
         pause()
@@ -236,13 +257,14 @@ def take_works(region_at: int) -> None:
     """What each thread of a region does."""
     region = shared_record_at(region_at, Region)
     works, count = array_at(region.works, types.int64, region.n_works), region.n_works
+    me = thread_number(region.openmp) % region.n_threads
     i = acquired(types.int64(region_at + _ON))
     while i < count:
-        if take_chunks(works[i]):
+        if take_chunks(works[i], i + 1, region.queues, region_at + _DONE, me, region.n_threads):
             _go_on(region_at, count if _has_ended(region, i) else i + 1)
             i = acquired(types.int64(region_at + _ON))
         else:
-            i = _wait(region_at, i)
+            i = _wait(region_at, i, me)
 
 
 @inlined
@@ -250,7 +272,7 @@ def run_works(works: int, count: int, n_threads: int, openmp: int, times: int) -
     """Runs the works at `count` addresses in order, none of them twice; returns how many ran before one failed.
 
     works   where the addresses are
-    openmp  the address of GOMP_parallel of the team; 0: this thread runs them alone
+    openmp  of the team, as `call_openmp` takes it; 0: this thread runs them alone
     times   where the time after each work goes, in ns; 0: nowhere
     """
     region_at = (on_stack(32) + LINE - 1) // LINE * LINE
@@ -260,10 +282,16 @@ def run_works(works: int, count: int, n_threads: int, openmp: int, times: int) -
     region.n_threads = n_threads if openmp != 0 else 1
     region.times = times
     region.ran = 0
+    region.openmp = openmp
     _go_on(region_at, 0)
     if region.on < count:
+        memory = allocated((n_threads + 1) * LINE)
+        region.queues = (memory + LINE - 1) // LINE * LINE
+        for queue in range(n_threads):
+            array_at(region.queues + LINE * queue, types.int64, 1)[0] = 0
         first = shared_record_at(array_at(works, types.int64, count)[region.on], Block)
         call_openmp(openmp, first.take, region_at, n_threads)
+        release(memory)
     ran: int = region.ran
     return ran
 

@@ -1,8 +1,8 @@
 """Work in threads: a kernel runs over a range of units, and threads take one chunk of it after another.
 
 A `Work` binds a kernel to its parameters; a `Job` is a list of works in order, and the call of an op is one. Threads
-take chunks when they are ready instead of being dealt them, so a thread that wakes late, or has lost its processor,
-delays nobody.
+are dealt chunks, and take those of others when they have none left, so a thread that wakes late, or has lost its
+processor, delays nobody.
 
 A `Team` says which threads these are. Each backend has one and runs its works in it. Inside llama.cpp it is ggml's own
 OpenMP team: the threads that ggml's CPU backend computes with, and that spin between two of its graphs. Elsewhere it is
@@ -55,9 +55,9 @@ def _begin(work: int, n_threads: int) -> None:
     begin_work(work, n_threads)
 
 
-@callback(types.void(types.int64))
-def _take_chunks(work: int) -> None:
-    take_chunks(work)
+@callback(types.void(types.int64, types.int64, types.int64, types.int64))
+def _take_chunks(work: int, queues: int, me: int, n_threads: int) -> None:
+    take_chunks(work, 1, queues, queues + LINE * n_threads, me, n_threads)
 
 
 class Work:
@@ -100,10 +100,8 @@ class Work:
             scratch=scratch and scratch + LINE,
             reads=reads[0],
             n_read=reads[1],
+            queues=0,
             chunks=0,
-            shrinks=0,
-            next=0,
-            done=0,
             status=0,
         )
         self.words = packed((block, parameters))
@@ -135,8 +133,10 @@ class Work:
             status = _run(self.address, count, team.openmp)
         else:
             _begin(self.address, count)
-            others = [_pool().submit(_take_chunks, self.address) for _ in range(count - 1)]
-            _take_chunks(self.address)
+            queues = np.zeros((count + 1, LINE // 8), np.int64)  # and, after them, how many units are computed
+            dealt = [(self.address, queues.ctypes.data, me, count) for me in range(count)]
+            others = [_pool().submit(_take_chunks, *each) for each in dealt[1:]]
+            _take_chunks(*dealt[0])
             for other in others:
                 other.result()
             status = self.block.status
@@ -164,7 +164,7 @@ class Job:
 class Team:
     """Threads that run works.
 
-    openmp  the address of GOMP_parallel in the OpenMP runtime that has these threads; 0: the pool's threads
+    openmp  the OpenMP runtime that has these threads, as `jit.call_openmp` takes it; 0: the pool's threads
     size    how many threads a work may use; None: one per processor that the process may use. GGML_NPU_THREADS is
             always the limit
     """

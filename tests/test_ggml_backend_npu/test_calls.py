@@ -112,8 +112,7 @@ def test_other_threads_of_the_team_get_their_modes_back() -> None:
     look = ctypes.CFUNCTYPE(None, ctypes.c_size_t)(lambda _: seen.append(modes.modes()))
     with Team(openmp, 2).working(), pytest.raises(KernelError, match="FTZ"), UserCode():
         modes._in_team(openmp, function, ctypes.addressof(flushing), 2)
-    parallel = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)(openmp)
-    parallel(ctypes.cast(look, ctypes.c_void_p), None, 2, 0)
+    modes._in_team(openmp, ctypes.cast(look, ctypes.c_void_p).value or 0, 0, 2)
     assert seen == [before] * 2
 
 

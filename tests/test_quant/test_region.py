@@ -102,12 +102,12 @@ def test_the_first_that_fails_is_the_last(
     assert steps.works[bad].block.status == 7
 
 
-def test_chunks_shrink_where_a_thread_takes_several() -> None:
-    steps = Steps([(3, True)])
-    (work,) = steps.works
-    for n_threads, shrinks in ((2, 1), (3, 0), (4, 0)):
+@pytest.mark.parametrize(("n_units", "dealt"), [(3, [(2, 1), (3, 1), (3, 1)]), (1000, [(2, 4), (3, 4), (4, 4)])])
+def test_a_work_is_dealt_to_threads(n_units: int, dealt: list[tuple[int, int]]) -> None:
+    (work,) = Steps([(n_units, True)]).works
+    for n_threads, found in zip((2, 3, 4), dealt, strict=True):
         _begin(work.address, n_threads)
-        assert (work.block.chunks, work.block.shrinks) == (3, shrinks)
+        assert (work.block.queues, work.block.chunks) == found
 
 
 def test_what_it_reads_may_be_anywhere(openmp: int) -> None:

@@ -22,7 +22,7 @@ import quant
 from ggml_backend_npu.plugin.plugin import Plugin
 from graph_runner.run.session import Session, Settings
 from quant.kernels import threads
-from quant.kernels.jit import EngineError, array_at, atomic_add, compiled
+from quant.kernels.jit import LINE, EngineError, array_at, atomic_add, compiled
 from quant.kernels.records import place_in, record_at
 from quant.kernels.region import Block
 from quant.kernels.threads import GRAIN, Job, Work
@@ -89,9 +89,11 @@ def test_every_unit_is_computed_once(team: str, n_units: int, n_bytes: int, coun
 
 def test_no_chunk_is_taken_twice() -> None:
     visited = Visited(1 << 19)
-    visited.work.words[place_in(Block, "chunks")] = 1 << 19
+    visited.work.words[[place_in(Block, "queues"), place_in(Block, "chunks")]] = 2, 1 << 18
+    queues = np.zeros((3, LINE // 8), np.int64)
     with ThreadPoolExecutor(2) as pool:
-        for taken in [pool.submit(threads._take_chunks, visited.work.address) for _ in range(2)]:
+        at = visited.work.address, queues.ctypes.data
+        for taken in [pool.submit(threads._take_chunks, *at, me, 2) for me in range(2)]:
             taken.result()
     assert (visited.visits == 1).all()
 
@@ -222,7 +224,7 @@ def test_the_environment_says_how_many_threads() -> None:
 
 def chunks(work: Work) -> int:
     """Into how many parts a work was cut when it ran last."""
-    return work.block.chunks
+    return work.block.queues * work.block.chunks
 
 
 def large_copy(scene: Scene) -> int:
