@@ -26,7 +26,7 @@ from quant.kernels.jit import (
 from quant.kernels.late import intrinsic, ir, types
 from quant.kernels.records import record_at
 from quant.kernels.vectors import FLOAT, HALF, INT8, INT16, INT32, Address, Value, part
-from quant.runs import STAGE_SIZE, bf16_to_f32, f32_to_bf16, f32_to_f16, flush, same
+from quant.runs import bf16_to_f32, f32_to_bf16, f32_to_f16, flush, same, space_for
 
 Part = Callable[..., Any]
 
@@ -289,7 +289,7 @@ def convert(p, begin, end, stage):
         return 0
     filled, target = 0, of.dst + begin * dst_step
     while begin < end:
-        count = min((STAGE_SIZE - filled) // dst_step, end - begin)
+        count = min(space_for(dst_step, filled), end - begin)
         convert_run(function, of.src + begin * src_step, src_step, 0, 0, stage + filled, dst_step, 0, 0, count)
         begin += count
         filled, target = flush(stage, filled + count * dst_step, target, begin == end)

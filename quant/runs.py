@@ -109,6 +109,14 @@ def narrow_run(src, code, dst, dst_step, count):
 
 
 @inlined
+def space_for(unit, filled):
+    """How many units of so many bytes still go into a stage that is filled so far; elements by the 64, as many as a
+    loop in vectors takes at once: what it leaves over it takes one by one."""
+    n = (STAGE_SIZE - filled) // unit
+    return n // 64 * 64 if unit <= 4 else n
+
+
+@inlined
 def flush(stage, filled, target, everything):
     """Stores the bytes in a stage to target, past the caches: whole cache lines of the target, or everything.
 

@@ -39,6 +39,7 @@ from quant.kernels.records import place_in, shared_record_at
 _CHUNKS = 4  # that a thread takes, if there is enough to do
 _FETCHED = 1 << 17  # bytes that a waiting thread fetches, at most: some microseconds
 _AHEAD = 24  # works among which it looks for one that says what it reads
+_MANY = 1 << 16  # units, which are small then
 _PAUSES = 512  # after which a thread that waits gives way: the one that it waits for may need its processor
 
 
@@ -107,9 +108,10 @@ def _queues_of(block: Any, n_threads: int) -> Any:
 @inlined
 def _first_of(units: int, queues: int, queue: int, chunks: int, i: int) -> Any:
     """The first unit of chunk i of those of a queue. Of n chunks, chunk i has n - i of n (n + 1) / 2 shares: they
-    shrink, so that threads end together."""
+    shrink, so that threads end together. Of many units, elements or blocks, it begins with a cache line."""
     begin, end = units * queue // queues, units * (queue + 1) // queues
-    return begin + (end - begin) * (i * (2 * chunks + 1 - i)) // (chunks * (chunks + 1))
+    first = begin + (end - begin) * (i * (2 * chunks + 1 - i)) // (chunks * (chunks + 1))
+    return first if units < _MANY or first == units else first // LINE * LINE
 
 
 @inlined

@@ -21,10 +21,12 @@ from quant.kernels.records import Dims, Place, record_at, row_of, shared_record_
 from quant.kernels.region import Block
 from quant.kernels.threads import Job, Work
 from quant.kernels.vectors import INT8, INT16, INT32, INT64, part, transposed
-from quant.runs import CACHED, STAGE, STAGE_SIZE, copy_run, flush
+from quant.runs import CACHED, STAGE, STAGE_SIZE, copy_run, flush, space_for
 
 _MOST_ROWS_MARKED = 1 << 20  # of which one byte each is remembered
-_PAGE, _TILE_BYTES = 4096, 16384  # of tiles of a transposition
+_PAGE = 4096
+_LONG = 128  # bytes of a unit that is not gathered
+_SMALL_TILE, _TILE = 1 << 14, 1 << 16  # bytes of a tile of a transposition: gathered in the L1 cache, or straight
 
 
 class Walk(NamedTuple):
@@ -72,7 +74,7 @@ def walk(p, begin, end, stage):
             stream(x, y, count * dst_unit)
         else:
             if streams:
-                count = min(count, (STAGE_SIZE - filled) // dst_unit)
+                count = min(count, space_for(dst_unit, filled))
                 y = stage + filled
                 filled += count * dst_unit
             if convert:
@@ -85,7 +87,7 @@ def walk(p, begin, end, stage):
         s0 += count
         d0 += count
         row_ends = d0 == dst.ne[0] or unit == end
-        if filled and (row_ends or filled + dst_unit > STAGE_SIZE):
+        if filled and (row_ends or space_for(dst_unit, filled) == 0):
             filled, target = flush(stage, filled, target, row_ends)
         if unit < end:
             if s0 == src.ne[0]:
@@ -168,17 +170,15 @@ def transpose(p, begin, end, rows):
         i2, i3 = tile // n1 // n0 % src.ne[2], tile // n1 // n0 // src.ne[2]
         count0, count1 = min(tile0, src.ne[0] - i0), min(tile1, src.ne[1] - i1)
         x = row_address(src, i1, i2, i3) + i0 * src.nb[0]
-        if convert == 0 and src_unit >= 128:
-            if streams:  # in the order of src
+        if convert == 0 and src_unit >= _LONG:
+            for j in range(count1):
+                y = row_address(dst, i1 + j, i2, i3) + i0 * dst_unit
                 for i in range(count0):
-                    for j in range(count1):
-                        y = row_address(dst, i1 + j, i2, i3) + (i0 + i) * dst_unit
-                        stream(x + i * src.nb[0] + j * src_unit, y, src_unit)
-            else:
-                for j in range(count1):
-                    y = row_address(dst, i1 + j, i2, i3) + i0 * dst_unit
-                    for i in range(count0):
-                        copy(x + i * src.nb[0] + j * src_unit, y + i * dst_unit, src_unit)
+                    unit = x + i * src.nb[0] + j * src_unit
+                    if streams:
+                        stream(unit, y + i * dst_unit, src_unit)
+                    else:
+                        copy(unit, y + i * dst_unit, src_unit)
             continue
         if src_unit == 4:
             _gather(_turn_32_bit, 8, types.uint32, 4, x, src.nb[0], count0, count1, rows, step)
@@ -388,7 +388,7 @@ def _tile(unit_bytes: int) -> tuple[int, int]:
     """Units of a tile in dimensions 0 and 1: a cache line of single elements side by side, a page of longer runs."""
     beside = LINE if unit_bytes <= 8 else _PAGE
     tile1 = max(1, beside // unit_bytes)
-    return max(1, _TILE_BYTES // (tile1 * unit_bytes)), tile1
+    return max(1, (_TILE if unit_bytes >= _LONG else _SMALL_TILE) // (tile1 * unit_bytes)), tile1
 
 
 def _turned(dst: Tensor, src: Tensor) -> tuple[tuple[Side, Side], int] | None:
