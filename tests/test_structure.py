@@ -363,7 +363,8 @@ WITHOUT_TESTS = {
         "triangles undefined upscale"
     ),
     "ggml_backend_npu/ops/kernels": (
-        "cells cells_fast cells_in_halves elements exponentials functions groups hadamard products sides tiles windows"
+        "cells cells_fast cells_in_halves cells_many cells_turned elements exponentials functions groups hadamard "
+        "products sides tiles windows"
     ),
     "ggml_backend_npu/plugin": "buffers build capture contexts embedding handed queues rows transfers",
     "ggml_backend_npu/profiles": "files rules",

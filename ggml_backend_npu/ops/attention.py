@@ -30,9 +30,10 @@ from numpy.typing import NDArray
 from ggml_backend_npu.ggml.numerics import PLAIN, Numerics
 from ggml_backend_npu.ir import Node, Tensor
 from ggml_backend_npu.ops import undefined
-from ggml_backend_npu.ops.kernels.cells import attention, bind_attend
+from ggml_backend_npu.ops.kernels.cells import attention
 from ggml_backend_npu.ops.kernels.cells_fast import bind_attend_few
 from ggml_backend_npu.ops.kernels.cells_in_halves import bind_attend_in_halves, products, sum_of_parts
+from ggml_backend_npu.ops.kernels.cells_many import bind_attend
 from ggml_backend_npu.ops.kernels.functions import tanhf
 from ggml_backend_npu.ops.kernels.products import VEC_DOT
 from ggml_backend_npu.ops.kernels.softmax import masked, slopes

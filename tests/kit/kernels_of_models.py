@@ -13,7 +13,7 @@ from kit.support import choose, special_floats
 import quant
 from ggml_backend_npu import default_backend
 from ggml_backend_npu.ops import delta_net, mamba, norms, rope, routing, rwkv, triangles
-from ggml_backend_npu.ops.kernels import cells, cells_fast, cells_in_halves, products, softmax, strided, tiles
+from ggml_backend_npu.ops.kernels import cells_fast, cells_in_halves, cells_many, products, softmax, strided, tiles
 
 WEIGHTS = quant.quantize(np.abs(floats(3, 70, 64)), "q8_0")
 
@@ -233,8 +233,8 @@ OF_MODELS = {
     "FLASH_ATTN_EXT": Case(
         attended,
         (
-            cells.attend,
-            cells.mark_masks,
+            cells_many.attend,
+            cells_many.mark_masks,
             cells_in_halves.attend_in_halves,
             cells_in_halves.join_parts,
             cells_fast.attend_few,
