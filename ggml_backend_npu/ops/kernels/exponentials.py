@@ -20,7 +20,7 @@ _LOG2_E, _LN_2_HIGH, _LN_2_LOW = map(float.fromhex, ("0x1.715476p+0", "0x1.62e4p
 _E1, _E2, _E3, _E4, _E5 = map(  # a polynomial's
     float.fromhex, ("0x1.ffffecp-1", "0x1.fffdb6p-2", "0x1.555e66p-3", "0x1.573e2ep-5", "0x1.0e4020p-7")
 )
-_FAR = 192.0  # e ** x is infinite or 0 there, and ggml's code for AVX-512 takes no further steps
+_FAR = 160.0  # e ** x is infinite there, and 0 below -160; its power of 2 is one of `times_powers_of_2`
 _NEAR = 126  # the largest power of 2 that its other code multiplies by at once
 
 
