@@ -98,6 +98,16 @@ def test_no_chunk_is_taken_twice() -> None:
     assert (visited.visits == 1).all()
 
 
+@pytest.mark.parametrize("me", [0, 1, 2])
+def test_a_thread_takes_what_others_have_not_begun(me: int) -> None:
+    visited = Visited(1000)
+    visited.work.words[[place_in(Block, "queues"), place_in(Block, "chunks")]] = 3, 4
+    queues = np.zeros((4, LINE // 8), np.int64)
+    threads._take_chunks(visited.work.address, queues.ctypes.data, me, 3)
+    assert (visited.visits == 1).all()
+    assert visited.calls[0] == 12
+
+
 def test_what_is_worth_a_second_thread_is_cut(team: str) -> None:
     assert Visited(1000, 2 * GRAIN - 1).runs(4) == 1
     assert Visited(1000, 2 * GRAIN).runs(4) == 2

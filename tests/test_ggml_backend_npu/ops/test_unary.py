@@ -121,6 +121,19 @@ def test_unary_at_its_edges(backend: Plugin, name: str) -> None:
     assert_fits(backend, name, "f32", recipe)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("part", range(16))
+def test_silu_of_float32_of_all_sizes(backend: Plugin, part: int) -> None:
+    """e ** x in vectors, for every 17th float32."""
+    bits = np.arange(part << 28, (part + 1) << 28, 17, dtype=np.uint32)
+
+    def recipe(scene: Scene) -> int:
+        node = scene.root("f32", (bits.size,), bits.view(np.float32))
+        return scene.op("unary", node, scene.ggml.op_numbers["SILU"][1])
+
+    assert_fits(backend, "SILU", "f32", recipe)
+
+
 @pytest.mark.parametrize("type", FLOATS)
 @given(ne=sizes(), seed=seeds, before=st.integers(0, 1), n=st.floats(-2, 2, width=32), p=st.floats(0, 2, width=32))
 @examples(10)
